@@ -1,9 +1,9 @@
-//! A million live regions: library memory for each, and that they register, are used at random, and
-//! close.
+//! Memory that hmem uses for each of a million live regions. Also checks that the regions register,
+//! that random writes to them arrive, and that they close.
 //!
-//! Counts every byte that the process allocates (a counting global allocator, which adds the
-//! allocator's own rounding as `malloc_usable_size` reports it), so the figure holds the handle,
-//! core's state, the provider's entry and its maps.
+//! A counting global allocator counts every byte that the process allocates, with an estimate of
+//! the rounding of glibc's `malloc`. So the result includes the region handles, the state of the
+//! `core` crate, and the entries and maps of the software NIC.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -19,32 +19,34 @@ use hmem::{
     transfer::{LocalSegment, Operation, RemoteSegment, WorkRequest},
 };
 
-struct Counting;
+struct CountingAllocator;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 
-/// Bytes of the block with the allocator's header and rounding (glibc: 8 bytes, multiples of 16).
-fn block(layout: Layout) -> usize {
+/// Returns the bytes that glibc's `malloc` uses for a layout: its size plus 8 bytes of header,
+/// rounded up to a multiple of 16, and at least 32.
+fn block_size(layout: Layout) -> usize {
     (layout.size() + 8).next_multiple_of(16).max(32)
 }
 
-// SAFETY: passes every call on to the system allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
+// SAFETY: every call goes to the system allocator unchanged.
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(block(layout), Ordering::Relaxed);
-        // SAFETY: passed on.
+        LIVE.fetch_add(block_size(layout), Ordering::Relaxed);
+        // SAFETY: the caller upholds the contract of `alloc`, which is the system allocator's.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(block(layout), Ordering::Relaxed);
-        // SAFETY: passed on.
+        LIVE.fetch_sub(block_size(layout), Ordering::Relaxed);
+        // SAFETY: the caller upholds the contract of `dealloc`. The block came from the system
+        // allocator.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const REGIONS: usize = 1_000_000;
 const LEN: u64 = 64;
@@ -60,21 +62,21 @@ fn run(mode: MrMode, name: &str) {
         .without_vendor_ifaces()
         .provider(loopback)
         .build()
-        .expect("host memory is always there");
+        .expect("host memory is always available");
     let domain = hmem
         .domain("loopback", DomainAttr { mr_mode: mode, ..DomainAttr::default() })
-        .expect("it needs this");
+        .expect("the NIC offers the mode that it needs");
     let mut memory = vec![0u8; REGIONS * LEN as usize];
     let base = Address::of_ptr(memory.as_mut_ptr()).0;
     let mut regions = Vec::with_capacity(REGIONS);
     let before = LIVE.load(Ordering::Relaxed);
     for index in 0..REGIONS as u64 {
         let range =
-            AddressRange::new(Address(base + index * LEN), LEN).expect("in the address space");
+            AddressRange::new(Address(base + index * LEN), LEN).expect("the range does not wrap");
         let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
-        // SAFETY: `memory` outlives the regions, and is only looked at after they are closed.
+        // SAFETY: `memory` outlives the regions, and is read only after they are closed.
         regions.push(
-            unsafe { domain.reg(range, access, index + 1, MrFlags::empty()) }.expect("registers"),
+            unsafe { domain.reg(range, access, index + 1, MrFlags::empty()) }.expect("register"),
         );
     }
     let each = (LIVE.load(Ordering::Relaxed) - before) / REGIONS + size_of_val(&regions[0]);
@@ -88,11 +90,11 @@ fn run(mode: MrMode, name: &str) {
     let cq = domain.open_cq(16).expect("a queue");
     let attr = EndpointAttr::new(&cq);
     let endpoint = domain.open_endpoint(&attr).expect("an endpoint");
-    let peer = endpoint.resolve(&endpoint.name()).expect("itself");
+    let peer = endpoint.resolve(&endpoint.name()).expect("an endpoint resolves its own name");
     let source = domain
         .register(vec![0x5au8; LEN as usize], Access::WRITE)
         .map(|region| region.desc().map(|desc| (region, desc)));
-    let (source, desc) = source.expect("registers").expect("registered");
+    let (source, desc) = source.expect("register").expect("registered");
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let (mut completions, mut written) = (Vec::new(), Vec::new());
     for _ in 0..100_000 {
@@ -109,20 +111,25 @@ fn run(mode: MrMode, name: &str) {
             peer,
             context: 0,
         };
-        // SAFETY: the source is a region that owns its memory.
-        unsafe { endpoint.post(&request) }.expect("there is room");
+        // SAFETY: the source region owns its memory. The target memory outlives its region, and is
+        // read only after the region is closed.
+        unsafe { endpoint.post(&request) }.expect("the queue has room");
         while completions.is_empty() {
-            cq.read(&mut completions, 1).expect("the queue is not overrun");
+            cq.read(&mut completions, 1).expect("the queue can be read");
         }
-        completions.pop().expect("one was read").result.expect("the write arrives");
+        completions
+            .pop()
+            .expect("the queue returned a completion")
+            .result
+            .expect("the write succeeds");
         written.push(index);
     }
     for region in regions {
-        region.close().expect("nothing is bound to it");
+        region.close().expect("the region is not in use");
     }
     assert!(
         written.iter().all(|index| memory[index * LEN as usize + 8..][..8] == [0x5a; 8]),
-        "bytes are missing"
+        "written bytes are missing"
     );
     println!(
         "{name}: 100,000 random writes arrived; every region closed, {} left",

@@ -1,8 +1,8 @@
-//! The cost of finding the owner of an address: among 100,000 device allocations, and of a host
-//! address with devices present.
+//! Time to find the owner of an address: the device allocation that contains it, or host memory.
 //!
-//! The limit that it is held against is one dependent load at a random place of a table of the same
-//! number of lines: what any lookup pays that has to look at the allocation.
+//! The first lookup is among 100,000 device allocations. Its reference is one dependent load from a
+//! random cache line of a table with 100,000 lines. Every lookup that reads the allocation's entry
+//! needs at least that load. The second lookup is for a host address while devices are present.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -22,7 +22,7 @@ use report::{Row, Target};
 const ALLOCATIONS: usize = 100_000;
 const GROUP: &str = "lookup";
 
-/// A fixed pseudo-random order (xorshift64), the same in every run.
+/// Shuffles items in a fixed pseudo-random order (xorshift64), which is the same in every run.
 fn shuffled<T>(mut items: Vec<T>) -> Vec<T> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     for last in (1..items.len()).rev() {
@@ -36,7 +36,7 @@ fn shuffled<T>(mut items: Vec<T>) -> Vec<T> {
 
 #[repr(align(64))]
 #[derive(Clone)]
-struct Line(u64);
+struct CacheLine(u64);
 
 fn main() {
     report::forget(GROUP);
@@ -46,15 +46,15 @@ fn main() {
         .map(|_| simulated.allocate(&request).expect("device memory is left"))
         .collect();
     let mut registry = Registry::new();
-    registry.add(Arc::new(System::new())).expect("an empty registry takes any iface");
-    registry.add(Arc::clone(&simulated) as Arc<dyn Iface>).expect("its kind is free");
+    registry.add(Arc::new(System::new())).expect("an empty registry accepts any iface");
+    registry.add(Arc::clone(&simulated) as Arc<dyn Iface>).expect("no other iface has this kind");
     let addresses = shuffled(
         allocations
             .iter()
             .map(|allocation| Address(allocation.base().0 + 1234))
             .collect::<Vec<_>>(),
     );
-    let lines = vec![Line(1); ALLOCATIONS];
+    let lines = vec![CacheLine(1); ALLOCATIONS];
     let places = shuffled((0..ALLOCATIONS).collect::<Vec<_>>());
     let host = vec![0u8; 4096];
     let host = Address::of_ptr(host.as_ptr());
@@ -87,18 +87,18 @@ fn main() {
         Row {
             what: "address among 100,000 device allocations / one random load",
             ours: "lookup/device_100000",
-            other: "lookup/limit_random_load",
+            reference: "lookup/limit_random_load",
             target: Target::Nanoseconds(30.0),
         },
         Row {
             what: "host address with devices present / two compares",
             ours: "lookup/host_with_devices",
-            other: "lookup/limit_two_compares",
+            reference: "lookup/limit_two_compares",
             target: Target::Nanoseconds(5.0),
         },
     ]);
     for allocation in &allocations {
-        // SAFETY: nothing refers to the device memory.
+        // SAFETY: nothing refers to the device memory, and each allocation is freed once.
         unsafe { simulated.free(allocation) }.expect("each allocation is freed once");
     }
 }

@@ -1,7 +1,7 @@
-//! Costs of monitors of host memory: for code that maps and unmaps, and for subscriptions.
+//! Costs of host memory monitors: for programs that map and unmap memory, and for subscriptions.
 //!
-//! Each figure is compared with the same system calls made past the C library. The two
-//! alternate in one process.
+//! The reference is a map and an unmap by raw system calls, which the memory hooks do not see. The
+//! two operations alternate in one process.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -24,7 +24,7 @@ use hmem::{
 };
 use report::{
     Target,
-    turns::{self, Turns},
+    alternating::{self, Comparison},
 };
 
 const LEN: usize = 64 << 10;
@@ -32,11 +32,12 @@ const UNMAPS: usize = 40_000;
 const CACHED: usize = 100_000;
 const PAGE: usize = 4096;
 
-/// A subscriber without ranges, like a cache that has not cached the changed memory.
+/// An invalidator that only counts notifications, so that it costs as little as a cache without a
+/// region in the changed memory.
 #[derive(Debug, Default)]
-struct Ignorant(AtomicU64);
+struct CountingInvalidator(AtomicU64);
 
-impl Invalidator for Ignorant {
+impl Invalidator for CountingInvalidator {
     fn invalidate(&self, _: AddressRange, _: InvalidationCause) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
@@ -57,25 +58,27 @@ const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
 fn map() -> *mut libc::c_void {
-    // SAFETY: a new mapping at an address of the kernel's choice.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces nothing.
     let at = unsafe { libc::mmap(ptr::null_mut(), LEN, RW, ANONYMOUS, -1, 0) };
     assert_ne!(at, libc::MAP_FAILED);
     at
 }
 
 fn unmap(at: *mut libc::c_void) {
-    // SAFETY: a mapping of this bench's own, which nobody uses.
+    // SAFETY: `at` is the start of a mapping of `LEN` bytes from `map`, and nothing refers to its
+    // memory.
     assert_eq!(unsafe { libc::munmap(at, LEN) }, 0);
 }
 
-/// By the C library's functions, hooked or not.
+/// Maps and unmaps memory through the C library, which the memory hooks may have patched.
 fn pair() {
     unmap(map());
 }
 
-/// By the system calls themselves.
+/// Maps and unmaps memory with raw system calls.
 fn raw_pair() {
-    // SAFETY: as `map` and `unmap`.
+    // SAFETY: the kernel chooses the address, so the mapping replaces nothing. Nothing refers to
+    // its memory, and it is unmapped once.
     unsafe {
         let at = libc::syscall(libc::SYS_mmap, 0, LEN, RW, ANONYMOUS, -1, 0);
         assert_eq!(libc::syscall(libc::SYS_munmap, at, LEN), 0);
@@ -87,27 +90,31 @@ fn range(at: *mut libc::c_void) -> AddressRange {
 }
 
 /// Maps a range, subscribes to it, unmaps it and cancels the subscription.
-fn cycle(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>) {
+fn cycle(monitor: &dyn Monitor, invalidator: &Arc<CountingInvalidator>) {
     let at = map();
     let subscription = monitor
-        .subscribe(range(at), Arc::<Ignorant>::clone(invalidator))
+        .subscribe(range(at), Arc::<CountingInvalidator>::clone(invalidator))
         .expect("memory can be watched");
     unmap(at);
     monitor.unsubscribe(subscription);
 }
 
-/// Subscribes to a range and cancels the subscription.
-fn renewal(monitor: &dyn Monitor, invalidator: &Arc<Ignorant>, at: *mut libc::c_void) {
+/// Subscribes to the `LEN` bytes at `at`, and cancels the subscription.
+fn resubscribe(
+    monitor: &dyn Monitor,
+    invalidator: &Arc<CountingInvalidator>,
+    at: *mut libc::c_void,
+) {
     let subscription = monitor
-        .subscribe(range(at), Arc::<Ignorant>::clone(invalidator))
+        .subscribe(range(at), Arc::<CountingInvalidator>::clone(invalidator))
         .expect("memory can be watched");
     monitor.unsubscribe(subscription);
 }
 
-/// A cache back end that registers nothing, with a monitor that watches every range.
-struct Watched(Arc<MemHooks>);
+/// A cache back end that registers nothing. The memory hooks watch every cached range.
+struct NoopBackend(Arc<MemHooks>);
 
-impl CacheBackend for Watched {
+impl CacheBackend for NoopBackend {
     type Region = ();
     type Watch = Subscription;
 
@@ -119,18 +126,6 @@ impl CacheBackend for Watched {
         self.0.unsubscribe(watch);
     }
 
-    fn needs_validation(&self, _: &Subscription) -> bool {
-        false
-    }
-
-    fn is_current(&self, _: &Subscription) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn max_len(&self) -> u64 {
-        u64::MAX
-    }
-
     fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<()> {
         Ok(())
     }
@@ -140,12 +135,13 @@ impl CacheBackend for Watched {
     }
 }
 
-/// Returns a cache that holds [`CACHED`] ranges of one page each.
-fn cached(hooks: &Arc<MemHooks>) -> Cache<Watched> {
+/// Returns a cache of [`CACHED`] regions of one page each.
+fn full_cache(hooks: &Arc<MemHooks>) -> Cache<NoopBackend> {
     let limits = Limits { max_count: 2 * CACHED, ..Limits::default() };
-    let cache = Cache::new(Watched(Arc::clone(hooks)), limits).expect("a cache starts");
+    let cache = Cache::new(NoopBackend(Arc::clone(hooks)), limits).expect("a cache starts");
     let flags = ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: a new mapping at an address of the kernel's choice, which stays.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces nothing. It is never
+    // unmapped.
     let start = unsafe { libc::mmap(ptr::null_mut(), CACHED * PAGE, RW, flags, -1, 0) };
     assert_ne!(start, libc::MAP_FAILED);
     for page in 0..CACHED {
@@ -153,8 +149,11 @@ fn cached(hooks: &Arc<MemHooks>) -> Cache<Watched> {
         let range = AddressRange::new(start, PAGE as u64).expect("a mapping does not wrap");
         drop(
             cache
-                .get_or_register(&Key::new(range, Access::SEND).expect("a key"))
-                .expect("nothing refuses"),
+                .get_or_register(
+                    &Key::new(range, Access::SEND)
+                        .expect("the range is not empty, and the rights are valid"),
+                )
+                .expect("a no-op registration succeeds"),
         );
     }
     let found = cache.statistics().registrations;
@@ -178,73 +177,74 @@ fn growth(what: &str) {
 }
 
 fn main() {
-    let invalidator = Arc::new(Ignorant::default());
+    let invalidator = Arc::new(CountingInvalidator::default());
     let kept = map();
-    let mut figures: Vec<Turns> = Vec::new();
+    let mut figures: Vec<Comparison> = Vec::new();
     let free = Target::Ratio(1.02);
-    figures.push(turns::against(
+    figures.push(alternating::compare(
         "mmap+munmap 64 KiB: the C library, unhooked",
-        Target::Orientation,
+        Target::Unlimited,
         pair,
         raw_pair,
     ));
 
     let hooks = MemHooks::start().expect("memhooks");
-    figures.push(turns::against(
+    figures.push(alternating::compare(
         "mmap+munmap 64 KiB: memhooks, nothing cached",
         free,
         pair,
         raw_pair,
     ));
     growth("memhooks, nothing cached");
-    let subscription =
-        hooks.subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator)).expect("subscribe");
-    let some = "mmap+munmap 64 KiB: memhooks, one cache told that ignores it";
-    figures.push(turns::against(some, Target::Orientation, pair, raw_pair));
-    growth("memhooks, a cache told");
+    let subscription = hooks
+        .subscribe(range(kept), Arc::<CountingInvalidator>::clone(&invalidator))
+        .expect("subscribe");
+    let some = "mmap+munmap 64 KiB: memhooks, one cache without the range";
+    figures.push(alternating::compare(some, Target::Unlimited, pair, raw_pair));
+    growth("memhooks, one cache without the range");
     let subscribe = "memhooks: subscribe+unsubscribe";
-    figures.push(turns::alone(subscribe, Target::Orientation, || {
-        renewal(&*hooks, &invalidator, kept)
+    figures.push(alternating::measure_alone(subscribe, Target::Unlimited, || {
+        resubscribe(&*hooks, &invalidator, kept)
     }));
     let cycled = "map, subscribe, unmap, unsubscribe: memhooks";
-    figures.push(turns::against(
+    figures.push(alternating::compare(
         cycled,
-        Target::Orientation,
+        Target::Unlimited,
         || cycle(&*hooks, &invalidator),
         raw_pair,
     ));
     hooks.unsubscribe(subscription);
 
-    let cache = cached(&hooks);
+    let cache = full_cache(&hooks);
     let full = "mmap+munmap 64 KiB: memhooks, 100,000 ranges cached";
-    figures.push(turns::against(full, Target::Ratio(1.05), pair, raw_pair));
+    figures.push(alternating::compare(full, Target::Ratio(1.05), pair, raw_pair));
     growth("memhooks, 100,000 ranges cached");
     drop(cache);
 
     match UserFaultFd::start() {
-        Ok(net) => {
-            // Kept watched, so that the table is not emptied and filled at each turn.
-            let subscription = net
-                .subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator))
+        Ok(userfaultfd) => {
+            // This subscription keeps the table of subscriptions from becoming empty in each round.
+            let subscription = userfaultfd
+                .subscribe(range(kept), Arc::<CountingInvalidator>::clone(&invalidator))
                 .expect("subscribe");
             let unwatched = "mmap+munmap 64 KiB: userfaultfd, range not watched";
-            figures.push(turns::against(unwatched, Target::Orientation, pair, raw_pair));
+            figures.push(alternating::compare(unwatched, Target::Unlimited, pair, raw_pair));
             let watched = "map, subscribe, unmap, unsubscribe: userfaultfd";
-            figures.push(turns::against(
+            figures.push(alternating::compare(
                 watched,
-                Target::Orientation,
-                || cycle(&*net, &invalidator),
+                Target::Unlimited,
+                || cycle(&*userfaultfd, &invalidator),
                 raw_pair,
             ));
-            net.unsubscribe(subscription);
-            let layered = Layered::new(hooks, net);
+            userfaultfd.unsubscribe(subscription);
+            let layered = Layered::new(hooks, userfaultfd);
             let both = "map, subscribe, unmap, unsubscribe: memhooks+userfaultfd";
             let subscription = layered
-                .subscribe(range(kept), Arc::<Ignorant>::clone(&invalidator))
+                .subscribe(range(kept), Arc::<CountingInvalidator>::clone(&invalidator))
                 .expect("subscribe");
-            figures.push(turns::against(
+            figures.push(alternating::compare(
                 both,
-                Target::Orientation,
+                Target::Unlimited,
                 || cycle(&*layered, &invalidator),
                 raw_pair,
             ));
@@ -252,5 +252,5 @@ fn main() {
         }
         Err(error) => println!("userfaultfd: {error}"),
     }
-    turns::print(figures);
+    alternating::print(figures);
 }

@@ -1,5 +1,8 @@
-//! Cost of a path decision: one already made, held against what finding and sharing any value
-//! takes; and what a first one asks of the drivers, counted.
+//! Cost of the choice of a path from a NIC to device memory.
+//!
+//! The benchmark measures the lookup of the path that an earlier registration chose. The reference
+//! is a lookup in a `HashMap`. The benchmark also counts the driver calls of the first
+//! registrations, which choose the paths.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -19,7 +22,8 @@ use hmem::{
 use report::{Row, Target};
 
 const GROUP: &str = "path";
-/// As many as a node of eight GPUs and eight NICs has, half of them without a direct path.
+/// Number of simulated devices and of NICs, as in a node with eight GPUs. Each NIC reaches only
+/// half of the devices by a direct path.
 const DEVICES: u32 = 8;
 const NICS: u32 = 8;
 
@@ -51,7 +55,7 @@ impl Node {
         let hmem = Hmem::builder()
             .without_vendor_ifaces()
             .shared_iface(Arc::clone(&device) as Arc<dyn Iface>)
-            .provider(provider.faults(&faults).build().expect("a fabric"))
+            .provider(provider.faults(&faults).build().expect("a software NIC starts"))
             .build()
             .expect("the ifaces start");
         let attr =
@@ -69,15 +73,15 @@ impl Node {
         DeviceBuffer::allocate(&iface, &request).expect("device memory is left")
     }
 
-    /// Registers a page of each device with each NIC, and returns what the drivers were asked
-    /// meanwhile.
+    /// Registers memory of each device with each NIC. Returns how often the drivers meanwhile
+    /// created memory, exported memory, and registered memory.
     fn register_all(&self) -> [u64; 3] {
-        let made = || {
+        let calls = || {
             let stats = self.device.stats();
             let exports = stats.calls(Call::ExportDmaBuf) + stats.calls(Call::ExportPeerMemory);
             [stats.calls(Call::CreateMemory), exports, self.faults.calls(loopback::Call::Register)]
         };
-        let before = made();
+        let before = calls();
         for device in 0..DEVICES {
             for (number, domain) in self.domains.iter().enumerate() {
                 let region =
@@ -88,7 +92,7 @@ impl Node {
                 drop(region.close().expect("close"));
             }
         }
-        let after = made();
+        let after = calls();
         [0, 1, 2].map(|at| after[at] - before[at])
     }
 }
@@ -99,13 +103,13 @@ fn main() {
     node.faults.count();
     let pairs = u64::from(DEVICES * NICS);
     println!(
-        "driver calls for a page of each of {DEVICES} devices on each of {NICS} NICs, half of \
-         them out of reach:"
+        "driver calls to register a page of each of {DEVICES} devices with each of {NICS} NICs; \
+         half of the pairs have no direct path:"
     );
     for round in ["first", "second"] {
         let [memory, exports, registrations] = node.register_all();
         println!(
-            "  {round} round: {} pages tried ({} pairs out of reach), {exports} exports, \
+            "  {round} round: {} pages probed ({} pairs without a direct path), {exports} exports, \
              {registrations} registrations",
             memory - pairs,
             pairs / 2
@@ -114,7 +118,8 @@ fn main() {
 
     let attr = node.domains[3].provider_attr();
     let buffer = node.buffer(5);
-    let owner = node.hmem.registry().owner_of(buffer.allocation().base()).expect("a lookup");
+    let owner =
+        node.hmem.registry().owner_of(buffer.allocation().base()).expect("a lookup succeeds");
     let paths = node.hmem.paths();
     assert!(paths.remembered(&owner, attr, P2pPolicy::Enabled).is_some());
 
@@ -133,9 +138,9 @@ fn main() {
     });
     group.finish();
     report::print(&[Row {
-        what: "a path decided already / std's HashMap by (iface, device, NIC name)",
+        what: "path chosen before / std's HashMap by (iface, device, NIC name)",
         ours: "path/remembered",
-        other: "path/limit_hash_map",
+        reference: "path/limit_hash_map",
         target: Target::Nanoseconds(100.0),
     }]);
 }

@@ -1,12 +1,13 @@
-//! RMA between device memory that is staged and host memory, over the software NIC, against the
-//! slower of copy engine and wire; and a short one against its copy and its transfer one after the
-//! other.
+//! Staged RMA transfers of the software NIC between device memory and host memory.
 //!
-//! The simulated device's copy engine is held to a bandwidth and a latency, which every copy pays
-//! anew. The limits are measured in the same run, turn by turn with ours, so that what else the
-//! machine does meets all of them: the wire by the same transfer between host buffers, the engine
-//! by what it is held to or, where the machine cannot copy that fast, by one asynchronous copy of
-//! the whole message on an engine that is held to nothing.
+//! A long transfer pipelines its copies with its sends, so its reference is the slower of the copy
+//! engine and the wire. A short transfer is one chunk, so its reference is one copy followed by one
+//! transfer.
+//!
+//! The simulated device limits its copy engine to a bandwidth, and adds a latency to every copy.
+//! The references are measured in the same run, alternating with hmem. The time of the wire is that
+//! of a transfer between host buffers. The time of the copy engine is computed from its bandwidth
+//! and latency, or measured with one copy by an unlimited engine if that takes longer.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -27,7 +28,7 @@ use hmem::{
 };
 
 const LONGEST: usize = 64 << 20;
-/// Bytes per second and latency of the simulated copy engines.
+/// Bandwidth in bytes per second, and latency, of each simulated copy engine that is measured.
 const ENGINES: [(u64, Duration); 4] = [
     (250_000_000, Duration::from_micros(20)),
     (500_000_000, Duration::from_micros(20)),
@@ -37,8 +38,8 @@ const ENGINES: [(u64, Duration); 4] = [
 const LONG: [u64; 3] = [4 << 20, 16 << 20, LONGEST as u64];
 const SHORT: u64 = 64 << 10;
 
-/// One domain with an initiator and a target.
-struct Net {
+/// Two endpoints of one software NIC, with the memory that is transferred between them.
+struct Connection {
     endpoint: Endpoint,
     _target: Endpoint,
     cq: Arc<dyn CompletionQueue>,
@@ -48,13 +49,13 @@ struct Net {
     staged: OwnedRegion<DeviceBuffer>,
     host: OwnedRegion<Vec<u8>>,
     device: Arc<Simulated>,
-    /// A device with an unlimited engine, and memory of it.
+    /// A device with an unlimited copy engine, and memory of that device.
     unlimited: (Arc<Simulated>, DeviceBuffer),
-    /// The host buffer of copies that the benchmark makes itself.
+    /// Host side of the copies that the benchmark makes without the NIC.
     buffer: Vec<u8>,
 }
 
-impl Net {
+impl Connection {
     fn new(bandwidth: u64, latency: Duration) -> Self {
         let builder =
             Simulated::builder().window(1 << 32).copy_bandwidth(bandwidth).copy_latency(latency);
@@ -66,7 +67,7 @@ impl Net {
             .provider(loopback)
             .shared_iface(Arc::clone(&device) as Arc<dyn Iface>)
             .build()
-            .expect("host memory is always there");
+            .expect("host memory is always available");
         let (mr_mode, p2p) = (MrMode::empty(), P2pPolicy::Disabled);
         let domain = hmem
             .domain("loopback", DomainAttr { mr_mode, p2p, ..DomainAttr::default() })
@@ -74,12 +75,12 @@ impl Net {
         let cq = domain.open_cq(64).expect("a queue");
         let open = || domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
         let (endpoint, target) = (open(), open());
-        let peer = endpoint.resolve(&target.name()).expect("it is there");
+        let peer = endpoint.resolve(&target.name()).expect("the target endpoint exists");
         let local = Access::READ | Access::WRITE;
         let remote = Access::REMOTE_READ | Access::REMOTE_WRITE;
-        let remote = domain.register(vec![1u8; LONGEST], remote).expect("registers");
-        let host = domain.register(vec![2u8; LONGEST], local).expect("registers");
-        let staged = domain.register(device_memory(&device), local).expect("registers");
+        let remote = domain.register(vec![1u8; LONGEST], remote).expect("register");
+        let host = domain.register(vec![2u8; LONGEST], local).expect("register");
+        let staged = domain.register(device_memory(&device), local).expect("register");
         let free = Simulated::builder().window(1 << 32).build().expect("another simulated device");
         let free = Arc::new(free);
         let unlimited = (Arc::clone(&free), device_memory(&free));
@@ -103,48 +104,55 @@ impl Net {
     fn transfer(&self, local: RegionSlice, len: u64, read: bool) {
         let remote = [RemoteSegment { address: self.key.base(), len, key: &self.key }];
         if read {
-            self.endpoint.read(&[local], &remote, self.peer, 1).expect("there is room");
+            self.endpoint.read(&[local], &remote, self.peer, 1).expect("the queue has room");
         } else {
-            self.endpoint.write(&[local], &remote, self.peer, 1).expect("there is room");
+            self.endpoint.write(&[local], &remote, self.peer, 1).expect("the queue has room");
         }
         let mut completions = Vec::with_capacity(1);
         while completions.is_empty() {
-            self.cq.read(&mut completions, 1).expect("the queue is not overrun");
+            self.cq.read(&mut completions, 1).expect("the queue can be read");
         }
-        let completion = completions.pop().expect("one was read");
-        assert_eq!(completion.result.expect("it arrives"), len);
+        let completion = completions.pop().expect("the queue returned a completion");
+        assert_eq!(completion.result.expect("the transfer succeeds"), len);
     }
 
     fn staged(&self, len: u64, read: bool) {
-        self.transfer(self.staged.slice(0, len).expect("inside"), len, read);
+        self.transfer(
+            self.staged.slice(0, len).expect("the slice is inside the region"),
+            len,
+            read,
+        );
     }
 
     fn wire(&self, len: u64, read: bool) {
-        self.transfer(self.host.slice(0, len).expect("inside"), len, read);
+        self.transfer(self.host.slice(0, len).expect("the slice is inside the region"), len, read);
     }
 
-    /// Destination and source of a copy in the direction of a transfer.
-    fn sides(&mut self, device: Address, read: bool) -> (Address, Address) {
+    /// Returns the destination and the source of a copy between the memory at `device` and the host
+    /// buffer. The copy goes to the device if `read` is true, and to the host otherwise.
+    fn copy_ends(&mut self, device: Address, read: bool) -> (Address, Address) {
         let host = Address::of_ptr(self.buffer.as_mut_ptr());
         if read { (device, host) } else { (host, device) }
     }
 
-    /// A copy at the full speed of the machine.
+    /// Copies `len` bytes with the unlimited copy engine, and waits for the end of the copy.
     fn unlimited(&mut self, len: u64, read: bool) {
-        let (to, from) = self.sides(self.unlimited.1.allocation().base(), read);
-        // SAFETY: the host side is this value's own buffer of `LONGEST` bytes, and the copy is
-        // waited for.
-        let copy =
-            unsafe { self.unlimited.0.start_copy(to, from, len) }.expect("the engine takes it");
-        copy.wait().expect("it arrives");
+        let (to, from) = self.copy_ends(self.unlimited.1.allocation().base(), read);
+        // SAFETY: the host side is `buffer`, which has `LONGEST` bytes, and this function waits for
+        // the end of the copy.
+        let copy = unsafe { self.unlimited.0.start_copy(to, from, len) }
+            .expect("the copy engine accepts the copy");
+        copy.wait().expect("the transfer succeeds");
     }
 
-    /// One chunk without a pipeline: the copy, then the wire, or the other way round.
+    /// Performs one transfer over the wire and one device copy of `len` bytes, one after the other.
+    /// The transfer comes first if `read` is true.
     fn one_by_one(&mut self, len: u64, read: bool) {
         let copy = |net: &mut Self| {
-            let (to, from) = net.sides(net.staged.range().start(), read);
-            // SAFETY: as in `unlimited`.
-            unsafe { net.device.copy(to, from, len) }.expect("it arrives");
+            let (to, from) = net.copy_ends(net.staged.range().start(), read);
+            // SAFETY: the host side is `buffer`, which has `LONGEST` bytes, and the call returns
+            // after the copy has ended.
+            unsafe { net.device.copy(to, from, len) }.expect("the transfer succeeds");
         };
         if read {
             self.wire(len, read);
@@ -161,7 +169,7 @@ fn device_memory(device: &Arc<Simulated>) -> DeviceBuffer {
     let request =
         AllocRequest { len: LONGEST as u64, device: DeviceId(0), kind: AllocationKind::Device };
     let memory = DeviceBuffer::allocate(&iface, &request).expect("device memory");
-    memory.write(0, &vec![3; LONGEST]).expect("writes");
+    memory.write(0, &vec![3; LONGEST]).expect("write device memory");
     memory
 }
 
@@ -184,7 +192,7 @@ fn direction(read: bool) -> &'static str {
     if read { "read into device" } else { "write from device" }
 }
 
-fn long(net: &mut Net, len: u64, read: bool, (bandwidth, latency): (u64, Duration)) -> bool {
+fn long(net: &mut Connection, len: u64, read: bool, (bandwidth, latency): (u64, Duration)) -> bool {
     let rounds = if len > 16 << 20 { 9 } else { 25 };
     let (mut ours, mut unlimited, mut wire) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..rounds {
@@ -209,7 +217,7 @@ fn long(net: &mut Net, len: u64, read: bool, (bandwidth, latency): (u64, Duratio
     met
 }
 
-fn short(net: &mut Net, read: bool) -> bool {
+fn short(net: &mut Connection, read: bool) -> bool {
     let (mut ours, mut plain) = (Vec::new(), Vec::new());
     for _ in 0..301 {
         ours.push(timed(|| net.staged(SHORT, read)));
@@ -233,10 +241,10 @@ fn main() {
     let mut missed = 0;
     for engine @ (bandwidth, latency) in ENGINES {
         println!(
-            "\ncopy engine of {} MB/s, {latency:?} a copy (medians, microseconds)",
+            "\ncopy engine of {} MB/s, {latency:?} latency per copy (medians, microseconds)",
             bandwidth / 1_000_000
         );
-        let mut net = Net::new(bandwidth, latency);
+        let mut net = Connection::new(bandwidth, latency);
         for read in [false, true] {
             for len in LONG {
                 missed += u32::from(!long(&mut net, len, read, engine));

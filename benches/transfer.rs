@@ -1,9 +1,10 @@
-//! RMA writes to completion over the software NIC: 8 bytes against libfabric's `shm` provider in
-//! one process, 1 MiB against `memcpy`, by turns.
+//! Time from posting an RMA write to its completion on the software NIC. The references are
+//! libfabric's `shm` provider within one process and, for 1 MiB, also `memcpy`. They run
+//! alternately with hmem.
 //!
-//! Ours: progress by hand, both regions own their memory. libfabric: the inline command path of
-//! `shm`, which is its fastest for short writes, until the completion is there and the bytes are at
-//! the target.
+//! hmem's NIC makes progress only when the completion queue is read, and both regions own their
+//! memory. libfabric writes through the command queue of `shm`, its fastest mechanism for short
+//! writes. Its time ends when the bytes have arrived at the target.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -24,7 +25,7 @@ use hmem::{
 use libfabric::{FabricError, Libfabric, ShmWritePath, ShmWritePeer};
 use report::{
     Target,
-    turns::{self, Turns},
+    alternating::{self, Comparison},
 };
 
 const LARGE: usize = 1 << 20;
@@ -32,10 +33,10 @@ const LARGE: usize = 1 << 20;
 fn peer() -> Option<ShmWritePeer> {
     let opened = Libfabric::load().and_then(|libfabric| {
         let (major, minor) = libfabric.version();
-        println!("peer: libfabric {major}.{minor}, provider shm");
+        println!("reference: libfabric {major}.{minor}, provider shm");
         ShmWritePeer::open(libfabric, ShmWritePath::CommandQueue)
     });
-    opened.inspect_err(|error| println!("peer: libfabric cannot be measured: {error}")).ok()
+    opened.inspect_err(|error| println!("reference: libfabric is not measured: {error}")).ok()
 }
 
 fn against_peer(
@@ -44,12 +45,12 @@ fn against_peer(
     ours: impl FnMut(),
     peer: Option<&mut ShmWritePeer>,
     len: usize,
-) -> Turns {
+) -> Comparison {
     match peer {
-        Some(peer) => turns::against(what, target, ours, || {
-            peer.write(black_box(len)).expect("the write arrives")
+        Some(peer) => alternating::compare(what, target, ours, || {
+            peer.write(black_box(len)).expect("the write succeeds")
         }),
-        None => turns::alone(what, target, ours),
+        None => alternating::measure_alone(what, target, ours),
     }
 }
 
@@ -61,31 +62,31 @@ fn main() -> Result<(), FabricError> {
         .without_vendor_ifaces()
         .provider(loopback)
         .build()
-        .expect("host memory is always there");
+        .expect("host memory is always available");
     let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
-    let domain = hmem.domain("loopback", attr).expect("the loopback needs no mode");
+    let domain = hmem.domain("loopback", attr).expect("the software NIC needs no mode");
     let cq = domain.open_cq(64).expect("a queue");
     let endpoint = || {
         let attr = EndpointAttr::new(&cq);
         domain.open_endpoint(&attr).expect("an endpoint")
     };
     let (initiator, target) = (endpoint(), endpoint());
-    let to = initiator.resolve(&target.name()).expect("it is there");
-    let source = domain.register(vec![7u8; LARGE], Access::WRITE).expect("registers");
-    let destination = domain.register(vec![0u8; LARGE], Access::REMOTE_WRITE).expect("registers");
+    let to = initiator.resolve(&target.name()).expect("the target endpoint exists");
+    let source = domain.register(vec![7u8; LARGE], Access::WRITE).expect("register");
+    let destination = domain.register(vec![0u8; LARGE], Access::REMOTE_WRITE).expect("register");
     let key = destination.key().expect("registered");
     let mut completions = Vec::with_capacity(1);
     let segments = |len: usize| {
-        let local = [source.slice(0, len as u64).expect("inside")];
+        let local = [source.slice(0, len as u64).expect("the slice is inside the region")];
         (local, [RemoteSegment { address: key.base(), len: len as u64, key: &key }])
     };
     let mut write = |(local, remote): &([RegionSlice; 1], [RemoteSegment<'_>; 1])| {
-        initiator.write(black_box(local), black_box(remote), to, 1).expect("there is room");
+        initiator.write(black_box(local), black_box(remote), to, 1).expect("the queue has room");
         while completions.is_empty() {
-            cq.read(&mut completions, 1).expect("the queue is not overrun");
+            cq.read(&mut completions, 1).expect("the queue can be read");
         }
-        let completion = completions.pop().expect("one was read");
-        assert_eq!(completion.result.expect("the write arrives"), remote[0].len);
+        let completion = completions.pop().expect("the queue returned a completion");
+        assert_eq!(completion.result.expect("the write succeeds"), remote[0].len);
     };
     let mut lines = Vec::new();
     for (what, len) in [
@@ -100,15 +101,15 @@ fn main() -> Result<(), FabricError> {
     let (from, mut to) = (vec![7u8; LARGE], vec![0u8; LARGE]);
     let memcpy = || black_box(&mut to).copy_from_slice(black_box(&from));
     let segments = segments(LARGE);
-    lines.push(turns::against(
+    lines.push(alternating::compare(
         "1 MiB RMA write / memcpy",
         Target::Ratio(1.11),
         || write(&segments),
         memcpy,
     ));
-    turns::print(lines);
+    alternating::print(lines);
     let mut arrived = [0u8; 8];
-    destination.read(LARGE as u64 - 8, &mut arrived).expect("inside");
+    destination.read(LARGE as u64 - 8, &mut arrived).expect("the slice is inside the region");
     assert_eq!(arrived, [7; 8], "the bytes did not arrive");
     peer.map_or(Ok(()), ShmWritePeer::close)
 }

@@ -1,8 +1,10 @@
-//! Many views of few allocations of device memory: by one call that lets registrations grow, and by
-//! a cache that does, each against one registration per view in the same run.
+//! Time to register and close many views (ranges with access rights) of a few allocations of device
+//! memory.
 //!
-//! The memory is a simulated device's, which pretends to have it. Each operation registers all
-//! views and closes them.
+//! Both measured methods use one registration for all views of an allocation: one call of
+//! `reg_many`, or a cache whose regions grow to the whole allocation. The references use one
+//! registration per view. The memory is that of a simulated device, which can pretend to have more
+//! memory than the machine.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -17,23 +19,24 @@ use hmem::{
 };
 use report::{
     Target,
-    turns::{self, Turns},
+    alternating::{self, Comparison},
 };
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 const MILLISECOND: f64 = 1e6;
 
-/// Views that cover allocations of one length.
-struct Shape {
+/// Number and total length of the views of a measurement, and number of allocations. All views are
+/// equally long, and so are all allocations.
+struct ViewLayout {
     views: u64,
     bytes: u64,
     allocations: u64,
 }
 
-/// A model's tensors: 51 GB.
-const MODEL: Shape = Shape { views: 1_265, bytes: 51_000_000_000, allocations: 16 };
+/// The views of the tensors of a 51 GB model.
+const MODEL: ViewLayout = ViewLayout { views: 1_265, bytes: 51_000_000_000, allocations: 16 };
 /// Views of 200 KB each.
-const BLOCKS: Shape = Shape { views: 10_000, bytes: 10_000 * 200_000, allocations: 4 };
+const BLOCKS: ViewLayout = ViewLayout { views: 10_000, bytes: 10_000 * 200_000, allocations: 4 };
 
 struct Memory {
     _allocations: Vec<DeviceBuffer>,
@@ -41,7 +44,7 @@ struct Memory {
 }
 
 impl Memory {
-    fn new(device: &Arc<dyn Iface>, shape: &Shape) -> Self {
+    fn new(device: &Arc<dyn Iface>, shape: &ViewLayout) -> Self {
         let len = shape.bytes / shape.views;
         let each = shape.views.div_ceil(shape.allocations);
         let request =
@@ -51,7 +54,10 @@ impl Memory {
             .collect();
         let view = |index: u64| {
             let whole = allocations[(index / each) as usize].allocation().range;
-            View::new(whole.slice(index % each * len, len).expect("inside"), REMOTE)
+            View::new(
+                whole.slice(index % each * len, len).expect("the view is inside its allocation"),
+                REMOTE,
+            )
         };
         Self { views: (0..shape.views).map(view).collect(), _allocations: allocations }
     }
@@ -59,28 +65,29 @@ impl Memory {
 
 fn one_by_one(domain: &Domain, views: &[View]) {
     let register = |view: &View| {
-        // SAFETY: nobody transfers to these regions, and they are closed before their memory is
+        // SAFETY: nothing transfers to these regions, and they are closed before their memory is
         // freed.
         unsafe { domain.regattr(&MrAttr::new(&[view.range], view.access), MrFlags::empty()) }
             .expect("registered")
     };
     let regions: Vec<_> = views.iter().map(register).collect();
     for region in regions {
-        region.close().expect("nothing is bound to it");
+        region.close().expect("the region is not in use");
     }
 }
 
 fn by_one_call(domain: &Domain, views: &[View], registrations: u64) {
-    // SAFETY: as in `one_by_one`.
+    // SAFETY: nothing transfers to these regions, and they are closed before their memory is freed.
     let registered = unsafe { domain.reg_many(views, Growth::Allocation) }.expect("registered");
-    assert_eq!(registered.regions().len() as u64, registrations, "one for each allocation");
-    registered.close().expect("nothing is bound to them");
+    assert_eq!(registered.regions().len() as u64, registrations, "one registration per allocation");
+    registered.close().expect("the regions are not in use");
 }
 
 fn through_cache(domain: &Domain, views: &[View]) {
-    let cache = domain.cache().expect("the domain has one");
+    let cache = domain.cache().expect("the domain has a cache");
     for view in views {
-        // SAFETY: as in `one_by_one`.
+        // SAFETY: nothing transfers to these regions. `evict_idle` closes them before their memory
+        // is freed.
         let region = unsafe { cache.get_or_register(view.range, view.access) };
         drop(region.expect("registered"));
     }
@@ -95,16 +102,16 @@ fn main() {
         .shared_iface(Arc::clone(&device))
         .provider(Loopback::builder().build().expect("a software NIC"))
         .build()
-        .expect("nothing in the way");
+        .expect("the ifaces start");
     let domain = |growth| {
         let cache = CacheAttr::default().growth(growth);
         let attr = DomainAttr { cache: Some(cache), ..DomainAttr::default() };
         hmem.domain("loopback", attr).expect("a domain")
     };
     let (plain, growing) = (domain(Growth::None), domain(Growth::Allocation));
-    let mut lines: Vec<Turns> = Vec::new();
+    let mut lines: Vec<Comparison> = Vec::new();
     println!("memory: 1,265 views of 51 GB in 16 allocations, 10,000 views of 200 KB in 4");
-    println!("other: one registration per view, or the cache without growth");
+    println!("reference: one registration per view, or the cache without growth");
     let names = [
         ["1,265 views: reg_many", "1,265 views: a cache that grows"],
         ["10,000 views: reg_many", "10,000 views: a cache that grows"],
@@ -115,9 +122,9 @@ fn main() {
         let goal = || Target::Nanoseconds(most * MILLISECOND);
         let (ours, other) =
             (|| by_one_call(&plain, views, shape.allocations), || one_by_one(&plain, views));
-        lines.push(turns::against(many, goal(), ours, other));
+        lines.push(alternating::compare(many, goal(), ours, other));
         let (ours, other) = (|| through_cache(&growing, views), || through_cache(&plain, views));
-        lines.push(turns::against(cache, goal(), ours, other));
+        lines.push(alternating::compare(cache, goal(), ours, other));
     }
-    turns::print(lines);
+    alternating::print(lines);
 }

@@ -1,7 +1,9 @@
-//! Memory windows compared with registering and closing the same range, on the software NIC.
+//! Time to grant and revoke remote access to memory: by a memory window, and by registering and
+//! closing the same range. Measured on the software NIC.
 //!
-//! The NIC pins pages, as hardware does. If it follows the application's mappings instead,
-//! registering does nothing about pages, and the figures are for orientation only.
+//! In the first measurement, the NIC pins the pages of a region, as hardware does. In the second,
+//! the NIC follows the page tables instead, so a registration does nothing with the pages. The
+//! second measurement has no goal.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -17,12 +19,12 @@ use hmem::{
 };
 use report::{
     Target,
-    turns::{self, Turns},
+    alternating::{self, Comparison},
 };
 
 const LEN: u64 = 1 << 20;
-const STORE: Access = Access::RECV.union(Access::MW_BIND);
-const LENT: Access = Access::REMOTE_READ;
+const BINDABLE: Access = Access::RECV.union(Access::MW_BIND);
+const READABLE: Access = Access::REMOTE_READ;
 
 fn domain(memory: Memory) -> Domain {
     let loopback = Loopback::builder().memory(memory).progress(Progress::ByHand).build();
@@ -30,57 +32,59 @@ fn domain(memory: Memory) -> Domain {
         .without_vendor_ifaces()
         .provider(loopback.expect("a software NIC starts"))
         .build()
-        .expect("host memory is always there");
+        .expect("host memory is always available");
     let mr_mode = MrMode::PROV_KEY;
     let attr = DomainAttr { mr_mode, ..DomainAttr::default() };
-    hmem.domain("loopback", attr).expect("the mode is offered")
+    hmem.domain("loopback", attr).expect("the NIC offers the mode")
 }
 
 fn completion(cq: &Arc<dyn CompletionQueue>) {
     let mut out = Vec::with_capacity(1);
     while cq.read(&mut out, 1).expect("read completions") == 0 {}
-    out.remove(0).result.expect("the request works");
+    out.remove(0).result.expect("the request succeeds");
 }
 
-/// Registers and closes borrowed pages, which a pinning NIC pins each time.
-fn register_and_close(domain: &Domain, pages: &OwnedRegion<Vec<u8>>) {
-    let range = pages.range();
-    // SAFETY: the memory belongs to a region that outlives this one, and nobody transfers to it.
-    let region = unsafe { domain.reg(range, LENT, 0, hmem::MrFlags::empty()) }.expect("register");
-    region.close().expect("nothing is bound to it");
+/// Registers the memory of `region` a second time, and closes the second region.
+fn register_and_close(domain: &Domain, region: &OwnedRegion<Vec<u8>>) {
+    let range = region.range();
+    // SAFETY: the memory belongs to a region that outlives the new one, and nothing transfers to
+    // the new region.
+    let region =
+        unsafe { domain.reg(range, READABLE, 0, hmem::MrFlags::empty()) }.expect("register");
+    region.close().expect("the region is not in use");
 }
 
-fn rows(memory: Memory, target: impl Fn() -> Target, names: [&'static str; 3]) -> Vec<Turns> {
+fn rows(memory: Memory, target: impl Fn() -> Target, names: [&'static str; 3]) -> Vec<Comparison> {
     let domain = domain(memory);
     let cq = domain.open_cq(16).expect("open a completion queue");
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
-    let region = domain.register(vec![1; LEN as usize], STORE).expect("register");
+    let region = domain.register(vec![1; LEN as usize], BINDABLE).expect("register");
     let two = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
     let one = domain.alloc_type_1_window().expect("allocate");
-    let other = || register_and_close(&domain, &region);
+    let reference = || register_and_close(&domain, &region);
     let mut tag = 0u8;
     let posted = || {
         tag = tag.wrapping_add(1);
         let addressing = Addressing::ZeroBased;
         let bind =
-            Type2Bind { region: &region, offset: 0, len: LEN, access: LENT, addressing, tag };
+            Type2Bind { region: &region, offset: 0, len: LEN, access: READABLE, addressing, tag };
         two.post_bind(&endpoint, &bind, 1).expect("post the bind");
         two.post_invalidate(&endpoint, 2).expect("post the invalidation");
         completion(&cq);
         completion(&cq);
     };
     let called = || {
-        one.bind(&region, 0, LEN, LENT).expect("bind");
+        one.bind(&region, 0, LEN, READABLE).expect("bind");
         one.unbind().expect("unbind");
     };
     let granted = || {
-        let grant = region.grant(&endpoint, 0..LEN, LENT).expect("grant");
+        let grant = region.grant(&endpoint, 0..LEN, READABLE).expect("grant");
         grant.revoke().expect("revoke");
     };
     vec![
-        turns::against(names[0], target(), posted, other),
-        turns::against(names[1], target(), called, other),
-        turns::against(names[2], target(), granted, other),
+        alternating::compare(names[0], target(), posted, reference),
+        alternating::compare(names[1], target(), called, reference),
+        alternating::compare(names[2], target(), granted, reference),
     ]
 }
 
@@ -94,15 +98,15 @@ fn main() {
             "grant + revoke / register + close, 1 MiB pinned",
         ],
     );
-    turns::print(pinned);
+    alternating::print(pinned);
     let follow = rows(
         Memory::Follow,
-        || Target::Orientation,
+        || Target::Unlimited,
         [
             "type 2: bind + invalidate / register + close, pages not touched",
             "type 1: bind + unbind / register + close, pages not touched",
             "grant + revoke / register + close, pages not touched",
         ],
     );
-    turns::print(follow);
+    alternating::print(follow);
 }

@@ -1,7 +1,7 @@
-//! Completions in an asynchronous program: a task that sleeps on the queue's file descriptor.
+//! Waits for completions in an asynchronous program: a task sleeps on the queue's file descriptor.
 //!
-//! A program needs only `next_batch`. The rest sends messages between two endpoints of the software
-//! NIC. Every provider with a completion channel works the same way.
+//! Only `next_batch` is needed in a program. The rest of the example sends messages between two
+//! endpoints of the software NIC. Every provider with a completion channel works in the same way.
 //!
 //! ```text
 //! cargo run --example async_completions

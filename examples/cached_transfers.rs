@@ -1,8 +1,7 @@
 //! Eight threads transfer parts of one buffer through the registration cache.
 //!
-//! The cache keeps one buffer alive. Before each transfer a thread gets a region of the part to
-//! send. The first request for a part registers the part. Later requests find the region without a
-//! lock.
+//! The cache owns the buffer. Before each transfer a thread gets a region for the part to send. The
+//! first request for a part registers the part. Later requests find the region without a lock.
 //!
 //! ```text
 //! cargo run --example cached_transfers
@@ -36,7 +35,7 @@ fn transfer(domain: &Domain, buffer: &CachedBuffer<Vec<u8>>, thread: u64) -> Res
     let (key, mut found, mut done) = (target.key()?, vec![0; PART as usize], Vec::new());
     for round in 0..ROUNDS {
         let part = (round * 7 + thread * 3) % PARTS;
-        // The region stays registered for as long as this lease lives, at least.
+        // The region stays registered at least until this lease is dropped.
         let region = buffer.get_or_register(part * PART, PART, Access::WRITE)?;
         endpoint.write(&[region.slice(0, PART)?], &[key.slice(0, PART)?], peer, round)?;
         while done.is_empty() {
@@ -74,7 +73,7 @@ pub(crate) fn run() -> Result<CacheStatistics> {
         statistics.hits,
         statistics.misses
     );
-    // `close` returns the buffer once no region of the buffer is registered.
+    // `close` deregisters the regions of the buffer, and returns the buffer.
     let bytes = buffer.close().map_err(Error::from)?;
     assert_eq!(bytes.len() as u64, PARTS * PART);
     Ok(statistics)

@@ -23,11 +23,13 @@ const LEN: usize = 1024;
 pub(crate) fn run() -> Result<Vec<f32>, Failure> {
     let hmem = Hmem::builder().provider(Loopback::builder().build()?).build()?;
     let domain = hmem.domain("loopback", DomainAttr::default())?;
+    // Without CUDA this is an error with a remedy. `CudaContext::new` would panic.
+    let cuda = hmem.iface(IfaceKind::CUDA)?;
     let stream = CudaContext::new(0)?.new_stream()?;
 
     // The region owns the slice until it is closed.
     let slice = stream.clone_htod(&[0.0_f32; LEN])?;
-    let buffer = CudarcBuffer::new(hmem.iface(IfaceKind::CUDA)?, slice)?;
+    let buffer = CudarcBuffer::new(cuda, slice)?;
     let target = domain.register(buffer, Access::REMOTE_WRITE)?;
     println!("registered: {}", target.decision()?);
 

@@ -30,15 +30,15 @@ use hmem::{
 const SLOT: u64 = 4096;
 const SLOTS: u64 = 64;
 const MESSAGE: u64 = 256;
-/// The rights of the store's memory. No right lets peers access the memory: clients get rights by
-/// grants.
+/// The rights of the store's memory. None of these rights lets peers access the memory: clients get
+/// rights by grants.
 const STORE: Access = Access::RECV.union(Access::MW_BIND);
 const BUFFER: Access = Access::SEND.union(Access::RECV).union(Access::READ).union(Access::WRITE);
 
-/// A connection that moves messages of up to [`MESSAGE`] bytes, one at a time.
+/// A connection to a peer, for messages of up to [`MESSAGE`] bytes, one at a time.
 struct Connection {
     endpoint: Endpoint,
-    /// Completions of sends and RMA requests.
+    /// The queue for completions of sends and RMA requests.
     sent: Arc<dyn CompletionQueue>,
     received: Arc<dyn CompletionQueue>,
     peer: PeerId,
@@ -58,7 +58,8 @@ impl Connection {
         Ok(Self { endpoint, sent, received, peer, outbox, inbox })
     }
 
-    /// Sends bytes. Invalidates a key of the peer if one is given.
+    /// Sends bytes in a message. If `invalidate` is given, the message also invalidates this key of
+    /// the peer.
     fn send(&self, bytes: &[u8], invalidate: Option<&RemoteKey>) -> Result<()> {
         self.outbox.write(0, bytes)?;
         let slices = [self.outbox.slice(0, bytes.len() as u64)?];
@@ -87,7 +88,7 @@ fn wait(queue: &Arc<dyn CompletionQueue>) -> Result<u64> {
     out.remove(0).result
 }
 
-/// The store: its memory, and the slot and length of each value.
+/// A store: its memory, and the slot and length of each value.
 struct Store {
     memory: OwnedRegion<Vec<u8>>,
     slots: Mutex<HashMap<String, (u64, u64)>>,
@@ -96,8 +97,8 @@ struct Store {
 impl Store {
     /// Grants the access that a request asks for.
     ///
-    /// `r` and a name is a request to read a value. `w`, a length and a name is a request to write
-    /// one.
+    /// A request to read a value is `r` and a name. A request to write a value is `w`, a length and
+    /// a name.
     fn answer(&self, client: &Connection, request: &[u8]) -> Result<Grant> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let malformed = || Error::new(ErrorKind::Malformed, "request");
@@ -128,7 +129,7 @@ impl Store {
         self.memory.grant(&client.endpoint, start..start + len, access)
     }
 
-    /// Serves a client until its `bye`. Returns the number of grants.
+    /// Serves a client until it sends `bye`. Returns the number of grants.
     fn serve(&self, client: &Connection) -> Result<usize> {
         let mut grants = 0;
         loop {
@@ -159,7 +160,7 @@ struct Client {
 }
 
 impl Client {
-    /// Sends a request, and calls `move_bytes` with the key of the grant. Then invalidates the key.
+    /// Sends a request, calls `move_bytes` with the key of the grant, and then invalidates the key.
     ///
     /// Returns the result of `move_bytes` and the key.
     fn under_grant(
@@ -197,7 +198,7 @@ impl Client {
         Ok(value)
     }
 
-    /// Reads the bytes that a key gives access to.
+    /// Reads the bytes that a key gives access to, and returns their number.
     fn read(&self, key: &RemoteKey) -> Result<u64> {
         let len = key.first_len();
         let remote = [RemoteSegment { address: key.base(), len, key }];
@@ -211,7 +212,7 @@ impl Client {
 pub(crate) struct Served {
     /// The number of grants to each of the two clients.
     pub(crate) grants: [usize; 2],
-    /// The refusal of a client that tried the revoked key of another.
+    /// The error of a client that used the revoked key of the other client.
     pub(crate) refusal: Error,
 }
 
@@ -235,7 +236,7 @@ fn connect(server: &Domain, client: &Domain) -> Result<(Connection, Connection)>
     })
 }
 
-/// Writes and reads values. Returns a key that was used, and that the server has revoked by now.
+/// Writes and reads values. Returns a used key, which the server has already revoked.
 fn use_store(client: &Client, who: &str) -> Result<RemoteKey> {
     let (one, two) = (format!("{who}/one"), format!("{who}/two"));
     let mut keys = Vec::new();
@@ -250,8 +251,7 @@ fn use_store(client: &Client, who: &str) -> Result<RemoteKey> {
         assert_eq!(value, expected);
     }
     client.connection.send(b"bye", None)?;
-    // The server has revoked this key, because it revokes a grant before it answers the next
-    // request.
+    // The server has revoked this key: it revokes each grant before it answers the next request.
     Ok(keys.remove(0))
 }
 

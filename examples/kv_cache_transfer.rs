@@ -2,8 +2,8 @@
 //!
 //! The prefill node registers its cache in device memory and sends one key over a TCP connection.
 //! The decode node then reads the blocks that it needs, in any order, without the prefill node's
-//! help. Both nodes are threads of one process, since the software NIC lives in it. Device memory
-//! is that of the simulated device.
+//! help. Both nodes are threads of one process, since the software NIC connects only domains of one
+//! process. The device is the simulated device.
 //!
 //! ```text
 //! cargo run --example kv_cache_transfer
@@ -38,7 +38,7 @@ const WANTED: u64 = 100;
 /// The number of reads in flight at once.
 const IN_FLIGHT: u64 = 16;
 
-/// Connection of a node to its peer: TCP for control, an endpoint for the blocks.
+/// A node's connection to its peer: TCP for control, an endpoint for the blocks.
 struct Link {
     control: TcpStream,
     domain: Domain,
@@ -92,7 +92,7 @@ fn content(block: u64) -> Vec<u8> {
         .collect()
 }
 
-/// Fills a cache, exposes it for reads, and keeps it until the peer is done.
+/// Fills a cache, registers it for reads by the peer, and closes it when the peer is done.
 fn prefill(hmem: &Hmem, control: TcpStream) -> Result<(), Failure> {
     let mut link = Link::open(hmem, control)?;
     let buffer = allocate(hmem, 0, BLOCKS)?;

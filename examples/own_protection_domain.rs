@@ -18,7 +18,7 @@ use hmem::{
     verbs::{Verbs, VerbsDomain},
 };
 
-/// The part of a verbs program that opens a device and allocates a protection domain.
+/// The application: it opens a device with verbs, and allocates a protection domain.
 mod application {
     use std::ffi::{c_int, c_void};
 
@@ -46,8 +46,9 @@ mod application {
             // SAFETY: libibverbs runs no code at load time that this program could break.
             let library = unsafe { Library::new("libibverbs.so.1") }
                 .map_err(|why| unavailable("libibverbs.so.1", INSTALL).caused_by(why))?;
-            // SAFETY: the types are those of `infiniband/verbs.h`. The list is used until the call
-            // that frees it, and the context and the domain until `drop`.
+            // SAFETY: the types are those of `infiniband/verbs.h`. The list is not used after the
+            // call that frees it. Nothing uses the context and the domain after `drop` releases
+            // them.
             unsafe {
                 let devices: Symbol<'_, unsafe extern "C" fn(*mut c_int) -> *mut *mut c_void> =
                     find(&library, "ibv_get_device_list")?;
@@ -78,7 +79,7 @@ mod application {
 
     impl Drop for ProtectionDomain {
         fn drop(&mut self) {
-            // SAFETY: both were made by `alloc`, and nothing uses them any more.
+            // SAFETY: `alloc` created both objects, and nothing uses them any more.
             unsafe {
                 for (name, object) in
                     [("ibv_dealloc_pd", self.pd), ("ibv_close_device", self.context)]
@@ -92,29 +93,33 @@ mod application {
         }
     }
 
+    /// Finds the function `name` of the library.
+    ///
     /// # Safety
-    /// `T` is the type of the function `name`.
+    /// `T` must be the type of the function `name`.
     unsafe fn find<'l, T>(library: &'l Library, name: &'static str) -> Result<Symbol<'l, T>> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller promises that `T` is the type of the function.
         unsafe { library.get(name) }
             .map_err(|why| unavailable(name, "install a current libibverbs").caused_by(why))
     }
 }
 
 /// Registers memory in a protection domain, and returns the keys for work requests: lkey and rkey.
+/// The function also deregisters the memory. An application keeps the region while it uses the
+/// keys.
 ///
 /// # Safety
-/// `pd` is a live protection domain of `libibverbs.so.1`.
+/// `pd` must be a live protection domain of `libibverbs.so.1`.
 unsafe fn register_in(pd: *mut c_void) -> Result<(u32, u32)> {
-    // SAFETY: the caller keeps the protection domain, and everything opened from the provider is
-    // dropped when this returns.
+    // SAFETY: the caller keeps the protection domain alive, and this function drops everything that
+    // it opens from the provider before it returns.
     let verbs = unsafe { Verbs::builder().with_pd(pd) }?;
     let hmem = Hmem::builder().without_vendor_ifaces().build()?;
     let domain = hmem.domain_on(&verbs, DomainAttr::default())?;
     let region = domain.register(vec![0; 4096], Access::WRITE | Access::REMOTE_WRITE)?;
     println!("registered with {}: {}", domain.provider_attr().nic, region.decision()?);
     let verbs = VerbsDomain::of(&domain).ok_or_else(|| Error::new(ErrorKind::Driver, "keys"))?;
-    // One key, unless the region is longer than the device registers at once.
+    // The region has one key, unless it is longer than the device can register at once.
     let keys = verbs.keys(region.provider_region()?)?;
     Ok((keys[0].lkey, keys[0].rkey))
 }

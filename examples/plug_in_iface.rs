@@ -1,8 +1,10 @@
-//! An iface from outside the workspace. Its memory is in anonymous files, which the CPU can access
-//! only by system calls.
+//! A plug-in iface. Its memory is in anonymous files, which the CPU can access only by system
+//! calls.
 //!
-//! It is the skeleton that `docs/adding-an-iface.md` starts from, and passes the conformance suite.
-//! A real plug-in calls its vendor's library in the same places. It needs only the public traits.
+//! `docs/adding-an-iface.md` uses this iface as a skeleton. The iface passes the conformance suite.
+//! A real plug-in calls its vendor's library in the same places. The iface needs only the public
+//! traits. In a crate of its own, the iface needs `hmem-core`, and `rustix` for this kind of
+//! memory.
 //!
 //! ```text
 //! cargo run --example plug_in_iface
@@ -20,8 +22,13 @@ use hmem::{
     Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind,
     DeviceBuffer, DeviceId, DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface,
     IfaceKind, Iova, MrMode, Result,
-    iface::{AllocRequest, Allocator, Device, DmaBufExport, DmaBufExporter, DmaBufMapping},
+    iface::{
+        AllocRequest, Allocator, Device, DmaBufExport, DmaBufExporter, DmaBufMapping, MonitorSource,
+    },
     loopback::Loopback,
+    monitor::{
+        DetectionMethod, FreeSubscriptions, InvalidationCause, Invalidator, Monitor, Subscription,
+    },
     provider::{EndpointAttr, Nic},
     transfer::RemoteSegment,
 };
@@ -50,6 +57,7 @@ struct Blocks {
 #[derive(Debug, Default)]
 pub(crate) struct FileMemory {
     blocks: Mutex<Blocks>,
+    frees: Arc<FreeSubscriptions>,
 }
 
 impl FileMemory {
@@ -68,7 +76,7 @@ impl FileMemory {
                 Ok((file, range.start().0 - block.allocation.base().0))
             }
             _ => Err(Error::new(ErrorKind::OutOfBounds, "file memory")
-                .iface(FILE_MEMORY)
+                .iface(self)
                 .context("range", range)
                 .remedy("the range must lie in one allocation")),
         }
@@ -79,9 +87,9 @@ impl FileMemory {
     }
 }
 
-// SAFETY: `query` answers from the blocks that are live, whose identities count up. A block's
-// addresses are reserved by a mapping of its own, and its bytes are in a file of its own, which an
-// export holds. `locate` bounds every copy to its block.
+// SAFETY: `query` returns live blocks only, and each new block gets the next identity. A block has
+// its own mapping, which reserves its addresses, and its own file with its bytes. An export keeps
+// the file open. `locate` keeps every copy in the bounds of its block.
 unsafe impl Iface for FileMemory {
     fn kind(&self) -> IfaceKind {
         FILE_MEMORY
@@ -131,7 +139,7 @@ unsafe impl Iface for FileMemory {
                 write_all(&target, &bytes, target_offset)
             }
             (false, false) => Err(Error::new(ErrorKind::OutOfBounds, "copy")
-                .iface(FILE_MEMORY)
+                .iface(self)
                 .remedy("one side must be memory of this iface")),
         }
     }
@@ -143,11 +151,15 @@ unsafe impl Iface for FileMemory {
     fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
         Some(self)
     }
+
+    fn monitor(&self) -> Option<&dyn MonitorSource> {
+        Some(self)
+    }
 }
 
 impl Allocator for FileMemory {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        let refused = |kind| Error::new(kind, "allocate").iface(FILE_MEMORY);
+        let refused = |kind| Error::new(kind, "allocate").iface(self);
         if request.kind != AllocationKind::Device {
             return Err(refused(ErrorKind::Unsupported).context("kind", request.kind.name()));
         }
@@ -181,16 +193,67 @@ impl Allocator for FileMemory {
         let base = allocation.base().0;
         if blocks.by_base.get(&base).map(|block| block.allocation.id) != Some(allocation.id) {
             return Err(Error::new(ErrorKind::InvalidArgument, "free")
-                .iface(FILE_MEMORY)
+                .iface(self)
                 .context("identity", allocation.id.0)
                 .remedy("not a live allocation"));
         }
-        // SAFETY: `allocate` mapped this range. No reference into it exists, since it has no access
-        // rights.
-        unsafe { munmap(base as *mut _, allocation.range.len() as usize) }
-            .map_err(|errno| Error::os(errno, "munmap"))?;
-        blocks.by_base.remove(&base);
-        Ok(())
+        // Caches drop their registrations of the memory before it is gone.
+        self.frees.while_freeing(allocation.range, || {
+            // SAFETY: `allocate` mapped this range. No reference into it exists, since it has no
+            // access rights.
+            unsafe { munmap(base as *mut _, allocation.range.len() as usize) }
+                .map_err(|errno| Error::os(errno, "munmap"))?;
+            blocks.by_base.remove(&base);
+            Ok(())
+        })
+    }
+}
+
+impl MonitorSource for FileMemory {
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
+    }
+
+    fn start(&self) -> Result<Arc<dyn Monitor>> {
+        Ok(Arc::new(FreeMonitor(Arc::clone(&self.frees))))
+    }
+}
+
+/// The monitor of the memory, for registration caches. All frees go through the iface.
+#[derive(Debug)]
+struct FreeMonitor(Arc<FreeSubscriptions>);
+
+impl Monitor for FreeMonitor {
+    fn name(&self) -> &str {
+        "file-memory-frees"
+    }
+
+    fn rationale(&self) -> String {
+        "every free goes through the iface; none is missed".to_owned()
+    }
+
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
+    }
+
+    fn detects(&self, cause: InvalidationCause) -> bool {
+        cause == InvalidationCause::Free
+    }
+
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
+        Ok(self.0.add(range, invalidator))
+    }
+
+    fn unsubscribe(&self, subscription: Subscription) {
+        self.0.remove(subscription);
+    }
+
+    fn valid(&self, _: &Allocation) -> Result<bool> {
+        Ok(true)
     }
 }
 
@@ -245,16 +308,8 @@ pub(crate) fn run() -> Result<()> {
     let source = domain.register(b"by way of a plug-in".to_vec(), Access::WRITE)?;
     println!("registered: {}", target.decision()?);
 
-    let cq = domain.open_cq(32)?;
-    let endpoint = domain.open_endpoint(&EndpointAttr {
-        tx_cq: Arc::clone(&cq),
-        rx_cq: Arc::clone(&cq),
-        rma_event: false,
-        auth_key: None,
-        tx_counter: None,
-        rx_counter: None,
-        depth: 16,
-    })?;
+    let cq = domain.open_cq(256)?;
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq))?;
     let peer = endpoint.resolve(&endpoint.name())?;
     let key = target.key()?;
     let remote =

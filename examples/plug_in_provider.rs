@@ -1,8 +1,8 @@
-//! A provider from outside the workspace: a software NIC that copies bytes when a request is
-//! posted.
+//! A plug-in provider: a software NIC that copies bytes when a request is posted.
 //!
-//! It is the skeleton that `docs/adding-a-provider.md` starts from. It has the required methods and
-//! no facet, and passes the conformance suite. A real plug-in calls its driver in the same places.
+//! `docs/adding-a-provider.md` uses this provider as a skeleton. The provider has the required
+//! methods and no facet, and passes the conformance suite. A real plug-in calls its driver in the
+//! same places. In a crate of its own, the provider needs `hmem-core` and `libc`.
 //!
 //! ```text
 //! cargo run --example plug_in_provider
@@ -16,7 +16,7 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AuthKey, DomainAttr, Error, ErrorKind, Hmem, LocalKey, MrFlags,
-    MrMode, Result,
+    MrMode, Result, os_page_sizes,
     provider::{
         Backing, CompletionQueue, DomainRequest, EndpointAttr, Imports, LiveObjects, MsgOrder, Nic,
         Piece, ProgressModel, Provider, ProviderAttr, ProviderDomain, ProviderEndpoint,
@@ -29,14 +29,15 @@ use hmem::{
 };
 
 const NAME: &str = "copy-nic";
-/// The first bytes of an endpoint's name.
+/// The first bytes of each endpoint's name.
 const MAGIC: [u8; 4] = *b"copy";
 
 fn refused(kind: ErrorKind, operation: &'static str) -> Error {
     Error::new(kind, operation).provider(NAME)
 }
 
-/// The provider. Its domains share one fabric, so that they reach each other.
+/// The provider. All its domains share one fabric, so that endpoints of different domains reach
+/// each other.
 #[derive(Debug, Default)]
 pub(crate) struct CopyNic {
     fabric: Arc<Fabric>,
@@ -52,14 +53,14 @@ impl Provider for CopyNic {
     }
 
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
-        // Core has checked the NIC's name and negotiated the mode.
+        // The core has checked the NIC's name and negotiated the mode.
         let id = self.fabric.lock().next_id();
         let (fabric, auth_key) = (Arc::clone(&self.fabric), request.auth_key.clone());
         Ok(Arc::new(CopyDomain { id, attr: attr(), auth_key, fabric }))
     }
 }
 
-/// Returns the attributes of the NIC. Core checks requests against them.
+/// Returns the attributes of the NIC. The core checks requests against them.
 fn attr() -> ProviderAttr {
     ProviderAttr {
         nic: Nic { provider: NAME.into(), name: "copy0".into(), pci_bus_id: None },
@@ -70,7 +71,7 @@ fn attr() -> ProviderAttr {
         mr_iov_limit: 1,
         max_mr_size: 1 << 30,
         max_mr_count: u64::MAX,
-        page_sizes: vec![rustix::param::page_size()],
+        page_sizes: os_page_sizes().to_vec(),
         imports: Imports::default(),
         staged_access: Access::empty(),
         flags: MrFlags::empty(),
@@ -123,7 +124,7 @@ impl State {
         self.last_id
     }
 
-    /// Returns the ranges of local segments. Their regions must have the right `access`.
+    /// Returns the ranges of local segments. Fails unless their regions have the right `access`.
     fn local(
         &self,
         domain: u64,
@@ -191,7 +192,7 @@ impl State {
     }
 }
 
-/// Returns the range of a part of a region. Checks the bounds and the right, as hardware does.
+/// Returns the range of a part of a region. Checks the bounds and the rights, as hardware does.
 fn part(region: &Region, start: Address, len: u64, access: Access) -> Result<AddressRange> {
     let range = AddressRange::checked(start, len).filter(|&range| {
         region.range.contains_range(range) || (len == 0 && region.range.contains(start))
@@ -215,7 +216,7 @@ struct CopyDomain {
 }
 
 // SAFETY: every access checks the bounds and rights of a region under the lock of the fabric, and
-// ends before it releases the lock. `register` adds one region and `deregister` removes it under
+// ends before the lock is released. `register` adds one region and `deregister` removes it under
 // the same lock. Handles are keys, which are looked up and never reused. A request completes after
 // its bytes were copied.
 unsafe impl ProviderDomain for CopyDomain {
@@ -297,7 +298,7 @@ unsafe impl ProviderDomain for CopyDomain {
 struct CopyQueue(Arc<Mutex<VecDeque<Completion>>>);
 
 impl CopyQueue {
-    /// Returns the queue behind a trait object, if it is a queue of this provider.
+    /// Returns the queue behind a trait object. Fails unless it is a queue of this provider.
     fn of(queue: &dyn CompletionQueue) -> Result<Self> {
         let queue: &dyn std::any::Any = queue;
         queue.downcast_ref::<Self>().cloned().ok_or_else(|| {
@@ -337,8 +338,8 @@ struct CopyEndpoint {
 }
 
 impl CopyEndpoint {
-    /// Executes a request with local memory, and queues its completion. After an error of the local
-    /// side the call fails. An error of the target is reported by the completion.
+    /// Executes a request with local memory, and queues its completion. If the local memory causes
+    /// an error, the call fails. The completion reports an error that the target causes.
     fn execute(
         &self,
         state: &mut State,
@@ -433,7 +434,8 @@ fn len(ranges: &[AddressRange]) -> u64 {
     ranges.iter().map(|range| range.len()).sum()
 }
 
-/// Copies one list of ranges to another of the same length.
+/// Copies the bytes of the ranges `from` to the ranges `to`, and returns their number. Fails if the
+/// two lists differ in their total bytes.
 fn transfer(from: &[AddressRange], to: &[AddressRange]) -> Result<u64> {
     if len(from) != len(to) {
         return Err(refused(ErrorKind::InvalidArgument, "transfer")
@@ -463,8 +465,8 @@ fn scatter(ranges: &[AddressRange], bytes: &[u8]) -> Result<u64> {
         let (now, later) = rest.split_at(rest.len().min(range.len() as usize));
         let range = range.slice(0, now.len() as u64).expect("no longer than the range");
         let local = libc::iovec { iov_base: now.as_ptr().cast_mut().cast(), iov_len: now.len() };
-        // SAFETY: the local side is a part of `bytes`, which the kernel reads. The other side is a
-        // part of a region that grants writes: whoever registered it allowed them.
+        // SAFETY: the local side is a part of `bytes`, which the kernel only reads. The other side
+        // is a part of a region that grants writes, as the caller of `register` allowed.
         let moved =
             unsafe { libc::process_vm_writev(libc::getpid(), &local, 1, &iov(range), 1, 0) };
         arrived(moved, range)?;

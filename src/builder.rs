@@ -1,4 +1,4 @@
-//! The entry point: ifaces, providers and the path decision of an application.
+//! The entry point: the ifaces, the providers and the path selector of an application.
 
 use std::{
     collections::BTreeSet,
@@ -6,8 +6,8 @@ use std::{
 };
 
 use hmem_core::{
-    CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, ProcessMark, Registry,
-    Result,
+    CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, IfaceName, ProcessMark,
+    Registry, Result,
     cache::Limits,
     monitor::Monitor,
     path::PathSelector,
@@ -24,7 +24,7 @@ use hmem_p2p::{
 
 use crate::env;
 
-/// The entry point: ifaces, providers and path selector of an application.
+/// The entry point: the ifaces, the providers and the path selector of an application.
 ///
 /// Build one for a process, and share it by reference or in an `Arc`.
 ///
@@ -47,9 +47,9 @@ pub struct Hmem {
     p2p_disabled: bool,
     system: Arc<System>,
     cache: CacheAttr,
-    /// Cache settings of the builder, which take precedence over the environment.
+    /// The cache settings of the builder, which take precedence over the environment.
     cache_of_builder: CacheAttr,
-    /// The process that built this value. A forked child opens no domains.
+    /// The mark of the process that built this value. A forked child cannot open domains.
     process: ProcessMark,
     topology: OnceLock<Topology>,
     filter: Option<Filter>,
@@ -76,6 +76,8 @@ pub struct Hmem {
 #[derive(Debug, Default)]
 pub struct Builder {
     plug_ins: Vec<Arc<dyn Iface>>,
+    /// The names of plug-ins that could not be opened, with the reasons.
+    absent_plug_ins: Vec<(IfaceName, Error)>,
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(String, Error)>,
     filter: Option<String>,
@@ -86,14 +88,14 @@ pub struct Builder {
     topology: Option<Topology>,
 }
 
-/// The monitor of host memory that the application chose.
+/// The application's choice of the monitor for host memory.
 #[derive(Debug)]
 enum CacheMonitor {
     Kind(HostMonitorKind),
     Imported(Arc<dyn Monitor>),
 }
 
-/// The result of [`Hmem::cache_off_by`] if a setting of the builder disables the cache.
+/// The result of [`Hmem::cache_off_by`] if the builder disables the cache.
 const BUILDER_CACHE: &str = "Builder::cache";
 
 impl Hmem {
@@ -113,12 +115,13 @@ impl Hmem {
     /// the reasons.
     pub fn missing_ifaces(&self) -> impl Iterator<Item = (IfaceKind, &Error)> {
         let named = |kind: &IfaceKind| {
-            self.filter.as_ref().is_some_and(|filter| filter.admits(&kind.to_string()))
+            let name = self.registry.name_of(*kind).to_string();
+            self.filter.as_ref().is_some_and(|filter| filter.admits(&name))
         };
         self.registry.absent().filter(move |(kind, _)| named(kind))
     }
 
-    /// Returns the iface of this kind.
+    /// Returns the iface of the given kind.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`], with the library and the reason, if the iface did not start.
@@ -195,7 +198,7 @@ impl Hmem {
         &self.providers
     }
 
-    /// Returns the provider with this name.
+    /// Returns the provider with the given name.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`], with the reason, if the provider
@@ -205,19 +208,15 @@ impl Hmem {
         self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
             if let Some((_, why)) = self.absent_providers.iter().find(|(absent, _)| absent == name)
             {
-                let error = Error::new(why.kind(), "provider")
+                return Error::new(why.kind(), "provider")
                     .provider(name.to_owned())
-                    .context("why", why.reason());
-                return match why.remedy_text() {
-                    Some(remedy) => error.remedy(remedy.to_owned()),
-                    None => error,
-                };
+                    .caused_by(why.clone());
             }
             let known: Vec<_> = self.providers.iter().map(|provider| provider.name()).collect();
             Error::new(ErrorKind::InvalidArgument, "provider")
                 .context("name", name)
                 .context("added", known.join(","))
-                .remedy("add the provider to the builder")
+                .remedy("add the provider to the builder: `.verbs()`, or `.provider(..)`")
         })
     }
 
@@ -259,9 +258,9 @@ impl Hmem {
         Domain::open(provider, Arc::clone(&self.registry), selector, attr)
     }
 
-    /// Returns the topology from which the nearest NICs are chosen: that of [`Builder::topology`],
-    /// or else that of this machine. The first call reads it. Devices that are plugged in later are
-    /// not in it.
+    /// Returns the topology from which the nearest NICs are chosen: the one from
+    /// [`Builder::topology`], or else this machine's. The first call reads this machine's topology.
+    /// The topology does not contain devices that are plugged in later.
     ///
     /// # Errors
     /// The errors of [`Topology::read`]. The next call retries.
@@ -275,7 +274,8 @@ impl Hmem {
         }
     }
 
-    /// Returns the path selector of the domains. It caches decisions, and can clear them.
+    /// Returns the path selector of the domains. The selector caches decisions, and can clear this
+    /// cache.
     #[must_use]
     pub fn paths(&self) -> &DefaultPathSelector {
         &self.paths
@@ -283,8 +283,8 @@ impl Hmem {
 
     /// Returns the path that a registration would take, with the reasons. `hmem explain` prints it.
     ///
-    /// The call registers memory and deregisters it again. The value serialises. Its `Display` has
-    /// one line for the decision and one for each attempt and remedy.
+    /// The call registers memory and deregisters it again. The returned value can be serialised.
+    /// Its `Display` has one line for the decision and one for each attempt and remedy.
     ///
     /// # Errors
     /// The errors of [`Hmem::provider`] and [`DefaultPathSelector::explain`]. A refused path is no
@@ -315,7 +315,46 @@ impl Builder {
         self
     }
 
-    /// Adds an iface that the caller shares and can go on using.
+    /// Adds a plug-in iface, or the reason why it could not be opened.
+    ///
+    /// A missing library of a plug-in then counts like one of a built-in iface: the program goes
+    /// on, [`Registry::absent`] lists the plug-in, and [`Hmem::iface`] returns the reason. `kind`
+    /// and `name` identify the plug-in if it could not be opened.
+    ///
+    /// ```
+    /// use hmem::{Error, ErrorKind, Hmem, IfaceKind, system::Simulated};
+    ///
+    /// const MINE: IfaceKind = IfaceKind(0x5155);
+    /// fn open() -> hmem::Result<Simulated> {
+    ///     Err(Error::new(ErrorKind::Unavailable, "load library").remedy("install the driver"))
+    /// }
+    ///
+    /// # fn main() -> hmem::Result<()> {
+    /// let hmem = Hmem::builder().iface_or_absent(MINE, "mine", open()).build()?;
+    /// let error = hmem.iface(MINE).unwrap_err();
+    /// assert_eq!(error.kind(), ErrorKind::Unavailable);
+    /// assert_eq!(error.remedy_text(), Some("install the driver"));
+    /// # Ok(()) }
+    /// ```
+    #[must_use]
+    pub fn iface_or_absent(
+        mut self,
+        kind: IfaceKind,
+        name: &str,
+        opened: Result<impl Iface + 'static>,
+    ) -> Self {
+        match opened {
+            Ok(iface) => self.iface(iface),
+            Err(why) => {
+                let name = IfaceName::new(kind, name);
+                tracing_absent(&name, &why);
+                self.absent_plug_ins.push((name, why));
+                self
+            }
+        }
+    }
+
+    /// Adds an iface in an `Arc`, which the caller can continue to use.
     #[must_use]
     pub fn shared_iface(mut self, iface: Arc<dyn Iface>) -> Self {
         self.plug_ins.push(iface);
@@ -329,15 +368,33 @@ impl Builder {
         self
     }
 
-    /// Adds a provider that the caller shares and can go on using.
+    /// Adds a provider, or the reason why it could not be opened. [`Hmem::absent_providers`] then
+    /// has the reason, under `name`, and [`Hmem::domain`] returns it.
+    #[must_use]
+    pub fn provider_or_absent(
+        mut self,
+        name: &str,
+        opened: Result<impl Provider + 'static>,
+    ) -> Self {
+        match opened {
+            Ok(provider) => self.provider(provider),
+            Err(why) => {
+                tracing::debug!(%why, provider = name, "provider not started");
+                self.absent_providers.push((name.to_owned(), why));
+                self
+            }
+        }
+    }
+
+    /// Adds a provider in an `Arc`, which the caller can continue to use.
     #[must_use]
     pub fn shared_provider(mut self, provider: Arc<dyn Provider>) -> Self {
         self.providers.push(provider);
         self
     }
 
-    /// Adds RDMA hardware through libibverbs. If this build or this machine does not have it,
-    /// [`Hmem::absent_providers`] has the reason.
+    /// Adds RDMA hardware through libibverbs. If this build has no verbs support, or this machine
+    /// has no libibverbs or no device, [`Hmem::absent_providers`] has the reason.
     #[must_use]
     pub fn verbs(mut self) -> Self {
         match start_verbs() {
@@ -353,16 +410,16 @@ impl Builder {
         self
     }
 
-    /// Starts only the named ifaces. Names are separated by `;` or `,`, as in `FI_HMEM`, which this
-    /// overrides. Host memory is always started.
+    /// Starts only the named ifaces. Names are separated by `;` or `,`, as in `FI_HMEM`. This
+    /// setting overrides `FI_HMEM`. The iface of host memory always starts.
     #[must_use]
     pub fn ifaces(mut self, names: impl Into<String>) -> Self {
         self.filter = Some(names.into());
         self
     }
 
-    /// Disables direct access to device memory for every NIC, whatever the policy of a domain.
-    /// Overrides `FI_HMEM_DISABLE_P2P`.
+    /// If `disable` is true, disables direct access to device memory for every NIC, whatever the
+    /// policy of a domain. This setting overrides `FI_HMEM_DISABLE_P2P`.
     #[must_use]
     pub fn disable_p2p(mut self, disable: bool) -> Self {
         self.disable_p2p = Some(disable);
@@ -380,7 +437,8 @@ impl Builder {
     }
 
     /// Sets the monitor of host memory. Overrides `FI_MR_CACHE_MONITOR`. The default is
-    /// [`HostMonitorKind::Auto`], which starts when it is first needed.
+    /// [`HostMonitorKind::Auto`], which chooses and starts a monitor when a monitor is first
+    /// needed.
     #[must_use]
     pub fn cache_monitor(mut self, kind: HostMonitorKind) -> Self {
         self.cache_monitor = Some(CacheMonitor::Kind(kind));
@@ -396,7 +454,7 @@ impl Builder {
     }
 
     /// Sets the topology by which the nearest NICs are chosen, for example a recorded one. The
-    /// default is that of this machine, read when it is first needed.
+    /// default is this machine's topology, which is read at the first use.
     #[must_use]
     pub fn topology(mut self, topology: Topology) -> Self {
         self.topology = Some(topology);
@@ -418,16 +476,22 @@ impl Builder {
     /// - [`ErrorKind::InvalidArgument`] for an unknown name in [`Builder::ifaces`] or `FI_HMEM`, a
     ///   malformed environment variable that the builder does not override, or an iface kind or
     ///   provider name that was added twice.
-    /// - [`ErrorKind::Unsupported`] for an iface that is named there and was not compiled in.
+    /// - [`ErrorKind::Unsupported`] for an iface that [`Builder::ifaces`] or `FI_HMEM` names and
+    ///   that was not compiled in.
     /// - The error of a cache monitor that was requested by name and does not work here.
     pub fn build(self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
         let by_builder = self.filter.is_some();
+        let absent: Vec<_> =
+            self.absent_plug_ins.iter().map(|(name, _)| name.to_string()).collect();
+        let plug_ins: Vec<_> = (self.plug_ins.iter().map(|iface| iface.name()))
+            .chain(absent.iter().map(String::as_str))
+            .collect();
         let filter = match self.filter {
-            Some(names) => Some(Filter::parse(&names, &self.plug_ins)?),
+            Some(names) => Some(Filter::parse(&names, &plug_ins)?),
             None => env::text(env::HMEM)?
                 .map(|names| {
-                    Filter::parse(&names, &self.plug_ins).map_err(|error| {
+                    Filter::parse(&names, &plug_ins).map_err(|error| {
                         let remedy = error.remedy_text().unwrap_or_default().to_owned();
                         env::bad_value(env::HMEM, &names).remedy(remedy)
                     })
@@ -452,7 +516,7 @@ impl Builder {
                 registry.add_absent(
                     kind,
                     left_out(kind, "the builder starts no vendor ifaces")
-                        .remedy("leave Builder::without_vendor_ifaces out"),
+                        .remedy("do not call Builder::without_vendor_ifaces"),
                 );
             } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
                 registry.add_absent(kind, filtered_out(kind, &kind.to_string(), by_builder));
@@ -460,7 +524,8 @@ impl Builder {
                 match start() {
                     Ok(iface) => registry.add(iface)?,
                     Err(error) if env::is_bad_value(&error) => return Err(error),
-                    // The iface was requested by name, and is not compiled in.
+                    // `Builder::ifaces` or `FI_HMEM` names this iface, but the iface is not
+                    // compiled in.
                     Err(why) if filter.is_some() && why.context_value("feature").is_some() => {
                         return Err(if by_builder {
                             why
@@ -469,7 +534,7 @@ impl Builder {
                         });
                     }
                     Err(why) => {
-                        tracing_absent(kind, &why);
+                        tracing_absent(&kind.into(), &why);
                         registry.add_absent(kind, why);
                     }
                 }
@@ -483,12 +548,21 @@ impl Builder {
                 registry.add(iface)?;
             }
         }
+        for (name, why) in self.absent_plug_ins {
+            let why = match &filter {
+                Some(filter) if !filter.admits(&name.to_string()) => {
+                    filtered_out(name.kind(), &name.to_string(), by_builder)
+                }
+                _ => why,
+            };
+            registry.add_absent(name.kind(), why.iface(name));
+        }
         let mut names = BTreeSet::new();
         for provider in &self.providers {
             if !names.insert(provider.name().to_owned()) {
                 return Err(Error::new(ErrorKind::InvalidArgument, "add provider")
                     .provider(provider.name().to_owned())
-                    .remedy("each provider can be added once"));
+                    .remedy("add each provider only once"));
             }
         }
         Ok(Hmem {
@@ -507,7 +581,7 @@ impl Builder {
     }
 }
 
-/// Returns `first`, with the settings of `second` where `first` has none.
+/// Returns the settings of `first`, with those of `second` where `first` has `None`.
 fn filled_in(mut first: CacheAttr, second: &CacheAttr) -> CacheAttr {
     first.max_count = first.max_count.or(second.max_count);
     first.max_bytes = first.max_bytes.or(second.max_bytes);
@@ -517,7 +591,8 @@ fn filled_in(mut first: CacheAttr, second: &CacheAttr) -> CacheAttr {
     first
 }
 
-/// Returns host memory with the requested monitor. `Auto` starts when it is first needed.
+/// Returns the iface of host memory with the requested monitor. With `Auto`, the iface chooses and
+/// starts a monitor when a monitor is first needed.
 fn system(requested: Option<CacheMonitor>) -> Result<System> {
     let (kind, variable) = match requested {
         Some(CacheMonitor::Imported(monitor)) => {
@@ -554,15 +629,15 @@ fn system(requested: Option<CacheMonitor>) -> Result<System> {
 struct Filter(BTreeSet<String>);
 
 impl Filter {
-    fn parse(names: &str, plug_ins: &[Arc<dyn Iface>]) -> Result<Self> {
+    fn parse(names: &str, plug_ins: &[&str]) -> Result<Self> {
         let mut admitted = BTreeSet::new();
         for name in names.split([';', ',']).map(str::trim).filter(|name| !name.is_empty()) {
             let name = name.to_ascii_lowercase();
-            let plugged_in = plug_ins.iter().any(|iface| iface.name().eq_ignore_ascii_case(&name));
+            let plugged_in = plug_ins.iter().any(|known| known.eq_ignore_ascii_case(&name));
             if !plugged_in {
                 name.parse::<IfaceKind>().map_err(|_| {
                     let vendors = VENDORS.map(|(kind, _)| kind.to_string());
-                    let added = plug_ins.iter().map(|iface| iface.name().to_owned());
+                    let added = plug_ins.iter().map(|&known| known.to_owned());
                     let accepted: Vec<_> =
                         ["system".to_owned()].into_iter().chain(vendors).chain(added).collect();
                     Error::new(ErrorKind::InvalidArgument, "iface filter")
@@ -581,21 +656,21 @@ impl Filter {
     }
 }
 
-fn left_out(kind: IfaceKind, why: &'static str) -> Error {
+fn left_out(kind: impl Into<IfaceName>, why: &'static str) -> Error {
     Error::new(ErrorKind::Unavailable, "start iface").iface(kind).context("why", why)
 }
 
-/// Returns the error of an iface that the filter does not name.
+/// Returns the error for an iface that the filter does not name.
 fn filtered_out(kind: IfaceKind, name: &str, by_builder: bool) -> Error {
     let (why, setting) = match by_builder {
         true => ("Builder::ifaces names only other ifaces", "Builder::ifaces"),
         false => ("FI_HMEM names only other ifaces", env::HMEM),
     };
-    left_out(kind, why).iface_name(name).remedy(format!("add {name} to {setting}"))
+    left_out(IfaceName::new(kind, name), why).remedy(format!("add {name} to {setting}"))
 }
 
-fn tracing_absent(kind: IfaceKind, why: &Error) {
-    tracing::debug!(iface = %kind, %why, "iface not started");
+fn tracing_absent(iface: &IfaceName, why: &Error) {
+    tracing::debug!(%iface, %why, "iface not started");
 }
 
 type Start = fn() -> Result<Arc<dyn Iface>>;
@@ -666,7 +741,7 @@ fn open_synapseai() -> Result<hmem_iface_synapseai::SynapseAi> {
     opened.map_err(|error| env::of_library(SynapseAi::LIBRARY_VARIABLE, error))
 }
 
-/// A provider, and the names of its NICs that cannot be opened, each with the error.
+/// A provider, and its NICs that cannot be opened: the name and the error of each.
 type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
 
 #[cfg(feature = "verbs")]
@@ -678,7 +753,7 @@ fn start_verbs() -> Result<Started> {
         builder = builder.pcie_mapping_first(first);
     }
     let verbs = builder.build()?;
-    // A library without devices does not count as a provider.
+    // If the library finds no devices, the provider counts as absent.
     verbs.nics()?;
     let left_out =
         verbs.left_out()?.into_iter().map(|(device, why)| (format!("verbs/{device}"), why));

@@ -18,17 +18,18 @@ pub(crate) const CACHE_MAX_SIZE: &str = "FI_MR_CACHE_MAX_SIZE";
 pub(crate) const CACHE_MAX_COUNT: &str = "FI_MR_CACHE_MAX_COUNT";
 /// The variable that makes registration caches merge regions that overlap or touch.
 pub(crate) const CACHE_MERGE: &str = "FI_MR_CACHE_MERGE_REGIONS";
-/// Variables that enable the cache monitor of one iface each, with the kind of the iface.
+/// The variables that enable the cache monitor of one iface each, with the kind of the iface.
 pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
     ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", IfaceKind::CUDA),
     ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", IfaceKind::ROCR),
     ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
 ];
 
-/// Operation name in errors about the value of a variable.
+/// The name of the operation in errors about the value of a variable.
 const OPERATION: &str = "environment";
 
-/// Returns the cache settings of the builder, completed by those of the environment.
+/// Returns the cache settings of the builder. Settings that the builder lacks come from the
+/// environment.
 pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
     let max_count = match by_builder.max_count {
         Some(count) => Some(count),
@@ -53,7 +54,7 @@ pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
     Ok(cache)
 }
 
-/// Returns the ifaces with a monitor that the environment disables.
+/// Returns the ifaces whose monitors the environment disables, or `None` if it disables none.
 fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
     let mut without = Vec::new();
     for (name, iface) in CACHE_MONITORS {
@@ -70,8 +71,8 @@ fn number(name: &'static str) -> Result<Option<u64>> {
     text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))
 }
 
-/// Returns the error for a wrong value of a variable. The caller adds the accepted values as the
-/// remedy.
+/// Returns the error for a wrong value of a variable. The caller must add the accepted values as
+/// the remedy.
 pub(crate) fn bad_value(name: &'static str, value: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::InvalidArgument, OPERATION)
         .context("variable", name)

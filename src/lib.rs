@@ -2,7 +2,7 @@
 //! hardware, and keeps the reason for the path of each region.
 //!
 //! An application names a buffer or a range, and gets a memory region with keys that a NIC accepts.
-//! The library takes the best path that works on the machine. It builds without any vendor's SDK:
+//! The library chooses the best path that works on the machine. It builds without any vendor's SDK:
 //! vendor libraries are loaded at run time, and an absent one is a typed error.
 //!
 //! ```
@@ -40,7 +40,7 @@
 //!   [your own protection domain](guide::own_protection_domain),
 //!   [windows and grants](guide::windows_and_grants).
 //! - Operation: [errors and explain](guide::errors), [testing without hardware](guide::testing),
-//!   [containers](guide::containers).
+//!   [containers](guide::containers), [porting from libibverbs and libfabric](guide::porting).
 //!
 //! # Types to know
 //!
@@ -48,7 +48,7 @@
 //! - [`Domain`]: an open NIC.
 //! - [`MemoryRegion`] and [`OwnedRegion`]: registered memory with its keys.
 //! - [`Endpoint`]: posts transfers.
-//! - [`Error`]: kind, origin, the driver's own code, remedy.
+//! - [`Error`]: a failure, with its kind, its origin, the driver's own code and a remedy.
 //!
 //! # Features
 //!
@@ -59,7 +59,7 @@
 //! # Things this library does not do
 //!
 //! - It picks no provider by itself. The software NIC is opt-in, and never replaces hardware.
-//! - It keeps no process-wide state except what the operating system has one instance of: the
+//! - It keeps no process-wide state except where the operating system itself has one instance: the
 //!   patched functions of the C library, while a cache's monitor runs.
 //! - It starts no thread before the application asks for an event queue, a progress thread, a copy
 //!   engine or a registration cache.

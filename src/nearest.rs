@@ -12,11 +12,13 @@ use crate::builder::Hmem;
 const OPERATION: &str = "nearest NICs";
 
 impl Hmem {
-    /// Chooses the `count` NICs that are nearest to memory, from the NICs of `domains`.
-    /// [`Topology::choose_nics`] defines the order, also of NICs that are equally near.
+    /// Chooses from the NICs of `domains` the `count` NICs that are nearest to `memory`.
+    /// [`Topology::choose_nics`] defines the order of the NICs, including NICs that are equally
+    /// near.
     ///
     /// For device memory, the distance is from the device to the NIC. For memory that the CPU can
-    /// access, it is from the NUMA node that holds most of the pages ([`numa_node`]).
+    /// access, the distance is from the NUMA node with most of the memory's pages to the NIC
+    /// ([`numa_node`]).
     ///
     /// # Errors
     /// - The errors of [`Topology::choose_nics`] and [`Hmem::topology`].
@@ -87,7 +89,7 @@ impl Hmem {
         }
     }
 
-    /// Returns the locality of memory: its device, or its NUMA node.
+    /// Returns the locality of memory: its device or its NUMA node.
     fn locality(&self, topology: &Topology, memory: AddressRange) -> Result<Locality> {
         let owner = self.registry().owner_of_range(memory)?;
         let by_cpu = owner.allocation.is_none_or(|allocation| allocation.kind.cpu_accessible());
@@ -99,7 +101,7 @@ impl Hmem {
         let address = known.into_iter().find(|known| known.id == device);
         let Some(address) = address.and_then(|device| device.pci_bus_id) else {
             return Err(Error::new(ErrorKind::Unsupported, OPERATION)
-                .iface(owner.iface)
+                .iface(self.registry().name_of(owner.iface))
                 .device(device)
                 .context("why", "the device has no PCI address, so its distance is not known")
                 .remedy("choose the NICs yourself, and register with register_on"));
@@ -111,7 +113,7 @@ impl Hmem {
 /// Returns the NUMA node of memory that the CPU can access.
 fn host_locality(topology: &Topology, memory: AddressRange) -> Result<Locality> {
     match topology.numa() {
-        // With at most one node the query is not needed. A container may forbid the query's system
+        // A machine with at most one node needs no query. A container may forbid the query's system
         // call.
         [] => Ok(Locality::Node(0)),
         [one] => Ok(Locality::Node(one.id)),

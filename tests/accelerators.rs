@@ -1,5 +1,5 @@
-//! Neuron and Gaudi memory with the cache of a domain and the path decision, over the fake runtimes
-//! and the software NIC.
+//! Registrations of Neuron and Gaudi memory, cached and uncached, over the fake runtimes and the
+//! software NIC.
 #![cfg(all(feature = "neuron", feature = "synapseai"))]
 #![allow(unsafe_code)]
 
@@ -41,7 +41,8 @@ fn gaudi(fake: &Fake) -> SynapseAi {
     builder.open().expect("a Gaudi device")
 }
 
-/// Runs a test over each of the two ifaces, with a domain that has a cache.
+/// Runs `test` with the Neuron iface and then with the Gaudi iface, each on a domain with a
+/// registration cache.
 fn with_each(test: impl Fn(&Fake, &Wire, &Arc<dyn Iface>)) {
     for kind in [IfaceKind::NEURON, IfaceKind::SYNAPSEAI] {
         let fake = Fake::start(Profile::running());
@@ -64,7 +65,7 @@ fn request() -> AllocRequest {
 /// CACHE-02 MON-07
 ///
 /// The fake reuses the address of freed memory at once, and the NIC keeps the pages of a
-/// registration, so that a stale hit would read the bytes of an earlier round.
+/// registration, so a stale hit would read bytes of freed memory.
 #[test]
 fn reused_address_is_never_a_hit() {
     const ROUNDS: u64 = 10_000;
@@ -87,7 +88,7 @@ fn reused_address_is_never_a_hit() {
             }
             cache.reclaim();
         }
-        assert!(reused > ROUNDS / 2, "{reused} addresses came back: nothing was shown");
+        assert!(reused > ROUNDS / 2, "only {reused} addresses were reused, so the test is void");
         let statistics = cache.statistics();
         assert_eq!((statistics.misses, statistics.hits), (ROUNDS, ROUNDS), "{statistics:?}");
     });
@@ -95,13 +96,14 @@ fn reused_address_is_never_a_hit() {
 
 /// CACHE-02 MON-07
 ///
-/// The application allocates, announces, registers, withdraws and frees.
+/// In each round the application allocates memory, announces it to the iface, registers it,
+/// withdraws it and frees it.
 #[test]
-fn withdrawal_ends_the_cached_registrations_of_announced_memory() {
+fn withdrawn_memory_loses_its_cached_registrations() {
     let fake = Fake::start(Profile::running());
     let gaudi = Arc::new(gaudi(&fake));
     let symbol = |name| fake.symbol(name).expect("in the library");
-    // SAFETY: the functions of these names.
+    // SAFETY: the fake's functions have the signatures of their names.
     let (malloc, free) = unsafe {
         type Malloc = unsafe extern "C" fn(u32, u64, u64, u32, *mut u64) -> i32;
         type Free = unsafe extern "C" fn(u32, u64, u32) -> i32;
@@ -119,7 +121,7 @@ fn withdrawal_ends_the_cached_registrations_of_announced_memory() {
     let mut bases = Vec::new();
     for _ in 0..3 {
         let mut base = 0;
-        // SAFETY: an out parameter.
+        // SAFETY: `base` is writable.
         assert_eq!(unsafe { malloc(0, LEN, 0, 0, &mut base) }, 0);
         bases.push(base);
         let range = AddressRange::new(Address(base), LEN).expect("a range");
@@ -132,7 +134,7 @@ fn withdrawal_ends_the_cached_registrations_of_announced_memory() {
             }
             gaudi.withdraw(&announced).expect("withdraw");
             cache.reclaim();
-            assert_eq!(domain.live().regions, 0, "nothing is left when the memory goes");
+            assert_eq!(domain.live().regions, 0, "a region outlives its memory");
             assert_eq!(free(0, base, 0), 0);
         }
     }

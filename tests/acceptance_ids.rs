@@ -1,14 +1,13 @@
 //! Compares `docs/requirements.md` and `docs/testing.md` with the requirement ids in the doc
 //! comments of tests.
 
+mod workspace;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
-    process::Command,
 };
-
-use serde_json::Value;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
@@ -17,10 +16,10 @@ const FAMILIES: [&str; 15] = [
     "REL", "FAB",
 ];
 
-/// Macros whose entries are tests.
-const TEST_LISTS: [&str; 5] = ["behaviours!", "cases!", "over_ways!", "over_worlds!", "trials!"];
+/// Macros that define one test for each entry.
+const TEST_LISTS: [&str; 5] = ["behaviours!", "cases!", "over_ways!", "over_configs!", "trials!"];
 
-/// Ids in a text, as `MR-04`.
+/// Returns the requirement ids in a text, such as `MR-04`.
 fn ids(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
     words.filter(|word| is_id(word)).map(str::to_owned).collect()
@@ -34,14 +33,14 @@ fn is_id(word: &str) -> bool {
     })
 }
 
-/// Ids in the doc comments of the tests of a source file: `#[test]` functions, and entries of the
-/// macros in [`TEST_LISTS`]. The source is formatted by rustfmt.
+/// Returns the requirement ids in the doc comments of a file's tests: of `#[test]` functions, and
+/// of entries of the macros in [`TEST_LISTS`]. Expects source text formatted by rustfmt.
 fn carried(source: &str) -> BTreeSet<String> {
     let mut carried = BTreeSet::new();
     let mut docs = String::new();
     let mut is_test = false;
     let mut in_attribute = false;
-    // The line that ends the macro call which lists tests.
+    // Last line of the macro call that lists tests.
     let mut list_end = None;
     for line in source.lines() {
         let text = line.trim();
@@ -98,18 +97,10 @@ fn rust_files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
     }
 }
 
-/// The source files of every crate of the workspace.
+/// Returns the paths of the source files of every crate of the workspace.
 fn sources() -> BTreeSet<PathBuf> {
-    let output = Command::new(env!("CARGO"))
-        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
-        .current_dir(ROOT)
-        .output()
-        .expect("cargo runs");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let metadata: Value =
-        serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON");
     let mut files = BTreeSet::new();
-    for package in metadata["packages"].as_array().expect("packages") {
+    for package in workspace::packages() {
         let manifest = package["manifest_path"].as_str().expect("a path");
         let folder = Path::new(manifest).parent().expect("a folder");
         for part in ["src", "tests"].map(|part| folder.join(part)) {
@@ -121,7 +112,7 @@ fn sources() -> BTreeSet<PathBuf> {
     files
 }
 
-/// Test files of each id, relative to the root of the workspace.
+/// Maps each requirement id to the files with its tests, relative to the root of the workspace.
 fn test_files() -> BTreeMap<String, BTreeSet<String>> {
     let mut files = BTreeMap::<_, BTreeSet<_>>::new();
     for path in sources() {
@@ -134,7 +125,7 @@ fn test_files() -> BTreeMap<String, BTreeSet<String>> {
     files
 }
 
-/// A list of Rust files, as `a/{b,c}.rs` where several are in one folder.
+/// Formats a list of Rust files. Files of one folder are joined, as in `a/{b,c}.rs`.
 fn by_folder(files: &BTreeSet<String>) -> String {
     let mut folders = BTreeMap::<_, Vec<_>>::new();
     for file in files {
@@ -162,12 +153,12 @@ fn wrapped(text: &str) -> String {
     lines.join("\n") + "\n"
 }
 
-/// The id of an entry of `docs/requirements.md` that begins in this line.
+/// Returns the requirement id if an entry of `docs/requirements.md` begins in this line.
 fn defined(line: &str) -> Option<&str> {
     line.strip_prefix("- **")?.split_once("**").map(|(id, _)| id).filter(|id| is_id(id))
 }
 
-/// `docs/requirements.md` with the tests of each requirement written anew.
+/// Returns the text of `docs/requirements.md` with the list of tests of each requirement updated.
 fn with_tests(document: &str, files: &BTreeMap<String, BTreeSet<String>>) -> String {
     let mut text = String::new();
     let mut id = None;
@@ -269,9 +260,9 @@ fn ids_of_entries_in_lists_of_tests_count() {
     let of = |source: &str| carried(source);
     let cases = "cases! {\n    /// MON-03\n    a,\n    b;\n    slow:\n    /// MON-05\n    c,\n}";
     assert_eq!(of(cases), list(&["MON-03", "MON-05"]));
-    let worlds =
-        "over_worlds! {\n    /// MR-06\n    ///\n    /// Busy.\n    a: Pairs, needs::X;\n}";
-    assert_eq!(of(worlds), list(&["MR-06"]));
+    let configs =
+        "over_configs! {\n    /// MR-06\n    ///\n    /// Busy.\n    a: Pairwise, needs::X;\n}";
+    assert_eq!(of(configs), list(&["MR-06"]));
     assert_eq!(of("over_ways! {\n    /// REL-01\n    a: 0,\n}"), list(&["REL-01"]));
     let behaviours = "behaviours! {\n    dyn Iface:\n    /// HM-15\n    a,\n    b,\n}";
     assert_eq!(of(behaviours), list(&["HM-15"]));

@@ -1,25 +1,16 @@
-//! Dependencies between crates: `hook -> core`, `iface-* -> core, hook`,
-//! `iface-neuron, iface-synapseai -> core, iface-announced`, `p2p -> core`,
-//! `provider-* -> core, p2p`, `conformance -> core, p2p, iface-system, provider-loopback`,
-//! `hmem ->` ifaces and providers, `hmem-cli -> hmem`.
+//! Checks the dependencies between crates: `hook -> core`, `iface-* -> core, hook`, `iface-neuron,
+//! iface-synapseai -> core, iface-announced`, `p2p -> core`, `provider-* -> core, p2p`,
+//! `conformance -> core, p2p, iface-system, provider-loopback`, `hmem ->` ifaces and providers,
+//! `hmem-cli -> hmem`.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    process::Command,
-};
+mod workspace;
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
 fn workspace_arrows() -> BTreeMap<String, BTreeSet<String>> {
-    let output = Command::new(env!("CARGO"))
-        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output()
-        .expect("cargo runs");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let metadata: Value =
-        serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON");
-    let packages = metadata["packages"].as_array().expect("packages");
+    let packages = workspace::packages();
     let text = |value: &Value| value.as_str().expect("a string").to_owned();
     let names: BTreeSet<_> = packages.iter().map(|package| text(&package["name"])).collect();
     let arrows_of = |package: &Value| {

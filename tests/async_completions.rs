@@ -5,6 +5,6 @@ mod example;
 
 /// EVT-05
 #[test]
-fn an_asynchronous_task_sleeps_on_the_channel_of_its_queue() {
+fn asynchronous_task_sleeps_on_the_channel_of_its_queue() {
     example::main().expect("the example works");
 }

@@ -1,5 +1,5 @@
-//! A provider whose domain has the six required methods and no facet, and core's answers for the
-//! missing ones.
+//! Tests of a provider that implements the six required methods of a domain and no facet:
+//! `hmem-core` answers for the missing facets.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use hmem::{
     },
 };
 
-/// The software NIC without its facets.
+/// A provider over the software NIC that hides its optional traits (facets).
 #[derive(Debug)]
 struct Bare(Loopback);
 
@@ -34,7 +34,7 @@ impl Provider for Bare {
 #[derive(Debug)]
 struct BareDomain(Arc<dyn ProviderDomain>);
 
-// SAFETY: every call is passed on to the domain of another provider.
+// SAFETY: each call is forwarded to the software NIC's domain, which upholds the trait's contract.
 unsafe impl ProviderDomain for BareDomain {
     fn attr(&self) -> &ProviderAttr {
         self.0.attr()
@@ -45,7 +45,8 @@ unsafe impl ProviderDomain for BareDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        // SAFETY: the caller keeps the contract, which is the same.
+        // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
+        // call.
         unsafe { self.0.register(&Registration { enabled: true, ..*request }, pieces) }
     }
 

@@ -1,10 +1,10 @@
 //! The registration cache of a domain, over host memory and a simulated device, on the software NIC
 //! that keeps pinned pages.
 
+mod child;
+
 use std::{
-    env,
-    process::Command,
-    ptr,
+    env, ptr,
     sync::{Arc, Mutex},
 };
 
@@ -30,7 +30,7 @@ fn range(start: usize, len: usize) -> AddressRange {
     AddressRange::new(Address(start as u64), len as u64).expect("no wrap")
 }
 
-/// A software NIC that keeps the pages that it registered, and a peer that reads through it.
+/// A domain with a cache on a NIC that keeps pinned pages, and a peer that reads its memory.
 struct Net {
     target: Domain,
     initiator: Domain,
@@ -56,7 +56,7 @@ impl Net {
         Self { target, initiator, endpoint, cq, name, _target_endpoint: target_endpoint }
     }
 
-    /// Reads the region's first bytes from the peer.
+    /// Returns the first bytes of a region, as the peer reads them.
     fn pulled(&self, region: &MemoryRegion, len: u64) -> Vec<u8> {
         let buffer =
             self.initiator.register(vec![0_u8; len as usize], Access::READ).expect("a buffer");
@@ -89,7 +89,7 @@ fn simulated(style: FreeDetection) -> Arc<Simulated> {
     Arc::new(builder.build().expect("a simulated device"))
 }
 
-/// Maps fresh pages, through the C library, as applications do.
+/// Maps new pages by the C library's `mmap`, at the address `at` if given.
 fn map(at: Option<usize>, len: usize) -> usize {
     let fixed = if at.is_some() { libc::MAP_FIXED } else { 0 };
     // SAFETY: a new mapping, or one in place of a mapping that the caller removed.
@@ -117,26 +117,8 @@ fn fill(at: usize, byte: u8) {
     unsafe { ptr::with_exposed_provenance_mut::<u8>(at).write_bytes(byte, PAGE) };
 }
 
-/// Runs this test again in a process of its own, with variables set.
-fn alone(name: &str, variables: &[(&str, &str)]) -> bool {
-    const ALONE: &str = "HMEM_TEST_ALONE";
-    if env::var(ALONE).is_ok_and(|alone| alone == name) {
-        return true;
-    }
-    let mut child = Command::new(env::current_exe().expect("the test binary"));
-    child.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(ALONE, name);
-    let output = child.envs(variables.iter().copied()).output().expect("a child");
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        output.status.success() && text.contains("1 passed"),
-        "{text}{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    false
-}
-
-/// Frees, maps again at the same address and registers again. Returns how often the peer read the
-/// old bytes.
+/// In each round, unmaps a page, maps a new one at its address and registers it. Returns the number
+/// of rounds in which the peer read old bytes.
 fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
     let net = Net::open(hmem, CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
@@ -157,7 +139,8 @@ fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
     stale
 }
 
-/// An application that reports no changes.
+/// Callbacks of an imported monitor whose application reports no changes. Keeps the subscribed
+/// ranges.
 #[derive(Debug, Default)]
 struct Silent(Mutex<Vec<AddressRange>>);
 
@@ -176,9 +159,9 @@ impl ImportCallbacks for Silent {
 
 /// MR-07
 #[test]
-fn memory_at_a_reused_address_is_no_stale_hit_under_memhooks() {
-    let name = "memory_at_a_reused_address_is_no_stale_hit_under_memhooks";
-    if !alone(name, &[]) {
+fn memhooks_leave_no_stale_hit_at_a_reused_address() {
+    let name = "memhooks_leave_no_stale_hit_at_a_reused_address";
+    if !child::alone(name, &[]) {
         return;
     }
     let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::MemHooks);
@@ -188,16 +171,16 @@ fn memory_at_a_reused_address_is_no_stale_hit_under_memhooks() {
 
 /// MR-07
 #[test]
-fn rounds_are_stale_under_a_silent_monitor() {
+fn unreported_frees_give_stale_hits() {
     let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
-    let hmem = builder.provider(loopback()).build().expect("nothing in the way");
+    let hmem = builder.provider(loopback()).build().expect("the ifaces start");
     assert_eq!(stale_reads(&hmem, 50), 49, "the rounds do not notice a stale registration");
 }
 
 /// MON-07
 #[test]
-fn device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
+fn reallocated_device_memory_is_never_a_hit() {
     for style in [FreeDetection::Identity, FreeDetection::Callback] {
         let device = simulated(style);
         let builder =
@@ -243,7 +226,7 @@ fn device_memory_freed_and_allocated_again_at_its_address_is_never_a_hit() {
 
 /// CACHE-02
 #[test]
-fn another_allocation_at_the_address_and_another_device_are_other_entries() {
+fn each_allocation_and_device_has_its_own_cache_entry() {
     let device = simulated(FreeDetection::Identity);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::Disabled);
@@ -262,7 +245,7 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
     // SAFETY: the memory is the test's own, and nothing refers into it.
     let get = |at| unsafe { cache.get_or_register(at, REMOTE) }.expect("registered");
     let mut identities = Vec::new();
-    // The address goes from device to device and from allocation to allocation.
+    // In turn, both devices allocate memory at this address.
     for round in 0..20_u32 {
         let buffer = allocate(round % 2);
         let at = buffer.allocation().range;
@@ -278,7 +261,7 @@ fn another_allocation_at_the_address_and_another_device_are_other_entries() {
         assert_eq!(get(part).lease().key(), Some(first));
         assert_eq!(cache.statistics().hits, u64::from(round) + 1);
         assert_eq!(cache.statistics().registrations, u64::from(round) + 1);
-        // Memory of another owner than the claimed one is refused by name.
+        // If the caller names an owner other than the actual one, the error names the actual owner.
         let other = Some(DeviceId(1 - round % 2));
         // SAFETY: the registration must be refused.
         let refused =
@@ -346,13 +329,13 @@ fn lookup_handle_hits_cached_ranges_and_registers_others() {
 
 /// MON-09
 #[test]
-fn monitors_of_different_ifaces_start_and_fail_apart() {
+fn monitors_of_different_ifaces_start_and_fail_independently() {
     let device = simulated(FreeDetection::Callback);
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
     let host = map(None, PAGE);
-    // Watched ifaces of each case.
+    // Each case: host monitor, ifaces without monitor, host memory cached, device memory cached.
     let cases = [
         (HostMonitorKind::Disabled, None, false, true),
         (HostMonitorKind::Import, Some(vec![SIMULATED]), true, false),
@@ -394,7 +377,7 @@ fn monitors_of_different_ifaces_start_and_fail_apart() {
 
 /// MON-08
 #[test]
-fn subscriptions_of_cached_regions_come_in_pairs() {
+fn each_subscription_of_a_cached_region_is_undone() {
     let watcher = Arc::new(Silent::default());
     let monitor = ImportMonitor::new(Arc::clone(&watcher) as _).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
@@ -416,7 +399,7 @@ fn subscriptions_of_cached_regions_come_in_pairs() {
 
 /// CACHE-10
 #[test]
-fn cache_entries_name_their_path_and_idle_ones_close_with_the_domain() {
+fn cache_entries_name_their_path_and_close_with_the_domain() {
     let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let device = simulated(FreeDetection::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
@@ -446,11 +429,11 @@ fn cache_entries_name_their_path_and_idle_ones_close_with_the_domain() {
         drop((host, there));
         assert_eq!(domain.live().regions, 2);
     }
-    domain.close().expect("idle regions are given back");
+    domain.close().expect("idle regions are deregistered");
     unmap(at, PAGE);
 }
 
-/// Adds the device and a software NIC.
+/// Extension of the builder for an `Hmem` with a device's iface and a software NIC.
 trait WithBoth {
     fn iface_and_provider(self, device: &Arc<Simulated>) -> Hmem;
 }
@@ -462,7 +445,7 @@ impl WithBoth for hmem::Builder {
 }
 
 #[test]
-fn domain_without_cache_names_the_setting_and_endpoint_mode_refuses_it() {
+fn domain_without_cache_and_endpoint_mode_refuse_the_cache() {
     let loopback = Loopback::builder().needs(MrMode::ENDPOINT).build().expect("a software NIC");
     let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build().expect("started");
     let attr = DomainAttr { mr_mode: MrMode::ENDPOINT, ..DomainAttr::default() };
@@ -476,8 +459,8 @@ fn domain_without_cache_names_the_setting_and_endpoint_mode_refuses_it() {
 
 /// CACHE-12
 #[test]
-fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name() {
-    let name = "the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name";
+fn builder_overrides_variables_and_bad_variables_are_refused() {
+    let name = "builder_overrides_variables_and_bad_variables_are_refused";
     let variables = [
         ("FI_MR_CACHE_MAX_SIZE", "20480"),
         ("FI_MR_CACHE_MAX_COUNT", "3"),
@@ -493,7 +476,7 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
             let error = builder().build().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert!(error.to_string().contains(&bad), "{error}");
-            // Variables of settings that the builder makes are not read.
+            // Variables are not read for settings that the builder has set.
             let without_monitors = [IfaceKind::ROCR];
             let said = CacheAttr::default()
                 .max_count(2)
@@ -505,7 +488,7 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
             assert_eq!(hmem.cache_attr(), &said);
             return;
         }
-        Err(_) if !alone(name, &variables) => {
+        Err(_) if !child::alone(name, &variables) => {
             for (bad, value) in [
                 ("FI_MR_CACHE_MAX_SIZE", "much"),
                 ("FI_MR_CACHE_MAX_COUNT", "-1"),
@@ -515,7 +498,7 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
                 ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", "x"),
                 ("FI_MR_ZE_CACHE_MONITOR_ENABLED", "?"),
             ] {
-                alone(name, &[("HMEM_TEST_BAD", bad), (bad, value)]);
+                child::alone(name, &[("HMEM_TEST_BAD", bad), (bad, value)]);
             }
             return;
         }
@@ -532,7 +515,7 @@ fn the_environment_is_read_the_builder_wins_and_bad_values_are_refused_by_name()
     let hmem = builder.provider(loopback()).build().expect("good values");
     let read = hmem.cache_attr();
     assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(2), Some(false)));
-    // Domains use the settings.
+    // The cache of a domain uses the builder's settings.
     let net = Net::open(&hmem, CacheAttr::default());
     let at = map(None, 16 * PAGE);
     let cache = net.target.cache().expect("a cache");

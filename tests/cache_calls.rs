@@ -1,4 +1,4 @@
-//! Number of driver calls that find the owner of host memory, counted by the fake CUDA driver.
+//! Counts, with the fake CUDA driver, the driver calls that find the owner of host memory.
 #![cfg(feature = "cuda")]
 #![allow(unsafe_code)]
 
@@ -37,7 +37,7 @@ fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
     let registry = hmem.registry();
     let (rights, own) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: a new mapping.
+    // SAFETY: the kernel chooses the address, so the mapping replaces nothing.
     let pages = unsafe { libc::mmap(ptr::null_mut(), 4 * PAGE, rights, own, -1, 0) };
     assert_ne!(pages, libc::MAP_FAILED);
     let at = pages.expose_provenance();
@@ -77,7 +77,7 @@ fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
     assert_eq!(cache.statistics().hits, 10);
     cache.evict_idle();
 
-    // Device memory is found at either end of a range.
+    // The owner of a range is found even if only one end of it lies in device memory.
     let request = AllocRequest { len: 2 << 20, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&cuda, &request).expect("device memory");
     let there = buffer.allocation().range;

@@ -1,4 +1,5 @@
-//! Forked children of a process whose domain caches regions over a software NIC with pinned pages.
+//! Tests of forked children. The parent's domain caches regions on a software NIC with pinned
+//! pages.
 #![allow(unsafe_code)]
 
 use std::{
@@ -24,7 +25,7 @@ const PAGE: usize = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 const LONG: Duration = Duration::from_secs(60);
 
-/// Pages of one byte, mapped for the rest of the process.
+/// Returns a page filled with `byte`, which stays mapped until the process ends.
 fn pages(byte: u8) -> AddressRange {
     let bytes: &'static mut [u8] = vec![byte; 3 * PAGE].leak();
     let range = AddressRange::of(bytes);
@@ -32,7 +33,7 @@ fn pages(byte: u8) -> AddressRange {
     range.slice(skip, PAGE as u64).expect("inside")
 }
 
-/// A domain with a cache, and a peer that reads through its NIC.
+/// A domain with a cache, and a peer on the same NIC that reads the domain's memory by RMA.
 struct Net {
     hmem: Hmem,
     target: Domain,
@@ -60,7 +61,7 @@ impl Net {
         Self { hmem, target, initiator, endpoint, cq, name, _target_endpoint: target_endpoint }
     }
 
-    /// Bytes that a peer reads at the region's start.
+    /// Returns the first bytes of a region, as a peer reads them.
     fn pulled(&self, region: &MemoryRegion) -> Result<[u8; 16]> {
         let buffer = self.initiator.register(vec![0_u8; 16], Access::READ)?;
         let key = region.key()?;
@@ -83,25 +84,26 @@ impl Net {
     }
 }
 
-/// A child, killed if it still runs when this is dropped.
+/// A child process. Dropping the value kills the process.
 struct Child(libc::pid_t);
 
 impl Child {
-    /// Forks. The child runs the closure and exits without running destructors of the parent.
+    /// Forks. The child runs `body` and exits with its result as status, without running
+    /// destructors.
     fn fork(body: impl FnOnce() -> u8) -> Self {
         // SAFETY: the child runs the closure and leaves by `_exit`.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             let body = std::panic::AssertUnwindSafe(body);
             let status = std::panic::catch_unwind(body).unwrap_or(255);
-            // SAFETY: ends the process.
+            // SAFETY: `_exit` only ends the process.
             unsafe { libc::_exit(status.into()) };
         }
         assert!(pid > 0, "fork failed");
         Self(pid)
     }
 
-    /// Exit status of the child. A hang is a failure.
+    /// Waits for the child and returns its exit status. Panics if the child hangs or is killed.
     fn status(self) -> i32 {
         let end = Instant::now() + LONG;
         let mut status = 0;
@@ -136,7 +138,7 @@ fn await_signal(mut pipe: &PipeReader) {
 
 /// CACHE-13
 #[test]
-fn a_childs_cached_get_changes_no_buffer_that_its_parent_pinned() {
+fn a_childs_lookup_changes_no_page_pinned_by_its_parent() {
     let net = Net::open();
     let cache = net.target.cache().expect("a cache");
     let (old, new, childs) = (pages(1), pages(2), pages(3));
@@ -145,7 +147,8 @@ fn a_childs_cached_get_changes_no_buffer_that_its_parent_pinned() {
     let held = get(old);
     let (ready, begin) = std::io::pipe().expect("a pipe");
     let child = Child::fork(|| {
-        // Since the fork the parent has pinned another buffer, which the child's tables lack.
+        // After the fork the parent pinned another buffer, which the child's copy of the cache does
+        // not know.
         await_signal(&ready);
         let kinds = [net.cached_get(childs), net.cached_get(old), net.cached_get(new)]
             .map(|got| got.expect_err("a copy of the parent's domain").kind());
@@ -163,7 +166,7 @@ fn a_childs_cached_get_changes_no_buffer_that_its_parent_pinned() {
 
 /// CACHE-13
 #[test]
-fn a_child_that_drops_its_copies_leaves_the_parents_registrations_as_they_are() {
+fn drops_in_a_child_keep_the_parents_registrations() {
     let net = Net::open();
     let cache = net.target.cache().expect("a cache");
     // SAFETY: the pages stay mapped, and nothing else writes them.
@@ -175,9 +178,10 @@ fn a_child_that_drops_its_copies_leaves_the_parents_registrations_as_they_are() 
     let closed =
         unsafe { net.target.reg(pages(6), REMOTE, 78, MrFlags::empty()) }.expect("registered");
     let child = Child::fork(|| {
-        // Bytes that the child moves would go through the parent's ring and file.
+        // A transfer by the child would use the parent's queue and memory file.
         let moved = net.pulled(&cached).is_ok() || net.pulled(&plain).is_ok();
-        // SAFETY: the originals are in the parent, and this process exits without using them again.
+        // SAFETY: the child exits without using these values again, and the parent has its own
+        // copies.
         unsafe {
             drop(ptr::read(&raw const cached));
             drop(ptr::read(&raw const plain));

@@ -1,8 +1,10 @@
-//! A cache with default settings leaves the application its mappings.
+//! Tests that a cache with default settings leaves the application enough memory mappings.
 //!
 //! Each test runs in a process of its own, because mappings and their limit belong to the process.
 
-use std::{env, fs, process::Command, ptr};
+mod child;
+
+use std::{fs, ptr};
 
 use hmem::{
     Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Hmem, IfaceKind, MrMode,
@@ -14,35 +16,17 @@ use hmem::{
 const PAGE: usize = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// Number of pages that each test registers. Without a limit on the monitor's mappings the kernel
-/// would split them into more mappings than a process may have.
+/// Number of pages that each test registers, except for the tests that are slow. A monitor that did
+/// not limit its mappings would need more of them for these pages than a process may have.
 const PAGES: usize = 40_000;
 
-/// Pages that lie in one mapping before it is cut.
+/// Number of pages registered from one mapping, before the test maps another one.
 const BLOCK: usize = 1 << 16;
-
-/// Runs this test again in a process of its own.
-fn alone(name: &str) -> bool {
-    const ALONE: &str = "HMEM_TEST_ALONE";
-    if env::var(ALONE).is_ok_and(|alone| alone == name) {
-        return true;
-    }
-    let mut child = Command::new(env::current_exe().expect("the test binary"));
-    child.args([name, "--exact", "--nocapture", "--include-ignored", "--test-threads=1"]);
-    let output = child.env(ALONE, name).output().expect("a child");
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        output.status.success() && text.contains("1 passed"),
-        "{text}{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    false
-}
 
 fn map(pages: usize, sharing: i32) -> *mut libc::c_void {
     let flags = sharing | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping.
+    // SAFETY: the kernel chooses the address, so the mapping replaces nothing.
     let at = unsafe { libc::mmap(ptr::null_mut(), pages * PAGE, protection, flags, -1, 0) };
     assert_ne!(at, libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
     at
@@ -53,7 +37,7 @@ fn unmap(at: *mut libc::c_void, pages: usize) {
     assert_eq!(unsafe { libc::munmap(at, pages * PAGE) }, 0);
 }
 
-/// Maximum number of mappings of a process.
+/// Returns the maximum number of mappings of a process (`vm.max_map_count`).
 fn limit() -> usize {
     let limit = fs::read_to_string("/proc/sys/vm/max_map_count").expect("/proc");
     limit.trim().parse().expect("a number")
@@ -63,7 +47,7 @@ fn mappings() -> usize {
     fs::read_to_string("/proc/self/maps").expect("/proc").lines().count()
 }
 
-/// Makes the application's own mappings: 60,000 of the 65,530 that Linux allows by default.
+/// Creates the application's own mappings: all but 5,530 of those that the kernel allows.
 fn take_mappings() {
     let own = limit() - 5_530;
     let at = map(own, libc::MAP_PRIVATE);
@@ -75,8 +59,8 @@ fn take_mappings() {
     assert!(mappings() >= own, "{} mappings", mappings());
 }
 
-/// Passes separate pages through the cache of a domain with default settings, while the application
-/// maps and unmaps.
+/// Registers and releases separate pages in a cache with default settings, while the application
+/// maps and unmaps memory.
 fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
     let domain = {
         let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
@@ -96,7 +80,7 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
             let region = unsafe { cache.get_or_register(range, REMOTE) };
             drop(region.unwrap_or_else(|error| panic!("page {index}: {error}")));
             if index % 500 == 0 {
-                // Memory that the kernel joins with no other mapping.
+                // The kernel never merges a shared anonymous mapping with another mapping.
                 unmap(map(1, libc::MAP_SHARED), 1);
             }
         }
@@ -120,7 +104,7 @@ fn hmem(kind: Option<HostMonitorKind>) -> Hmem {
         None => builder,
     }
     .build()
-    .expect("nothing in the way")
+    .expect("the ifaces start")
 }
 
 fn with_defaults(pages: usize) {
@@ -129,7 +113,7 @@ fn with_defaults(pages: usize) {
     let limits = &hmem.cache_monitor().choice().limits;
     assert!(limits.contains(&format!("vm.max_map_count = {}", limit())), "{limits}");
     let (domain, statistics) = pass(&hmem, pages);
-    assert_eq!(statistics.uncached, 0, "the hooks watch what the net does not");
+    assert_eq!(statistics.uncached, 0, "memhooks watch what userfaultfd does not");
     let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale();
     assert!(why.contains("the hooks alone watch"), "{why}");
 }
@@ -143,16 +127,16 @@ fn with_userfaultfd_alone(pages: usize) {
 
 /// MON-10
 #[test]
-fn pages_that_pass_through_the_cache_leave_the_application_its_mappings() {
-    if alone("pages_that_pass_through_the_cache_leave_the_application_its_mappings") {
+fn cached_pages_leave_the_application_its_mappings() {
+    if child::alone("cached_pages_leave_the_application_its_mappings", &[]) {
         with_defaults(PAGES);
     }
 }
 
 /// MON-10
 #[test]
-fn pages_that_pass_through_under_userfaultfd_alone_leave_the_application_its_mappings() {
-    if alone("pages_that_pass_through_under_userfaultfd_alone_leave_the_application_its_mappings") {
+fn cached_pages_under_userfaultfd_leave_mappings_free() {
+    if child::alone("cached_pages_under_userfaultfd_leave_mappings_free", &[]) {
         with_userfaultfd_alone(PAGES);
     }
 }
@@ -160,8 +144,8 @@ fn pages_that_pass_through_under_userfaultfd_alone_leave_the_application_its_map
 /// MON-10
 #[test]
 #[ignore = "the slow tier: a million pages"]
-fn a_million_pages_that_pass_through_the_cache_leave_the_application_its_mappings() {
-    if alone("a_million_pages_that_pass_through_the_cache_leave_the_application_its_mappings") {
+fn a_million_cached_pages_leave_mappings_free() {
+    if child::alone("a_million_cached_pages_leave_mappings_free", &[]) {
         with_defaults(1_000_000);
     }
 }
@@ -169,8 +153,8 @@ fn a_million_pages_that_pass_through_the_cache_leave_the_application_its_mapping
 /// MON-10
 #[test]
 #[ignore = "the slow tier: a million pages"]
-fn a_million_pages_under_userfaultfd_alone_leave_the_application_its_mappings() {
-    if alone("a_million_pages_under_userfaultfd_alone_leave_the_application_its_mappings") {
+fn a_million_pages_under_userfaultfd_leave_mappings_free() {
+    if child::alone("a_million_pages_under_userfaultfd_leave_mappings_free", &[]) {
         with_userfaultfd_alone(1_000_000);
     }
 }

@@ -1,18 +1,17 @@
-//! Tests for stale hits over a NIC that keeps the pages that it registered. Without a monitor every
-//! cause gives stale hits, which shows that the test works. With a monitor on, no cause that it
-//! watches does.
+//! Tests for stale hits over a NIC that keeps the pages that it registered. Without a monitor,
+//! every way to replace pages gives stale hits, which shows that the test works. With a monitor,
+//! the ways that it detects give none.
 //!
-//! In each round a page is replaced, its owner writes the round's number, and a NIC moves it: a
-//! peer reads it through a cached region, or it is sent from memory without a region. The software
-//! NIC's pinned mode stands for the NIC, and so does the RDMA device that `HMEM_VERBS_DEVICE`
-//! names.
+//! In each round the test replaces a page and writes the round's number to it. A NIC then moves the
+//! number: a peer reads it through a cached region, or it is sent from memory without a descriptor.
+//! The NIC is the software NIC with pinned pages, and also the RDMA device that `HMEM_VERBS_DEVICE`
+//! names, if it is set.
 
+mod child;
 mod silent;
 
 use std::{
-    env,
-    process::Command,
-    ptr,
+    env, ptr,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
@@ -32,7 +31,7 @@ use hmem::{
 use silent::Silent;
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
-/// Mode bits that RDMA devices need.
+/// The mr_mode bits that RDMA devices require.
 const MODE: MrMode =
     MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY);
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
@@ -40,7 +39,7 @@ const OWN: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 const FIXED: i32 = OWN | libc::MAP_FIXED;
 
 fn page() -> usize {
-    // SAFETY: asks for a number.
+    // SAFETY: the call only returns a number.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
 
@@ -56,14 +55,14 @@ fn unmap(at: *mut libc::c_void) {
     assert_eq!(unsafe { libc::munmap(at, page()) }, 0);
 }
 
-/// Maps free addresses past the C library, so that monitors see only the cause itself.
+/// Maps a page at a free address by a raw system call, so that memhooks do not see this mapping.
 fn raw_map(at: *mut libc::c_void) {
     // SAFETY: the addresses are the test's, which has just removed their mapping.
     let mapped = unsafe { libc::syscall(libc::SYS_mmap, at, page(), RW, FIXED, -1, 0) };
     assert_eq!(mapped as usize, at.addr());
 }
 
-/// Returns the second of two pages.
+/// Maps two private pages and returns the second.
 fn own() -> *mut libc::c_void {
     let first = map(ptr::null_mut(), OWN);
     // SAFETY: grows the test's own page.
@@ -72,12 +71,13 @@ fn own() -> *mut libc::c_void {
     both.wrapping_byte_add(page())
 }
 
-/// Returns a page that other processes could share.
+/// Maps a shared anonymous page.
 fn shared() -> *mut libc::c_void {
     map(ptr::null_mut(), libc::MAP_SHARED | libc::MAP_ANONYMOUS)
 }
 
-/// Attaches a System V segment of one page, which is removed when it is attached nowhere.
+/// Attaches a new System V segment of one page. The kernel removes the segment after the last
+/// detach.
 fn segment(attach: impl FnOnce(i32) -> *mut libc::c_void) -> *mut libc::c_void {
     // SAFETY: a segment of the test's own.
     unsafe {
@@ -91,13 +91,14 @@ fn segment(attach: impl FnOnce(i32) -> *mut libc::c_void) -> *mut libc::c_void {
 }
 
 fn attached() -> *mut libc::c_void {
-    // SAFETY: at an address of the kernel's choice.
+    // SAFETY: the kernel chooses the address, so the segment replaces nothing.
     segment(|id| unsafe { libc::shmat(id, ptr::null(), 0) })
 }
 
-/// Replaces the page at an address.
+/// A function that replaces the page at an address.
 type Replace = fn(*mut libc::c_void);
-/// Name of a cause, its memory, and the replacement.
+/// A way to replace a page: its name, the function that maps the page, and the function that
+/// replaces it.
 type InvalidationCause = (&'static str, fn() -> *mut libc::c_void, Replace);
 
 const HOOKED: [InvalidationCause; 7] = [
@@ -136,10 +137,11 @@ const HOOKED: [InvalidationCause; 7] = [
     }),
 ];
 
-/// Causes without kernel events: userfaultfd does not watch such memory, or gets no event for it.
+/// Ways to replace a page that userfaultfd does not detect: it cannot watch such memory, or gets no
+/// event.
 const SEGMENTS: [InvalidationCause; 2] = [
     ("shmdt", attached, |at| {
-        // SAFETY: attached by the test, and attached again past the C library.
+        // SAFETY: the test attached the segment, and attaches a new one at its address.
         unsafe {
             assert_eq!(libc::shmdt(at), 0);
             let again = |id: i32| {
@@ -149,7 +151,7 @@ const SEGMENTS: [InvalidationCause; 2] = [
         }
     }),
     ("SHM_REMAP", attached, |at| {
-        // SAFETY: in place of the test's own page.
+        // SAFETY: the segment replaces the test's own page.
         assert_eq!(segment(|id| unsafe { libc::shmat(id, at, libc::SHM_REMAP) }), at);
     }),
 ];
@@ -175,26 +177,28 @@ const RAW: [InvalidationCause; 3] = [
     }),
 ];
 
-/// NIC that moves the bytes.
+/// The NIC under test: the software NIC with pinned pages, or a named RDMA device.
 #[derive(Clone, Debug)]
 enum Nic {
     Pinned,
     Device(String),
 }
 
-/// NICs of the run: `HMEM_WORLD=verbs` leaves out the software NIC.
+/// Returns the NICs to test. `HMEM_TEST_CONFIG=verbs` leaves out the software NIC.
 fn nics() -> Vec<Nic> {
     let device =
         env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()).map(Nic::Device);
-    let software =
-        env::var("HMEM_WORLD").map_or(true, |worlds| worlds != "verbs").then_some(Nic::Pinned);
+    let software = env::var("HMEM_TEST_CONFIG")
+        .map_or(true, |configs| configs != "verbs")
+        .then_some(Nic::Pinned);
     let nics: Vec<_> = software.into_iter().chain(device).collect();
-    assert!(!nics.is_empty(), "HMEM_WORLD=verbs needs HMEM_VERBS_DEVICE");
+    assert!(!nics.is_empty(), "HMEM_TEST_CONFIG=verbs needs HMEM_VERBS_DEVICE");
     nics
 }
 
 impl Nic {
-    /// Rounds of each cause in the default tier. A device of an emulated machine is slow.
+    /// Returns the number of rounds for each way to replace a page. RDMA devices do fewer, since
+    /// they are emulated.
     fn rounds(&self) -> u64 {
         match self {
             Self::Pinned => 500,
@@ -202,8 +206,8 @@ impl Nic {
         }
     }
 
-    /// Returns true if a cause runs over this NIC. A device of an emulated machine runs one cause
-    /// of each sort.
+    /// Returns true if this way to replace a page is tested over this NIC. RDMA devices test six
+    /// ways only, since they are emulated.
     fn shows(&self, (name, ..): &&InvalidationCause) -> bool {
         let sorts = ["munmap", "MAP_FIXED", "madvise", "mremap", "raw munmap", "raw madvise"];
         matches!(self, Self::Pinned) || sorts.contains(name)
@@ -231,7 +235,7 @@ fn verbs() -> Arc<dyn Provider> {
     panic!("HMEM_VERBS_DEVICE names a device, and this build is without the cargo feature `verbs`")
 }
 
-/// Two endpoints of a domain with a cache, and a buffer for the moved bytes.
+/// Two connected endpoints of a domain with a cache, and a buffer for the moved bytes.
 struct Net {
     seen: hmem::OwnedRegion<Vec<u8>>,
     key: RemoteKey,
@@ -246,7 +250,7 @@ impl Net {
     fn open(nic: &Nic, monitor: &Arc<dyn Monitor>) -> Self {
         let builder =
             Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(monitor));
-        let hmem = builder.build().expect("nothing in the way");
+        let hmem = builder.build().expect("the ifaces start");
         let name = match nic {
             Nic::Pinned => None,
             Nic::Device(name) => Some(name.clone()),
@@ -280,10 +284,10 @@ impl Net {
         u64::from_ne_bytes(bytes)
     }
 
-    /// Reads the beginning of the range from a peer, through the cache.
+    /// Registers the range in the cache. Returns its first number, as a peer reads it.
     fn pulled(&self, range: AddressRange) -> u64 {
-        // SAFETY: the memory is the test's own. It is replaced while it is cached, which the test
-        // is about; the pinned pages stay valid.
+        // SAFETY: the memory is the test's own. The test replaces it while it is cached, and the
+        // NIC's pinned pages stay valid.
         let region =
             unsafe { self.domain.cache().expect("a cache").get_or_register(range, REMOTE) }
                 .expect("registered");
@@ -294,7 +298,8 @@ impl Net {
         self.seen()
     }
 
-    /// Sends the beginning of the range, which names no region.
+    /// Writes the range's first number to the peer without a descriptor. Returns the number that
+    /// arrived.
     fn pushed(&self, range: AddressRange) -> u64 {
         let remote = [RemoteSegment { address: Iova(self.key.base().0), len: 8, key: &self.key }];
         let local = [LocalSegment { address: range.start(), len: 8, desc: None }];
@@ -326,23 +331,23 @@ fn stale(
             scope.spawn(|| {
                 let cache = net.domain.cache().expect("a cache");
                 while running.load(SeqCst) {
-                    // Registers during changes. Unmapped addresses are refused. SAFETY: the memory
-                    // is the test's own, and the NIC moves nothing of it.
+                    // Registers the memory while it changes; unmapped addresses are refused.
+                    // SAFETY: the memory is the test's own, and no transfer uses this region.
                     drop(unsafe { cache.get_or_register(range, REMOTE) });
                     looked.fetch_add(1, SeqCst);
                 }
             });
         }
-        // Ends the adversary after a panic too.
+        // Ends the second thread, also after a panic.
         let _stop = Stop(&running);
         for round in 1..=rounds {
-            // The second thread gets its turns even on one processor.
+            // Lets the second thread run, even on one processor.
             let before = looked.load(SeqCst);
             while adversary && round % 16 == 1 && looked.load(SeqCst) == before {
                 thread::yield_now();
             }
             replace(at);
-            // SAFETY: the test's own page, which others read only as a NIC does.
+            // SAFETY: the test's own page, which only the NIC reads meanwhile.
             unsafe { at.cast::<u64>().write_volatile(round) };
             let moved = if round % 2 == 0 { net.pulled(range) } else { net.pushed(range) };
             stale += u64::from(moved != round);
@@ -398,7 +403,7 @@ fn some(monitor: &Arc<dyn Monitor>, causes: &[InvalidationCause]) {
             let (cause, ..) = cause;
             assert!(
                 stale >= 30,
-                "{cause} over {nic:?}: {stale} of 40 rounds were stale, so that it shows nothing"
+                "{cause} over {nic:?}: only {stale} of 40 rounds were stale, so the test is void"
             );
         }
     }
@@ -407,18 +412,9 @@ fn some(monitor: &Arc<dyn Monitor>, causes: &[InvalidationCause]) {
 /// Runs `body` as the only test of a process, because patched functions and reused addresses belong
 /// to the process.
 fn alone(name: &str, body: impl FnOnce()) {
-    const ALONE: &str = "HMEM_TEST_ALONE";
-    if env::var(ALONE).is_ok_and(|alone| alone == name) {
-        return body();
+    if child::alone(name, &[]) {
+        body();
     }
-    let mut child = Command::new(env::current_exe().expect("the test binary"));
-    child
-        .args([name, "--exact", "--nocapture", "--include-ignored", "--test-threads=1"])
-        .env(ALONE, name);
-    let output = child.output().expect("a child");
-    let text = String::from_utf8_lossy(&output.stdout);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}{said}");
 }
 
 fn memhooks(rounds: Option<u64>) {
@@ -429,7 +425,8 @@ fn memhooks(rounds: Option<u64>) {
     }
 }
 
-/// Covers the thread that unmaps. `docs/monitors.md` describes the window of other threads.
+/// Tests userfaultfd with lookups by the unmapping thread only. `docs/monitors.md` describes the
+/// race of other threads.
 fn userfaultfd(rounds: Option<u64>) {
     let events: Arc<dyn Monitor> = UserFaultFd::start().expect("userfaultfd works here");
     none(&events, &HOOKED, rounds, false);
@@ -461,8 +458,8 @@ fn without_a_monitor_every_cause_leaves_stale_hits() {
 
 /// CACHE-11
 #[test]
-fn memhooks_leave_no_stale_hit_not_even_for_a_second_thread() {
-    alone("memhooks_leave_no_stale_hit_not_even_for_a_second_thread", || memhooks(None));
+fn memhooks_leave_no_stale_hit_even_for_a_second_thread() {
+    alone("memhooks_leave_no_stale_hit_even_for_a_second_thread", || memhooks(None));
 }
 
 /// CACHE-11
@@ -496,8 +493,6 @@ fn slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds() {
 /// CACHE-11
 #[test]
 #[ignore = "the slow tier"]
-fn slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds() {
-    alone("slow_memhooks_with_userfaultfd_leave_no_stale_hit_in_a_million_rounds", || {
-        both(MILLION)
-    });
+fn slow_layered_monitors_leave_no_stale_hit_in_a_million_rounds() {
+    alone("slow_layered_monitors_leave_no_stale_hit_in_a_million_rounds", || both(MILLION));
 }

@@ -68,7 +68,8 @@ fn main() -> ExitCode {
     suite.run()
 }
 
-/// The CUDA iface over the fake driver in each profile, or over a GPU if `HMEM_CUDA=real`.
+/// Adds tests of the CUDA iface: over the fake driver with each profile (set of simulated
+/// properties), or over a GPU if `HMEM_CUDA=real`.
 #[cfg(feature = "cuda")]
 fn cuda(suite: &mut Suite) {
     use hmem::cuda::{Cuda, sys::Functions};
@@ -88,8 +89,8 @@ fn cuda(suite: &mut Suite) {
     }
 }
 
-/// The ROCr iface over the fake runtime in each profile, or over AMD's runtime with a model GPU if
-/// `HMEM_ROCR=model` (`tests/rocr/run`).
+/// Adds tests of the ROCr iface: over the fake runtime with each profile (set of simulated
+/// properties), or over AMD's runtime with a model GPU if `HMEM_ROCR=model` (`tests/rocr/run`).
 #[cfg(feature = "rocr")]
 fn rocr(suite: &mut Suite) {
     use hmem::rocr::{Rocr, sys::Functions};
@@ -111,8 +112,8 @@ fn rocr(suite: &mut Suite) {
     }
 }
 
-/// The Level Zero iface over the fake driver in each profile, or over the real driver if
-/// `HMEM_ZE=real`.
+/// Adds tests of the Level Zero iface: over the fake driver with each profile (set of simulated
+/// properties), or over the real driver if `HMEM_ZE=real`.
 #[cfg(feature = "ze")]
 fn level_zero(suite: &mut Suite) {
     use hmem::ze::{LevelZero, sys::Functions};
@@ -133,8 +134,8 @@ fn level_zero(suite: &mut Suite) {
     }
 }
 
-/// The Neuron iface over the fake runtime, with both versions of the export call and without it, or
-/// over a device if `HMEM_NEURON=real`.
+/// Adds tests of the Neuron iface: over the fake runtime with both versions of the export call and
+/// without it, or over a device if `HMEM_NEURON=real`.
 #[cfg(feature = "neuron")]
 fn neuron(suite: &mut Suite) {
     use hmem::neuron::{Neuron, sys::Functions};
@@ -159,7 +160,8 @@ fn neuron(suite: &mut Suite) {
     }
 }
 
-/// The SynapseAI iface over the fake runtime, or over a device if `HMEM_SYNAPSEAI=real`.
+/// Adds tests of the SynapseAI iface: over the fake runtime, or over a device if
+/// `HMEM_SYNAPSEAI=real`.
 #[cfg(feature = "synapseai")]
 fn synapseai(suite: &mut Suite) {
     use hmem::synapseai::{
@@ -183,7 +185,7 @@ fn synapseai(suite: &mut Suite) {
     });
 }
 
-/// RDMA devices, if `HMEM_VERBS_DEVICE` names one.
+/// Adds tests of the verbs provider, if `HMEM_VERBS_DEVICE` names an RDMA device.
 #[cfg(feature = "verbs")]
 fn verbs(suite: &mut Suite) {
     use hmem::{ErrorKind, provider::Provider, verbs::Verbs};
@@ -195,7 +197,7 @@ fn verbs(suite: &mut Suite) {
             return Err(Error::new(ErrorKind::Unavailable, "verbs")
                 .remedy("name an RDMA device in HMEM_VERBS_DEVICE"));
         }
-        // Endpoints connect, and reconnect after an error, by themselves.
+        // Endpoints connect automatically, and reconnect after an error.
         Ok(Arc::new(Verbs::builder().connect_in_process(true).build()?))
     };
     suite.provider("verbs", open);
@@ -207,11 +209,11 @@ fn verbs(suite: &mut Suite) {
     }
 }
 
-/// Host memory in memory files, which can be exported.
+/// An iface for host memory in memory files, which can be exported as dma-bufs.
 #[derive(Debug)]
 struct Files(System);
 
-// SAFETY: the system iface answers, for its own allocations.
+// SAFETY: each answer comes from the system iface, for its own allocations.
 unsafe impl Iface for Files {
     fn kind(&self) -> IfaceKind {
         self.0.kind()
@@ -230,7 +232,8 @@ unsafe impl Iface for Files {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller keeps the contract, which is the same.
+        // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
+        // call.
         unsafe { self.0.copy(to, from, len) }
     }
 
@@ -268,7 +271,8 @@ impl Allocator for Files {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        // SAFETY: the caller keeps the contract, which is the same.
+        // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
+        // call.
         unsafe { IfaceExt::free(&self.0, allocation) }
     }
 }

@@ -1,6 +1,6 @@
-//! A CUDA driver loaded as a library: its frees are hooked by default, and direct frees by an
-//! application leave nothing registered. The library is the fake driver's. The binary has one test,
-//! because a process has one driver.
+//! Tests a CUDA driver that is loaded as a library: by default its frees are hooked, so no freed
+//! memory stays registered, even if the application frees it directly. The library is the fake
+//! driver's. The binary has one test, because a process has one driver.
 #![cfg(all(feature = "cuda", target_arch = "x86_64"))]
 #![allow(unsafe_code)]
 
@@ -17,7 +17,7 @@ use hmem::{
 };
 use libloading::os::unix::Library;
 
-/// Cargo builds the library beside this test, which depends on it.
+/// Returns the path of the fake driver's library, which Cargo builds in the folder of this test.
 fn path() -> PathBuf {
     let _: fn() -> Vec<hmem_fake_cuda::Profile> = hmem_fake_cuda::Profile::all;
     let test = std::env::current_exe().expect("this test");
@@ -28,19 +28,19 @@ fn path() -> PathBuf {
 
 /// MON-07, CACHE-02, MR-07
 #[test]
-fn direct_frees_in_a_loaded_library_invalidate_before_the_memory_goes() {
+fn direct_frees_in_a_loaded_library_invalidate_first() {
     let path = path();
     let cuda = Arc::new(Cuda::builder().library(&path).open().expect("the fake driver"));
     // The application's own handle of the library. SAFETY: the library is loaded already, so no
     // initialiser runs.
     let library = unsafe { Library::new(&path) }.expect("loaded just now");
     let driver = Functions::load(&path).expect("loaded just now");
-    // SAFETY: the fake's own function.
+    // SAFETY: the fake driver defines this function with this signature.
     let calls = *unsafe {
         library.get::<unsafe extern "C" fn(*const std::ffi::c_char) -> u64>("hmem_fake_cuda_calls")
     }
     .expect("the fake has it");
-    // SAFETY: C strings.
+    // SAFETY: `name` is a C string.
     let calls = |name: &CStr| unsafe { calls(name.as_ptr()) };
 
     let nic = Loopback::builder().memory(Memory::Pinned).build().expect("the software NIC");
@@ -55,7 +55,7 @@ fn direct_frees_in_a_loaded_library_invalidate_before_the_memory_goes() {
 
     let check = |code| assert_eq!(code, CuResult::CUDA_SUCCESS);
     let mut context = CuContext::NULL;
-    // SAFETY: the place is writable, device 0 is there, and its context is this thread's.
+    // SAFETY: the output is writable, device 0 exists, and its context is current on this thread.
     unsafe {
         check((driver.primary_ctx_retain)(&mut context, 0));
         check((driver.ctx_push_current)(context));
@@ -63,7 +63,7 @@ fn direct_frees_in_a_loaded_library_invalidate_before_the_memory_goes() {
     let (mut last, mut reused) = (0, 0);
     for round in 0..500u32 {
         let mut at: CuDevicePtr = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: the output is writable.
         check(unsafe { (driver.mem_alloc)(&mut at, 1 << 20) });
         reused += u32::from(std::mem::replace(&mut last, at) == at);
         let range = AddressRange::new(Address(at), 1 << 20).expect("a range");

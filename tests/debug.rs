@@ -1,5 +1,5 @@
-//! `Debug` of handles is one short line however much they hold, because it appears in logs and
-//! panic messages.
+//! Tests that `Debug` of every handle is one short line, because it appears in logs and panic
+//! messages.
 #![allow(unsafe_code)]
 
 use std::{fmt::Debug, sync::Arc};
@@ -16,7 +16,7 @@ use hmem::{
     },
 };
 
-/// An application that reports no changes.
+/// Callbacks of an imported cache monitor whose application reports no changes.
 #[derive(Debug)]
 struct Silent;
 
@@ -31,7 +31,7 @@ impl ImportCallbacks for Silent {
 const PAGE: u64 = 4096;
 const COUNT: usize = 2_000;
 
-/// Limit of characters of a pretty-printed handle.
+/// Maximum number of characters of a printed handle.
 const MOST: usize = 4_000;
 
 fn check(name: &str, value: &dyn Debug) {
@@ -48,7 +48,8 @@ fn buffers(device: &Arc<dyn Iface>) -> Vec<DeviceBuffer> {
     (0..COUNT).map(|_| DeviceBuffer::allocate(device, &request).expect("memory")).collect()
 }
 
-/// Registers all ranges, and checks every handle that holds them.
+/// Registers all ranges. Checks the `Debug` text of the domain, and of one handle of each kind that
+/// the domain returns.
 fn check_domain(domain: &Domain, ranges: &[AddressRange], kind: IfaceKind) {
     let access = Access::REMOTE_READ;
     let views: Vec<_> = ranges.iter().map(|range| View::new(*range, access)).collect();
@@ -97,7 +98,7 @@ fn handles_of_device_memory_print_one_short_line() {
         let device: Arc<dyn Iface> = Arc::new(simulated);
         let buffers = buffers(&device);
         let ranges: Vec<_> = buffers.iter().map(|buffer| buffer.allocation().range).collect();
-        let hmem = builder(&device).build().expect("nothing in the way");
+        let hmem = builder(&device).build().expect("the ifaces start");
         check_domain(&domain(&hmem), &ranges, SIMULATED);
         check("device", &device);
         check("library", &hmem);
@@ -114,13 +115,13 @@ fn handles_of_host_memory_print_one_short_line() {
         (0..COUNT as u64).map(|at| whole.slice(2 * at * PAGE, 64).expect("inside")).collect();
     let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
     let builders = [
-        // The hooks, with userfaultfd beneath them if the system has it.
+        // Uses memhooks, and userfaultfd as well if the system has it.
         builder(&device).cache_monitor(HostMonitorKind::Auto),
         builder(&device).cache_monitor(HostMonitorKind::MemHooks),
         builder(&device).imported_cache_monitor(import),
     ];
     for builder in builders {
-        let hmem = builder.build().expect("nothing in the way");
+        let hmem = builder.build().expect("the ifaces start");
         check_domain(&domain(&hmem), &ranges, IfaceKind::SYSTEM);
         check("host memory", hmem.iface(IfaceKind::SYSTEM).expect("it is always there"));
         check("library", &hmem);

@@ -1,5 +1,5 @@
-//! Promises of the domain in every world: closing, bounds, owners, and the switch that keeps
-//! devices from NICs.
+//! Tests of domains: closing, bounds, owners of memory, and the setting that disables direct access
+//! of NICs to devices.
 
 mod counted;
 
@@ -96,7 +96,7 @@ fn dropped_pending_registration_is_canceled() {
 
 /// MR-04
 #[test]
-fn a_range_that_runs_from_host_memory_into_a_device_is_refused() {
+fn range_from_host_into_device_memory_is_refused() {
     let hmem = hmem(&Faults::new());
     let domain = domain(&hmem);
     let buffer = device_buffer(&hmem);
@@ -166,7 +166,7 @@ fn scope_is_refused_in_endpoint_mode() {
 
 /// P2P-02
 #[test]
-fn disabled_direct_access_stages_device_memory_under_every_policy() {
+fn disabled_direct_access_forces_staged_device_memory() {
     for (disable, policy, path) in [
         (false, P2pPolicy::Enabled, Some(Path::DmaBuf)),
         (false, P2pPolicy::Required, Some(Path::DmaBuf)),
@@ -222,7 +222,8 @@ fn memory_is_kept_if_its_deregistration_fails() {
 
 /// CACHE-01
 ///
-/// A range that ends outside its allocation, or begins in host memory and ends in a device's.
+/// Covers a range that ends outside its allocation, and one that begins in host memory and ends in
+/// device memory.
 #[test]
 fn cache_miss_refuses_a_range_that_leaves_its_allocation() {
     let hmem = hmem(&Faults::new());

@@ -1,4 +1,4 @@
-//! The examples, run as a user runs them.
+//! Runs the examples as a user does.
 
 use hmem::ErrorKind;
 
@@ -27,7 +27,7 @@ fn cached_transfers_register_each_part_once() {
 }
 
 #[test]
-fn error_handling_meets_the_errors_that_it_shows() {
+fn error_handling_sees_each_error_that_it_explains() {
     error_handling::run().expect("the example works");
 }
 

@@ -1,4 +1,4 @@
-//! HM-14: bytes that a NIC wrote into device memory are flushed before their completion is read.
+//! HM-14: bytes that a NIC wrote into device memory are flushed before the completion is returned.
 
 use std::{sync::Arc, time::Duration};
 
@@ -30,7 +30,7 @@ impl Side {
         Self { domain, cq, endpoint }
     }
 
-    /// Reads one completion while `other` makes progress too.
+    /// Waits for this side's next completion, and makes progress on `other` meanwhile.
     fn completed(&self, other: &Self) -> Completion {
         let mut done = Vec::new();
         while self.cq.read(&mut done, 1).expect("the queue") == 0 {
@@ -39,7 +39,7 @@ impl Side {
         done.remove(0)
     }
 
-    /// Waits for a completion that needs progress on this side only.
+    /// Waits for this side's next completion, and makes progress on this side only.
     fn waited(&self) -> Completion {
         let mut done = Vec::new();
         assert_eq!(self.cq.wait(&mut done, 1, Duration::MAX).expect("the queue"), 1);
@@ -51,12 +51,12 @@ impl Side {
     }
 }
 
-struct World {
+struct Fixture {
     hmem: Hmem,
     device: Arc<Simulated>,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         let device = Arc::new(Simulated::builder().devices(2).build().expect("simulated devices"));
         let builder =
@@ -84,9 +84,9 @@ fn slice<B: OwnedBuffer>(region: &OwnedRegion<B>) -> RegionSlice {
 
 /// HM-14
 #[test]
-fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
-    let world = World::new();
-    let (target, sender) = (Side::open(&world.hmem), Side::open(&world.hmem));
+fn a_receive_completes_after_a_flush_of_every_written_device() {
+    let fixture = Fixture::new();
+    let (target, sender) = (Side::open(&fixture.hmem), Side::open(&fixture.hmem));
     let source = sender.host(Access::SEND | Access::WRITE);
     let peer = sender.endpoint.resolve(&target.endpoint.name()).expect("the target");
     let send = |into: RegionSlice| {
@@ -94,43 +94,43 @@ fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
         sender.endpoint.send(&[slice(&source)], None, peer, 2).expect("posted");
         let sent = sender.completed(&target);
         assert_eq!((sent.kind, sent.result.expect("sent")), (CompletionKind::Send, LEN));
-        let before = world.flushes();
+        let before = fixture.flushes();
         let received = target.completed(&sender);
         assert_eq!(
             (received.kind, received.result.expect("received")),
             (CompletionKind::Receive, LEN)
         );
-        world.flushes() - before
+        fixture.flushes() - before
     };
 
     let host = target.host(Access::RECV);
     assert_eq!(send(slice(&host)), 0, "no device has memory that the NIC writes");
-    let only_read = world.on_device(&target.domain, 1, Access::REMOTE_READ);
-    assert_eq!(send(slice(&host)), 0, "nor is any written that is for reading");
-    let first = world.on_device(&target.domain, 0, Access::RECV);
+    let only_read = fixture.on_device(&target.domain, 1, Access::REMOTE_READ);
+    assert_eq!(send(slice(&host)), 0, "the NIC may only read the device");
+    let first = fixture.on_device(&target.domain, 0, Access::RECV);
     assert_eq!(send(slice(&first)), 1);
-    let second = world.on_device(&target.domain, 1, Access::REMOTE_WRITE);
+    let second = fixture.on_device(&target.domain, 1, Access::REMOTE_WRITE);
     assert_eq!(send(slice(&first)), 2);
 
-    // The sender writes into the second device, which gives the target no completion, and then
+    // The sender writes into the second device, which causes no completion at the target, and then
     // sends a message.
     let key = second.key().expect("a key");
     let remote = [RemoteSegment { address: second.base_addr(), len: LEN, key: &key }];
     sender.endpoint.write(&[slice(&source)], &remote, peer, 3).expect("posted");
     let written = sender.completed(&target);
     assert_eq!((written.kind, written.result.expect("written")), (CompletionKind::Write, LEN));
-    assert_eq!(send(slice(&host)), 2, "a message stands for the writes before it");
+    assert_eq!(send(slice(&host)), 2, "a message follows the writes before it");
 
-    // A receive that is waited for is returned after a flush too.
+    // `CompletionQueue::wait` also flushes before it returns a receive.
     target.endpoint.receive(&[slice(&host)], None, 1).expect("posted");
     sender.endpoint.send(&[slice(&source)], None, peer, 2).expect("posted");
     sender.waited().result.expect("sent");
-    let before = world.flushes();
+    let before = fixture.flushes();
     assert_eq!(target.waited().kind, CompletionKind::Receive);
-    assert_eq!(world.flushes() - before, 2);
+    assert_eq!(fixture.flushes() - before, 2);
 
     // A completion is returned even if the device cannot be flushed.
-    world.device.faults().fail_always(Call::FlushInbound, Errno(libc::EIO));
+    fixture.device.faults().fail_always(Call::FlushInbound, Errno(libc::EIO));
     assert_eq!(send(slice(&first)), 2);
     drop(only_read);
 }
@@ -138,9 +138,9 @@ fn a_receive_is_read_after_a_flush_of_every_device_that_nics_may_write_to() {
 /// HM-14
 #[test]
 fn each_nic_flushes_for_its_own_receives() {
-    let world = World::new();
-    let [first, second, sender] = [(); 3].map(|()| Side::open(&world.hmem));
-    let iface = world.hmem.iface(SIMULATED).expect("it was added");
+    let fixture = Fixture::new();
+    let [first, second, sender] = [(); 3].map(|()| Side::open(&fixture.hmem));
+    let iface = fixture.hmem.iface(SIMULATED).expect("it was added");
     let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(iface, &request).expect("device memory");
     let both =
@@ -152,9 +152,9 @@ fn each_nic_flushes_for_its_own_receives() {
         let peer = sender.endpoint.resolve(&side.endpoint.name()).expect("the target");
         sender.endpoint.send(&[slice(&source)], None, peer, 2).expect("posted");
         sender.completed(side).result.expect("sent");
-        let before = world.flushes();
+        let before = fixture.flushes();
         side.completed(&sender).result.expect("received");
-        assert_eq!(world.flushes() - before, 1);
+        assert_eq!(fixture.flushes() - before, 1);
     }
     drop(both);
 }
@@ -162,32 +162,32 @@ fn each_nic_flushes_for_its_own_receives() {
 /// HM-14
 #[test]
 fn read_into_a_device_completes_after_a_flush() {
-    let world = World::new();
-    let (reader, target) = (Side::open(&world.hmem), Side::open(&world.hmem));
+    let fixture = Fixture::new();
+    let (reader, target) = (Side::open(&fixture.hmem), Side::open(&fixture.hmem));
     let source = target.host(Access::REMOTE_READ);
     target.domain.flush_inbound().expect("there is nothing to flush");
-    assert_eq!(world.flushes(), 0);
-    let into = world.on_device(&reader.domain, 0, Access::READ);
+    assert_eq!(fixture.flushes(), 0);
+    let into = fixture.on_device(&reader.domain, 0, Access::READ);
     let key = source.key().expect("a key");
     let remote = [RemoteSegment { address: source.base_addr(), len: LEN, key: &key }];
     let peer = reader.endpoint.resolve(&target.endpoint.name()).expect("the target");
     reader.endpoint.read(&[slice(&into)], &remote, peer, 1).expect("posted");
     let read = reader.completed(&target);
     assert_eq!((read.kind, read.result.expect("read")), (CompletionKind::Read, LEN));
-    assert_eq!(world.flushes(), 1);
+    assert_eq!(fixture.flushes(), 1);
 
     reader.domain.flush_inbound().expect("the device flushes");
-    assert_eq!(world.flushes(), 2);
-    world.device.faults().fail_next(Call::FlushInbound, Errno(libc::EIO));
-    let error = reader.domain.flush_inbound().expect_err("it was made to fail");
+    assert_eq!(fixture.flushes(), 2);
+    fixture.device.faults().fail_next(Call::FlushInbound, Errno(libc::EIO));
+    let error = reader.domain.flush_inbound().expect_err("an injected fault");
     assert_eq!(error.os_errno(), Some(Errno(libc::EIO)), "{error}");
 }
 
 /// HM-14
 #[test]
-fn an_atomic_with_its_result_in_a_device_is_read_after_a_flush() {
-    let world = World::new();
-    let (asking, target) = (Side::open(&world.hmem), Side::open(&world.hmem));
+fn an_atomic_into_a_device_completes_after_a_flush() {
+    let fixture = Fixture::new();
+    let (asking, target) = (Side::open(&fixture.hmem), Side::open(&fixture.hmem));
     let counter = target.host(Access::REMOTE_READ | Access::REMOTE_WRITE);
     let (one, result) = (asking.host(Access::WRITE), asking.host(Access::READ));
     let key = counter.key().expect("a key");
@@ -198,14 +198,14 @@ fn an_atomic_with_its_result_in_a_device_is_read_after_a_flush() {
         let (op, datatype) = (AtomicOp::Sum, AtomicType::U64);
         let atomic = Atomic { op, datatype, remote, operand, result: Some(result), compare: None };
         asking.endpoint.atomic(&atomic, peer, 1).expect("posted");
-        let before = world.flushes();
+        let before = fixture.flushes();
         let done = asking.completed(&target);
         assert_eq!((done.kind, done.result.expect("done")), (CompletionKind::Atomic, 8));
-        world.flushes() - before
+        fixture.flushes() - before
     };
 
     assert_eq!(fetch(result.slice(0, 8).expect("inside")), 0, "no device has such memory");
-    let on_device = world.on_device(&asking.domain, 0, Access::READ);
+    let on_device = fixture.on_device(&asking.domain, 0, Access::READ);
     assert_eq!(fetch(on_device.slice(0, 8).expect("inside")), 1);
     let mut fetched = [0; 8];
     on_device.read(0, &mut fetched).expect("the device's own copy");

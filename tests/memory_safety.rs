@@ -1,5 +1,5 @@
-//! Misuse of memory that safe code cannot commit: freeing it while it is registered, registering it
-//! as another owner's, or losing it in a panic.
+//! Tests that safe code cannot misuse memory: free it while it is registered, register it for
+//! another owner, or lose it in a panic.
 
 mod counted;
 
@@ -55,8 +55,8 @@ fn buffer(iface: &Arc<dyn Iface>, kind: AllocationKind) -> DeviceBuffer {
     DeviceBuffer::allocate(iface, &request).expect("memory")
 }
 
-/// Calls `close` until it succeeds. Only Busy may delay it.
-fn close_at_last<T, B>(mut value: T, close: impl Fn(T) -> Result<B, Rejected<T>>) -> B {
+/// Calls `close` until it succeeds. Panics on any error other than Busy.
+fn close_when_idle<T, B>(mut value: T, close: impl Fn(T) -> Result<B, Rejected<T>>) -> B {
     loop {
         match close(value) {
             Ok(buffer) => return buffer,
@@ -68,8 +68,12 @@ fn close_at_last<T, B>(mut value: T, close: impl Fn(T) -> Result<B, Rejected<T>>
     }
 }
 
-/// Runs `close` until it succeeds, concurrently with the `drop` of a dependent, many times.
-fn beside<D: Send>(rounds: usize, mut start: impl FnMut() -> (D, Box<dyn FnOnce() + Send>)) {
+/// Calls `start` and then runs two threads, `rounds` times: one runs the `close` that `start`
+/// returned, and the other drops the dependent object that `start` returned.
+fn race_close_with_drop<D: Send>(
+    rounds: usize,
+    mut start: impl FnMut() -> (D, Box<dyn FnOnce() + Send>),
+) {
     for _ in 0..rounds {
         let (dependent, close) = start();
         let together = Barrier::new(2);
@@ -87,16 +91,16 @@ fn beside<D: Send>(rounds: usize, mut start: impl FnMut() -> (D, Box<dyn FnOnce(
 
 /// MR-18
 #[test]
-fn closing_a_buffer_of_several_nics_beside_the_drop_of_a_sub_region_gives_busy_or_the_buffer() {
+fn close_on_several_nics_racing_a_sub_region_drop_loses_no_buffer() {
     let hmem = hmem(&simulated());
     let domains = Arc::new([domain(&hmem), domain(&hmem)]);
-    beside(10_000, || {
+    race_close_with_drop(10_000, || {
         let shared = register_on(&[&domains[0], &domains[1]], vec![5_u8; 64], REMOTE);
         let shared = shared.expect("both take host memory");
         let region = &shared.regions()[1];
         let sub = region.sub(region.range(), REMOTE, None).expect("the whole of it");
         let close = || {
-            let bytes = close_at_last(shared, |shared| shared.close());
+            let bytes = close_when_idle(shared, |shared| shared.close());
             assert_eq!(bytes, [5; 64]);
         };
         (sub, Box::new(close) as _)
@@ -106,14 +110,14 @@ fn closing_a_buffer_of_several_nics_beside_the_drop_of_a_sub_region_gives_busy_o
 
 /// MR-18
 #[test]
-fn closing_a_buffer_beside_the_drop_of_a_sub_region_gives_busy_or_the_buffer() {
+fn close_racing_a_sub_region_drop_loses_no_buffer() {
     let hmem = hmem(&simulated());
     let domain = domain(&hmem);
-    beside(5_000, || {
+    race_close_with_drop(5_000, || {
         let region = domain.register(vec![5_u8; 64], REMOTE).expect("host memory");
         let sub = region.sub(region.range(), REMOTE, None).expect("the whole of it");
         let close = || {
-            assert_eq!(close_at_last(region, |region| region.close()), [5; 64]);
+            assert_eq!(close_when_idle(region, |region| region.close()), [5; 64]);
         };
         (sub, Box::new(close) as _)
     });
@@ -122,11 +126,11 @@ fn closing_a_buffer_beside_the_drop_of_a_sub_region_gives_busy_or_the_buffer() {
 
 /// MR-18
 #[test]
-fn a_buffer_of_an_iface_that_the_domain_does_not_have_is_refused() {
+fn buffer_of_a_foreign_iface_is_refused() {
     let device = simulated();
     let hmem = hmem(&device);
     let domains = [domain(&hmem), domain(&hmem)];
-    // Another object of the same kind as the domain's iface: it does not know the memory.
+    // Another iface of the same kind as the domain's, which does not know the domain's memory.
     let foreign: Arc<dyn Iface> = simulated();
     for kind in [AllocationKind::Device, AllocationKind::Managed] {
         let refused = domains[0].register(buffer(&foreign, kind), REMOTE).unwrap_err();
@@ -151,7 +155,7 @@ fn a_buffer_of_an_iface_that_the_domain_does_not_have_is_refused() {
     }
 }
 
-/// A subscriber that panics at the event of a registration, which is emitted after the NIC
+/// A tracing subscriber that panics at the event that ends a registration, after the NIC has
 /// registered the memory.
 struct PanicsAtRegistered;
 
@@ -183,13 +187,14 @@ impl Subscriber for PanicsAtRegistered {
 
 /// MR-18
 #[test]
-fn memory_is_not_freed_if_registration_panics_after_the_nic_has_it() {
+fn panic_after_the_nic_registered_leaks_the_memory() {
     let hmem = hmem(&simulated());
     let domain = domain(&hmem);
     let ends = Arc::new(AtomicUsize::new(0));
     let register = || domain.register(Counted::new(64, &ends), REMOTE).is_ok();
-    // With a single subscriber, tracing asks only the thread that first reaches an event whether
-    // anybody listens. That thread may belong to another test.
+    // With a single subscriber in the process, tracing decides which events are enabled in the
+    // thread that reaches them first, which may be that of another test. A second subscriber
+    // prevents this.
     let _second = tracing::Dispatch::new(PanicsAtRegistered);
     let panicked = tracing::subscriber::with_default(PanicsAtRegistered, || {
         catch_unwind(AssertUnwindSafe(register))
@@ -203,7 +208,7 @@ fn memory_is_not_freed_if_registration_panics_after_the_nic_has_it() {
 #[derive(Debug)]
 struct Panics(DefaultPathSelector);
 
-// SAFETY: it registers nothing.
+// SAFETY: the selector registers nothing.
 unsafe impl PathSelector for Panics {
     fn plain_host(&self, nic: &Nic) -> Decision {
         self.0.plain_host(nic)
@@ -214,15 +219,15 @@ unsafe impl PathSelector for Panics {
     }
 }
 
-/// A NIC that registers memory, and then fails or panics.
+/// A path selector that registers memory on the NIC, and then fails or panics.
 #[derive(Debug)]
 struct EndsBadly {
     selector: DefaultPathSelector,
     panics: bool,
 }
 
-// SAFETY: each region is the selector's own. The trait allows an error after regions were handed
-// over. A panic breaks its contract, and the test is about that.
+// SAFETY: each region comes from the wrapped selector. The trait allows an error after regions were
+// handed over. A panic breaks the contract, and the test shows what follows.
 unsafe impl PathSelector for EndsBadly {
     fn plain_host(&self, nic: &Nic) -> Decision {
         self.selector.plain_host(nic)
@@ -233,7 +238,8 @@ unsafe impl PathSelector for EndsBadly {
         targets: &[Target<'_>],
         done: &mut dyn FnMut(PathRegistration),
     ) -> Result<()> {
-        // SAFETY: the caller keeps the contract, which is the same.
+        // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
+        // call.
         unsafe { self.selector.register(targets, done) }?;
         assert!(!self.panics, "as asked for");
         Err(Error::new(ErrorKind::Driver, "path"))
@@ -303,7 +309,7 @@ fn memory_of_a_panicking_registration_is_leaked() {
 
 /// MR-12
 #[test]
-fn memory_that_the_cpu_can_access_is_not_registered_as_the_devices_only() {
+fn location_flags_must_match_the_kind_of_memory() {
     let device = simulated();
     let hmem = hmem(&device);
     let domain = domain(&hmem);
@@ -333,7 +339,7 @@ fn memory_that_the_cpu_can_access_is_not_registered_as_the_devices_only() {
 fn page_size_must_exist_on_both_system_and_nic() {
     let base = hmem::os_page_sizes()[0];
     let lacks = |size: usize| !hmem::os_page_sizes().contains(&size);
-    // No machine has a size between two sizes of hardware.
+    // No hardware has a page size between two powers of two.
     let odd = 3 * base;
     assert!(lacks(odd));
     let register = |nic: &[usize], page_size| {
@@ -348,7 +354,7 @@ fn page_size_must_exist_on_both_system_and_nic() {
     assert_eq!(register(&[base, odd], base).expect("both have it"), base);
     assert_eq!(register(&[odd], 0).expect("the NIC's choice"), 0);
     for (nic, asked) in [
-        // Only the NIC has the size, only the system, neither.
+        // The size exists on the NIC only, on the system only, on neither.
         (&[base, odd][..], odd),
         (&[odd][..], base),
         (&[base][..], odd),

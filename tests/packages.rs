@@ -1,20 +1,15 @@
-//! Manifests of the packages that are published.
+//! Checks the manifests of the packages that are published.
 
-use std::{collections::BTreeSet, fs, path::Path, process::Command};
+mod workspace;
+
+use std::{collections::BTreeSet, fs, path::Path};
 
 use serde_json::Value;
 
-/// Returns the packages of the workspace, and those of them that are published.
+/// Returns the names of all packages of the workspace, and the metadata of those that are
+/// published.
 fn packages() -> (BTreeSet<String>, Vec<Value>) {
-    let output = Command::new(env!("CARGO"))
-        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output()
-        .expect("cargo runs");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let metadata: Value =
-        serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON");
-    let packages = metadata["packages"].as_array().expect("packages");
+    let packages = workspace::packages();
     let names = packages.iter().map(|package| text(&package["name"]).to_owned()).collect();
     let published = packages.iter().filter(|package| package["publish"].is_null()).cloned();
     (names, published.collect())
@@ -48,8 +43,8 @@ fn published_packages_have_what_a_registry_shows() {
     }
 }
 
-/// A development dependency with a version must be published first, and the packages test each
-/// other in circles.
+/// Cargo requires a development dependency with a version to be published first. The packages
+/// depend on each other in cycles for their tests, so no order would work.
 #[test]
 fn development_dependencies_of_the_workspace_have_no_version() {
     let (names, published) = packages();

@@ -1,4 +1,4 @@
-//! Number of times that one registration queries each iface for the owner of its memory.
+//! Counts how often one registration queries each iface for the owner of the memory.
 #![allow(unsafe_code)]
 
 mod silent;
@@ -31,15 +31,15 @@ use tracing::{Event, Metadata, Subscriber, span};
 const PAGE: u64 = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// A simulated device that counts its queries. It claims no address range, so it is asked about
-/// every address.
+/// A simulated device that counts queries. It reports no address range of its own, so every lookup
+/// of an owner queries it.
 #[derive(Debug)]
 struct Counting {
     device: Simulated,
     queries: AtomicU64,
 }
 
-// SAFETY: each answer and facet is the simulated device's.
+// SAFETY: each answer and facet comes from the simulated device.
 unsafe impl Iface for Counting {
     fn kind(&self) -> IfaceKind {
         self.device.kind()
@@ -59,7 +59,8 @@ unsafe impl Iface for Counting {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller keeps the contract, which is the same.
+        // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
+        // call.
         unsafe { self.device.copy(to, from, len) }
     }
 
@@ -92,7 +93,7 @@ unsafe impl Iface for Counting {
     }
 }
 
-/// A subscriber that is interested in everything and keeps nothing.
+/// A tracing subscriber that enables all events and discards them.
 struct Listening;
 
 impl Subscriber for Listening {
@@ -111,11 +112,11 @@ impl Subscriber for Listening {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// The public function that registers the memory.
+/// The public function by which a test registers memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Door {
+enum EntryPoint {
     Regattr,
-    /// `regattr` with the owner named by the caller.
+    /// `regattr` with the owning iface named by the caller.
     Named,
     Traced,
     Asynchronous,
@@ -128,20 +129,20 @@ enum Door {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Memory {
-    /// Host memory inside a page.
+    /// Host memory inside one page.
     HostPage,
-    /// Host memory across the border of two pages.
+    /// Host memory across a page boundary.
     HostPages,
     Device,
 }
 
-/// Two ifaces, two NICs and domains on them.
-struct World {
+/// Two ifaces that count their queries, and two software NICs.
+struct Fixture {
     ifaces: [Arc<Counting>; 2],
     hmem: Hmem,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         let iface = |number| {
             let builder = Simulated::builder().kind(IfaceKind(number)).window(1 << 32);
@@ -169,7 +170,7 @@ impl World {
         self.hmem.domain("loopback", attr).expect("a domain")
     }
 
-    /// Queries of each iface during a call.
+    /// Returns the number of queries of each iface during a call.
     fn counted(&self, call: impl FnOnce()) -> [u64; 2] {
         let counts = || self.ifaces.each_ref().map(|iface| iface.queries.load(Ordering::Relaxed));
         let before = counts();
@@ -179,15 +180,15 @@ impl World {
     }
 }
 
-/// Registers new memory through a public function, and returns the queries of each iface. Device
-/// memory belongs to the second iface.
-fn queries(world: &World, door: Door, memory: Memory) -> [u64; 2] {
-    let owner: Arc<dyn Iface> = Arc::clone(&world.ifaces[1]) as _;
+/// Registers new memory through a public function, and returns the number of queries of each iface.
+/// Device memory belongs to the second iface.
+fn queries(fixture: &Fixture, entry: EntryPoint, memory: Memory) -> [u64; 2] {
+    let owner: Arc<dyn Iface> = Arc::clone(&fixture.ifaces[1]) as _;
     let request = AllocRequest { len: 4 * PAGE, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&owner, &request).expect("device memory");
     let host = vec![1u8; 4 * PAGE as usize];
-    // Dropped before the memory, with the contents of their caches.
-    let domains = [world.domain("loop0"), world.domain("loop1")];
+    // The domains and their caches are dropped before the memory.
+    let domains = [fixture.domain("loop0"), fixture.domain("loop1")];
     let domain = &domains[0];
     let page = Address::of_ptr(host.as_ptr()).0.next_multiple_of(PAGE);
     let (range, kind) = match memory {
@@ -203,22 +204,22 @@ fn queries(world: &World, door: Door, memory: Memory) -> [u64; 2] {
     let close = |region: MemoryRegion| region.close().map_err(Error::from).expect("closed");
     let registered = |attr: &MrAttr<'_>| {
         let mut region = None;
-        let counts = world.counted(|| region = Some(register(attr).expect("registered")));
+        let counts = fixture.counted(|| region = Some(register(attr).expect("registered")));
         close(region.expect("registered"));
         counts
     };
     let cache = domain.cache().expect("a cache");
     // SAFETY: the memory outlives the domains, and nothing refers to its bytes.
     let cached = || drop(unsafe { cache.get_or_register(ranges[0], REMOTE) }.expect("registered"));
-    match door {
-        Door::Regattr => registered(&attr),
-        Door::Named => registered(&MrAttr { iface: Some(kind), ..attr }),
-        Door::Traced => tracing::subscriber::with_default(Listening, || registered(&attr)),
-        Door::Asynchronous => {
+    match entry {
+        EntryPoint::Regattr => registered(&attr),
+        EntryPoint::Named => registered(&MrAttr { iface: Some(kind), ..attr }),
+        EntryPoint::Traced => tracing::subscriber::with_default(Listening, || registered(&attr)),
+        EntryPoint::Asynchronous => {
             let events = Arc::new(EventQueue::new());
             domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
             let mut region = None;
-            let counts = world.counted(|| {
+            let counts = fixture.counted(|| {
                 region = Some(register(&attr).expect("a sound request"));
                 let event = events.wait(Duration::from_secs(60)).expect("an event");
                 event.result.expect("registered");
@@ -226,7 +227,7 @@ fn queries(world: &World, door: Door, memory: Memory) -> [u64; 2] {
             close(region.expect("registered"));
             counts
         }
-        Door::RegattrOn => world.counted(|| {
+        EntryPoint::RegattrOn => fixture.counted(|| {
             // SAFETY: the memory outlives the domains, and nothing refers to its bytes.
             let regions = unsafe { regattr_on(&domains.each_ref(), &attr, MrFlags::empty()) };
             regions
@@ -236,74 +237,74 @@ fn queries(world: &World, door: Door, memory: Memory) -> [u64; 2] {
                 .map_err(Error::from)
                 .expect("closed");
         }),
-        Door::SubRegion => {
+        EntryPoint::SubRegion => {
             let base = register(&attr).expect("registered");
             let part = [ranges[0].slice(8, 8).expect("inside")];
             let counts = registered(&MrAttr { base: Some(&base), ..MrAttr::new(&part, REMOTE) });
             close(base);
             counts
         }
-        Door::CachedMiss => world.counted(cached),
-        Door::CachedMissOn => world.counted(|| {
+        EntryPoint::CachedMiss => fixture.counted(cached),
+        EntryPoint::CachedMissOn => fixture.counted(|| {
             // SAFETY: the memory outlives the domains, and nothing refers to its bytes.
             drop(
                 unsafe { cache.get_or_register_on(ranges[0], REMOTE, kind, None) }
                     .expect("registered"),
             );
         }),
-        Door::CachedHit => {
+        EntryPoint::CachedHit => {
             cached();
-            world.counted(cached)
+            fixture.counted(cached)
         }
     }
 }
 
-/// Queries of each iface: one for each end of a host range that lies in a page of its own, one for
-/// a device range, and one more for a cached miss of device memory, which closes a race with a
-/// free.
+/// Expected number of queries of each iface. A registration queries once for each page that holds
+/// an end of a host range, and once for a device range. A cached miss of device memory queries once
+/// more, to detect a concurrent free.
 #[rustfmt::skip]
-const TABLE: [(Door, Memory, u64); 27] = [
-    (Door::Regattr, Memory::HostPage, 1),
-    (Door::Regattr, Memory::HostPages, 2),
-    (Door::Regattr, Memory::Device, 1),
-    (Door::Named, Memory::HostPage, 1),
-    (Door::Named, Memory::HostPages, 2),
-    (Door::Named, Memory::Device, 1),
-    (Door::Traced, Memory::HostPage, 1),
-    (Door::Traced, Memory::HostPages, 2),
-    (Door::Traced, Memory::Device, 1),
-    (Door::Asynchronous, Memory::HostPage, 1),
-    (Door::Asynchronous, Memory::HostPages, 2),
-    (Door::Asynchronous, Memory::Device, 1),
-    (Door::RegattrOn, Memory::HostPage, 1),
-    (Door::RegattrOn, Memory::HostPages, 2),
-    (Door::RegattrOn, Memory::Device, 1),
-    (Door::SubRegion, Memory::HostPage, 0),
-    (Door::SubRegion, Memory::HostPages, 0),
-    (Door::SubRegion, Memory::Device, 0),
-    (Door::CachedMiss, Memory::HostPage, 1),
-    (Door::CachedMiss, Memory::HostPages, 2),
-    (Door::CachedMiss, Memory::Device, 2),
-    (Door::CachedMissOn, Memory::HostPage, 1),
-    (Door::CachedMissOn, Memory::HostPages, 2),
-    (Door::CachedMissOn, Memory::Device, 2),
-    (Door::CachedHit, Memory::HostPage, 0),
-    (Door::CachedHit, Memory::HostPages, 0),
-    (Door::CachedHit, Memory::Device, 0),
+const TABLE: [(EntryPoint, Memory, u64); 27] = [
+    (EntryPoint::Regattr, Memory::HostPage, 1),
+    (EntryPoint::Regattr, Memory::HostPages, 2),
+    (EntryPoint::Regattr, Memory::Device, 1),
+    (EntryPoint::Named, Memory::HostPage, 1),
+    (EntryPoint::Named, Memory::HostPages, 2),
+    (EntryPoint::Named, Memory::Device, 1),
+    (EntryPoint::Traced, Memory::HostPage, 1),
+    (EntryPoint::Traced, Memory::HostPages, 2),
+    (EntryPoint::Traced, Memory::Device, 1),
+    (EntryPoint::Asynchronous, Memory::HostPage, 1),
+    (EntryPoint::Asynchronous, Memory::HostPages, 2),
+    (EntryPoint::Asynchronous, Memory::Device, 1),
+    (EntryPoint::RegattrOn, Memory::HostPage, 1),
+    (EntryPoint::RegattrOn, Memory::HostPages, 2),
+    (EntryPoint::RegattrOn, Memory::Device, 1),
+    (EntryPoint::SubRegion, Memory::HostPage, 0),
+    (EntryPoint::SubRegion, Memory::HostPages, 0),
+    (EntryPoint::SubRegion, Memory::Device, 0),
+    (EntryPoint::CachedMiss, Memory::HostPage, 1),
+    (EntryPoint::CachedMiss, Memory::HostPages, 2),
+    (EntryPoint::CachedMiss, Memory::Device, 2),
+    (EntryPoint::CachedMissOn, Memory::HostPage, 1),
+    (EntryPoint::CachedMissOn, Memory::HostPages, 2),
+    (EntryPoint::CachedMissOn, Memory::Device, 2),
+    (EntryPoint::CachedHit, Memory::HostPage, 0),
+    (EntryPoint::CachedHit, Memory::HostPages, 0),
+    (EntryPoint::CachedHit, Memory::Device, 0),
 ];
 
 /// HM-01
 ///
-/// The first registration and a registration with a remembered path make the same queries.
+/// The first registration and a later one with a remembered path make equally many queries.
 #[test]
 fn each_iface_is_queried_as_often_as_the_table_says() {
-    let world = World::new();
+    let fixture = Fixture::new();
     let mut wrong = String::new();
-    for (door, memory, expected) in TABLE {
+    for (entry, memory, expected) in TABLE {
         for round in ["first", "again"] {
-            let counts = queries(&world, door, memory);
+            let counts = queries(&fixture, entry, memory);
             if counts != [expected; 2] {
-                writeln!(wrong, "{door:?} {memory:?} {round}: {counts:?} queries, not {expected}")
+                writeln!(wrong, "{entry:?} {memory:?} {round}: {counts:?} queries, not {expected}")
                     .expect("a String takes everything");
             }
         }

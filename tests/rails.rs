@@ -1,4 +1,5 @@
-//! One buffer on the NICs nearest to it, over software NICs at the addresses of recorded machines.
+//! Tests of one buffer registered with several NICs ("rails"): the nearest ones, in recorded
+//! topologies with software NICs.
 
 use std::{env, process::Command, sync::Arc};
 
@@ -16,7 +17,7 @@ use hmem::{
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 const LOCAL: Access = Access::READ.union(Access::WRITE);
-/// A NIC of the initiator only.
+/// Name of a NIC that only the initiator uses.
 const PEER: &str = "peer";
 
 fn open(machine: &str) -> Topology {
@@ -24,8 +25,8 @@ fn open(machine: &str) -> Topology {
     Topology::open(format!("{folder}/{machine}.tar.gz")).expect("a recording")
 }
 
-/// A recorded machine: a simulated device at the address of each of its GPUs, and software NICs at
-/// those of its NICs.
+/// A recorded machine topology, with a simulated device at the PCI address of each GPU and a
+/// software NIC at that of each NIC.
 struct Machine {
     hmem: Hmem,
     fabric: Arc<Loopback>,
@@ -76,7 +77,7 @@ impl Machine {
         named.unwrap_or_else(|| panic!("no domain of {nic}"))
     }
 
-    /// Writes bytes with the remote key of one rail, from another NIC of the fabric.
+    /// Writes bytes with a remote key to the domain on `nic`, from the initiator's NIC.
     fn push(&self, nic: &str, key: &RemoteKey, bytes: &[u8]) {
         let near = open_domain(&self.hmem, PEER);
         let far = self.domain(nic);
@@ -120,7 +121,7 @@ fn a_buffer_is_registered_with_the_nics_nearest_to_its_device() {
         assert_eq!(names, expected, "{choice}");
         assert!(choice.chosen().iter().all(|nic| nic.distance == Some(Distance::Pxb)), "{choice}");
         assert_eq!((shared.len(), machine.regions()), (2, 2));
-        // Each rail's key moves bytes over the NIC that it names, and over no other.
+        // The key of each rail moves bytes over the NIC that the key names, and over no other NIC.
         let keys = RailKeys::from_bytes(&shared.rail_keys().expect("keys").to_bytes()).unwrap();
         for (at, rail) in keys.rails().iter().enumerate() {
             assert_eq!(rail.nic, choice.chosen()[at].nic);
@@ -138,9 +139,9 @@ fn a_buffer_is_registered_with_the_nics_nearest_to_its_device() {
 
 /// P2P-05
 ///
-/// Memory given by raw addresses is registered with `regattr_on` in the chosen domains.
+/// Memory given by addresses is registered by `regattr_on` in the chosen domains.
 #[test]
-fn a_choice_serves_memory_by_raw_addresses_too() {
+fn chosen_domains_also_register_raw_addresses() {
     let machine = Machine::new("hgx-h100");
     let (domains, buffer) = (machine.rails(), machine.buffer(3, 4096));
     let range = buffer.allocation().range;
@@ -160,21 +161,21 @@ fn a_choice_serves_memory_by_raw_addresses_too() {
 /// P2P-05
 #[test]
 fn host_memory_uses_the_nics_of_its_numa_node() {
-    // One node: this machine is not asked.
+    // On a machine with one NUMA node, the location of the pages is not queried.
     let vm = Machine::new("cloud-vm");
     let (shared, choice) =
         vm.hmem.register_nearest(&vm.rails(), 1, vec![1_u8; 8192], REMOTE).expect("register");
     assert_eq!(choice.memory(), Locality::Node(0));
     assert_eq!(choice.chosen()[0].distance, Some(Distance::Node));
     assert_eq!(shared.close().map_err(hmem::Error::from).expect("close"), [1; 8192]);
-    // Several nodes: this machine says where the pages are.
+    // On a machine with several NUMA nodes, the kernel reports the node of the pages.
     let hgx = Machine::new("hgx-h100");
     let buffer = vec![1_u8; 1 << 20];
     let range = hmem::AddressRange::of(&buffer);
     let node = numa_node(range);
     match hgx.hmem.nearest_nics(&hgx.rails(), range, 4) {
         Ok(choice) => {
-            let node = node.expect("asked the same way");
+            let node = node.expect("the same query");
             assert_eq!(choice.memory(), Locality::Node(node));
             let numa = |nic: &hmem::p2p::topology::RankedNic| {
                 let id = nic.nic.pci_bus_id.as_ref().unwrap().parse().unwrap();
@@ -183,7 +184,7 @@ fn host_memory_uses_the_nics_of_its_numa_node() {
             assert!(choice.chosen().iter().all(|nic| numa(nic) == Some(node)), "{choice}");
         }
         Err(error) => {
-            assert_eq!(node.expect_err("asked the same way").kind(), error.kind());
+            assert_eq!(node.expect_err("the same query").kind(), error.kind());
             assert!(error.remedy_text().unwrap().contains("seccomp"), "{error}");
         }
     }
@@ -213,7 +214,7 @@ fn failed_choice_or_registration_returns_the_buffer() {
         refused(&machine.hmem, &domains, 13, buffer(), REMOTE),
         (ErrorKind::InvalidArgument, why("more NICs are requested than exist"))
     );
-    // A refusal by the registration itself.
+    // The registration itself fails.
     let unknown = Access::from_bits_retain(1 << 40);
     let none = refused(&machine.hmem, &domains, 2, buffer(), unknown);
     assert_eq!(none.0, ErrorKind::BadAccess);

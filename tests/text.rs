@@ -1,5 +1,5 @@
-//! The language rules of CONTRIBUTING.md that a program can check, for the comments of the source
-//! files and for the documents.
+//! Checks those language rules of CONTRIBUTING.md that a program can check, in all comments and
+//! documents.
 
 use std::{
     fs,
@@ -8,11 +8,12 @@ use std::{
 
 const COLUMNS: usize = 100;
 
-/// Beginnings that make a sentence hard to read: the subject is a clause, or lies elsewhere.
+/// Forbidden beginnings of sentences: clauses as subject, and references to another place.
 const CLAUSES: [&str; 8] =
     ["What ", "Who ", "Whom ", "Whose ", "Whether ", "Where ", "The same", "As above"];
 
-/// The source files and documents of the workspace, with paths relative to its root.
+/// Returns the source files and documents of the workspace, each with its path relative to the root
+/// and its text.
 fn files() -> Vec<(PathBuf, String)> {
     fn collect(folder: &Path, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).expect("read a folder of the workspace") {
@@ -38,22 +39,22 @@ fn files() -> Vec<(PathBuf, String)> {
         .collect()
 }
 
-/// Returns true if a line is too long although it could be broken.
+/// Returns true if a line exceeds 100 columns and has no word of 50 columns or more.
 fn is_too_long(line: &str) -> bool {
     let words = line.split_whitespace().map(|word| word.chars().count());
     line.chars().count() > COLUMNS && words.max() < Some(COLUMNS / 2)
 }
 
-/// Text of a comment, or `None` if the line has no comment of its own.
+/// Returns the text of a comment line; `None` if the line is no comment.
 fn comment(line: &str) -> Option<&str> {
     let line = line.trim_start();
     ["///", "//!", "//"].iter().find_map(|mark| line.strip_prefix(mark)).map(str::trim_start)
 }
 
-/// Sentences of a text that begin with a clause, each with the number of its line.
+/// Returns the sentences of a text with a forbidden beginning, each with its line number.
 fn clauses<'a>(lines: impl Iterator<Item = (usize, Option<&'a str>)>) -> Vec<(usize, String)> {
     let mut found = Vec::new();
-    // A line that continues a paragraph begins a sentence if the one before it ended one.
+    // True if the next line begins a sentence, because the line before it ended one.
     let mut begins = true;
     let mut is_code = false;
     for (number, text) in lines {

@@ -1,8 +1,8 @@
 # Functions of the vendor tier's scripts (tests/{cuda,rocr,ze,accelerators}/{fetch,run}), which
 # source this file: downloads of pinned packages, and counted results.
 #
-# Exit status of the scripts: 0 passed, 1 failed, 3 something cannot be downloaded. A script runs
-# whatever it can in the last case too.
+# Exit status of the scripts: 0 passed, 1 failed, 3 something cannot be downloaded. In the last case a
+# script still runs the parts that it can.
 
 missing=0 failed=0 left_out=0
 
@@ -15,11 +15,11 @@ absent() {
 # has_sum <file> <sha256>
 has_sum() { sha256sum --check --status <<<"$2  $1" 2>/dev/null; }
 
-# Unpacks Debian packages into a folder, of which the parent is the cache. Each is pinned to a
-# version and its checksum, written NAME=VERSION@SHA256; a bare NAME takes the current version. Their
-# dependencies, such as the C library, come along in the suites' current versions, unless alone=1.
-# Nothing is installed.
-# The libraries and their dynamic loader are in FOLDER/usr/lib/x86_64-linux-gnu afterwards.
+# Unpacks Debian packages into a folder inside the cache. Nothing is installed.
+# NAME=VERSION@SHA256 pins a package to a version and a checksum. A bare NAME selects the current
+# version. Dependencies, such as the C library, are unpacked in the suites' current versions, unless
+# alone=1. Afterwards the libraries and their dynamic loader are in
+# FOLDER/usr/lib/x86_64-linux-gnu.
 #
 # unpack <folder> <component> <suites> <package>...
 unpack() {
@@ -29,7 +29,7 @@ unpack() {
     [[ $(cat "$target/complete" 2>/dev/null) == "$*" ]] && return
     rm -rf "$target" "$state/archives"
     mkdir -p "$state/lists/partial" "$state/archives/partial"
-    # The status says that nothing is installed, so that apt selects all dependencies.
+    # The empty status file makes apt select all dependencies, as if nothing were installed.
     : >"$state/status"
     # The archive keys that the machine's own apt trusts have signed the lists.
     local mirror=${HMEM_DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' | grep -m1 '/debian/*$')}
@@ -66,21 +66,21 @@ unpack() {
         dpkg-deb -x "$package" "$target" || { absent "cannot unpack $package"; return; }
     done
     rm -rf "$state/archives"
-    # Where older suites have the C library.
+    # Older suites have the C library there.
     if [[ -d $target/lib/x86_64-linux-gnu && ! -L $target/lib ]]; then
         cp -a "$target"/lib/x86_64-linux-gnu/. "$target/usr/lib/x86_64-linux-gnu/"
     fi
     echo "$*" >"$target/complete"
 }
 
-# Runs a script of downloads. Sets cache to the folder that it prints.
+# Runs a fetch script. Sets cache to the folder that the script prints.
 fetched() { # fetched <script>
     cache=$("$1")
     missing=$?
 }
 
-# Runs a command through the C library of an unpacked folder, which is newer than the machine's.
-# Test binaries that cargo starts run that way too.
+# Runs a command with the C library of an unpacked folder, which is newer than the machine's. Test
+# binaries that cargo starts use that C library too.
 under() { # under <folder> <command>...
     local libraries=$1/usr/lib/x86_64-linux-gnu
     shift
@@ -93,7 +93,7 @@ leave_out() { # leave_out <label>
     left_out=$((left_out + 1))
 }
 
-# Runs tests, which must not be ignored for other reasons than those that the pattern matches.
+# Runs tests. A test that is ignored for a reason that the pattern does not match is a failure.
 passed() { # passed <label> <pattern of reasons> <command>...
     local label=$1 reasons=$2 output other status=0
     shift 2
@@ -109,7 +109,7 @@ passed() { # passed <label> <pattern of reasons> <command>...
     fi
 }
 
-# Prints the counts and ends the script. A variable that is 1 makes what is left out a success.
+# Prints the counts and ends the script. If the named variable is 1, left-out parts are no failure.
 finish() { # finish <name> <variable>
     printf '%s: %s failed, %s left out\n' "$1" "$failed" "$left_out"
     ((failed == 0)) || exit 1

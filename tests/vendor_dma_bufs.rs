@@ -1,5 +1,5 @@
-//! Memory of the fake vendor drivers, registered as dma-bufs and moved by a NIC: the RDMA device
-//! that `HMEM_VERBS_DEVICE` names, or the software NIC without that variable.
+//! Tests of memory of the vendors' fake drivers, registered as dma-bufs and moved by a NIC: the
+//! RDMA device that `HMEM_VERBS_DEVICE` names, or the software NIC.
 //!
 //! An RDMA device needs genuine dma-bufs. The fakes export those where `/dev/udmabuf` can be
 //! opened, which the VM tier has (`tests/vm/run --dma-buf`).
@@ -22,11 +22,11 @@ use hmem::{
     path::P2pPolicy,
     verbs::Verbs,
 };
-use trials::{Outcome, Skipped};
+use trials::{Outcome, Skipped, trials};
 use vendors::Vendor;
 use wire::{REMOTE, Wire, pattern};
 
-trials::trials! {
+trials! {
     /// HM-06 P2P-06
     cuda_memory_moves_its_bytes_by_dma_buf,
     /// HM-06 P2P-06
@@ -51,7 +51,7 @@ trials::trials! {
 
 const LEN: u64 = 300_000;
 
-/// Opens a domain of the NIC under test, which registers device memory directly or not at all.
+/// Opens a domain on the NIC under test. Its policy forbids staged copies of device memory.
 fn domain(iface: &Arc<dyn Iface>) -> Result<Domain, Skipped> {
     let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(iface));
     let cache = Some(CacheAttr::default());
@@ -77,7 +77,8 @@ fn allocate(iface: &Arc<dyn Iface>, len: u64) -> DeviceBuffer {
     DeviceBuffer::allocate(iface, &request).expect("allocate")
 }
 
-/// Registers whole allocations, whole pages and unaligned parts, and compares every byte.
+/// Registers whole allocations, whole pages and unaligned parts of a vendor's memory, and compares
+/// every byte that the NIC moves.
 fn move_bytes(vendor: &Vendor) -> Outcome {
     let iface = &vendor.iface;
     let wire = Wire::open(domain(iface)?);
@@ -103,8 +104,9 @@ fn move_bytes(vendor: &Vendor) -> Outcome {
     Ok(())
 }
 
-/// Frees and allocates memory at the same address. The NIC keeps the pages of a registration, so a
-/// stale hit moves the bytes of an earlier round.
+/// In each round, allocates memory and gets a region of it from the cache twice. In most rounds,
+/// the driver gives the address of the round before. The NIC keeps the pages of a registration, so
+/// a stale hit would move bytes of an earlier round.
 fn reuse_addresses(vendor: &Vendor) -> Outcome {
     let iface = &vendor.iface;
     const ROUNDS: u64 = 300;
@@ -125,11 +127,11 @@ fn reuse_addresses(vendor: &Vendor) -> Outcome {
             assert!(seen == bytes, "round {round}: the NIC read other memory");
         }
         drop(buffer);
-        // Neuron and Gaudi memory is kept while a NIC has a genuine dma-buf of it.
+        // Neuron and Gaudi do not free memory while a NIC has a genuine dma-buf of it.
         cache.reclaim();
     }
     let statistics = cache.statistics();
-    assert!(reused > ROUNDS / 2, "{reused} addresses came back: nothing was shown");
+    assert!(reused > ROUNDS / 2, "only {reused} addresses were reused, so the test is void");
     assert_eq!((statistics.misses, statistics.hits), (ROUNDS, ROUNDS), "{statistics:?}");
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! Registration of ROCr, Level Zero, Neuron and Gaudi memory over the software NIC: behaviours that
-//! all four share, each over the vendor's fake driver.
+//! Tests of behaviours that registrations of ROCr, Level Zero, Neuron and Gaudi memory share, over
+//! the vendors' fake drivers and the software NIC.
 #![cfg(all(
     feature = "cuda",
     feature = "neuron",
@@ -38,9 +38,9 @@ fn request(kind: AllocationKind) -> AllocRequest {
     AllocRequest { len: LEN, device: DeviceId(0), kind }
 }
 
-/// Allocates, registers, moves bytes, closes and frees. Memory that could not be freed is added to
-/// `left`.
-fn round(vendor: &Vendor, wire: &Wire, left: &mut Vec<Allocation>) -> Result<()> {
+/// Allocates memory, registers it, moves bytes, closes the region and frees the memory. Adds memory
+/// that could not be freed to `left`.
+fn register_once(vendor: &Vendor, wire: &Wire, left: &mut Vec<Allocation>) -> Result<()> {
     let own = vendor.iface.allocate(&request(AllocationKind::Device))?;
     let moved = wire.expose(own.range).and_then(|region| {
         let moved = move_bytes(vendor, wire, &region, &own);
@@ -76,14 +76,14 @@ fn open_files() -> usize {
 
 /// REL-01
 ///
-/// Each call of the driver during a registration fails in turn, up to the eighth of each function.
+/// Each driver call during a registration fails in turn: the first to eighth call of each function.
 #[test]
 fn fault_at_any_driver_call_leaves_no_region_or_memory() {
     for kind in VENDORS {
         let vendor = Vendor::open(kind);
         let wire = open(&vendor, false);
-        // Creates what the iface and the NIC keep.
-        round(&vendor, &wire, &mut Vec::new()).expect("no fault yet");
+        // A first registration creates objects that the iface and the NIC keep.
+        register_once(&vendor, &wire, &mut Vec::new()).expect("no fault yet");
         let (regions, allocations) = (wire.domain.live().regions, vendor.allocations());
         let mut met = 0;
         for symbol in vendor.symbols() {
@@ -91,7 +91,7 @@ fn fault_at_any_driver_call_leaves_no_region_or_memory() {
                 let calls = vendor.calls(symbol);
                 vendor.fail_nth(symbol, nth);
                 let mut left = Vec::new();
-                let outcome = round(&vendor, &wire, &mut left);
+                let outcome = register_once(&vendor, &wire, &mut left);
                 vendor.heal();
                 if vendor.calls(symbol) < calls + nth {
                     break;
@@ -103,12 +103,13 @@ fn fault_at_any_driver_call_leaves_no_region_or_memory() {
                 }
                 let context = format!("{kind}: call {nth} of {symbol}, which ended in {outcome:?}");
                 assert_eq!(wire.domain.live().regions, regions, "{context}");
-                // Creates again what the fault made the iface give up.
-                round(&vendor, &wire, &mut Vec::new()).expect(&context);
+                // Another registration recreates objects that the iface dropped because of the
+                // fault.
+                register_once(&vendor, &wire, &mut Vec::new()).expect(&context);
                 assert_eq!(vendor.allocations(), allocations, "{context}");
             }
         }
-        assert!(met > 5, "{kind}: only {met} faults were met");
+        assert!(met > 5, "{kind}: only {met} injected faults were reached");
     }
 }
 
@@ -118,12 +119,12 @@ fn refused_export_leaves_no_file_open() {
     for kind in VENDORS {
         let vendor = Vendor::open(kind);
         let wire = open(&vendor, false);
-        round(&vendor, &wire, &mut Vec::new()).expect("no fault yet");
+        register_once(&vendor, &wire, &mut Vec::new()).expect("no fault yet");
         let files = open_files();
         for symbol in vendor.symbols().into_iter().filter(|name| is_export(name)) {
             vendor.fail_nth(symbol, 1);
-            // It is staged, or it is refused.
-            let outcome = round(&vendor, &wire, &mut Vec::new());
+            // The registration falls back to staged copies or fails.
+            let outcome = register_once(&vendor, &wire, &mut Vec::new());
             vendor.heal();
             assert_eq!(open_files(), files, "{kind}: {symbol}: {outcome:?}");
         }
@@ -139,8 +140,8 @@ fn is_export(symbol: &str) -> bool {
 
 /// HM-02 DIAG-03
 ///
-/// The caller names the wrong iface for host memory, another vendor's memory, the byte after an
-/// allocation, and freed memory.
+/// The caller names the vendor's iface as the owner of host memory, another vendor's memory, the
+/// byte after an allocation, and freed memory.
 #[test]
 fn foreign_pointer_is_refused_with_the_reason() {
     for kind in VENDORS {
@@ -161,7 +162,7 @@ fn foreign_pointer_is_refused_with_the_reason() {
         ] {
             let ranges = [AddressRange::new(start, 64).expect("a range")];
             let attr = MrAttr { iface: Some(kind), ..MrAttr::new(&ranges, REMOTE) };
-            // SAFETY: it is refused.
+            // SAFETY: the registration is refused.
             let refused = unsafe { wire.domain.regattr(&attr, MrFlags::empty()) };
             let error = refused.expect_err(what);
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{kind}, {what}: {error}");
@@ -171,7 +172,7 @@ fn foreign_pointer_is_refused_with_the_reason() {
         unsafe { (vendor.iface.free(&live).expect("free"), other.free(&others).expect("free")) };
         let ranges = [AddressRange::new(live.base(), 64).expect("a range")];
         let attr = MrAttr { iface: Some(kind), ..MrAttr::new(&ranges, REMOTE) };
-        // SAFETY: it is refused.
+        // SAFETY: the registration is refused.
         let refused = unsafe { wire.domain.regattr(&attr, MrFlags::empty()) };
         let error = refused.expect_err("freed memory");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{kind}: {error}");
@@ -180,8 +181,8 @@ fn foreign_pointer_is_refused_with_the_reason() {
 
 /// HM-07
 ///
-/// An allocation of these drivers is one segment. A range over two allocations is refused, and the
-/// error names the first.
+/// In these drivers an allocation is one physical segment. A range over two allocations is refused,
+/// and the error names the first allocation.
 #[test]
 fn range_over_two_allocations_is_refused() {
     for kind in VENDORS {
@@ -205,7 +206,7 @@ fn range_over_two_allocations_is_refused() {
 
 /// HM-08
 ///
-/// Managed memory is not registered as device memory: it is host memory, or cannot be allocated.
+/// Managed memory is registered as host memory, or its allocation fails.
 #[test]
 fn managed_memory_is_host_memory_or_refused() {
     for kind in VENDORS {
@@ -229,8 +230,8 @@ fn managed_memory_is_host_memory_or_refused() {
 
 /// HM-09
 ///
-/// The NIC prefers the PCIe mapping, which only ROCr has: the trace names it there and nowhere
-/// else.
+/// The NIC prefers dma-bufs with the PCIe mapping, which only ROCr supports. The trace contains an
+/// attempt with it for ROCr only.
 #[test]
 fn pcie_mapping_is_tried_where_the_driver_has_it() {
     for kind in VENDORS {
@@ -250,8 +251,8 @@ fn pcie_mapping_is_tried_where_the_driver_has_it() {
 
 /// HM-10
 ///
-/// Neuron and Gaudi have no handles for other processes, and say so. `iface-{rocr,ze}/tests` open
-/// handles in another process.
+/// Neuron and Gaudi have no IPC handles, and report that. `iface-{rocr,ze}/tests` open handles in
+/// another process.
 #[test]
 fn missing_facet_is_unsupported_with_the_reason() {
     for kind in [IfaceKind::NEURON, IfaceKind::SYNAPSEAI] {
@@ -260,7 +261,7 @@ fn missing_facet_is_unsupported_with_the_reason() {
         for facet in [Facet::Ipc, Facet::PeerMemory, Facet::HostRegistrar, Facet::CopyEngine] {
             let error = vendor.iface.unavailable(facet);
             assert!(error.is_unsupported(), "{kind}: {error}");
-            assert!(error.context_value("reason").is_some(), "{kind}: {error}");
+            assert!(error.context_value("why").is_some(), "{kind}: {error}");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Many views registered by one call, and a cache whose misses grow: the number of registrations,
-//! the rights of each key, and failures that leave nothing.
+//! Tests of `register_many`, which registers many views (ranges with rights) by one call, and of
+//! caches that grow a registration beyond the requested range.
 #![allow(unsafe_code)]
 
 use std::{
@@ -30,7 +30,7 @@ const READ: Access = Access::REMOTE_READ;
 const WRITE: Access = Access::REMOTE_WRITE;
 const REMOTE: Access = READ.union(WRITE);
 
-/// A device, a software NIC, and a peer.
+/// A simulated device, a domain with a cache on a software NIC, and a peer.
 struct Net {
     device: Arc<dyn Iface>,
     faults: Faults,
@@ -61,7 +61,7 @@ impl Net {
             .shared_iface(Arc::clone(&device))
             .provider(loopback.build().expect("a software NIC"))
             .build()
-            .expect("nothing in the way");
+            .expect("the ifaces start");
         let attr = DomainAttr { mr_mode: mode, p2p, ..DomainAttr::default() };
         let caching = DomainAttr { cache: Some(cache), ..attr.clone() };
         let target = hmem.domain("loopback", caching).expect("a domain");
@@ -90,7 +90,7 @@ impl Net {
         DeviceBuffer::allocate(&self.device, &request).expect("memory")
     }
 
-    /// A device buffer with a pattern in it.
+    /// Allocates a device buffer in which each page has its own byte value.
     fn filled(&self, pages: u64) -> DeviceBuffer {
         let buffer = self.buffer(pages * PAGE, AllocationKind::Device);
         for page in 0..pages {
@@ -107,7 +107,7 @@ impl Net {
         done.remove(0).result
     }
 
-    /// Reads the first bytes of a key.
+    /// Reads the first `len` bytes of the region with `key`, as the peer does.
     fn pull(&self, key: &RemoteKey, len: u64) -> Result<Vec<u8>> {
         let local = self.initiator.register(vec![0_u8; len as usize], Access::READ)?;
         let peer = self.endpoint.resolve(&self.name)?;
@@ -117,7 +117,7 @@ impl Net {
         Ok(local.close()?)
     }
 
-    /// Writes the first bytes of a key.
+    /// Writes `bytes` to the start of the region with `key`, as the peer does.
     fn push(&self, key: &RemoteKey, bytes: &[u8]) -> Result<u64> {
         let local = self.initiator.register(bytes.to_vec(), Access::WRITE)?;
         let len = bytes.len() as u64;
@@ -135,7 +135,7 @@ impl Net {
     }
 }
 
-/// Views of one page each, over several buffers of this many pages.
+/// Returns a view for each page of several buffers with `pages` pages each.
 fn pages(buffers: usize, pages: u64, access: Access) -> Vec<BufferView> {
     let of =
         |buffer| (0..pages).map(move |page| BufferView::new(buffer, page * PAGE, PAGE, access));
@@ -144,7 +144,7 @@ fn pages(buffers: usize, pages: u64, access: Access) -> Vec<BufferView> {
 
 /// MR-17
 #[test]
-fn views_of_an_allocation_share_a_registration_with_separate_keys() {
+fn views_of_an_allocation_share_a_registration_but_no_key() {
     let net = Net::open();
     let buffers: Vec<_> = (0..3).map(|_| net.filled(8)).collect();
     let mut views = pages(3, 8, REMOTE);
@@ -242,7 +242,7 @@ fn registrations_stay_within_both_limits() {
 
 /// MR-17
 #[test]
-fn a_registration_is_of_the_smallest_range_that_holds_its_views() {
+fn a_registration_covers_the_smallest_range_of_its_views() {
     let net = Net::open();
     let views = [BufferView::new(0, 5 * PAGE, 10, READ), BufferView::new(0, 2 * PAGE, 100, READ)];
     let registered = net
@@ -255,7 +255,7 @@ fn a_registration_is_of_the_smallest_range_that_holds_its_views() {
 
 /// MR-17
 #[test]
-fn views_that_overlap_or_repeat_have_the_bytes_that_each_asked_for() {
+fn overlapping_and_repeated_views_have_their_own_bytes() {
     let net = Net::open();
     let views = [(0, 3), (1, 1), (1, 4), (1, 1), (0, 8)]
         .map(|(page, pages)| BufferView::new(0, page * PAGE, pages * PAGE, READ));
@@ -272,7 +272,7 @@ fn views_that_overlap_or_repeat_have_the_bytes_that_each_asked_for() {
 
 /// MR-17
 #[test]
-fn raw_memory_that_cannot_grow_is_registered_as_asked() {
+fn raw_memory_that_cannot_grow_is_registered_as_requested() {
     let net = Net::open();
     let host = vec![7_u8; 8 * PAGE as usize];
     let segments = net.buffer(8 * PAGE, AllocationKind::Virtual);
@@ -300,7 +300,7 @@ fn raw_memory_that_cannot_grow_is_registered_as_asked() {
 
 /// MR-17
 #[test]
-fn host_buffers_grow_to_themselves() {
+fn host_buffers_grow_only_to_the_whole_buffer() {
     let net = Net::open();
     let buffers = vec![vec![1_u8; 8 * PAGE as usize], vec![2; 8 * PAGE as usize]];
     let registered = net
@@ -316,10 +316,10 @@ fn host_buffers_grow_to_themselves() {
 
 /// MR-17
 #[test]
-fn views_register_separately_if_the_joint_registration_is_refused() {
+fn views_register_alone_if_their_joint_registration_fails() {
     for policy in [P2pPolicy::Required, P2pPolicy::Enabled] {
         let net = Net::with(u64::MAX, MrMode::empty(), CacheAttr::default(), policy);
-        // The NIC refuses the dma-buf of the grown range, which may be staged then.
+        // The NIC refuses the dma-buf of the grown range. Staged copies may replace it.
         net.faults.fail(Call::Register, 1, Errno(12));
         let registered = net
             .target
@@ -337,7 +337,7 @@ fn views_register_separately_if_the_joint_registration_is_refused() {
 
 /// MR-17
 #[test]
-fn failed_register_many_closes_its_regions_and_returns_the_buffers() {
+fn failed_register_many_closes_regions_and_returns_buffers() {
     let net = Net::open();
     for failing in 1..=6 {
         let buffers = vec![net.filled(2), net.filled(2), net.filled(2)];
@@ -353,7 +353,8 @@ fn failed_register_many_closes_its_regions_and_returns_the_buffers() {
         buffers[2].read(PAGE, &mut byte).expect("the buffer is whole");
         assert_eq!((buffers.len(), byte), (3, [2]));
     }
-    // The grown registration fails, then each view registers alone, and one of those fails too.
+    // The grown registration fails. Each view then registers alone, and one of these registrations
+    // fails too.
     net.faults.clear();
     for failing in [1, 3] {
         net.faults.fail(Call::Register, failing, Errno(12));
@@ -383,7 +384,7 @@ fn failed_close_returns_the_region_with_the_error() {
 
 /// MR-17
 #[test]
-fn wrong_views_are_refused_by_name_before_anything_is_registered() {
+fn wrong_views_are_refused_by_name_before_registration() {
     let net = Net::open();
     let good = BufferView::new(0, 0, PAGE, READ);
     let unknown = Access::from_bits_retain(1 << 40);
@@ -406,7 +407,7 @@ fn wrong_views_are_refused_by_name_before_anything_is_registered() {
     }
     let wraps = AddressRange::new(Address(u64::MAX - 10), 100).unwrap_err();
     assert_eq!(wraps.kind(), ErrorKind::AddressWraps);
-    // A view that leaves its allocation.
+    // A view that exceeds its allocation.
     let buffer = net.filled(2);
     let range = buffer.allocation().range;
     let beyond = AddressRange::new(range.start(), 3 * PAGE).expect("no wrap");
@@ -419,7 +420,7 @@ fn wrong_views_are_refused_by_name_before_anything_is_registered() {
 
 /// MR-17
 #[test]
-fn no_views_are_no_registrations() {
+fn an_empty_list_of_views_registers_nothing() {
     let net = Net::open();
     let registered =
         net.target.register_many(vec![net.filled(1)], &[], Growth::Allocation).expect("nothing");
@@ -474,7 +475,7 @@ fn views_of_memory_that_is_freed_meanwhile_are_refused() {
 
 /// MR-17
 #[test]
-fn a_sub_region_of_a_shared_registration_has_bounds_that_the_nic_enforces() {
+fn nic_enforces_bounds_of_a_sub_region_of_a_shared_registration() {
     let net = Net::open();
     let registered = net
         .target
@@ -523,7 +524,7 @@ fn misses_of_a_cache_that_grows_register_the_allocation_once() {
         assert_eq!(region.slice(0, PAGE + 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
     }
     assert_eq!((cache.statistics().registrations, cache.statistics().hits), (1, 7));
-    // Other rights are a registration of their own, with only those rights. SAFETY: nothing refers
+    // Other rights need another registration, which has only these rights. SAFETY: nothing refers
     // into the memory, and it outlives its registration.
     let writable = unsafe { cache.get_or_register(range.slice(0, 1).expect("in"), WRITE) };
     let writable = writable.expect("registered");
@@ -535,7 +536,7 @@ fn misses_of_a_cache_that_grows_register_the_allocation_once() {
 
 /// MR-17
 #[test]
-fn a_cache_grows_only_where_it_may() {
+fn a_cache_grows_only_within_its_limits() {
     let grown = |attr: CacheAttr, kind: AllocationKind, offset: u64| -> u64 {
         let net = Net::cached(attr);
         let cache = net.target.cache().expect("a cache");
@@ -570,7 +571,7 @@ fn miss_with_refused_growth_registers_its_own_range() {
         let net = Net::with(u64::MAX, MrMode::empty(), attr, policy);
         let cache = net.target.cache().expect("a cache");
         let buffer = net.filled(8);
-        // The NIC refuses the dma-buf of the grown range, which may be staged then.
+        // The NIC refuses the dma-buf of the grown range. Staged copies may replace it.
         net.faults.fail(Call::Register, 1, Errno(22));
         for page in 0..3 {
             let part = buffer.allocation().range.slice(page * PAGE, 10).expect("inside");
@@ -587,7 +588,9 @@ fn miss_with_refused_growth_registers_its_own_range() {
     }
 }
 
-/// Returns the number of misses, up to a thousand, before one grows again after a refused growth.
+/// Lets the NIC refuse the first registration, which is the grown range of the first miss. Further
+/// misses follow, each for another range of 8 bytes. Returns the number of the first miss that
+/// registers a grown range (the first miss has number 0), or `None` if none of 1000 does.
 fn misses_until_growth<B: OwnedBuffer>(net: &Net, buffer: B, refusal: i32) -> Option<u64> {
     let cache = net.target.cache().expect("a cache");
     let buffer = cache.own(buffer).expect("a buffer");
@@ -600,7 +603,7 @@ fn misses_until_growth<B: OwnedBuffer>(net: &Net, buffer: B, refusal: i32) -> Op
 
 /// MR-17
 #[test]
-fn a_refused_growth_is_tried_again_only_after_many_misses() {
+fn a_refused_growth_is_retried_only_after_many_misses() {
     let net = Net::cached(CacheAttr::default().growth(Growth::Allocation));
     let host = || vec![0_u8; 8 * PAGE as usize];
     let (no_memory, invalid) = (12, 22);
@@ -616,7 +619,8 @@ fn a_refused_growth_is_tried_again_only_after_many_misses() {
     assert_eq!(device, None, "the device refuses the allocation for good");
 }
 
-/// Part of memory that other parts own too. Counts its end.
+/// A part of a buffer that shares the ownership of its memory with the other parts. Its drop
+/// increments `ends`.
 struct Part<B: OwnedBuffer> {
     memory: Arc<B::Parts>,
     range: AddressRange,
@@ -629,8 +633,8 @@ impl<B: OwnedBuffer> Drop for Part<B> {
     }
 }
 
-// SAFETY: the memory is a buffer's whose own implementation keeps the contract, and the test gives
-// each byte to one part only.
+// SAFETY: the whole buffer's own implementation upholds the contract, and each byte belongs to one
+// part only.
 unsafe impl<B: OwnedBuffer + 'static> OwnedBuffer for Part<B> {
     type Parts = Self;
 
@@ -661,7 +665,7 @@ unsafe impl<B: OwnedBuffer + 'static> OwnedBuffer for Part<B> {
     }
 }
 
-/// Two halves of a buffer, and the number of freed ones.
+/// Splits a buffer into two halves. Returns them with a counter of dropped halves.
 fn halves<B: OwnedBuffer>(buffer: B) -> ([Part<B>; 2], Arc<AtomicUsize>) {
     let (memory, ends) = (Arc::new(buffer.into_parts()), Arc::default());
     let whole = B::range(&memory);
@@ -708,7 +712,7 @@ fn parts_of_a_buffer_are_cached_without_unsafe() {
 
 /// MR-18
 #[test]
-fn a_cached_buffer_with_a_lease_or_a_sub_region_is_not_given_back() {
+fn a_cached_buffer_with_a_lease_or_sub_region_is_not_returned() {
     let net = Net::cached(CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
     let shared = Arc::new(net.filled(4));
@@ -717,7 +721,7 @@ fn a_cached_buffer_with_a_lease_or_a_sub_region_is_not_given_back() {
     let sub = region.sub(region.range(), READ, None).expect("all of it");
     drop(region);
     let key = sub.key().expect("a key");
-    let buffer = Arc::into_inner(buffer).expect("nobody else has it");
+    let buffer = Arc::into_inner(buffer).expect("the only reference");
     let busy = buffer.close().unwrap_err();
     assert_eq!((busy.error.kind(), busy.error.operation()), (ErrorKind::Busy, "close"));
     assert_eq!(net.pull(&key, 2).expect("the sub-region works"), [1; 2]);
@@ -810,7 +814,7 @@ fn a_cached_buffer_never_grows_beyond_itself() {
 
 /// MR-18
 #[test]
-fn regions_from_before_a_buffer_was_owned_are_not_hit() {
+fn regions_cached_before_the_cache_owned_a_buffer_are_not_hit() {
     let net = Net::cached(CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
     let bytes = vec![1_u8; PAGE as usize];

@@ -1,4 +1,4 @@
-//! Compares the state tables of `docs/memory-windows.md` with the code.
+//! Checks the state tables and rules in `docs/memory-windows.md` against the code.
 
 use hmem::provider::{WindowEvent, WindowRule, WindowState, WindowType};
 
@@ -38,7 +38,7 @@ fn tables() -> String {
 
 /// MW-04
 #[test]
-fn the_document_shows_the_tables_of_the_code() {
+fn the_document_contains_the_state_tables_of_the_code() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/memory-windows.md");
     let text = std::fs::read_to_string(path).expect("read the document");
     let (before, rest) = text.split_once(BEGIN).expect("the part begins");

@@ -1,4 +1,4 @@
-//! The checks that `cargo test` runs: a quick run prints every figure.
+//! Tests of the `cache` benchmark, for `cargo test`. They check the JSON report of one quick run.
 
 use std::{
     collections::BTreeSet,
@@ -15,18 +15,18 @@ use super::{
     report::SCHEMA,
 };
 
-/// Runs the checks, as libtest would.
+/// Runs the tests of this module as a test binary does, and returns the exit code.
 pub(super) fn run() -> ExitCode {
-    // Both look at one run.
+    // Both tests check the report of the same run.
     let run: Arc<OnceLock<Value>> = Arc::default();
     let same = Arc::clone(&run);
     let trials = vec![
-        Trial::test("quick_run_prints_every_figure_with_its_peer", move || {
+        Trial::test("quick_run_reports_every_figure", move || {
             every_figure(run.get_or_init(quick_run));
             Ok(())
         }),
         Trial::ignorable_test(
-            "each_ucx_that_is_found_is_the_peer_of_every_cache_figure",
+            "every_cache_figure_is_compared_with_each_installed_ucx",
             move || each_ucx(same.get_or_init(quick_run)),
         ),
     ];
@@ -44,11 +44,11 @@ fn quick_run() -> Value {
 }
 
 fn list<'a>(document: &'a Value, field: &str) -> &'a [Value] {
-    document[field].as_array().unwrap_or_else(|| panic!("{field} is no list: {document}"))
+    document[field].as_array().unwrap_or_else(|| panic!("{field} is not a list: {document}"))
 }
 
 fn text<'a>(value: &'a Value, field: &str) -> &'a str {
-    value[field].as_str().unwrap_or_else(|| panic!("{field} is no text: {value}"))
+    value[field].as_str().unwrap_or_else(|| panic!("{field} is not a string: {value}"))
 }
 
 fn every_figure(document: &Value) {
@@ -75,20 +75,22 @@ fn every_figure(document: &Value) {
         MISS,
         "lookup, median, while a registration takes 1 s",
         "lookup, 99.9th percentile, while a registration takes 1 s",
-        "whose is this host address",
-        "whose is this device address",
+        "owner of a host address",
+        "owner of a device address",
     ] {
         assert!(figures.contains(figure), "{figure} is not in {figures:?}");
     }
-    let skipped: Vec<_> = list(document, "skipped").iter().map(|it| text(it, "what")).collect();
-    let hooks = !skipped.contains(&"our side with a monitor on");
+    let skipped: Vec<_> =
+        list(document, "skipped").iter().map(|entry| text(entry, "what")).collect();
+    let hooks = !skipped.contains(&"hmem with memory hooks");
     assert_eq!(figures.contains("mmap and munmap, memhooks"), hooks);
     let userfaultfd = !skipped.contains(&"userfaultfd");
     assert_eq!(figures.contains("mmap, miss and munmap, userfaultfd"), userfaultfd);
     assert_eq!(list(document, "memory").len(), if hooks { 6 } else { 5 });
 }
 
-/// Checks the figures of each UCX that is installed. Ignored if none is found.
+/// Checks that the report compares every cache figure with each installed UCX. Reports the test as
+/// ignored if no UCX is installed.
 fn each_ucx(document: &Value) -> Result<Completion, Failed> {
     let peers: BTreeSet<_> = list(document, "peers").iter().map(|peer| peer.as_str()).collect();
     let rows = list(document, "rows");
@@ -100,7 +102,7 @@ fn each_ucx(document: &Value) -> Result<Completion, Failed> {
             .collect();
         figures.sort_unstable();
         let cached: Vec<_> =
-            figures.iter().copied().filter(|(figure, ..)| !figure.starts_with("whose")).collect();
+            figures.iter().copied().filter(|(figure, ..)| !figure.starts_with("owner")).collect();
         let one_each = [
             (RANDOM, 1_000, 1),
             (RANDOM, 100_000, 1),
@@ -119,7 +121,7 @@ fn each_ucx(document: &Value) -> Result<Completion, Failed> {
         .filter(|skipped| text(skipped, "what").starts_with(UCX_OF))
         .map(|skipped| format!("{}: {}", text(skipped, "what"), text(skipped, "why")))
         .collect();
-    // The system and the Python package at least.
+    // Every run looks for the system's UCX and for that of the Python package.
     assert!(peers.len() + absent.len() >= 2, "{peers:?}, {absent:?}");
     Ok(if peers.is_empty() {
         Completion::ignored_with(absent.join("; "))

@@ -1,4 +1,5 @@
-//! Figures of the registration cache, each beside its peer in the same run.
+//! Measurements of hmem's registration cache. Each time is compared with UCX's time, or with hmem's
+//! own time under other conditions, in the same run.
 
 use std::{
     hint::black_box,
@@ -19,9 +20,9 @@ use hmem::{
 };
 
 use super::{
-    measure::{Effort, Side, in_turns, place},
+    measure::{Effort, Workload, alternate, pseudo_random},
     memory,
-    noop::{Ground, LEN, Noop},
+    noop::{LEN, NoopBackend, TestMemory},
     report::{Report, Row},
     ucx::{Ucx, UcxCache},
 };
@@ -33,38 +34,42 @@ pub(super) const DIFFERENT: &str = "hit, different regions";
 pub(super) const MISS: &str = "miss, insert and evict";
 const ALONE: &str = "ours, one thread";
 const APART: &str = "ours, a cache each";
-const IDLE: &str = "ours, nobody registering";
+const IDLE: &str = "ours, not registering";
 
-/// Largest number of regions that a cache holds.
+/// Largest number of cached regions in any measurement.
 pub(super) const MOST: u64 = 100_000;
-/// Regions that the misses of a cache of [`MOST`] go round.
+/// Number of regions that the miss measurement looks up in turn if the cache holds [`MOST`]
+/// regions.
 const MOST_MISSED: u64 = 2 * MOST + 1;
 
-/// The measurements of one process, and their report.
+/// The state of a benchmark run in one process: its settings, its test memory and its report.
 pub(super) struct Bench {
     pub(super) effort: Effort,
     ucx: Option<Ucx>,
-    pub(super) ground: Ground,
+    pub(super) test_memory: TestMemory,
     pub(super) report: Report,
 }
 
 impl Bench {
-    /// # Errors
-    /// OutOfResources without memory.
-    pub(super) fn new(effort: Effort, ucx: Option<Ucx>) -> Result<Self> {
-        let ground = Ground::new(MOST_MISSED)?;
-        let mut report = Report::default();
-        report.peers.extend(ucx.map(|ucx| ucx.name().to_owned()));
-        if let Err(why) = &ground.monitor {
-            report.skip("our side with a monitor on", why);
-        }
-        Ok(Self { effort, ucx, ground, report })
-    }
-
-    /// Measures the figures that have UCX as their peer.
+    /// Maps the test memory, and starts a report.
     ///
     /// # Errors
-    /// OutOfResources without memory or threads; Unavailable where UCX refuses a cache.
+    /// `OutOfResources` if the memory cannot be mapped.
+    pub(super) fn new(effort: Effort, ucx: Option<Ucx>) -> Result<Self> {
+        let test_memory = TestMemory::new(MOST_MISSED)?;
+        let mut report = Report::default();
+        report.peers.extend(ucx.map(|ucx| ucx.name().to_owned()));
+        if let Err(why) = &test_memory.monitor {
+            report.skip("hmem with memory hooks", why);
+        }
+        Ok(Self { effort, ucx, test_memory, report })
+    }
+
+    /// Measures hits, misses and owner lookups of hmem, alternating with UCX if UCX is loaded.
+    ///
+    /// # Errors
+    /// - `OutOfResources` if memory or threads are short.
+    /// - `Unavailable` if UCX fails to create a cache.
     pub(super) fn beside_ucx(&mut self) -> Result<()> {
         self.hits()?;
         self.two_threads_beside_ucx()?;
@@ -72,12 +77,12 @@ impl Bench {
         self.memory_types()
     }
 
-    /// Measures the figures that are compared with hmem's own cache or the system calls, and those
-    /// without a comparison.
+    /// Measures the figures that need no UCX: hits of two threads, lookups during a registration,
+    /// the memory of an entry and the cost of unmaps.
     ///
     /// # Errors
-    /// OutOfResources if memory or threads are short; Unavailable if the kernel hides the memory in
-    /// use.
+    /// - `OutOfResources` if memory or threads are short.
+    /// - `Unavailable` if the process cannot read its own memory use from `/proc`.
     pub(super) fn of_our_own(&mut self) -> Result<()> {
         self.two_threads()?;
         self.registering()?;
@@ -89,7 +94,8 @@ impl Bench {
         self.ucx.map_or("UCX", Ucx::name)
     }
 
-    /// Returns UCX's cache with the first `filled` regions in it, where there is a UCX.
+    /// Creates a UCX cache that holds the first `filled` test regions. Returns `None` if no UCX is
+    /// loaded.
     fn ucx_cache(&self, max: Option<u64>, filled: u64) -> Result<Option<UcxCache>> {
         let Some(ucx) = self.ucx else { return Ok(None) };
         let cache = ucx.cache(max).map_err(|why| {
@@ -97,7 +103,7 @@ impl Bench {
                 .context("peer", ucx.name())
                 .context("why", why)
         })?;
-        cache.get_put((0..filled).map(|number| self.ground.address(number)), LEN);
+        cache.get_put((0..filled).map(|number| self.test_memory.address(number)), LEN);
         Ok(Some(cache))
     }
 
@@ -112,25 +118,26 @@ impl Bench {
         self.hits_beside_ucx(DIFFERENT, 1_000, 2, at_random(1_000), None)
     }
 
-    /// Measures hits. UCX's cache has no limit, and hmem's cache does not reach its limit.
+    /// Measures cache hits of hmem and UCX. UCX's cache has no limit, and hmem's cache stays below
+    /// its limit, so neither evicts.
     fn hits_beside_ucx(
         &mut self,
         figure: &str,
         regions: u64,
         threads: usize,
-        draw: impl Draw,
+        choose: impl RegionChoice,
         target: Option<f64>,
     ) -> Result<()> {
-        let cache = self.ground.cache(2 * regions, regions)?;
+        let cache = self.test_memory.cache(2 * regions, regions)?;
         let ucx = self.ucx_cache(None, regions)?;
-        let ours = our_hits(&self.ground, &cache, draw);
-        let theirs = ucx.as_ref().map(|ucx| their_hits(&self.ground, ucx, draw));
-        let mut sides = vec![Side { threads, run: &ours }];
-        sides.extend(theirs.as_ref().map(|theirs| Side { threads, run: theirs }));
-        let seen = in_turns(self.effort, &sides);
+        let ours = our_hits(&self.test_memory, &cache, choose);
+        let theirs = ucx.as_ref().map(|ucx| their_hits(&self.test_memory, ucx, choose));
+        let mut workloads = vec![Workload { threads, run: &ours }];
+        workloads.extend(theirs.as_ref().map(|theirs| Workload { threads, run: theirs }));
+        let seen = alternate(self.effort, &workloads);
         assert_hits(&cache, regions);
         if let Some(ucx) = &ucx {
-            assert_eq!(ucx.registrations(), regions, "UCX registers again");
+            assert_eq!(ucx.registrations(), regions, "UCX registered a cached region again");
         }
         self.report.rows.push(row(figure, regions, threads, &seen, self.peer(), target));
         Ok(())
@@ -141,21 +148,26 @@ impl Bench {
         self.two_threads_of(DIFFERENT, 1_000, at_random(1_000))
     }
 
-    fn two_threads_of(&mut self, figure: &str, regions: u64, draw: impl Draw) -> Result<()> {
-        let cache = self.ground.cache(2 * regions, regions)?;
-        let other = self.ground.cache(2 * regions, regions)?;
-        let ours = our_hits(&self.ground, &cache, draw);
-        let beside = our_hits(&self.ground, &other, draw);
-        // The second thread's numbers begin at another place.
+    fn two_threads_of(
+        &mut self,
+        figure: &str,
+        regions: u64,
+        choose: impl RegionChoice,
+    ) -> Result<()> {
+        let cache = self.test_memory.cache(2 * regions, regions)?;
+        let other = self.test_memory.cache(2 * regions, regions)?;
+        let ours = our_hits(&self.test_memory, &cache, choose);
+        let beside = our_hits(&self.test_memory, &other, choose);
+        // [`alternate`] numbers the operations of the second thread from 2^32.
         let apart = |start: u64, count: u64| {
             if start >> 32 == 0 { ours(start, count) } else { beside(start, count) }
         };
-        let sides = [
-            Side { threads: 2, run: &ours },
-            Side { threads: 1, run: &ours },
-            Side { threads: 2, run: &apart },
+        let workloads = [
+            Workload { threads: 2, run: &ours },
+            Workload { threads: 1, run: &ours },
+            Workload { threads: 2, run: &apart },
         ];
-        let seen = in_turns(self.effort, &sides);
+        let seen = alternate(self.effort, &workloads);
         assert_hits(&cache, regions);
         assert_hits(&other, regions);
         self.report.rows.push(row(figure, regions, 2, &[seen[0], seen[1]], ALONE, Some(1.15)));
@@ -163,35 +175,45 @@ impl Bench {
         Ok(())
     }
 
-    /// Measures lookups of regions that were evicted since their last lookup.
+    /// Measures lookups that miss, register and evict. Each lookup is for a region that is not in
+    /// the cache.
     fn misses(&mut self) -> Result<()> {
         for regions in [1, 1_000, MOST] {
-            let cache = self.ground.cache(regions, 0)?;
+            let cache = self.test_memory.cache(regions, 0)?;
             let ucx = self.ucx_cache(Some(regions), 0)?;
             let all = 2 * regions + 1;
-            let (ground, got, got_theirs) = (&self.ground, AtomicU64::new(0), AtomicU64::new(0));
+            let (test_memory, got, got_theirs) =
+                (&self.test_memory, AtomicU64::new(0), AtomicU64::new(0));
             let ours = |start: u64, count: u64| {
                 for number in start..start + count {
                     black_box(
                         *cache
-                            .get_or_register(&ground.key(number % all))
-                            .expect("registering nothing works"),
+                            .get_or_register(&test_memory.key(number % all))
+                            .expect("a no-op registration succeeds"),
                     );
                 }
                 got.fetch_add(count, Ordering::Relaxed);
             };
             let theirs = |start: u64, count: u64| {
-                let ucx = ucx.as_ref().expect("measured only where it is");
-                ucx.get_put((start..start + count).map(|number| ground.address(number % all)), LEN);
+                let ucx = ucx.as_ref().expect("UCX is measured only if it is loaded");
+                ucx.get_put(
+                    (start..start + count).map(|number| test_memory.address(number % all)),
+                    LEN,
+                );
                 got_theirs.fetch_add(count, Ordering::Relaxed);
             };
-            let sides = [Side { threads: 1, run: &ours }, Side { threads: 1, run: &theirs }];
-            let seen = in_turns(self.effort, &sides[..1 + usize::from(ucx.is_some())]);
-            // Every measured get was a miss.
+            let workloads =
+                [Workload { threads: 1, run: &ours }, Workload { threads: 1, run: &theirs }];
+            let seen = alternate(self.effort, &workloads[..1 + usize::from(ucx.is_some())]);
+            // Every measured lookup was a miss.
             let statistics = cache.statistics();
             assert_eq!(statistics.registrations, got.into_inner(), "{statistics:?}");
             if let Some(ucx) = &ucx {
-                assert_eq!(ucx.registrations(), got_theirs.into_inner(), "UCX does not miss");
+                assert_eq!(
+                    ucx.registrations(),
+                    got_theirs.into_inner(),
+                    "every lookup in UCX's cache was a miss"
+                );
             }
             self.report.rows.push(row(MISS, regions, 1, &seen, self.peer(), Some(1.0)));
         }
@@ -200,18 +222,21 @@ impl Bench {
 
     fn registering(&mut self) -> Result<()> {
         const REGIONS: u64 = 1_000;
-        let ground = &self.ground;
-        let cache = ground.cache(2 * REGIONS, REGIONS)?;
+        let test_memory = &self.test_memory;
+        let cache = test_memory.cache(2 * REGIONS, REGIONS)?;
         let slow = Arc::clone(&cache.backend().slow);
-        // Latencies of single lookups for as long as `going` says.
+        // Closure that repeats a lookup until `going` returns false, and returns the time of each
+        // lookup.
         let lookups = |going: &dyn Fn() -> bool| {
-            let mut seen = Histogram::<u64>::new(3).expect("three digits");
+            let mut seen = Histogram::<u64>::new(3).expect("three digits are a valid precision");
             let mut number = 0;
             while going() {
                 for _ in 0..1_000 {
                     let began = Instant::now();
                     black_box(
-                        *cache.get_or_register(&ground.key(place(number, REGIONS))).expect("a hit"),
+                        *cache
+                            .get_or_register(&test_memory.key(pseudo_random(number, REGIONS)))
+                            .expect("the region is cached"),
                     );
                     seen.saturating_record(began.elapsed().as_nanos() as u64);
                     number += 1;
@@ -222,7 +247,8 @@ impl Bench {
         let began = Instant::now();
         let idle = lookups(&|| began.elapsed() < Duration::from_secs(1));
         let busy = thread::scope(|scope| {
-            let registering = scope.spawn(|| cache.get_or_register(&ground.slow_key()).map(drop));
+            let registering =
+                scope.spawn(|| cache.get_or_register(&test_memory.slow_key()).map(drop));
             while !slow.load(Ordering::Acquire) && !registering.is_finished() {
                 thread::yield_now();
             }
@@ -266,24 +292,25 @@ impl Bench {
                 let bound = addresses.len() as u64;
                 let ours = |start: u64, count: u64| {
                     for number in start..start + count {
-                        let address = Address(addresses[place(number, bound) as usize]);
-                        let owner = registry.owner_of(address).expect("a lookup works");
+                        let address = Address(addresses[pseudo_random(number, bound) as usize]);
+                        let owner = registry.owner_of(address).expect("a lookup succeeds");
                         assert_eq!(owner.device.is_some(), is_device);
                     }
                 };
                 let theirs = |start: u64, count: u64| {
-                    let types = ucx.as_ref().expect("measured only where it is");
+                    let types = ucx.as_ref().expect("UCX is measured only if it is loaded");
                     for number in start..start + count {
                         assert_eq!(
-                            types.is_device(addresses[place(number, bound) as usize]),
+                            types.is_device(addresses[pseudo_random(number, bound) as usize]),
                             is_device
                         );
                     }
                 };
-                let figure = format!("whose is this {what} address");
+                let figure = format!("owner of a {what} address");
                 for threads in [1, 2] {
-                    let sides = [Side { threads, run: &ours }, Side { threads, run: &theirs }];
-                    let seen = in_turns(self.effort, &sides[..1 + usize::from(ucx.is_some())]);
+                    let workloads =
+                        [Workload { threads, run: &ours }, Workload { threads, run: &theirs }];
+                    let seen = alternate(self.effort, &workloads[..1 + usize::from(ucx.is_some())]);
                     let peer = self.peer();
                     self.report.rows.push(row(&figure, regions, threads, &seen, peer, Some(0.5)));
                 }
@@ -298,7 +325,8 @@ impl Bench {
     }
 }
 
-/// Makes a row of our time and, where there is a peer, the peer's.
+/// Creates a row of the report. `seen` contains hmem's time and, if there is a reference, the time
+/// of that reference, which `peer` names.
 pub(super) fn row(
     figure: &str,
     regions: u64,
@@ -321,39 +349,52 @@ pub(super) fn row(
     }
 }
 
-/// A function from the number of an operation to the region that it looks up. Measured loops are
-/// generic over this function.
-trait Draw: Fn(u64) -> u64 + Copy + Sync {}
+/// A function that maps the number of an operation to the number of the region to look up. The
+/// measured loops are generic over this function, so that the compiler inlines it.
+trait RegionChoice: Fn(u64) -> u64 + Copy + Sync {}
 
-impl<F: Fn(u64) -> u64 + Copy + Sync> Draw for F {}
+impl<F: Fn(u64) -> u64 + Copy + Sync> RegionChoice for F {}
 
-/// Always chooses the first region.
+/// Returns 0 for every operation, so that all lookups are for the first region.
 fn first(_number: u64) -> u64 {
     black_box(0)
 }
 
-/// Returns a generator that draws a random index below `regions`.
-fn at_random(regions: u64) -> impl Draw {
-    move |number| place(number, regions)
+/// Returns a function that maps the number of an operation to a pseudo-random region number below
+/// `regions`.
+fn at_random(regions: u64) -> impl RegionChoice {
+    move |number| pseudo_random(number, regions)
 }
 
-fn our_hits(ground: &Ground, cache: &Cache<Noop>, draw: impl Draw) -> impl Fn(u64, u64) + Sync {
+fn our_hits(
+    test_memory: &TestMemory,
+    cache: &Cache<NoopBackend>,
+    choose: impl RegionChoice,
+) -> impl Fn(u64, u64) + Sync {
     move |start, count| {
         for number in start..start + count {
-            let lease = cache.get_or_register(&ground.key(draw(number))).expect("a hit");
+            let lease = cache
+                .get_or_register(&test_memory.key(choose(number)))
+                .expect("the region is cached");
             black_box(*lease);
         }
     }
 }
 
-fn their_hits(ground: &Ground, cache: &UcxCache, draw: impl Draw) -> impl Fn(u64, u64) + Sync {
+fn their_hits(
+    test_memory: &TestMemory,
+    cache: &UcxCache,
+    choose: impl RegionChoice,
+) -> impl Fn(u64, u64) + Sync {
     move |start, count| {
-        cache.get_put((start..start + count).map(|number| ground.address(draw(number))), LEN);
+        cache
+            .get_put((start..start + count).map(|number| test_memory.address(choose(number))), LEN);
     }
 }
 
-/// Asserts that every measured lookup was a hit.
-fn assert_hits(cache: &Cache<Noop>, regions: u64) {
+/// Asserts that every measured lookup was a hit: the cache only registered the `regions` that it
+/// was filled with.
+fn assert_hits(cache: &Cache<NoopBackend>, regions: u64) {
     let statistics = cache.statistics();
     assert_eq!((statistics.registrations, statistics.misses), (regions, regions), "{statistics:?}");
 }

@@ -1,14 +1,16 @@
-//! The registration cache beside UCX's, hits of two threads beside those of one, what unmapping
-//! costs under the monitors, and the memory of a cached region.
+//! Benchmark of the registration cache: lookups compared with UCX's cache, hits of two threads
+//! compared with one thread, the cost that monitors add to unmaps, and the memory of a cached
+//! region.
 //!
 //! ```sh
 //! cargo bench --bench cache                    # tables
 //! cargo bench --bench cache -- --quick --json  # short rounds; docs/bench-schema.md
 //! ```
 //!
-//! Each UCX that is found runs in a child process of its own, in turns with our cache: the UCX of
-//! the system's loader, that of the Python package `libucx-cu12`, and those in the folders of
-//! `HMEM_UCX_LIBRARIES` (as in `PATH`). `cargo test` checks that a quick run prints every figure.
+//! The benchmark looks for UCX in three places: the system's loader, the Python package
+//! `libucx-cu12`, and the folders that `HMEM_UCX_LIBRARIES` lists (separated by colons). It
+//! measures each UCX in a child process, alternating with hmem's cache. `cargo test` checks that a
+//! quick run reports every figure.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 #![deny(unsafe_code)]
@@ -29,15 +31,15 @@ use std::{env, process::ExitCode};
 
 use hmem::Result;
 
-use self::{figures::Bench, measure::Effort, peers::Place, report::Report};
+use self::{figures::Bench, measure::Effort, peers::UcxLocation, report::Report};
 
-/// Arguments that ask for measurements. Without any of them, this is a test program.
+/// Command-line arguments of a measurement. Without arguments the program runs its tests.
 #[derive(Debug)]
 struct Arguments {
     quick: bool,
     json: bool,
-    /// This is the child process of one UCX.
-    child: Option<Place>,
+    /// Location of the UCX to measure, if this process is a child of the benchmark.
+    child: Option<UcxLocation>,
 }
 
 impl Arguments {
@@ -47,12 +49,12 @@ impl Arguments {
             match word.as_str() {
                 "--quick" => parsed.quick = true,
                 "--json" => parsed.json = true,
-                // Cargo's own.
+                // `cargo bench` adds this argument.
                 "--bench" => {}
                 _ => match word.strip_prefix(peers::ARGUMENT) {
-                    Some(place) => parsed.child = Some(Place::parse(place)),
+                    Some(location) => parsed.child = Some(UcxLocation::parse(location)),
                     None => {
-                        return Err(format!("there is no argument `{word}`; use --quick, --json"));
+                        return Err(format!("unknown argument `{word}`; use --quick or --json"));
                     }
                 },
             }
@@ -79,7 +81,10 @@ fn main() -> ExitCode {
     };
     match measure(&arguments) {
         Ok(report) if arguments.json || arguments.child.is_some() => {
-            println!("{}", serde_json::to_string(&report).expect("a report is plain data"));
+            println!(
+                "{}",
+                serde_json::to_string(&report).expect("a report can be written as JSON")
+            );
             ExitCode::SUCCESS
         }
         Ok(report) => {
@@ -93,16 +98,18 @@ fn main() -> ExitCode {
     }
 }
 
+/// Runs the measurements that the arguments ask for, and returns the report.
+///
 /// # Errors
-/// Out of memory or threads; a monitor that cannot start; a child process that failed.
+/// Fails if memory or threads are short, or if a child process fails.
 fn measure(arguments: &Arguments) -> Result<Report> {
     let effort = if arguments.quick { Effort::QUICK } else { Effort::FULL };
-    if let Some(place) = &arguments.child {
-        return peers::beside(place, effort);
+    if let Some(location) = &arguments.child {
+        return peers::beside(location, effort);
     }
     let mut bench = Bench::new(effort, None)?;
-    for place in peers::find(&mut bench.report) {
-        let report = place.spawn(arguments.quick)?;
+    for location in peers::find(&mut bench.report) {
+        let report = location.spawn(arguments.quick)?;
         bench.report.add(report);
     }
     if bench.report.peers.is_empty() {

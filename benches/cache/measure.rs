@@ -1,4 +1,5 @@
-//! Measurements of several sides in turns, so that other work on the machine meets all of them.
+//! Timing of several workloads in alternating rounds, so that other work on the machine slows all
+//! of them alike.
 
 use std::{
     sync::Barrier,
@@ -6,58 +7,65 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Length and number of rounds.
+/// Duration and number of the rounds of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Effort {
-    /// Duration of one side's part of a round.
+    /// Time for which each workload runs in a round.
     pub(super) round: Duration,
     /// Number of rounds.
     pub(super) rounds: usize,
 }
 
 impl Effort {
-    /// The effort for published figures.
+    /// Settings of a full run, for published figures.
     pub(super) const FULL: Self = Self { round: Duration::from_millis(5), rounds: 121 };
-    /// The effort for a test that only checks that the benchmark works.
+    /// Settings of a quick run, for a test that only checks that the benchmark works.
     pub(super) const QUICK: Self = Self { round: Duration::from_millis(1), rounds: 3 };
 
-    /// Splits the time into shorter rounds, of which an interruption meets few. It is for sides
-    /// that are nearly alike.
+    /// Returns settings with shorter and more rounds. An interruption then affects fewer
+    /// operations, which helps to compare workloads with similar times.
     pub(super) fn fine(self) -> Self {
         const PARTS: u32 = 25;
         Self { round: self.round / PARTS, rounds: self.rounds * PARTS as usize }
     }
 }
 
-/// One side of a measurement.
+/// One of the workloads that a measurement compares. A workload repeats an operation, and numbers
+/// the repetitions.
 #[derive(Clone, Copy)]
-pub(super) struct Side<'a> {
-    /// Number of threads that run at the same time.
+pub(super) struct Workload<'a> {
+    /// Number of threads that run the operation at the same time.
     pub(super) threads: usize,
-    /// Does operations: the number of the first one, and how many.
+    /// Runs the operation several times in a row. The first argument is the number of the first
+    /// repetition, and the second is how many repetitions to run.
     pub(super) run: &'a (dyn Fn(u64, u64) + Sync),
 }
 
-/// Returns the nanoseconds an operation of each side: medians over rounds in turns.
-pub(super) fn in_turns(effort: Effort, sides: &[Side<'_>]) -> Vec<f64> {
-    let mut next = vec![0; sides.len()];
-    let counts: Vec<u64> =
-        sides.iter().zip(&mut next).map(|(side, next)| calibrate(effort, *side, next)).collect();
-    let mut seen = vec![Vec::with_capacity(effort.rounds); sides.len()];
+/// Measures workloads in alternating rounds. Returns the median nanoseconds per operation of each
+/// workload.
+pub(super) fn alternate(effort: Effort, workloads: &[Workload<'_>]) -> Vec<f64> {
+    let mut next = vec![0; workloads.len()];
+    let counts: Vec<u64> = workloads
+        .iter()
+        .zip(&mut next)
+        .map(|(workload, next)| calibrate(effort, *workload, next))
+        .collect();
+    let mut seen = vec![Vec::with_capacity(effort.rounds); workloads.len()];
     for _ in 0..effort.rounds {
-        for (index, side) in sides.iter().enumerate() {
-            let elapsed = time(*side, &mut next[index], counts[index]);
+        for (index, workload) in workloads.iter().enumerate() {
+            let elapsed = time(*workload, &mut next[index], counts[index]);
             seen[index].push(elapsed.as_nanos() as f64 / counts[index] as f64);
         }
     }
     seen.into_iter().map(median).collect()
 }
 
-/// Returns the number of operations that fill the duration of a round.
-fn calibrate(effort: Effort, side: Side<'_>, next: &mut u64) -> u64 {
+/// Measures how many operations of a workload fit into one round. Starts with operation number
+/// `next`, and adds the number of operations that it ran to `next`.
+fn calibrate(effort: Effort, workload: Workload<'_>, next: &mut u64) -> u64 {
     let mut count = 64;
     loop {
-        let elapsed = time(side, next, count);
+        let elapsed = time(workload, next, count);
         if elapsed >= effort.round / 2 {
             let fitting = count as f64 * effort.round.as_secs_f64() / elapsed.as_secs_f64();
             return (fitting as u64).max(1);
@@ -66,8 +74,9 @@ fn calibrate(effort: Effort, side: Side<'_>, next: &mut u64) -> u64 {
     }
 }
 
-/// Returns the time of the slowest thread. Each does `count` operations, from `next` on.
-fn time(Side { threads, run }: Side<'_>, next: &mut u64, count: u64) -> Duration {
+/// Runs `count` operations on each thread of a workload, starting with number `next`. Adds `count`
+/// to `next`. Returns the time of the slowest thread.
+fn time(Workload { threads, run }: Workload<'_>, next: &mut u64, count: u64) -> Duration {
     let start = *next;
     *next += count;
     if threads == 1 {
@@ -81,7 +90,8 @@ fn time(Side { threads, run }: Side<'_>, next: &mut u64, count: u64) -> Duration
             .map(|thread| {
                 let barrier = &barrier;
                 scope.spawn(move || {
-                    // Threads start at different places of the same sequence.
+                    // Each thread starts at a different number, so that the threads look up
+                    // different regions.
                     let start = start.wrapping_add(thread << 32);
                     barrier.wait();
                     let began = Instant::now();
@@ -90,7 +100,7 @@ fn time(Side { threads, run }: Side<'_>, next: &mut u64, count: u64) -> Duration
                 })
             })
             .collect();
-        running.into_iter().map(|thread| thread.join().expect("a side does not panic")).max()
+        running.into_iter().map(|thread| thread.join().expect("an operation does not panic")).max()
     })
     .unwrap_or_default()
 }
@@ -100,10 +110,10 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Returns a number below `bound` for operation `number`, in a fixed pseudo-random order
-/// (splitmix64).
+/// Maps the number of an operation to a pseudo-random number below `bound` (splitmix64). The result
+/// is the same in every run.
 #[inline]
-pub(super) fn place(number: u64, bound: u64) -> u64 {
+pub(super) fn pseudo_random(number: u64, bound: u64) -> u64 {
     let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     ((z >> 32) * bound) >> 32

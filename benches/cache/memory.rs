@@ -1,4 +1,4 @@
-//! Memory of a cached region above the region itself.
+//! Memory that the cache uses for each cached region.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use hmem::{
     cache::{Cache, Key, Limits},
 };
 
-use super::{noop::Noop, report::MemoryRow};
+use super::{noop::NoopBackend, report::MemoryRow};
 
 struct Layout {
     figure: &'static str,
@@ -40,7 +40,8 @@ const LAYOUTS: [Layout; 5] = [
     layout("1 GiB, not aligned", 1_000, 0x3600_0000_0123, GIB, 2 * GIB),
 ];
 
-/// Returns the bytes of the process's anonymous memory. Pages of code are not counted.
+/// Returns the size of the process's anonymous resident memory in bytes. Memory that files back,
+/// such as code, does not count.
 pub(super) fn resident() -> Result<u64> {
     let path = "/proc/self/smaps_rollup";
     let unreadable = |why: &dyn std::fmt::Display| {
@@ -52,11 +53,12 @@ pub(super) fn resident() -> Result<u64> {
         line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok());
     kilobytes
         .map(|kilobytes| kilobytes * KIB)
-        .ok_or_else(|| unreadable(&"it has no line `Anonymous: N kB`"))
+        .ok_or_else(|| unreadable(&"the file has no line `Anonymous: N kB`"))
 }
 
-/// Fills a cache for each layout, and measures the growth of the process. All caches stay open
-/// until the end, so that no cache reuses memory of another.
+/// Measures the memory of a cached region for each layout of regions: fills a cache, and measures
+/// the growth of the process. All caches stay open until the end, so that no cache reuses the
+/// memory of an earlier one.
 pub(super) fn of_layouts() -> Result<Vec<MemoryRow>> {
     let mut kept = Vec::new();
     LAYOUTS
@@ -64,7 +66,7 @@ pub(super) fn of_layouts() -> Result<Vec<MemoryRow>> {
         .map(|layout| {
             let limits = Limits { max_count: 2 * layout.regions as usize, ..Limits::default() };
             let before = resident()?;
-            let cache = Cache::new(Noop::default(), limits)?;
+            let cache = Cache::new(NoopBackend::default(), limits)?;
             for number in 0..layout.regions {
                 let start = Address(layout.start + number * layout.stride);
                 cache.get_or_register(&Key::new(

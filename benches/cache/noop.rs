@@ -1,4 +1,5 @@
-//! A registration that does nothing, so that only the cache and its memory hooks are measured.
+//! A cache back end that registers nothing, so that a benchmark measures only the cache and the
+//! memory hooks.
 
 use std::{
     sync::{
@@ -16,25 +17,26 @@ use hmem::{
     system::monitor::MemHooks,
 };
 
-/// Bytes of each region.
+/// Length of each test region in bytes.
 pub(super) const LEN: u64 = 4096;
-/// Duration of the registration that is slow on purpose.
+/// Time that the registration of the slow region takes.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
 
-/// Memory of the regions, one after the other. It is mapped, and nobody touches it.
-pub(super) struct Ground {
+/// Adjacent test regions, and the memory hooks that watch them. The memory is mapped but never
+/// accessed.
+pub(super) struct TestMemory {
     _memory: Vec<u8>,
     base: u64,
     regions: u64,
-    /// The monitor, or the reason why there is none.
+    /// The memory hooks, or the reason why they could not start.
     pub(super) monitor: Result<Arc<MemHooks>>,
 }
 
-impl Ground {
-    /// Maps memory for `regions` and a slow one, and starts a monitor.
+impl TestMemory {
+    /// Maps memory for `regions` test regions and the slow region, and starts the memory hooks.
     ///
     /// # Errors
-    /// OutOfResources without memory.
+    /// `OutOfResources` if the memory cannot be mapped.
     pub(super) fn new(regions: u64) -> Result<Self> {
         let mut memory = Vec::<u8>::new();
         let len = (regions + 2) * LEN;
@@ -47,35 +49,39 @@ impl Ground {
         Ok(Self { _memory: memory, base, regions, monitor: MemHooks::start() })
     }
 
-    /// Returns the address of region `number`.
+    /// Returns the address of test region `number`, counted from 0.
     #[inline]
     pub(super) fn address(&self, number: u64) -> u64 {
         self.base + number * LEN
     }
 
-    /// Returns the key of region `number`.
+    /// Returns the cache key of test region `number`, counted from 0.
     #[inline]
     pub(super) fn key(&self, number: u64) -> Key {
-        let range = AddressRange::new(Address(self.address(number)), LEN).expect("mapped memory");
-        Key::new(range, Access::SEND | Access::RECV).expect("not empty, and defined rights")
+        let range =
+            AddressRange::new(Address(self.address(number)), LEN).expect("the range does not wrap");
+        Key::new(range, Access::SEND | Access::RECV)
+            .expect("the range is not empty, and the rights are valid")
     }
 
-    /// Returns the key whose registration is slow.
+    /// Returns the cache key of the slow region, which takes [`SLOW`] to register.
     pub(super) fn slow_key(&self) -> Key {
         self.key(self.regions)
     }
 
-    /// Creates a cache for `max_count` regions and fills it with the first `filled` regions.
+    /// Creates a cache for at most `max_count` regions. Fills the cache with the first `filled`
+    /// test regions. The memory hooks watch the cached regions, if they could start.
     ///
     /// # Errors
     /// The errors of [`Cache::new`].
-    pub(super) fn cache(&self, max_count: u64, filled: u64) -> Result<Cache<Noop>> {
+    pub(super) fn cache(&self, max_count: u64, filled: u64) -> Result<Cache<NoopBackend>> {
         let monitor =
             self.monitor.as_ref().ok().map(|monitor| Arc::clone(monitor) as Arc<dyn Monitor>);
         self.cache_watched_by(monitor, max_count, filled)
     }
 
-    /// Like [`Ground::cache`], with another monitor.
+    /// Creates and fills a cache like [`TestMemory::cache`], but `monitor` watches the cached
+    /// regions instead of the memory hooks.
     ///
     /// # Errors
     /// The errors of [`Cache::new`].
@@ -84,10 +90,10 @@ impl Ground {
         monitor: Option<Arc<dyn Monitor>>,
         max_count: u64,
         filled: u64,
-    ) -> Result<Cache<Noop>> {
+    ) -> Result<Cache<NoopBackend>> {
         let limits = Limits { max_count: max_count as usize, ..Limits::default() };
         let slow_at = self.address(self.regions);
-        let cache = Cache::new(Noop { monitor, slow_at, ..Noop::default() }, limits)?;
+        let cache = Cache::new(NoopBackend { monitor, slow_at, ..NoopBackend::default() }, limits)?;
         for number in 0..filled {
             cache.get_or_register(&self.key(number))?;
         }
@@ -95,17 +101,17 @@ impl Ground {
     }
 }
 
-/// A source that registers nothing, and whose regions the monitor watches.
+/// A cache back end that registers nothing. Its monitor, if any, watches the cached regions.
 #[derive(Debug, Default)]
-pub(super) struct Noop {
+pub(super) struct NoopBackend {
     monitor: Option<Arc<dyn Monitor>>,
     /// Address of the region whose registration takes [`SLOW`].
     slow_at: u64,
-    /// True while a slow registration runs.
+    /// True while the slow region is being registered.
     pub(super) slow: Arc<AtomicBool>,
 }
 
-impl CacheBackend for Noop {
+impl CacheBackend for NoopBackend {
     type Region = u64;
     type Watch = Option<Subscription>;
 
@@ -118,18 +124,6 @@ impl CacheBackend for Noop {
         if let (Some(monitor), Some(subscription)) = (&self.monitor, watch) {
             monitor.unsubscribe(subscription);
         }
-    }
-
-    fn needs_validation(&self, _: &Self::Watch) -> bool {
-        false
-    }
-
-    fn is_current(&self, _: &Self::Watch) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn max_len(&self) -> u64 {
-        u64::MAX
     }
 
     fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {

@@ -1,4 +1,4 @@
-//! The UCX installations of this machine, each measured in a child process.
+//! Search for installed UCX libraries, and measurement of each UCX in a child process.
 
 use std::{
     env,
@@ -13,33 +13,34 @@ use hmem::{Error, ErrorKind, Result};
 
 use super::{figures::Bench, measure::Effort, report::Report, ucx::Ucx};
 
-/// Argument of a child process, with the place of its UCX behind it.
+/// Command-line argument of a child process. The location of UCX follows the equals sign.
 pub(super) const ARGUMENT: &str = "--ucx=";
-/// Folders with UCX libraries, separated as in `PATH`.
+/// Environment variable that lists more folders with UCX libraries, separated by colons.
 pub(super) const FOLDERS: &str = "HMEM_UCX_LIBRARIES";
 const SYSTEM: &str = "system";
-/// Beginning of what [`Report::skipped`] calls a place.
+/// Prefix of the names of UCX locations in [`Report::skipped`].
 pub(super) const UCX_OF: &str = "UCX of ";
 const PYTHON: &str = "UCX of the Python package libucx";
 
-/// The setting that keeps UCX from hooking the C library when UCX is loaded. Our monitor hooks the
-/// same functions, and refuses to start if another library's hooks are in place.
+/// Environment setting that keeps UCX from hooking the C library when UCX is loaded. hmem's memory
+/// hooks patch the same functions, and refuse to start if another library has patched them.
 const HOOKS: (&str, &str) = ("UCX_MEM_MMAP_HOOK_MODE", "none");
-/// The setting that makes UCX log to stderr. By default it logs to stdout, which carries the
-/// child's report.
+/// Environment setting that makes UCX log to stderr. By default UCX logs to stdout, where the child
+/// prints its report.
 const LOG: (&str, &str) = ("UCX_LOG_FILE", "stderr");
 
-/// A place to load UCX from.
+/// A location to load UCX from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Place {
-    /// The library is loaded from the folders that the system's loader searches.
+pub(super) enum UcxLocation {
+    /// The folders that the system's loader searches.
     System,
-    /// The library is loaded from this folder.
+    /// A folder that contains the UCX libraries.
     Folder(PathBuf),
 }
 
-/// Finds the places where UCX may be. Notes the Python package as skipped if it is missing.
-pub(super) fn find(report: &mut Report) -> Vec<Place> {
+/// Returns the locations to try to load UCX from. If the Python package is missing, adds it to the
+/// report's skipped measurements.
+pub(super) fn find(report: &mut Report) -> Vec<UcxLocation> {
     let named = env::var_os(FOLDERS).unwrap_or_default();
     let mut folders: Vec<_> =
         env::split_paths(&named).filter(|folder| !folder.as_os_str().is_empty()).collect();
@@ -48,30 +49,31 @@ pub(super) fn find(report: &mut Report) -> Vec<Place> {
         Ok(folder) => folders.push(folder),
         Err(why) => report.skip(PYTHON, why),
     }
-    iter::once(Place::System).chain(folders.into_iter().map(Place::Folder)).collect()
+    iter::once(UcxLocation::System).chain(folders.into_iter().map(UcxLocation::Folder)).collect()
 }
 
-/// Asks Python for the folder of the libraries that the package `libucx-cu12` carries.
+/// Asks Python for the library folder of the package `libucx-cu12`.
 fn of_python() -> std::result::Result<PathBuf, String> {
     const FIND: &str = "import importlib.util as u; s = u.find_spec('libucx'); \
                         print(s.submodule_search_locations[0] if s else '')";
     let output = Command::new("python3").args(["-c", FIND]).stderr(Stdio::null()).output();
-    let output = output.map_err(|error| format!("python3 does not start: {error}"))?;
+    let output = output.map_err(|error| format!("cannot start python3: {error}"))?;
     let text = String::from_utf8_lossy(&output.stdout);
     match text.trim() {
-        "" => Err("it is not installed (`pip install libucx-cu12`)".to_owned()),
+        "" => Err("the package is not installed; run `pip install libucx-cu12`".to_owned()),
         package => Ok(PathBuf::from(package).join("lib")),
     }
 }
 
-/// Loads UCX from one place and measures hmem and UCX in this process.
+/// Loads UCX from a location, and measures hmem and UCX in this process. If UCX cannot be loaded,
+/// returns a report that says why.
 ///
 /// # Errors
-/// The errors of [`Bench::beside_ucx`].
-pub(super) fn beside(place: &Place, effort: Effort) -> Result<Report> {
-    let folder = match place {
-        Place::System => None,
-        Place::Folder(folder) => Some(folder.as_path()),
+/// The errors of [`Bench::new`] and [`Bench::beside_ucx`].
+pub(super) fn beside(location: &UcxLocation, effort: Effort) -> Result<Report> {
+    let folder = match location {
+        UcxLocation::System => None,
+        UcxLocation::Folder(folder) => Some(folder.as_path()),
     };
     match Ucx::load(folder) {
         Ok(ucx) => {
@@ -81,14 +83,14 @@ pub(super) fn beside(place: &Place, effort: Effort) -> Result<Report> {
         }
         Err(why) => {
             let mut report = Report::default();
-            report.skip(&place.name(), why);
+            report.skip(&location.name(), why);
             Ok(report)
         }
     }
 }
 
-impl Place {
-    /// Parses the place of the UCX libraries from the value of [`ARGUMENT`].
+impl UcxLocation {
+    /// Parses a location from the text after [`ARGUMENT`].
     pub(super) fn parse(text: &str) -> Self {
         if text == SYSTEM { Self::System } else { Self::Folder(text.into()) }
     }
@@ -100,24 +102,25 @@ impl Place {
         }
     }
 
-    /// Compares hmem with the UCX at this place, in a child process, and returns the report.
+    /// Starts a child process that compares hmem with the UCX at this location, and returns the
+    /// child's report.
     ///
     /// # Errors
-    /// Unavailable where the child cannot start, fails, or prints no report.
+    /// `Unavailable` if the child cannot start, fails, or prints no report.
     pub(super) fn spawn(&self, quick: bool) -> Result<Report> {
         let failed = |why: &dyn Display| {
             Error::new(ErrorKind::Unavailable, "bench cache")
                 .context("peer", self.name())
                 .context("why", why)
         };
-        let mut place = OsString::from(ARGUMENT);
+        let mut argument = OsString::from(ARGUMENT);
         match self {
-            Self::System => place.push(SYSTEM),
-            Self::Folder(folder) => place.push(folder),
+            Self::System => argument.push(SYSTEM),
+            Self::Folder(folder) => argument.push(folder),
         }
         let program = env::current_exe().map_err(|error| failed(&error))?;
         let mut command = Command::new(program);
-        command.arg(place).args(quick.then_some("--quick")).stderr(Stdio::inherit());
+        command.arg(argument).args(quick.then_some("--quick")).stderr(Stdio::inherit());
         for (name, value) in [HOOKS, LOG] {
             if env::var_os(name).is_none() {
                 command.env(name, value);
@@ -125,7 +128,7 @@ impl Place {
         }
         let output = command.output().map_err(|error| failed(&error))?;
         if !output.status.success() {
-            return Err(failed(&format!("its process ended with {}", output.status)));
+            return Err(failed(&format!("the child process ended with {}", output.status)));
         }
         serde_json::from_slice(&output.stdout).map_err(|error| failed(&error))
     }

@@ -1,60 +1,60 @@
-//! The report; `docs/bench-schema.md` describes its JSON.
+//! Report of a benchmark run. `docs/bench-schema.md` describes its JSON form.
 
 use std::fmt::Display;
 
 use serde::{Deserialize, Serialize};
 
-/// Schema number of the JSON.
+/// Schema version of the JSON.
 pub(super) const SCHEMA: u32 = 2;
 
-/// One figure.
+/// Result of one time measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Row {
-    /// Name of the figure.
+    /// Name of the measured quantity.
     pub(super) figure: String,
-    /// Regions in the cache, or allocations in the table.
+    /// Number of cached regions or, for an owner lookup, of device allocations.
     pub(super) regions: u64,
-    /// Threads that measure at the same time.
+    /// Number of threads that measure at the same time.
     pub(super) threads: usize,
-    /// Nanoseconds an operation.
+    /// hmem's time per operation, in nanoseconds.
     pub(super) ours_ns: f64,
-    /// The side that hmem is compared with, if any: a UCX version, the system calls, or hmem under
-    /// other conditions.
+    /// Name of the thing that hmem is compared with, if any: a UCX release, the raw system calls,
+    /// or hmem under other conditions.
     pub(super) peer: Option<String>,
-    /// Nanoseconds per operation of the peer library.
+    /// Time per operation of `peer`, in nanoseconds.
     pub(super) peer_ns: Option<f64>,
-    /// hmem's time divided by the peer library's time.
+    /// `ours_ns` divided by `peer_ns`.
     pub(super) ratio: Option<f64>,
-    /// Largest ratio that meets the goal.
+    /// Largest `ratio` that meets the goal, if there is a goal.
     pub(super) target: Option<f64>,
 }
 
-/// Memory that the cache uses for each region, in addition to the region itself.
+/// Result of one memory measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct MemoryRow {
-    /// The layout of the regions in the cache.
+    /// Layout of the cached regions, or the name of another measurement of memory growth.
     pub(super) figure: String,
-    /// Number of regions.
+    /// Number of cached regions, or of other measured operations.
     pub(super) regions: u64,
-    /// Growth of the resident set, in bytes for each region.
+    /// Growth of the process's resident memory in bytes, divided by `regions`.
     pub(super) bytes_each: f64,
-    /// The largest memory growth that meets the goal.
+    /// Largest `bytes_each` that meets the goal, if there is a goal.
     pub(super) target: Option<f64>,
 }
 
-/// A measurement or peer library that was skipped, with the reason.
+/// A skipped measurement, or a library that was not found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Skipped {
-    /// Its name.
+    /// Name of the measurement, or of the missing library.
     pub(super) what: String,
-    /// The reason, in one line.
+    /// Reason why the measurement was skipped, in one line.
     pub(super) why: String,
 }
 
-/// The whole report of a run, as written to JSON.
+/// Report of one run of the benchmark.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Report {
-    /// The schema version of the report: [`SCHEMA`].
+    /// Schema version of the report, equal to [`SCHEMA`].
     pub(super) schema: u32,
     /// Names of the UCX releases that were measured.
     pub(super) peers: Vec<String>,
@@ -62,7 +62,7 @@ pub(super) struct Report {
     pub(super) rows: Vec<Row>,
     /// Results of the memory measurements.
     pub(super) memory: Vec<MemoryRow>,
-    /// Skipped measurements and peer libraries.
+    /// Measurements that were skipped, and libraries that were not found.
     pub(super) skipped: Vec<Skipped>,
 }
 
@@ -74,7 +74,8 @@ impl Default for Report {
 }
 
 impl Report {
-    /// Records a skipped measurement or peer library, once.
+    /// Records a skipped measurement with its reason. A skip that is already recorded is not added
+    /// again.
     pub(super) fn skip(&mut self, what: &str, why: impl Display) {
         let skipped = Skipped { what: what.to_owned(), why: why.to_string() };
         if !self.skipped.contains(&skipped) {
@@ -82,7 +83,7 @@ impl Report {
         }
     }
 
-    /// Adds the report of another process.
+    /// Adds the results of another report.
     pub(super) fn add(&mut self, other: Self) {
         self.peers.extend(other.peers);
         self.rows.extend(other.rows);
@@ -90,16 +91,16 @@ impl Report {
         other.skipped.iter().for_each(|Skipped { what, why }| self.skip(what, why));
     }
 
-    /// Prints tables to stdout.
+    /// Prints the report to stdout as tables.
     pub(super) fn print(&self) {
         println!(
             "\n{:<58} {:>7} {:>7} {:>9}  {:<25} {:>9} {:>6} {:>5}",
-            "figure (medians of rounds in turns, ns)",
+            "figure (median of alternating rounds, ns)",
             "regions",
             "threads",
             "ours",
             "peer",
-            "its",
+            "peer's",
             "ratio",
             "goal"
         );
@@ -119,7 +120,7 @@ impl Report {
         }
         println!(
             "\n{:<58} {:>7} {:>9} {:>5}",
-            "bytes a cached region, above the region itself", "regions", "bytes", "goal"
+            "bytes per cached region, without the region itself", "regions", "bytes", "goal"
         );
         for row in &self.memory {
             println!(

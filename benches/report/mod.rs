@@ -1,48 +1,50 @@
-//! Ratios of what one run measured, read from criterion's own estimates, or taken by turns.
+//! Reports of benchmarks: ratios of criterion's medians, or of operations that ran alternately.
 
-pub(crate) mod turns;
+pub(crate) mod alternating;
 
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// One line of the report: a figure of hmem, the figure to compare it with, and the goal.
+/// One line of a report: hmem's figure, the reference figure, and the goal.
 pub(crate) struct Row {
-    /// The measured quantity.
+    /// Name of the measured quantity.
     pub(crate) what: &'static str,
-    /// Criterion's id of our figure, `group/function`.
+    /// Criterion's id of hmem's figure, as `group/function`.
     pub(crate) ours: &'static str,
-    /// Criterion's id of the figure to compare with.
-    pub(crate) other: &'static str,
-    /// Goal for the ratio.
+    /// Criterion's id of the reference figure, as `group/function`.
+    pub(crate) reference: &'static str,
+    /// Goal for hmem's figure or for the ratio of the two figures.
     pub(crate) target: Target,
 }
 
-/// A goal.
+/// Goal of a measurement.
 pub(crate) enum Target {
-    /// Upper limit of hmem's figure divided by the other figure.
+    /// Upper limit of hmem's figure divided by the reference figure.
     Ratio(f64),
     /// Upper limit of hmem's figure, in nanoseconds.
     Nanoseconds(f64),
-    /// No limit: the figure is printed for orientation.
-    Orientation,
+    /// There is no goal: the report only shows the figures.
+    Unlimited,
 }
 
 impl Target {
-    /// The goal as it is printed, and whether our figure and the ratio are within it.
-    fn holds(&self, ours: f64, ratio: f64) -> (String, bool) {
+    /// Returns the goal as text, and true if the measurement meets the goal. `ours` is hmem's time
+    /// in nanoseconds, and `ratio` is `ours` divided by the reference time.
+    fn check(&self, ours: f64, ratio: f64) -> (String, bool) {
         match *self {
             Self::Ratio(most) => (format!("{most:.2}"), ratio <= most),
             Self::Nanoseconds(most) => (format!("{most:.0} ns"), ours <= most),
-            Self::Orientation => ("-".to_owned(), true),
+            Self::Unlimited => ("-".to_owned(), true),
         }
     }
 }
 
 fn target_dir() -> PathBuf {
-    // target/release/deps/<bench>: three levels up.
+    // Cargo runs a benchmark as `target/release/deps/NAME`, three levels below the target
+    // directory.
     let bench = std::env::current_exe().expect("a running bench has a path");
-    bench.ancestors().nth(3).expect("a bench lies in the target directory").join("criterion")
+    bench.ancestors().nth(3).expect("a bench is inside the target directory").join("criterion")
 }
 
 fn median(root: &Path, id: &str) -> Option<f64> {
@@ -51,18 +53,19 @@ fn median(root: &Path, id: &str) -> Option<f64> {
     estimates["median"]["point_estimate"].as_f64()
 }
 
-/// Prints the ratios of medians. Figures that this run did not measure are reported as missing.
+/// Prints hmem's median, the reference median and their ratio for each row. If criterion measured
+/// only one of the two, the row says which is missing.
 pub(crate) fn print(rows: &[Row]) {
     let root = target_dir();
     println!(
         "\n{:<66} {:>10} {:>10} {:>7} {:>7}",
-        "figure (medians of this run, ns)", "ours", "other", "ratio", "goal"
+        "figure (median of this run, ns)", "ours", "ref.", "ratio", "goal"
     );
     for row in rows {
-        match (median(&root, row.ours), median(&root, row.other)) {
+        match (median(&root, row.ours), median(&root, row.reference)) {
             (Some(ours), Some(other)) => {
                 let ratio = ours / other;
-                let (goal, met) = row.target.holds(ours, ratio);
+                let (goal, met) = row.target.check(ours, ratio);
                 let mark = if met { "" } else { "  over" };
                 println!(
                     "{:<66} {ours:>10.1} {other:>10.1} {ratio:>7.2} {goal:>7}{mark}",
@@ -70,7 +73,7 @@ pub(crate) fn print(rows: &[Row]) {
                 );
             }
             (ours, other) => {
-                let missing = [(ours, row.ours), (other, row.other)];
+                let missing = [(ours, row.ours), (other, row.reference)];
                 let missing: Vec<_> = missing
                     .iter()
                     .filter(|(value, _)| value.is_none())
@@ -82,7 +85,8 @@ pub(crate) fn print(rows: &[Row]) {
     }
 }
 
-/// Deletes the results of earlier runs, so that the report contains only figures of this run.
+/// Deletes criterion's results of earlier runs of a group, so that the report has only this run's
+/// figures.
 pub(crate) fn forget(group: &str) {
     let folder = target_dir().join(group);
     if folder.exists()

@@ -1,10 +1,13 @@
-//! `hmem perf` against perftest's `ib_write_bw`: RMA writes between two processes on the device
-//! that `HMEM_VERBS_DEVICE` names, in turns, with the same sizes and the same depth. `tests/vm/run
-//! --bench` runs it over rdma_rxe. Its driver shares the guest's one processor with both, and
-//! `ib_write_bw` only polls (`-e` is not for writes): that is part of the ratio.
+//! Compares the bandwidth of `hmem perf` with that of perftest's `ib_write_bw`. Both do RMA writes
+//! between two processes on the device that `HMEM_VERBS_DEVICE` names, alternately, with equal
+//! sizes and queue depths.
 //!
-//! `HMEM_PROGRAM` and `HMEM_IB_WRITE_BW` name other programs than the command that was built with
-//! this one, and `ib_write_bw`.
+//! `tests/vm/run --bench` runs this bench over rdma_rxe on a guest with one processor. The rxe
+//! driver competes with the measuring processes for that processor, and `ib_write_bw` always
+//! busy-polls. Both effects are part of the measured ratio.
+//!
+//! `HMEM_PROGRAM` overrides the path of the `hmem` command, and `HMEM_IB_WRITE_BW` that of
+//! `ib_write_bw`.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -16,7 +19,7 @@ use std::{
 
 const ROUNDS: usize = 5;
 const DEPTH: u32 = 64;
-/// The required bandwidth of `hmem perf` as a fraction of the bandwidth of `ib_write_bw`.
+/// The required bandwidth of `hmem perf`, as a fraction of the bandwidth of `ib_write_bw`.
 const GOAL: f64 = 0.95;
 
 fn program(variable: &str, otherwise: &str) -> Command {
@@ -26,7 +29,7 @@ fn program(variable: &str, otherwise: &str) -> Command {
 }
 
 fn output_of(child: Child, what: &str) -> String {
-    let output = child.wait_with_output().expect("it ends");
+    let output = child.wait_with_output().expect("the process ends");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{what}: {}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
@@ -41,9 +44,9 @@ fn hmem(device: &str, size: u64, transfers: u64) -> f64 {
     };
     let mut server = perf(&["--server", "--bind", "127.0.0.1", "--port", "0"]);
     let mut line = String::new();
-    // Stays open while the server writes to it.
+    // The pipe stays open until the server exits, since the server may still write to it.
     let mut stderr = BufReader::new(server.stderr.take().expect("a pipe"));
-    stderr.read_line(&mut line).expect("it says where it listens");
+    stderr.read_line(&mut line).expect("the server prints its address");
     let port = line.trim().rsplit(':').next().expect("a port");
     let (size, transfers, depth) = (size.to_string(), transfers.to_string(), DEPTH.to_string());
     let amounts =
@@ -67,17 +70,17 @@ fn perftest(device: &str, size: u64, transfers: u64, port: u16) -> f64 {
         command.spawn().expect("ib_write_bw starts")
     };
     let mut server = start(None);
-    // The server prints its line before it listens: the client is retried.
+    // The server may not listen yet, so the client is started until it succeeds.
     let client = loop {
-        let output = start(Some("127.0.0.1")).wait_with_output().expect("it ends");
+        let output = start(Some("127.0.0.1")).wait_with_output().expect("the process ends");
         if output.status.success() {
             break String::from_utf8_lossy(&output.stdout).into_owned();
         }
-        let gone = server.try_wait().expect("its state");
+        let gone = server.try_wait().expect("the state of the server");
         assert!(gone.is_none(), "ib_write_bw: {}", String::from_utf8_lossy(&output.stderr));
     };
     output_of(server, "ib_write_bw (server)");
-    // bytes, iterations, peak, average in MB (2^20 bytes) per second, messages.
+    // Columns: bytes, iterations, peak and average in MB (2^20 bytes) per second, message rate.
     let row = client
         .lines()
         .find(|line| line.trim_start().starts_with(&format!("{size} ")))

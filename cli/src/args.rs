@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 
 /// Inspect and test memory registration for RDMA on this machine
 ///
-/// The simulated device and the loopback NIC are software and exist on every machine. They
+/// The simulated device and the loopback NICs are software and exist on every machine. They
 /// show the library at work without a GPU and without RDMA hardware.
 #[derive(Debug, Parser)]
-#[command(name = "hmem", version, arg_required_else_help = true, disable_help_subcommand = true)]
+#[command(name = "hmem", version, arg_required_else_help = true)]
 #[command(subcommand_value_name = "COMMAND")]
 pub struct Cli {
-    /// The subcommand.
+    /// Subcommand to run, with its arguments.
     #[command(subcommand)]
     pub command: Command,
 
@@ -24,28 +24,27 @@ pub struct Cli {
     #[arg(hide_possible_values = true, hide_default_value = true, display_order = 90)]
     pub color: Color,
 
-    /// Log the library's work to stderr; twice for more
+    /// Print the library's log on stderr: -v for decisions and refusals, -vv for every step
     #[arg(short, long, global = true, action = clap::ArgAction::Count, display_order = 91)]
     pub verbose: u8,
 }
 
-/// The subcommands.
+/// The subcommands of `hmem`.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// List ifaces, devices, NICs, and the path from each device to each NIC
+    /// List the ifaces, devices and NICs of this machine, and the path of each pair
     Info(InfoArgs),
-    /// Move verified bytes between every kind of memory and every NIC, also through the
-    /// registration cache
+    /// Move bytes between each kind of memory and each NIC, verify them, and test the caches
     Check(CheckArgs),
-    /// Show the path of each registration, the refused paths, and remedies
+    /// Show how each NIC reaches each memory, which paths were refused, why, and what to do
     Explain(ExplainArgs),
-    /// Draw the wiring of devices and NICs: PCIe tree, distances, ACS, IOMMU
+    /// Draw how devices and NICs are connected: PCIe tree, distances, ACS, IOMMU
     Topo(TopoArgs),
-    /// Measure and verify transfers between two hosts: --server on one, HOST on the other
+    /// Measure and verify transfers: run --server on one host, and name that host on the other
     Perf(PerfArgs),
-    /// Print a completion script for a shell
+    /// Print the completion script of a shell
     Completions(CompletionsArgs),
-    /// Print the man page of the command or of a subcommand
+    /// Print the man page of hmem or of one of its commands
     Man(ManArgs),
 }
 
@@ -53,7 +52,7 @@ pub enum Command {
 #[derive(Clone, Debug, Args)]
 #[command(override_usage = "hmem completions [OPTIONS] SHELL")]
 pub struct CompletionsArgs {
-    /// Shell that runs the script
+    /// Shell that will run the script
     #[arg(value_name = "SHELL", value_enum)]
     pub shell: Shell,
 }
@@ -61,18 +60,18 @@ pub struct CompletionsArgs {
 /// Arguments of `hmem man`.
 #[derive(Clone, Debug, Args)]
 pub struct ManArgs {
-    /// Print the page of this subcommand
+    /// Command to describe instead of hmem itself
     #[arg(value_name = "COMMAND")]
     pub command: Option<String>,
 }
 
-/// Colours of the output.
+/// Values of `--color`: when the output has colours.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Color {
-    /// Colours on a terminal.
+    /// Colours only if stdout is a terminal and `NO_COLOR` is not set.
     #[default]
     Auto,
-    /// Colours everywhere.
+    /// Colours in every output, including files and pipes.
     Always,
     /// No colours.
     Never,
@@ -93,24 +92,24 @@ pub struct CheckArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Only memory of this iface (see `hmem info`)
+    /// Check only memory of this iface (`hmem info` lists them)
     #[arg(long, value_name = "NAME")]
     pub iface: Option<String>,
 
-    /// Only this provider (loopback) or NIC (loopback/pinned)
+    /// Check only the NICs of this provider (verbs) or this NIC (verbs/mlx5_0)
     #[arg(long = "nic", value_name = "NAME", visible_alias = "provider")]
     pub provider: Option<String>,
 
-    /// Only this path from memory to NIC: plain-host, dma-buf, peer-memory or staged
+    /// Check only this path from memory to NIC: plain-host, dma-buf, peer-memory or staged
     #[arg(long, value_name = "NAME", value_parser = path)]
     pub path: Option<Path>,
 
-    /// Transfer this many bytes (4096, 64KiB, 8MiB) instead of the default sizes
+    /// Transfer this many bytes (4096, 64KiB, 8MiB) instead of several sizes up to 8 MiB
     #[arg(long, value_name = "N", value_parser = bytes)]
     pub bytes: Option<u64>,
 
-    /// Skip the large transfers and most rounds of cache monitors; the throughput is then a rough
-    /// figure
+    /// Finish sooner: skip transfers of 8 MiB, free and reallocate memory 500 times under each
+    /// cache monitor instead of 10000 times, and estimate the throughput from one transfer
     #[arg(long, conflicts_with = "bytes")]
     pub quick: bool,
 }
@@ -122,61 +121,61 @@ pub struct ExplainArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Only memory of this iface (see `hmem info`)
+    /// Explain only memory of this iface (`hmem info` lists them)
     #[arg(long, value_name = "NAME")]
     pub iface: Option<String>,
 
-    /// Only memory of this device of the iface
+    /// Explain only memory of this device of the iface, by its number
     #[arg(long, value_name = "N", requires = "iface")]
     pub device: Option<u32>,
 
-    /// Only this provider (verbs) or NIC (verbs/mlx5_0)
+    /// Explain only the NICs of this provider (verbs) or this NIC (verbs/mlx5_0)
     #[arg(long, value_name = "NAME", visible_alias = "provider")]
     pub nic: Option<String>,
 
-    /// Bytes to register (4096, 64KiB, 8MiB) instead of one page
+    /// Register this many bytes (4096, 64KiB, 8MiB) instead of one page
     #[arg(long, value_name = "N", value_parser = bytes)]
     pub size: Option<u64>,
 
-    /// Policy of direct access: enabled, preferred, required or disabled
+    /// Policy for direct access of NICs to device memory: enabled, preferred, required or disabled
     #[arg(long, value_name = "NAME", value_parser = policy, default_value = "enabled")]
     pub policy: P2pPolicy,
 
-    /// Register pointers of these sorts instead, each of which except interior must be refused:
-    /// interior, past-end, freed, foreign (memory of another iface), null, or all
+    /// Register pointers of these sorts, to test that wrong ones are refused: interior (correct),
+    /// past-end, freed, foreign (memory of another iface), null, or all
     #[arg(long, value_name = "SORT", value_enum, value_delimiter = ',')]
     #[arg(hide_possible_values = true)]
     pub pointer: Vec<PointerSort>,
 }
 
-/// A sort of pointer that `hmem explain` registers.
+/// A sort of pointer that `hmem explain --pointer` registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum PointerSort {
-    /// The middle of an allocation, up to its end.
+    /// A range from the middle of an allocation to its end.
     Interior,
-    /// The first address after an allocation.
+    /// A range that begins directly after an allocation.
     PastEnd,
-    /// An allocation that was freed.
+    /// The range of an allocation that was freed.
     Freed,
-    /// An allocation of another iface.
+    /// An allocation that belongs to another iface than the registration names.
     Foreign,
-    /// The address 0.
+    /// A range that begins at address 0.
     Null,
-    /// All sorts.
+    /// All sorts of pointers, one after another.
     All,
 }
 
 impl PointerSort {
-    /// Each sort, in the order of the output.
+    /// All sorts but `All`, in the order of the output.
     const EACH: [Self; 5] = [Self::Interior, Self::PastEnd, Self::Freed, Self::Foreign, Self::Null];
 
-    /// Returns each selected sort once.
+    /// Returns the sorts in `given` without duplicates. `All` selects every sort.
     pub(crate) fn selected(given: &[Self]) -> impl Iterator<Item = Self> {
         let is_given = |sort: &Self| given.contains(sort) || given.contains(&Self::All);
         Self::EACH.into_iter().filter(is_given)
     }
 
-    /// Returns the name on the command line.
+    /// Returns the sort's name on the command line, such as `past-end`.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Interior => "interior",
@@ -196,19 +195,20 @@ pub struct TopoArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Show every PCI function, not only accelerators, network controllers and their bridges
+    /// Show all PCI functions, not only accelerators, network controllers and their bridges
     #[arg(long, conflicts_with = "json")]
     pub all: bool,
 
-    /// Read a recording (a folder, tar or tar.gz) instead of this machine
+    /// Draw a recording of another machine (a folder, tar or tar.gz) instead of this machine
     #[arg(long, value_name = "PATH")]
     pub from: Option<PathBuf>,
 
-    /// Write a recording (tar.gz) without serial numbers, network addresses and host name
+    /// Record this machine in a tar.gz file, without serial numbers, network addresses and host
+    /// name
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,
 
-    /// Write a picture (SVG) of devices and NICs with the distance of each pair
+    /// Write an SVG picture of devices and NICs, with the distance of each pair
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
 }
@@ -221,41 +221,42 @@ pub struct TopoArgs {
 )]
 #[command(group = ArgGroup::new("role").required(true).args(["host", "server", "loopback"]))]
 pub struct PerfArgs {
-    /// Connect to the server on this host
+    /// Host that runs `hmem perf --server`: measure transfers with it
     #[arg(value_name = "HOST")]
     pub host: Option<String>,
 
-    /// Wait for a client, serve it, and exit
+    /// Wait for a client, measure transfers with it, and exit
     #[arg(long)]
     pub server: bool,
 
-    /// Run both sides in this process, over the software NIC unless --nic names another
+    /// Run client and server in this process, over the software NIC unless --nic names another
     #[arg(long)]
     pub loopback: bool,
 
-    /// TCP port of the server; 0 for any free port
+    /// TCP port on which the server listens; 0 for any free port
     #[arg(long, value_name = "N", default_value_t = 18600)]
     #[arg(conflicts_with = "loopback")]
     pub port: u16,
 
-    /// Address on which the server listens
+    /// IP address on which the server listens
     #[arg(long, value_name = "ADDR", default_value = "0.0.0.0")]
     #[arg(conflicts_with_all = ["host", "loopback"])]
     pub bind: IpAddr,
 
-    /// Serve clients one after another until the server is stopped
+    /// Serve clients one after another until the server is killed
     #[arg(long, conflicts_with_all = ["host", "loopback"])]
     pub persistent: bool,
 
-    /// Use memory of this iface on this side
+    /// Transfer memory of this iface on this side (`hmem info` lists them)
     #[arg(long, value_name = "NAME", default_value = "system")]
     pub iface: String,
 
-    /// Use memory of this device of the iface
+    /// Transfer memory of this device of the iface, by its number
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub device: u32,
 
-    /// Use this provider (verbs) or NIC (verbs/mlx5_0) on this side instead of the first RDMA NIC
+    /// Use this NIC (verbs/mlx5_0) or the first NIC of this provider (verbs) on this side, instead
+    /// of the first RDMA NIC
     #[arg(long, value_name = "NAME", visible_alias = "provider")]
     pub nic: Option<String>,
 
@@ -264,13 +265,13 @@ pub struct PerfArgs {
     #[arg(conflicts_with = "server")]
     pub op: PerfOp,
 
-    /// Bytes of a transfer: sizes (64, 4KiB) and ranges in powers of two (8..1M), separated by
+    /// Bytes of each transfer: sizes (64, 4KiB), and ranges that double (8..1M), separated by
     /// commas
     #[arg(long, value_name = "SIZES", value_parser = sizes, conflicts_with = "server")]
     #[arg(default_value = "8,4KiB,64KiB,1MiB")]
     pub size: Sizes,
 
-    /// Transfers in flight while bandwidth is measured; latency is measured one by one
+    /// Transfers in flight at once while bandwidth is measured; latency is measured one at a time
     #[arg(long, value_name = "N", default_value_t = 64, conflicts_with = "server")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub depth: u32,
@@ -280,22 +281,22 @@ pub struct PerfArgs {
     #[arg(conflicts_with = "server")]
     pub measure: Measure,
 
-    /// Transfers of each measurement
+    /// Number of transfers in each measurement
     #[arg(long, value_name = "N", default_value_t = 1000)]
     #[arg(conflicts_with_all = ["server", "duration"])]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(value_parser = iterations)]
     pub iterations: u64,
 
-    /// Seconds of each measurement, instead of a number of transfers
+    /// Seconds that each measurement takes, instead of a number of transfers
     #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "server")]
     pub duration: Option<Duration>,
 
-    /// Register memory without relaxed ordering of PCI Express: bytes become visible in the order
-    /// in which the NIC writes them
+    /// Register memory without relaxed ordering of PCI Express: bytes then become visible in the
+    /// order in which the NIC writes them
     #[arg(long)]
     pub strict_ordering: bool,
 
-    /// Seed of the pattern that is transferred and verified, instead of a random one
+    /// Seed of the bytes that are transferred and verified, instead of a random seed
     #[arg(long, value_name = "N", conflicts_with = "server")]
     pub seed: Option<u64>,
 
@@ -331,19 +332,22 @@ pub enum Measure {
     Latency,
 }
 
-/// Sizes of transfers, in bytes, in the given order.
+/// Transfer sizes in bytes, in the order of the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sizes(pub Vec<u64>);
 
-/// Bytes of the largest transfer of `hmem perf`.
+/// Maximum size of a transfer of `hmem perf`, in bytes.
 pub const LARGEST: u64 = 1 << 30;
-/// Sizes of one run of `hmem perf`.
+/// Maximum number of transfer sizes in one run of `hmem perf`.
 pub const MOST_SIZES: usize = 64;
 
 fn sizes(text: &str) -> Result<Sizes, String> {
     let mut all = Vec::new();
     for part in text.split(',') {
         let (mut size, last) = match part.split_once("..") {
+            Some((first, last)) if first.trim().is_empty() || last.trim().is_empty() => {
+                return Err("a range has two ends, for example 8..1M".to_owned());
+            }
             Some((first, last)) => (bytes(first.trim())?, bytes(last.trim())?),
             None => (bytes(part.trim())?, bytes(part.trim())?),
         };
@@ -366,11 +370,14 @@ fn sizes(text: &str) -> Result<Sizes, String> {
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|error| format!("{error}"))?;
-    if !(0.001..=86_400.0).contains(&seconds) {
-        return Err("use 0.001 to 86400 seconds".to_owned());
-    }
-    Duration::try_from_secs_f64(seconds).map_err(|error| format!("{error}"))
+    let seconds = text.parse().ok().filter(|seconds| (0.001..=86_400.0).contains(seconds));
+    let duration = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    duration.ok_or_else(|| "use 0.001 to 86400 seconds".to_owned())
+}
+
+fn iterations(text: &str) -> Result<u64, String> {
+    let count = text.parse().ok().filter(|count| *count > 0);
+    count.ok_or_else(|| "use a number, 1 or more".to_owned())
 }
 
 fn path(name: &str) -> Result<Path, String> {
@@ -389,22 +396,24 @@ fn bytes(text: &str) -> Result<u64, String> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at(digits);
     let shift = match unit.trim().to_ascii_lowercase().as_str() {
-        "" | "b" => 0,
-        "k" | "kib" => 10,
-        "m" | "mib" => 20,
-        "g" | "gib" => 30,
-        _ => return Err("use bytes, or a number with KiB, MiB or GiB".to_owned()),
+        _ if number.is_empty() => None,
+        "" | "b" => Some(0),
+        "k" | "kib" => Some(10),
+        "m" | "mib" => Some(20),
+        "g" | "gib" => Some(30),
+        _ => None,
     };
-    let number: u64 = number.parse().map_err(|error| format!("{error}"))?;
-    match number.checked_mul(1 << shift) {
+    let shift = shift.ok_or("use bytes, or a number with KiB, MiB or GiB")?;
+    // `number` has only digits here, so parsing fails only if the number is too large.
+    match number.parse().ok().and_then(|number: u64| number.checked_mul(1 << shift)) {
         Some(0) => Err("use at least one byte".to_owned()),
         Some(bytes) => Ok(bytes),
         None => Err("must be below 2^64 bytes".to_owned()),
     }
 }
 
-/// Returns an error of clap on one line, with the accepted values and without the usage. A tip
-/// follows on a line of its own.
+/// Formats an error of clap on one line, with the accepted values and without the usage. A tip
+/// follows on a second line.
 #[must_use]
 pub fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
@@ -413,7 +422,7 @@ pub fn one_line(error: &clap::Error) -> String {
     let mut text = String::new();
     for part in complaint.split("\n\n") {
         let part = part.split_whitespace().collect::<Vec<_>>().join(" ");
-        // A tip stands on a line of its own.
+        // A tip begins a new line.
         let before = match part.starts_with("tip: ") {
             _ if text.is_empty() => "",
             true => "\n  ",

@@ -1,4 +1,4 @@
-//! The texts after the options in `--help` and in man pages: variables, exit statuses and examples.
+//! The text after the options in `--help` and in man pages: variables, exit statuses and examples.
 
 use std::io::{self, Write};
 
@@ -13,12 +13,12 @@ use crate::{
     table::{columns, wrap},
 };
 
-/// Columns of help that does not go to a terminal.
+/// Width of the help, in columns, if stdout is not a terminal.
 const WIDTH: usize = 100;
-/// The fewest columns of a description beside its term.
+/// Minimum width of a description beside its term, in columns.
 const DESCRIPTION: usize = 28;
 
-/// Terms with their descriptions, and a text, under a title.
+/// A section of the help: a title, terms with their descriptions, and a text.
 struct Section {
     title: &'static str,
     terms: &'static [(&'static str, &'static str)],
@@ -35,9 +35,9 @@ impl Section {
     }
 }
 
-const WRONG: (&str, &str) = ("2", "wrong arguments, or an invalid value in the environment");
+const WRONG: (&str, &str) = ("2", "a bad command line, or a bad value in an environment variable");
 
-/// The sections of the command and of each subcommand.
+/// The help sections of `hmem` and of each subcommand, by the name of the command.
 const SECTIONS: [(&str, &[Section]); 8] = [
     (
         "hmem",
@@ -45,42 +45,69 @@ const SECTIONS: [(&str, &[Section]); 8] = [
             Section {
                 title: "Environment",
                 terms: &[
-                    ("FI_HMEM", "ifaces to start: names separated by ; or ,"),
-                    ("FI_HMEM_DISABLE_P2P", "boolean: no NIC accesses device memory directly"),
-                    ("FI_MR_CACHE_MAX_COUNT", "number: entries of a registration cache"),
-                    ("FI_MR_CACHE_MAX_SIZE", "number: bytes of a registration cache"),
-                    ("FI_MR_CACHE_MERGE_REGIONS", "boolean: merge cached regions"),
-                    ("FI_MR_CACHE_MONITOR", "auto, memhooks, userfaultfd, import or disabled"),
-                    ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", "boolean; also for ROCR and ZE"),
+                    ("FI_HMEM", "ifaces to start besides host memory, separated by ; or ,"),
+                    (
+                        "FI_HMEM_DISABLE_P2P",
+                        "boolean: forbid NICs to access device memory directly",
+                    ),
+                    (
+                        "FI_MR_CACHE_MAX_COUNT",
+                        "most entries of a registration cache; 0 disables it",
+                    ),
+                    ("FI_MR_CACHE_MAX_SIZE", "most bytes of a registration cache; 0 disables it"),
+                    (
+                        "FI_MR_CACHE_MERGE_REGIONS",
+                        "boolean: merge overlapping and adjacent regions",
+                    ),
+                    (
+                        "FI_MR_CACHE_MONITOR",
+                        "how caches detect freed host memory: auto, memhooks, userfaultfd, import \
+                         or disabled (no caching)",
+                    ),
+                    (
+                        "FI_MR_CUDA_CACHE_MONITOR_ENABLED",
+                        "boolean: cache registrations of CUDA memory; also with ROCR or ZE in \
+                         place of CUDA",
+                    ),
                     (
                         "HMEM_CUDA_LIBRARY",
-                        "file to load instead of libcuda.so.1; also for ROCR, ZE, NEURON, \
-                         SYNAPSEAI and HLTHUNK",
+                        "file to load instead of libcuda.so.1; also with ROCR, ZE, NEURON, \
+                         SYNAPSEAI or HLTHUNK in place of CUDA",
                     ),
-                    ("HMEM_CUDA_MONITOR", "auto, hooks or identity"),
+                    (
+                        "HMEM_CUDA_MONITOR",
+                        "how caches detect freed CUDA memory: auto, hooks or identity",
+                    ),
                     ("HMEM_NEURON_START_RUNTIME", "boolean: start the Neuron runtime"),
                     ("HMEM_SYNAPSEAI_START_RUNTIME", "boolean: acquire a Gaudi device"),
                     (
                         "HMEM_VERBS_PCIE_MAPPING",
-                        "boolean: NICs need the PCIe mapping of device memory",
+                        "boolean: try the PCIe mapping of device memory before the default one",
                     ),
-                    ("COLUMNS", "width of the output"),
-                    ("NO_COLOR", "no colours, unless --color asks for them"),
+                    ("COLUMNS", "width of the output, instead of the terminal's"),
+                    ("NO_COLOR", "no colours, unless --color is always"),
                 ],
                 text: "A boolean is 0, no, false, off, 1, yes, true or on.",
             },
             Section::exit_status(&[
                 ("0", "success"),
-                ("1", "a check, measurement or path failed, or hardware is missing"),
+                ("1", "the command failed, or what it needs is unavailable on this machine"),
                 WRONG,
             ]),
         ],
     ),
-    ("info", &[Section::exit_status(&[("0", "listed"), WRONG])]),
+    (
+        "info",
+        &[Section::exit_status(&[
+            ("0", "success, also if hardware or libraries are unavailable"),
+            ("1", "the machine cannot be listed"),
+            WRONG,
+        ])],
+    ),
     (
         "check",
         &[Section::exit_status(&[
-            ("0", "all verified"),
+            ("0", "every combination was verified"),
             (
                 "1",
                 "a combination failed, nothing could be checked, or an iface that FI_HMEM names \
@@ -93,14 +120,14 @@ const SECTIONS: [(&str, &[Section]); 8] = [
         "explain",
         &[Section {
             title: "Exit status",
-            text: "With --pointer: 0 if each wrong pointer was refused, 1 if one was not or could \
-                   not be tried.",
+            text: "With --pointer: 0 if each wrong pointer was refused, 1 if one was registered or \
+                   could not be tried.",
             terms: &[
-                ("0", "each pair has a path"),
+                ("0", "each pair of memory and NIC has a path"),
                 (
                     "1",
-                    "a pair has none, nothing could be explained, or an iface that FI_HMEM names \
-                     is unavailable",
+                    "a pair has no path, nothing could be explained, or an iface that FI_HMEM \
+                     names is unavailable",
                 ),
                 WRONG,
             ],
@@ -109,9 +136,9 @@ const SECTIONS: [(&str, &[Section]); 8] = [
     (
         "topo",
         &[Section::exit_status(&[
-            ("0", "done"),
+            ("0", "success"),
             ("1", "the topology cannot be read or written"),
-            ("2", "wrong arguments"),
+            WRONG,
         ])],
     ),
     (
@@ -122,8 +149,8 @@ const SECTIONS: [(&str, &[Section]); 8] = [
                 "Both sides print the same report. The client selects the measurements.",
             ),
             Section::exit_status(&[
-                ("0", "measured and verified"),
-                ("1", "a measurement failed, or the NIC is unavailable"),
+                ("0", "every transfer was measured and verified"),
+                ("1", "a measurement failed, or the iface, NIC or other host is unavailable"),
                 WRONG,
             ]),
         ],
@@ -142,7 +169,7 @@ fn sections(command: &str) -> &'static [Section] {
     SECTIONS.iter().find(|(name, _)| *name == command).map_or(&[], |(_, sections)| sections)
 }
 
-/// Returns the command line with its help, which fits the terminal.
+/// Returns the parser of the command line, with help that fits the width of the terminal.
 #[must_use]
 pub fn command() -> Command {
     let width = columns().unwrap_or(WIDTH);
@@ -178,13 +205,13 @@ fn after_help(command: &str, width: usize) -> String {
     lines.join("\n")
 }
 
-/// Prints the man page of a command. The caller has called [`Command::build`].
+/// Prints the man page of a command. The caller must call [`Command::build`] first.
 ///
 /// # Errors
-/// The error of the writer.
+/// Fails if writing to `out` fails.
 pub fn man(page: Command, out: &mut dyn Write) -> io::Result<()> {
     let name = page.get_name().to_owned();
-    // The title has the version.
+    // The version is printed in the title of the page instead.
     let page = page.version(None::<&'static str>);
     let version = concat!("hmem ", env!("CARGO_PKG_VERSION"));
     Man::new(page).source(version).manual("User Commands").render(out)?;

@@ -17,20 +17,20 @@ use crate::problem::Problem;
 /// The schema version of all JSON documents.
 pub const SCHEMA: u32 = 2;
 
-/// One path that was tried.
+/// A path that the path decision tried, and the outcome.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Attempt {
-    /// The path that was tried.
+    /// The name of the path, such as `dma-buf`.
     pub path: Cow<'static, str>,
-    /// The call that succeeded or was refused.
+    /// The name of the call that succeeded or was refused.
     pub call: String,
     /// The refusal, on one line; null for the attempt that succeeded.
     pub error: Option<String>,
-    /// The probable cause of the refusal.
+    /// The probable cause of the refusal; null if unknown, or if the attempt succeeded.
     pub cause: Option<String>,
-    /// The change that would make the path work.
+    /// The change that would make the path work; null if unknown or not needed.
     pub remedy: Option<String>,
-    /// The refusal without its remedy, for text output.
+    /// The refusal without its remedy, for text output; `None` if the attempt succeeded.
     #[serde(skip)]
     pub reason: Option<String>,
 }
@@ -62,7 +62,8 @@ impl Attempt {
         }
     }
 
-    /// Returns the aim of the remedy, as its label.
+    /// Returns a label that says what the remedy achieves, such as `to use dma-buf:`. `chosen` is
+    /// the name of the chosen path.
     #[must_use]
     pub fn aim(&self, chosen: &str) -> String {
         match self.path == chosen {
@@ -71,29 +72,16 @@ impl Attempt {
         }
     }
 
-    /// Removes advice that the chosen path fulfils.
+    /// Removes the part of the remedy that is unnecessary on the chosen path; see [`open_advice`].
     #[must_use]
     pub fn beside(mut self, chosen: Option<&str>) -> Self {
         self.remedy = self.remedy.map(|remedy| open_advice(&remedy, chosen).to_owned());
         self
     }
-
-    /// Applies `rename` to every text.
-    #[must_use]
-    pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
-        Self {
-            path: self.path,
-            call: rename(self.call),
-            error: self.error.map(&rename),
-            cause: self.cause.map(&rename),
-            remedy: self.remedy.map(&rename),
-            reason: self.reason.map(&rename),
-        }
-    }
 }
 
-/// Returns a remedy without the alternative that the chosen path fulfils: over peer memory, the
-/// advice to load a peer-memory client.
+/// Returns a remedy without its unnecessary part. If peer memory is the chosen path, a peer-memory
+/// client works already, so the function removes the advice to load one.
 #[must_use]
 pub fn open_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a str {
     if chosen != Some(Path::PeerMemory.name()) {
@@ -114,7 +102,7 @@ pub struct Skipped {
     pub what: String,
     /// The reason, on one line.
     pub why: String,
-    /// The reason in the form for text output; not part of the JSON.
+    /// The reason and the remedy for text output; not part of the JSON.
     #[serde(skip)]
     pub problem: Box<Problem>,
 }
@@ -126,19 +114,12 @@ impl Skipped {
         let problem = why.into();
         Self { what: what.into(), why: problem.to_string(), problem: Box::new(problem) }
     }
-
-    /// Applies `rename` to every text.
-    #[must_use]
-    pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
-        let problem = self.problem.renamed(&rename);
-        Self::new(rename(self.what), problem)
-    }
 }
 
 /// Writes a document as JSON, followed by a line feed.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub fn write(out: &mut dyn Write, document: &impl Serialize) -> io::Result<()> {
     serde_json::to_writer_pretty(&mut *out, document)?;
     writeln!(out)

@@ -1,6 +1,8 @@
-//! The `hmem` command as a library, so that tests can run it on machines that they construct.
+//! The `hmem` command as a library: for commands with plug-ins, and for tests on machines that they
+//! construct.
 //!
-//! [`run`] is the whole command. A [`Machine`] holds ifaces and NICs. Each subcommand is a module:
+//! [`main_with`] is the `main` function of a command with plug-ins. [`run`] runs a parsed command
+//! line. A [`Machine`] holds ifaces and NICs. Each subcommand is a module:
 //!
 //! - [`mod@info`] lists the machine;
 //! - [`mod@check`] moves and verifies bytes;
@@ -19,6 +21,7 @@
 //! - `machine`, `progress`
 //! - `check`, `probe`, `topo`
 //! - `explain`, `info`, `perf`
+//! - `program`
 
 #![deny(unsafe_code)]
 
@@ -32,6 +35,7 @@ pub mod machine;
 pub mod perf;
 mod probe;
 pub mod problem;
+mod program;
 mod progress;
 pub mod table;
 pub mod topo;
@@ -39,13 +43,15 @@ pub mod topo;
 use std::io::{self, Write};
 
 use clap::CommandFactory;
+use hmem::{Builder, ErrorKind, Hmem};
+pub use program::main_with;
 
 use crate::{
     args::{CheckArgs, Cli, Command, CompletionsArgs, ExplainArgs, InfoArgs, ManArgs, TopoArgs},
     machine::Machine,
     problem::{Problem, unknown},
     progress::Progress,
-    table::Style,
+    table::{Style, columns_variable},
 };
 
 /// The result of a command that ran.
@@ -60,47 +66,36 @@ pub enum Outcome {
 /// The reason why a command could not run.
 #[derive(Debug)]
 pub enum Failure {
-    /// A wrong argument or environment variable: exit status 2.
+    /// A bad command line or environment variable: exit status 2.
     Usage(Box<Problem>),
-    /// A measurement that failed, on this side or the other, or that has no NIC: exit status 1.
-    Measurement(Box<Problem>),
-    /// A topology that could not be read, drawn or recorded: exit status 1.
-    Topology(Box<Problem>),
-    /// The output could not be written: exit status 2.
+    /// A failed operation, or an iface, NIC or resource that is unavailable: exit status 1.
+    Failed(Box<Problem>),
+    /// The output could not be written: exit status 1.
     Output(io::Error),
 }
 
 impl Failure {
+    /// Returns the exit status.
+    #[must_use]
+    pub const fn status(&self) -> u8 {
+        match self {
+            Self::Usage(_) => 2,
+            Self::Failed(_) | Self::Output(_) => 1,
+        }
+    }
+
     /// Returns the failure as a problem to print.
     #[must_use]
     pub fn problem(&self) -> Problem {
         match self {
-            Self::Usage(problem) | Self::Measurement(problem) | Self::Topology(problem) => {
-                (**problem).clone()
-            }
+            Self::Usage(problem) | Self::Failed(problem) => (**problem).clone(),
             Self::Output(error) => Problem::new(format!("cannot write the output: {error}")),
         }
     }
 
-    /// Returns a failed measurement.
-    pub(crate) fn measurement(error: hmem::Error) -> Self {
-        Self::Measurement(Box::new(error.into()))
-    }
-
-    /// Returns a failure to read or write a topology.
-    pub(crate) fn topology(error: hmem::Error) -> Self {
-        Self::Topology(Box::new(error.into()))
-    }
-
-    /// Replaces the numbers of plug-ins by their registered names.
-    fn named_on(self, machine: &Machine) -> Self {
-        let named = |problem: Box<Problem>| Box::new(problem.renamed(|text| machine.named(text)));
-        match self {
-            Self::Usage(problem) => Self::Usage(named(problem)),
-            Self::Measurement(problem) => Self::Measurement(named(problem)),
-            Self::Topology(problem) => Self::Topology(named(problem)),
-            Self::Output(error) => Self::Output(error),
-        }
+    /// Wraps the problem of a failed operation.
+    pub(crate) fn failed(problem: impl Into<Problem>) -> Self {
+        Self::Failed(Box::new(problem.into()))
     }
 }
 
@@ -113,8 +108,13 @@ impl std::fmt::Display for Failure {
 impl std::error::Error for Failure {}
 
 impl From<hmem::Error> for Failure {
+    /// A bad value in an environment variable is a usage error. Every other error is a failed
+    /// operation.
     fn from(error: hmem::Error) -> Self {
-        Self::Usage(Box::new(error.into()))
+        match (error.kind(), error.context_value("variable")) {
+            (ErrorKind::InvalidArgument, Some(_)) => Self::Usage(Box::new(error.into())),
+            _ => Self::failed(error),
+        }
     }
 }
 
@@ -133,16 +133,29 @@ impl From<io::Error> for Failure {
 /// Runs the command on this machine and prints to `out`.
 ///
 /// # Errors
-/// [`Failure`]: a wrong name or environment variable, a failed measurement, a topology that cannot
-/// be read, or output that cannot be written.
+/// [`Failure`]: a bad name or environment variable, a failed operation, or output that cannot be
+/// written.
 pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<Outcome, Failure> {
+    run_with(cli, |builder| builder, out)
+}
+
+/// Like [`run`], with the plug-ins that `add` adds to the builder.
+pub(crate) fn run_with(
+    cli: &Cli,
+    add: impl FnOnce(Builder) -> Builder,
+    out: &mut dyn Write,
+) -> Result<Outcome, Failure> {
+    if let Err(value) = columns_variable() {
+        let problem = Problem::new(format!("invalid value {value:?} in COLUMNS"));
+        return Err(problem.remedy("use a decimal number, 0 or more").into());
+    }
     let style = Style::for_stdout(cli.color);
     match &cli.command {
-        // These commands start no driver.
+        // `topo`, `completions` and `man` start no driver.
         Command::Topo(args) => topo(args, style, out),
         Command::Completions(args) => completions(args, out),
         Command::Man(args) => man(args, out),
-        command => run_on(&Machine::find()?, command, style, out),
+        command => run_on(&Machine::find_with(add(Hmem::builder()))?, command, style, out),
     }
 }
 
@@ -156,7 +169,7 @@ pub fn run_on(
     style: Style,
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
-    let outcome = match command {
+    match command {
         Command::Info(args) => info(machine, args, style, out),
         Command::Check(args) => check(machine, args, style, out),
         Command::Perf(args) => perf::run(machine, args, style, out).map(|()| Outcome::Passed),
@@ -164,8 +177,7 @@ pub fn run_on(
         Command::Topo(args) => topo(args, style, out),
         Command::Completions(args) => completions(args, out),
         Command::Man(args) => man(args, out),
-    };
-    outcome.map_err(|failure| failure.named_on(machine))
+    }
 }
 
 fn info(
@@ -190,10 +202,10 @@ fn check(
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
     let selection = check::Selection::new(args, machine)?;
-    let progress = Progress::for_long_work();
+    let mut progress = Progress::for_long_work();
     let report =
         check::check(machine, &selection, |done, all, next| progress.show(done, all, next));
-    progress.end();
+    progress.clear();
     if args.json {
         json::write(out, &report)?;
     } else {
@@ -247,3 +259,7 @@ fn man(args: &ManArgs, out: &mut dyn Write) -> Result<Outcome, Failure> {
     help::man(page, out)?;
     Ok(Outcome::Passed)
 }
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/plug-ins.md")]
+struct PlugIns;

@@ -1,9 +1,9 @@
-//! The ifaces and NICs of this machine, and the software ones that every machine has.
+//! The ifaces and NICs of this machine, including the software ones that every machine has.
 
 use std::{error::Error as _, fmt, sync::Arc};
 
 use hmem::{
-    CacheAttr, Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
+    Builder, CacheAttr, Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
     cause::Step,
     loopback::{Loopback, Memory},
     p2p::{
@@ -24,10 +24,10 @@ pub const HARDWARE_LIKE: MrMode = MrMode::LOCAL
     .union(MrMode::PROV_KEY)
     .union(MrMode::HMEM);
 
-/// The loopback NIC that accesses device memory over peer memory instead of dma-buf.
+/// Name of the loopback NIC that accesses device memory over peer memory instead of dma-buf.
 const PEER_MEMORY: &str = "peer-memory";
 
-/// The loopback NIC that keeps the pages that were mapped at registration.
+/// Name of the loopback NIC that keeps the pages that were mapped at registration.
 const PINNED: &str = "pinned";
 
 /// The ifaces and NICs that a command works on.
@@ -37,7 +37,7 @@ pub struct Machine {
     pub hmem: Hmem,
     /// The NICs that a command works with.
     pub nics: Vec<Fabric>,
-    /// Unavailable providers and NICs.
+    /// Unavailable ifaces, providers and NICs, and an unreadable topology.
     pub absent: Vec<Absent>,
     /// The kinds and names of simulated ifaces.
     pub software: Vec<(IfaceKind, String)>,
@@ -51,11 +51,11 @@ pub struct Machine {
 #[derive(Debug)]
 pub struct Fabric {
     provider: Arc<dyn Provider>,
-    /// The attributes that the provider reports.
+    /// The attributes that the provider reports for the NIC.
     pub attr: ProviderAttr,
-    /// Set for a software NIC.
+    /// True if the NIC is software in this process.
     pub software: bool,
-    /// A short description.
+    /// A short description of the NIC.
     pub note: &'static str,
 }
 
@@ -64,10 +64,23 @@ pub struct Fabric {
 pub struct Absent {
     /// The sort of the item: `iface`, `provider`, `NIC` or `topology`.
     pub sort: &'static str,
-    /// The name, as on the command line.
+    /// The name of the item on the command line, such as `verbs/mlx5_0`.
     pub name: String,
-    /// The reason why it is unavailable.
+    /// The reason why the item is unavailable.
     pub why: Problem,
+}
+
+impl Absent {
+    /// Returns whether `name` names this provider or NIC, or a NIC of this provider. The NICs of an
+    /// unavailable provider are unknown, so every name with its prefix matches.
+    #[must_use]
+    pub fn answers_to(&self, name: &str) -> bool {
+        match self.sort {
+            "NIC" => self.name == name,
+            "provider" => name.split('/').next() == Some(self.name.as_str()),
+            _ => false,
+        }
+    }
 }
 
 impl From<&Absent> for Skipped {
@@ -111,9 +124,17 @@ impl Machine {
     /// An invalid value in the environment, such as `FI_HMEM=nonsense`. An unavailable iface or
     /// provider is not an error: the machine lists it with its reason.
     pub fn find() -> Result<Self> {
+        Self::find_with(Hmem::builder())
+    }
+
+    /// Like [`Machine::find`], with the plug-ins of `builder` in addition.
+    ///
+    /// # Errors
+    /// The errors of [`Machine::find`], and of [`Builder::build`](hmem::Builder::build).
+    pub fn find_with(builder: Builder) -> Result<Self> {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
-        let mut builder = Hmem::builder().verbs();
+        let mut builder = builder.verbs();
         match simulated_devices().build() {
             Ok(simulated) => {
                 let simulated = Arc::new(simulated);
@@ -187,7 +208,8 @@ impl Machine {
         self.absent.extend(missing);
         for provider in self.hmem.providers().to_vec() {
             let name = provider.name().to_owned();
-            if let Err(error) = self.add(provider, false, "RDMA hardware") {
+            let note = if name == "verbs" { "RDMA hardware" } else { "plug-in" };
+            if let Err(error) = self.add(provider, false, note) {
                 self.absent.push(absent(self, &name, &error));
             }
         }
@@ -218,7 +240,7 @@ impl Machine {
                 self.nics.pop();
                 Err(error)
             }
-            // The check reports every other error.
+            // `hmem check` reports every other error.
             _ => Ok(()),
         }
     }
@@ -234,7 +256,8 @@ impl Machine {
     /// Returns the PCI function at an address that an iface or provider reports.
     ///
     /// # Errors
-    /// The reason in a few words: `what` has no address, or its address is not in the PCIe tree.
+    /// The reason in a few words: `what` has no PCI address, or its address is not in the PCIe
+    /// tree.
     pub fn function(
         &self,
         what: &str,
@@ -254,42 +277,18 @@ impl Machine {
     /// Returns the registered name of an available or unavailable iface.
     #[must_use]
     pub fn iface_name(&self, kind: IfaceKind) -> String {
-        let registry = self.hmem.registry();
-        let started = registry.iter().find(|iface| iface.kind() == kind);
-        let absent = || registry.absent().find(|(absent, _)| *absent == kind);
-        let software = || self.software.iter().find(|(software, _)| *software == kind);
-        (started.map(|iface| iface.name()))
-            .or_else(|| absent()?.1.iface_name_text())
-            .or_else(|| software().map(|(_, name)| name.as_str()))
-            .map_or_else(|| kind.to_string(), str::to_owned)
-    }
-
-    /// Replaces the numbers of plug-ins in a text by their registered names.
-    #[must_use]
-    pub fn named(&self, text: String) -> String {
-        let registry = self.hmem.registry();
-        let kinds = registry.iter().map(|iface| iface.kind());
-        let kinds = kinds.chain(registry.absent().map(|(kind, _)| kind));
-        let mut plug_ins: Vec<_> =
-            kinds.filter(|kind| kind.is_plug_in() && text.contains(&kind.to_string())).collect();
-        // The longest number first: `iface-0x100` is part of `iface-0x1000`.
-        plug_ins.sort_by_key(|kind| std::cmp::Reverse(kind.0));
-        plug_ins
-            .into_iter()
-            .fold(text, |text, kind| text.replace(&kind.to_string(), &self.iface_name(kind)))
-    }
-
-    /// Returns an error as a problem that names plug-ins by their registered names.
-    #[must_use]
-    pub fn problem(&self, error: &Error) -> Problem {
-        Problem::from(error).renamed(|text| self.named(text))
+        let software = self.software.iter().find(|(software, _)| *software == kind);
+        match software {
+            Some((_, name)) => name.clone(),
+            None => self.hmem.registry().name_of(kind).to_string(),
+        }
     }
 
     /// Returns an error as a problem, with its probable cause and remedy if a limit of this process
     /// or container explains it.
     #[must_use]
     pub fn explained(&self, step: Step, error: &Error) -> Problem {
-        let problem = self.problem(error);
+        let problem = Problem::from(error);
         match self.hmem.paths().explain_unavailable(step, error) {
             Some(found) => problem.explained(&found),
             None => problem,
@@ -309,6 +308,13 @@ impl Machine {
         registry.iter().any(|iface| iface.name() == name)
             || registry.absent().any(|(kind, _)| self.iface_name(kind) == name)
             || self.software.iter().any(|(_, software)| software == name)
+    }
+
+    /// Returns whether an available or unavailable provider or NIC has this name.
+    #[must_use]
+    pub fn knows_nic(&self, name: &str) -> bool {
+        self.nics.iter().any(|nic| nic.answers_to(name))
+            || self.absent.iter().any(|absent| absent.answers_to(name))
     }
 
     /// Returns the names of all providers and NICs, including those that are unavailable.
@@ -380,7 +386,7 @@ impl Fabric {
         self.software && self.attr.nic.name == PINNED
     }
 
-    /// Returns whether `name` is the provider's name or the provider's and NIC's (`verbs/mlx5_0`).
+    /// Returns whether `name` is the name of the provider (`verbs`) or of the NIC (`verbs/mlx5_0`).
     #[must_use]
     pub fn answers_to(&self, name: &str) -> bool {
         self.attr.nic.provider == name || self.attr.nic.to_string() == name

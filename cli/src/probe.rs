@@ -42,7 +42,7 @@ pub(crate) fn device(
 ) -> Result<Arc<Decision>> {
     if iface.allocator().is_none() {
         return Err(Error::new(ErrorKind::Unsupported, "allocate")
-            .iface(iface.kind())
+            .iface(iface)
             .device(device)
             .remedy("choose another iface: this one cannot allocate memory to test with"));
     }

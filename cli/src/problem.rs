@@ -1,4 +1,4 @@
-//! Errors in the words of the command: a headline, its causes beneath, and a remedy.
+//! Errors as the command prints them: a headline, the causes beneath it, and a remedy.
 
 use std::{
     error::Error as _,
@@ -17,12 +17,12 @@ pub struct Problem {
     pub headline: String,
     /// The causes, the outermost first.
     pub causes: Vec<String>,
-    /// The step that solves the problem.
+    /// The step that solves the problem, if one is known.
     pub remedy: Option<String>,
+    /// The values of the error, such as `iface=cuda, device=0`. Empty if there are none.
+    pub values: String,
     /// A name that is equal for problems with the same cause.
     pub group: String,
-    /// The whole error on one line, as in the JSON output.
-    line: String,
 }
 
 impl Problem {
@@ -30,16 +30,14 @@ impl Problem {
     #[must_use]
     pub fn new(headline: impl Into<String>) -> Self {
         let headline = headline.into();
-        let (group, line) = (headline.clone(), headline.clone());
-        Self { headline, causes: Vec::new(), remedy: None, group, line }
+        let group = headline.clone();
+        Self { headline, causes: Vec::new(), remedy: None, values: String::new(), group }
     }
 
     /// Adds the step that solves the problem.
     #[must_use]
     pub fn remedy(mut self, remedy: impl Into<String>) -> Self {
-        let remedy = remedy.into();
-        self.line = format!("{}; {remedy}", self.line);
-        self.remedy = Some(remedy);
+        self.remedy = Some(remedy.into());
         self
     }
 
@@ -47,45 +45,48 @@ impl Problem {
     /// used.
     #[must_use]
     pub fn caused_by(mut self, cause: Self) -> Self {
-        self.line = format!("{}: {}", self.line, cause.line);
         self.causes.push(cause.headline);
         self.causes.extend(cause.causes);
         self.remedy = self.remedy.or(cause.remedy);
+        if self.values.is_empty() {
+            self.values = cause.values;
+        }
         self
     }
 
-    /// Adds the probable cause. The cause's remedy replaces the remedy of the error.
+    /// Adds the probable cause. The remedy of the cause replaces the remedy of the problem.
     #[must_use]
     pub fn explained(self, cause: &ProbableCause) -> Self {
-        let line = format!("{}; probable cause: {}", self.reason(), cause.cause);
         let probable = format!("probably, {}", cause.cause);
         let causes = self.causes.into_iter().chain([probable]).collect();
-        Self { line, causes, remedy: None, ..self }.remedy(cause.remedy)
+        Self { causes, ..self }.remedy(cause.remedy)
     }
 
     /// Prints the problem. Causes are printed on lines of their own beneath the headline.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Fails if writing to `out` fails.
     pub fn print(&self, out: &mut dyn Write) -> io::Result<()> {
         if self.causes.is_empty() {
-            let remedy = self.remedy.iter().map(|remedy| format!("; {remedy}"));
-            return writeln!(out, "error: {}{}", self.headline, remedy.collect::<String>());
+            return writeln!(out, "error: {self}");
         }
         writeln!(out, "error: {}", self.headline)?;
         for (depth, cause) in self.causes.iter().enumerate() {
             writeln!(out, "{}cause: {cause}", "  ".repeat(depth + 1))?;
         }
-        match &self.remedy {
-            Some(remedy) => writeln!(out, "  remedy: {remedy}"),
-            None => Ok(()),
+        if let Some(remedy) = &self.remedy {
+            writeln!(out, "  remedy: {remedy}")?;
         }
+        if !self.values.is_empty() {
+            writeln!(out, "  details: {}", self.values)?;
+        }
+        Ok(())
     }
 
     /// Prints the problem as an item of a list, with causes and remedy beneath.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Fails if writing to `out` fails.
     pub fn item(&self, out: &mut dyn Write, head: &str, style: Style) -> io::Result<()> {
         style.item(out, head, &self.headline)?;
         self.details(out, style)
@@ -94,42 +95,36 @@ impl Problem {
     /// Prints causes and remedy beneath an item.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Fails if writing to `out` fails.
     pub fn details(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
         for (depth, cause) in self.causes.iter().enumerate() {
             let indent = "  ".repeat(depth.min(3) + 2);
             style.indented(out, [&indent, &format!("{indent}  ")], &format!("cause: {cause}"))?;
         }
-        match &self.remedy {
-            Some(remedy) => style.detail(out, "remedy:", remedy),
-            None => Ok(()),
+        if let Some(remedy) = &self.remedy {
+            style.detail(out, "remedy:", remedy)?;
         }
+        if !self.values.is_empty() {
+            style.detail(out, "details:", &self.values)?;
+        }
+        Ok(())
     }
 
-    /// Returns the headline and the causes on one line.
+    /// Returns the headline, the causes and the values on one line.
     #[must_use]
     pub fn reason(&self) -> String {
-        let remedy =
-            self.remedy.as_ref().and_then(|remedy| self.line.strip_suffix(remedy.as_str()));
-        remedy.and_then(|line| line.strip_suffix("; ")).unwrap_or(&self.line).to_owned()
-    }
-
-    /// Applies `rename` to every text of the problem.
-    #[must_use]
-    pub fn renamed(self, rename: impl Fn(String) -> String) -> Self {
-        Self {
-            headline: rename(self.headline),
-            causes: self.causes.into_iter().map(&rename).collect(),
-            remedy: self.remedy.map(&rename),
-            group: rename(self.group),
-            line: rename(self.line),
-        }
+        Self { remedy: None, ..self.clone() }.to_string()
     }
 }
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.line)
+        f.write_str(&self.headline)?;
+        self.causes.iter().try_for_each(|cause| write!(f, ": {cause}"))?;
+        if let Some(remedy) = &self.remedy {
+            write!(f, "; {remedy}")?;
+        }
+        if self.values.is_empty() { Ok(()) } else { write!(f, " ({})", self.values) }
     }
 }
 
@@ -160,33 +155,35 @@ impl From<&Error> for Problem {
                     "{}: {} refused: {}",
                     attempt.path,
                     attempt.call,
-                    own(refusal)
+                    refusal.reason()
                 ));
-                causes.extend(attempt.cause.iter().map(|cause| format!("probably {cause}")));
+                causes.extend(attempt.cause.iter().map(|cause| format!("probably, {cause}")));
             }
         }
         if causes.is_empty() {
             let mut source = error.source();
             while let Some(cause) = source {
                 let cause_error = cause.downcast_ref::<Error>();
-                causes.push(cause_error.map_or_else(|| cause.to_string(), own));
+                causes.push(
+                    cause_error.map_or_else(|| cause.to_string(), |it| it.message().to_string()),
+                );
                 source = cause.source();
             }
         }
-        Self {
-            headline: headline(error),
-            causes,
-            remedy: error.remedy_text().map(str::to_owned),
-            group: group(error),
-            line: error.to_string(),
-        }
+        // The headlines of this module already contain the values.
+        let (headline, values) = match headline(error) {
+            Some(headline) => (headline, String::new()),
+            None => (error.message().to_string(), error.values().to_string()),
+        };
+        let remedy = error.remedy_text().map(str::to_owned);
+        Self { headline, causes, remedy, values, group: group(error) }
     }
 }
 
-/// Returns the headline of an error, in plain words if the command has them for this error.
-fn headline(error: &Error) -> String {
+/// Returns a plain headline for some frequent errors, or `None` for all other errors.
+fn headline(error: &Error) -> Option<String> {
     let value = |name| error.context_value(name);
-    match (value("variable"), value("value"), value("library")) {
+    Some(match (value("variable"), value("value"), value("library")) {
         (Some(variable), Some(text), _) if error.kind() == ErrorKind::InvalidArgument => {
             format!("invalid value {text:?} in {variable}")
         }
@@ -202,15 +199,13 @@ fn headline(error: &Error) -> String {
                 None => format!("{subject} cannot be loaded"),
             }
         }
-        (Some(variable), Some(text), _) => format!("{variable}={text}: {}", own(error)),
-        _ if error.operation() == "start iface" => {
-            value("why").map_or_else(|| own(error), |why| format!("not started: {why}"))
-        }
-        _ => own(error),
-    }
+        (Some(variable), Some(text), _) => format!("{variable}={text}: {}", error.message()),
+        _ if error.operation() == "start iface" => format!("not started: {}", value("why")?),
+        _ => return None,
+    })
 }
 
-/// Returns the name of the library that an iface loads.
+/// Returns a name for the kind of library that the error's iface loads.
 fn product(error: &Error) -> &'static str {
     match error.iface_kind() {
         Some(IfaceKind::CUDA) => "CUDA driver",
@@ -220,20 +215,6 @@ fn product(error: &Error) -> &'static str {
         Some(IfaceKind::SYNAPSEAI) => "Gaudi library",
         _ => "library",
     }
-}
-
-/// Returns the error's own message, without trace, source and remedy.
-fn own(error: &Error) -> String {
-    let mut text = error.reason().to_string();
-    let source = error.source().map(|source| format!(": {source}"));
-    if let Some(rest) = source.and_then(|source| text.strip_suffix(&source).map(str::to_owned)) {
-        text = rest;
-    }
-    if !error.trace().is_empty() {
-        let trace = format!(": {}", error.trace());
-        text = text.strip_suffix(&trace).map_or(text.clone(), str::to_owned);
-    }
-    text
 }
 
 /// Returns a name that is equal for errors with the same cause.
@@ -268,6 +249,16 @@ pub fn unknown(sort: &str, name: &str, option: &str, known: &[String]) -> Proble
     }
 }
 
+/// Returns the problem to report for a device that an iface does not have.
+#[must_use]
+pub fn unknown_device(iface: &str, device: u32, known: &[String]) -> Problem {
+    let problem = Problem::new(format!("{iface} has no device {device}"));
+    match known {
+        [] => problem.remedy("leave out --device: this iface has no devices"),
+        _ => problem.remedy(format!("--device takes {}", known.join(", "))),
+    }
+}
+
 /// Prints the problem on stderr.
 pub fn print_on_stderr(problem: &Problem) {
     // An error of stderr cannot be reported anywhere.
@@ -291,8 +282,8 @@ mod tests {
         assert_eq!(
             String::from_utf8(out).unwrap(),
             "error: provider: unavailable\n  \
-             cause: load library: unavailable (library=libx.so)\n    \
-             cause: no such file\n  remedy: install\n"
+             cause: load library: unavailable\n    \
+             cause: no such file\n  remedy: install\n  details: library=libx.so\n"
         );
         assert_eq!(Problem::from(&error).to_string(), error.to_string());
     }

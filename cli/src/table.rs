@@ -6,13 +6,14 @@ use rustix::termios::tcgetwinsize;
 
 use crate::args::Color;
 
-/// Width of output that does not go to a terminal, in columns.
+/// Width of the output, in columns, if stdout is not a terminal.
 const WIDTH: usize = 108;
-/// The narrowest and the widest output, in columns.
+/// Minimum and maximum width of the output, in columns.
 const LIMITS: (usize, usize) = (20, 140);
-/// Spaces between two columns of a table: in a wide terminal, and in a narrow one.
+/// Spaces between two columns of a table. The second, smaller value is used if the table does not
+/// fit with the first.
 const GAPS: [usize; 2] = [2, 1];
-/// The most fields of a list that are printed on lines of their own.
+/// Maximum number of fields that are printed on separate lines. More fields are joined with `;`.
 const FEW_FIELDS: usize = 4;
 /// The no-break space that joins a number and its unit while lines are wrapped.
 const NO_BREAK: char = '\u{a0}';
@@ -51,7 +52,7 @@ pub enum Tone {
 }
 
 impl Tone {
-    /// Returns the parameters of the terminal's escape sequence.
+    /// Returns the parameters of the escape sequence for the tone's colour; `None` for no colour.
     const fn code(self) -> Option<&'static str> {
         match self {
             Self::Good => Some("32"),
@@ -100,7 +101,7 @@ impl Style {
         Self { color, width: columns().unwrap_or(WIDTH) }
     }
 
-    /// Returns the columns of a line.
+    /// Returns the width of the output, in columns.
     #[must_use]
     pub const fn width(self) -> usize {
         self.width
@@ -109,7 +110,7 @@ impl Style {
     /// Prints a heading, wrapped.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Fails if writing to `out` fails.
     pub fn heading(self, out: &mut dyn Write, text: &str) -> io::Result<()> {
         wrap(text, self.width).iter().try_for_each(|line| writeln!(out, "{}", self.bold(line)))
     }
@@ -129,26 +130,27 @@ impl Style {
         }
     }
 
-    /// Prints a line that is indented by two columns. Lines that follow are indented by four.
+    /// Prints a line that is indented by two columns. Continuation lines are indented by four.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Fails if writing to `out` fails.
     pub fn item(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
         self.indented(out, ["  ", "    "], &format!("{head} {text}"))
     }
 
-    /// Prints a line beneath an item, which explains it.
+    /// Prints a line with details beneath an item.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Fails if writing to `out` fails.
     pub fn detail(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
         self.indented(out, ["    ", "      "], &format!("{head} {text}"))
     }
 
-    /// Prints a wrapped text: the first line after `indents[0]`, the others after `indents[1]`.
+    /// Prints a wrapped text: `indents[0]` precedes the first line, and `indents[1]` each other
+    /// line.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Fails if writing to `out` fails.
     pub fn indented(self, out: &mut dyn Write, indents: [&str; 2], text: &str) -> io::Result<()> {
         let used = indents.map(length).into_iter().max().unwrap_or_default();
         for (at, line) in wrap(text, self.width.saturating_sub(used)).iter().enumerate() {
@@ -160,7 +162,7 @@ impl Style {
     /// Prints a table, or its rows as lists if the columns do not fit. An empty line follows.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Fails if writing to `out` fails.
     pub fn print(self, out: &mut dyn Write, table: &Table) -> io::Result<()> {
         match table.widths(self.width) {
             Some((widths, gap)) => table.print(out, &widths, gap, self)?,
@@ -173,10 +175,23 @@ impl Style {
 /// Returns the output's width from `COLUMNS` or the terminal of stdout, within the limits.
 #[must_use]
 pub fn columns() -> Option<usize> {
-    let variable = || std::env::var("COLUMNS").ok()?.trim().parse().ok();
+    let variable = columns_variable().unwrap_or(None);
     let terminal = || tcgetwinsize(io::stdout()).ok().map(|size| usize::from(size.ws_col));
-    let columns = variable().or_else(terminal).filter(|columns| *columns > 0)?;
+    let columns = variable.or_else(terminal).filter(|columns| *columns > 0)?;
     Some(columns.clamp(LIMITS.0, LIMITS.1))
+}
+
+/// Returns the number in `COLUMNS`, or `None` if the variable is unset or empty.
+///
+/// # Errors
+/// The value of the variable, if it is not a decimal number.
+pub fn columns_variable() -> Result<Option<usize>, String> {
+    let Some(value) = std::env::var_os("COLUMNS") else { return Ok(None) };
+    let value = value.to_string_lossy();
+    match value.trim() {
+        "" => Ok(None),
+        number => number.parse().map(Some).map_err(|_| value.into_owned()),
+    }
 }
 
 /// One value of a table.
@@ -199,7 +214,7 @@ impl Cell {
         Self { text: text.to_string(), tone }
     }
 
-    /// Returns the cell of a value that does not exist.
+    /// Returns the cell of a missing value, which prints `-`.
     #[must_use]
     pub fn none() -> Self {
         Self::in_tone("-", Tone::Dim)
@@ -223,7 +238,7 @@ impl Table {
         Self { header, numbers: Vec::new(), rows: Vec::new() }
     }
 
-    /// Aligns columns to the right.
+    /// Marks columns as numbers, which are aligned to the right.
     #[must_use]
     pub fn numbers(mut self, columns: impl IntoIterator<Item = usize>) -> Self {
         self.numbers.extend(columns);
@@ -239,7 +254,7 @@ impl Table {
     /// follows.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Fails if writing to `out` fails.
     pub fn print_columns(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
         if self.widths(style.width).is_some() {
             return style.print(out, self);
@@ -272,7 +287,7 @@ impl Table {
         let room = line.checked_sub(2 + gap * columns.saturating_sub(1))?;
         let mut left = room.checked_sub(least.iter().sum())?;
         let mut widths = least;
-        // Every column gets the same share of the rest, and no more than it needs.
+        // Divides the remaining width equally among the columns that need more.
         while left > 0 {
             let wanting: Vec<_> =
                 (0..columns).filter(|column| widths[*column] < most[*column]).collect();
@@ -305,7 +320,7 @@ impl Table {
         })
     }
 
-    /// Prints one row. Its cells may take several lines, each of which `paint` colours.
+    /// Prints one row. A wrapped cell takes several lines. `paint` colours each of them.
     fn print_row(
         &self,
         out: &mut dyn Write,
@@ -319,7 +334,7 @@ impl Table {
         let lines = wrapped.iter().map(Vec::len).max().unwrap_or(0);
         for line in 0..lines {
             let mut text = String::new();
-            // Blanks are printed only before a part, and not at the end of the line.
+            // Blanks are collected and printed before the next part, so no line ends with blanks.
             let mut blanks = 2;
             for (column, parts) in wrapped.iter().enumerate() {
                 let part = parts.get(line).map_or("", String::as_str);
@@ -347,7 +362,7 @@ impl Table {
             style.indented(out, ["  ", "    "], &style.word(&first.text, first.tone))?;
             let room = style.width.saturating_sub(4);
             let fields = cells.map(|(name, cell)| {
-                // A short field stays on one line.
+                // Keeps a field that fits one line on one line.
                 let short = length(name) + length(&cell.text) + 2 <= room;
                 let blank = if short { NO_BREAK } else { ' ' };
                 format!("{name}:{blank}{}", style.word(&cell.text, cell.tone))
@@ -384,7 +399,8 @@ fn longest_line(text: &str) -> usize {
     text.lines().map(length).max().unwrap_or(0)
 }
 
-/// Joins each number with the unit that follows it.
+/// Replaces the space between a number and its unit by [`NO_BREAK`]. Does the same between `GT/s`
+/// and a number of lanes, such as `x16`.
 fn joined(text: &str) -> String {
     let mut all = String::with_capacity(text.len());
     let mut number = false;
@@ -440,7 +456,7 @@ pub fn wrap(text: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// Returns the parts of a word between which a line may end.
+/// Splits a word into parts between which a line may end.
 fn pieces(word: &str, width: usize) -> Vec<&str> {
     if length(word) <= width {
         return vec![word];

@@ -1,4 +1,4 @@
-//! The built command with fake libraries of Neuron and Gaudi, which the variables name.
+//! The built command with fake Neuron and Gaudi libraries, which environment variables name.
 
 use std::{
     path::PathBuf,
@@ -13,11 +13,11 @@ const LIBRARIES: [&str; 3] =
 const START: [(&str, &str); 2] =
     [("HMEM_NEURON_START_RUNTIME", "1"), ("HMEM_SYNAPSEAI_START_RUNTIME", "1")];
 
-/// Returns the fake library, a dependency that Cargo builds beside this test.
+/// Returns the path of the fake library, which Cargo builds into the folder of this test.
 fn library() -> PathBuf {
-    // Keeps the dependency, since nothing else of it is used.
+    // The only use of the crate by name; otherwise it would be an unused dependency.
     let _: fn() -> hmem_fake_accelerators::Profile = Default::default;
-    let test = std::env::current_exe().expect("this test");
+    let test = std::env::current_exe().expect("the path of this test");
     let library = test.parent().expect("a folder").join("libhmem_fake_accelerators.so");
     assert!(library.exists(), "{} was not built", library.display());
     library
@@ -35,7 +35,7 @@ fn hmem(variables: &[(&str, &str)], arguments: &[&str]) -> Output {
     command.envs(variables.iter().copied()).args(arguments).output().expect("the binary runs")
 }
 
-/// Returns the output on one line.
+/// Returns what the command printed on stdout, on one line.
 fn text(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     text.split_whitespace().collect::<Vec<_>>().join(" ")

@@ -31,31 +31,50 @@ fn command(arguments: &[&str], environment: &[(&str, &str)]) -> Command {
     command
 }
 
-/// Runs the command under a seccomp filter that refuses `userfaultfd` with EPERM, both the system
-/// call and the ioctl of `/dev/userfaultfd`, as profiles of containers do.
-fn hmem_without_userfaultfd(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
+/// Offset of the system call's number in the data of a seccomp filter.
+const NUMBER: u32 = 0;
+
+fn instruction(code: u32, k: u32) -> libc::sock_filter {
+    libc::sock_filter { code: code as u16, jt: 0, jf: 0, k }
+}
+
+/// Returns the instruction that loads a 32-bit word of the filter's data.
+fn load(offset: u32) -> libc::sock_filter {
+    instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset)
+}
+
+/// Returns the instruction that skips the next `jf` instructions unless the loaded word is `k`.
+fn unless(k: u32, jf: u8) -> libc::sock_filter {
+    libc::sock_filter { jf, ..instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k) }
+}
+
+/// Returns the instruction that refuses the system call with EPERM.
+fn refuse() -> libc::sock_filter {
+    instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32)
+}
+
+/// Runs the command under a seccomp filter that refuses `userfaultfd` and `membarrier` with EPERM,
+/// as container profiles do. The filter also refuses the ioctl of `/dev/userfaultfd`.
+fn hmem_in_a_container(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     const USERFAULTFD_IOC_NEW: u32 = 0xaa00;
-    const NUMBER: u32 = 0;
     const SECOND_ARGUMENT: u32 = 24;
-    let instruction = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
-    let load = |offset| instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset);
-    let unless = |k, jf| libc::sock_filter {
-        jf,
-        ..instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k)
-    };
-    let refuse =
-        instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32);
     let filter = [
         load(NUMBER),
         unless(libc::SYS_userfaultfd as u32, 1),
-        refuse,
+        refuse(),
+        unless(libc::SYS_membarrier as u32, 1),
+        refuse(),
         unless(libc::SYS_ioctl as u32, 3),
         load(SECOND_ARGUMENT),
         unless(USERFAULTFD_IOC_NEW, 1),
-        refuse,
-        instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
+        refuse(),
     ];
-    let mut command = command(arguments, environment);
+    filtered(command(arguments, environment), filter.to_vec())
+}
+
+/// Runs a command under a seccomp filter. A system call that no instruction refuses is allowed.
+fn filtered(mut command: Command, mut filter: Vec<libc::sock_filter>) -> Output {
+    filter.push(instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW));
     let restrict = move || {
         let program =
             libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
@@ -91,14 +110,15 @@ fn list<'a>(document: &'a Value, name: &str) -> &'a Vec<Value> {
     document[name].as_array().unwrap_or_else(|| panic!("{name} is no array: {document}"))
 }
 
-/// Asserts that the command ended with this exit status.
+/// Asserts that the command ended with exit status `code`.
 fn ended(output: &Output, code: i32) {
     assert_eq!(output.status.code(), Some(code), "{}\n{}", stdout(output), stderr(output));
 }
 
-/// Asserts that the command failed with exit status 2, these words on stderr and an empty stdout.
-fn refused(output: &Output, words: &[&str]) {
-    ended(output, 2);
+/// Asserts that the command failed with exit status `code`, all `words` on stderr and an empty
+/// stdout.
+fn refused(output: &Output, code: i32, words: &[&str]) {
+    ended(output, code);
     assert_eq!(stdout(output), "");
     let error = stderr(output);
     assert!(error.starts_with("error: "), "{error}");
@@ -108,8 +128,8 @@ fn refused(output: &Output, words: &[&str]) {
     }
 }
 
-/// Returns whether a field has a type: `s`tring, `n`umber, `b`oolean, `a`rray, `o`bject; `?` for
-/// "or null".
+/// Returns whether a value has the JSON type that `kind` names by its first letter: string, number,
+/// boolean, array or object. If `?` follows, null is accepted too.
 fn is_of(value: &Value, kind: &str) -> bool {
     match kind.as_bytes() {
         [_, b'?'] if value.is_null() => true,
@@ -122,7 +142,7 @@ fn is_of(value: &Value, kind: &str) -> bool {
     }
 }
 
-/// Asserts that an object has exactly these fields, and that the document describes them.
+/// Asserts that an object has exactly these fields, and that the schema document describes them.
 fn matches(object: &Value, fields: &[(&str, &str)]) {
     let names: BTreeSet<_> =
         object.as_object().expect("an object").keys().map(String::as_str).collect();
@@ -169,7 +189,8 @@ fn info_lists_ifaces_devices_nics_and_paths_with_reasons() {
 
 /// MON-04
 ///
-/// The monitor is chosen, requested, or refused by name, in text and in JSON.
+/// Covers the automatic choice and a requested monitor that is usable or unavailable, in text and
+/// JSON.
 #[test]
 fn info_shows_the_cache_monitor_with_its_reason() {
     let text = |output: &Output| stdout(output).split_whitespace().collect::<Vec<_>>().join(" ");
@@ -201,22 +222,25 @@ fn info_shows_the_cache_monitor_with_its_reason() {
                     .is_some_and(|why| why.contains("requested"))
             );
         } else {
-            // An unavailable monitor is an error; no other is used instead.
-            refused(&output, &["FI_MR_CACHE_MONITOR", name]);
+            // An unavailable requested monitor is an error. The command does not use another
+            // monitor instead.
+            refused(&output, 1, &["FI_MR_CACHE_MONITOR", name]);
         }
     }
     let unknown = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "kdreg2")]);
     refused(
         &unknown,
+        2,
         &["FI_MR_CACHE_MONITOR", "kdreg2", "memhooks", "userfaultfd", "import", "disabled"],
     );
     let import = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "import")]);
     refused(
         &import,
+        2,
         &["FI_MR_CACHE_MONITOR", "import", "ImportMonitor::new", "Builder::imported_cache_monitor"],
     );
-    let forbidden = hmem_without_userfaultfd(&["info"], &[("FI_MR_CACHE_MONITOR", "uffd")]);
-    refused(&forbidden, &["FI_MR_CACHE_MONITOR", "userfaultfd", "seccomp"]);
+    let forbidden = hmem_in_a_container(&["info"], &[("FI_MR_CACHE_MONITOR", "uffd")]);
+    refused(&forbidden, 1, &["FI_MR_CACHE_MONITOR", "userfaultfd", "seccomp"]);
 }
 
 /// CACHE-12
@@ -259,6 +283,25 @@ fn info_shows_the_cache_limits_and_the_disabling_setting() {
     }
 }
 
+/// DIAG-01
+///
+/// Caches work without `membarrier`, only slower, so the command succeeds.
+#[test]
+fn info_names_the_seccomp_filter_that_slows_cache_lookups() {
+    let free = json(&hmem(&["info", "--json"], &[]));
+    assert!(free["cache"]["fences"].is_null(), "{}", free["cache"]);
+    let output = hmem_in_a_container(&["info"], &[("COLUMNS", "200")]);
+    ended(&output, 0);
+    let text = stdout(&output).split_whitespace().collect::<Vec<_>>().join(" ");
+    let slower = "lookups are correct but slower: membarrier: permission denied, EPERM (1) cause: \
+                  probably, a seccomp filter is active";
+    assert!(text.contains(slower), "{text}");
+    let cache = json(&hmem_in_a_container(&["info", "--json"], &[]))["cache"].clone();
+    for (field, word) in [("fences", "membarrier"), ("remedy", "--security-opt seccomp=")] {
+        assert!(cache[field].as_str().is_some_and(|text| text.contains(word)), "{cache}");
+    }
+}
+
 /// DIAG-01, HM-04
 #[test]
 fn info_json_matches_the_schema_document() {
@@ -279,7 +322,14 @@ fn info_json_matches_the_schema_document() {
     assert_eq!(document["schema"], 2);
     matches(
         &document["cache"],
-        &[("disabled_by", "s?"), ("max_count", "n"), ("max_bytes", "n"), ("merge", "b")],
+        &[
+            ("disabled_by", "s?"),
+            ("max_count", "n"),
+            ("max_bytes", "n"),
+            ("merge", "b"),
+            ("fences", "s?"),
+            ("remedy", "s?"),
+        ],
     );
     let monitor = &document["cache_monitor"];
     matches(
@@ -517,7 +567,7 @@ fn check_covers_the_registration_cache_under_each_monitor() {
             ],
         );
         assert!(row["verified"] == true && row["stale"] == 0 && row["rounds"] == 10_000, "{row}");
-        // Addresses are reused, and lookups hit.
+        // Addresses are reused and lookups hit in some rounds.
         let often = |field: &str| row[field].as_u64().is_some_and(|count| count > 5_000);
         assert!(often("reused") && often("hits"), "{row}");
         let name = |field: &str| row[field].as_str().unwrap_or_default().to_owned();
@@ -540,7 +590,7 @@ fn check_covers_the_registration_cache_under_each_monitor() {
             "{iface} {monitor}: {seen:?}"
         );
     }
-    // Only the NIC that keeps pages is suitable.
+    // Only the NIC that keeps the pages of a registration can have stale registrations.
     let other =
         json(&hmem(&["check", "--quick", "--json", "--provider", "loopback/scalable"], &[]));
     assert_eq!(list(&other, "stale").len(), 0);
@@ -551,8 +601,7 @@ fn check_covers_the_registration_cache_under_each_monitor() {
 /// The check does not fail if seccomp forbids a monitor.
 #[test]
 fn monitor_forbidden_by_seccomp_is_skipped_with_the_reason() {
-    let output =
-        hmem_without_userfaultfd(&["check", "--quick", "--json", "--iface", "system"], &[]);
+    let output = hmem_in_a_container(&["check", "--quick", "--json", "--iface", "system"], &[]);
     ended(&output, 0);
     let document = json(&output);
     for row in list(&document, "stale") {
@@ -565,6 +614,30 @@ fn monitor_forbidden_by_seccomp_is_skipped_with_the_reason() {
             list(&document, "skipped").iter().find(|skipped| skipped["what"] == what.as_str());
         let why = skipped.and_then(|skipped| skipped["why"].as_str()).unwrap_or_default();
         assert!(why.contains("seccomp") && why.contains("EPERM"), "{monitor}: {document}");
+    }
+}
+
+/// DIAG-02, DIAG-03
+#[test]
+fn transfer_that_seccomp_forbids_fails_with_the_cause_and_the_remedy() {
+    let check = command(&["check", "--quick", "--json", "--nic", "loopback/hardware"], &[]);
+    let filter = vec![
+        load(NUMBER),
+        unless(libc::SYS_process_vm_readv as u32, 1),
+        refuse(),
+        unless(libc::SYS_process_vm_writev as u32, 1),
+        refuse(),
+    ];
+    let output = filtered(check, filter);
+    ended(&output, 1);
+    let document = json(&output);
+    let rows = list(&document, "rows");
+    let failed: Vec<_> = rows.iter().filter_map(|row| row["error"].as_str()).collect();
+    assert!(!failed.is_empty(), "{document}");
+    for error in failed {
+        for words in ["process_vm_readv", "probably, a seccomp filter", "security-opt"] {
+            assert!(error.contains(words), "{words} is not in: {error}");
+        }
     }
 }
 
@@ -585,7 +658,8 @@ fn check_of_an_unavailable_iface_fails_with_the_reason() {
             .iter()
             .find(|skipped| skipped["what"] == format!("iface {name}"))
             .expect("skipped");
-        assert!(why["why"].as_str().is_some_and(|why| why.contains(name)), "{why}");
+        let why = why["why"].as_str().unwrap_or_default();
+        assert!(why.contains(&format!("HMEM_{}_LIBRARY", name.to_uppercase())), "{why}");
     }
 }
 
@@ -637,7 +711,7 @@ fn check_covers_only_the_selected_size_path_and_nic() {
 
 /// HM-12, P2P-02
 ///
-/// The command reads libfabric's environment variables.
+/// The variables are libfabric's `FI_HMEM` and `FI_HMEM_DISABLE_P2P`.
 #[test]
 fn environment_filters_ifaces_and_forbids_direct_access() {
     let output = hmem(&["info", "--json"], &[("FI_HMEM", "system")]);
@@ -665,22 +739,28 @@ fn environment_filters_ifaces_and_forbids_direct_access() {
 /// HM-12
 #[test]
 fn wrong_arguments_and_variables_exit_with_status_2() {
-    refused(&hmem(&["info"], &[("FI_HMEM", "system,nonsense")]), &["nonsense", "FI_HMEM"]);
+    refused(&hmem(&["info"], &[("FI_HMEM", "system,nonsense")]), 2, &["nonsense", "FI_HMEM"]);
     refused(
         &hmem(&["check"], &[("FI_HMEM_DISABLE_P2P", "maybe")]),
+        2,
         &["FI_HMEM_DISABLE_P2P", "maybe"],
     );
-    refused(&hmem(&["check", "--iface", "nonsense"], &[]), &["--iface", "nonsense", "simulated"]);
+    refused(
+        &hmem(&["check", "--iface", "nonsense"], &[]),
+        2,
+        &["--iface", "nonsense", "simulated"],
+    );
     refused(
         &hmem(&["check", "--provider", "nonsense"], &[]),
+        2,
         &["--nic takes", "nonsense", "loopback/hardware"],
     );
-    refused(&hmem(&["check", "--path", "nonsense"], &[]), &["--path", "nonsense", "staged"]);
-    refused(&hmem(&["check", "--bytes", "0"], &[]), &["--bytes", "at least one byte"]);
-    refused(&hmem(&["check", "--bytes", "999999999GiB"], &[]), &["--bytes", "fewer"]);
-    refused(&hmem(&["check", "--bytes", "many"], &[]), &["--bytes", "many"]);
-    refused(&hmem(&["--color", "purple", "info"], &[]), &["purple", "never"]);
-    refused(&hmem(&["frobnicate"], &[]), &["frobnicate"]);
+    refused(&hmem(&["check", "--path", "nonsense"], &[]), 2, &["--path", "nonsense", "staged"]);
+    refused(&hmem(&["check", "--bytes", "0"], &[]), 2, &["--bytes", "at least one byte"]);
+    refused(&hmem(&["check", "--bytes", "999999999GiB"], &[]), 1, &["--bytes", "fewer"]);
+    refused(&hmem(&["check", "--bytes", "many"], &[]), 2, &["--bytes", "many"]);
+    refused(&hmem(&["--color", "purple", "info"], &[]), 2, &["purple", "never"]);
+    refused(&hmem(&["frobnicate"], &[]), 2, &["frobnicate"]);
 }
 
 #[test]

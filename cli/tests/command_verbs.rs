@@ -1,5 +1,5 @@
 //! `hmem info`, `check` and `perf` with the RDMA devices of `HMEM_VERBS_DEVICE` and
-//! `HMEM_VERBS_SECOND_DEVICE`, also with devices that cannot be used.
+//! `HMEM_VERBS_SECOND_DEVICE`, including devices that are unusable.
 
 mod hmem_process;
 #[path = "../../tests/trials/mod.rs"]
@@ -34,7 +34,8 @@ trials! {
 /// The uid of a user without privileges.
 const NOBODY: u32 = 65534;
 
-/// Returns the RDMA devices to test. A lock serialises the tests, since some disable a device.
+/// Returns the names of the RDMA devices to test, with a lock. The lock serialises the tests, since
+/// some tests disable a device.
 fn devices() -> Result<(String, Option<String>, MutexGuard<'static, ()>), Skipped> {
     static ALONE: Mutex<()> = Mutex::new(());
     let named = |variable| std::env::var(variable).ok().filter(|name| !name.is_empty());
@@ -45,7 +46,8 @@ fn devices() -> Result<(String, Option<String>, MutexGuard<'static, ()>), Skippe
     Ok((first, named("HMEM_VERBS_SECOND_DEVICE"), alone))
 }
 
-/// Returns the second RDMA device, which a test may disable, with the lock of [`devices`].
+/// Returns the name of the second RDMA device, which a test may disable, with the lock of
+/// [`devices`].
 fn second() -> Result<(String, MutexGuard<'static, ()>), Skipped> {
     let (_, second, alone) = devices()?;
     let second =
@@ -107,7 +109,7 @@ fn check_moves_verified_bytes_through_the_device() -> Outcome {
     Ok(())
 }
 
-/// Returns the path of a device's node below `/dev/infiniband`.
+/// Returns the path of a device's device node in `/dev/infiniband`.
 fn node(device: &str) -> PathBuf {
     let verbs = fs::read_dir("/sys/class/infiniband_verbs").expect("the kernel's list");
     let named = |path: &PathBuf| {
@@ -118,7 +120,7 @@ fn node(device: &str) -> PathBuf {
     PathBuf::from("/dev/infiniband").join(folder.expect("the device").file_name().expect("a name"))
 }
 
-/// Restores the permissions of a node on drop.
+/// Restores the permissions of a device node on drop.
 struct Restore(PathBuf, Permissions);
 
 impl Drop for Restore {
@@ -132,7 +134,7 @@ fn device_without_permission_is_listed_with_the_reason() -> Outcome {
     let node = node(&second);
     let before = fs::metadata(&node).expect("the node").permissions();
     let _restore = Restore(node.clone(), before);
-    fs::set_permissions(&node, Permissions::from_mode(0o600)).expect("take it away");
+    fs::set_permissions(&node, Permissions::from_mode(0o600)).expect("the permissions are changed");
     let nic = format!("verbs/{second}");
 
     let nobody = |subcommand, arguments: &[&str]| {
@@ -143,8 +145,10 @@ fn device_without_permission_is_listed_with_the_reason() -> Outcome {
     let document = document_of(&nobody("info", &["--json"]));
     assert!(rows(&document, "providers", &second).is_empty(), "{document}");
     let absent = document["absent"].as_array().expect("a list");
-    let entry =
-        absent.iter().find(|entry| entry["what"] == format!("NIC {nic}")).expect("it is listed");
+    let entry = absent
+        .iter()
+        .find(|entry| entry["what"] == format!("NIC {nic}"))
+        .expect("the device is listed");
     for word in ["ibv_open_device", "EACCES", "/dev/infiniband"] {
         assert!(entry["why"].as_str().is_some_and(|why| why.contains(word)), "{word}: {entry}");
     }

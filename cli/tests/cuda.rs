@@ -7,11 +7,11 @@ use std::{
 
 use serde_json::Value;
 
-/// Returns the fake driver's library, a dependency that Cargo builds beside this test.
+/// Returns the path of the fake driver library, which Cargo builds into the folder of this test.
 fn library() -> PathBuf {
-    // Keeps the dependency, since nothing else of it is used.
+    // The only use of the crate by name; otherwise it would be an unused dependency.
     let _: fn() -> Vec<hmem_fake_cuda::Profile> = hmem_fake_cuda::Profile::all;
-    let test = std::env::current_exe().expect("this test");
+    let test = std::env::current_exe().expect("the path of this test");
     let library = test.parent().expect("a folder").join("libhmem_fake_cuda.so");
     assert!(library.exists(), "{} was not built", library.display());
     library
@@ -89,7 +89,7 @@ fn info_shows_gdrcopy_or_the_reason_for_its_absence() {
             "{words} is not in {text}"
         );
     };
-    // Not a library.
+    // A text file cannot be loaded as a library.
     std::fs::write(&place, "text").expect("a file");
     look(false, "libgdrapi.so.2: unavailable:");
     std::fs::remove_file(&place).expect("written just now");
@@ -100,7 +100,8 @@ fn info_shows_gdrcopy_or_the_reason_for_its_absence() {
 
 /// MON-04
 ///
-/// The monitor hooks the driver library's functions that free memory, if possible.
+/// `HMEM_CUDA_MONITOR` selects the monitor. The default is `cuda-hooks+identity` if the driver's
+/// functions can be hooked.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn info_shows_the_monitor_of_cuda_memory_with_its_reason() {
@@ -174,7 +175,10 @@ fn driver_that_does_not_start_is_listed_with_reason_and_remedy() {
         for word in words {
             assert!(listed.contains(word), "{word} is not in {listed}");
         }
-        assert!(info["devices"].to_string().contains("simulated"), "the other ifaces go on");
+        assert!(
+            info["devices"].to_string().contains("simulated"),
+            "the other ifaces stay available"
+        );
     }
 }
 

@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeSet,
     process::{Command, Output},
+    sync::Arc,
 };
 
 use hmem::{
@@ -13,7 +14,14 @@ use hmem::{
     provider::Imports,
     system::{SIMULATED, Simulated},
 };
-use hmem_cli::{args::ExplainArgs, explain::explain, info, machine::Machine, table::Style};
+use hmem_cli::{
+    args::ExplainArgs,
+    explain::explain,
+    info,
+    machine::{Absent, Machine},
+    problem::Problem,
+    table::Style,
+};
 use serde_json::Value;
 
 const SCHEMA: &str = include_str!("../../docs/explain-schema.md");
@@ -76,6 +84,27 @@ const WIRING: [&str; 7] = [
     "findings",
 ];
 const WAY: [&str; 5] = ["distance", "numa_unknown", "hops", "redirection", "ports"];
+
+/// DIAG-01
+#[test]
+fn unavailable_nic_of_a_selected_provider_is_listed() {
+    let hmem = Hmem::builder().without_vendor_ifaces().build().expect("hmem");
+    let mut machine = Machine::new(hmem);
+    let loopback = Loopback::builder().nic("hardware").build().expect("a provider");
+    machine.add(Arc::new(loopback), true, "").expect("a NIC");
+    let why = Problem::new("no io_uring");
+    machine.absent.push(Absent { sort: "NIC", name: "loopback/pinned".into(), why });
+    for (nic, listed) in [
+        (None, 1),
+        (Some("loopback"), 1),
+        (Some("loopback/pinned"), 1),
+        (Some("loopback/hardware"), 0),
+    ] {
+        let args = ExplainArgs { nic: nic.map(str::to_owned), ..ExplainArgs::default() };
+        let report = explain(&machine, &args).expect("a report");
+        assert_eq!(report.skipped.len(), listed, "{nic:?}");
+    }
+}
 
 /// DIAG-01, P2P-03
 #[test]
@@ -158,7 +187,7 @@ fn explain_covers_the_selected_pair_under_the_policy() {
 
 /// DIAG-03, P2P-03
 #[test]
-fn remedy_of_a_refused_path_stands_beside_its_attempt_without_fulfilled_advice() {
+fn remedy_of_a_refused_path_is_printed_with_its_attempt() {
     let wide = [("COLUMNS", "140")];
     let pair =
         ["explain", "--iface", "simulated", "--device", "0", "--nic", "loopback/peer-memory"];
@@ -179,7 +208,7 @@ fn remedy_of_a_refused_path_stands_beside_its_attempt_without_fulfilled_advice()
     assert!(paths.contains("to use dma-buf: use a NIC"), "{paths}");
     assert!(!paths.contains("load a peer-memory client") && !paths.contains("remedy:"), "{paths}");
 
-    // Without a path, the remedies are steps to take.
+    // If no path was chosen, the remedies have the label `remedy:`.
     let forbidden = [("FI_HMEM_DISABLE_P2P", "1"), wide[0]];
     let output = hmem(&[&pair[..], &["--policy", "required"]].concat(), &forbidden);
     assert!(ended(&output, 1).contains("\n  remedy: "), "{output:?}");
@@ -231,7 +260,7 @@ fn placed(name: &str, devices: [&str; 2], nics: [(&str, &str); 2]) -> Machine {
         let imports = Imports { staged: true, ..Imports::default() };
         let nic =
             Loopback::builder().nic(nic).pci_bus_id(address).imports(imports).build().unwrap();
-        machine.add(std::sync::Arc::new(nic), true, "for tests").unwrap();
+        machine.add(Arc::new(nic), true, "for tests").unwrap();
     }
     let path =
         format!("{}/../p2p/tests/fixtures/topology/{name}.tar.gz", env!("CARGO_MANIFEST_DIR"));
@@ -240,7 +269,8 @@ fn placed(name: &str, devices: [&str; 2], nics: [(&str, &str); 2]) -> Machine {
 }
 
 fn dgx() -> Machine {
-    // As the CUDA driver writes addresses; ordinal 0 is the box's third GPU.
+    // Addresses with the eight-digit domain that the CUDA driver reports. Device 0 is the machine's
+    // third GPU.
     placed(
         "dgx-a100",
         ["00000000:47:00.0", "00000000:07:00.0"],
@@ -250,7 +280,7 @@ fn dgx() -> Machine {
 
 /// DIAG-01, P2P-05
 ///
-/// The distance depends on the address of a device and not on its ordinal.
+/// The distance depends on the PCI address of a device, not on its ordinal.
 #[test]
 fn info_shows_the_distance_of_each_pair() {
     let inventory = info::inventory(&dgx());
@@ -274,7 +304,8 @@ fn info_shows_the_distance_of_each_pair() {
     info::text(&mut text, &inventory, Style::plain()).unwrap();
     assert!(String::from_utf8(text).unwrap().contains("staged (PXB)"));
 
-    // Devices outside the tree and without an address have a reason.
+    // The distance is unknown, with a reason, for addresses outside the tree and malformed
+    // addresses.
     let elsewhere = placed(
         "laptop",
         ["0000:ee:00.0", "0000:01:00.0"],

@@ -1,4 +1,5 @@
-//! `hmem perf`: the built command with both sides in one process, and with foreign peers.
+//! `hmem perf`: the built command with both sides in one process, and with peers that the tests
+//! imitate.
 
 mod hmem_process;
 
@@ -11,7 +12,7 @@ use std::{
 
 use clap::Parser;
 use hmem_cli::{
-    Failure,
+    Outcome,
     args::Cli,
     machine::{Absent, Machine},
     run_on,
@@ -175,27 +176,43 @@ fn wrong_arguments_are_refused_on_one_line() {
     }
 }
 
-/// An unavailable NIC is missing hardware: exit status 1. An unknown one is a wrong argument.
+/// An unavailable iface or NIC ends a command with status 1. An unknown one is a bad command line:
+/// status 2.
 #[test]
-fn perf_without_a_nic_is_a_failure_and_no_wrong_argument() {
+fn unavailable_hardware_exits_with_status_1_and_not_2() {
     let hmem = hmem::Hmem::builder().without_vendor_ifaces().build().expect("host memory");
     let mut machine = Machine::new(hmem);
     let why = "the library libibverbs.so.1 cannot be loaded".into();
     machine.absent.push(Absent { sort: "provider", name: "verbs".into(), why });
-    for (arguments, missing) in [
-        (&["localhost"][..], true),
-        (&["--server"], true),
-        (&["--loopback"], true),
-        (&["--server", "--nic", "verbs"], true),
-        (&["--server", "--nic", "nonsense"], false),
+    let why = "no io_uring".into();
+    machine.absent.push(Absent { sort: "NIC", name: "loopback/pinned".into(), why });
+    let status = |words: &[&str]| {
+        let cli = Cli::try_parse_from(["hmem"].iter().chain(words)).expect("a valid command line");
+        match run_on(&machine, &cli.command, Style::plain(), &mut Vec::new()) {
+            Ok(Outcome::Passed) => 0,
+            Ok(Outcome::Failed) => 1,
+            Err(failure) => failure.status(),
+        }
+    };
+    for (option, name, expected) in [
+        ("--nic", "verbs", 1),
+        ("--nic", "verbs/mlx5_0", 1),
+        ("--nic", "loopback/pinned", 1),
+        ("--nic", "loopback/other", 2),
+        ("--nic", "nonsense", 2),
+        ("--iface", "cuda", 1),
+        ("--iface", "nonsense", 2),
     ] {
-        let words = [&["hmem", "perf"], arguments].concat();
-        let cli = Cli::try_parse_from(words).expect("a valid command line");
-        let ended = run_on(&machine, &cli.command, Style::plain(), &mut Vec::new());
-        let failure = ended.expect_err("no NIC");
-        assert_eq!(matches!(failure, Failure::Measurement(_)), missing, "{failure:?}");
-        assert_eq!(matches!(failure, Failure::Usage(_)), !missing, "{failure:?}");
+        for command in [&["check"][..], &["explain"], &["perf", "localhost"], &["perf", "--server"]]
+        {
+            let words = [command, &[option, name]].concat();
+            assert_eq!(status(&words), expected, "{words:?}");
+        }
     }
+    for command in [&["perf", "localhost"][..], &["perf", "--server"], &["perf", "--loopback"]] {
+        assert_eq!(status(command), 1, "{command:?}");
+    }
+    assert_eq!(status(&["info"]), 0);
 }
 
 #[test]
@@ -228,7 +245,7 @@ fn request(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     message(json!({ "request": request }).to_string().as_bytes())
 }
 
-/// Returns malformed messages, each with words of the expected error.
+/// Returns malformed byte sequences, each with words of the expected error.
 fn malformed() -> Vec<(Vec<u8>, &'static str)> {
     vec![
         (vec![], "hung up"),
@@ -242,10 +259,10 @@ fn malformed() -> Vec<(Vec<u8>, &'static str)> {
         ([greeting(1), vec![0, 0, 1, 0, b'{']].concat(), "hung up"),
         (message(b""), "EOF"),
         (message(b"\x1b[2J\n\n"), "expected value"),
-        (message(&[b'['; 10_000]), "wrong="),
+        (message(&[b'['; 10_000]), "expected value"),
         (message(br#""nonsense""#), "unknown variant"),
         (message(br#""running""#), "message=running"),
-        (message(br#"{"failed":{"why":"first\nsecond\u001b[31m"}}"#), "why=first second"),
+        (message(br#"{"failed":{"why":"first\nsecond\u001b[31m"}}"#), ": first second"),
     ]
 }
 
@@ -279,8 +296,8 @@ fn malformed_client_is_reported_on_one_line_at_the_server() {
     for (bytes, word) in all {
         let mut server = self::server(&[]);
         for port in [server.port, persistent.port] {
-            let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("it listens");
-            // The other side may have closed the connection after the first bytes.
+            let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("the server listens");
+            // Ignores errors, since the other side may close the connection after the first bytes.
             let _ = stream.write_all(&bytes);
             let _ = stream.shutdown(Shutdown::Write);
             let _ = stream.read_to_end(&mut Vec::new());
@@ -318,7 +335,7 @@ fn malformed_server_is_reported_at_the_client() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = listener.local_addr().expect("an address").port().to_string();
         let server = thread::spawn(move || {
-            let (mut stream, _) = listener.accept().expect("the client comes");
+            let (mut stream, _) = listener.accept().expect("the client connects");
             let _ = stream.write_all(&bytes);
             let _ = stream.shutdown(Shutdown::Write);
             let _ = stream.read_to_end(&mut Vec::new());
@@ -329,14 +346,14 @@ fn malformed_server_is_reported_at_the_client() {
     }
 }
 
-/// The deadline applies to the whole message and not to each byte. A test in `src/perf/wire.rs`
-/// uses a shorter deadline.
+/// The deadline for receiving a message applies to the whole message, not to each byte. A test in
+/// `src/perf/wire.rs` uses a shorter deadline.
 #[test]
 #[ignore = "waits for the ten seconds that a peer has to answer"]
 fn silent_peer_times_out() {
     let mut server = self::server(&[]);
-    let mut stream = TcpStream::connect(("127.0.0.1", server.port)).expect("it listens");
-    stream.read_exact(&mut greeting(1)).expect("its greeting");
+    let mut stream = TcpStream::connect(("127.0.0.1", server.port)).expect("the server listens");
+    stream.read_exact(&mut greeting(1)).expect("the greeting of the server");
     // Sends a byte each second until the server closes the connection.
     stream.set_read_timeout(Some(Duration::from_secs(1))).expect("a socket");
     let trickle = thread::spawn(move || {

@@ -21,25 +21,26 @@ trials! {
     operations_move_verified_bytes_between_processes,
     /// HM-14, P2P-06
     ///
-    /// The device's copies read the bytes that the NIC wrote.
+    /// The simulated device's copies return the bytes that the NIC wrote.
     operations_move_verified_device_bytes_between_processes,
     persistent_server_serves_one_client_after_another,
     client_reports_a_server_killed_mid_transfer,
     server_survives_a_client_killed_mid_transfer,
     altered_handshake_is_refused,
-    /// The handshake names the queue pair and the region of a server that has ended.
+    /// The handshake contains the queue pair and the remote key of a server that has exited.
     stale_handshake_is_refused_on_both_sides,
     unknown_device_is_refused_with_the_known_ones,
     port_without_a_server_is_refused_with_the_remedy,
 }
 
-/// The RDMA device, locked for one test, since each test counts its resources.
+/// The RDMA device to test, with a lock. Tests run one at a time, since each counts the RDMA
+/// resources.
 struct Device {
     nic: String,
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Returns the device to test on. Without a device name the test is skipped. If the named device is
+/// Returns the device to test. Without a device name the test is skipped. If the named device is
 /// absent, the test fails.
 fn device() -> Result<Device, Skipped> {
     static ALONE: Mutex<()> = Mutex::new(());
@@ -87,7 +88,7 @@ impl Device {
     }
 }
 
-/// A small measurement, since an emulated processor is slow.
+/// Arguments for a short measurement, since the tests may run on a slow emulated processor.
 const FEW: [&str; 4] = ["--iterations", "20", "--depth", "3"];
 
 fn operations_move_verified_bytes_between_processes() -> Outcome {
@@ -153,12 +154,12 @@ fn persistent_server_serves_one_client_after_another() -> Outcome {
     Ok(())
 }
 
-/// Starts a client that transfers for minutes, and waits for its first transfers.
+/// Starts a client that transfers for minutes, and waits until transfers run.
 fn transferring(device: &Device, port: u16, op: &str) -> (Child, Relay) {
     let (running, told) = mpsc::channel();
     let relay = Relay::to(port, move |from, message| {
         if from == From::Client && *message == json!("running") {
-            // The client sends the message repeatedly.
+            // The client repeats this message. The receiver may be gone after the first one.
             let _ = running.send(());
         }
     });
@@ -180,7 +181,7 @@ fn client_reports_a_server_killed_mid_transfer() -> Outcome {
         let (client, relay) = transferring(&device, server.port, op);
         // Dropping the handle kills the server.
         drop(server);
-        let output = client.wait_with_output().expect("it ends");
+        let output = client.wait_with_output().expect("the process ends");
         refused(&output, 1, &["; "]);
         relay.join();
     }
@@ -194,8 +195,8 @@ fn server_survives_a_client_killed_mid_transfer() -> Outcome {
     let before = resources();
     for op in ["write", "send"] {
         let (mut client, relay) = transferring(&device, server.port, op);
-        client.kill().expect("it can be killed");
-        client.wait().expect("it ends");
+        client.kill().expect("the process is killed");
+        client.wait().expect("the process ends");
         one_line(&server.next_line(), &["hung up"]);
         relay.join();
         assert_eq!(resources(), before, "the client leaves nothing behind");
@@ -214,7 +215,7 @@ fn flip(bytes: &mut Value, index: usize) {
     bytes[index] = json!(byte ^ 1);
 }
 
-/// Replaces a key by a well-formed one that no region has.
+/// Replaces a remote key with a well-formed key that no region has.
 fn forge(key: &mut Value) {
     let bytes: Vec<u8> = serde_json::from_value(key.clone()).expect("bytes");
     let real = RemoteKey::from_bytes(&bytes).expect("a key");
@@ -253,7 +254,7 @@ fn altered_handshake_is_refused() -> Outcome {
         });
         let output = device.client(relay.port, &["--size", "64", "--iterations", "4"]);
         refused(&output, 1, words);
-        // One side detects the error, and the other prints it as well.
+        // One side detects the error, and the server prints it in either case.
         one_line(&server.next_line(), words);
         assert_eq!(server.status(), Some(1));
         relay.join();

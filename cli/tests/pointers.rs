@@ -25,14 +25,14 @@ const SCHEMA: &str = include_str!("../../docs/explain-schema.md");
 
 const IFACES: [&str; 7] = ["cuda", "neuron", "rocr", "simulated", "synapseai", "system", "ze"];
 
-/// Returns a fake library, a dependency that Cargo builds beside this test.
+/// Returns the path of a fake library, which Cargo builds into the folder of this test.
 fn library(name: &str) -> PathBuf {
-    // Keeps the dependencies, since nothing else of them is used.
+    // The only uses of the crates by name; otherwise they would be unused dependencies.
     let _: fn() -> Vec<hmem_fake_cuda::Profile> = hmem_fake_cuda::Profile::all;
     let _: fn() -> Vec<hmem_fake_rocr::Profile> = hmem_fake_rocr::Profile::all;
     let _: fn() -> Vec<hmem_fake_ze::Profile> = hmem_fake_ze::Profile::all;
     let _: fn() -> hmem_fake_accelerators::Profile = Default::default;
-    let test = std::env::current_exe().expect("this test");
+    let test = std::env::current_exe().expect("the path of this test");
     let library = test.parent().expect("a folder").join(format!("libhmem_fake_{name}.so"));
     assert!(library.exists(), "{} was not built", library.display());
     library
@@ -65,14 +65,14 @@ fn pointers(document: &Value) -> &[Value] {
     document["pointers"].as_array().unwrap_or_else(|| panic!("no pointers: {document}"))
 }
 
-/// Returns the words that the refusal of a device pointer contains.
+/// Returns the words that the error of a refused device pointer must contain.
 fn words(entry: &Value) -> &str {
     match entry["sort"].as_str() {
         Some("past-end") => "one past the end of an allocation",
         Some("freed") => "it was freed",
         Some("null") => "which is null",
         Some("foreign") if entry["owner"] == "system" => "is host memory",
-        Some("foreign") => "the memory belongs to another iface",
+        Some("foreign") => "name the iface that owns the memory",
         _ => panic!("{entry}"),
     }
 }
@@ -147,7 +147,7 @@ fn text_shows_each_selected_sort_with_its_remedy() {
     assert_eq!(hmem(&["--pointer", "dangling"]).status.code(), Some(2));
 }
 
-/// Simulated memory that the iface reports as allocated after it was freed.
+/// A simulated iface that still reports memory as allocated after it was freed.
 #[derive(Debug)]
 struct Stale {
     simulated: Simulated,
@@ -176,7 +176,8 @@ unsafe impl Iface for Stale {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller upholds the contract of this method, which is the same.
+        // SAFETY: the caller upholds the contract of this method, and the forwarded call has the
+        // same contract.
         unsafe { self.simulated.copy(to, from, len) }
     }
 
@@ -188,14 +189,18 @@ unsafe impl Iface for Stale {
 #[allow(unsafe_code, reason = "freeing is unsafe")]
 impl Allocator for Stale {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        let allocation = self.simulated.allocator().expect("it allocates").allocate(request)?;
+        let allocation =
+            self.simulated.allocator().expect("the simulated iface allocates").allocate(request)?;
         *self.last.lock().unwrap() = Some(allocation);
         Ok(allocation)
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        // SAFETY: the caller upholds the contract of this method, which is the same.
-        unsafe { self.simulated.allocator().expect("it allocates").free(allocation) }
+        // SAFETY: the caller upholds the contract of this method, and the forwarded call has the
+        // same contract.
+        unsafe {
+            self.simulated.allocator().expect("the simulated iface allocates").free(allocation)
+        }
     }
 }
 

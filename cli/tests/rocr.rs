@@ -7,11 +7,11 @@ use std::{
 
 use serde_json::Value;
 
-/// Returns the fake runtime's library, a dependency that Cargo builds beside this test.
+/// Returns the path of the fake runtime library, which Cargo builds into the folder of this test.
 fn library() -> PathBuf {
-    // Keeps the dependency, since nothing else of it is used.
+    // The only use of the crate by name; otherwise it would be an unused dependency.
     let _: fn() -> Vec<hmem_fake_rocr::Profile> = hmem_fake_rocr::Profile::all;
-    let test = std::env::current_exe().expect("this test");
+    let test = std::env::current_exe().expect("the path of this test");
     let library = test.parent().expect("a folder").join("libhmem_fake_rocr.so");
     assert!(library.exists(), "{} was not built", library.display());
     library
@@ -56,7 +56,8 @@ fn info_lists_the_devices_of_a_runtime_library_and_the_path_to_each_nic() {
 
 /// CACHE-12 MON-04
 ///
-/// The variable disables the monitor of this iface only.
+/// The value 0 of the variable disables the monitor of ROCr memory. The command refuses a value
+/// that it cannot parse.
 #[test]
 fn info_shows_the_monitor_and_the_variable_that_disables_it() {
     const VARIABLE: &str = "FI_MR_ROCR_CACHE_MONITOR_ENABLED";
@@ -79,7 +80,7 @@ fn info_shows_the_monitor_and_the_variable_that_disables_it() {
 #[test]
 fn runtime_that_does_not_start_is_listed_with_its_reason_and_remedy() {
     let output = hmem("7.2;hsa_init=4104", &[], &["info", "--json"]);
-    assert!(output.status.success(), "the other ifaces go on");
+    assert!(output.status.success(), "the other ifaces stay available");
     let info = json(&output);
     let rocr = iface(&info).to_string();
     for words in ["HSA_STATUS_ERROR_OUT_OF_RESOURCES", "hsa_init"] {

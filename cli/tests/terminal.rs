@@ -23,14 +23,15 @@ fn recording(name: &str) -> String {
     format!("{}/../p2p/tests/fixtures/topology/{name}.tar.gz", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Asserts that no line is wider than `width`, and that identifiers and numbers are whole.
+/// Asserts that no line is wider than `width`, that units stand beside their numbers, and that each
+/// text in `whole` is on one line.
 fn fits(output: &Output, width: usize, whole: &[&str]) {
     let printed = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{printed}{}", text(&output.stderr));
     for line in printed.lines() {
         assert!(line.chars().count() <= width, "wider than {width}: {line}");
         assert_eq!(line, line.trim_end(), "blanks at the end of: {line}");
-        // A unit at the start of a line lost its number on the line before.
+        // A unit at the start of a line was separated from its number.
         let first = line.trim_start_matches(|c: char| !c.is_ascii_alphanumeric());
         let unit = first.split([' ', ',', ';']).next().unwrap_or_default();
         assert!(!["KiB", "MiB", "GiB", "GT/s", "transfers/s"].contains(&unit), "{line}");
@@ -67,7 +68,7 @@ fn output_fits_terminals_of_60_and_40_columns() {
 /// Names and values of environment variables.
 type Variables<'a> = [(&'a str, &'a str)];
 
-/// Opens a pseudoterminal of this width and returns its two ends.
+/// Opens a pseudoterminal of this width. Returns the controlling end and the terminal end.
 ///
 /// The number of rows is 0, as after `stty cols` on a new terminal.
 fn terminal(columns: u16) -> (File, OwnedFd) {
@@ -99,12 +100,12 @@ fn on_terminal(mut command: Command, columns: u16, stdout: bool) -> String {
     drop(command);
     let mut printed = Vec::new();
     let _ = controller.read_to_end(&mut printed);
-    assert!(child.wait().expect("it ends").success());
+    assert!(child.wait().expect("the process ends").success());
     String::from_utf8(printed).expect("UTF-8")
 }
 
 #[test]
-fn width_is_that_of_the_terminal() {
+fn output_is_no_wider_than_the_terminal() {
     let printed = on_terminal(hmem("--color", &["never", "info"]), 40, true);
     assert!(printed.contains("loopback/peer-memory"), "{printed}");
     for line in printed.lines() {
@@ -122,7 +123,35 @@ fn progress_bar_of_perf_is_printed_only_on_terminals() {
     assert!(!text(&output.stdout).contains("bandwidth of"));
 }
 
-/// The test kills the command after its first row, and the other rows are not printed.
+/// No line of the output contains both a visible bar and a row, and each bar is narrower than the
+/// terminal.
+#[test]
+fn progress_bar_of_perf_is_erased_before_each_row_and_never_wraps() {
+    let perf = ["--loopback", "--color", "never", "--size", "8,16", "--iterations", "20"];
+    for columns in [80, 40] {
+        let (mut controller, terminal) = terminal(columns);
+        let mut command = hmem("perf", &perf);
+        command.stderr(terminal.try_clone().expect("a descriptor")).stdout(terminal);
+        let mut child = command.spawn().expect("the command starts");
+        drop(command);
+        let mut printed = Vec::new();
+        let _ = controller.read_to_end(&mut printed);
+        assert!(child.wait().expect("the process ends").success());
+        let printed = String::from_utf8(printed).expect("UTF-8");
+        assert!(printed.contains("\u{2591} 1/4 "), "{printed:?}");
+        for line in printed.lines() {
+            let mut states: Vec<_> = line.split("\r\x1b[2K").collect();
+            let left = states.pop().unwrap_or_default();
+            assert!(!left.contains('\u{2591}'), "a row follows the bar: {line:?}");
+            for bar in states {
+                assert!(bar.chars().count() < columns.into(), "{bar:?}");
+            }
+        }
+        assert!(printed.contains("\n") && printed.contains("16 B"), "{printed:?}");
+    }
+}
+
+/// Kills the command after its first row. The output must not contain the other rows.
 #[test]
 fn perf_prints_each_row_as_it_finishes() {
     let sizes = "8,16,32,64";
@@ -134,8 +163,8 @@ fn perf_prints_each_row_as_it_finishes() {
         line.clear();
         assert!(stdout.read_line(&mut line).expect("UTF-8") > 0, "no row");
     }
-    child.kill().expect("it can be killed");
-    child.wait().expect("it ends");
+    child.kill().expect("the process is killed");
+    child.wait().expect("the process ends");
     let mut rest = String::new();
     stdout.read_to_string(&mut rest).expect("UTF-8");
     assert!(rest.lines().count() < 3, "the rows were printed at the end:\n{rest}");
@@ -147,7 +176,7 @@ fn closed_stdout_ends_the_command_quietly() {
     for arguments in [&["info"][..], &["man"], &["perf", "--loopback", "--iterations", "20"]] {
         let mut child = hmem(arguments[0], &arguments[1..]).spawn().expect("the command starts");
         drop(child.stdout.take());
-        let output = child.wait_with_output().expect("it ends");
+        let output = child.wait_with_output().expect("the process ends");
         assert_eq!(text(&output.stderr), "");
         assert_eq!(output.status.code(), Some(0), "{arguments:?}");
     }
@@ -191,7 +220,7 @@ fn plug_ins_are_named_by_their_registered_names() {
         for printed in [text(&output.stdout), text(&output.stderr)] {
             assert!(!printed.contains("iface-0x"), "{arguments:?} {environment:?}:\n{printed}");
         }
-        // A group of skipped ifaces lists only some of them.
+        // A group of skipped ifaces lists only a few names, so `simulated` may be missing.
         let named =
             [&output.stdout, &output.stderr].map(|printed| text(printed).contains("simulated"));
         let grouped = arguments[0] == "check" && !arguments.contains(&"--json");
@@ -218,6 +247,7 @@ fn invalid_value_of_any_variable_exits_with_status_2() {
         ("HMEM_NEURON_START_RUNTIME", "maybe", boolean),
         ("HMEM_SYNAPSEAI_START_RUNTIME", "maybe", boolean),
         ("HMEM_VERBS_PCIE_MAPPING", "maybe", boolean),
+        ("COLUMNS", "wide", "decimal number"),
     ] {
         for command in ["info", "check", "explain"] {
             let output = run(&[command], &[(variable, value)]);
@@ -262,7 +292,7 @@ fn info_says_that_the_file_in_a_library_variable_cannot_be_loaded() {
 
 /// HM-04
 #[test]
-fn library_without_the_functions_of_the_driver_is_named_with_the_missing_symbol() {
+fn unusable_driver_library_is_named_with_the_missing_symbol() {
     for (iface, name, variable, symbol) in [
         ("cuda", "CUDA driver", "HMEM_CUDA_LIBRARY", "cuInit"),
         ("rocr", "HSA runtime", "HMEM_ROCR_LIBRARY", "hsa_init"),
@@ -294,7 +324,7 @@ fn check_fails_if_an_iface_named_by_the_filter_is_unavailable() {
     assert_eq!(output.status.code(), Some(1));
     let printed = text(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
     for words in ["FI_HMEM names cuda, which is unavailable", "/nonexistent.so: cannot open"] {
-        assert!(printed.contains(words), "{words} is not in: {printed}");
+        assert_eq!(printed.matches(words).count(), 1, "{words} is not once in: {printed}");
     }
     let output = run(&["check", "--quick", "--json"], &environment);
     let document: Value = serde_json::from_slice(&output.stdout).expect("JSON");
@@ -334,7 +364,7 @@ fn similar_names_are_suggested() {
 fn nested_errors_are_printed_once_with_their_causes_beneath() {
     let missing = [("HMEM_CUDA_LIBRARY", "/nonexistent.so")];
     let output = run(&["perf", "--loopback", "--iface", "cuda"], &missing);
-    refused(&output, 2, &[]);
+    refused(&output, 1, &[]);
     let error = text(&output.stderr);
     let lines: Vec<_> = error.lines().collect();
     assert_eq!(lines.len(), 4, "{error}");
@@ -364,6 +394,24 @@ fn errors_of_arguments_list_shells_and_have_tips_on_their_own_line() {
         (
             &["chek"][..],
             "error: unrecognized subcommand 'chek'\n  tip: a similar subcommand exists: 'check'\n",
+        ),
+        (
+            &["explain", "--iface", "system", "--device", "3"],
+            "error: system has no device 3; leave out --device: this iface has no devices\n",
+        ),
+        (
+            &["perf", "--loopback", "--size", "8.."],
+            "error: invalid value '8..' for '--size <SIZES>': a range has two ends, for example \
+             8..1M\n",
+        ),
+        (
+            &["perf", "--loopback", "--iterations", "0"],
+            "error: invalid value '0' for '--iterations <N>': use a number, 1 or more\n",
+        ),
+        (
+            &["check", "--bytes", "99999999999999999999"],
+            "error: invalid value '99999999999999999999' for '--bytes <N>': must be below 2^64 \
+             bytes\n",
         ),
         (
             &["completions"],
@@ -396,6 +444,15 @@ fn completion_scripts_cover_every_shell() {
 }
 
 #[test]
+fn help_of_a_command_is_also_a_subcommand() {
+    for command in ["info", "check", "explain", "topo", "perf", "completions", "man"] {
+        let (help, option) = (run(&["help", command], &[]), run(&[command, "--help"], &[]));
+        assert_eq!(help.status.code(), Some(0), "{}", text(&help.stderr));
+        assert_eq!(text(&help.stdout), text(&option.stdout));
+    }
+}
+
+#[test]
 fn help_fits_terminals_of_60_and_40_columns() {
     for width in [60, 40] {
         let environment = [("COLUMNS", width.to_string())];
@@ -411,9 +468,9 @@ fn help_fits_terminals_of_60_and_40_columns() {
             let status = !["completions", "man"].contains(&command);
             assert!(!status || printed.contains("Exit status:\n  0  "), "{printed}");
         }
-        // A description stands beneath its variable and is indented further.
+        // On narrow terminals a description is printed beneath its variable, with a larger indent.
         let help = run(&["--help"], &environment);
-        let expected = "\n  FI_MR_CACHE_MAX_COUNT\n      number: entries of a";
+        let expected = "\n  FI_MR_CACHE_MAX_COUNT\n      most entries of a";
         assert!(text(&help.stdout).contains(expected), "{}", text(&help.stdout));
     }
     let wide = run(&["--help"], &[("COLUMNS", "100")]);

@@ -21,7 +21,7 @@ fn recording(name: &str) -> String {
     format!("{}/../p2p/tests/fixtures/topology/{name}.tar.gz", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// A file that is removed on drop.
+/// A temporary file, which is removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -47,7 +47,7 @@ fn stdout(output: &Output) -> &str {
     std::str::from_utf8(&output.stdout).expect("output is UTF-8")
 }
 
-/// Asserts that the command failed with this exit status, these words on stderr and an empty
+/// Asserts that the command failed with exit status `code`, all `words` on stderr and an empty
 /// stdout.
 fn refused(output: &Output, code: i32, words: &[&str]) {
     let error = String::from_utf8_lossy(&output.stderr);
@@ -90,7 +90,7 @@ fn topo_draws_the_tree_and_the_distances() {
         assert_eq!(*line, line.trim_end(), "blanks at the end");
     }
     assert!(!text.contains('\x1b'), "colours are for terminals");
-    // The GPU is three switches below its root port, each indented by one branch.
+    // Three switches stand between the root port and the GPU. Each adds one level of indentation.
     let gpu = lines
         .iter()
         .find(|line| line.contains("0000:07:00.0 GPU NVIDIA"))
@@ -234,7 +234,7 @@ fn topo_json_matches_the_schema_document() {
 
 /// P2P-05
 ///
-/// Every pair is listed once, with the published distance.
+/// Every pair is listed once. The distances are those that NVIDIA published for the DGX A100.
 #[test]
 fn topo_json_has_every_pair_with_its_distance() {
     let dgx = document("dgx-a100");
@@ -251,7 +251,7 @@ fn topo_json_has_every_pair_with_its_distance() {
 
 /// P2P-05
 ///
-/// Both recordings give equal JSON output.
+/// The JSON output of both recordings is equal.
 #[test]
 fn recording_of_a_recording_is_identical() {
     let file = Scratch::new("again.tar.gz");
@@ -285,7 +285,7 @@ fn this_machine_is_drawn_and_recorded() {
 
 /// P2P-05
 ///
-/// The picture's table also has a cell for each pair.
+/// The table in the picture has a cell for each pair, too.
 #[test]
 fn picture_has_a_coloured_line_for_each_pair() {
     let file = Scratch::new("dgx.svg");
@@ -317,12 +317,12 @@ fn picture_has_a_coloured_line_for_each_pair() {
         assert!(svg.contains(text), "{text} is not in the picture");
     }
     assert_eq!(svg.matches(">PXB</text>").count(), 16);
-    // Redirected pairs have dashed lines and a star.
+    // Pairs with redirected traffic have dashed lines and a star.
     stdout(&hmem(&["topo", "--from", &recording("switch-acs"), "--svg", file.name()]));
     let svg = fs::read_to_string(&file.0).expect("a picture");
     assert_eq!(svg.matches("stroke-dasharray").count(), 4);
     assert_eq!(svg.matches(">PIX*</text>").count(), 4);
-    // The picture of a machine without pairs has a message.
+    // The picture of a machine without pairs contains a message instead.
     stdout(&hmem(&["topo", "--from", &recording("laptop"), "--svg", file.name()]));
     let svg = fs::read_to_string(&file.0).expect("a picture");
     assert!(svg.contains("no RDMA NIC with a PCI address") && !svg.contains("<path "));
@@ -330,7 +330,7 @@ fn picture_has_a_coloured_line_for_each_pair() {
 
 /// P2P-05, REL-03
 ///
-/// Files that cannot be read or written end with status 1, wrong arguments with status 2.
+/// The exit status is 1 for a file that cannot be read or written, and 2 for a bad command line.
 #[test]
 fn topo_reports_errors_of_reading_and_writing() {
     refused(&hmem(&["topo", "--from", "/nowhere/at/all"]), 1, &["/nowhere/at/all", "--record"]);

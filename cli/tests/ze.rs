@@ -7,11 +7,11 @@ use std::{
 
 use serde_json::Value;
 
-/// Returns the fake loader's library, a dependency that Cargo builds beside this test.
+/// Returns the path of the fake loader library, which Cargo builds into the folder of this test.
 fn library() -> PathBuf {
-    // Keeps the dependency, since nothing else of it is used.
+    // The only use of the crate by name; otherwise it would be an unused dependency.
     let _: fn() -> Vec<hmem_fake_ze::Profile> = hmem_fake_ze::Profile::all;
-    let test = std::env::current_exe().expect("this test");
+    let test = std::env::current_exe().expect("the path of this test");
     let library = test.parent().expect("a folder").join("libhmem_fake_ze.so");
     assert!(library.exists(), "{} was not built", library.display());
     library
@@ -87,7 +87,10 @@ fn loader_that_does_not_start_is_listed_with_its_reason_and_remedy() {
         for word in words {
             assert!(ze.to_string().contains(word), "{word} is not in {ze}");
         }
-        assert!(info["devices"].to_string().contains("simulated"), "the other ifaces go on");
+        assert!(
+            info["devices"].to_string().contains("simulated"),
+            "the other ifaces stay available"
+        );
     }
 }
 

@@ -2,8 +2,8 @@
 
 use std::fs;
 
-/// Returns a pattern of nonzero bytes that depends on the seed. The pattern repeats after a prime
-/// number of bytes, so that adjacent pages differ.
+/// Returns `len` nonzero bytes. The bytes depend on `seed` and repeat after a prime number of
+/// bytes, so that adjacent pages differ.
 pub(crate) fn pattern(seed: u64, len: u64) -> Vec<u8> {
     let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
     let mut bytes = block.repeat(len as usize / block.len() + 1);
@@ -11,7 +11,8 @@ pub(crate) fn pattern(seed: u64, len: u64) -> Vec<u8> {
     bytes
 }
 
-/// Asserts that two byte strings are equal. A failure prints the first difference only.
+/// Asserts that two byte strings are equal. A failure prints only the first difference, and `what`
+/// as the name of the bytes.
 #[track_caller]
 pub(crate) fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}: length");
@@ -22,8 +23,8 @@ pub(crate) fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     }
 }
 
-/// Calls `repeat` several times. Asserts that the calls after the first do not increase the number
-/// of open files.
+/// Asserts that repeated calls of `repeat` do not increase the number of open files. Files that the
+/// first call opens do not count.
 #[track_caller]
 pub(crate) fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
     const ROUNDS: usize = 16;
@@ -36,7 +37,7 @@ pub(crate) fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
     assert!(after <= before, "{what}: {} more open files after {ROUNDS} rounds", after - before);
 }
 
-/// Returns the number of open files of the process.
+/// Returns the number of open file descriptors of the process.
 fn open_fds() -> usize {
     fs::read_dir("/proc/self/fd").expect("list /proc/self/fd").count()
 }

@@ -21,10 +21,25 @@
 //!
 //! Each behaviour is a trial. [`Suite`] runs the trials as a test binary does. [`iface()`] and
 //! [`provider()`] return them for a runner of your own. A behaviour that cannot be tested, because
-//! the back end lacks a facet for example, is reported as ignored with the reason.
+//! the back end lacks a facet for example, is reported as ignored with the reason. The name of a
+//! behaviour is its rule. A failure also names the requirement, which `docs/requirements.md`
+//! defines.
 //!
-//! The suite brings the other side: host memory and the simulated device for a provider, the
-//! software NIC for an iface.
+//! If every behaviour is ignored, because the driver's library is absent for example, the exit
+//! status is 0. In continuous integration let the function panic instead:
+//!
+//! ```no_run
+//! # use std::sync::Arc;
+//! # use hmem_iface_system::Simulated;
+//! # let mut suite = hmem_conformance::Suite::from_args();
+//! suite.iface("simulated", || {
+//!     let device = Simulated::builder().build();
+//!     Ok(Arc::new(device.expect("continuous integration has the driver")))
+//! });
+//! ```
+//!
+//! The suite tests a provider with host memory and the simulated device, and an iface with the
+//! software NIC.
 //!
 //! # Layers
 //!
@@ -51,22 +66,26 @@ mod trial;
 use std::{process::ExitCode, sync::Arc};
 
 use hmem_core::{Iface, Result, provider::Provider};
+/// A test for the test runner `libtest-mimic`, version 0.8. To run it, call `libtest_mimic::run` of
+/// this version.
 pub use libtest_mimic::Trial;
 use libtest_mimic::{Arguments, Completion};
 
-/// Returns the trials of an iface.
+/// Returns one trial for each behaviour of an iface.
 ///
-/// Each trial calls `make` once, which returns an iface without allocations. If `make` fails with
-/// [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored.
+/// Each trial calls `make` once. `make` returns an iface without allocations. If `make` fails with
+/// [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored. If a missing driver
+/// must fail the test, `make` must panic instead, for example by `expect`.
 #[must_use]
 pub fn iface(make: impl Fn() -> Result<Arc<dyn Iface>> + Send + Sync + 'static) -> Vec<Trial> {
     trial::all("", iface::BEHAVIOURS, make)
 }
 
-/// Returns the trials of a provider.
+/// Returns one trial for each behaviour of a provider.
 ///
-/// Each trial calls `make` once, which returns a provider without open domains. If `make` fails
-/// with [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored.
+/// Each trial calls `make` once. `make` returns a provider without open domains. If `make` fails
+/// with [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored. If a missing
+/// driver must fail the test, `make` must panic instead, for example by `expect`.
 #[must_use]
 pub fn provider(
     make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,
@@ -74,7 +93,8 @@ pub fn provider(
     trial::all("", provider::BEHAVIOURS, make)
 }
 
-/// A test binary for ifaces and providers, with the arguments of Rust's test binaries.
+/// A test binary for ifaces and providers. It accepts the same arguments as other Rust test
+/// binaries.
 #[derive(Debug)]
 pub struct Suite {
     arguments: Arguments,
@@ -82,14 +102,14 @@ pub struct Suite {
 }
 
 impl Suite {
-    /// Creates an empty suite with the arguments of the process. Exits the process if the arguments
-    /// are wrong or ask for help.
+    /// Creates an empty suite from the command-line arguments of the process. Exits the process if
+    /// the arguments are wrong or ask for help.
     #[must_use]
     pub fn from_args() -> Self {
         Self { arguments: Arguments::from_args(), trials: Vec::new() }
     }
 
-    /// Adds the trials that [`iface()`] returns, with `name::` in front of their names.
+    /// Adds the trials of [`iface()`]. Their names get the prefix `name::`.
     pub fn iface(
         &mut self,
         name: &str,
@@ -98,7 +118,7 @@ impl Suite {
         self.trials.extend(trial::all(&format!("{name}::"), iface::BEHAVIOURS, make));
     }
 
-    /// Adds the trials that [`provider()`] returns, with `name::` in front of their names.
+    /// Adds the trials of [`provider()`]. Their names get the prefix `name::`.
     pub fn provider(
         &mut self,
         name: &str,
@@ -107,7 +127,7 @@ impl Suite {
         self.trials.extend(trial::all(&format!("{name}::"), provider::BEHAVIOURS, make));
     }
 
-    /// Reports a trial as ignored instead of running it, with a reason.
+    /// Makes the suite report a trial as ignored, with `reason`, instead of running it.
     ///
     /// `name` is the full name of the trial, for example `simulated::monitor_detects_a_free`. Use
     /// this for known faults of a driver or device.
@@ -120,7 +140,7 @@ impl Suite {
         *trial = Trial::ignorable_test(name, move || Ok(Completion::ignored_with(reason)));
     }
 
-    /// Runs the trials that the arguments select, and prints one line for each.
+    /// Runs the trials that the command-line arguments select, and prints one line for each.
     #[must_use]
     pub fn run(self) -> ExitCode {
         libtest_mimic::run(&self.arguments, self.trials).exit_code()

@@ -1,60 +1,85 @@
-//! Trials. Each trial tests one behaviour on its own new iface or provider. Trials run one at a
-//! time.
+//! Trials. Each trial tests one behaviour on a new iface or provider. Trials run one at a time.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Mutex, PoisonError},
+};
 
-use hmem_core::{ErrorKind, Result};
+use hmem_core::{Error, ErrorKind, Result};
 use libtest_mimic::{Completion, Trial};
 
 /// The reason why a behaviour cannot be tested.
 #[derive(Debug)]
 pub(crate) struct Skipped(pub(crate) String);
 
-/// The result of testing a behaviour: success, or the reason why the behaviour cannot be tested. If
-/// the behaviour does not hold, the test panics instead.
+/// Result of testing a behaviour: success, or the reason why the behaviour cannot be tested. If the
+/// behaviour does not hold, the test panics.
 pub(crate) type Outcome = std::result::Result<(), Skipped>;
 
-/// Returns the outcome that skips a behaviour, for `reason`.
+/// Returns the outcome that skips a behaviour, with the reason.
 pub(crate) fn skip<T>(reason: impl Into<String>) -> std::result::Result<T, Skipped> {
     Err(Skipped(reason.into()))
 }
 
-/// The name of a behaviour, and the function that tests it on a new iface or provider.
-pub(crate) type Behaviour<B> = (&'static str, fn(&Arc<B>) -> Outcome);
+/// The name of a behaviour, the ids of the requirements that it tests, and the function that tests
+/// it on a new iface or provider.
+pub(crate) type Behaviour<B> = (&'static str, &'static str, fn(&Arc<B>) -> Outcome);
 
 /// Creates a list of behaviours. The doc comment of each behaviour has the ids of the requirements
 /// that it tests.
 macro_rules! behaviours {
-    ($backend:ty: $($(#[doc = $doc:expr])* $name:ident,)*) => {
+    ($backend:ty: $($(#[doc = $doc:literal])* $name:ident,)*) => {
         pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<$backend>] =
-            &[$((stringify!($name), $name),)*];
+            &[$((stringify!($name), concat!($($doc),*), $name),)*];
     };
 }
 pub(crate) use behaviours;
 
-/// Locked while a behaviour runs. Open files and address space are counted for the whole process.
+/// Asserts that an error has the expected kind. `case` names the failed operation in the panic.
+#[track_caller]
+pub(crate) fn assert_kind(error: &Error, expected: ErrorKind, case: &str) {
+    let found = error.kind();
+    assert!(found == expected, "{case}: the kind must be {expected:?} and is {found:?}: {error}");
+}
+
+/// Returns the message of a panic.
+fn text(panic: &(dyn Any + Send)) -> &str {
+    let owned = panic.downcast_ref::<String>().map(String::as_str);
+    owned.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panicked without a text")
+}
+
+/// Lock that each trial holds while it runs. The trials count open files and address space, which
+/// belong to the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Returns a trial for each behaviour, with `prefix` in front of its name.
+/// Returns a trial for each behaviour. The names of the trials are those of the behaviours, with
+/// `prefix` in front. `make` creates the iface or provider of each trial.
 pub(crate) fn all<B: ?Sized + 'static>(
     prefix: &str,
     behaviours: &'static [Behaviour<B>],
     make: impl Fn() -> Result<Arc<B>> + Send + Sync + 'static,
 ) -> Vec<Trial> {
     let make = Arc::new(make);
-    let trial = |&(name, show): &Behaviour<B>| {
+    let trial = |&(name, requirements, show): &Behaviour<B>| {
         let make = Arc::clone(&make);
         Trial::ignorable_test(format!("{prefix}{name}"), move || {
             let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-            let outcome = match make() {
-                Ok(backend) => show(&backend),
-                Err(why) if why.kind() == ErrorKind::Unavailable => skip(why.to_string()),
+            let backend = match make() {
+                Ok(backend) => backend,
+                Err(why) if why.kind() == ErrorKind::Unavailable => {
+                    return Ok(Completion::ignored_with(why.to_string()));
+                }
                 Err(why) => return Err(why.to_string().into()),
             };
-            Ok(match outcome {
-                Ok(()) => Completion::Completed,
-                Err(Skipped(reason)) => Completion::ignored_with(reason),
-            })
+            match catch_unwind(AssertUnwindSafe(|| show(&backend))) {
+                Ok(Ok(())) => Ok(Completion::Completed),
+                Ok(Err(Skipped(reason))) => Ok(Completion::ignored_with(reason)),
+                Err(panic) => {
+                    let text = text(&*panic);
+                    Err(format!("{text}\ndocs/requirements.md has the rule:{requirements}").into())
+                }
+            }
         })
     };
     behaviours.iter().map(trial).collect()

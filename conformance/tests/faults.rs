@@ -1,5 +1,5 @@
-//! Tests that the suite detects faults. With each deliberate fault of an iface or provider, the
-//! behaviour that is listed for the fault fails. Without a fault, no behaviour fails.
+//! Tests that the suite detects faults. A table names a behaviour for each fault of an iface or
+//! provider. With the fault, that behaviour must fail. Without a fault, no behaviour may fail.
 #![allow(unsafe_code)]
 
 mod monitor;
@@ -10,7 +10,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Allocation, AllocationId, Error, Iface, IfaceKind, Result,
+    Access, Address, AddressRange, Allocation, AllocationId, Error, ErrorKind, Iface, IfaceKind,
+    Result,
     iface::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         Facet, HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -21,45 +22,47 @@ use hmem_core::{
         ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow,
         Registration, WindowBind, WindowStatus, WindowType, Windows,
     },
+    transfer::{EndpointName, PeerId, WorkRequest},
 };
 use hmem_iface_system::{AddressReuse, FreeDetection, Simulated};
 use hmem_provider_loopback::Loopback;
 use libtest_mimic::{Arguments, Trial};
 use monitor::{FaultyMonitor, MonitorFault};
 
-/// A fault of an iface.
+/// A deliberate fault of an iface.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     /// No fault.
     None,
-    /// The reported offset of a range in its dma-buf is always 0.
+    /// Fault: an export reports 0 as the offset of the range in the dma-buf.
     ExportOffset,
-    /// The reported offset of a dma-buf's range in its allocation is one page too high.
+    /// Fault: an export reports an offset in the allocation that is one page too high.
     AllocationOffset,
-    /// The reported length of a dma-buf is one page too long.
+    /// Fault: an export reports a length that is one page too long.
     ExportLength,
-    /// A query claims the first address after an allocation as part of the allocation.
+    /// Fault: a query for the first address after an allocation returns that allocation.
     QueryPastEnd,
-    /// An allocation at a reused address has the identity of the earlier allocation.
+    /// Fault: an allocation at a reused address gets the identity of the earlier allocation.
     ReusedIdentity,
-    /// An export leaves an fd open.
+    /// Fault: each export leaves a file descriptor open.
     LeakedFd,
-    /// A free does not release the memory, and queries no longer find it.
+    /// Fault: a free does not release the memory, although queries no longer find it.
     LeakedAllocation,
-    /// The monitor notifies no subscriber of a free.
+    /// Fault: the monitor does not notify its subscribers of a free.
     MissingCallback,
-    /// A copy omits the last byte.
+    /// Fault: a copy does not copy the last byte.
     ShortCopy,
-    /// The reported address span ends after its first page.
+    /// Fault: the reported address span ends after its first page.
     AddressSpan,
 }
 
-/// A simulated device with one fault.
+/// The simulated device, with one deliberate fault.
 #[derive(Debug)]
 struct Faulty {
     device: Simulated,
     fault: Fault,
-    /// Allocations that the caller freed and that the faulty iface kept.
+    /// Allocations that the caller has freed but the device still has, because of
+    /// [`Fault::LeakedAllocation`].
     leaked: Mutex<Vec<Allocation>>,
 }
 
@@ -74,7 +77,7 @@ impl Faulty {
         self.fault == fault
     }
 
-    /// Returns the device's allocation with the change that the fault makes to it.
+    /// Returns an allocation as the faulty iface reports it.
     fn shown(&self, allocation: Allocation) -> Allocation {
         let id = if self.has(Fault::ReusedIdentity) {
             AllocationId(allocation.base().0)
@@ -93,8 +96,8 @@ impl Faulty {
     }
 }
 
-// SAFETY: without a fault each answer is the simulated device's. A fault breaks the promises on
-// purpose, and reaches only memory of the device and of the test.
+// SAFETY: without a fault, each answer is the simulated device's. A fault breaks the contract on
+// purpose, and affects only memory of the device and of the test.
 unsafe impl Iface for Faulty {
     fn kind(&self) -> IfaceKind {
         self.device.kind()
@@ -119,7 +122,8 @@ unsafe impl Iface for Faulty {
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let len = len - u64::from(self.has(Fault::ShortCopy) && len > 0);
-        // SAFETY: passed on to the caller, for as many bytes or one less.
+        // SAFETY: the caller upholds the contract of `copy` for `len` bytes. The device copies as
+        // many bytes or one less.
         unsafe { self.device.copy(to, from, len) }
     }
 
@@ -149,7 +153,8 @@ unsafe impl Iface for Faulty {
     }
 
     fn ipc(&self) -> Option<&dyn Ipc> {
-        // The device's handles hold its own identities.
+        // The simulated device's IPC handles contain its own identities, which differ from the
+        // faulty ones.
         if self.has(Fault::ReusedIdentity) { None } else { self.device.ipc() }
     }
 
@@ -166,7 +171,7 @@ unsafe impl Iface for Faulty {
     }
 
     fn unavailable(&self, facet: Facet) -> Error {
-        self.device.unavailable(facet)
+        self.device.unavailable(facet).iface(self)
     }
 }
 
@@ -183,7 +188,7 @@ impl Allocator for Faulty {
             leaked.push(own);
             return Ok(());
         }
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller upholds the contract of `free`, which is the device's.
         unsafe { self.allocator_of_device().free(&own) }
     }
 }
@@ -232,7 +237,8 @@ impl MonitorSource for Faulty {
     }
 }
 
-/// Runs trials one by one. Returns the names of the failed trials and of the ignored ones.
+/// Runs trials one by one. Returns the names of the failed trials, and the names of the ignored
+/// trials.
 fn run(trials: Vec<Trial>) -> [Vec<String>; 2] {
     let arguments = Arguments {
         test_threads: Some(1),
@@ -252,7 +258,7 @@ fn run(trials: Vec<Trial>) -> [Vec<String>; 2] {
     [failed, ignored]
 }
 
-/// Returns the names of the behaviours that fail on an iface with a fault.
+/// Returns the names of the behaviours that fail on an iface with this fault.
 fn failing(fault: Fault) -> Vec<String> {
     let [failed, _] = run(hmem_conformance::iface(move || Ok(Arc::new(Faulty::new(fault)?))));
     failed
@@ -287,22 +293,24 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
     }
 }
 
-/// A fault of a provider.
+/// A deliberate fault of a provider.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum ProviderFault {
     /// No fault.
     None,
-    /// A window gives access to the start of its region, whatever offset it is bound to.
+    /// Fault: a window gives access to the start of its region instead of its own offset.
     WindowOffset,
-    /// A window gives access to one byte after its end.
+    /// Fault: a window also gives access to the first byte after its end.
     WindowLength,
-    /// A key grants every right.
+    /// Fault: every key grants all access rights.
     WiderRights,
-    /// Deregistration reports success and does nothing.
+    /// Fault: a deregistration reports success, but the region stays registered.
     LeakedRegion,
+    /// Fault: a post to a full queue reports success, and its completion is lost.
+    Overrun,
 }
 
-/// The software NIC with one fault.
+/// The software NIC, with one deliberate fault.
 #[derive(Debug)]
 struct FaultyProvider {
     nic: Loopback,
@@ -336,7 +344,7 @@ impl FaultyDomain {
     }
 }
 
-// SAFETY: without a fault every call goes to the software NIC. A fault breaks the promises on
+// SAFETY: without a fault, every call goes to the software NIC. A fault breaks the contract on
 // purpose. The suite keeps the memory that it then reads, and posts no other transfer to it.
 unsafe impl ProviderDomain for FaultyDomain {
     fn attr(&self) -> &ProviderAttr {
@@ -350,7 +358,7 @@ unsafe impl ProviderDomain for FaultyDomain {
     ) -> Result<ProviderRegion> {
         let wider = self.fault == ProviderFault::WiderRights;
         let access = if wider { Access::all() } else { registration.access };
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller upholds the contract of this method, which is the software NIC's.
         unsafe {
             self.domain.register(&Registration { access, enabled: true, ..*registration }, pieces)
         }
@@ -368,7 +376,11 @@ unsafe impl ProviderDomain for FaultyDomain {
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.domain.open_endpoint(attr)
+        let endpoint = self.domain.open_endpoint(attr)?;
+        Ok(match self.fault {
+            ProviderFault::Overrun => Arc::new(OverrunEndpoint(endpoint)),
+            _ => endpoint,
+        })
     }
 
     fn live(&self) -> LiveObjects {
@@ -408,7 +420,34 @@ impl Windows for FaultyDomain {
     }
 }
 
-/// Runs the suite on a provider with a fault.
+/// An endpoint of the software NIC, with the fault [`ProviderFault::Overrun`].
+#[derive(Debug)]
+struct OverrunEndpoint(Arc<dyn ProviderEndpoint>);
+
+impl ProviderEndpoint for OverrunEndpoint {
+    fn name(&self) -> EndpointName {
+        self.0.name()
+    }
+
+    fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
+        self.0.resolve(name)
+    }
+
+    unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
+        // SAFETY: the caller upholds the contract of `post`, which is the inner endpoint's.
+        match unsafe { self.0.post(request) } {
+            Err(error) if error.kind() == ErrorKind::Again => Ok(()),
+            posted => posted,
+        }
+    }
+
+    fn close(&self) -> Result<()> {
+        self.0.close()
+    }
+}
+
+/// Runs the suite on a provider with this fault. Returns the names of the failed and of the ignored
+/// trials.
 fn run_provider(fault: ProviderFault) -> [Vec<String>; 2] {
     run(hmem_conformance::provider(move || {
         Ok(Arc::new(FaultyProvider { nic: Loopback::builder().build()?, fault }))
@@ -441,6 +480,7 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
         (ProviderFault::WindowLength, "nothing_is_reached_outside_a_window"),
         (ProviderFault::WiderRights, "peers_get_the_rights_of_the_key_and_no_others"),
         (ProviderFault::LeakedRegion, "closed_region_is_unreachable"),
+        (ProviderFault::Overrun, "posting_until_again_loses_no_completion"),
     ] {
         let [failed, _] = run_provider(fault);
         assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");

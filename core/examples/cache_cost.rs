@@ -2,13 +2,13 @@
 //!
 //! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds.
 //!
-//! Instructions are the difference of two runs under `valgrind --tool=callgrind
+//! To count instructions, subtract the results of two runs under `valgrind --tool=callgrind
 //! target/release/examples/cache_cost WORK REGIONS COUNT`:
 //!
-//! - a hit, from the range's start and length to the end of the lease: `get` and `nothing`, which
-//!   draws the addresses and looks nothing up;
-//! - a miss in a full cache: two runs of `miss` with different counts;
-//! - an invalidation of the 64 KiB behind the cached regions: `change` and `nothing`.
+//! - a hit, from the start and length of a range to the end of the lease: WORK is `get` in the
+//!   first run, and `nothing` in the second, which draws the addresses without a lookup;
+//! - a miss in a full cache: WORK is `miss` in both runs, with different counts;
+//! - an invalidation of the 64 KiB after the cached regions: WORK is `change`, and `nothing`.
 
 use std::{env, hint::black_box, sync::Arc, time::Instant};
 
@@ -28,15 +28,6 @@ impl CacheBackend for Nothing {
         Ok(())
     }
     fn unwatch(&self, _: ()) {}
-    fn needs_validation(&self, _: &()) -> bool {
-        false
-    }
-    fn is_current(&self, _: &()) -> Result<bool> {
-        Ok(true)
-    }
-    fn max_len(&self) -> u64 {
-        u64::MAX
-    }
     fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
         Ok(key.range().start().0)
     }
@@ -63,20 +54,19 @@ fn filled(regions: u64) -> Cache<Nothing> {
     let cache = Cache::new(Nothing, limits).expect("a cache");
     for region in 0..regions {
         cache.get_or_register(&key(address(region))).expect("registered");
-        // The first hit of an entry, and the first after eviction looked at it, marks it
-        // referenced.
+        // This first hit marks the entry as referenced, so that the measured hits need not mark it.
         cache.get_or_register(&key(address(region))).expect("a hit");
     }
     cache
 }
 
-/// Calls `each` with addresses of random regions.
+/// Calls `each` with the addresses of `count` random regions.
 #[inline(always)]
 fn draw(regions: u64, count: u64, mut each: impl FnMut(u64)) {
     let mut random = 1_u64;
     for _ in 0..count {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        // Hides from the compiler how the address was drawn.
+        // `black_box` keeps the compiler from using its knowledge of how the address was computed.
         each(black_box(address(((random >> 32) * regions) >> 32)));
     }
 }
@@ -99,12 +89,12 @@ fn changes(cache: &Cache<Nothing>, regions: u64, count: u64) {
 }
 
 /// Creates an empty cache with a limit of `regions` entries.
-fn full(regions: u64) -> Cache<Nothing> {
+fn new_cache(regions: u64) -> Cache<Nothing> {
     let limits = Limits { max_count: regions as usize, ..Limits::default() };
     Cache::new(Nothing, limits).expect("a cache")
 }
 
-/// Looks up regions in turn, in a cache that is too small: each was evicted since its last use.
+/// Looks up more regions in turn than the cache can hold, so that each lookup is a miss.
 fn misses(cache: &Cache<Nothing>, regions: u64, count: u64) {
     for region in 0..count {
         black_box(
@@ -134,7 +124,7 @@ fn main() {
         match what.as_str() {
             "get" => hits(&cache, regions, count),
             "change" => changes(&cache, regions, count),
-            "miss" => misses(&full(regions), regions, count),
+            "miss" => misses(&new_cache(regions), regions, count),
             _ => nothing(regions, count),
         }
         return;
@@ -152,7 +142,7 @@ fn main() {
                 }
             });
         });
-        let full = full(regions);
+        let full = new_cache(regions);
         let miss = per(MISSES, || misses(&full, regions, MISSES));
         let change = per(HITS, || changes(&cache, regions, HITS));
         println!(

@@ -10,9 +10,10 @@
 //!
 //! # Separate rights for writes and atomics
 //!
-//! In `fi_mr(3)` one right stands for both: a REMOTE_WRITE region is "the target buffer of an RMA
-//! write or atomic operation". This library adds two rights, which grant one of the two each. They
-//! have no counterpart in `fi_mr(3)`; their values are bits that `rdma/fabric.h` does not use.
+//! In `fi_mr(3)` one right covers RMA writes and atomics: a REMOTE_WRITE region is "the target
+//! buffer of an RMA write or atomic operation". This library adds two rights. Each of them grants
+//! only one of these operations. They have no counterpart in `fi_mr(3)`; their values are bits that
+//! `rdma/fabric.h` does not use.
 //!
 //! | right | RMA write | atomics |
 //! |---|---|---|
@@ -55,8 +56,8 @@ bitflags::bitflags! {
     /// base of sub-regions and windows that grant reads.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct Access: u64 {
-        /// The region may take part in collective operations. `MrMode::COLLECTIVE` requires this
-        /// right for them.
+        /// The region may take part in collective operations. In `MrMode::COLLECTIVE`, collective
+        /// operations require this right.
         const COLLECTIVE = 1 << 6;
         /// The local endpoint may use the region as the destination of RMA reads and fetching
         /// atomics.
@@ -71,12 +72,14 @@ bitflags::bitflags! {
         const REMOTE_READ = 1 << 12;
         /// A peer may write the region by RMA and apply atomics to it.
         const REMOTE_WRITE = 1 << 13;
-        /// Memory windows may be bound to the region. Grants peers nothing by itself. Not in
-        /// `fi_mr(3)`.
+        /// Memory windows may be bound to the region. This right alone grants peers nothing.
+        /// `fi_mr(3)` does not have this right.
         const MW_BIND = 1 << 14;
-        /// A peer may apply atomics to the region, but not write it by RMA. Not in `fi_mr(3)`.
+        /// A peer may apply atomics to the region, but not write it by RMA. `fi_mr(3)` does not
+        /// have this right.
         const REMOTE_ATOMIC = 1 << 15;
-        /// A peer may write the region by RMA, but not apply atomics to it. Not in `fi_mr(3)`.
+        /// A peer may write the region by RMA, but not apply atomics to it. `fi_mr(3)` does not
+        /// have this right.
         const REMOTE_RMA_WRITE = 1 << 23;
     }
 }
@@ -88,7 +91,7 @@ impl Access {
     /// Rights that each let a peer apply atomics: REMOTE_WRITE and REMOTE_ATOMIC.
     pub const ANY_REMOTE_ATOMIC: Self = Self::REMOTE_WRITE.union(Self::REMOTE_ATOMIC);
 
-    /// Every right of peers. A memory window can grant these and no others.
+    /// All rights of peers. A memory window can grant only these rights.
     pub const ANY_REMOTE: Self =
         Self::REMOTE_READ.union(Self::ANY_REMOTE_WRITE).union(Self::ANY_REMOTE_ATOMIC);
 

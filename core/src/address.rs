@@ -1,8 +1,8 @@
 //! Addresses, ranges and offsets, each a type of its own.
 //!
-//! Mixing these up is a common cause of registration bugs. None of them is a pointer: a device
-//! address must not be dereferenced, and a host address is valid only while its owner keeps the
-//! memory.
+//! Separate types prevent mix-ups, a common cause of registration bugs. None of the types is a
+//! pointer: a device address must not be dereferenced, and a host address is valid only while its
+//! owner keeps the memory.
 //!
 //! ```
 //! use hmem_core::{Address, AddressRange};
@@ -52,7 +52,7 @@ impl Address {
         Self(pointer.cast::<()>().expose_provenance() as u64)
     }
 
-    /// Returns `self + bytes`, or `None` past the end of the address space.
+    /// Returns `self + bytes`, or `None` if the sum is 2^64 or more.
     #[must_use]
     pub const fn checked_add(self, bytes: u64) -> Option<Self> {
         match self.0.checked_add(bytes) {
@@ -62,7 +62,8 @@ impl Address {
     }
 }
 
-/// A range of addresses: a start and a length in bytes, which may be 0. Its end never wraps around.
+/// A range of addresses: a start and a length in bytes, which may be 0. The last byte of a range
+/// never lies past the end of the 64-bit address space.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AddressRange {
     start: Address,
@@ -73,7 +74,8 @@ impl AddressRange {
     /// Creates the range of `len` bytes from `start`.
     ///
     /// # Errors
-    /// [`ErrorKind::AddressWraps`] if the last byte would lie past the 64-bit address space.
+    /// [`ErrorKind::AddressWraps`] if the last byte would lie past the end of the 64-bit address
+    /// space.
     #[inline]
     pub fn new(start: Address, len: u64) -> Result<Self> {
         Self::checked(start, len).ok_or_else(|| wraps(start, len))
@@ -113,20 +115,20 @@ impl AddressRange {
         self.len == 0
     }
 
-    /// Returns the address after the last one, or `None` at the end of the address space.
+    /// Returns the address after the last byte, or `None` if the range ends with the address space.
     #[must_use]
     pub const fn end(self) -> Option<Address> {
         self.start.checked_add(self.len)
     }
 
-    /// Returns true if `address` lies inside.
+    /// Returns true if `address` lies in the range.
     #[must_use]
     pub const fn contains(self, address: Address) -> bool {
         address.0.wrapping_sub(self.start.0) < self.len
     }
 
-    /// Returns true if all of `other` lies inside. An empty range lies inside each range that its
-    /// start lies in or adjoins.
+    /// Returns true if this range contains all bytes of `other`. An empty `other` is contained if
+    /// its start lies in this range or directly after it.
     #[must_use]
     pub const fn contains_range(self, other: Self) -> bool {
         let offset = other.start.0.wrapping_sub(self.start.0);
@@ -139,7 +141,7 @@ impl AddressRange {
         self.len > 0 && other.len > 0 && (self.contains(other.start) || other.contains(self.start))
     }
 
-    /// Returns the part of `len` bytes from `offset`, or `None` if the part reaches outside.
+    /// Returns the part of `len` bytes from `offset`, or `None` if the part leaves the range.
     #[must_use]
     pub const fn slice(self, offset: u64, len: u64) -> Option<Self> {
         if offset <= self.len && len <= self.len - offset {
@@ -158,7 +160,8 @@ impl AddressRange {
         Some(Self { start, len: last.checked_sub(start.0)? + 1 })
     }
 
-    /// Returns the smallest range that contains both.
+    /// Returns the smallest range that contains both ranges. The length of the result must be less
+    /// than 2^64.
     #[must_use]
     pub(crate) fn hull(self, other: Self) -> Self {
         let start = self.start.min(other.start);
@@ -168,6 +171,9 @@ impl AddressRange {
 
     /// Returns the smallest page-aligned range that contains this one. `page` is the page size in
     /// bytes, a power of two.
+    ///
+    /// If that range is the whole address space, the result lacks the last page, because a length
+    /// is less than 2^64.
     #[must_use]
     pub const fn page_aligned(self, page: u64) -> Self {
         let start = self.start.0 & !(page - 1);
@@ -182,7 +188,7 @@ fn wraps(start: Address, len: u64) -> Error {
     Error::new(ErrorKind::AddressWraps, "range")
         .context("start", start)
         .context("length", len)
-        .remedy("start + length - 1 must fit in 64 bits")
+        .remedy("pass a range whose last byte is below 2^64")
 }
 
 impl fmt::Debug for AddressRange {

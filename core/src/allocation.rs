@@ -1,8 +1,8 @@
-//! Allocations, as ifaces report them for an address.
+//! Allocations of memory, which ifaces report for an address.
 
 use crate::{Address, AddressRange, AllocOffset, DeviceId, IfaceKind};
 
-/// The way in which memory was allocated. Each kind has its own registration rules.
+/// The kind of an allocation. Each kind has its own registration rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum AllocationKind {
@@ -19,14 +19,14 @@ pub enum AllocationKind {
     StreamOrdered,
     /// A reserved address range with separately mapped physical segments (VMM).
     Virtual,
-    /// Device memory of another process, opened in this one.
+    /// Device memory of another process, opened in this process.
     Imported,
     /// Ordinary memory of the operating system.
     System,
 }
 
 impl AllocationKind {
-    /// Returns the name in lower case, as `info` and the JSON output print it.
+    /// Returns the kind's name in lower case, as `hmem info` and the JSON output print it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -48,8 +48,10 @@ impl AllocationKind {
     }
 }
 
-/// The identity of an allocation. An iface never gives two allocations the same number, so that a
-/// reused address can be detected.
+/// The identity of an allocation. It shows that an address belongs to a new allocation.
+///
+/// An iface never gives two allocations the same number, unless
+/// [`Iface::has_identities`](crate::Iface::has_identities) returns false.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AllocationId(pub u64);
 
@@ -64,7 +66,7 @@ pub struct Allocation {
     pub device: Option<DeviceId>,
     /// The kind of memory.
     pub kind: AllocationKind,
-    /// The identity, which no other allocation of the iface ever has.
+    /// The identity of the allocation.
     pub id: AllocationId,
 }
 
@@ -75,7 +77,8 @@ impl Allocation {
         self.range.start()
     }
 
-    /// Returns the offset of `address` in the allocation, or `None` if it is outside.
+    /// Returns the offset of `address` in the allocation, or `None` if the address is
+    /// outside.
     #[must_use]
     pub const fn offset_of(&self, address: Address) -> Option<AllocOffset> {
         if self.range.contains(address) {
@@ -88,12 +91,12 @@ impl Allocation {
 
 /// A physically contiguous part of a range.
 ///
-/// A driver can export a whole segment as one dma-buf. Some drivers also export several adjacent
-/// segments as one dma-buf, which only an attempt shows.
+/// A driver can export a whole segment as one dma-buf. Some drivers can also export several
+/// adjacent segments as one dma-buf. Only an attempt shows whether a driver can do this.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The addresses of the segment.
     pub range: AddressRange,
-    /// Set if the segment can be exported to a NIC.
+    /// True if the segment can be exported to a NIC.
     pub exportable: bool,
 }

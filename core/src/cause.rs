@@ -7,7 +7,7 @@ use std::{collections::BTreeSet, fs, path::PathBuf};
 
 use crate::{AllocationKind, Error, ErrorKind, Path, dma_buf::DmaBufMapping};
 
-/// The step of a path that was refused.
+/// A step of an attempt to register memory. Each refusal names the step that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
@@ -19,14 +19,14 @@ pub enum Step {
     SystemCall,
     /// Checking that the NIC supports the path at all.
     Import,
-    /// Finding the physical segments.
+    /// Finding the physical segments of the memory.
     Segments,
     /// Exporting a range of several physical segments as one dma-buf. If a single segment is
     /// refused with the same error, the step is [`Step::Export`] instead.
     ExportWhole,
     /// Exporting the memory as a dma-buf, or opening it to peer-memory clients.
     Export,
-    /// Registering with the NIC.
+    /// Registering the memory with the NIC.
     Register,
 }
 
@@ -43,7 +43,7 @@ impl Step {
         Self::Register,
     ];
 
-    /// Returns the name, as it is printed.
+    /// Returns the step's name in messages.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -62,16 +62,16 @@ impl Step {
 /// A condition on the error of a refused path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// The operating system's error number is in this list.
+    /// Holds if the operating system's error number is in this list.
     Errno(&'static [i32]),
-    /// The driver's error code is in this list.
+    /// Holds if the driver's error code is in this list.
     Driver(&'static [i64]),
-    /// The kind of the error is in this list.
+    /// Holds if the kind of the error is in this list.
     Kind(&'static [ErrorKind]),
 }
 
 impl Answer {
-    /// A match for errors that mean "the operation is not supported".
+    /// The condition for errors that mean "the operation is not supported".
     pub const UNSUPPORTED: Self = Self::Kind(&[ErrorKind::Unsupported, ErrorKind::NoSys]);
 
     fn is(self, error: &Error) -> bool {
@@ -82,7 +82,8 @@ impl Answer {
             Self::Driver(codes) => {
                 error.driver().is_some_and(|driver| codes.contains(&driver.code))
             }
-            // These two numbers are more precise than the kinds that they map to.
+            // An error with the number 121 (EREMOTEIO) or 524 (ENOTSUPP) never matches by its kind,
+            // because its number is more precise.
             Self::Kind(kinds) => {
                 let exact = error.os_errno().is_some_and(|errno| matches!(errno.0, 121 | 524));
                 !exact && kinds.contains(&error.kind())
@@ -94,20 +95,21 @@ impl Answer {
 /// A refused path, as the input of a search for the cause.
 #[derive(Clone, Copy, Debug)]
 pub struct RefusalContext<'a> {
-    /// The path.
+    /// The refused path.
     pub path: Path,
     /// The step that was refused.
     pub step: Step,
     /// The kind of memory.
     pub kind: AllocationKind,
-    /// The mapping of the dma-buf that was refused. If both mappings were refused, this is the
-    /// default one.
+    /// The mapping of the dma-buf that was refused. If both mappings were refused, or if the path
+    /// uses no dma-buf, this is the default mapping.
     pub mapping: DmaBufMapping,
     /// The error of the refusal.
     pub error: &'a Error,
 }
 
-/// Facts about a machine. A fact is `None` if it is unknown.
+/// Facts about a machine. An optional fact is `None` if it is unknown. The two sets of device nodes
+/// are empty if no such node is known.
 ///
 /// The facts never choose a path, because a path search tries every path. They only distinguish
 /// causes that lead to the same error.
@@ -120,21 +122,23 @@ pub struct RefusalContext<'a> {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// The kernel's version and patch level: `(6, 12)`.
+    /// The kernel's major and minor version, such as `(6, 12)`; `None` if unknown.
     pub kernel: Option<(u32, u32)>,
-    /// The relevant kernel modules that are loaded, or built in with parameters. Names have
-    /// underscores.
+    /// The relevant kernel modules that are loaded, or built in with parameters; `None` if unknown.
+    /// Names have underscores.
     pub modules: Option<BTreeSet<String>>,
-    /// The relevant kernel options that are set to `y` or `m`, without `CONFIG_`.
+    /// The relevant kernel options that are set to `y` or `m`, without `CONFIG_`; `None` if
+    /// unknown.
     pub kernel_options: Option<BTreeSet<String>>,
-    /// The locked-memory limit of the process in bytes. `u64::MAX` means no limit.
+    /// The locked-memory limit of the process in bytes; `None` if unknown. `u64::MAX` means no
+    /// limit.
     pub memlock: Option<u64>,
     /// True if a seccomp filter restricts the system calls of the process; `None` if unknown.
     pub seccomp: Option<bool>,
     /// Device nodes that the kernel announces and `/dev` lacks, such as
     /// `/dev/infiniband/uverbs0`.
     pub missing_nodes: BTreeSet<String>,
-    /// Device nodes that the process may not read and write.
+    /// Device nodes that the process has no permission to open for reading and writing.
     pub forbidden_nodes: BTreeSet<String>,
     /// True if an IOMMU translates the addresses that the NIC or the device uses; `None` if
     /// unknown.
@@ -142,29 +146,33 @@ pub struct Facts {
     /// True if PCI access control (ACS) redirects requests between the NIC and the device through
     /// the root complex; `None` if unknown.
     pub acs_redirects: Option<bool>,
-    /// The size of the device's largest BAR in bytes.
+    /// The size of the device's largest BAR in bytes; `None` if unknown.
     pub bar: Option<u64>,
-    /// The root folder of the machine's files, for [`Facts::text`].
+    /// The folder that [`Facts::text`] reads from (`/`, or a recording of it); `None` to read
+    /// nothing.
     pub root: Option<PathBuf>,
 }
 
 impl Facts {
-    /// Returns true if a relevant kernel module is present. `name` has underscores. `None` if
-    /// unknown.
+    /// Returns true if [`Facts::modules`] contains the kernel module `name`; `None` if unknown.
+    /// `name` has underscores.
+    ///
+    /// The set contains only modules that the general rules name. A rule of an iface for another
+    /// module calls [`Facts::text`] with `sys/module/NAME/initstate`.
     #[must_use]
     pub fn has_module(&self, name: &str) -> Option<bool> {
         self.modules.as_ref().map(|modules| modules.contains(name))
     }
 
-    /// Returns true if a relevant kernel option is set. `name` is without `CONFIG_`. `None` if
-    /// unknown.
+    /// Returns true if [`Facts::kernel_options`] contains the kernel option `name`; `None` if
+    /// unknown. `name` is without `CONFIG_`.
     #[must_use]
     pub fn has_option(&self, name: &str) -> Option<bool> {
         self.kernel_options.as_ref().map(|options| options.contains(name))
     }
 
-    /// Reads a file of the machine, for example a driver's file in procfs. `path` has no leading
-    /// slash.
+    /// Reads a file of the machine, such as a driver's file in procfs. Returns `None` if
+    /// [`Facts::root`] is `None` or the file cannot be read as UTF-8. `path` has no leading slash.
     #[must_use]
     pub fn text(&self, path: &str) -> Option<String> {
         fs::read_to_string(self.root.as_ref()?.join(path)).ok()
@@ -174,9 +182,9 @@ impl Facts {
 /// A fact that a rule requires.
 #[derive(Clone, Copy, Debug)]
 pub struct Needs {
-    /// The fact as text.
+    /// The fact in words.
     pub text: &'static str,
-    /// Returns true if the fact is known to be true.
+    /// A function that returns true if the fact is known to be true.
     pub holds: fn(&Facts) -> bool,
 }
 
@@ -196,7 +204,8 @@ impl Needs {
 ///     cause::{Answer, RefusalCause, Step},
 /// };
 ///
-/// // A rule of an iface, for an error of its driver. Its rank is lower than that of general rules.
+/// // A rule of an iface, for an error of its driver. The rank puts it before the general rule
+/// // `NO_PCIE_MAPPING`, which has rank 50.
 /// const NOT_SHARED: RefusalCause = RefusalCause {
 ///     name: "mine-not-shared",
 ///     rank: 35,
@@ -212,11 +221,12 @@ impl Needs {
 pub struct RefusalCause {
     /// The name of the cause: a heading in `docs/causes.md`.
     pub name: &'static str,
-    /// The rank. Of all rules that match, the one with the lowest rank is the probable cause.
+    /// The rank of the rule. Of all rules that match, the rule with the lowest rank is the probable
+    /// cause.
     ///
-    /// Specific causes have lower ranks than general causes, which have multiples of ten. An iface
-    /// may repeat the name and rank of a general rule, with a remedy for its own driver. The
-    /// iface's rule is then preferred.
+    /// Specific causes have lower ranks than general causes. General rules have ranks from 10 up.
+    /// An iface may repeat the name and rank of a general rule, with a remedy for its own driver.
+    /// The iface's rule is then preferred.
     pub rank: u32,
     /// The paths that the rule applies to.
     pub paths: &'static [Path],
@@ -226,22 +236,22 @@ pub struct RefusalCause {
     pub kind: Option<AllocationKind>,
     /// The mapping of the dma-buf that the rule applies to. `None` means any.
     pub mapping: Option<DmaBufMapping>,
-    /// The conditions on the error. At least one must hold.
+    /// The conditions on the error. At least one of them must hold.
     pub answers: &'static [Answer],
     /// The fact about the machine that must hold for this cause to match; `None` for no condition.
     pub needs: Option<Needs>,
     /// The text of the cause, in one sentence.
     pub cause: &'static str,
-    /// A function that returns the machine's numbers for the cause, for example the value of a
-    /// limit, as text to append to [`RefusalCause::cause`].
+    /// A function that returns numbers of this machine that explain the cause, for example the
+    /// value of a limit. The text is appended to [`RefusalCause::cause`].
     pub detail: Option<fn(&Facts) -> Option<String>>,
-    /// The text of the remedy, an instruction.
+    /// The text of the remedy: an instruction for the user.
     pub remedy: &'static str,
 }
 
 impl RefusalCause {
     /// Default values for rules: any path, and the step [`Step::Register`]. This rule itself
-    /// matches no refusal, because its list of errors is empty.
+    /// matches no refusal, because its list of `answers` is empty.
     pub const ANY: Self = Self {
         name: "",
         rank: u32::MAX,
@@ -256,7 +266,7 @@ impl RefusalCause {
         remedy: "",
     };
 
-    /// General rule: the driver or the device has no PCIe mapping for exports.
+    /// General rule for a driver or device that has no PCIe mapping for exports.
     ///
     /// An iface can reuse this rule and the following general rules, with a remedy for its own
     /// driver.
@@ -283,7 +293,8 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General rule: virtual memory was not created for RDMA.
+    /// General rule for memory that was mapped with the driver's virtual memory API and was not
+    /// created for RDMA.
     pub const VMM_RANGE: Self = Self {
         name: "vmm-range",
         rank: 60,
@@ -301,7 +312,7 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General rule: the driver exports no memory of a stream-ordered pool.
+    /// General rule for memory of a stream-ordered pool that the driver does not export.
     pub const STREAM_ORDERED_POOL: Self = Self {
         name: "stream-ordered-pool",
         rank: 70,
@@ -319,7 +330,7 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General rule: the device, its driver or the kind of memory has no dma-buf export.
+    /// General rule for a device, a driver or a kind of memory that has no dma-buf export.
     pub const DEVICE_WITHOUT_DMA_BUF: Self = Self {
         name: "device-without-dma-buf",
         rank: 160,
@@ -332,7 +343,8 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General rule: the process may not use the files of the device.
+    /// General rule for a process that has no permission to use the files of the NIC or the device,
+    /// and for a dma-buf that was opened read-only.
     pub const DEVICE_FILES: Self = Self {
         name: "device-files",
         rank: 310,
@@ -348,7 +360,7 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// General rule: the device does not answer any longer.
+    /// General rule for a device that no longer responds or is no longer available to the process.
     pub const DEVICE_LOST: Self = Self {
         name: "device-lost",
         rank: 320,
@@ -382,8 +394,10 @@ impl RefusalCause {
             && self.needs.is_none_or(|needs| (needs.holds)(facts))
     }
 
-    /// Returns the probable cause of a refusal: the matching rule with the lowest rank, and the
-    /// first one among equal ranks. Pass the iface's rules before the general ones.
+    /// Returns the probable cause of a refusal, or `None` if no rule matches.
+    ///
+    /// The probable cause is the matching rule with the lowest rank, and the first of them among
+    /// equal ranks. Pass the iface's rules before the general rules.
     #[must_use]
     pub fn probable<'r>(
         rows: impl IntoIterator<Item = &'r Self>,

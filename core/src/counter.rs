@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// A counter of successful and failed operations, which regions and endpoints share.
+/// A counter of successful and failed operations. Several regions and endpoints may share a
+/// counter.
 #[derive(Debug, Default)]
 pub struct Counter {
     value: AtomicU64,
@@ -29,22 +30,23 @@ impl Counter {
         self.errors.load(Ordering::Acquire)
     }
 
-    /// Adds `count` to the successes. A thread that sees the new value also sees all bytes that
-    /// were written before this call.
+    /// Adds `count` to the number of successful operations, unless the counter is closed. A thread
+    /// that sees the new value also sees all bytes that the calling thread wrote before this call.
     pub fn add(&self, count: u64) {
         if !self.is_closed() {
             self.value.fetch_add(count, Ordering::AcqRel);
         }
     }
 
-    /// Adds `count` to the failures.
+    /// Adds `count` to the number of failed operations, unless the counter is closed.
     pub fn add_error(&self, count: u64) {
         if !self.is_closed() {
             self.errors.fetch_add(count, Ordering::AcqRel);
         }
     }
 
-    /// Closes the counter. It counts no more, and regions that it is bound to can be closed.
+    /// Closes the counter: the counter stops counting and keeps its values. An open counter
+    /// prevents the regions that it is bound to from being closed.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }

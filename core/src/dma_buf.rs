@@ -1,12 +1,12 @@
 //! The mapping of an exported dma-buf.
 
-/// The route by which the importer of a dma-buf reaches the device memory (HM-09).
+/// The route by which a NIC that imports a dma-buf reaches the device memory (HM-09).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DmaBufMapping {
     /// The route that the driver prefers.
     #[default]
     Default,
-    /// Through the PCIe BAR, even where a faster coherent link exists.
+    /// The route through the PCIe BAR, even where a faster coherent link exists.
     Pcie,
 }

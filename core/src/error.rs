@@ -10,7 +10,7 @@
 //! assert_eq!(error.fi_errno(), 22);
 //! assert_eq!(
 //!     error.to_string(),
-//!     "regattr: the range is empty (range=0x1000+0); register at least one byte"
+//!     "regattr: the range is empty; register at least one byte (range=0x1000+0)"
 //! );
 //! ```
 
@@ -19,7 +19,10 @@ mod trace;
 use std::{borrow::Cow, error::Error as StdError, fmt, sync::Arc};
 
 pub use self::trace::{Attempt, Path, Trace};
-use crate::{DeviceId, IfaceKind, iface_kind::UnknownIfaceName};
+use crate::{
+    DeviceId, IfaceKind,
+    iface_kind::{IfaceName, UnknownIfaceName},
+};
 
 /// The result of every fallible operation of this library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -38,7 +41,7 @@ macro_rules! kinds {
                 match self { $(Self::$name => $fi,)+ }
             }
 
-            /// Returns the kind as part of a sentence.
+            /// Returns the kind's text in error messages.
             #[must_use]
             pub const fn text(self) -> &'static str {
                 match self { $(Self::$name => $text,)+ }
@@ -54,23 +57,25 @@ kinds! {
     ZeroLength = (22, "the range is empty"),
     /// Start plus length passes the end of the 64-bit address space.
     AddressWraps = (22, "the range wraps the address space"),
-    /// `offset` is reserved and must be 0 (`fi_mr(3)`).
+    /// The request sets the attribute `offset`, which is reserved and must be 0 (`fi_mr(3)`).
     ReservedOffset = (22, "the reserved offset is not zero"),
-    /// `hmem_data` is reserved and must be absent (`fi_mr(3)`).
+    /// The request sets the attribute `hmem_data`, which is reserved (`fi_mr(3)`).
     ReservedHmemData = (22, "the reserved hmem_data was given"),
-    /// An access bit that libfabric does not define, or that the operation does not allow.
+    /// An access bit that [`Access`](crate::Access) does not define, or that the operation does not
+    /// allow.
     BadAccess = (22, "unknown or disallowed access bit"),
     /// A flag that libfabric does not define, or that this provider cannot honour (`FI_EBADFLAGS`).
     BadFlags = (260, "unknown or unsupported flag"),
-    /// More ranges than `mr_iov_limit`.
+    /// The request has more ranges than the provider's `mr_iov_limit`.
     TooManyRanges = (22, "too many ranges"),
-    /// Longer than the provider's `max_mr_size`.
+    /// The request has more bytes than the provider's `max_mr_size`.
     TooLong = (22, "longer than the provider can register"),
     /// A page size that the operating system does not have.
     BadPageSize = (22, "page size not available"),
     /// A range that reaches outside its region or allocation.
     OutOfBounds = (22, "outside the bounds"),
-    /// mr_mode bits that the application did not offer but the provider needs, or a forbidden mix.
+    /// mr_mode bits that the provider needs and the application did not offer, or bits that cannot
+    /// be combined.
     ModeMismatch = (61, "mr_mode not acceptable"),
     /// Addresses that cannot be reached: unmapped, protected, or past the end of a file
     /// (`FI_EFAULT`).
@@ -97,7 +102,8 @@ kinds! {
     BadState = (258, "wrong state"),
     /// The operation was cancelled before it ran (`FI_ECANCELED`).
     Canceled = (125, "canceled"),
-    /// The operation would succeed later, for example when a queue is no longer full (`FI_EAGAIN`).
+    /// The operation cannot run now but may succeed later, for example when a queue is no longer
+    /// full (`FI_EAGAIN`).
     Again = (11, "try again"),
     /// A received message was longer than the posted buffer (`FI_ETRUNC`).
     Truncated = (265, "message truncated"),
@@ -107,15 +113,16 @@ kinds! {
     OutOfResources = (12, "out of resources"),
     /// The driver, the device or this build does not support the operation (`FI_EOPNOTSUPP`).
     Unsupported = (95, "not supported"),
-    /// The provider has no such call (`FI_ENOSYS`).
+    /// The provider does not implement the operation (`FI_ENOSYS`).
     NoSys = (38, "not implemented by this provider"),
     /// A library, driver or device is missing (`FI_ENODEV`).
     Unavailable = (19, "unavailable"),
     /// The process lacks a privilege (`FI_EPERM`).
     PermissionDenied = (1, "permission denied"),
-    /// The peer does not answer (`FI_ECONNREFUSED`).
+    /// The peer does not answer, or the NIC cannot reach the device (`FI_ECONNREFUSED`).
     Unreachable = (111, "peer not reachable"),
-    /// A call into a driver or the operating system failed in another way (`FI_EOTHER`).
+    /// A call to a driver or the operating system failed, and no other kind describes the failure
+    /// (`FI_EOTHER`).
     Driver = (256, "driver call failed"),
 }
 
@@ -138,13 +145,13 @@ impl fmt::Display for ErrorKind {
 pub struct Errno(pub i32);
 
 impl Errno {
-    /// Returns the errno in an error of the standard library, or 0 if it has none.
+    /// Returns the errno of a standard library error, or 0 if the error has none.
     #[must_use]
     pub fn of(error: &std::io::Error) -> Self {
         Self(error.raw_os_error().unwrap_or(0))
     }
 
-    /// Returns the symbolic name, if this library knows it.
+    /// Returns the symbolic name of the number (such as `EFAULT`), if this library knows it.
     #[must_use]
     pub const fn name(self) -> Option<&'static str> {
         Some(match self.0 {
@@ -175,9 +182,10 @@ impl Errno {
         })
     }
 
-    /// Returns the kind of error for this number. All system calls of the library use this mapping.
+    /// Returns the kind of error for this number. [`Error::os`] uses this kind. Numbers that this
+    /// library does not know have the kind [`ErrorKind::Driver`].
     ///
-    /// 95 (EOPNOTSUPP) and the kernel-internal 524 (ENOTSUPP) are the same kind.
+    /// 95 (EOPNOTSUPP) and the kernel-internal 524 (ENOTSUPP) have the same kind.
     #[must_use]
     pub const fn kind(self) -> ErrorKind {
         match self.0 {
@@ -238,7 +246,8 @@ impl fmt::Debug for DriverCode {
 
 impl fmt::Display for DriverCode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // HSA and Level Zero number their codes in hexadecimal, CUDA in decimal, far below.
+        // The codes of HSA and Level Zero are from 0x1000 up, and their headers write them in
+        // hexadecimal. CUDA's codes are smaller and decimal.
         let hexadecimal = self.code >= 0x1000;
         match (self.name.is_empty(), hexadecimal) {
             (true, false) => write!(f, "code {}", self.code),
@@ -256,11 +265,12 @@ const SHARED_STEPS: [&str; 3] = ["regattr", "owner of range", "cached registrati
 /// The error of a failed operation.
 ///
 /// An error has a kind and the name of the operation. It may also have the iface, device or
-/// provider that refused, its own error code, context values, a remedy, a source, and a trace of
-/// the paths that were tried.
+/// provider that refused the operation, the driver's error code, context values, a remedy, a
+/// source, and a trace of the paths that were tried.
 ///
-/// `Display` writes one readable line. `Debug` writes the reason first, then each attempt, each
-/// cause and the remedy on a line of its own. `main` prints an error that it returns in this form.
+/// `Display` writes one line: the failure, its reason and causes, the remedy, and last the values
+/// in parentheses. `Debug` writes each attempt, each cause, the remedy and the values on a line of
+/// its own. `main` prints an error that it returns in this form.
 /// The alternate form `{:#?}` has all fields.
 ///
 /// ```
@@ -279,9 +289,7 @@ pub struct Error(Box<Record>);
 struct Record {
     kind: ErrorKind,
     operation: &'static str,
-    iface: Option<IfaceKind>,
-    /// The registered name of a plug-in, if the caller knew it.
-    iface_name: Option<Box<str>>,
+    iface: Option<IfaceName>,
     device: Option<DeviceId>,
     provider: Option<Cow<'static, str>>,
     errno: Option<Errno>,
@@ -301,7 +309,6 @@ impl Error {
             kind,
             operation,
             iface: None,
-            iface_name: None,
             device: None,
             provider: None,
             errno: None,
@@ -334,7 +341,10 @@ impl Error {
         self
     }
 
-    /// Adds a named value that helps to find the cause.
+    /// Adds a named value that helps to find the cause. Messages print the values at their end.
+    ///
+    /// The value `why` is the reason of the failure, in words. Messages print it directly after the
+    /// kind.
     #[must_use]
     pub fn context(mut self, name: &'static str, value: impl fmt::Display) -> Self {
         self.0.context.push((name, value.to_string()));
@@ -348,29 +358,23 @@ impl Error {
         self
     }
 
-    /// Sets the iface that refused.
+    /// Sets the iface that refused the operation. Messages print the registered name of a plug-in
+    /// if the argument is the iface itself or an [`IfaceName`] with a name. For an [`IfaceKind`]
+    /// they print the plug-in's number.
     #[must_use]
-    pub fn iface(mut self, iface: IfaceKind) -> Self {
-        self.0.iface = Some(iface);
+    pub fn iface(mut self, iface: impl Into<IfaceName>) -> Self {
+        self.0.iface = Some(iface.into());
         self
     }
 
-    /// Sets the registered name of the iface that refused. Texts have it in place of a plug-in's
-    /// number.
-    #[must_use]
-    pub fn iface_name(mut self, name: impl Into<Box<str>>) -> Self {
-        self.0.iface_name = Some(name.into());
-        self
-    }
-
-    /// Sets the device that refused.
+    /// Sets the device that refused the operation.
     #[must_use]
     pub fn device(mut self, device: DeviceId) -> Self {
         self.0.device = Some(device);
         self
     }
 
-    /// Sets the provider that refused.
+    /// Sets the provider that refused the operation.
     #[must_use]
     pub fn provider(mut self, provider: impl Into<Cow<'static, str>>) -> Self {
         self.0.provider = Some(provider.into());
@@ -391,7 +395,7 @@ impl Error {
         self
     }
 
-    /// Sets the source: the error that caused this one.
+    /// Sets the source: another error, which caused this error.
     #[must_use]
     pub fn caused_by(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         self.0.source = Some(Arc::from(source.into()));
@@ -399,7 +403,7 @@ impl Error {
     }
 
     /// Sets the trace of the paths that were tried. [`Trace::refusal`] becomes the source, unless
-    /// the error has one.
+    /// the error already has a source.
     #[must_use]
     pub fn with_trace(mut self, trace: Trace) -> Self {
         self.0.trace = trace;
@@ -418,58 +422,99 @@ impl Error {
         self.0.operation
     }
 
-    /// Returns the operating system's number, if a system call failed.
+    /// Returns the operating system's error number, if it was set.
     #[must_use]
     pub fn os_errno(&self) -> Option<Errno> {
         self.0.errno
     }
 
-    /// Returns the driver's code, if a driver's function failed.
+    /// Returns the driver's own error code, if it was set.
     #[must_use]
     pub fn driver(&self) -> Option<&DriverCode> {
         self.0.driver.as_ref()
     }
 
-    /// Returns the iface that refused, if known.
+    /// Returns the iface that refused the operation, if it was set.
     #[must_use]
     pub fn iface_kind(&self) -> Option<IfaceKind> {
-        self.0.iface
+        self.iface_name().map(IfaceName::kind)
     }
 
-    /// Returns the registered name of the iface that refused, if it was set.
+    /// Returns the iface that refused the operation, with its name, if it was set.
     #[must_use]
-    pub fn iface_name_text(&self) -> Option<&str> {
-        self.0.iface_name.as_deref()
+    pub fn iface_name(&self) -> Option<&IfaceName> {
+        self.0.iface.as_ref()
     }
 
-    /// Returns the provider that refused, if known.
+    /// Returns the provider that refused the operation, if it was set.
     #[must_use]
     pub fn provider_name(&self) -> Option<&str> {
         self.0.provider.as_deref()
     }
 
-    /// Returns the remedy, if one is known.
+    /// Returns the remedy of this error, or else of the nearest source of type [`Error`] that has a
+    /// remedy. Remedies of attempts are not searched.
     #[must_use]
     pub fn remedy_text(&self) -> Option<&str> {
-        self.0.remedy.as_deref()
+        self.chain().find_map(|error| error.0.remedy.as_deref())
     }
 
-    /// Returns the context value `name`, if the error has it.
+    /// Returns the context value `name`, if this error has it. Sources are not searched.
     #[must_use]
     pub fn context_value(&self, name: &str) -> Option<&str> {
         self.0.context.iter().find(|(n, _)| *n == name).map(|(_, v)| v.as_str())
     }
 
-    /// Returns the attempts of a path search that found no path. Empty for other errors.
+    /// Returns the attempts of the path search that failed. Empty for other errors.
     #[must_use]
     pub fn trace(&self) -> &Trace {
         &self.0.trace
     }
 
-    /// Returns the text of `Display` without the remedy.
+    /// Returns the text of `Display` without the error's remedy. Attempts keep their remedies.
     #[must_use]
     pub fn reason(&self) -> impl fmt::Display + '_ {
         Reason(self)
+    }
+
+    /// Returns the operation that failed and the reason, without attempts, source, remedy and
+    /// values.
+    #[must_use]
+    pub fn message(&self) -> impl fmt::Display + '_ {
+        Message(self)
+    }
+
+    /// Returns the values of this error and of its sources of type [`Error`], each once:
+    /// `iface=cuda, device=0`. The context value `why` is left out.
+    #[must_use]
+    pub fn values(&self) -> impl fmt::Display + '_ {
+        Values(self)
+    }
+
+    /// Returns this error, its source, the source's source, and so on, while they are of this type.
+    fn chain(&self) -> impl Iterator<Item = &Self> {
+        std::iter::successors(Some(self), |error| error.0.source.as_deref()?.downcast_ref())
+    }
+
+    /// Writes the messages of this error and of its sources of type `Error`. Then writes the
+    /// attempts of the last of these errors, or else its source of another type.
+    fn write_messages(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut last = self;
+        for (at, error) in self.chain().enumerate() {
+            write!(f, "{}{}", if at == 0 { "" } else { ": " }, error.message())?;
+            last = error;
+        }
+        match &last.0.source {
+            _ if !last.0.trace.is_empty() => write!(f, ": {}", last.0.trace),
+            Some(source) => write!(f, ": {source}"),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes the values in parentheses, if the error or a source has any.
+    fn write_values(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let values = self.values().to_string();
+        if values.is_empty() { Ok(()) } else { write!(f, " ({values})") }
     }
 
     /// Returns libfabric's errno for the kind, as a positive number.
@@ -478,58 +523,84 @@ impl Error {
         self.0.kind.fi_errno()
     }
 
-    /// Returns true if the operation is not supported.
+    /// Returns true if the kind means that the operation is not supported.
     #[must_use]
     pub fn is_unsupported(&self) -> bool {
         matches!(self.0.kind, ErrorKind::Unsupported | ErrorKind::NoSys)
     }
 
-    /// Returns true if a library, driver or device is unavailable.
+    /// Returns true if the kind means that a library, driver or device is unavailable.
     #[must_use]
     pub fn is_unavailable(&self) -> bool {
         self.0.kind == ErrorKind::Unavailable
     }
 
-    /// Returns true if the object is still in use.
+    /// Returns true if the kind means that the object is still in use.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.0.kind == ErrorKind::Busy
     }
 }
 
+/// The name of the context value that messages print directly after the kind. Messages print all
+/// other values at their end.
+const WHY: &str = "why";
+
 impl Record {
-    /// Writes the operation, the kind and the values, without the attempts and the source.
-    fn write_head(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let record = self;
-        write!(f, "{}: {}", record.operation, record.kind)?;
-        let mut separator = " (";
-        let mut pair = |f: &mut fmt::Formatter<'_>, name: &str, value: &dyn fmt::Display| {
-            let result = write!(f, "{separator}{name}={value}");
-            separator = ", ";
-            result
-        };
-        if let Some(errno) = &record.errno {
-            pair(f, "os", errno)?;
+    /// Writes the failure and its reason, without the attempts, the source and the values.
+    fn write_message(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.operation, self.kind)?;
+        if let Some(errno) = &self.errno {
+            write!(f, ", {errno}")?;
         }
-        if let Some(code) = &record.driver {
-            pair(f, "driver", code)?;
+        if let Some(code) = &self.driver {
+            write!(f, ", {code}")?;
         }
-        match (&record.iface_name, &record.iface) {
-            (Some(name), _) => pair(f, "iface", name)?,
-            (None, Some(iface)) => pair(f, "iface", iface)?,
-            (None, None) => {}
+        self.context
+            .iter()
+            .filter(|(name, _)| *name == WHY)
+            .try_for_each(|(_, why)| write!(f, ": {why}"))
+    }
+
+    /// Calls `each` with the name and the text of each value.
+    fn for_each_value(&self, mut each: impl FnMut(&'static str, String)) {
+        let parties: [(_, Option<&dyn fmt::Display>); 3] = [
+            ("iface", self.iface.as_ref().map(|iface| iface as _)),
+            ("device", self.device.as_ref().map(|device| device as _)),
+            ("provider", self.provider.as_ref().map(|provider| provider as _)),
+        ];
+        for (name, value) in parties {
+            value.into_iter().for_each(|value| each(name, value.to_string()));
         }
-        if let Some(device) = &record.device {
-            pair(f, "device", device)?;
+        for (name, value) in self.context.iter().filter(|(name, _)| *name != WHY) {
+            each(name, value.clone());
         }
-        if let Some(provider) = &record.provider {
-            pair(f, "provider", provider)?;
+    }
+}
+
+struct Message<'a>(&'a Error);
+
+impl fmt::Display for Message<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.0.write_message(f)
+    }
+}
+
+struct Values<'a>(&'a Error);
+
+impl fmt::Display for Values<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut values: Vec<(&'static str, String)> = Vec::new();
+        for error in self.0.chain() {
+            error.0.for_each_value(|name, value| {
+                let value = (name, value);
+                if !values.contains(&value) {
+                    values.push(value);
+                }
+            });
         }
-        for (name, value) in &record.context {
-            pair(f, name, value)?;
-        }
-        if separator == ", " {
-            f.write_str(")")?;
+        for (at, (name, value)) in values.into_iter().enumerate() {
+            write!(f, "{}{name}={value}", if at == 0 { "" } else { ", " })?;
         }
         Ok(())
     }
@@ -539,25 +610,18 @@ struct Reason<'a>(&'a Error);
 
 impl fmt::Display for Reason<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let record = &*self.0.0;
-        record.write_head(f)?;
-        if !record.trace.is_empty() {
-            write!(f, ": {}", record.trace)?;
-        }
-        match &record.source {
-            Some(source) => write!(f, ": {source}"),
-            None => Ok(()),
-        }
+        self.0.write_messages(f)?;
+        self.0.write_values(f)
     }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.reason())?;
-        match self.remedy_text() {
-            Some(remedy) => write!(f, "; {remedy}"),
-            None => Ok(()),
+        self.write_messages(f)?;
+        if let Some(remedy) = self.remedy_text() {
+            write!(f, "; {remedy}")?;
         }
+        self.write_values(f)
     }
 }
 
@@ -565,25 +629,27 @@ impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let record = &*self.0;
         if !f.alternate() {
-            record.write_head(f)?;
+            record.write_message(f)?;
             for (at, attempt) in record.trace.iter().enumerate() {
                 write!(f, "\n  ({}) {attempt}", at + 1)?;
             }
             let mut cause = record.source.as_deref().map(|source| source as &dyn StdError);
             while let Some(source) = cause {
-                write!(f, "\n  caused by: {source}")?;
-                // The text of this library's errors contains their own sources.
-                cause = source.source().filter(|_| !source.is::<Self>());
+                match source.downcast_ref::<Self>() {
+                    Some(error) => write!(f, "\n  caused by: {}", error.message())?,
+                    None => write!(f, "\n  caused by: {source}")?,
+                }
+                cause = source.source();
             }
-            return match &record.remedy {
-                Some(remedy) => write!(f, "\n  remedy: {remedy}"),
-                None => Ok(()),
-            };
+            if let Some(remedy) = self.remedy_text() {
+                write!(f, "\n  remedy: {remedy}")?;
+            }
+            let values = self.values().to_string();
+            return if values.is_empty() { Ok(()) } else { write!(f, "\n  details: {values}") };
         }
         let mut s = f.debug_struct("Error");
         s.field("kind", &record.kind).field("operation", &record.operation);
-        s.field("iface", &record.iface).field("iface_name", &record.iface_name);
-        s.field("device", &record.device);
+        s.field("iface", &record.iface).field("device", &record.device);
         s.field("provider", &record.provider).field("errno", &record.errno);
         s.field("driver", &record.driver).field("context", &record.context);
         s.field("remedy", &record.remedy).field("trace", &record.trace);
@@ -610,7 +676,7 @@ impl StdError for Error {
 pub struct Rejected<T> {
     /// The object, which is still usable.
     pub value: T,
-    /// The error.
+    /// The reason why the operation failed.
     pub error: Error,
 }
 
@@ -648,6 +714,6 @@ impl From<UnknownIfaceName> for Error {
     fn from(unknown: UnknownIfaceName) -> Self {
         Self::new(ErrorKind::InvalidArgument, "iface name")
             .context("name", unknown.0)
-            .remedy("one of system, cuda, rocr, ze, neuron, synapseai")
+            .remedy("use one of system, cuda, rocr, ze, neuron, synapseai")
     }
 }

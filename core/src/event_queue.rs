@@ -1,4 +1,4 @@
-//! Event queues (`fi_eq`), which report the ends of asynchronous registrations.
+//! Event queues (`fi_eq`), which report that asynchronous registrations have ended.
 
 use std::{
     collections::VecDeque,
@@ -13,12 +13,12 @@ use crate::Result;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub u64);
 
-/// The end of an asynchronous registration (`FI_MR_COMPLETE`).
+/// The report that an asynchronous registration has ended (`FI_MR_COMPLETE`).
 #[derive(Debug)]
 pub struct Event {
-    /// The region: [`MemoryRegion::id`](crate::MemoryRegion::id).
+    /// The identifier of the region ([`MemoryRegion::id`](crate::MemoryRegion::id)).
     pub region: RegionId,
-    /// The context of the registration request.
+    /// The context value of the registration request.
     pub context: u64,
     /// The result of the registration.
     pub result: Result<()>,
@@ -43,14 +43,15 @@ impl EventQueue {
         self.arrived.notify_one();
     }
 
-    /// Removes and returns the oldest event, if there is one.
+    /// Removes and returns the oldest event, or returns `None` if the queue is empty.
     pub fn read(&self) -> Option<Event> {
         self.events.lock().pop_front()
     }
 
-    /// Waits up to `timeout` for an event, and removes and returns the oldest one.
+    /// Waits up to `timeout` for an event, and removes and returns the oldest event. Returns `None`
+    /// if the queue is still empty after `timeout`.
     ///
-    /// [`Duration::MAX`] waits forever.
+    /// With [`Duration::MAX`] the call waits until an event arrives.
     pub fn wait(&self, timeout: Duration) -> Option<Event> {
         let deadline = Instant::now().checked_add(timeout);
         let mut events = self.events.lock();

@@ -14,16 +14,17 @@ bitflags::bitflags! {
     /// Flags of a registration call (`fi_mr(3)`, "FLAGS").
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct MrFlags: u64 {
-        /// The attributes name the memory by a dma-buf fd instead of by addresses.
+        /// The request names the memory by a dma-buf fd instead of by addresses.
         const MR_DMABUF = 1 << 40;
         /// The key becomes invalid with the first remote access that uses it.
         const MR_SINGLE_USE = 1 << 41;
-        /// The memory comes from a device API's host allocator. `device` is ignored.
+        /// The memory comes from a device API's host allocator. The domain ignores the request's
+        /// `device`.
         const HMEM_HOST_ALLOC = 1 << 45;
-        /// The memory is accessible to the named device only.
+        /// The memory is accessible to the device in the request only.
         const HMEM_DEVICE_ONLY = 1 << 46;
         /// The memory is persistent and is a target of RMA. A remote write or atomic completes
-        /// after its bytes are persistent, and fails if they cannot be made so.
+        /// after its bytes are persistent, and fails if they cannot be made persistent.
         const RMA_PMEM = 1 << 49;
         /// The region will be bound to a completion counter.
         const RMA_EVENT = 1 << 56;
@@ -34,7 +35,7 @@ bitflags::bitflags! {
     /// The accesses that a counter counts when it is bound to a region (`fi_mr_bind`).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct BindFlags: u64 {
-        /// One count for each remote write or atomic that changes the region.
+        /// The counter counts each remote write or atomic that changes the region.
         const REMOTE_WRITE = 1 << 13;
     }
 }

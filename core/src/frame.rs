@@ -7,18 +7,18 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{Error, ErrorKind, Result};
 
-/// A format of serialised values: its magic number, its version, and its errors.
+/// A format of serialised values: its magic number, its version, and the texts of its errors.
 pub(crate) struct Frame {
     pub(crate) magic: [u8; 4],
     pub(crate) version: u8,
-    /// The operation that errors report.
+    /// The name of the operation in errors.
     pub(crate) operation: &'static str,
-    /// The remedy of errors.
+    /// The remedy in errors.
     pub(crate) remedy: &'static str,
 }
 
 impl Frame {
-    /// Serialises a value.
+    /// Returns the bytes of a value in this format.
     pub(crate) fn write<T: Serialize>(&self, value: &T) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(48);
         bytes.extend_from_slice(&self.magic);
@@ -30,7 +30,10 @@ impl Frame {
         bytes
     }
 
-    /// Reads a value that [`Frame::write`] serialised.
+    /// Parses the bytes that [`Frame::write`] returned for a value.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Malformed`] if the bytes are not one whole value of this format and version.
     pub(crate) fn read<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T> {
         let refuse = |why| self.refuse(bytes, why);
         let (body, sum) = bytes.split_last_chunk::<4>().ok_or_else(|| refuse("too short"))?;
@@ -49,10 +52,10 @@ impl Frame {
         }
     }
 
-    /// Returns the error for bytes that are not a value of this form.
+    /// Returns the error for bytes that are not a value of this format.
     pub(crate) fn refuse(&self, bytes: &[u8], why: &'static str) -> Error {
         Error::new(ErrorKind::Malformed, self.operation)
-            .context("wrong", why)
+            .context("why", why)
             .context("bytes", bytes.len())
             .remedy(self.remedy)
     }

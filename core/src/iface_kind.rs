@@ -1,4 +1,4 @@
-//! The numbers of ifaces and of their devices.
+//! The numbers that identify ifaces (memory interfaces) and their devices.
 //!
 //! ```
 //! use hmem_core::IfaceKind;
@@ -10,8 +10,8 @@
 
 use std::{fmt, str::FromStr};
 
-/// The number of a memory interface: libfabric's `enum fi_hmem_iface` for 0 to 5, and 0x100 and up
-/// for plug-ins.
+/// The number of a memory interface. 0 to 5 are those of libfabric's `enum fi_hmem_iface`. Plug-ins
+/// use 0x100 and up.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct IfaceKind(pub u32);
 
@@ -28,7 +28,7 @@ impl IfaceKind {
     pub const NEURON: Self = Self(4);
     /// Habana SynapseAI.
     pub const SYNAPSEAI: Self = Self(5);
-    /// The lowest number that a plug-in may take.
+    /// The lowest number for plug-ins.
     pub const FIRST_PLUG_IN: Self = Self(0x100);
 
     const NAMED: [(Self, &'static str); 6] = [
@@ -46,7 +46,7 @@ impl IfaceKind {
         self.0 >= Self::FIRST_PLUG_IN.0
     }
 
-    /// Returns the name, or `None` for a number that libfabric does not define.
+    /// Returns the iface's name, or `None` for a number that libfabric does not define.
     #[must_use]
     pub fn name(self) -> Option<&'static str> {
         Self::NAMED.iter().find(|(kind, _)| *kind == self).map(|(_, name)| *name)
@@ -78,6 +78,58 @@ impl FromStr for IfaceKind {
     }
 }
 
+/// The name of an iface in messages: its number, and its registered name if the name is known.
+///
+/// `Display` writes the registered name, or else the text of the [`IfaceKind`]: libfabric's name or
+/// the number. `From` converts an iface, or an [`IfaceKind`] without a registered name.
+///
+/// ```
+/// use hmem_core::{IfaceKind, IfaceName};
+///
+/// assert_eq!(IfaceName::new(IfaceKind(0x100), "simulated").to_string(), "simulated");
+/// assert_eq!(IfaceName::from(IfaceKind::CUDA).to_string(), "cuda");
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct IfaceName {
+    kind: IfaceKind,
+    name: Option<Box<str>>,
+}
+
+impl IfaceName {
+    /// Creates the value for the iface `kind` with the registered name `name`.
+    #[must_use]
+    pub fn new(kind: IfaceKind, name: impl Into<Box<str>>) -> Self {
+        Self { kind, name: Some(name.into()) }
+    }
+
+    /// Returns the number of the iface.
+    #[must_use]
+    pub const fn kind(&self) -> IfaceKind {
+        self.kind
+    }
+}
+
+impl From<IfaceKind> for IfaceName {
+    fn from(kind: IfaceKind) -> Self {
+        Self { kind, name: None }
+    }
+}
+
+impl fmt::Display for IfaceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.name {
+            Some(name) => f.write_str(name),
+            None => self.kind.fmt(f),
+        }
+    }
+}
+
+impl fmt::Debug for IfaceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 /// The error for a name that is not the name of a libfabric iface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnknownIfaceName(pub String);
@@ -94,7 +146,7 @@ impl fmt::Display for UnknownIfaceName {
 
 impl std::error::Error for UnknownIfaceName {}
 
-/// A device of an iface: the iface's own number for it, from 0.
+/// The number of a device within its iface, from 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceId(pub u32);
 

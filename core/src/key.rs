@@ -21,18 +21,20 @@ use crate::{Error, ErrorKind, Iova, Result, frame::Frame};
 
 /// The local descriptor of a region (`fi_mr_desc`, verbs `lkey`).
 ///
-/// The local segments of a transfer carry it.
+/// The local segments of a transfer have it as
+/// [`LocalSegment::desc`](crate::transfer::LocalSegment::desc).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LocalKey(u64);
 
 impl LocalKey {
-    /// Creates a descriptor from a provider's own number. For providers.
+    /// Creates a descriptor from the provider's number for the region (verbs: `lkey`). For
+    /// providers.
     #[must_use]
     pub const fn from_provider(raw: u64) -> Self {
         Self(raw)
     }
 
-    /// Returns the provider's own number. For providers.
+    /// Returns the provider's number for the region (verbs: `lkey`). For providers.
     #[must_use]
     pub const fn to_provider(self) -> u64 {
         self.0
@@ -48,18 +50,19 @@ impl fmt::Debug for LocalKey {
 /// The kind of addresses by which peers reach a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Addressing {
-    /// Offsets from the start of the region, which count through all its ranges.
+    /// Offsets from the start of the region. The offsets count through all ranges of the region as
+    /// one sequence of bytes.
     ZeroBased,
-    /// Virtual addresses of the target (VIRT_ADDR mode).
+    /// Virtual addresses of the target's process (VIRT_ADDR mode).
     Virtual,
 }
 
-/// One piece of a remote key: `key` gives access to `len` bytes from `base`.
+/// A piece of a remote key: `key` gives access to `len` bytes from `base`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RemotePiece {
-    /// The first address that the key covers.
+    /// The first address of the piece.
     pub base: Iova,
-    /// The length in bytes.
+    /// The length of the piece in bytes.
     pub len: u64,
     /// The provider's key for this piece.
     pub key: u64,
@@ -84,7 +87,7 @@ const FRAME: Frame = Frame {
     remedy: "send the bytes of RemoteKey::to_bytes unchanged and whole",
 };
 
-/// The reason for refusing a peer's key whose pieces together have 2^64 bytes or more.
+/// The reason in the error for a peer's key with pieces of 2^64 bytes or more in total.
 pub(crate) const TOO_LONG: &str = "pieces with more bytes than an address space";
 
 impl RemoteKey {
@@ -94,13 +97,14 @@ impl RemoteKey {
         Self { addressing, mapped: false, first: RemotePiece { base, len, key }, rest: Vec::new() }
     }
 
-    /// Creates a key of several pieces, which are in address order.
+    /// Creates a key of several pieces, which must be in address order.
     #[must_use]
     pub const fn split(addressing: Addressing, first: RemotePiece, rest: Vec<RemotePiece>) -> Self {
         Self { addressing, mapped: false, first, rest }
     }
 
-    /// Creates a key that [`Domain::map_raw`](crate::Domain::map_raw) returns. For providers.
+    /// Creates the key that [`Domain::map_raw`](crate::Domain::map_raw) returns for a mapped raw
+    /// key. For providers.
     ///
     /// Such a key is valid only in the domain that mapped it.
     #[must_use]
@@ -108,13 +112,14 @@ impl RemoteKey {
         Self { addressing, mapped: true, first: RemotePiece { base, len, key }, rest: Vec::new() }
     }
 
-    /// Returns true if [`Domain::map_raw`](crate::Domain::map_raw) returned this key.
+    /// Returns true if [`RemoteKey::mapped`] created this key, or if the key is narrowed from such
+    /// a key. [`Domain::map_raw`](crate::Domain::map_raw) returns such keys.
     #[must_use]
     pub const fn is_mapped(&self) -> bool {
         self.mapped
     }
 
-    /// Returns the addressing of the region.
+    /// Returns the kind of addresses by which peers reach the region.
     #[must_use]
     pub const fn addressing(&self) -> Addressing {
         self.addressing
@@ -126,8 +131,8 @@ impl RemoteKey {
         self.first.base
     }
 
-    /// Returns the length of the first piece in bytes. That is the whole region, unless it is
-    /// split.
+    /// Returns the length of the first piece in bytes. That is the length of the region, unless the
+    /// region is split.
     #[must_use]
     pub const fn first_len(&self) -> u64 {
         self.first.len
@@ -138,7 +143,7 @@ impl RemoteKey {
         std::iter::once(&self.first).chain(&self.rest)
     }
 
-    /// Returns the number that libfabric and verbs call the key.
+    /// Returns the number of the key (`fi_mr_key`, verbs `rkey`).
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for a split region. Its key consists of several numbers.
@@ -149,11 +154,11 @@ impl RemoteKey {
         } else {
             Err(Error::new(ErrorKind::Unsupported, "single remote key")
                 .context("pieces", self.rest.len() + 1)
-                .remedy("the region is split: use every piece of the remote key"))
+                .remedy("use every piece of the remote key: the region is split"))
         }
     }
 
-    /// Returns the key of `len` bytes from `offset` of the region.
+    /// Returns a key that describes `len` bytes from `offset` of the region.
     ///
     /// **The NIC does not enforce the new bounds.** The result has the same key numbers, so a peer
     /// that ignores the bounds can reach the rest of the region.
@@ -172,14 +177,14 @@ impl RemoteKey {
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the region.
     /// - [`ErrorKind::ZeroLength`] if `len` is 0.
-    /// - [`ErrorKind::Unsupported`] for part of a split region with zero-based addresses. Offsets
-    ///   count from the start of each of its pieces, so a key cannot describe a part.
+    /// - [`ErrorKind::Unsupported`] for part of a split region with zero-based addresses. The
+    ///   target's NIC counts offsets from the start of each piece, so a key cannot describe a part.
     pub fn narrow(&self, offset: u64, len: u64) -> Result<Self> {
         let total = self.check_part("narrow", offset, len)?;
         if len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "narrow")
                 .context("offset", offset)
-                .remedy("name at least one byte"));
+                .remedy("use a length of at least 1"));
         }
         if len == total {
             return Ok(self.clone());
@@ -187,7 +192,7 @@ impl RemoteKey {
         if !self.rest.is_empty() && self.addressing == Addressing::ZeroBased {
             return Err(Error::new(ErrorKind::Unsupported, "narrow")
                 .context("pieces", self.rest.len() + 1)
-                .remedy("send the whole key, and the offset beside it"));
+                .remedy("send the whole key together with the offset"));
         }
         let mut before = 0_u64;
         let mut parts = self.pieces().filter_map(|piece| {
@@ -203,7 +208,11 @@ impl RemoteKey {
         Ok(Self { addressing: self.addressing, mapped: self.mapped, first, rest })
     }
 
-    /// Checks that a part lies in the region, and returns the length of the whole region.
+    /// Checks that `len` bytes from `offset` lie in the region. Returns the length of the whole
+    /// region, or `u64::MAX` if the length is 2^64 or more.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] if the bytes are not all in the region.
     pub(crate) fn check_part(&self, operation: &'static str, offset: u64, len: u64) -> Result<u64> {
         let total = self.pieces().fold(0_u64, |sum, piece| sum.saturating_add(piece.len));
         if offset <= total && len <= total - offset {
@@ -213,7 +222,7 @@ impl RemoteKey {
             .context("offset", offset)
             .context("length", len)
             .context("key", total)
-            .remedy("offset + length must lie in the bytes of the key"))
+            .remedy("name bytes of the key"))
     }
 
     /// Returns the bytes to send to a peer.
@@ -240,10 +249,10 @@ impl RemoteKey {
     /// earlier versions wrote such keys. The NIC that gave out the key enforces its own bounds.
     ///
     /// # Errors
-    /// [`ErrorKind::Malformed`] with the reason as the context value `wrong`:
+    /// [`ErrorKind::Malformed`] with the reason as the context value `why`:
     ///
     /// - the magic number, version, checksum or payload is wrong;
-    /// - bytes are left over;
+    /// - bytes are missing or left over;
     /// - the pieces together have 2^64 bytes or more;
     /// - the key was mapped by [`Domain::map_raw`](crate::Domain::map_raw), which makes it useless
     ///   to other domains.
@@ -266,7 +275,7 @@ impl RemoteKey {
     }
 }
 
-/// A raw key (`fi_mr_raw_attr`): bytes of a provider that a peer maps before use.
+/// A key in the provider's binary form (`fi_mr_raw_attr`). A peer must map it before use.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct RawKey(pub Vec<u8>);
 

@@ -36,7 +36,7 @@
 //! - `error`, `flags`
 //! - `address`, `event_queue`, `frame`, `mr_mode`, `process`, `random`
 //! - `allocation`, `key`
-//! - `cause`, `handle`, `monitor`, `rail_keys`
+//! - `cause`, `handle`, `library`, `monitor`, `rail_keys`
 //! - `cache`, `iface`, `transfer`, `window`
 //! - `registry`
 //! - `registration`
@@ -46,8 +46,9 @@
 //!
 //! # Things this crate does not do
 //!
-//! It loads no library and opens no device. It starts a thread only for a bound event queue and for
-//! a registration cache. It prints nothing, and logs through `tracing`.
+//! It opens no device. [`library`] loads only the library that an iface names. The crate starts
+//! threads only for a bound event queue, for a registration cache, and for the duration of a
+//! [`prefault`] call. It prints nothing, and logs through `tracing`.
 
 #![deny(unsafe_code)]
 
@@ -72,6 +73,8 @@ mod handle;
 pub mod iface;
 mod iface_kind;
 mod key;
+#[allow(unsafe_code)]
+pub mod library;
 pub mod monitor;
 mod mr_mode;
 mod nic;
@@ -102,7 +105,7 @@ pub use domain::{
 pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};
 pub use iface::{Iface, IfaceExt};
-pub use iface_kind::{DeviceId, IfaceKind, UnknownIfaceName};
+pub use iface_kind::{DeviceId, IfaceKind, IfaceName, UnknownIfaceName};
 pub use key::{Addressing, AuthKey, LocalKey, RawKey, RemoteKey, RemotePiece};
 pub use mr_mode::MrMode;
 pub use path::{Decision, Path};

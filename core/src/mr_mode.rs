@@ -21,10 +21,10 @@ bitflags::bitflags! {
     /// Requirements of a provider that an application agrees to meet (`fi_mr(3)`, "MR MODE BITS").
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct MrMode: u32 {
-        /// Deprecated. Means VIRT_ADDR, ALLOCATED and PROV_KEY. Cannot be combined with other bits,
-        /// except with LOCAL if the provider needs LOCAL.
+        /// Deprecated. Stands for VIRT_ADDR, ALLOCATED and PROV_KEY. Cannot be combined with other
+        /// bits, except with LOCAL if the provider needs LOCAL.
         const BASIC = 1 << 0;
-        /// Deprecated. Means no bit at all. Cannot be combined with other bits.
+        /// Deprecated. Stands for no bits. Cannot be combined with other bits.
         const SCALABLE = 1 << 1;
         /// Transfers need a descriptor for each local buffer.
         const LOCAL = 1 << 2;
@@ -95,7 +95,8 @@ impl MrMode {
             let others = self.difference(alone.union(beside));
             if self.contains(alone) && !others.is_empty() {
                 return Err(refuse(
-                    "BASIC and SCALABLE stand alone; LOCAL may stand beside BASIC if it is needed",
+                    "offer BASIC or SCALABLE without other bits; only LOCAL may be added to BASIC, \
+                     if the provider needs it",
                     others,
                 ));
             }

@@ -9,7 +9,7 @@ pub struct Nic {
     pub provider: String,
     /// The device name, for example `mlx5_0`. It is unique within the provider.
     pub name: String,
-    /// The PCI bus id as `domain:bus:device.function`, if the NIC is hardware.
+    /// The PCI bus id as `domain:bus:device.function`. `None` if the NIC is not a PCI device.
     pub pci_bus_id: Option<String>,
 }
 

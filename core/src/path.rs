@@ -1,12 +1,13 @@
-//! Decisions: the path of a registration and the reasons for it, which the region keeps.
+//! Decisions about paths: the path of a registration, the reason for the path, and the trait of the
+//! path search that decides. Each region keeps its decision.
 
 use std::{fmt, sync::Arc};
 
 use serde::{Serialize, Serializer};
 
 use crate::{
-    DeviceId, IfaceKind, Result, dma_buf::DmaBufMapping, handle::ProviderRegion, nic::Nic,
-    provider::ProviderDomain, registration::Registration,
+    DeviceId, IfaceKind, IfaceName, Result, dma_buf::DmaBufMapping, handle::ProviderRegion,
+    nic::Nic, provider::ProviderDomain, registration::Registration,
 };
 pub use crate::{
     error::{Attempt, Path, Trace},
@@ -38,36 +39,32 @@ pub struct Decision {
     /// The reason for the path, in one sentence.
     pub reason: String,
     /// The iface of the memory.
-    #[serde(serialize_with = "display")]
-    pub iface: IfaceKind,
-    /// The registered name of the iface, if it is known. Texts have it in place of a plug-in's
-    /// number.
     #[serde(skip)]
-    pub iface_name: Option<Arc<str>>,
-    /// The device, if the memory belongs to one.
+    pub iface: IfaceKind,
+    /// The registered name of the iface, for messages and documents.
+    #[serde(rename = "iface", serialize_with = "display")]
+    pub iface_name: IfaceName,
+    /// The device of the memory. `None` if the memory belongs to no device.
     #[serde(serialize_with = "display_option")]
     pub device: Option<DeviceId>,
     /// The name of the NIC.
     pub nic: String,
     /// The domain's policy for direct access.
     pub policy: P2pPolicy,
-    /// The mapping of the dma-buf. Only meaningful for [`Path::DmaBuf`].
+    /// The mapping of the exported dma-buf. Only meaningful for [`Path::DmaBuf`].
     pub mapping: DmaBufMapping,
-    /// Set if the path comes from an earlier registration with the same iface, device, kind of
-    /// memory, NIC and policy. The list of attempts then begins with the refusals of that
-    /// registration, which name its memory range. The attempts of this registration follow.
+    /// True if the path comes from an earlier registration with the same iface, device, kind of
+    /// memory, NIC and policy. The list of attempts then begins with the refusals of the earlier
+    /// registration, with the memory range of that registration. The attempts of this registration
+    /// follow.
     pub from_cache: bool,
-    /// All attempts, in order.
+    /// All attempts to register, in order.
     pub attempts: Trace,
 }
 
 impl fmt::Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({}) for ", self.path, self.reason)?;
-        match &self.iface_name {
-            Some(name) => f.write_str(name)?,
-            None => self.iface.fmt(f)?,
-        }
+        write!(f, "{} ({}) for {}", self.path, self.reason, self.iface_name)?;
         if let Some(device) = self.device {
             write!(f, " device {device}")?;
         }
@@ -85,7 +82,7 @@ impl fmt::Display for Decision {
 /// A registered region and the decision about its path.
 #[derive(Clone, Debug)]
 pub struct PathRegistration {
-    /// The provider's handle.
+    /// The provider's handle of the region.
     pub region: ProviderRegion,
     /// The decision. `None` means the decision of [`PathSelector::plain_host`], which all
     /// registrations of host memory share.
@@ -97,18 +94,19 @@ pub struct PathRegistration {
 pub struct Target<'a> {
     /// The inputs of the registration.
     pub registration: &'a Registration<'a>,
-    /// The provider's domain, which registers with the NIC.
+    /// The provider's domain, which registers the memory with its NIC.
     pub provider: &'a dyn ProviderDomain,
 }
 
-/// Finds the path of device memory and registers the memory. `hmem-p2p` implements it.
+/// Finds the path of device memory and registers the memory. The crate `hmem-p2p` implements this
+/// trait.
 ///
 /// # Safety
 /// To close a region, the library deregisters the handle that the selector returned, and then frees
 /// the memory. So an implementation must guarantee:
 ///
-/// - The handle in each [`PathRegistration`] is of a registration with the target's provider, of
-///   the target's ranges and with its rights.
+/// - The handle in each [`PathRegistration`] belongs to a registration of the target's ranges, with
+///   the target's provider and rights.
 /// - When the call returns, fails or panics, nothing else is registered for the targets.
 pub unsafe trait PathSelector: fmt::Debug + Send + Sync {
     /// Returns the decision for host memory on `nic`.
@@ -127,7 +125,9 @@ pub unsafe trait PathSelector: fmt::Debug + Send + Sync {
     /// The conditions of [`ProviderDomain::register`], for the ranges of each target.
     ///
     /// # Errors
-    /// The error of the last attempt, with the trace of all attempts, if every path was refused.
+    /// - For a target with no path that works, an error with the trace of all attempts.
+    /// - [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if a target names host
+    ///   memory, or a part of a region.
     unsafe fn register(
         &self,
         targets: &[Target<'_>],

@@ -1,8 +1,8 @@
 //! Process marks, which tell a forked child from its parent.
 //!
 //! A forked child has copies of its parent's objects, and shares the resources behind them: files,
-//! queues, a driver's registrations. The child must not use those. So each object that owns such a
-//! resource stores a [`ProcessMark`] and checks it.
+//! queues, a driver's registrations. The child must not use these resources. So each object that
+//! owns such a resource stores a [`ProcessMark`] and checks it.
 
 use std::{
     ptr::{self, NonNull},
@@ -13,8 +13,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use crate::{Error, ErrorKind, Result};
 
-/// A mark of one process. A forked child never has the mark of one of its ancestors, by whatever
-/// system call the fork was made.
+/// A mark of one process. A forked child never has the mark of one of its ancestors, whichever
+/// system call made the fork.
 ///
 /// ```
 /// use hmem_core::ProcessMark;
@@ -27,20 +27,22 @@ use crate::{Error, ErrorKind, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessMark(u64);
 
-/// The word that holds this process's number, or 0 if it has none yet. The kernel zeroes the word
-/// in a forked child. It is mapped once and never unmapped.
+/// The address of a 64-bit integer: the number of this process, or 0 if this process has no number
+/// yet. The address is null until the first use, which maps the integer. The integer is never
+/// unmapped. The kernel zeroes the integer in a forked child.
 static NUMBER: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
 
-/// The next number. A forked child continues from its parent's value at the fork, so its number is
-/// greater than those of all its ancestors.
+/// The number for the next process that needs a number. A forked child inherits the value, so the
+/// child's number is greater than those of all its ancestors.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-fn number() -> Option<&'static AtomicU64> {
-    // SAFETY: null, or a word that `current` mapped and that is never unmapped.
+fn own_number() -> Option<&'static AtomicU64> {
+    // SAFETY: the pointer is null, or the address of an integer that `current` mapped and that is
+    // never unmapped.
     unsafe { NUMBER.load(Ordering::Acquire).as_ref() }
 }
 
-fn numbered(word: &AtomicU64) -> ProcessMark {
+fn mark_of(word: &AtomicU64) -> ProcessMark {
     let seen = word.load(Ordering::Relaxed);
     if seen != 0 {
         return ProcessMark(seen);
@@ -57,40 +59,42 @@ impl ProcessMark {
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfResources`] if memory is short.
-    /// - The operating system's own error if it cannot wipe memory in a fork (before Linux 4.14).
+    /// - [`ErrorKind::InvalidArgument`] if the operating system cannot zero memory in a forked
+    ///   child (before Linux 4.14).
     ///
     /// After one success the call never fails in that process or in its children.
     pub fn current() -> Result<Self> {
-        if let Some(word) = number() {
-            return Ok(numbered(word));
+        if let Some(word) = own_number() {
+            return Ok(mark_of(word));
         }
         let word = WipedWord::new()?;
         let new = word.0.as_ptr();
-        // This uses no lock, because a forked child could find the lock held by a thread that
-        // exists only in the parent.
+        // No lock is used, because a forked child could find the lock held by a thread that exists
+        // only in the parent.
         match NUMBER.compare_exchange(ptr::null_mut(), new, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => std::mem::forget(word),
             Err(_) => drop(word),
         }
-        Ok(number().map(numbered).expect("set by now"))
+        Ok(own_number().map(mark_of).expect("this call or another thread stored the word"))
     }
 
-    /// Returns the mark of the calling process, which is the marked process or a descendant of it.
+    /// Returns the mark of the calling process, which must be the marked process or a descendant of
+    /// it.
     pub(crate) fn of_caller(self) -> Self {
-        number().map_or(self, numbered)
+        own_number().map_or(self, mark_of)
     }
 
-    /// Returns true if the calling process is the marked one, and not a child of it.
+    /// Returns true if the calling process is the marked process, and false in its forked children.
     #[inline]
     #[must_use]
     pub fn is_current(self) -> bool {
-        number().is_some_and(|word| word.load(Ordering::Relaxed) == self.0)
+        own_number().is_some_and(|word| word.load(Ordering::Relaxed) == self.0)
     }
 
-    /// Refuses `operation` in a forked child.
+    /// Checks that the calling process is the marked one. The error names `operation`.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] unless the calling process is the marked one.
+    /// [`ErrorKind::BadState`] in a forked child of the marked process.
     #[inline]
     pub fn check(self, operation: &'static str) -> Result<()> {
         if self.is_current() { Ok(()) } else { Err(in_a_child(operation)) }
@@ -107,7 +111,8 @@ fn in_a_child(operation: &'static str) -> Error {
         )
 }
 
-/// A word on a page of its own that the kernel zeroes in a forked child (`MADV_WIPEONFORK`).
+/// A 64-bit integer in a mapping of its own, which the kernel zeroes in a forked child
+/// (`MADV_WIPEONFORK`).
 pub(crate) struct WipedWord(NonNull<AtomicU64>);
 
 /// The length of the mapping in bytes: the largest page size of the supported architectures.
@@ -115,18 +120,21 @@ const LEN: usize = 1 << 16;
 
 // SAFETY: the page holds one atomic, which any thread may use, and is unmapped once, by Drop.
 unsafe impl Send for WipedWord {}
-// SAFETY: through a shared reference only the atomic is reached.
+// SAFETY: a shared reference gives access to the atomic only.
 unsafe impl Sync for WipedWord {}
 
 impl WipedWord {
-    /// Maps a new word with the value 0.
+    /// Maps a new integer with the value 0.
+    ///
+    /// # Errors
+    /// The errors of [`ProcessMark::current`].
     pub(crate) fn new() -> Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping replaces nothing.
         let page = unsafe { mmap_anonymous(ptr::null_mut(), LEN, protection, MapFlags::PRIVATE) }
             .map_err(|errno| Error::os(errno, "mmap"))?;
         let word = Self(NonNull::new(page.cast()).expect("a mapping is not at address 0"));
-        // SAFETY: the page is the word's own, made above.
+        // SAFETY: the page was mapped above, and only this value uses it.
         unsafe { madvise(page, LEN, Advice::LinuxWipeOnFork) }.map_err(|errno| {
             Error::os(errno, "madvise")
                 .context("advice", "MADV_WIPEONFORK")
@@ -135,19 +143,19 @@ impl WipedWord {
         Ok(word)
     }
 
-    /// Returns the word.
+    /// Returns the integer.
     #[cfg_attr(loom, allow(dead_code, reason = "models have one process"))]
     #[inline(always)]
     pub(crate) fn get(&self) -> &AtomicU64 {
-        // SAFETY: `new` mapped the page, which stays mapped as long as the word lives, and holds an
-        // atomic from the start: zero is one.
+        // SAFETY: `new` mapped the page, which stays mapped as long as this value lives. Its zero
+        // bytes are a valid atomic.
         unsafe { self.0.as_ref() }
     }
 }
 
 impl Drop for WipedWord {
     fn drop(&mut self) {
-        // SAFETY: the page is the word's own, mapped by `new`, and references to it have ended.
+        // SAFETY: `new` mapped the page for this value only, and references to it have ended.
         if let Err(errno) = unsafe { munmap(self.0.as_ptr().cast(), LEN) } {
             tracing::error!(%errno, "cannot unmap the page of a process mark: the page is leaked");
         }

@@ -10,12 +10,12 @@ use crate::{Error, ErrorKind, RemoteKey, Result, frame::Frame, key::TOO_LONG, ni
 pub struct RailKey {
     /// The NIC that accepts the key.
     pub nic: Nic,
-    /// The key.
+    /// The key for this NIC.
     pub key: RemoteKey,
 }
 
 impl RailKey {
-    /// Creates the key of a memory range on a NIC.
+    /// Pairs the key of a memory range with the NIC that accepts the key.
     #[must_use]
     pub const fn new(nic: Nic, key: RemoteKey) -> Self {
         Self { nic, key }
@@ -24,9 +24,10 @@ impl RailKey {
 
 /// The keys by which peers reach one memory range through several NICs, called rails.
 ///
-/// [`MultiRegion::rail_keys`](crate::MultiRegion::rail_keys) returns it. The list has at least one
-/// rail and no NIC twice. The order of the rails is kept, so two processes can pair their rails by
-/// position. Like a [`RemoteKey`], the list is sent to a peer in a versioned form with a checksum.
+/// [`MultiRegion::rail_keys`](crate::MultiRegion::rail_keys) returns this list. The list has at
+/// least one rail and no NIC twice. The order of the rails is kept, so two processes can pair their
+/// rails by position. Like a [`RemoteKey`], the list is sent to a peer in a versioned form with a
+/// checksum.
 ///
 /// # Examples
 ///
@@ -64,7 +65,7 @@ const FRAME: Frame = Frame {
     remedy: "send the bytes of RailKeys::to_bytes unchanged and whole",
 };
 
-/// A rail in version 1 of the binary form. It stays the same if [`Nic`] gets more fields.
+/// A rail in version 1 of the binary form. This type does not change if [`Nic`] gets more fields.
 #[derive(Serialize, Deserialize)]
 struct WireRail {
     provider: String,
@@ -77,13 +78,13 @@ impl RailKeys {
     /// Creates a list from the keys of one memory range.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an empty list, for a NIC that is in the list twice, and
-    /// for a key that [`Domain::map_raw`](crate::Domain::map_raw) returned, which no other process
-    /// can use.
+    /// [`ErrorKind::InvalidArgument`] for an empty list, for a NIC (provider and device name) that
+    /// is in the list twice, and for a key that [`Domain::map_raw`](crate::Domain::map_raw)
+    /// returned, which is valid only in the domain that mapped it.
     pub fn new(rails: Vec<RailKey>) -> Result<Self> {
         if let Some((what, remedy)) = problem(&rails) {
             return Err(Error::new(ErrorKind::InvalidArgument, FRAME.operation)
-                .context("what", what)
+                .context("why", what)
                 .context("rails", rails.len())
                 .remedy(remedy));
         }
@@ -96,8 +97,9 @@ impl RailKeys {
         &self.rails
     }
 
-    /// Returns the key on a NIC. `nic` is a device name (`mlx5_0`), or a provider and a device name
-    /// (`verbs/mlx5_0`).
+    /// Returns the key for a NIC, or `None` if the list does not have this NIC. `nic` is a device
+    /// name (`mlx5_0`), or a provider and a device name (`verbs/mlx5_0`). If NICs of several
+    /// providers have the device name, the call returns the key for the first of them.
     #[must_use]
     pub fn of(&self, nic: &str) -> Option<&RemoteKey> {
         let is_meant = |rail: &&RailKey| rail.nic.name == nic || rail.nic.to_string() == nic;
@@ -122,10 +124,10 @@ impl RailKeys {
     /// Reads a list from the bytes that [`RailKeys::to_bytes`] returned.
     ///
     /// # Errors
-    /// [`ErrorKind::Malformed`] with the reason as the context value `wrong`:
+    /// [`ErrorKind::Malformed`] with the reason as the context value `why`:
     ///
     /// - the magic number, version, checksum or payload is wrong;
-    /// - bytes are left over;
+    /// - bytes are missing or left over;
     /// - the pieces of a key together have 2^64 bytes or more;
     /// - [`RailKeys::new`] refuses the rails.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
@@ -146,7 +148,8 @@ impl RailKeys {
     }
 }
 
-/// Returns the reason why [`RailKeys::new`] refuses the rails, with the remedy.
+/// Returns the reason why [`RailKeys::new`] refuses the rails, with the remedy. Returns `None` if
+/// the rails are valid.
 fn problem(rails: &[RailKey]) -> Option<(&'static str, &'static str)> {
     let twice = |(at, rail): (usize, &RailKey)| {
         let same = |other: &RailKey| {
@@ -155,14 +158,14 @@ fn problem(rails: &[RailKey]) -> Option<(&'static str, &'static str)> {
         rails[..at].iter().any(same)
     };
     if rails.is_empty() {
-        return Some(("no rail", "give the key of at least one NIC"));
+        return Some(("no rail", "pass the key of at least one NIC"));
     }
     if rails.iter().enumerate().any(twice) {
-        return Some(("a NIC that is there twice", "register with one domain of each NIC"));
+        return Some(("a NIC that is in the list twice", "register with one domain of each NIC"));
     }
     let mapped = rails.iter().any(|rail| rail.key.is_mapped());
     mapped.then_some((
         "a mapped key, which is valid only in the domain that mapped it",
-        "give the keys of regions",
+        "pass keys of regions only",
     ))
 }

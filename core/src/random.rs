@@ -4,7 +4,7 @@ use crate::{Error, ErrorKind, Result};
 
 /// Returns a number from the operating system's random generator.
 ///
-/// `provider` is the provider that the error names.
+/// The error names `provider`.
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] if the operating system's generator fails.

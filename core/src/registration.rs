@@ -13,31 +13,31 @@ use crate::{
 /// The inputs of a registration: the memory, the rights, the key and the settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Registration<'a> {
-    /// The ranges, at least one. All belong to the owner of `memory`.
+    /// The address ranges to register, at least one. All are memory of one iface and one device.
     pub ranges: &'a [AddressRange],
-    /// The memory, with its owner.
+    /// The kind of the memory, with its owner.
     pub memory: Memory<'a>,
     /// The rights of local and remote accesses.
     pub access: Access,
-    /// The flags. The provider supports all of them
+    /// The registration flags. The domain has checked that the provider supports them
     /// ([`ProviderAttr::flags`](crate::provider::ProviderAttr::flags)).
     pub flags: MrFlags,
-    /// The requested key.
+    /// The key number that the application requests, or the provider's choice.
     pub key: KeyRequest,
-    /// The authorization key: the request's own, or else the domain's.
+    /// The authorization key of the request, or the domain's if the request has none.
     pub auth_key: &'a AuthKey,
-    /// The kind of addresses that peers use.
+    /// The kind of addresses by which peers reach the region.
     pub addressing: Addressing,
-    /// The page size to use, in bytes. With 0 the provider chooses.
+    /// The page size in bytes. 0 lets the provider choose the page size.
     pub page_size: usize,
-    /// Set if the region is usable at once. Otherwise the domain enables it later. A provider
-    /// without [`Enabling`](crate::provider::Enabling) ignores this field, and its regions are
-    /// usable at once.
+    /// True to make the region usable at once. If false, the region is unusable until the domain
+    /// enables it. A provider without [`Enabling`](crate::provider::Enabling) ignores this field:
+    /// its regions are always usable at once.
     pub enabled: bool,
-    /// Set if host memory may be registered in several parts at once. A provider that does not do
-    /// this reports the progress of the whole range at the end.
+    /// The settings for registering host memory in several parts at once. `None` registers it in
+    /// one part. A provider that ignores these settings reports progress once, at the end.
     pub parallel: Option<&'a Parallel<'a>>,
-    /// The domain's policy for device memory.
+    /// The domain's policy for direct access to device memory.
     pub policy: P2pPolicy,
     /// The order in which the NIC's writes become visible. A provider without relaxed ordering uses
     /// the strict order.
@@ -45,7 +45,7 @@ pub struct Registration<'a> {
 }
 
 impl<'a> Registration<'a> {
-    /// Creates the inputs for host memory that the caller keeps allocated.
+    /// Creates the inputs for a registration of host memory that the region does not own.
     ///
     /// The defaults are: no flags, a key that the provider chooses, virtual addresses, enabled at
     /// once, strict ordering.
@@ -76,7 +76,7 @@ impl<'a> Registration<'a> {
 ///
 /// **Use [`Strict`](Self::Strict) for memory that software polls.** With relaxed ordering a flag in
 /// memory may become visible before the data that was written ahead of it. The last byte of a
-/// transfer may also become visible early. A kernel on a device that polls sees the same effects.
+/// transfer may also become visible early. A GPU kernel that polls memory sees the same effects.
 ///
 /// ```
 /// use hmem_core::{Access, AddressRange, MrAttr, WriteOrdering};
@@ -91,21 +91,21 @@ impl<'a> Registration<'a> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum WriteOrdering {
     /// Writes may overtake each other (relaxed ordering of PCI Express), which is faster on many
-    /// machines. A completion still becomes visible after its bytes. The NIC, the driver and the
-    /// machine may ignore this setting.
+    /// machines. A completion still becomes visible after the bytes of its request. The NIC, the
+    /// driver and the machine may ignore this setting.
     #[default]
     Relaxed,
     /// Writes become visible in the order in which the NIC issues them.
     Strict,
 }
 
-/// The memory of a registration.
+/// The kind of memory that is registered, with its owner.
 #[derive(Clone, Copy, Debug)]
 pub enum Memory<'a> {
-    /// Host pages at the ranges' own addresses.
+    /// Host memory. The provider reaches it by the addresses of the ranges.
     Host {
-        /// Set if the region owns the pages or a scope borrows them. They then stay mapped until
-        /// the region is closed.
+        /// True if the pages are guaranteed to stay mapped until the region is closed: the region
+        /// owns them, or [`Domain::scope`](crate::Domain::scope) borrows them.
         owned: bool,
     },
     /// Memory of a device iface.
@@ -114,32 +114,34 @@ pub enum Memory<'a> {
         iface: &'a Arc<dyn Iface>,
         /// The owner of the first range. The other ranges have the same iface and device.
         owner: AddressOwner,
-        /// Set if the region owns the memory, which then stays allocated until the region is
+        /// True if the region owns the memory, which then stays allocated until the region is
         /// closed.
         owned: bool,
     },
-    /// A dma-buf of the application. The registration has one range.
+    /// A dma-buf that the application supplied. The registration has exactly one range.
     DmaBuf {
         /// The dma-buf.
         fd: BorrowedFd<'a>,
         /// The offset of the range in the dma-buf.
         offset: DmaBufOffset,
-        /// The owner that the application named.
+        /// The owner of the memory, as named by the application.
         owner: AddressOwner,
+        /// The iface of the owner. `None` if the application named none.
+        iface: Option<&'a Arc<dyn Iface>>,
     },
-    /// A part of a registered region.
+    /// A part of a region that is already registered (a sub-region).
     Part {
-        /// The region.
+        /// The registered region.
         base: ProviderRegion,
         /// The offset of the part in the region, in bytes.
         offset: u64,
     },
 }
 
-/// The request for a region's key.
+/// The choice of a region's key number, by the application or by the provider.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyRequest {
-    /// The number that the application requested (`requested_key`).
+    /// The application chose this number (`requested_key`).
     Application(u64),
     /// The provider chooses the number.
     Provider,
@@ -162,10 +164,10 @@ pub enum P2pPolicy {
 }
 
 impl P2pPolicy {
-    /// Every policy.
+    /// All policies, in the order of their values.
     pub const ALL: [Self; 4] = [Self::Enabled, Self::Required, Self::Preferred, Self::Disabled];
 
-    /// Returns the name, as it is printed.
+    /// Returns the policy's name in messages.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -183,25 +185,25 @@ impl fmt::Display for P2pPolicy {
     }
 }
 
-/// A progress callback of a long registration. Its arguments are the bytes done so far and the
-/// total.
+/// A callback that reports the progress of a long registration. Its arguments are the number of
+/// bytes done so far and the total number.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
 /// The settings for registering a long range of host memory in several parts at once.
 ///
 /// A driver pins memory on one CPU per call, at 0.06 ns per byte or more. Several calls at once use
-/// several CPUs. The result is one region with a key for each part. Its
-/// [`RemoteKey`](crate::RemoteKey) lists these keys, and transfers are split at the boundaries.
-/// [`RemoteKey::as_u64`](crate::RemoteKey::as_u64) fails with Unsupported. Some providers ignore
-/// these settings.
+/// several CPUs. The result is one region with a key for each part, and one part if the range is
+/// short. Its [`RemoteKey`](crate::RemoteKey) lists these keys, and transfers are split at the
+/// boundaries. [`RemoteKey::as_u64`](crate::RemoteKey::as_u64) of several parts fails
+/// with Unsupported. Some providers ignore these settings.
 #[derive(Clone, Copy, Default)]
 pub struct Parallel<'a> {
     /// The number of driver calls that run at once, each for one part. 0 means one per CPU.
     pub threads: usize,
-    /// The length of a part in bytes, at least a page. With 0 the provider chooses, and splits only
-    /// ranges that become faster to register.
+    /// The length of a part in bytes, at least a page. With 0 the provider chooses the length, and
+    /// splits only ranges that become faster to register.
     pub chunk: u64,
-    /// A callback that any of the threads calls after each part.
+    /// A callback that reports progress after each part. Any of the registering threads calls it.
     pub progress: Option<Progress<'a>>,
 }
 

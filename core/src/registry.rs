@@ -7,7 +7,7 @@ use std::{fmt, sync::Arc};
 
 use crate::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface,
-    IfaceKind, Result,
+    IfaceKind, IfaceName, Result,
 };
 
 /// The owner of a memory range: the iface, the device and the allocation.
@@ -15,7 +15,7 @@ use crate::{
 pub struct AddressOwner {
     /// The iface.
     pub iface: IfaceKind,
-    /// The device, if the memory belongs to one.
+    /// The device. `None` if the memory belongs to no device.
     pub device: Option<DeviceId>,
     /// The allocation. `None` for system memory.
     pub allocation: Option<Allocation>,
@@ -36,7 +36,7 @@ impl AddressOwner {
 /// A device iface, and the addresses for which it is queried.
 struct DeviceIface {
     first: Address,
-    /// The length of the address span minus 1.
+    /// The length of the address span in bytes, minus 1 so that the whole address space fits.
     span: u64,
     iface: Arc<dyn Iface>,
 }
@@ -50,7 +50,7 @@ impl DeviceIface {
         Self { first, span, iface }
     }
 
-    /// Returns false if the iface's address span excludes an address.
+    /// Returns false if `address` is outside the iface's address span.
     #[inline]
     fn may_hold(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.first.0) <= self.span
@@ -77,16 +77,20 @@ impl Registry {
     /// Adds an iface.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if the registry has an iface of the same kind.
+    /// [`ErrorKind::InvalidArgument`] if the registry has an iface of the same kind, or if the kind
+    /// is neither libfabric's nor a plug-in's.
     pub fn add(&mut self, iface: Arc<dyn Iface>) -> Result<()> {
         let kind = iface.kind();
-        if self.iter().any(|known| known.kind() == kind) {
+        if kind.name().is_none() && !kind.is_plug_in() {
             return Err(Error::new(ErrorKind::InvalidArgument, "add iface")
                 .iface(kind)
                 .context("name", iface.name())
-                .remedy(
-                    "each iface kind can be added once; plug-ins take a number from 0x100 up",
-                ));
+                .remedy("return a number from 0x100 up from Iface::kind"));
+        }
+        if self.iter().any(|known| known.kind() == kind) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "add iface").iface(&iface).remedy(
+                "add each iface once, and give each plug-in a number of its own, from 0x100 up",
+            ));
         }
         if kind == IfaceKind::SYSTEM {
             self.system = Some(iface);
@@ -111,26 +115,17 @@ impl Registry {
         self.absent.iter().map(|(kind, error)| (*kind, error))
     }
 
-    /// Returns the iface of this kind.
+    /// Returns the iface of the given kind.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`] for an iface that did not start,
-    ///   with the reason.
+    /// - For an iface that did not start, an error with the kind and the source of the reason that
+    ///   [`Registry::add_absent`] recorded, such as [`ErrorKind::Unavailable`].
     /// - [`ErrorKind::InvalidArgument`] for a kind that was never added.
     pub fn get(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
         self.iter().find(|iface| iface.kind() == kind).ok_or_else(|| {
             match self.absent.iter().find(|(absent, _)| *absent == kind) {
                 Some((_, why)) => {
-                    // The remedy stands once, at the end.
-                    let mut error =
-                        Error::new(why.kind(), "iface").iface(kind).context("why", why.reason());
-                    if let Some(name) = why.iface_name_text() {
-                        error = error.iface_name(name);
-                    }
-                    if let Some(remedy) = why.remedy_text() {
-                        error = error.remedy(remedy.to_owned());
-                    }
-                    error
+                    Error::new(why.kind(), "iface").iface(self.name_of(kind)).caused_by(why.clone())
                 }
                 None => Error::new(ErrorKind::InvalidArgument, "iface")
                     .iface(kind)
@@ -139,18 +134,30 @@ impl Registry {
         })
     }
 
-    /// Returns the owner of one address: the device iface that claims it, or else the system.
+    /// Returns the registered name of an iface, for messages. For a kind that the registry does not
+    /// have, the result has only the number.
+    #[must_use]
+    pub fn name_of(&self, kind: IfaceKind) -> IfaceName {
+        let started = self.iter().find(|iface| iface.kind() == kind);
+        let absent = || self.absent().find(|(absent, _)| *absent == kind);
+        (started.map(IfaceName::from))
+            .or_else(|| absent()?.1.iface_name().cloned())
+            .unwrap_or_else(|| kind.into())
+    }
+
+    /// Returns the owner of an address: the device iface that claims the address, or else the
+    /// system iface.
     ///
-    /// Host memory of the application that a device API page-locked belongs to the system. The
-    /// page-locked part may be smaller than the memory, and the page-lock may end at any time.
+    /// Host memory of the application that a device API page-locked belongs to the system iface.
+    /// The page-locked part may be smaller than the memory, and the page-lock may end at any time.
     ///
     /// # Errors
-    /// A failed driver call.
+    /// The error of a failed driver call.
     #[inline]
     pub fn owner_of(&self, address: Address) -> Result<AddressOwner> {
         for device in self.devices.iter().filter(|device| device.may_hold(address)) {
             let answer = device.iface.query(address);
-            // Matched by reference for speed. A move would be a wide load right after narrow
+            // The match borrows `answer` for speed. A move would be a wide load right after narrow
             // stores, which stalls the processor.
             match &answer {
                 Ok(Some(allocation)) if is_claimed(allocation) => {
@@ -165,7 +172,9 @@ impl Registry {
         Ok(AddressOwner::SYSTEM)
     }
 
-    /// Returns the error for memory that belongs to another iface than the caller named.
+    /// Returns the error for memory that does not belong to the iface that the caller named. If the
+    /// registry lacks that iface, or the iface's query fails, the call returns the error of that
+    /// failure.
     #[cold]
     pub(crate) fn refuse_claim(
         &self,
@@ -179,13 +188,13 @@ impl Registry {
             Err(error) => return error,
         };
         let error = Error::new(ErrorKind::InvalidArgument, operation)
-            .iface(claimed)
+            .iface(self.name_of(claimed))
             .context("range", range);
         if owner.iface == IfaceKind::SYSTEM && known.is_none() {
             let Some(before) = range.start().0.checked_sub(1) else {
                 return error
                     .context("why", "the iface does not know the address, which is null")
-                    .remedy("register memory that this process allocated: its allocation failed");
+                    .remedy("check that the allocation succeeded: a null pointer has no memory");
             };
             if let Ok(Some(ended)) = self.owner_of(Address(before)).map(|owner| owner.allocation)
                 && ended.iface == claimed
@@ -211,20 +220,24 @@ impl Registry {
                 );
         }
         error
-            .context("owner", owner.iface)
-            .remedy("the memory belongs to another iface: name that iface, or none to detect it")
+            .context("owner", self.name_of(owner.iface))
+            .remedy("name the iface that owns the memory, or none to detect it")
     }
 
     /// Returns the owner of a whole range.
     ///
-    /// If the range lies in one page, each iface is queried once, because no page has both host
-    /// memory and device memory. Otherwise, if the first address is host memory, the last address
-    /// is queried too.
+    /// If the range lies in one page, each iface is queried at most once, because no page has both
+    /// host memory and device memory. Otherwise, if the first address is host memory, the last
+    /// address is queried too.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if the range leaves the allocation that its first byte lies in
-    /// (several adjacent allocations are not one), or ends in one that it does not begin in. A
-    /// device allocation in the middle of a range of host memory is not looked for.
+    /// The errors of [`Registry::owner_of`], and [`ErrorKind::OutOfBounds`] in two cases:
+    ///
+    /// - The range extends past the allocation of its first byte. Adjacent allocations do not count
+    ///   as one allocation.
+    /// - The range begins in host memory and ends in a device allocation.
+    ///
+    /// The call does not detect a device allocation in the middle of a range of host memory.
     pub fn owner_of_range(&self, range: AddressRange) -> Result<AddressOwner> {
         let owner = self.owner_of(range.start())?;
         let crossed = match owner.allocation {
@@ -237,10 +250,10 @@ impl Registry {
         match crossed {
             None => Ok(owner),
             Some(allocation) => Err(Error::new(ErrorKind::OutOfBounds, "owner of range")
-                .iface(allocation.iface)
+                .iface(self.name_of(allocation.iface))
                 .context("range", range)
                 .context("allocation", allocation.range)
-                .remedy("the range must lie in one allocation")),
+                .remedy("register a range inside one allocation")),
         }
     }
 }
@@ -248,7 +261,7 @@ impl Registry {
 /// The smallest page size in bytes. No page has both host memory and device memory.
 const PAGE: u64 = 4096;
 
-/// Returns the first address of a range, and the last one if it lies in another page.
+/// Returns the first address of a range, and also the last address if it lies in another page.
 fn ends(range: AddressRange) -> (Address, Option<Address>) {
     let (first, last) = (range.start().0, range.start().0 + range.len().saturating_sub(1));
     (Address(first), (first / PAGE != last / PAGE).then_some(Address(last)))
@@ -262,7 +275,7 @@ impl fmt::Debug for Registry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Registry")
             .field("ifaces", &self.iter().map(|iface| iface.name()).collect::<Vec<_>>())
-            .field("absent", &self.absent().map(|(kind, _)| kind).collect::<Vec<_>>())
+            .field("absent", &self.absent().map(|(kind, _)| self.name_of(kind)).collect::<Vec<_>>())
             .finish()
     }
 }

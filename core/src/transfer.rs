@@ -13,20 +13,20 @@ use crate::{
 /// A piece of local memory in a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LocalSegment {
-    /// The first address, as a virtual address of this process. This also holds for regions with
-    /// zero-based addressing.
+    /// The first address, as a virtual address of this process. It is a virtual address for regions
+    /// with zero-based addressing too.
     pub address: Address,
     /// The length in bytes.
     pub len: u64,
     /// The descriptor of the region that contains the segment. `None` if the memory is not
-    /// registered, or registered only when the request is posted.
+    /// registered, or if the domain registers it when the request is posted.
     pub desc: Option<LocalKey>,
 }
 
 /// A piece of a peer's memory in a work request.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteSegment<'a> {
-    /// The address of the first byte, in the addressing of the key.
+    /// The address of the first byte, of the kind that [`RemoteKey::addressing`] returns.
     pub address: Iova,
     /// The length in bytes.
     pub len: u64,
@@ -95,7 +95,7 @@ impl fmt::Debug for EndpointName {
     }
 }
 
-/// A resolved peer (`fi_addr_t`). Valid only for the endpoint that resolved it.
+/// A resolved peer (`fi_addr_t`). Valid only on the endpoint that resolved the peer's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PeerId(pub u64);
 
@@ -126,7 +126,7 @@ pub enum AtomicOp {
 }
 
 impl AtomicOp {
-    /// Every operation, in libfabric's order.
+    /// All operations, in libfabric's order.
     pub const ALL: [Self; 19] = [
         Self::Min,
         Self::Max,
@@ -177,7 +177,7 @@ pub enum AtomicType {
 }
 
 impl AtomicType {
-    /// Every datatype.
+    /// All datatypes.
     pub const ALL: [Self; 4] = [Self::I32, Self::U32, Self::I64, Self::U64];
 
     /// Returns the size of one element in bytes.
@@ -192,12 +192,12 @@ impl AtomicType {
 
 /// The operation of a work request.
 ///
-/// The local and the remote segments of a write or read have the same total length. The lengths of
-/// the single segments may differ.
+/// The local and the remote segments of a write or read must have the same total length. The
+/// lengths of the single segments may differ.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Operation<'a> {
-    /// RMA write from the local segments to the remote ones.
+    /// RMA write from the local segments to the remote segments.
     Write {
         /// The peer's memory to write to.
         remote: &'a [RemoteSegment<'a>],
@@ -205,16 +205,16 @@ pub enum Operation<'a> {
     /// RMA write that also completes a receive of the peer, with immediate data
     /// ([`ProviderAttr::cq_data_size`](crate::provider::ProviderAttr::cq_data_size)).
     ///
-    /// The write consumes the peer's next receive without a tag, and waits for one like a message.
-    /// The bytes are in the peer's memory before that receive completes. The buffer of the receive
-    /// is not changed.
+    /// The write consumes the peer's next receive without a tag. If the peer has posted no receive,
+    /// the write waits for a receive, as a message does. The bytes are in the peer's memory before
+    /// that receive completes. The buffer of the receive is not changed.
     WriteImmediate {
         /// The peer's memory to write to.
         remote: &'a [RemoteSegment<'a>],
         /// The immediate data.
         data: u64,
     },
-    /// RMA read from the remote segments into the local ones.
+    /// RMA read from the remote segments into the local segments.
     Read {
         /// The peer's memory to read from.
         remote: &'a [RemoteSegment<'a>],
@@ -222,11 +222,11 @@ pub enum Operation<'a> {
     /// Atomic operation on an array of elements, with the operands in the local segments. A
     /// fetching operation has `result`; a comparing operation has `result` and `compare`.
     Atomic {
-        /// The operation.
+        /// The atomic operation.
         op: AtomicOp,
         /// The type of the elements.
         datatype: AtomicType,
-        /// The target elements, aligned to the size of an element.
+        /// The target elements. Their address must be a multiple of the size of an element.
         remote: RemoteSegment<'a>,
         /// The destination of the old values, for fetching and comparing operations.
         result: Option<LocalSegment>,
@@ -237,7 +237,7 @@ pub enum Operation<'a> {
     Send {
         /// The tag of a tagged message. `None` for a message without a tag.
         tag: Option<u64>,
-        /// The key of a window that the receiver's NIC invalidates (send with invalidate).
+        /// The key of a window for the receiver's NIC to invalidate (send with invalidate), if any.
         invalidate: Option<&'a RemoteKey>,
     },
     /// Send of a message with immediate data, which the completion of the receive returns
@@ -256,11 +256,12 @@ pub enum Operation<'a> {
         /// The peer to receive from. With `None` the receive accepts messages of every peer.
         from: Option<PeerId>,
     },
-    /// Bind of a type 2 window. The new key is the window's index with `tag` as its low 8 bits.
+    /// Bind of a type 2 window. The low 8 bits of the new key are `tag`. The other bits are the
+    /// index of the window.
     BindWindow {
         /// The window.
         window: ProviderWindow,
-        /// The region to bind it to.
+        /// The region to bind the window to.
         region: ProviderRegion,
         /// The offset of the first byte in the region.
         offset: u64,
@@ -280,20 +281,21 @@ pub enum Operation<'a> {
     },
 }
 
-/// One request to an endpoint.
+/// A request to post to an endpoint.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkRequest<'a> {
     /// The operation, with its remote segments.
     pub operation: Operation<'a>,
     /// The local memory. The segments form one sequence of bytes.
     pub local: &'a [LocalSegment],
-    /// The peer. Ignored by receives and window operations.
+    /// The peer to transfer with. Receives and window operations ignore it.
     pub peer: PeerId,
-    /// A number of the application. The completion of the request returns it.
+    /// A number that the application chooses. The completion of the request returns it.
     pub context: u64,
 }
 
-/// The kind of request that a completion ends.
+/// The kind of request that a completion ends. Writes and sends with immediate data have the kinds
+/// `Write` and `Send`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "named like the operations")]
@@ -304,8 +306,8 @@ pub enum CompletionKind {
     Send,
     Receive,
     /// A receive that a peer's write with immediate data consumed. The context is that of the
-    /// receive. The bytes are where the peer wrote them, not in the buffer of the receive. If a NIC
-    /// split the write, the number of bytes is that of the last part.
+    /// receive. The peer's bytes are at the addresses that the peer wrote to, not in the buffer of
+    /// the receive. If a NIC split the write, the number of bytes is that of the last part.
     RemoteWrite,
     BindWindow,
     InvalidateWindow,
@@ -334,16 +336,16 @@ pub struct Completion {
     ///
     /// - Errors of the target: InvalidKey, AccessDenied, OutOfBounds, BadAddress, Unsupported
     ///   (atomics on staged memory).
-    /// - Errors of this side: NoRegion, AccessDenied, BadAddress.
-    /// - Errors of both: Canceled, Truncated, Unreachable.
+    /// - Errors of the local side: NoRegion, AccessDenied, BadAddress.
+    /// - Errors of either side: Canceled, Truncated, Unreachable.
     pub result: Result<u64>,
     /// The tag of the message, for receives of tagged messages.
     pub tag: Option<u64>,
-    /// The immediate data of the peer's message or write, for receives. May be `None` if the
+    /// The immediate data of the peer's message or write, for receives. It may be `None` if the
     /// receive failed.
     pub data: Option<u64>,
-    /// In the completion of a receive: the window key that the peer's message invalidated (send
-    /// with invalidate), as the number that [`RemoteKey::as_u64`] returns for it.
+    /// The window key that the peer's message invalidated (send with invalidate), for receives. It
+    /// is the number that [`RemoteKey::as_u64`] returns for that key.
     pub invalidated: Option<u64>,
 }
 

@@ -1,16 +1,17 @@
 //! The model of memory windows: types, states, events and rules.
 //!
-//! [`WindowType::after`] is the state machine, one table for each type. Domains and the software
-//! NIC use it, and `docs/memory-windows.md` shows it.
+//! [`WindowType::after`] is the state machine, with one table for each type. Domains and the
+//! software NIC use it. `docs/memory-windows.md` shows the tables.
 //!
 //! ```
 //! use hmem_core::provider::{WindowEvent, WindowRule, WindowState, WindowType};
 //!
-//! let after = WindowType::TwoB.after(WindowState::Free, WindowEvent::Bind); assert_eq!(after,
-//! Ok(WindowState::Valid)); let again = WindowType::TwoB.after(WindowState::Valid,
-//! WindowEvent::Bind); assert_eq!(again, Err(WindowRule::BindsWhenFree));
-//! assert_eq!(WindowType::One.after(WindowState::Valid, WindowEvent::Bind),
-//! Ok(WindowState::Valid));
+//! let after = WindowType::TwoB.after(WindowState::Free, WindowEvent::Bind);
+//! assert_eq!(after, Ok(WindowState::Valid));
+//! let again = WindowType::TwoB.after(WindowState::Valid, WindowEvent::Bind);
+//! assert_eq!(again, Err(WindowRule::BindsWhenFree));
+//! let rebound = WindowType::One.after(WindowState::Valid, WindowEvent::Bind);
+//! assert_eq!(rebound, Ok(WindowState::Valid));
 //! ```
 
 use std::fmt;
@@ -20,12 +21,12 @@ use crate::{Error, ErrorKind};
 /// The types of memory windows (InfiniBand 10.6.7.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowType {
-    /// Bound by a call. The provider changes the key at each bind.
+    /// A window that a function call binds. The provider changes the key at each bind.
     One,
-    /// Bound by a posted request. A bound window keeps its queue pair from being reset or
-    /// destroyed.
+    /// A window that a posted request binds. A bound window keeps its queue pair from being reset
+    /// or destroyed.
     TwoA,
-    /// Bound by a posted request. The queue pair can be reset or destroyed at any time.
+    /// A window that a posted request binds. Its queue pair can be reset or destroyed at any time.
     TwoB,
 }
 
@@ -49,11 +50,11 @@ pub enum WindowEvent {
     Bind,
     /// A request to bind the window to zero bytes.
     BindNothing,
-    /// A posted request of the window's owner to invalidate the key.
+    /// A request that the window's owner posted to invalidate the key.
     Invalidate,
-    /// A message of a peer that invalidates the key (send with invalidate).
+    /// A message from a peer that invalidates the key (send with invalidate).
     InvalidateByPeer,
-    /// A read or write by a peer with the key.
+    /// A read, write or atomic by a peer with the key.
     Access,
     /// A reset of the queue pair through which the window was bound.
     ResetQueuePair,
@@ -63,11 +64,11 @@ pub enum WindowEvent {
     Deallocate,
 }
 
-/// A rule of the model. An operation that breaks a rule is refused, and the error has the rule's
-/// name as its context value `rule`.
+/// A rule for memory windows. An operation that breaks a rule is refused, and the error has the
+/// rule's name as its context value `rule`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WindowRule {
-    /// A window must be allocated, and only once, before it is used.
+    /// A window must be allocated before its use, and only once.
     Allocated,
     /// A type 2 window can be bound only while it is free (o10-37.2.30).
     BindsWhenFree,
@@ -101,13 +102,13 @@ pub enum WindowRule {
     RegionIsVirtual,
     /// A domain in RAW mode has no windows, because windows have no raw keys.
     NoRawKeys,
-    /// A window can be invalidated only while it is bound, because the driver supports nothing
-    /// else.
+    /// With some drivers, a window can be invalidated only while it is bound, because the driver
+    /// crashes when it invalidates a free window.
     DriverInvalidatesOnce,
 }
 
 impl WindowType {
-    /// Every type.
+    /// All window types.
     pub const ALL: [Self; 3] = [Self::One, Self::TwoA, Self::TwoB];
 
     /// Returns the name: `1`, `2A` or `2B`.
@@ -120,10 +121,10 @@ impl WindowType {
         }
     }
 
-    /// Returns the state after an event.
+    /// Returns the state of a window after an event, if its state before was `state`.
     ///
     /// # Errors
-    /// The rule that refuses the event in this state. The state does not change.
+    /// The rule that refuses the event. The window then keeps its state.
     pub const fn after(
         self,
         state: WindowState,
@@ -138,7 +139,7 @@ impl WindowType {
     }
 }
 
-/// A row for each [`WindowEvent`], a column for each [`WindowState`].
+/// The results of all events: a row for each [`WindowEvent`], a column for each [`WindowState`].
 type Table = [[Result<WindowState, WindowRule>; 3]; 9];
 
 const INVALID: Result<WindowState, WindowRule> = Ok(WindowState::Invalid);
@@ -151,7 +152,7 @@ const TYPE_1: Table = {
     const UNBOUND: Result<WindowState, WindowRule> = Err(WindowRule::UnbindsWhenBound);
     const NEVER: Result<WindowState, WindowRule> = Err(WindowRule::Type1IsNotInvalidated);
     [
-        // Invalid     Free         Valid
+        // Columns: the state before the event is Invalid, Free or Valid.
         [FREE, UNALLOCATED, UNALLOCATED], // Allocate
         [UNALLOCATED, VALID, VALID],      // Bind
         [UNALLOCATED, UNBOUND, FREE],     // BindNothing
@@ -169,7 +170,7 @@ const EMPTY: Result<WindowState, WindowRule> = Err(WindowRule::Type2HasLength);
 const HOLDS: Result<WindowState, WindowRule> = Err(WindowRule::Type2AHoldsQueuePair);
 
 const TYPE_2A: Table = [
-    // Invalid     Free         Valid
+    // Columns: the state before the event is Invalid, Free or Valid.
     [FREE, UNALLOCATED, UNALLOCATED], // Allocate
     [UNALLOCATED, VALID, REBIND],     // Bind
     [UNALLOCATED, EMPTY, EMPTY],      // BindNothing
@@ -182,7 +183,7 @@ const TYPE_2A: Table = [
 ];
 
 const TYPE_2B: Table = [
-    // Invalid     Free         Valid
+    // Columns: the state before the event is Invalid, Free or Valid.
     [FREE, UNALLOCATED, UNALLOCATED], // Allocate
     [UNALLOCATED, VALID, REBIND],     // Bind
     [UNALLOCATED, EMPTY, EMPTY],      // BindNothing
@@ -221,7 +222,7 @@ impl WindowRule {
         self.parts().0
     }
 
-    /// Returns the error of an operation that broke the rule.
+    /// Returns the error for an operation that breaks this rule.
     #[must_use]
     pub fn refuse(self, operation: &'static str) -> Error {
         let (name, kind, remedy) = self.parts();
@@ -334,9 +335,9 @@ impl fmt::Display for WindowRule {
 pub struct WindowStatus {
     /// The current key of the window.
     pub key: u64,
-    /// The state after the completions that were read.
+    /// The state of the window after all requests whose completions the application has read.
     pub state: WindowState,
-    /// Set while a posted bind or invalidation has not completed.
+    /// True while a posted bind or invalidation has not completed.
     pub pending: bool,
 }
 
@@ -344,7 +345,8 @@ pub struct WindowStatus {
 mod tests {
     use super::*;
 
-    /// MW-04
+    /// MW-04: The rows of each state table stand in the order of the events in
+    /// [`WindowEvent::ALL`].
     #[test]
     fn table_rows_are_in_the_order_of_the_events() {
         for kind in WindowType::ALL {

@@ -21,19 +21,19 @@ use parking_lot::{Condvar, Mutex};
 
 const PAGE: u64 = 4096;
 
-/// The records of a backend with numbers as regions.
+/// The records of the tests' backend, which uses numbers as regions.
 #[derive(Default)]
-struct Books {
+struct BackendRecords {
     next: AtomicU64,
     live: Mutex<BTreeSet<u64>>,
     /// The number of deregistrations that a cache's worker began.
     by_worker: AtomicUsize,
-    /// While true, a deregistration by the worker waits.
+    /// True to make deregistrations by the worker wait.
     held: Mutex<bool>,
     released: Condvar,
 }
 
-impl Books {
+impl BackendRecords {
     fn live(&self) -> usize {
         self.live.lock().len()
     }
@@ -43,25 +43,25 @@ impl Books {
     }
 }
 
-/// A guard that holds a worker in a deregistration. Dropping the guard releases the worker, so that
-/// the drop of the cache does not wait forever if the test fails.
-struct Held(Arc<Books>);
+/// A guard that makes a worker wait in a deregistration. Dropping the guard releases the worker, so
+/// that the drop of the cache does not wait forever if the test fails.
+struct WorkerHold(Arc<BackendRecords>);
 
-impl Held {
-    fn hold(books: &Arc<Books>) -> Self {
+impl WorkerHold {
+    fn hold(books: &Arc<BackendRecords>) -> Self {
         *books.held.lock() = true;
         Self(Arc::clone(books))
     }
 }
 
-impl Drop for Held {
+impl Drop for WorkerHold {
     fn drop(&mut self) {
         *self.0.held.lock() = false;
         self.0.released.notify_all();
     }
 }
 
-struct Numbers(Arc<Books>);
+struct Numbers(Arc<BackendRecords>);
 
 impl CacheBackend for Numbers {
     type Region = u64;
@@ -72,18 +72,6 @@ impl CacheBackend for Numbers {
     }
 
     fn unwatch(&self, (): ()) {}
-
-    fn needs_validation(&self, (): &()) -> bool {
-        false
-    }
-
-    fn is_current(&self, (): &()) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn max_len(&self) -> u64 {
-        u64::MAX
-    }
 
     fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<u64> {
         let region = self.0.next.fetch_add(1, Ordering::SeqCst);
@@ -113,8 +101,8 @@ fn key(page: u64) -> Key {
 }
 
 /// Creates a cache with idle entries for the pages 0 to `pages` - 1.
-fn cache(max_count: usize, pages: u64) -> (Cache<Numbers>, Arc<Books>) {
-    let books = Arc::<Books>::default();
+fn cache(max_count: usize, pages: u64) -> (Cache<Numbers>, Arc<BackendRecords>) {
+    let books = Arc::<BackendRecords>::default();
     let limits = Limits { max_count, ..Limits::default() };
     let cache = Cache::new(Numbers(Arc::clone(&books)), limits).expect("a cache");
     (0..pages).for_each(|page| drop(cache.get_or_register(&key(page)).expect("registered")));
@@ -173,11 +161,11 @@ fn membarrier_refused_later_closes_the_cache_and_frees_nothing() {
     let (cleared, cleared_books) = cache(100, 2);
     let (worked, worked_books) = cache(100, 2);
     let (tidied, tidied_books) = cache(100, 20);
-    // The worker of this cache is busy until it is released.
-    let held = Held::hold(&tidied_books);
+    // The worker of this cache waits in a deregistration until `held` is dropped.
+    let held = WorkerHold::hold(&tidied_books);
     tidied.invalidate(range(19, 1));
     until(|| tidied_books.by_worker() == 1);
-    // Other owners of lease blocks: without them no barrier is needed.
+    // From here on, lookup handles own lease blocks too, so that the caches need the barrier.
     let others = (
         evicted.lookup_handle(),
         cleared.lookup_handle(),
@@ -189,19 +177,20 @@ fn membarrier_refused_later_closes_the_cache_and_frees_nothing() {
     refuse_membarrier().expect("a filter");
     membarrier(MembarrierCommand::PrivateExpedited).expect_err("the filter refuses it");
 
-    // An eviction for another entry: the new region is uncached, and the idle ones stay.
+    // A miss tries to evict an entry, and learns of the refusal. The new region is uncached, and
+    // the idle entries stay.
     assert!(!is_closed(&evicted), "the cache does not know yet");
     assert_eq!(evicted_books.live(), 2);
     assert!(is_closed(&evicted));
     assert!(evicted.get_cached(&key(0)).is_none());
     assert_eq!((evicted_books.live(), evicted.statistics().evictions), (2, 0));
 
-    // An eviction of all idle entries.
+    // `evict_idle` learns of the refusal and evicts nothing.
     cleared.evict_idle();
     assert!(is_closed(&cleared));
     assert_eq!((cleared_books.live(), cleared.statistics().evictions), (2, 0));
 
-    // A miss that finds many invalidated entries.
+    // A miss learns of the refusal when it tries to detach many invalidated entries.
     tidied.invalidate(range(0, 19));
     let lease = tidied.get_or_register(&key(100)).expect("registered");
     assert!(lease.uncached_reason().is_none());
@@ -210,12 +199,11 @@ fn membarrier_refused_later_closes_the_cache_and_frees_nothing() {
     assert_eq!((tidied_books.live(), tidied.statistics().pending_reclaim), (21, 19));
     drop(held);
 
-    // The worker, with an invalidated entry.
+    // The worker learns of the refusal when it reclaims an invalidated entry.
     worked.invalidate(range(0, 1));
     until(|| is_closed(&worked));
 
-    // `reclaim`, with an invalidated entry. However often the kernel refuses, the gate stays
-    // closed.
+    // `reclaim` learns of the refusal. However often the kernel refuses, the gate stays closed.
     collected.invalidate(range(0, 1));
     for _ in 0..40_000 {
         collected.reclaim();
@@ -224,7 +212,7 @@ fn membarrier_refused_later_closes_the_cache_and_frees_nothing() {
     assert!(collected.get_cached(&key(0)).is_none());
     assert_eq!((collected_books.live(), collected.statistics().pending_reclaim), (1, 1));
 
-    // The drop of the caches needs no barrier.
+    // Without the handles, no thread can look up, so the drop of the caches needs no barrier.
     drop(others);
     let all = [
         (collected, collected_books, 0),

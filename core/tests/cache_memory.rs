@@ -11,7 +11,7 @@ use hmem_core::{
 
 const PAGE: u64 = 4096;
 
-/// A backend whose regions and watches have no size.
+/// A backend that does nothing, with zero-sized regions and watches.
 struct Nothing;
 
 impl CacheBackend for Nothing {
@@ -23,18 +23,6 @@ impl CacheBackend for Nothing {
     }
 
     fn unwatch(&self, (): ()) {}
-
-    fn needs_validation(&self, (): &()) -> bool {
-        false
-    }
-
-    fn is_current(&self, (): &()) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn max_len(&self) -> u64 {
-        u64::MAX
-    }
 
     fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<()> {
         Ok(())
@@ -49,7 +37,7 @@ fn range(start: u64, len: u64) -> AddressRange {
     AddressRange::new(Address(start), len).expect("no wrap")
 }
 
-/// Returns the resident bytes of this process.
+/// Returns the resident size of this process in bytes.
 fn resident() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").expect("the kernel's account");
     let pages = statm.split(' ').nth(1).expect("resident pages");
@@ -82,7 +70,7 @@ fn unmaps_of_uncached_ranges_cost_no_memory() {
             limit.is_none_or(|limit| grown <= limit * COUNT),
             "{grown} bytes for {COUNT} regions"
         );
-        // Nodes that became empty have no memory.
+        // The table frees the memory of nodes that became empty.
         cache.invalidator().invalidate(range(0, u64::MAX), InvalidationCause::Unmap);
         let full = resident();
         cache.reclaim();

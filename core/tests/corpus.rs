@@ -16,7 +16,7 @@ fn key_text(key: &RemoteKey) -> String {
     format!("{addressing} {}", key.pieces().map(piece).collect::<Vec<_>>().join(", "))
 }
 
-/// KEY-06
+/// KEY-06: The current code reads remote keys that every earlier version wrote.
 #[test]
 fn remote_keys_of_all_versions_are_read() {
     let current = RemoteKey::new(Addressing::ZeroBased, Iova(0), 1, 1).to_bytes()[4];
@@ -25,7 +25,7 @@ fn remote_keys_of_all_versions_are_read() {
     });
 }
 
-/// KEY-06
+/// KEY-06: The current code reads rail keys that every earlier version wrote.
 #[test]
 fn rail_keys_of_all_versions_are_read() {
     let nic = Nic { provider: "p".into(), name: "n".into(), pci_bus_id: None };

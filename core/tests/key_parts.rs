@@ -29,7 +29,7 @@ fn slice_of_a_split_key_is_a_contiguous_range() {
         (0x37f, 1, 0x907f),
         (0x40, 0, 0x1040),
     ] {
-        let segment = key.slice(offset, len).expect("one run");
+        let segment = key.slice(offset, len).expect("a contiguous range");
         assert_eq!((segment.address, segment.len), (Iova(address), len), "{offset:#x}");
         assert_eq!(segment.key, &key);
     }
@@ -46,16 +46,17 @@ fn slice_of_a_split_key_is_a_contiguous_range() {
 fn narrowed_split_key_has_parts_of_its_pieces() {
     let key = split(Addressing::Virtual);
     assert_eq!(
-        pieces(&key.narrow(0x80, 0x90).expect("two")),
+        pieces(&key.narrow(0x80, 0x90).expect("a part of two pieces")),
         [(0x1080, 0x80, 1), (0x1100, 0x10, 2)]
     );
-    assert_eq!(pieces(&key.narrow(0x300, 0x10).expect("one")), [(0x9000, 0x10, 3)]);
-    assert_eq!(key.narrow(0, 0x380).expect("all of it"), key);
+    assert_eq!(pieces(&key.narrow(0x300, 0x10).expect("a part of one piece")), [(0x9000, 0x10, 3)]);
+    assert_eq!(key.narrow(0, 0x380).expect("the whole key"), key);
     assert_eq!(key.narrow(5, 0).unwrap_err().kind(), ErrorKind::ZeroLength);
-    // Offsets count from the start of each piece, which the key of a part cannot express.
+    // With zero-based addresses, the NIC counts offsets from the start of each piece. The key of a
+    // part cannot express another start.
     let zero = split(Addressing::ZeroBased);
     assert_eq!(zero.narrow(0x80, 0x90).unwrap_err().kind(), ErrorKind::Unsupported);
-    assert_eq!(zero.narrow(0, 0x380).expect("all of it"), zero);
+    assert_eq!(zero.narrow(0, 0x380).expect("the whole key"), zero);
 }
 
 #[test]
@@ -65,7 +66,7 @@ fn narrowed_mapped_key_stays_mapped() {
     assert!(part.is_mapped() && part.as_u64().is_ok_and(|number| number == 7));
 }
 
-/// KEY-06
+/// KEY-06: The receiver refuses a remote key with pieces of 2^64 bytes or more in total.
 #[test]
 fn keys_of_2_to_the_64_bytes_or_more_are_refused() {
     let keys = |first, rest| RemoteKey::split(Addressing::Virtual, first, rest);
@@ -76,17 +77,18 @@ fn keys_of_2_to_the_64_bytes_or_more_are_refused() {
     ] {
         let refused = RemoteKey::from_bytes(&key.to_bytes()).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Malformed);
-        let wrong = refused.context_value("wrong");
+        let wrong = refused.context_value("why");
         assert_eq!(wrong, Some("pieces with more bytes than an address space"), "{key:?}");
-        // A process can also create such a key itself. Its use does not panic.
+        // A process can also create a key of this length itself. Calls with the key do not panic.
         key.narrow(u64::MAX - 2, 2).expect("a part");
         let _ = (key.narrow(3, 9), key.slice(3, 9));
     }
-    // A single piece that wraps around the address space is read: earlier versions wrote some.
+    // A piece that wraps around the address space is still accepted, because earlier versions wrote
+    // such keys.
     let key = keys(piece(u64::MAX, 4, 1), vec![piece(3, u64::MAX - 4, 2)]);
     let key = RemoteKey::from_bytes(&key.to_bytes()).expect("bytes that can be counted");
     assert_eq!(pieces(&key.narrow(2, 3).expect("a part")), [(1, 2, 1), (3, 1, 2)]);
-    assert_eq!(key.slice(2, 3).expect("one run").address, Iova(1));
+    assert_eq!(key.slice(2, 3).expect("a contiguous range").address, Iova(1));
 }
 
 proptest! {

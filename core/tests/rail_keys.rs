@@ -1,11 +1,11 @@
-//! The binary form of the keys of one range on several NICs.
+//! Tests of the binary form of rail keys: the keys of one range on several NICs.
 
 use hmem_core::{
     Addressing, ErrorKind, Iova, RailKey, RailKeys, RemoteKey, RemotePiece, provider::Nic,
 };
 use proptest::{collection, option, prelude::*};
 
-/// A strategy for pieces. Any four of them together are shorter than the address space.
+/// A strategy for key pieces. Any four pieces together are shorter than the address space.
 fn piece() -> impl Strategy<Value = RemotePiece> {
     let (base, len) = (..=u64::MAX - u64::MAX / 4, ..=u64::MAX / 4);
     (base, len, any::<u64>()).prop_map(|(base, len, key)| RemotePiece {
@@ -21,7 +21,7 @@ fn key() -> impl Strategy<Value = RemoteKey> {
         .prop_map(|(addressing, first, rest)| RemoteKey::split(addressing, first, rest))
 }
 
-/// A strategy for rails of one to six NICs with different names.
+/// A strategy for the keys of one to five NICs with different names.
 fn rails() -> impl Strategy<Value = RailKeys> {
     let nic = ("[a-z]{1,8}", "[a-z0-9_]{0,12}|\u{fc}ber", option::of("[0-9a-f:.]{0,12}"));
     collection::vec((nic, key()), 1..6).prop_map(|rails| {
@@ -34,14 +34,14 @@ fn rails() -> impl Strategy<Value = RailKeys> {
 }
 
 fn wrong(bytes: &[u8]) -> String {
-    let error = RailKeys::from_bytes(bytes).expect_err("it was read as rail keys");
+    let error = RailKeys::from_bytes(bytes).expect_err("the bytes were read as rail keys");
     assert_eq!(error.kind(), ErrorKind::Malformed);
     assert!(error.remedy_text().is_some());
-    error.context_value("wrong").expect("the error says what is wrong").to_owned()
+    error.context_value("why").expect("the error says what is wrong").to_owned()
 }
 
 proptest! {
-    /// KEY-06
+    /// KEY-06: The receiver reads rail keys unchanged, and refuses cut, extended or altered bytes.
     #[test]
     fn rail_keys_are_read_back_and_refused_when_altered(
         keys in rails(),
@@ -67,7 +67,8 @@ proptest! {
         }
     }
 
-    /// KEY-06
+    /// KEY-06: The receiver refuses random bytes. With a valid header and checksum, it reads or
+    /// refuses them without a panic.
     #[test]
     fn random_bytes_are_refused_as_rail_keys(bytes in collection::vec(any::<u8>(), 0..200)) {
         wrong(&bytes);
@@ -80,7 +81,7 @@ proptest! {
     }
 }
 
-/// KEY-06
+/// KEY-06: The receiver refuses rail keys with one flipped bit, and rail keys that were cut short.
 #[test]
 fn any_flipped_bit_of_rail_keys_is_detected() {
     let nic = |name: &str| Nic { provider: "verbs".into(), name: name.into(), pci_bus_id: None };
@@ -100,10 +101,12 @@ fn any_flipped_bit_of_rail_keys_is_detected() {
     }
     // The key of a single NIC has another magic number.
     assert_eq!(wrong(&key(1).to_bytes()), "magic");
-    assert_eq!(RemoteKey::from_bytes(&bytes).unwrap_err().context_value("wrong"), Some("magic"));
+    assert_eq!(RemoteKey::from_bytes(&bytes).unwrap_err().context_value("why"), Some("magic"));
 }
 
-/// KEY-06
+/// KEY-06: The sender refuses an empty list of rails, a NIC that is listed twice, and a key that
+/// `RemoteKey::mapped` created, which is valid only in the domain that mapped it. The receiver
+/// refuses an empty list.
 #[test]
 fn invalid_rail_lists_are_refused_by_sender_and_receiver() {
     let nic = |name: &str| Nic { provider: "verbs".into(), name: name.into(), pci_bus_id: None };
@@ -112,12 +115,12 @@ fn invalid_rail_lists_are_refused_by_sender_and_receiver() {
     let rail = |name: &str| RailKey::new(nic(name), key.clone());
     for (rails, what) in [
         (vec![], "no rail"),
-        (vec![rail("a"), rail("b"), rail("a")], "a NIC that is there twice"),
+        (vec![rail("a"), rail("b"), rail("a")], "a NIC that is in the list twice"),
         (vec![rail("a"), RailKey::new(nic("b"), mapped)], "a mapped key"),
     ] {
-        let error = RailKeys::new(rails).expect_err("joined");
+        let error = RailKeys::new(rails).expect_err("the list was accepted");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        assert!(error.context_value("what").unwrap().starts_with(what), "{error}");
+        assert!(error.context_value("why").unwrap().starts_with(what), "{error}");
         assert!(error.remedy_text().is_some());
     }
     // An empty list with a valid checksum, as another implementation might send it.
@@ -126,7 +129,7 @@ fn invalid_rail_lists_are_refused_by_sender_and_receiver() {
     assert_eq!(wrong(&[&body[..], &sum].concat()), "no rail");
 }
 
-/// KEY-06
+/// KEY-06: The receiver refuses rail keys with a key of 2^64 bytes or more in total.
 #[test]
 fn rails_of_2_to_the_64_bytes_or_more_are_refused() {
     let piece = |base, len| RemotePiece { base: Iova(base), len, key: 1 };

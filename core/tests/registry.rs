@@ -1,4 +1,4 @@
-//! Tests which ifaces a registry queries for an address.
+//! Tests of the addresses for which a registry queries an iface.
 
 #![allow(unsafe_code, reason = "implementing `Iface` takes unsafe functions")]
 
@@ -14,15 +14,15 @@ use hmem_core::{
 
 const KIND: IfaceKind = IfaceKind(0x123);
 
-/// An iface with one allocation, which counts its queries.
+/// An iface with one allocation. The iface counts its queries.
 #[derive(Debug)]
-struct One {
+struct CountingIface {
     allocation: Allocation,
     span: Option<AddressRange>,
     asked: AtomicUsize,
 }
 
-impl One {
+impl CountingIface {
     fn new(start: u64, len: u64, span: Option<(u64, u64)>) -> Arc<Self> {
         let range = |(start, len)| AddressRange::new(Address(start), len).unwrap();
         let allocation = Allocation {
@@ -40,11 +40,11 @@ fn lacks<T>() -> Result<T> {
     Err(Error::new(ErrorKind::Unsupported, "test"))
 }
 
-// SAFETY: it allocates, copies and exports nothing. The addresses that it claims are never used,
-// and lie in its span if it has one.
-unsafe impl Iface for One {
+// SAFETY: the iface allocates, copies and exports nothing. The addresses that it claims are never
+// used, and lie in its address span if it has one.
+unsafe impl Iface for CountingIface {
     fn kind(&self) -> IfaceKind {
-        KIND
+        self.allocation.iface
     }
 
     fn name(&self) -> &str {
@@ -69,7 +69,7 @@ unsafe impl Iface for One {
     }
 }
 
-fn registry(iface: &Arc<One>) -> Registry {
+fn registry(iface: &Arc<CountingIface>) -> Registry {
     let mut registry = Registry::new();
     registry.add(Arc::clone(iface) as Arc<dyn Iface>).unwrap();
     registry
@@ -77,7 +77,7 @@ fn registry(iface: &Arc<One>) -> Registry {
 
 /// Looks up the owner of an address. Returns the number of queries of the iface, and true if the
 /// iface owns the address.
-fn seen(iface: &Arc<One>, registry: &Registry, address: u64) -> (usize, bool) {
+fn seen(iface: &Arc<CountingIface>, registry: &Registry, address: u64) -> (usize, bool) {
     let before = iface.asked.load(Ordering::Relaxed);
     let owner = registry.owner_of(Address(address)).unwrap();
     let asked = iface.asked.load(Ordering::Relaxed) - before;
@@ -86,7 +86,7 @@ fn seen(iface: &Arc<One>, registry: &Registry, address: u64) -> (usize, bool) {
 
 #[test]
 fn iface_without_a_span_is_queried_for_every_address() {
-    let iface = One::new(0x10000, 0x1000, None);
+    let iface = CountingIface::new(0x10000, 0x1000, None);
     let registry = registry(&iface);
     for (address, mine) in
         [(0, false), (0xffff, false), (0x10000, true), (0x10fff, true), (0x11000, false)]
@@ -98,7 +98,7 @@ fn iface_without_a_span_is_queried_for_every_address() {
 
 #[test]
 fn iface_with_a_span_is_queried_only_for_addresses_in_it() {
-    let iface = One::new(0x10000, 0x1000, Some((0xf000, 0x3000)));
+    let iface = CountingIface::new(0x10000, 0x1000, Some((0xf000, 0x3000)));
     let registry = registry(&iface);
     for address in [0, 0xefff, 0x12000, u64::MAX] {
         assert_eq!(seen(&iface, &registry, address), (0, false), "{address:#x}");
@@ -111,9 +111,23 @@ fn iface_with_a_span_is_queried_only_for_addresses_in_it() {
 #[test]
 fn address_span_may_end_with_the_address_space() {
     let last = u64::MAX;
-    let iface = One::new(last - 0xfff, 0x1000, Some((last - 0xffff, 0x10000)));
+    let iface = CountingIface::new(last - 0xfff, 0x1000, Some((last - 0xffff, 0x10000)));
     let registry = registry(&iface);
     assert_eq!(seen(&iface, &registry, last), (1, true));
     assert_eq!(seen(&iface, &registry, last - 0x10000), (0, false));
     assert_eq!(seen(&iface, &registry, 0), (0, false));
+}
+
+#[test]
+fn reserved_iface_kind_is_refused() {
+    for (number, added) in [(0xff, false), (0x100, true), (IfaceKind::CUDA.0, true)] {
+        let mut iface = CountingIface::new(0x1000, 0x1000, None);
+        Arc::get_mut(&mut iface).unwrap().allocation.iface = IfaceKind(number);
+        let result = Registry::new().add(iface);
+        assert_eq!(result.is_ok(), added, "{number:#x}: {result:?}");
+        if let Err(error) = result {
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.remedy_text().unwrap().contains("0x100"), "{error}");
+        }
+    }
 }

@@ -1,41 +1,44 @@
-//! The patch point of a function: the instruction near its entry that a patch replaces.
+//! The patch point of a function: an instruction near the function's entry that a patch replaces.
 //!
 //! Both architectures follow these rules, so that threads may run the function at any time:
-//! - One aligned store replaces exactly one whole instruction. No thread's program counter is ever
-//!   inside it.
-//! - The instructions before it are known. They leave the arguments as they are, and can be undone
-//!   or have no effect that a caller can see.
-//! - To call the original, a hook runs a copy of the skipped instructions, and then the rest of the
-//!   function in its place. The library's own code produces the return value and `errno`.
+//! - One aligned store replaces exactly one whole instruction, so that no thread's program counter
+//!   is ever in the middle of the new code.
+//! - The decoder knows each instruction before the patch point. These instructions do not change
+//!   the arguments. Each of them can be undone, or has no effect that a caller can see.
+//! - To call the original function, a hook runs a copy of the skipped instructions, and then the
+//!   rest of the function at its original address. The library's own code produces the return value
+//!   and `errno`.
 //!
-//! Every instruction is decoded. An entry that does not fit is refused, with its bytes in the
-//! error.
+//! The decoder refuses an entry with an unknown instruction. The error contains the bytes of the
+//! entry.
 
-/// Number of bytes that are decoded at the entry of a function.
-pub(super) const LOOKED_AT: usize = 48;
+/// The number of bytes that the decoder reads at the entry of a function.
+pub(super) const ENTRY_LEN: usize = 48;
 
-/// The instruction that a patch replaces, and the code around it.
+/// The instruction that a patch replaces, and the code that the trampoline needs.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct PatchPoint {
-    /// Offset of the replaced instruction from the entry.
+    /// The offset of the replaced instruction, in bytes from the function's entry.
     pub(super) at: usize,
-    /// Code that undoes the instructions before the patch point. It runs before the hook.
+    /// Code that undoes the instructions before the patch point. The trampoline runs this code
+    /// before the hook.
     pub(super) undo: Vec<u8>,
-    /// Copy of the function's code up to `resume`. It runs when the hook calls the original
-    /// function.
+    /// A copy of the function's instructions before the offset `resume`. The copy runs when the
+    /// hook calls the original function.
     pub(super) skipped: Vec<u8>,
-    /// Displacements in `skipped` to adjust to the address of the copy.
+    /// The displacements in `skipped` that must change, because the copy lies at another address.
     pub(super) relative: Vec<Relative>,
-    /// Offset from the entry of the first instruction after the copied ones.
+    /// The offset of the first instruction that is not copied, in bytes from the function's entry.
+    /// The copy ends with a jump to this instruction.
     pub(super) resume: usize,
 }
 
 /// The displacement in an instruction that reads memory relative to its own address.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Relative {
-    /// Offset of the displacement's 4 bytes in `skipped`.
+    /// The offset of the displacement's 4 bytes in `skipped`.
     pub(super) at: usize,
-    /// Offset in `skipped` of the instruction's end, to which the displacement is relative.
+    /// The offset in `skipped` of the end of the instruction. The displacement counts from there.
     pub(super) from: usize,
     /// The address that the instruction reads.
     pub(super) target: u64,
@@ -44,13 +47,14 @@ pub(super) struct Relative {
 /// The reason why an entry cannot be patched.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum PatchObstacle {
-    /// The entry begins with a jump or call: another library patched it.
+    /// The code begins with a jump or call, so another library has patched the function.
     Jump,
-    /// The bytes at this offset are not an instruction that is known to be safe to skip or replace.
+    /// The decoder does not know the instruction at this offset from the entry.
     Unknown(usize),
-    /// The function makes this system call instead of the one expected from its name.
+    /// The function makes the system call with this number, and a system call with another number
+    /// was expected.
     OtherCall(i64),
-    /// No aligned store can replace a whole instruction.
+    /// No instruction can be replaced as a whole by one aligned store.
     NoRoom,
 }
 
@@ -61,9 +65,9 @@ impl std::fmt::Display for PatchObstacle {
             Self::Unknown(at) => {
                 write!(f, "the instruction at +{at} is not known to be safe to move")
             }
-            Self::OtherCall(nr) => write!(f, "it makes system call {nr}, not its own"),
+            Self::OtherCall(nr) => write!(f, "it makes system call {nr}, not the expected one"),
             Self::NoRoom => {
-                f.write_str("no instruction of it can be replaced by one aligned store")
+                f.write_str("none of its instructions can be replaced by one aligned store")
             }
         }
     }

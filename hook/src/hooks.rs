@@ -1,4 +1,4 @@
-//! The hooks of one monitor: the patches that it needs, and its subscriptions.
+//! The hooks of one monitor: the patches and the subscriptions of the monitor.
 
 use std::{
     array,
@@ -21,8 +21,8 @@ use crate::{
 
 /// Hooked functions and the subscriptions of one monitor.
 ///
-/// All values of one [`HookRegistry`] share the patches. Creating the first value patches the
-/// functions, and dropping the last value undoes the patches. Dropping a value ends its
+/// All `Hooks` of one [`HookRegistry`] share the patches. Creating the first `Hooks` patches the
+/// functions, and dropping the last `Hooks` undoes the patches. Dropping a `Hooks` ends its
 /// subscriptions.
 ///
 /// # Examples
@@ -121,28 +121,32 @@ pub struct Hooks<T: HasTable + 'static> {
     process: &'static Process<T>,
     patches: &'static Patches,
     own: [OwnSubscriptions; SLOTS],
-    /// The lock for adding the first and removing the last subscription of an invalidator.
+    /// The lock that a thread holds while it adds the first or removes the last subscription of an
+    /// invalidator.
     first_and_last: Mutex<()>,
 }
 
-/// The subscriptions of an invalidator at one monitor. Together they count as one subscription in
-/// the table of the process.
+/// The subscriptions of one invalidator to this monitor. Together they count as one subscription in
+/// the subscriber table of the process.
 #[derive(Debug, Default)]
 struct OwnSubscriptions {
-    /// Lower half: number of subscriptions. Upper half: how often the number has risen from zero.
+    /// Lower half: the number of subscriptions. Upper half: how often this number has risen from
+    /// zero.
     count: AtomicU64,
-    /// The [`identity`] of the invalidator. Valid while the number of subscriptions is not zero.
+    /// The address of the invalidator, from [`identity`]. Valid while the number of subscriptions
+    /// is not zero.
     invalidator: AtomicUsize,
 }
 
 const COUNT: u64 = (1 << 32) - 1;
 
 impl OwnSubscriptions {
-    /// Adds a subscription if this invalidator already has one. Returns false otherwise.
+    /// Adds a subscription if `invalidator` already has one. Returns false if it has none.
     fn join(&self, invalidator: usize) -> bool {
-        // Acquire: the load below sees this count's invalidator, or a later one's. A later one is
-        // stored only after the last of these subscriptions ended. The exchange then fails, since
-        // the first subscription of another invalidator increments the upper half.
+        // `Acquire`: the load of `self.invalidator` below sees the invalidator that this count
+        // belongs to, or a later invalidator. A later invalidator is stored only after the last
+        // subscription of the earlier one has ended, and its first subscription increments the
+        // upper half of the count. So the exchange below then fails.
         let mut count = self.count.load(Ordering::Acquire);
         while count & COUNT != 0 && self.invalidator.load(Ordering::Relaxed) == invalidator {
             let (ok, seen) = (Ordering::Acquire, Ordering::Acquire);
@@ -154,20 +158,23 @@ impl OwnSubscriptions {
         false
     }
 
-    /// Stores the first subscription of an invalidator. The caller holds the lock.
+    /// Stores the first subscription of an invalidator. The caller must hold the lock
+    /// `first_and_last`.
     fn begin(&self, invalidator: usize) {
         self.invalidator.store(invalidator, Ordering::Relaxed);
         let before = self.count.load(Ordering::Relaxed);
-        debug_assert_eq!(before & COUNT, 0, "those there are would have been joined");
+        debug_assert_eq!(before & COUNT, 0, "the invalidator has no subscription yet");
         self.count.store((before & !COUNT).wrapping_add(COUNT + 2), Ordering::Release);
     }
 
-    /// Removes a subscription unless it is the last one. Returns true if it removed one.
+    /// Removes a subscription unless it is the last one. Returns true if a subscription was
+    /// removed.
     fn remove_unless_last(&self) -> bool {
         self.subtract_if(|count| count > 1).is_some()
     }
 
-    /// Removes a subscription, and returns true if it was the last. The caller holds the lock.
+    /// Removes a subscription, and returns true if it was the last. The caller must hold the lock
+    /// `first_and_last`.
     fn end(&self) -> bool {
         self.subtract_if(|count| count > 0).is_some_and(|before| before & COUNT == 1)
     }
@@ -179,14 +186,15 @@ impl OwnSubscriptions {
 }
 
 impl<T: HasTable> Hooks<T> {
-    /// Patches the functions of the registry, or shares the patches of a running monitor.
+    /// Starts the hooks of a monitor: patches the functions, or shares the patches of a monitor
+    /// that already runs.
     ///
     /// The first call in the process calls `plan`, while concurrent calls wait. The registry keeps
     /// the plan forever, and later calls ignore their `plan`.
     ///
     /// # Errors
     /// - The errors of `plan`.
-    /// - Busy: another library patched a function. The error names it.
+    /// - Busy: another library patched a function. The error names this function.
     /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
     /// - OutOfResources: no memory is left.
     /// - Unsupported: the kernel cannot wipe memory in forked children (before Linux 4.14).
@@ -213,10 +221,11 @@ impl<T: HasTable> Hooks<T> {
         self.process.is_own_process()
     }
 
-    /// Fails unless every patch is in place.
+    /// Checks that every patch is in place.
     ///
     /// If another library overwrote a patch, the hooks have missed calls since an unknown moment.
-    /// The method then invalidates all memory for every subscriber.
+    /// The first call that finds this invalidates all memory for every subscriber. Later calls only
+    /// return the error.
     ///
     /// # Errors
     /// - Busy: a patch was overwritten. The error names the function and the library.
@@ -228,12 +237,12 @@ impl<T: HasTable> Hooks<T> {
         self.process.check_patches(self.patches)
     }
 
-    /// Returns the names of the functions.
+    /// Returns the names of the hooked functions.
     pub fn functions(&self) -> impl Iterator<Item = &'static str> {
         self.patches.functions()
     }
 
-    /// Returns the name and address of each function.
+    /// Returns the name and address of each hooked function.
     pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
         self.patches.entries()
     }
@@ -244,24 +253,24 @@ impl<T: HasTable> Hooks<T> {
         self.process.subscribers()
     }
 
-    /// Notifies `invalidator` of changes until it is unsubscribed. When the method returns, changes
-    /// that are already in flight notify the invalidator too. An invalidator may have several equal
-    /// subscriptions.
+    /// Adds a subscription: the hooks notify `invalidator` when a hooked function changes memory,
+    /// until [`Hooks::unsubscribe`]. A hook that is already running when this method returns
+    /// notifies the invalidator too. An invalidator may have several subscriptions.
     ///
     /// # Errors
     /// - Busy: a patch was overwritten. The error names the function.
-    /// - OutOfResources: more than [`SLOTS`] invalidators are subscribed.
+    /// - OutOfResources: [`SLOTS`] other invalidators are subscribed.
     /// - Unsupported: this process is a forked child.
     pub fn subscribe(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
-        // Comes first: a child must not lock, since another thread of the parent may have held the
-        // lock at the fork.
+        // This check comes first: a forked child must not lock, since a thread of the parent may
+        // have held the lock at the fork.
         self.check_patches("subscribe")?;
         if let Some(subscription) = self.subscribe_again(invalidator) {
             return Ok(subscription);
         }
         let subscription = self.subscribe_first(invalidator)?;
-        // Checks again: if a patch was overwritten meanwhile, the other subscribers were notified,
-        // perhaps before this one was added.
+        // Another thread may have detected an overwritten patch and notified all subscribers just
+        // before this one was added. So the patches are checked again.
         self.check_patches("subscribe").inspect_err(|_| self.unsubscribe(subscription))?;
         Ok(subscription)
     }
@@ -276,9 +285,10 @@ impl<T: HasTable> Hooks<T> {
         Ok(Subscription(slot.into()))
     }
 
-    /// Adds a subscription without a lock, if the invalidator already has one at this monitor.
+    /// Adds a subscription without a lock, if the invalidator is already subscribed to this
+    /// monitor. Returns `None` otherwise.
     fn subscribe_again(&self, invalidator: &Arc<dyn Invalidator>) -> Option<Subscription> {
-        // Two live invalidators differ in address, and the caller's is alive.
+        // The caller's invalidator is alive, so no other live invalidator has the same address.
         let wanted = identity(invalidator);
         let slot = self.subscribers().table().taken().find(|slot| self.own[*slot].join(wanted))?;
         Some(Subscription(slot as u64))
@@ -286,7 +296,8 @@ impl<T: HasTable> Hooks<T> {
 
     /// Ends a subscription. Does nothing in a forked child.
     ///
-    /// Call it once for each subscription. Afterwards the slot may belong to another invalidator.
+    /// Call this method only once for each subscription. Afterwards the same subscription number
+    /// may belong to another invalidator.
     pub fn unsubscribe(&self, subscription: Subscription) {
         if !self.is_own_process() {
             return;
@@ -298,7 +309,7 @@ impl<T: HasTable> Hooks<T> {
         let one_at_a_time = self.first_and_last.lock();
         let gone = own.end().then(|| self.subscribers().remove(subscription.0 as u8));
         drop(one_at_a_time);
-        // The drop of an invalidator may call this method again, so no lock is held.
+        // Dropping the invalidator may call this method again, so the lock is released before.
         drop(gone);
     }
 }

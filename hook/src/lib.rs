@@ -1,16 +1,16 @@
 //! Patches functions of loaded libraries, and notifies caches when these functions free memory.
 //!
 //! The monitors of several ifaces share this crate. The host monitor patches the C library's
-//! `munmap`, the CUDA monitor patches a driver's free function, both by the same rules. Their hooks
-//! notify [`Invalidator`](hmem_core::monitor::Invalidator)s from a [`SubscriberTable`]. Each
-//! monitor itself knows which memory a function frees, and when.
+//! `munmap`, and the CUDA monitor patches a driver's free function, both by the same rules. Their
+//! hooks notify [`Invalidator`](hmem_core::monitor::Invalidator)s from a [`SubscriberTable`]. Only
+//! the monitors know which memory a function frees, and when.
 //!
 //! | file | content |
 //! |---|---|
 //! | `hooks` | [`Hooks`]: the entry point, with an example: patches and subscriptions |
 //! | `process` | [`HookRegistry`]: subscribers and patches of one set of hooks in a process |
 //! | `patch` | [`Patches`]: patches a set of functions, and undoes it |
-//! | `entry`, `arch` | the rules for entries that one store can patch while threads run them |
+//! | `entry`, `arch` | the rules for functions that one store can patch while threads run |
 //! | `trampoline` | the code between an entry and its hook |
 //! | `table` | [`Subscribers`]: the invalidators to notify, read without a lock |
 //! | `wiped` | [`WipedOnFork`]: memory that is zeroed in a forked child |
@@ -31,8 +31,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It knows no library and no system call, decides nothing about caching, and patches nothing
-//! until a monitor starts.
+//! The crate knows no library and no system call, decides nothing about caching, and patches
+//! nothing until a monitor starts.
 
 #![deny(unsafe_code)]
 

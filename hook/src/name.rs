@@ -2,7 +2,7 @@
 
 use hmem_core::{Error, ErrorKind, IfaceKind};
 
-/// The name of a monitor, its iface and its alternative, as error messages show them.
+/// The name of a monitor, its iface and its alternative, for error messages.
 ///
 /// # Examples
 /// ```
@@ -22,12 +22,13 @@ pub struct MonitorName {
     pub name: &'static str,
     /// The iface of the watched memory.
     pub iface: IfaceKind,
-    /// The last part of each error's remedy: the setting to use if the monitor cannot run.
+    /// The last part of each error's remedy: the setting that selects an alternative to this
+    /// monitor.
     pub fallback_hint: &'static str,
 }
 
 impl MonitorName {
-    /// Creates an error of this kind that names the monitor.
+    /// Creates an error of the given kind that names the monitor.
     #[must_use]
     pub fn error(&self, kind: ErrorKind) -> Error {
         Error::new(kind, self.name).iface(self.iface)

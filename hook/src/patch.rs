@@ -1,7 +1,8 @@
 //! Patches a set of functions at their entries, and undoes the patches.
 //!
-//! A plan is made once for a library and never freed: a thread may run a trampoline at any time,
-//! even after the patches were undone. `entry.rs` has the rules that keep running threads safe.
+//! The patches of a library are planned once and never freed: a thread may run a trampoline at any
+//! time, even after the patches were undone. `entry.rs` lists the rules that make patching safe
+//! while threads run the functions.
 
 use std::{
     ffi::{CStr, c_void},
@@ -18,7 +19,7 @@ use rustix::{
 use crate::{
     MonitorName,
     arch::{self, Patch},
-    entry::LOOKED_AT,
+    entry::ENTRY_LEN,
     trampoline::{Trampolines, code_change_refused},
 };
 
@@ -34,8 +35,8 @@ pub struct PatchTarget {
     /// The number of the system call that the function makes, or `None` if it makes none or the
     /// number is not known.
     pub call: Option<i64>,
-    /// The address through which the hook calls the original. [`Patches::plan`] writes it before
-    /// any patch leads to the hook.
+    /// The variable with the address by which the hook calls the original function.
+    /// [`Patches::plan`] stores the address before any patch leads to the hook.
     pub original: &'static AtomicUsize,
 }
 
@@ -55,25 +56,27 @@ struct Site {
 }
 
 impl Patches {
-    /// Decodes the entries and writes the trampolines. Does not change the functions yet.
+    /// Prepares the patches: decodes the entries of the functions and writes the trampolines.
+    /// Changes no function yet.
     ///
     /// # Errors
     /// - Unsupported: an entry cannot be patched. The error names the function, and the library
     ///   that patched it if there is one.
-    /// - OutOfResources: no free address lies within a jump's reach.
+    /// - OutOfResources: no free memory is near enough to the functions for a jump.
     /// - The error of the kernel if it refuses a mapping.
     ///
     /// # Safety
-    /// - Each entry is the address of a function of a library that stays loaded.
-    /// - Each hook has the function's signature and calling convention. It reads `original` at each
-    ///   call to find the original function.
-    /// - Each `original` is used by only one target of one plan.
+    /// - Each entry must be the address of a function of a library that stays loaded.
+    /// - Each hook must have the function's signature and calling convention. To find the original
+    ///   function, it must read `original` at each call.
+    /// - Each `original` must be used by only one target of one plan.
     pub unsafe fn plan(monitor: MonitorName, targets: &[PatchTarget]) -> Result<Self> {
         let Some(first) = targets.first() else { return Ok(Self { monitor, sites: Vec::new() }) };
         pin_library_of(first.hook);
         let trampolines = Trampolines::new(monitor, first.entry as u64, targets.len())?;
         let sites = targets.iter().enumerate();
-        // SAFETY: the caller promises for each target what `Site::new` needs.
+        // SAFETY: the caller promises that each target meets the conditions of this function, which
+        // are those of `Site::new`.
         let sites =
             sites.map(|(slot, target)| unsafe { Site::new(monitor, target, slot, &trampolines) });
         let sites = sites.collect::<Result<_>>()?;
@@ -81,12 +84,12 @@ impl Patches {
         Ok(Self { monitor, sites })
     }
 
-    /// Returns the names of the functions.
+    /// Returns the names of the functions to patch.
     pub fn functions(&self) -> impl Iterator<Item = &'static str> {
         self.entries().map(|(name, _)| name)
     }
 
-    /// Returns the name and address of each function.
+    /// Returns the name and address of each function to patch.
     pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
         self.sites.iter().map(|site| (site.name, site.entry as usize))
     }
@@ -109,9 +112,9 @@ impl Patches {
     /// - Busy: another library patched a function since the plan. The error names the function.
     /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
     ///
-    /// The context lists the patches that could not be undone after the failure.
+    /// The context of the error lists the patches that could not be undone after the failure.
     pub fn patch_all(&self) -> Result<()> {
-        // A patch that is in place already was inherited from the parent process.
+        // A patch that is already in place was applied by the parent of this forked process.
         let apply =
             |site: &Site| if site.patch.is_in_place() { Ok(()) } else { self.apply_one(site) };
         let undo =
@@ -125,7 +128,7 @@ impl Patches {
         Ok(())
     }
 
-    /// Undoes the patches. Leaves alone those that another library overwrote.
+    /// Undoes the patches. Does not touch patches that another library overwrote.
     pub fn unpatch_all(&self) {
         for site in &self.sites {
             if site.patch.is_in_place()
@@ -163,14 +166,14 @@ impl Patches {
         if !site.patch.is_undone() {
             return Err(self.overwritten(site));
         }
-        // SAFETY: `while_writable` makes the window writable for the call. `plan` sealed the
-        // trampolines, which lead to a hook with its original set.
+        // SAFETY: `while_writable` makes the patched bytes writable for the call. `plan` sealed the
+        // trampolines, and set the `original` of each hook that they jump to.
         self.while_writable(site, || unsafe { site.patch.apply() })
     }
 
     fn undo_one(&self, site: &Site) -> Result<()> {
-        // SAFETY: `while_writable` makes the window writable for the call. The bytes to restore are
-        // the library's own.
+        // SAFETY: `while_writable` makes the patched bytes writable for the call. The bytes to
+        // restore are the library's own code.
         self.while_writable(site, || unsafe { site.patch.undo() })
     }
 
@@ -188,7 +191,8 @@ impl Patches {
         // SAFETY: the page is code of the library; it stays readable and executable.
         unsafe { rustix::mm::mprotect(at, page, code | MprotectFlags::WRITE) }.map_err(refused)?;
         let written = write();
-        // SAFETY: the page is code of the library; this is the protection that code is mapped with.
+        // SAFETY: the page is code of the library, and the call restores the usual protection of
+        // code.
         unsafe { rustix::mm::mprotect(at, page, code) }.map_err(refused)?;
         if written {
             Ok(())
@@ -200,10 +204,11 @@ impl Patches {
 }
 
 impl Site {
-    /// Decodes the entry of a function and writes its trampoline into `slot`.
+    /// Decodes the entry of a function, and writes its trampoline into slot number `slot` of
+    /// `trampolines`.
     ///
     /// # Safety
-    /// The target meets the conditions of [`Patches::plan`].
+    /// The target must meet the conditions of [`Patches::plan`].
     unsafe fn new(
         monitor: MonitorName,
         target: &PatchTarget,
@@ -220,7 +225,7 @@ impl Site {
                 .context("why", obstacle)
                 .context("bytes", bytes.join(" "))
                 .remedy(format!(
-                    "turn the other library's hooks off where there is one, or {}",
+                    "if another library patched the function, turn its hooks off, or {}",
                     monitor.fallback_hint
                 ));
             match owner(entry, &code) {
@@ -239,29 +244,30 @@ impl Site {
         Ok(Self { name, entry, patch })
     }
 
-    /// Returns the name of the library that patched the entry, or a placeholder if the code does
-    /// not show it.
+    /// Returns the name of the library that patched this function, or `unknown` if the code does
+    /// not show the name.
     fn owner(&self) -> String {
         owner(self.entry, &code_at(self.entry)).unwrap_or_else(|| "unknown".into())
     }
 }
 
-/// Runs `one` for each site. If a site fails, runs `undo` for it and for all sites before it.
+/// Runs `apply` for each of `sites`. If `apply` fails, runs `undo` for that site and for all sites
+/// before it.
 ///
-/// The failed site is included because `one` may have done half of its work. The returned error is
-/// that of the failed site, with the errors of `undo` as context.
+/// The failed site is included because `apply` may have done half of its work. The returned error
+/// is that of `apply`, with the errors of `undo` as context.
 fn all_or_none<S>(
     sites: &[S],
-    mut one: impl FnMut(&S) -> Result<()>,
+    mut apply: impl FnMut(&S) -> Result<()>,
     undo: impl FnMut(&S) -> Result<()>,
 ) -> Result<()> {
     let Some((at, error)) =
-        sites.iter().enumerate().find_map(|(at, site)| Some((at, one(site).err()?)))
+        sites.iter().enumerate().find_map(|(at, site)| Some((at, apply(site).err()?)))
     else {
         return Ok(());
     };
     let left = sites[..=at].iter().map(undo).filter_map(Result::err);
-    Err(left.fold(error, |error, why| error.context("not taken back", why)))
+    Err(left.fold(error, |error, why| error.context("not undone", why)))
 }
 
 /// Makes every processor that runs this process fetch its code again. Returns false if the kernel
@@ -272,20 +278,21 @@ fn synchronise_code() -> bool {
         .is_ok()
 }
 
-fn code_at(entry: u64) -> [u8; LOOKED_AT] {
-    // SAFETY: this is the entry of a function of a loaded library. Its code, and the code linked
-    // behind it, is mapped for at least as many bytes. Any library that patches it writes valid
-    // bytes.
-    unsafe { ptr::with_exposed_provenance::<[u8; LOOKED_AT]>(entry as usize).read_volatile() }
+fn code_at(entry: u64) -> [u8; ENTRY_LEN] {
+    // SAFETY: `entry` is the address of a function of a loaded library, as the caller of
+    // `Patches::plan` promised. Its code, and the code linked behind it, is mapped for at least as
+    // many bytes. Any library that patches it writes valid bytes.
+    unsafe { ptr::with_exposed_provenance::<[u8; ENTRY_LEN]>(entry as usize).read_volatile() }
 }
 
-/// Returns the file of the library to which the jump in a patched entry leads.
-fn owner(entry: u64, code: &[u8; LOOKED_AT]) -> Option<String> {
+/// Returns the file name of the library that patched the function at `entry`: the jump in `code`
+/// leads there.
+fn owner(entry: u64, code: &[u8; ENTRY_LEN]) -> Option<String> {
     let target = arch::jump_target(entry, code)?;
     Some(object_of(target as usize)?.to_string_lossy().into_owned())
 }
 
-/// Returns the name of the loaded object that contains an address.
+/// Returns the file name of the loaded library or program that contains an address.
 fn object_of(address: usize) -> Option<&'static CStr> {
     let mut object = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: dladdr looks the address up and fills the structure.
@@ -300,8 +307,9 @@ fn object_of(address: usize) -> Option<&'static CStr> {
 
 /// Prevents the shared library that contains the hooks from being unloaded.
 ///
-/// Patched entries lead into the library, and threads run in it. Hooks in the main program need
-/// nothing: it is never unloaded, and dlopen does not find it by this name.
+/// Patched functions jump into this library, and threads run its code. For hooks in the main
+/// program the call does nothing: `dlopen` does not find the program by its name, and the program
+/// is never unloaded.
 fn pin_library_of(hook: usize) {
     if let Some(name) = object_of(hook) {
         let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;
@@ -317,24 +325,24 @@ mod tests {
     #[test]
     fn failed_set_is_undone_and_its_error_lists_failed_undos() {
         let mut undone = Vec::new();
-        let one = |site: &&'static str| match *site {
-            "mremap" => Err(Error::new(ErrorKind::Busy, "put").context("function", *site)),
+        let apply = |site: &&'static str| match *site {
+            "mremap" => Err(Error::new(ErrorKind::Busy, "patch").context("function", *site)),
             _ => Ok(()),
         };
         let undo = |site: &&'static str| {
             undone.push(*site);
             match *site {
                 "munmap" => {
-                    Err(Error::new(ErrorKind::AccessDenied, "take back").context("function", *site))
+                    Err(Error::new(ErrorKind::AccessDenied, "unpatch").context("function", *site))
                 }
                 _ => Ok(()),
             }
         };
-        let error = all_or_none(&["munmap", "mmap", "mremap", "brk"], one, undo).unwrap_err();
+        let error = all_or_none(&["munmap", "mmap", "mremap", "brk"], apply, undo).unwrap_err();
         assert_eq!(undone, ["munmap", "mmap", "mremap"]);
-        assert_eq!((error.kind(), error.operation()), (ErrorKind::Busy, "put"));
+        assert_eq!((error.kind(), error.operation()), (ErrorKind::Busy, "patch"));
         assert_eq!(error.context_value("function"), Some("mremap"));
-        let left = error.context_value("not taken back").unwrap();
-        assert!(left.contains("take back") && left.contains("munmap"), "{left}");
+        let left = error.context_value("not undone").unwrap();
+        assert!(left.contains("unpatch") && left.contains("munmap"), "{left}");
     }
 }

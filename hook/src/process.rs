@@ -1,8 +1,9 @@
-//! The process-wide state of one set of hooks: patches, subscribers and users.
+//! The process-wide state of one set of hooks: the patches, the subscribers, and the number of
+//! monitors.
 //!
-//! The state is process-wide because a patched function is: several monitors share its patch. A
-//! forked child inherits the patched code, and the kernel zeroes the child's copy of the table. If
-//! the child starts a monitor, it gets a new table.
+//! The state is process-wide, because all monitors of a process share one patch for each function.
+//! A forked child inherits the patched code, and the kernel zeroes the child's copy of the
+//! subscriber table. If the child starts a monitor, a new table is created.
 
 use std::{
     ptr,
@@ -14,22 +15,24 @@ use parking_lot::Mutex;
 
 use crate::{HasTable, MonitorName, Patches, Subscribers, Wipeable, clamped};
 
-/// The subscribers and users of one set of hooks in one process.
+/// The state of one set of hooks in one process: the subscribers, and the number of monitors that
+/// use the patches.
 #[derive(Debug)]
 pub(crate) struct Process<T: Wipeable> {
     subscribers: Subscribers<T>,
-    /// Number of monitors that use the patches.
+    /// The number of monitors that use the patches.
     users: Mutex<usize>,
-    /// Set if the last check found a patch overwritten.
+    /// True if the last check found that another library had overwritten a patch.
     overwritten: AtomicBool,
 }
 
-/// The subscribers and patches of one set of hooks. Hooks reach it through a `static`.
+/// The subscribers and patches of one set of hooks. The registry is a `static`, in which the hooks
+/// find their subscribers.
 #[derive(Debug)]
 pub struct HookRegistry<T: Wipeable> {
     process: AtomicPtr<Process<T>>,
-    /// Created once and never freed: a thread may run a trampoline at any time, even after the
-    /// patches were undone.
+    /// The patches, created once and never freed: a thread may run a trampoline at any time, even
+    /// after the patches were undone.
     patches: AtomicPtr<Patches>,
 }
 
@@ -46,10 +49,11 @@ impl<T: HasTable + 'static> HookRegistry<T> {
         Self { process: AtomicPtr::new(ptr::null_mut()), patches: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Returns the subscribers that a hook notifies, or `None` if no monitor was ever started.
+    /// Returns the subscribers that a hook notifies, or `None` if no start of a monitor
+    /// was ever tried.
     ///
-    /// In a forked child that starts no monitor the result is `Some`, but its table is empty,
-    /// because the kernel zeroed the child's copy.
+    /// In a forked child that has started no monitor, the result is the parent's value with an
+    /// empty table, because the kernel zeroed the child's copy of the table.
     #[inline(always)]
     #[must_use]
     pub fn subscribers(&self) -> Option<&'static Subscribers<T>> {
@@ -60,8 +64,8 @@ impl<T: HasTable + 'static> HookRegistry<T> {
         process.map(|process| &process.subscribers)
     }
 
-    /// Returns the state of this process. Creates the state in a process that has none, and in a
-    /// forked child that has only its parent's.
+    /// Returns the state of this process. Creates the state if this process has none yet. A forked
+    /// child does not use the state of its parent.
     ///
     /// # Errors
     /// The errors of [`Subscribers::new`].
@@ -82,7 +86,8 @@ impl<T: HasTable + 'static> HookRegistry<T> {
             // SAFETY: `Box::into_raw` just returned the pointer; from now on it is never freed.
             Ok(_) => Ok(unsafe { &*process }),
             Err(theirs) => {
-                // SAFETY: `Box::into_raw` just returned the pointer, and no other thread saw it.
+                // SAFETY: `Box::into_raw` just returned the pointer, and no other thread has seen
+                // it.
                 drop(unsafe { Box::from_raw(process) });
                 // SAFETY: a failed exchange with `seen` (null, or a parent's) returns the pointer
                 // that another thread stored here, from `Box::into_raw`; it is never freed.
@@ -103,10 +108,10 @@ impl<T: HasTable> Process<T> {
         self.subscribers.shared().is_own_process()
     }
 
-    /// Patches the functions for the first user, or adds a user of the existing patches.
+    /// Adds a monitor that uses the patches. Patches the functions if it is the first monitor.
     ///
-    /// Calls `plan` if there is no plan yet. Concurrent calls wait for the lock, because `plan`
-    /// must write the `original` of each hook before any function is patched.
+    /// Calls `plan` if the registry has no patches yet. Concurrent calls wait for the lock, because
+    /// `plan` must write the `original` of each hook before any function is patched.
     ///
     /// # Errors
     /// - The errors of `plan` and [`Patches::patch_all`].
@@ -124,8 +129,8 @@ impl<T: HasTable> Process<T> {
             Some(patches) => patches,
             None => {
                 let patches = Box::into_raw(Box::new(plan()?));
-                // No other thread stores: a process has one `Process` at a registry, and this
-                // function holds its lock.
+                // No other thread stores to `patches`: a process has one `Process` for each
+                // registry, and this function holds its lock `users`.
                 registry.patches.store(patches, Ordering::Release);
                 // SAFETY: `Box::into_raw` just returned the pointer; from now on it is never freed.
                 unsafe { &*patches }
@@ -140,10 +145,10 @@ impl<T: HasTable> Process<T> {
         Ok(patches)
     }
 
-    /// Fails unless every patch is in place.
+    /// Checks that every patch is in place.
     ///
     /// If a patch was overwritten, the first call that finds it invalidates all memory for every
-    /// subscriber. Later calls do not, because no subscription is accepted any more.
+    /// subscriber. Later calls do not, because the hooks accept no subscription any more.
     ///
     /// # Errors
     /// The errors of [`Patches::check_patches`].
@@ -166,8 +171,8 @@ impl<T: HasTable> Process<T> {
         pass.each(|_, invalidator| invalidator.invalidate(everything, InvalidationCause::Unmap));
     }
 
-    /// Removes a user, and undoes the patches after the last one. Leaves alone patches that another
-    /// library overwrote.
+    /// Removes a monitor that used the patches. Undoes the patches if it was the last monitor,
+    /// except patches that another library overwrote.
     pub(crate) fn uninstall(&self, patches: &Patches) {
         let mut users = self.users.lock();
         *users -= 1;

@@ -2,31 +2,33 @@
 //!
 //! # Implementation
 //!
-//! A *pass* is one use of the table by a reader: a hook, a monitor's thread or a call of the
-//! application. The reader counts itself in, reads which slots are occupied, notifies the
-//! invalidators in them, and counts itself out. It never waits. A writer holds the lock of
-//! [`Subscribers`], changes the table, and waits until every pass that may have seen the old table
-//! has ended. Therefore:
-//! - After an invalidator was removed, no pass uses it, and its reference may be dropped.
-//! - After an invalidator was added, every pass in flight notifies it: passes that saw the table
-//!   without it have ended. Without this wait, a change in such a pass could free memory that was
-//!   registered just after the subscription, and no cache would be notified.
+//! A *reader* is a hook, a monitor's thread or a call of the application that uses the table. It
+//! increments a counter, reads which slots are occupied, notifies the invalidators in them, and
+//! decrements the counter. A reader never waits. A writer holds the lock of [`Subscribers`],
+//! changes the table, and waits until every reader that may have seen the old table has finished.
+//! Therefore:
+//! - After the writer has removed an invalidator, no reader uses it, and its reference may be
+//!   dropped.
+//! - After the writer has added an invalidator, every reader in flight notifies it, because readers
+//!   that saw the table without it have finished. Without this wait, a hook that saw the old table
+//!   could let memory be freed that was registered just after the subscription, and no cache would
+//!   be notified.
 //!
-//! Like SRCU, the table counts passes on two sides, and the writer switches sides twice. Each time
-//! it waits for the side that it leaves:
-//! - A pass may read the current side, be delayed, and count itself in after the writer has left
-//!   that side. The second switch waits for this pass.
-//! - New passes count on the other side, so that continuous new passes cannot block a writer
-//!   forever.
-//! - A pass that counts itself after the writer saw zero reads the slots after the writer changed
-//!   them. Its count, its read of the slots, the writer's changes and the writer's reads are all
-//!   sequentially consistent.
+//! Like SRCU, the table has two sets of counters, called sides, and the writer switches sides
+//! twice. After each switch, the writer waits for the readers that count on the old side:
+//! - A reader may load the current side, be delayed, and increment a counter of that side after the
+//!   writer has switched. The writer waits for this reader after the second switch.
+//! - New readers count on the new side, so that a continuous stream of readers cannot block a
+//!   writer forever.
+//! - A reader that increments a counter after the writer saw zero in it reads the slots after the
+//!   writer changed them. The reader's increment, its loads of the slots, the writer's changes and
+//!   the writer's loads of the counters are all sequentially consistent.
 //!
 //! The counters are spread over cache lines by stack address, so that threads rarely share a line.
-//! Each line has an exclusive counter, which one pass at a time uses. That pass begins with one
+//! Each line has an exclusive counter, which one reader at a time uses. That reader begins with one
 //! locked instruction and ends with a plain store. A writer that sees the store sees everything
-//! that the pass did. Passes that find this counter in use (other threads, or a signal handler
-//! within a pass) count on the line's second counter, with two locked instructions.
+//! that the reader did. Readers that find this counter in use (other threads, or a signal handler
+//! that interrupted a reader) use the line's shared counter, with two locked instructions.
 
 use std::{
     collections::HashMap,
@@ -46,29 +48,33 @@ use parking_lot::Mutex;
 
 use crate::{MonitorName, Wipeable, WipedOnFork};
 
-/// The maximum number of invalidators in a table: one for each cache of the process.
+/// The maximum number of invalidators in a table. Each cache of the process has one invalidator.
 pub const SLOTS: usize = 64;
 
 const LINES: usize = 16;
 
-/// The two pass counters of a cache line. Lower half of each: passes in flight. Upper half: all
-/// passes that ever began.
+/// A cache line with two counters of readers of the table. The lower half of each counter is the
+/// number of readers in flight. The upper half is the number of all readers so far.
 #[repr(align(64))]
 #[derive(Debug)]
 struct Line {
-    /// The exclusive counter: no other thread changes it while a pass in flight uses it.
-    alone: AtomicU64,
-    beside: AtomicU64,
+    /// The counter that only one reader at a time uses. While that reader is in flight, no other
+    /// thread writes this counter.
+    exclusive: AtomicU64,
+    /// The counter of readers that found the counter `exclusive` in use.
+    shared: AtomicU64,
 }
 
 impl Line {
     fn counters(&self) -> [&AtomicU64; 2] {
-        [&self.alone, &self.beside]
+        [&self.exclusive, &self.shared]
     }
 }
 
-const PASS: u64 = 1 << 32 | 1;
-const UNDER_WAY: u64 = (1 << 32) - 1;
+/// The increment of a counter when a reader begins: 1 in each half.
+const ONE_READER: u64 = 1 << 32 | 1;
+/// The mask of a counter's lower half: the number of readers in flight.
+const IN_FLIGHT: u64 = (1 << 32) - 1;
 
 /// A table of invalidators that hooks read without a lock.
 #[repr(C)]
@@ -77,12 +83,12 @@ pub struct SubscriberTable {
     taken: AtomicU64,
     side: AtomicUsize,
     slots: [AtomicPtr<Arc<dyn Invalidator>>; SLOTS],
-    passes: [[Line; LINES]; 2],
+    readers: [[Line; LINES]; 2],
 }
 
-// SAFETY: zeroes are an empty table with no pass in flight. `Invalidator` is Sync, and only passes
-// turn the pointers into references. The table needs no drop: a child forgets the invalidators
-// together with the parent's other memory.
+// SAFETY: all-zero bytes are an empty table with no reader in flight. `Invalidator` is Sync, and
+// only readers turn the pointers into references. The table needs no drop: a forked child leaks its
+// copies of the invalidators, like other memory of its parent.
 unsafe impl Wipeable for SubscriberTable {}
 
 /// A type that contains a subscriber table. Monitors add fields that their hooks need.
@@ -98,45 +104,48 @@ impl HasTable for SubscriberTable {
     }
 }
 
-/// Guard of one reader's pass over the table. No invalidator in the table is freed until the guard
+/// A guard that lets a thread read the table. No invalidator in the table is freed until the guard
 /// is dropped.
 #[derive(Debug)]
 pub struct TableReadGuard<'a> {
     table: &'a SubscriberTable,
     line: &'a Line,
-    /// The value that dropping this guard stores in the thread's own counter. `None` if the guard
-    /// is counted in the shared counter.
+    /// The value that dropping this guard stores in the line's exclusive counter. `None` if the
+    /// guard is counted in the line's shared counter.
     after: Option<u64>,
     taken: u64,
 }
 
 impl SubscriberTable {
-    /// Begins a pass: a use of the table that lasts until the guard is dropped.
+    /// Begins to read the table. No invalidator in the table is freed until the returned guard is
+    /// dropped.
     #[inline]
     pub fn pass(&self) -> TableReadGuard<'_> {
         let on_stack = 0_u8;
         let line = (ptr::addr_of!(on_stack).addr() >> 14) % LINES;
-        let line = &self.passes[self.side.load(SeqCst) & 1][line];
-        let seen = line.alone.load(Relaxed);
-        let begun = seen.wrapping_add(PASS);
-        let free = seen & UNDER_WAY == 0;
-        let after = if free && line.alone.compare_exchange(seen, begun, SeqCst, Relaxed).is_ok() {
+        let line = &self.readers[self.side.load(SeqCst) & 1][line];
+        let seen = line.exclusive.load(Relaxed);
+        let begun = seen.wrapping_add(ONE_READER);
+        let free = seen & IN_FLIGHT == 0;
+        let after = if free && line.exclusive.compare_exchange(seen, begun, SeqCst, Relaxed).is_ok()
+        {
             Some(begun - 1)
         } else {
-            line.beside.fetch_add(PASS, SeqCst);
+            line.shared.fetch_add(ONE_READER, SeqCst);
             None
         };
         TableReadGuard { table: self, line, after, taken: self.taken.load(SeqCst) }
     }
 
-    /// Returns a number that changes whenever a pass begins, or `None` while a pass is in flight.
-    /// Two equal numbers mean that no pass began between the two calls.
+    /// Returns a number that changes whenever a guard is created, or `None` while a guard exists.
+    /// If two calls return the same number, no guard existed between the calls.
     #[inline]
     pub fn quiet_stamp(&self) -> Option<u64> {
-        let counters = self.passes.iter().flatten().flat_map(Line::counters);
-        // The sum of the lower halves does not carry: there are far fewer threads.
+        let counters = self.readers.iter().flatten().flat_map(Line::counters);
+        // The sum of the lower halves does not overflow into the upper half, because far fewer than
+        // 2^32 guards exist at once.
         let sum = counters.fold(0_u64, |sum, counter| sum.wrapping_add(counter.load(SeqCst)));
-        (sum & UNDER_WAY == 0).then_some(sum >> 32)
+        (sum & IN_FLIGHT == 0).then_some(sum >> 32)
     }
 
     /// Returns the numbers of the slots that contain an invalidator.
@@ -146,19 +155,20 @@ impl SubscriberTable {
         (0..SLOTS).filter(move |slot| taken >> slot & 1 != 0)
     }
 
-    /// Waits until every read guard that existed at the call is dropped. The caller is the only
-    /// writer.
-    fn wait_for_passes(&self) {
+    /// Waits until every read guard that exists at the call is dropped. No other thread may change
+    /// the table or make this call at the same time.
+    fn wait_for_readers(&self) {
         for _ in 0..2 {
             let old = self.side.fetch_add(1, SeqCst) & 1;
-            for counter in self.passes[old].iter().flat_map(Line::counters) {
+            for counter in self.readers[old].iter().flat_map(Line::counters) {
                 let mut waits = 0_u32;
-                while counter.load(SeqCst) & UNDER_WAY != 0 {
+                while counter.load(SeqCst) & IN_FLIGHT != 0 {
                     waits += 1;
                     match waits {
                         ..100 => std::hint::spin_loop(),
                         100..200 => std::thread::yield_now(),
-                        // The pass waits for a long system call: yield the processor.
+                        // The reader is in a long system call, so this thread sleeps instead of
+                        // spinning.
                         _ => std::thread::sleep(Duration::from_micros(50)),
                     }
                 }
@@ -168,7 +178,7 @@ impl SubscriberTable {
 }
 
 impl TableReadGuard<'_> {
-    /// Returns true if there is no subscriber.
+    /// Returns true if the table had no subscriber when the guard was created.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.taken == 0
@@ -176,8 +186,8 @@ impl TableReadGuard<'_> {
 
     /// Calls `notify` with the slot number and the invalidator of each subscriber.
     ///
-    /// Repeated calls in one pass see the same subscribers. A child that was forked during the pass
-    /// sees none.
+    /// Repeated calls on one guard see the same subscribers. A child that was forked while the
+    /// guard existed sees none.
     #[inline]
     pub fn each(&self, mut notify: impl FnMut(usize, &dyn Invalidator)) {
         let mut left = self.taken;
@@ -185,10 +195,11 @@ impl TableReadGuard<'_> {
             let slot = left.trailing_zeros() as usize;
             left &= left - 1;
             let invalidator = self.table.slots[slot].load(SeqCst);
-            // SAFETY: the slot was taken when this pass began, so its pointer was stored before,
-            // from a box. The writer that removes it waits for this pass before it clears the
-            // pointer and drops the box. The pointer is null only in a child that was forked within
-            // the pass, where the table was wiped.
+            // SAFETY: the slot was occupied when this guard was created, so a writer had stored a
+            // pointer from a box in it. A writer that removes the invalidator waits until this
+            // guard is dropped before it clears the pointer and drops the box. The pointer is null
+            // only in a child that was forked while the guard existed, where the kernel wiped the
+            // table.
             if let Some(invalidator) = unsafe { invalidator.as_ref() } {
                 notify(slot, &**invalidator);
             }
@@ -200,14 +211,15 @@ impl Drop for TableReadGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         match self.after {
-            // `Release`: a writer that sees the store may free what the pass used.
-            Some(after) => self.line.alone.store(after, Release),
-            None => _ = self.line.beside.fetch_sub(1, SeqCst),
+            // `Release`: a writer that sees this store may free the invalidators that this guard
+            // protected.
+            Some(after) => self.line.exclusive.store(after, Release),
+            None => _ = self.line.shared.fetch_sub(1, SeqCst),
         }
     }
 }
 
-/// The slots of the invalidators and their numbers of subscriptions.
+/// The slot and the number of subscriptions of each invalidator.
 #[derive(Debug)]
 struct SubscriptionCounts {
     /// The slot of each invalidator, by the invalidator's address. The reference in the slot keeps
@@ -231,7 +243,7 @@ impl<T: Wipeable> std::fmt::Debug for Subscribers<T> {
     }
 }
 
-/// Returns a number that differs between invalidators that are alive at the same time.
+/// Returns the address of an invalidator, which no other live invalidator has.
 pub(crate) fn identity(invalidator: &Arc<dyn Invalidator>) -> usize {
     Arc::as_ptr(invalidator).cast::<()>().addr()
 }
@@ -248,7 +260,8 @@ impl<T: HasTable> Subscribers<T> {
         Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, counts: Mutex::new(counts) })
     }
 
-    /// Returns the memory that hooks and other threads read, which contains the table.
+    /// Returns the value that hooks and other threads read. It contains the table, and a forked
+    /// child finds it zeroed.
     #[inline]
     pub fn shared(&self) -> &WipedOnFork<T> {
         &self.shared
@@ -260,8 +273,8 @@ impl<T: HasTable> Subscribers<T> {
         self.shared.table()
     }
 
-    /// Adds a subscription of `invalidator` and returns its slot. When the method returns, changes
-    /// that are already in flight notify the invalidator too.
+    /// Adds a subscription of `invalidator` and returns the invalidator's slot. Every reader of the
+    /// table that is in flight when this method returns notifies the invalidator too.
     ///
     /// # Errors
     /// - OutOfResources: [`SLOTS`] invalidators are subscribed.
@@ -287,14 +300,14 @@ impl<T: HasTable> Subscribers<T> {
         }
         table.slots[slot].store(Box::into_raw(Box::new(Arc::clone(invalidator))), SeqCst);
         table.taken.fetch_or(1 << slot, SeqCst);
-        table.wait_for_passes();
+        table.wait_for_readers();
         counts.by_invalidator.insert(key, slot as u8);
         counts.subscriptions[slot] = 1;
         Ok(slot as u8)
     }
 
-    /// Removes a subscription. Returns the invalidator if this was its last subscription: hooks no
-    /// longer call it then.
+    /// Removes a subscription. If this was the invalidator's last subscription, returns the
+    /// invalidator, which hooks no longer call.
     pub fn remove(&self, slot: u8) -> Option<Arc<dyn Invalidator>> {
         if !self.shared.is_own_process() {
             return None;
@@ -308,22 +321,24 @@ impl<T: HasTable> Subscribers<T> {
         }
         let table = self.table();
         table.taken.fetch_and(!(1 << slot), SeqCst);
-        table.wait_for_passes();
+        table.wait_for_readers();
         let invalidator = table.slots[slot].swap(ptr::null_mut(), SeqCst);
-        // SAFETY: the pointer came from `Box::into_raw` in `add`. The slot is no longer taken, and
-        // `wait_for_passes` saw the end of every pass that saw it taken, so nothing else uses it.
+        // SAFETY: the pointer came from `Box::into_raw` in `add`. The slot is no longer occupied,
+        // and `wait_for_readers` waited for every reader that saw it occupied. So nothing else uses
+        // the box.
         let invalidator = unsafe { Box::from_raw(invalidator) };
         counts.by_invalidator.remove(&identity(&invalidator));
         Some(*invalidator)
     }
 }
 
-/// Returns the range for the `start` and `len` of a system call, clamped to the end of the address
-/// space.
+/// Returns the range of `len` bytes from `start`, the arguments of a system call. A range that is
+/// too long ends with the address space.
 #[inline]
 pub fn clamped(start: u64, len: u64) -> AddressRange {
     let longest = (u64::MAX - start).saturating_add(1);
-    // `len` is clamped, so the range is valid. A hook could not allocate an error anyway.
+    // `len` is clamped, so `checked` returns `Some`. This code must not create an error, because a
+    // hook must not allocate.
     AddressRange::checked(hmem_core::Address(start), len.min(longest))
         .unwrap_or(AddressRange::of::<u8>(&[]))
 }
@@ -339,16 +354,17 @@ mod tests {
     }
 
     #[test]
-    fn table_is_quiet_after_all_passes_in_any_order() {
+    fn table_is_quiet_after_all_guards_are_dropped_in_any_order() {
         let table = table();
         let mut before = table.quiet_stamp().unwrap();
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
-            // All passes of one thread are on one line; the first has the exclusive counter.
-            let mut passes: Vec<_> = (0..3).map(|_| Some(table.pass())).collect();
-            assert_eq!(passes.iter().flatten().filter(|pass| pass.after.is_some()).count(), 1);
+            // All guards of one thread are counted in one line, and the first guard in the line's
+            // exclusive counter.
+            let mut guards: Vec<_> = (0..3).map(|_| Some(table.pass())).collect();
+            assert_eq!(guards.iter().flatten().filter(|guard| guard.after.is_some()).count(), 1);
             for which in order {
                 assert_eq!(table.quiet_stamp(), None);
-                passes[which] = None;
+                guards[which] = None;
             }
             let after = table.quiet_stamp().unwrap();
             assert_eq!(after, before + 3);
@@ -357,12 +373,12 @@ mod tests {
     }
 
     #[test]
-    fn writer_waits_for_exclusive_and_shared_passes() {
+    fn writer_waits_for_exclusive_and_shared_readers() {
         let table = table();
-        for beside in [false, true] {
+        for shared in [false, true] {
             let over = std::sync::atomic::AtomicBool::new(false);
             let first = table.pass();
-            let last = beside.then(|| table.pass());
+            let last = shared.then(|| table.pass());
             let last = match last {
                 Some(last) => {
                     drop(first);
@@ -370,28 +386,29 @@ mod tests {
                 }
                 None => first,
             };
-            assert_eq!(last.after.is_none(), beside);
+            assert_eq!(last.after.is_none(), shared);
             std::thread::scope(|scope| {
                 let writer = scope.spawn(|| {
-                    table.wait_for_passes();
+                    table.wait_for_readers();
                     over.load(Relaxed)
                 });
-                // The writer has switched a side: it waits, or is about to.
-                while table.side.load(SeqCst) % 4 == if beside { 2 } else { 0 } {
+                // The loop ends when the writer has switched sides. The writer then waits for
+                // `last`, or is about to wait.
+                while table.side.load(SeqCst) % 4 == if shared { 2 } else { 0 } {
                     std::thread::yield_now();
                 }
                 over.store(true, Relaxed);
                 drop(last);
                 assert!(
                     writer.join().unwrap(),
-                    "it saw the end of the pass, and what came before it"
+                    "the writer sees stores from before the guard was dropped"
                 );
             });
         }
     }
 
     #[test]
-    fn concurrent_passes_leave_the_table_quiet() {
+    fn concurrent_readers_leave_the_table_quiet() {
         const EACH: u64 = 20_000;
         let table = table();
         std::thread::scope(|scope| {
@@ -405,7 +422,7 @@ mod tests {
                 });
             }
             for _ in 0..100 {
-                table.wait_for_passes();
+                table.wait_for_readers();
             }
         });
         assert_eq!(table.quiet_stamp(), Some(4 * EACH));

@@ -13,7 +13,7 @@ use rustix::{
 
 use crate::{MonitorName, arch, entry::PatchPoint};
 
-/// Number of bytes for the trampoline of one function, with both of its parts.
+/// The size in bytes of a slot of the mapping. A slot holds the trampoline of one function.
 const SLOT: u64 = 128;
 
 /// The mapping that contains the trampolines. It is never unmapped: a thread may run code in it at
@@ -26,8 +26,8 @@ pub(super) struct Trampolines {
 }
 
 impl Trampolines {
-    /// Maps memory for the trampolines of `functions` functions, within a jump's reach of `near`.
-    /// The memory is writable until [`Trampolines::seal`].
+    /// Maps memory for the trampolines of `functions` functions, near enough to the address `near`
+    /// for a jump. The memory is writable until [`Trampolines::seal`].
     pub(super) fn new(monitor: MonitorName, near: u64, functions: usize) -> Result<Self> {
         let len = (functions as u64 * SLOT).next_multiple_of(page_size());
         let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(monitor.iface);
@@ -43,12 +43,12 @@ impl Trampolines {
             let prot = ProtFlags::READ | ProtFlags::WRITE;
             let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
             let at = std::ptr::with_exposed_provenance_mut(start as usize);
-            // SAFETY: a new mapping, which by its flag replaces none.
+            // SAFETY: `FIXED_NOREPLACE` keeps the new mapping from replacing an existing one.
             match unsafe { rustix::mm::mmap_anonymous(at, len as usize, prot, flags) } {
                 Ok(mapped) if mapped == at => return Ok(Self { monitor, start, len }),
                 Ok(elsewhere) => {
-                    // SAFETY: a kernel that does not know the flag uses the address as a hint and
-                    // maps elsewhere; this mapping is new, and this function's own.
+                    // SAFETY: a kernel that does not know `FIXED_NOREPLACE` uses the address as a
+                    // hint and maps elsewhere. Nothing else uses this new mapping.
                     unsafe { rustix::mm::munmap(elsewhere, len as usize) }
                         .map_err(|errno| failed("munmap", errno))?;
                 }
@@ -65,10 +65,10 @@ impl Trampolines {
             )))
     }
 
-    /// Writes the trampoline of the function at `entry` into a slot.
+    /// Writes the trampoline of the function at `entry` into the slot with number `slot`.
     ///
-    /// Returns the addresses of its two parts. The first part jumps to the hook. The second part
-    /// runs the copied instructions and continues the original function.
+    /// Returns the addresses of the trampoline's two parts. The first part jumps to the hook. The
+    /// second part runs the copied instructions and continues the original function.
     pub(super) fn write(
         &self,
         slot: usize,
@@ -77,7 +77,7 @@ impl Trampolines {
         point: &PatchPoint,
     ) -> Option<(u64, u64)> {
         let to_hook = self.start + slot as u64 * SLOT;
-        assert!(to_hook + SLOT <= self.start + self.len, "as many slots as functions");
+        assert!(to_hook + SLOT <= self.start + self.len, "each function has a slot");
         let mut code = point.undo.clone();
         code.extend(arch::absolute_jump(hook));
         code.resize(code.len().next_multiple_of(16), 0);
@@ -88,7 +88,7 @@ impl Trampolines {
         }
         code.extend(skipped);
         code.extend(arch::jump(to_hook + code.len() as u64, entry + point.resume as u64)?);
-        assert!(code.len() as u64 <= SLOT, "the ways are {} bytes long", code.len());
+        assert!(code.len() as u64 <= SLOT, "the trampoline is {} bytes long", code.len());
         let at = std::ptr::with_exposed_provenance_mut::<u8>(to_hook as usize);
         // SAFETY: the slot lies in the mapping, which no thread runs or reads before it is sealed.
         unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), at, code.len()) };
@@ -108,7 +108,7 @@ impl Trampolines {
     }
 }
 
-/// Returns the error for a failed system call that creates or changes code.
+/// Returns the error for a failed system call that maps code or makes code writable.
 pub(super) fn code_change_refused(
     monitor: MonitorName,
     errno: Errno,
@@ -126,9 +126,10 @@ fn page_size() -> u64 {
     rustix::param::page_size() as u64
 }
 
-/// Returns addresses with room for `len` bytes, at the ends of the gaps between mappings.
+/// Returns free addresses with room for `len` bytes, at the ends of the gaps between the mappings
+/// in `maps` (`/proc/self/maps`).
 fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
-    // The distance to keep from guard pages, and from mappings that grow.
+    // The distance in bytes to keep from guard pages, and from mappings that grow.
     const MARGIN: u64 = 1 << 20;
     let page = page_size();
     let mut last_end = None::<u64>;
@@ -142,8 +143,8 @@ fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
             let gap = last_end.replace(end).filter(|from| start.saturating_sub(*from) >= len);
             let grows = line.ends_with("[stack]") || line.ends_with("[vsyscall]");
             match gap {
-                // Too narrow for margins. Narrow gaps lie only between libraries, where nothing
-                // grows.
+                // The gap is too narrow for margins. Such gaps lie only between libraries, where no
+                // mapping grows.
                 Some(from) if start - from < 3 * MARGIN + len => {
                     [(!grows).then_some(start - len), None]
                 }

@@ -1,9 +1,9 @@
 //! Memory that is zeroed in a forked child.
 //!
-//! It holds the state that a hook or a monitor's thread shares with the rest of the process. A
-//! child of `fork` or of a raw `clone` thus has no invalidator, no lock that another thread held,
-//! and no change in flight. A `vfork` child and a new thread share all memory with their parent,
-//! and this memory too.
+//! This memory holds the state that a hook or a monitor's thread shares with the rest of the
+//! process. So a child of `fork` or of a raw `clone` finds in it no invalidator, no lock that
+//! another thread held, and no hooked call in flight. A `vfork` child and a new thread share all
+//! memory with their parent, including this memory.
 
 use std::{
     ops::Deref,
@@ -19,19 +19,19 @@ use rustix::{
 
 use crate::MonitorName;
 
-/// A type for which zeroed memory is a valid value at any moment.
+/// A type of which the kernel may replace a value by all-zero bytes at any moment.
 ///
 /// # Safety
-/// - All-zero bytes are a valid value. The kernel may replace any other value by zeroes.
-/// - Several threads may use the value at once.
-/// - The type needs no drop.
+/// - All-zero bytes must be a valid value. The kernel may replace any other value by zeroes.
+/// - The type must allow several threads to use a value at once.
+/// - The type must not need a drop.
 pub unsafe trait Wipeable: Sync {}
 
-// SAFETY: any bytes are an `AtomicUsize`, which threads may share and which needs no drop.
+// SAFETY: any bytes are a valid `AtomicUsize`, which threads may share and which needs no drop.
 unsafe impl Wipeable for AtomicUsize {}
 
-/// A `T` with a mark of the process that created it. The kernel zeroes both in a child, so that a
-/// zero mark identifies a forked child.
+/// A `T`, and a mark of the process that created it. The kernel zeroes both in a forked child, so a
+/// mark of zero identifies a forked child.
 #[repr(C)]
 struct Marked<T> {
     ours: AtomicU32,
@@ -51,7 +51,7 @@ unsafe impl<T: Wipeable> Send for WipedOnFork<T> {}
 unsafe impl<T: Wipeable> Sync for WipedOnFork<T> {}
 
 impl<T: Wipeable> WipedOnFork<T> {
-    /// Maps zeroed memory for a `T`. Errors name the monitor.
+    /// Maps zeroed memory for a `T`. Each error contains the iface of `monitor`.
     ///
     /// # Errors
     /// - OutOfResources: no memory is left.
@@ -103,7 +103,7 @@ impl<T> Drop for WipedOnFork<T> {
         let done =
             unsafe { rustix::mm::munmap(self.marked.as_ptr().cast(), size_of::<Marked<T>>()) };
         if let Err(errno) = done {
-            tracing::error!(%errno, "munmap failed");
+            tracing::error!(%errno, "cannot unmap the memory of the hooks: the memory is leaked");
         }
     }
 }
@@ -127,13 +127,13 @@ mod tests {
 
     struct Word(AtomicU64);
 
-    // SAFETY: any bit pattern is an `AtomicU64`.
+    // SAFETY: any bytes are a valid `AtomicU64`, which threads may share and which needs no drop.
     unsafe impl Wipeable for Word {}
 
     #[test]
     #[cfg_attr(
         target_arch = "aarch64",
-        ignore = "qemu-user takes MADV_WIPEONFORK and does nothing"
+        ignore = "qemu-user accepts MADV_WIPEONFORK and ignores it"
     )]
     fn a_forked_child_finds_zeroes_and_the_parent_keeps_its_value() {
         let name = MonitorName { name: "test", iface: IfaceKind::SYSTEM, fallback_hint: "" };
@@ -143,11 +143,11 @@ mod tests {
         let child = unsafe { libc::fork() };
         if child == 0 {
             let zero = wiped.0.load(Ordering::Relaxed) == 0 && !wiped.is_own_process();
-            // SAFETY: ends the child at once.
+            // SAFETY: the call ends the child at once, and has no precondition.
             unsafe { libc::_exit(i32::from(!zero)) };
         }
         let mut status = -1;
-        // SAFETY: waits for the child that was just made.
+        // SAFETY: the call waits for the child from above, and writes its status only.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0);
         assert!(wiped.is_own_process());

@@ -1,5 +1,5 @@
-//! Subscriptions of one monitor that begin and end on several threads at once, over a hooked
-//! function of the C library.
+//! Tests of subscriptions to one monitor that begin and end on several threads at once. The monitor
+//! hooks a function of the C library.
 
 use std::{
     mem::transmute,
@@ -80,7 +80,7 @@ impl Invalidator for CallCounter {
     fn open_gate(&self) {}
 }
 
-/// Only subscribed invalidators are notified, while other subscriptions begin and end.
+/// A change notifies subscribed invalidators only, while other threads subscribe and unsubscribe.
 #[test]
 fn only_subscribed_invalidators_are_notified() {
     const ROUNDS: usize = 10_000;
@@ -96,8 +96,8 @@ fn only_subscribed_invalidators_are_notified() {
             let (hooks, subscribe, shared) = (&hooks, &subscribe, &shared);
             scope.spawn(move || {
                 for round in 0..ROUNDS {
-                    // Shared by several threads: one thread's last subscription may be followed by
-                    // another's first.
+                    // Several threads share this invalidator. One thread may end its last
+                    // subscription just before another thread adds its first one.
                     let ours = &shared[(number + round) % shared.len()];
                     let (first, second) = (subscribe(ours), subscribe(ours));
                     hooks.unsubscribe(first);
@@ -105,7 +105,8 @@ fn only_subscribed_invalidators_are_notified() {
                     change();
                     assert!(ours.times() > before);
                     hooks.unsubscribe(second);
-                    // Of this round only: its memory was used by earlier invalidators.
+                    // A new invalidator for each round. Its address may be that of an earlier
+                    // invalidator.
                     let own = Arc::new(CallCounter::default());
                     let subscription = subscribe(&own);
                     change();
@@ -128,8 +129,8 @@ fn only_subscribed_invalidators_are_notified() {
     change();
     assert_eq!(shared.each_ref().map(|counter| counter.times()), before);
     assert!(hooks.subscribers().table().pass().is_empty());
-    // A remaining subscription ends with the hooks. Another monitor of the process is still
-    // notified.
+    // Dropping `hooks` ends its remaining subscription. The subscriber of the monitor `other` is
+    // still notified.
     let other = Hooks::start(&REGISTRY, NAME, plan).unwrap();
     let [first, second] = &shared;
     subscribe(first);
@@ -152,7 +153,8 @@ fn only_subscribed_invalidators_are_notified() {
     assert_eq!(shared.each_ref().map(Arc::strong_count), [1, 1]);
 }
 
-/// The freed slot is used by an invalidator of another monitor meanwhile.
+/// An invalidator subscribes again after another monitor's invalidator has taken its slot. It is
+/// dropped when its last subscription ends.
 #[test]
 fn invalidator_in_a_new_slot_is_dropped_after_unsubscribe() {
     let _one = ONE_AT_A_TIME.lock().unwrap();

@@ -48,7 +48,7 @@ fn code() -> [u8; 32] {
 const SYNC_CORE: u64 = 1 << 5;
 const REGISTER_SYNC_CORE: u64 = 1 << 6;
 
-/// MON-03
+/// MON-03: Starting and stopping a monitor makes all processors fetch the changed code again.
 #[test]
 #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user has no seccomp filters")]
 fn processors_refetch_code_after_patch_and_unpatch() {

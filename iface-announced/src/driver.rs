@@ -20,7 +20,7 @@ pub struct Block<H> {
     pub range: AddressRange,
     /// Device on which the memory was allocated.
     pub device: DeviceId,
-    /// Handle by which the driver knows the allocation, besides its address.
+    /// Handle with which the driver identifies the allocation, in addition to the address.
     pub handle: H,
 }
 
@@ -63,9 +63,9 @@ pub struct DmaBuf {
 /// - [`write`](Self::write) and [`read`](Self::read) access only the bytes of the part and of the
 ///   host side. They work on any number of threads at once, and the copy has ended when they
 ///   return.
-/// - [`export`](Self::export) returns a dma-buf that holds the bytes of the range from `offset` on.
+/// - [`export`](Self::export) returns a dma-buf in which the bytes of the range begin at `offset`.
 pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
-    /// Handle by which the driver knows an allocation, besides its address.
+    /// Handle with which the driver identifies an allocation, in addition to the address.
     type Handle: Copy + fmt::Debug + Send + Sync + 'static;
 
     /// Number that identifies the iface.
@@ -74,7 +74,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The name of the iface.
     const NAME: &'static str;
 
-    /// Returns the number of devices, which stays constant.
+    /// Returns the number of devices. The number must not change.
     fn device_count(&self) -> u32;
 
     /// Returns the devices, numbered from 0.
@@ -83,7 +83,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Unavailable if the devices were lost, after a reset for example.
     fn devices(&self) -> Result<Vec<Device>>;
 
-    /// Returns true if this process already uses the device. Does not start the driver.
+    /// Returns true if this process already uses the device. Does not start the vendor's runtime.
     ///
     /// # Errors
     /// The error that the driver reported.
@@ -92,14 +92,15 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Allocates device memory.
     ///
     /// # Errors
-    /// Unavailable if the driver was not started. OutOfResources if the device has too little
-    /// memory.
+    /// Unavailable if the vendor's runtime was not started. OutOfResources if the device has too
+    /// little memory.
     fn allocate(&self, device: DeviceId, len: u64) -> Result<(Address, Self::Handle)>;
 
     /// Frees memory.
     ///
     /// # Safety
-    /// [`allocate`](Self::allocate) returned the memory, and nothing uses it any longer.
+    /// [`allocate`](Self::allocate) must have returned the memory, and nothing may use it any
+    /// longer.
     ///
     /// # Errors
     /// The error that the driver reported. The memory is still allocated.
@@ -108,8 +109,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Copies from host memory at `from` to device memory.
     ///
     /// # Safety
-    /// `from` is readable for the length of the part. The part's memory is not freed during the
-    /// call.
+    /// `from` must be readable for the length of the part. The part's memory must not be freed
+    /// during the call.
     ///
     /// # Errors
     /// The error that the driver reported.
@@ -118,14 +119,15 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Copies from device memory to host memory at `to`.
     ///
     /// # Safety
-    /// `to` is writable for the length of the part. The part's memory is not freed during the call.
+    /// `to` must be writable for the length of the part. The part's memory must not be freed during
+    /// the call.
     ///
     /// # Errors
     /// The error that the driver reported.
     unsafe fn read(&self, from: &Part<Self::Handle>, to: Address) -> Result<()>;
 
-    /// Exports the whole pages that hold a part of the allocation. The first and the last page may
-    /// reach beyond an allocation that does not fill its pages.
+    /// Exports `pages`, a range of whole pages that contains part of the allocation. The first and
+    /// the last page may also contain bytes outside the allocation.
     ///
     /// # Errors
     /// Unsupported if the driver or the kernel cannot export the pages.
@@ -134,13 +136,13 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Makes inbound RMA writes visible to work that the device starts after this call.
     ///
     /// # Errors
-    /// Unsupported by default. Implementations override this method in two cases: the driver has a
-    /// call for the flush, or the vendor documents that none is needed.
+    /// The default returns Unsupported. Implementations override this method in two cases: the
+    /// driver has a call for the flush, or the vendor documents that none is needed.
     fn flush(&self, device: DeviceId) -> Result<()> {
         Err(Error::new(ErrorKind::Unsupported, "flush_inbound")
             .iface(Self::KIND)
             .device(device)
-            .context("reason", "no call of the driver flushes a NIC's writes")
+            .context("why", "no call of the driver flushes a NIC's writes")
             .remedy("have the NIC read a byte that it wrote before the device uses the memory"))
     }
 
@@ -164,12 +166,12 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// Returns the error for a facet that the iface lacks.
+    /// Returns the error for a facet (an optional trait) that the iface does not implement.
     fn lacks(&self, facet: Facet) -> Error {
-        facet.unavailable(Self::KIND).context("reason", "the driver has no such call")
+        facet.unavailable(Self::KIND).context("why", "the driver has no such call")
     }
 
-    /// Returns the causes of refusals that only this driver has.
+    /// Returns the causes of refusals by this driver, in addition to the general causes.
     fn causes(&self) -> &'static [RefusalCause] {
         &[]
     }
@@ -187,8 +189,8 @@ pub trait Open: Driver + Sized {
     /// Environment variable that permits the iface to start the vendor's runtime, if set to 1.
     const START_VARIABLE: &'static str;
 
-    /// Returns true if the iface may start the runtime. Without a decision of the builder,
-    /// [`START_VARIABLE`](Self::START_VARIABLE) decides.
+    /// Returns true if the iface may start the runtime. `decided` is the setting of the builder. If
+    /// it is `None`, [`START_VARIABLE`](Self::START_VARIABLE) decides.
     fn may_start(decided: Option<bool>) -> bool {
         let in_environment =
             || std::env::var_os(Self::START_VARIABLE).is_some_and(|set| set == "1");

@@ -1,9 +1,9 @@
-//! Dma-bufs of an allocation that may still be in use.
+//! Dma-bufs of an allocation. A dma-buf may still be in use when its allocation is freed.
 //!
 //! A CUDA or ROCr driver keeps the pages of a dma-buf until its last user releases it. The kernel
 //! drivers of Neuron and Gaudi do not: memory that is freed under a registration may be allocated
 //! again while the NIC still reaches it. So the iface keeps a descriptor of each dma-buf that it
-//! exported. It frees the memory when that descriptor is the last user.
+//! exported. The iface frees the memory once these descriptors are the only users.
 //!
 //! The kernel shows the number of users in `/proc/self/fdinfo`: descriptors, mappings, and
 //! attachments of drivers.
@@ -13,11 +13,11 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
 };
 
-/// Dma-bufs of one allocation, by the descriptors that the iface keeps.
+/// Exported dma-bufs of one allocation. The iface keeps a descriptor of each.
 #[derive(Debug, Default)]
 pub(crate) struct Exports {
     kept: Vec<OwnedFd>,
-    /// Number of descriptors at which `keep` closes the unused ones.
+    /// Number of kept descriptors at which `keep` closes those of unused dma-bufs.
     limit: usize,
 }
 

@@ -24,8 +24,8 @@ use crate::{
 /// Length in bytes of the host buffer for copies between two allocations.
 const BOUNCE: u64 = 1 << 20;
 
-/// An iface over a driver that cannot tell which allocation an address belongs to. A table of
-/// allocations answers instead.
+/// An iface over a driver that cannot tell which allocation an address belongs to. The iface finds
+/// the allocation in a table instead.
 pub struct Announced<D: Driver> {
     driver: D,
     table: Arc<Table<D::Handle>>,
@@ -50,21 +50,21 @@ impl<D: Driver> Announced<D> {
         Self { driver, table, lingering: Mutex::default() }
     }
 
-    /// Returns the driver.
+    /// Returns the driver that the iface was created with.
     pub fn driver(&self) -> &D {
         &self.driver
     }
 
-    /// Announces memory that the application allocated through the vendor's library. From then on
-    /// [`query`](Iface::query) returns it.
+    /// Announces memory that the application allocated through the vendor's library. After the
+    /// call, [`query`](Iface::query) returns the allocation.
     ///
     /// # Safety
-    /// - `range` is memory of `device`, and `handle` is the driver's handle of the allocation that
-    ///   begins at the start of `range`.
-    /// - The memory stays allocated until it was withdrawn ([`withdraw`](Self::withdraw)) and every
-    ///   region, dma-buf and copy of it has ended. The drivers of Neuron and Gaudi free memory even
-    ///   while a NIC has it registered: a region that outlives its memory reaches the next
-    ///   allocation at the address.
+    /// - `range` must be memory of `device`, and `handle` must be the driver's handle of the
+    ///   allocation that begins at the start of `range`.
+    /// - The memory must stay allocated until it was withdrawn ([`withdraw`](Self::withdraw)) and
+    ///   every region, dma-buf and copy of it has ended. The drivers of Neuron and Gaudi free
+    ///   memory even while a NIC has it registered: a region that outlives its memory reaches the
+    ///   next allocation at the address.
     ///
     /// # Errors
     /// ZeroLength for an empty range. InvalidArgument for an unknown device, and for a range that
@@ -82,7 +82,8 @@ impl<D: Driver> Announced<D> {
     }
 
     /// Withdraws announced memory, which the application is about to free. Invalidates every cached
-    /// registration of the memory. `query` no longer returns it.
+    /// registration of the memory. After the call, [`query`](Iface::query) does not return the
+    /// memory.
     ///
     /// # Errors
     /// InvalidArgument if the memory is not announced.
@@ -159,11 +160,11 @@ impl<D: Driver> Announced<D> {
     /// devices.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`Iface::copy`].
+    /// The caller must uphold the safety contract of [`Iface::copy`].
     unsafe fn copy_between(&self, to: Part<D::Handle>, from: Part<D::Handle>) -> Result<()> {
         let mut buffer = vec![0u8; to.len.min(BOUNCE) as usize];
         let host = Address::of_ptr(buffer.as_mut_ptr());
-        // The last bytes first, if the destination may overlap later bytes of the source.
+        // Copies the last bytes first if the destination may overlap later bytes of the source.
         let backwards = to.address() > from.address();
         let mut done = 0;
         while done < to.len {
@@ -197,7 +198,7 @@ impl<D: Open> Announced<D> {
         D::open(Self::builder()).map(Self::new)
     }
 
-    /// Returns a builder, which can load another library or use functions of the caller.
+    /// Returns a builder, which can load another library or use functions that the caller provides.
     #[must_use]
     pub fn builder() -> D::Builder {
         D::Builder::default()
@@ -304,7 +305,7 @@ impl<D: Driver> Allocator for Announced<D> {
             return Err(described(
                 Error::new(ErrorKind::Unsupported, OPERATION)
                     .iface(D::KIND)
-                    .context("reason", "the iface allocates device memory only"),
+                    .context("why", "the iface allocates device memory only"),
             ));
         }
         self.free_lingering();
@@ -316,7 +317,7 @@ impl<D: Driver> Allocator for Announced<D> {
         entered.map_err(|error| {
             // SAFETY: `allocate` returned the memory above, and no caller has seen it.
             if let Err(error) = unsafe { self.driver.free(device, address, handle) } {
-                tracing::warn!(iface = D::NAME, %error, "cannot free memory that was not entered");
+                tracing::warn!(iface = D::NAME, %error, "cannot free unlisted memory");
             }
             described(error)
         })
@@ -359,7 +360,7 @@ impl<D: Driver> DmaBufExporter for Announced<D> {
         if mapping != DmaBufMapping::Default {
             return Err(described(
                 refused(ErrorKind::Unsupported)
-                    .context("reason", "the driver has the default mapping only"),
+                    .context("why", "the driver has the default mapping only"),
             ));
         }
         let outside = || {

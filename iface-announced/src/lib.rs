@@ -7,8 +7,8 @@
 //! - memory that the application allocated itself and announced ([`Announced::announce`]).
 //!
 //! A back end implements [`Driver`]. [`Announced`] adds allocation, blocking copies, dma-buf export
-//! and a monitor. [`function_table!`] declares the functions of a vendor's library, which is loaded
-//! at run time.
+//! and a monitor. [`hmem_core::function_table`] declares the functions of a vendor's library, which
+//! is loaded at run time.
 //!
 //! # Examples
 //! ```
@@ -20,7 +20,7 @@
 //! #[derive(Debug)]
 //! struct Nothing;
 //!
-//! // SAFETY: it returns no memory.
+//! // SAFETY: the driver returns no memory.
 //! unsafe impl Driver for Nothing {
 //!     type Handle = ();
 //!     const KIND: IfaceKind = IfaceKind::FIRST_PLUG_IN;
@@ -62,7 +62,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `exports`, `library`: dma-bufs in use; functions of a vendor's library
+//! - `exports`: dma-bufs in use
 //! - `driver`: the driver calls that an iface needs
 //! - `table`: allocations by address
 //! - `monitor`: detection of frees
@@ -81,13 +81,8 @@ mod driver;
 mod exports;
 #[allow(unsafe_code)]
 mod iface;
-#[allow(unsafe_code)]
-mod library;
 mod monitor;
 mod table;
 
 pub use driver::{Block, DmaBuf, Driver, Open, Part};
-#[doc(hidden)] // `function_table!` expands to paths in it.
-pub use hmem_core;
 pub use iface::Announced;
-pub use library::{SharedLibrary, library_path};

@@ -47,8 +47,8 @@ pub(crate) struct Located<H> {
 pub(crate) struct Table<H> {
     iface: IfaceKind,
     entries: RwLock<BTreeMap<u64, Entry<H>>>,
-    /// Lowest address that was ever in the table. With `highest`, it lets a lookup of any address
-    /// outside return without the lock.
+    /// Lowest address that was ever in the table. A lookup of an address below it, or above
+    /// `highest`, takes no lock.
     lowest: AtomicU64,
     highest: AtomicU64,
     next_id: AtomicU64,
@@ -103,7 +103,7 @@ impl<H: Copy> Table<H> {
         Ok(Some(Located { id, part }))
     }
 
-    /// Enters an allocation under a new identity.
+    /// Adds an allocation with a new identity.
     ///
     /// # Errors
     /// InvalidArgument if the allocation overlaps a live one.
@@ -179,8 +179,8 @@ impl<H: Copy> Table<H> {
         self.entries.write().insert(entry.block.range.start().0, entry);
     }
 
-    /// Keeps a dma-buf with its allocation, if the iface allocated the memory. Returns false if the
-    /// allocation was freed or withdrawn in the meantime.
+    /// Stores a dma-buf in the entry of its allocation, if the iface allocated the memory. Returns
+    /// false if the allocation was freed or withdrawn in the meantime.
     #[must_use]
     pub(crate) fn keep_export(
         &self,

@@ -82,7 +82,8 @@ impl Allocator for DeviceAllocator {
 }
 
 impl DeviceAllocator {
-    /// Allocates memory and enters it into the table. On an error nothing stays allocated.
+    /// Allocates memory and records it in the allocation table. On an error nothing stays
+    /// allocated.
     fn allocate_supported(&self, request: &AllocRequest) -> Result<Allocation> {
         let device = request.device;
         let len = usize::try_from(request.len).map_err(|_| {
@@ -116,9 +117,9 @@ impl DeviceAllocator {
             Error::new(ErrorKind::Driver, "allocate")
                 .iface(IfaceKind::CUDA)
                 .context("address", Address(base))
-                .context("reason", "the driver does not recognise memory that it has allocated")
+                .context("why", "the driver does not recognise memory that it has allocated")
         })?;
-        // The requested length; the driver may have rounded it up.
+        // The allocation gets the requested length, although the driver may have rounded it up.
         let range = AddressRange::new(Address(base), request.len)?;
         let allocation = Allocation { range, ..found.allocation };
         let (id, device, origin) = (allocation.id, request.device, origin.clone());
@@ -153,7 +154,7 @@ impl DeviceAllocator {
     }
 
     /// Allocates stream-ordered memory from the device's default pool, and waits until the memory
-    /// is usable. Fails before the allocation if the driver cannot free such memory.
+    /// is usable. Fails before the allocation if the driver cannot free stream-ordered memory.
     fn pool_alloc(&self, device: DeviceId, len: usize) -> Result<u64> {
         let functions = &self.lookup.driver().functions;
         functions.mem_free_async.ok_or_else(|| lacks_symbol("allocate", "cuMemFreeAsync"))?;
@@ -182,7 +183,8 @@ impl DeviceAllocator {
         let create = vmm(f.mem_create, "cuMemCreate")?;
         let map = vmm(f.mem_map, "cuMemMap")?;
         let set_access = vmm(f.mem_set_access, "cuMemSetAccess")?;
-        // `release` needs these functions, so that a driver without them is refused first.
+        // `release` calls these functions, so a driver without them is refused before the
+        // allocation.
         vmm(f.mem_unmap, "cuMemUnmap")?;
         vmm(f.mem_address_free, "cuMemAddressFree")?;
         vmm(f.mem_release, "cuMemRelease")?;
@@ -226,9 +228,9 @@ impl DeviceAllocator {
         mapped.map(|()| (base, origin))
     }
 
-    /// Frees memory by the driver call that matches its origin. The caller makes the device's
-    /// primary context current. If the driver refuses a step, `origin` holds the remaining steps,
-    /// and a repeated call continues with them.
+    /// Frees memory by the driver call that matches `origin`, the call that allocated it. The
+    /// caller must make the device's primary context current. If the driver refuses a step,
+    /// `origin` holds the remaining steps, and a repeated call continues with them.
     fn release(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         match origin {
@@ -275,8 +277,8 @@ impl DeviceAllocator {
             // has not entered it, so that it is freed once. The caller of `free` promises that
             // nothing uses it any longer.
             check(unsafe { free(base, stream) }, "cuMemFreeAsync")?;
-            // The driver has accepted the free: a failure to wait is an error of the device, not of
-            // the free.
+            // The driver has accepted the free. If the wait fails, the device has an error, and the
+            // free has none.
             if let Err(error) = synchronize(functions, stream) {
                 tracing::warn!(%error, "cannot wait for a free that the driver accepted");
             }

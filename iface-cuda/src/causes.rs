@@ -5,7 +5,7 @@ use hmem_core::{
     cause::{Answer, Facts, Needs, RefusalCause, Step},
 };
 
-/// File in which a loaded kernel module states its version.
+/// Path below `/` of the file in which the loaded NVIDIA kernel module states its version.
 const KERNEL_MODULE: &str = "proc/driver/nvidia/version";
 
 /// Returns true if the loaded kernel module is NVIDIA's proprietary variant. The first line of
@@ -43,9 +43,9 @@ pub const CAUSES: &[RefusalCause] = &[
         ..RefusalCause::VMM_RANGE
     },
     RefusalCause {
-        remedy: "allocate what is registered with the plain allocator; where the driver has RDMA \
-                 for pools (gpuDirectRDMACapable in CUmemPoolProps, CUDA 13), from one made with \
-                 it, which only dma-bufs reach",
+        remedy: "allocate with the plain allocator (cuMemAlloc), or from a pool with \
+                 gpuDirectRDMACapable in CUmemPoolProps (CUDA 13 or newer), which only dma-bufs \
+                 reach",
         ..RefusalCause::STREAM_ORDERED_POOL
     },
     RefusalCause {
@@ -71,6 +71,7 @@ pub const CAUSES: &[RefusalCause] = &[
                  export for writing",
         ..RefusalCause::DEVICE_FILES
     },
-    // `CUDA_ERROR_INVALID_DEVICE`. The general row covers the kind `Unavailable` only.
+    // Code 101 is `CUDA_ERROR_INVALID_DEVICE`. The general row matches errors by the kind
+    // `Unavailable` instead of the code.
     RefusalCause { answers: &[Answer::Driver(&[101])], ..RefusalCause::DEVICE_LOST },
 ];

@@ -23,24 +23,24 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct PrimaryContexts {
     pub(crate) driver: Driver,
-    /// Memory that the iface must release. Most of it belongs to these contexts.
+    /// Allocations and page-locked ranges that the iface must release.
     pub(crate) allocations: AllocationTable,
-    /// One entry for each device of the driver, in the same order.
+    /// The retained primary context of each device, in the order of the driver's devices.
     retained: Vec<Mutex<Option<PrimaryContext>>>,
 }
 
-/// A retained primary context.
+/// A primary context that the iface has retained once, for all its users.
 #[derive(Debug)]
 struct PrimaryContext {
     context: CuContext,
     streams: ContextStreams,
     /// Number of calls that use the context now.
     users: usize,
-    /// True if an allocation or a stream remains in the context.
+    /// True if an allocation or a stream remains in the context, so that it stays retained.
     kept: bool,
 }
 
-/// A device, and the place of its primary context in [`PrimaryContexts`].
+/// A device, and its element of [`PrimaryContexts::retained`].
 #[derive(Clone, Copy, Debug)]
 struct Slot<'a> {
     entry: &'a DeviceEntry,
@@ -80,7 +80,7 @@ impl Drop for PrimaryContextGuard<'_> {
     }
 }
 
-/// The context that a call uses.
+/// The context in which a call of this crate works.
 #[derive(Debug)]
 #[must_use = "dropping it may let the driver destroy the context"]
 pub(crate) struct WorkContext<'a> {
@@ -112,7 +112,8 @@ impl<'a> WorkContext<'a> {
         }
     }
 
-    /// Runs `run` with the context current on this thread, and restores the thread's own context.
+    /// Runs `run` with the context current on this thread, and restores the thread's previous
+    /// context.
     ///
     /// # Errors
     /// The error of `run`, or of the driver.
@@ -120,8 +121,8 @@ impl<'a> WorkContext<'a> {
         self.with_context_or_undo(run, |_| Ok(()))
     }
 
-    /// Like [`Self::with_context`], for work that makes an object. `undo` destroys the object if
-    /// the thread's own context cannot be restored, so that the caller gets an error.
+    /// Like [`Self::with_context`], for a `run` that creates an object. If the thread's previous
+    /// context cannot be restored, `undo` destroys the object, and this method returns an error.
     pub(crate) fn with_context_or_undo<T>(
         &self,
         run: impl FnOnce() -> Result<T>,
@@ -135,10 +136,11 @@ impl<'a> WorkContext<'a> {
         let result = run();
         let Err(refused) = pop(self.functions) else { return result };
         let result = result.and_then(|value| undo(value).and(Err(refused)));
-        // The caller must not continue with another current context, so the pop is repeated.
+        // The pop failed. It is repeated, so that the application does not continue with the pushed
+        // context current.
         if let Err(error) = pop(self.functions) {
             tracing::error!(%error, "cannot restore the CUDA context of the calling thread");
-            // Keeps the context alive, since it is still current on the thread.
+            // The context is still current on the thread, so it must stay alive.
             self.keep();
         }
         result
@@ -153,7 +155,8 @@ impl<'a> WorkContext<'a> {
         self.end(result)
     }
 
-    /// Like [`Self::run`]. Keeps a primary context if `run` succeeds.
+    /// Like [`Self::run`]. If `run` succeeds, a primary context stays retained until the iface
+    /// closes.
     pub(crate) fn run_and_keep<T>(self, run: impl FnOnce() -> Result<T>) -> Result<T> {
         let result = self.with_context(run);
         if result.is_ok() {
@@ -162,7 +165,8 @@ impl<'a> WorkContext<'a> {
         self.end(result)
     }
 
-    /// Releases the context. If `result` is an error, returns it and logs a failed release.
+    /// Releases the context, and returns `result`. If `result` is an error, a failed release is
+    /// only logged.
     ///
     /// # Errors
     /// The error of `result`, or of a refused release. After a refusal the context stays retained
@@ -173,7 +177,7 @@ impl<'a> WorkContext<'a> {
     }
 }
 
-/// Like [`WorkContext::with_context`], in a context that this call does not retain.
+/// Like [`WorkContext::with_context`], for a context that the caller keeps alive.
 pub(crate) fn with_context<T>(
     functions: &Functions,
     context: CuContext,
@@ -211,8 +215,10 @@ impl PrimaryContexts {
         self.join(slot, &mut slot.primary.lock())
     }
 
-    /// Adds a user to a primary context, and retains the context for the first one. `primary` is
-    /// the locked content of `slot`, so that retains and releases exclude each other.
+    /// Adds a user to a primary context. For the first user, retains the context.
+    ///
+    /// `primary` is the content of `slot.primary`. The caller must hold the lock of `slot.primary`,
+    /// so that retains and releases exclude each other.
     fn join<'a>(
         &'a self,
         slot: Slot<'a>,
@@ -276,7 +282,7 @@ impl PrimaryContexts {
         }
         // SAFETY: `device` is writable.
         match unsafe { (functions.ctx_get_device)(&mut device) } {
-            // A destroyed context may still be current.
+            // The thread's current context may have been destroyed by another thread.
             CuResult::CUDA_ERROR_INVALID_CONTEXT | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
                 Ok(None)
             }
@@ -331,7 +337,8 @@ impl PrimaryContexts {
         }
     }
 
-    /// Calls `with` with the streams and events of a device's retained primary context, locked.
+    /// Calls `with` with the streams and events of a device's retained primary context. Holds their
+    /// lock during the call.
     pub(crate) fn streams<T>(
         &self,
         device: DeviceId,
@@ -347,7 +354,7 @@ impl PrimaryContexts {
     }
 
     /// Calls `run` with a stream that no other thread uses, so that `run` waits for its own work
-    /// only. `run` must leave no work in flight on the stream. The caller has made the device's
+    /// only. `run` must leave no work in flight on the stream. The caller must make the device's
     /// primary context current.
     pub(crate) fn with_own_stream<T>(
         &self,
@@ -372,10 +379,10 @@ impl PrimaryContexts {
         self.slots().try_for_each(|slot| self.release(slot.entry, &mut slot.primary.lock()))
     }
 
-    /// Releases one context, with its streams and events. Objects that the driver refuses to
-    /// destroy stay.
-    fn release(&self, entry: &DeviceEntry, place: &mut Option<PrimaryContext>) -> Result<()> {
-        let Some(primary) = place else { return Ok(()) };
+    /// Releases one context, with its streams and events. Streams and events that the driver
+    /// refuses to destroy stay in `retained`.
+    fn release(&self, entry: &DeviceEntry, retained: &mut Option<PrimaryContext>) -> Result<()> {
+        let Some(primary) = retained else { return Ok(()) };
         let (functions, streams) = (&self.driver.functions, &mut primary.streams);
         let destroyed = if streams.is_empty() {
             Ok(())
@@ -385,17 +392,19 @@ impl PrimaryContexts {
         destroyed
             .and_then(|()| self.drop_reference(entry))
             .map_err(|error| error.device(entry.description.id))?;
-        *place = None;
+        *retained = None;
         Ok(())
     }
 
-    /// Releases the context that [`Self::join`] retained. The caller clears the entry.
+    /// Releases the primary context that [`Self::join`] retained for a device. The caller must
+    /// remove the context from [`PrimaryContexts::retained`].
     ///
-    /// No memory of this iface is in the context, so that the release frees no registered memory:
-    /// other owners of memory there retain the context too, and the hooks notify of their releases.
+    /// The hooks do not notify of this release if no memory of this iface is in the context. The
+    /// release then frees no registered memory: other parts of the process that have memory there
+    /// retain the context too, and the hooks notify of their releases.
     fn drop_reference(&self, entry: &DeviceEntry) -> Result<()> {
-        // SAFETY: `join` retained the context once, and the caller clears the entry, so that it is
-        // released once.
+        // SAFETY: `join` retained the context once. The caller removes the context from `retained`,
+        // so it is released once.
         let release = || unsafe { (self.driver.functions.primary_ctx_release)(entry.handle) };
         let code = if self.allocations.has_memory_of(entry.description.id) {
             release()

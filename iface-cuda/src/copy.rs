@@ -1,7 +1,7 @@
 //! Copies between host memory and memory of the devices.
 //!
-//! Copies run on streams of this crate in the device's primary context: asynchronous ones on one
-//! stream, in order; each blocking one on a stream of its own, so that it waits for no other copy.
+//! Copies run on streams of this crate in the device's primary context: asynchronous copies on one
+//! stream, in order; each blocking copy on a stream of its own, so that it waits for no other copy.
 //! The iface keeps these streams for the next copy.
 //!
 //! A copy runs in another context than the primary one in two cases:
@@ -10,16 +10,16 @@
 //! - its memory has no context, the process does not have the primary context, and another context
 //!   of the device is current on the thread.
 //!
-//! In both cases the stream is created for the copy and destroyed after it.
+//! In both cases the iface creates a stream for the copy and destroys the stream afterwards.
 //!
-//! No stream is ordered behind those of the application: the application waits for its own work
-//! that writes the source.
+//! The iface does not order its streams after those of the application: the application waits for
+//! its own work that writes the source.
 
 use std::{fmt, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, Result,
-    iface::{CopyEngine, CopyEvent, FinishedCopy},
+    iface::{CopyEngine, CopyEvent, CopyRange, FinishedCopy},
 };
 
 use crate::{
@@ -53,26 +53,12 @@ struct CopyContext {
     borrowed: bool,
 }
 
-/// Addresses and length of a copy.
-#[derive(Clone, Copy)]
-struct CopyRange {
-    to: Address,
-    from: Address,
-    len: u64,
-}
-
-impl CopyRange {
-    fn described(self, error: Error) -> Error {
-        error.context("to", self.to).context("from", self.from).context("length", self.len)
-    }
-}
-
-/// Owner of the memory on one side of a copy.
+/// Owner of the source or destination memory of a copy.
 enum Side {
     Ours(FoundAllocation),
     /// The application's own pages, some of which are page-locked.
     PageLocked,
-    /// Memory that the driver does not know: host memory.
+    /// Host memory that the driver does not know.
     Unknown,
 }
 
@@ -114,7 +100,8 @@ impl CopyStreams {
         }
     }
 
-    /// Starts a copy on a stream of the current context, and records an event after it.
+    /// Starts a copy on a stream of the current context, and records an event that completes after
+    /// the copy.
     fn start(&self, at: CopyContext, copy: CopyRange) -> Result<(CuStream, CuEvent)> {
         let stream = self.stream(at)?;
         let event = match self.event(at) {
@@ -127,7 +114,7 @@ impl CopyStreams {
         });
         match recorded {
             Ok(()) => Ok((stream, event)),
-            // The copy may have begun.
+            // The driver may have begun the copy before the error, so `abandon` waits for it.
             Err(error) => work_first(Err(error), self.abandon(at, stream, event)),
         }
     }
@@ -155,8 +142,8 @@ impl CopyStreams {
         work_first(run(stream), destroy_stream(self.functions(), stream))
     }
 
-    /// Waits for a copy that began although its start failed, since the caller may then free the
-    /// memory. Destroys the stream and the event even if the wait fails.
+    /// Waits for a copy that may have begun although its start failed. Otherwise the caller might
+    /// free the memory too early. Destroys the stream and the event even if the wait fails.
     fn abandon(&self, at: CopyContext, stream: CuStream, event: CuEvent) -> Result<()> {
         let ended = synchronize(self.functions(), stream);
         let ended = work_first(ended, self.leave_event(at, event));
@@ -172,12 +159,13 @@ impl CopyEngine for Copier {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller of this function makes the same promise.
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
         let Some((at, work_context)) = (unsafe { self.begin(copy) })? else {
             return Ok(Box::new(FinishedCopy(Ok(()))));
         };
         if at.borrowed {
-            // The application may destroy the context before the event is queried.
+            // The copy ends before this call returns: the application may destroy the context
+            // afterwards.
             let copied = work_context.run(|| self.0.run(at, copy));
             copied.map_err(|error| copy.described(error))?;
             return Ok(Box::new(FinishedCopy(Ok(()))));
@@ -201,8 +189,7 @@ impl Copier {
         Self(Arc::new(CopyStreams { lookup }))
     }
 
-    /// Returns the number of asynchronous copies, completed or not, whose event the caller still
-    /// has.
+    /// Returns the number of asynchronous copies with an event that is not dropped yet.
     pub(crate) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.0) - 1
     }
@@ -210,10 +197,10 @@ impl Copier {
     /// Copies `len` bytes, and waits for the end of the copy.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller of this function makes the same promise.
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
         match unsafe { self.begin(copy) }? {
             Some((at, work_context)) => work_context
                 .run_and_keep(|| self.0.run(at, copy))
@@ -222,26 +209,26 @@ impl Copier {
         }
     }
 
-    /// Copies here if the CPU can access both sides, and returns `None`. Otherwise returns the
-    /// context for a copy by the driver.
+    /// Returns the context in which the driver must make a copy. If the CPU can access both sides,
+    /// this method copies the bytes itself and returns `None`.
     ///
     /// The CPU copies if neither side is CUDA memory and either the length is 0 or a side is host
     /// memory that the application page-locked.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].
     unsafe fn begin(&self, copy: CopyRange) -> Result<Option<(CopyContext, WorkContext<'_>)>> {
         let CopyRange { to, from, len } = copy;
         let sides = [self.side(to, len)?, self.side(from, len)?];
         for (side, found) in [to, from].into_iter().zip(&sides) {
-            // The driver no longer knows this memory of the iface. The CPU cannot access the
-            // memory, and the driver would take the address for host memory.
+            // The iface allocated this memory, but the driver no longer knows it. The CPU cannot
+            // access the memory, and the driver would take the address for host memory.
             if matches!(found, Side::Unknown)
                 && let Some(allocation) = self.0.lookup.contexts.allocations.range_around(side)
             {
                 return Err(Error::new(ErrorKind::Driver, "copy")
                     .iface(IfaceKind::CUDA)
-                    .context("reason", "the driver does not recognise memory that it allocated")
+                    .context("why", "the driver does not recognise memory that it allocated")
                     .context("allocation", allocation));
             }
         }
@@ -255,10 +242,11 @@ impl Copier {
         else {
             if len == 0 || sides.iter().any(|side| matches!(side, Side::PageLocked)) {
                 // SAFETY: both sides are host memory, which the caller promises to be valid.
-                unsafe { copy_host(to, from, len) };
+                unsafe { copy.copy_by_cpu() };
                 return Ok(None);
             }
-            // Host memory may be at the address of freed CUDA memory by now.
+            // If the caller means freed CUDA memory, host memory may be at its address by now. A
+            // copy by the CPU would overwrite that host memory.
             return Err(Error::new(ErrorKind::OutOfBounds, "copy")
                 .iface(IfaceKind::CUDA)
                 .context("to", to)
@@ -269,7 +257,7 @@ impl Copier {
         let (device, own) = (found.device(), found.context);
         let contexts = &self.0.lookup.contexts;
         let work_context = match contexts.retain_if_active(device)? {
-            // The primary context keeps a stream and events for copies.
+            // The primary context is preferred, since it keeps a stream and events for copies.
             Some(primary) if own.is_null() || own == primary.context => primary,
             Some(primary) => primary.end(contexts.work_context(own, device))?,
             None => contexts.work_context(own, device)?,
@@ -279,8 +267,8 @@ impl Copier {
         Ok(Some((at, work_context)))
     }
 
-    /// Returns the owner of the memory on one side of a copy. Fails if the side begins in a CUDA
-    /// allocation and reaches beyond its end.
+    /// Returns the owner of the source or destination of a copy. Fails if the range begins in a
+    /// CUDA allocation and reaches beyond its end.
     fn side(&self, address: Address, len: u64) -> Result<Side> {
         let range = AddressRange::new(address, len)?;
         let Some(found) = self.0.lookup.find(address)? else { return Ok(Side::Unknown) };
@@ -313,30 +301,13 @@ fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     }
 }
 
-/// Copies by the CPU.
-///
-/// # Safety
-/// Both sides are valid for `len` bytes, and nothing else refers to the destination. The sides may
-/// overlap.
-unsafe fn copy_host(to: Address, from: Address, len: u64) {
-    let (to, from) = (to.0 as usize, from.0 as usize);
-    // SAFETY: the caller promises that both sides are valid.
-    unsafe {
-        std::ptr::copy(
-            std::ptr::with_exposed_provenance::<u8>(from),
-            std::ptr::with_exposed_provenance_mut::<u8>(to),
-            len as usize,
-        );
-    }
-}
-
 /// A copy that runs on a stream. Dropping the value waits for the end of the copy, so that the
 /// memory is not freed meanwhile.
 struct CopyInFlight {
     streams: Arc<CopyStreams>,
     at: CopyContext,
     stream: CuStream,
-    /// Event behind the copy. Null after the wait for the copy.
+    /// Event that completes after the copy. Null once a caller has waited for the copy.
     event: CuEvent,
 }
 
@@ -361,7 +332,7 @@ impl CopyInFlight {
 impl CopyEvent for CopyInFlight {
     fn is_done(&self) -> bool {
         let functions = self.streams.functions();
-        // An error ends the copy too; `wait` then returns it.
+        // A copy that failed counts as done: `wait` then returns the error.
         let asked = with_context(functions, self.at.context, || {
             // SAFETY: the event belongs to this copy.
             Ok(unsafe { (functions.event_query)(self.event) })

@@ -50,7 +50,7 @@ use hmem_core::{
 /// ```
 ///
 /// # Safety
-/// The type has no padding and no invalid bit pattern.
+/// The type must have no padding and no invalid bit pattern.
 pub unsafe trait AnyBits: Send + Sync + 'static {}
 
 macro_rules! any_bits {
@@ -91,13 +91,13 @@ impl<T: AnyBits> CudarcBuffer<T> {
         }
     }
 
-    /// Returns the slice.
+    /// Returns a reference to the wrapped slice.
     #[must_use]
     pub fn slice(&self) -> &CudaSlice<T> {
         &self.slice
     }
 
-    /// Unwraps the slice.
+    /// Consumes the buffer and returns the slice.
     #[must_use]
     pub fn into_slice(self) -> CudaSlice<T> {
         self.slice
@@ -158,8 +158,8 @@ unsafe impl<T: AnyBits> OwnedBuffer for CudarcBuffer<T> {
     }
 }
 
-/// Registers a borrowed slice while `body` runs. The region is closed before this returns, and if
-/// `body` panics.
+/// Registers a borrowed slice while `body` runs. The region is closed before this function returns,
+/// also if `body` panics.
 ///
 /// # Errors
 /// The errors of [`Domain::scope`] and [`CudarcBuffer::new`]. After an error `body` has not run.

@@ -1,7 +1,7 @@
 //! The opened driver: its functions and its devices, which never change.
 //!
-//! Abilities of a device are read from its attributes. A driver that does not know an attribute
-//! returns INVALID_VALUE. The device then counts as lacking the ability.
+//! Abilities of a device are read from its attributes. If the driver returns INVALID_VALUE, it does
+//! not know the attribute, and the device counts as lacking the ability.
 
 use std::ffi::{CStr, c_char, c_int};
 
@@ -25,15 +25,15 @@ pub(crate) struct Driver {
 pub(crate) struct Abilities {
     pub(crate) managed: bool,
     pub(crate) vmm: bool,
-    /// `cuMemCreate` accepts the GPUDirect RDMA flag.
+    /// True if `cuMemCreate` accepts the GPUDirect RDMA flag.
     pub(crate) rdma_with_vmm: bool,
     pub(crate) pools: bool,
-    /// The kernel's peer-memory clients can pin memory of the device.
+    /// True if the kernel's peer-memory clients can pin memory of the device.
     pub(crate) peer_memory: bool,
     pub(crate) dma_buf: bool,
-    /// The device sees inbound writes in order without a flush.
+    /// True if the device sees inbound writes in order without a flush.
     pub(crate) orders_writes: bool,
-    /// `cuFlushGPUDirectRDMAWrites` works on the device.
+    /// True if `cuFlushGPUDirectRDMAWrites` works on the device.
     pub(crate) flushes: bool,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct DeviceEntry {
 }
 
 impl Driver {
-    /// Lists the devices. The caller has initialised the driver.
+    /// Lists the devices. The caller must have initialised the driver.
     pub(crate) fn new(functions: Functions) -> Result<Self> {
         let mut count: c_int = 0;
         // SAFETY: `count` is writable.
@@ -59,7 +59,8 @@ impl Driver {
         Ok(Self { functions, devices })
     }
 
-    /// Returns the device with this number.
+    /// Returns the device with this ordinal. For an unknown ordinal, returns an error that names
+    /// `operation`.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
         self.devices.get(device.0 as usize).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, operation)
@@ -98,7 +99,7 @@ fn describe(functions: &Functions, ordinal: u32) -> Result<DeviceEntry> {
     Ok(DeviceEntry { handle, description, abilities: abilities(functions, handle)? })
 }
 
-/// Converts the C string that a driver call writes, up to its NUL.
+/// Calls `write`, a driver call that writes a C string, and returns that string.
 fn text(write: impl FnOnce(*mut c_char, c_int) -> Result<()>) -> Result<String> {
     let mut buffer = [0u8; 256];
     write(buffer.as_mut_ptr().cast(), 255)?;

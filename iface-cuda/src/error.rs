@@ -9,9 +9,9 @@ pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
     Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::CUDA).context("library", library)
 }
 
-/// Returns the error for an operation that the driver, the device or this crate does not have.
+/// Returns the error for an operation that the driver, the device or this crate does not support.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::CUDA).context("reason", reason)
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::CUDA).context("why", reason)
 }
 
 /// Returns the error for an optional symbol that the loaded library does not have.
@@ -39,7 +39,7 @@ pub(crate) fn refused(code: CuResult, operation: &'static str) -> Error {
 
 fn kind(code: CuResult) -> ErrorKind {
     match code {
-        // The process cannot use a lost device again.
+        // A sticky error means that the process has lost the device and cannot use it again.
         sticky if sticky.is_sticky() => ErrorKind::Unavailable,
         CuResult::CUDA_ERROR_INVALID_VALUE
         | CuResult::CUDA_ERROR_INVALID_DEVICE
@@ -74,9 +74,9 @@ fn kind(code: CuResult) -> ErrorKind {
     }
 }
 
-/// Calls that return INVALID_VALUE only for an address that the driver does not know. For other
-/// calls, any argument may be the invalid one.
-const OF_AN_ADDRESS: [&str; 11] = [
+/// Driver calls for which INVALID_VALUE means that the driver does not know the address. For other
+/// calls, the code can mean that any argument is invalid.
+const ADDRESS_CALLS: [&str; 11] = [
     "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",
     "cuMemFree_v2",
@@ -123,7 +123,7 @@ fn remedy(code: CuResult, operation: &str) -> Option<&'static str> {
         CuResult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => {
             "a part of the range is page-locked already: unregister it first"
         }
-        CuResult::CUDA_ERROR_INVALID_VALUE if OF_AN_ADDRESS.contains(&operation) => {
+        CuResult::CUDA_ERROR_INVALID_VALUE if ADDRESS_CALLS.contains(&operation) => {
             "the driver does not know the address: it was freed, or belongs to another process"
         }
         CuResult::CUDA_ERROR_NOT_INITIALIZED => {
@@ -196,7 +196,7 @@ mod tests {
         {
             assert_eq!(remedy(call), None, "{call}");
         }
-        for call in OF_AN_ADDRESS {
+        for call in ADDRESS_CALLS {
             assert!(remedy(call).is_some_and(|remedy| remedy.contains("it was freed")), "{call}");
             let mut table = crate::sys::Functions::SYMBOLS
                 .iter()

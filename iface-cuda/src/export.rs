@@ -25,10 +25,10 @@ use crate::{
     sys::{self, CuResult, CuStream},
 };
 
-/// File in which a loaded kernel module states its version.
+/// Path of the file in which the loaded NVIDIA kernel module states its version.
 const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
 
-/// Exports device memory.
+/// Exports device memory to NICs, as dma-bufs or by address to peer-memory clients.
 #[derive(Debug)]
 pub(crate) struct Exporter {
     pub(crate) lookup: Arc<PointerLookup>,
@@ -38,8 +38,8 @@ pub(crate) struct Exporter {
 }
 
 impl DmaBufExporter for Exporter {
-    /// Returns both mappings if a device exports dma-bufs. No attribute states whether a device
-    /// supports the PCIe mapping: a device without it refuses the export.
+    /// Returns both dma-buf mappings if at least one device exports dma-bufs. No attribute states
+    /// whether a device supports the PCIe mapping. A device without it refuses the export.
     fn mappings(&self) -> &'static [DmaBufMapping] {
         if self.lookup.driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]
@@ -94,12 +94,13 @@ impl DmaBufExporter for Exporter {
                 return Err(described(
                     Error::new(ErrorKind::Driver, "cuMemGetHandleForAddressRange")
                         .iface(IfaceKind::CUDA)
-                        .context("reason", "the call succeeded and returned no fd"),
+                        .context("why", "the call succeeded and returned no fd"),
                 ));
             }
             // SAFETY: the driver opened the fd for this call, and nothing else owns it.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-            // This follows a successful export, so that a refused export changes nothing.
+            // SYNC_MEMOPS is set after the driver has exported the memory, so that a refused export
+            // changes nothing.
             let of_contexts = self.synchronise_memory(&found, range).map_err(described)?;
             Ok((fd, of_contexts))
         })?;
@@ -130,7 +131,8 @@ impl PeerMemoryExporter for Exporter {
         }
         let found = self.prepare_pinning(OPERATION, range).map_err(described)?;
         self.flusher.note_exported(&found, range)?;
-        // If no peer-memory client handles the address, only the registration fails.
+        // The iface cannot know whether a peer-memory client handles the address. If none does, the
+        // later registration fails.
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
     }
 }
@@ -168,7 +170,8 @@ impl Exporter {
         Ok(found)
     }
 
-    /// Returns the allocation that contains a range, if its kind can be exported as device memory.
+    /// Returns the allocation that contains a range. Fails if memory of its kind cannot be exported
+    /// as device memory.
     fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<FoundAllocation> {
         let refuse = |error: Error| error.context("range", range);
         let outside = || {
@@ -194,7 +197,7 @@ impl Exporter {
                     .remedy("register its host pages, stage it, or use cuMemAlloc"),
             )),
             AllocationKind::Host | AllocationKind::HostRegistered => Err(refuse(
-                lacks(operation, "page-locked host memory is host memory")
+                lacks(operation, "page-locked host memory is not device memory")
                     .remedy("register its host pages"),
             )),
             _ => Ok(found),
@@ -203,7 +206,7 @@ impl Exporter {
 
     /// Sets SYNC_MEMOPS on an allocation. GPUDirect RDMA bypasses the driver, so synchronous
     /// operations must have ended before a NIC reads the memory. With SYNC_MEMOPS they return only
-    /// after their end. The caller makes the memory's context current.
+    /// after their end. The caller must make the memory's context current.
     ///
     /// Returns true if the memory cannot have the attribute, and its contexts must have it instead:
     ///
@@ -258,10 +261,10 @@ impl Exporter {
             if flags & sys::CU_CTX_SYNC_MEMOPS != 0 {
                 return Ok(());
             }
-            // SAFETY: these are the flags that the context has, and one flag of the header.
+            // SAFETY: the value consists of the context's own flags and one flag of the header.
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
-            // Setting the attribute of an allocation waits for work in flight (`cuda.h`). This is
-            // not documented for the flag of a context.
+            // Setting the attribute of an allocation waits for work in flight (`cuda.h`). No
+            // document says this for the flag of a context, so the iface waits here.
             synchronize(functions, CuStream::NULL)
         };
         if !found.context.is_null() {

@@ -24,10 +24,10 @@ use crate::{
     sys::{self, CuContext},
 };
 
-/// Number of witnesses at which the freed ones are removed for the first time.
-const FEW: usize = 64;
+/// Number of recorded exports that triggers the first removal of freed memory from the record.
+const FIRST_PURGE: usize = 64;
 
-/// Flushes inbound writes.
+/// Flushes writes of NICs to device memory, so that the device sees them.
 #[derive(Debug)]
 pub(crate) struct InboundFlusher {
     lookup: Arc<PointerLookup>,
@@ -39,13 +39,13 @@ pub(crate) struct InboundFlusher {
 #[derive(Debug)]
 struct ExportedMemory {
     contexts: Vec<WitnessedContext>,
-    /// Number of witnesses at which the freed ones are removed: twice the number that was left
-    /// after the last removal.
+    /// Number of recorded exports that triggers the next removal of freed memory: twice the number
+    /// that the last removal left.
     limit: usize,
 }
 
-/// A context with its witnesses: identities of exported memory by address. The context is null for
-/// memory without a context.
+/// A context and its witnesses: the identities of its exported memory, by address. The context is
+/// null for memory without a context.
 #[derive(Debug)]
 struct WitnessedContext {
     context: CuContext,
@@ -55,7 +55,8 @@ struct WitnessedContext {
 impl ExportedMemory {
     fn note(&mut self, found: &FoundAllocation, range: AddressRange) {
         let (base, id) = (found.allocation.base(), found.allocation.id);
-        // A reservation may have no memory at its first address.
+        // A VMM reservation may have no memory at its first address, so the witness is at the start
+        // of the exported range.
         let address = if found.context.is_null() { range.start() } else { base };
         let at = self.contexts.iter().position(|noted| noted.context == found.context);
         let at = at.unwrap_or_else(|| {
@@ -70,24 +71,23 @@ impl ExportedMemory {
         self.contexts.iter().map(|noted| noted.witnesses.len()).sum()
     }
 
-    /// Removes the witnesses (exported memory) that `is_dead` reports as freed, and contexts
-    /// without a witness.
+    /// Removes exported memory that `is_dead` reports as freed, and contexts that then have none.
     fn purge(&mut self, mut is_dead: impl FnMut(Address, AllocationId, CuContext) -> bool) {
         self.contexts.retain_mut(|WitnessedContext { context, witnesses }| {
             witnesses.retain(|address, id| !is_dead(Address(*address), *id, *context));
             !witnesses.is_empty()
         });
-        self.limit = FEW.max(2 * self.len());
+        self.limit = FIRST_PURGE.max(2 * self.len());
     }
 }
 
-/// Contexts in which exported memory is still live.
+/// Contexts in which exported memory is still allocated.
 #[derive(Debug, Default)]
 struct Alive {
     contexts: Vec<CuContext>,
-    /// True if exported memory without a context is live.
+    /// True if exported memory without a context is still allocated.
     without: bool,
-    /// True if the driver cannot tell whether some of the memory is live.
+    /// True if the driver cannot tell whether some exported memory is still allocated.
     unknown: bool,
 }
 
@@ -130,7 +130,7 @@ impl InboundFlush for InboundFlusher {
 
 impl InboundFlusher {
     pub(crate) fn new(lookup: Arc<PointerLookup>) -> Self {
-        let none = || Mutex::new(ExportedMemory { contexts: Vec::new(), limit: FEW });
+        let none = || Mutex::new(ExportedMemory { contexts: Vec::new(), limit: FIRST_PURGE });
         let exported = lookup.driver().devices.iter().map(|_| none()).collect();
         Self { lookup, exported }
     }
@@ -144,7 +144,8 @@ impl InboundFlusher {
         let mut exported = self.exported[device.0 as usize].lock();
         exported.note(found, range);
         if exported.len() > exported.limit {
-            // If the query fails now, the witness stays, and the next flush queries it again.
+            // An allocation whose query fails stays in the record, and the next flush queries it
+            // again.
             let is_dead = |address, id, context| {
                 let liveness = self.lookup.liveness(address, id, context);
                 liveness.is_ok_and(|liveness| liveness == Liveness::Dead)
@@ -161,7 +162,8 @@ impl InboundFlusher {
         let active = self.lookup.contexts.retain_if_active(device)?;
         let primary = active.as_ref().map(|active| active.context);
         let alive = self.alive(device, primary)?;
-        // The context stays retained for the next flush, since each completion flushes.
+        // The primary context stays retained for the next flush, since the application flushes
+        // after each completion.
         let mut result = active.map_or(Ok(()), |active| active.run_and_keep(&flush));
         for context in &alive.contexts {
             result = result.and(with_context(functions, *context, &flush));
@@ -173,8 +175,8 @@ impl InboundFlusher {
         if !none && !alive.without {
             return result;
         }
-        // Memory without a context may be used in any context. The thread's own context stands for
-        // those that the application created.
+        // Memory without a context may be used in any context of the application. The driver lists
+        // no contexts, so the flush covers only the thread's current one besides those above.
         match self.lookup.contexts.current_of(device)? {
             Some(current) if Some(current) != primary && !alive.contexts.contains(&current) => {
                 result.and(with_context(functions, current, &flush))
@@ -186,8 +188,8 @@ impl InboundFlusher {
         }
     }
 
-    /// Returns the live contexts of exported memory, except `primary`. Queries one witness of each
-    /// context, and removes freed witnesses.
+    /// Returns the contexts, except `primary`, whose exported memory is still allocated. Finding
+    /// one allocation of a context is enough. Removes freed memory from the record.
     fn alive(&self, device: DeviceId, primary: Option<CuContext>) -> Result<Alive> {
         let mut exported = self.exported[device.0 as usize].lock();
         let mut alive = Alive::default();
@@ -229,7 +231,7 @@ fn unknown_context() -> Error {
     Error::new(ErrorKind::BadState, "flush_inbound")
         .iface(IfaceKind::CUDA)
         .context(
-            "reason",
+            "why",
             "the driver does not say on this thread whether the memory's context \
                             lives",
         )

@@ -22,7 +22,6 @@ use std::{
 };
 
 use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, Result};
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::Cuda;
 
@@ -37,76 +36,42 @@ pub struct GdrHandle {
     pub h: c_ulong,
 }
 
-macro_rules! functions {
-    ($(
-        $(#[doc = $doc:literal])+
-        $field:ident: $symbol:ident($($argument:ty),*) -> $result:ty;
-    )+) => {
-        /// Table of the functions of `gdrapi.h` that this crate calls.
-        #[derive(Clone, Copy, Debug)]
-        pub struct GdrFunctions {
-            $($(#[doc = $doc])+ pub $field: unsafe extern "C" fn($($argument),*) -> $result,)+
-        }
-
-        impl GdrFunctions {
-            /// Symbols that the library must have.
-            pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
-
-            /// Fills the table with the functions that a closure returns.
-            ///
-            /// # Errors
-            /// [`ErrorKind::Unavailable`] naming the first symbol for which `lookup` returns
-            /// `None`.
-            ///
-            /// # Safety
-            /// Each address that `lookup` returns is a function with the signature that `gdrapi.h`
-            /// declares for that name, and stays callable from any thread for as long as the table
-            /// is used.
-            pub unsafe fn from_lookup(
-                mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
-            ) -> Result<Self> {
-                Ok(Self {
-                    $($field: {
-                        type Function = unsafe extern "C" fn($($argument),*) -> $result;
-                        const SYMBOL: &str = stringify!($symbol);
-                        let address = lookup(SYMBOL).filter(|address| !address.is_null());
-                        let address = address
-                            .ok_or_else(|| absent("load library").context("symbol", SYMBOL))?;
-                        // SAFETY: the caller promises that this is a function of the signature in
-                        // this table.
-                        unsafe { std::mem::transmute::<*const (), Function>(address) }
-                    },)+
-                })
-            }
-        }
-    };
-}
+const REMEDY: &str =
+    "install GDRCopy: its library and its kernel module gdrdrv; copies work without it";
 
 // The declarations are those of `include/gdrapi.h` of GDRCopy 2.5 (github.com/NVIDIA/gdrcopy).
 // `gdr_t` is an opaque pointer of the library. This table declares it as a number.
-functions! {
-    /// `gdr_open()` returns null without the kernel module.
-    open: gdr_open() -> usize;
-    /// `gdr_close(library)`
-    close: gdr_close(usize) -> c_int;
-    /// `gdr_pin_buffer(library, address, size, p2p_token, va_space, handle)`
-    pin_buffer: gdr_pin_buffer(usize, c_ulong, usize, u64, u32, *mut GdrHandle) -> c_int;
-    /// `gdr_unpin_buffer(library, handle)`
-    unpin_buffer: gdr_unpin_buffer(usize, GdrHandle) -> c_int;
-    /// `gdr_map(library, handle, address, size)`
-    map: gdr_map(usize, GdrHandle, *mut *mut c_void, usize) -> c_int;
-    /// `gdr_unmap(library, handle, address, size)`
-    unmap: gdr_unmap(usize, GdrHandle, *mut c_void, usize) -> c_int;
-    /// `gdr_copy_to_mapping(handle, to, from, size)`
-    copy_to_mapping: gdr_copy_to_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
-    /// `gdr_copy_from_mapping(handle, to, from, size)`
-    copy_from_mapping: gdr_copy_from_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
-}
-
-fn absent(operation: &'static str) -> Error {
-    Error::new(ErrorKind::Unavailable, operation)
-        .iface(IfaceKind::CUDA)
-        .remedy("install GDRCopy: its library and its kernel module gdrdrv; copies work without it")
+hmem_core::function_table! {
+    /// Table of the functions of `gdrapi.h` that this crate calls.
+    GdrFunctions {
+        library: "libgdrapi.so.2",
+        iface: IfaceKind::CUDA,
+        fields: pub(crate),
+        not_loaded: REMEDY,
+        lacks_symbol: REMEDY,
+    }
+    required {
+        /// `gdr_open()` returns null without the kernel module.
+        open: gdr_open() -> usize;
+        /// `gdr_close(library)`: closes the library.
+        close: gdr_close(usize) -> c_int;
+        /// `gdr_pin_buffer(library, address, size, p2p_token, va_space, handle)`: pins device
+        /// memory.
+        pin_buffer: gdr_pin_buffer(usize, c_ulong, usize, u64, u32, *mut GdrHandle) -> c_int;
+        /// `gdr_unpin_buffer(library, handle)`: ends a pinning.
+        unpin_buffer: gdr_unpin_buffer(usize, GdrHandle) -> c_int;
+        /// `gdr_map(library, handle, address, size)`: maps pinned memory for the CPU.
+        map: gdr_map(usize, GdrHandle, *mut *mut c_void, usize) -> c_int;
+        /// `gdr_unmap(library, handle, address, size)`: ends a mapping.
+        unmap: gdr_unmap(usize, GdrHandle, *mut c_void, usize) -> c_int;
+        /// `gdr_copy_to_mapping(handle, to, from, size)`: copies host memory to device memory.
+        copy_to_mapping: gdr_copy_to_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
+        /// `gdr_copy_from_mapping(handle, to, from, size)`: copies device memory to host memory.
+        copy_from_mapping: gdr_copy_from_mapping(
+            GdrHandle, *mut c_void, *const c_void, usize
+        ) -> c_int;
+    }
+    optional {}
 }
 
 /// Converts the code of a call to a result. The code is 0 or an errno. `gdr_open` alone returns no
@@ -147,8 +112,8 @@ impl fmt::Debug for Gdrcopy {
 }
 
 impl Gdrcopy {
-    /// Name by which the dynamic loader finds the library.
-    pub const LIBRARY: &str = "libgdrapi.so.2";
+    /// Name by which the dynamic loader finds the GDRCopy library.
+    pub const LIBRARY: &str = GdrFunctions::LIBRARY;
 
     /// Loads the library that the dynamic loader finds, and opens its kernel module.
     ///
@@ -165,33 +130,11 @@ impl Gdrcopy {
     /// The errors of [`Gdrcopy::open`].
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let described = |error: Error| error.context("library", path.display());
-        // SAFETY: loading runs the library's initialisers; the caller names GDRCopy's library, and
-        // its initialisers have no precondition.
-        let library =
-            unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|reason| {
-                let error = described(absent("load library"));
-                match reason {
-                    libloading::Error::DlOpen { source } => error.caused_by(source),
-                    other => error.caused_by(other),
-                }
-            })?;
-        // SAFETY: the addresses come from the library itself under the names of its own header, and
-        // it is never unloaded once the table is filled.
-        let functions = unsafe {
-            GdrFunctions::from_lookup(|symbol| {
-                library
-                    .get::<*const ()>(symbol)
-                    .ok()
-                    .map(|address| address.as_raw_ptr().cast_const().cast())
-            })
-        }
-        .map_err(described)?;
-        std::mem::forget(library);
-        Self::with(functions).map_err(described)
+        Self::with(GdrFunctions::load(path)?)
+            .map_err(|error| error.context("library", path.display()))
     }
 
-    /// Opens GDRCopy over functions of the caller instead of a library.
+    /// Opens GDRCopy over functions that the caller passes, instead of a library.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if `gdr_open` returns null.
@@ -199,7 +142,10 @@ impl Gdrcopy {
         // SAFETY: the call has no argument, and reports a failure by null.
         let library = unsafe { (functions.open)() };
         if library == 0 {
-            return Err(absent("gdr_open").context("module", "/dev/gdrdrv cannot be opened"));
+            return Err(Error::new(ErrorKind::Unavailable, "gdr_open")
+                .iface(IfaceKind::CUDA)
+                .context("module", "/dev/gdrdrv cannot be opened")
+                .remedy(REMEDY));
         }
         Ok(Self { inner: Arc::new(Inner { functions, library }) })
     }
@@ -210,8 +156,8 @@ impl Gdrcopy {
     /// memory without the driver.
     ///
     /// # Safety
-    /// The memory is not freed before the window is closed or dropped. Freeing it would unmap the
-    /// window under the CPU.
+    /// The caller must not free the memory before the window is closed or dropped. Freeing it would
+    /// unmap the window under the CPU.
     ///
     /// # Errors
     /// - [`ErrorKind::ZeroLength`] for an empty range.
@@ -255,14 +201,14 @@ impl Gdrcopy {
 pub struct CpuWindow {
     inner: Arc<Inner>,
     handle: GdrHandle,
-    /// CPU address of the first byte of `whole`.
+    /// CPU address of the first byte of `whole`, the mapped range.
     mapping: usize,
     whole: AddressRange,
     range: AddressRange,
 }
 
 impl CpuWindow {
-    /// Returns the range of device memory.
+    /// Returns the range of device memory that the window maps.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         self.range
@@ -286,8 +232,8 @@ impl CpuWindow {
     /// library.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = std::ptr::with_exposed_provenance(self.at(offset, into.len())?);
-        // SAFETY: `into` is writable for its length; the other side lies in the mapping, as just
-        // checked.
+        // SAFETY: `into` is writable for its length. The source lies in the mapping, as checked
+        // above.
         let code = unsafe {
             (self.inner.functions.copy_from_mapping)(
                 self.handle,
@@ -305,8 +251,8 @@ impl CpuWindow {
     /// The errors of [`CpuWindow::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = std::ptr::with_exposed_provenance_mut(self.at(offset, from.len())?);
-        // SAFETY: `from` is readable for its length; the other side lies in the mapping, as just
-        // checked.
+        // SAFETY: `from` is readable for its length. The destination lies in the mapping, as
+        // checked above.
         let code = unsafe {
             (self.inner.functions.copy_to_mapping)(
                 self.handle,

@@ -57,7 +57,8 @@ pub struct Cuda {
     monitors: CudaMonitors,
 }
 
-/// Builder of [`Cuda`], which can load another library or use functions of the caller.
+/// Builder of [`Cuda`]. The builder can load another library, or use functions that the caller
+/// passes.
 ///
 /// # Examples
 /// ```
@@ -68,32 +69,25 @@ pub struct Cuda {
 /// assert_eq!(error.kind(), ErrorKind::Unavailable);
 /// assert_eq!(error.context_value("library"), Some("/nowhere/libcuda.so.1"));
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[must_use = "a builder does nothing until it opens"]
 pub struct Builder {
-    source: Source,
+    library: Option<PathBuf>,
+    functions: Option<Functions>,
     monitor: Option<CudaMonitorKind>,
-}
-
-#[derive(Debug)]
-enum Source {
-    /// The library that the environment names, or else the library that the dynamic loader finds.
-    Found,
-    Library(PathBuf),
-    Functions(Box<Functions>),
 }
 
 impl Builder {
     /// Loads the library at `path` instead of the one that `HMEM_CUDA_LIBRARY` names or the dynamic
     /// loader finds.
     pub fn library(mut self, path: impl AsRef<Path>) -> Self {
-        self.source = Source::Library(path.as_ref().to_owned());
+        self.library = Some(path.as_ref().to_owned());
         self
     }
 
-    /// Uses these functions instead of loading a library.
+    /// Uses `functions` as the driver, instead of loading a library.
     pub fn functions(mut self, functions: Functions) -> Self {
-        self.source = Source::Functions(Box::new(functions));
+        self.functions = Some(functions);
         self
     }
 
@@ -121,15 +115,9 @@ impl Builder {
                 .map_err(in_environment)?
                 .unwrap_or_default(),
         };
-        let functions = match self.source {
-            Source::Functions(functions) => *functions,
-            Source::Library(path) => Functions::load(&path)?,
-            Source::Found => {
-                match std::env::var_os(Cuda::LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
-                    Some(path) => Functions::load(Path::new(&path))?,
-                    None => Functions::load(Path::new(Functions::LIBRARY))?,
-                }
-            }
+        let functions = match self.functions {
+            Some(functions) => functions,
+            None => Functions::find(self.library, Cuda::LIBRARY_VARIABLE)?,
         };
         Cuda::start(functions, monitor)
     }
@@ -140,10 +128,12 @@ fn in_environment(error: Error) -> Error {
 }
 
 impl Cuda {
-    /// Environment variable that names the library to load, unless the builder names one.
+    /// Environment variable that names the library to load. A library that the builder names takes
+    /// precedence.
     pub const LIBRARY_VARIABLE: &str = "HMEM_CUDA_LIBRARY";
 
-    /// Environment variable that names the [`CudaMonitorKind`], unless the builder names one.
+    /// Environment variable that names the [`CudaMonitorKind`]. A kind that the builder selects
+    /// takes precedence.
     pub const MONITOR_VARIABLE: &str = "HMEM_CUDA_MONITOR";
 
     /// Opens the driver library that `HMEM_CUDA_LIBRARY` names, or the one that the dynamic loader
@@ -155,9 +145,9 @@ impl Cuda {
         Self::builder().open()
     }
 
-    /// Returns a builder, which can load another library or use functions of the caller.
+    /// Returns a builder, which can load another library or use functions that the caller passes.
     pub fn builder() -> Builder {
-        Builder { source: Source::Found, monitor: None }
+        Builder::default()
     }
 
     /// Releases the primary contexts that this iface retains, with their streams.
@@ -192,9 +182,9 @@ impl Cuda {
     /// Invalidates the cached registrations of `range`, and then calls `free`, by which the
     /// application frees its memory.
     ///
-    /// Without this call, the free is detected by the identity at the next hit. An allocator of the
-    /// application can call this method for each free, so that no registration outlives its memory.
-    /// An example is a pluggable allocator of PyTorch.
+    /// Without this call, the next cache hit detects the free by the changed identity. An allocator
+    /// of the application can call this method for each free, so that no registration outlives its
+    /// memory. An example is a pluggable allocator of PyTorch.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         self.allocator.subscriptions.while_freeing(range, free)
     }
@@ -278,12 +268,12 @@ unsafe impl Iface for Cuda {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller of this function makes the same promise.
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
         unsafe { self.copier.copy(to, from, len) }
     }
 
-    // There is no `address_span`: queries also find page-locked host memory, which can be at any
-    // address.
+    // This iface does not implement `address_span`: its queries also find page-locked host memory,
+    // which can be at any address.
 
     fn allocator(&self) -> Option<&dyn Allocator> {
         Some(&self.allocator)

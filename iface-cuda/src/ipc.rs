@@ -31,7 +31,7 @@ const MAGIC: [u8; 4] = *b"HMC\x01";
 /// Length in bytes of the checksum at the end of a handle.
 const CHECKSUM: usize = 4;
 
-/// Contents of a handle.
+/// Contents of a handle that another process opens.
 #[derive(Debug)]
 struct Body {
     handle: CuIpcMemHandle,
@@ -158,7 +158,7 @@ impl IpcExchange {
             Error::new(ErrorKind::Driver, "ipc_open")
                 .iface(IfaceKind::CUDA)
                 .context("address", Address(base))
-                .context("reason", "the driver does not recognise memory that it has opened")
+                .context("why", "the driver does not recognise memory that it has opened")
         })?;
         let range = AddressRange::new(Address(base), len)?;
         let allocation = Allocation { range, kind: AllocationKind::Imported, ..found.allocation };
@@ -166,7 +166,8 @@ impl IpcExchange {
         Ok(allocation)
     }
 
-    /// Ends one open of a handle. The device's primary context is current.
+    /// Ends one open of another process's memory. The caller must make the device's primary context
+    /// current.
     fn close_handle(&self, base: u64) -> Result<()> {
         let close = self.lookup.driver().functions.ipc_close_mem_handle;
         // SAFETY: this driver opened the memory. The table counts the opens, so each is closed
@@ -175,7 +176,7 @@ impl IpcExchange {
     }
 }
 
-/// Returns the result of opening a handle, with the remedy for a refusal.
+/// Converts the result code of `cuIpcOpenMemHandle_v2`. An error gets a remedy.
 fn opened(code: CuResult) -> Result<()> {
     check(code, "cuIpcOpenMemHandle_v2").map_err(|error| match code {
         CuResult::CUDA_ERROR_INVALID_CONTEXT => error.remedy(

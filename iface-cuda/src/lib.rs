@@ -3,8 +3,8 @@
 //! [`Cuda`] is the [`Iface`](hmem_core::Iface) over the driver library, `libcuda.so.1`, which is
 //! loaded at run time: building needs no SDK, and a machine without the driver gets an error of
 //! kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library. `libcuda.so` is
-//! never loaded: on a machine with the toolkit it may be a stub. Symbols, device attributes and
-//! attempts show the abilities of the driver and of a device. The crate does not compare version
+//! never loaded: on a machine with the toolkit it may be a stub. The crate finds the abilities of a
+//! driver or device by symbols, device attributes and attempted calls. It compares no version
 //! numbers.
 //!
 //! ```

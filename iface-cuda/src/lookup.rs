@@ -32,7 +32,8 @@ const ATTRIBUTES: [CuPointerAttribute; 9] = [
     sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
 ];
 
-/// Flag in [`PointerLookup::known`]: no query has confirmed the number of attributes yet.
+/// Flag in [`PointerLookup::known`]: no query has yet confirmed how many attributes the driver
+/// knows.
 const UNSEEN: u32 = 1 << 31;
 
 /// Looks up allocations by address.
@@ -60,8 +61,8 @@ impl FoundAllocation {
     }
 }
 
-/// Cache of the kind of page-locked memory, by identity: page-locked by the application, or
-/// allocated by CUDA. No pointer attribute states that kind.
+/// Cache that maps the identity of page-locked memory to its kind: page-locked by the application,
+/// or allocated by CUDA. No pointer attribute states that kind.
 ///
 /// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed
 /// allocations." So the kind of an identity never changes, and no entry needs to be removed.
@@ -73,30 +74,30 @@ impl FoundAllocation {
 ///
 /// Each identity has one slot. A later identity with the same slot replaces an earlier one. A slot
 /// is one word, so a reader never sees a part of an entry.
-pub(crate) struct HostKinds([AtomicU64; Self::PLACES]);
+pub(crate) struct HostKinds([AtomicU64; Self::SLOTS]);
 
 impl HostKinds {
-    const PLACES: usize = 256;
+    const SLOTS: usize = 256;
 
-    /// Returns the word for a slot, with the identity and the kind. Returns `None` if the identity
-    /// is too large for a word, or is 0, which means no identity.
+    /// Returns the word that a slot holds for an identity and its kind. Returns `None` if the
+    /// identity is too large for a word, or is 0, which means no identity.
     fn entry(id: AllocationId, registered: bool) -> Option<u64> {
         (id.0 != 0 && id.0 >> 63 == 0).then_some(id.0 << 1 | u64::from(registered))
     }
 
-    fn place(&self, id: AllocationId) -> &AtomicU64 {
+    fn slot(&self, id: AllocationId) -> &AtomicU64 {
         // Identities ascend, so that consecutive identities have different slots.
-        &self.0[id.0 as usize % Self::PLACES]
+        &self.0[id.0 as usize % Self::SLOTS]
     }
 
     fn get(&self, id: AllocationId) -> Option<bool> {
-        let held = self.place(id).load(Ordering::Relaxed);
+        let held = self.slot(id).load(Ordering::Relaxed);
         [false, true].into_iter().find(|registered| Self::entry(id, *registered) == Some(held))
     }
 
     fn keep(&self, id: AllocationId, registered: bool) {
         if let Some(entry) = Self::entry(id, registered) {
-            self.place(id).store(entry, Ordering::Relaxed);
+            self.slot(id).store(entry, Ordering::Relaxed);
         }
     }
 }
@@ -107,7 +108,7 @@ impl fmt::Debug for HostKinds {
     }
 }
 
-/// Result of the question whether memory that was looked up before is still live.
+/// State of memory that an earlier lookup found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Liveness {
     Alive,
@@ -116,7 +117,8 @@ pub(crate) enum Liveness {
     Unknown,
 }
 
-/// Values or refusal that the driver returned for an address.
+/// Answer of the driver to a query of an address: attribute values, or the reason why there are
+/// none.
 enum Answer<const N: usize> {
     Values([u64; N]),
     /// No context with unified addressing knows the address, or the process has no context.
@@ -129,21 +131,22 @@ impl PointerLookup {
     /// Creates a lookup. Queries an address that is not CUDA memory, to find out how many of
     /// [`ATTRIBUTES`] the driver knows.
     ///
-    /// From then on INVALID_VALUE is an error. So a driver that returns INVALID_VALUE for other
-    /// addresses cannot be used, and this function refuses it.
+    /// Later queries report INVALID_VALUE as an error. So this function refuses a driver that
+    /// returns INVALID_VALUE for every address that is not CUDA memory.
     ///
     /// # Errors
     /// Unsupported if the driver cannot return the range of the allocation at an address.
     pub(crate) fn new(contexts: PrimaryContexts) -> Result<Self> {
         let (known, host_kinds) =
-            (AtomicU32::new(0), HostKinds([const { AtomicU64::new(0) }; HostKinds::PLACES]));
+            (AtomicU32::new(0), HostKinds([const { AtomicU64::new(0) }; HostKinds::SLOTS]));
         let lookup = Self { contexts, known, host_kinds };
         let foreign = std::ptr::from_ref(&lookup).addr() as u64;
         for count in [ATTRIBUTES.len() as u32, ATTRIBUTES.len() as u32 - 1] {
             let known = match lookup.query(foreign, ATTRIBUTES, count)? {
                 Answer::Invalid => continue,
                 Answer::Values(_) => count,
-                // Without a context the driver may fail before it reads the attributes.
+                // Without a context the driver may fail before it reads the attributes, so the
+                // count is not confirmed.
                 Answer::NoContext => count | UNSEEN,
             };
             lookup.known.store(known, Ordering::Release);
@@ -159,21 +162,23 @@ impl PointerLookup {
         &self.contexts.driver
     }
 
-    /// Queries all attributes in one call, which needs no context and dereferences nothing.
+    /// Queries all attributes in one driver call. The call needs no context, and does not access
+    /// the memory at the address.
     fn query<const N: usize>(
         &self,
         address: u64,
         mut attributes: [CuPointerAttribute; N],
         count: u32,
     ) -> Result<Answer<N>> {
-        // Each place has the size of the widest attribute, and is zero. A narrower value that the
-        // driver writes is read correctly (little-endian). If the driver writes no value, the place
-        // has the documented null value.
+        // Each element of `values` has the size of the widest attribute, and is zero. A narrower
+        // value that the driver writes is read correctly (little-endian). If the driver writes no
+        // value, the element has the documented null value.
         const { assert!(cfg!(target_endian = "little")) };
         let mut values = [0u64; N];
         let mut places = values.each_mut().map(|value| std::ptr::from_mut(value).cast::<c_void>());
-        // SAFETY: the first `count` entries of both arrays exist, and each place has the 8 bytes
-        // that the widest attribute takes. The address is only looked up, never dereferenced.
+        // SAFETY: both arrays have at least `count` elements, and each pointer in `places` has room
+        // for 8 bytes, the size of the widest attribute. The address is only looked up, never
+        // dereferenced.
         let code = unsafe {
             (self.contexts.driver.functions.pointer_get_attributes)(
                 count,
@@ -242,10 +247,10 @@ impl PointerLookup {
                 self.known.store((count - 1) | UNSEEN, Ordering::Release);
                 self.find(address)
             }
-            // This does not mean "foreign": only a query of a single attribute returns it for
-            // foreign addresses. `cuda.h` on this call: it "will not return an error when the ptr
-            // encountered is not a valid CUDA pointer", and `new` has checked that. If device
-            // memory were taken for foreign memory, the CPU would write to it.
+            // INVALID_VALUE does not mean that the address is outside CUDA memory. `cuda.h` on this
+            // call: it "will not return an error when the ptr encountered is not a valid CUDA
+            // pointer", and `new` has checked that. If device memory were taken for host memory,
+            // the CPU would write to it.
             Answer::Invalid => Err(Error::new(ErrorKind::Driver, "cuPointerGetAttributes")
                 .iface(IfaceKind::CUDA)
                 .driver_code(
@@ -253,7 +258,7 @@ impl PointerLookup {
                     CuResult::CUDA_ERROR_INVALID_VALUE.0.into(),
                 )
                 .context(
-                    "reason",
+                    "why",
                     "the driver refuses a query that it answered when the iface was opened",
                 )
                 .context("address", address)),
@@ -273,8 +278,8 @@ impl PointerLookup {
             sys::CU_MEMORYTYPE_HOST => AllocationKind::Host,
             sys::CU_MEMORYTYPE_DEVICE if pool != 0 => AllocationKind::StreamOrdered,
             sys::CU_MEMORYTYPE_DEVICE if context.is_null() => AllocationKind::Virtual,
-            // No document says that VMM memory has no context. Memory with legacy IPC handles was
-            // "created with cuMemAlloc", so that the next query is not needed.
+            // No document says that VMM memory has no context. Memory with a legacy IPC handle was
+            // "created with cuMemAlloc", so `has_handle` queries only memory without one.
             sys::CU_MEMORYTYPE_DEVICE
                 if legacy == 0
                     && !self.contexts.allocations.is_imported(Address(start))
@@ -287,8 +292,8 @@ impl PointerLookup {
         };
         let range = AddressRange::new(Address(start), len)?;
         if !range.contains(address) {
-            // Application memory that was page-locked may be known under the device's alias only.
-            // The CPU accesses it as memory of the system, and so does a NIC.
+            // The driver may know memory that the application page-locked under the device's alias
+            // address only. The CPU and NICs access that memory as system memory.
             if kind == AllocationKind::Host {
                 tracing::debug!(%address, %range, "page-locked memory without a range of its own \
                                                    is handled as system memory");
@@ -453,12 +458,12 @@ pub(crate) fn with_handle<T>(
     }
 }
 
-/// Returns the error for attributes that contradict each other.
+/// Returns the error for an address that has contradictory attributes.
 pub(crate) fn inconsistent(address: Address) -> Error {
     Error::new(ErrorKind::Driver, "query")
         .iface(IfaceKind::CUDA)
         .context(
-            "reason",
+            "why",
             "the driver's attributes do not describe an allocation that holds the address",
         )
         .context("address", address)

@@ -45,12 +45,12 @@ use crate::{hooks::FreeHooks, lookup::PointerLookup};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CudaMonitorKind {
-    /// Queries the driver for the identity at each hit. If the driver's frees can be hooked, they
-    /// also invalidate before the memory is freed. Detects every free.
+    /// Queries the driver for the identity at each hit, which detects every free. If the driver's
+    /// functions can be hooked, frees also invalidate registrations before the memory is freed.
     #[default]
     Auto,
-    /// Relies on the hooks alone, so that a hit costs no driver call. It is for applications that
-    /// free through the driver's exported functions: a free that [`FreeHooks`] does not see leaves
+    /// Relies on the hooks alone, so that a hit costs no driver call. Suits applications that free
+    /// only through the driver's exported functions: a free that [`FreeHooks`] does not see leaves
     /// a stale registration. The identity of stream-ordered memory is queried nevertheless, since
     /// its free takes effect later, when its stream reaches the free.
     Hooks,
@@ -105,8 +105,8 @@ pub(crate) struct CudaMonitors {
 }
 
 impl MonitorSource for CudaMonitors {
-    /// Returns identities as the method: the driver has no callback for frees, and its functions
-    /// are hooked only while a monitor exists.
+    /// Returns [`DetectionMethod::Identity`]: the driver has no callback for frees, and its
+    /// functions are hooked only while a monitor exists.
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Identity
     }
@@ -127,7 +127,8 @@ impl MonitorSource for CudaMonitors {
                            of its own are not seen";
                 (Some(hooks), why.to_owned())
             }
-            // Only the application knows the library to which functions of the caller belong.
+            // The application passed these functions to the builder, and only the application knows
+            // whether their code may be patched.
             CudaMonitorKind::Auto if !functions.is_loaded() => (
                 None,
                 format!(
@@ -171,13 +172,13 @@ struct CudaMonitor {
     /// True if a hit relies on the hooks, and does not query the identity.
     by_hooks: bool,
     why: String,
-    /// Subscriptions to the hooks, by subscription to this monitor.
+    /// Subscriptions to the hooks. The keys are the numbers of subscriptions to this monitor.
     hooked: Mutex<HashMap<u64, Subscription>>,
 }
 
 impl CudaMonitor {
-    /// Subscribes the invalidator to hooked frees too. A failure is an error only if hits rely on
-    /// the hooks; otherwise identities detect the frees.
+    /// Subscribes the invalidator to the hooked frees. A failure is an error only if hits rely on
+    /// the hooks. Otherwise identities detect the frees.
     fn hook(&self, subscription: Subscription, invalidator: Arc<dyn Invalidator>) -> Result<()> {
         let Some(hooks) = &self.hooks else { return Ok(()) };
         match hooks.subscribe(invalidator) {
@@ -245,8 +246,8 @@ impl Monitor for CudaMonitor {
                 .context("range", range)
                 .remedy(remedy))
         };
-        // The query follows the subscription. A later free notifies the subscriber, and the query
-        // detects an earlier free.
+        // The memory is queried after the subscription. The query detects an earlier free, and a
+        // later free notifies the subscriber.
         let subscription = subscriptions.add(range, Arc::clone(&invalidator));
         let found = match self.hook(subscription, invalidator) {
             Ok(()) => lookup.find(range.start()),
@@ -286,7 +287,8 @@ impl Monitor for CudaMonitor {
     fn valid(&self, allocation: &Allocation) -> Result<bool> {
         match allocation.kind {
             AllocationKind::Virtual | AllocationKind::HostRegistered => Ok(false),
-            // Its free takes effect after the hook has run, when its stream reaches the free.
+            // Stream-ordered memory is freed when its stream reaches the free, after the hook has
+            // run. So the identity is queried.
             AllocationKind::StreamOrdered => self.is_same(allocation),
             _ if self.by_hooks && self.lookup.strong_count() > 0 => Ok(true),
             _ => self.is_same(allocation),

@@ -28,7 +28,7 @@ impl FreeHooks {
             ))
     }
 
-    /// Never called.
+    /// Never called, since no value of this type exists.
     ///
     /// # Errors
     /// None.
@@ -36,13 +36,13 @@ impl FreeHooks {
         match *self {}
     }
 
-    /// Never called.
+    /// Never called, since no value of this type exists.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
         match *self {}
     }
 
-    /// Never called.
+    /// Never called, since no value of this type exists.
     ///
     /// # Errors
     /// None.
@@ -50,7 +50,7 @@ impl FreeHooks {
         match *self {}
     }
 
-    /// Never called.
+    /// Never called, since no value of this type exists.
     pub fn unsubscribe(&self, _: Subscription) {
         match *self {}
     }

@@ -12,7 +12,7 @@ use crate::{
     table::PageLockedRange,
 };
 
-/// Page-locks host memory.
+/// Page-locks the application's own memory.
 #[derive(Debug)]
 pub(crate) struct PageLocker {
     pub(crate) lookup: Arc<PointerLookup>,
@@ -79,8 +79,8 @@ impl HostRegistrar for PageLocker {
 }
 
 impl PageLocker {
-    /// Returns the context in which a range was page-locked. Returns another context if the
-    /// application destroyed that one.
+    /// Returns the context in which a range was page-locked. If the application has destroyed that
+    /// context, returns another one.
     fn context_of(&self, locked: PageLockedRange) -> Result<WorkContext<'_>> {
         if let Some(device) = locked.device {
             return self.lookup.contexts.retain(device);

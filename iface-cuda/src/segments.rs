@@ -14,15 +14,17 @@ use crate::{
     sys::{self, CuDevicePtr, CuResult},
 };
 
-/// Divides ranges into segments.
+/// Divides a range of memory into segments, each of which needs an export of its own.
 #[derive(Debug)]
 pub(crate) struct Segments {
     pub(crate) lookup: Arc<PointerLookup>,
 }
 
 impl SegmentMap for Segments {
-    /// Returns the mappings in a range, each with a flag: NICs can reach its physical memory. Other
-    /// device memory is one segment with a true flag, since only an export shows the ability.
+    /// Returns the mappings in a range. Each has a flag that is true if NICs can reach the physical
+    /// memory.
+    ///
+    /// Other device memory is one segment with a true flag, since only an export shows the ability.
     /// Memory that the CPU can access has a false flag.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let outside = || {
@@ -53,7 +55,7 @@ impl SegmentMap for Segments {
 }
 
 impl Segments {
-    /// Returns the mappings in a range of reserved addresses.
+    /// Returns the mappings of VMM memory in a range of reserved addresses.
     fn mappings(
         &self,
         range: AddressRange,
@@ -114,7 +116,8 @@ impl Segments {
             check(code, "cuMemGetAllocationPropertiesFromHandle")
                 .map(|()| of_memory.gpu_direct_rdma_capable != 0)
         })?;
-        // Only VMM memory has a handle.
+        // Only VMM memory has a handle. For other memory, only an export shows whether NICs can
+        // reach it.
         Ok(capable.unwrap_or(true))
     }
 }

@@ -10,12 +10,12 @@ use crate::{
 /// Streams and events of one primary context.
 #[derive(Debug, Default)]
 pub(crate) struct ContextStreams {
-    /// Stream for all asynchronous copies. They end in the order in which they began. Null until
-    /// the first copy.
+    /// Stream for all asynchronous copies. The copies end in the order in which they began. Null
+    /// until the first copy.
     pub(crate) ordered: CuStream,
-    /// Idle streams. A thread takes one for work that it waits for.
+    /// Streams that no thread uses. A thread that waits for its own work takes one of them.
     pub(crate) spare: Vec<CuStream>,
-    /// Idle events.
+    /// Events that no copy uses. Later copies reuse them.
     pub(crate) events: Vec<CuEvent>,
 }
 
@@ -24,7 +24,7 @@ impl ContextStreams {
         self.events.is_empty() && self.spare.is_empty() && self.ordered.is_null()
     }
 
-    /// Destroys all streams and events. The caller has made their context current. After an error,
+    /// Destroys all streams and events. The caller must make their context current. After an error,
     /// the objects that were not destroyed remain.
     pub(crate) fn destroy(&mut self, functions: &Functions) -> Result<()> {
         while let Some(event) = self.events.last() {
@@ -71,13 +71,13 @@ pub(crate) fn synchronize(functions: &Functions, stream: CuStream) -> Result<()>
     check(unsafe { (functions.stream_synchronize)(stream) }, "cuStreamSynchronize")
 }
 
-/// Destroys a stream that [`new_stream`] created. No thread uses it any longer.
+/// Destroys a stream that [`new_stream`] created. No thread may use the stream any longer.
 pub(crate) fn destroy_stream(functions: &Functions, stream: CuStream) -> Result<()> {
     // SAFETY: `new_stream` created the stream, and its owner destroys it once.
     check(unsafe { (functions.stream_destroy)(stream) }, "cuStreamDestroy_v2")
 }
 
-/// Destroys an event that [`new_event`] created. No thread waits for it any longer.
+/// Destroys an event that [`new_event`] created. No thread may wait for the event any longer.
 pub(crate) fn destroy_event(functions: &Functions, event: CuEvent) -> Result<()> {
     // SAFETY: `new_event` created the event, and its owner destroys it once.
     check(unsafe { (functions.event_destroy)(event) }, "cuEventDestroy_v2")

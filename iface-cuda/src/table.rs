@@ -16,8 +16,8 @@ use crate::sys::CuMemHandle;
 #[derive(Debug, Default)]
 pub(crate) struct AllocationTable {
     entries: Mutex<Entries>,
-    /// Number of imported allocations. It changes only under the lock. While it is 0, lookups need
-    /// no lock.
+    /// Number of allocations that were imported from other processes. The number changes only while
+    /// the table is locked. While the number is 0, lookups need no lock.
     imported: AtomicUsize,
 }
 
@@ -29,12 +29,12 @@ struct Entries {
     page_locked: HashMap<u64, PageLockedRange>,
 }
 
-/// One page-locked host range.
+/// A range of host memory that the iface page-locked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PageLockedRange {
     pub(crate) range: AddressRange,
-    /// Device, if the range was page-locked in its primary context. `None` for a context of the
-    /// application.
+    /// Device, if the range was page-locked in the primary context of that device. `None` for a
+    /// context of the application.
     pub(crate) device: Option<DeviceId>,
 }
 
@@ -52,9 +52,9 @@ pub(crate) struct OwnedAllocation {
 pub(crate) enum Origin {
     /// The iface called `cuMemAlloc` or `cuMemAllocManaged`.
     Memory,
-    /// `cuMemHostAlloc`.
+    /// The iface called `cuMemHostAlloc`.
     Host,
-    /// `cuMemAllocAsync`.
+    /// The iface called `cuMemAllocAsync`.
     Pool,
     /// The iface reserved `size` bytes (`cuMemAddressReserve`), created `handle` (`cuMemCreate`)
     /// and mapped it (`cuMemMap`). `left` lists the objects that are not released yet.
@@ -67,11 +67,11 @@ pub(crate) enum Origin {
 /// Objects of VMM memory that are not released yet. The driver may refuse each release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Left {
-    /// The mapping, the reservation and the handle.
+    /// The mapping, the reservation and the handle are not released yet.
     Mapping,
-    /// The reservation and the handle.
+    /// The reservation and the handle are not released yet.
     Reservation,
-    /// Only the handle.
+    /// Only the handle is not released yet.
     Handle,
 }
 
@@ -113,7 +113,6 @@ impl AllocationTable {
             )
     }
 
-    /// Adds an allocation.
     pub(crate) fn insert(&self, owned: OwnedAllocation) {
         self.entries.lock().owned.insert(owned.range.start().0, owned);
     }
@@ -133,7 +132,6 @@ impl AllocationTable {
         entries.owned.remove(&allocation.base().0).ok_or_else(refused)
     }
 
-    /// Adds a page-locked range.
     pub(crate) fn insert_page_locked(&self, locked: PageLockedRange) {
         self.entries.lock().page_locked.insert(locked.range.start().0, locked);
     }
@@ -145,7 +143,8 @@ impl AllocationTable {
         entries.page_locked.remove(&range.start().0)
     }
 
-    /// Counts one open of memory of another process. The first open adds the entry.
+    /// Records that the iface has opened memory of another process. The first open adds an entry,
+    /// and later ones are counted in it.
     pub(crate) fn insert_open(&self, allocation: &Allocation, device: DeviceId) {
         let origin = Origin::Imported { opened: 0, closing: 0 };
         let fresh = OwnedAllocation { id: allocation.id, range: allocation.range, device, origin };
@@ -155,7 +154,8 @@ impl AllocationTable {
         }
         let owned = entries.owned.entry(allocation.base().0).or_insert_with(|| fresh.clone());
         if owned.id != allocation.id {
-            // The driver closed the previous allocation here, and `end_close` has not run yet.
+            // The entry belongs to an allocation that the driver has closed, but `end_close` has
+            // not removed it yet.
             *owned = fresh;
         }
         // `cuda.h`: opening a handle that is open already returns the same address and counts the
@@ -180,7 +180,8 @@ impl AllocationTable {
         Ok((owned.device, *opened == 0))
     }
 
-    /// Ends a close. A close that the driver refused can be repeated.
+    /// Ends a close that [`Self::begin_close`] began. `closed` is false if the driver refused the
+    /// close, which can then be repeated.
     pub(crate) fn end_close(&self, allocation: &Allocation, closed: bool) {
         let mut entries = self.entries.lock();
         let owned = live(&mut entries, allocation);
@@ -231,7 +232,8 @@ mod tests {
 
     use super::*;
 
-    /// Two threads free the same memory, and a third one allocates at its address in between.
+    /// If two threads free the same memory, the second free does not remove a newer allocation at
+    /// that address.
     #[test]
     fn take_ignores_a_newer_allocation_at_the_same_address() {
         let range = AddressRange::new(Address(0x1000), 64).expect("a range");

@@ -4,7 +4,10 @@
 //! `CUDARC_CUDA_VERSION=12080 cargo test -p hmem-iface-cuda --features cudarc --test cudarc`
 #![cfg(feature = "cudarc")]
 
-use std::{os::unix::fs::symlink, path::PathBuf, process::Command, sync::Arc};
+#[path = "../../tests/child/mod.rs"]
+mod child;
+
+use std::{os::unix::fs::symlink, path::PathBuf, sync::Arc};
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use hmem_core::{
@@ -23,7 +26,7 @@ fn with_the_fake_driver(name: &str, show: impl FnOnce()) {
     if std::env::var_os("HMEM_CUDA_CHILD").is_some() {
         return show();
     }
-    // This use makes cargo build the library.
+    // Cargo builds the fake driver library because this line uses its crate.
     let _: fn() -> Vec<hmem_fake_cuda::Profile> = hmem_fake_cuda::Profile::all;
     let test = std::env::current_exe().expect("this test");
     let library = test.parent().expect("a folder").join("libhmem_fake_cuda.so");
@@ -31,18 +34,13 @@ fn with_the_fake_driver(name: &str, show: impl FnOnce()) {
     std::fs::create_dir_all(&folder).expect("a folder");
     let link: PathBuf = folder.join("libcuda.so");
     symlink(&library, &link).expect("a link");
-    let output = Command::new(&test)
-        .args(["--exact", name, "--nocapture", "--test-threads=1"])
-        .env("HMEM_CUDA_CHILD", "1")
-        .env("LD_LIBRARY_PATH", &folder)
-        .env("HMEM_CUDA_LIBRARY", &link)
-        .output()
-        .expect("the test runs");
+    child::passes(
+        child::command(name)
+            .env("HMEM_CUDA_CHILD", "1")
+            .env("LD_LIBRARY_PATH", &folder)
+            .env("HMEM_CUDA_LIBRARY", &link),
+    );
     std::fs::remove_dir_all(&folder).expect("clean up");
-    let text = [output.stdout, output.stderr]
-        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-        .concat();
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
 struct Link {
@@ -86,7 +84,7 @@ impl Link {
 fn slice(values: &[u32]) -> (Arc<CudaStream>, CudaSlice<u32>) {
     let stream =
         CudaContext::new(0).expect("cudarc finds the driver").new_stream().expect("a stream");
-    // SAFETY: the test writes all of it before it reads any of it.
+    // SAFETY: the test writes the whole slice before it reads the slice.
     let mut slice = unsafe { stream.alloc::<u32>(values.len()) }.expect("allocate");
     stream.memcpy_htod(values, &mut slice).expect("copy");
     (stream, slice)
@@ -102,8 +100,8 @@ fn slice_is_owned_by_its_region_until_close_returns_it() {
         let mut before = [0; 4];
         region.read(8, &mut before).expect("read");
         assert_eq!(u32::from_le_bytes(before), 7);
-        // Memory of a pool: the driver does not export it to NICs, and the decision gives that
-        // reason.
+        // The slice is stream-ordered memory, which the driver does not export to NICs. The
+        // decision gives that reason.
         assert_eq!(region.decision().expect("decision").path, Path::Staged);
         link.put(&region.key().expect("key"), &[1; 4000]);
         let slice = region.close().expect("close").into_slice();

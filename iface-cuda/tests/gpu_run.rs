@@ -20,8 +20,8 @@ const BYTES: &str = r#"case "$1" in
 esac"#;
 const HMEM: &str = r#"echo "hmem $*""#;
 
-/// A temporary folder like the one that `tests/gpu/run --carry` makes, with these programs.
-/// Dropping the value deletes the folder.
+/// A temporary folder that holds test programs in place of those that `tests/gpu/run --carry`
+/// copies. Dropping the value deletes the folder.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -131,7 +131,7 @@ fn hanging_test_is_killed_and_reported() {
     assert_eq!(output.status.code(), Some(1), "{report}");
 }
 
-/// A process that was killed must not be reported as one that reached its time limit.
+/// The report distinguishes a killed process from a process that reached its time limit.
 #[test]
 fn killed_process_is_reported_beside_all_others() {
     let killed = "was killed, as the system does where memory runs out";
@@ -142,7 +142,7 @@ fn killed_process_is_reported_beside_all_others() {
         (format!("Part copies failed: {killed}."), format!("| a_1 | FAILED: {killed} |"));
     holds(&report, &[&part, &test, WHOLE[3], WHOLE[4], WHOLE[5]]);
     assert_eq!(status, Some(1), "{report}");
-    // A program may also exit with 124 itself, without reaching the limit.
+    // A program may also exit with 124 itself, without reaching the time limit.
     let gpu = format!("{GPU}\n[[ $1 != machine ]] || exit 124");
     let (_, report) = Folder::new("says-124", &gpu, SUITE, HMEM).run();
     holds(&report, &["Part machine failed: exit status 124."]);

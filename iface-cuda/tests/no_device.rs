@@ -1,9 +1,14 @@
 //! Tests of the real `libcuda.so.1` of two releases without a device. With `HMEM_CUDA=driver`, a
 //! missing library is a failure.
 
-mod support;
+#[path = "../../tests/child/mod.rs"]
+mod child;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+#[path = "../../tests/vendor_files/mod.rs"]
+mod vendor_files;
 
-use std::{ffi::c_int, path::PathBuf, sync::Arc};
+use std::{env, ffi::c_int, path::Path, sync::Arc};
 
 use hmem_core::{
     AddressRange, ErrorKind,
@@ -13,50 +18,30 @@ use hmem_iface_cuda::{
     Cuda, FreeHooks,
     sys::{self, CuContext, CuDevicePtr, CuResult, Functions},
 };
+use trials::{Outcome, Skipped, trials};
 
-fn drivers() -> Vec<(&'static str, PathBuf)> {
-    ["535", "550"]
-        .into_iter()
-        .filter_map(|release| {
-            Some((release, support::cached("driver", &format!("driver/{release}/libcuda.so.1"))?))
-        })
-        .collect()
-}
-
-/// Runs the named test once for each release, in a new process, since two releases in one process
-/// would share global state.
-fn alone(name: &str, show: impl Fn(&str, &std::path::Path)) {
+/// Runs `test` once for each release of the driver. Each run is in a new process that runs only the
+/// test `name`, since two releases in one process would share global state.
+fn for_each_release(name: &str, test: impl Fn(&str, &Path)) -> Outcome {
     const RELEASE: &str = "HMEM_CUDA_RELEASE";
-    for (release, path) in drivers() {
-        if std::env::var(RELEASE).is_ok_and(|wanted| wanted == release) {
-            return show(release, &path);
-        }
-        if std::env::var_os(RELEASE).is_some() {
-            continue;
-        }
-        let output = std::process::Command::new(std::env::current_exe().expect("this test"))
-            .args(["--exact", name, "--nocapture", "--test-threads=1"])
-            .env(RELEASE, release)
-            .output()
-            .expect("the test runs");
-        let text = [output.stdout, output.stderr]
-            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-            .concat();
-        assert!(output.status.success() && text.contains("1 passed"), "{release}: {text}");
+    if Path::new("/proc/driver/nvidia/version").exists() {
+        return Err(Skipped("this machine has its own driver".into()));
     }
-}
-
-fn machine_has_a_gpu() -> bool {
-    std::path::Path::new("/proc/driver/nvidia/version").exists()
-}
-
-/// HM-04
-#[test]
-fn real_driver_without_a_device_is_unavailable() {
-    alone("real_driver_without_a_device_is_unavailable", |release, path| {
-        if machine_has_a_gpu() {
-            return eprintln!("skipped: this machine has its own driver");
+    let wanted = env::var(RELEASE);
+    for release in ["535", "550"] {
+        let file = format!("driver/{release}/libcuda.so.1");
+        let path = vendor_files::downloaded("cuda", "driver", &file).map_err(Skipped)?;
+        match &wanted {
+            Ok(wanted) if wanted == release => test(release, &path),
+            Ok(_) => {}
+            Err(_) => drop(child::passes(child::command(name).env(RELEASE, release))),
         }
+    }
+    Ok(())
+}
+
+fn real_driver_without_a_device_is_unavailable() -> Outcome {
+    for_each_release("real_driver_without_a_device_is_unavailable", |release, path| {
         let error = Cuda::builder().library(path).open().expect_err("no device");
         assert_eq!(
             (error.kind(), error.operation()),
@@ -67,19 +52,13 @@ fn real_driver_without_a_device_is_unavailable() {
         assert_eq!((code.name.as_ref(), code.code), ("CUDA_ERROR_NO_DEVICE", 100), "{release}");
         assert_eq!(error.context_value("library"), Some(path.display().to_string().as_str()));
         assert!(error.remedy_text().is_some());
-    });
+    })
 }
 
-/// HM-04
-///
 /// The library has every symbol of the table, optional ones included. Before a successful `cuInit`
 /// its functions return the same codes as the fake driver.
-#[test]
-fn real_driver_before_start_answers_as_recorded() {
-    alone("real_driver_before_start_answers_as_recorded", |release, path| {
-        if machine_has_a_gpu() {
-            return eprintln!("skipped: this machine has its own driver");
-        }
+fn real_driver_before_start_answers_as_recorded() -> Outcome {
+    for_each_release("real_driver_before_start_answers_as_recorded", |release, path| {
         let f = Functions::load(path).expect("load");
         let not_started = CuResult::CUDA_ERROR_NOT_INITIALIZED;
         let (mut number, mut pointer): (c_int, CuDevicePtr) = (7, 7);
@@ -121,14 +100,14 @@ fn real_driver_before_start_answers_as_recorded() {
         ] {
             assert!(optional, "{release}");
         }
-    });
+    })
 }
 
 /// A subscriber that records its notifications.
 #[derive(Debug, Default)]
-struct Told(std::sync::Mutex<Vec<AddressRange>>);
+struct RecordingSubscriber(std::sync::Mutex<Vec<AddressRange>>);
 
-impl Invalidator for Told {
+impl Invalidator for RecordingSubscriber {
     fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
         self.0.lock().unwrap().push(range);
     }
@@ -145,24 +124,20 @@ impl Invalidator for Told {
     fn open_gate(&self) {}
 }
 
-/// MON-07
-///
 /// Every function of the real library can be hooked. The hooks also see calls of functions that
 /// `cuGetProcAddress` returned. Hooked functions return the driver's results. Afterwards the code
 /// of the library is restored.
-#[cfg(target_arch = "x86_64")]
-#[test]
-fn real_driver_frees_are_hooked_for_every_lookup() {
-    alone("real_driver_frees_are_hooked_for_every_lookup", |release, path| {
-        if machine_has_a_gpu() {
-            return eprintln!("skipped: this machine has its own driver");
-        }
+fn real_driver_frees_are_hooked_for_every_lookup() -> Outcome {
+    if !cfg!(target_arch = "x86_64") {
+        return Err(Skipped("it compares the code of the x86-64 library".into()));
+    }
+    for_each_release("real_driver_frees_are_hooked_for_every_lookup", |release, path| {
         let f = Functions::load(path).expect("load");
         let missing: Vec<_> = Functions::FREES
             .iter()
             .filter(|name| !f.frees().iter().any(|(there, _)| there == *name))
             .collect();
-        // Since 12.4.
+        // CUDA 12.4 added `cuGreenCtxDestroy`.
         let newer: &[&str] = if release == "535" { &["cuGreenCtxDestroy"] } else { &[] };
         assert_eq!(missing.iter().map(|name| **name).collect::<Vec<_>>(), newer, "{release}");
         // SAFETY: code of a loaded library is readable.
@@ -170,7 +145,7 @@ fn real_driver_frees_are_hooked_for_every_lookup() {
             std::ptr::with_exposed_provenance::<[u8; 16]>(entry).read_unaligned()
         };
         let untouched: Vec<_> = f.frees().iter().map(|(_, entry)| code(*entry)).collect();
-        // The whole entry: a comparison, a branch, and a jump through the library's own table.
+        // Each entry begins with a comparison (`81 3d`), which a conditional branch (`74`) follows.
         for (bytes, (name, _)) in untouched.iter().zip(f.frees()) {
             assert_eq!(
                 (&bytes[..2], &bytes[10..11]),
@@ -187,13 +162,13 @@ fn real_driver_frees_are_hooked_for_every_lookup() {
         // SAFETY: the symbol is the function of that name in `cuda.h` of CUDA 11.
         let find = unsafe { library.get::<Find>("cuGetProcAddress") }.expect("the symbol");
         let mut found = 0;
-        // SAFETY: the place is writable.
+        // SAFETY: `found` is writable.
         assert!(unsafe { find(c"cuMemFree".as_ptr(), &mut found, 12_000, 0) }.is_success());
         // SAFETY: the driver returned the address as that of `cuMemFree` of CUDA 12.
         let by_name: unsafe extern "C" fn(CuDevicePtr) -> CuResult =
             unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(found)) };
 
-        let told = Arc::new(Told::default());
+        let told = Arc::new(RecordingSubscriber::default());
         let hooks = FreeHooks::start(&f).expect("hooked");
         assert_eq!(hooks.functions().len(), f.frees().len());
         let subscription = hooks.subscribe(Arc::clone(&told) as _).expect("subscribed");
@@ -216,5 +191,14 @@ fn real_driver_frees_are_hooked_for_every_lookup() {
         let left: Vec<_> = f.frees().iter().map(|(_, entry)| code(*entry)).collect();
         assert!(left == untouched, "{release}: the code is not restored");
         free(1);
-    });
+    })
+}
+
+trials! {
+    /// HM-04
+    real_driver_without_a_device_is_unavailable,
+    /// HM-04
+    real_driver_before_start_answers_as_recorded,
+    /// MON-07
+    real_driver_frees_are_hooked_for_every_lookup,
 }

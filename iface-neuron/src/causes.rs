@@ -1,4 +1,4 @@
-//! Causes of refusals that only the Neuron runtime has.
+//! Causes of refusals by the Neuron runtime, in addition to the general causes.
 
 use hmem_core::{
     Path,
@@ -7,7 +7,7 @@ use hmem_core::{
 
 use crate::sys::NrtStatus;
 
-/// Causes of refusals that only the Neuron runtime has.
+/// Causes of refusals by the Neuron runtime, in addition to the general causes.
 pub const CAUSES: &[RefusalCause] = &[RefusalCause {
     name: "neuron-export-invalid",
     rank: 135,

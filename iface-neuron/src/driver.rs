@@ -20,8 +20,8 @@ use crate::{
     sys::{self, Functions, NrtStatus},
 };
 
-/// Length of a page in bytes. Tensors are rounded up to whole pages, since the kernel driver maps
-/// only those.
+/// Length of a page in bytes. The iface allocates tensors of whole pages, since the kernel driver
+/// maps whole pages only.
 const PAGE: u64 = 4096;
 
 /// A tensor of the runtime (`nrt_tensor_t *`).
@@ -56,7 +56,7 @@ pub struct Runtime {
     cores: u32,
     /// True if the iface may call `nrt_init`.
     may_start: bool,
-    /// Held while a thread starts the runtime, so that no other thread starts it too.
+    /// Lock that a thread holds while it starts the runtime, so that only one thread starts it.
     starting: Mutex<()>,
 }
 
@@ -69,7 +69,7 @@ impl Runtime {
     /// [`announce`](hmem_iface_announced::Announced::announce).
     ///
     /// # Safety
-    /// `tensor` is a live tensor (`nrt_tensor_t *`).
+    /// `tensor` must be a live tensor (`nrt_tensor_t *`).
     ///
     /// # Errors
     /// Unsupported if the tensor has no address.
@@ -82,7 +82,7 @@ impl Runtime {
     /// Returns the address range of a tensor.
     ///
     /// # Safety
-    /// The tensor is live.
+    /// The tensor must be live.
     unsafe fn range_of(&self, tensor: Tensor) -> Result<AddressRange> {
         // SAFETY: the caller promised a live tensor.
         let (va, size) = unsafe {
@@ -95,7 +95,7 @@ impl Runtime {
         AddressRange::new(Address::of_ptr(va), size as u64)
     }
 
-    /// Allocates a tensor.
+    /// Allocates a tensor of `len` bytes in the memory of a NeuronCore.
     fn new_tensor(&self, device: DeviceId, len: u64) -> std::result::Result<Tensor, NrtStatus> {
         let mut tensor: *mut c_void = ptr::null_mut();
         // SAFETY: the name is a C string, and `tensor` is writable.
@@ -149,7 +149,7 @@ impl Runtime {
         let (mut stats, mut written) = (sys::MemoryStats::default(), 0);
         // SAFETY: `stats` is writable for the size that is passed.
         let code = unsafe { stats_of(core, &mut stats, size_of_val(&stats), &mut written) };
-        // Before `nrt_init` the call fails, so that the size is unknown.
+        // Before `nrt_init` the call fails. The memory size is then unknown and reported as 0.
         if code == NrtStatus::NRT_SUCCESS { stats.bytes_limit as u64 } else { 0 }
     }
 }
@@ -158,7 +158,7 @@ impl Runtime {
 fn no_fd(call: &'static str) -> Error {
     Error::new(ErrorKind::Driver, call)
         .iface(IfaceKind::NEURON)
-        .context("reason", "the call succeeded and returned nothing")
+        .context("why", "the call succeeded and returned nothing")
 }
 
 // SAFETY: the runtime uses the memory of a tensor for nothing else until `nrt_tensor_free`. Reads
@@ -279,7 +279,7 @@ unsafe impl Driver for Runtime {
 
     fn lacks(&self, facet: Facet) -> Error {
         let reason = match facet {
-            Facet::CopyEngine => "hmem-iface-neuron copies blockingly",
+            Facet::CopyEngine => "hmem-iface-neuron has blocking copies only",
             Facet::PeerMemory => concat!(
                 "hmem-iface-neuron exports dma-bufs, ",
                 "and does not use the older client of the EFA driver",

@@ -6,7 +6,7 @@ use crate::sys::NrtStatus;
 
 /// Returns the error for an operation that the iface does not support.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::NEURON).context("reason", reason)
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::NEURON).context("why", reason)
 }
 
 /// Converts a code of the runtime to an error, or to Ok for success.
@@ -17,7 +17,7 @@ pub(crate) fn check(code: NrtStatus, operation: &'static str) -> Result<()> {
     }
 }
 
-/// Returns the error for a failing code.
+/// Returns the error for a failure code of the runtime.
 pub(crate) fn refusal(code: NrtStatus, operation: &'static str) -> Error {
     let kind = match code {
         NrtStatus::NRT_INVALID | NrtStatus::NRT_INVALID_HANDLE => ErrorKind::InvalidArgument,
@@ -33,7 +33,7 @@ pub(crate) fn refusal(code: NrtStatus, operation: &'static str) -> Error {
              Neuron::builder().start_runtime(true)), or call nrt_init in the application",
         ),
         NrtStatus::NRT_CLOSED => {
-            error.remedy("nrt_close was called: the process uses Neuron devices no longer")
+            error.remedy("nrt_close was called: the process no longer uses Neuron devices")
         }
         NrtStatus::NRT_HW_ERROR => {
             error.remedy("see `neuron-ls` and `dmesg` for the device's state")

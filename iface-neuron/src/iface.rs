@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
-use hmem_iface_announced::{Announced, Open, library_path};
+use hmem_iface_announced::{Announced, Open};
 
 use crate::{
     driver::{Runtime, visible_cores},
@@ -26,7 +26,7 @@ use crate::{
 /// ```
 pub type Neuron = Announced<Runtime>;
 
-/// Builder of [`Neuron`], which can load another library or use functions of the caller.
+/// Builder of [`Neuron`], which can load another library or use functions that the caller provides.
 ///
 /// # Examples
 /// ```
@@ -87,11 +87,7 @@ impl Open for Runtime {
     fn open(builder: Builder) -> Result<Self> {
         let functions = match builder.functions {
             Some(functions) => functions,
-            None => Functions::load(&library_path(
-                builder.library,
-                Self::LIBRARY_VARIABLE,
-                Functions::LIBRARY,
-            ))?,
+            None => Functions::find(builder.library, Self::LIBRARY_VARIABLE)?,
         };
         let unavailable = || {
             Error::new(ErrorKind::Unavailable, "nrt_get_visible_nc_count")

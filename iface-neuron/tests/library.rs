@@ -1,23 +1,16 @@
 //! Tests of opening: errors for missing parts, and starting the runtime if permitted.
 #![allow(unsafe_code)]
 
+#[path = "../../tests/unusable_library/mod.rs"]
+mod unusable_library;
+
 use std::path::Path;
 
 use hmem_core::{
-    AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind, iface::AllocRequest,
+    AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind, iface::AllocRequest,
 };
 use hmem_fake_accelerators::{Fake, Profile};
 use hmem_iface_neuron::{Builder, Neuron, sys::Functions};
-
-fn refused(library: impl AsRef<Path>) -> Error {
-    let library = library.as_ref();
-    let error = Neuron::builder().library(library).open().expect_err("no runtime there");
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert_eq!(error.iface_kind(), Some(IfaceKind::NEURON));
-    assert_eq!(error.context_value("library"), Some(library.display().to_string().as_str()));
-    assert!(error.remedy_text().is_some());
-    error
-}
 
 fn builder(fake: &Fake) -> Builder {
     // SAFETY: the fake's functions have the signatures of their names and live forever.
@@ -30,27 +23,15 @@ const REQUEST: AllocRequest =
 
 /// HM-04
 #[test]
-fn absent_library_is_unavailable_with_its_variable() {
-    let error = refused("/nowhere/libnrt.so.1");
-    assert!(error.to_string().contains("cannot open shared object file"), "{error}");
-    assert!(
-        error.remedy_text().is_some_and(|text| text.contains(Neuron::LIBRARY_VARIABLE)),
-        "{error}"
+fn unusable_library_is_unavailable_with_the_reason() {
+    let open = |path: &Path| Neuron::builder().library(path).open().expect_err("no library there");
+    let variable = Neuron::LIBRARY_VARIABLE;
+    unusable_library::is_unavailable_with_the_reason(
+        IfaceKind::NEURON,
+        variable,
+        Functions::SYMBOLS[0],
+        open,
     );
-}
-
-/// HM-04
-#[test]
-fn file_other_than_a_library_is_unavailable() {
-    let error = refused(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
-    assert!(error.to_string().contains("invalid ELF header"), "{error}");
-}
-
-/// HM-04
-#[test]
-fn wrong_library_is_unavailable_with_the_missing_symbol() {
-    let error = refused("libm.so.6");
-    assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
 }
 
 /// HM-04

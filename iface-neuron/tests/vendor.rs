@@ -4,12 +4,14 @@
 mod accelerators;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
+#[path = "../../tests/vendor_files/mod.rs"]
+mod vendor_files;
 
 use accelerators::{enumerates, has, header};
 use hmem_iface_neuron::sys::NrtStatus;
-use trials::Outcome;
+use trials::{Outcome, trials};
 
-trials::trials! {
+trials! {
     /// HM-01
     functions_are_declared_as_in_nrt_h,
     /// HM-01

@@ -70,7 +70,7 @@ impl Allocator for PoolAllocator {
 }
 
 impl PoolAllocator {
-    /// Allocates memory and enters it into the table. On an error nothing stays allocated.
+    /// Allocates memory and records it in the table. On an error nothing stays allocated.
     fn allocate_supported(
         &self,
         request: &AllocRequest,
@@ -98,7 +98,7 @@ impl PoolAllocator {
     }
 
     fn enter(&self, base: Address, request: &AllocRequest, origin: Origin) -> Result<Allocation> {
-        // The requested length; the runtime may have rounded it up.
+        // The allocation gets the requested length, although the runtime may have rounded it up.
         let range = AddressRange::new(base, request.len)?;
         let device = (request.kind != AllocationKind::Host).then_some(request.device);
         let kind = request.kind;
@@ -110,7 +110,7 @@ impl PoolAllocator {
                         .iface(IfaceKind::ROCR)
                         .context("address", base)
                         .context(
-                            "reason",
+                            "why",
                             "the runtime does not recognise memory that it has allocated",
                         )
                 };
@@ -132,7 +132,8 @@ impl PoolAllocator {
         let create = symbol(f.vmem_create, "hsa_amd_vmem_handle_create")?;
         let map = symbol(f.vmem_map, "hsa_amd_vmem_map")?;
         let set_access = symbol(f.vmem_set_access, "hsa_amd_vmem_set_access")?;
-        // `release` needs these functions, so that a runtime without them is refused first.
+        // `release` calls these functions, so a runtime without them is refused before the
+        // allocation.
         symbol(f.vmem_unmap, "hsa_amd_vmem_unmap")?;
         symbol(f.vmem_unreserve, "hsa_amd_vmem_address_free")?;
         symbol(f.vmem_release, "hsa_amd_vmem_handle_release")?;
@@ -170,11 +171,13 @@ impl PoolAllocator {
         })
     }
 
-    /// Frees memory by the runtime call that matches its origin. If the runtime refuses a step,
-    /// `origin` holds the remaining steps, and a repeated call continues with them.
+    /// Frees memory by the runtime call that matches `origin`, the call that allocated it. If the
+    /// runtime refuses a step, `origin` holds the remaining steps, and a repeated call continues
+    /// with them.
     ///
     /// # Safety
-    /// The memory belongs to this iface, is freed once, and nothing uses it any longer.
+    /// The memory must belong to this iface. The caller must free it only once, and nothing may use
+    /// it any longer.
     unsafe fn release(&self, base: Address, origin: &mut Origin) -> Result<()> {
         let runtime = &self.lookup.runtime;
         let pointer = ptr::with_exposed_provenance_mut::<c_void>(base.0 as usize);
@@ -211,7 +214,8 @@ impl HostRegistrar for PoolAllocator {
         let f = &self.lookup.runtime.functions;
         let lock = symbol(f.memory_lock, "hsa_amd_memory_lock")?;
         symbol(f.memory_unlock, "hsa_amd_memory_unlock")?;
-        // Unlocking by address could not tell two locks at one address apart.
+        // A second lock at an address is refused: the runtime unlocks by address and could not
+        // distinguish the two locks.
         if !self.lookup.table.begin_lock(range) {
             return Err(Error::new(ErrorKind::Busy, OPERATION)
                 .iface(IfaceKind::ROCR)

@@ -17,7 +17,7 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 5,
         paths: &[Path::DmaBuf],
         steps: &[Step::Export],
-        // `HSA_STATUS_ERROR_OUT_OF_RESOURCES`
+        // Code 0x1008 is `HSA_STATUS_ERROR_OUT_OF_RESOURCES`.
         answers: &[Answer::Driver(&[0x1008])],
         cause: "the runtime could not make the dma-buf's file descriptor: the process is out of \
                 descriptors, or the kernel out of memory",
@@ -29,7 +29,8 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 35,
         paths: &[Path::DmaBuf],
         steps: &[Step::Export],
-        // `HSA_STATUS_ERROR_INVALID_ALLOCATION`, `HSA_STATUS_ERROR_INVALID_AGENT`
+        // Code 0x1003 is `HSA_STATUS_ERROR_INVALID_ALLOCATION`, and 0x1004 is
+        // `HSA_STATUS_ERROR_INVALID_AGENT`.
         answers: &[Answer::Driver(&[0x1003, 0x1004])],
         cause: "the runtime exports only memory of a GPU's pools, and only ranges inside one \
                 allocation; it exports no freed memory and no memory of another process",
@@ -43,11 +44,11 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: &[Path::DmaBuf],
         steps: &[Step::Export],
         mapping: Some(DmaBufMapping::Pcie),
-        // `HSA_STATUS_ERROR_NOT_SUPPORTED`
+        // Code 0x2f is `HSA_STATUS_ERROR_NOT_SUPPORTED`.
         answers: &[Answer::Driver(&[0x2f])],
         cause: "the device's BAR does not hold all of its memory, which the PCIe mapping needs",
-        remedy: "nothing where the default mapping works, which is tried next; else switch \
-                 resizable BAR and decoding above 4 GiB on in the firmware",
+        remedy: "none needed if the default mapping works, which is tried next; otherwise enable \
+                 Above 4G Decoding and Resizable BAR in the firmware",
         ..RefusalCause::ANY
     },
     RefusalCause {

@@ -12,7 +12,7 @@ use std::{cell::Cell, ffi::c_void, fmt, ptr, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result,
-    iface::{CopyEngine, CopyEvent, FinishedCopy},
+    iface::{CopyEngine, CopyEvent, CopyRange, FinishedCopy},
 };
 use parking_lot::Mutex;
 
@@ -23,7 +23,8 @@ use crate::{
     table::Origin,
 };
 
-/// Length in bytes of a buffer between host memory and a device.
+/// Length in bytes of a buffer for copies between a device and memory that the device cannot
+/// access.
 const CHUNK: u64 = 1 << 20;
 
 /// Copies memory. Each copy in flight holds a reference to the buffers.
@@ -43,7 +44,7 @@ struct CopyBuffers {
 #[derive(Clone, Copy, Debug)]
 struct Buffer(usize);
 
-/// Kind of memory on one side of a copy.
+/// Kind of the source or destination memory of a copy.
 #[derive(Clone, Copy, Debug)]
 enum Side {
     /// Memory of a device.
@@ -52,26 +53,8 @@ enum Side {
     Shared(usize),
     /// Host memory that the runtime knows, but that has no address for every device.
     Known,
-    /// Memory that the runtime does not know: host memory.
+    /// Host memory that the runtime does not know.
     Unknown,
-}
-
-/// Addresses and length of a copy.
-#[derive(Clone, Copy)]
-struct CopyRange {
-    to: Address,
-    from: Address,
-    len: u64,
-}
-
-impl CopyRange {
-    fn described(self, error: Error) -> Error {
-        error.context("to", self.to).context("from", self.from).context("length", self.len)
-    }
-
-    fn part(self, offset: u64, len: u64) -> Self {
-        Self { to: Address(self.to.0 + offset), from: Address(self.from.0 + offset), len }
-    }
 }
 
 impl CopyEngine for Copier {
@@ -82,7 +65,7 @@ impl CopyEngine for Copier {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller of this function makes the same promise.
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
         let started = unsafe { self.start(copy) }.map_err(|error| copy.described(error))?;
         Ok(match started {
             Some(in_flight) => Box::new(in_flight),
@@ -113,10 +96,10 @@ impl Copier {
     /// Copies `len` bytes, and waits for the end of the copy.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller of this function makes the same promise.
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
         unsafe { self.start(copy) }
             .and_then(|started| started.map_or(Ok(()), |mut in_flight| in_flight.finish()))
             .map_err(|error| copy.described(error))
@@ -126,14 +109,15 @@ impl Copier {
     /// buffers is in flight on return.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`] until the copy has
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`] until the copy has
     /// ended.
     unsafe fn start(&self, copy: CopyRange) -> Result<Option<CopyInFlight>> {
         let (to, from) = (self.side(copy.to, copy.len)?, self.side(copy.from, copy.len)?);
         let agent = match (to, from) {
             (Side::Device(agent), _) | (_, Side::Device(agent)) => agent,
             (Side::Unknown, Side::Unknown) => {
-                // Host memory may be at the address of freed memory by now.
+                // If the caller means freed device memory, host memory may be at its address by
+                // now. A copy by the CPU would overwrite that host memory.
                 return Err(Error::new(ErrorKind::OutOfBounds, "copy")
                     .iface(IfaceKind::ROCR)
                     .context("why", "the runtime knows neither side")
@@ -144,7 +128,7 @@ impl Copier {
             }
             _ => {
                 // SAFETY: both sides are host memory, which the caller promises to be valid.
-                unsafe { copy_host(copy) };
+                unsafe { copy.copy_by_cpu() };
                 return Ok(None);
             }
         };
@@ -166,7 +150,11 @@ impl Copier {
         let step = if direct(to) && direct(from) { copy.len } else { CHUNK };
         let mut offset = 0;
         loop {
-            let part = copy.part(offset, step.min(copy.len - offset));
+            let part = CopyRange {
+                to: Address(copy.to.0 + offset),
+                from: Address(copy.from.0 + offset),
+                len: step.min(copy.len - offset),
+            };
             let at = |side| match side {
                 Side::Shared(address) => Side::Shared(address + offset as usize),
                 side => side,
@@ -180,7 +168,8 @@ impl Copier {
         }
     }
 
-    /// Returns the kind of memory on one side. Fails if the range exceeds its allocation.
+    /// Returns the kind of memory that a range of the copy lies in. Fails if the range exceeds its
+    /// allocation.
     fn side(&self, address: Address, len: u64) -> Result<Side> {
         let lookup = &self.0.lookup;
         let range = AddressRange::new(address, len)?;
@@ -189,17 +178,17 @@ impl Copier {
         }
         let own = lookup.table.own_around(address);
         let Some(found) = lookup.find(address)? else {
-            // The runtime no longer knows this memory of the iface, so that neither the CPU nor the
-            // runtime can access it.
+            // The iface allocated this memory, but the runtime no longer knows it. Neither the CPU
+            // nor the runtime can access the memory.
             return match own {
                 None => Ok(Side::Unknown),
                 Some((allocation, _)) => Err(Error::new(ErrorKind::Driver, "copy")
                     .iface(IfaceKind::ROCR)
-                    .context("reason", "the runtime does not recognise memory that it allocated")
+                    .context("why", "the runtime does not recognise memory that it allocated")
                     .context("allocation", allocation.range)),
             };
         };
-        // Possibly only some of the pages are page-locked, so the CPU copies the range.
+        // The application may have page-locked only some of the pages, so the CPU copies the range.
         if found.kind == AllocationKind::HostRegistered {
             return Ok(Side::Known);
         }
@@ -258,7 +247,7 @@ impl CopyBuffers {
                 let (buffer, host) = (in_flight.take_buffer()?, self.host()?);
                 // SAFETY: the buffer is this copy's own and of `CHUNK` bytes; the source is host
                 // memory, which the caller of the copy promises to be valid.
-                unsafe { copy_host(CopyRange { to: Address(buffer as u64), ..copy }) };
+                unsafe { CopyRange { to: Address(buffer as u64), ..copy }.copy_by_cpu() };
                 in_flight.submit((device_to, agent), (buffer, host), copy.len)?;
             }
             // `start` has already copied from host memory to host memory.
@@ -272,7 +261,7 @@ impl CopyBuffers {
         host.ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "copy")
                 .iface(IfaceKind::ROCR)
-                .context("reason", "the runtime has no pool of host memory")
+                .context("why", "the runtime has no pool of host memory")
         })
     }
 
@@ -308,8 +297,8 @@ impl Drop for CopyBuffers {
     }
 }
 
-/// A copy that a copy engine runs. Dropping it waits for the end of the copy, so that its memory is
-/// not freed meanwhile.
+/// A copy that a copy engine runs. Dropping the value waits for the end of the copy, so that the
+/// memory is not freed meanwhile.
 struct CopyInFlight {
     buffers: Arc<CopyBuffers>,
     /// Signal with a value that falls below 1 when the copy ends. The handle is 0 after `wait`.
@@ -333,7 +322,7 @@ impl CopyInFlight {
         Ok(buffer.0)
     }
 
-    /// Submits a copy to a copy engine. The engine can access both sides.
+    /// Submits a copy to a copy engine, which must be able to access both sides.
     fn submit(&mut self, to: (usize, Agent), from: (usize, Agent), len: u64) -> Result<()> {
         let f = &self.buffers.lookup.runtime.functions;
         let start = symbol(f.async_copy, "hsa_amd_memory_async_copy")?;
@@ -399,7 +388,7 @@ impl CopyInFlight {
         if let Some(out) = self.out.take() {
             // SAFETY: the buffer is this copy's own, and the caller of the copy keeps the
             // destination valid until it has ended.
-            unsafe { copy_host(out) };
+            unsafe { out.copy_by_cpu() };
         }
     }
 
@@ -423,7 +412,7 @@ impl CopyEvent for CopyInFlight {
         if value == 0 {
             self.copy_out();
         }
-        // An error ends the copy too; `wait` then returns it.
+        // A copy that failed counts as done: `wait` then returns the error.
         value < 1
     }
 
@@ -443,22 +432,5 @@ impl Drop for CopyInFlight {
 impl fmt::Debug for CopyInFlight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CopyInFlight").field("signal", &self.signal).finish_non_exhaustive()
-    }
-}
-
-/// Copies by the CPU.
-///
-/// # Safety
-/// Both sides are valid for the length, and nothing else refers to the destination. The sides may
-/// overlap.
-unsafe fn copy_host(copy: CopyRange) {
-    let (to, from) = (copy.to.0 as usize, copy.from.0 as usize);
-    // SAFETY: the caller promises that both sides are valid.
-    unsafe {
-        ptr::copy(
-            ptr::with_exposed_provenance::<u8>(from),
-            ptr::with_exposed_provenance_mut::<u8>(to),
-            copy.len as usize,
-        );
     }
 }

@@ -9,9 +9,9 @@ pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
     Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ROCR).context("library", library)
 }
 
-/// Returns the error for an operation that the runtime or this crate lacks.
+/// Returns the error for an operation that the runtime or this crate does not support.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ROCR).context("reason", reason)
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ROCR).context("why", reason)
 }
 
 /// Converts a code of the runtime to an error, or to Ok for success.
@@ -54,7 +54,7 @@ pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Err
     lacks(operation, "the library lacks the function").context("symbol", symbol)
 }
 
-/// Converts the code of an export to an error with a remedy.
+/// Converts the result code of an export call. An error gets a remedy.
 pub(crate) fn refused(code: HsaStatus, call: &'static str) -> Result<()> {
     check(code, call).map_err(|error| match code {
         HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT => {

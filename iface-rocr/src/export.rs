@@ -23,7 +23,7 @@ use crate::{
     table::Origin,
 };
 
-/// Exports device memory.
+/// Exports device memory to NICs, as dma-bufs or by address to peer-memory clients.
 #[derive(Debug)]
 pub(crate) struct Exporter {
     pub(crate) lookup: Arc<Lookup>,
@@ -73,7 +73,8 @@ impl DmaBufExporter for Exporter {
         })
     }
 
-    /// Closes the fd of an export by the runtime's call for it. Without that call, drops the fd.
+    /// Closes the fd of an export by `hsa_amd_portable_close_dmabuf`. If the library lacks that
+    /// function, drops the fd.
     fn release(&self, export: DmaBufExport) -> Result<()> {
         let Some(close) = self.lookup.runtime.functions.close_dmabuf else { return Ok(()) };
         // SAFETY: `export` owns the fd and passes the ownership to the call, which closes the fd
@@ -84,7 +85,7 @@ impl DmaBufExporter for Exporter {
 
 impl PeerMemoryExporter for Exporter {
     /// Returns the device address, which the kernel's peer-memory client for AMD GPUs resolves. If
-    /// that client is not loaded, only the registration fails.
+    /// that client is not loaded, the export succeeds and the later registration fails.
     fn export(&self, range: AddressRange, _nic: &Nic) -> Result<PeerMemoryExport> {
         self.exportable(Facet::PeerMemory.operation(), range)?;
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
@@ -139,7 +140,8 @@ impl Exporter {
         owned(fd, CALL)
     }
 
-    /// Returns the allocation that contains a range, if its kind can be exported as device memory.
+    /// Returns the allocation that contains a range. Fails if memory of its kind cannot be exported
+    /// as device memory.
     fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<Allocation> {
         let refuse = |error: Error| Err(error.context("range", range));
         let outside = |why: &'static str| {
@@ -162,7 +164,7 @@ impl Exporter {
         }
         match allocation.kind {
             AllocationKind::Host | AllocationKind::HostRegistered => refuse(
-                lacks(operation, "page-locked host memory is host memory")
+                lacks(operation, "page-locked host memory is not device memory")
                     .remedy("register its host pages"),
             ),
             _ => Ok(allocation),
@@ -175,7 +177,7 @@ fn owned(fd: c_int, call: &'static str) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(Error::new(ErrorKind::Driver, call)
             .iface(IfaceKind::ROCR)
-            .context("reason", "the call succeeded and returned no fd"));
+            .context("why", "the call succeeded and returned no fd"));
     }
     // SAFETY: the runtime made the fd for this call, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })

@@ -50,7 +50,8 @@ pub struct Rocr {
     monitors: CallbackMonitors,
 }
 
-/// Builder of [`Rocr`], which can load another library or use functions of the caller.
+/// Builder of [`Rocr`]. The builder can load another library, or use functions that the caller
+/// passes.
 ///
 /// # Examples
 /// ```
@@ -61,31 +62,24 @@ pub struct Rocr {
 /// assert_eq!(error.kind(), ErrorKind::Unavailable);
 /// assert_eq!(error.context_value("library"), Some("/nowhere/libhsa-runtime64.so.1"));
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[must_use = "a builder does nothing until it opens"]
 pub struct Builder {
-    driver: Driver,
-}
-
-#[derive(Debug)]
-enum Driver {
-    /// The library that the environment names, or else the library that the dynamic loader finds.
-    Found,
-    Library(PathBuf),
-    Functions(Box<Functions>),
+    library: Option<PathBuf>,
+    functions: Option<Functions>,
 }
 
 impl Builder {
     /// Loads the library at `path` instead of the one that `HMEM_ROCR_LIBRARY` names or the dynamic
     /// loader finds.
     pub fn library(mut self, path: impl AsRef<Path>) -> Self {
-        self.driver = Driver::Library(path.as_ref().to_owned());
+        self.library = Some(path.as_ref().to_owned());
         self
     }
 
-    /// Uses these functions instead of loading a library.
+    /// Uses `functions` as the runtime, instead of loading a library.
     pub fn functions(mut self, functions: Functions) -> Self {
-        self.driver = Driver::Functions(Box::new(functions));
+        self.functions = Some(functions);
         self
     }
 
@@ -97,22 +91,17 @@ impl Builder {
     ///   one.
     /// - Otherwise the error of a query for the properties of a device.
     pub fn open(self) -> Result<Rocr> {
-        let functions = match self.driver {
-            Driver::Library(path) => Functions::load(&path)?,
-            Driver::Functions(functions) => *functions,
-            Driver::Found => {
-                match std::env::var_os(Rocr::LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
-                    Some(path) => Functions::load(Path::new(&path))?,
-                    None => Functions::load(Path::new(Functions::LIBRARY))?,
-                }
-            }
+        let functions = match self.functions {
+            Some(functions) => functions,
+            None => Functions::find(self.library, Rocr::LIBRARY_VARIABLE)?,
         };
         Rocr::start(functions)
     }
 }
 
 impl Rocr {
-    /// Environment variable that names the library to load, unless the builder names one.
+    /// Environment variable that names the library to load. A library that the builder names takes
+    /// precedence.
     pub const LIBRARY_VARIABLE: &str = "HMEM_ROCR_LIBRARY";
 
     /// Opens the runtime library that `HMEM_ROCR_LIBRARY` names, or the one that the dynamic loader
@@ -124,12 +113,12 @@ impl Rocr {
         Self::builder().open()
     }
 
-    /// Returns a builder, which can load another library or use functions of the caller.
+    /// Returns a builder, which can load another library or use functions that the caller passes.
     pub fn builder() -> Builder {
-        Builder { driver: Driver::Found }
+        Builder::default()
     }
 
-    /// Frees the buffers for copies, and gives up the iface's reference to the runtime.
+    /// Frees the buffers for copies, and releases the iface's reference to the runtime.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] while memory of this iface is allocated, opened or page-locked, or a
@@ -190,12 +179,12 @@ unsafe impl Iface for Rocr {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller of this function makes the same promise.
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
         unsafe { self.copier.copy(to, from, len) }
     }
 
-    // There is no `address_span`: queries also find page-locked host memory, which can be at any
-    // address.
+    // This iface does not implement `address_span`: its queries also find page-locked host memory,
+    // which can be at any address.
 
     fn has_identities(&self) -> bool {
         self.lookup.has_identities()

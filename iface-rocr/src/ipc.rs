@@ -24,7 +24,7 @@ pub(crate) struct IpcExchange {
 /// First four bytes of a handle. The fourth byte is the version of the format.
 const MAGIC: [u8; 4] = *b"HMR\x02";
 
-/// Contents of a handle.
+/// Contents of a handle that another process opens.
 #[derive(Debug, PartialEq, Eq)]
 struct Body {
     handle: IpcMemory,
@@ -79,12 +79,13 @@ impl Ipc for IpcExchange {
         let create = symbol(self.lookup.runtime.functions.ipc_create, "hsa_amd_ipc_memory_create")?;
         let found = self.lookup.find(allocation.base())?;
         let found = found.filter(|found| found.id == allocation.id).filter(|found| {
-            // The call requires the first byte of the whole allocation.
+            // `hsa_amd_ipc_memory_create` requires the first address of the whole allocation.
             found.base() == allocation.base()
         });
         let found = found.ok_or_else(|| not_live(OPERATION, allocation))?;
         let device = found.device.ok_or_else(|| not_live(OPERATION, allocation))?;
-        // The call requires the full length in the runtime, which may be rounded up.
+        // `hsa_amd_ipc_memory_create` requires the allocation's length in the runtime, which may be
+        // rounded up.
         let info = self.lookup.pointer_info(found.base())?;
         if Address::of_ptr(info.agent_base) != found.base() || (info.len as u64) < found.range.len()
         {
@@ -136,8 +137,8 @@ impl Ipc for IpcExchange {
             let (kind, device) = (AllocationKind::Imported, Some(entry.description.id));
             let id = self.lookup.table.next_id();
             let allocation = Allocation { iface: IfaceKind::ROCR, range, device, kind, id };
-            // "each attach may return a different address": if two attaches returned the same
-            // address, this iface could not distinguish the two allocations.
+            // If two attaches returned the same address, this iface could not distinguish the two
+            // allocations. AMD's header says that "each attach may return a different address".
             if self.lookup.table.own_around(base).is_some() {
                 return Err(Error::new(ErrorKind::Busy, OPERATION)
                     .iface(IfaceKind::ROCR)
@@ -174,8 +175,8 @@ impl IpcExchange {
     }
 }
 
-/// Returns the result of attaching memory, with the remedy for a refusal. The runtime returns
-/// INVALID_ARGUMENT for memory that was freed.
+/// Converts the result code of `hsa_amd_ipc_memory_attach`. An error gets a remedy. The runtime
+/// returns INVALID_ARGUMENT for memory that was freed.
 fn opened(code: HsaStatus) -> Result<()> {
     const CALL: &str = "hsa_amd_ipc_memory_attach";
     refused(code, CALL).map_err(|error| match code {

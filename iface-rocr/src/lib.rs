@@ -39,7 +39,7 @@
 //!   registered and monitored as system memory.
 //! - Reserved addresses (`hsa_amd_vmem_*`): virtual memory. This iface exports its own virtual
 //!   memory by its handle and never caches it. Virtual memory of the application is refused with an
-//!   error that says so, since the runtime does not return its first address.
+//!   error that says so, since the runtime does not report its first address.
 //! - Memory of another process: never cached. This iface closes the memory that it opened with
 //!   `ipc_close`.
 //! - Managed memory (`hipMallocManaged`) is host pages with attributes, which the runtime's lookup

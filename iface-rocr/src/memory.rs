@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// Placeholder identity of an allocation that is not in the table. If the runtime has no
-/// deallocation callbacks, all memory has it.
+/// deallocation callbacks, all memory has this identity.
 const NO_IDENTITY: AllocationId = AllocationId(0);
 
 /// Looks up allocations by address.
@@ -29,15 +29,15 @@ impl Lookup {
     /// Returns the allocation that contains an address, or `None` if the runtime does not know the
     /// address.
     pub(crate) fn find(&self, address: Address) -> Result<Option<Allocation>> {
-        // The runtime refuses the null pointer as an invalid argument.
+        // The runtime would refuse the null pointer as an invalid argument, so it is not queried.
         if address.0 == 0 {
             return Ok(None);
         }
         let Some((kind, allocation)) = self.describe(address)? else { return Ok(None) };
         match kind {
             sys::HSA_EXT_POINTER_TYPE_HSA => self.identify(address, allocation).map(Some),
-            // Memory of this type has no callback, so its free is not detected. Each lookup returns
-            // a new identity, so that no cached registration matches.
+            // The runtime calls no callback for memory of this type, so its free is not detected.
+            // Each lookup returns a new identity, so that no cached registration matches.
             _ if allocation.id == NO_IDENTITY && self.has_identities() => {
                 Ok(Some(Allocation { id: self.table.next_id(), ..allocation }))
             }
@@ -94,7 +94,7 @@ impl Lookup {
             return Err(Error::new(ErrorKind::Driver, "query")
                 .iface(IfaceKind::ROCR)
                 .context(
-                    "reason",
+                    "why",
                     "the driver's answer does not describe an allocation that holds the address",
                 )
                 .context("address", address)
@@ -111,9 +111,10 @@ impl Lookup {
         })
     }
 
-    /// Returns the VMM allocation at an address with its type, if this iface made it. Refuses VMM
-    /// memory of the application: as its first address, the runtime returns the queried address or
-    /// the start of the reservation.
+    /// Returns the VMM allocation that contains an address, and `kind`, the type of the address.
+    ///
+    /// Only VMM memory of this iface is supported. For VMM memory of the application, the runtime
+    /// returns the queried address or the start of the reservation as the first address.
     fn own_or_refuse(&self, address: Address, kind: u32) -> Result<Option<(u32, Allocation)>> {
         if let Some((allocation, Origin::Virtual { .. })) = self.table.own_around(address) {
             return Ok(Some((kind, allocation)));
@@ -129,7 +130,7 @@ impl Lookup {
             .remedy("allocate it from a pool (hipMalloc), or through this iface as virtual memory"))
     }
 
-    /// Queries the runtime about an address.
+    /// Returns the runtime's information about an address.
     pub(crate) fn pointer_info(&self, address: Address) -> Result<PointerInfo> {
         let mut info = PointerInfo {
             size: size_of::<PointerInfo>() as u32,

@@ -20,7 +20,7 @@ pub(crate) struct Runtime {
     pub(crate) functions: Functions,
     /// Devices in the order of their ordinals.
     pub(crate) devices: Vec<DeviceEntry>,
-    /// Agents of the CPUs.
+    /// CPUs that the runtime listed.
     cpus: Vec<Agent>,
     /// The first CPU and its memory pool. Every agent can get access to memory of the pool.
     pub(crate) host: Option<(Agent, MemoryPool)>,
@@ -44,7 +44,7 @@ pub(crate) struct DeviceEntry {
 }
 
 impl Runtime {
-    /// Starts a runtime and lists its devices.
+    /// Starts the runtime and lists its devices.
     ///
     /// # Errors
     /// The errors of [`Builder::open`](crate::Builder::open).
@@ -63,7 +63,7 @@ impl Runtime {
                 },
             ));
         }
-        // From here on, dropping the value releases the reference.
+        // From here on, dropping `runtime` releases the reference to the runtime.
         let mut runtime = Self {
             functions,
             devices: Vec::new(),
@@ -98,7 +98,7 @@ impl Runtime {
             };
             runtime.host = pool(functions, cpu, rank)?.map(|found| (cpu, found.pool));
         }
-        // A runtime that does not know the attribute may still export.
+        // A runtime that does not know the attribute for dma-bufs may still export them.
         runtime.dma_buf =
             supports(functions, sys::HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED)?.unwrap_or(true);
         runtime.vmm = supports(functions, sys::HSA_AMD_SYSTEM_INFO_VIRTUAL_MEM_API_SUPPORTED)?
@@ -125,7 +125,8 @@ impl Runtime {
         Ok(())
     }
 
-    /// Returns the device with this number.
+    /// Returns the device with this ordinal. For an unknown ordinal, returns an error that names
+    /// `operation`.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
         self.devices.get(device.0 as usize).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, operation)
@@ -136,13 +137,13 @@ impl Runtime {
         })
     }
 
-    /// Returns the device for an agent, or `None` if the agent is a CPU or a GPU that this process
+    /// Returns the device for an agent. Returns `None` for a CPU, and for a GPU that this process
     /// does not see.
     pub(crate) fn device_of(&self, agent: Agent) -> Option<&DeviceEntry> {
         self.devices.iter().find(|device| device.agent == agent)
     }
 
-    /// Returns true if the agent is a CPU.
+    /// Returns true if the agent is one of the CPUs that the runtime listed.
     pub(crate) fn is_cpu(&self, agent: Agent) -> bool {
         self.cpus.contains(&agent)
     }
@@ -160,7 +161,7 @@ impl Runtime {
         let (_, pool) = self.host.ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "allocate")
                 .iface(IfaceKind::ROCR)
-                .context("reason", "the runtime has no pool of host memory")
+                .context("why", "the runtime has no pool of host memory")
         })?;
         let base = self.allocate(pool, len)?;
         let agents: Vec<Agent> = self.devices.iter().map(|device| device.agent).collect();
@@ -185,7 +186,7 @@ impl Runtime {
     /// returned.
     ///
     /// # Safety
-    /// The memory is freed once, and nothing uses it any longer.
+    /// The caller must free the memory only once, and nothing may use it any longer.
     pub(crate) unsafe fn free(&self, base: *mut c_void) -> Result<()> {
         // SAFETY: the runtime returned the address, and the caller promises that the memory is
         // freed once and unused.
@@ -202,7 +203,7 @@ impl Drop for Runtime {
 }
 
 /// Returns the remedy for a runtime that finds no driver. `opened` is the error of opening the
-/// driver's device file, if it failed.
+/// driver's device file, or `None` if that succeeded.
 fn no_driver(opened: Option<io::ErrorKind>) -> &'static str {
     match opened {
         Some(io::ErrorKind::PermissionDenied) => {
@@ -283,7 +284,7 @@ fn pool(functions: &Functions, agent: Agent, rank: impl Fn(u32) -> u32) -> Resul
 /// Adds an item to a vector. The runtime calls this function for each agent or pool that it lists.
 ///
 /// # Safety
-/// `into` points to a `Vec<T>`, which nothing else accesses meanwhile.
+/// `into` must point to a `Vec<T>` that nothing else accesses during the call.
 unsafe extern "C" fn collect<T>(item: T, into: *mut c_void) -> HsaStatus {
     // SAFETY: the caller promises a `Vec<T>` that nothing else accesses meanwhile.
     unsafe { &mut *into.cast::<Vec<T>>() }.push(item);
@@ -344,7 +345,7 @@ fn of(error: Error, attribute: u32) -> Error {
     error.context("attribute", format_args!("{attribute:#x}"))
 }
 
-/// Converts a C string that the runtime wrote, up to its NUL.
+/// Converts a buffer with a C string that the runtime wrote to a `String`.
 fn text(buffer: [u8; 64]) -> String {
     match CStr::from_bytes_until_nul(&buffer) {
         Ok(text) => text.to_string_lossy().into_owned(),

@@ -7,90 +7,64 @@
 //! ```
 //! use hmem_iface_rocr::sys::{HsaStatus, Functions};
 //!
-//! // SAFETY: the lookup returns nothing, so there is nothing that it must vouch for.
+//! // SAFETY: the lookup returns no function, so no signature can be wrong.
 //! let error = unsafe { Functions::from_lookup(|_| None) }.unwrap_err();
 //! assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
 //! let code = HsaStatus::HSA_STATUS_ERROR_FATAL;
 //! assert_eq!(code.name(), Some("HSA_STATUS_ERROR_FATAL"));
 //! ```
 
-use std::{ffi::c_void, mem, path::Path, sync::Arc};
+use std::{ffi::c_void, mem};
 
-use hmem_core::{Error, ErrorKind, IfaceKind, Result};
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use hmem_core::IfaceKind;
 
-/// `hsa_status_t`: result code of the runtime's functions.
-#[repr(transparent)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HsaStatus(pub u32);
-
-macro_rules! codes {
-    ($($name:ident = $code:literal,)+) => {
-        impl HsaStatus {
-            $(
-                #[doc = concat!("`", stringify!($name), "`")]
-                pub const $name: Self = Self($code);
-            )+
-
-            /// All codes that have a name.
-            pub const ALL: &[Self] = &[$(Self::$name),+];
-
-            /// Returns the name in `hsa.h` or `hsa_ext_amd.h`, or `None` for an unknown code.
-            #[must_use]
-            pub const fn name(self) -> Option<&'static str> {
-                match self.0 {
-                    $($code => Some(stringify!($name)),)+
-                    _ => None,
-                }
-            }
-        }
-    };
-}
-
-codes! {
-    HSA_STATUS_SUCCESS = 0x0,
-    HSA_STATUS_INFO_BREAK = 0x1,
-    HSA_STATUS_ERROR_INVALID_MEMORY_POOL = 0x28,
-    HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION = 0x29,
-    HSA_STATUS_ERROR_ILLEGAL_INSTRUCTION = 0x2a,
-    HSA_STATUS_ERROR_MEMORY_FAULT = 0x2b,
-    HSA_STATUS_CU_MASK_REDUCED = 0x2c,
-    HSA_STATUS_ERROR_OUT_OF_REGISTERS = 0x2d,
-    HSA_STATUS_ERROR_RESOURCE_BUSY = 0x2e,
-    HSA_STATUS_ERROR_NOT_SUPPORTED = 0x2f,
-    HSA_STATUS_ERROR = 0x1000,
-    HSA_STATUS_ERROR_INVALID_ARGUMENT = 0x1001,
-    HSA_STATUS_ERROR_INVALID_QUEUE_CREATION = 0x1002,
-    HSA_STATUS_ERROR_INVALID_ALLOCATION = 0x1003,
-    HSA_STATUS_ERROR_INVALID_AGENT = 0x1004,
-    HSA_STATUS_ERROR_INVALID_REGION = 0x1005,
-    HSA_STATUS_ERROR_INVALID_SIGNAL = 0x1006,
-    HSA_STATUS_ERROR_INVALID_QUEUE = 0x1007,
-    HSA_STATUS_ERROR_OUT_OF_RESOURCES = 0x1008,
-    HSA_STATUS_ERROR_INVALID_PACKET_FORMAT = 0x1009,
-    HSA_STATUS_ERROR_RESOURCE_FREE = 0x100a,
-    HSA_STATUS_ERROR_NOT_INITIALIZED = 0x100b,
-    HSA_STATUS_ERROR_REFCOUNT_OVERFLOW = 0x100c,
-    HSA_STATUS_ERROR_INCOMPATIBLE_ARGUMENTS = 0x100d,
-    HSA_STATUS_ERROR_INVALID_INDEX = 0x100e,
-    HSA_STATUS_ERROR_INVALID_ISA = 0x100f,
-    HSA_STATUS_ERROR_INVALID_CODE_OBJECT = 0x1010,
-    HSA_STATUS_ERROR_INVALID_EXECUTABLE = 0x1011,
-    HSA_STATUS_ERROR_FROZEN_EXECUTABLE = 0x1012,
-    HSA_STATUS_ERROR_INVALID_SYMBOL_NAME = 0x1013,
-    HSA_STATUS_ERROR_VARIABLE_ALREADY_DEFINED = 0x1014,
-    HSA_STATUS_ERROR_VARIABLE_UNDEFINED = 0x1015,
-    HSA_STATUS_ERROR_EXCEPTION = 0x1016,
-    HSA_STATUS_ERROR_INVALID_ISA_NAME = 0x1017,
-    HSA_STATUS_ERROR_INVALID_CODE_SYMBOL = 0x1018,
-    HSA_STATUS_ERROR_INVALID_EXECUTABLE_SYMBOL = 0x1019,
-    HSA_STATUS_ERROR_INVALID_FILE = 0x1020,
-    HSA_STATUS_ERROR_INVALID_CODE_OBJECT_READER = 0x1021,
-    HSA_STATUS_ERROR_INVALID_CACHE = 0x1022,
-    HSA_STATUS_ERROR_INVALID_WAVEFRONT = 0x1023,
-    HSA_STATUS_ERROR_INVALID_SIGNAL_GROUP = 0x1024,
-    HSA_STATUS_ERROR_INVALID_RUNTIME_STATE = 0x1025,
-    HSA_STATUS_ERROR_FATAL = 0x1026,
+hmem_core::c_enum! {
+    /// `hsa_status_t`: result code of the runtime's functions.
+    HsaStatus(u32) {
+        HSA_STATUS_SUCCESS = 0x0,
+        HSA_STATUS_INFO_BREAK = 0x1,
+        HSA_STATUS_ERROR_INVALID_MEMORY_POOL = 0x28,
+        HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION = 0x29,
+        HSA_STATUS_ERROR_ILLEGAL_INSTRUCTION = 0x2a,
+        HSA_STATUS_ERROR_MEMORY_FAULT = 0x2b,
+        HSA_STATUS_CU_MASK_REDUCED = 0x2c,
+        HSA_STATUS_ERROR_OUT_OF_REGISTERS = 0x2d,
+        HSA_STATUS_ERROR_RESOURCE_BUSY = 0x2e,
+        HSA_STATUS_ERROR_NOT_SUPPORTED = 0x2f,
+        HSA_STATUS_ERROR = 0x1000,
+        HSA_STATUS_ERROR_INVALID_ARGUMENT = 0x1001,
+        HSA_STATUS_ERROR_INVALID_QUEUE_CREATION = 0x1002,
+        HSA_STATUS_ERROR_INVALID_ALLOCATION = 0x1003,
+        HSA_STATUS_ERROR_INVALID_AGENT = 0x1004,
+        HSA_STATUS_ERROR_INVALID_REGION = 0x1005,
+        HSA_STATUS_ERROR_INVALID_SIGNAL = 0x1006,
+        HSA_STATUS_ERROR_INVALID_QUEUE = 0x1007,
+        HSA_STATUS_ERROR_OUT_OF_RESOURCES = 0x1008,
+        HSA_STATUS_ERROR_INVALID_PACKET_FORMAT = 0x1009,
+        HSA_STATUS_ERROR_RESOURCE_FREE = 0x100a,
+        HSA_STATUS_ERROR_NOT_INITIALIZED = 0x100b,
+        HSA_STATUS_ERROR_REFCOUNT_OVERFLOW = 0x100c,
+        HSA_STATUS_ERROR_INCOMPATIBLE_ARGUMENTS = 0x100d,
+        HSA_STATUS_ERROR_INVALID_INDEX = 0x100e,
+        HSA_STATUS_ERROR_INVALID_ISA = 0x100f,
+        HSA_STATUS_ERROR_INVALID_CODE_OBJECT = 0x1010,
+        HSA_STATUS_ERROR_INVALID_EXECUTABLE = 0x1011,
+        HSA_STATUS_ERROR_FROZEN_EXECUTABLE = 0x1012,
+        HSA_STATUS_ERROR_INVALID_SYMBOL_NAME = 0x1013,
+        HSA_STATUS_ERROR_VARIABLE_ALREADY_DEFINED = 0x1014,
+        HSA_STATUS_ERROR_VARIABLE_UNDEFINED = 0x1015,
+        HSA_STATUS_ERROR_EXCEPTION = 0x1016,
+        HSA_STATUS_ERROR_INVALID_ISA_NAME = 0x1017,
+        HSA_STATUS_ERROR_INVALID_CODE_SYMBOL = 0x1018,
+        HSA_STATUS_ERROR_INVALID_EXECUTABLE_SYMBOL = 0x1019,
+        HSA_STATUS_ERROR_INVALID_FILE = 0x1020,
+        HSA_STATUS_ERROR_INVALID_CODE_OBJECT_READER = 0x1021,
+        HSA_STATUS_ERROR_INVALID_CACHE = 0x1022,
+        HSA_STATUS_ERROR_INVALID_WAVEFRONT = 0x1023,
+        HSA_STATUS_ERROR_INVALID_SIGNAL_GROUP = 0x1024,
+        HSA_STATUS_ERROR_INVALID_RUNTIME_STATE = 0x1025,
+        HSA_STATUS_ERROR_FATAL = 0x1026,
+    }
 }
 
 /// `hsa_agent_t`: handle of a CPU or GPU.
@@ -149,7 +123,7 @@ pub struct VmemHandle {
     pub handle: u64,
 }
 
-/// `hsa_amd_memory_access_desc_t`
+/// `hsa_amd_memory_access_desc_t`: rights of an agent on mapped memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AccessDesc {
@@ -174,14 +148,14 @@ pub struct HdpFlush {
     /// Register for writes to the device's memory: writing 1 makes earlier writes visible to the
     /// device. Null if the device has no such register.
     pub memory: *mut u32,
-    /// Like `memory`, for writes to the device's registers.
+    /// Register for writes to the device's registers, used like `memory`.
     pub registers: *mut u32,
 }
 
 /// An attribute of an agent, a pool or the system. `T` is the type of its value in the header.
 #[derive(Clone, Copy, Debug)]
 pub struct Attribute<T> {
-    /// Number of the attribute in the header.
+    /// Number of the attribute in AMD's header.
     pub number: u32,
     /// Initial value for a query, which the runtime overwrites with the attribute's value.
     pub(crate) empty: T,
@@ -200,32 +174,34 @@ macro_rules! attributes {
 }
 
 attributes! {
-    /// `char[64]`
+    /// Name of the agent, as `char[64]`.
     HSA_AGENT_INFO_NAME: [u8; 64] = 0, [0; 64];
-    /// `hsa_device_type_t`, an `HSA_DEVICE_TYPE_*`
+    /// Type of the agent: an `HSA_DEVICE_TYPE_*`, as `hsa_device_type_t`.
     HSA_AGENT_INFO_DEVICE: u32 = 17, 0;
-    /// `uint32_t`, bus in bits 8 to 15, device in 3 to 7, function in 0 to 2
+    /// Place on the PCI bus, as `uint32_t`: bus in bits 8 to 15, device in 3 to 7, function in 0 to
+    /// 2.
     HSA_AMD_AGENT_INFO_BDFID: u32 = 0xa006, 0;
-    /// `char[64]`
+    /// Marketing name of the product, as `char[64]`.
     HSA_AMD_AGENT_INFO_PRODUCT_NAME: [u8; 64] = 0xa009, [0; 64];
-    /// `hsa_amd_hdp_flush_t`, null addresses if the device has no such registers
+    /// Registers that flush inbound PCIe writes, as `hsa_amd_hdp_flush_t`. The addresses are null
+    /// if the device has no such registers.
     HSA_AMD_AGENT_INFO_HDP_FLUSH: HdpFlush =
         0xa00e, HdpFlush { memory: std::ptr::null_mut(), registers: std::ptr::null_mut() };
-    /// `uint32_t`, the PCI domain
+    /// PCI domain of the agent, as `uint32_t`.
     HSA_AMD_AGENT_INFO_DOMAIN: u32 = 0xa00f, 0;
-    /// `hsa_amd_segment_t`, an `HSA_AMD_SEGMENT_*`
+    /// Segment of the pool: an `HSA_AMD_SEGMENT_*`, as `hsa_amd_segment_t`.
     HSA_AMD_MEMORY_POOL_INFO_SEGMENT: u32 = 0, 0;
-    /// `uint32_t`, `HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_*` bits of a global pool
+    /// Flags of a global pool: `HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_*` bits, as `uint32_t`.
     HSA_AMD_MEMORY_POOL_INFO_GLOBAL_FLAGS: u32 = 1, 0;
-    /// `size_t`, bytes
+    /// Size of the pool in bytes, as `size_t`.
     HSA_AMD_MEMORY_POOL_INFO_SIZE: usize = 2, 0;
-    /// `bool`
+    /// True if memory can be allocated from the pool, as `bool`.
     HSA_AMD_MEMORY_POOL_INFO_RUNTIME_ALLOC_ALLOWED: u8 = 5, 0;
-    /// `size_t`, bytes that allocations are rounded up to
+    /// Granularity of allocations in bytes, as `size_t`. The runtime rounds lengths up to it.
     HSA_AMD_MEMORY_POOL_INFO_RUNTIME_ALLOC_GRANULE: usize = 6, 0;
-    /// `bool`, from ROCm 5.6 on
+    /// True if the runtime exports dma-bufs, as `bool`. Since ROCm 5.6.
     HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED: u8 = 0x204, 0;
-    /// `bool`, from ROCm 6.0 on
+    /// True if the runtime has the `hsa_amd_vmem_*` functions, as `bool`. Since ROCm 6.0.
     HSA_AMD_SYSTEM_INFO_VIRTUAL_MEM_API_SUPPORTED: u8 = 0x205, 0;
 }
 
@@ -259,8 +235,8 @@ constants! {
     HSA_EXT_POINTER_TYPE_GRAPHICS: u32 = 3;
     /// Memory that another process shares.
     HSA_EXT_POINTER_TYPE_IPC: u32 = 4;
-    /// A reserved address range. The runtime does not return the memory that is mapped there. Since
-    /// version 1.12 of the AMD extension.
+    /// An address in a reserved range, at which no memory is mapped. Since version 1.12 of the AMD
+    /// extension.
     HSA_EXT_POINTER_TYPE_RESERVED_ADDR: u32 = 5;
     /// Memory that is mapped into a reserved address range. Since version 1.12 of the AMD
     /// extension.
@@ -274,8 +250,8 @@ constants! {
     HSA_AMD_DMABUF_MAPPING_TYPE_PCIE: u64 = 1;
 }
 
-/// All constants of this module with their names in the headers: the numbers of attributes, then
-/// the others.
+/// All constants of this module with their names in the headers. The first list has the numbers of
+/// attributes, and the second list has all other constants.
 pub const CONSTANTS: [&[(&str, u64)]; 2] = [ATTRIBUTES, PLAIN];
 
 /// Callback of `hsa_iterate_agents`, called for each agent.
@@ -300,66 +276,17 @@ const _: () = assert!(mem::offset_of!(PointerInfo, user_data) == 32);
 const _: () = assert!(mem::offset_of!(PointerInfo, owner) == 40);
 const _: () = assert!(mem::offset_of!(PointerInfo, global_flags) == 48);
 
-macro_rules! functions {
-    (
-        required { $($field:ident: $symbol:ident($($argument:ty),*) -> $returns:ty;)+ }
-        optional { $($ofield:ident: $osymbol:ident($($oargument:ty),*) -> $oreturns:ty;)+ }
-    ) => {
-        /// Table of the functions of `libhsa-runtime64.so.1` that this crate calls.
-        #[derive(Clone, Debug)]
-        pub struct Functions {
-            library: Arc<str>,
-            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $returns,)+
-            $(pub(crate) $ofield: Option<unsafe extern "C" fn($($oargument),*) -> $oreturns>,)+
-        }
-
-        impl Functions {
-            /// Symbols that the library must have.
-            pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
-
-            /// Symbols that a library may lack. Without them a facet is missing.
-            pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($osymbol)),+];
-
-            /// All symbols with the types of their arguments and results.
-            pub const SIGNATURES: &[(&str, &[&str], &str)] = &[
-                $((stringify!($symbol), &[$(stringify!($argument)),*], stringify!($returns)),)+
-                $((stringify!($osymbol), &[$(stringify!($oargument)),*], stringify!($oreturns)),)+
-            ];
-
-            /// Fills the table with the functions that `lookup` returns.
-            ///
-            /// # Safety
-            /// The caller upholds the safety contract of [`Functions::from_lookup`].
-            unsafe fn fill(
-                library: &str,
-                mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
-            ) -> Result<Self> {
-                let mut lookup = |symbol| lookup(symbol).filter(|address| !address.is_null());
-                Ok(Self {
-                    library: library.into(),
-                    $($field: {
-                        let address = lookup(stringify!($symbol))
-                            .ok_or_else(|| lacks_symbol(library, stringify!($symbol)))?;
-                        type Function = unsafe extern "C" fn($($argument),*) -> $returns;
-                        // SAFETY: the caller promises that the address is a function with the
-                        // signature that the header declares for this name, which is the one in
-                        // this table.
-                        unsafe { mem::transmute::<*const (), Function>(address) }
-                    },)+
-                    $($ofield: lookup(stringify!($osymbol)).map(|address| {
-                        type Function = unsafe extern "C" fn($($oargument),*) -> $oreturns;
-                        // SAFETY: the caller promises that the address is a function with the
-                        // signature that the header declares for this name, which is the one in
-                        // this table.
-                        unsafe { mem::transmute::<*const (), Function>(address) }
-                    }),)+
-                })
-            }
-        }
-    };
-}
-
-functions! {
+hmem_core::function_table! {
+    /// Table of the functions of `libhsa-runtime64.so.1` that this crate calls.
+    Functions {
+        library: "libhsa-runtime64.so.1",
+        iface: IfaceKind::ROCR,
+        fields: pub(crate),
+        not_loaded: "install AMD's HSA runtime, or name its library in HMEM_ROCR_LIBRARY (in Rust: \
+                     Rocr::builder().library(path))",
+        lacks_symbol: "the library has no such symbol: it is not AMD's HSA runtime library, or \
+                       older than ROCm 5",
+    }
     required {
         init: hsa_init() -> HsaStatus;
         shut_down: hsa_shut_down() -> HsaStatus;
@@ -423,87 +350,4 @@ functions! {
         ) -> HsaStatus;
         vmem_export: hsa_amd_vmem_export_shareable_handle(*mut i32, VmemHandle, u64) -> HsaStatus;
     }
-}
-
-impl Functions {
-    /// Name by which the dynamic loader finds the library.
-    pub const LIBRARY: &str = "libhsa-runtime64.so.1";
-
-    /// Loads the library at `path` and fills the table from it.
-    ///
-    /// The library stays loaded for the rest of the process.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unavailable`] if the loader refuses the library, or if the library lacks a
-    /// required symbol. The error names the library, and the loader's reason or the first missing
-    /// symbol.
-    pub fn load(path: &Path) -> Result<Self> {
-        let library = path.display().to_string();
-        // SAFETY: loading runs the library's initialisers; the caller names AMD's HSA runtime
-        // library, whose initialisers have no precondition.
-        let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }
-            .map_err(|reason| not_loaded(&library, reason))?;
-        // SAFETY: the addresses come from the library itself under the names of its own header, and
-        // the library is never unloaded once the table is filled.
-        let functions = unsafe {
-            Self::fill(&library, |symbol| {
-                loaded
-                    .get::<*const ()>(symbol)
-                    .ok()
-                    .map(|address| address.as_raw_ptr().cast_const().cast())
-            })
-        }?;
-        // Dropping the handle would unload the library. Its threads, callbacks and exit handlers
-        // would then crash the process.
-        std::mem::forget(loaded);
-        Ok(functions)
-    }
-
-    /// Fills the table with the functions that a closure returns, such as those of a fake runtime.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup`
-    /// returns `None`.
-    ///
-    /// # Safety
-    /// Each address that `lookup` returns is a function with the signature that `hsa.h` and
-    /// `hsa_ext_amd.h` declare for that name, and stays callable from any thread for as long as a
-    /// copy of the table exists.
-    pub unsafe fn from_lookup(
-        lookup: impl FnMut(&'static str) -> Option<*const ()>,
-    ) -> Result<Self> {
-        // SAFETY: the caller of this function makes the promise that `fill` asks for.
-        unsafe { Self::fill("(injected)", lookup) }
-    }
-
-    /// Returns the name of the library that the functions came from.
-    #[must_use]
-    pub fn library(&self) -> &str {
-        &self.library
-    }
-}
-
-fn not_loaded(library: &str, reason: libloading::Error) -> Error {
-    let error = Error::new(ErrorKind::Unavailable, "load library")
-        .iface(IfaceKind::ROCR)
-        .context("library", library)
-        .remedy(
-            "install AMD's HSA runtime, or name its library in HMEM_ROCR_LIBRARY (in Rust: \
-             Rocr::builder().library(path))",
-        );
-    match reason {
-        libloading::Error::DlOpen { source } => error.caused_by(source),
-        other => error.caused_by(other),
-    }
-}
-
-fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
-    Error::new(ErrorKind::Unavailable, "load library")
-        .iface(IfaceKind::ROCR)
-        .context("library", library)
-        .context("symbol", symbol)
-        .remedy(
-            "the library has no such symbol: it is not AMD's HSA runtime library, or older \
-                 than ROCm 5",
-        )
 }

@@ -26,7 +26,8 @@ use crate::sys::VmemHandle;
 #[derive(Debug, Default)]
 pub(crate) struct AllocationTable {
     entries: Mutex<Entries>,
-    /// Held while a callback is registered, so that each allocation gets only one.
+    /// Lock that a thread holds while it registers a callback, so that each allocation gets one
+    /// callback only.
     pub(crate) registering: Mutex<()>,
 }
 
@@ -35,7 +36,7 @@ struct Entries {
     last_id: u64,
     /// Allocations by first address.
     live: BTreeMap<u64, Entry>,
-    /// First address of the watched allocation, by subscription.
+    /// First addresses of watched allocations, by the number of the subscription.
     watched: HashMap<u64, u64>,
     last_subscription: u64,
     /// Page-locked ranges by first address, with their address for devices. The address is `None`
@@ -72,15 +73,15 @@ pub(crate) enum Origin {
 /// Objects of VMM memory that are not released yet. The runtime may refuse each release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Left {
-    /// The mapping, the reservation and the handle.
+    /// The mapping, the reservation and the handle are not released yet.
     Mapping,
-    /// The reservation and the handle.
+    /// The reservation and the handle are not released yet.
     Reservation,
-    /// Only the handle.
+    /// Only the handle is not released yet.
     Handle,
 }
 
-/// Data of a deallocation callback. The runtime owns it until it calls the callback.
+/// Data of a deallocation callback. The runtime owns the data until it calls the callback.
 struct Notice {
     table: Weak<AllocationTable>,
     base: u64,
@@ -93,7 +94,8 @@ impl AllocationTable {
         self.entries.lock().next_id()
     }
 
-    /// Returns the identity that the table has for an allocation. Ignores the identity in `seen`.
+    /// Returns the identity of an allocation in the table, or `None` if the table does not have it.
+    /// Ignores the identity in `seen`.
     pub(crate) fn id_of(&self, seen: &Allocation) -> Option<AllocationId> {
         let entries = self.entries.lock();
         let entry = entries.live.get(&seen.base().0)?;
@@ -101,8 +103,8 @@ impl AllocationTable {
         entry.allocation.filter(|known| same(*known)).map(|_| entry.id)
     }
 
-    /// Adds an entry for the allocation at `base`, and removes an older entry there. Returns the
-    /// new identity of the allocation and the data for its callback.
+    /// Adds an entry for the allocation at `base`, and removes an older entry at that address.
+    /// Returns the new identity of the allocation and the data for its callback.
     pub(crate) fn begin(self: &Arc<Self>, base: Address) -> (AllocationId, *mut c_void) {
         let mut entries = self.entries.lock();
         let replaced = entries.free(base.0, None);
@@ -133,7 +135,7 @@ impl AllocationTable {
     /// Removes an allocation whose callback could not be registered.
     ///
     /// # Safety
-    /// [`begin`](Self::begin) made `notice`, and the runtime does not own it.
+    /// `notice` must come from [`begin`](Self::begin), and the runtime must not own it.
     pub(crate) unsafe fn cancel(&self, base: Address, id: AllocationId, notice: *mut c_void) {
         // SAFETY: the caller promises that `begin` made `notice` and that the runtime does not own
         // it, so nothing else frees it.
@@ -142,8 +144,8 @@ impl AllocationTable {
         drop(removed);
     }
 
-    /// Records the origin of an allocation that this iface made. An allocation with a callback
-    /// already has an entry; for another one, adds an entry.
+    /// Records the origin of an allocation that this iface made. If the allocation has no callback,
+    /// and so no entry, adds an entry.
     pub(crate) fn own(&self, allocation: Allocation, origin: Origin) {
         let mut entries = self.entries.lock();
         let fresh = || Entry {
@@ -176,9 +178,9 @@ impl AllocationTable {
         entry.allocation.filter(|_| entry.origin != Origin::Foreign)
     }
 
-    /// Takes the ownership of an allocation out of the table, so that only one of two threads that
-    /// free it calls the runtime. Without a callback, also removes the entry and notifies its
-    /// subscribers.
+    /// Ends the iface's ownership of an allocation and returns its origin, so that only one of two
+    /// threads that free it calls the runtime. If the allocation has no callback, also removes its
+    /// entry and notifies its subscribers.
     ///
     /// # Errors
     /// InvalidArgument if the allocation does not belong to this iface, or if another call releases
@@ -216,8 +218,8 @@ impl AllocationTable {
         own + entries.page_locked.len()
     }
 
-    /// Subscribes to the free of the live allocation that contains a range. Returns `None` if there
-    /// is none.
+    /// Subscribes to the free of the live allocation that contains a range. Returns `None` if no
+    /// live allocation contains the range.
     pub(crate) fn watch(
         &self,
         range: AddressRange,
@@ -243,8 +245,8 @@ impl AllocationTable {
             Some(entry.watchers.swap_remove(at))
         });
         drop(entries);
-        // Dropped after the lock is released, since the subscriber may hold the last reference to a
-        // cache.
+        // The subscriber is dropped after the lock is released, since it may hold the last
+        // reference to a cache.
         drop(unwatched);
     }
 
@@ -259,7 +261,7 @@ impl AllocationTable {
         free
     }
 
-    /// Enters the device address of a page-locked range. With `None`, removes the entry of a range
+    /// Records the device address of a page-locked range. With `None`, removes the entry of a range
     /// that could not be locked.
     pub(crate) fn end_lock(&self, range: AddressRange, agent_address: Option<usize>) {
         let mut entries = self.entries.lock();
@@ -304,9 +306,9 @@ impl Entries {
         AllocationId(self.last_id)
     }
 
-    /// Removes the allocation at `base` and notifies its subscribers. If `id` is given, does so
-    /// only if the allocation has this identity. The caller drops the entry after it releases the
-    /// lock, since a subscriber may hold the last reference to a cache.
+    /// Removes the allocation at `base` and notifies its subscribers. Does nothing if `id` is given
+    /// and the allocation has another identity. The caller must drop the entry after it releases
+    /// the lock, since a subscriber may hold the last reference to a cache.
     #[must_use]
     fn free(&mut self, base: u64, id: Option<AllocationId>) -> Option<Entry> {
         self.live.get(&base).filter(|entry| id.is_none_or(|id| entry.id == id))?;
@@ -324,8 +326,8 @@ impl Entries {
 /// frees.
 ///
 /// # Safety
-/// [`AllocationTable::begin`] made `notice`. `notice` was registered with the runtime together with
-/// this function, which the runtime calls once.
+/// `notice` must come from [`AllocationTable::begin`]. The runtime must pass it to one call of this
+/// function only.
 pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_void) {
     // SAFETY: `begin` made `notice`, and only this call frees it: "callbacks are automatically
     // deregistered when they are invoked".

@@ -1,6 +1,9 @@
 //! Behaviour over the fake runtime: devices, addresses, allocations, copies, exports, IPC and
 //! refusals.
 
+#[path = "../../tests/child/mod.rs"]
+mod child;
+
 use std::{
     collections::HashSet,
     os::fd::AsFd,
@@ -63,7 +66,7 @@ fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Closes the iface. Checks that it leaked nothing and violated no rule of AMD's headers.
+/// Closes the iface. Checks that the iface leaked nothing and violated no rule of AMD's headers.
 fn end(runtime: &FakeRuntime, iface: Rocr) {
     iface.close().map_err(Error::from).expect("close");
     assert_eq!(runtime.live(), Live::default());
@@ -107,7 +110,7 @@ fn facet_without_its_symbol_is_unsupported_and_names_it() {
         let error = iface.unavailable(facet);
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert_eq!(error.context_value("symbol"), Some(symbol));
-        // The other facets work.
+        // A facet whose functions the library has still works.
         let allocation = allocate(&iface, AllocationKind::Device);
         free(&iface, &allocation).expect("free");
         free(&iface, &allocation).expect_err("freed already");
@@ -134,7 +137,7 @@ fn runtime_that_does_not_start_is_unavailable_with_its_own_code() {
 
 /// HM-04
 #[test]
-fn failed_opening_leaves_no_count_of_the_runtime() {
+fn failed_opening_releases_its_runtime_reference() {
     let runtime = FakeRuntime::start(Profile { devices: 0, ..Profile::default() });
     let error = open(&runtime).expect_err("no device");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
@@ -204,8 +207,7 @@ fn device_out_of_range_is_an_invalid_argument() {
 
 /// HM-01 HM-02
 ///
-/// The application may allocate through HIP, for example. A query of the first or of the last byte
-/// finds the allocation.
+/// A query of any byte, from the first to the last, finds an allocation that the application made.
 #[test]
 fn every_byte_of_an_application_allocation_is_recognised() {
     let (runtime, iface) = world();
@@ -229,7 +231,7 @@ fn every_byte_of_an_application_allocation_is_recognised() {
 
 /// HM-01
 ///
-/// The iface must find the allocation for its free, although the runtime reports a rounded length.
+/// A free finds the allocation by its requested length, although the runtime reports a rounded one.
 #[test]
 fn memory_keeps_its_requested_length_if_the_runtime_rounds() {
     let (runtime, iface) = world_of(Profile { rounds_lengths: true, ..Profile::default() });
@@ -290,7 +292,7 @@ fn failed_query_is_an_error_with_code_and_address() {
 
 /// HM-01
 #[test]
-fn query_tells_the_kind_of_memory() {
+fn query_returns_the_kind_of_memory() {
     let (runtime, iface) = world();
     let mut live = Vec::new();
     for kind in [AllocationKind::Device, AllocationKind::Host, AllocationKind::Virtual] {
@@ -319,8 +321,8 @@ fn query_tells_the_kind_of_memory() {
 
 /// HM-01
 ///
-/// The runtime does not return the base of such memory. So the memory must not be registered,
-/// neither from a guessed base nor as host memory.
+/// For VMM memory of the application, the runtime does not report the first address. So the iface
+/// refuses that memory: it must be registered neither from a guessed address nor as host memory.
 #[test]
 fn vmm_memory_of_the_application_is_refused() {
     let (runtime, iface) = world();
@@ -334,7 +336,8 @@ fn vmm_memory_of_the_application_is_refused() {
 
 /// MON-07
 ///
-/// Each allocation has one callback, however many lookups and threads there are.
+/// The iface registers one callback for an allocation, even if many threads look it up. A new
+/// allocation at the same address has a new identity.
 #[test]
 fn reused_address_has_a_new_identity_and_one_callback() {
     const REGISTER: &str = "hsa_amd_register_deallocation_callback";
@@ -388,7 +391,8 @@ impl Invalidator for Listener {
 
 /// MON-07 MON-09
 ///
-/// Two ifaces watch one allocation. One unsubscribes, and the free still notifies the other.
+/// If two ifaces watch one allocation and one of them unsubscribes, the free still notifies the
+/// other one.
 #[test]
 fn free_notifies_each_monitor_on_its_own() {
     let (runtime, iface) = world();
@@ -447,8 +451,8 @@ impl Drop for LastReference {
 
 /// MON-07
 ///
-/// A subscriber may hold the last reference to a cache. The cache uses the monitor while it is
-/// dropped.
+/// A subscriber of freed memory is dropped without the table's lock: it may hold the last reference
+/// to a cache, which uses the monitor when it is dropped.
 #[test]
 fn subscriber_of_freed_memory_is_dropped_without_the_lock() {
     let (runtime, iface) = world();
@@ -521,15 +525,15 @@ fn copies_reach_every_pair_of_memories() {
     .iter()
     .map(|request| iface.allocate(request).expect("allocate"))
     .collect();
-    // SAFETY: the memory is this test's own.
+    // SAFETY: the memory is live, and only this test uses it.
     unsafe {
         for (to, from) in [(0, 1), (1, 0), (2, 0), (3, 1), (4, 0), (1, 3), (0, 2)] {
             let (to, from) = (places[to].base(), places[from].base());
-            iface.write(from, &host).expect("in");
+            iface.write(from, &host).expect("write");
             let event = iface.start_copy(to, from, len as u64).expect("start");
             event.wait().expect("copy");
             let mut back = vec![0u8; len];
-            iface.read(to, &mut back).expect("out");
+            iface.read(to, &mut back).expect("read");
             assert!(back == host, "{to} from {from}");
             iface.write(to, &vec![0u8; len]).expect("clear");
         }
@@ -549,9 +553,9 @@ fn started_copy_ends_with_its_signal() {
     let (runtime, iface) = world_of(Profile { slow_copies: true, ..Profile::default() });
     let device = allocate(&iface, AllocationKind::Device);
     let (bytes, mut back) = (vec![0xA5u8; LEN as usize], vec![0u8; LEN as usize]);
-    // SAFETY: both sides are this test's own until the copies have ended.
+    // SAFETY: only the copies use the two ranges until the copies have ended.
     unsafe {
-        iface.write(device.base(), &bytes).expect("in");
+        iface.write(device.base(), &bytes).expect("write");
         let event = iface
             .start_copy(Address::of_ptr(back.as_mut_ptr()), device.base(), LEN)
             .expect("start");
@@ -645,7 +649,7 @@ fn unexportable_memory_is_refused_with_its_reason() {
     let export = |range| iface.export_dma_buf(range, &nic(), DmaBufMapping::Default);
     let device = allocate(&iface, AllocationKind::Device);
     let past = AddressRange::new(device.base(), LEN + 1).expect("range");
-    let error = export(past).expect_err("one past the end");
+    let error = export(past).expect_err("a range past the end");
     assert_eq!(error.kind(), ErrorKind::OutOfBounds);
     assert!(error.context_value("allocation").is_some());
     free(&iface, &device).expect("free");
@@ -694,19 +698,13 @@ fn ipc_handle_opens_in_another_process() {
         return end(&runtime, iface);
     }
     let device = allocate(&iface, AllocationKind::Device);
-    // SAFETY: the memory is this test's own.
+    // SAFETY: the memory is live, and only this test uses it.
     unsafe { iface.write(device.base(), &vec![0x33; LEN as usize]) }.expect("write");
     let handle = iface.ipc_export(&device).expect("export");
     let text: String = handle.bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-    let child = std::process::Command::new(std::env::current_exe().expect("this test"))
-        .args(["--exact", NAME, "--nocapture"])
-        .env(HANDLE, text)
-        .output()
-        .expect("the child runs");
-    let said = String::from_utf8_lossy(&child.stdout).into_owned();
-    assert!(child.status.success() && said.contains("1 passed"), "{said}");
+    child::passes(child::command(NAME).env(HANDLE, text));
     let mut found = [0u8; 16];
-    // SAFETY: the memory is this test's own.
+    // SAFETY: the memory is live, and only this test uses it.
     unsafe { iface.read(device.base(), &mut found) }.expect("read");
     assert_eq!(found, [0x77; 16], "the child wrote the memory itself");
     free(&iface, &device).expect("free");
@@ -729,7 +727,7 @@ fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
         let (runtime, iface) = world_of(Profile { rounds_lengths, ..Profile::default() });
         let request = AllocRequest { len: ODD, device: DeviceId(0), kind: AllocationKind::Device };
         let allocation = iface.allocate(&request).expect("allocate");
-        // SAFETY: the memory is this test's own.
+        // SAFETY: the memory is live, and only this test uses it.
         unsafe { iface.write(allocation.base(), &[0x21; ODD as usize]) }.expect("write");
         let handle = iface.ipc_export(&allocation).expect("export");
         let other = open(&runtime).expect("open");
@@ -755,8 +753,8 @@ fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
 
 /// REL-01
 ///
-/// Each call of the runtime fails in turn. The work then returns an error, or succeeds without that
-/// call. Afterwards the same work succeeds, and nothing is leaked.
+/// Each call of the runtime fails in turn. The operation then returns an error, or succeeds without
+/// that call. Afterwards all operations succeed, and nothing is leaked.
 #[test]
 fn fault_at_any_call_leaks_nothing() {
     let round = |iface: &Rocr| -> Result<()> {
@@ -767,7 +765,7 @@ fn fault_at_any_call_leaks_nothing() {
             let request = AllocRequest { len: LEN, device: DeviceId(0), kind };
             let allocation = iface.allocate(&request)?;
             let used = || -> Result<()> {
-                // SAFETY: the memory is this test's own.
+                // SAFETY: the memory is live, and only this test uses it.
                 unsafe { iface.write(allocation.base(), &host) }?;
                 if kind != AllocationKind::Host {
                     let export =

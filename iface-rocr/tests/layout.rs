@@ -1,25 +1,26 @@
-//! The constants, layouts and signatures of `sys`, compared with AMD's headers of two releases by
+//! Compares the constants, layouts and signatures of `sys` with AMD's headers of two releases, by
 //! the C compiler. `tests/rocr/fetch` downloads them; `HMEM_ROCR=headers` makes their absence a
 //! failure.
 
+#[path = "../../tests/c_headers/mod.rs"]
+mod c_headers;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
+#[path = "../../tests/vendor_files/mod.rs"]
+mod vendor_files;
 
 use std::{
-    env,
-    fmt::Write as _,
     fs,
-    io::Write as _,
     mem::offset_of,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
 };
 
+use c_headers::{Assertions, has_word};
 use hmem_iface_rocr::sys::{
     AccessDesc, Agent, CONSTANTS, Functions, HdpFlush, HsaStatus, IpcMemory, MemoryPool,
     PointerInfo, Signal, VmemHandle,
 };
-use trials::{Outcome, Skipped};
+use trials::{Outcome, Skipped, trials};
 
 /// Substrings of the names that ROCm 7.2 has and ROCm 5.2 lacks.
 const LATER: [&str; 11] = [
@@ -85,30 +86,27 @@ const ENUMERATIONS: [(&str, usize, &str); 6] = [
     ("hsa_amd_vmem_handle_create", 2, "hsa_amd_memory_type_t"),
 ];
 
-/// Returns a C file that compiles only if the headers agree with this crate.
-fn program(headers: &str, release: &str) -> String {
+/// Returns the C assertions that must hold for the headers of a release.
+fn assertions(include: &Path, release: &str) -> Assertions {
+    const HEADERS: [&str; 2] = ["hsa/hsa.h", "hsa/hsa_ext_amd.h"];
+    let read = |name| fs::read_to_string(include.join(name)).expect("a header");
+    let headers = HEADERS.map(read).concat();
     let has = |name: &str| {
-        let mut words = headers.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
-        let there = words.any(|word| word == name);
+        let there = has_word(&headers, name);
         let later = release == "5.2" && LATER.iter().any(|part| name.contains(part));
         assert!(there || later, "the headers of {release} have no {name}");
         there
     };
-    let mut code = "#include <stdbool.h>\n#include <stddef.h>\n#include <hsa/hsa.h>\n\
-                    #include <hsa/hsa_ext_amd.h>\n"
-        .to_owned();
-    let mut same = |c: &str, ours: u64| {
-        writeln!(code, "_Static_assert({c} == {ours}u, \"{c} is not {ours}\");").expect("a string");
-    };
+    let mut assert = Assertions::about(&HEADERS);
     for code in HsaStatus::ALL {
         let name = code.name().expect("named");
         if has(name) {
-            same(&format!("(uint32_t){name}"), code.0.into());
+            assert.value(format_args!("(uint32_t){name}"), code.0.into());
         }
     }
     for (name, value) in CONSTANTS.into_iter().flatten() {
         if has(name) {
-            same(name, *value);
+            assert.value(name, (*value).into());
         }
     }
     for (name, size) in [
@@ -123,14 +121,14 @@ fn program(headers: &str, release: &str) -> String {
         ("hsa_amd_vmem_alloc_handle_t", size_of::<VmemHandle>()),
         ("hsa_amd_memory_access_desc_t", size_of::<AccessDesc>()),
     ] {
-        // ROCm 5.2 lacks these types, and the functions that use them.
+        // The headers of ROCm 5.2 lack some types of `sys`, and the functions that use those types.
         if headers.contains(name) {
-            same(&format!("sizeof({name})"), size as u64);
+            assert.size(name, size);
         }
     }
     for (_, _, enumeration) in ENUMERATIONS {
         if headers.contains(enumeration) {
-            same(&format!("sizeof({enumeration})"), 4);
+            assert.size(enumeration, 4);
         }
     }
     for (c, field, ours) in [
@@ -147,97 +145,53 @@ fn program(headers: &str, release: &str) -> String {
         ("hsa_amd_memory_access_desc_t", "agent_handle", offset_of!(AccessDesc, agent)),
     ] {
         if headers.contains(c) {
-            same(&format!("offsetof({c}, {field})"), ours as u64);
+            assert.offset(c, field, ours);
         }
     }
-    for (symbol, arguments, returns) in Functions::SIGNATURES {
+    for (symbol, arguments, result) in Functions::SIGNATURES {
         if !has(symbol) {
             continue;
         }
-        let arguments: Vec<_> = arguments
-            .iter()
-            .enumerate()
-            .map(|(at, rust)| {
-                let written =
-                    ENUMERATIONS.iter().find(|(name, index, _)| (*name, *index) == (*symbol, at));
-                written.map_or_else(|| c_type(rust), |(.., enumeration)| enumeration)
-            })
-            .collect();
-        let arguments = if arguments.is_empty() { "void".into() } else { arguments.join(", ") };
-        let returns = c_type(returns);
-        writeln!(code, "{returns} (*const p_{symbol})({arguments}) = {symbol};").expect("a string");
+        let argument = |(at, rust): (usize, &&str)| {
+            let written =
+                ENUMERATIONS.iter().find(|(name, index, _)| (*name, *index) == (*symbol, at));
+            written.map_or_else(|| c_type(rust), |(.., enumeration)| enumeration)
+        };
+        let arguments: Vec<_> = arguments.iter().enumerate().map(argument).collect();
+        assert.function(symbol, &arguments, c_type(result));
     }
-    code
-}
-
-fn compile(include: &Path, code: &str) -> Result<(), String> {
-    let compiler = env::var("CC").unwrap_or_else(|_| "cc".into());
-    let mut compiler = Command::new(compiler)
-        .args(["-std=c11", "-fsyntax-only", "-Werror=incompatible-pointer-types"])
-        .args(["-x", "c", "-", "-I"])
-        .arg(include)
-        .stdin(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("a C compiler");
-    compiler
-        .stdin
-        .take()
-        .expect("a pipe")
-        .write_all(code.as_bytes())
-        .expect("hand the program over");
-    let output = compiler.wait_with_output().expect("a C compiler");
-    if output.status.success() {
-        Ok(())
-    } else {
-        Err(String::from_utf8_lossy(&output.stderr).into_owned())
-    }
+    assert
 }
 
 fn include(release: &str) -> Result<PathBuf, Skipped> {
-    let home = || PathBuf::from(env::var_os("HOME").unwrap_or_default()).join(".cache/hmem-rocr");
-    let cache = env::var_os("HMEM_ROCR_CACHE").map_or_else(home, PathBuf::from);
-    let include = cache.join(release).join("usr/include");
-    if include.join("hsa/hsa_ext_amd.h").exists() {
-        return Ok(include);
-    }
-    let asked = env::var("HMEM_ROCR").is_ok_and(|name| name == "headers");
-    assert!(!asked, "no headers below {}", include.display());
-    Err(Skipped(format!("no headers below {}: see tests/rocr/fetch", include.display())))
-}
-
-fn read(include: &Path) -> String {
-    let read = |name| fs::read_to_string(include.join(name)).expect("a header");
-    ["hsa/hsa.h", "hsa/hsa_ext_amd.h"].map(read).concat()
+    vendor_files::downloaded("rocr", "headers", &format!("{release}/usr/include")).map_err(Skipped)
 }
 
 fn headers_of_two_releases_match() -> Outcome {
     for release in ["5.2", "7.2"] {
         let include = include(release)?;
-        let code = program(&read(&include), release);
-        compile(&include, &code).unwrap_or_else(|error| panic!("{release}: {error}"));
+        assertions(&include, release).hold(&include);
     }
     Ok(())
 }
 
 fn wrong_constant_layout_or_signature_is_detected() -> Outcome {
     let include = include("7.2")?;
-    let code = program(&read(&include), "7.2");
+    let assertions = assertions(&include, "7.2");
     for (right, wrong) in [
-        ("(uint32_t)HSA_STATUS_ERROR_FATAL == ", "(uint32_t)HSA_STATUS_ERROR_FATAL == 1"),
+        ("((uint32_t)HSA_STATUS_ERROR_FATAL) == ", "((uint32_t)HSA_STATUS_ERROR_FATAL) == 1"),
         (
-            "offsetof(hsa_amd_pointer_info_t, agentOwner) == ",
-            "offsetof(hsa_amd_pointer_info_t, agentOwner) == 1",
+            "(offsetof(hsa_amd_pointer_info_t, agentOwner)) == ",
+            "(offsetof(hsa_amd_pointer_info_t, agentOwner)) == 1",
         ),
         ("(*const p_hsa_amd_memory_lock)(void *,", "(*const p_hsa_amd_memory_lock)(const void *,"),
     ] {
-        assert!(code.contains(right), "{right} is not compared");
-        compile(&include, &code.replace(right, wrong)).expect_err(wrong);
+        assertions.rejects(&include, right, wrong);
     }
     Ok(())
 }
 
-trials::trials! {
+trials! {
     /// HM-04
     headers_of_two_releases_match,
     /// HM-04

@@ -1,45 +1,31 @@
 //! Tests of opening without a usable library: the result is an error of kind Unavailable that names
 //! the path.
 
+#[path = "../../tests/unusable_library/mod.rs"]
+mod unusable_library;
+
 use std::path::Path;
 
-use hmem_core::{Error, ErrorKind, Iface, IfaceKind};
+use hmem_core::{Iface, IfaceKind};
 use hmem_iface_rocr::{Rocr, sys::Functions};
 
-fn refused(library: impl AsRef<Path>) -> Error {
-    let library = library.as_ref();
-    let error = Rocr::builder().library(library).open().expect_err("no driver there");
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert_eq!(error.iface_kind(), Some(IfaceKind::ROCR));
-    assert_eq!(error.context_value("library"), Some(library.display().to_string().as_str()));
-    assert!(error.remedy_text().is_some());
-    error
-}
-
 /// HM-04
 #[test]
-fn absent_library_is_unavailable_with_the_loaders_reason() {
-    let error = refused("/nowhere/libhsa-runtime64.so.1");
-    assert!(error.to_string().contains("cannot open shared object file"), "{error}");
-}
-
-/// HM-04
-#[test]
-fn file_without_elf_header_is_unavailable_with_the_loaders_reason() {
-    let error = refused(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
-    assert!(error.to_string().contains("invalid ELF header"), "{error}");
-}
-
-/// HM-04
-#[test]
-fn wrong_library_is_unavailable_and_the_absent_symbol_named() {
-    let error = refused("libm.so.6");
-    assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
+fn unusable_library_is_unavailable_with_the_reason() {
+    let open = |path: &Path| Rocr::builder().library(path).open().expect_err("no library there");
+    let variable = Rocr::LIBRARY_VARIABLE;
+    unusable_library::is_unavailable_with_the_reason(
+        IfaceKind::ROCR,
+        variable,
+        Functions::SYMBOLS[0],
+        open,
+    );
 }
 
 /// HM-04
 ///
-/// Passes on machines with and without the driver.
+/// Opening lists the devices, or returns an error that names the absent library. The test passes on
+/// machines with and without the driver.
 #[test]
 fn opening_lists_devices_or_names_the_absent_library() {
     match Rocr::open() {

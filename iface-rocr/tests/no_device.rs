@@ -9,7 +9,7 @@ use std::{env, path::Path};
 use hmem_core::{ErrorKind, IfaceKind};
 use hmem_iface_rocr::{Rocr, sys::Functions};
 use libloading::os::unix::Library;
-use trials::{Outcome, Skipped};
+use trials::{Outcome, Skipped, trials};
 
 const RELEASES: [&str; 4] = ["5.2", "6.1", "6.4", "7.2"];
 
@@ -32,7 +32,7 @@ fn release() -> Result<String, Skipped> {
 
 fn every_function_of_the_release_is_present() -> Outcome {
     let release = release()?;
-    // SAFETY: AMD's runtime, whose initialisers have no precondition.
+    // SAFETY: the library is AMD's runtime, whose initialisers have no precondition.
     let library = unsafe { Library::new(Functions::LIBRARY) }.expect("AMD's runtime");
     // SAFETY: the symbols are only looked up.
     let has = |name: &&str| unsafe { library.get::<*const ()>(*name) }.is_ok();
@@ -64,7 +64,7 @@ fn runtime_without_a_device_is_unavailable() -> Outcome {
     Ok(())
 }
 
-trials::trials! {
+trials! {
     /// HM-04
     every_function_of_the_release_is_present,
     /// HM-04

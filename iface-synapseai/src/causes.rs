@@ -1,4 +1,4 @@
-//! Causes of refusals that only the Gaudi drivers have.
+//! Causes of refusals by the Gaudi drivers, in addition to the general causes.
 
 use hmem_core::{
     Path,
@@ -8,7 +8,7 @@ use hmem_core::{
 /// `EINVAL`, which the kernel driver returns for a range outside the mapping of device memory.
 const EINVAL: i32 = 22;
 
-/// Causes of refusals that only the Gaudi drivers have.
+/// Causes of refusals by the Gaudi drivers, in addition to the general causes.
 pub const CAUSES: &[RefusalCause] = &[RefusalCause {
     name: "synapseai-export-invalid",
     rank: 136,

@@ -22,9 +22,9 @@ use crate::{
     sys::{DeviceInfo, SYN_DEVICE_GAUDI2, SynStatus, hlthunk, synapse},
 };
 
-/// Number of the only device of a process in SynapseAI.
+/// The number that SynapseAI gives to the only device of a process.
 const DEVICE: u32 = 0;
-/// Page size of the kernel driver in bytes: it exports whole pages only.
+/// Page size of the kernel driver in bytes. The driver exports whole pages only.
 const PAGE: u64 = 4096;
 /// `O_RDWR | O_CLOEXEC`, the flags that libhl-thunk accepts.
 const EXPORT_FLAGS: u32 = 0o2 | 0o2000000;
@@ -38,7 +38,7 @@ pub struct Synapse {
     staging: Staging,
     /// True if the iface may acquire a device.
     may_acquire: bool,
-    /// Held while a thread acquires a device, so that no other thread acquires one too.
+    /// Lock that a thread holds while it acquires a device, so that only one thread acquires one.
     acquiring: Mutex<()>,
 }
 
@@ -88,7 +88,7 @@ impl Synapse {
         // SAFETY: `info` is writable, with room for more members.
         match unsafe { (self.functions.device_get_info)(DEVICE, &mut info) } {
             SynStatus::SUCCESS => Ok(Some(info)),
-            // Codes of the runtime for a device that is not acquired.
+            // The runtime returns these codes if no device is acquired.
             SynStatus::INVALID_ARGUMENT
             | SynStatus::NO_DEVICE_FOUND
             | SynStatus::OBJECT_NOT_INITIALIZED
@@ -200,7 +200,7 @@ unsafe impl Driver for Synapse {
         if address == 0 {
             return Err(Error::new(ErrorKind::OutOfResources, "synDeviceMalloc")
                 .iface(IfaceKind::SYNAPSEAI)
-                .context("reason", "the call succeeded and returned address 0"));
+                .context("why", "the call succeeded and returned address 0"));
         }
         Ok((Address(address), ()))
     }
@@ -229,7 +229,7 @@ unsafe impl Driver for Synapse {
         let info = self.device()?;
         let base = info.global_hbm_base;
         let offset = pages.start().0.checked_sub(base).filter(|_| base != 0).ok_or_else(|| {
-            lacks(CALL, "the software does not say where all device memory is mapped")
+            lacks(CALL, "the software does not report where all device memory is mapped")
                 .context("globalHbmBaseAddress", base)
                 .remedy("install SynapseAI software of the kernel driver's release")
         })?;
@@ -260,7 +260,7 @@ unsafe impl Driver for Synapse {
 
     fn lacks(&self, facet: Facet) -> Error {
         let reason = match facet {
-            Facet::CopyEngine => "hmem-iface-synapseai copies blockingly",
+            Facet::CopyEngine => "hmem-iface-synapseai has blocking copies only",
             Facet::PeerMemory => "hmem-iface-synapseai exports dma-bufs only",
             Facet::HostRegistrar => "hmem-iface-synapseai does not map host memory for the device",
             Facet::Ipc => "SynapseAI does not hand memory to other processes",

@@ -6,9 +6,7 @@ use crate::sys::SynStatus;
 
 /// Returns the error for an operation that the iface does not support.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation)
-        .iface(IfaceKind::SYNAPSEAI)
-        .context("reason", reason)
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::SYNAPSEAI).context("why", reason)
 }
 
 /// Converts a code of the runtime to an error, or to Ok for success.

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use hmem_core::Result;
-use hmem_iface_announced::{Announced, Open, library_path};
+use hmem_iface_announced::{Announced, Open};
 
 use crate::{
     driver::Synapse,
@@ -29,7 +29,8 @@ pub type SynapseAi = Announced<Synapse>;
 /// Environment variable with the path of libhl-thunk. A path given to the builder overrides it.
 pub const HLTHUNK_LIBRARY_VARIABLE: &str = "HMEM_HLTHUNK_LIBRARY";
 
-/// Builder of [`SynapseAi`], which can load other libraries or use functions of the caller.
+/// Builder of [`SynapseAi`], which can load other libraries or use functions that the caller
+/// provides.
 ///
 /// # Examples
 /// ```
@@ -103,17 +104,13 @@ impl Open for Synapse {
     const START_VARIABLE: &'static str = "HMEM_SYNAPSEAI_START_RUNTIME";
 
     fn open(builder: Builder) -> Result<Self> {
-        let load_hlthunk = |named| {
-            let library = hlthunk::Functions::LIBRARY;
-            hlthunk::Functions::load(&library_path(named, HLTHUNK_LIBRARY_VARIABLE, library))
-        };
+        let load_hlthunk = |named| hlthunk::Functions::find(named, HLTHUNK_LIBRARY_VARIABLE);
         let (synapse, hlthunk) = match builder.functions {
             Some((synapse, Some(hlthunk))) => (synapse, Ok(hlthunk)),
             Some((synapse, None)) => (synapse, load_hlthunk(builder.hlthunk)),
             None => {
-                let library = synapse::Functions::LIBRARY;
-                let path = library_path(builder.library, Self::LIBRARY_VARIABLE, library);
-                (synapse::Functions::load(&path)?, load_hlthunk(builder.hlthunk))
+                let synapse = synapse::Functions::find(builder.library, Self::LIBRARY_VARIABLE)?;
+                (synapse, load_hlthunk(builder.hlthunk))
             }
         };
         Self::start(synapse, hlthunk, Self::may_start(builder.start_runtime))

@@ -13,10 +13,10 @@ use crate::{
     sys::{DRAM_TO_HOST, DeviceInfo, HOST_TO_DRAM, SynStatus, synapse::Functions},
 };
 
-/// Length of the buffer in bytes.
+/// Length in bytes of the page-locked buffer for copies.
 const BUFFER: u64 = 4 << 20;
 
-/// Copies between host memory and one device.
+/// Copier between host memory and one device, through a page-locked buffer.
 #[derive(Debug)]
 pub(crate) struct Staging {
     functions: Arc<Functions>,
@@ -30,7 +30,7 @@ struct Lane {
     stream: Option<*mut c_void>,
 }
 
-// SAFETY: both are handles of the runtime, which any thread may use.
+// SAFETY: the buffer and the stream are handles of the runtime, which any thread may use.
 unsafe impl Send for Lane {}
 
 /// Address in host memory, with the direction of the copy.
@@ -50,7 +50,8 @@ impl Staging {
     /// Copies `len` bytes between host memory and device memory at `device`.
     ///
     /// # Safety
-    /// The host memory is valid for `len` bytes. The device memory is not freed during the call.
+    /// The host memory must be valid for `len` bytes. The device memory must not be freed during
+    /// the call.
     pub(crate) unsafe fn copy(&self, device: Address, host: Host, len: u64) -> Result<()> {
         let mut lane = self.lane.lock();
         let (buffer, stream) = self.prepare(&mut lane)?;
@@ -58,7 +59,7 @@ impl Staging {
         while done < len {
             let piece = (len - done).min(BUFFER);
             let at = Address(device.0 + done);
-            // SAFETY: the piece lies in the caller's memory, on both sides.
+            // SAFETY: the piece lies in the caller's host memory and device memory.
             let copied = unsafe { self.piece((buffer, stream), at, host, done, piece) };
             if let Err(error) = copied {
                 // The device may still use the buffer and the stream, so no later copy uses them.
@@ -71,11 +72,11 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies one piece, which fits into the buffer.
+    /// Copies `len` bytes, which must fit into the buffer.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`Staging::copy`] for the `len` bytes that begin
-    /// `done` bytes after the start of the host memory.
+    /// The caller must uphold the safety contract of [`Staging::copy`] for the `len` bytes that
+    /// begin `done` bytes after the start of the host memory.
     unsafe fn piece(
         &self,
         (buffer, stream): (*mut c_void, *mut c_void),
@@ -113,8 +114,8 @@ impl Staging {
         to: u64,
         direction: i32,
     ) -> Result<()> {
-        // SAFETY: one side is the buffer of the lane, the other is device memory that the caller
-        // keeps allocated.
+        // SAFETY: one of the two addresses is in the lane's buffer. The other is in device memory
+        // that the caller keeps allocated.
         let code = unsafe { (self.functions.mem_copy_async)(stream, from, len, to, direction) };
         check(code, "synMemCopyAsync")?;
         // SAFETY: the stream belongs to the lane, and nothing destroys it while the lane is locked.
@@ -142,7 +143,7 @@ impl Staging {
         if buffer.is_null() {
             return Err(Error::new(ErrorKind::Driver, "synHostMalloc")
                 .iface(IfaceKind::SYNAPSEAI)
-                .context("reason", "the call succeeded and returned nothing"));
+                .context("why", "the call succeeded and returned nothing"));
         }
         Ok(buffer)
     }
@@ -167,8 +168,8 @@ impl Staging {
         // SAFETY: `info` is writable, with room for more members.
         let code = unsafe { (self.functions.device_get_info)(0, &mut info) };
         if code != SynStatus::SUCCESS {
-            // The runtime freed both with the device, and may have reused their handles for other
-            // objects.
+            // The runtime freed the buffer and the stream with the device, and may have reused
+            // their handles for other objects.
             tracing::warn!("the device was released before the iface");
             *lane = Lane::default();
             return Ok(());

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-/// `synStatus`
+/// Status code of the runtime (`synStatus`).
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SynStatus(pub c_int);
@@ -56,10 +56,10 @@ pub const HOST_TO_DRAM: c_int = 0;
 /// `DRAM_TO_HOST` of `synDmaDir`: a copy from device to host memory.
 pub const DRAM_TO_HOST: c_int = 1;
 
-/// `synDeviceGaudi2` of `synDeviceType`. Later devices have higher numbers.
+/// Device type of Gaudi 2 (`synDeviceGaudi2`). Later devices have higher numbers.
 pub const SYN_DEVICE_GAUDI2: c_int = 4;
 
-/// `synDeviceInfoV2`
+/// Properties of an acquired device (`synDeviceInfoV2`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DeviceInfo {
@@ -75,13 +75,13 @@ pub struct DeviceInfo {
     pub tpc_enabled_mask: u64,
     /// 1 if the device has DRAM, else 0.
     pub dram_enabled: u8,
-    /// Number of the device in this process.
+    /// Number that identifies the device in this process.
     pub device_id: u32,
-    /// Descriptor by which the runtime opened the device's file.
+    /// File descriptor of the device's file, which the runtime opened.
     pub fd: u32,
-    /// `synDeviceType`.
+    /// Type of the device (`synDeviceType`).
     pub device_type: c_int,
-    /// Number of the device on the machine.
+    /// Number that identifies the device on the machine.
     pub device_index: u8,
     /// First address of the mapping of all device memory. Older software writes 0.
     pub global_hbm_base: u64,
@@ -103,36 +103,42 @@ pub mod synapse {
 
     use super::{DeviceInfo, SynStatus, c_char, c_int, c_void};
 
-    hmem_iface_announced::function_table! {
+    hmem_core::function_table! {
         /// Table of the functions of `libSynapse.so` that this crate calls.
-        library "libSynapse.so" of IfaceKind::SYNAPSEAI,
-            "install the SynapseAI software (habanalabs-graph), or name its library in \
-             HMEM_SYNAPSEAI_LIBRARY (in Rust: SynapseAi::builder().library(path))";
+        Functions {
+            library: "libSynapse.so",
+            iface: IfaceKind::SYNAPSEAI,
+            fields: pub(crate),
+            not_loaded: "install the SynapseAI software (habanalabs-graph), or name its library \
+                 in HMEM_SYNAPSEAI_LIBRARY (in Rust: SynapseAi::builder().library(path))",
+            lacks_symbol: "the library has no such symbol: it is not libSynapse.so, or too old",
+        }
         required {
-            /// `synInitialize()`
-            initialize: synInitialize = fn() -> SynStatus;
-            /// `synDeviceGetCount(count)`
-            device_get_count: synDeviceGetCount = fn(*mut u32) -> SynStatus;
-            /// `synDeviceGetInfoV2(device, info)`
-            device_get_info: synDeviceGetInfoV2 = fn(u32, *mut DeviceInfo) -> SynStatus;
-            /// `synDeviceAcquire(device, pci_bus_id)`
-            device_acquire: synDeviceAcquire = fn(*mut u32, *const c_char) -> SynStatus;
-            /// `synDeviceMalloc(device, size, address, flags, buffer)`
-            device_malloc: synDeviceMalloc = fn(u32, u64, u64, u32, *mut u64) -> SynStatus;
-            /// `synDeviceFree(device, buffer, flags)`
-            device_free: synDeviceFree = fn(u32, u64, u32) -> SynStatus;
-            /// `synHostMalloc(device, size, flags, buffer)`
-            host_malloc: synHostMalloc = fn(u32, u64, u32, *mut *mut c_void) -> SynStatus;
-            /// `synHostFree(device, buffer, flags)`
-            host_free: synHostFree = fn(u32, *const c_void, u32) -> SynStatus;
-            /// `synStreamCreateGeneric(stream, device, flags)`
-            stream_create: synStreamCreateGeneric = fn(*mut *mut c_void, u32, u32) -> SynStatus;
-            /// `synStreamDestroy(stream)`
-            stream_destroy: synStreamDestroy = fn(*mut c_void) -> SynStatus;
-            /// `synStreamSynchronize(stream)`
-            stream_synchronize: synStreamSynchronize = fn(*mut c_void) -> SynStatus;
-            /// `synMemCopyAsync(stream, source, size, destination, direction)`
-            mem_copy_async: synMemCopyAsync = fn(*mut c_void, u64, u64, u64, c_int) -> SynStatus;
+            /// Initialises the runtime: `synInitialize()`.
+            initialize: synInitialize() -> SynStatus;
+            /// Counts the devices: `synDeviceGetCount(count)`.
+            device_get_count: synDeviceGetCount(*mut u32) -> SynStatus;
+            /// Reads the properties of an acquired device: `synDeviceGetInfoV2(device, info)`.
+            device_get_info: synDeviceGetInfoV2(u32, *mut DeviceInfo) -> SynStatus;
+            /// Acquires a device for this process: `synDeviceAcquire(device, pci_bus_id)`.
+            device_acquire: synDeviceAcquire(*mut u32, *const c_char) -> SynStatus;
+            /// Allocates device memory: `synDeviceMalloc(device, size, address, flags, buffer)`.
+            device_malloc: synDeviceMalloc(u32, u64, u64, u32, *mut u64) -> SynStatus;
+            /// Frees device memory: `synDeviceFree(device, buffer, flags)`.
+            device_free: synDeviceFree(u32, u64, u32) -> SynStatus;
+            /// Allocates page-locked host memory: `synHostMalloc(device, size, flags, buffer)`.
+            host_malloc: synHostMalloc(u32, u64, u32, *mut *mut c_void) -> SynStatus;
+            /// Frees memory of `synHostMalloc`: `synHostFree(device, buffer, flags)`.
+            host_free: synHostFree(u32, *const c_void, u32) -> SynStatus;
+            /// Creates a stream: `synStreamCreateGeneric(stream, device, flags)`.
+            stream_create: synStreamCreateGeneric(*mut *mut c_void, u32, u32) -> SynStatus;
+            /// Destroys a stream: `synStreamDestroy(stream)`.
+            stream_destroy: synStreamDestroy(*mut c_void) -> SynStatus;
+            /// Waits for all work on a stream: `synStreamSynchronize(stream)`.
+            stream_synchronize: synStreamSynchronize(*mut c_void) -> SynStatus;
+            /// Starts a copy on a stream:
+            /// `synMemCopyAsync(stream, source, size, destination, direction)`.
+            mem_copy_async: synMemCopyAsync(*mut c_void, u64, u64, u64, c_int) -> SynStatus;
         }
         optional {}
     }
@@ -144,18 +150,25 @@ pub mod hlthunk {
 
     use super::{c_char, c_int};
 
-    hmem_iface_announced::function_table! {
+    hmem_core::function_table! {
         /// Table of the functions of `libhl-thunk.so` that this crate calls. The library has them
         /// since version 6.3 (2023).
-        library "libhl-thunk.so" of IfaceKind::SYNAPSEAI,
-            "install habanalabs-thunk, or name its library in HMEM_HLTHUNK_LIBRARY (in Rust: \
-             SynapseAi::builder().hlthunk(path))";
+        Functions {
+            library: "libhl-thunk.so",
+            iface: IfaceKind::SYNAPSEAI,
+            fields: pub(crate),
+            not_loaded: "install habanalabs-thunk, or name its library in HMEM_HLTHUNK_LIBRARY \
+                 (in Rust: SynapseAi::builder().hlthunk(path))",
+            lacks_symbol: "the library has no such symbol: it is not libhl-thunk.so, or too old",
+        }
         required {
-            /// `hlthunk_device_mapped_memory_export_dmabuf_fd(fd, address, size, offset, flags)`
-            export_dmabuf_fd: hlthunk_device_mapped_memory_export_dmabuf_fd =
-                fn(c_int, u64, u64, u64, u32) -> c_int;
-            /// `hlthunk_get_pci_bus_id_from_fd(fd, bus_id, len)`
-            get_pci_bus_id: hlthunk_get_pci_bus_id_from_fd = fn(c_int, *mut c_char, c_int) -> c_int;
+            /// Exports a range as a dma-buf and returns its descriptor:
+            /// `hlthunk_device_mapped_memory_export_dmabuf_fd(fd, address, size, offset, flags)`.
+            export_dmabuf_fd: hlthunk_device_mapped_memory_export_dmabuf_fd(
+                c_int, u64, u64, u64, u32
+            ) -> c_int;
+            /// Reads the PCI bus id of a device: `hlthunk_get_pci_bus_id_from_fd(fd, bus_id, len)`.
+            get_pci_bus_id: hlthunk_get_pci_bus_id_from_fd(c_int, *mut c_char, c_int) -> c_int;
         }
         optional {}
     }

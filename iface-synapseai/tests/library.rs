@@ -1,10 +1,13 @@
 //! Tests of opening: errors for missing parts, and acquiring a device if permitted.
 #![allow(unsafe_code)]
 
+#[path = "../../tests/unusable_library/mod.rs"]
+mod unusable_library;
+
 use std::path::Path;
 
 use hmem_core::{
-    AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
+    AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind,
     iface::{AllocRequest, Facet},
 };
 use hmem_fake_accelerators::{Fake, Profile};
@@ -12,16 +15,6 @@ use hmem_iface_synapseai::{
     Builder, HLTHUNK_LIBRARY_VARIABLE, SynapseAi,
     sys::{hlthunk, synapse},
 };
-
-fn refused(library: impl AsRef<Path>) -> Error {
-    let library = library.as_ref();
-    let error = SynapseAi::builder().library(library).open().expect_err("no runtime there");
-    assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert_eq!(error.iface_kind(), Some(IfaceKind::SYNAPSEAI));
-    assert_eq!(error.context_value("library"), Some(library.display().to_string().as_str()));
-    assert!(error.remedy_text().is_some());
-    error
-}
 
 fn synapse(fake: &Fake) -> synapse::Functions {
     // SAFETY: the fake's functions have the signatures of their names and live forever.
@@ -39,20 +32,16 @@ const REQUEST: AllocRequest =
 
 /// HM-04
 #[test]
-fn absent_library_is_unavailable_with_its_variable() {
-    let error = refused("/nowhere/libSynapse.so");
-    assert!(error.to_string().contains("cannot open shared object file"), "{error}");
-    assert!(
-        error.remedy_text().is_some_and(|text| text.contains(SynapseAi::LIBRARY_VARIABLE)),
-        "{error}"
+fn unusable_library_is_unavailable_with_the_reason() {
+    let open =
+        |path: &Path| SynapseAi::builder().library(path).open().expect_err("no library there");
+    let variable = SynapseAi::LIBRARY_VARIABLE;
+    unusable_library::is_unavailable_with_the_reason(
+        IfaceKind::SYNAPSEAI,
+        variable,
+        synapse::Functions::SYMBOLS[0],
+        open,
     );
-}
-
-/// HM-04
-#[test]
-fn wrong_library_is_unavailable_with_the_missing_symbol() {
-    let error = refused("libm.so.6");
-    assert_eq!(error.context_value("symbol"), Some(synapse::Functions::SYMBOLS[0]));
 }
 
 /// HM-04 HM-06
@@ -125,13 +114,14 @@ fn dropping_the_iface_releases_its_buffer_and_stream() {
     let fake = Fake::start(Profile::running());
     let gaudi = builder(&fake).open().expect("a device");
     let own = gaudi.allocate(&REQUEST).expect("allocate");
-    // SAFETY: live memory, which is freed after the copies.
+    // SAFETY: the memory is live, and is freed after the copies.
     unsafe {
         gaudi.write(own.base(), &[7; 100]).expect("write");
         gaudi.write(own.base(), &[8; 100]).expect("write");
         let live = fake.live();
         assert_eq!((live.host_buffers, live.streams), (1, 1), "one of each for all copies");
-        // The device may still write to a buffer of a failed copy.
+        // The device may still write to the buffer of a failed copy, so the next copy uses a new
+        // buffer.
         fake.fail("synStreamSynchronize", 17);
         let error = gaudi.read(own.base(), &mut [0; 100]).unwrap_err();
         assert_eq!(error.driver().map(|driver| driver.code), Some(17));

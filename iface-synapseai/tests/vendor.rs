@@ -6,6 +6,8 @@
 mod accelerators;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
+#[path = "../../tests/vendor_files/mod.rs"]
+mod vendor_files;
 
 use accelerators::{cached, enumerates, has, header};
 use hmem_core::{
@@ -18,9 +20,9 @@ use hmem_iface_synapseai::{
     SynapseAi,
     sys::{SynStatus, synapse},
 };
-use trials::Outcome;
+use trials::{Outcome, trials};
 
-trials::trials! {
+trials! {
     /// HM-01
     functions_are_declared_as_in_synapse_api_h,
     /// HM-01

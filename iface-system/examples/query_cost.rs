@@ -1,5 +1,5 @@
-//! Prints the cost of lookups: of random addresses in 100,000 live allocations, and of an address
-//! of another iface.
+//! Prints the cost of `Iface::query` for random addresses in 100,000 live allocations, for one
+//! address, and for an address of another iface.
 
 use std::{hint::black_box, time::Instant};
 
@@ -28,7 +28,8 @@ fn main() -> Result<()> {
     print("foreign", || host, iface)
 }
 
-/// Prints the fastest of many batches, because this machine may be busy with other work.
+/// Times `Iface::query` in many batches of addresses, and prints the time per call of the fastest
+/// batch. Slower batches may have been disturbed by other work of the machine.
 fn print(what: &str, mut address: impl FnMut() -> Address, iface: &dyn Iface) -> Result<()> {
     let mut best = f64::INFINITY;
     for _ in 0..200 {

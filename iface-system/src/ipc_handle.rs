@@ -13,36 +13,38 @@ use crate::sys;
 
 const MAGIC: [u8; 4] = *b"hmIP";
 const VERSION: u16 = 1;
-/// Length of an encoded handle: magic, version, kind, a spare byte, nine numbers and a checksum.
+/// Length of an encoded handle in bytes: magic, version, kind, an unused byte, nine numbers and a
+/// checksum.
 const LEN: usize = 4 + 2 + 1 + 1 + 4 * 3 + 8 * 6 + 4;
 const NO_DEVICE: u32 = u32::MAX;
 
 /// The content of an IPC handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HandleBody {
-    /// Process id of the owner.
+    /// Process id of the allocation's owner, in the owner's pid namespace.
     pub(crate) pid: u32,
-    /// The fd of the memory file in the owner's process.
+    /// Number of the owner's fd for the memory file that holds the allocation.
     pub(crate) fd: u32,
     /// The device of the allocation.
     pub(crate) device: Option<DeviceId>,
-    /// Code of the allocation's kind.
+    /// The allocation's kind, as a number. The iface that created the handle defines the numbers.
     pub(crate) kind: u8,
     /// Device and inode of the memory file, to detect that the owner has closed the fd and reused
     /// its number.
     pub(crate) file: (u64, u64),
-    /// Offset of the allocation in the file, in bytes.
+    /// Offset of the allocation in the memory file, in bytes.
     pub(crate) offset: u64,
     /// Length of the allocation in bytes.
     pub(crate) len: u64,
     /// Identity of the allocation in the owner's process.
     pub(crate) id: u64,
-    /// Index of the word in the file's header that holds the identity while the allocation lives,
-    /// or `NO_STAMP` if the file has no header.
+    /// Index of a word in the memory file's header, or `NO_STAMP` if the file has no header. The
+    /// word holds the allocation's identity until the owner frees the allocation.
     pub(crate) stamp: u64,
 }
 
-/// Stamp of a file without a header. Such a file holds one allocation, and is deleted with it.
+/// Value of [`HandleBody::stamp`] for a memory file without a header. Such a file holds a single
+/// allocation, and the owner closes the file when it frees the allocation.
 pub(crate) const NO_STAMP: u64 = u64::MAX;
 
 impl HandleBody {
@@ -61,7 +63,8 @@ impl HandleBody {
         bytes
     }
 
-    /// Decodes a handle. Fails with Malformed for bytes that [`HandleBody::to_bytes`] did not make.
+    /// Decodes an IPC handle. Fails with Malformed if `bytes` is not the output of
+    /// [`HandleBody::to_bytes`].
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let malformed = |what: &'static str| {
             Error::new(ErrorKind::Malformed, "ipc open")
@@ -108,19 +111,21 @@ impl HandleBody {
         Ok(handle)
     }
 
-    /// Opens the owner's memory file, which cannot shrink, and returns its length.
+    /// Opens the owner's memory file, and returns the fd with the file's length. Fails if the file
+    /// is not sealed against shrinking.
     pub(crate) fn open_file(&self) -> Result<(OwnedFd, u64)> {
         // Opening by path needs fewer privileges than `pidfd_getfd`.
         let found = sys::find_path(&format!("/proc/{}/fd/{}", self.pid, self.fd));
         let found = found.or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
         let found = found
             .map_err(|error| self.gone("the owner or its fd does not exist").caused_by(error))?;
-        // Opened only after the check: the fd number may meanwhile belong to a device file, and
-        // opening that could have side effects.
+        // The file is opened only after this check: the fd number may belong to a device file by
+        // now, and opening a device file could have side effects.
         if sys::file_identity(found.as_fd())? != self.file {
-            return Err(self.gone("the owner's fd names another file by now"));
+            return Err(self.gone("the owner's fd number belongs to another file by now"));
         }
-        // Always opened again, so that this process counts as a user of the file.
+        // Opening the file again makes this process count as a user of the file. A duplicate of the
+        // owner's fd does not.
         let file = sys::reopen(found.as_fd())?;
         // A handle is bytes from another process. A file that shrinks under a mapping ends this
         // process with SIGBUS. The files of allocations are sealed against shrinking, so a file
@@ -148,7 +153,8 @@ impl HandleBody {
             .map_err(|errno| Error::os(errno, "pidfd_getfd").context("pid", self.pid))
     }
 
-    /// Returns the error for a handle with an owner or allocation that no longer exists.
+    /// Returns the error for an IPC handle that names an allocation or a process that no longer
+    /// exists. `why` is the reason in the error's text.
     pub(crate) fn gone(&self, why: &'static str) -> Error {
         Error::new(ErrorKind::Unavailable, "ipc open")
             .context("why", why)
@@ -158,12 +164,13 @@ impl HandleBody {
     }
 }
 
-/// Returns the pid by which other processes can find this process in `/proc`.
+/// Returns the pid of this process in its own pid namespace. Processes in the same namespace find
+/// this process under that number in `/proc`.
 pub(crate) fn own_pid() -> u32 {
     std::process::id()
 }
 
-/// Fails unless the handle was made by an iface of this kind.
+/// Fails unless an iface of kind `mine` created the handle.
 pub(crate) fn check_iface(handle: &IpcHandle, mine: IfaceKind) -> Result<()> {
     if handle.iface == mine {
         return Ok(());

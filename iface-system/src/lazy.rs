@@ -17,7 +17,8 @@ pub(crate) unsafe trait ZeroValid: Sync {}
 // SAFETY: any bit pattern is an `AtomicU32`.
 unsafe impl ZeroValid for AtomicU32 {}
 
-/// An array of fixed length. All elements are zero at first.
+/// An array of fixed length that uses memory only for pages that were written. All elements are
+/// zero at first.
 #[derive(Debug)]
 pub(crate) struct LazyArray<T> {
     mapping: Mapping,
@@ -33,18 +34,18 @@ impl<T: ZeroValid> LazyArray<T> {
         Ok(Self { mapping, len, element: PhantomData })
     }
 
-    /// Like [`LazyArray::new`], but in pages of about 2 MiB if the kernel has them. For arrays with
-    /// random access.
+    /// Like [`LazyArray::new`], but asks the kernel for transparent huge pages (`MADV_HUGEPAGE`),
+    /// which speed up random access. If the kernel refuses, the array uses small pages.
     pub(crate) fn new_in_huge_pages(len: usize) -> Result<Self, Errno> {
         let array = Self::new(len)?;
         if let Err(errno) = array.mapping.prefer_huge_pages() {
-            tracing::debug!(%errno, "no huge pages for a table: looking up costs more");
+            tracing::debug!(%errno, "no huge pages for a table: lookups are slower");
         }
         Ok(array)
     }
 
-    /// Zeroes `count` elements from `first` and returns their whole pages to the kernel. Concurrent
-    /// readers see the old value or zero.
+    /// Zeroes `count` elements, starting with element `first`, and returns their pages to the
+    /// kernel. A concurrent reader of an element sees the old value or zero.
     pub(crate) fn discard(&self, first: usize, count: usize) -> Result<(), Errno> {
         self.mapping.discard((first * size_of::<T>()) as u64, count * size_of::<T>())
     }
@@ -57,7 +58,7 @@ impl<T: ZeroValid> Deref for LazyArray<T> {
     fn deref(&self) -> &[T] {
         // SAFETY: the mapping is `len` elements long, aligned and zeroed, which `T: ZeroValid`
         // accepts. It lives as long as `self`. Elements change only through their own interior
-        // mutability, or are discarded to zero, which for atomics is one more value.
+        // mutability, or become zero by `discard`, which is a valid value of `T`.
         unsafe { slice::from_raw_parts(self.mapping.as_ptr().cast::<T>(), self.len) }
     }
 }

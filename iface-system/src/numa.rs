@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, ptr};
 
 use hmem_core::{AddressRange, Errno, Error, Result};
 
-/// Number of pages to query, evenly spread over a range.
+/// Maximum number of pages to query in a range, evenly spread over it.
 const SAMPLES: u64 = 512;
 
 /// Returns the NUMA node that holds most pages of a range of host memory.
@@ -43,7 +43,7 @@ pub fn numa_node(range: AddressRange) -> Result<u32> {
     }
 }
 
-/// Returns the node of each page, or the negative error number for it.
+/// Returns a number for each page: its NUMA node, or a negative errno.
 fn statuses(pages: &[u64]) -> Result<Vec<i32>> {
     let mut status = vec![0_i32; pages.len()];
     // SAFETY: without a list of target nodes the call moves nothing: it reads `pages.len()`
@@ -62,7 +62,7 @@ fn statuses(pages: &[u64]) -> Result<Vec<i32>> {
     if result < 0 { Err(failed("move_pages")) } else { Ok(status) }
 }
 
-/// Returns the node of the processor that runs the calling thread.
+/// Returns the NUMA node of the CPU that runs the calling thread.
 fn own_node() -> Result<u32> {
     let mut node = 0_u32;
     // SAFETY: the call writes one number to `node`; the other pointers may be null.

@@ -21,10 +21,11 @@ use rustix::{
     mm::{MapFlags, ProtFlags},
 };
 
-/// `F_SETSIG` of `asm-generic/fcntl.h`, which libc defines for some targets only.
+/// The `fcntl` command `F_SETSIG` of `asm-generic/fcntl.h`. The crate libc defines it for some
+/// targets only.
 const F_SETSIG: libc::c_int = 10;
 
-/// A mapping of this process, unmapped on drop.
+/// A memory mapping of this process, which is unmapped on drop.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
@@ -38,12 +39,12 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Reserves address space without memory or access rights.
+    /// Reserves `len` bytes of address space without memory or access rights.
     pub(crate) fn reserve(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
     }
 
-    /// Maps zeroed private memory. Only written pages use memory.
+    /// Maps `len` bytes of zeroed private memory. Only pages that are written occupy memory.
     pub(crate) fn lazy_zeroes(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(
             len,
@@ -52,19 +53,19 @@ impl Mapping {
         )
     }
 
-    /// Asks the kernel to use pages of about 2 MiB for memory that is written from now on. The
-    /// kernel may have no such pages.
+    /// Asks the kernel to use pages of about 2 MiB for parts of this mapping that are not written
+    /// yet (`MADV_HUGEPAGE`). The kernel may have no such pages.
     pub(crate) fn prefer_huge_pages(&self) -> Result<(), OsErrno> {
         // SAFETY: the range is this mapping, and the call keeps its contents.
         done(unsafe { libc::madvise(self.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) })
     }
 
-    /// Maps anonymous memory.
+    /// Maps `len` bytes of anonymous memory.
     pub(crate) fn memory(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
     }
 
-    /// Maps memory in pages of 2 MiB. `len` is a multiple of 2 MiB.
+    /// Maps `len` bytes in pages of 2 MiB. `len` must be a multiple of 2 MiB.
     pub(crate) fn huge_pages(len: usize) -> Result<Self, OsErrno> {
         const HUGE_2MB: u32 = 21 << 26;
         let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::from_bits_retain(HUGE_2MB);
@@ -106,15 +107,15 @@ impl Mapping {
     /// Returns a pointer `offset` bytes into the mapping.
     ///
     /// # Panics
-    /// If the offset lies outside, which callers have checked.
+    /// If `offset` is greater than the mapping's length.
     pub(crate) fn at(&self, offset: u64) -> *mut u8 {
         let offset = usize::try_from(offset).ok().filter(|offset| *offset <= self.len);
         self.as_ptr()
             .wrapping_add(offset.expect("the offset was checked against the mapping's length"))
     }
 
-    /// Replaces `len` bytes at `offset` of this reservation by a shared mapping of `fd` from
-    /// `in_file`.
+    /// Replaces `len` bytes at `offset` of this reservation by a shared mapping of `fd`. The mapped
+    /// part of the file starts at its offset `in_file`.
     pub(crate) fn place_shared(
         &self,
         offset: u64,
@@ -131,8 +132,8 @@ impl Mapping {
         placed(unsafe { libc::mmap(at, len, prot, flags, fd.as_raw_fd(), offset) })
     }
 
-    /// Undoes [`Mapping::place_shared`] for `len` bytes at `offset`: they have neither memory nor
-    /// access rights then.
+    /// Undoes [`Mapping::place_shared`] for `len` bytes at `offset`. Afterwards these addresses are
+    /// reserved without memory or access rights.
     pub(crate) fn place_nothing(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
@@ -141,12 +142,12 @@ impl Mapping {
         placed(unsafe { libc::mmap(at, len, libc::PROT_NONE, flags, -1, 0) })
     }
 
-    /// Returns the pages of a mapping by [`Mapping::lazy_zeroes`] to the kernel. The bytes read as
-    /// zero again.
+    /// Returns the pages of `len` bytes at `offset` to the kernel, after which the bytes read as
+    /// zero. Only for mappings that [`Mapping::lazy_zeroes`] created.
     pub(crate) fn discard(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
-        // SAFETY: `inside` has checked that the range lies in this mapping. Its users accept
-        // zeroes: they are atomics for which zero means "nothing".
+        // SAFETY: `inside` has checked that the range lies in this mapping. The users of the
+        // mapping accept zeroes: the elements are atomics for which zero is a valid value.
         done(unsafe { libc::madvise(at, len, libc::MADV_DONTNEED) })
     }
 
@@ -162,7 +163,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: this value mapped the range, and the dropped value was its only user.
+        // SAFETY: this value mapped the range, and nothing uses the range after the value is
+        // dropped.
         if let Err(errno) = done(unsafe { libc::munmap(self.as_ptr().cast(), self.len) }) {
             tracing::error!(%errno, address = %self.address(), len = self.len, "munmap failed");
         }
@@ -204,14 +206,14 @@ pub(crate) fn file_identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
     Ok((stat.st_dev, stat.st_ino))
 }
 
-/// Opens the file of an fd again, for reading and writing. Unlike a duplicate of the fd, the new fd
-/// counts for [`is_open_elsewhere`].
+/// Opens the file of an fd again, for reading and writing. Unlike for a duplicate of the fd,
+/// [`is_open_elsewhere`] returns true while the new fd is open.
 pub(crate) fn reopen(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     open(&format!("/proc/self/fd/{}", fd.as_raw_fd()), OFlags::RDWR)
 }
 
-/// Returns an `O_PATH` fd of a file. This does not open the file, so that a device file has no side
-/// effects.
+/// Returns an `O_PATH` fd of a file. The file itself is not opened, so that no device driver is
+/// called.
 pub(crate) fn find_path(path: &str) -> Result<OwnedFd> {
     open(path, OFlags::PATH)
 }
@@ -222,12 +224,13 @@ fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
 }
 
 /// Returns true if a process has opened the memory file for writing again, or has it mapped. The fd
-/// from `memfd_create` does not count. The kernel grants a read lease only if there is no such
-/// process.
+/// from `memfd_create` does not count. The function tries to set a read lease (`F_SETLEASE`), which
+/// the kernel grants only if there is no such process.
 ///
-/// Also returns true if this cannot be determined. The lease ends before this function returns. A
-/// process that opens the file meanwhile waits for that, and the kernel sends `SIGURG` to this
-/// process, which is ignored by default ([`sealed_memfd`] chose the signal).
+/// Also returns true if the lease fails for another reason. The lease ends before this function
+/// returns. A process that opens the file during the lease waits for its end. The kernel then sends
+/// `SIGURG` to the process that holds the lease. [`sealed_memfd`] chose that signal because it is
+/// ignored by default.
 pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: a plain fcntl on a borrowed, open fd; the argument is a lease type.
     if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } != 0 {
@@ -240,16 +243,16 @@ pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
     false
 }
 
-/// Returns the pages of a part of a file to the kernel. The part reads as zero again.
+/// Returns the pages of `len` bytes of a file to the kernel, after which the bytes read as zero.
 pub(crate) fn punch_hole(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), OsErrno> {
     rustix::fs::fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
 }
 
-/// Copies bytes of a file to a host address. An address that cannot be written fails with `EFAULT`
-/// instead of a signal.
+/// Copies `len` bytes of a file, from `offset` on, to a host address. An address that cannot be
+/// written fails with `EFAULT` instead of a signal.
 ///
 /// # Safety
-/// The caller allows overwriting the host range.
+/// The caller must allow this function to overwrite `len` bytes at `to`.
 pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: u64) -> Result<()> {
     transfer(len, |done| {
         // SAFETY: the kernel checks the addresses, and the caller allows overwriting them.
@@ -265,8 +268,8 @@ pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: 
     .map_err(|errno| Error::os(errno, "pread").context("address", to).context("length", len))
 }
 
-/// Copies bytes from a host address to a file. An address that cannot be read fails with `EFAULT`
-/// instead of a signal.
+/// Copies `len` bytes from a host address to a file, at `offset`. An address that cannot be read
+/// fails with `EFAULT` instead of a signal.
 pub(crate) fn write_at(fd: BorrowedFd<'_>, offset: u64, from: Address, len: u64) -> Result<()> {
     transfer(len, |done| {
         // SAFETY: the kernel checks the addresses and only reads them.
@@ -318,12 +321,12 @@ pub(crate) fn host_ptr(address: Address) -> *mut u8 {
 /// Copies bytes that a NIC or another process may write at the same time. The two ranges may
 /// overlap.
 ///
-/// It calls the C library's memmove instead of `ptr::copy`. `ptr::copy` is an access of the Rust
-/// abstract machine, for which a race is undefined behaviour. The compiler knows nothing about
-/// foreign code, so that racing bytes are only unspecified.
+/// The function calls the C library's `memmove` instead of `ptr::copy`. `ptr::copy` is an access of
+/// the Rust abstract machine, for which a race is undefined behaviour. The compiler assumes nothing
+/// about foreign code, so a race only makes the copied bytes unspecified.
 ///
 /// # Safety
-/// `from` is readable and `to` is writable for `len` bytes.
+/// `from` must be readable and `to` writable for `len` bytes.
 pub(crate) unsafe fn copy_bytes(from: *const u8, to: *mut u8, len: usize) {
     // SAFETY: the caller promises that both are valid for `len` bytes.
     unsafe { libc::memmove(to.cast(), from.cast(), len) };
@@ -332,9 +335,10 @@ pub(crate) unsafe fn copy_bytes(from: *const u8, to: *mut u8, len: usize) {
 /// Returns a reference to a word that another process may change at any time.
 ///
 /// # Safety
-/// `word` is aligned, and stays mapped for `'a`.
+/// `word` must be aligned to 8 bytes and stay mapped for `'a`. All other accesses to it must be
+/// atomic.
 pub(crate) unsafe fn atomic_word<'a>(word: *mut u8) -> &'a std::sync::atomic::AtomicU64 {
-    // SAFETY: the caller promises an aligned, mapped word; every access to it is atomic.
+    // SAFETY: the caller promises an aligned, mapped word to which every access is atomic.
     unsafe { std::sync::atomic::AtomicU64::from_ptr(word.cast()) }
 }
 
@@ -343,7 +347,7 @@ pub(crate) fn page_size() -> u64 {
     rustix::param::page_size() as u64
 }
 
-/// `struct udmabuf_create` of `linux/udmabuf.h`.
+/// The argument of the ioctl `UDMABUF_CREATE`: `struct udmabuf_create` of `linux/udmabuf.h`.
 #[repr(C)]
 #[derive(Debug)]
 struct UdmabufCreate {
@@ -353,7 +357,7 @@ struct UdmabufCreate {
     size: u64,
 }
 
-/// `UDMABUF_FLAGS_CLOEXEC` of `linux/udmabuf.h`.
+/// The flag `UDMABUF_FLAGS_CLOEXEC` of `linux/udmabuf.h`: exec closes the new fd.
 const UDMABUF_FLAGS_CLOEXEC: u32 = 1;
 
 struct CreateUdmabuf(UdmabufCreate);
@@ -377,7 +381,7 @@ unsafe impl Ioctl for CreateUdmabuf {
     }
 }
 
-/// The open `/dev/udmabuf`, which creates dma-bufs from memory files.
+/// The open device `/dev/udmabuf`, which creates dma-bufs from memory files.
 #[derive(Debug)]
 pub(crate) struct Udmabuf(OwnedFd);
 

@@ -15,8 +15,8 @@ cases! {
     slow:
 }
 
-/// Overrides the C library's `munmap`, as a preloaded allocator or profiler does, and makes a raw
-/// system call.
+/// A `munmap` that overrides that of the C library, as a preloaded allocator or profiler may. It
+/// makes a raw system call.
 #[unsafe(no_mangle)]
 extern "C" fn munmap(at: *mut libc::c_void, len: usize) -> libc::c_int {
     // SAFETY: the caller of munmap is responsible for its range.

@@ -13,7 +13,7 @@ use hmem_iface_system::monitor::{HostMonitorKind, ImportCallbacks, ImportMonitor
 use monitors::*;
 use parking_lot::Mutex;
 
-/// Callbacks that record their calls, and refuse ranges below one page.
+/// Import callbacks that record their calls, and refuse ranges that start below address 4096.
 #[derive(Debug, Default)]
 struct CallRecorder(Mutex<Vec<(bool, AddressRange)>>);
 
@@ -89,7 +89,7 @@ fn an_import_may_invalidate_from_any_thread() {
 
 /// MON-06
 #[test]
-#[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
+#[cfg_attr(target_arch = "aarch64", ignore = "qemu-user accepts MADV_WIPEONFORK but does nothing")]
 fn import_notifies_no_subscriber_in_a_forked_child() {
     let calls = Arc::new(CallRecorder::default());
     let monitor = ImportMonitor::new(Arc::<CallRecorder>::clone(&calls)).unwrap();
@@ -100,7 +100,8 @@ fn import_notifies_no_subscriber_in_a_forked_child() {
         let notified = recorder.count() != 0;
         let refused = monitor.subscribe(at(0x10000), Recorder::new()).is_err();
         monitor.unsubscribe(subscription);
-        // SAFETY: ends the child; a panic would continue the parent's test harness.
+        // SAFETY: the call ends the child without destructors. After a panic, the child would
+        // continue the parent's test harness.
         unsafe { libc::_exit(i32::from(notified || !refused)) };
     });
     assert_eq!(status, 0);
@@ -109,22 +110,23 @@ fn import_notifies_no_subscriber_in_a_forked_child() {
 
 /// MON-06
 #[test]
-#[cfg_attr(target_arch = "aarch64", ignore = "qemu-user takes MADV_WIPEONFORK and does nothing")]
+#[cfg_attr(target_arch = "aarch64", ignore = "qemu-user accepts MADV_WIPEONFORK but does nothing")]
 fn child_forked_during_a_change_survives() {
     let monitor = ImportMonitor::new(Arc::new(CallRecorder::default())).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
     let mut child = -1;
     monitor.while_changing(at(0x10000), || {
-        // SAFETY: the child only ends the change and itself.
+        // SAFETY: the child only returns from `while_changing` and exits.
         child = unsafe { libc::fork() };
     });
     if child == 0 {
-        // SAFETY: ends the child; a return would continue the parent's test harness.
+        // SAFETY: the call ends the child without destructors. After a return, the child would
+        // continue the parent's test harness.
         unsafe { libc::_exit(7) };
     }
     let mut status = 0;
-    // SAFETY: waits for this test's own child.
+    // SAFETY: the call waits for the test's own child, and writes only `status`.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 7, "{status:#x}");
     monitor.unsubscribe(subscription);
@@ -138,5 +140,5 @@ fn imported_monitor_is_reported_as_the_choice() {
     assert_eq!(imported.monitor().unwrap().name(), "import");
     let json = serde_json::to_value(imported.choice()).unwrap();
     assert_eq!(json["name"], "import");
-    assert_eq!(json["tried"][0]["refused"], serde_json::Value::Null);
+    assert_eq!(json["candidates"], serde_json::json!([{ "name": "import", "refused": null }]));
 }

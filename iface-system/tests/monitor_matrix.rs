@@ -1,7 +1,8 @@
 //! MON-01: the table of `docs/monitors.md` matches the behaviour.
 //!
-//! Each column of the table is tested in a process of its own. The process makes the change of each
-//! line to subscribed memory, and compares the monitor's notifications with the table.
+//! Each column of the table is one monitor, which is tested in a process of its own. The process
+//! makes the change of each line to subscribed memory, and compares the monitor's notifications
+//! with the table.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -43,11 +44,11 @@ const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 const COLUMNS: [&str; 4] = ["memhooks", "userfaultfd", "memhooks+userfaultfd", "import"];
 
-/// A line of the table: its name, and a function that returns memory and an action that changes the
-/// memory.
+/// A line of the table in `docs/monitors.md`: its name, and a function that maps memory. The
+/// function returns the address, and an action that later makes the change of this line.
 type Row = (&'static str, fn() -> (*mut libc::c_void, Box<dyn FnOnce()>));
 
-/// Maps four pages. Returns their address, and the action `act` on them, to run later.
+/// Maps four pages. Returns their address, and an action that calls `act` with the address.
 fn with_map(
     act: impl FnOnce(*mut libc::c_void) + 'static,
 ) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
@@ -60,7 +61,7 @@ fn with_file(
     act: impl FnOnce(&OwnedFd) + 'static,
 ) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
     let (sharing, len) = (if shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE }, 4 * page());
-    // SAFETY: a new memory file and a mapping of it.
+    // SAFETY: the calls create a file and a mapping at an address that the kernel chooses.
     let (file, at) = unsafe {
         let file =
             OwnedFd::from_raw_fd(libc::memfd_create(c"hmem-matrix".as_ptr(), libc::MFD_CLOEXEC));
@@ -74,12 +75,12 @@ fn with_file(
 
 fn raw(number: libc::c_long, arguments: [usize; 5]) -> usize {
     let [a, b, c, d, e] = arguments;
-    // SAFETY: calls on the test's own memory only.
+    // SAFETY: the calls change only memory that belongs to the test.
     unsafe { libc::syscall(number, a, b, c, d, e) as usize }
 }
 
 fn segment() -> (i32, *mut libc::c_void) {
-    // SAFETY: a new segment, removed with its last attachment.
+    // SAFETY: the calls create a segment, and map it at an address that the kernel chooses.
     unsafe {
         let id = libc::shmget(libc::IPC_PRIVATE, 4 * page(), libc::IPC_CREAT | 0o600);
         let at = libc::shmat(id, ptr::null(), 0);
@@ -89,27 +90,27 @@ fn segment() -> (i32, *mut libc::c_void) {
     }
 }
 
-/// Maps four shared pages. The action makes the first page show the content of the third, and
-/// verifies that.
+/// Maps four shared pages. Returns their address, and an action that replaces the first page by the
+/// third with `remap`, and checks the result.
 fn with_remapped_pages(remap: fn([usize; 5]) -> usize) -> (*mut libc::c_void, Box<dyn FnOnce()>) {
     let shared = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
     let at = unsafe { libc::mmap(ptr::null_mut(), 4 * page(), RW, shared, -1, 0) };
     assert_ne!(at, libc::MAP_FAILED);
     let word = move |index: usize| at.wrapping_byte_add(index * page()).cast::<u64>();
-    // SAFETY: the test's own memory.
+    // SAFETY: the memory belongs to the test, and no reference to it exists.
     unsafe { word(2).write_volatile(7) };
     let act = move || {
         assert_eq!(remap([at.addr(), page(), 0, 2, 0]), 0);
-        // SAFETY: the test's own memory.
-        assert_eq!(unsafe { word(0).read_volatile() }, 7, "the page is another one");
+        // SAFETY: the memory belongs to the test, and no reference to it exists.
+        assert_eq!(unsafe { word(0).read_volatile() }, 7, "the first page shows the third");
     };
     (at, Box::new(act))
 }
 
-/// Calls madvise on the first page.
+/// Calls `madvise` for the first page of the mapping at `at`.
 fn advise(at: *mut libc::c_void, advice: i32) {
-    // SAFETY: the test's own memory.
+    // SAFETY: the memory belongs to the test, and no reference to it exists.
     assert_eq!(unsafe { libc::madvise(at, page(), advice) }, 0);
 }
 
@@ -119,7 +120,7 @@ const ROWS: [Row; 21] = [
     ("mremap to another place", || {
         with_map(|at| {
             let (len, onto) = (4 * page(), map(4 * page()));
-            // SAFETY: the test's own memory.
+            // SAFETY: the memory belongs to the test, and no reference to it exists.
             let moved = unsafe {
                 libc::mremap(at, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, onto)
             };
@@ -127,13 +128,13 @@ const ROWS: [Row; 21] = [
         })
     }),
     ("mremap to a smaller size", || {
-        // SAFETY: the test's own memory.
+        // SAFETY: the memory belongs to the test, and no reference to it exists.
         with_map(|at| assert_eq!(unsafe { libc::mremap(at, 4 * page(), page(), 0) }, at))
     }),
     ("madvise DONTNEED", || with_map(|at| advise(at, libc::MADV_DONTNEED))),
     ("madvise FREE", || with_map(|at| advise(at, libc::MADV_FREE))),
     ("madvise REMOVE", || {
-        // SAFETY: a new mapping.
+        // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
         let at = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -148,7 +149,7 @@ const ROWS: [Row; 21] = [
     }),
     ("MAP_FIXED over it", || {
         with_map(|at| {
-            // SAFETY: the test's own memory.
+            // SAFETY: the memory belongs to the test, and no reference to it exists.
             let onto = unsafe { libc::mmap(at, page(), RW, ANONYMOUS | libc::MAP_FIXED, -1, 0) };
             assert_eq!(onto, at);
         })
@@ -157,17 +158,18 @@ const ROWS: [Row; 21] = [
         with_map(|at| {
             let other = map(page());
             let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-            // SAFETY: the test's own memory.
+            // SAFETY: the memory belongs to the test, and no reference to it exists.
             assert_eq!(unsafe { libc::mremap(other, page(), page(), fixed, at) }, at);
         })
     }),
     ("brk or sbrk to a lower address", || {
         // No other thread of this process moves the break.
-        // SAFETY: memory between the old break and the new one is this function's.
+        // SAFETY: the memory between the old break and the new one belongs to this function.
         let top = unsafe { libc::sbrk((8 * page()) as isize) };
         let at = top.wrapping_byte_add(top.align_offset(page()));
         let act = || {
-            // SAFETY: returns the memory that the test took from the break.
+            // SAFETY: the call returns the memory that the test got from `sbrk`, and nothing uses
+            // it.
             let before = unsafe { libc::sbrk(-((8 * page()) as isize)) };
             assert_ne!(before.addr(), usize::MAX);
         };
@@ -175,13 +177,13 @@ const ROWS: [Row; 21] = [
     }),
     ("shmdt", || {
         let (_, at) = segment();
-        // SAFETY: the test's own segment.
+        // SAFETY: the segment belongs to the test, and nothing uses it any longer.
         (at, Box::new(move || assert_eq!(unsafe { libc::shmdt(at) }, 0)))
     }),
     ("shmat SHM_REMAP over it", || {
         with_map(|at| {
             let (id, _) = segment();
-            // SAFETY: the test's own memory.
+            // SAFETY: the memory belongs to the test, and no reference to it exists.
             assert_eq!(unsafe { libc::shmat(id, at, 0o40000) }, at);
         })
     }),
@@ -189,7 +191,7 @@ const ROWS: [Row; 21] = [
         with_remapped_pages(|[at, size, protection, offset, flags]| {
             let at = ptr::with_exposed_provenance_mut(at);
             let (protection, flags) = (protection as i32, flags as i32);
-            // SAFETY: the test's own memory.
+            // SAFETY: the memory belongs to the test, and no reference to it exists.
             let done = unsafe { libc::remap_file_pages(at, size, protection, offset, flags) };
             done as usize
         })
@@ -219,23 +221,24 @@ const ROWS: [Row; 21] = [
         with_remapped_pages(|arguments| raw(libc::SYS_remap_file_pages, arguments))
     }),
     ("truncating the memory file behind", || {
-        // SAFETY: the test's own file.
+        // SAFETY: the file belongs to the test, and nothing accesses its pages.
         with_file(true, |file| assert_eq!(unsafe { libc::ftruncate(file.as_raw_fd(), 0) }, 0))
     }),
     ("punching a hole into the memory file behind", || {
         with_file(true, |file| {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            // SAFETY: the test's own file.
+            // SAFETY: the file belongs to the test, and nothing accesses its pages.
             assert_eq!(unsafe { libc::fallocate(file.as_raw_fd(), mode, 0, page() as i64) }, 0);
         })
     }),
     ("truncating the file behind a private mapping", || {
-        // SAFETY: the test's own file.
+        // SAFETY: the file belongs to the test, and nothing accesses its pages.
         with_file(false, |file| assert_eq!(unsafe { libc::ftruncate(file.as_raw_fd(), 0) }, 0))
     }),
 ];
 
-/// Returns the lines of the documented table: the name of a change, and one word for each monitor.
+/// Returns the lines of the table in `docs/monitors.md`: the name of a change, and one word for
+/// each monitor.
 fn documented() -> Vec<(String, Vec<String>)> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/monitors.md");
     let text = fs::read_to_string(path).expect("docs/monitors.md is there");
@@ -258,8 +261,9 @@ fn the_table_has_these_lines_and_columns() {
     assert_eq!(documented, ROWS.map(|(name, _)| name));
 }
 
-/// Makes the change of each line under a monitor, and compares the notifications with the monitor's
-/// column.
+/// Tests one column of the documented table: makes the change of every line to memory that
+/// `monitor` watches, and compares the notifications with column `name`. Before each change, calls
+/// `report` with the range.
 fn column(name: &str, monitor: &dyn Monitor, report: &dyn Fn(AddressRange)) {
     let index = COLUMNS.iter().position(|column| *column == name).expect("a column");
     assert_eq!(monitor.name(), name);
@@ -281,8 +285,8 @@ fn column(name: &str, monitor: &dyn Monitor, report: &dyn Fn(AddressRange)) {
                 recorder.clear();
                 report(here);
                 act();
-                // The call has returned, so its event, if there is one, was read. Its subscribers
-                // are notified when no gate is closed.
+                // The call has returned, so the monitor has read its event, if any. When no gate is
+                // closed any more, the monitor has notified the subscribers too.
                 while recorder.gates.load(SeqCst) != 0 {
                     thread::yield_now();
                 }
@@ -318,17 +322,18 @@ fn userfaultfd_matches_the_table() {
 fn memhooks_and_userfaultfd_match_the_table() {
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     column("memhooks+userfaultfd", &*monitor, &|_| {});
-    // The mapping of a segment, which the kernel does not watch.
+    // The one refusal is for the System V segment, which userfaultfd cannot watch.
     assert_eq!(monitor.uffd_refusals(), 1);
     assert!(monitor.why_uffd_refusals().unwrap().contains("System V"));
 }
 
-/// Uses no huge pages: the test reserves and touches none.
+/// Tests that a subscription to a part of a huge page watches the whole page. The machine needs no
+/// huge pages, because the test only maps one without reserving or touching it.
 fn huge_pages_are_watched_whole_by_userfaultfd() {
     const HUGE: usize = 2 << 20;
     let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
     let flags = ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;
-    // SAFETY: a new mapping.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
     let at = unsafe { libc::mmap(ptr::null_mut(), HUGE, libc::PROT_NONE, flags, -1, 0) };
     assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
     let recorder = Recorder::new();
@@ -336,14 +341,14 @@ fn huge_pages_are_watched_whole_by_userfaultfd() {
     let subscription = monitor.subscribe(part, Arc::<Recorder>::clone(&recorder)).unwrap();
     assert_eq!(monitor.uffd_refusals(), 0, "{:?}", monitor.why_uffd_refusals());
     raw(libc::SYS_munmap, [at.addr(), HUGE, 0, 0, 0]);
-    // The event is read before the call returns, and subscribers are notified after that.
+    // The monitor reads the event before the call returns, but may notify subscribers later.
     while recorder.about(part).is_empty() {
         thread::yield_now();
     }
     monitor.unsubscribe(subscription);
 }
 
-/// Callbacks that accept every range.
+/// Import callbacks that accept every range.
 #[derive(Debug)]
 struct AcceptAll;
 

@@ -12,7 +12,7 @@ use support::*;
 
 /// HM-03
 ///
-/// Covers every size class from one byte to 64 MiB. Both addresses are odd.
+/// A copy of 2^n or 2^n - 1 bytes, up to 64 MiB, between odd addresses moves every byte.
 #[test]
 fn copies_of_every_size_class_round_trip() {
     let simulated = simulated();
@@ -39,7 +39,8 @@ fn every_kind_copies_to_every_kind() {
                 (allocate(&simulated, 50_000, from_kind), allocate(&simulated, 50_000, to_kind));
             let bytes = pattern(45_000, 9);
             simulated.write_bytes(at(&from, 3), &bytes).unwrap();
-            // SAFETY: both sides are allocations of the iface, which the test keeps.
+            // SAFETY: both ranges lie in allocations of the iface that are not freed during the
+            // copy.
             unsafe { simulated.copy(at(&to, 4111), at(&from, 3), 45_000).unwrap() };
             let mut back = vec![0; 45_000];
             simulated.read_bytes(at(&to, 4111), &mut back).unwrap();
@@ -72,8 +73,8 @@ fn gather_of_uneven_ranges_copies_each_to_its_place() {
 
 /// HM-03
 ///
-/// The two ranges lie in one allocation, overlap in either direction, and extend over several
-/// segments.
+/// A copy whose source and destination overlap in one allocation moves the bytes as `memmove` does,
+/// in either direction and across segments.
 #[test]
 fn overlapping_copies_move_as_memmove_does() {
     let simulated = Simulated::builder().segment_len(4096).build().unwrap();
@@ -82,7 +83,8 @@ fn overlapping_copies_move_as_memmove_does() {
             let allocation = allocate(&simulated, 40_000, kind);
             let mut bytes = pattern(40_000, 8);
             simulated.write_bytes(allocation.base(), &bytes).unwrap();
-            // SAFETY: both sides are allocations of the iface, which the test keeps.
+            // SAFETY: both ranges lie in allocations of the iface that are not freed during the
+            // copy.
             unsafe {
                 simulated
                     .copy(at(&allocation, to as u64), at(&allocation, from as u64), 30_000)
@@ -106,14 +108,11 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
     let mut host = [1_u8; 101];
     let host_address = Address::of_ptr(host.as_mut_ptr());
     for (offset, len) in [(0, 101), (1, 100), (99, 2), (100, 1), (50, u64::MAX - 50)] {
-        // SAFETY: `host` is valid for the whole copy; the iface refuses it before it touches
-        // anything.
+        // SAFETY: the iface refuses the copy before it accesses memory.
         let out = unsafe { simulated.copy(host_address, at(&allocation, offset), len) };
-        // SAFETY: `host` is valid for the whole copy; the iface refuses it before it touches
-        // anything.
+        // SAFETY: the iface refuses the copy before it accesses memory.
         let into = unsafe { simulated.copy(at(&allocation, offset), host_address, len) };
-        // SAFETY: `host` is valid for the whole copy; the iface refuses it before it touches
-        // anything.
+        // SAFETY: the iface refuses the copy before it accesses memory.
         let queued = unsafe { simulated.start_copy(at(&allocation, offset), host_address, len) };
         let kinds = [ErrorKind::OutOfBounds, ErrorKind::AddressWraps];
         for error in [out.unwrap_err(), into.unwrap_err(), queued.map(drop).unwrap_err()] {
@@ -131,7 +130,7 @@ fn a_copy_past_the_allocation_is_refused_and_moves_nothing() {
 
 /// HM-03
 ///
-/// A bad host address fails with an error of the driver and does not end the process.
+/// A copy with a bad host address fails with an error, and does not end the process.
 #[test]
 fn unmapped_host_address_fails_only_the_copy() {
     let simulated = simulated();
@@ -139,9 +138,9 @@ fn unmapped_host_address_fails_only_the_copy() {
     let allocation = device(&simulated, 4096);
     let not_readable = device(&other, 4096);
     for address in [Address(0x10), not_readable.base()] {
-        // SAFETY: the kernel refuses the address before anything is touched.
+        // SAFETY: the kernel refuses the address before it accesses memory.
         let into = unsafe { simulated.copy(allocation.base(), address, 8) };
-        // SAFETY: the kernel refuses the address before anything is touched.
+        // SAFETY: the kernel refuses the address before it accesses memory.
         let out = unsafe { simulated.copy(address, allocation.base(), 8) };
         assert_eq!(into.unwrap_err().kind(), ErrorKind::BadAddress);
         assert_eq!(out.unwrap_err().kind(), ErrorKind::BadAddress);
@@ -191,7 +190,7 @@ fn the_engine_thread_ends_copies_in_order() {
     let values: Vec<[u8; 8]> = (0..500_u64).map(u64::to_le_bytes).collect();
     let events: Vec<_> = values
         .iter()
-        // SAFETY: `values` outlives the copies, which are waited for below.
+        // SAFETY: `values` outlives the copies, which end in the loop below.
         .map(|value| unsafe {
             simulated.start_copy(allocation.base(), Address::of_ptr(value.as_ptr()), 8).unwrap()
         })
@@ -207,7 +206,7 @@ fn the_engine_thread_ends_copies_in_order() {
 
 /// HM-03
 ///
-/// The bytes of a copy do not arrive before its deadline. How much later they arrive is not tested.
+/// A copy ends no earlier than the simulated latency and bandwidth permit. It may end later.
 #[test]
 fn a_copy_takes_at_least_latency_and_length_over_bandwidth() {
     let latency = Duration::from_millis(2);
@@ -281,8 +280,8 @@ fn the_device_sees_inbound_writes_after_a_flush() {
         let bytes = pattern(5000, round);
         write_through_fd(&export, &bytes);
         simulated.flush_inbound(DeviceId(0)).unwrap();
-        // The work of the device: a copy from device memory to device memory.
-        // SAFETY: both sides are allocations of the iface, which the test keeps.
+        // A copy within device memory stands for the device's own access.
+        // SAFETY: both ranges lie in allocations of the iface that are not freed during the copy.
         unsafe { simulated.start_copy(copy.base(), range.start(), 5000) }.unwrap().wait().unwrap();
         let mut back = vec![0; 5000];
         simulated.read_bytes(copy.base(), &mut back).unwrap();

@@ -11,7 +11,8 @@ use hmem_core::{
 use hmem_iface_system::{AddressReuse, DmaBufKind, P2pMatrix, Simulated};
 use support::*;
 
-/// The lock that lets one test run at a time, because the tests count the fds of the whole process.
+/// A lock that makes the tests of this file run one at a time, because they count the fds of the
+/// process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -52,8 +53,8 @@ fn unaligned_exports_reach_exactly_their_bytes() {
 
 /// HM-06
 ///
-/// The offset in the dma-buf differs from the offset in the allocation, so that code that confuses
-/// them fails.
+/// The exported fd of an allocation's start has an offset above 0. So code that confuses offsets in
+/// the allocation with offsets in the fd fails.
 #[test]
 fn in_a_memory_file_no_allocation_begins_at_offset_0() {
     let _turn = turn();
@@ -89,7 +90,8 @@ fn many_exports_leak_no_fd() {
 
 /// HM-06
 ///
-/// An exported fd keeps its bytes, as a dma-buf does, and no other allocation gets them.
+/// An exported fd keeps its bytes after the allocation is freed, as a dma-buf does. No later
+/// allocation reuses that memory.
 #[test]
 fn export_outlives_its_allocation_and_keeps_its_bytes() {
     let _turn = turn();
@@ -115,7 +117,7 @@ fn export_outlives_its_allocation_and_keeps_its_bytes() {
 
 /// HM-06
 ///
-/// Thousands of other exports are made and released around one that stays.
+/// An open export keeps its bytes while thousands of other exports are created and closed.
 #[test]
 fn live_export_keeps_its_bytes_among_thousands_of_others() {
     let _turn = turn();
@@ -148,7 +150,8 @@ fn exported_memory_is_reused_after_its_last_user() {
     let mut stay = Vec::new();
     for i in 0..20_000 {
         if i % 100 == 0 {
-            // Without these, empty files would be dropped instead of reused.
+            // These allocations keep each memory file in use. An empty file would be dropped
+            // instead of reused.
             stay.push(device(&simulated, 4096));
         }
         let allocation = device(&simulated, 4096);

@@ -12,7 +12,8 @@ use hmem_core::{
 use hmem_iface_system::{Call, FreeDetection, Simulated};
 use support::*;
 
-/// The lock that lets one test run at a time, because the tests count the fds of the whole process.
+/// A lock that makes the tests of this file run one at a time, because they count the fds of the
+/// process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -37,7 +38,7 @@ impl Invalidator for Deaf {
     fn open_gate(&self) {}
 }
 
-/// Uses every operation of the iface once, continues after failures, and returns the errors.
+/// Uses every operation of the iface, continues after failures, and returns the errors.
 fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
     let mut errors = Vec::new();
     let mut keep = |result: Result<()>| errors.extend(result.err());
@@ -64,9 +65,9 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
         };
         keep(simulated.query(allocation.base()).map(drop));
         keep(simulated.physical_segments(allocation.range).map(drop));
-        // SAFETY: `host` is only read.
+        // SAFETY: the copy only reads `host`, and nothing writes to it.
         keep(unsafe { simulated.copy(allocation.base(), host_address, 5000) });
-        // SAFETY: `host` is only read, and lives until the copy is waited for.
+        // SAFETY: the copy only reads `host`, which outlives the copy.
         keep(
             unsafe { simulated.start_copy(allocation.base(), host_address, 5000) }
                 .and_then(|event| event.wait()),
@@ -80,7 +81,7 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
                 simulated.ipc_export(&allocation).and_then(|handle| simulated.ipc_open(&handle));
             match opened {
                 Ok(opened) => loop {
-                    // SAFETY: nothing refers to the memory.
+                    // SAFETY: no reference to the memory exists.
                     match unsafe { simulated.ipc_close(&opened) } {
                         Ok(()) => break,
                         failed => keep(failed),
@@ -120,7 +121,7 @@ fn assert_nothing_is_left(simulated: &Simulated) {
         stats.copies_pending,
     ];
     assert_eq!(left, [0; 7], "{stats:?}");
-    // All of the memory can be allocated again.
+    // The whole memory of the device can be allocated again.
     let request = AllocRequest { len: 16 << 30, device: DeviceId(0), kind: AllocationKind::Device };
     let all = simulated.allocate(&request).unwrap();
     free(simulated, &all).unwrap();
@@ -134,7 +135,7 @@ fn each_failed_call_is_named_and_leaks_nothing() {
     let (fds, maps) = (open_fds(), mappings());
     for call in Call::ALL {
         let before = simulated.faults().count(*call);
-        // Queries are counted only while a fault is set for them.
+        // Calls of `Query` are counted only while a fault is set. This fault never occurs.
         simulated.faults().fail_nth(*call, u64::MAX / 2, Errno(5));
         assert!(use_everything(&simulated).is_empty());
         simulated.faults().clear();

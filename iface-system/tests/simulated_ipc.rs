@@ -11,7 +11,8 @@ use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::Ip
 use hmem_iface_system::{AddressReuse, SIMULATED, Simulated, System};
 use support::*;
 
-/// The lock that lets one test run at a time, because the tests count the fds of the whole process.
+/// A lock that makes the tests of this file run one at a time, because they count the fds of the
+/// process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -23,14 +24,14 @@ fn iface_of(kind: IfaceKind) -> Box<dyn Iface> {
 }
 
 fn close(iface: &dyn Iface, allocation: &hmem_core::Allocation) -> hmem_core::Result<()> {
-    // SAFETY: the tests keep no reference into memory that they close.
+    // SAFETY: the tests hold no reference to memory that they close.
     unsafe { iface.ipc_close(allocation) }
 }
 
 const LEN: usize = 100_000;
 
-/// Runs in a child process: opens the handle, verifies the content, writes, closes, and counts its
-/// fds.
+/// Runs as a child process of another test. Opens an IPC handle, checks the content, writes to it
+/// and closes it, and checks that this leaks no fd.
 #[test]
 fn child_that_opens_a_handle() {
     let Some(input) = child_input() else { return };
@@ -56,7 +57,7 @@ fn child_that_opens_a_handle() {
     }
     assert_eq!(open_fds(), fds);
     assert!(mappings() < maps + 50, "a mapping leaks with each round");
-    println!("child is content");
+    println!("child has finished");
 }
 
 /// HM-10
@@ -77,16 +78,17 @@ fn another_process_opens_and_closes_without_leaks() {
         let input = format!("{} {}", handle.iface.0, hex(&handle.bytes));
         let output = spawn_child("child_that_opens_a_handle", &input).wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && said.contains("child is content"), "{said}");
+        assert!(output.status.success() && said.contains("child has finished"), "{said}");
         let mut content = vec![0; LEN];
         iface.read_bytes(allocation.base(), &mut content).unwrap();
-        assert!(content == pattern(LEN, 2), "what the child wrote is here");
+        assert!(content == pattern(LEN, 2), "the owner reads what the child wrote");
         free(iface, &allocation).unwrap();
     }
-    assert!(open_fds() <= fds, "and the owner leaks nothing either");
+    assert!(open_fds() <= fds, "the owner leaks an fd");
 }
 
-/// Runs in a child process: exports an allocation, prints the handle, and ends when its input ends.
+/// Runs as a child process of another test. Prints the IPC handle of a new allocation, and exits
+/// when the parent writes to its input or closes it.
 #[test]
 fn child_that_exports() {
     let Some(kind) = child_input() else { return };
@@ -134,7 +136,8 @@ fn opened_memory_outlives_the_owner_process() {
 
 /// HM-10
 ///
-/// A new allocation reuses the freed one's place in the file. The old handle must not open it.
+/// The IPC handle of a freed allocation does not open a new allocation at the same place in the
+/// memory file.
 #[test]
 fn freed_allocation_cannot_be_opened_after_reuse() {
     let _turn = turn();
@@ -154,8 +157,8 @@ fn freed_allocation_cannot_be_opened_after_reuse() {
 
 /// HM-10
 ///
-/// The owner has closed the fd in the handle and reused its number for another file. Opening the
-/// handle must fail.
+/// Opening a handle fails if the owner has closed the fd that the handle names, and the fd number
+/// belongs to another file.
 #[test]
 fn handle_with_a_reused_fd_number_is_unavailable() {
     let _turn = turn();
@@ -163,7 +166,7 @@ fn handle_with_a_reused_fd_number_is_unavailable() {
     let stale = system.memfd(4096).unwrap();
     let handle = system.ipc_export(&stale).unwrap();
     free(&system, &stale).unwrap();
-    // The lowest free number is the one that was just closed.
+    // The kernel uses the lowest free number, which is that of the closed fd.
     let next = system.memfd(4096).unwrap();
     let error = system.ipc_open(&handle).unwrap_err();
     assert!(error.is_unavailable() && error.to_string().contains("another file"), "{error}");
@@ -173,7 +176,8 @@ fn handle_with_a_reused_fd_number_is_unavailable() {
 
 /// HM-10
 ///
-/// The opener keeps the old bytes, and the owner's next allocation does not overlap them.
+/// An allocation stays readable in a process that has opened it, even after the owner has freed it.
+/// New allocations of the owner do not overlap it.
 #[test]
 fn opened_allocation_outlives_its_owners_free() {
     let _turn = turn();

@@ -143,7 +143,7 @@ fn device_out_of_range_is_an_error_with_its_number() {
         simulated.flush_inbound(DeviceId(2)).unwrap_err().kind(),
         ErrorKind::InvalidArgument
     );
-    // Host memory belongs to no device, so the device number does not matter.
+    // Host memory belongs to no device, so the request's device number is ignored.
     assert!(simulated.allocate(&AllocRequest { kind: AllocationKind::Host, ..request }).is_ok());
 }
 
@@ -200,10 +200,11 @@ proptest! {
 
     /// HM-01, HM-02
     ///
-    /// Lookups agree with a linear search of a list, after any sequence of allocations and frees.
+    /// After any sequence of allocations and frees, a lookup returns the same as a linear search of
+    /// a list.
     #[test]
     fn lookups_agree_with_a_plain_list(steps in prop::collection::vec(step(), 1..120)) {
-        // A small window, so that addresses are reused.
+        // The window is small, so that addresses are reused.
         let simulated = Simulated::builder().window(256 << 20).arena(8 << 20).build().unwrap();
         let mut live: Vec<Allocation> = Vec::new();
         let mut ever: Vec<AddressRange> = Vec::new();
@@ -246,8 +247,8 @@ proptest! {
 
 /// HM-01
 ///
-/// A lookup that races with frees and allocations never mixes two allocations, never misses an
-/// allocation that stays, and never finds one that was freed before the lookup began.
+/// A lookup that races with frees and allocations never returns a mixture of two allocations. It
+/// finds every allocation that stays, and none that was freed before the lookup began.
 #[test]
 fn lookups_that_race_with_frees_are_consistent() {
     const ROUNDS: usize = 20_000;
@@ -255,7 +256,7 @@ fn lookups_that_race_with_frees_are_consistent() {
         Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
     let stays: Vec<Allocation> = (0..64).map(|_| device(&*simulated, 4096)).collect();
     let stop = Arc::new(AtomicBool::new(false));
-    // The highest identity that is known to be freed.
+    // The highest identity of the freed allocations.
     let gone = Arc::new(AtomicU64::new(0));
     let readers: Vec<_> = (0..2)
         .map(|_| {
@@ -272,7 +273,7 @@ fn lookups_that_race_with_frees_are_consistent() {
                     let gone_before = gone.load(Ordering::Acquire);
                     if let Some(found) = simulated.query(address).unwrap() {
                         assert!(found.range.contains(address));
-                        assert!(found.id.0 > gone_before, "found what had been freed");
+                        assert!(found.id.0 > gone_before, "the lookup found a freed allocation");
                         seen.insert(found.id, found);
                     }
                 }
@@ -290,7 +291,7 @@ fn lookups_that_race_with_frees_are_consistent() {
     stop.store(true, Ordering::Release);
     for reader in readers {
         for (id, found) in reader.join().unwrap() {
-            assert_eq!(made.get(&id), Some(&found), "the parts of an answer belong together");
+            assert_eq!(made.get(&id), Some(&found), "the lookup mixed two allocations");
         }
     }
 }

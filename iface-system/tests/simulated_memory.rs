@@ -10,8 +10,8 @@ use hmem_core::{
 use hmem_iface_system::{AddressReuse, Simulated};
 use support::*;
 
-/// The lock that lets one test run at a time, because the tests count the fds and memory of the
-/// whole process.
+/// A lock that makes the tests of this file run one at a time, because they count the fds and the
+/// memory of the process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> std::sync::MutexGuard<'static, ()> {
@@ -25,7 +25,7 @@ fn pointer(allocation: &hmem_core::Allocation) -> *mut u8 {
 const CPU_BLIND: [AllocationKind; 3] =
     [AllocationKind::Device, AllocationKind::StreamOrdered, AllocationKind::Virtual];
 
-/// Dereferences a device address in a child process: HM-13.
+/// Runs as a child process of another test, and dereferences a device address: HM-13.
 #[test]
 fn child_that_dereferences_a_device_address() {
     let Some(kind) = child_input() else { return };
@@ -33,7 +33,8 @@ fn child_that_dereferences_a_device_address() {
     let allocation = allocate(&simulated, 4096, CPU_BLIND[kind.parse::<usize>().unwrap()]);
     simulated.write_bytes(allocation.base(), &[1; 4096]).unwrap();
     println!("alive");
-    // SAFETY: none: this is the stray dereference that must end the process.
+    // SAFETY: the access is deliberately invalid. The address has no access rights, so the kernel
+    // ends the process.
     let byte = unsafe { pointer(&allocation).read_volatile() };
     println!("read {byte}");
 }
@@ -52,18 +53,19 @@ fn a_stray_dereference_of_device_memory_ends_the_process() {
 }
 
 #[test]
-fn managed_and_host_memory_are_the_same_bytes_for_the_cpu_and_the_engine() {
+fn cpu_and_engine_see_the_same_managed_and_host_bytes() {
     let _turn = turn();
     let simulated = simulated();
     for kind in [AllocationKind::Managed, AllocationKind::Host] {
         let allocation = allocate(&simulated, 10_000, kind);
         let bytes = pattern(10_000, 1);
         simulated.write_bytes(allocation.base(), &bytes).unwrap();
-        // SAFETY: this kind is mapped, and nothing writes to it meanwhile.
+        // SAFETY: memory of this kind is mapped for the CPU, and nothing writes to it while the
+        // slice is used.
         let by_cpu =
             unsafe { std::slice::from_raw_parts(pointer(&allocation).cast_const(), 10_000) };
         assert!(by_cpu == bytes);
-        // SAFETY: this kind is mapped, and the slice is no longer used.
+        // SAFETY: memory of this kind is mapped for the CPU, and the slice is no longer used.
         unsafe { pointer(&allocation).wrapping_add(9_999).write_volatile(!bytes[9_999]) };
         let mut last = [0];
         simulated.read_bytes(at(&allocation, 9_999), &mut last).unwrap();
@@ -214,7 +216,8 @@ fn a_dropped_device_leaves_no_fd_and_no_mapping() {
         }
     }
     assert_eq!(open_fds(), fds);
-    // Threads of the test harness start and end. A leak would be at least one mapping per device.
+    // Threads of the test harness may add a few mappings. A leak would add at least one for each
+    // device.
     assert!(mappings() < maps + 20, "{} mappings more", mappings() - maps);
 }
 

@@ -88,7 +88,7 @@ fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Inval
 
 /// MON-07
 #[test]
-fn reused_address_is_never_valid_in_either_style() {
+fn reused_address_is_invalid_with_either_free_detection() {
     for free_detection in [FreeDetection::Identity, FreeDetection::Callback] {
         let simulated = with_style(free_detection);
         let monitor = simulated.start_monitor().unwrap();
@@ -141,7 +141,8 @@ fn callback_notifies_exactly_the_freed_ranges_subscribers() {
 
 /// MON-07
 ///
-/// The iface holds no lock that a callback could need, whatever the callback calls.
+/// A callback may call any method of the iface and the monitor, since the iface holds no lock
+/// during a callback.
 #[test]
 fn callback_runs_before_the_free_and_may_use_the_iface() {
     let simulated = with_style(FreeDetection::Callback);
@@ -229,7 +230,7 @@ fn unsubscribe_waits_for_a_running_callback() {
         let (inside, ended) = (Arc::clone(&inside), Arc::clone(&ended));
         move |_| {
             inside.wait();
-            // Long enough for an unsubscribe without the wait to return first.
+            // An `unsubscribe` that does not wait for the callback would return during this loop.
             (0..1000).for_each(|_| thread::yield_now());
             ended.store(true, Ordering::Release);
         }
@@ -241,13 +242,13 @@ fn unsubscribe_waits_for_a_running_callback() {
     };
     inside.wait();
     monitor.unsubscribe(subscription);
-    assert!(ended.load(Ordering::Acquire), "the call was over before unsubscribe came back");
+    assert!(ended.load(Ordering::Acquire), "`unsubscribe` returned during the callback");
     freeing.join().unwrap();
 }
 
 /// MON-08
 #[test]
-fn subscriptions_come_and_go_in_pairs_in_both_styles() {
+fn subscriptions_are_counted_with_either_free_detection() {
     for free_detection in [FreeDetection::Identity, FreeDetection::Callback] {
         let simulated = with_style(free_detection);
         let monitor = simulated.start_monitor().unwrap();
@@ -290,7 +291,8 @@ fn freed_memory_cannot_be_watched() {
 
 /// MON-07
 ///
-/// For any lengths, every overlapping subscriber is notified once, and no other subscriber is.
+/// A free notifies every subscriber of an overlapping range once, and no other subscriber, for
+/// ranges of many lengths.
 #[test]
 fn each_overlapping_subscriber_is_notified_once() {
     let simulated = with_style(FreeDetection::Callback);

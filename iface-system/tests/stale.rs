@@ -1,9 +1,10 @@
-//! Tests for stale hits. Without a monitor they occur, which shows that the test can detect them.
-//! With a monitor, no change that it detects leads to a stale hit.
+//! Tests for stale hits: cache lookups that return a registration of memory that was replaced
+//! since. Without a monitor they occur, which shows that the tests can detect them. With a monitor,
+//! no change that the monitor detects leads to a stale hit.
 //!
-//! A registration here remembers the content at registration, as a NIC remembers its pages. New
-//! memory reads as zero until its owner writes the round's number. So a registration with the
-//! number of an earlier round is stale.
+//! A registration in these tests stores the first word of the memory, as a NIC stores page
+//! addresses. New memory reads as zero until the test writes the number of the round to it. So a
+//! registration with the number of an earlier round is stale.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -38,7 +39,8 @@ cases! {
     discarded_page_is_no_stale_hit_in_many_rounds,
 }
 
-/// A back end that registers memory by recording its first word. Fails for unmapped memory.
+/// A cache back end for which registering memory means reading its first word. The region is that
+/// word. Registering unmapped memory fails.
 struct SnapshotBackend(Option<Arc<dyn Monitor>>);
 
 impl CacheBackend for SnapshotBackend {
@@ -57,24 +59,12 @@ impl CacheBackend for SnapshotBackend {
         }
     }
 
-    fn needs_validation(&self, _: &Self::Watch) -> bool {
-        false
-    }
-
-    fn is_current(&self, _: &Self::Watch) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn max_len(&self) -> u64 {
-        u64::MAX
-    }
-
     fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
         let mut word = 0_u64;
         let local = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: 8 };
         let start = ptr::with_exposed_provenance_mut(key.range().start().0 as usize);
         let remote = libc::iovec { iov_base: start, iov_len: 8 };
-        // SAFETY: the kernel checks the addresses, and fills a word of this function's own.
+        // SAFETY: the kernel checks the addresses, and writes only to `word`.
         let read = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
         if read == 8 { Ok(word) } else { Err(Error::new(ErrorKind::BadAddress, "register")) }
     }
@@ -84,21 +74,21 @@ impl CacheBackend for SnapshotBackend {
     }
 }
 
-/// A function that replaces the page at an address by another page, which reads as zero.
+/// A function that replaces the page at an address by a new page, which reads as zero.
 type Replace = fn(*mut libc::c_void);
 
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const FIXED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
 
 fn map_at(at: *mut libc::c_void) {
-    // SAFETY: the test's own page, or one that it has just unmapped and that no other thread of
-    // this process maps.
+    // SAFETY: the page belongs to the test, or the test has just unmapped it and no other thread of
+    // this process maps memory there.
     assert_eq!(unsafe { libc::mmap(at, page(), RW, FIXED, -1, 0) }, at);
 }
 
 const HOOKED: [(&str, Replace); 4] = [
     ("MAP_FIXED", map_at),
-    // SAFETY: the test's own page.
+    // SAFETY: the page belongs to the test, and no reference to it exists.
     ("madvise", |at| assert_eq!(unsafe { libc::madvise(at, page(), libc::MADV_DONTNEED) }, 0)),
     ("munmap", |at| {
         unmap(at, page());
@@ -107,7 +97,7 @@ const HOOKED: [(&str, Replace); 4] = [
     ("mremap", |at| {
         let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         let elsewhere = map(page());
-        // SAFETY: the test's own pages.
+        // SAFETY: the pages belong to the test, and no reference to them exists.
         assert_eq!(unsafe { libc::mremap(at, page(), page(), fixed, elsewhere) }, elsewhere);
         raw_map_at(at);
         unmap(elsewhere, page());
@@ -120,45 +110,48 @@ const RAW: [(&str, Replace); 2] = [
         raw_map_at(at);
     }),
     ("raw madvise", |at| {
-        // SAFETY: the test's own page.
+        // SAFETY: the page belongs to the test, and no reference to it exists.
         assert_eq!(unsafe { libc::syscall(libc::SYS_madvise, at, page(), libc::MADV_DONTNEED) }, 0);
     }),
 ];
 
-/// Discards a page of this process by `process_madvise`. Returns false if the kernel, before Linux
-/// 6.13, or the C library has no such call.
+/// Discards a page of this process by `process_madvise`. Returns false if the kernel (before Linux
+/// 6.13) or the C library does not support the call.
 fn discard_by_process_madvise(at: *mut libc::c_void) -> bool {
     type ProcessMadvise =
         unsafe extern "C" fn(i32, *const libc::iovec, usize, i32, u32) -> libc::ssize_t;
-    // SAFETY: the name ends with a zero byte.
+    // SAFETY: the name is a C string.
     let function = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"process_madvise".as_ptr()) };
     if function.is_null() {
         return false;
     }
-    // SAFETY: the signature of `process_madvise(2)`.
+    // SAFETY: the type has the signature of `process_madvise(2)`, of which this is the address.
     let function = unsafe { std::mem::transmute::<*mut libc::c_void, ProcessMadvise>(function) };
     let range = libc::iovec { iov_base: at, iov_len: page() };
-    // SAFETY: a descriptor of this process, which is closed below.
+    // SAFETY: the call creates an fd and touches no memory.
     let own = unsafe { libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0) } as i32;
     assert!(own >= 0);
-    // SAFETY: the test's own page.
+    // SAFETY: the page belongs to the test, and no reference to it exists.
     let done = unsafe { function(own, &raw const range, 1, libc::MADV_DONTNEED, 0) };
     let why = std::io::Error::last_os_error();
-    // SAFETY: opened above.
+    // SAFETY: this function has opened the fd, and nothing else uses it.
     unsafe { libc::close(own) };
     assert!(done == page() as isize || why.raw_os_error() == Some(libc::EINVAL), "{why}");
     done == page() as isize
 }
 
-/// Maps at a free address by a raw system call, so that the monitor sees only the cause itself.
+/// Maps a page at an address without memory by a raw system call. Memhooks do not see this call, so
+/// they only see the change under test.
 fn raw_map_at(at: *mut libc::c_void) {
-    // SAFETY: the test's own page, or one that it has just unmapped and that no other thread maps.
+    // SAFETY: the page belongs to the test, or the test has just unmapped it and no other thread of
+    // this process maps memory there.
     let mapped = unsafe { libc::syscall(libc::SYS_mmap, at, page(), RW, FIXED, -1, 0) };
     assert_eq!(mapped as usize, at.addr());
 }
 
-/// Runs rounds of changes and lookups. Returns the number of stale hits (rounds in which the lookup
-/// returned a registration of an earlier round), and the number of invalidated entries.
+/// Replaces a page and looks it up in the cache, `rounds` times. If `adversary` is set, a second
+/// thread looks the page up continuously. Returns the number of stale hits (lookups that returned a
+/// registration of an earlier round), and the number of invalidated entries.
 fn stale_hits(
     monitor: Option<Arc<dyn Monitor>>,
     replace: Replace,
@@ -175,20 +168,22 @@ fn stale_hits(
         if adversary {
             scope.spawn(|| {
                 while running.load(SeqCst) {
-                    // Registers in the middle of changes. An unmapped page is refused.
+                    // This lookup may register the page during a change. It fails if the page is
+                    // unmapped.
                     drop(cache.get_or_register(&key));
                     looked.fetch_add(1, SeqCst);
                 }
             });
         }
         for round in 1..=rounds {
-            // Waits for turns of the second thread, even if there is only one processor.
+            // The loop waits until the second thread has run, even if there is only one CPU.
             let before = looked.load(SeqCst);
             while adversary && round % 16 == 1 && looked.load(SeqCst) == before {
                 thread::yield_now();
             }
             replace(at);
-            // SAFETY: the test's own page, which others only read through the kernel.
+            // SAFETY: the page belongs to the test, and other threads only read it through the
+            // kernel.
             unsafe { at.cast::<u64>().write_volatile(round) };
             let lease = cache.get_or_register(&key).unwrap();
             stale += u64::from(![0, round].contains(&*lease));
@@ -197,7 +192,8 @@ fn stale_hits(
     (stale, cache.statistics().all_invalidations())
 }
 
-/// A guard that ends the second thread, even if the first thread panics.
+/// A guard that clears a flag on drop. A helper thread runs while the flag is set, so it ends even
+/// if the test panics.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -213,7 +209,7 @@ fn none(monitor: &Arc<dyn Monitor>, causes: &[(&str, Replace)], rounds: u64, adv
         assert_eq!(stale, 0, "{cause} under {}", monitor.name());
         assert!(
             invalidated > rounds / 10,
-            "{cause}: {invalidated} of {rounds}: hardly anything was cached"
+            "{cause}: {invalidated} of {rounds}: the page was rarely cached"
         );
     }
 }
@@ -222,7 +218,7 @@ fn without_a_monitor_every_cause_leaves_stale_hits() {
     for (cause, replace) in HOOKED.iter().chain(&RAW) {
         assert!(stale_hits(None, *replace, 100, false).0 > 0, "{cause}");
     }
-    // The changes that memhooks do not detect.
+    // Memhooks do not detect raw system calls.
     let hooks: Arc<dyn Monitor> = MemHooks::start().unwrap();
     for (cause, replace) in RAW {
         assert!(stale_hits(Some(Arc::clone(&hooks)), replace, 100, false).0 > 0, "{cause}");
@@ -263,7 +259,7 @@ fn memhooks_and_userfaultfd_leave_no_stale_hits() {
 const DISCARDS: [(&str, Replace); 2] = [HOOKED[1], RAW[1]];
 
 /// Counts stale hits: lookups after a discard that return the registration of the old page. In each
-/// round one thread discards a cached page while another thread looks it up continuously.
+/// round this thread discards a cached page while a second thread looks the page up continuously.
 fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u64) -> u64 {
     let cache = Cache::new(SnapshotBackend(Some(Arc::clone(monitor))), Limits::default()).unwrap();
     let at = map(page());
@@ -281,9 +277,10 @@ fn stale_after_discards(monitor: &Arc<dyn Monitor>, discard: Replace, rounds: u6
             }
         });
         for round in 1..=rounds {
-            // SAFETY: the test's own page, which others only read through the kernel.
+            // SAFETY: the page belongs to the test, and other threads only read it through the
+            // kernel.
             unsafe { at.cast::<u64>().write_volatile(round) };
-            // The other thread sleeps, so that the page is cached again.
+            // The second thread sleeps, so the pending discard ends and the page is cached again.
             cache.invalidate(key.range());
             while cache.get_or_register(&key).unwrap().uncached_reason().is_some() {
                 thread::yield_now();
@@ -322,7 +319,7 @@ fn discarded_page_is_no_stale_hit_under_both() {
 
 /// MON-01
 fn discarded_page_is_no_stale_hit_in_many_rounds() {
-    // SAFETY: sets a timer of this process, for a case that takes long.
+    // SAFETY: the call only ends the timer of this process, because the case takes long.
     unsafe { libc::alarm(0) };
     let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
     discards(&events, 50_000);
@@ -354,7 +351,7 @@ fn page_in_a_pending_discard_is_uncached_with_the_reason() {
             thread::yield_now();
         }
         assert!(cached(0) && cached(1));
-        // The hooks report the end of a call of the C library.
+        // The hooks notify after the C library's `madvise`, so the page is cached again at once.
         let ((_, hooked), (_, raw)) = (DISCARDS[0], DISCARDS[1]);
         hooked(at);
         assert!(cached(0), "after the C library's madvise");
@@ -365,9 +362,9 @@ fn page_in_a_pending_discard_is_uncached_with_the_reason() {
         };
         assert!(why.is_busy() && why.to_string().contains("madvise"), "{why}");
         assert!(cached(1), "the page beside it");
-        // The hooks do not know which pages this call discards, so it invalidates all entries. The
-        // lease keeps the page watched; otherwise the cache could end the subscription before the
-        // kernel discards the page, and there would be no event.
+        // The hooks do not know which pages this call discards, so they invalidate all entries. The
+        // lease keeps the page watched. Otherwise the cache could unsubscribe before the kernel
+        // discards the page, and there would be no event.
         let _watched = cache.get_or_register(&key(1)).unwrap();
         if discard_by_process_madvise(at.wrapping_byte_add(page())) {
             assert!(!cached(1), "after the C library's process_madvise");
@@ -379,7 +376,7 @@ fn page_in_a_pending_discard_is_uncached_with_the_reason() {
 }
 
 fn a_million_rounds_of_each() {
-    // SAFETY: sets a timer of this process, for a case that takes long.
+    // SAFETY: the call only ends the timer of this process, because the case takes long.
     unsafe { libc::alarm(0) };
     memhooks(1_000_000);
     userfaultfd(1_000_000);

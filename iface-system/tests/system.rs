@@ -64,13 +64,13 @@ fn host_copies_may_overlap_and_are_bounded() {
     let allocation = system.mmap(10_000).unwrap();
     let mut bytes = pattern(10_000, 1);
     system.write_bytes(allocation.base(), &bytes).unwrap();
-    // SAFETY: both sides lie in the allocation.
+    // SAFETY: both ranges lie in the allocation.
     unsafe { system.copy(at(&allocation, 10), allocation.base(), 9_000).unwrap() };
     bytes.copy_within(0..9_000, 10);
     let mut back = vec![0; 10_000];
     system.read_bytes(allocation.base(), &mut back).unwrap();
     assert!(back == bytes);
-    // SAFETY: the iface refuses a copy past its allocation before it touches anything.
+    // SAFETY: the iface refuses a copy past the end of an allocation before it accesses memory.
     let past = unsafe { system.copy(at(&allocation, 1), allocation.base(), 10_000) };
     assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfBounds);
 }
@@ -154,9 +154,9 @@ fn missing_facets_are_unsupported_with_a_reason() {
         system.start_monitor().map(drop).unwrap_err(),
         system.export_peer_memory(range, &nic("loop0")).unwrap_err(),
         system.host_unregister(range).unwrap_err(),
-        // SAFETY: the iface refuses the call before it touches anything.
+        // SAFETY: the iface refuses the call before it accesses memory.
         unsafe { system.host_register(range) }.unwrap_err(),
-        // SAFETY: the iface refuses the call before it touches anything.
+        // SAFETY: the iface refuses the call before it accesses memory.
         unsafe { system.start_copy(address, address, 8) }.map(drop).unwrap_err(),
         try_allocate(&system, 64, AllocationKind::Device).unwrap_err(),
     ];

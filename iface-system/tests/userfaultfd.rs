@@ -1,7 +1,7 @@
 //! Tests of the userfaultfd monitor: MON-02, MON-05, MON-06, MON-10.
 //!
 //! Each case runs in a process of its own. The machine must support userfaultfd. If the kernel
-//! refuses it, only the first case passes, which tests the error.
+//! refuses it, only the first case passes, which tests the error message.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -49,10 +49,10 @@ cases! {
     /// MON-06
     dropped_monitor_blocks_no_thread_despite_a_child,
     dropping_during_unmaps_blocks_no_thread;
-    slow: another_thread_can_hit_what_was_there_before,
+    slow: another_thread_can_get_a_stale_hit,
 }
 
-/// Makes `userfaultfd` and opening `/dev/userfaultfd` fail as a container's profile does.
+/// Makes the system call `userfaultfd` fail by a seccomp filter, as in a container.
 fn refuse_by_seccomp() {
     let instruction =
         |code: u32, jump: u8, k: u32| libc::sock_filter { code: code as u16, jt: jump, jf: 0, k };
@@ -71,7 +71,7 @@ fn refuse_by_seccomp() {
         instruction(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-    // SAFETY: restricts this process, which is the case's own.
+    // SAFETY: the calls only restrict this process, which runs nothing but this case.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
         assert_eq!(
@@ -81,15 +81,16 @@ fn refuse_by_seccomp() {
     }
 }
 
-/// Drops the privileges of root, so that `/dev/userfaultfd` cannot be opened either.
+/// Drops the privileges of root, so that this process cannot open `/dev/userfaultfd` either.
 fn give_up_root() {
-    // SAFETY: restricts this process, which is the case's own.
+    // SAFETY: the calls only restrict this process, which runs nothing but this case.
     unsafe {
         if libc::geteuid() == 0 {
             assert_eq!(libc::setgid(65534), 0);
             assert_eq!(libc::setuid(65534), 0);
         }
-        // /proc/self belongs to root until the process is dumpable again.
+        // After `setuid`, the files in `/proc/self` belong to root until the process is dumpable
+        // again.
         assert_eq!(libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0), 0);
     }
 }
@@ -113,7 +114,8 @@ fn interrupted_calls_are_retried() {
         let mut calls = 0;
         let answer = |_| {
             calls += 1;
-            // One file queries the kernel's features, and one uses them.
+            // The monitor makes the call twice: one userfaultfd queries the kernel's features, and
+            // one uses them.
             [1, 2, 4].contains(&calls).then_some(refusal)
         };
         supervised::run(libc::SYS_userfaultfd, answer, || {
@@ -124,7 +126,7 @@ fn interrupted_calls_are_retried() {
     }
 }
 
-/// A log subscriber that records the warnings of one thread.
+/// A `tracing` subscriber that records warnings and errors.
 #[derive(Clone, Default)]
 struct Warnings(Arc<Mutex<Vec<String>>>);
 
@@ -189,8 +191,8 @@ fn unprivileged_users_can_watch() {
     monitor.unsubscribe(subscription);
 }
 
-/// Fails unless the recorder is notified of `causes`. A thread that unmaps continues when its event
-/// is read. Once the gate is open again, every subscriber was notified.
+/// Waits until `recorder` has as many notifications for `here` as `causes`, and compares them. The
+/// wait is necessary because a thread that unmaps continues before subscribers are notified.
 fn expect_notified(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
     while recorder.about(here).len() < causes.len() {
         thread::yield_now();
@@ -201,7 +203,7 @@ fn expect_notified(recorder: &Recorder, here: AddressRange, causes: &[Invalidati
 }
 
 fn no_fault_of_the_application_waits() {
-    /// An invalidator that stops the monitor's thread during a notification.
+    /// An invalidator that blocks the monitor's thread during a notification.
     #[derive(Debug)]
     struct Stopping {
         inside: AtomicBool,
@@ -225,29 +227,29 @@ fn no_fault_of_the_application_waits() {
     let page = page();
     let (prot, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: a new mapping.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
     let block = unsafe { libc::mmap(ptr::null_mut(), 256 * page, prot, flags, -1, 0) };
     let stopping =
         Arc::new(Stopping { inside: AtomicBool::new(false), go_on: AtomicBool::new(false) });
     let subscription =
         monitor.subscribe(range(block, 256 * page), Arc::<Stopping>::clone(&stopping)).unwrap();
-    // SAFETY: here and below, the pages are this function's own.
+    // SAFETY: the page belongs to this function, and no reference to it exists.
     assert_eq!(unsafe { libc::madvise(block, page, libc::MADV_DONTNEED) }, 0);
     while !stopping.inside.load(SeqCst) {
         thread::yield_now();
     }
-    // The thread that would answer faults is stopped: faults of every kind continue.
+    // The monitor's thread is blocked now. The page faults below must not wait for it.
     for index in 0..256 {
         let at = block.cast::<u8>().wrapping_add(index * page);
-        // SAFETY: the pages are this function's own.
+        // SAFETY: the page belongs to this function, and no reference to it exists.
         unsafe {
             assert_eq!(at.read_volatile(), 0, "a read fault");
             at.write_volatile(7);
         }
     }
-    // SAFETY: the pages are this function's own; the child writes its copy.
+    // SAFETY: the page belongs to this function, and the child writes to its own copy.
     assert_eq!(forked(|| unsafe { block.cast::<u8>().write_volatile(8) }), 0);
-    // SAFETY: the page is this function's own; the write is a copy-on-write fault.
+    // SAFETY: the page belongs to this function. The write causes a copy-on-write fault.
     unsafe { block.cast::<u8>().write_volatile(9) };
     stopping.go_on.store(true, SeqCst);
     monitor.unsubscribe(subscription);
@@ -260,10 +262,10 @@ fn events_are_delivered_behind_a_closed_gate() {
     let page = page();
     let block = map(4 * page);
     let whole = range(block, 4 * page);
-    // Not whole pages: the monitor rounds outwards.
+    // The range is not whole pages, so the monitor watches more than the range.
     let inner = range(block.wrapping_byte_add(100), 3 * page);
     let subscription = monitor.subscribe(inner, Arc::<Recorder>::clone(&recorder)).unwrap();
-    // SAFETY: this function's own pages.
+    // SAFETY: the calls change only pages that belong to this function.
     unsafe {
         assert_eq!(libc::madvise(block, page, libc::MADV_DONTNEED), 0);
         expect_notified(&recorder, range(block, page), &[InvalidationCause::Discard]);
@@ -276,7 +278,7 @@ fn events_are_delivered_behind_a_closed_gate() {
             &[InvalidationCause::Remap, InvalidationCause::Unmap],
         );
     }
-    // A raw system call.
+    // Raw system calls raise events too.
     raw_unmap(block.wrapping_byte_add(3 * page), page);
     expect_notified(
         &recorder,
@@ -294,7 +296,7 @@ fn events_are_delivered_behind_a_closed_gate() {
     assert_eq!(recorder.about(whole), []);
 }
 
-/// Returns true if a mapping is watched, from its flags in `/proc/self/smaps`.
+/// Returns true if `/proc/self/smaps` shows that a userfaultfd watches the mapping at `at`.
 fn watched(at: *mut libc::c_void) -> bool {
     let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let mut inside = false;
@@ -344,11 +346,11 @@ fn remapped_memory_is_watched_again() {
     let here = range(block, page);
     let stale = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-    // SAFETY: replaces this function's own page.
+    // SAFETY: the call replaces a page that belongs to this function.
     assert_eq!(unsafe { libc::mmap(block, page, libc::PROT_READ, flags, -1, 0) }, block);
     expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
     assert!(!watched(block));
-    // The old subscription still exists.
+    // The subscription to the old mapping, `stale`, still exists.
     let fresh = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     monitor.unsubscribe(stale);
     assert!(watched(block));
@@ -365,10 +367,10 @@ fn moved_memory_is_not_watched_for_ever() {
     let here = range(block, page);
     let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    // SAFETY: this function's own pages.
+    // SAFETY: the calls change only pages that belong to this function.
     assert_eq!(unsafe { libc::mremap(block, page, page, fixed, elsewhere) }, elsewhere);
     expect_notified(&recorder, here, &[InvalidationCause::Remap, InvalidationCause::Unmap]);
-    assert!(watched(elsewhere), "the kernel watches what moved where it went");
+    assert!(watched(elsewhere), "the kernel still watches moved memory");
     monitor.unsubscribe(subscription);
     assert!(!watched(elsewhere));
 }
@@ -377,7 +379,7 @@ fn unwatchable_memory_is_refused_with_the_reason() {
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
     let refused = |at, len| monitor.subscribe(range(at, len), Recorder::new()).unwrap_err();
-    // SAFETY: new mappings.
+    // SAFETY: the kernel chooses the addresses, so the new mappings replace no others.
     let (segment, file) = unsafe {
         let id = libc::shmget(libc::IPC_PRIVATE, page, libc::IPC_CREAT | 0o600);
         let segment = libc::shmat(id, ptr::null(), 0);
@@ -408,7 +410,7 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     let page = page();
     let limit: usize =
         std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
-    // SAFETY: a new mapping without memory.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
     let block = unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         libc::mmap(ptr::null_mut(), (limit + 4) * page, libc::PROT_READ, flags, -1, 0)
@@ -420,7 +422,7 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     );
     let recorder = Recorder::new();
     let mut subscriptions = Vec::new();
-    // Every other page: each is a separate mapping, and so is each gap.
+    // Every other page is subscribed, so that each page and each gap becomes a separate mapping.
     let error = (0..limit).find_map(|index| {
         let here = range(block.wrapping_byte_add(2 * index * page), page);
         match monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)) {
@@ -434,7 +436,7 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     let error = error.expect("the limit was reached");
     assert_eq!(error.kind(), ErrorKind::OutOfResources);
     assert!(error.to_string().contains("vm.max_map_count"), "{error}");
-    // Earlier subscriptions stay, and unsubscribing makes room again.
+    // The earlier subscriptions still exist. Ending them permits new subscriptions.
     assert_eq!(monitor.subscriptions(), subscriptions.len());
     for subscription in subscriptions {
         monitor.unsubscribe(subscription);
@@ -449,10 +451,10 @@ fn many_monitors_share_one_budget_of_mappings() {
     let (page, most) = (page(), monitors[0].most_ranges());
     assert!(most > monitors.len());
     let recorder = Recorder::new();
-    // Subscribes separate pages, up to twice the share, at each monitor in turn until one refuses.
-    // Returns their number.
+    // Subscribes separate pages to the monitors in turn, until a monitor refuses or twice `most`
+    // pages are subscribed. Returns the number of pages.
     let fill = |monitors: &[Arc<UserFaultFd>]| {
-        // SAFETY: a new mapping without memory.
+        // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
         let block = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
             libc::mmap(ptr::null_mut(), 4 * most * page, libc::PROT_READ, flags, -1, 0)
@@ -471,31 +473,33 @@ fn many_monitors_share_one_budget_of_mappings() {
     };
     assert_eq!(fill(&monitors), most);
     for monitor in &monitors {
-        assert_eq!(fill(std::slice::from_ref(monitor)), 0, "the share is all monitors'");
+        assert_eq!(fill(std::slice::from_ref(monitor)), 0, "all monitors share one budget");
     }
-    // The application has mappings left: none of these is joined with another.
+    // The application can still create mappings. The kernel does not merge them, since each is
+    // shared memory of its own.
     let own: Vec<_> = (0..2000)
         .map(|_| {
             let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-            // SAFETY: a new mapping.
+            // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
             let at = unsafe { libc::mmap(ptr::null_mut(), page, libc::PROT_READ, flags, -1, 0) };
             assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
             at
         })
         .collect();
     own.into_iter().for_each(|at| unmap(at, page));
-    // Monitors of a child have a whole share.
+    // The monitors of a forked child have the whole budget.
     let status = forked(|| {
         let own = start(2);
         assert_eq!(fill(&own), most);
-        // A copy of the parent's monitor returns nothing to the share.
-        // SAFETY: the reference is the child's own copy.
+        // Dropping the copy of a parent's monitor does not change the child's budget.
+        // SAFETY: the child has its own copy of the reference count, and does not use the monitor
+        // again.
         drop(unsafe { Arc::from_raw(Arc::as_ptr(&monitors[0])) });
         assert_eq!(fill(&own), 0);
     });
     assert_eq!(status, 0);
     drop(monitors);
-    // Each range was returned to the share once.
+    // Dropping the monitors has freed the whole budget, and no more than that.
     let again = start(1);
     assert_eq!(fill(&again), most);
     assert_eq!(fill(&start(1)), 0);
@@ -518,12 +522,13 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     let status = forked(|| {
-        // The child waits for no reader of the parent's file.
+        // The child's unmap does not wait for the parent's thread that reads events.
         unmap(block, page);
         assert!(monitor.subscribe(here, Recorder::new()).unwrap_err().is_unsupported());
         monitor.unsubscribe(subscription);
         assert_eq!(monitor.subscriptions(), 0);
-        // SAFETY: the reference is the child's own copy.
+        // SAFETY: the child has its own copy of the reference count, and does not use the monitor
+        // again.
         drop(unsafe { Arc::from_raw(Arc::as_ptr(&monitor)) });
         let own = UserFaultFd::start().unwrap();
         let at = map(page);
@@ -546,7 +551,8 @@ fn dropped_monitor_blocks_no_thread_despite_a_child() {
     let block = map(2 * page);
     monitor.subscribe(range(block, 2 * page), Recorder::new()).unwrap();
     let mut pipe = [0; 2];
-    // SAFETY: a pipe, and a child that keeps every file open until the pipe closes.
+    // SAFETY: the calls create a pipe, and a child that only waits until the pipe closes. Until
+    // then it keeps every file open.
     let child = unsafe {
         assert_eq!(libc::pipe(pipe.as_mut_ptr()), 0);
         let child = libc::fork();
@@ -559,10 +565,10 @@ fn dropped_monitor_blocks_no_thread_despite_a_child() {
     };
     unmap(block, page);
     drop(monitor);
-    // The kernel's file is still open in the child. If it still watched, this call would never
-    // return.
+    // The userfaultfd is still open in the child. If it still watched this memory, the call would
+    // never return.
     unmap(block.wrapping_byte_add(page), page);
-    // SAFETY: ends the child, and waits for it.
+    // SAFETY: the calls close the pipe, which ends the child, and wait for the child.
     unsafe {
         libc::close(pipe[1]);
         libc::waitpid(child, ptr::null_mut(), 0);
@@ -589,8 +595,8 @@ fn dropping_during_unmaps_blocks_no_thread() {
     }
 }
 
-/// A cache with one entry. The entry is valid from its registration until it is invalidated. A
-/// lookup does not hit while the gate is closed.
+/// A model of a cache with one entry. The entry is valid until it is invalidated. Lookups do not
+/// hit while the gate is closed.
 #[derive(Debug, Default)]
 struct OneEntry {
     start: AtomicU64,
@@ -631,8 +637,8 @@ impl Invalidator for OneEntry {
     }
 }
 
-/// Returns the numbers of stale hits: those of the thread that unmapped the memory, and those of
-/// another thread that mapped the address again.
+/// Returns two counts of stale hits: those of the thread that unmapped the memory, and those of a
+/// second thread that mapped other memory at the address.
 fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     let page = page();
     let (mut own, mut other) = (0, 0);
@@ -647,14 +653,15 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
         let remap = move || {
             let at = ptr::with_exposed_provenance_mut::<libc::c_void>(at);
-            // SAFETY: maps at the address only if it is free.
+            // SAFETY: with MAP_FIXED_NOREPLACE the call maps memory only if the address is free.
             unsafe { libc::mmap(at, page, libc::PROT_READ, flags, -1, 0) == at }
         };
         let remapped = thread::scope(|scope| {
             let racing = scope.spawn(|| {
                 for _ in 0..2000 {
                     if remap() {
-                        // The thread that maps the address now owns other memory there.
+                        // This thread now owns other memory at the address, so a hit would be
+                        // stale.
                         return Some(entry.hits());
                     }
                 }
@@ -677,9 +684,10 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     (own, other)
 }
 
-/// The window that the documentation of userfaultfd describes exists for other threads only, and
-/// not with memhooks.
-fn another_thread_can_hit_what_was_there_before() {
+/// Tests the window between an unmap and its event, which the documentation of [`UserFaultFd`]
+/// describes. Only threads other than the one that unmaps get stale hits, and with memhooks no
+/// thread does.
+fn another_thread_can_get_a_stale_hit() {
     let rounds = 20_000;
     let monitor = UserFaultFd::start().unwrap();
     let (own, other) = stale_hits(&*monitor, rounds);
@@ -690,7 +698,7 @@ fn another_thread_can_hit_what_was_there_before() {
     assert_eq!(own, 0);
     assert!(
         other > 0,
-        "the window that the documentation speaks of was not met in {rounds} rounds"
+        "no thread got the stale hit that the documentation describes, in {rounds} rounds"
     );
     drop(monitor);
     let monitor = MemHooks::start().unwrap();

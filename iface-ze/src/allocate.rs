@@ -86,8 +86,8 @@ impl DeviceAllocator {
         })
     }
 
-    /// Allocates memory. `next` extends the description of the memory: null, or an
-    /// [`ExportDescription`].
+    /// Allocates memory. `next` points to an [`ExportDescription`] that extends the request, or is
+    /// null.
     fn call_with(
         &self,
         context: ContextHandle,

@@ -15,9 +15,9 @@ pub const CAUSES: &[RefusalCause] = &[
         answers: &[Answer::UNSUPPORTED, Answer::Kind(&[ErrorKind::InvalidArgument])],
         cause: "Level Zero exports only memory that was allocated to be exported, of devices that \
                 export any",
-        remedy: "see memoryAllocationExportTypes of the device; allocate with \
-                 ze_external_memory_export_desc_t and ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF, or \
-                 through this library",
+        remedy: "allocate with ze_external_memory_export_desc_t and \
+                 ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF, or through this library, on a device whose \
+                 memoryAllocationExportTypes is not 0",
         ..RefusalCause::ANY
     },
     RefusalCause {

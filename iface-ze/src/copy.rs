@@ -11,12 +11,12 @@ use std::{cell::RefCell, fmt, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result,
-    iface::{CopyEngine, CopyEvent, FinishedCopy},
+    iface::{CopyEngine, CopyEvent, CopyRange, FinishedCopy},
 };
 
 use crate::{
     driver::DeviceEntry,
-    lanes::{BUFFER, CopyRange, Lane, Lanes, copy_host},
+    lanes::{BUFFER, Lane, Lanes},
     memory::Memory,
     sys::ZeResult,
 };
@@ -25,15 +25,15 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Copier(Arc<Lanes>);
 
-/// Kind of memory on one side of a copy.
+/// Kind of the source or destination memory of a copy.
 #[derive(Clone, Copy, Debug)]
 enum Side<'a> {
     Device(&'a DeviceEntry),
     /// Host memory that a driver allocated, with the index of the driver.
     DriverHost(usize),
-    /// Shared memory, which the CPU accesses.
+    /// Shared memory (`zeMemAllocShared`), which the CPU copies.
     Shared,
-    /// Memory that no driver knows: host memory.
+    /// Host memory that no driver knows.
     Unknown,
 }
 
@@ -43,8 +43,8 @@ enum Route<'a> {
     Done,
     /// This device copies, since it can access both sides.
     Direct(&'a DeviceEntry),
-    /// The copy runs through a lane's buffer of the source device, of the destination device, or of
-    /// both. `None` is a side in host memory.
+    /// The copy runs through the buffer of a [`Lane`] of the source device, of the destination
+    /// device, or of both. `None` stands for host memory.
     Buffered(Option<&'a DeviceEntry>, Option<&'a DeviceEntry>),
 }
 
@@ -66,14 +66,14 @@ impl Copier {
     /// Copies `len` bytes, and waits for the end of the copy.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
-        // SAFETY: the caller of this function makes the same promise.
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
         let copied = match unsafe { self.route(copy) }? {
             Route::Done => Ok(()),
             Route::Direct(entry) => self.0.with_lane(entry, |lane| self.0.run(lane, copy)),
-            // SAFETY: the caller of this function makes the same promise, and sides without a
+            // SAFETY: the caller upholds the contract of `Iface::copy`, and sides without a
             // device are host memory.
             Route::Buffered(from, to) => unsafe { self.0.run_buffered(copy, from, to) },
         };
@@ -84,7 +84,7 @@ impl Copier {
     /// the bytes itself.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`].
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].
     unsafe fn route(&self, copy: CopyRange) -> Result<Route<'_>> {
         let CopyRange { to, from, len } = copy;
         let (target, source) = (self.side(to, len)?, self.side(from, len)?);
@@ -93,7 +93,8 @@ impl Copier {
         }
         Ok(match (target, source) {
             (Side::Unknown, Side::Unknown) => {
-                // Host memory may be at the address of freed memory by now.
+                // If the caller means freed device memory, host memory may be at its address by
+                // now. A copy by the CPU would overwrite that host memory.
                 return Err(copy.described(
                     Error::new(ErrorKind::OutOfBounds, "copy")
                         .iface(IfaceKind::ZE)
@@ -125,14 +126,14 @@ impl Copier {
             _ => {
                 // SAFETY: both sides are host or shared memory, which the caller promises to be
                 // valid.
-                unsafe { copy_host(to, from, len) };
+                unsafe { copy.copy_by_cpu() };
                 Route::Done
             }
         })
     }
 
-    /// Returns the kind of memory on one side of a copy. Fails if the side begins in an allocation
-    /// and reaches beyond its end.
+    /// Returns the kind of memory that a range of the copy lies in. Fails if the range begins in an
+    /// allocation and reaches beyond its end.
     fn side(&self, address: Address, len: u64) -> Result<Side<'_>> {
         let range = AddressRange::new(address, len)?;
         let Some(found) = self.0.memory.find(address)? else { return Ok(Side::Unknown) };
@@ -150,7 +151,7 @@ impl Copier {
             (_, Some(entry)) => Ok(Side::Device(entry)),
             (_, None) => Err(Error::new(ErrorKind::Driver, "copy")
                 .iface(IfaceKind::ZE)
-                .context("reason", "the memory belongs to a device that the driver does not list")
+                .context("why", "the memory belongs to a device that the driver does not list")
                 .context("allocation", allocation.range)),
         }
     }
@@ -165,20 +166,21 @@ impl CopyEngine for Copier {
     ) -> Result<Box<dyn CopyEvent>> {
         let copy = CopyRange { to, from, len };
         let finished = || -> Result<Box<dyn CopyEvent>> { Ok(Box::new(FinishedCopy(Ok(())))) };
-        // SAFETY: the caller of this function makes the same promise.
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
         let started = match unsafe { self.route(copy) }? {
             Route::Done => return finished(),
             Route::Direct(entry) => self.begin(entry, |_| Ok((copy, None))),
             Route::Buffered(None, Some(entry)) if len <= BUFFER => self.begin(entry, |buffer| {
-                // SAFETY: the source is host memory, and this copy owns the lane with the buffer.
-                unsafe { copy_host(buffer, from, len) };
+                // SAFETY: the source is host memory, and this copy owns the lane to which the
+                // buffer belongs.
+                unsafe { CopyRange { to: buffer, ..copy }.copy_by_cpu() };
                 Ok((CopyRange { from: buffer, ..copy }, None))
             }),
             Route::Buffered(Some(entry), None) if len <= BUFFER => self.begin(entry, |buffer| {
                 let rest = CopyRange { from: buffer, ..copy };
                 Ok((CopyRange { to: buffer, ..copy }, Some(rest)))
             }),
-            // SAFETY: the caller of this function makes the same promise, and sides without a
+            // SAFETY: the caller upholds the contract of `Iface::copy`, and sides without a
             // device are host memory.
             Route::Buffered(from, to) => match unsafe { self.0.run_buffered(copy, from, to) } {
                 Ok(()) => return finished(),
@@ -191,8 +193,8 @@ impl CopyEngine for Copier {
 }
 
 impl Copier {
-    /// Starts a copy by a device. `plan` receives the address of the lane's buffer. It returns the
-    /// copy for the device, and the copy that the CPU makes afterwards.
+    /// Starts a copy by a device, on a [`Lane`]. `plan` receives the address of the lane's buffer,
+    /// and returns two copies: one for the device, and one that the CPU makes afterwards.
     fn begin(
         &self,
         entry: &DeviceEntry,
@@ -217,8 +219,8 @@ impl Copier {
     }
 }
 
-/// A copy that runs on a lane. Dropping the value waits for the end of the copy, so that the memory
-/// is not freed meanwhile.
+/// A copy that runs on a [`Lane`]. Dropping the value waits for the end of the copy, so that the
+/// memory is not freed meanwhile.
 struct CopyInFlight {
     lanes: Arc<Lanes>,
     /// The lane and the copy that the CPU makes afterwards, or `None` after the end of the copy.
@@ -232,9 +234,9 @@ impl CopyInFlight {
         let Some((mut lane, rest)) = self.running.take() else { return };
         let result = self.lanes.finish(&mut lane);
         if let (Ok(()), Some(rest)) = (&result, rest) {
-            // SAFETY: this copy owns the lane with the buffer, and the caller of `start_copy` keeps
-            // the other side until the event is done.
-            unsafe { copy_host(rest.to, rest.from, rest.len) };
+            // SAFETY: this copy owns the lane to which the buffer belongs. The caller of
+            // `start_copy` keeps the host memory valid until the event is done.
+            unsafe { rest.copy_by_cpu() };
         }
         self.lanes.leave(lane, result.as_ref().err());
         *self.result.borrow_mut() = result;
@@ -245,7 +247,8 @@ impl CopyEvent for CopyInFlight {
     fn is_done(&self) -> bool {
         if let Some((lane, _)) = &*self.running.borrow() {
             let query = self.lanes.memory.driver.functions.event_query_status;
-            // SAFETY: the event is this copy's own. An error ends the copy too; `wait` returns it.
+            // SAFETY: the event is this copy's own. A copy that failed counts as done: `wait` then
+            // returns the error.
             if unsafe { query(lane.event) } == ZeResult::ZE_RESULT_NOT_READY {
                 return false;
             }

@@ -48,13 +48,13 @@ impl DeviceEntry {
     }
 }
 
-/// The opened loader with all of its drivers: functions, devices and contexts of this iface.
+/// The opened loader: its functions, the devices of all its drivers, and contexts of this iface.
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(crate) functions: Functions,
     pub(crate) devices: Vec<DeviceEntry>,
     /// One context for each driver with a GPU. Calls hold the lock while they use a context, so
-    /// that it is not destroyed meanwhile.
+    /// that no other thread destroys it.
     pub(crate) contexts: RwLock<Vec<ContextHandle>>,
 }
 
@@ -74,7 +74,7 @@ impl Driver {
                 },
             ));
         }
-        // From here on, dropping the value destroys the contexts.
+        // From here on, dropping `driver` destroys the contexts.
         let mut driver = Self { functions, devices: Vec::new(), contexts: RwLock::default() };
         for (index, handle) in driver.drivers()?.into_iter().enumerate() {
             driver.add(index as u32, handle)?;
@@ -95,7 +95,7 @@ impl Driver {
         let number = self.contexts.read().len();
         let mut found = Vec::new();
         for (place, handle) in self.handles_of(driver)?.into_iter().enumerate() {
-            // libfabric's fi_hmem_ze_device(driver index, device index).
+            // The device number equals libfabric's `fi_hmem_ze_device(driver index, device index)`.
             let id = DeviceId(index << 16 | place as u32);
             found.extend(self.describe(handle, id, number).map_err(|error| error.device(id))?);
         }
@@ -123,7 +123,10 @@ impl Driver {
                 .iface(IfaceKind::ZE)
                 .device(device)
                 .context("devices", self.devices.len())
-                .remedy("a device's number is its driver's in bits 16 and up, and its own below")
+                .remedy(
+                    "a device number has the index of the driver in bits 16 and up, and below \
+                         them the index of the device",
+                )
         })
     }
 
@@ -132,7 +135,8 @@ impl Driver {
         self.devices.iter().find(|entry| entry.handle == handle || entry.parts.contains(&handle))
     }
 
-    /// Calls a function with the context of a driver. The context is not destroyed during the call.
+    /// Calls a function with the context of a driver. No other thread destroys the context during
+    /// the call.
     ///
     /// # Errors
     /// BadState if the iface was closed; otherwise the result of the call.
@@ -150,7 +154,7 @@ impl Driver {
         call(context)
     }
 
-    /// Destroys the contexts.
+    /// Destroys the contexts of this iface.
     pub(crate) fn release(&self) -> Result<()> {
         let mut contexts = self.contexts.write();
         while let Some(context) = contexts.last() {
@@ -299,7 +303,7 @@ fn list<T: Clone>(
     Ok(elements)
 }
 
-/// Converts a C string that the driver wrote, up to its NUL.
+/// Converts a buffer with a C string that the driver wrote to a `String`.
 fn text(buffer: [c_char; ZE_MAX_DEVICE_NAME]) -> String {
     let bytes = buffer.map(|character| character as u8);
     match CStr::from_bytes_until_nul(&bytes) {

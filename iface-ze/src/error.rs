@@ -9,9 +9,9 @@ pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
     Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ZE).context("library", library)
 }
 
-/// Returns the error for an operation that the driver or this crate lacks.
+/// Returns the error for an operation that the driver or this crate does not support.
 pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ZE).context("reason", reason)
+    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ZE).context("why", reason)
 }
 
 /// Converts a code of the driver to an error, or to Ok for success.

@@ -2,9 +2,9 @@
 //!
 //! A dma-buf is one buffer of the kernel driver. It begins where the allocation begins, with two
 //! exceptions: small allocations that the driver took from a pool, and physical memory that the
-//! application mapped in part. These are refused, because no call returns their offset in the
-//! buffer. Memory that spans several tiles of a GPU has several buffers. The driver exports only
-//! the first, so that the dma-buf is smaller than the allocation.
+//! application mapped in part. Exports of these two kinds are refused, because no call returns
+//! their offset in the buffer. Memory that spans several tiles of a GPU has several buffers. The
+//! driver exports only the first, so that the dma-buf is smaller than the allocation.
 
 use std::{
     ffi::c_int,
@@ -31,7 +31,7 @@ use crate::{
     },
 };
 
-/// Exports device memory.
+/// Exports device memory to NICs as dma-bufs.
 #[derive(Debug)]
 pub(crate) struct Exporter {
     pub(crate) memory: Arc<Memory>,
@@ -39,9 +39,9 @@ pub(crate) struct Exporter {
 
 const OPERATION: &str = Facet::DmaBuf.operation();
 
-/// Held from an export until the fd is returned to the driver. A driver may have one fd for each
-/// allocation, which all ifaces share. Two threads must not pass one handle to `zeMemPutIpcHandle`
-/// at the same time.
+/// Lock that a thread holds from an export until the fd is returned to the driver. A driver may
+/// have one fd for each allocation, which all ifaces share. Two threads must not pass one handle to
+/// `zeMemPutIpcHandle` at the same time.
 static EXPORTING: Mutex<()> = Mutex::new(());
 
 impl DmaBufExporter for Exporter {
@@ -68,7 +68,8 @@ impl DmaBufExporter for Exporter {
 }
 
 impl Exporter {
-    /// Returns the allocation that contains a range, if its kind can be exported.
+    /// Returns the allocation that contains a range. Fails if memory of its kind cannot be
+    /// exported.
     fn exportable(&self, range: AddressRange) -> Result<FoundAllocation<'_>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, OPERATION)
@@ -85,21 +86,22 @@ impl Exporter {
                     .remedy("register its host pages, stage it, or use zeMemAllocDevice"))
             }
             AllocationKind::Host => {
-                Err(lacks(OPERATION, "host memory of the driver is host memory")
+                Err(lacks(OPERATION, "memory of zeMemAllocHost is not device memory")
                     .remedy("register its host pages"))
             }
             _ => Ok(found),
         }
     }
 
-    /// Exports a whole allocation as a dma-buf. The caller owns the fd.
+    /// Exports a whole allocation as a dma-buf. The caller owns the fd of the result.
     pub(crate) fn export_whole(&self, found: &FoundAllocation<'_>) -> Result<OwnedFd> {
         let driver = &self.memory.driver;
         let entry = found.device.ok_or_else(|| {
             lacks(OPERATION, "the memory belongs to a device that the driver does not list")
         })?;
         let id = entry.description.id;
-        // Without this check, Intel's driver reports success for such a device, with fd 0.
+        // For a device that exports no dma-bufs, Intel's driver would report success and return fd
+        // 0.
         if !entry.exports_dma_bufs() {
             return Err(lacks(OPERATION, "the device exports no dma-bufs")
                 .device(id)
@@ -122,7 +124,7 @@ impl Exporter {
             let _exporting = EXPORTING.lock();
             let exported = Exported::of(ask(driver, context, base)?)?;
             let own = exported.duplicate(len);
-            exported.give_back(driver, context, base);
+            exported.return_fd(driver, context, base);
             own
         });
         let fd = fd.map_err(|error| error.device(id))?;
@@ -228,7 +230,7 @@ impl Exported {
 
     /// Returns the fd to the driver. The driver counts the exports of an allocation, and closes the
     /// fd when the last one is returned.
-    fn give_back(self, driver: &Driver, context: ContextHandle, base: Address) {
+    fn return_fd(self, driver: &Driver, context: ContextHandle, base: Address) {
         let (put, from_fd) = (driver.functions.put_ipc_handle, driver.functions.ipc_handle_from_fd);
         let given = put.zip(from_fd).is_some_and(|(put, from_fd)| {
             let mut handle = IpcMemoryHandle::default();
@@ -242,23 +244,26 @@ impl Exported {
             };
             code == ZeResult::ZE_RESULT_SUCCESS
         });
-        // A new loader has these calls, but an old driver behind it refuses them.
+        // A new loader has the calls that return an fd to the driver, but an old driver behind it
+        // refuses them.
         if !given && let Err(error) = self.close_if_own(driver, context, base) {
             tracing::warn!(%error, "cannot return the fd of an export; the driver keeps it until \
                                     the memory is freed");
         }
     }
 
-    /// Closes the fd if the caller owns it. A driver before Level Zero 1.6 has no call to return an
-    /// fd. Some of these drivers open an fd for each export, which the caller owns. Others keep one
-    /// fd for each allocation. A second export shows the difference: it returns another fd or the
-    /// same one. If other memory is at the address by then, no fd is closed.
+    /// Closes the fd if the driver opened it for this export alone.
+    ///
+    /// A driver before Level Zero 1.6 has no call to return an fd. Some of these drivers open an fd
+    /// for each export, which the exporting process must close. Others keep one fd for each
+    /// allocation. A second export shows the difference: it returns another fd or the same one. If
+    /// other memory is at the address by then, no fd is closed.
     fn close_if_own(self, driver: &Driver, context: ContextHandle, base: Address) -> Result<()> {
         let again = Self::of(ask(driver, context, base)?)?;
         if again.fd != self.fd && again.allocation == self.allocation {
             for made in [self.fd, again.fd] {
-                // SAFETY: two exports of one allocation returned two fds, so that the driver made
-                // each for its call and the caller owns both.
+                // SAFETY: two exports of one allocation returned two fds, so the driver opened an
+                // fd for each export and this process owns both.
                 drop(unsafe { OwnedFd::from_raw_fd(made) });
             }
         }

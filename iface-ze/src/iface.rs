@@ -47,7 +47,8 @@ pub struct LevelZero {
     memory: Arc<Memory>,
 }
 
-/// Builder of [`LevelZero`], which can load another library or use functions of the caller.
+/// Builder of [`LevelZero`]. The builder can load another library, or use functions that the caller
+/// passes.
 ///
 /// # Examples
 /// ```
@@ -58,31 +59,24 @@ pub struct LevelZero {
 /// assert_eq!(error.kind(), ErrorKind::Unavailable);
 /// assert_eq!(error.context_value("library"), Some("/nowhere/libze_loader.so.1"));
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[must_use = "a builder does nothing until it opens"]
 pub struct Builder {
-    source: Source,
-}
-
-#[derive(Debug)]
-enum Source {
-    /// The library that the environment names, or else the library that the dynamic loader finds.
-    Found,
-    Library(PathBuf),
-    Functions(Box<Functions>),
+    library: Option<PathBuf>,
+    functions: Option<Functions>,
 }
 
 impl Builder {
     /// Loads the library at `path` instead of the one that `HMEM_ZE_LIBRARY` names or the dynamic
     /// loader finds.
     pub fn library(mut self, path: impl AsRef<Path>) -> Self {
-        self.source = Source::Library(path.as_ref().to_owned());
+        self.library = Some(path.as_ref().to_owned());
         self
     }
 
-    /// Uses these functions instead of loading a library.
+    /// Uses `functions` as the driver, instead of loading a library.
     pub fn functions(mut self, functions: Functions) -> Self {
-        self.source = Source::Functions(Box::new(functions));
+        self.functions = Some(functions);
         self
     }
 
@@ -93,14 +87,9 @@ impl Builder {
     ///   driver does not start. The error names the library, and the driver's code if there is one.
     /// - Otherwise the error of a query for the properties of a device.
     pub fn open(self) -> Result<LevelZero> {
-        let named = || {
-            let path = std::env::var_os(LevelZero::LIBRARY_VARIABLE);
-            path.filter(|path| !path.is_empty()).map_or(Functions::LIBRARY.into(), PathBuf::from)
-        };
-        let functions = match self.source {
-            Source::Found => Functions::load(&named())?,
-            Source::Library(path) => Functions::load(&path)?,
-            Source::Functions(functions) => *functions,
+        let functions = match self.functions {
+            Some(functions) => functions,
+            None => Functions::find(self.library, LevelZero::LIBRARY_VARIABLE)?,
         };
         let driver = Arc::new(Driver::start(functions)?);
         tracing::debug!(
@@ -122,7 +111,8 @@ impl Builder {
 }
 
 impl LevelZero {
-    /// Environment variable that names the library to load, unless the builder names one.
+    /// Environment variable that names the library to load. A library that the builder names takes
+    /// precedence.
     pub const LIBRARY_VARIABLE: &str = "HMEM_ZE_LIBRARY";
 
     /// Opens the loader library that `HMEM_ZE_LIBRARY` names, or the one that the dynamic loader
@@ -134,9 +124,9 @@ impl LevelZero {
         Self::builder().open()
     }
 
-    /// Returns a builder, which can load another library or use functions of the caller.
+    /// Returns a builder, which can load another library or use functions that the caller passes.
     pub fn builder() -> Builder {
-        Builder { source: Source::Found }
+        Builder::default()
     }
 
     /// Destroys the command lists and contexts of this iface.
@@ -198,7 +188,7 @@ unsafe impl Iface for LevelZero {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller of this function makes the same promise.
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
         unsafe { self.copier.copy(to, from, len) }
     }
 

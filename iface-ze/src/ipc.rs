@@ -33,10 +33,11 @@ pub(crate) struct IpcExchange {
 
 /// First four bytes of a handle. The fourth byte is the version of the format.
 const MAGIC: [u8; 4] = *b"HMZ\x01";
-/// Length of a handle in bytes: magic, pid, fd, file system, inode, length, device, checksum.
+/// Length in bytes of a handle: magic number, pid, fd, file system, inode, length, device,
+/// checksum.
 const LEN: usize = 4 + 4 + 4 + 8 + 8 + 8 + 16 + 4;
 
-/// Contents of a handle.
+/// Contents of a handle that another process opens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Body {
     /// Process id of the process that exported the memory.
@@ -221,7 +222,7 @@ impl IpcExchange {
     }
 }
 
-/// Returns true if one of the devices both exports and imports dma-bufs.
+/// Returns true if at least one device both exports and imports dma-bufs.
 pub(crate) fn has_ipc(driver: &Driver) -> bool {
     let both = |entry: &DeviceEntry| entry.exports_dma_bufs() && entry.imports_dma_bufs();
     driver.devices.iter().any(both)

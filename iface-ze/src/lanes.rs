@@ -5,7 +5,7 @@
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
-use hmem_core::{Address, Error, ErrorKind, Result};
+use hmem_core::{Address, Error, ErrorKind, Result, iface::CopyRange};
 use parking_lot::Mutex;
 
 use crate::{
@@ -18,17 +18,17 @@ use crate::{
     },
 };
 
-/// Length of a lane's buffer in bytes.
+/// Length in bytes of the host buffer of a [`Lane`].
 pub(crate) const BUFFER: u64 = 1 << 20;
 
-/// Idle lanes, which no copy uses.
+/// Idle [lanes](Lane), which the next copies use.
 #[derive(Debug)]
 pub(crate) struct Lanes {
     pub(crate) memory: Arc<Memory>,
     spare: Mutex<Vec<Lane>>,
 }
 
-/// The command list, event and buffer of one copy at a time.
+/// Driver objects for one copy at a time: a command list, an event and a buffer in host memory.
 #[derive(Debug)]
 pub(crate) struct Lane {
     device: DeviceHandle,
@@ -42,26 +42,12 @@ pub(crate) struct Lane {
     busy: bool,
 }
 
-/// Addresses and length of a copy.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct CopyRange {
-    pub(crate) to: Address,
-    pub(crate) from: Address,
-    pub(crate) len: u64,
-}
-
-impl CopyRange {
-    pub(crate) fn described(self, error: Error) -> Error {
-        error.context("to", self.to).context("from", self.from).context("length", self.len)
-    }
-}
-
 impl Lanes {
     pub(crate) fn new(memory: Arc<Memory>) -> Self {
         Self { memory, spare: Mutex::default() }
     }
 
-    /// Takes an idle lane of a device, or creates a lane.
+    /// Takes an idle [`Lane`] of a device, or creates a lane.
     pub(crate) fn take(&self, entry: &DeviceEntry) -> Result<Lane> {
         let mut spare = self.spare.lock();
         if let Some(at) = spare.iter().position(|lane| lane.device == entry.handle) {
@@ -129,8 +115,8 @@ impl Lanes {
         Ok(())
     }
 
-    /// Destroys the objects of a lane on which no copy runs. After an error, the objects that were
-    /// not destroyed stay in the lane.
+    /// Destroys the driver objects of a [`Lane`] on which no copy runs. After an error, the objects
+    /// that were not destroyed stay in the lane.
     fn destroy(&self, lane: &mut Lane) -> Result<()> {
         let functions = &self.memory.driver.functions;
         // SAFETY: each object belongs to this lane only, no copy uses it any longer, and the lane
@@ -156,7 +142,7 @@ impl Lanes {
         Ok(())
     }
 
-    /// Destroys the idle lanes.
+    /// Destroys the idle [lanes](Lane).
     pub(crate) fn release(&self) -> Result<()> {
         let mut spare = self.spare.lock();
         while let Some(lane) = spare.last_mut() {
@@ -166,7 +152,7 @@ impl Lanes {
         Ok(())
     }
 
-    /// Starts a copy by the device. The caller has checked that the device can access both sides.
+    /// Starts a copy by the device, which must be able to access both sides.
     pub(crate) fn start(&self, lane: &mut Lane, copy: CopyRange) -> Result<()> {
         let to = ptr::with_exposed_provenance_mut::<c_void>(copy.to.0 as usize);
         let from = ptr::with_exposed_provenance::<c_void>(copy.from.0 as usize);
@@ -182,7 +168,7 @@ impl Lanes {
         Ok(())
     }
 
-    /// Waits for the lane's copy, and resets its event for the next one.
+    /// Waits for the copy on a [`Lane`], and resets the lane's event for the next copy.
     pub(crate) fn finish(&self, lane: &mut Lane) -> Result<()> {
         let functions = &self.memory.driver.functions;
         // SAFETY: the event is the lane's own, and its copy was started.
@@ -193,13 +179,14 @@ impl Lanes {
         check(unsafe { (functions.event_host_reset)(lane.event) }, "zeEventHostReset")
     }
 
-    /// Puts a lane back into the list of idle lanes. If its last copy failed, destroys the lane.
+    /// Puts a [`Lane`] back into the list of idle lanes. If the last copy on the lane failed,
+    /// destroys the lane.
     pub(crate) fn leave(&self, mut lane: Lane, failed: Option<&Error>) {
         let Some(refused) = failed else {
             self.spare.lock().push(lane);
             return;
         };
-        // The device may still run the copy, unless it is lost.
+        // After a failed wait the device may still run the copy, unless the device is lost.
         let ended = match refused.kind() {
             ErrorKind::Unavailable => Ok(()),
             _ if lane.busy => self.finish(&mut lane),
@@ -210,13 +197,13 @@ impl Lanes {
         }
     }
 
-    /// Copies on a lane, and waits for the end of the copy.
+    /// Copies on a [`Lane`], and waits for the end of the copy.
     pub(crate) fn run(&self, lane: &mut Lane, copy: CopyRange) -> Result<()> {
         self.start(lane, copy)?;
         self.finish(lane)
     }
 
-    /// Calls a function with an idle lane of a device.
+    /// Calls a function with an idle [`Lane`] of a device.
     pub(crate) fn with_lane(
         &self,
         entry: &DeviceEntry,
@@ -228,11 +215,11 @@ impl Lanes {
         result
     }
 
-    /// Copies through the buffers of lanes, and waits for the end of the copy.
+    /// Copies through the host buffers of [lanes](Lane), and waits for the end of the copy.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`hmem_core::Iface::copy`]. A side without a
-    /// device is host memory.
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`]. A side without a
+    /// device must be host memory.
     pub(crate) unsafe fn run_buffered(
         &self,
         copy: CopyRange,
@@ -247,14 +234,14 @@ impl Lanes {
                 None => {
                     // SAFETY: both sides are host memory: that of the caller, or the buffer of a
                     // lane that this copy owns.
-                    unsafe { copy_host(target, source, len) };
+                    unsafe { CopyRange { to: target, from: source, len }.copy_by_cpu() };
                     Ok(())
                 }
                 Some(entry) => self.with_lane(entry, |lane| {
                     let buffer = Address(lane.buffer);
-                    // SAFETY: the source is host memory, and this copy owns the lane with the
-                    // buffer.
-                    unsafe { copy_host(buffer, source, len) };
+                    // SAFETY: the source is host memory, and this copy owns the lane to which the
+                    // buffer belongs.
+                    unsafe { CopyRange { to: buffer, from: source, len }.copy_by_cpu() };
                     self.run(lane, CopyRange { to: target, from: buffer, len })
                 }),
             };
@@ -278,16 +265,4 @@ impl Drop for Lanes {
             tracing::warn!(%error, "cannot destroy a Level Zero command list");
         }
     }
-}
-
-/// Copies by the CPU.
-///
-/// # Safety
-/// Both sides are host memory that is valid for `len` bytes, and nothing else refers to the
-/// destination. The sides may overlap.
-pub(crate) unsafe fn copy_host(to: Address, from: Address, len: u64) {
-    let to = ptr::with_exposed_provenance_mut::<u8>(to.0 as usize);
-    let from = ptr::with_exposed_provenance::<u8>(from.0 as usize);
-    // SAFETY: the caller promises that both sides are valid.
-    unsafe { ptr::copy(from, to, len as usize) };
 }

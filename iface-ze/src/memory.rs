@@ -30,7 +30,7 @@ pub(crate) struct Memory {
     owned: Mutex<HashMap<u64, Owned>>,
 }
 
-/// Memory that this iface allocated or opened.
+/// Memory that this iface allocated, or imported from another process.
 #[derive(Debug)]
 pub(crate) struct Owned {
     id: AllocationId,
@@ -40,7 +40,7 @@ pub(crate) struct Owned {
     pooled: bool,
     /// Index of the memory's driver in [`Driver::contexts`].
     pub(crate) driver: usize,
-    /// True if the memory belongs to another process, and this iface opened it.
+    /// True if this iface imported the memory from another process.
     pub(crate) imported: bool,
     /// The dma-buf to which IPC handles refer. It exists from the first export of a handle until
     /// the memory is freed.
@@ -60,7 +60,7 @@ pub(crate) struct FoundAllocation<'a> {
     /// True if the driver took the memory from a pool. The driver gives all allocations of a pool
     /// the same `id`.
     pub(crate) pooled: bool,
-    /// True if this iface allocated or opened the memory.
+    /// True if this iface allocated the memory, or imported it from another process.
     pub(crate) owned: bool,
     driver_id: u64,
 }
@@ -80,7 +80,8 @@ impl Memory {
 
     /// Returns the allocation that contains an address, or `None` if no driver knows the address.
     pub(crate) fn find(&self, address: Address) -> Result<Option<FoundAllocation<'_>>> {
-        // Layers of the loader refuse the null pointer as an invalid argument.
+        // Validation layers of the loader refuse the null pointer as an invalid argument, so the
+        // driver is not queried.
         if address.0 == 0 {
             return Ok(None);
         }
@@ -205,7 +206,7 @@ impl Memory {
             Error::new(ErrorKind::Driver, "allocate")
                 .iface(IfaceKind::ZE)
                 .context("address", base)
-                .context("reason", "the driver does not recognise memory that it has allocated")
+                .context("why", "the driver does not recognise memory that it has allocated")
         })?;
         let FoundAllocation { mut allocation, driver_id, pooled, .. } = found;
         if imported {
@@ -314,7 +315,7 @@ fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
 
 fn inconsistent() -> Error {
     Error::new(ErrorKind::Driver, "query").iface(IfaceKind::ZE).context(
-        "reason",
+        "why",
         "the driver's answer does not describe an allocation that holds the address",
     )
 }

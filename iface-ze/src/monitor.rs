@@ -2,8 +2,8 @@
 //!
 //! The driver has no callback for frees. It numbers allocations, and no two allocations of a driver
 //! have the same number. So one query at each cache hit shows whether the registered memory is
-//! still at its address. If the application allocated memory and the driver took it from a pool, it
-//! has the number of the pool. Such memory is registered uncached.
+//! still at its address. Memory that the driver took from a pool has the number of the pool. If the
+//! application allocated that memory, it is registered uncached.
 
 use std::sync::{Arc, Weak};
 

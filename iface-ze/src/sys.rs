@@ -6,7 +6,7 @@
 //! ```
 //! use hmem_iface_ze::sys::{Functions, ZeResult};
 //!
-//! // SAFETY: the lookup returns nothing, so there is nothing that it must vouch for.
+//! // SAFETY: the lookup returns no function, so no signature can be wrong.
 //! let error = unsafe { Functions::from_lookup(|_| None) }.unwrap_err();
 //! assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
 //! let code = ZeResult::ZE_RESULT_ERROR_UNINITIALIZED;
@@ -15,91 +15,62 @@
 
 use std::{
     ffi::{c_char, c_int, c_void},
-    mem,
-    path::Path,
-    ptr,
-    sync::Arc,
+    mem, ptr,
 };
 
-use hmem_core::{Error, ErrorKind, IfaceKind, Result};
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use hmem_core::IfaceKind;
 
-/// `ze_result_t`: result code of the functions of Level Zero.
-#[repr(transparent)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ZeResult(pub u32);
-
-macro_rules! codes {
-    ($($name:ident = $code:literal,)+) => {
-        impl ZeResult {
-            /// All codes that have a name.
-            pub const ALL: &[Self] = &[$(Self($code)),+];
-
-            $(
-                #[doc = concat!("`", stringify!($name), "`")]
-                pub const $name: Self = Self($code);
-            )+
-
-            /// Returns the name in `ze_api.h`, or `None` for an unknown code.
-            #[must_use]
-            pub const fn name(self) -> Option<&'static str> {
-                match self.0 {
-                    $($code => Some(stringify!($name)),)+
-                    _ => None,
-                }
-            }
-        }
-    };
-}
-
-codes! {
-    ZE_RESULT_SUCCESS = 0x0,
-    ZE_RESULT_NOT_READY = 0x1,
-    ZE_RESULT_ERROR_DEVICE_LOST = 0x7000_0001,
-    ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY = 0x7000_0002,
-    ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY = 0x7000_0003,
-    ZE_RESULT_ERROR_MODULE_BUILD_FAILURE = 0x7000_0004,
-    ZE_RESULT_ERROR_MODULE_LINK_FAILURE = 0x7000_0005,
-    ZE_RESULT_ERROR_DEVICE_REQUIRES_RESET = 0x7000_0006,
-    ZE_RESULT_ERROR_DEVICE_IN_LOW_POWER_STATE = 0x7000_0007,
-    ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS = 0x7001_0000,
-    ZE_RESULT_ERROR_NOT_AVAILABLE = 0x7001_0001,
-    ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE = 0x7002_0000,
-    ZE_RESULT_WARNING_DROPPED_DATA = 0x7002_0001,
-    ZE_RESULT_ERROR_UNINITIALIZED = 0x7800_0001,
-    ZE_RESULT_ERROR_UNSUPPORTED_VERSION = 0x7800_0002,
-    ZE_RESULT_ERROR_UNSUPPORTED_FEATURE = 0x7800_0003,
-    ZE_RESULT_ERROR_INVALID_ARGUMENT = 0x7800_0004,
-    ZE_RESULT_ERROR_INVALID_NULL_HANDLE = 0x7800_0005,
-    ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE = 0x7800_0006,
-    ZE_RESULT_ERROR_INVALID_NULL_POINTER = 0x7800_0007,
-    ZE_RESULT_ERROR_INVALID_SIZE = 0x7800_0008,
-    ZE_RESULT_ERROR_UNSUPPORTED_SIZE = 0x7800_0009,
-    ZE_RESULT_ERROR_UNSUPPORTED_ALIGNMENT = 0x7800_000a,
-    ZE_RESULT_ERROR_INVALID_SYNCHRONIZATION_OBJECT = 0x7800_000b,
-    ZE_RESULT_ERROR_INVALID_ENUMERATION = 0x7800_000c,
-    ZE_RESULT_ERROR_UNSUPPORTED_ENUMERATION = 0x7800_000d,
-    ZE_RESULT_ERROR_UNSUPPORTED_IMAGE_FORMAT = 0x7800_000e,
-    ZE_RESULT_ERROR_INVALID_NATIVE_BINARY = 0x7800_000f,
-    ZE_RESULT_ERROR_INVALID_GLOBAL_NAME = 0x7800_0010,
-    ZE_RESULT_ERROR_INVALID_KERNEL_NAME = 0x7800_0011,
-    ZE_RESULT_ERROR_INVALID_FUNCTION_NAME = 0x7800_0012,
-    ZE_RESULT_ERROR_INVALID_GROUP_SIZE_DIMENSION = 0x7800_0013,
-    ZE_RESULT_ERROR_INVALID_GLOBAL_WIDTH_DIMENSION = 0x7800_0014,
-    ZE_RESULT_ERROR_INVALID_KERNEL_ARGUMENT_INDEX = 0x7800_0015,
-    ZE_RESULT_ERROR_INVALID_KERNEL_ARGUMENT_SIZE = 0x7800_0016,
-    ZE_RESULT_ERROR_INVALID_KERNEL_ATTRIBUTE_VALUE = 0x7800_0017,
-    ZE_RESULT_ERROR_INVALID_MODULE_UNLINKED = 0x7800_0018,
-    ZE_RESULT_ERROR_INVALID_COMMAND_LIST_TYPE = 0x7800_0019,
-    ZE_RESULT_ERROR_OVERLAPPING_REGIONS = 0x7800_001a,
-    ZE_RESULT_WARNING_ACTION_REQUIRED = 0x7800_001b,
-    ZE_RESULT_ERROR_INVALID_KERNEL_HANDLE = 0x7800_001c,
-    ZE_RESULT_ERROR_SURVIVABILITY_MODE_DETECTED = 0x7800_0020,
-    ZE_RESULT_ERROR_ADDRESS_NOT_FOUND = 0x7800_0021,
-    ZE_RESULT_EXP_ERROR_DEVICE_IS_NOT_VERTEX = 0x7ff0_0001,
-    ZE_RESULT_EXP_ERROR_VERTEX_IS_NOT_DEVICE = 0x7ff0_0002,
-    ZE_RESULT_EXP_ERROR_REMOTE_DEVICE = 0x7ff0_0003,
-    ZE_RESULT_ERROR_UNKNOWN = 0x7fff_fffe,
+hmem_core::c_enum! {
+    /// `ze_result_t`: result code of the functions of Level Zero.
+    ZeResult(u32) {
+        ZE_RESULT_SUCCESS = 0x0,
+        ZE_RESULT_NOT_READY = 0x1,
+        ZE_RESULT_ERROR_DEVICE_LOST = 0x7000_0001,
+        ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY = 0x7000_0002,
+        ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY = 0x7000_0003,
+        ZE_RESULT_ERROR_MODULE_BUILD_FAILURE = 0x7000_0004,
+        ZE_RESULT_ERROR_MODULE_LINK_FAILURE = 0x7000_0005,
+        ZE_RESULT_ERROR_DEVICE_REQUIRES_RESET = 0x7000_0006,
+        ZE_RESULT_ERROR_DEVICE_IN_LOW_POWER_STATE = 0x7000_0007,
+        ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS = 0x7001_0000,
+        ZE_RESULT_ERROR_NOT_AVAILABLE = 0x7001_0001,
+        ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE = 0x7002_0000,
+        ZE_RESULT_WARNING_DROPPED_DATA = 0x7002_0001,
+        ZE_RESULT_ERROR_UNINITIALIZED = 0x7800_0001,
+        ZE_RESULT_ERROR_UNSUPPORTED_VERSION = 0x7800_0002,
+        ZE_RESULT_ERROR_UNSUPPORTED_FEATURE = 0x7800_0003,
+        ZE_RESULT_ERROR_INVALID_ARGUMENT = 0x7800_0004,
+        ZE_RESULT_ERROR_INVALID_NULL_HANDLE = 0x7800_0005,
+        ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE = 0x7800_0006,
+        ZE_RESULT_ERROR_INVALID_NULL_POINTER = 0x7800_0007,
+        ZE_RESULT_ERROR_INVALID_SIZE = 0x7800_0008,
+        ZE_RESULT_ERROR_UNSUPPORTED_SIZE = 0x7800_0009,
+        ZE_RESULT_ERROR_UNSUPPORTED_ALIGNMENT = 0x7800_000a,
+        ZE_RESULT_ERROR_INVALID_SYNCHRONIZATION_OBJECT = 0x7800_000b,
+        ZE_RESULT_ERROR_INVALID_ENUMERATION = 0x7800_000c,
+        ZE_RESULT_ERROR_UNSUPPORTED_ENUMERATION = 0x7800_000d,
+        ZE_RESULT_ERROR_UNSUPPORTED_IMAGE_FORMAT = 0x7800_000e,
+        ZE_RESULT_ERROR_INVALID_NATIVE_BINARY = 0x7800_000f,
+        ZE_RESULT_ERROR_INVALID_GLOBAL_NAME = 0x7800_0010,
+        ZE_RESULT_ERROR_INVALID_KERNEL_NAME = 0x7800_0011,
+        ZE_RESULT_ERROR_INVALID_FUNCTION_NAME = 0x7800_0012,
+        ZE_RESULT_ERROR_INVALID_GROUP_SIZE_DIMENSION = 0x7800_0013,
+        ZE_RESULT_ERROR_INVALID_GLOBAL_WIDTH_DIMENSION = 0x7800_0014,
+        ZE_RESULT_ERROR_INVALID_KERNEL_ARGUMENT_INDEX = 0x7800_0015,
+        ZE_RESULT_ERROR_INVALID_KERNEL_ARGUMENT_SIZE = 0x7800_0016,
+        ZE_RESULT_ERROR_INVALID_KERNEL_ATTRIBUTE_VALUE = 0x7800_0017,
+        ZE_RESULT_ERROR_INVALID_MODULE_UNLINKED = 0x7800_0018,
+        ZE_RESULT_ERROR_INVALID_COMMAND_LIST_TYPE = 0x7800_0019,
+        ZE_RESULT_ERROR_OVERLAPPING_REGIONS = 0x7800_001a,
+        ZE_RESULT_WARNING_ACTION_REQUIRED = 0x7800_001b,
+        ZE_RESULT_ERROR_INVALID_KERNEL_HANDLE = 0x7800_001c,
+        ZE_RESULT_ERROR_SURVIVABILITY_MODE_DETECTED = 0x7800_0020,
+        ZE_RESULT_ERROR_ADDRESS_NOT_FOUND = 0x7800_0021,
+        ZE_RESULT_EXP_ERROR_DEVICE_IS_NOT_VERTEX = 0x7ff0_0001,
+        ZE_RESULT_EXP_ERROR_VERTEX_IS_NOT_DEVICE = 0x7ff0_0002,
+        ZE_RESULT_EXP_ERROR_REMOTE_DEVICE = 0x7ff0_0003,
+        ZE_RESULT_ERROR_UNKNOWN = 0x7fff_fffe,
+    }
 }
 
 macro_rules! handles {
@@ -124,17 +95,18 @@ macro_rules! handles {
 }
 
 handles! {
-    /// `ze_driver_handle_t`
+    /// `ze_driver_handle_t`: a driver behind the loader.
     DriverHandle,
-    /// `ze_device_handle_t`
+    /// `ze_device_handle_t`: a device or sub-device.
     DeviceHandle,
-    /// `ze_context_handle_t`
+    /// `ze_context_handle_t`: a context of one driver, which owns allocations.
     ContextHandle,
-    /// `ze_command_list_handle_t`: only one thread at a time may use the list.
+    /// `ze_command_list_handle_t`: a list of commands for a device. Only one thread at a time may
+    /// use the list.
     CommandListHandle,
-    /// `ze_event_pool_handle_t`
+    /// `ze_event_pool_handle_t`: a pool that events are created from.
     EventPoolHandle,
-    /// `ze_event_handle_t`
+    /// `ze_event_handle_t`: an event, which a command list signals.
     EventHandle,
 }
 
@@ -143,7 +115,7 @@ handles! {
 pub struct Layout {
     /// Name of the structure in `ze_api.h`.
     pub name: &'static str,
-    /// Size in bytes.
+    /// Size of the structure in bytes.
     pub size: usize,
     /// Names of the fields in `ze_api.h`, with their offsets.
     pub fields: &'static [(&'static str, usize)],
@@ -166,7 +138,7 @@ macro_rules! structures {
             pub struct $name {
                 #[doc = concat!("`stype`: [`", stringify!($stype), "`]")]
                 pub stype: u32,
-                /// `pNext`
+                /// `pNext`: the next structure of the chain, or null.
                 pub next: *const c_void,
                 $(
                     #[doc = concat!("`", $c_field, "`")]
@@ -184,7 +156,7 @@ macro_rules! structures {
             }
         )+
 
-        /// The layout of each structure.
+        /// Layouts of all structures of this module.
         pub const LAYOUTS: &[Layout] = &[$(Layout {
             name: $c,
             size: size_of::<$name>(),
@@ -271,20 +243,22 @@ structures! {
     }
 
     ExportDescription = "ze_external_memory_export_desc_t":
-        /// Passed at an allocation: the types of export that the memory must support.
+        /// Extension of an allocation request: the types of export that the memory must support.
         ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC {
         flags = "flags": u32,
     }
 
     ExportFd = "ze_external_memory_export_fd_t":
-        /// Passed at a query: requests an fd of the allocation, and receives it.
+        /// Extension of an address query: requests a dma-buf of the allocation. The driver writes
+        /// its fd to the field `fd`.
         ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD {
         flags = "flags": u32,
         fd = "fd": c_int,
     }
 
     ImportFd = "ze_external_memory_import_fd_t":
-        /// Passed at an allocation: maps the memory of an fd instead of new memory.
+        /// Extension of an allocation request: the driver maps the memory of an fd instead of new
+        /// memory.
         ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_IMPORT_FD {
         flags = "flags": u32,
         fd = "fd": c_int,
@@ -317,11 +291,11 @@ structures! {
     }
 }
 
-/// `ze_ipc_mem_handle_t`
+/// `ze_ipc_mem_handle_t`: handle by which another process opens an allocation.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct IpcMemoryHandle {
-    /// `data`
+    /// `data`: opaque bytes of the driver.
     pub data: [c_char; ZE_MAX_IPC_HANDLE_SIZE],
 }
 
@@ -331,9 +305,9 @@ impl Default for IpcMemoryHandle {
     }
 }
 
-/// `ZE_MAX_DEVICE_NAME`
+/// `ZE_MAX_DEVICE_NAME`: length in bytes of a device's name, with its NUL.
 pub const ZE_MAX_DEVICE_NAME: usize = 256;
-/// `ZE_MAX_IPC_HANDLE_SIZE`
+/// `ZE_MAX_IPC_HANDLE_SIZE`: length in bytes of an [`IpcMemoryHandle`].
 pub const ZE_MAX_IPC_HANDLE_SIZE: usize = 64;
 
 macro_rules! constants {
@@ -343,7 +317,7 @@ macro_rules! constants {
             pub const $name: u32 = $value;
         )+
 
-        /// All constants with their names.
+        /// All constants of this module, each with its name in `ze_api.h` and its value.
         pub const CONSTANTS: &[(&str, u32)] = &[$((stringify!($name), $value)),+];
     };
 }
@@ -378,225 +352,92 @@ constants! {
     ZE_STRUCTURE_TYPE_PCI_EXT_PROPERTIES = 0x1_0008,
 }
 
-/// Looks up a required function, or returns an error that names it.
-macro_rules! required {
-    ($library:expr, $lookup:expr, $symbol:ident, $type:ty) => {{
-        let address = $lookup(stringify!($symbol))
-            .filter(|address: &*const ()| !address.is_null())
-            .ok_or_else(|| lacks_symbol($library, stringify!($symbol)))?;
-        // SAFETY: the caller of `fill` promises that the address is a function with the signature
-        // that the header declares for this name, which is the one in this table.
-        unsafe { mem::transmute::<*const (), $type>(address) }
-    }};
-}
-
-macro_rules! functions {
-    (
-        required { $($field:ident: $symbol:ident($($argument:ty),*);)+ }
-        optional { $($optional:ident: $optional_symbol:ident($($optional_argument:ty),*);)+ }
-    ) => {
-        /// Table of the functions of `libze_loader.so.1` that this crate calls.
-        #[derive(Clone, Debug)]
-        pub struct Functions {
-            library: Arc<str>,
-            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> ZeResult,)+
-            $(
-                pub(crate) $optional:
-                    Option<unsafe extern "C" fn($($optional_argument),*) -> ZeResult>,
-            )+
-        }
-
-        impl Functions {
-            /// Symbols that the library must have.
-            pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];
-
-            /// Symbols that older releases of the library lack.
-            pub const OPTIONAL_SYMBOLS: &[&str] = &[$(stringify!($optional_symbol)),+];
-
-            /// All symbols with the types of their arguments, as Rust spells them.
-            pub const SIGNATURES: &[(&str, &[&str])] = &[
-                $((stringify!($symbol), &[$(stringify!($argument)),*]),)+
-                $((stringify!($optional_symbol), &[$(stringify!($optional_argument)),*]),)+
-            ];
-
-            /// Fills the table with the functions that `lookup` returns.
-            ///
-            /// # Safety
-            /// The caller upholds the safety contract of [`Functions::from_lookup`].
-            unsafe fn fill(
-                library: &str,
-                mut lookup: impl FnMut(&'static str) -> Option<*const ()>,
-            ) -> Result<Self> {
-                Ok(Self {
-                    library: library.into(),
-                    $($field: required!(
-                        library, lookup, $symbol, unsafe extern "C" fn($($argument),*) -> ZeResult
-                    ),)+
-                    $($optional: {
-                        type Function = unsafe extern "C" fn($($optional_argument),*) -> ZeResult;
-                        let address = lookup(stringify!($optional_symbol));
-                        // SAFETY: the caller promises that the address is a function with the
-                        // signature that the header declares for this name, which is the one in
-                        // this table.
-                        address.filter(|address| !address.is_null()).map(|address| unsafe {
-                            mem::transmute::<*const (), Function>(address)
-                        })
-                    },)+
-                })
-            }
-        }
-    };
-}
-
-functions! {
+hmem_core::function_table! {
+    /// Table of the functions of `libze_loader.so.1` that this crate calls.
+    Functions {
+        library: "libze_loader.so.1",
+        iface: IfaceKind::ZE,
+        fields: pub(crate),
+        not_loaded: "install the Level Zero loader, or name its library in HMEM_ZE_LIBRARY (in \
+                     Rust: LevelZero::builder().library(path))",
+        lacks_symbol: "the library has no such symbol: it is not the Level Zero loader, or older \
+                       than Level Zero 1.3",
+    }
     required {
-        init: zeInit(u32);
-        driver_get: zeDriverGet(*mut u32, *mut DriverHandle);
-        device_get: zeDeviceGet(DriverHandle, *mut u32, *mut DeviceHandle);
-        device_get_sub_devices: zeDeviceGetSubDevices(DeviceHandle, *mut u32, *mut DeviceHandle);
-        device_get_properties: zeDeviceGetProperties(DeviceHandle, *mut DeviceProperties);
+        init: zeInit(u32) -> ZeResult;
+        driver_get: zeDriverGet(*mut u32, *mut DriverHandle) -> ZeResult;
+        device_get: zeDeviceGet(DriverHandle, *mut u32, *mut DeviceHandle) -> ZeResult;
+        device_get_sub_devices: zeDeviceGetSubDevices(
+            DeviceHandle, *mut u32, *mut DeviceHandle
+        ) -> ZeResult;
+        device_get_properties: zeDeviceGetProperties(
+            DeviceHandle, *mut DeviceProperties
+        ) -> ZeResult;
         device_get_memory_properties: zeDeviceGetMemoryProperties(
             DeviceHandle, *mut u32, *mut DeviceMemoryProperties
-        );
+        ) -> ZeResult;
         device_get_external_memory_properties: zeDeviceGetExternalMemoryProperties(
             DeviceHandle, *mut DeviceExternalMemoryProperties
-        );
+        ) -> ZeResult;
         device_get_queue_groups: zeDeviceGetCommandQueueGroupProperties(
             DeviceHandle, *mut u32, *mut QueueGroupProperties
-        );
-        device_pci_get_properties: zeDevicePciGetPropertiesExt(DeviceHandle, *mut PciProperties);
+        ) -> ZeResult;
+        device_pci_get_properties: zeDevicePciGetPropertiesExt(
+            DeviceHandle, *mut PciProperties
+        ) -> ZeResult;
         context_create: zeContextCreate(
             DriverHandle, *const ContextDescription, *mut ContextHandle
-        );
-        context_destroy: zeContextDestroy(ContextHandle);
+        ) -> ZeResult;
+        context_destroy: zeContextDestroy(ContextHandle) -> ZeResult;
         mem_alloc_device: zeMemAllocDevice(
             ContextHandle, *const DeviceMemoryDescription, usize, usize, DeviceHandle,
             *mut *mut c_void
-        );
+        ) -> ZeResult;
         mem_alloc_host: zeMemAllocHost(
             ContextHandle, *const HostMemoryDescription, usize, usize, *mut *mut c_void
-        );
+        ) -> ZeResult;
         mem_alloc_shared: zeMemAllocShared(
             ContextHandle, *const DeviceMemoryDescription, *const HostMemoryDescription, usize,
             usize, DeviceHandle, *mut *mut c_void
-        );
-        mem_free: zeMemFree(ContextHandle, *mut c_void);
+        ) -> ZeResult;
+        mem_free: zeMemFree(ContextHandle, *mut c_void) -> ZeResult;
         mem_get_alloc_properties: zeMemGetAllocProperties(
             ContextHandle, *const c_void, *mut MemoryAllocationProperties, *mut DeviceHandle
-        );
+        ) -> ZeResult;
         mem_get_address_range: zeMemGetAddressRange(
             ContextHandle, *const c_void, *mut *mut c_void, *mut usize
-        );
+        ) -> ZeResult;
         command_list_create_immediate: zeCommandListCreateImmediate(
             ContextHandle, DeviceHandle, *const QueueDescription, *mut CommandListHandle
-        );
-        command_list_destroy: zeCommandListDestroy(CommandListHandle);
+        ) -> ZeResult;
+        command_list_destroy: zeCommandListDestroy(CommandListHandle) -> ZeResult;
         append_memory_copy: zeCommandListAppendMemoryCopy(
             CommandListHandle, *mut c_void, *const c_void, usize, EventHandle, u32, *mut EventHandle
-        );
+        ) -> ZeResult;
         event_pool_create: zeEventPoolCreate(
             ContextHandle, *const EventPoolDescription, u32, *mut DeviceHandle, *mut EventPoolHandle
-        );
-        event_pool_destroy: zeEventPoolDestroy(EventPoolHandle);
-        event_create: zeEventCreate(EventPoolHandle, *const EventDescription, *mut EventHandle);
-        event_destroy: zeEventDestroy(EventHandle);
-        event_host_synchronize: zeEventHostSynchronize(EventHandle, u64);
-        event_query_status: zeEventQueryStatus(EventHandle);
-        event_host_reset: zeEventHostReset(EventHandle);
+        ) -> ZeResult;
+        event_pool_destroy: zeEventPoolDestroy(EventPoolHandle) -> ZeResult;
+        event_create: zeEventCreate(
+            EventPoolHandle, *const EventDescription, *mut EventHandle
+        ) -> ZeResult;
+        event_destroy: zeEventDestroy(EventHandle) -> ZeResult;
+        event_host_synchronize: zeEventHostSynchronize(EventHandle, u64) -> ZeResult;
+        event_query_status: zeEventQueryStatus(EventHandle) -> ZeResult;
+        event_host_reset: zeEventHostReset(EventHandle) -> ZeResult;
     }
     optional {
         ipc_handle_from_fd: zeMemGetIpcHandleFromFileDescriptorExp(
             ContextHandle, u64, *mut IpcMemoryHandle
-        );
-        put_ipc_handle: zeMemPutIpcHandle(ContextHandle, IpcMemoryHandle);
+        ) -> ZeResult;
+        put_ipc_handle: zeMemPutIpcHandle(ContextHandle, IpcMemoryHandle) -> ZeResult;
     }
 }
 
 impl Functions {
-    /// Name by which the dynamic loader finds the library.
-    pub const LIBRARY: &str = "libze_loader.so.1";
-
-    /// Loads the library at `path` and fills the table from it.
-    ///
-    /// The library stays loaded for the rest of the process.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unavailable`] if the dynamic loader refuses the library, or if the library
-    /// lacks a required symbol. The error names the library, and the loader's reason or the first
-    /// missing symbol.
-    pub fn load(path: &Path) -> Result<Self> {
-        let library = path.display().to_string();
-        // SAFETY: loading runs the library's initialisers; the caller names the Level Zero loader,
-        // whose initialisers have no precondition.
-        let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }
-            .map_err(|reason| not_loaded(&library, reason))?;
-        // SAFETY: the addresses come from the library itself under the names of its own header, and
-        // the library is never unloaded once the table is filled.
-        let functions = unsafe {
-            Self::fill(&library, |symbol| {
-                loaded
-                    .get::<*const ()>(symbol)
-                    .ok()
-                    .map(|address| address.as_raw_ptr().cast_const().cast())
-            })
-        }?;
-        // Dropping the handle would unload the library. Its threads, callbacks and exit handlers
-        // would then crash the process.
-        std::mem::forget(loaded);
-        Ok(functions)
-    }
-
-    /// Fills the table with the functions that a closure returns, such as those of a fake driver.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unavailable`] naming the first of [`Functions::SYMBOLS`] for which `lookup`
-    /// returns `None`.
-    ///
-    /// # Safety
-    /// Each address that `lookup` returns is a function with the signature that `ze_api.h` declares
-    /// for that name, and stays callable from any thread for as long as a copy of the table
-    /// exists.
-    pub unsafe fn from_lookup(
-        lookup: impl FnMut(&'static str) -> Option<*const ()>,
-    ) -> Result<Self> {
-        // SAFETY: the caller of this function makes the promise that `fill` asks for.
-        unsafe { Self::fill("(injected)", lookup) }
-    }
-
     /// Returns true if the library has the calls that return the fd of an export to the driver.
     #[must_use]
     pub fn gives_fds_back(&self) -> bool {
         self.put_ipc_handle.is_some() && self.ipc_handle_from_fd.is_some()
     }
-
-    /// Returns the name of the library that the functions came from.
-    #[must_use]
-    pub fn library(&self) -> &str {
-        &self.library
-    }
-}
-
-fn not_loaded(library: &str, reason: libloading::Error) -> Error {
-    let error = Error::new(ErrorKind::Unavailable, "load library")
-        .iface(IfaceKind::ZE)
-        .context("library", library)
-        .remedy(
-            "install the Level Zero loader, or name its library in HMEM_ZE_LIBRARY (in Rust: \
-             LevelZero::builder().library(path))",
-        );
-    match reason {
-        libloading::Error::DlOpen { source } => error.caused_by(source),
-        other => error.caused_by(other),
-    }
-}
-
-fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
-    Error::new(ErrorKind::Unavailable, "load library")
-        .iface(IfaceKind::ZE)
-        .context("library", library)
-        .context("symbol", symbol)
-        .remedy(
-            "the library has no such symbol: it is not the Level Zero loader, or older than Level \
-             Zero 1.3",
-        )
 }

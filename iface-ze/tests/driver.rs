@@ -1,6 +1,9 @@
 //! Behaviour over the fake driver: devices, addresses, allocations, copies, exports, IPC and
 //! refusals.
 
+#[path = "../../tests/child/mod.rs"]
+mod child;
+
 use std::{
     collections::HashSet,
     os::fd::{AsFd, AsRawFd},
@@ -121,7 +124,7 @@ fn device_numbers_follow_libfabric() {
     let allocation = iface.allocate(&request).expect("allocate");
     assert_eq!(allocation.device, Some(request.device));
     assert_eq!(query(&iface, allocation.base().0), Some(allocation));
-    // Each driver numbers its own allocations from 1.
+    // Each driver numbers its own allocations from 1, but their identities in the iface differ.
     let other = iface.allocate(&self::request(AllocationKind::Device)).expect("allocate");
     assert_ne!(other.id, allocation.id);
     for allocation in [allocation, other] {
@@ -181,9 +184,9 @@ fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
 
 /// HM-01 MON-07
 ///
-/// In a pool each allocation has its own range, and free parts of the pool belong to no allocation.
-/// Memory of a pool is neither exported nor watched. The application's larger memory is both
-/// exported and watched.
+/// Each allocation from a pool of the driver has its own range, and free parts of the pool belong
+/// to no allocation. The iface neither exports nor watches the application's memory from a pool. It
+/// exports and watches the application's larger allocations.
 #[test]
 fn pooled_memory_of_the_application_is_recognised() {
     let (driver, iface) = start(Profile::default());
@@ -199,26 +202,27 @@ fn pooled_memory_of_the_application_is_recognised() {
             .export_dma_buf(found.range, &nic(), DmaBufMapping::Default)
             .expect_err("its offset in the pool is unknown");
         assert!(error.is_unsupported() && error.to_string().contains("pool"), "{error}");
-        let error = monitor.subscribe(found.range, Arc::new(Nobody)).expect_err("not watched");
+        let error =
+            monitor.subscribe(found.range, Arc::new(IgnoringSubscriber)).expect_err("not watched");
         assert!(error.is_unsupported(), "{error}");
-        assert!(!monitor.valid(&found).expect("asked"), "nothing shows that it was freed");
+        assert!(!monitor.valid(&found).expect("query"), "nothing shows that it was freed");
     }
     let large = driver.allocate_elsewhere(3 << 20);
     let found = query(&iface, large).expect("known");
     let export = iface.export_dma_buf(found.range, &nic(), DmaBufMapping::Default).expect("export");
     iface.release_dma_buf(export).expect("release");
-    monitor.subscribe(found.range, Arc::new(Nobody)).expect("watched");
-    assert!(monitor.valid(&found).expect("asked"));
+    monitor.subscribe(found.range, Arc::new(IgnoringSubscriber)).expect("watched");
+    assert!(monitor.valid(&found).expect("query"));
     driver.free_elsewhere(large);
     assert_eq!(driver.allocate_elsewhere(3 << 20), large, "the address is reused");
-    assert!(!monitor.valid(&found).expect("asked"));
+    assert!(!monitor.valid(&found).expect("query"));
 }
 
 /// A subscriber that ignores notifications, since identities show the changes.
 #[derive(Debug)]
-struct Nobody;
+struct IgnoringSubscriber;
 
-impl hmem_core::monitor::Invalidator for Nobody {
+impl hmem_core::monitor::Invalidator for IgnoringSubscriber {
     fn invalidate(&self, _: AddressRange, _: hmem_core::monitor::InvalidationCause) {}
     fn invalidate_start(
         &self,
@@ -245,10 +249,10 @@ fn pooled_memory_of_the_iface_has_its_own_identities() {
     for _ in 0..50 {
         let allocation = iface.allocate(&request(AllocationKind::Host)).expect("allocate");
         assert_eq!(query(&iface, allocation.base().0 + 7), Some(allocation));
-        assert!(monitor.valid(&allocation).expect("asked"));
+        assert!(monitor.valid(&allocation).expect("query"));
         if let Some(last) = last.replace(allocation) {
             assert_ne!(last.id, allocation.id);
-            assert!(!monitor.valid(&last).expect("asked"), "it was freed");
+            assert!(!monitor.valid(&last).expect("query"), "it was freed");
             reused += u32::from(last.base() == allocation.base());
         }
         // SAFETY: no code uses the memory.
@@ -260,8 +264,8 @@ fn pooled_memory_of_the_iface_has_its_own_identities() {
 /// HM-06
 ///
 /// The driver exports whole allocations, so that the offset in the dma-buf is the offset in the
-/// allocation. Every fd is released, with new drivers (by the call that returns an fd) and with old
-/// ones (without it).
+/// allocation. Every fd is released, both with new drivers, which have a call to return an fd, and
+/// with old drivers, which lack that call.
 #[test]
 fn exports_are_owned_fds_and_every_fd_is_released() {
     // The last profile is an old driver behind a new loader.
@@ -298,8 +302,8 @@ fn exports_are_owned_fds_and_every_fd_is_released() {
 
 /// HM-06
 ///
-/// A driver may share one fd among the exports of an allocation, and close it when one export gives
-/// it back. So a second export waits until the first one has given it back.
+/// A driver may share one fd among the exports of an allocation, and close it when one of these
+/// exports returns it. So a second export waits until the first one has returned the fd.
 #[test]
 fn concurrent_exports_of_one_allocation_are_serialised() {
     let (driver, iface) = start(Profile { first_put_closes: true, ..Profile::default() });
@@ -321,8 +325,8 @@ fn concurrent_exports_of_one_allocation_are_serialised() {
 }
 
 /// Replacement for a function of the driver, which simulates a race with a free. Before the second
-/// export it frees the memory, opens a file with the number of the memory's fd, and allocates other
-/// memory at the address.
+/// export, the replacement frees the memory, opens a file with the number of the memory's fd, and
+/// allocates other memory at the address.
 mod replaced {
     use std::{
         ffi::c_void,
@@ -357,7 +361,7 @@ mod replaced {
         // SAFETY: the arguments are the caller's, unchanged.
         let code = unsafe { hmem_fake_ze::zeMemGetAllocProperties(context, address, into, device) };
         if !export.is_null() && first.is_none() {
-            // SAFETY: the driver wrote the fd.
+            // SAFETY: `export` points to the caller's `ExportFd`, to which the driver wrote the fd.
             *FIRST.lock().unwrap() = Some(unsafe { (*export).fd });
         }
         code
@@ -384,9 +388,9 @@ mod replaced {
 
 /// HM-06
 ///
-/// If the driver has no call to return an fd, a second export shows whether the caller owns the
-/// first fd. If other memory is at the address by then, the numbers of the allocations differ, and
-/// neither fd may be closed.
+/// If the driver has no call to return an fd, a second export shows whether the driver opened the
+/// first fd for one export alone. If other memory is at the address by then, the numbers of the
+/// allocations differ, and neither fd may be closed.
 #[test]
 fn fds_stay_open_if_the_memory_is_replaced_during_its_export() {
     let absent = vec!["zeMemGetIpcHandleFromFileDescriptorExp", "zeMemPutIpcHandle"];
@@ -455,7 +459,7 @@ fn dma_buf_of_one_tile_is_refused_and_released() {
     let buffer = buffer(&iface, AllocationKind::Device);
     let range = buffer.allocation().range;
     let export = iface.export_dma_buf(range, &nic(), DmaBufMapping::Default);
-    let error = export.expect_err("half of the memory");
+    let error = export.expect_err("the dma-buf is one of two");
     assert!(error.to_string().contains("tiles"), "{error}");
     assert_eq!(driver.live().exports, 0);
 }
@@ -512,8 +516,8 @@ fn memory_freed_without_the_iface_is_unknown_and_not_exported() {
 
 /// HM-03
 ///
-/// The fake counts copies with undefined behaviour: copies of memory that the device cannot access,
-/// and copies with overlapping sides.
+/// The iface passes the driver no copy of memory that the device cannot access, and no copy between
+/// overlapping ranges. The fake counts these copies.
 #[test]
 fn copies_pass_the_device_accessible_memory_only() {
     let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
@@ -561,8 +565,8 @@ fn copies_pass_the_device_accessible_memory_only() {
 
 /// HM-03
 ///
-/// A copy between devices has two lanes. After a failed wait, only the lane with a copy in flight
-/// is waited for again.
+/// A copy between devices uses the command lists of two lanes. After a failed wait, the iface waits
+/// again only for the lane with a copy in flight.
 #[test]
 fn failed_wait_between_devices_is_repeated_once() {
     let (driver, iface) = start(Profile::default());
@@ -622,7 +626,10 @@ fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() {
     assert_eq!(iface.ipc_export(&allocation).expect("export"), handle, "one fd for all handles");
     assert_eq!(open_fds(&driver), before + 1);
     let foreign = IpcHandle { iface: IfaceKind::CUDA, ..handle.clone() };
-    assert_eq!(iface.ipc_open(&foreign).expect_err("CUDA's").kind(), ErrorKind::Malformed);
+    assert_eq!(
+        iface.ipc_open(&foreign).expect_err("a handle of CUDA").kind(),
+        ErrorKind::Malformed
+    );
     let opened = iface.ipc_open(&handle).expect("open");
     assert_eq!(opened.kind, AllocationKind::Imported);
     // SAFETY: no code uses the memory.
@@ -679,14 +686,7 @@ fn ipc_handle_opens_in_another_process() {
     buffer.write(0, &bytes).expect("write");
     let handle = iface.ipc_export(buffer.allocation()).expect("export");
     let text: Vec<_> = handle.bytes.iter().map(u8::to_string).collect();
-    let output = std::process::Command::new(std::env::current_exe().expect("this test"))
-        .args(["--exact", NAME, "--nocapture"])
-        .env(HANDLE, text.join(","))
-        .output()
-        .expect("the test runs");
-    let text = [output.stdout, output.stderr].concat();
-    let text = String::from_utf8_lossy(&text);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    child::passes(child::command(NAME).env(HANDLE, text.join(",")));
     let mut found = [0; 16];
     buffer.read(0, &mut found).expect("read");
     assert_eq!(found, [0xEE; 16], "bytes of the other process");
@@ -736,8 +736,8 @@ fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
                 driver.heal();
                 let live = driver.live();
                 assert_eq!(live.undefined, 0, "{symbol} {nth}");
-                // Objects that the driver refuses to destroy remain, and so do fds that it refuses
-                // to take back.
+                // Objects that the driver refuses to destroy stay alive, and fds that the driver
+                // refuses to close stay open.
                 let destroys = symbol.contains("Destroy") || symbol.contains("Free");
                 let gives_back = symbol.contains("Ipc");
                 if !destroys {
@@ -761,7 +761,8 @@ fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
     }
 }
 
-/// Opens, allocates, copies, exports, shares and closes. Releases everything even if a call fails.
+/// Opens an iface, uses each of its operations, and closes it. Releases everything even if a call
+/// fails.
 fn everything(driver: &FakeDriver) -> Result<()> {
     let iface = open(driver)?;
     let done = work(&iface);

@@ -1,16 +1,26 @@
-//! The constants, layouts and signatures of `sys`, compared with `ze_api.h` of two releases by the
+//! Compares the constants, layouts and signatures of `sys` with `ze_api.h` of two releases, by the
 //! C compiler.
 
-mod support;
+#[path = "../../tests/c_headers/mod.rs"]
+mod c_headers;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+#[path = "../../tests/vendor_files/mod.rs"]
+mod vendor_files;
 
-use std::{collections::BTreeMap, fmt::Write as _, path::Path, process::Command};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
+use c_headers::{Assertions, has_word};
 use hmem_iface_ze::sys::{
     CONSTANTS, Functions, IpcMemoryHandle, LAYOUTS, ZE_MAX_DEVICE_NAME, ZE_MAX_IPC_HANDLE_SIZE,
     ZeResult,
 };
+use trials::{Outcome, Skipped, trials};
 
-/// Result codes of this crate that the header of Level Zero 1.4 does not have yet.
+/// Result codes of this crate that the header of Level Zero 1.4 lacks.
 const SINCE_1_4: [&str; 4] = [
     "ZE_RESULT_ERROR_SURVIVABILITY_MODE_DETECTED",
     "ZE_RESULT_ERROR_ADDRESS_NOT_FOUND",
@@ -18,7 +28,7 @@ const SINCE_1_4: [&str; 4] = [
     "ZE_RESULT_WARNING_ACTION_REQUIRED",
 ];
 
-/// Returns the C spelling of an argument's type in the function table.
+/// Returns the C spelling of a type in the function table.
 fn c_type(rust: &str) -> String {
     if let Some(target) = rust.strip_prefix("*mut ") {
         return format!("{} *", c_type(target));
@@ -50,124 +60,77 @@ fn c_type(rust: &str) -> String {
         "EventPoolDescription" => "ze_event_pool_desc_t",
         "EventDescription" => "ze_event_desc_t",
         "IpcMemoryHandle" => "ze_ipc_mem_handle_t",
+        "ZeResult" => "ze_result_t",
         other => panic!("say in this test what {other} is in C"),
     }
     .to_owned()
 }
 
-fn has(header: &str, name: &str) -> bool {
-    header.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').any(|word| word == name)
-}
-
-/// Returns C code with a pointer to each function. A pointer has the type in the function table and
-/// so compiles only if the header agrees.
-fn signatures(header: &str) -> String {
-    let mut code = String::new();
-    for (symbol, arguments) in Functions::SIGNATURES {
-        if !has(header, symbol) {
-            assert!(Functions::OPTIONAL_SYMBOLS.contains(symbol), "the header has no {symbol}");
-            continue;
-        }
-        let arguments: Vec<_> = arguments.iter().map(|rust| c_type(rust)).collect();
-        let arguments = arguments.join(", ");
-        writeln!(code, "ze_result_t (ZE_APICALL *const p_{symbol})({arguments}) = {symbol};")
-            .expect("a string takes it");
-    }
-    code
-}
-
-/// Returns C expressions, each with the value that this crate has for it.
-fn questions(header: &str, release: &str) -> BTreeMap<String, i128> {
-    let mut ours = BTreeMap::new();
+/// Returns the C assertions that must hold for the header of a release.
+fn assertions(include: &Path, release: &str) -> Assertions {
+    let header = fs::read_to_string(include.join("ze_api.h")).expect("the header");
+    let mut assert = Assertions::about(&["ze_api.h"]);
     let codes = ZeResult::ALL.iter().map(|code| (code.name().expect("named"), code.0));
     for (name, value) in codes.chain(CONSTANTS.iter().copied()) {
-        let experimental = name.starts_with("ZE_RESULT_EXP_");
-        let newer = release == "1.4" && (experimental || SINCE_1_4.contains(&name));
-        assert!(has(header, name) || newer, "{release} has no {name}");
-        if has(header, name) {
-            ours.insert(format!("(unsigned)({name})"), i128::from(value));
+        if has_word(&header, name) {
+            assert.value(format_args!("(unsigned){name}"), value.into());
+        } else {
+            let experimental = name.starts_with("ZE_RESULT_EXP_");
+            let newer = release == "1.4" && (experimental || SINCE_1_4.contains(&name));
+            assert!(newer, "{release} has no {name}");
         }
     }
+    assert.value("ZE_MAX_DEVICE_NAME", ZE_MAX_DEVICE_NAME as i128);
+    assert.value("ZE_MAX_IPC_HANDLE_SIZE", ZE_MAX_IPC_HANDLE_SIZE as i128);
     for layout in LAYOUTS {
-        ours.insert(format!("sizeof({})", layout.name), layout.size as i128);
+        assert.size(layout.name, layout.size);
         for (field, offset) in layout.fields {
-            ours.insert(format!("offsetof({}, {field})", layout.name), *offset as i128);
+            assert.offset(layout.name, field, *offset);
         }
     }
-    ours.insert("sizeof(ze_ipc_mem_handle_t)".into(), size_of::<IpcMemoryHandle>() as i128);
-    ours.insert("sizeof(ze_result_t)".into(), size_of::<ZeResult>() as i128);
-    ours.insert("ZE_MAX_DEVICE_NAME".into(), ZE_MAX_DEVICE_NAME as i128);
-    ours.insert("ZE_MAX_IPC_HANDLE_SIZE".into(), ZE_MAX_IPC_HANDLE_SIZE as i128);
-    ours
-}
-
-fn compile(folder: &Path, header: &Path, code: &str, arguments: &[&str]) -> Result<(), String> {
-    let source = folder.join("probe.c");
-    std::fs::write(&source, code).expect("write the probe");
-    let include = format!("-I{}", header.parent().expect("a folder").display());
-    let output = Command::new("cc")
-        .args(["-std=c11", "-Wall", "-Werror", &include])
-        .args(arguments)
-        .arg(&source)
-        .output()
-        .expect("a C compiler runs");
-    if output.status.success() {
-        Ok(())
-    } else {
-        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+    assert.size("ze_ipc_mem_handle_t", size_of::<IpcMemoryHandle>());
+    assert.size("ze_result_t", size_of::<ZeResult>());
+    for (symbol, arguments, result) in Functions::SIGNATURES {
+        if has_word(&header, symbol) {
+            let arguments: Vec<_> = arguments.iter().map(|rust| c_type(rust)).collect();
+            assert.function(symbol, &arguments, &c_type(result));
+        } else {
+            assert!(Functions::OPTIONAL_SYMBOLS.contains(symbol), "{release} has no {symbol}");
+        }
     }
+    assert
 }
 
-fn compare(release: &str) {
-    let Some(header) = support::cached("headers", &format!("headers/{release}/ze_api.h")) else {
-        return;
-    };
-    let text = std::fs::read_to_string(&header).expect("the header");
-    let name = format!("hmem-ze-layout-{}-{release}", std::process::id());
-    let folder = std::env::temp_dir().join(name);
-    std::fs::create_dir_all(&folder).expect("a folder");
-    let (probe, object) = (folder.join("probe"), folder.join("probe.o"));
+fn include(release: &str) -> Result<PathBuf, Skipped> {
+    let header = format!("headers/{release}/ze_api.h");
+    let header = vendor_files::downloaded("ze", "headers", &header).map_err(Skipped)?;
+    Ok(header.parent().expect("a folder").to_owned())
+}
 
-    let ours = questions(&text, release);
-    let lines: String = ours
-        .keys()
-        .map(|name| format!("printf(\"{name}\\t%lld\\n\", (long long)({name}));\n"))
-        .collect();
-    let head = "#include <stddef.h>\n#include <stdio.h>\n#include \"ze_api.h\"\n";
-    let main = format!("{head}int main(void) {{\n{lines}return 0;\n}}\n");
-    compile(&folder, &header, &main, &["-o", probe.to_str().expect("utf-8")])
-        .expect("the probe compiles");
-    let output = Command::new(&probe).output().expect("the probe runs");
-    let theirs = String::from_utf8(output.stdout).expect("text");
-    assert_eq!(theirs.lines().count(), ours.len());
-    for line in theirs.lines() {
-        let (name, value) = line.split_once('\t').expect("name and value");
-        assert_eq!(value.parse::<i128>().expect("a number"), ours[name], "{release}: {name}");
+fn headers_of_two_releases_match() -> Outcome {
+    for release in ["1.4", "1.32"] {
+        let include = include(release)?;
+        assertions(&include, release).hold(&include);
     }
+    Ok(())
+}
 
-    // A pointer of another type is an error with -Werror. The code is compiled only, never linked
-    // or run.
-    let arguments = ["-c", "-o", object.to_str().expect("utf-8")];
-    let code = format!("{head}{}", signatures(&text));
-    if let Err(errors) = compile(&folder, &header, &code, &arguments) {
-        panic!("{release}: a signature differs from the header:\n{errors}");
+fn wrong_constant_layout_or_signature_is_detected() -> Outcome {
+    let include = include("1.32")?;
+    let assertions = assertions(&include, "1.32");
+    for (right, wrong) in [
+        ("(ZE_MAX_DEVICE_NAME) == ", "(ZE_MAX_DEVICE_NAME) == 1"),
+        ("(sizeof(ze_context_desc_t)) == ", "(sizeof(ze_context_desc_t)) == 1"),
+        ("p_zeMemFree)(ze_context_handle_t, void *)", "p_zeMemFree)(ze_context_handle_t, int)"),
+    ] {
+        assertions.rejects(&include, right, wrong);
     }
-    // This shows that the check works: with one changed argument the code does not compile.
-    let wrong = code.replace(
-        "p_zeMemFree)(ze_context_handle_t, void *)",
-        "p_zeMemFree)(ze_context_handle_t, int)",
-    );
-    assert_ne!(wrong, code);
-    compile(&folder, &header, &wrong, &arguments).expect_err("a wrong signature is noticed");
-    std::fs::remove_dir_all(&folder).expect("clean up");
+    Ok(())
 }
 
-#[test]
-fn constants_layouts_and_signatures_equal_level_zero_1_4() {
-    compare("1.4");
-}
-
-#[test]
-fn constants_layouts_and_signatures_equal_level_zero_1_32() {
-    compare("1.32");
+trials! {
+    /// HM-04
+    headers_of_two_releases_match,
+    /// HM-04
+    wrong_constant_layout_or_signature_is_detected,
 }

@@ -4,54 +4,44 @@
 //! The newer release needs the C library of its own packages. So this test starts itself again
 //! through the dynamic loader in the folder of the release.
 
-mod support;
+#[path = "../../tests/child/mod.rs"]
+mod child;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+#[path = "../../tests/vendor_files/mod.rs"]
+mod vendor_files;
 
-use std::{path::Path, process::Command};
+use std::{env, path::Path, process::Command};
 
 use hmem_core::ErrorKind;
 use hmem_iface_ze::{LevelZero, sys::Functions};
+use trials::{Outcome, Skipped, trials};
 
 const RELEASE: &str = "HMEM_ZE_RELEASE";
 
-/// Runs `show` for each downloaded release of the loader, each in a new process of the named test.
-fn each(name: &str, show: impl Fn(&str)) {
-    if let Ok(release) = std::env::var(RELEASE) {
-        return show(&release);
+/// Runs `test` for each downloaded release of the loader. Each run is in a new process that runs
+/// only the test `name`.
+fn for_each_release(name: &str, test: impl Fn(&str)) -> Outcome {
+    if let Ok(release) = env::var(RELEASE) {
+        test(&release);
+        return Ok(());
     }
     for release in ["1.8", "1.32"] {
         let file = format!("root/{release}/usr/lib/x86_64-linux-gnu/libze_loader.so.1");
-        let Some(library) = support::cached("driver", &file) else { continue };
+        let library = vendor_files::downloaded("ze", "driver", &file).map_err(Skipped)?;
         let folder = library.parent().expect("a folder");
-        let loader = folder.join("ld-linux-x86-64.so.2");
-        let output = Command::new(loader)
-            .arg("--library-path")
-            .arg(folder)
-            .arg(std::env::current_exe().expect("this test"))
-            .args(["--exact", name, "--nocapture", "--test-threads=1"])
-            .env(RELEASE, release)
-            .output()
-            .expect("the test runs");
-        let text = [output.stdout, output.stderr].concat();
-        let text = String::from_utf8_lossy(&text);
-        assert!(output.status.success() && text.contains("1 passed"), "{release}: {text}");
+        let mut command = Command::new(folder.join("ld-linux-x86-64.so.2"));
+        command.arg("--library-path").arg(folder).arg(env::current_exe().expect("this test"));
+        child::passes(command.args(child::arguments(name)).env(RELEASE, release));
     }
+    Ok(())
 }
 
-fn has_a_device() -> bool {
-    let has = Path::new("/dev/dri").exists();
-    if has {
-        eprintln!("skipped: this machine may have a device");
+fn real_library_without_a_device_is_unavailable() -> Outcome {
+    if Path::new("/dev/dri").exists() {
+        return Err(Skipped("this machine may have a device".into()));
     }
-    has
-}
-
-/// HM-04
-#[test]
-fn real_library_without_a_device_is_unavailable() {
-    each("real_library_without_a_device_is_unavailable", |release| {
-        if has_a_device() {
-            return;
-        }
+    for_each_release("real_library_without_a_device_is_unavailable", |release| {
         let error = LevelZero::open().expect_err("no device");
         assert_eq!(error.kind(), ErrorKind::Unavailable, "{release}: {error}");
         assert_eq!(error.operation(), "zeInit", "{release}: {error}");
@@ -63,16 +53,21 @@ fn real_library_without_a_device_is_unavailable() {
         );
         assert_eq!(error.context_value("library"), Some(Functions::LIBRARY));
         assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("/dev/dri")));
-    });
+    })
 }
 
-/// HM-04
-///
-/// Both releases have every required symbol. Only the newer one has the optional symbols.
-#[test]
-fn real_library_has_the_symbols_of_its_release() {
-    each("real_library_has_the_symbols_of_its_release", |release| {
+/// Both releases of the loader have every required symbol. Only the newer release has the optional
+/// symbols.
+fn real_library_has_the_symbols_of_its_release() -> Outcome {
+    for_each_release("real_library_has_the_symbols_of_its_release", |release| {
         let functions = Functions::load(Functions::LIBRARY.as_ref()).expect("load");
         assert_eq!(functions.gives_fds_back(), release == "1.32", "{release}");
-    });
+    })
+}
+
+trials! {
+    /// HM-04
+    real_library_without_a_device_is_unavailable,
+    /// HM-04
+    real_library_has_the_symbols_of_its_release,
 }

@@ -19,7 +19,7 @@ fn named(name: &str, pci_bus_id: Option<String>) -> Nic {
     Nic { provider: "verbs".into(), name: name.into(), pci_bus_id }
 }
 
-/// Returns the RDMA devices of a machine as NICs, like a provider lists them.
+/// Returns the RDMA devices of a machine as NICs, in the order in which a provider lists them.
 fn nics(topology: &Topology) -> Vec<Nic> {
     let nic = |rdma: &hmem_p2p::topology::RdmaDevice| {
         named(&rdma.name, rdma.bus_id.map(|id| id.to_string()))
@@ -72,7 +72,7 @@ fn every_gpu_starts_with_its_own_near_nic() {
 
 /// P2P-05
 ///
-/// Two ports of one card are equally near to all eight GPUs, or to the GPUs of one socket.
+/// Two GPUs with two equally near ports of one card start with different ports.
 #[test]
 fn devices_that_share_nics_start_with_different_nics() {
     let server = open("switch-acs");

@@ -17,7 +17,7 @@ use path_support::{
 const LEN: usize = 300_000;
 
 /// A path, the kind of memory it reaches, and the setup that selects it.
-struct Way {
+struct PathSetup {
     kind: AllocationKind,
     expected: (Path, DmaBufMapping),
     device: fn(SimulatedBuilder) -> SimulatedBuilder,
@@ -33,8 +33,8 @@ fn blocked(device: SimulatedBuilder) -> SimulatedBuilder {
     device.p2p(P2pMatrix::none_reachable())
 }
 
-fn ways() -> Vec<Way> {
-    let way = |kind, path, policies| Way {
+fn setups() -> Vec<PathSetup> {
+    let setup = |kind, path, policies| PathSetup {
         kind,
         expected: (path, DmaBufMapping::Default),
         device: |device| device,
@@ -43,43 +43,47 @@ fn ways() -> Vec<Way> {
     };
     let peer = Imports { dma_buf: false, ..DEFAULT };
     let pcie = (Path::DmaBuf, DmaBufMapping::Pcie);
-    let mut ways = vec![
-        way(AllocationKind::System, Path::PlainHost, &P2pPolicy::ALL),
-        way(AllocationKind::Host, Path::PlainHost, &P2pPolicy::ALL),
-        way(AllocationKind::Managed, Path::PlainHost, &P2pPolicy::ALL),
+    let mut setups = vec![
+        setup(AllocationKind::System, Path::PlainHost, &P2pPolicy::ALL),
+        setup(AllocationKind::Host, Path::PlainHost, &P2pPolicy::ALL),
+        setup(AllocationKind::Managed, Path::PlainHost, &P2pPolicy::ALL),
     ];
     for kind in [AllocationKind::Device, AllocationKind::StreamOrdered, AllocationKind::Virtual] {
-        ways.push(way(kind, Path::DmaBuf, DIRECT));
-        ways.push(Way { expected: pcie, imports: ALL_IMPORTS, ..way(kind, Path::DmaBuf, DIRECT) });
-        ways.push(Way { imports: peer, ..way(kind, Path::PeerMemory, DIRECT) });
-        ways.push(way(kind, Path::Staged, &[P2pPolicy::Disabled]));
-        ways.push(Way { device: blocked, ..way(kind, Path::Staged, COPIES) });
+        setups.push(setup(kind, Path::DmaBuf, DIRECT));
+        setups.push(PathSetup {
+            expected: pcie,
+            imports: ALL_IMPORTS,
+            ..setup(kind, Path::DmaBuf, DIRECT)
+        });
+        setups.push(PathSetup { imports: peer, ..setup(kind, Path::PeerMemory, DIRECT) });
+        setups.push(setup(kind, Path::Staged, &[P2pPolicy::Disabled]));
+        setups.push(PathSetup { device: blocked, ..setup(kind, Path::Staged, COPIES) });
     }
-    ways
+    setups
 }
 
-/// Runs `play` over each path. `play` gets the target's region and key.
-fn over_every_way(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
-    for way in ways() {
-        for policy in way.policies {
+/// Calls `play` for each path and policy. `play` gets the target's region and the region's key.
+fn over_every_path(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
+    for setup in setups() {
+        for policy in setup.policies {
             for progress in [Progress::ByHand, Progress::Thread] {
                 let device = Simulated::builder()
                     .dma_buf(DmaBufKind::MemFd)
                     .peer_memory(true)
                     .segment_len(16 * PAGE);
                 let provider =
-                    Loopback::builder().imports(way.imports).progress(progress).mr_iov_limit(64);
+                    Loopback::builder().imports(setup.imports).progress(progress).mr_iov_limit(64);
                 let bench = Bench::with(
-                    (way.device)(device),
+                    (setup.device)(device),
                     provider,
                     hmem_p2p::path::DefaultPathSelector::new(),
                 );
                 let (near, far) = (bench.domain("loop0", *policy), bench.domain("loop0", *policy));
                 // The second round uses the remembered decision.
                 for _ in 0..2 {
-                    let target = Target::register(&bench, &far, way.kind);
+                    let target = Target::register(&bench, &far, setup.kind);
                     let decision = target.decision();
-                    assert_eq!((decision.path, decision.mapping), way.expected, "{decision}");
+                    assert_eq!((decision.path, decision.mapping), setup.expected, "{decision}");
                     let wire = Wire::new(&near, &far, LEN);
                     let key = target.key();
                     play(&wire, &target, &key);
@@ -147,7 +151,7 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
 #[test]
 fn every_path_and_policy_ends_with_the_same_bytes() {
     let mut ends: Option<Vec<u8>> = None;
-    over_every_way(|wire, target, key| {
+    over_every_path(|wire, target, key| {
         let mut model = vec![0u8; LEN];
         // Lengths around pages, segments and chunks, at unaligned offsets.
         for (seed, (at, len)) in
@@ -179,7 +183,7 @@ fn every_path_and_policy_ends_with_the_same_bytes() {
 #[test]
 fn atomics_are_refused_on_staged_memory_only() {
     let (mut refused, mut worked) = (0, 0);
-    over_every_way(|wire, target, key| {
+    over_every_path(|wire, target, key| {
         wire.push(key, 4096, &40u64.to_ne_bytes()).expect("write");
         let outcome = wire.add(key, 4096, 2);
         let value = u64::from_ne_bytes(target.bytes()[4096..4104].try_into().expect("eight bytes"));

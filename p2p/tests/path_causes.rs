@@ -46,8 +46,8 @@ struct Scene {
     iface_breaks: fn(&mut Vendor),
     /// Errno values with which the NIC refuses successive registrations.
     nic_answers: &'static [i32],
-    /// Set to refuse exports of several segments as one dma-buf. The memory then has segments of
-    /// one page.
+    /// The refusal of exports of several segments as one dma-buf; `None` if they are not refused.
+    /// With a refusal the memory has segments of one page.
     whole: Option<Refuse>,
     unexportable: bool,
     /// Length of the registration in bytes.
@@ -79,7 +79,7 @@ impl Scene {
         Self::of(IfaceKind::CUDA)
     }
 
-    /// Registers once and explains once, and returns both traces.
+    /// Registers the memory, then explains the registration, and returns both traces.
     fn play(&self) -> Vec<Trace> {
         let memory =
             Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd).peer_memory(true);
@@ -134,7 +134,7 @@ impl Scene {
 const VENDORS: [IfaceKind; 5] =
     [IfaceKind::CUDA, IfaceKind::ROCR, IfaceKind::ZE, IfaceKind::NEURON, IfaceKind::SYNAPSEAI];
 
-/// Returns all causes, general causes first. A vendor's cause comes with its iface.
+/// Returns all causes, general causes first. Each cause of an iface comes with that iface.
 fn causes() -> impl Iterator<Item = (Option<IfaceKind>, &'static RefusalCause)> {
     let of = |kind: IfaceKind| causes_of(kind).iter().map(move |cause| (Some(kind), cause));
     CAUSES.iter().map(|cause| (None, cause)).chain(VENDORS.into_iter().flat_map(of))
@@ -194,7 +194,7 @@ fn out_of_reach() -> Option<Error> {
     Some(Error::os(Errno(524), "export dma-buf"))
 }
 
-/// Returns scenes with the name of the cause that each must have.
+/// Returns scenes, each with the name of the cause that its refusal must have.
 fn scenes() -> Vec<(&'static str, Scene)> {
     let nic = |nic_answers| Scene { nic_answers, ..Scene::cuda() };
     let broken = |iface_breaks| Scene { iface_breaks, ..Scene::cuda() };
@@ -423,7 +423,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ),
         ("device-files", Scene { iface: IfaceKind::ROCR, ..nic(&[13]) }),
         ("device-files", Scene { iface: IfaceKind::ZE, ..nic(&[13]) }),
-        // The general rows, for a driver without rows of its own.
+        // The general causes, for a driver without causes of its own.
         (
             "no-pcie-mapping",
             Scene { imports: ALL_IMPORTS, ..plug_in(|vendor| vendor.pcie = lacking) },
@@ -531,7 +531,7 @@ fn limits() -> [(&'static str, Step, Error, Facts, &'static str); 7] {
 
 /// DIAG-03
 #[test]
-fn limits_of_a_container_are_causes_of_what_is_unavailable() {
+fn limits_of_a_container_are_causes_of_unavailability() {
     for (name, step, error, facts, words) in limits() {
         let paths = DefaultPathSelector::new().facts(Arc::new(FixedFacts(facts)));
         let found = paths.explain_unavailable(step, &error).expect(name);
@@ -624,7 +624,8 @@ fn page() -> String {
          same way, both have the cause of the segment's export. If an export is refused under both \
          mappings, both have the same cause.\n\n\
          An iface may have its own text for a general cause. The iface's name is then given in \
-         brackets.\n\n\
+         brackets. The rank is for authors of such texts (`RefusalCause::rank`): of the causes \
+         that fit, the lowest rank is reported, and the iface's cause among equal ranks.\n\n\
          The page is generated from `p2p/src/path/cause.rs` and the `causes.rs` of the ifaces. A \
          test compares it with them (`HMEM_BLESS=1 cargo test -p hmem-p2p --test path_causes` \
          writes it).\n",
@@ -632,7 +633,7 @@ fn page() -> String {
     for (iface, cause) in by_rank() {
         let paths = join(cause.paths.iter().map(|path| path.name().to_owned()));
         let steps = join(cause.steps.iter().map(|step| step.name().to_owned()));
-        let mut when = format!("{paths}, on {steps}");
+        let mut when = format!("Rank {}: {paths}, on {steps}", cause.rank);
         if let Some(iface) = iface {
             write!(when, ", {iface}").unwrap();
         }
@@ -712,7 +713,7 @@ fn answers(answer: Answer) -> Vec<String> {
     }
 }
 
-/// DIAG-03
+/// DIAG-03: `docs/causes.md` equals the page that is generated from the tables of causes.
 #[test]
 fn page_of_causes_matches_the_table() {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs/causes.md");
@@ -727,7 +728,8 @@ fn page_of_causes_matches_the_table() {
     );
 }
 
-/// DIAG-03
+/// DIAG-03: every cause has its texts, paths, steps and errors, and different causes have different
+/// ranks.
 #[test]
 fn tables_are_complete_and_consistent() {
     for (iface, cause) in causes() {
@@ -758,8 +760,8 @@ fn tables_are_complete_and_consistent() {
     }
 }
 
-/// The order of the causes when they were in one table. The first cause that fits is the probable
-/// one.
+/// The required order of these causes, which their ranks must give. The first cause that fits is
+/// the probable one.
 const ORDER: [&str; 34] = [
     "file-descriptors",
     "kernel-without-dma-buf",
@@ -866,9 +868,10 @@ fn machines() -> Vec<Facts> {
 
 /// DIAG-03
 ///
-/// The causes of an iface and the general causes are merged by rank.
+/// The ranks of all causes give the required order for every refusal. The causes of an iface and
+/// the general causes are merged by rank.
 #[test]
-fn ranks_keep_the_order_of_the_single_table_for_every_refusal() {
+fn ranks_give_the_required_order_for_every_refusal() {
     for (at, name) in ORDER.into_iter().enumerate() {
         let rows = causes().filter(|(_, cause)| cause.name == name);
         let ranks: Vec<_> = rows.map(|(_, cause)| cause.rank as usize).collect();
@@ -878,7 +881,7 @@ fn ranks_keep_the_order_of_the_single_table_for_every_refusal() {
     let place = |row: &RefusalCause| ORDER.iter().position(|name| *name == row.name);
     let mut named = BTreeSet::new();
     for iface in VENDORS.into_iter().chain([IfaceKind::FIRST_PLUG_IN]) {
-        // Rows that were added later have ranks between the multiples of 10.
+        // Causes that are not in `ORDER` have ranks between the multiples of 10.
         let listed = |row: &&RefusalCause| ORDER.contains(&row.name);
         let rows: Vec<_> = causes_of(iface).iter().chain(CAUSES).filter(listed).collect();
         let mut compare = |context: RefusalContext<'_>| {

@@ -1,5 +1,5 @@
-//! Path decisions: the chosen path, the class that it holds for, and what is remembered (P2P-01,
-//! P2P-03, P2P-04, HM-09).
+//! Path decisions: the chosen path, the registrations that share a decision, and remembered
+//! decisions (P2P-01, P2P-03, P2P-04, HM-09).
 
 mod path_support;
 
@@ -47,7 +47,7 @@ fn each_device_and_nic_has_its_own_decision() {
     }
 }
 
-/// P2P-01
+/// P2P-01: the selector probes a device and NIC without a direct path once, with one page.
 #[test]
 fn pair_without_a_direct_path_is_probed_once() {
     let matrix = P2pMatrix::none_reachable();
@@ -57,8 +57,8 @@ fn pair_without_a_direct_path_is_probed_once() {
         [Call::ExportDmaBuf, Call::ExportPeerMemory, Call::Segments].map(|call| bench.calls(call))
     };
     let first = close(register(&domain, bench.buffer(PAGE)).unwrap());
-    // The buffer and one page, which shows that the buffer is not at fault: two mappings and a
-    // peer-memory export each.
+    // The selector tries two mappings and one peer-memory export, first for the buffer and then for
+    // a page. The page shows that the buffer is not at fault.
     assert_eq!(calls(), [4, 2, 2]);
     assert_eq!(bench.calls(Call::CreateMemory), 2, "the probe allocated one page");
     for _ in 0..50 {
@@ -73,7 +73,7 @@ fn pair_without_a_direct_path_is_probed_once() {
     assert_eq!(calls(), [8, 4, 4]);
 }
 
-/// P2P-01
+/// P2P-01: the selector does not probe a device and NIC if the first path works.
 #[test]
 fn pair_with_a_direct_path_is_not_probed() {
     let bench = Bench::new(device(), DMA_BUF);
@@ -88,7 +88,7 @@ fn pair_with_a_direct_path_is_not_probed() {
 /// HM-09
 #[test]
 fn refusal_of_the_pcie_mapping_is_remembered() {
-    // A driver that claims the mapping and refuses it: one fault for each call.
+    // The driver claims to support the mapping and refuses it: one fault for each call.
     let bench = Bench::new(device(), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let both = register(&domain, bench.buffer(PAGE)).unwrap();
@@ -115,13 +115,13 @@ fn refusal_of_the_pcie_mapping_is_remembered() {
     );
 }
 
-/// P2P-01
+/// P2P-01: a refusal of one unusual buffer does not change the path of ordinary buffers.
 #[test]
 fn odd_buffers_do_not_demote_ordinary_buffers() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let path = |buffer| close_and_path(&domain, buffer);
-    // Before the first decision, and after it.
+    // The first round has no remembered decision, the later rounds have one.
     for _ in 0..3 {
         assert_eq!(path(bench.odd(PAGE)), Path::Staged);
         assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
@@ -140,7 +140,8 @@ fn odd_buffers_do_not_demote_ordinary_buffers() {
 
 /// P2P-01
 ///
-/// A page that may still be registered is leaked. Its probe decides nothing for other buffers.
+/// The selector leaks a probe page that a NIC may still have registered. That probe decides nothing
+/// for other buffers.
 #[test]
 fn page_that_stays_registered_is_leaked_and_decides_nothing() {
     for (refusals, leaked) in [(1, 0), (2, 1)] {
@@ -167,7 +168,7 @@ fn close_and_path(domain: &hmem_core::Domain, buffer: hmem_core::DeviceBuffer) -
     path
 }
 
-/// P2P-01
+/// P2P-01: 64 refused buffers cost at most seven probes.
 #[test]
 fn many_odd_buffers_cost_few_probes() {
     let bench = Bench::new(device(), DMA_BUF);
@@ -182,7 +183,7 @@ fn many_odd_buffers_cost_few_probes() {
     assert!((1..=7).contains(&probes), "{probes} probes for 64 odd buffers");
 }
 
-/// P2P-01
+/// P2P-01: the selector forgets a remembered decision when its path fails.
 #[test]
 fn failure_of_the_path_removes_the_decision() {
     let bench = Bench::new(device(), DMA_BUF);
@@ -208,7 +209,7 @@ fn failure_of_the_path_removes_the_decision() {
     assert!(remembered().is_none());
 }
 
-/// P2P-01
+/// P2P-01: each path selector remembers its own decisions only.
 #[test]
 fn selectors_do_not_share_decisions() {
     let near = Bench::new(device(), DMA_BUF);
@@ -221,7 +222,8 @@ fn selectors_do_not_share_decisions() {
     }
 }
 
-/// P2P-03
+/// P2P-03: the list of tried paths is in the decision of a registration or in its error, as text
+/// and as JSON.
 #[test]
 fn trace_is_in_decisions_errors_text_and_json() {
     let bench = Bench::new(device().p2p(P2pMatrix::none_reachable()), DMA_BUF);
@@ -269,7 +271,7 @@ fn trace_is_in_decisions_errors_text_and_json() {
     assert_eq!(source.to_string(), error.trace()[0].error.as_ref().unwrap().to_string());
 }
 
-/// P2P-04
+/// P2P-04: the selector tries an export even if the device claims not to support it.
 #[test]
 fn paths_are_tried_whatever_the_driver_claims() {
     // The device claims no exports, the NIC claims all imports: both are tried.
@@ -283,7 +285,7 @@ fn paths_are_tried_whatever_the_driver_claims() {
     assert_eq!((domain.live().regions, domain.live().bytes), (0, 0));
 }
 
-/// P2P-04
+/// P2P-04: an explanation leaves no memory allocated and nothing registered.
 #[test]
 fn explanation_leaves_nothing_behind() {
     let matrix = P2pMatrix::all_reachable().block(DeviceId(1), "loop0");
@@ -347,7 +349,7 @@ fn explanation_says_that_the_process_disabled_direct_access() {
     assert_eq!(bench.provider.nics().unwrap()[0].nic.name, "loop0");
 }
 
-/// P2P-01
+/// P2P-01: the selector tries no further path after an error that every path would report.
 #[test]
 fn invalid_request_ends_the_search() {
     use hmem_core::{MrAttr, MrFlags};

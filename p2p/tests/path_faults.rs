@@ -28,7 +28,7 @@ const SEGMENT: u64 = 16 << 10;
 
 /// A path and the setup that selects it.
 #[derive(Clone, Copy, Debug)]
-struct Way {
+struct PathSetup {
     path: Path,
     kind: AllocationKind,
     imports: Imports,
@@ -36,43 +36,43 @@ struct Way {
     reachable: bool,
 }
 
-const WAYS: [Way; 7] = [
-    Way {
+const SETUPS: [PathSetup; 7] = [
+    PathSetup {
         path: Path::PlainHost,
         kind: AllocationKind::Managed,
         imports: ALL_IMPORTS,
         policy: P2pPolicy::Enabled,
         reachable: true,
     },
-    Way {
+    PathSetup {
         path: Path::DmaBuf,
         kind: AllocationKind::Device,
         imports: ALL_IMPORTS,
         policy: P2pPolicy::Enabled,
         reachable: true,
     },
-    Way {
+    PathSetup {
         path: Path::DmaBuf,
         kind: AllocationKind::Virtual,
         imports: Imports { peer_memory: false, staged: false, ..ALL_IMPORTS },
         policy: P2pPolicy::Required,
         reachable: true,
     },
-    Way {
+    PathSetup {
         path: Path::PeerMemory,
         kind: AllocationKind::Device,
         imports: Imports { dma_buf: false, ..ALL_IMPORTS },
         policy: P2pPolicy::Preferred,
         reachable: true,
     },
-    Way {
+    PathSetup {
         path: Path::PeerMemory,
         kind: AllocationKind::Device,
         imports: Imports { dma_buf: false, staged: false, ..ALL_IMPORTS },
         policy: P2pPolicy::Required,
         reachable: true,
     },
-    Way {
+    PathSetup {
         path: Path::Staged,
         kind: AllocationKind::Device,
         imports: ALL_IMPORTS,
@@ -80,7 +80,7 @@ const WAYS: [Way; 7] = [
         reachable: true,
     },
     // Every direct path is refused, and a probe runs.
-    Way {
+    PathSetup {
         path: Path::Staged,
         kind: AllocationKind::Device,
         imports: ALL_IMPORTS,
@@ -89,7 +89,7 @@ const WAYS: [Way; 7] = [
     },
 ];
 
-impl Way {
+impl PathSetup {
     fn bench(&self) -> Bench {
         let matrix =
             if self.reachable { P2pMatrix::all_reachable() } else { P2pMatrix::none_reachable() };
@@ -139,13 +139,13 @@ fn close_with_retry<T>(
 }
 
 /// Runs a full life cycle: opens, allocates, registers twice, transfers, closes and frees.
-fn live(bench: &Bench, way: &Way) -> RunReport {
+fn live(bench: &Bench, setup: &PathSetup) -> RunReport {
     let mut report = RunReport::default();
     // A closure, so that an early return drops everything.
     let result = (|| -> Result<()> {
         let near = bench.try_domain("loop0", P2pPolicy::Enabled)?;
-        let far = bench.try_domain("loop0", way.policy)?;
-        let request = AllocRequest { len: LEN, device: DeviceId(0), kind: way.kind };
+        let far = bench.try_domain("loop0", setup.policy)?;
+        let request = AllocRequest { len: LEN, device: DeviceId(0), kind: setup.kind };
         let memory = bench.device.allocate(&request)?;
         let used = use_memory(bench, [&near, &far], memory.range, &mut report);
         // SAFETY: every region of the memory is closed, and no reference to it exists.
@@ -215,7 +215,7 @@ fn held(bench: &Bench) -> LiveObjects {
 /// occur.
 fn survive(
     bench: &Bench,
-    way: &Way,
+    setup: &PathSetup,
     what: &str,
     arm: &dyn Fn(&Bench),
     calls: &dyn Fn(&Bench) -> u64,
@@ -225,15 +225,15 @@ fn survive(
     assert_eq!(held(bench), nothing());
     let (before, made) = (bench.residue(), calls(bench));
     arm(bench);
-    let report = live(bench, way);
+    let report = live(bench, setup);
     let fired = calls(bench) >= made + nth;
     bench.device.faults().clear();
     bench.faults.clear();
-    let context = format!("{way:?}, fault at call {nth} of {what}: {report:?}");
+    let context = format!("{setup:?}, fault at call {nth} of {what}: {report:?}");
     if fired {
         // The page of a probe is optional: a failure to allocate it is not reported.
         assert!(
-            report.mentions_the_fault() || !way.reachable,
+            report.mentions_the_fault() || !setup.reachable,
             "the fault was not reported: {context}"
         );
     } else {
@@ -241,10 +241,10 @@ fn survive(
     }
     let after = (held(bench), bench.residue_after(&before));
     assert_eq!((after.0, &after.1), (nothing(), &before), "leaked: {context}");
-    let next = live(bench, way);
+    let next = live(bench, setup);
     assert!(next.errors.is_empty(), "errors of the next run: {:?} after {context}", next.errors);
-    if way.reachable {
-        let back = next.decisions.iter().all(|decision| decision.path == way.path);
+    if setup.reachable {
+        let back = next.decisions.iter().all(|decision| decision.path == setup.path);
         assert!(back, "demoted: {next:?} after {context}");
     }
     let after = (held(bench), bench.residue_after(&before));
@@ -252,18 +252,26 @@ fn survive(
     fired
 }
 
-/// Runs the life cycle once for each call of a kind, and fails that call.
-fn each(way: &Way, what: &str, arm: impl Fn(&Bench, u64), calls: impl Fn(&Bench) -> u64) -> u64 {
-    let bench = way.bench();
+/// Runs the life cycle once for each call of a kind, and makes that call fail.
+fn each(
+    setup: &PathSetup,
+    what: &str,
+    arm: impl Fn(&Bench, u64),
+    calls: impl Fn(&Bench) -> u64,
+) -> u64 {
+    let bench = setup.bench();
     bench.faults.count();
     // The first run has no fault, so that threads and pools exist.
-    let first = live(&bench, way);
-    assert!(first.errors.is_empty(), "{way:?}: {:?}", first.errors);
-    assert!(first.decisions.iter().all(|decision| decision.path == way.path), "{way:?}: {first:?}");
+    let first = live(&bench, setup);
+    assert!(first.errors.is_empty(), "{setup:?}: {:?}", first.errors);
+    assert!(
+        first.decisions.iter().all(|decision| decision.path == setup.path),
+        "{setup:?}: {first:?}"
+    );
     let mut faults = 0;
     // A run reads completions in a loop: the first hundred calls are enough.
     for nth in 1..=100 {
-        if !survive(&bench, way, what, &|bench| arm(bench, nth), &calls, nth) {
+        if !survive(&bench, setup, what, &|bench| arm(bench, nth), &calls, nth) {
             break;
         }
         faults += 1;
@@ -271,18 +279,18 @@ fn each(way: &Way, what: &str, arm: impl Fn(&Bench, u64), calls: impl Fn(&Bench)
     faults
 }
 
-fn every_fault(way: &Way) {
+fn every_fault(setup: &PathSetup) {
     let mut hit = 0;
     for call in Call::ALL {
         let arm = |bench: &Bench, nth| bench.device.faults().fail_nth(*call, nth, Errno(5));
-        hit += u64::from(each(way, call.name(), arm, |bench| bench.calls(*call)) > 0);
+        hit += u64::from(each(setup, call.name(), arm, |bench| bench.calls(*call)) > 0);
     }
     for call in NicCall::ALL {
         let arm = |bench: &Bench, nth| bench.faults.fail(call, nth, Errno(5));
         hit +=
-            u64::from(each(way, &format!("{call:?}"), arm, |bench| bench.faults.calls(call)) > 0);
+            u64::from(each(setup, &format!("{call:?}"), arm, |bench| bench.faults.calls(call)) > 0);
     }
-    assert!(hit >= 12, "{way:?}: only {hit} kinds of call were made");
+    assert!(hit >= 12, "{setup:?}: only {hit} kinds of call were made");
 }
 
 /// Generates one test for each path. The doc comment of an entry, with its acceptance ids, becomes
@@ -293,24 +301,32 @@ macro_rules! over_ways {
         #[test]
         fn $name() {
             let _alone = alone();
-            every_fault(&WAYS[$at]);
+            every_fault(&SETUPS[$at]);
         }
     )+};
 }
 
 over_ways! {
-    /// REL-01
+    /// REL-01: a registration over host pages reports a fault at any of its calls, and leaks
+    /// nothing.
     a_fault_at_every_call_of_host_pages: 0,
-    /// REL-01
+    /// REL-01: a registration over a dma-buf reports a fault at any of its calls, and leaks
+    /// nothing.
     a_fault_at_every_call_of_a_dma_buf: 1,
-    /// REL-01
+    /// REL-01: a registration over a dma-buf of several segments that the policy requires reports a
+    /// fault at any of its calls, and leaks nothing.
     a_fault_at_every_call_of_a_required_dma_buf_of_several_segments: 2,
-    /// REL-01
+    /// REL-01: a registration over peer memory reports a fault at any of its calls, and leaks
+    /// nothing.
     a_fault_at_every_call_of_peer_memory: 3,
-    /// REL-01
+    /// REL-01: a registration over peer memory that the policy requires reports a fault at any of
+    /// its calls, and leaks nothing.
     a_fault_at_every_call_of_required_peer_memory: 4,
-    /// REL-01
+    /// REL-01: a registration over staged copies reports a fault at any of its calls, and leaks
+    /// nothing.
     a_fault_at_every_call_of_staged_copies: 5,
-    /// REL-01
+    /// REL-01: a registration with a device and NIC that have no direct path leaks nothing after a
+    /// fault at any of its calls. The error or the decision reports the fault, unless only the
+    /// optional page of a probe failed.
     a_fault_at_every_call_of_a_pair_without_a_direct_path: 6,
 }

@@ -225,7 +225,7 @@ fn registration_refused_by_the_last_nic_is_undone_at_the_others() {
     let domains = domains(&bench, P2pPolicy::Required);
     let buffer = close(register(&domains, bench.buffer(PAGE)).unwrap());
     let before = bench.residue();
-    // Both mappings of the last NIC.
+    // The last NIC refuses both mappings.
     bench.faults.fail(NicCall::Register, 4, Errno(12));
     bench.faults.fail(NicCall::Register, 5, Errno(12));
     let rejected = register(&domains, buffer).unwrap_err();

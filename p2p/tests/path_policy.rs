@@ -20,8 +20,8 @@ use path_support::{Bench, PAGE, REMOTE, close, recording::RegisteredAs, register
 #[derive(Clone, Copy, Debug)]
 struct Case {
     style: FreeDetection,
-    /// Set for each kind of export that the device supports: dma-bufs, dma-bufs with the PCIe
-    /// mapping, and peer memory.
+    /// True for each export that the device supports, in this order: dma-bufs, dma-bufs with the
+    /// PCIe mapping, and peer memory.
     exports: [bool; 3],
     reachable: bool,
     imports: Imports,
@@ -100,7 +100,8 @@ impl Case {
     }
 }
 
-/// P2P-02
+/// P2P-02: for every combination of device, NIC and policy, the selector chooses a path that the
+/// policy allows.
 #[test]
 fn every_combination_takes_an_allowed_path() {
     let cases = Case::all();
@@ -181,7 +182,8 @@ impl Case {
 
 /// P2P-02
 ///
-/// Domains with different policies share one path selector.
+/// A remembered path is used only under the policy for which it was found, although domains with
+/// different policies share one path selector.
 #[test]
 fn remembered_path_holds_for_its_policy_only() {
     for disabled in [false, true] {

@@ -1,5 +1,6 @@
 //! Ranges of several physical segments (HM-07): one dma-buf and one registration for all of them,
-//! or one per segment if the driver or the NIC refuses that. The decision says which, and why.
+//! or one per segment if the driver or the NIC refuses that. The decision names the form that was
+//! used, and the reason.
 
 mod path_support;
 #[allow(dead_code, reason = "other tests use the rest of it")]
@@ -36,7 +37,7 @@ use path_support::{
 const STEP: u64 = 4 * PAGE;
 const IMPORTS: Imports = Imports { pcie_mapping_first: false, peer_memory: false, ..ALL_IMPORTS };
 
-/// Device memory in which each four pages are a physical segment.
+/// Device memory with physical segments of four pages.
 struct Segmented {
     bench: Bench,
     vendor: Arc<dyn Iface>,
@@ -221,7 +222,8 @@ fn refused_whole_range_does_not_affect_other_buffers() {
     }
 }
 
-/// HM-07
+/// HM-07: the error of a refused registration names the refusals of the whole range and of its
+/// segments, and nothing leaks.
 #[test]
 fn error_has_both_refusals_and_nothing_leaks() {
     let _alone = alone();
@@ -257,7 +259,8 @@ fn error_has_both_refusals_and_nothing_leaks() {
     }
 }
 
-/// HM-07
+/// HM-07: the selector does not register the segments of a range after the request itself was
+/// refused as invalid.
 #[test]
 fn invalid_request_is_not_retried_by_segment() {
     let _alone = alone();
@@ -270,7 +273,7 @@ fn invalid_request_is_not_retried_by_segment() {
     assert_eq!((world.bench.record.handed().len(), refused.trace().len()), (1, 1), "{refused}");
 }
 
-/// P2P-03
+/// P2P-03: a remembered decision does not report the segments of an earlier range.
 #[test]
 fn remembered_decision_has_no_layout_of_another_range() {
     let _alone = alone();
@@ -379,7 +382,8 @@ fn pcie_mapping_is_the_cause_only_if_the_default_works() {
 
 /// P2P-03
 ///
-/// The default mapping is the remembered one, so it is tried and refused first.
+/// A refused PCIe mapping is not the cause of a refusal if the default mapping was refused before.
+/// The search tries the default mapping first here, because it is remembered.
 #[test]
 fn pcie_mapping_is_not_the_cause_after_the_default_failed() {
     static NONE_ANY_LONGER: AtomicBool = AtomicBool::new(false);

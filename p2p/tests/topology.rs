@@ -39,8 +39,8 @@ fn matrix(topology: &Topology, nics: impl Fn(usize) -> String, count: usize) -> 
 
 /// P2P-05
 ///
-/// NVIDIA/nccl#1505 publishes rows 0 to 4. Rows 5 to 7 follow from the symmetry of the machine
-/// (fixtures/topology/README.md).
+/// The distances in a DGX A100 equal the published ones. NVIDIA/nccl#1505 publishes rows 0 to 4.
+/// Rows 5 to 7 follow from the symmetry of the machine (fixtures/topology/README.md).
 #[test]
 fn a_dgx_a100_has_its_published_distances() {
     let published = [
@@ -66,7 +66,8 @@ fn a_dgx_a100_has_its_published_distances() {
 
 /// P2P-05
 ///
-/// NVIDIA/nccl#1453 publishes all rows of the matrix.
+/// The distances in an HGX H100 equal the published ones. NVIDIA/nccl#1453 publishes all rows of
+/// the matrix.
 #[test]
 fn an_hgx_h100_has_its_published_distances() {
     let published = [
@@ -81,8 +82,7 @@ fn an_hgx_h100_has_its_published_distances() {
     ];
     let hgx = open("hgx-h100");
     assert_eq!(matrix(&hgx, |column| format!("mlx5_{column}"), 9), published);
-    // The NIC that is far from all GPUs: its NUMA node is not known, and the path says that it is a
-    // guess.
+    // The NUMA node of mlx5_0 is not known, so the path marks its distance as a guess.
     let gpu = hgx.accelerators().next().unwrap().bus_id;
     assert!(hgx.path(gpu, nic(&hgx, "mlx5_0")).unwrap().numa_unknown);
     assert!(!hgx.path(gpu, nic(&hgx, "mlx5_1")).unwrap().numa_unknown);
@@ -90,7 +90,8 @@ fn an_hgx_h100_has_its_published_distances() {
 
 /// P2P-05
 ///
-/// lattice/quda#669 publishes the whole matrix, including the distances between GPUs.
+/// The distances in a server with two sockets equal the published ones. lattice/quda#669 publishes
+/// the whole matrix, including the distances between GPUs.
 #[test]
 fn a_two_socket_server_has_its_published_distances() {
     let published = [
@@ -116,6 +117,7 @@ fn a_two_socket_server_has_its_published_distances() {
 
 /// P2P-05
 ///
+/// The distances in a server with NICs behind a switch equal the published ones.
 /// NVIDIA/nccl-tests#29 publishes rows 0 to 6 of the matrix.
 #[test]
 fn server_with_nics_behind_a_switch_has_published_distances() {
@@ -172,7 +174,7 @@ fn a_laptop_has_gpus_and_no_nic() {
     let mut trainium = laptop.device(id("0000:02:00.0")).unwrap().clone();
     (trainium.class, trainium.vendor, trainium.device) = (0x088000, 0x1d0f, 0x7164);
     assert_eq!(trainium.role(), Role::Accelerator);
-    // Amazon's network adapter.
+    // These are the class and the device id of Amazon's network adapter.
     (trainium.class, trainium.device) = (0x020000, 0xec20);
     assert_eq!(trainium.role(), Role::Network);
 }
@@ -205,7 +207,7 @@ fn the_nearest_nic_and_the_nearest_devices_are_found() {
 #[test]
 fn renumbered_devices_have_the_same_nearest_nic() {
     let dgx = open("dgx-a100");
-    // As the CUDA driver lists them without, and with, CUDA_VISIBLE_DEVICES=7,2,0.
+    // The order of the CUDA driver without, and with, CUDA_VISIBLE_DEVICES=7,2,0.
     let all =
         ["07", "0F", "47", "4E", "87", "90", "B7", "BD"].map(|bus| format!("00000000:{bus}:00.0"));
     let visible = [7, 2, 0].map(|ordinal: usize| all[ordinal].clone());
@@ -292,7 +294,8 @@ fn facts_of_a_refusal_include_acs() {
 
 /// P2P-05, DIAG-03
 ///
-/// Causes of refusals depend on BARs, links, modules and kernel options.
+/// A topology contains the BARs, links, modules and kernel options on which causes of refusals
+/// depend.
 #[test]
 fn facts_that_causes_depend_on_are_read() {
     let dgx = open("dgx-a100");
@@ -320,8 +323,8 @@ fn facts_that_causes_depend_on_are_read() {
     );
 }
 
-/// Compares the recordings with the descriptions that they are made from. `HMEM_BLESS=1` writes the
-/// recordings.
+/// Each recording equals the recording that is made from its description now. `HMEM_BLESS=1` writes
+/// the recordings.
 #[test]
 fn recordings_match_their_descriptions() {
     for name in MACHINES {
@@ -426,7 +429,7 @@ fn refused(folder: &Folder) -> (ErrorKind, String) {
 
 /// REL-03
 ///
-/// The error for a malformed file names the file.
+/// The error for a malformed file names the file and has a remedy.
 #[test]
 fn malformed_file_is_named_with_a_remedy() {
     let gpu = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0";

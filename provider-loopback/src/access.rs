@@ -19,8 +19,8 @@ use super::{
     window::BindingGuard,
 };
 
-/// Guards of the regions on a transfer's local side. No region is deregistered until the value is
-/// dropped.
+/// Guards of the regions on a transfer's local side. None of these regions is deregistered until
+/// the value is dropped.
 pub(super) struct LocalSide {
     holds: Few<LocalHold>,
 }
@@ -32,7 +32,7 @@ enum LocalHold {
 }
 
 impl LocalSide {
-    /// Takes guards of the regions of the parts. Fails unless each region grants `right`.
+    /// Takes guards of the regions that `parts` name. Fails unless each region grants `right`.
     #[inline]
     pub(super) fn hold(
         endpoint: &EndpointState,
@@ -52,7 +52,7 @@ impl LocalSide {
         Ok(Self { holds })
     }
 
-    /// Appends the spans of memory that the parts cover to `into`.
+    /// Appends to `into` the spans of memory that `parts` cover.
     #[inline]
     pub(super) fn spans<'a>(&'a self, parts: &[LocalPart], into: &mut Few<Span<'a>>) -> Result<()> {
         for (hold, part) in self.holds.iter().zip(parts.iter()) {
@@ -70,22 +70,24 @@ impl LocalSide {
     }
 }
 
-/// Guards of the regions on a transfer's remote side. No region is deregistered until the value is
-/// dropped.
+/// Guards of the regions on a transfer's remote side. None of these regions is deregistered until
+/// the value is dropped.
 pub(super) struct RemoteSide {
     holds: Few<RemoteHold>,
 }
 
 struct RemoteHold {
     region: RegionGuard,
-    /// A guard of the binding, if the key belongs to a window.
+    /// A guard of the memory window's binding, if the remote key is a window's key. The binding
+    /// does not end until the guard is dropped.
     window: Option<BindingGuard>,
 }
 
 impl RemoteSide {
-    /// Takes guards of the regions that the keys of the parts name.
+    /// Takes guards of the regions that the keys of `parts` name.
     ///
-    /// Each key must grant `initiator` at least one right in `any_of`, through `target`.
+    /// Fails unless each key grants `initiator` at least one right in `any_of` at the endpoint
+    /// `target`.
     #[inline]
     pub(super) fn hold(
         initiator: &EndpointState,
@@ -100,7 +102,7 @@ impl RemoteSide {
         Ok(Self { holds })
     }
 
-    /// Appends the spans of memory that the parts cover to `into`.
+    /// Appends to `into` the spans of memory that `parts` cover.
     #[inline]
     pub(super) fn spans<'a>(
         &'a self,
@@ -113,8 +115,8 @@ impl RemoteSide {
         Ok(())
     }
 
-    /// Marks the single-use keys of the request as used. Fails if an earlier request used one of
-    /// them. A request that names a key twice counts as one use.
+    /// Marks the single-use keys of the request as used. Fails if an earlier request has used one
+    /// of these keys. A request that names a key twice uses that key once.
     #[inline]
     pub(super) fn spend(&self) -> Result<()> {
         let holds = self.holds.as_slice();
@@ -124,14 +126,14 @@ impl RemoteSide {
                     .iter()
                     .any(|other| other.window.is_none() && other.region.token == hold.region.token);
             if first && !hold.region.spend() {
-                return Err(Refusal::Dead.of_key());
+                return Err(Refusal::NoRegion.of_key());
             }
         }
         Ok(())
     }
 
     /// Makes the bytes of a write or atomic persistent in regions with RMA_PMEM. Then increments
-    /// the counters of each region once.
+    /// the counters that are bound to each region, once per region.
     #[inline]
     pub(super) fn persist_and_count(
         &self,
@@ -156,7 +158,7 @@ impl RemoteSide {
 }
 
 impl RemoteHold {
-    /// Appends the spans of memory that the part covers to `into`.
+    /// Appends to `into` the spans of memory that `part` covers.
     #[inline]
     fn spans<'a>(&'a self, part: &RemotePart, into: &mut Few<Span<'a>>) -> Result<()> {
         if part.len == 0 {
@@ -170,7 +172,8 @@ impl RemoteHold {
     }
 }
 
-/// Takes a guard of the region of a local descriptor. Fails unless the region grants `right`.
+/// Takes a guard of the region that a local descriptor names. Fails unless the region grants
+/// `right`.
 #[inline]
 fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<RegionGuard> {
     let domain = &endpoint.domain;
@@ -187,8 +190,8 @@ fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<R
     Ok(region)
 }
 
-/// Takes guards of the region and window that a key names. The key must grant at least one right in
-/// `any_of`.
+/// Takes guards of the region and window that a key names. Fails unless the key grants at least one
+/// right in `any_of`.
 #[inline]
 fn hold_key(
     initiator: &EndpointState,
@@ -200,10 +203,10 @@ fn hold_key(
     let regions = &domain.nic.regions;
     let (number, cookie) = if key.mapped {
         let parts =
-            initiator.domain.mapped.get(key.number).ok_or_else(|| Refusal::Dead.of_key())?;
+            initiator.domain.mapped.get(key.number).ok_or_else(|| Refusal::NoRegion.of_key())?;
         (parts.key, Some(parts))
     } else if initiator.domain.mode.contains(MrMode::RAW) || domain.mode.contains(MrMode::RAW) {
-        return Err(Refusal::Dead
+        return Err(Refusal::NoRegion
             .of_key()
             .remedy("in RAW mode map the peer's raw key and use the mapped key"));
     } else {
@@ -214,12 +217,12 @@ fn hold_key(
     } else {
         match domain.keys.open(number) {
             Some((index, known)) => regions.hold(domain.id, index, known, true),
-            None => Err(Refusal::Dead),
+            None => Err(Refusal::NoRegion),
         }
     };
     let region = match held {
         Ok(region) => region,
-        Err(Refusal::Dead) if cookie.is_none() => {
+        Err(Refusal::NoRegion) if cookie.is_none() => {
             let (region, window) = domain.windows.hold(number, target.id(), any_of)?;
             check_peer(initiator, target, &region)?;
             return Ok(RemoteHold { region, window: Some(window) });
@@ -229,7 +232,7 @@ fn hold_key(
     if let Some(parts) = cookie
         && (domain.keys.cookie(number, region.token) ^ parts.cookie) & parts.mask != 0
     {
-        return Err(Refusal::Dead.of_key());
+        return Err(Refusal::NoRegion.of_key());
     }
     if !region.attr.access.intersects(any_of) {
         return Err(denied("key", any_of));
@@ -238,7 +241,7 @@ fn hold_key(
     Ok(RemoteHold { region, window: None })
 }
 
-/// Checks that the initiator may access the region through this endpoint.
+/// Checks that `initiator` may access the region through the endpoint `target`.
 #[inline]
 fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region) -> Result<()> {
     let auth_key = region.attr.auth_key.as_ref().unwrap_or(&target.domain.auth_key);
@@ -258,8 +261,8 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region
     Ok(())
 }
 
-/// Checks that the region is not bound to another endpoint of its domain. In ENDPOINT mode, the
-/// region must be bound to this one.
+/// Checks that the region is not bound to an endpoint other than `endpoint`. In ENDPOINT mode, also
+/// checks that the region is bound to `endpoint`.
 #[inline]
 fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
     match region.endpoint() {
@@ -287,9 +290,10 @@ fn wrong_endpoint(why: &'static str) -> Error {
         .remedy("access the region through the endpoint that it is bound to")
 }
 
-/// Copies bytes between memory of `initiator` and of `target`. `own` is the side of `initiator`.
+/// Copies bytes between memory of `initiator` and memory of `target`. `own` says which of the lists
+/// `from` and `to` is memory of `initiator`.
 ///
-/// The copy goes through staging buffers if a side has staged memory.
+/// The copy goes through staging buffers if either list contains staged memory.
 pub(super) fn copy(
     initiator: &EndpointState,
     target: &EndpointState,

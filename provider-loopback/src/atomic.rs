@@ -5,8 +5,8 @@
 //! - On other memory the NIC reads, computes and writes under a lock. Its atomics are then atomic
 //!   with each other only.
 //!
-//! Both take a lock, so that all atomics of the NIC are atomic with each other. The offset in the
-//! page selects the lock, because the offset is the same in all mappings of a page.
+//! Both methods take a lock, so that all atomics of the NIC are atomic with each other. The offset
+//! in the page selects the lock, because the offset is the same in all mappings of a page.
 
 #![allow(unsafe_code)]
 
@@ -40,8 +40,8 @@ impl AtomicLocks {
 
 /// Returns the new value of the target, or `None` if the operation leaves it unchanged.
 ///
-/// Values of 32 bits are in the low half. Integer sums and products wrap. Comparisons are `compare
-/// OP target`.
+/// A 32-bit value is in the low half of its argument. Integer sums and products wrap. Conditional
+/// operations evaluate `compare OP target`.
 fn apply(
     op: AtomicOp,
     datatype: AtomicType,
@@ -142,13 +142,14 @@ impl Element {
         apply(self.op, self.datatype, target, self.operand, self.compare)
     }
 
-    /// Executes the operation on a span of its size and alignment. Returns the old value.
+    /// Executes the operation on a span that has the size and alignment of the element. Returns the
+    /// old value.
     pub(super) fn execute(&self, locks: &AtomicLocks, span: Span<'_>) -> Result<u64> {
         let size = self.datatype.size() as usize;
         match span {
             Span::Direct { at, mapping, .. } => {
                 let _lock = locks.of(at).lock();
-                memory::announced(mapping, || self.execute_mapped(at))
+                memory::with_announced_access(mapping, || self.execute_mapped(at))
             }
             Span::Kernel { .. } | Span::Indirect { .. } => {
                 let address = match span {
@@ -196,7 +197,7 @@ mod tests {
 
     use super::*;
 
-    /// Like `apply`, but computed with wide integers, as a reference to compare with.
+    /// A second implementation of `apply` with wide integers. The test compares their results.
     fn naive(op: AtomicOp, datatype: AtomicType, target: u64, operand: u64, compare: u64) -> u64 {
         let bits = 8 * datatype.size() as u32;
         let signed = matches!(datatype, AtomicType::I32 | AtomicType::I64);

@@ -7,28 +7,30 @@ use hmem_core::{
 
 use super::Faults;
 
-/// The choice of pages that a host region uses after the application has changed its mappings.
+/// The policy for which pages a host region uses after the application has remapped its addresses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Memory {
-    /// The pages that are mapped at the time of each transfer, like a NIC with on-demand paging.
+    /// Each transfer uses the pages that are mapped at that time, as on a NIC with on-demand
+    /// paging.
     #[default]
     Follow,
-    /// The pages that were mapped at registration, like most hardware.
+    /// Transfers use the pages that were mapped at registration, as on most hardware.
     ///
-    /// The NIC pins these pages as io_uring registered buffers. If the mapping changes, transfers
-    /// through the region thus move stale bytes. At registration every page must be mapped and
-    /// writable.
+    /// The NIC pins these pages as io_uring registered buffers. If the application remaps the
+    /// addresses, transfers still move the bytes of the old pages. Without MMU_NOTIFY, registration
+    /// fails unless every page is mapped and writable.
     Pinned,
 }
 
-/// The thread that executes posted requests.
+/// The choice of the thread that executes posted requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Progress {
-    /// The application's threads, in calls of `progress` and in reads of completion queues. Nothing
-    /// executes between those calls.
+    /// The application's threads execute the requests, in calls of `progress` and in reads of
+    /// completion queues. No request executes between those calls.
     #[default]
     ByHand,
-    /// One thread for each domain, parked while no request is posted.
+    /// One thread of each domain executes the domain's requests. It sleeps while no request is
+    /// posted.
     Thread,
 }
 
@@ -45,7 +47,7 @@ pub(super) struct Config {
     pub(super) unexpected_bytes: u64,
 }
 
-/// The maximum number of regions of a NIC: an index has 24 bits.
+/// The maximum number of live regions of a NIC, because region indices have 24 bits.
 pub(super) const MAX_REGIONS: u64 = 1 << 24;
 
 impl Default for Config {
@@ -69,7 +71,7 @@ impl Default for Config {
             },
             flags: MrFlags::all(),
             progress: ProgressModel::Manual,
-            // An endpoint finishes each request before it starts the next.
+            // An endpoint finishes each request before it starts the next request.
             order: MsgOrder::all(),
             cq_data_size: 8,
         };

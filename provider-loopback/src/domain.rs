@@ -26,7 +26,7 @@ use super::{
 /// handle.
 pub(super) struct DomainState {
     pub(super) nic: Arc<Nic>,
-    /// The number of the domain on its NIC.
+    /// The number that identifies the domain on its NIC.
     pub(super) id: u32,
     pub(super) mode: MrMode,
     pub(super) auth_key: AuthKey,
@@ -38,7 +38,7 @@ pub(super) struct DomainState {
     /// The pinner of host memory, or `None` unless the NIC pins pages ([`super::Memory::Pinned`]).
     pub(super) pinner: Option<Pinner>,
     /// The process that opened the domain. A forked child must not use the domain: a thread of the
-    /// parent, which the child does not have, may hold any of its locks.
+    /// parent, which the child does not have, may hold any lock of the domain.
     pub(super) process: ProcessMark,
     staging: StagingAttr,
     /// The staging buffers, allocated with the first staged region.
@@ -71,7 +71,7 @@ impl DomainState {
         })
     }
 
-    /// Returns true if the application chooses the keys.
+    /// Returns true if the application chooses the keys of regions.
     pub(super) fn requested_keys(&self) -> bool {
         !self.mode.contains(MrMode::PROV_KEY)
     }
@@ -95,7 +95,8 @@ impl DomainState {
                 "a loopback domain was dropped with open regions; deregistering them"
             );
         }
-        // A region cannot be deregistered before its sub-regions.
+        // A region cannot be deregistered before its sub-regions, so the loop tries again until
+        // none is left or no call succeeds.
         while !tokens.is_empty() {
             let before = tokens.len();
             tokens.retain(|token| self.deregister(*token).is_err());
@@ -141,14 +142,16 @@ impl fmt::Debug for DomainState {
     }
 }
 
-/// Mapped raw keys of peers, by the number that the mapping returned.
+/// The peers' raw keys that the application has mapped, by the numbers that [`MappedKeys::map`]
+/// returned.
 #[derive(Debug, Default)]
 pub(super) struct MappedKeys {
     keys: RwLock<HashMap<u64, RawParts>>,
 }
 
 impl MappedKeys {
-    /// Maps a raw key of `size` bytes to an unused random number.
+    /// Stores a peer's raw key of `size` bytes under an unused random number, and returns the
+    /// number.
     pub(super) fn map(&self, raw: &RawKey, size: usize) -> Result<u64> {
         let parts = keys::read_raw(raw, size)?;
         let mut mapped = self.keys.write();
@@ -161,7 +164,7 @@ impl MappedKeys {
         }
     }
 
-    /// Removes a mapping. Returns false if there is none.
+    /// Removes the raw key with this number. Returns false if there is no such raw key.
     pub(super) fn unmap(&self, number: u64) -> bool {
         self.keys.write().remove(&number).is_some()
     }

@@ -32,7 +32,7 @@ pub(super) struct EndpointState {
     pub(super) life: Arc<EndpointLife>,
     pub(super) domain: Arc<DomainState>,
     fabric: Arc<Fabric>,
-    siblings: Arc<Siblings>,
+    endpoints: Arc<DomainEndpoints>,
     pub(super) auth_key: AuthKey,
     pub(super) rma_event: bool,
     depth: usize,
@@ -63,7 +63,7 @@ impl EndpointState {
     /// Opens an endpoint and adds it to its fabric and its domain.
     pub(super) fn open(
         fabric: &Arc<Fabric>,
-        siblings: &Arc<Siblings>,
+        endpoints: &Arc<DomainEndpoints>,
         domain: &Arc<DomainState>,
         attr: &EndpointAttr,
         tx: Arc<Queue>,
@@ -74,7 +74,7 @@ impl EndpointState {
             life: Arc::new(EndpointLife::new(keys::random()?)),
             domain: Arc::clone(domain),
             fabric: Arc::clone(fabric),
-            siblings: Arc::clone(siblings),
+            endpoints: Arc::clone(endpoints),
             auth_key: attr.auth_key.clone().unwrap_or_else(|| domain.auth_key.clone()),
             rma_event: attr.rma_event,
             depth,
@@ -88,7 +88,7 @@ impl EndpointState {
             peers: RwLock::default(),
         });
         fabric.endpoints.write().insert(endpoint.life.id, Arc::downgrade(&endpoint));
-        siblings.add(&endpoint);
+        endpoints.add(&endpoint);
         Ok(endpoint)
     }
 
@@ -100,7 +100,8 @@ impl EndpointState {
         self.life.is_closed()
     }
 
-    /// Adds a peer and returns its number. An endpoint that was added before keeps its number.
+    /// Adds a peer and returns its number. If the endpoint is a peer already, returns its existing
+    /// number.
     pub(super) fn add_peer(&self, peer: &Arc<Self>) -> PeerId {
         let mut peers = self.peers.write();
         let next = peers.known.len();
@@ -111,7 +112,7 @@ impl EndpointState {
         PeerId(at as u64)
     }
 
-    /// Returns the endpoint of a peer.
+    /// Returns the open endpoint of a peer.
     ///
     /// # Errors
     /// Unreachable: the peer is closed or was not resolved.
@@ -122,12 +123,14 @@ impl EndpointState {
         open.ok_or_else(|| unreachable_peer(peer))
     }
 
-    /// Returns the number of a resolved peer's endpoint.
+    /// Returns the number of a peer's endpoint, which is unique on the fabric, or `None` if the
+    /// peer was not resolved.
     fn peer_endpoint(&self, peer: PeerId) -> Option<u64> {
         Some(self.peers.read().known.get(peer.0 as usize)?.0)
     }
 
-    /// Adds a request to the posted requests, or a receive to the inbox.
+    /// Adds a request to the posted requests, or a receive to the inbox. Reserves an entry of the
+    /// completion queue first, because every request ends with a completion.
     pub(super) fn submit(&self, request: &WorkRequest<'_>) -> Result<()> {
         if self.is_closed() {
             return Err(closed());
@@ -144,10 +147,11 @@ impl EndpointState {
             };
             let receive =
                 Receive { local, capacity, tag: *tag, from, context: request.context, number: 0 };
-            self.inbox.post(receive)?;
+            self.rx.reserve()?;
+            self.inbox.post(receive).inspect_err(|_| self.rx.release(1))?;
             if self.is_closed() {
-                // The endpoint closed after the check above, and its close may have missed the
-                // receive. Of two threads, the one that takes it out of the inbox completes it.
+                // The receive may have come into the inbox after the closing thread canceled the
+                // other receives. So this thread cancels all that are left.
                 self.cancel_receives();
             }
         } else {
@@ -159,6 +163,7 @@ impl EndpointState {
             if posted.len() >= self.depth {
                 return Err(full());
             }
+            self.tx.reserve()?;
             if let Some(window) = work.task.window() {
                 self.domain.windows.note_posted(window);
             }
@@ -170,14 +175,14 @@ impl EndpointState {
 
     /// Removes the next posted request. Returns the request, and true if there are more.
     ///
-    /// The caller holds `running`.
+    /// The caller holds the execution lock `running`.
     pub(super) fn next_posted(&self) -> Option<(Work, bool)> {
         let mut posted = self.posted.lock();
         let work = posted.pop_front()?;
         Some((work, !posted.is_empty()))
     }
 
-    /// Returns a request that cannot be executed yet to the front of the queue.
+    /// Puts a request that cannot be executed yet back at the front of the posted requests.
     pub(super) fn put_back(&self, work: Work) {
         self.posted.lock().push_front(work);
     }
@@ -216,7 +221,7 @@ impl EndpointState {
             return Ok(());
         }
         self.fabric.endpoints.write().remove(&self.id());
-        self.siblings.remove(self.id());
+        self.endpoints.remove(self.id());
         // Waits for a request that executes on another thread.
         let _running = self.running.lock();
         let canceled = std::mem::take(&mut *self.posted.lock());
@@ -228,7 +233,8 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Completes every receive as canceled, and wakes waiting senders. Their sends then fail.
+    /// Completes every posted receive as canceled. Wakes senders that wait for room in the inbox.
+    /// Their sends then fail.
     pub(super) fn cancel_receives(&self) {
         // Waits for a message that is being delivered.
         let _delivery = self.inbox.lock_delivery();
@@ -249,15 +255,16 @@ impl fmt::Debug for EndpointState {
     }
 }
 
-/// The endpoints of a domain. Progress executes the requests of all of them.
+/// The open endpoints of a domain. Progress on the domain executes the requests of all these
+/// endpoints.
 #[derive(Debug, Default)]
-pub(super) struct Siblings {
-    /// A snapshot. Changes replace the whole list, so that progress holds no lock while it executes
-    /// requests.
+pub(super) struct DomainEndpoints {
+    /// The current list of endpoints. A change replaces the whole list, so that progress can
+    /// execute requests on a snapshot without a lock.
     endpoints: RwLock<Arc<[Arc<EndpointState>]>>,
 }
 
-impl Siblings {
+impl DomainEndpoints {
     pub(super) fn snapshot(&self) -> Arc<[Arc<EndpointState>]> {
         Arc::clone(&self.endpoints.read())
     }
@@ -318,9 +325,10 @@ impl Fabric {
         let (fabric, endpoint) = parse_name(name)?;
         let found = || self.endpoints.read().get(&endpoint).and_then(Weak::upgrade);
         (fabric == self.id).then(found).flatten().ok_or_else(|| {
-            Error::new(ErrorKind::Unreachable, "resolve")
-                .provider("loopback")
-                .remedy("resolve the name of an open endpoint of the same `Loopback` value")
+            Error::new(ErrorKind::Unreachable, "resolve").provider("loopback").remedy(
+                "resolve the name of an open endpoint of the same `Loopback` value, or use an RDMA \
+                 device to reach another process",
+            )
         })
     }
 }
@@ -335,7 +343,7 @@ fn parse_name(name: &EndpointName) -> Result<(u64, u64)> {
     let refuse = |wrong: &'static str| {
         Error::new(ErrorKind::Malformed, "resolve")
             .provider("loopback")
-            .context("wrong", wrong)
+            .context("why", wrong)
             .context("bytes", name.0.len())
             .remedy("pass all bytes of the endpoint's name unchanged")
     };

@@ -8,14 +8,14 @@ use super::{
     Call, Few,
     access::{self, LocalSide, RemoteSide},
     atomic::{self, Element},
-    endpoint::{EndpointState, Siblings},
+    endpoint::{DomainEndpoints, EndpointState},
     inbox::Header,
     memory, message,
     request::{AtomicTask, LocalPart, RemotePart, Task, Work},
 };
 
 /// Executes the posted requests of a domain's endpoints. Returns the number of requests that ended.
-pub(super) fn step(endpoints: &Siblings) -> usize {
+pub(super) fn step(endpoints: &DomainEndpoints) -> usize {
     endpoints.snapshot().iter().map(step_endpoint).sum()
 }
 
@@ -35,13 +35,13 @@ fn step_endpoint(endpoint: &Arc<EndpointState>) -> usize {
             next = if more { endpoint.next_posted() } else { None };
         }
     }
-    ended + message::settle(endpoint)
+    ended + message::deliver_kept(endpoint)
 }
 
 /// Executes a request and returns the number of bytes moved.
 ///
-/// Returns `None` if the receiver has no room. The caller then retries the request later, before
-/// the requests behind it.
+/// Returns `None` if the receiver has no room. The caller then retries the request later, and keeps
+/// back the requests that were posted after it.
 fn execute(endpoint: &EndpointState, work: &Work) -> Result<Option<u64>> {
     let windows = &endpoint.domain.windows;
     match &work.task {
@@ -89,7 +89,7 @@ fn rma(initiator: &EndpointState, work: &Work, remote: &[RemotePart], write: boo
     Ok(moved)
 }
 
-/// Executes an atomic, and returns the number of bytes in its target.
+/// Executes an atomic, and returns the number of bytes of its target elements.
 fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u64> {
     let target = &initiator.peer(work.peer)?;
     let reads_only = task.op == AtomicOp::AtomicRead;

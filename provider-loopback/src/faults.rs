@@ -26,59 +26,61 @@ use parking_lot::{Condvar, Mutex};
 #[repr(usize)]
 #[non_exhaustive]
 pub enum Call {
-    /// `Provider::open_domain`.
+    /// A call of `Provider::open_domain`.
     OpenDomain,
-    /// `ProviderDomain::register`. A held call waits after its pages were prepared and before its
-    /// key is valid.
+    /// A call of `ProviderDomain::register`. [`Faults::hold`] stops the call after the pages were
+    /// prepared and before the key of the region is valid.
     Register,
-    /// `ProviderDomain::register_sub`.
+    /// A call of `ProviderDomain::register_sub`.
     RegisterSub,
-    /// `ProviderDomain::deregister`. A held call waits before any change.
+    /// A call of `ProviderDomain::deregister`. [`Faults::hold`] stops the call before it changes
+    /// anything.
     Deregister,
-    /// `ProviderDomain::enable`.
+    /// A call of `ProviderDomain::enable`.
     Enable,
-    /// `ProviderDomain::bind_counter`.
+    /// A call of `ProviderDomain::bind_counter`.
     BindCounter,
-    /// `ProviderDomain::bind_endpoint`.
+    /// A call of `ProviderDomain::bind_endpoint`.
     BindEndpoint,
-    /// `ProviderDomain::refresh`. While a held call waits, accesses by peers fail.
+    /// A call of `ProviderDomain::refresh`. While [`Faults::hold`] stops the call, accesses by
+    /// peers fail.
     Refresh,
-    /// `ProviderDomain::raw_key`.
+    /// A call of `ProviderDomain::raw_key`.
     RawKey,
-    /// `ProviderDomain::map_raw`.
+    /// A call of `ProviderDomain::map_raw`.
     MapRaw,
-    /// `ProviderDomain::unmap_key`.
+    /// A call of `ProviderDomain::unmap_key`.
     UnmapKey,
-    /// `ProviderDomain::alloc_window`.
+    /// A call of `ProviderDomain::alloc_window`.
     AllocWindow,
-    /// `ProviderDomain::bind_window`.
+    /// A call of `ProviderDomain::bind_window`.
     BindWindow,
-    /// `ProviderDomain::free_window`.
+    /// A call of `ProviderDomain::free_window`.
     FreeWindow,
-    /// `ProviderDomain::open_cq`.
+    /// A call of `ProviderDomain::open_cq`.
     OpenCq,
-    /// `ProviderDomain::open_endpoint`.
+    /// A call of `ProviderDomain::open_endpoint`.
     OpenEndpoint,
-    /// `ProviderDomain::progress`.
+    /// A call of `ProviderDomain::progress`.
     Progress,
-    /// `CompletionQueue::read`.
+    /// A call of `CompletionQueue::read`.
     ReadCq,
-    /// `ProviderEndpoint::resolve`.
+    /// A call of `ProviderEndpoint::resolve`.
     Resolve,
-    /// `ProviderEndpoint::post`.
+    /// A call of `ProviderEndpoint::post`.
     Post,
-    /// `ProviderEndpoint::close`.
+    /// A call of `ProviderEndpoint::close`.
     CloseEndpoint,
-    /// The execution of a write, read, atomic or send. A held request waits after its checks and
-    /// before a byte moves. A failure completes the request with an error.
+    /// The execution of a write, read, atomic or send. [`Faults::hold`] stops the request after its
+    /// checks and before a byte moves. An injected error becomes the result of the request.
     Transfer,
-    /// The NIC's copy of one chunk of a staged transfer. A held chunk waits before the NIC copies
-    /// it. A failure ends the transfer.
+    /// The NIC's copy of one chunk of a staged transfer. [`Faults::hold`] stops the NIC before it
+    /// copies the chunk. An injected error ends the transfer.
     Chunk,
 }
 
 impl Call {
-    /// Every kind of call.
+    /// All kinds of calls, in the order of the variants.
     pub const ALL: [Self; 23] = [
         Self::OpenDomain,
         Self::Register,
@@ -134,7 +136,8 @@ impl Call {
     }
 }
 
-/// The faults of a fabric. Clones share them.
+/// The faults that a test injects into a fabric: calls that fail, and calls that wait at a gate.
+/// Clones share the faults.
 #[derive(Clone, Default)]
 pub struct Faults {
     shared: Arc<FaultState>,
@@ -169,13 +172,14 @@ enum Stage {
 }
 
 impl Faults {
-    /// Returns a value without faults.
+    /// Creates a value that injects no faults yet.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Makes the `nth` call of this kind from now on fail with `errno`. 1 is the next call.
+    /// Makes the `nth` call of this kind fail with `errno`, counted from this call of `fail`: 1 is
+    /// the next call.
     pub fn fail(&self, call: Call, nth: u64, errno: Errno) {
         let mut plan = self.shared.plan.lock();
         let at = plan.calls[call as usize] + nth.max(1);
@@ -183,7 +187,7 @@ impl Faults {
         self.shared.armed.store(true, Ordering::Release);
     }
 
-    /// Makes the next call of this kind wait until the gate is released or dropped.
+    /// Makes the next call of this kind wait until the returned [`Gate`] is released or dropped.
     pub fn hold(&self, call: Call) -> Gate {
         let state = Arc::new(GateState::default());
         self.shared.plan.lock().gates.push((call, Arc::clone(&state)));
@@ -191,13 +195,15 @@ impl Faults {
         Gate { state }
     }
 
-    /// Starts counting calls without making any fail.
+    /// Starts to count calls, as a call of [`Faults::fail`] or [`Faults::hold`] does too.
     pub fn count(&self) {
         self.shared.armed.store(true, Ordering::Release);
     }
 
-    /// Returns the number of calls of this kind since a fault was first requested or
-    /// [`Faults::count`] was called.
+    /// Returns the number of calls of this kind since counting began.
+    ///
+    /// The first call of [`Faults::fail`], [`Faults::hold`] or [`Faults::count`] starts to count.
+    /// Later calls do not reset the numbers.
     #[must_use]
     pub fn calls(&self, call: Call) -> u64 {
         self.shared.plan.lock().calls[call as usize]
@@ -223,7 +229,8 @@ impl Faults {
         }
     }
 
-    /// Counts a call of the NIC. Makes it wait or fail if a test requested that.
+    /// Counts a call of this kind. If a test has requested a fault for the call, waits at the gate
+    /// or returns the injected error.
     pub(super) fn enter(&self, call: Call) -> Result<()> {
         if self.shared.armed.load(Ordering::Relaxed) { self.enter_armed(call) } else { Ok(()) }
     }
@@ -286,7 +293,8 @@ impl GateState {
     }
 }
 
-/// A gate at which one call waits in flight. Dropping the gate releases the call.
+/// A gate, created by [`Faults::hold`], at which one call waits in flight. Dropping the gate
+/// releases the call.
 #[derive(Debug)]
 pub struct Gate {
     state: Arc<GateState>,
@@ -307,7 +315,8 @@ impl Gate {
         *self.state.stage.lock() == Stage::Holding
     }
 
-    /// Lets the waiting call continue. If no call waits yet, later calls pass the gate.
+    /// Lets the waiting call continue. If no call waits yet, later calls pass the gate without
+    /// waiting.
     pub fn release(&self) {
         self.state.release();
     }

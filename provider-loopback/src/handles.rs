@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 use super::{
     Call,
     domain::DomainState,
-    endpoint::{EndpointState, Fabric, Siblings},
+    endpoint::{DomainEndpoints, EndpointState, Fabric},
     execute,
     nic::Nic,
     progress::ProgressThread,
@@ -42,9 +42,9 @@ pub(super) struct Domain {
     me: Weak<Self>,
     thread: Option<ProgressThread>,
     fabric: Arc<Fabric>,
-    siblings: Arc<Siblings>,
+    endpoints: Arc<DomainEndpoints>,
     state: Arc<DomainState>,
-    /// The completion queues. The domain closes them when it is dropped.
+    /// The completion queues of the domain. Dropping the handle closes them.
     queues: Mutex<Vec<Weak<Queue>>>,
 }
 
@@ -55,10 +55,10 @@ impl Domain {
         request: &DomainRequest,
     ) -> Result<Arc<Self>> {
         let state = Arc::new(DomainState::open(nic, request)?);
-        let siblings = Arc::new(Siblings::default());
+        let endpoints = Arc::new(DomainEndpoints::default());
         let thread = match nic.attr.progress {
             ProgressModel::Thread => {
-                let (endpoints, domain) = (Arc::clone(&siblings), Arc::clone(&state));
+                let (endpoints, domain) = (Arc::clone(&endpoints), Arc::clone(&state));
                 Some(ProgressThread::start(
                     format!("hmem-{}", nic.attr.nic.name),
                     &state.wake,
@@ -71,10 +71,11 @@ impl Domain {
         tracing::debug!(nic = %nic.attr.nic, mode = %request.mode, "loopback domain opened");
         let fabric = Arc::clone(fabric);
         let queues = Mutex::default();
-        Ok(Arc::new_cyclic(|me| Self { me: me.clone(), thread, fabric, siblings, state, queues }))
+        Ok(Arc::new_cyclic(|me| Self { me: me.clone(), thread, fabric, endpoints, state, queues }))
     }
 
-    /// Returns true if the application makes progress, rather than a thread of the domain.
+    /// Returns true if requests execute only in calls by the application, because the domain has no
+    /// progress thread.
     fn by_hand(&self) -> bool {
         self.thread.is_none()
     }
@@ -106,7 +107,7 @@ impl Domain {
 impl Drop for Domain {
     fn drop(&mut self) {
         if !self.state.process.is_current() {
-            // In a forked child: the thread, the locks and the regions are the parent's.
+            // This is a forked child. The thread, the locks and the regions belong to its parent.
             std::mem::forget(self.thread.take());
             return;
         }
@@ -145,7 +146,7 @@ unsafe impl ProviderDomain for Domain {
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
         if !self.state.process.is_current() {
-            // In a forked child: the registration is the parent's.
+            // This is a forked child. The registration belongs to its parent.
             return Ok(());
         }
         self.enter(Call::Deregister)?;
@@ -159,8 +160,8 @@ unsafe impl ProviderDomain for Domain {
         queues.retain(|queue| queue.strong_count() > 0);
         queues.push(Arc::downgrade(&queue));
         drop(queues);
-        let (domain, siblings) = (Arc::clone(&self.state), Arc::clone(&self.siblings));
-        Ok(Arc::new(Cq { queue, domain, siblings, by_hand: self.by_hand() }))
+        let (domain, endpoints) = (Arc::clone(&self.state), Arc::clone(&self.endpoints));
+        Ok(Arc::new(Cq { queue, domain, endpoints, by_hand: self.by_hand() }))
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
@@ -176,7 +177,7 @@ unsafe impl ProviderDomain for Domain {
         live.bytes = counts.bytes;
         live.windows = self.state.windows.len();
         live.mapped_keys = self.state.mapped.len();
-        live.endpoints = self.siblings.len();
+        live.endpoints = self.endpoints.len();
         live.staging_buffers = self.state.pool().map_or(0, |pool| pool.held());
         live
     }
@@ -351,7 +352,7 @@ impl StagingAccess for Domain {
 impl ManualProgress for Domain {
     fn progress(&self) -> Result<usize> {
         self.enter(Call::Progress)?;
-        Ok(execute::step(&self.siblings))
+        Ok(execute::step(&self.endpoints))
     }
 }
 
@@ -359,7 +360,7 @@ impl ManualProgress for Domain {
 struct Cq {
     queue: Arc<Queue>,
     domain: Arc<DomainState>,
-    siblings: Arc<Siblings>,
+    endpoints: Arc<DomainEndpoints>,
     by_hand: bool,
 }
 
@@ -367,9 +368,9 @@ impl CompletionQueue for Cq {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         self.domain.nic.config.faults.enter(Call::ReadCq)?;
         if self.by_hand {
-            execute::step(&self.siblings);
+            execute::step(&self.endpoints);
         }
-        self.queue.pop(out, max)
+        Ok(self.queue.pop(out, max))
     }
 
     fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
@@ -380,8 +381,9 @@ impl CompletionQueue for Cq {
             return self.queue.wait(out, max, deadline);
         }
         loop {
-            execute::step(&self.siblings);
-            // Another thread may post meanwhile, and this one executes that too.
+            execute::step(&self.endpoints);
+            // Another thread may post a request meanwhile. This thread then executes that request
+            // too.
             let soon = Instant::now() + MANUAL_WAIT;
             let until = deadline.map_or(soon, |deadline| deadline.min(soon));
             let count = self.queue.wait(out, max, Some(until))?;
@@ -391,8 +393,8 @@ impl CompletionQueue for Cq {
         }
     }
 
-    /// Returns `None` if progress is manual: no request would complete while the application
-    /// sleeps.
+    /// Returns `None` if the application makes progress, because no request would complete while
+    /// the application sleeps.
     fn channel(&self) -> Option<&dyn CompletionChannel> {
         (!self.by_hand).then_some(self as _)
     }
@@ -437,7 +439,7 @@ impl Endpoint {
         };
         let (tx, rx) = (queue(&*attr.tx_cq)?, queue(&*attr.rx_cq)?);
         let state =
-            EndpointState::open(&domain.fabric, &domain.siblings, &domain.state, attr, tx, rx)?;
+            EndpointState::open(&domain.fabric, &domain.endpoints, &domain.state, attr, tx, rx)?;
         Ok(Self { state, domain })
     }
 }

@@ -27,7 +27,7 @@ pub(super) struct Receive {
     pub(super) local: Few<LocalPart>,
     /// The size of the buffer in bytes.
     pub(super) capacity: u64,
-    /// Tag and ignore mask.
+    /// The tag and the mask of ignored tag bits. `None` accepts untagged messages only.
     pub(super) tag: Option<(u64, u64)>,
     /// The number of the endpoint from which the receive accepts messages. `None` accepts messages
     /// from every endpoint.
@@ -50,7 +50,7 @@ impl Receive {
     }
 }
 
-/// The properties of a message that the completion of its receive reports.
+/// The properties of a message that its receive's completion reports.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Header {
     pub(super) tag: Option<u64>,
@@ -59,12 +59,13 @@ pub(super) struct Header {
     pub(super) invalidated: Option<u64>,
 }
 
-/// The bytes of a message that arrived before its receive.
+/// The contents of a message that arrived before its receive.
 #[derive(Debug)]
 pub(super) enum Body {
-    /// Bytes for the buffer of the receive.
+    /// The bytes of a send, to be copied into the buffer of the receive.
     Message(Vec<u8>),
-    /// The length of a write with immediate data. Its bytes are in their target already.
+    /// The length of a write with immediate data. The written bytes are in the target region
+    /// already.
     Written(u64),
 }
 
@@ -88,29 +89,31 @@ pub(super) struct Message {
 
 /// The destination of a message that is about to be sent.
 #[derive(Debug)]
-pub(super) enum Room {
+pub(super) enum Destination {
     /// The buffer of a posted receive.
     Receive(Receive),
-    /// The inbox, which keeps the message until a receive is posted.
-    Kept,
-    /// No destination: the inbox is full. It wakes the sender's domain when a retry may succeed.
-    None,
+    /// The inbox: no posted receive matches, and the inbox has room for the message.
+    Inbox,
+    /// No destination: the inbox has no room, so the message waits at its sender. The inbox wakes
+    /// the sender's domain when a retry may succeed.
+    Full,
 }
 
 /// The posted receives of an endpoint, and the messages that arrived before their receives.
 #[derive(Debug)]
 pub(super) struct Inbox {
-    /// The maximum number of receives, and also of kept messages.
+    /// The maximum number of posted receives. Also the maximum number of messages that wait for a
+    /// receive.
     depth: usize,
-    /// The maximum number of bytes in kept messages.
+    /// The maximum number of bytes in messages that wait for a receive.
     limit: u64,
     /// The delivery lock. A sender holds it from the match of a receive until the bytes are copied,
     /// so that receives complete in the order of their matches. Re-entrant, because a copy engine
     /// may post to the same endpoint or close it.
     delivery: ReentrantMutex<()>,
     state: Mutex<State>,
-    /// Set if a kept message and a receive may match.
-    unsettled: AtomicBool,
+    /// True if a waiting message may match a posted receive.
+    possible_match: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -120,9 +123,9 @@ struct State {
     /// The number of receives that were ever posted.
     posted: u64,
     messages: VecDeque<Message>,
-    /// The number of bytes in kept messages.
+    /// The number of bytes in messages that wait for a receive.
     bytes: u64,
-    /// The domains of senders that wait for room.
+    /// The handles that wake the domains of senders that wait for room in this inbox.
     waiting: Vec<Arc<Wake>>,
 }
 
@@ -139,12 +142,12 @@ impl Inbox {
             limit,
             delivery: ReentrantMutex::new(()),
             state: Mutex::default(),
-            unsettled: AtomicBool::new(false),
+            possible_match: AtomicBool::new(false),
         }
     }
 
-    /// Takes the delivery lock: waits for a delivery in flight, and blocks later ones until the
-    /// guard is dropped.
+    /// Takes the delivery lock: waits for a delivery in flight, and blocks later deliveries until
+    /// the guard is dropped.
     pub(super) fn lock_delivery(&self) -> ReentrantMutexGuard<'_, ()> {
         self.delivery.lock()
     }
@@ -153,15 +156,15 @@ impl Inbox {
         self.delivery.try_lock()
     }
 
-    /// Returns true if a kept message and a receive may match.
-    pub(super) fn is_unsettled(&self) -> bool {
-        self.unsettled.load(Ordering::Acquire)
+    /// Returns true if a message that waits in the inbox may match a posted receive.
+    pub(super) fn has_possible_match(&self) -> bool {
+        self.possible_match.load(Ordering::Acquire)
     }
 
     /// Adds a receive.
     ///
     /// # Errors
-    /// Again: the inbox is full of posted receives.
+    /// Again: the inbox has as many posted receives as it can hold.
     pub(super) fn post(&self, mut receive: Receive) -> Result<()> {
         let mut state = self.state.lock();
         if state.receives.len() >= self.depth {
@@ -175,22 +178,23 @@ impl Inbox {
         Ok(())
     }
 
-    /// Returns the receive of a failed message to its place in the order.
+    /// Puts the receive of a failed message back at its place in the order of posting.
     pub(super) fn put_back(&self, receive: Receive) {
         let mut state = self.state.lock();
         let at = state.receives.partition_point(|other| other.number < receive.number);
         state.receives.insert(at, receive);
-        // A message may have arrived since.
+        // A message that matches the receive may have arrived while the receive was not posted.
         self.match_again(&state);
     }
 
     fn match_again(&self, state: &State) {
         if !state.messages.is_empty() && !state.receives.is_empty() {
-            self.unsettled.store(true, Ordering::Release);
+            self.possible_match.store(true, Ordering::Release);
         }
     }
 
-    /// Removes and returns the next kept message that matches a receive, and the receive.
+    /// Removes the oldest posted receive that matches a message in the inbox, and the oldest such
+    /// message. Returns both.
     ///
     /// The caller holds the delivery lock.
     pub(super) fn take_match(&self) -> Option<(Receive, Message)> {
@@ -200,7 +204,7 @@ impl Inbox {
             Some((r, state.messages.iter().position(matches)?))
         });
         let Some((r, m)) = found else {
-            self.unsettled.store(false, Ordering::Release);
+            self.possible_match.store(false, Ordering::Release);
             return None;
         };
         let receive = state.receives.remove(r)?;
@@ -210,38 +214,42 @@ impl Inbox {
         Some((receive, message))
     }
 
-    /// Chooses the destination of a message of `len` bytes. The caller holds the delivery lock.
-    pub(super) fn find_room(
+    /// Chooses the destination of a message of `len` bytes, and removes a posted receive that it
+    /// chooses. The caller holds the delivery lock.
+    ///
+    /// If the inbox is full, it later wakes the domain of `sender`, when a retry may succeed.
+    pub(super) fn find_destination(
         &self,
         from: u64,
         tag: Option<u64>,
         len: u64,
         sender: &Arc<Wake>,
-    ) -> Room {
+    ) -> Destination {
         let mut state = self.state.lock();
         let found = state.receives.iter().position(|receive| receive.matches(from, tag));
         if let Some(receive) = found.and_then(|at| state.receives.remove(at)) {
-            return Room::Receive(receive);
+            return Destination::Receive(receive);
         }
         if state.messages.len() < self.depth && state.bytes + len <= self.limit {
-            return Room::Kept;
+            return Destination::Inbox;
         }
         if !state.waiting.iter().any(|domain| Arc::ptr_eq(domain, sender)) {
             state.waiting.push(Arc::clone(sender));
         }
-        Room::None
+        Destination::Full
     }
 
-    /// Keeps a message after [`Inbox::find_room`] returned [`Room::Kept`].
+    /// Stores a message for which [`Inbox::find_destination`] has returned [`Destination::Inbox`].
     pub(super) fn keep(&self, message: Message) {
         let mut state = self.state.lock();
         state.bytes += message.body.kept();
         state.messages.push_back(message);
-        // A receive may have been posted since `find_room`.
+        // A receive may have been posted since `find_destination` looked for one.
         self.match_again(&state);
     }
 
-    /// Drops every message, removes and returns the receives, and wakes waiting senders.
+    /// Drops every message in the inbox, removes and returns the posted receives, and wakes waiting
+    /// senders.
     ///
     /// The caller holds the delivery lock, so that no delivery writes to the buffers afterwards.
     pub(super) fn clear(&self) -> VecDeque<Receive> {

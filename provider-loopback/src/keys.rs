@@ -76,7 +76,7 @@ pub(super) fn random() -> Result<u64> {
     hmem_core::random::random_u64("loopback")
 }
 
-/// The secrets of a domain, which make and read its keys.
+/// The secrets of a domain, with which it creates and decodes its keys.
 #[derive(Clone)]
 pub(super) struct DomainKeys {
     narrow: bool,
@@ -98,7 +98,7 @@ impl DomainKeys {
         self.narrow
     }
 
-    /// Returns the key of a region.
+    /// Returns the key of the region that a token names.
     pub(super) fn seal(&self, token: Token) -> u64 {
         if self.narrow {
             u64::from(token.index << 8 | token.generation & 0xff)
@@ -114,7 +114,9 @@ impl DomainKeys {
         if self.narrow { prefix & 0xff_ffff } else { prefix }
     }
 
-    /// Returns the index in a key, and the part of the generation that the key contains.
+    /// Decodes a key. Returns its index, and the part of the generation that the key contains.
+    ///
+    /// Returns `None` if the key is longer than the domain's keys.
     pub(super) fn open(&self, key: u64) -> Option<(u32, KnownGeneration)> {
         if self.narrow {
             let key = u32::try_from(key).ok()?;
@@ -132,7 +134,7 @@ impl DomainKeys {
     }
 }
 
-/// The part of a generation that a key contains.
+/// The part of a token's generation that a key contains: the low 8 bits or all bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KnownGeneration {
     Tag(u8),
@@ -152,7 +154,7 @@ const RAW_FILL: &[u8; 16] = b"hmem/loopback/1.";
 
 /// Returns a raw key of `size` bytes, at least 8.
 ///
-/// The layout is key (8 bytes), cookie (8), checksum (4) and a fixed pattern, cut to `size`.
+/// The layout is key (8 bytes), cookie (8), checksum (4) and a fixed pattern, truncated to `size`.
 pub(super) fn write_raw(key: u64, cookie: u64, size: usize) -> RawKey {
     let mut bytes = Vec::with_capacity(size.max(20));
     bytes.extend_from_slice(&key.to_le_bytes());
@@ -171,7 +173,7 @@ pub(super) fn read_raw(raw: &RawKey, size: usize) -> Result<RawParts> {
     let refuse = |wrong: &'static str| {
         Error::new(ErrorKind::Malformed, "map raw key")
             .provider("loopback")
-            .context("wrong", wrong)
+            .context("why", wrong)
             .context("bytes", raw.0.len())
             .context("expected", size)
             .remedy("pass the raw key exactly as the peer's provider gave it")
@@ -201,11 +203,12 @@ pub(super) fn read_raw(raw: &RawKey, size: usize) -> Result<RawParts> {
 pub(super) struct RawParts {
     pub(super) key: u64,
     pub(super) cookie: u64,
-    /// The bits of the cookie that the raw key contains.
+    /// The mask of those cookie bits that the raw key contains.
     pub(super) mask: u64,
 }
 
-/// Returns the FNV-1a hash, which detects accidental changes. The cookie protects against forgery.
+/// Returns the FNV-1a hash of the bytes. The hash detects accidental changes. The cookie detects
+/// forgery.
 fn checksum(bytes: &[u8]) -> u32 {
     bytes.iter().fold(0x811c_9dc5, |sum, byte| (sum ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
 }

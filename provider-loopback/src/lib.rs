@@ -8,6 +8,8 @@
 //! - The NIC copies memory that a region does not own through system calls that report absent
 //!   pages. Such a page fails the transfer and not the process.
 //! - The application, or a thread of the domain, makes progress.
+//! - A completion queue never overruns. Each post reserves the entry of its completion, until the
+//!   application has read it. A post that finds no free entry fails with `Again`.
 //!
 //! It is a reference implementation: clear first, fast second. `#[inline]` stands where the
 //! transfer of 8 bytes in `benches/transfer.rs` needs it.
@@ -95,5 +97,5 @@ pub use config::{Memory, Progress};
 pub use faults::{Call, Faults, Gate};
 pub use provider::{Builder, Loopback};
 
-/// A list that usually has one item.
+/// A list that usually has one item. One item needs no heap allocation.
 type Few<T> = smallvec::SmallVec<[T; 1]>;

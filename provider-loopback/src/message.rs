@@ -1,4 +1,4 @@
-//! Messages: the delivery from a send to a receive.
+//! The delivery of messages from sends to receives.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::{
     Call, Few,
     access::{self, LocalSide},
     endpoint::{EndpointState, unreachable_peer},
-    inbox::{Body, Header, Message, Receive, Room},
+    inbox::{Body, Destination, Header, Message, Receive},
     memory::{self, CopyError, Span},
     region::Refusal,
     request::{KeyUse, Work},
@@ -17,7 +17,8 @@ use super::{
 
 /// The source of a message's bytes.
 enum Content<'a> {
-    /// The copy that the NIC made when the message arrived before its receive.
+    /// A copy of the message in a buffer of the NIC. The NIC makes a copy if the message arrives
+    /// before its receive, or if it cannot copy the sender's memory directly to the receive.
     Kept(&'a [u8]),
     /// The sender's memory: endpoint, spans and length.
     Sent(&'a EndpointState, &'a [Span<'a>], u64),
@@ -34,8 +35,8 @@ impl Content<'_> {
 
 /// Copies a message to the buffer of a receive.
 ///
-/// The inner result is the receive's. The outer result is an error if the sender's memory caused
-/// the failure.
+/// The inner result is the result of the receive. The outer result is an error if the sender's
+/// memory caused the failure.
 fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
     let filled = fill_from(owner, receive, content);
     match filled {
@@ -82,23 +83,24 @@ fn fill_from(
     Ok(len)
 }
 
-/// Delivers kept messages to receives that were posted later. Returns the number of receives that
-/// ended.
-pub(super) fn settle(owner: &EndpointState) -> usize {
-    if !owner.inbox.is_unsettled() {
+/// Delivers messages that wait in the inbox to receives that were posted later. Returns the number
+/// of receives that ended.
+pub(super) fn deliver_kept(owner: &EndpointState) -> usize {
+    if !owner.inbox.has_possible_match() {
         return 0;
     }
-    // If another thread delivers now, it settles first or wakes this domain afterwards.
+    // A thread that has the delivery lock now delivers the waiting messages itself, or wakes this
+    // domain afterwards.
     match owner.inbox.try_lock_delivery() {
-        Some(_delivery) => settle_locked(owner),
+        Some(_delivery) => deliver_kept_locked(owner),
         None => 0,
     }
 }
 
-/// Like [`settle`], for a caller that holds the delivery lock.
-fn settle_locked(owner: &EndpointState) -> usize {
+/// Like [`deliver_kept`], for a caller that holds the delivery lock.
+fn deliver_kept_locked(owner: &EndpointState) -> usize {
     let mut ended = 0;
-    while owner.inbox.is_unsettled()
+    while owner.inbox.has_possible_match()
         && let Some((receive, message)) = owner.inbox.take_match()
     {
         let (kind, result) = match &message.body {
@@ -127,8 +129,9 @@ pub(super) fn send(
 
 /// Executes a write with immediate data by calling `write`.
 ///
-/// Returns its length, or `None` if the peer has neither a receive nor room for the data. The
-/// receive is found before a byte moves, so that a write that waits for a receive executes once.
+/// Returns the length of the write, or `None` if the peer has neither a receive nor room for the
+/// data. Finds the receive before a byte moves, so that a write that has to wait for a receive is
+/// not executed twice.
 pub(super) fn write(
     sender: &EndpointState,
     work: &Work,
@@ -138,12 +141,13 @@ pub(super) fn write(
     let target = &sender.peer(work.peer)?;
     in_order(target, || {
         let header = Header { data: Some(data), ..Header::default() };
-        let receive = match target.inbox.find_room(sender.id(), None, 0, &sender.domain.wake) {
-            Room::Receive(receive) => Some(receive),
-            Room::Kept => None,
-            Room::None => return Ok(None),
+        let receive = match target.inbox.find_destination(sender.id(), None, 0, &sender.domain.wake)
+        {
+            Destination::Receive(receive) => Some(receive),
+            Destination::Inbox => None,
+            Destination::Full => return Ok(None),
         };
-        // A copy engine may have closed the receiver on this thread.
+        // A copy engine that `write` called may have closed the receiving endpoint.
         let open = |len| {
             if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(len) }
         };
@@ -166,24 +170,25 @@ pub(super) fn write(
     })
 }
 
-/// Calls `deliver` after the messages that arrived earlier were delivered to the target.
+/// Delivers the messages that arrived earlier at the target, and then calls `deliver`. Returns the
+/// result of `deliver`.
 fn in_order<T>(target: &EndpointState, deliver: impl FnOnce() -> T) -> T {
     let delivered = {
         let _delivery = target.inbox.lock_delivery();
-        settle_locked(target);
+        deliver_kept_locked(target);
         deliver()
     };
-    if target.inbox.is_unsettled() {
+    if target.inbox.has_possible_match() {
         target.domain.wake.wake();
     }
     delivered
 }
 
-/// Returns the receive of a failed request to the target's inbox.
+/// Puts the receive of a failed request back into the target's inbox.
 fn put_back(target: &EndpointState, receive: Receive) {
     target.inbox.put_back(receive);
     if target.is_closed() {
-        // The close that canceled the other receives has missed this one.
+        // The close canceled the receives that were in the inbox, which this receive was not.
         target.cancel_receives();
     }
 }
@@ -201,7 +206,7 @@ fn deliver(
     let len: u64 = spans.iter().map(Span::len).sum();
     let doomed = match invalidate {
         // A mapped key is a number in the sender's domain, which no window has.
-        Some(key) if key.mapped => return Err(Refusal::Dead.of_key()),
+        Some(key) if key.mapped => return Err(Refusal::NoRegion.of_key()),
         Some(key) => {
             let window = target.domain.windows.find_to_invalidate(key.number, target.id())?;
             Some((window, key.number))
@@ -209,11 +214,11 @@ fn deliver(
         None => None,
     };
     let header = Header { invalidated: invalidate.map(|key| key.number), ..header };
-    let room = target.inbox.find_room(sender.id(), header.tag, len, &sender.domain.wake);
+    let room = target.inbox.find_destination(sender.id(), header.tag, len, &sender.domain.wake);
     let receive = match room {
-        Room::Receive(receive) => Some(receive),
-        Room::Kept => None,
-        Room::None => return Ok(None),
+        Destination::Receive(receive) => Some(receive),
+        Destination::Inbox => None,
+        Destination::Full => return Ok(None),
     };
     // Mapped and staged memory is copied directly to the receive, and the copy reports the side
     // that failed. Other memory is read first, so that a failed read is an error of the sender.
@@ -227,7 +232,8 @@ fn deliver(
             memory::gather(spans.as_slice(), len)
         }
     });
-    // A copy engine may have closed the receiver on this thread, without waiting for the delivery.
+    // A copy engine that the read called may have closed the receiving endpoint without waiting for
+    // the delivery.
     let read = read.and_then(|bytes| {
         if target.is_closed() { Err(unreachable_peer(work.peer)) } else { Ok(bytes) }
     });

@@ -44,7 +44,7 @@ impl Nic {
         self.last_domain.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Counts a registration of `bytes` against the limits that are set.
+    /// Counts a registration of `bytes` bytes toward the NIC's limits.
     ///
     /// # Errors
     /// OutOfResources: the registration exceeds a limit.
@@ -63,7 +63,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Undoes [`Nic::reserve`].
+    /// Subtracts a registration of `bytes` bytes that [`Nic::reserve`] has counted.
     pub(super) fn release(&self, bytes: u64) {
         if self.config.limit_regions {
             self.registered.fetch_sub(1, Ordering::Relaxed);

@@ -10,7 +10,8 @@ use std::{
 
 use hmem_core::{Errno, Error, Result};
 
-/// Wakes a domain's progress thread. Does nothing if the domain has none.
+/// A handle that wakes a domain's progress thread. It does nothing if the domain has no such
+/// thread.
 #[derive(Debug, Default)]
 pub(super) struct Wake {
     thread: OnceLock<Thread>,
@@ -19,7 +20,7 @@ pub(super) struct Wake {
 }
 
 impl Wake {
-    /// Wakes the thread because there may be a request to execute.
+    /// Wakes the progress thread. Callers use it when there may be a request to execute.
     pub(super) fn wake(&self) {
         if let Some(thread) = self.thread.get()
             && !self.pending.swap(true, Ordering::AcqRel)
@@ -37,9 +38,9 @@ pub(super) struct ProgressThread {
 }
 
 impl ProgressThread {
-    /// Starts a thread that calls `step` until no request ends, and again after each wake.
+    /// Starts a thread that calls `step` until it returns 0, and again after each wake.
     ///
-    /// `step` returns how many requests ended. The thread calls `close` before it stops.
+    /// `step` returns the number of requests that ended. The thread calls `close` before it stops.
     pub(super) fn start(
         name: String,
         wake: &Arc<Wake>,

@@ -67,7 +67,7 @@ impl Provider for Loopback {
     }
 }
 
-/// The name of a NIC, and the PCI address that was set for it alone, if any.
+/// The name of a NIC, and its PCI address if [`Builder::nic_at`] has set one.
 type NicName = (String, Option<String>);
 
 /// Builds a [`Loopback`].
@@ -94,7 +94,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Adds a NIC. A fabric without any gets a NIC named `loop0`.
+    /// Adds a NIC. If the application adds no NIC, the fabric has one NIC named `loop0`.
     pub fn nic(mut self, name: impl Into<String>) -> Self {
         self.names.push((name.into(), None));
         self
@@ -119,8 +119,8 @@ impl Builder {
         self
     }
 
-    /// Sets the additional mr_mode bits that the NICs support if the application requests BASIC.
-    /// Default: all that BASIC stands for.
+    /// Sets the mr_mode bits that the NICs add to the required bits for an application that
+    /// requests BASIC. Default: all bits that BASIC stands for.
     pub fn can(mut self, modes: MrMode) -> Self {
         self.config.attr.basic_mr_mode = modes;
         self
@@ -225,7 +225,7 @@ impl Builder {
         self
     }
 
-    /// Sets the fault injection: tests use the value to make calls fail or wait in flight.
+    /// Sets the value by which a test makes calls of this fabric fail or wait in flight.
     pub fn faults(mut self, faults: &Faults) -> Self {
         self.config.faults = faults.clone();
         self

@@ -3,7 +3,10 @@
 use std::{
     collections::VecDeque,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::OnceLock,
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Instant,
 };
 
@@ -11,54 +14,81 @@ use hmem_core::{Errno, Error, ErrorKind, Result, transfer::Completion};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// A completion queue: completions that the application has not read.
+/// A completion queue. It contains the completions that the application has not read.
+///
+/// The post of a request reserves the entry of its completion, so that the queue never overruns.
 #[derive(Debug)]
 pub(super) struct Queue {
     depth: usize,
+    /// The number of entries in use: unread completions, and reservations of requests in flight.
+    used: AtomicUsize,
     state: Mutex<State>,
     arrived: Condvar,
-    /// The event fd, created at first use. Written only while armed, under the lock of `state`.
+    /// The event fd, created at first use. Written only while [`State::armed`] is true, under the
+    /// lock of `state`.
     event: OnceLock<OwnedFd>,
 }
 
 #[derive(Debug)]
 struct State {
     entries: VecDeque<Completion>,
-    /// Set once a completion was lost.
-    overrun: bool,
-    /// Set once the domain is closed. No request completes afterwards.
+    /// True once the domain is closed. No request completes afterwards.
     closed: bool,
-    /// The number of waiting threads.
+    /// The number of threads that wait for a completion.
     sleeping: usize,
-    /// Set if the next completion makes the event fd readable.
+    /// True if the next completion must make the event fd readable.
     armed: bool,
 }
 
 impl Queue {
     pub(super) fn new(depth: usize) -> Self {
         let entries = VecDeque::with_capacity(depth.min(1024));
-        let state = State { entries, overrun: false, closed: false, sleeping: 0, armed: false };
+        let state = State { entries, closed: false, sleeping: 0, armed: false };
         let (arrived, event) = (Condvar::new(), OnceLock::new());
-        Self { depth, state: Mutex::new(state), arrived, event }
+        Self { depth, used: AtomicUsize::new(0), state: Mutex::new(state), arrived, event }
     }
 
-    /// Adds a completion. If the queue is full, the completion is lost and the queue is overrun.
+    /// Reserves an entry for the completion of a request that is about to be posted.
+    ///
+    /// # Errors
+    /// Again: unread completions and requests in flight use every entry.
+    #[inline]
+    pub(super) fn reserve(&self) -> Result<()> {
+        // Relaxed is enough: the counter guards no data, and the entries are under the lock.
+        let next = |used| (used < self.depth).then_some(used + 1);
+        match self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next) {
+            Ok(_) => Ok(()),
+            Err(_) => Err(self.full()),
+        }
+    }
+
+    #[cold]
+    fn full(&self) -> Error {
+        Error::new(ErrorKind::Again, "post")
+            .provider("loopback")
+            .context("queue_depth", self.depth)
+            .context(
+                "why",
+                "the completion queue is full of unread completions and requests in flight",
+            )
+            .remedy("read completions first, then post again, or open a deeper completion queue")
+    }
+
+    /// Frees the entries of completions that the application has read, or of a request that was not
+    /// posted after all.
+    #[inline]
+    pub(super) fn release(&self, count: usize) {
+        self.used.fetch_sub(count, Ordering::Relaxed);
+    }
+
+    /// Adds the completion of a request, in the entry that its post reserved.
     #[inline]
     pub(super) fn push(&self, completion: Completion) {
         let mut state = self.state.lock();
-        let fits = state.entries.len() < self.depth;
-        if fits {
-            state.entries.push_back(completion);
-        } else {
-            state.overrun = true;
-        }
+        debug_assert!(state.entries.len() < self.depth, "a completion without a reserved entry");
+        state.entries.push_back(completion);
         if state.sleeping > 0 || state.armed {
             self.wake(state);
-        } else {
-            drop(state);
-        }
-        if !fits {
-            tracing::error!(depth = self.depth, "completion queue overrun: a completion is lost");
         }
     }
 
@@ -83,8 +113,19 @@ impl Queue {
 
     /// Moves at most `max` completions to `out` and returns their number.
     #[inline]
-    pub(super) fn pop(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
-        self.state.lock().pop(out, max, self.depth)
+    pub(super) fn pop(&self, out: &mut Vec<Completion>, max: usize) -> usize {
+        let mut state = self.state.lock();
+        self.pop_locked(&mut state, out, max)
+    }
+
+    #[inline]
+    fn pop_locked(&self, state: &mut State, out: &mut Vec<Completion>, max: usize) -> usize {
+        let count = max.min(state.entries.len());
+        if count > 0 {
+            out.extend(state.entries.drain(..count));
+            self.release(count);
+        }
+        count
     }
 
     /// Like [`Queue::pop`], but waits until `deadline` while there is no completion.
@@ -98,7 +139,7 @@ impl Queue {
     ) -> Result<usize> {
         let mut state = self.state.lock();
         loop {
-            let count = state.pop(out, max, self.depth)?;
+            let count = self.pop_locked(&mut state, out, max);
             if count > 0 || max == 0 {
                 return Ok(count);
             }
@@ -113,12 +154,12 @@ impl Queue {
             };
             state.sleeping -= 1;
             if late {
-                return state.pop(out, max, self.depth);
+                return Ok(self.pop_locked(&mut state, out, max));
             }
         }
     }
 
-    /// Returns the event fd. Creates it at the first call.
+    /// Returns the event fd. The first call creates it.
     pub(super) fn event(&self) -> Result<BorrowedFd<'_>> {
         if let Some(event) = self.event.get() {
             return Ok(event.as_fd());
@@ -129,8 +170,8 @@ impl Queue {
         Ok(self.event.get_or_init(|| made).as_fd())
     }
 
-    /// Arms the event fd. Returns false if there are completions, so that the caller must not
-    /// sleep.
+    /// Makes the next completion signal the event fd. Returns false if the queue has unread
+    /// completions already. The caller must not sleep then.
     pub(super) fn arm(&self) -> Result<bool> {
         let event = self.event()?;
         let mut state = self.state.lock();
@@ -140,8 +181,6 @@ impl Queue {
         if !state.entries.is_empty() {
             return Ok(false);
         }
-        // Reports an overrun.
-        state.pop(&mut Vec::new(), 0, self.depth)?;
         state.check_open()?;
         state.armed = true;
         Ok(true)
@@ -149,22 +188,6 @@ impl Queue {
 }
 
 impl State {
-    #[inline]
-    fn pop(&mut self, out: &mut Vec<Completion>, max: usize, depth: usize) -> Result<usize> {
-        let count = max.min(self.entries.len());
-        if count == 0 && self.overrun && self.entries.is_empty() {
-            return Err(Error::new(ErrorKind::OutOfResources, "read completions")
-                .provider("loopback")
-                .context("depth", depth)
-                .remedy(
-                    "the queue was full and lost completions: open a deeper one, or read it more \
-                     often",
-                ));
-        }
-        out.extend(self.entries.drain(..count));
-        Ok(count)
-    }
-
     fn check_open(&self) -> Result<()> {
         if !self.closed {
             return Ok(());

@@ -14,23 +14,24 @@ use parking_lot::{Mutex, RwLock};
 use super::{
     Few,
     keys::Token,
-    memory::{PieceMemory, Pinned, Promises, Span},
+    memory::{AnnouncedPages, PieceMemory, Pinned, Span},
 };
 
-/// A region in the table.
+/// A registered region, as the NIC's region table stores it.
 #[derive(Debug)]
 pub(super) struct Region {
     pub(super) token: Token,
     pub(super) key: u64,
     pub(super) attr: RegionAttr,
-    /// Set once peers and transfers may use the region.
+    /// True once transfers may use the region.
     enabled: AtomicBool,
-    /// Set once an access has used the single-use key.
+    /// True once an access has used the region's single-use key.
     spent: AtomicBool,
-    /// The counters bound to the region. Created with the first one, because most regions have
-    /// none.
+    /// The counters bound to the region. The list is created with the first counter, because most
+    /// regions have none.
     counters: OnceLock<Mutex<Vec<Arc<Counter>>>>,
-    /// The number of the endpoint that the region is bound to. Other endpoints are refused.
+    /// The number of the endpoint that the region is bound to. Transfers through other endpoints
+    /// are refused.
     endpoint: OnceLock<u64>,
 }
 
@@ -44,30 +45,32 @@ pub(super) struct RegionAttr {
     pub(super) addressing: Addressing,
     /// The pieces in the order of their offsets. Empty once the region is deregistered.
     pub(super) pieces: Few<RegionPiece>,
-    /// The authorization key, if it differs from the domain's.
+    /// The region's authorization key, if it differs from the authorization key of the domain.
     pub(super) auth_key: Option<AuthKey>,
-    /// With MMU_NOTIFY, the pages that the application has announced. The NIC accesses no others.
-    pub(super) promises: Option<Arc<RwLock<Promises>>>,
-    /// The region that a sub-region was registered on.
+    /// With MMU_NOTIFY, the addresses that the NIC may access. A sub-region shares the set of its
+    /// parent. `None` if the NIC may access the whole region.
+    pub(super) announced_pages: Option<Arc<RwLock<AnnouncedPages>>>,
+    /// For a sub-region, its parent: the region that it is a part of.
     pub(super) parent: Option<Token>,
-    /// The root of a sub-region: the region with the pages that it uses. It is the parent or the
-    /// parent's root.
+    /// For a sub-region, its root: the region that was registered with the pages. The root is the
+    /// parent, or the parent's root if the parent is a sub-region.
     pub(super) root: Option<Token>,
-    /// Set with RMA_PMEM: the NIC makes peers' writes persistent before they complete.
+    /// True with RMA_PMEM: the NIC makes peers' writes persistent before they complete.
     pub(super) persistent: bool,
-    /// Set with MR_SINGLE_USE: the key is valid for one access by a peer.
+    /// True with MR_SINGLE_USE: the key is valid for one access by a peer.
     pub(super) single_use: bool,
-    /// Set if the region is enabled at registration.
+    /// True if registration enables the region.
     pub(super) enabled: bool,
 }
 
 /// A contiguous piece of a region. A sub-region has parts of its parent's pieces.
 #[derive(Clone, Debug)]
 pub(super) struct RegionPiece {
-    /// The application's addresses.
+    /// The application's addresses of the piece.
     pub(super) range: AddressRange,
     pub(super) memory: PieceMemory,
-    /// The position of the piece in `memory`.
+    /// The start of the piece in `memory`: the argument `at` of [`PieceMemory::span`] for the
+    /// piece's first byte.
     pub(super) at: u64,
 }
 
@@ -84,7 +87,7 @@ pub(super) enum AccessStart {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// The key or handle names no live region.
-    Dead,
+    NoRegion,
     /// The region is not enabled yet.
     Disabled,
     /// The region's pages are being refreshed.
@@ -92,7 +95,7 @@ pub(super) enum Refusal {
 }
 
 impl RegionAttr {
-    /// Returns the parts of the pieces that a sub-region covers.
+    /// Returns the parts of the pieces that a sub-region of `len` bytes at `offset` covers.
     pub(super) fn part(&self, offset: u64, len: u64) -> Few<RegionPiece> {
         let (mut skip, mut left) = (offset, len);
         let mut parts = Few::new();
@@ -134,12 +137,12 @@ impl Region {
         self.enabled.store(true, Ordering::Release);
     }
 
-    /// Checks that the region can be used now. `by_key` is true if a peer's key named it, and false
-    /// for a handle of the domain.
+    /// Checks that the region can be used now. `by_key` is true if a peer's key named the region,
+    /// and false if a handle of the domain did.
     #[inline]
     pub(super) fn check_usable(&self, by_key: bool) -> Result<(), Refusal> {
         if by_key && self.attr.single_use && self.spent.load(Ordering::Acquire) {
-            return Err(Refusal::Dead);
+            return Err(Refusal::NoRegion);
         }
         if self.enabled.load(Ordering::Acquire) { Ok(()) } else { Err(Refusal::Disabled) }
     }
@@ -160,14 +163,14 @@ impl Region {
         self.counters.get().is_some()
     }
 
-    /// Counts a write or atomic of a peer.
+    /// Increments the counters bound to the region, for a write or atomic of a peer.
     pub(super) fn count(&self) {
         if let Some(counters) = self.counters.get() {
             counters.lock().iter().for_each(|counter| counter.add(1));
         }
     }
 
-    /// Binds the region to an endpoint. Returns false if it is bound already.
+    /// Binds the region to an endpoint. Returns false if the region is bound already.
     pub(super) fn bind_endpoint(&self, endpoint: u64) -> bool {
         self.endpoint.set(endpoint).is_ok()
     }
@@ -177,7 +180,8 @@ impl Region {
         self.endpoint.get().copied()
     }
 
-    /// Returns the ranges of host memory that the region does not own, with their pinned pages.
+    /// Returns the ranges of host memory that the region does not own, with their pinned pages if
+    /// the NIC pins memory.
     ///
     /// The application may change the pages of such ranges.
     pub(super) fn borrowed(&self) -> impl Iterator<Item = (AddressRange, Option<&Arc<Pinned>>)> {
@@ -188,7 +192,8 @@ impl Region {
         })
     }
 
-    /// Makes written bytes of the region persistent, and flushes each device with memory in it.
+    /// Makes written bytes of the region persistent, and flushes each device that owns memory of
+    /// the region.
     pub(super) fn persist(&self, spans: &[Span<'_>], registry: &Registry) -> Result<()> {
         for span in spans {
             span.persist()?;
@@ -209,7 +214,8 @@ impl Region {
         Ok(())
     }
 
-    /// Returns the first byte of an access to a peer's address.
+    /// Interprets an address from a peer's request: as an offset if the region is zero-based, and
+    /// as a virtual address otherwise.
     pub(super) fn access_start(&self, address: u64) -> AccessStart {
         match self.attr.addressing {
             Addressing::ZeroBased => AccessStart::Offset(address),
@@ -217,11 +223,12 @@ impl Region {
         }
     }
 
-    /// Appends the spans of memory that an access covers to `into`. The access has at least one
+    /// Appends to `into` the spans of memory that an access covers. The access has at least one
     /// byte.
     ///
     /// # Errors
-    /// OutOfBounds: a byte lies outside the region.
+    /// - OutOfBounds: a byte lies outside the region.
+    /// - BadAddress: with MMU_NOTIFY, the application has not announced the page of a byte.
     #[inline]
     pub(super) fn spans<'a>(
         &'a self,
@@ -232,8 +239,8 @@ impl Region {
         let attr = &self.attr;
         let outside = || outside(start, len, attr.len);
         let mut take = |piece: &'a RegionPiece, skip: u64, len: u64| -> Result<()> {
-            if let Some(promises) = &attr.promises {
-                promises.read().check(piece.range.start().0 + skip, len)?;
+            if let Some(announced_pages) = &attr.announced_pages {
+                announced_pages.read().check(piece.range.start().0 + skip, len)?;
             }
             into.push(piece.memory.span(piece.at + skip, len));
             Ok(())
@@ -307,7 +314,7 @@ impl Refusal {
     /// Returns the error for a peer's key that cannot be used.
     pub(super) fn of_key(self) -> Error {
         match self {
-            Self::Dead => {
+            Self::NoRegion => {
                 Error::new(ErrorKind::InvalidKey, "transfer").provider("loopback").remedy(
                     "ask the peer for a new key: its region was closed, or its grant was revoked",
                 )
@@ -319,7 +326,7 @@ impl Refusal {
     /// Returns the error for a local descriptor that cannot be used.
     pub(super) fn of_descriptor(self) -> Error {
         match self {
-            Self::Dead => Error::new(ErrorKind::NoRegion, "transfer")
+            Self::NoRegion => Error::new(ErrorKind::NoRegion, "transfer")
                 .provider("loopback")
                 .remedy("keep the region of a descriptor open until the transfer completes"),
             _ => self.unusable("the local region"),
@@ -330,7 +337,7 @@ impl Refusal {
         let why = match self {
             Self::Disabled => "not enabled",
             Self::Refreshing => "being refreshed",
-            Self::Dead => "closed",
+            Self::NoRegion => "closed",
         };
         Error::new(ErrorKind::BadState, "transfer")
             .provider("loopback")
@@ -339,10 +346,11 @@ impl Refusal {
     }
 }
 
-/// The side of an access that a local descriptor does not permit.
+/// The name of the local side of a transfer, as the argument `side` of [`denied`].
 pub(super) const LOCAL_SIDE: &str = "local side";
 
-/// Returns the error for a region or window without any right in `any_of`.
+/// Returns the error for a region or window that grants no right in `any_of`. `side` names the
+/// local side or the peer's region or window.
 pub(super) fn denied(side: &'static str, any_of: Access) -> Error {
     let rights: Vec<_> = any_of.iter_names().map(|(name, _)| name).collect();
     let rights = rights.join(" or ");

@@ -58,7 +58,7 @@ type ReadGuard = ArcRwLockReadGuard<RawRwLock, Region>;
 #[derive(Debug)]
 pub(super) struct RegionGuard {
     region: ReadGuard,
-    /// The root, if the region is a sub-region.
+    /// For a sub-region, the guard of its root: the region that was registered with the pages.
     _root: Option<ReadGuard>,
 }
 
@@ -76,7 +76,8 @@ impl Deref for RegionGuard {
 #[derive(Debug)]
 pub(super) struct RefreshGuard {
     root: ArcRwLockWriteGuard<RawRwLock, Region>,
-    /// The region, if it is a sub-region of the root.
+    /// The guard of the refreshed sub-region, or `None` if the region itself was registered with
+    /// the pages.
     part: Option<ReadGuard>,
 }
 
@@ -88,8 +89,9 @@ impl Deref for RefreshGuard {
     }
 }
 
-/// The minimum number of freed indices that wait for their reuse, with keys of 4 bytes.
-const RESTING: usize = 256;
+/// With keys of 4 bytes, the number of free indices that the table holds back, so that no key is
+/// reused soon.
+const RESTING_INDICES: usize = 256;
 
 /// Counts of the open regions of a domain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,19 +116,19 @@ pub(super) struct Regions {
 }
 
 struct State {
-    slots: Slots,
-    /// The indices of regions, by domain and requested key. The hash is not secret: an application
-    /// that chooses colliding keys slows down only its own lookups.
+    slots: IndexTable,
+    /// The indices of regions, by domain and requested key. The hash function has no secret seed,
+    /// because an application that chooses colliding keys slows down only its own lookups.
     requested: FxHashMap<(u32, u64), u32>,
 }
 
-/// The table of live regions by index, and the free indices.
-struct Slots {
+/// The live regions by index, and the free indices.
+struct IndexTable {
     all: Vec<Slot>,
     /// Free indices, the oldest first.
     free: VecDeque<u32>,
-    /// The minimum number of freed indices that wait for their reuse. The oldest is reused only if
-    /// more indices wait.
+    /// The number of free indices that the table holds back from reuse. The table reuses them only
+    /// after every index has been used once.
     resting: usize,
 }
 
@@ -137,9 +139,10 @@ struct Slot {
 
 struct Live {
     domain: u32,
-    /// The number of windows and sub-regions that keep the region from being removed.
+    /// The number of windows and sub-regions that depend on the region. While the number is not 0,
+    /// the region cannot be removed.
     dependents: u32,
-    /// The key, if the application requested it.
+    /// The key that the application requested, or `None` if the NIC chose the key.
     requested: Option<u64>,
     /// The number of registered bytes. `None` for a sub-region, which uses the pages of its root.
     pinned: Option<u64>,
@@ -149,12 +152,13 @@ struct Live {
     region: Arc<RwLock<Region>>,
 }
 
-impl Slots {
+impl IndexTable {
     /// Allocates an index for a region or window: the oldest freed index, or one that was never
     /// used.
     fn take(&mut self) -> Result<Token> {
         let fresh = self.all.len();
-        // Freed indices come first, except those that must wait.
+        // A freed index is reused if more than `resting` indices are free, or if no unused index is
+        // left.
         if self.free.len() <= self.resting && fresh < MAX_REGIONS as usize {
             self.all.push(Slot { generation: 1, live: None });
             return Ok(Token { index: fresh as u32, generation: 1 });
@@ -178,7 +182,7 @@ impl Slots {
         slot.live.as_ref().filter(|_| known.matches(slot.generation))
     }
 
-    /// Returns the live region of a handle of the domain.
+    /// Returns the live region that a handle of the domain names.
     fn find(&self, domain: u32, token: Token) -> Option<&Live> {
         let known = KnownGeneration::Whole(token.generation);
         self.live(token.index, known).filter(|live| live.domain == domain)
@@ -220,8 +224,8 @@ impl Slots {
 
 impl Regions {
     pub(super) fn new(narrow: bool) -> Self {
-        let resting = if narrow { RESTING } else { 0 };
-        let slots = Slots { all: Vec::new(), free: VecDeque::new(), resting };
+        let resting = if narrow { RESTING_INDICES } else { 0 };
+        let slots = IndexTable { all: Vec::new(), free: VecDeque::new(), resting };
         Self { state: RwLock::new(State { slots, requested: FxHashMap::default() }) }
     }
 
@@ -295,7 +299,7 @@ impl Regions {
             live
         };
         let (pieces, parent) = {
-            // Waits for the transfers that use the region. No other transfer finds it.
+            // Waits for the transfers that use the region. No new transfer can find the region.
             let mut region = live.region.write();
             (std::mem::take(&mut region.attr.pieces), region.attr.parent)
         };
@@ -316,9 +320,9 @@ impl Regions {
         self.state.read().slots.find(domain, token).is_some()
     }
 
-    /// Takes a transfer's guard of the region at an index. Never blocks.
+    /// Takes a guard of the region at an index, for a transfer. Never blocks.
     ///
-    /// `by_key` is true if a peer's key named the region, and false for a handle of the domain.
+    /// `by_key` is true if a peer's key named the region, and false if a handle of the domain did.
     #[inline]
     pub(super) fn hold(
         &self,
@@ -329,15 +333,15 @@ impl Regions {
     ) -> Result<RegionGuard, Refusal> {
         let state = self.state.read();
         let live = state.slots.live(index, known).filter(|live| live.domain == domain);
-        state.slots.hold(live.ok_or(Refusal::Dead)?, by_key)
+        state.slots.hold(live.ok_or(Refusal::NoRegion)?, by_key)
     }
 
-    /// Takes a transfer's guard of the region that has a requested key. Never blocks.
+    /// Takes a guard of the region with a requested key, for a transfer. Never blocks.
     #[inline]
     pub(super) fn hold_requested(&self, domain: u32, key: u64) -> Result<RegionGuard, Refusal> {
         let state = self.state.read();
-        let index = *state.requested.get(&(domain, key)).ok_or(Refusal::Dead)?;
-        let live = state.slots.all[index as usize].live.as_ref().ok_or(Refusal::Dead)?;
+        let index = *state.requested.get(&(domain, key)).ok_or(Refusal::NoRegion)?;
+        let live = state.slots.all[index as usize].live.as_ref().ok_or(Refusal::NoRegion)?;
         state.slots.hold(live, true)
     }
 
@@ -351,7 +355,8 @@ impl Regions {
         let state = self.state.read();
         let live = state.slots.find(domain, token).ok_or_else(|| stale("refresh"))?;
         let root = state.slots.root_of(live);
-        // At most one upgradable guard exists, beside the read guards of transfers.
+        // At most one thread can have the upgradable guard. Transfers can have read guards beside
+        // it.
         let root = root.unwrap_or(live).region.try_upgradable_read_arc().ok_or_else(refreshing)?;
         let part = live.root.is_some().then(|| Arc::clone(&live.region));
         drop(state);
@@ -382,11 +387,13 @@ impl Regions {
         look: impl FnOnce(&Region) -> Result<T>,
     ) -> Result<T> {
         let region = self.find(domain, token, operation)?;
-        // Recursive, because a transfer of this thread may hold the region while a refresh waits.
+        // The read is recursive, because this thread may already have a read guard for a transfer
+        // while a refresh waits for the lock.
         look(&region.read_recursive())
     }
 
-    /// Counts a window or sub-region as a dependent, which keeps the region from being removed.
+    /// Counts one more window or sub-region that depends on the region. A region with dependents
+    /// cannot be removed.
     pub(super) fn add_dependent(
         &self,
         domain: u32,
@@ -398,7 +405,8 @@ impl Regions {
         Ok(())
     }
 
-    /// Undoes [`Regions::add_dependent`].
+    /// Records that a window or sub-region, which [`Regions::add_dependent`] has counted, no longer
+    /// depends on the region.
     pub(super) fn remove_dependent(&self, domain: u32, token: Token) {
         let mut state = self.state.write();
         let base = state.slots.find_mut(domain, token);
@@ -410,12 +418,12 @@ impl Regions {
         self.state.read().slots.of_domain(domain).map(|(token, _)| token).collect()
     }
 
-    /// Reserves an index for a window, so that no region gets it.
+    /// Reserves an index for a window, so that no region gets that index.
     pub(super) fn reserve_index(&self) -> Result<u32> {
         Ok(self.state.write().slots.take()?.index)
     }
 
-    /// Frees a reserved index.
+    /// Frees an index that [`Regions::reserve_index`] has reserved.
     pub(super) fn free_index(&self, index: u32) {
         self.state.write().slots.free(index);
     }
@@ -472,7 +480,7 @@ mod tests {
             addressing: Addressing::ZeroBased,
             pieces: Few::from_iter([piece]),
             auth_key: None,
-            promises: None,
+            announced_pages: None,
             parent: None,
             root: None,
             persistent: false,
@@ -491,13 +499,13 @@ mod tests {
     }
 
     #[test]
-    fn token_is_dead_after_its_region_is_removed() {
+    fn token_is_stale_after_its_region_is_removed() {
         let regions = Regions::new(false);
         let first = insert(&regions, attr());
         regions.remove(DOMAIN, first).unwrap();
         let second = insert(&regions, attr());
         assert_eq!(first.index, second.index);
-        assert_eq!(hold(&regions, first, true).unwrap_err(), Refusal::Dead);
+        assert_eq!(hold(&regions, first, true).unwrap_err(), Refusal::NoRegion);
         assert_eq!(hold(&regions, second, true).unwrap().token, second);
         assert!(!regions.is_live(DOMAIN, first) && regions.is_live(DOMAIN, second));
         assert!(regions.remove(DOMAIN, first).is_err());
@@ -505,13 +513,13 @@ mod tests {
     }
 
     #[test]
-    fn single_use_key_is_consumed_by_one_of_two_holders() {
+    fn single_use_key_serves_one_of_two_transfers() {
         let regions = Regions::new(false);
         let token = insert(&regions, RegionAttr { single_use: true, ..attr() });
         let hold_key = || regions.hold_requested(DOMAIN, 1);
         let (one, two) = (hold_key().unwrap(), hold_key().unwrap());
         assert!(one.spend() && !two.spend());
-        assert_eq!(hold_key().unwrap_err(), Refusal::Dead);
+        assert_eq!(hold_key().unwrap_err(), Refusal::NoRegion);
         drop(hold(&regions, token, false).unwrap());
     }
 
@@ -525,8 +533,9 @@ mod tests {
             while regions.is_live(DOMAIN, token) {
                 std::thread::yield_now();
             }
-            // The other side of the same transfer would be refused here instead of waiting.
-            assert_eq!(hold(&regions, token, true).unwrap_err(), Refusal::Dead);
+            // A second hold by the same transfer is refused here, because a wait would be a
+            // deadlock.
+            assert_eq!(hold(&regions, token, true).unwrap_err(), Refusal::NoRegion);
             assert!(!removal.is_finished());
             assert_eq!(user.attr.pieces.len(), 1);
             drop(user);
@@ -557,12 +566,12 @@ mod tests {
         let regions = Regions::new(true);
         let keys = DomainKeys::new(4).unwrap();
         let mut last_seen = FxHashMap::default();
-        for round in 0..10 * RESTING {
+        for round in 0..10 * RESTING_INDICES {
             let (token, key) = regions.insert(DOMAIN, NewKey::Sealed(&keys), attr()).unwrap();
             assert_eq!(key >> 8, u64::from(token.index));
             if let Some(before) = last_seen.insert(token.index, round) {
                 assert!(
-                    round - before >= RESTING,
+                    round - before >= RESTING_INDICES,
                     "index {} came back after {}",
                     token.index,
                     round - before
@@ -570,7 +579,7 @@ mod tests {
             }
             regions.remove(DOMAIN, token).unwrap();
         }
-        assert!(last_seen.len() <= RESTING + 1);
+        assert!(last_seen.len() <= RESTING_INDICES + 1);
     }
 
     #[test]

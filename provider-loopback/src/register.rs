@@ -13,7 +13,7 @@ use super::{
     Call,
     domain::DomainState,
     keys::{self, Token},
-    memory::{self, DeviceMemory, PieceMemory, Pinned, Pinner, Promises, Run, Staged},
+    memory::{self, AnnouncedPages, DeviceMemory, PieceMemory, Pinned, Pinner, Run, Staged},
     region::{Region, RegionAttr, RegionPiece},
     regions::NewKey,
     window::EndpointLife,
@@ -55,7 +55,7 @@ impl DomainState {
         }
     }
 
-    /// Returns the authorization key of a region, or `None` if it is the domain's.
+    /// Returns the authorization key of a region, or `None` if it equals the domain's key.
     fn own_auth_key(&self, key: &AuthKey) -> Option<AuthKey> {
         (*key != self.auth_key).then(|| key.clone())
     }
@@ -73,14 +73,14 @@ impl DomainState {
             pieces.iter().map(|piece| self.import(request, piece)).collect::<Result<_>>()?;
         let notified = self.mode.contains(MrMode::MMU_NOTIFY)
             && pieces.iter().any(|piece| is_borrowed(&piece));
-        let promises = notified.then(|| {
-            let mut promises =
-                Promises::present(pieces.iter().filter(is_borrowed).map(|piece| piece.range));
+        let announced_pages = notified.then(|| {
+            let mut announced_pages =
+                AnnouncedPages::present(pieces.iter().filter(is_borrowed).map(|piece| piece.range));
             for piece in pieces.iter().filter(|piece| !is_borrowed(piece)) {
                 let start = piece.range.start().0;
-                promises.add(start, start.saturating_add(piece.range.len()));
+                announced_pages.add(start, start.saturating_add(piece.range.len()));
             }
-            Arc::new(RwLock::new(promises))
+            Arc::new(RwLock::new(announced_pages))
         });
         Ok(RegionAttr {
             len,
@@ -88,7 +88,7 @@ impl DomainState {
             addressing: request.addressing,
             pieces: imported,
             auth_key: self.own_auth_key(request.auth_key),
-            promises,
+            announced_pages,
             parent: None,
             root: None,
             persistent: request.flags.contains(MrFlags::RMA_PMEM),
@@ -168,7 +168,7 @@ impl DomainState {
     /// (MMU_NOTIFY).
     fn pin_present(&self, pinner: &Pinner, range: AddressRange) -> Result<Vec<Run>> {
         let mut runs = Vec::new();
-        for present in Promises::present(std::iter::once(range)).ranges() {
+        for present in AnnouncedPages::present(std::iter::once(range)).ranges() {
             runs.extend(pinner.pin(present, "register")?);
         }
         Ok(runs)
@@ -232,7 +232,7 @@ impl DomainState {
                 addressing: request.addressing,
                 pieces: parent.part(offset, len),
                 auth_key: self.own_auth_key(request.auth_key),
-                promises: parent.promises.clone(),
+                announced_pages: parent.announced_pages.clone(),
                 parent: Some(base),
                 root: parent.root.or(Some(base)),
                 persistent: request.flags.contains(MrFlags::RMA_PMEM) || parent.persistent,
@@ -297,13 +297,15 @@ impl DomainState {
                 done.push((pages, pinned, runs));
             }
         }
-        // All pages are present: from here on no step fails.
+        // All pages are present, so no later step of the refresh can fail.
         for (pages, pinned, runs) in done {
             if let Some(pinned) = pinned {
                 pinned.replace(runs);
             }
-            if let Some(promises) = &region.attr.promises {
-                promises.write().add(pages.start().0, pages.start().0.saturating_add(pages.len()));
+            if let Some(announced_pages) = &region.attr.announced_pages {
+                announced_pages
+                    .write()
+                    .add(pages.start().0, pages.start().0.saturating_add(pages.len()));
             }
         }
         Ok(())
@@ -347,7 +349,7 @@ fn too_wide(key: u64) -> Error {
         .remedy("request a key that fits the NIC's key size")
 }
 
-/// Returns the addresses that two ranges have in common.
+/// Returns the intersection of two address ranges, or `None` if it is empty.
 fn common(a: AddressRange, b: AddressRange) -> Option<AddressRange> {
     let start = a.start().max(b.start());
     let last = |range: AddressRange| range.start().0 + (range.len() - 1);

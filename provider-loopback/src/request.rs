@@ -74,7 +74,7 @@ pub(super) struct LocalPart {
 /// The kind of local memory, which decides how the NIC accesses it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Origin {
-    /// Memory of a region.
+    /// Memory of the region that the token names.
     Region(Token),
     /// Host memory without a region. The caller of `post` keeps it valid.
     Host,
@@ -82,16 +82,16 @@ pub(super) enum Origin {
     Device(IfaceKind),
 }
 
-/// The number of a remote key, with the namespace of the number.
+/// The number of a remote key, and the namespace in which the number is valid.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyUse {
     pub(super) number: u64,
-    /// Set if the number came from mapping a raw key: it is then valid only in the initiator's
-    /// domain.
+    /// True if the number came from mapping a raw key. The number is then valid only in the
+    /// initiator's domain.
     pub(super) mapped: bool,
 }
 
-/// A contiguous part of the remote memory of a request, with the key of one piece.
+/// A contiguous part of the remote memory of a request, and the key of the part's region.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RemotePart {
     pub(super) address: u64,
@@ -137,7 +137,7 @@ fn local_part(domain: &DomainState, segment: &LocalSegment) -> Result<LocalPart>
             Origin::Host
         } else if domain.mode.contains(MrMode::HMEM) {
             return Err(refuse("device memory", "in HMEM mode device buffers need a descriptor")
-                .iface(owner));
+                .iface(domain.registry.name_of(owner)));
         } else {
             Origin::Device(owner)
         }
@@ -243,7 +243,8 @@ fn atomic(
     })))
 }
 
-/// Returns the remote parts of a write or read of `len` bytes. A part lies in one piece of its key.
+/// Returns the remote parts of a write or read of `len` bytes. An access with a key of several
+/// pieces has one part for each piece that the access touches.
 #[inline]
 fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePart>> {
     let mut parts = Few::new();
@@ -269,7 +270,9 @@ fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePa
     Ok(parts)
 }
 
-/// Splits an access at the boundaries between the pieces of its remote key.
+/// Splits an access into one part for each piece of the remote key that the access touches.
+///
+/// A key has several pieces if its registration was split into several regions.
 fn split(key: &RemoteKey, address: Iova, len: u64, parts: &mut Few<RemotePart>) -> Result<()> {
     let (mut at, mut left) = (address.0, len);
     for piece in key.pieces() {
@@ -305,7 +308,8 @@ pub(super) fn invalid(rule: &'static str) -> Error {
 }
 
 pub(super) fn full() -> Error {
-    Error::new(ErrorKind::Again, "post")
-        .provider("loopback")
-        .remedy("the queue is full: read completions and post again, or open a deeper endpoint")
+    Error::new(ErrorKind::Again, "post").provider("loopback").remedy(concat!(
+        "the endpoint has as many requests outstanding as its depth: read completions and ",
+        "post again, or open a deeper endpoint",
+    ))
 }

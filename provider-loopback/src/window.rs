@@ -41,10 +41,10 @@ use super::{
 /// The windows of a domain.
 pub(super) struct Windows {
     nic: Arc<Nic>,
-    /// The number of the domain.
+    /// The number that identifies the domain on its NIC.
     domain: u32,
     keys: DomainKeys,
-    /// Set if the application chooses the keys of regions.
+    /// True if the application chooses the keys of regions.
     requested_keys: bool,
     index: RwLock<Index>,
 }
@@ -79,7 +79,7 @@ struct State {
     posted: u32,
 }
 
-/// One binding of a window.
+/// A binding of a window to a part of a region.
 #[derive(Debug)]
 pub(super) struct Binding {
     nic: Arc<Nic>,
@@ -89,15 +89,16 @@ pub(super) struct Binding {
     len: u64,
     access: Access,
     addressing: Addressing,
-    /// The endpoint that bound a type 2 window. Other endpoints may not use the window.
+    /// The number of the endpoint that bound a type 2 window. Other endpoints may not use the
+    /// window.
     endpoint: Option<u64>,
     /// The endpoint that a type 2A window keeps open.
     keeps_open: Option<Arc<EndpointLife>>,
-    /// Set once the binding has released its region and endpoint.
+    /// True once the binding has released its region and endpoint.
     ended: bool,
 }
 
-/// The removed bindings of a window that the caller must wait for. Usually one.
+/// The removed bindings of a window that the caller must wait for. Usually there is one.
 type Endings = SmallVec<[Arc<RwLock<Binding>>; 1]>;
 
 /// A guard of a binding in use by a transfer. The binding does not end until the guard is dropped.
@@ -106,10 +107,10 @@ pub(super) type BindingGuard = ArcRwLockReadGuard<RawRwLock, Binding>;
 /// The open or closed state of an endpoint. A bound type 2A window keeps the endpoint open.
 #[derive(Debug)]
 pub(super) struct EndpointLife {
-    /// The number of the endpoint on the fabric.
+    /// The number of the endpoint on its fabric.
     pub(super) id: u64,
     closed: AtomicBool,
-    /// The number of type 2A windows bound through the endpoint. Its lock guards changes of
+    /// The number of type 2A windows bound through the endpoint. The mutex also guards changes of
     /// `closed`.
     bound: Mutex<usize>,
 }
@@ -163,8 +164,8 @@ impl State {
 
     /// Removes the binding from the window, so that no new transfer uses it.
     ///
-    /// Returns the bindings that the caller waits for: this one, and those that other threads have
-    /// removed before.
+    /// Returns the bindings that the caller must wait for: the removed binding, and earlier
+    /// bindings that other threads have removed.
     fn take_binding(&mut self) -> Endings {
         self.ending.retain(|binding| binding.strong_count() > 0);
         let mut endings: Endings = self.ending.iter().filter_map(Weak::upgrade).collect();
@@ -175,7 +176,7 @@ impl State {
         endings
     }
 
-    /// Returns the endpoint that bound a type 2 window.
+    /// Returns the number of the endpoint that bound a type 2 window.
     fn endpoint(&self) -> Option<u64> {
         // The lock has no writer: a write guard is taken only after the binding was removed from
         // the window.
@@ -201,7 +202,7 @@ impl Window {
         Binding::end_all(&endings);
     }
 
-    /// Checks an event against the rules of the window's type.
+    /// Checks that the rules of the window's type allow an event in the window's current state.
     fn check(&self, state: &State, event: WindowEvent, operation: &'static str) -> Result<()> {
         let after = self.kind.after(state.window_state(), event);
         after.map(|_| ()).map_err(|rule| refuse(rule, operation))
@@ -224,7 +225,8 @@ impl Binding {
         }
     }
 
-    /// Releases the region and the endpoint.
+    /// Releases the region and the endpoint: the binding no longer keeps them open. Does nothing if
+    /// the binding has released them already.
     fn release(&mut self) {
         if !std::mem::replace(&mut self.ended, true) {
             self.nic.regions.remove_dependent(self.domain, self.region);
@@ -286,7 +288,7 @@ impl Windows {
         self.index.read().by_token.len() as u64
     }
 
-    /// Returns true if a window has the prefix of this key.
+    /// Returns true if a window of the domain has keys with the prefix of `key`.
     pub(super) fn has_key(&self, key: u64) -> bool {
         self.of_key(key).is_some()
     }
@@ -343,7 +345,7 @@ impl Windows {
         Ok(handle)
     }
 
-    /// Checks a bind against its region. Returns the new binding, which keeps the region
+    /// Checks a bind request against its region. Returns the new binding, which keeps the region
     /// registered.
     fn new_binding(&self, bind: &WindowBind) -> Result<Binding> {
         let operation = "bind window";
@@ -412,7 +414,8 @@ impl Windows {
             return Err(error);
         }
         state.tag = state.tag.wrapping_add(1);
-        // With 8-byte keys, a new prefix keeps old keys dead after 256 binds.
+        // After 256 binds the tags repeat. With 8-byte keys, the window then gets a new prefix, so
+        // that its old keys stay invalid.
         if state.tag == 0 && !self.keys.narrow() {
             let prefix = self.random_prefix(&mut index);
             index.by_prefix.remove(&state.prefix);
@@ -470,7 +473,7 @@ impl Windows {
         };
         let key = bound.inspect_err(|_| Binding::end(&new))?;
         // An endpoint that closes first marks itself closed, and then ends the bindings that it
-        // finds. It may have looked before this one was there.
+        // finds. This binding may have been added after that search.
         if endpoint.is_closed() {
             window.invalidate_key(key);
             return Err(Error::new(ErrorKind::BadState, operation)
@@ -525,7 +528,8 @@ impl Windows {
         Ok(())
     }
 
-    /// Returns the state of a window: bound or not, with its current key.
+    /// Returns the status of a window: its current key, its state, and whether a posted bind or
+    /// invalidation is pending.
     pub(super) fn status(&self, window: ProviderWindow) -> Result<WindowStatus> {
         let window = self.find(window, "window status")?;
         let state = window.state.lock();
@@ -540,7 +544,7 @@ impl Windows {
         }
     }
 
-    /// Undoes [`Windows::note_posted`] after the bind or invalidation has ended.
+    /// Records the end of a bind or invalidation that [`Windows::note_posted`] has counted.
     pub(super) fn note_ended(&self, window: ProviderWindow) {
         if let Some(window) = self.index.read().by_token.get(&window.token) {
             window.state.lock().posted -= 1;
@@ -558,7 +562,8 @@ impl Windows {
                 let is_tied = state.endpoint() == Some(endpoint);
                 is_tied.then(|| state.take_binding())
             };
-            // Outside the window's lock, because the last reference releases the region.
+            // Drops the bindings outside the window's lock, because the last reference releases the
+            // region.
             drop(tied);
         }
     }
@@ -569,12 +574,12 @@ impl Windows {
     /// - InvalidKey: no live window has the key.
     /// - The error of the rule that refuses the invalidation.
     pub(super) fn find_to_invalidate(&self, key: u64, endpoint: u64) -> Result<Arc<Window>> {
-        let dead = || Refusal::Dead.of_key();
-        let window = self.of_key(key).ok_or_else(dead)?;
+        let invalid = || Refusal::NoRegion.of_key();
+        let window = self.of_key(key).ok_or_else(invalid)?;
         {
             let state = window.state.lock();
             if state.key() != key || state.freed {
-                return Err(dead());
+                return Err(invalid());
             }
             window.check(&state, WindowEvent::InvalidateByPeer, "send")?;
             if state.endpoint().is_some_and(|tied| tied != endpoint) {
@@ -584,27 +589,27 @@ impl Windows {
         Ok(window)
     }
 
-    /// Takes a transfer's guards of the region and the binding of a window's key.
+    /// Takes guards of the region and the binding that a window's key names, for a transfer.
     ///
-    /// The key must grant at least one right in `any_of`, through the endpoint.
+    /// Fails unless the key grants at least one right in `any_of` at `endpoint`.
     pub(super) fn hold(
         &self,
         key: u64,
         endpoint: u64,
         any_of: Access,
     ) -> Result<(RegionGuard, BindingGuard)> {
-        let dead = || Refusal::Dead.of_key();
-        let window = self.of_key(key).ok_or_else(dead)?;
+        let invalid = || Refusal::NoRegion.of_key();
+        let window = self.of_key(key).ok_or_else(invalid)?;
         let binding = {
             let state = window.state.lock();
             if state.key() != key {
-                return Err(dead());
+                return Err(invalid());
             }
             window.check(&state, WindowEvent::Access, "transfer")?;
             let binding = state.binding.as_ref();
             // The lock has no writer: a write guard is taken only after the binding was removed
             // from the window.
-            binding.and_then(RwLock::try_read_arc).ok_or_else(dead)?
+            binding.and_then(RwLock::try_read_arc).ok_or_else(invalid)?
         };
         if binding.endpoint.is_some_and(|tied| tied != endpoint) {
             return Err(refuse(WindowRule::OwnQueuePair, "transfer"));

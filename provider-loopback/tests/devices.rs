@@ -1,5 +1,5 @@
-//! Device memory on the loopback NIC, over the simulated device: local buffers with and without a
-//! descriptor, and peer-memory imports.
+//! Tests of the loopback NIC with the memory of a simulated device: local buffers with and without
+//! a descriptor, and peer-memory imports.
 
 mod support;
 
@@ -57,7 +57,8 @@ impl Devices {
     }
 
     fn fill(&self, at: Address, bytes: &[u8]) {
-        // SAFETY: the tests free the device's memory with the device, and refer to none of it.
+        // SAFETY: the tests free the device's memory with the device, and hold no references into
+        // it.
         unsafe { self.device.write(at, bytes) }.unwrap();
     }
 
@@ -78,7 +79,7 @@ fn hmem_mode_refuses_device_buffers_without_descriptor() {
     let net = Devices::new(MrMode::HMEM);
     let Pair { here, there, to, .. } = &net.pair;
     let target = Buffer::new(64);
-    let region = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+    let region = RegAttr::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
     let key = remote(region, 64);
     let allocation = net.allocate(64);
     let device = [segment(&allocation, 0, 8)];
@@ -108,8 +109,8 @@ fn hmem_mode_refuses_device_buffers_without_descriptor() {
         );
         assert!(refusal.to_string().contains("need a descriptor"), "{refusal}");
     }
-    assert!(here.try_next().is_none(), "what was refused at post has no completion");
-    // Host memory needs none in this mode.
+    assert!(here.try_next().is_none(), "a refused post completed");
+    // Host memory needs no descriptor in this mode.
     here.write(*to, &[host_buffer.whole()], &key, 0).unwrap();
     assert_eq!(target.bytes()[..8], [1; 8]);
 }
@@ -119,7 +120,7 @@ fn device_buffer_needs_no_descriptor_without_hmem_mode() {
     let net = Devices::new(MrMode::empty());
     let Pair { here, there, to, .. } = &net.pair;
     let target = Buffer::new(LONG);
-    let region = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+    let region = RegAttr::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
     let key = remote(region, LONG as u64);
     let (near, far) = (net.allocate(LONG + 5), net.allocate(64));
     let content = Buffer::counting(LONG).bytes();
@@ -127,15 +128,19 @@ fn device_buffer_needs_no_descriptor_without_hmem_mode() {
     here.write(*to, &[segment(&near, 3, LONG)], &key, 0).unwrap();
     assert!(target.bytes() == content);
     target.write(0, b"from the peer");
-    // Partly to the device and partly to the host.
+    // Reads the first 5 bytes into device memory and the other 8 into host memory.
     let rest = Buffer::new(8);
     here.read(*to, &[segment(&near, 0, 5), rest.whole()], &key, 0).unwrap();
     assert_eq!(
         (net.bytes(near.base(), 5), rest.bytes()),
         (b"from ".to_vec(), b"the peer".to_vec())
     );
-    assert_eq!(net.bytes(Address(near.base().0 + 5), 3), content[2..5], "no byte beside it");
-    // From device to device, whether the receive or the message comes first.
+    assert_eq!(
+        net.bytes(Address(near.base().0 + 5), 3),
+        content[2..5],
+        "a neighboring byte changed"
+    );
+    // Sends from device to device. The receive is posted before the send, and then after it.
     for receive_first in [true, false] {
         net.fill(far.base(), &[0; 64]);
         let receive = || there.post(RECEIVE, &[segment(&far, 10, 20)], PeerId(0), 2).unwrap();
@@ -149,7 +154,8 @@ fn device_buffer_needs_no_descriptor_without_hmem_mode() {
         assert_eq!(there.next().result.unwrap(), 20);
         assert_eq!(net.bytes(Address(far.base().0 + 10), 20), content[97..117]);
     }
-    // Operands and results of atomics too: only their target is changed atomically.
+    // Operands and results of atomics may be in device memory too: only the target must support
+    // atomics.
     target.write(0, &40u64.to_le_bytes());
     net.fill(far.base(), &2u64.to_le_bytes());
     let operation = Operation::Atomic {
@@ -169,7 +175,7 @@ fn freed_device_buffer_fails_the_transfer() {
     let net = Devices::new(MrMode::empty());
     let Pair { here, there, to, .. } = &net.pair;
     let target = Buffer::filled(64, 5);
-    let region = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+    let region = RegAttr::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
     let key = remote(region, 64);
     let allocation = net.allocate(64);
     let past_the_end = segment(&allocation, 60, 8);
@@ -189,7 +195,7 @@ fn peer_memory_is_copied_by_its_iface() {
     let Pair { here, there, to, .. } = &net.pair;
     let allocation = net.allocate(LONG + 20);
     let range = allocation.range.slice(10, LONG as u64).unwrap();
-    let region = How::key(1).register(&*there.domain, &[net.peer_memory(range)]).unwrap();
+    let region = RegAttr::key(1).register(&*there.domain, &[net.peer_memory(range)]).unwrap();
     let key = remote(region, LONG as u64);
     let source = Buffer::counting(LONG - 1);
     here.write(*to, &[source.whole()], &key, 1).unwrap();
@@ -202,12 +208,12 @@ fn peer_memory_is_copied_by_its_iface() {
         here.write(*to, &[source.segment(0, 2, None)], &key, LONG as u64 - 1),
         ErrorKind::OutOfBounds,
     );
-    // A part of it, and the region as a local buffer.
+    // Writes to a sub-region, and then uses the region as a local buffer.
     let sub = there
         .domain
         .sub_regions()
         .unwrap()
-        .register_sub(region, &How::key(2).request(), 1000, 10)
+        .register_sub(region, &RegAttr::key(2).request(), 1000, 10)
         .unwrap();
     here.write(*to, &[source.segment(0, 10, None)], &remote(sub, 10), 0).unwrap();
     assert_eq!(net.bytes(Address(range.start().0 + 1000), 10), source.bytes()[..10]);
@@ -240,7 +246,7 @@ fn peer_memory_without_owner_is_a_bad_address() {
     // SAFETY: nothing refers to device memory.
     unsafe { net.device.free(&allocation) }.unwrap();
     for range in [host_memory.range(), stale] {
-        refused(How::key(1).register(domain, &[net.peer_memory(range)]), ErrorKind::BadAddress);
+        refused(RegAttr::key(1).register(domain, &[net.peer_memory(range)]), ErrorKind::BadAddress);
     }
     assert_eq!(domain.live().regions, 0);
 }

@@ -1,5 +1,5 @@
-//! Keys of the loopback NIC: forged, stale and foreign keys, raw keys, single-use keys, and keys of
-//! sub-regions.
+//! Tests of the loopback NIC's keys: forged, stale and foreign keys, raw keys, single-use keys, and
+//! keys of sub-regions.
 
 mod support;
 
@@ -13,10 +13,10 @@ use hmem_core::{
 use hmem_provider_loopback::{Loopback, Progress};
 use support::*;
 
-/// A small random number generator with a fixed seed, so that every run is the same.
-struct Tries(u64);
+/// A pseudo-random number generator. Its fixed seed makes every test run the same.
+struct Random(u64);
 
-impl Tries {
+impl Random {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -26,7 +26,8 @@ impl Tries {
     }
 }
 
-/// Writes with each key, and checks that the NIC refuses every write. Returns the number of keys.
+/// Writes to the peer with each key, and checks that the NIC refuses every write. Returns the
+/// number of keys.
 fn all_refused(pair: &Pair, keys: impl Iterator<Item = u64>) -> usize {
     let source = Buffer::filled(8, 0xee);
     let local = [source.whole()];
@@ -53,17 +54,18 @@ fn forged_keys_are_refused() {
         let domain = &*pair.there.domain;
         let regions: Vec<_> = (0..1000)
             .map(|n| {
-                How::key(0xabcd_ef01_0000_0000 ^ (n << 7))
+                RegAttr::key(0xabcd_ef01_0000_0000 ^ (n << 7))
                     .register(domain, &[host(target.range(), true)])
                     .unwrap()
             })
             .collect();
         let keys: HashSet<u64> = regions.iter().map(|region| region.key).collect();
-        let mut tries = Tries(1);
-        // Near misses of live keys, their tokens and descriptors, small numbers, and noise.
+        let mut random = Random(1);
+        // Live keys with one bit changed, tokens and descriptors of live regions, small numbers,
+        // and random numbers.
         let near = regions.iter().flat_map(|region| (0..64).map(move |bit| region.key ^ 1 << bit));
         let inner = regions.iter().flat_map(|region| [region.token, region.local.to_provider()]);
-        let noise = (0..500_000).map(|_| tries.next());
+        let noise = (0..500_000).map(|_| random.next());
         let forged =
             near.chain(inner).chain(0..10_000).chain(noise).filter(|key| !keys.contains(key));
         let forged: Vec<u64> = if mode.is_empty() {
@@ -84,7 +86,7 @@ fn stale_and_foreign_keys_are_refused() {
         let pair = Pair::new(provider, MrMode::PROV_KEY);
         let target = Buffer::new(8);
         let register = |domain: &dyn ProviderDomain| {
-            How::provider_key().register(domain, &[host(target.range(), true)]).unwrap()
+            RegAttr::provider_key().register(domain, &[host(target.range(), true)]).unwrap()
         };
         let mut stale = Vec::new();
         for _ in 0..2000 {
@@ -92,7 +94,7 @@ fn stale_and_foreign_keys_are_refused() {
             stale.push(region.key);
             pair.there.domain.deregister(region).unwrap();
         }
-        // Their own domain uses the entries of the stale keys again.
+        // New regions of the same domain use the indices of the stale keys again.
         let live: Vec<_> = (0..100).map(|_| register(&*pair.there.domain)).collect();
         let foreign: Vec<_> = (0..100).map(|_| register(&*pair.here.domain).key).collect();
         all_refused(&pair, stale.iter().copied().chain(foreign));
@@ -109,7 +111,8 @@ fn four_byte_keys_are_not_reused_soon() {
     let buffer = Buffer::new(8);
     let mut seen = HashSet::new();
     for _ in 0..60_000 {
-        let region = How::provider_key().register(&*domain, &[host(buffer.range(), true)]).unwrap();
+        let region =
+            RegAttr::provider_key().register(&*domain, &[host(buffer.range(), true)]).unwrap();
         assert!(region.key <= u64::from(u32::MAX));
         assert!(
             seen.insert(region.key),
@@ -119,7 +122,7 @@ fn four_byte_keys_are_not_reused_soon() {
         );
         domain.deregister(region).unwrap();
     }
-    // 24-bit indices: few are in use, and their tags turned.
+    // Few 24-bit indices were used: the keys differ mostly in the tag.
     assert!(seen.iter().map(|key| key >> 8).collect::<HashSet<_>>().len() < 1000);
 }
 
@@ -132,7 +135,7 @@ fn raw_key_works_only_in_the_domain_that_mapped_it() {
         let pair = Pair::new(provider.clone(), mode);
         let target = Buffer::new(64);
         let region =
-            How::key(77).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+            RegAttr::key(77).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
         let raw = pair.there.domain.raw_keys().unwrap().raw_key(region).unwrap();
         assert_eq!(raw.0.len(), size);
         let mapped = pair
@@ -156,7 +159,7 @@ fn raw_key_works_only_in_the_domain_that_mapped_it() {
         refused(elsewhere.write(to, &[source.whole()], &mapped, 0), ErrorKind::InvalidKey);
         refused(elsewhere.domain.raw_keys().unwrap().unmap_key(&mapped), ErrorKind::InvalidKey);
         if size > 8 {
-            // The cookie is as much a part of the key as its number.
+            // A wrong cookie is refused like a wrong number.
             let mut altered = raw.clone();
             altered.0[9] ^= 1;
             match pair.here.domain.raw_keys().unwrap().map_raw(
@@ -199,7 +202,8 @@ fn plain_key_is_refused_if_either_domain_is_in_raw_mode() {
         let there = End::open(&domain(&provider, target_mode));
         let to = here.peer(&there);
         let target = Buffer::new(8);
-        let region = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+        let region =
+            RegAttr::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
         let source = Buffer::filled(8, 1);
         let plain = remote(region, 8);
         refused(here.write(to, &[source.whole()], &plain, 0), ErrorKind::InvalidKey);
@@ -220,18 +224,18 @@ fn plain_key_is_refused_if_either_domain_is_in_raw_mode() {
 
 /// KEY-07
 ///
-/// Windows have no raw keys. The test makes a raw key from the number of a window, and expects that
-/// it is refused.
+/// A raw key that was made from the number of a window is refused, because windows have no raw
+/// keys.
 #[test]
 fn raw_key_with_the_number_of_a_window_is_refused() {
     for key_size in [8, 4] {
         for mode in [MrMode::empty(), MrMode::PROV_KEY, MrMode::RAW] {
-            // With 16 bytes a raw key is the number and the cookie, and no checksum.
+            // A raw key of 16 bytes contains the number and the cookie, but no checksum.
             let builder = Loopback::builder().key_size(key_size).raw_key_size(16);
             let pair = Pair::new(builder.build().unwrap(), mode);
             let target = Buffer::new(8);
             let there = &*pair.there.domain;
-            let region = How::key(1).register(there, &[host(target.range(), true)]).unwrap();
+            let region = RegAttr::key(1).register(there, &[host(target.range(), true)]).unwrap();
             let bind = WindowBind {
                 region,
                 offset: 0,
@@ -244,7 +248,7 @@ fn raw_key_with_the_number_of_a_window_is_refused() {
             let base = target.address().0;
             let source = Buffer::filled(8, 1);
             let write = |key: &RemoteKey| pair.here.write(pair.to, &[source.whole()], key, base);
-            // The cookie of a region, and one made up.
+            // Tries the cookie of a region, and an invented cookie.
             let own = there.raw_keys().unwrap().raw_key(region).unwrap().0[8..].to_vec();
             for cookie in [own, vec![0; 8]] {
                 let forged = RawKey([window.key.to_le_bytes().to_vec(), cookie].concat());
@@ -272,10 +276,10 @@ fn foreign_and_stale_region_handles_are_refused() {
         let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
         let (target, source) = (Buffer::new(64), Buffer::filled(8, 1));
         let there = &*pair.there.domain;
-        let register = |how: How| how.register(there, &[host(target.range(), true)]).unwrap();
-        let earlier = register(How::key(1));
+        let register = |attr: RegAttr| attr.register(there, &[host(target.range(), true)]).unwrap();
+        let earlier = register(RegAttr::key(1));
         there.deregister(earlier).unwrap();
-        let region = register(How::key(1).disabled());
+        let region = register(RegAttr::key(1).disabled());
         let key = remote(region, 64);
         for (end, region) in [(&pair.here, region), (&pair.there, earlier)] {
             let domain = &*end.domain;
@@ -298,7 +302,7 @@ fn foreign_and_stale_region_handles_are_refused() {
             );
             refused(domain.refresh().unwrap().refresh_pages(region, &[]), ErrorKind::NoRegion);
             refused(domain.raw_keys().unwrap().raw_key(region), ErrorKind::NoRegion);
-            let part = How::key(2);
+            let part = RegAttr::key(2);
             refused(
                 domain.sub_regions().unwrap().register_sub(region, &part.request(), 0, 8),
                 ErrorKind::NoRegion,
@@ -308,7 +312,7 @@ fn foreign_and_stale_region_handles_are_refused() {
             domain.windows().unwrap().free_window(window).unwrap();
             end.endpoint.close().expect("nothing was bound to the endpoint");
         }
-        // The region of the present life is as it was.
+        // The calls with stale handles have not changed the live region.
         let ends = [End::open(&pair.here.domain), End::open(&pair.there.domain)];
         let to = ends[0].peer(&ends[1]);
         refused(ends[0].write(to, &[source.whole()], &key, 0), ErrorKind::BadState);
@@ -326,13 +330,13 @@ fn post_refuses_stale_and_foreign_descriptors() {
         let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
         let (target, source) = (Buffer::new(8), Buffer::filled(8, 1));
         let there = &*pair.there.domain;
-        let exposed = How::key(1).register(there, &[host(target.range(), true)]).unwrap();
-        let foreign = How::key(2).register(there, &[host(source.range(), true)]).unwrap();
+        let exposed = RegAttr::key(1).register(there, &[host(target.range(), true)]).unwrap();
+        let foreign = RegAttr::key(2).register(there, &[host(source.range(), true)]).unwrap();
         let here = &*pair.here.domain;
-        let stale = How::key(2).register(here, &[host(source.range(), true)]).unwrap();
+        let stale = RegAttr::key(2).register(here, &[host(source.range(), true)]).unwrap();
         here.deregister(stale).unwrap();
-        // The next life of the same entry.
-        let next = How::key(2).register(here, &[host(source.range(), true)]).unwrap();
+        // A new region at the index of the stale region.
+        let next = RegAttr::key(2).register(here, &[host(source.range(), true)]).unwrap();
         let key = remote(exposed, 8);
         let list = [RemoteSegment { address: Iova(0), len: 8, key: &key }];
         for region in [foreign, stale] {
@@ -350,11 +354,11 @@ fn post_refuses_stale_and_foreign_descriptors() {
 }
 
 #[test]
-fn single_use_key_is_dead_after_one_access() {
+fn single_use_key_is_invalid_after_one_access() {
     for mode in [MrMode::empty(), MrMode::PROV_KEY] {
         let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
         let target = Buffer::new(64);
-        let region = How::key(5)
+        let region = RegAttr::key(5)
             .flags(MrFlags::MR_SINGLE_USE)
             .access(Access::REMOTE_WRITE | Access::SEND)
             .register(&*pair.there.domain, &[host(target.range(), true)])
@@ -363,7 +367,7 @@ fn single_use_key_is_dead_after_one_access() {
         let source = Buffer::filled(64, 1);
         refused(pair.here.read(pair.to, &[source.whole()], &key, 0), ErrorKind::AccessDenied);
         refused(pair.here.write(pair.to, &[source.whole()], &key, 1), ErrorKind::OutOfBounds);
-        // A request that names the key twice uses it once.
+        // A request that names the key twice counts as one use.
         let list = [0, 32].map(|at| RemoteSegment { address: Iova(at), len: 32, key: &key });
         pair.here.run(Operation::Write { remote: &list }, &[source.whole()], pair.to).unwrap();
         refused(pair.here.write(pair.to, &[source.whole()], &key, 0), ErrorKind::InvalidKey);
@@ -382,7 +386,7 @@ fn single_use_key_serves_one_of_many_threads() {
     let ends: Vec<_> = (0..4).map(|_| End::open(&domain(&provider, MrMode::empty()))).collect();
     let target = Buffer::new(8);
     for round in 0..200 {
-        let region = How::key(round)
+        let region = RegAttr::key(round)
             .flags(MrFlags::MR_SINGLE_USE)
             .register(&*there.domain, &[host(target.range(), true)])
             .unwrap();
@@ -415,21 +419,21 @@ fn sub_regions_have_own_keys_and_rights_and_keep_their_base() {
         let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
         let target = Buffer::counting(1000);
         let domain = &*pair.there.domain;
-        let base = How::key(1).register(domain, &[host(target.range(), owned)]).unwrap();
-        let both = How::key(2).access(Access::REMOTE_READ | Access::RECV);
+        let base = RegAttr::key(1).register(domain, &[host(target.range(), owned)]).unwrap();
+        let both = RegAttr::key(2).access(Access::REMOTE_READ | Access::RECV);
         let middle =
             domain.sub_regions().unwrap().register_sub(base, &both.request(), 100, 500).unwrap();
         let inner = domain
             .sub_regions()
             .unwrap()
-            .register_sub(middle, &How::key(3).request(), 50, 10)
+            .register_sub(middle, &RegAttr::key(3).request(), 50, 10)
             .unwrap();
         refused(
-            domain.sub_regions().unwrap().register_sub(middle, &How::key(4).request(), 491, 10),
+            domain.sub_regions().unwrap().register_sub(middle, &RegAttr::key(4).request(), 491, 10),
             ErrorKind::OutOfBounds,
         );
         refused(
-            domain.sub_regions().unwrap().register_sub(middle, &How::key(3).request(), 0, 10),
+            domain.sub_regions().unwrap().register_sub(middle, &RegAttr::key(3).request(), 0, 10),
             ErrorKind::NoKey,
         );
         let live = domain.live();
@@ -459,8 +463,8 @@ fn sub_regions_have_own_keys_and_rights_and_keep_their_base() {
 
 /// SUB-01
 ///
-/// `register_sub` is safe, and so must not give more rights than the unsafe registration of the
-/// base.
+/// `register_sub` is a safe function, and so must not grant rights that the unsafe registration of
+/// the base did not grant.
 #[test]
 fn sub_region_with_more_rights_than_its_base_is_refused() {
     let widening = [Access::REMOTE_WRITE, Access::READ, Access::RECV, all_rights()];
@@ -469,12 +473,12 @@ fn sub_region_with_more_rights_than_its_base_is_refused() {
             let pair = Pair::new(Loopback::builder().build().unwrap(), mode);
             let target = Buffer::counting(300);
             let domain = &*pair.there.domain;
-            let reads = How::key(1).access(Access::REMOTE_READ | Access::SEND | Access::WRITE);
+            let reads = RegAttr::key(1).access(Access::REMOTE_READ | Access::SEND | Access::WRITE);
             let halves = [0, 150].map(|at| host(target.range().slice(at, 150).unwrap(), owned));
             let whole = [host(target.range(), owned)];
             for pieces in [&whole[..], &halves[..]] {
                 let base = reads.register(domain, pieces).unwrap();
-                let read = How::key(2).access(Access::REMOTE_READ);
+                let read = RegAttr::key(2).access(Access::REMOTE_READ);
                 let middle = domain
                     .sub_regions()
                     .unwrap()
@@ -482,7 +486,7 @@ fn sub_region_with_more_rights_than_its_base_is_refused() {
                     .unwrap();
                 let before = domain.live();
                 for access in widening {
-                    let wide = How::key(3).access(access);
+                    let wide = RegAttr::key(3).access(access);
                     for (parent, len) in [(base, 300), (base, 1), (middle, 100)] {
                         let widened = domain.sub_regions().unwrap().register_sub(
                             parent,
@@ -504,7 +508,7 @@ fn sub_region_with_more_rights_than_its_base_is_refused() {
                 pair.here.read(pair.to, &[sink.whole()], &remote(middle, 100), 0).unwrap();
                 assert_eq!(sink.bytes(), target.bytes()[100..200]);
                 domain.deregister(middle).unwrap();
-                domain.deregister(base).expect("a refused sub-region does not hold its base");
+                domain.deregister(base).expect("a refused sub-region does not depend on its base");
             }
         }
     }
@@ -516,12 +520,12 @@ fn empty_or_outside_sub_region_is_refused() {
     let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
     let (target, foreign) = (Buffer::new(300), Buffer::new(300));
     let domain = &*pair.there.domain;
-    let base = How::key(1).register(domain, &[host(target.range(), true)]).unwrap();
+    let base = RegAttr::key(1).register(domain, &[host(target.range(), true)]).unwrap();
     let sub = |parent, offset, len| {
         domain
             .sub_regions()
             .unwrap()
-            .register_sub(parent, &How::key(2).request(), offset, len)
+            .register_sub(parent, &RegAttr::key(2).request(), offset, len)
             .map(|_| ())
     };
     let outside = [(0, 301), (1, 300), (299, 2), (300, 1), (301, 1), (u64::MAX, 1), (1, u64::MAX)];
@@ -529,7 +533,8 @@ fn empty_or_outside_sub_region_is_refused() {
         refused(sub(base, offset, len), ErrorKind::OutOfBounds);
     }
     refused(sub(base, 0, 0), ErrorKind::ZeroLength);
-    let theirs = How::key(1).register(&*pair.here.domain, &[host(foreign.range(), true)]).unwrap();
+    let theirs =
+        RegAttr::key(1).register(&*pair.here.domain, &[host(foreign.range(), true)]).unwrap();
     refused(sub(theirs, 0, 8), ErrorKind::NoRegion);
     assert_eq!(domain.live().regions, 1);
     domain.deregister(base).unwrap();
@@ -541,13 +546,13 @@ fn sub_region_covers_the_right_part_of_several_pieces() {
     let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
     let targets = [Buffer::new(10), Buffer::new(10), Buffer::new(10)];
     let pieces: Vec<_> = targets.iter().map(|target| host(target.range(), true)).collect();
-    let base = How::key(1).register(&*pair.there.domain, &pieces).unwrap();
+    let base = RegAttr::key(1).register(&*pair.there.domain, &pieces).unwrap();
     let sub = pair
         .there
         .domain
         .sub_regions()
         .unwrap()
-        .register_sub(base, &How::key(2).request(), 8, 14)
+        .register_sub(base, &RegAttr::key(2).request(), 8, 14)
         .unwrap();
     let source = Buffer::counting(14);
     pair.here.write(pair.to, &[source.whole()], &remote(sub, 14), 0).unwrap();
@@ -562,8 +567,8 @@ fn access_needs_the_authorization_key_of_the_region() {
     let there = End::open(&domain(&provider, MrMode::empty()));
     let own = AuthKey(vec![1, 2, 3]);
     let target = Buffer::new(8);
-    let plain = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
-    let guarded = How { auth_key: own.clone(), ..How::key(2) };
+    let plain = RegAttr::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+    let guarded = RegAttr { auth_key: own.clone(), ..RegAttr::key(2) };
     let guarded = guarded.register(&*there.domain, &[host(target.range(), true)]).unwrap();
     let ours = domain(&provider, MrMode::empty());
     let without = End::open(&ours);
@@ -592,7 +597,7 @@ fn access_by_a_split_key_is_split_at_piece_boundaries() {
         .iter()
         .zip(1..)
         .map(|(target, key)| {
-            How::key(key).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap()
+            RegAttr::key(key).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap()
         })
         .collect();
     let piece = |base, len, key| hmem_core::RemotePiece { base: Iova(base), len, key };
@@ -622,7 +627,7 @@ fn nics_of_a_fabric_connect_and_share_no_keys() {
     assert_eq!(b.domain.attr().nic.name, "b");
     refused(open("c").map(|_| ()), ErrorKind::InvalidArgument);
     let target = Buffer::new(8);
-    let region = How::key(1).register(&*b.domain, &[host(target.range(), true)]).unwrap();
+    let region = RegAttr::key(1).register(&*b.domain, &[host(target.range(), true)]).unwrap();
     let source = Buffer::filled(8, 1);
     let (to_b, to_a) = (a.peer(&b), b.peer(&a));
     a.write(to_b, &[source.whole()], &remote(region, 8), 0).unwrap();

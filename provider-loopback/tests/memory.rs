@@ -1,5 +1,5 @@
-//! Memory of the loopback NIC: pinned pages, mappings, absent pages, files, staged copies, and
-//! atomics on each.
+//! Tests of the loopback NIC's access to memory: pinned pages, mappings, absent pages, files,
+//! staged copies, and atomics on each kind of memory.
 
 mod support;
 #[path = "support/waiting_copies.rs"]
@@ -25,7 +25,7 @@ use support::*;
 
 const PAGE: usize = 4096;
 
-/// Anonymous pages that the test can remap at the same addresses.
+/// Anonymous pages. A test can remap them at the same addresses.
 struct Pages {
     start: *mut u8,
     len: usize,
@@ -52,8 +52,8 @@ impl Pages {
         self.replace(0, self.len, ProtFlags::READ | ProtFlags::WRITE);
     }
 
-    /// Maps new pages at some of the addresses, in one step, so that no other thread maps memory
-    /// there in between.
+    /// Maps new pages at some of the addresses. One system call replaces the pages, so that no
+    /// other thread can map memory there in between.
     fn replace(&self, offset: usize, len: usize, access: ProtFlags) {
         assert!(offset + len <= self.len);
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
@@ -66,20 +66,21 @@ impl Pages {
 
     fn protect(&self, page: usize, protection: MprotectFlags) {
         assert!(page * PAGE < self.len);
-        // SAFETY: a page of this object's own mapping.
+        // SAFETY: the page is in this object's own mapping, and nothing holds references into it.
         unsafe {
             rustix::mm::mprotect(self.start.add(page * PAGE).cast(), PAGE, protection).unwrap()
         }
     }
 
-    /// Replaces a page by one without access rights, so that no other memory is mapped there.
+    /// Replaces a page by a page without access rights. Its address stays in use, so that no other
+    /// memory is mapped there.
     fn punch(&self, page: usize) {
         self.replace(page * PAGE, PAGE, ProtFlags::empty());
     }
 
     fn set(&self, at: usize, byte: u8) {
         assert!(at < self.len);
-        // SAFETY: in the mapping; pages that tests took away are not touched.
+        // SAFETY: `at` is inside the mapping, and tests do not touch pages that they have punched.
         unsafe { self.start.add(at).write_volatile(byte) }
     }
 
@@ -96,7 +97,7 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: this object's own mapping.
+        // SAFETY: the mapping is this object's own, and no thread uses it after the drop.
         unsafe { rustix::mm::munmap(self.start.cast(), self.len).unwrap() }
     }
 }
@@ -135,7 +136,7 @@ fn pinned_regions_keep_old_pages_and_others_follow_mappings() {
             pages.set(at, 1);
         }
         let region =
-            How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+            RegAttr::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
         let key = remote(region, pages.len as u64);
         pages.remap();
         pages.set(100, 2);
@@ -168,15 +169,15 @@ fn forked_child_cannot_use_or_close_the_parents_domain() {
         let provider = Loopback::builder().memory(memory).progress(progress).build().unwrap();
         let domain = domain(&provider, MrMode::empty());
         let pages = Pages::new(2);
-        let region = How::key(1).register(&*domain, &[host(pages.range(), false)]).unwrap();
-        // SAFETY: the child calls what is tested and leaves by `_exit`.
+        let region = RegAttr::key(1).register(&*domain, &[host(pages.range(), false)]).unwrap();
+        // SAFETY: the child only calls the code under test and exits by `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let alone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                let part = How::key(3);
+                let part = RegAttr::key(3);
                 let progress = |work: &dyn ManualProgress| work.progress().map(drop);
                 let refused_all = [
-                    How::key(2).register(&*domain, &[host(pages.range(), false)]).map(drop),
+                    RegAttr::key(2).register(&*domain, &[host(pages.range(), false)]).map(drop),
                     domain
                         .sub_regions()
                         .unwrap()
@@ -186,9 +187,10 @@ fn forked_child_cannot_use_or_close_the_parents_domain() {
                     domain.raw_keys().unwrap().raw_key(region).map(drop),
                 ];
                 let stepped = domain.manual_progress().map(progress);
-                // The child's copy of the region ends, which the parent's does not.
+                // Ends the child's copy of the region. The parent's region is not changed.
                 let ended = domain.deregister(region).is_ok();
-                // SAFETY: the original is in the parent; this process leaves without using it.
+                // SAFETY: the child drops its copy once, and exits without using the original
+                // handle.
                 drop(unsafe { std::ptr::read(&raw const domain) });
                 let refused = |result: &Result<()>| {
                     result.as_ref().is_err_and(|error| error.kind() == ErrorKind::BadState)
@@ -200,10 +202,11 @@ fn forked_child_cannot_use_or_close_the_parents_domain() {
         }
         let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
         let mut status = 0;
-        // SAFETY: looks for the child that was just made, without blocking: a hang is a failure.
+        // SAFETY: `child` is the process that was just forked. The call does not block, so that the
+        // test can detect a hang.
         while unsafe { libc::waitpid(child, &mut status, libc::WNOHANG) } != child {
             if std::time::Instant::now() > end {
-                // SAFETY: the child was not waited for, so that the number is still its own.
+                // SAFETY: the child was not waited for, so that the process id still names it.
                 unsafe { libc::kill(child, libc::SIGKILL) };
                 panic!("the child hangs with progress {progress:?}");
             }
@@ -221,7 +224,8 @@ fn pinned_memory_larger_than_the_scratch_file_is_copied() {
     let pair = pair(Memory::Pinned, MrMode::empty());
     let len = (3 << 20) + 12_345;
     let target = Buffer::new(len);
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
+    let region =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
     let source = Buffer::counting(len - 7);
     pair.here.write(pair.to, &[source.whole()], &remote(region, len as u64), 3).unwrap();
     let back = Buffer::new(len - 7);
@@ -235,12 +239,15 @@ fn pinned_region_needs_pages_and_unpins_them_at_close() {
     let domain = domain(&provider, MrMode::empty());
     let pages = Pages::new(3);
     pages.punch(1);
-    refused(How::key(1).register(&*domain, &[host(pages.range(), false)]), ErrorKind::BadAddress);
+    refused(
+        RegAttr::key(1).register(&*domain, &[host(pages.range(), false)]),
+        ErrorKind::BadAddress,
+    );
     assert_eq!(domain.live().regions, 0);
     let buffer = Buffer::new(100);
-    // More than one table of buffers holds.
+    // More regions than the buffer table of one io_uring can hold.
     let regions: Vec<_> = (0..5000)
-        .map(|key| How::key(key).register(&*domain, &[host(buffer.range(), false)]).unwrap())
+        .map(|key| RegAttr::key(key).register(&*domain, &[host(buffer.range(), false)]).unwrap())
         .collect();
     for region in regions {
         domain.deregister(region).unwrap();
@@ -252,7 +259,8 @@ fn pinned_region_needs_pages_and_unpins_them_at_close() {
 fn absent_pages_fail_only_the_transfer() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let pages = Pages::new(4);
-    let region = How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+    let region =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
     let key = remote(region, pages.len as u64);
     let here = Buffer::new(2 * PAGE);
     pages.punch(1);
@@ -269,8 +277,9 @@ fn absent_pages_fail_only_the_transfer() {
         ErrorKind::BadAddress,
     );
     pair.here.write(pair.to, &segment(PAGE), &key, 0).unwrap();
-    // A local descriptor over missing pages is a local failure of the same kind.
-    let local = How::key(2).register(&*pair.here.domain, &[host(pages.range(), false)]).unwrap();
+    // A local descriptor of absent pages fails with the same kind of error.
+    let local =
+        RegAttr::key(2).register(&*pair.here.domain, &[host(pages.range(), false)]).unwrap();
     let hole = hmem_core::transfer::LocalSegment {
         address: Address(pages.range().start().0 + PAGE as u64),
         len: 8,
@@ -285,7 +294,7 @@ fn allocated_mode_needs_pages_at_registration() {
     let pages = Pages::new(3);
     let register = |access| {
         let region =
-            How::key(1).access(access).register(&*domain, &[host(pages.range(), false)])?;
+            RegAttr::key(1).access(access).register(&*domain, &[host(pages.range(), false)])?;
         domain.deregister(region)
     };
     register(all_rights()).unwrap();
@@ -305,7 +314,7 @@ fn mmu_notify_allows_only_announced_pages() {
         let pages = Pages::new(4);
         pages.set(0, 1);
         let region =
-            How::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
+            RegAttr::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
         let key = remote(region, pages.len as u64);
         let here = Buffer::filled(16, 5);
         let write =
@@ -336,7 +345,8 @@ fn mmu_notify_allows_only_announced_pages() {
 
 /// MODE-08
 ///
-/// The sub-region may use the pages that are announced for its base before and after it.
+/// A sub-region can use pages that the application announced for its base, before or after it
+/// registered the sub-region.
 #[test]
 fn sub_region_allows_only_announced_pages_of_its_base() {
     for memory in [Memory::Follow, Memory::Pinned] {
@@ -351,17 +361,17 @@ fn sub_region_allows_only_announced_pages_of_its_base() {
             let whole = [host(pages.range(), false)];
             let pieces = if vectored { &halves[..] } else { &whole[..] };
             let there = &*pair.there.domain;
-            let base = How::key(1).register(there, pieces).unwrap();
+            let base = RegAttr::key(1).register(there, pieces).unwrap();
             let (start, len) = (PAGE as u64, 3 * PAGE as u64);
             let sub = there
                 .sub_regions()
                 .unwrap()
-                .register_sub(base, &How::key(2).request(), start, len)
+                .register_sub(base, &RegAttr::key(2).request(), start, len)
                 .unwrap();
             let nested = there
                 .sub_regions()
                 .unwrap()
-                .register_sub(sub, &How::key(3).request(), 0, len)
+                .register_sub(sub, &RegAttr::key(3).request(), 0, len)
                 .unwrap();
             let here = Buffer::filled(16, 5);
             for region in [sub, nested] {
@@ -393,10 +403,11 @@ fn mmu_notify_applies_to_each_range_of_a_region() {
             let ranges = [Pages::new(2), Pages::new(2)];
             ranges[0].set(PAGE, 1);
             let pieces: Vec<_> = ranges.iter().map(|pages| host(pages.range(), false)).collect();
-            let how = How { addressing, ..How::key(1) };
-            let region = how.register(&*pair.there.domain, &pieces).unwrap();
+            let attr = RegAttr { addressing, ..RegAttr::key(1) };
+            let region = attr.register(&*pair.there.domain, &pieces).unwrap();
             let len = 4 * PAGE as u64;
-            // The place of a page, counted through both ranges.
+            // Returns the remote address of a page. The page numbers continue from the first range
+            // to the second.
             let place = |page: usize| match addressing {
                 Addressing::ZeroBased => (page * PAGE) as u64,
                 Addressing::Virtual => {
@@ -443,7 +454,8 @@ fn peers_are_refused_during_a_refresh() {
     let provider = Loopback::builder().faults(&faults).build().unwrap();
     let pair = Pair::new(provider, MrMode::MMU_NOTIFY);
     let target = Buffer::filled(64, 1);
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
+    let region =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
     let here = Buffer::new(8);
     std::thread::scope(|scope| {
         let gate = faults.hold(Call::Refresh);
@@ -462,12 +474,12 @@ fn peers_are_refused_during_a_refresh() {
         .refresh()
         .unwrap()
         .refresh_pages(region, &[])
-        .expect("the refresh before has ended");
+        .expect("the previous refresh has ended");
 }
 
 /// MODE-08
 ///
-/// Transfer and refresh each go through the region or through a sub-region.
+/// A refresh of a region or its sub-region waits for a transfer in flight through either of them.
 #[test]
 fn refresh_waits_for_a_transfer_in_flight() {
     for (transferred, refreshed) in [(0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (3, 2)] {
@@ -477,10 +489,10 @@ fn refresh_waits_for_a_transfer_in_flight() {
         let (target, source) = (Buffer::new(64), Buffer::filled(64, 3));
         target.fill(0);
         let there = &pair.there.domain;
-        let region = How::key(1).register(&**there, &[host(target.range(), false)]).unwrap();
+        let region = RegAttr::key(1).register(&**there, &[host(target.range(), false)]).unwrap();
         let part = |base, key| {
             let parts = there.sub_regions().unwrap();
-            parts.register_sub(base, &How::key(key).request(), 0, 64).unwrap()
+            parts.register_sub(base, &RegAttr::key(key).request(), 0, 64).unwrap()
         };
         let sub = part(region, 2);
         let regions = [region, sub, part(sub, 3), part(region, 4)];
@@ -495,12 +507,12 @@ fn refresh_waits_for_a_transfer_in_flight() {
             });
             let late = End::open(&pair.here.domain);
             let to = late.peer(&pair.there);
-            // Peers are turned away from when the refresh has begun.
+            // Peers' accesses fail from the time that the refresh begins.
             while late.write(to, &[source.segment(0, 0, None)], &key, 0).is_ok() {
                 assert!(!refreshing.is_finished(), "refreshed in the middle of a transfer");
                 std::thread::yield_now();
             }
-            // A refresh that does not wait gets the time to return before the transfer goes on.
+            // A refresh that does not wait would return during this loop.
             for _ in 0..1000 {
                 std::thread::yield_now();
             }
@@ -518,7 +530,8 @@ fn imported_file_is_accessed_at_exactly_its_bytes() {
         let pair = pair(Memory::Follow, MrMode::empty());
         let fd = memfd(3 * PAGE as u64, seals);
         let offset = PAGE as u64 + 123;
-        let region = How::key(1).register(&*pair.there.domain, &[file(&fd, offset, 5000)]).unwrap();
+        let region =
+            RegAttr::key(1).register(&*pair.there.domain, &[file(&fd, offset, 5000)]).unwrap();
         let key = remote(region, 5000);
         let source = Buffer::counting(5000);
         pair.here.write(pair.to, &[source.whole()], &key, 0).unwrap();
@@ -545,7 +558,7 @@ fn file_that_shrinks_fails_the_transfer() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let fd = memfd(2 * PAGE as u64, SealFlags::empty());
     let region =
-        How::key(1).register(&*pair.there.domain, &[file(&fd, 0, 2 * PAGE as u64)]).unwrap();
+        RegAttr::key(1).register(&*pair.there.domain, &[file(&fd, 0, 2 * PAGE as u64)]).unwrap();
     let key = remote(region, 2 * PAGE as u64);
     rustix::fs::ftruncate(&fd, PAGE as u64).unwrap();
     let here = Buffer::filled(16, 1);
@@ -562,17 +575,17 @@ fn file_that_shrinks_fails_the_transfer() {
 fn refused_file_import_names_the_reason() {
     let domain = domain(&Loopback::builder().build().unwrap(), MrMode::empty());
     let fd = memfd(PAGE as u64, SealFlags::SHRINK);
-    let all = How::key(1);
+    let all = RegAttr::key(1);
     refused(all.register(&*domain, &[file(&fd, 1, PAGE as u64)]), ErrorKind::OutOfBounds);
     refused(all.register(&*domain, &[file(&fd, u64::MAX, 2)]), ErrorKind::OutOfBounds);
     let sealed = memfd(PAGE as u64, SealFlags::SHRINK | SealFlags::WRITE);
     refused(all.register(&*domain, &[file(&sealed, 0, 10)]), ErrorKind::AccessDenied);
-    let region = How::key(1)
+    let region = RegAttr::key(1)
         .access(Access::REMOTE_READ)
         .register(&*domain, &[file(&sealed, 0, 10)])
         .unwrap();
     refused(
-        domain.sub_regions().unwrap().register_sub(region, &How::key(2).request(), 0, 5),
+        domain.sub_regions().unwrap().register_sub(region, &RegAttr::key(2).request(), 0, 5),
         ErrorKind::AccessDenied,
     );
     let (pipe, _other) = rustix::pipe::pipe().unwrap();
@@ -589,7 +602,7 @@ fn file_import_needs_a_readable_fd_without_append() {
         let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
         rustix::fs::open(path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty()).unwrap()
     };
-    let all = How::key(1);
+    let all = RegAttr::key(1);
     let appending = reopened(OFlags::RDWR | OFlags::APPEND);
     let refusal = all.register(domain, &[file(&appending, 0, 64)]).unwrap_err();
     assert_eq!(refusal.kind(), ErrorKind::InvalidArgument, "{refusal}");
@@ -597,30 +610,30 @@ fn file_import_needs_a_readable_fd_without_append() {
     let (read_only, write_only) = (reopened(OFlags::RDONLY), reopened(OFlags::WRONLY));
     refused(all.register(domain, &[file(&read_only, 0, 64)]), ErrorKind::AccessDenied);
     refused(
-        How::key(1).access(Access::REMOTE_READ).register(domain, &[file(&write_only, 0, 64)]),
+        RegAttr::key(1).access(Access::REMOTE_READ).register(domain, &[file(&write_only, 0, 64)]),
         ErrorKind::AccessDenied,
     );
-    let region = How::key(1)
+    let region = RegAttr::key(1)
         .access(Access::REMOTE_READ)
         .register(domain, &[file(&read_only, 0, 64)])
         .unwrap();
     refused(
-        domain.sub_regions().unwrap().register_sub(region, &How::key(2).request(), 0, 8),
+        domain.sub_regions().unwrap().register_sub(region, &RegAttr::key(2).request(), 0, 8),
         ErrorKind::AccessDenied,
     );
     domain.deregister(region).unwrap();
-    // Appending comes later, through the fd that the application kept.
+    // The application sets O_APPEND after the registration, through its own fd.
     let region = all.register(domain, &[file(&fd, 0, 64)]).unwrap();
     let source = Buffer::filled(8, 7);
     pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 8).unwrap();
     rustix::fs::fcntl_setfl(&fd, OFlags::APPEND).unwrap();
     let late = pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 0);
     refused(late, ErrorKind::InvalidArgument);
-    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, PAGE as i64, "nothing was appended");
+    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, PAGE as i64, "a write was appended");
     assert_eq!(file_bytes(&fd, 0, 16), [[0; 8], [7; 8]].concat());
 }
 
-/// A simulated device memory, as a vector, for staged copies.
+/// A simulated device for staged copies. The vector is its memory.
 #[derive(Debug)]
 struct Device(Mutex<Vec<u8>>);
 
@@ -654,7 +667,7 @@ fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
         range: AddressRange::new(Address(0x10_0000_0000), len as u64).unwrap(),
         backing: Backing::Staged(Arc::clone(&device) as Arc<dyn StagedMemory>),
     };
-    let region = How::key(1).register(&*pair.there.domain, &[piece]).unwrap();
+    let region = RegAttr::key(1).register(&*pair.there.domain, &[piece]).unwrap();
     let source = Buffer::counting(len - 1);
     let key = remote(region, len as u64);
     pair.here.write(pair.to, &[source.whole()], &key, 1).unwrap();
@@ -670,7 +683,7 @@ fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
         .domain
         .sub_regions()
         .unwrap()
-        .register_sub(region, &How::key(2).request(), 1000, 10)
+        .register_sub(region, &RegAttr::key(2).request(), 1000, 10)
         .unwrap();
     pair.here.write(pair.to, &[source.segment(0, 10, None)], &remote(sub, 10), 0).unwrap();
     assert_eq!(device.0.lock().unwrap()[1000..1010], source.bytes()[..10]);
@@ -681,17 +694,17 @@ fn missing_import_is_unsupported() {
     let imports = hmem_core::provider::Imports::default();
     let domain = domain(&Loopback::builder().imports(imports).build().unwrap(), MrMode::empty());
     let fd = memfd(PAGE as u64, SealFlags::SHRINK);
-    refused(How::key(1).register(&*domain, &[file(&fd, 0, 10)]), ErrorKind::Unsupported);
+    refused(RegAttr::key(1).register(&*domain, &[file(&fd, 0, 10)]), ErrorKind::Unsupported);
     let staged = Piece {
         range: AddressRange::new(Address(4096), 1).unwrap(),
         backing: Backing::Staged(Arc::new(Device(Mutex::default()))),
     };
-    refused(How::key(1).register(&*domain, &[staged]), ErrorKind::Unsupported);
+    refused(RegAttr::key(1).register(&*domain, &[staged]), ErrorKind::Unsupported);
     let peer = Piece {
         range: AddressRange::new(Address(4096), 1).unwrap(),
         backing: Backing::PeerMemory { address: Address(4096) },
     };
-    refused(How::key(1).register(&*domain, &[peer]), ErrorKind::Unsupported);
+    refused(RegAttr::key(1).register(&*domain, &[peer]), ErrorKind::Unsupported);
 }
 
 #[test]
@@ -702,7 +715,7 @@ fn atomics_through_different_mappings_are_atomic_together() {
         .iter()
         .enumerate()
         .map(|(n, owned)| {
-            How::key(n as u64)
+            RegAttr::key(n as u64)
                 .register(&*pair.there.domain, &[host(target.range(), *owned)])
                 .unwrap()
         })
@@ -731,11 +744,12 @@ fn atomic_across_two_pieces_is_refused() {
         let pair = pair(Memory::Follow, MrMode::empty());
         let targets = [Buffer::counting(64), Buffer::counting(64)];
         let before = targets.each_ref().map(Buffer::bytes);
-        // Both pieces start at multiples of 8; the second starts in the middle of an element.
+        // Both pieces start at addresses that are multiples of 8. The second piece starts in the
+        // middle of an element.
         let pieces = targets
             .each_ref()
             .map(|target| host(target.range().slice(0, 12).expect("a part"), owned));
-        let region = How::key(1).register(&*pair.there.domain, &pieces).unwrap();
+        let region = RegAttr::key(1).register(&*pair.there.domain, &pieces).unwrap();
         let key = remote(region, 24);
         let operands = Buffer::filled(16, 1);
         let add = |at: u64, len: usize, datatype: AtomicType| {
@@ -750,8 +764,12 @@ fn atomic_across_two_pieces_is_refused() {
         };
         refused(add(8, 8, AtomicType::U64), ErrorKind::InvalidArgument);
         refused(add(0, 16, AtomicType::U64), ErrorKind::InvalidArgument);
-        assert_eq!(targets.each_ref().map(Buffer::bytes), before, "refused, and memory changed");
-        // Elements that meet the seam and do not cross it.
+        assert_eq!(
+            targets.each_ref().map(Buffer::bytes),
+            before,
+            "a refused atomic changed memory"
+        );
+        // These elements end or begin at the boundary of the pieces, and do not cross it.
         add(8, 8, AtomicType::U32).unwrap();
         assert_eq!(targets[0].bytes()[8..12], [9, 10, 11, 12]);
         assert_eq!(targets[1].bytes()[..4], [1, 2, 3, 4]);

@@ -1,5 +1,5 @@
-//! Sends and receives on the loopback NIC: matching, order, bounds, cancellation, queues and
-//! counters.
+//! Tests of sends and receives on the loopback NIC: matching, order, bounds, cancellation, queues
+//! and counters.
 
 mod support;
 #[path = "support/waiting_copies.rs"]
@@ -34,7 +34,7 @@ fn receive(
     end.post(Operation::Receive { tag, from }, &[buffer], PeerId(0), context)
 }
 
-/// Returns context, length and tag of a completed receive.
+/// Returns the context, length and tag of a successful receive.
 fn received(completion: Completion) -> (u64, u64, Option<u64>) {
     assert_eq!(completion.kind, CompletionKind::Receive);
     (completion.context, completion.result.unwrap(), completion.tag)
@@ -72,7 +72,7 @@ fn tags_match_under_the_ignore_mask_and_in_order() {
     assert_eq!(received(pair.there.next()), (1, 1, Some(0x20)));
     assert_eq!(received(pair.there.next()), (2, 1, Some(0x10)));
     assert_eq!(received(pair.there.next()), (3, 1, Some(0x11)));
-    // An untagged receive takes no tagged message.
+    // An untagged receive does not match a tagged message.
     assert!(pair.there.try_next().is_none());
     pair.here.run(send(None), &[byte(9).whole()], pair.to).unwrap();
     assert_eq!(received(pair.there.next()), (4, 1, None));
@@ -109,7 +109,8 @@ fn messages_wait_in_order_for_room_at_the_receiver() {
     let provider = Loopback::builder().unexpected_bytes(10).build().unwrap();
     let pair = Pair::new(provider, MrMode::empty());
     let target = Buffer::new(8);
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let region =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
     let key = remote(region, 8);
     let messages = [Buffer::filled(8, 1), Buffer::filled(8, 2)];
     for (n, message) in messages.iter().enumerate() {
@@ -122,7 +123,7 @@ fn messages_wait_in_order_for_room_at_the_receiver() {
         .unwrap();
     assert_eq!(pair.here.next().context, 0);
     assert!(pair.here.try_next().is_none());
-    assert_eq!(target.bytes(), [0; 8], "what was posted behind a waiting message waits too");
+    assert_eq!(target.bytes(), [0; 8], "a request overtook a waiting message");
     let sink = Buffer::new(16);
     receive(&pair.there, None, None, sink.segment(0, 8, None), 5).unwrap();
     assert_eq!(received(pair.there.next()), (5, 8, None));
@@ -138,7 +139,7 @@ fn descriptor_needs_the_local_right() {
     let pair = pair();
     let buffer = Buffer::filled(8, 1);
     let with = |end: &End, access| {
-        let region = How::key(u64::from(access as u8)).access(if access {
+        let region = RegAttr::key(u64::from(access as u8)).access(if access {
             Access::SEND
         } else {
             Access::RECV
@@ -175,7 +176,7 @@ fn failed_send_keeps_the_order_of_receives() {
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let sink = Buffer::new(2);
     receive(&pair.there, Some((1, 0)), None, sink.segment(0, 1, None), 1).unwrap();
-    // Takes every tag, and so the one that the first one waits for.
+    // This receive matches every tag, even the tag that the first receive waits for.
     receive(&pair.there, Some((0, u64::MAX)), None, sink.segment(1, 1, None), 2).unwrap();
     faults.fail(Call::Transfer, 1, hmem_core::Errno(5));
     refused(
@@ -189,7 +190,7 @@ fn failed_send_keeps_the_order_of_receives() {
     assert_eq!(sink.bytes(), [2, 3]);
 }
 
-/// A copy engine that closes an endpoint during a read.
+/// A copy engine. Each read of its memory closes `endpoint`.
 #[derive(Debug)]
 struct Closing {
     endpoint: Arc<dyn ProviderEndpoint>,
@@ -221,7 +222,7 @@ fn closing_an_endpoint_during_a_message_cancels_its_receive() {
         let range = AddressRange::new(Address(4096), 8).unwrap();
         let device = Arc::new(Closing { endpoint: Arc::clone(&pair.there.endpoint), fails });
         let piece = Piece { range, backing: Backing::Staged(device) };
-        let region = How::key(1).register(&*pair.here.domain, &[piece]).unwrap();
+        let region = RegAttr::key(1).register(&*pair.here.domain, &[piece]).unwrap();
         let message = LocalSegment { address: range.start(), len: 8, desc: Some(region.local) };
         let expected = if fails { ErrorKind::Driver } else { ErrorKind::Unreachable };
         refused(pair.here.run(send(None), &[message], pair.to), expected);
@@ -273,7 +274,7 @@ fn altered_endpoint_name_is_refused() {
     }
     let elsewhere = self::pair();
     refused(pair.here.endpoint.resolve(&elsewhere.here.endpoint.name()), ErrorKind::Unreachable);
-    assert_eq!(pair.here.peer(&pair.there), pair.to, "a peer that is known keeps its number");
+    assert_eq!(pair.here.peer(&pair.there), pair.to, "resolving a peer again changed its number");
 }
 
 #[test]
@@ -293,22 +294,6 @@ fn post_beyond_the_queue_depth_fails_with_again() {
     contexts.sort_unstable();
     assert_eq!(contexts, [0, 1, 10, 11]);
     end.post(send(None), &[buffer.whole()], to, 2).unwrap();
-}
-
-#[test]
-fn overrun_queue_reports_it_after_its_completions() {
-    let provider = Loopback::builder().build().unwrap();
-    let domain = domain(&provider, MrMode::empty());
-    let cq = domain.open_cq(2).unwrap();
-    let end = End::with(&domain, |attr| attr.tx_cq = Arc::clone(&cq));
-    let to = end.peer(&end);
-    for n in 0..3 {
-        end.post(send(None), &[], to, n).unwrap();
-    }
-    domain.manual_progress().unwrap().progress().unwrap();
-    let mut out = Vec::new();
-    assert_eq!(cq.read(&mut out, 10).unwrap(), 2);
-    refused(cq.read(&mut out, 10), ErrorKind::OutOfResources);
 }
 
 #[test]
@@ -352,7 +337,7 @@ fn progress_thread_delivers_messages() {
             assert_eq!(sink.bytes(), [n as u8; 8]);
         }
     });
-    assert!(pair.here.domain.manual_progress().is_none(), "the thread does all of it");
+    assert!(pair.here.domain.manual_progress().is_none(), "the progress thread makes all progress");
 }
 
 /// EVT-04
@@ -375,7 +360,8 @@ fn immediate_data_arrives_with_tagged_and_early_messages() {
 fn refused_write_with_immediate_data_keeps_the_receive() {
     let pair = pair();
     let (source, target, sink) = (Buffer::filled(8, 3), Buffer::new(8), Buffer::new(8));
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let region =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
     let key = remote(region, 8);
     for context in [1, 2] {
         receive(&pair.there, None, None, sink.whole(), context).unwrap();
@@ -406,7 +392,8 @@ fn write_with_immediate_data_needs_a_matching_receive() {
     let pair = pair();
     let other = End::open(&pair.here.domain);
     let (source, target, sink) = (Buffer::filled(8, 3), Buffer::new(8), Buffer::new(8));
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let region =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
     let key = remote(region, 8);
     receive(&pair.there, Some((1, 0)), None, sink.whole(), 1).unwrap();
     receive(&pair.there, None, Some(pair.there.peer(&other)), sink.whole(), 2).unwrap();
@@ -429,7 +416,8 @@ fn write_with_immediate_data_waits_for_room_and_executes_once() {
     let there = End::with(&pair.there.domain, |attr| attr.rma_event = true);
     let to = pair.here.peer(&there);
     let (source, target, sink) = (Buffer::filled(8, 3), Buffer::new(8), Buffer::new(8));
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let region =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
     let counters = pair.there.domain.region_counters().unwrap();
     counters.bind_counter(region, &counter).unwrap();
     let key = remote(region, 8);
@@ -451,7 +439,7 @@ fn write_with_immediate_data_waits_for_room_and_executes_once() {
     pair.here.next().result.unwrap();
     receive(&there, None, None, sink.whole(), 9).unwrap();
     assert_eq!(there.next().data, Some(DEPTH));
-    assert_eq!((counter.value(), counter.errors()), (DEPTH + 1, 0), "written twice");
+    assert_eq!((counter.value(), counter.errors()), (DEPTH + 1, 0), "the write executed twice");
 }
 
 /// EVT-04

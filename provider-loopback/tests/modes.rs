@@ -1,4 +1,4 @@
-//! The mr_mode bits, flags, limits and faults of the loopback NIC.
+//! Tests of the loopback NIC's mr_mode bits, flags, limits and fault injection.
 
 mod support;
 #[path = "support/waiting_copies.rs"]
@@ -23,7 +23,7 @@ fn pair(mode: MrMode) -> Pair {
 fn disabled_region_is_refused_until_enabled() {
     let pair = pair(MrMode::RMA_EVENT);
     let target = Buffer::new(8);
-    let region = How::key(1)
+    let region = RegAttr::key(1)
         .disabled()
         .register(&*pair.there.domain, &[host(target.range(), true)])
         .unwrap();
@@ -45,7 +45,7 @@ fn counters_count_each_remote_write_and_atomic_once() {
     let without = End::open(&there);
     let here = End::open(&domain(&provider, MrMode::empty()));
     let target = Buffer::new(64);
-    let region = How::key(1)
+    let region = RegAttr::key(1)
         .flags(MrFlags::RMA_EVENT)
         .disabled()
         .register(&*there, &[host(target.range(), true)])
@@ -99,8 +99,9 @@ fn bound_region_is_accessed_through_its_endpoint_only() {
     let (bound, other) = (End::open(&there), End::open(&there));
     let here = End::open(&domain(&provider, MrMode::empty()));
     let target = Buffer::new(8);
-    let register =
-        |key| How::key(key).disabled().register(&*there, &[host(target.range(), true)]).unwrap();
+    let register = |key| {
+        RegAttr::key(key).disabled().register(&*there, &[host(target.range(), true)]).unwrap()
+    };
     let region = register(1);
     there.endpoint_binding().unwrap().bind_endpoint(region, &*bound.endpoint).unwrap();
     refused(
@@ -119,7 +120,7 @@ fn bound_region_is_accessed_through_its_endpoint_only() {
     write(&bound, region).unwrap();
     refused(write(&other, region), ErrorKind::AccessDenied);
     refused(write(&bound, unbound), ErrorKind::AccessDenied);
-    // Region and endpoint close in either order.
+    // The application may close the region and the endpoint in either order.
     bound.endpoint.close().unwrap();
     refused(
         there.endpoint_binding().unwrap().bind_endpoint(unbound, &*bound.endpoint),
@@ -140,12 +141,12 @@ fn local_buffers_are_used_through_their_endpoint_only() {
     let (bound, other) = (End::open(&here), End::open(&here));
     let there = End::open(&domain(&provider, MrMode::empty()));
     let (target, local, sink) = (Buffer::new(8), Buffer::filled(8, 1), Buffer::new(8));
-    let exposed = How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+    let exposed = RegAttr::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
     let key = remote(exposed, 8);
     for owned in [true, false] {
         let register = |key, endpoint: Option<&End>| {
-            let how = How::key(key).disabled();
-            let region = how.register(&*here, &[host(local.range(), owned)]).unwrap();
+            let attr = RegAttr::key(key).disabled();
+            let region = attr.register(&*here, &[host(local.range(), owned)]).unwrap();
             if let Some(end) = endpoint {
                 here.endpoint_binding().unwrap().bind_endpoint(region, &*end.endpoint).unwrap();
             }
@@ -159,7 +160,8 @@ fn local_buffers_are_used_through_their_endpoint_only() {
             let to = end.peer(&there);
             refused(end.write(to, &[segment(region)], &key, 0), ErrorKind::AccessDenied);
             refused(end.read(to, &[segment(region)], &key, 0), ErrorKind::AccessDenied);
-            // In a list, which goes another way, and as the buffer of a message.
+            // Tests the buffer in a list of segments, which has a code path of its own, and as the
+            // buffer of a message.
             let half =
                 [local.segment(0, 4, Some(region.local)), local.segment(4, 4, Some(region.local))];
             refused(end.write(to, &half, &key, 0), ErrorKind::AccessDenied);
@@ -200,7 +202,7 @@ fn local_buffers_are_used_through_their_endpoint_only() {
 fn zero_length_accesses_need_a_key_and_a_right() {
     let pair = pair(MrMode::empty());
     let target = Buffer::new(8);
-    let region = How::key(1)
+    let region = RegAttr::key(1)
         .access(Access::REMOTE_READ)
         .register(&*pair.there.domain, &[host(target.range(), true)])
         .unwrap();
@@ -215,7 +217,8 @@ fn every_atomic_form_is_checked_at_post() {
     use hmem_core::transfer::AtomicType;
     let pair = pair(MrMode::empty());
     let target = Buffer::counting(64);
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let region =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
     let key = remote(region, 64);
     let (buffer, result) = (Buffer::new(64), Buffer::new(64));
     let run = |op, len, operands: usize, result_len: Option<usize>, compare: Option<usize>| {
@@ -250,7 +253,7 @@ fn comparing_atomics_swap_only_if_compare_op_target_holds() {
         let pair = pair(MrMode::empty());
         let target = Buffer::new(8);
         let region =
-            How::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+            RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
         let key = remote(region, 8);
         for (op, compare, swaps) in [
             (AtomicOp::Cswap, 5, true),
@@ -280,18 +283,18 @@ fn limits_are_enforced_and_released_at_close() {
     let (domain, other) = (domain(&provider, MrMode::empty()), domain(&provider, MrMode::empty()));
     let buffer = Buffer::new(100);
     let register = |key, len: u64| {
-        How::key(key).register(&*domain, &[host(buffer.range().slice(0, len).unwrap(), true)])
+        RegAttr::key(key).register(&*domain, &[host(buffer.range().slice(0, len).unwrap(), true)])
     };
     refused(register(1, 81), ErrorKind::InvalidArgument);
     let piece = host(buffer.range().slice(0, 30).unwrap(), true);
     let three = [piece.clone(), piece.clone(), piece.clone()];
-    refused(How::key(1).register(&*domain, &three), ErrorKind::InvalidArgument);
+    refused(RegAttr::key(1).register(&*domain, &three), ErrorKind::InvalidArgument);
     let first = register(1, 60).unwrap();
     let refusal = register(2, 41).unwrap_err();
     assert_eq!(refusal.kind(), ErrorKind::OutOfResources);
     assert_eq!(refusal.context_value("limit"), Some("max_pinned_bytes"));
-    // The limits are the NIC's, not the domain's.
-    let second = How::key(1).register(&*other, &[piece]).unwrap();
+    // The limits apply to the whole NIC, not to each domain.
+    let second = RegAttr::key(1).register(&*other, &[piece]).unwrap();
     refused(register(2, 1), ErrorKind::OutOfResources);
     domain.deregister(first).unwrap();
     refused(register(1, 71), ErrorKind::OutOfResources);
@@ -309,10 +312,14 @@ fn failed_call_leaves_no_object_behind() {
     let there = &*pair.there.domain;
     let scenario = || -> hmem_core::Result<()> {
         provider.open_domain(&support::request(MrMode::empty()))?.open_cq(4)?;
-        let region = How::key(1).register(there, &[host(target.range(), true)])?;
+        let region = RegAttr::key(1).register(there, &[host(target.range(), true)])?;
         let used = (|| {
-            let sub =
-                there.sub_regions().unwrap().register_sub(region, &How::key(2).request(), 0, 4)?;
+            let sub = there.sub_regions().unwrap().register_sub(
+                region,
+                &RegAttr::key(2).request(),
+                0,
+                4,
+            )?;
             there.deregister(sub)?;
             let raw = there.raw_keys().unwrap().raw_key(region)?;
             let mapped = there.raw_keys().unwrap().map_raw(
@@ -353,7 +360,8 @@ fn failed_deregistration_leaves_the_region_usable() {
     let faults = Faults::new();
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let target = Buffer::new(8);
-    let region = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let region =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
     faults.fail(Call::Deregister, 1, Errno(5));
     refused(pair.there.domain.deregister(region), ErrorKind::Driver);
     let source = Buffer::filled(8, 1);
@@ -371,7 +379,7 @@ fn domains_and_endpoints_can_be_dropped_in_any_order() {
             let Pair { provider, here, there, to } = Pair::new(provider, MrMode::empty());
             let target = Buffer::new(8);
             let region =
-                How::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+                RegAttr::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
             let source = Buffer::filled(8, 1);
             here.write(to, &[source.whole()], &remote(region, 8), 0).unwrap();
             match order {
@@ -422,7 +430,7 @@ fn domains_and_endpoints_can_be_dropped_in_any_order() {
     }
 }
 
-/// A copy engine that drops the last handles of the domain that calls it.
+/// A copy engine. Its first write drops the last handles of the domain that calls it.
 #[derive(Debug)]
 struct Dropping(std::sync::Mutex<Option<End>>, std::sync::mpsc::Sender<std::thread::ThreadId>);
 
@@ -451,11 +459,12 @@ fn progress_thread_can_drop_its_own_domain() {
         range: AddressRange::new(Address(4096), 8).unwrap(),
         backing: Backing::Staged(Arc::clone(&device) as Arc<dyn hmem_core::provider::StagedMemory>),
     };
-    let region = How::key(1).register(&*there.domain, &[piece]).unwrap();
+    let region = RegAttr::key(1).register(&*there.domain, &[piece]).unwrap();
     let source = Buffer::filled(8, 1);
     let key = remote(region, 8);
     let list = [RemoteSegment { address: hmem_core::Iova(0), len: 8, key: &key }];
-    // The device owns `here` before it is called: its lock is held until then.
+    // The NIC calls the device only after `here` was moved into the device: the test holds the
+    // device's lock until then.
     let mut slot = device.0.lock().unwrap();
     here.post(Operation::Write { remote: &list }, &[source.whole()], to, 1).unwrap();
     *slot = Some(here);

@@ -1,6 +1,7 @@
-//! Races of registrations, deregistrations, binds and closes with transfers on the loopback NIC.
+//! Tests of races between transfers and registrations, deregistrations, binds and closes on the
+//! loopback NIC.
 //!
-//! The tests use gates instead of delays.
+//! Gates hold calls in flight, so that the tests need no delays.
 
 mod support;
 
@@ -24,7 +25,7 @@ fn deregistration_waits_for_a_transfer_in_flight() {
         let pair = Pair::new(provider, MrMode::empty());
         let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
         let region =
-            How::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+            RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
         let key = remote(region, 64);
         let returned = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -40,7 +41,7 @@ fn deregistration_waits_for_a_transfer_in_flight() {
                 returned.store(true, Ordering::SeqCst);
                 seen
             });
-            // The key is dead before the deregistration returns.
+            // The region's key is invalid before the deregistration returns.
             let late = End::open(&pair.here.domain);
             let to = late.peer(&pair.there);
             while pair.there.domain.live().regions > 0 {
@@ -68,9 +69,10 @@ fn closing_an_endpoint_waits_for_its_executing_request() {
         let pair = Pair::new(provider, MrMode::empty());
         let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
         let region =
-            How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+            RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
         let key = remote(region, 64);
-        // The initiator's endpoint executes a write; a message is in the hands of the receiver's.
+        // The test closes the endpoint that is busy: the initiator's endpoint during a write, and
+        // the receiver's endpoint during a message.
         let closed = if message { &pair.there } else { &pair.here };
         let receive = Operation::Receive { tag: None, from: None };
         if message {
@@ -94,7 +96,7 @@ fn closing_an_endpoint_waits_for_its_executing_request() {
             while closed.domain.live().endpoints > 0 {
                 std::thread::yield_now();
             }
-            // A close that does not wait gets the time to return before the transfer goes on.
+            // A close that does not wait would return during this loop.
             for _ in 0..1000 {
                 std::thread::yield_now();
             }
@@ -104,7 +106,7 @@ fn closing_an_endpoint_waits_for_its_executing_request() {
             let (moved, at_close) = (moving.join().unwrap(), closing.join().unwrap());
             assert_eq!(target.bytes(), at_close, "memory was touched after close returned");
             if message {
-                // The receiver went away before a byte of it had moved.
+                // The receiver was closed before a byte of the message had moved.
                 refused(moved, ErrorKind::Unreachable);
                 refused(pair.there.next().result, ErrorKind::Canceled);
                 assert_eq!(at_close, [0; 64]);
@@ -115,7 +117,8 @@ fn closing_an_endpoint_waits_for_its_executing_request() {
     }
 }
 
-/// The post waits after it has found the endpoint open, and continues after the close.
+/// A request that is posted while its endpoint closes is refused or canceled. The post finds the
+/// endpoint open, waits at a gate, and continues after the close.
 #[test]
 fn request_posted_while_its_endpoint_closes_is_refused_or_canceled() {
     let receive = Operation::Receive { tag: None, from: None };
@@ -136,7 +139,7 @@ fn request_posted_while_its_endpoint_closes_is_refused_or_canceled() {
         });
         if ends_as_canceled {
             posted.unwrap();
-            let ended = end.try_next().expect("the receive is lost");
+            let ended = end.try_next().expect("the receive did not complete");
             assert_eq!(ended.context, 5);
             refused(ended.result, ErrorKind::Canceled);
         } else {
@@ -148,14 +151,15 @@ fn request_posted_while_its_endpoint_closes_is_refused_or_canceled() {
 
 /// MW-03
 ///
-/// The bind has found the endpoint open, and then waits for a refresh of its region.
+/// A window is not bound after its endpoint has closed during the bind. The bind finds the endpoint
+/// open, and then waits for a refresh of the region.
 #[test]
 fn window_bound_while_its_endpoint_closes_is_free_afterwards() {
     let faults = Faults::new();
     let domain = domain(&Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let target = Buffer::new(64);
-    let how = How::key(1).access(Access::RECV | Access::MW_BIND);
-    let region = how.register(&*domain, &[host(target.range(), false)]).unwrap();
+    let attr = RegAttr::key(1).access(Access::RECV | Access::MW_BIND);
+    let region = attr.register(&*domain, &[host(target.range(), false)]).unwrap();
     let windows = domain.windows().unwrap();
     let window = windows.alloc_window(WindowType::TwoB).unwrap();
     let end = End::open(&domain);
@@ -171,7 +175,7 @@ fn window_bound_while_its_endpoint_closes_is_free_afterwards() {
             windows.bind_window_now(&*end.endpoint, window, &bind, 1)
         });
         faults.wait_for_calls(Call::BindWindow, 1);
-        // The bind gets the time to reach the region.
+        // The bind reaches the lock of the region during this loop.
         for _ in 0..1000 {
             std::thread::yield_now();
         }
@@ -219,7 +223,7 @@ fn after_deregistration_no_byte_changes() {
                 });
             }
             for round in 0..300 {
-                let region = How::key(1)
+                let region = RegAttr::key(1)
                     .register(&*there.domain, &[host(target.range(), round % 2 == 0)])
                     .unwrap();
                 let before = writes.load(Ordering::Relaxed);
@@ -252,9 +256,9 @@ fn concurrent_registrations_keep_exact_counts() {
                     scope.spawn(move || {
                         let mut live = Vec::new();
                         for n in 0..3000u64 {
-                            let how = How::key(thread << 16 | n);
+                            let attr = RegAttr::key(thread << 16 | n);
                             live.push(
-                                how.register(&**domain, &[host(buffer.range(), true)]).unwrap(),
+                                attr.register(&**domain, &[host(buffer.range(), true)]).unwrap(),
                             );
                             if n % 3 == 2 {
                                 domain
@@ -286,7 +290,7 @@ fn registration_in_flight_has_no_valid_key() {
     std::thread::scope(|scope| {
         let gate = faults.hold(Call::Register);
         let registering = scope
-            .spawn(|| How::key(9).register(&*pair.there.domain, &[host(target.range(), true)]));
+            .spawn(|| RegAttr::key(9).register(&*pair.there.domain, &[host(target.range(), true)]));
         gate.wait_held();
         let key =
             hmem_core::RemoteKey::new(hmem_core::Addressing::ZeroBased, hmem_core::Iova(0), 8, 9);

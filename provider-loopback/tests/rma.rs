@@ -1,4 +1,4 @@
-//! Writes, reads and keys on the loopback NIC, through the provider traits.
+//! Tests of writes, reads and keys on the loopback NIC, through the provider traits.
 
 mod support;
 
@@ -23,8 +23,9 @@ fn writes_arrive_in_owned_and_borrowed_memory() {
         for mode in [MrMode::empty(), MrMode::PROV_KEY] {
             let pair = pair(mode);
             let target = Buffer::new(10_000);
-            let region =
-                How::key(5).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+            let region = RegAttr::key(5)
+                .register(&*pair.there.domain, &[host(target.range(), owned)])
+                .unwrap();
             let key = remote(region, 10_000);
             let source = Buffer::counting(4_000);
             assert_eq!(pair.here.write(pair.to, &[source.whole()], &key, 123).unwrap(), 4_000);
@@ -47,7 +48,7 @@ fn segments_of_local_and_remote_lists_may_differ() {
     let targets = [Buffer::new(100), Buffer::new(50), Buffer::new(7)];
     let pieces: Vec<_> =
         targets.iter().enumerate().map(|(n, b)| host(b.range(), n % 2 == 0)).collect();
-    let region = How::key(1).register(&*pair.there.domain, &pieces).unwrap();
+    let region = RegAttr::key(1).register(&*pair.there.domain, &pieces).unwrap();
     let key = remote(region, 157);
     let source = Buffer::counting(157);
     let local =
@@ -66,7 +67,7 @@ fn access_one_byte_outside_the_region_moves_nothing() {
     for owned in [true, false] {
         let pair = pair(MrMode::empty());
         let target = Buffer::new(64);
-        let region = How::key(1)
+        let region = RegAttr::key(1)
             .virtual_addresses()
             .register(&*pair.there.domain, &[host(target.range(), owned)])
             .unwrap();
@@ -79,7 +80,7 @@ fn access_one_byte_outside_the_region_moves_nothing() {
                 ErrorKind::OutOfBounds,
             );
         }
-        // All segments are checked before the first byte of any moves.
+        // The NIC checks all segments before it moves the first byte.
         let list = [
             RemoteSegment { address: Iova(base), len: 8, key: &key },
             RemoteSegment { address: Iova(base + 60), len: 5, key: &key },
@@ -103,13 +104,13 @@ fn each_side_needs_its_right() {
     let pair = pair(MrMode::LOCAL);
     let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
     let here = |access| {
-        How::key(100)
+        RegAttr::key(100)
             .access(access)
             .register(&*pair.here.domain, &[host(source.range(), true)])
             .unwrap()
     };
     let there = |access| {
-        How::key(200)
+        RegAttr::key(200)
             .access(access)
             .register(&*pair.there.domain, &[host(target.range(), true)])
             .unwrap()
@@ -150,8 +151,9 @@ fn each_side_needs_its_right() {
 fn descriptor_must_be_live_and_cover_the_segment() {
     let pair = pair(MrMode::empty());
     let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
-    let theirs = How::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
-    let ours = How::key(1).register(&*pair.here.domain, &[host(source.range(), true)]).unwrap();
+    let theirs =
+        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
+    let ours = RegAttr::key(1).register(&*pair.here.domain, &[host(source.range(), true)]).unwrap();
     let key = remote(theirs, 64);
     let write = |desc| pair.here.write(pair.to, &[source.segment(0, 64, Some(desc))], &key, 0);
     write(ours.local).unwrap();
@@ -172,7 +174,8 @@ fn virtual_access_may_cross_adjacent_pieces() {
         host(other.range(), true),
         host(block.range().slice(0, 100).unwrap(), true),
     ];
-    let region = How::key(1).virtual_addresses().register(&*pair.there.domain, &pieces).unwrap();
+    let region =
+        RegAttr::key(1).virtual_addresses().register(&*pair.there.domain, &pieces).unwrap();
     let key = RemoteKey::new(Addressing::Virtual, Iova(block.address().0), 300, region.key);
     let source = Buffer::counting(150);
     let base = block.address().0;
@@ -187,7 +190,7 @@ fn virtual_access_may_cross_adjacent_pieces() {
 fn requested_key_can_be_reused_after_close() {
     let domain = domain(&Loopback::builder().key_size(4).build().unwrap(), MrMode::empty());
     let buffer = Buffer::new(64);
-    let register = |key| How::key(key).register(&*domain, &[host(buffer.range(), true)]);
+    let register = |key| RegAttr::key(key).register(&*domain, &[host(buffer.range(), true)]);
     let region = register(42).unwrap();
     assert_eq!(region.key, 42);
     refused(register(42), ErrorKind::NoKey);
@@ -205,7 +208,7 @@ fn absent_page_of_a_local_buffer_fails_only_the_transfer() {
     for owned in [true, false] {
         let target = Buffer::new(64);
         let region =
-            How::key(7).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
+            RegAttr::key(7).register(&*pair.there.domain, &[host(target.range(), owned)]).unwrap();
         let key = remote(region, 64);
         let nothing = LocalSegment { address: Address(0x1000), len: 64, desc: None };
         refused(pair.here.write(pair.to, &[nothing], &key, 0), ErrorKind::BadAddress);
@@ -217,7 +220,7 @@ fn absent_page_of_a_local_buffer_fails_only_the_transfer() {
 
 /// MR-11
 ///
-/// An endpoint keeps no reference to the peers that it has written to.
+/// An endpoint holds no strong reference to the peers that it has written to.
 #[test]
 fn endpoints_that_wrote_to_each_other_are_freed() {
     for by_thread in [true, false] {
@@ -234,11 +237,11 @@ fn endpoints_that_wrote_to_each_other_are_freed() {
             let keys: Vec<_> = ends
                 .iter()
                 .map(|end| {
-                    How::key(1).register(&*end.domain, &[host(buffer.range(), true)]).unwrap()
+                    RegAttr::key(1).register(&*end.domain, &[host(buffer.range(), true)]).unwrap()
                 })
                 .map(|region| remote(region, 8))
                 .collect();
-            // Around the ring, and each to itself.
+            // Each endpoint writes to the next endpoint, and then each writes to itself.
             for step in [1, 0] {
                 for from in 0..3 {
                     let to = (from + step) % 3;

@@ -1,5 +1,5 @@
-//! Staging buffers on the software NIC: the cases of every provider, and those of a NIC that copies
-//! staged memory for peers.
+//! Tests of staging buffers on the software NIC. Some cases apply to every provider, others only to
+//! a NIC that copies staged memory for peers.
 
 #[path = "../../p2p/tests/staging_cases/mod.rs"]
 mod staging_cases;
@@ -39,7 +39,7 @@ const PROGRESSES: [Progress; 2] = [Progress::ByHand, Progress::Thread];
 
 /// BNC-01
 #[test]
-fn every_size_arrives_whole() {
+fn transfers_of_every_size_arrive_whole() {
     for progress in PROGRESSES {
         every_size_arrives(&net(progress), &SIZES, &STARTS, u64::MAX);
     }
@@ -97,8 +97,8 @@ fn copy_engine_works_while_the_nic_copies_a_chunk() {
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 8, key: &key }];
     let begun = || net.device.faults().count(DeviceCall::CopyAsync);
 
-    // Outward: while the wire has the first chunk, copies of those behind it have begun, as many as
-    // there are buffers.
+    // Copies out of the device: while the NIC holds the first chunk, the copies of the next chunks
+    // have begun, one for each staging buffer.
     let before = begun();
     let gate = faults.hold(Call::Chunk);
     net.near.endpoint.write(&list, &remote, PeerId(0), 5).unwrap();
@@ -109,8 +109,8 @@ fn copy_engine_works_while_the_nic_copies_a_chunk() {
     assert_eq!(net.complete(1, 0).0.remove(0).result.unwrap(), CHUNK * 8);
     assert_eq!(begun() - before, 8);
 
-    // Inward: while the wire has a chunk, those before it are on their way into the device and
-    // nobody waited for them.
+    // Copies into the device: while the NIC holds a chunk, the copies of the earlier chunks into
+    // the device are pending. The NIC has not waited for them.
     let before = begun();
     let mut gate = faults.hold(Call::Chunk);
     net.near.endpoint.read(&list, &remote, PeerId(0), 5).unwrap();
@@ -170,9 +170,9 @@ fn failed_copy_of_a_message_fails_only_its_own_side() {
     let far = net.far.device(&net.device, len, LOCAL).unwrap();
     let bytes = pattern(len, 1);
     near.put(0, &bytes);
-    // Five copies out of the one device, five into the other: which of them fails decides whose
-    // failure it is. The first is out of the sender's and the last into the receiver's; between
-    // them it depends on how far the engine is.
+    // Five copies read the sender's device memory and five write the receiver's. The copy that
+    // fails decides which side fails. The first copy is the sender's and the last is the
+    // receiver's. The order of the others depends on timing.
     let mut failures = [0, 0];
     for nth in 1..=10 {
         net.far.endpoint.receive(&[far.slice(0, len)], None, 6).unwrap();
@@ -188,7 +188,7 @@ fn failed_copy_of_a_message_fails_only_its_own_side() {
             continue;
         }
         failures[0] += 1;
-        assert!(there.is_empty(), "the receive ended over the sender's failure");
+        assert!(there.is_empty(), "the sender's failure ended the receive");
         net.near.endpoint.send(&[near.slice(0, len)], None, PeerId(0), 5).unwrap();
         let (mut here, mut there) = net.complete(1, 1);
         here.remove(0).result.unwrap();
@@ -286,8 +286,8 @@ fn atomics_on_staged_memory_are_refused_and_change_nothing() {
     }
 }
 
-/// Calls `post`, and makes chunk `number` (from 0) of the posted transfer wait. Returns the gate at
-/// which it waits.
+/// Calls `post`, and makes chunk `number` of the posted transfer wait. Chunks are counted from 0.
+/// Returns the gate at which the chunk waits.
 fn stop_at(faults: &Faults, number: usize, post: impl FnOnce()) -> hmem_provider_loopback::Gate {
     let mut gate = faults.hold(Call::Chunk);
     post();
@@ -354,7 +354,8 @@ proptest! {
             near.cq.read(&mut out, 1).unwrap();
         }
         let result = out.remove(0).result;
-        // The NIC has copied the last chunk: the transfer may end before or after the close.
+        // The NIC has copied the last chunk, so that the transfer may end before or after the
+        // close.
         match result {
             Ok(moved) => prop_assert_eq!((moved, at + 1), (len, chunks)),
             Err(error) => {

@@ -1,4 +1,5 @@
-//! Waiting for completions of the loopback NIC: several threads, and the event fd.
+//! Tests of waiting for completions of the loopback NIC, with several threads and with the event
+//! fd.
 
 mod support;
 
@@ -50,12 +51,12 @@ fn waiting_threads_share_completions_until_the_domain_closes() {
             let deadline = Instant::now() + Duration::from_secs(60);
             let wait_for = |count: u64| {
                 while (seen.lock().unwrap().len() as u64) < count {
-                    assert!(Instant::now() < deadline, "a thread sleeps on over a completion");
+                    assert!(Instant::now() < deadline, "no thread woke for a completion");
                     thread::yield_now();
                 }
             };
             for context in 0..MESSAGES {
-                // Fewer completions at once than the queue has room for.
+                // Keeps fewer requests in flight than the queue has entries.
                 wait_for(context.saturating_sub(100));
                 let (local, peer) = ([sink.whole()], PeerId(0));
                 let request = WorkRequest { operation: RECEIVE, local: &local, peer, context };
@@ -86,7 +87,7 @@ fn event_fd_is_created_at_first_use_and_closed_with_its_queue() {
     let source = Buffer::filled(8, 1);
     pair.here.run(SEND, &[source.whole()], pair.to).unwrap();
     assert_eq!(pair.here.cq.wait(&mut Vec::new(), 1, Duration::ZERO).unwrap(), 0);
-    assert_eq!(event_fds(), before, "nobody asked for an fd");
+    assert_eq!(event_fds(), before, "an fd exists before its first use");
     let channel = pair.here.cq.channel().unwrap();
     assert!(channel.arm().unwrap() && channel.fd().is_ok());
     assert_eq!(event_fds(), before + 1);

@@ -18,7 +18,7 @@ use support::*;
 
 const RIGHTS: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// The operations that make up the sequences.
+/// The operations from which the tests build sequences.
 const STEPS: [WindowEvent; 8] = [
     WindowEvent::Bind,
     WindowEvent::BindNothing,
@@ -32,8 +32,8 @@ const STEPS: [WindowEvent; 8] = [
 
 /// Returns whether the operation `next` succeeds after the successful operations `done`.
 ///
-/// The oracle is written from the InfiniBand rules and not from the table. It keeps no state and
-/// looks back through the operations.
+/// The oracle follows the text of the InfiniBand specification, not the NIC's table of rules. It
+/// keeps no state and looks back through the operations.
 fn oracle(kind: WindowType, done: &[WindowEvent], next: WindowEvent) -> bool {
     let two = kind != WindowType::One;
     let freed = done.contains(&WindowEvent::Deallocate);
@@ -47,7 +47,8 @@ fn oracle(kind: WindowType, done: &[WindowEvent], next: WindowEvent) -> bool {
     let bound = done.iter().rev().find(|event| decides(event)) == Some(&WindowEvent::Bind);
     match next {
         WindowEvent::DestroyQueuePair => freed || !bound || kind != WindowType::TwoA,
-        // Endpoints of the software NIC are not connected: to resolve a peer again resets nothing.
+        // Endpoints of the software NIC are not connected, so that resolving a peer again resets
+        // nothing.
         WindowEvent::ResetQueuePair => true,
         _ if freed => false,
         WindowEvent::Bind => !two || !bound,
@@ -58,7 +59,7 @@ fn oracle(kind: WindowType, done: &[WindowEvent], next: WindowEvent) -> bool {
     }
 }
 
-/// A region with a peer, and an endpoint that binds windows to the region.
+/// A pair of endpoints, and a region to which one of them binds windows.
 struct Scene {
     pair: Pair,
     target: Buffer,
@@ -72,7 +73,7 @@ impl Scene {
     fn new() -> Self {
         let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
         let target = Buffer::new(64);
-        let region = How::key(1)
+        let region = RegAttr::key(1)
             .access(Access::RECV | Access::MW_BIND)
             .register(&*pair.there.domain, &[host(target.range(), true)])
             .unwrap();
@@ -90,9 +91,9 @@ impl Scene {
         self.peer = self.pair.here.peer(&self.endpoint);
     }
 
-    /// Applies a sequence of operations to a new window. After each operation, compares its result
-    /// and the window's state with the oracle and the table of rules. Returns the number of
-    /// operations.
+    /// Applies a sequence of operations to a new window. After each operation, compares the
+    /// operation's result and the window's state with the oracle and the table of rules. Returns
+    /// the number of operations.
     fn run(&mut self, kind: WindowType, sequence: &[WindowEvent]) -> usize {
         let window = self.windows().alloc_window(kind).unwrap();
         let mut subject = Subject { kind, window, key: window.key, tag: 0 };
@@ -105,7 +106,7 @@ impl Scene {
                 WindowEvent::ResetQueuePair => Ok(state),
                 _ => kind.after(state, event),
             };
-            assert_eq!(table.is_ok(), allowed, "the table, {}", what());
+            assert_eq!(table.is_ok(), allowed, "the table of rules: {}", what());
             let before = self.target.get(8);
             match (subject.step(self, event), table) {
                 (Ok(()), Ok(after)) => {
@@ -115,13 +116,15 @@ impl Scene {
                 (Err(error), Err(rule)) => {
                     let dead = error.kind() == ErrorKind::InvalidKey;
                     let named = error.context_value("rule") == Some(rule.name());
-                    // A peer learns only that the key is dead.
+                    // A peer learns only that the key is invalid.
                     let by_peer =
                         matches!(event, WindowEvent::Access | WindowEvent::InvalidateByPeer);
                     assert!(named || (by_peer && dead), "{}: {error}, not {rule}", what());
                     assert_eq!(self.target.get(8), before, "{}: moved bytes", what());
                 }
-                (done, table) => panic!("{}: {done:?}, but the table has {table:?}", what()),
+                (done, table) => {
+                    panic!("{}: {done:?}, but the table of rules has {table:?}", what())
+                }
             }
             match self.windows().window_status(subject.window) {
                 Ok(status) => assert_eq!((status.state, status.pending), (state, false)),
@@ -199,14 +202,14 @@ impl Subject {
                 scene.open_endpoint();
             }
             WindowEvent::Deallocate => scene.windows().free_window(self.window)?,
-            WindowEvent::Allocate => unreachable!("not one of the steps"),
+            WindowEvent::Allocate => unreachable!("`STEPS` does not contain Allocate"),
         }
         Ok(())
     }
 }
 
-/// Calls `visit` with each sequence of `len` operations. A sequence ends earlier one operation
-/// after the window was freed.
+/// Calls `visit` with each sequence of `len` operations. If an operation frees the window, the
+/// sequence ends after one more operation.
 fn each_sequence(len: usize, done: &mut Vec<WindowEvent>, visit: &mut dyn FnMut(&[WindowEvent])) {
     let before_last = &done[..done.len().saturating_sub(1)];
     if done.len() == len || before_last.contains(&WindowEvent::Deallocate) {
@@ -219,10 +222,10 @@ fn each_sequence(len: usize, done: &mut Vec<WindowEvent>, visit: &mut dyn FnMut(
     }
 }
 
-/// Runs every sequence of up to `len` operations for each window type, one thread for each.
+/// Runs every sequence of up to `len` operations for each window type, on one thread for each type.
 ///
-/// Each sequence of `len` operations is checked after every operation, so that the shorter ones are
-/// checked as its prefixes.
+/// The test checks each sequence of `len` operations after every operation, and so checks its
+/// shorter prefixes too.
 fn run_all_sequences(len: usize) {
     let run = |kind| {
         let (mut scene, mut sequences, mut steps) = (Scene::new(), 0, 0);
@@ -260,7 +263,7 @@ fn random_sequences_of_eight_to_forty_operations_follow_the_oracle() {
         for round in 0..2000 {
             let mut next = || numbers.next().unwrap() as usize;
             let len = 8 + next() % 33;
-            // In most sequences the window is not freed, which would refuse the rest.
+            // Most sequences do not free the window, because all later operations would be refused.
             let steps = if round % 8 == 0 { &STEPS[..] } else { &STEPS[..7] };
             let sequence: Vec<_> = (0..len).map(|_| steps[next() % steps.len()]).collect();
             scene.run(kind, &sequence);
@@ -280,8 +283,8 @@ fn noise(seed: u64) -> impl Iterator<Item = u64> {
 
 const FORGERIES: usize = 1_000_000;
 
-/// Windows of every type in a domain, with live keys, stale keys, and a key that the peer may not
-/// use.
+/// A domain with windows of every type, and keys of these windows: live keys, stale keys, and a key
+/// that the peer may not use.
 struct Keys {
     pair: Pair,
     target: Buffer,
@@ -298,9 +301,10 @@ impl Keys {
     fn new(provider: Loopback, mode: MrMode) -> Self {
         let pair = Pair::new(provider, mode);
         let target = Buffer::new(8);
-        let how = if mode.contains(MrMode::PROV_KEY) { How::provider_key() } else { How::key(1) };
-        let how = how.access(Access::RECV | Access::MW_BIND);
-        let register = |end: &End| how.register(&*end.domain, &[host(target.range(), true)]);
+        let attr =
+            if mode.contains(MrMode::PROV_KEY) { RegAttr::provider_key() } else { RegAttr::key(1) };
+        let attr = attr.access(Access::RECV | Access::MW_BIND);
+        let register = |end: &End| attr.register(&*end.domain, &[host(target.range(), true)]);
         let (region, abroad) = (register(&pair.there).unwrap(), register(&pair.here).unwrap());
         let alloc = |end: &End, kind| end.domain.windows().unwrap().alloc_window(kind).unwrap();
         let bind = |through: &End, window: ProviderWindow, region, tag| {
@@ -327,8 +331,8 @@ impl Keys {
         Self { pair, target, live, stale, foreign, _other: other, known }
     }
 
-    /// Returns keys that name no memory: live keys with one bit or another tag changed, stale keys,
-    /// a key of another domain, and noise. Live keys are left out.
+    /// Returns keys that name no memory: live keys with one of the low `bits` bits or the tag
+    /// changed, stale keys, a key of another domain, and random numbers. No live key is among them.
     fn forged(&self, bits: u32) -> impl Iterator<Item = u64> {
         let near = self.live.iter().flat_map(move |key| (0..bits).map(move |bit| key ^ 1 << bit));
         let tags = self.live.iter().flat_map(|key| (0..=255u64).map(move |tag| key & !0xff | tag));
@@ -338,8 +342,8 @@ impl Keys {
         forged.filter(|key| !self.known.contains(key)).take(FORGERIES)
     }
 
-    /// Writes through each key, many at a time, and checks that each write fails with the error for
-    /// an invalid key.
+    /// Writes with each key, in batches, and checks that each write fails with the error for an
+    /// invalid key.
     fn refuse_all(&self, keys: impl Iterator<Item = RemoteKey>) {
         let source = Buffer::filled(8, 1);
         let (mut keys, mut ends, mut tried) = (keys.peekable(), Vec::new(), 0);
@@ -388,8 +392,8 @@ fn a_million_forged_8_byte_keys_reach_no_window() {
 
 /// KEY-07
 ///
-/// A guess hits one of n windows with probability n / 2^32. The numbers are fixed, and the live
-/// keys are left out.
+/// A guess hits one of n windows with probability n / 2^32. The test cannot fail by chance: its
+/// numbers are fixed, and no live key is among them.
 #[test]
 fn a_million_forged_4_byte_keys_reach_no_window() {
     let provider = Loopback::builder().key_size(4).build().unwrap();
@@ -398,11 +402,11 @@ fn a_million_forged_4_byte_keys_reach_no_window() {
 
 /// KEY-07
 ///
-/// Domains refuse windows in RAW mode. The provider allows them, and no raw key reaches them, not
-/// even one with the number of a bound window.
+/// `hmem_core::Domain` refuses windows in RAW mode, but the provider allows them. No raw key may
+/// reach such a window, not even a raw key with the window's number.
 #[test]
 fn a_million_forged_raw_keys_reach_no_window() {
-    // Raw keys of 8 bytes are a number alone, without a secret that a forger lacks.
+    // A raw key of 8 bytes is only a number, without a secret cookie.
     let provider = Loopback::builder().raw_key_size(8).build().unwrap();
     let keys = Keys::new(provider, MrMode::RAW);
     let raw_keys = keys.pair.here.domain.raw_keys().unwrap();

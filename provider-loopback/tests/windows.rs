@@ -1,4 +1,4 @@
-//! Memory windows of the loopback NIC.
+//! Tests of the loopback NIC's memory windows.
 
 mod support;
 
@@ -21,8 +21,8 @@ struct Scene {
     region: ProviderRegion,
 }
 
-/// Returns a scene for each combination of key size and mode. The NIC may write the scene's region
-/// of 256 bytes, and peers have no rights to it.
+/// Returns a [`Scene`] for each combination of key size and mode. The NIC may write the scene's
+/// region of 256 bytes, and peers have no rights to the region.
 fn scenes() -> impl Iterator<Item = Scene> {
     [(8, MrMode::empty()), (8, MrMode::PROV_KEY), (4, MrMode::PROV_KEY), (4, MrMode::empty())]
         .into_iter()
@@ -34,7 +34,7 @@ fn scenes() -> impl Iterator<Item = Scene> {
 impl Scene {
     fn new(pair: Pair) -> Self {
         let target = Buffer::new(256);
-        let region = How::key(1)
+        let region = RegAttr::key(1)
             .access(Access::RECV | Access::MW_BIND)
             .register(&*pair.there.domain, &[host(target.range(), true)])
             .unwrap();
@@ -90,7 +90,7 @@ impl Scene {
 
 /// MW-01
 #[test]
-fn type_1_bind_changes_the_tag_and_kills_the_old_key() {
+fn type_1_bind_changes_the_tag_and_ends_the_old_key() {
     for scene in scenes() {
         let window =
             scene.pair.there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
@@ -196,7 +196,7 @@ fn type_2_window_is_used_through_its_endpoint_only() {
 
 /// MW-04
 #[test]
-fn send_with_invalidate_kills_the_key_and_keeps_the_window() {
+fn send_with_invalidate_ends_the_key_and_keeps_the_window() {
     for scene in scenes() {
         let there = &scene.pair.there;
         let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
@@ -215,9 +215,10 @@ fn send_with_invalidate_kills_the_key_and_keeps_the_window() {
         let received = there.next();
         assert_eq!((received.result.unwrap(), received.invalidated), (4, Some(number)));
         refused(scene.write(&key, 0, 8), ErrorKind::InvalidKey);
-        // Free, not invalid: the key may be invalidated again, and the window bound again.
+        // The window is free, not invalid: a message may invalidate the key again, and the window
+        // may be bound again.
         scene.pair.here.run(send(&key), &[], scene.pair.to).unwrap();
-        // The key is named to a receive that comes after the message too.
+        // A receive that is posted after the message reports the invalidated key too.
         there.post(receive, &[sink.whole()], PeerId(0), 1).unwrap();
         assert_eq!(there.next().invalidated, Some(number));
         scene.post_bind(there, window, 64, Addressing::ZeroBased, 9).unwrap();
@@ -227,8 +228,8 @@ fn send_with_invalidate_kills_the_key_and_keeps_the_window() {
 
 /// MW-04
 ///
-/// The window is invalidated and bound again while a message that invalidates the old key is in
-/// flight.
+/// A window that is invalidated and bound again keeps its new key, although a message that
+/// invalidates the old key is in flight.
 #[test]
 fn window_bound_again_during_a_message_keeps_its_new_key() {
     let faults = Faults::new();
@@ -263,15 +264,15 @@ fn windows_have_rights_of_their_own() {
     for scene in scenes() {
         let there = &scene.pair.there;
         let base = scene.target.address().0;
-        // The region lets the NIC write but grants peers nothing; the window grants what the region
-        // does not.
+        // The region lets the NIC write but grants peers no rights. The window grants rights that
+        // the region does not.
         refused(scene.write(&remote(scene.region, 256), 0, 8), ErrorKind::AccessDenied);
         let window = there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
         let window = scene.bind(window, 0, 64, WRITE).unwrap();
         let key = scene.virtual_key(window.key, 0, 64);
         scene.write(&key, base, 8).unwrap();
         refused(scene.read(&key, base, 8), ErrorKind::AccessDenied);
-        let readable = How::key(2)
+        let readable = RegAttr::key(2)
             .access(Access::SEND | Access::MW_BIND)
             .register(&*there.domain, &[host(scene.target.range(), true)])
             .unwrap();
@@ -328,7 +329,7 @@ fn windows_outside_their_region_or_of_another_domain_are_refused() {
         let window = there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
         refused(scene.bind(window, 200, 57, READ), ErrorKind::OutOfBounds);
         refused(scene.bind(window, u64::MAX, 1, READ), ErrorKind::OutOfBounds);
-        let foreign = How::key(9)
+        let foreign = RegAttr::key(9)
             .register(&*scene.pair.here.domain, &[host(scene.target.range(), true)])
             .unwrap();
         let bind = WindowBind {
@@ -376,7 +377,7 @@ fn freeing_a_window_waits_for_transfers_after_endpoint_close() {
             scene.pair.there.domain.windows().unwrap().free_window(window).unwrap();
             scene.target.bytes()[64..128].to_vec()
         });
-        // A call that does not wait gets the time to return before the transfer goes on.
+        // A call that does not wait would return during this loop.
         for _ in 0..1000 {
             std::thread::yield_now();
         }
@@ -390,7 +391,8 @@ fn freeing_a_window_waits_for_transfers_after_endpoint_close() {
 
 /// MW-04
 ///
-/// Each call that ends a binding returns after the transfers through it have ended.
+/// Each call that binds, unbinds, invalidates or frees a window returns after the transfers through
+/// its earlier key have ended.
 #[test]
 fn end_of_a_binding_waits_for_transfers_through_the_window() {
     type Ending = fn(&Scene, ProviderWindow);
@@ -428,14 +430,14 @@ fn end_of_a_binding_waits_for_transfers_through_the_window() {
                 end(&scene, window);
                 scene.target.bytes()[64..128].to_vec()
             });
-            // The key is dead before the call returns.
+            // The window's key is invalid before the call that ends the binding returns.
             let late = End::open(&scene.pair.here.domain);
             let to = late.peer(&scene.pair.there);
             let source = Buffer::filled(1, 9);
             while late.write(to, &[source.segment(0, 0, None)], &key, at).is_ok() {
                 std::thread::yield_now();
             }
-            // A call that does not wait gets the time to return before the transfer goes on.
+            // A call that does not wait would return during this loop.
             for _ in 0..1000 {
                 std::thread::yield_now();
             }
@@ -477,7 +479,7 @@ fn binding_makes_no_system_call() {
 
 /// Binds windows of each type with each key size. Any system call ends the process.
 fn bind_without_system_calls(status: i32) -> ! {
-    // More than the 256 tags of a key.
+    // Exceeds the 256 tags of a key, so that tags are used again.
     const ROUNDS: u64 = 700;
     let bound: Vec<_> = scenes()
         .map(|scene| {
@@ -498,7 +500,8 @@ fn bind_without_system_calls(status: i32) -> ! {
             }
         }
     };
-    // The first round lets the allocator get its memory from the system.
+    // This first run makes the allocator get memory from the system, so that the second run needs
+    // no system call.
     bind_all();
     forbid_system_calls();
     bind_all();
@@ -511,14 +514,14 @@ fn forbid_system_calls() {
         |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf, k };
     let (exit, kill) = (libc::SYS_exit_group as u32, libc::SECCOMP_RET_KILL_PROCESS);
     let mut filter = [
-        // The number of the system call is the first word.
+        // The first word of the seccomp data is the number of the system call.
         instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
         instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, exit),
         instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
         instruction(libc::BPF_RET | libc::BPF_K, 0, 0, kill),
     ];
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
-    // SAFETY: the option takes plain numbers.
+    // SAFETY: the arguments of this option are plain numbers.
     let privileges = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     assert_eq!(privileges, 0, "{}", std::io::Error::last_os_error());
     let mode = libc::c_ulong::from(libc::SECCOMP_MODE_FILTER);

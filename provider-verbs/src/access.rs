@@ -14,37 +14,40 @@ bitflags::bitflags! {
     pub struct VerbsOptions: u32 {
         /// Memory windows may be bound to the region. The flag alone grants peers nothing.
         const MW_BIND = AccessFlags::MW_BIND.bits();
-        /// Addresses start at 0 for local and remote requests. Needs one page-aligned range in one
-        /// registration.
+        /// Local and remote requests address the region from 0 on. The region must be one
+        /// page-aligned range that fits in one registration.
         const ZERO_BASED = AccessFlags::ZERO_BASED.bits();
         /// Pages are not pinned. The NIC faults them in on access.
         const ON_DEMAND = AccessFlags::ON_DEMAND.bits();
-        /// The memory lies in huge pages; the provider checks this. For devices with on-demand
-        /// paging. A driver may ignore the flag without ON_DEMAND.
+        /// The memory lies in huge pages; the provider checks this. Only devices with on-demand
+        /// paging support the flag, and a driver may ignore the flag without ON_DEMAND.
         const HUGETLB = AccessFlags::HUGETLB.bits();
         /// The NIC may reorder its PCIe writes. A driver may ignore the flag silently.
         ///
-        /// Domains of core set it by default. They clear it for
+        /// [`hmem_core::Domain`] sets this flag by default. It does not set the flag for
         /// [`WriteOrdering::Strict`](hmem_core::WriteOrdering::Strict), which also overrides the
-        /// builder's options. The flag is listed here for [`VerbsDomain::register_with`] and
-        /// [`VerbsDomain::reg_mr`](super::VerbsDomain::reg_mr), which add nothing.
+        /// builder's options. [`VerbsDomain::register_with`] and
+        /// [`VerbsDomain::reg_mr`](super::VerbsDomain::reg_mr) set the flag only if the caller
+        /// passes it.
         ///
         /// [`VerbsDomain::register_with`]: super::VerbsDomain::register_with
         const RELAXED_ORDERING = AccessFlags::RELAXED_ORDERING.bits();
     }
 }
 
-/// Result of requesting an option at registration.
+/// Outcome for one option of a successful registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OptionResult {
-    /// The driver accepted the option. It would have refused the registration otherwise.
+    /// The driver supports the option. A driver without support would have refused the
+    /// registration.
     Accepted,
-    /// The driver received the option but may have ignored it. No call reports that (VRB-02).
+    /// The driver received the option but may have ignored it. No verbs call reports whether the
+    /// driver ignored the option (VRB-02).
     RequestedNotConfirmable,
 }
 
 impl VerbsOptions {
-    /// Returns each of these options with its result, for a successful registration with them.
+    /// Returns each option in the set, with its result for a successful registration with the set.
     pub fn results(self) -> impl Iterator<Item = (Self, OptionResult)> {
         self.iter().map(move |option| {
             let result = match option {
@@ -66,9 +69,10 @@ impl VerbsOptions {
 /// Properties of a device that [`access_flags`] depends on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceRights {
-    /// Set if the device supports atomics.
+    /// True if the device supports atomics.
     pub atomics: bool,
-    /// Set for iWARP devices. On iWARP the target buffer of an RMA read must be remotely writable.
+    /// True for iWARP devices. On iWARP the local target buffer of an RMA read must be remotely
+    /// writable.
     pub iwarp: bool,
 }
 
@@ -125,7 +129,7 @@ pub(super) fn remote_changes(access: Access, device: DeviceRights) -> AccessFlag
     flags
 }
 
-/// Returns the flags that [`access_flags`] adds to the requested rights: LOCAL_WRITE for all
+/// Returns the flags in [`access_flags`] that the caller did not request: LOCAL_WRITE for all
 /// devices, REMOTE_WRITE for iWARP (VRB-03).
 pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
     let mut asked = AccessFlags::empty();
@@ -143,7 +147,7 @@ pub(super) fn access_of(flags: AccessFlags) -> Access {
         access |= Access::READ | Access::RECV;
     }
     access.set(Access::REMOTE_READ, flags.contains(AccessFlags::REMOTE_READ));
-    // REMOTE_WRITE of fi_mr(3) grants both.
+    // REMOTE_WRITE of fi_mr(3) grants both RMA writes and atomics.
     access |= match (
         flags.contains(AccessFlags::REMOTE_WRITE),
         flags.contains(AccessFlags::REMOTE_ATOMIC),
@@ -192,7 +196,7 @@ pub(super) fn names(flags: AccessFlags) -> String {
 mod tests {
     use super::*;
 
-    /// VRB-03
+    /// VRB-03: `added` returns only flags that the caller did not request.
     #[test]
     fn added_rights_are_distinguished_from_requested_rights() {
         let (plain, iwarp) = (DeviceRights::default(), DeviceRights { atomics: true, iwarp: true });
@@ -210,7 +214,7 @@ mod tests {
         }
     }
 
-    /// VRB-03
+    /// VRB-03: translating verbs flags to libfabric's access rights and back does not change them.
     #[test]
     fn verbs_rights_keep_writes_and_atomics_separate() {
         let device = DeviceRights { atomics: true, iwarp: false };

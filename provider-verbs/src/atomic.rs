@@ -23,12 +23,13 @@ pub(super) const ELEMENT: u64 = 8;
 pub(super) struct AtomicOperands {
     pub(super) opcode: WrOpcode,
     operands: Vec<u64>,
-    /// One value to compare with for each element. Empty if the operation compares nothing.
+    /// One value to compare with for each element. The list is empty if the operation compares
+    /// nothing.
     compares: Vec<u64>,
 }
 
 impl AtomicOperands {
-    /// Checks an atomic operation. Copies its operands from the application's memory.
+    /// Checks an atomic operation and copies its operands from the application's memory.
     pub(super) fn read(
         domain: &DomainState,
         held: &Held<'_>,
@@ -143,7 +144,7 @@ fn read_guarded(address: Address, len: u64, into: &mut Vec<u8>) -> Result<()> {
     let copied = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
     match usize::try_from(copied) {
         Ok(copied) if copied == len => {
-            // SAFETY: the kernel wrote that many bytes.
+            // SAFETY: the kernel wrote `len` bytes.
             unsafe { into.set_len(into.len() + len) };
             Ok(())
         }

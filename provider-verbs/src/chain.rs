@@ -1,5 +1,5 @@
-//! Chains of work requests that are posted together. They are built from the local and remote lists
-//! of a request.
+//! Chains of work requests that one driver call posts. This module builds them from the local and
+//! remote lists of a request.
 
 use hmem_core::{
     Access, Error, ErrorKind, Iova, RemoteKey, RemotePiece, Result,
@@ -28,7 +28,7 @@ pub(super) const WRITE: Rma =
 pub(super) const READ: Rma =
     Rma { opcode: WrOpcode::IBV_WR_RDMA_READ, right: Access::READ, kind: CompletionKind::Read };
 
-/// Adds immediate data to a write request or a message.
+/// Adds immediate data to the work request of a write or a message.
 pub(super) fn carry(request: &mut SendWr, data: u32) {
     request.opcode = if request.opcode == WrOpcode::IBV_WR_RDMA_WRITE {
         WrOpcode::IBV_WR_RDMA_WRITE_WITH_IMM
@@ -38,11 +38,11 @@ pub(super) fn carry(request: &mut SendWr, data: u32) {
     request.invalidate_rkey = data.to_be();
 }
 
-/// Builds the work request of a transfer that needs only one, with one local segment. This is the
-/// fast path. The request points to `segment`, which this call fills in.
+/// Fast path: builds the work request of a transfer that needs only one work request with one local
+/// segment. The work request points to `segment`, which this call fills in.
 ///
-/// Returns the transfer's length. Returns `None` if the transfer needs [`Chain::rma`] or is
-/// invalid; [`Chain::rma`] then returns the error.
+/// Returns the transfer's length in bytes. Returns `None` if the transfer is invalid or needs
+/// several segments or work requests. The caller then calls [`Chain::rma`], which reports errors.
 #[inline]
 pub(super) fn single(
     held: &Held<'_>,
@@ -73,8 +73,8 @@ pub(super) fn single(
     Some(local.len)
 }
 
-/// Work requests that are posted together, or the segments of a receive. Posting reuses the vectors
-/// and thus does not allocate.
+/// Work requests that one driver call posts, or the segments of one receive. Each post reuses the
+/// vectors, which avoids allocations.
 #[derive(Default)]
 pub(super) struct Chain {
     spans: Vec<Span>,
@@ -95,8 +95,9 @@ impl Chain {
         self.requests.clear();
     }
 
-    /// Translates the local list to segments of the NIC. Returns whether regions own all of its
-    /// memory, and its length in bytes.
+    /// Translates a list of local segments to runs that each have one lkey. Returns true if every
+    /// region owns its memory, so that the CPU may read the bytes for an inline send. Also returns
+    /// the list's length in bytes.
     fn local(
         &mut self,
         held: &Held<'_>,
@@ -113,8 +114,8 @@ impl Chain {
         Ok((owned, bytes))
     }
 
-    /// Translates a range of a peer's memory to targets with an rkey. Bytes outside the pieces of
-    /// the peer's key get the last rkey: the peer's NIC checks the bounds.
+    /// Splits a range of a peer's memory into targets that each have one rkey. Bytes outside the
+    /// peer's key get the rkey of the bytes before them: the peer's NIC checks the bounds.
     fn remote(&mut self, domain: &DomainState, segment: &RemoteSegment<'_>) -> Result<()> {
         if segment.key.is_mapped() {
             let pieces = domain.mapped_key(segment.key)?;
@@ -125,7 +126,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Builds an RMA transfer. Returns its length.
+    /// Builds the work requests of an RMA transfer. Returns the transfer's length in bytes.
     pub(super) fn rma(
         &mut self,
         domain: &DomainState,
@@ -157,7 +158,7 @@ impl Chain {
             let mut wr = SendWr::new(rma.opcode, 0);
             wr.wr = WrPart { rdma: RdmaPart { remote_addr: planned.address, rkey: planned.rkey } };
             wr.num_sge = planned.count as i32;
-            // The list is complete, so its segments do not move any more.
+            // `segments` is complete, so its elements do not move any more.
             wr.sg_list = segments[planned.first..].as_mut_ptr();
             if inline && bytes > 0 {
                 wr.send_flags |= SendFlags::INLINE.bits();
@@ -170,7 +171,7 @@ impl Chain {
         Ok(bytes)
     }
 
-    /// Builds a message to send. Returns its length.
+    /// Builds the work request that sends a message. Returns the message's length in bytes.
     pub(super) fn send(
         &mut self,
         domain: &DomainState,
@@ -199,7 +200,7 @@ impl Chain {
         Ok(bytes)
     }
 
-    /// Builds a receive: fills in its segments.
+    /// Builds a receive: checks its local list and fills in `segments`.
     pub(super) fn receive(
         &mut self,
         domain: &DomainState,
@@ -213,7 +214,7 @@ impl Chain {
         self.message(domain, pair.cap.max_recv_sge, u64::MAX, bytes)
     }
 
-    /// Fills in the segments of a message. A message is always one work request.
+    /// Fills in `segments` for a message. A message is always one work request.
     fn message(
         &mut self,
         domain: &DomainState,
@@ -242,7 +243,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Builds an atomic operation. Each element becomes one work request.
+    /// Builds the work requests of an atomic operation, one for each element.
     pub(super) fn atomic(
         &mut self,
         domain: &DomainState,
@@ -263,8 +264,11 @@ impl Chain {
                     "pass a result buffer as long as the target",
                 ));
             }
-            // Verbs always returns the old value. It goes to memory that no code reads.
-            None => self.spans.extend(std::iter::repeat_n(domain.nowhere()?, operands.len())),
+            // Verbs always returns the old value. Without a result buffer, the old value goes to
+            // memory that no code reads.
+            None => {
+                self.spans.extend(std::iter::repeat_n(domain.discard_buffer()?, operands.len()))
+            }
         }
         self.remote(domain, remote)?;
         let Self { spans, targets, segments, planned, requests } = self;
@@ -288,7 +292,7 @@ impl Chain {
     }
 }
 
-/// Splits a remote segment at the borders between pieces with different rkeys.
+/// Splits a range of a peer's memory at the borders between pieces with different rkeys.
 fn cut<'a>(
     targets: &mut Vec<Target>,
     pieces: impl Iterator<Item = &'a RemotePiece> + Clone,
@@ -311,7 +315,7 @@ fn cut<'a>(
                 left
             }
         };
-        // A single key covers the whole segment: the target enforces its bounds.
+        // With one key, the whole segment is one target: the peer's NIC enforces the bounds.
         let len = if pieces.clone().nth(1).is_none() { left } else { len };
         targets.push(Target { address, len, rkey });
         address = address.wrapping_add(len);
@@ -335,7 +339,7 @@ fn number(key: &RemoteKey) -> Result<u32> {
 mod tests {
     use super::*;
 
-    /// KEY-06
+    /// KEY-06: pieces of a raw key with addresses that wrap around at 2^64 cause no panic.
     #[test]
     fn pieces_that_wrap_around_do_not_panic() {
         let piece = |base, len, key| RemotePiece { base: Iova(base), len, key };

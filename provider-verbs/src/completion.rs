@@ -4,7 +4,7 @@ use hmem_core::{Error, ErrorKind, transfer::CompletionKind};
 
 use super::sys::WcStatus;
 
-/// Remedy for a bind of a memory window that the NIC refused.
+/// Remedy in the error for a memory-window bind that the NIC refused.
 pub(super) const BIND_REFUSED: &str = "check the bind's range and rights, that the region has \
                                        MW_BIND, and that the window is not bound";
 
@@ -88,7 +88,8 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_RETRY_EXC_ERR, _) => (
             ErrorKind::Unreachable,
             "transport retries exceeded",
-            "check that the peer's endpoint is open and has resolved this one: it does not answer",
+            "check that the peer's endpoint is open and has resolved this endpoint: the peer does \
+             not answer",
         ),
         (WcStatus::IBV_WC_RNR_RETRY_EXC_ERR, _) => {
             (ErrorKind::Unreachable, "receiver not ready", "post a receive on the peer")
@@ -96,15 +97,17 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_REM_OP_ERR, Send) => (
             ErrorKind::Driver,
             "remote operation error",
-            "the peer's NIC could not complete it: its receive may be shorter than the message, or \
-             without rights",
+            "the peer's NIC could not complete the request: the peer's receive may be shorter than \
+             the message, or without rights",
         ),
         (WcStatus::IBV_WC_REM_OP_ERR, _) => {
             (ErrorKind::Driver, "remote operation error", "see the peer's driver log")
         }
-        (WcStatus::IBV_WC_REM_ABORT_ERR, _) => {
-            (ErrorKind::Canceled, "remote abort", "resolve the peer again: it aborted the request")
-        }
+        (WcStatus::IBV_WC_REM_ABORT_ERR, _) => (
+            ErrorKind::Canceled,
+            "remote abort",
+            "resolve the peer again: the peer aborted the request",
+        ),
         _ => (ErrorKind::Driver, "failed", "see the driver's log"),
     };
     let operation = match kind {

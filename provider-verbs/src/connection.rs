@@ -47,8 +47,8 @@ pub(super) struct PeerName {
     pub(super) lid: u16,
     pub(super) mtu: u8,
     pub(super) reads: u8,
-    /// Number of times that this side ended the connection. If the number in a name has changed,
-    /// the peer must connect again.
+    /// Number of connections that the named endpoint has ended. If the number in an endpoint's name
+    /// has changed, its peer must connect again.
     pub(super) epoch: u16,
 }
 
@@ -123,7 +123,7 @@ pub(super) struct QueuePair {
 // SAFETY: libibverbs objects may be used from any thread, several at once; the owner of this value
 // destroys it once.
 unsafe impl Send for QueuePair {}
-// SAFETY: libibverbs locks a queue pair in each call that takes it (ibverbs(7)).
+// SAFETY: libibverbs locks a queue pair in each call on the queue pair (ibverbs(7)).
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
@@ -178,7 +178,8 @@ impl QueuePair {
             qp_type: QpType::IBV_QPT_RC,
             sq_sig_all: 0,
         };
-        // SAFETY: the protection domain and both queues are alive, and the endpoint keeps them so.
+        // SAFETY: the protection domain and both queues are alive, and the endpoint keeps them
+        // alive.
         let qp = unsafe { (pd.device.library().functions.create_qp)(pd.pd, &mut attr) };
         if qp.is_null() { Err(errors::last()) } else { Ok((qp, attr.cap)) }
     }
@@ -307,7 +308,7 @@ impl QueuePair {
     /// Queries the NIC for the state of the queue pair.
     pub(super) fn state(&self) -> Result<QpState> {
         let mut attr = QpAttr::default();
-        // SAFETY: all zeros is a value of this plain structure.
+        // SAFETY: all zeros is a valid value of this plain structure.
         let mut init: QpInitAttr = unsafe { mem::zeroed() };
         let query = self.device.library().functions.query_qp;
         // SAFETY: the queue pair lives as long as `self`; both structures are writable for the
@@ -324,8 +325,7 @@ impl Drop for QueuePair {
             return;
         }
         let destroy = self.device.library().functions.destroy_qp;
-        // SAFETY: `create` made the queue pair, and each post to it borrows `self`, so none is
-        // running.
+        // SAFETY: `create` made the queue pair. Each post borrows `self`, so no post is running.
         let destroyed = unsafe { destroy(self.qp) };
         if let Err(errno) = errors::status(destroyed) {
             tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_qp");
@@ -338,11 +338,11 @@ pub(super) struct Connection {
     /// The queue pair; `None` once the endpoint is closed.
     pair: Option<QueuePair>,
     peer: Option<PeerName>,
-    /// Set if a request has failed on this connection.
+    /// True if a request has failed on this connection.
     failed: bool,
     epoch: u16,
-    /// Type 2 windows that were bound through the queue pair. They are freed before the queue pair
-    /// is destroyed.
+    /// Type 2 windows that were bound through the queue pair. The endpoint frees them before it
+    /// destroys the queue pair.
     pub(super) windows: NotedWindows,
 }
 
@@ -383,12 +383,12 @@ impl Connection {
         self.failed
     }
 
-    /// Returns the current name of this side, by which a peer connects.
+    /// Returns the endpoint's current name, which a peer needs to connect.
     pub(super) fn name(&self) -> Result<PeerName> {
         Ok(self.open()?.name(self.epoch))
     }
 
-    /// Records that a request failed. A failed request ends the connection.
+    /// Records that a request failed, which ends the connection.
     pub(super) fn note_failure(&mut self) {
         if !self.failed {
             self.failed = true;
@@ -396,8 +396,8 @@ impl Connection {
         }
     }
 
-    /// Ends the connection after a failure that only this side knows of. Requests in flight
-    /// complete with the status "flushed".
+    /// Ends the connection after a failure that the NIC did not detect. Requests in flight complete
+    /// with the status "flushed".
     pub(super) fn fail(&mut self, why: &'static str) {
         self.note_failure();
         if let Ok(Err(error)) = self.open().map(QueuePair::to_error) {
@@ -405,8 +405,8 @@ impl Connection {
         }
     }
 
-    /// Queries the NIC for the state of the connection. If this side had posted nothing, the NIC
-    /// can end a connection without a completion.
+    /// Queries the NIC for the connection's state, and records a failure if the connection has
+    /// ended. Without requests in flight, a connection can end without a completion.
     pub(super) fn refresh(&mut self) -> Result<()> {
         if self.peer.is_some() && !self.failed && self.open()?.state()? != QpState::IBV_QPS_RTS {
             self.note_failure();
@@ -414,8 +414,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Resets the queue pair if it was connected before. Returns whether it was. Otherwise the
-    /// receives that were posted before the first connection stay posted.
+    /// Resets the queue pair and returns true if it was connected before. A queue pair that was
+    /// never connected is not reset and keeps its posted receives.
     pub(super) fn reset(&mut self) -> Result<bool> {
         if self.peer.is_none() {
             return Ok(false);
@@ -426,7 +426,8 @@ impl Connection {
         Ok(true)
     }
 
-    /// Connects a queue pair that is new, or that [`Connection::reset`] has reset.
+    /// Connects the queue pair to `peer`. The queue pair must be new, or reset by
+    /// [`Connection::reset`].
     pub(super) fn connect(&mut self, peer: PeerName) -> Result<()> {
         let pair = self.open()?;
         pair.connect(&peer)?;
@@ -441,23 +442,24 @@ impl Connection {
         Ok(())
     }
 
-    /// Removes and returns the queue pair, and the windows to free before it. Returns `None` if it
-    /// was removed before.
+    /// Removes and returns the queue pair, with the tokens (handles) of the windows that must be
+    /// freed before the queue pair. Returns `None` if the queue pair is already removed.
     pub(super) fn take(&mut self) -> Option<(QueuePair, HashSet<u64>)> {
         Some((self.pair.take()?, std::mem::take(&mut self.windows.tokens)))
     }
 }
 
-/// A set of windows, by their tokens. It also holds windows that were freed since the last cleanup.
+/// A set of memory windows, by their tokens (handles). The set may also hold windows that were
+/// freed since its last cleanup.
 #[derive(Debug, Default)]
 pub(super) struct NotedWindows {
     pub(super) tokens: HashSet<u64>,
-    /// Number of windows after the last cleanup.
+    /// Size of the set after its last cleanup.
     alive: usize,
 }
 
 impl NotedWindows {
-    /// Adds a window. When the number of windows has doubled since the last cleanup, removes freed
+    /// Adds a window. If the set has doubled in size since its last cleanup, removes the freed
     /// windows.
     pub(super) fn note(&mut self, token: u64, is_alive: impl Fn(u64) -> bool) {
         self.tokens.insert(token);
@@ -480,7 +482,7 @@ mod tests {
     fn freed_windows_are_removed() {
         let mut noted = NotedWindows::default();
         for token in 0..1000 {
-            // Every hundredth window stays.
+            // Every hundredth window stays allocated. All others count as freed.
             noted.note(token, |other| other == token || other % 100 == 0);
             assert!(noted.tokens.contains(&token));
         }

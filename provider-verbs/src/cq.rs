@@ -5,7 +5,10 @@ use std::{
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd},
     ptr, slice,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use hmem_core::{Errno, Error, ErrorKind, Result};
@@ -27,6 +30,31 @@ pub(super) struct VerbsCq {
     /// channel. The channel must outlive the queue.
     cq: QueueOfDriver,
     channel: Option<Channel>,
+    room: Arc<CqRoom>,
+}
+
+/// Counter of the entries of a completion queue that requests in flight and unread work completions
+/// use. Each request reserves an entry before its post, so that the NIC never overruns the queue.
+#[derive(Debug)]
+pub(super) struct CqRoom {
+    most: usize,
+    used: AtomicUsize,
+}
+
+impl CqRoom {
+    /// Reserves an entry. Returns false if no entry is free.
+    #[inline]
+    pub(super) fn reserve(&self) -> bool {
+        // The counter protects no other data, so relaxed ordering is enough.
+        let next = |used| (used < self.most).then_some(used + 1);
+        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
+    }
+
+    /// Releases an entry, after a failed post or after the request's work completion was read.
+    #[inline]
+    pub(super) fn release(&self) {
+        self.used.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Owner of an `ibv_cq`, without its channel.
@@ -46,7 +74,7 @@ struct Channel {
 // SAFETY: libibverbs objects may be used from any thread, several at once; the owner of this value
 // destroys it once.
 unsafe impl Send for QueueOfDriver {}
-// SAFETY: libibverbs locks a queue in each call that takes it (ibverbs(7)).
+// SAFETY: libibverbs locks a completion queue in each call on the queue (ibverbs(7)).
 unsafe impl Sync for QueueOfDriver {}
 // SAFETY: libibverbs objects may be used from any thread; the owner of this value destroys the
 // channel once.
@@ -117,12 +145,15 @@ impl VerbsCq {
         channel: Option<Channel>,
     ) -> Result<Self> {
         let most = usize::try_from(device.attr().max_cqe).unwrap_or(0);
-        // A request of several parts completes once, but each part that fails completes.
+        // A request of several work requests completes once if it succeeds, but each failed work
+        // request completes. So requests may reserve only half of the entries, unless the device
+        // has too few.
         let entries = depth.max(1).saturating_mul(2).saturating_add(64).min(most.max(depth));
+        let room = CqRoom { most: (entries / 2).max(depth).max(1), used: AtomicUsize::new(0) };
         let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
         let events = channel.as_ref().map_or(ptr::null_mut(), |channel| channel.channel);
-        // SAFETY: the context is open as long as `device`, and the channel, if there is one, is
-        // destroyed after the queue; vector 0 always exists.
+        // SAFETY: the context is open as long as `device`, and a channel is destroyed after its
+        // queue; vector 0 always exists.
         let cq = unsafe {
             (device.library().functions.create_cq)(
                 device.context(),
@@ -137,7 +168,12 @@ impl VerbsCq {
                 .context("depth", depth)
                 .context("max_cqe", most));
         }
-        Ok(Self { cq: QueueOfDriver { device: Arc::clone(device), cq }, channel })
+        let cq = QueueOfDriver { device: Arc::clone(device), cq };
+        Ok(Self { cq, channel, room: Arc::new(room) })
+    }
+
+    pub(super) fn room(&self) -> &Arc<CqRoom> {
+        &self.room
     }
 
     pub(super) fn cq(&self) -> *mut Cq {
@@ -154,8 +190,8 @@ impl VerbsCq {
         self.channel.as_ref().map(AsFd::as_fd)
     }
 
-    /// Discards old events and requests an event for the next completion. Completions before this
-    /// call may cause no event, so the caller polls after it.
+    /// Discards old events and requests an event for the next completion. A completion that arrived
+    /// before this call may cause no event, so the caller must poll after this call.
     pub(super) fn arm(&self) -> Result<()> {
         let (Some(channel), Some(request)) = (&self.channel, self.device().ops().req_notify_cq)
         else {
@@ -181,7 +217,8 @@ impl VerbsCq {
             .map_err(|errno| failed("ibv_req_notify_cq", errno))
     }
 
-    /// Reads work completions from the NIC into `batch`. Returns the ones that were read.
+    /// Reads work completions from the NIC into `batch`. Returns the part of `batch` that was
+    /// filled.
     #[inline]
     pub(super) fn poll<'a>(&self, batch: &'a mut [MaybeUninit<Wc>]) -> Result<&'a [Wc]> {
         let device = self.device();
@@ -198,8 +235,8 @@ impl VerbsCq {
             // is valid. The result borrows the entries.
             return Ok(unsafe { slice::from_raw_parts(filled.as_ptr().cast(), filled.len()) });
         }
-        let why =
-            "open a deeper queue or read it more often: it was overrun, or the device was removed";
+        let why = "open the device again if it was removed; open a deeper queue if many requests \
+                   of several parts failed at once and overran it";
         Err(device.refuse(ErrorKind::Driver, "ibv_poll_cq", why).context("returned", count))
     }
 }

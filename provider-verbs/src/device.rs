@@ -60,7 +60,7 @@ pub(super) struct OpenDevice {
     provider_attr: ProviderAttr,
     window_types: Vec<WindowType>,
     generations: AtomicU32,
-    /// The process that opened the context. A forked child must not close it.
+    /// The process that opened the context. A forked child must not close the context.
     process: ProcessMark,
 }
 
@@ -93,22 +93,23 @@ impl OpenDevice {
     /// Borrows the context of a protection domain that the application created.
     ///
     /// # Safety
-    /// `pd` is a live protection domain of the same libibverbs and outlives the result.
+    /// `pd` is a live protection domain of the libibverbs in `library`, and outlives the result.
     pub(super) unsafe fn borrowed(
         library: &Arc<Library>,
         pd: *mut Pd,
         pcie_mapping_first: bool,
     ) -> Result<Self> {
         let process = ProcessMark::current()?;
-        // SAFETY: the caller vouches for the protection domain, whose first field is its context.
+        // SAFETY: the caller promises a live protection domain. The first field is its context.
         unsafe { Self::new(library, (*pd).context, false, pcie_mapping_first, process) }
     }
 
     /// Creates the owner of an open context and queries the device.
     ///
     /// # Safety
-    /// `context` is open. If `owned` is set, only the result closes it; otherwise it outlives the
-    /// result.
+    /// - `context` is an open context.
+    /// - If `owned` is true, no code but the result closes the context.
+    /// - If `owned` is false, the context outlives the result.
     unsafe fn new(
         library: &Arc<Library>,
         context: *mut Context,
@@ -119,7 +120,7 @@ impl OpenDevice {
         // SAFETY: an open context names its device.
         let name = device_name(&library.functions, unsafe { (*context).device });
         let nic = Nic { provider: "verbs".into(), pci_bus_id: pci_bus_id(&name), name };
-        // SAFETY: all zeros is a value of this plain structure.
+        // SAFETY: all zeros is a valid value of this plain structure.
         let attr: DeviceAttr = unsafe { mem::zeroed() };
         let mut device = Self {
             library: Arc::clone(library),
@@ -149,7 +150,8 @@ impl OpenDevice {
         Ok(device)
     }
 
-    /// Returns the first generation for the requests of the next endpoint. A closing endpoint adds
+    /// Returns the counter of request generations, the numbers that tell the `wr_id`s of old and
+    /// new requests apart. A new endpoint starts at the counter's value. A closing endpoint adds
     /// the number of generations that it used.
     pub(super) fn generations(&self) -> &AtomicU32 {
         &self.generations
@@ -181,8 +183,8 @@ impl OpenDevice {
     }
 
     /// Returns true for a device of the driver rdma_rxe, by the vendor id. That driver dereferences
-    /// a null pointer when a free window is invalidated. It also uses another flag than other
-    /// drivers to report invalidated keys.
+    /// a null pointer when a free window is invalidated. Its flag for invalidated keys in work
+    /// completions also differs from that of other drivers.
     pub(super) fn is_rxe(&self) -> bool {
         self.attr.vendor_id == RXE_VENDOR
     }
@@ -200,12 +202,12 @@ impl OpenDevice {
     }
 
     /// Returns the properties that the translation of access rights depends on. They were queried
-    /// once.
+    /// when the device was opened.
     pub(super) fn rights(&self) -> DeviceRights {
         self.rights
     }
 
-    /// Returns an error of this kind that names the device.
+    /// Returns an error of the given kind that names the device.
     pub(super) fn refuse(
         &self,
         kind: ErrorKind,
@@ -215,7 +217,7 @@ impl OpenDevice {
         Error::new(kind, operation).provider(self.nic.to_string()).remedy(why)
     }
 
-    /// Returns the option for relaxed ordering, or no option if libibverbs is too old for it.
+    /// Returns RELAXED_ORDERING, or an empty set if libibverbs is too old for that flag.
     ///
     /// The option never makes a registration fail. `ibv_reg_mr_iova2` drops the flag for a kernel
     /// without optional access flags, and drivers ignore optional flags that they do not support.
@@ -268,7 +270,7 @@ impl OpenDevice {
         }
         // SAFETY: `sz` says that the structure includes this field.
         let Some(query) = (unsafe { (*surrounding).query_device_ex }) else { return Ok(false) };
-        // SAFETY: all zeros is a value of this plain structure.
+        // SAFETY: all zeros is a valid value of this plain structure.
         let mut attr: DeviceAttrEx = unsafe { mem::zeroed() };
         let input = DeviceExInput::default();
         // SAFETY: the context is open; the size tells the driver how much of the attributes is
@@ -281,8 +283,8 @@ impl OpenDevice {
         }
     }
 
-    /// Returns true if the driver imports dma-bufs. For the invalid fd -1, a driver that does
-    /// returns EBADF; other drivers return EOPNOTSUPP.
+    /// Returns true if the driver imports dma-bufs. For the invalid fd -1, a driver that imports
+    /// dma-bufs returns EBADF. Other drivers return EOPNOTSUPP.
     fn probe_dma_buf(&self) -> Result<bool> {
         let functions = &self.library.functions;
         let Some(register) = functions.reg_dmabuf_mr else {
@@ -294,8 +296,8 @@ impl OpenDevice {
         if pd.is_null() {
             return Err(errors::call(&self.nic, "ibv_alloc_pd", errors::last()));
         }
-        // SAFETY: the protection domain was allocated just now; fd -1 is no file, so that nothing
-        // is registered.
+        // SAFETY: the protection domain was allocated just now; fd -1 is no file, so nothing is
+        // registered.
         let region = unsafe { register(pd, 0, 4096, 0, -1, 0) };
         let refusal = errors::last();
         if !region.is_null() {
@@ -319,10 +321,12 @@ impl OpenDevice {
             max_mr_count,
             imports: Imports {
                 dma_buf,
-                // Only a registration shows whether a peer-memory client handles the device.
+                // Only a registration shows whether a peer-memory client of the kernel handles a
+                // GPU's memory, so the provider always reports true.
                 peer_memory: true,
                 staged: true,
-                // No call reports it. The builder or the environment sets it.
+                // No driver call reports whether the device needs the PCIe mapping. The builder or
+                // the environment sets it.
                 pcie_mapping_first: dma_buf && pcie_mapping_first,
             },
             flags: if dma_buf { host | MrFlags::MR_DMABUF } else { host },
@@ -380,8 +384,8 @@ fn blank(nic: &Nic) -> ProviderAttr {
     }
 }
 
-/// Returns the PCI bus id of the device, from the link `/sys/class/infiniband/<name>/device`.
-/// Software devices have none.
+/// Returns the PCI bus id of the device, from the link `/sys/class/infiniband/<name>/device`. A
+/// software device has no such link.
 fn pci_bus_id(name: &str) -> Option<String> {
     let device = fs::canonicalize(format!("/sys/class/infiniband/{name}/device")).ok()?;
     let id = device.file_name()?.to_str()?;

@@ -1,4 +1,4 @@
-//! The domain handle of the application. It implements the calls of the provider contract.
+//! [`VerbsDomain`], which implements core's traits for a provider's domain.
 
 use std::{
     any::Any,
@@ -41,7 +41,7 @@ use super::{
 ///
 /// # fn f(domain: &Domain) -> hmem_core::Result<()> {
 /// let verbs = VerbsDomain::of(domain).expect("a domain of the verbs provider");
-/// // Another crate's work requests may use our keys: they are of this protection domain.
+/// // Another crate can use the domain's keys in work requests on this protection domain.
 /// println!("pd {:p}", verbs.pd());
 /// # Ok(()) }
 /// ```
@@ -75,7 +75,7 @@ impl VerbsDomain {
         (domain.provider_domain() as &dyn Any).downcast_ref()
     }
 
-    /// Returns the verbs endpoint behind `endpoint`. Another domain's endpoint is an error.
+    /// Returns the verbs endpoint behind `endpoint`. Fails for an endpoint of another domain.
     fn own<'a>(&self, endpoint: &'a dyn ProviderEndpoint) -> Result<&'a Endpoint> {
         let own = (endpoint as &dyn Any).downcast_ref::<Endpoint>();
         own.filter(|own| own.is_of(&self.state)).ok_or_else(|| {
@@ -83,14 +83,14 @@ impl VerbsDomain {
         })
     }
 
-    /// Returns the `ibv_pd` of the domain, for calls of another crate. It lives as long as the
-    /// domain.
+    /// Returns the domain's `ibv_pd`, for verbs calls of another crate. The pointer is valid as
+    /// long as the domain is open.
     #[must_use]
     pub fn pd(&self) -> *mut c_void {
         self.state.pd.pd.cast()
     }
 
-    /// Returns the `ibv_context` of the domain. It lives as long as the domain.
+    /// Returns the domain's `ibv_context`. The pointer is valid as long as the domain is open.
     #[must_use]
     pub fn context(&self) -> *mut c_void {
         self.state.pd.device.context().cast()
@@ -165,7 +165,9 @@ impl VerbsDomain {
     /// # Errors
     /// - BadAccess: REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE. The driver is not called.
     /// - Unsupported: the device lacks a flag; the error names the device.
-    /// - ZeroLength, BadAddress and OutOfResources.
+    /// - ZeroLength: the range is empty.
+    /// - BadAddress: the range is not mapped with the rights that the flags need.
+    /// - OutOfResources: the locked-memory limit or a limit of the NIC is reached.
     pub unsafe fn reg_mr(&self, range: AddressRange, flags: AccessFlags) -> Result<ProviderRegion> {
         self.state.registrar().register_flags(range, flags)
     }
@@ -194,9 +196,9 @@ impl VerbsDomain {
     /// that the region already had was made at registration.
     ///
     /// # Errors
-    /// - Unsupported if the driver lacks the call, with the region as it was.
+    /// - Unsupported: the driver lacks the call. The region is unchanged.
     /// - InvalidArgument: the region is not open in this domain.
-    /// - The driver's own error otherwise, with a remedy that says whether the region is as it was.
+    /// - The driver's error otherwise. Its remedy says whether the region is still usable.
     pub unsafe fn rereg(&self, region: ProviderRegion, access: Access) -> Result<()> {
         self.state.registrar().rereg(region, access)
     }
@@ -223,7 +225,7 @@ unsafe impl ProviderDomain for VerbsDomain {
         );
         match request.ordering {
             WriteOrdering::Strict => options.remove(VerbsOptions::RELAXED_ORDERING),
-            // Staged memory is not registered with the NIC, and takes no options.
+            // Staged memory is not registered with the NIC, so no option applies to it.
             WriteOrdering::Relaxed if staged(pieces) => {}
             WriteOrdering::Relaxed => options |= self.state.pd.device.relaxed_ordering(),
         }
@@ -320,7 +322,8 @@ impl RawKeys for VerbsDomain {
         raw: &RawKey,
     ) -> Result<RemoteKey> {
         let pieces: Arc<[_]> = raw_key::decode(raw)?.into();
-        // Random, not counted: another domain's key must not match a key of this domain.
+        // Mapped keys get random numbers, so that a key of another domain matches no key of this
+        // domain.
         let number = loop {
             let number = random_u64("verbs")?;
             if let Entry::Vacant(entry) = self.state.mapped.write().entry(number) {
@@ -388,7 +391,8 @@ impl provider::Windows for VerbsDomain {
         window: ProviderWindow,
     ) -> Result<()> {
         if self.state.pd.device.is_rxe() {
-            // A peer may have invalidated the window, and its completion is not read yet.
+            // A peer's message may have invalidated the window already. A second invalidation would
+            // crash the driver.
             return Err(WindowRule::DriverInvalidatesOnce.refuse("invalidate window"));
         }
         self.own(endpoint)?.run_window(Operation::InvalidateWindow { window })
@@ -401,7 +405,8 @@ impl StagingAccess for VerbsDomain {
     }
 }
 
-/// The NIC executes most requests on its own. Only requests that name staged memory need calls.
+/// The NIC executes most requests without the CPU. Only requests that name staged memory need calls
+/// of the application to make progress.
 impl ManualProgress for VerbsDomain {
     fn progress(&self) -> Result<usize> {
         Ok(self.active.progress())

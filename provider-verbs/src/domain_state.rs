@@ -23,7 +23,7 @@ use super::{
     window::Windows,
 };
 
-/// Options of the builder that apply to domains.
+/// Options of [`Builder`](super::Builder) that apply to each domain.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DomainOptions {
     pub(super) options: VerbsOptions,
@@ -42,15 +42,15 @@ pub(super) struct DomainState {
     pub(super) regions: Regions,
     pub(super) windows: Windows,
     pub(super) staging: Staging,
-    /// Pieces of peers' memory that the application has mapped into the domain. The table key is
-    /// the number in the [`RemoteKey`].
+    /// Keys that the application made with `map_raw`, as pieces of peers' memory. The table is
+    /// indexed by the number in the [`RemoteKey`].
     pub(super) mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
     pub(super) endpoints: AtomicU64,
     /// The completion queues that are closed together with the domain.
     queues: Mutex<Vec<Weak<Ready>>>,
-    nowhere: OnceLock<Nowhere>,
-    /// The protection domain. The last field, so that all objects in the protection domain are
-    /// dropped before it.
+    discard_buffer: OnceLock<DiscardBuffer>,
+    /// The protection domain. This field comes last, so that all objects in the protection domain
+    /// are dropped before the protection domain.
     pub(super) pd: ProtectionDomain,
 }
 
@@ -64,7 +64,7 @@ impl DomainState {
             mapped: RwLock::default(),
             endpoints: AtomicU64::new(0),
             queues: Mutex::default(),
-            nowhere: OnceLock::new(),
+            discard_buffer: OnceLock::new(),
             pd,
         }
     }
@@ -85,12 +85,12 @@ impl DomainState {
         Registrar { pd: &self.pd, regions: &self.regions, max }
     }
 
-    /// Returns the error of a request that is refused before it is posted to the NIC.
+    /// Returns the error for a request that the provider refuses to post to the NIC.
     pub(super) fn refuse_post(&self, kind: ErrorKind, why: &'static str) -> Error {
         self.pd.device.refuse(kind, "post", why)
     }
 
-    /// Returns the pieces of a peer's memory behind a mapped key.
+    /// Returns the pieces of a peer's memory that a mapped key grants access to.
     pub(super) fn mapped_key(&self, key: &RemoteKey) -> Result<Arc<[RemotePiece]>> {
         let number = key.as_u64()?;
         self.mapped.read().get(&number).cloned().ok_or_else(|| {
@@ -99,28 +99,29 @@ impl DomainState {
         })
     }
 
-    /// Returns eight bytes of registered memory that the NIC writes and no code reads.
-    pub(super) fn nowhere(&self) -> Result<Span> {
-        let nowhere = match self.nowhere.get() {
-            Some(nowhere) => nowhere,
+    /// Returns eight bytes of registered memory for results of atomics that the application
+    /// discards.
+    pub(super) fn discard_buffer(&self) -> Result<Span> {
+        let discard_buffer = match self.discard_buffer.get() {
+            Some(discard_buffer) => discard_buffer,
             None => {
                 // No lock is held over the driver's call. If two threads register at once, one of
                 // them releases its registration.
-                let made = Nowhere::register(&self.pd)?;
-                if let Err(late) = self.nowhere.set(made) {
+                let made = DiscardBuffer::register(&self.pd)?;
+                if let Err(late) = self.discard_buffer.set(made) {
                     late.release(&self.pd);
                 }
-                self.nowhere.wait()
+                self.discard_buffer.wait()
             }
         };
-        let address = nowhere.memory.expose_provenance() as u64;
-        Ok(Span { address, len: size_of::<u64>() as u64, lkey: nowhere.lkey })
+        let address = discard_buffer.memory.expose_provenance() as u64;
+        Ok(Span { address, len: size_of::<u64>() as u64, lkey: discard_buffer.lkey })
     }
 }
 
-/// Registered memory for old values that the application does not want. Verbs has no atomics
-/// without a result.
-struct Nowhere {
+/// Registered memory for results of atomics that the application discards. Every verbs atomic
+/// returns the old value.
+struct DiscardBuffer {
     mr: *mut Mr,
     lkey: u32,
     /// Eight bytes that only the NIC writes.
@@ -128,11 +129,11 @@ struct Nowhere {
 }
 
 // SAFETY: libibverbs objects may be used from any thread, and no thread reads the memory.
-unsafe impl Send for Nowhere {}
+unsafe impl Send for DiscardBuffer {}
 // SAFETY: no thread reads the memory, and the region is only used through its key.
-unsafe impl Sync for Nowhere {}
+unsafe impl Sync for DiscardBuffer {}
 
-impl Nowhere {
+impl DiscardBuffer {
     fn register(pd: &ProtectionDomain) -> Result<Self> {
         let memory: *mut u64 = Box::into_raw(Box::new(0));
         let access = AccessFlags::LOCAL_WRITE.bits() as i32;
@@ -155,7 +156,7 @@ impl Nowhere {
         // SAFETY: no transfer uses the memory: this value was never returned, or every endpoint is
         // closed.
         match errors::status(unsafe { deregister(self.mr) }) {
-            // SAFETY: `memory` came from `Box::into_raw`, and its registration is gone.
+            // SAFETY: `memory` came from `Box::into_raw`, and the call above deregistered it.
             Ok(()) => drop(unsafe { Box::from_raw(self.memory) }),
             Err(errno) => tracing::error!(%errno, "ibv_dereg_mr: eight bytes are leaked"),
         }
@@ -167,8 +168,8 @@ impl Drop for DomainState {
         self.queues.get_mut().iter().filter_map(Weak::upgrade).for_each(|queue| queue.close());
         self.windows.clear(&self.pd);
         self.regions.clear(&self.pd);
-        if let Some(nowhere) = self.nowhere.take() {
-            nowhere.release(&self.pd);
+        if let Some(discard_buffer) = self.discard_buffer.take() {
+            discard_buffer.release(&self.pd);
         }
     }
 }

@@ -30,7 +30,7 @@ use super::{
     window::BIND_TIMEOUT,
 };
 
-/// Id of the peer. An endpoint has only one.
+/// The id of an endpoint's peer. Each endpoint has one peer.
 const PEER: PeerId = PeerId(0);
 
 /// A completion queue that the application opened.
@@ -73,7 +73,8 @@ impl CompletionQueue for Queue {
             }
             if turn.is_none() {
                 turn = self.state.turn(deadline);
-                // The previous sleeper may have left completions.
+                // While this thread waited for its turn to sleep, another thread may have stored
+                // completions.
                 continue;
             }
             if self.state.arm()? {
@@ -96,7 +97,7 @@ impl CompletionChannel for Queue {
 
     fn arm(&self) -> Result<bool> {
         self.active.progress();
-        // A staged transfer that needs calls later makes the fd readable.
+        // A staged transfer that needs calls after this check makes the fd readable.
         Ok(self.state.arm()? && !self.active.need_calls(&self.state))
     }
 }
@@ -107,8 +108,8 @@ impl fmt::Debug for Queue {
     }
 }
 
-/// The endpoints of one provider in this process, for
-/// [`Builder::connect_in_process`](super::Builder).
+/// The endpoints of one provider in this process. [`Builder::connect_in_process`](super::Builder)
+/// needs this list.
 #[derive(Debug, Default)]
 pub(super) struct Fabric {
     endpoints: Mutex<Vec<Weak<Endpoint>>>,
@@ -166,7 +167,8 @@ impl Endpoint {
         let pair =
             QueuePair::create(&domain.pd, (queues.tx.cq(), queues.rx.cq()), port, attr.depth)?;
         let generation = device.generations().load(Ordering::Relaxed);
-        let poster = Arc::new(Poster::new(domain, pair, generation, attr));
+        let rooms = (queues.tx.cq().room(), queues.rx.cq().room());
+        let poster = Arc::new(Poster::new(domain, pair, generation, attr, rooms));
         queues.attach(&poster);
         domain.endpoints.fetch_add(1, Ordering::Relaxed);
         let lanes = Lanes::new(&poster, &queues, active);
@@ -176,7 +178,8 @@ impl Endpoint {
         Ok(endpoint)
     }
 
-    /// Connects both sides again after a failed request, if the peer is in this process.
+    /// Reconnects this endpoint and its peer after a failed request, if the peer is in this process
+    /// and the option `connect_in_process` is set.
     fn recover(&self) -> Result<()> {
         if !self.domain.options.connect_in_process {
             return Ok(());
@@ -194,7 +197,8 @@ impl Endpoint {
         if failed { self.connect_both(&peer).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Connects both sides. Returns `false` if the peer is not an endpoint of this process.
+    /// Connects this endpoint and `peer` to each other. Returns false if `peer` is not an endpoint
+    /// of this process.
     fn connect_both(&self, peer: &PeerName) -> Result<bool> {
         let Some(other) = self.fabric.find(peer) else { return Ok(false) };
         if std::ptr::eq(&*other, self) {
@@ -204,8 +208,8 @@ impl Endpoint {
             state.connection.connect(own)?;
             return Ok(true);
         }
-        // Locked in the order of their numbers, so that two threads that connect the same endpoints
-        // do not deadlock.
+        // The endpoints are locked in the order of their numbers, so that two threads that connect
+        // the same endpoints do not deadlock.
         let (mut mine, mut theirs);
         if self.poster.number() < other.poster.number() {
             mine = self.poster.lock();
@@ -225,8 +229,8 @@ impl Endpoint {
 
     /// Resets the queue pair and completes the requests in flight as canceled.
     ///
-    /// The NIC may use the memory of a request until the reset. So no request ends before the
-    /// reset, and no staging buffer is released before it.
+    /// The NIC may use the memory of a request until the reset. So this call ends requests and
+    /// releases their staging buffers only after the reset.
     ///
     /// # Errors
     /// Busy while a type 2A window is bound through the queue pair.
@@ -245,8 +249,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Checks that no window which is bound through the queue pair forbids its reset or
-    /// destruction.
+    /// Returns an error if a window that is bound through the queue pair forbids `event`, the reset
+    /// or the destruction of the queue pair.
     fn check_windows(
         &self,
         state: &PostState,
@@ -264,8 +268,8 @@ impl Endpoint {
         }
     }
 
-    /// Posts a bind or invalidation of a window and waits until it has ended. Stores the
-    /// completions of other requests, which the application reads later.
+    /// Posts a bind or invalidation of a window and waits for its completion. Stores the
+    /// completions of other requests for the application.
     pub(super) fn run_window(&self, operation: Operation<'_>) -> Result<()> {
         self.recover()?;
         let awaited = Awaited::default();
@@ -276,25 +280,26 @@ impl Endpoint {
         loop {
             self.queues.tx.drain()?;
             if let Some(result) = awaited.lock().take() {
-                // The drain may have moved other completions to memory.
+                // The drain may have stored completions of other requests, so sleeping threads must
+                // check again.
                 self.queues.ring();
                 return result.map(|_| ());
             }
             if Instant::now() >= until {
                 let why = "check that the peer has posted a receive for each message before the \
-                           window request: it never completed, or the device is stuck";
+                           window request: the request never completed, or the device hangs";
                 return Err(self.domain.pd.device.refuse(ErrorKind::Driver, "window", why));
             }
             std::thread::yield_now();
         }
     }
 
-    /// Stores the completed receives of an rdma_rxe device, without passing them to the
-    /// application.
+    /// On an rdma_rxe device, reads the receive queue's completions from the NIC and stores them
+    /// for the application.
     ///
-    /// A receive may report that a peer has invalidated a window. The driver crashes if the owner
-    /// invalidates that window again. Once the peer's invalidation is known, the provider refuses
-    /// the second one.
+    /// A completed receive may report that a peer has invalidated a window. The driver crashes if
+    /// this side invalidates that window again. The provider refuses such an invalidation once it
+    /// has read the receive's completion.
     fn note_peer_invalidations(&self) -> Result<()> {
         if self.domain.pd.device.is_rxe() {
             self.queues.rx.drain()?;
@@ -307,7 +312,7 @@ impl Endpoint {
         Arc::ptr_eq(&self.domain, domain)
     }
 
-    /// Completes requests that the NIC has dropped.
+    /// Completes requests that the NIC has dropped, as canceled.
     fn end_all(&self, entries: Vec<InFlight>) {
         for entry in entries {
             if let Some((token, _)) = entry.window {
@@ -331,8 +336,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Destroys the queue pair and the windows that were bound through it. Then completes the
-    /// requests in flight.
+    /// Replaces the windows that were bound through the queue pair, and destroys the queue pair.
+    /// Then completes the requests in flight as canceled.
     fn tear_down(&self, mut state: MutexGuard<'_, PostState>) {
         let Some((pair, windows)) = state.connection.take() else { return };
         let left = state.requests.take_all();
@@ -340,7 +345,8 @@ impl Endpoint {
         drop(state);
         self.domain.pd.device.generations().fetch_add(used, Ordering::Relaxed);
         self.queues.detach(&self.poster);
-        // Soft-RoCE waits for a window that is bound through the queue pair, until its own timeout.
+        // On soft-RoCE, destroying a queue pair waits for a window that is bound through the queue
+        // pair, until a timeout.
         for token in windows {
             self.domain.windows.replace(&self.domain.pd, token);
         }
@@ -395,7 +401,7 @@ impl ProviderEndpoint for Endpoint {
         if matches!(request.operation, Operation::InvalidateWindow { .. }) {
             self.note_peer_invalidations()?;
         }
-        // SAFETY: passed on to the caller.
+        // SAFETY: this function has the contract of `Poster::post`.
         unsafe { self.poster.post(request, RequestOwner::Application) }
     }
 
@@ -408,8 +414,7 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         if let Err(error) = self.close_pair() {
             tracing::error!(%error, "cannot close a dropped endpoint");
-            // The queue pair must be destroyed before the queues and the domain, which the fields
-            // hold.
+            // This call destroys the queue pair, before the fields drop the queues and the domain.
             self.tear_down(self.poster.lock());
         }
     }

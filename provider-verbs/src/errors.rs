@@ -12,8 +12,8 @@ pub(super) fn last() -> Errno {
     Errno::of(&std::io::Error::last_os_error())
 }
 
-/// Returns the errno from the result of a call. Most calls return the errno. Some return -1 and set
-/// `errno`.
+/// Converts the return value of a library call to a result. Most calls return the errno. Some
+/// return -1 and set `errno`.
 pub(super) fn status(returned: c_int) -> Result<(), Errno> {
     match returned {
         0 => Ok(()),
@@ -27,7 +27,7 @@ pub(super) fn call(nic: &Nic, symbol: &'static str, errno: Errno) -> Error {
     Error::os(errno, symbol).provider(nic.to_string())
 }
 
-/// Arguments of a registration that the error message of a failure contains.
+/// Arguments of a registration call, for the message of its error.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RegistrationCall {
     pub(super) symbol: &'static str,
@@ -36,7 +36,7 @@ pub(super) struct RegistrationCall {
     pub(super) backing: BackingKind,
 }
 
-/// Path over which the NIC reaches the registered memory.
+/// Kind of the memory behind a registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BackingKind {
     Host,
@@ -44,7 +44,7 @@ pub(super) enum BackingKind {
     PeerMemory,
 }
 
-/// Options that make a driver refuse a registration if it does not support them. Drivers ignore
+/// Access flags that make a driver without support for them refuse a registration. Drivers ignore
 /// other optional flags.
 const OPTIONS: AccessFlags = AccessFlags::MW_BIND
     .union(AccessFlags::ZERO_BASED)

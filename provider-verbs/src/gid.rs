@@ -74,7 +74,7 @@ pub(super) fn table(
         let done = unsafe { query(device.context(), port, i32::from(index), &mut gid) };
         match errors::status(done) {
             Ok(()) => {}
-            // Kernels return these for empty entries.
+            // Kernels return these errno values for empty entries.
             Err(Errno(2 | 22 | 61 | 11)) => continue,
             Err(errno) => return Err(errno),
         }

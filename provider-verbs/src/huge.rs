@@ -17,8 +17,8 @@ pub(super) fn lies_in_huge_pages(range: AddressRange) -> io::Result<bool> {
     covered(smaps.lines(), range.start().0, range.len(), rustix::param::page_size() as u64)
 }
 
-/// Returns true if `len` bytes from `start` are mapped, and all their mappings have pages longer
-/// than `page`.
+/// Returns true if `len` bytes from `start` on are mapped, and all of their mappings have pages of
+/// more than `page` bytes. `lines` are the lines of `smaps`.
 fn covered(
     lines: impl Iterator<Item = io::Result<String>>,
     start: u64,

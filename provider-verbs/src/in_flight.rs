@@ -5,7 +5,8 @@ use std::{ops::Range, sync::Arc};
 use hmem_core::{Result, transfer::CompletionKind};
 use parking_lot::Mutex;
 
-/// Number of a request that a lane (a queue of staged transfers) posted.
+/// Identifier of a request that a lane (a queue of staged transfers) posted. It holds the number of
+/// the transfer and the number of the chunk (part) in that transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Token {
     pub(super) entry: u64,
@@ -30,7 +31,7 @@ pub(super) type Awaited = Arc<Mutex<Option<Result<u64>>>>;
 pub(super) enum RequestOwner {
     /// The application, which reads a completion.
     Application,
-    /// A lane, which posted the request for a staged transfer.
+    /// A lane (a queue of staged transfers), which posted the request.
     Lane(Token),
     /// A call that waits until the request has ended.
     Call(Awaited),
@@ -40,13 +41,14 @@ pub(super) enum RequestOwner {
 pub(super) struct InFlight {
     pub(super) context: u64,
     pub(super) kind: CompletionKind,
-    /// Set if the request consumes a receive of the peer. The request completes only after the peer
-    /// has posted a receive.
+    /// True if the request consumes a receive of the peer. Such a request completes only after the
+    /// peer has posted a receive.
     pub(super) takes_receive: bool,
     pub(super) bytes: u64,
     /// Number of work queue entries that the request uses.
     pub(super) requests: u32,
-    /// Token and new key of the window; `None` unless the request binds or invalidates one.
+    /// Token (handle) and new key of the window that the request binds or invalidates; `None` for
+    /// other requests.
     pub(super) window: Option<(u64, u32)>,
     pub(super) owner: RequestOwner,
 }
@@ -54,9 +56,10 @@ pub(super) struct InFlight {
 /// A slot of the request table.
 ///
 /// A `wr_id` holds the index of a slot and the generation of a request. The NIC returns it with the
-/// completion. No two requests of an endpoint have the same generation, nor do requests of a later
-/// endpoint. A NIC may give a new queue pair the number of an old one. Late completions of the old
-/// queue pair then have an old generation and match no request.
+/// completion. No two requests of an endpoint have the same generation. An endpoint reuses no
+/// generation of an endpoint that was closed before it was opened. A NIC may reuse the number of a
+/// destroyed queue pair for a new queue pair. Late completions of the old queue pair then have an
+/// old generation and match no request.
 #[derive(Default)]
 struct Slot {
     generation: u32,
@@ -71,7 +74,8 @@ fn wr_id(generation: u32, index: u32) -> u64 {
 pub(super) struct RequestTable {
     slots: Vec<Slot>,
     free: Vec<u32>,
-    /// Generations that the table has used. The next request gets the end of this range.
+    /// Generations (numbers of requests) that the table has used. The next request gets the range's
+    /// end as its generation.
     generations: Range<u32>,
     sends: u32,
     /// Number of sends in flight that consume a receive of the peer.
@@ -80,7 +84,8 @@ pub(super) struct RequestTable {
 }
 
 impl RequestTable {
-    /// Creates an empty table. `generation` is the generation of its first request.
+    /// Creates an empty table. Its first request gets the number `generation`, and each later
+    /// request gets the next number.
     pub(super) fn new(generation: u32) -> Self {
         Self {
             slots: Vec::new(),
@@ -107,8 +112,9 @@ impl RequestTable {
         wr_id(generation, index)
     }
 
-    /// Removes and returns a request. Returns `None` if it has ended before: after one failed part
-    /// of a request, completions of its other parts may follow.
+    /// Removes and returns a request. Returns `None` if the request was already removed: after the
+    /// completion of one failed work request, completions of the request's other work requests may
+    /// follow.
     #[inline]
     pub(super) fn take(&mut self, wr_id: u64) -> Option<InFlight> {
         let index = wr_id as u32;
@@ -130,7 +136,8 @@ impl RequestTable {
         ids.into_iter().filter_map(|id| self.take(id)).collect()
     }
 
-    /// Returns the number of used entries of the work queue for requests of this kind.
+    /// Returns the counter of used work queue entries, of the send or the receive queue that `kind`
+    /// selects.
     #[inline]
     pub(super) fn in_use(&mut self, kind: CompletionKind) -> &mut u32 {
         if kind == CompletionKind::Receive { &mut self.receives } else { &mut self.sends }
@@ -140,17 +147,18 @@ impl RequestTable {
         self.messages > 0
     }
 
-    /// Returns how many generations the slots of the table have had together.
+    /// Returns the number of generations (numbers of requests) that the table has used.
     pub(super) fn generations_used(&self) -> u32 {
         self.generations.end.wrapping_sub(self.generations.start)
     }
 }
 
-/// Results of requests that a lane posted. The lane removes them later.
+/// Results of requests that a lane (a queue of staged transfers) posted. The poster adds results,
+/// and the lane removes them.
 #[derive(Debug, Default)]
 pub(super) struct Mail {
     pub(super) ended: Vec<(Token, Result<u64>, Arrival)>,
-    /// Requests with a lower entry number than this are canceled: they were posted on an earlier
-    /// connection.
+    /// The lane cancels its requests with a number below this value: the application posted them on
+    /// an earlier connection.
     pub(super) canceled_before: u64,
 }

@@ -83,7 +83,7 @@
 //! - sub-regions with their own keys, which verbs lacks: register the part, or bind a window
 //! - counters of regions
 //! - authorization keys
-//! - addresses from 0 on more than one registration
+//! - ZERO_BASED regions that need more than one registration
 
 #![deny(unsafe_code)]
 

@@ -21,8 +21,8 @@ use super::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkSupport {
-    /// The kernel copies pinned pages for the child at fork, so nothing needs to be done (Linux
-    /// 5.12 and newer).
+    /// The kernel copies pinned pages for the child at fork, so libibverbs does nothing (Linux 5.12
+    /// and newer).
     KernelCopies,
     /// `ibv_fork_init` is active: a child process does not inherit registered pages. Each
     /// registration costs an `madvise` call.
@@ -32,7 +32,7 @@ pub enum ForkSupport {
     Off(String),
 }
 
-/// The functions of libibverbs, and the way in which pages are protected over `fork`.
+/// The functions of libibverbs, and the protection of registered pages over `fork`.
 #[derive(Debug)]
 pub(super) struct Library {
     pub(super) functions: Functions,
@@ -64,10 +64,10 @@ impl DeviceList<'_> {
     }
 }
 
-/// Returns the name of a device. The device is in a live list, or has an open context.
+/// Returns the name of a device. The device must be in a live device list or have an open context.
 pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String {
     // SAFETY: the device belongs to a list or context that is alive; its name is NUL-terminated and
-    // lives as long.
+    // lives as long as the device.
     let name = unsafe { CStr::from_ptr((functions.get_device_name)(device)) };
     name.to_string_lossy().into_owned()
 }
@@ -140,7 +140,7 @@ impl Library {
 }
 
 /// Returns the error for a device that could not be opened. libibverbs always reports ENOENT, so
-/// the cause is read from the device node.
+/// this function looks for the cause at the device node.
 fn not_opened(name: &str, errno: Errno) -> Error {
     let node = node(name);
     let opened = node.as_ref().map(|node| File::options().read(true).write(true).open(node));

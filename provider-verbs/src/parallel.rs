@@ -14,41 +14,42 @@ use parking_lot::Mutex;
 use super::region::{Part, Parts};
 
 /// Minimum length in bytes of a range that is registered in parallel. A shorter registration ends
-/// before another CPU has started.
-const PAYS_FROM: u64 = 64 << 20;
-/// Length of a huge page in bytes. If the provider chooses the length of parts, it is a multiple of
-/// this.
+/// before a second CPU starts its part.
+const MIN_PARALLEL_LEN: u64 = 64 << 20;
+/// Length of a huge page in bytes. A part's length that the provider chooses is a multiple of this
+/// length.
 const HUGE: u64 = 2 << 20;
 
-/// Division of one range into several registrations.
+/// Division of one range into parts that are registered separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Cut {
+pub(super) struct Division {
     /// Maximum length of a part in bytes.
     pub(super) part: u64,
-    /// Maximum number of registrations at once.
+    /// Maximum number of driver calls at once.
     pub(super) threads: usize,
 }
 
-impl Cut {
-    /// Returns the division with the fewest parts that the device allows, registered one after the
+impl Division {
+    /// Returns the division into the longest parts that the device allows, registered one after the
     /// other.
     pub(super) const fn none(max: u64) -> Self {
         Self { part: max, threads: 1 }
     }
 
     /// Returns the division of `len` bytes of host memory. The device registers at most `max` bytes
-    /// at once.
+    /// in one call.
     pub(super) fn new(len: u64, max: u64, asked: Option<&Parallel<'_>>, cpus: usize) -> Self {
         let calls = |part: u64| usize::try_from(len.div_ceil(part.max(1))).unwrap_or(usize::MAX);
         let Some(asked) = asked else {
             // The device needs several calls anyway, so they run in parallel.
-            let threads = if len >= PAYS_FROM { cpus.min(calls(max)) } else { 1 };
+            let threads = if len >= MIN_PARALLEL_LEN { cpus.min(calls(max)) } else { 1 };
             return Self { part: max, threads: threads.max(1) };
         };
         let wanted = if asked.threads == 0 { cpus } else { asked.threads };
         let part = match asked.chunk {
             0 => {
-                let gain = usize::try_from(len / PAYS_FROM).unwrap_or(usize::MAX).min(wanted);
+                let gain =
+                    usize::try_from(len / MIN_PARALLEL_LEN).unwrap_or(usize::MAX).min(wanted);
                 if gain > 1 { len.div_ceil(gain as u64).next_multiple_of(HUGE) } else { max }
             }
             chunk => chunk,
@@ -115,7 +116,7 @@ pub(super) fn register(
             })
         })
     };
-    // A panic here would leak the registrations, which have no owner yet.
+    // An uncaught panic would leak the registrations, which have no owner yet.
     let result = catch_unwind(AssertUnwindSafe(all));
     let mut made = made.into_inner();
     made.sort_unstable_by_key(|(index, _)| *index);
@@ -135,23 +136,42 @@ mod tests {
 
     #[test]
     fn range_is_split_on_request_if_it_is_long_enough() {
-        let cut =
-            |len, asked: Option<Parallel<'_>>, cpus| Cut::new(len, u64::MAX, asked.as_ref(), cpus);
-        assert_eq!(cut(GIB, None, 8), Cut::none(u64::MAX), "not requested: one key");
-        assert_eq!(cut(GIB, Some(asked(0, 0)), 8), Cut { part: GIB / 8, threads: 8 });
-        assert_eq!(cut(GIB, Some(asked(3, 0)), 8), Cut { part: 342 << 20, threads: 3 });
-        assert_eq!(cut(GIB, Some(asked(0, 0)), 1), Cut::none(u64::MAX), "one CPU gains nothing");
-        assert_eq!(cut(127 << 20, Some(asked(0, 0)), 8), Cut::none(u64::MAX), "too short to gain");
-        assert_eq!(cut(1 << 20, Some(asked(0, 64 << 10)), 8), Cut { part: 64 << 10, threads: 8 });
-        assert_eq!(cut(100 << 10, Some(asked(0, 64 << 10)), 8), Cut { part: 64 << 10, threads: 2 });
+        let cut = |len, asked: Option<Parallel<'_>>, cpus| {
+            Division::new(len, u64::MAX, asked.as_ref(), cpus)
+        };
+        assert_eq!(cut(GIB, None, 8), Division::none(u64::MAX), "not requested: one key");
+        assert_eq!(cut(GIB, Some(asked(0, 0)), 8), Division { part: GIB / 8, threads: 8 });
+        assert_eq!(cut(GIB, Some(asked(3, 0)), 8), Division { part: 342 << 20, threads: 3 });
+        assert_eq!(
+            cut(GIB, Some(asked(0, 0)), 1),
+            Division::none(u64::MAX),
+            "one CPU gains nothing"
+        );
+        assert_eq!(
+            cut(127 << 20, Some(asked(0, 0)), 8),
+            Division::none(u64::MAX),
+            "too short to gain"
+        );
+        assert_eq!(
+            cut(1 << 20, Some(asked(0, 64 << 10)), 8),
+            Division { part: 64 << 10, threads: 8 }
+        );
+        assert_eq!(
+            cut(100 << 10, Some(asked(0, 64 << 10)), 8),
+            Division { part: 64 << 10, threads: 2 }
+        );
     }
 
     #[test]
     fn parts_over_the_device_limit_are_registered_in_parallel() {
-        let cut = |len, asked: Option<Parallel<'_>>| Cut::new(len, GIB, asked.as_ref(), 8);
-        assert_eq!(cut(4 * GIB, None), Cut { part: GIB, threads: 4 });
-        assert_eq!(cut(40 * GIB, Some(asked(2, 0))), Cut { part: GIB, threads: 2 });
-        assert_eq!(cut(40 * GIB, Some(asked(0, 8 * GIB))), Cut { part: GIB, threads: 8 });
-        assert_eq!(Cut::new(4096, 1024, None, 8), Cut::none(1024), "short: one after the other");
+        let cut = |len, asked: Option<Parallel<'_>>| Division::new(len, GIB, asked.as_ref(), 8);
+        assert_eq!(cut(4 * GIB, None), Division { part: GIB, threads: 4 });
+        assert_eq!(cut(40 * GIB, Some(asked(2, 0))), Division { part: GIB, threads: 2 });
+        assert_eq!(cut(40 * GIB, Some(asked(0, 8 * GIB))), Division { part: GIB, threads: 8 });
+        assert_eq!(
+            Division::new(4096, 1024, None, 8),
+            Division::none(1024),
+            "short: one after the other"
+        );
     }
 }

@@ -14,6 +14,7 @@ use super::{
     chain::{Chain, READ, WRITE, carry, single},
     completion::{BIND_REFUSED, status_error},
     connection::{Connection, QueuePair},
+    cq::CqRoom,
     device::OpenDevice,
     domain_state::DomainState,
     errors,
@@ -21,7 +22,8 @@ use super::{
     sys::{RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus},
 };
 
-/// Posts requests to a queue pair, and translates its work completions to completions of requests.
+/// Posts requests to a queue pair, and translates the queue pair's work completions to completions
+/// of requests.
 pub(super) struct Poster {
     pub(super) domain: Arc<DomainState>,
     number: u32,
@@ -30,11 +32,13 @@ pub(super) struct Poster {
     receive: Direction,
 }
 
-/// Recipients of the results of sends, or of receives.
+/// Destinations for the results of an endpoint's sends, or of its receives.
 struct Direction {
     counter: Option<Arc<Counter>>,
-    /// Results for the lane of this direction.
+    /// Results of the requests that a lane (a queue of staged transfers) posted.
     mail: Arc<Mutex<Mail>>,
+    /// Counter of the used entries in the completion queue of these sends or receives.
+    room: Arc<CqRoom>,
 }
 
 pub(super) struct PostState {
@@ -44,16 +48,19 @@ pub(super) struct PostState {
 }
 
 impl Poster {
-    /// Creates a poster for a queue pair. `generation` is the generation of its first request.
+    /// Creates a poster for a queue pair. Its first request gets the number `generation` (see
+    /// [`RequestTable::new`]).
     pub(super) fn new(
         domain: &Arc<DomainState>,
         pair: QueuePair,
         generation: u32,
         attr: &EndpointAttr,
+        (tx, rx): (&Arc<CqRoom>, &Arc<CqRoom>),
     ) -> Self {
-        let direction = |counter: &Option<Arc<Counter>>| Direction {
+        let direction = |counter: &Option<Arc<Counter>>, room: &Arc<CqRoom>| Direction {
             counter: counter.clone(),
             mail: Arc::default(),
+            room: Arc::clone(room),
         };
         Self {
             domain: Arc::clone(domain),
@@ -63,8 +70,8 @@ impl Poster {
                 requests: RequestTable::new(generation),
                 chain: Chain::default(),
             }),
-            send: direction(&attr.tx_counter),
-            receive: direction(&attr.rx_counter),
+            send: direction(&attr.tx_counter, tx),
+            receive: direction(&attr.rx_counter, rx),
         }
     }
 
@@ -82,12 +89,13 @@ impl Poster {
         if kind == CompletionKind::Receive { &self.receive } else { &self.send }
     }
 
-    /// Returns the results for the lane that posts requests of this kind.
+    /// Returns the results of requests of this kind that a lane (a queue of staged transfers)
+    /// posted.
     pub(super) fn mail(&self, kind: CompletionKind) -> &Arc<Mutex<Mail>> {
         &self.direction(kind).mail
     }
 
-    /// Posts a request to the NIC. `owner` gets its result.
+    /// Posts a request to the NIC. `owner` receives the request's result.
     ///
     /// # Safety
     /// The caller follows the safety rules of [`hmem_core::provider::ProviderEndpoint::post`].
@@ -124,7 +132,8 @@ impl Poster {
                     return self.submit(connection, requests, slice::from_mut(&mut wr), entry);
                 }
                 let bytes = chain.rma(domain, &held, pair, lists, rma)?;
-                // The last request of the chain carries the data, after all others arrived.
+                // The chain's last work request carries the data, which thus arrives after all
+                // bytes.
                 if let (Some(data), Some(last)) = (data, chain.requests.last_mut()) {
                     carry(last, data);
                 }
@@ -210,6 +219,7 @@ impl Poster {
                 .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no receives")
         })?;
         entry.requests = 1;
+        let room = self.reserve(entry.kind)?;
         let wr_id = requests.admit(entry);
         let mut wr = RecvWr {
             wr_id,
@@ -223,12 +233,28 @@ impl Poster {
         // NIC then refuses their keys.
         errors::status(unsafe { post(pair.qp, &mut wr, &mut bad) }).map_err(|errno| {
             requests.take(wr_id);
+            room.release();
             self.post_failed("ibv_post_recv", errno)
         })
     }
 
-    /// Posts all work requests of one request. If all succeed, only the last work request produces
-    /// a work completion.
+    /// Reserves an entry in the completion queue for the completion of a request. Returns the
+    /// counter that can release the entry.
+    #[inline]
+    fn reserve(&self, kind: CompletionKind) -> Result<&CqRoom> {
+        let room = &*self.direction(kind).room;
+        if room.reserve() {
+            return Ok(room);
+        }
+        Err(self.domain.refuse_post(
+            ErrorKind::Again,
+            "the completion queue is full of unread completions and requests in flight: read \
+             completions first, then post again, or open a deeper completion queue",
+        ))
+    }
+
+    /// Posts the chain of work requests that make up one request. If all succeed, only the last
+    /// work request produces a work completion.
     fn submit(
         &self,
         connection: &mut Connection,
@@ -242,7 +268,10 @@ impl Poster {
         let in_use = *requests.in_use(entry.kind);
         if in_use.saturating_add(count) > most {
             let (kind, why) = if in_use == 0 {
-                (ErrorKind::MessageTooLong, "open the endpoint deeper, or transfer less at once")
+                (
+                    ErrorKind::MessageTooLong,
+                    "open the endpoint with a greater depth, or transfer less at once",
+                )
             } else {
                 (ErrorKind::Again, "the send queue is full: read completions")
             };
@@ -254,6 +283,7 @@ impl Poster {
                 .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no sends")
         })?;
         entry.requests = count;
+        let room = self.reserve(entry.kind)?;
         let wr_id = requests.admit(entry);
         let first = chain.as_mut_ptr();
         let last = chain.len() - 1;
@@ -272,8 +302,10 @@ impl Poster {
         let posted = errors::status(unsafe { post(pair.qp, first, &mut bad) });
         posted.map_err(|errno| {
             requests.take(wr_id);
+            room.release();
             if !bad.is_null() && bad != first {
-                // Part of the chain was posted and would run without the rest: end the connection.
+                // The driver posted part of the chain, which would run without the rest. So the
+                // connection ends.
                 connection.fail("cannot stop a partly posted request");
             }
             self.post_failed("ibv_post_send", errno)
@@ -296,8 +328,8 @@ impl Poster {
         }
     }
 
-    /// Returns the completion that a work completion gives to the application. Returns `None` if
-    /// the request belongs to a lane or a waiting call, or has ended before.
+    /// Translates a work completion to the application's completion. Returns `None` if the request
+    /// belongs to a lane or a waiting call, or has already ended.
     pub(super) fn complete(&self, wc: &Wc) -> Option<Completion> {
         let (entry, failed_before) = {
             let mut state = self.state.lock();
@@ -306,8 +338,8 @@ impl Poster {
                 state.connection.note_failure();
             }
             let entry = state.requests.take(wc.wr_id)?;
-            // Under the lock: after the entry is removed, nothing else keeps the window from being
-            // replaced. A window that is no longer bound need not be freed with the endpoint.
+            // The lock is still held, so no other thread replaces the window. If the window is no
+            // longer bound, the endpoint need not free it and forgets it.
             if let Some(window) = entry.window {
                 let worked = wc.status == WcStatus::IBV_WC_SUCCESS;
                 if self.domain.windows.completed(window, entry.kind, worked, self.number) {
@@ -331,7 +363,7 @@ impl Poster {
             let mut error = status_error(wc.status, wc.vendor_err, entry.kind);
             let flushed_first = wc.status == WcStatus::IBV_WC_WR_FLUSH_ERR && !failed_before;
             if flushed_first && entry.kind == CompletionKind::BindWindow {
-                // rxe flushes the bind that it refuses.
+                // rxe reports a refused bind with the status "flushed".
                 error = Error::new(ErrorKind::AccessDenied, "bind window")
                     .provider("verbs")
                     .caused_by(error)
@@ -342,8 +374,8 @@ impl Poster {
         self.end(&entry, result, arrival)
     }
 
-    /// Records that a peer's message has invalidated the key of a window. Returns the token of that
-    /// window.
+    /// Records the invalidation if `wc` is a received message that has invalidated a window's key.
+    /// Returns the token (handle) of that window.
     fn invalidated_by_peer(&self, wc: &Wc, entry: &InFlight) -> Option<u64> {
         let received =
             entry.kind == CompletionKind::Receive && wc.status == WcStatus::IBV_WC_SUCCESS;
@@ -351,14 +383,16 @@ impl Poster {
         invalidated.then(|| self.domain.windows.invalidated_by_peer(wc.invalidated_rkey)).flatten()
     }
 
-    /// Ends a request. Returns its completion if the application owns the request. Otherwise passes
-    /// the result to the lane or waiting call that owns the request.
+    /// Ends a request that the NIC has completed or dropped. Returns its completion if the
+    /// application owns the request. Otherwise passes the result to the lane or waiting call that
+    /// owns the request.
     pub(super) fn end(
         &self,
         entry: &InFlight,
         result: Result<u64>,
         arrival: Arrival,
     ) -> Option<Completion> {
+        self.direction(entry.kind).room.release();
         match &entry.owner {
             RequestOwner::Lane(token) => {
                 self.mail(entry.kind).lock().ended.push((*token, result, arrival));
@@ -374,7 +408,8 @@ impl Poster {
         }
     }
 
-    /// Counts the completion of a request and returns it.
+    /// Returns the completion of a request, and counts it in the completion counter of its
+    /// direction.
     pub(super) fn finish(
         &self,
         kind: CompletionKind,
@@ -429,7 +464,7 @@ fn has_invalidated(device: &OpenDevice, wc: &Wc) -> bool {
     flags.contains(WcFlags::WITH_INV) || (device.is_rxe() && flags.contains(WcFlags::IP_CSUM_OK))
 }
 
-/// Returns the data about the message from the work completion of its receive.
+/// Returns the data about a received message from the receive's work completion.
 fn arrived(device: &OpenDevice, wc: &Wc) -> Arrival {
     let with_data = WcFlags::from_bits_truncate(wc.wc_flags).contains(WcFlags::WITH_IMM);
     let written = wc.opcode == WcOpcode::IBV_WC_RECV_RDMA_WITH_IMM;

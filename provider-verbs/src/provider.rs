@@ -1,4 +1,4 @@
-//! The provider: a loaded library, its devices, and the domains opened on them.
+//! The provider: a loaded library and its open devices, on which applications open domains.
 
 use std::{
     collections::HashMap,
@@ -27,14 +27,14 @@ use super::{
     sys::{Functions, Pd},
 };
 
-/// Choice of the protection of registered pages over `fork` (MON-06).
+/// Setting for the protection of registered pages over `fork` (MON-06).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkSafety {
     /// Calls `ibv_fork_init`, unless the kernel copies pinned pages at fork.
     #[default]
     Auto,
-    /// Never calls `ibv_fork_init`. For applications that do not fork.
+    /// Never calls `ibv_fork_init`. Choose this for applications that do not fork.
     Off,
 }
 
@@ -49,7 +49,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Loads libibverbs from `path`. The default is the usual name of the library.
+    /// Loads libibverbs from `path`. The default is `libibverbs.so.1` in the loader's search path.
     #[must_use]
     pub fn library(mut self, path: impl Into<PathBuf>) -> Self {
         self.library = Some(path.into());
@@ -63,7 +63,7 @@ impl Builder {
         self
     }
 
-    /// Sets the protection of registered pages over `fork`.
+    /// Sets the protection of registered pages over `fork`. The default is [`ForkSafety::Auto`].
     #[must_use]
     pub fn fork_safety(mut self, fork: ForkSafety) -> Self {
         self.fork = fork;
@@ -72,9 +72,9 @@ impl Builder {
 
     /// Sets whether the devices need the PCIe mapping of device memory
     /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA). Platforms with a coherent link
-    /// between CPU and GPU need it. No driver call reports whether a device does. If set, a dma-buf
-    /// is first exported with the mapping. If that is refused, it is exported without the mapping.
-    /// The decision's trace has both attempts.
+    /// between CPU and GPU need it. No driver call reports whether a device needs it. If set, the
+    /// path search first exports a dma-buf with the mapping, and after a refusal without it. The
+    /// region's decision lists both attempts.
     ///
     /// Overrides the environment variable [`Verbs::PCIE_MAPPING_VARIABLE`]. The default is that
     /// devices do not need the mapping.
@@ -92,14 +92,16 @@ impl Builder {
         self
     }
 
-    /// Selects the port of the devices. The default is the first active port.
+    /// Selects the port of each device, by its number. The default is the device's first active
+    /// port.
     #[must_use]
     pub fn port(mut self, port: u8) -> Self {
         self.domain.port.number = Some(port);
         self
     }
 
-    /// Selects the entry of the port's GID table. The default is the best entry.
+    /// Selects the entry of the port's GID table, by its index. The default is the entry that
+    /// [`choose_gid`](super::choose_gid) returns.
     #[must_use]
     pub fn gid_index(mut self, index: u8) -> Self {
         self.domain.port.gid_index = Some(index);
@@ -115,8 +117,8 @@ impl Builder {
     }
 
     /// Sets whether `resolve` connects both sides if the peer is an endpoint of this provider in
-    /// this process. It reconnects both sides after a failed completion. This makes endpoints
-    /// behave as if connectionless, for tests and single-process tools.
+    /// this process. If set, a failed completion also makes the provider reconnect both sides.
+    /// Tests and single-process tools can then use endpoints as if they had no connection.
     #[must_use]
     pub fn connect_in_process(mut self, connect: bool) -> Self {
         self.domain.connect_in_process = connect;
@@ -124,7 +126,7 @@ impl Builder {
     }
 
     /// Sets the timeout for binds of type 1 windows. The default is 30 seconds. A bind involves no
-    /// peer, so it times out only if the device was removed or hangs.
+    /// peer, so a bind times out only if the device was removed or hangs.
     #[must_use]
     pub fn bind_timeout(mut self, timeout: Duration) -> Self {
         self.domain.bind_timeout = Some(timeout);
@@ -144,12 +146,12 @@ impl Builder {
         Verbs::new(library, pcie_mapping_first, self.domain, None)
     }
 
-    /// Uses another crate's protection domain (VRB-04). The provider's only NIC is the NIC of its
-    /// context, and every domain of the provider registers in it.
+    /// Uses another crate's protection domain (VRB-04). The provider has one NIC, the device of
+    /// this protection domain. Every domain of the provider registers in this protection domain.
     ///
     /// The lkey and rkey of these regions ([`VerbsDomain::keys`]) work in the other crate's work
-    /// requests on the protection domain. The provider neither deallocates it nor closes its
-    /// context.
+    /// requests on the protection domain. The provider neither deallocates the protection domain
+    /// nor closes its context.
     ///
     /// # Errors
     /// - The errors of [`Builder::build`].
@@ -198,7 +200,7 @@ impl Builder {
         }
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
-        // SAFETY: the caller vouches for the protection domain.
+        // SAFETY: the caller promises that the protection domain is alive and of this library.
         let device = Arc::new(unsafe { OpenDevice::borrowed(&library, pd, pcie_mapping_first) }?);
         // SAFETY: the caller keeps the protection domain alive as long as anything opened from the
         // provider.
@@ -237,10 +239,10 @@ impl Builder {
     }
 }
 
-/// Devices that could not be opened, each with the error.
+/// Names of the devices that could not be opened, each with the error.
 type LeftOut = Vec<(String, Error)>;
 
-/// The provider of RDMA hardware. It calls libibverbs.
+/// Provider for RDMA hardware, which calls libibverbs.
 #[derive(Clone)]
 pub struct Verbs {
     inner: Arc<Inner>,
@@ -251,15 +253,15 @@ struct Inner {
     pcie_mapping_first: bool,
     options: DomainOptions,
     brought: Option<(ProtectionDomain, Arc<ActiveLanes>)>,
-    /// Open devices by name. They stay open: opening takes milliseconds, and all domains of a
-    /// device share its context.
+    /// Open devices by name. The provider keeps them open: opening a device takes milliseconds, and
+    /// all domains of a device share its context.
     devices: Mutex<HashMap<String, Device>>,
     fabric: Arc<Fabric>,
     /// The process that opened the provider. Another process (a forked child) cannot open domains.
     process: ProcessMark,
 }
 
-/// An open device, and the active lanes of its endpoints.
+/// An open device, with the active lanes (queues of staged transfers) of its endpoints.
 #[derive(Clone)]
 struct Device {
     open: Arc<OpenDevice>,
@@ -267,9 +269,9 @@ struct Device {
 }
 
 impl Verbs {
-    /// The environment variable that sets whether the devices need the PCIe mapping of device
-    /// memory, if the builder does not ([`Builder::pcie_mapping_first`]): 1, yes, true or on, or 0,
-    /// no, false or off.
+    /// Name of the environment variable that sets whether devices need the PCIe mapping of device
+    /// memory. The values are 1, yes, true or on, and 0, no, false or off. A call of
+    /// [`Builder::pcie_mapping_first`] overrides the variable.
     pub const PCIE_MAPPING_VARIABLE: &str = "HMEM_VERBS_PCIE_MAPPING";
 
     /// Loads libibverbs by its usual name.
@@ -307,7 +309,7 @@ impl Verbs {
         })
     }
 
-    /// Returns the name of the library, as the caller gave it.
+    /// Returns the name or path from which libibverbs was loaded.
     #[must_use]
     pub fn library(&self) -> &str {
         self.inner.library.functions.library()
@@ -319,11 +321,11 @@ impl Verbs {
         &self.inner.library.fork
     }
 
-    /// Returns the devices that cannot be opened, each with the error. [`Provider::nics`] leaves
-    /// these devices out.
+    /// Returns the names of the devices that cannot be opened, each with the error.
+    /// [`Provider::nics`] does not list these devices.
     ///
     /// # Errors
-    /// Unavailable if there is no device at all.
+    /// Unavailable: the library lists no device.
     pub fn left_out(&self) -> Result<Vec<(String, Error)>> {
         if self.inner.brought.is_some() {
             return Ok(Vec::new());
@@ -367,7 +369,7 @@ impl Provider for Verbs {
         }
         let (nics, mut left_out) = self.survey()?;
         for (device, error) in &left_out {
-            tracing::warn!(device, %error, "a device is left out");
+            tracing::warn!(device, %error, "skipping a device that cannot be opened");
         }
         match left_out.pop() {
             Some((_, error)) if nics.is_empty() => Err(error),

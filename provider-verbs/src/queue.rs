@@ -1,4 +1,5 @@
-//! Completion queues. Each work completion is passed to the poster of its queue pair.
+//! Completion queues. A queue passes each work completion to the [`Poster`] of the completion's
+//! queue pair.
 
 use std::{
     mem::MaybeUninit,
@@ -16,18 +17,18 @@ use rustc_hash::FxHashMap;
 
 use super::{cq::VerbsCq, device::OpenDevice, post::Poster, ready::Ready, sys::Wc};
 
-/// A completion queue and the posters of the endpoints that use it.
+/// A completion queue, with the [`Poster`] of each endpoint that uses the queue.
 pub(super) struct CqState {
     cq: VerbsCq,
     posters: RwLock<FxHashMap<u32, Weak<Poster>>>,
-    /// Completions that were read from the NIC, or made by a lane, and that the application has not
-    /// read.
+    /// Completions that the application has not read yet. They were read from the NIC, or come from
+    /// staged transfers.
     ready: Arc<Ready>,
-    /// Lock of the one thread that sleeps until the NIC reports a completion. Other waiting threads
-    /// block on this lock.
+    /// Lock that a thread holds while it sleeps until the NIC reports a completion. Other waiting
+    /// threads block on this lock.
     turn: Mutex<()>,
-    /// Lock that keeps completions in order while a thread reads the NIC. The progress of a staged
-    /// transfer reads the NIC too.
+    /// Lock that a thread holds while it reads completions from the NIC, so that completions stay
+    /// in order. Readers of the queue and the progress of staged transfers both read from the NIC.
     asking: ReentrantMutex<()>,
 }
 
@@ -52,16 +53,16 @@ impl CqState {
         &self.ready
     }
 
-    /// Adds a completion of a lane, which does not come from the NIC.
+    /// Stores a completion that does not come from the NIC, and wakes the sleeping threads.
     pub(super) fn push(&self, completion: Completion) {
         self.ready.push(completion);
     }
 
-    /// Reads up to `max` completions from the NIC and passes each to `deliver`. Returns their
-    /// number.
+    /// Reads up to `max` of the application's completions from the NIC and passes each to
+    /// `deliver`. Returns the number of completions.
     fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<usize> {
         let mut delivered = 0;
-        // Not zeroed: zeroing would be most of the cost of an empty poll.
+        // The batch is not zeroed, since zeroing would be most of the cost of an empty poll.
         let mut batch = [const { MaybeUninit::<Wc>::uninit() }; BATCH];
         while delivered < max {
             let wanted = (max - delivered).min(BATCH);
@@ -80,8 +81,8 @@ impl CqState {
         Ok(delivered)
     }
 
-    /// Moves up to `max` completions to `out`: first stored ones, then those of the NIC. Returns
-    /// their number.
+    /// Moves up to `max` completions to `out`: first the stored completions, then completions from
+    /// the NIC. Returns the number of completions.
     #[inline]
     pub(super) fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         let _asking = self.asking.lock();
@@ -108,18 +109,19 @@ impl CqState {
         self.poll(usize::MAX, keep).map(|_| ())
     }
 
-    /// Returns true if the queue has an event channel. Threads can then sleep until a completion.
+    /// Returns true if the queue has an event channel. Without a channel, threads cannot sleep
+    /// until a completion.
     pub(super) fn has_channel(&self) -> bool {
         self.cq.channel().is_some()
     }
 
-    /// Returns the fd that becomes readable after [`Self::arm`].
+    /// Returns the fd that becomes readable when a request completes after [`Self::arm`].
     pub(super) fn fd(&self) -> Result<BorrowedFd<'_>> {
         self.ready.fd(self.cq.channel())
     }
 
-    /// Waits until no other thread sleeps for this queue, and returns the right to sleep. Returns
-    /// `None` if the deadline passes first.
+    /// Waits until no other thread sleeps for this queue. Returns the guard that a sleeping thread
+    /// must hold, or `None` if the deadline passes first.
     pub(super) fn turn(&self, deadline: Option<Instant>) -> Option<MutexGuard<'_, ()>> {
         match deadline {
             None => Some(self.turn.lock()),
@@ -130,11 +132,12 @@ impl CqState {
     /// Makes the fd unreadable until the next completion. Returns false if completions are already
     /// available.
     ///
-    /// Requests that complete after the NIC was armed make the fd readable. This call then polls
-    /// those that completed before.
+    /// A request that completes after this call has armed the NIC makes the fd readable. After
+    /// arming, this call stores the completions of earlier requests.
     ///
     /// # Errors
-    /// - BadState: nothing will complete any more.
+    /// - BadState: the domain is closed and no endpoint uses the queue, so nothing completes to the
+    ///   queue any more.
     /// - The driver's error if the device was removed.
     pub(super) fn arm(&self) -> Result<bool> {
         self.ready.hush(self.cq.channel())?;
@@ -146,7 +149,7 @@ impl CqState {
     /// Returns true if completions are stored for the application.
     ///
     /// # Errors
-    /// BadState: there are none, and nothing will complete any more.
+    /// BadState: no completion is stored, the domain is closed and no endpoint uses the queue.
     pub(super) fn check_open(&self) -> Result<bool> {
         let ready = self.ready.lock();
         if !ready.completions.is_empty() {
@@ -190,18 +193,18 @@ impl Queues {
     pub(super) fn detach(&self, poster: &Poster) {
         for queue in [&self.tx, &self.rx] {
             queue.posters.write().remove(&poster.number());
-            // The queue may have no poster left, so its readers check that.
+            // This may have been the queue's last poster, so the queue's readers must check again.
             queue.ready.ring();
         }
     }
 
-    /// Wakes the threads that sleep for either of the two queues.
+    /// Wakes the threads that sleep for one of the two queues.
     pub(super) fn ring(&self) {
         self.tx.ready.ring();
         self.rx.ready.ring();
     }
 
-    /// Reads all completions of both queues from the NIC and stores them for the application.
+    /// Reads all completions of both queues from the NIC, and stores them for the application.
     pub(super) fn drain(&self) -> Result<()> {
         self.tx.drain()?;
         if Arc::ptr_eq(&self.tx, &self.rx) { Ok(()) } else { self.rx.drain() }

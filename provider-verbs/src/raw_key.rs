@@ -2,8 +2,8 @@
 
 use hmem_core::{Addressing, Error, ErrorKind, Iova, RawKey, RemotePiece, Result};
 
-/// Length in bytes of the raw key of a region with one registration. Each further registration adds
-/// one piece.
+/// Length in bytes of the raw key of a region with one registration. Each further registration of
+/// the region adds `PIECE` bytes.
 pub(super) const RAW_KEY: usize = HEADER + PIECE;
 const HEADER: usize = 4;
 const PIECE: usize = 20;
@@ -59,7 +59,7 @@ mod corpus;
 mod tests {
     use super::*;
 
-    /// KEY-06
+    /// KEY-06: the decoder accepts the raw keys that any released version encoded.
     #[test]
     fn raw_keys_of_all_versions_are_decoded() {
         corpus::check("raw-key-verbs", u32::from(MAGIC[2]), |bytes| {

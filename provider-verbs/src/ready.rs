@@ -1,9 +1,9 @@
 //! Completions that the application has not read yet, and the file descriptor on which threads
 //! sleep for more.
 //!
-//! The NIC reports its completions by the queue's completion channel. Other completions (of staged
+//! The queue's completion channel reports completions of the NIC. Other completions (of staged
 //! transfers, and of requests that a closing endpoint cancels) make an event fd readable. An epoll
-//! fd combines the two.
+//! fd combines both.
 
 use std::{
     collections::VecDeque,
@@ -20,19 +20,20 @@ use rustix::event::{
     eventfd, poll,
 };
 
-/// Completions that the application has not read yet, and the fds that wake the threads waiting for
-/// them.
+/// Completions that the application has not read yet, and the fds that wake threads that wait for
+/// completions.
 #[derive(Debug, Default)]
 pub(super) struct Ready {
     state: Mutex<ReadyState>,
-    /// The fds for sleeping threads. Created when a thread first sleeps or asks for the fd.
+    /// The fds on which threads sleep. They are created when a thread first sleeps or asks for the
+    /// fd.
     alarm: OnceLock<Alarm>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct ReadyState {
     pub(super) completions: VecDeque<Completion>,
-    /// Set once the domain that opened the queue is closed.
+    /// True once the domain that opened the queue is closed.
     pub(super) closed: bool,
 }
 
@@ -59,7 +60,7 @@ impl Ready {
         self.state.lock()
     }
 
-    /// Adds a completion of a lane, which does not come from the NIC.
+    /// Stores a completion that does not come from the NIC, and wakes the sleeping threads.
     pub(super) fn push(&self, completion: Completion) {
         self.lock().completions.push_back(completion);
         self.ring();
@@ -71,8 +72,8 @@ impl Ready {
         self.ring();
     }
 
-    /// Wakes the sleeping threads. A thread that creates the fds at the same time reads the state
-    /// afterwards, so it also sees the caller's change.
+    /// Wakes the sleeping threads after a change of the state. A thread that is creating the fds
+    /// needs no wake-up: it reads the state afterwards and sees the change.
     pub(super) fn ring(&self) {
         if let Some(alarm) = self.alarm.get()
             && let Err(errno) = rustix::io::write(&alarm.event, &1u64.to_ne_bytes())
@@ -96,10 +97,10 @@ impl Ready {
         Ok(self.alarm(channel)?.epoll.as_fd())
     }
 
-    /// Clears earlier calls of [`Self::ring`], so that the fd is no longer readable because of
-    /// them.
+    /// Makes the fd unreadable again after calls of [`Self::ring`]. Events of the NIC keep the fd
+    /// readable.
     pub(super) fn hush(&self, channel: Option<BorrowedFd<'_>>) -> Result<()> {
-        // Without a ring the read fails with EAGAIN, which is not a failure here.
+        // If `ring` was not called, the read fails with EAGAIN, which is no error here.
         let _ = rustix::io::read(&self.alarm(channel)?.event, &mut [0; 8]);
         Ok(())
     }

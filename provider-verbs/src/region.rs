@@ -1,4 +1,4 @@
-//! Regions: one or several registrations behind one handle.
+//! Regions. A region has one or several registrations (`ibv_mr`) under one handle.
 
 use std::{
     collections::hash_map::{Entry, OccupiedEntry},
@@ -29,10 +29,10 @@ use super::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct VerbsKey {
-    /// The registered range, as addresses of the application.
+    /// The registered range, in addresses of the application.
     pub range: AddressRange,
-    /// First address of the range as the NIC addresses it. It equals the application's address, or
-    /// is 0 with ZERO_BASED.
+    /// Address of the first byte, as work requests name it: the application's address, or 0 with
+    /// ZERO_BASED.
     pub base: u64,
     /// The lkey, for local segments of work requests.
     pub lkey: u32,
@@ -50,8 +50,8 @@ pub(super) struct Part {
 // SAFETY: libibverbs objects may be used from any thread, and only the region that holds the part
 // deregisters it.
 unsafe impl Send for Part {}
-// SAFETY: a shared reference only allows reads. The key is plain data. Drivers get the pointer
-// under the table's lock, or from the thread that removed the region.
+// SAFETY: a shared reference only allows reads. The key is plain data. The pointer is passed to the
+// driver under the table's lock, or by the thread that removed the region from the table.
 unsafe impl Sync for Part {}
 
 /// The registrations of a region, in the order of its ranges. Most regions have only one, which is
@@ -63,8 +63,8 @@ pub(super) type Parts = SmallVec<[Part; 1]>;
 pub(super) enum CpuAccess {
     /// The region owns the memory, so plain loads are safe.
     Owned,
-    /// Host pages that the application may unmap. The kernel copies them, so that an unmapped page
-    /// is an error.
+    /// Host pages that the application may unmap. The kernel copies their bytes, so that an
+    /// unmapped page is an error and not a fault.
     Guarded,
     /// The CPU cannot access the memory.
     None,
@@ -80,7 +80,7 @@ pub(super) struct Region {
     pub(super) kind: Kind,
 }
 
-/// Kind of a region: the owner of the memory, and how the NIC accesses it.
+/// Kind of a region: the owner of its memory, and the NIC's way to access the memory.
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
     /// Application memory, registered with the NIC.
@@ -89,22 +89,22 @@ pub(super) enum Kind {
     Staged(Arc<StagedRegion>),
     /// The staging buffers of the provider.
     Buffers,
-    /// Placeholder for a region while a driver call changes its rights. The thread that makes the
-    /// call holds the lock.
+    /// Placeholder for a region while a driver call changes the region's rights. The thread that
+    /// makes the call holds this lock.
     Changing(Arc<Mutex<()>>),
 }
 
-/// The access of the NIC to the local memory of a request.
+/// The NIC's way to access a local segment of a request.
 #[derive(Debug)]
 pub(super) enum Local {
     Plain,
     Staged(Arc<StagedRegion>),
 }
 
-/// First of the local keys that are handles and not lkeys. A region gets a handle if one lkey
-/// cannot describe it: it has several registrations, or its NIC addresses differ from the
-/// application's.
-const NAMED: u64 = 1 << 63;
+/// Bit that marks a local key as a handle of the provider, not an lkey. A region gets a handle if
+/// no single lkey describes the region: it has several registrations, or its addresses on the NIC
+/// differ from the application's.
+const HANDLE_BIT: u64 = 1 << 63;
 
 /// Table of the regions of a domain, by local key.
 #[derive(Debug, Default)]
@@ -125,7 +125,8 @@ fn changing(operation: &'static str) -> Error {
         .remedy("wait until `rereg` has returned: another thread is changing the region's rights")
 }
 
-/// Returns the error for the remote key of staged memory. Peers cannot access staged memory.
+/// Returns the error for a caller that asks for the remote key of staged memory. Peers cannot
+/// access staged memory, so it has no remote key.
 fn no_remote_key(operation: &'static str) -> Error {
     let error = Error::new(ErrorKind::KeyNotAvailable, operation).provider("verbs");
     error.context("path", "staged").remedy(
@@ -156,8 +157,9 @@ impl Region {
         self.parts.iter().find(|part| part.key.range.contains(address))
     }
 
-    /// Returns the registration and address for `len` bytes at `offset` of the region. The bytes
-    /// lie in one registration.
+    /// Returns the registration that contains `len` bytes at `offset` of the region, and the
+    /// address of the first byte. Returns `None` if no single registration contains all of the
+    /// bytes.
     pub(super) fn slice(&self, offset: u64, len: u64) -> Option<(&Part, Address)> {
         let mut before = 0;
         for part in &self.parts {
@@ -170,7 +172,8 @@ impl Region {
         None
     }
 
-    /// Splits a local segment into runs that each have one lkey.
+    /// Splits `left` bytes from `address` on into runs that each have one lkey. Returns `None` if
+    /// the region does not contain all of the bytes.
     fn spans(&self, mut address: Address, mut left: u64, out: &mut Vec<Span>) -> Option<()> {
         while left > 0 {
             let part = self.part_at(address)?;
@@ -184,14 +187,15 @@ impl Region {
     }
 }
 
-/// Owner of a region while a placeholder is in the table. Dropping the value puts the region back.
-struct Changed<'a> {
+/// Owner of a region that is removed from the table and replaced by a placeholder. Dropping the
+/// value puts the region back.
+struct RegionInChange<'a> {
     regions: &'a Regions,
     handle: ProviderRegion,
     region: Region,
 }
 
-impl Drop for Changed<'_> {
+impl Drop for RegionInChange<'_> {
     fn drop(&mut self) {
         if let Some(stand_in) = self.regions.map.write().get_mut(&self.handle.token) {
             std::mem::swap(stand_in, &mut self.region);
@@ -215,13 +219,13 @@ impl Regions {
             entry.insert(region);
             return known_as(local);
         }
-        let local = NAMED | self.next.fetch_add(1, Ordering::Relaxed);
+        let local = HANDLE_BIT | self.next.fetch_add(1, Ordering::Relaxed);
         map.insert(local, region);
         known_as(local)
     }
 
-    /// Calls `with` with a region's table entry. Waits while another thread changes the region,
-    /// since drivers accept one call at a time for a registration.
+    /// Calls `with` with a region's table entry. First waits while another thread changes the
+    /// region: a driver accepts only one call at a time for a registration.
     fn settled<T>(
         &self,
         handle: ProviderRegion,
@@ -240,13 +244,14 @@ impl Regions {
         }
     }
 
-    /// Calls `change`, which calls the driver, with a region that is removed from the table. The
-    /// call thus holds no lock of the table. A placeholder stays in the table:
+    /// Removes a region from the table, calls `change` with the region, and puts the region back.
+    /// So `change` can call the driver without a lock of the table. A placeholder stays in the
+    /// table:
     ///
     /// - It reserves the region's handle, since the driver may give the keys to other regions.
     /// - It makes [`Regions::take`] wait.
     ///
-    /// The region returns to the table afterwards, even if `change` panics.
+    /// The region returns to the table even if `change` panics.
     pub(super) fn change(
         &self,
         handle: ProviderRegion,
@@ -272,7 +277,7 @@ impl Regions {
             };
             Ok(std::mem::replace(held.get_mut(), stand_in))
         })?;
-        let mut changed = Changed { regions: self, handle, region };
+        let mut changed = RegionInChange { regions: self, handle, region };
         change(&mut changed.region)
     }
 
@@ -293,7 +298,8 @@ impl Regions {
         Held(self.map.read())
     }
 
-    /// Calls `with` with a region, which stays in the table during the call.
+    /// Calls `with` with a region, under the table's read lock. So no thread deregisters the region
+    /// during the call.
     pub(super) fn with<T>(
         &self,
         region: ProviderRegion,
@@ -319,8 +325,8 @@ impl Regions {
             })
     }
 
-    /// Returns how the NIC accesses the memory of a local segment. Like [`Held::translate`], checks
-    /// the bounds, and the right if one is given.
+    /// Returns how the NIC accesses a local segment: directly, or through staged copies. Fails if
+    /// the region lacks `right`, or if a directly accessed segment is not inside its region.
     pub(super) fn local(&self, segment: &LocalSegment, right: Option<Access>) -> Result<Local> {
         let staged = segment.desc.filter(|_| segment.len > 0).and_then(|desc| {
             let map = self.map.read_recursive();
@@ -345,7 +351,7 @@ impl Regions {
                 .context("address", segment.address)
                 .context("length", segment.len)
                 .context("access", access)
-                .remedy("register the region with the right that this takes"));
+                .remedy("register the region with the right that this request needs"));
         }
         Ok(Local::Staged(staged))
     }
@@ -361,8 +367,8 @@ impl Regions {
         counts
     }
 
-    /// Deregisters a removed region. If the driver refuses, the registrations that are left go back
-    /// into the table. The caller can then retry.
+    /// Deregisters a region that was removed from the table. If the driver refuses, the remaining
+    /// registrations return to the table, and the caller can retry.
     pub(super) fn deregister(
         &self,
         pd: &ProtectionDomain,
@@ -426,12 +432,12 @@ impl Regions {
     }
 }
 
-/// Read lock of the table of regions. No region is removed while it is held.
+/// Read lock of the table of regions. No thread removes a region while the lock is held.
 pub(super) struct Held<'a>(RwLockReadGuard<'a, FxHashMap<u64, Region>>);
 
 impl Held<'_> {
-    /// Returns the registration that contains a local segment. Returns `None` if the region has
-    /// several registrations or lacks the right.
+    /// Returns the keys of the registration that contains a local segment. Returns `None` if the
+    /// region has several registrations, lacks the right, or does not contain the segment.
     #[inline]
     pub(super) fn single(
         &self,
@@ -446,8 +452,8 @@ impl Held<'_> {
         (inside && region.access.contains(right)).then_some((part.key, region.cpu))
     }
 
-    /// Translates a local segment to runs with an lkey. Checks right and bounds first, as a
-    /// violation that the NIC detects would end the connection.
+    /// Translates a local segment to runs that each have one lkey, and adds them to `out`. Checks
+    /// right and bounds, since a violation that the NIC detects ends the connection.
     pub(super) fn translate(
         &self,
         desc: Option<LocalKey>,
@@ -481,7 +487,7 @@ impl Held<'_> {
         if !region.access.contains(right) {
             return Err(refuse(
                 ErrorKind::AccessDenied,
-                "register the region with the right that this takes",
+                "register the region with the right that this request needs",
             )
             .context("access", region.access)
             .context("needed", right));
@@ -489,8 +495,8 @@ impl Held<'_> {
         if len > 0 && matches!(region.kind, Kind::Staged(_)) {
             return Err(refuse(
                 ErrorKind::Unsupported,
-                "the region is reached through staged copies, which cannot be atomic: atomics take \
-                 host memory or a direct path",
+                "use host memory or a direct path for atomics: this region is accessed through \
+                 staged copies, which cannot be atomic",
             ));
         }
         let before = out.len();
@@ -505,13 +511,13 @@ impl Held<'_> {
 /// Deregisters one registration.
 pub(super) fn release(pd: &ProtectionDomain, part: &Part) -> Result<()> {
     let deregister = pd.device.library().functions.dereg_mr;
-    // SAFETY: the part was registered in this domain, and the caller removed it from the table, so
-    // no other thread has it.
+    // SAFETY: the part was registered in this domain. The caller removed the part from the table,
+    // so no other thread uses it.
     errors::status(unsafe { deregister(part.mr) }).map_err(|errno| {
         let error = Error::os(errno, "ibv_dereg_mr")
             .provider(pd.device.nic().to_string())
             .context("range", part.key.range);
-        // rxe returns EINVAL instead of the documented EBUSY.
+        // For bound windows, rxe returns EINVAL instead of the documented EBUSY.
         error.remedy("free or unbind the memory windows of the region first")
     })
 }

@@ -17,7 +17,7 @@ use super::{
     device::ProtectionDomain,
     errors::{self, BackingKind, RegistrationCall},
     huge::lies_in_huge_pages,
-    parallel::{self, Cut},
+    parallel::{self, Division},
     region::{CpuAccess, Kind, Part, Parts, Region, Regions, VerbsKey, release},
     split::seams,
     sys::{self, AccessFlags, Mr},
@@ -25,7 +25,7 @@ use super::{
 
 const REREG: &str = "ibv_rereg_mr";
 
-/// The protection domain, the region table and the options with which memory is registered.
+/// The protection domain, the region table and the length limit for registrations of a domain.
 #[derive(Debug)]
 pub(super) struct Registrar<'a> {
     pub(super) pd: &'a ProtectionDomain,
@@ -38,7 +38,8 @@ impl Registrar<'_> {
         self.pd.device.refuse(kind, operation, why.into())
     }
 
-    /// Returns an error for requests that verbs cannot satisfy.
+    /// Returns an error if a request asks for a key, an authorization key or a page size that verbs
+    /// does not support.
     pub(super) fn check(&self, request: &Registration<'_>) -> Result<()> {
         let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
         if let KeyRequest::Application(_) = request.key {
@@ -53,13 +54,14 @@ impl Registrar<'_> {
         if request.page_size != 0 && request.page_size != rustix::param::page_size() {
             return refuse(
                 ErrorKind::BadPageSize,
-                "use page size 0: verbs takes it from the mapping",
+                "use page size 0: verbs takes the page size from the mapping",
             );
         }
         Ok(())
     }
 
-    /// Registers memory with libfabric's access rights.
+    /// Registers memory that the NIC accesses directly. The request names the access rights as
+    /// fi_mr(3) does, and this function translates them to verbs flags.
     pub(super) fn register(
         &self,
         request: &Registration<'_>,
@@ -99,7 +101,7 @@ impl Registrar<'_> {
         let access = Access::READ | Access::WRITE | Access::SEND | Access::RECV;
         let flags = access_flags(access, self.pd.device.rights());
         let piece = Piece { range, backing: Backing::Host { owned: true } };
-        // Relaxed ordering is safe: the completion says when a buffer is filled.
+        // Relaxed ordering is safe: the provider reads a buffer only after the completion.
         let options = self.pd.device.relaxed_ordering();
         self.register_pieces(access, flags, &[piece], options, (None, Kind::Buffers))
     }
@@ -159,7 +161,8 @@ impl Registrar<'_> {
             return lacks("ON_DEMAND", format!("{} does not page on demand", device.nic().name));
         }
         if options.contains(VerbsOptions::HUGETLB) {
-            // Devices report no such capability. The manual limits the flag to on-demand regions.
+            // Devices do not report support for HUGETLB. ibv_reg_mr(3) limits the flag to on-demand
+            // regions.
             if !device.on_demand() {
                 return lacks(
                     "HUGETLB",
@@ -194,7 +197,7 @@ impl Registrar<'_> {
                     return Err(self.refuse(
                         ErrorKind::InvalidArgument,
                         "register",
-                        "ZERO_BASED takes one page-aligned range in one registration",
+                        "ZERO_BASED needs one page-aligned range in one registration",
                     ));
                 }
             }
@@ -202,7 +205,7 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    /// Returns an error if HUGETLB is set for memory outside huge pages. The driver may trust the
+    /// Returns an error if `piece` does not lie in huge pages. The driver may trust the HUGETLB
     /// flag.
     fn check_huge(&self, piece: &Piece<'_>) -> Result<()> {
         let refuse = |why| {
@@ -211,15 +214,16 @@ impl Registrar<'_> {
                 .context("range", piece.range)
         };
         if !matches!(piece.backing, Backing::Host { .. }) {
-            return Err(refuse("register without HUGETLB: it is for host memory"));
+            return Err(refuse("register without HUGETLB: the option is for host memory"));
         }
         match lies_in_huge_pages(piece.range) {
             Ok(true) => Ok(()),
             Ok(false) => Err(refuse(
-                "map the memory with MAP_HUGETLB or from hugetlbfs: it does not lie in huge pages",
+                "map the memory with MAP_HUGETLB or from hugetlbfs: the range is not in huge pages",
             )),
             Err(error) => {
-                Err(refuse("make /proc/self/smaps readable: HUGETLB needs it").caused_by(error))
+                Err(refuse("make /proc/self/smaps readable: the check for HUGETLB reads this file")
+                    .caused_by(error))
             }
         }
     }
@@ -239,26 +243,26 @@ impl Registrar<'_> {
                 "register at least one byte",
             ));
         }
-        // On-demand pages are not pinned, so parallel calls gain nothing. Addresses from 0 need one
+        // On-demand pages are not pinned, so parallel calls gain nothing. ZERO_BASED needs a single
         // registration.
         let whole = AccessFlags::ON_DEMAND | AccessFlags::ZERO_BASED;
-        let cut = match &piece.backing {
+        let division = match &piece.backing {
             Backing::Host { .. }
                 if !flags.intersects(whole) && (parallel.is_some() || range.len() > self.max) =>
             {
-                Cut::new(range.len(), self.max, parallel, parallel::cpus())
+                Division::new(range.len(), self.max, parallel, parallel::cpus())
             }
-            _ => Cut::none(self.max),
+            _ => Division::none(self.max),
         };
         let one = |offset: u64, len: u64| self.register_part(piece, flags, offset, len);
-        if range.len() <= cut.part {
+        if range.len() <= division.part {
             parts.push(one(0, range.len())?);
             return Ok(());
         }
         let page = rustix::param::page_size() as u64;
-        let seams: Vec<_> = seams(range.start().0, range.len(), cut.part, page).collect();
+        let seams: Vec<_> = seams(range.start().0, range.len(), division.part, page).collect();
         let progress = parallel.and_then(|parallel| parallel.progress);
-        parallel::register(&seams, cut.threads, progress, one, parts)
+        parallel::register(&seams, division.threads, progress, one, parts)
     }
 
     /// Registers `len` bytes at `offset` of a piece with one driver call.
@@ -313,15 +317,14 @@ impl Registrar<'_> {
         let (symbol, mr) = match functions.reg_mr_iova2 {
             Some(register) if !plain => {
                 // SAFETY: the protection domain is alive, and the driver checks the range (EFAULT).
-                // The caller of the registration vouched for reads and writes by the NIC from now
-                // on.
+                // The caller of the registration promised that the NIC may access the range.
                 ("ibv_reg_mr_iova2", unsafe {
                     register(self.pd.pd, pointer, len, base, flags.bits())
                 })
             }
             _ if plain => {
                 // SAFETY: the protection domain is alive, and the driver checks the range. The
-                // caller of the registration vouched for its use.
+                // caller of the registration promised that the NIC may access the range.
                 let mr =
                     unsafe { (functions.reg_mr)(self.pd.pd, pointer, len, flags.bits() as c_int) };
                 ("ibv_reg_mr", mr)
@@ -360,8 +363,8 @@ impl Registrar<'_> {
         };
         let register = self.pd.device.library().functions.reg_dmabuf_mr.ok_or_else(lacks)?;
         if flags.contains(AccessFlags::LOCAL_WRITE) {
-            // Some exporters and drivers do not check: a heap's read-only fd registers with write
-            // rights.
+            // Some exporters and drivers do not check the fd's mode: they accept write rights for a
+            // heap's read-only fd.
             let mode = rustix::fs::fcntl_getfl(fd).map_err(|errno| {
                 Error::os(errno, "fcntl(F_GETFL)").provider(self.pd.device.nic().to_string())
             })?;
@@ -411,14 +414,16 @@ impl Registrar<'_> {
             // Restore the rights of the parts before this one.
             for part in &mut region.parts[..index] {
                 if let Err((error, _)) = self.rereg_part(rereg, part, region.flags) {
-                    tracing::error!(%error, "a part of a region keeps rights that others lack");
+                    tracing::error!(%error, "a region's registrations now differ in their rights");
                     lost = true;
                 }
             }
             return Err(if lost {
-                error.remedy("close the region: the driver says that it must not be used any more")
+                error.remedy(
+                    "close the region: the driver reports that the region is no longer usable",
+                )
             } else {
-                error.remedy("register again with the other rights: the region is as it was")
+                error.remedy("register again with the other rights: this region is unchanged")
             });
         }
         (region.access, region.flags) = (access, flags);
@@ -426,7 +431,7 @@ impl Registrar<'_> {
     }
 
     /// Changes the rights of one registration. On failure, returns the error, and true if the
-    /// driver has lost the registration.
+    /// registration is no longer usable.
     fn rereg_part(
         &self,
         rereg: sys::ReregMr,
@@ -435,30 +440,30 @@ impl Registrar<'_> {
     ) -> Result<(), (Error, bool)> {
         let (pd, address, bits) = (ptr::null_mut(), ptr::null_mut(), flags.bits() as c_int);
         // SAFETY: `Regions::change` removed the region from the table, so no other thread has its
-        // registrations. Only rights change, and the caller of `VerbsDomain::rereg` vouched for
-        // them.
+        // registrations. Only rights change, and the caller of `VerbsDomain::rereg` promised
+        // that the NIC may use the new rights.
         let done = unsafe { rereg(part.mr, sys::IBV_REREG_MR_CHANGE_ACCESS, pd, address, 0, bits) };
         if done != 0 {
-            // The call returns the class of the failure, and errno has the number.
+            // The call returns the class of the failure. The error number is in errno.
             let errno = errors::last();
             let error = Error::os(errno, REREG)
                 .provider(self.pd.device.nic().to_string())
                 .context("range", part.key.range)
                 .context("access", names(flags));
-            // A driver without the call changed nothing, whatever class the library returns.
+            // If the driver lacks the call, the region is unchanged, whatever class of failure the
+            // library returns.
             let lost = done <= sys::IBV_REREG_MR_ERR_CMD && errno.kind() != ErrorKind::Unsupported;
             return Err((error, lost));
         }
-        // SAFETY: the registration is alive, and no other thread has it (see above). The driver
-        // wrote the current keys to it.
+        // SAFETY: the registration is alive, and `Regions::change` keeps other threads from using
+        // it. The driver wrote the current keys.
         (part.key.lkey, part.key.rkey) = unsafe { ((*part.mr).lkey, (*part.mr).rkey) };
         Ok(())
     }
 }
 
-/// Registrations of a region that is not complete. Dropping the value deregisters them. This
-/// happens after an error, or if the caller's progress callback panics. The caller may then free
-/// the memory.
+/// Registrations of a region that is not complete. Dropping the value after an error or a panic of
+/// the progress callback deregisters them, so that the caller may free the memory.
 struct Unfinished<'a> {
     pd: &'a ProtectionDomain,
     parts: Parts,

@@ -26,8 +26,8 @@ pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = 
         let at = offset;
         let mut part = left.min(max);
         if part < left {
-            // A page on both sides of a seam would be registered twice. So a part ends on a page if
-            // one is in reach.
+            // A page that two parts share would be registered twice. So a part ends at a page
+            // boundary if the part contains one.
             let over = start.wrapping_add(offset).wrapping_add(part) & (page - 1);
             if over < part {
                 part -= over;
@@ -41,7 +41,7 @@ pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = 
 /// Consecutive bytes of local memory under one lkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Address of the first byte, as the NIC addresses it.
+    /// Address of the first byte, as work requests name it.
     pub address: u64,
     /// Number of bytes.
     pub len: u64,
@@ -52,7 +52,7 @@ pub struct Span {
 /// Consecutive bytes of a peer's memory under one rkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Address of the first byte, as the peer's NIC addresses it.
+    /// Address of the first byte, as work requests to the peer name it.
     pub address: u64,
     /// Number of bytes.
     pub len: u64,
@@ -60,7 +60,7 @@ pub struct Target {
     pub rkey: u32,
 }
 
-/// A planned work request: a remote address and a part of the list of local segments.
+/// A planned work request: a remote address, and a slice of the list of local segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Planned {
     /// Remote address of the first byte.
@@ -69,15 +69,15 @@ pub struct Planned {
     pub len: u64,
     /// The rkey of the peer's memory.
     pub rkey: u32,
-    /// Index of the first local segment in the list.
+    /// Index of the request's first local segment in the list.
     pub first: usize,
-    /// Number of local segments.
+    /// Number of local segments that the request uses, from `first` on.
     pub count: usize,
 }
 
 /// Splits a transfer into work requests of at most `max_sge` local segments and `max_message`
 /// bytes. Each work request has one rkey. Both lists must hold the same number of bytes. A transfer
-/// of 0 bytes gives one empty work request to the first target.
+/// of 0 bytes becomes one empty work request to the first target.
 pub fn plan(
     local: &[Span],
     remote: &[Target],

@@ -1,9 +1,9 @@
 //! Memory windows of type 1, bound by a call, and of type 2, bound by posted requests.
 //!
 //! A type 1 window is bound by `ibv_bind_mw`, which needs any queue pair of the protection domain.
-//! The domain opens a queue pair for this at the first bind, and connects it to itself. A type 2
-//! window is bound by a posted request. The caller posts that request while the table of windows is
-//! locked.
+//! The domain opens a queue pair for this purpose at the first bind, and connects that queue pair
+//! to itself. A type 2 window is bound by a posted request. The caller posts that request while the
+//! table of windows is locked.
 
 use std::{
     collections::HashMap,
@@ -37,14 +37,14 @@ use super::{
     },
 };
 
-/// Default timeout of a bind of a type 1 window. A bind involves no peer, so it takes this long
-/// only if the device was removed or hangs.
+/// Default timeout of a bind of a type 1 window. A bind involves no peer, so a bind times out only
+/// if the device was removed or hangs.
 pub(super) const BIND_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 struct Window {
-    /// Pointer to the `ibv_mw`. Null if the allocation failed after the destruction of its queue
-    /// pair.
+    /// Pointer to the `ibv_mw`. It is null if [`Windows::replace`] freed the window and could not
+    /// allocate a new window.
     mw: *mut Mw,
     kind: WindowType,
     /// State of the window according to the completions that were read.
@@ -54,28 +54,28 @@ struct Window {
     /// Number of the queue pair through which the window is bound; `None` once an invalidation is
     /// posted.
     through: Option<u32>,
-    /// Key and queue pair of the binding, according to the completions that were read.
+    /// Key and queue pair of the window's binding, according to the completions that were read.
     known: Known,
-    /// Key that a peer invalidated before the completion of its bind was read.
+    /// Key that a peer invalidated before the provider read the completion of the key's bind.
     dead: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Known {
     key: u32,
-    /// Number of the queue pair; `None` unless a type 2 window is bound.
+    /// Number of the queue pair through which a type 2 window is bound; `None` for other windows.
     through: Option<u32>,
 }
 
 impl Window {
     fn key(&self) -> u32 {
-        // SAFETY: a pointer in the table is null or of an allocated window, and the table's lock
-        // keeps it so.
+        // SAFETY: a pointer in the table is null or points to an allocated window, and the table's
+        // lock keeps the window allocated.
         if self.mw.is_null() { 0 } else { unsafe { (*self.mw).rkey } }
     }
 
-    /// Records that a posted bind or invalidation has ended. If it was the last one, the state in
-    /// `known` becomes current.
+    /// Records that a posted bind or invalidation has ended. If no other bind or invalidation is in
+    /// flight, the state in `known` becomes the window's state.
     fn ended(&mut self) {
         self.posted -= 1;
         if self.posted > 0 {
@@ -83,7 +83,7 @@ impl Window {
         }
         (self.through, self.dead) = (self.known.through, None);
         if !self.mw.is_null() {
-            // SAFETY: the window is allocated, and the table's lock keeps it so.
+            // SAFETY: the table's lock keeps the window allocated.
             unsafe { (*self.mw).rkey = self.known.key };
         }
     }
@@ -93,15 +93,16 @@ impl Window {
     }
 }
 
-// SAFETY: libibverbs objects may be used from any thread, and the table's lock serializes the uses
-// of this one.
+// SAFETY: libibverbs objects may be used from any thread, and the table's lock serializes all uses
+// of a window.
 unsafe impl Send for Window {}
 
 /// Table of the memory windows of a domain.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     map: Mutex<HashMap<u64, Window>>,
-    /// Tokens of the windows, by their keys without the tag byte. Lock it only after `map`.
+    /// Tokens (handles) of the windows, by their keys without the tag (the low 8 bits). Code that
+    /// needs both locks takes the lock of `map` first.
     by_index: Mutex<HashMap<u32, u64>>,
     next: AtomicU64,
     binder: Mutex<Option<Binder>>,
@@ -109,8 +110,8 @@ pub(super) struct Windows {
 
 /// The queue pair that binds type 1 windows.
 ///
-/// It is not used after a bind that failed. The completion of the failed bind may arrive later, and
-/// the provider would mistake it for the completion of the next bind.
+/// After a failed bind the provider opens a new queue pair. The completion of the failed bind may
+/// arrive later, and the provider would mistake it for the completion of the next bind.
 #[derive(Debug)]
 struct Binder {
     pair: QueuePair,
@@ -172,17 +173,17 @@ impl Windows {
         self.map.lock().contains_key(&token)
     }
 
-    /// Returns an error if a window that is bound through a queue pair forbids `event` on that
-    /// queue pair.
+    /// Returns an error if the window `token`, which is bound through a queue pair, forbids `event`
+    /// on that queue pair.
     pub(super) fn check_bound(&self, token: u64, event: WindowEvent) -> Result<(), WindowRule> {
         let map = self.map.lock();
         let Some(window) = map.get(&token) else { return Ok(()) };
-        // A bind that has not completed counts as done.
+        // A posted bind may take effect at any time, so the window counts as bound.
         window.kind.after(WindowState::Valid, event).map(|_| ())
     }
 
-    /// Frees a window before its queue pair is destroyed, and allocates a new window under the same
-    /// token.
+    /// Frees a window whose queue pair will be destroyed, and allocates a new window under the same
+    /// token (handle).
     ///
     /// On soft-RoCE the destruction of a queue pair waits 50 seconds for a bound window.
     pub(super) fn replace(&self, pd: &ProtectionDomain, token: u64) {
@@ -206,7 +207,8 @@ impl Windows {
         }
     }
 
-    /// Replaces a window after a reset of its queue pair has dropped a posted bind or invalidation.
+    /// Replaces a window (see [`Windows::replace`]) after a reset of its queue pair has dropped a
+    /// posted bind or invalidation.
     ///
     /// The NIC may or may not have executed the request, so the state of the window is unknown.
     pub(super) fn forgotten(&self, pd: &ProtectionDomain, token: u64) {
@@ -223,8 +225,8 @@ impl Windows {
         Ok(WindowStatus { key, state: window.state, pending })
     }
 
-    /// Records that a bind or invalidation of `key` has ended. `through` is the number of the queue
-    /// pair that it was posted to.
+    /// Records the completion of a bind or invalidation of `key`. `through` is the number of the
+    /// queue pair that executed the request.
     ///
     /// Returns true if the window is no longer bound through the queue pair.
     pub(super) fn completed(
@@ -236,7 +238,7 @@ impl Windows {
     ) -> bool {
         let mut map = self.map.lock();
         let Some(window) = map.get_mut(&token) else { return true };
-        // A window that was allocated again since has another key.
+        // If the window was replaced meanwhile, the new window has another key.
         let current = !window.mw.is_null() && window.key() >> 8 == key >> 8;
         if worked && current {
             if kind == CompletionKind::InvalidateWindow {
@@ -255,7 +257,8 @@ impl Windows {
 
     /// Records that a peer's message has invalidated a key.
     ///
-    /// Returns the token of its window, unless a later bind of that window is posted.
+    /// Returns the token (handle) of the window that has the key. Returns `None` if no window has
+    /// the key, or if a later bind of the window is posted.
     pub(super) fn invalidated_by_peer(&self, key: u32) -> Option<u64> {
         let mut map = self.map.lock();
         let token = *self.by_index.lock().get(&(key >> 8))?;
@@ -277,10 +280,11 @@ impl Windows {
         window.through.is_none().then_some(token)
     }
 
-    /// Calls `with` with an allocated type 2 window while the table is locked.
+    /// Calls `with` with a type 2 window while the table is locked.
     ///
     /// # Errors
-    /// The error of `rule` for a type 1 window.
+    /// - The error of `rule`: the window has type 1.
+    /// - BadState: the window was freed and could not be allocated again.
     fn with_type_2<T>(
         &self,
         token: u64,
@@ -313,7 +317,8 @@ impl Windows {
         };
         let bound = regions.with(bind.region, "bind window", |region| {
             let (mr, address) = if bind.len == 0 {
-                // A null region crashes librxe. With length 0 the region only names the domain.
+                // A null region crashes librxe. With length 0 the driver uses only the region's
+                // protection domain.
                 region.parts.first().map(|part| (part.mr, 0)).ok_or_else(unknown)?
             } else {
                 let (part, address) = target(pd, region, bind)?;
@@ -332,7 +337,7 @@ impl Windows {
             let event = if bind.len == 0 { WindowEvent::BindNothing } else { WindowEvent::Bind };
             let after = held.kind.after(held.state, event);
             let after = after.map_err(|rule| refuse(rule, "bind window"))?;
-            // SAFETY: window and region are alive under their locks.
+            // SAFETY: the locks of their tables keep window and region alive.
             let key = unsafe { binder.bind(pd, held.mw, info, timeout) }?;
             held.state = after;
             Ok(ProviderWindow { key: u64::from(key), ..window })
@@ -343,8 +348,8 @@ impl Windows {
 
     /// Binds a type 2 window.
     ///
-    /// `post` receives the work request and the new key, and posts the request to the queue pair
-    /// `through`.
+    /// `post` receives the work request and the window's new key. It must post the work request to
+    /// the queue pair with the number `through`.
     pub(super) fn bind_type_2(
         &self,
         pd: &ProtectionDomain,
@@ -363,7 +368,7 @@ impl Windows {
         }
         self.with_type_2(window.token, WindowRule::BoundByItsVerb, |held| {
             let mw = held.mw;
-            // The state after the requests that were posted before.
+            // The state that the window has once all earlier requests have completed.
             let state = if held.through.is_some() { WindowState::Valid } else { WindowState::Free };
             let after = held.kind.after(state, WindowEvent::Bind);
             after.map_err(|rule| refuse(rule, "bind window"))?;
@@ -371,8 +376,8 @@ impl Windows {
             let mut wr = SendWr::new(WrOpcode::IBV_WR_BIND_MW, 0);
             wr.bind_mw = BindPart { mw, rkey, bind_info };
             post(wr, rkey)?;
-            // SAFETY: the table's lock keeps the window allocated. Its user updates the key
-            // (ibv_post_send(3)).
+            // SAFETY: the table's lock keeps the window allocated. The caller of ibv_post_send(3)
+            // must update the key.
             unsafe { (*mw).rkey = rkey };
             held.through = Some(through);
             held.posted += 1;
@@ -382,8 +387,8 @@ impl Windows {
 
     /// Invalidates a type 2 window.
     ///
-    /// `post` receives the work request and the window's key, and posts the request to the queue
-    /// pair `through`.
+    /// `post` receives the work request and the window's key. It must post the work request to the
+    /// queue pair with the number `through`.
     pub(super) fn invalidate(
         &self,
         pd: &ProtectionDomain,
@@ -392,7 +397,7 @@ impl Windows {
         post: impl FnOnce(SendWr, u32) -> Result<()>,
     ) -> Result<()> {
         self.with_type_2(window.token, WindowRule::Type1IsNotInvalidated, |held| {
-            // Not every NIC checks this (rxe does not).
+            // Not every NIC checks the queue pair (rxe does not).
             if held.through.is_some_and(|bound| bound != through) {
                 return Err(refuse(WindowRule::OwnQueuePair, "invalidate window"));
             }
@@ -400,7 +405,7 @@ impl Windows {
                 return Err(refuse(WindowRule::DriverInvalidatesOnce, "invalidate window"));
             }
             let mut wr = SendWr::new(WrOpcode::IBV_WR_LOCAL_INV, 0);
-            // SAFETY: the window is allocated, and the table's lock keeps it so.
+            // SAFETY: the table's lock keeps the window allocated.
             let key = unsafe { (*held.mw).rkey };
             wr.invalidate_rkey = key;
             post(wr, key)?;
@@ -421,10 +426,10 @@ impl Windows {
     }
 }
 
-/// Returns the registration that a bind names, and the address in it.
+/// Returns the registration in which a bind's range lies, and the range's first address.
 ///
 /// # Errors
-/// The rule that refuses the bind. Drivers would end the connection or crash.
+/// The error of the rule that the bind violates. A driver would end the connection or crash.
 fn target<'a>(
     pd: &ProtectionDomain,
     region: &'a Region,
@@ -447,7 +452,7 @@ fn target<'a>(
     region.slice(offset, len).ok_or_else(|| {
         if offset <= whole && len <= whole - offset {
             let why =
-                "the region is registered in several parts, and the range is in more than one";
+                "the region is registered in several parts, and the range crosses their boundary";
             pd.device.refuse(ErrorKind::Unsupported, operation, why)
         } else {
             broken(WindowRule::InsideRegion)
@@ -455,7 +460,7 @@ fn target<'a>(
     })
 }
 
-/// Returns the rights of a bind as verbs flags.
+/// Returns the verbs flags for the rights and the addressing of a bind.
 fn flags(pd: &ProtectionDomain, bind: &WindowBind) -> AccessFlags {
     let mut flags = AccessFlags::empty();
     flags.set(AccessFlags::REMOTE_READ, bind.access.contains(Access::REMOTE_READ));
@@ -475,7 +480,7 @@ impl Binder {
     /// Binds a type 1 window and returns its new key.
     ///
     /// # Safety
-    /// `mw` and `info.mr` are live objects.
+    /// `mw` and `info.mr` point to live objects.
     unsafe fn bind(
         &mut self,
         pd: &ProtectionDomain,

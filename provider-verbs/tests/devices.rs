@@ -24,7 +24,7 @@ use trials::{Outcome, Skipped, trials};
 trials! {
     inaccessible_device_is_left_out_with_the_reason,
     missing_port_or_gid_is_named,
-    missing_device_is_named_with_the_present_ones,
+    missing_device_error_lists_the_present_devices,
     /// VRB-06
     installed_library_has_every_symbol_version,
     /// VRB-02
@@ -35,7 +35,7 @@ fn inaccessible_device_is_left_out_with_the_reason() -> Outcome {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     with(|script| (script.devices, script.closed) = (Some(3), Some((1, 13))));
     let nics: Vec<_> =
-        verbs.nics().expect("two are left").into_iter().map(|attr| attr.nic.name).collect();
+        verbs.nics().expect("two devices remain").into_iter().map(|attr| attr.nic.name).collect();
     assert_eq!(nics, ["fake0", "fake2"]);
     let left_out = verbs.left_out().expect("devices are there");
     let [(name, error)] = &left_out[..] else { panic!("{left_out:?}") };
@@ -46,7 +46,7 @@ fn inaccessible_device_is_left_out_with_the_reason() -> Outcome {
         "{error}"
     );
 
-    // With only one device, its permission error is the result.
+    // With only one device, the call fails with that device's permission error.
     with(|script| (script.devices, script.closed) = (Some(1), Some((0, 13))));
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     with(|script| script.closed = Some((0, 13)));
@@ -79,7 +79,7 @@ fn missing_port_or_gid_is_named() -> Outcome {
     Ok(())
 }
 
-fn missing_device_is_named_with_the_present_ones() -> Outcome {
+fn missing_device_error_lists_the_present_devices() -> Outcome {
     let name = device()?;
     let verbs = Verbs::open().expect("load libibverbs");
     let attr = DomainAttr { nic: Some("nonsense".into()), ..DomainAttr::default() };
@@ -125,7 +125,7 @@ fn hugetlb_option_reaches_the_driver() -> Outcome {
     let register = |flags| {
         let range = AddressRange::new(start, LEN as u64).expect("range");
         calls();
-        // SAFETY: the fake touches no memory.
+        // SAFETY: the fake library accesses no memory.
         let region = unsafe { verbs.reg_mr(range, flags) }.expect("register");
         let bits = flags.bits();
         assert_eq!(calls(), [format!("reg_mr {:#x}+{LEN:#x} {bits:#x}", start.0)]);

@@ -1,4 +1,4 @@
-//! dma-bufs over a real driver: dma-bufs of `/dev/udmabuf`, if the driver imports them.
+//! dma-bufs of `/dev/udmabuf` over a real driver, if the driver imports dma-bufs.
 
 mod support;
 #[path = "../../tests/trials/mod.rs"]
@@ -51,7 +51,7 @@ impl Buffer {
         let maker =
             File::options().read(true).write(true).open("/dev/udmabuf").expect("/dev/udmabuf");
         let create = Create { memfd: memfd as u32, flags: 0, offset: 0, size: LEN as u64 };
-        // SAFETY: the structure is the one of linux/udmabuf.h.
+        // SAFETY: the structure has the layout of linux/udmabuf.h.
         let fd = unsafe { libc::ioctl(maker.as_raw_fd(), UDMABUF_CREATE as _, &create) };
         assert!(fd >= 0, "UDMABUF_CREATE: {}", std::io::Error::last_os_error());
         // SAFETY: the descriptor is new, and only this value owns it.

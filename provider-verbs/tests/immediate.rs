@@ -1,6 +1,5 @@
-//! Immediate data and invalidated keys over injected functions that move bytes: chains, staged
-//! memory, and the data of receives. `tests/behaviour/transfers.rs` does the same over a real
-//! driver.
+//! Immediate data and invalidated keys over a fake library that moves bytes: chains, staged memory,
+//! and the data of receives. `tests/behaviour/transfers.rs` tests them over a real driver.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -46,7 +45,7 @@ fn facts(ended: Completion) -> (CompletionKind, u64, u64, Option<u64>) {
     (ended.kind, ended.context, ended.result.expect("success"), ended.data)
 }
 
-/// EVT-04
+/// EVT-04: the last work request of a write carries its immediate data.
 #[test]
 fn last_request_of_a_chain_carries_the_data() {
     let net = net();
@@ -60,7 +59,7 @@ fn last_request_of_a_chain_carries_the_data() {
     net.near.endpoint.write_immediate(&from, &pieces, 0xdead_beef, PEER, 4).expect("post");
     let (mut here, mut there) = net.complete(1, 1);
     assert_eq!(facts(here.remove(0)), (CompletionKind::Write, 4, 150, None));
-    // The NIC reports the length of the last of the two requests.
+    // The completion's length is that of the second work request only, so it is not compared.
     let (kind, context, _, data) = facts(there.remove(0));
     assert_eq!((kind, context, data), (CompletionKind::RemoteWrite, 9, Some(0xdead_beef)));
     assert_eq!(far.get(CHUNK, 100), bytes[..100]);
@@ -68,7 +67,7 @@ fn last_request_of_a_chain_carries_the_data() {
     net.assert_idle();
 }
 
-/// EVT-04
+/// EVT-04: the last chunk of a staged write carries its immediate data.
 #[test]
 fn staged_write_carries_the_data_with_its_last_chunk() {
     let net = net();
@@ -112,13 +111,14 @@ fn staged_write_wakes_sleepers_on_every_queue() {
     };
     for turn in 0..3 {
         net.far.endpoint.receive(&[far.slice(len, 8)], None, 7).expect("receive");
-        assert!(channel.arm().expect("arm"), "nothing is under way");
+        assert!(channel.arm().expect("arm"), "nothing is in flight");
         assert!(!is_readable(), "a thread would sleep here");
         let there = [remote(&key, 0, len)];
         let from = [near.slice(0, len)];
         net.near.endpoint.write_immediate(&from, &there, turn, PEER, 1).expect("post");
         assert!(is_readable(), "the sleeper must step the write");
-        // Only the sleeper of the target's queue reads, and it arms before it sleeps again.
+        // Only the thread that waits for the target's queue reads. The thread arms the queue before
+        // it sleeps again.
         let mut done = Vec::new();
         while net.far.cq.wait(&mut done, 1, Duration::from_millis(100)).expect("wait") == 0 {}
         let (kind, context, _, data) = facts(done.remove(0));
@@ -128,7 +128,8 @@ fn staged_write_wakes_sleepers_on_every_queue() {
     net.assert_idle();
 }
 
-/// EVT-04
+/// EVT-04: a write with immediate data does not change the buffer of the staged receive that it
+/// consumes.
 #[test]
 fn staged_receive_consumed_by_a_write_keeps_its_bytes() {
     let net = net();
@@ -153,7 +154,7 @@ fn staged_receive_consumed_by_a_write_keeps_its_bytes() {
     let (_, mut there) = net.complete(1, 1);
     assert_eq!(facts(there.remove(0)), (CompletionKind::Receive, 2, 64, Some(12)));
     assert_eq!(staged.get(0, 65), [&[0x77; 64][..], &[0x55]].concat());
-    // A message from staged memory works too.
+    // A message from staged memory can carry data too.
     let source = net.near.device(&net.device, CHUNK, LOCAL).expect("stage device memory");
     net.far.endpoint.receive(&[far.slice(0, 64)], None, 5).expect("receive");
     net.near
@@ -166,7 +167,8 @@ fn staged_receive_consumed_by_a_write_keeps_its_bytes() {
     net.assert_idle();
 }
 
-/// EVT-04
+/// EVT-04: a staged write that waits for a receive of the peer leaves staging buffers for other
+/// connections.
 #[test]
 fn write_waiting_for_a_receive_leaves_buffers_for_others() {
     let net = net();
@@ -176,7 +178,7 @@ fn write_waiting_for_a_receive_leaves_buffers_for_others() {
     let there = [remote(&key, 0, CHUNK * 16)];
     let from = [near.slice(0, CHUNK * 16)];
     net.near.endpoint.write_immediate(&from, &there, 1, PEER, 1).expect("post");
-    // Another connection of the domain makes progress.
+    // Another connection of the domain still makes progress.
     let cq = net.near.domain.open_cq(8).expect("a queue");
     let attr = hmem_core::provider::EndpointAttr::new(&cq);
     let other = net.near.domain.open_endpoint(&attr).expect("an endpoint");
@@ -197,7 +199,7 @@ fn write_waiting_for_a_receive_leaves_buffers_for_others() {
 }
 
 #[test]
-fn invalidated_key_is_read_from_each_driver() {
+fn invalidated_key_is_reported_with_each_driver() {
     for rxe in [false, true] {
         let net = net_on(rxe);
         let (near, far) = (net.near.host(64, LOCAL), net.far.host(64, LOCAL | REMOTE));
@@ -208,7 +210,7 @@ fn invalidated_key_is_read_from_each_driver() {
         let ended = there.remove(0);
         assert_eq!(ended.invalidated, Some(key.as_u64().expect("one key")), "rxe: {rxe}");
         assert_eq!(facts(ended), (CompletionKind::Receive, 1, 8, None));
-        // Other drivers name no key.
+        // Other drivers report no invalidated key.
         net.far.endpoint.receive(&[far.slice(0, 64)], None, 3).expect("receive");
         net.near.endpoint.send(&[near.slice(0, 8)], None, PEER, 4).expect("post");
         let (_, mut there) = net.complete(1, 1);

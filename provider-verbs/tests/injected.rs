@@ -1,6 +1,8 @@
 //! The verbs provider over a fake library: loading, capabilities, checks before driver calls,
 //! splitting and errors.
 
+#[path = "../../tests/child/mod.rs"]
+mod child;
 mod fake;
 
 use std::{
@@ -55,7 +57,7 @@ fn register(
     let auth_key = AuthKey::default();
     let ranges: Vec<_> = pieces.iter().map(|piece| piece.range).collect();
     let request = Registration::new(&ranges, access, &auth_key);
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     unsafe { VerbsDomain::of(domain).expect("verbs").register_with(&request, pieces, options) }
 }
 
@@ -78,7 +80,7 @@ fn missing_library_is_named_with_the_loaders_reason() {
 #[test]
 fn missing_symbol_is_named_with_its_version() {
     for (missing, version) in Functions::SYMBOLS {
-        // SAFETY: the fake's functions have the header's signatures.
+        // SAFETY: the fake library's functions have the signatures of the header.
         let error = unsafe {
             Functions::from_lookup(|name, _| if name == *missing { None } else { symbol(name) })
         }
@@ -87,7 +89,7 @@ fn missing_symbol_is_named_with_its_version() {
         assert!(error.is_unavailable());
     }
     for (missing, _) in Functions::OPTIONAL {
-        // SAFETY: the fake's functions have the header's signatures.
+        // SAFETY: the fake library's functions have the signatures of the header.
         unsafe {
             Functions::from_lookup(|name, _| if name == *missing { None } else { symbol(name) })
         }
@@ -97,7 +99,7 @@ fn missing_symbol_is_named_with_its_version() {
 
 /// VRB-06
 #[test]
-fn no_device_is_unavailable_and_names_the_library() {
+fn absent_device_is_unavailable_and_names_the_library() {
     let verbs = Verbs::builder().functions(functions()).build().expect("start");
     with(|script| script.devices = None);
     let error = verbs.nics().expect_err("errno 38");
@@ -163,7 +165,7 @@ impl tracing::Subscriber for &'static Events {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// VRB-03
+/// VRB-03: a tracing event names each verbs right that the provider adds to the requested rights.
 #[test]
 fn added_right_is_in_the_trace() {
     let domain = domain();
@@ -227,7 +229,8 @@ fn peer_memory_is_tried_by_registering_a_device_address() {
     let mut registry = Registry::new();
     registry.add(Arc::clone(&device)).expect("add the device");
     let registry = Arc::new(registry);
-    // Answers of the driver for the buffer, the staging buffers, and a page of the buffer's kind.
+    // `answers` holds the driver's errno values for three registrations: of the buffer, of the
+    // staging buffers, and of a probe page.
     for (answers, expected) in [(vec![], HmemPath::PeerMemory), (vec![14, 0, 14], HmemPath::Staged)]
     {
         let selector = Arc::new(DefaultPathSelector::new());
@@ -255,8 +258,8 @@ fn peer_memory_is_tried_by_registering_a_device_address() {
     }
 }
 
-/// Registers device memory and returns the decision. The exports with the numbers in `refused`
-/// fail. `answers` holds the errno values of registrations.
+/// Registers device memory and returns the decision. The dma-buf exports with the numbers in
+/// `refused` fail. `answers` holds the errno values of the registrations, in order.
 fn decided(verbs: &Verbs, refused: &[u64], answers: Vec<i32>) -> Arc<Decision> {
     let simulated = Arc::new(Simulated::builder().window(1 << 30).build().expect("a device"));
     let device: Arc<dyn Iface> = Arc::clone(&simulated) as _;
@@ -322,7 +325,8 @@ fn pcie_mapping_is_tried_first_where_the_device_needs_it() {
 
 /// HM-09
 ///
-/// Each value of the variable is tested in its own process.
+/// The environment variable decides whether the provider tries the PCIe mapping first. Each value
+/// is tested in its own process.
 #[test]
 fn environment_sets_the_pcie_mapping() {
     const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
@@ -331,13 +335,8 @@ fn environment_sets_the_pcie_mapping() {
         for (value, expected) in
             [("1", "true"), ("YES", "true"), ("off", "false"), ("", "false"), ("5", "")]
         {
-            let own = std::env::current_exe().expect("this test");
-            let mut child = std::process::Command::new(own);
-            child.args(["--exact", "environment_sets_the_pcie_mapping"]);
-            let output =
-                child.env(VARIABLE, value).env(IN_CHILD, expected).output().expect("it runs");
-            let said = String::from_utf8_lossy(&output.stdout).into_owned();
-            assert!(output.status.success() && said.contains("1 passed"), "{value}: {said}");
+            let mut command = child::command("environment_sets_the_pcie_mapping");
+            child::passes(command.env(VARIABLE, value).env(IN_CHILD, expected));
         }
         return;
     };
@@ -347,7 +346,7 @@ fn environment_sets_the_pcie_mapping() {
     let builder = || Verbs::builder().functions(functions.clone());
     match expected.as_str() {
         "" => {
-            let error = builder().build().expect_err("no boolean");
+            let error = builder().build().expect_err("the value is no boolean");
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert_eq!(error.context_value("variable"), Some(VARIABLE));
             assert_eq!(error.context_value("value"), Some("5"));
@@ -367,7 +366,8 @@ fn environment_sets_the_pcie_mapping() {
 
 /// VRB-02, VRB-01
 ///
-/// The refused flags are combinations of rights that verbs does not support.
+/// The provider refuses REMOTE_WRITE and REMOTE_ATOMIC without LOCAL_WRITE, and options that the
+/// device lacks, without a driver call.
 #[test]
 fn unsupported_flags_are_refused_before_the_driver_call() {
     let domain = domain();
@@ -382,7 +382,7 @@ fn unsupported_flags_are_refused_before_the_driver_call() {
     }
     for option in [VerbsOptions::ON_DEMAND, VerbsOptions::MW_BIND, VerbsOptions::HUGETLB] {
         let error = register(&domain, &[host(0x1000, 4096)], Access::SEND, option)
-            .expect_err("the fake has none");
+            .expect_err("the fake device lacks the option");
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.to_string().contains("fake0"), "{error}");
     }
@@ -429,7 +429,7 @@ fn relaxed_ordering_is_the_default_of_domains() {
         let ranges = [range(0x1000, 4096)];
         let attr = MrAttr { ordering, ..MrAttr::new(&ranges, Access::SEND) };
         calls();
-        // SAFETY: the fake touches no memory.
+        // SAFETY: the fake library accesses no memory.
         let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
         let asked = calls();
         drop(region);
@@ -444,12 +444,12 @@ fn relaxed_ordering_is_the_default_of_domains() {
     let domain = domain_of(functions(), strict);
     assert_eq!(asked(&domain, None), plain, "a domain with polled memory");
     assert_eq!(asked(&domain, Some(relaxed)), by_iova);
-    // A library without the call registers without relaxed ordering.
+    // With a library without `ibv_reg_mr_iova2`, the provider registers without relaxed ordering.
     drop(functions());
     let without = |name: &'static str, _: &'static str| {
         if name == "ibv_reg_mr_iova2" { None } else { symbol(name) }
     };
-    // SAFETY: the fake's functions have the header's signatures.
+    // SAFETY: the fake library's functions have the signatures of the header.
     let old = unsafe { Functions::from_lookup(without) }.expect("usable without it");
     assert_eq!(asked(&domain_of(old, relaxed), None), plain);
     // The strict order overrides the builder's options.
@@ -458,7 +458,8 @@ fn relaxed_ordering_is_the_default_of_domains() {
     assert_eq!(asked(&open(&verbs), Some(strict)), plain);
 }
 
-/// Covers the facets that a device without windows lacks, and those that verbs never has.
+/// Calls for features that verbs or the device lacks fail with a remedy. The device has no memory
+/// windows.
 #[test]
 fn missing_facets_are_refused_with_a_remedy() {
     let domain = domain();
@@ -467,7 +468,7 @@ fn missing_facets_are_refused_with_a_remedy() {
         | Features::STAGING
         | Features::MANUAL_PROGRESS;
     assert_eq!(domain.features(), has);
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     let region = unsafe { domain.reg(range(0x1000, 4096), Access::READ, 0, MrFlags::empty()) }
         .expect("register");
     let refused = |error: Error, kind: ErrorKind, advice: &str| {
@@ -486,11 +487,12 @@ fn missing_facets_are_refused_with_a_remedy() {
 
 /// KEY-04
 ///
-/// Each domain has its own table of mapped keys. The order of mapping does not matter.
+/// Two domains map the same raw key eight times each. Neither domain may unmap a key of the other
+/// domain.
 #[test]
 fn mapped_key_of_another_domain_unmaps_nothing() {
     let (mine, theirs) = (domain(), domain());
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     let region = unsafe { mine.reg(range(0x1000, 64), Access::REMOTE_READ, 0, MrFlags::empty()) }
         .expect("register");
     let raw = region.raw_key().expect("raw key");
@@ -536,13 +538,13 @@ fn authorization_keys_are_refused() {
     assert_eq!(domain.live().regions, 0);
     // An empty key counts as no key.
     let attr = MrAttr { auth_key: Some(&AuthKey(Vec::new())), ..attr };
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("no key");
 }
 
 /// VRB-01
 ///
-/// Verbs cannot enable a region later. It therefore registers every region enabled.
+/// Verbs cannot enable a region later. The provider therefore registers every region enabled.
 #[test]
 fn region_registered_disabled_is_usable_at_once() {
     let domain = domain();
@@ -554,7 +556,7 @@ fn region_registered_disabled_is_usable_at_once() {
         ..Registration::new(&ranges, Access::REMOTE_READ, &auth_key)
     };
     let pieces = [host(0x1000, 64)];
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     let region = unsafe { provider.register(&request, &pieces) }.expect("register");
     provider.deregister(region).expect("deregister");
 }
@@ -571,9 +573,9 @@ fn basic_mode_works_together_with_local() {
     assert_eq!(error.kind(), ErrorKind::ModeMismatch, "{error}");
     assert_eq!(error.context_value("bits"), Some("LOCAL"), "{error}");
     let domain = open(MrMode::BASIC | MrMode::LOCAL).expect("BASIC with LOCAL");
-    assert_eq!(domain.mr_mode(), MrMode::BASIC | MrMode::LOCAL, "neither is cleared");
+    assert_eq!(domain.mr_mode(), MrMode::BASIC | MrMode::LOCAL, "both bits stay set");
     // BASIC implies VIRT_ADDR and PROV_KEY.
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     let region = unsafe { domain.reg(range(0x1000, 64), Access::REMOTE_READ, 7, MrFlags::empty()) };
     let region = region.expect("register");
     assert_eq!(region.base_addr().0, 0x1000);
@@ -596,7 +598,8 @@ fn hugetlb_option_needs_memory_in_huge_pages() {
     assert_eq!(error.context_value("option"), Some("HUGETLB"), "{error}");
     assert!(error.to_string().contains("MAP_HUGETLB"), "{error}");
     assert!(calls().is_empty(), "the driver was called");
-    register(&domain, &memory, Access::SEND, VerbsOptions::ON_DEMAND).expect("the device pages");
+    register(&domain, &memory, Access::SEND, VerbsOptions::ON_DEMAND)
+        .expect("the device supports on-demand paging");
     assert_eq!(calls().len(), 1);
 }
 
@@ -609,10 +612,10 @@ fn long_region_is_split_and_rolled_back_as_a_whole() {
     assert_eq!(
         domain.provider_attr().max_mr_size,
         0x3000 * 1000,
-        "what can be presented as one region"
+        "the size of one registration, times their number"
     );
     calls();
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     let region = unsafe {
         domain
             .regattr(&MrAttr::new(&[range(0x1800, 0x7000)], Access::REMOTE_READ), MrFlags::empty())
@@ -703,7 +706,7 @@ fn application_protection_domain_is_used_and_not_freed() {
     calls();
     let domain = open(&verbs);
     assert_eq!(VerbsDomain::of(&domain).expect("verbs").pd(), pd);
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     let region = unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) }
         .expect("register");
     region.close().map_err(|rejected| rejected.error).expect("close");
@@ -734,7 +737,7 @@ fn fork_init_is_called_unless_the_kernel_copies_pages() {
 #[test]
 fn forked_child_makes_no_driver_call_for_its_parents_objects() {
     let domain = domain();
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     let reg = || unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) };
     let (dropped, closed) = (reg().expect("register"), reg().expect("register"));
     calls();
@@ -743,7 +746,8 @@ fn forked_child_makes_no_driver_call_for_its_parents_objects() {
     if child == 0 {
         let alone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let refused = reg().is_err_and(|error| error.kind() == ErrorKind::BadState);
-            // SAFETY: the parent has the originals; this process leaves without using them.
+            // SAFETY: these are copies of the parent's objects. The child exits without using the
+            // objects again.
             unsafe {
                 drop(std::ptr::read(&raw const dropped));
                 let closes = std::ptr::read(&raw const closed).close().is_ok();
@@ -751,7 +755,7 @@ fn forked_child_makes_no_driver_call_for_its_parents_objects() {
                 refused && closes && calls().is_empty()
             }
         }));
-        // SAFETY: ends the process.
+        // SAFETY: `_exit` has no precondition. It ends the child.
         unsafe { libc::_exit(i32::from(!alone.unwrap_or(false))) };
     }
     let mut status = 0;
@@ -831,7 +835,7 @@ proptest! {
         cuts in prop::collection::vec(1_u64..60, 1..8),
         max_sge in 1_usize..5, max_message in 1_u64..80,
     ) {
-        // Each byte is identified by its source and its target; the oracle pairs them one by one.
+        // The oracle lists the source and the target of each byte.
         let mut spans = Vec::new();
         let mut from = Vec::new();
         for (index, len) in local.iter().enumerate() {

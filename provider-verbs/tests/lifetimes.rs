@@ -1,5 +1,5 @@
-//! Lifetimes of objects that depend on each other, over injected functions that move bytes: failed
-//! closes, late completions, binds without an end, windows and their queue pairs.
+//! Lifetimes of objects that depend on each other, over a fake library that moves bytes: failed
+//! closes, late completions, binds that never complete, windows and their queue pairs.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -24,12 +24,12 @@ use wire::{Misbehaviour, misbehave};
 const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 const FINE: Misbehaviour = Misbehaviour {
     polls_fail: false,
-    stands_still: false,
+    hangs: false,
     refuses_resets: 0,
     completes_late: false,
     refuses_channels: 0,
     channels_fail: 0,
-    tells_nothing: false,
+    has_no_channels: false,
     is_rxe: false,
     bind: Some(WcStatus::IBV_WC_SUCCESS),
 };
@@ -103,7 +103,7 @@ fn endpoint_with_a_failed_close_is_destroyed_before_its_queues() {
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
     misbehave(Misbehaviour { polls_fail: true, ..FINE });
-    let rejected = endpoint.close().expect_err("its queue cannot be read");
+    let rejected = endpoint.close().expect_err("the completion queue cannot be read");
     assert_eq!(rejected.error.kind(), ErrorKind::Driver, "{}", rejected.error);
     assert_eq!(domain.live().endpoints, 1, "the endpoint is returned");
     drop((cq, domain));
@@ -123,7 +123,7 @@ fn endpoint_with_an_authorization_key_is_refused() {
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     assert!(error.to_string().contains("authorization keys"), "{error}");
     assert_eq!(domain.live().endpoints, 0);
-    domain.open_endpoint(&with(Vec::new())).expect("an empty key is none");
+    domain.open_endpoint(&with(Vec::new())).expect("an empty key counts as no key");
 }
 
 /// MW-03
@@ -147,7 +147,7 @@ fn dropped_endpoint_frees_its_bound_type_2a_window() {
     assert_eq!(calls_about(&["dealloc"]), ["dealloc_mw"]);
 }
 
-/// Ends the connection of an endpoint with a write to an unknown key.
+/// Ends the connection of an endpoint by posting a write to an unknown key.
 fn break_connection(
     endpoint: &Endpoint,
     cq: &Arc<dyn CompletionQueue>,
@@ -162,7 +162,7 @@ fn break_connection(
 
 /// MW-03
 #[test]
-fn a_queue_pair_with_a_bound_type_2a_window_is_not_reset() {
+fn queue_pair_with_a_bound_type_2a_window_is_not_reset() {
     let domain = open();
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
@@ -171,7 +171,8 @@ fn a_queue_pair_with_a_bound_type_2a_window_is_not_reset() {
     bind(&window, &endpoint, &region).expect("post the bind");
     read(&cq).remove(0).result.expect("bind");
     break_connection(&endpoint, &cq, &region);
-    let error = endpoint.resolve(&endpoint.name()).expect_err("to connect anew resets it");
+    let error =
+        endpoint.resolve(&endpoint.name()).expect_err("connecting again resets the queue pair");
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     assert_eq!(error.context_value("rule"), Some("type-2a-holds-queue-pair"), "{error}");
     drop(window);
@@ -181,13 +182,14 @@ fn a_queue_pair_with_a_bound_type_2a_window_is_not_reset() {
     bind(&window, &endpoint, &region).expect("post the bind");
     read(&cq).remove(0).result.expect("bind");
     break_connection(&endpoint, &cq, &region);
-    endpoint.resolve(&endpoint.name()).expect("type 2B lets its queue pair be reset");
+    endpoint.resolve(&endpoint.name()).expect("a type 2B window allows a reset");
     assert_eq!(window.state(), WindowState::Valid);
 }
 
-/// MW-04
+/// MW-04: the state of a window changes when the application reads the completion of a bind or
+/// invalidation.
 #[test]
-fn a_window_learns_its_state_from_completions() {
+fn window_state_changes_when_its_completions_are_read() {
     let domain = open();
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
@@ -196,18 +198,19 @@ fn a_window_learns_its_state_from_completions() {
     assert_eq!(window.state(), WindowState::Free);
     bind(&window, &endpoint, &region).expect("post the bind");
     assert_eq!(window.state(), WindowState::Free, "the bind has not completed");
-    let again = bind(&window, &endpoint, &region).expect_err("it is on its way to be bound");
+    let again = bind(&window, &endpoint, &region).expect_err("an earlier bind is in flight");
     assert_eq!(again.context_value("rule"), Some("binds-when-free"), "{again}");
     read(&cq).remove(0).result.expect("bind");
     assert_eq!(window.state(), WindowState::Valid);
     window.post_invalidate(&endpoint, 2).expect("post the invalidation");
-    // Behind the invalidation in the same queue.
+    // The bind follows the invalidation in the same send queue.
     bind(&window, &endpoint, &region).expect("post the next bind");
     for _ in 0..2 {
         read(&cq).remove(0).result.expect("invalidate, then bind");
     }
     assert_eq!(window.state(), WindowState::Valid);
-    // A connection that is down flushes what is posted: the bind fails, and the window is free.
+    // On a failed connection, the bind completes with the status "flushed", and the window stays
+    // free.
     window.post_invalidate(&endpoint, 3).expect("post the invalidation");
     read(&cq).remove(0).result.expect("invalidate");
     break_connection(&endpoint, &cq, &region);
@@ -219,7 +222,7 @@ fn a_window_learns_its_state_from_completions() {
 
 /// MW-04
 #[test]
-fn a_window_whose_invalidation_fails_stays_bound() {
+fn window_stays_bound_after_a_failed_invalidation() {
     let domain = open_rxe();
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
@@ -229,7 +232,7 @@ fn a_window_whose_invalidation_fails_stays_bound() {
     read(&cq).remove(0).result.expect("bind");
     break_connection(&endpoint, &cq, &first);
     for binds_behind_it in [false, true] {
-        // On rxe, a window that is not bound is not invalidated.
+        // On rxe, the provider refuses to invalidate a window that is not bound.
         window.post_invalidate(&endpoint, 2).expect("the window is bound");
         if binds_behind_it {
             let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
@@ -241,10 +244,10 @@ fn a_window_whose_invalidation_fails_stays_bound() {
         read(&cq).remove(0).result.expect_err("the connection is down");
         assert_eq!(window.state(), WindowState::Valid);
         let now = window.key().expect("it is bound");
-        assert_eq!(now.base(), key.base(), "the region of the bind that holds");
+        assert_eq!(now.base(), key.base(), "the region of the bind that is in force");
         assert_eq!(now.as_u64().expect("one key"), key.as_u64().expect("one key"));
     }
-    endpoint.resolve(&endpoint.name()).expect("connect anew");
+    endpoint.resolve(&endpoint.name()).expect("connect again");
     window.post_invalidate(&endpoint, 4).expect("the window is bound");
     read(&cq).remove(0).result.expect("invalidate");
     assert_eq!(window.state(), WindowState::Free);
@@ -255,7 +258,7 @@ fn a_window_whose_invalidation_fails_stays_bound() {
 
 /// MW-03
 #[test]
-fn a_window_that_is_bound_behind_its_invalidation_is_freed_before_its_queue_pair() {
+fn rebound_window_is_freed_before_its_queue_pair() {
     let domain = open();
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
@@ -273,9 +276,10 @@ fn a_window_that_is_bound_behind_its_invalidation_is_freed_before_its_queue_pair
     assert_eq!(calls_about(&["destroy_qp", "dealloc"]), ["dealloc_mw", "destroy_qp"]);
 }
 
-/// MW-10
+/// MW-10: a window is free even if the peer's invalidation of a key is read before the completion
+/// of the bind.
 #[test]
-fn a_peers_invalidation_that_is_read_before_the_bind_frees_the_window() {
+fn peer_invalidation_read_before_the_bind_frees_the_window() {
     let domain = open();
     let (tx, rx) = (domain.open_cq(8).expect("queue"), domain.open_cq(8).expect("queue"));
     let endpoint = domain
@@ -318,12 +322,13 @@ fn late_completion_does_not_end_a_request_of_a_new_endpoint() {
             write(&old, &from, &to, context);
             while read(&cq).is_empty() {}
         }
-        misbehave(Misbehaviour { stands_still: true, completes_late: true, ..FINE });
+        misbehave(Misbehaviour { hangs: true, completes_late: true, ..FINE });
         write(&old, &from, &to, 10);
         old.close().map_err(|rejected| rejected.error).expect("close");
         let ended = read(&cq).remove(0);
         assert_eq!((ended.context, ended.result.unwrap_err().kind()), (10, ErrorKind::Canceled));
-        // The new queue pair has the number of the old one, whose request completes only now.
+        // The new queue pair has the number of the old queue pair. The old queue pair's request
+        // completes only now.
         let new = endpoint(&domain, &cq);
         // The driver refuses as many requests as the old queue pair had completed.
         for _ in 2..used {
@@ -350,7 +355,7 @@ fn late_completion_does_not_end_a_request_of_a_new_endpoint() {
 
 /// MW-01
 #[test]
-fn the_late_completion_of_a_bind_is_not_that_of_the_next() {
+fn late_bind_completion_does_not_complete_the_next_bind() {
     let domain = open();
     let region = buffer(&domain, 1);
     let window = domain.alloc_type_1_window().expect("allocate");
@@ -361,7 +366,7 @@ fn the_late_completion_of_a_bind_is_not_that_of_the_next() {
     assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
     assert!(error.to_string().contains("did not complete within the time limit"), "{error}");
     misbehave(Misbehaviour { bind: Some(WcStatus::IBV_WC_MW_BIND_ERR), ..FINE });
-    let error = bind().expect_err("refused, while the first one's success is on its way");
+    let error = bind().expect_err("this bind is refused, before the first bind completes");
     assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
     misbehave(FINE);
     let last = bind().expect("the next bind works");
@@ -380,7 +385,7 @@ fn bind(
 
 /// MW-10
 #[test]
-fn a_window_is_invalidated_through_the_queue_pair_that_it_is_bound_through_only() {
+fn bound_window_is_invalidated_only_through_its_queue_pair() {
     let domain = open();
     let cq = domain.open_cq(8).expect("open a queue");
     let (own, foreign) = (endpoint(&domain, &cq), endpoint(&domain, &cq));
@@ -394,12 +399,14 @@ fn a_window_is_invalidated_through_the_queue_pair_that_it_is_bound_through_only(
         assert!(window.key().is_some(), "the window stays bound");
         window.post_invalidate(&own, 3).expect("its own queue pair");
         read(&cq).remove(0).result.expect("invalidate");
-        // A free window may be invalidated and bound through any.
+        // A free window may be invalidated and bound through any queue pair.
         window.post_invalidate(&foreign, 6).expect("a free window");
         read(&cq).remove(0).result.expect("invalidate");
         bind(&window, &foreign, &region).expect("post the bind");
         read(&cq).remove(0).result.expect("bind");
-        let error = window.post_invalidate(&own, 4).expect_err("now this one is foreign");
+        let error = window
+            .post_invalidate(&own, 4)
+            .expect_err("the window is bound through the other queue pair");
         assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
         window.post_invalidate(&foreign, 5).expect("its own queue pair");
         read(&cq).remove(0).result.expect("invalidate");
@@ -408,7 +415,7 @@ fn a_window_is_invalidated_through_the_queue_pair_that_it_is_bound_through_only(
 
 /// MW-01
 #[test]
-fn requests_for_the_other_type_of_window_are_refused_by_the_provider() {
+fn provider_refuses_requests_for_the_other_window_type() {
     let domain = open();
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
@@ -449,7 +456,7 @@ fn forked_child_destroys_no_queue_and_no_window_of_its_parent() {
     let window = domain.alloc_type_1_window().expect("allocate");
     let (cq, lone_cq) = (domain.open_cq(4).expect("queue"), domain.open_cq(4).expect("queue"));
     let (dropped, closed) = (endpoint(&domain, &cq), endpoint(&domain, &cq));
-    // A request in flight, which the close of its endpoint would end.
+    // Posts a request that stays in flight. Closing the endpoint would cancel the request.
     let (from, to) = (buffer(&domain, 1), buffer(&domain, 2));
     misbehave(Misbehaviour { completes_late: true, ..FINE });
     write(&dropped, &from, &to, 1);
@@ -458,7 +465,8 @@ fn forked_child_destroys_no_queue_and_no_window_of_its_parent() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         let untouched = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            // SAFETY: the parent has the originals; this process leaves without using them.
+            // SAFETY: these are copies of the parent's objects. The child exits without using the
+            // objects again.
             unsafe {
                 drop(std::ptr::read(&raw const window));
                 drop(std::ptr::read(&raw const dropped));
@@ -472,7 +480,7 @@ fn forked_child_destroys_no_queue_and_no_window_of_its_parent() {
                 closes && refused && fake::calls().is_empty()
             }
         }));
-        // SAFETY: ends the process.
+        // SAFETY: `_exit` has no precondition. It ends the child.
         unsafe { libc::_exit(i32::from(!untouched.unwrap_or(false))) };
     }
     let mut status = 0;

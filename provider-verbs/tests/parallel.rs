@@ -1,4 +1,5 @@
-//! MR-16: parallel driver calls for long registrations, over a driver that can block its calls.
+//! MR-16: parallel driver calls for long registrations, over a fake driver that can block its
+//! calls.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -46,7 +47,8 @@ trials! {
 /// State of the fake driver, shared by all threads.
 #[derive(Default)]
 struct Driver {
-    /// Number of calls that must be in flight before any of them returns.
+    /// Number of registration calls that must have started before the driver lets any of them
+    /// return.
     hold_for: usize,
     calls: usize,
     in_flight: usize,
@@ -72,7 +74,8 @@ fn driver() -> MutexGuard<'static, Driver> {
     DRIVER.0.lock().expect("no panic")
 }
 
-/// Returns the number of registration calls, and the maximum number of them in flight at once.
+/// Returns the number of registration calls so far, and the maximum number of registration calls
+/// that were in flight at once.
 fn calls() -> (usize, usize) {
     let driver = driver();
     (driver.calls, driver.most_in_flight)
@@ -84,7 +87,7 @@ extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, _access: c_i
     driver.in_flight += 1;
     driver.most_in_flight = driver.most_in_flight.max(driver.in_flight);
     DRIVER.1.notify_all();
-    // Limits the wait if the test fails.
+    // The limit ends the wait if the test fails.
     let patience = Duration::from_secs(60);
     let (mut driver, waited) = DRIVER
         .1
@@ -92,7 +95,7 @@ extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, _access: c_i
         .expect("no panic");
     driver.in_flight -= 1;
     if waited.timed_out() || driver.refuse == Some(addr.addr()) {
-        // SAFETY: the thread's own errno.
+        // SAFETY: the pointer is to this thread's errno.
         unsafe { *libc::__errno_location() = libc::ENOMEM };
         return ptr::null_mut();
     }
@@ -113,7 +116,7 @@ extern "C" fn reg_mr_iova2(
 }
 
 extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
-    // SAFETY: `reg_mr` boxed the region, and it is deregistered once.
+    // SAFETY: `reg_mr` boxed the region, and each region is deregistered once.
     let mr = unsafe { Box::from_raw(mr) };
     if driver().live.remove(&mr.addr.addr()).is_some() { 0 } else { libc::EINVAL }
 }
@@ -156,7 +159,7 @@ fn long_range_is_registered_by_parallel_driver_calls() -> Outcome {
     let ranges = [range(0x10_0000_0800, 7 * MIB)];
     let parallel = Some(Parallel { threads: 4, chunk: 2 * MIB, progress: Some(&progress) });
     let attr = MrAttr { parallel, ..MrAttr::new(&ranges, Access::REMOTE_READ) };
-    // SAFETY: the driver touches no memory.
+    // SAFETY: the fake driver accesses no memory.
     let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     assert_eq!(calls(), (4, 4));
 
@@ -182,15 +185,15 @@ fn long_range_is_registered_by_parallel_driver_calls() -> Outcome {
     Ok(())
 }
 
-/// VRB-07: a range that is longer than the device's limit is split. The parts are registered in
-/// parallel.
+/// VRB-07: the provider splits a range that is longer than the device's limit, and registers the
+/// parts in parallel.
 fn parts_over_the_device_limit_are_parallel_by_default() -> Outcome {
     if thread::available_parallelism().is_ok_and(|cpus| cpus.get() == 1) {
         return Err(Skipped("one CPU registers one part after the other".to_owned()));
     }
     let (domain, _alone) = domain(64 * MIB);
     driver().hold_for = 2;
-    // SAFETY: the driver touches no memory.
+    // SAFETY: the fake driver accesses no memory.
     let region =
         unsafe { domain.reg(range(0x10_0000_0000, 128 * MIB), Access::SEND, 0, MrFlags::empty()) };
     let region = region.expect("register");
@@ -202,7 +205,7 @@ fn parts_over_the_device_limit_are_parallel_by_default() -> Outcome {
 
 fn range_within_the_limit_is_one_call_by_default() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
-    // SAFETY: the driver touches no memory.
+    // SAFETY: the fake driver accesses no memory.
     let region =
         unsafe { domain.reg(range(0x10_0000_0000, 1 << 38), Access::SEND, 0, MrFlags::empty()) };
     let region = region.expect("register");
@@ -219,7 +222,7 @@ fn refused_part_rolls_back_all_others() -> Outcome {
     for refused in [0, 2, 7] {
         let start = 0x10_0000_0000 + refused * MIB;
         *driver() = Driver { hold_for: 4, refuse: Some(start as usize), ..Driver::default() };
-        // SAFETY: the driver touches no memory.
+        // SAFETY: the fake driver accesses no memory.
         let error =
             unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect_err("a part is refused");
         assert_eq!(error.os_errno().map(|errno| errno.0), Some(12), "{error}");
@@ -250,7 +253,7 @@ fn panic_of_the_progress_callback_rolls_back_all_parts() -> Outcome {
         let text = panic.downcast_ref::<&str>().copied();
         assert_eq!(text, Some("the caller's own panic"), "{threads} threads");
         assert!(driver().calls >= 3, "parts were registered: {}", driver().calls);
-        // The buffer is freed by now.
+        // The buffer is already freed, so no registration may remain.
         assert_eq!(driver().live, BTreeMap::new(), "{threads} threads");
         assert_eq!((domain.live().regions, domain.live().page_registrations), (0, 0));
     }
@@ -276,7 +279,7 @@ fn parts_shorter_than_a_page_are_refused() -> Outcome {
 
 fn no_lock_is_held_while_the_driver_registers() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
-    // SAFETY: the driver touches no memory.
+    // SAFETY: the fake driver accesses no memory.
     let register =
         |start| unsafe { domain.reg(range(start, 4096), Access::REMOTE_READ, 0, MrFlags::empty()) };
     let before = register(0x1000).expect("register");
@@ -286,7 +289,7 @@ fn no_lock_is_held_while_the_driver_registers() -> Outcome {
         let driver_has_it =
             DRIVER.1.wait_while(driver(), |driver| driver.calls < 2).expect("no panic");
         drop(driver_has_it);
-        // While that call is in the driver, everything else goes on.
+        // While that call is in the driver, other calls proceed.
         before.key().expect("key").as_u64().expect("a number");
         before.raw_key().expect("raw key");
         assert_eq!(domain.live().regions, 1);
@@ -294,9 +297,9 @@ fn no_lock_is_held_while_the_driver_registers() -> Outcome {
         verbs.keys(before.provider_region().expect("handle")).expect("keys");
         before.close().map_err(|rejected| rejected.error).expect("close");
         assert_eq!((driver().in_flight, verbs.live().regions), (1, 0));
-        // The third call lets the second go.
+        // The third call in flight lets the second call return.
         let third = register(0x3000).expect("register");
-        held.join().expect("no panic").expect("it was only held");
+        held.join().expect("no panic").expect("the blocked call succeeds");
         drop(third);
     });
     Ok(())

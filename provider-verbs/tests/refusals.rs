@@ -1,5 +1,5 @@
-//! Requests refused before the driver call, and the ranges of bound windows, over injected
-//! functions.
+//! Requests that the provider refuses before the driver call, and the ranges of bound windows, over
+//! a fake library.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -46,18 +46,25 @@ struct Loop {
     domain: Domain,
 }
 
+/// Opens an endpoint that is connected to itself. It accepts 20 sends and 4 receives at once.
+fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Endpoint {
+    let attr = EndpointAttr { depth: 4, ..EndpointAttr::new(cq) };
+    let endpoint = domain.open_endpoint(&attr).expect("open an endpoint");
+    endpoint.resolve(&endpoint.name()).expect("connect it to itself");
+    endpoint
+}
+
 impl Loop {
     fn new() -> Self {
         let domain = open(VerbsOptions::empty());
         let cq = domain.open_cq(64).expect("open a queue");
-        let attr = EndpointAttr { depth: 4, ..EndpointAttr::new(&cq) };
-        let endpoint = domain.open_endpoint(&attr).expect("open an endpoint");
-        endpoint.resolve(&endpoint.name()).expect("connect it to itself");
+        let endpoint = endpoint(&domain, &cq);
         let target = buffer(&domain, Access::REMOTE_READ | Access::REMOTE_WRITE);
         Self { endpoint, cq, target, domain }
     }
 
-    /// Writes `far` bytes to the peer from a list of local segments.
+    /// Posts a write from a list of local segments to `far` bytes of the target, and waits for its
+    /// result.
     fn write(&self, local: &[LocalSegment], far: u64) -> Result<u64> {
         let key = self.target.key().expect("key");
         let remote = [RemoteSegment { address: key.base(), len: far, key: &key }];
@@ -85,7 +92,7 @@ fn invalid_local_lists_are_refused_before_the_driver_call() {
     let (desc, start) = (readable.desc().expect("desc"), readable.range().start().0);
     let other = buffer(&net.domain, Access::READ | Access::SEND);
     let (wrong, elsewhere) = (other.desc().expect("desc"), other.range().start().0);
-    // Alone, and after a valid segment.
+    // Each invalid segment is tested alone and after a valid segment.
     for before in [&[][..], &[segment(desc, start, 8)]] {
         let kind = |last: LocalSegment| {
             let list = [before, &[last]].concat();
@@ -116,6 +123,67 @@ fn lists_of_different_lengths_are_refused() {
     assert_eq!(net.write(&[one, two], 16).expect("the same length"), 16);
 }
 
+/// Reads all completions. Returns their contexts in ascending order.
+fn contexts(cq: &dyn CompletionQueue) -> Vec<u64> {
+    let mut out = Vec::new();
+    while cq.read(&mut out, 16).expect("read completions") > 0 {}
+    let mut contexts: Vec<_> = out.iter().map(|completion| completion.context).collect();
+    contexts.sort_unstable();
+    contexts
+}
+
+#[test]
+fn full_completion_queue_refuses_requests_of_all_its_endpoints() {
+    /// Number of requests that fit in a queue opened with depth 1. The provider adds entries to
+    /// each queue.
+    const ROOM: u64 = 33;
+    let net = Loop::new();
+    let cq = net.domain.open_cq(1).expect("open a queue");
+    let endpoints = [endpoint(&net.domain, &cq), endpoint(&net.domain, &cq)];
+    let (source, sink) = (buffer(&net.domain, Access::WRITE), buffer(&net.domain, Access::RECV));
+    let key = net.target.key().expect("key");
+    let remote = [RemoteSegment { address: key.base(), len: 8, key: &key }];
+    let write = |endpoint: &Endpoint, context| {
+        let from = [source.slice(0, 8).expect("slice")];
+        endpoint.write(&from, &remote, PeerId(0), context)
+    };
+    let receive = |endpoint: &Endpoint, context| {
+        endpoint.receive(&[sink.slice(0, 8).expect("slice")], None, context)
+    };
+    let refused = |posted: Result<()>| {
+        let error = posted.expect_err("the queue is full");
+        assert_eq!(error.kind(), ErrorKind::Again, "{error}");
+        let remedy = error.remedy_text().unwrap_or_default();
+        assert!(remedy.contains("the completion queue is full of unread completions"), "{error}");
+    };
+    // Receives stay in flight, and writes that have ended stay unread.
+    (0..4).for_each(|context| receive(&endpoints[0], context).expect("there is room"));
+    (4..20).for_each(|context| write(&endpoints[0], context).expect("there is room"));
+    (20..ROOM).for_each(|context| write(&endpoints[1], context).expect("there is room"));
+    for endpoint in &endpoints {
+        refused(write(endpoint, ROOM));
+    }
+    refused(receive(&endpoints[1], ROOM));
+    let mut out = Vec::new();
+    assert_eq!(cq.read(&mut out, 1).expect("read a completion"), 1);
+    write(&endpoints[1], ROOM).expect("there is room again");
+    refused(write(&endpoints[1], ROOM + 1));
+    // A refused post uses no entry of the queue, nor do requests of a closed endpoint.
+    assert_eq!(contexts(&*cq).len() as u64, ROOM - 4);
+    for _ in 0..ROOM {
+        wire::refuse_post(1, 22);
+        write(&endpoints[1], 0).expect_err("the driver refuses the post");
+    }
+    let [first, second] = endpoints;
+    first.close().expect("close an endpoint");
+    assert_eq!(contexts(&*cq), [0, 1, 2, 3]);
+    (0..20).for_each(|context| write(&second, context).expect("there is room"));
+    let third = endpoint(&net.domain, &cq);
+    (20..ROOM).for_each(|context| write(&third, context).expect("there is room"));
+    refused(write(&third, ROOM));
+    assert!(contexts(&*cq).into_iter().eq(0..ROOM));
+}
+
 #[test]
 fn full_send_queue_refuses_requests_until_it_is_read() {
     let net = Loop::new();
@@ -126,7 +194,8 @@ fn full_send_queue_refuses_requests_until_it_is_read() {
         let from = [source.slice(0, 8).expect("slice")];
         net.endpoint.write(&from, &remote, PeerId(0), 1).map_err(|error| error.kind())
     };
-    // The requested depth, plus entries that the provider adds for requests of several parts.
+    // The limit is the requested depth, plus entries that the provider adds for requests of several
+    // work requests.
     let posted = (0..100).take_while(|_| post().is_ok()).count();
     assert_eq!(posted, 4 + 16);
     assert_eq!(post(), Err(ErrorKind::Again));
@@ -146,7 +215,8 @@ fn endpoint_refuses_queues_of_another_device() {
     assert_eq!(domain.live().endpoints, 0);
 }
 
-/// Binds a window through the provider, without the checks of [`Domain`].
+/// Binds a window through the provider, without the checks of [`Domain`]. Returns the recorded
+/// driver call.
 fn bind(
     domain: &Domain,
     region: &OwnedRegion<Vec<u8>>,
@@ -163,7 +233,7 @@ fn bind(
     match bound {
         Ok(_) => Ok(asked.expect("the driver was called")),
         Err(error) => {
-            assert_eq!(asked, None, "the driver was asked: {error}");
+            assert_eq!(asked, None, "the driver was called: {error}");
             Err(error)
         }
     }
@@ -171,7 +241,7 @@ fn bind(
 
 /// MW-05
 #[test]
-fn a_window_is_bound_with_the_rights_that_were_asked_for() {
+fn window_is_bound_with_exactly_the_requested_rights() {
     let domain = open(VerbsOptions::MW_BIND);
     let region = buffer(&domain, Access::READ | Access::WRITE);
     let start = region.range().start().0;
@@ -191,7 +261,7 @@ fn a_window_is_bound_with_the_rights_that_were_asked_for() {
 
 /// MW-07
 #[test]
-fn a_bind_outside_its_region_or_beyond_its_rights_goes_to_no_nic() {
+fn bind_beyond_region_or_rights_is_refused_before_the_driver() {
     let domain = open(VerbsOptions::MW_BIND);
     let region = buffer(&domain, Access::READ);
     let kind = |domain: &Domain, region: &_, what| {
@@ -214,7 +284,7 @@ fn a_bind_outside_its_region_or_beyond_its_rights_goes_to_no_nic() {
 
 /// VRB-02
 #[test]
-fn a_device_without_atomics_refuses_to_bind_a_window_with_the_right_to_them() {
+fn atomic_right_of_a_window_is_refused_without_atomics() {
     let functions = wire::functions();
     fake::with(|script| script.no_atomics = true);
     let domain = open_on(functions, VerbsOptions::MW_BIND);
@@ -225,7 +295,7 @@ fn a_device_without_atomics_refuses_to_bind_a_window_with_the_right_to_them() {
         assert_eq!(error.context_value("access"), Some("REMOTE_ATOMIC"), "{error}");
         assert!(error.to_string().contains("fake0"), "{error}");
     }
-    // The device has no atomics: REMOTE_WRITE then grants RMA writes only.
+    // On a device without atomics, REMOTE_WRITE grants RMA writes only.
     let asked = bind(&domain, &region, (16, 64, Access::REMOTE_WRITE)).expect("bind");
     let start = region.range().start().0;
     let flags = AccessFlags::REMOTE_WRITE.bits();
@@ -234,7 +304,7 @@ fn a_device_without_atomics_refuses_to_bind_a_window_with_the_right_to_them() {
 
 /// MW-01
 #[test]
-fn windows_bind_to_regions_with_virtual_addresses_only() {
+fn windows_bind_only_to_regions_with_virtual_addresses() {
     #[repr(align(4096))]
     struct Page([u8; 4096]);
     let domain = open(VerbsOptions::MW_BIND | VerbsOptions::ZERO_BASED);

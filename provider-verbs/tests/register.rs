@@ -1,6 +1,8 @@
-//! Registrations over a real driver: rights, refusals that agree with the raw call, limits,
+//! Registrations over a real driver: rights, errors compared with the direct verbs call, limits,
 //! options, fork.
 
+#[path = "../../tests/child/mod.rs"]
+mod child;
 mod support;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
@@ -48,8 +50,8 @@ struct Raw {
 
 impl Raw {
     fn load() -> Self {
-        // SAFETY: libibverbs has no precondition on loading, and stays loaded: the provider holds
-        // it too.
+        // SAFETY: loading libibverbs has no precondition. The library stays loaded, since the
+        // provider also loads it.
         let find = |name: &std::ffi::CStr| unsafe {
             let library = libc::dlopen(c"libibverbs.so.1".as_ptr(), libc::RTLD_NOW);
             assert!(!library.is_null(), "libibverbs loads");
@@ -80,7 +82,7 @@ impl Raw {
         if mr.is_null() {
             return std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
         }
-        // SAFETY: it was registered just now.
+        // SAFETY: the call above registered the region.
         assert_eq!(unsafe { (self.dereg_mr)(mr) }, 0);
         0
     }
@@ -259,7 +261,8 @@ fn options_reach_the_driver_or_are_unsupported() -> Outcome {
     Ok(())
 }
 
-/// On-demand pages are not pinned. Peers access pages that were mapped after the registration.
+/// After the mapping of an on-demand region is replaced, peers access the new pages: ON_DEMAND does
+/// not pin pages.
 fn on_demand_pages_follow_their_mapping() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
@@ -278,7 +281,7 @@ fn on_demand_pages_follow_their_mapping() -> Outcome {
     let source = pair.near.register(from.range(), LOCAL).expect("register");
     let key = pair.far.verbs().keys(region).expect("keys")[0];
     let key = RemoteKey::new(Addressing::Virtual, Iova(key.base), 8192, u64::from(key.rkey));
-    // One packet per page: rxe of Linux 7.3 puts every packet at the start of its page.
+    // Each page holds one packet: rxe of Linux 7.3 puts every packet at the start of a page.
     const LEN: usize = 512;
     let desc = source.desc().expect("desc");
     let write = |page: usize| {
@@ -293,7 +296,10 @@ fn on_demand_pages_follow_their_mapping() -> Outcome {
     for page in [0, 4096] {
         assert!(to.get(page, LEN) == [0; LEN], "new page at {page}");
         write(page);
-        assert!(to.get(page, LEN) == bytes[page..page + LEN], "the NIC has followed to {page}");
+        assert!(
+            to.get(page, LEN) == bytes[page..page + LEN],
+            "the NIC reads the new page at {page}"
+        );
     }
     pair.far.verbs().deregister(region).expect("deregister");
     Ok(())
@@ -315,7 +321,7 @@ fn failed_change_of_rights_keeps_the_region() -> Outcome {
         }
         Err(error) => {
             assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            assert!(error.remedy_text().is_some_and(|text| text.contains("as it was")), "{error}");
+            assert!(error.remedy_text().is_some_and(|text| text.contains("unchanged")), "{error}");
             println!("{name}: {error}");
             let key = target.key().expect("key");
             pair.near.read(local, remote(&key, 0, 64)).expect("the old right still works");
@@ -324,12 +330,15 @@ fn failed_change_of_rights_keeps_the_region() -> Outcome {
     Ok(())
 }
 
-/// Runs the test `name` in its own process, since a process cannot restore its limits and user.
+/// Lowers the process's locked-memory limit, gives up root, and checks the error of a registration
+/// over the limit. The caller must run in a process of its own, since a process cannot restore its
+/// limit and user.
 fn register_over_the_limit(name: &str, limit: u64, errno: i32) {
     let side = side(name);
     let pages = Pages::new(1 << 20);
     let rlimit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
-    // SAFETY: the test started this process for itself.
+    // SAFETY: the test started this process for this call only, so no other code needs its limit
+    // and user.
     unsafe {
         assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &rlimit), 0);
         assert_eq!(libc::setresuid(65534, 65534, 65534), 0);
@@ -354,18 +363,13 @@ fn locked_memory_limit_is_named_with_value_and_remedy() -> Outcome {
         register_over_the_limit(&name, limit, if limit == 0 { 1 } else { 12 });
         return Ok(());
     }
-    // SAFETY: no precondition.
+    // SAFETY: the call has no precondition.
     if unsafe { libc::geteuid() } != 0 {
         return Err(Skipped("becoming a user whom the limit binds needs root".to_owned()));
     }
     for limit in ["65536", "0"] {
-        let output = std::process::Command::new(std::env::current_exe().expect("this test"))
-            .args(["--exact", "locked_memory_limit_is_named_with_value_and_remedy"])
-            .env(LIMIT, limit)
-            .output()
-            .expect("run this test again");
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && text.contains("1 passed"), "limit {limit}: {text}");
+        let name = "locked_memory_limit_is_named_with_value_and_remedy";
+        child::passes(child::command(name).env(LIMIT, limit));
     }
     Ok(())
 }
@@ -384,7 +388,7 @@ fn registered_pages_survive_a_fork() -> Outcome {
     );
     println!("{name}: {:?}", pair.verbs.fork_support());
     let mut hold = [0; 2];
-    // SAFETY: two descriptors are written.
+    // SAFETY: the array has room for two descriptors.
     assert_eq!(unsafe { libc::pipe(hold.as_mut_ptr()) }, 0);
     // SAFETY: the child makes system calls only.
     let child = unsafe { libc::fork() };
@@ -397,7 +401,8 @@ fn registered_pages_survive_a_fork() -> Outcome {
             libc::_exit(0);
         }
     }
-    // The first write after a fork would move the parent to a copy of the page.
+    // Without protection, the first write after a fork would move the parent's data to a copy of
+    // the page.
     let bytes = from.fill(21);
     to.put(0, &vec![1; 8192]);
     let key = target.key().expect("key");

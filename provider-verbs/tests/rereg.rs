@@ -1,5 +1,5 @@
-//! Changes of a region's rights in place, over a fake driver: the available real drivers refuse
-//! them.
+//! Changes of a region's rights in place (`ibv_rereg_mr`), over a fake driver: the available real
+//! drivers refuse the call.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -42,7 +42,7 @@ fn domain(max_mr_size: u64) -> Domain {
 
 fn register(domain: &Domain, len: u64) -> MemoryRegion {
     let range = AddressRange::new(Address(0x1000), len).expect("range");
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     unsafe { domain.reg(range, Access::REMOTE_READ, 0, MrFlags::empty()) }.expect("register")
 }
 
@@ -55,10 +55,11 @@ fn rereg_changes_rights_and_keys_of_every_part() {
     let handle = region.provider_region().expect("handle");
     let before = verbs.keys(handle).expect("keys");
     calls();
-    // SAFETY: the fake touches no memory.
+    // SAFETY: the fake library accesses no memory.
     unsafe { verbs.rereg(handle, Access::REMOTE_READ | Access::REMOTE_WRITE) }
-        .expect("the fake changes rights");
-    // CHANGE_ACCESS with remote read, write and atomic, and the local write that verbs needs.
+        .expect("change the rights");
+    // The arguments are CHANGE_ACCESS, and the flags REMOTE_READ, REMOTE_WRITE, REMOTE_ATOMIC and
+    // LOCAL_WRITE.
     assert_eq!(calls(), ["rereg_mr 0x4 0x10000f", "rereg_mr 0x4 0x10000f"]);
     let after = verbs.keys(handle).expect("keys");
     for (before, after) in before.iter().zip(&after) {
@@ -81,13 +82,13 @@ fn refused_rereg_keeps_the_region_or_reports_it_lost() {
     let region = register(&domain, 0x1000);
     let handle = region.provider_region().expect("handle");
     for (class, errno, kind, word) in [
-        (-1, 22, ErrorKind::InvalidArgument, "as it was"),
-        (-4, 95, ErrorKind::Unsupported, "as it was"),
-        (-4, 12, ErrorKind::OutOfResources, "must not be used"),
-        (-5, 5, ErrorKind::Driver, "must not be used"),
+        (-1, 22, ErrorKind::InvalidArgument, "unchanged"),
+        (-4, 95, ErrorKind::Unsupported, "unchanged"),
+        (-4, 12, ErrorKind::OutOfResources, "no longer usable"),
+        (-5, 5, ErrorKind::Driver, "no longer usable"),
     ] {
         with(|script| script.rereg = vec![(class, errno)]);
-        // SAFETY: the fake touches no memory.
+        // SAFETY: the fake library accesses no memory.
         let error = unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) }.expect_err("refused");
         assert_eq!(
             (error.kind(), error.os_errno().map(|errno| errno.0)),
@@ -113,16 +114,16 @@ fn rereg_refused_for_a_part_restores_the_parts_before_it() {
     let region = register(&domain, 0x6000);
     let handle = region.provider_region().expect("handle");
     for (answers, word) in [
-        (vec![(0, 0), (0, 0), (-1, 22)], "as it was"),
-        (vec![(0, 0), (0, 0), (-1, 22), (-1, 5)], "must not be used"),
+        (vec![(0, 0), (0, 0), (-1, 22)], "unchanged"),
+        (vec![(0, 0), (0, 0), (-1, 22), (-1, 5)], "no longer usable"),
     ] {
         calls();
         with(|script| script.rereg = answers);
-        // SAFETY: the fake touches no memory.
+        // SAFETY: the fake library accesses no memory.
         let error = unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) }.expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.remedy_text().is_some_and(|remedy| remedy.contains(word)), "{error}");
-        // Remote write with its additional rights, then remote read again.
+        // The provider asks for remote write with its added rights, then restores remote read.
         let asked = ["rereg_mr 0x4 0x10000b"; 3].into_iter().chain(["rereg_mr 0x4 0x100004"; 2]);
         assert_eq!(calls(), asked.collect::<Vec<_>>());
         assert_eq!(
@@ -130,7 +131,7 @@ fn rereg_refused_for_a_part_restores_the_parts_before_it() {
             AccessFlags::REMOTE_READ | AccessFlags::RELAXED_ORDERING
         );
     }
-    // Peers get keys that the driver changed on the way.
+    // The region's key for peers has the keys that the driver changed meanwhile.
     let keys = verbs.keys(handle).expect("keys");
     let pieces: Vec<_> = region.key().expect("key").pieces().map(|piece| piece.key).collect();
     assert_eq!(pieces, keys.iter().map(|key| u64::from(key.rkey)).collect::<Vec<_>>());
@@ -166,13 +167,14 @@ fn region_can_be_closed_after_a_panic_in_rereg() {
     // A failed assertion must not drop the region, which would wait for the change to end.
     let region = ManuallyDrop::new(register(&domain, 0x4000));
     let handle = region.provider_region().expect("handle");
-    // The provider logs that the first part keeps the rights refused for the second.
+    // The provider logs an error, since it cannot restore the rights of the first part after the
+    // second part was refused.
     with(|script| script.rereg = vec![(0, 0), (-1, 22), (-1, 5)]);
     // With a single subscriber, tracing caches the interest of the thread that first reaches an
     // event. That thread may belong to another test.
     let _second = tracing::Dispatch::new(Panics);
     let panicked = tracing::subscriber::with_default(Panics, || {
-        // SAFETY: the fake touches no memory.
+        // SAFETY: the fake library accesses no memory.
         let rereg = || unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) };
         catch_unwind(AssertUnwindSafe(rereg))
     });
@@ -185,7 +187,7 @@ fn region_can_be_closed_after_a_panic_in_rereg() {
     assert_eq!(domain.live().regions, 0);
 }
 
-/// A fake driver call that blocks a change of rights until the test opens the gate.
+/// State of a fake `ibv_rereg_mr` that blocks its caller until the test sets `open`.
 #[derive(Default)]
 struct Gate {
     inside: bool,
@@ -200,7 +202,7 @@ fn gate() -> MutexGuard<'static, Gate> {
     GATE.0.lock().expect("no panic")
 }
 
-/// Guard that opens the gate when dropped, even after a failed assertion.
+/// Guard that unblocks the fake `ibv_rereg_mr` when it is dropped, even after a failed assertion.
 struct Release;
 
 impl Drop for Release {
@@ -210,7 +212,7 @@ impl Drop for Release {
     }
 }
 
-/// Returns true if the thread with this id is blocked.
+/// Returns true if the thread with this id sleeps in the kernel.
 fn sleeps(thread: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
     // The state is the first field after the thread's name in parentheses.
@@ -260,13 +262,23 @@ fn close_waits_for_a_change_of_rights() {
     let closer = AtomicI32::new(0);
     thread::scope(|scope| {
         let (release, closer) = (Release, &closer);
-        // SAFETY: the fake touches no memory.
+        // SAFETY: the fake library accesses no memory.
         let change = scope.spawn(|| unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) });
         drop(GATE.1.wait_while(gate(), |gate| !gate.inside).expect("no panic"));
-        // During the change calls on this region are refused, and other regions can be closed.
-        assert_eq!(verbs.keys(handle).expect_err("in the driver").kind(), ErrorKind::Busy);
-        assert_eq!(verbs.raw_key(handle).expect_err("in the driver").kind(), ErrorKind::Busy);
-        assert_eq!(region.key().expect_err("in the driver").kind(), ErrorKind::Busy);
+        // During the change, the provider refuses calls on this region, and other regions can be
+        // closed.
+        assert_eq!(
+            verbs.keys(handle).expect_err("the driver is changing the region").kind(),
+            ErrorKind::Busy
+        );
+        assert_eq!(
+            verbs.raw_key(handle).expect_err("the driver is changing the region").kind(),
+            ErrorKind::Busy
+        );
+        assert_eq!(
+            region.key().expect_err("the driver is changing the region").kind(),
+            ErrorKind::Busy
+        );
         other.close().map_err(|rejected| rejected.error).expect("close the other region");
         assert_eq!(gate().log, ["rereg begins", "dereg"]);
         let close = scope.spawn(move || {
@@ -274,11 +286,11 @@ fn close_waits_for_a_change_of_rights() {
             closer.store(unsafe { libc::gettid() }, Ordering::SeqCst);
             region.close().map(drop).map_err(|rejected| rejected.error)
         });
-        // Wait until the close blocks. It must not return.
+        // Waits until the closing thread blocks. The close must not return.
         while !close.is_finished() && !sleeps(closer.load(Ordering::SeqCst)) {
             thread::yield_now();
         }
-        assert!(!close.is_finished(), "closed during the driver's call");
+        assert!(!close.is_finished(), "the region was closed during the driver's call");
         drop(release);
         change.join().expect("no panic").expect("the rights change");
         close.join().expect("no panic").expect("close");

@@ -27,7 +27,7 @@ fn open(functions: Functions) -> Domain {
     .expect("open")
 }
 
-/// Returns the function table of a fake library, and sets it up with a device without atomics.
+/// Resets the fake library to one device without atomics, and returns its function table.
 fn without_atomics() -> Functions {
     let functions = functions();
     with(|script| script.no_atomics = true);
@@ -68,7 +68,7 @@ fn driver_gets_no_wider_rights_than_the_region() {
         (Access::REMOTE_WRITE, "0xb"),
     ] {
         let ranges = [range()];
-        // SAFETY: the tests' library registers nothing.
+        // SAFETY: the fake library accesses no memory.
         let region = unsafe { domain.regattr(&MrAttr::new(&ranges, access), MrFlags::empty()) }
             .expect("register");
         let asked = calls();
@@ -87,7 +87,7 @@ fn atomic_right_is_refused_without_atomics() {
     let ranges = [range()];
     let attr = MrAttr::new(&ranges, Access::REMOTE_ATOMIC);
     let flags = AccessFlags::REMOTE_ATOMIC | AccessFlags::LOCAL_WRITE;
-    // SAFETY: the tests' library registers nothing.
+    // SAFETY: the fake library accesses no memory.
     let (in_fi_words, in_verbs_words) = unsafe {
         (domain.regattr(&attr, MrFlags::empty()).map(|_| ()), verbs.reg_mr(range(), flags))
     };
@@ -96,9 +96,9 @@ fn atomic_right_is_refused_without_atomics() {
         assert!(error.to_string().contains("fake0"), "{error}");
     }
     assert!(calls().is_empty(), "the driver was called");
-    // The device has no atomics: REMOTE_WRITE then grants RMA writes only.
+    // On a device without atomics, REMOTE_WRITE grants RMA writes only.
     let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
-    // SAFETY: the tests' library registers nothing.
+    // SAFETY: the fake library accesses no memory.
     unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
 }
 
@@ -108,14 +108,14 @@ fn change_to_the_atomic_right_is_refused_without_atomics() {
     let domain = open(without_atomics());
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let ranges = [range()];
-    // SAFETY: the tests' library registers nothing.
+    // SAFETY: the fake library accesses no memory.
     let region =
         unsafe { domain.regattr(&MrAttr::new(&ranges, Access::REMOTE_READ), MrFlags::empty()) }
             .expect("register");
     let handle = region.provider_region().expect("handle");
     calls();
     for access in [Access::REMOTE_ATOMIC, Access::REMOTE_ATOMIC | Access::REMOTE_READ] {
-        // SAFETY: the tests' library registers nothing.
+        // SAFETY: the fake library accesses no memory.
         let error = unsafe { verbs.rereg(handle, access) }.expect_err("no atomics");
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert_eq!(error.context_value("access"), Some("REMOTE_ATOMIC"), "{error}");
@@ -123,8 +123,8 @@ fn change_to_the_atomic_right_is_refused_without_atomics() {
         assert!(calls().is_empty(), "the driver was called");
         assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
     }
-    // The device has no atomics: REMOTE_WRITE then grants RMA writes only.
-    // SAFETY: the tests' library registers nothing.
+    // On a device without atomics, REMOTE_WRITE grants RMA writes only.
+    // SAFETY: the fake library accesses no memory.
     unsafe { verbs.rereg(handle, Access::REMOTE_WRITE) }.expect("change the rights");
     assert_eq!(calls(), ["rereg_mr 0x4 0x3"]);
 }

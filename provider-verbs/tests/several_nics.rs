@@ -1,4 +1,4 @@
-//! One real dma-buf on two RDMA devices (VRB-08), if their driver imports it.
+//! One dma-buf registered on two RDMA devices (VRB-08), if their driver imports dma-bufs.
 
 mod support;
 #[path = "../../tests/trials/mod.rs"]
@@ -24,7 +24,7 @@ trials! {
 
 const LEN: u64 = 64 << 10;
 
-/// Device memory that is exported as real dma-bufs, and two RDMA devices.
+/// A simulated device with memory that it exports as real dma-bufs, and two RDMA devices.
 struct Machine {
     memory: Arc<Simulated>,
     registry: Arc<Registry>,
@@ -43,7 +43,7 @@ impl Machine {
         if !imports {
             assert!(
                 std::env::var_os("HMEM_VERBS_DMA_BUF").is_none(),
-                "the driver was said to import dma-bufs"
+                "HMEM_VERBS_DMA_BUF is set, but the driver imports no dma-bufs"
             );
             return Err(Skipped(format!("{first} and {second} import no dma-bufs")));
         }
@@ -89,12 +89,14 @@ fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("procfs").count()
 }
 
-/// Registration and roll-back are one test, since it counts the file descriptors of the process.
+/// Two devices register one dma-buf, and a refusal by a third NIC undoes both registrations. One
+/// test covers both cases, since parallel tests would disturb the count of file descriptors.
 fn shared_dma_buf_is_registered_and_rolled_back_on_two_devices() -> Outcome {
     let machine = Machine::new()?;
     let sides = machine.sides();
     let targets: Vec<_> = sides.iter().map(|(_, far)| &far.domain).collect();
-    // Each device is probed with a page once.
+    // The first registration on each device also probes the device with a page, so it is not
+    // counted.
     let warm = register_on(&targets, machine.buffer(), REMOTE).expect("register");
     warm.close().map_err(Error::from).expect("close");
     let (exports, fds) = (machine.exports(), open_fds());
@@ -128,7 +130,7 @@ fn shared_dma_buf_is_registered_and_rolled_back_on_two_devices() -> Outcome {
     buffer.read(0, &mut bytes).expect("read");
     assert!(bytes == model);
 
-    // A third NIC refuses: nothing stays registered on the two, and the buffer is returned.
+    // A third NIC refuses: no registration stays on the first two, and the call returns the buffer.
     let faults = Faults::new();
     let software = Loopback::builder().faults(&faults).build().expect("a software NIC");
     let third = machine.open(&software, None);

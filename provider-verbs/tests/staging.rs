@@ -1,6 +1,6 @@
-//! Staging buffers over verbs: the cases of every provider, and cases for NICs without knowledge of
-//! staged memory. They run over the device of `HMEM_VERBS_DEVICE`, or over injected functions that
-//! move bytes.
+//! Staging buffers over verbs: the cases shared with other providers, and cases for a NIC that does
+//! not know about staging. The tests run over the device that `HMEM_VERBS_DEVICE` names, or over a
+//! fake library that moves bytes.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -42,7 +42,8 @@ fn net_with(staging: StagingAttr, device: Simulated) -> Net {
     Net::new(provider, nic, staging, device)
 }
 
-/// Creates both sides over a fake library. Calls of a real driver cannot be made to fail.
+/// Creates both sides over the fake library even if a device is named, since tests can make only
+/// the fake library's calls fail.
 fn injected() -> Net {
     let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
     Net::new(Arc::new(verbs), None, STAGING, device())
@@ -117,7 +118,7 @@ fn messages_arrive_between_staged_memory_over_verbs() {
     net.assert_idle();
 }
 
-/// BNC-01
+/// BNC-01: the NIC sends one chunk of a transfer while other chunks are still copied.
 #[test]
 fn copies_and_wire_overlap_over_verbs() {
     let net = net_with(STAGING, Simulated::builder().stepping(Stepping::ByHand).build().unwrap());
@@ -208,7 +209,7 @@ fn refused_post_leaks_nothing() {
             assert_eq!(ended.unwrap_err().os_errno(), Some(Errno(5)));
             settle(&net);
         }
-        // ENOMEM means a full queue: the chunk waits, and nothing fails.
+        // ENOMEM means a full queue: the chunk waits, and the transfer does not fail.
         for nth in 1..=5 {
             wire::refuse_post(nth, 12);
             moves(&net, kind, &[(&staged, 0, len)], (&far, 0, len));
@@ -219,7 +220,7 @@ fn refused_post_leaks_nothing() {
     assert_eq!(
         wire::regions(),
         2,
-        "the peer's region, and the buffers once: staged memory itself is not"
+        "only the peer's region and the buffers are registered, not staged memory"
     );
     drop((staged, far, near, other));
     assert_eq!(wire::regions(), 0);
@@ -233,8 +234,9 @@ fn buffers_are_released_after_the_reset_of_the_queue_pair() {
     let (host, far) = (net.near.host(CHUNK, LOCAL), net.far.host(CHUNK, LOCAL | REMOTE));
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK, key: &key }];
-    // The NIC executes one request of host memory and one of a staging buffer.
-    let still = Misbehaviour { stands_still: true, ..Misbehaviour::default() };
+    // The NIC has one request with host memory and one with a staging buffer, and completes
+    // neither.
+    let still = Misbehaviour { hangs: true, ..Misbehaviour::default() };
     misbehave(still);
     net.near.endpoint.read(&[host.slice(0, CHUNK)], &remote, PeerId(0), 1).unwrap();
     net.near.endpoint.read(&[staged.slice(0, CHUNK)], &remote, PeerId(0), 2).unwrap();
@@ -249,7 +251,7 @@ fn buffers_are_released_after_the_reset_of_the_queue_pair() {
     assert!(out.is_empty(), "the NIC may still use their memory: {out:?}");
     assert_eq!(net.near.domain.live().staging_buffers, 1, "the buffer is the NIC's");
     misbehave(still);
-    net.near.endpoint.resolve(&net.far.endpoint.name()).expect("the reset works");
+    net.near.endpoint.resolve(&net.far.endpoint.name()).expect("connect again");
     while out.len() < 2 {
         net.near.cq.read(&mut out, 8).unwrap();
     }
@@ -262,7 +264,7 @@ fn buffers_are_released_after_the_reset_of_the_queue_pair() {
 
 /// EVT-05
 #[test]
-fn wait_steps_staged_transfers_and_arm_requests_calls() {
+fn wait_advances_staged_transfers_and_arm_reports_needed_calls() {
     let write = |(net, staged, far): &(Net, Mem, Mem)| {
         let key = far.region().key().unwrap();
         let remote = [RemoteSegment { address: key.base(), len: CHUNK * 6, key: &key }];
@@ -273,7 +275,7 @@ fn wait_steps_staged_transfers_and_arm_requests_calls() {
     write(&copying);
     assert_eq!(copying.0.near.cq.wait(&mut done, 8, Duration::MAX).unwrap(), 1);
     assert_eq!(done.pop().unwrap().result.unwrap(), CHUNK * 6);
-    // This device copies when the test steps it, so that copies are in flight until then.
+    // This device copies only when the test calls `step`, so copies stay in flight until then.
     let stepped = stepped();
     let Net { near, device, .. } = &stepped.0;
     let channel = near.cq.channel().expect("a channel");
@@ -281,7 +283,10 @@ fn wait_steps_staged_transfers_and_arm_requests_calls() {
     write(&stepped);
     assert!(is_readable(channel, Duration::ZERO), "the write needs calls");
     while near.cq.read(&mut done, 8).unwrap() == 0 {
-        assert!(device.pending_copies() == 0 || !channel.arm().unwrap(), "slept over copies");
+        assert!(
+            device.pending_copies() == 0 || !channel.arm().unwrap(),
+            "arm allowed sleep during copies"
+        );
         device.step();
     }
     assert_eq!(done.pop().unwrap().result.unwrap(), CHUNK * 6);
@@ -295,12 +300,12 @@ fn is_readable(channel: &dyn CompletionChannel, timeout: Duration) -> bool {
     rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)).unwrap() == 1
 }
 
-/// EVT-05
+/// EVT-05: staged receives without messages do not keep an event loop awake.
 #[test]
 fn event_loop_sleeps_while_staged_receives_are_posted() {
     let (net, near, far) = wide();
     let channel = net.near.cq.channel().expect("a channel");
-    // Four receives hold their share of the buffers. The others wait for them.
+    // Four receives take all buffers of the receives' share. The other receives wait for buffers.
     for context in 0..6 {
         let into = [near.slice(context * CHUNK, CHUNK)];
         net.near.endpoint.receive(&into, None, context).unwrap();
@@ -312,7 +317,10 @@ fn event_loop_sleeps_while_staged_receives_are_posted() {
         assert!(!is_readable(channel, Duration::ZERO));
         net.far.endpoint.send(&[far.slice(0, CHUNK)], None, PeerId(0), 9).unwrap();
         net.far.cq.wait(&mut out, 1, Duration::MAX).unwrap();
-        assert!(is_readable(channel, Duration::from_secs(10)), "receive {context} wakes nobody");
+        assert!(
+            is_readable(channel, Duration::from_secs(10)),
+            "receive {context} does not wake the reader"
+        );
         while net.near.cq.read(&mut out, 1).unwrap() == 0 {}
         let (received, sent) = (out.pop().unwrap(), out.pop().unwrap());
         assert_eq!((received.context, received.result.unwrap()), (context, CHUNK));
@@ -321,9 +329,9 @@ fn event_loop_sleeps_while_staged_receives_are_posted() {
     assert!(channel.arm().unwrap());
 }
 
-/// EVT-05
+/// EVT-05: while copies are in flight, no reader of another queue of the device sleeps.
 #[test]
-fn reader_of_another_queue_does_not_sleep_over_copies() {
+fn reader_of_another_queue_stays_awake_during_copies() {
     let (net, staged, far) = stepped();
     let (beside, _peer) = another(&net);
     let channel = beside.1.channel().expect("a channel");
@@ -344,7 +352,7 @@ fn reader_of_another_queue_does_not_sleep_over_copies() {
     assert!(channel.arm().unwrap());
 }
 
-/// EVT-05
+/// EVT-05: closing the region of a staged receive wakes the reader of its queue.
 #[test]
 fn staged_receive_of_a_closed_region_wakes_the_reader() {
     let (net, near, _far) = wide();
@@ -355,7 +363,7 @@ fn staged_receive_of_a_closed_region_wakes_the_reader() {
     assert!(channel.arm().unwrap());
     let Mem::Device(region) = near else { unreachable!("device memory") };
     region.close().map_err(|rejected| rejected.error).unwrap();
-    assert!(is_readable(channel, Duration::ZERO), "the receives have to be canceled");
+    assert!(is_readable(channel, Duration::ZERO), "the close needs calls, to cancel the receives");
     net.near.endpoint.close().map_err(|rejected| rejected.error).unwrap();
     let mut out = Vec::new();
     while net.near.cq.read(&mut out, 6).unwrap() > 0 {}
@@ -371,7 +379,7 @@ fn refusal_of_the_peer_leaks_nothing_over_verbs() {
     let staged = net.near.device(&net.device, len, LOCAL).unwrap();
     let far = net.far.host(len, LOCAL | REMOTE);
     let key = far.region().key().unwrap();
-    // The chunk past the end is the first, a middle one, or the last.
+    // The first chunk outside the target is the transfer's first, a middle or the last chunk.
     for over in [len, len / 2, 1] {
         let remote = [RemoteSegment { address: Iova(key.base().0 + over), len, key: &key }];
         for read in [false, true] {
@@ -381,7 +389,7 @@ fn refusal_of_the_peer_leaks_nothing_over_verbs() {
             } else {
                 net.near.endpoint.write(&list, &remote, PeerId(0), 5).unwrap();
             }
-            // The requests behind it are canceled with it.
+            // The failed request cancels the requests that follow it.
             net.near
                 .endpoint
                 .write(
@@ -418,8 +426,8 @@ fn exhausted_pool_makes_transfers_wait_over_verbs() {
     }
 }
 
-/// Creates staged and host memory of six chunks, a pool of three buffers, and a device that copies
-/// only when the test calls [`step`].
+/// Creates staged and host memory of six chunks each, over a domain with three staging buffers. The
+/// device copies only when the test calls [`step`].
 fn stepped() -> (Net, Mem, Mem) {
     let device = Simulated::builder().stepping(Stepping::ByHand).build().unwrap();
     let net = net_with(StagingAttr { buffer_count: 3, ..STAGING }, device);
@@ -428,8 +436,8 @@ fn stepped() -> (Net, Mem, Mem) {
     (net, staged, far)
 }
 
-/// Makes the device copy `times` times. Reads the completions after each copy, and returns them
-/// all.
+/// Lets the device run `times` copies, one by one. Reads the completions after each copy, and
+/// returns all of them.
 fn step(net: &Net, times: usize) -> Vec<Completion> {
     let mut out = Vec::new();
     for _ in 0..times {
@@ -610,7 +618,7 @@ fn staged_and_direct_transfers_give_equal_bytes() {
             net.transfer(kind, &[staged.slice(offset, len)], (&a, 5, len)).unwrap();
             net.transfer(kind, &[host.slice(offset, len)], (&b, 5, len)).unwrap();
             assert!(a.get(0, 70_000) == b.get(0, 70_000), "{kind:?} of {len}");
-            // HM-14: the device's next work sees the bytes of a completed transfer.
+            // HM-14: later work of the device sees the bytes of a completed transfer.
             assert!(staged.get(0, 70_000) == host.get(0, 70_000), "{kind:?} of {len}");
         }
     }
@@ -630,7 +638,7 @@ fn another(net: &Net) -> (End, End) {
     (near, far)
 }
 
-/// Creates staged and host memory of 64 chunks.
+/// Creates staged memory at the near side and host memory at the far side, of 64 chunks each.
 fn wide() -> (Net, Mem, Mem) {
     let net = net();
     let near = net.near.device(&net.device, CHUNK * 64, LOCAL).unwrap();
@@ -638,7 +646,7 @@ fn wide() -> (Net, Mem, Mem) {
     (net, near, far)
 }
 
-/// Writes 20 chunks and reads only the queue of this endpoint.
+/// Writes 20 chunks through an endpoint and compares the bytes. Reads only this endpoint's queue.
 fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
     let bytes = pattern(CHUNK * 20, 4);
     near.put(CHUNK * 40, &bytes);
@@ -655,7 +663,8 @@ fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
     assert!(far.get(CHUNK * 30, CHUNK * 20) == bytes);
 }
 
-/// BNC-02
+/// BNC-02: a transfer with a completion queue that the application never reads does not block
+/// transfers of other queues.
 #[test]
 fn transfer_with_an_unread_queue_blocks_no_other() {
     let (net, near, far) = wide();
@@ -668,13 +677,13 @@ fn transfer_with_an_unread_queue_blocks_no_other() {
     net.assert_idle();
 }
 
-/// BNC-02
+/// BNC-02: a staged message without a posted receive leaves staging buffers for other endpoints.
 #[test]
 fn blocked_message_leaves_buffers_for_other_endpoints() {
     let (net, near, far) = wide();
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 20, key: &key }];
-    // The message has no receive, and blocks the write behind it.
+    // No receive is posted for the message, so the message blocks the write that follows it.
     net.near.endpoint.send(&[near.slice(0, CHUNK)], None, PeerId(0), 1).unwrap();
     net.near.endpoint.write(&[near.slice(0, CHUNK * 20)], &remote, PeerId(0), 2).unwrap();
     let (beside, _peer) = another(&net);
@@ -687,11 +696,12 @@ fn blocked_message_leaves_buffers_for_other_endpoints() {
     net.assert_idle();
 }
 
-/// BNC-02
+/// BNC-02: staged receives without messages leave staging buffers for sends and RMA.
 #[test]
 fn posted_receives_leave_buffers_for_other_uses() {
     let (net, near, far) = wide();
-    // Many more receives than half of the buffers. They match nothing until the end.
+    // These are many more receives than half of the buffers. No message arrives for them until the
+    // end of the test.
     for context in 0..12 {
         net.near
             .endpoint

@@ -153,7 +153,8 @@ fn lists_on_both_sides_move_as_one_run_of_bytes() -> Outcome {
     Ok(())
 }
 
-/// A peer that does not answer is reported as unreachable: its process or network may be down.
+/// Writes to a peer with a closed endpoint. The write must fail with Unreachable, since a peer that
+/// does not answer may be down.
 fn transfer_to_a_dead_peer_is_unreachable() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
@@ -261,12 +262,13 @@ fn invalid_keys_are_refused_by_the_peer() -> Outcome {
     let write_only = pair.far.register(to.range(), Access::REMOTE_WRITE).expect("register");
     refused("a read without REMOTE_READ", &write_only.key().expect("key"), 0, false);
     refused("one byte past the end", &write_only.key().expect("key"), 4096 - 63, true);
-    // The near side's own key, used at the far side: another protection domain.
+    // This is the near side's own key. The far side has another protection domain, which does not
+    // know the key.
     let foreign = pair.near.register(to.range(), REMOTE).expect("register");
     refused("another domain's key", &foreign.key().expect("key"), 0, true);
     pair.near
         .write(local(64), remote(&write_only.key().expect("key"), 0, 64))
-        .expect("the endpoint works on");
+        .expect("the endpoint still works");
     Ok(())
 }
 
@@ -393,7 +395,7 @@ fn keys_work_on_an_application_protection_domain() -> Outcome {
     let domain = support::open(&borrower, &name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
     let bytes = from.fill(4);
-    // The borrower registers, and the lender's queue pair reaches the memory.
+    // The borrower registers memory, and the lender's queue pair accesses the memory.
     let guest = support::Side::new(domain);
     let region = guest.register(to.range(), REMOTE).expect("register");
     let source = lender.near.register(from.range(), LOCAL).expect("register");
@@ -406,8 +408,9 @@ fn keys_work_on_an_application_protection_domain() -> Outcome {
     Ok(())
 }
 
-/// Closes a region while transfers of its memory are in flight, and waits for them. The memory must
-/// not change after the close. Repeats until a transfer fails, which shows that it was in flight.
+/// Closes a region while transfers of its memory are in flight, and waits for the transfers. The
+/// memory must not change after the close. The function repeats this until a transfer fails, which
+/// shows that the transfer was in flight.
 fn close_amid_transfers(name: &str, into_local: bool) -> Outcome {
     const LEN: usize = 1 << 20;
     const TRANSFERS: u64 = 8;

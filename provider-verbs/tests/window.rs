@@ -1,4 +1,5 @@
-//! Memory windows over a real driver: type 1 by a call, type 2B by posted requests.
+//! Memory windows over a real driver: type 1, which a call binds, and type 2B, which posted
+//! requests bind.
 
 mod support;
 #[path = "../../tests/trials/mod.rs"]
@@ -26,7 +27,7 @@ trials! {
     send_with_invalidate_frees_a_type_2_window,
     /// MW-10
     peer_cannot_invalidate_a_type_1_window,
-    bind_that_breaks_the_driver_is_refused_first,
+    bind_that_would_break_the_driver_is_refused,
     endpoint_with_a_bound_type_2b_window_closes_at_once,
     /// MW-04
     window_operation_sequences_follow_the_table,
@@ -44,7 +45,7 @@ trials! {
     request_for_the_other_window_type_is_refused,
     /// MW-03
     type_2b_window_works_through_its_own_queue_pair_only,
-    /// KEY-07
+    /// KEY-07: after a new bind, the NIC refuses keys of the window with earlier tags.
     stale_tags_of_a_window_are_refused,
     /// MW-07
     window_bounds_are_enforced_if_the_driver_checks_them,
@@ -59,14 +60,14 @@ fn pair(name: &str, window: WindowType) -> Result<Pair, Skipped> {
     Ok(pair)
 }
 
-/// Returns a bind of a type 2 window to a whole region.
+/// Returns a request that binds a type 2 window to a whole region.
 fn whole(region: &MemoryRegion, tag: u8) -> Type2Bind<'_> {
     let (len, access, addressing) = (region.len(), Access::REMOTE_WRITE, Addressing::Virtual);
     Type2Bind { region, offset: 0, len, access, addressing, tag }
 }
 
-/// Writes a local buffer to keys of the far side, to find out if they work. Both sides connect
-/// again after a failed write.
+/// Helper that tests keys of the far side by writing to them. Both sides connect again after a
+/// failed write.
 struct Prober<'a> {
     pair: &'a Pair,
     from: Pages,
@@ -101,7 +102,8 @@ fn type_1_bind_changes_the_key_and_unbind_ends_it() -> Outcome {
     let pair = pair(&name, WindowType::One)?;
     let prober = Prober::new(&pair);
     let to = Pages::new(8192);
-    // Local write, no remote right: the window's rights are its own (IBA 10.6.7.2.2).
+    // The region has local write and no remote right: a window's rights do not come from its region
+    // (IBA 10.6.7.2.2).
     let region = pair.far.register(to.range(), LOCAL).expect("register");
     let window = pair.far.domain.alloc_type_1_window().expect("allocate");
     let first = window.bind(&region, 1024, 2048, Access::REMOTE_WRITE).expect("bind");
@@ -112,12 +114,12 @@ fn type_1_bind_changes_the_key_and_unbind_ends_it() -> Outcome {
 
     let second = window.bind(&region, 0, 1024, Access::REMOTE_WRITE).expect("bind again");
     assert_ne!(first.as_u64().expect("key"), second.as_u64().expect("key"));
-    prober.refused(&first, 0, "the old key is dead");
+    prober.refused(&first, 0, "the old key no longer works");
     prober.write(&second, 0).expect("the new key works");
     let error = region.close().expect_err("a window is bound");
     assert!(error.error.is_busy(), "{}", error.error);
     window.unbind().expect("unbind");
-    prober.refused(&second, 0, "an unbound window's key is dead");
+    prober.refused(&second, 0, "the key of an unbound window no longer works");
     error.value.close().map_err(|rejected| rejected.error).expect("close");
     drop(window);
     assert_eq!(pair.far.domain.live().windows, 0);
@@ -153,7 +155,7 @@ fn type_2_window_is_bound_and_invalidated_by_requests() -> Outcome {
     assert_eq!(to.get(64, 64), prober.from.get(0, 64));
     window.post_invalidate(&far.endpoint, 3).expect("post the invalidation");
     far.wait().result.expect("invalidate");
-    prober.refused(&again, 0, "an invalidated key is dead");
+    prober.refused(&again, 0, "the invalidated key no longer works");
     Ok(())
 }
 
@@ -176,7 +178,7 @@ fn send_with_invalidate_frees_a_type_2_window() -> Outcome {
     assert_eq!(received.result.expect("receive"), 8);
     assert_eq!(received.invalidated, Some(key.as_u64().expect("one key")));
     assert_eq!(window.state(), WindowState::Free);
-    prober.refused(&key, 0, "the invalidated key is dead");
+    prober.refused(&key, 0, "the invalidated key no longer works");
     region.close().map_err(|rejected| rejected.error).expect("nothing is bound any more");
     Ok(())
 }
@@ -198,12 +200,12 @@ fn peer_cannot_invalidate_a_type_1_window() -> Outcome {
     let received = pair.far.wait().result;
     assert!(sent.is_err() || received.is_err(), "invalidated: {sent:?}, {received:?}");
     pair.connect();
-    prober.write(&key, 0).expect("the key lives on");
+    prober.write(&key, 0).expect("the key still works");
     assert_eq!(to.get(1024, 64), prober.from.get(0, 64));
     Ok(())
 }
 
-fn bind_that_breaks_the_driver_is_refused_first() -> Outcome {
+fn bind_that_would_break_the_driver_is_refused() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::One)?;
     let to = Pages::new(4096);
@@ -249,7 +251,8 @@ fn endpoint_with_a_bound_type_2b_window_closes_at_once() -> Outcome {
     Ok(())
 }
 
-/// A window of the far side, of either type. A type 2 window comes with the tag of its last bind.
+/// A window of the far side, of type 1 or 2. A type 2 window is stored with the tag of its last
+/// bind.
 enum Window {
     One(Type1Window),
     Two(Type2Window, u8),
@@ -299,8 +302,8 @@ impl Window {
     }
 }
 
-/// Sends a message that invalidates a key of the receiver. Both sides connect again after a
-/// failure.
+/// Sends a message from the near side that invalidates a key of the far side. Both sides connect
+/// again after a failure.
 fn invalidate_by_peer(prober: &Prober<'_>, inbox: &MemoryRegion, key: &RemoteKey) -> Result<()> {
     let pair = prober.pair;
     let into = segment(inbox.range().slice(0, 64).expect("inside"), inbox.desc().expect("desc"));
@@ -374,8 +377,8 @@ fn reopen(pair: &mut Pair) {
     pair.connect();
 }
 
-/// Runs each sequence of up to four operations of which only the last may be refused. A refused
-/// operation must leave the window unchanged.
+/// Runs every sequence of up to four window operations in which no operation but the last is
+/// refused. A refused operation must leave the window unchanged.
 fn window_operation_sequences_follow_the_table() -> Outcome {
     const STEPS: [WindowEvent; 8] = [
         WindowEvent::Bind,
@@ -407,7 +410,7 @@ fn window_operation_sequences_follow_the_table() -> Outcome {
                 }
                 let by_peer = matches!(next, WindowEvent::InvalidateByPeer | WindowEvent::Access);
                 let without_key = by_peer && subject.key.is_none();
-                // A type 1 window has no such method.
+                // A type 1 window has no method to invalidate it.
                 let by_type = kind == WindowType::One && next == WindowEvent::Invalidate;
                 // rdma_rxe follows a null pointer when a peer invalidates a free window.
                 let crashes = next == WindowEvent::InvalidateByPeer
@@ -418,7 +421,7 @@ fn window_operation_sequences_follow_the_table() -> Outcome {
                 }
                 let what = format!("type {}: {next:?} after {done:?}", kind.name());
                 let expected = match kind.after(state, next) {
-                    // The provider refuses what crashes the driver.
+                    // The provider refuses an operation that would crash the driver.
                     Ok(_)
                         if next == WindowEvent::Invalidate
                             && state == WindowState::Free
@@ -451,8 +454,8 @@ fn window_operation_sequences_follow_the_table() -> Outcome {
     Ok(())
 }
 
-/// The owner posts an invalidation before the receive of the peer's message is read. On rdma_rxe a
-/// second invalidation would crash the kernel.
+/// On rdma_rxe, the provider refuses to invalidate a window that a peer has invalidated, even
+/// before the application reads the peer's message. The second invalidation would crash the kernel.
 fn window_invalidated_by_a_peer_is_not_invalidated_again_on_rxe() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
@@ -486,7 +489,8 @@ fn window_invalidated_by_a_peer_is_not_invalidated_again_on_rxe() -> Outcome {
     Ok(())
 }
 
-/// The owner revokes a grant while a peer reads continuously.
+/// Revokes a grant while a peer reads continuously. After the revocation, the peer's reads must
+/// fail.
 fn revoking_a_grant_ends_the_accesses_of_its_peer() -> Outcome {
     const LEN: u64 = 4096;
     let name = device()?;
@@ -502,7 +506,7 @@ fn revoking_a_grant_ends_the_accesses_of_its_peer() -> Outcome {
         assert_eq!(grant.kind(), GrantKind::Window(WindowType::TwoB));
         assert!(grant.fallback_reasons().is_empty());
         let key = grant.key().expect("key");
-        // Returns whether the access worked. A failed one has moved no wrong byte.
+        // Returns whether the read succeeded. A read that succeeds must have moved the right bytes.
         let access = || {
             sink.put(0, &vec![0; LEN as usize]);
             match pair.near.read(local, remote(&key, 0, LEN)) {
@@ -596,11 +600,11 @@ fn overlapping_windows_keep_their_region_open() -> Outcome {
         (Window::alloc(&pair, WindowType::One), Window::alloc(&pair, WindowType::TwoB));
     let first = one.bind(&pair, &region, (0, 256), Access::REMOTE_WRITE).expect("bind");
     let second = two.bind(&pair, &region, (128, 256), Access::REMOTE_READ).expect("bind");
-    prober.write(&first, 128).expect("write through the one");
+    prober.write(&first, 128).expect("write through the first window");
     let local = segment(prober.from.part(64, 64), prober.region.desc().expect("desc"));
-    pair.near.read(local, remote(&second, 0, 64)).expect("read through the other");
+    pair.near.read(local, remote(&second, 0, 64)).expect("read through the second window");
     assert_eq!(prober.from.get(64, 64), to.get(128, 64));
-    prober.refused(&second, 0, "the second grants no write");
+    prober.refused(&second, 0, "the second window grants no write");
     let rejected = region.close().expect_err("two windows are bound");
     drop(one);
     let rejected = rejected.value.close().expect_err("one window is bound");
@@ -701,7 +705,8 @@ fn type_2b_window_works_through_its_own_queue_pair_only() -> Outcome {
     pair.near.endpoint = own_near;
     pair.far.endpoint = own_far;
     (pair.near.cq, pair.far.cq) = (near_cq, far_cq);
-    // Not every NIC checks this: rdma_rxe lets any queue pair invalidate any type 2 window.
+    // Not every NIC checks the queue pair: rdma_rxe lets any queue pair invalidate any type 2
+    // window.
     assert_eq!(by_a_stranger.is_ok(), name.starts_with("rxe"), "{by_a_stranger:?}");
     let expected = if by_a_stranger.is_ok() { WindowState::Free } else { WindowState::Valid };
     assert_eq!(two.state(), expected);
@@ -733,7 +738,7 @@ fn stale_tags_of_a_window_are_refused() -> Outcome {
 fn window_bounds_are_enforced_if_the_driver_checks_them() -> Outcome {
     let name = device()?;
     // check_rkey in rxe_resp.c looks at the bounds of the region behind a window. The driver of
-    // `tests/vm/run --dma-buf` looks at the window's too.
+    // `tests/vm/run --dma-buf` also looks at the bounds of the window.
     let enforced = !name.starts_with("rxe")
         || std::env::var_os("HMEM_VERBS_WINDOW_BOUNDS").is_some_and(|value| !value.is_empty());
     for (kind, addressing) in [
@@ -768,7 +773,7 @@ fn window_bounds_are_enforced_if_the_driver_checks_them() -> Outcome {
             assert_eq!(to.get(at, 64) == before, enforced, "{what}, past the end");
             to.put(at, &before);
         }
-        // Outside the region nothing is reached, whatever the driver.
+        // No driver lets a window reach memory outside its region.
         prober.refused(&key, 8192 - 1024, "past the region's end");
     }
     Ok(())

@@ -12,6 +12,7 @@
 //! 8. [Errors and explain](errors)
 //! 9. [Testing without hardware](testing)
 //! 10. [Containers](containers)
+//! 11. [Porting from libibverbs and libfabric](porting)
 
 #[doc = include_str!("host_memory.md")]
 pub mod host_memory {}
@@ -42,3 +43,6 @@ pub mod testing {}
 
 #[doc = include_str!("containers.md")]
 pub mod containers {}
+
+#[doc = include_str!("porting.md")]
+pub mod porting {}

@@ -10,13 +10,13 @@ use std::{
     ptr,
 };
 
-use programs::{large_blocks_are_told, under_memhooks, under_memhooks_and_userfaultfd};
+use programs::{large_frees_are_reported, under_memhooks, under_memhooks_and_userfaultfd};
 
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 unsafe extern "C" {
-    /// jemalloc(3): mallctl
+    /// jemalloc's `mallctl`: reads or sets an option, or runs a command. See jemalloc(3).
     fn _rjem_mallctl(
         name: *const c_char,
         old: *mut c_void,
@@ -27,9 +27,9 @@ unsafe extern "C" {
 }
 
 fn collect() {
-    // 4096 is MALLCTL_ARENAS_ALL.
+    // 4096 is MALLCTL_ARENAS_ALL, which stands for all arenas.
     let (name, none) = (c"arena.4096.purge", ptr::null_mut());
-    // SAFETY: gives unused memory of all arenas back, at any time.
+    // SAFETY: this command only returns unused memory of the arenas, and is allowed at any time.
     assert_eq!(unsafe { _rjem_mallctl(name.as_ptr(), none, ptr::null_mut(), none, 0) }, 0);
 }
 
@@ -37,20 +37,20 @@ fn jemalloc_does_not_deadlock() {
     under_memhooks(collect);
 }
 
-fn jemalloc_does_not_deadlock_with_a_net() {
+fn jemalloc_does_not_deadlock_with_userfaultfd() {
     under_memhooks_and_userfaultfd(collect);
 }
 
-fn jemallocs_own_calls_are_seen() {
-    large_blocks_are_told(collect);
+fn large_frees_by_jemalloc_are_reported() {
+    large_frees_are_reported(collect);
 }
 
 cases! {
     /// MON-03
     jemalloc_does_not_deadlock,
     /// MON-03
-    jemalloc_does_not_deadlock_with_a_net,
+    jemalloc_does_not_deadlock_with_userfaultfd,
     /// MON-03
-    jemallocs_own_calls_are_seen;
+    large_frees_by_jemalloc_are_reported;
     slow:
 }

@@ -5,18 +5,18 @@
 mod monitors;
 mod programs;
 
-use programs::{large_blocks_are_told, under_memhooks, under_memhooks_and_userfaultfd};
+use programs::{large_frees_are_reported, under_memhooks, under_memhooks_and_userfaultfd};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 unsafe extern "C" {
-    /// mimalloc.h
+    /// mimalloc's function that returns unused memory to the system. See `mimalloc.h`.
     fn mi_collect(force: bool);
 }
 
 fn collect() {
-    // SAFETY: gives unused memory back, at any time.
+    // SAFETY: the function only returns unused memory, and is allowed at any time.
     unsafe { mi_collect(true) };
 }
 
@@ -24,20 +24,20 @@ fn mimalloc_does_not_deadlock() {
     under_memhooks(collect);
 }
 
-fn mimalloc_does_not_deadlock_with_a_net() {
+fn mimalloc_does_not_deadlock_with_userfaultfd() {
     under_memhooks_and_userfaultfd(collect);
 }
 
-fn mimallocs_own_calls_are_seen() {
-    large_blocks_are_told(collect);
+fn large_frees_by_mimalloc_are_reported() {
+    large_frees_are_reported(collect);
 }
 
 cases! {
     /// MON-03
     mimalloc_does_not_deadlock,
     /// MON-03
-    mimalloc_does_not_deadlock_with_a_net,
+    mimalloc_does_not_deadlock_with_userfaultfd,
     /// MON-03
-    mimallocs_own_calls_are_seen;
+    large_frees_by_mimalloc_are_reported;
     slow:
 }

@@ -1,4 +1,4 @@
-//! A program under memhooks whose allocator maps and unmaps on its own.
+//! Tests of memhooks in a program whose allocator calls mmap and munmap itself.
 
 use std::{
     ptr,
@@ -14,7 +14,7 @@ use hmem_iface_system::monitor::{Layered, MemHooks, UserFaultFd};
 
 use crate::monitors::*;
 
-/// Clears a flag when dropped, also by a panic, so that the thread that reads it ends.
+/// Clears a flag when dropped, even during a panic, so that the thread that polls the flag ends.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -23,9 +23,9 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Allocates and frees blocks of all sizes on several threads, some freed by other threads, while
-/// patches come and go and memory of the allocator is subscribed. `collect` makes the allocator
-/// return free memory.
+/// Allocates and frees blocks of all sizes on several threads. Some blocks are freed by a thread
+/// that did not allocate them. Meanwhile memhooks start and stop, and the monitor watches memory of
+/// the allocator. `collect` makes the allocator return free memory.
 fn churn(monitor: &dyn Monitor, collect: fn()) {
     let recorder = Recorder::new();
     let running = AtomicBool::new(true);
@@ -42,7 +42,8 @@ fn churn(monitor: &dyn Monitor, collect: fn()) {
                 let before = handed_over.swap(Box::into_raw(block).expose_provenance(), SeqCst);
                 if before != 0 {
                     let block = ptr::with_exposed_provenance_mut::<Vec<u8>>(before);
-                    // SAFETY: from `Box::into_raw` above, and taken out by this thread alone.
+                    // SAFETY: the address comes from `Box::into_raw`. The swap gave it to this
+                    // thread only.
                     drop(unsafe { Box::from_raw(block) });
                 }
             }
@@ -53,7 +54,7 @@ fn churn(monitor: &dyn Monitor, collect: fn()) {
         let workers: Vec<_> = (0..3).map(|_| scope.spawn(busy)).collect();
         scope.spawn(|| {
             while running.load(SeqCst) {
-                // The last one to go takes the patches out; the caller's stay.
+                // The caller keeps its monitor, so this one does not remove the patches.
                 drop(MemHooks::start().unwrap());
                 thread::yield_now();
             }
@@ -73,10 +74,11 @@ fn churn(monitor: &dyn Monitor, collect: fn()) {
     });
     let left = handed_over.load(SeqCst);
     if left != 0 {
-        // SAFETY: as above; no other thread is left.
+        // SAFETY: the address comes from `Box::into_raw`. No other thread is left, so no thread
+        // frees it too.
         drop(unsafe { Box::from_raw(ptr::with_exposed_provenance_mut::<Vec<u8>>(left)) });
     }
-    assert!(recorder.count() > 0, "the allocator gave memory back, and it was told");
+    assert!(recorder.count() > 0, "the allocator returned memory, and the monitor reported it");
 }
 
 pub(crate) fn under_memhooks(collect: fn()) {
@@ -87,8 +89,9 @@ pub(crate) fn under_memhooks_and_userfaultfd(collect: fn()) {
     churn(&*Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap()), collect);
 }
 
-/// The monitor reports the free of a large block, no matter which functions the allocator calls.
-pub(crate) fn large_blocks_are_told(collect: fn()) {
+/// Asserts that memhooks report the free of a large block, no matter which functions the allocator
+/// calls.
+pub(crate) fn large_frees_are_reported(collect: fn()) {
     let monitor = MemHooks::start().unwrap();
     let recorder = Recorder::new();
     let mut told = false;
@@ -112,5 +115,5 @@ pub(crate) fn large_blocks_are_told(collect: fn()) {
             break;
         }
     }
-    assert!(told, "no block went with a call that memhooks see");
+    assert!(told, "no block was freed by a call that memhooks see");
 }

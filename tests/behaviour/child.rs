@@ -1,12 +1,12 @@
-//! Runs a test again in a process of its own, for properties of the whole process: file
-//! descriptors, standard output, the environment.
+//! Runs a test in a child process, for properties of a whole process: file descriptors, standard
+//! output and the environment.
 
 use std::{
     env,
     process::{Command, Output},
 };
 
-use crate::world::World;
+use crate::config::TestConfig;
 
 const ALONE: &str = "HMEM_TEST_ALONE";
 
@@ -15,7 +15,8 @@ pub(crate) fn is_alone(name: &str) -> bool {
     env::var(ALONE).is_ok_and(|alone| alone == name)
 }
 
-/// Runs the test `name` (its path in this binary) in a child and returns what it printed.
+/// Runs the test `name` (its path in this binary) in a child process and returns the child's
+/// output.
 pub(crate) fn output(name: &str, variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env::current_exe().expect("the test binary"));
     command.args([name, "--exact", "--nocapture", "--test-threads=1"]).env(ALONE, name);
@@ -40,13 +41,13 @@ fn alone_with(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
     assert!(output.status.success(), "{name} failed in its own process:\n{text}\n{errors}");
 }
 
-/// Like [`alone`], but runs the behaviour in `world` only.
-pub(crate) fn alone_in(world: &World, name: &str, body: impl FnOnce()) {
-    let world = world.to_string();
-    alone_with(name, &[("HMEM_WORLD", &*world)], body);
+/// Like [`alone`], but the child runs the test in the test configuration `config` only.
+pub(crate) fn alone_in(config: &TestConfig, name: &str, body: impl FnOnce()) {
+    let config = config.to_string();
+    alone_with(name, &[("HMEM_TEST_CONFIG", &*config)], body);
 }
 
-/// Number of open file descriptors of this process.
+/// Returns the number of open file descriptors of this process.
 pub(crate) fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("procfs").count()
 }

@@ -14,16 +14,16 @@ use tracing::{
 
 use crate::{
     child,
+    config::{TestConfig, over_configs},
     net::{Net, REMOTE, Setup},
-    world::{World, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// DIAG-04
-    each_registration_is_a_span_with_its_range_and_outcome: Pairs;
+    each_registration_is_a_span_with_its_range_and_outcome: Pairwise;
 }
 
-/// Records every event.
+/// A tracing subscriber that records each span and each event as a line of text.
 #[derive(Clone, Default)]
 struct Notes(Arc<Mutex<Vec<String>>>);
 
@@ -75,12 +75,13 @@ impl Subscriber for Notes {
     fn exit(&self, _: &span::Id) {}
 }
 
-fn each_registration_is_a_span_with_its_range_and_outcome(world: &World) {
-    let net = Net::open(world);
+fn each_registration_is_a_span_with_its_range_and_outcome(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(4096);
     let notes = Notes::default();
-    // With a single subscriber, tracing asks only the thread that first reaches an event whether
-    // anybody listens. That thread may belong to another test.
+    // With a single subscriber in the process, tracing decides which events are enabled in the
+    // thread that reaches them first, which may be that of another test. A second subscriber
+    // prevents this.
     let _second = tracing::Dispatch::new(Notes::default());
     tracing::subscriber::with_default(notes.clone(), || {
         for offset in [0, 100] {
@@ -112,9 +113,10 @@ fn each_registration_is_a_span_with_its_range_and_outcome(world: &World) {
 fn refused_path_is_logged_in_the_registration_span() {
     use hmem::system::FreeDetection;
 
-    use crate::world::Memory;
-    let world = World { memory: Memory::Device(FreeDetection::Identity), ..World::PLAIN };
-    let net = Net::open(&world);
+    use crate::config::Memory;
+    let config =
+        TestConfig { memory: Memory::Device(FreeDetection::Identity), ..TestConfig::PLAIN };
+    let net = Net::open(&config);
     let memory = net.bytes(4096);
     net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
     let notes = Notes::default();
@@ -141,17 +143,18 @@ fn refused_path_is_logged_in_the_registration_span() {
     }
 }
 
-/// Makes the library log: refusals, fallbacks, leaks.
+/// Causes events that the library logs: a refused path, a fallback, a failed registration and a
+/// leak.
 fn provoke() {
     use hmem::{Errno, loopback::Call, path::P2pPolicy, system::FreeDetection};
 
-    use crate::world::Memory;
-    let world = World {
+    use crate::config::Memory;
+    let config = TestConfig {
         memory: Memory::Device(FreeDetection::Callback),
         policy: P2pPolicy::Preferred,
-        ..World::PLAIN
+        ..TestConfig::PLAIN
     };
-    let net = Setup::of(&world).open();
+    let net = Setup::of(&config).open();
     let memory = net.bytes(4096);
     net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
     let staged = net.expose(memory.range(), REMOTE);

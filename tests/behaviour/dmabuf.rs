@@ -8,28 +8,28 @@ use hmem::{
 };
 
 use crate::{
+    config::{TestConfig, need, needs, over_configs},
     memory::{HeldCopies, pattern},
     net::{Net, REMOTE},
-    world::{World, need, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// MR-13
-    a_dma_buf_registers_with_and_without_a_base_address: Pairs, needs::DMA_BUFS;
+    a_dma_buf_registers_with_and_without_a_base_address: Pairwise, needs::DMA_BUFS;
     /// MR-13
-    a_dma_buf_and_a_base_region_exclude_each_other: Pairs, needs::DMA_BUFS;
+    a_dma_buf_and_a_base_region_exclude_each_other: Pairwise, needs::DMA_BUFS;
     /// MR-13
-    a_part_of_a_dma_bufs_region_is_a_sub_region: Pairs, needs::SUB_REGIONS;
+    a_part_of_a_dma_buf_region_registers_as_a_sub_region: Pairwise, needs::SUB_REGIONS;
     /// MR-13
-    wrong_dma_buf_requests_are_refused: Pairs, needs::DMA_BUFS;
+    wrong_dma_buf_requests_are_refused: Pairwise, needs::DMA_BUFS;
     /// MR-13
-    a_device_kept_from_nics_is_not_reached_by_its_dma_buf: Pairs,
-        need("direct path", "device memory may be reached directly", World::staged);
+    disabled_p2p_refuses_dma_bufs_of_devices: Pairwise,
+        need("direct path", "device memory may be reached directly", TestConfig::staged);
 }
 
 const LEN: u64 = 20_000;
 
-/// A memory file of the system iface with a pattern in it, and its export.
+/// Allocates a memory file with a pattern in it, and exports it as a dma-buf.
 fn exported(net: &Net) -> (System, hmem::Allocation, DmaBufExport) {
     let system = System::new();
     let memory = system.memfd(LEN).expect("memory file");
@@ -46,8 +46,8 @@ fn register(net: &Net, dma_buf: DmaBufAttr<'_>) -> Result<hmem::MemoryRegion> {
     )
 }
 
-fn a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
-    let net = Net::open(world);
+fn a_dma_buf_registers_with_and_without_a_base_address(config: &TestConfig) {
+    let net = Net::open(config);
     let (system, memory, export) = exported(&net);
     let before = net.live();
     for base_addr in [None, Some(memory.base()), Some(Address(0x7000_0000_1000))] {
@@ -57,7 +57,7 @@ fn a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
             let region = register(&net, attr).expect("register");
             let address = base_addr.unwrap_or_default().0 + offset_in.0;
             assert_eq!((region.range().start(), region.len()), (Address(address), len));
-            let expected = if world.virtual_addresses() { Iova(address) } else { Iova(0) };
+            let expected = if config.virtual_addresses() { Iova(address) } else { Iova(0) };
             let key = net.key(&region);
             assert_eq!((region.base_addr(), key.base()), (expected, expected));
             assert_eq!(region.decision().unwrap().path, Path::DmaBuf);
@@ -86,8 +86,8 @@ fn a_dma_buf_registers_with_and_without_a_base_address(world: &World) {
     assert_eq!(net.pull(&net.key(&region), 0, 8).expect("read"), pattern(13, 8));
 }
 
-fn a_dma_buf_and_a_base_region_exclude_each_other(world: &World) {
-    let net = Net::open(world);
+fn a_dma_buf_and_a_base_region_exclude_each_other(config: &TestConfig) {
+    let net = Net::open(config);
     let (_system, _memory, export) = exported(&net);
     let attr =
         DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
@@ -101,8 +101,8 @@ fn a_dma_buf_and_a_base_region_exclude_each_other(world: &World) {
     assert_eq!(net.live(), before);
 }
 
-fn a_part_of_a_dma_bufs_region_is_a_sub_region(world: &World) {
-    let net = Net::open(world);
+fn a_part_of_a_dma_buf_region_registers_as_a_sub_region(config: &TestConfig) {
+    let net = Net::open(config);
     let (_system, _memory, export) = exported(&net);
     let attr =
         DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
@@ -113,8 +113,8 @@ fn a_part_of_a_dma_bufs_region_is_a_sub_region(world: &World) {
     assert_eq!(net.pull(&net.key(&sub), 0, 50).expect("read"), pattern(13, LEN as usize)[100..150]);
 }
 
-fn wrong_dma_buf_requests_are_refused(world: &World) {
-    let net = Net::open(world);
+fn wrong_dma_buf_requests_are_refused(config: &TestConfig) {
+    let net = Net::open(config);
     let (_system, memory, export) = exported(&net);
     let before = net.live();
     let good =
@@ -158,22 +158,21 @@ fn wrong_dma_buf_requests_are_refused(world: &World) {
     );
     let nobody = Some(IfaceKind(0xffff));
     let nowhere = MrAttr { dma_buf: Some(good), iface: nobody, ..MrAttr::new(&[], REMOTE) };
-    let error = net
-        .try_expose(&nowhere, MrFlags::MR_DMABUF)
-        .expect_err("an iface that is not there was believed");
+    let error =
+        net.try_expose(&nowhere, MrFlags::MR_DMABUF).expect_err("an absent iface was accepted");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     if let Some(device) = &net.device {
         let beyond = MrAttr { iface: Some(device.kind()), device: Some(DeviceId(2)), ..nowhere };
         let error = net
             .try_expose(&beyond, MrFlags::MR_DMABUF)
-            .expect_err("a device out of range was believed");
+            .expect_err("a device out of range was accepted");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     }
     assert_eq!(net.live(), before);
 }
 
-fn a_device_kept_from_nics_is_not_reached_by_its_dma_buf(world: &World) {
-    let net = Net::open(world);
+fn disabled_p2p_refuses_dma_bufs_of_devices(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(1, 4096));
     let device = net.device.as_ref().expect("a device");
     let nic = &net.target.domain.provider_attr().nic;

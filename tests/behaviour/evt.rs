@@ -19,51 +19,51 @@ use hmem::{
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::{
+    config::{Need, TestConfig, need, needs, over_configs},
     memory::HostPages,
     net::{LOCAL, Local, Net, REMOTE, Setup, Side, eventually, remote, segment},
-    world::{Need, World, need, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// EVT-01
-    a_bound_queue_reports_each_registration_with_its_context: Pairs;
+    a_bound_queue_reports_each_registration_with_its_context: Pairwise;
     /// EVT-01
-    the_region_is_written_before_its_event_can_be_read: Places;
+    the_region_is_stored_before_its_event_can_be_read: DefaultMode;
     /// EVT-01
-    a_refused_call_gives_no_event_and_a_later_failure_gives_one: Pairs;
+    only_a_failure_after_the_call_emits_an_event: Pairwise;
     /// MR-10
-    before_completion_there_is_neither_descriptor_nor_key: Pairs;
+    before_completion_there_is_neither_descriptor_nor_key: Pairwise;
     /// EVT-02
-    a_counter_counts_each_remote_write_and_atomic_once: Pairs, needs::COUNTERS;
+    a_counter_counts_each_remote_write_and_atomic_once: Pairwise, needs::COUNTERS;
     /// EVT-02
-    every_counter_of_a_region_counts_each_write_and_atomic_once: Pairs, needs::COUNTERS;
+    every_counter_of_a_region_counts_each_write_and_atomic_once: Pairwise, needs::COUNTERS;
     /// EVT-02
-    an_endpoint_without_rma_event_is_refused: Pairs, needs::COUNTERS;
+    an_endpoint_without_rma_event_is_refused: Pairwise, needs::COUNTERS;
     /// EVT-03
-    close_during_a_registration_neither_leaks_nor_loses_its_event: Pairs;
+    close_during_registration_neither_leaks_nor_loses_its_event: Pairwise;
     /// EVT-03
-    close_at_any_moment_neither_leaks_nor_loses_an_event: Pairs;
+    close_at_any_moment_neither_leaks_nor_loses_an_event: Pairwise;
     /// EVT-03
-    a_domain_dropped_during_registrations_ends_cleanly: Places;
+    a_domain_dropped_during_registrations_ends_cleanly: DefaultMode;
     /// EVT-03
-    a_domain_dropped_right_after_submitting_ends_cleanly: Places;
+    a_domain_dropped_right_after_submitting_ends_cleanly: DefaultMode;
     /// EVT-05
-    wait_ends_with_a_completion_or_its_timeout: Pairs;
+    wait_ends_with_a_completion_or_its_timeout: Pairwise;
     /// EVT-05
-    a_sleeping_thread_wakes_for_each_message: Places;
+    a_sleeping_thread_wakes_for_each_message: DefaultMode;
     /// EVT-05
-    a_wait_ends_when_the_domain_closes: Pairs;
+    a_wait_ends_when_the_domain_closes: Pairwise;
     /// EVT-05
-    a_channel_is_readable_from_the_next_completion_on: Pairs, CHANNEL;
+    a_channel_becomes_readable_at_the_next_completion: Pairwise, CHANNEL;
     /// EVT-05
-    a_channel_loses_no_wakeup: Places, CHANNEL;
+    a_channel_loses_no_wakeup: DefaultMode, CHANNEL;
     /// EVT-05
-    a_channel_tells_that_the_domain_is_closed: Places, CHANNEL;
+    a_channel_reports_that_its_domain_is_closed: DefaultMode, CHANNEL;
 }
 
 const CHANNEL: Need =
-    need("progress by hand", "nothing completes while the application sleeps", |world| {
-        world.progress == Progress::Thread
+    need("progress by hand", "nothing completes while the application sleeps", |config| {
+        config.progress == Progress::Thread
     });
 
 const LONG: Duration = Duration::from_secs(60);
@@ -79,13 +79,13 @@ fn event(queue: &EventQueue) -> Event {
 }
 
 fn submit(net: &Net, attr: &MrAttr<'_>) -> MemoryRegion {
-    // SAFETY: the tests' memory outlives their regions and is referenced by nobody.
+    // SAFETY: the tests' memory outlives their regions, and no reference to it exists.
     unsafe { net.target.domain.regattr(&attr.key(net.fresh_key()), MrFlags::empty()) }
         .expect("submit")
 }
 
-fn a_bound_queue_reports_each_registration_with_its_context(world: &World) {
-    let net = Net::open(world);
+fn a_bound_queue_reports_each_registration_with_its_context(config: &TestConfig) {
+    let net = Net::open(config);
     let queue = bound(&net);
     let again = net.target.domain.bind(&Arc::default(), DomainBindFlags::REG_MR).unwrap_err();
     assert_eq!(again.kind(), ErrorKind::BadState);
@@ -112,8 +112,8 @@ fn a_bound_queue_reports_each_registration_with_its_context(world: &World) {
     assert_eq!(net.live().regions, 0);
 }
 
-fn the_region_is_written_before_its_event_can_be_read(world: &World) {
-    let net = Net::open(world);
+fn the_region_is_stored_before_its_event_can_be_read(config: &TestConfig) {
+    let net = Net::open(config);
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -130,21 +130,21 @@ fn the_region_is_written_before_its_event_can_be_read(world: &World) {
                     (Some(event.region), RegionState::Enabled)
                 );
             });
-            // SAFETY: the memory outlives the region and is referenced by nobody.
+            // SAFETY: the memory outlives the region, and no reference to it exists.
             unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }
                 .expect("submit");
             reader.join().expect("the reader");
         });
-        // SAFETY: the memory outlives the region and is referenced by nobody.
+        // SAFETY: the memory outlives the region, and no reference to it exists.
         let taken =
             unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }.unwrap_err();
-        assert_eq!(taken.kind(), ErrorKind::BadState, "the place was taken");
+        assert_eq!(taken.kind(), ErrorKind::BadState, "the output was set already");
         assert!(queue.read().is_none(), "the call failed, and yet there is an event");
     }
 }
 
-fn a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &World) {
-    let net = Net::open(world);
+fn only_a_failure_after_the_call_emits_an_event(config: &TestConfig) {
+    let net = Net::open(config);
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -152,16 +152,17 @@ fn a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &World) {
     // SAFETY: nothing is registered.
     let refused = unsafe { net.target.domain.regattr(&wrong, MrFlags::empty()) }.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ReservedOffset);
-    // A device refuses addresses without pages. In the software NIC any call can be made to fail.
+    // The next request fails after the call has returned: an RDMA device refuses addresses without
+    // pages, and the software NIC has an injected fault.
     let hole = HostPages::reserved(4096);
-    let refused_later = if world.is_loopback() {
+    let refused_later = if config.is_loopback() {
         (memory.range(), ErrorKind::OutOfResources)
     } else {
         (hole.range(), ErrorKind::BadAddress)
     };
     net.faults.fail(Call::Register, 1, Errno(12));
     // With several paths to try, the first refusal is not final.
-    if !world.is_system() && !world.staged() && world.policy != hmem::path::P2pPolicy::Required {
+    if !config.is_system() && !config.staged() && config.policy != hmem::path::P2pPolicy::Required {
         net.faults.fail(Call::Register, 2, Errno(12));
     }
     let failing = submit(&net, &MrAttr { context: 7, ..MrAttr::new(&[refused_later.0], REMOTE) });
@@ -179,8 +180,8 @@ fn a_refused_call_gives_no_event_and_a_later_failure_gives_one(world: &World) {
     drop(next);
 }
 
-fn before_completion_there_is_neither_descriptor_nor_key(world: &World) {
-    let net = Net::open(world);
+fn before_completion_there_is_neither_descriptor_nor_key(config: &TestConfig) {
+    let net = Net::open(config);
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -202,14 +203,14 @@ fn before_completion_there_is_neither_descriptor_nor_key(world: &World) {
     net.assert_works(&net.key(&region));
 }
 
-/// A region with a counter bound, ready for use.
+/// Registers a range, binds a counter to the region and enables the region.
 fn counted(net: &Net, range: hmem::AddressRange, counter: &Arc<Counter>) -> MemoryRegion {
     let ranges = [range];
     let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
-    // SAFETY: the tests' memory outlives their regions and is referenced by nobody.
+    // SAFETY: the tests' memory outlives their regions, and no reference to it exists.
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
     region.bind_counter(counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
-    if net.world.has(MrMode::ENDPOINT) {
+    if net.config.has(MrMode::ENDPOINT) {
         region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
     }
     if region.state() == RegionState::Disabled {
@@ -218,8 +219,8 @@ fn counted(net: &Net, range: hmem::AddressRange, counter: &Arc<Counter>) -> Memo
     region
 }
 
-fn a_counter_counts_each_remote_write_and_atomic_once(world: &World) {
-    let net = Net::open(world);
+fn a_counter_counts_each_remote_write_and_atomic_once(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(4096);
     let counter = Arc::new(Counter::new());
     let region = counted(&net, memory.part(0, 2048), &counter);
@@ -230,7 +231,7 @@ fn a_counter_counts_each_remote_write_and_atomic_once(world: &World) {
         assert_eq!(counter.value(), count);
     }
     let mut expected = 10;
-    if needs_atomics(world) {
+    if needs_atomics(config) {
         net.fetch_add(&key, 8, 1).expect("atomic");
         expected += 1;
     }
@@ -248,26 +249,26 @@ fn a_counter_counts_each_remote_write_and_atomic_once(world: &World) {
 }
 
 /// EVT-02
-fn every_counter_of_a_region_counts_each_write_and_atomic_once(world: &World) {
-    let net = Net::open(world);
+fn every_counter_of_a_region_counts_each_write_and_atomic_once(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(4096);
     let counters = [(); 3].map(|()| Arc::new(Counter::new()));
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region and is referenced by nobody.
+    // SAFETY: the test's memory outlives the region, and no reference to it exists.
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
     for counter in &counters {
         region.bind_counter(counter, BindFlags::REMOTE_WRITE).expect("bind another counter");
         let twice = region.bind_counter(counter, BindFlags::REMOTE_WRITE).unwrap_err();
         assert_eq!(twice.kind(), ErrorKind::BadState, "a counter that is bound already");
     }
-    if world.has(MrMode::ENDPOINT) {
+    if config.has(MrMode::ENDPOINT) {
         region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
     }
     if region.state() == RegionState::Disabled {
         region.enable().expect("enable");
     }
-    if world.has(MrMode::RMA_EVENT) || world.has(MrMode::ENDPOINT) {
+    if config.has(MrMode::RMA_EVENT) || config.has(MrMode::ENDPOINT) {
         let late = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE).unwrap_err();
         assert_eq!(late.kind(), ErrorKind::BadState, "bound after enable");
     }
@@ -276,7 +277,7 @@ fn every_counter_of_a_region_counts_each_write_and_atomic_once(world: &World) {
     for _ in 0..5 {
         net.push(&key, 0, &[1; 700]).expect("write");
         expected += 1;
-        if needs_atomics(world) {
+        if needs_atomics(config) {
             net.fetch_add(&key, 8, 1).expect("atomic");
             expected += 1;
         }
@@ -289,12 +290,12 @@ fn every_counter_of_a_region_counts_each_write_and_atomic_once(world: &World) {
     assert_eq!(values, [expected + 1, expected, expected + 1], "a closed counter counts no more");
 }
 
-fn needs_atomics(world: &World) -> bool {
-    (needs::ATOMICS.met)(world)
+fn needs_atomics(config: &TestConfig) -> bool {
+    (needs::ATOMICS.met)(config)
 }
 
-fn an_endpoint_without_rma_event_is_refused(world: &World) {
-    let mut setup = Setup::of(world);
+fn an_endpoint_without_rma_event_is_refused(config: &TestConfig) {
+    let mut setup = Setup::of(config);
     setup.rma_event = false;
     let net = setup.open();
     let memory = net.filled(&[3; 64]);
@@ -312,7 +313,7 @@ fn an_endpoint_without_rma_event_is_refused(world: &World) {
 /// EVT-02
 #[test]
 fn binding_a_counter_is_nosys_if_the_provider_cannot_count() {
-    let mut setup = Setup::of(&World::PLAIN);
+    let mut setup = Setup::of(&TestConfig::PLAIN);
     setup.provider = setup.provider.region_counters(false);
     let net = setup.open();
     let memory = net.bytes(64);
@@ -323,8 +324,8 @@ fn binding_a_counter_is_nosys_if_the_provider_cannot_count() {
     region.close().expect("nothing was bound");
 }
 
-fn close_during_a_registration_neither_leaks_nor_loses_its_event(world: &World) {
-    let net = Net::open(world);
+fn close_during_registration_neither_leaks_nor_loses_its_event(config: &TestConfig) {
+    let net = Net::open(config);
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -334,11 +335,11 @@ fn close_during_a_registration_neither_leaks_nor_loses_its_event(world: &World) 
     gate.wait();
     let waiting = submit(&net, &attr(2));
     let dropped = submit(&net, &attr(3));
-    waiting.close().expect("a registration that has not begun is given up at once");
+    waiting.close().expect("a registration that has not begun is canceled at once");
     drop(dropped);
     thread::scope(|scope| {
         let closing = scope.spawn(|| running.close());
-        // Gives a close that does not wait for the driver the time to return.
+        // Leaves time in which a close that does not wait for the driver would return.
         for _ in 0..200 {
             thread::yield_now();
         }
@@ -351,16 +352,17 @@ fn close_during_a_registration_neither_leaks_nor_loses_its_event(world: &World) 
         let event = event(&queue);
         results.push((event.context, event.result.map_err(|error| error.kind())));
     }
-    // Canceled registrations end at once, the one in the driver when it is done.
+    // A canceled registration ends at once. The registration in the driver ends when the driver
+    // returns.
     assert_eq!(results[..2], [(2, Err(ErrorKind::Canceled)), (1, Ok(()))]);
     assert_eq!(results[2].0, 3);
     assert!(queue.read().is_none());
     assert_eq!((net.live().regions, net.live().bytes), (0, 0), "something stayed registered");
 }
 
-fn close_at_any_moment_neither_leaks_nor_loses_an_event(world: &World) {
+fn close_at_any_moment_neither_leaks_nor_loses_an_event(config: &TestConfig) {
     const ROUNDS: u64 = 20;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let queue = bound(&net);
     let memory = net.bytes(8192);
     let ranges = [memory.range()];
@@ -392,8 +394,8 @@ fn close_at_any_moment_neither_leaks_nor_loses_an_event(world: &World) {
     eventually("the end of what was dropped", || (net.live().regions, net.live().bytes) == (0, 0));
 }
 
-fn a_domain_dropped_right_after_submitting_ends_cleanly(world: &World) {
-    let net = Net::open(world);
+fn a_domain_dropped_right_after_submitting_ends_cleanly(config: &TestConfig) {
+    let net = Net::open(config);
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -407,8 +409,8 @@ fn a_domain_dropped_right_after_submitting_ends_cleanly(world: &World) {
     drop(memory);
 }
 
-fn a_domain_dropped_during_registrations_ends_cleanly(world: &World) {
-    let net = Net::open(world);
+fn a_domain_dropped_during_registrations_ends_cleanly(config: &TestConfig) {
+    let net = Net::open(config);
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
@@ -426,13 +428,13 @@ fn a_domain_dropped_during_registrations_ends_cleanly(world: &World) {
     drop(memory);
 }
 
-/// Posts a write of 8 bytes from the initiator.
+/// Posts a write of 8 bytes from the initiator to the target.
 fn post_write(net: &Net, local: &Local, key: &hmem::RemoteKey, context: u64) {
     let there = [remote(key, 0, 8)];
     net.post(Operation::Write { remote: &there }, &[local.segment(0, 8)], context).expect("post");
 }
 
-/// Posts a receive of 8 bytes to the target.
+/// Posts a receive of 8 bytes on the target's endpoint.
 fn post_receive(net: &Net, region: &MemoryRegion, context: u64) {
     let range = region.ranges()[0].slice(0, 8).expect("inside");
     let request = WorkRequest {
@@ -445,8 +447,8 @@ fn post_receive(net: &Net, region: &MemoryRegion, context: u64) {
     unsafe { net.target.endpoint.post(&request) }.expect("post a receive");
 }
 
-fn wait_ends_with_a_completion_or_its_timeout(world: &World) {
-    let net = Net::open(world);
+fn wait_ends_with_a_completion_or_its_timeout(config: &TestConfig) {
+    let net = Net::open(config);
     let target = net.bytes(64);
     let region = net.expose(target.range(), REMOTE);
     let (key, local) = (net.key(&region), net.local(64, LOCAL));
@@ -482,9 +484,9 @@ fn wait_ends_with_a_completion_or_its_timeout(world: &World) {
     assert_eq!(all, [0, 1, 2]);
 }
 
-fn a_sleeping_thread_wakes_for_each_message(world: &World) {
+fn a_sleeping_thread_wakes_for_each_message(config: &TestConfig) {
     const MESSAGES: u64 = 50;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let target = net.bytes(64);
     let region = net.expose(target.range(), LOCAL);
     let local = net.local(64, LOCAL);
@@ -511,7 +513,7 @@ fn a_sleeping_thread_wakes_for_each_message(world: &World) {
     });
 }
 
-/// Closes the target's endpoint and domain; returns its queue.
+/// Closes the target's endpoint and domain. Returns the target's completion queue.
 fn close_target(target: Side) -> Arc<dyn CompletionQueue> {
     let Side { endpoint, cq, domain } = target;
     endpoint.close().map_err(|rejected| rejected.error).expect("close the endpoint");
@@ -519,8 +521,8 @@ fn close_target(target: Side) -> Arc<dyn CompletionQueue> {
     cq
 }
 
-fn a_wait_ends_when_the_domain_closes(world: &World) {
-    let net = Net::open(world);
+fn a_wait_ends_when_the_domain_closes(config: &TestConfig) {
+    let net = Net::open(config);
     let cq = Arc::clone(&net.target.cq);
     let Net { target, .. } = net;
     let refused = |result: hmem::Result<usize>| {
@@ -550,8 +552,8 @@ fn readable(channel: &dyn CompletionChannel, timeout: Duration) -> bool {
     ready.expect("poll") == 1
 }
 
-fn a_channel_is_readable_from_the_next_completion_on(world: &World) {
-    let net = Net::open(world);
+fn a_channel_becomes_readable_at_the_next_completion(config: &TestConfig) {
+    let net = Net::open(config);
     let target = net.bytes(64);
     let region = net.expose(target.range(), REMOTE);
     let (key, local) = (net.key(&region), net.local(64, LOCAL));
@@ -569,9 +571,9 @@ fn a_channel_is_readable_from_the_next_completion_on(world: &World) {
     assert_eq!(fds[0], fds[1]);
 }
 
-fn a_channel_loses_no_wakeup(world: &World) {
+fn a_channel_loses_no_wakeup(config: &TestConfig) {
     const MESSAGES: u64 = 300;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let target = net.bytes(64);
     let region = net.expose(target.range(), LOCAL);
     let local = net.local(64, LOCAL);
@@ -591,7 +593,7 @@ fn a_channel_loses_no_wakeup(world: &World) {
                 }
                 received += count;
                 if count == 0 && channel(cq).arm().expect("arm") {
-                    assert!(readable(channel(cq), LONG), "slept on after {received} messages");
+                    assert!(readable(channel(cq), LONG), "not woken after {received} messages");
                 }
             }
         });
@@ -606,8 +608,8 @@ fn a_channel_loses_no_wakeup(world: &World) {
     });
 }
 
-fn a_channel_tells_that_the_domain_is_closed(world: &World) {
-    let net = Net::open(world);
+fn a_channel_reports_that_its_domain_is_closed(config: &TestConfig) {
+    let net = Net::open(config);
     assert!(channel(&net.target.cq).arm().expect("arm"));
     let Net { target, .. } = net;
     let cq = close_target(target);

@@ -1,4 +1,4 @@
-//! Grants: parts of a region that are lent to a peer and taken back.
+//! Grants: parts of a region that a peer may access until the grant is revoked.
 
 use std::{collections::HashSet, thread};
 
@@ -10,40 +10,40 @@ use hmem::{
 };
 
 use crate::{
+    config::{Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, pattern},
     net::{LOCAL, Net, REMOTE, Setup, provider_name, segment, wait_held},
-    world::{Need, World, need, needs, over_worlds},
 };
 
 const ENFORCED_BOUNDS: Need = need(
     "verbs",
     "rdma_rxe enforces the bounds of a window's region, not those of the window",
-    World::is_loopback,
+    TestConfig::is_loopback,
 );
 const LOOPBACK: Need =
-    need("verbs", "the test decides which windows the NIC has", World::is_loopback);
+    need("verbs", "the test decides which windows the NIC has", TestConfig::is_loopback);
 
-over_worlds! {
+over_configs! {
     /// MW-09
-    a_grant_lends_its_part_with_its_rights: Pairs, needs::WINDOWS;
+    a_grant_gives_access_to_its_part_with_its_rights: Pairwise, needs::WINDOWS;
     /// MW-09
-    nothing_is_reached_outside_a_grant: Pairs, ENFORCED_BOUNDS;
+    nothing_is_reached_outside_a_grant: Pairwise, ENFORCED_BOUNDS;
     /// MW-09
-    grant_keeps_its_region_and_is_revoked_on_drop: Pairs, needs::WINDOWS;
+    grant_keeps_its_region_and_is_revoked_on_drop: Pairwise, needs::WINDOWS;
     /// MW-09
-    a_peer_revokes_its_grant_by_a_message: Pairs, needs::KEYS_AT_HAND, needs::WINDOWS;
+    a_peer_revokes_its_grant_by_a_message: Pairwise, needs::KEYS_AT_HAND, needs::WINDOWS;
     /// MW-09
-    grant_uses_the_best_means_of_the_nic_and_names_it: Pairs, LOOPBACK;
+    grant_uses_and_names_the_best_mechanism_of_the_nic: Pairwise, LOOPBACK;
     /// MW-09
-    revoking_waits_for_an_access_in_flight: Pairs, needs::HELD_TRANSFERS;
+    revoking_waits_for_an_access_in_flight: Pairwise, needs::HELD_TRANSFERS;
     /// MW-09, KEY-02
-    keys_of_grants_are_not_reused_soon: Pairs, LOOPBACK;
+    keys_of_grants_are_not_reused_soon: Pairwise, LOOPBACK;
     /// MW-09
-    grants_that_break_a_rule_are_refused: Pairs, needs::WINDOWS;
+    grants_with_wrong_arguments_are_refused: Pairwise, needs::WINDOWS;
     /// MW-09
-    a_grant_keeps_the_reasons_of_its_fallback: Pairs, LOOPBACK;
+    a_grant_keeps_the_reasons_of_its_fallback: Pairwise, LOOPBACK;
     /// MW-09
-    key_value_store_refuses_a_client_with_the_key_of_another: Plain, needs::SYSTEM;
+    key_value_store_refuses_a_client_with_the_key_of_another: Single, needs::SYSTEM;
 }
 
 #[path = "../../examples/key_value_store.rs"]
@@ -67,9 +67,10 @@ impl Fixture {
         self.region.grant(&self.net.target.endpoint, part, access).expect("grant")
     }
 
-    /// The key as the initiator uses it.
+    /// Returns the key that the initiator uses: the grant's key, mapped by the initiator in RAW
+    /// mode.
     fn key(&self, grant: &Grant, len: u64) -> RemoteKey {
-        if !self.net.world.has(MrMode::RAW) {
+        if !self.net.config.has(MrMode::RAW) {
             return grant.key().expect("key");
         }
         let raw = grant.raw_key().expect("raw key");
@@ -77,7 +78,7 @@ impl Fixture {
     }
 
     fn unmap(&self, key: &RemoteKey) {
-        if self.net.world.has(MrMode::RAW) {
+        if self.net.config.has(MrMode::RAW) {
             self.net.initiator.domain.unmap_key(key).expect("unmap");
         }
     }
@@ -85,8 +86,8 @@ impl Fixture {
     fn dead(&self, key: &RemoteKey) {
         let before = self.memory.all();
         let dead = self.net.seen(ErrorKind::InvalidKey);
-        assert_eq!(self.net.push(key, 0, &[0xFF]).expect_err("a dead key wrote").kind(), dead);
-        assert_eq!(self.net.pull(key, 0, 1).expect_err("a dead key read").kind(), dead);
+        assert_eq!(self.net.push(key, 0, &[0xFF]).expect_err("a revoked key wrote").kind(), dead);
+        assert_eq!(self.net.pull(key, 0, 1).expect_err("a revoked key read").kind(), dead);
         assert_eq!(self.memory.all(), before);
     }
 }
@@ -95,17 +96,17 @@ fn revoke(grant: Grant) {
     grant.revoke().map_err(|rejected| rejected.error).expect("revoke");
 }
 
-/// The kind of grant that a domain with all types of windows uses.
-fn best(world: &World) -> GrantKind {
-    if world.has(MrMode::RAW) { GrantKind::SubRegion } else { GrantKind::Window(WindowType::TwoB) }
+/// Returns the kind of grant to expect from a NIC that has every type of memory window.
+fn best(config: &TestConfig) -> GrantKind {
+    if config.has(MrMode::RAW) { GrantKind::SubRegion } else { GrantKind::Window(WindowType::TwoB) }
 }
 
-fn a_grant_lends_its_part_with_its_rights(world: &World) {
-    let f = Fixture::new(Net::open(world));
+fn a_grant_gives_access_to_its_part_with_its_rights(config: &TestConfig) {
+    let f = Fixture::new(Net::open(config));
     for (at, access) in [(1000, Access::REMOTE_READ), (2000, Access::REMOTE_WRITE), (0, REMOTE)] {
         f.memory.put(0, &pattern(1, 4096));
         let grant = f.grant(at..at + 100, access);
-        assert_eq!((grant.kind(), grant.state()), (best(world), WindowState::Valid));
+        assert_eq!((grant.kind(), grant.state()), (best(config), WindowState::Valid));
         let key = f.key(&grant, 100);
         let read = f.net.pull(&key, 0, 100);
         if access.contains(Access::REMOTE_READ) {
@@ -124,11 +125,11 @@ fn a_grant_lends_its_part_with_its_rights(world: &World) {
         f.dead(&key);
         f.unmap(&key);
     }
-    f.region.close().expect("nothing is lent");
+    f.region.close().expect("no grant is left");
 }
 
-fn nothing_is_reached_outside_a_grant(world: &World) {
-    let f = Fixture::new(Net::open(world));
+fn nothing_is_reached_outside_a_grant(config: &TestConfig) {
+    let f = Fixture::new(Net::open(config));
     let grant = f.grant(1000..1100, REMOTE);
     let key = f.key(&grant, 100);
     for (at, len) in [(100, 1), (99, 2), (0, 101), (u64::MAX, 1)] {
@@ -140,8 +141,8 @@ fn nothing_is_reached_outside_a_grant(world: &World) {
     assert_eq!(f.memory.all(), pattern(1, 4096));
 }
 
-fn grant_keeps_its_region_and_is_revoked_on_drop(world: &World) {
-    let f = Fixture::new(Net::open(world));
+fn grant_keeps_its_region_and_is_revoked_on_drop(config: &TestConfig) {
+    let f = Fixture::new(Net::open(config));
     let first = f.grant(0..64, REMOTE);
     let second = f.grant(32..96, Access::REMOTE_READ);
     let keys = [f.key(&first, 64), f.key(&second, 64)];
@@ -155,12 +156,12 @@ fn grant_keeps_its_region_and_is_revoked_on_drop(world: &World) {
     drop(rejected.value);
     assert_eq!(f.net.pull(&keys[1], 0, 1).expect("the grant keeps the region").len(), 1);
     drop(second);
-    let error = f.net.pull(&keys[1], 0, 1).expect_err("all is gone");
+    let error = f.net.pull(&keys[1], 0, 1).expect_err("the region is gone");
     assert_eq!(error.kind(), f.net.seen(ErrorKind::InvalidKey));
     assert_eq!(f.net.live().windows, 0);
 }
 
-/// Sends a message from the initiator that invalidates a key, and waits for it.
+/// Sends a message from the initiator that invalidates `key`, and waits for its completions.
 fn send_invalidating(f: &Fixture, key: &RemoteKey) -> Result<u64> {
     let inbox = f.net.bytes(64);
     let inbox_region = f.net.expose(inbox.range(), LOCAL);
@@ -176,12 +177,12 @@ fn send_invalidating(f: &Fixture, key: &RemoteKey) -> Result<u64> {
     sent
 }
 
-fn a_peer_revokes_its_grant_by_a_message(world: &World) {
-    let f = Fixture::new(Net::open(world));
+fn a_peer_revokes_its_grant_by_a_message(config: &TestConfig) {
+    let f = Fixture::new(Net::open(config));
     let grant = f.grant(0..64, REMOTE);
     let key = grant.key().expect("key");
     f.net.pull(&key, 0, 64).expect("read");
-    send_invalidating(&f, &key).expect("the peer gives the grant back");
+    send_invalidating(&f, &key).expect("the peer revokes the grant");
     assert_eq!(grant.state(), WindowState::Free);
     f.dead(&key);
     revoke(grant);
@@ -189,10 +190,10 @@ fn a_peer_revokes_its_grant_by_a_message(world: &World) {
     f.net.pull(&again.key().expect("key"), 0, 64).expect("read");
     f.dead(&key);
     drop(again);
-    f.region.close().expect("nothing is lent");
+    f.region.close().expect("no grant is left");
 }
 
-fn grant_uses_the_best_means_of_the_nic_and_names_it(world: &World) {
+fn grant_uses_and_names_the_best_mechanism_of_the_nic(config: &TestConfig) {
     use WindowType::{One, TwoA, TwoB};
     for (windows, expected) in [
         (vec![One, TwoA, TwoB], GrantKind::Window(TwoB)),
@@ -200,8 +201,8 @@ fn grant_uses_the_best_means_of_the_nic_and_names_it(world: &World) {
         (vec![One], GrantKind::Window(One)),
         (vec![], GrantKind::SubRegion),
     ] {
-        let expected = if world.has(MrMode::RAW) { GrantKind::SubRegion } else { expected };
-        let mut setup = Setup::of(world);
+        let expected = if config.has(MrMode::RAW) { GrantKind::SubRegion } else { expected };
+        let mut setup = Setup::of(config);
         setup.provider = setup.provider.windows(windows);
         let f = Fixture::new(setup.open());
         let registered = f.net.live().page_registrations;
@@ -216,14 +217,14 @@ fn grant_uses_the_best_means_of_the_nic_and_names_it(world: &World) {
             f.dead(&key);
             f.unmap(&key);
         }
-        f.region.close().expect("nothing is lent");
+        f.region.close().expect("no grant is left");
     }
 }
 
-fn revoking_waits_for_an_access_in_flight(world: &World) {
+fn revoking_waits_for_an_access_in_flight(config: &TestConfig) {
     type Ending = fn(Grant);
     for end in [revoke as Ending, drop] {
-        let f = Fixture::new(Net::open(world));
+        let f = Fixture::new(Net::open(config));
         let grant = f.grant(0..64, REMOTE);
         let key = f.key(&grant, 64);
         let gate = f.net.faults.hold(Call::Transfer);
@@ -234,7 +235,7 @@ fn revoking_waits_for_an_access_in_flight(world: &World) {
                 end(grant);
                 f.memory.get(0, 64)
             });
-            // A call that does not wait gets the time to return before the access goes on.
+            // Leaves time in which a call that does not wait for the access would return.
             for _ in 0..1000 {
                 thread::yield_now();
             }
@@ -251,12 +252,12 @@ fn revoking_waits_for_an_access_in_flight(world: &World) {
     }
 }
 
-fn keys_of_grants_are_not_reused_soon(world: &World) {
-    let f = Fixture::new(Net::open(world));
+fn keys_of_grants_are_not_reused_soon(config: &TestConfig) {
+    let f = Fixture::new(Net::open(config));
     let mut seen = HashSet::new();
     for round in 0..600 {
         let grant = f.grant(0..64, Access::REMOTE_READ);
-        let key = if world.has(MrMode::RAW) {
+        let key = if config.has(MrMode::RAW) {
             grant.raw_key().expect("raw key").0
         } else {
             grant.key().expect("key").as_u64().expect("one key").to_le_bytes().to_vec()
@@ -267,8 +268,8 @@ fn keys_of_grants_are_not_reused_soon(world: &World) {
     }
 }
 
-fn grants_that_break_a_rule_are_refused(world: &World) {
-    let f = Fixture::new(Net::open(world));
+fn grants_with_wrong_arguments_are_refused(config: &TestConfig) {
+    let f = Fixture::new(Net::open(config));
     let endpoint = &f.net.target.endpoint;
     let kind = |part, access| f.region.grant(endpoint, part, access).unwrap_err().kind();
     assert_eq!(kind(10..10, REMOTE), ErrorKind::ZeroLength);
@@ -280,26 +281,26 @@ fn grants_that_break_a_rule_are_refused(world: &World) {
     let read_only = f.net.expose(f.memory.range(), Access::SEND | Access::MW_BIND);
     let error = read_only.grant(endpoint, 0..8, REMOTE).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
-    if !world.has(MrMode::RAW) {
+    if !config.has(MrMode::RAW) {
         let plain = f.net.expose(f.memory.range(), LOCAL);
         let error = plain.grant(endpoint, 0..8, REMOTE).unwrap_err();
         assert_eq!(error.context_value("rule"), Some("region-allows-windows"), "{error}");
     }
-    f.region.close().expect("nothing is lent");
+    f.region.close().expect("no grant is left");
 }
 
-fn key_value_store_refuses_a_client_with_the_key_of_another(world: &World) {
-    let served = key_value_store::run(provider_name(world)).expect("no failure");
+fn key_value_store_refuses_a_client_with_the_key_of_another(config: &TestConfig) {
+    let served = key_value_store::run(provider_name(config)).expect("no failure");
     assert_eq!(served.grants, [5, 5]);
-    // A verbs NIC answers a dead key like a missing right.
+    // An RDMA device reports a revoked key like a missing right.
     let expected =
-        if world.is_loopback() { ErrorKind::InvalidKey } else { ErrorKind::AccessDenied };
+        if config.is_loopback() { ErrorKind::InvalidKey } else { ErrorKind::AccessDenied };
     assert_eq!(served.refusal.kind(), expected, "{}", served.refusal);
 }
 
-fn a_grant_keeps_the_reasons_of_its_fallback(world: &World) {
-    let raw = world.has(MrMode::RAW);
-    let f = Fixture::new(Net::open(world));
+fn a_grant_keeps_the_reasons_of_its_fallback(config: &TestConfig) {
+    let raw = config.has(MrMode::RAW);
+    let f = Fixture::new(Net::open(config));
     let endpoint = &f.net.target.endpoint;
     let try_grant = || f.region.grant(endpoint, 0..64, REMOTE);
     let unsupported = Errno(95);
@@ -328,7 +329,7 @@ fn a_grant_keeps_the_reasons_of_its_fallback(world: &World) {
     assert!(named.iter().all(|named| reasons.contains(named)), "{error}");
     assert!(raw || reasons.contains("EOPNOTSUPP"), "{error}");
     f.net.faults.clear();
-    let setup = Setup::of(world);
+    let setup = Setup::of(config);
     let provider = setup.provider.clone().windows(vec![]);
     let f = Fixture::new(Setup { provider, ..setup }.open());
     let grant = f.grant(0..64, REMOTE);

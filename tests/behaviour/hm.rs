@@ -1,4 +1,5 @@
-//! HM-01 to HM-04, HM-06, HM-11 to HM-13: answers of ifaces, and plug-ins.
+//! HM-01 to HM-04, HM-06, HM-11 to HM-13: queries, copies and exports of ifaces, and plug-in
+//! ifaces.
 
 use std::{os::unix::process::ExitStatusExt, process::Output, sync::Arc};
 
@@ -14,17 +15,17 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::{
     child,
+    config::{TestConfig, needs, over_configs},
     memory::{HeldCopies, pattern},
     net::{Net, REMOTE, device},
     plug_in_iface::FileMemory,
-    world::{World, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// HM-06
-    unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_nic: Pairs, needs::DEVICE;
+    unaligned_device_ranges_reach_exactly_their_bytes: Pairwise, needs::DEVICE;
     /// HM-06
-    registrations_through_a_nic_leave_no_fd: Hardware;
+    registrations_through_a_nic_leave_no_fd: HardwareMode;
 }
 
 fn request(len: u64, device: u32, kind: AllocationKind) -> AllocRequest {
@@ -40,7 +41,7 @@ fn free(iface: &dyn Iface, allocation: &Allocation) {
     unsafe { iface.free(allocation) }.expect("free");
 }
 
-/// Ifaces that every machine has, each with a kind that it allocates.
+/// Returns ifaces that work on every machine, each with a kind of memory that it allocates.
 fn ifaces() -> Vec<(Arc<dyn Iface>, AllocationKind)> {
     vec![
         (Arc::new(System::new()), AllocationKind::System),
@@ -93,7 +94,7 @@ fn query_returns_range_kind_device_and_identity() {
 
 /// HM-01
 #[test]
-fn the_simulated_device_has_every_kind() {
+fn simulated_device_allocates_every_kind_of_memory() {
     let simulated = device(FreeDetection::Identity);
     for (kind, on_device) in [
         (AllocationKind::Device, true),
@@ -146,7 +147,7 @@ fn the_owner_of_any_address_is_found_among_ten_thousand() {
         assert_eq!(
             registry.owner_of(memory.base()).unwrap(),
             AddressOwner::SYSTEM,
-            "freed memory is nobody's"
+            "freed memory has no owner"
         );
     }
     assert_eq!(identity(memories[7500].base()), Some(memories[7500].id));
@@ -172,7 +173,7 @@ fn copies_reach_exactly_their_bytes_in_every_size_class() {
             }
             size *= 4;
         }
-        // Neighbouring bytes stay as they are, and uneven ranges meet.
+        // Copies of adjacent ranges with odd lengths leave all other bytes unchanged.
         iface.write_bytes(memory.base(), &[0xEE; 64]).unwrap();
         for (offset, len) in [(1u64, 3usize), (4, 7), (11, 1), (20, 13)] {
             iface.write_bytes(Address(memory.base().0 + offset), &vec![len as u8; len]).unwrap();
@@ -206,7 +207,7 @@ fn asynchronous_copies_end_with_their_event() {
     let memory = allocate(&simulated, 8192, AllocationKind::Device);
     let (source, sink) = (pattern(1, 5000), crate::memory::HostPages::new(8192));
     let to = Address(memory.base().0 + 3);
-    // SAFETY: the host sides outlive the copies, and nobody refers to the pages of `sink`.
+    // SAFETY: the host memory outlives the copies, and no reference to the pages of `sink` exists.
     let (up, down) = unsafe {
         let up = simulated.start_copy(to, Address::of_ptr(source.as_ptr()), 5000).expect("start");
         (up, simulated.start_copy(sink.range().start(), to, 5000).expect("start"))
@@ -217,14 +218,14 @@ fn asynchronous_copies_end_with_their_event() {
     down.wait().expect("waiting steps");
     assert!(!simulated.step());
     assert_eq!(crate::memory::Bytes::Host(sink).get(0, 5000), source);
-    // SAFETY: the host sides outlive the copy, which is refused.
+    // SAFETY: the copy is refused, and the host memory outlives it.
     let past = unsafe { simulated.start_copy(to, Address::of_ptr(source.as_ptr()), 8192) };
     assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfBounds);
 }
 
 /// HM-04
 #[test]
-fn absent_vendors_say_why_and_other_ifaces_work() {
+fn absent_vendors_give_a_reason_and_other_ifaces_work() {
     let hmem =
         Hmem::builder().shared_iface(device(FreeDetection::Identity)).build().expect("start");
     let vendors = [
@@ -260,7 +261,7 @@ fn absent_vendors_say_why_and_other_ifaces_work() {
 
 /// HM-04 HM-12
 #[test]
-fn an_iface_that_is_named_and_was_compiled_out_is_refused() {
+fn naming_an_iface_that_was_compiled_out_is_refused() {
     for (feature, compiled) in [
         ("cuda", cfg!(feature = "cuda")),
         ("neuron", cfg!(feature = "neuron")),
@@ -279,7 +280,7 @@ fn an_iface_that_is_named_and_was_compiled_out_is_refused() {
     }
 }
 
-/// Reads the bytes of an exported fd through a mapping, as a NIC has one.
+/// Maps an exported fd, as a NIC does, and returns bytes of it.
 fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
     let whole = inside + len;
@@ -298,7 +299,8 @@ fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
 fn exports_reach_exactly_their_bytes() {
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
     for (iface, kind) in &ifaces()[1..] {
-        // Neighbours in front make the offsets in the allocation and in the export differ.
+        // An earlier allocation makes the offset in the export differ from the offset in the
+        // allocation.
         let _in_front = allocate(&**iface, 50_000, *kind);
         let memory = allocate(&**iface, 100_000, *kind);
         let bytes = pattern(6, 100_000);
@@ -325,9 +327,9 @@ fn exports_reach_exactly_their_bytes() {
     }
 }
 
-fn unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_nic(world: &World) {
+fn unaligned_device_ranges_reach_exactly_their_bytes(config: &TestConfig) {
     const LEN: usize = 100_000;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let memory = net.filled(&pattern(6, LEN));
     let mut model = pattern(6, LEN);
     for (seed, (offset, len)) in
@@ -356,12 +358,12 @@ fn unaligned_parts_of_device_memory_reach_exactly_their_bytes_through_a_nic(worl
         region.close().expect("close");
     }
     let exports = net.device.as_ref().expect("a device").stats().live_exports;
-    assert_eq!(exports, 0, "an export was not given back");
+    assert_eq!(exports, 0, "an export was not returned");
 }
 
-fn registrations_through_a_nic_leave_no_fd(world: &World) {
-    child::alone_in(world, "hm::over_worlds::registrations_through_a_nic_leave_no_fd", || {
-        let net = Net::open(world);
+fn registrations_through_a_nic_leave_no_fd(config: &TestConfig) {
+    child::alone_in(config, "hm::over_configs::registrations_through_a_nic_leave_no_fd", || {
+        let net = Net::open(config);
         let memory = net.bytes(65_536);
         let fds = child::open_fds();
         for n in 0..200 {
@@ -394,13 +396,13 @@ fn a_million_exports_leave_no_fd() {
 
 /// HM-11
 #[test]
-fn an_iface_from_outside_the_workspace_plugs_in() {
+fn an_iface_from_outside_the_workspace_works() {
     crate::plug_in_iface::run().expect("the example");
 }
 
 /// HM-12
 #[test]
-fn the_filter_picks_ifaces_by_name() {
+fn the_filter_selects_ifaces_by_name() {
     let build = |names: &str| {
         let simulated = Simulated::builder()
             .kind(IfaceKind(0x111))
@@ -435,7 +437,7 @@ fn the_filter_picks_ifaces_by_name() {
         assert!(error.to_string().contains("Builder::ifaces"), "{error}");
     }
     for unknown in ["simulatd", "system;gpu", "cuda,nonesuch"] {
-        let error = build(unknown).expect_err("an unknown name was taken");
+        let error = build(unknown).expect_err("an unknown name was accepted");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(error.context_value("name").is_some_and(|name| unknown.contains(name)), "{error}");
     }
@@ -443,8 +445,8 @@ fn the_filter_picks_ifaces_by_name() {
 
 /// HM-12
 #[test]
-fn the_environment_filters_and_the_builder_wins() {
-    const NAME: &str = "hm::the_environment_filters_and_the_builder_wins";
+fn the_builder_overrides_the_filter_of_the_environment() {
+    const NAME: &str = "hm::the_builder_overrides_the_filter_of_the_environment";
     if child::is_alone(NAME) {
         let build = || Hmem::builder().shared_iface(device(FreeDetection::Identity));
         let count = |hmem: &Hmem| hmem.registry().iter().count();

@@ -1,11 +1,11 @@
-//! A registration stopped in flight: in the software NIC by its faults; over an RDMA device between
-//! the provider's call of `ibv_reg_mr` and libibverbs.
+//! Holds a registration in flight: in the software NIC by an injected fault, over an RDMA device by
+//! a replaced `ibv_reg_mr`.
 
 use hmem::loopback::Gate;
 
 use crate::net::eventually;
 
-/// Holds the next registration of one domain until it is released or dropped.
+/// Guard that blocks the next registration of one domain until it is released or dropped.
 pub(crate) enum Hold {
     SoftwareNic(Gate),
     #[cfg(feature = "verbs")]
@@ -37,7 +37,8 @@ impl Hold {
     }
 }
 
-/// The machine's libibverbs, whose registering functions pass a gate.
+/// The machine's libibverbs with replaced registration functions, which block while a test holds
+/// them.
 #[cfg(feature = "verbs")]
 pub(crate) mod verbs {
     use std::{
@@ -59,11 +60,12 @@ pub(crate) mod verbs {
     type RegMrIova2 = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr;
     type RegDmaBufMr = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
-    /// Functions behind the gate. C functions can find them only in a static.
+    /// The original registration functions of libibverbs. The replacements are C functions without
+    /// a context argument, so they read the originals from statics.
     static REG_MR: OnceLock<RegMr> = OnceLock::new();
     static REG_MR_IOVA2: OnceLock<RegMrIova2> = OnceLock::new();
     static REG_DMA_BUF_MR: OnceLock<RegDmaBufMr> = OnceLock::new();
-    /// State that holds the next registration in a protection domain, by the domain's address.
+    /// State of each active [`Gate`], by the address of its protection domain.
     static HELD: Mutex<BTreeMap<usize, Arc<State>>> = Mutex::new(BTreeMap::new());
 
     #[derive(Clone, Copy, Default, PartialEq, Eq)]
@@ -80,12 +82,13 @@ pub(crate) mod verbs {
         changed: Condvar,
     }
 
-    /// A failed test reports its own failure, so poison is ignored.
+    /// Locks a mutex. Ignores poison, since the test that panicked reports its own failure.
     fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds the next registration in one protection domain.
+    /// Guard that blocks the next registration in one protection domain until it is released or
+    /// dropped.
     pub(crate) struct Gate {
         pd: usize,
         state: Arc<State>,
@@ -112,7 +115,7 @@ pub(crate) mod verbs {
     impl Drop for Gate {
         fn drop(&mut self) {
             let mut held = lock(&HELD);
-            // Another domain may have got the address meanwhile.
+            // A later protection domain at this address may have a gate of its own.
             if held.get(&self.pd).is_some_and(|state| Arc::ptr_eq(state, &self.state)) {
                 held.remove(&self.pd);
             }
@@ -121,7 +124,7 @@ pub(crate) mod verbs {
         }
     }
 
-    /// Waits if the next registration in this protection domain is held.
+    /// Blocks the calling registration if a [`Gate`] is active for its protection domain.
     fn pass(pd: *mut Pd) {
         let Some(state) = lock(&HELD).remove(&pd.addr()) else { return };
         let mut stage = lock(&state.stage);
@@ -141,8 +144,7 @@ pub(crate) mod verbs {
     ) -> *mut Mr {
         pass(pd);
         let register = REG_MR.get().expect("set before this function was handed out");
-        // SAFETY: the caller keeps the contract of libibverbs' own function, which this one stands
-        // for.
+        // SAFETY: the caller keeps the contract of `ibv_reg_mr`, which this function replaces.
         unsafe { register(pd, addr, len, access) }
     }
 
@@ -155,8 +157,8 @@ pub(crate) mod verbs {
     ) -> *mut Mr {
         pass(pd);
         let register = REG_MR_IOVA2.get().expect("set before this function was handed out");
-        // SAFETY: the caller keeps the contract of `ibv_reg_mr_iova2`, which this function stands
-        // for.
+        // SAFETY: the caller keeps the contract of `ibv_reg_mr_iova2`, which this function
+        // replaces.
         unsafe { register(pd, addr, len, iova, access) }
     }
 
@@ -170,12 +172,12 @@ pub(crate) mod verbs {
     ) -> *mut Mr {
         pass(pd);
         let register = REG_DMA_BUF_MR.get().expect("set before this function was handed out");
-        // SAFETY: the caller keeps the contract of `ibv_reg_dmabuf_mr`, which this function stands
-        // for.
+        // SAFETY: the caller keeps the contract of `ibv_reg_dmabuf_mr`, which this function
+        // replaces.
         unsafe { register(pd, offset, len, iova, fd, access) }
     }
 
-    /// libibverbs' functions, with the gate in front of those that register.
+    /// Returns the functions of libibverbs, with replacements for the registration functions.
     pub(crate) fn functions() -> Functions {
         // SAFETY: libibverbs' initialisers have no precondition. It is never closed.
         let library =
@@ -212,8 +214,8 @@ pub(crate) mod verbs {
                 _ => found.cast_const().cast(),
             })
         };
-        // SAFETY: each function has the signature that the header declares for its name. Three of
-        // them are the gates above, which have the signatures of the functions that they call.
+        // SAFETY: each function has the signature that the header declares for its name. The three
+        // replacements have the signatures of the functions that they call.
         unsafe { Functions::from_lookup(own) }.expect("libibverbs is complete")
     }
 }

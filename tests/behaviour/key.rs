@@ -6,37 +6,37 @@ use hmem::{Addressing, AuthKey, ErrorKind, Iova, MrAttr, MrFlags, MrMode, RawKey
 
 use crate::{
     child,
+    config::{TestConfig, need, needs, over_configs},
     net::{Net, REMOTE, Setup},
-    world::{World, need, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// KEY-01
-    a_requested_key_in_use_is_refused_and_free_again_after_close: Pairs, needs::OWN_KEYS;
+    a_requested_key_in_use_is_refused_and_free_again_after_close: Pairwise, needs::OWN_KEYS;
     /// KEY-01
-    request_without_a_key_gets_a_free_key: Pairs;
+    request_without_a_key_gets_a_free_key: Pairwise;
     /// KEY-01
-    a_key_that_the_provider_cannot_give_is_rejected: Pairs, needs::OWN_KEYS;
+    requested_key_that_the_nic_cannot_use_is_rejected: Pairwise, needs::OWN_KEYS;
     /// KEY-02
-    keys_of_closed_regions_are_not_reused_soon: Pairs, needs::KEYS_AT_HAND,
+    keys_of_closed_regions_are_not_reused_soon: Pairwise, needs::KEYS_AT_HAND,
         need("modes without PROV_KEY", "the application picks the keys",
-            |world| world.has(MrMode::PROV_KEY)),
-        need("verbs", "the device numbers its keys as it likes", World::is_loopback);
+            |config| config.has(MrMode::PROV_KEY)),
+        need("verbs", "the device numbers its keys as it likes", TestConfig::is_loopback);
     /// KEY-03
-    raw_attr_returns_the_needed_size_and_works_on_every_region: Pairs;
+    raw_attr_returns_the_needed_size_and_works_on_every_region: Pairwise;
     /// KEY-04
-    raw_keys_are_mapped_and_unmapped: Pairs;
+    raw_keys_are_mapped_and_unmapped: Pairwise;
     /// KEY-04
-    a_domain_with_mapped_keys_is_busy_at_close: Plain;
+    a_domain_with_mapped_keys_is_busy_at_close: Single;
     /// KEY-05
-    only_peers_with_the_same_key_reach_the_region: Pairs,
-        need("verbs", "verbs has no authorization keys", World::is_loopback);
+    only_peers_with_the_same_key_reach_the_region: Pairwise,
+        need("verbs", "verbs has no authorization keys", TestConfig::is_loopback);
     /// KEY-06
-    a_key_crosses_processes_unchanged: Hardware;
+    a_key_crosses_processes_unchanged: HardwareMode;
 }
 
-fn a_requested_key_in_use_is_refused_and_free_again_after_close(world: &World) {
-    let net = Net::open(world);
+fn a_requested_key_in_use_is_refused_and_free_again_after_close(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE).key(0xABCD);
@@ -48,17 +48,17 @@ fn a_requested_key_in_use_is_refused_and_free_again_after_close(world: &World) {
     net.assert_works(&net.key(&first));
     let sub = first.sub(memory.part(0, 8), REMOTE, 0xABCD).unwrap_err();
     assert_eq!(sub.kind(), ErrorKind::NoKey, "a sub-region took its base's key");
-    // Keys belong to a domain: the other domain has its own.
+    // Each domain has its own keys.
     let elsewhere =
         net.initiator.register(&attr, MrFlags::empty()).expect("the same key in another domain");
     elsewhere.close().expect("close");
     first.close().expect("close");
-    let again = net.target.register(&attr, MrFlags::empty()).expect("the key can be had again");
+    let again = net.target.register(&attr, MrFlags::empty()).expect("the key is free again");
     net.assert_works(&net.key(&again));
 }
 
-fn request_without_a_key_gets_a_free_key(world: &World) {
-    let net = Net::open(world);
+fn request_without_a_key_gets_a_free_key(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let register =
@@ -68,15 +68,15 @@ fn request_without_a_key_gets_a_free_key(world: &World) {
         regions.iter().map(|region| net.key(region).as_u64().unwrap()).collect();
     assert_eq!(keys.len(), 20, "a key was given twice");
     net.assert_works(&net.key(&regions[7]));
-    if world.is_loopback() {
+    if config.is_loopback() {
         let sub = regions[0].sub(memory.part(0, 32), REMOTE, None).expect("sub-region");
         net.target.make_usable(&sub).expect("bind and enable");
         net.assert_works(&net.key(&sub));
     }
 }
 
-fn a_key_that_the_provider_cannot_give_is_rejected(world: &World) {
-    let net = Net::open(world);
+fn requested_key_that_the_nic_cannot_use_is_rejected(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let before = net.live();
@@ -84,7 +84,7 @@ fn a_key_that_the_provider_cannot_give_is_rejected(world: &World) {
         |key: u64| net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
     let error = register(u64::MAX).expect_err("FI_KEY_NOTAVAIL was given as a key");
     assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::KeyRejected, 129));
-    if world.key_size == 4 {
+    if config.key_size == 4 {
         for key in [1 << 32, u64::MAX - 1] {
             assert_eq!(
                 register(key).unwrap_err().kind(),
@@ -100,9 +100,9 @@ fn a_key_that_the_provider_cannot_give_is_rejected(world: &World) {
     }
 }
 
-fn keys_of_closed_regions_are_not_reused_soon(world: &World) {
+fn keys_of_closed_regions_are_not_reused_soon(config: &TestConfig) {
     const ROUNDS: usize = 1000;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let mut seen = BTreeMap::new();
     let mut tags: BTreeMap<u64, u64> = BTreeMap::new();
@@ -111,38 +111,38 @@ fn keys_of_closed_regions_are_not_reused_soon(world: &World) {
         let key = region.key().expect("key").as_u64().unwrap();
         if let Some(before) = seen.insert(key, round) {
             assert!(
-                world.key_size == 4 && round - before >= 255,
+                config.key_size == 4 && round - before >= 255,
                 "a key came back after {} others",
                 round - before
             );
         }
-        if world.key_size == 4 {
+        if config.key_size == 4 {
             assert!(u32::try_from(key).is_ok(), "{key:#x} has more than 32 bits");
             let (index, tag) = (key >> 8, key & 0xff);
             if let Some(last) = tags.insert(index, tag) {
-                assert_eq!(tag, (last + 1) & 0xff, "the tag of index {index} does not turn");
+                assert_eq!(tag, (last + 1) & 0xff, "the tag of index {index} does not count up");
             }
         }
         region.close().expect("close");
     }
     let distinct: BTreeSet<_> = seen.keys().map(|key| key >> 32).collect();
     assert!(
-        world.key_size == 4 || distinct.len() > ROUNDS / 2,
+        config.key_size == 4 || distinct.len() > ROUNDS / 2,
         "64-bit keys leave their upper half alone"
     );
 }
 
-fn raw_attr_returns_the_needed_size_and_works_on_every_region(world: &World) {
-    let net = Net::open(world);
+fn raw_attr_returns_the_needed_size_and_works_on_every_region(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(4096);
     let whole = net.expose(memory.part(100, 1000), REMOTE);
     let several = net.expose_all(&[memory.part(3000, 10), memory.part(0, 10)], REMOTE);
     // Verbs has no sub-regions.
     let sub = || whole.sub(memory.part(200, 50), REMOTE, net.fresh_key()).expect("sub-region");
-    let sub = world.is_loopback().then(sub);
+    let sub = config.is_loopback().then(sub);
     let regions: Vec<_> = [&whole, &several].into_iter().chain(&sub).collect();
     for region in &regions {
-        // A key of several registrations is longer where each has its own.
+        // A region of several registrations may have a longer raw key, with one piece for each.
         let size = region.raw_key().expect("raw key").0.len();
         assert!(
             size == net.target.domain.provider_attr().raw_key_size || region.ranges().len() > 1
@@ -158,15 +158,15 @@ fn raw_attr_returns_the_needed_size_and_works_on_every_region(world: &World) {
         let (base, used) = region.raw_attr(&mut buffer).expect("raw_attr");
         assert_eq!((used, &buffer[size..]), (size, &[0xEE; 5][..]));
         assert_eq!(RawKey(buffer[..size].to_vec()), region.raw_key().expect("raw key"));
-        let expected = if world.virtual_addresses() { region.range().start().0 } else { 0 };
+        let expected = if config.virtual_addresses() { region.range().start().0 } else { 0 };
         assert_eq!(base, Iova(expected));
     }
     let raws: BTreeSet<_> = regions.iter().map(|region| region.raw_key().unwrap().0).collect();
     assert_eq!(raws.len(), regions.len(), "two regions have one raw key");
 }
 
-fn raw_keys_are_mapped_and_unmapped(world: &World) {
-    let net = Net::open(world);
+fn raw_keys_are_mapped_and_unmapped(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
     let raw = region.raw_key().expect("raw key");
@@ -180,7 +180,7 @@ fn raw_keys_are_mapped_and_unmapped(world: &World) {
     }
     let refused = RemoteKey::from_bytes(&keys[0].to_bytes()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Malformed, "a mapped key means nothing elsewhere");
-    // Keys of another domain that has mapped as many.
+    // A domain does not unmap the keys that another domain mapped.
     let theirs = [(); 2]
         .map(|()| net.target.domain.map_raw(region.base_addr(), region.len(), &raw).expect("map"));
     for key in &keys {
@@ -219,8 +219,8 @@ fn map_of(net: &Net, raw: &[u8]) -> Result<(), ErrorKind> {
     mapped.map(|_| ()).map_err(|error| error.kind())
 }
 
-fn a_domain_with_mapped_keys_is_busy_at_close(world: &World) {
-    let net = Net::open(world);
+fn a_domain_with_mapped_keys_is_busy_at_close(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
     let raw = region.raw_key().expect("raw key");
@@ -233,14 +233,14 @@ fn a_domain_with_mapped_keys_is_busy_at_close(world: &World) {
     rejected.value.close().expect("nothing is left");
 }
 
-fn only_peers_with_the_same_key_reach_the_region(world: &World) {
+fn only_peers_with_the_same_key_reach_the_region(config: &TestConfig) {
     let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
-    // The domains' key is `ours`. The initiator's endpoint has `ours`, the domain's by default, or
-    // `theirs`.
+    // Both domains have the authorization key `ours`. The initiator's endpoint has `ours`, the
+    // domain's default, or `theirs`.
     for (endpoint, reaches_ours) in
         [(Some(ours.clone()), true), (None, true), (Some(theirs.clone()), false)]
     {
-        let mut setup = Setup::of(world);
+        let mut setup = Setup::of(config);
         setup.target.auth_key = ours.clone();
         setup.initiator.auth_key = ours.clone();
         setup.initiator_key = endpoint;
@@ -285,8 +285,8 @@ fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn a_key_crosses_processes_unchanged(world: &World) {
-    const NAME: &str = "key::over_worlds::a_key_crosses_processes_unchanged";
+fn a_key_crosses_processes_unchanged(config: &TestConfig) {
+    const NAME: &str = "key::over_configs::a_key_crosses_processes_unchanged";
     if child::is_alone(NAME) {
         let text = std::env::var(SENT).expect("the key");
         let bytes: Vec<_> = (0..text.len() / 2)
@@ -303,7 +303,7 @@ fn a_key_crosses_processes_unchanged(world: &World) {
         );
         return;
     }
-    let net = Net::open(world);
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let key = net.expose(memory.range(), REMOTE).key().expect("key");
     let output = child::output(NAME, &[(SENT, &hexadecimal(&key.to_bytes()))]);
@@ -330,7 +330,7 @@ fn truncated_and_altered_keys_are_refused() {
                 .err()
                 .unwrap_or_else(|| panic!("{what} was read as a key"));
             assert_eq!(error.kind(), ErrorKind::Malformed);
-            assert!(error.context_value("wrong").is_some());
+            assert!(error.context_value("why").is_some());
         };
         for len in 0..bytes.len() {
             refused(&bytes[..len], "a truncated key");

@@ -17,62 +17,62 @@ use hmem::{
 };
 
 use crate::{
+    config::{Memory, Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, HostPages, pattern},
     net::{LOCAL, Net, REMOTE, eventually, open_endpoint, remote, wait_held},
-    world::{Memory, Need, World, need, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// MR-05
-    close_ends_transfers_in_flight_before_it_returns: Pairs, needs::HELD_TRANSFERS;
+    close_ends_transfers_in_flight_before_it_returns: Pairwise, needs::HELD_TRANSFERS;
     /// MR-05
-    close_of_a_local_buffer_ends_transfers_in_flight_too: Pairs, needs::HELD_TRANSFERS;
+    close_of_a_local_buffer_ends_transfers_in_flight_too: Pairwise, needs::HELD_TRANSFERS;
     /// MR-05
-    close_amid_a_stream_of_writes_leaves_the_memory_alone: Pairs, needs::KEYS_AT_HAND;
+    close_amid_a_stream_of_writes_leaves_the_memory_alone: Pairwise, needs::KEYS_AT_HAND;
     /// MR-05
-    posted_transfers_that_have_not_begun_fail_after_close: Pairs, needs::BY_HAND;
+    posted_transfers_that_have_not_begun_fail_after_close: Pairwise, needs::BY_HAND;
     /// MR-05
     peer_fails_after_close_and_the_local_endpoint_still_works: Every;
     /// MR-06
-    region_with_a_counter_is_busy_and_still_works: Pairs, needs::COUNTERS;
+    region_with_a_counter_is_busy_and_still_works: Pairwise, needs::COUNTERS;
     /// MR-06
-    region_with_a_window_is_busy_and_still_works: Pairs, needs::KEYS_AT_HAND, needs::WINDOWS;
+    region_with_a_window_is_busy_and_still_works: Pairwise, needs::KEYS_AT_HAND, needs::WINDOWS;
     /// MR-06
-    a_region_closes_after_the_last_of_its_counters: Pairs, needs::COUNTERS;
+    a_region_closes_after_the_last_of_its_counters: Pairwise, needs::COUNTERS;
     /// MR-06
-    a_region_closes_before_its_endpoint: Pairs, ENDPOINT;
+    a_region_closes_before_its_endpoint: Pairwise, ENDPOINT;
     /// MR-06
-    a_region_closes_after_its_endpoint_and_is_unreachable_until_then: Pairs, ENDPOINT;
+    region_of_a_closed_endpoint_is_unreachable_and_closes: Pairwise, ENDPOINT;
     /// MR-07
-    memory_at_a_reused_address_is_reached_five_times: Pairs;
+    memory_at_a_reused_address_is_reached_five_times: Pairwise;
     /// MR-07
-    memory_at_a_reused_address_is_reached_ten_thousand_times: Places,
-        need("progress by thread", "the test steps transfers itself", |world| {
-            world.progress == Progress::ByHand || !world.is_loopback()
+    memory_at_a_reused_address_is_reached_ten_thousand_times: DefaultMode,
+        need("progress by thread", "the test steps transfers itself", |config| {
+            config.progress == Progress::ByHand || !config.is_loopback()
         }),
-        need("callback-style device", "the identity-style device shows the same path", |world| {
-            world.memory != Memory::Device(FreeDetection::Callback)
+        need("callback-style device", "the identity-style device takes the same path", |config| {
+            config.memory != Memory::Device(FreeDetection::Callback)
         }),
         need("device memory on verbs", "five times there, where each export takes its time",
-            |world| {
-            world.is_loopback() || world.is_system()
+            |config| {
+            config.is_loopback() || config.is_system()
         });
     /// MR-07
-    pinned_pages_stay_the_old_ones_without_registering_again: Pairs, needs::SYSTEM, needs::PINNED;
+    pinned_registration_reaches_the_replaced_pages: Pairwise, needs::SYSTEM, needs::PINNED;
     /// MR-07
-    followed_pages_are_new_without_registering_again: Pairs, needs::SYSTEM, needs::FOLLOW;
+    following_registration_reaches_the_new_pages: Pairwise, needs::SYSTEM, needs::FOLLOW;
     /// MR-14
-    a_single_use_key_works_once: Pairs,
-        need("verbs", "keys of verbs regions work until they are closed", World::is_loopback);
+    a_single_use_key_works_once: Pairwise,
+        need("verbs", "keys of verbs regions work until they are closed", TestConfig::is_loopback);
 }
 
 const ENDPOINT: Need =
-    need("other modes", "regions are bound to endpoints in ENDPOINT mode only", |world| {
-        world.has(MrMode::ENDPOINT)
+    need("other modes", "regions are bound to endpoints in ENDPOINT mode only", |config| {
+        config.has(MrMode::ENDPOINT)
     });
 
-fn close_ends_transfers_in_flight_before_it_returns(world: &World) {
-    let net = Net::open(world);
+fn close_ends_transfers_in_flight_before_it_returns(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[0x11; 4096]);
     let region = net.expose(memory.range(), REMOTE);
     let key = net.key(&region);
@@ -88,7 +88,7 @@ fn close_ends_transfers_in_flight_before_it_returns(world: &World) {
             memory.all()
         });
         net.faults.wait_for_calls(Call::Deregister, closes + 1);
-        // Gives a close that does not wait the time to return before the transfer continues.
+        // Leaves time in which a close that does not wait for the transfer would return.
         for _ in 0..200 {
             thread::yield_now();
         }
@@ -101,8 +101,8 @@ fn close_ends_transfers_in_flight_before_it_returns(world: &World) {
     });
 }
 
-fn close_of_a_local_buffer_ends_transfers_in_flight_too(world: &World) {
-    let net = Net::open(world);
+fn close_of_a_local_buffer_ends_transfers_in_flight_too(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[0x22; 4096]);
     let region = net.expose(memory.range(), REMOTE);
     let key = net.key(&region);
@@ -136,8 +136,8 @@ fn close_of_a_local_buffer_ends_transfers_in_flight_too(world: &World) {
     });
 }
 
-fn close_amid_a_stream_of_writes_leaves_the_memory_alone(world: &World) {
-    let net = Net::open(world);
+fn close_amid_a_stream_of_writes_leaves_the_memory_alone(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[0x11; 4096]);
     for round in 1..=10 {
         let region = net.expose(memory.range(), REMOTE);
@@ -161,8 +161,8 @@ fn close_amid_a_stream_of_writes_leaves_the_memory_alone(world: &World) {
     }
 }
 
-fn posted_transfers_that_have_not_begun_fail_after_close(world: &World) {
-    let net = Net::open(world);
+fn posted_transfers_that_have_not_begun_fail_after_close(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[0x11; 64]);
     let region = net.expose(memory.range(), REMOTE);
     let key = net.key(&region);
@@ -195,8 +195,8 @@ fn posted_transfers_that_have_not_begun_fail_after_close(world: &World) {
     );
 }
 
-fn peer_fails_after_close_and_the_local_endpoint_still_works(world: &World) {
-    let net = Net::open(world);
+fn peer_fails_after_close_and_the_local_endpoint_still_works(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[0x11; 64]);
     let before = net.live();
     let region = net.expose(memory.range(), REMOTE);
@@ -209,7 +209,7 @@ fn peer_fails_after_close_and_the_local_endpoint_still_works(world: &World) {
     assert_eq!(net.push(&key, 0, &[0x22; 8]).unwrap_err().kind(), dead);
     assert_eq!(net.pull(&key, 0, 8).unwrap_err().kind(), dead);
     assert_eq!(net.fetch_add(&key, 0, 1).unwrap_err().kind(), dead);
-    assert_eq!(memory.all(), [0x11; 64], "a dead key moved bytes");
+    assert_eq!(memory.all(), [0x11; 64], "an invalid key moved bytes");
 
     let second = net.expose(memory.range(), REMOTE);
     net.assert_works(&net.key(&second));
@@ -222,16 +222,16 @@ fn peer_fails_after_close_and_the_local_endpoint_still_works(world: &World) {
     assert_eq!(inbox.all(), b"still listening!");
 }
 
-/// A region with counters, ready for use.
+/// Registers memory, binds counters to the region and enables the region.
 fn counted(net: &Net, memory: &Bytes, counters: &[&Arc<Counter>]) -> MemoryRegion {
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region and is referenced by nobody.
+    // SAFETY: the test's memory outlives the region, and no reference to it exists.
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
     for counter in counters {
         region.bind_counter(counter, hmem::BindFlags::REMOTE_WRITE).expect("bind the counter");
     }
-    if net.world.has(MrMode::ENDPOINT) {
+    if net.config.has(MrMode::ENDPOINT) {
         region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
     }
     if region.state() == RegionState::Disabled {
@@ -240,8 +240,8 @@ fn counted(net: &Net, memory: &Bytes, counters: &[&Arc<Counter>]) -> MemoryRegio
     region
 }
 
-fn region_with_a_counter_is_busy_and_still_works(world: &World) {
-    let net = Net::open(world);
+fn region_with_a_counter_is_busy_and_still_works(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let counter = Arc::new(Counter::new());
     let region = counted(&net, &memory, &[&counter]);
@@ -250,20 +250,20 @@ fn region_with_a_counter_is_busy_and_still_works(world: &World) {
     assert_eq!((rejected.error.kind(), rejected.error.fi_errno()), (ErrorKind::Busy, 16));
     assert_eq!(rejected.error.context_value("bound"), Some("counter"));
     net.assert_works(&key);
-    assert_eq!(counter.value(), 1, "the region that came back counts no more");
+    assert_eq!(counter.value(), 1, "the region counts nothing after a failed close");
     counter.close();
     rejected.value.close().expect("close after its counter");
     assert_eq!(net.live().regions, 0);
 }
 
 /// MR-06
-fn a_region_closes_after_the_last_of_its_counters(world: &World) {
-    let net = Net::open(world);
+fn a_region_closes_after_the_last_of_its_counters(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let counters = [(); 3].map(|()| Arc::new(Counter::new()));
     let mut region = counted(&net, &memory, &counters.each_ref());
     let key = net.key(&region);
-    // Counters close in another order than they were bound.
+    // The counters close in an order other than that of their binding.
     for (closed, at) in [1, 0, 2].into_iter().enumerate() {
         let rejected = region.close().expect_err("closed under an open counter");
         assert_eq!(rejected.error.kind(), ErrorKind::Busy);
@@ -280,8 +280,8 @@ fn a_region_closes_after_the_last_of_its_counters(world: &World) {
     }
 }
 
-fn region_with_a_window_is_busy_and_still_works(world: &World) {
-    let net = Net::open(world);
+fn region_with_a_window_is_busy_and_still_works(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE | LOCAL | Access::MW_BIND);
     let key = net.key(&region);
@@ -291,11 +291,12 @@ fn region_with_a_window_is_busy_and_still_works(world: &World) {
     assert_eq!(rejected.error.kind(), ErrorKind::Busy);
     net.assert_works(&key);
     window.unbind().expect("unbind");
-    rejected.value.close().expect("close after the window let go");
+    rejected.value.close().expect("close after the window was unbound");
     assert_eq!(net.live().regions, 0);
 }
 
-/// A region that is bound to the first of two endpoints of the target, and the second.
+/// Registers a region, binds it to the target's endpoint, and replaces `net.target.endpoint` by a
+/// new endpoint. Returns the region and the endpoint that it is bound to.
 fn bound_to_an_endpoint(net: &mut Net, memory: &Bytes) -> (MemoryRegion, Endpoint) {
     let (second, cq) = open_endpoint(&net.target.domain, true, None);
     // The region must not depend on the endpoint's queue staying alive.
@@ -304,7 +305,7 @@ fn bound_to_an_endpoint(net: &mut Net, memory: &Bytes) -> (MemoryRegion, Endpoin
     net.peer = net.initiator.endpoint.resolve(&first.name()).expect("resolve");
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE | LOCAL).key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region and is referenced by nobody.
+    // SAFETY: the test's memory outlives the region, and no reference to it exists.
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     region.bind_endpoint(&first).expect("bind");
     region.enable().expect("enable");
@@ -313,8 +314,8 @@ fn bound_to_an_endpoint(net: &mut Net, memory: &Bytes) -> (MemoryRegion, Endpoin
 }
 
 /// MR-06
-fn a_region_closes_before_its_endpoint(world: &World) {
-    let mut net = Net::open(world);
+fn a_region_closes_before_its_endpoint(config: &TestConfig) {
+    let mut net = Net::open(config);
     let memory = net.bytes(64);
     let (region, first) = bound_to_an_endpoint(&mut net, &memory);
     let key = net.key(&region);
@@ -323,7 +324,7 @@ fn a_region_closes_before_its_endpoint(world: &World) {
     // The endpoint still serves other regions.
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region and is referenced by nobody.
+    // SAFETY: the test's memory outlives the region, and no reference to it exists.
     let other = unsafe { net.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     other.bind_endpoint(&first).expect("bind");
     other.enable().expect("enable");
@@ -334,8 +335,8 @@ fn a_region_closes_before_its_endpoint(world: &World) {
 }
 
 /// MR-06
-fn a_region_closes_after_its_endpoint_and_is_unreachable_until_then(world: &World) {
-    let mut net = Net::open(world);
+fn region_of_a_closed_endpoint_is_unreachable_and_closes(config: &TestConfig) {
+    let mut net = Net::open(config);
     let memory = net.bytes(64);
     let (region, first) = bound_to_an_endpoint(&mut net, &memory);
     let key = net.key(&region);
@@ -361,7 +362,7 @@ fn a_region_closes_after_its_endpoint_and_is_unreachable_until_then(world: &Worl
 }
 
 /// Frees the memory and allocates new memory at the same address.
-fn come_back(net: &Net, memory: Bytes, was: u64) -> Bytes {
+fn reallocate(net: &Net, memory: Bytes, was: u64) -> Bytes {
     let memory = match memory {
         Bytes::Host(pages) => {
             pages.replace_pages();
@@ -377,12 +378,12 @@ fn come_back(net: &Net, memory: Bytes, was: u64) -> Bytes {
     memory
 }
 
-fn rounds(world: &World, rounds: u64) {
-    let net = Net::open(world);
+fn rounds(config: &TestConfig, rounds: u64) {
+    let net = Net::open(config);
     if let Some(device) = &net.device {
         device.set_address_reuse(AddressReuse::JustFreed);
     }
-    // The initiator's buffer takes its address before the reused one is allocated.
+    // Allocates the initiator's buffer before the address that is reused.
     let warm = net.bytes(64);
     let region = net.expose(warm.range(), REMOTE);
     net.push(&net.key(&region), 0, &[1]).expect("write");
@@ -396,34 +397,35 @@ fn rounds(world: &World, rounds: u64) {
         assert_eq!(net.pull(&key, 3090, 100).expect("read"), old, "round {round} read stale bytes");
         net.push(&key, 3090, &new).expect("write");
         assert_eq!(memory.get(4090, 100), new, "round {round} wrote elsewhere");
-        if world.has(MrMode::RAW) {
+        if config.has(MrMode::RAW) {
             net.initiator.domain.unmap_key(&key).expect("unmap");
         }
         region.close().expect("close");
-        memory = come_back(&net, memory, start);
+        memory = reallocate(&net, memory, start);
     }
     assert_eq!(net.live().regions, 1);
 }
 
-fn memory_at_a_reused_address_is_reached_five_times(world: &World) {
-    rounds(world, 5);
+fn memory_at_a_reused_address_is_reached_five_times(config: &TestConfig) {
+    rounds(config, 5);
 }
 
-fn memory_at_a_reused_address_is_reached_ten_thousand_times(world: &World) {
-    rounds(world, 10_000);
+fn memory_at_a_reused_address_is_reached_ten_thousand_times(config: &TestConfig) {
+    rounds(config, 10_000);
 }
 
-/// Bytes that a peer reads through a registration made before the pages were replaced.
-fn read_stale(world: &World) -> (Vec<u8>, Vec<u8>) {
-    let net = Net::open(world);
+/// Replaces the pages of a registered region. Returns the bytes that a peer then reads, and the
+/// bytes in memory after the peer's write.
+fn read_stale(config: &TestConfig) -> (Vec<u8>, Vec<u8>) {
+    let net = Net::open(config);
     let memory = Bytes::Host(HostPages::new(4096));
     memory.put(0, b"old pages");
     let region = net.expose(memory.range(), REMOTE);
     let key = net.key(&region);
     memory.pages().replace_pages();
     memory.put(0, b"new pages");
-    if world.has(MrMode::MMU_NOTIFY) {
-        // Without the refresh the mode promises nothing.
+    if config.has(MrMode::MMU_NOTIFY) {
+        // In this mode, access to replaced pages works only after a refresh.
         region.refresh(&[]).expect("refresh");
     }
     let read = net.pull(&key, 0, 9).expect("read");
@@ -431,13 +433,13 @@ fn read_stale(world: &World) -> (Vec<u8>, Vec<u8>) {
     (read, memory.get(0, 9))
 }
 
-fn pinned_pages_stay_the_old_ones_without_registering_again(world: &World) {
-    let expected = if world.has(MrMode::MMU_NOTIFY) {
+fn pinned_registration_reaches_the_replaced_pages(config: &TestConfig) {
+    let expected = if config.has(MrMode::MMU_NOTIFY) {
         (b"new pages", b"written!!")
     } else {
         (b"old pages", b"new pages")
     };
-    let (read, memory) = read_stale(world);
+    let (read, memory) = read_stale(config);
     assert_eq!(
         (&read[..], &memory[..]),
         (&expected.0[..], &expected.1[..]),
@@ -445,13 +447,13 @@ fn pinned_pages_stay_the_old_ones_without_registering_again(world: &World) {
     );
 }
 
-fn followed_pages_are_new_without_registering_again(world: &World) {
-    let (read, memory) = read_stale(world);
+fn following_registration_reaches_the_new_pages(config: &TestConfig) {
+    let (read, memory) = read_stale(config);
     assert_eq!((&read[..], &memory[..]), (&b"new pages"[..], &b"written!!"[..]));
 }
 
-fn a_single_use_key_works_once(world: &World) {
-    let net = Net::open(world);
+fn a_single_use_key_works_once(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[7; 64]);
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE);
@@ -474,7 +476,7 @@ fn a_single_use_key_works_once(world: &World) {
     assert_eq!(memory.get(3, 1), [9]);
     region.close().expect("close");
 
-    // Of many transfers posted together, one works.
+    // One of many transfers posted together succeeds.
     let (_region, key) = single();
     let local = net.local(8, LOCAL);
     let remote = [remote(&key, 0, 8)];

@@ -1,11 +1,13 @@
-//! The behaviour suite: `fi_mr(3)` semantics as a user sees them, over every world of the software
-//! NIC, host memory and the simulated device.
+//! The behaviour suite: `fi_mr(3)` semantics as a user sees them, over every test configuration of
+//! the software NIC, host memory and the simulated device.
 //!
-//! A test's doc comment begins with the ids of the requirements that it holds. Each behaviour is
-//! written once, as a function over a [`world::World`], and fails naming the worlds where it does
-//! not hold. `tests/skipped.txt` lists what a world cannot show.
+//! A test's doc comment begins with the ids of the requirements that it tests. Each behaviour is
+//! written once, as a function over a [`config::TestConfig`], a test configuration. A failure names
+//! the configurations in which the behaviour failed. `tests/skipped.txt` lists the configurations
+//! that cannot show a behaviour.
 
 mod child;
+mod config;
 mod diag;
 mod dmabuf;
 mod evt;
@@ -27,7 +29,6 @@ mod sub;
 mod threads;
 mod transfers;
 mod window;
-mod world;
 
 #[path = "../../examples/plug_in_iface.rs"]
 mod plug_in_iface;

@@ -1,4 +1,4 @@
-//! Memory of a world: host pages with a mapping that the test controls, or a buffer of a device.
+//! Memory under test: host pages with a mapping that the test controls, or a device buffer.
 
 use std::{ptr, slice, sync::Arc};
 
@@ -47,7 +47,7 @@ impl HostPages {
         AddressRange::new(Address(self.start), self.len as u64).expect("a mapping does not wrap")
     }
 
-    /// Replaces the pages with fresh zeroed ones, as freeing and allocating again does.
+    /// Replaces the pages by new zeroed ones, as a free and a new allocation at the address would.
     pub(crate) fn replace_pages(&self) {
         let (access, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
@@ -55,7 +55,7 @@ impl HostPages {
         unsafe { mmap_anonymous(self.start as *mut _, self.len, access, flags) }.expect("mmap");
     }
 
-    /// Removes pages and access but keeps the addresses, so that nobody else gets them.
+    /// Removes pages and access but keeps the addresses reserved.
     pub(crate) fn remove_pages(&self) {
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         // SAFETY: the range is this value's own mapping, and tests hold no references into it.
@@ -84,7 +84,7 @@ impl Drop for HostPages {
     }
 }
 
-/// Memory of a world.
+/// Memory under test: host pages or a device buffer.
 #[derive(Debug)]
 pub(crate) enum Bytes {
     Host(HostPages),
@@ -143,7 +143,7 @@ impl Bytes {
         self.get(0, self.range().len() as usize)
     }
 
-    /// Returns the host pages, for worlds that use system memory.
+    /// Returns the host pages. Panics for a device buffer.
     pub(crate) fn pages(&self) -> &HostPages {
         match self {
             Self::Host(pages) => pages,
@@ -161,7 +161,7 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Copies by address. The tests that use them free no memory while they copy it.
+/// Safe wrappers of the unsafe copies by address. No test frees memory during a copy of it.
 pub(crate) trait HeldCopies: Iface {
     fn read_bytes(&self, from: Address, into: &mut [u8]) -> Result<()> {
         // SAFETY: the test keeps the memory for the length of the call.
@@ -169,7 +169,8 @@ pub(crate) trait HeldCopies: Iface {
     }
 
     fn write_bytes(&self, to: Address, from: &[u8]) -> Result<()> {
-        // SAFETY: the test keeps the memory for the length of the call, and refers to none of it.
+        // SAFETY: the test keeps the memory for the length of the call, and no reference to it
+        // exists.
         unsafe { IfaceExt::write(self, to, from) }
     }
 }

@@ -10,79 +10,79 @@ use hmem::{
 };
 
 use crate::{
+    config::{EVERY_BIT, Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, HostPages, pattern},
     net::{
         LOCAL, LOOPBACK, Local, Net, REMOTE, Side, open_endpoint, provider_name, remote, segment,
         wait_held,
     },
-    world::{EVERY_BIT, Need, World, need, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// MODE-01
-    the_mode_in_force_is_the_negotiated_one: Pairs;
+    the_mode_in_force_is_the_negotiated_one: Pairwise;
     /// MODE-02
-    any_addresses_register_and_absent_pages_fail_the_transfer_only: Pairs,
+    absent_pages_register_and_fail_only_the_transfer: Pairwise,
         needs::SYSTEM, needs::FOLLOW, DEFAULT_RULES;
     /// MODE-02
-    peers_address_from_0_with_the_requested_key: Pairs, DEFAULT_RULES;
+    peers_address_from_0_with_the_requested_key: Pairwise, DEFAULT_RULES;
     /// MODE-03
-    local_buffers_need_a_descriptor_of_a_live_region: Pairs;
+    local_buffers_need_a_descriptor_of_a_live_region: Pairwise;
     /// MODE-04
-    raw_keys_work_once_mapped: Pairs,
+    raw_keys_work_only_after_mapping: Pairwise,
         need("modes without RAW", "KEY-04 shows that raw keys work there too",
-            |world| world.has(MrMode::RAW));
+            |config| config.has(MrMode::RAW));
     /// MODE-05
-    peers_use_the_targets_addresses_for_every_range: Pairs,
+    peers_use_the_targets_addresses_for_every_range: Pairwise,
         need("modes without VIRT_ADDR", "peers address from 0 there: MODE-02 and MR-03 show it",
-            World::virtual_addresses);
+            TestConfig::virtual_addresses);
     /// MODE-06
-    a_range_without_pages_is_refused: Pairs, needs::SYSTEM,
-        need("modes without ALLOCATED", "pages may come later there: MODE-02 shows it", |world| {
-            world.has(MrMode::ALLOCATED)
+    a_range_without_pages_is_refused: Pairwise, needs::SYSTEM,
+        need("modes without ALLOCATED", "pages may appear later there: MODE-02 shows it", |config| {
+            config.has(MrMode::ALLOCATED)
         });
     /// MODE-07
-    the_requested_key_is_ignored: Pairs, needs::KEYS_AT_HAND,
+    the_requested_key_is_ignored: Pairwise, needs::KEYS_AT_HAND,
         need("modes without PROV_KEY", "the requested key is the key there: MODE-02 shows it",
-            |world| {
-            world.has(MrMode::PROV_KEY)
+            |config| {
+            config.has(MrMode::PROV_KEY)
         });
     /// MODE-08
-    only_refreshed_pages_are_promised: Pairs, needs::SYSTEM, needs::FOLLOW, MMU_NOTIFY;
+    only_refreshed_pages_are_promised: Pairwise, needs::SYSTEM, needs::FOLLOW, MMU_NOTIFY;
     /// MODE-08
-    peers_fail_during_a_refresh: Pairs, needs::SYSTEM, MMU_NOTIFY;
+    peers_fail_during_a_refresh: Pairwise, needs::SYSTEM, MMU_NOTIFY;
     /// MODE-09
-    counters_are_bound_before_the_region_is_enabled: Pairs,
-        need("modes without RMA_EVENT", "RMA_EVENT asks for the order (EVT-02 shows it in \
-            ENDPOINT mode)", |world| {
-            world.has(MrMode::RMA_EVENT)
+    counters_are_bound_before_the_region_is_enabled: Pairwise,
+        need("modes without RMA_EVENT", "RMA_EVENT requires this order (EVT-02 shows it in \
+            ENDPOINT mode)", |config| {
+            config.has(MrMode::RMA_EVENT)
         });
     /// MODE-10
-    regions_are_reached_through_their_endpoint_only: Pairs,
+    regions_are_reached_through_their_endpoint_only: Pairwise,
         need("modes without ENDPOINT", "binding to an endpoint is refused there",
-            |world| world.has(MrMode::ENDPOINT));
+            |config| config.has(MrMode::ENDPOINT));
     /// MODE-10
-    other_modes_do_not_bind_to_endpoints: Modes, needs::NO_ENDPOINT;
+    other_modes_do_not_bind_to_endpoints: EveryMode, needs::NO_ENDPOINT;
     /// MODE-11
-    device_buffers_need_a_descriptor_or_are_detected: Pairs, needs::DEVICE;
+    device_buffers_need_a_descriptor_or_are_detected: Pairwise, needs::DEVICE;
     /// MODE-12
-    buffers_of_a_broadcast_need_the_collective_right: Pairs,
-        need("verbs", "verbs has no collectives", World::is_loopback);
+    buffers_of_a_broadcast_need_the_collective_right: Pairwise,
+        need("verbs", "verbs has no collectives", TestConfig::is_loopback);
 }
 
 const DEFAULT_RULES: Need =
-    need("other modes", "a bit changes the rule", |world| world.bits().is_empty());
-const MMU_NOTIFY: Need = need("modes without MMU_NOTIFY", "no page has to be promised", |world| {
-    world.has(MrMode::MMU_NOTIFY)
+    need("other modes", "another mr_mode bit changes the rule", |config| config.bits().is_empty());
+const MMU_NOTIFY: Need = need("modes without MMU_NOTIFY", "no refresh is needed", |config| {
+    config.has(MrMode::MMU_NOTIFY)
 });
 
-fn the_mode_in_force_is_the_negotiated_one(world: &World) {
-    let net = Net::open(world);
-    let (offered, provider) = (world.mode.offered, provider_name(world));
+fn the_mode_in_force_is_the_negotiated_one(config: &TestConfig) {
+    let net = Net::open(config);
+    let (offered, provider) = (config.mode.offered, provider_name(config));
     let kept =
-        if offered.intersects(MrMode::BASIC | MrMode::SCALABLE) { offered } else { world.bits() };
+        if offered.intersects(MrMode::BASIC | MrMode::SCALABLE) { offered } else { config.bits() };
     assert_eq!(net.target.domain.mr_mode(), kept);
-    for bit in world.bits().iter() {
+    for bit in config.bits().iter() {
         let attr = DomainAttr { mr_mode: EVERY_BIT - bit, ..DomainAttr::default() };
         let error = net.hmem.domain(provider, attr).expect_err("a needed bit was not offered");
         assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::ModeMismatch, 61));
@@ -95,8 +95,8 @@ fn the_mode_in_force_is_the_negotiated_one(world: &World) {
     assert_eq!(net.hmem.domain(provider, unknown).unwrap_err().kind(), ErrorKind::ModeMismatch);
 }
 
-fn any_addresses_register_and_absent_pages_fail_the_transfer_only(world: &World) {
-    let net = Net::open(world);
+fn absent_pages_register_and_fail_only_the_transfer(config: &TestConfig) {
+    let net = Net::open(config);
     let pages = HostPages::reserved(16384);
     let region = net.expose(pages.range(), REMOTE);
     let key = net.key(&region);
@@ -104,7 +104,7 @@ fn any_addresses_register_and_absent_pages_fail_the_transfer_only(world: &World)
         assert_eq!(net.push(&key, offset, &[1]).unwrap_err().kind(), ErrorKind::BadAddress);
         assert_eq!(net.pull(&key, offset, 1).unwrap_err().kind(), ErrorKind::BadAddress);
     }
-    // The addresses get pages, and the region follows them.
+    // After the addresses get pages, the region reaches them.
     pages.replace_pages();
     net.push(&key, 4000, &pattern(1, 500)).expect("write");
     let memory = Bytes::Host(pages);
@@ -114,14 +114,15 @@ fn any_addresses_register_and_absent_pages_fail_the_transfer_only(world: &World)
     assert_eq!(net.pull(&key, 4000, 500).expect("read"), pattern(1, 500));
     memory.pages().remove_pages();
     assert_eq!(net.pull(&key, 4000, 1).unwrap_err().kind(), ErrorKind::BadAddress);
-    // The upper half of the address space never has pages. It registers all the same.
+    // Addresses without pages can be registered too, even those that never have pages: the upper
+    // half of the address space.
     let wild = AddressRange::new(hmem::Address(u64::MAX - 4095), 4096).expect("range");
     let region = net.expose(wild, REMOTE);
     assert_eq!(net.pull(&net.key(&region), 0, 16).unwrap_err().kind(), ErrorKind::BadAddress);
 }
 
-fn peers_address_from_0_with_the_requested_key(world: &World) {
-    let net = Net::open(world);
+fn peers_address_from_0_with_the_requested_key(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(4096);
     for requested in [1, 0, 0xFFFF_FFFE, 42] {
         let ranges = [memory.part(100, 50)];
@@ -132,7 +133,7 @@ fn peers_address_from_0_with_the_requested_key(world: &World) {
             (key.as_u64().unwrap(), key.base(), key.addressing()),
             (requested, Iova(0), Addressing::ZeroBased)
         );
-        // A peer needs no more than the agreed number.
+        // A peer needs only a key number that both sides agreed on.
         let agreed = RemoteKey::new(Addressing::ZeroBased, Iova(0), 50, requested);
         net.push(&agreed, 7, b"well known").expect("write");
         assert_eq!(memory.get(107, 10), b"well known");
@@ -140,8 +141,8 @@ fn peers_address_from_0_with_the_requested_key(world: &World) {
     }
 }
 
-fn local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
-    let net = Net::open(world);
+fn local_buffers_need_a_descriptor_of_a_live_region(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE | LOCAL);
     let key = net.key(&region);
@@ -154,7 +155,7 @@ fn local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
         moved.map_err(|error| error.kind())
     };
     assert_eq!(write(Some(local.region.desc().unwrap())), Ok(64), "a valid descriptor");
-    let needed = world.has(MrMode::LOCAL) || (world.has(MrMode::HMEM) && !world.is_system());
+    let needed = config.has(MrMode::LOCAL) || (config.has(MrMode::HMEM) && !config.is_system());
     assert_eq!(
         write(None),
         if needed { Err(ErrorKind::NoRegion) } else { Ok(64) },
@@ -185,7 +186,7 @@ fn local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
         );
     };
     with_stale();
-    // Later regions reuse the provider's number. The closed region's descriptor stays refused,
+    // Later regions reuse the provider's lkey. The closed region's descriptor is still refused,
     // although its memory is registered again.
     let ranges = [bytes.range()];
     let again = |_| {
@@ -196,9 +197,9 @@ fn local_buffers_need_a_descriptor_of_a_live_region(world: &World) {
     assert_eq!(memory.all(), before, "a refused transfer moved bytes");
 }
 
-fn raw_keys_work_once_mapped(world: &World) {
+fn raw_keys_work_only_after_mapping(config: &TestConfig) {
     const REQUESTED: u64 = 77;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE).key(REQUESTED);
@@ -225,8 +226,8 @@ fn raw_keys_work_once_mapped(world: &World) {
     );
 }
 
-fn peers_use_the_targets_addresses_for_every_range(world: &World) {
-    let net = Net::open(world);
+fn peers_use_the_targets_addresses_for_every_range(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(16 << 10);
     let ranges = [memory.part(8192, 100), memory.part(3, 77), memory.part(4096, 500)];
     let region = net.expose_all(&ranges, REMOTE);
@@ -252,8 +253,8 @@ fn peers_use_the_targets_addresses_for_every_range(world: &World) {
     );
 }
 
-fn a_range_without_pages_is_refused(world: &World) {
-    let net = Net::open(world);
+fn a_range_without_pages_is_refused(config: &TestConfig) {
+    let net = Net::open(config);
     let before = net.live();
     let (pages, hole) = (HostPages::new(8192), HostPages::reserved(4096));
     let refused = |range: AddressRange, access: Access| {
@@ -276,8 +277,8 @@ fn a_range_without_pages_is_refused(world: &World) {
     assert_eq!(net.live(), before);
 }
 
-fn the_requested_key_is_ignored(world: &World) {
-    let net = Net::open(world);
+fn the_requested_key_is_ignored(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let register = |requested| {
@@ -285,7 +286,7 @@ fn the_requested_key_is_ignored(world: &World) {
             .register(&MrAttr::new(&ranges, REMOTE).key(requested), MrFlags::empty())
             .expect("register")
     };
-    // One number twice, a number wider than the key, and the number that means "none".
+    // Requests one number twice, a number wider than the key, and the number that requests no key.
     let regions = [5, 5, u64::MAX - 1, u64::MAX].map(register);
     let keys: std::collections::BTreeSet<_> =
         regions.iter().map(|region| region.key().unwrap().as_u64().unwrap()).collect();
@@ -295,8 +296,8 @@ fn the_requested_key_is_ignored(world: &World) {
     }
 }
 
-fn only_refreshed_pages_are_promised(world: &World) {
-    let net = Net::open(world);
+fn only_refreshed_pages_are_promised(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = Bytes::Host(HostPages::new(4 * 4096));
     let region = net.expose(memory.range(), REMOTE);
     let key = net.key(&region);
@@ -332,15 +333,16 @@ fn only_refreshed_pages_are_promised(world: &World) {
     );
 }
 
-fn peers_fail_during_a_refresh(world: &World) {
-    let net = Net::open(world);
+fn peers_fail_during_a_refresh(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[4; 4096]);
     let region = net.expose(memory.range(), REMOTE);
     let key = net.key(&region);
     net.assert_works(&key);
     memory.put(0, &[4; 4096]);
     std::thread::scope(|scope| {
-        // The gate is inside the scope, whose threads it must release even if an assertion fails.
+        // `gate` is declared inside the scope. If an assertion fails, dropping it releases the call
+        // that it holds, so that the scope does not wait forever.
         let gate = net.faults.hold(Call::Refresh);
         let refreshing = scope.spawn(|| region.refresh(&[]));
         wait_held(&gate);
@@ -353,8 +355,8 @@ fn peers_fail_during_a_refresh(world: &World) {
     net.assert_works(&key);
 }
 
-fn counters_are_bound_before_the_region_is_enabled(world: &World) {
-    let net = Net::open(world);
+fn counters_are_bound_before_the_region_is_enabled(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[6; 64]);
     let counter = Arc::new(hmem::counter::Counter::new());
     let bind =
@@ -385,12 +387,12 @@ fn counters_are_bound_before_the_region_is_enabled(world: &World) {
     net.assert_works(&net.key(&plain));
 }
 
-fn regions_are_reached_through_their_endpoint_only(world: &World) {
-    let mut net = Net::open(world);
+fn regions_are_reached_through_their_endpoint_only(config: &TestConfig) {
+    let mut net = Net::open(config);
     let memory = net.filled(&[6; 64]);
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE | LOCAL).key(3);
-    // SAFETY: the memory outlives the region and is referenced by nobody.
+    // SAFETY: the memory outlives the region, and no reference to it exists.
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     assert_eq!(region.state(), RegionState::Disabled);
     let key = net.key(&region);
@@ -418,8 +420,8 @@ fn regions_are_reached_through_their_endpoint_only(world: &World) {
     net.assert_works(&key);
 }
 
-fn other_modes_do_not_bind_to_endpoints(world: &World) {
-    let net = Net::open(world);
+fn other_modes_do_not_bind_to_endpoints(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
     assert_eq!(region.bind_endpoint(&net.target.endpoint).unwrap_err().kind(), ErrorKind::BadState);
@@ -427,8 +429,8 @@ fn other_modes_do_not_bind_to_endpoints(world: &World) {
     net.assert_works(&net.key(&region));
 }
 
-fn device_buffers_need_a_descriptor_or_are_detected(world: &World) {
-    let net = Net::open(world);
+fn device_buffers_need_a_descriptor_or_are_detected(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(128);
     let region = net.expose(memory.range(), REMOTE | LOCAL);
     let kind = net.device.as_ref().map(|device| hmem::Iface::kind(&**device)).expect("a device");
@@ -440,7 +442,7 @@ fn device_buffers_need_a_descriptor_or_are_detected(world: &World) {
     let without = |range: AddressRange, operation: Operation<'_>| {
         net.transfer(operation, &[segment(range, None)]).map_err(|error| error.kind())
     };
-    let on_device = if world.has(MrMode::LOCAL) || world.has(MrMode::HMEM) {
+    let on_device = if config.has(MrMode::LOCAL) || config.has(MrMode::HMEM) {
         Err(ErrorKind::NoRegion)
     } else {
         Ok(64)
@@ -449,12 +451,16 @@ fn device_buffers_need_a_descriptor_or_are_detected(world: &World) {
     assert_eq!(
         memory.get(64, 64) == pattern(5, 64),
         on_device.is_ok(),
-        "the iface was not found out"
+        "the owning iface was not detected"
     );
     memory.put(0, &pattern(6, 64));
     assert_eq!(without(device.range(), Operation::Read { remote: &read }), on_device);
-    assert_eq!(device.all() == pattern(6, 64), on_device.is_ok(), "the iface was not found out");
-    let on_host = if world.has(MrMode::LOCAL) { Err(ErrorKind::NoRegion) } else { Ok(64) };
+    assert_eq!(
+        device.all() == pattern(6, 64),
+        on_device.is_ok(),
+        "the owning iface was not detected"
+    );
+    let on_host = if config.has(MrMode::LOCAL) { Err(ErrorKind::NoRegion) } else { Ok(64) };
     assert_eq!(
         without(host.range(), Operation::Read { remote: &read }),
         on_host,
@@ -462,9 +468,9 @@ fn device_buffers_need_a_descriptor_or_are_detected(world: &World) {
     );
 }
 
-fn buffers_of_a_broadcast_need_the_collective_right(world: &World) {
-    let needed = world.has(MrMode::COLLECTIVE);
-    let net = Net::open(world);
+fn buffers_of_a_broadcast_need_the_collective_right(config: &TestConfig) {
+    let needed = config.has(MrMode::COLLECTIVE);
+    let net = Net::open(config);
     assert_eq!(net.target.domain.mr_mode().contains(MrMode::COLLECTIVE), needed);
     match &net.device {
         None => broadcast(&net, needed, || vec![0; 100]),
@@ -477,7 +483,8 @@ fn buffers_of_a_broadcast_need_the_collective_right(world: &World) {
     }
 }
 
-/// Broadcasts from the initiator to the target with the COLLECTIVE right, and tries to without it.
+/// Broadcasts from the initiator to the target, with the COLLECTIVE right and without it. Without
+/// the right the broadcast must fail if `needed` is true.
 fn broadcast<B: hmem::OwnedBuffer>(net: &Net, needed: bool, buffer: impl Fn() -> B) {
     let register = |side: &Side, access| {
         let registered = side.domain.register(buffer(), access).expect("register");
@@ -511,7 +518,7 @@ fn broadcast<B: hmem::OwnedBuffer>(net: &Net, needed: bool, buffer: impl Fn() ->
 
 /// MODE-13
 #[test]
-fn basic_and_scalable_stand_alone() {
+fn basic_and_scalable_combine_with_no_other_bit() {
     let hmem = |needs: MrMode, can: MrMode| {
         let provider = Loopback::builder().needs(needs).can(can).build().expect("build");
         Hmem::builder().without_vendor_ifaces().provider(provider).build().expect("start")
@@ -548,7 +555,7 @@ fn basic_and_scalable_stand_alone() {
     let local = hmem(MrMode::LOCAL, MrMode::BASIC_MEANS);
     assert_eq!(open(&local, MrMode::BASIC), Err(ErrorKind::ModeMismatch));
     let basic = MrMode::BASIC | MrMode::LOCAL;
-    assert_eq!(open(&local, basic), Ok(basic), "LOCAL is needed, and stands beside BASIC");
+    assert_eq!(open(&local, basic), Ok(basic), "LOCAL is required, and combines with BASIC");
     for bit in MrMode::all().difference(basic).iter() {
         assert_eq!(open(&local, basic | bit), Err(ErrorKind::ModeMismatch), "{basic} with {bit}");
     }

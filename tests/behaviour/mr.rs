@@ -7,37 +7,37 @@ use hmem::{
 
 use crate::{
     child,
+    config::{TestConfig, need, over_configs},
     memory::{Bytes, HostPages, pattern},
     net::{LOCAL, Net, REMOTE, Setup, remote},
-    world::{World, need, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// MR-01
-    reg_regv_and_regattr_register_the_same_range_to_the_same_effect: Every;
+    reg_regv_and_regattr_register_a_range_alike: Every;
     /// MR-02
-    every_subset_of_the_access_bits_registers_at_any_start_and_closes: Pairs;
+    every_subset_of_access_bits_registers_at_any_start: Pairwise;
     /// MR-02
-    sizes_up_to_64_mib_register_and_are_reached_at_both_ends: Places;
+    sizes_up_to_64_mib_register_and_are_reached_at_both_ends: DefaultMode;
     /// MR-03
-    regv_is_one_run_of_bytes_over_its_ranges: Pairs,
+    peers_see_the_ranges_of_regv_as_contiguous: Pairwise,
         need("mode VIRT_ADDR", "there peers address each range by its own address: MODE-05 shows \
-            it", |world| {
-            !world.virtual_addresses()
+            it", |config| {
+            !config.virtual_addresses()
         });
     /// MR-03
-    regv_accepts_the_limit_of_ranges_and_refuses_one_more: Pairs;
+    regv_accepts_the_limit_of_ranges_and_refuses_one_more: Pairwise;
     /// MR-04
-    each_mistake_is_its_own_error_and_registers_nothing: Pairs;
+    each_mistake_has_its_own_error_and_registers_nothing: Pairwise;
     /// MR-12
-    each_flag_alone_is_honoured: Pairs;
+    each_flag_alone_is_honoured: Pairwise;
     /// MR-12
-    a_flag_that_the_nic_lacks_is_refused_and_named: Plain;
+    unsupported_flag_is_refused_by_name: Single;
     /// MR-15
-    page_sizes_of_the_system_register_and_others_are_refused: Pairs;
+    page_sizes_of_the_system_register_and_others_are_refused: Pairwise;
 }
 
-/// `reg`, `regv` and `regattr`, with the same key.
+/// A call that registers one range: `reg`, `regv` or `regattr`.
 type Register<'a> = Box<dyn Fn(AddressRange) -> Result<MemoryRegion> + 'a>;
 
 fn three_ways(domain: &Domain) -> [Register<'_>; 3] {
@@ -55,8 +55,8 @@ fn three_ways(domain: &Domain) -> [Register<'_>; 3] {
     ]
 }
 
-fn reg_regv_and_regattr_register_the_same_range_to_the_same_effect(world: &World) {
-    let net = Net::open(world);
+fn reg_regv_and_regattr_register_a_range_alike(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(8192);
     let before = net.live();
     let mut lives = Vec::new();
@@ -70,7 +70,7 @@ fn reg_regv_and_regattr_register_the_same_range_to_the_same_effect(world: &World
         );
         let key = net.key(&region);
         assert_eq!(key.base(), region.base_addr());
-        if !world.has(MrMode::PROV_KEY) && !world.has(MrMode::RAW) {
+        if !config.has(MrMode::PROV_KEY) && !config.has(MrMode::RAW) {
             assert_eq!(key.as_u64().unwrap(), 7);
         }
         let bytes = pattern(seed as u64, 5000);
@@ -87,8 +87,8 @@ fn reg_regv_and_regattr_register_the_same_range_to_the_same_effect(world: &World
     );
 }
 
-fn every_subset_of_the_access_bits_registers_at_any_start_and_closes(world: &World) {
-    let net = Net::open(world);
+fn every_subset_of_access_bits_registers_at_any_start(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64 << 10);
     let before = net.live();
     for bits in 0..1u64 << Access::all().iter().count() {
@@ -98,7 +98,7 @@ fn every_subset_of_the_access_bits_registers_at_any_start_and_closes(world: &Wor
             .filter(|(at, _)| bits >> at & 1 == 1)
             .map(|(_, bit)| bit)
             .collect();
-        if access.contains(Access::MW_BIND) && !world.binds_windows() {
+        if access.contains(Access::MW_BIND) && !config.binds_windows() {
             continue;
         }
         for (start, len) in [(0, 1), (1, 1), (4095, 2), (63, 4097)] {
@@ -111,9 +111,9 @@ fn every_subset_of_the_access_bits_registers_at_any_start_and_closes(world: &Wor
     assert_eq!(net.live(), before, "something stayed registered");
 }
 
-fn sizes_up_to_64_mib_register_and_are_reached_at_both_ends(world: &World) {
+fn sizes_up_to_64_mib_register_and_are_reached_at_both_ends(config: &TestConfig) {
     const LARGEST: u64 = 64 << 20;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let memory = net.bytes(LARGEST as usize + 4096);
     let before = net.live();
     for size in
@@ -141,15 +141,15 @@ fn sizes_up_to_64_mib_register_and_are_reached_at_both_ends(world: &World) {
     assert_eq!(net.live(), before, "something stayed registered");
 }
 
-/// Ranges with gaps, adjacent ranges, and ranges in descending order.
+/// Returns ranges of `memory` with gaps between them, adjacent ones, and ones in descending order.
 fn scattered(memory: &Bytes) -> Vec<AddressRange> {
     [(8192, 100), (8292, 50), (3, 1), (4096, 777)]
         .map(|(start, len)| memory.part(start, len))
         .to_vec()
 }
 
-fn regv_is_one_run_of_bytes_over_its_ranges(world: &World) {
-    let net = Net::open(world);
+fn peers_see_the_ranges_of_regv_as_contiguous(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(16 << 10);
     let region = net.expose_all(&scattered(&memory), REMOTE);
     assert_eq!((region.len(), region.ranges()), (928, &scattered(&memory)[..]));
@@ -166,8 +166,8 @@ fn regv_is_one_run_of_bytes_over_its_ranges(world: &World) {
     assert_eq!(memory.get(4096 + 776, 2), [bytes[927], 0], "a refused write moved a byte");
 }
 
-fn regv_accepts_the_limit_of_ranges_and_refuses_one_more(world: &World) {
-    let net = Net::open(world);
+fn regv_accepts_the_limit_of_ranges_and_refuses_one_more(config: &TestConfig) {
+    let net = Net::open(config);
     let limit = net.target.domain.provider_attr().mr_iov_limit;
     let memory = net.bytes((limit + 1) * 4096);
     let before = net.live();
@@ -183,8 +183,8 @@ fn regv_accepts_the_limit_of_ranges_and_refuses_one_more(world: &World) {
     assert_eq!(net.live(), before);
 }
 
-fn each_mistake_is_its_own_error_and_registers_nothing(world: &World) {
-    let net = Net::open(world);
+fn each_mistake_has_its_own_error_and_registers_nothing(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(8192);
     let good = [memory.part(0, 4096)];
     let empty = [memory.part(0, 4096), memory.part(4096, 0)];
@@ -214,7 +214,7 @@ fn each_mistake_is_its_own_error_and_registers_nothing(world: &World) {
         ErrorKind::BadFlags
     );
     let flagged =
-        if world.imports_dma_bufs() { ErrorKind::InvalidArgument } else { ErrorKind::BadFlags };
+        if config.imports_dma_bufs() { ErrorKind::InvalidArgument } else { ErrorKind::BadFlags };
     assert_eq!(kind(&plain, MrFlags::MR_DMABUF), flagged);
     let wraps = AddressRange::new(Address(u64::MAX - 4), 6).unwrap_err();
     assert_eq!(wraps.kind(), ErrorKind::AddressWraps);
@@ -227,8 +227,8 @@ fn each_mistake_is_its_own_error_and_registers_nothing(world: &World) {
 
 /// MR-04
 #[test]
-fn a_provider_limit_is_an_error_of_its_own() {
-    let mut setup = Setup::of(&World::PLAIN);
+fn exceeding_a_provider_limit_has_its_own_error() {
+    let mut setup = Setup::of(&TestConfig::PLAIN);
     setup.provider = setup.provider.max_mr_size(4096).max_mr_count(2);
     let net = setup.open();
     let memory = net.bytes(8192);
@@ -255,18 +255,18 @@ fn a_provider_limit_is_an_error_of_its_own() {
 #[test]
 fn refused_registrations_leave_no_fd() {
     child::alone("mr::refused_registrations_leave_no_fd", || {
-        let world = World {
-            memory: crate::world::Memory::Device(hmem::system::FreeDetection::Identity),
-            ..World::PLAIN
+        let config = TestConfig {
+            memory: crate::config::Memory::Device(hmem::system::FreeDetection::Identity),
+            ..TestConfig::PLAIN
         };
-        let net = Net::open(&world);
+        let net = Net::open(&config);
         let memory = net.bytes(8192);
         let taken = net.expose(memory.part(0, 4096), REMOTE);
         let key = taken.key().unwrap().as_u64().unwrap();
         let fds = child::open_fds();
         for _ in 0..100 {
             let ranges = [memory.part(0, 4096)];
-            // NoKey comes from the provider, after the memory was exported for it.
+            // The provider fails with NoKey after the memory was exported.
             let refused =
                 net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoKey);
@@ -276,13 +276,13 @@ fn refused_registrations_leave_no_fd() {
         assert_eq!(
             net.device.as_ref().unwrap().stats().live_exports,
             0,
-            "an export was not given back"
+            "an export was not returned"
         );
     });
 }
 
-fn each_flag_alone_is_honoured(world: &World) {
-    let net = Net::open(world);
+fn each_flag_alone_is_honoured(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(4096);
     let attr = [memory.range()];
     let attr = MrAttr::new(&attr, REMOTE);
@@ -290,7 +290,7 @@ fn each_flag_alone_is_honoured(world: &World) {
     if net.target.domain.provider_attr().flags.contains(MrFlags::RMA_PMEM) {
         net.assert_works(&net.key(&persistent.expect("RMA_PMEM")));
     } else {
-        assert!(!world.is_loopback(), "the software NIC has the flag");
+        assert!(!config.is_loopback(), "the software NIC has the flag");
         let error = persistent.expect_err("a NIC without the flag");
         assert_eq!(error.kind(), ErrorKind::BadFlags, "{error}");
         assert_eq!(error.context_value("flags"), Some("RMA_PMEM"), "{error}");
@@ -298,15 +298,17 @@ fn each_flag_alone_is_honoured(world: &World) {
     let kind = |flags, attr: &MrAttr<'_>| {
         net.try_expose(attr, flags).map(|_| ()).map_err(|error| error.kind())
     };
-    let device_only = if world.is_system() { Err(ErrorKind::InvalidArgument) } else { Ok(()) };
+    let device_only = if config.is_system() { Err(ErrorKind::InvalidArgument) } else { Ok(()) };
     assert_eq!(kind(MrFlags::HMEM_DEVICE_ONLY, &attr), device_only, "HMEM_DEVICE_ONLY");
-    // The memory comes from no host allocator of a device API.
+    // HMEM_HOST_ALLOC requires memory from the host allocator of a device API, and this memory is
+    // not.
     assert_eq!(
         kind(MrFlags::HMEM_HOST_ALLOC, &attr),
         Err(ErrorKind::InvalidArgument),
         "HMEM_HOST_ALLOC"
     );
-    // The access right combines with others, in COLLECTIVE mode and without it.
+    // The access right COLLECTIVE combines with other rights, whether or not the mode COLLECTIVE is
+    // in force.
     let collective =
         MrAttr { access: REMOTE | Access::COLLECTIVE | Access::SEND | Access::RECV, ..attr };
     let region = net.try_expose(&collective, MrFlags::empty()).expect("COLLECTIVE");
@@ -314,8 +316,8 @@ fn each_flag_alone_is_honoured(world: &World) {
     net.assert_works(&net.key(&region));
 }
 
-fn a_flag_that_the_nic_lacks_is_refused_and_named(world: &World) {
-    let mut setup = Setup::of(world);
+fn unsupported_flag_is_refused_by_name(config: &TestConfig) {
+    let mut setup = Setup::of(config);
     setup.provider = setup.provider.flags(MrFlags::all() - MrFlags::RMA_PMEM);
     let net = setup.open();
     let memory = net.bytes(64);
@@ -328,12 +330,12 @@ fn a_flag_that_the_nic_lacks_is_refused_and_named(world: &World) {
 
 /// MR-12
 #[test]
-fn host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
-    let world = World {
-        memory: crate::world::Memory::Device(hmem::system::FreeDetection::Identity),
-        ..World::PLAIN
+fn device_of_host_alloc_and_iface_without_hmem_are_ignored() {
+    let config = TestConfig {
+        memory: crate::config::Memory::Device(hmem::system::FreeDetection::Identity),
+        ..TestConfig::PLAIN
     };
-    let net = Net::open(&world);
+    let net = Net::open(&config);
     let device =
         std::sync::Arc::clone(net.device.as_ref().unwrap()) as std::sync::Arc<dyn hmem::Iface>;
     let request = hmem::iface::AllocRequest {
@@ -364,12 +366,12 @@ fn host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
         MrAttr { iface: kind, device: Some(DeviceId(2)), ..on_device },
         MrAttr { iface: kind, ..MrAttr::new(&[AddressRange::of(&[0u8; 8])], REMOTE) },
     ] {
-        let error = net.try_expose(&wrong, none).expect_err("a wrong claim was believed");
+        let error = net.try_expose(&wrong, none).expect_err("a wrong owner was accepted");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     }
     assert!(net.try_expose(&MrAttr { iface: Some(IfaceKind::CUDA), ..on_device }, none).is_err());
 
-    let mut setup = Setup::of(&World::PLAIN);
+    let mut setup = Setup::of(&TestConfig::PLAIN);
     setup.target.hmem = false;
     let net = setup.open();
     let memory = net.bytes(64);
@@ -387,11 +389,11 @@ fn host_alloc_ignores_the_device_and_iface_is_ignored_without_hmem() {
 /// MR-12
 #[test]
 fn freed_or_foreign_address_is_unknown_to_the_claimed_iface() {
-    let world = World {
-        memory: crate::world::Memory::Device(hmem::system::FreeDetection::Identity),
-        ..World::PLAIN
+    let config = TestConfig {
+        memory: crate::config::Memory::Device(hmem::system::FreeDetection::Identity),
+        ..TestConfig::PLAIN
     };
-    let net = Net::open(&world);
+    let net = Net::open(&config);
     let device =
         std::sync::Arc::clone(net.device.as_ref().unwrap()) as std::sync::Arc<dyn hmem::Iface>;
     let request = hmem::iface::AllocRequest {
@@ -405,16 +407,16 @@ fn freed_or_foreign_address_is_unknown_to_the_claimed_iface() {
         let ranges = [range];
         let attr = MrAttr { iface: Some(iface), ..MrAttr::new(&ranges, REMOTE) };
         let error =
-            net.try_expose(&attr, MrFlags::empty()).expect_err("a wrong claim was believed");
+            net.try_expose(&attr, MrFlags::empty()).expect_err("a wrong owner was accepted");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         error.to_string()
     };
-    assert!(claimed(IfaceKind::SYSTEM, live).contains("belongs to another iface"));
+    assert!(claimed(IfaceKind::SYSTEM, live).contains("name the iface that owns the memory"));
     drop(buffer);
     for unknown in [live, AddressRange::of(&[0u8; 8])] {
         let text = claimed(device.kind(), unknown);
         assert!(text.contains("does not know the address") && text.contains("freed"), "{text}");
-        assert!(!text.contains("belongs to another iface"), "{text}");
+        assert!(!text.contains("name the iface that owns the memory"), "{text}");
     }
 }
 
@@ -431,8 +433,8 @@ fn every_flag_is_covered() {
     assert_eq!(covered, MrFlags::all(), "a new flag needs a test");
 }
 
-fn page_sizes_of_the_system_register_and_others_are_refused(world: &World) {
-    let net = Net::open(world);
+fn page_sizes_of_the_system_register_and_others_are_refused(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(8192);
     let ranges = [memory.part(5, 5000)];
     let attr = MrAttr::new(&ranges, REMOTE);
@@ -456,8 +458,8 @@ fn page_sizes_of_the_system_register_and_others_are_refused(world: &World) {
 
 /// MR-02
 #[test]
-fn a_region_is_reached_in_vectored_transfers_with_uneven_seams() {
-    let net = Net::open(&World { pages: Pages::Follow, ..World::PLAIN });
+fn vectored_transfers_may_split_both_lists_differently() {
+    let net = Net::open(&TestConfig { pages: Pages::Follow, ..TestConfig::PLAIN });
     let memory = Bytes::Host(HostPages::new(8192));
     let region = net.expose(memory.range(), REMOTE);
     let key = net.key(&region);

@@ -22,12 +22,12 @@ use hmem::{
 };
 
 use crate::{
+    config::{Memory, Nic, TestConfig},
     hold::Hold,
     memory::{Bytes, HostPages},
-    world::{Memory, Nic, World},
 };
 
-/// Every local right.
+/// All access rights of local operations.
 pub(crate) const LOCAL: Access =
     Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 /// Rights of peers to read and write.
@@ -37,35 +37,35 @@ pub(crate) const LOOPBACK: &str = "loopback";
 
 const SCRATCH: u64 = 64 << 10;
 
-/// Builds a [`Net`] that differs from its world's usual one.
+/// Settings of the fixture [`Net`]. A test may change them before it opens the fixture.
 pub(crate) struct Setup {
-    pub(crate) world: World,
+    pub(crate) config: TestConfig,
     pub(crate) provider: loopback::Builder,
     pub(crate) target: DomainAttr,
     pub(crate) initiator: DomainAttr,
-    /// Gives the target's endpoint the RMA_EVENT capability.
+    /// True if the target's endpoint has the RMA_EVENT capability.
     pub(crate) rma_event: bool,
     pub(crate) initiator_key: Option<AuthKey>,
     pub(crate) faults: Faults,
 }
 
 impl Setup {
-    pub(crate) fn of(world: &World) -> Self {
+    pub(crate) fn of(config: &TestConfig) -> Self {
         let faults = Faults::new();
         let attr = DomainAttr {
-            mr_mode: world.mode.offered,
+            mr_mode: config.mode.offered,
             hmem: true,
-            p2p: world.policy,
-            nic: nic_name(world),
+            p2p: config.policy,
+            nic: nic_name(config),
             ..DomainAttr::default()
         };
         Self {
-            world: *world,
+            config: *config,
             provider: Loopback::builder()
-                .needs(world.mode.needed)
-                .key_size(world.key_size)
-                .memory(world.pages)
-                .progress(world.progress)
+                .needs(config.mode.needed)
+                .key_size(config.key_size)
+                .memory(config.pages)
+                .progress(config.progress)
                 .faults(&faults),
             target: attr.clone(),
             initiator: attr,
@@ -77,13 +77,13 @@ impl Setup {
 
     pub(crate) fn open(self) -> Net {
         let mut builder = Hmem::builder().without_vendor_ifaces();
-        builder = match self.world.nic {
+        builder = match self.config.nic {
             Nic::Loopback => {
                 builder.provider(self.provider.build().expect("build the software NIC"))
             }
             Nic::Verbs { .. } => builder.shared_provider(verbs()),
         };
-        let device = match self.world.memory {
+        let device = match self.config.memory {
             Memory::System => None,
             Memory::Device(style) => Some(device(style)),
         };
@@ -91,12 +91,12 @@ impl Setup {
             builder = builder.shared_iface(Arc::clone(device) as Arc<dyn Iface>);
         }
         let hmem = builder.build().expect("start the ifaces");
-        let provider = provider_name(&self.world);
+        let provider = provider_name(&self.config);
         let target = Side::open(&hmem, provider, self.target, self.rma_event, None);
         let initiator = Side::open(&hmem, provider, self.initiator, true, self.initiator_key);
         let peer = initiator.endpoint.resolve(&target.endpoint.name()).expect("find the target");
         Net {
-            world: self.world,
+            config: self.config,
             scratch: OnceLock::new(),
             operands: OnceLock::new(),
             initiator,
@@ -110,20 +110,18 @@ impl Setup {
     }
 }
 
-/// Returns the name of the provider that a world uses.
-pub(crate) fn provider_name(world: &World) -> &'static str {
-    if world.is_loopback() { LOOPBACK } else { "verbs" }
+/// Returns the name of the provider of a test configuration.
+pub(crate) fn provider_name(config: &TestConfig) -> &'static str {
+    if config.is_loopback() { LOOPBACK } else { "verbs" }
 }
 
-/// Returns the name of the NIC that a world uses.
-pub(crate) fn nic_name(world: &World) -> Option<String> {
-    let verbs = || {
-        std::env::var("HMEM_VERBS_DEVICE").expect("a verbs world is made where a device is named")
-    };
-    (!world.is_loopback()).then(verbs)
+/// Returns the name of the NIC of a test configuration; `None` for the software NIC.
+pub(crate) fn nic_name(config: &TestConfig) -> Option<String> {
+    let verbs = || std::env::var("HMEM_VERBS_DEVICE").expect("set in verbs configurations");
+    (!config.is_loopback()).then(verbs)
 }
 
-/// RDMA devices whose endpoints connect, and reconnect after an error, by themselves.
+/// Returns the verbs provider. Its endpoints connect automatically, and reconnect after an error.
 #[cfg(feature = "verbs")]
 pub(crate) fn verbs() -> Arc<dyn Provider> {
     use hmem::verbs::Verbs;
@@ -139,13 +137,13 @@ pub(crate) fn verbs() -> Arc<dyn Provider> {
     panic!("HMEM_VERBS_DEVICE names a device, and this build is without the cargo feature `verbs`")
 }
 
-/// Creates a simulated iface with two devices that detects frees as `style` says.
+/// Creates a simulated iface with two devices and the given detection of frees.
 pub(crate) fn device(style: FreeDetection) -> Arc<Simulated> {
     let builder = Simulated::builder().devices(2).free_detection(style).window(1 << 32);
     Arc::new(builder.build().expect("build the simulated device"))
 }
 
-/// A domain with an endpoint and a completion queue.
+/// One end of a connection: a domain with an endpoint and a completion queue.
 pub(crate) struct Side {
     pub(crate) endpoint: Endpoint,
     pub(crate) cq: Arc<dyn CompletionQueue>,
@@ -165,7 +163,7 @@ impl Side {
         Self { endpoint, cq, domain }
     }
 
-    /// Registers memory and makes it usable: bound to the endpoint and enabled in ENDPOINT mode.
+    /// Registers memory. In ENDPOINT mode, also binds the region to the endpoint and enables it.
     pub(crate) fn register(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
         // SAFETY: the tests own the memory for longer than the regions and hold no references into
         // it.
@@ -182,7 +180,7 @@ impl Side {
         Ok(())
     }
 
-    /// Waits for the next completion, making progress on this side and the others.
+    /// Waits for this side's next completion, and makes progress on `others` meanwhile.
     pub(crate) fn wait(&self, others: &[&Self]) -> Completion {
         let mut out = Vec::new();
         eventually("the end of a transfer", || {
@@ -199,14 +197,14 @@ impl Side {
 pub(crate) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached() {
-        assert!(Instant::now() < deadline, "{what} never came about");
-        // Lets the other processor of an emulated machine run.
+        assert!(Instant::now() < deadline, "timed out waiting for {what}");
+        // Lets the other processor of an emulated machine run in the meantime.
         std::hint::spin_loop();
         std::thread::yield_now();
     }
 }
 
-/// Waits until a call is held by the gate.
+/// Waits until the gate holds a call of the software NIC.
 pub(crate) fn wait_held(gate: &Gate) {
     eventually("the held call", || gate.is_holding());
 }
@@ -229,7 +227,7 @@ pub(crate) fn open_endpoint(
     (domain.open_endpoint(&attr).expect("open an endpoint"), cq)
 }
 
-/// A registered buffer of the initiator.
+/// A buffer registered in the initiator's domain.
 pub(crate) struct Local {
     pub(crate) region: MemoryRegion,
     pub(crate) bytes: Bytes,
@@ -246,11 +244,11 @@ pub(crate) fn segment(range: AddressRange, desc: Option<LocalKey>) -> LocalSegme
     LocalSegment { address: range.start(), len: range.len(), desc }
 }
 
-/// The fixture of most tests: an initiator and a target with the memory of one world.
+/// The fixture of most tests: a connected initiator and target in one test configuration.
 pub(crate) struct Net {
-    pub(crate) world: World,
+    pub(crate) config: TestConfig,
     scratch: OnceLock<Local>,
-    /// Operands of atomics.
+    /// Buffer for the operands of atomics. The first atomic allocates it.
     operands: OnceLock<Local>,
     pub(crate) initiator: Side,
     pub(crate) target: Side,
@@ -263,58 +261,59 @@ pub(crate) struct Net {
 }
 
 impl Net {
-    pub(crate) fn open(world: &World) -> Self {
-        Setup::of(world).open()
+    pub(crate) fn open(config: &TestConfig) -> Self {
+        Setup::of(config).open()
     }
 
-    /// The initiator's view of a refusal by the target.
+    /// Returns the error kind that the initiator sees when the target refuses an access with
+    /// `refusal`.
     pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
-        self.world.seen(refusal)
+        self.config.seen(refusal)
     }
 
-    /// Live objects of the target's domain.
+    /// Counts the live objects of the target's domain.
     pub(crate) fn live(&self) -> LiveObjects {
         self.target.domain.live()
     }
 
-    /// Holds the target's next registration.
+    /// Holds the target's next registration in flight, until the returned guard releases it.
     pub(crate) fn hold_registration(&self) -> Hold {
-        match self.world.nic {
+        match self.config.nic {
             Nic::Loopback => Hold::SoftwareNic(self.faults.hold(Call::Register)),
             #[cfg(feature = "verbs")]
             Nic::Verbs { .. } => Hold::Verbs(crate::hold::verbs::Gate::hold(&self.target.domain)),
             #[cfg(not(feature = "verbs"))]
-            Nic::Verbs { .. } => unreachable!("no such world was opened"),
+            Nic::Verbs { .. } => unreachable!("a build without verbs opens no such configuration"),
         }
     }
 
-    /// Returns a key that was not requested yet.
+    /// Returns a key number that no registration has requested yet.
     pub(crate) fn fresh_key(&self) -> u64 {
         self.next_key.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Allocates zeroed memory of the world's kind. Its pages are present if only present pages may
-    /// register.
+    /// Allocates zeroed memory of the configuration's kind. In MMU_NOTIFY mode its pages are
+    /// present.
     pub(crate) fn bytes(&self, len: usize) -> Bytes {
         let memory = match &self.device {
             None => Bytes::Host(HostPages::new(len)),
             Some(device) => Bytes::on_device(&(Arc::clone(device) as Arc<dyn Iface>), 0, len),
         };
-        if self.world.has(MrMode::MMU_NOTIFY) {
+        if self.config.has(MrMode::MMU_NOTIFY) {
             memory.put(0, &vec![0; len]);
         }
         memory
     }
 
-    /// Allocates memory of the world's kind with these bytes.
+    /// Allocates memory of the configuration's kind and fills it with `bytes`.
     pub(crate) fn filled(&self, bytes: &[u8]) -> Bytes {
         let memory = self.bytes(bytes.len());
         memory.put(0, bytes);
         memory
     }
 
-    /// Registers one range at the target, and binds and enables the region if the mode requires
-    /// that.
+    /// Registers one range in the target's domain. Binds and enables the region if the mode
+    /// requires it.
     pub(crate) fn expose(&self, range: AddressRange, access: Access) -> MemoryRegion {
         self.expose_all(&[range], access)
     }
@@ -327,9 +326,10 @@ impl Net {
         self.target.register(&attr.key(self.fresh_key()), flags)
     }
 
-    /// The key as the initiator uses it: mapped in RAW mode.
+    /// Returns the key that the initiator uses: the region's key, mapped by the initiator in RAW
+    /// mode.
     pub(crate) fn key(&self, region: &MemoryRegion) -> RemoteKey {
-        if self.world.has(MrMode::RAW) {
+        if self.config.has(MrMode::RAW) {
             let raw = region.raw_key().expect("raw key");
             self.initiator
                 .domain
@@ -340,7 +340,7 @@ impl Net {
         }
     }
 
-    /// A registered buffer of the initiator with every local right.
+    /// Allocates a buffer and registers it in the initiator's domain with these rights.
     pub(crate) fn local(&self, len: usize, access: Access) -> Local {
         self.local_of(self.bytes(len), access)
     }
@@ -388,8 +388,8 @@ impl Net {
         self.transfer(Operation::Write { remote: &remote }, &[local.segment(0, bytes.len() as u64)])
     }
 
-    /// Reads bytes at an offset of the region with `key`. A failed read changes nothing in the
-    /// local buffer.
+    /// Reads bytes at an offset of the region with `key`. Asserts that a failed read leaves the
+    /// local buffer unchanged.
     pub(crate) fn pull(&self, key: &RemoteKey, offset: u64, len: usize) -> Result<Vec<u8>> {
         let local = self.scratch();
         let before = vec![0xEE; len];
@@ -410,10 +410,10 @@ impl Net {
         }
     }
 
-    /// Adds to the 64-bit number at an offset and returns the previous value.
+    /// Adds to the 64-bit number at an offset of the region with `key`. Returns the previous value.
     pub(crate) fn fetch_add(&self, key: &RemoteKey, offset: u64, value: u64) -> Result<u64> {
-        // In verbs, operands are part of the request, and the CPU reads them.
-        let operands = || match self.world.nic {
+        // A verbs request carries the operands, which the CPU reads.
+        let operands = || match self.config.nic {
             Nic::Loopback => self.local(16, LOCAL),
             Nic::Verbs { .. } => self.local_of(Bytes::Host(HostPages::new(16)), LOCAL),
         };
@@ -431,7 +431,7 @@ impl Net {
         Ok(u64::from_le_bytes(local.bytes.get(8, 8).try_into().expect("8 bytes")))
     }
 
-    /// Sends `message` from the initiator to a receive of the target into `into`.
+    /// Sends `message` from the initiator. The target receives it into `into`.
     pub(crate) fn send(
         &self,
         message: LocalSegment,
@@ -459,7 +459,7 @@ impl Net {
     }
 }
 
-/// A segment of `len` bytes at an offset of the region with `key`.
+/// Returns a remote segment of `len` bytes at an offset of the region with `key`.
 pub(crate) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_> {
     RemoteSegment { address: Iova(key.base().0.wrapping_add(offset)), len, key }
 }

@@ -1,24 +1,24 @@
-//! P2P-06: the same transfers give the same bytes on every path. And which path that was.
+//! P2P-06: the same transfers move the same bytes on every path, and the policy selects the path.
 
 use hmem::{DomainAttr, ErrorKind, MrAttr, MrFlags, Path, path::P2pPolicy, transfer::Operation};
 
 use crate::{
+    config::{TestConfig, over_configs},
     memory::pattern,
     net::{LOCAL, Net, REMOTE, Setup, remote, segment},
-    world::{World, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// P2P-06
     transfers_give_the_same_bytes_on_every_path: Every;
     /// P2P-06
-    the_path_follows_the_policy: Pairs;
+    the_path_follows_the_policy: Pairwise;
 }
 
 const LEN: usize = 300 << 10;
 
-fn transfers_give_the_same_bytes_on_every_path(world: &World) {
-    let net = Net::open(world);
+fn transfers_give_the_same_bytes_on_every_path(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(1, LEN));
     let mut model = pattern(1, LEN);
     let region = net.expose(memory.range(), REMOTE | LOCAL);
@@ -26,7 +26,7 @@ fn transfers_give_the_same_bytes_on_every_path(world: &World) {
     let local = net.local(LEN, LOCAL);
     let mut local_model = pattern(2, LEN);
     local.bytes.put(0, &local_model);
-    // Sizes around pages, copy chunks and words; offsets that no alignment fits.
+    // Sizes around those of pages, copy chunks and words, at unaligned offsets.
     for (at, from, len) in [
         (0, 0, 1),
         (1, 7, 4095),
@@ -55,7 +55,7 @@ fn transfers_give_the_same_bytes_on_every_path(world: &World) {
     model[100..133].copy_from_slice(&run[..33]);
     model[200_000..210_000].copy_from_slice(&run[33..10_033]);
     model[7..8].copy_from_slice(&run[10_033..]);
-    // And a message.
+    // The message has several pieces too.
     let into = segment(memory.part(250_000, 5_000), Some(region.desc().expect("desc")));
     let (sent, received) = net.send(local.segment(11, 4_999), into);
     assert_eq!((sent.expect("send"), received.expect("receive")), (4_999, 4_999));
@@ -64,12 +64,12 @@ fn transfers_give_the_same_bytes_on_every_path(world: &World) {
     assert!(local.bytes.all() == local_model, "the initiator's bytes differ from the model's");
 }
 
-fn the_path_follows_the_policy(world: &World) {
-    let net = Net::open(world);
+fn the_path_follows_the_policy(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
     let decision = region.decision().expect("decision");
-    let expected = match (world.is_system(), world.policy) {
+    let expected = match (config.is_system(), config.policy) {
         (true, _) => Path::PlainHost,
         (false, P2pPolicy::Disabled) => Path::Staged,
         (false, _) => Path::DmaBuf,
@@ -91,10 +91,11 @@ fn the_path_follows_the_policy(world: &World) {
 /// P2P-06
 #[test]
 fn blocked_path_fails_if_required_and_falls_back_if_enabled() {
-    use crate::world::Memory;
+    use crate::config::Memory;
     use hmem::system::FreeDetection;
-    let world = World { memory: Memory::Device(FreeDetection::Identity), ..World::PLAIN };
-    let setup = Setup::of(&world);
+    let config =
+        TestConfig { memory: Memory::Device(FreeDetection::Identity), ..TestConfig::PLAIN };
+    let setup = Setup::of(&config);
     let attr = |p2p| DomainAttr { p2p, ..setup.target.clone() };
     let policies = [P2pPolicy::Required, P2pPolicy::Enabled, P2pPolicy::Preferred].map(attr);
     let net = setup.open();
@@ -107,7 +108,7 @@ fn blocked_path_fails_if_required_and_falls_back_if_enabled() {
     let ranges = [memory.range()];
     let [required, enabled, preferred] = policies.map(|attr| {
         let domain = net.hmem.domain(crate::net::LOOPBACK, attr).expect("open");
-        // SAFETY: the memory outlives the region and is referenced by nobody.
+        // SAFETY: the memory outlives the region, and no reference to it exists.
         let region =
             unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE).key(1), MrFlags::empty()) };
         assert_eq!(domain.live().regions, u64::from(region.is_ok()));

@@ -1,7 +1,7 @@
 //! Persistent memory (RMA_PMEM): a remote write completes after its bytes were written back.
 //!
-//! The calls that write memory back are refused, which fails the transfers that make them. Hence a
-//! test sees from outside which transfer asks the kernel to write back which pages.
+//! The tests refuse the system calls that write memory back, so transfers that make such a call
+//! fail. A failed transfer shows a test which pages the provider tried to write back.
 
 use std::{ops::Range, os::fd::AsFd, thread};
 
@@ -12,43 +12,44 @@ use hmem::{
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::{
+    config::{Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, HostPages, pattern},
     net::{LOCAL, Net, REMOTE},
-    world::{Need, World, need, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// MR-12
-    a_write_to_persistent_memory_ends_after_its_pages_are_written_back: Pairs, LOOPBACK, HOST;
+    persistent_write_completes_after_its_pages_are_written_back: Pairwise, LOOPBACK, HOST;
     /// MR-12
-    persistent_memory_of_a_device_is_flushed_before_a_write_ends: Pairs, LOOPBACK, needs::DEVICE;
+    persistent_device_memory_is_flushed_before_a_write_completes: Pairwise, LOOPBACK, needs::DEVICE;
 }
 
 const LOOPBACK: Need = need(
     "verbs",
     "no RMA_PMEM there: provider-verbs/tests/rights.rs shows that it is refused",
-    World::is_loopback,
+    TestConfig::is_loopback,
 );
 
 const HOST: Need = need(
     "device memory",
-    "persistent_memory_of_a_device_is_flushed_before_a_write_ends shows it",
-    World::is_system,
+    "persistent_device_memory_is_flushed_before_a_write_completes shows it",
+    TestConfig::is_system,
 );
 
 const PAGE: u64 = 4096;
 
-/// The errno of a thread's `msync` that is expected, and of every other one.
+/// Errno with which an `msync` of exactly the expected pages fails. Any other `msync` fails with
+/// [`UNEXPECTED`].
 const EXPECTED: i32 = libc::EIO;
 const UNEXPECTED: i32 = libc::E2BIG;
-/// The errno of a thread's `fdatasync`.
+/// Errno with which every `fdatasync` fails.
 const FILE: i32 = libc::ENOSPC;
 
-/// Runs `body` on a thread on which calls that write memory back fail. They also fail on threads
-/// that this thread starts.
+/// Runs `body` on a new thread on which system calls that write memory back fail. They also fail on
+/// threads that this thread starts.
 ///
-/// `msync(MS_SYNC)` fails with `errno` if it covers just the pages that begin at the addresses in
-/// `pages`, and with [`UNEXPECTED`] otherwise. `fdatasync` fails with [`FILE`].
+/// `msync(MS_SYNC)` of exactly the address range `pages` fails with `errno`. `msync` of another
+/// range or with other flags fails with [`UNEXPECTED`]. `fdatasync` fails with [`FILE`].
 fn refusing<T: Send>(pages: Range<u64>, errno: i32, body: impl FnOnce() -> T + Send) -> T {
     let len = pages.end - pages.start;
     thread::scope(|scope| {
@@ -60,13 +61,14 @@ fn refusing<T: Send>(pages: Range<u64>, errno: i32, body: impl FnOnce() -> T + S
     })
 }
 
-/// Installs the filter for this thread.
+/// Installs the seccomp filter of [`refusing`] on the calling thread.
 fn refuse(start: u64, len: u32, errno: i32) {
     const LOAD: u32 = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
     const EQUAL: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
     const ABOVE: u32 = libc::BPF_JMP | libc::BPF_JGT | libc::BPF_K;
     const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
-    /// `struct seccomp_data`: the number, and the low half of an argument (little endian).
+    /// Offset of the system call number in `struct seccomp_data`. `argument` returns that of the
+    /// low half of an argument (little endian).
     const NUMBER: u32 = 0;
     let argument = |at: u32| 16 + 8 * at;
     let line =
@@ -94,7 +96,8 @@ fn refuse(start: u64, len: u32, errno: i32) {
         line(RETURN, fail(FILE), 0, 0),
     ];
     let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    // SAFETY: both calls concern this thread alone, and the program outlives the second.
+    // SAFETY: both calls affect this thread only, and the program outlives the call that installs
+    // it.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0, "no_new_privs");
         let mode = libc::SECCOMP_SET_MODE_FILTER;
@@ -103,20 +106,21 @@ fn refuse(start: u64, len: u32, errno: i32) {
     }
 }
 
-/// The errno with which a transfer failed; `None` if it worked.
+/// Returns the errno with which a transfer failed; `None` if it succeeded.
 fn errno<T>(result: Result<T, Error>) -> Option<i32> {
     result.err().map(|error| error.os_errno().unwrap_or_else(|| panic!("{error}")).0)
 }
 
 /// MR-12
-fn a_write_to_persistent_memory_ends_after_its_pages_are_written_back(world: &World) {
+fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConfig) {
     let memory = Bytes::Host(HostPages::new(4 * PAGE as usize));
     memory.put(0, &pattern(1, 4 * PAGE as usize));
     let start = memory.range().start().0;
-    // From the last byte of the second page to the first one of the fourth.
+    // The written range begins with the last byte of the second page and ends with the first byte
+    // of the fourth page.
     let (at, len) = (2 * PAGE - 1, PAGE as usize + 2);
     refusing(start + PAGE..start + 4 * PAGE, EXPECTED, || {
-        let net = Net::open(world);
+        let net = Net::open(config);
         let ranges = [memory.range()];
         let attr = MrAttr::new(&ranges, REMOTE);
         let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
@@ -127,18 +131,18 @@ fn a_write_to_persistent_memory_ends_after_its_pages_are_written_back(world: &Wo
         net.push(&plain, at, &pattern(3, len)).expect("memory that is not said to be persistent");
         assert_eq!(net.pull(&key, at, len).expect("reads change nothing"), pattern(3, len));
         assert_eq!(errno(net.push(&key, 0, &[1])), Some(UNEXPECTED), "other pages, written back");
-        // A failed write does not wear out the region.
+        // A failed write leaves the region usable.
         assert_eq!(errno(net.push(&key, at, &pattern(4, len))), Some(EXPECTED));
     });
     refusing(start + PAGE..start + 2 * PAGE, EXPECTED, || {
-        let net = Net::open(world);
+        let net = Net::open(config);
         let ranges = [memory.range()];
         let attr = MrAttr::new(&ranges, REMOTE);
         let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
         assert_eq!(errno(net.fetch_add(&net.key(&persistent), PAGE + 8, 1)), Some(EXPECTED));
     });
     // If the kernel writes the memory back, the remote write succeeds.
-    let net = Net::open(world);
+    let net = Net::open(config);
     let ranges = [memory.range()];
     let persistent =
         net.try_expose(&MrAttr::new(&ranges, REMOTE), MrFlags::RMA_PMEM).expect("register");
@@ -146,8 +150,8 @@ fn a_write_to_persistent_memory_ends_after_its_pages_are_written_back(world: &Wo
 }
 
 /// MR-12
-fn persistent_memory_of_a_device_is_flushed_before_a_write_ends(world: &World) {
-    let net = Net::open(world);
+fn persistent_device_memory_is_flushed_before_a_write_completes(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let device = net.device.as_ref().expect("a device");
     let ranges = [memory.range()];
@@ -155,7 +159,7 @@ fn persistent_memory_of_a_device_is_flushed_before_a_write_ends(world: &World) {
     let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
     let ordinary = net.expose(memory.range(), REMOTE);
     let (key, plain) = (net.key(&persistent), net.key(&ordinary));
-    // The initiator's own buffers exist before the fault does.
+    // Allocates the initiator's buffers before the fault is injected.
     net.assert_works(&key);
     device.faults().fail_always(Call::FlushInbound, Errno(EXPECTED));
     assert_eq!(errno(net.push(&key, 0, &[7; 8])), Some(EXPECTED));
@@ -164,7 +168,7 @@ fn persistent_memory_of_a_device_is_flushed_before_a_write_ends(world: &World) {
     net.assert_works(&key);
 }
 
-/// Asserts that a write through each of these keys writes back the same page.
+/// Asserts that a write with each of these keys tries to write back the expected pages.
 fn assert_written_back(net: &Net, keys: &[(&str, RemoteKey)]) {
     for (name, key) in keys {
         assert_eq!(errno(net.push(key, 0, &[9; 16])), Some(EXPECTED), "{name}");
@@ -173,11 +177,11 @@ fn assert_written_back(net: &Net, keys: &[(&str, RemoteKey)]) {
 
 /// MR-12
 #[test]
-fn persistent_memory_is_written_back_through_windows_and_sub_regions_too() {
+fn windows_and_sub_regions_write_persistent_memory_back() {
     let memory = Bytes::Host(HostPages::new(PAGE as usize));
     let start = memory.range().start().0;
     refusing(start..start + PAGE, EXPECTED, || {
-        let net = Net::open(&World::PLAIN);
+        let net = Net::open(&TestConfig::PLAIN);
         let ranges = [memory.range()];
         let attr = MrAttr::new(&ranges, REMOTE | LOCAL | Access::MW_BIND);
         let base = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
@@ -196,20 +200,21 @@ fn persistent_memory_is_written_back_through_windows_and_sub_regions_too() {
     });
 }
 
-/// A filter makes the write-back of one range succeed and that of the other range fail.
+/// The seccomp filter lets the write-back of one range succeed and that of the other fail. A write
+/// over both ranges must fail.
 ///
 /// MR-12
 #[test]
-fn a_write_across_the_seam_of_a_persistent_region_writes_back_both_ranges() {
+fn write_over_two_persistent_ranges_writes_back_both() {
     const WRITTEN_BACK: i32 = 0;
     let memory = Bytes::Host(HostPages::new(3 * PAGE as usize));
-    // Against the order of addresses, with a page between them.
+    // The ranges are in descending order of addresses, with a page between them.
     let ranges = [memory.part(2 * PAGE, PAGE), memory.part(0, PAGE)];
     let seam = PAGE - 8;
     for (only, its_own, others) in [(0, 0, PAGE), (1, PAGE, 0)] {
         let start = ranges[only].start().0;
         refusing(start..start + PAGE, WRITTEN_BACK, || {
-            let net = Net::open(&World::PLAIN);
+            let net = Net::open(&TestConfig::PLAIN);
             let attr = MrAttr::new(&ranges, REMOTE);
             let region = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
             let key = net.key(&region);
@@ -231,7 +236,7 @@ fn one_request_writes_back_only_its_persistent_regions() {
         (Bytes::Host(HostPages::new(PAGE as usize)), Bytes::Host(HostPages::new(PAGE as usize)));
     let start = kept.range().start().0;
     refusing(start..start + PAGE, EXPECTED, || {
-        let net = Net::open(&World::PLAIN);
+        let net = Net::open(&TestConfig::PLAIN);
         let ranges = [kept.range()];
         let attr = MrAttr::new(&ranges, REMOTE);
         let kept = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
@@ -251,9 +256,10 @@ fn persistent_files_given_by_their_fd_are_written_back() {
         let fd = rustix::fs::memfd_create("persistent", MemfdFlags::ALLOW_SEALING).expect("memfd");
         rustix::fs::ftruncate(&fd, PAGE).expect("ftruncate");
         rustix::fs::fcntl_add_seals(&fd, seals).expect("seals");
-        // The address of the NIC's own mapping is not known: any is unexpected.
+        // The test does not know the address of the NIC's own mapping, so every `msync` is
+        // unexpected.
         refusing(PAGE..2 * PAGE, EXPECTED, || {
-            let net = Net::open(&World::PLAIN);
+            let net = Net::open(&TestConfig::PLAIN);
             let buffer =
                 DmaBufAttr { fd: fd.as_fd(), offset: DmaBufOffset(0), len: PAGE, base_addr: None };
             let attr = MrAttr { dma_buf: Some(buffer), ..MrAttr::new(&[], REMOTE) };
@@ -270,11 +276,11 @@ fn persistent_files_given_by_their_fd_are_written_back() {
 ///
 /// MR-12
 #[test]
-fn device_dax_is_written_back_by_cache_lines_where_the_region_owns_it() {
+fn owned_device_dax_is_written_back_by_cache_lines() {
     let memory = Bytes::Host(HostPages::new(PAGE as usize));
     let start = memory.range().start().0;
     refusing(start..start + PAGE, libc::EINVAL, || {
-        let net = Net::open(&World::PLAIN);
+        let net = Net::open(&TestConfig::PLAIN);
         let ranges = [memory.range()];
         let attr = MrAttr::new(&ranges, REMOTE);
         let borrowed = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
@@ -284,7 +290,7 @@ fn device_dax_is_written_back_by_cache_lines_where_the_region_owns_it() {
     });
     let (buffer, page) = owned();
     refusing(page.start..page.end, libc::EINVAL, || {
-        let net = Net::open(&World::PLAIN);
+        let net = Net::open(&TestConfig::PLAIN);
         let (region, key, at) = register_owned(&net, buffer, page.start);
         let written = net.push(&key, at, &[5; 16]);
         if cfg!(target_arch = "x86_64") {
@@ -297,14 +303,15 @@ fn device_dax_is_written_back_by_cache_lines_where_the_region_owns_it() {
     });
 }
 
-/// A buffer for a region to own, and a page that lies in it.
+/// Returns a buffer that a region can own, and the address range of a whole page inside it.
 fn owned() -> (Vec<u8>, Range<u64>) {
     let buffer = vec![0; 3 * PAGE as usize];
     let page = (buffer.as_ptr().addr() as u64).next_multiple_of(PAGE);
     (buffer, page..page + PAGE)
 }
 
-/// Registers a buffer as persistent memory: the region, its key, and where in it `page` lies.
+/// Registers a buffer as persistent memory. Returns the region, its key and the offset of the
+/// address `page` in it.
 fn register_owned(net: &Net, buffer: Vec<u8>, page: u64) -> (OwnedRegion<Vec<u8>>, RemoteKey, u64) {
     let at = page - buffer.as_ptr().addr() as u64;
     let attr = MrAttr::new(&[], REMOTE).key(net.fresh_key());
@@ -319,10 +326,10 @@ fn register_owned(net: &Net, buffer: Vec<u8>, page: u64) -> (OwnedRegion<Vec<u8>
 
 /// MR-12
 #[test]
-fn persistent_memory_that_the_region_owns_is_written_back() {
+fn owned_persistent_memory_is_written_back() {
     let (buffer, page) = owned();
     refusing(page.start..page.end, EXPECTED, || {
-        let net = Net::open(&World::PLAIN);
+        let net = Net::open(&TestConfig::PLAIN);
         let (_region, key, at) = register_owned(&net, buffer, page.start);
         assert_eq!(errno(net.push(&key, at, &[5; 16])), Some(EXPECTED));
     });

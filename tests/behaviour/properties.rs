@@ -1,4 +1,4 @@
-//! Properties against naive models: keys, bounds, rights, addressing, and forged keys.
+//! Property tests against naive models: keys, bounds, rights, addressing and forged keys.
 
 use std::collections::BTreeMap;
 
@@ -12,9 +12,9 @@ use proptest::{
 };
 
 use crate::{
+    config::{DEFAULT, MODES, Mode, TestConfig},
     memory::pattern,
     net::{LOCAL, Net, REMOTE, remote},
-    world::{DEFAULT, MODES, Mode, World},
 };
 
 fn check<S: Strategy>(
@@ -42,16 +42,16 @@ enum KeyStep {
 
 /// KEY-01
 #[test]
-fn requested_keys_follow_a_map_of_used_keys() {
+fn requested_keys_match_a_map_of_used_keys() {
     let step = prop_oneof![
         4 => (0u64..12).prop_map(KeyStep::Register),
         3 => (0usize..8).prop_map(KeyStep::Close),
         2 => (0u64..12).prop_map(KeyStep::Use),
     ];
     for key_size in [4, 8] {
-        let world = World { key_size, ..World::PLAIN };
+        let config = TestConfig { key_size, ..TestConfig::PLAIN };
         check(40, &prop::collection::vec(step.clone(), 1..60), |steps| {
-            let net = Net::open(&world);
+            let net = Net::open(&config);
             let memory = net.bytes(4096);
             let mut live: BTreeMap<u64, (MemoryRegion, u8)> = BTreeMap::new();
             for (round, step) in steps.into_iter().enumerate() {
@@ -104,9 +104,9 @@ fn requested_keys_follow_a_map_of_used_keys() {
 #[test]
 fn provider_keys_never_name_two_regions() {
     for key_size in [4, 8] {
-        let world = World { key_size, ..World::PLAIN.with_mode(mode("PROV_KEY")) };
+        let config = TestConfig { key_size, ..TestConfig::PLAIN.with_mode(mode("PROV_KEY")) };
         check(30, &prop::collection::vec(any::<(bool, prop::sample::Index)>(), 1..150), |steps| {
-            let net = Net::open(&world);
+            let net = Net::open(&config);
             let memory = net.bytes(64);
             let mut live: BTreeMap<u64, MemoryRegion> = BTreeMap::new();
             let mut last_use: BTreeMap<u64, usize> = BTreeMap::new();
@@ -127,10 +127,10 @@ fn provider_keys_never_name_two_regions() {
     }
 }
 
-/// Ranges of one region, its rights, and accesses to it.
+/// A generated test case: ranges and rights of one region, and accesses to it.
 #[derive(Clone, Debug)]
 struct Case {
-    /// Gap before and length of each range.
+    /// Ranges in ascending order, each as the gap before it and its length.
     ranges: Vec<(u64, u64)>,
     access: Access,
     accesses: Vec<(bool, u64, u64)>,
@@ -155,13 +155,13 @@ fn cases() -> impl Strategy<Value = Case> {
 
 const SPACE: usize = 1024;
 
-/// Runs a case in a world and compares every access with a model of the region's bytes.
+/// Makes every access of a case and compares its result with a model of the region's bytes.
 fn run(net: &Net, case: &Case) -> Result<(), TestCaseError> {
     let memory = net.filled(&pattern(1, SPACE));
     let mut model = pattern(1, SPACE);
     let mut at = 0;
     let mut ranges = Vec::new();
-    // Position in the memory of each address that a peer may use.
+    // Position in `memory` of each address that a peer may access.
     let mut places: BTreeMap<u64, usize> = BTreeMap::new();
     let mut run = 0;
     let base = case.ranges[0].0;
@@ -169,7 +169,7 @@ fn run(net: &Net, case: &Case) -> Result<(), TestCaseError> {
         at += gap;
         ranges.push(memory.part(at, *len));
         for byte in at..at + len {
-            let address = if net.world.virtual_addresses() { byte - base } else { run };
+            let address = if net.config.virtual_addresses() { byte - base } else { run };
             places.insert(address, byte as usize);
             run += 1;
         }
@@ -222,17 +222,17 @@ fn run(net: &Net, case: &Case) -> Result<(), TestCaseError> {
 }
 
 fn every_place(mode: Mode) -> Vec<Net> {
-    crate::world::Worlds::Places
+    crate::config::ConfigSet::DefaultMode
         .list()
         .into_iter()
-        .filter(|world| world.progress == hmem::loopback::Progress::ByHand)
-        .map(|world| Net::open(&world.with_mode(mode)))
+        .filter(|config| config.progress == hmem::loopback::Progress::ByHand)
+        .map(|config| Net::open(&config.with_mode(mode)))
         .collect()
 }
 
 /// MR-09
 #[test]
-fn bounds_and_rights_follow_a_map_of_bytes_in_zero_based_regions() {
+fn zero_based_bounds_and_rights_match_a_byte_map() {
     for net in every_place(DEFAULT) {
         check(60, &cases(), |case| run(&net, &case));
     }
@@ -240,7 +240,7 @@ fn bounds_and_rights_follow_a_map_of_bytes_in_zero_based_regions() {
 
 /// MR-09
 #[test]
-fn bounds_and_rights_follow_a_map_of_bytes_in_virtually_addressed_regions() {
+fn virtual_bounds_and_rights_match_a_byte_map() {
     for net in every_place(mode("VIRT_ADDR")) {
         check(60, &cases(), |case| run(&net, &case));
     }
@@ -248,7 +248,7 @@ fn bounds_and_rights_follow_a_map_of_bytes_in_virtually_addressed_regions() {
 
 /// MR-09
 #[test]
-fn the_local_side_follows_its_rights() {
+fn local_accesses_match_their_rights() {
     for net in every_place(mode("LOCAL")) {
         let memory = net.bytes(64);
         let region = net.expose(memory.range(), REMOTE);
@@ -289,7 +289,7 @@ fn the_local_side_follows_its_rights() {
 
 /// SUB-01
 #[test]
-fn sub_regions_are_windows_of_their_own_on_the_bases_bytes() {
+fn sub_regions_match_a_byte_map_of_their_base() {
     for mode in [DEFAULT, mode("VIRT_ADDR")] {
         for net in every_place(mode) {
             let memory = net.filled(&pattern(9, SPACE));
@@ -329,7 +329,8 @@ fn sub_regions_are_windows_of_their_own_on_the_bases_bytes() {
     }
 }
 
-/// Tries keys in batches and counts those that moved bytes.
+/// Writes with each key, in batches. Returns the number of keys and the number of writes that
+/// succeeded.
 fn successes(net: &Net, keys: impl Iterator<Item = u64>) -> (u64, u64) {
     const BATCH: usize = 128;
     let local = net.local(64, LOCAL);
@@ -361,7 +362,7 @@ fn successes(net: &Net, keys: impl Iterator<Item = u64>) -> (u64, u64) {
 const LIVE: usize = 1000;
 const TRIES: usize = 1_000_000;
 
-/// Live keys, stale keys and another domain's keys.
+/// A target's live keys, and dead keys: keys of closed regions and keys of another domain.
 struct Keys {
     net: Net,
     live: Vec<u64>,
@@ -371,7 +372,7 @@ struct Keys {
 }
 
 fn keys(key_size: usize) -> Keys {
-    let net = Net::open(&World { key_size, ..World::PLAIN.with_mode(mode("PROV_KEY")) });
+    let net = Net::open(&TestConfig { key_size, ..TestConfig::PLAIN.with_mode(mode("PROV_KEY")) });
     let memory = net.bytes(4096);
     let number = |region: &MemoryRegion| region.key().expect("key").as_u64().expect("one piece");
     let stale: Vec<_> = (0..LIVE).map(|_| net.expose(memory.range(), REMOTE)).collect();
@@ -402,7 +403,7 @@ fn a_million_forged_stale_and_foreign_keys_reach_nothing() {
         2 => live[at % live.len()] ^ 1 << (at / 8 % 64),
         3 => live[at % live.len()] & !0xFFFF_FFFF | live[(at + 1) % live.len()] & 0xFFFF_FFFF,
         4 => live[at % live.len()].swap_bytes(),
-        // Small numbers and shifted indices, which an attacker would guess if keys were plain.
+        // Small numbers and shifted indices, which an attacker would try first.
         5 => at as u64,
         6 => (at as u64) << 32 | random.next_u64() & 0xff,
         _ => random.next_u64(),
@@ -411,13 +412,13 @@ fn a_million_forged_stale_and_foreign_keys_reach_nothing() {
     assert!(tries > TRIES as u64 * 9 / 10);
     assert_eq!(hits, 0, "{hits} of {tries} forged keys reached memory");
     assert_eq!(memory.all(), [0; 4096]);
-    // The correct keys succeed through the same function.
+    // `successes` counts all live keys, which shows that it works.
     assert_eq!(successes(&net, live.into_iter()), (LIVE as u64, LIVE as u64));
 }
 
 /// KEY-07
 #[test]
-fn stale_32_bit_keys_reach_nothing_and_the_guessing_bound_is_printed() {
+fn stale_32_bit_keys_reach_nothing() {
     let Keys { net, live, dead, .. } = keys(4);
     let known: std::collections::BTreeSet<_> = live.iter().copied().collect();
     let foreign_that_are_ours = dead.iter().filter(|key| known.contains(key)).count();
@@ -434,8 +435,8 @@ fn stale_32_bit_keys_reach_nothing_and_the_guessing_bound_is_printed() {
          {expected:.3}",
         live.len()
     );
-    // 40 above an expectation of a quarter has a probability below 10^-60. More hits mean that keys
-    // cluster where an attacker guesses.
+    // The expected number of hits is a quarter. 40 more hits have a probability below 10^-60, and
+    // would mean that keys cluster where an attacker guesses.
     assert!(hits as f64 <= expected + 40.0);
     let wide = (0..10_000u64).map(|at| live[at as usize % live.len()] | (at + 1) << 32);
     assert_eq!(

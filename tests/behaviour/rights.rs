@@ -7,12 +7,12 @@ use hmem::{
 };
 
 use crate::{
+    config::{Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, pattern},
     net::{LOCAL, Net, REMOTE, remote, segment},
-    world::{Need, World, need, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// MR-08
     overlapping_regions_grant_each_its_own_rights: Every;
     /// MR-09
@@ -20,31 +20,31 @@ over_worlds! {
     /// MR-09
     a_region_without_rights_grants_nothing: Every;
     /// MR-09
-    a_sub_region_of_a_region_without_rights_may_read: Pairs, needs::SUB_REGIONS;
+    a_sub_region_of_a_region_without_rights_may_read: Pairwise, needs::SUB_REGIONS;
     /// MR-09
-    atomics_need_the_right_to_write: Pairs, needs::ATOMICS;
+    atomics_need_the_right_to_write: Pairwise, needs::ATOMICS;
     /// MR-09
-    writes_and_atomics_can_be_granted_apart: Pairs, needs::ATOMICS;
+    writes_and_atomics_can_be_granted_separately: Pairwise, needs::ATOMICS;
     /// MR-09
-    sub_regions_grant_writes_and_atomics_apart: Pairs, needs::ATOMICS, needs::SUB_REGIONS;
+    sub_regions_grant_writes_and_atomics_separately: Pairwise, needs::ATOMICS, needs::SUB_REGIONS;
     /// MR-09
-    windows_grant_writes_and_atomics_apart: Pairs, needs::ATOMICS, needs::KEYS_AT_HAND,
+    windows_grant_writes_and_atomics_separately: Pairwise, needs::ATOMICS, needs::KEYS_AT_HAND,
         needs::WINDOWS;
     /// MR-09
     one_byte_past_either_end_fails_and_moves_nothing: Every;
     /// MR-09
-    the_local_side_needs_its_right: Pairs, LOCAL_MODE;
+    local_buffers_need_the_right_of_their_operation: Pairwise, LOCAL_MODE;
     /// MR-09
-    receives_need_their_right_and_bounds: Pairs, LOCAL_MODE;
+    receives_need_the_right_recv_and_stay_in_bounds: Pairwise, LOCAL_MODE;
 }
 
 const LOCAL_MODE: Need =
-    need("modes without LOCAL", "local buffers need no registration there", |world| {
-        world.has(MrMode::LOCAL)
+    need("modes without LOCAL", "local buffers need no registration there", |config| {
+        config.has(MrMode::LOCAL)
     });
 
-fn overlapping_regions_grant_each_its_own_rights(world: &World) {
-    let net = Net::open(world);
+fn overlapping_regions_grant_each_its_own_rights(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(1, 4096));
     let reads = net.expose(memory.part(0, 3000), Access::REMOTE_READ);
     let writes = net.expose(memory.part(1000, 3096), Access::REMOTE_WRITE);
@@ -60,15 +60,15 @@ fn overlapping_regions_grant_each_its_own_rights(world: &World) {
     assert_eq!(memory.all(), pattern(1, 4096), "a refused access moved bytes");
     net.push(&writer, 500, b"through the writer").expect("write");
     assert_eq!(net.pull(&reader, 1500, 18).expect("read"), b"through the writer");
-    // Closing one region changes nothing for the others.
+    // Closing one region does not affect the others.
     writes.close().expect("close");
     denied(net.push(&reader, 1500, &[0]));
     assert_eq!(net.push(&writer, 500, &[0]).unwrap_err().kind(), net.seen(ErrorKind::InvalidKey));
     net.pull(&reader, 0, 3000).expect("read");
 }
 
-fn peers_get_the_rights_of_the_key_and_no_others(world: &World) {
-    let net = Net::open(world);
+fn peers_get_the_rights_of_the_key_and_no_others(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(2, 256));
     for access in
         [Access::empty(), Access::REMOTE_READ, Access::REMOTE_WRITE, REMOTE, LOCAL, LOCAL | REMOTE]
@@ -97,8 +97,8 @@ fn peers_get_the_rights_of_the_key_and_no_others(world: &World) {
     }
 }
 
-fn a_region_without_rights_grants_nothing(world: &World) {
-    let net = Net::open(world);
+fn a_region_without_rights_grants_nothing(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(1, 4096));
     let region = net.expose(memory.part(0, 4096), Access::empty());
     let key = net.key(&region);
@@ -108,8 +108,8 @@ fn a_region_without_rights_grants_nothing(world: &World) {
     region.close().expect("close");
 }
 
-fn a_sub_region_of_a_region_without_rights_may_read(world: &World) {
-    let net = Net::open(world);
+fn a_sub_region_of_a_region_without_rights_may_read(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(1, 4096));
     let region = net.expose(memory.part(0, 4096), Access::empty());
     let range = memory.part(100, 50);
@@ -121,8 +121,8 @@ fn a_sub_region_of_a_region_without_rights_may_read(world: &World) {
     assert_eq!((refused.kind(), refused.operation()), (ErrorKind::AccessDenied, "sub"));
 }
 
-fn atomics_need_the_right_to_write(world: &World) {
-    let net = Net::open(world);
+fn atomics_need_the_right_to_write(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&40u64.to_le_bytes());
     let reads = net.expose(memory.range(), Access::REMOTE_READ | LOCAL);
     let refused = net.fetch_add(&net.key(&reads), 0, 2).unwrap_err();
@@ -133,7 +133,8 @@ fn atomics_need_the_right_to_write(world: &World) {
     assert_eq!(memory.all(), 42u64.to_le_bytes());
 }
 
-/// A key grants writes and atomics as `access` says, and moves no byte otherwise.
+/// Asserts that `key` allows exactly the writes, atomics and reads that `access` contains, and that
+/// a refused access moves no byte.
 fn assert_grants(net: &Net, memory: &Bytes, key: &RemoteKey, access: Access, by: &str) {
     memory.put(0, &40u64.to_le_bytes());
     let outcome = |result: Result<u64, Error>| result.map(|_| ()).map_err(|error| error.kind());
@@ -153,7 +154,7 @@ fn assert_grants(net: &Net, memory: &Bytes, key: &RemoteKey, access: Access, by:
     assert_eq!(read, expected(access.contains(Access::REMOTE_READ)), "a read by a {by}");
 }
 
-/// Every combination of the rights to change memory, without and with the right to read it.
+/// Returns every combination of the rights to write memory, without and with the right to read it.
 fn rights_to_change() -> impl Iterator<Item = Access> {
     let [both, atomic, write] =
         [Access::REMOTE_WRITE, Access::REMOTE_ATOMIC, Access::REMOTE_RMA_WRITE];
@@ -164,8 +165,8 @@ fn rights_to_change() -> impl Iterator<Item = Access> {
 }
 
 /// MR-09
-fn writes_and_atomics_can_be_granted_apart(world: &World) {
-    let net = Net::open(world);
+fn writes_and_atomics_can_be_granted_separately(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(8);
     for access in rights_to_change() {
         let region = net.expose(memory.range(), access);
@@ -175,10 +176,10 @@ fn writes_and_atomics_can_be_granted_apart(world: &World) {
 }
 
 /// MR-09
-fn sub_regions_grant_writes_and_atomics_apart(world: &World) {
-    let net = Net::open(world);
+fn sub_regions_grant_writes_and_atomics_separately(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(8);
-    // The rights of the base are for its own key.
+    // A sub-region's rights do not depend on those of its base.
     for base in [REMOTE, Access::REMOTE_ATOMIC, Access::REMOTE_RMA_WRITE] {
         let base = net.expose(memory.range(), base);
         for access in rights_to_change() {
@@ -192,8 +193,8 @@ fn sub_regions_grant_writes_and_atomics_apart(world: &World) {
 }
 
 /// MR-09, MW-05
-fn windows_grant_writes_and_atomics_apart(world: &World) {
-    let net = Net::open(world);
+fn windows_grant_writes_and_atomics_separately(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(8);
     let window = net.target.domain.alloc_type_1_window().expect("window");
     let writable = net.expose(memory.range(), LOCAL | Access::MW_BIND);
@@ -213,7 +214,7 @@ fn windows_grant_writes_and_atomics_apart(world: &World) {
 /// MR-09
 #[test]
 fn an_atomic_read_needs_a_right_to_read_or_to_atomics() {
-    let net = Net::open(&World::PLAIN);
+    let net = Net::open(&TestConfig::PLAIN);
     let memory = net.filled(&40u64.to_le_bytes());
     let result = net.local(8, LOCAL);
     for (access, granted) in [
@@ -240,8 +241,8 @@ fn an_atomic_read_needs_a_right_to_read_or_to_atomics() {
     }
 }
 
-fn one_byte_past_either_end_fails_and_moves_nothing(world: &World) {
-    let net = Net::open(world);
+fn one_byte_past_either_end_fails_and_moves_nothing(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(4, 1024));
     let region = net.expose(memory.part(100, 500), REMOTE);
     let key = net.key(&region);
@@ -277,8 +278,8 @@ fn one_byte_past_either_end_fails_and_moves_nothing(world: &World) {
     );
 }
 
-fn the_local_side_needs_its_right(world: &World) {
-    let net = Net::open(world);
+fn local_buffers_need_the_right_of_their_operation(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[5; 64]);
     let region = net.expose(memory.range(), REMOTE | LOCAL);
     let key = net.key(&region);
@@ -301,8 +302,8 @@ fn the_local_side_needs_its_right(world: &World) {
     }
 }
 
-fn receives_need_their_right_and_bounds(world: &World) {
-    let net = Net::open(world);
+fn receives_need_the_right_recv_and_stay_in_bounds(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&[5; 64]);
     let deaf = net.expose(memory.range(), REMOTE | (LOCAL - Access::RECV));
     let voice = net.local(32, LOCAL);

@@ -1,8 +1,9 @@
-//! The list of what is skipped and why, compared with the committed one: a skip is never silent.
+//! Compares the list of skipped cases and their reasons with the committed list, so that no skip is
+//! silent.
 
 use std::{collections::BTreeSet, env, fs, path::PathBuf};
 
-use crate::world::{Behaviour, VERBS_NEEDS};
+use crate::config::{Behaviour, VERBS_NEEDS};
 
 const TABLES: &[&[Behaviour]] = &[
     crate::diag::BEHAVIOURS,
@@ -24,25 +25,26 @@ const TABLES: &[&[Behaviour]] = &[
 ];
 
 const HEADER: &str = "\
-# What the behaviour suite skips, and why: behaviour | worlds that cannot show it: reason.
+# Skipped cases of the behaviour suite: behaviour | test configurations that cannot show it: reason.
 # Written by `HMEM_BLESS=1 cargo test --test behaviour skips`. A skip is not a pass.
 ";
 
 const VERBS_HEADER: &str = "\
 # Skips of the behaviour suite over an RDMA device (HMEM_VERBS_DEVICE), as in skipped.txt.
-# tests/vm/run leaves out what \"every verbs world\" cannot show.
+# tests/vm/run leaves out what \"every verbs configuration\" cannot show.
 # Written by `HMEM_BLESS=1 cargo test --test behaviour skips`.
 ";
 
-/// The list depends on the worlds alone. A machine that cannot run a world fails.
+/// The list must not depend on the machine. If a machine cannot run a test configuration, the
+/// behaviour fails there instead of being skipped.
 #[test]
-fn the_skipped_list_is_the_committed_one() {
+fn list_of_skips_equals_the_committed_list() {
     let behaviours = TABLES.iter().flat_map(|table| table.iter());
     compare("skipped.txt", HEADER, behaviours.flat_map(Behaviour::skipped).collect());
 }
 
 #[test]
-fn the_skipped_list_of_verbs_devices_is_the_committed_one() {
+fn list_of_verbs_skips_equals_the_committed_list() {
     let everywhere = VERBS_NEEDS
         .iter()
         .map(|need| format!("(every behaviour) | {}: {}", need.class, need.reason));
@@ -72,7 +74,7 @@ fn compare(file: &str, header: &str, actual: BTreeSet<String>) {
 }
 
 #[test]
-fn every_id_that_this_suite_is_for_has_a_test() {
+fn every_requirement_of_this_suite_has_a_test() {
     let ids = |family: &str, numbers: &[u32]| {
         numbers.iter().map(|n| format!("{family}-{n:02}")).collect::<Vec<_>>()
     };

@@ -1,4 +1,4 @@
-//! Regions within regions.
+//! Sub-regions: regions that share the registration of a base region.
 
 use std::sync::Arc;
 
@@ -8,36 +8,36 @@ use hmem::{
 };
 
 use crate::{
+    config::{TestConfig, need, needs, over_configs},
     memory::pattern,
     net::{LOCAL, Net, REMOTE, Setup, open_endpoint},
-    world::{World, need, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// SUB-01
     a_sub_region_has_its_own_key_rights_and_bounds: Every, needs::SUB_REGIONS;
     /// SUB-01
-    outside_the_base_or_wider_than_it_is_refused: Pairs, needs::SUB_REGIONS;
+    sub_region_that_exceeds_its_base_is_refused: Pairwise, needs::SUB_REGIONS;
     /// SUB-02
-    a_base_closes_after_its_sub_regions_three_levels_deep: Pairs, needs::SUB_REGIONS;
+    a_base_closes_after_its_sub_regions_three_levels_deep: Pairwise, needs::SUB_REGIONS;
     /// SUB-02
-    a_dropped_base_lives_as_long_as_its_sub_regions: Pairs, needs::SUB_REGIONS;
+    a_dropped_base_lives_as_long_as_its_sub_regions: Pairwise, needs::SUB_REGIONS;
     /// SUB-03
-    sub_regions_pin_and_register_no_pages: Pairs, needs::SUB_REGIONS;
+    sub_regions_pin_and_register_no_pages: Pairwise, needs::SUB_REGIONS;
     /// KEY-08
-    a_sub_region_is_reached_with_its_own_auth_key_only: Pairs, needs::SUB_REGIONS;
+    a_sub_region_is_reached_with_its_own_auth_key_only: Pairwise, needs::SUB_REGIONS;
     /// KEY-08
-    a_sub_region_is_reached_through_its_own_endpoint_only: Pairs, needs::SUB_REGIONS,
+    a_sub_region_is_reached_through_its_own_endpoint_only: Pairwise, needs::SUB_REGIONS,
         need("modes without ENDPOINT", "binding to an endpoint is refused there",
-            |world| world.has(MrMode::ENDPOINT));
+            |config| config.has(MrMode::ENDPOINT));
     /// KEY-08
-    a_counted_sub_region_needs_rma_event: Pairs, needs::SUB_REGIONS, needs::COUNTERS;
+    a_counted_sub_region_needs_rma_event: Pairwise, needs::SUB_REGIONS, needs::COUNTERS;
     /// EVT-02
-    a_sub_region_counts_its_own_writes: Pairs, needs::SUB_REGIONS, needs::COUNTERS;
+    a_sub_region_counts_its_own_writes: Pairwise, needs::SUB_REGIONS, needs::COUNTERS;
 }
 
-fn a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
-    let net = Net::open(world);
+fn a_sub_region_has_its_own_key_rights_and_bounds(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(1, 8192));
     let ranges = [memory.part(100, 8000)];
     let page_size = os_page_sizes()[0];
@@ -53,17 +53,17 @@ fn a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
     assert_eq!((sub.iface().unwrap(), sub.page_size()), (base.iface().unwrap(), page_size));
     let (base_key, key) = (net.key(&base), net.key(&sub));
     assert_ne!(base_key.as_u64().unwrap(), key.as_u64().unwrap());
-    let expected = if world.virtual_addresses() { memory.part(1000, 50).start().0 } else { 0 };
+    let expected = if config.virtual_addresses() { memory.part(1000, 50).start().0 } else { 0 };
     assert_eq!(key.base().0, expected, "a sub-region is addressed from its own start");
     assert_eq!(net.pull(&key, 0, 50).expect("read"), pattern(1, 8192)[1000..1050]);
     assert_eq!(
         net.push(&key, 0, &[0]).unwrap_err().kind(),
         ErrorKind::AccessDenied,
-        "the base's right leaked"
+        "a right of the base applied to the sub-region"
     );
     assert_eq!(net.pull(&key, 49, 2).unwrap_err().kind(), ErrorKind::OutOfBounds);
     assert_eq!(net.pull(&key, u64::MAX, 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
-    // Rights of its own the other way around: the base's key is not needed to write.
+    // A sub-region may grant writes that its base does not.
     let writes =
         base.sub(memory.part(5000, 8), Access::REMOTE_WRITE, net.fresh_key()).expect("sub-region");
     net.target.make_usable(&writes).expect("bind and enable");
@@ -72,8 +72,8 @@ fn a_sub_region_has_its_own_key_rights_and_bounds(world: &World) {
     assert_eq!(net.pull(&base_key, 4900, 8).expect("read"), b"sub wrot");
 }
 
-fn outside_the_base_or_wider_than_it_is_refused(world: &World) {
-    let net = Net::open(world);
+fn sub_region_that_exceeds_its_base_is_refused(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(8192);
     let base = net.expose(memory.part(1000, 1000), Access::REMOTE_READ | Access::SEND);
     let before = net.live();
@@ -104,8 +104,8 @@ fn outside_the_base_or_wider_than_it_is_refused(world: &World) {
     base.close().expect("nothing depends on it");
 }
 
-fn a_base_closes_after_its_sub_regions_three_levels_deep(world: &World) {
-    let net = Net::open(world);
+fn a_base_closes_after_its_sub_regions_three_levels_deep(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(2, 4096));
     let base = net.expose(memory.range(), REMOTE);
     let middle = base.sub(memory.part(1000, 2000), REMOTE, net.fresh_key()).expect("second level");
@@ -134,8 +134,8 @@ fn a_base_closes_after_its_sub_regions_three_levels_deep(world: &World) {
     assert_eq!((net.live().regions, net.live().bytes), (0, 0));
 }
 
-fn a_dropped_base_lives_as_long_as_its_sub_regions(world: &World) {
-    let net = Net::open(world);
+fn a_dropped_base_lives_as_long_as_its_sub_regions(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(3, 4096));
     let base = net.expose(memory.range(), REMOTE);
     let sub = base.sub(memory.part(100, 100), REMOTE, net.fresh_key()).expect("sub-region");
@@ -146,8 +146,8 @@ fn a_dropped_base_lives_as_long_as_its_sub_regions(world: &World) {
     assert_eq!((net.live().regions, net.live().page_registrations, net.live().bytes), (0, 0, 0));
 }
 
-fn sub_regions_pin_and_register_no_pages(world: &World) {
-    let net = Net::open(world);
+fn sub_regions_pin_and_register_no_pages(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64 << 10);
     let base = net.expose(memory.range(), REMOTE);
     let before = net.live();
@@ -167,10 +167,10 @@ fn sub_regions_pin_and_register_no_pages(world: &World) {
     assert_eq!(net.live(), before);
 }
 
-fn a_sub_region_is_reached_with_its_own_auth_key_only(world: &World) {
+fn a_sub_region_is_reached_with_its_own_auth_key_only(config: &TestConfig) {
     let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
     for initiators in [&ours, &theirs] {
-        let mut setup = Setup::of(world);
+        let mut setup = Setup::of(config);
         setup.target.auth_key = ours.clone();
         setup.initiator.auth_key = ours.clone();
         setup.initiator_key = Some(initiators.clone());
@@ -204,8 +204,8 @@ fn a_sub_region_is_reached_with_its_own_auth_key_only(world: &World) {
     }
 }
 
-fn a_sub_region_is_reached_through_its_own_endpoint_only(world: &World) {
-    let mut net = Net::open(world);
+fn a_sub_region_is_reached_through_its_own_endpoint_only(config: &TestConfig) {
+    let mut net = Net::open(config);
     let memory = net.filled(&[3; 64]);
     let base = net.expose(memory.range(), REMOTE);
     let sub = base.sub(memory.part(8, 32), REMOTE, net.fresh_key()).expect("sub-region");
@@ -226,16 +226,16 @@ fn a_sub_region_is_reached_through_its_own_endpoint_only(world: &World) {
     sub.close().expect("close before the endpoint that it is bound to");
 }
 
-/// A region of 64 bytes with a sub-region that has a counter of its own.
+/// Registers a region and a sub-region with a counter of its own. Returns both and the counter.
 fn counted_sub(net: &Net, range: hmem::AddressRange) -> (MemoryRegion, MemoryRegion, Arc<Counter>) {
     let base = net.expose(range, REMOTE);
     let part = [range.slice(8, 32).expect("a part")];
     let attr = MrAttr { base: Some(&base), ..MrAttr::new(&part, REMOTE) }.key(net.fresh_key());
-    // SAFETY: the test owns the memory for longer than the region and refers to it by no reference.
+    // SAFETY: the test's memory outlives the region, and no reference to it exists.
     let sub = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("sub-region");
     let counter = Arc::new(Counter::new());
     sub.bind_counter(&counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
-    if net.world.has(MrMode::ENDPOINT) {
+    if net.config.has(MrMode::ENDPOINT) {
         sub.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
     }
     if sub.state() == RegionState::Disabled {
@@ -244,8 +244,8 @@ fn counted_sub(net: &Net, range: hmem::AddressRange) -> (MemoryRegion, MemoryReg
     (base, sub, counter)
 }
 
-fn a_counted_sub_region_needs_rma_event(world: &World) {
-    let mut setup = Setup::of(world);
+fn a_counted_sub_region_needs_rma_event(config: &TestConfig) {
+    let mut setup = Setup::of(config);
     setup.rma_event = false;
     let net = setup.open();
     let memory = net.filled(&[3; 64]);
@@ -256,8 +256,8 @@ fn a_counted_sub_region_needs_rma_event(world: &World) {
     net.assert_works(&net.key(&base));
 }
 
-fn a_sub_region_counts_its_own_writes(world: &World) {
-    let net = Net::open(world);
+fn a_sub_region_counts_its_own_writes(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let (base, sub, counter) = counted_sub(&net, memory.range());
     let (base_key, key) = (net.key(&base), net.key(&sub));
@@ -266,7 +266,7 @@ fn a_sub_region_counts_its_own_writes(world: &World) {
         net.push(&base_key, 8, &[2; 32]).expect("write by the base's key, which has no counter");
         assert_eq!(counter.value(), count);
     }
-    if (needs::ATOMICS.met)(world) {
+    if (needs::ATOMICS.met)(config) {
         net.fetch_add(&key, 0, 1).expect("atomic");
         assert_eq!(counter.value(), 4);
     }

@@ -19,26 +19,26 @@ use hmem::{
 
 use crate::{
     child,
+    config::{EVERY_BIT, Mode, Nic, TestConfig, needs, over_configs},
     memory::{Bytes, HostPages, pattern},
     net::{LOCAL, Net, REMOTE, Side, eventually, nic_name, open_endpoint, provider_name, remote},
-    world::{EVERY_BIT, Mode, Nic, World, needs, over_worlds},
 };
 
-over_worlds! {
+over_configs! {
     /// MR-11
-    any_order_of_drops_leaves_nothing: Plain, needs::SYSTEM;
+    any_order_of_drops_leaves_nothing: Single, needs::SYSTEM;
     /// MR-11
-    closing_a_domain_lists_its_live_objects: Plain;
+    closing_a_domain_lists_its_live_objects: Single;
     /// MR-16
-    threads_register_transfer_and_close_concurrently: Places;
+    threads_register_transfer_and_close_concurrently: DefaultMode;
     /// MR-16
-    registration_in_the_driver_blocks_no_other_call: Pairs;
+    registration_in_the_driver_blocks_no_other_call: Pairwise;
     /// MR-16
-    registering_prefaults_on_request_and_reports_progress: Plain, needs::SYSTEM;
+    registering_prefaults_on_request_and_reports_progress: Single, needs::SYSTEM;
 }
 
-/// A provider that keeps a handle of every domain that it opens, so that a test can count the
-/// objects left after all drops.
+/// A provider that keeps every domain that it opens alive, so that a test can count the objects
+/// left after all drops.
 #[derive(Debug)]
 struct Watched {
     provider: Arc<dyn Provider>,
@@ -61,7 +61,7 @@ impl Provider for Watched {
     }
 }
 
-/// Every order of `items` things, by Heap's algorithm.
+/// Returns all permutations of `items` items, by Heap's algorithm.
 fn orders(items: usize) -> Vec<Vec<usize>> {
     let mut order: Vec<_> = (0..items).collect();
     let mut counts = vec![0; items];
@@ -81,13 +81,13 @@ fn orders(items: usize) -> Vec<Vec<usize>> {
     all
 }
 
-/// Creates an application's objects, which may be dropped in any order, with a transfer in flight.
-fn objects(provider: &Arc<Watched>, world: &World, subs: bool) -> Vec<Option<Box<dyn Any>>> {
+/// Returns one object of each kind, with a transfer in flight. A test drops them in any order.
+fn objects(provider: &Arc<Watched>, config: &TestConfig, subs: bool) -> Vec<Option<Box<dyn Any>>> {
     let builder = Hmem::builder().without_vendor_ifaces();
     let hmem =
         builder.shared_provider(Arc::clone(provider) as Arc<dyn Provider>).build().expect("build");
-    let attr = DomainAttr { mr_mode: EVERY_BIT, nic: nic_name(world), ..DomainAttr::default() };
-    let Side { endpoint, cq, domain } = Side::open(&hmem, provider_name(world), attr, true, None);
+    let attr = DomainAttr { mr_mode: EVERY_BIT, nic: nic_name(config), ..DomainAttr::default() };
+    let Side { endpoint, cq, domain } = Side::open(&hmem, provider_name(config), attr, true, None);
     let memory = Bytes::Host(HostPages::new(4096));
     let ranges = [memory.range()];
     let attr = MrAttr::new(&ranges, REMOTE | LOCAL | Access::MW_BIND).key(1);
@@ -95,7 +95,7 @@ fn objects(provider: &Arc<Watched>, world: &World, subs: bool) -> Vec<Option<Box
     let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     let sub = subs.then(|| region.sub(memory.part(64, 64), REMOTE, 2).expect("sub-region"));
     let window = domain.alloc_type_1_window().expect("window");
-    if world.has(MrMode::ENDPOINT) {
+    if config.has(MrMode::ENDPOINT) {
         for region in std::iter::once(&region).chain(&sub) {
             region.bind_endpoint(&endpoint).expect("bind");
             region.enable().expect("enable");
@@ -126,11 +126,11 @@ fn threads_of_this_process() -> usize {
     fs::read_dir("/proc/self/task").expect("procfs").count()
 }
 
-fn every_order(world: &World, subs: bool, provider: impl Fn() -> Arc<dyn Provider>) {
+fn every_order(config: &TestConfig, subs: bool, provider: impl Fn() -> Arc<dyn Provider>) {
     let (fds, threads) = (child::open_fds(), threads_of_this_process());
     for order in orders(if subs { 6 } else { 5 }) {
         let provider = Arc::new(Watched { provider: provider(), opened: Mutex::default() });
-        let mut objects = objects(&provider, world, subs);
+        let mut objects = objects(&provider, config, subs);
         for at in &order {
             drop(objects[*at].take());
         }
@@ -144,17 +144,17 @@ fn every_order(world: &World, subs: bool, provider: impl Fn() -> Arc<dyn Provide
 }
 
 fn every_order_on_loopback(progress: Progress, mode: MrMode) {
-    let world =
-        World::PLAIN.with_mode(Mode { name: "of the test", offered: EVERY_BIT, needed: mode });
-    every_order(&world, true, || {
+    let config =
+        TestConfig::PLAIN.with_mode(Mode { name: "of the test", offered: EVERY_BIT, needed: mode });
+    every_order(&config, true, || {
         Arc::new(Loopback::builder().progress(progress).needs(mode).build().expect("build"))
     });
 }
 
-/// Covers objects other than sub-regions, which not every NIC supports.
-fn any_order_of_drops_leaves_nothing(world: &World) {
-    child::alone_in(world, "threads::over_worlds::any_order_of_drops_leaves_nothing", || {
-        every_order(world, false, || match world.nic {
+/// The dropped objects include no sub-regions, which not every NIC supports.
+fn any_order_of_drops_leaves_nothing(config: &TestConfig) {
+    child::alone_in(config, "threads::over_configs::any_order_of_drops_leaves_nothing", || {
+        every_order(config, false, || match config.nic {
             Nic::Loopback => Arc::new(Loopback::builder().build().expect("build")),
             Nic::Verbs { .. } => crate::net::verbs(),
         });
@@ -163,8 +163,8 @@ fn any_order_of_drops_leaves_nothing(world: &World) {
 
 /// MR-11
 #[test]
-fn any_order_of_drops_leaves_nothing_with_progress_by_hand() {
-    child::alone("threads::any_order_of_drops_leaves_nothing_with_progress_by_hand", || {
+fn any_order_of_drops_leaves_nothing_with_manual_progress() {
+    child::alone("threads::any_order_of_drops_leaves_nothing_with_manual_progress", || {
         every_order_on_loopback(Progress::ByHand, MrMode::empty());
     });
 }
@@ -179,18 +179,15 @@ fn any_order_of_drops_leaves_nothing_with_a_progress_thread() {
 
 /// MR-11
 #[test]
-fn any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints() {
-    child::alone(
-        "threads::any_order_of_drops_leaves_nothing_with_regions_bound_to_endpoints",
-        || {
-            every_order_on_loopback(Progress::ByHand, MrMode::ENDPOINT);
-            every_order_on_loopback(Progress::Thread, MrMode::ENDPOINT);
-        },
-    );
+fn any_order_of_drops_of_bound_regions_leaves_nothing() {
+    child::alone("threads::any_order_of_drops_of_bound_regions_leaves_nothing", || {
+        every_order_on_loopback(Progress::ByHand, MrMode::ENDPOINT);
+        every_order_on_loopback(Progress::Thread, MrMode::ENDPOINT);
+    });
 }
 
-fn closing_a_domain_lists_its_live_objects(world: &World) {
-    let net = Net::open(world);
+fn closing_a_domain_lists_its_live_objects(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(64);
     let region = net.expose(memory.range(), REMOTE);
     let window = net.target.domain.alloc_type_2_window(Type2Kind::B).expect("window");
@@ -211,13 +208,13 @@ fn closing_a_domain_lists_its_live_objects(world: &World) {
     domain.close().expect("nothing is left");
 }
 
-fn threads_register_transfer_and_close_concurrently(world: &World) {
+fn threads_register_transfer_and_close_concurrently(config: &TestConfig) {
     const THREADS: u64 = 3;
     const KEPT: u64 = 150;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let before = net.live();
     let work = |thread: u64| {
-        // A verbs endpoint has one peer.
+        // A verbs endpoint has only one peer, so each thread opens an endpoint pair of its own.
         let (listening, _cq) = open_endpoint(&net.target.domain, true, None);
         let (endpoint, cq) = open_endpoint(&net.initiator.domain, true, None);
         let peer = endpoint.resolve(&listening.name()).expect("resolve");
@@ -260,24 +257,25 @@ fn threads_register_transfer_and_close_concurrently(world: &World) {
     assert_eq!(net.live().regions, before.regions, "regions that the threads kept outlived them");
 }
 
-fn registration_in_the_driver_blocks_no_other_call(world: &World) {
-    let net = Net::open(world);
+fn registration_in_the_driver_blocks_no_other_call(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(8192);
     let warm = net.expose(memory.range(), REMOTE);
     net.assert_works(&net.key(&warm));
     thread::scope(|scope| {
-        // In the scope, which waits for its threads also when it fails: the gate is dropped, and
-        // lets go, before.
+        // `gate` is declared inside the scope. If an assertion fails, dropping it releases the
+        // registration that it holds, so that the scope does not wait forever.
         let gate = net.hold_registration();
         let slow = scope.spawn(|| net.expose(memory.part(4096, 4096), REMOTE));
         gate.wait();
-        // On a thread of its own: held up, it is given up after a while.
+        // Runs on its own thread, so that a blocked registration fails the test instead of hanging
+        // it.
         let other = scope.spawn(|| {
             let region = net.expose(memory.part(0, 4096), REMOTE);
             net.assert_works(&net.key(&region));
             region.close().expect("close");
         });
-        eventually("the registration of somebody else", || other.is_finished());
+        eventually("the other registration", || other.is_finished());
         other.join().expect("the other registration");
         assert!(gate.is_holding() && !slow.is_finished());
         gate.release();
@@ -285,7 +283,7 @@ fn registration_in_the_driver_blocks_no_other_call(world: &World) {
     });
 }
 
-/// Number of 4 KiB pages of `pages` that are in memory.
+/// Returns the number of 4 KiB pages of `pages` that are resident.
 fn present(pages: &HostPages) -> usize {
     let (start, len) = (pages.range().start().0 / 4096, pages.range().len() as usize / 4096);
     let mut entries = vec![0u8; len * 8];
@@ -297,12 +295,12 @@ fn present(pages: &HostPages) -> usize {
 
 /// MR-16
 #[test]
-fn a_huge_range_is_touched_in_parallel_and_reports_progress() {
+fn huge_range_is_prefaulted_in_parallel_and_reports_progress() {
     const LEN: usize = 96 << 20;
     let pages = HostPages::new(LEN);
     assert_eq!(present(&pages), 0);
     let (seen, arrived) = (Mutex::new((BTreeSet::new(), Vec::new())), Condvar::new());
-    // Each chunk waits until two threads are at work: with one alone it would wait in vain.
+    // Each chunk waits until two threads have reported. A single thread would time out.
     let progress = |done: u64, all: u64| {
         let mut seen = seen.lock().expect("not poisoned");
         seen.0.insert(format!("{:?}", thread::current().id()));
@@ -321,15 +319,15 @@ fn a_huge_range_is_touched_in_parallel_and_reports_progress() {
     assert_eq!(present(&pages), LEN / 4096);
 }
 
-fn registering_prefaults_on_request_and_reports_progress(world: &World) {
-    let net = Net::open(world);
+fn registering_prefaults_on_request_and_reports_progress(config: &TestConfig) {
+    let net = Net::open(config);
     let memory = net.bytes(1 << 20);
     let ranges = [memory.range()];
     let reports = Mutex::new(Vec::new());
     let progress = |done: u64, all: u64| reports.lock().expect("not poisoned").push((done, all));
     let attr = MrAttr::new(&ranges, REMOTE);
     let untouched = net.try_expose(&attr, MrFlags::empty()).expect("register");
-    if world.pages == Pages::Follow {
+    if config.pages == Pages::Follow {
         assert_eq!(present(memory.pages()), 0, "nobody asked for pages");
     }
     let prefault = Some(Prefault { threads: 0, progress: Some(&progress) });
@@ -340,6 +338,6 @@ fn registering_prefaults_on_request_and_reports_progress(world: &World) {
     memory.pages().remove_pages();
     let before = net.live();
     net.try_expose(&MrAttr { prefault, ..attr }, MrFlags::empty())
-        .expect_err("pages that cannot be had");
+        .expect_err("pages that cannot be allocated");
     assert_eq!(net.live(), before);
 }

@@ -1,5 +1,5 @@
-//! Properties of transfers that a provider declares: who executes them, in which order, and the
-//! immediate data that they carry.
+//! Properties of transfers that a provider declares: the agent that executes them, their order, and
+//! the immediate data that they carry.
 
 use std::{thread, time::Duration};
 
@@ -10,26 +10,26 @@ use hmem::{
 };
 
 use crate::{
+    config::{TestConfig, over_configs},
     net::{LOCAL, Net, REMOTE, Setup, eventually, remote, segment},
-    world::{World, over_worlds},
 };
 
-over_worlds! {
-    transfers_progress_by_the_declared_agent: Pairs;
-    requests_take_effect_in_the_declared_order: Pairs;
-    messages_keep_the_declared_order: Pairs;
+over_configs! {
+    transfers_progress_by_the_declared_agent: Pairwise;
+    requests_take_effect_in_the_declared_order: Pairwise;
+    messages_keep_the_declared_order: Pairwise;
     /// EVT-04
-    a_write_with_immediate_data_completes_a_receive_after_its_bytes: Pairs;
+    immediate_write_completes_a_receive_after_its_bytes: Pairwise;
     /// EVT-04
-    a_write_with_immediate_data_waits_for_a_receive: Pairs;
+    immediate_write_waits_for_a_receive: Pairwise;
     /// EVT-04
-    messages_carry_immediate_data: Pairs;
+    messages_carry_immediate_data: Pairwise;
     /// EVT-04
-    immediate_data_that_is_too_wide_is_refused: Pairs;
+    immediate_data_that_is_too_wide_is_refused: Pairwise;
 }
 
-fn transfers_progress_by_the_declared_agent(world: &World) {
-    let net = Net::open(world);
+fn transfers_progress_by_the_declared_agent(config: &TestConfig) {
+    let net = Net::open(config);
     let target = net.bytes(64);
     let region = net.expose(target.range(), REMOTE);
     let key = net.key(&region);
@@ -40,22 +40,22 @@ fn transfers_progress_by_the_declared_agent(world: &World) {
     let has_arrived = || target.get(0, 64) == [7; 64];
     match net.initiator.domain.provider_attr().progress {
         ProgressModel::Manual => {
-            // Time for an agent that the provider kept to itself.
+            // Waits, so that a transfer that makes progress without a call would move its bytes.
             thread::sleep(Duration::from_millis(5));
-            assert!(!has_arrived(), "it moved without a call");
+            assert!(!has_arrived(), "the bytes moved without a progress call");
             assert_eq!(net.initiator.domain.progress().expect("progress"), 1);
-            assert!(has_arrived(), "the call did not move it");
+            assert!(has_arrived(), "the progress call did not move the bytes");
         }
         ProgressModel::Nic | ProgressModel::Thread => {
-            eventually("a transfer that nobody calls for", has_arrived);
+            eventually("a transfer without a progress call", has_arrived);
         }
     }
     net.completion().result.expect("write");
 }
 
-fn requests_take_effect_in_the_declared_order(world: &World) {
+fn requests_take_effect_in_the_declared_order(config: &TestConfig) {
     const LEN: u64 = 16 << 10;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let order = net.initiator.domain.provider_attr().order;
     let target = net.bytes(LEN as usize);
     let region = net.expose(target.range(), REMOTE);
@@ -70,7 +70,7 @@ fn requests_take_effect_in_the_declared_order(world: &World) {
         local.bytes.put(0, &first);
         local.bytes.put(LEN, &second);
         local.bytes.put(2 * LEN, &third);
-        // All in flight at once: no completion is read in between.
+        // All writes are in flight at once: no completion is read in between.
         net.post(write, &[buffer(0)], 1).expect("post");
         net.post(write, &[buffer(1)], 2).expect("post");
         let mut posted = 2;
@@ -98,9 +98,9 @@ fn requests_take_effect_in_the_declared_order(world: &World) {
     }
 }
 
-fn messages_keep_the_declared_order(world: &World) {
+fn messages_keep_the_declared_order(config: &TestConfig) {
     const MESSAGES: u64 = 8;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let order = net.initiator.domain.provider_attr().order;
     let target = net.bytes(16 * MESSAGES as usize);
     let region = net.expose(target.range(), REMOTE | LOCAL);
@@ -118,7 +118,7 @@ fn messages_keep_the_declared_order(world: &World) {
         // SAFETY: the memory belongs to the test and outlives the transfer.
         unsafe { net.target.endpoint.post(&request) }.expect("post a receive");
     }
-    // Each message says that the bytes after its own place are written.
+    // Each message follows a write to the bytes behind the message's own receive buffer.
     for number in 0..MESSAGES {
         let after = [remote(&key, 16 * number + 8, 8)];
         net.post(Operation::Write { remote: &after }, &[local.segment(16 * number, 8)], number)
@@ -159,9 +159,9 @@ fn widest(net: &Net) -> u64 {
     u64::MAX >> (64 - 8 * bytes)
 }
 
-fn a_write_with_immediate_data_completes_a_receive_after_its_bytes(world: &World) {
+fn immediate_write_completes_a_receive_after_its_bytes(config: &TestConfig) {
     const LEN: u64 = 48 << 10;
-    let net = Net::open(world);
+    let net = Net::open(config);
     let target = net.bytes(LEN as usize);
     let region = net.expose(target.range(), REMOTE);
     let key = net.key(&region);
@@ -178,8 +178,12 @@ fn a_write_with_immediate_data_completes_a_receive_after_its_bytes(world: &World
         let write = Operation::WriteImmediate { remote: &there, data };
         net.post(write, &[local.segment(0, LEN)], 1).expect("post");
         let ended = received(&net);
-        // Before anything else: the bytes are there as soon as the receive has completed.
-        assert_eq!(target.get(0, LEN as usize), vec![seed; LEN as usize], "ahead of its bytes");
+        // Checked first, since the bytes must be there as soon as the receive has completed.
+        assert_eq!(
+            target.get(0, LEN as usize),
+            vec![seed; LEN as usize],
+            "the receive completed before its bytes arrived"
+        );
         assert_eq!((ended.kind, ended.context), (CompletionKind::RemoteWrite, context));
         assert_eq!(ended.result.expect("written"), LEN);
         assert_eq!((ended.data, ended.invalidated, ended.tag), (Some(data), None, None));
@@ -191,8 +195,8 @@ fn a_write_with_immediate_data_completes_a_receive_after_its_bytes(world: &World
     assert_eq!(net.target.cq.read(&mut Vec::new(), 1).expect("read"), 0, "a completion too many");
 }
 
-fn a_write_with_immediate_data_waits_for_a_receive(world: &World) {
-    let net = Net::open(world);
+fn immediate_write_waits_for_a_receive(config: &TestConfig) {
+    let net = Net::open(config);
     let target = net.bytes(64);
     let region = net.expose(target.range(), REMOTE);
     let key = net.key(&region);
@@ -218,8 +222,8 @@ fn a_write_with_immediate_data_waits_for_a_receive(world: &World) {
     assert_eq!(target.get(0, 40), [&[9; 32][..], &[0; 8]].concat());
 }
 
-fn messages_carry_immediate_data(world: &World) {
-    let net = Net::open(world);
+fn messages_carry_immediate_data(config: &TestConfig) {
+    let net = Net::open(config);
     let inbox = net.bytes(64);
     let inbox_region = net.expose(inbox.range(), LOCAL);
     let desc = inbox_region.desc().expect("a descriptor");
@@ -242,8 +246,8 @@ fn messages_carry_immediate_data(world: &World) {
     assert_eq!(received(&net).data, None, "a message without immediate data");
 }
 
-fn immediate_data_that_is_too_wide_is_refused(world: &World) {
-    let mut setup = Setup::of(world);
+fn immediate_data_that_is_too_wide_is_refused(config: &TestConfig) {
+    let mut setup = Setup::of(config);
     setup.provider = setup.provider.cq_data_size(4);
     let net = setup.open();
     let target = net.bytes(64);
@@ -260,6 +264,6 @@ fn immediate_data_that_is_too_wide_is_refused(world: &World) {
             assert_eq!(error.context_value("cq_data_size"), Some("4"), "{error}");
         }
     }
-    net.push(&key, 0, &[1; 8]).expect("the endpoint works on");
+    net.push(&key, 0, &[1; 8]).expect("the endpoint still works");
     assert_eq!(net.target.cq.read(&mut Vec::new(), 1).expect("read"), 0);
 }

@@ -13,66 +13,66 @@ use hmem::{
 };
 
 use crate::{
+    config::{Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, pattern},
     net::{LOCAL, Net, REMOTE, Setup, open_endpoint},
-    world::{Need, World, need, needs, over_worlds},
 };
 
-const NEEDS: Need = need("mode RAW", "windows are refused there: MODE-04 shows it", |world| {
-    !world.has(MrMode::RAW)
+const NEEDS: Need = need("mode RAW", "windows are refused there: MODE-04 shows it", |config| {
+    !config.has(MrMode::RAW)
 });
 const UNBOUND: Need =
-    need("mode ENDPOINT", "the region itself is bound to the queue pair there", |world| {
-        !world.has(MrMode::ENDPOINT)
+    need("mode ENDPOINT", "the region itself is bound to the queue pair there", |config| {
+        !config.has(MrMode::ENDPOINT)
     });
 
 const LOOPBACK: Need = need(
     "verbs",
     "provider-verbs/tests/window.rs shows the types that the device at hand has",
-    World::is_loopback,
+    TestConfig::is_loopback,
 );
 
-over_worlds! {
+over_configs! {
     /// MW-01
-    type_1_binds_by_a_call_and_turns_its_key: Pairs, NEEDS, LOOPBACK;
+    type_1_window_changes_its_key_at_each_bind: Pairwise, NEEDS, LOOPBACK;
     /// MW-01
-    type_1_is_not_bound_to_nothing: Pairs, NEEDS, LOOPBACK;
+    type_1_window_refuses_an_empty_range: Pairwise, NEEDS, LOOPBACK;
     /// MW-02
-    type_2_binds_by_a_request_with_the_callers_tag: Pairs, NEEDS, LOOPBACK;
+    type_2_window_binds_by_a_request_with_a_tag: Pairwise, NEEDS, LOOPBACK;
     /// MW-03
-    type_2a_is_reached_through_its_queue_pair_only: Pairs, NEEDS, UNBOUND, LOOPBACK;
+    type_2a_window_is_reached_through_its_queue_pair_only: Pairwise, NEEDS, UNBOUND, LOOPBACK;
     /// MW-03
-    type_2b_window_does_not_keep_its_queue_pair: Pairs, NEEDS, UNBOUND, LOOPBACK;
+    type_2b_window_does_not_keep_its_queue_pair_open: Pairwise, NEEDS, UNBOUND, LOOPBACK;
     /// MW-04
-    invalidation_ends_the_key_and_keeps_the_window: Pairs, NEEDS, LOOPBACK;
+    invalidation_ends_the_key_but_not_the_window: Pairwise, NEEDS, LOOPBACK;
     /// MW-04, MW-10
-    a_peer_invalidates_by_sending: Pairs, NEEDS, LOOPBACK;
+    a_peer_invalidates_a_window_by_a_message: Pairwise, NEEDS, LOOPBACK;
     /// MW-04, MW-10
-    a_peer_does_not_invalidate_a_type_1_window: Pairs, NEEDS, LOOPBACK;
+    a_peer_does_not_invalidate_a_type_1_window: Pairwise, NEEDS, LOOPBACK;
     /// MW-04, MW-10
-    a_peer_invalidates_through_the_queue_pair_of_the_window_only: Pairs, NEEDS, LOOPBACK;
+    a_peer_invalidates_through_the_queue_pair_of_the_window_only: Pairwise, NEEDS, LOOPBACK;
     /// MW-05
-    windows_carry_rights_of_their_own: Pairs, NEEDS, LOOPBACK;
+    windows_have_their_own_rights: Pairwise, NEEDS, LOOPBACK;
     /// MW-06
-    windows_overlap_and_hold_their_region: Pairs, NEEDS, LOOPBACK;
+    windows_may_overlap_and_keep_their_region_open: Pairwise, NEEDS, LOOPBACK;
     /// MW-07
-    outside_the_region_or_on_anothers_is_refused: Pairs, NEEDS, LOOPBACK;
+    window_outside_its_region_or_domain_is_refused: Pairwise, NEEDS, LOOPBACK;
     /// MW-08
-    binding_registers_and_exports_nothing: Pairs, NEEDS, LOOPBACK;
+    binding_registers_and_exports_nothing: Pairwise, NEEDS, LOOPBACK;
     /// KEY-08
-    a_window_is_reached_with_the_auth_key_of_its_region_only: Pairs, NEEDS, LOOPBACK;
+    a_window_is_reached_with_the_auth_key_of_its_region_only: Pairwise, NEEDS, LOOPBACK;
     /// KEY-08
-    a_window_is_reached_through_the_endpoint_of_its_region_only: Pairs, NEEDS, LOOPBACK,
+    a_window_is_reached_through_the_endpoint_of_its_region_only: Pairwise, NEEDS, LOOPBACK,
         need("modes without ENDPOINT", "binding to an endpoint is refused there",
-            |world| world.has(MrMode::ENDPOINT));
+            |config| config.has(MrMode::ENDPOINT));
     /// KEY-08
-    a_window_on_a_counted_region_needs_rma_event: Pairs, NEEDS, LOOPBACK;
+    a_window_on_a_counted_region_needs_rma_event: Pairwise, NEEDS, LOOPBACK;
     /// EVT-02
-    writes_and_atomics_through_a_window_count_once: Pairs, NEEDS, LOOPBACK;
+    writes_and_atomics_through_a_window_count_once: Pairwise, NEEDS, LOOPBACK;
     /// MODE-04
-    windows_are_refused_in_raw_mode: Pairs,
-        need("modes without RAW", "there are windows there: MW-01 and MW-02 show it", |world| {
-            world.has(MrMode::RAW)
+    windows_are_refused_in_raw_mode: Pairwise,
+        need("modes without RAW", "there are windows there: MW-01 and MW-02 show it", |config| {
+            config.has(MrMode::RAW)
         });
 }
 
@@ -82,8 +82,8 @@ struct Fixture {
     region: MemoryRegion,
 }
 
-fn fixture(world: &World) -> Fixture {
-    let net = Net::open(world);
+fn fixture(config: &TestConfig) -> Fixture {
+    let net = Net::open(config);
     let memory = net.filled(&pattern(1, 4096));
     let region = net.expose(memory.range(), LOCAL | Access::REMOTE_READ | Access::MW_BIND);
     Fixture { net, memory, region }
@@ -98,7 +98,7 @@ impl Fixture {
         self.net.target.domain.alloc_type_2_window(kind).expect("allocate a window")
     }
 
-    /// Posts a bind to the target's endpoint and waits for it.
+    /// Posts the bind of a type 2 window on the target's endpoint and waits for its completion.
     fn bind_2(
         &self,
         window: &Type2Window,
@@ -128,9 +128,9 @@ impl Fixture {
     fn dead(&self, key: &RemoteKey) {
         let before = self.memory.all();
         let dead = self.net.seen(ErrorKind::InvalidKey);
-        let error = self.net.push(key, 0, &[0xFF]).expect_err("a dead key wrote");
+        let error = self.net.push(key, 0, &[0xFF]).expect_err("a revoked key wrote");
         assert_eq!(error.kind(), dead, "{error}");
-        assert_eq!(self.net.pull(key, 0, 1).expect_err("a dead key read").kind(), dead);
+        assert_eq!(self.net.pull(key, 0, 1).expect_err("a revoked key read").kind(), dead);
         assert_eq!(self.memory.all(), before);
     }
 
@@ -141,8 +141,8 @@ impl Fixture {
     }
 }
 
-fn windows_are_refused_in_raw_mode(world: &World) {
-    let f = fixture(world);
+fn windows_are_refused_in_raw_mode(config: &TestConfig) {
+    let f = fixture(config);
     let domain = &f.net.target.domain;
     let refused = |error: hmem::Error| {
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
@@ -155,8 +155,8 @@ fn windows_are_refused_in_raw_mode(world: &World) {
     assert_eq!(f.net.live().windows, 0);
 }
 
-fn type_1_binds_by_a_call_and_turns_its_key(world: &World) {
-    let f = fixture(world);
+fn type_1_window_changes_its_key_at_each_bind(config: &TestConfig) {
+    let f = fixture(config);
     let window = f.type_1();
     assert!(window.key().is_none());
     let first = window.bind(&f.region, 1000, 100, REMOTE).expect("bind");
@@ -173,7 +173,7 @@ fn type_1_binds_by_a_call_and_turns_its_key(world: &World) {
         assert_eq!(f.net.pull(&first, offset, len).unwrap_err().kind(), ErrorKind::OutOfBounds);
     }
     let second = window.bind(&f.region, 2000, 10, REMOTE).expect("bind again");
-    assert_ne!(first.as_u64().unwrap(), second.as_u64().unwrap(), "the key did not turn");
+    assert_ne!(first.as_u64().unwrap(), second.as_u64().unwrap(), "the key did not change");
     f.dead(&first);
     assert_eq!(f.net.pull(&second, 0, 10).expect("read"), pattern(1, 4096)[2000..2010]);
     window.unbind().expect("unbind");
@@ -188,16 +188,16 @@ fn type_1_binds_by_a_call_and_turns_its_key(world: &World) {
     f.region.close().expect("close");
 }
 
-fn type_1_is_not_bound_to_nothing(world: &World) {
-    let f = fixture(world);
+fn type_1_window_refuses_an_empty_range(config: &TestConfig) {
+    let f = fixture(config);
     let window = f.type_1();
     let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
     assert_eq!(window.bind(&f.region, 0, 0, REMOTE).unwrap_err().kind(), ErrorKind::ZeroLength);
     assert_eq!(f.net.pull(&key, 0, 64).expect("the binding stands").len(), 64);
 }
 
-fn type_2_binds_by_a_request_with_the_callers_tag(world: &World) {
-    let f = fixture(world);
+fn type_2_window_binds_by_a_request_with_a_tag(config: &TestConfig) {
+    let f = fixture(config);
     for kind in [Type2Kind::A, Type2Kind::B] {
         let window = f.type_2(kind);
         for (tag, addressing) in [(0x5A, Addressing::ZeroBased), (0xC3, Addressing::Virtual)] {
@@ -232,8 +232,8 @@ fn type_2_binds_by_a_request_with_the_callers_tag(world: &World) {
     }
 }
 
-fn type_2a_is_reached_through_its_queue_pair_only(world: &World) {
-    let mut f = fixture(world);
+fn type_2a_window_is_reached_through_its_queue_pair_only(config: &TestConfig) {
+    let mut f = fixture(config);
     let window = f.type_2(Type2Kind::A);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::Virtual, 1).expect("bind");
     f.net.pull(&key, 0, 64).expect("through the queue pair that it was bound with");
@@ -245,13 +245,13 @@ fn type_2a_is_reached_through_its_queue_pair_only(world: &World) {
     let first = std::mem::replace(&mut f.net.target.endpoint, other);
     let rejected = first.close().expect_err("a queue pair with a 2A window bound was destroyed");
     assert_eq!(rejected.error.kind(), ErrorKind::Busy);
-    f.net.pull(&key, 0, 64).expect("it works on");
+    f.net.pull(&key, 0, 64).expect("it still works");
     drop(window);
     rejected.value.close().expect("once the window is gone");
 }
 
-fn type_2b_window_does_not_keep_its_queue_pair(world: &World) {
-    let mut f = fixture(world);
+fn type_2b_window_does_not_keep_its_queue_pair_open(config: &TestConfig) {
+    let mut f = fixture(config);
     let window = f.type_2(Type2Kind::B);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::Virtual, 1).expect("bind");
     f.net.pull(&key, 0, 64).expect("through the queue pair that it was bound with");
@@ -270,8 +270,8 @@ fn type_2b_window_does_not_keep_its_queue_pair(world: &World) {
     f.region.close().expect("nothing is bound");
 }
 
-fn invalidation_ends_the_key_and_keeps_the_window(world: &World) {
-    let f = fixture(world);
+fn invalidation_ends_the_key_but_not_the_window(config: &TestConfig) {
+    let f = fixture(config);
     let window = f.type_2(Type2Kind::B);
     f.invalidate(&window).expect("a free window may be invalidated, which changes nothing");
     let first =
@@ -292,8 +292,8 @@ fn invalidation_ends_the_key_and_keeps_the_window(world: &World) {
     f.dead(&second);
 }
 
-fn a_peer_invalidates_by_sending(world: &World) {
-    let f = fixture(world);
+fn a_peer_invalidates_a_window_by_a_message(config: &TestConfig) {
+    let f = fixture(config);
     let window = f.type_2(Type2Kind::B);
     let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("bind");
     let (inbox, message) = (f.net.bytes(64), f.net.local(64, LOCAL));
@@ -327,8 +327,8 @@ fn send_invalidating(f: &Fixture, key: &RemoteKey) -> Result<u64> {
     f.net.transfer(send, &[])
 }
 
-fn a_peer_does_not_invalidate_a_type_1_window(world: &World) {
-    let f = fixture(world);
+fn a_peer_does_not_invalidate_a_type_1_window(config: &TestConfig) {
+    let f = fixture(config);
     let window = f.type_1();
     let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
     let error = send_invalidating(&f, &key).expect_err("a peer invalidated a type 1 window");
@@ -339,8 +339,8 @@ fn a_peer_does_not_invalidate_a_type_1_window(world: &World) {
     assert_eq!(rejected.error.kind(), ErrorKind::Busy);
 }
 
-fn a_peer_invalidates_through_the_queue_pair_of_the_window_only(world: &World) {
-    let mut f = fixture(world);
+fn a_peer_invalidates_through_the_queue_pair_of_the_window_only(config: &TestConfig) {
+    let mut f = fixture(config);
     let (_other, _cq, foreign) = f.other_endpoint();
     for kind in [Type2Kind::A, Type2Kind::B] {
         let window = f.type_2(kind);
@@ -356,15 +356,15 @@ fn a_peer_invalidates_through_the_queue_pair_of_the_window_only(world: &World) {
     }
 }
 
-fn windows_carry_rights_of_their_own(world: &World) {
-    let f = fixture(world);
+fn windows_have_their_own_rights(config: &TestConfig) {
+    let f = fixture(config);
     let base = f.region.key().expect("key");
     let [reads, writes] = [Access::REMOTE_READ, Access::REMOTE_WRITE].map(|access| {
         let window = f.type_1();
         let key = window.bind(&f.region, 0, 64, access).expect("bind");
         (window, key)
     });
-    // The region has local write and no remote write: a window may still grant it.
+    // The region has the right WRITE and not REMOTE_WRITE. A window may still grant REMOTE_WRITE.
     f.net.push(&writes.1, 0, b"granted").expect("write");
     assert_eq!(f.memory.get(0, 7), b"granted");
     assert_eq!(f.net.pull(&writes.1, 0, 1).unwrap_err().kind(), ErrorKind::AccessDenied);
@@ -375,12 +375,12 @@ fn windows_carry_rights_of_their_own(world: &World) {
         "the window widened its region"
     );
     assert_eq!(f.net.pull(&reads.1, 0, 7).expect("read"), b"granted");
-    // A window reaches what its region's own key does not.
+    // A window gives access to memory that its region's own key does not reach.
     let sealed = f.net.expose(f.memory.part(0, 64), LOCAL | Access::MW_BIND);
     let key = reads.0.bind(&sealed, 0, 64, Access::REMOTE_READ).expect("bind");
     assert_eq!(f.net.pull(&key, 0, 7).expect("read"), b"granted");
     f.net.pull(&sealed.key().expect("key"), 0, 1).expect_err("the region's own key grants nothing");
-    // Without local write there is nothing to grant.
+    // Without the right WRITE on the region, a window cannot grant writes.
     let read_only = Access::REMOTE_READ | Access::SEND | Access::WRITE | Access::MW_BIND;
     let read_only = f.net.expose(f.memory.part(0, 64), read_only);
     let error = reads.0.bind(&read_only, 0, 64, Access::REMOTE_WRITE).unwrap_err();
@@ -392,8 +392,8 @@ fn windows_carry_rights_of_their_own(world: &World) {
     f.net.pull(&key, 0, 7).expect("a refused bind leaves the binding as it was");
 }
 
-fn windows_overlap_and_hold_their_region(world: &World) {
-    let f = fixture(world);
+fn windows_may_overlap_and_keep_their_region_open(config: &TestConfig) {
+    let f = fixture(config);
     let one = f.type_1();
     let two = f.type_2(Type2Kind::B);
     let first = one.bind(&f.region, 0, 100, Access::REMOTE_WRITE).expect("bind");
@@ -405,15 +405,15 @@ fn windows_overlap_and_hold_their_region(world: &World) {
     assert_eq!(rejected.error.kind(), ErrorKind::Busy);
     one.unbind().expect("unbind");
     let rejected = rejected.value.close().expect_err("closed under one window");
-    assert_eq!(f.net.pull(&second, 0, 12).expect("it works on"), b"seen by both");
+    assert_eq!(f.net.pull(&second, 0, 12).expect("it still works"), b"seen by both");
     two.post_invalidate(&f.net.target.endpoint, 78).expect("invalidate");
     f.net.target.wait(&[&f.net.initiator]).result.expect("invalidated");
     rejected.value.close().expect("nothing is bound");
     assert_eq!((f.net.live().regions, f.net.live().windows), (0, 2));
 }
 
-fn outside_the_region_or_on_anothers_is_refused(world: &World) {
-    let f = fixture(world);
+fn window_outside_its_region_or_domain_is_refused(config: &TestConfig) {
+    let f = fixture(config);
     let (one, two) = (f.type_1(), f.type_2(Type2Kind::A));
     for (offset, len) in [(4096, 1), (4095, 2), (0, 4097), (u64::MAX, 1), (1, u64::MAX)] {
         let error = one.bind(&f.region, offset, len, REMOTE).expect_err("outside its region");
@@ -445,8 +445,8 @@ fn outside_the_region_or_on_anothers_is_refused(world: &World) {
     f.region.close().expect("nothing was bound");
 }
 
-fn binding_registers_and_exports_nothing(world: &World) {
-    let f = fixture(world);
+fn binding_registers_and_exports_nothing(config: &TestConfig) {
+    let f = fixture(config);
     let calls = || f.net.device.as_ref().map(|device| device.stats());
     let registered =
         |net: &Net| (net.live().regions, net.live().page_registrations, net.live().bytes);
@@ -468,7 +468,7 @@ fn binding_registers_and_exports_nothing(world: &World) {
     assert_eq!(calls(), calls_before, "binding called the device's iface");
 }
 
-/// A window of 64 bytes of each type on `region`, and the keys.
+/// Binds a 64-byte window of each type to `region`. Returns each window with its key.
 fn windows_on(f: &Fixture, region: &MemoryRegion) -> [(Box<dyn Any>, RemoteKey); 2] {
     let one = f.type_1();
     let one_key = one.bind(region, 0, 64, REMOTE).expect("bind");
@@ -480,10 +480,10 @@ fn windows_on(f: &Fixture, region: &MemoryRegion) -> [(Box<dyn Any>, RemoteKey);
     [(Box::new(one), one_key), (Box::new(two), two_key)]
 }
 
-fn a_window_is_reached_with_the_auth_key_of_its_region_only(world: &World) {
+fn a_window_is_reached_with_the_auth_key_of_its_region_only(config: &TestConfig) {
     let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
     for initiators in [&ours, &theirs] {
-        let mut setup = Setup::of(world);
+        let mut setup = Setup::of(config);
         setup.target.auth_key = ours.clone();
         setup.initiator.auth_key = ours.clone();
         setup.initiator_key = Some(initiators.clone());
@@ -516,8 +516,8 @@ fn a_window_is_reached_with_the_auth_key_of_its_region_only(world: &World) {
     }
 }
 
-fn a_window_is_reached_through_the_endpoint_of_its_region_only(world: &World) {
-    let mut f = fixture(world);
+fn a_window_is_reached_through_the_endpoint_of_its_region_only(config: &TestConfig) {
+    let mut f = fixture(config);
     let window = f.type_1();
     let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
     let (_other, _cq, foreign) = f.other_endpoint();
@@ -531,20 +531,20 @@ fn a_window_is_reached_through_the_endpoint_of_its_region_only(world: &World) {
     f.net.push(&key, 0, &[1]).expect("through the region's endpoint");
 }
 
-/// A fixture whose region counts writes.
-fn counted(world: &World, rma_event: bool) -> (Fixture, Arc<Counter>) {
-    let mut setup = Setup::of(world);
+/// Creates a fixture with a counter of remote writes bound to its region.
+fn counted(config: &TestConfig, rma_event: bool) -> (Fixture, Arc<Counter>) {
+    let mut setup = Setup::of(config);
     setup.rma_event = rma_event;
     let net = setup.open();
     let memory = net.filled(&pattern(1, 4096));
     let ranges = [memory.range()];
     let access = LOCAL | REMOTE | Access::MW_BIND;
     let attr = MrAttr::new(&ranges, access).key(net.fresh_key());
-    // SAFETY: the test owns the memory for longer than the region and refers to it by no reference.
+    // SAFETY: the test's memory outlives the region, and no reference to it exists.
     let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
     let counter = Arc::new(Counter::new());
     region.bind_counter(&counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
-    if world.has(MrMode::ENDPOINT) {
+    if config.has(MrMode::ENDPOINT) {
         region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
     }
     if region.state() == RegionState::Disabled {
@@ -553,8 +553,8 @@ fn counted(world: &World, rma_event: bool) -> (Fixture, Arc<Counter>) {
     (Fixture { net, memory, region }, counter)
 }
 
-fn a_window_on_a_counted_region_needs_rma_event(world: &World) {
-    let (f, counter) = counted(world, false);
+fn a_window_on_a_counted_region_needs_rma_event(config: &TestConfig) {
+    let (f, counter) = counted(config, false);
     for (_window, key) in windows_on(&f, &f.region) {
         let error = f.net.push(&key, 0, &[1]).expect_err("an access that cannot be counted");
         assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
@@ -562,8 +562,8 @@ fn a_window_on_a_counted_region_needs_rma_event(world: &World) {
     assert_eq!((f.memory.all(), counter.value()), (pattern(1, 4096), 0));
 }
 
-fn writes_and_atomics_through_a_window_count_once(world: &World) {
-    let (f, counter) = counted(world, true);
+fn writes_and_atomics_through_a_window_count_once(config: &TestConfig) {
+    let (f, counter) = counted(config, true);
     let mut expected = 0;
     for (_window, key) in windows_on(&f, &f.region) {
         for _ in 0..3 {
@@ -571,7 +571,7 @@ fn writes_and_atomics_through_a_window_count_once(world: &World) {
             expected += 1;
             assert_eq!(counter.value(), expected);
         }
-        if (needs::ATOMICS.met)(world) {
+        if (needs::ATOMICS.met)(config) {
             f.net.fetch_add(&key, 8, 1).expect("atomic");
             expected += 1;
         }

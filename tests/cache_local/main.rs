@@ -1,5 +1,5 @@
-//! Local memory of transfers that name no region, on a NIC that needs one. The domain's cache
-//! registers the memory and keeps it registered until the transfer ends. The NIC keeps pinned
+//! Transfers of local memory without a descriptor, on a NIC that needs descriptors. The domain's
+//! cache registers the memory and keeps it registered until the transfer ends. The NIC keeps pinned
 //! pages, so a stale registration moves stale bytes.
 
 #[path = "../counting/mod.rs"]
@@ -33,15 +33,16 @@ use hmem::{
     },
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, WorkRequest},
 };
-use net::{FAR, Net, nic, told};
+use net::{FAR, Net, nic, with_imported_monitor};
 use pages::{PAGE, Pages};
 use silent::Silent;
 
-/// First bits of the queues' own contexts.
+/// First bits of the contexts that a queue uses internally. An application's contexts may begin
+/// with them too.
 const MARKED: u64 = 0xCAC4 << 48;
 
-/// Writes from, reads into and sends from memory at reused addresses. Returns how often a byte of
-/// earlier memory was moved.
+/// In each round, writes from, reads into or sends from a new page at a reused address. Returns the
+/// number of rounds in which the NIC accessed an earlier page.
 fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
     let net = Net::open(hmem, MrMode::LOCAL);
     let mut pages = Pages::new(PAGE);
@@ -79,7 +80,7 @@ fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
 
 /// MR-07
 #[test]
-fn local_memory_without_a_descriptor_moves_its_bytes_after_it_came_back() {
+fn remapped_local_memory_moves_its_new_bytes() {
     let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::MemHooks);
     let hmem = builder.provider(nic().build().expect("a NIC")).build().expect("memhooks work here");
     assert_eq!(stale_transfers(&hmem, 3_000), 0);
@@ -87,15 +88,15 @@ fn local_memory_without_a_descriptor_moves_its_bytes_after_it_came_back() {
 
 /// MR-07
 #[test]
-fn transfers_are_stale_under_a_silent_monitor() {
-    let (hmem, _silent) = told(nic());
+fn unreported_changes_give_stale_transfers() {
+    let (hmem, _silent) = with_imported_monitor(nic());
     assert!(stale_transfers(&hmem, 30) >= 20, "the rounds do not notice a stale registration");
 }
 
 /// EVT-05
 #[test]
-fn a_wait_ends_the_leases_and_gives_the_context_of_the_application() {
-    let (hmem, _import) = told(nic());
+fn wait_ends_leases_and_returns_the_applications_context() {
+    let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(PAGE);
     net.write(&[pages.bare(0, 16)], 21).expect("posted");
@@ -107,7 +108,7 @@ fn a_wait_ends_the_leases_and_gives_the_context_of_the_application() {
 
 #[test]
 fn transfers_of_the_same_memory_register_it_once() {
-    let (hmem, _import) = told(nic());
+    let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(4 * PAGE);
     pages.fill(7);
@@ -124,8 +125,8 @@ fn transfers_of_the_same_memory_register_it_once() {
 
 /// CACHE-08
 #[test]
-fn memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is_read() {
-    let (hmem, import) = told(nic());
+fn changed_memory_stays_registered_until_its_completion() {
+    let (hmem, import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(PAGE);
     pages.fill(9);
@@ -134,7 +135,7 @@ fn memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is
     assert_eq!((cache.statistics().leases, net.domain.live().regions), (1, 1));
     import.invalidate(pages.range());
     cache.reclaim();
-    // Invalidated, and not deregistered while the NIC uses it.
+    // The region is invalidated, and stays registered while the NIC uses it.
     let told = Arc::new(AtomicU32::new(0));
     let tell = Arc::clone(&told);
     cache.invalidate_with_callback(pages.range(), move || {
@@ -150,7 +151,7 @@ fn memory_that_changes_under_a_transfer_stays_registered_until_its_completion_is
 
 #[test]
 fn closing_an_endpoint_ends_leases_and_keeps_contexts() {
-    let (hmem, _import) = told(nic());
+    let (hmem, _import) = with_imported_monitor(nic());
     let mut net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(8 * PAGE);
     pages.fill(1);
@@ -175,11 +176,11 @@ fn closing_an_endpoint_ends_leases_and_keeps_contexts() {
 }
 
 #[test]
-fn dropping_endpoint_queue_and_domain_in_any_order_leaves_nothing() {
+fn any_drop_order_of_endpoint_queue_and_domain_leaves_nothing() {
     for order in [[0, 1, 2], [2, 0, 1], [1, 2, 0], [1, 0, 2], [0, 2, 1], [2, 1, 0]] {
         let faults = Faults::new();
         faults.count();
-        let (hmem, _import) = told(nic().faults(&faults));
+        let (hmem, _import) = with_imported_monitor(nic().faults(&faults));
         let cache = Some(CacheAttr::default());
         let attr = DomainAttr { mr_mode: MrMode::LOCAL, cache, ..DomainAttr::default() };
         let domain = hmem.domain("loopback", attr).expect("a domain");
@@ -210,9 +211,9 @@ fn dropping_endpoint_queue_and_domain_in_any_order_leaves_nothing() {
 }
 
 #[test]
-fn a_request_that_is_refused_holds_nothing() {
+fn a_refused_request_holds_no_lease() {
     let faults = Faults::new();
-    let (hmem, _import) = told(nic().faults(&faults));
+    let (hmem, _import) = with_imported_monitor(nic().faults(&faults));
     let net =
         Net::with(&hmem, DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() }, 2, 64);
     let pages = Pages::new(4 * PAGE);
@@ -228,7 +229,7 @@ fn a_request_that_is_refused_holds_nothing() {
     net.write(&[pages.bare(0, 64)], 1).unwrap_err();
     faults.clear();
     assert_eq!(net.statistics().leases, 0);
-    // A full queue, and then there is room again.
+    // Fills the queue until a post is refused.
     for context in 0..2 {
         net.write(&[pages.bare(0, 64)], context).expect("posted");
     }
@@ -240,8 +241,7 @@ fn a_request_that_is_refused_holds_nothing() {
     net.post(Operation::Write { remote: &outside }, &[pages.bare(0, 64)], 3).expect("posted");
     let failed = net.wait(&net.cq);
     assert_eq!((failed.context, failed.result.unwrap_err().kind()), (3, ErrorKind::OutOfBounds));
-    // Memory without access rights. Unlike unmapped addresses, it stays so while other tests map
-    // theirs.
+    // Memory without access rights. At unmapped addresses, another test could map memory meanwhile.
     let forbidden = Pages::new(PAGE);
     forbidden.forbid();
     assert_eq!(net.write(&[forbidden.bare(0, 64)], 4).unwrap_err().kind(), ErrorKind::BadAddress);
@@ -250,8 +250,9 @@ fn a_request_that_is_refused_holds_nothing() {
 
 #[test]
 fn a_transfer_whose_memory_is_cached_allocates_nothing() {
-    // The pinned mode allocates for each transfer, with a region or without.
-    let (hmem, _import) = told(Loopback::builder().needs(MrMode::LOCAL));
+    // The pinned mode of the software NIC allocates for each transfer, so this test does not use
+    // it.
+    let (hmem, _import) = with_imported_monitor(Loopback::builder().needs(MrMode::LOCAL));
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(8 * PAGE);
     pages.fill(1);
@@ -275,7 +276,7 @@ fn a_transfer_whose_memory_is_cached_allocates_nothing() {
 
 #[test]
 fn completions_carry_the_applications_contexts_unchanged() {
-    let (hmem, _import) = told(nic());
+    let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(PAGE);
     let own = net.domain.register(vec![3_u8; 64], Access::WRITE).expect("registered");
@@ -295,8 +296,8 @@ fn completions_carry_the_applications_contexts_unchanged() {
 }
 
 #[test]
-fn lists_atomics_and_segments_of_nothing_need_no_descriptor_either() {
-    let (hmem, _import) = told(nic());
+fn lists_atomics_and_empty_segments_need_no_descriptor() {
+    let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(20 * PAGE);
     for count in [1_usize, 3, 8, 9, 12] {
@@ -309,7 +310,7 @@ fn lists_atomics_and_segments_of_nothing_need_no_descriptor_either() {
     }
     pages.fill(0);
     net.far.write(0, &7_u64.to_ne_bytes()).expect("inside");
-    // SAFETY: the pages are mapped, and nobody refers into them.
+    // SAFETY: the pages are mapped, and no reference into them exists.
     unsafe { ptr::with_exposed_provenance_mut::<u64>(pages.at).write(5) };
     let remote = net.remote(0, 8)[0];
     let result = pages.bare(2 * PAGE, 8);
@@ -341,8 +342,8 @@ fn lists_atomics_and_segments_of_nothing_need_no_descriptor_either() {
 
 /// MODE-04
 #[test]
-fn without_a_cache_or_with_a_foreign_queue_a_missing_descriptor_is_refused() {
-    let (hmem, _import) = told(nic());
+fn missing_descriptor_without_a_usable_cache_is_refused() {
+    let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
     let pages = Pages::new(PAGE);
     let request = |endpoint: &Endpoint, peer| {
@@ -364,7 +365,7 @@ fn without_a_cache_or_with_a_foreign_queue_a_missing_descriptor_is_refused() {
 
 /// MON-07
 #[test]
-fn device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit() {
+fn device_memory_in_hmem_mode_is_never_a_stale_hit() {
     let device = Arc::new(
         Simulated::builder().address_reuse(AddressReuse::JustFreed).build().expect("a device"),
     );
@@ -403,10 +404,10 @@ fn device_memory_without_a_descriptor_in_hmem_mode_is_never_a_stale_hit() {
 }
 
 #[test]
-fn threads_that_post_and_read_together_leave_nothing() {
-    let (hmem, import) = told(nic());
+fn concurrent_posts_and_reads_leave_no_lease() {
+    let (hmem, import) = with_imported_monitor(nic());
     const EACH: u64 = 1_000;
-    // A thread that reads completions executes posted requests, so the queue has room for all.
+    // The queue has room for all completions, since one thread reads them while three threads post.
     let attr = DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() };
     let net = Net::with(&hmem, attr, 64, 3 * EACH as usize);
     let panicked = AtomicBool::new(false);
@@ -414,7 +415,7 @@ fn threads_that_post_and_read_together_leave_nothing() {
         let post = |thread: u64| {
             let (net, import, panicked) = (&net, &import, &panicked);
             scope.spawn(move || {
-                let _tell = TellOfPanic(panicked);
+                let _tell = PanicFlag(panicked);
                 let pages = Pages::new(8 * PAGE);
                 for number in 0..EACH {
                     let local = [pages.bare(number as usize % 8 * PAGE, 32)];
@@ -443,16 +444,16 @@ fn threads_that_post_and_read_together_leave_nothing() {
             }
         }
         assert_eq!(seen, [EACH; 3]);
-        // The pages stay until everything that reads them has ended.
+        // The pages stay mapped until all transfers that read them have ended.
         posting.into_iter().for_each(|thread| drop(thread.join().expect("posted")));
     });
     net.assert_nothing_left();
 }
 
 /// Sets a flag when its thread panics, so that other threads stop waiting for it.
-struct TellOfPanic<'a>(&'a AtomicBool);
+struct PanicFlag<'a>(&'a AtomicBool);
 
-impl Drop for TellOfPanic<'_> {
+impl Drop for PanicFlag<'_> {
     fn drop(&mut self) {
         if thread::panicking() {
             self.0.store(true, Relaxed);

@@ -1,5 +1,4 @@
-//! The software NIC of these tests, with a domain that caches on this side, and a peer on the
-//! other.
+//! The software NIC of these tests, a domain with a cache on it, and a peer.
 
 use std::sync::Arc;
 
@@ -14,7 +13,8 @@ use hmem::{
 
 use crate::{pages::PAGE, silent::Silent};
 
-/// A domain with a cache whose NIC wants descriptors, and a peer with a region to write to.
+/// A domain with a cache on a NIC that needs descriptors, and a peer (`far`) with a region to write
+/// to.
 pub(crate) struct Net {
     pub(crate) endpoint: Option<Endpoint>,
     pub(crate) cq: Arc<dyn CompletionQueue>,
@@ -70,8 +70,8 @@ impl Net {
         context: u64,
     ) -> Result<()> {
         let request = WorkRequest { operation, local, peer: self.peer, context };
-        // SAFETY: the memory is the test's own, outlives the transfer, and is referred to by
-        // nobody.
+        // SAFETY: the memory is the test's own, outlives the transfer, and no reference to it
+        // exists.
         unsafe { self.endpoint.as_ref().expect("open").post(&request) }
     }
 
@@ -114,7 +114,7 @@ impl Net {
         self.domain.cache().expect("a cache").statistics()
     }
 
-    /// Asserts that no region is leased and that all objects can be closed.
+    /// Asserts that no region is leased and that all regions can be deregistered.
     pub(crate) fn assert_nothing_left(&self) {
         assert_eq!(self.statistics().leases, 0);
         let cache = self.domain.cache().expect("a cache");
@@ -128,8 +128,8 @@ pub(crate) fn nic() -> Builder {
     Loopback::builder().memory(Memory::Pinned).needs(MrMode::LOCAL)
 }
 
-/// Returns host memory and an imported monitor, which the test notifies of changes.
-pub(crate) fn told(nic: Builder) -> (Hmem, Arc<ImportMonitor>) {
+/// Returns an `Hmem` with this NIC and an imported monitor, which the test notifies of changes.
+pub(crate) fn with_imported_monitor(nic: Builder) -> (Hmem, Arc<ImportMonitor>) {
     let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
     let builder =
         Hmem::builder().without_vendor_ifaces().imported_cache_monitor(Arc::clone(&import) as _);

@@ -1,4 +1,4 @@
-//! Memory that goes, and comes back where it was.
+//! Memory that is unmapped and mapped again at the same address.
 
 use std::ptr;
 
@@ -6,7 +6,7 @@ use hmem::{Address, AddressRange, transfer::LocalSegment};
 
 pub(crate) const PAGE: usize = 4096;
 
-/// Pages of the test's own, at addresses that others can name.
+/// Pages of a test, which can be unmapped and mapped again at the same address.
 pub(crate) struct Pages {
     pub(crate) at: usize,
     len: usize,
@@ -19,7 +19,8 @@ impl Pages {
         pages
     }
 
-    /// Maps the pages at their old addresses, unless another thread has taken them meanwhile.
+    /// Maps new pages at the addresses of the previous ones, or elsewhere if another thread has
+    /// mapped memory there.
     pub(crate) fn map(&mut self) {
         let fixed = if self.at == 0 { 0 } else { libc::MAP_FIXED_NOREPLACE };
         self.at = self.mapped(fixed).or_else(|| self.mapped(0)).expect("memory");
@@ -29,13 +30,13 @@ impl Pages {
         let (rights, own) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let at = ptr::with_exposed_provenance_mut(if fixed == 0 { 0 } else { self.at });
-        // SAFETY: a new mapping, in place of nothing.
+        // SAFETY: a new mapping, which replaces no other one.
         let place = unsafe { libc::mmap(at, self.len, rights, own | fixed, -1, 0) };
         (place != libc::MAP_FAILED).then(|| place.expose_provenance())
     }
 
     pub(crate) fn unmap(&self) {
-        // SAFETY: this value's own mapping, which nobody refers into.
+        // SAFETY: this value's own mapping, and no reference into it exists.
         assert_eq!(unsafe { libc::munmap(ptr::with_exposed_provenance_mut(self.at), self.len) }, 0);
     }
 
@@ -52,7 +53,7 @@ impl Pages {
 
     pub(crate) fn forbid(&self) {
         let at = ptr::with_exposed_provenance_mut(self.at);
-        // SAFETY: this value's own mapping, which nobody refers into.
+        // SAFETY: this value's own mapping, and no reference into it exists.
         assert_eq!(unsafe { libc::mprotect(at, self.len, libc::PROT_NONE) }, 0);
     }
 

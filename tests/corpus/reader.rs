@@ -1,9 +1,9 @@
-//! Reads the corpus of serialised values, and checks it against the code.
+//! Checks the committed corpus of serialised values (`tests/corpus`) against the code.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-/// Compares each value of a form with what `decode` says of its bytes. Fails if a version up to
-/// `current` has no value.
+/// Decodes each committed value of the serialised form `form` and compares the result with the
+/// committed text. Fails if a version from 1 to `current` has no value.
 pub(crate) fn check(form: &str, current: u32, decode: impl Fn(&[u8]) -> String) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/corpus").join(form);
     let mut versions = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Memory that counts its frees.
+//! A buffer whose memory increments a counter when it is freed.
 
 use std::sync::{
     Arc,
@@ -7,20 +7,20 @@ use std::sync::{
 
 use hmem::{AddressRange, OwnedBuffer, Result};
 
-/// Heap memory that counts its frees.
+/// Heap buffer that increments a counter when its memory is freed.
 pub(crate) struct Counted {
     bytes: Vec<u8>,
     ends: Arc<AtomicUsize>,
 }
 
 impl Counted {
-    /// Allocates `len` bytes. The counter is incremented when they are freed.
+    /// Allocates `len` zeroed bytes. Freeing them increments `ends`.
     pub(crate) fn new(len: usize, ends: &Arc<AtomicUsize>) -> Self {
         Self { bytes: vec![0; len], ends: Arc::clone(ends) }
     }
 }
 
-/// The parts of [`Counted`].
+/// The parts of a [`Counted`] while it is registered. Dropping them frees the memory.
 pub(crate) struct CountedParts(<Vec<u8> as OwnedBuffer>::Parts, Arc<AtomicUsize>);
 
 impl Drop for CountedParts {

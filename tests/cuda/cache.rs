@@ -20,18 +20,20 @@ use hmem::{
 };
 use hmem_fake_cuda::Profile;
 
-use crate::link::{HeldCopies, IMPORTS, Link, came_back, check, not_over_a_gpu, profiles, real};
+use crate::link::{
+    HeldCopies, IMPORTS, Link, assert_reused, check, not_over_a_gpu, profiles, real,
+};
 use crate::segments::Segments;
 
-/// Monitors that can be shown here. Hooks patch the entries of the fake, which equal those of the
-/// real library on x86-64 only.
+/// Cache monitors to test. Hooks patch the first instructions of driver functions, and the fake
+/// driver has those of the real library on x86-64 only.
 const MONITORS: &[CudaMonitorKind] = if cfg!(target_arch = "x86_64") {
     &[CudaMonitorKind::Identity, CudaMonitorKind::Hooks]
 } else {
     &[CudaMonitorKind::Identity]
 };
 
-/// Makes driver calls as the application does, each with the device's primary context current.
+/// An application that calls the driver directly, with the device's primary context current.
 struct App<'a>(&'a Functions, CuContext);
 
 impl<'a> App<'a> {
@@ -72,7 +74,7 @@ impl Drop for App<'_> {
     }
 }
 
-/// A peer that reads the region of a key.
+/// A peer that reads regions of the link's domain.
 struct Reader<'a> {
     domain: &'a Domain,
     queue: Arc<dyn CompletionQueue>,
@@ -91,7 +93,7 @@ impl<'a> Reader<'a> {
         Self { domain, queue, from, _to: to, peer }
     }
 
-    /// Returns the first bytes of the region.
+    /// Returns the first bytes of a region, as the peer reads them.
     fn first(&self, region: &MemoryRegion) -> [u8; 16] {
         let into = self.domain.register(vec![0u8; 16], Access::READ).expect("a buffer");
         let key = region.key().expect("a key");
@@ -117,19 +119,19 @@ enum Freed {
     ByTheApplication,
 }
 
-/// Results of rounds of allocation, registration, read and free.
+/// Counts from repetitions in which memory is allocated, registered, read and freed.
 #[derive(Debug, Default)]
-struct Shown {
+struct RoundCounts {
     reused: u32,
-    /// Driver calls of the most expensive hit.
+    /// Number of driver calls of the most expensive cache hit.
     calls: u64,
 }
 
-fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown {
+fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> RoundCounts {
     let (app, reader) = (App::new(&link.functions), Reader::new(link));
     let cache = link.domain.cache().expect("a cache");
     let before = cache.statistics();
-    let mut shown = Shown::default();
+    let mut shown = RoundCounts::default();
     let mut last = None;
     for round in 0..rounds {
         let request = AllocRequest { len: 3 << 20, device: DeviceId(0), kind };
@@ -151,7 +153,8 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
             "round {round}: bytes of the freed allocation"
         );
         drop(first);
-        // The worker's deregistrations of the previous round call the driver too.
+        // Deregisters the memory of the previous repetition now: its driver calls must not count
+        // for the hit.
         cache.reclaim();
         let calls = link.calls();
         // SAFETY: the region is not used after its memory is freed.
@@ -179,7 +182,7 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Shown
     shown
 }
 
-fn worlds(rounds_each: u32, show: impl Fn(&Link, CudaMonitorKind, u32)) {
+fn with_each_monitor(rounds_each: u32, show: impl Fn(&Link, CudaMonitorKind, u32)) {
     for profile in profiles() {
         for monitor in MONITORS {
             let link = Link::cached(
@@ -196,13 +199,14 @@ fn worlds(rounds_each: u32, show: impl Fn(&Link, CudaMonitorKind, u32)) {
 
 /// MR-07, CACHE-02, MON-07
 ///
-/// Covers every profile, monitor and way to free, 4,800 rounds in total.
+/// Covers every profile and monitor, with frees by the iface and by the application: 4,800
+/// reallocations in total.
 #[test]
 fn reallocated_cuda_memory_is_never_a_stale_hit() {
-    worlds(200, |link, monitor, count| {
+    with_each_monitor(200, |link, monitor, count| {
         for freed in [Freed::ThroughTheIface, Freed::ByTheApplication] {
             let shown = rounds(link, AllocationKind::Device, freed, count);
-            came_back(shown.reused == count - 1);
+            assert_reused(shown.reused == count - 1);
             if real() {
                 continue;
             }
@@ -221,7 +225,8 @@ fn reallocated_cuda_memory_is_never_a_stale_hit() {
             CudaMonitorKind::Hooks => {
                 assert_eq!((told, asked), (2 * u64::from(count), 0), "{now:?}")
             }
-            // The frees of the application but the last one, after which no lookup follows.
+            // Without hooks, only a later lookup detects a free by the application. No lookup
+            // follows the last free.
             _ => assert_eq!((told, asked), (count.into(), u64::from(count) - 1), "{now:?}"),
         }
     });
@@ -229,7 +234,7 @@ fn reallocated_cuda_memory_is_never_a_stale_hit() {
 
 /// MR-07
 ///
-/// Ten thousand allocations at one address, freed by the application.
+/// The application allocates and frees ten thousand times at one address.
 #[test]
 fn ten_thousand_reallocations_are_never_a_stale_hit() {
     let link = Link::cached(
@@ -240,19 +245,19 @@ fn ten_thousand_reallocations_are_never_a_stale_hit() {
         CudaMonitorKind::Auto,
     );
     let shown = rounds(&link, AllocationKind::Device, Freed::ByTheApplication, 10_000);
-    came_back(shown.reused == 9_999);
+    assert_reused(shown.reused == 9_999);
 }
 
 /// CACHE-02
 ///
-/// Covers the other cached kinds, which are validated by other identities.
+/// Covers host, managed and stream-ordered memory, which are cached, and VMM memory, which is not.
 #[test]
 fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
-    worlds(20, |link, monitor, count| {
+    with_each_monitor(20, |link, monitor, count| {
         let kinds = [AllocationKind::Host, AllocationKind::Managed, AllocationKind::StreamOrdered];
         for kind in kinds.into_iter().filter(|kind| !link.lacks(*kind)) {
             let shown = rounds(link, kind, Freed::ThroughTheIface, count);
-            came_back(shown.reused > 0);
+            assert_reused(shown.reused > 0);
             // Stream-ordered memory is freed when its stream reaches the free, after any
             // notification.
             let asks =
@@ -280,8 +285,8 @@ fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
 
 /// CACHE-02
 ///
-/// If other memory is mapped into a reservation, the driver's identity for it does not change. A
-/// lookup must still miss, even if the driver reports a context for the memory.
+/// The driver's identity of a reservation does not change when other memory is mapped into it. A
+/// lookup must miss all the same, even if the driver reports a context for the memory.
 #[test]
 fn other_memory_mapped_into_a_reservation_is_never_a_hit() {
     for vmm_names_context in [false, true] {
@@ -319,10 +324,11 @@ fn other_memory_mapped_into_a_reservation_is_never_a_hit() {
 
 /// CACHE-02
 ///
-/// Two devices have two entries. A free on one device keeps the entry of the other.
+/// Memory of two devices has two cache entries. A free on one device does not invalidate the entry
+/// of the other.
 #[test]
 fn free_on_one_device_keeps_the_entry_of_the_other() {
-    worlds(1, |link, monitor, _| {
+    with_each_monitor(1, |link, monitor, _| {
         if link.cuda.devices().expect("devices").len() < 2 {
             assert!(not_over_a_gpu("the machine has one device"));
             return;
@@ -356,7 +362,8 @@ fn free_on_one_device_keeps_the_entry_of_the_other() {
 
 /// MON-07
 ///
-/// With hooks a registration is closed when its memory is freed, and not at the next lookup.
+/// If driver functions are hooked, a registration is closed when its memory is freed, not only at
+/// the next lookup.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn hooked_free_closes_the_registration_at_once() {
@@ -381,10 +388,10 @@ fn hooked_free_closes_the_registration_at_once() {
             assert_eq!(link.domain.live().regions, 19 - freed as u64, "and only that one");
         }
         if real() {
-            // The process has one driver, and other tests use its context.
+            // Over a GPU, all tests share the primary context, so it cannot be reset.
             continue;
         }
-        // A call that may free any memory invalidates every entry.
+        // A call that may free any of the memory invalidates every entry.
         let memory = app.allocate(64 << 10);
         // SAFETY: the region is not used after its memory is freed.
         drop(unsafe { link.cache_get(memory) });
@@ -406,7 +413,7 @@ fn hooked_free_closes_the_registration_at_once() {
 
 /// MR-07
 ///
-/// Several threads get the same addresses from the driver in turn.
+/// Several threads allocate in turn, and the driver gives them the same addresses.
 #[test]
 fn concurrent_reuse_of_addresses_is_never_a_stale_hit() {
     for monitor in MONITORS {

@@ -1,4 +1,5 @@
-//! DIAG-03: registrations of CUDA memory name each cause of the CUDA driver, with its text.
+//! DIAG-03: registrations of CUDA memory name each cause of a refusal that concerns CUDA, with its
+//! text.
 
 use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
 
@@ -23,39 +24,41 @@ use crate::{
     segments::Segments,
 };
 
-/// A source of fixed facts about a machine.
+/// A source of facts about the machine that returns fixed ones.
 #[derive(Debug)]
-struct Told(Facts);
+struct FixedFacts(Facts);
 
-impl FactSource for Told {
+impl FactSource for FixedFacts {
     fn facts(&self, _: Option<&str>, _: &Nic) -> Facts {
         self.0.clone()
     }
 }
 
-/// The memory that a scene registers.
+/// The memory that a [`Case`] registers.
 enum Memory {
     Of(AllocationKind),
-    /// A reservation with a handle for each entry, created for RDMA or not.
+    /// A VMM reservation with a handle for each element, which is true if the handle was created
+    /// for RDMA.
     Handles(&'static [bool]),
 }
 
-/// A driver, a NIC and a machine, one of which refuses the registration.
-struct Scene {
+/// A test case: settings of the driver, the NIC and the machine under which a registration is
+/// refused.
+struct Case {
     profile: Profile,
     imports: Imports,
     facts: Facts,
     memory: Memory,
-    /// Injected refusal of the driver: the function, the number of the call that fails, and the
-    /// error code.
+    /// Fault of the driver: the function that fails, which of its calls fails (1 is the first), and
+    /// the error code.
     refusal: Option<(&'static str, u64, CuResult)>,
     /// Number of queries after which the driver no longer knows the memory.
     forgotten_after: Option<u64>,
-    /// Code of the NIC for its first registration.
+    /// Errno with which the NIC refuses its first registration.
     nic: Option<Errno>,
 }
 
-impl Default for Scene {
+impl Default for Case {
     fn default() -> Self {
         Self {
             profile: Profile::default(),
@@ -69,7 +72,7 @@ impl Default for Scene {
     }
 }
 
-impl Scene {
+impl Case {
     fn play(self) -> Trace {
         let driver = FakeDriver::start(self.profile);
         // SAFETY: each function has the signature of its name in `cuda.h`, and functions live
@@ -83,7 +86,7 @@ impl Scene {
         registry.add(Arc::clone(&cuda)).expect("its kind is free");
         let faults = Faults::new();
         let nic = Loopback::builder().imports(self.imports).faults(&faults).build().expect("a NIC");
-        let paths = Arc::new(DefaultPathSelector::new().facts(Arc::new(Told(self.facts))));
+        let paths = Arc::new(DefaultPathSelector::new().facts(Arc::new(FixedFacts(self.facts))));
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
         let attr = DomainAttr { mr_mode, hmem: true, ..DomainAttr::default() };
         let domain = Domain::open(&nic, Arc::new(registry), paths, attr).expect("a domain");
@@ -126,7 +129,7 @@ impl Scene {
     }
 }
 
-/// Facts of a machine with NVIDIA's closed kernel modules.
+/// Returns the facts of a machine with NVIDIA's closed kernel modules.
 fn closed_modules() -> Facts {
     let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules-of-cuda");
     let folder = root.join("proc/driver/nvidia");
@@ -141,60 +144,60 @@ fn modules(names: &[&str]) -> Facts {
     Facts { modules: Some(modules), ..Facts::default() }
 }
 
-/// Returns the scenes that provoke each cause, with the cause's name.
-fn scenes() -> Vec<(&'static str, Scene)> {
+/// Returns the test cases that provoke each cause, each with the name of its cause.
+fn cases() -> Vec<(&'static str, Case)> {
     const EXPORT: &str = "cuMemGetHandleForAddressRange";
-    let refused = |code| Scene { refusal: Some((EXPORT, 1, code)), ..Scene::default() };
-    let of = |kind| Scene { memory: Memory::Of(kind), ..Scene::default() };
+    let refused = |code| Case { refusal: Some((EXPORT, 1, code)), ..Case::default() };
+    let of = |kind| Case { memory: Memory::Of(kind), ..Case::default() };
     let closed = || Profile::named("550-closed").expect("a profile");
     let pcie_first = Imports { pcie_mapping_first: true, ..IMPORTS };
     let peer_only = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };
     let before_the_flag = || Profile::named("550-open").expect("a profile");
-    let mut scenes = vec![
+    let mut cases = vec![
         (
             "nvidia-closed-modules",
-            Scene { profile: closed(), facts: closed_modules(), ..Scene::default() },
+            Case { profile: closed(), facts: closed_modules(), ..Case::default() },
         ),
-        ("device-without-dma-buf", Scene { profile: closed(), ..Scene::default() }),
+        ("device-without-dma-buf", Case { profile: closed(), ..Case::default() }),
         ("device-without-dma-buf", refused(CuResult::CUDA_ERROR_NOT_SUPPORTED)),
         (
             "device-without-dma-buf",
-            Scene {
+            Case {
                 profile: Profile { absent: vec![EXPORT], ..Profile::default() },
-                ..Scene::default()
+                ..Case::default()
             },
         ),
-        ("vmm-range", Scene { memory: Memory::Handles(&[true, false]), ..Scene::default() }),
+        ("vmm-range", Case { memory: Memory::Handles(&[true, false]), ..Case::default() }),
         (
             "vmm-range",
-            Scene {
+            Case {
                 refusal: Some((EXPORT, 1, CuResult::CUDA_ERROR_INVALID_VALUE)),
                 ..of(AllocationKind::Virtual)
             },
         ),
         (
             "segments-not-in-one",
-            Scene {
+            Case {
                 profile: Profile { spanning_exports: false, ..Profile::default() },
                 memory: Memory::Handles(&[true; 2]),
-                ..Scene::default()
+                ..Case::default()
             },
         ),
-        // The code of the driver for a hole.
+        // This is the driver's error code for a range that contains unmapped addresses.
         (
             "vmm-range",
-            Scene {
+            Case {
                 refusal: Some(("cuMemGetAddressRange_v2", 1, CuResult::CUDA_ERROR_NOT_FOUND)),
                 ..of(AllocationKind::Virtual)
             },
         ),
         ("stream-ordered-pool", of(AllocationKind::StreamOrdered)),
-        ("stream-ordered-pool", Scene { imports: peer_only, ..of(AllocationKind::StreamOrdered) }),
-        // The first query finds the owner; the next one does not know the address.
-        ("freed-or-outside", Scene { forgotten_after: Some(1), ..Scene::default() }),
+        ("stream-ordered-pool", Case { imports: peer_only, ..of(AllocationKind::StreamOrdered) }),
+        // The first query finds the owner, and the next query reports the address as unknown.
+        ("freed-or-outside", Case { forgotten_after: Some(1), ..Case::default() }),
         (
             "bar-small",
-            Scene {
+            Case {
                 facts: Facts { bar: Some(256 << 20), ..Facts::default() },
                 ..refused(CuResult::CUDA_ERROR_OUT_OF_MEMORY)
             },
@@ -203,35 +206,35 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ("device-files", refused(CuResult::CUDA_ERROR_NOT_PERMITTED)),
         (
             "device-without-peer-memory",
-            Scene {
+            Case {
                 profile: Profile { rdma: false, ..Profile::default() },
                 imports: peer_only,
-                ..Scene::default()
+                ..Case::default()
             },
         ),
         (
             "peer-memory-module-missing",
-            Scene {
+            Case {
                 imports: peer_only,
                 facts: modules(&["nvidia"]),
                 nic: Some(Errno(14)),
-                ..Scene::default()
+                ..Case::default()
             },
         ),
         (
             "peer-memory-range",
-            Scene {
+            Case {
                 imports: peer_only,
                 facts: modules(&["nvidia_peermem"]),
                 nic: Some(Errno(14)),
-                ..Scene::default()
+                ..Case::default()
             },
         ),
     ];
     for kind in [AllocationKind::Device, AllocationKind::Virtual] {
-        scenes.push((
+        cases.push((
             "no-pcie-mapping",
-            Scene { profile: before_the_flag(), imports: pcie_first, ..of(kind) },
+            Case { profile: before_the_flag(), imports: pcie_first, ..of(kind) },
         ));
     }
     for code in [
@@ -240,7 +243,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         CuResult::CUDA_ERROR_INVALID_CONTEXT,
         CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED,
     ] {
-        scenes.push(("wrong-context", refused(code)));
+        cases.push(("wrong-context", refused(code)));
     }
     for code in [
         CuResult::CUDA_ERROR_DEVICE_UNAVAILABLE,
@@ -248,46 +251,42 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         CuResult::CUDA_ERROR_INVALID_DEVICE,
         CuResult::CUDA_ERROR_ILLEGAL_ADDRESS,
     ] {
-        scenes.push(("device-lost", refused(code)));
+        cases.push(("device-lost", refused(code)));
     }
-    scenes
+    cases
 }
 
 /// DIAG-03
 ///
 /// The NIC prefers the PCIe mapping, and the driver supports it. If a registration with the mapping
-/// is refused, the reported cause is not a missing mapping.
+/// is refused, the reported cause must not be a missing mapping.
 #[test]
 fn refusal_under_an_existing_pcie_mapping_has_its_own_cause() {
     if not_over_a_gpu("the driver must have the mapping and refuse") {
         return;
     }
     let imports = Imports { pcie_mapping_first: true, ..IMPORTS };
-    let with = |memory| Scene { imports, memory, ..Scene::default() };
+    let with = |memory| Case { imports, memory, ..Case::default() };
     let one_by_one = Profile { spanning_exports: false, ..Profile::default() };
     let before_the_flag = Profile::named("550-open").expect("a profile");
-    for (scene, causes) in [
+    for (case, causes) in [
         (with(Memory::Of(AllocationKind::StreamOrdered)), &["stream-ordered-pool"; 2] as &[_]),
         (
-            Scene { profile: one_by_one, ..with(Memory::Handles(&[true; 2])) },
+            Case { profile: one_by_one, ..with(Memory::Handles(&[true; 2])) },
             &["segments-not-in-one"],
         ),
         (
-            Scene { profile: before_the_flag, ..with(Memory::Handles(&[true; 2])) },
+            Case { profile: before_the_flag, ..with(Memory::Handles(&[true; 2])) },
             &["no-pcie-mapping"; 2],
         ),
     ] {
-        let trace = scene.play();
+        let trace = case.play();
         let exports = trace.iter().filter(|attempt| attempt.call.starts_with("export_dma_buf"));
         let refused: Vec<_> = exports.collect();
         let named: Vec<_> = refused.iter().filter_map(|attempt| attempt.cause_name).collect();
         assert_eq!(named, causes, "{trace}");
         let error = refused[0].error.as_ref().expect("refused");
-        assert_eq!(
-            error.context_value("reason"),
-            Some("refused under the PCIe mapping"),
-            "{error}"
-        );
+        assert_eq!(error.context_value("why"), Some("refused under the PCIe mapping"), "{error}");
     }
 }
 
@@ -298,10 +297,10 @@ fn each_cuda_cause_is_named_by_a_registration() {
         return;
     }
     let mut met = BTreeSet::new();
-    for (name, scene) in scenes() {
+    for (name, case) in cases() {
         let cause = CAUSES.iter().chain(cause::CAUSES).find(|cause| cause.name == name);
         let cause = cause.unwrap_or_else(|| panic!("no cause {name}"));
-        let trace = scene.play();
+        let trace = case.play();
         let attempt = trace.iter().find(|attempt| attempt.cause_name == Some(name));
         let attempt = attempt.unwrap_or_else(|| panic!("{name} is not named: {trace}"));
         assert_eq!(attempt.cause.as_deref(), Some(cause.cause), "{name}");
@@ -310,9 +309,10 @@ fn each_cuda_cause_is_named_by_a_registration() {
         assert!(text.contains(cause.cause) && text.contains(cause.remedy), "{text}");
         met.insert(name);
     }
-    // Each row of CUDA, and each general row that the kind of a CUDA code leads to, has a scene.
+    // Each cause of CUDA has a test case, and so has each general cause that a CUDA error code
+    // leads to.
     const BY_KIND: [&str; 3] = ["bar-small", "bar-full", "segments-not-in-one"];
     for name in CAUSES.iter().map(|cause| cause.name).chain(BY_KIND) {
-        assert!(met.contains(name), "no scene meets {name}");
+        assert!(met.contains(name), "no test case provokes {name}");
     }
 }

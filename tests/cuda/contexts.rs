@@ -7,7 +7,7 @@ use crate::link::{Link, check, not_over_a_gpu};
 
 /// HM-05
 ///
-/// The driver refuses each direct path, so that the path search runs completely.
+/// The fake driver refuses every direct path, so that the registration tries all paths.
 #[test]
 fn registration_in_the_applications_context_creates_no_other() {
     if not_over_a_gpu("the driver must refuse each direct path") {

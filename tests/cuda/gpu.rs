@@ -1,11 +1,11 @@
-//! These tests as they run over a GPU, with the library of the fake driver instead of the real one.
-//! Tests that cannot be shown over a GPU print the reason.
+//! Runs the tests of this program in their GPU mode, with the fake driver's library in place of the
+//! real one. Tests that cannot run over a GPU print the reason.
 
 use std::{collections::BTreeSet, process::Command};
 
 use crate::link::not_over_a_gpu;
 
-/// Tests that need the controls of the fake driver.
+/// Tests that do not run over a GPU, since they need the controls of the fake driver.
 const NOT_OVER_A_GPU: [&str; 9] = [
     "causes::refusal_under_an_existing_pcie_mapping_has_its_own_cause",
     "causes::each_cuda_cause_is_named_by_a_registration",
@@ -17,8 +17,8 @@ const NOT_OVER_A_GPU: [&str; 9] = [
     "paths::decision_names_call_error_cause_and_remedy",
     "reuse::region_that_outlives_its_memory_reaches_no_new_memory",
 ];
-/// Tests that need two devices, or dma-bufs.
-const NOT_OVER_A_SMALL_ONE: [&str; 8] = [
+/// Tests that need two GPUs, or GPUs that export dma-bufs. They are skipped elsewhere.
+const NEED_TWO_GPUS_OR_DMA_BUFS: [&str; 8] = [
     "cache::free_on_one_device_keeps_the_entry_of_the_other",
     "cache::concurrent_reuse_of_addresses_is_never_a_stale_hit",
     "paths::registrations_of_device_memory_leave_nothing_open",
@@ -29,14 +29,14 @@ const NOT_OVER_A_SMALL_ONE: [&str; 8] = [
     "reuse::registration_after_reallocation_reaches_the_new_bytes",
 ];
 
-/// Runs these tests over the fake's library with a profile. Returns true if they passed, with their
-/// output.
+/// Runs this program's tests in GPU mode over the fake driver's library, configured by `driver`.
+/// Returns true if they passed, and their output.
 fn over(driver: &str, words: &[&str]) -> (bool, String) {
     let program = std::env::current_exe().expect("this program");
-    // Cargo builds the library beside this program, since it is a dependency.
+    // Cargo builds the library, a dependency, in the folder of this program.
     let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
     let output = Command::new(&program)
-        // Tests that take seconds run over the fake only.
+        // Tests that take seconds are left out.
         .args(["--test-threads=1", "--nocapture", "--skip", "gpu::", "--skip", "ten_thousand"])
         .args(words)
         .env("HMEM_CUDA", "real")
@@ -58,7 +58,7 @@ fn tests_over_a_library_pass_or_give_a_reason() {
         return;
     }
     for (driver, lacking) in
-        [("580-open;attributes=152", &[][..]), ("550-closed;devices=1", &NOT_OVER_A_SMALL_ONE)]
+        [("580-open;attributes=152", &[][..]), ("550-closed;devices=1", &NEED_TWO_GPUS_OR_DMA_BUFS)]
     {
         let (passed, said) = over(driver, &[]);
         assert!(passed, "{driver}: {said}");
@@ -72,7 +72,8 @@ fn tests_over_a_library_pass_or_give_a_reason() {
     }
 }
 
-/// A device that reports mappable dma-bufs must export them: staged copies are not a pass.
+/// If a device reports mappable dma-bufs and does not export them, the tests fail instead of
+/// accepting staged copies.
 #[test]
 fn tests_fail_if_promised_dma_bufs_are_not_exported() {
     if not_over_a_gpu("it runs the others") {

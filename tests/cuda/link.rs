@@ -1,5 +1,5 @@
-//! A driver, the iface over it, and two endpoints of a software NIC. The driver is the fake, or
-//! with `HMEM_CUDA=real` the machine's own with its GPU.
+//! A CUDA driver, the iface over it, and two endpoints of a software NIC. The driver is the fake,
+//! or the machine's own with `HMEM_CUDA=real`.
 
 use std::{
     ops::Deref,
@@ -26,17 +26,17 @@ pub(crate) fn check(code: CuResult) {
     assert_eq!(code, CuResult::CUDA_SUCCESS);
 }
 
-/// Import abilities of a NIC that supports every path.
+/// Import abilities of a NIC that supports dma-bufs and staged copies, but not peer memory.
 pub(crate) const IMPORTS: Imports =
     Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
 
-/// Returns true if a GPU is selected.
+/// Returns true if the tests run over a GPU (`HMEM_CUDA=real`).
 pub(crate) fn real() -> bool {
     std::env::var("HMEM_CUDA").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
 }
 
-/// Returns true if a GPU is selected, and prints why a test is not shown over it. `tests/gpu/run`
-/// makes a row of that reason.
+/// Returns true if the tests run over a GPU, and then prints why a test is skipped there.
+/// `tests/gpu/run` puts the reason into its report.
 pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     if real() {
         println!("not over a GPU: {why}");
@@ -44,27 +44,28 @@ pub(crate) fn not_over_a_gpu(why: &str) -> bool {
     real()
 }
 
-/// Returns the drivers to test: the fake in every profile, or the machine's own.
+/// Returns the profiles of the fake driver to test. Over a GPU, returns a single one, which is not
+/// used.
 pub(crate) fn profiles() -> Vec<Profile> {
     if real() { vec![Profile::default()] } else { Profile::all() }
 }
 
-/// Returns the policy for a dma-buf. The software NIC maps the dma-buf, which not every driver
-/// supports: over a GPU staged copies may replace it.
+/// Returns the policy for tests of dma-bufs: `Required`, or `Enabled` over a GPU. The software NIC
+/// maps the dma-buf, which not every GPU driver supports; staged copies may then replace it.
 pub(crate) fn direct() -> P2pPolicy {
     if real() { P2pPolicy::Enabled } else { P2pPolicy::Required }
 }
 
-/// Asserts `enough`, which is true if addresses were reused. The fake reuses them always, and a
-/// GPU's driver may not: over a GPU the check is skipped.
-pub(crate) fn came_back(enough: bool) {
+/// Asserts that enough addresses were reused. Over a GPU only prints a reason if they were not,
+/// since its driver need not reuse addresses.
+pub(crate) fn assert_reused(enough: bool) {
     assert!(
         enough || not_over_a_gpu("too few addresses were reused"),
-        "no address was reused: nothing was shown"
+        "no address was reused, so the test is void"
     );
 }
 
-/// The fake driver, or `None` over a GPU. A test that uses it does not run over a GPU.
+/// The fake driver, or `None` if the tests run over a GPU. Dereferencing `None` panics.
 pub(crate) struct Fake(Option<FakeDriver>);
 
 impl Deref for Fake {
@@ -160,7 +161,8 @@ impl Link {
         Self { wire, cuda, functions, driver, _turn: turn }
     }
 
-    /// Returns true if the GPU has an attribute; always true for the fake.
+    /// Returns true if the value of the GPU's device attribute is not 0; always true for the fake
+    /// driver.
     fn has(&self, attribute: CuDeviceAttribute) -> bool {
         let mut says = 0;
         // SAFETY: the output is writable, and device 0 exists.
@@ -168,10 +170,9 @@ impl Link {
         !real() || (code.is_success() && says != 0)
     }
 
-    /// Returns true if memory of a kind was registered by a dma-buf. The software NIC maps the
-    /// dma-buf. If a GPU's driver does not support that, staged copies replace it, and the reason
-    /// is printed as by [`not_over_a_gpu`]. A device that reports mappable dma-bufs must export
-    /// them.
+    /// Returns true if memory of this kind took the expected path, a dma-buf. Over a GPU whose
+    /// dma-bufs the software NIC cannot map, also accepts staged copies, and prints the reason as
+    /// [`not_over_a_gpu`] does.
     pub(crate) fn is_direct(&self, path: Path, kind: AllocationKind) -> bool {
         if path == Path::DmaBuf {
             return true;
@@ -185,8 +186,8 @@ impl Link {
         path == Path::Staged && !owed && not_over_a_gpu(why)
     }
 
-    /// Returns true if a selected GPU lacks a kind of memory. The reason is printed as by
-    /// [`not_over_a_gpu`].
+    /// Returns true if the tests run over a GPU without this kind of memory. Then prints the
+    /// reason, as [`not_over_a_gpu`] does.
     pub(crate) fn lacks(&self, kind: AllocationKind) -> bool {
         let there = match kind {
             AllocationKind::Managed => self.has(sys::CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY),
@@ -201,9 +202,9 @@ impl Link {
         !there && not_over_a_gpu(&format!("the device has no {} memory", kind.name()))
     }
 
-    /// Returns true if a GPU's driver reports memory that was not created for RDMA as accessible to
-    /// NICs. (gpuDirectRDMACapable is a hint, `cuda.h` says.) In this case prints why the test is
-    /// not run over the GPU.
+    /// Returns true if the tests run over a GPU whose driver reports memory not created for RDMA as
+    /// accessible to NICs. (`cuda.h` calls gpuDirectRDMACapable a hint.) Then prints the reason, as
+    /// [`not_over_a_gpu`] does.
     pub(crate) fn reaches_anything(&self, address: u64) -> bool {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
@@ -220,27 +221,27 @@ impl Link {
             )
     }
 
-    /// Returns true if NICs cannot access memory of a selected GPU by its address. The reason is
-    /// printed as by [`not_over_a_gpu`].
+    /// Returns true if the tests run over a GPU without GPUDirect RDMA. Then prints the reason, as
+    /// [`not_over_a_gpu`] does.
     pub(crate) fn no_rdma(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA")
     }
 
-    /// Returns true if NICs cannot access VMM memory of a selected GPU. The reason is printed as by
-    /// [`not_over_a_gpu`].
+    /// Returns true if the tests run over a GPU without GPUDirect RDMA to VMM memory. Then prints
+    /// the reason, as [`not_over_a_gpu`] does.
     pub(crate) fn no_rdma_with_vmm(&self) -> bool {
         !self.has(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
             && not_over_a_gpu("the device has no GPUDirect RDMA to VMM memory")
     }
 
-    /// Returns true if a selected GPU has no dma-bufs. The reason is printed as by
-    /// [`not_over_a_gpu`].
+    /// Returns true if the tests run over a GPU that exports no dma-bufs. Then prints the reason,
+    /// as [`not_over_a_gpu`] does.
     pub(crate) fn no_dma_bufs(&self) -> bool {
         !self.cuda.capability().dma_buf && not_over_a_gpu("the device has no dma-bufs")
     }
 
-    /// Returns the number of driver calls until now; 0 for a GPU's driver, which is not counted.
+    /// Returns the number of calls of the fake driver so far; 0 over a GPU.
     pub(crate) fn calls(&self) -> u64 {
         self.driver.0.as_ref().map_or(0, FakeDriver::all_calls)
     }
@@ -254,18 +255,19 @@ impl Link {
         DeviceBuffer::allocate(&self.iface(), &request).expect("allocate")
     }
 
-    /// Returns a cached region.
+    /// Looks up a range in the domain's cache, which registers the range if needed. Panics on
+    /// failure.
     ///
     /// # Safety
-    /// The caller upholds the safety contract of [`RegionCache::get_or_register`].
+    /// The caller must uphold the safety contract of [`RegionCache::get_or_register`].
     pub(crate) unsafe fn cache_get(&self, range: AddressRange) -> CachedRegion<'_> {
         let cache = self.domain.cache().expect("a cache");
         // SAFETY: the caller of this function makes the same promise.
         unsafe { cache.get_or_register(range, REMOTE) }.expect("registered")
     }
 
-    /// Creates a context of the application with 8 KiB of memory, which is current on no thread.
-    /// `cuCtxDestroy_v2` of the fake driver destroys it.
+    /// Creates a CUDA context of the application with 8 KiB of memory. The context is current on no
+    /// thread. The caller destroys it by `cuCtxDestroy_v2` of the fake driver.
     pub(crate) fn own_context(&self) -> (CuContext, AddressRange) {
         let (mut context, mut popped, mut pointer) = (CuContext::NULL, CuContext::NULL, 0);
         // SAFETY: the outputs are writable, and device 0 exists.
@@ -278,12 +280,12 @@ impl Link {
     }
 }
 
-/// Closes a region that owns its buffer.
+/// Closes a region and returns its buffer.
 pub(crate) fn close(region: OwnedRegion<DeviceBuffer>) -> DeviceBuffer {
     region.close().map_err(hmem::Error::from).expect("close")
 }
 
-/// Copies by address. The tests that use them free no memory while they copy it.
+/// Safe wrappers of the unsafe copies by address. No test frees memory during a copy of it.
 pub(crate) trait HeldCopies: Iface {
     fn read_bytes(&self, from: Address, into: &mut [u8]) -> Result<()> {
         // SAFETY: the test keeps the memory for the length of the call.
@@ -291,7 +293,8 @@ pub(crate) trait HeldCopies: Iface {
     }
 
     fn write_bytes(&self, to: Address, from: &[u8]) -> Result<()> {
-        // SAFETY: the test keeps the memory for the length of the call, and refers to none of it.
+        // SAFETY: the test keeps the memory for the length of the call, and no reference to it
+        // exists.
         unsafe { IfaceExt::write(self, to, from) }
     }
 }

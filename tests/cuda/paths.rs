@@ -1,4 +1,4 @@
-//! Path of each kind of memory, and the text of the decision.
+//! Tests of the path that each kind of CUDA memory takes, and of the text of the decision.
 
 use hmem::{
     Address, AddressRange, AllocationKind, Decision, ErrorKind, IfaceExt, Path,
@@ -12,7 +12,7 @@ use crate::{
     segments::Segments,
 };
 
-/// Registers whole memory of a kind, moves bytes both ways through the NIC, and returns the
+/// Allocates and registers memory of a kind, moves bytes both ways through the NIC, and returns the
 /// decision.
 fn moved(link: &Link, kind: AllocationKind, len: u64) -> std::sync::Arc<Decision> {
     let region = link
@@ -76,7 +76,7 @@ fn each_kind_of_memory_moves_its_bytes_by_its_own_path() {
 
 /// HM-08
 ///
-/// The decision gives the reason.
+/// The reason in the decision says that managed memory migrates.
 #[test]
 fn managed_memory_is_registered_as_host_pages() {
     let link = Link::open(Profile::default());
@@ -106,7 +106,7 @@ fn nic_with_peer_memory_alone_gets_device_addresses() {
     }
     let buffer = link.buffer(5000, AllocationKind::Device);
     let base = buffer.allocation().base().0;
-    // The initial value of the attribute is unknown for a GPU's driver.
+    // Over a GPU the initial value of the attribute is unknown.
     assert!(real() || !link.driver.sync_memops(base));
     let region = link
         .domain
@@ -165,7 +165,7 @@ fn decision_names_call_error_cause_and_remedy() {
 
 /// P2P-04, P2P-03
 ///
-/// The export of stream-ordered memory is tried, and the driver's code is in the trace.
+/// The export of stream-ordered memory is tried, and the driver's error code is in the trace.
 #[test]
 fn export_is_tried_for_memory_other_than_vmm() {
     let link = Link::open(Profile::default());
@@ -189,7 +189,7 @@ fn export_is_tried_for_memory_other_than_vmm() {
 
 /// P2P-03
 ///
-/// The trace has no refused export if none was tried.
+/// The trace contains no refused export, since no export was tried.
 #[test]
 fn handle_without_rdma_is_refused_at_the_segments_step() {
     let link = Link::open(Profile::default());
@@ -215,7 +215,7 @@ fn handle_without_rdma_is_refused_at_the_segments_step() {
 
 /// HM-09, P2P-03
 ///
-/// The trace has both attempts.
+/// The trace contains the attempt with the PCIe mapping and the one with the default mapping.
 #[test]
 fn pcie_mapping_is_tried_before_the_default_mapping() {
     if not_over_a_gpu("drivers with and without the mapping are compared") {
@@ -239,8 +239,8 @@ fn pcie_mapping_is_tried_before_the_default_mapping() {
     }
 }
 
-/// Registers a range over four handles, moves bytes over every boundary in both directions, and
-/// returns the decision. Checks that nothing is left, and the number of exports.
+/// Registers a range over four memory handles, moves bytes over each boundary in both directions,
+/// and returns the decision. Asserts the number of exports, and that no object stays open.
 fn moved_over_seams(link: &Link, segments: &Segments<'_>, exports: u64) -> Decision {
     let once = || {
         let range = segments.range(12_345, 3 * segments.step);
@@ -265,7 +265,8 @@ fn moved_over_seams(link: &Link, segments: &Segments<'_>, exports: u64) -> Decis
 
 const EXPORT: &str = "cuMemGetHandleForAddressRange";
 
-/// Returns the number of open fds of this process, without the pipes to children of other tests.
+/// Returns the number of open fds of this process, pipes not counted: other tests open pipes to
+/// children.
 fn open_fds() -> usize {
     let links = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
     let targets = links.filter_map(|link| std::fs::read_link(link.path()).ok());
@@ -364,7 +365,7 @@ fn partly_page_locked_host_memory_is_registered_as_host_pages() {
     let locked = AddressRange::new(Address(start), 64 << 10).expect("a range");
     // SAFETY: `memory` outlives the registration.
     unsafe { link.cuda.host_register(locked) }.expect("page-lock");
-    // The range exceeds the page-locked part at both ends.
+    // The range begins before the page-locked part and ends after it.
     let region = link.expose(AddressRange::of(&memory)).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(region.decision().expect("decision").path, Path::PlainHost);
     assert_eq!(link.get(&region.key().expect("key"), 0, 100).expect("read"), [5; 100]);

@@ -1,4 +1,4 @@
-//! Freed memory, and new memory at its address.
+//! Tests of freed CUDA memory, and of new memory at its address.
 
 use hmem::{
     Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, MrAttr, MrFlags, Path,
@@ -6,12 +6,11 @@ use hmem::{
 };
 use hmem_fake_cuda::Profile;
 
-use crate::link::{IMPORTS, Link, REMOTE, came_back, close, direct, not_over_a_gpu, pattern};
+use crate::link::{IMPORTS, Link, REMOTE, assert_reused, close, direct, not_over_a_gpu, pattern};
 
 /// MR-07
 ///
-/// Covers device memory over a NIC that keeps the pages of the registration, and over one that
-/// follows the mapping.
+/// Covers a NIC that keeps the pages of a registration, and a NIC that follows the page tables.
 #[test]
 fn registration_after_reallocation_reaches_the_new_bytes() {
     for (memory, policy) in [
@@ -47,9 +46,9 @@ fn registration_after_reallocation_reaches_the_new_bytes() {
                         "{kind:?}, round {round}: the NIC wrote to other memory"
                     );
                     drop(close(region));
-                    link.put(&key, 0, &[1]).expect_err("the key is dead");
+                    link.put(&key, 0, &[1]).expect_err("the key is invalid");
                 }
-                came_back(reused > 20);
+                assert_reused(reused > 20);
             }
         }
     }
@@ -57,7 +56,7 @@ fn registration_after_reallocation_reaches_the_new_bytes() {
 
 /// MR-12
 ///
-/// Memory that the driver does not know does not belong to the iface, even if the caller claims it.
+/// A registration that names the CUDA iface is refused if the driver does not know the memory.
 #[test]
 fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
     for cached in [false, true] {
@@ -96,8 +95,8 @@ fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
 /// MR-07
 ///
 /// Shows the bug that the cache must prevent: if a region stays registered after a free, transfers
-/// read the old bytes instead of those of the new allocation. The transfers do not fault, since
-/// exported pages outlive their allocation, as with a dma-buf.
+/// read the bytes of the old allocation instead of the new one. They do not fail, since the
+/// exported pages outlive their allocation.
 #[test]
 fn region_that_outlives_its_memory_reaches_no_new_memory() {
     if not_over_a_gpu("the driver determines what happens to freed memory of a dma-buf") {

@@ -1,12 +1,12 @@
-//! VMM memory of the application.
+//! VMM memory that the application allocates itself.
 
 use hmem::{
     Address, AddressRange,
     cuda::sys::{self, Functions},
 };
 
-/// Memory like PyTorch's expandable segments: one reservation of the application, with a handle for
-/// each step.
+/// Memory like PyTorch's expandable segments: one reserved address range, made of equal parts
+/// (`step` bytes) with a VMM handle each.
 pub(crate) struct Segments<'a> {
     functions: &'a Functions,
     pub(crate) base: u64,
@@ -19,8 +19,7 @@ impl<'a> Segments<'a> {
         Self::of(f, capable, |_| 0)
     }
 
-    /// Like [`Self::new`], with requested handle types, so that the properties of the handles
-    /// differ.
+    /// Like [`Self::new`], but requests for each part the handle types that `handle_types` returns.
     pub(crate) fn of(f: &'a Functions, capable: &[bool], handle_types: fn(usize) -> u32) -> Self {
         let step = 2usize << 20;
         let (mut base, mut handles) = (0, Vec::new());
@@ -52,14 +51,14 @@ impl<'a> Segments<'a> {
         Self { functions: f, base, step: step as u64, handles }
     }
 
-    /// Maps the memory of the last step at the first, and that of the first at the last.
+    /// Swaps the memory of the first part with that of the last part.
     pub(crate) fn swap(&mut self) {
         let f = self.functions;
         let (step, last) = (self.step as usize, self.handles.len() - 1);
         self.handles.swap(0, last);
         for number in [0, last] {
             let at = self.base + (number * step) as u64;
-            // SAFETY: `new` or the last swap mapped it.
+            // SAFETY: `new` or an earlier swap mapped this part.
             let code = unsafe { f.mem_unmap.expect("VMM")(at, step) };
             assert!(code.is_success());
         }
@@ -67,7 +66,7 @@ impl<'a> Segments<'a> {
         let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
         for number in [0, last] {
             let at = self.base + (number * step) as u64;
-            // SAFETY: the step is reserved, with nothing mapped in it.
+            // SAFETY: the part is reserved, with no memory mapped in it.
             unsafe {
                 assert!(f.mem_map.expect("VMM")(at, step, 0, self.handles[number], 0).is_success());
                 assert!(f.mem_set_access.expect("VMM")(at, step, &who, 1).is_success());
@@ -84,7 +83,7 @@ impl Drop for Segments<'_> {
     fn drop(&mut self) {
         let f = self.functions;
         let whole = self.step as usize * self.handles.len();
-        // SAFETY: `new` reserved and mapped it, and no region over it is left.
+        // SAFETY: `new` reserved and mapped the range, and no region over it is left.
         unsafe {
             assert!(f.mem_unmap.expect("VMM")(self.base, whole).is_success());
             assert!(f.mem_address_free.expect("VMM")(self.base, whole).is_success());

@@ -11,14 +11,14 @@ use syn::{
     visit::{self, Visit},
 };
 
-/// Source text of a crate by file.
+/// Source text of each file of a crate, by the file's path.
 pub(crate) type Sources = BTreeMap<String, String>;
 
-/// The files that each file imports, each with a path that does so. A file's own submodules are
-/// left out.
+/// For each file of a crate, the files that it imports, each with one `use` path as an example.
+/// Imports of a file's own submodules are left out.
 pub(crate) type Imports = BTreeMap<String, BTreeMap<String, String>>;
 
-/// Imports of a crate, of its library and its program.
+/// Returns the imports between the files of a crate: of its library and of its program.
 pub(crate) fn of(sources: &Sources) -> Imports {
     let mut imports: Imports = sources.keys().map(|file| (file.clone(), BTreeMap::new())).collect();
     for root in ["src/lib.rs", "src/main.rs"] {
@@ -31,7 +31,7 @@ pub(crate) fn of(sources: &Sources) -> Imports {
     imports
 }
 
-/// A name in a module.
+/// Meaning of a name that a module defines or imports.
 #[derive(Clone)]
 enum Name {
     Item,
@@ -39,20 +39,20 @@ enum Name {
     Import(Vec<String>),
 }
 
-/// A module, by its number in the tree.
+/// A module of the crate. Its index in `Tree::modules` is its number.
 struct Module {
     file: String,
     parent: Option<usize>,
     names: BTreeMap<String, Vec<Name>>,
     globs: Vec<Vec<String>>,
-    /// Paths in the module's code.
+    /// Paths that the module's code uses.
     paths: Vec<Vec<String>>,
 }
 
 /// The definition to which a path resolves.
 #[derive(Clone, Copy, PartialEq)]
 enum Target {
-    /// An item, given by the number of its module.
+    /// An item, given as the number of the module that defines it.
     Item(usize),
     Module(usize),
 }
@@ -63,7 +63,8 @@ struct Tree<'a> {
 }
 
 impl Tree<'_> {
-    /// Adds the module of a file, whose submodules have their files in `folder`.
+    /// Adds the module of a file and its submodules, whose files are in `folder`. Returns the
+    /// module's number.
     fn add_file(&mut self, file: &str, folder: &str, parent: Option<usize>) -> usize {
         let parsed =
             syn::parse_file(&self.sources[file]).unwrap_or_else(|error| panic!("{file}: {error}"));
@@ -104,7 +105,7 @@ impl Tree<'_> {
         let (above, _) = file.rsplit_once('/').expect("a file lies in a folder");
         let mut files: Vec<_> =
             path_attributes(module).map(|path| format!("{above}/{path}")).collect();
-        // The files of another crate are checked there.
+        // A file of another crate is checked with that crate.
         if !files.is_empty() && files.iter().all(|file| file.contains("/../../")) {
             return self.name(parent, name, Name::Item);
         }
@@ -123,7 +124,7 @@ impl Tree<'_> {
         self.modules[module].names.entry(name).or_default().push(named);
     }
 
-    /// Adds the import of each path.
+    /// Adds an import for each path that leads to another file.
     fn collect(&self, imports: &mut Imports) {
         for (number, module) in self.modules.iter().enumerate() {
             for path in &module.paths {
@@ -139,7 +140,7 @@ impl Tree<'_> {
         }
     }
 
-    /// Returns true if a module is below the module of a file.
+    /// Returns true if a module is a descendant of the module that `file` defines.
     fn is_below(&self, module: usize, file: &str) -> bool {
         let mut above = self.modules[module].parent;
         while let Some(number) = above {
@@ -151,7 +152,7 @@ impl Tree<'_> {
         false
     }
 
-    /// Follows a path from a module. Paths of other crates lead nowhere.
+    /// Resolves a path from a module to definitions. Paths into other crates resolve to none.
     fn resolve(&self, from: usize, path: &[String], depth: usize) -> Vec<Target> {
         let mut targets: Option<Vec<Target>> = None;
         for (at, name) in path.iter().enumerate() {
@@ -170,11 +171,11 @@ impl Tree<'_> {
                 (name, None) => self.lookup(from, name, depth),
                 (name, Some(targets)) => {
                     let inside = |target: &Target| match *target {
-                        // A variant, or an associated item.
+                        // The rest of the path names a variant or an associated item.
                         Target::Item(_) => vec![*target],
                         Target::Module(module) => {
                             let found = self.lookup(module, name, depth);
-                            // Made by a macro of that module.
+                            // The item was defined by a macro of that module.
                             if found.is_empty() { vec![Target::Item(module)] } else { found }
                         }
                     };
@@ -186,9 +187,9 @@ impl Tree<'_> {
         targets.unwrap_or_default()
     }
 
-    /// The definitions of a name in a module.
+    /// Returns the definitions of a name in a module.
     fn lookup(&self, module: usize, name: &str, depth: usize) -> Vec<Target> {
-        // Globs and imports can lead back to where they began.
+        // Globs and imports may form cycles.
         if depth > 16 {
             return Vec::new();
         }
@@ -214,7 +215,7 @@ impl Tree<'_> {
     }
 }
 
-/// Finds the paths and `use` items in a module's code.
+/// A syntax visitor that adds the paths and `use` items of a module's code to the module.
 struct Paths<'a> {
     module: &'a mut Module,
 }
@@ -245,14 +246,14 @@ impl Paths<'_> {
     }
 
     fn add_import(&mut self, name: String, path: Vec<String>) {
-        // `use tracing;` and the like name themselves.
+        // `use tracing;` imports a crate under its own name.
         if path.first() != Some(&name) {
             self.module.names.entry(name).or_default().push(Name::Import(path.clone()));
         }
         self.module.paths.push(path);
     }
 
-    /// Adds what looks like paths among the tokens of a macro.
+    /// Adds every token sequence of a macro call that looks like a path.
     fn scan(&mut self, tokens: TokenStream) {
         let mut path: Vec<String> = Vec::new();
         let mut punctuation = String::new();
@@ -363,7 +364,7 @@ fn attributes(item: &Item) -> &[Attribute] {
     }
 }
 
-/// The files that a module names itself.
+/// Returns the file names in the `#[path]` attributes of a module.
 fn path_attributes(module: &ItemMod) -> impl Iterator<Item = String> {
     let path = |meta: Meta| match meta {
         Meta::NameValue(pair) if pair.path.is_ident("path") => match pair.value {

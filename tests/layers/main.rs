@@ -1,15 +1,18 @@
-//! Import layers: inside a crate, files import each other without circles. `tests/layers.txt` lists
-//! the circles that are left, each with its reason; a new one and a listed one that has gone both
-//! fail. `HMEM_BLESS=1` rewrites the list.
+//! Checks the import layers: the files of a crate do not import each other in cycles.
+//! `tests/layers.txt` lists the remaining cycles, each with its reason. A cycle that is not
+//! listed fails, and so does a listed cycle that no longer exists. `HMEM_BLESS=1` rewrites the
+//! list.
 //!
 //! Imports are `use` items and paths, also inside macros, followed through re-exports to the file
 //! that defines the item. A file may import those of its own submodules: such an import is no part
-//! of a circle. Code under `cfg(test)` does not count.
+//! of a cycle. Code under `cfg(test)` does not count.
 //!
 //! The section "Layers" of a crate's `lib.rs` lists its modules, lower ones first: a line for each
 //! layer, with the names before a colon. A module imports only from the lines before its own.
 
 mod imports;
+#[path = "../workspace/mod.rs"]
+mod workspace;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,17 +20,16 @@ use std::{
     fmt::Write as _,
     fs,
     path::Path,
-    process::Command,
 };
 
 use imports::{Imports, Sources};
 use serde_json::Value;
 
-/// The files of an import circle, as paths relative to the crate's folder.
-type Circle = BTreeSet<String>;
+/// The files of an import cycle, as paths relative to the crate's folder.
+type Cycle = BTreeSet<String>;
 
-/// The strongly connected files of a crate, where there are several.
-fn circles(imports: &Imports) -> BTreeSet<Circle> {
+/// Returns the import cycles of a crate: its strongly connected components of two files or more.
+fn cycles(imports: &Imports) -> BTreeSet<Cycle> {
     let reached = |from: &String| {
         let (mut found, mut open) = (BTreeSet::new(), vec![from]);
         while let Some(file) = open.pop() {
@@ -37,14 +39,15 @@ fn circles(imports: &Imports) -> BTreeSet<Circle> {
         found
     };
     let reached: BTreeMap<_, _> = imports.keys().map(|file| (file, reached(file))).collect();
-    let mutual = |file: &String| -> Circle {
+    let mutual = |file: &String| -> Cycle {
         let back = |other: &&String| reached.get(other).is_some_and(|from| from.contains(file));
         reached[file].iter().filter(back).cloned().collect()
     };
-    imports.keys().map(mutual).filter(|circle| circle.len() > 1).collect()
+    imports.keys().map(mutual).filter(|cycle| cycle.len() > 1).collect()
 }
 
-/// Source files below a folder, by their paths below the crate's.
+/// Reads the source files below a folder into `sources`. `name` is the folder's path inside the
+/// crate.
 fn read(folder: &Path, name: &str, sources: &mut Sources) {
     for entry in fs::read_dir(folder).expect("the folder can be read") {
         let path = entry.expect("an entry").path();
@@ -58,17 +61,10 @@ fn read(folder: &Path, name: &str, sources: &mut Sources) {
     }
 }
 
-/// The root file of each crate of the workspace, and its imports.
+/// Returns the text of the root file and the imports of each crate of the workspace, by the crate's
+/// name.
 fn workspace() -> BTreeMap<String, (String, Imports)> {
-    let output = Command::new(env!("CARGO"))
-        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output()
-        .expect("cargo runs");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let metadata: Value =
-        serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON");
-    let packages = metadata["packages"].as_array().expect("packages");
+    let packages = workspace::packages();
     let of_package = |package: &Value| {
         let manifest = package["manifest_path"].as_str().expect("a path");
         let mut sources = Sources::new();
@@ -81,30 +77,30 @@ fn workspace() -> BTreeMap<String, (String, Imports)> {
     packages.iter().map(of_package).collect()
 }
 
-/// Parses the list of import circles, each with its reason.
-fn listed(text: &str) -> BTreeMap<(String, Circle), String> {
-    let mut circles = Vec::new();
+/// Parses the list of import cycles, each with its reason.
+fn listed(text: &str) -> BTreeMap<(String, Cycle), String> {
+    let mut cycles = Vec::new();
     for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
         match (line.strip_prefix("  reason: "), line.strip_prefix("  ")) {
-            (None, None) => circles.push((line.to_owned(), Circle::new(), String::new())),
-            (Some(reason), _) => circles.last_mut().expect("a crate").2 = reason.to_owned(),
+            (None, None) => cycles.push((line.to_owned(), Cycle::new(), String::new())),
+            (Some(reason), _) => cycles.last_mut().expect("a crate").2 = reason.to_owned(),
             (None, Some(file)) => {
-                circles.last_mut().expect("a crate").1.insert(file.to_owned());
+                cycles.last_mut().expect("a crate").1.insert(file.to_owned());
             }
         }
     }
-    circles.into_iter().map(|(name, files, reason)| ((name, files), reason)).collect()
+    cycles.into_iter().map(|(name, files, reason)| ((name, files), reason)).collect()
 }
 
-/// Stands for a reason that is still to be written.
+/// Placeholder for a reason that nobody has written yet. The test fails on it.
 const NO_REASON: &str = "not known";
 
-/// The list of circles, with the reasons that stand in an older one.
-fn list(circles: &BTreeSet<(String, Circle)>, old: &BTreeMap<(String, Circle), String>) -> String {
-    let mut text = "# Circles of imports, see tests/layers/main.rs. Each is to go.\n".to_owned();
-    for (name, files) in circles {
+/// Formats the list of cycles. Reasons are taken from the old list.
+fn list(cycles: &BTreeSet<(String, Cycle)>, old: &BTreeMap<(String, Cycle), String>) -> String {
+    let mut text = "# Import cycles, see tests/layers/main.rs. Each is to go.\n".to_owned();
+    for (name, files) in cycles {
         let is_like =
-            |(key, _): &(&(String, Circle), &String)| key.0 == *name && !key.1.is_disjoint(files);
+            |(key, _): &(&(String, Cycle), &String)| key.0 == *name && !key.1.is_disjoint(files);
         let reason = old.iter().find(is_like).map_or(NO_REASON, |(_, reason)| reason);
         writeln!(text, "\n{name}\n  reason: {reason}").expect("a String takes everything");
         for file in files {
@@ -115,11 +111,11 @@ fn list(circles: &BTreeSet<(String, Circle)>, old: &BTreeMap<(String, Circle), S
 }
 
 #[test]
-fn files_of_a_crate_import_each_other_in_the_listed_circles_only() {
+fn files_import_each_other_in_the_listed_cycles_only() {
     let imports = workspace();
     let of_crate = |(name, (_, imports)): (&String, &(String, Imports))| {
         let name = name.clone();
-        circles(imports).into_iter().map(move |files| (name.clone(), files)).collect::<Vec<_>>()
+        cycles(imports).into_iter().map(move |files| (name.clone(), files)).collect::<Vec<_>>()
     };
     let now: BTreeSet<_> = imports.iter().flat_map(of_crate).collect();
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/layers.txt");
@@ -129,26 +125,27 @@ fn files_of_a_crate_import_each_other_in_the_listed_circles_only() {
         return;
     }
     let mut wrong = String::new();
-    for (name, files) in now.iter().filter(|circle| !known.contains_key(circle)) {
+    for (name, files) in now.iter().filter(|cycle| !known.contains_key(cycle)) {
         writeln!(wrong, "not listed: {name}, {} files", files.len()).expect("a String");
         for from in files {
-            let into_circle = imports[name].1[from].iter().filter(|(to, _)| files.contains(*to));
-            for (to, path) in into_circle {
+            let into_cycle = imports[name].1[from].iter().filter(|(to, _)| files.contains(*to));
+            for (to, path) in into_cycle {
                 writeln!(wrong, "  {from} -> {to} ({path})").expect("a String");
             }
         }
     }
-    for (name, files) in known.keys().filter(|circle| !now.contains(circle)) {
+    for (name, files) in known.keys().filter(|cycle| !now.contains(cycle)) {
         writeln!(wrong, "listed, but gone: {name}, {files:?}").expect("a String");
     }
     for ((name, files), _) in known.iter().filter(|(_, reason)| *reason == NO_REASON) {
         writeln!(wrong, "write the reason in tests/layers.txt: {name}, {files:?}")
             .expect("a String");
     }
-    assert!(wrong.is_empty(), "circles of imports changed; HMEM_BLESS=1 lists them anew\n{wrong}");
+    assert!(wrong.is_empty(), "cycles of imports changed; HMEM_BLESS=1 lists them anew\n{wrong}");
 }
 
-/// Layers of a crate's modules, as its `lib.rs` lists them; `None` without such a list.
+/// Returns the layer of each module from the section "Layers" of a `lib.rs`; `None` without the
+/// section.
 fn layers_listed(lib: &str) -> Option<BTreeMap<String, usize>> {
     let docs = lib.lines().filter_map(|line| line.strip_prefix("//!")).map(str::trim);
     let section = docs.skip_while(|line| *line != "# Layers").skip(1);
@@ -163,20 +160,23 @@ fn layers_listed(lib: &str) -> Option<BTreeMap<String, usize>> {
     (!listed.is_empty()).then_some(listed)
 }
 
-/// Returns the path of a file's module, as lists of layers name it; `None` for the crate's root.
+/// Returns the path of a file's module as the section "Layers" writes it; `None` for the crate's
+/// root.
 fn module(file: &str) -> Option<&str> {
     let module = file.strip_prefix("src/")?.trim_end_matches(".rs").trim_end_matches("/mod");
     (!["lib", "main"].contains(&module)).then_some(module)
 }
 
-/// Returns the listed name that a module belongs to: its own, or that of a module around it.
+/// Returns the listed module that contains `module`, or `module` itself if it is listed, with its
+/// layer.
 fn layer<'l>(layers: &'l BTreeMap<String, usize>, module: &str) -> Option<(&'l str, usize)> {
     let around = std::iter::successors(Some(module), |path| Some(path.rsplit_once('/')?.0));
     let listed = around.filter_map(|path| layers.get_key_value(path)).next();
     listed.map(|(name, layer)| (name.as_str(), *layer))
 }
 
-/// Imports that run upward, and modules that the list lacks.
+/// Returns a message for each import from the same or a higher layer, each module that is not
+/// listed, and each listed module that does not exist.
 fn against_layers(layers: &BTreeMap<String, usize>, imports: &Imports) -> Vec<String> {
     let mut wrong = Vec::new();
     let of_file = |file: &str| module(file).map(|module| layer(layers, module));
@@ -248,26 +248,26 @@ fn import_of_a_higher_layer_and_a_missing_module_are_found() {
     assert_eq!(layers_listed("//! No list.\n"), None);
 }
 
-/// Circles of a crate of these files.
-fn circles_of<const N: usize>(files: [(&str, &str); N]) -> Vec<Vec<String>> {
+/// Returns the import cycles of a crate with these files, each given by path and text.
+fn cycles_of<const N: usize>(files: [(&str, &str); N]) -> Vec<Vec<String>> {
     let own = |(name, text): (&str, &str)| (name.to_owned(), text.to_owned());
     let imports = imports::of(&files.into_iter().map(own).collect());
-    circles(&imports).into_iter().map(|circle| circle.into_iter().collect()).collect()
+    cycles(&imports).into_iter().map(|cycle| cycle.into_iter().collect()).collect()
 }
 
 #[test]
-fn circle_by_qualified_paths_is_found() {
+fn cycle_by_qualified_paths_is_found() {
     let files = [
         ("src/lib.rs", "mod a; mod b; mod c;"),
         ("src/a.rs", "use crate::b::B; pub struct A(B);"),
         ("src/b.rs", "pub struct B; impl B { fn c(&self) -> super::c::C { todo!() } }"),
         ("src/c.rs", "pub struct C; fn f() { println!(\"{:?}\", crate::a::A::new()); }"),
     ];
-    assert_eq!(circles_of(files), [["src/a.rs", "src/b.rs", "src/c.rs"]]);
+    assert_eq!(cycles_of(files), [["src/a.rs", "src/b.rs", "src/c.rs"]]);
 }
 
 #[test]
-fn circle_by_a_reexport_is_found() {
+fn cycle_by_a_reexport_is_found() {
     let files = [
         ("src/lib.rs", "mod a; mod b; pub use a::A as Renamed;"),
         ("src/a/mod.rs", "mod inner; mod other; pub use self::inner::*; use self::other::Other;"),
@@ -275,7 +275,7 @@ fn circle_by_a_reexport_is_found() {
         ("src/a/other.rs", "pub struct Other;"),
         ("src/b.rs", "use crate::Renamed; pub fn g() -> Renamed { Renamed }"),
     ];
-    assert_eq!(circles_of(files), [["src/a/inner.rs", "src/b.rs"]]);
+    assert_eq!(cycles_of(files), [["src/a/inner.rs", "src/b.rs"]]);
 }
 
 #[test]
@@ -292,24 +292,21 @@ fn item_of_a_parent_is_an_import_and_a_submodule_is_none() {
             ("src/p/b.rs", of_b),
         ]
     };
-    assert_eq!(
-        circles_of(files("pub struct B; use super::{P, a}; fn f() { a::A; }")),
-        [[""; 0]; 0]
-    );
+    assert_eq!(cycles_of(files("pub struct B; use super::{P, a}; fn f() { a::A; }")), [[""; 0]; 0]);
     let (a, b) = ("src/p/a.rs", "pub struct A; use super::B;");
     let closed =
         files("pub struct B; use super::a::A;").map(|file| if file.0 == a { (a, b) } else { file });
-    assert_eq!(circles_of(closed), [["src/p/a.rs", "src/p/b.rs"]]);
+    assert_eq!(cycles_of(closed), [["src/p/a.rs", "src/p/b.rs"]]);
 }
 
 #[test]
 fn list_is_read_as_it_was_written_and_keeps_reasons() {
-    let circle = |files: &[&str]| -> (String, Circle) {
+    let cycle = |files: &[&str]| -> (String, Cycle) {
         ("a".into(), files.iter().map(|file| (*file).to_owned()).collect())
     };
-    let old = BTreeMap::from([(circle(&["x.rs", "y.rs"]), "because".to_owned())]);
-    let text = list(&BTreeSet::from([circle(&["w.rs", "x.rs"]), circle(&["z.rs"])]), &old);
+    let old = BTreeMap::from([(cycle(&["x.rs", "y.rs"]), "because".to_owned())]);
+    let text = list(&BTreeSet::from([cycle(&["w.rs", "x.rs"]), cycle(&["z.rs"])]), &old);
     let expected =
-        [(circle(&["w.rs", "x.rs"]), "because".to_owned()), (circle(&["z.rs"]), NO_REASON.into())];
+        [(cycle(&["w.rs", "x.rs"]), "because".to_owned()), (cycle(&["z.rs"]), NO_REASON.into())];
     assert_eq!(listed(&text), BTreeMap::from(expected));
 }

@@ -1,4 +1,4 @@
-//! Behaviours of libfabric that the benches rely on.
+//! Tests of libfabric behaviours that the benchmarks rely on.
 
 use crate::libfabric::error::FabricErrno;
 use crate::libfabric::{
@@ -7,40 +7,39 @@ use crate::libfabric::{
 };
 use crate::trials::{Outcome, Skipped};
 
-/// Returns the library. The test is skipped where it is not installed.
+/// Loads libfabric. Skips the test if the library is not installed.
 fn libfabric() -> Result<Libfabric, Skipped> {
     Libfabric::load().map_err(|reason| Skipped(reason.to_string()))
 }
 
-pub(crate) fn an_absent_library_is_a_printable_reason() -> Outcome {
+pub(crate) fn an_absent_library_gives_a_printable_reason() -> Outcome {
     let error = Libfabric::load_from("libfabric-that-is-not-there.so").unwrap_err();
     assert!(matches!(error, FabricError::LibraryMissing { .. }));
     assert!(error.to_string().contains("libfabric-that-is-not-there.so"));
     Ok(())
 }
 
-pub(crate) fn a_library_that_is_something_else_names_the_missing_symbol() -> Outcome {
+pub(crate) fn an_unrelated_library_is_refused_by_the_missing_symbol() -> Outcome {
     let error = Libfabric::load_from("libc.so.6").unwrap_err();
     assert!(matches!(error, FabricError::SymbolMissing { .. }));
     assert!(error.to_string().contains("fi_version"));
     Ok(())
 }
 
-pub(crate) fn the_first_symbol_that_cannot_be_found_ends_the_look_up() -> Outcome {
+pub(crate) fn the_first_missing_symbol_ends_the_lookup() -> Outcome {
     let mut asked = Vec::new();
     let lookup = |symbol: &'static std::ffi::CStr| {
         asked.push(symbol);
         Err(FabricError::OperationMissing { operation: "a look-up" })
     };
-    // SAFETY: the look-up yields no address.
+    // SAFETY: the lookup returns no address.
     let error = unsafe { sys::Functions::from_lookup(lookup) }.unwrap_err();
     assert!(matches!(error, FabricError::OperationMissing { .. }));
     assert_eq!(asked, [c"fi_version"]);
     Ok(())
 }
 
-pub(crate) fn a_vacant_key_can_be_registered_again_and_again_and_a_populated_one_cannot() -> Outcome
-{
+pub(crate) fn only_a_vacant_key_can_be_registered() -> Outcome {
     let libfabric = libfabric()?;
     for provider in
         [RegistrationProvider::Tcp, RegistrationProvider::TcpRxm, RegistrationProvider::Shm]
@@ -102,7 +101,7 @@ pub(crate) fn a_write_has_arrived_when_it_returns() -> Outcome {
     for path in [ShmWritePath::CommandQueue, ShmWritePath::CrossMemoryAttach, ShmWritePath::Bounce]
     {
         let mut peer = ShmWritePeer::open(libfabric, path).unwrap();
-        // The first write was made while opening.
+        // Opening the peer performed the first write.
         let mut writes = 1;
         for len in [8, 64, 192, 200, 4096, 4104, 65_536, ShmWritePeer::LARGEST] {
             for _ in 0..50 {
@@ -116,7 +115,7 @@ pub(crate) fn a_write_has_arrived_when_it_returns() -> Outcome {
     Ok(())
 }
 
-pub(crate) fn a_length_that_cannot_be_written_is_refused() -> Outcome {
+pub(crate) fn a_write_of_an_unsupported_length_is_refused() -> Outcome {
     let libfabric = libfabric()?;
     let mut peer = ShmWritePeer::open(libfabric, ShmWritePath::CommandQueue).unwrap();
     for len in [0, 4, 12, ShmWritePeer::LARGEST + 8] {

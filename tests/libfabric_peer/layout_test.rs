@@ -1,7 +1,7 @@
 //! Compares the layouts and constants of [`crate::libfabric::sys`] with the installed headers.
 //!
-//! The test writes a C program that prints the same numbers in the same order, and compiles it.
-//! Without a compiler or without libfabric's headers it prints so and does nothing.
+//! The test writes a C program that prints the same numbers in the same order, compiles it and
+//! compares the output. Without a compiler or libfabric's headers the test is skipped.
 
 use crate::trials::{Outcome, Skipped};
 use hmem::provider::MsgOrder;
@@ -11,7 +11,7 @@ use std::process::Command;
 
 use crate::libfabric::sys;
 
-/// One number: the C expression and the value that this crate has for it.
+/// One number to compare: its C expression, and its value in this crate.
 type Expectation = (String, u64);
 
 const INCLUDES: &str = "\
@@ -28,8 +28,8 @@ const INCLUDES: &str = "\
 #include <rdma/fi_errno.h>
 ";
 
-/// Offsets of the named fields and, after `whole`, the size too. A field that is spelled `a => b`
-/// is `a` here and `b` in C.
+/// Adds the offsets of the named fields of C structures, and their sizes: the exact size after
+/// `whole`, a minimum after `head`. A field written `a => b` is named `a` here and `b` in C.
 macro_rules! layouts {
     ($out:ident; $($kind:ident $object:ident { $($field:ident $(=> $c:ident)?),+ $(,)? })+) => {$(
         $(
@@ -48,7 +48,7 @@ macro_rules! layouts {
         ));
     };
     (@size $out:ident head $object:ident) => {
-        // The library's own may be longer, never shorter.
+        // The library's structure may be longer than this crate's, but not shorter.
         $out.push((
             format!("sizeof(struct {}) >= {}", stringify!($object), size_of::<sys::$object>()),
             1,
@@ -132,7 +132,7 @@ fn expectations() -> Vec<Expectation> {
     out
 }
 
-/// Compiles `source` to `program`; the compiler's words when it refuses.
+/// Compiles `source` to `program`. On failure returns the compiler's messages.
 fn compile(source: &Path, program: &Path) -> Result<(), String> {
     let output = Command::new("cc")
         .arg("-o")

@@ -1,6 +1,7 @@
 //! ROCr memory registered with a software NIC, over the fake runtime, or with `HMEM_ROCR=model`
 //! over AMD's own runtime with a model GPU (`tests/rocr/run`).
 
+mod fixture;
 #[path = "model.rs"]
 mod model;
 #[path = "../trials/mod.rs"]
@@ -8,7 +9,6 @@ mod trials;
 #[allow(dead_code, reason = "other test binaries use the rest")]
 #[path = "../wire/mod.rs"]
 mod wire;
-mod world;
 
 mod cases {
     use std::{
@@ -29,8 +29,8 @@ mod cases {
     use hmem_fake_rocr::Profile;
 
     use crate::{
+        fixture::{Fixture, REMOTE, is_model, open, pattern},
         trials::{Outcome, Skipped},
-        world::{REMOTE, World, is_model, open, pattern},
     };
 
     fn not_on_the_model(why: &str) -> Outcome {
@@ -44,9 +44,10 @@ mod cases {
     pub(crate) fn each_kind_of_memory_moves_its_bytes_by_its_own_path() -> Outcome {
         for profile in profiles() {
             let exports = profile.dma_buf && !is_model();
-            let world = World::new(profile, P2pPolicy::Enabled, Memory::Follow, false);
+            let fixture = Fixture::new(profile, P2pPolicy::Enabled, Memory::Follow, false);
             for kind in [AllocationKind::Device, AllocationKind::Host, AllocationKind::Virtual] {
-                let has = world.rocr.allocate(&AllocRequest { len: 1, device: DeviceId(0), kind });
+                let has =
+                    fixture.rocr.allocate(&AllocRequest { len: 1, device: DeviceId(0), kind });
                 let expected = match (has, kind) {
                     (Err(error), _) => {
                         assert!(error.is_unsupported(), "{error}");
@@ -54,7 +55,7 @@ mod cases {
                     }
                     (Ok(one), kind) => {
                         // SAFETY: no code uses the memory.
-                        unsafe { world.rocr.free(&one) }.expect("free");
+                        unsafe { fixture.rocr.free(&one) }.expect("free");
                         match kind {
                             AllocationKind::Host => Path::PlainHost,
                             _ if exports => Path::DmaBuf,
@@ -63,32 +64,32 @@ mod cases {
                     }
                 };
                 for len in [1000, 100_001, (4 << 20) + 17] {
-                    let region = world.domain.register(world.buffer(len, kind), REMOTE);
+                    let region = fixture.domain.register(fixture.buffer(len, kind), REMOTE);
                     let region = region.map_err(hmem::Error::from).expect("register");
                     let decision = region.decision().expect("decision");
                     assert_eq!(decision.path, expected, "{kind:?}: {decision}");
                     let (key, bytes) = (region.key().expect("key"), pattern(len, len as usize));
-                    world.put(&key, 0, &bytes).expect("write");
+                    fixture.put(&key, 0, &bytes).expect("write");
                     let mut found = vec![0; bytes.len()];
                     region.read(0, &mut found).expect("the device's own copy");
                     assert!(found == bytes, "{kind:?}: bytes that the NIC wrote");
                     region.write(7, &[9; 100]).expect("write on the device");
-                    assert_eq!(world.get(&key, 7, 100).expect("read"), [9; 100]);
+                    assert_eq!(fixture.get(&key, 7, 100).expect("read"), [9; 100]);
                     region.close().map_err(hmem::Error::from).expect("close");
                 }
             }
-            world.end();
+            fixture.end();
         }
         Ok(())
     }
 
-    /// Frees and allocates through another iface, as an application does: only the runtime's
-    /// callback notifies this iface.
+    /// Frees and allocates through a second iface, which stands for the application. Only the
+    /// runtime's callback notifies the iface under test.
     pub(crate) fn address_reuse_is_never_a_hit() -> Outcome {
         const ROUNDS: u64 = 10_000;
-        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Pinned, true);
-        let application = open(world.fake.as_ref());
-        let cache = world.domain.cache().expect("a cache");
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, Memory::Pinned, true);
+        let application = open(fixture.fake.as_ref());
+        let cache = fixture.domain.cache().expect("a cache");
         assert_eq!(cache.monitor(IfaceKind::ROCR).expect("a monitor").name(), "rocr-callback");
         let (mut ids, mut reused, mut last) = (HashSet::new(), 0, Address(0));
         for round in 0..ROUNDS {
@@ -97,7 +98,7 @@ mod cases {
             let memory = application.allocate(&request).expect("allocate");
             reused += u64::from(memory.base() == last);
             last = memory.base();
-            let seen = world.rocr.query(memory.base()).expect("query").expect("known");
+            let seen = fixture.rocr.query(memory.base()).expect("query").expect("known");
             assert!(ids.insert(seen.id), "round {round}: an identity was reused");
             let bytes = pattern(round, 64);
             // SAFETY: the memory is this test's own, and freed after its leases are gone.
@@ -105,7 +106,7 @@ mod cases {
                 application.write(memory.base(), &bytes).expect("write");
                 let first = cache.get_or_register(memory.range, REMOTE).expect("register");
                 let key = first.key().expect("key");
-                assert_eq!(world.get(&key, 0, 64).expect("read"), bytes, "round {round}: stale");
+                assert_eq!(fixture.get(&key, 0, 64).expect("read"), bytes, "round {round}: stale");
                 let again = cache.get_or_register(memory.range, REMOTE).expect("hit");
                 assert_eq!(again.key().expect("key"), key, "the second is a hit");
                 drop((first, again));
@@ -115,20 +116,20 @@ mod cases {
         let statistics = cache.statistics();
         assert_eq!((statistics.misses, statistics.hits), (ROUNDS, ROUNDS));
         assert_eq!(statistics.invalidations(InvalidationCause::Free), ROUNDS);
-        assert!(reused > ROUNDS / 2, "{reused} addresses were reused: nothing was shown");
+        assert!(reused > ROUNDS / 2, "only {reused} addresses were reused, so the test is void");
         application.close().map_err(hmem::Error::from).expect("close");
-        world.end();
+        fixture.end();
         Ok(())
     }
 
     /// The runtime calls back on threads that free memory, while other threads look up memory and
-    /// register callbacks. A lock held across both would deadlock.
+    /// register callbacks. A lock held during both would cause a deadlock.
     pub(crate) fn concurrent_frees_and_lookups_never_share_an_identity() -> Outcome {
         const THREADS: u64 = 4;
         const ROUNDS: u64 = 500;
-        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Pinned, true);
-        let application = open(world.fake.as_ref());
-        let cache = world.domain.cache().expect("a cache");
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, Memory::Pinned, true);
+        let application = open(fixture.fake.as_ref());
+        let cache = fixture.domain.cache().expect("a cache");
         let ids = Mutex::new(HashSet::new());
         let shared = AtomicU64::new(0);
         thread::scope(|scope| {
@@ -138,11 +139,12 @@ mod cases {
                     let request = AllocRequest { len: 4096, device, kind: AllocationKind::Device };
                     for _ in 0..ROUNDS {
                         let memory = application.allocate(&request).expect("allocate");
-                        let seen = world.rocr.query(memory.base()).expect("query").expect("known");
+                        let seen =
+                            fixture.rocr.query(memory.base()).expect("query").expect("known");
                         assert!(ids.lock().expect("a thread failed").insert(seen.id), "{seen:?}");
-                        // Memory of another thread, which may free it meanwhile.
+                        // Memory of another thread, which may be freed meanwhile.
                         let other = Address(shared.swap(memory.base().0, Ordering::Relaxed));
-                        world.rocr.query(other).expect("query");
+                        fixture.rocr.query(other).expect("query");
                         // SAFETY: the memory is freed after its lease is gone.
                         unsafe {
                             let region = cache.get_or_register(memory.range, REMOTE);
@@ -155,7 +157,7 @@ mod cases {
         });
         assert_eq!(cache.statistics().invalidations(InvalidationCause::Free), THREADS * ROUNDS);
         application.close().map_err(hmem::Error::from).expect("close");
-        world.end();
+        fixture.end();
         Ok(())
     }
 
@@ -166,7 +168,7 @@ mod cases {
         if !is_model() {
             return Err(Skipped("HIP runs on AMD's own runtime (tests/rocr/run)".into()));
         }
-        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, false);
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, false);
         // SAFETY: AMD's library, whose initialisers have no precondition; the types are those of
         // HIP's header.
         unsafe {
@@ -179,7 +181,7 @@ mod cases {
             assert_eq!(malloc(&mut device, 100_000), 0);
             assert_eq!(host_malloc(&mut host, 100_000, 0), 0);
             let of = |pointer: *mut c_void| {
-                world.rocr.query(Address(Address::of_ptr(pointer).0 + 4097)).expect("query")
+                fixture.rocr.query(Address(Address::of_ptr(pointer).0 + 4097)).expect("query")
             };
             let found = of(device).expect("known");
             assert_eq!((found.kind, found.device), (AllocationKind::Device, Some(DeviceId(0))));
@@ -193,22 +195,23 @@ mod cases {
             assert_ne!(found.map(|found| found.kind), Some(AllocationKind::Device), "it migrates");
             assert_eq!((free(device), host_free(host), free(managed)), (0, 0, 0));
             assert_eq!(of(device), None);
-            // The library stays loaded, since its threads and exit handlers need it.
+            // HIP stays loaded, since its threads and exit handlers need it.
             std::mem::forget(hip);
         }
-        world.end();
+        fixture.end();
         Ok(())
     }
 
-    pub(crate) fn pcie_mapping_is_tried_first_and_both_attempts_are_in_the_trace() -> Outcome {
+    pub(crate) fn pcie_mapping_is_tried_first_and_both_attempts_are_traced() -> Outcome {
         not_on_the_model("it exports nothing")?;
         let small = Profile { large_bar: false, ..Profile::default() };
-        // Release 6.4 has no PCIe mapping, so that it is not tried.
+        // Release 6.4 has no PCIe mapping, so the iface does not try it.
         for (profile, tried) in [(small, true), (Profile::named("6.4").expect("a profile"), false)]
         {
-            let world =
-                World::with_pcie_mapping_first(profile, P2pPolicy::Required, Memory::Follow);
-            let region = world.domain.register(world.buffer(8192, AllocationKind::Device), REMOTE);
+            let fixture =
+                Fixture::with_pcie_mapping_first(profile, P2pPolicy::Required, Memory::Follow);
+            let region =
+                fixture.domain.register(fixture.buffer(8192, AllocationKind::Device), REMOTE);
             let region = region.map_err(hmem::Error::from).expect("the default mapping");
             let decision = region.decision().expect("decision").clone();
             assert_eq!(decision.path, Path::DmaBuf);
@@ -219,7 +222,7 @@ mod cases {
             let row = row.expect("a row");
             assert_eq!(text.contains(row.cause) && text.contains(row.remedy), tried, "{text}");
             region.close().map_err(hmem::Error::from).expect("close");
-            world.end();
+            fixture.end();
         }
         Ok(())
     }
@@ -231,12 +234,13 @@ mod cases {
             (HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION, "rocr-not-exportable"),
             (HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES, "rocr-file-descriptors"),
         ] {
-            let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, false);
-            let buffer = world.buffer(8192, AllocationKind::Device);
-            let fake = world.fake.as_ref().expect("the fake runtime");
+            let fixture =
+                Fixture::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, false);
+            let buffer = fixture.buffer(8192, AllocationKind::Device);
+            let fake = fixture.fake.as_ref().expect("the fake runtime");
             fake.fail_always("hsa_amd_portable_export_dmabuf_v2", code);
-            let explained = world.hmem.explain("loopback", &ExplainRequest::new(IfaceKind::ROCR));
-            let region = world.domain.register(buffer, REMOTE);
+            let explained = fixture.hmem.explain("loopback", &ExplainRequest::new(IfaceKind::ROCR));
+            let region = fixture.domain.register(buffer, REMOTE);
             let region = region.map_err(hmem::Error::from).expect("staged copies");
             let decision = region.decision().expect("decision").clone();
             assert_eq!(decision.path, Path::Staged);
@@ -247,7 +251,7 @@ mod cases {
                 assert!(text.contains(row.cause) && text.contains(row.remedy), "{text}");
             }
             region.close().map_err(hmem::Error::from).expect("close");
-            world.end();
+            fixture.end();
         }
         Ok(())
     }
@@ -255,21 +259,21 @@ mod cases {
     pub(crate) fn remedy_of_an_old_runtime_names_the_release_with_exports() -> Outcome {
         not_on_the_model("it is the newest release")?;
         let old = Profile::named("5.2").expect("a profile");
-        let world = World::new(old, P2pPolicy::Required, Memory::Follow, false);
-        let region = world.domain.register(world.buffer(8192, AllocationKind::Device), REMOTE);
+        let fixture = Fixture::new(old, P2pPolicy::Required, Memory::Follow, false);
+        let region = fixture.domain.register(fixture.buffer(8192, AllocationKind::Device), REMOTE);
         let refused = region.expect_err("no direct path");
         let text = refused.error.trace().to_string();
         assert!(text.contains("hsa_amd_portable_export_dmabuf"), "{text}");
         assert!(text.contains("update ROCm to 5.6"), "{text}");
         drop(refused);
-        world.end();
+        fixture.end();
         Ok(())
     }
 
     pub(crate) fn unknown_memory_is_refused_with_the_reason() -> Outcome {
-        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, true);
-        let live = world.buffer(8192, AllocationKind::Device);
-        let freed = world.buffer(4096, AllocationKind::Device);
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, true);
+        let live = fixture.buffer(8192, AllocationKind::Device);
+        let freed = fixture.buffer(4096, AllocationKind::Device);
         let gone = freed.allocation().range;
         drop(freed);
         let base = live.allocation().base();
@@ -279,16 +283,16 @@ mod cases {
         for (range, kind, words) in [
             (gone, ErrorKind::InvalidArgument, "was freed"),
             (foreign, ErrorKind::InvalidArgument, "is host memory"),
-            (past, ErrorKind::OutOfBounds, "the range must lie in one allocation"),
+            (past, ErrorKind::OutOfBounds, "register a range inside one allocation"),
         ] {
             let ranges = [range];
             let attr = MrAttr { iface: Some(IfaceKind::ROCR), ..MrAttr::new(&ranges, REMOTE) };
             // SAFETY: the registration is refused.
-            let refused = unsafe { world.domain.regattr(&attr, MrFlags::empty()) };
+            let refused = unsafe { fixture.domain.regattr(&attr, MrFlags::empty()) };
             let error = refused.expect_err("it is not there");
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
-            let cache = world.domain.cache().expect("a cache");
+            let cache = fixture.domain.cache().expect("a cache");
             // SAFETY: the registration is refused.
             unsafe { cache.get_or_register_on(range, REMOTE, IfaceKind::ROCR, None) }
                 .expect_err("it is not there");
@@ -296,20 +300,21 @@ mod cases {
         let ranges = [live.allocation().range];
         let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
         // SAFETY: the registration is refused.
-        let refused = unsafe { world.domain.regattr(&attr, MrFlags::empty()) };
+        let refused = unsafe { fixture.domain.regattr(&attr, MrFlags::empty()) };
         refused.expect_err("it is not CUDA's");
         drop(live);
-        world.end();
+        fixture.end();
         Ok(())
     }
 
-    /// With the monitor off, ROCr memory is registered uncached, and other memory is still cached.
+    /// With the ROCr monitor disabled, ROCr memory is registered uncached, and other memory is
+    /// still cached.
     pub(crate) fn disabled_monitor_leaves_memory_uncached() -> Outcome {
-        let world = World::without_monitor(Profile::default());
-        let cache = world.domain.cache().expect("a cache");
+        let fixture = Fixture::without_monitor(Profile::default());
+        let cache = fixture.domain.cache().expect("a cache");
         let error = cache.monitor(IfaceKind::ROCR).expect_err("it is off");
         assert!(error.context_value("why").expect("a reason").contains("disabled"), "{error}");
-        let buffer = world.buffer(8192, AllocationKind::Device);
+        let buffer = fixture.buffer(8192, AllocationKind::Device);
         for _ in 0..2 {
             // SAFETY: the buffer outlives the region.
             let region = unsafe { cache.get_or_register(buffer.allocation().range, REMOTE) };
@@ -317,31 +322,32 @@ mod cases {
         }
         assert_eq!((cache.statistics().hits, cache.entries().len()), (0, 0));
         drop(buffer);
-        world.end();
+        fixture.end();
         Ok(())
     }
 
     pub(crate) fn closing_the_iface_ends_its_monitor_alone() -> Outcome {
-        let world = World::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, false);
-        let other = open(world.fake.as_ref());
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, Memory::Follow, false);
+        let other = open(fixture.fake.as_ref());
         let (own, others) = (
-            world.rocr.start_monitor().expect("a monitor"),
+            fixture.rocr.start_monitor().expect("a monitor"),
             other.start_monitor().expect("a monitor"),
         );
-        let buffer = world.buffer(4096, AllocationKind::Device);
+        let buffer = fixture.buffer(4096, AllocationKind::Device);
         drop(other);
-        let seen = world.rocr.query(buffer.allocation().base()).expect("query").expect("known");
+        let seen = fixture.rocr.query(buffer.allocation().base()).expect("query").expect("known");
         assert!(own.valid(&seen).expect("ask"));
         assert!(!others.valid(&seen).expect("ask"));
         drop(buffer);
-        world.end();
+        fixture.end();
         Ok(())
     }
 }
 
 use cases::*;
+use trials::trials;
 
-trials::trials! {
+trials! {
     /// P2P-01 P2P-06 HM-01
     each_kind_of_memory_moves_its_bytes_by_its_own_path,
     /// MON-07 CACHE-02 MR-07
@@ -351,7 +357,7 @@ trials::trials! {
     /// HM-01 HM-02 HM-08
     memory_of_hip_is_recognised,
     /// HM-09 P2P-03
-    pcie_mapping_is_tried_first_and_both_attempts_are_in_the_trace,
+    pcie_mapping_is_tried_first_and_both_attempts_are_traced,
     /// DIAG-03 P2P-03
     refused_exports_name_their_cause_and_are_staged,
     /// DIAG-03 HM-04

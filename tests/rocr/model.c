@@ -1,7 +1,7 @@
-/* A model GPU for AMD's own runtime: the library that HSA_MODEL_LIB names. The runtime itself keeps
- * the memory of the GPU. This file copies: a thread for each queue executes linear copies of the
- * SDMA engines, and of the kernels by which the runtime copies within one GPU. It executes no other
- * kernels: their arguments would be taken for those of a copy.
+/* A model GPU for AMD's own runtime: the library that HSA_MODEL_LIB names. The runtime itself manages
+ * the memory of the GPU. This library executes copies: a thread for each queue executes the linear
+ * copies of SDMA engines, and the kernels by which the runtime copies within one GPU. It must not run
+ * other kernels, since it would take their arguments for those of a copy.
  *
  * HSA_MODEL_TOPOLOGY names the folder that describes the GPU (tests/rocr/topology). The runtime asks
  * for the table below, in version 0.4 of the interface. */
@@ -44,7 +44,7 @@ static void rest(void) {
     nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
 }
 
-/* Executes one packet. Returns its length in words. */
+/* Executes one SDMA packet. Returns its length in words. */
 static unsigned execute(struct queue *queue, const uint32_t *word) {
     switch (word[0] & 0xff) {
     case NOP:
@@ -75,7 +75,7 @@ static unsigned execute(struct queue *queue, const uint32_t *word) {
     abort();
 }
 
-/* Ends a packet of a queue for kernels: lowers its signal, and wakes those who wait for it. */
+/* Completes a packet of a kernel queue: decrements its signal, and wakes the waiting threads. */
 static void complete(struct queue *queue, uint64_t handle) {
     if (!handle)
         return;
@@ -85,13 +85,13 @@ static void complete(struct queue *queue, uint64_t handle) {
         queue->model->set_event(queue->model->set_event_data, *(uint32_t *)(signal + 24));
 }
 
-/* Executes one packet of a queue for kernels. */
+/* Executes one packet of a kernel queue. */
 static void dispatch(struct queue *queue, const uint64_t *packet, unsigned type) {
     char *aperture = queue->model->aperture;
     if (type == 2) {
         const uint64_t *arguments = (uint64_t *)(aperture + packet[5]);
         uint64_t from = arguments[0], to = arguments[1];
-        /* There is a kernel for sides with the same place in a word, and another for the rest. */
+        /* One kernel copies ranges that are equally aligned in a word, and another one all others. */
         uint64_t end = (from & 3) == (to & 3) ? arguments[8] : arguments[4];
         memcpy(aperture + to, aperture + from, end - from);
     } else if (type == 3) {

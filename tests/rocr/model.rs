@@ -1,4 +1,4 @@
-//! AMD's own runtime with a model GPU (`tests/rocr/run`).
+//! Loads AMD's own runtime with a model of a GPU (`tests/rocr/run`).
 
 use std::{
     ffi::c_void,
@@ -8,17 +8,18 @@ use std::{
 use hmem::rocr::sys::{Agent, Functions, HSA_AMD_AGENT_INFO_HDP_FLUSH, HsaStatus};
 use libloading::os::unix::Library;
 
-/// Functions that need the kernel driver. On the model GPU they abort the process.
+/// Functions that need the kernel driver, and abort the process on the model GPU.
 const NOT_MODELLED: [&str; 2] = ["hsa_amd_ipc_memory_create", "hsa_amd_memory_lock"];
 
 type AgentGetInfo = unsafe extern "C" fn(Agent, u32, *mut c_void) -> HsaStatus;
 
 static AGENT_GET_INFO: OnceLock<AgentGetInfo> = OnceLock::new();
 
-/// Answers like the runtime, except for the flush register: the CPU cannot write that of the model.
+/// Replacement of `hsa_agent_get_info` that reports no flush register, since the CPU cannot write
+/// the model's.
 ///
 /// # Safety
-/// The caller follows the header's rules for `hsa_agent_get_info`.
+/// The caller must follow the header's rules for `hsa_agent_get_info`.
 unsafe extern "C" fn agent_get_info(agent: Agent, attribute: u32, value: *mut c_void) -> HsaStatus {
     if attribute == HSA_AMD_AGENT_INFO_HDP_FLUSH.number {
         return HsaStatus::HSA_STATUS_SUCCESS;
@@ -32,7 +33,8 @@ unsafe extern "C" fn agent_get_info(agent: Agent, attribute: u32, value: *mut c_
 pub(crate) fn functions() -> Functions {
     // SAFETY: AMD's runtime, whose initialisers have no precondition.
     let library = unsafe { Library::new(Functions::LIBRARY) }.expect("AMD's runtime");
-    // The model starts once in a process, so that this count is never released.
+    // The model can start only once in a process, so the reference of this `hsa_init` is never
+    // released.
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
         // SAFETY: the types are those of the functions of these names.
@@ -43,7 +45,7 @@ pub(crate) fn functions() -> Functions {
             )
         };
         AGENT_GET_INFO.get_or_init(|| *info);
-        // SAFETY: any thread may call it any number of times.
+        // SAFETY: any thread may call `hsa_init` any number of times.
         let code = unsafe { init() };
         assert_eq!(code, HsaStatus::HSA_STATUS_SUCCESS, "the model GPU does not start");
     });

@@ -1,8 +1,8 @@
-//! A monitor of an application that reports no changes.
+//! Callbacks of an imported cache monitor whose application reports no changes.
 
 use hmem::{AddressRange, Result, system::monitor::ImportCallbacks};
 
-/// A monitor that accepts every range. It reports a change only if the test does so itself.
+/// Callbacks of an imported cache monitor. They accept every range and report no change.
 #[derive(Debug)]
 pub(crate) struct Silent;
 

@@ -1,4 +1,4 @@
-//! One situation and the doors through which it is registered.
+//! A test case of the golden traces, and the entry points through which it registers memory.
 
 use std::{os::fd::AsFd, sync::Arc, time::Duration};
 
@@ -26,17 +26,17 @@ use crate::{
 pub(crate) const PAGE: u64 = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// Fixed facts about the machine of a situation.
+/// A source of facts about the machine that returns those of the test case.
 #[derive(Debug)]
-struct Known(Facts);
+struct FixedFacts(Facts);
 
-impl FactSource for Known {
+impl FactSource for FixedFacts {
     fn facts(&self, _: Option<&str>, _: &Nic) -> Facts {
         self.0.clone()
     }
 }
 
-/// A subscriber that enables all events and discards them.
+/// A tracing subscriber that enables all events and discards them.
 struct Listening;
 
 impl Subscriber for Listening {
@@ -55,38 +55,38 @@ impl Subscriber for Listening {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// The device beside host memory.
+/// The device whose iface is registered in addition to host memory.
 #[derive(Clone)]
 pub(crate) enum Device {
     Simulated(fn(SimulatedBuilder) -> SimulatedBuilder),
     Fake(Profile),
 }
 
-/// The memory that is registered.
+/// The memory that a test case registers.
 #[derive(Clone, Copy)]
 pub(crate) enum Memory {
-    /// An allocation of the device.
+    /// A whole allocation of the device.
     Of(AllocationKind),
     /// An allocation that the simulated device does not export.
     NotExportable(AllocationKind),
-    /// Two allocations in one region.
+    /// Two allocations of the device, registered as one region.
     Two(AllocationKind),
-    /// A part of a registered allocation, as its sub-region.
+    /// A part of a registered allocation, registered as a sub-region.
     Part(AllocationKind),
-    /// An allocation that was freed.
+    /// An allocation that was freed before the registration.
     Freed,
-    /// A range that ends after its allocation.
+    /// A range that begins inside an allocation and ends after it.
     PastTheEnd,
-    /// Device memory of this length that the application allocated without the iface.
+    /// Device memory of this length, allocated by the application through the driver itself.
     Application(u64),
-    /// CUDA memory that consists of several handles. Each element is true if the handle was created
-    /// for RDMA.
+    /// A CUDA VMM reservation with several memory handles. Each element is true if the handle was
+    /// created for RDMA.
     Handles(&'static [bool]),
     /// A range inside 8 pages of the application's host memory.
     Host { offset: u64, len: u64 },
-    /// Two ranges of host memory.
+    /// Two ranges of host memory, registered as one region.
     HostTwice,
-    /// A range of host memory and an allocation of the device.
+    /// A range of host memory and an allocation of the device, registered as one region.
     Mixed,
     /// A memory file that the application passes as a dma-buf.
     File,
@@ -95,7 +95,7 @@ pub(crate) enum Memory {
 /// A test case: memory to register, the NIC's abilities, a policy and injected refusals.
 #[derive(Clone)]
 pub(crate) struct Case {
-    /// Distinguishes the situation from others with the same memory, imports and policy.
+    /// Text that distinguishes the test case from others with the same memory, imports and policy.
     pub(crate) what: String,
     pub(crate) device: Device,
     pub(crate) memory: Memory,
@@ -105,32 +105,33 @@ pub(crate) struct Case {
     pub(crate) p2p_off: bool,
     pub(crate) facts: Facts,
     pub(crate) nics: &'static [&'static str],
-    /// The iface that the caller claims.
+    /// Iface that the caller names as the owner of the memory, if any.
     pub(crate) claim: Option<IfaceKind>,
-    /// Injected refusal of the simulated device: the call, the number of the call that fails, and
-    /// the error code.
+    /// Fault of the simulated device: the call that fails, which of its calls fails (1 is the
+    /// first), and the errno.
     pub(crate) device_refuses: Option<(Call, u64, i32)>,
-    /// Injected refusal of a fake driver: the function, the number of the call that fails, and the
-    /// error code.
+    /// Fault of a fake driver: the function that fails, which of its calls fails (1 is the first),
+    /// and the error code.
     pub(crate) driver_refuses: Option<(&'static str, u64, u32)>,
-    /// The NIC's answers to its first registrations.
+    /// Errnos with which the NIC refuses its first registrations, in order.
     pub(crate) nic_refuses: Vec<i32>,
 }
 
-/// Entry points of the library that register memory.
+/// An entry point of the library that registers memory.
 #[derive(Clone, Copy, PartialEq)]
-enum Door {
+enum EntryPoint {
     Regattr,
     Traced,
     Asynchronous,
     RegattrOn,
-    /// A miss of the registration cache. Host memory is registered for one lease.
+    /// A miss of the registration cache. Host memory is not cached here: its registration ends with
+    /// the caller's lease.
     Cached,
 }
 
-/// The ifaces, the fabric and the device of one test case. Fields are dropped in order, the driver
-/// last.
-struct World {
+/// The ifaces, the software NICs and the device of one test case. Fields are dropped in order, the
+/// driver last.
+struct Fixture {
     simulated: Option<Arc<Simulated>>,
     device: Arc<dyn Iface>,
     registry: Arc<Registry>,
@@ -141,7 +142,7 @@ struct World {
 }
 
 impl Case {
-    /// Describes the test case on one line, without its policy.
+    /// Formats the test case as one line, without its policy.
     pub(crate) fn subject(&self) -> String {
         let kind = |kind: AllocationKind| kind.name();
         let memory = match self.memory {
@@ -176,16 +177,16 @@ impl Case {
 
     /// Runs the test case through every entry point, and returns the lines of its trace.
     pub(crate) fn play(&self) -> Vec<String> {
-        let plain = self.through(Door::Regattr);
+        let plain = self.through(EntryPoint::Regattr);
         let mut section = Section::default();
         section.add_twice(&plain);
-        for (name, door) in [
-            ("traced", Door::Traced),
-            ("asynchronous", Door::Asynchronous),
-            ("regattr_on", Door::RegattrOn),
-            ("cached", Door::Cached),
+        for (name, entry) in [
+            ("traced", EntryPoint::Traced),
+            ("asynchronous", EntryPoint::Asynchronous),
+            ("regattr_on", EntryPoint::RegattrOn),
+            ("cached", EntryPoint::Cached),
         ] {
-            let other = self.through(door);
+            let other = self.through(entry);
             if other != plain {
                 section.lines.push(format!("- {name}"));
                 section.add_twice(&other);
@@ -204,7 +205,7 @@ impl Case {
         section.lines
     }
 
-    fn world(&self) -> World {
+    fn fixture(&self) -> Fixture {
         let mut registry = Registry::new();
         registry.add(Arc::new(System::new())).expect("the first");
         let (mut simulated, mut driver) = (None, None);
@@ -226,44 +227,45 @@ impl Case {
         let paths = DefaultPathSelector::new().disable_p2p(self.p2p_off);
         let faults = Faults::new();
         let builder = self.nics.iter().fold(Loopback::builder(), |all, name| all.nic(*name));
-        World {
+        Fixture {
             simulated,
             device,
             registry: Arc::new(registry),
-            paths: Arc::new(paths.facts(Arc::new(Known(self.facts.clone())))),
+            paths: Arc::new(paths.facts(Arc::new(FixedFacts(self.facts.clone())))),
             provider: builder.imports(self.imports).faults(&faults).build().expect("a fabric"),
             faults,
             driver,
         }
     }
 
-    /// Registers twice through an entry point.
-    fn through(&self, door: Door) -> Twice {
-        let world = self.world();
+    /// Registers the memory twice through an entry point. Returns the outcomes of both.
+    fn through(&self, entry: EntryPoint) -> Twice {
+        let fixture = self.fixture();
         let events = Arc::new(EventQueue::new());
         let open = |nic: &&str| {
             let attr = DomainAttr {
                 nic: Some((*nic).to_owned()),
                 p2p: self.policy,
-                cache: (door == Door::Cached)
+                cache: (entry == EntryPoint::Cached)
                     .then(|| CacheAttr::default().without_monitors(vec![IfaceKind::SYSTEM])),
                 ..DomainAttr::default()
             };
             let domain = Domain::open(
-                &world.provider,
-                Arc::clone(&world.registry),
-                Arc::clone(&world.paths) as _,
+                &fixture.provider,
+                Arc::clone(&fixture.registry),
+                Arc::clone(&fixture.paths) as _,
                 attr,
             )
             .expect("a domain");
-            if door == Door::Asynchronous {
+            if entry == EntryPoint::Asynchronous {
                 domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
             }
             domain
         };
         let domains: Vec<_> = self.nics.iter().map(open).collect();
-        let play = Play { case: self, world: &world, domains: &domains, door, events: &events };
-        let outcomes = if door == Door::Traced {
+        let play =
+            Play { case: self, fixture: &fixture, domains: &domains, entry, events: &events };
+        let outcomes = if entry == EntryPoint::Traced {
             tracing::subscriber::with_default(Listening, || play.of_memory())
         } else {
             play.of_memory()
@@ -273,16 +275,16 @@ impl Case {
     }
 
     fn explained(&self, kind: AllocationKind, nic: &str) -> Outcome {
-        let world = self.world();
-        let request = ExplainRequest::new(world.device.kind())
+        let fixture = self.fixture();
+        let request = ExplainRequest::new(fixture.device.kind())
             .kind(kind)
             .size(self.len)
             .nic(nic.to_owned())
             .policy(self.policy);
-        self.refuse(&world);
-        // The explanation allocates its own memory, so that its address has no name here.
+        self.refuse(&fixture);
+        // `explain` allocates memory itself, so the address of that memory has no name here.
         let names = Names::new();
-        match world.paths.explain(&world.registry, &world.provider, &request) {
+        match fixture.paths.explain(&fixture.registry, &fixture.provider, &request) {
             Ok(explanation) => {
                 let attempts = listing::attempts(&explanation.attempts, &names);
                 let attempts = attempts.iter().map(|line| line.replace("elsewhere", "memory"));
@@ -297,33 +299,33 @@ impl Case {
         }
     }
 
-    /// Injects the refusals of the test case.
-    fn refuse(&self, world: &World) {
-        if let (Some((call, nth, code)), Some(device)) = (self.device_refuses, &world.simulated) {
+    /// Injects the faults of the test case.
+    fn refuse(&self, fixture: &Fixture) {
+        if let (Some((call, nth, code)), Some(device)) = (self.device_refuses, &fixture.simulated) {
             device.faults().fail_nth(call, nth, Errno(code));
         }
-        if let (Some((symbol, nth, code)), Some(driver)) = (self.driver_refuses, &world.driver) {
+        if let (Some((symbol, nth, code)), Some(driver)) = (self.driver_refuses, &fixture.driver) {
             driver.fail_nth(symbol, nth, code);
         }
         for (at, code) in self.nic_refuses.iter().enumerate() {
-            world.faults.fail(loopback::Call::Register, at as u64 + 1, Errno(*code));
+            fixture.faults.fail(loopback::Call::Register, at as u64 + 1, Errno(*code));
         }
     }
 }
 
-/// The registrations of one test case.
+/// State of one run of a test case through one entry point.
 struct Play<'a> {
     case: &'a Case,
-    world: &'a World,
+    fixture: &'a Fixture,
     domains: &'a [Domain],
-    door: Door,
+    entry: EntryPoint,
     events: &'a Arc<EventQueue>,
 }
 
 impl Play<'_> {
     fn allocate(&self, kind: AllocationKind) -> (AddressRange, DeviceBuffer) {
         let request = AllocRequest { len: self.case.len, device: DeviceId(0), kind };
-        let buffer = DeviceBuffer::allocate(&self.world.device, &request).expect("memory");
+        let buffer = DeviceBuffer::allocate(&self.fixture.device, &request).expect("memory");
         (buffer.allocation().range, buffer)
     }
 
@@ -331,7 +333,7 @@ impl Play<'_> {
         MrAttr { iface: self.case.claim, ..MrAttr::new(ranges, REMOTE) }
     }
 
-    /// Makes the memory and registers it twice.
+    /// Allocates the memory of the test case and registers it twice. Returns the outcomes of both.
     fn of_memory(&self) -> Twice {
         let twice = |names: Names, ranges: &[AddressRange]| self.twice(&names, &self.attr(ranges));
         let host = vec![1u8; 9 * PAGE as usize];
@@ -344,7 +346,7 @@ impl Play<'_> {
             }
             Memory::NotExportable(kind) => {
                 let (memory, _buffer) = self.allocate(kind);
-                let simulated = self.world.simulated.as_ref().expect("the simulated device's");
+                let simulated = self.fixture.simulated.as_ref().expect("the simulated device's");
                 let last = Address(memory.start().0 + memory.len() - 1);
                 simulated.set_exportable(last, false).expect("a live allocation");
                 twice(vec![("memory", memory)], &[memory])
@@ -377,13 +379,13 @@ impl Play<'_> {
                 twice(vec![("memory", longer)], &[longer])
             }
             Memory::Application(len) => {
-                let driver = self.world.driver.as_ref().expect("a fake driver");
+                let driver = self.fixture.driver.as_ref().expect("a fake driver");
                 let base = Address(driver.allocate(len as usize));
                 let memory = AddressRange::new(base, len).expect("a range");
                 twice(vec![("memory", memory)], &[memory])
             }
             Memory::Handles(capable) => {
-                let Some(Driver::Cuda(functions, _)) = &self.world.driver else {
+                let Some(Driver::Cuda(functions, _)) = &self.fixture.driver else {
                     unreachable!("CUDA's memory")
                 };
                 let segments = Segments::new(functions, capable);
@@ -418,13 +420,13 @@ impl Play<'_> {
     }
 
     fn twice(&self, names: &Names, attr: &MrAttr<'_>) -> Twice {
-        self.case.refuse(self.world);
+        self.case.refuse(self.fixture);
         (self.outcomes(names, attr), self.outcomes(names, attr))
     }
 
     fn outcomes(&self, names: &Names, attr: &MrAttr<'_>) -> Vec<Outcome> {
-        if let (Door::Cached, None, None, None, [range]) =
-            (self.door, attr.iface, attr.base, attr.dma_buf, attr.ranges)
+        if let (EntryPoint::Cached, None, None, None, [range]) =
+            (self.entry, attr.iface, attr.base, attr.dma_buf, attr.ranges)
         {
             return self.domains.iter().map(|domain| self.cached(domain, *range, names)).collect();
         }
@@ -457,7 +459,7 @@ impl Play<'_> {
     fn register(&self, domains: &[Domain], attr: &MrAttr<'_>) -> Vec<Result<MemoryRegion>> {
         let is_file = attr.dma_buf.is_some();
         let flags = if is_file { MrFlags::MR_DMABUF } else { MrFlags::empty() };
-        if self.door == Door::RegattrOn {
+        if self.entry == EntryPoint::RegattrOn {
             let domains: Vec<_> = domains.iter().collect();
             // SAFETY: the memory stays until the regions are closed, and nothing refers to it.
             return match unsafe { regattr_on(&domains, attr, flags) } {
@@ -468,7 +470,7 @@ impl Play<'_> {
         let one = |domain: &Domain| {
             // SAFETY: the memory stays until the region is closed, and nothing refers to it.
             let region = unsafe { domain.regattr(attr, flags) }?;
-            if self.door == Door::Asynchronous {
+            if self.entry == EntryPoint::Asynchronous {
                 let event = self.events.wait(Duration::from_secs(60)).expect("an event");
                 event.result?;
             }

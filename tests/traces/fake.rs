@@ -1,4 +1,4 @@
-//! The fake drivers that device memory comes from.
+//! The fake drivers of the vendors, which provide device memory.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use hmem::{
     ze::{self, LevelZero, sys::ZeResult},
 };
 
-/// A driver to start, with its profile.
+/// A fake driver to start, with its profile.
 #[derive(Clone)]
 pub(crate) enum Profile {
     Cuda(hmem_fake_cuda::Profile),
@@ -21,7 +21,7 @@ pub(crate) enum Profile {
     SynapseAi(hmem_fake_accelerators::Profile),
 }
 
-/// A started driver.
+/// A running fake driver.
 pub(crate) enum Driver {
     Cuda(Box<cuda::sys::Functions>, hmem_fake_cuda::FakeDriver),
     Rocr(hmem_fake_rocr::FakeRuntime),
@@ -30,7 +30,7 @@ pub(crate) enum Driver {
 }
 
 impl Profile {
-    /// Returns the name of the driver's release.
+    /// Returns the name that the listing of traces uses for the driver and its profile.
     pub(crate) fn name(&self) -> String {
         match self {
             Self::Cuda(profile) => profile.name.to_owned(),
@@ -41,7 +41,7 @@ impl Profile {
         }
     }
 
-    /// Starts the driver and opens an iface over it.
+    /// Starts the fake driver and opens an iface over it.
     pub(crate) fn start(&self) -> (Arc<dyn Iface>, Driver) {
         const TABLE: &str = "every required function";
         const DEVICE: &str = "a device";
@@ -100,7 +100,8 @@ impl Profile {
 }
 
 impl Driver {
-    /// Makes the `nth` call of a function from now on fail with the driver's code.
+    /// Makes the `nth` next call of a function (1 is the next call) fail with a driver's error
+    /// code.
     pub(crate) fn fail_nth(&self, symbol: &'static str, nth: u64, code: u32) {
         match self {
             Self::Cuda(_, fake) => fake.fail_nth(symbol, nth, CuResult(code)),
@@ -110,8 +111,8 @@ impl Driver {
         }
     }
 
-    /// Allocates device memory as the application does, without the iface. The memory lives as long
-    /// as the driver.
+    /// Allocates device memory like an application that calls the driver directly. The memory lives
+    /// as long as the driver.
     pub(crate) fn allocate(&self, len: usize) -> u64 {
         match self {
             Self::Rocr(fake) => fake.allocate(0, len),

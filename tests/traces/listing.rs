@@ -1,4 +1,4 @@
-//! Traces as text, and the difference of two texts.
+//! Formats traces as text, and compares two such texts.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
@@ -9,14 +9,14 @@ use hmem::{
 
 use crate::case::Case;
 
-/// Names that replace addresses of memory in the text.
+/// Names that replace memory addresses in the text, so that it is equal in each run.
 pub(crate) type Names = Vec<(&'static str, AddressRange)>;
 
-/// Situations, each with its policies.
+/// Test cases with equal traces, each with its policies.
 type Headings = Vec<(String, Vec<&'static str>)>;
 
-/// Returns the situations and their traces. Situations with equal traces are grouped at the first
-/// of them, and policies of one situation share a line.
+/// Runs the test cases and formats their traces. Test cases with equal traces are grouped. Test
+/// cases that differ in their policy only share a line.
 pub(crate) fn of(cases: &[Case]) -> String {
     let mut sections: Vec<(Headings, String)> = Vec::new();
     for case in cases {
@@ -41,10 +41,10 @@ pub(crate) fn of(cases: &[Case]) -> String {
     text
 }
 
-/// Separates a situation and its policies.
+/// Separates a test case from its policies in a heading.
 const SEPARATOR: &str = " | policy ";
 
-/// A registration as text.
+/// The outcome of a registration as text.
 #[derive(Clone, PartialEq)]
 pub(crate) struct Outcome {
     pub(crate) head: String,
@@ -53,9 +53,10 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    /// Formats a decision under the policy of the domain.
+    /// Formats the decision of a successful registration. The text names the decision's policy if
+    /// it differs from the domain's.
     pub(crate) fn decided(decision: &Decision, policy: P2pPolicy, names: &Names) -> Self {
-        let mut head = format!("{} of {}", decision.path, decision.iface);
+        let mut head = format!("{} of {}", decision.path, decision.iface_name);
         if let Some(device) = decision.device {
             write!(head, " device {device}").expect("a String takes everything");
         }
@@ -76,14 +77,14 @@ impl Outcome {
     }
 }
 
-/// First and second registrations, one on each NIC.
+/// Outcomes of the first and of the second registration, one for each NIC.
 pub(crate) type Twice = (Vec<Outcome>, Vec<Outcome>);
 
-/// The lines of one situation.
+/// The lines of one test case.
 #[derive(Default)]
 pub(crate) struct Section {
     pub(crate) lines: Vec<String>,
-    /// The attempts of the last written outcome.
+    /// Attempts of the outcome that was added last.
     attempts: Vec<String>,
 }
 
@@ -99,7 +100,7 @@ impl Section {
         }
     }
 
-    /// Adds a registration on each NIC and a second one of the memory.
+    /// Adds the outcomes of the first registration, and those of the second if they differ.
     pub(crate) fn add_twice(&mut self, (first, again): &Twice) {
         first.iter().for_each(|outcome| self.add(outcome));
         let remembered = |outcome: &Outcome| Outcome { remembered: true, ..outcome.clone() };
@@ -132,7 +133,7 @@ pub(crate) fn attempts(trace: &Trace, names: &Names) -> Vec<String> {
     trace.iter().enumerate().map(line).collect()
 }
 
-/// Formats the failed operation with its kind and codes.
+/// Formats an error: its operation, kind and error codes.
 fn refusal(error: &Error) -> String {
     let mut text = format!("{} {:?}", error.operation(), error.kind());
     if let Some(errno) = error.os_errno() {
@@ -144,7 +145,7 @@ fn refusal(error: &Error) -> String {
     text
 }
 
-/// Replaces addresses by names.
+/// Replaces the memory addresses in a text by names.
 fn stable(text: &str, names: &Names) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -170,7 +171,8 @@ fn stable(text: &str, names: &Names) -> String {
     out + rest
 }
 
-/// Returns the lines of each situation under each policy, in the order of the text.
+/// Parses a text of traces. Returns the lines of each test case under each policy, in the order of
+/// the text.
 fn sections(text: &str) -> Vec<(String, Vec<&str>)> {
     let mut sections = Vec::new();
     let mut headings = Vec::new();
@@ -189,7 +191,8 @@ fn sections(text: &str) -> Vec<(String, Vec<&str>)> {
     sections
 }
 
-/// Returns the situations that differ, with the lines of both texts. Empty for equal texts.
+/// Formats the test cases whose traces differ, with the lines of both texts. Returns an empty text
+/// if none does.
 pub(crate) fn difference(golden: &str, now: &str) -> String {
     let (before, after) = (sections(golden), sections(now));
     let (old, new): (BTreeMap<_, _>, BTreeMap<_, _>) =
@@ -210,7 +213,7 @@ pub(crate) fn difference(golden: &str, now: &str) -> String {
     text
 }
 
-/// Returns both versions of some lines. A common start and end is written once.
+/// Formats the difference of two lists of lines. Common lines at the start and end appear once.
 fn changed_lines(old: &[&str], new: &[&str]) -> String {
     if old == new {
         return String::new();

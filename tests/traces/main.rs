@@ -1,10 +1,10 @@
-//! Golden traces. `traces.txt` lists path, reason and every attempt of registrations in many
-//! situations. A change of the registration path must not change a line unless the behaviour
-//! changes on purpose. `HMEM_BLESS=1` rewrites the list.
+//! Golden traces. `traces.txt` lists path, reason and every attempt of registrations in many test
+//! cases. A change of the code must not change a line unless the behaviour changes on purpose.
+//! `HMEM_BLESS=1` rewrites the list.
 //!
-//! Each situation is registered through every entry point: `regattr`, `regattr` with tracing on, an
-//! event queue, `regattr_on`, a miss of the cache, and `explain`. An entry point that decides like
-//! `regattr` has no lines of its own.
+//! Each test case registers memory through every entry point: `regattr`, `regattr` with tracing on,
+//! an event queue, `regattr_on`, a cache miss, and `explain`. An entry point with the same outcome
+//! as `regattr` has no lines of its own.
 #![cfg(all(
     feature = "cuda",
     feature = "neuron",
@@ -20,7 +20,7 @@ mod listing;
 #[allow(dead_code, reason = "the CUDA tests use the rest")]
 #[path = "../cuda/segments.rs"]
 mod segments;
-mod situations;
+mod simulated_and_cuda;
 mod vendors;
 
 use std::{env, fs, path::Path};
@@ -28,7 +28,7 @@ use std::{env, fs, path::Path};
 /// P2P-01, P2P-02, P2P-03, P2P-04, DIAG-03
 #[test]
 fn registrations_decide_as_the_golden_traces_say() {
-    let now = listing::of(&[situations::all(), vendors::all()].concat());
+    let now = listing::of(&[simulated_and_cuda::all(), vendors::all()].concat());
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces/traces.txt");
     if env::var_os("HMEM_BLESS").is_some() {
         fs::write(&file, &now).expect("the list can be written");

@@ -1,4 +1,4 @@
-//! The situations of the vendors other than NVIDIA.
+//! The test cases of the golden traces for vendors other than NVIDIA.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use hmem_fake_ze::Profile as LevelZero;
 use crate::{
     case::{Case, Device, Memory, PAGE},
     fake::Profile,
-    situations::imports,
+    simulated_and_cuda::imports,
 };
 
 pub(crate) fn all() -> Vec<Case> {
@@ -24,7 +24,8 @@ fn on(profile: Profile) -> Case {
     Case { device: Device::Fake(profile), ..Case::default() }
 }
 
-/// Every kind of memory under each policy that decides differently.
+/// Returns a test case for each kind of memory, each NIC and each of the policies Enabled and
+/// Required.
 fn kinds(case: &Case, kinds: &[AllocationKind], nics: &[&str]) -> Vec<Case> {
     let mut cases = Vec::new();
     for kind in kinds {
@@ -38,7 +39,7 @@ fn kinds(case: &Case, kinds: &[AllocationKind], nics: &[&str]) -> Vec<Case> {
     cases
 }
 
-/// Memory that is not, or not only, one live allocation of the iface.
+/// Returns test cases with memory other than one live allocation of the iface.
 fn odd_memory(case: &Case, iface: IfaceKind) -> Vec<Case> {
     let memory = [
         Memory::Two(AllocationKind::Device),
@@ -109,7 +110,7 @@ fn level_zero() -> Vec<Case> {
         cases.extend(kinds(&on(profile), &[Device, Host, Managed], &["ds", "dPps", "d"]));
     }
     cases.extend(odd_memory(&on(newest()), IfaceKind::ZE));
-    // Small memory comes from a pool of the driver, larger memory does not.
+    // The driver allocates small memory from a pool, and larger memory without.
     for memory in [Memory::Application(PAGE), Memory::Application(3 << 20)] {
         cases.push(Case { memory, ..on(newest()) });
     }
@@ -131,7 +132,7 @@ fn level_zero() -> Vec<Case> {
 fn accelerators() -> Vec<Case> {
     const NEURON: &str = "nrt_get_dmabuf_fd_v2";
     const GAUDI: &str = "hlthunk_device_mapped_memory_export_dmabuf_fd";
-    /// -EINVAL, as the library returns it.
+    /// -EINVAL as a `u32`, the error code of libhl-thunk.
     const INVALID: u32 = (-22_i32) as u32;
     let mut cases = Vec::new();
     for (profile, iface, export, code) in [

@@ -1,5 +1,6 @@
-//! Harness for tests that learn only while they run that they cannot run here. The harness of rustc
-//! knows passed and failed; these tests report ignored, with the reason.
+//! Harness for tests that find out at run time that they cannot run on this machine. Rust's own
+//! harness reports only passed and failed at run time; these tests also report ignored, with the
+//! reason.
 //!
 //! The test binary has `harness = false` in its manifest and lists its tests with `trials!`.
 
@@ -7,7 +8,7 @@ use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Completion, Trial};
 
-/// Reason why a test cannot run here.
+/// Reason why a test cannot run on this machine.
 #[derive(Debug)]
 pub(crate) struct Skipped(pub(crate) String);
 
@@ -17,7 +18,7 @@ pub(crate) type Outcome = Result<(), Skipped>;
 /// Name and function of a test.
 pub(crate) type Test = (&'static str, fn() -> Outcome);
 
-/// Runs the tests as a test binary does.
+/// Runs the tests with the command-line arguments of a test binary.
 pub(crate) fn run(tests: &[Test]) -> ExitCode {
     let trial = |&(name, test): &Test| {
         Trial::ignorable_test(name, move || match test() {

@@ -1,4 +1,4 @@
-//! The ifaces of the vendors, each over its fake driver.
+//! The vendors' ifaces, each over its fake driver.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -24,7 +24,8 @@ use hmem::{
 };
 use hmem_fake_accelerators as accelerators;
 
-/// Keeps the fakes, and the counts of this process's files, to one test at a time.
+/// Locked by the test that uses a fake driver or counts open files, so that one test runs at a
+/// time.
 static TURN: Mutex<()> = Mutex::new(());
 
 enum Fake {
@@ -34,7 +35,7 @@ enum Fake {
     Accelerators(accelerators::Fake),
 }
 
-/// An iface and its fake driver. Fields drop in order, the driver last.
+/// A vendor's iface and its fake driver. Fields drop in order, the driver last.
 pub(crate) struct Vendor {
     pub(crate) iface: Arc<dyn Iface>,
     fake: Fake,
@@ -97,10 +98,10 @@ impl Vendor {
     }
 }
 
-/// Fault injection and call counts of the fake drivers.
+/// Fault injection and counters, the same for each fake driver.
 #[allow(dead_code, reason = "not every test binary injects faults")]
 impl Vendor {
-    /// Returns the functions of the driver's table.
+    /// Returns the names of the driver functions that the iface uses.
     pub(crate) fn symbols(&self) -> Vec<&'static str> {
         let (required, optional): (&[&[&str]], &[&[&str]]) = match (&self.fake, self.iface.kind()) {
             (Fake::Cuda(_), _) => (&[CudaFunctions::SYMBOLS], &[CudaFunctions::OPTIONAL_SYMBOLS]),
@@ -114,20 +115,20 @@ impl Vendor {
         required.iter().chain(optional).flat_map(|names| names.iter().copied()).collect()
     }
 
-    /// Makes the `nth` call of a function fail; 1 is the next call.
+    /// Makes the `nth` next call of a function fail: 1 is the next call.
     pub(crate) fn fail_nth(&self, symbol: &'static str, nth: u64) {
         match &self.fake {
             Fake::Cuda(fake) => fake.fail_nth(symbol, nth, CuResult::CUDA_ERROR_UNKNOWN),
             Fake::Rocr(fake) => fake.fail_nth(symbol, nth, HsaStatus::HSA_STATUS_ERROR),
             Fake::Ze(fake) => fake.fail_nth(symbol, nth, ZeResult::ZE_RESULT_ERROR_UNKNOWN),
             Fake::Accelerators(fake) => {
-                // libhl-thunk returns negative numbers.
+                // libhl-thunk returns negative error codes.
                 fake.fail_nth(symbol, nth, if symbol.starts_with("hlthunk") { -22 } else { 1 });
             }
         }
     }
 
-    /// Removes all faults.
+    /// Removes all injected faults.
     pub(crate) fn heal(&self) {
         match &self.fake {
             Fake::Cuda(fake) => fake.heal(),
@@ -137,7 +138,7 @@ impl Vendor {
         }
     }
 
-    /// Returns the number of calls of a function.
+    /// Returns the number of calls of a driver function so far.
     pub(crate) fn calls(&self, symbol: &str) -> u64 {
         match &self.fake {
             Fake::Cuda(fake) => fake.calls(symbol),
@@ -147,7 +148,7 @@ impl Vendor {
         }
     }
 
-    /// Returns the number of live allocations.
+    /// Returns the number of live allocations in the fake driver.
     pub(crate) fn allocations(&self) -> usize {
         match &self.fake {
             Fake::Cuda(fake) => fake.live().allocations,

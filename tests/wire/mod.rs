@@ -8,10 +8,10 @@ use hmem::{
     transfer::{PeerId, RemoteSegment},
 };
 
-/// Every right of peers.
+/// The rights of peers to read and write.
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// Two endpoints of a domain. Fields drop in order, the domain last.
+/// Two connected endpoints of one domain. Fields drop in order, the domain last.
 pub(crate) struct Wire {
     queue: Arc<dyn CompletionQueue>,
     initiator: Endpoint,
@@ -30,7 +30,8 @@ impl Wire {
         Self { queue, initiator, _target: target, peer, domain }
     }
 
-    /// Registers for peers. The caller keeps the memory until the region is closed.
+    /// Registers a range for access by peers. The caller keeps the memory until the region is
+    /// closed.
     pub(crate) fn expose(&self, range: AddressRange) -> Result<MemoryRegion> {
         // SAFETY: tests close the region before they free the memory, and hold no reference into
         // it.
@@ -45,7 +46,7 @@ impl Wire {
         done.remove(0).result.map(drop)
     }
 
-    /// Writes through the NIC, at `offset` of the key's region.
+    /// Writes bytes through the NIC, at `offset` of the key's region.
     pub(crate) fn put(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<()> {
         let source = self.domain.register(bytes.to_vec(), Access::WRITE)?;
         let len = bytes.len() as u64;
@@ -56,7 +57,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Reads through the NIC, at `offset` of the key's region.
+    /// Reads `len` bytes through the NIC, at `offset` of the key's region.
     pub(crate) fn get(&self, key: &RemoteKey, offset: u64, len: usize) -> Result<Vec<u8>> {
         let into = self.domain.register(vec![0u8; len], Access::READ)?;
         let remote = [RemoteSegment { address: Iova(key.base().0 + offset), len: len as u64, key }];
@@ -66,7 +67,7 @@ impl Wire {
     }
 }
 
-/// Returns bytes that differ by position and seed.
+/// Returns nonzero bytes that depend on their position and on the seed.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
 }

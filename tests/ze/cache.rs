@@ -1,4 +1,4 @@
-//! Cached registrations of freed memory, and of new memory at its address.
+//! Tests of cached registrations of Level Zero memory that is freed and reallocated at its address.
 
 use hmem::{
     AllocationKind, CacheAttr, DeviceId, DomainAttr, IfaceKind,
@@ -16,8 +16,8 @@ fn cached(cache: CacheAttr) -> DomainAttr {
 
 /// MON-07 CACHE-02
 ///
-/// Thousands of rounds with a reused address, over a NIC that keeps the pages of a registration.
-/// The second lookup of live memory is a hit, and the first lookup of new memory is a miss.
+/// Reuses an address in thousands of rounds, over a NIC that keeps the pages of a registration. In
+/// each round the first lookup is a miss, and the second one a hit.
 #[test]
 fn freed_and_reallocated_memory_is_never_a_hit() {
     let rounds = if real() { 10_000 } else { 2_000 };
@@ -66,13 +66,7 @@ fn variable_disables_the_level_zero_monitor_only() {
     const NAME: &str = "cache::variable_disables_the_level_zero_monitor_only";
     let Ok(value) = std::env::var(VARIABLE) else {
         for value in ["0", "1"] {
-            let output = std::process::Command::new(std::env::current_exe().expect("this test"))
-                .args(["--exact", NAME])
-                .env(VARIABLE, value)
-                .output()
-                .expect("the test runs");
-            let text = String::from_utf8_lossy(&output.stdout);
-            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+            crate::child::passes(crate::child::command(NAME).env(VARIABLE, value));
         }
         return;
     };
@@ -97,7 +91,8 @@ fn variable_disables_the_level_zero_monitor_only() {
 
 /// MON-07
 ///
-/// Memory that the application got from a pool has no identity of its own, and is never cached.
+/// Memory that the application allocated from a driver's pool has no identity of its own, and is
+/// never cached.
 #[test]
 fn pooled_memory_of_the_application_is_registered_uncached() {
     let link = Link::open(Profile::default(), cached(CacheAttr::default()));

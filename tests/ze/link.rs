@@ -1,4 +1,4 @@
-//! A driver, the iface over it, and two endpoints of a software NIC.
+//! The fixture: a Level Zero driver, the iface over it, and two endpoints of a software NIC.
 
 use std::{
     ops::Deref,
@@ -15,24 +15,26 @@ use hmem_fake_ze::{FakeDriver, Profile};
 
 pub(crate) use crate::wire::{REMOTE, Wire, pattern};
 
-/// Returns true if the real driver is selected instead of the fake.
+/// Returns true if the tests run over Intel's driver (`HMEM_ZE=real`) instead of the fake.
 pub(crate) fn real() -> bool {
     std::env::var("HMEM_ZE").is_ok_and(|names| names.split(',').any(|name| name.trim() == "real"))
 }
 
-/// Returns the profiles of the drivers to test.
+/// Returns the profiles of the fake driver to test. Over the real driver, returns a single one,
+/// which is not used.
 pub(crate) fn profiles() -> Vec<Profile> {
     if real() { vec![Profile::without_exports()] } else { Profile::all() }
 }
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The driver, iface and domains of one test. Fields are dropped in order, the driver last.
+/// The driver, iface, domain and endpoints of one test. Fields are dropped in order, the driver
+/// last.
 pub(crate) struct Link {
     wire: Wire,
     pub(crate) hmem: Hmem,
     pub(crate) ze: Arc<LevelZero>,
-    /// The fake driver, unless the real one is selected.
+    /// The fake driver; `None` if the tests run over the real driver.
     pub(crate) driver: Option<FakeDriver>,
     _turn: Option<MutexGuard<'static, ()>>,
 }

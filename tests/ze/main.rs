@@ -5,6 +5,8 @@
 #![allow(unsafe_code)]
 
 mod cache;
+#[path = "../child/mod.rs"]
+mod child;
 mod link;
 mod paths;
 #[path = "../wire/mod.rs"]

@@ -1,4 +1,4 @@
-//! Registrations over every path, and the reasons for those that are refused.
+//! Tests of registrations over every path, and of the reasons for refused ones.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::link::{Link, REMOTE, pattern, profiles};
 
 const LEN: u64 = 300_000;
 
-/// Returns the expected path of memory of a kind under a policy.
+/// Returns the path that memory of a kind is expected to take under a policy.
 fn expected(kind: AllocationKind, policy: P2pPolicy, exports: bool) -> Path {
     match kind {
         AllocationKind::Device if policy == P2pPolicy::Enabled && exports => Path::DmaBuf,
@@ -68,8 +68,8 @@ fn memory_of_every_kind_moves_its_bytes_by_its_path() {
 
 /// DIAG-03 P2P-03
 ///
-/// If the device exports nothing, the trace of the registration has the step, the cause and the
-/// remedy. The explanation has the same.
+/// If the device exports nothing, the trace of the registration contains the failed call, the cause
+/// and the remedy. `explain` reports them too.
 #[test]
 fn refused_export_names_cause_and_remedy() {
     let link = Link::open(Profile::without_exports(), DomainAttr::default());
@@ -96,7 +96,7 @@ fn refused_export_names_cause_and_remedy() {
 
 /// DIAG-03
 ///
-/// Memory that the application got from a pool of the driver is staged, with the reason.
+/// Memory that the application allocated from a driver's pool is staged, with the reason.
 #[test]
 fn pooled_memory_of_the_application_is_staged_with_the_reason() {
     let link = Link::open(Profile::default(), DomainAttr::default());
@@ -116,8 +116,8 @@ fn pooled_memory_of_the_application_is_staged_with_the_reason() {
 
 /// HM-02 DIAG-03
 ///
-/// The caller claims a freed pointer, a foreign one, one of another vendor and one past the end for
-/// Level Zero.
+/// The caller names Level Zero as the owner of freed memory, host memory, another vendor's memory
+/// and the byte after an allocation.
 #[test]
 fn pointer_unknown_to_level_zero_is_refused_with_the_reason() {
     let link = Link::open(Profile::default(), DomainAttr::default());
@@ -145,6 +145,6 @@ fn pointer_unknown_to_level_zero_is_refused_with_the_reason() {
     }
     // A range that exceeds its allocation.
     let over = AddressRange::new(Address(one_past.0 - 32), 64).expect("a range");
-    let error = link.expose(over).expect_err("half of it is not there");
+    let error = link.expose(over).expect_err("half of the range is not allocated");
     assert!(!error.is_unsupported(), "{error}");
 }

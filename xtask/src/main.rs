@@ -1,7 +1,8 @@
-//! Runs the tasks of this repository.
+//! Task runner of this repository.
 //!
 //! `cargo xtask` lists the tasks, and `cargo xtask TASK [ARGUMENT...]` runs one. A task is a list
-//! of commands with their environment. If a script exists, the task only starts it.
+//! of commands with environment variables. If there is a script for a task, the task only starts
+//! the script.
 
 #![forbid(unsafe_code)]
 
@@ -11,7 +12,8 @@ use std::{
     process::{Command, ExitCode},
 };
 
-/// Command of a task, with its environment. The user's arguments follow those of the last command.
+/// A command of a task, with its environment variables. The last command of a task also gets the
+/// arguments from the command line.
 struct Step {
     environment: &'static [(&'static str, &'static str)],
     command: &'static [&'static str],
@@ -235,7 +237,26 @@ const TASKS: &[Task] = &[
     Task {
         name: "package",
         about: "the packages as they would be published, without publishing them",
-        steps: &[step(&["cargo", "publish", "--workspace", "--dry-run", "--allow-dirty"])],
+        steps: &[
+            // Cargo assumes that a package of one version never changes. Another dry run would
+            // compile dependents against the sources that the last one unpacked, in a folder whose
+            // name begins with `-`, or use what the last one built.
+            step(&[
+                "bash",
+                "-c",
+                "rm -rf {target}/packages \
+                 \"${CARGO_HOME:-$HOME/.cargo}\"/registry/src/-*/hmem{,-*}-[0-9]*",
+            ]),
+            step(&[
+                "cargo",
+                "publish",
+                "--workspace",
+                "--dry-run",
+                "--allow-dirty",
+                "--target-dir",
+                "{target}/packages",
+            ]),
+        ],
     },
     Task {
         name: "docs",
@@ -275,12 +296,13 @@ fn main() -> ExitCode {
     run(task, &arguments.collect::<Vec<_>>())
 }
 
-/// Exit status of a step that lacks something it needs.
+/// Exit status of a command that could not run because something it needs is missing.
 const MISSING: u8 = 3;
 
-/// Runs the steps of a task from the repository's root. Returns the status of the first step that
-/// fails. `vendors` continues after a step that lacks something, and returns that status at its
-/// end.
+/// Runs the commands of a task in the root of the repository.
+///
+/// Stops at the first command that fails, and returns its status. The task `vendors` runs all its
+/// commands even if some return [`MISSING`], and then returns [`MISSING`].
 fn run(task: &Task, arguments: &[String]) -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the root");
     let target =

@@ -1,21 +1,22 @@
-//! Why the peer, or one of its operations, is not to be had.
+//! Errors of libfabric: failures to load the library, to find a provider, and of single calls.
 
 use std::fmt;
 
 use super::sys;
 
-/// An error number of libfabric: `errno` values below 256, its own from 256 on; never negative.
+/// A positive libfabric error number. Numbers below 256 are `errno` values, the others are defined
+/// by libfabric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FabricErrno(pub(crate) i32);
 
 impl FabricErrno {
-    /// The provider has no room now; make progress and try again.
+    /// The provider has no resources at the moment: read completions, then retry.
     pub(crate) const AGAIN: Self = Self(sys::FI_EAGAIN);
     /// No provider satisfies the hints.
     pub(crate) const NODATA: Self = Self(sys::FI_ENODATA);
-    /// A failed operation is waiting in the completion queue.
+    /// The completion queue contains an error entry, which `fi_cq_readerr` returns.
     pub(crate) const AVAIL: Self = Self(sys::FI_EAVAIL);
-    /// The key is taken, or unknown.
+    /// The requested key is already in use, or no region has the key.
     #[cfg(test)]
     pub(crate) const NOKEY: Self = Self(sys::FI_ENOKEY);
 }
@@ -26,89 +27,89 @@ impl fmt::Display for FabricErrno {
     }
 }
 
-/// Why libfabric, a provider or an operation is not to be had. `Display` is one line that a bench
-/// can print in place of a figure.
+/// Error of loading or calling libfabric. `Display` prints one line, which a benchmark can print
+/// instead of a result.
 #[derive(Debug)]
 pub(crate) enum FabricError {
-    /// The dynamic loader did not find or could not load the library.
+    /// The dynamic loader did not find the library, or could not load it.
     LibraryMissing {
-        /// The requested file name.
+        /// File name or path that was loaded.
         library: String,
-        /// The loader's reason.
+        /// Error of the dynamic loader.
         source: libloading::Error,
     },
-    /// The library lacks a function that libfabric has exported since 1.0.
+    /// The library does not export a required function.
     SymbolMissing {
-        /// The library that was searched.
+        /// File name or path of the library.
         library: String,
-        /// The function's name.
+        /// Name of the missing function.
         symbol: String,
-        /// The loader's reason.
+        /// Error of the dynamic loader.
         source: libloading::Error,
     },
-    /// The library is older than the layouts in this module.
+    /// The library is older than 1.17, the release whose structs the module `sys` declares.
     LibraryTooOld {
-        /// Version that `fi_version` returned, as (major, minor).
+        /// Version of the library, as (major, minor).
         found: (u32, u32),
-        /// The oldest version that is understood.
+        /// Oldest supported version, as (major, minor).
         needed: (u32, u32),
     },
-    /// `fi_getinfo` knows no such provider with what is asked of it.
+    /// `fi_getinfo` found no provider of the requested name with the requested properties.
     ProviderMissing {
-        /// The name of the provider that was requested.
+        /// Name of the requested provider.
         provider: &'static str,
-        /// The error number that `fi_getinfo` returned.
+        /// Error number that `fi_getinfo` returned.
         code: FabricErrno,
         /// libfabric's description of `code`.
         text: String,
     },
-    /// A call failed.
+    /// A libfabric call returned an error.
     Call {
-        /// The name of the call, as in the man pages.
+        /// Name of the call, as in the man pages.
         operation: &'static str,
-        /// The error number that the call returned.
+        /// Error number that the call returned.
         code: FabricErrno,
         /// libfabric's description of `code`.
         text: String,
     },
-    /// The object's table has no such operation.
+    /// The provider does not implement a call: its function pointer is null.
     OperationMissing {
-        /// The name of the call, as in the man pages.
+        /// Name of the call, as in the man pages.
         operation: &'static str,
     },
-    /// A call reported success, or no error, and handed nothing over.
+    /// A call reported success but returned no object.
     NothingReturned {
-        /// The name of the call, as in the man pages.
+        /// Name of the call, as in the man pages.
         operation: &'static str,
     },
-    /// An operation was accepted and failed later.
+    /// The completion of a posted operation reports a failure.
     Completion {
-        /// The name of the call that was accepted.
+        /// Name of the call that posted the operation.
         operation: &'static str,
-        /// The error number in the completion.
+        /// Error number in the completion.
         code: FabricErrno,
-        /// The provider's own number in the completion.
+        /// Provider-specific error number in the completion.
         provider_code: i32,
         /// libfabric's description of `code`.
         text: String,
     },
-    /// An operation was accepted and neither completed nor failed.
+    /// A posted operation did not complete within a fixed number of polls.
     Stalled {
-        /// The name of the call that was accepted.
+        /// Name of the call that posted the operation.
         operation: &'static str,
-        /// How often both sides were asked for progress.
+        /// Number of polls after which the caller stopped waiting.
         polls: u64,
     },
-    /// The operation does not support this length.
+    /// The length of a write is not supported.
     Length {
-        /// The requested length, in bytes.
+        /// Requested length, in bytes.
         given: usize,
-        /// The largest length, in bytes; lengths are positive multiples of 8.
+        /// Largest supported length, in bytes. Supported lengths are positive multiples of 8.
         largest: usize,
     },
-    /// The process has no memory for a buffer.
+    /// A buffer could not be allocated.
     OutOfMemory {
-        /// The size asked for, in bytes.
+        /// Requested size of the buffer, in bytes.
         bytes: usize,
     },
 }
@@ -117,7 +118,7 @@ impl fmt::Display for FabricError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::LibraryMissing { library, source } => {
-                write!(f, "{library} cannot be loaded: {}", Loader(source))
+                write!(f, "cannot load {library}: {}", Loader(source))
             }
             Self::SymbolMissing { library, symbol, source } => {
                 write!(f, "{library} has no symbol {symbol}: {}", Loader(source))
@@ -125,14 +126,14 @@ impl fmt::Display for FabricError {
             Self::LibraryTooOld { found, needed } => {
                 write!(
                     f,
-                    "libfabric {}.{} is older than {}.{}",
+                    "libfabric {}.{} is too old; install {}.{} or later",
                     found.0, found.1, needed.0, needed.1
                 )
             }
             Self::ProviderMissing { provider, code, text } => {
                 write!(
                     f,
-                    "libfabric offers no provider {provider:?} with what is asked: {code} ({text})"
+                    "libfabric has no provider {provider:?} with these properties: {code} ({text})"
                 )
             }
             Self::Call { operation, code, text } => {
@@ -141,7 +142,9 @@ impl fmt::Display for FabricError {
             Self::OperationMissing { operation } => {
                 write!(f, "the provider does not implement {operation}")
             }
-            Self::NothingReturned { operation } => write!(f, "{operation} returned nothing"),
+            Self::NothingReturned { operation } => {
+                write!(f, "{operation} succeeded but returned no object")
+            }
             Self::Completion { operation, code, provider_code, text } => {
                 write!(
                     f,
@@ -154,12 +157,12 @@ impl fmt::Display for FabricError {
             Self::Length { given, largest } => {
                 write!(f, "length {given} is not a multiple of 8 between 8 and {largest}")
             }
-            Self::OutOfMemory { bytes } => write!(f, "no memory for a buffer of {bytes} bytes"),
+            Self::OutOfMemory { bytes } => write!(f, "cannot allocate a buffer of {bytes} bytes"),
         }
     }
 }
 
-/// Formats the dynamic loader's own message, which `libloading` stores as the error's source.
+/// Displays the dynamic loader's own message, which `libloading` stores as the error's source.
 struct Loader<'a>(&'a libloading::Error);
 
 impl fmt::Display for Loader<'_> {

@@ -1,12 +1,13 @@
-//! libfabric as a peer to measure against, in the same process and the same run.
+//! libfabric, loaded at run time, as the reference that hmem is compared with.
 //!
-//! The library is loaded at run time: a machine without it gets a [`FabricError`] that says so, and
-//! the rest of the benches run. Nothing is linked and nothing is generated from headers.
+//! A benchmark loads libfabric into its process, and measures it alternately with hmem. If
+//! libfabric cannot be loaded, loading returns a [`FabricError`], and the benchmark measures hmem
+//! alone. No header and no link-time library is needed.
 //!
-//! * [`RegistrationPeer`]: what `fi_mr_regattr` followed by `fi_close` costs on a software
-//!   provider, with few and with many regions alive.
-//! * [`ShmWritePeer`]: what an `fi_write` between two endpoints of one process costs, until the
-//!   bytes have arrived.
+//! * [`RegistrationPeer`] calls `fi_mr_regattr` and `fi_close` on a software provider, with few or
+//!   many live regions.
+//! * [`ShmWritePeer`] writes with `fi_write` from one endpoint to another of the same process, and
+//!   waits until the bytes have arrived.
 //!
 //! ```ignore
 //! let libfabric = Libfabric::load()?;
@@ -15,10 +16,10 @@
 //! peer.reg_close(buffer.as_ptr(), 4096, RegistrationPeer::REMOTE_ACCESS, peer.vacant_key(7))?;
 //! ```
 //!
-//! Loading libfabric has effects on the whole process. The `shm` provider installs handlers for
-//! `SIGBUS`, `SIGSEGV`, `SIGTERM` and `SIGINT` when its first endpoint is opened, which is why the
-//! library is never unloaded, and why these peers belong in a bench and not next to code under
-//! test that relies on its own handlers.
+//! Loading libfabric affects the whole process. When its first endpoint is opened, the `shm`
+//! provider installs handlers for `SIGBUS`, `SIGSEGV`, `SIGTERM` and `SIGINT`. For this reason the
+//! library is never unloaded, and this module must not be used in a process that relies on its own
+//! handlers.
 
 pub(crate) mod error;
 pub(crate) mod info;
@@ -33,14 +34,14 @@ pub(crate) use error::FabricError;
 pub(crate) use registration::{KeyOrder, RegistrationPeer, RegistrationProvider};
 pub(crate) use shm::{ShmWritePath, ShmWritePeer};
 
-/// A handle of the loaded library. Copies refer to the same library.
+/// The loaded libfabric library. Copies refer to the same library.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Libfabric {
     functions: &'static sys::Functions,
 }
 
 impl Libfabric {
-    /// Loads `libfabric.so.1` through the dynamic loader's usual search.
+    /// Loads `libfabric.so.1` with the dynamic loader's search path.
     ///
     /// # Errors
     ///
@@ -53,17 +54,17 @@ impl Libfabric {
     ///
     /// # Errors
     ///
-    /// [`FabricError::LibraryMissing`] if the library cannot be loaded,
-    /// [`FabricError::SymbolMissing`] if the file is not libfabric, [`FabricError::LibraryTooOld`]
-    /// before 1.17.
+    /// - [`FabricError::LibraryMissing`] if the library cannot be loaded.
+    /// - [`FabricError::SymbolMissing`] if the file is not libfabric.
+    /// - [`FabricError::LibraryTooOld`] if the release is older than 1.17.
     pub(crate) fn load_from(name: &str) -> Result<Self, FabricError> {
-        // SAFETY: the caller names a libfabric, whose initialisers only register its providers and
-        // ask nothing of the process.
+        // SAFETY: the caller names a libfabric. Its initialisers only register its providers, and
+        // have no precondition.
         let library = unsafe { libloading::Library::new(name) }
             .map_err(|source| FabricError::LibraryMissing { library: name.to_owned(), source })?;
         let lookup = |symbol: &'static CStr| {
-            // SAFETY: the symbol is only copied out as an address here; its type is given to it by
-            // `Functions::from_lookup`, from the declaration in libfabric's header.
+            // SAFETY: only the symbol's address is copied here. `Functions::from_lookup` gives it
+            // the type that libfabric's header declares.
             let address = unsafe { library.get::<*const c_void>(symbol) };
             address.map(|address| *address).map_err(|source| FabricError::SymbolMissing {
                 library: name.to_owned(),
@@ -71,13 +72,13 @@ impl Libfabric {
                 source,
             })
         };
-        // SAFETY: the addresses come from the library under the functions' own names, and the
-        // library is kept loaded from here on.
+        // SAFETY: each address is that of the library's function of that name. The library is never
+        // unloaded.
         let functions = unsafe { sys::Functions::from_lookup(lookup) }?;
-        // Never unloaded: see the module's note on signal handlers.
+        // The `shm` provider's signal handlers must stay loaded.
         std::mem::forget(library);
 
-        // SAFETY: `fi_version` takes nothing and only returns a number.
+        // SAFETY: `fi_version` has no arguments and no precondition.
         let found = unsafe { (functions.fi_version)() };
         if found < sys::API_VERSION {
             return Err(FabricError::LibraryTooOld {
@@ -88,14 +89,14 @@ impl Libfabric {
         Ok(Self { functions: Box::leak(Box::new(functions)) })
     }
 
-    /// The version that the library reports, as (major, minor).
+    /// Returns the version of the library, as (major, minor).
     pub(crate) fn version(self) -> (u32, u32) {
-        // SAFETY: as in `load`.
+        // SAFETY: `fi_version` has no arguments and no precondition.
         unpack_version(unsafe { (self.functions.fi_version)() })
     }
 }
 
-/// Splits what `FI_VERSION` packs.
+/// Splits a version number that the C macro `FI_VERSION` encoded into (major, minor).
 fn unpack_version(version: u32) -> (u32, u32) {
     (version >> 16, version & 0xffff)
 }

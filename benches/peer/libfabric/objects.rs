@@ -1,8 +1,9 @@
-//! Owned libfabric objects: opened, used through their tables, closed once.
+//! Owned libfabric objects. Each object is called through its table of function pointers, and is
+//! closed once.
 //!
-//! Each wrapper holds a pointer that the library returned from a successful open and that nothing
-//! else closes. libfabric refuses to close what is still in use, so an owner of several declares
-//! them in the order in which they must be closed.
+//! An [`Object`] holds a pointer that libfabric returned from a successful open. Nothing else
+//! closes the pointer. libfabric refuses to close an object that is in use, so a struct declares
+//! its objects in the order in which they must be closed.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
@@ -14,18 +15,20 @@ use super::info::Info;
 use super::sys;
 
 impl Libfabric {
-    /// The library's text for an error number.
+    /// Returns libfabric's description of an error number.
     pub(crate) fn text(self, code: FabricErrno) -> String {
         // SAFETY: `fi_strerror` accepts any number.
         let text = unsafe { (self.functions.fi_strerror)(code.0) };
         if text.is_null() {
             return String::new();
         }
-        // SAFETY: not null, and the library returns nul-terminated strings that it never frees.
+        // SAFETY: the pointer is not null. The library returns nul-terminated strings that it never
+        // frees.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
-    /// Turns a return value, zero or a negated error number, into a result.
+    /// Returns `Ok` if `returned` is zero. Otherwise `returned` is a negated error number, and the
+    /// result is the error of the call `operation`.
     #[inline]
     pub(crate) fn check(self, operation: &'static str, returned: c_int) -> Result<(), FabricError> {
         if returned == 0 {
@@ -39,7 +42,8 @@ impl Libfabric {
         FabricError::Call { operation, code, text: self.text(code) }
     }
 
-    /// Like [`Self::check`], for calls that return a count or a negated error number.
+    /// Returns `returned` as a count. If `returned` is negative, it is a negated error number, and
+    /// the result is the error of the call `operation`.
     pub(crate) fn check_size(
         self,
         operation: &'static str,
@@ -51,14 +55,14 @@ impl Libfabric {
 }
 
 impl FabricErrno {
-    /// The error number behind a negative return value of the data transfer calls.
+    /// Returns the error number for a negative return value of a data transfer call.
     pub(crate) fn from_negated(returned: isize) -> Self {
         Self(i32::try_from(-returned).unwrap_or(i32::MAX))
     }
 }
 
-// Errors are made out of line: a `FabricError` owns memory, and one that is made in advance and
-// then dropped costs nanoseconds that would be put down to libfabric.
+// The errors are created in cold functions, not as arguments of `ok_or`. A `FabricError` owns
+// memory, so creating it on success too would add nanoseconds to libfabric's time.
 #[cold]
 fn missing(operation: &'static str) -> FabricError {
     FabricError::OperationMissing { operation }
@@ -69,20 +73,21 @@ pub(crate) fn nothing_returned(operation: &'static str) -> FabricError {
     FabricError::NothingReturned { operation }
 }
 
-/// The operation in a table's slot, or an error that names the call it stands for.
+/// Returns a function pointer of an object's table. Fails if the pointer is null, because then the
+/// provider does not implement the call `operation`.
 #[inline]
-fn slot<T>(operation: &'static str, slot: Option<T>) -> Result<T, FabricError> {
-    match slot {
+fn required<T>(operation: &'static str, function: Option<T>) -> Result<T, FabricError> {
+    match function {
         Some(function) => Ok(function),
         None => Err(missing(operation)),
     }
 }
 
-/// A structure of libfabric's that begins with a `fid`.
+/// A libfabric struct that begins with a `fid`.
 ///
 /// # Safety
 ///
-/// The type is `repr(C)` and its first field is a [`sys::fid`].
+/// The type must be `repr(C)`, and its first field must be a [`sys::fid`].
 pub(crate) unsafe trait Fid {
     /// Name of the closing call, for error messages.
     const CLOSE: &'static str;
@@ -90,7 +95,7 @@ pub(crate) unsafe trait Fid {
 
 macro_rules! fid {
     ($($object:ident => $close:literal),+ $(,)?) => {$(
-        // SAFETY: `sys` declares it `repr(C)` with a first field `fid: fid`.
+        // SAFETY: `sys` declares the struct `repr(C)` with `fid: fid` as its first field.
         unsafe impl Fid for sys::$object {
             const CLOSE: &'static str = $close;
         }
@@ -106,15 +111,20 @@ fid! {
     fid_ep => "fi_close of an endpoint",
 }
 
-/// An open object. Invariant: `raw` came from a successful open and has not been closed.
+/// An open libfabric object. Dropping an `Object` closes the libfabric object, and prints the error
+/// if that fails.
+///
+/// Invariant: `raw` came from a successful open and has not been closed.
 pub(crate) struct Object<T: Fid> {
     libfabric: Libfabric,
     raw: NonNull<T>,
 }
 
 impl<T: Fid> Object<T> {
-    /// Runs `open`, which stores the object's address through its argument and returns zero, or
-    /// returns a negated error number.
+    /// Calls `open`, and returns the object that it opened.
+    ///
+    /// If `open` returns zero, it has stored the object's address through its argument. Otherwise
+    /// it returns a negated error number. `operation` is the call's name in errors.
     #[inline]
     pub(crate) fn open(
         libfabric: Libfabric,
@@ -134,15 +144,16 @@ impl<T: Fid> Object<T> {
 
     #[inline]
     fn close_raw(&self) -> Result<(), FabricError> {
-        // SAFETY: by `Fid` the object begins with a `fid`, which is valid while it is open.
-        let close = slot(T::CLOSE, unsafe { (*(*self.fid()).ops).close })?;
-        // SAFETY: the object is open; both callers give it up right afterwards.
+        // SAFETY: `Fid` guarantees that the object begins with a `fid`, which is valid while the
+        // object is open.
+        let close = required(T::CLOSE, unsafe { (*(*self.fid()).ops).close })?;
+        // SAFETY: the object is open. Neither caller uses the object after this call.
         let returned = unsafe { close(self.fid()) };
         self.libfabric.check(T::CLOSE, returned)
     }
 
-    /// Closes the object. When the library refuses, the object is left to the process: it is in
-    /// use by something this module does not know of.
+    /// Closes the object. If libfabric refuses because the object is still in use, the object stays
+    /// open until the process ends.
     #[inline]
     pub(crate) fn close(self) -> Result<(), FabricError> {
         let closed = self.close_raw();
@@ -168,9 +179,9 @@ impl<T: Fid> Drop for Object<T> {
 impl Object<sys::fid_fabric> {
     /// Opens the domain that `info` describes.
     pub(crate) fn domain(&self, info: &Info) -> Result<Object<sys::fid_domain>, FabricError> {
-        // SAFETY: the fabric is open and owns its table.
-        let domain = slot("fi_domain", unsafe { (*(*self.raw.as_ptr()).ops).domain })?;
-        // SAFETY: the fabric is open and `info` is the entry it was opened from.
+        // SAFETY: the fabric is open, so its table is valid.
+        let domain = required("fi_domain", unsafe { (*(*self.raw.as_ptr()).ops).domain })?;
+        // SAFETY: the fabric is open, and `info` is the entry that the fabric was opened from.
         Object::open(self.libfabric, "fi_domain", |out| unsafe {
             domain(self.raw.as_ptr(), info.as_ptr(), out, ptr::null_mut())
         })
@@ -178,9 +189,9 @@ impl Object<sys::fid_fabric> {
 }
 
 impl Object<sys::fid_domain> {
-    /// `fi_mr_regattr` of one range of host memory.
+    /// Registers one range of host memory with `fi_mr_regattr`.
     ///
-    /// The software providers only note the range; they touch its bytes when a transfer does.
+    /// The software providers only record the range. They access its bytes during a transfer.
     #[inline]
     pub(crate) fn register(
         &self,
@@ -203,15 +214,16 @@ impl Object<sys::fid_domain> {
             iface: sys::FI_HMEM_SYSTEM,
             device: 0,
         };
-        // SAFETY: the domain is open and owns its table.
-        let regattr = slot("fi_mr_regattr", unsafe { (*(*self.raw.as_ptr()).mr).regattr })?;
-        // SAFETY: the domain is open; `attr` and `range` outlive the call, which copies them.
+        // SAFETY: the domain is open, so its table is valid.
+        let regattr = required("fi_mr_regattr", unsafe { (*(*self.raw.as_ptr()).mr).regattr })?;
+        // SAFETY: the domain is open. `attr` and `range` outlive the call, which copies them.
         Object::open(self.libfabric, "fi_mr_regattr", |out| unsafe {
             regattr(self.fid(), &raw const attr, flags, out)
         })
     }
 
-    /// A completion queue of `size` entries in the shortest format, without a wait object.
+    /// Opens a completion queue of `size` entries, in the shortest completion format and without a
+    /// wait object.
     pub(crate) fn completion_queue(&self, size: usize) -> Result<Object<sys::fid_cq>, FabricError> {
         let mut attr = sys::fi_cq_attr {
             size,
@@ -222,15 +234,15 @@ impl Object<sys::fid_domain> {
             wait_cond: 0,
             wait_set: ptr::null_mut(),
         };
-        // SAFETY: the domain is open and owns its table.
-        let cq_open = slot("fi_cq_open", unsafe { (*(*self.raw.as_ptr()).ops).cq_open })?;
-        // SAFETY: the domain is open and `attr` outlives the call.
+        // SAFETY: the domain is open, so its table is valid.
+        let cq_open = required("fi_cq_open", unsafe { (*(*self.raw.as_ptr()).ops).cq_open })?;
+        // SAFETY: the domain is open, and `attr` outlives the call.
         Object::open(self.libfabric, "fi_cq_open", |out| unsafe {
             cq_open(self.raw.as_ptr(), &raw mut attr, out, ptr::null_mut())
         })
     }
 
-    /// An address vector for `count` addresses.
+    /// Opens an address vector with room for `count` addresses.
     pub(crate) fn address_vector(&self, count: usize) -> Result<Object<sys::fid_av>, FabricError> {
         let mut attr = sys::fi_av_attr {
             r#type: sys::FI_AV_TABLE,
@@ -241,9 +253,9 @@ impl Object<sys::fid_domain> {
             map_addr: ptr::null_mut(),
             flags: 0,
         };
-        // SAFETY: the domain is open and owns its table.
-        let av_open = slot("fi_av_open", unsafe { (*(*self.raw.as_ptr()).ops).av_open })?;
-        // SAFETY: the domain is open and `attr` outlives the call.
+        // SAFETY: the domain is open, so its table is valid.
+        let av_open = required("fi_av_open", unsafe { (*(*self.raw.as_ptr()).ops).av_open })?;
+        // SAFETY: the domain is open, and `attr` outlives the call.
         Object::open(self.libfabric, "fi_av_open", |out| unsafe {
             av_open(self.raw.as_ptr(), &raw mut attr, out, ptr::null_mut())
         })
@@ -251,9 +263,9 @@ impl Object<sys::fid_domain> {
 
     /// Opens the endpoint that `info` describes.
     pub(crate) fn endpoint(&self, info: &Info) -> Result<Object<sys::fid_ep>, FabricError> {
-        // SAFETY: the domain is open and owns its table.
-        let endpoint = slot("fi_endpoint", unsafe { (*(*self.raw.as_ptr()).ops).endpoint })?;
-        // SAFETY: the domain is open and `info` is the entry it was opened from.
+        // SAFETY: the domain is open, so its table is valid.
+        let endpoint = required("fi_endpoint", unsafe { (*(*self.raw.as_ptr()).ops).endpoint })?;
+        // SAFETY: the domain is open, and `info` is the entry that the domain was opened from.
         Object::open(self.libfabric, "fi_endpoint", |out| unsafe {
             endpoint(self.raw.as_ptr(), info.as_ptr(), out, ptr::null_mut())
         })
@@ -261,21 +273,21 @@ impl Object<sys::fid_domain> {
 }
 
 impl Object<sys::fid_mr> {
-    /// The key that a peer must present.
+    /// Returns the key with which a remote endpoint accesses the region.
     pub(crate) fn key(&self) -> u64 {
-        // SAFETY: the region is open, and its key is written before it is handed out.
+        // SAFETY: the region is open. libfabric sets its key before the open returns.
         unsafe { (*self.raw.as_ptr()).key }
     }
 }
 
 impl Object<sys::fid_av> {
-    /// Adds one address in the provider's format.
+    /// Adds one endpoint address, in the provider's format, and returns its index.
     pub(crate) fn insert(&self, address: &[u8]) -> Result<sys::fi_addr_t, FabricError> {
-        // SAFETY: the address vector is open and owns its table.
-        let insert = slot("fi_av_insert", unsafe { (*(*self.raw.as_ptr()).ops).insert })?;
+        // SAFETY: the address vector is open, so its table is valid.
+        let insert = required("fi_av_insert", unsafe { (*(*self.raw.as_ptr()).ops).insert })?;
         let mut index = u64::MAX;
-        // SAFETY: the address vector is open, `address` is one complete address as the provider
-        // wrote it, and there is room for the one index.
+        // SAFETY: the address vector is open. `address` is one complete address that the provider
+        // wrote, and `index` has room for the one result.
         let inserted = unsafe {
             insert(
                 self.raw.as_ptr(),
@@ -295,18 +307,20 @@ impl Object<sys::fid_av> {
 }
 
 impl Object<sys::fid_cq> {
-    /// Makes progress, and takes at most one completion.
+    /// Makes progress and reads at most one completion. Returns true if there was one.
     ///
     /// # Errors
     ///
-    /// [`FabricError::Completion`] when the completion is that of a failed operation, which is then
-    /// reported as `operation`.
+    /// - [`FabricError::Completion`] if the completion reports a failed operation. The error names
+    ///   the operation `operation`.
+    /// - [`FabricError::Call`] if `fi_cq_read` or `fi_cq_readerr` fails.
     #[inline]
     pub(crate) fn poll(&self, operation: &'static str) -> Result<bool, FabricError> {
         let mut entry = sys::fi_cq_entry { op_context: ptr::null_mut() };
-        // SAFETY: the queue is open and owns its table.
-        let read = slot("fi_cq_read", unsafe { (*(*self.raw.as_ptr()).ops).read })?;
-        // SAFETY: the queue is open with the format of `entry`, of which there is one.
+        // SAFETY: the queue is open, so its table is valid.
+        let read = required("fi_cq_read", unsafe { (*(*self.raw.as_ptr()).ops).read })?;
+        // SAFETY: the queue is open, its format is that of `entry`, and the call writes at most one
+        // entry.
         let returned = unsafe { read(self.raw.as_ptr(), (&raw mut entry).cast::<c_void>(), 1) };
         if returned > 0 {
             return Ok(true);
@@ -318,7 +332,8 @@ impl Object<sys::fid_cq> {
         }
     }
 
-    /// The failed operation at the head of the queue.
+    /// Reads the error entry at the head of the queue. Returns the failure of `operation` that the
+    /// entry describes, or the error of the read.
     #[cold]
     fn failure(&self, operation: &'static str) -> FabricError {
         let mut entry = sys::fi_cq_err_entry {
@@ -334,9 +349,9 @@ impl Object<sys::fid_cq> {
             err_data: ptr::null_mut(),
             err_data_size: 0,
         };
-        // SAFETY: the queue is open and owns its table.
-        let readerr = slot("fi_cq_readerr", unsafe { (*(*self.raw.as_ptr()).ops).readerr });
-        // SAFETY: the queue is open and `entry` has the length of the version that was asked for.
+        // SAFETY: the queue is open, so its table is valid.
+        let readerr = required("fi_cq_readerr", unsafe { (*(*self.raw.as_ptr()).ops).readerr });
+        // SAFETY: the queue is open, and `entry` has the size of the requested API version.
         let taken = readerr.and_then(|readerr| unsafe {
             let returned = readerr(self.raw.as_ptr(), &raw mut entry, 0);
             self.libfabric.check_size("fi_cq_readerr", returned)
@@ -355,45 +370,47 @@ impl Object<sys::fid_cq> {
 }
 
 impl Object<sys::fid_ep> {
-    /// Binds a completion queue or an address vector.
+    /// Binds a completion queue or an address vector to the endpoint.
     pub(crate) fn bind<T: Fid>(&self, other: &Object<T>, flags: u64) -> Result<(), FabricError> {
-        // SAFETY: the endpoint is open and owns its table.
-        let bind = slot("fi_ep_bind", unsafe { (*(*self.fid()).ops).bind })?;
-        // SAFETY: both objects are open and of one domain.
+        // SAFETY: the endpoint is open, so its table is valid.
+        let bind = required("fi_ep_bind", unsafe { (*(*self.fid()).ops).bind })?;
+        // SAFETY: both objects are open and belong to one domain.
         let returned = unsafe { bind(self.fid(), other.fid(), flags) };
         self.libfabric.check("fi_ep_bind", returned)
     }
 
     /// Enables the endpoint with `fi_enable`.
     pub(crate) fn enable(&self) -> Result<(), FabricError> {
-        // SAFETY: the endpoint is open and owns its table.
-        let control = slot("fi_enable", unsafe { (*(*self.fid()).ops).control })?;
-        // SAFETY: the endpoint is open, and this command takes no argument.
+        // SAFETY: the endpoint is open, so its table is valid.
+        let control = required("fi_enable", unsafe { (*(*self.fid()).ops).control })?;
+        // SAFETY: the endpoint is open, and this command has no argument.
         let returned = unsafe { control(self.fid(), sys::FI_ENABLE, ptr::null_mut()) };
         self.libfabric.check("fi_enable", returned)
     }
 
-    /// The endpoint's own address in the provider's format.
+    /// Returns the endpoint's own address in the provider's format.
     pub(crate) fn name(&self) -> Result<Vec<u8>, FabricError> {
-        // SAFETY: the endpoint is open and owns its table.
-        let getname = slot("fi_getname", unsafe { (*(*self.raw.as_ptr()).cm).getname })?;
+        // SAFETY: the endpoint is open, so its table is valid.
+        let getname = required("fi_getname", unsafe { (*(*self.raw.as_ptr()).cm).getname })?;
         let mut address = vec![0; 512];
         let mut len = address.len();
-        // SAFETY: the endpoint is open, and `len` is the room in `address`.
+        // SAFETY: the endpoint is open, and `len` is the size of `address`.
         let returned = unsafe { getname(self.fid(), address.as_mut_ptr().cast(), &raw mut len) };
         self.libfabric.check("fi_getname", returned)?;
         address.truncate(len);
         Ok(address)
     }
 
-    /// `fi_write`: posts `len` bytes at `source` to `remote` of the endpoint at `destination`.
-    /// `false` when the provider wants progress first.
+    /// Posts a write of `len` bytes from `source` with `fi_write`. The target is the address
+    /// `remote` at the endpoint `destination`. Returns false if the provider has no room; then make
+    /// progress and retry.
     ///
     /// # Safety
     ///
-    /// `source` is readable for `len` bytes and, at its destination, the region of `key` is
-    /// writable at `remote` for `len` bytes, until the operation has completed and arrived. No Rust
-    /// reference to either range is used meanwhile.
+    /// The caller must ensure that, until the operation has completed and the bytes have arrived:
+    /// - `source` is readable for `len` bytes.
+    /// - At the destination, the region of `key` is writable at `remote` for `len` bytes.
+    /// - No Rust reference to either range is used.
     #[inline]
     pub(crate) unsafe fn write(
         &self,
@@ -403,10 +420,10 @@ impl Object<sys::fid_ep> {
         remote: u64,
         key: u64,
     ) -> Result<bool, FabricError> {
-        // SAFETY: the endpoint is open and owns its table.
-        let write = slot("fi_write", unsafe { (*(*self.raw.as_ptr()).rma).write })?;
-        // SAFETY: the endpoint is enabled, `destination` came from its address vector, and the
-        // caller vouches for both ranges.
+        // SAFETY: the endpoint is open, so its table is valid.
+        let write = required("fi_write", unsafe { (*(*self.raw.as_ptr()).rma).write })?;
+        // SAFETY: the endpoint is enabled, and `destination` came from its address vector. The
+        // caller guarantees that both ranges are valid.
         let returned = unsafe {
             write(
                 self.raw.as_ptr(),

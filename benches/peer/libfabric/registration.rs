@@ -1,8 +1,8 @@
-//! Registration: `fi_mr_regattr` followed by `fi_close` on a software provider.
+//! Registration with libfabric: `fi_mr_regattr` followed by `fi_close` on a software provider.
 //!
-//! The software providers pin nothing. The bench measures libfabric's own work: two allocations,
-//! the domain's lock taken twice, and a red-black tree over keys into which the region is inserted,
-//! in which it is searched for, and from which it is removed.
+//! The software providers do not pin memory, so the benchmark measures libfabric's own work: two
+//! allocations, two acquisitions of the domain's lock, and an insertion, a search and a removal in
+//! a red-black tree of keys.
 
 use std::ffi::{CStr, c_int};
 
@@ -11,20 +11,20 @@ use super::info::{Hints, Info};
 use super::objects::Object;
 use super::{Libfabric, sys};
 
-/// Length of each region that [`RegistrationPeer::populate`] keeps alive, in bytes.
+/// Length of each region that [`RegistrationPeer::populate`] registers, in bytes.
 const POPULATED_LEN: usize = 4096;
 
-/// Address of the `tcp` family. Nothing is ever sent.
+/// Local address for the `tcp` provider. The benchmark transfers nothing over it.
 const LOOPBACK: &CStr = c"127.0.0.1";
 
-/// The software provider whose domain registers.
+/// A software provider of libfabric. The benchmark registers memory with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RegistrationProvider {
-    /// `tcp` itself: the shortest path through libfabric. In 1.17 it offers connected endpoints
-    /// only, which makes no difference to its domain.
+    /// The `tcp` provider without a layer over it, which executes the least code of libfabric. In
+    /// libfabric 1.17 it has connected endpoints only, but registration needs no endpoint.
     Tcp,
-    /// `tcp` under `ofi_rxm`, which is how 1.17 offers unconnected endpoints over `tcp`: each
-    /// region is one of `tcp`'s wrapped in one of `ofi_rxm`'s.
+    /// The `ofi_rxm` provider layered over `tcp`, which adds unconnected endpoints. Each of its
+    /// regions contains a region of `tcp`.
     TcpRxm,
     /// The `shm` provider, for shared memory.
     Shm,
@@ -52,15 +52,15 @@ impl RegistrationProvider {
     }
 }
 
-/// The order in which [`RegistrationPeer::populate`] registers its keys. It decides the shape of
-/// libfabric's tree and how it lies in memory, and so what each later registration costs.
+/// The order in which [`RegistrationPeer::populate`] inserts its keys. The order determines the
+/// shape and memory layout of libfabric's key tree, and so the cost of later registrations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KeyOrder {
-    /// A fixed pseudo-random order: the tree is as level as a red-black tree gets. Of the two this
-    /// is the one that suits libfabric better.
+    /// A fixed pseudo-random order. The tree becomes well balanced, so this order suits libfabric
+    /// better.
     Shuffled,
-    /// Ascending, as from a caller that counts: the branch of the highest keys is twice as deep as
-    /// a level tree, and a caller that goes on counting always ends there.
+    /// Ascending order. The branch of the highest keys becomes about twice as deep as in a balanced
+    /// tree, and further ascending keys are always inserted there.
     Ascending,
 }
 
@@ -68,7 +68,7 @@ impl KeyOrder {
     fn indices(self, count: usize) -> Vec<usize> {
         let mut indices: Vec<usize> = (0..count).collect();
         if self == Self::Shuffled {
-            // Fisher-Yates over xorshift64, the same sequence in every run.
+            // Fisher-Yates shuffle with xorshift64. The order is the same in every run.
             let mut state = 0x9e37_79b9_7f4a_7c15_u64;
             for last in (1..count).rev() {
                 state ^= state << 13;
@@ -81,15 +81,16 @@ impl KeyOrder {
     }
 }
 
-/// A domain that registers memory, and the regions kept alive in it.
+/// A libfabric domain that registers memory, and its live regions.
 ///
-/// The fields are in the order in which libfabric lets go of them.
+/// The first three fields are declared in the order in which libfabric requires them to be closed.
 #[derive(Debug)]
 pub(crate) struct RegistrationPeer {
     populated: Vec<Object<sys::fid_mr>>,
     domain: Object<sys::fid_domain>,
     fabric: Object<sys::fid_fabric>,
-    /// Addresses for the populated regions. Never read or written, so never backed by pages.
+    /// Address range of the live regions. The memory is never accessed, so the kernel allocates no
+    /// pages for it.
     backing: Vec<u8>,
     provider: String,
     mr_mode: c_int,
@@ -97,23 +98,24 @@ pub(crate) struct RegistrationPeer {
 
 // SAFETY: libfabric objects are not tied to the thread that opened them.
 unsafe impl Send for RegistrationPeer {}
-// SAFETY: `Info` asks for `FI_THREAD_SAFE`, under which the calls made through `&self`,
-// `fi_mr_regattr` and `fi_close` of a region, may be made from several threads at once.
+// SAFETY: `Info` requests `FI_THREAD_SAFE`. So several threads may at once call `fi_mr_regattr` on
+// the domain and `fi_close` on regions, which are the only libfabric calls through `&self`.
 unsafe impl Sync for RegistrationPeer {}
 
 impl RegistrationPeer {
-    /// Access rights of a region that a remote peer may read and write.
+    /// Access rights of a region for remote reads and writes.
     pub(crate) const REMOTE_ACCESS: u64 = sys::FI_REMOTE_READ | sys::FI_REMOTE_WRITE;
 
     /// Opens a fabric and a domain of `provider`.
     ///
-    /// Registration modes are asked for as 0: regions addressed from zero, keys chosen by the
-    /// caller. A provider that refuses is asked again with the modes that hardware has.
+    /// First requests no registration modes, so that offsets start at zero and the caller chooses
+    /// keys. If no such provider exists, requests the modes of RDMA hardware (`FI_MR_VIRT_ADDR`,
+    /// `FI_MR_ALLOCATED` and `FI_MR_PROV_KEY`).
     ///
     /// # Errors
     ///
-    /// [`FabricError::ProviderMissing`] when the library was built without the provider,
-    /// [`FabricError::Call`] when the fabric or the domain does not open.
+    /// - [`FabricError::ProviderMissing`] if libfabric does not have the provider.
+    /// - [`FabricError::Call`] if the fabric or the domain cannot be opened.
     pub(crate) fn open(
         libfabric: Libfabric,
         provider: RegistrationProvider,
@@ -141,22 +143,23 @@ impl RegistrationPeer {
         })
     }
 
-    /// The provider's name as libfabric gives it.
+    /// Returns the provider's name as libfabric reports it.
     pub(crate) fn provider(&self) -> &str {
         &self.provider
     }
 
-    /// The registration modes that the provider demands; bits as in `fi_mr(3)`.
+    /// Returns the registration modes that the provider requires, as bits of `fi_mr(3)`.
     pub(crate) fn mr_mode(&self) -> i32 {
         self.mr_mode
     }
 
-    /// Registers `len` bytes at `buf` under `requested_key` and closes the region: the measured
-    /// operation. The bytes are not touched.
+    /// Registers `len` bytes at `buf` under `requested_key`, and closes the region. This is the
+    /// measured operation. It does not access the bytes.
     ///
     /// # Errors
     ///
-    /// [`FabricError::Call`] with `FI_ENOKEY` (266) if the key is in use; see [`Self::vacant_key`].
+    /// [`FabricError::Call`] with `FI_ENOKEY` (266) if the key is in use. [`Self::vacant_key`]
+    /// returns unused keys.
     #[inline]
     pub(crate) fn reg_close(
         &self,
@@ -168,13 +171,14 @@ impl RegistrationPeer {
         self.domain.register(buf, len, access, requested_key, 0)?.close()
     }
 
-    /// Closes the regions kept alive so far and registers `count` others, 4 KiB each, under the
-    /// even keys from 2 on.
+    /// Closes the live regions, and registers `count` new ones of 4 KiB. Their keys are the even
+    /// numbers from 2 on.
     ///
     /// # Errors
     ///
-    /// [`FabricError::OutOfMemory`] when there is no address space for the regions,
-    /// [`FabricError::Call`] when one is refused; those before it stay.
+    /// - [`FabricError::OutOfMemory`] if there is no address space for the regions.
+    /// - [`FabricError::Call`] if a region cannot be closed or registered. Regions that this call
+    ///   has already registered stay live.
     pub(crate) fn populate(&mut self, count: usize, order: KeyOrder) -> Result<(), FabricError> {
         for region in self.populated.drain(..) {
             region.close()?;
@@ -197,27 +201,28 @@ impl RegistrationPeer {
         Ok(())
     }
 
-    /// Returns the number of regions that [`Self::populate`] keeps registered.
+    /// Returns the number of live regions that [`Self::populate`] registered.
     pub(crate) fn populated(&self) -> usize {
         self.populated.len()
     }
 
-    /// The `pick`-th key, counted from 0 and modulo their number, that no populated region has:
-    /// below the lowest of theirs for 0, above the highest for `populated()`, between two
-    /// otherwise. Two threads must not have the same one in use at once.
+    /// Returns an odd key, which no live region has because their keys are even. Each `pick` from 0
+    /// to [`Self::populated`] selects a different key, in ascending order. Larger values wrap
+    /// around. Two threads must not use the same key at the same time.
     ///
-    /// With many regions alive the cost depends on the choice: one key over and over keeps its
-    /// branch of the tree in the processor's cache, picks all over the range do not.
+    /// With many live regions, the time of a registration depends on the key. Repeated use of one
+    /// key keeps its branch of libfabric's key tree in the processor's cache. Keys from the whole
+    /// range do not.
     #[inline]
     pub(crate) fn vacant_key(&self, pick: u64) -> u64 {
         2 * (pick % (self.populated.len() as u64 + 1)) + 1
     }
 
-    /// Closes everything.
+    /// Closes the regions, the domain and the fabric.
     ///
     /// # Errors
     ///
-    /// The first error. The remaining objects are closed all the same.
+    /// Returns the first error. Closes the remaining objects even then.
     pub(crate) fn close(self) -> Result<(), FabricError> {
         let mut result = Ok(());
         for region in self.populated {

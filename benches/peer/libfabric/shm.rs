@@ -1,9 +1,9 @@
-//! Data transfer: `fi_write` between two endpoints of the `shm` provider in one process.
+//! Writes with libfabric: `fi_write` between two endpoints of the `shm` provider in one process.
 //!
-//! A write counts as done when the initiator has its completion *and* the bytes are in the target's
-//! memory. For short writes `shm` completes at the initiator as soon as the bytes are in the
-//! target's command queue, which the target empties when its own completion queue is read; a
-//! measurement that stops at the completion leaves half of the work out.
+//! A write is finished when the initiator has its completion *and* the bytes are in the target's
+//! memory. For short writes, `shm` reports the completion as soon as the bytes are in the target's
+//! command queue. The target copies them to its memory when it polls its own completion queue. A
+//! measurement that stops at the completion would leave out the target's work.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::c_int;
@@ -14,38 +14,39 @@ use super::info::{Hints, Info};
 use super::objects::Object;
 use super::{Libfabric, sys};
 
-/// Minimum length of a write: its mark, by which the benchmark recognises its arrival.
+/// Minimum length of a write, in bytes. The last eight bytes of each write are its mark: a number
+/// that shows that the write has arrived.
 const MARK: usize = size_of::<u64>();
 
-/// Alignment of both buffers, in bytes.
+/// Alignment and minimum size of the source and destination buffers, in bytes.
 const PAGE: usize = 4096;
 
-/// Number of polls after which a write counts as stalled. These polls take seconds, and a write
+/// Number of polls after which a write counts as stalled. That many polls take seconds, and a write
 /// takes microseconds.
 const POLLS: u64 = 100_000_000;
 
-/// Entries in each completion queue; one write is under way at a time.
+/// Number of entries in each completion queue. Only one write is in flight at a time.
 const COMPLETIONS: usize = 64;
 
-/// The key under which the target's buffer is registered.
+/// Key under which the target's buffer is registered.
 const TARGET_KEY: u64 = 1;
 
-/// How the bytes of a write travel. `shm` decides by what is asked of it; these are the ways of
-/// asking that make it decide differently.
+/// The mechanism by which `shm` moves the bytes of a write. `shm` chooses the mechanism from the
+/// requested properties, so each variant requests different properties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ShmWritePath {
-    /// Writes are to keep their order, so each goes through the target's command queue: up to 4 KiB
-    /// copied in and copied out, above that one `process_vm_readv` by the target where the kernel
-    /// allows it, bounce buffers otherwise.
+    /// Each write goes through the target's command queue, because writes must keep their order. Up
+    /// to 4 KiB are copied into and out of the queue. For longer writes the target calls
+    /// `process_vm_readv` or, if the kernel does not allow that, copies through bounce buffers.
     CommandQueue,
-    /// No order and virtual addresses, `shm`'s own default: the initiator calls
-    /// `process_vm_writev` for every write, however short. If the kernel refuses that call, the
-    /// path is that of [`Self::CommandQueue`].
+    /// The initiator calls `process_vm_writev` for each write, whatever the length. `shm` uses this
+    /// mechanism by default, with virtual addresses and unordered writes. If the kernel refuses the
+    /// call, the mechanism is that of [`Self::CommandQueue`].
     CrossMemoryAttach,
-    /// Like [`Self::CommandQueue`], but without `process_vm_readv`: long writes are copied through
-    /// bounce buffers. `shm` does not use the system call if device memory may be involved, so the
-    /// benchmark requests `FI_HMEM`. `FI_SHM_DISABLE_CMA` has the same effect, but for every
-    /// endpoint of the process and only if it is set before libfabric is loaded.
+    /// Like [`Self::CommandQueue`], but long writes are always copied through bounce buffers. `shm`
+    /// does not call `process_vm_readv` for device memory, so the benchmark requests `FI_HMEM`. The
+    /// variable `FI_SHM_DISABLE_CMA` has the same effect, but only on the whole process and only if
+    /// it is set before libfabric is loaded.
     Bounce,
 }
 
@@ -82,14 +83,14 @@ impl Buffer {
     fn new(len: usize) -> Result<Self, FabricError> {
         let out_of_memory = || FabricError::OutOfMemory { bytes: len };
         let layout = Layout::from_size_align(len.max(PAGE), PAGE).map_err(|_| out_of_memory())?;
-        // SAFETY: the layout has at least one page.
+        // SAFETY: the layout has at least one page, so its size is not zero.
         let bytes = unsafe { alloc_zeroed(layout) };
         let bytes = NonNull::new(bytes).ok_or_else(out_of_memory)?;
         Ok(Self { bytes, layout })
     }
 
-    /// The mark of a write of `len` bytes: its last eight. `len` is a multiple of 8 that the caller
-    /// has compared with the buffer's length.
+    /// Returns a pointer to the mark of a write of `len` bytes: the last eight bytes. The caller
+    /// ensures that `len` is a positive multiple of 8 and at most the buffer's length.
     #[inline]
     fn mark(&self, len: usize) -> *mut u64 {
         debug_assert!(len >= MARK && len <= self.layout.size() && len.is_multiple_of(MARK));
@@ -99,31 +100,31 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout and freed once, here.
+        // SAFETY: `new` allocated the bytes with this layout, and they are freed only here.
         unsafe { dealloc(self.bytes.as_ptr(), self.layout) };
     }
 }
 
-/// An endpoint with its own completion queue and address vector, in the order in which libfabric
-/// requires them to be closed.
+/// An endpoint with its own completion queue and address vector. The fields are declared in the
+/// order in which libfabric requires them to be closed.
 #[derive(Debug)]
-struct Side {
+struct BoundEndpoint {
     endpoint: Object<sys::fid_ep>,
     completions: Object<sys::fid_cq>,
     addresses: Object<sys::fid_av>,
 }
 
-impl Side {
+impl BoundEndpoint {
     fn open(domain: &Object<sys::fid_domain>, info: &Info) -> Result<Self, FabricError> {
-        let side = Self {
+        let bound = Self {
             endpoint: domain.endpoint(info)?,
             completions: domain.completion_queue(COMPLETIONS)?,
             addresses: domain.address_vector(2)?,
         };
-        side.endpoint.bind(&side.completions, sys::FI_TRANSMIT | sys::FI_RECV)?;
-        side.endpoint.bind(&side.addresses, 0)?;
-        side.endpoint.enable()?;
-        Ok(side)
+        bound.endpoint.bind(&bound.completions, sys::FI_TRANSMIT | sys::FI_RECV)?;
+        bound.endpoint.bind(&bound.addresses, 0)?;
+        bound.endpoint.enable()?;
+        Ok(bound)
     }
 
     fn close(self) -> Result<(), FabricError> {
@@ -131,15 +132,16 @@ impl Side {
     }
 }
 
-/// Two endpoints of one domain, one writing into the other's registered buffer.
+/// Two endpoints of one libfabric domain. The initiator writes into the registered buffer of the
+/// target.
 ///
-/// The fields are in the order in which libfabric lets go of them; the buffers outlive what knows
-/// their addresses.
+/// The first five fields are declared in the order in which libfabric requires them to be closed.
+/// The buffers follow, so that they outlive the objects that hold their addresses.
 #[derive(Debug)]
 pub(crate) struct ShmWritePeer {
     region: Object<sys::fid_mr>,
-    initiator: Side,
-    target: Side,
+    initiator: BoundEndpoint,
+    target: BoundEndpoint,
     domain: Object<sys::fid_domain>,
     fabric: Object<sys::fid_fabric>,
     source: Buffer,
@@ -152,24 +154,27 @@ pub(crate) struct ShmWritePeer {
 }
 
 impl ShmWritePeer {
-    /// The longest write, in bytes.
+    /// Length of both buffers and of the longest write, in bytes.
     pub(crate) const LARGEST: usize = 1 << 20;
 
-    /// Opens both endpoints, introduces them to one another and registers the target's buffer.
+    /// Opens both endpoints, exchanges their addresses, registers the target's buffer and performs
+    /// a first write.
     ///
     /// # Errors
     ///
-    /// [`FabricError::ProviderMissing`] when the library was built without `shm` or `/dev/shm` has
-    /// no room, [`FabricError::Call`] when something does not open, [`FabricError::Stalled`] when
-    /// the endpoints do not find one another.
+    /// - [`FabricError::ProviderMissing`] if libfabric has no `shm` provider, or `/dev/shm` is
+    ///   full.
+    /// - [`FabricError::Call`] if an object cannot be opened.
+    /// - [`FabricError::Stalled`] if the first write does not finish, because the endpoints do not
+    ///   connect.
     pub(crate) fn open(libfabric: Libfabric, path: ShmWritePath) -> Result<Self, FabricError> {
         let info = Info::find(libfabric, path.hints())?;
         let fabric = info.fabric()?;
         let domain = fabric.domain(&info)?;
         let source = Buffer::new(Self::LARGEST)?;
         let destination = Buffer::new(Self::LARGEST)?;
-        let initiator = Side::open(&domain, &info)?;
-        let target = Side::open(&domain, &info)?;
+        let initiator = BoundEndpoint::open(&domain, &info)?;
+        let target = BoundEndpoint::open(&domain, &info)?;
         let target_address = initiator.addresses.insert(&target.endpoint.name()?)?;
         let initiator_address = initiator.endpoint.name()?;
         target.addresses.insert(&initiator_address)?;
@@ -200,17 +205,17 @@ impl ShmWritePeer {
             writes: 0,
             mr_mode,
         };
-        // The first write waits for the two to map one another's queues.
+        // During the first write, the two endpoints map each other's queues.
         peer.write_8_bytes()?;
         Ok(peer)
     }
 
-    /// The registration modes that the provider demands; bits as in `fi_mr(3)`.
+    /// Returns the registration modes that the provider requires, as bits of `fi_mr(3)`.
     pub(crate) fn mr_mode(&self) -> i32 {
         self.mr_mode
     }
 
-    /// Writes 8 bytes and waits until they have completed and arrived.
+    /// Writes 8 bytes, and waits until they have completed and arrived.
     ///
     /// # Errors
     ///
@@ -220,30 +225,31 @@ impl ShmWritePeer {
         self.write(MARK)
     }
 
-    /// Writes the first `len` bytes of the buffer and waits until they have completed and arrived.
-    /// `len` is a multiple of 8 between 8 and [`Self::LARGEST`].
+    /// Writes `len` bytes to the target, and waits until they have completed and arrived. `len` is
+    /// a multiple of 8 between 8 and [`Self::LARGEST`].
     ///
     /// # Errors
     ///
-    /// [`FabricError::Length`] for any other `len`, [`FabricError::Call`] if the write cannot be
-    /// posted, [`FabricError::Completion`] if it fails, [`FabricError::Stalled`] if it does not
-    /// complete.
+    /// - [`FabricError::Length`] for any other `len`.
+    /// - [`FabricError::Call`] if the write cannot be posted.
+    /// - [`FabricError::Completion`] if the write fails.
+    /// - [`FabricError::Stalled`] if the write does not finish.
     #[inline]
     pub(crate) fn write(&mut self, len: usize) -> Result<(), FabricError> {
         if !(MARK..=Self::LARGEST).contains(&len) || !len.is_multiple_of(MARK) {
             return Err(FabricError::Length { given: len, largest: Self::LARGEST });
         }
-        // A mark that the destination cannot hold already: the count of writes so far, plus one.
+        // The mark is the number of this write, so the destination does not contain it yet.
         self.writes += 1;
         let mark = self.writes;
-        // SAFETY: the mark is inside the source by the check above and aligned because the buffer
-        // is; the provider reads the source only inside calls that this thread makes.
+        // SAFETY: the length check places the mark inside the source, and the buffer's alignment
+        // aligns it. The provider reads the source only in calls of this thread.
         unsafe { self.source.mark(len).write_volatile(mark) };
 
         let mut polls = 0;
-        // SAFETY: both ranges are inside buffers that live as long as `self` and are only reached
-        // through their pointers; this function does not return success before the write arrived,
-        // and after an error the buffers still outlive the endpoints.
+        // SAFETY: both ranges are inside buffers that live as long as `self` and are accessed only
+        // through raw pointers. On success, this function returns after the write has arrived.
+        // After an error, the buffers still outlive the endpoints.
         while !unsafe {
             self.initiator.endpoint.write(
                 self.source.bytes.as_ptr(),
@@ -262,8 +268,9 @@ impl ShmWritePeer {
         loop {
             completed = completed || self.initiator.completions.poll("fi_write")?;
             self.progress(&mut polls)?;
-            // SAFETY: inside the destination and aligned, as above. The provider writes it from
-            // this thread, in the polls, or the kernel does in a system call made there.
+            // SAFETY: the length check places the mark inside the destination, and the buffer's
+            // alignment aligns it. The destination is written only in calls of this thread, by the
+            // provider or by a system call of the provider.
             if completed && unsafe { arrived.read_volatile() } == mark {
                 return Ok(());
             }
@@ -271,33 +278,34 @@ impl ShmWritePeer {
     }
 
     /// Reads the mark of the last write of `len` bytes from the target's memory. The mark is the
-    /// number of writes at that time. Returns 0 for a `len` that [`Self::write`] does not support.
+    /// number of that write, counted from 1. Returns 0 if `len` is not a supported length.
     pub(crate) fn last_mark(&self, len: usize) -> u64 {
         if !(MARK..=Self::LARGEST).contains(&len) || !len.is_multiple_of(MARK) {
             return 0;
         }
-        // SAFETY: inside the destination by the check above and aligned because the buffer is; the
-        // provider writes it only inside calls that this thread makes.
+        // SAFETY: the length check places the mark inside the destination, and the buffer's
+        // alignment aligns it. The provider writes it only in calls of this thread.
         unsafe { self.destination.mark(len).read_volatile() }
     }
 
-    /// Lets the target work, and counts how often it was asked.
+    /// Polls the target's completion queue, so that the target makes progress. Increases `polls` by
+    /// 1, and fails with [`FabricError::Stalled`] after [`POLLS`] polls.
     #[inline]
     fn progress(&self, polls: &mut u64) -> Result<(), FabricError> {
         *polls += 1;
         if *polls > POLLS {
             return Err(FabricError::Stalled { operation: "fi_write", polls: POLLS });
         }
-        // A write without remote completion data leaves nothing in the target's queue.
+        // A write without remote completion data adds no completion to the target's queue.
         self.target.completions.poll("fi_write at its target")?;
         Ok(())
     }
 
-    /// Closes everything.
+    /// Closes the region, both endpoints, the domain and the fabric.
     ///
     /// # Errors
     ///
-    /// The first error. The remaining objects are closed all the same.
+    /// Returns the first error. Closes the remaining objects even then.
     pub(crate) fn close(self) -> Result<(), FabricError> {
         self.region
             .close()

@@ -1,20 +1,19 @@
-//! libfabric's binary interface, as much of it as the peer uses: layouts, constants and the table
-//! of exported functions.
+//! C declarations of libfabric: the structs, constants and exported functions that the benchmarks
+//! and their tests use.
 //!
-//! libfabric exports a handful of symbols; every other call is an inline function in its headers
-//! that follows a pointer from an object to a table of operations. The names are libfabric's own,
-//! so that this file can be read next to `fabric.h`, `fi_domain.h`, `fi_endpoint.h`, `fi_rma.h`,
+//! libfabric exports only a few functions. Every other call is an inline function in a header,
+//! which calls through an object's table of function pointers. The names are libfabric's own, so
+//! that this file can be compared with `fabric.h`, `fi_domain.h`, `fi_endpoint.h`, `fi_rma.h`,
 //! `fi_eq.h` and `fi_cm.h` of release 1.17 ([`API_VERSION`]).
 //!
-//! Two kinds of structure are told apart:
+//! There are two kinds of struct:
 //!
-//! * structures that *we* allocate and libfabric reads (attributes, completion entries) have their
-//!   full length;
-//! * structures that *libfabric* allocates (objects, tables of operations, `fi_info`) are only ever
-//!   reached through a pointer, so a table stops after the last operation that is used. An
-//!   operation that is not used but precedes one that is used is an [`UnusedOperation`].
+//! * Structs that *Rust code* allocates, such as attributes and completion entries, are complete.
+//! * Structs that *libfabric* allocates, such as objects, function tables and `fi_info`, are
+//!   accessed only through pointers. Their declarations end at the last used field. An unused
+//!   function pointer before that field has the type [`UnusedOperation`].
 //!
-//! Both are compared with the installed headers by the layout test.
+//! `tests/libfabric_peer` compares both kinds with the installed headers.
 
 #![allow(non_camel_case_types, reason = "the names are those of libfabric's headers and man pages")]
 #![allow(dead_code, reason = "a layout needs every field up to the last one used, read or not")]
@@ -23,13 +22,13 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 
 use super::error::FabricError;
 
-/// File name given to the dynamic loader: the soname of libfabric 1.x and 2.x.
+/// File name for the dynamic loader: the soname of libfabric 1.x and 2.x.
 pub(crate) const LIBRARY_NAME: &str = "libfabric.so.1";
 
 /// The requested API version, `FI_VERSION(1, 17)`. This file declares that version's structs.
 pub(crate) const API_VERSION: u32 = version(1, 17);
 
-/// Packs a version the way `fi_version` and `fi_getinfo` exchange it.
+/// Encodes a version number as the C macro `FI_VERSION` does.
 pub(crate) const fn version(major: u32, minor: u32) -> u32 {
     (major << 16) | minor
 }
@@ -60,7 +59,7 @@ pub(crate) const FI_EP_MSG: c_int = 1;
 pub(crate) const FI_EP_RDM: c_int = 3;
 pub(crate) const FI_HMEM_SYSTEM: c_int = 0;
 
-/// `fi_control` command that turns a bound endpoint on.
+/// `fi_control` command that enables an endpoint.
 pub(crate) const FI_ENABLE: c_int = 6;
 
 pub(crate) const FI_EAGAIN: i32 = 11;
@@ -71,7 +70,7 @@ pub(crate) const FI_ENOKEY: i32 = 266;
 /// Index of an endpoint in an address vector.
 pub(crate) type fi_addr_t = u64;
 
-/// Slot of a table whose operation the peer never calls.
+/// A function pointer that the benchmarks never call.
 pub(crate) type UnusedOperation = *const c_void;
 
 /// `struct iovec` of `<sys/uio.h>`.
@@ -81,7 +80,7 @@ pub(crate) struct iovec {
     pub(crate) iov_len: usize,
 }
 
-/// The common first field of every libfabric object.
+/// First field of every libfabric object.
 #[repr(C)]
 pub(crate) struct fid {
     pub(crate) fclass: usize,
@@ -89,7 +88,7 @@ pub(crate) struct fid {
     pub(crate) ops: *const fi_ops,
 }
 
-/// The function table that every libfabric object has.
+/// Table of the functions that every libfabric object has.
 #[repr(C)]
 pub(crate) struct fi_ops {
     pub(crate) size: usize,
@@ -98,7 +97,8 @@ pub(crate) struct fi_ops {
     pub(crate) control: Option<unsafe extern "C" fn(*mut fid, c_int, *mut c_void) -> c_int>,
 }
 
-/// One set of provider attributes, as `fi_getinfo` returns them.
+/// An entry of the list that `fi_getinfo` returns: a provider with its attributes. `fi_getinfo`
+/// also takes its hints in this struct.
 #[repr(C)]
 pub(crate) struct fi_info {
     pub(crate) next: *mut fi_info,
@@ -118,7 +118,7 @@ pub(crate) struct fi_info {
     pub(crate) nic: *mut c_void,
 }
 
-/// Transmit side of an endpoint.
+/// Attributes of an endpoint's transmit side.
 #[repr(C)]
 pub(crate) struct fi_tx_attr {
     pub(crate) caps: u64,
@@ -133,7 +133,7 @@ pub(crate) struct fi_tx_attr {
     pub(crate) tclass: u32,
 }
 
-/// Receive side of an endpoint.
+/// Attributes of an endpoint's receive side.
 #[repr(C)]
 pub(crate) struct fi_rx_attr {
     pub(crate) caps: u64,
@@ -146,7 +146,7 @@ pub(crate) struct fi_rx_attr {
     pub(crate) iov_limit: usize,
 }
 
-/// Attributes of an endpoint.
+/// Attributes of an endpoint, as part of [`fi_info`].
 #[repr(C)]
 pub(crate) struct fi_ep_attr {
     pub(crate) r#type: c_int,
@@ -164,7 +164,7 @@ pub(crate) struct fi_ep_attr {
     pub(crate) auth_key: *mut u8,
 }
 
-/// Domain.
+/// Attributes of a domain, as part of [`fi_info`].
 #[repr(C)]
 pub(crate) struct fi_domain_attr {
     pub(crate) domain: *mut fid_domain,
@@ -196,7 +196,7 @@ pub(crate) struct fi_domain_attr {
     pub(crate) tclass: u32,
 }
 
-/// Fabric; names the provider.
+/// Attributes of a fabric, as part of [`fi_info`], with the provider's name.
 #[repr(C)]
 pub(crate) struct fi_fabric_attr {
     pub(crate) fabric: *mut fid_fabric,
@@ -206,7 +206,7 @@ pub(crate) struct fi_fabric_attr {
     pub(crate) api_version: u32,
 }
 
-/// A fabric object.
+/// libfabric's fabric object.
 #[repr(C)]
 pub(crate) struct fid_fabric {
     pub(crate) fid: fid,
@@ -214,7 +214,7 @@ pub(crate) struct fid_fabric {
     pub(crate) api_version: u32,
 }
 
-/// Operations of a fabric, up to `domain`.
+/// Function table of a fabric, declared up to `domain`.
 #[repr(C)]
 pub(crate) struct fi_ops_fabric {
     pub(crate) size: usize,
@@ -228,7 +228,7 @@ pub(crate) struct fi_ops_fabric {
     >,
 }
 
-/// Domain object.
+/// libfabric's domain object.
 #[repr(C)]
 pub(crate) struct fid_domain {
     pub(crate) fid: fid,
@@ -236,7 +236,7 @@ pub(crate) struct fid_domain {
     pub(crate) mr: *const fi_ops_mr,
 }
 
-/// Operations of a domain, up to `endpoint`.
+/// Function table of a domain, declared up to `endpoint`.
 #[repr(C)]
 pub(crate) struct fi_ops_domain {
     pub(crate) size: usize,
@@ -261,7 +261,7 @@ pub(crate) struct fi_ops_domain {
     >,
 }
 
-/// Registration operations of a domain.
+/// Table of a domain's registration functions.
 #[repr(C)]
 pub(crate) struct fi_ops_mr {
     pub(crate) size: usize,
@@ -271,7 +271,7 @@ pub(crate) struct fi_ops_mr {
         Option<unsafe extern "C" fn(*mut fid, *const fi_mr_attr, u64, *mut *mut fid_mr) -> c_int>,
 }
 
-/// Memory region object.
+/// libfabric's memory region object.
 #[repr(C)]
 pub(crate) struct fid_mr {
     pub(crate) fid: fid,
@@ -281,7 +281,8 @@ pub(crate) struct fid_mr {
 
 /// Attributes of a registration, for `fi_mr_regattr`.
 ///
-/// Later releases append fields; a library opened for [`API_VERSION`] does not read them.
+/// Later releases have more fields. A library that is opened for [`API_VERSION`] does not read
+/// them.
 #[repr(C)]
 pub(crate) struct fi_mr_attr {
     pub(crate) mr_iov: *const iovec,
@@ -293,18 +294,18 @@ pub(crate) struct fi_mr_attr {
     pub(crate) auth_key_size: usize,
     pub(crate) auth_key: *mut u8,
     pub(crate) iface: c_int,
-    /// A union of device numbers in C; zero for host memory.
+    /// Device number of the memory, or 0 for host memory. In C this field is a union.
     pub(crate) device: u64,
 }
 
-/// Address vector object.
+/// libfabric's address vector object.
 #[repr(C)]
 pub(crate) struct fid_av {
     pub(crate) fid: fid,
     pub(crate) ops: *const fi_ops_av,
 }
 
-/// The function table of an address vector, declared up to `insert`.
+/// Function table of an address vector, declared up to `insert`.
 #[repr(C)]
 pub(crate) struct fi_ops_av {
     pub(crate) size: usize,
@@ -320,7 +321,7 @@ pub(crate) struct fi_ops_av {
     >,
 }
 
-/// Attributes of an address vector.
+/// Attributes that open an address vector.
 #[repr(C)]
 pub(crate) struct fi_av_attr {
     pub(crate) r#type: c_int,
@@ -332,14 +333,14 @@ pub(crate) struct fi_av_attr {
     pub(crate) flags: u64,
 }
 
-/// Completion queue object.
+/// libfabric's completion queue object.
 #[repr(C)]
 pub(crate) struct fid_cq {
     pub(crate) fid: fid,
     pub(crate) ops: *const fi_ops_cq,
 }
 
-/// Operations of a completion queue, up to `readerr`.
+/// Function table of a completion queue, declared up to `readerr`.
 #[repr(C)]
 pub(crate) struct fi_ops_cq {
     pub(crate) size: usize,
@@ -349,7 +350,7 @@ pub(crate) struct fi_ops_cq {
         Option<unsafe extern "C" fn(*mut fid_cq, *mut fi_cq_err_entry, u64) -> isize>,
 }
 
-/// Attributes of a completion queue.
+/// Attributes that open a completion queue.
 #[repr(C)]
 pub(crate) struct fi_cq_attr {
     pub(crate) size: usize,
@@ -367,9 +368,10 @@ pub(crate) struct fi_cq_entry {
     pub(crate) op_context: *mut c_void,
 }
 
-/// A failed operation.
+/// An error entry of a completion queue: the completion of a failed operation.
 ///
-/// Later releases append `src_addr`; a library opened for [`API_VERSION`] does not write it.
+/// Later releases add the field `src_addr`. A library that is opened for [`API_VERSION`] does not
+/// write it.
 #[repr(C)]
 pub(crate) struct fi_cq_err_entry {
     pub(crate) op_context: *mut c_void,
@@ -385,7 +387,7 @@ pub(crate) struct fi_cq_err_entry {
     pub(crate) err_data_size: usize,
 }
 
-/// Endpoint object, up to `rma`.
+/// libfabric's endpoint object, declared up to `rma`.
 #[repr(C)]
 pub(crate) struct fid_ep {
     pub(crate) fid: fid,
@@ -395,7 +397,7 @@ pub(crate) struct fid_ep {
     pub(crate) rma: *const fi_ops_rma,
 }
 
-/// Connection and naming operations of an endpoint, up to `getname`.
+/// Table of an endpoint's connection and naming functions, declared up to `getname`.
 #[repr(C)]
 pub(crate) struct fi_ops_cm {
     pub(crate) size: usize,
@@ -403,7 +405,7 @@ pub(crate) struct fi_ops_cm {
     pub(crate) getname: Option<unsafe extern "C" fn(*mut fid, *mut c_void, *mut usize) -> c_int>,
 }
 
-/// Remote memory access operations of an endpoint, up to `write`.
+/// Table of an endpoint's RMA functions, declared up to `write`.
 #[repr(C)]
 pub(crate) struct fi_ops_rma {
     pub(crate) size: usize,
@@ -439,46 +441,46 @@ type FiFabric =
     unsafe extern "C" fn(*mut fi_fabric_attr, *mut *mut fid_fabric, *mut c_void) -> c_int;
 type FiStrerror = unsafe extern "C" fn(c_int) -> *const c_char;
 
-/// The exported functions that the peer calls.
+/// The exported libfabric functions that the benchmarks call.
 ///
-/// An unversioned look-up yields the newest interface of each symbol, which for `fi_getinfo`,
-/// `fi_dupinfo` and `fi_freeinfo` is the same one in any given library: the three belong together.
+/// `dlsym` returns the newest version of each symbol. The newest versions of `fi_getinfo`,
+/// `fi_dupinfo` and `fi_freeinfo` all use one `fi_info` layout.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Functions {
-    /// `fi_version`: the newest interface that the library implements.
+    /// `fi_version`: returns the newest API version that the library supports.
     pub(crate) fi_version: FiVersion,
-    /// `fi_getinfo`: look for providers.
+    /// `fi_getinfo`: returns a list of providers.
     pub(crate) fi_getinfo: FiGetinfo,
-    /// `fi_dupinfo`: copy, or allocate when given null.
+    /// `fi_dupinfo`: copies an `fi_info`, or allocates an empty one if the argument is null.
     pub(crate) fi_dupinfo: FiDupinfo,
-    /// `fi_freeinfo`: free a whole list.
+    /// `fi_freeinfo`: frees a list of `fi_info`.
     pub(crate) fi_freeinfo: FiFreeinfo,
-    /// `fi_fabric`: open a fabric.
+    /// `fi_fabric`: opens a fabric.
     pub(crate) fi_fabric: FiFabric,
-    /// `fi_strerror`: a static string for an error number.
+    /// `fi_strerror`: returns a static description of an error number.
     pub(crate) fi_strerror: FiStrerror,
 }
 
 impl Functions {
-    /// Fills the table from `lookup`, which maps a symbol's name to its address.
+    /// Looks up each function by `lookup`, which maps a symbol's name to its address.
     ///
     /// # Errors
     ///
-    /// The first error of `lookup`.
+    /// Returns the first error of `lookup`.
     ///
     /// # Safety
     ///
-    /// Each address that `lookup` returns is that of libfabric's function of that name, and stays
-    /// callable for the rest of the process.
+    /// Each address that `lookup` returns must be that of libfabric's function of this name, and
+    /// must stay callable until the process ends.
     pub(crate) unsafe fn from_lookup(
         mut lookup: impl FnMut(&'static CStr) -> Result<*const c_void, FabricError>,
     ) -> Result<Self, FabricError> {
         macro_rules! symbol {
             ($name:literal as $function:ty) => {{
                 let address = lookup($name)?;
-                // SAFETY: a data pointer and a function pointer have the same size on every
-                // platform with `dlsym`; the caller vouches that the address is the function of
-                // that name, whose signature the type repeats, so it is not null either.
+                // SAFETY: data and function pointers have the same size on every platform with
+                // `dlsym`. The caller guarantees that the address is the function of that name, so
+                // it is not null and has the type that libfabric's header declares.
                 unsafe { std::mem::transmute::<*const c_void, $function>(address) }
             }};
         }

@@ -38,7 +38,7 @@ impl Link {
         };
         let (initiator, target) = (domain.open_endpoint(&attr)?, domain.open_endpoint(&attr)?);
         let peer = initiator.resolve(&target.name())?;
-        // Connected transports need both directions.
+        // A connected transport needs the peer's name on both endpoints.
         target.resolve(&initiator.name())?;
         Ok(Self { queue, initiator, target, peer, posted: 0 })
     }

@@ -13,15 +13,15 @@ use hmem::{
 pub enum Memory {
     /// A `Vec` on the heap.
     Heap,
-    /// Pages that the system iface maps.
+    /// Pages that the system iface maps and the region owns.
     Mapped(Arc<dyn Iface>),
     /// Pages that the system iface maps, registered by address: the region does not own them.
     Borrowed(Arc<dyn Iface>),
-    /// A mapped memory file.
+    /// A mapped memory file (memfd).
     MemFd,
-    /// Huge pages.
+    /// Huge pages that the system iface maps.
     HugePages(Arc<System>),
-    /// Memory of a device iface.
+    /// Memory that a device iface allocates.
     Allocated {
         /// The iface that allocates the memory.
         iface: Arc<dyn Iface>,
@@ -97,10 +97,11 @@ impl fmt::Display for Memory {
     }
 }
 
-/// Allocates zeroed heap memory. Unlike `vec!`, the function returns an error if memory is short.
+/// Allocates zeroed heap memory. Unlike `vec!`, the function returns an error if not enough memory
+/// is available.
 ///
 /// # Errors
-/// [`ErrorKind::OutOfResources`] if the process cannot have that much memory.
+/// [`ErrorKind::OutOfResources`] if the process cannot allocate that much memory.
 pub(crate) fn heap(len: u64) -> Result<Vec<u8>> {
     let refused = || {
         Error::new(ErrorKind::OutOfResources, "allocate")
@@ -114,7 +115,7 @@ pub(crate) fn heap(len: u64) -> Result<Vec<u8>> {
     Ok(memory)
 }
 
-/// A memory file that a region can own.
+/// A memory file (memfd) that a region can own.
 #[derive(Debug)]
 pub(super) struct FileBuffer(pub(super) MemFd);
 
@@ -145,7 +146,7 @@ unsafe impl OwnedBuffer for FileBuffer {
     }
 }
 
-/// Huge pages that a region can own.
+/// An allocation of huge pages that a region can own.
 #[derive(Debug)]
 pub(super) struct HugeBuffer {
     system: Arc<System>,

@@ -31,16 +31,16 @@ use crate::{
     problem::{Problem, unknown},
 };
 
-/// One transfer: its length and its position in a larger region.
+/// The length of one transfer and its position in a larger region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Unregistered bytes of the allocation before the region, and as many after it. With 0 the
-    /// check registers the whole allocation. Buffers that no iface allocated are always registered
-    /// whole.
+    /// Length of the unregistered parts of the allocation before and after the region, in bytes
+    /// each. With 0 the region covers the whole allocation. Buffers that no iface allocated are
+    /// always registered whole.
     pub margin: u64,
-    /// Bytes from the start of the region to the transfer.
+    /// Offset of the transfer from the start of the region, in bytes.
     pub offset: u64,
-    /// Bytes of the transfer.
+    /// Length of the transfer, in bytes.
     pub len: u64,
 }
 
@@ -53,12 +53,14 @@ pub struct Selection {
     pub provider: Option<String>,
     /// The only path to check; `None` for all paths.
     pub path: Option<Path>,
-    /// The transfers. The last one measures the throughput.
+    /// The transfers of each combination. The throughput is measured with the last two sizes.
     pub extents: Vec<Extent>,
-    /// Duration of each combination's throughput measurement, in nanoseconds. The measurement has
-    /// at least one transfer.
+    /// Duration of the throughput measurement with the last size, in nanoseconds. The measurement
+    /// with the second-to-last size has an eighth of this duration. Each measurement has at least
+    /// one transfer.
     pub measure_ns: u64,
-    /// Rounds of freeing and allocating memory under each cache monitor; 0 skips them.
+    /// Number of times that memory is freed and allocated again under each cache monitor. With 0,
+    /// monitors are not checked.
     pub stale_rounds: u64,
 }
 
@@ -90,15 +92,14 @@ impl Selection {
     /// Returns the selection that the command line asks for.
     ///
     /// # Errors
-    /// [`Failure::Usage`] for an iface or provider that this machine does not know, and for more
-    /// bytes than its memory allows.
+    /// [`Failure::Usage`] for an unknown iface, provider or NIC. [`Failure::Failed`] if the
+    /// requested size needs more memory than is available.
     pub fn new(args: &CheckArgs, machine: &Machine) -> Result<Self, Failure> {
         if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
             return Err(unknown("iface", name, "--iface", &machine.iface_names()).into());
         }
-        let providers = machine.provider_names();
-        if let Some(name) = args.provider.as_ref().filter(|name| !providers.contains(name)) {
-            return Err(unknown_nic(name, "--nic", &providers).into());
+        if let Some(name) = args.provider.as_deref().filter(|name| !machine.knows_nic(name)) {
+            return Err(unknown_nic(name, "--nic", &machine.provider_names()).into());
         }
         let mut selection = Self {
             iface: args.iface.clone(),
@@ -122,7 +123,7 @@ impl Selection {
 /// The variable that selects the cache monitor of host memory.
 const MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
-/// Buffers of the transfer's size that the check of one combination holds at the same time.
+/// Number of transfer-sized buffers that the check of one combination holds at the same time.
 const COPIES: u64 = 6;
 
 /// Returns an error if transfers of `bytes` need more than the available memory. If `/proc/meminfo`
@@ -164,8 +165,7 @@ pub fn check(
     };
     let all = cases.len() + stale.len();
     let missing = machine.hmem.missing_ifaces();
-    let missing =
-        missing.map(|(kind, why)| Skipped::new(machine.iface_name(kind), machine.problem(why)));
+    let missing = missing.map(|(kind, why)| Skipped::new(machine.iface_name(kind), why));
     let mut report = Report::new(skipped, missing.collect());
     let monitor = std::env::var(MONITOR).ok().and_then(|name| name.parse().ok());
     let disabled = (monitor == Some(HostMonitorKind::Disabled)).then_some(MONITOR);
@@ -184,5 +184,5 @@ pub fn check(
     progress(all, all, "");
     report.skipped.sort();
     report.skipped.dedup();
-    report.renamed(|text| machine.named(text))
+    report
 }

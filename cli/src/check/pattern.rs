@@ -1,4 +1,5 @@
-//! Byte patterns that reveal misplaced bytes: no run repeats, and two seeds give different bytes.
+//! Pseudorandom byte patterns without repetition, which reveal misplaced bytes. Each seed gives a
+//! different pattern.
 
 /// Fills `into` with the pattern of `seed`.
 pub(crate) fn fill(into: &mut [u8], seed: u64) {
@@ -19,7 +20,7 @@ fn mix(word: u64) -> u64 {
 /// Returns the index of the first differing byte and the number of differing bytes, or `None` if
 /// both slices are equal.
 pub(crate) fn difference(expected: &[u8], found: &[u8]) -> Option<(usize, usize)> {
-    // The usual case is fast.
+    // Comparing whole slices is fast, and equal slices are the usual case.
     if expected == found {
         return None;
     }

@@ -13,7 +13,7 @@ use hmem::{
     iface::AllocRequest, system::monitor::ImportMonitor,
 };
 
-/// Size of the memory that is freed and allocated again, in bytes: one smallest page.
+/// Size of the memory that is freed and allocated again, in bytes. It is the smallest page size.
 const LEN: u64 = 4096;
 
 /// Memory that the check frees and allocates again to provoke stale cache entries.
@@ -21,7 +21,7 @@ pub(super) trait ReusableMemory {
     /// Returns the current address range.
     fn range(&self) -> Result<AddressRange>;
 
-    /// Frees the memory and allocates other memory, in a way that depends on `round`.
+    /// Frees the memory and allocates new memory. `round` may select how the memory is freed.
     fn renew(&mut self, round: u64) -> Result<()>;
 
     /// Copies `from` to the start of the memory.
@@ -33,7 +33,7 @@ pub(super) trait ReusableMemory {
 
 /// One host page, mapped with `mmap`.
 #[derive(Debug)]
-pub(super) struct Pages {
+pub(super) struct HostPage {
     /// The address of the page; null if none is mapped.
     at: *mut libc::c_void,
     /// The imported monitor, which the check notifies of each unmapping; `None` for other monitors.
@@ -43,7 +43,7 @@ pub(super) struct Pages {
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const OWN: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
-impl Pages {
+impl HostPage {
     pub(super) fn map(import: Option<Arc<ImportMonitor>>) -> Result<Self> {
         Ok(Self { at: map(ptr::null_mut(), OWN)?, import })
     }
@@ -110,7 +110,7 @@ fn refused(call: &'static str, why: &io::Error) -> Error {
     Error::new(ErrorKind::OutOfResources, call).context("why", why)
 }
 
-impl ReusableMemory for Pages {
+impl ReusableMemory for HostPage {
     fn range(&self) -> Result<AddressRange> {
         AddressRange::new(Address::of_ptr(self.at), LEN)
     }
@@ -142,7 +142,7 @@ impl ReusableMemory for Pages {
     }
 }
 
-impl Drop for Pages {
+impl Drop for HostPage {
     fn drop(&mut self) {
         if self.at.is_null() {
             return;
@@ -154,7 +154,7 @@ impl Drop for Pages {
     }
 }
 
-/// Device memory.
+/// Device memory that the check frees and allocates again through the iface.
 #[derive(Debug)]
 pub(super) struct OnDevice {
     iface: Arc<dyn Iface>,
@@ -170,9 +170,9 @@ impl OnDevice {
     }
 
     fn buffer(&self) -> Result<&DeviceBuffer> {
-        self.buffer.as_ref().ok_or_else(|| {
-            Error::new(ErrorKind::BadState, "memory of a check").iface(self.iface.kind())
-        })
+        self.buffer
+            .as_ref()
+            .ok_or_else(|| Error::new(ErrorKind::BadState, "memory of a check").iface(&self.iface))
     }
 }
 

@@ -16,7 +16,7 @@ use crate::{
 /// The expected path from the memory to the NIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PathVariant {
-    /// Host pages.
+    /// Direct access to host memory (`plain-host`).
     Host,
     /// Direct access to device memory, over this path.
     Direct(Path),
@@ -46,7 +46,7 @@ impl PathVariant {
     }
 }
 
-/// One combination of memory, NIC and path.
+/// A combination of memory, NIC and path to check.
 #[derive(Clone, Debug)]
 pub struct Case<'a> {
     /// The memory to register.
@@ -55,7 +55,8 @@ pub struct Case<'a> {
     pub nic: &'a Fabric,
     /// The expected path between memory and NIC.
     pub variant: PathVariant,
-    /// Set if both memory and NIC are simulated. Then the check reports every refusal as a failure.
+    /// True if the NIC is software, and the memory is host memory or simulated. The check then
+    /// reports an unsupported registration as a failure. If false, it skips the combination.
     pub software: bool,
 }
 
@@ -74,7 +75,8 @@ pub struct Plan<'a> {
     pub skipped: Vec<Skipped>,
 }
 
-/// Lists the selected combinations of memory, NIC and path.
+/// Lists the combinations of `selection` that this machine supports, and the skipped ones with
+/// reasons.
 #[must_use]
 pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     let mut plan = Plan::default();
@@ -87,7 +89,7 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
             plan.skipped.push(Skipped::new(format!("iface {name}"), why));
         }
     }
-    // The topology is shown and not checked.
+    // The check does not use the topology, so an unreadable one is not listed.
     for absent in machine.absent.iter().filter(|absent| absent.sort != "topology") {
         let by = if absent.sort == "iface" { &selection.iface } else { &selection.provider };
         let narrowed = selection.iface.is_some() || selection.provider.is_some();

@@ -17,7 +17,7 @@ pub enum Atomic {
     /// The fetch-add was not tried.
     #[default]
     NotTested,
-    /// The value before the fetch-add and the value after it were correct.
+    /// The word had the correct value before and after the fetch-add.
     Verified,
     /// The NIC refused the fetch-add as not supported. Staged paths must refuse it.
     Refused,
@@ -38,13 +38,13 @@ pub struct Row {
     pub nic: String,
     /// The path that was checked.
     pub path: &'static str,
-    /// Bytes of the largest transfer.
+    /// Size of the largest verified transfer, in bytes; 0 if no transfer was verified.
     pub bytes: u64,
-    /// Bytes of each transfer that was verified.
+    /// Size of each verified transfer, in bytes.
     pub sizes: Vec<u64>,
-    /// Set if all transfers were verified and nothing leaked.
+    /// True if all transfers were verified and nothing leaked.
     pub verified: bool,
-    /// Throughput of RMA writes of the last size, in GiB/s; null if the combination is not
+    /// Throughput of RMA writes of the last verified size, in GiB/s; null if the combination is not
     /// verified.
     pub gib_per_s: Option<f64>,
     /// The result of a fetch-add on the checked memory.
@@ -68,7 +68,7 @@ pub struct Report {
     pub skipped: Vec<Skipped>,
     /// The ifaces that `FI_HMEM` names and that are unavailable, with reasons.
     pub missing: Vec<Skipped>,
-    /// The setting that disables caches or the monitor of host memory.
+    /// The setting that disables caches or the monitor of host memory; `None` if both are on.
     #[serde(skip)]
     pub uncached_by: Option<&'static str>,
 }
@@ -109,26 +109,12 @@ impl Report {
         let missing: Vec<_> = self.missing.iter().map(|missing| missing.what.clone()).collect();
         format!("{summary}; FAILED: FI_HMEM names {}, which is unavailable", missing.join(", "))
     }
-
-    /// Applies `rename` to every text of the report.
-    pub(super) fn renamed(mut self, rename: impl Fn(String) -> String + Copy) -> Self {
-        for row in &mut self.rows {
-            row.error = row.error.take().map(rename);
-            let trace = std::mem::take(&mut row.trace).into_iter();
-            row.trace = trace.map(|attempt| attempt.renamed(rename)).collect();
-        }
-        for row in &mut self.stale {
-            row.error = row.error.take().map(rename);
-        }
-        self.skipped = self.skipped.into_iter().map(|skipped| skipped.renamed(rename)).collect();
-        self
-    }
 }
 
 /// Prints the report as readable text instead of JSON.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     let mut nics: Vec<_> = report.rows.iter().map(Row::full_nic).collect();
     nics.dedup();
@@ -165,7 +151,10 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         }
         writeln!(out)?;
     }
-    skipped(out, &report.skipped, style)?;
+    // Missing ifaces are not printed a second time.
+    let missing: Vec<_> =
+        report.missing.iter().map(|missing| format!("iface {}", missing.what)).collect();
+    skipped(out, report.skipped.iter().filter(|entry| !missing.contains(&entry.what)), style)?;
     let tone = if report.passed() { Tone::Good } else { Tone::Bad };
     style.indented(out, ["", "  "], &style.word(&report.summary(), tone))
 }
@@ -183,12 +172,17 @@ fn grouped<K: PartialEq, T>(all: impl Iterator<Item = (K, T)>) -> Vec<(K, Vec<T>
 }
 
 /// Prints the skipped entries, grouped by cause.
-fn skipped(out: &mut dyn Write, skipped: &[Skipped], style: Style) -> io::Result<()> {
-    if skipped.is_empty() {
+fn skipped<'a>(
+    out: &mut dyn Write,
+    skipped: impl Iterator<Item = &'a Skipped>,
+    style: Style,
+) -> io::Result<()> {
+    let mut skipped = skipped.peekable();
+    if skipped.peek().is_none() {
         return Ok(());
     }
     style.heading(out, "Skipped")?;
-    let by_cause = skipped.iter().map(|skipped| (skipped.problem.group.as_str(), skipped));
+    let by_cause = skipped.map(|skipped| (skipped.problem.group.as_str(), skipped));
     for (cause, members) in grouped(by_cause) {
         if let [only] = members.as_slice() {
             only.problem.item(out, &format!("{}:", only.what), style)?;
@@ -247,7 +241,7 @@ fn rows<'a>(
     style.print(out, &table)
 }
 
-/// Explains words of the tables.
+/// Prints what `refused` and `borrowed` mean in the tables, if they occur there.
 fn legend(out: &mut dyn Write, rows: &[Row], style: Style) -> io::Result<()> {
     let refused = rows.iter().any(|row| row.atomic == Atomic::Refused);
     let borrowed = rows.iter().any(|row| row.memory == "borrowed");

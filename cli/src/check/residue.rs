@@ -11,7 +11,7 @@ pub(super) struct Residue {
 }
 
 impl Residue {
-    /// Counts the open resources.
+    /// Counts the open fds and the resources in [`Machine::watches`].
     pub(super) fn count(machine: &Machine) -> Self {
         let fds = fds().into_iter().map(|fds| ("open fds", fds));
         let watched = machine.watches.iter().map(|watch| (watch.what, (watch.count)()));
@@ -29,7 +29,7 @@ impl Residue {
     }
 }
 
-/// Returns the number of open fds, including the one that reads the directory.
+/// Returns the number of open fds in `/proc/self/fd`, including the fd that reads that folder.
 fn fds() -> Option<u64> {
     Some(fs::read_dir("/proc/self/fd").ok()?.count() as u64)
 }

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Error, ErrorKind, Iface, MemoryRegion,
-    MrAttr, MrFlags, OwnedBuffer, OwnedRegion, Path, RemoteKey, iface::AllocRequest,
+    MrAttr, MrFlags, OwnedBuffer, OwnedRegion, Path, RemoteKey, cause::Step, iface::AllocRequest,
     provider::LiveObjects, system::MemFd,
 };
 
@@ -20,6 +20,7 @@ use super::{
 use crate::{
     json::{Attempt, Skipped},
     machine::{Machine, root},
+    problem::Problem,
 };
 
 /// Length of the guard bytes after each transfer. A transfer must not change them.
@@ -30,15 +31,17 @@ const ADDEND: u64 = 0x0101_0101_0101_0101;
 
 /// The reason why a combination ended early.
 enum Ended {
-    /// The machine does not support the combination.
+    /// The machine does not support the combination, or lacks the resources for this size.
     Unsupported(Error),
     /// The combination failed although the machine supports it.
     Failed(String),
+    /// The library or a driver reported an error.
+    Error(Error),
 }
 
 impl From<Error> for Ended {
     fn from(error: Error) -> Self {
-        Self::Failed(error.to_string())
+        Self::Error(error)
     }
 }
 
@@ -73,8 +76,9 @@ pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, re
     let error = match ended {
         Ok(()) => None,
         Err(Ended::Failed(error)) => Some(error),
+        Err(Ended::Error(error)) => Some(explained(machine, case, &error).to_string()),
         Err(Ended::Unsupported(why)) => {
-            report.skipped.push(Skipped::new(case.to_string(), why));
+            report.skipped.push(Skipped::new(case.to_string(), explained(machine, case, &why)));
             return;
         }
     };
@@ -95,6 +99,19 @@ pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, re
     });
 }
 
+/// Converts an error to a problem. Adds the limit of the process or container that explains the
+/// error, if there is one.
+fn explained(machine: &Machine, case: &Case<'_>, error: &Error) -> Problem {
+    let step = match error.kind() {
+        // A trace already contains the cause of each refused path.
+        ErrorKind::OutOfResources if error.trace().is_empty() => Step::Register,
+        // A software NIC makes system calls, which a container may forbid.
+        _ if case.nic.software => Step::SystemCall,
+        _ => return error.into(),
+    };
+    machine.explained(step, error)
+}
+
 /// Checks a combination once. The last element of the result describes a leak, if there is one.
 fn attempt(
     machine: &Machine,
@@ -106,8 +123,8 @@ fn attempt(
     let mut shown = ProbeResult::default();
     let ended = match machine.open(case.nic, case.variant.policy()) {
         Ok(domain) => {
-            let ended = on_domain(case, selection, &domain, &mut shown, report);
-            // A failed check has dropped its regions: the domain must be empty in any case.
+            let ended = on_domain(machine, case, selection, &domain, &mut shown, report);
+            // The regions are closed or dropped by now, so the domain must be empty.
             let closed = closed(domain);
             ended.and(closed)
         }
@@ -118,6 +135,7 @@ fn attempt(
 }
 
 fn on_domain(
+    machine: &Machine,
     case: &Case<'_>,
     selection: &Selection,
     domain: &Domain,
@@ -131,7 +149,8 @@ fn on_domain(
             domain,
             link: &mut link,
             extent: *extent,
-            // The last but one is measured briefly, since a limit may refuse the last.
+            // The second-to-last size is measured briefly too, since a memory limit may refuse the
+            // last.
             measure_ns: match selection.extents.len() - at {
                 1 => Some(selection.measure_ns),
                 2 => Some(selection.measure_ns / 8),
@@ -146,7 +165,8 @@ fn on_domain(
                 if shown.sizes.is_empty() {
                     return Err(why.into());
                 }
-                report.skipped.push(Skipped::new(format!("{case}, {} bytes", extent.len), why));
+                let what = format!("{case}, {} bytes", extent.len);
+                report.skipped.push(Skipped::new(what, explained(machine, case, &why)));
             }
             Err(ended) => return Err(ended),
         }
@@ -169,7 +189,7 @@ struct SizeCheck<'a> {
     domain: &'a Domain,
     link: &'a mut Link,
     extent: Extent,
-    /// Nanoseconds to measure throughput; `None` for no measurement.
+    /// Duration of this size's throughput measurement, in nanoseconds; `None` for no measurement.
     measure_ns: Option<u64>,
     shown: &'a mut ProbeResult,
 }
@@ -205,7 +225,7 @@ impl SizeCheck<'_> {
                 match DeviceBuffer::allocate(iface, &AllocRequest { len, device, kind: *kind }) {
                     Ok(buffer) if self.extent.margin > 0 => self.borrow(buffer),
                     Ok(buffer) => self.own(buffer),
-                    // Some ifaces do not have all kinds.
+                    // Some ifaces do not allocate every kind of memory.
                     Err(error) if error.is_unsupported() && !self.case.software => {
                         Err(Ended::Unsupported(error))
                     }
@@ -220,14 +240,15 @@ impl SizeCheck<'_> {
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 
-    /// Registers the part of the buffer between the margins by its address.
+    /// Registers the part of the buffer between the unregistered margins, by its address.
     fn borrow(&mut self, buffer: DeviceBuffer) -> Result<(), Ended> {
         let part = (self.extent.margin, self.region_len());
         let target = Borrowed::register(self.domain, buffer, part, &attr(1));
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 
-    /// Transfers bytes from and to one registration, compares them, and closes the registration.
+    /// Transfers bytes from and to the registered memory, compares them, and closes the
+    /// registration.
     fn move_bytes(&mut self, target: Result<impl Registration, Error>) -> Result<(), Ended> {
         let target = target.map_err(|error| self.refused(error))?;
         self.look_at_decision(target.region())?;
@@ -289,7 +310,7 @@ impl SizeCheck<'_> {
         if error.kind() == ErrorKind::OutOfResources {
             return Ended::Unsupported(error);
         }
-        Ended::Failed(root(&error).to_string())
+        Ended::Error(root(&error).clone())
     }
 
     fn register_local(&mut self, buffer: Vec<u8>, key: u64) -> Result<OwnedRegion<Vec<u8>>, Ended> {
@@ -353,7 +374,8 @@ impl SizeCheck<'_> {
                 self.shown.atomic = Atomic::Verified;
             }
             Err(error) if error.kind() == ErrorKind::Unsupported => {
-                // The software NIC accesses peer memory by copies of the iface, without atomics.
+                // Over `peer-memory` the software NIC copies through the iface, which has no
+                // atomics.
                 let copies = matches!(self.case.variant.path(), Path::Staged | Path::PeerMemory);
                 let may_refuse = copies || !self.case.nic.software;
                 if !may_refuse {
@@ -389,7 +411,8 @@ impl SizeCheck<'_> {
     }
 }
 
-/// Returns registration attributes with all rights. `key` applies if the application chooses keys.
+/// Returns registration attributes with all rights. `key` is used only in mr modes in which the
+/// application chooses keys.
 fn attr(key: u64) -> MrAttr<'static> {
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::READ | Access::WRITE;
     MrAttr::new(&[], access).key(key)

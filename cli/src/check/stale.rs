@@ -1,8 +1,8 @@
 //! Stale registrations: a cached registration must not outlive its memory.
 //!
-//! Each round frees memory and allocates other memory at the same address. A NIC keeps the pages
-//! that were mapped at registration, as does the pinned mode of the loopback. A stale hit therefore
-//! moves bytes of the freed memory, which the check compares.
+//! Each round frees memory and allocates other memory at the same address. A hardware NIC keeps the
+//! pages that were mapped at registration, and so does the loopback NIC `pinned`. A stale hit
+//! therefore moves bytes of the freed memory, which the check compares.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use super::{
     link::{Link, Target},
     memory::heap,
     pattern,
-    place::{OnDevice, Pages, ReusableMemory},
+    place::{HostPage, OnDevice, ReusableMemory},
 };
 use crate::{
     json::Skipped,
@@ -33,7 +33,7 @@ use crate::{
 /// Bytes of a transfer. A short transfer is enough, since stale entries cover whole pages.
 const MOVED: u64 = 64;
 
-/// The result of one monitor.
+/// The result of the check of one cache monitor.
 #[derive(Clone, Debug, Serialize)]
 pub struct StaleRow {
     /// The iface of the memory.
@@ -46,7 +46,7 @@ pub struct StaleRow {
     pub nic: String,
     /// The path from memory to NIC.
     pub path: &'static str,
-    /// Rounds of freeing and allocating memory.
+    /// Number of rounds, each of which frees and allocates memory.
     pub rounds: u64,
     /// Rounds in which the new memory had the previous address.
     pub reused: u64,
@@ -54,7 +54,7 @@ pub struct StaleRow {
     pub hits: u64,
     /// Rounds in which a transfer moved bytes of freed memory.
     pub stale: u64,
-    /// Set if no byte was stale, although addresses were reused.
+    /// True if addresses were reused, lookups hit, and no transfer moved stale bytes.
     pub verified: bool,
     /// The failure; null if the monitor is verified.
     pub error: Option<String>,
@@ -73,7 +73,7 @@ enum Memory {
     Host(HostMonitor),
     /// Memory of an iface of the machine, watched by the iface's own monitor.
     Device(Arc<dyn Iface>),
-    /// Memory of a simulated device that calls back before it frees memory, as ROCr does.
+    /// Memory of a simulated device that calls its monitor before it frees memory, as ROCr does.
     Callback,
 }
 
@@ -89,13 +89,13 @@ enum HostMonitor {
     Deaf,
 }
 
-/// A started monitor. The second element is set if the check itself must notify the monitor.
+/// A started monitor. The second element is `Some` if the check itself must notify the monitor.
 type Started = (Arc<dyn Monitor>, Option<Arc<ImportMonitor>>);
 
 impl HostMonitor {
     const ALL: [Self; 4] = [Self::MemHooks, Self::UserFaultFd, Self::Both, Self::Import];
 
-    /// Starts the monitor.
+    /// Starts this monitor of host memory.
     fn start(self) -> Result<Started> {
         Ok(match self {
             Self::MemHooks => (MemHooks::start()?, None),
@@ -134,7 +134,7 @@ impl ImportCallbacks for IgnoreCallbacks {
     fn unsubscribe(&self, _: hmem::AddressRange) {}
 }
 
-/// Lists every monitor of every selected iface.
+/// Returns a case for every cache monitor of every selected iface.
 pub(super) fn plan<'a>(
     machine: &'a Machine,
     selection: &Selection,
@@ -255,7 +255,7 @@ impl Case<'_> {
             Memory::Host(kind) => {
                 let (monitor, told) = kind.start()?;
                 let hmem = host(Hmem::builder()).imported_cache_monitor(monitor).build()?;
-                let memory = Box::new(Pages::map(told)?);
+                let memory = Box::new(HostPage::map(told)?);
                 Ok(Prepared {
                     monitor: kind.name().to_owned(),
                     hmem: OwnOrShared::Own(Box::new(hmem)),
@@ -338,7 +338,7 @@ impl Prepared<'_> {
             OwnOrShared::Machine(machine) => &machine.hmem,
             OwnOrShared::Own(hmem) => hmem,
         };
-        // The environment does not apply: the check is about the monitor.
+        // Cache settings of the environment are ignored, since only the monitor is tested.
         let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
         let cache = cache.without_monitors([]);
         let domain = nic.open_with(hmem, P2pPolicy::Required, Some(cache))?;
@@ -388,7 +388,7 @@ impl Round<'_> {
             let region = unsafe {
                 cache.get_or_register(range, Access::REMOTE_READ | Access::REMOTE_WRITE)?
             };
-            // Busy: for the monitor, a change of the previous round may still be in progress.
+            // `Busy` is no error: the monitor may still be handling a change of the previous round.
             if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason()
                 && !why.is_busy()
             {
@@ -438,7 +438,7 @@ mod tests {
             row.error.as_deref().is_some_and(|error| error.contains("freed memory")),
             "{row:?}"
         );
-        // A notified monitor passes.
+        // With a monitor that is notified, the same check passes.
         let row = Case { memory: Memory::Host(HostMonitor::Import), ..case }.run(100).unwrap();
         assert!(row.verified && row.stale == 0 && row.reused > 0 && row.hits > 0, "{row:?}");
     }

@@ -7,7 +7,7 @@ use hmem::{
 
 /// A registered region with access to its bytes through the iface.
 pub(super) trait Registration {
-    /// Returns the region.
+    /// Returns the region that transfers read and write.
     fn region(&self) -> &MemoryRegion;
 
     /// Copies bytes from `offset` of the region to `into`, through the iface.

@@ -19,14 +19,14 @@ use crate::{
     check::unknown_nic,
     json::Skipped,
     machine::{Fabric, Machine, root},
-    problem::{Problem, unknown},
+    problem::{unknown, unknown_device},
 };
 
 /// A pair of memory and NIC to explain.
 struct Pair<'a> {
     iface: &'a Arc<dyn Iface>,
     device: Option<DeviceId>,
-    /// The size of the device's memory, in bytes.
+    /// The size of the device's memory, in bytes; `None` for host memory.
     memory: Option<u64>,
     nic: &'a Fabric,
 }
@@ -39,9 +39,8 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
     if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
         return Err(unknown("iface", name, "--iface", &machine.iface_names()).into());
     }
-    let nics = machine.provider_names();
-    if let Some(name) = args.nic.as_ref().filter(|name| !nics.contains(name)) {
-        return Err(unknown_nic(name, "--nic", &nics).into());
+    if let Some(name) = args.nic.as_deref().filter(|name| !machine.knows_nic(name)) {
+        return Err(unknown_nic(name, "--nic", &machine.provider_names()).into());
     }
     let mut skipped = Vec::new();
     let mut explanations = Vec::new();
@@ -51,7 +50,7 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
             match pointers::claim_all(machine, &pair, args, &mut skipped) {
                 Ok(claimed) => pointers.extend(claimed),
                 Err(error) => {
-                    skipped.push(Skipped::new(pair.name(machine), machine.problem(&error)));
+                    skipped.push(Skipped::new(pair.name(machine), &error));
                 }
             }
             continue;
@@ -66,7 +65,7 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
                 explanations.push(Entry::new(machine, &pair.into_names(machine), &explanation))
             }
             Err(error) => {
-                skipped.push(Skipped::new(pair.name(machine), machine.problem(root(&error))));
+                skipped.push(Skipped::new(pair.name(machine), root(&error)));
             }
         }
     }
@@ -78,7 +77,7 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
 fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result<Explanation> {
     if pair.device.is_some() && pair.iface.allocator().is_none() {
         return Err(Error::new(ErrorKind::Unsupported, "allocate")
-            .iface(pair.iface.kind())
+            .iface(pair.iface)
             .remedy("choose another iface: this one cannot allocate memory to test with"));
     }
     pair.nic.explain(&machine.hmem, request)
@@ -96,9 +95,13 @@ fn pairs<'a>(
         .filter(|nic| args.nic.as_deref().is_none_or(|name| nic.answers_to(name)))
         .collect();
     let absent = machine.absent.iter().filter(|absent| match &args.nic {
-        // A NIC that exists and cannot be opened concerns everybody who asks for all.
+        // A NIC that cannot be opened is listed unless another NIC was selected.
         None => absent.sort == "NIC",
-        Some(name) => nics.is_empty() && *name == absent.name,
+        Some(name) => {
+            let rest = absent.name.strip_prefix(name.as_str());
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+                || nics.is_empty() && absent.answers_to(name)
+        }
     });
     skipped.extend(absent.map(Skipped::from));
     for (kind, why) in machine.hmem.registry().absent() {
@@ -123,7 +126,7 @@ fn pairs<'a>(
                     .extend(found.iter().map(|device| (Some(device.id), Some(device.memory)))),
                 Err(error) => {
                     let what = format!("devices of {}", iface.name());
-                    skipped.push(Skipped::new(what, machine.problem(&error)));
+                    skipped.push(Skipped::new(what, &error));
                 }
             }
         }
@@ -134,8 +137,7 @@ fn pairs<'a>(
                 .collect();
             devices.retain(|(device, _)| *device == Some(DeviceId(number)));
             if devices.is_empty() {
-                let problem = Problem::new(format!("{} has no device {number}", iface.name()));
-                return Err(problem.remedy(format!("--device takes {}", known.join(", "))).into());
+                return Err(unknown_device(iface.name(), number, &known).into());
             }
         }
         for (device, memory) in devices {
@@ -145,7 +147,7 @@ fn pairs<'a>(
     Ok(pairs)
 }
 
-/// The names in a pair of memory and NIC, and the size of the device's memory in bytes.
+/// The names of a pair's iface, provider and NIC, and the size of the device's memory in bytes.
 pub(crate) struct Names {
     iface: String,
     provider: String,

@@ -1,4 +1,5 @@
-//! Pointers that a registration must refuse, claimed for an iface, and one that it must accept.
+//! `hmem explain --pointer`: registers wrong pointers, which must be refused, and a correct one.
+//! Each registration names an iface.
 
 use std::{
     io::{self, Write},
@@ -23,40 +24,41 @@ use crate::{
 /// The outcome of the registration of one pointer.
 #[derive(Debug, Serialize)]
 pub struct PointerEntry {
-    /// The iface that the registration named.
+    /// The iface that the registration names.
     pub iface: String,
-    /// The device of the memory; null for host memory.
+    /// The number of the device in its iface; null for host memory.
     pub device: Option<u32>,
-    /// The provider.
+    /// The name of the NIC's provider.
     pub provider: String,
-    /// The NIC.
+    /// The name of the NIC in its provider.
     pub nic: String,
-    /// The sort of pointer.
+    /// The sort of pointer, such as `past-end`.
     pub sort: &'static str,
-    /// The iface that the memory belongs to; null unless it is another iface.
+    /// The iface that owns the memory; null if it is the iface that the registration names.
     pub owner: Option<String>,
-    /// The outcome: `registered`, `refused`, or `allowed`.
+    /// The outcome: `registered`, `refused`, or `allowed` (registered, and valid on this NIC
+    /// although the address has no pages).
     pub outcome: &'static str,
-    /// Set if the outcome is the right one for the sort.
+    /// True if the outcome is correct for the sort of pointer.
     pub correct: bool,
-    /// The path; null unless the memory was registered.
+    /// The chosen path; null if the registration was refused.
     pub path: Option<&'static str>,
-    /// The reason for the path, or for the outcome.
+    /// The reason for the path, or for the refusal.
     pub reason: String,
-    /// The refusal, on one line.
+    /// The error of the refusal, on one line; null if the memory was registered.
     pub error: Option<String>,
-    /// The cause of the refusal.
+    /// The cause of the refusal; null if the memory was registered.
     pub cause: Option<String>,
-    /// The change that makes the registration succeed.
+    /// The change that makes the registration succeed; null if unknown or not needed.
     pub remedy: Option<String>,
 }
 
-/// A range to register, with its memory.
+/// An address range to register, and the buffer that owns it.
 struct Claim {
     range: AddressRange,
-    /// The name of the iface that owns the memory, if it is another one.
+    /// The iface that owns the memory; `None` if it is the iface that the registration names.
     owner: Option<String>,
-    /// Frees the memory after the registration.
+    /// The memory, which is freed on drop; `None` if no memory belongs to the range.
     _memory: Option<DeviceBuffer>,
 }
 
@@ -82,7 +84,7 @@ pub(super) fn claim_all(
                 }
                 Err(error) => {
                     let what = format!("{}, pointer {}", pair.name(machine), sort.name());
-                    skipped.push(Skipped::new(what, machine.problem(&error)));
+                    skipped.push(Skipped::new(what, &error));
                 }
             }
         }
@@ -91,7 +93,8 @@ pub(super) fn claim_all(
     Ok(entries)
 }
 
-/// Returns the ranges of a sort: one, or one for each other iface.
+/// Returns the ranges to register for a sort. `Foreign` has a range for each other iface; every
+/// other sort has a single range.
 fn claims(machine: &Machine, pair: &Pair<'_>, sort: PointerSort, size: u64) -> Vec<Result<Claim>> {
     let claim = |range, memory| Claim { range, owner: None, _memory: memory };
     match sort {
@@ -123,12 +126,13 @@ fn claims(machine: &Machine, pair: &Pair<'_>, sort: PointerSort, size: u64) -> V
     }
 }
 
-/// Allocates memory of which one half is one registration.
+/// Allocates twice as much memory as one registration covers.
 fn twice(pair: &Pair<'_>, size: u64) -> Result<DeviceBuffer> {
     allocate(pair.iface, pair.device, size.saturating_mul(2))
 }
 
-/// Returns a range that begins where an allocation ends. Nothing usable is there.
+/// Returns a range directly after an allocation, with that allocation. The range is not usable
+/// memory.
 fn past_end(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> {
     if pair.iface.kind() == IfaceKind::SYSTEM {
         return guarded(pair, size);
@@ -138,14 +142,15 @@ fn past_end(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> 
     let end = Address(range.start().0.saturating_add(range.len()));
     if pair.iface.query(end)?.is_some() {
         return Err(Error::new(ErrorKind::OutOfResources, "allocate")
-            .iface(pair.iface.kind())
+            .iface(pair.iface)
             .context("why", "another allocation begins where this one ends")
             .remedy("run the command again, with another --size"));
     }
     Ok((AddressRange::new(end, size)?, memory))
 }
 
-/// Maps host memory, and takes all access from its second half.
+/// Maps host memory and makes its second half inaccessible. Returns the range of the first
+/// `size` bytes of the second half, and the buffer that owns both halves.
 #[allow(unsafe_code, reason = "the protection of pages is changed by the C library")]
 fn guarded(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> {
     let page = rustix::param::page_size() as u64;
@@ -178,10 +183,10 @@ fn allocate(iface: &Arc<dyn Iface>, device: Option<DeviceId>, len: u64) -> Resul
     )
 }
 
-/// Registers a range that the caller claims for an iface, and deregisters it at once.
+/// Registers a range, naming `iface` as its owner, and deregisters it at once.
 ///
 /// # Errors
-/// The error of the deregistration. The inner error is the refusal.
+/// The outer result has the error of the deregistration, the inner result that of the registration.
 fn register(
     domain: &Domain,
     iface: IfaceKind,
@@ -227,7 +232,7 @@ fn entry(
     match outcome {
         Ok(decision) => {
             entry.path = Some(decision.path.name());
-            entry.reason = machine.named(decision.reason.clone());
+            entry.reason = decision.reason.clone();
             if !entry.correct && may_lack_pages(pair, sort, domain) {
                 entry.outcome = "allowed";
                 entry.correct = true;
@@ -237,21 +242,21 @@ fn entry(
         }
         Err(error) => {
             entry.outcome = "refused";
-            // A driver's unknown failure says nothing about the pointer.
+            // A driver error of unknown cause does not show that the pointer was detected as wrong.
             entry.correct = !entry.correct && error.kind() != ErrorKind::Driver;
-            entry.reason = machine.named(error.reason().to_string());
-            entry.error = Some(machine.named(error.to_string()));
+            entry.reason = error.reason().to_string();
+            entry.error = Some(error.to_string());
             let known = error.trace().iter().rev().find_map(|attempt| attempt.cause.clone());
             let why = error.context_value("why").map(str::to_owned);
             let cause = known.or(why).unwrap_or_else(|| error.kind().text().to_owned());
-            entry.cause = Some(machine.named(cause));
-            entry.remedy = error.remedy_text().map(|remedy| machine.named(remedy.to_owned()));
+            entry.cause = Some(cause);
+            entry.remedy = error.remedy_text().map(str::to_owned);
         }
     }
     entry
 }
 
-/// Returns true for host addresses without pages if the mode of the domain permits them.
+/// Returns whether the domain's mr_mode permits host addresses that have no pages.
 fn may_lack_pages(pair: &Pair<'_>, sort: PointerSort, domain: &Domain) -> bool {
     let mode = domain.mr_mode();
     pair.iface.kind() == IfaceKind::SYSTEM
@@ -259,10 +264,10 @@ fn may_lack_pages(pair: &Pair<'_>, sort: PointerSort, domain: &Domain) -> bool {
         && (!mode.contains(MrMode::ALLOCATED) || mode.contains(MrMode::MMU_NOTIFY))
 }
 
-/// Prints the outcomes for people, one heading for each pair.
+/// Prints the outcomes as readable text, with a heading for each pair of memory and NIC.
 ///
 /// # Errors
-/// The error of the writer.
+/// Fails if writing to `out` fails.
 pub(super) fn text(out: &mut dyn Write, entries: &[PointerEntry], style: Style) -> io::Result<()> {
     let heading = |entry: &PointerEntry| {
         let device = entry.device.map(|device| format!(":{device}")).unwrap_or_default();
@@ -295,7 +300,7 @@ fn one(out: &mut dyn Write, entry: &PointerEntry, style: Style) -> io::Result<()
         }
         (None, _) => {
             style.item(out, &head, &format!("{outcome}: {}", entry.reason))?;
-            // Most refusals say their cause themselves.
+            // Most refusals already contain their cause.
             if let Some(cause) = entry.cause.as_ref().filter(|cause| !entry.reason.contains(*cause))
             {
                 style.detail(out, "cause:", cause)?;

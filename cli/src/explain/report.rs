@@ -18,48 +18,48 @@ use crate::{
 pub struct Report {
     /// The version of the JSON schema.
     pub schema: u32,
-    /// The version of `hmem`.
+    /// The version of `hmem` that printed the document.
     pub version: &'static str,
     /// The explanations, one for each pair of memory and NIC.
     pub explanations: Vec<Entry>,
     /// The pairs of memory and NIC that could not be explained, with reasons.
     pub skipped: Vec<Skipped>,
-    /// The outcomes of pointers, which replace explanations if the command line asks for them.
+    /// The outcomes of `--pointer`, which replace the explanations; absent without that option.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pointers: Option<Vec<PointerEntry>>,
-    /// Set if an iface that `FI_HMEM` names is unavailable.
+    /// True if an iface that `FI_HMEM` names is unavailable.
     #[serde(skip)]
     missing: bool,
 }
 
-/// The path of one pair of memory and NIC.
+/// The explanation of the path between one memory and one NIC.
 #[derive(Debug, Serialize)]
 pub struct Entry {
     /// The iface of the memory.
     pub iface: String,
-    /// The device; null for host memory.
+    /// The number of the device in its iface; null for host memory.
     pub device: Option<u32>,
-    /// The kind of memory.
+    /// The kind of memory: `system` or `device`.
     pub kind: &'static str,
-    /// Bytes that were registered.
+    /// Size of the registration, in bytes.
     pub size: u64,
     /// The name of the NIC's provider.
     pub provider: String,
     /// The name of the NIC in its provider.
     pub nic: String,
-    /// The policy of direct access.
+    /// The policy for direct access of NICs to device memory.
     pub policy: &'static str,
-    /// Set if direct access to device memory is forbidden for every NIC.
+    /// True if `FI_HMEM_DISABLE_P2P` forbids direct access to device memory for every NIC.
     pub p2p_disabled: bool,
     /// The chosen path; null if every path was refused.
     pub path: Option<&'static str>,
     /// The dma-buf mapping that the driver was asked for, such as `pcie`; null for other paths.
     pub mapping: Option<String>,
-    /// The reason why this path was chosen, or why no path was.
+    /// The reason why this path was chosen, or why every path was refused.
     pub reason: String,
-    /// The changes that would enable a better path, or a path at all if there is none.
+    /// The changes that would enable a better path, or any path if every one was refused.
     pub remedies: Vec<String>,
-    /// The tried paths, in the order of the attempts.
+    /// The paths to the memory (dma-buf, peer memory, staged copies) that were tried, in order.
     pub trace: Vec<Attempt>,
     /// The wiring between memory and NIC.
     pub wiring: Wiring,
@@ -68,17 +68,17 @@ pub struct Entry {
 /// The wiring between a device and a NIC.
 #[derive(Debug, Default, Serialize)]
 pub struct Wiring {
-    /// The PCI address of the device.
+    /// The PCI address of the device; null if it has none.
     pub device_pci_bus_id: Option<String>,
-    /// The PCI address of the NIC.
+    /// The PCI address of the NIC; null if it has none.
     pub nic_pci_bus_id: Option<String>,
     /// The PCIe path between the device and the NIC; null if it is unknown.
     pub topo_path: Option<TopoPathEntry>,
-    /// The reason why the PCIe path is unknown.
+    /// The reason why the PCIe path is unknown; null if it is known.
     pub unknown: Option<String>,
-    /// The mode of the IOMMU, such as translating or passthrough.
+    /// The mode of the IOMMU, such as `translating`; null if the topology cannot be read.
     pub iommu: Option<&'static str>,
-    /// The size of the device's largest BAR, in bytes.
+    /// The size of the device's largest BAR, in bytes; null if unknown.
     pub largest_bar: Option<u64>,
     /// The properties of the PCI topology that hinder direct access, such as ACS.
     pub findings: Vec<FindingEntry>,
@@ -87,7 +87,7 @@ pub struct Wiring {
 /// An obstacle to direct access in the wiring, such as an enabled IOMMU.
 #[derive(Clone, Debug, Serialize)]
 pub struct FindingEntry {
-    /// The name of the obstacle.
+    /// The name of the obstacle, such as `acs`.
     pub name: &'static str,
     /// A description of the obstacle.
     pub what: String,
@@ -101,13 +101,14 @@ impl Report {
         Self { schema: SCHEMA, version, explanations, skipped, pointers: None, missing }
     }
 
-    /// Adds the outcomes of pointers.
+    /// Returns the report with the outcomes of `--pointer`.
     pub(super) fn of_pointers(self, pointers: Vec<PointerEntry>) -> Self {
         Self { pointers: Some(pointers), ..self }
     }
 
-    /// Returns true if there is a pair, each pair has a path, and no iface is missing. Pointers
-    /// pass if each outcome is correct and none was left out.
+    /// Returns whether the command succeeded: there is a pair, each pair has a path, and no iface
+    /// is missing. With `--pointer`, every pointer must have been tried with the correct outcome
+    /// instead.
     #[must_use]
     pub fn passed(&self) -> bool {
         if let Some(pointers) = &self.pointers {
@@ -124,7 +125,6 @@ impl Report {
 
 impl Entry {
     pub(super) fn new(machine: &Machine, names: &Names, found: &Explanation) -> Self {
-        let named = |text| machine.named(text);
         let path = found.path.map(hmem::Path::name);
         let attempts = found.attempts.iter().map(|attempt| Attempt::from(attempt).beside(path));
         let remedies = found.remedies.iter().map(|remedy| open_advice(remedy, path).to_owned());
@@ -139,14 +139,14 @@ impl Entry {
             p2p_disabled: found.p2p_disabled,
             path,
             mapping: found.mapping.map(|mapping| format!("{mapping:?}").to_lowercase()),
-            reason: machine.named(found.reason.clone()),
-            remedies: remedies.map(named).collect(),
-            trace: attempts.map(|attempt| attempt.renamed(named)).collect(),
+            reason: found.reason.clone(),
+            remedies: remedies.collect(),
+            trace: attempts.collect(),
             wiring: Wiring::new(machine, names, found),
         }
     }
 
-    /// Describes the memory for text output.
+    /// Returns the name of the memory for text output, such as `cuda:0`.
     fn memory(&self) -> String {
         match self.device {
             Some(device) => format!("{}:{device}", self.iface),
@@ -199,7 +199,7 @@ impl Wiring {
 /// Prints explanations as readable text instead of JSON.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     for entry in &report.explanations {
         one(out, entry, style)?;
@@ -259,7 +259,7 @@ fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {
         }
     }
     wiring(out, &entry.wiring, style)?;
-    // With a path, the advice of each refused path stands beside its attempt.
+    // If a path was chosen, the remedy of each refused path was printed with its attempt.
     let beside = |remedy: &&String| {
         entry.path.is_some()
             && entry.trace.iter().any(|tried| tried.remedy.as_ref() == Some(remedy))

@@ -25,7 +25,7 @@ use crate::{
 pub struct Inventory {
     /// The version of the JSON schema.
     pub schema: u32,
-    /// The version of `hmem`.
+    /// The version of `hmem` that printed the document.
     pub version: &'static str,
     /// All ifaces, including those that are unavailable.
     pub ifaces: Vec<IfaceEntry>,
@@ -33,7 +33,7 @@ pub struct Inventory {
     pub devices: Vec<DeviceEntry>,
     /// The NICs of all providers.
     pub providers: Vec<NicEntry>,
-    /// The path of each pair of memory and NIC.
+    /// The path from each NIC to each memory: plain host, dma-buf, peer memory or staged copies.
     pub p2p: Vec<P2pEntry>,
     /// The settings of registration caches.
     pub cache: CacheEntry,
@@ -47,24 +47,24 @@ pub struct Inventory {
     pub absent: Vec<Skipped>,
 }
 
-/// One iface.
+/// An iface, with its availability and features.
 #[derive(Debug, Serialize)]
 pub struct IfaceEntry {
     /// The name under which the iface is registered.
     pub name: String,
-    /// The number of the iface: libfabric's `fi_hmem_iface`, or 256 and above for plug-ins.
+    /// The number of the iface in libfabric's `enum fi_hmem_iface`; 256 and above for plug-ins.
     pub kind: u32,
-    /// Set if the iface simulates its devices.
+    /// True if the iface simulates its devices.
     pub software: bool,
-    /// Set if the iface can be used.
+    /// True if the iface started and can be used.
     pub available: bool,
     /// The reason why the iface is unavailable; null if it is available.
     pub reason: Option<String>,
-    /// The change that would make the iface available.
+    /// The change that would make the iface available; null if unknown or not needed.
     pub remedy: Option<String>,
-    /// The facets that the iface has.
+    /// The optional features of the iface, such as `dma-buf`.
     pub capability: Vec<&'static str>,
-    /// The reason in the form for text output; not part of the JSON.
+    /// The error and its remedy for text output; `None` without an error. Not part of the JSON.
     #[serde(skip)]
     pub problem: Option<Problem>,
 }
@@ -74,18 +74,25 @@ pub struct IfaceEntry {
 pub struct CacheEntry {
     /// The setting that disables caching; null if caching is on.
     pub disabled_by: Option<&'static str>,
-    /// Entries that a cache may hold.
+    /// Maximum number of entries in a cache.
     pub max_count: usize,
-    /// Bytes that a cache may hold.
+    /// Maximum size of a cache's regions together, in bytes.
     pub max_bytes: u64,
-    /// Set if the cache merges overlapping and adjacent regions.
+    /// True if the cache merges overlapping and adjacent regions.
     pub merge: bool,
+    /// The reason why lookups use fences and are slower; null if they use `membarrier`.
+    pub fences: Option<String>,
+    /// The change that would make lookups use `membarrier`; null if unknown or not needed.
+    pub remedy: Option<String>,
+    /// The error and its remedy for text output; `None` without an error. Not part of the JSON.
+    #[serde(skip)]
+    pub problem: Option<Problem>,
 }
 
-/// The monitor of host memory.
+/// The cache monitor of host memory, with the reason for the choice.
 #[derive(Debug, Serialize)]
 pub struct CacheMonitorEntry {
-    /// The requested monitor.
+    /// The monitor that the environment requests; `auto` by default.
     pub requested: &'static str,
     /// The monitor in use.
     pub name: &'static str,
@@ -97,7 +104,7 @@ pub struct CacheMonitorEntry {
     pub candidates: Vec<MonitorCandidateEntry>,
 }
 
-/// The monitor of an iface's memory.
+/// The cache monitor of one device iface's memory.
 #[derive(Debug, Serialize)]
 pub struct DeviceMonitorEntry {
     /// The name of the iface that owns the watched memory.
@@ -109,83 +116,83 @@ pub struct DeviceMonitorEntry {
     pub why: String,
     /// The setting that disables the monitor; null if none does.
     pub disabled_by: Option<&'static str>,
-    /// The change that would start a monitor.
+    /// The change that would start a monitor; null if unknown or not needed.
     pub remedy: Option<String>,
 }
 
-/// The state of GDRCopy. Without it the CPU copies through the driver.
+/// The state of GDRCopy. Without GDRCopy, CPU access to CUDA memory uses the driver's copies.
 #[derive(Debug, Serialize)]
 pub struct GdrcopyEntry {
     /// The file name of the GDRCopy library.
     pub library: &'static str,
-    /// Set if the library and its kernel module could be opened.
+    /// True if the library and its kernel module could be opened.
     pub available: bool,
-    /// The reason why GDRCopy is unavailable.
+    /// The reason why GDRCopy is unavailable; null if it is available.
     pub reason: Option<String>,
-    /// The change that would make GDRCopy available.
+    /// The change that would make GDRCopy available; null if unknown or not needed.
     pub remedy: Option<String>,
-    /// The reason in the form for text output; not part of the JSON.
+    /// The error and its remedy for text output; `None` without an error. Not part of the JSON.
     #[serde(skip)]
     pub problem: Option<Problem>,
 }
 
-/// A monitor that was tried.
+/// A monitor of host memory that the command tried, and the outcome.
 #[derive(Debug, Serialize)]
 pub struct MonitorCandidateEntry {
     /// The name of the monitor.
     pub name: &'static str,
     /// The reason why the monitor was rejected; null if it passed its test.
     pub refused: Option<String>,
-    /// The change that would make the monitor work.
+    /// The change that would make the monitor work; null if unknown or not needed.
     pub remedy: Option<String>,
-    /// The reason in the form for text output; not part of the JSON.
+    /// The error and its remedy for text output; `None` without an error. Not part of the JSON.
     #[serde(skip)]
     pub problem: Option<Problem>,
 }
 
-/// One device.
+/// A device of an iface.
 #[derive(Debug, Serialize)]
 pub struct DeviceEntry {
     /// The name of the iface that the device belongs to.
     pub iface: String,
     /// The number of the device in its iface, from 0.
     pub device: u32,
-    /// The driver's name of the device.
+    /// The name that the driver reports for the device.
     pub name: String,
-    /// The PCI address of the device.
+    /// The PCI address of the device; null for a simulated device.
     pub pci_bus_id: Option<String>,
     /// The size of the device's memory, in bytes.
     pub memory: u64,
-    /// Set for a simulated device.
+    /// True if the device is simulated.
     pub software: bool,
 }
 
-/// One NIC.
+/// The attributes of one NIC.
 #[derive(Debug, Serialize)]
 pub struct NicEntry {
     /// The name of the NIC's provider.
     pub provider: String,
     /// The name of the NIC in its provider.
     pub nic: String,
-    /// Set for a software NIC.
+    /// True if the NIC is software in this process.
     pub software: bool,
-    /// A short description.
+    /// A short description of the NIC.
     pub note: String,
-    /// The PCI address of the NIC.
+    /// The PCI address of the NIC; null for a software NIC.
     pub pci_bus_id: Option<String>,
     /// The mr_mode bits that an application must support.
     pub required_mr_mode: Vec<String>,
     /// The mr_mode bits that the NIC supports if the application requests the legacy mode `BASIC`.
     pub basic_mr_mode: Vec<String>,
-    /// Bytes of a remote key.
+    /// Size of a remote key, in bytes.
     pub key_size: usize,
-    /// Bytes of a raw remote key.
+    /// Size of a raw remote key, in bytes.
     pub raw_key_size: usize,
     /// The maximum number of address ranges in one region.
     pub mr_iov_limit: usize,
     /// The maximum length of one region, in bytes.
     pub max_mr_size: u64,
-    /// The maximum number of regions at the same time.
+    /// The maximum number of regions that are registered at the same time.
     pub max_mr_count: u64,
     /// The page sizes that a registration can request, in bytes.
     pub page_sizes: Vec<usize>,
@@ -193,11 +200,12 @@ pub struct NicEntry {
     pub imports: Vec<&'static str>,
     /// The registration flags that the NIC supports.
     pub flags: Vec<String>,
-    /// The agent that executes transfers: the NIC or the application's calls.
+    /// The agent that executes transfers: `nic`, `thread` (of the provider) or `manual` (the
+    /// application's calls).
     pub progress: &'static str,
     /// The pairs of request kinds that an endpoint executes in the order of their posting.
     pub order: Vec<String>,
-    /// The facets of a domain on the NIC; null if no domain can be opened.
+    /// The optional features of a domain on the NIC, such as `windows`; null if no domain opens.
     pub features: Option<Vec<String>>,
     /// The types of memory windows that the NIC supports.
     pub windows: Vec<&'static str>,
@@ -208,7 +216,7 @@ pub struct NicEntry {
 pub struct P2pEntry {
     /// The name of the iface that owns the memory.
     pub iface: String,
-    /// The device; null for host memory.
+    /// The number of the device in its iface; null for host memory.
     pub device: Option<u32>,
     /// The name of the NIC's provider.
     pub provider: String,
@@ -220,7 +228,7 @@ pub struct P2pEntry {
     pub distance_unknown: Option<String>,
     /// The path of a registration that this command made; null if every path was refused.
     pub path: Option<&'static str>,
-    /// The reason why this path was chosen, or why no path was.
+    /// The reason why this path was chosen, or why every path was refused.
     pub reason: String,
     /// The change that would make a path work; null if a path works.
     pub remedy: Option<String>,
@@ -282,18 +290,23 @@ fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
 
 fn cache(machine: &Machine) -> CacheEntry {
     let limits = machine.hmem.cache_limits();
+    let refused = hmem::cache::use_membarrier().err();
+    let problem = refused.map(|error| machine.explained(Step::SystemCall, &error));
     CacheEntry {
         disabled_by: machine.hmem.cache_off_by(),
         max_count: limits.max_count,
         max_bytes: limits.max_bytes,
         merge: limits.merge,
+        fences: problem.as_ref().map(Problem::reason),
+        remedy: problem.as_ref().and_then(|problem| problem.remedy.clone()),
+        problem,
     }
 }
 
 fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
     let choice = machine.hmem.cache_monitor().choice();
     let candidates = choice.candidates.iter().map(|tried| {
-        let problem = tried.refused.as_ref().map(|error| machine.problem(error));
+        let problem = tried.refused.as_ref().map(Problem::from);
         MonitorCandidateEntry {
             name: tried.name,
             refused: problem.as_ref().map(Problem::reason),
@@ -318,18 +331,18 @@ fn device_monitors(machine: &Machine) -> Vec<DeviceMonitorEntry> {
 fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
     let disabled_by = machine.hmem.cache_monitor_left_out_by(iface.kind());
     let (name, why, remedy) = match disabled_by {
-        // A disabled monitor is not started.
+        // Does not start a monitor that a setting disables.
         Some(setting) => {
             let why = format!("disabled by {setting}: memory is registered uncached");
             (None, why, Some(format!("change {setting} to cache registrations")))
         }
         None => match iface.start_monitor() {
             Ok(monitor) => {
-                let why = machine.named(monitor.rationale());
+                let why = monitor.rationale();
                 (Some(monitor.name().to_owned()), why, None)
             }
             Err(error) => {
-                let problem = machine.problem(&error);
+                let problem = Problem::from(&error);
                 (None, problem.reason(), problem.remedy)
             }
         },
@@ -377,7 +390,7 @@ fn devices(machine: &Machine, absent: &mut Vec<Skipped>) -> Vec<DeviceEntry> {
             })),
             Err(error) => {
                 let what = format!("devices of {}", iface.name());
-                absent.push(Skipped::new(what, machine.problem(&error)));
+                absent.push(Skipped::new(what, &error));
             }
         }
     }
@@ -398,12 +411,12 @@ fn imports(imports: Imports) -> Vec<&'static str> {
     all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
 }
 
-/// Returns the entry of a NIC. The function opens a domain to query its facets.
+/// Returns the entry of a NIC. The function opens a domain to query its features.
 fn nic(machine: &Machine, fabric: &Fabric, absent: &mut Vec<Skipped>) -> NicEntry {
     let domain = fabric.open(&machine.hmem, P2pPolicy::default());
     if let Err(error) = &domain {
         let subject = format!("domain on {}", fabric.attr.nic);
-        absent.push(Skipped::new(subject, machine.problem(error)));
+        absent.push(Skipped::new(subject, error));
     }
     let domain = domain.ok();
     let windows = domain.as_ref().and_then(|domain| domain.provider_domain().windows());
@@ -478,10 +491,10 @@ fn entry(
     let (path, reason, remedy, trace) = match decision {
         Ok(decision) => {
             let trace = decision.attempts.iter().map(Attempt::from).collect();
-            (Some(decision.path.name()), machine.named(decision.reason.clone()), None, trace)
+            (Some(decision.path.name()), decision.reason.clone(), None, trace)
         }
         Err(error) => {
-            let problem = machine.problem(root(error));
+            let problem = Problem::from(root(error));
             (None, problem.reason(), problem.remedy, vec![Attempt::refused(assumed, error)])
         }
     };
@@ -501,10 +514,7 @@ fn entry(
         path,
         reason,
         remedy,
-        trace: trace
-            .into_iter()
-            .map(|attempt| attempt.renamed(|text| machine.named(text)).beside(path))
-            .collect(),
+        trace: trace.into_iter().map(|attempt| attempt.beside(path)).collect(),
     }
 }
 

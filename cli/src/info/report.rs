@@ -1,4 +1,4 @@
-//! The inventory as text.
+//! Prints the inventory of the machine as text.
 
 use std::{
     collections::BTreeMap,
@@ -18,7 +18,7 @@ use crate::{
 /// Prints the inventory as readable text instead of JSON.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub fn text(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Result<()> {
     ifaces(out, &inventory.ifaces, style)?;
     devices(out, inventory, style)?;
@@ -76,6 +76,10 @@ fn cache(out: &mut dyn Write, cache: &CacheEntry, style: Style) -> io::Result<()
     style.item(out, "limits:", &format!("{} entries, {bytes}", cache.max_count))?;
     let merging = if cache.merge { "on" } else { "off" };
     style.item(out, "merging:", merging)?;
+    match &cache.problem {
+        None => style.item(out, "lookups:", "fast, with membarrier")?,
+        Some(problem) => problem.item(out, "lookups are correct but slower:", style)?,
+    }
     writeln!(out)
 }
 
@@ -273,11 +277,11 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
     writeln!(out)
 }
 
-/// The aim of a remedy, and the remedy.
+/// A label such as `to use dma-buf:`, and the remedy that it introduces.
 type Advice = (String, String);
 
-/// Returns the reason for a path with the refused paths beneath, and the advice for a refused one.
-/// The JSON has the whole errors.
+/// Returns the reason for a path, with the refused paths as its causes, and the advice for the last
+/// refused path. The JSON output has the complete errors.
 fn reason(entry: &P2pEntry) -> (Problem, Option<Advice>) {
     let headline = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
     let refused = entry.trace.iter().filter(|_| entry.path.is_some());

@@ -42,23 +42,23 @@ impl Plan {
     }
 }
 
-/// The end condition of one measurement.
+/// The length of one measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Amount {
     /// A number of transfers.
     Transfers(u64),
-    /// A duration, and at least one transfer.
+    /// Transfers run for this duration. At least one transfer runs.
     For(Duration),
 }
 
-/// Limit of the bytes that a warm-up transfers. A warm-up has at least one transfer.
+/// Maximum number of bytes that a warm-up transfers. A warm-up has at least one transfer.
 const WARM_UP: u64 = 64 << 20;
-/// The longest latency that the histogram distinguishes, in nanoseconds.
+/// The largest latency that the histogram can record, in nanoseconds.
 const SLOWEST: u64 = 100_000_000_000;
 /// Loop iterations between two reads of the clock.
 const CLOCK: u32 = 64;
 
-/// Called with each event of a measurement. An error ends the measurement.
+/// A callback for the events of a measurement. An error that it returns ends the measurement.
 pub(super) type Observer<'a> = dyn FnMut(Event<'_>) -> Result<()> + 'a;
 
 /// Runs the measurements with the server at the other end of `stream`.
@@ -106,7 +106,7 @@ fn converse(
     let key = match (plan.op, ready.key) {
         (PerfOp::Send, _) => None,
         (_, Some(bytes)) => Some(check_key(&bytes, room, peer)?),
-        (_, None) => return Err(peer.malformed("ready").context("wrong", "no key")),
+        (_, None) => return Err(peer.malformed("ready").context("why", "no key")),
     };
     let theirs = ready.side.plain();
     let target = end.connect(ready.endpoint, &theirs)?;
@@ -140,7 +140,7 @@ fn check_key(bytes: &[u8], room: u64, peer: &Peer) -> Result<RemoteKey> {
     if !covers || key.base().0.checked_add(room).is_none() {
         return Err(peer
             .malformed("ready")
-            .context("wrong", "the key does not cover the requested memory"));
+            .context("why", "the key does not cover the requested memory"));
     }
     Ok(key)
 }
@@ -150,7 +150,7 @@ struct Client<'a> {
     end: End,
     target: PeerId,
     key: Option<RemoteKey>,
-    /// The registered addend of fetch-adds.
+    /// The registered addend of fetch-adds; `None` for other operations.
     operand: Option<OwnedRegion<Vec<u8>>>,
     plan: &'a Plan,
     request: Request,
@@ -280,7 +280,8 @@ impl Client<'_> {
             }
             for completion in completions.drain(..) {
                 match self.plan.op {
-                    // Providers differ in the byte count of an atomic.
+                    // The byte count of an atomic is not checked, since it differs between
+                    // providers.
                     PerfOp::Atomic => drop(completion.result?),
                     _ => completed(completion, layout.size)?,
                 }

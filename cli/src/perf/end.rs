@@ -41,7 +41,7 @@ pub(super) enum Role {
 /// Registered memory and an endpoint of one side.
 #[derive(Debug)]
 pub(super) struct End {
-    // In the order in which they are closed.
+    // The fields are declared in the order in which they must be closed.
     pub(super) region: OwnedRegion<DeviceBuffer>,
     pub(super) endpoint: Endpoint,
     pub(super) queue: Arc<dyn CompletionQueue>,
@@ -78,7 +78,7 @@ impl End {
             (PerfOp::Atomic, Role::Client) => Access::READ | Access::WRITE,
             (PerfOp::Atomic, Role::Server) => Access::REMOTE_READ | Access::REMOTE_WRITE,
         };
-        // Modes in which the application chooses the key need one.
+        // The key is used only in mr modes in which the application chooses keys.
         let attr = MrAttr {
             ordering: Some(config.ordering),
             ..MrAttr::new(&[], access).key(if role == Role::Client { 2 } else { 1 })
@@ -111,7 +111,7 @@ impl End {
         Ok(self.domain.register_with(word.to_ne_bytes().to_vec(), &attr, MrFlags::empty())?)
     }
 
-    /// Connects to the other side's endpoint `name`.
+    /// Connects this side's endpoint to the endpoint `name` of the other side.
     pub(super) fn connect(&self, name: Vec<u8>, theirs: &Side) -> Result<PeerId> {
         let mine = &self.side;
         if mine.provider != theirs.provider {
@@ -130,7 +130,7 @@ impl End {
         })
     }
 
-    /// Returns the first `len` bytes of the memory.
+    /// Returns a copy of the first `len` bytes of this side's memory.
     pub(super) fn content(&self, len: usize) -> Result<Vec<u8>> {
         let mut found = heap(len as u64)?;
         self.region.read(0, &mut found)?;

@@ -20,7 +20,7 @@ pub struct Side {
     pub device: Option<u32>,
     /// The name of the NIC's provider.
     pub provider: String,
-    /// The NIC within the provider.
+    /// The name of the NIC in its provider.
     pub nic: String,
     /// The path from memory to NIC.
     pub path: String,
@@ -73,13 +73,13 @@ impl Side {
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bandwidth {
-    /// Transfers in flight.
+    /// Maximum number of transfers in flight.
     pub depth: u32,
-    /// The number of transfers.
+    /// Number of transfers in the measurement.
     pub transfers: u64,
     /// Seconds from the first post to the last completion.
     pub seconds: f64,
-    /// GiB (2^30 bytes) per second.
+    /// Bandwidth in GiB (2^30 bytes) per second.
     pub gib_per_s: f64,
     /// Transfers per second.
     pub transfers_per_s: f64,
@@ -98,19 +98,19 @@ impl Bandwidth {
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Latency {
-    /// The number of transfers.
+    /// Number of transfers in the measurement.
     pub transfers: u64,
-    /// The shortest time.
+    /// The shortest time, in microseconds.
     pub min_us: f64,
-    /// The median.
+    /// The median, in microseconds.
     pub p50_us: f64,
-    /// The 90th percentile.
+    /// The 90th percentile, in microseconds.
     pub p90_us: f64,
-    /// The 99th percentile.
+    /// The 99th percentile, in microseconds.
     pub p99_us: f64,
-    /// The 99.9th percentile.
+    /// The 99.9th percentile, in microseconds.
     pub p999_us: f64,
-    /// The longest time.
+    /// The longest time, in microseconds.
     pub max_us: f64,
 }
 
@@ -130,13 +130,13 @@ impl Latency {
     }
 }
 
-/// The measurements of one size.
+/// The measurements of one transfer size.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Row {
-    /// Bytes of a transfer.
+    /// Size of a transfer, in bytes.
     pub bytes: u64,
-    /// Set if every byte was correct after each run of transfers. Otherwise there is no report.
+    /// Always true. A failed verification ends the command without a report.
     pub verified: bool,
     /// The bandwidth; null if it was not measured.
     pub bandwidth: Option<Bandwidth>,

@@ -1,4 +1,4 @@
-//! The places of transfers in the memory of each side, and the bytes expected there.
+//! The offsets of transfers in the memory of each side, and the bytes expected there.
 
 use hmem::{Error, ErrorKind, Result};
 
@@ -11,13 +11,13 @@ const PAGE: u64 = 4096;
 const LINE: u64 = 64;
 /// The addend of each fetch-add.
 pub(super) const ADDEND: u64 = 0x0101_0101_0101_0101;
-/// Bytes of an atomic's target.
+/// Size of the word that a fetch-add changes, in bytes.
 pub(super) const WORD: u64 = 8;
 
-/// Memory of a side, divided into slots of equal length that transfers use in turn.
+/// The division of a side's memory into slots of equal length, which transfers use in turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// Bytes of a transfer.
+    /// Size of a transfer, in bytes.
     pub(super) size: u64,
     pub(super) slots: u64,
     stride: u64,
@@ -26,30 +26,32 @@ pub(super) struct Layout {
 impl Layout {
     /// Returns the layout for transfers of `size` bytes. No transfer is longer than `largest`.
     pub(super) fn new(op: PerfOp, size: u64, largest: u64, depth: u32) -> Self {
-        // A receive is posted before the length of its message is known: each slot fits every
-        // message.
+        // A receive is posted before the length of its message is known, so each slot fits the
+        // largest message.
         let room = if op == PerfOp::Send { largest } else { size };
         let stride = room.next_multiple_of(if room < PAGE { LINE } else { PAGE });
         Self { size, slots: (BUDGET / stride).clamp(1, u64::from(depth)), stride }
     }
 
-    /// Returns the length of all slots and of a guard line after them, which must not change.
+    /// Returns the length of the memory: all slots, and a cache line after them that no transfer
+    /// may change.
     pub(super) fn room(self) -> u64 {
         self.slots * self.stride + LINE
     }
 
-    /// Returns the offset of a slot from the start of the memory.
+    /// Returns the offset of a slot from the start of the memory. Numbers beyond the last slot wrap
+    /// around.
     pub(super) fn offset(self, slot: u64) -> u64 {
         slot % self.slots * self.stride
     }
 
-    /// Returns the number of `transfers` that used `slot`.
+    /// Returns how many of the first `transfers` transfers use `slot`.
     fn share(self, transfers: u64, slot: u64) -> u64 {
         transfers / self.slots + u64::from(slot < transfers % self.slots)
     }
 
-    /// Fills the slots of `transfers` with the pattern of `seed`, and the rest with a background.
-    /// The first transfer uses slot `first`.
+    /// Fills the slots that `transfers` transfers use with the pattern of `seed`, and all other
+    /// bytes with another pattern. The first transfer uses slot `first`.
     pub(super) fn fill(self, into: &mut [u8], seed: u64, transfers: u64, first: u64) {
         pattern::fill(into, !seed);
         for number in 0..transfers.min(self.slots) {
@@ -58,8 +60,8 @@ impl Layout {
         }
     }
 
-    /// Fills the slots with the old values that `transfers` fetch-adds returned, and the rest with
-    /// a background.
+    /// Fills each slot with the value that its last fetch-add returns, after `transfers` fetch-adds
+    /// in total, and all other bytes with another pattern.
     pub(super) fn fill_fetched(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..transfers.min(self.slots) {
@@ -69,8 +71,8 @@ impl Layout {
         }
     }
 
-    /// Fills the slots with the words that `transfers` fetch-adds leave, and the rest with a
-    /// background.
+    /// Fills each slot with its word after `transfers` fetch-adds in total, and all other bytes
+    /// with another pattern.
     pub(super) fn fill_words(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..self.slots {
@@ -81,7 +83,7 @@ impl Layout {
     }
 }
 
-/// Returns the word of a slot after `added` fetch-adds.
+/// Returns the word in a slot after `added` fetch-adds on that slot.
 fn sum(seed: u64, slot: u64, added: u64) -> u64 {
     slot_seed(seed, slot).wrapping_add(ADDEND.wrapping_mul(added))
 }

@@ -20,7 +20,7 @@ use std::{
     time::Duration,
 };
 
-use hmem::{DeviceId, Errno, Error, ErrorKind, Result, WriteOrdering};
+use hmem::{DeviceId, Errno, Error, ErrorKind, Result, WriteOrdering, cause::Step};
 
 use self::{
     client::{Amount, Observer, Plan},
@@ -39,7 +39,7 @@ use crate::{
     check::unknown_nic,
     json,
     machine::{Fabric, Machine},
-    problem::{Problem, unknown},
+    problem::{Problem, unknown, unknown_device},
     progress::Progress,
     table::{Style, bytes},
 };
@@ -62,13 +62,13 @@ impl Request {
 /// An event of a measurement that the client reports.
 #[derive(Debug)]
 enum Event<'a> {
-    /// Both sides are connected. The report has no results yet.
+    /// Both sides are connected. The report in this event has no results yet.
     Connected {
         report: &'a Report,
-        /// Transfers in flight, if bandwidth is measured.
+        /// Transfers in flight at once; `None` if bandwidth is not measured.
         depth: Option<u32>,
     },
-    /// The next measurement starts.
+    /// The next measurement starts, with transfers of `size` bytes.
     Next { size: u64, figure: &'static str },
     /// All measurements of a size are complete.
     Row(&'a Row),
@@ -77,8 +77,9 @@ enum Event<'a> {
 /// Runs one side, or both, and prints the report. A client prints each row as it completes.
 ///
 /// # Errors
-/// [`Failure::Usage`] for an unknown or unavailable NIC, iface or device; [`Failure::Measurement`]
-/// for a failed connection or measurement; [`Failure::Output`] for a report that cannot be printed.
+/// [`Failure::Usage`] for an unknown NIC, iface or device, and for a size other than 8 bytes with
+/// `--op atomic`; [`Failure::Failed`] for an unavailable NIC or iface, and for a failed connection
+/// or measurement; [`Failure::Output`] for a report that cannot be printed.
 pub fn run(
     machine: &Machine,
     args: &PerfArgs,
@@ -88,9 +89,8 @@ pub fn run(
     let config = end_config(machine, args)?;
     if args.server {
         let address = SocketAddr::new(args.bind, args.port);
-        let listener = listen(address).map_err(Failure::measurement)?;
+        let listener = listen(address)?;
         return serve(&config, listener, args.persistent, &mut |report| {
-            let report = report.renamed(|text| machine.named(text));
             if args.json {
                 json::write(out, &report)?
             } else {
@@ -101,20 +101,20 @@ pub fn run(
     }
     let plan = plan(args)?;
     let mut live = LiveReport::new(args.json, plan.measurements(), style, out);
-    let mut observer = |event: Event<'_>| live.show(machine, event);
+    let mut observer = |event: Event<'_>| live.show(event);
     let measured = match &args.host {
         Some(host) => connect(host, args.port).and_then(|(stream, address)| {
             client::measure(&config, &plan, stream, address, &mut observer)
         }),
         None => both(&config, &plan, &mut observer),
     };
-    live.progress.end();
+    live.progress.clear();
     if let Some(error) = live.unprintable {
         return Err(Failure::Output(error));
     }
-    let report = measured.map_err(Failure::measurement)?;
+    let report = measured?;
     if args.json {
-        json::write(live.out, &report.renamed(|text| machine.named(text)))?;
+        json::write(live.out, &report)?;
     } else {
         writeln!(live.out)?;
     }
@@ -129,9 +129,10 @@ struct LiveReport<'a> {
     progress: Progress,
     measurements: usize,
     started: usize,
-    /// The heading, until the first row is printed: a measurement that fails before prints none.
+    /// The data of the heading; `None` after it was printed. It is printed with the first row, so a
+    /// measurement that fails earlier prints no heading.
     heading: Option<(Report, Option<u32>)>,
-    /// The write error that ended the measurement.
+    /// The error of writing to stdout that ended the measurement, if there was one.
     unprintable: Option<io::Error>,
 }
 
@@ -143,7 +144,7 @@ impl<'a> LiveReport<'a> {
     }
 
     /// Prints an event or updates the progress bar.
-    fn show(&mut self, machine: &Machine, event: Event<'_>) -> Result<()> {
+    fn show(&mut self, event: Event<'_>) -> Result<()> {
         let (out, style) = (&mut *self.out, self.style);
         let printed = match event {
             Event::Next { size, figure } => {
@@ -154,17 +155,15 @@ impl<'a> LiveReport<'a> {
             }
             _ if self.json => return Ok(()),
             Event::Connected { report, depth } => {
-                self.heading = Some((report.clone().renamed(|text| machine.named(text)), depth));
+                self.heading = Some((report.clone(), depth));
                 return Ok(());
             }
             Event::Row(row) => {
                 let heading = self.heading.take();
-                self.progress.suspend(|| {
-                    if let Some((report, depth)) = heading {
-                        report::heading(out, &report, depth, style)?;
-                    }
-                    report::row(out, row, style)
-                })
+                self.progress.clear();
+                let heading = heading
+                    .map_or(Ok(()), |(report, depth)| report::heading(out, &report, depth, style));
+                heading.and_then(|()| report::row(out, row, style))
             }
         };
         printed.and_then(|()| self.out.flush()).map_err(|error| {
@@ -175,7 +174,7 @@ impl<'a> LiveReport<'a> {
     }
 }
 
-/// Serves one client, or with `persistent` one after another, and prints each report.
+/// Serves one client, or many one after another if `persistent` is true, and prints each report.
 fn serve(
     config: &EndConfig<'_>,
     listener: TcpListener,
@@ -183,10 +182,10 @@ fn serve(
     print: &mut dyn FnMut(Report) -> io::Result<()>,
 ) -> Result<(), Failure> {
     if !persistent {
-        let client = accept(&listener).map_err(Failure::measurement)?;
-        return Ok(print(client.serve(config).map_err(Failure::measurement)?)?);
+        let client = accept(&listener)?;
+        return Ok(print(client.serve(config)?)?);
     }
-    for client in accepted(listener).map_err(Failure::measurement)? {
+    for client in accepted(listener)? {
         match client.and_then(|client| client.serve(config)) {
             Ok(report) => print(report)?,
             Err(error) => eprintln!("error: {error}"),
@@ -201,13 +200,14 @@ fn accept(listener: &TcpListener) -> Result<Client> {
     accepted.and_then(|(stream, address)| Client::accept(stream, address))
 }
 
-/// Returns an endless iterator of clients with requests.
+/// Returns an endless iterator over clients that have sent a request.
 ///
 /// [`ACCEPTORS`] threads accept clients, so that a silent client does not delay others. After the
 /// iterator is dropped, each thread ends at its next connection.
 fn accepted(listener: TcpListener) -> Result<mpsc::IntoIter<Result<Client>>> {
     let listener = Arc::new(listener);
-    // Without a buffer, a thread accepts the next client only after its last one is served.
+    // The channel has no buffer, so a thread accepts its next client only after the server takes
+    // its previous one.
     let (sender, clients) = mpsc::sync_channel(0);
     for _ in 0..ACCEPTORS {
         let (listener, sender) = (Arc::clone(&listener), sender.clone());
@@ -219,7 +219,7 @@ fn accepted(listener: TcpListener) -> Result<mpsc::IntoIter<Result<Client>>> {
     Ok(clients.into_iter())
 }
 
-/// Measures between a client and a server in this process, which also talk over TCP.
+/// Measures transfers between a client and a server in this process, which are connected over TCP.
 fn both(config: &EndConfig<'_>, plan: &Plan, observer: &mut Observer<'_>) -> Result<Report> {
     let os = |operation| move |error: io::Error| Error::os(Errno::of(&error), operation);
     let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(os("listen"))?;
@@ -228,7 +228,7 @@ fn both(config: &EndConfig<'_>, plan: &Plan, observer: &mut Observer<'_>) -> Res
     let near_address = near.local_addr().map_err(os("connect"))?;
     let (far, far_address) = loop {
         let (far, from) = listener.accept().map_err(os("accept"))?;
-        // Another process of this machine may have connected first.
+        // Ignores connections of other processes to the port.
         if from == near_address {
             break (far, from);
         }
@@ -294,7 +294,7 @@ fn plan(args: &PerfArgs) -> Result<Plan, Failure> {
         depth: if args.measure == Measure::Latency { 1 } else { args.depth },
         measure: args.measure,
         amount: args.duration.map_or(Amount::Transfers(args.iterations), Amount::For),
-        // 53 bits, which every reader of JSON keeps.
+        // A random seed has 53 bits, which every JSON reader represents exactly.
         seed: args.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 11),
     })
 }
@@ -309,11 +309,12 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
     let Some(iface) = registry.iter().find(|iface| iface.name() == name) else {
         let absent = registry.absent().find(|(kind, _)| machine.iface_name(*kind) == name);
         return Err(match absent {
-            Some((_, why)) => Problem::new(format!("the iface {name} is unavailable"))
-                .caused_by(machine.problem(why)),
-            None => unknown("iface", name, "--iface", &machine.iface_names()),
-        }
-        .into());
+            Some((_, why)) => Failure::failed(
+                Problem::new(format!("the iface {name} is unavailable"))
+                    .caused_by(machine.explained(Step::OpenDevice, why)),
+            ),
+            None => unknown("iface", name, "--iface", &machine.iface_names()).into(),
+        });
     };
     let device = DeviceId(args.device);
     let devices = iface.devices()?;
@@ -324,8 +325,7 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
     };
     if !exists {
         let known: Vec<_> = devices.iter().map(|known| known.id.to_string()).collect();
-        let problem = Problem::new(format!("{name} has no device {device}"));
-        return Err(problem.remedy(format!("--device takes {}", known.join(", "))).into());
+        return Err(unknown_device(name, device.0, &known).into());
     }
     let ordering =
         if args.strict_ordering { WriteOrdering::Strict } else { WriteOrdering::Relaxed };
@@ -333,15 +333,14 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
 }
 
 fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric, Failure> {
-    let missing = |problem| Failure::Measurement(Box::new(problem));
     if let Some(name) = args.nic.as_deref() {
         if let Some(nic) = machine.nics.iter().find(|nic| nic.answers_to(name)) {
             return Ok(nic);
         }
         let mut absent = machine.absent.iter().filter(|absent| absent.sort != "iface");
-        return Err(match absent.find(|absent| absent.name == name) {
-            Some(absent) => missing(
-                Problem::new(format!("the {} {name} is unavailable", absent.sort))
+        return Err(match absent.find(|absent| absent.answers_to(name)) {
+            Some(absent) => Failure::failed(
+                Problem::new(format!("the {} {} is unavailable", absent.sort, absent.name))
                     .caused_by(absent.why.clone()),
             ),
             None => unknown_nic(name, "--nic", &machine.provider_names()).into(),
@@ -349,19 +348,19 @@ fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric, Failure>
     }
     if args.loopback {
         let software = || machine.nics.iter().filter(|nic| nic.software);
-        // The software NIC that resembles hardware most.
+        // The NIC `hardware` resembles hardware most.
         let nic =
             software().find(|nic| nic.attr.nic.name == "hardware").or_else(|| software().next());
         return nic.ok_or_else(|| {
             let none = Problem::new("the software NIC is unavailable");
-            missing(none.remedy("run `hmem info` for the reason"))
+            Failure::failed(none.remedy("run `hmem info` for the reason"))
         });
     }
     machine.nics.iter().find(|nic| !nic.software).ok_or_else(|| {
         let none = Problem::new("this machine has no RDMA NIC")
             .remedy("run `hmem perf --loopback` to use the software NIC");
         let verbs = machine.absent.iter().find(|absent| absent.name == "verbs");
-        missing(match verbs {
+        Failure::failed(match verbs {
             Some(verbs) => none.caused_by(verbs.why.clone()),
             None => none,
         })
@@ -387,7 +386,7 @@ mod tests {
 
     #[test]
     fn silent_clients_do_not_delay_others() {
-        // Leaked, since a failed test leaves the server thread waiting for clients.
+        // The machine is leaked, since the server thread outlives a failed test.
         let machine = Box::leak(Box::new(Machine::find().expect("the software NIC at least")));
         let config = config(machine);
         let plan = Plan {
@@ -399,26 +398,28 @@ mod tests {
             seed: 1,
         };
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let address = listener.local_addr().expect("its address");
+        let address = listener.local_addr().expect("the address of the listener");
         let mut silent: Vec<_> =
-            (0..8).map(|_| TcpStream::connect(address).expect("it listens")).collect();
+            (0..8).map(|_| TcpStream::connect(address).expect("the server listens")).collect();
 
         let (sender, reports) = mpsc::channel();
         let server = thread::spawn(move || {
-            // The first report cannot be printed, which ends the server.
+            // The error of printing the first report ends the server.
             serve(&config, listener, true, &mut |report| {
                 sender.send(report.role).expect("the test waits for it");
                 Err(io::ErrorKind::BrokenPipe.into())
             })
         });
-        let stream = TcpStream::connect(address).expect("it listens");
-        client::measure(&config, &plan, stream, address, &mut |_| Ok(())).expect("it is served");
+        let stream = TcpStream::connect(address).expect("the server listens");
+        client::measure(&config, &plan, stream, address, &mut |_| Ok(()))
+            .expect("the server serves the client");
         assert_eq!(reports.recv(), Ok(Role::Server));
         let ended = server.join().expect("no panic");
         assert!(matches!(ended, Err(Failure::Output(_))), "{ended:?}");
 
         for stream in &mut silent {
-            // The server has greeted the client, and has neither refused it nor closed.
+            // The server has sent a greeting, and has neither sent an error nor closed the
+            // connection.
             let mut greeting = [0; 12];
             stream.read_exact(&mut greeting).expect("a greeting");
             assert!(greeting.starts_with(b"hmemperf"));

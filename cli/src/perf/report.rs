@@ -1,4 +1,4 @@
-//! The report of a measurement, which both sides print.
+//! The report of a measurement. Each side prints one.
 
 use std::{
     io::{self, Write},
@@ -22,9 +22,9 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
-    /// The side that measured.
+    /// The client, which posted and timed the transfers.
     Client,
-    /// The side that served the client.
+    /// The server, which provided the remote memory.
     Server,
 }
 
@@ -33,7 +33,7 @@ pub enum Role {
 pub struct Report {
     /// The version of the JSON schema.
     pub schema: u32,
-    /// The version of `hmem`.
+    /// The version of `hmem` that printed the document.
     pub version: &'static str,
     /// The side that printed the report.
     pub role: Role,
@@ -72,16 +72,6 @@ impl Report {
             results: Vec::new(),
         }
     }
-
-    /// Applies `rename` to every text of the report.
-    pub(super) fn renamed(mut self, rename: impl Fn(String) -> String + Copy) -> Self {
-        for side in [&mut self.local, &mut self.remote] {
-            side.reason = rename(std::mem::take(&mut side.reason));
-            let trace = std::mem::take(&mut side.trace).into_iter();
-            side.trace = trace.map(|attempt| attempt.renamed(rename)).collect();
-        }
-        self
-    }
 }
 
 /// The columns of the table with their widths. They are fixed, since each row is printed before the
@@ -99,13 +89,13 @@ const COLUMNS: [(&str, usize); 10] = [
     ("Verified", 8),
 ];
 
-/// The columns of latencies.
+/// The columns of `COLUMNS` that contain latencies.
 const LATENCY: Range<usize> = 3..9;
 
 /// Prints a whole report as readable text instead of JSON.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     let bandwidth = report.results.iter().find_map(|row| row.bandwidth);
     heading(out, report, bandwidth.map(|bandwidth| bandwidth.depth), style)?;
@@ -113,10 +103,10 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     writeln!(out)
 }
 
-/// Prints the two sides, and the header of the table if it fits.
+/// Prints the descriptions of the two sides, and the header of the table if the table fits.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub(super) fn heading(
     out: &mut dyn Write,
     report: &Report,
@@ -151,10 +141,10 @@ pub(super) fn heading(
     Ok(())
 }
 
-/// Prints one row of the table, or one item if the columns do not fit.
+/// Prints one row of the table, or a list item instead if the columns do not fit.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub(super) fn row(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()> {
     let none = || "-".to_owned();
     let verified = if row.verified { "yes" } else { "NO" };
@@ -196,7 +186,7 @@ pub(super) fn row(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()
     style.indented(out, ["  ", "    "], &fields.join("; "))
 }
 
-/// Returns the cells of a line, numbers aligned to the right.
+/// Returns a line of the table. Numbers are aligned to the right.
 fn line(cells: &[String; COLUMNS.len()]) -> String {
     let mut line = " ".to_owned();
     for (at, (cell, (_, width))) in cells.iter().zip(COLUMNS).enumerate() {
@@ -214,7 +204,8 @@ fn line_width() -> usize {
     1 + COLUMNS.iter().map(|(_, width)| width + 1).sum::<usize>()
 }
 
-/// Returns a number with three significant digits, or with its whole integer part.
+/// Formats a number with three significant digits. An integer part is never rounded to fewer
+/// digits.
 fn significant(number: f64) -> String {
     match number {
         number if number >= 100.0 => format!("{number:.0}"),

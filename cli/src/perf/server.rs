@@ -16,11 +16,11 @@ use crate::{
 };
 
 const MOST_DEPTH: u32 = 4096;
-/// Number of receive requests that the server posts beyond the depth, so that the client never
-/// waits for a new one.
+/// Number of receives that the server posts in addition to the depth, so that a send always finds a
+/// posted receive.
 const SPARE_RECEIVES: u32 = 256;
 
-/// A client with a valid request, which waits for the answer.
+/// A connected client that has sent a request and waits for the answer.
 #[derive(Debug)]
 pub(super) struct Client {
     peer: Peer,
@@ -117,9 +117,9 @@ struct Server<'a> {
     peer: &'a mut Peer,
     end: End,
     request: Request,
-    /// Receives posted since the start.
+    /// Number of receives posted since the start.
     posted: u64,
-    /// Messages received since the start.
+    /// Number of messages received since the start.
     received: u64,
 }
 
@@ -202,7 +202,7 @@ impl Server<'_> {
             let slice = self.end.region.slice(layout.offset(self.posted), largest)?;
             match self.end.endpoint.receive(&[slice], None, self.posted) {
                 Ok(()) => self.posted += 1,
-                // The queue of the NIC is full.
+                // The receive queue is full. The rest is posted after the next completion.
                 Err(error) if error.kind() == ErrorKind::Again && self.posted > self.received => {
                     return Ok(());
                 }

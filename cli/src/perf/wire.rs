@@ -19,12 +19,14 @@ use crate::args::PerfOp;
 /// The version of the protocol. An incompatible change gets a new one.
 pub(super) const VERSION: u32 = 1;
 const MAGIC: [u8; 8] = *b"hmemperf";
-/// The most bytes of a message.
+/// Maximum length of a message, in bytes.
 const LIMIT: usize = 256 << 10;
 
-/// The timeout for an answer while no transfer runs.
+/// The timeout of the greeting, of the client's request and of each write. A side that
+/// polls for completions also reads a message with it, once the message has begun to arrive.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(10);
-/// The timeout for a message while transfers run. The client sends a message every [`HEARTBEAT`].
+/// The timeout of each message that a side awaits after the request, and of a completion. The
+/// client sends a message every [`HEARTBEAT`] while it transfers.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 /// The interval of messages from a client that measures.
 pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -35,21 +37,21 @@ pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 pub(super) enum Message {
     /// The first message of the client.
     Request(Request),
-    /// The answer of the server: its end is connected.
+    /// The answer of the server to the request. Its endpoint is connected.
     Ready(Ready),
-    /// The client announces a run of transfers.
+    /// The client asks the server to prepare its memory for transfers.
     Begin(Begin),
-    /// The server has prepared its memory.
+    /// The server has prepared its memory, and the client may start.
     Go,
     /// The client is still transferring.
     Running,
-    /// The client has completed this many transfers.
+    /// The client has completed all transfers; `transfers` is their number.
     End { transfers: u64 },
     /// The memory of the server has the expected content.
     Verified,
-    /// The results of the client, as its last message.
+    /// The client sends its results. This is the last message of the client.
     Results(Vec<Row>),
-    /// The failure of a side, as its last message.
+    /// A side reports that it failed. This is the last message of that side.
     Failed { why: String },
 }
 
@@ -61,7 +63,7 @@ pub(super) struct Request {
     pub(super) sizes: Vec<u64>,
     pub(super) depth: u32,
     pub(super) seed: u64,
-    /// The name of the endpoint.
+    /// The name of the sender's endpoint, as `Endpoint::name` returns it.
     pub(super) endpoint: Vec<u8>,
     pub(super) side: Side,
 }
@@ -70,14 +72,14 @@ pub(super) struct Request {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Ready {
-    /// The name of the endpoint.
+    /// The name of the sender's endpoint, as `Endpoint::name` returns it.
     pub(super) endpoint: Vec<u8>,
-    /// The bytes of the remote key, unless messages are sent.
+    /// The server's remote key; `None` if the operation is `send`, which needs no key.
     pub(super) key: Option<Vec<u8>>,
     pub(super) side: Side,
 }
 
-/// A run of equal transfers.
+/// The size and the pattern seed of the next series of transfers.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Begin {
@@ -124,7 +126,7 @@ impl Peer {
         if theirs[..8] != MAGIC {
             return Err(peer
                 .malformed("greeting")
-                .context("wrong", "the other side is not hmem perf")
+                .context("why", "the other side is not hmem perf")
                 .remedy("choose another port (--port): another program uses this one"));
         }
         let version = theirs.last_chunk().map_or(0, |bytes| u32::from_be_bytes(*bytes));
@@ -180,7 +182,7 @@ impl Peer {
             Ok(message) => Ok(message),
             Err(error) => Err(self
                 .malformed(wanted)
-                .context("wrong", plain(&error.to_string()))
+                .context("why", plain(&error.to_string()))
                 .remedy("run the same version of hmem on both sides")),
         }
     }
@@ -213,8 +215,8 @@ impl Peer {
 
     /// Sends the failure to the other side and closes the connection.
     pub(super) fn give_up(mut self, error: &Error) {
-        // Closing a connection with unread bytes resets it and loses the last message: read for a
-        // moment.
+        // Unread bytes would turn the close into a reset, which discards the sent message.
+        // Therefore reads and drops what arrives, for a short time.
         let told = self.send(&Message::Failed { why: error.to_string() }).is_ok();
         if told && self.stream.shutdown(Shutdown::Write).is_ok() {
             let until = Instant::now() + Duration::from_millis(300);
@@ -246,7 +248,7 @@ impl Peer {
                     return Err(Error::new(ErrorKind::Unreachable, "talk to peer")
                         .context("peer", self.address)
                         .context("in", what)
-                        .context("wrong", "the other side hung up")
+                        .context("why", "the other side hung up")
                         .remedy("read the error that the other side printed"));
                 }
                 Ok(read) => filled += read,
@@ -272,11 +274,11 @@ impl Peer {
             .context("in", what);
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => lost
-                .context("wrong", "no answer in time")
+                .context("why", "no answer in time")
                 .remedy("check that the other side runs hmem perf"),
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => lost
                 .errno(Errno::of(error))
-                .context("wrong", "the other side hung up")
+                .context("why", "the other side hung up")
                 .remedy("read the error that the other side printed"),
             _ => lost.errno(Errno::of(error)),
         }
@@ -289,14 +291,14 @@ mod tests {
 
     use super::*;
 
-    /// The deadline applies to the whole message and not to each byte.
+    /// The deadline for receiving a message applies to the whole message, not to each byte.
     #[test]
     fn peer_that_sends_too_slowly_times_out() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let trickle = thread::spawn(move || {
             let mut stream = TcpStream::connect(address).unwrap();
-            // A pause that ends early when the other side hangs up.
+            // Pauses by reading with a timeout, which ends at once when the other side closes.
             stream.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
             let len = 100_u32;
             for byte in len.to_be_bytes().into_iter().chain([b' '; 100]) {

@@ -10,7 +10,7 @@ use hmem::p2p::topology::{BusId, Distance, Redirection, Topology};
 use super::report::{nic_functions, nic_names};
 use crate::table::{Style, Tone, some};
 
-/// Returns the tone of a distance.
+/// Returns the tone in which a distance is printed.
 pub(crate) const fn tone(distance: Distance) -> Tone {
     match distance {
         Distance::Same | Distance::Pix | Distance::Pxb => Tone::Good,
@@ -22,7 +22,7 @@ pub(crate) const fn tone(distance: Distance) -> Tone {
 /// Prints the table of distances, its legend, and the nearest NICs of each device.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
     let accelerators: Vec<_> = topology.accelerators().map(|device| device.bus_id).collect();
     let nics = nic_functions(topology);
@@ -102,7 +102,7 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
 /// The column width of a PCI address such as `0000:3b:00.0`, with a space.
 const DEVICE: usize = 13;
 
-/// Returns the width of the column of a NIC: its name, or the longest distance with its mark.
+/// Returns the width of a NIC's column: the length of its name, and at least that of `NODE*`.
 fn width(name: &str) -> usize {
     name.chars().count().max(5)
 }

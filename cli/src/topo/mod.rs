@@ -1,4 +1,4 @@
-//! `hmem topo`: the wiring of the machine as text, as JSON, as a picture, or as a recording.
+//! `hmem topo`: shows or records how the machine's devices and NICs are connected.
 
 mod matrix;
 mod report;
@@ -30,17 +30,17 @@ use crate::{
 /// Reads the topology and prints, draws or records it.
 ///
 /// # Errors
-/// [`Failure::Topology`] for a tree that cannot be read or a file that cannot be written;
+/// [`Failure::Failed`] for a tree that cannot be read or a file that cannot be written;
 /// [`Failure::Output`] if `out` fails.
 pub fn run(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let topology = match &args.from {
         Some(path) => Topology::open(path),
         None => Topology::read(),
     };
-    let topology = topology.map_err(Failure::topology)?;
+    let topology = topology?;
     if let Some(path) = &args.record {
         let mut bytes = Vec::new();
-        topology.record(&mut bytes).map_err(Failure::topology)?;
+        topology.record(&mut bytes)?;
         write(path, &bytes)?;
     }
     if let Some(path) = &args.svg {
@@ -63,14 +63,14 @@ pub fn run(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<(), Fai
 fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     fs::write(path, bytes).map_err(|error| {
         let error = Error::os(Errno::of(&error), "write file").context("file", path.display());
-        Failure::topology(error.remedy("name a file in a writable folder"))
+        Failure::failed(error.remedy("name a file in a writable folder"))
     })
 }
 
 /// Prints the topology as readable text instead of JSON.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub fn text(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -> io::Result<()> {
     tree::print(out, topology, all, style)?;
     matrix::print(out, topology, style)?;
@@ -78,7 +78,7 @@ pub fn text(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -
     findings(out, topology, style)
 }
 
-/// Prints the obstacles between each device and its nearest NICs, each of them once.
+/// Prints each obstacle between a device and its nearest NICs once.
 fn findings(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
     let mut seen: Vec<Finding> = Vec::new();
     for device in topology.accelerators().map(|device| device.bus_id) {
@@ -95,7 +95,7 @@ fn findings(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Resul
     }
     writeln!(out)?;
     style.heading(out, "Obstacles between devices and their nearest NICs")?;
-    // One line for each remedy, after a few of its obstacles.
+    // For each remedy, lists a few of the obstacles that it removes, and then the remedy.
     let mut remedies: Vec<&str> = seen.iter().map(|finding| finding.remedy).collect();
     remedies.sort_unstable();
     remedies.dedup();

@@ -14,7 +14,7 @@ use crate::json::SCHEMA;
 pub struct Report {
     /// The version of the JSON schema.
     pub schema: u32,
-    /// The version of `hmem`.
+    /// The version of `hmem` that printed the document.
     pub version: &'static str,
     /// The path of the recording that was read; null for this machine.
     pub from: Option<String>,
@@ -35,30 +35,31 @@ pub struct Report {
 /// The properties of the kernel that decide paths.
 #[derive(Debug, Serialize)]
 pub struct KernelEntry {
-    /// The kernel release, as `uname -r` prints it.
+    /// The kernel release, as `uname -r` prints it; null if unknown.
     pub release: Option<String>,
-    /// The words of the kernel command line that concern paths.
+    /// The words of the kernel command line that affect access of NICs to device memory.
     pub command_line: Vec<String>,
-    /// Options of the kernel configuration; null if the configuration cannot be read.
+    /// Options of the kernel configuration that affect access of NICs to device memory; null if the
+    /// configuration cannot be read.
     pub options: Option<BTreeMap<String, &'static str>>,
-    /// Kernel modules that are loaded or built in.
+    /// The loaded or built-in kernel modules that affect access of NICs to device memory.
     pub modules: Vec<String>,
     /// The peer-memory modules of the kernel, with which NICs register device memory by address.
     pub peer_memory: Vec<String>,
-    /// The NVIDIA driver.
+    /// The NVIDIA kernel driver; null if it is not loaded.
     pub nvidia: Option<NvidiaEntry>,
 }
 
-/// The NVIDIA kernel driver.
+/// The version and variant of the NVIDIA kernel driver.
 #[derive(Debug, Serialize)]
 pub struct NvidiaEntry {
     /// The version of the driver.
     pub version: String,
-    /// Set for the open kernel modules.
+    /// True if the open kernel modules are loaded.
     pub open: bool,
 }
 
-/// A NUMA node.
+/// A NUMA node and its processors.
 #[derive(Debug, Serialize)]
 pub struct NodeEntry {
     /// The number of the node.
@@ -67,7 +68,7 @@ pub struct NodeEntry {
     pub cpus: String,
 }
 
-/// A PCI function.
+/// The properties of a PCI function and its place in the PCIe tree.
 #[derive(Debug, Serialize)]
 pub struct FunctionEntry {
     /// The PCI address of the function.
@@ -78,46 +79,47 @@ pub struct FunctionEntry {
     pub bridges: Vec<String>,
     /// The role of the function for this library, such as accelerator or NIC.
     pub role: &'static str,
-    /// The kind of PCIe port or endpoint that the function is.
+    /// The kind of PCIe port, such as `root-port` or `endpoint`.
     pub port: &'static str,
     /// The PCI class of the function, as in sysfs.
     pub class: String,
     /// The PCI vendor and device ids.
     pub id: String,
-    /// The name of the vendor.
+    /// The name of the vendor; null if unknown.
     pub vendor: Option<&'static str>,
-    /// The kernel driver that is bound to the function.
+    /// The kernel driver that is bound to the function; null if none is.
     pub driver: Option<String>,
-    /// The NUMA node of the function.
+    /// The NUMA node of the function; null if the firmware does not report it.
     pub numa_node: Option<u32>,
-    /// The IOMMU group.
+    /// The number of the function's IOMMU group; null without an IOMMU.
     pub iommu_group: Option<u32>,
-    /// The type of the function's IOMMU group, as in sysfs.
+    /// The type of the function's IOMMU group, as in sysfs; null if unknown.
     pub iommu_type: Option<String>,
-    /// The state of Access Control Services, which can redirect traffic between devices.
+    /// The state of Access Control Services (ACS): `present`, `absent` or `unreadable`. ACS can
+    /// redirect traffic between devices.
     pub acs: &'static str,
     /// The ACS bits that are set.
     pub acs_control: Vec<&'static str>,
-    /// The PCIe link above the function.
+    /// The PCIe link above the function; null if there is none.
     pub link: Option<LinkEntry>,
     /// The base address registers of the function.
     pub bars: Vec<BarEntry>,
 }
 
-/// A PCIe link.
+/// The speed and width of a PCIe link.
 #[derive(Debug, Serialize)]
 pub struct LinkEntry {
-    /// The current speed, in gigatransfers per second.
+    /// The current speed, in gigatransfers per second; null while the link is down.
     pub speed: Option<f64>,
-    /// The current number of lanes.
+    /// The current number of lanes; null while the link is down.
     pub width: Option<u8>,
-    /// The highest speed of the device.
+    /// The highest speed of the device, in gigatransfers per second; null if unknown.
     pub max_speed: Option<f64>,
-    /// The maximum number of lanes of the device.
+    /// The maximum number of lanes of the device; null if unknown.
     pub max_width: Option<u8>,
 }
 
-/// A base address register.
+/// A base address register (BAR) of a PCI function.
 #[derive(Debug, Serialize)]
 pub struct BarEntry {
     /// The number of the BAR.
@@ -126,18 +128,18 @@ pub struct BarEntry {
     pub size: u64,
     /// The address space of the BAR: `memory` or `ports`.
     pub kind: &'static str,
-    /// Set for 64-bit addresses.
+    /// True if the BAR has a 64-bit address.
     pub wide: bool,
-    /// Set if reads may be prefetched.
+    /// True if the processor may prefetch from the BAR.
     pub prefetchable: bool,
 }
 
-/// An RDMA device.
+/// An RDMA device, its ports and its nearest accelerators.
 #[derive(Debug, Serialize)]
 pub struct RdmaEntry {
     /// The name of the RDMA device.
     pub name: String,
-    /// The PCI address of the device.
+    /// The PCI address of the device; null for a software device.
     pub pci_bus_id: Option<String>,
     /// The ports of the device.
     pub ports: Vec<PortEntry>,
@@ -145,16 +147,16 @@ pub struct RdmaEntry {
     pub nearest: Vec<String>,
 }
 
-/// A port of an RDMA device.
+/// The state of one port of an RDMA device.
 #[derive(Debug, Serialize)]
 pub struct PortEntry {
     /// The number of the port.
     pub port: u32,
-    /// The link layer: `InfiniBand` or `Ethernet`.
+    /// The link layer: `InfiniBand` or `Ethernet`; null if unknown.
     pub link_layer: Option<String>,
-    /// Set if the port is active.
+    /// True if the port is active; null if unknown.
     pub active: Option<bool>,
-    /// The rate, in gigabits per second.
+    /// The data rate of the port, in gigabits per second; null if unknown.
     pub rate: Option<u32>,
 }
 
@@ -177,11 +179,11 @@ pub struct PathEntry {
 pub struct TopoPathEntry {
     /// The distance, as `nvidia-smi topo` names it.
     pub distance: &'static str,
-    /// Set if the distance is a guess, since a NUMA node is unknown.
+    /// True if the distance is a guess, since a NUMA node is unknown.
     pub numa_unknown: bool,
     /// The steps of the path from one function to the other, in words.
     pub hops: Vec<String>,
-    /// The state of ACS on the path: ACS may redirect traffic to the root complex.
+    /// The redirection of traffic to the root complex by ACS: `none`, `by-ports` or `unknown`.
     pub redirection: &'static str,
     /// The ports that redirect traffic, or whose ACS state cannot be read.
     pub ports: Vec<String>,

@@ -1,5 +1,5 @@
-//! The picture: devices above, NICs below, and between them a line in the colour of the distance. A
-//! table has the same distances.
+//! Draws devices above and NICs below, with lines between them in the colour of their distance. A
+//! table beneath repeats the distances.
 
 use std::fmt::Write;
 
@@ -7,16 +7,16 @@ use hmem::p2p::topology::{BusId, Distance, PciPath, Redirection, Topology};
 
 use super::report::{nic_functions, nic_names};
 
-/// Pixels from one device or NIC to the next.
+/// Horizontal distance from one device or NIC to the next, in pixels.
 const PITCH: usize = 108;
 const BOX: (usize, usize) = (96, 46);
 const MARGIN: usize = 28;
-/// Vertical positions, in pixels.
+/// Vertical positions of the legend, the devices and the NICs, in pixels.
 const LEGEND: usize = 74;
 const DEVICES: usize = 158;
 const NICS: usize = 474;
 const CELL: (usize, usize) = (66, 24);
-/// Pixels of the first column of the table.
+/// Width of the first column of the table, in pixels.
 const HEADS: usize = 104;
 const NARROWEST: usize = 760;
 
@@ -33,7 +33,7 @@ const fn colors(distance: Distance) -> (&'static str, &'static str, &'static str
     }
 }
 
-/// A device or NIC in the picture. Each line connects two of them.
+/// A device or NIC in the picture, which is one end of each of its lines.
 struct End {
     id: BusId,
     title: String,

@@ -10,11 +10,11 @@ use hmem::p2p::topology::{BusId, PciDevice, Port, Role, RootBus, Topology};
 use super::report::nic_names;
 use crate::table::{Style, Tone, bytes};
 
-/// The tree, in the order of host bridges.
+/// The PCI functions of a topology, for printing as a tree.
 struct Tree<'a> {
     topology: &'a Topology,
     style: Style,
-    /// Set to print all functions, not only accelerators, NICs and their bridges.
+    /// True to print all functions, not only accelerators, NICs and their bridges.
     all: bool,
     /// The functions directly below each function.
     below: BTreeMap<BusId, Vec<&'a PciDevice>>,
@@ -24,7 +24,7 @@ struct Tree<'a> {
 /// bridges are only counted.
 ///
 /// # Errors
-/// Errors of `out`.
+/// Fails if writing to `out` fails.
 pub(super) fn print(
     out: &mut dyn Write,
     topology: &Topology,
@@ -106,7 +106,7 @@ impl Tree<'_> {
         last: bool,
     ) -> io::Result<()> {
         let branch = if last { "\u{2514}\u{2500} " } else { "\u{251c}\u{2500} " };
-        // A port with one function below it shares the line of that function.
+        // A port with a single function below it is printed on the line of that function.
         let mut ports = String::new();
         let mut device = device;
         while matches!(device.port, Port::RootPort | Port::Downstream) {
@@ -177,8 +177,8 @@ impl Tree<'_> {
         words.join(", ")
     }
 
-    /// Describes the link of a function. With `only_if_degraded`, links at full speed return
-    /// nothing.
+    /// Describes the link of a function. If `only_if_degraded` is true, returns `None` for links at
+    /// full speed.
     fn link(&self, device: &PciDevice, only_if_degraded: bool) -> Option<String> {
         let link = device.link?;
         let of =

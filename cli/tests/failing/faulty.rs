@@ -1,4 +1,4 @@
-//! A device with one fault.
+//! A simulated device with an injected fault.
 
 use std::{mem, sync::Arc};
 
@@ -30,7 +30,7 @@ pub(crate) enum Fault {
     ConfusesAllocations,
 }
 
-/// A simulated device with a fault.
+/// A simulated device with at most one injected fault.
 #[derive(Debug)]
 pub(crate) struct Faulty {
     pub(crate) simulated: Arc<Simulated>,
@@ -59,7 +59,8 @@ unsafe impl Iface for Faulty {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller upholds the contract of this method, which is the same.
+        // SAFETY: the caller upholds the contract of this method, and the forwarded call has the
+        // same contract.
         unsafe { self.simulated.copy(to, from, len)? };
         let last = Address(to.0 + len - 1);
         if self.fault == Fault::FlipsABit && self.simulated.query(last)?.is_some() {
@@ -127,7 +128,8 @@ impl Allocator for Faulty {
         if self.fault == Fault::KeepsMemory {
             return Ok(());
         }
-        // SAFETY: the caller upholds the contract of this method, which is the same.
+        // SAFETY: the caller upholds the contract of this method, and the forwarded call has the
+        // same contract.
         unsafe { IfaceExt::free(&*self.simulated, allocation) }
     }
 }

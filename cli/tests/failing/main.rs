@@ -4,7 +4,7 @@ mod faulty;
 #[path = "../../../conformance/tests/monitor/mod.rs"]
 mod monitor;
 
-// The module that is shared with the conformance suite names the crate by its own name.
+// The module `monitor` is shared with the conformance suite and refers to the crate as `hmem_core`.
 extern crate hmem as hmem_core;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -101,7 +101,8 @@ fn check_of_a_sound_machine_passes() {
     assert!(report.passed(), "{report:?}");
     assert_eq!(row(&report, "device", "dma-buf").atomic, Atomic::Verified);
     assert_eq!(row(&report, "device", "staged").atomic, Atomic::Refused);
-    // This software NIC does not keep pages.
+    // The check for stale registrations is skipped, since this NIC does not keep the pages of a
+    // registration.
     let skipped: Vec<_> = report.skipped.iter().map(|skipped| skipped.what.as_str()).collect();
     assert_eq!(skipped, ["stale registrations"]);
 }
@@ -214,10 +215,10 @@ fn monitor_that_misses_frees_fails_the_command() {
             let rows = document["stale"].as_array().unwrap();
             let row = rows.iter().find(|row| row["monitor"] == "identity").unwrap();
             assert_eq!(row["verified"], fault.is_none(), "{row}");
-            // Every round but the first hits a stale registration.
+            // Every round except the first has a hit on a stale registration.
             let stale = row["rounds"].as_u64().unwrap() - 1;
             assert_eq!(row["stale"], if fault.is_some() { stale } else { 0 }, "{row}");
-            // The other monitor works.
+            // The monitor `callback` has no fault and passes.
             assert!(
                 rows.iter().any(|row| row["monitor"] == "callback" && row["verified"] == true),
                 "{out}"
@@ -244,7 +245,7 @@ fn nic_that_loses_transfers_or_registrations_fails_the_check() {
         let faults = loopback::Faults::new();
         let nic = Loopback::builder().faults(&faults).build().unwrap();
         let machine = machine(Arc::clone(&simulated) as _, nic, &simulated);
-        // More calls than a check makes.
+        // Every call fails, since a check makes fewer than 1000.
         (1..1000).for_each(|nth| faults.fail(call, nth, Errno(5)));
         let report = run(&machine);
         let memory = if path == "plain-host" { "host" } else { "device" };
@@ -268,7 +269,7 @@ fn device_that_refuses_its_own_export_fails_the_check() {
 
 /// P2P-01
 ///
-/// The path that the device lacks is skipped with the reason.
+/// The path that the device does not support is skipped with the reason.
 #[test]
 fn device_without_export_is_checked_only_over_staged() {
     let _alone = alone();

@@ -1,5 +1,5 @@
-//! `hmem` as a process, and assertions on its output. `HMEM_PROGRAM` names another binary than the
-//! one built with the tests, for machines without cargo.
+//! Runs `hmem` as a process and checks its output. `HMEM_PROGRAM` overrides the path of the binary,
+//! for machines without Cargo.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::{
@@ -61,7 +61,7 @@ pub(crate) fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).expect("UTF-8")
 }
 
-/// Asserts that an error is one readable line that contains these words.
+/// Asserts that an error is one readable line that contains all `words`.
 pub(crate) fn one_line(error: &str, words: &[&str]) {
     assert!(error.starts_with("error: ") && error.trim_end().lines().count() == 1, "{error}");
     assert!(!error.trim_end().contains(|c: char| c.is_control()), "{error:?}");
@@ -70,7 +70,7 @@ pub(crate) fn one_line(error: &str, words: &[&str]) {
     }
 }
 
-/// Asserts that the command failed with this exit status, these words on stderr and an empty
+/// Asserts that the command failed with exit status `code`, all `words` on stderr and an empty
 /// stdout.
 pub(crate) fn refused(output: &Output, code: i32, words: &[&str]) {
     assert_eq!(output.status.code(), Some(code), "{}", text(&output.stderr));
@@ -104,8 +104,8 @@ fn has(object: &Value, fields: &[&str]) {
     }
 }
 
-/// Asserts that a client's JSON matches `docs/perf-schema.md` and says that the moved bytes were
-/// verified. `paths` are the expected paths of this side and the other side.
+/// Asserts that a client's JSON matches `docs/perf-schema.md` and reports verified bytes. `paths`
+/// are the expected paths of the client and of the server.
 pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
     has(
         document,
@@ -173,15 +173,15 @@ impl Server {
     }
 
     pub(crate) fn status(&mut self) -> Option<i32> {
-        self.process.wait().expect("it ends").code()
+        self.process.wait().expect("the process ends").code()
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
         if matches!(self.process.try_wait(), Ok(None)) {
-            self.process.kill().expect("it can be killed");
-            self.process.wait().expect("it ends");
+            self.process.kill().expect("the process is killed");
+            self.process.wait().expect("the process ends");
         }
     }
 }

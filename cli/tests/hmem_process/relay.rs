@@ -1,4 +1,5 @@
-//! A relay between the two sides of `hmem perf`, in which a test reads and changes their messages.
+//! A relay between the two sides of `hmem perf`, with which a test reads and changes their
+//! messages.
 
 use std::{
     io::{self, Read, Write},
@@ -25,13 +26,14 @@ pub(crate) struct Relay {
 type Look = Box<dyn FnMut(From, &mut Value) + Send>;
 
 impl Relay {
-    /// Starts a relay between a client and the server at `port`. `look` may change each message.
+    /// Starts a relay between a client and the server at `port`. The relay passes each message to
+    /// `look`, which may change it, and then forwards it.
     pub(crate) fn to(port: u16, look: impl FnMut(From, &mut Value) + Send + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let own = listener.local_addr().expect("an address").port();
         let look: Arc<Mutex<Look>> = Arc::new(Mutex::new(Box::new(look)));
         let thread = thread::spawn(move || {
-            let (client, _) = listener.accept().expect("the client comes");
+            let (client, _) = listener.accept().expect("the client connects");
             let server = TcpStream::connect(("127.0.0.1", port)).expect("the server listens");
             let clone = |stream: &TcpStream| stream.try_clone().expect("another handle");
             let (from, to, seen) = (clone(&client), clone(&server), Arc::clone(&look));
@@ -64,7 +66,7 @@ fn pass_on(who: From, mut from: TcpStream, mut to: TcpStream, look: &Mutex<Look>
             to.write_all(&[&(json.len() as u32).to_be_bytes()[..], &json].concat())?;
         }
     };
-    // Ends with an error when one side closes the connection; the other side is closed next.
+    // The loop ends with an error when the sender closes its connection.
     let _ = all();
     let _ = to.shutdown(Shutdown::Write);
 }

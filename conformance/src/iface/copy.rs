@@ -7,13 +7,13 @@ use hmem_core::{
 };
 
 use super::{LEN, PARTS, assert_bytes, at, buffer, buffers, contents, need, pattern, whole};
-use crate::trial::{Outcome, skip};
+use crate::trial::{Outcome, assert_kind, skip};
 
 /// A copy function. Its arguments are the destination, the source and the length in bytes.
 type Copy<'a> = &'a dyn Fn(Address, Address, u64) -> Result<()>;
 
 pub(super) fn copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>) -> Outcome {
-    // SAFETY: `assert_copies` names memory that it owns.
+    // SAFETY: `assert_copies` passes ranges of memory that it owns.
     let copy = |to, from, len| unsafe { iface.copy(to, from, len) };
     for buffer in buffers(iface)? {
         assert_copies(&buffer, &copy);
@@ -23,8 +23,8 @@ pub(super) fn copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>) -> Outc
 
 pub(super) fn started_copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>) -> Outcome {
     need(&**iface, iface.copy_engine(), Facet::CopyEngine)?;
-    // SAFETY: `assert_copies` names memory that it owns, and `wait` returns after the copy has
-    // ended.
+    // SAFETY: `assert_copies` passes ranges of memory that it owns, and `wait` returns after the
+    // copy has ended.
     let copy = |to, from, len| unsafe { iface.start_copy(to, from, len) }?.wait();
     for buffer in buffers(iface)? {
         assert_copies(&buffer, &copy);
@@ -32,8 +32,8 @@ pub(super) fn started_copy_moves_exactly_the_named_bytes(iface: &Arc<dyn Iface>)
     Ok(())
 }
 
-/// Copies parts from host memory into the buffer, back to host memory, and within the buffer.
-/// Asserts after each copy that the bytes around the part did not change.
+/// Copies parts of a buffer: from host memory to the buffer, back, and within the buffer. Asserts
+/// that each copy writes its destination and no other byte.
 fn assert_copies(buffer: &DeviceBuffer, copy: Copy<'_>) {
     let kind = buffer.allocation().kind.name();
     for (seed, (offset, len)) in PARTS.into_iter().enumerate() {
@@ -87,12 +87,12 @@ pub(super) fn copy_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outc
         let mut host = vec![0xEE; 16];
         let (near_end, own) =
             (at(&buffer, whole(&**iface, &buffer).len() - 8), Address::of_ptr(host.as_mut_ptr()));
-        // SAFETY: the host side is 16 bytes of a vector that nothing else uses. The other side is
-        // an owned allocation. The iface must refuse the bytes after its end.
+        // SAFETY: the host side is 16 bytes of a vector that nothing else uses. The device side
+        // starts in an owned allocation, and the iface must refuse a copy past its end.
         let refused = unsafe { [iface.copy(near_end, own, 16), iface.copy(own, near_end, 16)] };
         for result in refused {
             let error = result.expect_err("the copy leaves the allocation");
-            assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
+            assert_kind(&error, ErrorKind::OutOfBounds, "a copy past an allocation");
         }
         assert_bytes(&host, &[0xEE; 16], "a refused copy");
         assert_bytes(&contents(&buffer), &before, "a refused copy");
@@ -110,7 +110,7 @@ pub(super) fn copy_of_unknown_memory_is_refused(iface: &Arc<dyn Iface>) -> Outco
     let copied =
         unsafe { iface.copy(Address::of_ptr(to.as_mut_ptr()), Address::of_ptr(from.as_ptr()), 64) };
     let error = copied.expect_err("neither side is memory of the iface");
-    assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
+    assert_kind(&error, ErrorKind::OutOfBounds, "a copy between two unknown addresses");
     assert_bytes(&to, &[0xEE; 64], "a refused copy");
     Ok(())
 }

@@ -18,12 +18,14 @@ use super::{
 };
 use crate::trial::{Outcome, Skipped, skip};
 
-/// Returns the NIC for which memory is exported.
+/// Returns the description of a NIC. A dma-buf export needs it as the NIC that will import the
+/// dma-buf.
 fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Returns the exporter of an iface, and a buffer of each kind of memory that it exports.
+/// Returns the dma-buf exporter of an iface, and a buffer of each kind of memory that the exporter
+/// supports. Skips the behaviour if there is none.
 fn exportable(iface: &Arc<dyn Iface>) -> Result<(&dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
     let exporter = need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
     let mut exported = Vec::new();
@@ -87,8 +89,9 @@ pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> O
     Ok(())
 }
 
-/// Uses allocations of whole pages, because drivers place small allocations side by side in one
-/// page and keep that page.
+/// Tests that the dma-buf of a freed allocation does not show a later allocation. The allocations
+/// are whole pages, because drivers place several small allocations in one page and keep the page
+/// while one of them lives.
 pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Iface>) -> Outcome {
     const OWN_PAGES: u64 = 2 << 20;
     let (exporter, exported) = exportable(iface)?;
@@ -124,7 +127,7 @@ pub(super) fn exporting_dma_bufs_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outcome 
     Ok(())
 }
 
-/// Exports a range and returns the bytes of the dma-buf.
+/// Exports a range, and reads the range's bytes through the dma-buf.
 fn exported_bytes(exporter: &dyn DmaBufExporter, range: AddressRange) -> Result<Vec<u8>, Skipped> {
     let export = exporter.export(range, &nic(), DmaBufMapping::Default).expect("export");
     let bytes = mapped_bytes(&export);
@@ -132,14 +135,15 @@ fn exported_bytes(exporter: &dyn DmaBufExporter, range: AddressRange) -> Result<
     bytes
 }
 
-/// Returns the bytes of a dma-buf by mapping its fd. Not every driver's dma-bufs can be mapped.
+/// Reads the bytes of an exported range by mapping the dma-buf's fd. Skips the behaviour if the
+/// driver's dma-bufs cannot be mapped.
 fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
     assert_in_bounds(export);
     let page = rustix::param::page_size() as u64;
     let in_page = export.offset.0 % page;
     let len = (in_page + export.len).next_multiple_of(page) as usize;
     let (access, offset) = (ProtFlags::READ, export.offset.0 - in_page);
-    // SAFETY: a new mapping at an address that the kernel picks replaces nothing.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces nothing.
     let base =
         unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, export.as_fd(), offset) };
     let base = match base {
@@ -155,7 +159,8 @@ fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
     Ok(bytes)
 }
 
-/// Asserts that the exported range is inside the dma-buf, if the dma-buf's size can be read.
+/// Asserts that the exported range is inside the dma-buf. Does nothing if the size of the dma-buf
+/// cannot be read.
 fn assert_in_bounds(export: &DmaBufExport) {
     if let Ok(size) = seek(&export.fd, SeekFrom::End(0)) {
         let end = export.offset.0 + export.len;

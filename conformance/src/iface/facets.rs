@@ -1,5 +1,4 @@
-//! Behaviours of facets that few ifaces have: segments, IPC, host registration, the flush of
-//! inbound writes.
+//! Behaviours of optional facets: segments, IPC, host registration and inbound flush.
 
 use std::sync::Arc;
 
@@ -9,7 +8,7 @@ use hmem_core::{
 };
 
 use super::{LEN, PARTS, assert_bytes, buffers, is_missing, lacking, memory::part, need, pattern};
-use crate::trial::{Outcome, skip};
+use crate::trial::{Outcome, assert_kind, skip};
 
 pub(super) fn segments_cover_the_range(iface: &Arc<dyn Iface>) -> Outcome {
     let Some(map) = iface.segments() else {
@@ -59,7 +58,7 @@ pub(super) fn ipc_handle_opens_the_allocation(iface: &Arc<dyn Iface>) -> Outcome
         // SAFETY: the allocation is open until `close` below.
         unsafe { iface.read(opened.base(), &mut found) }.expect("copy from opened memory");
         assert_bytes(&found, &bytes, "opened memory");
-        // SAFETY: nothing uses the memory any longer.
+        // SAFETY: nothing uses the memory any more.
         unsafe { ipc.close(&opened) }.expect("close");
         let left = iface.query(opened.base()).expect("query closed memory");
         assert_ne!(left, Some(opened), "closed memory is claimed");
@@ -74,7 +73,7 @@ pub(super) fn malformed_ipc_handle_is_refused(iface: &Arc<dyn Iface>) -> Outcome
         let error = ipc
             .open(&IpcHandle { iface: iface.kind(), bytes })
             .expect_err("the bytes are no handle");
-        assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+        assert_kind(&error, ErrorKind::Malformed, "a handle of random bytes");
     }
     Ok(())
 }
@@ -94,7 +93,7 @@ pub(super) fn host_memory_is_registered_and_unregistered_once(iface: &Arc<dyn If
         }
         registrar.unregister(range).expect("unregister");
         let error = registrar.unregister(range).expect_err("the page is not registered");
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert_kind(&error, ErrorKind::InvalidArgument, "unregistering a page twice");
     }
     Ok(())
 }
@@ -103,12 +102,12 @@ pub(super) fn inbound_flush_succeeds_on_every_device(iface: &Arc<dyn Iface>) -> 
     let Some(flush) = iface.inbound_flush() else {
         return skip("inbound writes are visible without a flush on this iface");
     };
-    // A device without allocations may be inactive.
+    // A device without allocations may be inactive, so the test allocates before it flushes.
     let buffers = buffers(iface)?;
     for buffer in &buffers {
         if let Some(device) = buffer.allocation().device {
             match flush.flush(device) {
-                // The device may need a flush, and its driver has none.
+                // A device may need a flush that its driver does not offer.
                 Err(why) if why.kind() == ErrorKind::Unsupported => return skip(why.to_string()),
                 flushed => flushed.expect("flush"),
             }
@@ -126,6 +125,10 @@ pub(super) fn missing_facet_is_an_unsupported_error(iface: &Arc<dyn Iface>) -> O
         let error = iface.unavailable(facet);
         assert!(is_missing(&error), "{facet:?}: {error}");
         assert_eq!(error.iface_kind(), Some(iface.kind()), "{facet:?}: {error}");
+        if iface.kind().is_plug_in() {
+            let name = error.iface_name().map(ToString::to_string);
+            assert_eq!(name.as_deref(), Some(iface.name()), "{facet:?}: the name of the iface");
+        }
     }
     Ok(())
 }

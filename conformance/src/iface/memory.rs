@@ -9,7 +9,7 @@ use hmem_core::{
 };
 
 use super::{LEN, assert_no_fd_leaks, at, buffer, buffers, need, request, whole};
-use crate::trial::{Outcome, skip};
+use crate::trial::{Outcome, assert_kind, skip};
 
 pub(super) fn query_claims_exactly_the_allocation(iface: &Arc<dyn Iface>) -> Outcome {
     for buffer in buffers(iface)? {
@@ -83,11 +83,12 @@ pub(super) fn allocation_on_an_unknown_device_is_refused(iface: &Arc<dyn Iface>)
     };
     let request = AllocRequest { device: DeviceId(last + 1), ..request(iface, LEN)? };
     let error = iface.allocate(&request).expect_err("there is no such device");
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert_kind(&error, ErrorKind::InvalidArgument, "an allocation on an unknown device");
     Ok(())
 }
 
-/// Frees and allocates again, so that addresses are reused if the driver reuses them.
+/// Tests that an allocation at a reused address gets a new identity. Frees and allocates
+/// repeatedly, so that the driver may reuse addresses.
 pub(super) fn identities_are_never_reused(iface: &Arc<dyn Iface>) -> Outcome {
     if !iface.has_identities() {
         return skip("the iface has no identities");
@@ -137,13 +138,14 @@ pub(super) fn second_free_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
         drop(buffer);
         // SAFETY: nothing uses the memory, which is no longer allocated.
         let error = unsafe { iface.free(&freed) }.expect_err("the allocation was freed already");
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert_kind(&error, ErrorKind::InvalidArgument, "a second free");
     }
     Ok(())
 }
 
-/// Allocates and frees memory repeatedly. The total is more memory than the device has, and more
-/// than the allowed growth of the process's address space.
+/// Tests that a free releases the memory. Allocates more bytes in total than the device has, so
+/// that an allocation fails if freed memory is not released. Also checks the growth of the address
+/// space.
 pub(super) fn freed_memory_can_be_allocated_again(iface: &Arc<dyn Iface>) -> Outcome {
     const PARTS: u64 = 16;
     need(&**iface, iface.allocator(), Facet::Allocator)?;
@@ -165,7 +167,7 @@ pub(super) fn freed_memory_can_be_allocated_again(iface: &Arc<dyn Iface>) -> Out
     Ok(())
 }
 
-/// Returns the number of bytes of address space that the process has mapped.
+/// Returns the size of the process's mapped address space in bytes.
 fn address_space() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("read /proc/self/statm");
     let pages = statm.split(' ').next().and_then(|pages| pages.parse::<u64>().ok());
@@ -180,7 +182,7 @@ pub(super) fn allocating_and_freeing_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outc
     Ok(())
 }
 
-/// Returns a part of a buffer's range.
+/// Returns the range of `len` bytes that starts `offset` bytes after the start of a buffer.
 pub(super) fn part(buffer: &DeviceBuffer, (offset, len): (u64, u64)) -> AddressRange {
     buffer.allocation().range.slice(offset, len).expect("inside the allocation")
 }

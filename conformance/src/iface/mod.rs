@@ -1,4 +1,4 @@
-//! The behaviours of an iface.
+//! Behaviours that every iface must have.
 
 mod copy;
 mod export;
@@ -95,15 +95,14 @@ behaviours! {
     registration_queries_the_iface_once_per_end,
 }
 
-/// The length of the test allocations in bytes. That is several pages, whatever the machine's base
-/// page size is.
+/// Length of the test allocations, in bytes. It is several pages for every page size of Linux.
 const LEN: u64 = 256 << 10;
 
-/// The parts of an allocation that the behaviours use, as offset and length: all of it, whole pages
-/// in the middle, and a range that starts and ends inside pages.
+/// Parts of an allocation that the behaviours use, as (offset, length): all of it, some whole
+/// pages, and a range that starts and ends inside pages.
 const PARTS: [(u64, u64); 3] = [(0, LEN), (64 << 10, 64 << 10), (70_001, 10_007)];
 
-/// The kinds of memory that an iface may allocate.
+/// Kinds of memory that the behaviours try to allocate.
 const KINDS: [AllocationKind; 6] = [
     AllocationKind::Device,
     AllocationKind::Host,
@@ -113,18 +112,18 @@ const KINDS: [AllocationKind; 6] = [
     AllocationKind::System,
 ];
 
-/// Returns the value of `facet`. If the iface does not have the facet, returns the outcome that
-/// skips the behaviour.
+/// Returns the value of an optional facet. If the facet is `None`, returns the outcome that skips
+/// the behaviour.
 fn need<T>(iface: &dyn Iface, facet: Option<T>, which: Facet) -> Result<T, Skipped> {
     facet.map_or_else(|| skip(format!("the iface lacks it: {}", iface.unavailable(which))), Ok)
 }
 
-/// Returns the first device.
+/// Returns the id of the iface's first device.
 fn first_device(iface: &dyn Iface) -> DeviceId {
     iface.devices().expect("list the devices").first().map_or(DeviceId(0), |device| device.id)
 }
 
-/// Allocates a buffer of each kind that the iface has.
+/// Allocates a buffer of each kind of memory that the iface supports.
 fn buffers(iface: &Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped> {
     need(&**iface, iface.allocator(), Facet::Allocator)?;
     let device = first_device(&**iface);
@@ -139,23 +138,23 @@ fn buffers(iface: &Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped> {
     Ok(buffers)
 }
 
-/// Allocates a buffer of the first kind that the iface has.
+/// Allocates a buffer of the first kind of memory that the iface supports.
 fn buffer(iface: &Arc<dyn Iface>) -> Result<DeviceBuffer, Skipped> {
     Ok(buffers(iface)?.swap_remove(0))
 }
 
-/// Returns a request for memory of the first kind that the iface has.
+/// Returns a request for `len` bytes of the first kind of memory that the iface supports.
 fn request(iface: &Arc<dyn Iface>, len: u64) -> Result<AllocRequest, Skipped> {
     let kind = buffer(iface)?.allocation().kind;
     Ok(AllocRequest { len, device: first_device(&**iface), kind })
 }
 
-/// Returns true if an error says that the iface lacks the kind of memory or the facet.
+/// Returns true if an error means that the iface does not support the kind of memory or the facet.
 fn is_missing(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Unavailable)
 }
 
-/// Reads a whole buffer.
+/// Returns the contents of a whole buffer.
 fn contents(buffer: &DeviceBuffer) -> Vec<u8> {
     let mut bytes = vec![0; buffer.allocation().range.len() as usize];
     buffer.read(0, &mut bytes).expect("copy from the memory");
@@ -167,8 +166,8 @@ fn at(buffer: &DeviceBuffer, offset: u64) -> Address {
     Address(buffer.allocation().base().0 + offset)
 }
 
-/// Queries the iface for the range of a buffer's allocation. For virtual memory the range may be
-/// longer than the buffer, because drivers round its length up to their granularity.
+/// Returns the range of a buffer's allocation, as the iface reports it. The range may be longer
+/// than the buffer, because drivers round the length of virtual memory up to their granularity.
 fn whole(iface: &dyn Iface, buffer: &DeviceBuffer) -> AddressRange {
     let own = buffer.allocation();
     let found = iface.query(own.base()).expect("query").expect("an allocation is claimed");

@@ -1,4 +1,4 @@
-//! Behaviours of the monitor that detects frees.
+//! Behaviours of an iface's monitor, which detects that memory was freed.
 
 use std::sync::{
     Arc,
@@ -61,8 +61,9 @@ fn start(iface: &dyn Iface) -> Result<Arc<dyn Monitor>, Skipped> {
     }
 }
 
-/// Requires that the monitor detects a free: by a callback, or by a changed identity at the
-/// address.
+/// Tests that the monitor detects a free by its own detection method. A monitor with callbacks must
+/// notify its subscriber. A monitor with identities must report that the allocation is no longer
+/// valid.
 pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
     let monitor = start(&**iface)?;
     for buffer in buffers(iface)? {
@@ -83,7 +84,7 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
             }
             DetectionMethod::Identity => {
                 assert!(!valid(), "freed memory is valid: {allocation:?}");
-                // The new allocations may reuse the address, with another identity.
+                // The new allocations may reuse the address. If so, they have another identity.
                 let again = buffers(iface)?;
                 assert!(!valid(), "{allocation:?} is valid beside {again:?}");
             }

@@ -1,4 +1,4 @@
-//! Behaviours of the iface's memory when the software NIC registers it.
+//! Behaviours of memory of the iface that is registered with the software NIC.
 
 use std::sync::{
     Arc,
@@ -39,7 +39,7 @@ pub(super) fn part_of_an_allocation_is_reached_by_staged_copies(iface: &Arc<dyn 
     registered_by(iface, P2pPolicy::Disabled)
 }
 
-/// Opens a domain of the software NIC over host memory and an iface.
+/// Opens a domain of the software NIC, with host memory and the iface's memory.
 fn open(iface: &Arc<dyn Iface>, p2p: P2pPolicy) -> Domain {
     let nic = Loopback::builder().needs(MrMode::VIRT_ADDR | MrMode::PROV_KEY).build();
     let mut registry = Registry::new();
@@ -53,8 +53,8 @@ fn open(iface: &Arc<dyn Iface>, p2p: P2pPolicy) -> Domain {
         .expect("open a domain")
 }
 
-/// Registers parts of each kind of memory under a policy. Writes and reads them through the NIC,
-/// and compares the bytes of the part and those around it.
+/// Tests writes and reads by peers on memory of each kind. `policy` says if the domain may register
+/// the memory by a direct path, by staging buffers, or both.
 fn registered_by(iface: &Arc<dyn Iface>, policy: P2pPolicy) -> Outcome {
     if iface.kind() == IfaceKind::SYSTEM && policy != P2pPolicy::Enabled {
         return skip("host memory has one path, whatever the policy for devices");
@@ -101,7 +101,7 @@ fn moves_bytes(
         _ => {}
     }
 
-    let cq = domain.open_cq(16)?;
+    let cq = domain.open_cq(256)?;
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq))?;
     let peer = endpoint.resolve(&endpoint.name())?;
     let key = region.key()?;
@@ -124,21 +124,22 @@ fn moves_bytes(
     endpoint.close().map_err(Error::from)
 }
 
-/// Waits for a transfer. The software NIC executes a transfer when its completion queue is read.
+/// Waits for the next completion, and returns the number of bytes that were transferred. The
+/// software NIC executes a transfer when its completion queue is read.
 fn moved(cq: &dyn CompletionQueue) -> Result<u64> {
     let mut done = Vec::new();
     while cq.read(&mut done, 1)? == 0 {}
     done.remove(0).result
 }
 
-/// An iface that counts the queries of another one.
+/// An iface that forwards to another iface and counts its queries.
 #[derive(Debug)]
 struct Counting {
     iface: Arc<dyn Iface>,
     queries: AtomicU64,
 }
 
-// SAFETY: each answer and facet is that of the counted iface, or `None`.
+// SAFETY: each answer and facet is that of the inner iface, or `None`.
 unsafe impl Iface for Counting {
     fn kind(&self) -> IfaceKind {
         self.iface.kind()
@@ -158,7 +159,7 @@ unsafe impl Iface for Counting {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller upholds the contract of `copy`, which is the inner iface's.
         unsafe { self.iface.copy(to, from, len) }
     }
 

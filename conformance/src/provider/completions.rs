@@ -1,4 +1,4 @@
-//! Behaviours of completions: waits, the file descriptor of a queue, immediate data.
+//! Behaviours of completions: waiting, the file descriptor of a queue, and immediate data.
 
 use std::{
     sync::Arc,
@@ -8,15 +8,16 @@ use std::{
 use hmem_core::{Access, ErrorKind, provider::Provider, transfer::CompletionKind};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::link::{LOCAL, Link, REMOTE, contents, remote};
+use super::link::{DEPTH, LOCAL, Link, REMOTE, Side, contents, eventually, remote};
 use crate::{
     bytes::{assert_bytes, pattern},
-    trial::{Outcome, skip},
+    trial::{Outcome, assert_kind, skip},
 };
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Posts a write of 8 bytes.
+/// Writes 8 bytes from the initiator to the target. Waits for the completion, and asserts that it
+/// has the context `context` and reports success.
 fn post_write(link: &Link, context: u64) {
     let region = link.target.register(vec![0; 8], REMOTE);
     let source = link.initiator.register(vec![1; 8], LOCAL);
@@ -80,6 +81,50 @@ pub(super) fn channel_is_readable_from_the_next_completion_on(
     Ok(())
 }
 
+/// Tests that a nearly full completion queue loses no completion. Posts until the NIC refuses with
+/// `Again`, and reads only one completion after each refusal.
+pub(super) fn posting_until_again_loses_no_completion(provider: &Arc<dyn Provider>) -> Outcome {
+    const RECEIVES: u64 = DEPTH / 2;
+    const COUNT: u64 = 16 * DEPTH;
+    let link = Link::open(provider);
+    let region = link.target.register(vec![0; 8], REMOTE);
+    let source = link.initiator.register(vec![1; 8], LOCAL);
+    let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
+    let there = [remote(&key, 0, 8)];
+    let Side { endpoint, cq, domain: _domain, .. } = link.initiator;
+    for context in 0..RECEIVES {
+        endpoint.receive(&[slice], None, context).expect("post a receive");
+    }
+    let (mut done, mut posted) = (Vec::new(), RECEIVES);
+    while posted < COUNT {
+        match endpoint.write(&[slice], &there, link.peer, posted) {
+            Ok(()) => posted += 1,
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Again, "{error}");
+                eventually("the end of a write", || {
+                    link.target.domain.progress().expect("progress");
+                    cq.read(&mut done, 1).expect("read a completion") == 1
+                });
+            }
+        }
+    }
+    // The close cancels the receives, and the writes that the NIC has not executed.
+    endpoint.close().expect("close the endpoint");
+    while (done.len() as u64) < COUNT
+        && cq.wait(&mut done, DEPTH as usize, Duration::from_secs(10)).expect("wait") > 0
+    {}
+    for completion in &done {
+        match &completion.result {
+            Ok(_) => {}
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Canceled, "{completion:?}"),
+        }
+    }
+    let mut contexts: Vec<_> = done.iter().map(|completion| completion.context).collect();
+    contexts.sort_unstable();
+    assert!(contexts.iter().copied().eq(0..COUNT), "completions of {COUNT} posts: {contexts:?}");
+    Ok(())
+}
+
 pub(super) fn write_with_immediate_data_completes_a_receive(
     provider: &Arc<dyn Provider>,
 ) -> Outcome {
@@ -98,7 +143,7 @@ pub(super) fn write_with_immediate_data_completes_a_receive(
     if bytes == 0 {
         let error = link.initiator.endpoint.write_immediate(&[slice], &there, 0, link.peer, 1);
         let error = error.expect_err("a NIC without immediate data accepted some");
-        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert_kind(&error, ErrorKind::Unsupported, "immediate data");
         return skip("the NIC carries no immediate data");
     }
     link.target.endpoint.receive(&[inbox.slice(0, 64).expect("inside")], None, 2).expect("post");
@@ -131,7 +176,7 @@ pub(super) fn too_wide_immediate_data_is_refused(provider: &Arc<dyn Provider>) -
         endpoint.send_immediate(&[slice], None, data, link.peer, 1),
     ] {
         let error = refused.expect_err("too wide");
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert_kind(&error, ErrorKind::InvalidArgument, "too wide immediate data");
     }
     assert_bytes(&contents(&region), &[0; 8], "the target");
     Ok(())

@@ -1,4 +1,4 @@
-//! Behaviours of keys, and of endpoint names.
+//! Behaviours of memory keys and of endpoint names.
 
 use std::{collections::HashSet, sync::Arc};
 
@@ -11,7 +11,7 @@ use hmem_core::{
 use super::link::{LOCAL, Link, REMOTE, assert_refused, contents, remote};
 use crate::{
     bytes::{assert_bytes, pattern},
-    trial::{Outcome, skip},
+    trial::{Outcome, assert_kind, skip},
 };
 
 pub(super) fn live_regions_have_keys_of_their_own(provider: &Arc<dyn Provider>) -> Outcome {
@@ -41,7 +41,7 @@ pub(super) fn requested_key_in_use_is_refused(provider: &Arc<dyn Provider>) -> O
     let first = register().map_err(|rejected| rejected.error).expect("register");
     assert_eq!(first.provider_region().expect("registered").key, 77, "not the requested key");
     let error = register().expect_err("the key is in use").error;
-    assert_eq!(error.kind(), ErrorKind::NoKey, "{error}");
+    assert_kind(&error, ErrorKind::NoKey, "a requested key that is in use");
     drop(first);
     register().map_err(|rejected| rejected.error).expect("register once the key is free");
     Ok(())
@@ -77,7 +77,7 @@ pub(super) fn raw_key_is_mapped_used_and_unmapped(provider: &Arc<dyn Provider>) 
     }
     let region = link.target.register(pattern(1, 4096), REMOTE);
     let error = region.raw_attr(&mut []).expect_err("the buffer is too small for the key");
-    assert_eq!(error.kind(), ErrorKind::TooSmall, "{error}");
+    assert_kind(&error, ErrorKind::TooSmall, "a buffer of 0 bytes for a raw key");
     let mut room = vec![0; link.target.domain.provider_attr().raw_key_size];
     let (base, len) = region.raw_attr(&mut room).expect("raw key");
     assert_eq!((base, len <= room.len()), (region.base_addr(), true));
@@ -89,7 +89,7 @@ pub(super) fn raw_key_is_mapped_used_and_unmapped(provider: &Arc<dyn Provider>) 
     domain.unmap_key(&key).expect("unmap");
     assert_eq!(domain.live().mapped_keys, 0);
     let error = domain.unmap_key(&key).expect_err("the key is not mapped");
-    assert_eq!(error.kind(), ErrorKind::InvalidKey, "{error}");
+    assert_kind(&error, ErrorKind::InvalidKey, "unmapping a key twice");
     Ok(())
 }
 
@@ -101,7 +101,7 @@ pub(super) fn malformed_endpoint_name_is_refused(provider: &Arc<dyn Provider>) -
             .endpoint
             .resolve(&EndpointName(bytes))
             .expect_err("the bytes are no name");
-        assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+        assert_kind(&error, ErrorKind::Malformed, "an endpoint name of random bytes");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Two domains on one NIC: a target that exposes memory, and an initiator that accesses it.
+//! Two domains on one NIC. The target exposes memory, and the initiator accesses it.
 
 use std::{
     cell::Cell,
@@ -18,13 +18,17 @@ use hmem_p2p::path::DefaultPathSelector;
 
 use crate::bytes::{assert_bytes, pattern};
 
-/// Every right of the local side.
+/// All access rights that a domain's own requests can need.
 pub(super) const LOCAL: Access =
     Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
-/// Every right of peers.
+/// All access rights that a peer's requests can need.
 pub(super) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
-/// A domain with an endpoint and a completion queue.
+/// Depth of each endpoint: the maximum number of sends in flight, and of receives in flight. Each
+/// completion queue is for both, and so is twice as deep.
+pub(super) const DEPTH: u64 = 64;
+
+/// One end of a link: a domain with an endpoint and a completion queue.
 pub(super) struct Side {
     pub(super) endpoint: Endpoint,
     pub(super) cq: Arc<dyn CompletionQueue>,
@@ -37,19 +41,19 @@ impl Side {
         let selector = Arc::new(DefaultPathSelector::new());
         let domain = Domain::open(provider, Arc::clone(registry), selector, attr);
         let domain = domain.expect("open a domain");
-        let cq = domain.open_cq(128).expect("open a completion queue");
         let rma_event = domain.provider_domain().region_counters().is_some();
-        let attr = EndpointAttr { rma_event, ..EndpointAttr::new(&cq) };
+        let cq = domain.open_cq(2 * DEPTH as usize).expect("open a completion queue");
+        let attr = EndpointAttr { rma_event, depth: DEPTH as usize, ..EndpointAttr::new(&cq) };
         let endpoint = domain.open_endpoint(&attr).expect("open an endpoint");
         Self { endpoint, cq, domain, next_key: Cell::new(100) }
     }
 
-    /// Returns a number that was not requested as a key before.
+    /// Returns a key that this domain has not requested before.
     pub(super) fn fresh_key(&self) -> u64 {
         self.next_key.replace(self.next_key.get() + 1)
     }
 
-    /// Registers a buffer, and makes the region usable.
+    /// Registers a buffer. Binds and enables the region if the mode requires it.
     pub(super) fn try_register<B: OwnedBuffer>(
         &self,
         buffer: B,
@@ -76,7 +80,8 @@ impl Side {
         Ok(())
     }
 
-    /// Waits for this side's next completion. Meanwhile makes progress on `other`.
+    /// Waits for the next completion of this end of the link. Meanwhile drives the progress of the
+    /// other end, `other`.
     pub(super) fn wait(&self, other: &Self) -> Completion {
         let mut done = Vec::new();
         eventually("the end of a transfer", || {
@@ -88,7 +93,7 @@ impl Side {
 }
 
 /// Waits until `reached` returns true. Panics after a minute, so that a test fails instead of
-/// hanging.
+/// hanging. `what` names the awaited event in the panic.
 pub(super) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !reached() {
@@ -97,11 +102,12 @@ pub(super) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     }
 }
 
-/// The fixture of the behaviours: both domains, and a simulated device for the target's memory.
+/// An initiator and a target on one NIC, for the tests of a provider. The target may also register
+/// memory of the simulated device `device`.
 pub(super) struct Link {
     pub(super) initiator: Side,
     pub(super) target: Side,
-    /// The target's endpoint, as a peer of the initiator's endpoint.
+    /// Address of the target's endpoint, for requests of the initiator.
     pub(super) peer: PeerId,
     pub(super) device: Arc<Simulated>,
 }
@@ -111,7 +117,8 @@ impl Link {
         Self::with(provider, P2pPolicy::Enabled)
     }
 
-    /// Opens both sides on the provider's first NIC, in the mode that the NIC requires.
+    /// Opens both domains on the provider's first NIC, with the registration mode that the NIC
+    /// requires.
     pub(super) fn with(provider: &Arc<dyn Provider>, p2p: P2pPolicy) -> Self {
         let nics = provider.nics().expect("list the NICs");
         let nic = nics.first().expect("the provider has a NIC");
@@ -131,7 +138,8 @@ impl Link {
         self.target.domain.mr_mode().effective().contains(mode)
     }
 
-    /// Returns the key of a region for the initiator. In RAW mode the initiator maps it.
+    /// Returns the key with which the initiator accesses a region. In RAW mode the initiator maps
+    /// the raw key first.
     pub(super) fn key(&self, region: &MemoryRegion) -> RemoteKey {
         if !self.has(MrMode::RAW) {
             return region.key().expect("key");
@@ -141,7 +149,8 @@ impl Link {
         mapped.expect("map the raw key")
     }
 
-    /// Writes `bytes` to `offset` of the region that `key` belongs to.
+    /// Writes `bytes` to the target's memory, `offset` bytes after the base address of `key`. Waits
+    /// for the completion, and returns the number of bytes.
     pub(super) fn push(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<u64> {
         let source = self.initiator.register(bytes.to_vec(), LOCAL);
         let len = bytes.len() as u64;
@@ -150,7 +159,8 @@ impl Link {
         self.ended()
     }
 
-    /// Reads `len` bytes from `offset` of the region that `key` belongs to.
+    /// Reads `len` bytes of the target's memory, `offset` bytes after the base address of `key`.
+    /// Waits for the completion.
     pub(super) fn pull(&self, key: &RemoteKey, offset: u64, len: u64) -> Result<Vec<u8>> {
         let sink = self.initiator.register(vec![0xEE; len as usize], LOCAL);
         let remote = [remote(key, offset, len)];
@@ -164,8 +174,8 @@ impl Link {
         moved.map(|_| bytes)
     }
 
-    /// Waits for the next completion of the target. Returns it with the completions of the
-    /// initiator that came before it. Panics if a request of the initiator failed.
+    /// Waits for the target's next completion. Returns it, and the initiator's completions that
+    /// were read meanwhile. Panics if a request of the initiator failed.
     pub(super) fn arrived(&self) -> (Completion, Vec<Completion>) {
         let (mut arrived, mut ended) = (Vec::new(), Vec::new());
         eventually("the end of a receive", || {
@@ -185,14 +195,15 @@ impl Link {
         completion.result
     }
 
-    /// Asserts that a write and a read with the key are refused. `what` names the key in failures.
+    /// Asserts that the key gives no access: a write and a read of the byte at `offset` are
+    /// refused. `what` names the key in failures.
     #[track_caller]
     pub(super) fn assert_dead(&self, key: &RemoteKey, offset: u64, what: &str) {
         assert_refused(self.push(key, offset, &[0xFF]), what);
         assert_refused(self.pull(key, offset, 1), what);
     }
 
-    /// Asserts that a write and a read with the key succeed.
+    /// Asserts that the key gives access: a write and a read succeed.
     #[track_caller]
     pub(super) fn assert_works(&self, key: &RemoteKey) {
         let bytes = pattern(9, 19);
@@ -201,13 +212,13 @@ impl Link {
     }
 }
 
-/// Returns the segment of `len` bytes from `offset` of the region that `key` belongs to.
+/// Returns a remote segment of `len` bytes, `offset` bytes after the base address of `key`.
 pub(super) fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_> {
     RemoteSegment { address: Iova(key.base().0.wrapping_add(offset)), len, key }
 }
 
-/// Asserts that the target refused an access. Accepts every kind of access error, because RDMA
-/// devices do not return the reason.
+/// Asserts that a request failed with an access error. Every kind of access error is accepted,
+/// because RDMA devices do not report the reason. `what` names the request in failures.
 #[track_caller]
 pub(super) fn assert_refused<T>(result: Result<T>, what: &str) {
     match result {
@@ -225,7 +236,7 @@ pub(super) fn assert_refused<T>(result: Result<T>, what: &str) {
     }
 }
 
-/// Returns the bytes of a region.
+/// Returns the bytes of a region's memory.
 pub(super) fn contents<B: OwnedBuffer>(region: &OwnedRegion<B>) -> Vec<u8> {
     let mut bytes = vec![0; region.len() as usize];
     region.read(0, &mut bytes).expect("copy from the memory");

@@ -1,4 +1,4 @@
-//! The behaviours of a provider.
+//! Behaviours that every provider must have.
 
 mod completions;
 mod keys;
@@ -27,6 +27,7 @@ behaviours! {
     /// MR-09
     atomic_returns_the_old_value_and_adds,
     each_request_completes_once_with_its_context,
+    posting_until_again_loses_no_completion,
     transfers_progress_by_the_declared_agent,
     requests_take_effect_in_the_declared_order,
     /// EVT-05

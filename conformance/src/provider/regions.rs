@@ -10,7 +10,7 @@ use hmem_core::{
 use super::link::{LOCAL, Link, REMOTE, assert_refused, contents, remote};
 use crate::{
     bytes::{assert_bytes, assert_no_fd_leaks, pattern},
-    trial::{Outcome, skip},
+    trial::{Outcome, assert_kind, skip},
 };
 
 pub(super) fn peers_get_the_rights_of_the_key_and_no_others(
@@ -49,7 +49,7 @@ pub(super) fn overlapping_regions_grant_each_their_own_rights(
     let register = |offset: u64, len: u64, access: Access| -> Result<_> {
         let ranges = [AddressRange::of(&memory).slice(offset, len).expect("inside")];
         let attr = MrAttr::new(&ranges, access).key(link.target.fresh_key());
-        // SAFETY: the vector outlives the regions. The only write of a peer is refused.
+        // SAFETY: the vector outlives the regions. The only remote write is refused.
         let region = unsafe { link.target.domain.regattr(&attr, MrFlags::empty()) }?;
         link.target.make_usable(&region)?;
         Ok(region)
@@ -93,7 +93,8 @@ pub(super) fn closed_region_is_unreachable(provider: &Arc<dyn Provider>) -> Outc
     Ok(())
 }
 
-/// Writes that end before the region is closed may succeed.
+/// Tests that a write in flight does not change the memory of a region after the close of the
+/// region has returned. A write may complete before that.
 pub(super) fn transfers_in_flight_leave_a_closed_region_alone(
     provider: &Arc<dyn Provider>,
 ) -> Outcome {
@@ -113,7 +114,7 @@ pub(super) fn transfers_in_flight_leave_a_closed_region_alone(
         let mut bytes = region.close().map_err(Error::from).expect("close");
         bytes.fill(0x11);
         for _ in 0..posted {
-            // A write that did not complete before the close was refused.
+            // If the region closed before the write completed, the NIC must have refused the write.
             if let Ok(moved) = link.ended() {
                 assert_eq!(moved, LEN, "a completed write moves all of its bytes");
             }
@@ -130,7 +131,7 @@ pub(super) fn descriptor_of_a_closed_region_is_refused(provider: &Arc<dyn Provid
     let key = link.key(&region);
     let source = link.initiator.register(vec![0xFF; 64], LOCAL);
     let slice = source.slice(0, 64).expect("inside");
-    // Keeps the bytes allocated.
+    // The vector keeps the bytes of the closed region allocated.
     let _bytes = source.close().map_err(Error::from).expect("close");
     let posted = link.initiator.endpoint.write(&[slice], &[remote(&key, 0, 64)], link.peer, 1);
     posted.and_then(|()| link.ended()).expect_err("the region of the source is closed");
@@ -227,14 +228,15 @@ pub(super) fn opening_and_closing_leaks_no_fd(provider: &Arc<dyn Provider>) -> O
     Ok(())
 }
 
-/// Asserts that a region in use by a sub-region or window refuses to close, and still works.
+/// Asserts that a region which a sub-region or window uses cannot be closed, and still works.
+/// Returns the region.
 pub(super) fn assert_busy(
     link: &Link,
     region: hmem_core::OwnedRegion<Vec<u8>>,
 ) -> hmem_core::OwnedRegion<Vec<u8>> {
     let key = link.key(&region);
     let rejected = region.close().expect_err("something depends on the region");
-    assert_eq!(rejected.error.kind(), ErrorKind::Busy, "{}", rejected.error);
+    assert_kind(&rejected.error, ErrorKind::Busy, "closing a region that is in use");
     link.assert_works(&key);
     rejected.value
 }

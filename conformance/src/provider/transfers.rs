@@ -17,11 +17,11 @@ use crate::{
     trial::{Outcome, skip},
 };
 
-/// The length of each region in bytes.
+/// Length of each region, in bytes.
 const LEN: u64 = 200_000;
 
-/// The parts of a region that are transferred, as offset and length: all of it, one byte at each
-/// end, and an odd number of bytes in the middle.
+/// Parts of a region that the transfers use, as (offset, length): all of it, one byte at each end,
+/// and an odd number of bytes in the middle.
 const PARTS: [(u64, u64); 4] = [(0, LEN), (0, 1), (LEN - 1, 1), (4095, 70_001)];
 
 pub(super) fn write_and_read_move_exactly_the_named_bytes(provider: &Arc<dyn Provider>) -> Outcome {
@@ -55,7 +55,8 @@ pub(super) fn region_of_several_ranges_is_one_run_of_bytes(
     let ranges =
         [(8192, 1000), (100, 3000)].map(|(offset, len)| whole.slice(offset, len).expect("inside"));
     let attr = MrAttr::new(&ranges, REMOTE).key(link.target.fresh_key());
-    // SAFETY: the vector outlives the region. Peers only read it, and so does this function.
+    // SAFETY: the vector outlives the region. Remote requests only read it, and so does this
+    // function.
     let region = unsafe { link.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
     link.target.make_usable(&region).expect("bind and enable");
     let found = link.pull(&link.key(&region), 0, 4000).expect("read");
@@ -84,7 +85,7 @@ pub(super) fn message_arrives_in_the_posted_buffer(provider: &Arc<dyn Provider>)
 
 pub(super) fn atomic_returns_the_old_value_and_adds(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
-    // Atomics need an aligned element. A vector of bytes may start at any address.
+    // The element of an atomic must be aligned, and a vector of bytes may start at any address.
     let bytes = pattern(3, 64);
     let before = bytes.clone();
     let region = link.target.register(bytes, REMOTE);
@@ -168,7 +169,8 @@ pub(super) fn transfers_progress_by_the_declared_agent(provider: &Arc<dyn Provid
     Ok(())
 }
 
-/// Posts two writes to the same bytes and a read of these bytes, all in flight at once.
+/// Tests the order of requests that the provider declares: posts two writes to the same bytes and
+/// then a read of these bytes, all of which are in flight at once.
 pub(super) fn requests_take_effect_in_the_declared_order(provider: &Arc<dyn Provider>) -> Outcome {
     const LEN: u64 = 16 << 10;
     let link = Link::open(provider);
@@ -221,7 +223,8 @@ pub(super) fn device_memory_is_reached_by_staged_copies(provider: &Arc<dyn Provi
     device_memory(&link, Path::Staged)
 }
 
-/// Registers memory of the simulated device, from its start and in its middle.
+/// Tests that the domain registers device memory by the path `path`, and that a write and a read of
+/// each registered part move the right bytes.
 fn device_memory(link: &Link, path: Path) -> Outcome {
     let device = Arc::<hmem_iface_system::Simulated>::clone(&link.device) as Arc<dyn Iface>;
     let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };

@@ -1,4 +1,4 @@
-//! Monitors with a fault.
+//! Monitors with a deliberate fault, for tests that expect the suite to detect it.
 
 use std::sync::Arc;
 
@@ -7,17 +7,17 @@ use hmem_core::{
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
-/// The fault of a monitor.
+/// A deliberate fault of a monitor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(dead_code, reason = "each test binary with this module uses one variant")]
 pub(crate) enum MonitorFault {
-    /// The monitor reports no free.
+    /// Fault: the monitor notifies no subscriber.
     Deaf,
-    /// The monitor reports every allocation as still existing.
+    /// Fault: the monitor reports every allocation as valid, even after a free.
     Confused,
 }
 
-/// A monitor with one fault.
+/// A monitor that forwards to `monitor`, with one fault.
 #[derive(Debug)]
 pub(crate) struct FaultyMonitor {
     pub(crate) monitor: Arc<dyn Monitor>,

@@ -1,22 +1,22 @@
-//! An arena: memory that is only ever used for values of one type. So an outdated index still
-//! refers to a valid `T`.
+//! An arena: memory that only ever stores values of one type, so that an outdated index still
+//! refers to a valid value.
 //!
-//! An arena reserves addresses for all the values that it may ever hold. It makes them accessible
-//! as it grows, so that one addition turns an index into a reference. The arena unmaps nothing
-//! before it is dropped.
+//! An arena reserves an address range for its largest size at once, and makes pages accessible as
+//! it grows. So values never move, and one addition turns an index into a reference. The arena
+//! unmaps its memory when it is dropped.
 
 #[cfg(not(loom))]
 pub(super) use self::mapped::Arena;
 #[cfg(loom)]
 pub(super) use self::modelled::Arena;
 
-/// A type for which fresh memory of the operating system is a valid value.
+/// A type for which zeroed memory is a valid value.
 ///
 /// # Safety
 /// All bytes zero must be a valid value, and the type must need no drop.
 pub(super) unsafe trait Zeroed {
-    /// Returns the value with all bytes zero, for memory that does not come from the operating
-    /// system.
+    /// Creates the value that zeroed memory represents. Used by loom's models, which allocate
+    /// values one by one.
     #[cfg(loom)]
     fn zeroed() -> Self;
 }
@@ -38,14 +38,14 @@ mod mapped {
 
     const PAGE: usize = 4096;
 
-    /// An arena of up to a fixed number of `T`s. Index 0 means "none".
+    /// An arena with a fixed capacity. Users of the arena treat index 0 as "none".
     pub(in crate::cache) struct Arena<T> {
         base: NonNull<T>,
-        /// The base from which [`Arena::at_tagged`] computes addresses: a tagged index is added to
-        /// it.
+        /// The base pointer for tagged indices: the address of the value with index 0, minus the
+        /// tag. Adding a tagged index gives the address of a value.
         tagged: *const T,
         reserved: usize,
-        /// The number of accessible bytes. It grows under the cache's lock.
+        /// The number of accessible bytes, which never decreases.
         usable: AtomicUsize,
     }
 
@@ -57,7 +57,7 @@ mod mapped {
     unsafe impl<T: Sync> Send for Arena<T> {}
 
     impl<T: Zeroed> Arena<T> {
-        /// Reserves addresses for the indices 1 to `count`.
+        /// Reserves addresses for the indices 0 ("none") to `count`.
         pub(in crate::cache) fn reserve(count: usize) -> Result<Self> {
             let reserved = ((count + 1) * size_of::<T>()).next_multiple_of(PAGE);
             // SAFETY: a new mapping replaces nothing.
@@ -71,21 +71,23 @@ mod mapped {
             }
             .map_err(|errno| {
                 Error::os(errno, "mmap").context("bytes", reserved).remedy(
-                    "the registration cache reserves addresses: raise RLIMIT_AS or lower its limit",
+                    "raise the limit of addresses (`ulimit -v`), or lower FI_MR_CACHE_MAX_COUNT: \
+                     the registration cache reserves addresses for its entries",
                 )
             })?;
             let base = NonNull::new(base.cast()).expect("a mapping is not at address 0");
             Ok(Self { base, tagged: base.as_ptr(), reserved, usable: AtomicUsize::new(0) })
         }
 
-        /// Sets the tag of [`Arena::at_tagged`]: bits above those of all indices.
+        /// Sets the tag: bits above those of every index. A tagged index is an index plus the tag.
         pub(in crate::cache) fn tag(mut self, tag: u32) -> Self {
             self.tagged = self.base.as_ptr().wrapping_sub(tag as usize);
             self
         }
 
-        /// Makes everything up to `index` accessible. Returns `false` if the arena is full or
-        /// memory is short. The caller ensures that no other thread calls this at the same time.
+        /// Makes the values up to `index` accessible. Returns `false` if `index` exceeds the
+        /// capacity or the system is out of memory. Two threads must not call this at the same
+        /// time.
         pub(in crate::cache) fn ensure(&self, index: u32) -> bool {
             let needed = (index as usize + 1) * size_of::<T>();
             let usable = self.usable.load(Ordering::Relaxed);
@@ -112,7 +114,8 @@ mod mapped {
             grown.is_ok()
         }
 
-        /// Returns the value with this index.
+        /// Returns the value with this index. An earlier [`Arena::ensure`] must have made it
+        /// accessible.
         #[inline(always)]
         pub(in crate::cache) fn at(&self, index: u32) -> &T {
             debug_assert!(
@@ -124,7 +127,7 @@ mod mapped {
             unsafe { self.base.add(index as usize).as_ref() }
         }
 
-        /// Returns the value of an index that includes the arena's tag.
+        /// Returns the value with a tagged index ([`Arena::tag`]).
         #[inline(always)]
         pub(in crate::cache) fn at_tagged(&self, tagged: u32) -> &T {
             // SAFETY: the tag is subtracted and added by wrapping arithmetic only. The sum is the
@@ -137,23 +140,25 @@ mod mapped {
             ((ptr::from_ref(value).addr() - self.base.addr().get()) / size_of::<T>()) as u32
         }
 
-        /// Returns the memory of a value of zero bytes to the system, if it fills whole pages.
+        /// Lets the kernel reclaim the pages of a value. The value must fill whole pages, and all
+        /// its bytes must be zero.
         pub(in crate::cache) fn release_pages(&self, index: u32) {
             let place = self.base.as_ptr().wrapping_add(index as usize).cast();
             // SAFETY: the pages belong to the arena, and read as zeroes before and after.
             if let Err(errno) = unsafe { madvise(place, size_of::<T>(), Advice::LinuxDontNeed) } {
-                tracing::debug!(%errno, "memory of an empty node is kept");
+                tracing::debug!(%errno, "cannot return the memory of an empty node to the system");
             }
         }
 
-        /// Disables huge pages, which would use memory for values that are not in use yet.
+        /// Disables huge pages in the arena. Huge pages would allocate memory for values that are
+        /// not in use yet.
         pub(in crate::cache) fn small_pages(self) -> Self {
             // SAFETY: the pages belong to the arena, and the advice changes no content.
             let advised = unsafe {
                 madvise(self.base.as_ptr().cast(), self.reserved, Advice::LinuxNoHugepage)
             };
             if let Err(errno) = advised {
-                tracing::debug!(%errno, "transparent huge pages are left as they are");
+                tracing::debug!(%errno, "cannot disable transparent huge pages of a cache");
             }
             self
         }
@@ -205,7 +210,10 @@ mod modelled {
         }
 
         pub(in crate::cache) fn index_of(&self, value: &T) -> u32 {
-            self.0.iter().position(|other| std::ptr::eq(other, value)).expect("one of these") as u32
+            self.0
+                .iter()
+                .position(|other| std::ptr::eq(other, value))
+                .expect("a value of this arena") as u32
         }
 
         pub(in crate::cache) fn release_pages(&self, _index: u32) {}

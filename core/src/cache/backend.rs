@@ -1,4 +1,4 @@
-//! The backend of a cache, which registers the memory, and the cache's limits.
+//! The backend trait of a cache, and the cache's limits.
 
 use std::sync::Arc;
 
@@ -7,7 +7,9 @@ use crate::{Rejected, Result, monitor::Invalidator};
 
 /// Registers, deregisters and watches memory for a [`Cache`](super::Cache).
 ///
-/// Any threads may call the methods at once. The cache holds none of its locks during a call.
+/// Threads may call the methods concurrently. The cache holds its lock while it calls
+/// [`CacheBackend::max_len`], which must not use the cache. It holds none of its locks while it
+/// calls any other method.
 pub trait CacheBackend: Send + Sync + 'static {
     /// A registered region of the backend.
     type Region: Send + Sync + 'static;
@@ -17,59 +19,81 @@ pub trait CacheBackend: Send + Sync + 'static {
 
     /// Starts to watch the key's memory.
     ///
-    /// From now on, changes are reported to `invalidator`, or [`CacheBackend::is_current`] detects
-    /// them. The cache's entry exists already, so that invalidations find it. The memory is not
-    /// registered yet.
+    /// From this call on, the backend reports changes of the memory to `invalidator`, or
+    /// [`CacheBackend::is_current`] detects them. The cache calls this before it registers the
+    /// memory of a new entry. An invalidation during the call already applies to the new entry.
     ///
     /// # Errors
-    /// The reason why no monitor can watch the memory. The cache then registers it uncached.
+    /// The reason why no monitor can watch the memory. The cache then registers the memory
+    /// uncached. If the key is a merged one, the cache first tries to watch and cache the caller's
+    /// own range.
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Self::Watch>;
 
-    /// Stops watching. Called once for each watch, after the region is deregistered.
+    /// Stops watching a registration's memory. The cache calls this once for each watch: after it
+    /// deregistered the region, or after the registration failed. If the backend refuses to
+    /// deregister a region until the cache is dropped, the drop calls this for the registered
+    /// region.
     fn unwatch(&self, watch: Self::Watch);
 
-    /// Returns whether each hit must call [`CacheBackend::is_current`].
-    fn needs_validation(&self, watch: &Self::Watch) -> bool;
+    /// Returns true if each hit must call [`CacheBackend::is_current`]. The cache calls this once
+    /// for each watch, before it registers the memory. The default is false, for a backend that
+    /// reports every change to the invalidator. A backend that overrides one of the two methods
+    /// must override both.
+    fn needs_validation(&self, _watch: &Self::Watch) -> bool {
+        false
+    }
 
-    /// Returns whether the memory at the addresses is still the memory that was registered.
+    /// Returns true if the memory at the addresses is still the memory that was registered. If it
+    /// is not, the cache invalidates the entry. The cache calls this method only if
+    /// [`CacheBackend::needs_validation`] returned true for the watch.
     ///
     /// # Errors
     /// A failed driver call. The cache then invalidates the entry.
-    fn is_current(&self, watch: &Self::Watch) -> Result<bool>;
+    fn is_current(&self, _watch: &Self::Watch) -> Result<bool> {
+        Ok(true)
+    }
 
-    /// Returns the largest length of a registration in bytes. Merging does not exceed it.
-    fn max_len(&self) -> u64;
+    /// Returns the largest length in bytes of a merged registration. The cache does not compare the
+    /// ranges of callers with this limit. The default is no limit.
+    fn max_len(&self) -> u64 {
+        u64::MAX
+    }
 
     /// Registers the key's memory. `watch` is the result of [`CacheBackend::watch`] for the same
     /// key; `None` if the region stays uncached.
     ///
     /// # Errors
-    /// The caller of [`Cache::get_or_register`](super::Cache::get_or_register) gets the error. On
-    /// `OutOfResources` the cache evicts idle entries and, if there were any, retries once.
+    /// On `OutOfResources` the cache deregisters all regions without leases and waits for
+    /// deregistrations in flight. If there were any, it retries once, except in a forked child. If
+    /// the key is a merged one, the cache then registers the caller's own range. Otherwise the
+    /// caller of [`Cache::get_or_register`](super::Cache::get_or_register) gets the error.
     fn register(&self, key: &Key, watch: Option<&Self::Watch>) -> Result<Self::Region>;
 
     /// Deregisters a region.
     ///
     /// # Errors
-    /// The region, still registered. The cache retries later.
+    /// The driver's error, with the region, which is still registered. The cache retries when it
+    /// next reclaims entries. It does not retry in a forked child or at the end of its drop.
     fn deregister(&self, region: Self::Region) -> Result<(), Rejected<Self::Region>>;
 }
 
 /// The limits of a cache, and the switch for merging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// The largest number of entries, in use or idle. Invalidated entries do not count. 0 disables
-    /// caching. A cache never holds more than 4,194,304 entries.
+    /// The largest number of entries, with or without leases. Invalidated entries do not count. 0
+    /// disables caching. A limit above 4,194,304 acts like 4,194,304.
     pub max_count: usize,
-    /// The largest number of bytes of these entries together. 0 disables caching.
+    /// The largest total size in bytes of all entries, without the invalidated ones. 0 disables
+    /// caching.
     pub max_bytes: u64,
-    /// Set if a new registration is merged with the entries of the same rights that it overlaps or
-    /// touches.
+    /// True to merge a new registration with the entries that it overlaps or touches. The cache
+    /// merges only entries with the same rights, iface, device and allocation, and no further than
+    /// [`Limits::max_bytes`] and [`CacheBackend::max_len`] allow.
     pub merge: bool,
 }
 
 impl Default for Limits {
-    /// Returns 65,536 entries, any number of bytes, no merging.
+    /// Returns limits of 65,536 entries and any number of bytes, without merging.
     fn default() -> Self {
         Self { max_count: 65_536, max_bytes: u64::MAX, merge: false }
     }

@@ -15,8 +15,8 @@ use crate::{
     monitor::{InvalidationCause, InvalidationToken, Invalidator},
 };
 
-/// The number of entries that the index has room for beyond the limit. They are needed for
-/// invalidated entries that still have leases, and for new entries during an eviction.
+/// The number of entries that a cache may have beyond its limit: invalidated entries that are not
+/// freed yet.
 #[cfg(not(loom))]
 const SPARE_ENTRIES: usize = 4096;
 #[cfg(loom)]
@@ -25,7 +25,7 @@ const SPARE_ENTRIES: usize = 2;
 /// this.
 const MAX_ENTRIES: usize = 1 << 22;
 
-/// The state of a cache, one part for each group of modules. Lookups read the first two parts.
+/// The state of a cache. Fast lookups read only the first two fields.
 #[repr(C)]
 pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) leases: Leases,
@@ -38,8 +38,8 @@ pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) active_invalidations: CachePadded<ActiveInvalidations>,
     pub(super) state: CachePadded<Mutex<LockedState<S>>>,
     pub(super) in_flight: CachePadded<InFlightCounter>,
-    /// Notified when a registration ends that a thread waits for, and when the last deregistration
-    /// in flight ends.
+    /// Notified when a registration with waiting threads ends, and when deregistrations end while a
+    /// thread or a callback waits for them.
     pub(super) ended: Condvar,
     pub(super) counters: CachePadded<Counters>,
     pub(super) waker: Waker,
@@ -52,19 +52,23 @@ pub(super) struct LockedState<S: CacheBackend> {
     pub(super) misses: MissState,
 }
 
-/// The state of misses that the cache's lock protects.
+/// The part of the cache's state that misses use under the lock.
 #[derive(Default)]
 pub(super) struct MissState {
-    /// The number of misses that made an entry, including misses in progress.
+    /// The number of misses that created an entry, including misses in progress. A miss that then
+    /// fails or returns an uncached region is subtracted again.
     pub(super) registrations: u64,
-    /// Errors of failed registrations, for the threads that waited for them.
+    /// The errors of failed registrations, by entry index. Threads that waited for a registration
+    /// read its error here.
     pub(super) failures: HashMap<u32, Error>,
 }
 
-/// Counts that change without the lock. Hits are counted in the lease slots instead.
+/// Statistics that threads update without the lock. Most hits are counted in the lease slots
+/// instead.
 #[derive(Debug)]
 pub(super) struct Counters {
-    /// The number of hits by lookups that missed first, and then waited or searched again.
+    /// The number of lookups that missed at first and hit later: after a wait for another thread's
+    /// registration, or in the search under the lock.
     pub(super) late_hits: AtomicU64,
     pub(super) uncached: AtomicU64,
     pub(super) failures: AtomicU64,
@@ -117,14 +121,18 @@ impl<S: CacheBackend> CacheCore<S> {
         })
     }
 
-    /// Assigns a free block to a new owner. Returns `None` if all blocks are in use. Locks the
-    /// cache, so that a thread that ends entries under the lock knows all owners.
+    /// Assigns a free lease block to a thread or a lookup handle. Returns `None` if all blocks are
+    /// in use.
+    ///
+    /// Takes the cache's lock, so that no new owner can look up while another thread evicts or
+    /// detaches entries under the lock.
     pub(super) fn take_block(&self) -> Option<&LeaseBlock> {
         let _ends_no_entries = self.state.lock();
         self.leases.blocks.take_first()
     }
 
-    /// Marks an entry invalidated without a check of its range.
+    /// Marks an entry as invalidated, counts `cause`, and pushes the entry on the stack of
+    /// invalidated entries. Does nothing if the entry is free, failed or already invalidated.
     pub(super) fn mark_invalidated(&self, index: u32, cause: InvalidationCause) {
         if self.index.entries.at(index).mark_invalidated(|_| true) {
             self.counters.count_invalidation(cause);
@@ -132,14 +140,15 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Pushes an entry that the caller has just marked invalidated.
+    /// Pushes an entry on the stack of invalidated entries. Only the thread that marked the entry
+    /// invalidated may call this, once.
     pub(super) fn push_invalidated(&self, index: u32) {
         self.invalidated.push(&self.index.entries, index);
     }
 
-    /// Invalidates the entries that have a byte of the range, but not those that only share a page
-    /// with it. The application calls this, because it knows the exact bytes. Monitors report whole
-    /// pages.
+    /// Invalidates the entries that contain a byte of the range. Entries that only share a page
+    /// with the range stay. The application's invalidations use this, because the application knows
+    /// the exact bytes. Monitors report whole pages.
     pub(super) fn invalidate_bytes(&self, range: AddressRange) {
         let Some(last) = range.len().checked_sub(1) else { return };
         let start = range.start().0;
@@ -148,15 +157,17 @@ impl<S: CacheBackend> CacheCore<S> {
         self.invalidate_end(change);
     }
 
-    /// Publishes an invalidation of the addresses from `start` to `last`. The caller then searches
-    /// for entries.
+    /// Adds the addresses from `start` to `last` to the invalidations in progress, and issues a
+    /// fence. The caller must then invalidate the entries that overlap the addresses, and end the
+    /// invalidation.
     fn publish(&self, start: u64, last: u64, cause: InvalidationCause) -> InvalidationToken {
         let change = self.active_invalidations.begin(start, last, cause);
         fence_after_exchange();
         change
     }
 
-    /// Invalidates the entries that have an address from `start` to `last`.
+    /// Invalidates the entries that overlap the addresses from `start` to `last`, and wakes the
+    /// worker if there are any. Does nothing in a forked child.
     fn invalidate_between(&self, start: u64, last: u64, cause: InvalidationCause) {
         let (first_page, last_page) = radix::pages_or_all(start, last);
         if self.leases.gate.is_forked() {
@@ -177,7 +188,7 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 }
 
-/// Returns the first and last address of the pages that a range touches.
+/// Returns the first and last address of the pages that contain a byte of a range.
 fn whole_pages(range: AddressRange) -> (u64, u64) {
     let last = range.start().0.saturating_add(range.len().saturating_sub(1));
     (range.start().0 & !0xfff, last | 0xfff)

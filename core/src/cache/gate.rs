@@ -1,20 +1,25 @@
-//! The gate: a word that every lookup loads first. It holds the cache's number and a count of
-//! closes, and is 0 after a fork.
+//! The gate of a cache: a word that every lookup loads first. A lookup that begins while the gate
+//! is closed does not hit until the gate opens.
+//!
+//! The word holds the cache's number, the number of closes that were not undone, and two flags. The
+//! word is 0 in a forked child.
 
 use super::sync::{AtomicU64, Ordering};
 use crate::Result;
 #[cfg(not(loom))]
 use crate::process::WipedWord;
 
-/// Set if lookups must fence. Fast lookups, which do not fence, then see a closed gate.
+/// A bit of the gate's word: each lookup of the cache needs a memory fence, so fast lookups, which
+/// issue none, are disabled.
 const FENCED: u64 = 1;
-/// Set once the gate is closed permanently.
+/// A bit of the gate's word: the gate is closed permanently.
 const CLOSED_PERMANENTLY: u64 = 2;
-/// The amount by which each close increases the word. The higher bits hold the cache's number.
+/// The amount by which each [`Gate::close`] increases the gate's word.
 const CLOSE: u64 = 4;
 const NUMBER: u32 = 16;
 
-/// Returns the value that the word of cache `number` has while fast lookups are enabled.
+/// Returns the value of the gate's word while fast lookups are enabled, for the cache with this
+/// number.
 pub(super) const fn fast_open(number: u64) -> u64 {
     number << NUMBER
 }
@@ -26,7 +31,7 @@ const fn open(number: u64, fenced: bool) -> u64 {
 /// A switch that disables all hits while it is closed.
 ///
 /// The word has a page of its own, which the kernel zeroes in a forked child (`MADV_WIPEONFORK`),
-/// however the fork was made.
+/// whichever system call forked it.
 pub(super) struct Gate {
     #[cfg(not(loom))]
     word: WipedWord,
@@ -58,21 +63,21 @@ impl Gate {
         &self.word
     }
 
-    /// Loads the word. Fast lookups are enabled if and only if it equals `fast_open(number)` for
-    /// the cache's number ([`fast_open`]).
+    /// Loads the gate's word. Fast lookups are enabled if and only if it equals [`fast_open`] of
+    /// the cache's number.
     #[inline(always)]
     pub(super) fn load(&self) -> u64 {
         self.word().load(Ordering::Acquire)
     }
 
-    /// Returns whether lookups may hit.
+    /// Returns whether the gate is open, so that lookups may hit.
     pub(super) fn is_open(&self) -> bool {
         let word = self.load();
         word != 0 && word & ((1 << NUMBER) - 1) & !FENCED == 0
     }
 
     /// Returns whether this process is a forked child of the process that created the cache. The
-    /// child can use no lock, entry or thread of the cache.
+    /// child must not use the cache's locks, entries or thread.
     pub(super) fn is_forked(&self) -> bool {
         self.load() >> NUMBER == 0
     }
@@ -93,7 +98,7 @@ impl Gate {
         self.word().fetch_add(CLOSE, Ordering::SeqCst);
     }
 
-    /// Undoes one [`Gate::close`].
+    /// Undoes one call of [`Gate::close`]. The gate is open again when all calls are undone.
     pub(super) fn open(&self) {
         self.word().fetch_sub(CLOSE, Ordering::SeqCst);
     }

@@ -1,4 +1,5 @@
-//! The cache's handle, lookup handles for one thread, and leases that keep the cache alive.
+//! The public handles of a cache: the cache itself, lookup handles for one thread, and leases that
+//! keep the cache alive.
 
 use std::{cell::Cell, fmt, marker::PhantomData, ops::Deref, sync::Arc};
 
@@ -21,14 +22,15 @@ use super::{
 };
 use crate::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
 
-/// A cache of registrations.
+/// A cache of memory registrations.
 ///
-/// The cache starts one thread, which deregisters the regions of invalidated entries. In a forked
-/// child each lookup registers an uncached region. The child never touches the parent's
-/// registrations.
+/// The cache starts one thread, the worker, which deregisters the regions of invalidated entries.
+/// In a forked child no lookup hits, and [`Cache::get_or_register`] registers an uncached region.
+/// The child never touches the parent's registrations.
 ///
-/// Eviction takes entries without a hit since its clock hand last passed (second chance). It evicts
-/// at most a sixteenth of the entries, and no more than 64, beyond what is needed.
+/// A miss that needs room evicts by a clock with second chances: it evicts entries that have no
+/// lease and had no hit since the clock hand last passed them. It may evict more entries than
+/// needed, as a batch: a sixteenth of all entries, but no more than 64.
 pub struct Cache<S: CacheBackend> {
     pub(super) core: Arc<CacheCore<S>>,
     invalidator: Arc<dyn Invalidator>,
@@ -40,7 +42,7 @@ impl<S: CacheBackend> Cache<S> {
     /// Creates a cache over `backend`.
     ///
     /// # Errors
-    /// - [`ErrorKind::OutOfResources`] if addresses, memory or the thread cannot be allocated.
+    /// - [`ErrorKind::OutOfResources`] if address space, memory or the thread cannot be allocated.
     /// - The operating system's error if it cannot detect forks (before Linux 4.14).
     pub fn new(backend: S, limits: Limits) -> Result<Self> {
         Self::with_barrier(backend, limits, Barrier::choose())
@@ -57,15 +59,19 @@ impl<S: CacheBackend> Cache<S> {
         })
     }
 
-    /// Returns a region that covers the key's range with at least its rights: a cached one, or a
-    /// new one.
+    /// Returns a region that covers the key's range with at least the key's rights, and has the
+    /// key's iface, device and allocation. The region is a cached one, or a new one on a miss. If
+    /// another thread is registering a region that covers the key, this call waits for that region.
+    /// If the cache cannot store a new region, the region is uncached; see
+    /// [`Lease::uncached_reason`].
     ///
     /// # Errors
-    /// The backend's error.
+    /// The backend's error, or the error of another thread's registration of exactly this range,
+    /// for which this call waited: [`ErrorKind::BadState`] if that registration panicked.
     #[inline(always)]
     pub fn get_or_register(&self, key: &Key) -> Result<Lease<'_, S>> {
         let (mut free, mut found) = (None, None);
-        if let Some(slot) = threads::noted_slot(&self.core.leases) {
+        if let Some(slot) = threads::next_slot(&self.core.leases) {
             match self.core.lookup_fast(slot, key) {
                 FastLookup::Hit(leased) => return Ok(Lease::cached(&self.core, leased)),
                 FastLookup::Miss => free = Some(slot),
@@ -73,32 +79,33 @@ impl<S: CacheBackend> Cache<S> {
             }
         }
         cold_path();
-        // A copy, so that a hit need not keep the key in memory.
+        // The copy lets the compiler keep the key of a hit in registers.
         let key = *key;
         let lease = match free {
             Some(slot) => self.core.register_missing(&self.invalidator, slot, &key),
-            None => self.lookup_slow(&key, found),
+            None => self.get_or_register_slow(&key, found),
         };
         Ok(lease?.by_fields())
     }
 
     /// Returns a region like [`Cache::get_or_register`], for a key that [`Cache::get_cached`] did
-    /// not find. This skips the lookup without the lock.
+    /// not find. Searches only under the lock, because [`Cache::get_cached`] already searched
+    /// without it.
     ///
     /// # Errors
     /// The errors of [`Cache::get_or_register`].
     pub fn register_missing(&self, key: &Key) -> Result<Lease<'_, S>> {
-        self.lookup_slow(key, Some(NOT_FOUND))
+        self.get_or_register_slow(key, Some(NOT_FOUND))
     }
 
     #[cold]
     #[inline(never)]
-    fn lookup_slow(&self, key: &Key, found: Option<u32>) -> Result<Lease<'_, S>> {
+    fn get_or_register_slow(&self, key: &Key, found: Option<u32>) -> Result<Lease<'_, S>> {
         let Some(block) = self.own_block() else {
             return self.core.register_without_slot(key);
         };
         let lease = self.lookup_in_block(block, key, found);
-        threads::note_slot(&self.core.leases, block);
+        threads::record_next_slot(&self.core.leases, block);
         lease
     }
 
@@ -106,8 +113,9 @@ impl<S: CacheBackend> Cache<S> {
         threads::own_block(&self.core.leases, || self.core.take_block())
     }
 
-    /// Looks up with a lease slot of the calling thread, and registers on a miss. `found` is the
-    /// result of a fast lookup's search, or `None` if it did not search.
+    /// Looks up `key` with a lease slot of `block`, and registers on a miss. `found` is the index
+    /// of the entry that a fast lookup's search returned (0 for none), or `None` if there was no
+    /// search.
     #[inline(never)]
     pub(super) fn lookup_in_block<'c>(
         &'c self,
@@ -115,8 +123,8 @@ impl<S: CacheBackend> Cache<S> {
         key: &Key,
         found: Option<u32>,
     ) -> Result<Lease<'c, S>> {
-        if let Some(leased) = self.core.lookup_checked(block, key, found) {
-            return Ok(Lease::cached_checked(&self.core, leased));
+        if let Some(leased) = self.core.lookup_slow(block, key, found) {
+            return Ok(Lease::cached_slow(&self.core, leased));
         }
         match self.core.leases.blocks.free_slot(block) {
             Some(slot) => self.core.register_missing(&self.invalidator, slot, key),
@@ -124,12 +132,21 @@ impl<S: CacheBackend> Cache<S> {
         }
     }
 
-    /// Returns a cached region, or `None`. The statistics count no miss. The key may be [of any
-    /// owner](Key::of_any_owner).
+    /// Returns a cached region, without registering memory or waiting for a registration. Returns
+    /// `None` in these cases:
+    ///
+    /// - No registered entry covers the key.
+    /// - Hits are disabled: a monitor is handling a change of memory, the kernel refuses
+    ///   `membarrier(2)`, or the process is a forked child.
+    /// - No lease slot is available, or the thread is exiting.
+    ///
+    /// A call that returns `None` does not count as a miss in the statistics.
+    ///
+    /// The key may match memory [of any owner](Key::of_any_owner).
     #[must_use]
     pub fn get_cached(&self, key: &Key) -> Option<Lease<'_, S>> {
         let mut found = None;
-        if let Some(slot) = threads::noted_slot(&self.core.leases) {
+        if let Some(slot) = threads::next_slot(&self.core.leases) {
             match self.core.lookup_fast(slot, key) {
                 FastLookup::Hit(leased) => return Some(Lease::cached(&self.core, leased)),
                 FastLookup::Miss => return None,
@@ -137,9 +154,9 @@ impl<S: CacheBackend> Cache<S> {
             }
         }
         let block = self.own_block()?;
-        let leased = self.core.lookup_checked(block, key, found)?;
-        threads::note_slot(&self.core.leases, block);
-        Some(Lease::cached_checked(&self.core, leased))
+        let leased = self.core.lookup_slow(block, key, found)?;
+        threads::record_next_slot(&self.core.leases, block);
+        Some(Lease::cached_slow(&self.core, leased))
     }
 
     /// Calls [`Cache::get_cached`] and returns a lease that keeps the cache alive.
@@ -164,27 +181,28 @@ impl<S: CacheBackend> Cache<S> {
         Ok(OwnedLease::new(self, self.register_missing(key)?))
     }
 
-    /// Creates a handle for many lookups on one thread. Its lookups are faster, because the handle
-    /// already has a lease block.
+    /// Creates a handle for many lookups on one thread. The handle's lookups are faster, because
+    /// they access no thread-local data. In a forked child, or if the cache has no free lease
+    /// block, the handle never hits: its lookups find nothing and its registrations are uncached.
     #[must_use]
     pub fn lookup_handle(&self) -> LookupHandle<'_, S> {
         let usable = !self.core.leases.gate.is_forked();
         let block = usable.then(|| self.core.take_block()).flatten();
         let own = block.map(|block| HandleBlock {
             block,
-            slot: Cell::new(self.core.leases.blocks.hinted_slot(block)),
+            slot: Cell::new(self.core.leases.blocks.next_slot(block)),
         });
         LookupHandle { cache: self, own, not_send: PhantomData }
     }
 
-    /// Returns the invalidator, which monitors notify of changes.
+    /// Returns the invalidator, which monitors call when memory changes.
     #[must_use]
     pub fn invalidator(&self) -> &Arc<dyn Invalidator> {
         &self.invalidator
     }
 
-    /// Invalidates the entries that have a byte of the range. No lookup finds them from now on, and
-    /// each is deregistered once it has no lease.
+    /// Invalidates the entries that contain a byte of the range. No lookup that begins after this
+    /// call finds them. Each is deregistered once it has no lease.
     ///
     /// Entries that only share a page with the range stay. [`Cache::invalidator`] invalidates those
     /// too, since monitors report whole pages.
@@ -193,10 +211,14 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Invalidates like [`Cache::invalidate`], and calls `callback` once all entries of the range
-    /// are deregistered. This includes entries with a deregistration that is already in flight.
+    /// are deregistered. This includes invalidated entries, and entries with a deregistration that
+    /// is already in flight. It does not include regions that the backend refused to deregister
+    /// before this call.
     ///
-    /// The thread that deregisters the last of these entries calls `callback`. If there are none,
-    /// the calling thread does.
+    /// `callback` also waits until the cache has no other deregistration in flight, whatever the
+    /// range. The thread that ends the last of these deregistrations calls `callback`. If there are
+    /// none, the range is empty or the process is a forked child, the calling thread calls it. The
+    /// drop of the cache calls it even if the backend refuses to deregister an entry.
     pub fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -205,36 +227,42 @@ impl<S: CacheBackend> Cache<S> {
         self.core.invalidate_with_callback(range, CompletionCallback::new(callback));
     }
 
-    /// Returns the statistics.
+    /// Returns the counts of lookups, and the current content of the cache. All numbers are 0 in a
+    /// forked child.
     #[must_use]
     pub fn statistics(&self) -> CacheStatistics {
         self.core.statistics()
     }
 
-    /// Lists the registered entries with the result of `read` for each region. `read` runs under
-    /// the cache's lock and must not use the cache.
+    /// Lists the registered entries that are not invalidated, with the result of `read` for each
+    /// region. `read` runs under the cache's lock and must not use the cache. The list is empty in
+    /// a forked child.
     pub fn entries<T>(&self, read: impl Fn(&S::Region) -> T) -> Vec<CachedEntryInfo<T>> {
         self.core.entries(read)
     }
 
-    /// Deregisters the regions of invalidated entries without leases, and waits for deregistrations
-    /// in flight.
+    /// Deregisters the regions of invalidated entries without leases, retries deregistrations that
+    /// the backend refused, and waits for deregistrations in flight. Does nothing in a forked
+    /// child.
     pub fn reclaim(&self) {
         self.core.reclaim();
     }
 
-    /// Evicts all idle entries.
+    /// Evicts all entries that have no lease, and reclaims like [`Cache::reclaim`]. May evict
+    /// nothing if the kernel began to refuse `membarrier(2)`.
     pub fn evict_idle(&self) {
         self.core.evict_all_idle(&mut PendingCallbacks::new());
     }
 
-    /// Evicts all idle entries. Fails with `Busy` if any entry remains.
+    /// Evicts all entries that have no lease, and reclaims invalidated entries. Fails with `Busy`
+    /// if any entry remains.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if there are leases, or if the provider refused to deregister a region.
+    /// [`ErrorKind::Busy`] if an entry has a lease or is being registered, if the backend refused
+    /// to deregister a region, or if the kernel refuses `membarrier(2)`.
     pub fn try_clear(&self) -> Result<()> {
         self.evict_idle();
-        // The worker may be deregistering entries that were invalidated meanwhile.
+        // Waits for the worker, which may be deregistering entries that were invalidated meanwhile.
         self.reclaim();
         let left = self.statistics();
         if left.entries + left.pending_reclaim + left.deregister_failed == 0 {
@@ -248,20 +276,20 @@ impl<S: CacheBackend> Cache<S> {
             .remedy("drop the leases first"))
     }
 
-    /// Returns the backend.
+    /// Returns the backend with which the cache registers memory.
     #[must_use]
     pub fn backend(&self) -> &S {
         &self.core.backend
     }
 }
 
-/// The result of a search of the table that found no entry.
+/// The index that stands for "no entry": a search of the table found nothing.
 const NOT_FOUND: u32 = 0;
 
 impl<S: CacheBackend> Drop for Cache<S> {
     fn drop(&mut self) {
         if self.core.leases.gate.is_forked() {
-            // The thread, the locks and the regions belong to the parent.
+            // In a forked child, the worker thread, the locks and the regions belong to the parent.
             #[cfg(not(loom))]
             std::mem::forget(self.worker.take());
             return;
@@ -278,16 +306,16 @@ impl<S: CacheBackend> fmt::Debug for Cache<S> {
     }
 }
 
-/// A handle for lookups of one thread, which [`Cache::lookup_handle`] returns. Its leases may
-/// outlive it.
+/// A handle for lookups of one thread, created by [`Cache::lookup_handle`]. Leases may outlive the
+/// handle.
 pub struct LookupHandle<'c, S: CacheBackend> {
     cache: &'c Cache<S>,
     own: Option<HandleBlock<'c>>,
-    /// Only one thread may use the block.
+    /// Makes the handle `!Send`, because only one thread may use its lease block.
     not_send: PhantomData<*const ()>,
 }
 
-/// The lease block of a handle, and the slot of the block that a lookup tries first.
+/// A handle's lease block, and the lease slot that the handle's next lookup tries first.
 struct HandleBlock<'c> {
     block: &'c LeaseBlock,
     slot: Cell<&'c LeaseSlot>,
@@ -306,7 +334,7 @@ impl<'c, S: CacheBackend> LookupHandle<'c, S> {
             FastLookup::SlowPath { found } => found,
         };
         let key = *key;
-        Ok(self.lookup_slow(&key, found)?.by_fields())
+        Ok(self.get_or_register_slow(&key, found)?.by_fields())
     }
 
     /// Returns a region like [`Cache::register_missing`].
@@ -314,7 +342,7 @@ impl<'c, S: CacheBackend> LookupHandle<'c, S> {
     /// # Errors
     /// The errors of [`Cache::get_or_register`].
     pub fn register_missing(&self, key: &Key) -> Result<Lease<'c, S>> {
-        self.lookup_slow(key, Some(NOT_FOUND))
+        self.get_or_register_slow(key, Some(NOT_FOUND))
     }
 
     /// Returns a cached region like [`Cache::get_cached`].
@@ -327,9 +355,9 @@ impl<'c, S: CacheBackend> LookupHandle<'c, S> {
             FastLookup::SlowPath { found } => found,
         };
         let own = self.own.as_ref()?;
-        let leased = core.lookup_checked(own.block, key, found)?;
-        own.slot.set(core.leases.blocks.hinted_slot(own.block));
-        Some(Lease::cached_checked(core, leased))
+        let leased = core.lookup_slow(own.block, key, found)?;
+        own.slot.set(core.leases.blocks.next_slot(own.block));
+        Some(Lease::cached_slow(core, leased))
     }
 
     #[inline(always)]
@@ -345,13 +373,14 @@ impl<'c, S: CacheBackend> LookupHandle<'c, S> {
 
     #[cold]
     #[inline(never)]
-    fn lookup_slow(&self, key: &Key, found: Option<u32>) -> Result<Lease<'c, S>> {
+    fn get_or_register_slow(&self, key: &Key, found: Option<u32>) -> Result<Lease<'c, S>> {
         let core = &self.cache.core;
-        // Another block takes a lock, which a thread of the parent may have held at the fork.
+        // In a forked child, a new lease block would need a lock that a thread of the parent may
+        // have held.
         let own = self.own.as_ref().filter(|_| !core.leases.gate.is_forked());
         let Some(own) = own else { return core.register_without_slot(key) };
         let lease = self.cache.lookup_in_block(own.block, key, found);
-        own.slot.set(core.leases.blocks.hinted_slot(own.block));
+        own.slot.set(core.leases.blocks.next_slot(own.block));
         lease
     }
 }
@@ -370,10 +399,10 @@ impl<S: CacheBackend> fmt::Debug for LookupHandle<'_, S> {
     }
 }
 
-/// A lease that keeps its cache alive. It may outlive the borrow of the cache, and costs a shared
-/// reference count.
+/// A lease that keeps its cache alive. Unlike a [`Lease`] it does not borrow the cache, but shares
+/// its ownership.
 pub struct OwnedLease<S: CacheBackend> {
-    /// The lease, which refers to the cache and so is dropped before it.
+    /// The lease, which refers to the cache. So this field is declared first and dropped first.
     lease: Lease<'static, S>,
     _cache: Arc<Cache<S>>,
 }
@@ -387,7 +416,7 @@ impl<S: CacheBackend> OwnedLease<S> {
         Self { lease, _cache: Arc::clone(cache) }
     }
 
-    /// Returns the lease.
+    /// Returns the lease that `self` owns.
     #[must_use]
     pub fn lease(&self) -> &Lease<'_, S> {
         &self.lease

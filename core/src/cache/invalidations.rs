@@ -1,33 +1,33 @@
-//! The invalidations in progress. A registration that overlaps one of them is invalidated at once.
+//! The invalidations in progress. A new entry that overlaps one of them is invalidated at once.
 
 use super::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::monitor::{InvalidationCause, InvalidationToken};
 
-/// The number of own slots, which an invalidation claims with one exchange.
+/// The number of preferred slots. An invalidation claims such a slot with one atomic exchange.
 #[cfg(not(loom))]
-const OWN: usize = 4;
+const PREFERRED: usize = 4;
 #[cfg(loom)]
-const OWN: usize = 1;
+const PREFERRED: usize = 1;
 
-/// The number of shared slots, for invalidations that found their own slot claimed.
+/// The number of overflow slots, for invalidations that found their preferred slot claimed.
 #[cfg(not(loom))]
-const SHARED: usize = 64;
+const OVERFLOW: usize = 64;
 #[cfg(loom)]
-const SHARED: usize = 2;
+const OVERFLOW: usize = 2;
 
 /// The token of an invalidation that found no free slot.
 const NO_SLOT: u32 = u32::MAX;
 
-/// A range that is being invalidated. A claimed slot covers all addresses until its range is
-/// written.
+/// A slot for the range of an invalidation in progress. Until the range is written, a claimed slot
+/// stands for all addresses.
 #[repr(align(64))]
 #[derive(Debug)]
 struct InvalidationSlot {
     start: AtomicU64,
     last: AtomicU64,
     cause: AtomicU32,
-    /// 1 while the slot is claimed, if it is an own slot. For a shared slot, a bit of `taken` says
-    /// this instead.
+    /// 1 while the slot is claimed. Used only in a preferred slot: the bits of `overflow_claimed`
+    /// show which overflow slots are claimed.
     claimed: AtomicU32,
 }
 
@@ -41,7 +41,7 @@ impl InvalidationSlot {
         }
     }
 
-    /// Claims the slot for the caller. Returns `false` if it is claimed already.
+    /// Claims the slot for the caller. Returns `false` if another invalidation has claimed it.
     #[inline(always)]
     fn claim(&self) -> bool {
         self.claimed.load(Ordering::Relaxed) == 0
@@ -61,9 +61,10 @@ impl InvalidationSlot {
         self.last.store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// Returns the cause if the slot's range overlaps this one.
+    /// Returns the cause of the slot's invalidation if its range overlaps the addresses from
+    /// `start` to `last`. A range that ends at `u64::MAX` counts as all addresses.
     fn overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
-        // Until its range is written, a slot covers all addresses.
+        // Until its range is written, a slot stands for all addresses.
         let other_last = self.last.load(Ordering::Acquire);
         let other_start = self.start.load(Ordering::Relaxed);
         (other_last == u64::MAX || (start <= other_last && other_start <= last)).then(|| {
@@ -73,34 +74,38 @@ impl InvalidationSlot {
     }
 }
 
-/// The ranges that are being invalidated, in a fixed number of slots.
+/// The ranges of the invalidations in progress, in a fixed number of slots.
 ///
-/// A thread that invalidates a range claims its preferred slot. If another invalidation has claimed
-/// that slot, the thread takes a shared slot by setting its bit. Without either the invalidation
-/// counts as one of all memory.
+/// An invalidation claims a preferred slot, which the address of the thread's stack selects. If
+/// that slot is claimed, the invalidation claims an overflow slot by setting the slot's bit. If no
+/// slot is free, the invalidation counts as one of all memory.
 ///
-/// A plain store releases a preferred slot. A shared slot needs an atomic exchange, which stalls
-/// after a system call.
+/// A plain store releases a preferred slot. Releasing an overflow slot needs an atomic exchange,
+/// which stalls after a system call.
 #[derive(Debug)]
 pub(super) struct ActiveInvalidations {
-    own: [InvalidationSlot; OWN],
-    taken: AtomicU64,
+    preferred: [InvalidationSlot; PREFERRED],
+    overflow_claimed: AtomicU64,
     without_slot: AtomicU32,
-    shared: [InvalidationSlot; SHARED],
+    overflow: [InvalidationSlot; OVERFLOW],
 }
 
 impl ActiveInvalidations {
     pub(super) fn new() -> Self {
         Self {
-            own: std::array::from_fn(|_| InvalidationSlot::new()),
-            taken: AtomicU64::new(0),
+            preferred: std::array::from_fn(|_| InvalidationSlot::new()),
+            overflow_claimed: AtomicU64::new(0),
             without_slot: AtomicU32::new(0),
-            shared: std::array::from_fn(|_| InvalidationSlot::new()),
+            overflow: std::array::from_fn(|_| InvalidationSlot::new()),
         }
     }
 
-    /// Publishes a range. The exchange that takes the slot publishes all addresses, then stores
-    /// narrow them to the range. The caller then fences and looks for entries.
+    /// Begins an invalidation of the addresses from `start` to `last`. The caller must then issue a
+    /// fence, invalidate the entries that overlap these addresses, and call
+    /// [`ActiveInvalidations::end`].
+    ///
+    /// The exchange that claims a slot publishes an invalidation of all addresses. The stores after
+    /// the exchange narrow the invalidation to the range.
     #[inline]
     pub(super) fn begin(
         &self,
@@ -109,29 +114,29 @@ impl ActiveInvalidations {
         cause: InvalidationCause,
     ) -> InvalidationToken {
         let here = 0_u8;
-        // The stack's address spreads threads over the slots. A model must take the same slot each
-        // time.
+        // Each thread has its own stack, so the address distributes threads over the slots. Loom's
+        // models need the same slot in each execution.
         let stack = if cfg!(loom) { 0 } else { std::ptr::from_ref(&here).addr() >> 12 };
-        let own = stack % OWN;
-        if self.own[own].claim() {
-            self.own[own].set_range(start, last, cause);
-            return InvalidationToken((SHARED + own) as u32);
+        let preferred = stack % PREFERRED;
+        if self.preferred[preferred].claim() {
+            self.preferred[preferred].set_range(start, last, cause);
+            return InvalidationToken((OVERFLOW + preferred) as u32);
         }
-        self.begin_shared(stack % SHARED, start, last, cause)
+        self.begin_in_overflow(stack % OVERFLOW, start, last, cause)
     }
 
     #[cold]
     #[inline(never)]
-    fn begin_shared(
+    fn begin_in_overflow(
         &self,
         from: usize,
         start: u64,
         last: u64,
         cause: InvalidationCause,
     ) -> InvalidationToken {
-        let mut taken = self.taken.load(Ordering::Relaxed);
+        let mut overflow_claimed = self.overflow_claimed.load(Ordering::Relaxed);
         loop {
-            let free = !taken & (u64::MAX >> (64 - SHARED));
+            let free = !overflow_claimed & (u64::MAX >> (64 - OVERFLOW));
             if free == 0 {
                 self.without_slot.fetch_add(1, Ordering::SeqCst);
                 return InvalidationToken(NO_SLOT);
@@ -139,47 +144,57 @@ impl ActiveInvalidations {
             let later = free & (u64::MAX << from);
             let slot = (if later != 0 { later } else { free }).trailing_zeros();
             let (ok, seen) = (Ordering::SeqCst, Ordering::Relaxed);
-            match self.taken.compare_exchange_weak(taken, taken | 1 << slot, ok, seen) {
+            match self.overflow_claimed.compare_exchange_weak(
+                overflow_claimed,
+                overflow_claimed | 1 << slot,
+                ok,
+                seen,
+            ) {
                 Ok(_) => {
-                    self.shared[slot as usize].set_range(start, last, cause);
+                    self.overflow[slot as usize].set_range(start, last, cause);
                     return InvalidationToken(slot);
                 }
-                Err(now) => taken = now,
+                Err(now) => overflow_claimed = now,
             }
         }
     }
 
-    /// Ends an invalidation: withdraws its range and releases its slot.
+    /// Ends an invalidation: clears its range and releases its slot.
     #[inline]
     pub(super) fn end(&self, change: &InvalidationToken) {
-        match self.own.get((change.0 as usize).wrapping_sub(SHARED)) {
-            Some(own) => {
-                own.reset_range();
-                own.claimed.store(0, Ordering::Release);
+        match self.preferred.get((change.0 as usize).wrapping_sub(OVERFLOW)) {
+            Some(preferred) => {
+                preferred.reset_range();
+                preferred.claimed.store(0, Ordering::Release);
             }
-            None => self.end_shared(change),
+            None => self.end_in_overflow(change),
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn end_shared(&self, change: &InvalidationToken) {
+    fn end_in_overflow(&self, change: &InvalidationToken) {
         if change.0 == NO_SLOT {
             self.without_slot.fetch_sub(1, Ordering::Release);
-        } else if let Some(slot) = self.shared.get(change.0 as usize) {
+        } else if let Some(slot) = self.overflow.get(change.0 as usize) {
             slot.reset_range();
-            self.taken.fetch_and(!(1 << change.0), Ordering::Release);
+            self.overflow_claimed.fetch_and(!(1 << change.0), Ordering::Release);
         }
     }
 
-    /// Returns the cause of an invalidation in progress that overlaps this range. The caller has
-    /// put its entry into the table, where invalidations look, and fenced.
+    /// Returns the cause of an invalidation in progress that overlaps the addresses from `start` to
+    /// `last`, or `None`. Returns `Unmap` while an invalidation without a slot is in progress. The
+    /// caller must first insert its entry into the table, where invalidations search, and issue a
+    /// fence.
     #[inline]
     pub(super) fn overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
-        let claimed = self.own.iter().fold(0, |any, own| any | own.claimed.load(Ordering::Acquire));
-        let shared = self.taken.load(Ordering::Acquire);
+        let claimed = self
+            .preferred
+            .iter()
+            .fold(0, |any, preferred| any | preferred.claimed.load(Ordering::Acquire));
+        let overflow = self.overflow_claimed.load(Ordering::Acquire);
         let without_slot = self.without_slot.load(Ordering::Acquire);
-        if claimed == 0 && shared == 0 && without_slot == 0 {
+        if claimed == 0 && overflow == 0 && without_slot == 0 {
             return None;
         }
         self.find_overlapping(start, last)
@@ -191,10 +206,16 @@ impl ActiveInvalidations {
         if self.without_slot.load(Ordering::Acquire) != 0 {
             return Some(InvalidationCause::Unmap);
         }
-        let own = self.own.iter().filter(|own| own.claimed.load(Ordering::Acquire) != 0);
-        let taken = self.taken.load(Ordering::Acquire);
-        let shared = self.shared.iter().enumerate().filter(|(at, _)| taken & 1 << at != 0);
-        own.chain(shared.map(|(_, slot)| slot)).find_map(|slot| slot.overlapping(start, last))
+        let preferred = self
+            .preferred
+            .iter()
+            .filter(|preferred| preferred.claimed.load(Ordering::Acquire) != 0);
+        let overflow_claimed = self.overflow_claimed.load(Ordering::Acquire);
+        let overflow =
+            self.overflow.iter().enumerate().filter(|(at, _)| overflow_claimed & 1 << at != 0);
+        preferred
+            .chain(overflow.map(|(_, slot)| slot))
+            .find_map(|slot| slot.overlapping(start, last))
     }
 }
 
@@ -204,33 +225,35 @@ mod tests {
 
     /// CACHE-09
     ///
-    /// A processor may show the exchange that claims a slot before the stores of its range. In
-    /// between, the slot must not stand for the range of the invalidation before.
+    /// Another processor may see that a slot is claimed before it sees the slot's range. Until then
+    /// the slot must not show the range of an earlier invalidation.
     #[test]
     fn reclaimed_slot_covers_all_addresses_until_its_range_is_written() {
         let active = ActiveInvalidations::new();
         let (start, last) = (0x1000, 0x1fff);
         let mut begun = Vec::new();
-        for own in &active.own {
-            assert!(own.claim());
-            own.set_range(start, last, InvalidationCause::Replace);
+        for preferred in &active.preferred {
+            assert!(preferred.claim());
+            preferred.set_range(start, last, InvalidationCause::Replace);
         }
-        begun.extend((0..OWN).map(|own| InvalidationToken((SHARED + own) as u32)));
-        // All own slots are claimed, so that these take shared ones.
-        begun.extend((0..SHARED).map(|_| active.begin(start, last, InvalidationCause::Replace)));
+        begun.extend(
+            (0..PREFERRED).map(|preferred| InvalidationToken((OVERFLOW + preferred) as u32)),
+        );
+        // All preferred slots are claimed, so these invalidations claim overflow slots.
+        begun.extend((0..OVERFLOW).map(|_| active.begin(start, last, InvalidationCause::Replace)));
         assert_eq!(active.overlapping(start, start), Some(InvalidationCause::Replace));
         assert_eq!(active.overlapping(last + 1, u64::MAX - 1), None);
         begun.iter().for_each(|change| active.end(change));
         assert_eq!(active.overlapping(0, u64::MAX), None);
 
-        for (number, own) in active.own.iter().enumerate() {
-            assert!(own.claim());
-            assert!(active.overlapping(last + 1, last + 1).is_some(), "own slot {number}");
-            active.end(&InvalidationToken((SHARED + number) as u32));
+        for (number, preferred) in active.preferred.iter().enumerate() {
+            assert!(preferred.claim());
+            assert!(active.overlapping(last + 1, last + 1).is_some(), "preferred slot {number}");
+            active.end(&InvalidationToken((OVERFLOW + number) as u32));
         }
-        for number in 0..SHARED {
-            active.taken.store(1 << number, Ordering::SeqCst);
-            assert!(active.overlapping(last + 1, last + 1).is_some(), "shared slot {number}");
+        for number in 0..OVERFLOW {
+            active.overflow_claimed.store(1 << number, Ordering::SeqCst);
+            assert!(active.overlapping(last + 1, last + 1).is_some(), "overflow slot {number}");
             active.end(&InvalidationToken(number as u32));
         }
         assert_eq!(active.overlapping(0, u64::MAX), None);

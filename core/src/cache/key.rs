@@ -1,4 +1,4 @@
-//! The identity of a registration.
+//! The key that identifies a registration in a cache.
 
 use crate::{
     Access, Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
@@ -19,13 +19,14 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
     pub(super) start: u64,
-    /// The last address.
+    /// The last address of the range.
     pub(super) last: u64,
     pub(super) access: u32,
-    /// The iface and the device, in one number.
+    /// The iface in the upper 32 bits and the device in the lower 32 bits.
     pub(super) owner: u64,
     pub(super) allocation: u64,
-    /// A mask: all ones if owner and allocation must match, 0 if the key matches any owner.
+    /// A mask: all ones if iface, device and allocation must match, 0 if the key matches memory of
+    /// every iface, device and allocation.
     pub(super) exact: u64,
 }
 
@@ -60,45 +61,46 @@ impl Key {
         Self { owner: u64::from(iface.0) << 32 | u64::from(device), ..self }
     }
 
-    /// Sets the allocation of the iface.
+    /// Sets the allocation, by the ID that the iface gave it.
     #[must_use]
     pub fn in_allocation(self, allocation: AllocationId) -> Self {
         Self { allocation: allocation.0, ..self }
     }
 
-    /// Makes the key match memory of any owner. Such a key can be looked up, but not registered;
-    /// see [`Cache::get_cached`](super::Cache::get_cached).
+    /// Makes the key match memory of every iface, device and allocation. The caller may pass the
+    /// returned key only to lookups that do not register, such as
+    /// [`Cache::get_cached`](super::Cache::get_cached).
     #[inline]
     #[must_use]
     pub fn of_any_owner(self) -> Self {
         Self { exact: 0, ..self }
     }
 
-    /// Returns the range.
+    /// Returns the range of the registration.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         AddressRange::new(Address(self.start), self.len()).expect("it was a range before")
     }
 
-    /// Returns the access rights.
+    /// Returns the access rights of the registration.
     #[must_use]
     pub fn access(&self) -> Access {
         Access::from_bits_retain(u64::from(self.access))
     }
 
-    /// Returns the iface.
+    /// Returns the iface that owns the memory.
     #[must_use]
     pub fn iface(&self) -> IfaceKind {
         IfaceKind((self.owner >> 32) as u32)
     }
 
-    /// Returns the device of device memory.
+    /// Returns the device that owns the memory, or `None` if the key names no device.
     #[must_use]
     pub fn device(&self) -> Option<DeviceId> {
         Some(DeviceId(self.owner as u32)).filter(|device| device.0 != NO_DEVICE)
     }
 
-    /// Returns the allocation, if the key names one.
+    /// Returns the allocation that contains the memory, or `None` if the key names no allocation.
     #[must_use]
     pub fn allocation(&self) -> Option<AllocationId> {
         Some(AllocationId(self.allocation)).filter(|allocation| allocation.0 != NO_ALLOCATION)
@@ -108,8 +110,8 @@ impl Key {
         self.last - self.start + 1
     }
 
-    /// Returns whether two registrations can be merged: adjacent or overlapping ranges of the same
-    /// owner and allocation with the same rights.
+    /// Returns whether two registrations can be merged: adjacent or overlapping ranges with the
+    /// same rights, iface, device and allocation.
     pub(super) fn is_mergeable_with(&self, other: &Self) -> bool {
         (self.access, self.owner, self.allocation) == (other.access, other.owner, other.allocation)
             && self.start <= other.last.saturating_add(1)

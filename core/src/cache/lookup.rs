@@ -1,4 +1,6 @@
-//! Lookups of cached entries, and the end of a lease: no lock, and no write to a shared line.
+//! Lookups of cached entries, and the end of leases. A fast lookup takes no lock and writes only
+//! its owner's lease block. A slow lookup may also write the entry's state word, call the backend,
+//! and take a lock to assign another lease block.
 
 use super::{
     backend::CacheBackend,
@@ -10,7 +12,7 @@ use super::{
 };
 use crate::monitor::InvalidationCause;
 
-/// An entry with a published lease.
+/// An entry, and the slot in which a lease of it is published.
 pub(super) struct LeasedEntry<'c, S: CacheBackend> {
     pub(super) entry: &'c Entry<S>,
     pub(super) slot: &'c LeaseSlot,
@@ -19,32 +21,32 @@ pub(super) struct LeasedEntry<'c, S: CacheBackend> {
 /// The result of a fast lookup.
 pub(super) enum FastLookup<'c, S: CacheBackend> {
     Hit(LeasedEntry<'c, S>),
-    /// The table has no entry for the key. The lease slot is free again.
+    /// The search of the table returned no entry. The lookup's lease slot is free again.
     Miss,
-    /// A fast lookup cannot decide. `found` is the result of the table's search, or `None` if the
-    /// table was not searched.
+    /// The fast path cannot decide whether the lookup hits. `found` is the index that its search of
+    /// the table returned (0 for none), or `None` if it did not search.
     SlowPath {
         found: Option<u32>,
     },
 }
 
 impl<S: CacheBackend> CacheCore<S> {
-    /// Looks up `key` with no lock or fence. Returns `SlowPath` if that cannot decide. Searches the
-    /// table at most once.
+    /// Looks up `key` with no lock or fence. Returns `SlowPath` if the slot is in use, or if the
+    /// entry that was found allows no fast hit. Searches the table at most once.
     ///
-    /// The caller owns the slot's block. It has seen that the gate is open and that lookups need no
-    /// fence.
+    /// The caller must own the slot's block, and must have read from the gate's word that fast
+    /// lookups are enabled.
     #[inline(always)]
     pub(super) fn lookup_fast<'c>(&'c self, slot: &'c LeaseSlot, key: &Key) -> FastLookup<'c, S> {
-        // Many applications use one buffer again and again.
-        let last = slot.last.load(Ordering::Relaxed);
+        // Many applications use one buffer again and again, so the last entry is tried first.
+        let last = slot.last_found.load(Ordering::Relaxed);
         let entry = self.index.entries.at(last);
         if entry.starts_in_same_page(key) {
-            return self.lookup_last(slot, last, entry, key);
+            return self.lookup_last_found(slot, last, entry, key);
         }
         let index = self.index.find(key);
         let entry = self.index.entries.at(index);
-        slot.last.store(index, Ordering::Relaxed);
+        slot.last_found.store(index, Ordering::Relaxed);
         if slot.is_free() {
             match self.lease_fast(slot, index, entry, key) {
                 Some(leased) => return FastLookup::Hit(leased),
@@ -56,10 +58,10 @@ impl<S: CacheBackend> CacheCore<S> {
         FastLookup::SlowPath { found: Some(index) }
     }
 
-    /// Looks up `key` in the entry that the slot's last lookup found. The entry starts in the same
-    /// page as the key.
+    /// Looks up `key` in `entry`, which the previous lookup with this slot found, and which starts
+    /// in the same page as the key. If the entry does not cover the key, searches the table.
     #[inline(always)]
-    fn lookup_last<'c>(
+    fn lookup_last_found<'c>(
         &'c self,
         slot: &'c LeaseSlot,
         last: u32,
@@ -73,7 +75,7 @@ impl<S: CacheBackend> CacheCore<S> {
         if let Some(leased) = self.lease_fast(slot, last, entry, key) {
             return FastLookup::Hit(leased);
         }
-        // A copy, so that a hit need not keep the key in memory.
+        // The copy lets the compiler keep the key of a hit in registers.
         let key = *key;
         if entry.covers(&key) {
             FastLookup::SlowPath { found: None }
@@ -82,14 +84,14 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Continues a fast lookup whose slot's last entry does not cover the key. Another entry may
-    /// start in the same page.
+    /// Continues a fast lookup with a search of the table, after the entry that the slot's last
+    /// lookup found did not cover the key. Another entry may start in the same page.
     #[cold]
     #[inline(never)]
     fn lookup_in_table<'c>(&'c self, slot: &'c LeaseSlot, key: &Key) -> FastLookup<'c, S> {
         let index = self.index.find(key);
         let entry = self.index.entries.at(index);
-        slot.last.store(index, Ordering::Relaxed);
+        slot.last_found.store(index, Ordering::Relaxed);
         match self.lease_fast(slot, index, entry, key) {
             Some(leased) => FastLookup::Hit(leased),
             None if index == 0 => FastLookup::Miss,
@@ -97,8 +99,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Publishes a lease of an entry. Ends the lease again unless the entry is live and covers the
-    /// key.
+    /// Publishes a lease of an entry. If the entry does not allow a fast hit or does not cover the
+    /// key, ends the lease and returns `None`.
     #[inline(always)]
     fn lease_fast<'c>(
         &'c self,
@@ -121,10 +123,12 @@ impl<S: CacheBackend> CacheCore<S> {
         None
     }
 
-    /// Looks up `key` with fences if the cache needs them, and with validation by the backend if
-    /// the entry needs it. Searches the table unless `found` has a fast lookup's result.
+    /// Looks up `key` on the slow path: with a fence if the cache's lookups need one, and with
+    /// validation by the backend if the entry needs it. Uses the entry `found` from a fast lookup's
+    /// search, or searches the table if `found` is `None`. Returns `None` if the gate is closed, no
+    /// usable entry covers the key, or no lease slot is available.
     #[inline]
-    pub(super) fn lookup_checked<'c>(
+    pub(super) fn lookup_slow<'c>(
         &'c self,
         block: &'c LeaseBlock,
         key: &Key,
@@ -145,11 +149,12 @@ impl<S: CacheBackend> CacheCore<S> {
             slot.count_hit();
             return Some(LeasedEntry { entry, slot });
         }
-        self.release_checked(entry, slot);
+        self.release_slow(entry, slot);
         None
     }
 
-    /// Returns whether a lookup may use an entry of which the caller published a lease.
+    /// Returns whether the entry is live, covers the key and passes the backend's validation. The
+    /// caller must have published a lease of the entry.
     pub(super) fn may_hit(&self, entry: &Entry<S>, key: &Key) -> bool {
         let word = entry.state.load(Ordering::Acquire);
         if !state::is_live(word) || !entry.covers(key) {
@@ -162,8 +167,9 @@ impl<S: CacheBackend> CacheCore<S> {
         true
     }
 
-    /// Asks the backend whether a live entry is current. Invalidates the entry if it is not. The
-    /// caller published a lease before it saw the entry live.
+    /// Asks the backend whether a live entry's registration is still current. If it is not, or if
+    /// the backend cannot tell, invalidates the entry. The caller must have published a lease
+    /// before it saw the entry live.
     #[inline(never)]
     fn validate(&self, entry: &Entry<S>) -> bool {
         // SAFETY: `may_hit` saw the entry live after its caller published a lease, which the caller
@@ -177,7 +183,7 @@ impl<S: CacheBackend> CacheCore<S> {
         false
     }
 
-    /// Ends a lease with no fence, in a cache whose lookups need none.
+    /// Ends a lease without a fence. Lookups of the cache must need no fence.
     #[inline(always)]
     pub(super) fn release_fast(&self, entry: &Entry<S>, slot: &LeaseSlot) {
         slot.entry.store(0, Ordering::Release);
@@ -185,15 +191,15 @@ impl<S: CacheBackend> CacheCore<S> {
         self.wake_if_invalidated(entry);
     }
 
-    /// Ends a lease, with a fence if the cache's lookups need one.
-    pub(super) fn release_checked(&self, entry: &Entry<S>, slot: &LeaseSlot) {
+    /// Ends a lease, with a fence if lookups of the cache need one.
+    pub(super) fn release_slow(&self, entry: &Entry<S>, slot: &LeaseSlot) {
         slot.entry.store(0, Ordering::Release);
         self.leases.barrier.light();
         self.wake_if_invalidated(entry);
     }
 
-    /// Wakes the worker if the entry is invalidated. The entry may have been reused by now. Then
-    /// the worker may be woken without need, which is harmless.
+    /// Wakes the worker if the entry is invalidated. The entry may have been reused since the lease
+    /// ended. Then the worker is woken without need, which is harmless.
     #[inline(always)]
     fn wake_if_invalidated(&self, entry: &Entry<S>) {
         if entry.state.load(Ordering::Relaxed) & state::INVALIDATED != 0 {

@@ -1,4 +1,5 @@
-//! Misses: search under the lock, wait for another thread's registration, or register.
+//! Misses: a lookup that found no entry searches again under the lock. The lookup then hits, waits
+//! for another thread's registration, or registers.
 
 use std::{ops::ControlFlow, sync::Arc};
 
@@ -20,11 +21,12 @@ use super::{
 };
 use crate::{Error, ErrorKind, Result, monitor::Invalidator};
 
-/// The number of times that a miss yields the processor while the gate is closed, before it
-/// registers an uncached region.
+/// The number of times that a miss yields the processor while the gate is closed. After that, the
+/// miss registers an uncached region.
 const GATE_TRIES: u32 = 64;
 
-/// A guard that fails a registration if the backend panics.
+/// A guard for the time in which the backend registers an entry's memory. If the backend panics,
+/// the guard marks the registration as failed.
 struct RegistrationGuard<'c, S: CacheBackend> {
     core: &'c CacheCore<S>,
     index: u32,
@@ -44,10 +46,12 @@ impl<S: CacheBackend> Drop for RegistrationGuard<'_, S> {
 }
 
 impl<S: CacheBackend> CacheCore<S> {
-    /// Registers the key's memory, or leases an entry that another thread registers. Searches the
-    /// table once, and again after each wait for a registration that failed.
+    /// Returns a lease of a region for a key that a lookup did not find. Leases an entry that
+    /// another thread registers, or registers the key's memory. Searches the table once, and again
+    /// after each found entry that does not become usable. If the cache cannot be used, registers
+    /// an uncached region.
     ///
-    /// The caller owns the slot's block, and the slot is free.
+    /// The lease slot `slot` must be free, and the caller must own the slot's block.
     #[cold]
     #[inline(never)]
     pub(super) fn register_missing<'c>(
@@ -70,8 +74,14 @@ impl<S: CacheBackend> CacheCore<S> {
         self.register(locked, invalidator, slot, key, self.limits.merge)
     }
 
-    /// Leases an entry that a miss found under the lock, after its registration ends. Continues
-    /// with the lock if no entry covers the key any more.
+    /// Leases the entry `index`, which the caller found under the lock, and waits until the entry
+    /// is registered. If the entry cannot be used, searches for another one and waits for that.
+    /// Returns one of these:
+    ///
+    /// - `Break` with the lease of an entry, or with the error of its registration.
+    /// - `Break` with an uncached region or the error of its registration, if the cache cannot be
+    ///   used.
+    /// - `Continue` with the lock, if no entry covers the key any more.
     #[cold]
     #[inline(never)]
     fn wait_or_hit<'c>(
@@ -86,15 +96,15 @@ impl<S: CacheBackend> CacheCore<S> {
             let leased = LeasedEntry { entry: self.index.entries.at(index), slot };
             if let Some(error) = self.wait_for_registration(locked, index, key) {
                 count(&self.counters.failures);
-                self.release_checked(leased.entry, slot);
+                self.release_slow(leased.entry, slot);
                 return ControlFlow::Break(Err(error));
             }
             self.leases.barrier.light();
             if self.may_hit(leased.entry, key) {
                 count(&self.counters.late_hits);
-                return ControlFlow::Break(Ok(Lease::cached_checked(self, leased)));
+                return ControlFlow::Break(Ok(Lease::cached_slow(self, leased)));
             }
-            self.release_checked(leased.entry, slot);
+            self.release_slow(leased.entry, slot);
             if let Some(reason) = self.bypass_reason() {
                 return ControlFlow::Break(self.register_uncached(key, reason));
             }
@@ -104,7 +114,8 @@ impl<S: CacheBackend> CacheCore<S> {
         ControlFlow::Continue(locked)
     }
 
-    /// Returns the reason why a miss cannot use the cache now.
+    /// Returns the reason why a miss cannot use the cache now, or `None` if the miss can. While the
+    /// gate is closed, but not permanently, yields up to [`GATE_TRIES`] times.
     #[inline]
     fn bypass_reason(&self) -> Option<UncachedReason> {
         let off = self.limits.max_count == 0 || self.limits.max_bytes == 0;
@@ -133,10 +144,13 @@ impl<S: CacheBackend> CacheCore<S> {
         Some(UncachedReason::InvalidationInProgress)
     }
 
-    /// Waits until the entry that the caller leased under the lock is registered.
+    /// Waits until the registration of an entry ends, and releases the lock. The caller must have
+    /// leased the entry under the lock.
     ///
-    /// If the registration failed, returns its error only if it had exactly the caller's range and
-    /// rights. Otherwise a smaller range, or fewer rights, may well register.
+    /// Returns the error of a failed registration if the registration was for exactly the caller's
+    /// range and rights. Otherwise returns `None`, because the caller's own registration, of a
+    /// smaller range or with fewer rights, may succeed. Also returns `None` if the registration
+    /// succeeded, or failed without a recorded error.
     fn wait_for_registration<'a>(
         &'a self,
         mut locked: MutexGuard<'a, LockedState<S>>,
@@ -147,7 +161,7 @@ impl<S: CacheBackend> CacheCore<S> {
         if entry.state.load(Ordering::Acquire) & state::REGISTERING == 0 {
             return None;
         }
-        // The lease keeps the entry in this use, so that its state tells about this registration.
+        // The lease keeps the entry from being reused, so its state belongs to this registration.
         let mut word = entry.state.fetch_or(state::HAS_WAITERS, Ordering::AcqRel);
         while word & state::REGISTERING != 0 {
             locked = self.ended.wait(locked);
@@ -166,7 +180,8 @@ impl<S: CacheBackend> CacheCore<S> {
         own: &Key,
         merge: bool,
     ) -> Result<Lease<'c, S>> {
-        // Declared before `guard`, so that the callbacks run after it in any case.
+        // Declared before `guard`, so that the callbacks run after the guard is dropped, even in a
+        // panic.
         let mut callbacks = PendingCallbacks::new();
         let mut detached = DetachedRegions::new();
         let made = self.make_entry(&mut locked, own, merge, &mut detached);
@@ -174,7 +189,7 @@ impl<S: CacheBackend> CacheCore<S> {
             locked.misses.registrations += 1;
             slot.publish(index);
         }
-        // The unlock announces the entry, which is in the table now, to invalidations.
+        // From this unlock on, invalidations find the new entry in the table.
         drop(locked);
         fence_after_exchange();
         let index = match made {
@@ -189,8 +204,8 @@ impl<S: CacheBackend> CacheCore<S> {
         let entry = self.index.entries.at(index);
         let key = &if merge { entry.key() } else { *own };
         let merged = merge && (key.start, key.last) != (own.start, own.last);
-        // An invalidation that begins from here on finds the entry. One that began before and has
-        // not ended is found here.
+        // An invalidation that begins after this point finds the entry in the table. An earlier one
+        // that has not ended is found here.
         if let Some(cause) = self.active_invalidations.overlapping(key.start, key.last) {
             self.mark_invalidated(index, cause);
         }
@@ -211,9 +226,9 @@ impl<S: CacheBackend> CacheCore<S> {
                 return region.map(|region| Lease::uncached(self, region, reason));
             }
         };
-        let phase = if self.backend.needs_validation(watch) { state::NEEDS_VALIDATION } else { 0 };
+        let flags = if self.backend.needs_validation(watch) { state::NEEDS_VALIDATION } else { 0 };
         let region = self.register_in_backend(key, Some(watch), &mut callbacks);
-        let watch = guard.watch.take().expect("set above");
+        let watch = guard.watch.take().expect("the guard keeps the watch");
         let region = match region {
             Ok(region) => region,
             Err(error) => {
@@ -233,12 +248,12 @@ impl<S: CacheBackend> CacheCore<S> {
         // registration below.
         unsafe { entry.set_registration(region, watch) };
         std::mem::forget(guard);
-        self.end_registration(index, phase);
-        Ok(Lease::cached_checked(self, LeasedEntry { entry, slot }))
+        self.end_registration(index, flags);
+        Ok(Lease::cached_slow(self, LeasedEntry { entry, slot }))
     }
 
-    /// Registers the caller's own range after a merged registration failed. The reason may be a
-    /// neighbour's memory, for which the caller did not ask. The slot is free again.
+    /// Registers only the range `own` after a merged registration failed. The failure may be due to
+    /// adjacent memory, which the caller did not ask for. The lease slot `slot` must be free.
     #[cold]
     #[inline(never)]
     fn register_unmerged<'c>(
@@ -250,7 +265,8 @@ impl<S: CacheBackend> CacheCore<S> {
     ) -> Result<Lease<'c, S>> {
         tracing::debug!(%why, range = %own.range(), "a merged registration failed: not merging");
         let mut locked = self.state.lock();
-        // The lookup is counted by its final outcome, below.
+        // This undoes the count of the failed registration: the lookup is counted by its final
+        // outcome.
         locked.misses.registrations -= 1;
         let index = self.index.find_locked(own);
         if index != 0 {
@@ -262,12 +278,13 @@ impl<S: CacheBackend> CacheCore<S> {
         self.register(locked, invalidator, slot, own, false)
     }
 
-    /// Sets the state of an entry after its registration, and wakes the threads that wait for it.
-    fn end_registration(&self, index: u32, phase: u32) {
+    /// Ends the registration of an entry: clears REGISTERING and sets `flags` in its state word,
+    /// and wakes the threads that wait for it.
+    fn end_registration(&self, index: u32, flags: u32) {
         let entry = self.index.entries.at(index);
         let mut word = entry.state.load(Ordering::Relaxed);
         loop {
-            let next = word & !(state::REGISTERING | state::HAS_WAITERS) | phase;
+            let next = word & !(state::REGISTERING | state::HAS_WAITERS) | flags;
             match entry.state.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Relaxed)
             {
                 Ok(_) => break,
@@ -280,11 +297,12 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Ends a registration without a region.
+    /// Ends a registration that produced no region.
     ///
-    /// With an error, the waiting threads that asked for exactly its range and rights get the
-    /// error, and the others register themselves. Without an error all waiting threads register
-    /// themselves, and the miss still counts as a registration.
+    /// With an error, the waiting threads that asked for exactly the same range and rights get the
+    /// error, and the others search again. Without an error, all waiting threads search again, and
+    /// the miss still counts as a registration. A thread that finds no entry registers its own
+    /// range.
     #[cold]
     #[inline(never)]
     fn fail_registration(&self, index: u32, slot: &LeaseSlot, error: Option<Error>) {
@@ -299,21 +317,22 @@ impl<S: CacheBackend> CacheCore<S> {
         slot.entry.store(0, Ordering::Release);
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();
-        self.collect(&mut locked, &mut detached);
+        self.detach_invalidated(&mut locked, &mut detached);
         drop(locked);
         self.deregister(&mut detached, &mut PendingCallbacks::new());
     }
 
-    /// Recounts a miss that made an entry, as an uncached one or a failed one. Does so under the
-    /// lock, so that the statistics always add up.
+    /// Subtracts a failed or uncached miss from the statistics' count of registrations, and adds it
+    /// to the count of uncached misses (`registered`) or of failed ones. Holds the lock meanwhile,
+    /// so that the statistics always add up.
     fn recount_registration(&self, registered: bool) {
         let mut locked = self.state.lock();
         locked.misses.registrations -= 1;
         count(if registered { &self.counters.uncached } else { &self.counters.failures });
     }
 
-    /// Registers an uncached region for a thread that can have no lease slot: the thread is ending,
-    /// or the cache can have no more blocks.
+    /// Registers an uncached region for a thread that gets no lease slot, because the thread is
+    /// exiting, all lease blocks are in use, or the process is a forked child.
     pub(super) fn register_without_slot(&self, key: &Key) -> Result<Lease<'_, S>> {
         self.register_uncached(key, self.bypass_reason().unwrap_or(UncachedReason::Full))
     }
@@ -338,8 +357,9 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Calls the backend to register the memory. On `OutOfResources`, evicts idle entries and, if
-    /// there were any, retries once.
+    /// Calls the backend to register the memory. On `OutOfResources`, evicts idle entries, reclaims
+    /// invalidated ones and waits for deregistrations in flight. If there were any of these,
+    /// retries once.
     #[inline]
     fn register_in_backend(
         &self,
@@ -368,8 +388,10 @@ impl<S: CacheBackend> CacheCore<S> {
         self.backend.register(key, watch)
     }
 
-    /// Makes an entry for the key, and puts it into the table. With `merge`, the entry has the
-    /// merged range. Moves the regions of evicted entries to `detached`.
+    /// Creates an entry for the key and inserts it into the table. If `merge` is true, the entry
+    /// also replaces the entries that [`CacheCore::merge`] merges with the key. Appends the regions
+    /// of evicted entries, and of some invalidated ones, to `detached`. Returns the reason if no
+    /// entry can be created.
     fn make_entry(
         &self,
         locked: &mut LockedState<S>,
@@ -381,8 +403,8 @@ impl<S: CacheBackend> CacheCore<S> {
             return Err(UncachedReason::TooLong);
         }
         let mut pages = radix::pages(key.start, key.last).ok_or(UncachedReason::CrossesIndexEnd)?;
-        self.retire_invalidated(locked);
-        self.collect_for_miss(locked, detached);
+        self.drain_invalidated(locked);
+        self.detach_for_miss(locked, detached);
         let mut key = *key;
         if merge {
             key = self.merge(locked, &key, detached);
@@ -395,26 +417,27 @@ impl<S: CacheBackend> CacheCore<S> {
         let entries = &self.index.entries;
         let index = match locked.index.free.pop() {
             Some(index) => index,
-            None if entries.ensure(locked.index.made + 1) => {
-                locked.index.made += 1;
-                locked.index.made
+            None if entries.ensure(locked.index.created + 1) => {
+                locked.index.created += 1;
+                locked.index.created
             }
             None => {
-                // The worker may not have collected the invalidated entries yet.
-                self.collect(locked, detached);
+                // The worker may not have freed the invalidated entries yet, so this thread frees
+                // them.
+                self.detach_invalidated(locked, detached);
                 locked.index.free.pop().ok_or(UncachedReason::Full)?
             }
         };
         let entry = entries.at(index);
         entry.fill(&key);
         let locked = &mut locked.index;
-        if !self.index.radix.insert(&mut locked.shape, first, last, index) {
+        if !self.index.radix.insert(&mut locked.radix, first, last, index) {
             if entry.mark_invalidated(|_| true) {
                 entry.free();
                 locked.free.push(index);
             } else {
-                // An invalidation found the entry and pushed it on the stack. It counts until it is
-                // retired from there.
+                // An invalidation found the entry and pushed it on the stack. The entry counts for
+                // the limits until the stack is drained.
                 locked.count += 1;
                 locked.bytes += key.len();
                 entry.state.fetch_xor(state::REGISTERING | state::FAILED, Ordering::AcqRel);
@@ -426,8 +449,10 @@ impl<S: CacheBackend> CacheCore<S> {
         Ok(index)
     }
 
-    /// Extends the key over live entries of the same rights and memory that it overlaps or touches,
-    /// and over those that these touch. Invalidates all of them, and moves the idle ones to
+    /// Merges the key with live entries of the same rights, iface, device and allocation. Extends
+    /// the key over each of them that overlaps or touches the key, until the key reaches no further
+    /// entry. Skips an entry if the key would exceed the limit of bytes or the backend's largest
+    /// length. Invalidates the merged entries, and appends the regions of those without a lease to
     /// `detached`.
     #[cold]
     #[inline(never)]
@@ -475,8 +500,8 @@ impl<S: CacheBackend> CacheCore<S> {
                 self.push_invalidated(index);
             }
         }
-        // Even if the key contained all of them and did not grow, the merged entry replaces them.
-        self.collect(locked, detached);
+        // The entries are replaced even if the key contained all of them.
+        self.detach_invalidated(locked, detached);
         merged
     }
 }

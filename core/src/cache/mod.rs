@@ -1,9 +1,10 @@
 //! The registration cache: keeps memory registered between uses, until the memory changes.
 //!
-//! A hit takes no lock and writes no line that another thread writes. A miss registers without a
-//! lock held, and other threads that want the same memory wait for it. Monitors report changes
-//! through [`Invalidator`](crate::monitor::Invalidator), which a hook inside `munmap` may call. The
-//! [guide](mod@guide) explains states, orderings, and who frees what and when.
+//! A hit takes no lock. A hit on the fast path writes only cache lines that no other lookup writes.
+//! A miss registers without a lock held, and other threads whose keys the new entry covers wait for
+//! the registration. Monitors report changes through [`Invalidator`](crate::monitor::Invalidator),
+//! which a hook inside `munmap` may call. The [guide](mod@guide) defines the terms of the
+//! implementation, and explains its states and orderings.
 //!
 //! [`Cache`] is independent of providers: a [`CacheBackend`] registers, deregisters and watches the
 //! memory.
@@ -27,15 +28,6 @@
 //!         Ok(())
 //!     }
 //!     fn unwatch(&self, _: ()) {}
-//!     fn needs_validation(&self, _: &()) -> bool {
-//!         false
-//!     }
-//!     fn is_current(&self, _: &()) -> Result<bool> {
-//!         Ok(true)
-//!     }
-//!     fn max_len(&self) -> u64 {
-//!         u64::MAX
-//!     }
 //!     fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
 //!         Ok(key.range().start().0)
 //!     }
@@ -55,14 +47,15 @@
 // The layers, lower ones first. A file imports only from layers above it in this list.
 //
 // - `sync`: atomics, locks, the asymmetric barrier; `arena`: memory that keeps its type;
-// - `key`: the identity of a registration; `backend`: who registers, and the limits;
-// - `gate`: disables all hits; `invalidations`: those in progress;
+// - `key`: the identity of a registration; `backend`: the trait that registers, and the limits;
+// - `gate`: disables all hits; `invalidations`: the invalidations in progress;
 // - `index/radix`, `index/entry`, then `index`: the table, the entries, and `IndexState`;
 // - `lease/blocks`, `lease`, `lease/threads`: the slots, `Leases`, and the calling thread's block;
 // - `reclaim/state`: `ReclaimState`, detached regions, callbacks;
 // - `cache_core`: `CacheCore`, which owns the parts above, and `LockedState`;
-// - `lookup`: fast and checked lookups;
-// - `reclaim/deregister`, `reclaim/evict`, `reclaim/collect`, `reclaim/worker`: the end of entries;
+// - `lookup`: fast and slow lookups;
+// - `reclaim/deregister`, `reclaim/evict`, `reclaim/invalidated`, `reclaim/worker`: the end of
+//   entries;
 // - `lease/guard`: `Lease`, which ends a lease;
 // - `miss`: waits or registers; `statistics`;
 // - `handle`: `Cache`, `LookupHandle`, `OwnedLease`.
@@ -91,6 +84,8 @@ mod sync;
 #[doc = include_str!("guide.md")]
 pub mod guide {}
 
+#[cfg(not(loom))]
+pub use self::sync::use_membarrier;
 pub use self::{
     backend::{CacheBackend, Limits},
     handle::{Cache, LookupHandle, OwnedLease},

@@ -17,20 +17,24 @@ use crate::monitor::InvalidationCause;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheStatistics {
-    /// The number of lookups that register on a miss: hits and misses.
+    /// The number of hits and misses together.
     pub lookups: u64,
     /// The number of lookups that returned a cached region, including those that waited for another
     /// thread's registration.
     pub hits: u64,
-    /// The number of lookups that found no cached region.
+    /// The number of lookups that found no cached region and then registered, or waited for a
+    /// registration that failed. A [`Cache::get_cached`](super::Cache::get_cached) that returns
+    /// `None` does not count.
     pub misses: u64,
-    /// The number of misses that made an entry, including misses in progress.
+    /// The number of misses that created a cache entry, including misses in progress.
     pub registrations: u64,
     /// The number of misses that returned an uncached region.
     pub uncached: u64,
-    /// The number of misses whose registration failed.
+    /// The number of misses that returned an error, including the error of another thread's
+    /// registration.
     pub failures: u64,
-    /// The number of entries that were evicted to make room.
+    /// The number of entries that were evicted, to make room or by
+    /// [`Cache::evict_idle`](super::Cache::evict_idle).
     pub evictions: u64,
     /// The number of entries that a larger, merged entry replaced.
     pub merged: u64,
@@ -38,7 +42,7 @@ pub struct CacheStatistics {
     /// The number of entries that are registered or being registered. Invalidated entries do not
     /// count.
     pub entries: usize,
-    /// The number of bytes of these entries.
+    /// The total size in bytes of the entries that `entries` counts.
     pub bytes: u64,
     /// The number of leases of cached regions.
     pub leases: usize,
@@ -47,7 +51,8 @@ pub struct CacheStatistics {
     /// The number of invalidated entries that wait for the end of their last lease or for
     /// deregistration.
     pub pending_reclaim: usize,
-    /// The number of regions that the provider refused to deregister. The worker retries.
+    /// The number of regions that are still registered because the backend refused to deregister
+    /// them. The cache retries when it next reclaims entries.
     pub deregister_failed: usize,
 }
 
@@ -59,26 +64,26 @@ impl CacheStatistics {
         self.invalidations[cause as usize]
     }
 
-    /// Returns the number of entries invalidated by any cause.
+    /// Returns the number of entries invalidated by any cause. Merged entries do not count.
     #[must_use]
     pub fn all_invalidations(&self) -> u64 {
         self.invalidations.iter().sum()
     }
 }
 
-/// A registered entry in a list.
+/// A registered entry, as [`Cache::entries`](super::Cache::entries) lists it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CachedEntryInfo<T> {
-    /// The key of the registration: range, rights, owner and allocation.
+    /// The key of the registration: range, rights, iface, device and allocation.
     pub key: Key,
-    /// Time since the registration, to the resolution of the kernel's coarse clock (a few
+    /// The time since the registration, with the resolution of the kernel's coarse clock (a few
     /// milliseconds).
     pub age: Duration,
     /// The number of leases of the entry.
     pub users: usize,
-    /// The value that the closure of [`Cache::entries`](super::Cache::entries) returned for the
-    /// region.
+    /// The result for this region of the closure that was passed to
+    /// [`Cache::entries`](super::Cache::entries).
     pub region: T,
 }
 
@@ -88,7 +93,7 @@ impl<S: CacheBackend> CacheCore<S> {
             return CacheStatistics::default();
         }
         let mut locked = self.state.lock();
-        self.retire_invalidated(&mut locked);
+        self.drain_invalidated(&mut locked);
         let users = self.users_by_entry();
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &*self.counters;
@@ -111,7 +116,7 @@ impl<S: CacheBackend> CacheCore<S> {
             bytes: locked.index.bytes,
             leases: users.values().sum(),
             in_use: users.len(),
-            pending_reclaim: reclaim.retire_list.len() + reclaim.left_to_worker.len(),
+            pending_reclaim: reclaim.pending_entries.len() + reclaim.left_to_worker.len(),
             deregister_failed: reclaim.refused.len(),
         }
     }
@@ -127,7 +132,7 @@ impl<S: CacheBackend> CacheCore<S> {
             let word = self.index.entries.at(*index).state.load(Ordering::Acquire);
             state::is_registered(word) && word & state::INVALIDATED == 0
         };
-        (1..=locked.index.made)
+        (1..=locked.index.created)
             .filter(is_valid)
             .map(|index| {
                 let entry = self.index.entries.at(index);

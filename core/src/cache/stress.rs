@@ -8,10 +8,12 @@ use std::sync::{
 use super::{Cache, CacheBackend, Key, Limits, sync::Barrier};
 use crate::{Access, Address, AddressRange, Rejected, Result, monitor::Invalidator};
 
-/// A backend with numbers as registrations, which are harmless to read after their deregistration.
+/// A backend that registers nothing. Its regions are numbers, which can be read even after their
+/// deregistration.
 struct Numbers {
     next: AtomicU64,
-    /// For each position, one more than the number that was last deregistered at that position.
+    /// The numbers of recently deregistered regions: region `n` is stored as `n + 1` at index `n %
+    /// PLACES`. 0 means none.
     gone: Box<[AtomicU64]>,
 }
 
@@ -33,18 +35,6 @@ impl CacheBackend for Numbers {
 
     fn unwatch(&self, (): ()) {}
 
-    fn needs_validation(&self, (): &()) -> bool {
-        false
-    }
-
-    fn is_current(&self, (): &()) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn max_len(&self) -> u64 {
-        u64::MAX
-    }
-
     fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<u64> {
         Ok(self.next.fetch_add(1, Ordering::SeqCst))
     }
@@ -55,7 +45,7 @@ impl CacheBackend for Numbers {
     }
 }
 
-/// Spins until `turn` is `number`. Returns `false` if it is [`OVER`].
+/// Spins until `turn` equals `number`. Returns `false` if `turn` becomes [`OVER`].
 fn await_turn(turn: &AtomicU64, number: u64) -> bool {
     for spins in 0_u64.. {
         match turn.load(Ordering::Acquire) {
@@ -70,20 +60,22 @@ fn await_turn(turn: &AtomicU64, number: u64) -> bool {
 
 const OVER: u64 = u64::MAX;
 
-/// A guard that ends the other thread's wait when it is dropped, even by a panic.
-struct Ends<'a>(&'a AtomicU64);
+/// A guard that stores [`OVER`] in a turn counter when it is dropped, even by a panic. This ends
+/// the other thread's wait.
+struct EndTurnOnDrop<'a>(&'a AtomicU64);
 
-impl Drop for Ends<'_> {
+impl Drop for EndTurnOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(OVER, Ordering::Release);
     }
 }
 
-/// Hits an entry on one thread while another evicts it, again and again. Returns the first round in
-/// which a leased region was deregistered.
+/// Hits an entry on one thread while another thread evicts it, in many rounds. Returns the first
+/// round in which a leased region was deregistered.
 ///
-/// Both threads start at once. The first issues stores to distant lines before it publishes its
-/// lease. The store of the lease comes after them, so that the other thread sees it late.
+/// Both threads start at once. The first thread issues stores to distant cache lines before it
+/// publishes its lease. The store of the lease comes after them, so that the other thread sees it
+/// late.
 fn find_stale_lease(barrier: Barrier, rounds: u64) -> Option<u64> {
     let numbers =
         Numbers { next: AtomicU64::new(0), gone: (0..PLACES).map(|_| AtomicU64::new(0)).collect() };
@@ -95,7 +87,7 @@ fn find_stale_lease(barrier: Barrier, rounds: u64) -> Option<u64> {
     let (begun, done) = (AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let _ends = Ends(&done);
+            let _ends = EndTurnOnDrop(&done);
             let mut place = 1_usize;
             for round in 1.. {
                 if !await_turn(&begun, round) {
@@ -114,13 +106,14 @@ fn find_stale_lease(barrier: Barrier, rounds: u64) -> Option<u64> {
                 done.store(round, Ordering::Release);
             }
         });
-        let _ends = Ends(&begun);
+        let _ends = EndTurnOnDrop(&begun);
         (1..=rounds).find(|round| {
-            // Two lookups, so that the other thread's is a fast hit.
+            // The second of these lookups marks the entry as referenced, so that the other thread's
+            // lookup is a fast hit.
             drop(cache.get_or_register(&key).expect("registered"));
             drop(cache.get_or_register(&key).expect("registered"));
             begun.store(*round, Ordering::Release);
-            // Evicts sometimes early, sometimes late.
+            // This delay varies the moment of the eviction.
             for _ in 0..round % LATEST {
                 std::hint::black_box(());
             }
@@ -131,9 +124,10 @@ fn find_stale_lease(barrier: Barrier, rounds: u64) -> Option<u64> {
     })
 }
 
-/// 32 MiB, more than the nearest processor caches hold.
+/// The number of words that the stores are spread over: 32 MiB, more than the nearest processor
+/// caches hold.
 const FAR: usize = 1 << 22;
-/// No more stores than a processor buffers.
+/// The number of stores before each lease, which a processor's store buffer can hold.
 const STORES: u32 = 32;
 const LOOKS: u32 = 300;
 const LATEST: u64 = 1024;
@@ -150,7 +144,8 @@ fn lease_does_not_outlive_its_region_with_fences() {
     assert_eq!(find_stale_lease(Barrier::Fences, ROUNDS), None);
 }
 
-/// The test needs two processors. On a busy machine it takes some ten thousand rounds.
+/// Without the barrier, a lease can outlive its region's registration. The test needs two
+/// processors. On a busy machine it needs some ten thousand rounds.
 #[test]
 #[ignore = "the slow tier"]
 fn lease_outlives_its_region_without_the_barrier() {

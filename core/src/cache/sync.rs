@@ -1,4 +1,5 @@
-//! Atomics, locks and the asymmetric barrier between lookups and threads that end entries.
+//! Atomics, locks, and the asymmetric barrier between lookups and threads that evict or invalidate
+//! entries.
 //!
 //! Under `cfg(loom)` the types are loom's.
 
@@ -14,13 +15,15 @@ pub(super) use parking_lot::{Mutex, MutexGuard};
 
 #[cfg(loom)]
 pub(super) use self::modelled::{Mutex, MutexGuard};
+#[cfg(not(loom))]
+use crate::{Error, Result};
 
-/// Marks the branch that calls it as unlikely. A stand-in for `std::hint::cold_path` of Rust 1.95.
+/// Marks the calling branch as unlikely, like `std::hint::cold_path` of Rust 1.95.
 #[cold]
 #[inline(always)]
 pub(super) const fn cold_path() {}
 
-/// Aligns `T` to 128 bytes, so that writes do not invalidate lines that lookups read.
+/// Aligns `T` to 128 bytes, so that writes to it do not invalidate cache lines that lookups read.
 #[repr(align(128))]
 #[derive(Debug)]
 pub(super) struct CachePadded<T>(pub(super) T);
@@ -54,21 +57,38 @@ impl Condvar {
     }
 }
 
-/// The asymmetric barrier between a lookup and a thread that ends an entry.
+/// Registers the process for `membarrier(2)`, with which cache lookups need no fence.
 ///
-/// Each side stores, then loads what the other side stores. A lookup stores its lease and loads the
-/// entry's state. The ending thread stores the state and loads the leases. The barrier makes at
-/// least one of them see the other.
+/// # Errors
+/// The kernel refuses the call. The caches of this process are correct without it. Their lookups
+/// then use fences and are slower.
+#[cfg(not(loom))]
+pub fn use_membarrier() -> Result<()> {
+    use rustix::thread::{MembarrierCommand, membarrier};
+    membarrier(MembarrierCommand::RegisterPrivateExpedited).map_err(|errno| {
+        Error::os(errno, "membarrier").remedy(
+            "use a kernel with CONFIG_MEMBARRIER, or allow membarrier in the container's seccomp \
+             profile",
+        )
+    })
+}
+
+/// The asymmetric barrier between a lookup and a thread that ends an entry by evicting or
+/// invalidating it.
+///
+/// Each thread stores a value, then loads the value that the other thread stores. The lookup stores
+/// its lease and loads the entry's state. The other thread stores the state and loads the leases.
+/// With the barrier, at least one of the two threads sees the other's store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Barrier {
-    /// `membarrier(2)`: a lookup only keeps the compiler from reordering, and the ending thread
-    /// makes every other processor pass a barrier.
+    /// The thread that ends an entry calls `membarrier(2)`, which makes all running threads of the
+    /// process pass a barrier. A lookup only needs a compiler fence.
     #[cfg_attr(loom, expect(dead_code, reason = "loom has no membarrier"))]
     Expedited,
-    /// A full fence on both sides.
+    /// Both threads issue a full fence.
     Fences,
-    /// Like `Expedited`, but without the ending thread's half. A test uses it to show that it
-    /// detects a missing barrier.
+    /// Like `Expedited`, but without `membarrier(2)`. A test uses it to show that it detects a
+    /// missing barrier.
     #[cfg(all(test, not(loom)))]
     Missing,
 }
@@ -83,17 +103,18 @@ impl Barrier {
     /// otherwise ordinary fences.
     #[cfg(not(loom))]
     pub(super) fn choose() -> Self {
-        use rustix::thread::{MembarrierCommand, membarrier};
-        match membarrier(MembarrierCommand::RegisterPrivateExpedited) {
+        match use_membarrier() {
             Ok(()) => Self::Expedited,
-            Err(errno) => {
-                tracing::debug!(%errno, "membarrier refused: cache lookups use fences");
+            Err(error) => {
+                tracing::debug!(%error, "cache lookups use fences");
                 Self::Fences
             }
         }
     }
 
-    /// Issues the light barrier: a lookup's half, between its store and its load.
+    /// Issues the light barrier. A lookup calls this after it stores its lease and before it loads
+    /// the entry's state. The end of a lease calls this between clearing the slot and loading the
+    /// state.
     #[cfg(not(loom))]
     pub(super) fn light(self) {
         if self == Self::Fences {
@@ -103,8 +124,9 @@ impl Barrier {
         }
     }
 
-    /// Issues the heavy barrier: the ending thread's half. Returns `false` if the kernel refuses it
-    /// now. Then no lease can be ruled out.
+    /// Issues the heavy barrier. A thread that ends an entry calls this after it stores the entry's
+    /// state and before it scans the leases. Returns `false` if the kernel refuses the barrier. The
+    /// scan may then miss a lease.
     #[cfg(not(loom))]
     #[must_use]
     pub(super) fn heavy(self) -> bool {
@@ -138,7 +160,8 @@ impl Barrier {
     }
 }
 
-/// Issues [`Barrier::light`] in a cache whose lookups need no fence.
+/// Issues the light barrier of lookups that need no CPU fence: only the compiler must not reorder
+/// memory accesses across this call.
 #[inline(always)]
 pub(super) fn light_unfenced() {
     #[cfg(not(loom))]
@@ -147,10 +170,11 @@ pub(super) fn light_unfenced() {
     modelled::fence_unless(modelled::LIGHT);
 }
 
-/// Reads an atomic without an atomic instruction, so that the compiler can compare it in memory.
+/// Reads an atomic with a plain load, which the compiler can combine with a comparison.
 ///
 /// # Safety
-/// The last write of `value` happened before this call, and no thread writes it during the call.
+/// The last write of `value` must have happened before this call, and no thread may write it during
+/// the call.
 #[inline(always)]
 pub(super) unsafe fn read_settled_u64(value: &AtomicU64) -> u64 {
     #[cfg(not(loom))]
@@ -161,10 +185,11 @@ pub(super) unsafe fn read_settled_u64(value: &AtomicU64) -> u64 {
     return unsafe { value.unsync_load() };
 }
 
-/// Reads an atomic like [`read_settled_u64`].
+/// Reads an atomic with a plain load, which the compiler can combine with a comparison.
 ///
 /// # Safety
-/// The last write of `value` happened before this call, and no thread writes it during the call.
+/// The last write of `value` must have happened before this call, and no thread may write it during
+/// the call.
 #[inline(always)]
 pub(super) unsafe fn read_settled_u32(value: &AtomicU32) -> u32 {
     #[cfg(not(loom))]
@@ -175,15 +200,15 @@ pub(super) unsafe fn read_settled_u32(value: &AtomicU32) -> u32 {
     return unsafe { value.unsync_load() };
 }
 
-/// Fences after a read-modify-write: between the publication of a value, and the search for entries
-/// or threads that the value affects.
+/// Issues a full fence after a read-modify-write that published a value. The caller then searches
+/// for the entries or threads that the value affects.
 ///
 /// On x86-64 the read-modify-write is itself a full fence. A second one would stall every `munmap`.
 /// The callers' read-modify-writes are:
 ///
 /// - the exchange that claims an invalidation's slot;
 /// - the unlock after an entry was made (an exchange, since other threads may wait);
-/// - a count of the deregistrations in flight.
+/// - the increments of [`InFlightCounter`](super::reclaim::state::InFlightCounter).
 #[inline(always)]
 pub(super) fn fence_after_exchange() {
     #[cfg(all(not(loom), target_arch = "x86_64"))]
@@ -194,22 +219,23 @@ pub(super) fn fence_after_exchange() {
     modelled::fence_unless(modelled::ANNOUNCE);
 }
 
-/// Increments the generation of a chain that was taken apart, before any part of it is used again.
-/// A walk compares generations to see that the chain changed under it.
+/// Increments the generation of a chain that was taken apart. The caller must do this before it
+/// reuses any bucket of the chain. A walk compares generations to detect that the chain changed.
 #[inline(always)]
 pub(super) fn advance_generation(generation: &AtomicU32) {
     #[cfg(loom)]
     if modelled::is_left_out(modelled::GENERATION) {
         return;
     }
-    // Release: a thread that sees the new generation sees that the slot holds the chain no more.
+    // Release: a thread that sees the new generation also sees that the slot no longer holds the
+    // chain.
     generation.store(generation.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
-    // A thread that sees the chain's next use sees the new generation.
+    // After this fence, a thread that sees the chain's next use also sees the new generation.
     fence(Ordering::Release);
 }
 
-/// Loom has no `membarrier`: both halves are fences. A model can leave one kind of fence out to
-/// show that it is needed.
+/// The fences of loom's models. Loom has no `membarrier(2)`, so both halves of the barrier are
+/// fences. A model can leave out one kind of fence to show that it is needed.
 #[cfg(loom)]
 pub(super) mod modelled {
     use std::sync::atomic::{AtomicU32 as Plain, Ordering::Relaxed};
@@ -220,10 +246,11 @@ pub(super) mod modelled {
     pub(in crate::cache) const HEAVY: u32 = 2;
     pub(in crate::cache) const ANNOUNCE: u32 = 4;
 
-    /// The increment of the generation of a chain that is taken apart. This is not a fence.
+    /// The increment of a chain's generation. This is not a fence, but a model can leave it out
+    /// like one.
     pub(in crate::cache) const GENERATION: u32 = 8;
 
-    /// The kinds of fences that are left out. Loom does not track it.
+    /// The kinds of fences that are left out. Loom does not track this variable.
     pub(in crate::cache) static LEFT_OUT: Plain = Plain::new(0);
 
     pub(super) fn is_left_out(kind: u32) -> bool {

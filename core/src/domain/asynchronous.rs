@@ -1,8 +1,8 @@
 //! Asynchronous registration, by one worker thread for each domain with a bound event queue.
 //!
-//! A job keeps its region alive. If the application drops the region while the job waits, the
-//! worker registers and deregisters it, or does neither. So no callback of a driver uses freed
-//! state (EVT-03).
+//! A job keeps its region alive. If the application closes the region before the job starts, the
+//! worker skips the job. If the application only drops the region, the worker registers and then
+//! deregisters the region. So no callback of a driver uses freed state (EVT-03).
 
 use std::{
     collections::VecDeque,
@@ -126,15 +126,15 @@ impl Worker {
 }
 
 impl Worker {
-    /// Cancels the pending job of a closed region. Returns false if the worker has started the job
-    /// already.
+    /// Cancels the pending job of a closed region. Returns false if the worker has taken the job
+    /// from the queue already.
     pub(super) fn withdraw(&self, id: RegionId) -> bool {
         let withdrawn = {
             let jobs = &mut self.queue.jobs.lock().0;
             let at = jobs.iter().position(|job| job.region.id() == Some(id));
             at.and_then(|at| jobs.remove(at))
         };
-        // Outside the lock, because the job may have the last reference to the memory.
+        // Dropped outside the lock, because the job may have the last reference to the memory.
         let Some(job) = withdrawn else { return false };
         let context = job.region.context();
         drop(job);
@@ -150,14 +150,14 @@ fn canceled() -> Error {
 impl Drop for Worker {
     fn drop(&mut self) {
         if !self.process.is_current() {
-            // A forked child does not have the worker thread. A thread of the parent may have held
-            // the lock at the fork.
+            // A forked child does not have the worker thread, and a thread of the parent may have
+            // held the lock at the fork.
             std::mem::forget(self.thread.take());
             return;
         }
         self.queue.jobs.lock().1 = true;
         self.queue.arrived.notify_one();
-        // The worker itself may drop the last region of a domain. It cannot join itself.
+        // The worker itself may drop the last region of a domain. The worker cannot join itself.
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
             && thread.join().is_err()
@@ -194,7 +194,7 @@ impl Job {
         let result = if self.region.start_registering() {
             // A panic of the backend must not block a waiting close or later jobs.
             catch_unwind(AssertUnwindSafe(|| self.register())).unwrap_or_else(|_| {
-                // The NIC may have registered the memory, so it is leaked.
+                // The memory is leaked, because the NIC may have registered it.
                 std::mem::forget(self.region.release());
                 Err(Error::new(ErrorKind::Driver, "regattr")
                     .context("why", "the iface or provider panicked"))

@@ -18,7 +18,7 @@ pub struct DomainAttr {
     pub nic: Option<String>,
     /// The mr_mode bits that the application offers to the provider.
     pub mr_mode: MrMode,
-    /// Set if the application uses device memory (`FI_HMEM`). Otherwise [`MrAttr::iface`] is
+    /// True if the application uses device memory (`FI_HMEM`). Otherwise [`MrAttr::iface`] is
     /// ignored.
     pub hmem: bool,
     /// The authorization key of regions and endpoints that do not have their own.
@@ -58,22 +58,27 @@ impl Default for DomainAttr {
 
 /// The settings of a domain's registration cache.
 ///
-/// A domain opened through `hmem::Hmem` takes a setting that is `None` from libfabric's environment
-/// variable. Otherwise the default of [`Limits`] applies.
+/// For a setting that is `None`, a domain opened through `hmem::Hmem` uses the setting of the
+/// builder of that `Hmem`, or else libfabric's environment variable. If neither is set, the default
+/// of [`Limits`] applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheAttr {
-    /// The largest number of entries. 0 disables caching.
+    /// The largest number of entries. 0 disables caching, `None` means the default.
     pub max_count: Option<usize>,
-    /// The largest number of bytes of all entries together. 0 disables caching.
+    /// The largest total size of all entries in bytes. 0 disables caching, `None` means the
+    /// default.
     pub max_bytes: Option<u64>,
-    /// True to merge registrations that overlap or touch.
+    /// True to merge a new registration with cached ones that it overlaps or touches, false to keep
+    /// them separate. `None` means the default.
     pub merge: Option<bool>,
     /// The permission for a miss to register more than the range of the lookup, so that later
     /// lookups in the same allocation are hits. [`Growth`] explains what this exposes to peers. All
-    /// bytes of an entry count for the limit. There is no environment variable for this setting.
+    /// bytes of the larger entry count for [`CacheAttr::max_bytes`]. `None` means no growth: this
+    /// setting has no environment variable.
     pub growth: Option<Growth>,
-    /// Ifaces whose monitors are disabled. Their memory is registered uncached.
+    /// The ifaces with a disabled monitor. Their memory is registered uncached. `None` means the
+    /// default.
     pub without_monitors: Option<Vec<IfaceKind>>,
 }
 
@@ -84,7 +89,7 @@ impl CacheAttr {
         Self { max_count: Some(max_count), ..self }
     }
 
-    /// Sets the largest number of bytes.
+    /// Sets the largest total size of all entries in bytes.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes: Some(max_bytes), ..self }
@@ -102,7 +107,7 @@ impl CacheAttr {
         Self { growth: Some(growth), ..self }
     }
 
-    /// Sets the ifaces whose monitors are disabled.
+    /// Sets the ifaces with a disabled monitor.
     #[must_use]
     pub fn without_monitors(self, ifaces: impl Into<Vec<IfaceKind>>) -> Self {
         Self { without_monitors: Some(ifaces.into()), ..self }
@@ -121,23 +126,25 @@ impl CacheAttr {
 /// A dma-buf to register (`struct fi_mr_dmabuf`).
 #[derive(Clone, Copy, Debug)]
 pub struct DmaBufAttr<'a> {
-    /// The dma-buf. It may be closed after the registration.
+    /// The file descriptor of the dma-buf. The application may close it when the registering call
+    /// has returned.
     pub fd: BorrowedFd<'a>,
     /// The offset of the region in the dma-buf.
     pub offset: DmaBufOffset,
     /// The length in bytes, more than 0.
     pub len: u64,
-    /// The application's address of the start of the dma-buf. `None` means 0. In VIRT_ADDR mode the
-    /// region starts at `base_addr + offset` for peers.
+    /// The application's address of the first byte of the dma-buf. `None` means 0. In VIRT_ADDR
+    /// mode, peers address the first byte of the region as `base_addr + offset`.
     pub base_addr: Option<Address>,
 }
 
 /// The settings for populating pages before they are registered.
 #[derive(Clone, Copy)]
 pub struct Prefault<'a> {
-    /// The number of threads. 0 means one per CPU. Ranges under 64 MiB use one thread.
+    /// The number of threads. 0 means one per CPU. Ranges under 64 MiB use one thread, and longer
+    /// ranges at most one thread per 16 MiB.
     pub threads: usize,
-    /// A callback that any of the threads calls after each part.
+    /// A progress callback. Any of the threads may call it, after each part of the range.
     pub progress: Option<Progress<'a>>,
 }
 
@@ -150,7 +157,8 @@ impl fmt::Debug for Prefault<'_> {
 /// A request to register memory (`struct fi_mr_attr`).
 #[derive(Clone, Copy, Debug)]
 pub struct MrAttr<'a> {
-    /// The ranges: 1 to `mr_iov_limit`, or none with [`MrAttr::dma_buf`].
+    /// The ranges: 1 to `mr_iov_limit`, exactly one with [`MrAttr::base`], or none with
+    /// [`MrAttr::dma_buf`].
     pub ranges: &'a [AddressRange],
     /// The rights of local and remote accesses.
     pub access: Access,
@@ -158,28 +166,35 @@ pub struct MrAttr<'a> {
     pub offset: u64,
     /// The requested key. Ignored in PROV_KEY mode. With `None` the provider chooses the key.
     pub requested_key: Option<u64>,
-    /// A number of the application. The event of an asynchronous registration returns it.
+    /// A number that the application chooses. The event of an asynchronous registration contains
+    /// it.
     pub context: u64,
-    /// The authorization key. `None` means the domain's key.
+    /// The authorization key. `None` or an empty key means the domain's key.
     pub auth_key: Option<&'a AuthKey>,
-    /// The iface that owns the memory. With `None` the domain queries its ifaces. Ignored if
-    /// [`DomainAttr::hmem`] is false.
+    /// The iface that owns the memory. With `None` the domain queries its ifaces. For a dma-buf,
+    /// which has no address to query, `None` means host memory. Ignored if [`DomainAttr::hmem`] is
+    /// false.
     pub iface: Option<IfaceKind>,
-    /// The device that owns the memory. With `None` the domain queries its ifaces.
+    /// The device that owns the memory. With `None` the domain queries its ifaces. Ignored without
+    /// [`MrAttr::iface`], and with [`MrFlags::HMEM_HOST_ALLOC`](crate::MrFlags::HMEM_HOST_ALLOC).
     pub device: Option<DeviceId>,
     /// Reserved: must be 0.
     pub hmem_data: u64,
-    /// The page size that the provider should use, in bytes. With 0 the provider chooses.
+    /// The page size that the provider should use, in bytes. With 0 the provider chooses. Must be 0
+    /// for a sub-region.
     pub page_size: usize,
-    /// If set, the request registers part of this region instead of new memory.
+    /// The region of which the request registers a part. `None` registers new memory.
     pub base: Option<&'a MemoryRegion>,
-    /// A hint for the provider: the expected number of sub-regions.
+    /// The expected number of sub-regions, as in `struct fi_mr_attr`. This library ignores the
+    /// hint.
     pub sub_mr_count: usize,
     /// The dma-buf to register, if [`MrFlags::MR_DMABUF`](crate::MrFlags::MR_DMABUF) is set.
     pub dma_buf: Option<DmaBufAttr<'a>>,
-    /// If set, host pages are populated first, on several CPUs.
+    /// The settings for populating host pages on several CPUs before the registration. With `None`,
+    /// the registration itself populates them.
     pub prefault: Option<Prefault<'a>>,
-    /// If set, the provider may register host memory in several parts at once.
+    /// The settings for registering host memory in several parts at once. With `None`, the provider
+    /// registers each range in one part.
     pub parallel: Option<Parallel<'a>>,
     /// The order in which the NIC's writes become visible. `None` means the domain's order. Memory
     /// that software polls needs the strict order.
@@ -210,7 +225,7 @@ impl<'a> MrAttr<'a> {
         }
     }
 
-    /// Sets the requested key.
+    /// Sets [`MrAttr::requested_key`].
     #[must_use]
     pub const fn key(mut self, requested_key: u64) -> Self {
         self.requested_key = Some(requested_key);

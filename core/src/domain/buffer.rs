@@ -29,7 +29,7 @@ use crate::{
 ///   that [`OwnedBuffer::iface`] returns, and belongs to the parts alone. Host memory is mapped
 ///   readable and writable.
 /// - No Rust reference to the memory exists.
-/// - Any bytes in the memory are a valid value of the buffer, which peers may have written.
+/// - Any bytes, which peers may write at any time, are a valid value of the buffer.
 pub unsafe trait OwnedBuffer: Sized {
     /// The parts of the buffer. Dropping them frees the memory.
     type Parts: Send + Sync + 'static;
@@ -51,14 +51,14 @@ pub unsafe trait OwnedBuffer: Sized {
         IfaceKind::SYSTEM
     }
 
-    /// Copies bytes of the buffer to `into`, from `offset` on.
+    /// Fills `into` with the bytes of the buffer from `offset` on.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
     /// - The error of the device that the memory belongs to.
     fn read(parts: &Self::Parts, offset: u64, into: &mut [u8]) -> Result<()>;
 
-    /// Copies `from` into the buffer, from `offset` on.
+    /// Copies `from` to the bytes of the buffer from `offset` on.
     ///
     /// # Errors
     /// The errors of [`OwnedBuffer::read`].
@@ -101,7 +101,7 @@ pub struct VecParts {
     capacity: usize,
 }
 
-// SAFETY: the parts own their heap block exclusively and return no references into it.
+// SAFETY: the parts own their heap block exclusively and hand out no references into it.
 unsafe impl Send for VecParts {}
 // SAFETY: through a shared reference the block is only accessed by atomic loads and stores of
 // bytes.
@@ -136,7 +136,8 @@ impl Drop for VecParts {
     }
 }
 
-/// Returns the address of `len` bytes from `offset`. Fails unless they lie in `range`.
+/// Returns the address at `offset` in `range`. Fails if the `len` bytes from there are not all in
+/// `range`.
 fn part(range: AddressRange, offset: u64, len: usize) -> Result<Address> {
     let part = range.slice(offset, len as u64).ok_or_else(|| {
         Error::new(ErrorKind::OutOfBounds, "copy")
@@ -199,13 +200,13 @@ impl DeviceBuffer {
     /// - The errors of [`Allocator::allocate`](crate::iface::Allocator::allocate).
     pub fn allocate(iface: &Arc<dyn Iface>, request: &AllocRequest) -> Result<Self> {
         if request.len == 0 {
-            return Err(Error::new(ErrorKind::ZeroLength, "allocate").iface(iface.kind()));
+            return Err(Error::new(ErrorKind::ZeroLength, "allocate").iface(iface));
         }
         let allocation = iface.allocate(request)?;
         Ok(Self { iface: Arc::clone(iface), allocation })
     }
 
-    /// Returns the allocation.
+    /// Returns the iface's description of the allocation.
     #[must_use]
     pub fn allocation(&self) -> &Allocation {
         &self.allocation
@@ -226,14 +227,14 @@ impl DeviceBuffer {
     fn slice(&self, offset: u64, len: u64) -> Result<AddressRange> {
         self.allocation.range.slice(offset, len).ok_or_else(|| {
             Error::new(ErrorKind::OutOfBounds, "copy")
-                .iface(self.iface.kind())
+                .iface(&self.iface)
                 .context("offset", offset)
                 .context("length", len)
                 .context("allocation", self.allocation.range)
         })
     }
 
-    /// Copies bytes of the memory to `into`, from `offset` on.
+    /// Fills `into` with the bytes of the memory from `offset` on.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the allocation.
@@ -244,7 +245,7 @@ impl DeviceBuffer {
         unsafe { self.iface.read(from, into) }
     }
 
-    /// Copies `from` into the memory, from `offset` on.
+    /// Copies `from` to the bytes of the memory from `offset` on.
     ///
     /// # Errors
     /// The errors of [`DeviceBuffer::read`].
@@ -259,7 +260,7 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        // SAFETY: the buffer owns the allocation and returns no references into it.
+        // SAFETY: the buffer owns the allocation and has handed out no references into it.
         if let Err(error) = unsafe { self.iface.free(&self.allocation) } {
             tracing::error!(%error, "cannot free device memory");
         }
@@ -305,8 +306,9 @@ unsafe impl OwnedBuffer for DeviceBuffer {
     }
 }
 
-// SAFETY: the allocation stays where it is until the last reference is dropped. All owners access
-// it only through `DeviceBuffer::read` and `DeviceBuffer::write`, where the iface copies.
+// SAFETY: the allocation stays where it is until the last reference is dropped. Every owner of the
+// `Arc` accesses it only through `DeviceBuffer::read` and `DeviceBuffer::write`, where the iface
+// copies.
 unsafe impl OwnedBuffer for Arc<DeviceBuffer> {
     type Parts = Self;
 
@@ -335,8 +337,9 @@ unsafe impl OwnedBuffer for Arc<DeviceBuffer> {
     }
 }
 
-/// A part of a region that owns its memory, for the safe transfers of an
-/// [`Endpoint`](super::Endpoint).
+/// A part of a registered region, for the safe transfers of an [`Endpoint`](super::Endpoint). The
+/// memory stays allocated until the region is closed: the region owns the memory, a scope borrows
+/// the memory, or the caller of an unsafe function guarantees this.
 ///
 /// A slice may outlive its region. The provider refuses the slice's descriptor once the region is
 /// closed.
@@ -351,7 +354,8 @@ impl RegionSlice {
         Self::within(region, region.range(), offset, len)
     }
 
-    /// Returns the slice of `len` bytes from `offset` of `within`, which is a part of the region.
+    /// Returns a slice of the region: `len` bytes, beginning `offset` bytes after the start of
+    /// `within`. The range `within` must be a part of the region.
     pub(super) fn within(
         region: &MemoryRegion,
         within: AddressRange,
@@ -414,7 +418,7 @@ impl<B: OwnedBuffer> OwnedRegion<B> {
         match domain.register(&attr, flags, keep_alive::<B>(&parts)) {
             Ok(region) => Ok(Self { region, parts }),
             Err(error) => {
-                let parts = Arc::into_inner(parts).expect("no region has them");
+                let parts = Arc::into_inner(parts).expect("no region refers to the parts");
                 Err(Rejected::new(B::from_parts(parts), error.of_call(call)))
             }
         }
@@ -424,12 +428,12 @@ impl<B: OwnedBuffer> OwnedRegion<B> {
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the part reaches outside the region.
-    /// - [`ErrorKind::BadState`] before the registration completed.
+    /// - [`ErrorKind::BadState`] before the registration completed, or after it failed.
     pub fn slice(&self, offset: u64, len: u64) -> Result<RegionSlice> {
         RegionSlice::of(&self.region, offset, len)
     }
 
-    /// Copies bytes of the buffer to `into`, from `offset` on.
+    /// Fills `into` with the bytes of the buffer from `offset` on.
     ///
     /// All bytes of a completed transfer are visible. Bytes that the NIC is writing during the call
     /// are read old or new, each independently.
@@ -441,7 +445,7 @@ impl<B: OwnedBuffer> OwnedRegion<B> {
         B::read(&self.parts, offset, into)
     }
 
-    /// Copies `from` into the buffer, from `offset` on.
+    /// Copies `from` to the bytes of the buffer from `offset` on.
     ///
     /// # Errors
     /// The errors of [`OwnedRegion::read`].
@@ -468,7 +472,7 @@ impl<B: OwnedBuffer> OwnedRegion<B> {
     }
 }
 
-/// Rebuilds a buffer from its parts, after its regions released them.
+/// Rebuilds a buffer from its parts. Fails if a region still refers to the parts.
 pub(super) fn take_back<B: OwnedBuffer>(parts: Arc<B::Parts>) -> Result<B, (Arc<B::Parts>, Error)> {
     Arc::try_unwrap(parts).map(B::from_parts).map_err(|parts| {
         let error = Error::new(ErrorKind::Driver, "close region")

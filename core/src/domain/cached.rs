@@ -28,8 +28,9 @@ use crate::{
 /// The registration cache of a domain, which [`Domain::cache`] returns.
 ///
 /// The monitor of the system iface watches host memory, and the monitor of each device iface
-/// watches the memory of that iface. Each starts and fails independently. Memory that no monitor
-/// can watch is registered uncached, and [`CachedRegion::lease`] has the reason.
+/// watches the memory of that iface. The monitors start and fail independently of each other.
+/// Memory that no monitor can watch is registered uncached, and the region's [`Lease`] has the
+/// reason.
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, Result};
@@ -51,7 +52,9 @@ pub struct RegionCache {
     cache: Arc<Cache<Registrations>>,
 }
 
-/// A lease of a cached [`MemoryRegion`]. The region stays registered after the lease is dropped.
+/// A lease of a [`MemoryRegion`] from a cache. A cached region stays registered after the lease is
+/// dropped, until the cache evicts or invalidates it. An uncached region is deregistered with the
+/// lease.
 ///
 /// Derefs to the region, which may cover more memory than the lookup asked for.
 /// [`CachedRegion::view`] is the part that the lookup asked for.
@@ -129,7 +132,8 @@ impl RegionCache {
     /// The conditions of [`Domain::regattr`], while the region is registered. That is longer than
     /// the lease. The region stays registered until both of these have happened:
     ///
-    /// - it was evicted or invalidated, or the domain was dropped;
+    /// - the cache evicted or invalidated the region or did not cache it, or the domain was
+    ///   dropped;
     /// - every lease, sub-region and window of the region is gone.
     ///
     /// If memory is freed to an allocator that does not unmap it, peers with the key can still
@@ -168,7 +172,8 @@ impl RegionCache {
         }
     }
 
-    /// Returns a region like [`RegionCache::get_or_register`], and checks the owner of the memory.
+    /// Returns a region like [`RegionCache::get_or_register`], after a check that the memory
+    /// belongs to `iface` and `device`.
     ///
     /// # Safety
     /// The conditions of [`RegionCache::get_or_register`].
@@ -201,13 +206,13 @@ impl RegionCache {
         }
         if let Some(device) = device.filter(|device| owner.device != Some(*device)) {
             return Err(Error::new(ErrorKind::InvalidArgument, "get_or_register_on")
-                .iface(iface)
+                .iface(registry.name_of(iface))
                 .device(device)
                 .context(
                     "owner",
                     owner.device.map_or_else(|| "no device".to_owned(), |owner| owner.to_string()),
                 )
-                .remedy("the memory is on another device: name that device, or none"));
+                .remedy("name the device that has the memory, or none to detect it"));
         }
         if let Some(lease) = self.cache.get_cached(&key_of(range, access, &owner)?) {
             return Ok(CachedRegion { lease, range });
@@ -234,10 +239,11 @@ impl RegionCache {
         Ok(CachedRegion { lease, range })
     }
 
-    /// Registers a range that is not cached, grown as far as the cache's attributes permit.
-    /// `buffer` is the listed buffer that contains the range, if there is one.
+    /// Registers a range that is not cached, with as much memory around it as [`CacheAttr::growth`]
+    /// permits. `buffer` is the range of the [`CachedBuffer`](super::CachedBuffer) that contains
+    /// the memory, or `None`.
     ///
-    /// If the grown region fails, cannot be cached or would be staged, the range alone is
+    /// If the grown region fails, cannot be cached or would be staged, only the range is
     /// registered. So growth never makes a lookup fail, and never exposes memory to peers without a
     /// benefit.
     fn register_grown<L>(
@@ -326,7 +332,7 @@ impl RegionCache {
         self.register_grown((range, access), &owner, None, register, OwnedLease::lease).map(Some)
     }
 
-    /// Returns another handle of this cache.
+    /// Returns another handle of the same cache.
     pub(super) fn share(&self) -> Self {
         Self { cache: Arc::clone(&self.cache) }
     }
@@ -340,7 +346,8 @@ impl RegionCache {
     }
 
     /// Invalidates like [`RegionCache::invalidate`], and calls `callback` when these regions are
-    /// deregistered. Any thread may run the callback.
+    /// deregistered. Any thread may run the callback. If there are no such regions, this call runs
+    /// the callback.
     pub fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -349,7 +356,7 @@ impl RegionCache {
         self.cache.invalidate_with_callback(range, callback);
     }
 
-    /// Returns the statistics.
+    /// Returns the counts of lookups, and the current content of the cache.
     #[must_use]
     pub fn statistics(&self) -> CacheStatistics {
         self.cache.statistics()
@@ -367,7 +374,7 @@ impl RegionCache {
         self.cache.reclaim();
     }
 
-    /// Evicts all idle entries.
+    /// Evicts all entries that have no lease.
     pub fn evict_idle(&self) {
         self.cache.evict_idle();
     }
@@ -379,7 +386,8 @@ impl RegionCache {
     /// Returns the monitor that this cache uses for the memory of an iface.
     ///
     /// # Errors
-    /// - The iface's own error if it has no monitor or cannot start it.
+    /// - The iface's own error if the iface has no monitor or cannot start its monitor. Later calls
+    ///   return the error again.
     /// - [`ErrorKind::Unsupported`] if the monitor is disabled by the settings.
     /// - [`ErrorKind::BadState`] in a forked child.
     pub fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
@@ -428,7 +436,7 @@ impl<'c> RegionLookupHandle<'c> {
     }
 }
 
-/// Returns the key of a lookup that matches memory of any owner.
+/// Returns a lookup key that matches memory of every iface, device and allocation.
 #[inline(always)]
 fn lookup_key(range: AddressRange, access: Access) -> Result<Key> {
     match Key::new(range, access) {
@@ -444,7 +452,7 @@ fn is_allocation(owner: &AddressOwner, id: AllocationId, range: AddressRange) ->
     owner.allocation.is_some_and(same)
 }
 
-/// Returns the key of memory with this owner.
+/// Returns the cache key of a range of memory that belongs to `owner`.
 fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<Key> {
     let key = Key::new(range, access)?.owned_by(owner.iface, owner.device);
     Ok(match owner.allocation {
@@ -453,19 +461,20 @@ fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<K
     })
 }
 
-/// The largest number of [`GrowthBound`]s for which a cache remembers that growth failed.
+/// The largest number of [`GrowthBound`]s for which a cache remembers that a registration of more
+/// than the requested range failed.
 const MOST_UNGROWABLE: usize = 4096;
 
-/// The number of misses between two attempts to grow within one [`GrowthBound`], if another attempt
-/// may succeed.
+/// The number of misses between two attempts to register more than the requested range in one
+/// [`GrowthBound`], if another attempt may succeed.
 const MISSES_UNTIL_RETRY: u32 = 64;
 
 /// An identifier of the largest range that a registration may grow to: the iface, the allocation
 /// and the start of the range.
 type GrowthBound = (IfaceKind, Option<AllocationId>, u64);
 
-/// An iface with its monitor, or the reason why it has none.
-type OfIface = (IfaceKind, Result<Arc<dyn Monitor>>);
+/// An iface with its monitor, or with the error that explains why it has no monitor.
+type IfaceMonitor = (IfaceKind, Result<Arc<dyn Monitor>>);
 
 /// The backend of a domain's cache, which registers through the domain.
 pub struct Registrations {
@@ -480,7 +489,7 @@ pub struct Registrations {
     held: Arc<HeldBuffers>,
     without: Vec<IfaceKind>,
     /// The monitors that were started, and the reasons why other monitors were not.
-    monitors: Mutex<Vec<OfIface>>,
+    monitors: Mutex<Vec<IfaceMonitor>>,
     /// The cache that uses this backend.
     cache: OnceLock<Weak<Cache<Self>>>,
 }
@@ -490,7 +499,7 @@ pub struct Registrations {
 pub struct Watch {
     monitor: Arc<dyn Monitor>,
     subscription: Subscription,
-    /// The allocation, if the monitor detects a free by the allocation's identity.
+    /// The allocation that contains the region. `None` if the iface reported no allocation.
     allocation: Option<Box<Allocation>>,
 }
 
@@ -513,14 +522,18 @@ impl Registrations {
     fn start_monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
         if self.without.contains(&iface) {
             return Err(Error::new(ErrorKind::Unsupported, "cache monitor")
-                .iface(iface)
+                .iface(self.domain.registry.name_of(iface))
                 .context("why", "disabled by the builder or the environment")
-                .remedy("enable the iface's cache monitor"));
+                .remedy(
+                    "enable the iface's cache monitor (FI_MR_CUDA_CACHE_MONITOR_ENABLED=1 for \
+                     CUDA), or leave the iface out of CacheAttr::without_monitors",
+                ));
         }
-        let started = self.domain.registry.get(iface)?.start_monitor();
+        let iface = self.domain.registry.get(iface)?;
+        let (started, iface) = (iface.start_monitor(), iface.name());
         match &started {
-            Ok(monitor) => tracing::debug!(%iface, monitor = monitor.name(), "cache monitor"),
-            Err(why) => tracing::warn!(%iface, %why, "memory of the iface is registered uncached"),
+            Ok(monitor) => tracing::debug!(iface, monitor = monitor.name(), "cache monitor"),
+            Err(why) => tracing::warn!(iface, %why, "memory of the iface is registered uncached"),
         }
         started
     }
@@ -528,7 +541,7 @@ impl Registrations {
 
 impl Registrations {
     /// Returns the larger range that a miss registers instead of `range`, and the bound of its
-    /// growth. Returns `None` if the registration does not grow.
+    /// growth. Returns `None` if the miss must register only `range`.
     ///
     /// Memory longer than the limit is divided into blocks of the limit's length, so that all
     /// misses in a block register the same range.
@@ -551,12 +564,12 @@ impl Registrations {
         }
         let bound =
             (owner.iface, owner.allocation.map(|allocation| allocation.id), bound.start().0);
-        // Memory that is not cached gains nothing from growth.
+        // A registration that is not cached gains nothing from a larger range.
         (self.may_grow(&bound) && self.monitor(owner.iface).is_ok()).then_some((grown, bound))
     }
 
-    /// Returns false if a registration in this bound failed to grow, for the next misses in it.
-    /// Each call counts as one of these misses.
+    /// Returns whether the next registration in this bound may grow. After a failure, returns false
+    /// for a number of misses. Each call counts as one of these misses.
     fn may_grow(&self, bound: &GrowthBound) -> bool {
         let mut ungrowable = self.ungrowable.lock();
         match ungrowable.get_mut(bound) {
@@ -573,7 +586,7 @@ impl Registrations {
         }
     }
 
-    /// Remembers that registrations within this bound failed to grow: for the next
+    /// Remembers that registrations within this bound cannot be larger than requested: for the next
     /// [`MISSES_UNTIL_RETRY`] misses if another attempt may succeed, and permanently otherwise.
     fn refuse_growth(&self, bound: GrowthBound, may_pass: bool) {
         let mut ungrowable = self.ungrowable.lock();
@@ -626,7 +639,7 @@ impl CacheBackend for Registrations {
                 monitor.unsubscribe(subscription);
                 Err(other.err().unwrap_or_else(|| {
                     Error::new(ErrorKind::BadAddress, "cached registration")
-                        .iface(key.iface())
+                        .iface(self.domain.registry.name_of(key.iface()))
                         .context("range", key.range())
                         .remedy("keep the memory allocated while it is being registered")
                 }))
@@ -687,7 +700,8 @@ impl Domain {
     /// example.
     ///
     /// # Errors
-    /// - [`ErrorKind::BadState`] if the domain was opened without a cache.
+    /// - [`ErrorKind::BadState`] if the domain was opened without a cache, and in a forked child if
+    ///   the parent has not created the cache.
     /// - [`ErrorKind::Unsupported`] in ENDPOINT mode, where a region works with one endpoint only.
     /// - [`ErrorKind::OutOfResources`] if the cache cannot start.
     pub fn cache(&self) -> Result<&RegionCache> {

@@ -43,7 +43,8 @@ use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 /// }
 /// ```
 pub struct CachedBuffer<B: OwnedBuffer> {
-    /// Dropped before `parts`: the drop invalidates the cached regions of the memory.
+    /// The buffer's entry in the cache's list of buffers. Declared before `parts`, because its drop
+    /// invalidates the cached regions of the memory.
     listing: Listing,
     parts: Arc<B::Parts>,
 }
@@ -54,7 +55,7 @@ struct Listing {
     cache: RegionCache,
     range: AddressRange,
     id: BufferId,
-    /// Keeps the domain from being closed.
+    /// A reference that keeps the domain from being closed.
     domain: Arc<DomainInner>,
 }
 
@@ -117,7 +118,7 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
                 .context("offset", offset)
                 .context("length", len)
                 .context("buffer", whole)
-                .remedy("offset + length must lie in the buffer")
+                .remedy("name bytes inside the buffer")
         })?;
         self.listing.cache.get_or_register_held(range, access, whole)
     }
@@ -128,7 +129,7 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
         self.listing.range
     }
 
-    /// Copies bytes of the buffer to `into`, from `offset` on.
+    /// Fills `into` with the bytes of the buffer from `offset` on.
     ///
     /// All bytes of a completed transfer are visible. Bytes that the NIC is writing during the call
     /// are read old or new, each independently.
@@ -140,7 +141,7 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
         B::read(&self.parts, offset, into)
     }
 
-    /// Copies `from` into the buffer, from `offset` on.
+    /// Copies `from` to the bytes of the buffer from `offset` on.
     ///
     /// # Errors
     /// The errors of [`CachedBuffer::read`].
@@ -150,15 +151,16 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
 
     /// Deregisters every region of the buffer and returns the buffer.
     ///
-    /// Waits up to 100 ms for other threads that still use the memory's regions to finish. A lookup
-    /// of other memory in the same page may hold a lease of the buffer's region for a moment. A
-    /// transfer without a descriptor holds one until its completion is read.
+    /// Waits up to 100 ms for other threads to stop using regions of the memory. A lookup of other
+    /// memory in the same page may hold a lease of the buffer's region for a moment. A transfer
+    /// without a descriptor holds a lease until its completion is read.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] if a region of the memory is in use after that time: by a lease, a
-    ///   sub-region, a window, or a transfer whose completion was not read. Also if the provider
-    ///   refuses to deregister a region. The cache finds no region of the buffer any more, but the
-    ///   buffer still works: the next lookup registers again. Release the users and retry.
+    ///   sub-region, a window, or a transfer whose completion was not read. The kind is the same if
+    ///   the provider refuses to deregister a region. The cache finds no region of the buffer any
+    ///   more, but the buffer still works: the next lookup registers again. End the uses of the
+    ///   regions and retry.
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// The error returns the buffer as a `CachedBuffer`.
@@ -167,15 +169,16 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
         if let Err(error) = listing.domain.process.check("close") {
             return Err(Rejected::new(self, error));
         }
-        // Once no region of the cache has a byte of the buffer and none is being registered, only
-        // a call on `self` registers another.
+        // After this, the cache has no region with a byte of the buffer and registers none. Only a
+        // call on `self` could register another.
         let removed = listing.end_regions() && {
             let held = listing.cache.held();
             held.remove(listing.id);
-            // Uncached regions, and those that the provider refused to deregister, share the parts.
+            // A region that is uncached, or that the provider refused to deregister, holds a
+            // reference to the parts.
             Arc::strong_count(&self.parts) == 1 || {
                 let (range, iface) = (listing.range, B::iface(&self.parts));
-                held.put(listing.id, range, iface, Arc::clone(&self.parts) as _);
+                held.add_with_id(listing.id, range, iface, Arc::clone(&self.parts) as _);
                 false
             }
         };
@@ -192,8 +195,8 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
 }
 
 impl Listing {
-    /// Deregisters the cached regions that overlap the buffer. Returns false if a region is left
-    /// after [`CLOSE_TIMEOUT`].
+    /// Deregisters the cached regions that overlap the buffer. Returns false if a cached region is
+    /// left after [`CLOSE_TIMEOUT`].
     fn end_regions(&self) -> bool {
         let (sender, ended) = mpsc::channel::<()>();
         self.cache.invalidate_with_callback(self.range, move || drop(sender));
@@ -207,13 +210,14 @@ impl Listing {
 impl Drop for Listing {
     fn drop(&mut self) {
         if !self.domain.process.is_current() {
-            // The regions are the parent's, and its threads may have held the locks at the fork.
-            // The child's copy of the list keeps the memory allocated.
+            // In a forked child the regions belong to the parent, and a thread of the parent may
+            // have held the locks at the fork. The child's copy of the list keeps the memory
+            // allocated.
             return;
         }
         let (held, id) = (Arc::clone(self.cache.held()), self.id);
-        // A region that is being registered, with this memory merged into it, still finds the
-        // buffer in the list.
+        // The buffer stays in the list until the callback runs. A registration in progress that was
+        // merged with this memory needs the list to keep the memory allocated.
         self.cache.invalidate_with_callback(self.range, move || held.remove(id));
     }
 }

@@ -20,7 +20,7 @@ use crate::{
 
 /// An endpoint, which posts transfers and receives messages (`fid_ep`).
 ///
-/// The safe methods take [`RegionSlice`]s, which are parts of regions that own their memory.
+/// The safe methods take [`RegionSlice`]s, which are parts of registered regions.
 /// [`Endpoint::post`] takes raw addresses. Each request ends with a completion in one of the
 /// endpoint's queues.
 ///
@@ -50,8 +50,8 @@ use crate::{
 pub struct Endpoint {
     inner: Arc<dyn ProviderEndpoint>,
     domain: Arc<DomainInner>,
-    /// The means to register local memory without a descriptor through the domain's cache. `None`
-    /// if descriptors are required.
+    /// Registers local memory that a request names without a descriptor, through the domain's
+    /// cache. `None` if requests must have descriptors.
     leasing: Option<Leasing>,
     closed: bool,
 }
@@ -59,9 +59,9 @@ pub struct Endpoint {
 /// An atomic operation with operands in registered memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Atomic<'a> {
-    /// The operation.
+    /// The operation to apply to each element.
     pub op: AtomicOp,
-    /// The type of the elements.
+    /// The type of the elements in memory.
     pub datatype: AtomicType,
     /// The elements in the peer's memory.
     pub remote: RemoteSegment<'a>,
@@ -124,7 +124,7 @@ impl Endpoint {
     /// Posts any work request, with raw local addresses.
     ///
     /// # Safety
-    /// These hold for each local segment without a descriptor until the request completes:
+    /// These must hold for each local segment without a descriptor until the request completes:
     ///
     /// - The memory stays valid.
     /// - If the operation writes to the memory, no Rust reference to it exists.
@@ -133,9 +133,12 @@ impl Endpoint {
     ///   no rights.
     ///
     /// # Errors
-    /// - [`ErrorKind::Again`] if the queue is full. Read completions, then post again.
+    /// - [`ErrorKind::Again`] if the endpoint has as many requests outstanding as its depth, or if
+    ///   its completion queue has no room for another completion. Read completions, then post
+    ///   again.
     /// - [`ErrorKind::NoRegion`] for a descriptor that is missing or that is not of this domain.
     /// - The errors of [`Domain::regattr`](super::Domain::regattr), if the cache registers memory.
+    /// - The other errors of [`ProviderEndpoint::post`].
     ///
     /// An error that only the target can detect is reported by the completion.
     #[inline]
@@ -160,15 +163,16 @@ impl Endpoint {
     ) -> Result<()> {
         if let [slice] = local {
             let request = WorkRequest { operation, local: &[slice.segment()], peer, context };
-            // SAFETY: the segment has the descriptor of a region that owns its memory. The provider
-            // refuses the descriptor once the region is closed, and the memory is not freed before.
+            // SAFETY: the segment has the descriptor of a region. The provider refuses the
+            // descriptor once the region is closed, and the region's memory stays allocated until
+            // then.
             return unsafe { self.post(&request) };
         }
         if local.len() > INLINE_SEGMENTS {
             let segments: Vec<_> = local.iter().map(|slice| slice.segment()).collect();
-            // SAFETY: each segment has the descriptor of a region that owns its memory. The
-            // provider refuses the descriptor once the region is closed, and the memory is not
-            // freed before.
+            // SAFETY: each segment has the descriptor of a region. The provider refuses the
+            // descriptor once the region is closed, and the region's memory stays allocated until
+            // then.
             return unsafe {
                 self.post(&WorkRequest { operation, local: &segments, peer, context })
             };
@@ -179,8 +183,8 @@ impl Endpoint {
             *segment = slice.segment();
         }
         let request = WorkRequest { operation, local: &segments[..local.len()], peer, context };
-        // SAFETY: each segment has the descriptor of a region that owns its memory. The provider
-        // refuses the descriptor once the region is closed, and the memory is not freed before.
+        // SAFETY: each segment has the descriptor of a region. The provider refuses the descriptor
+        // once the region is closed, and the region's memory stays allocated until then.
         unsafe { self.post(&request) }
     }
 
@@ -309,7 +313,11 @@ impl Endpoint {
         self.post_slices(Operation::Send { tag: None, invalidate: Some(key) }, local, peer, context)
     }
 
-    /// Posts a buffer for one message. `tag` is a tag to match and a mask of bits to ignore.
+    /// Posts a buffer for one message. `tag` is the tag to match, and a mask of the tag's bits to
+    /// ignore.
+    ///
+    /// `local` may be empty, for a peer's [`write_immediate`](Self::write_immediate) or for
+    /// messages without bytes.
     ///
     /// # Errors
     /// The errors of [`Endpoint::post`].
@@ -356,9 +364,10 @@ impl Endpoint {
 
     /// Takes part in a broadcast. All members call this with the same tag.
     ///
-    /// The root sends the bytes of `buffer` to all other members, which is one request with
-    /// `context` for each member. The others receive the bytes. `members` are the other members, as
-    /// this endpoint resolved them. `root` is one of them, or `None` if this endpoint is the root.
+    /// The root sends the bytes of `buffer` to all other members, by one send with `context` for
+    /// each member. The others receive the bytes. `members` are the other members, each as
+    /// [`Endpoint::resolve`] of this endpoint returned it. `root` is one of them, or `None` if this
+    /// endpoint is the root.
     ///
     /// The buffer's region needs the right SEND at the root and RECV elsewhere. In COLLECTIVE mode
     /// it also needs COLLECTIVE (`fi_mr(3)`).
@@ -367,6 +376,8 @@ impl Endpoint {
     /// - The errors of [`Endpoint::post`].
     /// - [`ErrorKind::AccessDenied`] in COLLECTIVE mode for a region without the right COLLECTIVE.
     /// - [`ErrorKind::InvalidArgument`] for a root that is not a member.
+    ///
+    /// If a send of the root fails, the sends to earlier members are posted already.
     pub fn broadcast(
         &self,
         buffer: RegionSlice,
@@ -402,7 +413,8 @@ impl MemoryRegion {
     /// either order. Once the endpoint is closed, no peer reaches the region.
     ///
     /// # Errors
-    /// - [`ErrorKind::BadState`] in other modes, and for a region that is enabled or bound already.
+    /// - [`ErrorKind::BadState`] in other modes, and for a region that is not registered yet,
+    ///   enabled already or bound already.
     /// - [`ErrorKind::InvalidArgument`] for an endpoint of another domain.
     /// - [`ErrorKind::NoSys`] if the provider does not bind regions to endpoints.
     pub fn bind_endpoint(&self, endpoint: &Endpoint) -> Result<()> {

@@ -26,14 +26,15 @@ use crate::{
 pub enum GrantKind {
     /// The grant uses a memory window of this type.
     Window(WindowType),
-    /// The grant uses a sub-region, because the NIC, the region or the mode has no windows.
+    /// The grant uses a sub-region, because no window works with this NIC, this region or this
+    /// mode.
     SubRegion,
 }
 
 /// A peer's rights to a part of a region, until the grant is revoked or dropped.
 ///
-/// The region cannot be closed while the grant exists. The peer can end a grant by a type 2 window
-/// with a message ([`Endpoint::send_invalidate`]).
+/// The region cannot be closed while the grant exists. If the grant uses a type 2 window, the peer
+/// can end the grant with a message ([`Endpoint::send_invalidate`]).
 ///
 /// ```
 /// # use hmem_core::{Access, Endpoint, ErrorKind, MemoryRegion, Result};
@@ -65,7 +66,7 @@ struct BoundWindow {
     key: RemoteKey,
     /// The number of earlier grants that used the window.
     uses: u8,
-    /// The region of the window. Released after the window is freed.
+    /// The region of the window. Released after the window is unbound or freed.
     region: Dependent,
 }
 
@@ -101,8 +102,8 @@ impl SpareWindows {
         Ok(Spare { kind, window: domain.windows()?.alloc_window(kind)?, uses: 0 })
     }
 
-    /// Keeps an unbound window for reuse. Frees it instead once all tags of its key were used, so
-    /// that a revoked key is not valid again soon (KEY-02).
+    /// Keeps an unbound window for reuse. Frees the window instead once all tags of its key were
+    /// used, so that a revoked key is not valid again soon (KEY-02).
     fn put(&self, domain: &DomainInner, mut spare: Spare) {
         spare.uses = spare.uses.saturating_add(1);
         if spare.uses < u8::MAX {
@@ -120,7 +121,8 @@ fn free(domain: &DomainInner, window: ProviderWindow) {
 }
 
 impl MemoryRegion {
-    /// Grants the peer of `endpoint` these rights to `part`, a byte range from the region's start.
+    /// Grants the peer of `endpoint` the rights `access` to `part`, a byte range relative to the
+    /// start of the region.
     ///
     /// The key is valid when this returns. [`Grant::kind`] returns the mechanism, the first of
     /// these that works:
@@ -129,8 +131,8 @@ impl MemoryRegion {
     /// 2. a type 1 window, whose key works through every endpoint of the domain;
     /// 3. a sub-region.
     ///
-    /// [`Grant::fallback_reasons`] has the errors of the mechanisms that were tried before. Windows
-    /// need a region with [`Access::MW_BIND`].
+    /// [`Grant::fallback_reasons`] has the errors of the mechanisms that were tried before. If the
+    /// NIC has windows, the region needs [`Access::MW_BIND`].
     ///
     /// The NIC binds a type 2 window after the requests that were posted to the endpoint earlier.
     /// This call waits for these requests. If one of them is a send and the peer has posted no
@@ -138,7 +140,9 @@ impl MemoryRegion {
     ///
     /// # Errors
     /// - ZeroLength, OutOfBounds and BadAccess for a wrong range or right.
-    /// - AccessDenied for rights that the region does not allow, and for a region without MW_BIND.
+    /// - AccessDenied for a right to write, if the region has no right that lets the NIC write.
+    ///   Also for a region without MW_BIND, if the NIC has windows.
+    /// - BadState before the registration of the region completed, and in a forked child.
     /// - InvalidArgument for an endpoint of another domain.
     /// - Unsupported if the NIC has neither windows nor sub-regions.
     /// - The driver's own errors. If a sub-region fails, its error has the reasons against windows
@@ -204,7 +208,7 @@ fn bind_window(
         // The key has zero-based addresses, so that peers do not learn the address of the memory.
         bind.addressing = Addressing::ZeroBased;
     }
-    // The dependent is created before the bind, so that the region cannot be closed before it.
+    // The dependent is created before the bind. From then on the region cannot be closed.
     let region = Dependent::of(part.region.inner());
     let mut spare = domain.spare_windows.take(domain, kind)?;
     let bound = if kind == WindowType::One {
@@ -264,8 +268,8 @@ impl Grant {
     /// Returns the errors of better mechanisms that were tried first, best mechanism first.
     ///
     /// Window types that the NIC does not list are not tried. An error names the rule that refused
-    /// (`context_value("rule")`) or has the driver's code, and the window type
-    /// (`context_value("window")`).
+    /// (`context_value("rule")`) or has the driver's code. If a window type was tried, the error
+    /// names it (`context_value("window")`).
     ///
     /// ```
     /// # use hmem_core::{Grant, GrantKind};
@@ -285,12 +289,15 @@ impl Grant {
     /// Returns the key for the peer, with the address and length of the granted part.
     ///
     /// # Errors
-    /// [`ErrorKind::KeyNotAvailable`] in RAW mode (use [`Grant::raw_key`]).
+    /// [`ErrorKind::KeyNotAvailable`] in RAW mode (use [`Grant::raw_key`]), and for a sub-region of
+    /// a staged region that peers cannot reach.
     pub fn key(&self) -> Result<RemoteKey> {
         match &self.held {
             Some(Held::Window(bound)) => Ok(bound.key.clone()),
             Some(Held::SubRegion(region)) => region.key(),
-            None => Err(Error::new(ErrorKind::BadState, "key").remedy("the grant was revoked")),
+            None => Err(Error::new(ErrorKind::BadState, "key")
+                .context("why", "the grant was revoked")
+                .remedy("make a new grant")),
         }
     }
 
@@ -308,7 +315,8 @@ impl Grant {
     /// Returns the state of the key.
     ///
     /// The state is [`WindowState::Valid`] until the peer ends the grant by a message. Once the
-    /// completion of that message was read, it is [`WindowState::Free`].
+    /// completion of that message was read, the state is [`WindowState::Free`]. If the provider
+    /// cannot report the state, the result is [`WindowState::Invalid`].
     #[must_use]
     pub fn state(&self) -> WindowState {
         match &self.held {
@@ -370,7 +378,7 @@ impl Grant {
                 Ok(())
             }
             Err(reason) => {
-                tracing::debug!(%reason, "freeing the window of a grant instead");
+                tracing::debug!(%reason, "cannot invalidate the window of a grant: freeing it");
                 windows.free_window(*window)
             }
         }

@@ -11,9 +11,9 @@ use crate::{
 ///
 /// **Growth exposes memory.** The NIC has one key for the whole registration. A peer with the key
 /// of one view can use it, with the view's rights, for every byte of the registration. The bounds
-/// in the key do not stop it. The rights never grow. Use growth only if the peers may reach the
-/// whole allocation anyway. [`MemoryRegion::sub`](crate::MemoryRegion::sub) makes keys with bounds
-/// that the NIC enforces.
+/// in the key do not prevent that. The rights never grow. Use growth only if the peers may reach
+/// the whole allocation anyway. [`MemoryRegion::sub`](crate::MemoryRegion::sub) makes keys with
+/// bounds that the NIC enforces.
 ///
 /// A registration does not grow in these cases:
 ///
@@ -48,7 +48,8 @@ impl Growth {
 }
 
 impl DomainInner {
-    /// Returns the largest length of a grown registration of this domain, in bytes.
+    /// Returns the largest length to which a registration of this domain may grow, in bytes, or 0
+    /// if growth is disabled.
     pub(super) fn growth_limit(&self, growth: Growth) -> u64 {
         growth.limit().min(self.provider_attr.max_mr_size)
     }
@@ -77,8 +78,9 @@ impl DomainInner {
         Err(Error::new(ErrorKind::Unsupported, "grow").context("path", Path::Staged))
     }
 
-    /// Returns the largest range that a registration of this owner's memory may grow to. `None` if
-    /// it cannot grow. `held` is the range of the buffer that contains the view, if there is one.
+    /// Returns the largest range that a registration of this owner's memory may grow to, without
+    /// regard to [`DomainInner::growth_limit`], or `None` if the registration must not grow. `held`
+    /// is the range of the buffer that contains the view, if there is one.
     pub(super) fn growth_bound(
         &self,
         owner: &AddressOwner,

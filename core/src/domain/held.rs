@@ -27,7 +27,7 @@ struct HeldBuffer {
     memory: Memory,
 }
 
-/// The list of buffers that a cache registers by parts.
+/// The list of buffers of which a cache registers parts.
 ///
 /// A new region of the cache keeps alive every listed buffer that it overlaps. One region may
 /// overlap several buffers, because the cache merges registrations of adjacent memory.
@@ -40,19 +40,19 @@ pub(super) struct HeldBuffers {
 #[derive(Default)]
 struct State {
     buffers: BTreeMap<BufferId, HeldBuffer>,
-    /// The lengths of the listed buffers. The longest one limits how far a search goes.
+    /// The lengths of the buffers in the list. The largest length limits how far a search goes.
     lengths: BTreeSet<(u64, BufferId)>,
 }
 
 impl State {
-    /// Returns the length of the longest listed buffer, or 0.
+    /// Returns the length of the longest buffer in the list, or 0.
     fn longest(&self) -> u64 {
         self.lengths.last().map_or(0, |(len, _)| *len)
     }
 
-    /// Returns the listed buffers that may overlap the addresses from `start` to `last`, the
-    /// nearest first. A buffer that starts further below `start` than the longest buffer is long
-    /// ends before `start`.
+    /// Returns the buffers in the list that may overlap the addresses from `start` to `last`, the
+    /// nearest first. The length of the longest buffer limits how far below `start` such a buffer
+    /// can begin.
     fn near(&self, start: u64, last: u64) -> impl Iterator<Item = &HeldBuffer> {
         let longest = self.longest();
         let below = self.buffers.range(..=(last, u64::MAX)).rev();
@@ -63,16 +63,23 @@ impl State {
 }
 
 impl HeldBuffers {
-    /// Lists a buffer and returns its identifier.
+    /// Adds a buffer to the list, and returns its identifier.
     pub(super) fn add(&self, range: AddressRange, iface: IfaceKind, memory: Memory) -> BufferId {
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let id = (range.start().0, number);
-        self.put(id, range, iface, memory);
+        self.add_with_id(id, range, iface, memory);
         id
     }
 
-    /// Lists a buffer again under the identifier that it had before [`HeldBuffers::remove`].
-    pub(super) fn put(&self, id: BufferId, range: AddressRange, iface: IfaceKind, memory: Memory) {
+    /// Adds a buffer to the list again, under the identifier that it had before
+    /// [`HeldBuffers::remove`].
+    pub(super) fn add_with_id(
+        &self,
+        id: BufferId,
+        range: AddressRange,
+        iface: IfaceKind,
+        memory: Memory,
+    ) {
         let mut state = self.state.lock();
         state.lengths.insert((range.len(), id));
         state.buffers.insert(id, HeldBuffer { range, iface, memory });
@@ -91,8 +98,8 @@ impl HeldBuffers {
         drop(removed);
     }
 
-    /// Returns the guarantee for a new region of `range`, which keeps every listed buffer that
-    /// overlaps `range` allocated.
+    /// Returns the reference for a new region of `range`. The reference keeps allocated every
+    /// buffer of the list that overlaps `range`. Returns [`KeepAlive::Caller`] if no buffer does.
     pub(super) fn keep(&self, range: AddressRange) -> KeepAlive {
         let state = self.state.lock();
         let Some(last) = range.len().checked_sub(1) else { return KeepAlive::Caller };

@@ -49,8 +49,8 @@ impl Inbound {
         self.registry.iter().any(|iface| iface.kind() != IfaceKind::SYSTEM)
     }
 
-    /// Adds the device of memory that is about to be registered, if `access` lets the NIC write to
-    /// the memory.
+    /// Adds the device that owns the memory of a new registration, if `access` lets the NIC write
+    /// to the memory.
     pub(super) fn note(&self, owner: &AddressOwner, access: Access) {
         let Some(device) = owner.device.filter(|_| access.nic_writes()) else { return };
         let device = (owner.iface, device);

@@ -2,14 +2,16 @@
 //!
 //! Some NICs need a descriptor for every local buffer (`mr_mode` LOCAL), or for those in device
 //! memory (HMEM). If a request has none, the endpoint leases a cached region of the memory and uses
-//! its descriptor. The leases end when the request ends:
+//! its descriptor. The leases end when the application reads the request's completion, or closes
+//! the endpoint:
 //!
 //! - The completion queue stores the leases of each request in a slot. The request is posted with a
 //!   context that identifies the slot: a *marked* context.
 //! - Reading the completion replaces the marked context by the application's context, and ends the
 //!   leases.
-//! - If an application's own context looks like a marked one, it gets a slot too. So the two are
-//!   never confused. All other contexts are passed on unchanged.
+//! - A request with an application context that looks like a marked one gets a slot too. So the
+//!   queue never takes an application's context for a marked one. It passes on all other contexts
+//!   unchanged.
 //! - Closing an endpoint ends the leases of its requests, because the NIC no longer uses the
 //!   memory. The slots stay until their completions are read.
 
@@ -34,14 +36,14 @@ const SOURCE: Access = Access::SEND.union(Access::WRITE);
 /// The rights with which the cache registers memory that a transfer writes.
 const SINK: Access = SOURCE.union(Access::RECV).union(Access::READ);
 
-/// The upper 16 bits of a marked context. Below are 24 bits for the slot's generation and 24 bits
-/// for its index.
+/// The upper 16 bits of a marked context, which identifies the slot of a request. The lower 48 bits
+/// hold 24 bits of the slot's generation and 24 bits of its index.
 const MARK: u64 = 0xCAC4 << 48;
 const MARK_BITS: u64 = 0xFFFF << 48;
 const PLACE_BITS: u32 = 24;
 const GENERATION: u32 = (1 << 24) - 1;
 
-/// The largest number of local segments for which a post does not allocate.
+/// The largest number of local segments for which a post allocates no memory.
 const INLINE: usize = 8;
 const NOWHERE: LocalSegment = LocalSegment { address: Address(0), len: 0, desc: None };
 
@@ -49,7 +51,8 @@ const fn is_marked(context: u64) -> bool {
     context & MARK_BITS == MARK
 }
 
-/// The requests in flight that have a marked context.
+/// The requests in flight that a completion queue tracks. Each has a slot, and a marked context
+/// that identifies the slot.
 #[derive(Debug, Default)]
 struct InFlight {
     slots: Mutex<Slots>,
@@ -84,13 +87,14 @@ impl Slots {
 
 impl InFlight {
     /// Returns a number for a new endpoint, which identifies its requests.
-    fn enrol(&self) -> u64 {
+    fn new_endpoint_id(&self) -> u64 {
         let mut slots = self.slots.lock();
         slots.endpoints += 1;
         slots.endpoints
     }
 
-    /// Takes a slot for a request and returns its marked context. `None` if all slots are in use.
+    /// Assigns a slot to a request. Returns the marked context, which identifies the slot, or
+    /// `None` if all slots are in use.
     fn admit(&self, endpoint: u64, context: u64) -> Option<u64> {
         let mut slots = self.slots.lock();
         let place = match slots.free.pop() {
@@ -117,16 +121,16 @@ impl InFlight {
         }
     }
 
-    /// Ends a request and its leases, and returns the application's context. `None` if no slot has
-    /// this marked context.
+    /// Ends a request and its leases, and returns the application's context. Returns `None` if the
+    /// context identifies no slot in use.
     fn end(&self, marked: u64) -> Option<u64> {
         let (context, mut leases) = {
             let mut slots = self.slots.lock();
             let slot = slots.marked(marked)?;
             (slot.context, std::mem::take(&mut slot.leases))
         };
-        // This may deregister regions, so the lock is released first. No other thread uses the slot
-        // before it is marked free.
+        // Dropping the leases may deregister regions, so the lock is released first. No other
+        // thread uses the slot before the slot is in the list of free slots.
         leases.clear();
         let mut slots = self.slots.lock();
         let slot = slots.marked(marked)?;
@@ -209,16 +213,16 @@ impl CompletionQueue for LeasingQueue {
     }
 }
 
-/// One direction of an endpoint: sends or receives.
-struct Side {
+/// The in-flight receives of an endpoint, or its other in-flight requests.
+struct Direction {
     in_flight: Arc<InFlight>,
     endpoint: u64,
 }
 
-impl Side {
+impl Direction {
     fn of(queue: &Arc<dyn CompletionQueue>) -> Option<Self> {
         let in_flight = Arc::clone(&LeasingQueue::of(queue)?.in_flight);
-        Some(Self { endpoint: in_flight.enrol(), in_flight })
+        Some(Self { endpoint: in_flight.new_endpoint_id(), in_flight })
     }
 }
 
@@ -226,15 +230,15 @@ impl Side {
 /// leases in the endpoint's completion queues.
 pub(super) struct Leasing {
     cache: RegionCache,
-    /// Set if host memory needs a descriptor too, not only device memory.
+    /// True if host memory needs a descriptor too, not only device memory.
     host: bool,
-    transmits: Option<Side>,
-    receives: Option<Side>,
+    transmits: Option<Direction>,
+    receives: Option<Direction>,
 }
 
 impl Leasing {
     pub(super) fn new(cache: &RegionCache, host: bool, attr: &EndpointAttr) -> Self {
-        let (transmits, receives) = (Side::of(&attr.tx_cq), Side::of(&attr.rx_cq));
+        let (transmits, receives) = (Direction::of(&attr.tx_cq), Direction::of(&attr.rx_cq));
         Self { cache: cache.share(), host, transmits, receives }
     }
 
@@ -249,57 +253,64 @@ impl Leasing {
         request: &WorkRequest<'_>,
     ) -> Result<()> {
         let receives = matches!(request.operation, Operation::Receive { .. });
-        let side = if receives { &self.receives } else { &self.transmits };
+        let direction = if receives { &self.receives } else { &self.transmits };
         let bare = names_no_region(request);
-        match side {
-            Some(side) if bare || is_marked(request.context) => {
+        match direction {
+            Some(direction) if bare || is_marked(request.context) => {
                 // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
-                unsafe { self.post_marked(to, side, request, bare) }
+                unsafe { self.post_marked(to, direction, request, bare) }
             }
             // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
             _ => unsafe { to.post(request) },
         }
     }
 
+    /// Assigns a slot to a request, and posts the request with the marked context that identifies
+    /// the slot. If `bare` is true, leases regions for the local memory that needs a descriptor and
+    /// has none.
+    ///
     /// # Safety
     /// The conditions of [`ProviderEndpoint::post`].
     unsafe fn post_marked(
         &self,
         to: &dyn ProviderEndpoint,
-        side: &Side,
+        direction: &Direction,
         request: &WorkRequest<'_>,
         bare: bool,
     ) -> Result<()> {
-        let Some(context) = side.in_flight.admit(side.endpoint, request.context) else {
+        let Some(context) = direction.in_flight.admit(direction.endpoint, request.context) else {
             return Err(Error::new(ErrorKind::Again, "post")
                 .remedy("read completions first: too many requests are in flight"));
         };
         let posted = if bare {
             // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
-            unsafe { self.post_leased(to, side, request, context) }
+            unsafe { self.post_leased(to, direction, request, context) }
         } else {
             // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
             unsafe { to.post(&WorkRequest { context, ..*request }) }
         };
         if posted.is_err() {
-            side.in_flight.end(context);
+            direction.in_flight.end(context);
         }
         posted
     }
 
+    /// Posts a request with leased regions for the local memory that needs a descriptor and has
+    /// none. `context` is the marked context that identifies the request's slot.
+    ///
     /// # Safety
     /// The conditions of [`ProviderEndpoint::post`].
     unsafe fn post_leased(
         &self,
         to: &dyn ProviderEndpoint,
-        side: &Side,
+        direction: &Direction,
         request: &WorkRequest<'_>,
         context: u64,
     ) -> Result<()> {
         let lease = |segment: &mut LocalSegment, access| -> Result<()> {
             if let Some(lease) = self.lease(segment, access)? {
                 segment.desc = Some(lease.desc()?);
-                side.in_flight.keep(context, lease);
+                direction.in_flight.keep(context, lease);
             }
             Ok(())
         };
@@ -341,7 +352,8 @@ impl Leasing {
         unsafe { to.post(&WorkRequest { operation, local, context, ..*request }) }
     }
 
-    /// Leases a region of the segment's memory. `None` if the segment has or needs no descriptor.
+    /// Leases a region of the segment's memory. Returns `None` if the segment already has a
+    /// descriptor, or needs none.
     fn lease(
         &self,
         segment: &LocalSegment,
@@ -356,8 +368,8 @@ impl Leasing {
 
     /// Ends all leases after the endpoint was closed.
     pub(super) fn release(&self) {
-        for side in self.transmits.iter().chain(&self.receives) {
-            side.in_flight.release(side.endpoint);
+        for direction in self.transmits.iter().chain(&self.receives) {
+            direction.in_flight.release(direction.endpoint);
         }
     }
 }

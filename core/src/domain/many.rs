@@ -26,6 +26,7 @@ use super::{
     Domain, DomainInner, MemoryRegion, MrAttr,
     buffer::{OwnedBuffer, RegionSlice, keep_alive, take_back},
     growth::Growth,
+    region::close_each,
     region_state::KeepAlive,
 };
 use crate::{
@@ -36,14 +37,14 @@ use crate::{
 /// A range of raw addresses to register, and its rights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
-    /// The range.
+    /// The range of addresses to register.
     pub range: AddressRange,
     /// The rights that the view's key grants.
     pub access: Access,
 }
 
 impl View {
-    /// Creates a view.
+    /// Creates a view, to pass to a registration.
     #[must_use]
     pub const fn new(range: AddressRange, access: Access) -> Self {
         Self { range, access }
@@ -64,7 +65,7 @@ pub struct BufferView {
 }
 
 impl BufferView {
-    /// Creates a view.
+    /// Creates a view, to pass to a registration.
     #[must_use]
     pub const fn new(buffer: usize, offset: u64, len: u64, access: Access) -> Self {
         Self { buffer, offset, len, access }
@@ -74,15 +75,16 @@ impl BufferView {
 /// The range of a buffer, and the reference that keeps its memory allocated.
 type Held = (AddressRange, KeepAlive);
 
-/// Views that share a registration.
+/// A group of views that share a registration.
 struct Group {
     /// The smallest range that contains the views.
     range: AddressRange,
     access: Access,
     owner: Option<AddressOwner>,
-    /// The range that the registration must not exceed. `None` if the registration cannot grow.
+    /// The range that the registration must not exceed. `None` if the registration must not grow.
     bound: Option<AddressRange>,
-    /// The views: `count` positions from `first` in the sorted order.
+    /// The index of the group's first view in the sorted order. The group has `count` views from
+    /// there on.
     first: usize,
     count: usize,
 }
@@ -91,7 +93,7 @@ struct Group {
 struct Request<'a> {
     domain: &'a Arc<DomainInner>,
     views: &'a [View],
-    /// The buffer of each view. Empty for raw addresses.
+    /// The position of each view's buffer in the list of buffers. Empty for views of raw addresses.
     buffer_of: Vec<u32>,
     buffers: &'a [Held],
     growth: Growth,
@@ -114,8 +116,8 @@ impl Request<'_> {
         order
     }
 
-    /// Checks every view, and forms the groups that share a registration. Queries the owner of the
-    /// memory once for each allocation and set of rights.
+    /// Checks every view, and forms the groups that share a registration. If growth is enabled,
+    /// queries the owner of the memory once for each allocation and set of rights.
     fn plan(&self, order: &[u32]) -> Result<Vec<Group>> {
         let limit = self.domain.growth_limit(self.growth);
         let mut groups: Vec<Group> = Vec::new();
@@ -149,8 +151,8 @@ impl Request<'_> {
         Ok(groups)
     }
 
-    /// Registers the groups one by one. After an error, `regions` has the regions that were already
-    /// registered.
+    /// Registers the groups one by one. After an error, `regions` contains the regions of the
+    /// groups before the failed one.
     fn register(&self, regions: &mut Vec<MemoryRegion>) -> Result<Vec<Placed>> {
         if u32::try_from(self.views.len()).is_err() {
             return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
@@ -187,7 +189,11 @@ impl Request<'_> {
                     regions.push(region);
                 }
                 Err(error) => {
-                    tracing::debug!(%error, range = %group.range, "cannot share a registration");
+                    tracing::debug!(
+                        %error,
+                        range = %group.range,
+                        "cannot register views together: registering each alone"
+                    );
                     for view in views.iter().copied() {
                         let range = self.views[view as usize].range;
                         placed[view as usize].region = regions.len() as u32;
@@ -236,7 +242,7 @@ impl Group {
     }
 }
 
-/// Registers views of raw addresses.
+/// Registers many views of raw addresses, as [`Domain::reg_many`] does.
 ///
 /// # Safety
 /// The conditions of [`Domain::reg_many`].
@@ -248,7 +254,7 @@ pub(super) unsafe fn reg_many(
     Request { domain, views, buffer_of: Vec::new(), buffers: &[], growth }.run("reg_many")
 }
 
-/// Registers views of buffers.
+/// Registers many views of buffers, as [`Domain::register_many`] does.
 pub(super) fn register_many<B: OwnedBuffer>(
     domain: &Arc<DomainInner>,
     buffers: Vec<B>,
@@ -275,7 +281,7 @@ pub(super) fn register_many<B: OwnedBuffer>(
     }
 }
 
-/// Converts views of buffers to views of addresses, and returns the buffer of each.
+/// Converts views of buffers to views of addresses. Also returns the index of each view's buffer.
 fn ranges_of(held: &[Held], views: &[BufferView]) -> Result<(Vec<View>, Vec<u32>)> {
     let range_of = |(index, view): (usize, &BufferView)| {
         let BufferView { buffer, offset, len, access } = *view;
@@ -298,7 +304,7 @@ fn ranges_of(held: &[Held], views: &[BufferView]) -> Result<(Vec<View>, Vec<u32>
     views.iter().enumerate().map(range_of).collect()
 }
 
-/// A registered view: the position of its region, and its range.
+/// A registered view: the index of its region in the list of regions, and the view's address range.
 #[derive(Clone, Copy, Debug)]
 struct Placed {
     region: u32,
@@ -314,7 +320,7 @@ pub struct RegionViews {
 }
 
 impl RegionViews {
-    /// Returns the view at a position in the request.
+    /// Returns the view at a position in the request, or `None` if the position is too large.
     #[must_use]
     pub fn get(&self, index: usize) -> Option<RegionView<'_>> {
         let Placed { region, range } = *self.views.get(index)?;
@@ -341,8 +347,8 @@ impl RegionViews {
         self.views.is_empty()
     }
 
-    /// Returns the regions, each with one or more views. In the value of an error these are the
-    /// regions that could not be closed.
+    /// Returns the regions, each with one or more views. In a value that an error returned, these
+    /// are the regions that could not be closed.
     #[must_use]
     pub fn regions(&self) -> &[MemoryRegion] {
         &self.regions
@@ -359,8 +365,8 @@ impl RegionViews {
     /// Closes all regions.
     ///
     /// # Errors
-    /// The first error of [`MemoryRegion::close`]. All regions are tried. The error returns those
-    /// that could not be closed, which still work, without the views.
+    /// The first error of [`MemoryRegion::close`]. The call tries to close every region. The error
+    /// returns the regions that could not be closed. They still work, but their views are gone.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.close_each() {
             Ok(()) => Ok(()),
@@ -369,23 +375,8 @@ impl RegionViews {
     }
 
     fn close_each(&mut self) -> Result<()> {
-        let mut first = Ok(());
-        let mut left = Vec::new();
         self.views.clear();
-        for region in std::mem::take(&mut self.regions) {
-            match region.inner().close() {
-                // Released here, because another thread that is dropping a sub-region may keep the
-                // region alive a little longer.
-                Ok(()) => drop(region.inner().release()),
-                Err(error) => {
-                    left.push(region);
-                    first = first.and(Err(error));
-                }
-            }
-        }
-        self.regions = left;
-        let left = self.regions.len();
-        first.map_err(|error: Error| error.context("left registered", left))
+        close_each(&mut self.regions)
     }
 }
 
@@ -398,7 +389,7 @@ impl fmt::Debug for RegionViews {
     }
 }
 
-/// A view: a part of a region that may have more memory and other views.
+/// A part of a region. The region may cover more memory and have other views.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionView<'r> {
     region: &'r MemoryRegion,
@@ -466,7 +457,7 @@ impl<'r> RegionView<'r> {
     }
 }
 
-/// Buffers whose views were registered with one call, and that the regions own.
+/// Buffers of which parts (views) were registered with one call. The regions own the buffers.
 ///
 /// Derefs to the [`RegionViews`]. Access the bytes through [`RegisteredViews::read`] and
 /// [`RegisteredViews::write`], which copy.
@@ -484,8 +475,8 @@ impl<B: OwnedBuffer> RegisteredViews<B> {
         })
     }
 
-    /// Copies bytes of a buffer to `into`, from `offset` on. `buffer` is the buffer's position in
-    /// the list.
+    /// Fills `into` with the bytes of a buffer from `offset` on. `buffer` is the buffer's position
+    /// in the list.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
@@ -494,8 +485,8 @@ impl<B: OwnedBuffer> RegisteredViews<B> {
         B::read(self.parts(buffer)?, offset, into)
     }
 
-    /// Copies `from` into a buffer, from `offset` on. `buffer` is the buffer's position in the
-    /// list.
+    /// Copies `from` to the bytes of a buffer from `offset` on. `buffer` is the buffer's position
+    /// in the list.
     ///
     /// # Errors
     /// The errors of [`RegisteredViews::read`].
@@ -552,7 +543,8 @@ impl Domain {
     /// Registers many views of raw addresses with one call: all of them, or none.
     ///
     /// As far as `growth` permits, views of one allocation with the same rights share a
-    /// registration of the smallest range that contains them. Without growth each view has a
+    /// registration of the smallest range that contains them. If that registration fails or would
+    /// be staged, each of its views is registered alone. Without growth each view has a
     /// registration of its own. The provider chooses the keys.
     ///
     /// The call always waits for the registrations, even if an event queue is bound, and causes no
@@ -566,7 +558,8 @@ impl Domain {
     /// The errors of [`Domain::regattr`]. The context value `view` is the position of the view.
     ///
     /// After an error all regions of the call are closed, and the value of the error is empty. If a
-    /// driver refuses to close one, the value has the regions that are left. Close them again.
+    /// driver refuses to close a region, the value has the regions that are left. Try again to
+    /// close them.
     pub unsafe fn reg_many(
         &self,
         views: &[View],

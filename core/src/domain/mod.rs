@@ -86,9 +86,9 @@ use crate::{
 /// open, so dropping a domain before them is harmless. [`Domain::close`] fails instead and reports
 /// the objects that are left.
 ///
-/// A domain belongs to the process that opened it. In a forked child its calls fail with
-/// [`ErrorKind::BadState`], and closing or dropping the child's copy of a region does not affect
-/// the parent's registration.
+/// A domain belongs to the process that opened it. In a forked child the calls that need the NIC
+/// fail with [`ErrorKind::BadState`], and closing or dropping the child's copy of a region does not
+/// affect the parent's registration.
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, Result};
@@ -103,7 +103,7 @@ use crate::{
 /// }
 /// ```
 pub struct Domain {
-    /// The cache. Dropped first, because its regions use the domain.
+    /// The registration cache. Dropped before the other fields, because its regions use the domain.
     cache: OnceLock<RegionCache>,
     inner: Arc<DomainInner>,
 }
@@ -132,10 +132,12 @@ impl Domain {
     ///
     /// # Errors
     /// - [`ErrorKind::ModeMismatch`] if the provider needs bits that `attr.mr_mode` does not offer,
-    ///   or cannot run in BASIC mode. The error names the bits.
+    ///   or cannot run in BASIC mode. Also if `attr.mr_mode` has undefined bits, or other bits
+    ///   besides BASIC or SCALABLE (only LOCAL may accompany BASIC, if the provider needs LOCAL).
+    ///   The error names the bits.
     /// - [`ErrorKind::InvalidArgument`] for a NIC that the provider does not have, and for staging
     ///   attributes that are 0 or too large.
-    /// - The driver's own error.
+    /// - The errors of [`Provider::nics`] and [`Provider::open_domain`].
     pub fn open(
         provider: &dyn Provider,
         registry: Arc<Registry>,
@@ -163,7 +165,7 @@ impl Domain {
                 .provider(nic.nic.to_string())
                 .context("bits", MrMode::BASIC)
                 .remedy(
-                    "this provider cannot run BASIC registration: offer the single bits instead",
+                    "offer the single bits instead: this provider cannot run BASIC registration",
                 ));
         }
         let request = DomainRequest {
@@ -198,7 +200,8 @@ impl Domain {
         })
     }
 
-    /// Returns the negotiated mode. BASIC and SCALABLE are kept as the application requested them.
+    /// Returns the negotiated mr_mode bits. If the application asked for BASIC or SCALABLE, the
+    /// result has that bit.
     #[must_use]
     pub fn mr_mode(&self) -> MrMode {
         self.inner.mode
@@ -242,7 +245,7 @@ impl Domain {
         self.inner.provider.live()
     }
 
-    /// Returns the size of the domain's staging buffers in bytes.
+    /// Returns the total size of the domain's staging buffers in bytes.
     ///
     /// The size is 0 before the first staged region, and does not change after that.
     /// [`LiveObjects::staging_buffers`] is the number of buffers in use.
@@ -251,14 +254,17 @@ impl Domain {
         self.inner.provider.staging().map_or(0, |staging| staging.staging_bytes())
     }
 
-    /// Makes progress with posted requests that need calls for it. Returns the number of requests
-    /// that ended.
+    /// Makes progress on posted requests, for transfers that advance only during calls. Returns the
+    /// number of requests that ended.
     ///
-    /// [`ProviderAttr::progress`] tells which transfers need this. Reading a completion queue makes
-    /// progress too.
+    /// Transfers need this only if [`Domain::features`] has `MANUAL_PROGRESS`: all transfers if
+    /// [`ProviderAttr::progress`] is `Manual`, and otherwise those with staged memory. Reading a
+    /// completion queue makes progress too.
     ///
     /// # Errors
-    /// The driver's error if the device failed. [`ErrorKind::BadState`] in a forked child.
+    /// - The errors of [`ManualProgress::progress`](crate::provider::ManualProgress::progress), if
+    ///   the domain has requests that need calls.
+    /// - [`ErrorKind::BadState`] in a forked child, if the domain has no such requests.
     pub fn progress(&self) -> Result<usize> {
         match self.inner.provider.manual_progress() {
             Some(work) => work.progress(),
@@ -269,7 +275,11 @@ impl Domain {
     /// Makes registrations of this domain asynchronous (`fi_domain_bind` with `FI_REG_MR`).
     ///
     /// From now on a thread of the domain registers, and `queue` reports the result of each
-    /// registration. The thread ends with the domain.
+    /// registration. The thread ends with the domain and its regions.
+    ///
+    /// The following stay synchronous and cause no event: [`Domain::scope`],
+    /// [`Domain::scope_range`], [`Domain::reg_many`], [`Domain::register_many`], [`regattr_on`],
+    /// [`register_on`], [`MemoryRegion::grant`], and registrations by the cache.
     ///
     /// # Errors
     /// - [`ErrorKind::BadFlags`] unless `flags` is REG_MR.
@@ -283,7 +293,7 @@ impl Domain {
         }
         self.inner.worker.set(Worker::start(Arc::clone(queue))?).map_err(|_| {
             Error::new(ErrorKind::BadState, "domain bind")
-                .remedy("an event queue is bound already: open another domain for another queue")
+                .remedy("open another domain for the second queue: this domain has one")
         })
     }
 
@@ -327,15 +337,15 @@ impl Domain {
 
     /// Registers memory by its raw addresses or its dma-buf (`fi_mr_regattr`).
     ///
-    /// If an event queue is bound ([`Domain::bind`]), the call returns a pending region. An invalid
-    /// request is still an error of this call and causes no event. A later failure is reported by
-    /// an event.
+    /// If an event queue is bound ([`Domain::bind`]), the call returns a pending region. A request
+    /// that breaks a rule of the domain's mode or a limit of the NIC is still an error of this call
+    /// and causes no event. A later failure is reported by an event.
     ///
     /// ```no_run
     /// use hmem_core::{Access, AddressRange, Domain, MemoryRegion, MrAttr, MrFlags, Result};
     ///
     /// /// # Safety
-    /// /// The memory is mapped and not used otherwise until the region is closed.
+    /// /// The memory must stay mapped and otherwise unused until the region is closed.
     /// unsafe fn expose(domain: &Domain, range: AddressRange) -> Result<MemoryRegion> {
     ///     let ranges = [range];
     ///     let attr = MrAttr::new(&ranges, Access::REMOTE_READ).key(42);
@@ -346,18 +356,18 @@ impl Domain {
     ///
     /// # Safety
     /// Until the region is closed, the NIC and peers with the key may read the memory at any time,
-    /// and write it if `attr.access` has a right by which the NIC writes. The compiler does not see
-    /// these accesses. So until then:
+    /// and write it if `attr.access` has a right that lets the NIC write. The compiler does not see
+    /// these accesses. So these must hold until then:
     ///
     /// - No Rust reference exists that such an access would violate.
     /// - The memory is not freed, unmapped or used for something else.
     ///
-    /// A dropped region is closed only when its last sub-region and window is gone. Safe code can
-    /// create these ([`MemoryRegion::sub`], [`Type1Window::bind`], [`Type2Window::post_bind`],
-    /// [`MemoryRegion::grant`]).
+    /// A dropped region is closed only when its last sub-region, window and grant is gone. Safe
+    /// code can create these ([`MemoryRegion::sub`], [`Type1Window::bind`],
+    /// [`Type2Window::post_bind`], [`MemoryRegion::grant`]).
     ///
     /// # Errors
-    /// After an error nothing is registered. The kinds are:
+    /// After an error nothing is registered. The most common kinds are:
     ///
     /// - [`ErrorKind::ZeroLength`], [`ErrorKind::TooManyRanges`], [`ErrorKind::TooLong`] for the
     ///   ranges;
@@ -366,6 +376,12 @@ impl Domain {
     /// - [`ErrorKind::InvalidArgument`] for attributes that exclude each other, and for an iface or
     ///   device that does not own the memory;
     /// - [`ErrorKind::OutOfBounds`] for a range outside the base region or the allocation;
+    /// - [`ErrorKind::AccessDenied`] for a sub-region with a right that lets the NIC write, if the
+    ///   base region has no such right;
+    /// - [`ErrorKind::BadState`] in a forked child, and for a base region that is not registered
+    ///   yet;
+    /// - [`ErrorKind::Unsupported`] for a sub-region, if the provider has none;
+    /// - [`ErrorKind::AddressWraps`] for a dma-buf that reaches beyond the address space;
     /// - [`ErrorKind::NoKey`], [`ErrorKind::KeyRejected`] for the requested key;
     /// - [`ErrorKind::BadAddress`] for memory without pages in ALLOCATED mode;
     /// - [`ErrorKind::OutOfResources`], for example at the locked-memory limit;
@@ -376,8 +392,8 @@ impl Domain {
         self.inner.register(attr, flags, KeepAlive::Caller)
     }
 
-    /// Registers like [`Domain::regattr`], and stores the region in `out` before its event can be
-    /// read.
+    /// Registers like [`Domain::regattr`], and stores the region in `out` before the registration's
+    /// event can be read.
     ///
     /// # Safety
     /// The conditions of [`Domain::regattr`].
@@ -480,7 +496,7 @@ impl Domain {
     /// Registers memory of any iface by its addresses while `body` runs, like [`Domain::scope`].
     ///
     /// # Safety
-    /// While `body` runs:
+    /// These must hold while `body` runs:
     ///
     /// - The range stays allocated and is not used for something else.
     /// - No Rust reference to the range exists, even if `access` has no right to write: safe code
@@ -500,8 +516,8 @@ impl Domain {
 
     /// Maps a peer's raw key, so that transfers of this domain can use it (`fi_mr_map_raw`).
     ///
-    /// The peer sent `base` and `len` together with the key. They only describe the key: the peer's
-    /// NIC enforces its own bounds.
+    /// The peer sent `base` and `len` together with the key. The two numbers only describe the key:
+    /// the peer's NIC enforces its own bounds.
     ///
     /// # Errors
     /// - [`ErrorKind::Malformed`] for bytes that are not a raw key.
@@ -527,16 +543,20 @@ impl Domain {
     /// ([`CompletionQueue::channel`]). The queue does not keep the domain open. Once the domain is
     /// closed, waiting for the empty queue fails with [`ErrorKind::BadState`].
     ///
-    /// The queue needs room for the completions that were not read yet. A queue that is full loses
-    /// completions, and then fails with [`ErrorKind::OutOfResources`]. Let `depth` be at least the
-    /// sum of [`EndpointAttr::depth`] over its endpoints. An endpoint that uses the queue for
-    /// transmits and for receives counts twice. A provider may accept more requests once some have
-    /// ended, although their completions are unread: post no more than the queue has room for.
+    /// The queue loses no completion (`FI_RM_ENABLED`). A post that the queue might have no room
+    /// for fails with [`ErrorKind::Again`]. Each request in flight takes the room of its
+    /// completion, and keeps it until the completion is read.
     ///
-    /// The queue also flushes devices into whose memory the NIC may write. It does so before it
-    /// returns the completion of a receive, a read or an atomic. Device work that starts afterwards
-    /// sees the bytes, including those that the sender of a received message wrote before the
-    /// message. The first failed flush is logged.
+    /// Let `depth` be at least the sum of [`EndpointAttr::depth`] over the queue's endpoints. An
+    /// endpoint that uses the queue for transmits and for receives counts twice. In a shallower
+    /// queue, requests that wait for a peer can take all the room: receives without a message, and
+    /// sends without a receive. Posts then fail until the peer acts.
+    ///
+    /// The queue also flushes devices into whose memory the NIC may write. The queue does so before
+    /// it returns a successful completion of a receive, of a peer's write with immediate data, of a
+    /// read or of an atomic. Device work that starts afterwards sees the bytes, including those
+    /// that the sender of a received message wrote before the message. The first failed flush is
+    /// logged.
     ///
     /// ```no_run
     /// use std::time::Duration;
@@ -568,9 +588,9 @@ impl Domain {
     /// Makes the bytes that the NIC wrote into device memory visible to device work that starts
     /// after this call.
     ///
-    /// A queue of [`Domain::open_cq`] does this for completions. Call it if the application learns
-    /// of a remote write in another way: from a counter, a flag in memory, or a message on another
-    /// channel.
+    /// A queue from [`Domain::open_cq`] does this before it returns completions. Call this function
+    /// if the application learns of a remote write in another way: from a counter, a flag in
+    /// memory, or a message on another channel.
     ///
     /// # Errors
     /// The error of the first device that failed. All other devices are flushed too.
@@ -580,16 +600,18 @@ impl Domain {
 
     /// Opens an endpoint. [`Domain::open_cq`] has an example.
     ///
-    /// In the modes LOCAL and HMEM a transfer needs a descriptor for its local memory. If the
-    /// domain has a cache, the descriptor may be left out: the endpoint registers the memory
-    /// through the cache, like [`RegionCache::get_or_register`], and holds the lease until the
-    /// completion is read or the endpoint is closed. Both queues must then come from
-    /// [`Domain::open_cq`]. This does not work in ENDPOINT mode, because a region must be bound to
-    /// an endpoint there before use.
+    /// In LOCAL mode a transfer needs a descriptor for all its local memory, and in HMEM mode for
+    /// its local device memory. If the domain has a cache, the descriptor may be left out: the
+    /// endpoint registers the memory through the cache, like [`RegionCache::get_or_register`], and
+    /// holds the lease until the completion is read or the endpoint is closed. Both queues must
+    /// then come from [`Domain::open_cq`]. This does not work in ENDPOINT mode, because a region
+    /// must be bound to an endpoint there before use.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfResources`] if the endpoint, or the domain's cache, cannot be created.
-    /// - [`ErrorKind::InvalidArgument`] for queues of another provider.
+    /// - [`ErrorKind::InvalidArgument`] for queues of another provider or another device.
+    /// - [`ErrorKind::Unsupported`] for an authorization key, if the provider does not support
+    ///   these keys.
     /// - [`ErrorKind::BadState`] in a forked child.
     pub fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Endpoint> {
         self.inner.process.check("open endpoint")?;
@@ -633,8 +655,9 @@ impl Domain {
     /// Closes the domain.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] if regions, endpoints, windows, mapped keys or buffers of the cache are
-    /// left, or if the cache cannot deregister a region. The error returns the domain.
+    /// [`ErrorKind::Busy`] if regions, endpoints, windows, grants, mapped keys or a
+    /// [`CachedBuffer`] are left, if a cached region has a lease, or if the cache cannot deregister
+    /// a region. The error returns the domain.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         if let Some(Err(error)) = self.cache.get().map(RegionCache::try_clear) {
             return Err(Rejected::new(self, error));
@@ -686,7 +709,8 @@ impl DomainInner {
         &self.provider
     }
 
-    /// Returns the mode without BASIC and SCALABLE.
+    /// Returns the negotiated mr_mode bits, with the bits that BASIC or SCALABLE stands for in
+    /// place of that bit.
     #[inline]
     pub(crate) fn effective(&self) -> MrMode {
         self.effective
@@ -711,8 +735,8 @@ impl DomainInner {
         })
     }
 
-    /// Returns the error for a facet that the provider's domain does not have. The remedy is the
-    /// provider's own, or else `remedy`.
+    /// Returns the error for an optional feature (facet) that the provider's domain lacks. The
+    /// error's remedy is the provider's own, or else `remedy`.
     #[cold]
     pub(crate) fn missing(
         &self,

@@ -18,6 +18,7 @@ use std::{fmt, ops::Deref, sync::Arc};
 use super::{
     Domain, MemoryRegion, MrAttr,
     buffer::{OwnedBuffer, RegionSlice, keep_alive, take_back},
+    region::close_each,
     region_state::KeepAlive,
     register::{LeakOnPanic, new_region, register_on_nics},
 };
@@ -43,7 +44,7 @@ use crate::{
 /// domains of different registries, and for a base region.
 ///
 /// After an error the regions of earlier NICs are closed. If a driver refuses to close one, the
-/// error carries the remaining regions ([`Rejected::value`]): close them again.
+/// error carries the remaining regions ([`Rejected::value`]): try again to close them.
 pub unsafe fn regattr_on(
     domains: &[&Domain],
     attr: &MrAttr<'_>,
@@ -147,7 +148,7 @@ fn try_register_all(
 
 fn check(domains: &[&Domain], attr: &MrAttr<'_>) -> Result<()> {
     let refuse = |what: &'static str, remedy: &'static str| {
-        Err(Error::new(ErrorKind::InvalidArgument, "regattr").context("what", what).remedy(remedy))
+        Err(Error::new(ErrorKind::InvalidArgument, "regattr").context("why", what).remedy(remedy))
     };
     let Some(first) = domains.first() else {
         return refuse("no domain", "pass at least one domain");
@@ -202,7 +203,8 @@ impl MultiRegion {
         RailKeys::new(self.regions.iter().map(rail).collect::<Result<_>>()?)
     }
 
-    /// Returns the number of NICs.
+    /// Returns the number of regions, which is the number of NICs. In the value of an error, this
+    /// is the number of regions that could not be closed.
     #[must_use]
     pub fn len(&self) -> usize {
         self.regions.len()
@@ -224,32 +226,13 @@ impl MultiRegion {
     /// Closes the regions of all NICs.
     ///
     /// # Errors
-    /// The first error of [`MemoryRegion::close`]. All regions are tried. The error returns those
-    /// that could not be closed, which still work.
+    /// The first error of [`MemoryRegion::close`]. The call tries to close every region. The error
+    /// returns the regions that could not be closed, which still work.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
-        match self.close_each() {
+        match close_each(&mut self.regions) {
             Ok(()) => Ok(()),
             Err(error) => Err(Rejected::new(self, error)),
         }
-    }
-
-    fn close_each(&mut self) -> Result<()> {
-        let mut first = Ok(());
-        let mut left = Vec::new();
-        for region in std::mem::take(&mut self.regions) {
-            match region.inner().close() {
-                // Released here, because another thread that is dropping a sub-region may keep the
-                // region alive a little longer.
-                Ok(()) => drop(region.inner().release()),
-                Err(error) => {
-                    left.push(region);
-                    first = first.and(Err(error));
-                }
-            }
-        }
-        self.regions = left;
-        let left = self.regions.len();
-        first.map_err(|error: Error| error.context("left registered", left))
     }
 }
 
@@ -263,7 +246,8 @@ pub struct OwnedMultiRegion<B: OwnedBuffer> {
 }
 
 impl<B: OwnedBuffer> OwnedMultiRegion<B> {
-    /// Creates a value with no regions. It is the value of an error if nothing was registered.
+    /// Creates a value with a buffer and no regions. [`register_on`] returns this value in its
+    /// error if nothing was registered.
     #[must_use]
     pub fn unregistered(buffer: B) -> Self {
         Self { regions: MultiRegion { regions: Vec::new() }, parts: Arc::new(buffer.into_parts()) }
@@ -289,7 +273,7 @@ impl<B: OwnedBuffer> OwnedMultiRegion<B> {
         RegionSlice::of(region, offset, len)
     }
 
-    /// Copies bytes of the buffer to `into`, from `offset` on.
+    /// Fills `into` with the bytes of the buffer from `offset` on.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
@@ -298,7 +282,7 @@ impl<B: OwnedBuffer> OwnedMultiRegion<B> {
         B::read(&self.parts, offset, into)
     }
 
-    /// Copies `from` into the buffer, from `offset` on.
+    /// Copies `from` to the bytes of the buffer from `offset` on.
     ///
     /// # Errors
     /// The errors of [`OwnedMultiRegion::read`].
@@ -312,7 +296,7 @@ impl<B: OwnedBuffer> OwnedMultiRegion<B> {
     /// The errors of [`MultiRegion::close`]. The error returns the regions that are left, with the
     /// buffer.
     pub fn close(mut self) -> Result<B, Rejected<Self>> {
-        if let Err(error) = self.regions.close_each() {
+        if let Err(error) = close_each(&mut self.regions.regions) {
             return Err(Rejected::new(self, error));
         }
         let Self { regions, parts } = self;

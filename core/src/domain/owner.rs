@@ -18,8 +18,9 @@ impl DomainInner {
         Ok(AddressOwner { iface, device, allocation: None })
     }
 
-    /// Returns the device that the caller named, if the request uses it. Fails if the iface does
-    /// not have the device.
+    /// Returns the device that the caller named. Returns `None` if the caller named no device, or
+    /// set `HMEM_HOST_ALLOC`. Fails if the iface does not have the device, unless the iface is
+    /// `SYSTEM`.
     fn claimed_device(
         &self,
         claimed: IfaceKind,
@@ -34,7 +35,7 @@ impl DomainInner {
         let devices = iface.devices()?;
         if claimed != IfaceKind::SYSTEM && !devices.iter().any(|known| known.id == device) {
             return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(claimed)
+                .iface(iface)
                 .device(device)
                 .context("devices", devices.len())
                 .remedy("name a device that the iface lists"));
@@ -42,7 +43,8 @@ impl DomainInner {
         Ok(Some(device))
     }
 
-    /// Resolves the owner of the ranges and checks it against the owner that the caller named.
+    /// Resolves the owner of the ranges, and checks it against the owner and the flags of the
+    /// request. Fails if the ranges belong to different ifaces or devices.
     #[inline]
     pub(super) fn owner(
         &self,
@@ -90,12 +92,10 @@ impl DomainInner {
         match owner.device {
             Some(actual) if actual != device => {
                 Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                    .iface(claimed)
+                    .iface(self.registry.name_of(claimed))
                     .device(device)
                     .context("owner", actual)
-                    .remedy(
-                        "the memory is on another device: name that device, or none to detect it",
-                    ))
+                    .remedy("name the device that has the memory, or none to detect it"))
             }
             _ => Ok(()),
         }
@@ -109,7 +109,7 @@ impl DomainInner {
         let kind = owner.allocation.map_or(AllocationKind::System, |allocation| allocation.kind);
         let refuse = |remedy: &'static str| {
             Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(owner.iface)
+                .iface(self.registry.name_of(owner.iface))
                 .context("kind", kind.name())
                 .context("flags", flags)
                 .remedy(remedy))

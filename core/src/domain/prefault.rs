@@ -27,6 +27,7 @@ const PARALLEL_FROM: u64 = 64 << 20;
 /// - [`ErrorKind::BadAddress`](crate::ErrorKind::BadAddress) or
 ///   [`ErrorKind::OutOfResources`](crate::ErrorKind::OutOfResources) if nothing is mapped there, if
 ///   the protection forbids the access, or if memory ran out.
+/// - The error of `madvise(2)` otherwise, for example on Linux before 5.14.
 pub fn prefault(range: AddressRange, write: bool, options: &Prefault<'_>) -> Result<()> {
     let pages = range.page_aligned(rustix::param::page_size() as u64);
     let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);

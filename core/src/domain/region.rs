@@ -16,8 +16,8 @@ use crate::{
 
 /// A registered memory region (`fid_mr`).
 ///
-/// Dropping the region deregisters it. If a sub-region or a window still uses it, the region is
-/// deregistered when the last of them is dropped. [`MemoryRegion::close`] also reports errors.
+/// Dropping the region deregisters it. If sub-regions, windows or grants still use the region, it
+/// is deregistered when the last of them is dropped. [`MemoryRegion::close`] also reports errors.
 pub struct MemoryRegion {
     inner: Arc<RegionInner>,
 }
@@ -57,13 +57,13 @@ impl MemoryRegion {
         false
     }
 
-    /// Returns the rights that the region's own keys grant.
+    /// Returns the access rights with which the region was registered. Its keys grant these rights.
     #[must_use]
     pub fn access(&self) -> Access {
         self.inner.access
     }
 
-    /// Returns the state.
+    /// Returns the state of the region, for example [`RegionState::Enabled`].
     #[must_use]
     pub fn state(&self) -> RegionState {
         self.inner.state()
@@ -85,7 +85,7 @@ impl MemoryRegion {
     /// Returns the iface and the device that own the memory.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] before the registration completed.
+    /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
     pub fn iface(&self) -> Result<(IfaceKind, Option<DeviceId>)> {
         let decision = self.decision()?;
         Ok((decision.iface, decision.device))
@@ -94,7 +94,7 @@ impl MemoryRegion {
     /// Returns the path by which the NIC reaches the memory, and the reasons for it.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] before the registration completed.
+    /// [`ErrorKind::BadState`] before the registration completed, or after it failed.
     pub fn decision(&self) -> Result<&Arc<Decision>> {
         let registration = self.inner.registration("decision")?;
         Ok(registration.decision.as_ref().unwrap_or(&self.inner.domain.plain_host))
@@ -129,7 +129,9 @@ impl MemoryRegion {
         let unavailable =
             |why: &'static str| Error::new(ErrorKind::KeyNotAvailable, "key").remedy(why);
         let Some(region) = self.inner.registered() else {
-            return Err(unavailable("the registration has not completed: wait for its event"));
+            return Err(unavailable(
+                "wait for the event of the region: its registration has not completed",
+            ));
         };
         if self.inner.domain.effective().contains(MrMode::RAW) {
             return Err(unavailable("in RAW mode use raw_attr here and map_raw at the peer"));
@@ -144,7 +146,7 @@ impl MemoryRegion {
         Ok(composite.unwrap_or_else(single))
     }
 
-    /// Returns the address by which peers name the first byte: the virtual address in VIRT_ADDR
+    /// Returns the address at which peers access the first byte: the virtual address in VIRT_ADDR
     /// mode, and 0 otherwise.
     #[must_use]
     pub fn base_addr(&self) -> Iova {
@@ -157,11 +159,11 @@ impl MemoryRegion {
     /// Writes the raw key to `buffer` (`fi_mr_raw_attr`). Returns the base address and the key's
     /// length.
     ///
-    /// Works in every mode.
+    /// The domain need not be in RAW mode.
     ///
     /// # Errors
     /// - [`ErrorKind::TooSmall`] if the key does not fit. The context value `needed` is its length.
-    /// - [`ErrorKind::KeyNotAvailable`] before the registration completed.
+    /// - [`ErrorKind::KeyNotAvailable`] before the registration completed, or after it failed.
     /// - [`ErrorKind::Unsupported`] if the provider has no raw keys.
     pub fn raw_attr(&self, buffer: &mut [u8]) -> Result<(Iova, usize)> {
         let raw = self.raw_key()?;
@@ -175,30 +177,31 @@ impl MemoryRegion {
         Ok((self.base_addr(), raw.0.len()))
     }
 
-    /// Returns the raw key.
+    /// Returns the raw key, which a peer maps by [`Domain::map_raw`](super::Domain::map_raw).
     ///
     /// # Errors
-    /// - [`ErrorKind::KeyNotAvailable`] before the registration completed.
+    /// - [`ErrorKind::KeyNotAvailable`] before the registration completed, or after it failed.
     /// - [`ErrorKind::Unsupported`] if the provider has no raw keys.
     pub fn raw_key(&self) -> Result<RawKey> {
         let region = self.inner.registered().ok_or_else(|| {
             Error::new(ErrorKind::KeyNotAvailable, "raw_attr")
-                .remedy("the registration has not completed: wait for its event")
+                .remedy("wait for the event of the region: its registration has not completed")
         })?;
         self.inner.domain.raw_keys("raw_attr")?.raw_key(region)
     }
 
-    /// Binds a counter, which then counts each remote write and atomic of the region (`fi_mr_bind`
-    /// with a counter).
+    /// Binds a counter, which then counts the remote writes and atomics that change the region
+    /// (`fi_mr_bind` with a counter).
     ///
-    /// A region may have several counters, bound with one call each. It can be closed once all of
-    /// them are closed.
+    /// A region may have several counters, bound with one call each. The region can be closed once
+    /// all its counters are closed.
     ///
     /// # Errors
     /// - [`ErrorKind::NoSys`] if the provider does not count accesses.
     /// - [`ErrorKind::BadFlags`] unless `flags` is REMOTE_WRITE.
-    /// - [`ErrorKind::BadState`] if the counter is bound already, in RMA_EVENT mode for a region
-    ///   without the RMA_EVENT flag, and for a region that started disabled and is enabled now.
+    /// - [`ErrorKind::BadState`] before the registration completed or after it failed, if the
+    ///   counter is bound already, in RMA_EVENT mode for a region without the RMA_EVENT flag, and
+    ///   for a region that started disabled and is enabled now.
     pub fn bind_counter(&self, counter: &Arc<Counter>, flags: BindFlags) -> Result<()> {
         let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind counter").remedy(why));
@@ -230,7 +233,7 @@ impl MemoryRegion {
         }
         let mut bound = self.inner.bindings().counters.lock();
         if bound.iter().any(|bound| Arc::ptr_eq(bound, counter)) {
-            return refuse(ErrorKind::BadState, "this counter is bound already: bind it once");
+            return refuse(ErrorKind::BadState, "bind each counter once: this one is bound");
         }
         counters.bind_counter(registration.region, counter)?;
         bound.push(Arc::clone(counter));
@@ -247,14 +250,17 @@ impl MemoryRegion {
         if self.state() != RegionState::Disabled {
             return Err(Error::new(ErrorKind::BadState, "enable")
                 .context("state", format_args!("{:?}", self.state()))
-                .remedy("only regions created disabled (RMA_EVENT, ENDPOINT) are enabled, once"));
+                .remedy(
+                    "enable a region once, and only if it was created disabled (RMA_EVENT, \
+                     ENDPOINT)",
+                ));
         }
         let endpoint_mode = self.inner.domain.effective().contains(MrMode::ENDPOINT);
         if endpoint_mode && !*self.inner.bindings().endpoint.lock() {
             return Err(Error::new(ErrorKind::BadState, "enable")
-                .remedy("in ENDPOINT mode bind the region to an endpoint first"));
+                .remedy("bind the region to an endpoint first: the domain is in ENDPOINT mode"));
         }
-        // Without the facet, the region has been usable since it was registered.
+        // Without the facet, the provider's regions are usable as soon as they are registered.
         if let Some(enabling) = self.inner.domain.provider().enabling() {
             enabling.enable(registration.region)?;
         }
@@ -266,6 +272,7 @@ impl MemoryRegion {
     /// means the whole region.
     ///
     /// # Errors
+    /// - [`ErrorKind::BadState`] before the registration completed, or after it failed.
     /// - [`ErrorKind::OutOfBounds`] for a range outside the region.
     /// - [`ErrorKind::BadAddress`] if pages are missing.
     /// - [`ErrorKind::NoSys`] if regions of the provider keep their pages.
@@ -297,7 +304,8 @@ impl MemoryRegion {
     /// asynchronous registration is cancelled. If it is in progress, the call waits for its end.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] while the region has a sub-region, a bound window or an open counter.
+    /// - [`ErrorKind::Busy`] while the region has a sub-region, a bound window, a grant or an open
+    ///   counter.
     /// - The driver's own error.
     ///
     /// The error returns the region, which still works.
@@ -307,6 +315,25 @@ impl MemoryRegion {
             Err(error) => Err(Rejected::new(self, error)),
         }
     }
+}
+
+/// Closes the regions of a list. Leaves the regions in the list that could not be closed.
+pub(super) fn close_each(regions: &mut Vec<MemoryRegion>) -> Result<()> {
+    let mut first = Ok(());
+    let mut left = Vec::new();
+    for region in std::mem::take(regions) {
+        match region.inner.close() {
+            // The memory is released here, because another thread that is dropping a sub-region may
+            // keep the region alive a little longer.
+            Ok(()) => drop(region.inner.release()),
+            Err(error) => {
+                left.push(region);
+                first = first.and(Err(error));
+            }
+        }
+    }
+    *regions = left;
+    first.map_err(|error: Error| error.context("left registered", regions.len()))
 }
 
 impl fmt::Debug for MemoryRegion {

@@ -19,22 +19,23 @@ use crate::{
     event_queue::RegionId, path::PathRegistration, provider::ProviderRegion,
 };
 
-/// The state of a region.
+/// The state of a region, from its registration to its close.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum RegionState {
-    /// Waiting for its asynchronous registration.
+    /// The region waits for its asynchronous registration.
     Pending = 0,
-    /// Being registered by the worker.
+    /// The domain's worker is registering the region.
     Registering = 1,
-    /// Registered, not usable before [`MemoryRegion::enable`](super::MemoryRegion::enable).
+    /// The region is registered, and usable after
+    /// [`MemoryRegion::enable`](super::MemoryRegion::enable).
     Disabled = 2,
-    /// Registered and usable.
+    /// The region is registered and usable.
     Enabled = 3,
-    /// Its asynchronous registration failed.
+    /// The asynchronous registration of the region failed.
     Failed = 4,
-    /// Closed, or cancelled before it was registered.
+    /// The region is closed, or was cancelled before it was registered.
     Closed = 5,
 }
 
@@ -54,14 +55,14 @@ impl RegionState {
 /// The guarantee that memory stays allocated while it is registered.
 #[derive(Clone)]
 pub(super) enum KeepAlive {
-    /// The caller of an unsafe function guarantees it.
+    /// The caller of an unsafe function guarantees that the memory stays allocated.
     Caller,
-    /// A scope borrows the memory, which is host memory.
+    /// A [`Domain::scope`](super::Domain::scope) call borrows the memory, which is host memory.
     Scope,
-    /// The region owns the memory.
+    /// The region owns the memory, possibly together with other regions.
     Region {
-        /// The iface of the memory, as the memory's owner reports it. `None` if the region owns
-        /// only parts of the memory, and the caller guarantees the rest.
+        /// The iface that the buffer reports for the memory. `None` if the region owns only a part
+        /// of the memory, and the caller guarantees that the rest stays allocated.
         iface: Option<IfaceKind>,
         #[expect(dead_code, reason = "held until the region is closed")]
         memory: Arc<dyn Any + Send + Sync>,
@@ -69,7 +70,8 @@ pub(super) enum KeepAlive {
 }
 
 impl KeepAlive {
-    /// Returns the iface of memory that cannot be freed while it is registered.
+    /// Returns the iface of memory that a region owns or a scope borrows, or `None` for other
+    /// memory.
     pub(super) fn iface(&self) -> Option<IfaceKind> {
         match self {
             Self::Caller => None,
@@ -95,7 +97,8 @@ pub(crate) struct RegionInner {
     pub(super) state: AtomicU8,
 }
 
-/// State that only vectored, nested, owned or asynchronous regions have.
+/// State of regions with several ranges, a base, an owned buffer, an asynchronous registration or a
+/// requested page size.
 pub(super) struct Rare {
     pub(super) ranges: Vec<AddressRange>,
     pub(super) parent: Option<Dependent>,
@@ -104,7 +107,7 @@ pub(super) struct Rare {
     pub(super) asynchronous: Option<(RegionId, Arc<Ended>)>,
 }
 
-/// A signal that the worker no longer uses a region.
+/// A signal that the worker raises when it no longer uses a region.
 #[derive(Default)]
 pub(super) struct Ended {
     done: Mutex<bool>,
@@ -125,9 +128,10 @@ impl Ended {
     }
 }
 
-/// A type 2 window, which may lose its binding without a call by its owner.
+/// A type 2 window in the list of its region. The window may lose its binding without a call of the
+/// application, for example because of a peer's message.
 pub(super) trait Settle: Send + Sync {
-    /// Releases the region if the provider reports that the window is no longer bound to it.
+    /// Lets the region be closed if the provider reports that the window is no longer bound to it.
     fn settle(&self);
 }
 
@@ -141,8 +145,8 @@ pub(super) struct Bindings {
 /// The type 2 windows that were ever bound to a region, each listed once.
 #[derive(Default)]
 struct WindowList {
-    /// The windows by address. A weak pointer keeps the allocation, so no later window has the same
-    /// address.
+    /// The windows, by the address of their allocation. A weak pointer keeps the allocation, so no
+    /// later window has the same address.
     by_address: HashMap<usize, Weak<dyn Settle>>,
     /// The length of the list at which dropped windows are removed next.
     purge_at: usize,
@@ -163,7 +167,7 @@ impl WindowList {
     }
 }
 
-/// A sub-region or a window, which keeps its region from being closed.
+/// A guard for a sub-region or a bound window. The guard keeps the region from being closed.
 pub(super) struct Dependent(Arc<RegionInner>);
 
 impl Dependent {
@@ -188,7 +192,7 @@ impl Drop for Dependent {
 }
 
 impl RegionInner {
-    /// Creates a region: a registered one, or a pending one that the worker will register.
+    /// Creates a region, which is registered already or pending until the worker registers it.
     #[inline]
     pub(super) fn new(
         domain: &Arc<DomainInner>,
@@ -248,7 +252,7 @@ impl RegionInner {
         self.rare.as_ref().map_or(0, |rare| rare.page_size)
     }
 
-    /// Returns the iface of memory that cannot be freed while it is registered.
+    /// Returns the iface of the buffer that the region owns, or `None` for other memory.
     pub(super) fn owned(&self) -> Option<IfaceKind> {
         self.rare.as_ref()?.keep.lock().iface()
     }
@@ -262,7 +266,7 @@ impl RegionInner {
         self.registered.get()?.decision.clone()
     }
 
-    /// Takes out the guarantee that kept the memory allocated. Called once the region is closed.
+    /// Takes out the guarantee that kept the memory allocated. The region must be closed.
     pub(super) fn release(&self) -> KeepAlive {
         let release = |rare: &Rare| std::mem::replace(&mut *rare.keep.lock(), KeepAlive::Caller);
         self.rare.as_deref().map_or(KeepAlive::Caller, release)
@@ -272,7 +276,7 @@ impl RegionInner {
         self.bindings.get_or_init(Box::default)
     }
 
-    /// Lists a type 2 window that is about to be bound to the region.
+    /// Adds a type 2 window to the region's list, before the window is bound to the region.
     pub(super) fn list_window(&self, window: &Arc<dyn Settle>) {
         self.bindings().windows.lock().insert(window);
     }
@@ -311,30 +315,31 @@ impl RegionInner {
         None
     }
 
-    /// Ends a registration that succeeded. For the worker.
+    /// Stores the result of a successful asynchronous registration. The worker calls this.
     pub(super) fn complete(&self, registered: PathRegistration) {
         let set = self.registered.set(registered);
         debug_assert!(set.is_ok(), "the worker registers a region once");
         self.state.store(self.domain.first_state(self.flags) as u8, Ordering::Release);
     }
 
-    /// Claims a pending registration. Returns false if the registration was cancelled. For the
-    /// worker.
+    /// Marks a pending region as being registered. Returns false if the registration was cancelled.
+    /// The worker calls this.
     pub(super) fn start_registering(&self) -> bool {
         let (from, to) = (RegionState::Pending as u8, RegionState::Registering as u8);
         self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Ends a registration that failed, unless the region was cancelled before. For the worker.
+    /// Marks a region as failed, unless its registration was cancelled before. The worker calls
+    /// this.
     pub(super) fn fail(&self) {
         let (from, to) = (RegionState::Registering as u8, RegionState::Failed as u8);
         // A region that is already closed needs nothing else.
-        let _was_given_up =
+        let _cancelled_before =
             self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_err();
     }
 
     /// Returns the signal that the worker raises when this region's registration has ended, or
-    /// `None` for a synchronous registration. A close waits for it.
+    /// `None` for a synchronous registration. A close waits for the signal.
     pub(super) fn ended(&self) -> Option<Arc<Ended>> {
         self.rare.as_ref()?.asynchronous.as_ref().map(|(_, ended)| Arc::clone(ended))
     }
@@ -343,11 +348,11 @@ impl RegionInner {
         self.rare.as_ref()?.parent.as_ref().map(|parent| &parent.0)
     }
 
-    /// Cancels a registration that has not begun, or waits for one that has. Returns true if
-    /// nothing was registered.
+    /// Cancels an asynchronous registration that has not begun, or waits until it has ended.
+    /// Returns true if the registration was cancelled.
     ///
     /// Afterwards the worker no longer uses the region.
-    fn give_up_or_wait(&self) -> bool {
+    fn cancel_or_wait(&self) -> bool {
         let (from, to) = (RegionState::Pending as u8, RegionState::Closed as u8);
         let given_up =
             self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
@@ -368,7 +373,7 @@ impl RegionInner {
         if !self.domain.process.is_current() {
             return Ok(());
         }
-        if self.rare.is_some() && self.give_up_or_wait() {
+        if self.rare.is_some() && self.cancel_or_wait() {
             return Ok(());
         }
         let dependents = self.settled_dependents();

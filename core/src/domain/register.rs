@@ -1,7 +1,7 @@
 //! Registration, from the request to the provider's handle.
 //!
-//! All registrations use [`register_on_nics`]: synchronous, asynchronous and cached ones, those of
-//! sub-regions, and those on several NICs.
+//! All registrations call [`register_on_nics`]: synchronous, asynchronous and cached registrations,
+//! sub-regions, and registrations with several NICs.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ use crate::{
     path::{PathRegistration, Target},
     provider::{Backing, Features, Piece},
     registration::{KeyRequest, Memory, Registration},
-    registry::AddressOwner,
+    registry::{AddressOwner, Registry},
 };
 
 /// A guard that leaks the memory if its registration panics, because the NIC may have registered
@@ -38,7 +38,7 @@ impl LeakOnPanic {
         self.0.clone().unwrap_or(KeepAlive::Caller)
     }
 
-    /// Ends the guard after the registration returned.
+    /// Ends the guard without leaking the memory. The registration must have returned.
     pub(super) fn release(mut self) {
         drop(self.0.take());
     }
@@ -113,13 +113,13 @@ impl DomainInner {
         if !std::ptr::eq(Arc::as_ptr(base.inner().domain()), self) {
             return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
                 .context("base", base.range())
-                .remedy("the base must be a region of the same domain"));
+                .remedy("pass a base that is registered in the same domain"));
         }
         validate::check_base(base, attr)
     }
 
-    /// Resolves the owner of the memory, and populates host pages if the request asks for that. The
-    /// ifaces are queried only here.
+    /// Resolves the owner of the memory, and populates host pages if the request asks for that. A
+    /// registration queries the ifaces for the owner only here.
     fn resolve<'a>(
         &'a self,
         ranges: &[AddressRange],
@@ -140,13 +140,14 @@ impl DomainInner {
         }
         if let Some(DmaBufAttr { fd, offset, .. }) = attr.dma_buf {
             let owner = self.claimed_owner(attr, flags)?;
-            return Ok(Memory::DmaBuf { fd, offset, owner });
+            let iface = self.registry.iter().find(|iface| iface.kind() == owner.iface);
+            return Ok(Memory::DmaBuf { fd, offset, owner, iface });
         }
         let owner = match owner {
             Some(owner) => owner,
             None => self.owner(ranges, attr, flags)?,
         };
-        check_owner(ranges[0], owned, owner.iface)?;
+        check_owner(&self.registry, ranges[0], owned, owner.iface)?;
         let owned = owned.is_some();
         if owner.iface != IfaceKind::SYSTEM {
             return Ok(Memory::Device { iface: self.registry.get(owner.iface)?, owner, owned });
@@ -195,10 +196,10 @@ impl DomainInner {
 /// Registers the same memory with the NIC of each domain.
 ///
 /// `done` receives the regions in the order of the domains. If a NIC fails, `done` has received the
-/// regions of the NICs before it. The caller has checked the request for every domain.
+/// regions of the NICs before it. The caller must have checked the request for every domain.
 ///
-/// `owned` is the iface of memory that stays allocated while it is registered. `owner` is the owner
-/// of the memory, if the caller has resolved it already.
+/// `owned` is the iface of the memory if a region owns the memory or a scope borrows it, and `None`
+/// otherwise. `owner` is the owner of the memory, if the caller has resolved it already.
 pub(super) fn register_on_nics(
     domains: &[&Arc<DomainInner>],
     ranges: &[AddressRange],
@@ -230,7 +231,7 @@ pub(super) fn register_on_nics(
         .inspect_err(|error| tracing::debug!(%error, "registration refused"))
 }
 
-/// Registers memory whose owner is known.
+/// Registers `memory`, which was resolved before, with the NIC of each domain.
 fn register_memory(
     domains: &[&Arc<DomainInner>],
     ranges: &[AddressRange],
@@ -286,22 +287,28 @@ fn register_memory(
 ///
 /// The domain treats memory of an iface that it does not know as host memory. A software NIC would
 /// then access device memory with the CPU.
-fn check_owner(range: AddressRange, owned: Option<IfaceKind>, found: IfaceKind) -> Result<()> {
+fn check_owner(
+    registry: &Registry,
+    range: AddressRange,
+    owned: Option<IfaceKind>,
+    found: IfaceKind,
+) -> Result<()> {
     match owned {
-        // A device API may know a buffer of host memory. The buffer still belongs to its allocator.
+        // A device API may claim host memory too, so a buffer of host memory is accepted in any
+        // case.
         None | Some(IfaceKind::SYSTEM) => Ok(()),
         Some(iface) if iface == found => Ok(()),
         Some(iface) => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-            .iface(iface)
+            .iface(registry.name_of(iface))
             .context("range", range)
-            .context("found", found)
+            .context("found", registry.name_of(found))
             .remedy(
                 "add the iface that allocated the buffer to the builder of the domain's `Hmem`",
             )),
     }
 }
 
-/// Creates a region: a registered one, or a pending one that the worker will register.
+/// Creates a region, which is registered already or pending until the worker registers it.
 #[inline]
 pub(super) fn new_region(
     domain: &Arc<DomainInner>,
@@ -330,7 +337,8 @@ pub(super) fn new_region(
 }
 
 impl MemoryRegion {
-    /// Registers part of this region with a key and rights of its own (`base_mr`).
+    /// Registers part of this region with a key and rights of its own (`base_mr`). If an event
+    /// queue is bound ([`Domain::bind`](super::Domain::bind)), the result is a pending region.
     ///
     /// The NIC enforces the bounds and the rights. The part inherits iface, device and page size,
     /// pins no memory, and keeps this region registered.
@@ -348,8 +356,11 @@ impl MemoryRegion {
     /// ```
     ///
     /// # Errors
-    /// - [`ErrorKind::OutOfBounds`] for a range outside this region.
-    /// - [`ErrorKind::AccessDenied`] for a right by which the NIC writes, if this region has none.
+    /// - [`ErrorKind::BadState`] if this region is not registered yet, and in a forked child.
+    /// - [`ErrorKind::ZeroLength`] for an empty range.
+    /// - [`ErrorKind::OutOfBounds`] for a range that is not inside one range of this region.
+    /// - [`ErrorKind::AccessDenied`] for a right that lets the NIC write, if this region has no
+    ///   such right.
     /// - [`ErrorKind::NoKey`] or [`ErrorKind::KeyRejected`] for the requested key.
     /// - [`ErrorKind::Unsupported`] if the provider has no sub-regions.
     pub fn sub(

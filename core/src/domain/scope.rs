@@ -15,12 +15,12 @@ use crate::{
 #[derive(Debug)]
 pub struct Scoped<'a> {
     region: &'a MemoryRegion,
-    /// Set if the memory is host memory, which the CPU can access.
+    /// True if the memory is host memory, which the CPU can access.
     host: bool,
 }
 
 impl Scoped<'_> {
-    /// Returns the remote key.
+    /// Returns the remote key, to send to a peer.
     ///
     /// # Errors
     /// The errors of [`MemoryRegion::key`].
@@ -28,7 +28,7 @@ impl Scoped<'_> {
         self.region.key()
     }
 
-    /// Returns the address range.
+    /// Returns the address range of the borrowed memory.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         self.region.range()
@@ -50,7 +50,7 @@ impl Scoped<'_> {
         RegionSlice::of(self.region, offset, len)
     }
 
-    /// Copies bytes of the region to `into`, from `offset` on.
+    /// Fills `into` with the bytes of the region from `offset` on.
     ///
     /// Bytes that the NIC is writing during the call are read old or new, each independently.
     ///
@@ -65,7 +65,7 @@ impl Scoped<'_> {
         Ok(())
     }
 
-    /// Copies `from` into the region, from `offset` on.
+    /// Copies `from` to the bytes of the region from `offset` on.
     ///
     /// # Errors
     /// The errors of [`Scoped::read`].
@@ -92,7 +92,8 @@ impl Drop for CloseOnExit {
     fn drop(&mut self) {
         let Some(region) = self.0.take() else { return };
         if let Err(rejected) = region.close() {
-            // Returning would end the borrow while a peer can still write to the memory.
+            // The process aborts, because returning would end the borrow while a peer can still
+            // write to the memory.
             tracing::error!(error = %rejected.error, "cannot close a scoped region: aborting");
             std::process::abort();
         }

@@ -8,13 +8,13 @@ use crate::{
     provider::ProviderAttr,
 };
 
-/// The number that means "no key" (`FI_KEY_NOTAVAIL`).
+/// The key value that means "no key" (`FI_KEY_NOTAVAIL`).
 pub(super) const KEY_NOT_AVAILABLE: u64 = u64::MAX;
 
-/// The ranges of a registration.
+/// The ranges of a request: a list of addresses, or a dma-buf's range.
 pub(super) enum Ranges<'a> {
     Given(&'a [AddressRange]),
-    /// The range of a dma-buf.
+    /// The range that a request for a dma-buf names.
     DmaBuf(AddressRange),
 }
 
@@ -115,7 +115,7 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<u64>
     let mut total = 0u64;
     for (index, range) in ranges.iter().enumerate() {
         if range.is_empty() {
-            // Without the address: an empty `Vec` has none.
+            // The error names no address, because an empty `Vec` has none.
             return Err(Error::new(ErrorKind::ZeroLength, "regattr")
                 .context("index", index)
                 .context("length", 0)

@@ -39,7 +39,8 @@ use crate::{
 /// }
 /// ```
 pub struct Type1Window {
-    /// Dropped before the binding, so that the window is freed before its region is released.
+    /// The provider's window. Declared before the binding, so that the window is freed before its
+    /// region is released.
     window: Allocated,
     state: Mutex<Type1State>,
 }
@@ -65,7 +66,8 @@ pub struct Type2Window {
 }
 
 struct Type2Inner {
-    /// Dropped before the binding, so that the window is freed before its region is released.
+    /// The provider's window. Declared before the bindings, so that the window is freed before its
+    /// region is released.
     window: Allocated,
     state: Mutex<Type2State>,
 }
@@ -73,11 +75,11 @@ struct Type2Inner {
 #[derive(Default)]
 struct Type2State {
     /// The binding that the last posted bind created. `None` if an invalidation was posted after
-    /// it.
+    /// the bind, or if the provider reports that the window is not bound.
     bound: Option<Bound>,
-    /// The bindings for which an invalidation was posted that has not completed.
+    /// The bindings with a posted invalidation for which the provider has not reported the result.
     ending: Vec<Bound>,
-    /// The region that was last bound, which lists this window.
+    /// The region to which the window was last bound. The region's list contains this window.
     listed: Weak<RegionInner>,
 }
 
@@ -114,12 +116,12 @@ pub struct Type2Bind<'a> {
     pub access: Access,
     /// The kind of addresses that peers use.
     pub addressing: Addressing,
-    /// The low 8 bits of the new key. Use another tag than for the last bind, so that the old key
-    /// stays invalid.
+    /// The low 8 bits of the new key. Use a tag that differs from the tag of the last bind, so that
+    /// the old key stays invalid.
     pub tag: u8,
 }
 
-/// An allocated window. Dropping the value frees it.
+/// A window that the provider allocated. Dropping the value frees the window.
 struct Allocated {
     domain: Arc<DomainInner>,
     kind: WindowType,
@@ -156,13 +158,13 @@ pub(super) struct Part<'a> {
 
 const KEY_TAG: u64 = 0xff;
 
-/// Returns the key of a window with another tag.
+/// Returns `key` with its low 8 bits, the tag, replaced by `tag`.
 pub(super) const fn with_tag(key: u64, tag: u8) -> u64 {
     (key & !KEY_TAG) | tag as u64
 }
 
 impl Part<'_> {
-    /// Checks the rules that need no call of the provider.
+    /// Checks the rules that need no call of the provider, and returns the provider's request.
     pub(super) fn bind(
         &self,
         domain: &Arc<DomainInner>,
@@ -193,7 +195,8 @@ impl Part<'_> {
         Ok(WindowBind { region, offset, len, access, addressing })
     }
 
-    /// Returns the addresses of the part, or `None` if it covers several ranges of the region.
+    /// Returns the addresses of the part, or `None` if the part is not inside one range of the
+    /// region.
     pub(super) fn range(&self) -> Option<AddressRange> {
         let mut left = self.offset;
         for range in self.region.ranges() {
@@ -205,7 +208,7 @@ impl Part<'_> {
         None
     }
 
-    /// Returns the first address for peers.
+    /// Returns the address at which peers access the first byte of the part.
     pub(super) fn base(&self, addressing: Addressing) -> Iova {
         if addressing == Addressing::ZeroBased {
             return Iova(0);
@@ -283,15 +286,17 @@ impl Type1Window {
     /// virtual addresses.
     ///
     /// # Errors
-    /// Each error names the broken rule ([`WindowRule`](crate::provider::WindowRule)) as its
-    /// context value `rule`. After an error the binding is unchanged.
+    /// An error for a broken rule names the rule ([`WindowRule`](crate::provider::WindowRule)) as
+    /// its context value `rule`. After an error the binding is unchanged.
     ///
     /// - [`ErrorKind::OutOfBounds`] for bytes outside the region.
     /// - [`ErrorKind::ZeroLength`] for no bytes. Use [`Type1Window::unbind`] instead.
     /// - [`ErrorKind::BadAccess`] for a right that is not a right of peers.
-    /// - [`ErrorKind::AccessDenied`] for a region without MW_BIND, or without a right by which the
-    ///   NIC writes if peers may write.
+    /// - [`ErrorKind::AccessDenied`] for a region without MW_BIND. Also for a window with a right
+    ///   to write, if the region has no right that lets the NIC write.
     /// - [`ErrorKind::InvalidArgument`] for a region of another domain.
+    /// - [`ErrorKind::BadState`] before the registration of the region completed.
+    /// - The error that the driver reported.
     pub fn bind(
         &self,
         region: &MemoryRegion,
@@ -317,7 +322,8 @@ impl Type1Window {
     /// bound again.
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] if the window is not bound.
+    /// - [`ErrorKind::BadState`] if the window is not bound.
+    /// - The error that the driver reported.
     pub fn unbind(&self) -> Result<()> {
         let mut state = self.state.lock();
         self.window.check(state.state(), WindowEvent::BindNothing, "unbind window")?;
@@ -370,11 +376,12 @@ impl Type2Window {
     /// is posted to the endpoint later arrives after the bind.
     ///
     /// # Errors
-    /// Each error names the broken rule ([`WindowRule`](crate::provider::WindowRule)) as its
-    /// context value `rule`.
+    /// An error for a broken rule names the rule ([`WindowRule`](crate::provider::WindowRule)) as
+    /// its context value `rule`.
     ///
-    /// - [`ErrorKind::BadState`] if the window is bound. Invalidate it first.
-    /// - The errors of [`Type1Window::bind`], also for an endpoint of another domain.
+    /// - [`ErrorKind::BadState`] if the window is bound. Invalidate the window first.
+    /// - The errors of [`Type1Window::bind`]. [`ErrorKind::InvalidArgument`] also for an endpoint
+    ///   of another domain.
     /// - The errors of [`Endpoint::post`].
     ///
     /// Some errors are reported by the completion. The window is free then.
@@ -420,11 +427,11 @@ impl Type2Window {
     /// The window may be bound again at once, because an endpoint executes requests in order.
     ///
     /// # Errors
-    /// - [`ErrorKind::AccessDenied`] for another endpoint than that of the bind.
+    /// - [`ErrorKind::AccessDenied`] for an endpoint other than the one that posted the bind.
     /// - [`ErrorKind::InvalidArgument`] for an endpoint of another domain.
     /// - The errors of [`Endpoint::post`].
     ///
-    /// If the invalidation fails later, the window stays bound.
+    /// If the request fails after it was posted, the window stays bound.
     pub fn post_invalidate(&self, endpoint: &Endpoint, context: u64) -> Result<()> {
         let operation = "post invalidate window";
         let inner = &*self.inner;
@@ -438,7 +445,8 @@ impl Type2Window {
     }
 
     /// Returns the state, according to the completions that were read. After a failed bind, and
-    /// after an invalidation by this side or by a peer, the state is [`WindowState::Free`].
+    /// after an invalidation by this process or by a peer, the state is [`WindowState::Free`]. If
+    /// the provider cannot report the state, the result is [`WindowState::Invalid`].
     #[must_use]
     pub fn state(&self) -> WindowState {
         self.inner.settled().map_or(WindowState::Invalid, |(_, status)| status.state)
@@ -454,7 +462,7 @@ impl Type2Window {
 }
 
 impl Type2Inner {
-    /// Locks the state and updates it with the provider's current state of the window.
+    /// Locks the window's state, and updates it with the state that the provider reports.
     fn settled(&self) -> Result<(MutexGuard<'_, Type2State>, crate::provider::WindowStatus)> {
         let mut state = self.state.lock();
         let status = self.window.domain.windows()?.window_status(self.window.window)?;
@@ -462,7 +470,8 @@ impl Type2Inner {
             if status.state != WindowState::Valid {
                 state.bound = None;
             } else {
-                // Invalidations, and binds that were posted after them, may have failed.
+                // Invalidations, and binds that were posted after them, may have failed. Then the
+                // window still has an earlier binding.
                 let holds = |bound: &Bound| u64::from(bound.tag) == status.key & KEY_TAG;
                 if !state.bound.as_ref().is_some_and(holds) {
                     if let Some(at) = state.ending.iter().rposition(holds) {

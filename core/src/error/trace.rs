@@ -22,7 +22,7 @@ pub enum Path {
 }
 
 impl Path {
-    /// Returns the name, as it is printed.
+    /// Returns the path's name in messages.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -43,20 +43,20 @@ impl fmt::Display for Path {
 /// One attempt to register over a path.
 #[derive(Clone, Debug, Serialize)]
 pub struct Attempt {
-    /// The path.
+    /// The path that was tried.
     pub path: Path,
     /// The call that succeeded or was refused.
     pub call: String,
-    /// Set if a driver was called. Not set if the NIC does not support the path at all.
+    /// True if a driver was called. False if the NIC does not support the path at all.
     pub driver_called: bool,
     /// The error of the refusal. `None` for the attempt that succeeded.
     #[serde(serialize_with = "display_error")]
     pub error: Option<Error>,
-    /// The name of the probable cause, if it is known: a heading in `docs/causes.md`.
+    /// The name of the probable cause, if known: a heading in `docs/causes.md`.
     pub cause_name: Option<&'static str>,
-    /// The probable cause of the refusal, in one sentence.
+    /// The probable cause of the refusal in one sentence, if known.
     pub cause: Option<String>,
-    /// The change, by the user of the machine or the application, that would make the path work.
+    /// The change to the machine or the application that would make the path work, if known.
     pub remedy: Option<String>,
 }
 
@@ -75,7 +75,7 @@ impl Attempt {
         }
     }
 
-    /// Creates an attempt that was refused, with no known cause. The remedy is the error's.
+    /// Creates an attempt that was refused, with no known cause and with the remedy of the error.
     #[must_use]
     pub fn refused(path: Path, call: impl Into<String>, error: Error) -> Self {
         let remedy = error.remedy_text().map(str::to_owned);
@@ -97,7 +97,7 @@ impl Attempt {
         Self { driver_called: false, ..Self::refused(path, "import", error) }
     }
 
-    /// Sets a known cause and its remedy.
+    /// Sets the probable cause and its remedy.
     #[must_use]
     pub fn with_cause(
         mut self,
@@ -117,14 +117,15 @@ impl fmt::Display for Attempt {
         let Some(error) = &self.error else {
             return write!(f, "{}: {} succeeded", self.path, self.call);
         };
-        write!(f, "{}: {} refused: {}", self.path, self.call, error.reason())?;
+        write!(f, "{}: {} refused: ", self.path, self.call)?;
+        error.write_messages(f)?;
         if let Some(cause) = &self.cause {
             write!(f, "; probable cause: {cause}")?;
         }
-        match &self.remedy {
-            Some(remedy) => write!(f, "; remedy: {remedy}"),
-            None => Ok(()),
+        if let Some(remedy) = &self.remedy {
+            write!(f, "; remedy: {remedy}")?;
         }
+        error.write_values(f)
     }
 }
 
@@ -141,7 +142,7 @@ pub struct Trace(Arc<[Attempt]>);
 
 impl Trace {
     /// Returns the most informative refusal: the last refusal by a driver, or else the last
-    /// refusal.
+    /// refusal. Returns `None` if no attempt was refused.
     #[must_use]
     pub fn refusal(&self) -> Option<&Error> {
         let refused = || self.iter().rev().filter(|attempt| attempt.error.is_some());

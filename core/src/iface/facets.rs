@@ -3,42 +3,44 @@
 use std::{
     fmt,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    ptr,
     sync::Arc,
 };
 
 pub use crate::dma_buf::DmaBufMapping;
 use crate::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, Error,
-    ErrorKind, IfaceKind, Result, Segment,
+    ErrorKind, IfaceKind, IfaceName, Result, Segment,
     monitor::{DetectionMethod, Monitor},
     nic::Nic,
 };
 
-/// A facet that callers can require: if an iface lacks it, the call fails.
+/// An optional ability of an iface. Calls that need a missing ability fail.
 ///
-/// Two facets are never required, and not listed. Without [`SegmentMap`] an allocation is one
-/// segment, and without [`InboundFlush`] no flush is needed.
+/// The facets [`SegmentMap`] and [`InboundFlush`] are not in this list, because no call fails
+/// without them. Without [`SegmentMap`] an allocation is one segment, and without [`InboundFlush`]
+/// no flush is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Facet {
-    /// [`Allocator`].
+    /// The ability to allocate and free memory ([`Allocator`]).
     Allocator,
-    /// [`CopyEngine`].
+    /// The ability to copy asynchronously ([`CopyEngine`]).
     CopyEngine,
-    /// [`DmaBufExporter`].
+    /// The ability to export ranges as dma-bufs ([`DmaBufExporter`]).
     DmaBuf,
-    /// [`PeerMemoryExporter`].
+    /// The ability to open ranges to peer-memory clients ([`PeerMemoryExporter`]).
     PeerMemory,
-    /// [`HostRegistrar`].
+    /// The ability to page-lock host memory for devices ([`HostRegistrar`]).
     HostRegistrar,
-    /// [`Ipc`].
+    /// The ability to share allocations with other processes ([`Ipc`]).
     Ipc,
-    /// [`MonitorSource`].
+    /// The ability to detect frees of the iface's memory ([`MonitorSource`]).
     Monitor,
 }
 
 impl Facet {
-    /// Returns the operation that the error for a missing facet reports.
+    /// Returns the name of the operation in the error for an iface without this facet.
     #[must_use]
     pub const fn operation(self) -> &'static str {
         match self {
@@ -56,7 +58,7 @@ impl Facet {
     /// [`Iface::unavailable`](super::Iface::unavailable) to add the reason.
     #[must_use]
     #[cold]
-    pub fn unavailable(self, iface: IfaceKind) -> Error {
+    pub fn unavailable(self, iface: impl Into<IfaceName>) -> Error {
         Error::new(ErrorKind::Unsupported, self.operation()).iface(iface)
     }
 }
@@ -66,13 +68,13 @@ impl Facet {
 pub struct AllocRequest {
     /// The length in bytes, more than 0.
     pub len: u64,
-    /// The device. Ignored by ifaces without devices.
+    /// The device to allocate on. Ifaces without devices ignore it.
     pub device: DeviceId,
     /// The kind of memory.
     pub kind: AllocationKind,
 }
 
-/// A dma-buf that an iface exported, with the position of the range in it.
+/// A dma-buf that an iface exported, with the position of the exported range in the dma-buf.
 #[derive(Debug)]
 pub struct DmaBufExport {
     /// The dma-buf. Closing it does not affect registrations that were made from it.
@@ -81,9 +83,9 @@ pub struct DmaBufExport {
     pub offset: DmaBufOffset,
     /// The offset of the range in its allocation.
     pub alloc_offset: AllocOffset,
-    /// The length in bytes.
+    /// The length of the range in bytes.
     pub len: u64,
-    /// The mapping that was used.
+    /// The mapping of the export.
     pub mapping: DmaBufMapping,
 }
 
@@ -104,16 +106,48 @@ pub struct PeerMemoryExport {
 
 /// A handle to wait for an asynchronous copy.
 pub trait CopyEvent: Send + fmt::Debug {
-    /// Returns true if the copy has ended. [`CopyEvent::wait`] returns its result.
+    /// Returns true if the copy has ended. [`CopyEvent::wait`] returns the result of the copy.
     fn is_done(&self) -> bool;
-    /// Waits for the end of the copy.
+    /// Waits until the copy has ended.
     ///
     /// # Errors
     /// The error that the device reported. The destination then has unspecified bytes.
     fn wait(self: Box<Self>) -> Result<()>;
 }
 
-/// The event of a copy that has already ended. For ifaces without an asynchronous copy engine.
+/// Addresses and length of a copy.
+#[derive(Clone, Copy, Debug)]
+pub struct CopyRange {
+    /// First byte of the destination.
+    pub to: Address,
+    /// First byte of the source.
+    pub from: Address,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+impl CopyRange {
+    /// Adds the addresses and the length to the context of an error.
+    #[must_use]
+    pub fn described(self, error: Error) -> Error {
+        error.context("to", self.to).context("from", self.from).context("length", self.len)
+    }
+
+    /// Copies by the CPU. The source and the destination may overlap.
+    ///
+    /// # Safety
+    /// The source and the destination must be host memory that is valid for the length. Nothing
+    /// else may refer to the destination.
+    pub unsafe fn copy_by_cpu(self) {
+        let to = ptr::with_exposed_provenance_mut::<u8>(self.to.0 as usize);
+        let from = ptr::with_exposed_provenance::<u8>(self.from.0 as usize);
+        // SAFETY: the caller promises that the source and the destination are valid for the length.
+        unsafe { ptr::copy(from, to, self.len as usize) };
+    }
+}
+
+/// The event of a copy that has already ended. Ifaces without an asynchronous copy engine return
+/// it.
 #[derive(Debug)]
 pub struct FinishedCopy(pub Result<()>);
 
@@ -149,14 +183,14 @@ pub trait Allocator {
     /// Frees memory that [`allocate`](Self::allocate) returned.
     ///
     /// # Safety
-    /// Nothing uses the memory any more: no Rust reference to it exists, and no copy is in
-    /// progress.
+    /// From this call on, nothing may use the memory: no Rust reference to it may exist, and no
+    /// copy may be in progress.
     ///
     /// # Errors
     /// InvalidArgument for an allocation that is not live, for example after an earlier free.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()>;
 
-    /// Returns true if this process already uses the device. For CUDA: a primary context exists.
+    /// Returns true if this process already uses the device (CUDA: a primary context exists).
     ///
     /// The call does not initialise the device. Callers use it to avoid a test allocation that
     /// would initialise the device and leave its state behind. The default returns true, for ifaces
@@ -191,11 +225,12 @@ pub trait DmaBufExporter {
     /// no device of this machine exports dma-bufs. Each export then fails with the reason.
     fn mappings(&self) -> &'static [DmaBufMapping];
 
-    /// Exports `range`, which lies in one allocation, as a dma-buf for `nic`.
+    /// Exports `range` as a dma-buf for `nic`. The range must lie in one allocation.
     ///
     /// # Errors
     /// - Unsupported if the driver or the device cannot export the range with this mapping.
     /// - Unreachable if the NIC cannot reach the device.
+    /// - Otherwise the error that the driver reported.
     fn export(
         &self,
         range: AddressRange,
@@ -218,7 +253,7 @@ pub trait PeerMemoryExporter {
     /// Makes `range` accessible to peer-memory clients in the kernel.
     ///
     /// # Errors
-    /// Unsupported with the reason.
+    /// Unsupported, with the reason, if the driver cannot do this.
     fn export(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport>;
 }
 
@@ -233,7 +268,7 @@ pub trait HostRegistrar {
     /// The error that the driver reported.
     unsafe fn register(&self, range: AddressRange) -> Result<()>;
 
-    /// Undoes [`register`](Self::register).
+    /// Unlocks the pages of a range that [`register`](Self::register) page-locked.
     ///
     /// # Errors
     /// InvalidArgument for a range that is not registered.
@@ -274,7 +309,8 @@ pub trait SegmentMap {
     /// OutOfBounds if part of the range is not memory of this iface.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>>;
 
-    /// Returns the name of the driver's attribute for segments that cannot be exported.
+    /// Returns the driver's reason why a segment cannot be exported, such as an attribute and its
+    /// value. Errors print it.
     fn not_exportable(&self) -> &'static str {
         "not exportable"
     }
@@ -283,7 +319,7 @@ pub trait SegmentMap {
 /// Makes bytes that NICs wrote visible to devices (HM-14).
 pub trait InboundFlush {
     /// Makes bytes that NICs wrote visible to device work that starts after this call. The
-    /// completion queues of [`Domain::open_cq`](crate::Domain::open_cq) call it.
+    /// completion queues of [`Domain::open_cq`](crate::Domain::open_cq) call this method.
     ///
     /// # Errors
     /// The error that the driver reported.
@@ -299,6 +335,6 @@ pub trait MonitorSource {
     /// Starts the monitor, which detects frees of this iface's memory.
     ///
     /// # Errors
-    /// Unsupported with the reason.
+    /// Unsupported, with the reason, if the driver cannot do this.
     fn start(&self) -> Result<Arc<dyn Monitor>>;
 }

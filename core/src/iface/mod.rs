@@ -2,22 +2,23 @@
 //! plug-ins.
 //!
 //! [`Iface`] has a few required methods. Each optional ability is a facet: a small trait, which the
-//! iface returns if it has the ability. All traits are object-safe. The error for a missing facet
-//! has the kind [`ErrorKind::Unsupported`] and the reason ([`Iface::unavailable`]). [`Capability`]
-//! lists the facets of an iface.
+//! iface returns if it has the ability. All traits are object-safe. A call that needs a
+//! missing facet fails with the error of [`Iface::unavailable`], which has the kind
+//! [`ErrorKind::Unsupported`] by default. [`Capability`] summarises the abilities of an iface.
 
 mod facets;
 
 use std::{fmt, sync::Arc};
 
 pub use facets::{
-    AllocRequest, Allocator, CopyEngine, CopyEvent, DmaBufExport, DmaBufExporter, DmaBufMapping,
-    Facet, FinishedCopy, HostRegistrar, InboundFlush, Ipc, IpcHandle, MonitorSource,
+    AllocRequest, Allocator, CopyEngine, CopyEvent, CopyRange, DmaBufExport, DmaBufExporter,
+    DmaBufMapping, Facet, FinishedCopy, HostRegistrar, InboundFlush, Ipc, IpcHandle, MonitorSource,
     PeerMemoryExport, PeerMemoryExporter, SegmentMap,
 };
 
 use crate::{
-    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Result, Segment,
+    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, IfaceName, Result,
+    Segment,
     cause::RefusalCause,
     monitor::{DetectionMethod, Monitor},
     nic::Nic,
@@ -25,27 +26,27 @@ use crate::{
 
 /// The abilities of an iface, read from its facets by [`Capability::of`].
 ///
-/// A single device may support less. Its calls then fail with the reason.
+/// A single device may support less. Calls for this device then fail with the reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capability {
-    /// Set if the iface allocates and frees memory.
+    /// True if the iface can allocate and free memory.
     pub allocate: bool,
-    /// Set if the iface exports ranges as dma-buf fds.
+    /// True if the iface can export ranges as dma-buf fds.
     pub dma_buf: bool,
-    /// Set if the iface exports dma-bufs with the PCIe mapping (HM-09).
+    /// True if the iface can export dma-bufs with the PCIe mapping (HM-09).
     pub pcie_mapping: bool,
-    /// Set if the iface opens memory to peer-memory clients in the kernel.
+    /// True if the iface can open memory to peer-memory clients in the kernel.
     pub peer_memory: bool,
-    /// Set if the iface copies asynchronously, with events.
+    /// True if the iface can copy asynchronously, with events.
     pub async_copy: bool,
-    /// Set if the iface page-locks host memory for its devices.
+    /// True if the iface can page-lock host memory for its devices.
     pub host_register: bool,
-    /// Set if the iface shares allocations with other processes.
+    /// True if the iface can share allocations with other processes.
     pub ipc: bool,
-    /// Set if allocations have identities that are never reused.
+    /// True if allocations have identities that are never reused.
     pub identity: bool,
-    /// Set if the iface's driver reports frees by callbacks.
+    /// True if the iface's driver reports frees by callbacks.
     pub free_callback: bool,
 }
 
@@ -76,20 +77,21 @@ pub struct Device {
     pub id: DeviceId,
     /// The driver's name for the device.
     pub name: String,
-    /// The PCI bus id as `domain:bus:device.function` in lower-case hexadecimal, if it has one.
+    /// The PCI bus id as `domain:bus:device.function` in lower-case hexadecimal, if the device has
+    /// one.
     pub pci_bus_id: Option<String>,
-    /// The size of its memory in bytes.
+    /// The size of the device's memory in bytes.
     pub memory: u64,
 }
 
 /// A memory interface.
 ///
-/// Five methods are required. The others return a facet, or `None` if the iface does not have it.
-/// Callers use [`IfaceExt`], which turns a missing facet into the error of
+/// Five methods are required. Most of the others return a facet, or `None` if the iface does not
+/// have the facet. Callers use [`IfaceExt`], which turns a missing facet into the error of
 /// [`unavailable`](Self::unavailable).
 ///
-/// The core has checked all arguments (non-empty ranges, no wrap). An implementation checks the
-/// rest and returns typed errors. It never panics.
+/// An [`AddressRange`] never wraps around, and a [`Domain`](crate::Domain) registers no empty
+/// range. An implementation checks all other arguments and returns typed errors. It never panics.
 ///
 /// # Safety
 /// Safe code of this library trusts the results of an iface when it copies, exports and registers
@@ -97,13 +99,13 @@ pub struct Device {
 ///
 /// - [`query`](Self::query) claims an address only while an allocation of this iface holds it, and
 ///   names that allocation's exact range, device and kind. Unless
-///   [`has_identities`](Self::has_identities) returns false, no two allocations ever have one
-///   [`AllocationId`](crate::AllocationId). The segments of a [`SegmentMap`] are parts of the range
-///   that was asked about; an iface without one has each of its allocations in one segment.
-/// - [`Allocator::allocate`] and [`Ipc::open`] return memory of the whole length that was asked
-///   for, which belongs only to the caller, or to another process. No Rust reference to the memory
-///   exists, and it stays allocated until [`Allocator::free`] or [`Ipc::close`]. `Ipc::open`
-///   refuses bytes that are not a handle.
+///   [`has_identities`](Self::has_identities) returns false, no two allocations ever have the same
+///   [`AllocationId`](crate::AllocationId). The segments of a [`SegmentMap`] are parts of the
+///   requested range. Without a `SegmentMap`, each allocation is one segment.
+/// - [`Allocator::allocate`] and [`Ipc::open`] return memory of the whole requested length. It
+///   belongs only to the caller, or to another process. No Rust reference to the memory exists, and
+///   the memory stays allocated until [`Allocator::free`] or [`Ipc::close`]. `Ipc::open` refuses
+///   bytes that are not a handle.
 /// - [`copy`](Self::copy) and [`CopyEngine::start_copy`] access the named bytes and no others, on
 ///   any number of threads at once. After they have returned an error, they access no bytes any
 ///   more. A [`CopyEvent`] is done only when the copy has ended.
@@ -112,10 +114,10 @@ pub struct Device {
 ///   registered, also when the memory is freed meanwhile.
 /// - [`address_span`](Self::address_span) contains every address that `query` will ever claim.
 pub unsafe trait Iface: fmt::Debug + Send + Sync {
-    /// Returns the iface's number: libfabric's, or 0x100 and up for a plug-in.
+    /// Returns the iface's number: that of libfabric, or 0x100 and up for a plug-in.
     fn kind(&self) -> IfaceKind;
 
-    /// Returns the iface's name, which `info` and the command line use.
+    /// Returns the iface's name, which `hmem info` prints and the command line accepts.
     fn name(&self) -> &str;
 
     /// Returns the devices. Empty for an iface without devices, such as host memory.
@@ -127,7 +129,8 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// Returns the allocation that contains `address`, or `None` if the address is not of this
     /// iface.
     ///
-    /// Every registration calls this, so it must be cheap for addresses of other owners.
+    /// Registrations call this method to find the owner of an address, so the method must be cheap
+    /// for addresses of other owners.
     ///
     /// # Errors
     /// The error of a failed driver call. For an address of another owner the result is `Ok(None)`.
@@ -137,27 +140,28 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// each host memory or memory of this iface.
     ///
     /// # Safety
-    /// - A host side is valid for `len` bytes and, if it is the destination, not referenced
-    ///   elsewhere.
-    /// - A side in memory of this iface stays allocated until the copy has ended. After a free, the
-    ///   same address may belong to another allocation or to host memory.
+    /// - A source or destination in host memory must be valid for `len` bytes. Nothing else may
+    ///   refer to a destination in host memory.
+    /// - A source or destination in memory of this iface must stay allocated until the copy has
+    ///   ended. After a free, the same address may belong to another allocation or to host memory.
     ///
     /// # Errors
-    /// - OutOfBounds for a copy past an allocation.
-    /// - OutOfBounds from a device iface that knows neither side of the copy.
+    /// - OutOfBounds for a copy past the end of an allocation.
+    /// - OutOfBounds from a device iface if neither side is memory of that iface.
     /// - Otherwise the error that the device reported.
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()>;
 
     /// Returns the range that contains all memory of this iface, including imported and page-locked
     /// memory, for the iface's whole life.
     ///
-    /// A [`Registry`](crate::Registry) reads the range once, and does not query addresses outside
-    /// it. With `None`, the default, it queries every address.
+    /// A [`Registry`](crate::Registry) reads the range once, and does not query the iface for
+    /// addresses outside the range. `None`, the default, excludes no address.
     fn address_span(&self) -> Option<AddressRange> {
         None
     }
 
-    /// Returns true if no two allocations ever have the same identity. The default is true.
+    /// Returns true if no two allocations of this iface ever have the same identity. The default is
+    /// true.
     fn has_identities(&self) -> bool {
         true
     }
@@ -198,18 +202,18 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the facet that flushes inbound writes. With `None`, the default, they are visible
-    /// without a flush.
+    /// Returns the facet that flushes inbound writes. With `None`, the default, devices see inbound
+    /// writes without a flush.
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
         None
     }
 
-    /// Returns the facet that starts the monitor of frees.
+    /// Returns the facet that starts the monitor, which detects frees of this iface's memory.
     fn monitor(&self) -> Option<&dyn MonitorSource> {
         None
     }
 
-    /// Returns the causes of refusals that are special to this iface's driver.
+    /// Returns the rules that find probable causes in this driver's errors.
     fn causes(&self) -> &'static [RefusalCause] {
         &[]
     }
@@ -217,14 +221,15 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// Returns the error for a missing facet. A back end overrides this to add the reason, for
     /// example a symbol that the driver library does not have.
     fn unavailable(&self, facet: Facet) -> Error {
-        facet.unavailable(self.kind())
+        facet.unavailable(self)
     }
 }
 
 /// The operations of an iface for callers.
 ///
-/// These are the operations of the facets, which fail with [`Iface::unavailable`] if the facet is
-/// missing, and copies between slices and the iface's memory.
+/// Most methods call an operation of a facet, and fail with [`Iface::unavailable`] if the facet is
+/// missing. [`read`](IfaceExt::read) and [`write`](IfaceExt::write) copy between slices and the
+/// iface's memory.
 ///
 /// Copies are `unsafe`, because an address does not keep its memory allocated. The types that own
 /// memory have safe copies, for example [`DeviceBuffer::read`](crate::DeviceBuffer::read) and
@@ -255,7 +260,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`Allocator::allocate`].
     ///
     /// # Errors
-    /// The errors of [`Allocator::allocate`], and Unsupported without that facet.
+    /// The errors of [`Allocator::allocate`], and Unsupported without the facet.
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         let lacking = || {
             let error = self.unavailable(Facet::Allocator).device(request.device);
@@ -270,7 +275,7 @@ pub trait IfaceExt: Iface {
     /// The conditions of [`Allocator::free`].
     ///
     /// # Errors
-    /// The errors of [`Allocator::free`], and Unsupported without that facet.
+    /// The errors of [`Allocator::free`], and Unsupported without the facet.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         let lacking = || self.unavailable(Facet::Allocator).context("range", allocation.range);
         // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
@@ -280,7 +285,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`Allocator::is_device_active`].
     ///
     /// # Errors
-    /// The errors of [`Allocator::is_device_active`], and Unsupported without that facet.
+    /// The errors of [`Allocator::is_device_active`], and Unsupported without the facet.
     fn is_device_active(&self, device: DeviceId) -> Result<bool> {
         let lacking = || self.unavailable(Facet::Allocator).device(device);
         self.allocator().ok_or_else(lacking)?.is_device_active(device)
@@ -292,7 +297,7 @@ pub trait IfaceExt: Iface {
     /// The conditions of [`CopyEngine::start_copy`].
     ///
     /// # Errors
-    /// The errors of [`CopyEngine::start_copy`], and Unsupported without that facet.
+    /// The errors of [`CopyEngine::start_copy`], and Unsupported without the facet.
     unsafe fn start_copy(
         &self,
         to: Address,
@@ -310,7 +315,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`DmaBufExporter::export`].
     ///
     /// # Errors
-    /// The errors of [`DmaBufExporter::export`], and Unsupported without that facet.
+    /// The errors of [`DmaBufExporter::export`], and Unsupported without the facet.
     fn export_dma_buf(
         &self,
         range: AddressRange,
@@ -324,7 +329,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`DmaBufExporter::release`]. Without that facet, closes the fd and returns an error.
     ///
     /// # Errors
-    /// The errors of [`DmaBufExporter::release`], and Unsupported without that facet.
+    /// The errors of [`DmaBufExporter::release`], and Unsupported without the facet.
     fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
         self.dma_buf().ok_or_else(|| self.unavailable(Facet::DmaBuf))?.release(export)
     }
@@ -332,7 +337,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`PeerMemoryExporter::export`].
     ///
     /// # Errors
-    /// The errors of [`PeerMemoryExporter::export`], and Unsupported without that facet.
+    /// The errors of [`PeerMemoryExporter::export`], and Unsupported without the facet.
     fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
         let lacking = || self.unavailable(Facet::PeerMemory).context("range", range);
         self.peer_memory().ok_or_else(lacking)?.export(range, nic)
@@ -344,7 +349,7 @@ pub trait IfaceExt: Iface {
     /// The conditions of [`HostRegistrar::register`].
     ///
     /// # Errors
-    /// The errors of [`HostRegistrar::register`], and Unsupported without that facet.
+    /// The errors of [`HostRegistrar::register`], and Unsupported without the facet.
     unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
         let lacking = || self.unavailable(Facet::HostRegistrar).context("range", range);
         // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
@@ -354,7 +359,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`HostRegistrar::unregister`].
     ///
     /// # Errors
-    /// The errors of [`HostRegistrar::unregister`], and Unsupported without that facet.
+    /// The errors of [`HostRegistrar::unregister`], and Unsupported without the facet.
     fn host_unregister(&self, range: AddressRange) -> Result<()> {
         let lacking = || self.unavailable(Facet::HostRegistrar).context("range", range);
         self.host_registrar().ok_or_else(lacking)?.unregister(range)
@@ -363,7 +368,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`Ipc::export`].
     ///
     /// # Errors
-    /// The errors of [`Ipc::export`], and Unsupported without that facet.
+    /// The errors of [`Ipc::export`], and Unsupported without the facet.
     fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         let lacking = || self.unavailable(Facet::Ipc).context("range", allocation.range);
         self.ipc().ok_or_else(lacking)?.export(allocation)
@@ -372,7 +377,7 @@ pub trait IfaceExt: Iface {
     /// Calls [`Ipc::open`].
     ///
     /// # Errors
-    /// The errors of [`Ipc::open`], and Unsupported without that facet.
+    /// The errors of [`Ipc::open`], and Unsupported without the facet.
     fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
         self.ipc().ok_or_else(|| self.unavailable(Facet::Ipc))?.open(handle)
     }
@@ -383,14 +388,15 @@ pub trait IfaceExt: Iface {
     /// The conditions of [`Ipc::close`].
     ///
     /// # Errors
-    /// The errors of [`Ipc::close`], and Unsupported without that facet.
+    /// The errors of [`Ipc::close`], and Unsupported without the facet.
     unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
         let lacking = || self.unavailable(Facet::Ipc).context("range", allocation.range);
         // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
         unsafe { self.ipc().ok_or_else(lacking)?.close(allocation) }
     }
 
-    /// Calls [`SegmentMap::segments`]. Without that facet the range is one exportable segment.
+    /// Calls [`SegmentMap::segments`]. Without that facet, returns the range as one exportable
+    /// segment.
     ///
     /// # Errors
     /// The errors of [`SegmentMap::segments`].
@@ -401,7 +407,7 @@ pub trait IfaceExt: Iface {
         }
     }
 
-    /// Calls [`InboundFlush::flush`]. Without that facet there is nothing to flush.
+    /// Calls [`InboundFlush::flush`]. Without that facet, does nothing.
     ///
     /// # Errors
     /// The errors of [`InboundFlush::flush`].
@@ -412,53 +418,71 @@ pub trait IfaceExt: Iface {
     /// Calls [`MonitorSource::start`].
     ///
     /// # Errors
-    /// The errors of [`MonitorSource::start`], and Unsupported without that facet.
+    /// The errors of [`MonitorSource::start`], and Unsupported without the facet.
     fn start_monitor(&self) -> Result<Arc<dyn Monitor>> {
         self.monitor().ok_or_else(|| self.unavailable(Facet::Monitor))?.start()
     }
 
-    /// Fills `into` from memory of this iface.
+    /// Fills `into` with the bytes at `from`, an address in memory of this iface.
     ///
     /// # Safety
-    /// The memory at `from` is not freed before this returns. An address that is not of this iface
-    /// is allowed, and causes an error.
+    /// The memory at `from` must not be freed before the call returns. An address that is not of
+    /// this iface is allowed, and causes an error.
     ///
     /// # Errors
-    /// The errors of [`Iface::copy`], and OutOfBounds if `from` is not memory of this iface.
+    /// - OutOfBounds if the bytes at `from` are not all in one allocation of this iface.
+    /// - AddressWraps if the bytes would pass the end of the address space.
+    /// - The errors of [`Iface::query`] and [`Iface::copy`].
     unsafe fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
         check_own(self, from, into.len() as u64)?;
-        // SAFETY: `into` is an exclusive borrow of `into.len()` bytes. `from` was just found to be
-        // this iface's, and the caller promises that it is not freed meanwhile.
+        // SAFETY: `into` is an exclusive borrow of `into.len()` bytes. `check_own` found that this
+        // iface owns the memory at `from`, and the caller promises that the memory is not freed
+        // meanwhile.
         unsafe { self.copy(Address::of_ptr(into.as_mut_ptr()), from, into.len() as u64) }
     }
 
-    /// Writes `from` into memory of this iface.
+    /// Writes the bytes of `from` to the address `to`, in memory of this iface.
     ///
     /// # Safety
-    /// The memory at `to` is not freed before this returns, and no Rust reference to it exists. An
-    /// address that is not of this iface is allowed, and causes an error.
+    /// The memory at `to` must not be freed before the call returns, and no Rust reference to it
+    /// may exist. An address that is not of this iface is allowed, and causes an error.
     ///
     /// # Errors
-    /// The errors of [`Iface::copy`], and OutOfBounds if `to` is not memory of this iface.
+    /// - OutOfBounds if the bytes at `to` are not all in one allocation of this iface.
+    /// - AddressWraps if the bytes would pass the end of the address space.
+    /// - The errors of [`Iface::query`] and [`Iface::copy`].
     unsafe fn write(&self, to: Address, from: &[u8]) -> Result<()> {
         check_own(self, to, from.len() as u64)?;
-        // SAFETY: `from` is a borrow of `from.len()` readable bytes. `to` was just found to be this
-        // iface's, and the caller promises that it is neither freed nor referenced.
+        // SAFETY: `from` is a borrow of `from.len()` readable bytes. `check_own` found that this
+        // iface owns the memory at `to`, and the caller promises that the memory is neither freed
+        // nor referenced.
         unsafe { self.copy(to, Address::of_ptr(from.as_ptr()), from.len() as u64) }
     }
 }
 
 impl<I: Iface + ?Sized> IfaceExt for I {}
 
-/// Checks that one allocation of the iface contains the range. Otherwise the system iface would
-/// treat the address of freed device memory as host memory.
+impl From<&Arc<dyn Iface>> for IfaceName {
+    fn from(iface: &Arc<dyn Iface>) -> Self {
+        Self::from(&**iface)
+    }
+}
+
+impl<I: Iface + ?Sized> From<&I> for IfaceName {
+    fn from(iface: &I) -> Self {
+        Self::new(iface.kind(), iface.name())
+    }
+}
+
+/// Checks that one allocation of the iface contains `len` bytes from `address`. Without this check,
+/// the system iface would treat the address of freed device memory as host memory.
 fn check_own<I: Iface + ?Sized>(iface: &I, address: Address, len: u64) -> Result<()> {
     let error = || {
         Error::new(ErrorKind::OutOfBounds, "copy")
-            .iface(iface.kind())
+            .iface(iface)
             .context("address", address)
             .context("length", len)
-            .remedy("the range must lie in one live allocation of this iface")
+            .remedy("name bytes of one live allocation of this iface")
     };
     let allocation = iface.query(address)?.ok_or_else(error)?;
     let range = AddressRange::new(address, len)?;

@@ -12,8 +12,8 @@ use crate::AddressRange;
 struct WatchedRange {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
-    /// True until the subscription is removed. Locked during a call of the invalidator, so that
-    /// unsubscribing waits for the end of the call.
+    /// True until the subscription is removed. Locked while a free calls `invalidate_start`, so
+    /// that unsubscribing waits for the end of that call.
     active: Arc<Mutex<bool>>,
 }
 
@@ -21,24 +21,28 @@ struct WatchedRange {
 struct WatchedRanges {
     next: u64,
     by_id: BTreeMap<u64, WatchedRange>,
-    /// The ranges that are being freed now.
+    /// The ranges with a free in progress.
     freeing: Vec<AddressRange>,
 }
 
-/// The subscriptions to frees that an iface makes itself or that the application announces.
+/// The subscriptions to frees of memory, for an iface that makes each free itself or is notified of
+/// it.
 ///
-/// A [`Monitor`](super::Monitor) uses this if the driver has no callbacks. Its `subscribe` calls
-/// [`add`](Self::add), its `unsubscribe` calls [`remove`](Self::remove), and the iface wraps each
-/// free in [`while_freeing`](Self::while_freeing).
+/// The `subscribe` of a [`Monitor`](super::Monitor) calls [`add`](Self::add), and its `unsubscribe`
+/// calls [`remove`](Self::remove). The frees come from one of two places:
+///
+/// - The iface wraps each of its own frees in [`while_freeing`](Self::while_freeing).
+/// - The driver's callback calls `while_freeing` with an empty closure. Before the call, the driver
+///   must have stopped reporting the memory. It must not reuse the addresses until the call ends.
 #[derive(Debug, Default)]
 pub struct FreeSubscriptions(Mutex<WatchedRanges>);
 
 impl FreeSubscriptions {
-    /// Runs `free`. All entries of `range` are invalidated before, and stay invalid during the
-    /// call.
+    /// Invalidates the cached entries of `range`, then runs `free`. New entries of `range` are
+    /// invalidated too until `free` returns.
     ///
-    /// Frees of one range may overlap. The driver may reuse a freed address at once for another
-    /// thread, which may free it again before the first call has returned.
+    /// Calls for one range may overlap in time. The driver may reuse a freed address at once for
+    /// another thread, which may free it again before the first call has returned.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         let mut watched = self.0.lock();
         watched.freeing.push(range);
@@ -66,10 +70,13 @@ impl FreeSubscriptions {
         result
     }
 
-    /// Adds a subscription. If a free of overlapping memory is in progress, invalidates at once.
+    /// Adds a subscription. If a free of overlapping memory is in progress, invalidates the freed
+    /// range at once.
     ///
-    /// The monitor must query the memory after this call: the query detects an earlier free, and
-    /// the subscription a later one.
+    /// The subscription does not detect a free that ended before this call. A domain's cache
+    /// queries the memory after `subscribe` to detect such a free. If the iface has no allocation
+    /// identities, the monitor itself must query the memory after this call, and fail if the memory
+    /// is gone.
     pub fn add(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Subscription {
         let watch = WatchedRange { range, invalidator, active: Arc::new(Mutex::new(true)) };
         let mut watched = self.0.lock();
@@ -85,8 +92,8 @@ impl FreeSubscriptions {
         Subscription(id)
     }
 
-    /// Removes a subscription. If the subscription's invalidator is being called, waits for the end
-    /// of that call.
+    /// Removes a subscription. If a free is calling `invalidate_start` for the subscription, waits
+    /// for the end of that call. The `invalidate_end` of that free may still follow.
     pub fn remove(&self, subscription: Subscription) {
         let watch = self.0.lock().by_id.remove(&subscription.0);
         if let Some(watch) = watch {

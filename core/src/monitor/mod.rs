@@ -15,8 +15,8 @@ use crate::{AddressRange, Allocation, Result};
 /// The method by which a monitor detects changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DetectionMethod {
-    /// The monitor is called before the memory is freed, by a driver callback or a patched
-    /// function.
+    /// The monitor is notified of each change by a driver callback, a patched function, a kernel
+    /// event or the application.
     Callback,
     /// The cache asks the monitor on each hit, and the monitor compares allocation identities.
     Identity,
@@ -27,21 +27,22 @@ pub enum DetectionMethod {
 #[non_exhaustive]
 #[repr(u8)]
 pub enum InvalidationCause {
-    /// `munmap(2)`.
+    /// A call of `munmap(2)` for the memory.
     Unmap,
-    /// `mremap(2)`, for the old addresses of moved memory and for the end of shrunk memory.
+    /// A call of `mremap(2)`, for the old addresses of moved memory and for the cut end of shrunk
+    /// memory.
     Remap,
-    /// `madvise(2)` with MADV_DONTNEED, MADV_FREE or MADV_REMOVE.
+    /// A call of `madvise(2)` with MADV_DONTNEED, MADV_FREE or MADV_REMOVE.
     Discard,
-    /// `mmap(2)` with MAP_FIXED over the memory.
+    /// A call of `mmap(2)` with MAP_FIXED over the memory.
     Replace,
-    /// `brk(2)` to a lower address.
+    /// A call of `brk(2)` with a lower address.
     Shrink,
-    /// `shmdt(2)`.
+    /// A call of `shmdt(2)` for the memory.
     Detach,
     /// A free by a device API.
     Free,
-    /// A comparison of identities found another allocation at the address.
+    /// A comparison of identities did not find the allocation at its address, or failed.
     Identity,
     /// The process is a forked child.
     Fork,
@@ -50,7 +51,7 @@ pub enum InvalidationCause {
 }
 
 impl InvalidationCause {
-    /// Every cause, in the order of their numbers.
+    /// All causes, in the order of their numbers.
     pub const ALL: [Self; 10] = [
         Self::Unmap,
         Self::Remap,
@@ -64,7 +65,7 @@ impl InvalidationCause {
         Self::Application,
     ];
 
-    /// Returns the name, as it is printed.
+    /// Returns the name of the cause, for example `munmap`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -88,53 +89,65 @@ impl fmt::Display for InvalidationCause {
     }
 }
 
-/// A token for a change in progress, which [`Invalidator::invalidate_start`] returns and
-/// [`Invalidator::invalidate_end`] ends.
+/// A token that identifies a change in progress. [`Invalidator::invalidate_start`] returns it, and
+/// [`Invalidator::invalidate_end`] consumes it.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "nothing over the range can be cached until the change is ended"]
 pub struct InvalidationToken(pub u32);
 
 /// The receiver of a monitor's notifications, which invalidates cached memory.
 ///
-/// The thread that frees the memory calls the methods, possibly inside a driver's callback or a
-/// patched `munmap`. So an implementation takes no lock, allocates nothing, logs nothing and runs
-/// no destructor. Most notifications are for memory that is not cached, and must be cheap.
+/// A thread of the monitor or the thread that frees the memory calls the methods, possibly inside a
+/// driver's callback or a patched `munmap`. So an implementation must not take a lock, allocate,
+/// log or run a destructor. Notifications for memory that is not cached must be cheap, because most
+/// are of this kind.
 pub trait Invalidator: fmt::Debug + Send + Sync {
-    /// Invalidates a range of memory that is freed or changed. Until this returns, no other memory
-    /// can be at these addresses.
+    /// Invalidates a range of memory that is freed or changed.
+    ///
+    /// The caller must ensure:
+    /// - No other memory is mapped or allocated at these addresses before this returns.
+    /// - Queries of the iface no longer report the old memory. Otherwise the cache may register it
+    ///   again after this call.
     fn invalidate(&self, range: AddressRange, cause: InvalidationCause);
 
     /// Invalidates a range of memory that begins to change.
     ///
-    /// All entries of the range are invalid at once, and new ones do not become valid until
-    /// [`Invalidator::invalidate_end`]. Changes on several threads may overlap.
+    /// Cached entries of the range become invalid at once. Entries of the range that are registered
+    /// before [`Invalidator::invalidate_end`] become invalid too. Changes on several threads may
+    /// overlap.
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken;
 
-    /// Ends a change: the memory is gone, or the new memory is in place.
+    /// Ends a change, once the memory is gone or the new memory is in place.
     fn invalidate_end(&self, change: InvalidationToken);
 
-    /// Disables all hits until [`Invalidator::open_gate`]. Calls may be nested.
+    /// Disables all hits of the cache until [`Invalidator::open_gate`]. Calls may be nested.
     ///
-    /// For monitors that learn of a change before they know which memory changed.
+    /// A monitor calls this when it learns of a change but does not know yet which memory changed.
     fn close_gate(&self);
 
-    /// Undoes one [`Invalidator::close_gate`].
+    /// Undoes one call of [`Invalidator::close_gate`]. Hits are enabled again when all calls are
+    /// undone.
     fn open_gate(&self);
 }
 
 /// A subscription to a monitor, which [`Monitor::unsubscribe`] ends.
 ///
-/// Subscriptions of one invalidator may be equal. Each [`Monitor::subscribe`] still needs its own
-/// [`Monitor::unsubscribe`].
+/// Two subscriptions of one invalidator may have the same value. Each call of
+/// [`Monitor::subscribe`] still needs its own call of [`Monitor::unsubscribe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Subscription(pub u64);
 
-/// A monitor of the memory of one iface.
+/// Detects changes of one iface's memory.
+///
+/// Threads may call the methods concurrently. The caches of several domains may share one monitor
+/// or start several monitors ([`MonitorSource::start`](crate::iface::MonitorSource::start)). A
+/// cache holds no lock during a call.
 pub trait Monitor: fmt::Debug + Send + Sync {
     /// Returns the name that the configuration and `info` use: `memhooks`, `userfaultfd`, `import`.
     fn name(&self) -> &str;
 
-    /// Returns one line: why this monitor was chosen and which changes it misses.
+    /// Returns a line of text with the reason why this monitor was chosen, and the changes that it
+    /// misses.
     fn rationale(&self) -> String;
 
     /// Returns the method by which the monitor detects changes.
@@ -151,16 +164,18 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// # Errors
     /// - [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the monitor cannot watch the
     ///   range.
-    /// - [`ErrorKind::OutOfResources`](crate::ErrorKind::OutOfResources) if it watches too many
-    ///   ranges already. A domain's cache then evicts its idle entries and retries once.
+    /// - [`ErrorKind::OutOfResources`](crate::ErrorKind::OutOfResources) if the monitor watches too
+    ///   many ranges already. A domain's cache then evicts its idle entries and retries once.
     fn subscribe(
         &self,
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription>;
 
-    /// Ends a subscription. After this the invalidator gets no notification, unless it has other
-    /// subscriptions.
+    /// Ends a subscription. Waits for a notification in progress. After this the invalidator is
+    /// notified of no new change, unless it has other subscriptions. The call of
+    /// [`Invalidator::invalidate_end`] for an earlier change may still follow. The caller must not
+    /// be inside a notification.
     fn unsubscribe(&self, subscription: Subscription);
 
     /// Returns true if `allocation` still exists at its address. A monitor with

@@ -6,25 +6,26 @@ use crate::{Access, Error, ErrorKind, MrFlags, MrMode, Result};
 /// The kinds of memory that a NIC can import.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Imports {
-    /// Set if the NIC registers dma-buf fds.
+    /// True if the NIC can register dma-buf fds.
     pub dma_buf: bool,
-    /// Set if the path search should try the PCIe mapping of a dma-buf first.
+    /// True if the path search should try the PCIe mapping of a dma-buf before the default mapping.
     pub pcie_mapping_first: bool,
-    /// Set if the NIC registers device addresses, which peer-memory clients in the kernel resolve.
-    /// Only an attempt to register shows if a client handles a given device.
+    /// True if the NIC can register device addresses, which peer-memory clients in the kernel
+    /// resolve. Only an attempt to register shows if a client exists for a given device.
     pub peer_memory: bool,
-    /// Set if the provider accesses memory by copies through staging buffers.
+    /// True if the provider can access memory by copies through staging buffers.
     pub staged: bool,
 }
 
 /// The attributes of a NIC. They do not change while a domain is open.
 #[derive(Clone, Debug)]
 pub struct ProviderAttr {
-    /// The NIC.
+    /// The identification of the NIC.
     pub nic: Nic,
-    /// The mr_mode bits that an application must offer.
+    /// The mr_mode bits that the NIC needs and an application must offer.
     pub required_mr_mode: MrMode,
-    /// The additional mr_mode bits that the NIC supports if the application requests BASIC.
+    /// The mr_mode bits, besides the required ones, that the NIC supports if the application offers
+    /// BASIC.
     pub basic_mr_mode: MrMode,
     /// The size of a key in bytes: 4 or 8.
     pub key_size: usize,
@@ -34,18 +35,18 @@ pub struct ProviderAttr {
     pub mr_iov_limit: usize,
     /// The largest number of bytes in a region.
     pub max_mr_size: u64,
-    /// The largest number of regions.
+    /// The largest number of regions at one time.
     pub max_mr_count: u64,
     /// The page sizes that registrations may request, in bytes, ascending.
     pub page_sizes: Vec<usize>,
-    /// The kinds of memory that the NIC imports.
+    /// The kinds of memory that the NIC can import.
     pub imports: Imports,
-    /// The rights that a staged region may have: all rights if the provider also copies for peers,
-    /// and otherwise only the local rights.
+    /// The rights that a staged region may have: all rights if the provider also copies data for
+    /// remote accesses, and otherwise only the local rights.
     pub staged_access: Access,
     /// The registration flags that the provider supports.
     pub flags: MrFlags,
-    /// The part of the system that executes posted requests.
+    /// The agent that executes posted requests: the NIC, a thread, or the application's calls.
     pub progress: ProgressModel,
     /// The guaranteed order of requests of one endpoint to one peer.
     pub order: MsgOrder,
@@ -55,7 +56,7 @@ pub struct ProviderAttr {
 }
 
 impl ProviderAttr {
-    /// Checks the immediate data of a request. For providers.
+    /// Checks that the immediate data of a request fits the NIC. For providers.
     ///
     /// # Errors
     /// - Unsupported if the NIC has no immediate data.
@@ -80,18 +81,20 @@ impl ProviderAttr {
     }
 }
 
-/// The part of the system that executes posted requests of a domain.
+/// The agent that executes the posted requests of a domain.
 ///
-/// This covers requests with memory that the NIC reaches directly. Requests with staged memory may
-/// also need calls. Then the domain has the facet [`ManualProgress`](super::ManualProgress).
+/// This model holds for requests with memory that the NIC reaches directly. Requests with staged
+/// memory may also need calls by the application. In this case the domain has the facet
+/// [`ManualProgress`](super::ManualProgress).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ProgressModel {
     /// The NIC executes the requests.
     Nic,
     /// A thread of the domain executes the requests.
     Thread,
-    /// Calls of [`ManualProgress::progress`](super::ManualProgress::progress) and
-    /// [`CompletionQueue::read`](super::CompletionQueue::read). Without calls, no request proceeds.
+    /// The application's calls of [`ManualProgress::progress`](super::ManualProgress::progress) and
+    /// [`CompletionQueue::read`](super::CompletionQueue::read) execute the requests. Without calls,
+    /// no request proceeds.
     Manual,
 }
 
@@ -101,9 +104,10 @@ bitflags::bitflags! {
     ///
     /// A name has two letters for kinds of requests around an `A` for "after". For example, `WAR`
     /// means that a write takes effect after the reads that were posted before it. `R` stands for
-    /// reads and fetching atomics, `W` for writes and atomics, `S` for messages. Without the bit of
-    /// a pair, the second request may overtake the first. An application that needs the order then
-    /// waits for the first completion.
+    /// reads and fetching atomics, `W` for writes and atomics, `S` for messages. The bits with
+    /// `RMA_` order only RMA requests, and the bits with `ATOMIC_` order only atomics. Without the
+    /// bit of a pair, the second request may overtake the first. An application that needs the
+    /// order must then wait for the completion of the first request.
     ///
     /// This is the order in which the NIC executes the requests. Software that polls the target's
     /// memory sees the bytes in this order only if the region has
@@ -153,21 +157,21 @@ bitflags::bitflags! {
 /// through them. The domain allocates and registers them with its first staged region, and never
 /// adds more. A transfer waits while all buffers are in use.
 ///
-/// The default is 8 buffers of 512 KiB. That is half of the 8 MiB that an unprivileged process may
-/// lock on many systems. A buffer is long enough to make the start of a copy cheap in comparison.
-/// Three buffers in flight keep the copy engine and the wire busy, and the others serve more
-/// transfers.
+/// The default is 8 buffers of 512 KiB: 4 MiB, half of what an unprivileged process may lock on
+/// many systems. A copy of 512 KiB takes much longer than it takes to start the copy. Three buffers
+/// in flight keep the copy engine and the wire busy, and the others serve more transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingAttr {
     /// The length of a buffer in bytes, at least 1. No chunk of a message is longer than a buffer.
     ///
-    /// A long message is split into chunks of up to a sixteenth of its length, or of a buffer's
-    /// length if that is less. Chunks of less than 128 KiB are avoided, unless a buffer is shorter.
-    /// The chunks at both ends of a message are shorter than those in the middle.
+    /// The longest chunk of a message is about a sixteenth of the message, 192 KiB if that is more,
+    /// or a buffer's length if that is less. Chunks of less than 128 KiB are avoided, unless a
+    /// buffer is shorter. The chunks at both ends of a long message are shorter than those in the
+    /// middle.
     pub buffer_len: usize,
-    /// The number of buffers, at least 1. If a NIC needs a whole message at once (verbs does), half
-    /// of the buffers serve receives and a quarter serve sends. So transfers that wait for a peer
-    /// never block other transfers.
+    /// The number of buffers, at least 1. Some NICs need buffers for a whole message at once (verbs
+    /// NICs do). For such a NIC, half of the buffers serve receives and a quarter serve sends. So
+    /// transfers that wait for a peer never block other transfers.
     pub buffer_count: usize,
 }
 
@@ -181,8 +185,7 @@ impl StagingAttr {
     /// Checks that the settings are in the allowed range.
     ///
     /// # Errors
-    /// InvalidArgument if a setting is 0, or if all buffers together would exceed the address
-    /// space.
+    /// InvalidArgument if a setting is 0, or if all buffers together have 2^62 bytes or more.
     pub fn check(&self) -> Result<()> {
         let bytes = self
             .buffer_len

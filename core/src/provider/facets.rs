@@ -33,7 +33,8 @@ bitflags::bitflags! {
         const ENDPOINT_BINDING = 1 << 7;
         /// The domain has staging buffers ([`StagingAccess`]).
         const STAGING = 1 << 8;
-        /// The domain has work that needs calls to make progress ([`ManualProgress`]).
+        /// The domain has requests that proceed only during the application's calls of
+        /// [`ManualProgress::progress`] and of completion queues.
         const MANUAL_PROGRESS = 1 << 9;
     }
 }
@@ -58,16 +59,19 @@ impl Features {
     }
 }
 
-/// The facet of regions that are parts of other regions.
+/// The facet for sub-regions: regions that are parts of other regions.
 pub trait SubRegions {
-    /// Registers `len` bytes from `offset` of `base` with a key and rights of their own.
+    /// Registers `len` bytes from `offset` of `base` as a region with its own key and rights.
     ///
-    /// The call pins no pages. It is safe, because it grants nothing beyond `base`: the caller of
-    /// [`ProviderDomain::register`] guaranteed the memory and the rights of `base`.
+    /// The call pins no pages. The call is safe, because the new region grants nothing beyond
+    /// `base`: the caller of [`ProviderDomain::register`] guaranteed the memory and the rights of
+    /// `base`.
     ///
     /// # Errors
-    /// - OutOfBounds for bytes outside `base`, and ZeroLength.
-    /// - AccessDenied for a right by which the NIC writes, if `base` has none.
+    /// - OutOfBounds for bytes outside `base`.
+    /// - ZeroLength if `len` is 0.
+    /// - AccessDenied if the new rights let the NIC write ([`Access::nic_writes`]) and those of
+    ///   `base` do not.
     /// - The errors of [`ProviderDomain::register`].
     fn register_sub(
         &self,
@@ -78,9 +82,9 @@ pub trait SubRegions {
     ) -> Result<ProviderRegion>;
 }
 
-/// The facet of regions that are registered disabled ([`Registration::enabled`]).
+/// The facet for regions that are disabled at first ([`Registration::enabled`]).
 ///
-/// A provider without this facet accepts such registrations, and the regions are usable at once.
+/// A provider without this facet accepts such registrations, but its regions are usable at once.
 pub trait Enabling {
     /// Enables a region that was registered disabled.
     ///
@@ -89,18 +93,18 @@ pub trait Enabling {
     fn enable(&self, region: ProviderRegion) -> Result<()>;
 }
 
-/// The facet of remote keys that one number cannot describe.
+/// The facet for remote keys that one number cannot describe.
 pub trait CompositeKeys {
     /// Returns the remote key of a region if the key consists of several numbers (VRB-07), or if
-    /// its addressing differs from that of the domain's other regions. `None` means that the key is
-    /// [`ProviderRegion::key`] over the region's length.
+    /// its addressing differs from that of the domain's other regions. `None` means that the single
+    /// number [`ProviderRegion::key`] is the key of the whole region.
     ///
     /// # Errors
     /// KeyNotAvailable for a staged region, if peers cannot access staged memory.
     fn remote_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>>;
 }
 
-/// The facet of raw keys, which peers exchange as bytes.
+/// The facet for raw keys, which peers exchange as bytes.
 pub trait RawKeys {
     /// Returns the raw key of a region.
     ///
@@ -111,7 +115,8 @@ pub trait RawKeys {
     /// Maps a peer's raw key, so that transfers of this domain can use it.
     ///
     /// # Errors
-    /// Malformed for bytes that are not a raw key. OutOfResources.
+    /// - Malformed for bytes that are not a raw key.
+    /// - OutOfResources if no more keys can be mapped.
     fn map_raw(
         &self,
         base: Iova,
@@ -120,54 +125,55 @@ pub trait RawKeys {
         raw: &RawKey,
     ) -> Result<RemoteKey>;
 
-    /// Unmaps a key.
+    /// Unmaps a key that [`map_raw`](Self::map_raw) returned.
     ///
     /// # Errors
     /// InvalidKey for a key that this domain did not map.
     fn unmap_key(&self, key: &RemoteKey) -> Result<()>;
 }
 
-/// The facet of regions whose pages may change while they are registered.
+/// The facet for regions whose pages may change while the region is registered.
 pub trait Refresh {
-    /// Makes the NIC use the current pages of `ranges`, which lie in the region. An empty list
+    /// Makes the NIC use the current pages of `ranges`, which must lie in the region. An empty list
     /// means the whole region.
     ///
-    /// Waits for transfers that use the pages, also through sub-regions. Accesses of peers during
-    /// the call fail.
+    /// The call waits for transfers that use the pages, also through sub-regions. Accesses by peers
+    /// during the call fail.
     ///
     /// # Errors
-    /// BadAddress if pages are missing. Other pages of the region stay usable.
+    /// BadAddress if a page is not mapped. Other pages of the region stay usable.
     fn refresh_pages(&self, region: ProviderRegion, ranges: &[AddressRange]) -> Result<()>;
 }
 
-/// The part of a region that a window is bound to, and the rights of peers.
+/// The inputs of a window's bind: the part of a region, and the rights to grant.
 #[derive(Clone, Copy, Debug)]
 pub struct WindowBind {
-    /// The region.
+    /// The region to bind the window to.
     pub region: ProviderRegion,
-    /// The offset of the first byte in the region.
+    /// The offset in the region of the first byte to bind.
     pub offset: u64,
-    /// The length in bytes. 0 unbinds a type 1 window.
+    /// The number of bytes to bind. 0 unbinds a type 1 window.
     pub len: u64,
     /// The rights that the window grants to peers.
     pub access: Access,
-    /// The kind of addresses that peers use.
+    /// The kind of addresses by which peers reach the window.
     pub addressing: Addressing,
 }
 
-/// The facet of memory windows. [`WindowType::after`] has the rules of their states.
+/// The facet for memory windows. [`WindowType::after`] defines the states of a window.
 pub trait Windows {
-    /// Returns the types that the NIC has, at least one.
+    /// Returns the window types that the NIC supports, at least one.
     fn window_types(&self) -> &[WindowType];
 
     /// Allocates an unbound window.
     ///
     /// # Errors
-    /// Unsupported for a type that the NIC does not have. OutOfResources.
+    /// - Unsupported for a type that the NIC does not support.
+    /// - OutOfResources if the NIC has no more windows.
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow>;
 
-    /// Binds a type 1 window, or unbinds it if `bind.len` is 0. Returns the window's handle, which
-    /// has the new key.
+    /// Binds a type 1 window, or unbinds it if `bind.len` is 0. Returns a handle of the same window
+    /// with its new key.
     ///
     /// # Errors
     /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks a
@@ -187,13 +193,13 @@ pub trait Windows {
     /// InvalidArgument for a window that this domain did not allocate.
     fn window_status(&self, window: ProviderWindow) -> Result<WindowStatus>;
 
-    /// Binds a type 2 window through an endpoint, without a completion.
+    /// Binds a type 2 window through an endpoint. The bind produces no completion.
     ///
     /// When the call returns, the key works. If the NIC executes requests in order, the bind takes
     /// effect after the requests that were posted to the endpoint earlier.
     ///
     /// # Errors
-    /// - Unsupported if binds of this provider always have a completion.
+    /// - Unsupported if each bind of this provider produces a completion.
     /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks a
     ///   rule of [`WindowRule`](super::WindowRule).
     /// - The error that the driver reported.
@@ -206,16 +212,16 @@ pub trait Windows {
     ) -> Result<()> {
         let _unused = (endpoint, window, bind, tag);
         Err(Error::new(ErrorKind::Unsupported, "bind window")
-            .remedy("this provider binds type 2 windows by posted requests only"))
+            .remedy("bind type 2 windows by posted requests: this provider has no call for it"))
     }
 
-    /// Invalidates the key of a type 2 window through the endpoint that bound it.
+    /// Invalidates the key of a type 2 window through the endpoint that bound the window.
     ///
-    /// There is no completion. When the call returns, the key is invalid and the window is free.
+    /// The call produces no completion. When it returns, the key is invalid and the window is free.
     ///
     /// # Errors
-    /// - Unsupported if the provider has only posted invalidations, or if its driver cannot do this
-    ///   safely.
+    /// - Unsupported if the provider invalidates only by posted requests, or if its driver cannot
+    ///   invalidate safely in this way.
     /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks
     ///   a rule of [`WindowRule`](super::WindowRule).
     /// - The error that the driver reported.
@@ -226,23 +232,23 @@ pub trait Windows {
     ) -> Result<()> {
         let _unused = (endpoint, window);
         Err(Error::new(ErrorKind::Unsupported, "invalidate window")
-            .remedy("this provider invalidates windows by posted requests only"))
+            .remedy("invalidate windows by posted requests: this provider has no call for it"))
     }
 }
 
-/// The facet of counters of accesses to a region.
+/// The facet for counters of accesses to a region.
 pub trait RegionCounters {
-    /// Binds a counter, which then counts remote writes and atomics of the region. A region may
-    /// have several counters, each bound once.
+    /// Binds a counter, which then counts remote writes and atomics that change the region. A
+    /// region may have several counters. The core binds a counter to a region at most once.
     ///
     /// # Errors
     /// The error that the driver reported.
     fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()>;
 }
 
-/// The facet of regions that are bound to one endpoint (ENDPOINT mode).
+/// The facet for regions that must be bound to an endpoint (ENDPOINT mode).
 pub trait EndpointBinding {
-    /// Binds a region to an endpoint. Peers then reach it through this endpoint only.
+    /// Binds a region to an endpoint. Peers then reach the region through this endpoint only.
     ///
     /// # Errors
     /// InvalidArgument for an endpoint of another domain.
@@ -251,15 +257,18 @@ pub trait EndpointBinding {
 
 /// The facet of a domain with staging buffers.
 pub trait StagingAccess {
-    /// Returns the size of all buffers in bytes: 0 before the first staged region, constant after
-    /// that.
+    /// Returns the size of all staging buffers in bytes: 0 before the first staged region, constant
+    /// after that.
     fn staging_bytes(&self) -> u64;
 }
 
-/// The facet of work that needs calls to make progress: all transfers with
-/// [`ProgressModel::Manual`](super::ProgressModel::Manual), or only the staged ones.
+/// The facet of a domain with requests that proceed only during the application's calls of
+/// [`progress`](Self::progress) and [`CompletionQueue::read`](super::CompletionQueue::read). With
+/// [`ProgressModel::Manual`](super::ProgressModel::Manual) these are all requests, otherwise only
+/// those with staged memory.
 pub trait ManualProgress {
-    /// Makes progress with this work. Returns the number of requests that ended.
+    /// Executes posted requests as far as possible, without waiting. Returns the number of requests
+    /// that ended.
     ///
     /// # Errors
     /// The driver's error if the device failed.

@@ -1,6 +1,6 @@
 //! The traits that a provider implements, for RDMA hardware or for a software NIC.
 //!
-//! The core implements the semantics of `fi_mr(3)` above these traits. It has checked flags,
+//! The core implements the semantics of `fi_mr(3)` above these traits. The core checks flags,
 //! rights, limits and mode rules before it calls a provider. A provider checks the conditions that
 //! depend on its own state (its keys, its pages) and returns typed errors.
 //!
@@ -50,48 +50,49 @@ pub struct DomainRequest {
     pub mode: MrMode,
     /// The domain's authorization key.
     pub auth_key: AuthKey,
-    /// Set if the application uses device memory (`FI_HMEM`).
+    /// True if the application uses device memory (`FI_HMEM`).
     pub hmem: bool,
-    /// The ifaces of the domain. The provider needs them for transfers with device addresses but no
-    /// descriptor.
+    /// The ifaces of the domain. The provider uses them for local segments that have a device
+    /// address and no descriptor.
     pub registry: Arc<Registry>,
-    /// The size and number of staging buffers.
+    /// The size and number of the domain's staging buffers.
     pub staging: StagingAttr,
 }
 
 /// Memory that a provider accesses by copies (the staged path).
 ///
-/// Offsets count from the start of the piece. Any threads may call the methods at once.
+/// Offsets count from the start of this memory. Several threads may call the methods at once.
 pub trait StagedMemory: fmt::Debug + Send + Sync {
-    /// Fills `into` from the memory.
+    /// Copies bytes of the memory, from `offset`, to fill `into`.
     ///
     /// # Errors
     /// The error that the copy engine reported.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
 
-    /// Writes `from` into the memory.
+    /// Copies `from` into the memory at `offset`.
     ///
     /// # Errors
     /// The error that the copy engine reported.
     fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
 
-    /// Starts to fill `len` bytes of host memory from the memory. Without an asynchronous copy
-    /// engine, the copy is complete when this returns
+    /// Starts a copy of `len` bytes of the memory, from `offset`, to the host address `into`.
+    /// Without an asynchronous copy engine, the copy is complete when the call returns
     /// ([`FinishedCopy`](crate::iface::FinishedCopy)).
     ///
     /// # Safety
-    /// `into` is valid for writes of `len` bytes and not referenced elsewhere until the event is
-    /// done.
+    /// Until the event is done, `into` must be valid for writes of `len` bytes and not referenced
+    /// elsewhere.
     ///
     /// # Errors
     /// The error that the copy engine reported.
     unsafe fn start_read(&self, offset: u64, into: Address, len: u64)
     -> Result<Box<dyn CopyEvent>>;
 
-    /// Starts writing `len` bytes of host memory into the memory.
+    /// Starts a copy of `len` bytes at the host address `from` into the memory at `offset`.
     ///
     /// # Safety
-    /// `from` is valid for reads of `len` bytes and does not change until the event is done.
+    /// Until the event is done, `from` must be valid for reads of `len` bytes, and its bytes must
+    /// not change.
     ///
     /// # Errors
     /// The error that the copy engine reported.
@@ -106,13 +107,13 @@ pub trait StagedMemory: fmt::Debug + Send + Sync {
 /// The means by which a provider accesses one piece of memory.
 #[derive(Clone, Debug)]
 pub enum Backing<'a> {
-    /// Host pages at the range's own addresses.
+    /// Host memory. The provider reaches it by the addresses of the range.
     Host {
-        /// Set if the region owns the pages, which then stay mapped until the region is closed.
-        /// Only then may a software provider access them with plain loads and stores.
+        /// True if the pages are guaranteed to stay mapped until the region is closed. Only then
+        /// may a software provider access them with plain loads and stores.
         owned: bool,
     },
-    /// A dma-buf or memfd. A provider that needs the fd later duplicates it.
+    /// A dma-buf or memfd. A provider that needs the fd after the registration must duplicate it.
     DmaBuf {
         /// The file descriptor of the dma-buf.
         fd: BorrowedFd<'a>,
@@ -124,7 +125,7 @@ pub enum Backing<'a> {
         /// The device address.
         address: Address,
     },
-    /// Copies through staging buffers. Atomics are refused.
+    /// Copies through staging buffers. The provider refuses atomics on this memory.
     Staged(Arc<dyn StagedMemory>),
 }
 
@@ -143,7 +144,8 @@ pub struct Piece<'a> {
 pub struct LiveObjects {
     /// The number of registered regions, including sub-regions.
     pub regions: u64,
-    /// The number of registrations that pin pages. Sub-regions do not count (SUB-03).
+    /// The number of registrations that pin pages. Sub-regions pin none, and are not counted
+    /// (SUB-03).
     pub page_registrations: u64,
     /// The number of bytes that are pinned or exported for registrations.
     pub bytes: u64,
@@ -159,8 +161,8 @@ pub struct LiveObjects {
 
 /// A family of NICs with a common driver.
 ///
-/// This trait is safe to implement. Only its domains get access to memory, and their trait is
-/// unsafe.
+/// This trait is safe to implement. Only domains access memory, and their trait [`ProviderDomain`]
+/// is unsafe.
 pub trait Provider: fmt::Debug + Send + Sync {
     /// Returns the provider's name, for example `loopback` or `verbs`.
     fn name(&self) -> &str;
@@ -168,18 +170,20 @@ pub trait Provider: fmt::Debug + Send + Sync {
     /// Returns the attributes of all NICs.
     ///
     /// # Errors
-    /// Unavailable, with the library and the reason.
+    /// - Unavailable, with the library and the reason.
+    /// - The driver's error, if no NIC can be opened.
     fn nics(&self) -> Result<Vec<ProviderAttr>>;
 
     /// Opens a domain on a NIC.
     ///
     /// # Errors
     /// - InvalidArgument for a NIC that the provider does not have.
+    /// - Unsupported for an authorization key, if the provider does not support these keys.
     /// - The error that the driver reported.
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>>;
 }
 
-/// An open domain of a provider. Any threads may call the methods at once.
+/// An open domain of a provider. Several threads may call the methods at once.
 ///
 /// The set of facets that a domain returns never changes.
 ///
@@ -189,8 +193,8 @@ pub trait Provider: fmt::Debug + Send + Sync {
 /// queues that it opens:
 ///
 /// - A registration accesses only the bytes of its pieces, and writes them only as the region's
-///   rights allow. A sub-region or a window accesses only bytes of its region. It grants no write
-///   if the region has no right by which the NIC writes.
+///   rights allow. A sub-region or a window accesses only bytes of its region. A sub-region or
+///   window grants no write if the region has no right by which the NIC writes.
 /// - [`register`](Self::register) leaves nothing registered when it fails or panics.
 /// - Once [`deregister`](Self::deregister) has returned `Ok`, nothing touches the memory through
 ///   the region, its sub-regions or its windows, including transfers in flight. If it returns an
@@ -212,7 +216,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// # Safety
     /// The conditions of [`Domain::regattr`](crate::Domain::regattr): until the region is
     /// deregistered, the NIC and peers access the memory without the compiler's knowledge. Memory
-    /// that is marked as owned ([`Backing::Host`]) stays mapped until then.
+    /// that is marked as owned ([`Backing::Host`]) must stay mapped until then.
     ///
     /// # Errors
     /// NoKey, KeyRejected, BadAddress, OutOfResources, and Unsupported for a backing that the NIC
@@ -233,16 +237,18 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Opens a completion queue of at least `depth` entries.
     ///
     /// # Errors
-    /// OutOfResources.
+    /// OutOfResources if the driver cannot create another queue.
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>>;
 
     /// Opens an endpoint.
     ///
     /// # Errors
-    /// OutOfResources; InvalidArgument for queues of another provider.
+    /// - OutOfResources if the driver cannot create another endpoint.
+    /// - InvalidArgument for queues of another provider or another device.
+    /// - Unsupported for an authorization key, if the provider does not support these keys.
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>>;
 
-    /// Returns the objects that the domain holds now.
+    /// Returns the number of live objects of the domain, by kind.
     fn live(&self) -> LiveObjects;
 
     /// Returns the facet for sub-regions, if the domain has it.
@@ -255,8 +261,8 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the facet for keys that consist of several numbers. Without it, every remote key is
-    /// [`ProviderRegion::key`] over the region's length.
+    /// Returns the facet for keys that consist of several numbers. Without this facet, the remote
+    /// key of each region is the single number [`ProviderRegion::key`].
     fn composite_keys(&self) -> Option<&dyn CompositeKeys> {
         None
     }
@@ -266,22 +272,22 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the facet for refreshing pages, if a region's pages may change.
+    /// Returns the facet for refreshing pages, if the NIC can refresh the pages of a region.
     fn refresh(&self) -> Option<&dyn Refresh> {
         None
     }
 
-    /// Returns the facet for memory windows, if the NIC has any type of them.
+    /// Returns the facet for memory windows, if the NIC supports any.
     fn windows(&self) -> Option<&dyn Windows> {
         None
     }
 
-    /// Returns the facet for counters of regions, if the NIC counts accesses.
+    /// Returns the facet for counters of regions, if the NIC can count accesses.
     fn region_counters(&self) -> Option<&dyn RegionCounters> {
         None
     }
 
-    /// Returns the facet for binding regions to endpoints, if the NIC has it.
+    /// Returns the facet for binding regions to endpoints, if the NIC supports this.
     fn endpoint_binding(&self) -> Option<&dyn EndpointBinding> {
         None
     }
@@ -292,12 +298,13 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the facet for manual progress. Without it, no work needs calls.
+    /// Returns the facet for manual progress. Without this facet, all requests proceed without
+    /// calls by the application.
     fn manual_progress(&self) -> Option<&dyn ManualProgress> {
         None
     }
 
-    /// Returns the remedy in the error for a missing facet. `None` uses the core's own remedy.
+    /// Returns the remedy for the error about a missing facet. `None` means the core's own remedy.
     fn remedy_without(&self, _missing: Features) -> Option<&'static str> {
         None
     }
@@ -306,21 +313,22 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
 /// A request to open an endpoint.
 #[derive(Clone, Debug)]
 pub struct EndpointAttr {
-    /// The queue for completions of transmits.
+    /// The queue that gets the completions of transmits: sends, RMA, atomics and window operations.
     pub tx_cq: Arc<dyn CompletionQueue>,
-    /// The queue for completions of receives.
+    /// The queue that gets the completions of receives.
     pub rx_cq: Arc<dyn CompletionQueue>,
-    /// Enables the RMA_EVENT capability: peers can access regions with counters through the
-    /// endpoint (EVT-02).
+    /// True to enable the RMA_EVENT capability, with which peers can access regions with counters
+    /// through the endpoint (EVT-02).
     pub rma_event: bool,
-    /// The authorization key. `None` means the domain's key.
+    /// The endpoint's authorization key. `None` means the domain's key.
     pub auth_key: Option<AuthKey>,
-    /// A counter of completed transmits, if given.
+    /// A counter of successful and failed transmits, if given.
     pub tx_counter: Option<Arc<Counter>>,
-    /// A counter of completed receives, if given.
+    /// A counter of successful and failed receives, if given.
     pub rx_counter: Option<Arc<Counter>>,
-    /// The number of requests that may be outstanding in each direction. A post beyond it fails
-    /// with Again. The completion queues need room for all of them ([`Domain::open_cq`]).
+    /// The number of requests that may be outstanding in each direction. A post beyond this number
+    /// fails with Again. The completion queues should have room for all of them
+    /// ([`Domain::open_cq`]).
     ///
     /// [`Domain::open_cq`]: crate::Domain::open_cq
     pub depth: usize,
@@ -328,7 +336,7 @@ pub struct EndpointAttr {
 
 impl EndpointAttr {
     /// Creates a request with `cq` for both directions, a depth of 128, and defaults for everything
-    /// else. So `cq` needs a depth of 256 or more. For a smaller queue set a smaller
+    /// else. So `cq` should have a depth of 256 or more. For a smaller queue set a smaller
     /// [`depth`](Self::depth).
     #[must_use]
     pub fn new(cq: &Arc<dyn CompletionQueue>) -> Self {
@@ -346,15 +354,20 @@ impl EndpointAttr {
 
 /// A queue of completions.
 ///
+/// The queue never overruns. The provider counts the completions that are unread and those of
+/// requests in flight, for all endpoints of the queue. A post that the queue might have no room for
+/// fails with Again.
+///
 /// This trait is safe to implement. A [`ProviderDomain`] guarantees the behaviour of the queues
 /// that it opens, and refuses all others.
 pub trait CompletionQueue: Any + fmt::Debug + Send + Sync {
     /// Appends up to `max` completions to `out` and returns their number. Does not wait.
     ///
-    /// The call also makes progress for providers that need calls ([`ManualProgress`]).
+    /// If the queue's domain has the facet [`ManualProgress`], the call also executes posted
+    /// requests.
     ///
     /// # Errors
-    /// The driver's error if the device failed or the queue overran.
+    /// The driver's error if the device failed.
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize>;
 
     /// Reads completions like [`read`](Self::read), and waits up to `timeout` for the first one.
@@ -364,10 +377,10 @@ pub trait CompletionQueue: Any + fmt::Debug + Send + Sync {
     /// for one queue. Each completion goes to one of them, and a thread sleeps only while the queue
     /// is empty.
     ///
-    /// A wait also makes progress for providers that need calls ([`ManualProgress`]). It then
-    /// sleeps for at most a millisecond at a time, so that it also executes requests that other
-    /// threads post. The default implementation does this for every queue, and does not detect that
-    /// the domain is closed.
+    /// If the queue's domain has the facet [`ManualProgress`], the wait also executes posted
+    /// requests. The wait then sleeps for at most a millisecond at a time, so that requests of
+    /// other threads are executed too. The default implementation sleeps in this way for every
+    /// queue, and does not detect that the domain is closed.
     ///
     /// ```
     /// use std::time::Duration;
@@ -409,7 +422,8 @@ pub trait CompletionQueue: Any + fmt::Debug + Send + Sync {
     }
 }
 
-/// The longest sleep of a wait that makes progress by calls.
+/// The longest sleep of [`CompletionQueue::wait`] for a domain that needs calls to execute requests
+/// ([`ManualProgress`]).
 pub const MANUAL_WAIT: Duration = Duration::from_millis(1);
 
 /// The file descriptor of a completion queue, for `poll`, `epoll` and asynchronous runtimes.
@@ -441,7 +455,7 @@ pub trait CompletionChannel {
     /// flight needs calls to make progress (a staged transfer, for example).
     ///
     /// # Errors
-    /// - The driver's error if the device failed or the queue overran.
+    /// - The driver's error if the device failed.
     /// - BadState if the queue is empty and its domain is closed. Closing the domain also makes the
     ///   fd readable.
     fn arm(&self) -> Result<bool>;
@@ -452,7 +466,7 @@ pub trait CompletionChannel {
 /// This trait is safe to implement. A [`ProviderDomain`] guarantees the behaviour of the endpoints
 /// that it opens, and refuses all others.
 pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
-    /// Returns the name by which peers resolve the endpoint.
+    /// Returns the endpoint's name, which peers pass to [`resolve`](Self::resolve).
     fn name(&self) -> EndpointName;
 
     /// Resolves a peer's name, and connects to the peer if the transport needs that.
@@ -462,24 +476,25 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     /// - Malformed for bytes that are not a name of this provider.
     fn resolve(&self, name: &EndpointName) -> Result<PeerId>;
 
-    /// Posts a work request. The lists of segments are copied. The memory of the segments is in use
-    /// until the completion.
+    /// Posts a work request. The call copies the lists of segments. The memory of the segments is
+    /// in use until the completion.
     ///
     /// # Safety
-    /// The memory of local segments without a descriptor stays valid until the completion.
+    /// The memory of local segments without a descriptor must stay valid until the completion.
     ///
     /// # Errors
-    /// - Again if the queue is full.
+    /// - Again if the endpoint's queue of requests is full, or if the completion queue might have
+    ///   no room for the completion ([`CompletionQueue`]).
     /// - NoRegion for a descriptor that is missing or that is not of this domain.
-    /// - BadAccess for rights that the operation does not allow.
+    /// - BadAccess for a bind with rights that a window cannot grant.
     ///
-    /// An error that only the target can detect is reported by the completion.
+    /// The completion reports an error that only the target can detect.
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()>;
 
     /// Closes the endpoint. Outstanding requests complete as canceled.
     ///
-    /// A region that is bound to the endpoint (ENDPOINT mode) does not keep it open. Peers no
-    /// longer reach the region, which can still be closed.
+    /// A region that is bound to the endpoint (ENDPOINT mode) does not prevent the close.
+    /// Afterwards peers no longer reach the region, which can still be closed.
     ///
     /// # Errors
     /// Busy while a type 2A window is bound through the endpoint.

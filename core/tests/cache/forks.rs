@@ -42,14 +42,14 @@ fn in_fork(child: impl FnOnce() -> bool) -> i32 {
 
 /// MON-06
 #[test]
-fn forked_child_uses_no_entry_and_disturbs_no_parent() {
-    let (cache, books) = cache(Limits::default());
+fn forked_child_neither_uses_nor_changes_entries_of_its_parent() {
+    let (cache, records) = cache(Limits::default());
     let held = cache.get_or_register(&key(0, PAGE)).unwrap();
     let id = held.id;
-    books.unwatchable.store(true, Ordering::SeqCst);
+    records.unwatchable.store(true, Ordering::SeqCst);
     let uncached = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
     assert!(uncached.uncached_reason().is_some());
-    books.unwatchable.store(false, Ordering::SeqCst);
+    records.unwatchable.store(false, Ordering::SeqCst);
     let before = cache.lookup_handle();
     let parent = process::id();
     let status = in_fork(|| {
@@ -61,7 +61,7 @@ fn forked_child_uses_no_entry_and_disturbs_no_parent() {
         cache.reclaim();
         cache.evict_idle();
         // The child registered nothing yet, and deregistered no region of the parent.
-        let untouched = books.deregistrations.load(Ordering::SeqCst) == 0;
+        let untouched = records.deregistrations.load(Ordering::SeqCst) == 0;
         let handle = cache.lookup_handle();
         let also = handle.get_or_register(&key(0, PAGE)).unwrap();
         let also_fresh = matches!(also.uncached_reason(), Some(UncachedReason::Forked));
@@ -70,7 +70,7 @@ fn forked_child_uses_no_entry_and_disturbs_no_parent() {
             also_fresh && matches!(copied.uncached_reason(), Some(UncachedReason::Forked));
         let copies = [mine.id, also.id, copied.id];
         drop((mine, also, copied, handle));
-        let released = !copies.iter().any(|copy| books.registered.lock().contains_key(copy));
+        let released = !copies.iter().any(|copy| records.registered.lock().contains_key(copy));
         // Drops copies of the parent's lease and cache.
         // SAFETY: the originals are in the parent. This process exits without using them again.
         unsafe {
@@ -86,8 +86,8 @@ fn forked_child_uses_no_entry_and_disturbs_no_parent() {
             && also_fresh
             && released
             && untouched
-            && books.deregistrations.load(Ordering::SeqCst) == copies.len()
-            && books.live() == 2
+            && records.deregistrations.load(Ordering::SeqCst) == copies.len()
+            && records.live() == 2
     });
     assert_eq!(status, 0);
     assert!(!held.is_invalidated());
@@ -95,39 +95,43 @@ fn forked_child_uses_no_entry_and_disturbs_no_parent() {
     drop((held, uncached, before));
     cache.invalidate(range(0, PAGE));
     cache.reclaim();
-    assert_eq!(books.live(), 0);
+    assert_eq!(records.live(), 0);
 }
 
 /// CACHE-13
 #[test]
 fn grandchild_deregisters_no_region_of_its_parent() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let status = in_fork(|| {
         let mine = cache.get_or_register(&key(0, PAGE)).unwrap();
         let status = in_fork(|| {
             let its_own = cache.get_or_register(&key(0, PAGE)).unwrap();
             // SAFETY: the original is in the parent. This process exits without using it again.
             drop(unsafe { std::ptr::read(&raw const mine) });
-            let kept = books.live() == 2 && books.deregistrations.load(Ordering::SeqCst) == 0;
+            let kept = records.live() == 2 && records.deregistrations.load(Ordering::SeqCst) == 0;
             drop(its_own);
-            kept && books.live() == 1 && books.registered.lock().contains_key(&mine.id)
+            kept && records.live() == 1 && records.registered.lock().contains_key(&mine.id)
         });
         drop(mine);
-        status == 0 && books.live() == 0
+        status == 0 && records.live() == 0
     });
     assert_eq!(status, 0);
-    assert_eq!(books.registrations.load(Ordering::SeqCst), 0, "children have books of their own");
+    assert_eq!(
+        records.registrations.load(Ordering::SeqCst),
+        0,
+        "children have records of their own"
+    );
 }
 
 /// CACHE-13
 #[test]
 fn failed_deregistration_in_a_child_does_not_hang() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let status = in_fork(|| {
         let mine = cache.get_or_register(&key(0, PAGE)).unwrap();
-        books.refusing.store(1, Ordering::SeqCst);
+        records.refusing.store(1, Ordering::SeqCst);
         drop(mine);
-        books.live() == 1 && books.refusing.load(Ordering::SeqCst) == 0
+        records.live() == 1 && records.refusing.load(Ordering::SeqCst) == 0
     });
     assert_eq!(status, 0);
 }
@@ -135,7 +139,7 @@ fn failed_deregistration_in_a_child_does_not_hang() {
 /// MON-06
 #[test]
 fn fork_beside_working_threads_does_not_deadlock() {
-    let (cache, _books) = cache(limits(16));
+    let (cache, _records) = cache(limits(16));
     let stop = Arc::new(AtomicBool::new(false));
     std::thread::scope(|scope| {
         for thread in 0..2_u64 {
@@ -165,7 +169,7 @@ fn fork_beside_working_threads_does_not_deadlock() {
 /// CACHE-13
 #[test]
 fn child_forked_while_the_lock_is_held_does_not_hang() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let listed = cache.get_or_register(&key(0, PAGE)).unwrap();
     let before = cache.lookup_handle();
     let (locked, is_locked) = mpsc::channel();
@@ -185,7 +189,7 @@ fn child_forked_while_the_lock_is_held_does_not_hang() {
         let status = in_fork(|| {
             let leases =
                 [cache.get_or_register(&key(0, PAGE)), before.get_or_register(&key(0, PAGE))];
-            let registered = books.live() == 3;
+            let registered = records.live() == 3;
             drop(leases);
             let handle = cache.lookup_handle();
             drop(handle.get_or_register(&key(PAGE, PAGE)));
@@ -193,7 +197,7 @@ fn child_forked_while_the_lock_is_held_does_not_hang() {
             cache.reclaim();
             cache.evict_idle();
             drop(handle);
-            registered && books.live() == 1 && cache.try_clear().is_ok()
+            registered && records.live() == 1 && cache.try_clear().is_ok()
         });
         unlock.send(()).expect("the thread waits");
         assert_eq!(status, 0);

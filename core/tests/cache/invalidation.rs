@@ -19,7 +19,7 @@ use crate::support::*;
 /// CACHE-08
 #[test]
 fn invalidated_entry_is_kept_until_its_last_lease_ends() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let first = cache.get_or_register(&key(0, 2 * PAGE)).unwrap();
     let second = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
     let calls = Arc::new(AtomicUsize::new(0));
@@ -33,11 +33,11 @@ fn invalidated_entry_is_kept_until_its_last_lease_ends() {
     let id = first.id;
     drop(first);
     cache.reclaim();
-    assert!(books.registered.lock().contains_key(&id));
+    assert!(records.registered.lock().contains_key(&id));
     assert_eq!(calls.load(Ordering::SeqCst), 0);
     drop(second);
     cache.reclaim();
-    assert!(!books.registered.lock().contains_key(&id));
+    assert!(!records.registered.lock().contains_key(&id));
     while calls.load(Ordering::SeqCst) == 0 {
         std::thread::yield_now();
     }
@@ -45,7 +45,7 @@ fn invalidated_entry_is_kept_until_its_last_lease_ends() {
     drop(fresh);
     cache.reclaim();
     assert_eq!(calls.load(Ordering::SeqCst), 1);
-    assert_eq!(books.live(), 0);
+    assert_eq!(records.live(), 0);
     // There is no entry, so the callback runs at once.
     let count = Arc::clone(&calls);
     cache.invalidate_with_callback(range(0, PAGE), move || {
@@ -57,21 +57,21 @@ fn invalidated_entry_is_kept_until_its_last_lease_ends() {
 /// CACHE-08
 #[test]
 fn worker_deregisters_when_the_last_lease_ends() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     for _ in 0..1000 {
         let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
         cache.invalidate(range(0, PAGE));
-        assert_eq!(books.live(), 1);
+        assert_eq!(records.live(), 1);
         drop(lease);
-        while books.live() > 0 {
+        while records.live() > 0 {
             std::thread::yield_now();
         }
     }
 }
 
 #[test]
-fn explicit_invalidation_is_by_byte_and_a_monitors_by_page() {
-    let (cache, _books) = cache(Limits::default());
+fn application_invalidates_bytes_and_monitors_invalidate_pages() {
+    let (cache, _records) = cache(Limits::default());
     let base = 1 << 30;
     let keys: Vec<_> = (0..8).map(|i| key(base + i * PAGE + 100, 200)).collect();
     let huge = key(base - (1 << 24), 1 << 23);
@@ -106,7 +106,7 @@ fn explicit_invalidation_is_by_byte_and_a_monitors_by_page() {
 
 #[test]
 fn callback_does_not_wait_for_entries_that_only_share_a_page() {
-    let (cache, _books) = cache(Limits::default());
+    let (cache, _records) = cache(Limits::default());
     let beside = cache.get_or_register(&key(2048, 1024)).unwrap();
     cache.invalidate(range(2048, 1));
     assert!(beside.is_invalidated());
@@ -123,9 +123,9 @@ fn callback_does_not_wait_for_entries_that_only_share_a_page() {
 /// CACHE-09
 #[test]
 fn invalidation_during_registration_gives_an_invalidated_lease() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let invalidator = Arc::clone(cache.invalidator());
-    *books.registering.meanwhile.lock() =
+    *records.registering.meanwhile.lock() =
         Some(Box::new(move || invalidator.invalidate(range(0, 1), InvalidationCause::Unmap)));
     let invalidated = cache.get_or_register(&key(0, PAGE)).unwrap();
     assert!(invalidated.is_invalidated());
@@ -134,14 +134,14 @@ fn invalidation_during_registration_gives_an_invalidated_lease() {
     assert_ne!(live.id, invalidated.id);
     drop((invalidated, live));
     cache.reclaim();
-    assert_eq!(books.live(), 1);
+    assert_eq!(records.live(), 1);
     assert_eq!(cache.statistics().invalidations(InvalidationCause::Unmap), 1);
 }
 
 /// CACHE-09
 #[test]
 fn registration_during_an_invalidation_is_invalidated() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let invalidator = Arc::clone(cache.invalidator());
     let change = invalidator.invalidate_start(range(0, 4 * PAGE), InvalidationCause::Remap);
     let beside = invalidator.invalidate_start(range(1 << 30, PAGE), InvalidationCause::Unmap);
@@ -153,14 +153,14 @@ fn registration_during_an_invalidation_is_invalidated() {
     invalidator.invalidate_end(beside);
     assert!(!cache.get_or_register(&key(3 * PAGE, PAGE)).unwrap().is_invalidated());
     cache.reclaim();
-    assert_eq!(books.live(), 2);
+    assert_eq!(records.live(), 2);
     assert_eq!(cache.statistics().invalidations(InvalidationCause::Remap), 3);
 }
 
 /// CACHE-09
 #[test]
 fn invalidations_beyond_the_slots_cover_all_memory() {
-    let (cache, _books) = cache(Limits::default());
+    let (cache, _records) = cache(Limits::default());
     let invalidator = cache.invalidator();
     let changes: Vec<InvalidationToken> = (0..100)
         .map(|i| {
@@ -176,7 +176,7 @@ fn invalidations_beyond_the_slots_cover_all_memory() {
 
 #[test]
 fn closed_gate_allows_no_hit() {
-    let (cache, _books) = cache(Limits::default());
+    let (cache, _records) = cache(Limits::default());
     let id = cache.get_or_register(&key(0, PAGE)).unwrap().id;
     let invalidator = cache.invalidator();
     invalidator.close_gate();
@@ -196,7 +196,7 @@ fn closed_gate_allows_no_hit() {
 #[test]
 fn no_invalidation_is_lost_however_many_there_are() {
     const COUNT: u64 = 40_000;
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let leases: Vec<_> =
         (0..COUNT).map(|i| cache.get_or_register(&key(i * PAGE, PAGE)).unwrap()).collect();
     let invalidator = cache.invalidator();
@@ -206,7 +206,7 @@ fn no_invalidation_is_lost_however_many_there_are() {
     assert!(leases.iter().all(|lease| lease.is_invalidated()));
     drop(leases);
     cache.reclaim();
-    assert_eq!(books.live(), 0);
+    assert_eq!(records.live(), 0);
     assert_eq!(cache.statistics().invalidations(InvalidationCause::Unmap), COUNT);
-    assert_empty(&books);
+    assert_empty(&records);
 }

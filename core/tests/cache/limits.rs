@@ -1,4 +1,4 @@
-//! Tests of limits and eviction.
+//! Tests of a cache's limits, and of eviction.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -14,18 +14,19 @@ use crate::support::*;
 #[test]
 fn idle_entries_never_exceed_the_limits() {
     for max_count in [1, 2, 7, 100] {
-        let (cache, books) = cache(limits(max_count));
+        let (cache, records) = cache(limits(max_count));
         for i in 0..5 * max_count as u64 {
             cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
-            assert!(books.live() <= max_count);
+            assert!(records.live() <= max_count);
             assert!(cache.statistics().entries <= max_count);
         }
     }
-    let (cache, books) = cache(Limits { max_bytes: 10 * PAGE, ..Limits::default() });
+    let (cache, records) = cache(Limits { max_bytes: 10 * PAGE, ..Limits::default() });
     for i in 0..50 {
         cache.get_or_register(&key(i << 24, (i % 7 + 1) * PAGE)).unwrap();
         assert!(
-            books.registered.lock().values().map(|key| key.range().len()).sum::<u64>() <= 10 * PAGE
+            records.registered.lock().values().map(|key| key.range().len()).sum::<u64>()
+                <= 10 * PAGE
         );
     }
     let long = cache.get_or_register(&key(0, 11 * PAGE)).unwrap();
@@ -37,14 +38,15 @@ fn idle_entries_never_exceed_the_limits() {
 #[test]
 fn eviction_spares_entries_hit_since_the_last_pass() {
     const COUNT: u64 = 320;
-    let (cache, _books) = cache(limits(COUNT as usize));
+    let (cache, _records) = cache(limits(COUNT as usize));
     for i in 0..COUNT {
         cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
     for i in (0..COUNT).step_by(2) {
         cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
-    // New entries for one pass of the clock hand: as many as there are entries without a hit.
+    // These new entries let the clock hand pass once: they are as many as the entries without a
+    // hit.
     for i in COUNT..COUNT + COUNT / 2 {
         cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
@@ -60,62 +62,62 @@ fn eviction_spares_entries_hit_since_the_last_pass() {
 /// CACHE-03
 #[test]
 fn full_cache_evicts_no_leased_entry_and_registers_uncached() {
-    let (cache, books) = cache(limits(8));
+    let (cache, records) = cache(limits(8));
     let leases: Vec<_> =
         (0..8).map(|i| cache.get_or_register(&key(i * PAGE, PAGE)).unwrap()).collect();
     for i in 8..40 {
         let lease = cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
         assert!(matches!(lease.uncached_reason(), Some(UncachedReason::Full)));
-        assert_eq!(books.live(), 9);
+        assert_eq!(records.live(), 9);
     }
-    assert_eq!(books.live(), 8);
+    assert_eq!(records.live(), 8);
     for (i, lease) in leases.iter().enumerate() {
         assert_eq!(cache.get_or_register(&key(i as u64 * PAGE, PAGE)).unwrap().id, lease.id);
     }
     drop(leases);
     assert!(cache.get_or_register(&key(8 * PAGE, PAGE)).unwrap().uncached_reason().is_none());
-    assert_eq!(books.live(), 8);
+    assert_eq!(records.live(), 8);
 }
 
 /// CACHE-03
 ///
-/// With some monitors, the begin of a cache's first watch and the end of its last watch are
-/// expensive.
+/// If one entry replaces the only other entry, the cache watches the new memory before it ends the
+/// old watch. For some monitors the first watch and the end of the last watch are expensive.
 #[test]
 fn evicting_the_last_entry_unwatches_after_the_next_watch() {
-    let (cache, books) = cache(limits(1));
-    books.room.store(1, Ordering::SeqCst);
+    let (cache, records) = cache(limits(1));
+    records.room.store(1, Ordering::SeqCst);
     for number in 0..100 {
         let lease = cache.get_or_register(&key(number << 12, 4096)).unwrap();
         assert!(lease.uncached_reason().is_none());
         drop(lease);
         let counted = |count: &AtomicUsize| count.load(Ordering::SeqCst) as u64;
-        assert_eq!((counted(&books.watches), counted(&books.unwatches)), (number + 1, number));
+        assert_eq!((counted(&records.watches), counted(&records.unwatches)), (number + 1, number));
     }
-    assert_eq!(books.unwatched.load(Ordering::SeqCst), 0);
+    assert_eq!(records.unwatched.load(Ordering::SeqCst), 0);
     // If the next range cannot be watched or cannot be registered, the last watch ends.
-    books.unwatchable.store(true, Ordering::SeqCst);
+    records.unwatchable.store(true, Ordering::SeqCst);
     drop(cache.get_or_register(&key(1 << 30, 4096)).unwrap());
-    assert_eq!(books.unwatched.load(Ordering::SeqCst), 1);
-    books.unwatchable.store(false, Ordering::SeqCst);
+    assert_eq!(records.unwatched.load(Ordering::SeqCst), 1);
+    records.unwatchable.store(false, Ordering::SeqCst);
     drop(cache.get_or_register(&key(0, 4096)).unwrap());
-    books.fail_next(ErrorKind::BadAddress);
+    records.fail_next(ErrorKind::BadAddress);
     cache.get_or_register(&key(4096, 4096)).unwrap_err();
-    assert_eq!(books.unwatched.load(Ordering::SeqCst), 2);
-    assert_empty(&books);
+    assert_eq!(records.unwatched.load(Ordering::SeqCst), 2);
+    assert_empty(&records);
 }
 
 /// CACHE-03
 #[test]
 fn unwatchable_memory_is_uncached_with_the_reason() {
-    let (cache, books) = cache(Limits::default());
-    books.unwatchable.store(true, Ordering::SeqCst);
+    let (cache, records) = cache(Limits::default());
+    records.unwatchable.store(true, Ordering::SeqCst);
     let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
     let Some(UncachedReason::Unwatched(why)) = lease.uncached_reason() else { panic!("{lease:?}") };
     assert!(why.to_string().contains("no monitor watches this"));
     drop(lease);
-    assert_empty(&books);
-    books.unwatchable.store(false, Ordering::SeqCst);
+    assert_empty(&records);
+    records.unwatchable.store(false, Ordering::SeqCst);
     assert!(cache.get_or_register(&key(0, PAGE)).unwrap().uncached_reason().is_none());
 }
 
@@ -123,13 +125,13 @@ fn unwatchable_memory_is_uncached_with_the_reason() {
 #[test]
 fn limit_of_0_registers_each_lookup_and_deregisters_each_release() {
     for limits in [limits(0), Limits { max_bytes: 0, ..Limits::default() }] {
-        let (cache, books) = cache(limits);
+        let (cache, records) = cache(limits);
         for round in 1..=5 {
             let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
             assert!(matches!(lease.uncached_reason(), Some(UncachedReason::CachingOff)));
-            assert_eq!((books.live(), books.registrations.load(Ordering::SeqCst)), (1, round));
+            assert_eq!((records.live(), records.registrations.load(Ordering::SeqCst)), (1, round));
             drop(lease);
-            assert_eq!(books.live(), 0);
+            assert_eq!(records.live(), 0);
         }
         assert_eq!(cache.statistics().hits, 0);
     }
@@ -138,31 +140,32 @@ fn limit_of_0_registers_each_lookup_and_deregisters_each_release() {
 proptest! {
     /// CACHE-03
     ///
-    /// Random mixes of lookups and releases. The backend's records agree with the statistics, and
-    /// each lease refers to a live region.
+    /// A random mix of lookups and releases never exceeds the limits. The backend's records must
+    /// agree with the statistics, and each lease must refer to a live region.
     #[test]
     fn limits_hold_under_any_mix_of_leases(
         max_count in 1..12_usize,
         max_pages in 1..40_u64,
         steps in proptest::collection::vec((0..30_u64, 1..6_u64, any::<bool>()), 1..200),
     ) {
-        let (cache, books) = cache(Limits { max_count, max_bytes: max_pages * PAGE, merge: false });
+        let limits = Limits { max_count, max_bytes: max_pages * PAGE, merge: false };
+        let (cache, records) = cache(limits);
         let mut leases = Vec::new();
         for (page, pages, put) in steps {
             leases.push(cache.get_or_register(&key(page * PAGE, pages * PAGE)).unwrap());
             if put {
                 leases.swap_remove(page as usize % leases.len());
             }
-            let registered = books.registered.lock();
+            let registered = records.registered.lock();
             prop_assert!(leases.iter().all(|lease| registered.contains_key(&lease.id)));
             drop(registered);
             let now = cache.statistics();
             prop_assert!(now.entries <= max_count && now.bytes <= max_pages * PAGE);
             let uncached = leases.iter().filter(|lease| lease.uncached_reason().is_some()).count();
-            prop_assert_eq!(books.live(), now.entries + uncached);
+            prop_assert_eq!(records.live(), now.entries + uncached);
         }
         drop(leases);
         drop(cache);
-        assert_empty(&books);
+        assert_empty(&records);
     }
 }

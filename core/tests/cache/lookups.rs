@@ -1,4 +1,4 @@
-//! Tests of hits and misses.
+//! Tests of cache hits and misses.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -12,7 +12,7 @@ use crate::support::*;
 /// CACHE-01
 #[test]
 fn covered_lookup_is_a_hit_and_returns_the_same_region() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let whole = cache.get_or_register(&key(0x10_0000, 4 * PAGE)).unwrap();
     for (start, len) in [(0x10_0000, 1), (0x10_0000 + 3 * PAGE, PAGE), (0x10_0001, 4 * PAGE - 1)] {
         assert_eq!(cache.get_or_register(&key(start, len)).unwrap().id, whole.id);
@@ -21,16 +21,16 @@ fn covered_lookup_is_a_hit_and_returns_the_same_region() {
         assert_ne!(cache.get_or_register(&key(start, len)).unwrap().id, whole.id);
     }
     // The last lookup is a hit, because the second key covers it.
-    assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
+    assert_eq!(records.registrations.load(Ordering::SeqCst), 3);
     drop(whole);
     drop(cache);
-    assert_empty(&books);
+    assert_empty(&records);
 }
 
 /// CACHE-01
 #[test]
 fn lookup_with_more_rights_is_a_miss_and_with_fewer_a_hit() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let at = range(0x20_0000, PAGE);
     let send = Key::new(at, Access::SEND).unwrap();
     let both = Key::new(at, Access::SEND | Access::REMOTE_WRITE).unwrap();
@@ -43,13 +43,13 @@ fn lookup_with_more_rights_is_a_miss_and_with_fewer_a_hit() {
     assert_eq!(cache.get_or_register(&remote).unwrap().id, second.id);
     let receive = Key::new(at, Access::RECV).unwrap();
     assert_eq!(cache.get_or_register(&receive).unwrap().key.access(), Access::RECV);
-    assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
+    assert_eq!(records.registrations.load(Ordering::SeqCst), 3);
 }
 
 /// CACHE-01
 #[test]
 fn overlapping_ranges_in_one_page_are_distinguished() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let base = 1 << 40;
     let keys: Vec<_> = (0..40)
         .map(|i| key(base + 64 * i, 64))
@@ -57,20 +57,20 @@ fn overlapping_ranges_in_one_page_are_distinguished() {
         .collect();
     // Larger ranges come last, so that each is registered.
     let ids: Vec<_> = keys.iter().map(|key| cache.get_or_register(key).unwrap().id).collect();
-    assert_eq!(books.registrations.load(Ordering::SeqCst), keys.len());
+    assert_eq!(records.registrations.load(Ordering::SeqCst), keys.len());
     for (key, id) in keys.iter().zip(&ids) {
         let lease = cache.get_or_register(key).unwrap();
         assert!(lease.id == *id || lease.key.range().contains_range(key.range()));
     }
-    assert_eq!(books.registrations.load(Ordering::SeqCst), keys.len());
+    assert_eq!(records.registrations.load(Ordering::SeqCst), keys.len());
     cache.evict_idle();
-    assert_empty(&books);
+    assert_empty(&records);
 }
 
 /// CACHE-02
 #[test]
 fn identity_includes_owner_and_allocation() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let host = key(0x30_0000, PAGE);
     let on = |device| host.owned_by(IfaceKind::CUDA, Some(DeviceId(device)));
     let keys = [
@@ -83,7 +83,7 @@ fn identity_includes_owner_and_allocation() {
         host.owned_by(IfaceKind::ZE, Some(DeviceId(1))),
     ];
     let ids: Vec<_> = keys.iter().map(|key| cache.get_or_register(key).unwrap().id).collect();
-    assert_eq!(books.registrations.load(Ordering::SeqCst), keys.len());
+    assert_eq!(records.registrations.load(Ordering::SeqCst), keys.len());
     for (key, id) in keys.iter().zip(ids) {
         let lease = cache.get_or_register(key).unwrap();
         assert_eq!((lease.id, lease.key), (id, *key));
@@ -104,23 +104,23 @@ fn key_with_no_bytes_or_an_undefined_right_is_refused() {
 /// CACHE-03
 #[test]
 fn range_across_the_end_of_the_index_is_uncached_with_the_reason() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     for start in [(1 << 48) - 1, (0xffff << 48) - PAGE / 2] {
         let at = AddressRange::new(Address(start), PAGE).unwrap();
         let lease = cache.get_or_register(&Key::new(at, Access::SEND).unwrap()).unwrap();
         assert!(matches!(lease.uncached_reason(), Some(UncachedReason::CrossesIndexEnd)));
     }
-    assert_eq!(books.live(), 0);
+    assert_eq!(records.live(), 0);
     assert_eq!(cache.statistics().uncached, 2);
 }
 
 /// CACHE-01 CACHE-02
 ///
-/// Intel's device memory lies in the upper half of the address space. Addresses with the same lower
-/// bits are distinguished, also when one of them is invalidated.
+/// Intel's device memory lies in the upper half of the address space. The cache distinguishes
+/// addresses that differ only in the upper bits, also when it invalidates one of them.
 #[test]
 fn ranges_in_the_upper_half_are_cached_and_distinguished() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let halves = [0, 1 << 48, 0xff00 << 48, 0xffff << 48];
     let starts = halves.map(|half: u64| half | 0xc001_ffc3_0000);
     let keys = starts.map(|start| {
@@ -131,11 +131,11 @@ fn ranges_in_the_upper_half_are_cached_and_distinguished() {
             let lease = cache.get_or_register(key).unwrap();
             assert!(lease.uncached_reason().is_none());
         }
-        assert_eq!((books.live(), cache.statistics().hits), (4, 4 * (round - 1)));
+        assert_eq!((records.live(), cache.statistics().hits), (4, 4 * (round - 1)));
     }
     cache.invalidate(AddressRange::new(Address(starts[2] + PAGE), 1).unwrap());
     cache.reclaim();
-    assert_eq!(books.live(), 3, "the others stay");
+    assert_eq!(records.live(), 3, "the others stay");
     let hits = cache.statistics().hits;
     for (at, key) in keys.iter().enumerate() {
         drop(cache.get_or_register(key).unwrap());
@@ -144,12 +144,12 @@ fn ranges_in_the_upper_half_are_cached_and_distinguished() {
     }
     cache.invalidate(AddressRange::new(Address(0), u64::MAX).unwrap());
     cache.reclaim();
-    assert_eq!(books.live(), 0, "an invalidation of all addresses");
+    assert_eq!(records.live(), 0, "an invalidation of all addresses");
 }
 
 #[test]
-fn leases_move_between_threads_and_number_hundreds() {
-    let (cache, books) = cache(Limits::default());
+fn hundreds_of_leases_move_between_threads() {
+    let (cache, records) = cache(Limits::default());
     let leases: Vec<_> =
         (0..300).map(|i| cache.get_or_register(&key(i * PAGE, PAGE)).unwrap()).collect();
     let again: Vec<_> =
@@ -161,8 +161,9 @@ fn leases_move_between_threads_and_number_hundreds() {
         scope.spawn(move || drop(again));
     });
     assert_eq!(cache.statistics().leases, 0);
-    assert_eq!(books.registrations.load(Ordering::SeqCst), 300);
-    // Other threads reuse the blocks of threads that ended, with the leases in them.
+    assert_eq!(records.registrations.load(Ordering::SeqCst), 300);
+    // Other threads reuse the lease blocks of threads that ended. Leases in these blocks stay
+    // valid.
     std::thread::scope(|scope| {
         let lease = scope.spawn(|| cache.get_or_register(&key(0, 1)).unwrap()).join().unwrap();
         let id = lease.id;
@@ -177,7 +178,7 @@ fn leases_move_between_threads_and_number_hundreds() {
 
 #[test]
 fn lookup_handles_and_owned_leases_work_like_the_cache() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let cache = Arc::new(cache);
     let handle = cache.lookup_handle();
     let first = handle.get_or_register(&key(0, PAGE)).unwrap();
@@ -188,30 +189,30 @@ fn lookup_handles_and_owned_leases_work_like_the_cache() {
     let owned = cache.get_or_register_owned(&key(0, PAGE)).unwrap();
     assert!(owned.lease().uncached_reason().is_none());
     drop(cache);
-    assert_eq!(books.live(), 1);
+    assert_eq!(records.live(), 1);
     assert_eq!(owned.id, 0);
     drop(owned);
-    assert_empty(&books);
+    assert_empty(&records);
 }
 
 #[test]
 fn entry_that_needs_validation_is_validated_once_per_hit() {
-    let (cache, books) = cache(Limits::default());
-    books.checked.store(true, Ordering::SeqCst);
+    let (cache, records) = cache(Limits::default());
+    records.checked.store(true, Ordering::SeqCst);
     let first = cache.get_or_register(&key(0, PAGE)).unwrap().id;
-    assert_eq!(books.asked.load(Ordering::SeqCst), 0);
+    assert_eq!(records.asked.load(Ordering::SeqCst), 0);
     for asked in 1..=3 {
         assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, first);
-        assert_eq!(books.asked.load(Ordering::SeqCst), asked);
+        assert_eq!(records.asked.load(Ordering::SeqCst), asked);
     }
-    books.invalid.store(true, Ordering::SeqCst);
+    records.invalid.store(true, Ordering::SeqCst);
     let second = cache.get_or_register(&key(0, PAGE)).unwrap().id;
     assert_ne!(second, first);
     cache.reclaim();
-    assert_eq!(books.live(), 1);
+    assert_eq!(records.live(), 1);
     // A failed validation invalidates the entry.
-    books.unsure.store(true, Ordering::SeqCst);
+    records.unsure.store(true, Ordering::SeqCst);
     assert_ne!(cache.get_or_register(&key(0, PAGE)).unwrap().id, second);
     cache.reclaim();
-    assert_eq!(books.live(), 1);
+    assert_eq!(records.live(), 1);
 }

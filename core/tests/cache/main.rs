@@ -1,4 +1,4 @@
-//! The registration cache over a backend that records its calls.
+//! Tests of the registration cache over a backend that records its calls.
 
 mod forks;
 mod invalidation;

@@ -1,4 +1,4 @@
-//! Tests of merging.
+//! Tests that the cache merges registrations of adjacent memory.
 
 use std::sync::atomic::Ordering;
 
@@ -14,16 +14,16 @@ const MERGING: Limits = Limits { max_count: 100, max_bytes: u64::MAX, merge: tru
 /// CACHE-05
 #[test]
 fn adjacent_and_overlapping_ranges_are_merged_in_cascade() {
-    let (cache, books) = cache(MERGING);
+    let (cache, records) = cache(MERGING);
     cache.get_or_register(&key(0, PAGE)).unwrap();
     cache.get_or_register(&key(2 * PAGE, PAGE)).unwrap();
     cache.get_or_register(&key(4 * PAGE, 2 * PAGE)).unwrap();
     cache.get_or_register(&key(100 * PAGE, PAGE)).unwrap();
-    assert_eq!(books.live(), 4);
+    assert_eq!(records.live(), 4);
     // Touches the first two entries and overlaps the third.
     let joined = cache.get_or_register(&key(PAGE, 4 * PAGE)).unwrap();
     assert_eq!(joined.key.range(), range(0, 6 * PAGE));
-    assert_eq!(books.live(), 2);
+    assert_eq!(records.live(), 2);
     for i in 0..6 {
         assert_eq!(cache.get_or_register(&key(i * PAGE, PAGE)).unwrap().id, joined.id);
     }
@@ -31,13 +31,13 @@ fn adjacent_and_overlapping_ranges_are_merged_in_cascade() {
     assert_eq!(cache.statistics().entries, 2);
     drop(joined);
     drop(cache);
-    assert_empty(&books);
+    assert_empty(&records);
 }
 
 /// CACHE-05
 #[test]
 fn merging_does_not_widen_rights() {
-    let (cache, _books) = cache(MERGING);
+    let (cache, _records) = cache(MERGING);
     let with = |page: u64, access| Key::new(range(page * PAGE, PAGE), access).unwrap();
     cache.get_or_register(&with(0, Access::SEND)).unwrap();
     cache.get_or_register(&with(1, Access::SEND | Access::REMOTE_WRITE)).unwrap();
@@ -58,13 +58,16 @@ fn neighbours_of_another_owner_or_allocation_are_not_merged() {
         on(1, IfaceKind::CUDA, 1, AllocationId(1)),
         on(1, IfaceKind::CUDA, 0, AllocationId(2)),
     ] {
-        let (cache, books) = cache(MERGING);
+        let (cache, records) = cache(MERGING);
         let left = cache.get_or_register(&first).unwrap();
         let right = cache.get_or_register(&second).unwrap();
         assert_eq!((left.key, right.key), (first, second));
-        assert_eq!((left.is_invalidated(), cache.statistics().merged, books.live()), (false, 0, 2));
+        assert_eq!(
+            (left.is_invalidated(), cache.statistics().merged, records.live()),
+            (false, 0, 2)
+        );
     }
-    let (cache, _books) = cache(MERGING);
+    let (cache, _records) = cache(MERGING);
     cache.get_or_register(&first).unwrap();
     let joined = cache.get_or_register(&on(1, IfaceKind::CUDA, 0, AllocationId(1))).unwrap();
     assert_eq!(joined.key.range(), range(0, 2 * PAGE));
@@ -73,63 +76,63 @@ fn neighbours_of_another_owner_or_allocation_are_not_merged() {
 /// CACHE-05
 #[test]
 fn leased_entry_stays_registered_beside_the_merged_one() {
-    let (cache, books) = cache(MERGING);
+    let (cache, records) = cache(MERGING);
     let old = cache.get_or_register(&key(0, PAGE)).unwrap();
     let joined = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
     assert_eq!(joined.key.range(), range(0, 2 * PAGE));
-    assert!(books.registered.lock().contains_key(&old.id));
+    assert!(records.registered.lock().contains_key(&old.id));
     assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, joined.id);
     drop(old);
     cache.reclaim();
-    assert_eq!(books.live(), 1);
+    assert_eq!(records.live(), 1);
 }
 
 /// CACHE-05
 #[test]
 fn failed_merge_leaves_no_registration() {
-    let (cache, books) = cache(MERGING);
+    let (cache, records) = cache(MERGING);
     cache.get_or_register(&key(0, PAGE)).unwrap();
     cache.get_or_register(&key(2 * PAGE, PAGE)).unwrap();
     // The backend fails to register the merged range, and then the caller's own range.
-    books.fail_next(ErrorKind::BadAddress);
-    books.fail_next(ErrorKind::BadAddress);
+    records.fail_next(ErrorKind::BadAddress);
+    records.fail_next(ErrorKind::BadAddress);
     let error = cache.get_or_register(&key(PAGE, PAGE)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::BadAddress);
     cache.reclaim();
-    assert_eq!(books.live(), 0);
+    assert_eq!(records.live(), 0);
     let now = cache.statistics();
     assert_eq!((now.entries, now.bytes, now.pending_reclaim), (0, 0, 0));
     assert_eq!((now.lookups, now.registrations, now.failures), (3, 2, 1));
-    assert_empty(&books);
+    assert_empty(&records);
 }
 
 /// CACHE-14
 #[test]
-fn merge_with_an_unregistrable_neighbour_registers_the_own_range() {
-    let (cache, books) = cache(MERGING);
+fn merge_with_unregistrable_neighbour_registers_own_range() {
+    let (cache, records) = cache(MERGING);
     cache.get_or_register(&key(0, PAGE)).unwrap();
-    *books.bad.lock() = Some(key(0, PAGE));
+    *records.bad.lock() = Some(key(0, PAGE));
     let lease = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
     assert_eq!((lease.key, lease.is_invalidated()), (key(PAGE, PAGE), false));
     assert!(lease.uncached_reason().is_none(), "{lease:?}");
     assert_eq!(cache.get_or_register(&key(PAGE, PAGE)).unwrap().id, lease.id);
     let now = cache.statistics();
     assert_eq!((now.lookups, now.hits, now.registrations, now.failures), (3, 1, 2, 0));
-    assert_eq!((now.entries, now.pending_reclaim, books.live()), (1, 0, 1));
+    assert_eq!((now.entries, now.pending_reclaim, records.live()), (1, 0, 1));
     drop(lease);
     // A lookup of the neighbour itself fails, and affects no other lookup.
     assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap_err().kind(), ErrorKind::BadAddress);
     assert_eq!(cache.get_or_register(&key(PAGE, PAGE)).unwrap().key, key(PAGE, PAGE));
     drop(cache);
-    assert_empty(&books);
+    assert_empty(&records);
 }
 
 /// CACHE-14
 #[test]
-fn merge_with_an_unwatchable_neighbour_caches_the_own_range() {
-    let (cache, books) = cache(MERGING);
+fn merge_with_unwatchable_neighbour_caches_own_range() {
+    let (cache, records) = cache(MERGING);
     cache.get_or_register(&key(0, PAGE)).unwrap();
-    *books.blind.lock() = Some(key(0, PAGE));
+    *records.blind.lock() = Some(key(0, PAGE));
     let lease = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
     assert_eq!(lease.key, key(PAGE, PAGE));
     assert!(lease.uncached_reason().is_none(), "{lease:?}");
@@ -143,27 +146,27 @@ fn merge_with_an_unwatchable_neighbour_caches_the_own_range() {
     assert_eq!((now.lookups, now.registrations, now.uncached), (3, 2, 1));
     drop((lease, uncached));
     drop(cache);
-    assert_empty(&books);
+    assert_empty(&records);
 }
 
 /// CACHE-14
 #[test]
 fn waiter_for_a_failed_merge_registers_its_own_range() {
-    let (cache, books) = cache(MERGING);
+    let (cache, records) = cache(MERGING);
     cache.get_or_register(&key(0, PAGE)).unwrap();
-    *books.bad.lock() = Some(key(0, PAGE));
-    books.registering.hold();
+    *records.bad.lock() = Some(key(0, PAGE));
+    records.registering.hold();
     std::thread::scope(|scope| {
         let first =
             scope.spawn(|| cache.get_or_register(&key(PAGE, 2 * PAGE)).map(|lease| lease.key));
-        books.registering.until_held(1);
+        records.registering.until_held(1);
         let second =
             scope.spawn(|| cache.get_or_register(&key(2 * PAGE, PAGE)).map(|lease| lease.key));
         // A waiter publishes its lease before it waits, so that the statistics show it.
         while cache.statistics().leases < 2 {
             std::thread::yield_now();
         }
-        books.registering.release();
+        records.registering.release();
         let covers = |key: Key, page: u64| key.range().contains_range(range(page * PAGE, PAGE));
         let (first, second) = (first.join().unwrap().unwrap(), second.join().unwrap().unwrap());
         assert!(covers(first, 1) && covers(first, 2) && !covers(first, 0), "{first:?}");
@@ -171,18 +174,18 @@ fn waiter_for_a_failed_merge_registers_its_own_range() {
     });
     assert_eq!(cache.statistics().failures, 0);
     drop(cache);
-    assert_empty(&books);
+    assert_empty(&records);
 }
 
 #[test]
 fn key_that_contains_its_neighbours_replaces_them_at_once() {
-    let (cache, books) = cache(Limits { max_count: 2, ..MERGING });
+    let (cache, records) = cache(Limits { max_count: 2, ..MERGING });
     cache.get_or_register(&key(PAGE, PAGE)).unwrap();
     cache.get_or_register(&key(3 * PAGE, PAGE)).unwrap();
     let whole = cache.get_or_register(&key(0, 5 * PAGE)).unwrap();
     assert!(whole.uncached_reason().is_none(), "{whole:?}");
-    // Without `reclaim`: the miss itself deregistered the entries that it replaced.
-    assert_eq!(books.live(), 1);
+    // The miss itself deregistered the entries that it replaced, without a call of `reclaim`.
+    assert_eq!(records.live(), 1);
     let now = cache.statistics();
     assert_eq!((now.entries, now.bytes, now.pending_reclaim, now.merged), (1, 5 * PAGE, 0, 2));
 }
@@ -190,12 +193,12 @@ fn key_that_contains_its_neighbours_replaces_them_at_once() {
 /// CACHE-05
 #[test]
 fn merging_is_off_by_default_and_respects_the_limits() {
-    let (plain, books) = cache(Limits { merge: false, ..MERGING });
+    let (plain, records) = cache(Limits { merge: false, ..MERGING });
     plain.get_or_register(&key(0, PAGE)).unwrap();
     plain.get_or_register(&key(PAGE, PAGE)).unwrap();
-    assert_eq!(books.live(), 2);
+    assert_eq!(records.live(), 2);
 
-    let (joining, books) = cache(Limits { max_bytes: 3 * PAGE, ..MERGING });
+    let (joining, records) = cache(Limits { max_bytes: 3 * PAGE, ..MERGING });
     joining.get_or_register(&key(0, 2 * PAGE)).unwrap();
     assert_eq!(
         joining.get_or_register(&key(2 * PAGE, PAGE)).unwrap().key.range(),
@@ -205,10 +208,10 @@ fn merging_is_off_by_default_and_respects_the_limits() {
         joining.get_or_register(&key(3 * PAGE, PAGE)).unwrap().key.range(),
         range(3 * PAGE, PAGE)
     );
-    assert_eq!(books.registrations.load(Ordering::SeqCst), 3);
+    assert_eq!(records.registrations.load(Ordering::SeqCst), 3);
 
-    // Merging also does not exceed the backend's largest registration.
-    let (joining, _books) = cache(MERGING);
+    // Merging does not exceed the backend's largest registration either.
+    let (joining, _records) = cache(MERGING);
     let longest = joining.backend().max_len();
     joining.get_or_register(&key(0, longest - PAGE)).unwrap();
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Threads with random lookups and replacements over real mappings. The backend remembers the
+//! Random lookups and replacements of real mappings on many threads. The backend remembers the
 //! memory that it registered.
 
 use std::{
@@ -21,9 +21,9 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 const PAGES: usize = 16;
 const PAGE: usize = 4096;
 
-/// A range of addresses, mapped to pages of a file. Each page of the file holds its own number.
-/// Threads replace the mapped pages all the time, so the number identifies the mapping.
-struct Place {
+/// A range of addresses, mapped to pages of a file. Each page of the file holds its own number,
+/// which identifies the page that is mapped. Threads replace the mapped pages all the time.
+struct FileMapping {
     base: usize,
     file: std::os::fd::OwnedFd,
     /// The number of the file's next page that was never mapped. Each replacement maps a new page.
@@ -31,7 +31,7 @@ struct Place {
     changing: Mutex<()>,
 }
 
-impl Place {
+impl FileMapping {
     fn new(remaps: usize) -> Self {
         let file =
             rustix::fs::memfd_create("pages", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
@@ -77,7 +77,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for FileMapping {
     fn drop(&mut self) {
         // SAFETY: the mapping belongs to this value, and no reference to it is left.
         unsafe { munmap(ptr::with_exposed_provenance_mut(self.base), PAGES * PAGE) }
@@ -95,10 +95,10 @@ struct Pinned {
 
 #[derive(Clone)]
 struct Pinning {
-    place: Arc<Place>,
+    mapping: Arc<FileMapping>,
     alive: Arc<Mutex<BTreeMap<u64, ()>>>,
     next: Arc<AtomicU64>,
-    /// On average, one in this many calls fails. With 0, no call fails.
+    /// On average, one in this many registrations and deregistrations fails. With 0, no call fails.
     failing: u64,
     calls: Arc<AtomicU64>,
     watches: Arc<AtomicUsize>,
@@ -125,27 +125,15 @@ impl CacheBackend for Pinning {
         self.watches.fetch_sub(1, Ordering::SeqCst);
     }
 
-    fn needs_validation(&self, (): &()) -> bool {
-        false
-    }
-
-    fn is_current(&self, (): &()) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn max_len(&self) -> u64 {
-        u64::MAX
-    }
-
     fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<Pinned> {
         if self.fails() {
             let kinds = [ErrorKind::OutOfResources, ErrorKind::BadAddress];
             let kind = kinds[self.calls.load(Ordering::Relaxed) as usize % 2];
             return Err(Error::new(kind, "register"));
         }
-        let first = (key.range().start().0 as usize - self.place.base) / PAGE;
+        let first = (key.range().start().0 as usize - self.mapping.base) / PAGE;
         let pages = (key.range().len() as usize).div_ceil(PAGE);
-        let numbers = (first..first + pages).map(|page| self.place.number_at(page)).collect();
+        let numbers = (first..first + pages).map(|page| self.mapping.number_at(page)).collect();
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.alive.lock().insert(id, ());
         Ok(Pinned { id, first, numbers })
@@ -161,11 +149,11 @@ impl CacheBackend for Pinning {
 }
 
 /// Runs threads that look up ranges of all threads and replace pages of their own part. After each
-/// replacement a thread checks that a lookup returns the page that is mapped.
+/// lookup that succeeds, a thread checks that the region has the mapped pages of the thread's part.
 fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
-    let place = Arc::new(Place::new(threads * rounds));
+    let mapping = Arc::new(FileMapping::new(threads * rounds));
     let pinning = Pinning {
-        place: Arc::clone(&place),
+        mapping: Arc::clone(&mapping),
         alive: Arc::default(),
         next: Arc::default(),
         failing,
@@ -175,7 +163,7 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
     let cache = Cache::new(pinning.clone(), limits).expect("a cache");
     std::thread::scope(|scope| {
         for thread in 0..threads {
-            let (cache, place) = (&cache, &place);
+            let (cache, mapping) = (&cache, &mapping);
             scope.spawn(move || {
                 let mut random = seed ^ (thread as u64 + 1) << 40;
                 let mut draw = |below: usize| {
@@ -187,7 +175,7 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
                 for _ in 0..rounds {
                     let first = draw(PAGES);
                     let pages = 1 + draw(PAGES - first).min(3);
-                    let start = Address(place.address(first) as u64);
+                    let start = Address(mapping.address(first) as u64);
                     let range = AddressRange::new(start, (pages * PAGE) as u64).expect("no wrap");
                     let key = Key::new(range, Access::SEND).expect("a key");
                     // Only this thread replaces its own pages, so their numbers are stable here.
@@ -196,7 +184,7 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
                         for page in (first..first + pages).filter(|page| own(*page)) {
                             assert_eq!(
                                 lease.numbers[page - lease.first],
-                                place.number_at(page),
+                                mapping.number_at(page),
                                 "a stale hit"
                             );
                         }
@@ -209,7 +197,7 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
                     }
                     let mine = draw(PAGES);
                     if own(mine) && draw(2) == 0 {
-                        place.replace(mine, &**cache.invalidator());
+                        mapping.replace(mine, &**cache.invalidator());
                     }
                 }
             });
@@ -228,7 +216,7 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
 
 /// CACHE-11
 #[test]
-fn random_threads_meet_no_stale_hit_and_lose_no_registration() {
+fn random_threads_get_no_stale_hit_and_leak_no_registration() {
     for (seed, max_count, merge) in [(1, 6, false), (2, 1000, false), (3, 6, true), (4, 1000, true)]
     {
         run(3, 5_000, Limits { max_count, merge, ..Limits::default() }, 0, seed);
@@ -284,7 +272,8 @@ mod properties {
 
         /// CACHE-11
         ///
-        /// One thread runs steps in any order. A lookup always returns the page that is mapped.
+        /// A lookup on one thread always returns the page that is mapped, whatever the order of
+        /// lookups, replacements and releases.
         #[test]
         fn lookup_returns_mapped_memory_in_any_order_of_steps(
             max_count in 0..6_usize,
@@ -292,9 +281,9 @@ mod properties {
             failing in prop_oneof![Just(0_u64), Just(6)],
             steps in proptest::collection::vec(step(), 1..120),
         ) {
-            let place = Arc::new(Place::new(steps.len()));
+            let mapping = Arc::new(FileMapping::new(steps.len()));
             let pinning = Pinning {
-                place: Arc::clone(&place),
+                mapping: Arc::clone(&mapping),
                 alive: Arc::default(),
                 next: Arc::default(),
                 failing,
@@ -307,20 +296,20 @@ mod properties {
             for step in steps {
                 match step {
                     Step::Get { first, pages, keep } => {
-                        let start = Address(place.address(first) as u64);
+                        let start = Address(mapping.address(first) as u64);
                         let range = AddressRange::new(start, (pages * PAGE) as u64).unwrap();
                         let key = Key::new(range, Access::SEND).unwrap();
                         let Ok(lease) = cache.get_or_register(&key) else { continue };
                         for page in first..first + pages {
                             let registered = lease.numbers[page - lease.first];
-                            prop_assert_eq!(registered, place.number_at(page));
+                            prop_assert_eq!(registered, mapping.number_at(page));
                         }
                         if keep {
                             kept.push(lease);
                         }
                     }
                     Step::Put => kept.clear(),
-                    Step::Replace { page } => place.replace(page, &**cache.invalidator()),
+                    Step::Replace { page } => mapping.replace(page, &**cache.invalidator()),
                 }
             }
             drop(kept);

@@ -9,15 +9,16 @@ use hmem_core::{
 
 use crate::support::*;
 
-fn assert_adds_up(now: &CacheStatistics, lookups: u64, books: &Books) {
+fn assert_adds_up(now: &CacheStatistics, lookups: u64, records: &CallRecords) {
     assert_eq!(now.lookups, lookups);
     assert_eq!(now.lookups, now.hits + now.misses);
     assert_eq!(now.misses, now.registrations + now.uncached + now.failures);
     let gone = now.evictions + now.merged + now.all_invalidations();
-    // An entry may be invalidated and then fail to register.
-    let failed_and_dead = gone + now.entries as u64 - now.registrations;
-    assert!(failed_and_dead <= now.failures, "{now:?}");
-    let registered = books.registered.lock();
+    // An entry may be invalidated and then fail to register. The statistics count it as an
+    // invalidation and as a failure.
+    let failed_after_invalidation = gone + now.entries as u64 - now.registrations;
+    assert!(failed_after_invalidation <= now.failures, "{now:?}");
+    let registered = records.registered.lock();
     assert_eq!(registered.len(), now.entries + now.pending_reclaim + now.deregister_failed);
     assert_eq!(registered.values().map(|key| key.range().len()).sum::<u64>(), now.bytes);
 }
@@ -27,10 +28,10 @@ fn assert_adds_up(now: &CacheStatistics, lookups: u64, books: &Books) {
 fn statistics_add_up_under_load() {
     const ROUNDS: u64 = 20_000;
     const THREADS: u64 = 3;
-    let (cache, books) = cache(limits(50));
+    let (cache, records) = cache(limits(50));
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
-            let (cache, books) = (&cache, &books);
+            let (cache, records) = (&cache, &records);
             scope.spawn(move || {
                 let mut random = thread + 1;
                 for round in 0..ROUNDS {
@@ -41,7 +42,7 @@ fn statistics_add_up_under_load() {
                         cache.invalidate(range(page * PAGE, PAGE));
                     }
                     if round % 97 == 0 {
-                        books.fail_next(ErrorKind::BadAddress);
+                        records.fail_next(ErrorKind::BadAddress);
                     }
                     drop(lease);
                 }
@@ -50,17 +51,17 @@ fn statistics_add_up_under_load() {
     });
     cache.reclaim();
     let now = cache.statistics();
-    assert_adds_up(&now, ROUNDS * THREADS, &books);
+    assert_adds_up(&now, ROUNDS * THREADS, &records);
     assert_eq!((now.leases, now.in_use, now.pending_reclaim), (0, 0, 0));
     assert!(now.hits > 0 && now.evictions > 0 && now.failures > 0 && now.all_invalidations() > 0);
     drop(cache);
-    assert_empty(&books);
+    assert_empty(&records);
 }
 
 /// CACHE-10
 #[test]
 fn entries_are_listed_with_rights_age_users_and_region_data() {
-    let (cache, _books) = cache(Limits::default());
+    let (cache, _records) = cache(Limits::default());
     let first = cache.get_or_register(&key(0, PAGE)).unwrap();
     let _again = cache.get_or_register(&key(0, PAGE)).unwrap();
     cache.get_or_register(&key(PAGE, 3 * PAGE)).unwrap();
@@ -78,15 +79,15 @@ fn entries_are_listed_with_rights_age_users_and_region_data() {
 
 #[test]
 fn try_clear_reports_the_entries_that_remain() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
     cache.get_or_register(&key(PAGE, PAGE)).unwrap();
     let error = cache.try_clear().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy);
     assert_eq!(error.context_value("leases"), Some("1"));
-    assert_eq!(books.live(), 1);
+    assert_eq!(records.live(), 1);
     drop(lease);
     cache.try_clear().unwrap();
-    assert_eq!(books.live(), 0);
-    assert_eq!(books.deregistrations.load(Ordering::SeqCst), 2);
+    assert_eq!(records.live(), 0);
+    assert_eq!(records.deregistrations.load(Ordering::SeqCst), 2);
 }

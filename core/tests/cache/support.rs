@@ -16,7 +16,7 @@ use hmem_core::{
 };
 use parking_lot::{Condvar, Mutex};
 
-/// A recorded registration.
+/// A region of the backend: a recorded registration.
 #[derive(Debug)]
 pub(crate) struct Region {
     pub(crate) id: u64,
@@ -24,48 +24,50 @@ pub(crate) struct Region {
 }
 
 #[derive(Default)]
-pub(crate) struct Books {
+pub(crate) struct CallRecords {
     pub(crate) registered: Mutex<BTreeMap<u64, Key>>,
     next: AtomicU64,
     pub(crate) registrations: AtomicUsize,
     pub(crate) deregistrations: AtomicUsize,
     pub(crate) watches: AtomicUsize,
     pub(crate) unwatches: AtomicUsize,
-    /// The number of times that a watch ended when it was the cache's only one.
+    /// The number of calls of `unwatch` after which the cache watched nothing.
     pub(crate) unwatched: AtomicUsize,
-    /// The errors with which the next registrations fail.
+    /// The kinds of errors with which the next registrations fail, the last one first.
     failing: Mutex<Vec<ErrorKind>>,
-    /// The number of deregistrations that the backend still refuses.
+    /// The number of next deregistrations that the backend refuses.
     pub(crate) refusing: AtomicUsize,
     /// The largest number of live registrations. 0 means no limit.
     pub(crate) room: AtomicUsize,
     pub(crate) unwatchable: AtomicBool,
-    /// Memory that the backend refuses to register.
+    /// The backend refuses to register any range that overlaps this memory. `None` means that it
+    /// refuses none.
     pub(crate) bad: Mutex<Option<Key>>,
-    /// Memory that the backend refuses to watch.
+    /// The backend refuses to watch any range that overlaps this memory. `None` means that it
+    /// refuses none.
     pub(crate) blind: Mutex<Option<Key>>,
-    /// Set if hits need validation.
+    /// True if the cache must validate each hit.
     pub(crate) checked: AtomicBool,
     pub(crate) invalid: AtomicBool,
-    /// Set if the next validation fails with an error.
+    /// True if the next validation fails with an error.
     pub(crate) unsure: AtomicBool,
     pub(crate) asked: AtomicUsize,
-    pub(crate) registering: Gate,
-    pub(crate) deregistering: Gate,
+    pub(crate) registering: CallGate,
+    pub(crate) deregistering: CallGate,
 }
 
 /// A gate that holds calls of one kind until they are released.
 #[derive(Default)]
-pub(crate) struct Gate {
+pub(crate) struct CallGate {
     held: Mutex<bool>,
     released: Condvar,
     waiting: AtomicUsize,
-    /// A closure that runs in the middle of the next call.
+    /// A closure that runs once, in the next call that passes the gate.
     pub(crate) meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
-impl Gate {
-    /// Makes calls wait at the gate until [`Gate::release`].
+impl CallGate {
+    /// Makes calls wait at the gate until [`CallGate::release`].
     pub(crate) fn hold(&self) {
         *self.held.lock() = true;
     }
@@ -97,7 +99,7 @@ impl Gate {
     }
 }
 
-impl Books {
+impl CallRecords {
     pub(crate) fn fail_next(&self, kind: ErrorKind) {
         self.failing.lock().push(kind);
     }
@@ -107,11 +109,11 @@ impl Books {
     }
 }
 
-/// The backend of the tests, which records its calls in [`Books`].
+/// The backend of the tests, which records its calls in [`CallRecords`].
 #[derive(Clone, Default)]
-pub(crate) struct Ledger(pub(crate) Arc<Books>);
+pub(crate) struct RecordingBackend(pub(crate) Arc<CallRecords>);
 
-impl CacheBackend for Ledger {
+impl CacheBackend for RecordingBackend {
     type Region = Region;
     type Watch = Key;
 
@@ -195,11 +197,11 @@ pub(crate) fn key(start: u64, len: u64) -> Key {
     Key::new(range(start, len), Access::SEND).expect("a key")
 }
 
-/// Creates a cache over a [`Ledger`]. Also returns the ledger's records.
-pub(crate) fn cache(limits: Limits) -> (Cache<Ledger>, Arc<Books>) {
-    let ledger = Ledger::default();
-    let books = Arc::clone(&ledger.0);
-    (Cache::new(ledger, limits).expect("a cache"), books)
+/// Creates a cache over a [`RecordingBackend`]. Also returns the backend's records.
+pub(crate) fn cache(limits: Limits) -> (Cache<RecordingBackend>, Arc<CallRecords>) {
+    let ledger = RecordingBackend::default();
+    let records = Arc::clone(&ledger.0);
+    (Cache::new(ledger, limits).expect("a cache"), records)
 }
 
 pub(crate) fn limits(max_count: usize) -> Limits {
@@ -216,7 +218,7 @@ pub(crate) fn until(is_so: impl Fn() -> bool) {
 }
 
 /// Asserts that no region is registered and none is watched.
-pub(crate) fn assert_empty(books: &Books) {
-    assert_eq!(books.live(), 0);
-    assert_eq!(books.watches.load(Ordering::SeqCst), books.unwatches.load(Ordering::SeqCst));
+pub(crate) fn assert_empty(records: &CallRecords) {
+    assert_eq!(records.live(), 0);
+    assert_eq!(records.watches.load(Ordering::SeqCst), records.unwatches.load(Ordering::SeqCst));
 }

@@ -20,21 +20,20 @@ use crate::support::*;
 /// CACHE-06
 #[test]
 fn registration_in_progress_blocks_no_other_lookup() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let cached = cache.get_or_register(&key(0, PAGE)).unwrap().id;
-    books.registering.hold();
+    records.registering.hold();
     std::thread::scope(|scope| {
         let slow = scope.spawn(|| cache.get_or_register(&key(PAGE, PAGE)).unwrap().id);
-        books.registering.until_held(1);
-        // Hits, misses of other memory, statistics and invalidation, while the registration is
-        // held.
+        records.registering.until_held(1);
+        // These calls do not wait while the registration is held.
         assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, cached);
         let other = scope.spawn(|| cache.get_or_register(&key(2 * PAGE, PAGE)).unwrap().id);
-        books.registering.until_held(2);
+        records.registering.until_held(2);
         assert_eq!(cache.statistics().entries, 3);
         cache.invalidate(range(0, PAGE));
         assert!(cache.get_cached(&key(0, PAGE)).is_none());
-        books.registering.release();
+        records.registering.release();
         assert_ne!(slow.join().unwrap(), other.join().unwrap());
     });
 }
@@ -43,8 +42,8 @@ fn registration_in_progress_blocks_no_other_lookup() {
 #[test]
 fn concurrent_lookups_of_the_same_range_register_once() {
     const THREADS: usize = 8;
-    let (cache, books) = cache(Limits::default());
-    books.registering.hold();
+    let (cache, records) = cache(Limits::default());
+    records.registering.hold();
     let start = Barrier::new(THREADS + 1);
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -57,12 +56,12 @@ fn concurrent_lookups_of_the_same_range_register_once() {
             })
             .collect();
         start.wait();
-        books.registering.until_held(1);
-        books.registering.release();
+        records.registering.until_held(1);
+        records.registering.release();
         let ids: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         assert!(ids.iter().all(|id| *id == ids[0]));
     });
-    assert_eq!(books.registrations.load(Ordering::SeqCst), 1);
+    assert_eq!(records.registrations.load(Ordering::SeqCst), 1);
     let now = cache.statistics();
     assert_eq!((now.lookups, now.hits, now.registrations), (THREADS as u64, THREADS as u64 - 1, 1));
 }
@@ -71,12 +70,12 @@ fn concurrent_lookups_of_the_same_range_register_once() {
 #[test]
 fn failed_registration_fails_all_waiters_and_leaves_nothing() {
     const THREADS: usize = 4;
-    let (cache, books) = cache(Limits::default());
-    books.registering.hold();
-    books.fail_next(ErrorKind::BadAddress);
+    let (cache, records) = cache(Limits::default());
+    records.registering.hold();
+    records.fail_next(ErrorKind::BadAddress);
     std::thread::scope(|scope| {
         let first = scope.spawn(|| cache.get_or_register(&key(0, PAGE)).map(|lease| lease.id));
-        books.registering.until_held(1);
+        records.registering.until_held(1);
         let others: Vec<_> = (1..THREADS)
             .map(|_| scope.spawn(|| cache.get_or_register(&key(0, PAGE)).map(|lease| lease.id)))
             .collect();
@@ -84,7 +83,7 @@ fn failed_registration_fails_all_waiters_and_leaves_nothing() {
         while cache.statistics().leases < THREADS {
             std::thread::yield_now();
         }
-        books.registering.release();
+        records.registering.release();
         let error = first.join().unwrap().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadAddress);
         for other in others {
@@ -92,14 +91,14 @@ fn failed_registration_fails_all_waiters_and_leaves_nothing() {
             assert_eq!(other.to_string(), error.to_string());
         }
     });
-    assert_eq!(books.registrations.load(Ordering::SeqCst), 1);
+    assert_eq!(records.registrations.load(Ordering::SeqCst), 1);
     cache.reclaim();
     let now = cache.statistics();
     assert_eq!(
         (now.entries, now.bytes, now.pending_reclaim, now.failures),
         (0, 0, 0, THREADS as u64)
     );
-    assert_empty(&books);
+    assert_empty(&records);
     assert!(cache.get_or_register(&key(0, PAGE)).is_ok());
 }
 
@@ -110,43 +109,44 @@ fn waiter_for_a_part_of_a_failed_range_registers_its_part() {
     let whole = with(0, 4 * PAGE, Access::SEND | Access::RECV);
     // One part has fewer bytes, the other fewer rights.
     for part in [with(0, PAGE, whole.access()), with(0, 4 * PAGE, Access::SEND)] {
-        let (cache, books) = cache(Limits::default());
-        books.registering.hold();
-        books.fail_next(ErrorKind::BadAddress);
+        let (cache, records) = cache(Limits::default());
+        records.registering.hold();
+        records.fail_next(ErrorKind::BadAddress);
         std::thread::scope(|scope| {
             let first = scope.spawn(|| cache.get_or_register(&whole).map(|lease| lease.id));
-            books.registering.until_held(1);
+            records.registering.until_held(1);
             let second = scope.spawn(|| cache.get_or_register(&part).map(|lease| lease.key));
             while cache.statistics().leases < 2 {
                 std::thread::yield_now();
             }
-            books.registering.release();
+            records.registering.release();
             assert_eq!(first.join().unwrap().unwrap_err().kind(), ErrorKind::BadAddress);
             assert_eq!(second.join().unwrap().unwrap(), part);
         });
         let now = cache.statistics();
         assert_eq!((now.lookups, now.registrations, now.failures), (2, 1, 1));
         drop(cache);
-        assert_empty(&books);
+        assert_empty(&records);
     }
 }
 
 /// CACHE-07
 #[test]
 fn panic_in_a_deregistration_leaves_the_others_to_be_retried() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     for number in 0..3 {
         drop(cache.get_or_register(&key(number * PAGE, PAGE)).unwrap());
     }
-    *books.deregistering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
+    *records.deregistering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cache.evict_idle()));
     assert!(panicked.is_err());
-    // No thread waits for the one that panicked, and the regions behind it are retried.
+    // No thread waits for the deregistration that panicked, and the remaining regions are
+    // deregistered.
     cache.reclaim();
     cache.try_clear().unwrap();
-    assert_eq!(books.deregistrations.load(Ordering::SeqCst), 2);
+    assert_eq!(records.deregistrations.load(Ordering::SeqCst), 2);
     assert_eq!(
-        (books.watches.load(Ordering::SeqCst), books.unwatches.load(Ordering::SeqCst)),
+        (records.watches.load(Ordering::SeqCst), records.unwatches.load(Ordering::SeqCst)),
         (3, 3)
     );
 }
@@ -154,19 +154,19 @@ fn panic_in_a_deregistration_leaves_the_others_to_be_retried() {
 /// CACHE-07
 #[test]
 fn panic_of_the_backend_does_not_end_the_worker() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let counted = |count: &AtomicUsize| count.load(Ordering::SeqCst);
     for number in 0..3 {
         drop(cache.get_or_register(&key(number * PAGE, PAGE)).unwrap());
     }
-    *books.deregistering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
+    *records.deregistering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
     cache.invalidate(range(0, 3 * PAGE));
-    // The worker alone handles the regions behind the one that panicked, and all watches.
-    until(|| counted(&books.deregistrations) == 2 && counted(&books.unwatches) == 3);
-    assert_eq!(books.live(), 1, "the region that panicked stays registered");
+    // The worker alone deregisters the remaining regions after the panic, and ends all watches.
+    until(|| counted(&records.deregistrations) == 2 && counted(&records.unwatches) == 3);
+    assert_eq!(records.live(), 1, "the region that panicked stays registered");
     drop(cache.get_or_register(&key(0, PAGE)).unwrap());
     cache.invalidate(range(0, PAGE));
-    until(|| counted(&books.deregistrations) == 3 && counted(&books.unwatches) == 4);
+    until(|| counted(&records.deregistrations) == 3 && counted(&records.unwatches) == 4);
     let (sender, receiver) = mpsc::channel();
     thread::spawn(move || {
         cache.reclaim();
@@ -181,7 +181,7 @@ fn panic_of_the_backend_does_not_end_the_worker() {
 /// CACHE-08
 #[test]
 fn panic_of_a_callback_does_not_stop_other_callbacks() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let leased = cache.get_or_register(&key(0, PAGE)).unwrap();
     let (sender, receiver) = mpsc::channel();
     cache.invalidate_with_callback(range(0, PAGE), || panic!("by the test"));
@@ -191,7 +191,7 @@ fn panic_of_a_callback_does_not_stop_other_callbacks() {
     receiver.recv_timeout(Duration::from_secs(60)).expect("the second callback");
     drop(cache.get_or_register(&key(0, PAGE)).unwrap());
     cache.invalidate(range(0, PAGE));
-    until(|| books.live() == 0);
+    until(|| records.live() == 0);
     // The callback also runs on the calling thread if there is nothing to wait for.
     cache.reclaim();
     cache.invalidate_with_callback(range(0, PAGE), || panic!("by the test"));
@@ -200,63 +200,63 @@ fn panic_of_a_callback_does_not_stop_other_callbacks() {
 /// CACHE-07
 #[test]
 fn callback_may_look_up_the_range_being_registered() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     let cache = Arc::new(cache);
     let leased = cache.get_or_register(&key(0, PAGE)).unwrap();
     drop(cache.get_or_register(&key(PAGE, PAGE)).unwrap());
-    // The worker is busy with the second, so that the registration that is out of resources
-    // reclaims the first.
-    books.deregistering.hold();
+    // The worker is busy with the second region. So the registration that fails with
+    // `OutOfResources` must reclaim the first region itself.
+    records.deregistering.hold();
     cache.invalidate(range(PAGE, PAGE));
-    books.deregistering.until_held(1);
+    records.deregistering.until_held(1);
     let (shared, (sender, receiver)) = (Arc::clone(&cache), mpsc::channel());
     cache.invalidate_with_callback(range(0, PAGE), move || {
         let lookup = shared.get_or_register(&key(2 * PAGE, PAGE));
         sender.send(lookup.is_ok()).expect("the test waits");
     });
     drop(leased);
-    books.room.store(books.live(), Ordering::SeqCst);
+    records.room.store(records.live(), Ordering::SeqCst);
     thread::scope(|scope| {
         let third = scope.spawn(|| cache.get_or_register(&key(2 * PAGE, PAGE)).is_ok());
-        books.deregistering.until_held(2);
-        books.deregistering.release();
+        records.deregistering.until_held(2);
+        records.deregistering.release();
         assert!(third.join().unwrap());
     });
     assert!(receiver.recv().unwrap());
-    assert_eq!(books.registrations.load(Ordering::SeqCst), 2 + 2, "the last was refused once");
+    assert_eq!(records.registrations.load(Ordering::SeqCst), 2 + 2, "the last was refused once");
 }
 
 /// CACHE-07
 #[test]
 fn panic_in_a_registration_leaves_no_entry_and_no_waiter() {
-    let (cache, books) = cache(Limits::default());
-    *books.registering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
+    let (cache, records) = cache(Limits::default());
+    *records.registering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         cache.get_or_register(&key(0, PAGE)).is_ok()
     }));
     assert!(panicked.is_err());
     cache.reclaim();
     assert_eq!(cache.statistics().entries, 0);
-    assert_empty(&books);
+    assert_empty(&records);
     assert!(cache.get_or_register(&key(0, PAGE)).is_ok());
 }
 
 /// CACHE-07
 #[test]
 fn out_of_resources_evicts_idle_entries_and_retries_once() {
-    let (cache, books) = cache(Limits::default());
-    books.room.store(4, Ordering::SeqCst);
+    let (cache, records) = cache(Limits::default());
+    records.room.store(4, Ordering::SeqCst);
     let busy = cache.get_or_register(&key(0, PAGE)).unwrap();
     for i in 1..4 {
         cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
-    assert_eq!(books.live(), 4);
-    let before = books.registrations.load(Ordering::SeqCst);
+    assert_eq!(records.live(), 4);
+    let before = records.registrations.load(Ordering::SeqCst);
     let fifth = cache.get_or_register(&key(9 * PAGE, PAGE)).unwrap();
     assert!(fifth.uncached_reason().is_none());
     // The backend refused once, and the cache retried once. The leased entry stayed.
-    assert_eq!(books.registrations.load(Ordering::SeqCst), before + 2);
-    assert_eq!(books.live(), 2);
+    assert_eq!(records.registrations.load(Ordering::SeqCst), before + 2);
+    assert_eq!(records.live(), 2);
     assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, busy.id);
     // With no idle entry, the lookup fails after one attempt.
     let (_third, _fourth) = (
@@ -265,21 +265,21 @@ fn out_of_resources_evicts_idle_entries_and_retries_once() {
     );
     let error = cache.get_or_register(&key(3 << 20, PAGE)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutOfResources);
-    assert_eq!(books.registrations.load(Ordering::SeqCst), before + 5);
+    assert_eq!(records.registrations.load(Ordering::SeqCst), before + 5);
 }
 
 #[test]
 fn refused_deregistration_is_retried_and_loses_no_region() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     cache.get_or_register(&key(0, PAGE)).unwrap();
-    books.refusing.store(1, Ordering::SeqCst);
+    records.refusing.store(1, Ordering::SeqCst);
     cache.invalidate(range(0, PAGE));
-    while books.refusing.load(Ordering::SeqCst) > 0 {
+    while records.refusing.load(Ordering::SeqCst) > 0 {
         cache.reclaim();
     }
     cache.reclaim();
-    assert_eq!((books.live(), cache.statistics().deregister_failed), (0, 0));
-    assert_empty(&books);
+    assert_eq!((records.live(), cache.statistics().deregister_failed), (0, 0));
+    assert_empty(&records);
 }
 
 /// Returns whether a thread of this process sleeps.
@@ -291,11 +291,11 @@ fn is_asleep(thread: rustix::thread::Pid) -> bool {
 
 #[test]
 fn try_clear_waits_for_deregistrations_of_the_worker() {
-    let (cache, books) = cache(Limits::default());
+    let (cache, records) = cache(Limits::default());
     cache.get_or_register(&key(0, PAGE)).unwrap();
-    books.deregistering.hold();
+    records.deregistering.hold();
     cache.invalidate(range(0, PAGE));
-    books.deregistering.until_held(1);
+    records.deregistering.until_held(1);
     thread::scope(|scope| {
         let (sender, receiver) = mpsc::channel();
         let cache = &cache;
@@ -308,27 +308,27 @@ fn try_clear_waits_for_deregistrations_of_the_worker() {
             thread::yield_now();
         }
         let waits = !emptying.is_finished();
-        books.deregistering.release();
+        records.deregistering.release();
         emptying.join().unwrap().unwrap();
         assert!(waits, "a region is still registered");
-        assert_eq!(books.live(), 0);
+        assert_eq!(records.live(), 0);
     });
 }
 
 #[test]
-fn try_clear_takes_entries_invalidated_meanwhile() {
-    // The worker also collects the entry, and either thread may be first.
+fn try_clear_includes_entries_invalidated_meanwhile() {
+    // Either the worker or this thread may reclaim the entry first.
     for _ in 0..200 {
-        let (cache, books) = cache(Limits::default());
+        let (cache, records) = cache(Limits::default());
         let cache = Arc::new(cache);
         cache.get_or_register(&key(0, PAGE)).unwrap();
         let leased = cache.get_or_register_owned(&key(PAGE, PAGE)).unwrap();
         let its = Arc::clone(&cache);
-        *books.deregistering.meanwhile.lock() = Some(Box::new(move || {
+        *records.deregistering.meanwhile.lock() = Some(Box::new(move || {
             drop(leased);
             its.invalidate(range(PAGE, PAGE));
         }));
         cache.try_clear().unwrap();
-        assert_eq!(books.live(), 0);
+        assert_eq!(records.live(), 0);
     }
 }

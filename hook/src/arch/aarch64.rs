@@ -1,21 +1,22 @@
-//! aarch64: a `b` (reach 128 MiB) replaces one 4-byte instruction. Tested under qemu-user, not yet
-//! on hardware.
+//! Patches for aarch64. The jump is a `b` instruction, which reaches 128 MiB and replaces one
+//! 4-byte instruction. Tested under qemu-user, not yet on hardware.
 //!
 //! glibc's wrappers are a few register moves and then `svc #0`. The patch replaces the `svc`: the
-//! architecture allows replacing `SVC` by `B` while other processors run it (Arm ARM B2.2.5), and
-//! does not allow that for a `mov`. `mremap` is compiled C with a frame. There the patch replaces
-//! the first instruction, `stp x29, x30, [sp, #-n]!`. The architecture leaves the result
-//! unpredictable for a processor that runs the instruction at that very moment; implementations run
-//! either the old or the new one.
+//! architecture allows replacing `SVC` by `B` while other processors run the instruction (Arm ARM
+//! B2.2.5), and does not allow replacing a `mov`. `mremap` is compiled C with a frame. There the
+//! patch replaces the first instruction, `stp x29, x30, [sp, #-n]!`. The architecture does not
+//! define the result for a processor that runs this instruction at the moment of the patch.
+//! Implementations run either the old or the new instruction.
 
 use std::{
     arch::asm,
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use super::entry::{LOOKED_AT, PatchObstacle, PatchPoint, Relative};
+use super::entry::{ENTRY_LEN, PatchObstacle, PatchPoint, Relative};
 
-/// The maximum distance of a jump in bytes, less a margin.
+/// The maximum distance in bytes between a function and its trampoline: the reach of a `b`, minus a
+/// margin.
 pub(super) const REACH: u64 = (1 << 27) - (1 << 20);
 
 const SVC_0: u32 = 0xd400_0001;
@@ -25,11 +26,11 @@ fn word(code: &[u8], at: usize) -> u32 {
 }
 
 enum Known {
-    /// An instruction that the trampoline copies, to run before it returns to the original. It
-    /// moves values between registers that hold no argument.
+    /// An instruction that may run twice: before the hook, and again in the trampoline's copy. The
+    /// instruction does not change the value of an argument.
     Copied,
-    /// A branch that the trampoline leaves out. It is taken only for arguments that the function
-    /// refuses, and calls with such arguments never reach the hook.
+    /// A branch that the trampoline leaves out. The function takes the branch only for arguments
+    /// that it refuses. Calls with such arguments never reach the hook.
     Branch,
     MovX8(i64),
 }
@@ -48,30 +49,31 @@ fn known(instruction: u32) -> Option<Known> {
         {
             Some(Known::Copied)
         }
-        // mov x1, x0 in brk, which has one argument
+        // mov x1, x0: in `brk`, which has one argument, so that x1 holds none
         0xaa00_03e1 => Some(Known::Copied),
         // tst x5, #imm
         _ if instruction & 0xff80_03ff == 0xf200_00bf => Some(Known::Copied),
-        // b.ne forwards
+        // b.ne to a later instruction
         _ if instruction & 0xff80_001f == 0x5400_0001 => Some(Known::Branch),
         _ => None,
     }
 }
 
-/// Returns true for `b`, `bl`, and `ldr x16 or x17, literal`, which begins an absolute jump.
+/// Returns true for `b`, `bl`, and for `ldr` of a literal into x16 or x17, which begins an absolute
+/// jump.
 fn is_jump(instruction: u32) -> bool {
     instruction & 0x7c00_0000 == 0x1400_0000 || instruction & 0xff00_001e == 0x5800_0010
 }
 
-/// Finds the instruction to replace in `code`, the beginning of a function. If `nr` is set, the
-/// function must make that system call.
+/// Finds the instruction that a patch can replace in `code`, the first bytes of a function. If `nr`
+/// is set, fails if an instruction before that one loads the number of another system call.
 pub(super) fn decode(
     _: u64,
-    code: &[u8; LOOKED_AT],
+    code: &[u8; ENTRY_LEN],
     nr: Option<i64>,
 ) -> Result<PatchPoint, PatchObstacle> {
     let mut skipped = Vec::new();
-    for at in (0..LOOKED_AT).step_by(4) {
+    for at in (0..ENTRY_LEN).step_by(4) {
         let instruction = word(code, at);
         if is_jump(instruction) {
             return Err(PatchObstacle::Jump);
@@ -108,7 +110,8 @@ pub(super) fn decode(
     Err(PatchObstacle::NoRoom)
 }
 
-/// An instruction, and the jump that replaces it.
+/// A patch of one instruction: its address, the original instruction, and the jump that replaces
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Patch {
     start: u64,
@@ -117,10 +120,11 @@ pub(super) struct Patch {
 }
 
 impl Patch {
-    /// Prepares a jump to `target` in place of the instruction at `address`.
+    /// Prepares a jump to `target` in place of the instruction at `address`. Returns `None` if
+    /// `target` is out of reach.
     ///
     /// # Safety
-    /// The instruction is readable.
+    /// The instruction at `address` must be readable.
     pub(super) unsafe fn jump(address: u64, target: u64) -> Option<Self> {
         let mut patch =
             Self { start: address, before: 0, after: u32::from_le_bytes(jump(address, target)?) };
@@ -128,41 +132,43 @@ impl Patch {
         Some(patch)
     }
 
-    /// Returns the address of the first byte that the patch writes. All bytes that it writes lie in
-    /// one page.
+    /// Returns the address of the first byte that the patch writes. All bytes that the patch writes
+    /// lie in one page.
     pub(super) fn start(&self) -> u64 {
         self.start
     }
 
     fn word(&self) -> &AtomicU32 {
         let at = std::ptr::with_exposed_provenance_mut::<u32>(self.start as usize);
-        // SAFETY: the word is code of a library that stays loaded; instructions are aligned words.
+        // SAFETY: the word is code of a library that stays loaded, as the caller of `Patches::plan`
+        // promised. Instructions are aligned words.
         unsafe { AtomicU32::from_ptr(at) }
     }
 
-    /// Returns true if the jump is in place.
+    /// Returns true if the patch is applied: the code contains the jump.
     pub(super) fn is_in_place(&self) -> bool {
         self.word().load(Ordering::Acquire) == self.after
     }
 
-    /// Returns true if the original instruction is in place.
+    /// Returns true if the patch is not applied: the code contains the original instruction.
     pub(super) fn is_undone(&self) -> bool {
         self.word().load(Ordering::Acquire) == self.before
     }
 
-    /// Writes the jump if the original instruction is in place. Returns false otherwise.
+    /// Writes the jump if the code contains the original instruction. Returns false otherwise.
     ///
     /// # Safety
-    /// - The word is writable.
-    /// - The code at the jump's target may run in place of the instruction that the jump replaces.
+    /// - The instruction in memory must be writable.
+    /// - It must be safe to run the code at the jump's target in place of the instruction that the
+    ///   jump replaces.
     pub(super) unsafe fn apply(&self) -> bool {
         self.exchange(self.before, self.after)
     }
 
-    /// Restores the original instruction if the jump is in place. Returns false otherwise.
+    /// Restores the original instruction if the code contains the jump. Returns false otherwise.
     ///
     /// # Safety
-    /// The word is writable.
+    /// The instruction in memory must be writable.
     pub(super) unsafe fn undo(&self) -> bool {
         self.exchange(self.after, self.before)
     }
@@ -170,25 +176,26 @@ impl Patch {
     fn exchange(&self, from: u32, to: u32) -> bool {
         let done =
             self.word().compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok();
-        // SAFETY: the word was just accessed, so it is mapped.
+        // SAFETY: the exchange above accessed these 4 bytes, so they are mapped.
         unsafe { flush(self.start, 4) };
         done
     }
 }
 
-/// Encodes `b` from `address` to `target`. Returns `None` beyond its reach.
+/// Encodes `b` from `address` to `target`. Returns `None` if `target` is out of reach.
 pub(super) fn jump(address: u64, target: u64) -> Option<[u8; 4]> {
     let distance = target.wrapping_sub(address) as i64;
     let words = (-(1 << 27)..1 << 27).contains(&distance).then_some(distance >> 2)?;
     Some((0x1400_0000 | words as u32 & 0x03ff_ffff).to_le_bytes())
 }
 
-/// Returns `None`: no copied instruction is relative to its own address.
+/// Returns `None`. On aarch64 the decoder copies no instruction with a displacement, so there is
+/// none to encode.
 pub(super) fn displacement(_: u64, _: &Relative) -> Option<[u8; 4]> {
     None
 }
 
-/// Encodes `ldr x16, #8; br x16`, followed by the address.
+/// Encodes `ldr x16, #8; br x16`, followed by the address `target`.
 pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     let mut code = Vec::new();
     code.extend(0x5800_0050_u32.to_le_bytes());
@@ -199,8 +206,8 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
 
 /// Returns the target of a jump among the first instructions of `code`, which lies at `address`.
 /// Callers use it to name the library that patched a function.
-pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
-    let at = (0..LOOKED_AT).step_by(4).find(|at| is_jump(word(code, *at)))?;
+pub(super) fn jump_target(address: u64, code: &[u8; ENTRY_LEN]) -> Option<u64> {
+    let at = (0..ENTRY_LEN).step_by(4).find(|at| is_jump(word(code, *at)))?;
     let instruction = word(code, at);
     let from = address + at as u64;
     if instruction & 0x7c00_0000 == 0x1400_0000 {
@@ -211,10 +218,10 @@ pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     code.get(literal..literal + 8)?.try_into().map(u64::from_le_bytes).ok()
 }
 
-/// Makes processors fetch newly stored code instead of cached instructions.
+/// Makes all processors fetch newly stored code instead of cached instructions.
 ///
 /// # Safety
-/// The bytes are mapped.
+/// The bytes must be mapped.
 pub(super) unsafe fn flush(start: u64, len: usize) {
     let cache_type: u64;
     // SAFETY: user space may read this register.
@@ -222,13 +229,14 @@ pub(super) unsafe fn flush(start: u64, len: usize) {
     let line = |shift: u64| 4_u64 << (cache_type >> shift & 0xf);
     let lines = |size: u64| (start & !(size - 1)..start + len as u64).step_by(size as usize);
     for at in lines(line(16)) {
-        // SAFETY: cleans the cache line of mapped memory.
+        // SAFETY: the instruction cleans the cache line of mapped memory.
         unsafe { asm!("dc cvau, {}", in(reg) at, options(nostack)) };
     }
-    // SAFETY: a barrier accesses no memory.
+    // SAFETY: `dsb` is a barrier, which accesses no memory.
     unsafe { asm!("dsb ish", options(nostack)) };
     for at in lines(line(0)) {
-        // SAFETY: invalidates a line of the instruction cache, which changes no data.
+        // SAFETY: the instruction invalidates a line of the instruction cache, which changes no
+        // data.
         unsafe { asm!("ic ivau, {}", in(reg) at, options(nostack)) };
     }
     // SAFETY: barriers access no memory.
@@ -239,8 +247,8 @@ pub(super) unsafe fn flush(start: u64, len: usize) {
 mod tests {
     use super::*;
 
-    fn entry(words: &[u32]) -> [u8; LOOKED_AT] {
-        let mut code = [0; LOOKED_AT];
+    fn entry(words: &[u32]) -> [u8; ENTRY_LEN] {
+        let mut code = [0; ENTRY_LEN];
         for (into, word) in code.chunks_exact_mut(4).zip(words) {
             into.copy_from_slice(&word.to_le_bytes());
         }
@@ -249,24 +257,24 @@ mod tests {
 
     #[test]
     fn wrappers_are_patched_at_the_svc_and_frames_at_the_start() {
-        // nop; mov x8, #215; svc #0
+        // The entry of `munmap`: nop; mov x8, #215; svc #0.
         let point = decode(0, &entry(&[0xd503_201f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();
         assert_eq!((point.at, point.resume, point.skipped.len()), (8, 12, 12));
-        // mmap: the branch is left out of the copy
+        // The entry of `mmap`. The decoder leaves the branch out of the copy.
         let mmap =
             [0xf240_2cbf, 0x5400_0121, 0x9340_7c42, 0x9340_7c63, 0x9340_7c84, 0xd280_1bc8, SVC_0];
         let point = decode(0, &entry(&mmap), Some(222)).unwrap();
         assert_eq!((point.at, point.resume, point.skipped.len()), (24, 28, 24));
-        // brk
+        // The entry of `brk`.
         let point = decode(0, &entry(&[0xaa00_03e1, 0xd280_1ac8, SVC_0]), Some(214)).unwrap();
         assert_eq!((point.at, point.resume), (8, 12));
-        // mremap
+        // The entry of `mremap`.
         let point = decode(0, &entry(&[0xa9bb_7bfd, 0xf000_05a5]), Some(216)).unwrap();
         assert_eq!((point.at, point.resume, point.skipped.len()), (0, 4, 4));
     }
 
     #[test]
-    fn entries_that_do_not_fit_are_refused_by_name() {
+    fn entries_without_a_patch_point_are_refused_with_the_reason() {
         assert_eq!(
             decode(0, &entry(&[0xd280_1ae8, SVC_0]), Some(216)),
             Err(PatchObstacle::OtherCall(215))

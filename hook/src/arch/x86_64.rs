@@ -1,18 +1,21 @@
-//! x86-64: a 5-byte `jmp rel32` replaces one instruction of at least that length.
+//! Patches for x86-64. The jump is a 5-byte `jmp rel32`, which replaces one instruction of at least
+//! that length.
 //!
-//! glibc's wrappers begin with `mov $nr,%eax` (5 bytes); `mmap` has a 7-byte `test` before it.
-//! Every entry of NVIDIA's `libcuda` begins with a 10-byte comparison of a word of its own with a
-//! constant. The jump must lie within 8 aligned bytes, or within 16 where the processor has
-//! `cmpxchg16b`. Every processor sees a store of these as a whole, in instruction fetch too.
+//! glibc's wrappers begin with `mov $nr,%eax` (5 bytes); `mmap` has a 7-byte `test` before the
+//! `mov`. Every entry of NVIDIA's `libcuda` begins with a 10-byte comparison of a word of the
+//! library's data with a constant. The jump must lie within 8 aligned bytes, or within 16 aligned
+//! bytes if the processor has `cmpxchg16b`. One store writes these bytes. Every processor sees this
+//! store either entirely or not at all, also when it fetches instructions.
 
 use std::{
     arch::asm,
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::entry::{LOOKED_AT, PatchObstacle, PatchPoint, Relative};
+use super::entry::{ENTRY_LEN, PatchObstacle, PatchPoint, Relative};
 
-/// The maximum distance of a jump in bytes, less a margin.
+/// The maximum distance in bytes between a function and its trampoline: the reach of a `jmp rel32`,
+/// minus a margin.
 pub(super) const REACH: u64 = (1 << 31) - (1 << 20);
 
 const JUMP_LEN: usize = 5;
@@ -20,7 +23,7 @@ const JUMP_LEN: usize = 5;
 /// Length of `cmpl $imm32,disp32(%rip)`: a 2-byte opcode, the displacement and the constant.
 const COMPARE_LEN: usize = 10;
 
-/// An instruction that a patch may skip or replace.
+/// An instruction that the decoder recognises. A trampoline may contain a copy of it.
 struct Known {
     len: usize,
     /// Code that undoes the instruction, or `None` if the instruction has no effect that a caller
@@ -41,7 +44,7 @@ fn known(code: &[u8]) -> Option<Known> {
         [0x41, 0xf7, 0xc1, _, _, _, _, ..] => plain(7),
         // cmpl $imm32,disp32(%rip)
         [0x81, 0x3d, ..] => plain(COMPARE_LEN),
-        // mov %r8,disp8(%rsp): into the function's own frame
+        // mov %r8,disp8(%rsp): stores to the function's own frame
         [0x4c, 0x89, 0x44, 0x24, disp, ..] if disp < 0x80 => plain(5),
         // sub $imm8,%rsp: lea imm8(%rsp),%rsp undoes it
         [0x48, 0x83, 0xec, bytes, ..] if bytes < 0x80 => {
@@ -52,24 +55,25 @@ fn known(code: &[u8]) -> Option<Known> {
 }
 
 fn is_jump(code: &[u8]) -> bool {
-    // jmp rel32, call rel32, jmp rel8, jmp *m, movabs into r11 or rax (of an absolute jump), push
-    // imm32
+    // jmp rel32, call rel32, jmp rel8, jmp *m, movabs into r11 or rax (the start of an absolute
+    // jump), push imm32
     matches!(
         *code,
         [0xe9 | 0xe8 | 0xeb | 0x68, ..] | [0xff, 0x25, ..] | [0x49, 0xbb, ..] | [0x48, 0xb8, ..]
     )
 }
 
-/// Finds the instruction to replace in `code`, the beginning of the function at `address`. If `nr`
-/// is set, the function must make that system call.
+/// Finds the instruction that a patch can replace in `code`, the first bytes of the function at
+/// `address`. If `nr` is set, fails if that instruction, or one before it, loads the number of
+/// another system call.
 pub(super) fn decode(
     address: u64,
-    code: &[u8; LOOKED_AT],
+    code: &[u8; ENTRY_LEN],
     nr: Option<i64>,
 ) -> Result<PatchPoint, PatchObstacle> {
     let mut at = 0;
     let (mut undo, mut relative) = (Vec::new(), Vec::new());
-    while at + 16 <= LOOKED_AT {
+    while at + 16 <= ENTRY_LEN {
         if is_jump(&code[at..]) {
             return Err(PatchObstacle::Jump);
         }
@@ -86,11 +90,12 @@ pub(super) fn decode(
             let target = (address + end as u64).wrapping_add_signed(distance);
             relative.push(Relative { at: at + 2, from: end, target });
         }
-        if instruction.len >= JUMP_LEN && window(address + at as u64).is_some() {
+        if instruction.len >= JUMP_LEN && aligned_store(address + at as u64).is_some() {
             let resume = at + instruction.len;
             return Ok(PatchPoint { at, undo, skipped: code[..resume].to_vec(), relative, resume });
         }
-        // The system call is the next instruction, and a patch after it is too late.
+        // The instruction after this `mov` makes the system call. A patch behind that instruction
+        // would run too late.
         if code[at] == 0xb8 {
             return Err(PatchObstacle::NoRoom);
         }
@@ -103,15 +108,17 @@ pub(super) fn decode(
     Err(PatchObstacle::NoRoom)
 }
 
-/// Returns the address and length of the aligned store that can write a jump at `address`.
-fn window(address: u64) -> Option<(u64, usize)> {
+/// Returns the address and length of an aligned store that can write a jump at `address`, or `None`
+/// if no store can.
+fn aligned_store(address: u64) -> Option<(u64, usize)> {
     let within =
         |bytes: u64| (address % bytes + JUMP_LEN as u64 <= bytes).then_some(address & !(bytes - 1));
     let wide = || std::arch::is_x86_feature_detected!("cmpxchg16b").then(|| within(16)).flatten();
     within(8).map(|start| (start, 8)).or_else(|| wide().map(|start| (start, 16)))
 }
 
-/// An aligned window of 8 or 16 code bytes, and the bytes that replace them.
+/// A patch of 8 or 16 aligned bytes of code: their address, their original values, and their values
+/// with the jump.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Patch {
     start: u64,
@@ -121,14 +128,15 @@ pub(super) struct Patch {
 }
 
 impl Patch {
-    /// Prepares a jump to `target` in place of the instruction at `address`.
+    /// Prepares a jump to `target` in place of the instruction at `address`. Returns `None` if no
+    /// aligned store can write the jump, or if `target` is out of reach.
     ///
     /// # Safety
-    /// The 16 aligned bytes around `address` are readable.
+    /// The 16 aligned bytes around `address` must be readable.
     pub(super) unsafe fn jump(address: u64, target: u64) -> Option<Self> {
-        let (start, bytes) = window(address)?;
+        let (start, bytes) = aligned_store(address)?;
         let mut patch = Self { start, bytes, before: 0, after: 0 };
-        // SAFETY: the window lies in the bytes that the caller declares readable.
+        // SAFETY: the bytes of the patch are among those that the caller promises to be readable.
         patch.before = unsafe { patch.read() };
         let mut code = patch.before.to_le_bytes();
         let at = (address - start) as usize;
@@ -137,88 +145,94 @@ impl Patch {
         Some(patch)
     }
 
-    /// Returns the address of the first byte that the patch writes. All bytes that it writes lie in
-    /// one page.
+    /// Returns the address of the first byte that the patch writes. All bytes that the patch writes
+    /// lie in one page.
     pub(super) fn start(&self) -> u64 {
         self.start
     }
 
-    /// Reads the bytes of the window.
+    /// Reads the bytes of the code that the patch replaces.
     ///
     /// # Safety
-    /// The window is readable.
+    /// These bytes must be readable.
     unsafe fn read(&self) -> u128 {
         let at = std::ptr::with_exposed_provenance_mut::<u64>(self.start as usize);
         let word = |index: usize| {
-            // SAFETY: the caller declares the window readable, and `window` aligned it. Code
-            // patchers change these bytes by whole aligned words only.
+            // SAFETY: the caller promises that the bytes are readable, and `aligned_store` aligned
+            // their address. Other code patchers change these bytes only in whole aligned words.
             let word = unsafe { AtomicU64::from_ptr(at.add(index)) };
             u128::from(word.load(Ordering::Acquire))
         };
         if self.bytes == 8 { word(0) } else { word(0) | word(1) << 64 }
     }
 
-    /// Returns true if the jump is in place.
+    /// Returns true if the patch is applied: the code contains the jump.
     pub(super) fn is_in_place(&self) -> bool {
-        // SAFETY: the window is code of a library that stays loaded, as the caller of `plan`
-        // promised.
+        // SAFETY: the bytes are code of a library that stays loaded, as the caller of
+        // `Patches::plan` promised.
         unsafe { self.read() == self.after }
     }
 
-    /// Returns true if the original bytes are in place.
+    /// Returns true if the patch is not applied: the code contains the original bytes.
     pub(super) fn is_undone(&self) -> bool {
-        // SAFETY: the window is code of a library that stays loaded, as the caller of `plan`
-        // promised.
+        // SAFETY: the bytes are code of a library that stays loaded, as the caller of
+        // `Patches::plan` promised.
         unsafe { self.read() == self.before }
     }
 
-    /// Writes the jump if the original bytes are in place. Returns false otherwise.
+    /// Writes the jump if the code contains the original bytes. Returns false otherwise.
     ///
     /// # Safety
-    /// - The window is writable.
-    /// - The code at the jump's target may run in place of the instruction that the jump replaces.
+    /// - The bytes that the patch replaces must be writable.
+    /// - It must be safe to run the code at the jump's target in place of the instruction that the
+    ///   jump replaces.
     pub(super) unsafe fn apply(&self) -> bool {
-        // SAFETY: the caller declares the window writable and both contents safe to run.
+        // SAFETY: the caller promises that the bytes are writable and that the jump is safe to run.
         unsafe { self.exchange(self.before, self.after) }
     }
 
-    /// Restores the original bytes if the jump is in place. Returns false otherwise.
+    /// Restores the original bytes if the code contains the jump. Returns false otherwise.
     ///
     /// # Safety
-    /// The window is writable.
+    /// The bytes that the patch replaces must be writable.
     pub(super) unsafe fn undo(&self) -> bool {
-        // SAFETY: the caller declares the window writable; the original bytes are safe to run.
+        // SAFETY: the caller promises that the bytes are writable, and the original code is safe to
+        // run.
         unsafe { self.exchange(self.after, self.before) }
     }
 
-    /// Replaces the bytes `from` by `to` in one store. Returns false if the window has other bytes.
+    /// Replaces the bytes `from` of the code by `to` in one store. Returns false if the code has
+    /// other bytes.
     ///
     /// # Safety
-    /// The window is writable, and either content of it may be run at any time.
+    /// The bytes that the patch replaces must be writable. Threads must be able to run both the old
+    /// and the new bytes safely at any time.
     unsafe fn exchange(&self, from: u128, to: u128) -> bool {
         let at = std::ptr::with_exposed_provenance_mut::<u128>(self.start as usize);
         if self.bytes == 8 {
-            // SAFETY: `window` aligned the address to 8 bytes, and the caller declares it writable.
+            // SAFETY: `aligned_store` aligned the address to 8 bytes, and the caller promises that
+            // the bytes are writable.
             let word = unsafe { AtomicU64::from_ptr(at.cast()) };
             word.compare_exchange(from as u64, to as u64, Ordering::SeqCst, Ordering::SeqCst)
                 .is_ok()
         } else {
-            // SAFETY: `window` aligned the address to 16 bytes and found the processor's feature;
-            // the caller declares it writable.
+            // SAFETY: `aligned_store` aligned the address to 16 bytes and checked that the
+            // processor has `cmpxchg16b`. The caller promises that the bytes are writable.
             unsafe { exchange_wide(at, from, to) }
         }
     }
 }
 
-/// Replaces 16 bytes by one `cmpxchg16b` if they equal `from`, and returns true then. The intrinsic
-/// of `core::arch` is not used, because it needs libatomic where it is not inlined.
+/// Replaces the 16 bytes at `at` by `to` with one `cmpxchg16b`. Returns false if the bytes do not
+/// equal `from`. The intrinsic of `core::arch` is not used, because it needs libatomic where it is
+/// not inlined.
 ///
 /// # Safety
-/// `at` is aligned to 16 bytes and writable, and the processor has `cmpxchg16b`.
+/// `at` must be aligned to 16 bytes and writable, and the processor must have `cmpxchg16b`.
 unsafe fn exchange_wide(at: *mut u128, from: u128, to: u128) -> bool {
     let equal: u8;
-    // SAFETY: the caller promises alignment, access and the feature; rbx, which the compiler
-    // reserves, is restored.
+    // SAFETY: the caller promises alignment, write access and the processor's feature. The code
+    // restores rbx, which the compiler reserves.
     unsafe {
         asm!(
             "xchg {low}, rbx",
@@ -237,21 +251,21 @@ unsafe fn exchange_wide(at: *mut u128, from: u128, to: u128) -> bool {
     equal != 0
 }
 
-/// Encodes `jmp rel32` from `address` to `target`. Returns `None` beyond its reach.
+/// Encodes `jmp rel32` from `address` to `target`. Returns `None` if `target` is out of reach.
 pub(super) fn jump(address: u64, target: u64) -> Option<[u8; JUMP_LEN]> {
     let distance = i128::from(target) - i128::from(address + JUMP_LEN as u64);
     let [a, b, c, d] = i32::try_from(distance).ok()?.to_le_bytes();
     Some([0xe9, a, b, c, d])
 }
 
-/// Encodes the displacement at `relative.at` for a copy of the code at `address`. Returns `None`
-/// beyond its reach.
+/// Encodes the displacement that `relative` describes, for a copy of the code that lies at
+/// `address`. Returns `None` if the memory that the instruction reads is out of reach.
 pub(super) fn displacement(address: u64, relative: &Relative) -> Option<[u8; 4]> {
     let distance = i128::from(relative.target) - i128::from(address + relative.from as u64);
     i32::try_from(distance).ok().map(i32::to_le_bytes)
 }
 
-/// Encodes `jmp *0(%rip)`, followed by the address.
+/// Encodes `jmp *0(%rip)`, followed by the address `target`.
 pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     let mut code = vec![0xff, 0x25, 0, 0, 0, 0];
     code.extend(target.to_le_bytes());
@@ -260,7 +274,7 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
 
 /// Returns the target of a jump at the beginning of `code`, which lies at `address`. Callers use it
 /// to name the library that patched a function.
-pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
+pub(super) fn jump_target(address: u64, code: &[u8; ENTRY_LEN]) -> Option<u64> {
     let skip = if code.starts_with(&[0xf3, 0x0f, 0x1e, 0xfa]) { 4 } else { 0 };
     let word = |at: usize| code[at..at + 8].try_into().map(u64::from_le_bytes).ok();
     match code[skip..] {
@@ -274,18 +288,18 @@ pub(super) fn jump_target(address: u64, code: &[u8; LOOKED_AT]) -> Option<u64> {
     }
 }
 
-/// Does nothing: on x86-64, instruction fetch sees stores by itself.
+/// Does nothing: on x86-64, instruction fetch sees stores without a flush.
 ///
 /// # Safety
-/// The bytes are mapped.
+/// The bytes must be mapped.
 pub(super) unsafe fn flush(_: u64, _: usize) {}
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn entry(bytes: &str) -> [u8; LOOKED_AT] {
-        let mut code = [0xcc; LOOKED_AT];
+    fn entry(bytes: &str) -> [u8; ENTRY_LEN] {
+        let mut code = [0xcc; ENTRY_LEN];
         for (into, byte) in code.iter_mut().zip(bytes.split_whitespace()) {
             *into = u8::from_str_radix(byte, 16).unwrap();
         }
@@ -293,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn wrappers_with_and_without_endbr64_fit_at_the_mov() {
+    fn wrappers_with_and_without_endbr64_are_patched_at_the_mov() {
         let point =
             decode(0x1000, &entry("b8 0b 00 00 00 0f 05 48 3d 01 f0 ff ff"), Some(11)).unwrap();
         assert_eq!(
@@ -308,7 +322,7 @@ mod tests {
         );
         let point = decode(0x1000, &entry("f3 0f 1e fa b8 0b 00 00 00 0f 05"), Some(11)).unwrap();
         assert_eq!((point.at, point.resume), (4, 9));
-        assert_eq!(window(0x1004), Some((0x1000, 16)));
+        assert_eq!(aligned_store(0x1004), Some((0x1000, 16)));
     }
 
     #[test]
@@ -316,7 +330,7 @@ mod tests {
         let mmap = entry("41 89 ca 41 f7 c1 ff 0f 00 00 75 14 b8 09 00 00 00 0f 05");
         let point = decode(0x1000, &mmap, Some(9)).unwrap();
         assert_eq!((point.at, point.resume, point.undo.len()), (3, 10, 0));
-        assert_eq!(window(0x1003), Some((0x1000, 8)));
+        assert_eq!(aligned_store(0x1003), Some((0x1000, 8)));
         let mremap = entry("48 83 ec 58 4c 89 44 24 40 64 48 8b 04 25 28 00 00 00");
         let point = decode(0x1000, &mremap, Some(25)).unwrap();
         assert_eq!((point.at, point.resume), (4, 9));
@@ -324,7 +338,8 @@ mod tests {
         assert_eq!(point.skipped, mremap[..9]);
     }
 
-    /// The entries are those of `libcuda.so` 535.261 and 550.163.
+    /// The moved copy of a comparison reads the same word as the original. The code is that of
+    /// functions in `libcuda.so` 535.261 and 550.163.
     #[test]
     fn moved_comparison_reads_the_same_address() {
         let code = entry("81 3d 04 35 93 01 00 ba 1c 32 74 0c ff 25 46 c0 83 01");
@@ -338,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_that_do_not_fit_are_refused_by_name() {
+    fn entries_without_a_patch_point_are_refused_with_the_reason() {
         let unlike = decode(0x1000, &entry("b8 0b 00 00 00 0f 05"), Some(12));
         assert_eq!(unlike, Err(PatchObstacle::OtherCall(11)));
         assert_eq!(

@@ -1,5 +1,5 @@
-//! Runs code on a new thread while the calling thread decides about its system calls of one kind,
-//! through a seccomp filter with a listener.
+//! Runs code on a new thread. The calling thread decides the results of the new thread's system
+//! calls of one kind, through a seccomp filter with a listener.
 
 use std::{
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
@@ -7,7 +7,8 @@ use std::{
     thread,
 };
 
-/// Runs `act` on a new thread, and lets `answer` decide about its system calls `number`.
+/// Runs `act` on a new thread, and lets `answer` decide the result of each system call with number
+/// `number` on that thread.
 ///
 /// Each of these calls waits while `answer` runs with the first argument of the call. If `answer`
 /// returns an errno, the call fails with it. If `answer` returns `None`, the call continues.
@@ -30,8 +31,8 @@ pub(crate) fn run<R: Send>(
     })
 }
 
-/// Makes these system calls wait for the returned listener, in this thread and in threads that it
-/// starts.
+/// Installs a filter for this thread and the threads that it starts. Each system call with number
+/// `number` then waits for an answer through the returned listener.
 fn filter(number: libc::c_long) -> OwnedFd {
     let instruction = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let filter = [
@@ -44,7 +45,7 @@ fn filter(number: libc::c_long) -> OwnedFd {
         instruction(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-    // SAFETY: restricts this thread; the listener is a new file.
+    // SAFETY: the calls restrict this thread only, and the listener is a new file.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
         let (mode, flags) = (libc::SECCOMP_SET_MODE_FILTER, libc::SECCOMP_FILTER_FLAG_NEW_LISTENER);
@@ -58,12 +59,12 @@ fn filter(number: libc::c_long) -> OwnedFd {
 fn answer_one(listener: &OwnedFd, answer: &mut impl FnMut(u64) -> Option<i32>) {
     let file = listener.as_raw_fd();
     let mut poll = libc::pollfd { fd: file, events: libc::POLLIN, revents: 0 };
-    // SAFETY: polls one file.
+    // SAFETY: the pointer is that of one `pollfd`, which outlives the call.
     unsafe { libc::poll(&raw mut poll, 1, 10) };
     if poll.revents & libc::POLLIN == 0 {
         return;
     }
-    // SAFETY: zeroes are a valid value, and the kernel requires them.
+    // SAFETY: all-zero bytes are a valid value, and the kernel requires them.
     let mut call: libc::seccomp_notif = unsafe { std::mem::zeroed() };
     // SAFETY: the call fills the structure.
     if unsafe { libc::ioctl(file, libc::SECCOMP_IOCTL_NOTIF_RECV, &raw mut call) } != 0 {

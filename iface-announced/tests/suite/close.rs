@@ -46,7 +46,7 @@ fn closing_is_refused_while_memory_is_announced() {
     gaudi.close().map_err(Error::from).expect("close");
 }
 
-/// REL-01
+/// REL-01: the error of a failed close returns the iface, which can be closed again.
 #[test]
 fn failed_close_hands_the_iface_back_and_can_be_repeated() {
     const FAILED: i32 = 26;

@@ -7,21 +7,26 @@ use hmem_iface_announced::{Announced, Driver};
 
 use crate::world::{Over, PAGE, World, allocate, free, moves_bytes, nic, over_both, request};
 
-/// Error codes of both vendors: failure, invalid argument, lack of resources, reset.
+/// Codes that the tests make a vendor's function return:
+///
+/// - Neuron: 1 failure, 2 invalid argument, 4 lack of resources. The crate has no name for 17.
+/// - Gaudi: 1 invalid argument, 4 out of device memory, 17 device reset. The crate has no name
+///   for 2.
 const CODES: [i32; 4] = [1, 2, 4, 17];
 
-/// Functions that may fail without an error of [`round`], with the reason.
+/// Functions of which [`round`] does not report a failure. A comment gives the reason.
 const SILENT: [&str; 5] = [
-    // Only opening the iface calls them, not the round.
+    // `round` does not call these functions. The iface calls them when it is opened.
     "nrt_get_visible_nc_count",
     "synDeviceGetCount",
     "synInitialize",
-    // They return no code.
+    // These functions return no code.
     "nrt_tensor_get_size",
     "nrt_tensor_free",
 ];
 
-/// Allocates, copies, exports and frees. Adds memory that could not be freed to `left`.
+/// Allocates memory, copies bytes, exports a dma-buf and frees the memory. Adds memory that could
+/// not be freed to `left`.
 fn round(iface: &dyn Iface, left: &mut Vec<hmem_core::Allocation>) -> Result<()> {
     let own = iface.allocate(&request(2 * PAGE))?;
     let worked = moves_bytes(iface, Address(own.base().0 + 5), 100)

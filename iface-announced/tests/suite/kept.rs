@@ -27,7 +27,7 @@ fn export_has_the_offset_and_the_bytes_of_its_range() {
         fn run<D: Driver>(&self, _: &Fake, iface: &Announced<D>, _: &World<D>) {
             let own = allocate(iface, 4 * PAGE);
             let bytes = pattern(4 * PAGE as usize);
-            // SAFETY: memory of this test.
+            // SAFETY: the test allocated the memory and frees it later.
             unsafe { iface.write(own.base(), &bytes) }.expect("write");
             for (offset, len) in [(0, 4 * PAGE), (PAGE, PAGE), (PAGE + 77, PAGE)] {
                 let part = range(own.base().0 + offset, len);
@@ -55,7 +55,7 @@ fn export_has_the_offset_and_the_bytes_of_its_range() {
     over_both(&Test);
 }
 
-/// HM-06
+/// HM-06: the iface has no dma-buf facet if the library lacks the export call.
 #[test]
 fn library_without_the_export_call_has_no_dma_bufs() {
     let profile = Profile::running().without(&["nrt_get_dmabuf_fd", "nrt_get_dmabuf_fd_v2"]);
@@ -69,7 +69,7 @@ fn library_without_the_export_call_has_no_dma_bufs() {
     free(&iface, &own).expect("free");
 }
 
-/// HM-06
+/// HM-06: the iface refuses to allocate on a first-generation Gaudi device.
 #[test]
 fn first_generation_gaudi_is_refused() {
     let fake = Fake::start(Profile { device_type: 2, ..Profile::running() });
@@ -209,7 +209,8 @@ fn closing_is_refused_while_a_dma_buf_of_freed_memory_is_in_use() {
 
 /// HM-06
 ///
-/// Another thread frees the memory after the driver exported it and before the iface returns.
+/// The iface refuses an export if another thread frees the memory after the driver has exported it
+/// and before the iface returns.
 #[test]
 fn export_that_races_with_a_free_is_refused() {
     let driver = Flagged::default();

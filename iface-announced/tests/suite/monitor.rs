@@ -14,7 +14,7 @@ use hmem_iface_announced::{Announced, Driver};
 
 use crate::world::{Over, PAGE, World, allocate, free, over_both, range};
 
-/// A subscriber that counts frees and the frees that are in progress.
+/// A subscriber that counts the frees that have begun and those that have ended.
 #[derive(Debug, Default)]
 struct Notices {
     begun: AtomicU64,
@@ -62,7 +62,7 @@ fn frees_and_withdrawals_notify_the_subscribers_of_their_range() {
             );
             let (own, other) = (allocate(iface, PAGE), allocate(iface, PAGE));
             let (theirs, handle) = (world.allocate)(iface, fake, PAGE);
-            // SAFETY: live memory of the application, which is freed with the fake.
+            // SAFETY: the memory stays allocated until the fake is dropped.
             let theirs = unsafe { iface.announce(theirs, DeviceId(0), handle) }.expect("announce");
             let [of_own, of_other, of_theirs] = [(); 3].map(|()| Arc::new(Notices::default()));
             monitor.subscribe(own.range, Arc::clone(&of_own) as _).expect("subscribe");
@@ -86,7 +86,7 @@ fn frees_and_withdrawals_notify_the_subscribers_of_their_range() {
     over_both(&Test);
 }
 
-/// MON-09
+/// MON-09: a monitor refuses subscriptions after its iface was dropped.
 #[test]
 fn monitor_of_a_dropped_iface_refuses_to_watch() {
     let fake = Fake::start(hmem_fake_accelerators::Profile::running());

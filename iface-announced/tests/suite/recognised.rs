@@ -6,7 +6,7 @@ use hmem_iface_announced::{Announced, Driver};
 
 use crate::world::{Over, PAGE, World, allocate, free, moves_bytes, over_both, request};
 
-/// HM-01 HM-02
+/// HM-01 HM-02: a query for an address returns its allocation until the allocation is freed.
 #[test]
 fn allocation_is_recognised_until_it_is_freed() {
     struct Test;
@@ -41,7 +41,8 @@ fn allocation_is_recognised_until_it_is_freed() {
     over_both(&Test);
 }
 
-/// HM-01 HM-02 HM-03
+/// HM-01 HM-02 HM-03: a query for an address returns announced memory until the memory is
+/// withdrawn.
 #[test]
 fn announced_memory_is_recognised_until_it_is_withdrawn() {
     struct Test;
@@ -49,7 +50,7 @@ fn announced_memory_is_recognised_until_it_is_withdrawn() {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, world: &World<D>) {
             let (range, handle) = (world.allocate)(iface, fake, 2 * PAGE);
             assert_eq!(iface.query(range.start()).expect("query"), None);
-            // SAFETY: live memory of the application, which is freed with the fake.
+            // SAFETY: the memory stays allocated until the fake is dropped.
             let announced =
                 unsafe { iface.announce(range, DeviceId(0), handle) }.expect("announce");
             assert_eq!(announced.range, range);
@@ -59,7 +60,7 @@ fn announced_memory_is_recognised_until_it_is_withdrawn() {
             assert_eq!(iface.query(Address(range.start().0 + 2 * PAGE)).expect("query"), None);
             moves_bytes(iface, Address(range.start().0 + 100), 5000).expect("copy");
 
-            // SAFETY: refused.
+            // SAFETY: the call must fail, so the memory is not announced.
             let twice = unsafe { iface.announce(range, DeviceId(0), handle) }.unwrap_err();
             assert_eq!(twice.kind(), ErrorKind::InvalidArgument);
             let error = free(iface, &announced).unwrap_err();
@@ -79,7 +80,7 @@ fn announced_memory_is_recognised_until_it_is_withdrawn() {
     over_both(&Test);
 }
 
-/// HM-05
+/// HM-05: each kind of invalid request fails with its own error kind.
 #[test]
 fn invalid_requests_are_refused_with_their_own_kinds() {
     struct Test;
@@ -102,11 +103,11 @@ fn invalid_requests_are_refused_with_their_own_kinds() {
             assert_eq!(refused(&|request| request.len = 1 << 60), ErrorKind::OutOfResources);
             assert_eq!(refused(&|request| request.len = u64::MAX), ErrorKind::OutOfResources);
             let (range, handle) = (world.allocate)(iface, fake, PAGE);
-            // SAFETY: refused.
+            // SAFETY: the call must fail, so the memory is not announced.
             let error = unsafe { iface.announce(range, DeviceId(99), handle) }.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             let empty = AddressRange::new(range.start(), 0).expect("a range");
-            // SAFETY: refused.
+            // SAFETY: the call must fail, so the memory is not announced.
             let error = unsafe { iface.announce(empty, DeviceId(0), handle) }.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::ZeroLength);
             assert_eq!(iface.query(range.start()).expect("query"), None);
@@ -121,12 +122,12 @@ fn copies_between_two_allocations_go_through_host_memory() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, _: &Fake, iface: &Announced<D>, _: &World<D>) {
-            // Longer than the host buffer.
+            // The copy is longer than the host buffer.
             let len = (3 << 20) + 77;
             let (from, to) = (allocate(iface, len), allocate(iface, len));
             let bytes = crate::world::pattern(len as usize);
             let mut back = vec![0; len as usize];
-            // SAFETY: memory of this test, freed below.
+            // SAFETY: the test allocated the memory and frees it below.
             unsafe {
                 iface.write(from.base(), &bytes).expect("write");
                 iface.copy(to.base(), from.base(), len).expect("copy");
@@ -136,7 +137,7 @@ fn copies_between_two_allocations_go_through_host_memory() {
             // Overlapping copies behave like memmove.
             let (shift, rest) = (1_000_001, len - 1_000_001);
             for (target, source) in [(shift, 0), (0, shift)] {
-                // SAFETY: memory of this test, freed below.
+                // SAFETY: the test allocated the memory and frees it below.
                 unsafe {
                     iface.write(from.base(), &bytes).expect("write");
                     let (to, from) =
@@ -170,7 +171,7 @@ fn flush_without_a_driver_call_is_refused() {
     over_both(&Test);
 }
 
-/// HM-15
+/// HM-15: the error for a facet that the iface lacks names the reason.
 #[test]
 fn missing_facet_has_a_reason() {
     struct Test;
@@ -180,7 +181,7 @@ fn missing_facet_has_a_reason() {
             for facet in [Facet::CopyEngine, Facet::PeerMemory, Facet::HostRegistrar, Facet::Ipc] {
                 let error = iface.unavailable(facet);
                 assert_eq!(error.kind(), ErrorKind::Unsupported);
-                assert!(error.context_value("reason").is_some(), "{error}");
+                assert!(error.context_value("why").is_some(), "{error}");
             }
         }
     }

@@ -17,21 +17,21 @@ pub(crate) trait Over {
     fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, world: &World<D>);
 }
 
-/// Allocates as the application does, without the iface.
+/// Function that allocates memory with the vendor's call, as an application does.
 type AllocateAsApplication<D> =
     fn(&Announced<D>, &Fake, u64) -> (AddressRange, <D as Driver>::Handle);
 
-/// The parts of the suite that differ between Neuron and Gaudi.
+/// Values and functions that differ between the tests of Neuron and of Gaudi.
 pub(crate) struct World<D: Driver> {
     pub(crate) allocate: AllocateAsApplication<D>,
-    /// Names of the functions of the vendor's library.
+    /// Names of the functions that the vendor's library must have.
     pub(crate) symbols: &'static [&'static str],
 }
 
 /// Runs a test over the Neuron iface and over the Gaudi iface.
 pub(crate) fn over_both(test: &impl Over) {
     over_neuron(Profile::running(), test);
-    // An older library, without the second version of the export call.
+    // This is an older library, which lacks the second version of the export call.
     over_neuron(Profile::running().without(&["nrt_get_dmabuf_fd_v2"]), test);
     let fake = Fake::start(Profile::running());
     let iface = gaudi(&fake).expect("a Gaudi device");
@@ -114,7 +114,7 @@ pub(crate) fn allocate(iface: &dyn Iface, len: u64) -> Allocation {
 
 /// Frees memory that the calling test no longer uses.
 pub(crate) fn free(iface: &dyn Iface, allocation: &Allocation) -> Result<()> {
-    // SAFETY: nothing uses the memory of these tests.
+    // SAFETY: the calling test no longer uses the memory.
     unsafe { iface.free(allocation) }
 }
 
@@ -131,7 +131,7 @@ pub(crate) fn pattern(len: usize) -> Vec<u8> {
 pub(crate) fn moves_bytes(iface: &dyn Iface, at: Address, len: usize) -> Result<()> {
     let bytes = pattern(len);
     let mut back = vec![0; len];
-    // SAFETY: memory of these tests, which is not freed meanwhile.
+    // SAFETY: the calling test keeps the memory allocated during the call.
     unsafe {
         iface.write(at, &bytes)?;
         iface.read(at, &mut back)?;

@@ -1,11 +1,11 @@
 //! Functions of the driver that free memory, with the memory that a call frees.
 
-/// Arguments of a call, each in one register.
+/// Arguments of a call, one for each register that passes integer arguments.
 pub(super) type Args = [usize; 6];
 
 /// The memory that a call of a driver function frees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Takes {
+pub(super) enum Freed {
     /// The allocation that the first argument points to.
     Pointed,
     /// The allocation that the first argument points to. The argument is a pointer of 32 bits.
@@ -15,7 +15,7 @@ pub(super) enum Takes {
 }
 
 macro_rules! functions {
-    ($($name:ident: $takes:expr;)+) => {
+    ($($name:ident: $freed:expr;)+) => {
         /// A function of the driver that frees memory.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
@@ -23,7 +23,7 @@ macro_rules! functions {
         pub(super) enum Function { $($name,)+ }
 
         impl Function {
-            /// All functions, in the order of their numbers.
+            /// All functions, in the order of their declaration.
             pub(super) const ALL: [Self; [$(stringify!($name)),+].len()] = [$(Self::$name),+];
 
             /// Returns the name of the exported function.
@@ -32,36 +32,36 @@ macro_rules! functions {
             }
 
             /// Returns the memory that a call frees.
-            pub(super) const fn takes(self) -> Takes {
-                match self { $(Self::$name => $takes,)+ }
+            pub(super) const fn freed(self) -> Freed {
+                match self { $(Self::$name => $freed,)+ }
             }
         }
     };
 }
 
 functions! {
-    cuMemFree: Takes::PointedLow;
-    cuMemFree_v2: Takes::Pointed;
-    cuMemFreeHost: Takes::Pointed;
-    cuMemFreeAsync: Takes::Pointed;
-    cuMemFreeAsync_ptsz: Takes::Pointed;
-    cuIpcCloseMemHandle: Takes::Pointed;
-    cuCtxDestroy: Takes::Anything;
-    cuCtxDestroy_v2: Takes::Anything;
-    cuCtxDetach: Takes::Anything;
-    cuDevicePrimaryCtxRelease: Takes::Anything;
-    cuDevicePrimaryCtxRelease_v2: Takes::Anything;
-    cuDevicePrimaryCtxReset: Takes::Anything;
-    cuDevicePrimaryCtxReset_v2: Takes::Anything;
-    cuGreenCtxDestroy: Takes::Anything;
-    cuModuleUnload: Takes::Anything;
-    cuLibraryUnload: Takes::Anything;
-    cuGraphicsUnmapResources: Takes::Anything;
-    cuGraphicsUnmapResources_ptsz: Takes::Anything;
-    cuGraphicsUnregisterResource: Takes::Anything;
-    cuGLUnmapBufferObject: Takes::Anything;
-    cuGLUnmapBufferObjectAsync: Takes::Anything;
-    cuGLUnregisterBufferObject: Takes::Anything;
+    cuMemFree: Freed::PointedLow;
+    cuMemFree_v2: Freed::Pointed;
+    cuMemFreeHost: Freed::Pointed;
+    cuMemFreeAsync: Freed::Pointed;
+    cuMemFreeAsync_ptsz: Freed::Pointed;
+    cuIpcCloseMemHandle: Freed::Pointed;
+    cuCtxDestroy: Freed::Anything;
+    cuCtxDestroy_v2: Freed::Anything;
+    cuCtxDetach: Freed::Anything;
+    cuDevicePrimaryCtxRelease: Freed::Anything;
+    cuDevicePrimaryCtxRelease_v2: Freed::Anything;
+    cuDevicePrimaryCtxReset: Freed::Anything;
+    cuDevicePrimaryCtxReset_v2: Freed::Anything;
+    cuGreenCtxDestroy: Freed::Anything;
+    cuModuleUnload: Freed::Anything;
+    cuLibraryUnload: Freed::Anything;
+    cuGraphicsUnmapResources: Freed::Anything;
+    cuGraphicsUnmapResources_ptsz: Freed::Anything;
+    cuGraphicsUnregisterResource: Freed::Anything;
+    cuGLUnmapBufferObject: Freed::Anything;
+    cuGLUnmapBufferObjectAsync: Freed::Anything;
+    cuGLUnregisterBufferObject: Freed::Anything;
 }
 
 impl Function {
@@ -70,12 +70,13 @@ impl Function {
         Self::ALL.into_iter().find(|function| function.symbol() == symbol)
     }
 
-    /// Returns the pointer that a call frees. The driver ignores a null pointer.
+    /// Returns the pointer that a call frees, or `None` if the call frees more than one allocation.
+    /// The driver ignores a null pointer.
     pub(super) const fn pointer(self, args: &Args) -> Option<u64> {
-        match self.takes() {
-            Takes::Pointed => Some(args[0] as u64),
-            Takes::PointedLow => Some(args[0] as u32 as u64),
-            Takes::Anything => None,
+        match self.freed() {
+            Freed::Pointed => Some(args[0] as u64),
+            Freed::PointedLow => Some(args[0] as u32 as u64),
+            Freed::Anything => None,
         }
     }
 }

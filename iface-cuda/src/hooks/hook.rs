@@ -33,7 +33,7 @@ pub(super) struct CudaHookState {
     probes: AtomicU64,
 }
 
-// SAFETY: all-zero bytes are an empty table and no arrivals, and both are accessed by atomics
+// SAFETY: all-zero bytes are an empty table and a count of 0, and both are accessed by atomics
 // alone.
 unsafe impl Wipeable for CudaHookState {}
 
@@ -48,19 +48,20 @@ impl HasTable for CudaHookState {
 /// the result.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
-type Ask =
+type QueryFunction =
     unsafe extern "C" fn(u32, *mut CuPointerAttribute, *mut *mut c_void, CuDevicePtr) -> CuResult;
 
 /// State and subscribers of the hooks.
 pub(super) static REGISTRY: HookRegistry<CudaHookState> = HookRegistry::new();
 
-/// For each [`Function`], the address behind the instruction that the patch replaced. A call of the
-/// original function continues there.
+/// For each [`Function`], the address of the instruction after the one that the patch replaced. A
+/// call of the original function continues there.
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
     [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
-/// Address of `cuPointerGetAttributes` in the patched library, by which hooks query the driver.
-static ASK: AtomicUsize = AtomicUsize::new(0);
+/// Address of `cuPointerGetAttributes` in the patched library. Hooks call the function to query the
+/// freed range.
+static QUERY_FUNCTION: AtomicUsize = AtomicUsize::new(0);
 
 /// The address of this static is the argument of probe calls (see [`probe`]). The driver has no
 /// memory at this address.
@@ -72,9 +73,9 @@ pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }
 
-/// Sets the function by which hooks query the driver.
-pub(super) fn ask_by(ask: Ask) {
-    ASK.store((ask as *const ()).expose_provenance(), Ordering::Release);
+/// Sets the function that hooks call to query the freed range.
+pub(super) fn set_query_function(query: QueryFunction) {
+    QUERY_FUNCTION.store((query as *const ()).expose_provenance(), Ordering::Release);
 }
 
 macro_rules! hooks {
@@ -93,7 +94,7 @@ pub(super) fn hook_of(function: Function) -> usize {
 /// Hook of one [`Function`], to which the patched entry of the function jumps.
 ///
 /// # Safety
-/// The arguments are valid for the function with the number `FUNCTION` in [`Function::ALL`].
+/// The arguments must be valid for the function with the number `FUNCTION` in [`Function::ALL`].
 unsafe extern "C" fn hook<const FUNCTION: usize>(
     a: usize,
     b: usize,
@@ -110,7 +111,7 @@ unsafe extern "C" fn hook<const FUNCTION: usize>(
 /// true if the hook was reached.
 ///
 /// # Safety
-/// The patch of the entry is in place.
+/// The patch of the entry must be in place.
 pub(super) unsafe fn probe(subscribers: &Subscribers<CudaHookState>, entry: usize) -> bool {
     let probes = &subscribers.shared().probes;
     let before = probes.load(Ordering::SeqCst);
@@ -126,7 +127,7 @@ pub(super) unsafe fn probe(subscribers: &Subscribers<CudaHookState>, entry: usiz
 /// Runs a call that reached a hook, and notifies the subscribers unless the call is a probe.
 ///
 /// # Safety
-/// The arguments are valid for the function.
+/// The arguments must be valid for the function.
 #[inline(always)]
 unsafe fn hooked(function: Function, args: Args) -> usize {
     let Some(subscribers) = REGISTRY.subscribers() else {
@@ -152,7 +153,7 @@ unsafe fn hooked(function: Function, args: Args) -> usize {
 /// Calls the original function, and notifies the subscribers before and after the call.
 ///
 /// # Safety
-/// The arguments are valid for the function.
+/// The arguments must be valid for the function.
 #[inline(never)]
 unsafe fn notified(pass: &TableReadGuard<'_>, function: Function, args: Args) -> usize {
     let Some(range) = freed_by(function, &args) else {
@@ -166,8 +167,8 @@ unsafe fn notified(pass: &TableReadGuard<'_>, function: Function, args: Args) ->
     // SAFETY: the caller called the function with these arguments.
     let result = unsafe { original(function, args) };
     pass.each(|slot, invalidator| {
-        // SAFETY: the guard returns the same slots each time, and `invalidate_start` wrote this
-        // one.
+        // SAFETY: the guard returns the same slots each time, and the call of `invalidate_start`
+        // above wrote this slot.
         invalidator.invalidate_end(unsafe { changes[slot].assume_init_read() });
     });
     result
@@ -185,32 +186,33 @@ fn freed_by(function: Function, args: &Args) -> Option<AddressRange> {
 }
 
 fn allocation_at(pointer: u64) -> Option<AddressRange> {
-    let ask = ASK.load(Ordering::Acquire);
-    if ask == 0 {
+    let address = QUERY_FUNCTION.load(Ordering::Acquire);
+    if address == 0 {
         return None;
     }
-    // SAFETY: `ask_by` stored the address of a function of this type.
-    let ask: Ask = unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(ask)) };
+    // SAFETY: `set_query_function` stored the address of a function of this type.
+    let query: QueryFunction =
+        unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(address)) };
     let mut attributes =
         [sys::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE];
     let mut values = [0u64; 2];
     let mut places = values.each_mut().map(|value| ptr::from_mut(value).cast::<c_void>());
-    // SAFETY: both arrays have two elements, and each attribute has a place of 8 bytes. The address
-    // is only looked up, never dereferenced.
-    let code = unsafe { ask(2, attributes.as_mut_ptr(), places.as_mut_ptr(), pointer) };
+    // SAFETY: both arrays have two elements, and each output has room for 8 bytes. The address is
+    // only looked up, never dereferenced.
+    let code = unsafe { query(2, attributes.as_mut_ptr(), places.as_mut_ptr(), pointer) };
     let range = clamped(values[0], values[1]);
     (code.is_success() && range.contains(Address(pointer))).then_some(range)
 }
 
-/// Calls the original function, behind the patch of its entry.
+/// Calls the original function at the instruction after the patch.
 ///
 /// # Safety
-/// The arguments are valid for the function.
+/// The arguments must be valid for the function.
 #[inline(always)]
 unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
-    // SAFETY: the patch plan wrote the address behind the replaced instruction before it stored the
-    // patch, and only a patched entry leads here.
+    // SAFETY: the patch plan wrote the address of the instruction after the replaced one before it
+    // stored the patch, and only a patched entry leads here.
     let original: Call =
         unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: the caller called the function with these arguments.

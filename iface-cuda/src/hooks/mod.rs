@@ -80,7 +80,7 @@ pub struct FreeHooks {
 }
 
 /// Address of the first hooked function, which identifies the patched library. Only one library of
-/// a process is hooked. It is set before any other state of the hooks is written.
+/// a process is hooked. The address is set before any other state of the hooks.
 static LIBRARY: AtomicUsize = AtomicUsize::new(0);
 
 impl FreeHooks {
@@ -150,7 +150,7 @@ fn claim(functions: &Functions) -> Result<()> {
         error.context("why", why).remedy(NAME.fallback_hint)
     };
     let Some((_, first)) = entries(functions).next() else {
-        return Err(refused("it has none of the functions"));
+        return Err(refused("the library exports no function that frees memory"));
     };
     let claimed = LIBRARY.compare_exchange(0, first, Ordering::AcqRel, Ordering::Acquire);
     if claimed.is_err_and(|theirs| theirs != first) {
@@ -179,6 +179,6 @@ fn plan(functions: &Functions) -> Result<Patches> {
     // hook has an `original` of its own, which no call uses yet: nothing is patched before the plan
     // is kept.
     let patches = unsafe { Patches::plan(NAME, &targets) }?;
-    hook::ask_by(functions.pointer_get_attributes);
+    hook::set_query_function(functions.pointer_get_attributes);
     Ok(patches)
 }

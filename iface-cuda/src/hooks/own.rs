@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// Ids of the threads that are in a call of [`without_notifying`]; 0 is a free element. If no
+/// Ids of the threads that are in a call of [`without_notifying`]; 0 marks a free element. If no
 /// element is free, the hook notifies as for any other call and so invalidates more than necessary.
 static CALLERS: [AtomicI32; 16] = [const { AtomicI32::new(0) }; 16];
 

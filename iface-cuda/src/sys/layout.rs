@@ -45,11 +45,11 @@ handles! {
     CuEvent,
 }
 
-/// `CUmemLocation`: place of physical memory.
+/// `CUmemLocation`: location of physical memory.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CuMemLocation {
-    /// Type of the place: a `CU_MEM_LOCATION_TYPE_*`.
+    /// Type of the location: a `CU_MEM_LOCATION_TYPE_*`.
     pub kind: c_uint,
     /// Ordinal of the device.
     pub id: c_int,
@@ -102,7 +102,7 @@ macro_rules! constants {
     ($($(#[doc = $doc:literal])+ $name:ident: $type:ty = $value:literal;)+) => {
         $($(#[doc = $doc])+ pub const $name: $type = $value;)+
 
-        /// All constants of this module: name in `cuda.h`, and value.
+        /// All constants of this module, each with its name in `cuda.h` and its value.
         pub const CONSTANTS: &[(&str, u64)] = &[$((stringify!($name), $name as u64)),+];
     };
 }
@@ -117,11 +117,11 @@ constants! {
     CU_POINTER_ATTRIBUTE_SYNC_MEMOPS: CuPointerAttribute = 6;
     /// Number of the allocation (`unsigned long long`), unique in the process.
     CU_POINTER_ATTRIBUTE_BUFFER_ID: CuPointerAttribute = 7;
-    /// A boolean.
+    /// Boolean: the memory was allocated by `cuMemAllocManaged`.
     CU_POINTER_ATTRIBUTE_IS_MANAGED: CuPointerAttribute = 8;
     /// Ordinal of the memory's device, as `int`. Negative if the memory belongs to no device.
     CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: CuPointerAttribute = 9;
-    /// A boolean.
+    /// Boolean: `cuIpcGetMemHandle` accepts the memory.
     CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: CuPointerAttribute = 10;
     /// First address of the allocation; for VMM memory, of the reservation.
     CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: CuPointerAttribute = 11;
@@ -182,7 +182,7 @@ constants! {
     CU_MEM_LOCATION_TYPE_DEVICE: u32 = 1;
     /// The memory is pinned on its device.
     CU_MEM_ALLOCATION_TYPE_PINNED: u32 = 1;
-    /// Queries the minimum granularity of sizes and addresses.
+    /// Option of `cuMemGetAllocationGranularity`: returns the minimum granularity.
     CU_MEM_ALLOC_GRANULARITY_MINIMUM: u32 = 0;
     /// Reads and writes are allowed.
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE: u32 = 3;
@@ -199,6 +199,6 @@ constants! {
     CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES: u32 = 200;
     /// Makes the writes visible to the current context.
     CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX: u32 = 0;
-    /// The flush ends when the owner of the memory sees the writes.
+    /// The flush ends when the device that owns the memory sees the writes.
     CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER: u32 = 100;
 }

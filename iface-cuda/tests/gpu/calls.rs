@@ -147,7 +147,7 @@ fn calls<T>(ask: impl FnOnce() -> hmem_core::Result<T>) -> Outcome<(T, u64)> {
 /// Returns true if the first query and the next one make the expected number of driver calls. A
 /// query makes one call, and the first query of page-locked memory makes more. For memory with a
 /// context and without a legacy IPC handle, a query also retains and releases the VMM handle.
-pub(crate) fn owed(first: u64, then: u64, kind: Option<AllocationKind>) -> bool {
+pub(crate) fn has_expected_calls(first: u64, then: u64, kind: Option<AllocationKind>) -> bool {
     let (most_first, most) = match kind {
         Some(AllocationKind::Host | AllocationKind::HostRegistered) => (FIRST, 1),
         Some(AllocationKind::Device | AllocationKind::Virtual) => (3, 3),
@@ -170,7 +170,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
         let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
         let range = AddressRange::new(start, 8192).expect("no wrap");
         let cuda = open(driver, CudaMonitorKind::Identity)?;
-        // SAFETY: the memory stays until it is released below.
+        // SAFETY: the memory stays mapped until its page-locking ends below.
         unsafe { driver.cuda.host_register(range) }?;
         let row = attempt(|| asked(driver, &cuda, start, Some(AllocationKind::HostRegistered)));
         let row = and(row, driver.cuda.host_unregister(range).map_err(Failure::from));
@@ -188,7 +188,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
 
     let columns = ["memory", "by identity", "with hooks"];
     report.table("Driver calls of a cached hit", &columns);
-    // VMM memory is never a hit.
+    // VMM memory is never cached, so it has no hits.
     for kind in KINDS.into_iter().filter(|kind| *kind != AllocationKind::Virtual) {
         report.row(&[kind.name()], || {
             driver.with(1 << 20, kind, |memory| {
@@ -233,8 +233,8 @@ fn monitored(
     and(outcome, close(cuda))
 }
 
-/// Measures the driver calls of two queries with a current context, and of one without. The last
-/// number has no expected value, since some drivers need more calls without a context.
+/// Counts the driver calls of two queries with a current context, and of one query without a
+/// context. The last count has no expected value, since some drivers then need more calls.
 fn asked(
     driver: &Driver,
     cuda: &Cuda,
@@ -250,7 +250,8 @@ fn asked(
     };
     let (first, then) = driver.in_context(|| Ok((ask()?, ask()?)))?;
     let without = ask()?;
-    let verdict = if owed(first, then, kind) { String::new() } else { ": NOT MET".to_owned() };
+    let verdict =
+        if has_expected_calls(first, then, kind) { String::new() } else { ": NOT MET".to_owned() };
     let without = if without <= then {
         without.to_string()
     } else {

@@ -16,7 +16,7 @@ use crate::report::{Failure, Outcome, and, attempt};
 /// Length in bytes that every device must be able to allocate.
 const OWED: u64 = 64 << 20;
 
-/// Device attributes that determine how a NIC can reach the memory.
+/// Device attributes that determine how a NIC can reach the device's memory.
 pub(crate) const ATTRIBUTES: [(CuDeviceAttribute, &str); 8] = [
     (sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, "DMA_BUF_SUPPORTED"),
     (sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED, "GPU_DIRECT_RDMA_SUPPORTED"),
@@ -119,7 +119,8 @@ impl Driver {
         self.fake.is_some()
     }
 
-    /// Returns true if the driver is a real one, so that times are compared with the requirements.
+    /// Returns true if the driver is not the fake. Only then the report compares times with the
+    /// requirements.
     pub(crate) fn is_real(&self) -> bool {
         self.real
     }
@@ -149,8 +150,10 @@ impl Driver {
     }
 
     /// Allocates memory for a measurement, and frees it afterwards even if the measurement fails.
-    /// If the device does not support the kind of memory, or cannot allocate more than [`OWED`],
-    /// the measurement is skipped and does not fail.
+    ///
+    /// The measurement is skipped, and does not fail, in two cases:
+    /// - The device does not support the kind of memory.
+    /// - The device is out of memory, and `len` is greater than [`OWED`].
     pub(crate) fn with<T>(
         &self,
         len: u64,
@@ -169,7 +172,7 @@ impl Driver {
             Err(error) => return Err(error.into()),
         };
         let outcome = attempt(|| run(&memory));
-        // SAFETY: nothing uses it any longer.
+        // SAFETY: nothing uses the memory any longer.
         let freed = unsafe { self.cuda.free(&memory) };
         and(outcome, freed.map_err(Failure::from))
     }

@@ -44,8 +44,8 @@ pub(crate) fn write(
     ));
 }
 
-/// Measures the exports of an allocation for one row. The first exports precede the count of open
-/// fds, since the driver opens files of its own then.
+/// Measures the exports of an allocation for one row of the report. Counts open fds only after the
+/// first exports, at which the driver opens files of its own.
 fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     let (first, _) = (
         export(driver, memory, DmaBufMapping::Default)?,
@@ -57,7 +57,7 @@ fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     let left = open_fds() as i64 - before as i64;
     let vmm =
         driver.attribute(sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) == "1";
-    let owed = driver.cuda.capability().dma_buf && owed_of(memory.kind, vmm);
+    let owed = driver.cuda.capability().dma_buf && must_export(memory.kind, vmm);
     let says = driver.attribute(sys::CU_DEVICE_ATTRIBUTE_DMA_BUF_MMAP_SUPPORTED) == "1";
     let maps = first.as_ref().map(|(_, maps)| maps.clone()).unwrap_or_default();
     let (maps, mapped) = mappable(maps, owed && says && first.is_ok());
@@ -71,13 +71,13 @@ fn row(driver: &Driver, memory: &Allocation) -> Outcome<Row> {
     Ok(Row::new([cell(first), cell(again), pcie, maps, left.to_string()]).met(met))
 }
 
-/// Returns true if a device with dma-bufs is required to export a kind of memory. VMM memory is
-/// required if GPUDirect RDMA can reach it (`vmm`).
-pub(crate) fn owed_of(kind: AllocationKind, vmm: bool) -> bool {
+/// Returns true if a device with dma-bufs is required to export a kind of memory. `vmm` states that
+/// GPUDirect RDMA can reach VMM memory, which is then required too.
+pub(crate) fn must_export(kind: AllocationKind, vmm: bool) -> bool {
     kind == AllocationKind::Device || kind == AllocationKind::Virtual && vmm
 }
 
-/// Returns true if both exports have the expected result.
+/// Returns true if both exports succeeded, or if no success is required.
 pub(crate) fn exported<T, E>(owed: bool, first: &Result<T, E>, again: &Result<T, E>) -> bool {
     !owed || (first.is_ok() && again.is_ok())
 }

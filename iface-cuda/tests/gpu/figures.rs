@@ -15,7 +15,7 @@ use crate::{
     report::{Failure, Outcome, Report, Row},
 };
 
-/// Required share of the driver's own copy bandwidth.
+/// Share of the bandwidth of `cuMemcpy` that a copy of the iface must reach.
 const OWED: f64 = 0.95;
 
 /// Length in bytes from which a copy must reach the required share of the bandwidth.
@@ -103,8 +103,8 @@ pub(crate) fn copies(driver: &Driver, extent: Extent, locked: bool, report: &mut
     }
 }
 
-/// Measures rounds of one copy by the iface and one by `cuMemcpy`. The two begin the rounds
-/// alternately. Returns the medians without the first round.
+/// Measures copies in rounds: one by the iface and one by `cuMemcpy`, which alternate in going
+/// first. Returns the median times, and ignores the first round.
 fn copy(driver: &Driver, extent: Extent, to: Address, from: Address, len: u64) -> Outcome<Row> {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=extent.repetitions {
@@ -128,7 +128,8 @@ fn copy(driver: &Driver, extent: Extent, to: Address, from: Address, len: u64) -
     Ok(Row::new(figures.into_iter().chain([verdict.to_owned()])).met(met))
 }
 
-/// Returns the ratio as text, and true if it reaches the required share.
+/// Returns the verdict on a ratio as text, and false if the ratio is below the required share. A
+/// ratio of the fake driver or of a short copy is not judged.
 pub(crate) fn judged(ratio: f64, len: u64, real: bool) -> (&'static str, bool) {
     match ratio {
         _ if !real || len < OWED_FROM => ("not judged", true),
@@ -139,7 +140,7 @@ pub(crate) fn judged(ratio: f64, len: u64, real: bool) -> (&'static str, bool) {
 
 /// Measures queries of memory that does not belong to CUDA.
 pub(crate) fn cost_of_the_system(driver: &Driver, extent: Extent, report: &mut Report<'_>) {
-    report.table("Cost of queries: memory of the system", &["of", "whose is it, ns"]);
+    report.table("Cost of queries: memory of the system", &["of", "query, ns"]);
     report.row(&["the stack"], || {
         let on_the_stack = 0u8;
         let host = Address::of_ptr(&on_the_stack);
@@ -160,7 +161,7 @@ pub(crate) fn costs(
     let columns = [
         "kind",
         "size",
-        "whose is it, ns",
+        "query, ns",
         "is it still there, ns",
         "segments, ns",
         "export and release, us",
@@ -192,7 +193,7 @@ pub(crate) fn costs(
     }
 }
 
-/// Measures batches of calls of `run`. Returns the median time of one call, without the first
+/// Measures batches of calls of `run`. Returns the median time of one call, and ignores the first
 /// batch.
 fn nanos(extent: Extent, mut run: impl FnMut() -> Outcome<()>) -> Result<String, Failure> {
     const EACH: u32 = 1000;

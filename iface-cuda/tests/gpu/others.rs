@@ -31,7 +31,7 @@ fn exports(driver: &Driver, range: AddressRange) -> Outcome<[String; 3]> {
         let export = cuda.export_dma_buf(range, &nic(), DmaBufMapping::Default)?;
         cuda.release_dma_buf(export)
     };
-    // The driver opens its own files at the first export.
+    // The first export makes the driver open files of its own, so the fds are counted after it.
     said(dma_buf())?;
     let before = open_fds();
     let dma_buf = said(dma_buf())?;
@@ -48,7 +48,7 @@ pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
     let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
     report.row(&["page-locked", "refused: unsupported"], || {
         let range = AddressRange::new(start, 8192).expect("no wrap");
-        // SAFETY: the memory stays until it is released below.
+        // SAFETY: the memory stays mapped until its page-locking ends below.
         unsafe { driver.cuda.host_register(range) }?;
         let cells = attempt(|| exports(driver, range));
         let cells = and(cells, driver.cuda.host_unregister(range).map_err(Failure::from))?;

@@ -27,7 +27,7 @@ impl Failure {
         &self.text
     }
 
-    /// Prefixes the text with `before`.
+    /// Prefixes the text of the failure with `before`.
     pub(crate) fn after(self, before: impl Display) -> Self {
         Self { text: format!("{before}: {}", self.text), ..self }
     }
@@ -45,7 +45,7 @@ impl From<hmem_core::Error> for Failure {
     }
 }
 
-/// Result of a measurement.
+/// Result of a measurement, which is one row of a table.
 #[derive(Debug)]
 pub(crate) struct Row {
     cells: Vec<String>,
@@ -133,7 +133,8 @@ impl<'a> Report<'a> {
         self.line(format_args!("| {} | {cells} |", of.join(" | ")));
     }
 
-    /// Counts a failure, and formats it for a row.
+    /// Returns the text of a failure for the report. Counts the failure, unless the machine lacks
+    /// what the measurement needs.
     fn failed(&mut self, failure: Failure) -> String {
         let text = failure.text.replace('|', "\\|").replace('\n', " ");
         if failure.lacking {

@@ -7,9 +7,9 @@ use hmem_iface_cuda::sys::Functions;
 
 use crate::{
     Part,
-    calls::{COUNTED, owed},
+    calls::{COUNTED, has_expected_calls},
     driver::Driver,
-    exports::{exported, mappable, owed_of},
+    exports::{exported, mappable, must_export},
     figures::{judged, reused},
     others,
     report::{Report, Row, attempt},
@@ -37,7 +37,8 @@ pub(crate) fn show(parts: &[Part], print: bool) {
     );
 }
 
-/// Failures, panics and insufficient figures are counted, and all other rows are written.
+/// The report contains every row. It counts rows that fail, panic or miss their requirement as
+/// failures. It does not count rows that the machine cannot measure.
 fn rows() {
     let mut out = Vec::new();
     let mut report = Report::new(&mut out);
@@ -63,12 +64,21 @@ fn verdicts() {
     assert_eq!(judged(0.5, (1 << 20) - 1, true), ("not judged", true));
     assert_eq!(judged(0.5, 1 << 20, false), ("not judged", true));
     assert_eq!((reused(0), reused(7)), ("0: nothing is shown".into(), "7".into()));
-    let of_vmm = [true, false].map(|vmm| owed_of(hmem_core::AllocationKind::Virtual, vmm));
+    let of_vmm = [true, false].map(|vmm| must_export(hmem_core::AllocationKind::Virtual, vmm));
     assert_eq!(of_vmm, [true, false], "VMM memory as the device reports it");
     let (host, device) =
         (Some(hmem_core::AllocationKind::Host), Some(hmem_core::AllocationKind::Device));
-    assert!(owed(1, 1, None) && owed(4, 1, host) && owed(3, 3, device));
-    assert!(!owed(2, 1, None) && !owed(5, 1, host) && !owed(1, 2, host) && !owed(1, 4, device));
+    assert!(
+        has_expected_calls(1, 1, None)
+            && has_expected_calls(4, 1, host)
+            && has_expected_calls(3, 3, device)
+    );
+    assert!(
+        !has_expected_calls(2, 1, None)
+            && !has_expected_calls(5, 1, host)
+            && !has_expected_calls(1, 2, host)
+            && !has_expected_calls(1, 4, device)
+    );
     let table = Functions::SYMBOLS.len() + Functions::OPTIONAL_SYMBOLS.len();
     assert_eq!(COUNTED, table, "each function of the table counts");
     let cells = |dma_buf: &str, left: &str| [dma_buf, "refused: 801", left].map(str::to_owned);
@@ -98,7 +108,7 @@ fn run(library: &Path, fault: &str, parts: &[&str]) -> (Option<i32>, String) {
         .env("HMEM_CUDA_LIBRARY", library)
         .env("HMEM_FAKE_CUDA", format!("580-open;{fault}"))
         .output()
-        .expect("it runs");
+        .expect("the program starts");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!said.contains("panicked"), "{said}");
     (output.status.code(), String::from_utf8(output.stdout).expect("text"))
@@ -113,7 +123,7 @@ fn fake() -> std::path::PathBuf {
     library
 }
 
-/// A call that always fails affects only the rows that make it.
+/// A driver call that always fails affects only the report rows that make this call.
 fn faults() {
     for (fault, failing, code, part) in [
         ("cuMemHostAlloc=1", "page-locked", "CUDA_ERROR_INVALID_VALUE (1)", "copies-page-locked"),
@@ -159,7 +169,7 @@ fn gdrcopy() {
             .env("HMEM_FAKE_CUDA", "580-open")
             .env("LD_LIBRARY_PATH", &folder)
             .output()
-            .expect("it runs");
+            .expect("the program starts");
         let report = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.code() == Some(wanted) && report.contains(words), "{report}");
     };
@@ -167,7 +177,7 @@ fn gdrcopy() {
     std::fs::write(&place, "not a library").expect("a file");
     run("- GDRCopy: absent: ", 0);
     std::fs::remove_file(&place).expect("written just now");
-    // The fake has the functions, and refuses to pin.
+    // The fake driver library also has the functions of GDRCopy, and refuses to pin.
     std::os::unix::fs::symlink(fake(), &place).expect("a link");
     run("- GDRCopy: FAILED: gdr_pin_buffer", 1);
     std::fs::remove_dir_all(&folder).expect("made above");

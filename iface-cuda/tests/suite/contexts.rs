@@ -1,4 +1,5 @@
-//! Calls leave the calling thread's context unchanged, and create no context without need.
+//! Tests of contexts: a call of the iface leaves the thread's context unchanged, and creates no
+//! context without need.
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest,
@@ -69,7 +70,7 @@ fn calls_on_memory_use_the_context_of_the_memory() {
         let bytes = pattern(2, 50_000);
         world.cuda.write_bytes(Address(pointer), &bytes).expect("write");
         let mut back = vec![0; bytes.len()];
-        // SAFETY: the host side lives until the event is waited for.
+        // SAFETY: the host memory stays valid until the test has waited for the event.
         let event = unsafe {
             world
                 .cuda
@@ -83,7 +84,8 @@ fn calls_on_memory_use_the_context_of_the_memory() {
             let expected = Live { allocations: 1, ..Live::default() };
             assert_eq!(live, expected, "it left no primary context, stream or event");
         }
-        // SAFETY: the host side lives until the copy has ended; the memory was allocated above.
+        // SAFETY: the host memory stays valid until the copy has ended. The test allocated the
+        // device memory above.
         unsafe {
             check((world.app.functions.ctx_push_current)(foreign));
             check((world.app.functions.mem_free)(pointer));
@@ -147,7 +149,8 @@ fn refused_allocation_leaves_no_context() {
             world.cuda.allocate(&too_much(kind)).expect_err("too much");
             assert!(world.active().is_empty(), "{}: {kind:?}", world.name);
         }
-        // A context with an allocation stays, with the stream for pools.
+        // If an allocation exists in the context, the context stays retained after a refused
+        // allocation.
         let memory = world.allocate(4096, AllocationKind::Device);
         for kind in world.kinds(&KINDS) {
             world.cuda.allocate(&too_much(kind)).expect_err("too much");
@@ -173,8 +176,8 @@ fn allocation_unknown_to_the_driver_leaves_no_context() {
 
 /// HM-05
 ///
-/// The call of one thread is refused while another thread uses the context. The context stays until
-/// the other call has ended.
+/// If the driver refuses the call of one thread while another thread uses the primary context, the
+/// context stays retained until the other call has ended.
 #[test]
 fn refused_call_does_not_release_the_context_of_another_thread() {
     over(Profile::default(), |world| {
@@ -197,8 +200,8 @@ fn refused_call_does_not_release_the_context_of_another_thread() {
 
 /// HM-05
 ///
-/// If the driver refuses to release a context, the next call releases it, or else closing the
-/// iface.
+/// If the driver refuses to release a context, the next call that uses the context releases it. If
+/// no such call follows, closing the iface does.
 #[test]
 fn refused_release_is_repeated_by_the_next_call() {
     over(Profile::default(), |world| {
@@ -228,7 +231,7 @@ fn pages() -> (Vec<u8>, AddressRange) {
 /// Page-locks and unlocks a range.
 fn page_lock(world: &World) {
     let (_memory, range) = pages();
-    // SAFETY: the memory lives until the end.
+    // SAFETY: the memory outlives the page-locking.
     unsafe { world.cuda.host_register(range) }.expect("page-locked");
     let found = world.cuda.query(range.start()).expect("query");
     assert!(
@@ -236,8 +239,8 @@ fn page_lock(world: &World) {
         "{}",
         world.name
     );
-    world.cuda.host_unregister(range).expect("undone");
-    world.cuda.host_unregister(range).expect_err("undone already");
+    world.cuda.host_unregister(range).expect("unlock");
+    world.cuda.host_unregister(range).expect_err("unlocked already");
 }
 
 /// HM-05
@@ -253,14 +256,15 @@ fn page_locking_uses_an_active_context_of_another_device() {
         check(unsafe { (world.app.functions.primary_ctx_retain)(&mut context, 1) });
         page_lock(world);
         assert_eq!(world.active(), [1], "{}", world.name);
-        // SAFETY: retained above.
+        // SAFETY: `primary_ctx_retain` above retained the context.
         check(unsafe { (world.app.functions.primary_ctx_release)(1) });
     });
 }
 
 /// HM-05
 ///
-/// If two primary contexts are active, the iface uses that of the thread's device.
+/// If two primary contexts are active, page-locking uses the context of the device whose context is
+/// current on the thread.
 #[test]
 fn page_locking_prefers_the_device_of_the_thread() {
     over(Profile::default(), |world| {
@@ -269,13 +273,14 @@ fn page_locking_prefers_the_device_of_the_thread() {
             // SAFETY: the output is writable, and the device exists.
             check(unsafe { (world.app.functions.primary_ctx_retain)(context, device as i32) });
         }
-        // SAFETY: retained above.
+        // SAFETY: `primary_ctx_retain` above retained the context.
         check(unsafe { (world.app.functions.ctx_push_current)(contexts[1]) });
         page_lock(world);
         world.app.pop();
-        // The iface has retained that context and no other.
+        // After the application's releases, only the context that the iface retained for
+        // page-locking is active.
         for device in [0, 1] {
-            // SAFETY: retained above.
+            // SAFETY: `primary_ctx_retain` above retained the context.
             check(unsafe { (world.app.functions.primary_ctx_release)(device) });
         }
         assert_eq!(world.active(), [1]);
@@ -289,23 +294,24 @@ fn page_locking_uses_the_threads_context_if_none_is_active() {
         let foreign = world.app.create_context();
         page_lock(world);
         assert!(world.active().is_empty(), "{}", world.name);
-        // A thread without a context unlocks in the context that page-locked the range.
+        // The iface unlocks the range in the context that page-locked it, even on a thread without
+        // a context.
         let (_memory, range) = pages();
-        // SAFETY: the memory lives until the end.
+        // SAFETY: the memory outlives the page-locking.
         unsafe { world.cuda.host_register(range) }.expect("page-locked");
         world.app.pop();
-        world.cuda.host_unregister(range).expect("undone");
+        world.cuda.host_unregister(range).expect("unlock");
         assert!(world.active().is_empty(), "{}", world.name);
         if let Some((driver, _)) = &world.fake {
             assert_eq!(driver.calls("cuDevicePrimaryCtxRetain"), 0);
         }
-        // The page-locking ends with its context, so that nothing is left to unlock. SAFETY:
+        // Destroying the context ends the page-locking, so that nothing is left to unlock. SAFETY:
         // `create_context` above made the context.
         check(unsafe { (world.app.functions.ctx_push_current)(foreign) });
-        // SAFETY: the memory lives until the end.
+        // SAFETY: the memory outlives the page-locking.
         unsafe { world.cuda.host_register(range) }.expect("page-locked again");
         world.app.destroy_context(foreign);
-        world.cuda.host_unregister(range).expect("gone");
+        world.cuda.host_unregister(range).expect("nothing is left to unlock");
         assert!(world.active().is_empty(), "{}", world.name);
     });
 }
@@ -317,7 +323,7 @@ fn refused_page_locking_leaves_no_context() {
         let (_memory, range) = pages();
         let foreign = world.app.create_context();
         let start = std::ptr::with_exposed_provenance_mut(range.start().0 as usize);
-        // SAFETY: the memory lives until the end.
+        // SAFETY: the memory outlives the page-locking.
         check(unsafe { (world.app.functions.mem_host_register)(start, 8192, 1) });
         world.app.pop();
         // SAFETY: the memory lives until the end of the test.
@@ -389,7 +395,7 @@ fn copy_in_the_threads_context_ends_before_its_destruction() {
         let (bytes, mut back) = (pattern(6, 5000), vec![0; 5000]);
         world.cuda.write_bytes(Address(memory.base), &bytes).expect("write");
         let to = Address::of_ptr(back.as_mut_ptr());
-        // SAFETY: the host side lives until the event is waited for.
+        // SAFETY: the host memory stays valid until the test has waited for the event.
         let event =
             unsafe { world.cuda.start_copy(to, Address(memory.base), 5000) }.expect("start");
         world.app.destroy_context(foreign);
@@ -429,7 +435,8 @@ fn query_of_memory_without_a_context_leaves_no_context() {
             driver.fail("cuMemcpyAsync", CuResult::CUDA_ERROR_UNKNOWN);
             world.cuda.write_bytes(capable.start(), &[1]).expect_err("refused");
             assert!(world.active().is_empty(), "{}", world.name);
-            // The flag for synchronous operations belongs to a context that is in use.
+            // The export sets SYNC_MEMOPS on existing contexts only. It creates no context to set
+            // the flag.
             world.cuda.export_peer_memory(capable, &nic()).expect("peer memory");
             assert!(
                 world.active().is_empty(),
@@ -472,7 +479,7 @@ fn current_context_of_another_device_is_not_used() {
             [CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED, CuResult::CUDA_ERROR_INVALID_CONTEXT]
         {
             world.driver().fail("cuCtxGetDevice", code);
-            world.cuda.physical_segments(memory.range(0, 4096)).expect("asked in another");
+            world.cuda.physical_segments(memory.range(0, 4096)).expect("segments");
         }
         assert_eq!(world.active(), [1]);
         memory.end_here(&world.app.functions, &parts);
@@ -499,10 +506,10 @@ fn flush_creates_no_context() {
         world.app.current(|driver| check(unsafe { (driver.ctx_get_current)(&mut primary) }));
         for _ in 0..3 {
             flush(world, 0);
-            assert_eq!(world.driver().flushed(), [primary], "it is there");
+            assert_eq!(world.driver().flushed(), [primary], "the primary context exists");
         }
         assert_eq!(retained(world), 2, "once by the application, once for all flushes");
-        world.app.let_go();
+        world.app.release_primary_context();
         world.app.destroy_context(foreign);
     });
 }
@@ -517,7 +524,7 @@ fn refused_flush_retains_no_context() {
         world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
         let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("refused");
         assert_eq!(error.operation(), "cuFlushGPUDirectRDMAWrites", "{error}");
-        world.app.let_go();
+        world.app.release_primary_context();
         assert!(world.active().is_empty());
     });
 }
@@ -534,11 +541,12 @@ fn query_retains_no_context_of_the_application() {
         let before = world.driver().all_calls();
         let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
         assert_eq!(found.kind, AllocationKind::Device);
-        // The query, the query of the thread's context, and six calls for the primary context.
+        // The iface makes 8 calls: the query, the query of the thread's context, and six calls for
+        // the primary context.
         assert_eq!(world.driver().all_calls() - before, 8);
-        // SAFETY: allocated above.
+        // SAFETY: the test allocated the memory above, and frees it once.
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
-        world.app.let_go();
+        world.app.release_primary_context();
         assert!(world.active().is_empty());
     });
 }
@@ -553,7 +561,7 @@ fn context_that_stays_current_is_not_destroyed() {
         world.cuda.allocate(&too_much(AllocationKind::Device)).expect_err("too much");
         world.driver().heal();
         assert_eq!(world.active(), [0]);
-        assert!(!world.app.pop().is_null(), "it was current");
+        assert!(!world.app.pop().is_null(), "the context was current");
     });
 }
 

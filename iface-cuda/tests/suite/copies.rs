@@ -63,7 +63,7 @@ fn copy_past_an_allocation_is_refused_and_moves_nothing() {
             let end = memory.base().0 + (4 << 20);
             world.cuda.write_bytes(Address(end - 1), &[7]).expect("the last byte");
             let mut bytes = [9u8; 2];
-            // SAFETY: the host side is this array; the other is checked by the iface.
+            // SAFETY: the host memory is this array, and the iface checks the device range.
             let error = unsafe {
                 world.cuda.copy(Address::of_ptr(bytes.as_mut_ptr()), Address(end - 1), 2)
             };
@@ -95,7 +95,7 @@ fn copy_of_freed_memory_never_accesses_host_memory() {
         let mut bytes = [9_u8; 64];
         let here = Address::of_ptr(bytes.as_mut_ptr());
         // SAFETY: the array is valid for the copies, which are refused before they start: the
-        // driver no longer knows the other side.
+        // driver no longer knows the memory at the other address.
         let refused = unsafe {
             [
                 world.cuda.copy(here, memory.base(), 64),
@@ -134,7 +134,7 @@ fn start(
     from: Address,
     len: u64,
 ) -> Box<dyn hmem_core::iface::CopyEvent> {
-    // SAFETY: callers keep the host side alive and unused until the event is done.
+    // SAFETY: callers keep the host memory valid and unused until the event is done.
     unsafe { world.cuda.start_copy(to, from, len) }.expect("start")
 }
 
@@ -146,7 +146,7 @@ fn asynchronous_copies_end_with_their_events() {
         let bytes = pattern(4, 1 << 20);
         let mut back = vec![0; 1 << 20];
         start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 1 << 20).wait().expect("wait");
-        // Ranges of different lengths, started together and waited for in another order.
+        // Copies of different lengths start together, and the test waits for them in another order.
         let cuts = [0, 1, 4096, 4099, 300_000, 1 << 20];
         let into = Address::of_ptr(back.as_mut_ptr()).0;
         let mut events: Vec<_> = cuts
@@ -269,8 +269,8 @@ fn close_with_a_copy_or_allocation_left_is_refused() {
 
 /// HM-03
 ///
-/// The driver does not know the memory of the iface any longer. Neither the CPU nor the driver
-/// copies it: the driver would use the address as host memory.
+/// If the driver no longer knows memory of the iface, neither the CPU nor the driver copies the
+/// memory: the driver would use the address as host memory.
 #[test]
 fn memory_unknown_to_the_driver_is_not_copied() {
     over(Profile::default(), |world| {
@@ -296,7 +296,7 @@ fn memory_unknown_to_the_driver_is_not_copied() {
             }
         }
         world.driver().heal();
-        world.cuda.write_bytes(inside, &bytes).expect("once it knows it");
+        world.cuda.write_bytes(inside, &bytes).expect("the driver knows the memory again");
         for one in [&memory, &others[0], &others[1]] {
             world.free(one);
         }
@@ -311,12 +311,12 @@ fn of_the_application(world: &World) -> Address {
     Address(pointer)
 }
 
-/// Starts a copy that fails after it began, and returns the error. The caller may then reuse the
-/// memory, so the copy must have ended and left nothing.
+/// Starts a copy that fails after the driver began it. Checks that the copy has ended and left
+/// nothing, since the caller may then reuse the memory. Returns the error.
 fn refused(world: &World, to: Address) -> hmem_core::Error {
     let bytes = pattern(9, 4096);
     let from = Address::of_ptr(bytes.as_ptr());
-    // SAFETY: the host side lives until the copy, which is refused, has ended.
+    // SAFETY: the host memory stays valid until the copy, which is refused, has ended.
     let error = unsafe { world.cuda.start_copy(to, from, 4096) }.expect_err("refused");
     assert_eq!(world.driver().live().copies, 0, "it runs on: {error}");
     error
@@ -326,8 +326,8 @@ const REFUSED: CuResult = CuResult::CUDA_ERROR_UNKNOWN;
 
 /// HM-03, HM-05
 ///
-/// The copy uses the stream and events that the iface keeps. The application retains the context
-/// too.
+/// If the driver begins a copy and then fails, the iface waits for the copy and keeps the primary
+/// context's stream and event for later copies.
 #[test]
 fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
@@ -347,10 +347,11 @@ fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
         world.driver().fail("cuEventRecord", REFUSED);
         assert_eq!(refused(world, memory.base()).operation(), "cuEventRecord");
         assert_eq!(copies(world), before, "stream and event are reused");
-        // No call shows when this copy ends. Its stream and event are kept nevertheless.
+        // The wait for this copy fails, so no call shows when the copy ends. The iface keeps its
+        // stream and event nevertheless.
         world.driver().fail("cuEventRecord", REFUSED);
         world.driver().fail("cuStreamSynchronize", REFUSED);
-        // SAFETY: the host side lives until the next copy on the stream has ended.
+        // SAFETY: the host memory stays valid until the next copy on the stream has ended.
         let error =
             unsafe { world.cuda.start_copy(memory.base(), Address::of_ptr(bytes.as_ptr()), 4096) };
         assert_eq!(
@@ -365,7 +366,8 @@ fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
 
 /// HM-03
 ///
-/// The stream and the event are created for the copy, in a context of the application.
+/// After a failed copy in a context of the application, the iface destroys the stream and the event
+/// that it created for the copy.
 #[test]
 fn failed_copy_leaves_nothing_in_the_applications_context() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
@@ -389,7 +391,8 @@ fn failed_copy_leaves_nothing_in_the_applications_context() {
             );
             assert_eq!(world.driver().live(), before, "{symbols:?}");
         }
-        // A failed destruction of stream or event is not the reported error.
+        // If the driver also refuses to destroy the stream or event, the caller gets the error of
+        // the copy.
         for (symbol, blocking) in
             [("cuEventRecord", false), ("cuEventCreate", false), ("cuMemcpyAsync", true)]
         {
@@ -401,7 +404,7 @@ fn failed_copy_leaves_nothing_in_the_applications_context() {
             };
             assert_eq!(error.operation(), symbol, "the error of the work comes first");
         }
-        // SAFETY: allocated above.
+        // SAFETY: the test allocated the memory above, and frees it once.
         check(unsafe { (world.app.functions.mem_free)(to.0) });
         world.app.destroy_context(foreign);
     });

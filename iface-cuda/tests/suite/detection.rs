@@ -11,7 +11,7 @@ use crate::world::{Expandable, KINDS, World, check, each, over};
 
 /// HM-01
 #[test]
-fn query_tells_the_kind_at_both_ends_and_inside() {
+fn query_returns_the_kind_at_both_ends_and_inside() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(100_000, kind);
@@ -100,7 +100,7 @@ fn page_locked_pages_of_the_application_are_host_registered() {
         );
         world.cuda.host_unregister(range).expect("unregister");
         assert_eq!(world.cuda.query(range.start()).expect("query"), None);
-        world.cuda.host_unregister(range).expect_err("once only");
+        world.cuda.host_unregister(range).expect_err("unlocked already");
     });
 }
 
@@ -203,7 +203,8 @@ fn second_query_of_page_locked_memory_costs_one_driver_call() {
                 );
             }
         });
-        // An allocation of the application, and another one at the same address.
+        // The application allocates and frees page-locked memory twice. The second allocation may
+        // have the address of the first, but has a new identity.
         for _ in 0..2 {
             let mut pointer = std::ptr::null_mut();
             // SAFETY: the output is writable.
@@ -248,7 +249,8 @@ fn page_locked_memory_without_an_identity_is_not_confused() {
 
 /// HM-01
 ///
-/// The table of page-locked memory is bounded. Replaced entries are queried again.
+/// The iface remembers the kinds of a bounded number of page-locked allocations. For all other
+/// page-locked allocations, the iface queries the driver again.
 #[test]
 fn a_thousand_page_locked_allocations_have_the_right_kind() {
     over(Profile::default(), |world| {
@@ -309,7 +311,8 @@ fn device_memory_is_recognised_on_a_thread_without_context() {
 
 /// HM-05
 ///
-/// The result is also right on a thread whose current context was destroyed by another thread.
+/// A query also returns the right result on a thread whose current context was destroyed by another
+/// thread.
 #[test]
 fn device_memory_is_recognised_after_the_threads_context_ended() {
     let profile = Profile { queries_need_context: true, ..Profile::default() };
@@ -438,8 +441,8 @@ fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
 
 /// HM-07
 ///
-/// An older driver has no attribute for GPUDirect RDMA. The properties of the physical memory show
-/// the ability.
+/// For an older driver, which has no pointer attribute for GPUDirect RDMA, the iface reads the
+/// ability from the properties of the physical memory.
 #[test]
 fn rdma_ability_is_read_from_the_handle_on_older_drivers() {
     over(Profile { last_pointer_attribute: 14, ..Profile::default() }, |world| {
@@ -459,7 +462,8 @@ fn rdma_ability_is_read_from_the_handle_on_older_drivers() {
                 world.cuda.physical_segments(memory.range(0, 100)).expect_err("the driver refused");
             assert_eq!(error.operation(), symbol);
             if symbol == "cuMemRelease" {
-                // The reference that could not be released stays in the fake; the test releases it.
+                // The driver refused to release the iface's reference to the handle, so the test
+                // releases it.
                 let mut handle = 0;
                 let retain = world.app.functions.mem_retain_allocation_handle.expect("VMM");
                 // SAFETY: the output is writable; the address is only looked up.
@@ -471,7 +475,7 @@ fn rdma_ability_is_read_from_the_handle_on_older_drivers() {
             }
         }
         memory.end(&mut world.app, &parts);
-        // Memory without a handle counts as exportable: only an export shows it.
+        // Memory without a handle counts as exportable: only an export shows whether it is.
         let plain = world.allocate(4096, hmem_core::AllocationKind::Device);
         assert!(world.cuda.physical_segments(plain.range).expect("segments")[0].exportable);
         world.free(&plain);
@@ -487,7 +491,7 @@ fn refused_query_does_not_make_device_memory_host_memory() {
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_INVALID_VALUE);
-        let error = world.cuda.query(memory.base()).expect_err("nothing was said of it");
+        let error = world.cuda.query(memory.base()).expect_err("the driver refused");
         assert_eq!(error.kind(), hmem_core::ErrorKind::Driver, "{error}");
         assert_eq!(error.driver().expect("code").name, "CUDA_ERROR_INVALID_VALUE");
         assert_eq!(error.context_value("address"), Some(memory.base().to_string().as_str()));
@@ -497,8 +501,8 @@ fn refused_query_does_not_make_device_memory_host_memory() {
 
 /// HM-01
 ///
-/// Some drivers answer only with a context. The first answer shows which attributes such a driver
-/// knows.
+/// Some drivers answer queries only if the thread has a context. The first answer of such a driver
+/// shows which attributes it knows.
 #[test]
 fn attributes_of_the_driver_are_found_at_its_first_answer() {
     for last_pointer_attribute in [16, 17] {
@@ -510,7 +514,7 @@ fn attributes_of_the_driver_are_found_at_its_first_answer() {
             world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
             let kind = world.cuda.query(Address(pointer)).expect("query").map(|found| found.kind);
             assert_eq!(kind, Some(AllocationKind::Device), "{last_pointer_attribute}");
-            // From then on a refused query is an error.
+            // After the first answer, a refused query is an error.
             world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_INVALID_VALUE);
             world.cuda.query(Address(pointer)).expect_err("refused");
             // SAFETY: the test allocated the memory above, and frees it once.
@@ -521,8 +525,8 @@ fn attributes_of_the_driver_are_found_at_its_first_answer() {
 
 /// HM-01, CACHE-02
 ///
-/// Memory mapped into a reservation can be replaced without a change of identity, even if the
-/// driver names a context for it.
+/// VMM memory is recognised as VMM memory even if the driver returns a context for it. It must not
+/// be cached, since its mapping can change without a change of identity.
 #[test]
 fn vmm_memory_is_recognised_if_the_driver_names_a_context() {
     let driver = Profile { vmm_names_context: true, ..Profile::default() };

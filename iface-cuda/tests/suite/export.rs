@@ -37,7 +37,8 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
             not_over_a_gpu("the device has no dma-bufs");
             return;
         }
-        // Neighbours before and after, so that pages are shared and offsets differ.
+        // Allocations before and after share pages with the exported memory, so that its offset in
+        // the dma-buf is not 0.
         let around = [1000, 3000].map(|len| world.allocate(len, AllocationKind::Device));
         for kind in [AllocationKind::Device, AllocationKind::Virtual] {
             if kind == AllocationKind::Virtual && world.no_rdma_to_vmm() {
@@ -109,7 +110,8 @@ fn empty_or_too_long_range_is_not_exported() {
 
 /// HM-06
 ///
-/// Runs in a process of its own, since other tests open fds too.
+/// Many exports leave no fd open. The test runs in a process of its own, since other tests open fds
+/// too.
 #[test]
 fn many_exports_leave_no_fd_open() {
     leave_no_fd("export::many_exports_leave_no_fd_open", 20_000);
@@ -117,7 +119,7 @@ fn many_exports_leave_no_fd_open() {
 
 /// HM-06
 ///
-/// The number of exports is a million, so the test belongs to the slow tier.
+/// A million exports of an allocation leave no fd open. The test belongs to the slow tier.
 #[test]
 #[ignore = "slow: a million exports"]
 fn a_million_exports_leave_no_fd() {
@@ -155,7 +157,7 @@ fn leave_no_fd(name: &str, rounds: u64) {
 
 /// HM-08, HM-07
 ///
-/// Covers every kind of memory.
+/// The export of host or managed memory as device memory is refused with a remedy.
 #[test]
 fn host_and_managed_memory_is_not_exported_and_has_a_remedy() {
     each(|world| {
@@ -283,8 +285,8 @@ fn export_sets_sync_memops() {
 
 /// HM-06
 ///
-/// Some memory cannot have the attribute SYNC_MEMOPS. Its export sets the flag of its context
-/// instead.
+/// For memory that cannot have the attribute SYNC_MEMOPS, an export sets the flag of the memory's
+/// context instead.
 #[test]
 fn memory_without_sync_memops_sets_the_flag_of_its_context() {
     for peer_memory in [false, true] {
@@ -302,11 +304,12 @@ fn memory_without_sync_memops_sets_the_flag_of_its_context() {
             world.free(&memory);
         });
     }
-    // For memory of `cuMemAlloc`, INVALID_VALUE means that it was freed.
+    // For memory of `cuMemAlloc`, INVALID_VALUE means that the memory was freed.
     over(Profile::default(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.driver().fail("cuPointerSetAttribute", CuResult::CUDA_ERROR_INVALID_VALUE);
-        let error = world.cuda.export_peer_memory(memory.range, &nic()).expect_err("gone");
+        let error =
+            world.cuda.export_peer_memory(memory.range, &nic()).expect_err("the memory was freed");
         assert_eq!(error.context_value("attribute"), Some("SYNC_MEMOPS"), "{error}");
         assert_eq!(world.driver().context_flags(0), 0);
         world.free(&memory);
@@ -361,14 +364,14 @@ fn memory_without_a_context_sets_the_flags_of_its_contexts() {
             export(world);
             assert_eq!(world.driver().flags_of(first), sys::CU_CTX_SYNC_MEMOPS);
             assert!(world.active().is_empty());
-            // Also that of an active primary context, and no longer that of the thread's first
+            // The next export sets the flags of the thread's new context and of the active primary
             // context.
             world.app.current(|_| ());
             let second = world.app.create_context();
             export(world);
             assert_eq!(world.driver().flags_of(second), sys::CU_CTX_SYNC_MEMOPS);
             assert_eq!(world.driver().context_flags(0), sys::CU_CTX_SYNC_MEMOPS);
-            world.app.let_go();
+            world.app.release_primary_context();
             assert_eq!(world.active(), [0], "it stays retained with its flag");
             world.app.destroy_context(second);
             memory.end_here(&world.app.functions, &parts);
@@ -379,7 +382,7 @@ fn memory_without_a_context_sets_the_flags_of_its_contexts() {
 
 /// HM-06
 ///
-/// The export waits for operations that began before the flag of the context was set.
+/// The export waits for operations that began before the SYNC_MEMOPS flag of the context was set.
 #[test]
 fn export_waits_for_copies_on_the_default_stream() {
     over(Profile { slow_copies: true, ..Profile::default() }, |world| {
@@ -388,7 +391,7 @@ fn export_waits_for_copies_on_the_default_stream() {
         let memory = Expandable::here(&world.app.functions, &parts);
         let bytes = pattern(3, 1000);
         let from = bytes.as_ptr().expose_provenance() as u64;
-        // SAFETY: both sides live until the copy has ended, below.
+        // SAFETY: source and destination stay valid until the copy has ended below.
         let code = unsafe {
             (world.app.functions.memcpy_async)(memory.base, from, 1000, sys::CuStream::NULL)
         };
@@ -397,11 +400,11 @@ fn export_waits_for_copies_on_the_default_stream() {
         let found = || unsafe {
             std::slice::from_raw_parts(hmem_fake_cuda::reach(memory.base), 1000).to_vec()
         };
-        assert_eq!(found(), [0; 1000], "under way");
+        assert_eq!(found(), [0; 1000], "in flight");
         let export =
             world.cuda.export_dma_buf(memory.range(0, 4096), &nic(), DmaBufMapping::Default);
         world.cuda.release_dma_buf(export.expect("export")).expect("release");
-        assert!(found() == bytes, "ended");
+        assert!(found() == bytes, "the copy has ended");
         memory.end_here(&world.app.functions, &parts);
         world.app.destroy_context(context);
     });

@@ -40,7 +40,7 @@ fn lost_device_is_unavailable_at_every_operation() {
         world.driver().heal();
     }
     world.free(&memory);
-    world.cuda.query(Address(0)).expect("healed");
+    world.cuda.query(Address(0)).expect("the device works again");
     let _ = &mut world;
     world.end();
 }
@@ -56,7 +56,7 @@ fn out_of_memory_names_device_length_and_remedy() {
             AllocationKind::Virtual,
         ] {
             let request = AllocRequest { len: 65 << 20, device: DeviceId(1), kind };
-            let error = world.cuda.allocate(&request).expect_err("more than there is");
+            let error = world.cuda.allocate(&request).expect_err("more memory than the device has");
             assert_eq!(error.kind(), ErrorKind::OutOfResources, "{kind:?}: {error}");
             assert_eq!(error.driver().expect("code").name, "CUDA_ERROR_OUT_OF_MEMORY");
             assert!(error.to_string().contains("device=1"), "{error}");
@@ -68,7 +68,7 @@ fn out_of_memory_names_device_length_and_remedy() {
 
 /// DIAG-03
 ///
-/// Each cause has its own remedy.
+/// Each cause of a refused export gives the error its own remedy.
 #[test]
 fn each_cause_of_a_refused_export_has_its_remedy() {
     let closed = Profile::named("550-closed").expect("a profile");
@@ -160,14 +160,15 @@ fn refused_free_of_vmm_memory_continues_at_the_refused_step() {
 
 /// HM-01
 ///
-/// Stream-ordered memory is not allocated if the library cannot free it in the same way.
+/// Stream-ordered memory is not allocated if the library lacks the function that allocates or frees
+/// it.
 #[test]
 fn library_without_a_stream_ordered_free_allocates_none() {
     for symbol in ["cuMemAllocAsync", "cuMemFreeAsync"] {
         over(Profile { absent: vec![symbol], ..Profile::default() }, |world| {
             let kind = AllocationKind::StreamOrdered;
             let request = AllocRequest { len: 4096, device: DeviceId(0), kind };
-            let error = world.cuda.allocate(&request).expect_err("one half is missing");
+            let error = world.cuda.allocate(&request).expect_err("a symbol is missing");
             assert!(error.is_unsupported(), "{error}");
             assert_eq!(error.context_value("symbol"), Some(symbol));
             assert_eq!(world.driver().calls("cuMemAllocAsync"), 0);
@@ -185,7 +186,7 @@ fn double_free_is_refused_and_names_the_identity() {
         let error = unsafe { world.cuda.free(&memory) }.expect_err("freed already");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert_eq!(error.context_value("identity"), Some(memory.id.0.to_string().as_str()));
-        // A new allocation at the address does not make the freed one live again.
+        // A new allocation at the address does not make a second free of the old allocation valid.
         let again = world.allocate(2 << 20, AllocationKind::Device);
         // SAFETY: no code uses the memory; the call is refused.
         unsafe { world.cuda.free(&memory) }.expect_err("freed already");

@@ -49,9 +49,11 @@ impl Fault {
         let Self::Once(code) = self else { return false };
         let invalid = code == CuResult::CUDA_ERROR_INVALID_VALUE;
         match symbol {
-            // An unknown attribute, a foreign address, or memory that the application page-locked.
+            // The code is also returned for an unknown attribute, an address that is not CUDA
+            // memory, or memory that the application page-locked.
             "cuDeviceGetAttribute" | "cuPointerGetAttributes" | "cuMemHostGetFlags" => invalid,
-            // Memory without a flag or a handle of its own.
+            // The codes are also returned for memory that has no SYNC_MEMOPS attribute or no
+            // handle.
             "cuPointerSetAttribute" | "cuMemRetainAllocationHandle" => {
                 invalid || code == CuResult::CUDA_ERROR_NOT_SUPPORTED
             }
@@ -60,23 +62,27 @@ impl Fault {
     }
 }
 
-/// The operation that made a driver call, if the test treats it differently from others.
+/// The operation of the iface that made a driver call. For [`Self::IsDone`] and
+/// [`Self::StreamOrderedFree`], the test allows some calls to fail without an error.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Place {
-    /// Query of an event for the end of its copy.
+enum Operation {
+    /// Query of an event by `CopyEvent::is_done`.
     IsDone,
     /// Free of stream-ordered memory.
     StreamOrderedFree,
     Elsewhere,
 }
 
-/// Returns true if the round may succeed although this call fails.
-fn may_be_silent(symbol: &str, place: Place) -> bool {
+/// Returns true if an operation may succeed although its call of the driver function `symbol`
+/// fails.
+fn may_be_silent(symbol: &str, operation: Operation) -> bool {
     match symbol {
-        // A failed query of the event; the wait reports the error.
-        "cuEventQuery" | "cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2" => place == Place::IsDone,
-        // The wait for a free that the driver has accepted.
-        "cuStreamSynchronize" => place == Place::StreamOrderedFree,
+        // If the query of an event fails, the wait for the event reports the error.
+        "cuEventQuery" | "cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2" => {
+            operation == Operation::IsDone
+        }
+        // The driver has already accepted the free for which this call waits.
+        "cuStreamSynchronize" => operation == Operation::StreamOrderedFree,
         _ => false,
     }
 }
@@ -90,22 +96,23 @@ fn profiles() -> [(Profile, bool); 4] {
     let old = Profile { writes_ordering: 0, ..Profile::default() };
     [
         (old.clone(), false),
-        // IS_GPU_DIRECT_RDMA_CAPABLE is attribute 15. Without it the handle is queried.
+        // IS_GPU_DIRECT_RDMA_CAPABLE is attribute 15. A driver without this attribute is queried
+        // for the properties of the handle.
         (Profile { last_pointer_attribute: 14, ..old.clone() }, false),
         (Profile { queries_need_context: true, ..old.clone() }, false),
         (old, true),
     ]
 }
 
-/// An object of the round that must be released.
+/// An object that an operation acquired from the iface. The test must release it.
 #[derive(Clone, Copy, Debug)]
-enum Taken {
+enum Acquired {
     Allocated(Allocation),
     Opened(Allocation),
     PageLocked(AddressRange),
 }
 
-impl Taken {
+impl Acquired {
     fn end(self, cuda: &Cuda) -> Result<()> {
         match self {
             // SAFETY: no code uses the memory any longer.
@@ -120,31 +127,31 @@ impl Taken {
 /// State of one round, which runs every operation that calls the driver.
 struct Round<'a> {
     cuda: &'a Cuda,
-    /// Handle that opens memory of another process.
-    lent: &'a IpcHandle,
+    /// Handle by which the iface opens memory of another process.
+    ipc_handle: &'a IpcHandle,
     /// Range of host pages of the application.
     pages: AddressRange,
     kinds: &'a [AllocationKind],
     /// The call with the fault: driver, function, and number of the call since the driver started.
     watched: Option<(&'a FakeDriver, &'static str, u64)>,
     /// The operation that made the call with the fault, once it is made.
-    place: Option<Place>,
+    operation: Option<Operation>,
     first: Result<()>,
-    left: Vec<Taken>,
+    left: Vec<Acquired>,
 }
 
 impl Round<'_> {
-    /// Records `place` as the operation that made the call with the fault, if that call was made
-    /// since the last operation.
-    fn did(&mut self, place: Place) {
+    /// Records `operation` as the one that made the call with the fault, if that call was made
+    /// since the previous operation.
+    fn record_operation(&mut self, operation: Operation) {
         let Some((driver, symbol, end)) = self.watched else { return };
         if driver.calls(symbol) >= end {
-            self.place.get_or_insert(place);
+            self.operation.get_or_insert(operation);
         }
     }
 
     fn note<T>(&mut self, result: Result<T>) -> Option<T> {
-        self.did(Place::Elsewhere);
+        self.record_operation(Operation::Elsewhere);
         match result {
             Ok(value) => Some(value),
             Err(error) => {
@@ -158,17 +165,19 @@ impl Round<'_> {
 
     /// Releases an object. After an error, tries a second time; if the first attempt released the
     /// object despite the error, the second one finds no live object.
-    fn give_back(&mut self, taken: Taken) {
-        let ended = taken.end(self.cuda);
-        self.did(match taken {
-            Taken::Allocated(memory) if memory.kind == AllocationKind::StreamOrdered => {
-                Place::StreamOrderedFree
+    fn release(&mut self, acquired: Acquired) {
+        let ended = acquired.end(self.cuda);
+        self.record_operation(match acquired {
+            Acquired::Allocated(memory) if memory.kind == AllocationKind::StreamOrdered => {
+                Operation::StreamOrderedFree
             }
-            _ => Place::Elsewhere,
+            _ => Operation::Elsewhere,
         });
         if ended.is_err() {
-            match taken.end(self.cuda) {
-                Err(error) if error.kind() != ErrorKind::InvalidArgument => self.left.push(taken),
+            match acquired.end(self.cuda) {
+                Err(error) if error.kind() != ErrorKind::InvalidArgument => {
+                    self.left.push(acquired)
+                }
                 _ => {}
             }
         }
@@ -186,16 +195,16 @@ impl Round<'_> {
                                                                    cancelled"
         );
         let from = Address::of_ptr(bytes.as_ptr());
-        // SAFETY: the host side outlives the event, which is waited for.
+        // SAFETY: the host memory stays valid until the test has waited for the event.
         let event = unsafe { self.cuda.start_copy(memory.base(), from, 300) };
         if let Some(event) = self.note(event) {
             event.is_done();
-            self.did(Place::IsDone);
+            self.record_operation(Operation::IsDone);
             self.note(event.wait());
         }
     }
 
-    fn run(mut self) -> (Result<()>, Vec<Taken>, Option<Place>) {
+    fn run(mut self) -> (Result<()>, Vec<Acquired>, Option<Operation>) {
         let cuda = self.cuda;
         self.note(cuda.query(Address(0)));
         for kind in self.kinds {
@@ -216,18 +225,18 @@ impl Round<'_> {
             if *kind == AllocationKind::Device {
                 self.note(cuda.ipc_export(&memory));
             }
-            self.give_back(Taken::Allocated(memory));
+            self.release(Acquired::Allocated(memory));
         }
-        if let Some(memory) = self.note(cuda.ipc_open(self.lent)) {
+        if let Some(memory) = self.note(cuda.ipc_open(self.ipc_handle)) {
             self.copies(&memory);
-            self.give_back(Taken::Opened(memory));
+            self.release(Acquired::Opened(memory));
         }
         // SAFETY: the pages outlive the test.
         if self.note(unsafe { cuda.host_register(self.pages) }).is_some() {
-            self.give_back(Taken::PageLocked(self.pages));
+            self.release(Acquired::PageLocked(self.pages));
         }
         self.note(cuda.flush_inbound(DeviceId(0)));
-        (self.first, self.left, self.place)
+        (self.first, self.left, self.operation)
     }
 }
 
@@ -235,7 +244,7 @@ impl Round<'_> {
 struct Setting<'a> {
     driver: &'a FakeDriver,
     functions: Functions,
-    lent: IpcHandle,
+    ipc_handle: IpcHandle,
     pages: AddressRange,
     kinds: Vec<AllocationKind>,
     /// True if the application has a current context of its own.
@@ -245,7 +254,7 @@ struct Setting<'a> {
 }
 
 impl<'a> Setting<'a> {
-    fn of(world: &'a World, lent: IpcHandle, pages: AddressRange, in_context: bool) -> Self {
+    fn of(world: &'a World, ipc_handle: IpcHandle, pages: AddressRange, in_context: bool) -> Self {
         let kinds = vec![
             AllocationKind::Device,
             AllocationKind::Host,
@@ -255,7 +264,7 @@ impl<'a> Setting<'a> {
         ];
         let functions = world.app.functions.clone();
         let driver = world.driver();
-        let mut setting = Self { driver, functions, lent, pages, kinds, in_context, fds: 0 };
+        let mut setting = Self { driver, functions, ipc_handle, pages, kinds, in_context, fds: 0 };
         setting.uses("cuInit");
         setting.fds = setting.fds();
         setting
@@ -269,11 +278,11 @@ impl<'a> Setting<'a> {
         &self,
         cuda: &Cuda,
         watched: Option<(&'static str, u64)>,
-    ) -> (Result<()>, Vec<Taken>, Option<Place>) {
+    ) -> (Result<()>, Vec<Acquired>, Option<Operation>) {
         let watched = watched.map(|(symbol, end)| (self.driver, symbol, end));
-        let (lent, pages, kinds) = (&self.lent, self.pages, &self.kinds[..]);
-        let (place, first, left) = (None, Ok(()), Vec::new());
-        Round { cuda, lent, pages, kinds, watched, place, first, left }.run()
+        let (ipc_handle, pages, kinds) = (&self.ipc_handle, self.pages, &self.kinds[..]);
+        let (operation, first, left) = (None, Ok(()), Vec::new());
+        Round { cuda, ipc_handle, pages, kinds, watched, operation, first, left }.run()
     }
 
     fn works(&self, cuda: &Cuda, when: &str) {
@@ -313,7 +322,12 @@ impl<'a> Setting<'a> {
 
     /// Opens, uses and closes the iface while the `nth` call of a function fails. Returns the first
     /// error and the operation that made the call.
-    fn life(&self, symbol: &'static str, nth: u64, fault: Fault) -> (Result<()>, Place) {
+    fn run_with_fault(
+        &self,
+        symbol: &'static str,
+        nth: u64,
+        fault: Fault,
+    ) -> (Result<()>, Operation) {
         let when = format!("{symbol} {nth}, {fault:?}");
         let before = self.driver.contexts_of_this_thread();
         let end = self.driver.calls(symbol) + nth;
@@ -321,20 +335,21 @@ impl<'a> Setting<'a> {
             Fault::Once(code) => self.driver.fail_nth(symbol, nth, code),
             Fault::Lost(code) => self.driver.lose_device_at(symbol, nth, code),
         }
-        let mut place = Place::Elsewhere;
+        let mut operation = Operation::Elsewhere;
         let seen = match self.open() {
             Err(error) => Err(error),
-            // A call before or after the round belongs to opening or closing the iface.
+            // If no operation of the round made the call with the fault, opening or closing the
+            // iface made it.
             Ok(cuda) => {
                 let opened = self.driver.calls(symbol) >= end;
                 let (seen, left, made_for) = self.round(&cuda, Some((symbol, end)));
-                place = made_for.filter(|_| !opened).unwrap_or(place);
+                operation = made_for.filter(|_| !opened).unwrap_or(operation);
                 if self.driver.calls(symbol) >= end {
                     self.driver.heal();
-                    for taken in left {
-                        taken
+                    for acquired in left {
+                        acquired
                             .end(&cuda)
-                            .unwrap_or_else(|error| panic!("{when}: {taken:?}: {error}"));
+                            .unwrap_or_else(|error| panic!("{when}: {acquired:?}: {error}"));
                     }
                     if matches!(fault, Fault::Once(_)) && !fault.is_an_answer(symbol) {
                         self.works(&cuda, &when);
@@ -344,7 +359,7 @@ impl<'a> Setting<'a> {
                 }
                 match cuda.close() {
                     Ok(()) => seen,
-                    // The fault hit the close. The second close works.
+                    // The fault made the close fail. The second close succeeds.
                     Err(refused) => {
                         self.driver.heal();
                         let again = refused.value.close();
@@ -363,25 +378,27 @@ impl<'a> Setting<'a> {
             assert_eq!(self.driver.live(), Live::default(), "{when}: {seen:?}");
         }
         assert_eq!(self.fds(), self.fds, "{when}: fds");
-        (seen, place)
+        (seen, operation)
     }
 
-    /// Tests each of these faults at every call of one function.
-    fn show(&self, symbol: &'static str, uses: u64, faults: &[Fault]) {
+    /// Injects each of `faults` into each of the `uses` calls of one driver function.
+    fn inject(&self, symbol: &'static str, uses: u64, faults: &[Fault]) {
         for fault in faults.iter().copied() {
             let mut silent = Vec::new();
             for nth in 1..=uses {
-                // Runs on a thread of its own, with contexts of its own.
+                // Each fault is injected on a new thread, which has no current context yet.
                 let seen = thread::scope(|scope| {
-                    scope.spawn(|| self.in_context(|| self.life(symbol, nth, fault))).join()
+                    scope
+                        .spawn(|| self.in_context(|| self.run_with_fault(symbol, nth, fault)))
+                        .join()
                 });
-                let (seen, place) = seen.expect("the life ends");
-                let allowed = matches!(fault, Fault::Once(_)) && may_be_silent(symbol, place);
+                let (seen, operation) = seen.expect("no panic");
+                let allowed = matches!(fault, Fault::Once(_)) && may_be_silent(symbol, operation);
                 match seen {
                     Err(_) if fault.is_an_answer(symbol) => {}
                     Err(error) => self.names(&error, fault, &format!("{symbol} {nth}, {fault:?}")),
                     Ok(()) if fault.is_an_answer(symbol) || allowed => {}
-                    Ok(()) => silent.push((nth, place)),
+                    Ok(()) => silent.push((nth, operation)),
                 }
             }
             assert!(silent.is_empty(), "{symbol}, {fault:?}: calls {silent:?} failed unnoticed");
@@ -400,7 +417,8 @@ impl<'a> Setting<'a> {
 
 /// REL-01
 ///
-/// Runs in a child process, so that its fds can be counted. The child opens memory of its parent.
+/// A fault at any driver call is returned as an error and leaves nothing allocated. The test runs
+/// in a child process, so that it can count its fds. The child opens memory of its parent.
 #[test]
 fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
     const NAME: &str = "faults::fault_at_every_driver_call_is_an_error_and_leaves_nothing";
@@ -427,16 +445,16 @@ fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
                 if NEVER_CALLED.contains(symbol) {
                     assert_eq!(uses, 0, "{symbol} is called, and faulted nowhere");
                 } else if uses > 0 && faulted.insert(*symbol) {
-                    setting.show(symbol, uses, &ONCE);
+                    setting.inject(symbol, uses, &ONCE);
                     used.push((*symbol, uses));
                 }
             }
         });
-        // Dropping the driver frees what a lost device keeps.
+        // Dropping the fake driver frees the memory that the iface could not free on a lost device.
         let world = World::fake(profile);
         let setting = Setting::of(&world, ipc::handle(&text), pages, in_context);
         for (symbol, uses) in used {
-            setting.show(symbol, uses, &LOST);
+            setting.inject(symbol, uses, &LOST);
         }
     }
     let missed: Vec<_> = table.iter().filter(|symbol| !faulted.contains(*symbol)).collect();

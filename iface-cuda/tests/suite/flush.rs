@@ -70,7 +70,10 @@ fn inbound_writes_are_flushed_if_the_device_does_not_order_them() {
         });
     }
     over(Profile { writes_ordering: 0, flush_options: 0, ..Profile::default() }, |world| {
-        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("neither");
+        let error = world
+            .cuda
+            .flush_inbound(DeviceId(0))
+            .expect_err("the device neither orders nor flushes writes");
         assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
     });
     let absent = vec!["cuFlushGPUDirectRDMAWrites"];
@@ -86,7 +89,7 @@ fn memory_of_the_applications_context_is_flushed_there() {
     for peer_memory in [false, true] {
         over(unordered(), |world| {
             let (context, _) = written_context(world, peer_memory);
-            assert_eq!(flushed(world), [context], "the thread has none");
+            assert_eq!(flushed(world), [context], "the thread has no context");
             let (second, _) = written_context(world, peer_memory);
             assert_eq!(flushed(world), [context, second]);
             let other = world.app.create_context();
@@ -99,7 +102,8 @@ fn memory_of_the_applications_context_is_flushed_there() {
             assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 0);
             let primary = primary(world);
             assert_eq!(flushed(world), [primary, context, second], "the primary context is active");
-            // If the flush is refused in one context, the other contexts are flushed nevertheless.
+            // If the driver refuses the flush in one context, the iface flushes the other contexts
+            // nevertheless.
             world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
             world.cuda.flush_inbound(DeviceId(0)).expect_err("refused in the first");
             assert_eq!(world.driver().flushed(), [context, second]);
@@ -120,7 +124,7 @@ fn destroyed_context_is_not_passed_to_the_driver() {
         let (context, range) = written_context(world, false);
         destroy(world, context);
         assert_eq!(flushed(world), []);
-        // Another allocation has its addresses now.
+        // The memory of a new context reuses the addresses of the freed memory.
         let (context, again) = written_context(world, false);
         assert_eq!(range, again, "a reused address");
         destroy(world, context);
@@ -149,7 +153,8 @@ fn flush_of_the_primary_context_makes_three_calls() {
 /// HM-14
 #[test]
 fn memory_without_a_context_is_flushed_in_both_contexts() {
-    // This also holds if the driver names a context for such memory.
+    // Some drivers return a context for VMM memory. The iface handles it as memory without a
+    // context.
     for vmm_names_context in [false, true] {
         over(Profile { vmm_names_context, ..unordered() }, |world| {
             let context = world.app.create_context();
@@ -160,7 +165,8 @@ fn memory_without_a_context_is_flushed_in_both_contexts() {
             assert_eq!(flushed(world), [context]);
             assert!(world.active().is_empty());
             world.app.pop();
-            // No other context exists; the primary one is created once.
+            // The thread has no current context now, so the first flush creates the primary context
+            // and keeps it.
             let primary = flushed(world);
             assert_eq!((primary.len(), world.active()), (1, vec![0]));
             assert_eq!(flushed(world), primary);
@@ -169,7 +175,7 @@ fn memory_without_a_context_is_flushed_in_both_contexts() {
             check(unsafe { (world.app.functions.ctx_push_current)(context) });
             assert_eq!(flushed(world), [primary[0], context]);
             memory.end_here(&world.app.functions, &parts);
-            assert_eq!(flushed(world), primary, "such memory is gone");
+            assert_eq!(flushed(world), primary, "memory without a context was freed");
             world.app.destroy_context(context);
         });
     }
@@ -177,7 +183,7 @@ fn memory_without_a_context_is_flushed_in_both_contexts() {
 
 /// HM-14
 #[test]
-fn freed_memory_is_removed_from_the_witnesses() {
+fn flush_forgets_freed_exported_memory() {
     over(unordered(), |world| {
         let context = world.app.create_context();
         let asked = |world: &World| world.driver().calls("cuPointerGetAttributes");
@@ -189,26 +195,27 @@ fn freed_memory_is_removed_from_the_witnesses() {
             // SAFETY: the test allocated the memory above, and frees it once.
             check(unsafe { (world.app.functions.mem_free)(range.start().0) });
         }
-        assert_eq!(bases.len(), 250, "each has its own address");
+        assert_eq!(bases.len(), 250, "each allocation has its own address");
         let before = asked(world);
         assert_eq!(flushed(world), [context], "the thread's context, as without exported memory");
-        assert!(asked(world) - before <= 65, "{} asked", asked(world) - before);
+        assert!(asked(world) - before <= 65, "{} queries", asked(world) - before);
         let before = asked(world);
         flushed(world);
-        assert_eq!(asked(world), before, "no witness is left to query");
+        assert_eq!(asked(world), before, "no exported memory is left to query");
         world.app.destroy_context(context);
     });
 }
 
 /// HM-14
 ///
-/// Some drivers answer only with a context. With such a driver, a thread without a context cannot
-/// query exported memory.
+/// Some drivers answer queries only if the thread has a context. With such a driver, a flush on a
+/// thread without a context fails.
 #[test]
 fn flush_fails_while_the_driver_cannot_be_queried() {
     over(Profile { queries_need_context: true, ..unordered() }, |world| {
         let (context, _) = written_context(world, true);
-        let error = world.cuda.flush_inbound(DeviceId(0)).expect_err("who knows");
+        let error =
+            world.cuda.flush_inbound(DeviceId(0)).expect_err("the driver cannot be queried");
         assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
         assert!(error.remedy_text().is_some(), "{error}");
         assert_eq!(world.driver().flushed(), []);

@@ -75,7 +75,7 @@ unsafe extern "C" fn to_mapping(
     from: *const c_void,
     len: usize,
 ) -> c_int {
-    // SAFETY: the caller passes two sides of `len` bytes.
+    // SAFETY: the caller passes a source and a destination of `len` bytes.
     unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast(), len) };
     0
 }
@@ -86,32 +86,37 @@ unsafe extern "C" fn from_mapping(
     from: *const c_void,
     len: usize,
 ) -> c_int {
-    // SAFETY: the caller passes two sides of `len` bytes.
+    // SAFETY: the caller passes a source and a destination of `len` bytes.
     unsafe { std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast(), len) };
     0
 }
 
-fn functions() -> GdrFunctions {
-    GdrFunctions {
-        open,
-        close,
-        pin_buffer: pin,
-        unpin_buffer: unpin,
-        map,
-        unmap,
-        copy_to_mapping: to_mapping,
-        copy_from_mapping: from_mapping,
-    }
+fn functions(open: unsafe extern "C" fn() -> usize) -> GdrFunctions {
+    let lookup = |symbol| {
+        Some(match symbol {
+            "gdr_open" => open as *const (),
+            "gdr_close" => close as *const (),
+            "gdr_pin_buffer" => pin as *const (),
+            "gdr_unpin_buffer" => unpin as *const (),
+            "gdr_map" => map as *const (),
+            "gdr_unmap" => unmap as *const (),
+            "gdr_copy_to_mapping" => to_mapping as *const (),
+            "gdr_copy_from_mapping" => from_mapping as *const (),
+            _ => return None,
+        })
+    };
+    // SAFETY: the functions above have the signatures of `gdrapi.h`.
+    unsafe { GdrFunctions::from_lookup(lookup) }.expect("every function")
 }
 
 /// HM-03
 #[test]
 fn cpu_reaches_device_memory_through_a_window() {
     over(Profile::default(), |world| {
-        let gdr = Gdrcopy::with(functions()).expect("open");
+        let gdr = Gdrcopy::with(functions(open)).expect("open");
         let memory = world.allocate(300_000, AllocationKind::Device);
         let part = memory.range.slice(70_001, 5000).expect("a part");
-        // SAFETY: the memory is freed after the window.
+        // SAFETY: the memory is freed after the window is closed.
         let window = unsafe { gdr.map(&world.cuda, part) }.expect("map");
         assert!(
             world.driver().sync_memops(part.start().0),
@@ -135,7 +140,7 @@ fn cpu_reaches_device_memory_through_a_window() {
         drop(window);
         assert_eq!(ALIVE.load(Ordering::Acquire), 0, "unmapped and unpinned");
         MAP.store(12, Ordering::Release);
-        // SAFETY: the memory is freed after the window.
+        // SAFETY: the memory is freed after the window is closed.
         let error = unsafe { gdr.map(&world.cuda, part) }.expect_err("refused");
         assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfResources, "gdr_map"));
         assert_eq!(ALIVE.load(Ordering::Acquire), 0, "unpinned again");
@@ -143,7 +148,7 @@ fn cpu_reaches_device_memory_through_a_window() {
         world.free(&memory);
         for kind in [AllocationKind::StreamOrdered, AllocationKind::Managed] {
             let other = world.allocate(4096, kind);
-            // SAFETY: the memory is freed after the window; the call is refused.
+            // SAFETY: the memory is freed after the call, which is refused.
             let error = unsafe { gdr.map(&world.cuda, other.range) }.expect_err("cannot be pinned");
             assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
             assert!(
@@ -153,9 +158,9 @@ fn cpu_reaches_device_memory_through_a_window() {
             world.free(&other);
         }
         assert_eq!(world.driver().context_flags(0), 0, "refused calls pinned nothing");
-        // VMM memory does not have the attribute.
+        // VMM memory cannot have the attribute SYNC_MEMOPS, and is mapped nevertheless.
         let other = world.allocate(4 << 20, AllocationKind::Virtual);
-        // SAFETY: the memory is freed after the window.
+        // SAFETY: the memory is freed after the window is closed.
         drop(unsafe { gdr.map(&world.cuda, other.range) }.expect("map"));
         assert_eq!(world.driver().context_flags(0), hmem_iface_cuda::sys::CU_CTX_SYNC_MEMOPS);
         world.free(&other);
@@ -174,7 +179,6 @@ fn absent_gdrcopy_is_named() {
     unsafe extern "C" fn no_module() -> usize {
         0
     }
-    let error =
-        Gdrcopy::with(GdrFunctions { open: no_module, ..functions() }).expect_err("no module");
+    let error = Gdrcopy::with(functions(no_module)).expect_err("no module");
     assert!(error.is_unavailable() && error.to_string().contains("gdrdrv"), "{error}");
 }

@@ -17,12 +17,12 @@ use hmem_iface_cuda::{
 use parking_lot::Mutex;
 
 use crate::{
-    support,
+    vendor_files,
     world::{World, check},
 };
 
-/// A subscriber that records, for each invalidation, if the memory was live at its start and at its
-/// end.
+/// A subscriber that records at the start and at the end of each invalidation whether the memory is
+/// still allocated.
 #[derive(Debug)]
 struct Witness {
     functions: Functions,
@@ -37,17 +37,19 @@ impl Witness {
         Arc::new(Self { functions, at, seen: Mutex::default(), ended: Mutex::default() })
     }
 
-    /// Returns the invalidated ranges, each with true if the memory was live. In a real driver one
-    /// hooked function may call another one, so that one free notifies twice.
-    fn told(&self) -> Vec<(AddressRange, bool)> {
+    /// Returns the invalidated ranges. Each has a flag that is true if the memory was still
+    /// allocated.
+    ///
+    /// In a real driver one hooked function may call another one, so that one free notifies twice.
+    fn invalidated(&self) -> Vec<(AddressRange, bool)> {
         let mut seen = self.seen.lock().clone();
-        if support::asked_for("real") {
+        if vendor_files::is_required("cuda", "real") {
             seen.dedup();
         }
         seen
     }
 
-    fn there(&self) -> bool {
+    fn is_allocated(&self) -> bool {
         let (mut attribute, mut kind) = (sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, 0u32);
         let mut place = std::ptr::from_mut(&mut kind).cast();
         // SAFETY: the arrays have one element, and the output has the width of the attribute.
@@ -66,12 +68,12 @@ impl Invalidator for Witness {
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         assert_eq!(cause, InvalidationCause::Free);
-        self.seen.lock().push((range, self.there()));
+        self.seen.lock().push((range, self.is_allocated()));
         InvalidationToken(0)
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {
-        self.ended.lock().push(self.there());
+        self.ended.lock().push(self.is_allocated());
     }
 
     fn close_gate(&self) {}
@@ -82,7 +84,7 @@ impl Invalidator for Witness {
 /// Opens an iface over each driver to test: the fake in every profile, or only the real driver if
 /// it is selected.
 fn worlds(monitor: CudaMonitorKind) -> Box<dyn Iterator<Item = World>> {
-    if support::asked_for("real") {
+    if vendor_files::is_required("cuda", "real") {
         Box::new(std::iter::once_with(move || World::real(monitor)))
     } else {
         Box::new(Profile::all().into_iter().map(move |profile| World::with(profile, monitor)))
@@ -171,9 +173,9 @@ fn hooked_frees_notify_before_the_memory_is_freed() {
             let subscription =
                 monitor.subscribe(part, Arc::clone(&witness) as _).expect("subscribed");
             world.app.current(|driver| free(driver));
-            assert_eq!(witness.told(), [(found.range, true)], "{}: {kind:?}", world.name);
-            // `cuda.h` does not say when the driver forgets memory whose free is queued on a
-            // stream.
+            assert_eq!(witness.invalidated(), [(found.range, true)], "{}: {kind:?}", world.name);
+            // After a stream-ordered free, a real driver may or may not know the memory: `cuda.h`
+            // does not say when it forgets it.
             let open = world.is_real() && kind == AllocationKind::StreamOrdered;
             assert!(
                 open || witness.ended.lock().last() == Some(&false),
@@ -183,7 +185,7 @@ fn hooked_frees_notify_before_the_memory_is_freed() {
             monitor.unsubscribe(subscription);
             let (_, free) = allocated(world, kind);
             world.app.current(|driver| free(driver));
-            assert_eq!(witness.told().len(), 1, "unsubscribed");
+            assert_eq!(witness.invalidated().len(), 1, "unsubscribed");
         }
     });
 }
@@ -238,7 +240,8 @@ fn free_of_unknown_extent_invalidates_all_memory() {
 
 /// MON-07, HM-05
 ///
-/// A context that the iface releases contains no memory, so that nothing cached is invalidated.
+/// The release of a primary context invalidates all memory if the application makes it, and nothing
+/// if the iface makes it and none of its memory is left there.
 #[test]
 fn only_a_context_release_of_the_application_invalidates_all() {
     each(|world, monitor| {
@@ -259,25 +262,26 @@ fn only_a_context_release_of_the_application_invalidates_all() {
         unsafe { other.free(&memory) }.expect("free");
         other.close().expect("close");
         assert!(world.active().is_empty(), "released");
-        let seen: Vec<_> = witness.told().iter().map(|(range, _)| range.start()).collect();
+        let seen: Vec<_> = witness.invalidated().iter().map(|(range, _)| range.start()).collect();
         assert_eq!(seen, [memory.base()], "{}: the free alone", world.name);
 
         let other = builder_of(world).open().expect("open");
         let memory = other.allocate(&request(4096)).expect("allocate");
         world.app.current(|_| ());
-        world.app.let_go();
+        world.app.release_primary_context();
         assert_eq!(world.active(), [0], "the iface has it still");
         assert_eq!(
             witness.seen.lock().last().map(|(range, _)| range.len()),
             Some(u64::MAX),
-            "told all the same"
+            "the release notifies of all memory"
         );
-        // Destroying the context frees the rest.
+        // Dropping the other iface destroys the primary context and frees its memory, which
+        // invalidates everything.
         let seen = witness.seen.lock().len();
         drop(other);
         assert!(world.active().is_empty(), "released");
         witness.seen.lock().drain(..seen);
-        let seen: Vec<_> = witness.told().iter().map(|(range, _)| range.len()).collect();
+        let seen: Vec<_> = witness.invalidated().iter().map(|(range, _)| range.len()).collect();
         assert_eq!(seen, [u64::MAX], "{}: {} is freed with it", world.name, memory.range);
 
         monitor.unsubscribe(subscription);
@@ -302,8 +306,8 @@ fn hooks_are_patched_once_and_restored_by_the_last_user() {
             world.name
         );
         let (one, other) = (
-            FreeHooks::start(functions).expect("one"),
-            FreeHooks::start(functions).expect("other"),
+            FreeHooks::start(functions).expect("the first user"),
+            FreeHooks::start(functions).expect("the second user"),
         );
         assert_eq!(one.functions().len(), before.len());
         assert!(code().iter().zip(&before).all(|(now, then)| now != then));
@@ -321,7 +325,7 @@ fn hooks_are_patched_once_and_restored_by_the_last_user() {
 /// if the caller selects `Hooks`.
 #[test]
 fn monitor_explains_its_choice() {
-    let auto = if support::asked_for("real") {
+    let auto = if vendor_files::is_required("cuda", "real") {
         ("cuda-hooks+identity", "notify before the memory is freed")
     } else {
         ("cuda-identity", "injected")

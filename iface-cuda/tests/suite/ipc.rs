@@ -25,7 +25,7 @@ pub(crate) fn handle(text: &str) -> IpcHandle {
 }
 
 /// Runs in the child process: opens the memory twice, writes to it and closes it twice.
-fn use_it(world: &World, text: &str) {
+fn open_and_write(world: &World, text: &str) {
     let (text, len) = text.split_once(':').expect("a handle and a length");
     let len = len.parse::<usize>().expect("a length");
     if let Some((driver, _)) = &world.fake {
@@ -75,7 +75,7 @@ fn use_it(world: &World, text: &str) {
 
 fn show(name: &str, world: &mut World) {
     if let Some(text) = child::passed() {
-        return use_it(world, &text);
+        return open_and_write(world, &text);
     }
     for len in [40_000u64, 5 << 20] {
         let memory = world.allocate(len, AllocationKind::Device);
@@ -99,10 +99,11 @@ fn other_process_opens_reads_writes_and_closes() {
 
 /// HM-10
 ///
-/// Runs over a GPU, with `HMEM_CUDA=real`.
+/// A child process opens, reads and writes memory of a real device. The test runs only with
+/// `HMEM_CUDA=real`.
 #[test]
 fn other_process_reaches_memory_of_a_real_device() {
-    if crate::support::asked_for("real") {
+    if crate::vendor_files::is_required("cuda", "real") {
         let mut world = World::real(hmem_iface_cuda::CudaMonitorKind::Identity);
         show("ipc::other_process_reaches_memory_of_a_real_device", &mut world);
         world.end();
@@ -110,7 +111,7 @@ fn other_process_reaches_memory_of_a_real_device() {
 }
 
 /// Runs a test again in a child process, which gets a handle of memory of this process.
-fn lend(name: &str) {
+fn run_child_with_handle(name: &str) {
     over(Profile::default(), |world| {
         let memory = world.allocate(3 << 20, AllocationKind::Device);
         let handle = world.cuda.ipc_export(&memory).expect("export");
@@ -121,11 +122,11 @@ fn lend(name: &str) {
 
 /// HM-10
 ///
-/// Each open is closed once, by any thread.
+/// After two opens of one allocation, two threads that close it at the same time both succeed.
 #[test]
 fn two_concurrent_closes_end_two_opens() {
     const NAME: &str = "ipc::two_concurrent_closes_end_two_opens";
-    let Some(text) = child::passed() else { return lend(NAME) };
+    let Some(text) = child::passed() else { return run_child_with_handle(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
         world.cuda.ipc_open(&handle(&text)).expect("open again");
@@ -153,7 +154,7 @@ fn two_concurrent_closes_end_two_opens() {
 #[test]
 fn memory_is_an_import_until_the_last_close_succeeds() {
     const NAME: &str = "ipc::memory_is_an_import_until_the_last_close_succeeds";
-    let Some(text) = child::passed() else { return lend(NAME) };
+    let Some(text) = child::passed() else { return run_child_with_handle(NAME) };
     over(Profile::default(), |world| {
         let memory = world.cuda.ipc_open(&handle(&text)).expect("open");
         let cuda = &world.cuda;
@@ -165,8 +166,8 @@ fn memory_is_an_import_until_the_last_close_succeeds() {
             let held = world.driver().hold("cuIpcCloseMemHandle");
             let closer = scope.spawn(close);
             held.wait_for(1);
-            assert_eq!(kind(), AllocationKind::Imported, "under way");
-            // An open during the close adds one close.
+            assert_eq!(kind(), AllocationKind::Imported, "in flight");
+            // An open while a close is in flight needs a close of its own.
             cuda.ipc_open(&handle(&text)).expect("open");
             drop(held);
             closer.join().expect("no panic").expect_err("the driver refused");

@@ -17,6 +17,6 @@ mod hooks;
 mod ipc;
 mod monitor;
 mod opening;
-#[path = "../support/mod.rs"]
-mod support;
+#[path = "../../../tests/vendor_files/mod.rs"]
+mod vendor_files;
 mod world;

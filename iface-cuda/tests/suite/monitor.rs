@@ -17,12 +17,12 @@ use crate::world::{Expandable, check, each, not_over_a_gpu, over};
 
 /// A subscriber that records its notifications.
 #[derive(Debug, Default)]
-struct Told {
+struct RecordingSubscriber {
     ranges: Mutex<Vec<(AddressRange, InvalidationCause)>>,
     open: AtomicUsize,
 }
 
-impl Invalidator for Told {
+impl Invalidator for RecordingSubscriber {
     fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
         self.ranges.lock().push((range, cause));
     }
@@ -107,7 +107,7 @@ fn free_by_the_application_is_detected_by_identity() {
         let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
         assert!(monitor.valid(&found).expect("ask"));
         world.app.current(|driver| {
-            // SAFETY: allocated above; the output is writable.
+            // SAFETY: the test allocated the memory above, and the output is writable.
             unsafe {
                 check((driver.mem_free)(pointer));
                 check((driver.mem_alloc)(&mut pointer, 4 << 20));
@@ -128,7 +128,7 @@ fn frees_through_the_iface_notify_before_the_memory_is_freed() {
             world.allocate(10_000, AllocationKind::Device),
             world.allocate(10_000, AllocationKind::Device),
         );
-        let told = Arc::new(Told::default());
+        let told = Arc::new(RecordingSubscriber::default());
         let part = memory.range.slice(100, 50).expect("a part");
         let subscription = monitor.subscribe(part, Arc::clone(&told) as _).expect("subscribe");
         world.free(&other);
@@ -148,7 +148,8 @@ fn frees_through_the_iface_notify_before_the_memory_is_freed() {
 
 /// MON-07
 ///
-/// An application can free its memory in `Cuda::while_freeing`.
+/// If an application frees its memory in `Cuda::while_freeing`, subscribers are notified before the
+/// free.
 #[test]
 fn frees_in_while_freeing_notify_before_the_free() {
     each(|world| {
@@ -157,10 +158,10 @@ fn frees_in_while_freeing_notify_before_the_free() {
         // SAFETY: the output is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 10_000) }));
         let range = AddressRange::new(Address(pointer), 10_000).expect("a range");
-        let told = Arc::new(Told::default());
+        let told = Arc::new(RecordingSubscriber::default());
         let subscription = monitor.subscribe(range, Arc::clone(&told) as _).expect("subscribe");
         world.cuda.while_freeing(range, || {
-            assert_eq!(told.open.load(Ordering::Acquire), 1, "told before");
+            assert_eq!(told.open.load(Ordering::Acquire), 1, "notified before the free");
             // SAFETY: the test allocated the memory above, and frees it once.
             world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
         });
@@ -171,14 +172,15 @@ fn frees_in_while_freeing_notify_before_the_free() {
 
 /// MON-07
 ///
-/// The driver may return a freed address to another thread at once. That thread may free the memory
-/// there before the first free has notified its subscribers of its end.
+/// Subscribers are notified correctly if two frees at one address overlap. That happens if another
+/// thread gets the address of freed memory, and frees its own memory there before the first free
+/// has returned.
 #[test]
 fn address_may_be_reused_and_freed_before_its_free_has_ended() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let memory = world.allocate(10_000, AllocationKind::Device);
-        let told = Arc::new(Told::default());
+        let told = Arc::new(RecordingSubscriber::default());
         let subscription =
             monitor.subscribe(memory.range, Arc::clone(&told) as _).expect("subscribe");
         world.cuda.while_freeing(memory.range, || {
@@ -205,7 +207,7 @@ fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
         let parts = [Some(true), Some(true)];
         let memory = Expandable::new(&mut world.app, &parts);
         let found = world.cuda.query(Address(memory.base)).expect("query").expect("known");
-        let told = Arc::new(Told::default());
+        let told = Arc::new(RecordingSubscriber::default());
         let error =
             monitor.subscribe(memory.range(0, 4096), Arc::clone(&told) as _).expect_err("VMM");
         assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");

@@ -8,7 +8,7 @@ use hmem_iface_cuda::{
 };
 
 use crate::{
-    support,
+    vendor_files,
     world::{each, start},
 };
 
@@ -95,7 +95,8 @@ fn requested_gpu_is_the_only_driver_shown() {
     let seen = std::cell::RefCell::new(Vec::new());
     each(|world| seen.borrow_mut().push(world.name.clone()));
     let fakes: Vec<_> = Profile::all().into_iter().map(|profile| profile.name.to_owned()).collect();
-    let wanted = if support::asked_for("real") { vec!["real".to_owned()] } else { fakes };
+    let wanted =
+        if vendor_files::is_required("cuda", "real") { vec!["real".to_owned()] } else { fakes };
     assert_eq!(seen.into_inner(), wanted);
 }
 

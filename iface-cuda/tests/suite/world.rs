@@ -16,7 +16,7 @@ use hmem_iface_cuda::{
     },
 };
 
-use crate::support;
+use crate::vendor_files;
 
 /// A driver, an iface over it, and an application that calls the driver directly.
 pub(crate) struct World {
@@ -39,8 +39,9 @@ static REAL: Mutex<()> = Mutex::new(());
 
 /// Runs a test over every profile of the fake, or over real hardware alone if that is selected.
 pub(crate) fn each(show: impl Fn(&mut World)) {
-    if support::asked_for("real") {
-        // Only one library of a process can be hooked; `hooks.rs` tests the hooks.
+    if vendor_files::is_required("cuda", "real") {
+        // A process can hook only one library, and the tests in `hooks.rs` need the hooks. So this
+        // iface detects frees by identity.
         let mut world = World::real(CudaMonitorKind::Identity);
         show(&mut world);
         world.end();
@@ -51,9 +52,10 @@ pub(crate) fn each(show: impl Fn(&mut World)) {
     }
 }
 
-/// Like [`each`], over the fake in one profile.
+/// Runs a test over the default profile of the fake, or over real hardware alone if that is
+/// selected.
 pub(crate) fn once(show: impl FnOnce(&mut World)) {
-    if support::asked_for("real") {
+    if vendor_files::is_required("cuda", "real") {
         let mut world = World::real(CudaMonitorKind::Identity);
         show(&mut world);
         return world.end();
@@ -64,17 +66,17 @@ pub(crate) fn once(show: impl FnOnce(&mut World)) {
 /// Returns true if a GPU is selected, and then prints the reason why a test, or a part of it,
 /// cannot run over a GPU. `tests/gpu/run` writes the reason into its report.
 pub(crate) fn not_over_a_gpu(why: &str) -> bool {
-    if support::asked_for("real") {
+    if vendor_files::is_required("cuda", "real") {
         println!("{NOT_OVER_A_GPU}{why}");
     }
-    support::asked_for("real")
+    vendor_files::is_required("cuda", "real")
 }
 
 /// Beginning of a line with the reason why a test cannot run over a GPU. `tests/gpu/run` searches
 /// for it.
 pub(crate) const NOT_OVER_A_GPU: &str = "not over a GPU: ";
 
-/// Returns the fake driver. Tests that call this function do not run over a GPU.
+/// Starts the fake driver with a profile. Tests that call this function do not run over a GPU.
 pub(crate) fn start(profile: Profile) -> FakeDriver {
     not_over_a_gpu("the driver must have a profile, or refuse selected calls");
     FakeDriver::start(profile)
@@ -126,7 +128,7 @@ impl World {
         // SAFETY: the library is loaded already, so that no initialiser runs.
         let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
         let lookup = Box::new(move |name: &str| {
-            // SAFETY: the address is only passed on under its name.
+            // SAFETY: the address is only passed to `from_lookup` with its symbol name.
             let symbol = unsafe { library.get::<*const ()>(name) };
             *symbol.unwrap_or_else(|error| panic!("{name}: {error}"))
         });
@@ -148,7 +150,7 @@ impl World {
     pub(crate) fn end(self) {
         let Self { name, cuda, mut app, fake, _turn } = self;
         cuda.close().unwrap_or_else(|refused| panic!("{name}: {}", refused.error));
-        app.let_go();
+        app.release_primary_context();
         if let Some((fake, _)) = fake {
             fake.heal();
             assert_eq!(fake.live(), Live::default(), "{name}: something is left");
@@ -162,7 +164,7 @@ impl World {
     }
 
     pub(crate) fn free(&self, allocation: &Allocation) {
-        // SAFETY: tests hold no reference into it, and every copy was waited for.
+        // SAFETY: tests hold no reference to the memory, and have waited for every copy.
         unsafe { self.cuda.free(allocation) }
             .unwrap_or_else(|error| panic!("{}: {error}", self.name));
     }
@@ -223,8 +225,8 @@ impl World {
         kinds.iter().copied().filter(has).collect()
     }
 
-    /// Returns true if NICs cannot reach the VMM memory of the GPU, and then prints that this is
-    /// not tested.
+    /// Returns true if NICs cannot reach the VMM memory of the GPU, and then prints that exports of
+    /// VMM memory are not tested.
     pub(crate) fn no_rdma_to_vmm(&self) -> bool {
         let there = [
             sys::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED,
@@ -242,7 +244,7 @@ impl World {
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
         let mut place = std::ptr::from_mut(&mut capable).cast();
         let ask = self.app.functions.pointer_get_attributes;
-        // SAFETY: one attribute with an output that is wide enough for it.
+        // SAFETY: the call passes one attribute, and an output that is wide enough for its value.
         let code = unsafe { ask(1, &mut attribute, &mut place, address) };
         self.is_real()
             && code.is_success()
@@ -281,9 +283,9 @@ impl App {
     }
 
     /// Releases the primary context if the application has it.
-    pub(crate) fn let_go(&mut self) {
+    pub(crate) fn release_primary_context(&mut self) {
         if !std::mem::take(&mut self.primary).is_null() {
-            // SAFETY: `current` retained it once.
+            // SAFETY: `current` retained the primary context once.
             check(unsafe { (self.functions.primary_ctx_release)(0) });
         }
     }
@@ -325,8 +327,8 @@ pub(crate) struct Expandable {
 }
 
 impl Expandable {
-    /// Maps one handle for each element: RDMA capable for `Some(true)`. The part of an element
-    /// `None` stays unmapped.
+    /// Maps one handle for each element that is `Some`. The memory is RDMA capable for
+    /// `Some(true)`. For `None`, a part of the reservation stays unmapped.
     pub(crate) fn new(app: &mut App, parts: &[Option<bool>]) -> Self {
         app.current(|functions| Self::here(functions, parts))
     }
@@ -422,7 +424,7 @@ pub(crate) fn open_fds() -> usize {
         .count()
 }
 
-/// Safe copies by address for tests, which free no memory while they copy it.
+/// Safe copies by address, for tests that free no memory during a copy.
 pub(crate) trait HeldCopies: Iface {
     fn read_bytes(&self, from: Address, into: &mut [u8]) -> Result<()> {
         // SAFETY: the test keeps the memory for the length of the call.

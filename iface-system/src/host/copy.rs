@@ -6,17 +6,18 @@ use super::System;
 use crate::sys;
 
 impl System {
-    /// Copies `len` bytes between host addresses. Checks the bounds of allocations of this iface.
+    /// Copies `len` bytes between host addresses. Fails if either range starts in an allocation of
+    /// this iface and extends past the end of that allocation.
     ///
     /// # Safety
-    /// The contract of [`hmem_core::Iface::copy`].
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].
     pub(super) unsafe fn copy_bytes(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // References that live until the copy has ended: memory that is freed meanwhile stays
-        // allocated until then.
+        // These references keep the memory allocated until the copy has ended, even if another
+        // thread frees the allocation.
         let _to_stays = self.check_side(to, len)?;
         let _from_stays = self.check_side(from, len)?;
-        // SAFETY: the caller promises both sides for `len` bytes. `check_side` verified the sides
-        // that are allocations of this iface. Overlaps are allowed.
+        // SAFETY: the caller promises that both ranges are valid for `len` bytes. `check_side`
+        // verified the ranges in allocations of this iface. The ranges may overlap.
         unsafe { sys::copy_bytes(sys::host_ptr(from), sys::host_ptr(to), len as usize) };
         Ok(())
     }

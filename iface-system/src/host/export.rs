@@ -33,14 +33,15 @@ impl DmaBufExporter for System {
         if mapping == DmaBufMapping::Pcie {
             return Err(refused(ErrorKind::Unsupported)
                 .errno(Errno(libc::EOPNOTSUPP))
-                .remedy("host memory has no PCIe mapping: export with the default one"));
+                .remedy("host memory has no PCIe mapping: export with the default mapping"));
         }
         let record = self.record_at(range.start());
         let Some((record, file)) =
             record.as_ref().and_then(|record| Some((record, record.memfd()?)))
         else {
             return Err(refused(ErrorKind::Unsupported).errno(Errno(libc::EOPNOTSUPP)).remedy(
-                "no memory file backs it: register it as host pages, or allocate it with `memfd`",
+                "no memory file backs the range: register it as host pages, or allocate it with \
+                 `memfd`",
             ));
         };
         if !record.allocation.range.contains_range(range) {

@@ -1,4 +1,4 @@
-//! The iface trait and the facets of host memory. Long implementations are in separate files.
+//! The implementation of the `Iface` trait and of its facets for host memory.
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
@@ -12,9 +12,9 @@ use hmem_core::{
 use super::System;
 
 // SAFETY: `query` answers from the records of live allocations, whose identities count up. Each
-// record owns its memory, which is freed with the record. `check_side` checks the bounds of both
-// sides of a copy, which has ended when it returns. Exports keep the memory file of the allocation
-// alive.
+// record owns its memory, which is freed with the record. `copy` returns after the bytes were
+// copied, and `check_side` checks the bounds of its two ranges. Exports keep the memory file of the
+// allocation alive.
 unsafe impl Iface for System {
     fn kind(&self) -> IfaceKind {
         IfaceKind::SYSTEM
@@ -33,7 +33,8 @@ unsafe impl Iface for System {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller makes the same promise about both sides of the copy.
+        // SAFETY: the caller promises that both ranges of the copy are valid, which `copy_bytes`
+        // requires.
         unsafe { self.copy_bytes(to, from, len) }
     }
 
@@ -63,14 +64,16 @@ unsafe impl Iface for System {
         };
         match facet {
             Facet::CopyEngine => {
-                lacks("copy async", "host memory has no copy engine: copy and wait")
+                lacks("copy async", "host memory has no copy engine: use the blocking `copy`")
             }
-            Facet::PeerMemory => {
-                lacks("export peer memory", "host memory needs none: register it as host pages")
-            }
-            Facet::HostRegistrar => {
-                lacks("host register", "this iface has no devices to page-lock memory for")
-            }
+            Facet::PeerMemory => lacks(
+                "export peer memory",
+                "host memory needs no peer-memory client: register it as host pages",
+            ),
+            Facet::HostRegistrar => lacks(
+                "host register",
+                "this iface has no device for which memory could be page-locked",
+            ),
             _ => facet.unavailable(IfaceKind::SYSTEM),
         }
     }
@@ -107,8 +110,8 @@ impl Ipc for System {
 }
 
 impl SegmentMap for System {
-    /// Returns one segment, although the pages may not be contiguous: no user of host memory needs
-    /// contiguous pages.
+    /// Returns the whole range as one segment. Its pages may not be physically contiguous, but no
+    /// user of host memory needs contiguous pages.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let record = self.record_at(range.start());
         let exportable = record.is_some_and(|record| {

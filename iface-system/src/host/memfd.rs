@@ -38,23 +38,22 @@ impl MemFd {
     /// - The error of a system call: no fd or no memory is left, for example.
     pub fn new(len: u64) -> Result<Self> {
         if len == 0 {
-            return Err(
-                Error::new(ErrorKind::ZeroLength, "memfd").remedy("ask for at least one byte")
-            );
+            return Err(Error::new(ErrorKind::ZeroLength, "memfd")
+                .remedy("create a file of at least one byte"));
         }
         let too_long = || Error::new(ErrorKind::OutOfResources, "memfd").context("length", len);
         let whole_pages = len.checked_next_multiple_of(sys::page_size()).ok_or_else(too_long)?;
         Self::of(sys::sealed_memfd("hmem", whole_pages)?, len)
     }
 
-    /// Maps `len` bytes of a file that is at least that long.
+    /// Maps the first `len` bytes of a memory file. The file must be at least that long.
     pub(crate) fn of(fd: OwnedFd, len: u64) -> Result<Self> {
         let mapping = Mapping::shared(fd.as_fd(), 0, usize::try_from(len).unwrap_or(usize::MAX))
             .map_err(|errno| Error::os(errno, "mmap").context("length", len))?;
         Ok(Self { fd, mapping, len })
     }
 
-    /// Returns the addresses of the mapping, with the requested length.
+    /// Returns the address range of the mapping, with the length that was requested.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         let start = self.mapping.address();
@@ -73,8 +72,8 @@ impl MemFd {
         self.len == 0
     }
 
-    /// Reads bytes from `offset` into `into`. Creates no reference to the content, so that a NIC
-    /// may write the content at the same time.
+    /// Copies bytes of the file, from `offset` on, to `into`. A NIC may write to the file at the
+    /// same time, because this method creates no Rust reference to its bytes.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`]: the range reaches past the end of the file.
@@ -85,7 +84,7 @@ impl MemFd {
         unsafe { sys::read_at(self.fd.as_fd(), offset, to, into.len() as u64) }
     }
 
-    /// Writes `from` to the bytes at `offset`.
+    /// Copies the bytes of `from` into the file, starting at `offset`.
     ///
     /// # Errors
     /// The errors of [`MemFd::read`].

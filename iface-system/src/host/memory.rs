@@ -18,7 +18,7 @@ use crate::sys::{self, Mapping};
 const HUGE_PAGE: u64 = 2 << 20;
 const HUGE_PAGES_PATH: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
-/// Zeroed memory of the global allocator.
+/// A block of zeroed memory from the global allocator, which is freed on drop.
 #[derive(Debug)]
 pub(super) struct Heap {
     start: NonNull<u8>,
@@ -28,7 +28,7 @@ pub(super) struct Heap {
 // SAFETY: the value owns its memory, which any thread may free. Its bytes are only accessed through
 // raw addresses.
 unsafe impl Send for Heap {}
-// SAFETY: `&Heap` gives access to nothing.
+// SAFETY: a shared reference to `Heap` gives no access to the bytes.
 unsafe impl Sync for Heap {}
 
 impl Heap {
@@ -46,13 +46,13 @@ impl Drop for Heap {
     }
 }
 
-/// The memory of an allocation. Dropping the value frees it.
+/// The memory behind an allocation. Dropping the value frees the memory.
 #[derive(Debug)]
 pub(super) enum Backing {
     Heap(Heap),
     Mapping(Mapping),
     MemFd(MemFd),
-    /// A memory file of another process, opened by its IPC handle.
+    /// A memory file of another process, which this process opened through an IPC handle.
     Opened(MemFd),
 }
 
@@ -66,7 +66,7 @@ impl Backing {
     }
 }
 
-/// The record of a live allocation.
+/// A live allocation of host memory, and the object that owns its memory.
 #[derive(Debug)]
 pub(super) struct Record {
     pub(super) allocation: Allocation,
@@ -132,8 +132,8 @@ impl System {
     /// Allocates `len` bytes, rounded up to 2 MiB, in huge pages.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`]: too few huge pages are free. The error names their total
-    ///   number and the remedy.
+    /// - [`ErrorKind::Unavailable`]: too few huge pages are free. The error states how many huge
+    ///   pages the machine has, and the remedy.
     /// - [`ErrorKind::ZeroLength`]: `len` is 0.
     /// - Any other error of `mmap`.
     pub fn huge_pages(&self, len: u64) -> Result<Allocation> {
@@ -143,13 +143,13 @@ impl System {
             Ok(mapping) => self.enter(Backing::Mapping(mapping), len),
             Err(errno @ rustix::io::Errno::NOMEM) => {
                 let there_are =
-                    fs::read_to_string(HUGE_PAGES_PATH).unwrap_or_else(|error| error.to_string());
+                    fs::read_to_string(HUGE_PAGES_PATH).unwrap_or_else(|_| "unknown".to_owned());
                 Err(Error::new(ErrorKind::Unavailable, "allocate huge pages")
                     .errno(errno)
                     .iface(IfaceKind::SYSTEM)
-                    .context("length", len)
+                    .context("length", whole)
                     .context("nr_hugepages", there_are.trim())
-                    .remedy(format!("write a number of 2 MiB pages to {HUGE_PAGES_PATH}")))
+                    .remedy(format!("reserve 2 MiB pages: `echo 64 > {HUGE_PAGES_PATH}` as root")))
             }
             Err(errno) => Err(refused(errno, len)),
         }
@@ -170,7 +170,8 @@ impl System {
         Ok(allocation)
     }
 
-    /// Frees an allocation of this iface, or closes one of another process if `opened`.
+    /// Frees an allocation of this iface. If `opened` is true, instead closes an allocation of
+    /// another process that this iface has opened.
     pub(super) fn end(
         &self,
         allocation: &Allocation,
@@ -194,7 +195,7 @@ impl System {
         Ok(())
     }
 
-    /// Returns the allocation that contains `address`.
+    /// Returns the record of the allocation that contains `address`.
     pub(super) fn record_at(&self, address: Address) -> Option<Arc<Record>> {
         let book = self.book.read();
         let (_, record) = book.by_start.range(..=address.0).next_back()?;
@@ -209,8 +210,8 @@ pub(super) fn not_live(allocation: &Allocation, operation: &'static str) -> Erro
         .context("allocation", allocation.range)
         .context("identity", allocation.id.0)
         .remedy(
-            "pass a live allocation of this iface: free one that was allocated, close one that was \
-         opened, once",
+            "pass a live allocation of this iface, once: to `free` if the iface allocated it, to \
+             `ipc_close` if the iface opened it",
         )
 }
 
@@ -221,7 +222,7 @@ fn refused(errno: rustix::io::Errno, len: u64) -> Error {
 fn checked_len(len: u64, operation: &'static str) -> Result<usize> {
     let error = |kind| Error::new(kind, operation).iface(IfaceKind::SYSTEM).context("length", len);
     if len == 0 {
-        return Err(error(ErrorKind::ZeroLength).remedy("ask for at least one byte"));
+        return Err(error(ErrorKind::ZeroLength).remedy("allocate at least one byte"));
     }
     let limit = isize::MAX as u64 - sys::page_size();
     usize::try_from(len)

@@ -27,7 +27,7 @@ pub use self::memfd::MemFd;
 use self::memory::Record;
 use crate::{monitor::SystemMonitor, sys::Udmabuf};
 
-/// The system iface: host memory.
+/// The iface for host memory: all memory of the process that belongs to no device.
 ///
 /// ```
 /// use hmem_core::{Iface, IfaceExt};
@@ -60,7 +60,8 @@ struct HostAllocationTable {
 }
 
 impl System {
-    /// Creates the iface. Its exports are genuine dma-bufs if `/dev/udmabuf` can be opened.
+    /// Creates the iface. It exports genuine dma-bufs if `/dev/udmabuf` can be opened, and memory
+    /// files otherwise.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -70,7 +71,8 @@ impl System {
         }
     }
 
-    /// Returns the live allocations that this iface allocated or opened, in address order.
+    /// Returns the live allocations of this iface, including those that it opened by an IPC handle,
+    /// in address order.
     #[must_use]
     pub fn live(&self) -> Vec<Allocation> {
         self.book.read().by_start.values().map(|record| record.allocation).collect()

@@ -12,8 +12,8 @@ use super::System;
 use crate::monitor::SystemMonitor;
 
 impl System {
-    /// Sets the monitor of host memory. The default is the choice of
-    /// [`HostMonitorKind::Auto`](crate::monitor::HostMonitorKind::Auto).
+    /// Sets the monitor that detects changes of host memory. The default is the monitor that
+    /// [`HostMonitorKind::Auto`](crate::monitor::HostMonitorKind::Auto) chooses.
     #[must_use]
     pub fn with_monitor(mut self, monitor: SystemMonitor) -> Self {
         self.monitor = monitor.into();
@@ -28,8 +28,9 @@ impl System {
 }
 
 impl MonitorSource for System {
-    /// Returns identities as the method: the kernel has no callback before it unmaps memory. A
-    /// monitor that notifies before an unmap detects it by its own means.
+    /// Returns [`DetectionMethod::Identity`], because the kernel offers no callback before it
+    /// unmaps memory. A running monitor may still notify before an unmap, for example if it hooks
+    /// the C library.
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Identity
     }

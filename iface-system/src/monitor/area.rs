@@ -1,5 +1,5 @@
-//! Queries for the mapping at an address, and the check that a monitor of this process sees every
-//! change of a range.
+//! Queries the kernel for the mapping at an address, and checks that a monitor in this process can
+//! see every change of a range.
 //!
 //! Nothing here allocates or locks, because the `shmdt` hook uses it. Linux 6.11 answers a query
 //! for one address (`PROCMAP_QUERY` of `linux/fs.h`). On older kernels, `/proc/self/maps` is read
@@ -19,17 +19,18 @@ use rustix::{
 
 const MAPS: &CStr = c"/proc/self/maps";
 
-/// Maximum number of bytes of a mapping's name. Longer names are cut.
+/// Maximum length of a mapping's name in bytes. Longer names are cut.
 const NAME: usize = 256;
 
-/// The memory behind a mapping.
+/// The kind of memory behind a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Backing {
     /// Anonymous memory: private or shared pages, heap, stack, huge pages.
     Anonymous,
-    /// A System V segment with this identifier.
+    /// A System V shared-memory segment, by its identifier (`shmid`).
     SysV(i32),
-    /// A file, a memory file or a device. Any process that has it open can change the content.
+    /// A file, a memory file or a device. Any process that has the file open can change its
+    /// content.
     File,
 }
 
@@ -40,8 +41,8 @@ pub(crate) struct Area {
     /// Address one past the last byte.
     pub(crate) end: u64,
     pub(crate) backing: Backing,
-    /// Page size of the mapping in bytes. For huge pages it is assumed to be 2 MiB if the kernel
-    /// does not report it.
+    /// Page size of the mapping in bytes. If the kernel does not report it, huge pages are assumed
+    /// to have 2 MiB.
     pub(crate) page_size: u64,
     name: [u8; NAME],
     name_len: usize,
@@ -76,14 +77,15 @@ impl Area {
         Self { start, end, backing, page_size, name, name_len }
     }
 
-    /// Returns the name as in `/proc/self/maps`; empty for nameless anonymous memory.
+    /// Returns the mapping's name as in `/proc/self/maps`. The name of anonymous memory may be
+    /// empty.
     pub(crate) fn name(&self) -> &str {
         let name = &self.name[..self.name_len];
         std::str::from_utf8(name).unwrap_or("(a name that is not UTF-8)")
     }
 }
 
-/// `struct procmap_query` of `linux/fs.h`.
+/// The argument of the ioctl `PROCMAP_QUERY`: `struct procmap_query` of `linux/fs.h`.
 #[repr(C)]
 #[derive(Debug, Default)]
 struct ProcmapQuery {
@@ -107,12 +109,12 @@ struct ProcmapQuery {
 const PROCMAP_QUERY: Opcode = opcode::read_write::<ProcmapQuery>(b'f', 17);
 const COVERING_OR_NEXT_VMA: u64 = 0x10;
 
-/// Returns true if a query failed because the kernel, or qemu-user, does not implement it.
+/// Returns true if `errno` means that the kernel, or qemu-user, does not implement `PROCMAP_QUERY`.
 pub(super) fn has_no_query(errno: Errno) -> bool {
     matches!(errno, Errno::NOTTY | Errno::NOSYS)
 }
 
-/// Returns the mapping at `address`, or the next one above it.
+/// Returns the mapping that contains `address`, or else the next mapping above it, if any.
 pub(crate) fn at_or_after(address: u64) -> Result<Option<Area>, Errno> {
     let maps = open(OFlags::empty())?;
     match queried(maps.as_fd(), address) {
@@ -126,8 +128,8 @@ pub(super) fn open(more: OFlags) -> Result<OwnedFd, Errno> {
     rustix::fs::openat(CWD, MAPS, OFlags::RDONLY | OFlags::CLOEXEC | more, Mode::empty())
 }
 
-/// Returns the mapping at `address`, or the next one above it, of the process that owns the open
-/// file.
+/// Like [`at_or_after`], but only asks the kernel by `PROCMAP_QUERY`. `maps` is an open
+/// `/proc/PID/maps`, which selects the process.
 pub(super) fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
     let mut name = [0_u8; NAME];
     let mut query = ProcmapQuery {
@@ -141,7 +143,7 @@ pub(super) fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>
     let full_name = match ioctl(maps, &mut query) {
         Ok(()) => &name[..(query.vma_name_size as usize).saturating_sub(1)],
         Err(Errno::NOENT) => return Ok(None),
-        // Only a path can be so long.
+        // The kernel returns this error only if the name exceeds the buffer. Such a name is a path.
         Err(Errno::NAMETOOLONG) => {
             (query.vma_name_size, query.vma_name_addr) = (0, 0);
             ioctl(maps, &mut query)?;
@@ -160,14 +162,15 @@ pub(super) fn queried(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>
 
 fn ioctl(maps: BorrowedFd<'_>, query: &mut ProcmapQuery) -> Result<(), Errno> {
     // SAFETY: the ioctl reads and writes one `ProcmapQuery`, and writes up to `vma_name_size` bytes
-    // at `vma_name_addr`, which `queried` points at a buffer of that size, or at none.
+    // at `vma_name_addr`, which `queried` points at a buffer of that size, or sets to 0 together
+    // with the size.
     unsafe { rustix::ioctl::ioctl(maps, Updater::<PROCMAP_QUERY, _>::new(query)) }
 }
 
-/// Like [`queried`], for kernels without the query: reads the file until a mapping ends above
-/// `address`.
+/// Like [`queried`], but for kernels without `PROCMAP_QUERY`. Reads the text of `maps` up to the
+/// first mapping that ends above `address`.
 pub(super) fn read(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, Errno> {
-    // A line has at most 73 bytes before the name. A longer line is cut.
+    // A line of the file has at most 73 bytes before the name. Longer names are cut.
     let mut line = [0_u8; 73 + NAME];
     let mut len = 0;
     let mut chunk = [0_u8; 512];
@@ -195,8 +198,8 @@ pub(super) fn read(maps: BorrowedFd<'_>, address: u64) -> Result<Option<Area>, E
     }
 }
 
-/// Parses a line of the file: `7f0000000000-7f0000001000 rw-p 00000000 00:01 1234    /SYSV00000000
-/// (deleted)`.
+/// Parses a line of `/proc/PID/maps`, for example
+/// `7f0000000000-7f0000001000 rw-p 00000000 00:01 1234    /SYSV00000000 (deleted)`.
 fn parsed(line: &[u8]) -> Option<Area> {
     let mut rest = line;
     let mut word = || {
@@ -212,18 +215,18 @@ fn parsed(line: &[u8]) -> Option<Area> {
     Some(Area::new(start, end, inode, None, rest.trim_ascii_start()))
 }
 
-/// Checks that a monitor of this process can see every change of a range.
+/// Checks that a monitor in this process can see every change of a range.
 ///
-/// That holds for anonymous memory and System V segments: only calls of this process that name the
-/// addresses can unmap or discard it. `at_or_after` is [the function](at_or_after) or an
-/// equivalent.
+/// The check passes for anonymous memory and System V segments: only calls of this process that
+/// name the addresses can unmap or discard them. The argument `at_or_after` looks up the mapping at
+/// an address. It is [the function of that name](at_or_after) or an equivalent.
 ///
 /// Returns the mapping that contains the last byte of the range, for callers that cache it.
 ///
 /// # Errors
 /// - BadAddress: an address of the range is not mapped.
-/// - Unsupported: the mapping is of a file. Truncating the file, or punching a hole into it, takes
-///   the pages away without a call that names the range.
+/// - Unsupported: a file is mapped in the range. Truncating the file, or punching a hole into it,
+///   removes pages without a call that names the range.
 pub(crate) fn check(
     range: AddressRange,
     monitor: &'static str,
@@ -244,7 +247,7 @@ pub(crate) fn check(
                 refused(ErrorKind::Unsupported)
                     .errno(errno)
                     .context("file", "/proc/self/maps")
-                    .remedy("the mapping cannot be read: mount /proc")
+                    .remedy("the mappings cannot be read: mount /proc")
             })?
             .filter(|area| area.start <= at)
             .ok_or_else(|| {
@@ -273,7 +276,7 @@ pub(crate) fn check(
 /// Returns the addresses that `shmdt(address)` unmaps.
 ///
 /// If the length of the segment is unknown, returns all addresses from `address` on, which include
-/// those of the segment. Returns an empty range if nothing is mapped there or above.
+/// those of the segment. Returns an empty range if nothing is mapped at or above `address`.
 pub(crate) fn attached(address: u64) -> AddressRange {
     let everything_above = hmem_hook::clamped(address, u64::MAX);
     match at_or_after(address) {
@@ -286,7 +289,8 @@ pub(crate) fn attached(address: u64) -> AddressRange {
     }
 }
 
-/// Returns the length of a System V segment in bytes, in whole pages.
+/// Returns the length of a System V segment in bytes, rounded up to whole pages. Returns `None` if
+/// `shmctl` fails.
 pub(crate) fn segment_len(id: i32) -> Option<u64> {
     let mut status = std::mem::MaybeUninit::<libc::shmid_ds>::zeroed();
     // SAFETY: IPC_STAT writes one `shmid_ds`. libc's shmctl is a thin wrapper that is not patched
@@ -314,19 +318,18 @@ mod tests {
     }
 
     #[test]
-    fn the_query_and_the_text_give_the_same_answers() {
+    fn query_and_text_return_the_same_mappings() {
         let memfd = sealed_memfd("area", 8192).unwrap();
         let shared = Mapping::shared(memfd.as_fd(), 0, 8192).unwrap();
         let anonymous = Mapping::memory(3 * 4096).unwrap();
-        let code =
-            (the_query_and_the_text_give_the_same_answers as fn() as *const ()).addr() as u64;
+        let code = (query_and_text_return_the_same_mappings as fn() as *const ()).addr() as u64;
         let text = |address| read(File::open("/proc/self/maps").unwrap().as_fd(), address).unwrap();
         let summary = |area: Option<Area>| {
             area.map(|area| (area.start, area.end, area.backing, area.name().to_owned()))
         };
         let compare = |address| {
-            // Other tests map and unmap next to it. Repeat until two texts around a query are
-            // equal.
+            // Other tests may map and unmap adjacent memory at the same time. So the comparison
+            // repeats until `/proc/self/maps` has the same text before and after the query.
             loop {
                 let (before, by_query, after) =
                     (text(address), at_or_after(address).unwrap(), text(address));

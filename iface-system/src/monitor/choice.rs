@@ -24,18 +24,19 @@ pub enum HostMonitorKind {
     /// The best monitor that passes its self-test on this machine.
     #[default]
     Auto,
-    /// Hooks in the C library: [`MemHooks`].
+    /// Hooks in the functions of the C library: [`MemHooks`].
     MemHooks,
-    /// Events of the kernel: [`UserFaultFd`].
+    /// Events that the kernel sends through a userfaultfd: [`UserFaultFd`].
     UserFaultFd,
     /// The application's own monitor: [`super::ImportMonitor`].
     Import,
-    /// No monitor: host memory is not cached.
+    /// No monitor: registrations of host memory are not cached.
     Disabled,
 }
 
 impl HostMonitorKind {
-    /// Every kind with its names. The first name is the one in output.
+    /// Every kind with its names. The parser accepts each name of a kind, and output uses the first
+    /// name.
     const NAMES: [(Self, &'static [&'static str]); 5] = [
         (Self::Auto, &["auto", "default"]),
         (Self::MemHooks, &["memhooks"]),
@@ -44,7 +45,7 @@ impl HostMonitorKind {
         (Self::Disabled, &["disabled"]),
     ];
 
-    /// Returns the name in configuration and in `hmem info`.
+    /// Returns the kind's name, as `FI_MR_CACHE_MONITOR` and the output of `hmem info` have it.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -90,7 +91,7 @@ impl FromStr for HostMonitorKind {
     }
 }
 
-/// A monitor that was tried, with the result.
+/// A monitor that this crate tried to start, and the result of the start.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct MonitorCandidate {
@@ -108,16 +109,16 @@ pub struct MonitorCandidate {
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct MonitorChoice {
-    /// The requested kind.
+    /// The kind that the caller requested.
     pub requested: HostMonitorKind,
     /// The monitor in use: its name, `disabled` if that was requested, or `none` if no monitor
     /// works here.
     pub name: &'static str,
-    /// The reason for the choice.
+    /// The reason why this monitor was chosen, for people to read.
     pub why: String,
-    /// The changes that the monitor misses, and the number of ranges that it watches.
+    /// The changes of memory that the monitor misses, and the number of ranges that it can watch.
     pub limits: String,
-    /// The monitors that were tried, in order.
+    /// The monitors that this crate tried to start, in order.
     pub candidates: Vec<MonitorCandidate>,
 }
 
@@ -143,7 +144,7 @@ fn display_option<S: Serializer>(error: &Option<Error>, serializer: S) -> Result
     }
 }
 
-/// A running monitor of host memory, with the choice that led to it.
+/// The running monitor of host memory, if any, and the reason for its choice.
 #[derive(Debug)]
 pub struct SystemMonitor {
     monitor: Option<Arc<dyn Monitor>>,
@@ -229,7 +230,9 @@ impl SystemMonitor {
         Self::best(MemHooks::start(), UserFaultFd::start())
     }
 
-    /// Chooses both monitors if both have started, otherwise the one that has started, if any.
+    /// Creates the value for `Auto` from the results of starting two monitors. Combines the
+    /// monitors if both have started. If one has started, uses that monitor. If none has, the value
+    /// has no monitor.
     fn best(hooks: Result<Arc<MemHooks>>, uffd: Result<Arc<UserFaultFd>>) -> Self {
         let (memhooks, userfaultfd) =
             (HostMonitorKind::MemHooks.name(), HostMonitorKind::UserFaultFd.name());
@@ -296,7 +299,7 @@ impl SystemMonitor {
                 tracing::warn!(
                     memhooks = %hooks,
                     userfaultfd = %uffd,
-                    "no monitor of host memory works here: it is not cached"
+                    "no monitor of host memory works here: host memory is not cached"
                 );
                 Self {
                     monitor: None,
@@ -311,7 +314,7 @@ impl SystemMonitor {
         }
     }
 
-    /// Returns the monitor.
+    /// Returns the running monitor.
     ///
     /// # Errors
     /// Unsupported: there is no monitor, because it was disabled or none works. The error has the
@@ -329,7 +332,7 @@ impl SystemMonitor {
         })
     }
 
-    /// Returns the choice with its reason.
+    /// Returns the name of the chosen monitor, with the reason for the choice.
     #[must_use]
     pub fn choice(&self) -> &MonitorChoice {
         &self.choice
@@ -369,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_names_are_refused_with_the_known_ones() {
+    fn unknown_name_is_refused_with_the_known_names() {
         for (kind, names) in HostMonitorKind::NAMES {
             assert_eq!(names[0], kind.name());
             for name in names {

@@ -75,7 +75,7 @@ struct ImportSubscriptions {
 }
 
 impl ImportMonitor {
-    /// Creates a monitor that calls `watcher` with the ranges to watch.
+    /// Creates a monitor that passes the ranges to watch to the application's callbacks, `watcher`.
     ///
     /// # Errors
     /// - OutOfResources: no memory is left.
@@ -85,8 +85,8 @@ impl ImportMonitor {
         Ok(Arc::new(Self { watcher, subscribers, book: Mutex::default() }))
     }
 
-    /// Invalidates the cached registrations of a range that was or will be unmapped. Allocates
-    /// nothing and takes no lock.
+    /// Invalidates the cached registrations of a range that was or will be unmapped. The method
+    /// allocates nothing and takes no lock.
     ///
     /// The application must not map the addresses again before this method returns.
     pub fn invalidate(&self, range: AddressRange) {
@@ -98,12 +98,12 @@ impl ImportMonitor {
 
     /// Runs `change`, which changes the memory behind `range`.
     ///
-    /// The cached registrations of the range are invalidated before `change` runs, and no new one
-    /// is cached until it returns. Use this method if another thread could register the range
-    /// during the change.
+    /// The cached registrations of the range are invalidated before `change` runs, and no new
+    /// registration of it is cached until `change` returns. Use this method if another thread could
+    /// register the range during the change.
     ///
-    /// `change` must not wait for a subscription to this monitor: the first subscription of a cache
-    /// waits for `change`.
+    /// `change` must not wait for a thread that subscribes to this monitor: the first subscription
+    /// of a cache waits until `change` returns.
     pub fn while_changing<R>(&self, range: AddressRange, change: impl FnOnce() -> R) -> R {
         let pass = self.subscribers.table().pass();
         let mut changes = [const { None::<InvalidationToken> }; SLOTS];

@@ -1,5 +1,5 @@
-//! Memhooks and userfaultfd together. The hooks notify before a call of the C library unmaps
-//! memory. Userfaultfd notifies after a raw system call has unmapped memory.
+//! A monitor that combines memhooks and userfaultfd. The hooks notify before a call of the C
+//! library unmaps memory. Userfaultfd notifies after a raw system call has unmapped memory.
 
 use std::{
     collections::HashMap,
@@ -18,28 +18,29 @@ use parking_lot::Mutex;
 
 use super::{MemHooks, UserFaultFd};
 
-/// [`MemHooks`] with [`UserFaultFd`] as a safety uffd for changes that the hooks do not see.
+/// [`MemHooks`] together with [`UserFaultFd`], which catches the changes that the hooks do not see.
 ///
-/// The hooks alone watch two kinds of ranges, which [`Layered::uffd_refusals`] counts:
+/// Two kinds of ranges are watched by the hooks alone. [`Layered::uffd_refusals`] counts them:
 ///
-/// - ranges that the kernel does not watch (System V segments);
-/// - ranges beyond the budget of mappings ([`UserFaultFd::most_ranges`]).
+/// - ranges that userfaultfd cannot watch (System V segments);
+/// - ranges beyond the maximum number that userfaultfd may watch ([`UserFaultFd::most_ranges`]).
 pub struct Layered {
     hooks: Arc<MemHooks>,
     uffd: Arc<UserFaultFd>,
-    /// The subscriptions by number: that of the hooks, and that of userfaultfd if it watches the
-    /// range.
+    /// The current subscriptions by number. Each value is a subscription to the hooks, and a
+    /// subscription to userfaultfd unless userfaultfd refused the range.
     subscriptions: Mutex<HashMap<u64, (Subscription, Option<Subscription>)>>,
     next: AtomicU64,
     uffd_refusals: AtomicU64,
     why_without: Mutex<Option<Error>>,
-    /// The kinds of userfaultfd's refusals that were logged.
+    /// The error kinds of userfaultfd's refusals that are already in the log. Each kind is logged
+    /// once.
     logged: Mutex<Vec<ErrorKind>>,
 }
 
 impl Layered {
-    /// Combines the hooks with userfaultfd. From then on use `uffd` only through this value: it
-    /// relies on the hooks to announce discards by the C library's `madvise`.
+    /// Combines the hooks with userfaultfd. From then on, use `uffd` only through the returned
+    /// value: `uffd` relies on the hooks to announce discards by the C library's `madvise`.
     #[must_use]
     pub fn new(hooks: Arc<MemHooks>, uffd: Arc<UserFaultFd>) -> Arc<Self> {
         uffd.beneath_hooks();
@@ -60,13 +61,14 @@ impl Layered {
         self.uffd_refusals.load(Ordering::Relaxed)
     }
 
-    /// Returns the reason for userfaultfd's last refusal, if any.
+    /// Returns the reason for userfaultfd's last refusal of a subscription. Returns `None` if it
+    /// has refused none.
     #[must_use]
     pub fn why_uffd_refusals(&self) -> Option<String> {
         self.why_without.lock().as_ref().map(ToString::to_string)
     }
 
-    /// Checks the hooks, like [`MemHooks::check`].
+    /// Tests that the hooks are in place and notify subscribers, like [`MemHooks::check`].
     ///
     /// # Errors
     /// The errors of [`MemHooks::check`].

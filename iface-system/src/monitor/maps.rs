@@ -1,5 +1,5 @@
-//! Queries of `/proc/self/maps`, which stays open: opening the file takes five times as long as a
-//! query.
+//! Queries of `/proc/self/maps`. The file stays open, because opening it takes five times as long
+//! as a query.
 
 use std::{
     mem::ManuallyDrop,
@@ -12,18 +12,19 @@ use rustix::{fs::OFlags, io::Errno};
 
 use super::area::{self, Area};
 
-/// The file flag that marks the file that this crate has opened. It has no effect on this kind of
-/// file, and no other code opens the file with it.
+/// A flag of `open(2)` that marks the `/proc/self/maps` that this crate has opened. The flag has no
+/// effect on this file, and no other code opens the file with it.
 const MARK: OFlags = OFlags::NONBLOCK;
 
-/// The open `/proc/self/maps`. A forked child opens its own file.
+/// The open `/proc/self/maps`, or `None` before the first query. A forked child needs a new value,
+/// since the open file keeps showing the mappings of the parent.
 #[derive(Debug, Default)]
 pub(super) struct Maps(RwLock<Option<OpenMaps>>);
 
-/// An open `/proc/self/maps`, for queries.
+/// An open `/proc/self/maps`, which detects that other code has closed its fd.
 ///
-/// Some programs close all fds, this one included. The fd's number may then belong to a file that
-/// the program opened.
+/// Some programs close all fds of the process. The number of this value's fd may then belong to a
+/// file that the program opened.
 /// - If that file is not `/proc/self/maps`, this value does not use it.
 /// - If the program itself opened `/proc/self/maps`, this value may query the file but must not
 ///   close it. The flag [`MARK`] is set only on files that this crate opened.
@@ -53,14 +54,14 @@ impl OpenMaps {
 impl Drop for OpenMaps {
     fn drop(&mut self) {
         if self.is_same_file() && self.is_own_file() {
-            // SAFETY: the file is dropped here only, and not used after that.
+            // SAFETY: only this destructor drops the file, and nothing uses it afterwards.
             unsafe { ManuallyDrop::drop(&mut self.file) };
         }
     }
 }
 
 impl Maps {
-    /// Checks a range, like [`area::check`].
+    /// Checks that a monitor in this process can see every change of `range`, like [`area::check`].
     ///
     /// # Errors
     /// The errors of [`area::check`].
@@ -113,17 +114,19 @@ mod tests {
             |maps: &Maps| maps.at_or_after(address).unwrap().map(|area| (area.start, area.end));
         let area = query(&maps);
         assert!(area.is_some_and(|(start, end)| start <= address && address < end));
-        // Before Linux 6.11, and under qemu-user, no file is kept.
+        // Before Linux 6.11, and under qemu-user, the file does not stay open.
         let Some(number) = open_fd(&maps) else { return };
         query(&maps);
-        assert_eq!(open_fd(&maps), Some(number), "it is opened once");
+        assert_eq!(open_fd(&maps), Some(number), "the file is opened once");
 
-        // SAFETY: a program that closes all its files does the same; only `maps` knows this one.
+        // SAFETY: the test closes the fd of `maps` as a program that closes all its fds does, which
+        // `maps` must withstand. No other value owns the fd.
         drop(unsafe { OwnedFd::from_raw_fd(number) });
         let other =
             rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).unwrap();
         if other.as_raw_fd() != number {
-            // Another thread took the number first. The case is then the same with its file.
+            // Another thread has opened a file, which got the number of the closed fd. The test
+            // then continues with that file.
             eprintln!("the number was taken by another thread");
         }
         assert!(query(&maps).is_some());
@@ -141,8 +144,8 @@ mod tests {
         maps.at_or_after(mapping.address().0).unwrap();
         let Some(number) = open_fd(&maps) else { return };
         let other = area::open(OFlags::empty()).unwrap();
-        // SAFETY: a program that closes all its files does the same, and opens its own at the
-        // number.
+        // SAFETY: the test replaces the file at the number as a program may do, which `maps` must
+        // withstand. The returned value is the new file's only owner.
         let theirs = unsafe {
             assert_eq!(libc::dup2(other.as_raw_fd(), number), number);
             OwnedFd::from_raw_fd(number)

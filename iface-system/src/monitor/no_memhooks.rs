@@ -8,22 +8,23 @@ use hmem_core::{
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
-/// Returns false: no call is hooked.
+/// Returns false, since no call is hooked on this target.
 pub(super) fn is_hooked_discard(_: u64, _: u64) -> bool {
     false
 }
 
-/// Returns `None`: there are no hooked calls that could wait.
+/// Returns `None`, since this target has no hooked calls that could wait for the guard.
 pub(super) fn reading_discards() -> Option<()> {
     None
 }
 
-/// The monitor that patches the C library. It does not exist for this target.
+/// The memhooks monitor, which patches the C library. This target does not support it, so no value
+/// of the type exists.
 #[derive(Debug)]
 pub enum MemHooks {}
 
 impl MemHooks {
-    /// Fails: the monitor does not exist for this target.
+    /// Returns an error, since this target does not support the monitor.
     ///
     /// # Errors
     /// Unsupported, always.
@@ -34,7 +35,8 @@ impl MemHooks {
             .remedy("memhooks patch glibc on x86-64 and aarch64: use the userfaultfd monitor"))
     }
 
-    /// Checks the hooks. The method cannot be called, since no value of the type exists.
+    /// Tests that the hooks are in place. The method cannot be called, since no value of the type
+    /// exists.
     ///
     /// # Errors
     /// None.
@@ -42,7 +44,8 @@ impl MemHooks {
         match *self {}
     }
 
-    /// Returns the functions that are patched.
+    /// Returns the names of the patched functions. The method cannot be called, since no value of
+    /// the type exists.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
         match *self {}

@@ -1,26 +1,27 @@
-//! Allocation of device addresses in the reserved window.
+//! Allocation of device addresses in the address range that the iface has reserved.
 
 use std::collections::VecDeque;
 
 use super::ranges::FreeRanges;
 
-/// The policy for reusing freed addresses. Early reuse reveals stale registrations.
+/// The policy for reusing freed device addresses. With early reuse, code that keeps stale
+/// registrations fails in tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AddressReuse {
-    /// An address is reused only after the whole window was used.
+    /// A freed address is reused only after every address of the iface's reserved range was used.
     #[default]
     Off,
-    /// The next allocation that fits gets the address that was freed last, as CUDA's allocator
-    /// often does.
+    /// A new allocation gets the addresses that were freed last, if it fits there. CUDA's allocator
+    /// often does so.
     JustFreed,
 }
 
-/// Maximum number of freed ranges that are recorded for reuse.
+/// Maximum number of freed ranges that an [`AddressSpace`] records for [`AddressReuse::JustFreed`].
 const REMEMBERED: usize = 1024;
 
-/// The allocator of addresses in the reserved window. Its unit is a page, counted from the start of
-/// the window.
+/// The allocator of device addresses in the range that the iface has reserved. Addresses and
+/// lengths are in pages, counted from the start of that range.
 #[derive(Debug)]
 pub(crate) struct AddressSpace {
     free: FreeRanges,
@@ -38,7 +39,8 @@ impl AddressSpace {
         self.reuse = reuse;
     }
 
-    /// Allocates `pages` contiguous pages. Returns the first page's number.
+    /// Allocates `pages` contiguous pages. Returns the number of the first page, or `None` if no
+    /// free range is long enough.
     pub(crate) fn take(&mut self, pages: u64) -> Option<u64> {
         if self.reuse == AddressReuse::JustFreed
             && let Some(start) = self.take_just_freed(pages)
@@ -52,8 +54,8 @@ impl AddressSpace {
     }
 
     fn take_just_freed(&mut self, pages: u64) -> Option<u64> {
-        // A recorded range may be in use again: other allocations use addresses without removing
-        // the record.
+        // A recorded range may be in use again, because other allocations use addresses without
+        // removing the record.
         let found = self.freed.iter().rposition(|(_, len)| *len >= pages)?;
         let (start, _) = self.freed.remove(found)?;
         self.free.take_at(start, pages).then_some(start)

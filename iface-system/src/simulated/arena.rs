@@ -1,14 +1,14 @@
 //! Arenas: memory files that hold the content of many allocations.
 //!
 //! An arena is one sealed memory file, mapped once for the copy engine. So a hundred thousand small
-//! allocations need only a few fds and mappings. The file begins with a header. No allocation thus
-//! lies at offset 0 of the file, and code that confuses offsets in an allocation with offsets in
-//! the file fails.
+//! allocations need only a few fds and mappings. The file begins with a header, so no allocation
+//! lies at offset 0 of the file. Code that confuses offsets in an allocation with offsets in the
+//! file therefore fails in tests.
 //!
 //! An exported fd keeps memory as a dma-buf does: the extents of an exported allocation are not
-//! reused while any process has the arena's file open or mapped. Memory files do not count their
-//! users. The kernel does so for a file lease ([`sys::is_open_elsewhere`]), because every exported
-//! fd is the file opened again.
+//! reused while any process has the arena's file open or mapped. The kernel does not report the
+//! number of users of a memory file. But every exported fd is a second open of the file, so a file
+//! lease shows if there is a user ([`sys::is_open_elsewhere`]).
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -20,13 +20,16 @@ use hmem_core::{Error, ErrorKind, Result};
 use super::ranges::FreeRanges;
 use crate::sys::{self, Mapping};
 
-/// Size in bytes of the part of a header that holds identities of allocations with an IPC handle.
+/// Size in bytes of the table of identities at the start of an arena. The table has one word
+/// (*stamp*) for each allocation that was exported by an IPC handle.
 const STAMP_BYTES: u64 = 32 << 10;
 
-/// Number of exported extents in quarantine at which the arena searches for users of the file.
+/// Number of extents in [`Arena::quarantine`] at which the arena checks if the file still has other
+/// users.
 const QUARANTINE: usize = 256;
 
-/// An arena's memory file, and the copy engine's mapping of it. Copies in flight keep both alive.
+/// An arena's memory file, with the mapping through which the copy engine accesses it. Copies in
+/// flight keep the value alive.
 #[derive(Debug)]
 pub(crate) struct ArenaFile {
     fd: OwnedFd,
@@ -34,7 +37,7 @@ pub(crate) struct ArenaFile {
 }
 
 impl ArenaFile {
-    /// Maps a whole memory file.
+    /// Maps a whole memory file of `len` bytes.
     pub(crate) fn new(fd: OwnedFd, len: u64) -> Result<Self> {
         let mapping = Mapping::shared(fd.as_fd(), 0, usize::try_from(len).unwrap_or(usize::MAX))
             .map_err(|errno| Error::os(errno, "mmap").context("length", len))?;
@@ -49,7 +52,8 @@ impl ArenaFile {
         self.mapping.at(offset)
     }
 
-    /// Returns the identity in word `slot` of the header, or 0 once that allocation is freed.
+    /// Returns the allocation identity in word `slot` of the file's header, or 0 after the
+    /// allocation was freed.
     pub(crate) fn stamp(&self, slot: u16) -> u64 {
         self.stamp_word(slot).map_or(0, |word| word.load(Ordering::Acquire))
     }
@@ -74,12 +78,12 @@ impl ArenaFile {
 /// A range of a memory file that backs an allocation or one of its segments.
 #[derive(Clone, Debug)]
 pub(crate) struct Extent {
-    /// Index of the arena, or `None` for a file of another process.
+    /// Index of the arena in [`Arenas`], or `None` for a memory file of another process.
     arena: Option<usize>,
     pub(crate) file: Arc<ArenaFile>,
-    /// Offset in the file, in bytes.
+    /// Offset of the extent in the memory file, in bytes.
     pub(crate) offset: u64,
-    /// Length in bytes, a multiple of the page size.
+    /// Length of the extent in bytes, a multiple of the page size.
     pub(crate) len: u64,
 }
 
@@ -94,23 +98,25 @@ impl Extent {
 struct Arena {
     file: Arc<ArenaFile>,
     free: FreeRanges,
-    /// The smallest length for which no space was found since the last release.
+    /// Allocations of this length or more fail without a search, because an earlier search found no
+    /// free range of that length. The value is reset when freed space can be reused.
     full_for: u64,
-    /// Number of allocations and segments in the arena.
+    /// Number of extents of this arena that are in use.
     live: usize,
-    /// Set if the arena belongs to one segment.
+    /// True if the arena was created for one extent and gets no others.
     dedicated: bool,
-    /// Extents of freed allocations that may still have open exports.
+    /// Extents (offset, length) of freed allocations that another process may still access through
+    /// an exported fd. They are not reused yet.
     quarantine: Vec<(u64, u64)>,
     exported: bool,
-    /// Number of searches in a row that found users of the file, plus 1. Searches become rarer as
-    /// it grows.
+    /// Number of consecutive calls of `release_quarantine` that found other users of the file, plus
+    /// 1. The larger the number, the rarer the calls.
     probes: usize,
     free_stamps: Vec<u16>,
     stamps_used: u16,
 }
 
-/// All arenas of an iface.
+/// All arenas of one simulated iface.
 #[derive(Debug)]
 pub(crate) struct Arenas {
     arenas: Vec<Option<Arena>>,
@@ -125,13 +131,14 @@ impl Arenas {
         Self { arenas: Vec::new(), current: 0, created: 0, page, arena_len }
     }
 
-    /// Returns the number of memory files.
+    /// Returns the number of arenas, each of which is one memory file.
     pub(crate) fn count(&self) -> usize {
         self.arenas.iter().flatten().count()
     }
 
-    /// Allocates an extent of `len` bytes, a multiple of the page size, in an arena with room.
-    /// Creates a new arena for it if `dedicated` is set or `len` is large.
+    /// Allocates an extent of `len` bytes in an arena with enough space, or in a new arena. `len`
+    /// is a multiple of the page size. If `dedicated` is set or `len` is large, the extent gets an
+    /// arena of its own.
     pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<Extent> {
         let own = dedicated || len > self.arena_len / 4;
         if !own {
@@ -172,13 +179,14 @@ impl Arenas {
     }
 
     fn create(&mut self, room: u64, dedicated: bool) -> Result<usize> {
-        // Headers differ in length, so that an offset for one arena is wrong for another.
+        // Headers of different arenas differ in length, so that code that uses an offset with the
+        // wrong arena fails.
         let stamps = STAMP_BYTES.next_multiple_of(self.page);
         let header = stamps + self.page * (1 + self.created % 3);
         let too_long = || {
             Error::new(ErrorKind::OutOfResources, "allocate")
                 .context("length", room)
-                .remedy("longer than a memory file can be")
+                .remedy("allocate less: a memory file cannot be that long")
         };
         let len =
             header.checked_add(room).filter(|len| *len < i64::MAX as u64).ok_or_else(too_long)?;
@@ -205,15 +213,16 @@ impl Arenas {
         Ok(number)
     }
 
-    /// Records that an fd of this extent's file was exported.
+    /// Records that an fd of the extent's memory file was exported.
     pub(crate) fn mark_exported(&mut self, extent: &Extent) {
         if let Some(arena) = self.arena_of(extent) {
             arena.exported = true;
         }
     }
 
-    /// Allocates a word of the header. The caller stores the allocation's identity there, for other
-    /// processes to verify.
+    /// Allocates a word in the header of the extent's file, and returns its index. The caller
+    /// stores the allocation's identity there, and processes that open the allocation verify the
+    /// identity.
     pub(crate) fn take_stamp(&mut self, extent: &Extent) -> Result<u16> {
         let stamps = (STAMP_BYTES / 8) as u16;
         let full = || {
@@ -239,8 +248,9 @@ impl Arenas {
         }
     }
 
-    /// Frees an extent. The caller has released its pages already, unless the extent was
-    /// `exported`.
+    /// Frees an extent. If it was `exported`, its space is reused only once no process has an
+    /// exported fd open or maps the file. If not, the caller has already returned the extent's
+    /// pages to the kernel, and the space can be reused at once.
     pub(crate) fn give(&mut self, extent: Extent, exported: bool) {
         let Some(number) = extent.arena else { return };
         let Some(arena) = self.arenas[number].as_mut() else { return };
@@ -254,9 +264,9 @@ impl Arenas {
         if arena.live == 0 || arena.quarantine.len() >= QUARANTINE * arena.probes {
             arena.release_quarantine();
         }
-        // A process that still has the file of a dropped arena open or mapped keeps its memory, and
-        // no other allocation reaches it. One empty arena stays, so that repeatedly allocating and
-        // freeing creates no files.
+        // An empty arena is dropped. A process that still has its file open or mapped keeps the
+        // memory, which no other allocation shares. The current arena stays, so that repeatedly
+        // allocating and freeing creates no files.
         if arena.live == 0
             && (arena.dedicated || number != self.current || !arena.quarantine.is_empty())
         {
@@ -264,7 +274,8 @@ impl Arenas {
         }
     }
 
-    /// Returns true if any process still has an exported fd open or mapped.
+    /// Returns true if any process, this one included, has an exported fd of one of these arenas
+    /// open, or has a mapping made with such an fd.
     pub(crate) fn any_open_elsewhere(&self) -> bool {
         self.arenas
             .iter()
@@ -278,7 +289,8 @@ impl Arenas {
 }
 
 impl Arena {
-    /// Frees quarantined extents that no process can reach any longer.
+    /// Frees all extents in quarantine, unless a process still has an exported fd of the arena
+    /// open, or maps the file.
     fn release_quarantine(&mut self) {
         if self.quarantine.is_empty() {
             return;

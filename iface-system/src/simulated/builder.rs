@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, sync::atomic::AtomicU64, time::Duration};
 
-use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, IfaceName, Result};
 use parking_lot::Mutex;
 
 use super::{
@@ -34,7 +34,13 @@ pub(crate) struct Config {
     pub(crate) segment_len: u64,
 }
 
-/// Builder of a simulated device. [`SimulatedBuilder::build`] creates the device.
+impl From<&Config> for IfaceName {
+    fn from(config: &Config) -> Self {
+        Self::new(config.kind, config.name.as_str())
+    }
+}
+
+/// Builder of a simulated device iface. [`SimulatedBuilder::build`] creates the iface.
 ///
 /// ```
 /// use std::time::Duration;
@@ -91,7 +97,7 @@ impl Default for SimulatedBuilder {
 }
 
 impl SimulatedBuilder {
-    /// Sets the iface kind, 0x100 or higher. Simulated devices in one process need different kinds.
+    /// Sets the iface kind, 0x100 or higher. Simulated ifaces in one process need different kinds.
     /// Default: [`SIMULATED`].
     #[must_use]
     pub fn kind(mut self, kind: IfaceKind) -> Self {
@@ -99,7 +105,7 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets the name. Default: `simulated`.
+    /// Sets the name of the iface. Default: `simulated`.
     #[must_use]
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.config.name = name.into();
@@ -113,58 +119,60 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets the PCI addresses that the devices report, in the order of their numbers, so that a
-    /// test can place them in a recorded topology. Default: none.
+    /// Sets the PCI addresses of device 0, 1 and so on. With these a test can place the devices in
+    /// a recorded PCI topology. Default: none.
     #[must_use]
     pub fn pci_bus_ids(mut self, ids: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.config.pci_bus_ids = ids.into_iter().map(Into::into).collect();
         self
     }
 
-    /// Sets the memory of each device in bytes. Default: 16 GiB. Only written bytes use memory of
-    /// the host.
+    /// Sets the memory size of each device in bytes. Default: 16 GiB. Only pages that are written
+    /// use memory of the host.
     #[must_use]
     pub fn memory_per_device(mut self, bytes: u64) -> Self {
         self.config.memory_per_device = bytes;
         self
     }
 
-    /// Sets how frees are detected. Default: [`FreeDetection::Identity`].
+    /// Sets how the iface's monitor detects frees. Default: [`FreeDetection::Identity`].
     #[must_use]
     pub fn free_detection(mut self, free_detection: FreeDetection) -> Self {
         self.config.free_detection = free_detection;
         self
     }
 
-    /// Sets the policy for reusing freed addresses. Default: [`AddressReuse::Off`].
+    /// Sets the policy for reusing freed device addresses. Default: [`AddressReuse::Off`].
     #[must_use]
     pub fn address_reuse(mut self, reuse: AddressReuse) -> Self {
         self.reuse = reuse;
         self
     }
 
-    /// Sets the NICs that reach each device. Default: all.
+    /// Sets which NICs can access the memory of each device. By default, every NIC can access every
+    /// device.
     #[must_use]
     pub fn p2p(mut self, matrix: P2pMatrix) -> Self {
         self.config.p2p = matrix;
         self
     }
 
-    /// Sets the latency of a copy before its first byte. Default: none.
+    /// Sets the time that each copy takes in addition to the time for its bytes. Default: none.
     #[must_use]
     pub fn copy_latency(mut self, latency: Duration) -> Self {
         self.pace.latency = latency;
         self
     }
 
-    /// Sets the bytes per second of the copy engine. Default: 0, which is no limit.
+    /// Sets the bandwidth of the copy engine in bytes per second. Default: 0, which means no limit.
     #[must_use]
     pub fn copy_bandwidth(mut self, bytes_per_second: u64) -> Self {
         self.pace.bandwidth = bytes_per_second;
         self
     }
 
-    /// Sets the agent that runs asynchronous copies. Default: [`Stepping::Thread`].
+    /// Sets who runs asynchronous copies: an engine thread or the application. Default:
+    /// [`Stepping::Thread`].
     ///
     /// With [`Stepping::ByHand`], latency and bandwidth have no effect, and blocking copies
     /// overtake queued ones.
@@ -174,75 +182,76 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets the size in bytes of the reserved address window. Default: 1 TiB, or less if the
-    /// process has less free address space.
+    /// Sets the size in bytes of the address range that is reserved for device addresses. If the
+    /// process has less free address space, the range is smaller. Default: 1 TiB.
     #[must_use]
     pub fn window(mut self, bytes: u64) -> Self {
         self.window = bytes;
         self
     }
 
-    /// Sets the size in bytes of an arena: a memory file that many small allocations share.
-    /// Default: 64 MiB.
+    /// Sets the size in bytes of a memory file that many small allocations share. Default: 64 MiB.
     #[must_use]
     pub fn arena(mut self, bytes: u64) -> Self {
         self.arena = bytes;
         self
     }
 
-    /// Sets the segment length of a virtual allocation in bytes, rounded up to pages. The last
-    /// segment may be shorter. Default: 2 MiB.
+    /// Sets the length in bytes of the segments of an
+    /// [`AllocationKind::Virtual`](hmem_core::AllocationKind::Virtual) allocation, rounded up to
+    /// pages. The last segment of an allocation may be shorter. Default: 2 MiB.
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.config.segment_len = bytes;
         self
     }
 
-    /// Sets whether the device supports the PCIe mapping type of dma-buf exports. Default: true.
+    /// Sets whether the devices support dma-buf exports with
+    /// [`DmaBufMapping::Pcie`](hmem_core::iface::DmaBufMapping::Pcie). Default: true.
     #[must_use]
     pub fn pcie_mapping(mut self, honoured: bool) -> Self {
         self.config.pcie_mapping = honoured;
         self
     }
 
-    /// Sets whether the device exports memory to peer-memory clients. Default: false.
+    /// Sets whether the devices export memory to peer-memory clients. Default: false.
     #[must_use]
     pub fn peer_memory(mut self, known: bool) -> Self {
         self.config.peer_memory = known;
         self
     }
 
-    /// Sets the kind of exported fds. Default: [`DmaBufKind::Auto`].
+    /// Sets the kind of fds that dma-buf exports return. Default: [`DmaBufKind::Auto`].
     #[must_use]
     pub fn dma_buf(mut self, kind: DmaBufKind) -> Self {
         self.config.dma_buf = kind;
         self
     }
 
-    /// Makes the `nth` call of a kind fail. 1 is the first call. [`Simulated::faults`] can add
-    /// faults later.
+    /// Makes the `nth` driver call of kind `call` fail with `errno`. 1 is the first call. To add
+    /// faults later, use [`Simulated::faults`].
     #[must_use]
     pub fn fault(mut self, call: Call, nth: u64, errno: Errno) -> Self {
         self.faults.push((call, nth, errno));
         self
     }
 
-    /// Creates the device.
+    /// Creates the simulated iface with its devices.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`]: the kind is below 0x100, or an arena or segment length is
+    /// - [`ErrorKind::InvalidArgument`]: the kind is below 0x100, or the arena or segment length is
     ///   0.
-    /// - [`ErrorKind::OutOfResources`]: no address window can be reserved.
+    /// - [`ErrorKind::OutOfResources`]: no range of addresses can be reserved.
     /// - [`ErrorKind::Unavailable`]: [`DmaBufKind::Udmabuf`] is set and `/dev/udmabuf` cannot be
     ///   opened.
     pub fn build(self) -> Result<Simulated> {
         let mut config = self.config;
         if !config.kind.is_plug_in() || self.arena == 0 || config.segment_len == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, "build simulated device")
-                .iface(config.kind)
+                .iface(&config)
                 .context("arena", self.arena)
                 .context("segment length", config.segment_len)
-                .remedy("take a kind from 0x100 up, and lengths above 0"));
+                .remedy("set a kind of 0x100 or higher, and lengths above 0"));
         }
         let page = sys::page_size();
         config.segment_len = config.segment_len.next_multiple_of(page);
@@ -273,7 +282,7 @@ impl SimulatedBuilder {
     }
 }
 
-/// Reserves `wanted` bytes of address space, or as many as the system allows.
+/// Reserves `wanted` bytes of address space. If the kernel refuses, tries half the size, and so on.
 fn reserve_window(wanted: u64, page: u64) -> Result<Mapping> {
     let mut len = wanted.max(SMALLEST_WINDOW).next_multiple_of(page);
     loop {

@@ -10,7 +10,7 @@ use hmem_core::{
 use super::{Inner, Simulated, arena::ArenaFile, faults::Call};
 use crate::sys;
 
-/// A range of a memory file.
+/// A range of a memory file that holds bytes of an allocation.
 #[derive(Debug)]
 pub(crate) struct Piece {
     pub(crate) file: Arc<ArenaFile>,
@@ -18,8 +18,8 @@ pub(crate) struct Piece {
     pub(crate) len: u64,
 }
 
-/// The side of a copy that is memory of this iface. It keeps the memory files alive, but not the
-/// allocation.
+/// A source or destination of a copy in memory of this iface. The value keeps the memory files
+/// alive, but not the allocation.
 #[derive(Debug)]
 struct Own {
     allocation: Allocation,
@@ -27,7 +27,8 @@ struct Own {
     pieces: Vec<Piece>,
 }
 
-/// A copy that passed its checks. Addresses in it are host addresses.
+/// A copy with checked bounds. Fields of type [`Address`] are in host memory, and [`Own`] is device
+/// memory.
 #[derive(Debug)]
 enum Transfer {
     In { to: Own, from: Address },
@@ -36,28 +37,29 @@ enum Transfer {
 }
 
 impl Inner {
-    /// Runs a blocking copy: waits for the simulated duration, and then moves the bytes.
+    /// Runs a blocking copy: waits for the simulated duration of the copy, and then moves the
+    /// bytes.
     ///
     /// # Safety
-    /// The contract of [`hmem_core::Iface::copy`].
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         self.call(Call::Copy)?;
         let transfer = self.transfer(to, from, len)?;
         self.engine.pass_time(len);
-        // SAFETY: the caller promises validity of the host memory.
+        // SAFETY: the caller promises that the host memory is valid.
         unsafe { self.finish(&transfer) }
     }
 
-    /// Moves the bytes of a copy, once its deadline has come.
+    /// Moves the bytes of a copy. The caller has waited until the copy's simulated end.
     ///
     /// # Safety
-    /// The contract of [`hmem_core::Iface::copy`] for the host side. The transfer keeps the device
-    /// side alive.
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`] for host memory.
+    /// `transfer` keeps device memory alive.
     unsafe fn finish(&self, transfer: &Transfer) -> Result<()> {
         self.check_still_there(transfer)?;
-        // SAFETY: the caller promises validity of the host memory; the transfer keeps the files of
-        // the device side alive.
-        unsafe { transfer.run() }.map_err(|error| error.iface(self.config.kind))?;
+        // SAFETY: the caller promises that the host memory is valid, and `transfer` keeps the files
+        // with the device memory alive.
+        unsafe { transfer.run() }.map_err(|error| error.iface(&self.config))?;
         self.copies.fetch_add(1, Ordering::AcqRel);
         Ok(())
     }
@@ -68,7 +70,7 @@ impl Inner {
             (None, Some(from)) => Ok(Transfer::Out { to, from }),
             (Some(to), Some(from)) => Ok(Transfer::Within { to, from }),
             (None, None) => Err(Error::new(ErrorKind::OutOfBounds, "copy")
-                .iface(self.config.kind)
+                .iface(&self.config)
                 .context("to", to)
                 .context("from", from)
                 .context("why", "neither side is memory of this iface")
@@ -76,7 +78,8 @@ impl Inner {
         }
     }
 
-    /// Returns the side at `address`, or `None` for host memory.
+    /// Returns the device memory at `address`, or `None` if the address is not in the range that
+    /// this iface has reserved.
     fn side(&self, address: Address, len: u64) -> Result<Option<Own>> {
         let range = AddressRange::new(address, len)?;
         if !self.table.is_mine(address) {
@@ -86,8 +89,8 @@ impl Inner {
         Ok(Some(Own { allocation, start: address, pieces }))
     }
 
-    /// Fails if device memory of a queued copy was freed. Its addresses may belong to another
-    /// allocation now.
+    /// Fails if device memory of a queued copy was freed. The addresses may belong to another
+    /// allocation by now.
     fn check_still_there(&self, transfer: &Transfer) -> Result<()> {
         let sides = match transfer {
             Transfer::In { to, .. } => [Some(to), None],
@@ -97,7 +100,7 @@ impl Inner {
         for Own { allocation, start, .. } in sides.into_iter().flatten() {
             if self.table.lookup(*start).map(|now| now.id) != Some(allocation.id) {
                 return Err(Error::new(ErrorKind::BadState, "copy")
-                    .iface(self.config.kind)
+                    .iface(&self.config)
                     .context("allocation", allocation.range)
                     .context("identity", allocation.id.0)
                     .remedy("wait for a copy before its memory is freed"));
@@ -107,7 +110,7 @@ impl Inner {
     }
 }
 
-/// Queues copies for the engine.
+/// Queues asynchronous copies for the copy engine.
 impl CopyEngine for Simulated {
     unsafe fn start_copy(
         &self,
@@ -117,8 +120,8 @@ impl CopyEngine for Simulated {
     ) -> Result<Box<dyn CopyEvent>> {
         self.inner.call(Call::CopyAsync)?;
         let transfer = self.inner.transfer(to, from, len)?;
-        // Weak: otherwise a copy that is never stepped would keep the iface alive, whose drop
-        // cancels it.
+        // The reference is weak, since dropping the iface must cancel queued copies. With a strong
+        // one, a queued copy would keep the iface alive.
         let inner = Arc::downgrade(&self.inner);
         self.inner.engine.submit(
             len,
@@ -126,8 +129,8 @@ impl CopyEngine for Simulated {
                 let inner =
                     inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
                 inner.call(Call::EngineCopy)?;
-                // SAFETY: the caller keeps the host memory valid until the event is done, which is
-                // after this returns.
+                // SAFETY: the caller of `start_copy` keeps the host memory valid until the event is
+                // done. The event is done only after this closure has returned.
                 unsafe { inner.finish(&transfer) }
             }),
         )
@@ -138,7 +141,8 @@ impl Transfer {
     /// Moves the bytes of the copy.
     ///
     /// # Safety
-    /// Host sides are valid for `len` bytes, and a host destination is not referenced elsewhere.
+    /// Host memory of the copy must be valid for its length. No reference to the destination may
+    /// exist.
     unsafe fn run(&self) -> Result<()> {
         match self {
             Self::In { to, from } => {
@@ -161,13 +165,14 @@ impl Transfer {
             Self::Within { to, from } => {
                 let mut runs = common_runs(&to.pieces, &from.pieces);
                 if to.start > from.start {
-                    // If the two overlap, later bytes must be copied before they are overwritten.
+                    // If source and destination overlap, later bytes must be copied before they are
+                    // overwritten.
                     runs.reverse();
                 }
                 for (to, from, len) in runs {
                     // SAFETY: both pointers lie in mappings that the pieces keep alive, with `len`
-                    // bytes after them. They may overlap within one mapping, which memmove allows;
-                    // one byte is in one mapping only.
+                    // bytes after them. The two ranges may overlap, which memmove allows. Each byte
+                    // has only one mapping, so pointers to different mappings never overlap.
                     unsafe { sys::copy_bytes(from.cast_const(), to, len as usize) };
                 }
                 Ok(())
@@ -176,8 +181,8 @@ impl Transfer {
     }
 }
 
-/// Splits two lists of pieces of equal total length into runs (destination, source, length) that
-/// cross no boundary of either.
+/// Splits a copy into parts (destination, source, length) that each lie in one piece of `to` and
+/// one piece of `from`. Both lists have the same total length.
 fn common_runs(to: &[Piece], from: &[Piece]) -> Vec<(*mut u8, *mut u8, u64)> {
     let mut runs = Vec::with_capacity(to.len().max(from.len()));
     let (mut to, mut from) = (to.iter(), from.iter());
@@ -214,11 +219,11 @@ mod tests {
         let bytes = [9; 64];
         let transfer =
             simulated.inner.transfer(stale.base(), Address::of_ptr(bytes.as_ptr()), 64).unwrap();
-        // SAFETY: nothing refers to the device memory.
+        // SAFETY: no reference to the device memory exists, and no other thread uses it.
         unsafe { simulated.free(&stale) }.unwrap();
         let fresh = simulated.allocate(&request).unwrap();
         assert_eq!(fresh.base(), stale.base());
-        // SAFETY: `bytes` is alive, and the only host memory of the copy.
+        // SAFETY: `bytes` is alive, and is the only host memory of the copy.
         let error = unsafe { simulated.inner.finish(&transfer) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadState);
         let mut back = [1; 64];

@@ -1,7 +1,7 @@
 //! The copy engine: runs queued copies in order, one at a time, on a thread or step by step.
 //!
-//! Latency and bandwidth are deadlines on the monotonic clock: the bytes move at the deadline, so
-//! that a reader sees the old bytes before. [`Stepping::ByHand`] ignores the clock.
+//! Latency and bandwidth determine the time at which a copy ends. The engine moves the bytes at
+//! that time, so that a reader sees the old bytes before. [`Stepping::ByHand`] ignores the clock.
 
 use std::{
     collections::VecDeque,
@@ -14,23 +14,24 @@ use std::{
 use hmem_core::{Error, ErrorKind, Result, iface::CopyEvent};
 use parking_lot::{Condvar, Mutex};
 
-/// Selects the thread that runs asynchronous copies.
+/// The agent that runs asynchronous copies: a thread of the copy engine, or the application.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stepping {
-    /// A thread of the copy engine, which starts at the first asynchronous copy.
+    /// A thread of the copy engine runs the copies. The thread is started by the first asynchronous
+    /// copy.
     #[default]
     Thread,
-    /// The application: each call of [`Simulated::step`](crate::Simulated::step) runs one copy, and
-    /// a wait for an event runs the queue.
+    /// The application runs the copies: each call of [`Simulated::step`](crate::Simulated::step)
+    /// runs one. Waiting for a copy runs the queue until that copy is done.
     ByHand,
 }
 
-/// The latency and bandwidth of copies.
+/// The simulated latency and bandwidth of copies.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pace {
     pub(crate) latency: Duration,
-    /// Bytes per second. 0 means no limit.
+    /// Bandwidth in bytes per second. 0 means no limit.
     pub(crate) bandwidth: u64,
 }
 
@@ -72,7 +73,7 @@ impl Done {
 #[derive(Default)]
 struct Queue {
     jobs: VecDeque<Job>,
-    /// The time at which the last queued copy will end.
+    /// The time at which the last of the copies that were started so far will end.
     busy_until: Option<Instant>,
     stop: bool,
 }
@@ -81,8 +82,8 @@ struct Queue {
 struct EngineState {
     queue: Mutex<Queue>,
     changed: Condvar,
-    /// The lock of a step by the application, so that copies keep their order if several threads
-    /// step.
+    /// Lock that is held during [`EngineState::step`], so that copies run in order if several
+    /// threads call it.
     stepping: Mutex<()>,
 }
 
@@ -99,7 +100,8 @@ impl Engine {
         Self { shared: Arc::default(), thread: Mutex::new(None), stepping, pace }
     }
 
-    /// Waits for the simulated duration of a blocking copy of `len` bytes.
+    /// Sleeps until a blocking copy of `len` bytes would have ended. Returns at once with
+    /// [`Stepping::ByHand`].
     pub(crate) fn pass_time(&self, len: u64) {
         if self.pace.is_instant() || self.stepping == Stepping::ByHand {
             return;
@@ -120,7 +122,8 @@ impl Engine {
         end
     }
 
-    /// Queues a copy of `len` bytes, which `work` executes. Returns its completion event.
+    /// Queues a copy of `len` bytes. The engine later calls `work`, which moves the bytes. Returns
+    /// the completion event of the copy.
     pub(crate) fn submit(&self, len: u64, work: Work) -> Result<Box<dyn CopyEvent>> {
         let by_hand = self.stepping == Stepping::ByHand;
         if !by_hand {
@@ -150,7 +153,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Runs the oldest queued copy. Returns false if there is none.
+    /// Runs the oldest queued copy. Returns false if no copy is queued.
     pub(crate) fn step(&self) -> bool {
         self.shared.step()
     }
@@ -231,7 +234,8 @@ impl EngineState {
 
 struct Event {
     done: Arc<Done>,
-    /// Set if waiting must run the queue itself, because there is no engine thread.
+    /// The engine that `wait` must step itself with [`Stepping::ByHand`]. `None` if an engine
+    /// thread runs the copies.
     engine: Option<Arc<EngineState>>,
 }
 

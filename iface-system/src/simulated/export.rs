@@ -18,9 +18,10 @@ pub enum DmaBufKind {
     Auto,
     /// Genuine dma-bufs. Building the device fails if `/dev/udmabuf` cannot be opened.
     Udmabuf,
-    /// Memory files: they map, read and write as dma-bufs do, but no kernel driver imports them.
+    /// Memory files. They can be mapped, read and written like dma-bufs, but no kernel driver
+    /// imports them.
     MemFd,
-    /// No exports: every export fails with Unsupported.
+    /// The device exports no fds: every dma-buf export fails with Unsupported.
     None,
 }
 
@@ -60,7 +61,7 @@ impl DmaBufExporter for Inner {
         const OPERATION: &str = "export dma-buf";
         self.call(Call::ExportDmaBuf)?;
         let refused =
-            |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
+            |kind| Error::new(kind, OPERATION).iface(&self.config).context("range", range);
         if range.is_empty() {
             return Err(refused(ErrorKind::ZeroLength).remedy("export at least one byte"));
         }
@@ -95,9 +96,9 @@ impl DmaBufExporter for Inner {
         let (inside, part) =
             record.parts_of(range).next().ok_or_else(|| refused(ErrorKind::OutOfBounds))?;
         if !part.exportable {
-            return Err(refused(ErrorKind::Unsupported)
-                .context("segment", inside.range)
-                .remedy("this segment cannot be exported: stage it, or allocate it exportable"));
+            return Err(refused(ErrorKind::Unsupported).context("segment", inside.range).remedy(
+                "this segment is set not to be exportable: stage the copy through host memory",
+            ));
         }
         if inside.range.len() != range.len() {
             return Err(refused(ErrorKind::Unsupported)
@@ -107,8 +108,8 @@ impl DmaBufExporter for Inner {
         let extent = part.extent.clone();
         let alloc_offset = allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
         if self.udmabuf.is_none() {
-            // A dma-buf keeps the pages themselves. A memory file must not be reused while it has
-            // users.
+            // A dma-buf keeps its pages alive. A memory file does not, so the arena must not reuse
+            // the extent while the file has users.
             record.exported = true;
             book.arenas.mark_exported(&extent);
         }
@@ -118,9 +119,10 @@ impl DmaBufExporter for Inner {
             .call(Call::CreateFd)
             .and_then(|()| self.create_fd(&extent, inside.offset, range.len()));
         let (fd, offset) =
-            exported.map_err(|error| error.iface(self.config.kind).context("range", range))?;
+            exported.map_err(|error| error.iface(&self.config).context("range", range))?;
         let mut book = self.book.lock();
-        // A free that ran meanwhile may have found no user of the file yet.
+        // The allocation may have been freed before the fd existed. That free found no user of the
+        // file, so the extent may belong to another allocation by now.
         if self.record_of(&mut book, range).map(|record| record.allocation.id).ok()
             != Some(allocation.id)
         {
@@ -151,13 +153,13 @@ impl PeerMemoryExporter for Inner {
         const OPERATION: &str = "export peer memory";
         self.call(Call::ExportPeerMemory)?;
         let refused =
-            |kind| Error::new(kind, OPERATION).iface(self.config.kind).context("range", range);
+            |kind| Error::new(kind, OPERATION).iface(&self.config).context("range", range);
         let mut book = self.book.lock();
         let record = self.record_of(&mut book, range)?;
         let allocation = record.allocation;
         if allocation.kind.cpu_accessible() {
             return Err(refused(ErrorKind::Unsupported)
-                .remedy("peer-memory clients know device memory only"));
+                .remedy("peer-memory clients access device memory only"));
         }
         self.check_reachable(&allocation, nic, range, OPERATION)?;
         if let Some((inside, _)) = record.parts_of(range).find(|(_, part)| !part.exportable) {
@@ -168,8 +170,8 @@ impl PeerMemoryExporter for Inner {
 }
 
 impl Inner {
-    /// Creates the fd of an export. Returns the fd, and the offset in it of the byte at `offset` of
-    /// the extent.
+    /// Creates the fd of an export of `len` bytes, which start `offset` bytes into the extent.
+    /// Returns the fd, and the offset of these bytes in the fd.
     fn create_fd(
         &self,
         extent: &Extent,
@@ -201,7 +203,7 @@ impl Inner {
         const ENOTSUPP: Errno = Errno(524);
         let error = Error::new(ErrorKind::Unreachable, operation)
             .errno(ENOTSUPP)
-            .iface(self.config.kind)
+            .iface(&self.config)
             .context("nic", nic)
             .context("range", range)
             .remedy(

@@ -1,4 +1,4 @@
-//! Fault injection: the nth call of a kind fails with a chosen errno.
+//! Fault injection: the nth driver call of a kind fails with a chosen errno.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -7,13 +7,14 @@ use parking_lot::Mutex;
 
 macro_rules! calls {
     ($($(#[doc = $doc:literal])+ $call:ident = $name:literal,)+) => {
-        /// A call into the simulated driver. One operation of the iface may make several.
+        /// The kind of a call into the simulated driver. One operation of the iface may make
+        /// several calls.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Call { $($(#[doc = $doc])+ $call,)+ }
 
         impl Call {
-            /// Every kind of call.
+            /// All kinds of calls, in the order of the enum.
             pub const ALL: &[Self] = &[$(Self::$call,)+];
 
             /// Returns the name of the call, as errors show it.
@@ -26,61 +27,63 @@ macro_rules! calls {
 }
 
 calls! {
-    /// Lists the devices.
+    /// The call that lists the devices.
     Devices = "sim_devices",
-    /// Looks up a device address. Counted only while a fault is set for this kind of call: a
-    /// counter that every thread writes would cost more than the lookup.
+    /// The call that looks up a device address. Calls are counted only while a fault is set for
+    /// this kind: a counter that every thread writes would cost more than the lookup.
     Query = "sim_query",
-    /// Lists segments.
+    /// The call that lists the physical segments of a range.
     Segments = "sim_segments",
-    /// Reserves addresses for an allocation.
+    /// The call that reserves addresses for an allocation.
     ReserveAddress = "sim_reserve_address",
-    /// Creates memory: once for an allocation, or once for each segment of a virtual allocation.
+    /// The call that creates memory. The iface makes one call for an allocation, or one for each
+    /// segment of a virtual allocation.
     CreateMemory = "sim_create_memory",
-    /// Maps managed or host memory for the CPU.
+    /// The call that maps managed or host memory for access by the CPU.
     MapMemory = "sim_map_memory",
-    /// Frees an allocation.
+    /// The call that frees an allocation.
     Free = "sim_free",
-    /// Copies bytes and waits for the end.
+    /// The call that runs a blocking copy.
     Copy = "sim_copy",
-    /// Queues a copy for the engine.
+    /// The call that queues an asynchronous copy.
     CopyAsync = "sim_copy_async",
-    /// The engine's part of an asynchronous copy.
+    /// The step in which the copy engine runs a queued copy.
     EngineCopy = "sim_engine_copy",
-    /// Exports a range as a dma-buf.
+    /// The call that exports a range as a dma-buf.
     ExportDmaBuf = "sim_export_dma_buf",
-    /// Creates the fd of an export.
+    /// The call that creates the fd of a dma-buf export.
     CreateFd = "sim_create_fd",
-    /// Releases an export.
+    /// The call that releases a dma-buf export.
     ReleaseDmaBuf = "sim_release_dma_buf",
-    /// Makes a range accessible to peer-memory clients.
+    /// The call that makes a range accessible to peer-memory clients.
     ExportPeerMemory = "sim_export_peer_memory",
-    /// Page-locks host memory.
+    /// The call that page-locks host memory.
     HostRegister = "sim_host_register",
-    /// Unlocks page-locked host memory.
+    /// The call that unlocks page-locked host memory.
     HostUnregister = "sim_host_unregister",
-    /// Creates an IPC handle for another process.
+    /// The call that creates an IPC handle of an allocation.
     IpcExport = "sim_ipc_export",
-    /// Opens another process's allocation.
+    /// The call that opens an allocation of another process.
     IpcOpen = "sim_ipc_open",
-    /// Closes another process's allocation.
+    /// The call that closes an opened allocation of another process.
     IpcClose = "sim_ipc_close",
-    /// Makes inbound writes visible.
+    /// The call that makes earlier writes by NICs visible.
     FlushInbound = "sim_flush_inbound",
-    /// Subscribes to frees.
+    /// The call that subscribes a monitor to frees of memory.
     Subscribe = "sim_subscribe",
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Fault {
     call: Call,
-    /// Number of the first call to fail. 1 is the first call of this kind.
+    /// Number of the first call that fails. [`Faults::count`] counts the calls of each kind, and 1
+    /// is the first call counted.
     first: u64,
     last: u64,
     errno: Errno,
 }
 
-/// Counts the calls of a simulated device and makes chosen ones fail.
+/// Counts the driver calls of a simulated device, and makes chosen calls fail.
 ///
 /// ```
 /// use hmem_core::{AllocationKind, DeviceId, Errno, IfaceExt, iface::AllocRequest};
@@ -109,23 +112,23 @@ impl Faults {
         }
     }
 
-    /// Makes the `nth` call from now on fail. 1 is the next call.
+    /// Makes one call of kind `call` fail with `errno`: the `nth` from now on, where 1 is the next.
     pub fn fail_nth(&self, call: Call, nth: u64, errno: Errno) {
         let number = self.count(call) + nth.max(1);
         self.arm(Fault { call, first: number, last: number, errno });
     }
 
-    /// Makes the next call fail.
+    /// Makes the next call of kind `call` fail with `errno`.
     pub fn fail_next(&self, call: Call, errno: Errno) {
         self.fail_nth(call, 1, errno);
     }
 
-    /// Makes every call from now on fail.
+    /// Makes every call of kind `call` from now on fail with `errno`.
     pub fn fail_always(&self, call: Call, errno: Errno) {
         self.arm(Fault { call, first: self.count(call) + 1, last: u64::MAX, errno });
     }
 
-    /// Removes all faults that have not occurred yet.
+    /// Removes all faults, so that later calls succeed again.
     pub fn clear(&self) {
         let mut faults = self.faults.lock();
         faults.clear();
@@ -134,7 +137,8 @@ impl Faults {
         }
     }
 
-    /// Returns the number of calls of a kind, failed ones included.
+    /// Returns the number of calls of kind `call` so far, failed calls included. Calls of the kind
+    /// [`Call::Query`] are counted only while a fault is set for that kind.
     #[must_use]
     pub fn count(&self, call: Call) -> u64 {
         self.counts[call as usize].load(Ordering::Acquire)
@@ -151,7 +155,7 @@ impl Faults {
         self.armed[call as usize].load(Ordering::Relaxed)
     }
 
-    /// Counts a call. Fails if a fault is set for it.
+    /// Counts a driver call. Fails with the injected error if a fault is set for this call.
     pub(crate) fn call(&self, call: Call) -> Result<()> {
         let number = self.counts[call as usize].fetch_add(1, Ordering::AcqRel) + 1;
         if self.armed[call as usize].load(Ordering::Acquire) {

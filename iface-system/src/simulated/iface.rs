@@ -1,5 +1,4 @@
-//! The iface trait and the facets of the simulated device. Long implementations are in separate
-//! files.
+//! The implementation of the `Iface` trait and of its facets for the simulated device.
 
 use std::{
     fmt,
@@ -18,8 +17,9 @@ use super::{Call, Inner, Simulated, memory::Origin};
 
 // SAFETY: `query` answers from the table of live allocations, whose identities count up. Their
 // addresses lie in one window, which is reserved for the life of the iface. A copy keeps the memory
-// of its device sides alive and `Inner::pieces` checks their bounds. Its event is done when its job
-// has run or will not run. Exports keep the memory file of the allocation alive.
+// of its device sides alive and `Inner::pieces` checks their bounds. The event of an asynchronous
+// copy is done once its job has run, or will never run. Exports keep the memory file of the
+// allocation alive.
 unsafe impl Iface for Simulated {
     fn kind(&self) -> IfaceKind {
         self.inner.config.kind
@@ -46,7 +46,8 @@ unsafe impl Iface for Simulated {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller makes the same promise about the host side of the copy.
+        // SAFETY: the caller promises that the host range of the copy is valid, which `Inner::copy`
+        // requires.
         unsafe { self.inner.copy(to, from, len) }
     }
 
@@ -93,12 +94,12 @@ unsafe impl Iface for Simulated {
     fn unavailable(&self, facet: Facet) -> Error {
         match facet {
             Facet::PeerMemory => {
-                Error::new(ErrorKind::Unsupported, "export peer memory").iface(self.kind()).remedy(
+                Error::new(ErrorKind::Unsupported, "export peer memory").iface(self).remedy(
                     "no peer-memory client knows this device: export a dma-buf, or build the \
                      device with peer_memory(true)",
                 )
             }
-            _ => facet.unavailable(self.kind()),
+            _ => facet.unavailable(self),
         }
     }
 }
@@ -121,9 +122,8 @@ impl Allocator for Inner {
 impl HostRegistrar for Inner {
     unsafe fn register(&self, range: AddressRange) -> Result<()> {
         self.call(Call::HostRegister)?;
-        let refused = |kind| {
-            Error::new(kind, "host register").iface(self.config.kind).context("range", range)
-        };
+        let refused =
+            |kind| Error::new(kind, "host register").iface(&self.config).context("range", range);
         if range.is_empty() {
             return Err(refused(ErrorKind::ZeroLength));
         }
@@ -137,8 +137,9 @@ impl HostRegistrar for Inner {
         if let Some((start, len)) = before
             && start.saturating_add(*len) > range.start().0
         {
-            return Err(refused(ErrorKind::InvalidArgument)
-                .remedy("the range overlaps one that is registered"));
+            return Err(
+                refused(ErrorKind::InvalidArgument).remedy("the range overlaps a registered range")
+            );
         }
         book.host_registered.insert(range.start().0, range.len());
         Ok(())
@@ -149,7 +150,7 @@ impl HostRegistrar for Inner {
         let mut book = self.book.lock();
         if book.host_registered.get(&range.start().0) != Some(&range.len()) {
             return Err(Error::new(ErrorKind::InvalidArgument, "host unregister")
-                .iface(self.config.kind)
+                .iface(&self.config)
                 .context("range", range)
                 .remedy("unregister exactly the range that was registered, once"));
         }

@@ -22,8 +22,8 @@ use crate::{
     sys,
 };
 
-/// Returns true if another process can open allocations of this kind.
-fn can_travel(kind: AllocationKind) -> bool {
+/// Returns true if other processes can open allocations of this kind by an IPC handle.
+fn is_shareable(kind: AllocationKind) -> bool {
     matches!(kind, AllocationKind::Device | AllocationKind::StreamOrdered)
 }
 
@@ -32,9 +32,9 @@ impl Inner {
         self.call(Call::IpcExport)?;
         let mut book = self.book.lock();
         let number = self.live_number(&book, allocation, Origin::Allocated, "ipc export")?;
-        if !can_travel(allocation.kind) {
+        if !is_shareable(allocation.kind) {
             return Err(Error::new(ErrorKind::Unsupported, "ipc export")
-                .iface(self.config.kind)
+                .iface(&self.config)
                 .context("kind", allocation.kind.name())
                 .remedy(
                     "only device and stream-ordered allocations can be opened by other processes",
@@ -44,7 +44,7 @@ impl Inner {
             record.and_then(|record| Some((record.parts.first()?.extent.clone(), record.stamp)))
         };
         let (extent, stamp) = live(self.record_mut(&mut book, number))
-            .ok_or_else(|| Error::new(ErrorKind::BadState, "ipc export").iface(self.config.kind))?;
+            .ok_or_else(|| Error::new(ErrorKind::BadState, "ipc export").iface(&self.config))?;
         let slot = match stamp {
             Some(slot) => slot,
             None => book.arenas.take_stamp(&extent)?,
@@ -74,8 +74,8 @@ impl Inner {
         check_iface(handle, self.config.kind)?;
         let body = HandleBody::from_bytes(&handle.bytes)?;
         let kind = kind_of(body.kind);
-        if !can_travel(kind) || body.offset % self.page != 0 {
-            return Err(Error::new(ErrorKind::Malformed, "ipc open").iface(self.config.kind));
+        if !is_shareable(kind) || body.offset % self.page != 0 {
+            return Err(Error::new(ErrorKind::Malformed, "ipc open").iface(&self.config));
         }
         let device = body.device.map(|device| self.device(device)).transpose()?;
         let (fd, file_len) = body.open_file()?;
@@ -85,15 +85,16 @@ impl Inner {
         }
         let file = Arc::new(ArenaFile::new(fd, file_len)?);
         let slot =
-            u16::try_from(body.stamp).map_err(|_| body.gone("the handle names no identity"))?;
-        // Checked after the file was opened: from then on the owner does not reuse the memory.
+            u16::try_from(body.stamp).map_err(|_| body.gone("the handle has no identity"))?;
+        // The identity is checked after the file was opened, because from then on the owner does
+        // not reuse the memory.
         if file.stamp(slot) != body.id {
             return Err(body.gone("the owner has freed the allocation"));
         }
         let mut book = self.book.lock();
         let at = self.take_addresses(&mut book, len).ok_or_else(|| {
             Error::new(ErrorKind::OutOfResources, "ipc open")
-                .iface(self.config.kind)
+                .iface(&self.config)
                 .context("length", len)
         })?;
         let range = AddressRange::new(Address(self.window_start() + at), body.len)?;
@@ -123,7 +124,7 @@ mod tests {
             .unwrap();
         rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
         let file = sys::file_identity(fd.as_fd()).unwrap();
-        // The file's header has the identity 0.
+        // The words in the file's header are 0, which is no allocation's identity.
         let body = |kind, stamp, offset| HandleBody {
             pid: own_pid(),
             fd: fd.as_raw_fd() as u32,
@@ -144,7 +145,7 @@ mod tests {
             let error = iface.ipc_open(&handle).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
         }
-        // The missing seal was the only defect of the file.
+        // With the seal the file is accepted, so the missing seal was its only defect.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
         for (iface, body) in cases {
             let handle = IpcHandle { iface: iface.kind(), bytes: body.to_bytes() };

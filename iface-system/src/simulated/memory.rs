@@ -18,12 +18,12 @@ use super::{
 };
 use crate::sys;
 
-/// The origin of an allocation.
+/// The process that allocated the memory: this process or another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// Allocated by this iface.
+    /// This iface allocated the memory.
     Allocated,
-    /// Allocated by another process, and opened here.
+    /// Another process allocated the memory, and this iface has opened it through an IPC handle.
     Opened,
 }
 
@@ -34,22 +34,25 @@ pub(crate) struct Part {
     pub(crate) exportable: bool,
 }
 
-/// The record of a live allocation.
+/// The state of a live allocation.
 #[derive(Debug)]
 pub(crate) struct Record {
     pub(crate) allocation: Allocation,
     pub(crate) origin: Origin,
-    /// The segments in address order. Together they are as long as the allocation in whole pages.
+    /// The segments in address order. Together they are as long as the allocation, rounded up to
+    /// pages.
     pub(crate) parts: Vec<Part>,
-    /// Set once an fd of this memory was exported.
+    /// True once an fd of the allocation's memory was exported.
     pub(crate) exported: bool,
-    /// Index of the word in the arena's header where other processes verify the identity.
+    /// Index of the word in the memory file's header that holds the allocation's identity for other
+    /// processes. `None` until the allocation is exported by an IPC handle.
     pub(crate) stamp: Option<u16>,
-    /// Set while a thread frees the allocation.
+    /// True while a thread frees the allocation.
     being_freed: bool,
 }
 
-/// The state that changes with allocations and frees, behind one lock.
+/// The part of a simulated iface's state that allocations and frees change. A single lock protects
+/// it.
 #[derive(Debug)]
 pub(crate) struct SimulatedState {
     pub(crate) arenas: Arenas,
@@ -63,7 +66,7 @@ pub(crate) struct SimulatedState {
     pub(crate) live: u64,
     pub(crate) live_bytes: u64,
     pub(crate) opened: u64,
-    /// Number of exports that were not released.
+    /// Number of dma-buf exports that were not released.
     pub(crate) exports: u64,
     pub(crate) host_registered: BTreeMap<u64, u64>,
 }
@@ -109,7 +112,7 @@ impl Inner {
     pub(crate) fn allocate_memory(&self, request: &AllocRequest) -> Result<Allocation> {
         let refused = |kind| {
             Error::new(kind, "allocate")
-                .iface(self.config.kind)
+                .iface(&self.config)
                 .context("length", request.len)
                 .context("kind", request.kind.name())
         };
@@ -139,7 +142,7 @@ impl Inner {
                     .device(DeviceId(device))
                     .context("used", used)
                     .context("memory", self.config.memory_per_device)
-                    .remedy("free memory, or give the simulated devices more"));
+                    .remedy("free memory, or build the devices with more memory"));
             }
         }
         self.call(Call::ReserveAddress)?;
@@ -153,7 +156,7 @@ impl Inner {
             Ok(parts) => parts,
             Err(error) => {
                 book.addresses.give(first, pages);
-                return Err(error.iface(self.config.kind));
+                return Err(error.iface(&self.config));
             }
         };
         let range =
@@ -173,8 +176,8 @@ impl Inner {
         Ok(allocation)
     }
 
-    /// Creates the segments of an allocation, and maps them if the CPU may access them. Undoes
-    /// everything if a segment fails.
+    /// Creates the segments of an allocation at offset `at` of the iface's address range. Maps them
+    /// if the CPU may access this kind of memory. Undoes everything if a step fails.
     fn back_memory(
         &self,
         book: &mut SimulatedState,
@@ -220,7 +223,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Undoes [`Inner::back_memory`] for an allocation that is not visible yet.
+    /// Undoes [`Inner::back_memory`], for an allocation that no lookup can find yet.
     fn unback_memory(
         &self,
         book: &mut SimulatedState,
@@ -231,7 +234,7 @@ impl Inner {
         if kind.cpu_accessible() {
             let len: u64 = parts.iter().map(|part| part.extent.len).sum();
             if let Err(errno) = self.window.place_nothing(at, len as usize) {
-                tracing::error!(%errno, "an allocation that failed stays mapped");
+                tracing::error!(%errno, "the memory of a failed allocation stays mapped");
             }
         }
         for part in parts {
@@ -239,8 +242,8 @@ impl Inner {
         }
     }
 
-    /// Assigns an identity to a new allocation, and makes the allocation visible to lookups.
-    /// Returns the segments with an error.
+    /// Assigns an identity to a new allocation, and makes the allocation visible to lookups. On an
+    /// error, hands the segments back to the caller.
     pub(crate) fn enter(
         &self,
         book: &mut SimulatedState,
@@ -250,7 +253,7 @@ impl Inner {
     ) -> Result<Allocation, (Error, Vec<Part>)> {
         let Some(number) = book.take_number() else {
             let error = Error::new(ErrorKind::OutOfResources, "allocate")
-                .iface(self.config.kind)
+                .iface(&self.config)
                 .context("limit", MAX_ENTRIES);
             return Err((error, parts));
         };
@@ -276,8 +279,8 @@ impl Inner {
         Ok(allocation)
     }
 
-    /// Allocates addresses for an opened allocation of another process. Returns their offset in the
-    /// window in bytes.
+    /// Allocates addresses for an allocation of another process. Returns their offset in the
+    /// iface's address range, in bytes.
     pub(crate) fn take_addresses(&self, book: &mut SimulatedState, len: u64) -> Option<u64> {
         Some(book.addresses.take(len / self.page)? * self.page)
     }
@@ -286,8 +289,8 @@ impl Inner {
         book.addresses.give(at / self.page, len / self.page);
     }
 
-    /// Frees an allocation: notifies subscribers, removes it from lookups, then releases its
-    /// memory.
+    /// Frees an allocation: notifies the subscribers, removes the allocation from lookups, and then
+    /// releases the memory.
     pub(crate) fn end(
         &self,
         allocation: &Allocation,
@@ -313,7 +316,8 @@ impl Inner {
         for Part { extent, .. } in
             record.parts.iter().filter(|_| !record.exported && origin == Origin::Allocated)
         {
-            // Outside the lock, since releasing the pages of a large allocation takes long.
+            // The lock is not held here, since releasing the pages of a large allocation takes
+            // long.
             if let Err(errno) = sys::punch_hole(extent.file.fd(), extent.offset, extent.len) {
                 tracing::warn!(%errno, len = extent.len, "freed pages stay in memory");
             }
@@ -344,7 +348,7 @@ impl Inner {
                     record.being_freed = false;
                 }
                 return Err(Error::os(errno, "mmap")
-                    .iface(self.config.kind)
+                    .iface(&self.config)
                     .context("allocation", range));
             }
         }
@@ -366,7 +370,8 @@ impl Inner {
         Ok(record)
     }
 
-    /// Returns the entry number of a live allocation that no thread is freeing.
+    /// Returns the number of an allocation's entry in the page table. Fails if the allocation is
+    /// not live, or a thread is freeing it.
     pub(crate) fn live_number(
         &self,
         book: &SimulatedState,
@@ -390,12 +395,12 @@ impl Inner {
 
     fn not_live(&self, allocation: &Allocation, operation: &'static str) -> Error {
         Error::new(ErrorKind::InvalidArgument, operation)
-            .iface(self.config.kind)
+            .iface(&self.config)
             .context("allocation", allocation.range)
             .context("identity", allocation.id.0)
             .remedy(
-                "pass a live allocation of this iface: free one that was allocated, close one that \
-         was opened, once",
+                "pass a live allocation of this iface, once: to `free` if the iface allocated it, \
+                 to `ipc_close` if the iface opened it",
             )
     }
 
@@ -407,7 +412,7 @@ impl Inner {
         book.records[number as usize].as_mut()
     }
 
-    /// Returns the record of the allocation that contains all of `range`.
+    /// Returns the record of the allocation that contains all of `range`. Fails if there is none.
     pub(crate) fn record_of<'a>(
         &self,
         book: &'a mut SimulatedState,
@@ -419,7 +424,7 @@ impl Inner {
             Some(record) if record.allocation.range.contains_range(range) => Ok(record),
             other => {
                 let error = Error::new(ErrorKind::OutOfBounds, "resolve range")
-                    .iface(self.config.kind)
+                    .iface(&self.config)
                     .context("range", range)
                     .remedy("the range must lie in one live allocation");
                 Err(match other {
@@ -454,7 +459,7 @@ impl SegmentMap for Inner {
         let mut segments = Vec::new();
         let mut rest = range;
         loop {
-            // A range may extend over adjacent allocations.
+            // `range` may extend over several adjacent allocations.
             let first = AddressRange::new(rest.start(), rest.len().min(1))?;
             let record = self.record_of(&mut book, first)?;
             let offset = rest.start().0 - record.allocation.base().0;
@@ -472,16 +477,17 @@ impl SegmentMap for Inner {
     }
 }
 
-/// The part of a range that lies in one segment.
+/// The part of an address range that lies in one segment of an allocation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Inside {
     pub(crate) range: AddressRange,
-    /// Offset from the start of the segment in bytes.
+    /// Offset of `range` from the start of the segment, in bytes.
     pub(crate) offset: u64,
 }
 
 impl Record {
-    /// Returns the segments that contain bytes of `range`. The range lies in the allocation.
+    /// Returns the segments that contain bytes of `range`, each with the part of `range` in it.
+    /// `range` must lie in the allocation.
     pub(crate) fn parts_of(&self, range: AddressRange) -> impl Iterator<Item = (Inside, &Part)> {
         let mut start = self.allocation.base().0;
         self.parts.iter().filter_map(move |part| {
@@ -499,7 +505,7 @@ impl Record {
 }
 
 impl Record {
-    /// Sets whether the segment that contains the start of `range` can be exported.
+    /// Sets whether the segment that contains the start of `range` can be exported to NICs.
     pub(crate) fn set_exportable(&mut self, range: AddressRange, exportable: bool) {
         let mut offset = range.start().0 - self.allocation.base().0;
         for part in &mut self.parts {

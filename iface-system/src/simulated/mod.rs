@@ -6,8 +6,8 @@
 //! - Bytes move through a copy engine or through exported fds.
 //!
 //! The simulation is as strict as hardware, so that it does not hide bugs. Addresses can be reused
-//! at once, identities never. Subscribers are notified before a free, or not at all. Tests can make
-//! any call fail.
+//! at once, identities never. Subscribers are notified before a free, or not at all (see
+//! [`FreeDetection`]). Tests can make any call fail.
 
 mod address_space;
 #[allow(unsafe_code)]
@@ -50,10 +50,10 @@ use self::{
 };
 use crate::sys::{Mapping, Udmabuf};
 
-/// The default iface kind of a simulated device: the first kind for plug-ins.
+/// The default iface kind of simulated devices: the first of the kinds that are free for plug-ins.
 pub const SIMULATED: IfaceKind = IfaceKind::FIRST_PLUG_IN;
 
-/// The simulated device iface.
+/// An iface with simulated devices.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -94,37 +94,37 @@ struct Inner {
 }
 
 impl Simulated {
-    /// Creates a builder of a simulated device.
+    /// Returns a builder with the default configuration.
     #[must_use]
     pub fn builder() -> SimulatedBuilder {
         SimulatedBuilder::default()
     }
 
-    /// Returns the reserved address window, which contains all device addresses of this iface.
+    /// Returns the reserved address range, which contains all device addresses of this iface.
     #[must_use]
     pub fn window(&self) -> AddressRange {
         self.inner.table.window()
     }
 
-    /// Returns the fault injection and the counts of calls.
+    /// Returns the object that counts driver calls and makes chosen calls fail.
     #[must_use]
     pub fn faults(&self) -> &Faults {
         &self.inner.faults
     }
 
-    /// Returns counts of live objects and of completed work.
+    /// Returns counts of live objects and completed operations at this moment.
     #[must_use]
     pub fn stats(&self) -> SimulatedStats {
         SimulatedStats::of(&self.inner)
     }
 
-    /// Sets whether the next allocations reuse freed addresses.
+    /// Sets the policy by which later allocations reuse freed addresses.
     pub fn set_address_reuse(&self, reuse: AddressReuse) {
         self.inner.book.lock().set_address_reuse(reuse);
     }
 
-    /// Sets whether the segment at `address` can be exported to NICs. Every allocation is one
-    /// segment, except for virtual ones.
+    /// Sets whether the segment at `address` can be exported to NICs. Only virtual allocations have
+    /// more than one segment.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`]: no live allocation contains the address.
@@ -132,8 +132,10 @@ impl Simulated {
         self.inner.set_exportable(AddressRange::new(address, 1)?, exportable)
     }
 
-    /// Runs the oldest asynchronous copy that has not begun. Returns false if there is none. Meant
-    /// for [`Stepping::ByHand`]. With [`Stepping::Thread`] it runs the copy before its deadline.
+    /// Runs the oldest asynchronous copy that has not begun. Returns false if there is none.
+    ///
+    /// The method is meant for [`Stepping::ByHand`]. With [`Stepping::Thread`] the copy runs before
+    /// its simulated end.
     pub fn step(&self) -> bool {
         self.inner.engine.step()
     }
@@ -150,9 +152,9 @@ impl Inner {
         self.table.window().start().0
     }
 
-    /// Counts a driver call. Fails if a fault is set for it.
+    /// Counts a driver call. Fails with the injected error if a fault is set for this call.
     fn call(&self, call: Call) -> Result<()> {
-        self.faults.call(call).map_err(|error| error.iface(self.config.kind))
+        self.faults.call(call).map_err(|error| error.iface(&self.config))
     }
 
     #[inline]
@@ -163,8 +165,8 @@ impl Inner {
         Ok(self.table.lookup(address))
     }
 
-    /// Looks up an address as a counted driver call. Not inlined, so that uncounted lookups need no
-    /// stack frame.
+    /// Looks up an address, and counts the driver call. The function is not inlined, so that
+    /// uncounted lookups need no stack frame.
     #[cold]
     #[inline(never)]
     fn query_counted(&self, address: Address) -> Result<Option<Allocation>> {
@@ -179,7 +181,7 @@ impl Inner {
             return Ok(device);
         }
         Err(Error::new(ErrorKind::InvalidArgument, "device")
-            .iface(self.config.kind)
+            .iface(&self.config)
             .device(device)
             .context("devices", self.config.devices)
             .remedy("devices count from 0"))

@@ -1,4 +1,4 @@
-//! Detection of frees: subscriptions by range, and validity by identity.
+//! The monitor of simulated memory. It detects frees by callbacks or by allocation identities.
 
 use std::{
     cell::Cell,
@@ -16,10 +16,12 @@ use parking_lot::{Mutex, ReentrantMutex};
 
 use super::{Inner, Simulated, faults::Call};
 
-/// The way in which frees of simulated memory are detected. Real drivers use one of these two.
+/// The method by which a monitor detects frees of simulated memory. Real drivers offer one of these
+/// two.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FreeDetection {
-    /// No callback: frees are detected by identities, as with CUDA's buffer ids.
+    /// The driver has no callback. A changed allocation identity shows a free, as with CUDA's
+    /// buffer ids.
     #[default]
     Identity,
     /// Subscribers are notified before memory is freed, as with ROCr's deallocation callback.
@@ -39,8 +41,9 @@ impl FreeDetection {
 struct Watch {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
-    /// Set while subscribed. A notification holds the lock, so that unsubscribing waits for its
-    /// end. The lock is reentrant, so that an invalidator may unsubscribe itself.
+    /// True until the invalidator is unsubscribed. A thread holds the lock while it notifies the
+    /// invalidator, so that unsubscribing waits for the end of the notification. The lock is
+    /// reentrant, so that an invalidator may unsubscribe itself.
     active: ReentrantMutex<Cell<bool>>,
 }
 
@@ -57,14 +60,15 @@ impl Watch {
 struct Watches {
     next: u64,
     by_id: HashMap<u64, Arc<Watch>>,
-    /// Subscriptions by the logarithm of their length, then by start. All ranges in a map are
-    /// shorter than twice its power of two, which bounds a search for overlaps.
+    /// Subscriptions to ranges of 2^n up to 2^(n+1) bytes, for each n, ordered by start address.
+    /// The bound on the length limits the search for overlaps.
     by_length: [BTreeMap<(u64, u64), Arc<Watch>>; 64],
-    /// Ranges that are being freed: their notifications have begun, and their memory still exists.
+    /// Ranges that a thread is freeing. The subscribers have been or are being notified, and the
+    /// memory still exists.
     being_freed: Vec<AddressRange>,
 }
 
-/// The subscriptions of one iface.
+/// The subscriptions to frees of one simulated iface.
 #[derive(Debug)]
 pub(crate) struct Subscriptions(Mutex<Watches>);
 
@@ -95,7 +99,8 @@ impl Subscriptions {
         watches.by_id.insert(id, Arc::clone(&watch));
         let class = &mut watches.by_length[length_class(range.len())];
         class.insert((range.start().0, id), Arc::clone(&watch));
-        // A subscription during a notification would miss it.
+        // A free that is in progress has notified its subscribers before this subscription existed.
+        // So this function itself notifies the new invalidator.
         let missed =
             watches.being_freed.iter().copied().find(|being_freed| being_freed.overlaps(range));
         drop(watches);
@@ -114,8 +119,9 @@ impl Subscriptions {
         watch.active.lock().set(false);
     }
 
-    /// Notifies the subscribers of `range`. Holds no lock that a subscriber could need. Another
-    /// thread that unsubscribes a subscriber waits for its notification.
+    /// Notifies all subscribers of ranges that overlap `range`. The list of subscriptions is not
+    /// locked during the notifications. A thread that unsubscribes an invalidator waits until a
+    /// notification in progress has ended.
     pub(crate) fn notify(&self, range: AddressRange) {
         let mut notified = Vec::new();
         let mut watches = self.0.lock();
@@ -138,7 +144,8 @@ impl Subscriptions {
         }
     }
 
-    /// Ends the notification of `range`, after its memory was freed or the free has failed.
+    /// Records that the free of `range`, which [`Subscriptions::notify`] has announced, has ended:
+    /// the memory was freed, or the free has failed.
     pub(crate) fn end_notify(&self, range: AddressRange) {
         let mut watches = self.0.lock();
         if let Some(found) =
@@ -159,7 +166,7 @@ impl MonitorSource for Simulated {
     }
 }
 
-/// The monitor of a simulated device.
+/// The monitor that detects frees of one simulated iface.
 struct SimulatedMonitor(Arc<Inner>);
 
 impl fmt::Debug for SimulatedMonitor {
@@ -209,8 +216,8 @@ impl Monitor for SimulatedMonitor {
     ) -> Result<Subscription> {
         self.0.call(Call::Subscribe)?;
         let subscription = self.0.subscriptions.add(range, invalidator);
-        // Looked up after the subscription: later frees notify the subscriber, earlier ones are
-        // seen here.
+        // The lookup follows the subscription: later frees notify the subscriber, and the lookup
+        // finds the result of earlier ones.
         if self.0.table.lookup(range.start()).is_none() {
             self.0.subscriptions.remove(subscription);
             return Err(Error::new(ErrorKind::Unsupported, "subscribe")

@@ -1,11 +1,11 @@
-//! Reachability of devices by NICs.
+//! Table of the NICs that can access each device's memory directly.
 
 use std::collections::BTreeMap;
 
 use hmem_core::{DeviceId, provider::Nic};
 
-/// The reachability of devices by NICs, for each pair of device and NIC name. Pairs that were not
-/// set have the default of the constructor.
+/// Table that says which NICs can access the memory of which devices. The constructor sets the
+/// default for all pairs of NIC and device, and the other methods change single pairs.
 ///
 /// ```
 /// use hmem_core::DeviceId;
@@ -28,37 +28,37 @@ impl Default for P2pMatrix {
 }
 
 impl P2pMatrix {
-    /// Creates a matrix in which every NIC reaches every device.
+    /// Creates a matrix in which every NIC can access every device.
     #[must_use]
     pub const fn all_reachable() -> Self {
         Self { otherwise: true, known: BTreeMap::new() }
     }
 
-    /// Creates a matrix in which no NIC reaches any device.
+    /// Creates a matrix in which no NIC can access any device.
     #[must_use]
     pub const fn none_reachable() -> Self {
         Self { otherwise: false, known: BTreeMap::new() }
     }
 
-    /// Declares that the NIC of this name ([`Nic::name`]) does not reach the device.
+    /// Declares that the NIC with name `nic` ([`Nic::name`]) cannot access the device.
     #[must_use]
     pub fn block(mut self, device: DeviceId, nic: impl Into<String>) -> Self {
         self.known.insert((device, nic.into()), false);
         self
     }
 
-    /// Declares that the NIC of this name reaches the device.
+    /// Declares that the NIC with name `nic` can access the device.
     #[must_use]
     pub fn allow(mut self, device: DeviceId, nic: impl Into<String>) -> Self {
         self.known.insert((device, nic.into()), true);
         self
     }
 
-    /// Returns true if the NIC of this name reaches the device.
+    /// Returns true if the NIC with name `nic` can access the device.
     #[must_use]
     pub fn reaches(&self, device: DeviceId, nic: &str) -> bool {
-        // A lookup by a borrowed key would need a second map. Matrices are small, and read once per
-        // registration.
+        // A lookup by `&str` would need nested maps. The copy of the name is cheap enough: this
+        // runs once per registration.
         self.known.get(&(device, nic.to_owned())).copied().unwrap_or(self.otherwise)
     }
 

@@ -1,21 +1,22 @@
-//! Sets of free ranges: addresses of the window, or bytes of an arena.
+//! Sets of free ranges: device addresses, or bytes of a memory file.
 
 use std::collections::BTreeMap;
 
-/// A set of free ranges. Adjacent ranges are merged. Starts and lengths are in a unit of the user's
-/// choice.
+/// A set of free ranges of integers. Adjacent ranges are merged. The integers count bytes or pages,
+/// as the creator of the set chooses.
 #[derive(Debug, Default)]
 pub(crate) struct FreeRanges {
     ranges: BTreeMap<u64, u64>,
 }
 
 impl FreeRanges {
-    /// Creates a set of one free range.
+    /// Creates a set with one free range.
     pub(crate) fn new(start: u64, len: u64) -> Self {
         Self { ranges: BTreeMap::from([(start, len)]) }
     }
 
-    /// Removes the lowest free range of length `len` at or after `from`, and returns its start.
+    /// Removes `len` integers at the lowest possible position from `from` on, and returns the
+    /// first. Returns `None` if no free range is long enough.
     pub(crate) fn take_from(&mut self, from: u64, len: u64) -> Option<u64> {
         let around = self.ranges.range(..from).next_back().map(|(start, free)| (*start, *free));
         let split = around.filter(|(start, free)| start + free >= from + len).map(|_| from);
@@ -25,7 +26,8 @@ impl FreeRanges {
         self.take_at(start, len).then_some(start)
     }
 
-    /// Removes exactly this range if all of it is free. Returns false otherwise.
+    /// Removes the range of `len` integers from `start` if all of it is free. Otherwise returns
+    /// false and changes nothing.
     pub(crate) fn take_at(&mut self, start: u64, len: u64) -> bool {
         let Some((&free_start, &free_len)) = self.ranges.range(..=start).next_back() else {
             return false;

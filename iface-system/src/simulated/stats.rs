@@ -4,32 +4,34 @@ use std::sync::atomic::Ordering;
 
 use super::{Call, Inner};
 
-/// Counts of a simulated device at one moment; see [`Simulated::stats`](crate::Simulated::stats).
+/// Counts of a simulated device at one moment, as [`Simulated::stats`](crate::Simulated::stats)
+/// returns them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SimulatedStats {
-    /// Allocations that are not freed.
+    /// Number of allocations that are not freed.
     pub live_allocations: u64,
-    /// Requested bytes of the live allocations.
+    /// Total length of the live allocations in bytes, as requested.
     pub live_bytes: u64,
-    /// Allocations of other processes that this iface has open.
+    /// Number of allocations of other processes that this iface has open.
     pub opened_allocations: u64,
-    /// Exported fds that are still open. Exact if every export is released by `release_dma_buf`.
+    /// Number of dma-buf exports that are not released. The number is exact if every export is
+    /// released by `release_dma_buf`.
     ///
-    /// If users only close the fds, the number drops to 0 when all of them are closed. For genuine
-    /// dma-bufs it does not drop then.
+    /// If users only close the fds, the number drops to 0 once all exported memory files are
+    /// closed. It does not drop if genuine dma-bufs are closed.
     pub live_exports: u64,
-    /// Subscriptions of the monitor.
+    /// Number of current subscriptions to frees.
     pub subscriptions: u64,
-    /// Host ranges that are page-locked.
+    /// Number of host ranges that are page-locked.
     pub host_registrations: u64,
-    /// Memory files that hold the content of allocations.
+    /// Number of memory files that hold the content of allocations.
     pub memory_files: u64,
-    /// Copies that succeeded, blocking and asynchronous.
+    /// Number of copies that have succeeded, both blocking and asynchronous.
     pub copies_done: u64,
-    /// Asynchronous copies that have not begun.
+    /// Number of asynchronous copies that have not begun.
     pub copies_pending: u64,
-    /// Calls into the driver by kind, in the order of [`Call::ALL`].
+    /// Number of driver calls of each kind, in the order of [`Call::ALL`].
     calls: Vec<u64>,
 }
 
@@ -53,7 +55,7 @@ impl SimulatedStats {
         }
     }
 
-    /// Returns the number of calls of a kind, including failed ones.
+    /// Returns the number of driver calls of kind `call`, failed calls included.
     #[must_use]
     pub fn calls(&self, call: Call) -> u64 {
         self.calls.get(call as usize).copied().unwrap_or(0)

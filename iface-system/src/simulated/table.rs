@@ -1,17 +1,17 @@
 //! Lookup of allocations by address: a page table that is read without locks.
 //!
-//! The window of addresses is divided into pages, and pages into blocks. A block has as many pages
-//! as a page has slots (1,024 with pages of 4 KiB), so that the slots of an empty block can be
-//! returned to the kernel. A block that one allocation covers whole has one slot. All other pages
-//! have a slot each. A slot holds the index of an [`Entry`], or 0 for an entry that is never
-//! written. Slots and entries lie in arrays that use memory only where they are written. So a
-//! lookup is two independent loads, and the entry.
+//! The window of addresses is divided into pages, and consecutive pages form blocks. A block has as
+//! many pages as a page has slots (1,024 with pages of 4 KiB), so that the slots of an empty block
+//! can be returned to the kernel. If one allocation covers a whole block, the block has one slot.
+//! Otherwise each of its pages has a slot. A slot holds the index of an [`Entry`], or 0, the index
+//! of an entry that is never written. Slots and entries lie in arrays that use memory only where
+//! they are written. So a lookup loads two slots independently of each other, and then the entry.
 //!
 //! Entries are type-stable: a freed entry is reused, and never unmapped. Its identity is also the
 //! sequence number of a seqlock: it is 0 while the fields change, and no identity occurs twice. A
-//! reader that sees the same identity before and after has consistent fields. A reader that does
-//! not has raced with the free of the allocation that its slot named, and may return `None`: at
-//! some moment of the lookup there was no allocation. No reader ever waits.
+//! reader that sees the same identity before and after has consistent fields. A reader that sees
+//! two identities has raced with the free of the allocation, and may return `None`, because at some
+//! moment of the lookup there was no allocation. No reader ever waits.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -22,11 +22,12 @@ use rustix::io::Errno;
 
 use crate::lazy::{LazyArray, ZeroValid};
 
-/// The maximum number of live allocations.
+/// The maximum number of live allocations of one iface.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
 
-/// The lowest bit of an entry's last word. It is set if the allocation has a device. The upper half
-/// of the word is then the device's number. The bits in between hold the allocation's kind.
+/// The lowest bit of [`Entry::kind_and_device`], which is set if the allocation belongs to a
+/// device. The upper 32 bits then hold the device's number. The bits in between hold the
+/// allocation's kind.
 const HAS_DEVICE: u64 = 1;
 const KIND_SHIFT: u32 = 1;
 
@@ -39,10 +40,10 @@ struct Entry {
     kind_and_device: AtomicU64,
 }
 
-// SAFETY: the entry is four atomics, for which zero is a valid value.
+// SAFETY: the entry is four atomics. Zero is a valid value of each, and they need no drop.
 unsafe impl ZeroValid for Entry {}
 
-/// The page table of an iface. Readers need no lock. Writers hold the iface's lock.
+/// The page table of one simulated iface. Readers need no lock. Writers must hold the iface's lock.
 #[derive(Debug)]
 pub(crate) struct PageTable {
     iface: IfaceKind,
@@ -54,8 +55,8 @@ pub(crate) struct PageTable {
     entries: LazyArray<Entry>,
 }
 
-/// The state that only writers use: the number of used pages in each block, and the block that
-/// became empty last.
+/// The state of a [`PageTable`] that only writers use: the number of used pages in each block, and
+/// the block that became empty last.
 #[derive(Debug)]
 pub(crate) struct TableWriter {
     used_pages: Vec<u16>,
@@ -63,7 +64,7 @@ pub(crate) struct TableWriter {
 }
 
 impl PageTable {
-    /// Creates a table for a window of whole pages.
+    /// Creates an empty table for the addresses of `window`, which must be whole pages.
     pub(crate) fn new(
         iface: IfaceKind,
         window: AddressRange,
@@ -94,7 +95,7 @@ impl PageTable {
             .unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
     }
 
-    /// Returns true if the address lies in the window.
+    /// Returns true if the address lies in the range that the table covers.
     pub(crate) fn is_mine(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.start) < self.len
     }
@@ -104,36 +105,39 @@ impl PageTable {
         ONLY_PAGE_SHIFT.unwrap_or(self.page_shift)
     }
 
-    /// Returns the shift that turns a page number into a block number.
+    /// Returns the number of bits by which a page number is shifted right to get its block number.
     #[inline]
     fn block_shift(&self) -> u32 {
         block_shift(self.page_shift())
     }
 
-    /// Returns the slot of an address: 0 if there is no allocation, `None` outside the window. The
-    /// result is exact only for writers.
+    /// Returns the content of an address's slot: the index of an entry, or 0 if there is no
+    /// allocation. Returns `None` if the table does not cover the address. For callers without the
+    /// writers' lock, the result may be out of date.
     #[inline]
     fn slot_of(&self, address: Address) -> Option<u32> {
-        // The window is whole pages, so an address outside is on no page of it.
+        // The range `window` consists of whole pages, so an address outside it lies on none of its
+        // pages.
         let page = (address.0.wrapping_sub(self.start) >> self.page_shift()) as usize;
         let small = self.pages.get(page)?.load(Ordering::Acquire);
         let large = self.blocks.get(page >> self.block_shift())?.load(Ordering::Acquire);
         Some(if large != 0 { large } else { small })
     }
 
-    /// Returns the allocation at an address.
+    /// Returns the allocation that contains `address`, if there is one.
     #[inline]
     pub(crate) fn lookup(&self, address: Address) -> Option<Allocation> {
         self.read(self.slot_of(address)?, address, || ())
     }
 
-    /// Returns the number of the entry of an address. The result is exact only for writers.
+    /// Returns the number of the entry for the allocation that contains `address`, if there is one.
+    /// The caller must hold the writers' lock.
     pub(crate) fn entry_of(&self, address: Address) -> Option<u32> {
         self.slot_of(address)?.checked_sub(1)
     }
 
-    /// Returns the allocation of a slot's entry, if it contains the address. Tests use `meanwhile`
-    /// to simulate other threads: it runs between the two reads of the identity.
+    /// Returns the allocation in entry `slot`, if the allocation contains `address`. The function
+    /// calls `meanwhile` between the two reads of the identity, where tests simulate other threads.
     #[inline]
     fn read(&self, slot: u32, address: Address, meanwhile: impl FnOnce()) -> Option<Allocation> {
         let entry = self.entries.get(slot as usize)?;
@@ -145,8 +149,8 @@ impl PageTable {
         let len = entry.len.load(Ordering::Relaxed);
         let kind_and_device = entry.kind_and_device.load(Ordering::Relaxed);
         meanwhile();
-        // Pairs with the release fence of a writer whose fields this reader may have read. The
-        // reader then sees the writer's identity too.
+        // The fence pairs with the release fence in `publish`. If this reader has read fields of a
+        // new allocation, it also sees that the identity has changed.
         fence(Ordering::Acquire);
         if entry.id.load(Ordering::Relaxed) != id || address.0.wrapping_sub(base) >= len {
             return None;
@@ -161,7 +165,7 @@ impl PageTable {
         })
     }
 
-    /// Makes an allocation visible to lookups, in the free entry `number`.
+    /// Writes an allocation to the free entry `number`, and makes it visible to lookups.
     pub(crate) fn publish(&self, writer: &mut TableWriter, number: u32, allocation: &Allocation) {
         let slot = number + 1;
         let entry = &self.entries[slot as usize];
@@ -176,7 +180,8 @@ impl PageTable {
         self.fill(writer, allocation.range, slot);
     }
 
-    /// Removes an allocation from lookups.
+    /// Empties entry `number` and the slots of `range`, so that lookups find the allocation no
+    /// longer.
     pub(crate) fn withdraw(&self, writer: &mut TableWriter, number: u32, range: AddressRange) {
         self.entries[number as usize + 1].id.store(0, Ordering::Relaxed);
         self.fill(writer, range, 0);
@@ -206,10 +211,10 @@ impl PageTable {
 }
 
 impl TableWriter {
-    /// Updates the number of used pages of a block.
+    /// Counts `pages` pages of a block as used or unused.
     ///
-    /// The slots of an empty block are returned to the kernel only when a second block becomes
-    /// empty. So a block that repeatedly fills and empties costs no system call.
+    /// The memory for the slots of an empty block is returned to the kernel only when another block
+    /// becomes empty. So a block that repeatedly fills and empties costs no system call.
     fn count(&mut self, table: &PageTable, block: usize, pages: u16, used: bool) {
         if used {
             self.used_pages[block] += pages;
@@ -232,8 +237,8 @@ impl TableWriter {
     }
 }
 
-/// The page shift, if all machines of the architecture have the same page size. A constant shift is
-/// cheaper.
+/// Base-2 logarithm of the page size, or `None` if machines of this architecture differ in page
+/// size. The constant makes lookups cheaper.
 const ONLY_PAGE_SHIFT: Option<u32> = if cfg!(target_arch = "x86_64") { Some(12) } else { None };
 
 const fn block_shift(page_shift: u32) -> u32 {
@@ -242,13 +247,13 @@ const fn block_shift(page_shift: u32) -> u32 {
 
 const CODES: u8 = 8;
 
-/// Returns the kind as a number, for entries and IPC handles.
+/// Returns the number that stands for an allocation kind in entries and IPC handles.
 pub(crate) fn code_of(kind: AllocationKind) -> u8 {
     (0..CODES).find(|code| kind_of(*code) == kind).unwrap_or(CODES)
 }
 
-/// Converts a number from [`code_of`] to the kind. The order is that of the enum, so that the
-/// compiler needs no table.
+/// Returns the allocation kind for a number from [`code_of`]. The numbers are in the order of the
+/// enum, so that the compiler needs no table.
 #[inline]
 pub(crate) fn kind_of(code: u8) -> AllocationKind {
     match code {

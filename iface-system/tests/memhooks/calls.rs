@@ -32,7 +32,7 @@ pub(crate) fn each_function_notifies_before_and_after() {
         recorder.clear();
     };
     recorder.clear();
-    // SAFETY: all calls are on pages of this function's own.
+    // SAFETY: all calls change only pages that belong to this function.
     unsafe {
         assert_eq!(libc::madvise(at(0), page, libc::MADV_DONTNEED), 0);
         expect(&[(range(at(0), page), InvalidationCause::Discard)]);
@@ -63,7 +63,7 @@ pub(crate) fn each_function_notifies_before_and_after() {
         expect(&[(range(segment, 3 * page), InvalidationCause::Detach)]);
         monitor.unsubscribe(attached);
 
-        // No other thread runs here, so no other thread moves the break.
+        // The process has no other thread that could move the break.
         let top = libc::sbrk((4 * page) as isize);
         let up = top.wrapping_byte_add(top.align_offset(page));
         recorder.clear();
@@ -81,7 +81,7 @@ pub(crate) fn results_and_errno_are_those_of_the_c_library() {
     let nowhere = ptr::without_provenance_mut::<libc::c_void>(1);
     let results = || {
         let block = map(4 * page);
-        // SAFETY: refused calls, and calls on this function's own pages.
+        // SAFETY: the calls fail, or change only pages that belong to this function.
         unsafe {
             vec![
                 observed(|| libc::munmap(nowhere, page) as usize),
@@ -125,13 +125,13 @@ pub(crate) fn results_and_errno_are_those_of_the_c_library() {
 pub(crate) fn glibcs_own_calls_are_seen() {
     let monitor = MemHooks::start().unwrap();
     let recorder = Recorder::new();
-    // Above the threshold at which malloc maps each block on its own.
+    // This length is above malloc's threshold for blocks that get a mapping of their own.
     let len = 64 << 20;
-    // SAFETY: a block of this function's own, freed once.
+    // SAFETY: the block belongs to this function, which frees it once.
     let block = unsafe { libc::malloc(len) };
     let subscription =
         monitor.subscribe(range(block, len), Arc::<Recorder>::clone(&recorder)).unwrap();
-    // SAFETY: the block is this function's own, and nothing uses it any longer.
+    // SAFETY: the block belongs to this function, and nothing uses it any longer.
     unsafe { libc::free(block) };
     assert_eq!(
         recorder.about(range(block, len)),
@@ -156,7 +156,7 @@ pub(crate) fn hooks_allocate_nothing_and_take_no_lock() {
     assert!(before.0 > 0 && before.1 > 0, "allocations are counted");
     for _ in 0..1000 {
         let at = map(4 * page);
-        // SAFETY: this function's own pages.
+        // SAFETY: the calls change only pages that belong to this function.
         unsafe {
             libc::madvise(at, page, libc::MADV_DONTNEED);
             libc::mmap(at, page, RW, ANONYMOUS | libc::MAP_FIXED, -1, 0);
@@ -173,7 +173,7 @@ pub(crate) fn hooks_allocate_nothing_and_take_no_lock() {
     for subscription in subscribed {
         monitor.unsubscribe(subscription);
     }
-    // No lock is tested here: `subscribing_waits_for_a_change_in_flight` unmaps while one is held.
+    // The case `subscribing_waits_for_a_change_in_flight` tests that hooks take no lock.
 }
 
 pub(crate) fn unmaps_of_uncached_memory_cost_bounded_memory() {
@@ -181,8 +181,8 @@ pub(crate) fn unmaps_of_uncached_memory_cost_bounded_memory() {
     assert!(notifications_of_uncached_unmaps(&*monitor) >= 160_000);
 }
 
-/// The iface must free memory by the C library: rustix, which it uses for other calls, makes raw
-/// system calls that hooks do not see.
+/// Tests that [`System`] unmaps memory by a hooked function of the C library. An unmap by rustix
+/// would be a raw system call, which the hooks do not see.
 pub(crate) fn frees_of_the_system_iface_are_notified() {
     let monitor = MemHooks::start().unwrap();
     let system =
@@ -192,7 +192,7 @@ pub(crate) fn frees_of_the_system_iface_are_notified() {
     let memory = system.allocate(&request).unwrap();
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(memory.range, Arc::<Recorder>::clone(&recorder)).unwrap();
-    // SAFETY: nothing uses the memory.
+    // SAFETY: nothing uses the memory any longer.
     unsafe { system.free(&memory) }.unwrap();
     assert_eq!(
         recorder.about(memory.range),

@@ -24,7 +24,7 @@ use crate::{
 fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: AddressRange) {
     let page = page();
     let block = map(page);
-    // SAFETY: the child's memory is its own copy.
+    // SAFETY: the child runs on a copy of this process's memory.
     let raw_fork = || unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
     let child = |monitor: &Arc<MemHooks>| {
         unmap(block, page);
@@ -32,7 +32,7 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: Addres
         assert!(error.is_unsupported() && error.to_string().contains("forked"), "{error}");
         assert!(monitor.check().is_err());
         monitor.unsubscribe(subscription);
-        // The child's own monitor works.
+        // A monitor that the child starts itself works.
         let own = MemHooks::start().unwrap();
         let recorder = Recorder::new();
         let at = map(page);
@@ -45,11 +45,11 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: Addres
     let pid = raw_fork();
     if pid == 0 {
         child(monitor);
-        // SAFETY: ends the child.
+        // SAFETY: the call ends the child without running destructors.
         unsafe { libc::_exit(0) };
     }
     let mut status = -1;
-    // SAFETY: waits for the child.
+    // SAFETY: the call waits for the child, and writes only `status`.
     unsafe { libc::waitpid(pid as i32, &raw mut status, 0) };
     assert_eq!(status, 0);
     unmap(block, page);
@@ -62,7 +62,7 @@ pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     impl Invalidator for Shared {
         fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
         fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-            // SAFETY: a shared mapping of this process and its children that is never unmapped.
+            // SAFETY: the address is that of a shared, zeroed mapping, which is never unmapped.
             unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(self.0) }.fetch_add(1, SeqCst);
             InvalidationToken(0)
         }
@@ -72,9 +72,9 @@ pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     }
     let page = page();
     let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping, zeroed.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
     let shared = unsafe { libc::mmap(ptr::null_mut(), page, RW, flags, -1, 0) }.expose_provenance();
-    // SAFETY: a shared mapping of this process and its children that is never unmapped.
+    // SAFETY: the address is that of a shared, zeroed mapping, which is never unmapped.
     let notified = || unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(shared) }.load(SeqCst);
     let monitor = MemHooks::start().unwrap();
     let block = map(page);
@@ -82,11 +82,11 @@ pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     let subscription = monitor.subscribe(here, Arc::new(Shared(shared))).unwrap();
     let before = notified();
     assert_eq!(forked(|| unmap(block, page)), 0);
-    assert_eq!(notified(), before, "what a child unmaps is the child's own");
+    assert_eq!(notified(), before, "an unmap in a child notifies nobody");
     in_children(&monitor, subscription, here);
     let before = notified();
     unmap(block, page);
-    assert_eq!(notified(), before + 1, "the parent hears of its own");
+    assert_eq!(notified(), before + 1, "an unmap in the parent notifies the subscriber");
     monitor.unsubscribe(subscription);
     monitor.check().unwrap();
 }
@@ -120,8 +120,8 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
     monitor.unsubscribe(subscription);
 }
 
-/// Runs the operations that must work in a child of a raw fork, even if another thread of its
-/// parent held a lock.
+/// Runs the operations that must work in a forked child, even if another thread of the parent held
+/// a lock at the fork.
 fn raw_fork_safe(
     monitor: &Arc<MemHooks>,
     here: AddressRange,
@@ -134,6 +134,7 @@ fn raw_fork_safe(
         Arc::new(Mortal { alive: AtomicU64::new(ALIVE), notified: Arc::default() });
     assert!(monitor.subscribe(here, own).is_err());
     unmap(block, page);
-    // SAFETY: the reference is the child's own copy. Dropping it as the last one must not wait.
+    // SAFETY: the child has its own copy of the reference count, and does not use `monitor` again.
+    // The drop of the last reference must not wait.
     drop(unsafe { Arc::from_raw(Arc::as_ptr(monitor)) });
 }

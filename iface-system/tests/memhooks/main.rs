@@ -60,9 +60,9 @@ cases! {
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
-/// Sets `errno` to 77 and runs a call. Returns its result, and `errno` after it.
+/// Sets `errno` to 77 and runs `call`. Returns the result of the call, and the `errno` after it.
 fn observed(call: impl FnOnce() -> usize) -> (usize, i32) {
-    // SAFETY: `errno` of this thread.
+    // SAFETY: the pointer is that of this thread's `errno`, which lives as long as the thread.
     unsafe {
         *libc::__errno_location() = 77;
         let result = call();

@@ -1,5 +1,5 @@
-//! Tests that patch and unpatch functions while threads run them, repeatedly, and together with
-//! patches of other libraries.
+//! Tests of patching: while other threads run the functions, repeatedly, and together with patches
+//! of other libraries.
 
 use std::{
     ptr,
@@ -18,9 +18,9 @@ use hmem_iface_system::monitor::MemHooks;
 
 use crate::{ANONYMOUS, RW, monitors::*, need_userfaultfd, observed};
 
-/// The entry of a function of the C library.
+/// Returns the address of a function of the C library.
 fn entry(name: &std::ffi::CStr) -> *mut u8 {
-    // SAFETY: finds a symbol of a loaded library.
+    // SAFETY: the calls load nothing, and only look up a symbol in a loaded library.
     unsafe {
         let libc = libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY);
         libc::dlsym(libc, name.as_ptr()).cast()
@@ -28,7 +28,7 @@ fn entry(name: &std::ffi::CStr) -> *mut u8 {
 }
 
 fn code(name: &std::ffi::CStr) -> [u8; 32] {
-    // SAFETY: code of the C library is readable.
+    // SAFETY: the code of the C library is readable.
     unsafe { entry(name).cast::<[u8; 32]>().read_unaligned() }
 }
 
@@ -41,11 +41,11 @@ pub(crate) fn thread_inside_a_call_survives_patch_and_unpatch() {
     let blocked = |at: usize| {
         thread::spawn(move || {
             let at = ptr::with_exposed_provenance_mut(at);
-            // SAFETY: the test's own mapping.
+            // SAFETY: the mapping belongs to the test, and nothing uses it any longer.
             observed(|| unsafe { libc::munmap(at, page) } as usize)
         })
     };
-    // Inside the unpatched function: patched meanwhile.
+    // The thread is inside the unpatched function while the function is patched.
     let block = map(page);
     let blocker = Blocker::new(block, page);
     let inside = blocked(block.expose_provenance());
@@ -53,21 +53,22 @@ pub(crate) fn thread_inside_a_call_survives_patch_and_unpatch() {
     let monitor = MemHooks::start().unwrap();
     blocker.release();
     assert_eq!(inside.join().unwrap(), (0, 77));
-    // Inside the patched function and its hook: unpatched and patched again meanwhile.
+    // The thread is inside the hook while the patch is removed.
     let block = map(page);
     let blocker = Blocker::new(block, page);
     let inside = blocked(block.expose_provenance());
     blocker.wait();
     let before = code(c"munmap");
-    // The drop undoes the patch. Nothing is subscribed, so it does not wait for the thread inside.
+    // The drop removes the patch. There is no subscription, so the drop does not wait for the
+    // thread in the hook.
     drop(monitor);
-    assert_ne!(code(c"munmap"), before, "the patch is out");
+    assert_ne!(code(c"munmap"), before, "the patch was removed");
     blocker.release();
     assert_eq!(inside.join().unwrap(), (0, 77));
 }
 
-/// Runs every function in a loop on several threads while the calling thread patches and unpatches
-/// the functions `patchings` times.
+/// Runs the hooked functions in a loop on several threads, while the calling thread patches and
+/// unpatches them `patchings` times.
 fn stress(patchings: usize) {
     let page = page();
     let threads = 4;
@@ -79,7 +80,7 @@ fn stress(patchings: usize) {
                 start.wait();
                 while running.load(SeqCst) {
                     let at = map(4 * page);
-                    // SAFETY: this thread's own pages.
+                    // SAFETY: the calls fail, or change only pages that belong to this thread.
                     unsafe {
                         assert_eq!(
                             observed(|| libc::madvise(at, page, libc::MADV_DONTNEED) as usize),
@@ -146,7 +147,7 @@ pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
     let block = map(page);
     let here = range(block, page);
     let kept = second.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
-    // Not unsubscribed: dropping the monitor does that.
+    // The test does not unsubscribe, because dropping the monitor must do it.
     first.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
     drop(first);
     second.check().unwrap();
@@ -157,20 +158,21 @@ pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
         "notified once"
     );
     second.unsubscribe(kept);
-    assert_eq!(Arc::strong_count(&recorder), 1, "the dropped monitor took its subscriptions back");
+    assert_eq!(Arc::strong_count(&recorder), 1, "the dropped monitor has ended its subscriptions");
     drop(second);
     for (name, original) in PATCHED.iter().zip(original) {
-        assert_eq!(code(name), original, "{name:?} is as it was");
+        assert_eq!(code(name), original, "{name:?} is unpatched");
     }
     let block = map(page);
     recorder.clear();
     unmap(block, page);
     assert_eq!(recorder.count(), 0);
-    // The hooks can start again.
+    // The hooks can be started again.
     MemHooks::start().unwrap().check().unwrap();
 }
 
-/// The first start in a process plans the patches. No thread may use an incomplete plan.
+/// Monitors that several threads start at once share the patches. The first start of a process
+/// prepares the patches, and the other threads use them only when they are complete.
 pub(crate) fn threads_that_start_at_once_share_the_patches() {
     const THREADS: usize = 8;
     let (page, together) = (page(), Barrier::new(THREADS));
@@ -188,20 +190,20 @@ pub(crate) fn threads_that_start_at_once_share_the_patches() {
     });
 }
 
-/// The munmap hook of another library, which makes a raw system call.
+/// The `munmap` hook of another library, which makes a raw system call.
 unsafe extern "C" fn their_munmap(at: *mut libc::c_void, len: usize) -> i32 {
     // SAFETY: the caller of munmap is responsible for its range.
     unsafe { libc::syscall(libc::SYS_munmap, at, len) as i32 }
 }
 
-/// Patches the entry of munmap as other libraries do: writes an absolute jump over its first bytes,
-/// without protection of running threads.
+/// Patches `munmap` as other libraries do: writes an absolute jump over its first bytes, without
+/// care for threads that run the function.
 fn patch_as_others_do() {
     let at = entry(c"munmap");
     let target = (their_munmap as *const ()).addr() as u64;
     #[cfg(target_arch = "x86_64")]
     let jump = {
-        // movabs $target,%r11; jmp *%r11
+        // The code is `movabs $target,%r11; jmp *%r11`.
         let mut jump = vec![0x49, 0xbb];
         jump.extend(target.to_le_bytes());
         jump.extend([0x41, 0xff, 0xe3]);
@@ -209,14 +211,14 @@ fn patch_as_others_do() {
     };
     #[cfg(target_arch = "aarch64")]
     let jump = {
-        // ldr x16, #8; br x16
+        // The code is `ldr x16, #8; br x16`, followed by the target address.
         let mut jump = vec![0x50, 0x00, 0x00, 0x58, 0x00, 0x02, 0x1f, 0xd6];
         jump.extend(target.to_le_bytes());
         jump
     };
     let page = page();
     let start = at.map_addr(|at| at & !(page - 1)).cast();
-    // SAFETY: the page stays readable and executable; no thread runs munmap now.
+    // SAFETY: the page stays readable and executable, and no thread runs `munmap` at this moment.
     unsafe {
         assert_eq!(libc::mprotect(start, page, RW | libc::PROT_EXEC), 0);
         ptr::copy_nonoverlapping(jump.as_ptr(), at, jump.len());
@@ -243,13 +245,14 @@ pub(crate) fn later_patch_of_another_library_is_detected() {
         let error = notice();
         let text = error.to_string();
         assert!(error.is_busy() && text.contains("munmap") && text.contains(&own), "{text}");
-        // Changes since may have been missed, so everything is invalidated, and nothing is watched.
+        // The monitor may have missed changes since the patch. So it invalidates all memory once,
+        // and watches nothing from then on.
         let told: &[_] =
             if number == 0 { &[(InvalidationCause::Unmap, How::Invalidated)] } else { &[] };
         assert_eq!(recorder.about(range(block, page)), told);
     }
     drop(monitor);
-    assert_eq!(code(c"munmap"), theirs, "theirs is left as it is");
+    assert_eq!(code(c"munmap"), theirs, "the other library's patch remains");
     unmap(block, page);
     let error = MemHooks::start().unwrap_err();
     assert!(error.is_busy() && error.to_string().contains("munmap"), "{error}");
@@ -266,5 +269,5 @@ pub(crate) fn earlier_patch_of_another_library_is_refused_by_name() {
         text.contains("munmap") && text.contains("another library") && text.contains(&own),
         "{text}"
     );
-    assert_eq!(code(c"mmap"), others, "nothing is half patched");
+    assert_eq!(code(c"mmap"), others, "no other function was patched");
 }

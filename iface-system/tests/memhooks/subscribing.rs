@@ -25,7 +25,7 @@ pub(crate) fn subscribing_waits_for_a_change_in_flight() {
     let (block, other) = (map(page), map(page));
     let blocker = Blocker::new(block, page);
     let at = block.expose_provenance();
-    // This change began without a subscriber: no subscriber will be notified of it.
+    // This unmap begins before the first subscription, so it notifies no invalidator.
     let inside = thread::spawn(move || unmap(ptr::with_exposed_provenance_mut(at), page));
     blocker.wait();
     let subscribed = Arc::new(AtomicBool::new(false));
@@ -38,12 +38,13 @@ pub(crate) fn subscribing_waits_for_a_change_in_flight() {
             subscription
         })
     };
-    // Meanwhile no hook waits, although the subscriber holds its lock.
+    // The hooked calls below do not wait, although the thread that subscribes holds the monitor's
+    // lock.
     for _ in 0..20_000 {
         let at = map(page);
         unmap(at, page);
     }
-    assert!(!subscribed.load(SeqCst), "who is subscribed hears of every change that is not over");
+    assert!(!subscribed.load(SeqCst), "a subscription waits for changes that began before it");
     blocker.release();
     inside.join().unwrap();
     monitor.unsubscribe(subscribing.join().unwrap());
@@ -136,7 +137,7 @@ pub(crate) fn files_are_refused_with_the_reason() {
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let refused = |at, len| monitor.subscribe(range(at, len), Recorder::new()).unwrap_err();
-    // SAFETY: a new memory file and mapping.
+    // SAFETY: the calls create a file and a mapping at an address that the kernel chooses.
     let file = unsafe {
         let fd = libc::memfd_create(c"hmem-test".as_ptr(), libc::MFD_CLOEXEC);
         assert_eq!(libc::ftruncate(fd, page as i64), 0);
@@ -149,10 +150,10 @@ pub(crate) fn files_are_refused_with_the_reason() {
         "{error}"
     );
     let block = map(2 * page);
-    // Cached as watchable, until something is mapped over it.
+    // The monitor now remembers that the pages can be watched, until a hook runs.
     let subscription = monitor.subscribe(range(block, 2 * page), Recorder::new()).unwrap();
     monitor.unsubscribe(subscription);
-    // SAFETY: moves the file's mapping over the second page.
+    // SAFETY: the call moves the test's mapping of the file over the test's second page.
     unsafe {
         let moves = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         let onto = block.wrapping_byte_add(page);

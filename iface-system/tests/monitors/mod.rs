@@ -18,17 +18,18 @@ use hmem_core::{
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 
-/// A case: its name, its function, and whether only the slow tier runs it.
+/// A test case: its name, its function, and true if only the slow tier of the CI runs it.
 pub type Case = (&'static str, fn(), bool);
 
 const CASE: &str = "HMEM_TEST_CASE";
 
-/// The environment variable with the command that runs this binary on a machine of another
-/// architecture, for example `qemu-aarch64 -L <folder>`.
+/// The environment variable with the emulator that runs a test binary of another architecture, for
+/// example `qemu-aarch64 -L <folder>`.
 const RUNNER: &str = "HMEM_TEST_RUNNER";
 
-/// Cases that qemu-user cannot run; the tests of aarch64 run under it. It ignores MADV_WIPEONFORK,
-/// has no userfaultfd, and uses memory of the process itself.
+/// Prefixes of the names of cases that fail under qemu-user, which runs the tests of aarch64.
+/// qemu-user ignores MADV_WIPEONFORK, has no userfaultfd, and itself allocates memory in the tested
+/// process.
 const NOT_UNDER_QEMU: &[&str] = &[
     "unmaps_of_uncached_memory_cost_bounded_memory",
     "child_forked_during_a_change_survives",
@@ -40,12 +41,12 @@ const NOT_UNDER_QEMU: &[&str] = &[
     "subscribing_waits_for_a_change_in_flight",
 ];
 
-/// Runs each case as a test in a new process of this binary.
+/// The main function of a test binary: runs each case as a test in a new process.
 pub fn run(cases: &[Case]) -> ExitCode {
     if let Ok(name) = env::var(CASE) {
         let (_, case, _) = cases.iter().find(|(case, ..)| *case == name).expect("a known case");
-        // The kernel kills a process that hangs, which counts as a failure.
-        // SAFETY: sets a timer of this process.
+        // The kernel kills a process that hangs, which counts as a failure. SAFETY: the call only
+        // sets a timer of this process.
         unsafe { libc::alarm(300) };
         case();
         return ExitCode::SUCCESS;
@@ -78,7 +79,8 @@ pub fn run(cases: &[Case]) -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit_code()
 }
 
-/// Lists the cases of this binary. An entry's doc comment has its acceptance ids.
+/// Declares the cases of a test binary, and its main function. The doc comment of a case lists its
+/// requirement ids.
 #[macro_export]
 macro_rules! cases {
     (
@@ -94,7 +96,7 @@ macro_rules! cases {
     };
 }
 
-/// The method of the invalidator that a monitor called for a change.
+/// The method of [`Invalidator`] that a monitor called for a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     Invalidated,
@@ -104,8 +106,8 @@ pub enum How {
 
 const EVENTS: usize = 1 << 16;
 
-/// An invalidator that records notifications. Like every invalidator, it does not allocate, lock or
-/// log.
+/// An invalidator that records notifications. As for every invalidator, its methods do not
+/// allocate, lock or log.
 pub struct Recorder {
     events: Box<[[AtomicU64; 3]]>,
     count: AtomicUsize,
@@ -164,7 +166,7 @@ impl Recorder {
         self.count.store(0, SeqCst);
     }
 
-    /// Returns the notifications about memory that shares a byte with `range`.
+    /// Returns the recorded notifications for memory that overlaps `range`.
     pub fn about(&self, range: AddressRange) -> Vec<(InvalidationCause, How)> {
         let mut about = self.events();
         about.retain(|(told, ..)| told.overlaps(range));
@@ -206,11 +208,12 @@ pub fn range(at: *mut libc::c_void, len: usize) -> AddressRange {
     AddressRange::new(Address::of_ptr(at), len as u64).unwrap()
 }
 
-/// Maps anonymous memory by the C library, and writes to every page. The test unmaps it.
+/// Maps anonymous memory by the C library, and writes to every page. The caller unmaps the memory.
 pub fn map(len: usize) -> *mut libc::c_void {
     let (prot, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: a new mapping at an address of the kernel's choice, filled with ones.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces no other. It is `len`
+    // bytes long.
     unsafe {
         let at = libc::mmap(ptr::null_mut(), len, prot, flags, -1, 0);
         assert_ne!(at, libc::MAP_FAILED);
@@ -219,48 +222,48 @@ pub fn map(len: usize) -> *mut libc::c_void {
     }
 }
 
-/// Unmaps memory of the test by the C library.
+/// Unmaps memory of the test by the C library's `munmap`, which memhooks see.
 pub fn unmap(at: *mut libc::c_void, len: usize) {
-    // SAFETY: tests unmap only what they mapped.
+    // SAFETY: tests pass only memory that they have mapped and no longer use.
     assert_eq!(unsafe { libc::munmap(at, len) }, 0);
 }
 
-/// Unmaps memory of the test by a raw system call.
+/// Unmaps memory of the test by a raw system call, which memhooks do not see.
 pub fn raw_unmap(at: *mut libc::c_void, len: usize) {
-    // SAFETY: tests unmap only what they mapped.
+    // SAFETY: tests pass only memory that they have mapped and no longer use.
     assert_eq!(unsafe { libc::syscall(libc::SYS_munmap, at, len) }, 0);
 }
 
-/// Forks, runs `child` there, and returns its exit status.
+/// Runs `child` in a forked process, and returns the exit status of that process.
 pub fn forked(child: impl FnOnce()) -> i32 {
-    // SAFETY: the child does what the test is about, and ends.
+    // SAFETY: the child only runs `child`, which tests the use of monitors after a fork, and exits.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork");
     if pid == 0 {
-        // SAFETY: sets a timer of the child, which ends a deadlock.
+        // SAFETY: the call only sets a timer, which kills the child in case of a deadlock.
         unsafe { libc::alarm(60) };
         child();
-        // SAFETY: ends the child without its parent's destructors.
+        // SAFETY: the call ends the child without running the parent's destructors.
         unsafe { libc::_exit(0) };
     }
     let mut status = -1;
-    // SAFETY: waits for the child that was just made.
+    // SAFETY: the call waits for the new child, and writes only `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     status
 }
 
-/// A userfaultfd of the test that watches a mapping: a thread that unmaps it waits until
-/// [`Blocker::release`].
+/// A userfaultfd that watches a mapping of the test. A thread that unmaps the mapping is blocked
+/// until the test calls [`Blocker::release`].
 pub struct Blocker(i32);
 
 impl Blocker {
-    /// Watches `len` bytes at `at` with a new userfaultfd. The caller has checked that this machine
-    /// has userfaultfd.
+    /// Watches `len` bytes at `at` with a new userfaultfd. Panics if the machine has no
+    /// userfaultfd.
     pub fn new(at: *mut libc::c_void, len: usize) -> Self {
         const EVENT_UNMAP: u64 = 1 << 6;
         const MODE_MISSING: u64 = 1;
-        // SAFETY: plain calls on a new fd and the test's own mapping, with structures as in
-        // linux/userfaultfd.h.
+        // SAFETY: the ioctls are those of the new fd, the arrays have the layout of
+        // linux/userfaultfd.h, and the mapping belongs to the test.
         unsafe {
             let fd =
                 libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) as i32;
@@ -273,30 +276,30 @@ impl Blocker {
         }
     }
 
-    /// Waits until a thread waits in munmap, without letting it continue.
+    /// Waits until a thread is blocked in `munmap` of the mapping. The thread stays blocked.
     pub fn wait(&self) {
         let mut poll = libc::pollfd { fd: self.0, events: libc::POLLIN, revents: 0 };
-        // SAFETY: polls one fd.
+        // SAFETY: `poll` is an array of one element.
         assert_eq!(unsafe { libc::poll(&raw mut poll, 1, -1) }, 1);
     }
 
-    /// Reads the event, so that the thread in munmap continues.
+    /// Reads the event, which unblocks the thread in `munmap`.
     pub fn release(&self) {
         let mut message = [0_u64; 4];
-        // SAFETY: reads one message into as many bytes.
+        // SAFETY: `message` has the 32 bytes of one event.
         assert_eq!(unsafe { libc::read(self.0, message.as_mut_ptr().cast(), 32) }, 32);
     }
 }
 
 impl Drop for Blocker {
     fn drop(&mut self) {
-        // SAFETY: closes this value's own fd.
+        // SAFETY: the value owns the fd.
         unsafe { libc::close(self.0) };
     }
 }
 
-/// Maps and unmaps 80,000 pages beside one subscribed page. Returns the number of notifications,
-/// and fails if the process grows in the second half.
+/// Subscribes one page, and maps and unmaps 80,000 other pages, one after the other. Returns the
+/// number of notifications. Panics if the memory use grows during the second 40,000.
 pub fn notifications_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
     let page = page();
     let kept = map(page);
@@ -313,8 +316,8 @@ pub fn notifications_of_uncached_unmaps(monitor: &dyn Monitor) -> usize {
     recorder.count()
 }
 
-/// Returns the number of resident bytes of anonymous memory. Pages of files, code included, do not
-/// count.
+/// Returns the resident anonymous memory of this process in bytes. Pages of files, such as code, do
+/// not count.
 pub fn resident() -> u64 {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").expect("/proc");
     let anonymous =

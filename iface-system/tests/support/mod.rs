@@ -27,7 +27,7 @@ pub fn nic(name: &str) -> Nic {
 }
 
 pub fn simulated() -> Simulated {
-    Simulated::builder().build().expect("a simulated device needs nothing of the machine")
+    Simulated::builder().build().expect("a simulated device needs no hardware")
 }
 
 pub fn allocate(iface: &dyn Iface, len: u64, kind: AllocationKind) -> Allocation {
@@ -43,7 +43,7 @@ pub fn try_allocate(iface: &dyn Iface, len: u64, kind: AllocationKind) -> Result
 }
 
 pub fn free(iface: &dyn Iface, allocation: &Allocation) -> Result<()> {
-    // SAFETY: the tests keep no reference into memory that they free.
+    // SAFETY: the tests hold no reference to memory that they free.
     unsafe { iface.free(allocation) }
 }
 
@@ -51,7 +51,7 @@ pub fn at(allocation: &Allocation, offset: u64) -> Address {
     Address(allocation.base().0 + offset)
 }
 
-/// Returns test bytes. Neighbouring bytes differ, and so do the bytes of different seeds.
+/// Returns `len` pseudo-random bytes for `seed`. Different seeds give different bytes.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -73,21 +73,21 @@ pub fn mappings() -> usize {
     fs::read_to_string("/proc/self/maps").expect("/proc").lines().count()
 }
 
-/// Returns the resident memory of this process in bytes, with shared memory.
+/// Returns the resident memory of this process in bytes, including shared memory.
 pub fn resident_bytes() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("/proc");
     let pages: u64 = statm.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("statm");
     pages * rustix::param::page_size() as u64
 }
 
-/// Maps whole pages of an exported fd, as an importer does, and calls `read` with the address of
-/// the exported bytes.
+/// Maps an exported fd as an importer does, and calls `read` with the address of the exported
+/// bytes.
 pub fn through_fd(export: &DmaBufExport, read: impl FnOnce(*mut u8)) {
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     let page = rustix::param::page_size() as u64;
     let first = export.offset.0 / page * page;
     let len = (export.offset.0 - first + export.len) as usize;
-    // SAFETY: a new mapping touches no existing one.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
     let mapped = unsafe {
         mmap(
             std::ptr::null_mut(),
@@ -100,14 +100,14 @@ pub fn through_fd(export: &DmaBufExport, read: impl FnOnce(*mut u8)) {
     }
     .expect("mmap of an exported fd");
     read(mapped.cast::<u8>().wrapping_add((export.offset.0 - first) as usize));
-    // SAFETY: mapped above, and `read` has returned.
+    // SAFETY: this function mapped the memory, and `read`, its only user, has returned.
     unsafe { munmap(mapped, len) }.expect("munmap");
 }
 
 pub fn read_through_fd(export: &DmaBufExport) -> Vec<u8> {
     let mut bytes = vec![0; export.len as usize];
     through_fd(export, |from| {
-        // SAFETY: `through_fd` mapped `len` bytes from here on.
+        // SAFETY: `through_fd` has mapped `export.len` bytes at this address.
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
     });
     bytes
@@ -116,20 +116,22 @@ pub fn read_through_fd(export: &DmaBufExport) -> Vec<u8> {
 pub fn write_through_fd(export: &DmaBufExport, bytes: &[u8]) {
     assert!(bytes.len() as u64 <= export.len);
     through_fd(export, |to| {
-        // SAFETY: `through_fd` mapped `len` bytes from here on.
+        // SAFETY: `through_fd` has mapped `export.len` bytes at this address.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
     });
 }
 
-/// The environment variable that makes a test function act as the child of another test.
+/// The environment variable by which a test gives its input to a child process. It makes a test
+/// function run as that child.
 const CHILD: &str = "HMEM_TEST_CHILD";
 
-/// Returns the parent's input in the child, or `None` in an ordinary run of the test.
+/// Returns the input from the parent in a child process, or `None` in an ordinary run of the test.
 pub fn child_input() -> Option<String> {
     std::env::var(CHILD).ok()
 }
 
-/// Runs one test function of this binary in a process of its own.
+/// Starts a child process that runs the function `test` of this binary. The function gets `input`
+/// from [`child_input`].
 pub fn spawn_child(test: &str, input: &str) -> Child {
     Command::new(std::env::current_exe().expect("own path"))
         .arg0("hmem-test-child")
@@ -151,16 +153,16 @@ pub fn unhex(text: &str) -> Vec<u8> {
         .collect()
 }
 
-/// Safe versions of the copies by address. Tests that use them do not free the memory during the
-/// copy.
+/// Safe methods for copies to and from addresses. Tests that call them must not free the memory
+/// during the copy.
 pub trait HeldCopies: Iface {
     fn read_bytes(&self, from: Address, into: &mut [u8]) -> Result<()> {
-        // SAFETY: the test keeps the memory for the length of the call.
+        // SAFETY: the test does not free the memory during the call.
         unsafe { IfaceExt::read(self, from, into) }
     }
 
     fn write_bytes(&self, to: Address, from: &[u8]) -> Result<()> {
-        // SAFETY: the test keeps the memory for the length of the call, and refers to none of it.
+        // SAFETY: the test does not free the memory during the call, and holds no reference to it.
         unsafe { IfaceExt::write(self, to, from) }
     }
 }

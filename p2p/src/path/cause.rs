@@ -38,17 +38,18 @@ const NO_ACCESS: &[Answer] = &[
     Answer::Errno(&[1, 13]),
     Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
 ];
-/// Errors of drivers that may not open a device. Some drivers report that the device does not
-/// exist.
+/// Errors of drivers for a device that the process may not open. Some drivers report that device as
+/// missing.
 const NO_ACCESS_OR_DEVICE: &[Answer] = &[
     Answer::Errno(&[1, 13]),
     Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied, ErrorKind::Unavailable]),
 ];
 
-/// The name of the cause that applies only if the default mapping works.
+/// Name of the cause for a refused PCIe mapping of a dma-buf. The cause applies only if the default
+/// mapping works.
 pub(super) const NO_PCIE_MAPPING: &str = RefusalCause::NO_PCIE_MAPPING.name;
 
-/// The default values for fields of [`CAUSES`]: no condition.
+/// A cause without conditions. Entries of [`CAUSES`] take their unset fields from it.
 const ANY: RefusalCause = RefusalCause::ANY;
 
 fn old_kernel(facts: &Facts) -> bool {
@@ -63,7 +64,8 @@ fn memlock_limit(facts: &Facts) -> Option<String> {
     facts.memlock.map(|limit| format!("the limit is {limit} bytes"))
 }
 
-/// Lists the device nodes of NICs if `step` opens a NIC, and those of other devices otherwise.
+/// Lists the device nodes in `all` that belong to NICs if `step` opens a NIC, and to other devices
+/// otherwise.
 fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
     let of_step = |node: &&String| node.starts_with("/dev/infiniband/") == (step == Step::OpenNic);
     let nodes: Vec<_> = all.iter().filter(of_step).map(String::as_str).collect();
@@ -83,7 +85,8 @@ pub struct ProbableCause {
 }
 
 impl ProbableCause {
-    /// Finds the first cause that fits, among the causes of an iface and the general causes.
+    /// Returns the first cause that fits an error, out of the causes of an iface and the general
+    /// causes.
     pub(super) fn find(
         of_iface: &[RefusalCause],
         context: &RefusalContext<'_>,
@@ -102,7 +105,8 @@ impl ProbableCause {
     }
 }
 
-/// All general causes by rank. Special causes come before general ones.
+/// The causes that apply to every iface, sorted by rank. A specific cause comes before a less
+/// specific one.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "file-descriptors",

@@ -1,4 +1,5 @@
-//! Table of the decisions of earlier registrations, by the class of memory and the NIC.
+//! Table of the decisions of earlier registrations. The key is the class of the registration
+//! (iface, device, kind of memory, policy) and the NIC.
 //!
 //! Each [`DefaultPathSelector`](super::DefaultPathSelector) has its own table. An entry names the
 //! path that the next registration of its class tries first. The selector removes the entry when
@@ -16,7 +17,7 @@ use parking_lot::RwLock;
 
 use super::variant::PathVariant;
 
-/// Key of a decision. It identifies registrations of one kind (iface, device, kind of memory,
+/// Key of a decision. It identifies registrations of one class (iface, device, kind of memory,
 /// policy) on one NIC.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key<'a> {
@@ -31,7 +32,8 @@ struct Class {
     kind: AllocationKind,
     /// The domain's policy, or `Disabled` if the process forbids direct access.
     policy: P2pPolicy,
-    /// The imports of the NIC. Two providers with the same name may import different things.
+    /// The kinds of memory that the NIC can import. Two providers with the same name may differ in
+    /// them.
     imports: Imports,
 }
 
@@ -47,11 +49,11 @@ impl<'a> Key<'a> {
     }
 }
 
-/// A stored decision and the path that it chose.
+/// A stored decision, with the path and mapping of that decision.
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) variant: PathVariant,
-    /// The decision that later registrations return, with [`Decision::remembered`] set.
+    /// The decision that later registrations return, with [`Decision::from_cache`] set.
     pub(super) decision: Arc<Decision>,
 }
 
@@ -63,7 +65,7 @@ struct Entry {
     refused: u32,
 }
 
-/// The stored decisions. A class has entries for few NICs, so its entries are a list.
+/// The stored decisions by class. The list of a class has an entry for each NIC.
 #[derive(Default)]
 pub(super) struct DecisionTable(RwLock<HashMap<Class, Vec<Entry>>>);
 
@@ -120,7 +122,8 @@ impl DecisionTable {
 }
 
 impl Entry {
-    /// Returns true if the entry belongs to this NIC. Equal names imply equal bus ids.
+    /// Returns true if the entry belongs to this NIC. Compares names only: NICs with equal names
+    /// have equal bus ids.
     fn is_of(&self, nic: &Nic) -> bool {
         self.nic.name == nic.name && self.nic.provider == nic.provider
     }
@@ -137,7 +140,7 @@ mod tests {
             path: hmem_core::Path::Staged,
             reason: reason.to_owned(),
             iface: IfaceKind::CUDA,
-            iface_name: None,
+            iface_name: IfaceKind::CUDA.into(),
             device: None,
             nic: String::new(),
             policy: P2pPolicy::Enabled,

@@ -1,5 +1,5 @@
-//! Explanations (`hmem explain`): finds the path that a registration would take, without leaving
-//! anything registered.
+//! Explanations (`hmem explain`): the search for the path that a registration would take. It leaves
+//! nothing registered.
 
 use std::{fmt, sync::Arc};
 
@@ -81,9 +81,12 @@ pub struct Explanation {
     /// Iface that owns the memory.
     #[serde(serialize_with = "display")]
     pub iface: IfaceKind,
+    /// Name under which the iface is registered.
+    #[serde(skip)]
+    pub iface_name: Arc<str>,
     /// Ordinal of the device that owns the memory; `None` for host memory.
     pub device: Option<u32>,
-    /// The PCI bus id of that device.
+    /// The PCI bus id of the device that owns the memory.
     pub device_pci_bus_id: Option<String>,
     /// The kind of memory.
     pub kind: &'static str,
@@ -95,14 +98,14 @@ pub struct Explanation {
     pub nic_pci_bus_id: Option<String>,
     /// The requested policy.
     pub policy: P2pPolicy,
-    /// Set if direct access is forbidden for every NIC. `FI_HMEM_DISABLE_P2P` or the builder
-    /// forbids it, whatever the policy is.
+    /// True if direct access is forbidden for every NIC, by `FI_HMEM_DISABLE_P2P` or the builder.
+    /// The policy then has no effect.
     pub p2p_disabled: bool,
     /// The chosen path; `None` if every path was refused.
     pub path: Option<Path>,
     /// The mapping of the dma-buf; `None` for any other path.
     pub mapping: Option<DmaBufMapping>,
-    /// The reason why this path was chosen, or why every path was refused.
+    /// The reason why the path was chosen, or why every path was refused.
     pub reason: String,
     /// Changes to the machine or settings that allow a better path, or any path. Each change is
     /// listed once, in the order of the attempts.
@@ -119,8 +122,8 @@ impl DefaultPathSelector {
     /// Returns the path that a registration would take. Allocates and registers `request.size`
     /// bytes, then frees and deregisters them. Neither reads nor stores remembered decisions.
     ///
-    /// Refused paths are part of the result, even if all are refused. An error means that the
-    /// question could not be answered.
+    /// Refused paths are part of the result, even if all are refused. An error means that the path
+    /// could not be determined.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`]: the iface, device or NIC does not exist.
@@ -160,6 +163,7 @@ impl DefaultPathSelector {
         let nic = &domain.provider_attr().nic;
         let mut explanation = Explanation {
             iface: request.iface,
+            iface_name: iface.name().into(),
             device: device.map(|device| device.0),
             device_pci_bus_id,
             kind: kind.name(),
@@ -182,9 +186,9 @@ impl DefaultPathSelector {
         Ok(explanation)
     }
 
-    /// Returns the probable cause of an error that made a NIC or device unusable, or that refused a
-    /// system call ([`Step::OpenNic`], [`Step::OpenDevice`], [`Step::SystemCall`]). Limits of
-    /// containers are among these causes.
+    /// Returns the probable cause of an error that made a NIC or device unusable, or with which the
+    /// kernel refused a system call ([`Step::OpenNic`], [`Step::OpenDevice`],
+    /// [`Step::SystemCall`]). Limits of containers are among these causes.
     ///
     /// ```
     /// use hmem_core::{Errno, Error, cause::Step};
@@ -196,7 +200,7 @@ impl DefaultPathSelector {
     /// ```
     #[must_use]
     pub fn explain_unavailable(&self, step: Step, error: &Error) -> Option<ProbableCause> {
-        // A library that cannot be loaded never reached a device.
+        // The library was not loaded, so no device was opened.
         if error.operation() == "load library" {
             return None;
         }
@@ -231,7 +235,7 @@ fn device(
     };
     let found = found.ok_or_else(|| {
         let error = Error::new(ErrorKind::InvalidArgument, "explain")
-            .iface(request.iface)
+            .iface(iface)
             .context("devices", devices.len())
             .remedy("name a device that the iface lists");
         match request.device {
@@ -269,8 +273,8 @@ impl Explanation {
         }
     }
 
-    /// Returns `error` as the only attempt for host memory, which has one path. Returns no attempt
-    /// for other memory.
+    /// Returns the attempts of a registration that failed with `error`. Host memory has one path,
+    /// so `error` is its only attempt. For other memory the list is empty.
     fn host_attempt(&self, error: Error, facts: &Facts) -> Vec<Attempt> {
         if self.iface != IfaceKind::SYSTEM {
             return Vec::new();
@@ -310,7 +314,7 @@ impl fmt::Display for Explanation {
         write!(
             f,
             " ({}) for {} bytes of {} memory of {}",
-            self.reason, self.size, self.kind, self.iface
+            self.reason, self.size, self.kind, self.iface_name
         )?;
         if let Some(device) = self.device {
             write!(f, " device {device}")?;

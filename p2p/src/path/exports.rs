@@ -20,21 +20,22 @@ pub(super) struct ExportSet<'a> {
     /// The physical segments of each range; `None` until they were queried.
     segments: Option<Vec<Vec<Segment>>>,
     sets: Vec<Set>,
-    /// Set if several NICs register the same exports. An export that one NIC refuses is then kept
+    /// True if several NICs register the same exports. An export that one NIC refuses is then kept
     /// for the other NICs.
     pub(super) shared: bool,
 }
 
-/// The amount of memory in one dma-buf.
+/// The unit of memory that is exported as one dma-buf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExportUnit {
-    /// A whole range. If the driver does not export the range as one dma-buf, each of its segments.
+    /// A whole range, or each of its segments if the driver refuses to export the range as one
+    /// dma-buf.
     Range,
     /// One physical segment.
     Segment,
 }
 
-/// The exports of all ranges under one mapping, in one unit.
+/// The exports of all ranges with one dma-buf mapping and one [`ExportUnit`].
 struct Set {
     mapping: DmaBufMapping,
     unit: ExportUnit,
@@ -47,7 +48,7 @@ struct Set {
 pub(super) struct Exported<'e> {
     pub(super) pieces: Vec<Piece<'e>>,
     pub(super) layout: Option<DmaBufLayout>,
-    /// Refusals of the driver before one of its exports succeeded.
+    /// Refused exports of whole ranges. Their segments were exported separately instead.
     pub(super) refused: Vec<PathRefusal>,
 }
 
@@ -60,7 +61,8 @@ impl<'a> ExportSet<'a> {
         self.iface
     }
 
-    /// Returns the mapping under which the ranges are already exported.
+    /// Returns the mapping with which the ranges are already exported; `None` before the first
+    /// export.
     pub(super) fn existing(&self) -> Option<DmaBufMapping> {
         self.sets.first().map(|set| set.mapping)
     }
@@ -98,8 +100,8 @@ impl<'a> ExportSet<'a> {
         self.sets.iter().position(|set| set.mapping == mapping && set.unit == unit)
     }
 
-    /// Releases exports that a NIC refused, unless several NICs share them. Returns failed releases
-    /// as attempts.
+    /// Releases the exports of this mapping and unit after a NIC refused them, unless several NICs
+    /// share them. Returns failed releases as attempts.
     pub(super) fn refused(&mut self, mapping: DmaBufMapping, unit: ExportUnit) -> Vec<Attempt> {
         match self.at(mapping, unit) {
             Some(at) if !self.shared => {
@@ -116,7 +118,7 @@ impl<'a> ExportSet<'a> {
         sets.into_iter().flat_map(|set| self.give_back(set.made)).collect()
     }
 
-    /// Exports every range. The caller has queried the segments.
+    /// Exports every range. The caller must query the segments first.
     fn export(
         &self,
         mapping: DmaBufMapping,
@@ -172,7 +174,7 @@ impl<'a> ExportSet<'a> {
     fn not_exportable(&self, segment: &Segment) -> PathRefusal {
         let attribute = self.iface.segments().map_or("not exportable", SegmentMap::not_exportable);
         let error = Error::new(ErrorKind::Unsupported, "segments")
-            .iface(self.iface.kind())
+            .iface(self.iface)
             .context("segment", segment.range)
             .context("attribute", attribute)
             .remedy("allocate it as RDMA capable: this physical segment cannot be exported");
@@ -190,7 +192,7 @@ impl<'a> ExportSet<'a> {
                 .map_err(|error| PathRefusal::new(Step::Segments, call(), error))?;
             if !cover(&segments, *range) {
                 let error = Error::new(ErrorKind::OutOfBounds, "segments")
-                    .iface(self.iface.kind())
+                    .iface(self.iface)
                     .context("range", range)
                     .context("segments", segments.len())
                     .remedy(
@@ -230,8 +232,8 @@ fn piece((range, export): &(AddressRange, DmaBufExport)) -> Piece<'_> {
 
 impl Drop for ExportSet<'_> {
     fn drop(&mut self) {
-        // Failed releases are logged where they happen. A caller that keeps a trace has called
-        // `close`.
+        // Failed releases are logged where they happen. A caller that records them in a trace calls
+        // `close` itself.
         drop(self.close());
     }
 }

@@ -41,8 +41,8 @@ pub trait FactSource: fmt::Debug + Send + Sync {
 
 /// Facts of the local machine, from procfs, sysfs and `/dev`.
 ///
-/// The kernel's options do not change while it runs. A value and its clones read them once, and
-/// read all other facts on each call.
+/// The kernel's options do not change while it runs. A `LocalMachine` and its clones read the
+/// options once. They read all other facts on each call.
 #[derive(Clone, Debug)]
 pub struct LocalMachine {
     root: PathBuf,
@@ -56,7 +56,7 @@ impl Default for LocalMachine {
 }
 
 impl LocalMachine {
-    /// Creates a source that reads `proc`, `sys`, `boot` and `dev` below this folder.
+    /// Creates a source that reads `proc`, `sys`, `boot` and `dev` below `root` instead of `/`.
     #[must_use]
     pub fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), options: Arc::default() }
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn facts_are_read_from_a_recorded_machine_and_absent_ones_are_none() {
+    fn facts_are_read_from_files_and_absent_facts_are_none() {
         let root = std::env::temp_dir().join(format!("hmem-facts-{}", std::process::id()));
         let write = |path: &str, text: &str| {
             let path = root.join(path);
@@ -259,8 +259,8 @@ mod tests {
         assert_eq!((version("7.3.4"), version("7"), version("x")), (Some((7, 3)), None, None));
     }
 
-    /// Distributions without `/boot/config-*` have packed options in procfs. A module that is still
-    /// loading does not count as loaded.
+    /// Facts include the kernel options in the compressed file `/proc/config.gz` if
+    /// `/boot/config-*` does not exist. A module that is still loading does not count as loaded.
     #[test]
     fn facts_of_the_kernel_are_those_of_the_topology() {
         let root = std::env::temp_dir().join(format!("hmem-facts-packed-{}", std::process::id()));
@@ -327,7 +327,7 @@ mod tests {
         fs::remove_dir_all(&root).unwrap();
     }
 
-    /// DIAG-03
+    /// DIAG-03: the facts about a machine include the limits that a container sets for the process.
     #[test]
     fn limits_of_a_container_are_facts() {
         let root = std::env::temp_dir().join(format!("hmem-facts-limits-{}", std::process::id()));

@@ -105,8 +105,8 @@ impl DefaultPathSelector {
         self.disable_p2p
     }
 
-    /// Returns the remembered decision for this owner's memory on this NIC. Registrations try its
-    /// path first. Calls no driver.
+    /// Returns the remembered decision for the owner's memory on the NIC, if there is one.
+    /// Registrations try the path of that decision first. Calls no driver.
     #[must_use]
     pub fn remembered(
         &self,
@@ -124,7 +124,7 @@ impl DefaultPathSelector {
         self.decisions.clear();
     }
 
-    /// Returns a selector with the same settings that remembers no decisions.
+    /// Returns a selector with the same settings and no remembered decisions.
     fn without_decisions(&self) -> Self {
         Self {
             disable_p2p: self.disable_p2p,
@@ -141,7 +141,8 @@ impl DefaultPathSelector {
     /// and remembers it.
     ///
     /// # Safety
-    /// The caller follows the safety rules of [`PathSelector::register`] for the search.
+    /// The caller must uphold the safety contract of [`PathSelector::register`] for the
+    /// registration of `search`.
     unsafe fn decide(
         &self,
         mut search: PathSearch<'_>,
@@ -155,7 +156,7 @@ impl DefaultPathSelector {
                 (PathVariant::DmaBuf(_), Some(existing)) => PathVariant::DmaBuf(existing),
                 (variant, _) => variant,
             };
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller upholds the contract of this function, which covers this call.
             match unsafe { search.take(variant, exports) } {
                 Ok(taken) => {
                     let region = search.taken(variant, taken);
@@ -178,7 +179,7 @@ impl DefaultPathSelector {
         }
         let span = tracing::debug_span!(
             "path",
-            iface = %search.owner.iface,
+            iface = %search.iface_name(),
             device = ?search.owner.device.map(|id| id.0),
             kind = search.kind.name(),
             nic = %search.attr().nic,
@@ -190,7 +191,7 @@ impl DefaultPathSelector {
             search.refuse(variant, refusal);
             (variant, only_this_buffer)
         });
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller upholds the contract of this function, which covers this call.
         let found =
             unsafe { search_by_policy(&mut search, exports, failed.map(|(variant, _)| variant)) };
         if !exports.shared || found.is_err() {
@@ -245,7 +246,7 @@ impl DefaultPathSelector {
     }
 
     /// Stores a decision for later registrations of other buffers. If no driver refused a path,
-    /// this is the decision of the current registration. Otherwise it is the result of a probe, as
+    /// stores the decision of the current registration. Otherwise stores the result of a probe, as
     /// the refusal may concern only this buffer.
     fn learn(
         &self,
@@ -296,22 +297,22 @@ fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
     Key::new(iface, device, search.kind, search.registration.policy, search.attr())
 }
 
-/// Results of a registration that decide if its path holds for other buffers of the same iface,
-/// device, kind and policy.
+/// Facts about a registration. They decide whether its path applies to other buffers of the same
+/// iface, device, kind and policy.
 #[derive(Clone, Copy, Debug)]
 struct Learned {
-    /// A driver refused a path before another path worked.
+    /// True if a driver refused a path before another path worked.
     refused_by_driver: bool,
-    /// The remembered path was refused because of this buffer's segments. Other buffers can still
-    /// use it.
+    /// True if the remembered path was refused because of this buffer's segments. Other buffers can
+    /// still use that path.
     only_this_buffer: bool,
-    /// A range of the registration had several segments. Their layout says nothing about other
-    /// buffers.
+    /// True if a range of the registration had several segments. Their layout says nothing about
+    /// other buffers.
     layout: bool,
 }
 
-/// Returns the remembered decision for a registration that used its path. Returns a copy if this
-/// registration adds anything:
+/// Returns the remembered decision for a registration over the path of that decision. Returns a
+/// changed copy if this registration has one of the following:
 ///
 /// - the layout of ranges of several segments,
 /// - failed releases of exports,
@@ -349,11 +350,12 @@ fn with_attempts(
 /// The reason why no path is left to try, and a remedy.
 type Exhausted = (&'static str, &'static str);
 
-/// Tries the paths that the policy allows, in order. Leaves out `tried`, which the caller has just
+/// Tries the paths that the policy allows, in order. Skips `tried`, which the caller has already
 /// tried.
 ///
 /// # Safety
-/// The caller follows the safety rules of [`PathSelector::register`] for the search.
+/// The caller must uphold the safety contract of [`PathSelector::register`] for the registration of
+/// `search`.
 unsafe fn search_by_policy(
     search: &mut PathSearch<'_>,
     exports: &mut ExportSet<'_>,
@@ -366,7 +368,7 @@ unsafe fn search_by_policy(
     }
     if search.kind.cpu_accessible() {
         if tried.is_none() {
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller upholds the contract of this function, which covers this call.
             match unsafe { search.take(PathVariant::HostPages, exports) } {
                 Ok(taken) => return Ok((PathVariant::HostPages, taken.region)),
                 Err(refusal) => search.refuse(PathVariant::HostPages, refusal),
@@ -380,12 +382,12 @@ unsafe fn search_by_policy(
     if search.policy == P2pPolicy::Disabled {
         if search.p2p_disabled && search.registration.policy == P2pPolicy::Required {
             return Err((
-                "direct access is required by the domain and switched off for the process",
+                "direct access is required by the domain and disabled for the process",
                 ALLOW_IN_PROCESS,
             ));
         }
         if tried.is_none() {
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller upholds the contract of this function, which covers this call.
             if let Some(region) = unsafe { search.staged(exports) } {
                 return Ok((PathVariant::Staged, region));
             }
@@ -395,7 +397,7 @@ unsafe fn search_by_policy(
             allow(search.p2p_disabled),
         ));
     }
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller upholds the contract of this function, which covers this call.
     if let Some(found) = unsafe { search.direct(exports, tried) } {
         return Ok(found);
     }
@@ -414,7 +416,7 @@ unsafe fn search_by_policy(
         tracing::warn!(%range, "no direct path to device memory: staging copies");
     }
     if tried != Some(PathVariant::Staged) {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller upholds the contract of this function, which covers this call.
         if let Some(region) = unsafe { search.staged(exports) } {
             return Ok((PathVariant::Staged, region));
         }
@@ -428,8 +430,8 @@ unsafe fn search_by_policy(
 const ALLOW_IN_PROCESS: &str = "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to allow \
                                 direct access, or set the policy to Enabled, which stages copies";
 
-/// Returns the remedy for forbidden direct access. `by_process` is set if the process forbids it,
-/// not the policy.
+/// Returns the remedy for forbidden direct access. `by_process` is true if the process forbids it,
+/// and false if the policy does.
 pub(crate) const fn allow(by_process: bool) -> &'static str {
     if by_process {
         "unset FI_HMEM_DISABLE_P2P (or the builder's disable_p2p) to try direct access"
@@ -465,7 +467,7 @@ unsafe impl PathSelector for DefaultPathSelector {
             path: Path::PlainHost,
             reason: "host memory needs no export".into(),
             iface: IfaceKind::SYSTEM,
-            iface_name: None,
+            iface_name: IfaceKind::SYSTEM.into(),
             device: None,
             nic: nic.to_string(),
             policy: P2pPolicy::Enabled,
@@ -491,20 +493,26 @@ unsafe impl PathSelector for DefaultPathSelector {
                     if targets.len() > 1 {
                         self.probe_beforehand(&search);
                     }
-                    // The last search releases the exports and records errors of the release.
+                    // The search for the last NIC releases the exports and records errors of the
+                    // release.
                     exports.shared = at + 1 < targets.len();
-                    // SAFETY: passed on to the caller.
+                    // SAFETY: the caller upholds the contract of this function, which covers this
+                    // call.
                     done(unsafe { self.decide(search, exports) }?);
                 }
-                Memory::DmaBuf { fd, offset, owner } => {
-                    let search = PathSearch::new(self, *target, owner, None);
-                    // SAFETY: passed on to the caller.
+                Memory::DmaBuf { fd, offset, owner, iface } => {
+                    let search = PathSearch::new(self, *target, owner, *iface);
+                    // SAFETY: the caller upholds the contract of this function, which covers this
+                    // call.
                     done(unsafe { register_dma_buf(search, *fd, *offset) }?);
                 }
                 Memory::Host { .. } | Memory::Part { .. } => {
                     return Err(Error::new(ErrorKind::InvalidArgument, "path")
                         .context("range", target.registration.ranges[0])
-                        .remedy("only device memory and dma-bufs need a path"));
+                        .remedy(
+                            "register host memory without a path: only device memory and dma-bufs \
+                             need one",
+                        ));
                 }
             }
         }
@@ -512,10 +520,11 @@ unsafe impl PathSelector for DefaultPathSelector {
     }
 }
 
-/// Registers a dma-buf that the application exported. It has no other path.
+/// Registers a dma-buf that the application exported. No other path can replace it.
 ///
 /// # Safety
-/// The caller follows the safety rules of [`PathSelector::register`] for the search.
+/// The caller must uphold the safety contract of [`PathSelector::register`] for the registration of
+/// `search`.
 unsafe fn register_dma_buf(
     mut search: PathSearch<'_>,
     fd: BorrowedFd<'_>,
@@ -531,7 +540,7 @@ unsafe fn register_dma_buf(
     }
     let range = search.registration.ranges[0];
     let piece = Piece { range, backing: Backing::DmaBuf { fd, offset } };
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller upholds the contract of this function, which covers this call.
     match unsafe { search.provider.register(search.registration, &[piece]) } {
         Ok(region) => {
             let decision = search.decision(variant, "the application brought the dma-buf");

@@ -20,16 +20,16 @@ use super::{exports::ExportSet, search::PathSearch, variant::PathVariant};
 /// The result of a probe.
 #[derive(Debug)]
 pub(super) enum ProbeResult {
-    /// This direct path works. The decision has its attempts.
+    /// This direct path works. The decision contains the attempts of the probe.
     Direct(PathVariant, Box<Decision>),
-    /// No direct path works, and a later attempt would fail too.
+    /// No direct path works, and a later attempt would fail too. The attempts show why.
     NoDirect(Vec<Attempt>),
     /// The probe says nothing about other buffers: no page could be allocated, or the refusal may
     /// be temporary.
     Unknown,
 }
 
-/// Runs `undo` again if it failed. No later code would retry it.
+/// Runs `undo`, and runs it once more if it fails. No later code retries it.
 fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
     undo().or_else(|error| {
         tracing::warn!(what, %error, "the page of a probe was not released; trying again");
@@ -37,13 +37,14 @@ fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
     })
 }
 
-/// Tries the direct paths with one page of the search's iface, device and kind.
+/// Tries the direct paths with one page of the same iface, device and kind of memory as `search`.
 ///
 /// A device that the process does not use is not probed. The first allocation would make its driver
 /// create state that remains (CUDA's primary context). Without a probe, each registration of that
 /// device's memory searches for its own path.
 pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
-    let span = tracing::debug_span!("probe", iface = %search.owner.iface, nic = %search.attr().nic);
+    let span =
+        tracing::debug_span!("probe", iface = %search.iface_name(), nic = %search.attr().nic);
     let _entered = span.enter();
     let Memory::Device { iface, .. } = &search.registration.memory else {
         return ProbeResult::Unknown;
@@ -79,7 +80,7 @@ struct Page<'a> {
     search: &'a PathSearch<'a>,
     iface: &'a Arc<dyn Iface>,
     allocation: Allocation,
-    /// Set if a NIC may still access the page. Dropping the value then leaks it.
+    /// True if a NIC may still access the page. Dropping the value then leaks the page.
     may_be_registered: bool,
 }
 
@@ -116,7 +117,7 @@ impl<'a> Page<'a> {
         };
         let mut exports = ExportSet::new(self.iface, &ranges);
         let mut search = self.search.restart(&registration, &owner);
-        // Cleared once no NIC can reach the page. A panic leaves it set.
+        // This flag is cleared once no NIC can reach the page. A panic leaves it set.
         self.may_be_registered = true;
         // SAFETY: this function owns the page and no reference to its bytes exists. The page is
         // freed only after it was deregistered.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceExt, IfaceKind, Path,
-    Result,
+    AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
+    IfaceName, Path, Result,
     cause::{Facts, RefusalContext, Step},
     iface::DmaBufMapping,
     path::{Attempt, P2pPolicy, Target, Trace},
@@ -28,7 +28,7 @@ pub(super) struct Taken {
     pub(super) region: ProviderRegion,
     /// Number of segments and dma-bufs; `None` if every range is one segment.
     pub(super) layout: Option<DmaBufLayout>,
-    /// Earlier refusals of this path. Their exports had more segments in one dma-buf.
+    /// Refusals of whole ranges on this path. Their segments were then tried separately.
     pub(super) refused: Vec<PathRefusal>,
 }
 
@@ -41,22 +41,23 @@ pub(super) struct PathSearch<'a> {
     /// The iface that owns the memory; `None` for a dma-buf that the application exported.
     pub(super) iface: Option<&'a Arc<dyn Iface>>,
     pub(super) kind: AllocationKind,
-    /// The policy in force.
+    /// The policy of the domain, or `Disabled` if direct access is disabled for the process.
     pub(super) policy: P2pPolicy,
-    /// Set if direct access is disabled for the process.
+    /// True if direct access is disabled for the process.
     pub(super) p2p_disabled: bool,
     fact_source: &'a dyn FactSource,
     /// Facts about the machine; `None` until the first refusal.
     facts: Option<Facts>,
     attempts: Vec<Attempt>,
-    /// Set if a driver refused a path. A path that the NIC does not list among its imports does not
-    /// count.
+    /// True if a driver refused a path. A path that the NIC does not list among its imports does
+    /// not count.
     pub(super) refused_by_driver: bool,
-    /// Set if a refusal may be temporary, so that a retry may succeed.
+    /// True if a refusal may be temporary, so that a retry may succeed.
     pub(super) may_be_temporary: bool,
-    /// Set if every path would refuse the request, so that the search ends.
+    /// True if every path would refuse the request, so that the search ends.
     pub(super) request_refused: bool,
-    /// Set if the default mapping was refused too. The PCIe mapping is then not the cause.
+    /// True if the driver refused the default mapping too. A refusal of the PCIe mapping is then
+    /// not due to the mapping.
     default_refused: bool,
     /// Number of segments and dma-bufs on the chosen path; `None` if every range is one segment.
     pub(super) layout: Option<DmaBufLayout>,
@@ -125,7 +126,8 @@ impl<'a> PathSearch<'a> {
     /// Registers the memory over the path `variant`.
     ///
     /// # Safety
-    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
+    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
+    /// registration of this search.
     pub(super) unsafe fn take(
         &self,
         variant: PathVariant,
@@ -133,7 +135,7 @@ impl<'a> PathSearch<'a> {
     ) -> Result<Taken, PathRefusal> {
         let pieces: Vec<_> = match variant {
             PathVariant::DmaBuf(mapping) => {
-                // SAFETY: passed on to the caller.
+                // SAFETY: the caller upholds the contract of this function, which covers this call.
                 return unsafe { self.take_dma_bufs(mapping, exports) };
             }
             PathVariant::HostPages => {
@@ -154,7 +156,7 @@ impl<'a> PathSearch<'a> {
                 Ok(Backing::Staged(Arc::new(staged)))
             }),
         }?;
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller upholds the contract of this function, which covers this call.
         match unsafe { self.provider.register(self.registration, &pieces) } {
             Ok(region) => Ok(Taken { region, layout: None, refused: Vec::new() }),
             Err(error) => Err(PathRefusal::new(Step::Register, variant.call(None), error)),
@@ -165,7 +167,8 @@ impl<'a> PathSearch<'a> {
     /// dma-buf for each physical segment.
     ///
     /// # Safety
-    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
+    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
+    /// registration of this search.
     unsafe fn take_dma_bufs(
         &self,
         mapping: DmaBufMapping,
@@ -183,7 +186,7 @@ impl<'a> PathSearch<'a> {
                     }
                 };
             refused.extend(by_driver);
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller upholds the contract of this function, which covers this call.
             let error = match unsafe { self.provider.register(self.registration, &pieces) } {
                 Ok(region) => return Ok(Taken { region, layout, refused }),
                 Err(error) => error,
@@ -207,10 +210,12 @@ impl<'a> PathSearch<'a> {
         ranges.map(|&range| Ok(Piece { range, backing: backing(range)? })).collect()
     }
 
-    /// Tries the direct paths in order and returns the first region. Leaves out `tried`.
+    /// Tries the direct paths in order, except `tried`. Returns the region of the first path that
+    /// works.
     ///
     /// # Safety
-    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
+    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
+    /// registration of this search.
     pub(super) unsafe fn direct(
         &mut self,
         exports: &mut ExportSet<'_>,
@@ -226,7 +231,8 @@ impl<'a> PathSearch<'a> {
             .is_some_and(|exporter| exporter.mappings().contains(&DmaBufMapping::Pcie));
         let mut mappings = mappings(imports.pcie_mapping_first, has_pcie).to_vec();
         if let Some(existing) = exports.existing() {
-            // All NICs use one export. Another mapping is tried only if this one is refused.
+            // All NICs share the exports with the mapping `existing`. The search tries other
+            // mappings only if `existing` is refused.
             mappings.retain(|mapping| *mapping != existing);
             mappings.insert(0, existing);
         }
@@ -236,7 +242,7 @@ impl<'a> PathSearch<'a> {
             if tried == Some(variant) {
                 continue;
             }
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller upholds the contract of this function, which covers this call.
             match unsafe { self.take(variant, exports) } {
                 Ok(taken) => return Some((variant, self.taken(variant, taken))),
                 Err(refusal) => self.refuse(variant, refusal),
@@ -255,13 +261,14 @@ impl<'a> PathSearch<'a> {
     /// records the refusal if the provider refuses.
     ///
     /// # Safety
-    /// The caller follows the safety rules of [`ProviderDomain::register`] for the request.
+    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
+    /// registration of this search.
     pub(super) unsafe fn staged(&mut self, exports: &mut ExportSet<'_>) -> Option<ProviderRegion> {
         if !self.attr().imports.staged {
             self.not_imported(Path::Staged, "staged copies");
             return None;
         }
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller upholds the contract of this function, which covers this call.
         match unsafe { self.take(PathVariant::Staged, exports) } {
             Ok(taken) => Some(taken.region),
             Err(refusal) => {
@@ -274,7 +281,7 @@ impl<'a> PathSearch<'a> {
     fn not_imported(&mut self, path: Path, what: &'static str) {
         let error = Error::new(ErrorKind::Unsupported, "import")
             .provider(self.nic().to_string())
-            .context("what", what)
+            .context("why", what)
             .remedy("use a NIC and driver that support it");
         let cause = self.cause(path, Step::Import, DmaBufMapping::Default, &error);
         tracing::debug!(%path, %error, "the NIC does not have the path");
@@ -293,6 +300,7 @@ impl<'a> PathSearch<'a> {
             Some(facts) => facts,
             None => {
                 let bus_id = self.bus_id().unwrap_or_else(|error| {
+                    let error = self.named(error);
                     self.attempts.push(Attempt::refused(path, "devices()", error));
                     None
                 });
@@ -305,7 +313,7 @@ impl<'a> PathSearch<'a> {
         ProbableCause::find(of_iface, &context, facts)
     }
 
-    /// Returns the PCI bus id of the device that owns the memory; `None` if it has none.
+    /// Returns the PCI bus id of the device that owns the memory; `None` if the device has none.
     fn bus_id(&self) -> Result<Option<String>> {
         let (Some(iface), Some(device)) = (self.iface, self.owner.device) else { return Ok(None) };
         let known = iface.devices()?.into_iter().find(|known| known.id == device);
@@ -336,7 +344,7 @@ impl<'a> PathSearch<'a> {
         if unsupported && variant == PathVariant::DmaBuf(DmaBufMapping::Default) {
             self.default_is_refused(cause.as_ref());
         }
-        let attempt = Attempt::refused(variant.path(), call, error);
+        let attempt = Attempt::refused(variant.path(), call, self.named(error));
         let attempt = ProbableCause::add_to(cause.as_ref(), attempt);
         tracing::debug!(
             path = %attempt.path,
@@ -351,8 +359,16 @@ impl<'a> PathSearch<'a> {
         self.attempts.extend(also);
     }
 
-    /// Corrects the attempts after the driver refused the default mapping too. Earlier refusals of
-    /// the PCIe mapping get the same `cause`, as the mapping was not their cause.
+    /// Adds the registered name of the iface to an error that has only the iface's number.
+    fn named(&self, error: Error) -> Error {
+        match self.iface {
+            Some(iface) if error.iface_kind() == Some(iface.kind()) => error.iface(iface),
+            _ => error,
+        }
+    }
+
+    /// Corrects earlier refusals of the PCIe mapping after the driver refused the default mapping
+    /// too. Sets their cause to `cause`, the cause of the refused default mapping.
     fn default_is_refused(&mut self, cause: Option<&ProbableCause>) {
         self.default_refused = true;
         for attempt in &mut self.attempts {
@@ -366,7 +382,7 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Adds attempts that have no effect on the order of paths.
+    /// Adds attempts to the trace that do not affect the search, such as failed releases.
     pub(super) fn note(&mut self, attempts: Vec<Attempt>) {
         self.attempts.extend(attempts);
     }
@@ -375,19 +391,21 @@ impl<'a> PathSearch<'a> {
         self.attempts
     }
 
-    /// Adds the successful attempt and returns the decision for its path.
+    /// Records that the registration over `variant` succeeded, and returns the decision for this
+    /// path.
     pub(super) fn decision(mut self, variant: PathVariant, reason: &str) -> Decision {
         self.attempts.push(variant.success(self.layout));
         self.recorded(variant, reason)
     }
 
-    /// Returns the decision for a path. Its successful attempt is already recorded.
+    /// Returns the decision for the path `variant`. The caller must have recorded the successful
+    /// attempt.
     pub(super) fn recorded(self, variant: PathVariant, reason: &str) -> Decision {
         let decision = Decision {
             path: variant.path(),
             reason: reason.into(),
             iface: self.owner.iface,
-            iface_name: self.iface.map(|iface| Arc::from(iface.name())),
+            iface_name: self.iface_name(),
             device: self.owner.device,
             nic: self.nic().to_string(),
             policy: self.policy,
@@ -399,25 +417,26 @@ impl<'a> PathSearch<'a> {
         decision
     }
 
+    /// Returns the name of the memory's iface, for texts.
+    pub(super) fn iface_name(&self) -> IfaceName {
+        self.iface.map_or_else(|| self.owner.iface.into(), IfaceName::from)
+    }
+
     /// Returns the error for a search in which every path was refused. It has the kind of the last
     /// refusal, and all attempts.
     pub(super) fn exhausted(self, (why, remedy): (&'static str, &'static str)) -> Error {
+        let iface = self.iface_name();
         let nic = self.nic().to_string();
-        let name = self.iface.map(|iface| iface.name());
         let trace = Trace::from(self.attempts);
         let kind = trace.refusal().map_or(ErrorKind::Unsupported, Error::kind);
         let error = Error::new(kind, "path")
-            .iface(self.owner.iface)
+            .iface(iface)
             .provider(nic)
             .context("range", self.registration.ranges[0])
             .context("policy", self.policy)
             .context("why", why)
             .remedy(remedy)
             .with_trace(trace);
-        let error = match name {
-            Some(name) => error.iface_name(name),
-            None => error,
-        };
         match self.owner.device {
             Some(device) => error.device(device),
             None => error,

@@ -4,7 +4,7 @@ use std::fmt;
 
 use hmem_core::{Error, ErrorKind, Path, cause::Step, iface::DmaBufMapping, path::Attempt};
 
-/// Number of segments of a registration, and of the dma-bufs that hold them.
+/// Numbers of the physical segments of a registration and of the dma-bufs that hold the segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DmaBufLayout {
     pub(super) segments: usize,
@@ -51,8 +51,8 @@ impl PathVariant {
         }
     }
 
-    /// Returns the registering call as text for an attempt. `layout` is set for ranges of several
-    /// segments.
+    /// Returns a description of the registration call for an attempt. `layout` is `None` if every
+    /// range is one segment.
     pub(super) fn call(self, layout: Option<DmaBufLayout>) -> String {
         match (self, layout) {
             (Self::HostPages, _) => "register(host pages)".into(),
@@ -65,7 +65,7 @@ impl PathVariant {
         }
     }
 
-    /// Returns the successful attempt on this path.
+    /// Returns the attempt that records a successful registration over this path.
     pub(super) fn success(self, layout: Option<DmaBufLayout>) -> Attempt {
         Attempt::success(self.path(), self.call(layout))
     }
@@ -77,11 +77,11 @@ pub(super) struct PathRefusal {
     pub(super) step: Step,
     pub(super) call: String,
     pub(super) error: Error,
-    /// Set if only this buffer is refused, because of its segments. No driver was called.
+    /// True if only this buffer is refused, because of its segments. No export was tried.
     pub(super) only_this_buffer: bool,
-    /// Earlier refusals of this path. Their exports had more segments in one dma-buf.
+    /// Refusals of whole ranges on this path. Their segments were then tried separately.
     pub(super) before: Vec<PathRefusal>,
-    /// Clean-up calls that failed.
+    /// Failed releases of exports after the refusal.
     pub(super) also: Vec<Attempt>,
 }
 

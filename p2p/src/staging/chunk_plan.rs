@@ -1,7 +1,7 @@
 //! Division of a message into chunks.
 
 /// The longest chunk is the message length divided by this number. If the copy engine and the wire
-/// are equally fast, one of them is idle while such a chunk moves.
+/// are equally fast, each of them is idle for about as long as such a chunk takes.
 const CHUNKS: u64 = 16;
 /// Minimum length of a chunk in bytes, unless the buffers or the message are shorter. Starting the
 /// copies of a shorter chunk costs more than it saves.
@@ -17,8 +17,8 @@ const ALIGN: u64 = 4096;
 /// A chunk moves twice: over the copy engine and over the wire. Both work at once, except during
 /// the first and the last chunk. These two chunks are therefore short. The chunks between them are
 /// long, since each copy has a fixed cost. A chunk is no longer than all chunks before it together,
-/// and no longer than all chunks after it together. While it moves over the copy engine or the
-/// wire, these chunks give work to the other of the two.
+/// and no longer than all chunks after it together. So while the copy engine moves a chunk, other
+/// chunks keep the wire busy, and the reverse.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkPlan {
     pub(super) len: u64,
@@ -43,7 +43,8 @@ impl ChunkPlan {
     pub(super) fn next(self, at: u64) -> u64 {
         let left = self.len - at;
         let even = if left <= self.shortest + WORTHLESS {
-            // One buffer cannot hold the rest: divide it into two, so that no tiny chunk remains.
+            // If the rest does not fit one buffer, it becomes two chunks of about equal length, so
+            // that no tiny chunk remains.
             if left <= self.longest { left } else { left.div_ceil(2).next_multiple_of(ALIGN) }
         } else {
             at.min(left / 2).max(self.shortest).next_multiple_of(ALIGN)
@@ -95,7 +96,8 @@ mod tests {
         fn chunks_of_any_message_fit_buffers(
             len in 1u64..(200 << 20), slot in 1u64..(1 << 20),
         ) {
-            // Keeps the number of chunks small enough to check each.
+            // A minimum buffer length limits the number of chunks, so that the test can check each
+            // chunk.
             let slot = slot.max(len >> 12);
             let lengths = lengths(ChunkPlan::chunks(len, slot));
             prop_assert_eq!(lengths.iter().sum::<u64>(), len);
@@ -104,7 +106,8 @@ mod tests {
             prop_assert!(lengths[0] <= ends && lengths[lengths.len() - 1] <= ends);
             let mut at = 0;
             for part in &lengths {
-                // The lengths before and after it, except for rounding.
+                // Except for rounding, the chunks before `part` are together at least as long as
+                // `part`. The chunks after `part` are also together at least as long.
                 prop_assert!(*part <= ends.max(at + ALIGN));
                 prop_assert!(*part <= ends.max(len - at - part + 2 * ALIGN));
                 at += part;

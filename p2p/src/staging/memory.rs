@@ -109,7 +109,8 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: `self` owns the mapping. Users of its addresses hold the pool, which holds it.
+        // SAFETY: `self` owns the mapping. Every user of its addresses keeps the pool alive, and
+        // the pool owns `self`.
         if let Err(errno) = unsafe { munmap(self.start.cast(), self.len) } {
             tracing::error!(%errno, "cannot unmap staging buffers");
         }

@@ -8,8 +8,8 @@
 //! others.
 //!
 //! Staging has no thread; the provider's progress calls drive it. The software NIC runs a transfer
-//! to its end when it executes the request. Verbs steps its transfers whenever a completion queue
-//! of the device is read.
+//! to its end when it executes the request. The verbs provider advances its transfers whenever a
+//! completion queue of the device is read.
 //!
 //! ```
 //! use std::sync::Arc;

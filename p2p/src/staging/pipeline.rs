@@ -23,7 +23,7 @@ use super::{
     pool::{Claim, Slots, Use},
 };
 
-/// Maximum number of chunks in flight that need no buffer.
+/// Maximum number of chunks in flight. The pool does not limit chunks that need no buffer.
 const MOST: usize = 64;
 
 /// Consecutive bytes of a message that lie in one piece of staged memory.
@@ -39,7 +39,7 @@ pub struct Run<M> {
     pub offset: u64,
 }
 
-/// Step of a staged transfer at which it failed.
+/// Step at which a staged transfer failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// The copy from the source memory into a staging buffer.
@@ -53,9 +53,10 @@ pub enum Part {
 /// Result of posting a chunk to the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Posted {
-    /// The bytes have been moved.
+    /// The wire has moved the bytes during the call.
     Done,
-    /// The wire has accepted the chunk. The caller calls [`Pipeline::landed`] when the chunk ends.
+    /// The wire has accepted the chunk. The caller must call [`Pipeline::landed`] when the wire has
+    /// finished the chunk.
     Sent,
     /// The wire's queue is full. The pipeline posts the chunk again at a later step.
     Full,
@@ -64,7 +65,7 @@ pub enum Posted {
 /// Chunk that the pipeline posts to the wire.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
-    /// Number of the chunk, an argument of [`Pipeline::landed`].
+    /// Number of the chunk. The caller passes it to [`Pipeline::landed`].
     pub number: u64,
     /// Offset of the chunk in the message.
     pub at: u64,
@@ -109,7 +110,7 @@ struct Chunk {
 
 /// Staged transfer of one message.
 ///
-/// The owner drops the value only after all chunks on the wire have ended. The drop waits for
+/// The owner must not drop the value before the wire has finished all chunks. The drop waits for
 /// copies in flight.
 #[derive(Debug)]
 pub struct Pipeline<M> {
@@ -124,8 +125,8 @@ pub struct Pipeline<M> {
     granted: Option<Slots>,
     moved: u64,
     failure: Option<(Part, Error)>,
-    /// Set if each copy blocks until it has finished. A message of one chunk has nothing to overlap
-    /// with.
+    /// True if each copy blocks until it has finished, because a message of one chunk has nothing
+    /// to overlap with.
     blocking: bool,
 }
 
@@ -175,7 +176,8 @@ impl<M> Pipeline<M> {
     /// failure is kept.
     pub fn fail(&mut self, part: Part, error: Error) {
         self.failure.get_or_insert((part, error));
-        // Releases its place in the queue, so that claims behind it need not wait.
+        // Dropping the old claim gives up its place in the queue, so that claims behind it need not
+        // wait.
         self.claim = Claim::new(self.claim.pool());
         self.granted = None;
     }
@@ -185,13 +187,14 @@ impl<M> Pipeline<M> {
         self.failure.is_some()
     }
 
-    /// Returns whether copies are in flight. A copy engine does not report their end, so the caller
-    /// calls [`step`](Self::step).
+    /// Returns whether copies are in flight. A copy engine does not notify of their end, so the
+    /// caller must call [`step`](Self::step) to detect it.
     pub fn is_copying(&self) -> bool {
         self.chunks.iter().any(|chunk| !chunk.copies.is_empty())
     }
 
-    /// Returns true once the transfer needs no further buffer.
+    /// Returns true once every chunk has begun, or the transfer failed. The transfer then takes no
+    /// further buffer from the pool.
     pub fn has_begun(&self) -> bool {
         self.failure.is_some() || self.begun == self.plan.len
     }
@@ -200,7 +203,7 @@ impl<M> Pipeline<M> {
     pub fn set_purpose(&mut self, purpose: Use) {
         if self.purpose != purpose {
             self.purpose = purpose;
-            // The place in the queue was for the other use.
+            // The place in the queue was for the earlier purpose.
             self.claim = Claim::new(self.claim.pool());
         }
     }
@@ -216,7 +219,7 @@ impl<M> Pipeline<M> {
         self.sources.iter().chain(&self.targets).map(|run| &run.memory)
     }
 
-    /// Records the end of chunk `number` on the wire. `result` is the number of bytes moved.
+    /// Records that the wire has finished chunk `number`. `result` is the number of bytes moved.
     ///
     /// A received message may be shorter than its chunk.
     pub fn landed(&mut self, number: u64, result: Result<u64>) {
@@ -238,7 +241,7 @@ impl<M> Pipeline<M> {
     /// on the wire.
     pub fn stop(&mut self) {
         self.wait_for_copies();
-        self.retire();
+        self.remove_ended();
     }
 
     /// Waits for all copies in flight.
@@ -330,7 +333,7 @@ impl<M> Pipeline<M> {
 
     /// Removes ended chunks. After a failure, also removes the chunks that will not continue.
     /// Returns whether any was removed.
-    fn retire(&mut self) -> bool {
+    fn remove_ended(&mut self) -> bool {
         let before = self.chunks.len();
         let failed = self.failure.is_some();
         let mut moved = 0;
@@ -359,7 +362,7 @@ where
     D: StagedMemory + ?Sized,
 {
     /// Starts, posts and completes chunks as far as possible without waiting. Returns whether
-    /// anything changed. Takes new buffers only if `may_begin` is set.
+    /// anything changed. Takes new buffers only if `may_begin` is true.
     pub fn step(
         &mut self,
         may_begin: bool,
@@ -369,7 +372,7 @@ where
         let mut progressed = self.settle();
         progressed |= self.drain();
         progressed |= self.settle();
-        progressed |= self.retire();
+        progressed |= self.remove_ended();
         if may_begin {
             progressed |= self.begin();
         }
@@ -379,8 +382,8 @@ where
 
     /// Runs the whole transfer on the calling thread.
     ///
-    /// `wire` must move each chunk before it returns: it never answers [`Posted::Sent`] or
-    /// [`Posted::Full`]. The transfer fails with the error that `canceled` returns.
+    /// `wire` must move each chunk before it returns: it must not return [`Posted::Sent`] or
+    /// [`Posted::Full`]. If `canceled` returns an error, the transfer fails with that error.
     ///
     /// # Errors
     ///
@@ -471,7 +474,7 @@ where
                 self.fail(Part::Source, error);
             }
         }
-        // Chunks without a fill are ready at once.
+        // Chunks that need no copy from a device are ready at once.
         progressed | self.settle()
     }
 
@@ -545,7 +548,7 @@ where
         let at = run.offset + (base + offset - run.at);
         let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(address.0 as usize);
         let copy: Box<dyn CopyEvent> = match (direction, blocking) {
-            // SAFETY: `slots` owns the buffer until the chunk is retired, which is after its copies
+            // SAFETY: `slots` owns the buffer until the chunk is removed, which is after its copies
             // ended, and keeps the pool mapped.
             (Direction::Fill, false) => unsafe { run.memory.start_read(at, address, len) }?,
             // SAFETY: `slots` owns the buffer until its copies ended and keeps the pool mapped.

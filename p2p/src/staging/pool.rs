@@ -1,4 +1,5 @@
-//! The staging buffers of a domain: a fixed number of buffers and a queue of claims.
+//! The staging buffers of a domain: a fixed number of buffers and a queue of claims (requests for
+//! buffers).
 //!
 //! Claims are served in the order of their arrival. Two rules prevent deadlocks:
 //!
@@ -13,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::memory::Memory;
 
-/// Purpose for which staging buffers are taken. Each purpose has a share of the pool.
+/// Purpose for which staging buffers are taken. Each purpose may use a share of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// A chunk of a transfer that no peer can delay, such as RMA.
@@ -56,10 +57,10 @@ impl Pool {
     /// # Errors
     ///
     /// - `InvalidArgument`: the sizes are invalid.
-    /// - The operating system's error if it has no memory.
+    /// - The operating system's error if it has too little memory.
     pub fn new(attr: StagingAttr, node: Option<u32>) -> Result<Arc<Self>> {
         attr.check()?;
-        // Aligned to cache lines, or to pages if a buffer is at least a page long.
+        // Buffers are aligned to cache lines, or to pages if a buffer is at least a page long.
         let align = if attr.buffer_len >= rustix::param::page_size() {
             rustix::param::page_size()
         } else {
@@ -97,8 +98,8 @@ impl Pool {
         }
     }
 
-    /// Takes buffers for a claim if all earlier claims are served. Otherwise adds the claim to the
-    /// queue.
+    /// Takes `want` buffers for a claim if they are free after all earlier claims get theirs.
+    /// Otherwise adds the claim to the queue.
     fn take(
         self: &Arc<Self>,
         state: &mut State,
@@ -123,7 +124,7 @@ impl Pool {
     }
 
     /// Returns whether `want` buffers are free for a claim after all earlier claims get theirs.
-    /// `number` is the claim's place in the queue.
+    /// `number` is the claim's place in the queue; `None` before it joins the queue.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);
         for waiting in &state.waiting {
@@ -132,8 +133,8 @@ impl Pool {
             }
             let kind = waiting.purpose as usize;
             if held[kind] + waiting.want > self.share(waiting.purpose) {
-                // This claim waits for its share. Claims of other uses pass it, claims of its own
-                // use do not.
+                // The claim `waiting` needs more than its share allows now. Claims for other
+                // purposes may overtake `waiting`. Claims for the same purpose may not.
                 held[kind] = self.share(waiting.purpose);
                 continue;
             }
@@ -144,7 +145,7 @@ impl Pool {
     }
 }
 
-/// Request for staging buffers. Dropping the value removes it from the queue.
+/// Request for staging buffers. Dropping the value removes the request from the queue.
 #[derive(Debug)]
 pub struct Claim {
     pool: Arc<Pool>,
@@ -191,8 +192,8 @@ impl Drop for Claim {
     }
 }
 
-/// Staging buffers in use, addressed as consecutive bytes. Dropping the value returns them to the
-/// pool.
+/// Staging buffers in use. Dropping the value returns the buffers to the pool. Offsets count the
+/// bytes as if the buffers were adjacent.
 #[derive(Debug)]
 pub struct Slots {
     pool: Arc<Pool>,
@@ -201,8 +202,8 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Returns the parts of `len` bytes from `offset`, split where a buffer ends. Each item is an
-    /// address, an offset and a length.
+    /// Returns the parts of `len` bytes from `offset`, split where a buffer ends. Each item is the
+    /// address of a part, its offset and its length in bytes.
     pub fn parts(&self, offset: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
         let slot_len = self.pool.slot_len();
         let (mut at, end) = (offset, offset + len);
@@ -260,7 +261,8 @@ mod tests {
         }
     }
 
-    /// BNC-02
+    /// BNC-02: the pool serves claims for buffers in the order of their arrival, and a dropped
+    /// claim leaves the queue.
     #[test]
     fn claims_are_served_in_order_and_can_be_withdrawn() {
         let pool = pool(8, 2);
@@ -277,7 +279,7 @@ mod tests {
         assert_eq!(pool.held(), 0);
     }
 
-    /// BNC-02
+    /// BNC-02: messages that wait for their peers leave buffers of the pool for RMA.
     #[test]
     fn messages_that_wait_for_peers_leave_buffers_for_rma() {
         for slots in 1..20 {

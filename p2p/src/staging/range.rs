@@ -30,8 +30,8 @@ impl StagedRange {
     /// Creates a staged range from `range`, whose memory belongs to `iface`.
     ///
     /// # Safety
-    /// The memory is not freed before the last use of the value. Until then, no Rust reference to
-    /// the memory exists.
+    /// The memory must not be freed before the last use of the value. Until then, no Rust reference
+    /// to the memory may exist.
     #[must_use]
     pub unsafe fn new(iface: Arc<dyn Iface>, range: AddressRange) -> Self {
         Self { iface, range }
@@ -40,7 +40,7 @@ impl StagedRange {
     fn at(&self, offset: u64, len: u64) -> Result<Address> {
         let part = self.range.slice(offset, len).ok_or_else(|| {
             Error::new(ErrorKind::OutOfBounds, "staged copy")
-                .iface(self.iface.kind())
+                .iface(&self.iface)
                 .context("offset", offset)
                 .context("length", len)
                 .context("range", self.range)
@@ -48,17 +48,18 @@ impl StagedRange {
         Ok(part.start())
     }
 
-    /// Starts a copy of `len` bytes. If the iface has no copy engine, copies before this returns.
+    /// Starts a copy of `len` bytes. If the iface has no copy engine, the function copies the bytes
+    /// before it returns.
     ///
     /// # Safety
-    /// The caller follows the safety rules of
+    /// The caller must uphold the safety contract of
     /// [`CopyEngine::start_copy`](hmem_core::iface::CopyEngine::start_copy).
     unsafe fn start(&self, to: Address, from: Address, len: u64) -> Result<Box<dyn CopyEvent>> {
         if let Some(engine) = self.iface.copy_engine() {
-            // SAFETY: the caller vouches for both ranges, as this function's contract says.
+            // SAFETY: the caller upholds the contract of `start_copy` for both ranges.
             return unsafe { engine.start_copy(to, from, len) };
         }
-        // SAFETY: the caller vouches for both ranges, as this function's contract says.
+        // SAFETY: the caller upholds the contract of `start_copy` for both ranges.
         unsafe { self.iface.copy(to, from, len) }?;
         Ok(Box::new(FinishedCopy(Ok(()))))
     }
@@ -86,8 +87,8 @@ impl StagedMemory for StagedRange {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         let from = self.at(offset, len)?;
-        // SAFETY: the caller vouches for `into`; `from` lies in the range, which the caller of
-        // `new` keeps allocated.
+        // SAFETY: the caller keeps `into` valid for writes until the copy ends; `from` lies in the
+        // range, which the caller of `new` keeps allocated.
         unsafe { self.start(into, from, len) }
     }
 
@@ -98,8 +99,8 @@ impl StagedMemory for StagedRange {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         let to = self.at(offset, len)?;
-        // SAFETY: the caller vouches for `from`; `to` lies in the range, which the caller of `new`
-        // keeps allocated.
+        // SAFETY: the caller keeps `from` valid for reads until the copy ends; `to` lies in the
+        // range, which the caller of `new` keeps allocated.
         unsafe { self.start(to, from, len) }
     }
 }

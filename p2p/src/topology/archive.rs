@@ -23,11 +23,12 @@ const END: [u8; 1024] = [0; 1024];
 fn damaged(name: &str, problem: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::Malformed, "read topology")
         .context("file", name)
-        .context("problem", problem)
+        .context("why", problem)
         .remedy("give a tar or tar.gz that hmem topo --record FILE made")
 }
 
-/// Unpacks the bytes of an archive into entries by path. Errors contain its `name`.
+/// Unpacks the bytes of an archive and returns its entries by path. Errors contain `name`, the name
+/// of the archive.
 pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String, Entry>> {
     let mut start = Vec::new();
     let read = |start: &mut Vec<u8>, from: &mut dyn Read| {
@@ -48,8 +49,8 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
         return Err(damaged(name, "not a tar archive, or cut off before its end"));
     }
     let mut entries = BTreeMap::new();
-    // Entries are skipped by seeking. To skip by reading, the crate zeroes a large buffer at each
-    // entry.
+    // `entries_with_seek` skips the contents of entries by seeking. The method `entries` would skip
+    // by reading, and zero a large buffer for each entry.
     let mut archive = tar::Archive::new(Cursor::new(&tar));
     for entry in archive.entries_with_seek().map_err(|error| damaged(name, error))? {
         let mut entry = entry.map_err(|error| damaged(name, error))?;
@@ -161,7 +162,7 @@ mod tests {
         BTreeMap::from([
             ("proc/modules".into(), Entry::File(b"nvidia 1 0 - Live 0x0\n".to_vec())),
             ("sys/a".into(), Entry::Link("../proc/modules".into())),
-            // Longer than the 100 bytes of the name field of a tar header.
+            // This path is longer than the 100 bytes of the name field of a tar header.
             (format!("sys/{}x", "long/".repeat(60)), Entry::File(vec![1, 2, 3])),
             ("sys/link".into(), Entry::Link("long/".repeat(60))),
         ])
@@ -218,7 +219,7 @@ mod tests {
     }
 
     proptest! {
-        /// REL-03
+        /// REL-03: unpacking an archive with altered bytes does not panic.
         #[test]
         fn archive_with_altered_bytes_does_not_panic(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
@@ -232,7 +233,7 @@ mod tests {
             let _ = unpack("x", &tar[..]);
         }
 
-        /// REL-03
+        /// REL-03: unpacking arbitrary bytes does not panic.
         #[test]
         fn arbitrary_bytes_do_not_panic(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
             let _ = unpack("x", &bytes[..]);

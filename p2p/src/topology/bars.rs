@@ -11,11 +11,11 @@ pub struct Bar {
     pub index: u8,
     /// Size of the address range in bytes.
     pub size: u64,
-    /// Set if the range is memory; not set if it is I/O ports.
+    /// True if the range is memory; false if it is I/O ports.
     pub memory: bool,
-    /// Set if the register holds 64-bit addresses.
+    /// True if the register holds 64-bit addresses.
     pub wide: bool,
-    /// Set if reads of the range have no side effects. Bridges may then prefetch.
+    /// True if reads of the range have no side effects. Bridges may then prefetch.
     pub prefetchable: bool,
 }
 
@@ -33,8 +33,12 @@ pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
             let digits = word.strip_prefix("0x").unwrap_or("");
             if digits.starts_with('+') { None } else { u64::from_str_radix(digits, 16).ok() }
         });
-        let mut next =
-            || numbers.next().flatten().ok_or_else(|| format!("no resource: {line:.60}"));
+        let mut next = || {
+            numbers
+                .next()
+                .flatten()
+                .ok_or_else(|| format!("not the start, end and flags of a register: {line:.60}"))
+        };
         let (start, end, flags) = (next()?, next()?, next()?);
         if flags & (MEMORY | PORTS) == 0 || end == 0 {
             continue;
@@ -54,7 +58,8 @@ pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
     Ok(bars)
 }
 
-/// Returns the text of a sysfs file `resource` for these sizes. The addresses in it are invented.
+/// Returns the text of a sysfs file `resource` that [`read`] parses as `bars`. The addresses in the
+/// text are invented.
 pub(super) fn write(bars: &[Bar]) -> String {
     let mut text = String::new();
     for index in 0..7 {
@@ -108,7 +113,7 @@ mod tests {
     }
 
     proptest! {
-        /// REL-03
+        /// REL-03: the parser of the sysfs file `resource` returns for any text and does not panic.
         #[test]
         fn arbitrary_text_does_not_panic(
             text in ".{0,200}", numbers in "(0x[0-9a-f]{0,17} ?){0,4}\n?",

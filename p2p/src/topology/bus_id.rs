@@ -35,7 +35,7 @@ pub struct BusId {
 /// The root bus below a host bridge: `pci0000:00` in sysfs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RootBus {
-    /// The PCI domain.
+    /// The number of the PCI domain.
     pub domain: u32,
     /// The number of the bus in its domain.
     pub bus: u8,

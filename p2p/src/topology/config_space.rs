@@ -190,7 +190,8 @@ fn extended(bytes: &[u8]) -> Result<Acs, String> {
     let mut at = CONVENTIONAL;
     for _ in 0..(EXTENDED - CONVENTIONAL) / 8 {
         let Some(header) = u32_at(bytes, at) else {
-            // A machine that emulates only conventional space has no extended capability.
+            // A virtual machine may emulate only conventional space, which has no extended
+            // capability.
             return if at == CONVENTIONAL {
                 Ok(Acs::Absent)
             } else {
@@ -216,7 +217,7 @@ fn extended(bytes: &[u8]) -> Result<Acs, String> {
     Err("a loop of extended capabilities".to_owned())
 }
 
-/// Returns the bytes of a configuration space with only the given capabilities.
+/// Returns bytes that [`read`] parses as `space`. `bridge` sets the header type of a bridge.
 pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
     bytes[HEADER_TYPE] = u8::from(bridge);
@@ -225,7 +226,7 @@ pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
             bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
             return bytes;
         }
-        // Without a PCI Express capability.
+        // The function has no PCI Express capability.
         ConfigSpace { port: None, .. } => {
             bytes.resize(CONVENTIONAL, 0);
             bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
@@ -233,7 +234,7 @@ pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
         }
         ConfigSpace { port: Some(port), acs } => (port, acs),
     };
-    // The reader takes the end of the bytes for the end of the list.
+    // The parser treats the end of the bytes as the end of the capability list.
     bytes.resize(if acs == Acs::Absent { CONVENTIONAL } else { CONVENTIONAL + 8 }, 0);
     bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
     bytes[CAPABILITY_POINTER] = HEADER as u8;
@@ -288,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn unprivileged_read_gives_no_answer() {
+    fn acs_is_unreadable_without_privilege() {
         let space = read(&root_port()[..HEADER]).unwrap();
         assert_eq!(space, ConfigSpace { port: None, acs: Acs::Unreadable });
         assert_eq!(space.acs.redirects(), None);
@@ -333,7 +334,7 @@ mod tests {
     }
 
     proptest! {
-        /// REL-03
+        /// REL-03: the parser of PCI configuration space returns for any bytes and does not panic.
         #[test]
         fn arbitrary_bytes_do_not_panic_or_hang(
             bytes in prop::collection::vec(any::<u8>(), 0..4200),

@@ -41,7 +41,7 @@ pub struct PciDevice {
     pub iommu_group: Option<u32>,
     /// Name of the kernel driver that is bound to the function; `None` without one.
     pub driver: Option<String>,
-    /// The link on the side of the root complex; `None` for parts of the root complex.
+    /// The PCIe link towards the root complex; `None` for parts of the root complex.
     pub link: Option<Link>,
     /// The base address registers with a nonzero size.
     pub bars: Vec<Bar>,
@@ -74,7 +74,7 @@ impl Link {
     }
 }
 
-/// Role of a device for this library.
+/// Role of a PCI function in RDMA transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Role {
@@ -113,10 +113,10 @@ const fn is_neuron(device: u16) -> bool {
 }
 
 impl PciDevice {
-    /// Returns the role of the device for this library.
+    /// Returns the role of the function in RDMA transfers.
     ///
-    /// - GPUs are display controllers (class 03xx) of NVIDIA, AMD and Intel. The VGA of a
-    ///   management controller does not count.
+    /// - GPUs are display controllers (class 03xx) of NVIDIA, AMD and Intel. The VGA controller of
+    ///   a management chip does not count.
     /// - Accelerators are devices of class 12xx of any vendor, and Neuron devices of any class.
     #[must_use]
     pub const fn role(&self) -> Role {
@@ -236,8 +236,10 @@ fn place_of(source: &Source, id: BusId) -> Result<PciLocation> {
     let target =
         source.link(&path)?.ok_or_else(|| source.malformed(&path, "not a link to a device"))?;
     let Some(place) = place(&target) else {
-        return Err(source
-            .malformed(&path, format_args!("a link to no place in a PCI tree: {target:.200}")));
+        return Err(source.malformed(
+            &path,
+            format_args!("a link that leads to no place in a PCI tree: {target:.200}"),
+        ));
     };
     if place.functions.last() != Some(&id) || place.path != target {
         return Err(
@@ -322,24 +324,21 @@ fn read(source: &Source, bus_id: BusId, mut place: PciLocation) -> Result<PciDev
     };
     let driver = last_part("driver")?.filter(|driver| is_word(driver));
     let iommu_group = match last_part("iommu_group")? {
-        Some(number) => Some(
-            number
-                .parse()
-                .map_err(|_| source.malformed(&at("iommu_group"), "a link to no IOMMU group"))?,
-        ),
+        Some(number) => Some(number.parse().map_err(|_| {
+            source.malformed(&at("iommu_group"), "a link that leads to no IOMMU group")
+        })?),
         None => None,
     };
     let numa = at("numa_node");
-    let numa_node =
-        match source.text(&numa)?.as_deref() {
-            None | Some("-1") => None,
-            Some(node) => {
-                let number = node.parse().ok().filter(|number| *number < super::numa::MOST_NODES);
-                Some(number.ok_or_else(|| {
-                    source.malformed(&numa, format_args!("no NUMA node: {node:.40}"))
-                })?)
-            }
-        };
+    let numa_node = match source.text(&numa)?.as_deref() {
+        None | Some("-1") => None,
+        Some(node) => {
+            let number = node.parse().ok().filter(|number| *number < super::numa::MOST_NODES);
+            Some(number.ok_or_else(|| {
+                source.malformed(&numa, format_args!("not a NUMA node: {node:.40}"))
+            })?)
+        }
+    };
     let link = link(source, &at)?;
     place.functions.pop();
     Ok(PciDevice {
@@ -374,7 +373,7 @@ fn hex(source: &Source, path: &str) -> Result<u32> {
         .filter(|digits| digits.bytes().all(|byte| byte.is_ascii_hexdigit()));
     digits
         .and_then(|digits| u32::from_str_radix(digits, 16).ok())
-        .ok_or_else(|| source.malformed(path, format_args!("no hexadecimal number: {text:.40}")))
+        .ok_or_else(|| source.malformed(path, format_args!("not a hexadecimal number: {text:.40}")))
 }
 
 fn link(source: &Source, at: &dyn Fn(&str) -> String) -> Result<Option<Link>> {
@@ -409,7 +408,7 @@ fn speed(text: &str) -> Result<Option<f32>, String> {
     let number = text.split_once(" GT/s").and_then(|(number, _)| number.parse::<f32>().ok());
     match number.filter(|speed| (0.1..=1024.0).contains(speed)) {
         Some(speed) => Ok(Some(speed)),
-        None => Err(format!("no link speed: {text:.40}")),
+        None => Err(format!("not a link speed: {text:.40}")),
     }
 }
 
@@ -419,7 +418,7 @@ fn width(text: &str) -> Result<Option<u8>, String> {
     match text.parse::<u8>() {
         Ok(0 | 63 | 255) => Ok(None),
         Ok(width @ 1..=32) => Ok(Some(width)),
-        _ => Err(format!("no link width: {text:.40}")),
+        _ => Err(format!("not a link width: {text:.40}")),
     }
 }
 
@@ -494,7 +493,8 @@ mod tests {
     }
 
     proptest! {
-        /// REL-03
+        /// REL-03: the parsers of link speeds, lane numbers and sysfs paths return for any text and
+        /// do not panic.
         #[test]
         fn arbitrary_text_does_not_panic(text in ".{0,200}") {
             let _ = speed(&text);

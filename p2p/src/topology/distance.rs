@@ -105,13 +105,13 @@ pub enum Redirection {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PciPath {
-    /// The distance class.
+    /// Distance class of the two functions.
     pub distance: Distance,
     /// All steps, from the first function to the second.
     pub hops: Vec<Hop>,
     /// Redirection of the path's traffic to the root complex.
     pub redirection: Redirection,
-    /// Set if the class `SYS` is a guess, because the NUMA node of a function is not known.
+    /// True if the class `SYS` is a guess, because the NUMA node of a function is not known.
     pub numa_unknown: bool,
 }
 
@@ -167,10 +167,11 @@ impl Topology {
         down: &[BusId],
     ) -> (Distance, bool) {
         if let Some(meeting) = meeting {
-            // A switch has one upstream port, so this counts switches.
+            // Each switch has exactly one upstream port, so the number of upstream ports is the
+            // number of switches.
             let on_the_way = up.iter().chain(down).chain([&meeting]);
             let switches = on_the_way.filter(|id| self.port(**id) == Some(Port::Upstream)).count();
-            // Conventional bridges are not switches, and each of them counts.
+            // A bridge to conventional PCI has no upstream port. Each counts as a switch.
             let others =
                 up.iter().chain(down).filter(|id| self.port(**id) == Some(Port::Bridge)).count();
             return (if switches + others <= 1 { Distance::Pix } else { Distance::Pxb }, false);

@@ -96,11 +96,11 @@ impl Topology {
         }
         let nearest = self.nearest_nics(device);
         let nearer = nearest.first().filter(|(_, best)| best.distance < path.distance);
-        if let Some((best, way)) = nearer {
+        if let Some((best, shorter)) = nearer {
             let name = self.rdma_at(*best).next().map_or("a NIC", |device| &device.name);
             let what = format!(
                 "{nic} is {} from {device}; {name} ({best}) is {}",
-                path.distance, way.distance
+                path.distance, shorter.distance
             );
             add("distance", what, DISTANCE);
         } else if path.distance >= Distance::Node {

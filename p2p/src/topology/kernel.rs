@@ -130,7 +130,7 @@ impl Setting {
 pub struct NvidiaDriver {
     /// The version of the module, as in `535.161.08`.
     pub version: String,
-    /// Set for the open variant of the module.
+    /// True for the open variant of the module.
     pub open: bool,
 }
 
@@ -346,7 +346,7 @@ fn modules(source: &Source) -> Result<Vec<String>> {
     let text = source.text(LOADED)?.unwrap_or_default();
     let mut loaded = Vec::new();
     for line in text.lines() {
-        // "nvidia_peermem 16384 0 - Live 0x0000000000000000"
+        // A line is, for example: "nvidia_peermem 16384 0 - Live 0x0000000000000000"
         let mut fields = line.split_whitespace();
         let (name, size) = (fields.next(), fields.next().map(str::parse::<u64>));
         let (Some(name), Some(Ok(_))) = (name, size) else {
@@ -369,8 +369,8 @@ fn modules(source: &Source) -> Result<Vec<String>> {
 
 fn nvidia(source: &Source) -> Result<Option<NvidiaDriver>> {
     let Some(text) = source.text("proc/driver/nvidia/version")? else { return Ok(None) };
-    // "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.161.08  Release Build
-    // (builder)"
+    // The line is, for example: "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64
+    // 535.161.08  Release Build (builder)"
     let line = text.lines().next().unwrap_or_default();
     let version = line.split_whitespace().find(|word| {
         word.contains('.')
@@ -383,8 +383,8 @@ fn nvidia(source: &Source) -> Result<Option<NvidiaDriver>> {
     }))
 }
 
-/// Returns a text that [`nvidia`] parses as `driver`. Unlike the original, it does not name the
-/// person who built the driver.
+/// Returns a text that [`nvidia`] parses as `driver`. Unlike the text of the kernel module, it does
+/// not name the person who built the driver.
 pub(super) fn write_nvidia(driver: &NvidiaDriver) -> String {
     let open = if driver.open { "Open " } else { "" };
     format!("NVRM version: NVIDIA UNIX {open}Kernel Module  {}\n", driver.version)
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn modules_count_once_they_are_live() {
+    fn modules_that_still_load_are_not_listed() {
         let text = "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 a,b, Loading 0x0 (POE)\n\
                     snd 3 0 - Live 0x0\n";
         assert_eq!(modules(&with("proc/modules", text)).unwrap(), ["nvidia_peermem"]);
@@ -466,7 +466,7 @@ mod tests {
     }
 
     proptest! {
-        /// REL-03
+        /// REL-03: the parsers of kernel files return for any contents and do not panic.
         #[test]
         fn arbitrary_files_do_not_panic(
             bytes in prop::collection::vec(any::<u8>(), 0..400), text in ".{0,200}",

@@ -98,11 +98,12 @@ impl Topology {
         Self::from_source(&Source::Folder { root: "/".into(), live: true })
     }
 
-    /// Reads a recording: a folder with `sys` and `proc` in it, or a tar or tar.gz of one.
+    /// Reads a recording: a folder with `sys` and `proc` in it, or a tar or tar.gz file of such a
+    /// folder.
     ///
     /// # Errors
-    /// - Malformed: the recording is cut off, altered, too large, or of a later version; the
-    ///   context names the file.
+    /// - Malformed: the recording is cut off, altered, too large, or in a later version of the
+    ///   format; the context names the file.
     /// - Unavailable: `path` or a required file does not exist.
     /// - Unsupported: `path` is an archive, and the cargo feature `recordings` is off.
     /// - The kind of the operating system's error if a read failed.
@@ -139,8 +140,8 @@ impl Topology {
     }
 
     /// Returns whether ACS redirects traffic between two functions of the machine at `root`. Reads
-    /// only these functions and the bridges above them. Returns `None` if they or their ACS cannot
-    /// be read.
+    /// only these functions and the bridges above them. Returns `None` if a function, or the ACS of
+    /// a port between them, cannot be read.
     pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
         let source = Source::Folder { root: root.to_owned(), live: root == Path::new("/") };
         let devices = device::read_with_bridges(&source, &[one, other]).ok()?;
@@ -159,8 +160,8 @@ impl Topology {
         }
     }
 
-    /// Reads the facts about the kernel of the machine at `root`, except for cached options.
-    /// Returns `None` if a file is malformed.
+    /// Reads the facts about the kernel of the machine at `root`. Takes the configuration options
+    /// from the cache `kept` if they are there. Returns `None` if a file is malformed.
     pub(crate) fn kernel_below(root: &Path, kept: &KeptOptions) -> Option<Kernel> {
         kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }, kept)
             .ok()
@@ -237,14 +238,15 @@ impl Topology {
 fn check_mark(source: &Source) -> Result<()> {
     match source.text(MARK)? {
         Some(version) if version == VERSION => Ok(()),
-        Some(version) => {
-            Err(source.malformed(MARK, format_args!("a recording of another form: {version:.40}")))
-        }
-        // Copies of sysfs that other tools made have no mark.
+        Some(version) => Err(source.malformed(
+            MARK,
+            format_args!("an unknown version of the recording format: {version:.40}"),
+        )),
+        // Copies of sysfs that other tools made lack the file with the version.
         None if source.names("sys")?.is_some() => Ok(()),
         None => Err(Error::new(ErrorKind::Malformed, "read topology")
             .context("file", source.root())
-            .context("problem", "it holds no sys folder")
+            .context("why", "it holds no sys folder")
             .remedy("give a folder or archive that hmem topo --record FILE made")),
     }
 }

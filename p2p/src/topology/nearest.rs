@@ -10,7 +10,7 @@ use super::{
     distance::{Distance, PciPath},
 };
 
-/// Place of memory in a machine. The distance to NICs is measured from there.
+/// Place of memory in a machine. Distances of NICs are measured from this place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Locality {
@@ -35,7 +35,7 @@ impl fmt::Display for Locality {
 pub struct RankedNic {
     /// Index of the NIC in the caller's list.
     pub index: usize,
-    /// The NIC.
+    /// Provider, name and PCI address of the NIC.
     pub nic: Nic,
     /// The distance to the memory; `None` if it is not known.
     pub distance: Option<Distance>,
@@ -45,7 +45,8 @@ pub struct RankedNic {
     pub note: Option<&'static str>,
 }
 
-/// Sort key of a NIC: the distance class, then the number of hops.
+/// Sort key of a NIC: the distance class, then the number of hops. `None` if the distance is not
+/// known.
 type Nearness = Option<(Distance, usize)>;
 
 impl RankedNic {
@@ -125,15 +126,15 @@ impl Topology {
     /// Chooses the `count` NICs that are nearest to memory, out of `nics`.
     ///
     /// The order is: the distance class, then the number of hops (for device memory), as in
-    /// [`nics_by_distance`](Self::nics_by_distance). Host memory is at `NODE` from the NICs of its
-    /// NUMA node and at `SYS` from others. A NIC whose distance is not known (one without a PCI
-    /// address, or that is not in the tree) comes after all others.
+    /// [`nics_by_distance`](Self::nics_by_distance). Host memory has the distance `NODE` to the
+    /// NICs of its NUMA node, and `SYS` to others. A NIC at an unknown distance comes after all
+    /// others: it has no PCI address, or is not in the tree.
     ///
-    /// Among NICs that are equally near to a device, NICs come first that are the only nearest NIC
-    /// of fewer other accelerators. The rest is the order of `nics`, rotated by the device's index
-    /// among the accelerators that are equally near to the same NICs. So devices that
-    /// share several NICs begin with different ones. For host memory the order of `nics` decides.
-    /// Equal arguments give equal choices in every process.
+    /// Equally near NICs are ordered by the number of other accelerators for which they are the
+    /// only nearest NIC, smallest first. NICs that are equal in this too have the order of `nics`,
+    /// rotated by the device's index among the accelerators that are equally near to the same NICs.
+    /// So devices that share several NICs begin with different ones. For host memory the order of
+    /// `nics` decides. Equal arguments give equal choices in every process.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`]: `count` is 0 or above the number of NICs, a NIC is listed

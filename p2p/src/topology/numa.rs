@@ -24,11 +24,15 @@ pub(super) fn read_all(source: &Source) -> Result<Vec<NumaNode>> {
         let Some(digits) = name.strip_prefix("node") else { continue };
         let path = format!("{FOLDER}/{name}/cpulist");
         let Some(id) = digits.parse().ok().filter(|id| *id < MOST_NODES) else {
-            return Err(source.malformed(&format!("{FOLDER}/{name}"), "no NUMA node"));
+            return Err(
+                source.malformed(&format!("{FOLDER}/{name}"), "not the name of a NUMA node")
+            );
         };
         let cpus = source.text(&path)?.unwrap_or_default();
         if !is_ranges(&cpus) {
-            return Err(source.malformed(&path, format_args!("no list of processors: {cpus:.60}")));
+            return Err(
+                source.malformed(&path, format_args!("not a list of processors: {cpus:.60}"))
+            );
         }
         nodes.push(NumaNode { id, cpus });
     }

@@ -43,8 +43,8 @@ pub(super) fn read_all(source: &Source) -> Result<Vec<RdmaDevice>> {
         if !is_word(&name) {
             return Err(source.malformed(&entry, "not the name of an RDMA device"));
         }
-        // The entry is a link into the device's folder, or a folder in a copy of the tree that
-        // follows links.
+        // The entry is a link into the device's folder, or a folder if the tree was copied with its
+        // links followed.
         let folder = source.link(&entry)?;
         let device = match &folder {
             Some(folder) => Some(folder.clone()),
@@ -71,12 +71,12 @@ fn ports(source: &Source, folder: &str) -> Result<Vec<RdmaPort>> {
     for name in source.names(&folder)?.unwrap_or_default() {
         let at = |file: &str| format!("{folder}/{name}/{file}");
         let Some(number) = name.parse().ok().filter(|number| (1..=255).contains(number)) else {
-            return Err(source.malformed(&format!("{folder}/{name}"), "no port number"));
+            return Err(source.malformed(&format!("{folder}/{name}"), "not a port number"));
         };
         let link_layer = source.text(&at("link_layer"))?.filter(|layer| is_word(layer));
-        // "4: ACTIVE"
+        // The text is, for example, "4: ACTIVE".
         let active = source.text(&at("state"))?.map(|state| state.starts_with("4:"));
-        // "200 Gb/sec (4X HDR)", "2.5 Gb/sec (1X SDR)"
+        // The text is, for example, "200 Gb/sec (4X HDR)" or "2.5 Gb/sec (1X SDR)".
         let rate = source.text(&at("rate"))?;
         let rate =
             rate.as_deref().and_then(|rate| rate.split_once(" Gb/sec")).and_then(|(rate, _)| {

@@ -79,7 +79,7 @@ impl Recording<'_> {
         let host = self.topology.host.as_deref().unwrap_or_default();
         let mut text = text.to_owned();
         for name in [host, host.split('.').next().unwrap_or_default()] {
-            // Short names, and `localhost`, occur in other words.
+            // Short names and `localhost` stay, since they occur in other words.
             if name.len() < 3 || name == "localhost" {
                 continue;
             }
@@ -131,7 +131,7 @@ impl Recording<'_> {
         let folder =
             format!("{}/infiniband/{name}", above.as_deref().unwrap_or("sys/devices/virtual"));
         self.link(&format!("{}/{name}", rdma::FOLDER), up(rdma::FOLDER, &folder));
-        // A folder exists through the files in it.
+        // A folder has no entry of its own in a recording: this file creates it.
         self.file(&format!("{folder}/name"), &name);
         for port in &device.ports {
             let at = |file: &str| format!("{folder}/ports/{}/{file}", port.number);

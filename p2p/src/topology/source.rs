@@ -1,9 +1,9 @@
 //! Sources of files: the machine itself, a folder with a copy of its sysfs and procfs, or an
 //! archive of such a folder.
 //!
-//! Paths are relative to the root, and the system follows no link. The reader resolves links from
-//! their text. A recording thus cannot refer to files outside it, and a loop of links cannot block
-//! the reader.
+//! Paths are relative to the root, and the kernel follows no symbolic link. This module resolves
+//! each link from its text. A recording thus cannot refer to files outside it, and a loop of links
+//! cannot block the reader.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +21,7 @@ pub(super) const LARGEST_FILE: u64 = 1 << 20;
 /// Maximum number of names in a folder. No real PCI domain has this many functions.
 const MOST_NAMES: usize = 1 << 16;
 
-/// Entry of an archive.
+/// Entry of an archive: a file with its contents, or a symbolic link with its target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Entry {
     File(Vec<u8>),
@@ -31,13 +31,13 @@ pub(super) enum Entry {
 /// Source of the files of a machine: the running machine or a recording.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// A root folder. `live` is set for the running machine.
+    /// A root folder. `live` is true for the running machine.
     Folder { root: PathBuf, live: bool },
     /// The entries of an unpacked archive, by path.
     Archive { name: String, entries: BTreeMap<String, Entry> },
 }
 
-/// Result of reading a file.
+/// Result of a read: the file does not exist, cannot be read by this process, or has these bytes.
 #[derive(Debug)]
 pub(super) enum Contents {
     Absent,
@@ -50,7 +50,7 @@ impl Source {
     pub(super) fn malformed(&self, path: &str, problem: impl std::fmt::Display) -> Error {
         let error = Error::new(ErrorKind::Malformed, "read topology")
             .context("file", self.name(path))
-            .context("problem", problem);
+            .context("why", problem);
         match self {
             Self::Folder { live: true, .. } => error.remedy(
                 "report this file with its content: the kernel's format is new to this version",
@@ -86,9 +86,9 @@ impl Source {
             Error::new(ErrorKind::Unavailable, "read topology").context("file", self.name(path));
         match self {
             Self::Folder { live: true, .. } => error
-                .context("problem", "the file vanished while the tree was read")
-                .remedy("run it again: a device was being removed"),
-            _ => error.context("problem", "the file is missing").remedy(
+                .context("why", "the file vanished while the tree was read")
+                .remedy("run the command again: a device was being removed"),
+            _ => error.context("why", "the file is missing").remedy(
                 "the recording is incomplete: create it again with `hmem topo --record FILE`",
             ),
         }
@@ -156,7 +156,7 @@ impl Source {
                     .into_os_string()
                     .into_string()
                     .map_err(|_| self.malformed(path, "a link whose target is not text"))?,
-                // EINVAL: not a link.
+                // The kernel returns EINVAL if the file is not a link.
                 Err(error) if gone(&error) || error.raw_os_error() == Some(libc::EINVAL) => {
                     return Ok(None);
                 }
@@ -187,7 +187,7 @@ impl Source {
                 };
                 for entry in folder {
                     let entry = entry.map_err(|error| self.failed(path, &error))?;
-                    // All names in sysfs are text.
+                    // Names that are not UTF-8 are left out. sysfs has none.
                     names.extend(entry.file_name().into_string());
                     if names.len() > MOST_NAMES {
                         return Err(
@@ -226,7 +226,7 @@ impl Source {
         }
         Error::os(Errno::of(error), "read topology")
             .context("file", self.name(path))
-            .remedy("run it as a user who may read the file")
+            .remedy("run the command as a user who may read the file")
     }
 }
 
@@ -257,7 +257,7 @@ fn read(path: &Path, live: bool) -> io::Result<Contents> {
         Err(error) => match error.raw_os_error() {
             Some(libc::EACCES | libc::EPERM) => Ok(Contents::Denied),
             Some(libc::ELOOP) => Err(io::Error::other("a link in place of a file")),
-            // sysfs returns these for attributes that a device has but cannot report now.
+            // sysfs returns these errors for attributes that a device has but cannot report now.
             Some(libc::EIO | libc::EINVAL | libc::EOPNOTSUPP) if live => Ok(Contents::Absent),
             _ => Err(error),
         },
@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_are_resolved_by_words_and_never_above_the_root() {
+    fn links_are_resolved_from_text_and_never_above_the_root() {
         let folder = "sys/bus/pci/devices";
         assert_eq!(
             resolve(folder, "../../../devices/pci0000:00").as_deref(),

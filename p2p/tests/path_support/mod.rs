@@ -125,7 +125,7 @@ impl Bench {
         DeviceBuffer::allocate(&iface, &AllocRequest { len, device, kind }).expect("device memory")
     }
 
-    /// Allocates a buffer that cannot be exported, as the iface reports.
+    /// Allocates a buffer that the iface reports as not exportable.
     pub(crate) fn odd(&self, len: u64) -> DeviceBuffer {
         let buffer = self.buffer(len);
         self.device.set_exportable(buffer.allocation().base(), false).expect("a live allocation");
@@ -147,8 +147,9 @@ impl Bench {
         }
     }
 
-    /// Returns the counts once no more threads run than in `before`, or after a minute. A joined
-    /// thread remains listed for a short time. Fewer threads than in `before` are not a difference.
+    /// Returns the counts once no more threads run than in `before`, or after a minute. The wait is
+    /// needed because a joined thread remains listed for a short time. If fewer threads run, the
+    /// result has the number in `before`.
     pub(crate) fn residue_after(&self, before: &Residue) -> Residue {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
@@ -164,7 +165,7 @@ impl Bench {
     }
 }
 
-/// Numbers of live objects that increase with a leak.
+/// Counts of live objects. A leak increases them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Residue {
     pub(crate) allocations: u64,

@@ -13,12 +13,12 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-/// The form in which a NIC was given one piece of memory to register.
+/// The form of one piece of memory in a registration with a NIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RegisteredAs {
     /// Addresses of host pages.
     HostPages,
-    /// A dma-buf, by the number of its file descriptor.
+    /// A dma-buf, identified by the number of its file descriptor.
     DmaBuf(i32),
     /// A device address, for peer memory.
     DeviceAddress,
@@ -104,7 +104,7 @@ unsafe impl ProviderDomain for RecordingDomain {
         let nic = self.attr().nic.name.clone();
         let handed = pieces.iter().map(|piece| (nic.clone(), RegisteredAs::of(&piece.backing)));
         self.record.0.lock().extend(handed);
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller upholds the contract of this function, which covers this call.
         unsafe { self.inner.register(request, pieces) }
     }
 

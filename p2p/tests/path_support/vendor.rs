@@ -93,7 +93,7 @@ unsafe impl Iface for Vendor {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller upholds the contract of the method, which is the same for `memory`.
         unsafe { self.memory.copy(to, from, len) }
     }
 
@@ -140,7 +140,7 @@ impl Allocator for Vendor {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller upholds the contract of the method, which is the same for `memory`.
         unsafe { IfaceExt::free(&*self.memory, &self.theirs(allocation)) }
     }
 

@@ -73,7 +73,7 @@ impl<'a> Wire<'a> {
         RemoteSegment { address: Iova(key.base().0 + at), len, key }
     }
 
-    /// Writes `bytes` to the target's region at `at`.
+    /// Writes `bytes` to the target's region at offset `at`.
     pub(crate) fn push(&self, key: &RemoteKey, at: u64, bytes: &[u8]) -> Result<u64> {
         self.local.write(0, bytes)?;
         let local = [self.local.slice(0, bytes.len() as u64)?];
@@ -86,7 +86,7 @@ impl<'a> Wire<'a> {
         self.end(&self.near)
     }
 
-    /// Reads `len` bytes of the target's region from `at`.
+    /// Reads `len` bytes of the target's region from offset `at`.
     pub(crate) fn pull(&self, key: &RemoteKey, at: u64, len: usize) -> Result<Vec<u8>> {
         let local = [self.local.slice(0, len as u64)?];
         self.near.endpoint.read(&local, &[Self::remote(key, at, len as u64)], self.peer, 2)?;
@@ -105,7 +105,7 @@ impl<'a> Wire<'a> {
         self.end(&self.far)
     }
 
-    /// Atomically adds `value` to the eight bytes at `at` in the target's region.
+    /// Atomically adds `value` to the eight bytes at offset `at` of the target's region.
     pub(crate) fn add(&self, key: &RemoteKey, at: u64, value: u64) -> Result<u64> {
         self.local.write(0, &value.to_ne_bytes())?;
         let atomic = Atomic {

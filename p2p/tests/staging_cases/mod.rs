@@ -141,7 +141,7 @@ impl Net {
         assert_eq!(self.far.endpoint.resolve(&near).expect("connect"), PeerId(0));
     }
 
-    /// Reads both queues until `near` and `far` completions have arrived.
+    /// Reads the completion queues of both sides until `near` and `far` completions have arrived.
     pub(crate) fn complete(&self, near: usize, far: usize) -> (Vec<Completion>, Vec<Completion>) {
         let until = Instant::now() + Duration::from_secs(120);
         let (mut here, mut there) = (Vec::new(), Vec::new());
@@ -160,7 +160,8 @@ impl Net {
         assert_eq!(self.device.pending_copies(), 0, "copies are in flight");
     }
 
-    /// Runs one transfer to completion. Its local list is `near`; its remote side is one piece.
+    /// Runs one transfer to completion. `near` lists the pieces of local memory. The remote memory
+    /// is one piece.
     pub(crate) fn transfer(
         &self,
         kind: CompletionKind,

@@ -32,7 +32,7 @@ const DMA_BUF_SYNC_READ: u64 = 1;
 const DMA_BUF_SYNC_WRITE: u64 = 2;
 const DMA_BUF_SYNC_END: u64 = 4;
 
-/// Imports `len` bytes at `offset` of a file. Returns the imported memory, and the position of the
+/// Imports `len` bytes at `offset` of a file. Returns the imported memory, and the offset of the
 /// first byte in it.
 ///
 /// # Errors
@@ -115,7 +115,7 @@ impl Properties {
         } else {
             stat.st_size.unsigned_abs()
         };
-        // Fails with EINVAL for files other than memfds, which have no seals.
+        // The call fails with EINVAL for a file that is not a memfd. Such a file has no seals.
         let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
         let write_sealed = seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE);
         let base_page = rustix::param::page_size() as u64;
@@ -171,7 +171,7 @@ impl Mapping {
         Ok(Self { base: base.expose_provenance() as u64, len, dma_buf })
     }
 
-    /// Returns the address of a position in the file.
+    /// Returns the address of the byte at offset `at` of the mapping.
     pub(super) const fn address(&self, at: u64) -> u64 {
         self.base + at
     }
@@ -202,8 +202,8 @@ impl Mapping {
         }
     }
 
-    /// Writes bytes back to the file. Does nothing for a genuine dma-buf, which has no file: the
-    /// announced end of the access made the bytes visible to its device.
+    /// Writes bytes back to the file. Does nothing for a genuine dma-buf, which has no file. Its
+    /// device saw the bytes when the NIC announced the end of the access.
     pub(super) fn persist(&self, address: u64, len: u64) -> Result<()> {
         if self.dma_buf.is_some() {
             return Ok(());
@@ -224,7 +224,7 @@ impl Drop for Mapping {
     }
 }
 
-/// A file that could shrink. Positions are offsets in the file.
+/// A file that could shrink. The argument `at` of its methods is an offset in the file.
 #[derive(Debug)]
 struct FileMemory {
     fd: OwnedFd,
@@ -234,7 +234,7 @@ impl FileMemory {
     /// Refuses a file with `O_APPEND`, because writes to it would ignore their position.
     ///
     /// The application may change the flag at any time: the NIC's fd is a duplicate, which shares
-    /// it.
+    /// the flag with the application's fd.
     fn check_position(&self, operation: &'static str) -> Result<()> {
         let flags = rustix::fs::fcntl_getfl(&self.fd)
             .map_err(|errno| Error::os(errno, "fcntl(F_GETFL)").provider("loopback"))?;
@@ -269,7 +269,7 @@ impl IndirectMemory for FileMemory {
 
     fn store(&self, at: u64, from: &[u8]) -> Result<()> {
         self.check_position("transfer")?;
-        // A write past the end would make the file longer.
+        // Checks the size first, because a write past the end would make the file longer.
         let stat = rustix::fs::fstat(&self.fd)
             .map_err(|errno| Error::os(errno, "fstat").provider("loopback"))?;
         if at + from.len() as u64 > stat.st_size.unsigned_abs() {

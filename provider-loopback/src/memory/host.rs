@@ -51,9 +51,9 @@ pub(super) unsafe fn copy_direct(from: *const u8, to: *mut u8, len: usize) {
     macro_rules! word {
         ($atomic:ty) => {
             if (from.addr() | to.addr()) & (size_of::<$atomic>() - 1) == 0 {
-                // SAFETY: the caller vouches for `len` mapped bytes, which is this type's size;
-                // both are aligned for it. Atomics may be read while others write, which
-                // plain loads may not.
+                // SAFETY: the caller promises `len` mapped bytes at both pointers. `len` is the
+                // size of this type, and both pointers are aligned for it. Atomics may be read
+                // while others write, which plain loads may not.
                 unsafe {
                     let value = (*from.cast::<$atomic>()).load(Ordering::Relaxed);
                     (*to.cast::<$atomic>()).store(value, Ordering::Relaxed);
@@ -69,13 +69,13 @@ pub(super) unsafe fn copy_direct(from: *const u8, to: *mut u8, len: usize) {
         1 => word!(AtomicU8),
         _ => {}
     }
-    // SAFETY: the caller vouches for both runs; memmove allows them to overlap. It is called in the
-    // C library, whose code the compiler knows nothing about, so that bytes racing with the
-    // application are only unspecified.
+    // SAFETY: the caller promises that both ranges are mapped; memmove allows them to overlap. It
+    // is called in the C library, whose code the compiler knows nothing about, so that bytes racing
+    // with the application are only unspecified.
     unsafe { libc::memmove(to.cast(), from.cast(), len) };
 }
 
-/// Copies between addresses that may be unmapped.
+/// Copies `len` bytes to mapped memory at `to`. The addresses at `from` may be unmapped.
 pub(super) fn kernel_read(from: u64, to: u64, len: u64) -> Result<()> {
     // SAFETY: the kernel checks both ranges and reports what it cannot reach; it writes to `to`
     // only, which is memory that a region or a posted request names as a target.
@@ -84,7 +84,7 @@ pub(super) fn kernel_read(from: u64, to: u64, len: u64) -> Result<()> {
     })
 }
 
-/// Copies from mapped addresses to addresses that may be unmapped.
+/// Copies `len` bytes from mapped memory at `from`. The addresses at `to` may be unmapped.
 pub(super) fn kernel_write(from: u64, to: u64, len: u64) -> Result<()> {
     // SAFETY: the kernel checks both ranges and reports what it cannot reach; it writes to `to`
     // only, which is memory that a region or a posted request names as a target.
@@ -124,18 +124,18 @@ fn kernel_copy(
     Ok(())
 }
 
-/// Fills `into` from addresses that may be unmapped.
+/// Fills `into` with the bytes at address `at`. Fails if an address is unmapped.
 pub(super) fn load_host(at: u64, into: &mut [u8]) -> Result<()> {
     kernel_read(at, into.as_mut_ptr().expose_provenance() as u64, into.len() as u64)
 }
 
-/// Writes `from` to addresses that may be unmapped.
+/// Writes `from` to address `at`. Fails if an address is unmapped.
 pub(super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
     kernel_write(from.as_ptr().expose_provenance() as u64, at, from.len() as u64)
 }
 
-/// Populates the pages of a range. Fails if an address is not mapped, or is not writable although
-/// the NIC may write.
+/// Populates the pages of a range. Fails if an address is not mapped. Also fails if an address is
+/// not writable and the region lets the NIC write.
 pub(in super::super) fn populate(
     range: AddressRange,
     write: bool,
@@ -179,7 +179,7 @@ pub(super) fn bad_address(at: u64, len: u64) -> Error {
 pub(super) struct Written {
     pub(super) at: u64,
     pub(super) len: u64,
-    /// Set if the region owns the memory, so that every byte is mapped.
+    /// True if the region owns the memory. Every byte is then mapped.
     pub(super) owned: bool,
 }
 
@@ -202,8 +202,8 @@ impl Written {
                     Err(bad_address(at, len).errno(Errno::from(errno)))
                 }
                 Err(rustix::io::Errno::INVAL) if owned && cfg!(target_arch = "x86_64") => {
-                    // SAFETY: the region owns the bytes and is held by the transfer, so that they
-                    // stay mapped.
+                    // SAFETY: the region owns the bytes, and the transfer holds a guard of the
+                    // region, so that the bytes stay mapped.
                     unsafe { write_back_lines(at, len) };
                     Ok(())
                 }
@@ -244,12 +244,13 @@ unsafe fn write_back_lines(at: u64, len: u64) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_mm_clflush, _mm_mfence};
-        /// The length of a cache line, or less: flushing a line twice does no harm.
+        /// The assumed length of a cache line. If lines are longer, a line is flushed twice, which
+        /// does no harm.
         const LINE: u64 = 64;
         let mut line = at - at % LINE;
         while line < at + len {
-            // SAFETY: the line holds a byte of the run, which the caller vouches for, and lines do
-            // not cross pages.
+            // SAFETY: the line holds a byte of the range, which the caller promises to be mapped,
+            // and lines do not cross pages.
             unsafe { _mm_clflush(direct_pointer(line)) };
             line += LINE;
         }
@@ -257,7 +258,7 @@ unsafe fn write_back_lines(at: u64, len: u64) {
         unsafe { _mm_mfence() };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    unreachable!("asked for {len} bytes at {at:#x} on x86-64 only");
+    unreachable!("only x86-64 writes back cache lines: {len} bytes at {at:#x}");
 }
 
 fn failed(kind: ErrorKind, at: u64, len: u64) -> Error {
@@ -267,25 +268,27 @@ fn failed(kind: ErrorKind, at: u64, len: u64) -> Error {
         .context("length", len)
 }
 
-/// The addresses of pages that the application has announced (MMU_NOTIFY). The NIC may access no
-/// others.
+/// The addresses of a region that the NIC may access in a domain with MMU_NOTIFY. The application
+/// announces further pages by a refresh of the region.
 ///
-/// The runs map start to end. They are disjoint and not adjacent.
+/// Each entry of `runs` maps the start of a range of addresses to its end (exclusive). The ranges
+/// are disjoint and not adjacent.
 #[derive(Debug, Default)]
-pub(in super::super) struct Promises {
+pub(in super::super) struct AnnouncedPages {
     runs: BTreeMap<u64, u64>,
 }
 
-impl Promises {
-    /// Creates a value with those parts of `ranges` that have present pages.
+impl AnnouncedPages {
+    /// Creates a set of announced addresses: those addresses of `ranges` whose pages are present or
+    /// swapped out.
     pub(in super::super) fn present(ranges: impl Iterator<Item = AddressRange>) -> Self {
-        let mut promises = Self::default();
+        let mut announced_pages = Self::default();
         for range in ranges {
             for page in present_pages(range) {
-                promises.add(page.0, page.1);
+                announced_pages.add(page.0, page.1);
             }
         }
-        promises
+        announced_pages
     }
 
     /// Returns the announced ranges in address order.
@@ -295,7 +298,8 @@ impl Promises {
             .filter_map(|(&start, &end)| AddressRange::new(Address(start), end - start).ok())
     }
 
-    /// Adds the addresses from `start` to `end` (exclusive).
+    /// Adds the addresses from `start` to `end` (exclusive) to the set. The NIC may access them
+    /// from then on.
     pub(in super::super) fn add(&mut self, start: u64, end: u64) {
         let (mut start, mut end) = (start, end);
         while let Some((&from, &to)) = self.runs.range(..=end).next_back() {
@@ -309,7 +313,10 @@ impl Promises {
         self.runs.insert(start, end);
     }
 
-    /// Checks that all bytes of an access have announced addresses.
+    /// Checks that the set contains all `len` addresses from `at`.
+    ///
+    /// # Errors
+    /// BadAddress: the set lacks an address.
     pub(in super::super) fn check(&self, at: u64, len: u64) -> Result<()> {
         match self.runs.range(..=at).next_back() {
             Some((_, &end)) if len <= end - at.min(end) && at < end => Ok(()),
@@ -321,9 +328,11 @@ impl Promises {
     }
 }
 
-/// Returns the parts of a range with pages that are mapped or swapped out, by `/proc/self/pagemap`.
+/// Returns the parts of a range with pages that `/proc/self/pagemap` lists as present or swapped
+/// out.
 ///
-/// Returns nothing if that file cannot be read. The application then has to refresh every page.
+/// Returns an empty list if that file cannot be read. The application then has to refresh every
+/// page.
 fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
     const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
     let page = rustix::param::page_size() as u64;
@@ -354,7 +363,7 @@ fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
                 break;
             }
         };
-        // Beyond the addresses that a process can have.
+        // The file ends: the remaining addresses exceed those that a process can have.
         if got < 8 {
             break;
         }
@@ -377,32 +386,32 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_access_is_promised_if_every_byte_is(
+        fn access_is_allowed_if_every_byte_is_announced(
             runs in prop::collection::vec((0u64..200, 1u64..40), 0..12),
             at in 0u64..240,
             len in 1u64..60,
         ) {
-            let mut promises = Promises::default();
+            let mut announced_pages = AnnouncedPages::default();
             let mut naive = [false; 512];
             for (start, len) in runs {
-                promises.add(start, start + len);
+                announced_pages.add(start, start + len);
                 naive[start as usize..(start + len) as usize].fill(true);
             }
             let expected = naive[at as usize..(at + len) as usize].iter().all(|byte| *byte);
-            prop_assert_eq!(promises.check(at, len).is_ok(), expected);
+            prop_assert_eq!(announced_pages.check(at, len).is_ok(), expected);
         }
     }
 
     #[test]
     fn last_page_of_the_address_space_is_never_present() {
         let last = AddressRange::new(Address(u64::MAX - 4095), 4096).unwrap();
-        assert_eq!(Promises::present(std::iter::once(last)).ranges().count(), 0);
+        assert_eq!(AnnouncedPages::present(std::iter::once(last)).ranges().count(), 0);
     }
 
     #[test]
     fn touched_pages_are_present() {
         let bytes = vec![1u8; 3 * 4096];
-        let promises = Promises::present(std::iter::once(AddressRange::of(&bytes)));
-        promises.check(bytes.as_ptr() as u64, bytes.len() as u64).unwrap();
+        let announced_pages = AnnouncedPages::present(std::iter::once(AddressRange::of(&bytes)));
+        announced_pages.check(bytes.as_ptr() as u64, bytes.len() as u64).unwrap();
     }
 }

@@ -11,24 +11,25 @@ use hmem_core::{Address, Error, ErrorKind, Iface, Result, provider::StagedMemory
 
 /// Memory that the NIC reads and writes through the methods of this trait, on any thread.
 ///
-/// Each implementation defines the origin of its positions.
+/// The argument `at` is the place of the first byte. It is an address or an offset, as each
+/// implementation defines.
 pub(in super::super) trait IndirectMemory: fmt::Debug + Send + Sync {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
     fn store(&self, at: u64, from: &[u8]) -> Result<()>;
-    /// Returns an address with the same alignment and offset in the page as position `at`, which
-    /// selects the lock of an atomic.
+    /// Returns an address that has the alignment and the page offset of the byte at `at`. The
+    /// NIC checks the alignment of an atomic with it, and selects the lock of the atomic.
     ///
     /// # Errors
     /// Unsupported: the memory has no atomics.
     fn atomic_address(&self, at: u64) -> Result<u64>;
     /// Makes written bytes persistent if the memory itself is persistent.
     fn persist(&self, at: u64, len: u64) -> Result<()>;
-    /// Returns the memory's copy engine, which uses the same positions, or `None` unless the memory
-    /// is staged.
+    /// Returns the memory's copy engine, or `None` if the memory is not staged. The copy engine
+    /// interprets `at` as this trait's methods do.
     fn staged(&self) -> Option<&dyn StagedMemory>;
 }
 
-/// Device memory. Positions are device addresses.
+/// Device memory. The argument `at` of its methods is a device address.
 #[derive(Debug)]
 pub(in super::super) struct DeviceMemory {
     iface: Arc<dyn Iface>,
@@ -58,7 +59,7 @@ impl IndirectMemory for DeviceMemory {
     fn atomic_address(&self, _at: u64) -> Result<u64> {
         Err(Error::new(ErrorKind::Unsupported, "atomic")
             .provider("loopback")
-            .iface(self.iface.kind())
+            .iface(&self.iface)
             .context("why", "the NIC copies this memory through its iface")
             .remedy("register the device memory by dma-buf for atomics"))
     }
@@ -74,8 +75,8 @@ impl IndirectMemory for DeviceMemory {
     }
 }
 
-/// Staged memory: device memory that a copy engine copies to and from staging buffers. Positions
-/// count from the start of the region's piece.
+/// Staged memory: device memory that a copy engine copies to and from staging buffers. The argument
+/// `at` of its methods is an offset in the region's piece.
 #[derive(Debug)]
 pub(in super::super) struct Staged {
     memory: Arc<dyn StagedMemory>,

@@ -19,15 +19,15 @@ use hmem_core::{Error, Result, provider::StagedMemory};
 use hmem_p2p::staging::{
     ChunkPlan, Claim, Part, Pipeline, Pool, Posted, Run as StagedRun, Use as PoolUse, View,
 };
-pub(super) use host::{Promises, direct_pointer, populate};
+pub(super) use host::{AnnouncedPages, direct_pointer, populate};
 use host::{Written, load_host, store_host};
 pub(super) use indirect::{DeviceMemory, IndirectMemory, Staged};
 pub(super) use pinned::{Pinned, Pinner, Run};
 
 use super::Few;
 
-/// The size of a bounce buffer.
-const BOUNCE: usize = 256 << 10;
+/// The maximum size of a bounce buffer.
+const MAX_BOUNCE_LEN: usize = 256 << 10;
 
 /// The memory behind a piece of a region. A piece is a contiguous part of one kind of memory.
 #[derive(Clone, Debug)]
@@ -38,14 +38,17 @@ pub(super) enum PieceMemory {
     Borrowed,
     /// A file that the NIC has mapped.
     Mapped(Arc<Mapping>),
-    /// The pages that were mapped at the addresses when they were pinned.
+    /// Pinned pages: those that were mapped at the addresses at registration.
     Pinned(Arc<Pinned>),
     /// Indirect memory, which is read and written through function calls.
     Indirect(Arc<dyn IndirectMemory>),
 }
 
 impl PieceMemory {
-    /// Returns the `len` bytes from position `at`, which is an address for host memory.
+    /// Returns the span of the `len` bytes at `at`.
+    ///
+    /// `at` is an address for owned, borrowed and pinned memory, and an offset for mapped files.
+    /// [`IndirectMemory`] defines it for indirect memory.
     #[inline]
     pub(super) fn span(&self, at: u64, len: u64) -> Span<'_> {
         match self {
@@ -66,7 +69,7 @@ pub(super) enum Span<'a> {
     /// Bytes that are mapped while the span is in use. The region owns the memory or the mapping,
     /// and the user of the span holds a guard of the region. Buffers of the NIC are direct too.
     Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
-    /// Addresses that may be unmapped.
+    /// Addresses that may be unmapped, so the kernel copies their bytes.
     Kernel { at: u64, len: u64 },
     /// Bytes of indirect memory, which are read and written through function calls.
     Indirect { at: u64, len: u64, memory: &'a dyn IndirectMemory },
@@ -79,7 +82,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Returns the staged memory and the span's position in it, or `None` if the memory is not
+    /// Returns the staged memory and the offset of the span in it, or `None` if the memory is not
     /// staged.
     pub(super) fn staged(self) -> Option<(&'a dyn StagedMemory, u64)> {
         match self {
@@ -95,7 +98,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Returns the `len` bytes from offset `skip`.
+    /// Returns the part of the span that starts at offset `skip` and has `len` bytes.
     pub(super) const fn part(self, skip: u64, len: u64) -> Self {
         match self {
             Self::Direct { at, mapping, .. } => Self::Direct { at: at + skip, len, mapping },
@@ -104,7 +107,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies the span to `into`. Both have the same length.
+    /// Copies the bytes of the span to `into`. Both have the same length.
     pub(super) fn load(self, into: &mut [u8]) -> Result<()> {
         match self {
             Self::Indirect { at, memory, .. } => memory.load(at, into),
@@ -120,7 +123,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Copies `from` to the span. Both have the same length.
+    /// Copies the bytes of `from` to the span. Both have the same length.
     pub(super) fn store(self, from: &[u8]) -> Result<()> {
         match self {
             Self::Indirect { at, memory, .. } => memory.store(at, from),
@@ -147,7 +150,8 @@ impl<'a> Span<'a> {
     }
 }
 
-/// Copies a list of spans to a list of the same total length. The boundaries may differ.
+/// Copies a list of spans to a list of the same total length. The spans of the two lists may have
+/// different lengths.
 #[inline]
 pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
     if let ([from], [to]) = (from, to) {
@@ -184,7 +188,7 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
             Span::Direct { at: from, len, mapping: None },
             Span::Direct { at: to, mapping: None, .. },
         ) => {
-            // SAFETY: both runs are mapped while their spans are in use (`Span::Direct`), and
+            // SAFETY: both ranges are mapped while their spans are in use (`Span::Direct`), and
             // racing accesses are those that `copy_direct` allows.
             unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
             Ok(())
@@ -192,28 +196,28 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
         (Span::Indirect { .. }, _) | (_, Span::Indirect { .. }) => bounce(from, to),
         _ => {
             let _reading =
-                from.mapping().map(|mapping| Announced::begin(mapping, false)).transpose()?;
+                from.mapping().map(|mapping| DmaBufAccess::begin(mapping, false)).transpose()?;
             let _writing =
-                to.mapping().map(|mapping| Announced::begin(mapping, true)).transpose()?;
+                to.mapping().map(|mapping| DmaBufAccess::begin(mapping, true)).transpose()?;
             copy_near(from, to)
         }
     }
 }
 
 /// A guard of a CPU access to a dma-buf. Dropping the guard announces the end of the access.
-struct Announced<'a> {
+struct DmaBufAccess<'a> {
     mapping: &'a Mapping,
     write: bool,
 }
 
-impl<'a> Announced<'a> {
+impl<'a> DmaBufAccess<'a> {
     fn begin(mapping: &'a Mapping, write: bool) -> Result<Self> {
         mapping.begin(write)?;
         Ok(Self { mapping, write })
     }
 }
 
-impl Drop for Announced<'_> {
+impl Drop for DmaBufAccess<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.mapping.end(self.write) {
             tracing::warn!(%error, "cannot announce the end of a CPU access to a dma-buf");
@@ -223,8 +227,11 @@ impl Drop for Announced<'_> {
 
 /// Runs `access`. If the mapping is of a dma-buf, announces the start and the end of the access to
 /// it.
-pub(super) fn announced<T>(mapping: Option<&Mapping>, access: impl FnOnce() -> T) -> Result<T> {
-    let _announced = mapping.map(|mapping| Announced::begin(mapping, true)).transpose()?;
+pub(super) fn with_announced_access<T>(
+    mapping: Option<&Mapping>,
+    access: impl FnOnce() -> T,
+) -> Result<T> {
+    let _access = mapping.map(|mapping| DmaBufAccess::begin(mapping, true)).transpose()?;
     Ok(access())
 }
 
@@ -232,7 +239,7 @@ pub(super) fn announced<T>(mapping: Option<&Mapping>, access: impl FnOnce() -> T
 fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (Span::Direct { at: from, len, .. }, Span::Direct { at: to, .. }) => {
-            // SAFETY: both runs are mapped while their spans are in use (`Span::Direct`), and
+            // SAFETY: both ranges are mapped while their spans are in use (`Span::Direct`), and
             // racing accesses are those that `copy_direct` allows.
             unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
             Ok(())
@@ -251,7 +258,7 @@ fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
 /// Copies through a bounce buffer.
 fn bounce(from: Span<'_>, to: Span<'_>) -> Result<()> {
     let len = to.len();
-    let mut buffer = vec![0; BOUNCE.min(usize::try_from(len).unwrap_or(BOUNCE))];
+    let mut buffer = vec![0; MAX_BOUNCE_LEN.min(usize::try_from(len).unwrap_or(MAX_BOUNCE_LEN))];
     let mut done = 0;
     while done < len {
         let part = (len - done).min(buffer.len() as u64);
@@ -263,7 +270,7 @@ fn bounce(from: Span<'_>, to: Span<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the first `len` bytes of the spans.
+/// Returns spans that cover the first `len` bytes of `spans`.
 pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> Few<Span<'a>> {
     let (mut head, mut left) = (Few::new(), len);
     for span in spans {
@@ -277,7 +284,7 @@ pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> Few<Span<'a>> {
     head
 }
 
-/// Returns a copy of the first `len` bytes of the spans.
+/// Returns a copy of the first `len` bytes of `spans`.
 pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     let mut bytes = vec![0; usize::try_from(len).expect("local memory fits the address space")];
     let mut rest = bytes.as_mut_slice();
@@ -289,7 +296,7 @@ pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The error of a copy, and the side that failed.
+/// The error of a copy, and the side of the transfer that failed.
 #[derive(Debug)]
 pub(super) struct CopyError {
     pub(super) part: Part,
@@ -297,7 +304,8 @@ pub(super) struct CopyError {
 }
 
 impl CopyError {
-    /// Creates an error of the transfer itself, which neither side's memory has caused.
+    /// Creates the error of a transfer that failed for another reason than the memory of its local
+    /// or remote side.
     pub(super) fn on_the_wire(error: Error) -> Self {
         Self { part: Part::Wire, error }
     }
@@ -312,8 +320,8 @@ impl From<CopyError> for Error {
 /// Copies a list of spans to a list of the same total length. At least one span is staged.
 ///
 /// The copy goes chunk by chunk through staging buffers, so that the copy engine and the NIC work
-/// at the same time. Before each chunk it calls `canceled` and `enter`. An error of either ends the
-/// copy. `enter` is for fault injection.
+/// at the same time. Before each chunk, the function calls `canceled`, and `enter` for fault
+/// injection. An error of either ends the copy.
 pub(super) fn pipe(
     from: &[Span<'_>],
     to: &[Span<'_>],
@@ -331,7 +339,7 @@ pub(super) fn pipe(
     let carry = |view: View<'_>| {
         enter()?;
         let (near, far) = (near(from, &view), near(to, &view));
-        // Between two staged memories, the bytes are in the staging buffer already.
+        // If both sides are staged, the chunk is already in the staging buffer that they share.
         if near.iter().zip(&far).any(|(near, far)| !same(near, far)) || near.len() != far.len() {
             copy(&near, &far)?;
         }

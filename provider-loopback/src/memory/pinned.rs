@@ -1,4 +1,4 @@
-//! Pinned memory: the pages that were mapped at registration, like those of hardware.
+//! Pinned memory: the pages that were mapped at registration, as a hardware NIC pins them.
 //!
 //! A buffer registered with io_uring keeps its pages until it is unregistered, even if the
 //! application changes its mappings. READ_FIXED and WRITE_FIXED copy bytes between a scratch file
@@ -24,15 +24,19 @@ use super::{
     indirect::IndirectMemory,
 };
 
-/// The maximum number of bytes that one request copies.
-const SCRATCH: usize = 1 << 20;
+/// The size of the scratch file, and so the maximum number of bytes that one io_uring request
+/// copies.
+const SCRATCH_LEN: usize = 1 << 20;
 /// The maximum number of buffers of one io_uring. Further buffers use another io_uring.
-const SLOTS: u16 = 4096;
+const MAX_BUFFERS: u16 = 4096;
 /// The maximum size of an io_uring buffer.
-const BUFFER: u64 = 1 << 30;
+const MAX_BUFFER_LEN: u64 = 1 << 30;
 
-/// The number of retries of a request that the kernel refuses because memory is short.
-const REFUSALS: u32 = 1000;
+/// The maximum number of retries of an io_uring request that the kernel refuses because memory is
+/// short.
+const MAX_RETRIES: u32 = 1000;
+const RAISE_MEMLOCK: &str = "raise the locked-memory limit (`ulimit -l unlimited`, `docker run \
+                             --ulimit memlock=-1`, LimitMEMLOCK= in systemd), or close regions";
 
 /// The pinner of a domain's host memory.
 pub(in super::super) struct Pinner {
@@ -65,7 +69,7 @@ impl Pinner {
         let mut runs = Vec::new();
         let mut done = 0;
         while done < range.len() {
-            let len = (range.len() - done).min(BUFFER);
+            let len = (range.len() - done).min(MAX_BUFFER_LEN);
             let start = range.start().0 + done;
             let slot = Arc::new(self.pin_buffer(start, len, operation)?);
             runs.push(Run { start, len, slot });
@@ -74,7 +78,7 @@ impl Pinner {
         Ok(runs)
     }
 
-    fn pin_buffer(&self, start: u64, len: u64, operation: &'static str) -> Result<Slot> {
+    fn pin_buffer(&self, start: u64, len: u64, operation: &'static str) -> Result<PinnedBuffer> {
         loop {
             let ring = self.rings.lock().last().map(Arc::clone);
             if let Some(ring) = ring
@@ -83,9 +87,11 @@ impl Pinner {
                 return Ok(slot);
             }
             let mut rings = self.rings.lock();
-            // Regions that use a broken ring keep it alive.
+            // This drops the list's references to broken io_urings. A region that uses a broken
+            // io_uring keeps it alive.
             rings.retain(|ring| !ring.is_broken());
-            // A ring with free slots moves to the end of the list, which is tried first.
+            // The loop tries the last io_uring of the list first. So an io_uring with free slots
+            // moves to the end.
             match rings.iter().position(|ring| ring.has_room()) {
                 Some(at) => {
                     let last = rings.len() - 1;
@@ -103,13 +109,13 @@ impl fmt::Debug for Pinner {
     }
 }
 
-/// An io_uring with a table of buffers and a file to copy through.
+/// An io_uring with a table of registered buffers and a scratch file to copy through.
 ///
-/// One lock covers both transfers and pinning, so that a transfer through a ring waits while a long
-/// buffer is pinned with the same ring. A second lock would not change that: the kernel pins under
-/// the lock of the ring that every `io_uring_enter` takes too.
+/// One lock covers both transfers and pinning, so that a transfer through the io_uring waits while
+/// it pins a long buffer. A second lock would not change that: the kernel pins under the lock of
+/// the ring that every `io_uring_enter` takes too.
 ///
-/// A forked child shares the ring and the file with its parent: it must not touch them.
+/// A forked child shares the ring and the file with its parent, and so must not touch either.
 struct Ring {
     process: ProcessMark,
     state: Mutex<RingState>,
@@ -119,11 +125,11 @@ struct RingState {
     uring: IoUring,
     scratch: OwnedFd,
     free: Vec<u16>,
-    /// Set once a failed call has left a request in the queue.
+    /// True once a failed call has left a request in the io_uring's queue.
     ///
-    /// That request could copy bytes after its transfer has ended, and its completion could be
-    /// mistaken for that of a later request. So nothing is submitted to the ring any more. Buffers
-    /// can still be unregistered.
+    /// That request could copy bytes after its transfer has ended. Its completion could be mistaken
+    /// for the completion of a later request. So the NIC submits no more requests to the ring.
+    /// Buffers can still be unregistered.
     broken: bool,
 }
 
@@ -143,6 +149,7 @@ impl Ring {
                         libc::ENOSYS => {
                             "use a kernel with io_uring, and no seccomp filter that hides it"
                         }
+                        libc::ENOMEM => RAISE_MEMLOCK,
                         _ => "use Linux 5.19 or later: io_uring needs sparse buffer tables",
                     })
             }
@@ -150,17 +157,19 @@ impl Ring {
         let uring = IoUring::new(8).map_err(refuse("io_uring_setup"))?;
         uring
             .submitter()
-            .register_buffers_sparse(u32::from(SLOTS))
+            .register_buffers_sparse(u32::from(MAX_BUFFERS))
             .map_err(refuse("IORING_REGISTER_BUFFERS2"))?;
         let scratch = rustix::fs::memfd_create("hmem-scratch", MemfdFlags::CLOEXEC)
-            .and_then(|scratch| rustix::fs::ftruncate(&scratch, SCRATCH as u64).map(|()| scratch))
+            .and_then(|scratch| {
+                rustix::fs::ftruncate(&scratch, SCRATCH_LEN as u64).map(|()| scratch)
+            })
             .map_err(|errno| refuse("memfd_create")(errno.into()))?;
         Ok(Self {
             process: ProcessMark::current()?,
             state: Mutex::new(RingState {
                 uring,
                 scratch,
-                free: (0..SLOTS).rev().collect(),
+                free: (0..MAX_BUFFERS).rev().collect(),
                 broken: false,
             }),
         })
@@ -174,13 +183,14 @@ impl Ring {
         self.state.lock().broken
     }
 
-    /// Pins a buffer. Returns `None` if the table is full or the ring is broken.
+    /// Pins a buffer. Returns `None` if the io_uring's buffer table is full or the io_uring is
+    /// broken.
     fn pin(
         self: &Arc<Self>,
         start: u64,
         len: u64,
         operation: &'static str,
-    ) -> Result<Option<Slot>> {
+    ) -> Result<Option<PinnedBuffer>> {
         let mut state = self.state.lock();
         if state.broken {
             return Ok(None);
@@ -191,19 +201,19 @@ impl Ring {
             state.free.push(index);
             return Err(refused(&error, start, len, operation));
         }
-        Ok(Some(Slot { ring: Arc::clone(self), index }))
+        Ok(Some(PinnedBuffer { ring: Arc::clone(self), index }))
     }
 }
 
 impl RingState {
     fn update(&self, index: u16, vector: libc::iovec) -> std::io::Result<()> {
         // SAFETY: the kernel takes references to the pages that the vector names, or reports that
-        // it cannot. It does not rely on the addresses afterwards, so they may be unmapped
-        // while the buffer is registered; that is what this is for.
+        // it cannot. It does not rely on the addresses afterwards, so that the application may
+        // unmap them while the buffer is registered.
         unsafe { self.uring.submitter().register_buffers_update(u32::from(index), &[vector], None) }
     }
 
-    /// Runs one READ_FIXED or WRITE_FIXED on the scratch file and returns how many bytes it moved.
+    /// Executes one READ_FIXED or WRITE_FIXED request. Returns the number of bytes that it moved.
     ///
     /// # Errors
     /// The error of io_uring for the request. An error of `io_uring_enter` itself ends the use of
@@ -216,18 +226,20 @@ impl RingState {
                 .remedy("close the region and register it again"));
         }
         // SAFETY: the entry names a registered buffer and the scratch file, both of which outlive
-        // the request: this waits for its end under the ring's lock.
+        // the request: this function waits for the end of the request under the ring's lock.
         unsafe { self.uring.submission().push(entry) }.map_err(|_| {
             Error::new(ErrorKind::Driver, "io_uring submission").provider("loopback")
         })?;
-        let mut refusals = 0;
+        let mut retries = 0;
         loop {
             match self.uring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                // Memory is short for the moment.
-                Err(error) if error.raw_os_error() == Some(libc::EAGAIN) && refusals < REFUSALS => {
-                    refusals += 1;
+                // The kernel is short of memory for the moment.
+                Err(error)
+                    if error.raw_os_error() == Some(libc::EAGAIN) && retries < MAX_RETRIES =>
+                {
+                    retries += 1;
                     std::thread::yield_now();
                 }
                 Err(error) => {
@@ -257,7 +269,7 @@ fn refused(error: &std::io::Error, start: u64, len: u64, operation: &'static str
                 .context("limit", "RLIMIT_MEMLOCK")
                 .context("value", limit)
                 .context("requested", len)
-                .remedy("raise the locked-memory limit (ulimit -l), or close regions")
+                .remedy(RAISE_MEMLOCK)
         }
         libc::EFAULT => Error::new(ErrorKind::BadAddress, operation)
             .provider("loopback")
@@ -276,12 +288,12 @@ fn refused(error: &std::io::Error, start: u64, len: u64, operation: &'static str
 
 /// A registered buffer: its slot in the buffer table of an io_uring. Dropping the value unregisters
 /// the buffer.
-struct Slot {
+struct PinnedBuffer {
     ring: Arc<Ring>,
     index: u16,
 }
 
-impl Slot {
+impl PinnedBuffer {
     fn load(&self, address: u64, into: &mut [u8]) -> Result<()> {
         self.ring.process.check("transfer")?;
         let mut ring = self.ring.state.lock();
@@ -321,10 +333,10 @@ impl Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for PinnedBuffer {
     fn drop(&mut self) {
         if !self.ring.process.is_current() {
-            // In a forked child: the buffer is the parent's and stays registered.
+            // In a forked child, the buffer belongs to the parent and stays registered.
             return;
         }
         let mut state = self.ring.state.lock();
@@ -336,18 +348,18 @@ impl Drop for Slot {
     }
 }
 
-impl fmt::Debug for Slot {
+impl fmt::Debug for PinnedBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Slot({})", self.index)
+        write!(f, "PinnedBuffer({})", self.index)
     }
 }
 
-/// The pinned pages of contiguous addresses, in one buffer.
+/// The pinned pages of contiguous addresses, registered as one io_uring buffer.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Run {
     start: u64,
     len: u64,
-    slot: Arc<Slot>,
+    slot: Arc<PinnedBuffer>,
 }
 
 impl Run {
@@ -356,7 +368,8 @@ impl Run {
     }
 }
 
-/// The pinned pages of a region's piece. Positions are the application's addresses.
+/// The pinned pages of a region's piece. The argument `at` of its methods is an address of the
+/// application.
 #[derive(Debug)]
 pub(in super::super) struct Pinned {
     /// The pinned runs, disjoint and in address order.
@@ -389,14 +402,14 @@ impl Pinned {
         runs.sort_by_key(|run| run.start);
     }
 
-    /// Returns the buffer that contains an address, and the number of bytes from there that one
-    /// request can copy: at most `len`.
-    fn find(&self, at: u64, len: u64) -> Result<(Arc<Slot>, u64)> {
+    /// Returns the buffer that contains the address `at`. Also returns the number of bytes that one
+    /// request can copy from there, at most `len`.
+    fn find(&self, at: u64, len: u64) -> Result<(Arc<PinnedBuffer>, u64)> {
         let runs = self.runs.read();
         let after = runs.partition_point(|run| run.start <= at);
         let run = after.checked_sub(1).map(|index| &runs[index]).filter(|run| at < run.end());
         let run = run.ok_or_else(|| bad_address(at, len))?;
-        Ok((Arc::clone(&run.slot), len.min(run.end() - at).min(SCRATCH as u64)))
+        Ok((Arc::clone(&run.slot), len.min(run.end() - at).min(SCRATCH_LEN as u64)))
     }
 }
 
@@ -427,8 +440,8 @@ impl IndirectMemory for Pinned {
         Ok(at)
     }
 
-    /// Writes back through the application's mapping. Fails if that mapping shows other pages than
-    /// the pinned ones and cannot be written back.
+    /// Writes the bytes back to storage through the application's mapping. Fails if that mapping
+    /// shows pages other than the pinned pages and cannot be written back.
     fn persist(&self, at: u64, len: u64) -> Result<()> {
         Written { at, len, owned: false }.persist()
     }
@@ -442,28 +455,29 @@ impl IndirectMemory for Pinned {
 mod tests {
     use super::*;
 
-    /// A guard that replaces a ring's fd by one of `/dev/null`, and restores it on drop.
-    struct Away {
+    /// A guard that makes an io_uring's fd refer to `/dev/null`. Dropping the guard restores the
+    /// fd.
+    struct BrokenFd {
         ring: i32,
         kept: OwnedFd,
     }
 
-    impl Away {
+    impl BrokenFd {
         fn take(ring: &Ring) -> Self {
             use std::os::fd::BorrowedFd;
             let ring = ring.state.lock().uring.as_raw_fd();
             // SAFETY: the ring that the caller borrows has the fd open.
             let kept = unsafe { BorrowedFd::borrow_raw(ring) }.try_clone_to_owned().unwrap();
             let null = std::fs::File::open("/dev/null").unwrap();
-            // SAFETY: replaces what the fd means, which its owner finds out as a refused call.
+            // SAFETY: the fd stays open. The ring that owns it only sees its next call fail.
             assert_eq!(unsafe { libc::dup2(null.as_raw_fd(), ring) }, ring);
             Self { ring, kept }
         }
     }
 
-    impl Drop for Away {
+    impl Drop for BrokenFd {
         fn drop(&mut self) {
-            // SAFETY: gives the fd its old meaning back.
+            // SAFETY: the fd stays open, and refers to the ring's file again.
             assert_eq!(unsafe { libc::dup2(self.kept.as_raw_fd(), self.ring) }, self.ring);
         }
     }
@@ -480,7 +494,7 @@ mod tests {
         pinned.load(at, &mut back).unwrap();
         assert_eq!(back, [7; 16]);
         {
-            let _away = Away::take(&ring);
+            let _broken = BrokenFd::take(&ring);
             pinned.store(at, &[9; 8]).unwrap_err();
         }
         back = [0; 16];
@@ -488,7 +502,7 @@ mod tests {
         assert_eq!(back, [0; 16]);
         // SAFETY: the vector is alive; the NIC may have written to it.
         assert_eq!(unsafe { memory.as_ptr().read_volatile() }, 7, "the refused request ran later");
-        // Later registrations have another ring.
+        // Later registrations use another io_uring.
         let again = Pinned::new(pinner.pin(range, "test").unwrap());
         again.load(at, &mut back).unwrap();
         assert_eq!(back, [7; 16]);
@@ -496,7 +510,7 @@ mod tests {
         drop(pinned);
         assert_eq!(
             ring.state.lock().free.len(),
-            usize::from(SLOTS),
+            usize::from(MAX_BUFFERS),
             "a broken ring takes its buffers back"
         );
     }
@@ -509,7 +523,7 @@ mod tests {
         let range = AddressRange::of(&memory);
         let pinned = Pinned::new(pinner.pin(range, "test").unwrap());
         let at = range.start().0;
-        // SAFETY: the child calls what is tested and leaves by `_exit`.
+        // SAFETY: the child only calls the code under test and exits by `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let alone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -518,7 +532,8 @@ mod tests {
                     pinned.load(at, &mut [0; 16]),
                     pinned.store(at, &[9; 16]),
                 ];
-                // SAFETY: the original is in the parent; this process leaves without using it.
+                // SAFETY: the child drops its copy once, and exits without using the original
+                // value.
                 drop(unsafe { std::ptr::read(&raw const pinned) });
                 kinds.iter().all(|refused| {
                     refused.as_ref().is_err_and(|error| error.kind() == ErrorKind::BadState)
@@ -528,7 +543,7 @@ mod tests {
             unsafe { libc::_exit(i32::from(!alone.unwrap_or(false))) };
         }
         let mut status = 0;
-        // SAFETY: waits for the child that was just made.
+        // SAFETY: `child` is the process that was just forked.
         assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
         assert_eq!(status, 0);
         let mut back = [0; 16];

@@ -1,5 +1,5 @@
-//! Helpers of the loopback tests: domains, connected endpoints, and requests that complete before
-//! the helper returns.
+//! Helpers of the loopback tests: domains, connected endpoints, and requests. A helper that
+//! executes a request returns after the request has completed.
 
 #![allow(dead_code, reason = "each suite uses a part of it")]
 
@@ -41,9 +41,10 @@ pub(crate) fn domain(provider: &Loopback, mode: MrMode) -> Arc<dyn ProviderDomai
     provider.open_domain(&request(mode)).unwrap()
 }
 
-/// The attributes of a registration. By default the region is enabled and has every right.
+/// The attributes of a registration. By default the region is enabled and has every right except
+/// COLLECTIVE.
 #[derive(Clone)]
-pub(crate) struct How {
+pub(crate) struct RegAttr {
     pub(crate) access: Access,
     pub(crate) flags: MrFlags,
     pub(crate) key: KeyRequest,
@@ -52,7 +53,7 @@ pub(crate) struct How {
     pub(crate) enabled: bool,
 }
 
-impl How {
+impl RegAttr {
     pub(crate) fn key(number: u64) -> Self {
         Self {
             access: all_rights(),
@@ -99,7 +100,8 @@ impl How {
         domain: &dyn ProviderDomain,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        // SAFETY: the tests keep their memory until they have deregistered it, or say why not.
+        // SAFETY: the tests keep their memory until they have deregistered it. A test that does not
+        // explains why that is sound.
         unsafe { domain.register(&self.request(), pieces) }
     }
 }
@@ -114,8 +116,8 @@ pub(crate) fn range_of(bytes: &Buffer) -> AddressRange {
     AddressRange::new(bytes.address(), bytes.len() as u64).unwrap()
 }
 
-/// Bytes at a fixed, page-aligned address. The NIC changes them too, so that they are accessed only
-/// through pointers.
+/// Bytes at a fixed, page-aligned address. The NIC changes the bytes too, so that the tests access
+/// them only through pointers.
 pub(crate) struct Buffer {
     start: *mut u8,
     len: usize,
@@ -269,12 +271,12 @@ impl End {
         peer: PeerId,
         context: u64,
     ) -> Result<()> {
-        // SAFETY: the suites keep the buffers of their requests until the completions, which they
-        // wait for.
+        // SAFETY: the tests keep the buffers of their requests until they have read the
+        // completions.
         unsafe { self.endpoint.post(&WorkRequest { operation, local, peer, context }) }
     }
 
-    /// Waits for the next completion.
+    /// Waits for the next completion of this endpoint, and returns it.
     pub(crate) fn next(&self) -> Completion {
         let mut out = Vec::new();
         loop {
@@ -293,7 +295,7 @@ impl End {
         out.pop()
     }
 
-    /// Posts a request and waits for its completion.
+    /// Posts a request and waits for its completion. Returns the completion's result.
     pub(crate) fn run(
         &self,
         operation: Operation<'_>,
@@ -357,12 +359,12 @@ impl End {
     }
 }
 
-/// Returns the remote key of a zero-based region.
+/// Returns a remote key for a zero-based region of `len` bytes.
 pub(crate) fn remote(region: ProviderRegion, len: u64) -> RemoteKey {
     RemoteKey::new(Addressing::ZeroBased, Iova(0), len, region.key)
 }
 
-/// Returns the remote key of a region with virtual addresses.
+/// Returns a remote key for a region that peers address by virtual addresses.
 pub(crate) fn remote_virtual(region: ProviderRegion, range: AddressRange) -> RemoteKey {
     RemoteKey::new(Addressing::Virtual, Iova(range.start().0), range.len(), region.key)
 }
@@ -381,7 +383,7 @@ pub(crate) struct Pair {
     pub(crate) provider: Loopback,
     pub(crate) here: End,
     pub(crate) there: End,
-    /// The peer number of `there` at `here`.
+    /// The peer id of `there` in requests of `here`.
     pub(crate) to: PeerId,
 }
 

@@ -1,6 +1,7 @@
 //! A macro for test copy engines that complete each copy before they return.
 
-/// Implements the asynchronous copies of a copy engine by copies that complete at once.
+/// Implements the asynchronous copy methods of a copy engine. Each copy has completed when its
+/// method returns.
 macro_rules! waiting_copies {
     () => {
         unsafe fn start_read(
@@ -29,7 +30,7 @@ macro_rules! waiting_copies {
             len: u64,
         ) -> hmem_core::Result<Box<dyn hmem_core::iface::CopyEvent>> {
             let from = std::ptr::with_exposed_provenance::<u8>(from.0 as usize);
-            // SAFETY: the caller vouches for `len` readable bytes that nobody writes meanwhile.
+            // SAFETY: the caller vouches for `len` readable bytes that no thread writes meanwhile.
             self.write(offset, unsafe { std::slice::from_raw_parts(from, len as usize) })?;
             Ok(Box::new(hmem_core::iface::FinishedCopy(Ok(()))))
         }

@@ -1,4 +1,5 @@
-//! A libibverbs whose calls do nothing. The time of a call is then this crate's own.
+//! A fake libibverbs with functions that do nothing. The measured time of a call is then the time
+//! of this crate's own code.
 
 use std::{
     cell::{Cell, RefCell},
@@ -25,7 +26,7 @@ pub(crate) extern "C" fn reg_mr(
     length: usize,
     _access: c_int,
 ) -> *mut Mr {
-    // Reuses the last region, as allocation is not measured.
+    // The last region is reused, so that the time of an allocation is not measured.
     let kept = REGION.take();
     let mr = if kept.is_null() {
         Box::into_raw(Box::new(Mr {
@@ -60,7 +61,7 @@ pub(crate) extern "C" fn post_send(
     request: *mut SendWr,
     _bad: *mut *mut SendWr,
 ) -> c_int {
-    // SAFETY: the caller gives a live queue pair and a chain of requests.
+    // SAFETY: the caller passes a live queue pair and a chain of requests.
     unsafe {
         let mut request = request;
         while !request.is_null() {
@@ -78,7 +79,7 @@ pub(crate) extern "C" fn poll_cq(_cq: *mut Cq, most: c_int, out: *mut Wc) -> c_i
             && let Some((wr_id, qp_num)) = posted.pop_front()
         {
             let done = Wc { wr_id, qp_num, status: WcStatus::IBV_WC_SUCCESS, ..Wc::default() };
-            // SAFETY: the caller gives room for `most`.
+            // SAFETY: the caller passes an array of `most` completions.
             unsafe { *out.add(count as usize) = done };
             count += 1;
         }
@@ -88,7 +89,7 @@ pub(crate) extern "C" fn poll_cq(_cq: *mut Cq, most: c_int, out: *mut Wc) -> c_i
 
 pub(crate) extern "C" fn open_device(device: *mut Device) -> *mut Context {
     let context = fake::context(device);
-    // SAFETY: it was made just now.
+    // SAFETY: this function allocated the context just now.
     let ops = unsafe { &mut (*context).ops };
     ops.post_send = Some(post_send);
     ops.poll_cq = Some(poll_cq);
@@ -98,7 +99,7 @@ pub(crate) extern "C" fn open_device(device: *mut Device) -> *mut Context {
 extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr) -> c_int {
     let (state, max_msg_sz, active_mtu) = (PortState::IBV_PORT_ACTIVE, 1 << 30, 3);
     let link_layer = LinkLayer::IBV_LINK_LAYER_INFINIBAND;
-    // SAFETY: the caller gives a place for the attributes.
+    // SAFETY: the caller passes a writable structure for the attributes.
     unsafe {
         *attr = PortAttr { state, max_msg_sz, active_mtu, link_layer, ..PortAttr::default() }
     };
@@ -112,12 +113,12 @@ extern "C" fn create_cq(
     _: *mut CompChannel,
     _: c_int,
 ) -> *mut Cq {
-    // SAFETY: all zeros is a value of this plain structure.
+    // SAFETY: all zeros is a valid value of this plain structure.
     Box::into_raw(Box::new(unsafe { mem::zeroed() }))
 }
 
 extern "C" fn create_qp(_pd: *mut Pd, _attr: *mut QpInitAttr) -> *mut Qp {
-    // SAFETY: all zeros is a value of this plain structure.
+    // SAFETY: all zeros is a valid value of this plain structure.
     let mut qp: Qp = unsafe { mem::zeroed() };
     qp.qp_num = 77;
     Box::into_raw(Box::new(qp))
@@ -133,12 +134,12 @@ extern "C" fn query_qp(
     _mask: c_int,
     _init: *mut QpInitAttr,
 ) -> c_int {
-    // SAFETY: the caller gives a place for the attributes.
+    // SAFETY: the caller passes a writable structure for the attributes.
     unsafe { (*attr).qp_state = QpState::IBV_QPS_RTS };
     0
 }
 
-/// Returns the function table of this library, which has one device.
+/// Returns the function table of the fake library, which has one device.
 pub(crate) fn functions() -> Functions {
     fake::functions();
     let own = |name: &str| {

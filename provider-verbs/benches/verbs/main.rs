@@ -1,12 +1,16 @@
-//! Overhead of this crate over verbs: register and close against `ibv_reg_mr` and `ibv_dereg_mr`,
-//! post and poll against the driver's own calls, in turns in one run. It runs over a library that
+//! Overhead of this crate over direct verbs calls. The benchmark compares registering and closing a
+//! region with `ibv_reg_mr` and `ibv_dereg_mr`, and posting and polling with the driver's own
+//! calls. Calls of both sides alternate in one run. The benchmark runs over a fake library that
 //! does nothing, and over the device that `HMEM_VERBS_DEVICE` names.
 //!
-//! Instructions, over the library that does nothing:
+//! The following command counts the instructions of registering and closing a region over the fake
+//! library. Divide the count by the number of rounds that the benchmark prints.
+//!
 //! `valgrind --tool=callgrind --toggle-collect='*register_and_close*'
-//! TARGET/release/deps/verbs-HASH count`, divided by the number of rounds that it prints;
-//! `*post_and_read*` likewise, and `*register_and_release*` and `*post_and_poll*` for the
-//! raw calls.
+//! TARGET/release/deps/verbs-HASH count`
+//!
+//! The pattern `*post_and_read*` counts those of a transfer. The patterns `*register_and_release*`
+//! and `*post_and_poll*` count those of the direct calls.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -36,7 +40,7 @@ use hmem_provider_verbs::{
 };
 use raw::{RawPair, RawRegistration, RawWrite};
 
-/// A page-aligned buffer that never moves.
+/// A page-aligned buffer with a fixed address.
 struct Pages {
     start: u64,
     _bytes: Vec<u8>,
@@ -54,7 +58,7 @@ impl Pages {
     }
 }
 
-/// The measured operations through hmem's API.
+/// Objects of hmem's API on which the benchmark measures its operations.
 struct Ours {
     domain: Domain,
     cq: Arc<dyn CompletionQueue>,
@@ -62,7 +66,8 @@ struct Ours {
 }
 
 const RIGHTS: Access = Access::READ.union(Access::WRITE).union(Access::REMOTE_WRITE);
-/// The verbs flags for [`RIGHTS`]. They include atomics, as REMOTE_WRITE of fi_mr(3) does.
+/// The verbs flags for [`RIGHTS`]. They include REMOTE_ATOMIC, since REMOTE_WRITE of fi_mr(3) also
+/// grants atomics.
 const FLAGS: AccessFlags =
     AccessFlags::LOCAL_WRITE.union(AccessFlags::REMOTE_WRITE).union(AccessFlags::REMOTE_ATOMIC);
 
@@ -112,7 +117,8 @@ impl Ours {
     }
 }
 
-/// Measures both variants alternately, for one round. Returns the times of each.
+/// Runs both closures alternately for `rounds` rounds. Returns the mean time in nanoseconds of one
+/// call of `raw` and of `ours`, for each round.
 fn in_turns(
     rounds: usize,
     times: u32,
@@ -146,11 +152,12 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Limit of the overhead over the raw call.
+/// Maximum overhead of hmem over the raw verbs call.
 enum Goal {
-    /// Limit in nanoseconds, and as a fraction of the raw call. The larger of the two applies.
+    /// Limit in nanoseconds, and limit as a fraction of the raw call's time. The larger limit
+    /// applies.
     Adds(f64, f64),
-    /// No limit: the row is only for information.
+    /// No limit: the report prints the times only for information.
     None,
 }
 
@@ -181,7 +188,8 @@ fn over_nothing(count: bool) {
     let own_name = ours.endpoint.name();
     ours.endpoint.resolve(&own_name).expect("connect");
     let pages = Pages::new(1 << 16);
-    // Different from the region below: the library derives keys from addresses.
+    // This address differs from that of the region below: the fake library derives keys from
+    // addresses.
     let range = AddressRange::new(Address(pages.start + 8192), 4096).expect("inside the pages");
     let raw =
         RawRegistration { reg_mr: bare::reg_mr, dereg_mr: bare::dereg_mr, pd: ptr::null_mut() };
@@ -225,7 +233,7 @@ fn over_nothing(count: bool) {
 }
 
 fn zeroed_pair() -> hmem_provider_verbs::sys::Qp {
-    // SAFETY: all zeros is a value of this plain structure.
+    // SAFETY: all zeros is a valid value of this plain structure.
     unsafe { std::mem::zeroed() }
 }
 
@@ -300,7 +308,7 @@ fn over_device(device: &str) {
     for (what, len, times) in
         [("write 8 B: post and poll", 8_u32, 200), ("write 4 KiB: post and poll", 4096, 100)]
     {
-        // SAFETY: both were registered just now.
+        // SAFETY: both regions were registered just now.
         let (lkey, rkey) = unsafe { ((*from_mr).lkey, (*to_mr).rkey) };
         let write = RawWrite {
             qp: pair.near.0,

@@ -1,4 +1,5 @@
-//! Verbs calls as in a C program, the reference for this crate's calls.
+//! Direct verbs calls like those of a C program. The benchmark compares this crate's calls with
+//! them.
 
 use std::{
     ffi::{c_int, c_void},
@@ -35,7 +36,7 @@ fn find<T: Copy>(name: &std::ffi::CStr) -> T {
     }
 }
 
-/// Raw registration calls in one protection domain.
+/// Direct calls of `ibv_reg_mr` and `ibv_dereg_mr` in one protection domain.
 #[derive(Clone, Copy)]
 pub(crate) struct RawRegistration {
     pub(crate) reg_mr: RegMr,
@@ -44,7 +45,7 @@ pub(crate) struct RawRegistration {
 }
 
 impl RawRegistration {
-    /// Creates the calls for the protection domain of a provider's domain.
+    /// Looks up `ibv_reg_mr` and `ibv_dereg_mr`, for calls with the protection domain of `domain`.
     pub(crate) fn of(domain: &VerbsDomain) -> Self {
         Self {
             reg_mr: find(c"ibv_reg_mr"),
@@ -63,7 +64,7 @@ impl RawRegistration {
     }
 
     pub(crate) fn release(&self, mr: *mut Mr) {
-        // SAFETY: it was registered by `register`, and is released once.
+        // SAFETY: `register` returned the region, and each caller releases it once.
         assert_eq!(unsafe { (self.dereg_mr)(mr) }, 0, "ibv_dereg_mr");
     }
 
@@ -102,7 +103,8 @@ impl RawWrite {
                 (ops.post_send.expect("a driver posts"), ops.poll_cq.expect("a driver polls"));
             assert_eq!(post(self.qp, &mut request, &mut bad), 0, "ibv_post_send");
             while poll(self.cq, 1, &mut done) == 0 {
-                // A software NIC executes requests on a CPU: let its thread run.
+                // A software NIC executes requests on a CPU, so this thread yields to the NIC's
+                // thread.
                 std::thread::yield_now();
             }
         }
@@ -110,7 +112,7 @@ impl RawWrite {
     }
 }
 
-/// Two connected queue pairs of one device, created like in the rdma-core examples.
+/// Two connected queue pairs of one device, created as in the examples of rdma-core.
 pub(crate) struct RawPair {
     pub(crate) near: (*mut Qp, *mut Cq),
     pub(crate) context: *mut Context,

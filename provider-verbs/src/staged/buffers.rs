@@ -23,7 +23,7 @@ use crate::{
     sys::AccessFlags,
 };
 
-/// The staging buffers of a domain. They are allocated when a region first needs them.
+/// The staging buffers of a domain. They are allocated when the first staged region is registered.
 #[derive(Debug)]
 pub(crate) struct Staging {
     attr: StagingAttr,
@@ -49,7 +49,8 @@ impl Staging {
         self.regions.load(Ordering::Acquire) > 0
     }
 
-    /// Registers memory as a staged region, which the NIC accesses only through copies.
+    /// Registers memory as a staged region. The NIC accesses staging buffers, and the provider
+    /// copies between the buffers and the region.
     pub(crate) fn register(
         &self,
         registrar: &Registrar<'_>,
@@ -110,8 +111,8 @@ impl Staging {
         Ok(())
     }
 
-    /// Closes a staged region: no further copy of it starts. Copies in flight continue until
-    /// [`ActiveLanes::abandon_closed`](super::lane::ActiveLanes::abandon_closed).
+    /// Closes a staged region, so that no new copy of its memory starts. Copies in flight continue
+    /// until [`ActiveLanes::abandon_closed`](super::lane::ActiveLanes::abandon_closed).
     pub(crate) fn close(&self, region: &StagedRegion) {
         self.regions.fetch_sub(1, Ordering::AcqRel);
         region.close();
@@ -122,6 +123,6 @@ impl Staging {
 fn numa_node(device: &str) -> Option<u32> {
     let text =
         fs::read_to_string(format!("/sys/class/infiniband/{device}/device/numa_node")).ok()?;
-    // -1 means no node.
+    // The kernel writes -1 for a device without a node, which does not parse as `u32`.
     text.trim().parse().ok()
 }

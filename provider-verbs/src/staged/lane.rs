@@ -1,21 +1,22 @@
-//! Lanes: queues of the requests in one direction of an endpoint that has staged transfers.
+//! Lanes: queues of the requests in one direction of an endpoint that has staged transfers. An
+//! entry is a request in a lane.
 //!
-//! The NIC runs requests in the order of their posts, and so does a lane. It posts a request's
+//! The NIC runs requests in the order of their posts, and so does a lane. A lane posts a request's
 //! chunks after all chunks of earlier requests, and completes requests in that order. While a lane
-//! has entries, each new request goes through it, staged or not. A failed request in a lane ends
-//! the connection and cancels the requests behind it.
+//! has entries, each new request goes through the lane, staged or not. A failed request in a lane
+//! ends the connection and cancels the requests behind it.
 //!
-//! A request takes buffers after the requests before it have all of theirs, so that no circle of
-//! waiting requests arises. A request behind a message also waits for the receiver. Its buffers
-//! then come from the share of messages, not from the share of RMA.
+//! A request takes staging buffers only after all earlier requests have theirs, which rules out a
+//! deadlock of requests that wait for buffers. A request behind a message also waits for the
+//! receiver. Its buffers then come from the share of messages, not from the share of RMA.
 //!
-//! A post steps its lane. A reader of any completion queue steps all lanes of the device: a
+//! A post advances its lane. A reader of any completion queue advances all lanes of the device: a
 //! transfer may wait for buffers of a transfer with an unread queue.
 //!
 //! # Sleep
 //!
 //! A thread may sleep for a completion queue while lanes have entries: the NIC wakes the thread
-//! when a request completes to the queue. It must not sleep while a lane needs calls (see
+//! when a request completes to the queue. The thread must not sleep while a lane needs calls (see
 //! [`ActiveLanes::need_calls`]). Three calls can make a lane need calls, and then make the queues'
 //! fds readable: a post, a cancellation, and the close of a region.
 
@@ -46,7 +47,8 @@ use crate::{
     ready::Ready,
 };
 
-/// The two lanes of an endpoint: one for sends and one for receives.
+/// The two lanes (queues of requests) of an endpoint that has staged transfers: one for sends and
+/// one for receives.
 pub(crate) struct Lanes {
     poster: Arc<Poster>,
     queues: Queues,
@@ -56,13 +58,13 @@ pub(crate) struct Lanes {
 }
 
 struct Lane {
-    /// Number of entries. It changes only while `entries` is locked.
+    /// Number of requests in the lane. The number changes only while `entries` is locked.
     busy: AtomicUsize,
     entries: Mutex<VecDeque<Entry>>,
-    /// Number that the next entry gets.
+    /// Number that the next request in the lane gets.
     next: AtomicU64,
-    /// Results of posted requests, which the poster writes. No other lock is taken while this one
-    /// is held.
+    /// Results of posted requests, which the [`Poster`] writes. A thread that holds this lock takes
+    /// no other lock.
     mail: Arc<Mutex<Mail>>,
 }
 
@@ -80,7 +82,8 @@ impl Lane {
         self.busy.load(Ordering::Acquire) > 0
     }
 
-    /// Applies the results that the poster has written. Returns whether there were any.
+    /// Applies the results and the cancellation in `mail` to the lane's requests. Returns whether
+    /// `mail` held any.
     fn take_mail(&self, entries: &mut VecDeque<Entry>) -> bool {
         let (ended, canceled_before) = {
             let mut mail = self.mail.lock();
@@ -118,7 +121,8 @@ impl Lanes {
         self.send.is_busy() || self.receive.is_busy()
     }
 
-    /// Cancels all entries. Requests that the NIC already processes still complete.
+    /// Cancels all requests in both lanes. Work requests that the NIC already processes still
+    /// complete.
     pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
             lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);
@@ -126,8 +130,8 @@ impl Lanes {
         self.queues.ring();
     }
 
-    /// Returns true if a request must go through a lane: it names staged memory, or earlier
-    /// requests are in the lane.
+    /// Returns true if a request must go through a lane, because the request names staged memory or
+    /// earlier requests are in the lane.
     #[inline]
     pub(crate) fn takes(&self, request: &WorkRequest<'_>) -> bool {
         if self.of(kind_of(&request.operation)).is_busy() {
@@ -138,7 +142,7 @@ impl Lanes {
             && request.local.iter().any(|segment| domain.regions.is_staged(segment))
     }
 
-    /// Adds a request to the lane of its direction.
+    /// Adds a request to the lane for sends or the lane for receives.
     pub(crate) fn post(self: &Arc<Self>, request: &WorkRequest<'_>) -> Result<()> {
         let kind = kind_of(&request.operation);
         let cap = || Ok(self.poster.lock().connection.open()?.cap);
@@ -154,7 +158,7 @@ impl Lanes {
                 .domain
                 .refuse_post(ErrorKind::Again, "the queue is full: read completions"));
         }
-        // An earlier failure must not cancel this request, so it is handled first.
+        // An earlier failure must not cancel this request, so the lane handles that failure first.
         self.step(lane, &mut entries);
         let number = lane.next.fetch_add(1, Ordering::AcqRel);
         let (context, takes_receive) = (request.context, takes_receive(&request.operation));
@@ -171,11 +175,11 @@ impl Lanes {
         Ok(())
     }
 
-    /// Steps both lanes. Returns the number of requests that ended.
+    /// Advances the requests in both lanes. Returns the number of requests that ended.
     fn step_all(&self) -> usize {
         let mut ended = 0;
         for lane in [&self.send, &self.receive] {
-            // Another thread that holds the lock steps the lane.
+            // If another thread holds the lock, that thread advances the lane.
             if lane.is_busy()
                 && let Some(mut entries) = lane.entries.try_lock()
             {
@@ -190,24 +194,25 @@ impl Lanes {
         self.hand_out(lane, entries)
     }
 
-    /// Returns whether one of the two lanes has entries and completes to another queue than
+    /// Returns whether one of the two lanes has requests that complete to another queue than
     /// `queue`.
     fn is_busy_beside(&self, queue: &Arc<CqState>) -> bool {
         self.send.is_busy() && !Arc::ptr_eq(&self.queues.tx, queue)
             || self.receive.is_busy() && !Arc::ptr_eq(&self.queues.rx, queue)
     }
 
-    /// Returns whether a reader of `queue` must step these lanes, although the NIC reports no
-    /// event.
+    /// Advances the requests in both lanes. Returns true if a reader of `queue` must not wait for
+    /// an event of the NIC, but must advance the lanes again.
     ///
-    /// `others_busy` says whether a lane of another queue was busy before this call.
+    /// `others_busy` is true if lanes of other completion queues had requests before this call.
+    /// These lanes may hold the staging buffers that the lanes of `queue` wait for.
     fn need_calls(&self, queue: &Arc<CqState>, others_busy: bool) -> bool {
         [(&self.send, &self.queues.tx), (&self.receive, &self.queues.rx)].into_iter().any(
             |(lane, completes_to)| {
                 if !lane.is_busy() {
                     return false;
                 }
-                // Another thread holds the lock, and may leave work.
+                // Another thread holds the lock, and may leave work to do.
                 let Some(mut entries) = lane.entries.try_lock() else { return true };
                 let progressed = self.advance(lane, &mut entries);
                 self.hand_out(lane, &mut entries);
@@ -223,8 +228,8 @@ impl Lanes {
         )
     }
 
-    /// Advances the entries of a lane as far as possible without waiting. Returns whether anything
-    /// changed.
+    /// Advances the requests of a lane as far as possible without waiting. Returns whether a
+    /// request changed.
     fn advance(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
         let mut progressed = lane.take_mail(entries);
         let (mut may_begin, mut may_post, mut failed) = (true, true, false);
@@ -287,8 +292,8 @@ impl Lanes {
         }
     }
 
-    /// Ends the connection after a failure on this side, so that the peer gets none of the requests
-    /// after the failed one.
+    /// Ends the connection after a failure on this side, so that the peer receives no request that
+    /// follows the failed request.
     fn end_connection(&self) {
         let connection = &mut self.poster.lock().connection;
         if !connection.has_failed() {
@@ -296,7 +301,8 @@ impl Lanes {
         }
     }
 
-    /// Moves the completions of ended entries to their queue, in order. Returns their number.
+    /// Moves the completions of ended requests to their completion queue, in order. Returns the
+    /// number of completions.
     fn hand_out(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
         let mut ended = 0;
         while entries.front().is_some_and(Entry::is_over)
@@ -311,8 +317,8 @@ impl Lanes {
         ended
     }
 
-    /// Ends every entry. The caller has made sure that the NIC processes no request of the
-    /// endpoint.
+    /// Ends every request in both lanes. The caller must ensure that the NIC processes no request
+    /// of the endpoint.
     pub(crate) fn shut(&self) {
         for lane in [&self.send, &self.receive] {
             let mut entries = lane.entries.lock();
@@ -327,7 +333,7 @@ impl Lanes {
         }
     }
 
-    /// Stops the transfers that use closed regions.
+    /// Fails the transfers that use closed regions. Waits for their copies in flight.
     fn abandon_closed(&self) {
         let mut stopped = false;
         for lane in [&self.send, &self.receive] {
@@ -350,7 +356,8 @@ impl Lanes {
     }
 }
 
-/// The lanes of a device that have entries, and all completion queues of the device.
+/// The lanes (queues of staged transfers) of a device that are not empty, and all completion queues
+/// of the device.
 #[derive(Default)]
 pub(crate) struct ActiveLanes {
     count: AtomicUsize,
@@ -359,7 +366,8 @@ pub(crate) struct ActiveLanes {
 }
 
 impl ActiveLanes {
-    /// Adds a completion queue of the device. Its readers step the lanes.
+    /// Adds a completion queue of the device. The queue's readers advance the lanes (queues of
+    /// staged transfers).
     pub(crate) fn add_queue(&self, queue: &Arc<Ready>) {
         let mut queues = self.queues.lock();
         queues.retain(|queue| queue.strong_count() > 0);
@@ -375,31 +383,33 @@ impl ActiveLanes {
         self.count.store(active.len(), Ordering::Release);
     }
 
-    /// Wakes the threads that wait for any queue of the device. Each of them steps the lanes.
+    /// Wakes the threads that wait for any completion queue of the device. Each of these threads
+    /// then advances the staged transfers of the device.
     fn ring(&self) {
         self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|queue| queue.ring());
     }
 
-    /// Returns whether a reader of `queue` must not sleep, because a transfer advances only during
-    /// calls.
+    /// Returns whether a reader of `queue` must not sleep, because a staged transfer advances only
+    /// during calls of the application.
     ///
     /// The NIC wakes the reader for completions of `queue` only. Four things need calls:
     ///
     /// - Copies in flight: a copy engine does not announce their end.
-    /// - Entries of a lane that completes to `queue` and waits for buffers, while a lane of another
-    ///   queue is busy. That lane may hold the buffers.
-    /// - Entries of a send lane of another queue that are not posted. The peer may wait for them,
+    /// - Requests of a lane that completes to `queue` and waits for buffers, while a lane of
+    ///   another queue is busy. That lane may hold the buffers.
+    /// - Requests of a send lane of another queue that are not posted. The peer may wait for them,
     ///   and their own queue may have no reader.
-    /// - Lanes that another thread is stepping, and lanes that this call could step.
+    /// - Lanes that another thread is advancing, and lanes that this call could advance.
     ///
-    /// Requests on the wire need none. A receive may stay there for as long as the peer likes.
+    /// Requests that the NIC processes need no calls. A posted receive may wait for its peer
+    /// without limit.
     pub(crate) fn need_calls(&self, queue: &Arc<CqState>) -> bool {
         if self.count.load(Ordering::Acquire) == 0 {
             return false;
         }
         let lanes = self.list();
-        // Evaluated before the lanes of this queue are stepped: a lane that is idle here has
-        // released its buffers, and the step finds them.
+        // `others_busy` is computed before the lanes of `queue` advance. A lane that is idle now
+        // has released its buffers already, so the lanes of `queue` can use them.
         let others_busy = lanes.iter().any(|lanes| lanes.is_busy_beside(queue));
         lanes.iter().any(|lanes| lanes.need_calls(queue, others_busy))
     }
@@ -408,7 +418,7 @@ impl ActiveLanes {
         self.lanes.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Steps all lanes of the device. Returns the number of requests that ended.
+    /// Advances all lanes of the device. Returns the number of requests that ended.
     #[inline]
     pub(crate) fn progress(&self) -> usize {
         if self.count.load(Ordering::Acquire) == 0 {
@@ -417,19 +427,20 @@ impl ActiveLanes {
         let mut ended = 0;
         for lanes in self.list() {
             if let Err(error) = lanes.queues.drain() {
-                // The reader of that queue gets the same error.
+                // A reader of that queue gets the same error.
                 tracing::debug!(%error, "cannot read a queue with staged transfers");
             }
             ended += lanes.step_all();
         }
-        // A lane that becomes busy adds itself afterwards, under this lock.
+        // If a post fills an idle lane meanwhile, that post adds the lane to the list again under
+        // this lock.
         let mut active = self.lanes.lock();
         active.retain(|lanes| lanes.upgrade().is_some_and(|lanes| lanes.is_busy()));
         self.count.store(active.len(), Ordering::Release);
         ended
     }
 
-    /// Stops the transfers that use closed regions. Waits for their copies in flight.
+    /// Fails the transfers that use closed regions. Waits for their copies in flight.
     pub(crate) fn abandon_closed(&self) {
         for lanes in self.list() {
             lanes.abandon_closed();

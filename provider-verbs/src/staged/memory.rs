@@ -9,7 +9,7 @@ use hmem_core::{
     Address, AddressRange, Error, ErrorKind, Result, iface::CopyEvent, provider::StagedMemory,
 };
 
-/// A piece of memory of a staged region. Copies fail once the region is closed.
+/// A piece of a staged region's memory. New copies fail once the region is closed.
 #[derive(Debug)]
 pub(crate) struct StagedPiece {
     memory: Arc<dyn StagedMemory>,
@@ -50,7 +50,7 @@ impl StagedMemory for StagedPiece {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         self.check()?;
-        // SAFETY: passed on to the caller.
+        // SAFETY: this function has the contract of the call, and the caller follows it.
         unsafe { self.memory.start_read(offset, into, len) }
     }
 
@@ -61,7 +61,7 @@ impl StagedMemory for StagedPiece {
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
         self.check()?;
-        // SAFETY: passed on to the caller.
+        // SAFETY: this function has the contract of the call, and the caller follows it.
         unsafe { self.memory.start_write(offset, from, len) }
     }
 }
@@ -80,8 +80,8 @@ impl StagedRegion {
         Self { pieces: pieces.map(piece).collect() }
     }
 
-    /// Splits a local segment where a piece ends. Each run is a piece, an offset in the piece, and
-    /// a length. Returns `None` if the segment is not inside the region.
+    /// Splits `left` bytes from `address` on where a piece ends. Each run is a piece, an offset in
+    /// the piece, and a length. Returns `None` if the region does not contain all of the bytes.
     pub(super) fn runs(
         &self,
         mut address: Address,
@@ -99,7 +99,7 @@ impl StagedRegion {
         Some(runs)
     }
 
-    /// Closes the region. No further copy starts.
+    /// Closes the region, so that no new copy starts.
     pub(crate) fn close(&self) {
         for (_, piece) in &self.pieces {
             piece.closed.store(true, Ordering::Release);

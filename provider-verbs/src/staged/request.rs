@@ -1,5 +1,5 @@
-//! Requests that wait in a lane. They own copies of the caller's lists, as the caller may reuse the
-//! lists once `post` returns.
+//! Requests that wait in a lane. They own copies of the caller's lists, since the caller may reuse
+//! the lists once `post` returns.
 
 use std::sync::Arc;
 
@@ -14,15 +14,15 @@ use hmem_p2p::staging::{Run, View};
 
 use super::memory::StagedPiece;
 
-/// A piece of a peer's memory, copied from a request.
+/// An owned copy of a [`RemoteSegment`], a piece of a peer's memory.
 #[derive(Clone, Debug)]
-pub(super) struct Far {
+pub(super) struct OwnedRemoteSegment {
     address: Iova,
     len: u64,
     key: RemoteKey,
 }
 
-impl Far {
+impl OwnedRemoteSegment {
     fn of(segment: &RemoteSegment<'_>) -> Self {
         Self { address: segment.address, len: segment.len, key: segment.key.clone() }
     }
@@ -48,17 +48,19 @@ pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
 #[derive(Debug)]
 pub(super) enum Movement {
     /// A write. Its last chunk carries the immediate data, if there is any.
-    Write(Vec<Far>, Option<u64>),
-    Read(Vec<Far>),
+    Write(Vec<OwnedRemoteSegment>, Option<u64>),
+    Read(Vec<OwnedRemoteSegment>),
     Send(Option<RemoteKey>),
     SendImmediate(u64),
     Receive,
 }
 
 impl Movement {
-    /// Returns the movement for an operation, and the right that it needs on local memory.
+    /// Copies an operation, and returns it with the right that it needs on local memory. Returns
+    /// `None` for an operation that staged memory does not support.
     pub(super) fn of(operation: &Operation<'_>) -> Option<(Self, Access)> {
-        let far_list = |remote: &[RemoteSegment<'_>]| remote.iter().map(Far::of).collect();
+        let far_list =
+            |remote: &[RemoteSegment<'_>]| remote.iter().map(OwnedRemoteSegment::of).collect();
         Some(match operation {
             Operation::Write { remote } => (Self::Write(far_list(remote), None), Access::WRITE),
             Operation::WriteImmediate { remote, data } => {
@@ -76,14 +78,15 @@ impl Movement {
         })
     }
 
-    fn remote(&self) -> &[Far] {
+    fn remote(&self) -> &[OwnedRemoteSegment] {
         match self {
             Self::Write(remote, _) | Self::Read(remote) => remote,
             Self::Send(_) | Self::SendImmediate(_) | Self::Receive => &[],
         }
     }
 
-    /// Returns the operation that moves one chunk to or from `remote`.
+    /// Returns the operation for one chunk (a part of the transfer), with `remote` as its remote
+    /// list.
     fn operation<'a>(&'a self, remote: &'a [RemoteSegment<'a>], is_last: bool) -> Operation<'a> {
         match self {
             Self::Write(_, Some(data)) if is_last => {
@@ -99,12 +102,12 @@ impl Movement {
         }
     }
 
-    /// Returns true if this side sends the bytes.
+    /// Returns true if the operation sends bytes to the peer.
     pub(super) const fn goes_out(&self) -> bool {
         matches!(self, Self::Write(..) | Self::Send(_) | Self::SendImmediate(_))
     }
 
-    /// Returns true if the movement consumes a receive of the peer.
+    /// Returns true if the operation consumes a receive of the peer.
     pub(super) const fn takes_receive(&self) -> bool {
         matches!(self, Self::Write(_, Some(_)) | Self::Send(_) | Self::SendImmediate(_))
     }
@@ -114,8 +117,8 @@ impl Movement {
         matches!(self, Self::Send(_) | Self::SendImmediate(_) | Self::Receive)
     }
 
-    /// Checks that the remote list has `len` bytes like the local list. A message has no remote
-    /// list.
+    /// Checks that the remote list has `len` bytes, the length of the local list. Messages pass the
+    /// check: they have no remote list.
     pub(super) fn check(&self, len: u64) -> Result<()> {
         let far = self.remote().iter().fold(0_u64, |sum, part| sum.saturating_add(part.len));
         if self.is_message() || far == len {
@@ -128,7 +131,7 @@ impl Movement {
             .remedy("pass as many remote bytes as local bytes"))
     }
 
-    /// Calls `with` with the work request for one chunk.
+    /// Calls `with` with the work request for one chunk (a part of the transfer).
     pub(super) fn with_chunk<T>(
         &self,
         lists: &Lists,
@@ -142,46 +145,50 @@ impl Movement {
     }
 }
 
-/// An [`Operation`] that owns its lists of memory.
+/// An [`Operation`] with its own copies of the lists of memory.
 #[derive(Debug)]
-enum Owned {
+enum OwnedOperation {
     Movement(Movement),
     Atomic {
         op: AtomicOp,
         datatype: AtomicType,
-        remote: Far,
+        remote: OwnedRemoteSegment,
         result: Option<LocalSegment>,
         compare: Option<LocalSegment>,
     },
-    /// An operation on a memory window. It has no lists.
+    /// An operation on a memory window. Such an operation has no lists.
     Window(Operation<'static>),
 }
 
 /// A request without staged memory that waits in a lane for earlier requests.
 #[derive(Debug)]
-pub(super) struct Direct {
-    operation: Owned,
+pub(super) struct QueuedRequest {
+    operation: OwnedOperation,
     local: Vec<LocalSegment>,
     peer: PeerId,
     context: u64,
 }
 
-impl Direct {
+impl QueuedRequest {
     /// Copies a request. Returns `None` for a kind of request that verbs does not support.
     pub(super) fn of(request: &WorkRequest<'_>) -> Option<Self> {
         let operation = match request.operation {
-            Operation::Atomic { op, datatype, remote, result, compare } => {
-                Owned::Atomic { op, datatype, remote: Far::of(&remote), result, compare }
-            }
+            Operation::Atomic { op, datatype, remote, result, compare } => OwnedOperation::Atomic {
+                op,
+                datatype,
+                remote: OwnedRemoteSegment::of(&remote),
+                result,
+                compare,
+            },
             Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
                 let operation =
                     Operation::BindWindow { window, region, offset, len, access, addressing, tag };
-                Owned::Window(operation)
+                OwnedOperation::Window(operation)
             }
             Operation::InvalidateWindow { window } => {
-                Owned::Window(Operation::InvalidateWindow { window })
+                OwnedOperation::Window(Operation::InvalidateWindow { window })
             }
-            operation => Owned::Movement(Movement::of(&operation)?.0),
+            operation => OwnedOperation::Movement(Movement::of(&operation)?.0),
         };
         let (local, peer, context) = (request.local.to_vec(), request.peer, request.context);
         Some(Self { operation, local, peer, context })
@@ -191,33 +198,34 @@ impl Direct {
     pub(super) fn with<T>(&self, with: impl FnOnce(&WorkRequest<'_>) -> T) -> T {
         let remote: Vec<_>;
         let operation = match &self.operation {
-            Owned::Movement(movement) => {
-                remote = movement.remote().iter().map(Far::segment).collect();
+            OwnedOperation::Movement(movement) => {
+                remote = movement.remote().iter().map(OwnedRemoteSegment::segment).collect();
                 movement.operation(&remote, true)
             }
-            Owned::Atomic { op, datatype, remote, result, compare } => Operation::Atomic {
+            OwnedOperation::Atomic { op, datatype, remote, result, compare } => Operation::Atomic {
                 op: *op,
                 datatype: *datatype,
                 remote: remote.segment(),
                 result: *result,
                 compare: *compare,
             },
-            Owned::Window(operation) => *operation,
+            OwnedOperation::Window(operation) => *operation,
         };
         with(&WorkRequest { operation, local: &self.local, peer: self.peer, context: self.context })
     }
 }
 
-/// Consecutive local bytes of a request, all staged or all not.
+/// Consecutive local bytes of a request: either all in staged memory, or all in memory that the NIC
+/// accesses directly.
 #[derive(Clone, Copy, Debug)]
-enum Near {
-    /// Bytes of staged memory. Each chunk moves them through its staging buffers.
+enum LocalPart {
+    /// Bytes of staged memory. Each chunk moves its part of them through staging buffers.
     Staged { len: u64 },
     /// Bytes of memory that the NIC accesses directly.
     Plain(LocalSegment),
 }
 
-impl Near {
+impl LocalPart {
     const fn len(&self) -> u64 {
         match self {
             Self::Staged { len } => *len,
@@ -229,7 +237,7 @@ impl Near {
 /// The local and remote memory of a request that names staged memory.
 #[derive(Debug, Default)]
 pub(super) struct Lists {
-    near: Vec<Near>,
+    near: Vec<LocalPart>,
     pub(super) runs: Vec<Run<Arc<StagedPiece>>>,
     pub(super) len: u64,
 }
@@ -237,33 +245,34 @@ pub(super) struct Lists {
 impl Lists {
     pub(super) fn push_plain(&mut self, segment: LocalSegment) {
         if segment.len > 0 {
-            self.near.push(Near::Plain(segment));
+            self.near.push(LocalPart::Plain(segment));
             self.len = self.len.saturating_add(segment.len);
         }
     }
 
     pub(super) fn push_staged(&mut self, memory: Arc<StagedPiece>, offset: u64, len: u64) {
         self.runs.push(Run { at: self.len, len, memory, offset });
-        self.near.push(Near::Staged { len });
+        self.near.push(LocalPart::Staged { len });
         self.len = self.len.saturating_add(len);
     }
 
-    /// Returns the number of local segments that the request needs at most, sent as one message.
+    /// Returns the maximum number of local segments that the request needs if it is one message.
     /// `slot_len` is the length of a staging buffer.
     pub(super) fn segments(&self, slot_len: u64) -> u64 {
         let mut at = 0;
         let mut count = 0;
         for near in &self.near {
             count += match near {
-                Near::Staged { len } => (at + len - 1) / slot_len - at / slot_len + 1,
-                Near::Plain(_) => 1,
+                LocalPart::Staged { len } => (at + len - 1) / slot_len - at / slot_len + 1,
+                LocalPart::Plain(_) => 1,
             };
             at += near.len();
         }
         count
     }
 
-    /// Returns the local segments of a chunk. Staged bytes are in the chunk's staging buffers.
+    /// Returns the local segments of a chunk (a part of the transfer). For staged memory, these are
+    /// segments of the chunk's staging buffers.
     fn local(&self, view: &View<'_>, buffers: LocalKey) -> Vec<LocalSegment> {
         let end = view.at + view.len;
         let mut at = 0;
@@ -272,7 +281,7 @@ impl Lists {
             let (start, stop) = (at.max(view.at), (at + near.len()).min(end));
             if start < stop {
                 match near {
-                    Near::Staged { .. } => {
+                    LocalPart::Staged { .. } => {
                         let parts = view.parts(start, stop - start);
                         local.extend(parts.map(|(address, _, len)| LocalSegment {
                             address,
@@ -280,7 +289,7 @@ impl Lists {
                             desc: Some(buffers),
                         }));
                     }
-                    Near::Plain(segment) => local.push(LocalSegment {
+                    LocalPart::Plain(segment) => local.push(LocalSegment {
                         address: Address(segment.address.0.wrapping_add(start - at)),
                         len: stop - start,
                         desc: segment.desc,
@@ -293,8 +302,8 @@ impl Lists {
     }
 }
 
-/// Returns the remote segments of a chunk.
-fn part<'a>(list: &'a [Far], view: &View<'_>) -> Vec<RemoteSegment<'a>> {
+/// Returns the remote segments of a chunk, which is the part of a transfer that `view` describes.
+fn part<'a>(list: &'a [OwnedRemoteSegment], view: &View<'_>) -> Vec<RemoteSegment<'a>> {
     let end = view.at + view.len;
     let mut at = 0;
     let mut part = Vec::new();

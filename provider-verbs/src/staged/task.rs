@@ -10,7 +10,7 @@ use hmem_p2p::staging::{ChunkPlan, Claim, Part, Pipeline, Use};
 
 use super::{
     memory::StagedPiece,
-    request::{Direct, Lists, Movement},
+    request::{Lists, Movement, QueuedRequest},
 };
 use crate::{
     completion::canceled,
@@ -21,18 +21,18 @@ use crate::{
     sys::QpCap,
 };
 
-/// A request in a lane, with its progress.
+/// A request in a lane (a queue of staged transfers), with its progress.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) number: u64,
     pub(super) kind: CompletionKind,
-    /// Set if the request consumes a receive that the peer has posted.
+    /// True if the request consumes a receive that the peer posts.
     pub(super) takes_receive: bool,
     pub(super) context: u64,
     pub(super) task: Task,
-    /// Data about the received message, once a receive has ended.
+    /// Data about the received message. It is set when a receive ends.
     pub(super) arrival: Arrival,
-    /// Set once the lane has canceled the later entries because this entry failed.
+    /// True once the lane has handled the failure of this request by canceling the later requests.
     pub(super) noticed: bool,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct Entry {
 #[derive(Debug)]
 pub(super) enum Task {
     Staged(Box<Transfer>),
-    Waiting(Direct),
+    Waiting(QueuedRequest),
     Posted,
     Ended(Result<u64>),
 }
@@ -100,7 +100,7 @@ impl Entry {
         }
     }
 
-    /// Applies the result of a work request that was posted for this entry.
+    /// Applies the result of a work request that the lane posted for this request.
     pub(super) fn ended(&mut self, token: Token, result: Result<u64>, arrival: Arrival) {
         self.arrival = arrival;
         match &mut self.task {
@@ -136,7 +136,7 @@ impl Task {
         let refuse = |why| domain.refuse_post(ErrorKind::Unsupported, why);
         let tagged = "send without a tag: verbs has no tagged messages";
         if lists.runs.is_empty() {
-            return Direct::of(request).map(Self::Waiting).ok_or_else(|| refuse(tagged));
+            return QueuedRequest::of(request).map(Self::Waiting).ok_or_else(|| refuse(tagged));
         }
         let atomic = "keep the operands in host memory: staged copies cannot be atomic";
         let (movement, _) = movement.ok_or_else(|| {
@@ -149,7 +149,8 @@ impl Task {
     }
 }
 
-/// Splits the local list of a request into runs of staged memory and of other memory.
+/// Splits the local list of a request into runs of staged memory and segments of other memory.
+/// Fails if a region lacks `right`, or if a segment is not inside its region.
 fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>) -> Result<Lists> {
     let mut lists = Lists::default();
     for segment in request.local {

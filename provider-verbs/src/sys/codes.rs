@@ -6,13 +6,13 @@ bitflags::bitflags! {
     /// `enum ibv_access_flags`. The names and values are those of verbs.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct AccessFlags: c_uint {
-        /// The NIC may write for local work requests.
+        /// The NIC may write to the memory for local work requests.
         const LOCAL_WRITE = 1;
-        /// Peers may write; needs LOCAL_WRITE.
+        /// Peers may write to the memory. This flag needs LOCAL_WRITE.
         const REMOTE_WRITE = 1 << 1;
-        /// Peers may read.
+        /// Peers may read the memory.
         const REMOTE_READ = 1 << 2;
-        /// Peers may apply atomics; needs LOCAL_WRITE.
+        /// Peers may apply atomics to the memory. This flag needs LOCAL_WRITE.
         const REMOTE_ATOMIC = 1 << 3;
         /// Memory windows may be bound to the region.
         const MW_BIND = 1 << 4;
@@ -28,7 +28,8 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_device_cap_flags`: the values that this crate reads.
+    /// `enum ibv_device_cap_flags`: optional features of a device. Only values that this crate
+    /// reads are listed.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct DeviceCaps: c_uint {
         /// The device supports type 1 windows.
@@ -43,47 +44,56 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_qp_attr_mask`: the values that connecting an RC queue pair needs.
+    /// `enum ibv_qp_attr_mask`: the set of attributes that a call sets from a
+    /// [`QpAttr`](super::QpAttr) or queries. Only values that connecting an RC queue pair needs are
+    /// listed.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct QpAttrMask: c_int {
-        /// `IBV_QP_STATE`
+        /// `IBV_QP_STATE`: selects `qp_state`, the state to move to.
         const STATE = 1;
-        /// `IBV_QP_ACCESS_FLAGS`
+        /// `IBV_QP_ACCESS_FLAGS`: selects `qp_access_flags`, the operations that the peer may
+        /// request.
         const ACCESS_FLAGS = 1 << 3;
-        /// `IBV_QP_PKEY_INDEX`
+        /// `IBV_QP_PKEY_INDEX`: selects `pkey_index`, the index of the partition key.
         const PKEY_INDEX = 1 << 4;
-        /// `IBV_QP_PORT`
+        /// `IBV_QP_PORT`: selects `port_num`, the number of the local port.
         const PORT = 1 << 5;
-        /// `IBV_QP_AV`
+        /// `IBV_QP_AV`: selects `ah_attr`, the address of the peer.
         const AV = 1 << 7;
-        /// `IBV_QP_PATH_MTU`
+        /// `IBV_QP_PATH_MTU`: selects `path_mtu`, the maximum payload of a packet.
         const PATH_MTU = 1 << 8;
-        /// `IBV_QP_TIMEOUT`
+        /// `IBV_QP_TIMEOUT`: selects `timeout`, the time after which the NIC resends a packet.
         const TIMEOUT = 1 << 9;
-        /// `IBV_QP_RETRY_CNT`
+        /// `IBV_QP_RETRY_CNT`: selects `retry_cnt`, the number of resends if the peer does not
+        /// answer.
         const RETRY_CNT = 1 << 10;
-        /// `IBV_QP_RNR_RETRY`
+        /// `IBV_QP_RNR_RETRY`: selects `rnr_retry`, the number of resends if the peer has posted no
+        /// receive.
         const RNR_RETRY = 1 << 11;
-        /// `IBV_QP_RQ_PSN`
+        /// `IBV_QP_RQ_PSN`: selects `rq_psn`, the sequence number of the first packet to receive.
         const RQ_PSN = 1 << 12;
-        /// `IBV_QP_MAX_QP_RD_ATOMIC`
+        /// `IBV_QP_MAX_QP_RD_ATOMIC`: selects `max_rd_atomic`, the limit of outgoing reads and
+        /// atomics in flight.
         const MAX_QP_RD_ATOMIC = 1 << 13;
-        /// `IBV_QP_MIN_RNR_TIMER`
+        /// `IBV_QP_MIN_RNR_TIMER`: selects `min_rnr_timer`, the delay after which a peer resends if
+        /// this side has posted no receive.
         const MIN_RNR_TIMER = 1 << 15;
-        /// `IBV_QP_SQ_PSN`
+        /// `IBV_QP_SQ_PSN`: selects `sq_psn`, the sequence number of the first packet to send.
         const SQ_PSN = 1 << 16;
-        /// `IBV_QP_MAX_DEST_RD_ATOMIC`
+        /// `IBV_QP_MAX_DEST_RD_ATOMIC`: selects `max_dest_rd_atomic`, the limit of incoming reads
+        /// and atomics in flight.
         const MAX_DEST_RD_ATOMIC = 1 << 17;
-        /// `IBV_QP_DEST_QPN`
+        /// `IBV_QP_DEST_QPN`: selects `dest_qp_num`, the number of the peer's queue pair.
         const DEST_QPN = 1 << 20;
     }
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_send_flags`: the values that this crate uses.
+    /// `enum ibv_send_flags`: options of a send work request. Only values that this crate uses are
+    /// listed.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct SendFlags: c_uint {
-        /// The request gives a completion when it succeeds.
+        /// The request produces a work completion when it succeeds.
         const SIGNALED = 1 << 1;
         /// The post copies the bytes, so the memory may be reused at once (inline send).
         const INLINE = 1 << 3;
@@ -91,7 +101,8 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// `enum ibv_wc_flags`: the values that this crate reads.
+    /// `enum ibv_wc_flags`: the optional contents of a work completion. Only values that this crate
+    /// reads are listed.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct WcFlags: c_uint {
         /// The completion carries immediate data.
@@ -103,41 +114,14 @@ bitflags::bitflags! {
     }
 }
 
-macro_rules! numbers {
-    ($(
-        $(#[doc = $doc:literal])+ $type:ident($repr:ty) { $($name:ident = $value:literal,)+ }
-    )+) => {$(
-        $(#[doc = $doc])+
-        #[repr(transparent)]
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-        pub struct $type(pub $repr);
-
-        impl $type {
-            $(
-                #[doc = concat!("`", stringify!($name), "`")]
-                pub const $name: Self = Self($value);
-            )+
-
-            /// Returns the name in `infiniband/verbs.h`, if this crate knows it.
-            #[must_use]
-            pub const fn name(self) -> Option<&'static str> {
-                match self.0 {
-                    $($value => Some(stringify!($name)),)+
-                    _ => None,
-                }
-            }
-        }
-    )+};
-}
-
-numbers! {
-    /// `enum ibv_atomic_cap`
+hmem_core::c_enum! {
+    /// `enum ibv_atomic_cap`: the atomics that a device supports.
     AtomicCap(c_int) {
         IBV_ATOMIC_NONE = 0,
         IBV_ATOMIC_HCA = 1,
         IBV_ATOMIC_GLOB = 2,
     }
-    /// `enum ibv_port_state`
+    /// `enum ibv_port_state`: the logical state of a port.
     PortState(c_int) {
         IBV_PORT_NOP = 0,
         IBV_PORT_DOWN = 1,
@@ -146,13 +130,13 @@ numbers! {
         IBV_PORT_ACTIVE = 4,
         IBV_PORT_ACTIVE_DEFER = 5,
     }
-    /// Values of `link_layer` in `ibv_port_attr`.
+    /// Values of `link_layer` in `ibv_port_attr`: the network type of a port.
     LinkLayer(u8) {
         IBV_LINK_LAYER_UNSPECIFIED = 0,
         IBV_LINK_LAYER_INFINIBAND = 1,
         IBV_LINK_LAYER_ETHERNET = 2,
     }
-    /// `enum ibv_wc_status`
+    /// `enum ibv_wc_status`: the result in a work completion.
     WcStatus(c_int) {
         IBV_WC_SUCCESS = 0,
         IBV_WC_LOC_LEN_ERR = 1,
@@ -177,12 +161,14 @@ numbers! {
         IBV_WC_RESP_TIMEOUT_ERR = 20,
         IBV_WC_GENERAL_ERR = 21,
     }
-    /// `enum ibv_wc_opcode`: the values that this crate reads.
+    /// `enum ibv_wc_opcode`: the operation in a work completion. Only values that this crate reads
+    /// are listed.
     WcOpcode(c_int) {
         IBV_WC_RECV = 128,
         IBV_WC_RECV_RDMA_WITH_IMM = 129,
     }
-    /// `enum ibv_wr_opcode`: the values that this crate uses.
+    /// `enum ibv_wr_opcode`: the operation of a work request. Only values that this crate uses are
+    /// listed.
     WrOpcode(c_int) {
         IBV_WR_RDMA_WRITE = 0,
         IBV_WR_RDMA_WRITE_WITH_IMM = 1,
@@ -195,11 +181,11 @@ numbers! {
         IBV_WR_BIND_MW = 8,
         IBV_WR_SEND_WITH_INV = 9,
     }
-    /// `enum ibv_qp_type`: the values that this crate uses.
+    /// `enum ibv_qp_type`: the transport of a queue pair. Only reliable connection (RC) is listed.
     QpType(c_int) {
         IBV_QPT_RC = 2,
     }
-    /// `enum ibv_qp_state`
+    /// `enum ibv_qp_state`: the state of a queue pair.
     QpState(c_int) {
         IBV_QPS_RESET = 0,
         IBV_QPS_INIT = 1,
@@ -209,12 +195,12 @@ numbers! {
         IBV_QPS_SQE = 5,
         IBV_QPS_ERR = 6,
     }
-    /// `enum ibv_mw_type`
+    /// `enum ibv_mw_type`: the type of a memory window.
     MwType(c_int) {
         IBV_MW_TYPE_1 = 1,
         IBV_MW_TYPE_2 = 2,
     }
-    /// `enum ibv_fork_status`
+    /// `enum ibv_fork_status`: the protection of registered pages when the process forks.
     ForkStatus(c_int) {
         IBV_FORK_DISABLED = 0,
         IBV_FORK_ENABLED = 1,
@@ -222,9 +208,10 @@ numbers! {
     }
 }
 
-/// `IBV_ODP_SUPPORT`, a bit of [`OdpCaps::general_caps`](super::OdpCaps::general_caps).
+/// `IBV_ODP_SUPPORT`, the bit of [`OdpCaps::general_caps`](super::OdpCaps::general_caps) for
+/// support of on-demand paging.
 pub const IBV_ODP_SUPPORT: u64 = 1;
-/// `IBV_REREG_MR_CHANGE_ACCESS`
+/// `IBV_REREG_MR_CHANGE_ACCESS`: the flag of `ibv_rereg_mr` to change the access rights.
 pub const IBV_REREG_MR_CHANGE_ACCESS: c_int = 1 << 2;
 /// `IBV_REREG_MR_ERR_CMD`. After a failure with this value or a lower one, the old region cannot be
 /// used.

@@ -1,4 +1,4 @@
-//! The function table. It is filled from the library or from the caller's lookup function.
+//! The function table, filled from the library or from a caller's lookup function.
 
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
@@ -7,8 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{Error, ErrorKind, Result};
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use hmem_core::{Error, ErrorKind, Result, library::SharedLibrary};
 
 use super::{
     codes::ForkStatus,
@@ -17,7 +16,7 @@ use super::{
     },
 };
 
-/// `ibv_rereg_mr(mr, flags, pd, address, length, access)`
+/// `ibv_rereg_mr(mr, flags, pd, address, length, access)`: changes a registered region in place.
 pub type ReregMr =
     unsafe extern "C" fn(*mut Mr, c_int, *mut Pd, *mut c_void, usize, c_int) -> c_int;
 
@@ -44,10 +43,11 @@ macro_rules! functions {
             /// Symbols that only newer libraries have. Their functions are optional.
             pub const OPTIONAL: &[(&str, &str)] = &[$((stringify!($osymbol), $oversion)),+];
 
-            /// Creates the table from the addresses that `lookup` returns.
+            /// Fills the table with the addresses that `lookup` returns for symbols and their
+            /// versions.
             ///
             /// # Safety
-            /// The caller follows the safety rules of [`Functions::from_lookup`].
+            /// `lookup` follows the safety rules of [`Functions::from_lookup`].
             unsafe fn fill(
                 library: &str,
                 mut lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
@@ -77,81 +77,87 @@ macro_rules! functions {
 
 functions! {
     required {
-        /// `ibv_get_device_list(count)`
+        /// `ibv_get_device_list(count)`: returns the list of RDMA devices.
         get_device_list: ibv_get_device_list@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut c_int) -> *mut *mut Device;
-        /// `ibv_free_device_list(list)`
+        /// `ibv_free_device_list(list)`: frees a list of devices.
         free_device_list: ibv_free_device_list@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut *mut Device);
-        /// `ibv_get_device_name(device)`
+        /// `ibv_get_device_name(device)`: returns the name of a device.
         get_device_name: ibv_get_device_name@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Device) -> *const c_char;
-        /// `ibv_open_device(device)`
+        /// `ibv_open_device(device)`: opens a device and returns its context.
         open_device: ibv_open_device@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Device) -> *mut Context;
-        /// `ibv_close_device(context)`
+        /// `ibv_close_device(context)`: closes an open device.
         close_device: ibv_close_device@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Context) -> c_int;
-        /// `ibv_query_device(context, attr)`
+        /// `ibv_query_device(context, attr)`: returns properties and limits of a device.
         query_device: ibv_query_device@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Context, *mut DeviceAttr) -> c_int;
-        /// `ibv_query_port(context, port, attr)`: fills in only the attributes that all library
-        /// versions have.
+        /// `ibv_query_port(context, port, attr)`: returns properties of a port. This symbol version
+        /// fills in only the attributes that all library versions have.
         query_port: ibv_query_port@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Context, u8, *mut PortAttr) -> c_int;
-        /// `ibv_query_gid(context, port, index, gid)`
+        /// `ibv_query_gid(context, port, index, gid)`: returns an entry of a port's GID table.
         query_gid: ibv_query_gid@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Context, u8, c_int, *mut Gid) -> c_int;
-        /// `ibv_alloc_pd(context)`
+        /// `ibv_alloc_pd(context)`: allocates a protection domain.
         alloc_pd: ibv_alloc_pd@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Context) -> *mut Pd;
-        /// `ibv_dealloc_pd(pd)`
+        /// `ibv_dealloc_pd(pd)`: deallocates a protection domain.
         dealloc_pd: ibv_dealloc_pd@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Pd) -> c_int;
-        /// `ibv_reg_mr(pd, address, length, access)`
+        /// `ibv_reg_mr(pd, address, length, access)`: registers memory.
         reg_mr: ibv_reg_mr@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr;
-        /// `ibv_dereg_mr(mr)`
+        /// `ibv_dereg_mr(mr)`: deregisters memory.
         dereg_mr: ibv_dereg_mr@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Mr) -> c_int;
-        /// `ibv_create_comp_channel(context)`
+        /// `ibv_create_comp_channel(context)`: creates a channel for completion events.
         create_comp_channel: ibv_create_comp_channel@"IBVERBS_1.0" =
             unsafe extern "C" fn(*mut Context) -> *mut CompChannel;
-        /// `ibv_destroy_comp_channel(channel)`
+        /// `ibv_destroy_comp_channel(channel)`: destroys a channel for completion events.
         destroy_comp_channel: ibv_destroy_comp_channel@"IBVERBS_1.0" =
             unsafe extern "C" fn(*mut CompChannel) -> c_int;
-        /// `ibv_get_cq_event(channel, cq, context)`
+        /// `ibv_get_cq_event(channel, cq, context)`: reads the next completion event of a channel.
         get_cq_event: ibv_get_cq_event@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut CompChannel, *mut *mut Cq, *mut *mut c_void) -> c_int;
-        /// `ibv_ack_cq_events(cq, count)`
+        /// `ibv_ack_cq_events(cq, count)`: acknowledges completion events.
         ack_cq_events: ibv_ack_cq_events@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Cq, c_uint);
-        /// `ibv_create_cq(context, entries, context, channel, vector)`
+        /// `ibv_create_cq(context, entries, cq_context, channel, vector)`: creates a completion
+        /// queue.
         create_cq: ibv_create_cq@"IBVERBS_1.1" =
             unsafe extern "C" fn(
                 *mut Context, c_int, *mut c_void, *mut CompChannel, c_int,
             ) -> *mut Cq;
-        /// `ibv_destroy_cq(cq)`
+        /// `ibv_destroy_cq(cq)`: destroys a completion queue.
         destroy_cq: ibv_destroy_cq@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Cq) -> c_int;
-        /// `ibv_create_qp(pd, attr)`
+        /// `ibv_create_qp(pd, attr)`: creates a queue pair.
         create_qp: ibv_create_qp@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Pd, *mut QpInitAttr) -> *mut Qp;
-        /// `ibv_destroy_qp(qp)`
+        /// `ibv_destroy_qp(qp)`: destroys a queue pair.
         destroy_qp: ibv_destroy_qp@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Qp) -> c_int;
-        /// `ibv_modify_qp(qp, attr, mask)`
+        /// `ibv_modify_qp(qp, attr, mask)`: sets the attributes of a queue pair that `mask`
+        /// selects.
         modify_qp: ibv_modify_qp@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int) -> c_int;
-        /// `ibv_query_qp(qp, attr, mask, init)`
+        /// `ibv_query_qp(qp, attr, mask, init)`: returns attributes of a queue pair.
         query_qp: ibv_query_qp@"IBVERBS_1.1" =
             unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int, *mut QpInitAttr) -> c_int;
-        /// `ibv_fork_init()`
+        /// `ibv_fork_init()`: protects registered pages when the process forks.
         fork_init: ibv_fork_init@"IBVERBS_1.1" = unsafe extern "C" fn() -> c_int;
     }
     optional {
-        /// `ibv_reg_mr_iova2(pd, address, length, iova, access)`
+        /// `ibv_reg_mr_iova2(pd, address, length, iova, access)`: registers memory with optional
+        /// access flags, under an address that the caller chooses.
         reg_mr_iova2: ibv_reg_mr_iova2@"IBVERBS_1.8" =
             unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr;
-        /// `ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access)`
+        /// `ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access)`: registers a range of a
+        /// dma-buf.
         reg_dmabuf_mr: ibv_reg_dmabuf_mr@"IBVERBS_1.12" =
             unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
-        /// `ibv_rereg_mr(mr, flags, pd, address, length, access)`
+        /// `ibv_rereg_mr(mr, flags, pd, address, length, access)`: changes a registered region in
+        /// place.
         rereg_mr: ibv_rereg_mr@"IBVERBS_1.1" = ReregMr;
-        /// `ibv_is_fork_initialized()`
+        /// `ibv_is_fork_initialized()`: returns the protection of registered pages when the process
+        /// forks.
         is_fork_initialized: ibv_is_fork_initialized@"IBVERBS_1.13" =
             unsafe extern "C" fn() -> ForkStatus;
     }
@@ -169,15 +175,14 @@ impl Functions {
     /// [`ErrorKind::Unavailable`]: the library or one of its symbols cannot be loaded. The error
     /// names the library, with the loader's reason or the symbol.
     pub fn load(path: &Path) -> Result<Self> {
+        let refused = unavailable(
+            "install libibverbs of rdma-core (in Rust: name its library with \
+             Verbs::builder().library(path))",
+        );
+        let handle = SharedLibrary::open(path, refused)?.keep_loaded();
         let library = path.display().to_string();
-        // SAFETY: loading runs the library's initialisers. The caller names libibverbs, which has
-        // initialisers without preconditions.
-        let loaded = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }
-            .map_err(|reason| not_loaded(&library, reason))?;
-        let handle = loaded.into_raw();
         // SAFETY: the addresses come from the library under the names and versions of its header.
-        // The library is never unloaded: `into_raw` gave up the handle, since drivers leave threads
-        // and fork handlers behind.
+        // `keep_loaded` keeps the library loaded for the rest of the process.
         unsafe { Self::fill(&library, |symbol, version| versioned(handle, symbol, version)) }
     }
 
@@ -197,7 +202,7 @@ impl Functions {
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
     ) -> Result<Self> {
-        // SAFETY: the caller makes the promise of `fill`, which is the same.
+        // SAFETY: `fill` has the same safety rules as this function.
         unsafe { Self::fill("(injected)", lookup) }
     }
 
@@ -228,24 +233,12 @@ fn versioned(handle: *mut c_void, symbol: &str, _version: &str) -> Option<*const
     (!address.is_null()).then_some(address.cast_const().cast())
 }
 
-fn not_loaded(library: &str, reason: libloading::Error) -> Error {
-    let error = Error::new(ErrorKind::Unavailable, "load library")
-        .provider("verbs")
-        .context("library", library)
-        .remedy(
-            "install libibverbs of rdma-core (in Rust: name its library with \
-             Verbs::builder().library(path))",
-        );
-    match reason {
-        libloading::Error::DlOpen { source } => error.caused_by(source),
-        other => error.caused_by(other),
-    }
+fn unavailable(remedy: &'static str) -> Error {
+    Error::new(ErrorKind::Unavailable, "load library").provider("verbs").remedy(remedy)
 }
 
 fn lacks_symbol(library: &str, symbol: &'static str) -> Error {
-    Error::new(ErrorKind::Unavailable, "load library")
-        .provider("verbs")
+    unavailable("install a libibverbs of rdma-core, version 17 or newer")
         .context("library", library)
         .context("symbol", symbol)
-        .remedy("install a libibverbs of rdma-core, version 17 or newer")
 }

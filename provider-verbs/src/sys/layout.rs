@@ -19,7 +19,7 @@ pub struct Device {
 /// A function pointer in a driver's table that this crate does not call.
 pub type Unused = Option<unsafe extern "C" fn()>;
 
-/// `struct ibv_context_ops`
+/// `struct ibv_context_ops`: a driver's table of functions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -39,7 +39,7 @@ pub struct ContextOps {
     pub _compat_after: [Unused; 5],
 }
 
-/// `struct ibv_context`
+/// `struct ibv_context`: an open device.
 #[repr(C)]
 #[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Context {
@@ -67,7 +67,7 @@ pub struct VerbsContext {
     pub context: Context,
 }
 
-/// `struct ibv_query_device_ex_input`
+/// `struct ibv_query_device_ex_input`: the reserved argument of `ibv_query_device_ex`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -75,7 +75,7 @@ pub struct DeviceExInput {
     pub comp_mask: u32,
 }
 
-/// `struct ibv_odp_caps`
+/// `struct ibv_odp_caps`: support of a device for on-demand paging.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -86,8 +86,8 @@ pub struct OdpCaps {
     pub ud_odp_caps: u32,
 }
 
-/// `struct ibv_device_attr_ex` up to the field `odp_caps`. The caller passes its size, so the
-/// library fills in no later field.
+/// `struct ibv_device_attr_ex` up to the field `odp_caps`. A query passes the size of this
+/// structure, so the library writes no later field.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -97,7 +97,7 @@ pub struct DeviceAttrEx {
     pub odp_caps: OdpCaps,
 }
 
-/// `struct ibv_device_attr`
+/// `struct ibv_device_attr`: properties and limits of a device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -144,7 +144,7 @@ pub struct DeviceAttr {
     pub phys_port_cnt: u8,
 }
 
-/// `struct ibv_port_attr`
+/// `struct ibv_port_attr`: properties of a port.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -181,7 +181,7 @@ pub struct Gid {
     pub raw: [u8; 16],
 }
 
-/// `struct ibv_pd`
+/// `struct ibv_pd`: a protection domain.
 #[repr(C)]
 #[derive(Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -190,7 +190,7 @@ pub struct Pd {
     pub handle: u32,
 }
 
-/// `struct ibv_mr`
+/// `struct ibv_mr`: a registered memory region with its keys.
 #[repr(C)]
 #[derive(Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -204,7 +204,7 @@ pub struct Mr {
     pub rkey: u32,
 }
 
-/// `struct ibv_mw`
+/// `struct ibv_mw`: a memory window.
 #[repr(C)]
 #[derive(Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -216,7 +216,7 @@ pub struct Mw {
     pub mw_type: MwType,
 }
 
-/// `struct ibv_mw_bind_info`
+/// `struct ibv_mw_bind_info`: the range and the rights of a bind of a memory window.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -227,7 +227,7 @@ pub struct MwBindInfo {
     pub mw_access_flags: c_uint,
 }
 
-/// `struct ibv_mw_bind`
+/// `struct ibv_mw_bind`: the argument of `ibv_bind_mw`, a bind of a type 1 window.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -237,7 +237,7 @@ pub struct MwBind {
     pub bind_info: MwBindInfo,
 }
 
-/// `struct ibv_comp_channel`
+/// `struct ibv_comp_channel`: a channel for completion events.
 #[repr(C)]
 #[derive(Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -247,7 +247,7 @@ pub struct CompChannel {
     pub refcnt: c_int,
 }
 
-/// `struct ibv_cq`
+/// `struct ibv_cq`: a completion queue.
 #[repr(C)]
 #[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Cq {
@@ -262,7 +262,7 @@ pub struct Cq {
     pub async_events_completed: u32,
 }
 
-/// `struct ibv_qp`
+/// `struct ibv_qp`: a queue pair.
 #[repr(C)]
 #[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Qp {
@@ -281,7 +281,7 @@ pub struct Qp {
     pub events_completed: u32,
 }
 
-/// `struct ibv_qp_cap`
+/// `struct ibv_qp_cap`: the limits of a queue pair.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -293,7 +293,7 @@ pub struct QpCap {
     pub max_inline_data: u32,
 }
 
-/// `struct ibv_qp_init_attr`
+/// `struct ibv_qp_init_attr`: the argument of `ibv_create_qp`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -307,7 +307,7 @@ pub struct QpInitAttr {
     pub sq_sig_all: c_int,
 }
 
-/// `struct ibv_global_route`
+/// `struct ibv_global_route`: the GID of a peer and the route to the peer.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -319,7 +319,7 @@ pub struct GlobalRoute {
     pub traffic_class: u8,
 }
 
-/// `struct ibv_ah_attr`
+/// `struct ibv_ah_attr`: the network address of a peer.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -333,7 +333,7 @@ pub struct AhAttr {
     pub port_num: u8,
 }
 
-/// `struct ibv_qp_attr`
+/// `struct ibv_qp_attr`: the attributes that `ibv_modify_qp` sets and `ibv_query_qp` returns.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -366,7 +366,7 @@ pub struct QpAttr {
     pub rate_limit: u32,
 }
 
-/// `struct ibv_sge`
+/// `struct ibv_sge`: a segment of local memory in a work request.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -376,7 +376,7 @@ pub struct Sge {
     pub lkey: u32,
 }
 
-/// `wr.rdma` of [`SendWr`].
+/// `wr.rdma` of [`SendWr`]: the remote memory of an RMA request.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -385,7 +385,7 @@ pub struct RdmaPart {
     pub rkey: u32,
 }
 
-/// `wr.atomic` of [`SendWr`].
+/// `wr.atomic` of [`SendWr`]: the remote memory and the operands of an atomic request.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -396,7 +396,7 @@ pub struct AtomicPart {
     pub rkey: u32,
 }
 
-/// `wr` of [`SendWr`], a union. The opcode selects the field.
+/// `wr` of [`SendWr`], a union of arguments. The opcode of the request selects the field.
 #[repr(C)]
 #[derive(Clone, Copy)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -405,7 +405,8 @@ pub union WrPart {
     pub atomic: AtomicPart,
 }
 
-/// `bind_mw` of [`SendWr`]. The other variant of the union (`tso`) is smaller.
+/// `bind_mw` of [`SendWr`]: the arguments of a bind of a type 2 window. The union's other field
+/// (`tso`) is smaller.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -415,7 +416,7 @@ pub struct BindPart {
     pub bind_info: MwBindInfo,
 }
 
-/// `struct ibv_send_wr`
+/// `struct ibv_send_wr`: a work request for the send queue.
 #[repr(C)]
 #[derive(Clone, Copy)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -429,13 +430,13 @@ pub struct SendWr {
     /// `imm_data` in network byte order, or `invalidate_rkey`. The opcode selects the meaning.
     pub invalidate_rkey: u32,
     pub wr: WrPart,
-    /// `qp_type.xrc.remote_srqn`
+    /// `qp_type.xrc.remote_srqn`: a number that only XRC queue pairs use.
     pub remote_srqn: u32,
     pub bind_mw: BindPart,
 }
 
 impl SendWr {
-    /// Creates a work request with this opcode and `wr_id`. All other fields are zero.
+    /// Creates a work request with the given opcode and `wr_id`. All other fields are zero.
     #[must_use]
     pub const fn new(opcode: WrOpcode, wr_id: u64) -> Self {
         let bind_info = MwBindInfo { mr: ptr::null_mut(), addr: 0, length: 0, mw_access_flags: 0 };
@@ -454,7 +455,7 @@ impl SendWr {
     }
 }
 
-/// `struct ibv_recv_wr`
+/// `struct ibv_recv_wr`: a work request for the receive queue.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "the names are those of the header")]
@@ -465,7 +466,7 @@ pub struct RecvWr {
     pub num_sge: c_int,
 }
 
-/// `struct ibv_wc`
+/// `struct ibv_wc`: a work completion.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 #[allow(missing_docs, reason = "the names are those of the header")]

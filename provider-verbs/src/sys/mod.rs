@@ -10,7 +10,7 @@
 //! ```
 //! use hmem_provider_verbs::sys::Functions;
 //!
-//! // SAFETY: the lookup returns nothing, so there is nothing that it must vouch for.
+//! // SAFETY: the lookup returns no address, so the safety rules for addresses hold.
 //! let error = unsafe { Functions::from_lookup(|_, _| None) }.unwrap_err();
 //! assert_eq!(error.context_value("symbol"), Some("ibv_get_device_list@IBVERBS_1.1"));
 //! ```

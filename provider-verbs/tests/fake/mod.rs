@@ -1,4 +1,5 @@
-//! A fake libibverbs with one device per thread. Tests set its answers and read its calls.
+//! A fake libibverbs with separate state per thread. Tests set the results of its functions and
+//! read the record of calls.
 
 use std::{
     cell::RefCell,
@@ -12,25 +13,26 @@ use hmem_provider_verbs::sys::{
     VERBS_ABI_IS_EXTENDED, VerbsContext,
 };
 
-/// Results that the fake library returns, and a record of the calls it got.
+/// Results that the fake library's functions return, and a record of the calls.
 #[derive(Default)]
 pub(crate) struct Script {
     /// Number of devices. With `None`, the library returns a null list with errno 38.
     pub(crate) devices: Option<usize>,
     pub(crate) max_mr_size: u64,
-    /// Errno of each later registration. 0 stands for success, as does the end of the list.
+    /// Errno values of the next registrations, in order; 0 for success. Registrations after the end
+    /// of the list succeed.
     pub(crate) register: Vec<i32>,
-    /// Errno of registrations of dma-bufs; 0 for success.
+    /// Errno of every dma-buf registration; 0 for success.
     pub(crate) dma_buf: i32,
     pub(crate) dereg: i32,
     /// Index of a device that cannot be opened, and the errno of that failure.
     pub(crate) closed: Option<(usize, i32)>,
-    /// Result and errno of each later change of rights. 0 stands for success, as does the end of
-    /// the list.
+    /// Results and errno values of the next `ibv_rereg_mr` calls, in order; 0 for success. Calls
+    /// after the end of the list succeed.
     pub(crate) rereg: Vec<(c_int, i32)>,
-    /// Set to report on-demand paging for devices that are opened later.
+    /// True if devices that are opened later report on-demand paging.
     pub(crate) on_demand: bool,
-    /// Set to report no atomics for devices that are opened later.
+    /// True if devices that are opened later report that they lack atomics.
     pub(crate) no_atomics: bool,
     pub(crate) fork: c_int,
     pub(crate) calls: Vec<String>,
@@ -49,20 +51,20 @@ pub(crate) fn called(call: String) {
     with(|script| script.calls.push(call));
 }
 
-/// Removes and returns the recorded calls of the library.
+/// Returns the recorded calls and empties the record.
 pub(crate) fn calls() -> Vec<String> {
     with(|script| mem::take(&mut script.calls))
 }
 
 pub(crate) fn set_errno(errno: i32) {
-    // SAFETY: the thread's own errno.
+    // SAFETY: the pointer is to this thread's errno.
     unsafe { *libc::__errno_location() = errno };
 }
 
 extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut Device {
     let devices = with(|script| script.devices);
     let n = devices.unwrap_or(0);
-    // SAFETY: the caller gives a place for the count.
+    // SAFETY: the caller passes a writable count.
     unsafe { *count = n as c_int };
     if devices.is_none() {
         set_errno(38);
@@ -96,7 +98,7 @@ extern "C" fn open_device(device: *mut Device) -> *mut Context {
 }
 
 pub(crate) fn context(device: *mut Device) -> *mut Context {
-    // SAFETY: all zeros is a value of this plain structure.
+    // SAFETY: all zeros is a valid value of this plain structure.
     let mut surrounding: VerbsContext = unsafe { mem::zeroed() };
     surrounding.context.device = device;
     if with(|script| script.on_demand) {
@@ -114,7 +116,7 @@ unsafe extern "C" fn query_on_demand(
     attr: *mut DeviceAttrEx,
     _size: usize,
 ) -> c_int {
-    // SAFETY: the caller gives a place for the attributes.
+    // SAFETY: the caller passes writable attributes.
     unsafe { (*attr).odp_caps.general_caps = IBV_ODP_SUPPORT };
     0
 }
@@ -131,7 +133,7 @@ extern "C" fn close_device(_context: *mut Context) -> c_int {
 }
 
 extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_int {
-    // SAFETY: the caller gives a place for the attributes.
+    // SAFETY: the caller passes writable attributes.
     let attr = unsafe { &mut *attr };
     (attr.max_mr_size, attr.max_mr, attr.phys_port_cnt) =
         (with(|script| script.max_mr_size), 1000, 1);
@@ -234,7 +236,7 @@ extern "C" fn rereg_mr(
     let (class, errno) =
         with(|script| if script.rereg.is_empty() { (0, 0) } else { script.rereg.remove(0) });
     if class == 0 {
-        // SAFETY: the caller gives a live region; a driver may change its keys.
+        // SAFETY: the caller passes a live region, and a driver may change the region's keys.
         unsafe { ((*mr).lkey, (*mr).rkey) = ((*mr).lkey + 0x10, (*mr).rkey + 0x10) };
     } else {
         set_errno(errno);
@@ -304,7 +306,8 @@ extern "C" fn is_fork_initialized() -> ForkStatus {
     ForkStatus(with(|script| script.fork))
 }
 
-/// Returns the address of a function of the fake; `None` if the fake does not have it.
+/// Returns the address of a function of the fake library; `None` if the fake library lacks the
+/// function.
 pub(crate) fn symbol(name: &str) -> Option<*const ()> {
     Some(match name {
         "ibv_get_device_list" => get_device_list as *const (),
@@ -338,7 +341,7 @@ pub(crate) fn symbol(name: &str) -> Option<*const ()> {
     })
 }
 
-/// Returns the function table of the fake library, and sets it up with one device.
+/// Resets the fake library to one device, and returns its function table.
 pub(crate) fn functions() -> Functions {
     with(|script| {
         *script = Script {

@@ -1,5 +1,5 @@
-//! Shared parts of tests on a real driver: the device that `HMEM_VERBS_DEVICE` names, pages, and
-//! two connected sides.
+//! Helpers for tests on a real driver: the device that `HMEM_VERBS_DEVICE` names, pages, and two
+//! connected sides.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::{
@@ -23,7 +23,7 @@ use hmem_provider_verbs::{Builder, Verbs, VerbsDomain};
 
 use crate::trials::Skipped;
 
-/// All access rights for the local side.
+/// All access rights for local use of a region.
 pub(crate) const LOCAL: Access =
     Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 /// All access rights for peers that the tests use.
@@ -71,11 +71,11 @@ impl Pages {
         AddressRange::new(Address(self.address + offset), len).expect("inside the pages")
     }
 
-    /// Replaces the pages by new, empty ones at the same addresses.
+    /// Replaces the pages with new zeroed pages at the same addresses.
     pub(crate) fn map_anew(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: the mapping that is replaced is this value's own.
+        // SAFETY: this value owns the mapping that the call replaces.
         let mapped =
             unsafe { libc::mmap(self.pointer(0).cast(), self.len, protection, flags, -1, 0) };
         assert_ne!(mapped, libc::MAP_FAILED, "mmap");
@@ -113,7 +113,7 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own.
+        // SAFETY: this value owns the mapping.
         unsafe { libc::munmap(self.pointer(0).cast::<c_void>(), self.len) };
     }
 }
@@ -124,7 +124,7 @@ pub(crate) fn open(verbs: &Verbs, name: &str) -> Domain {
         .expect("open a domain")
 }
 
-/// One side of a connection: a domain, its endpoint and its queue.
+/// One side of a connection: a domain, with an endpoint and its completion queue.
 pub(crate) struct Side {
     pub(crate) endpoint: Endpoint,
     pub(crate) cq: Arc<dyn CompletionQueue>,
@@ -143,7 +143,8 @@ impl Side {
     }
 
     pub(crate) fn register(&self, range: AddressRange, access: Access) -> Result<MemoryRegion> {
-        // SAFETY: the tests' pages outlive their regions, or their loss is what is tested.
+        // SAFETY: the tests' pages outlive their regions, except in tests that remove pages on
+        // purpose.
         unsafe { self.domain.regattr(&MrAttr::new(&[range], access), MrFlags::empty()) }
     }
 

@@ -1,5 +1,5 @@
-//! A fake libibverbs that moves bytes. It has reliable connections between queue pairs of one
-//! thread. It enforces keys, bounds and rights, waits for receives, and ends a connection at its
+//! A fake libibverbs that moves bytes, over reliable connections between queue pairs of one thread.
+//! The library enforces keys, bounds and rights, waits for receives, and ends a connection at its
 //! first failure. Requests run when a completion queue is polled, so posted requests stay in flight
 //! until then.
 
@@ -34,10 +34,10 @@ struct Send {
     opcode: WrOpcode,
     signaled: bool,
     segments: Vec<Sge>,
-    /// Bytes that the post copied from an inline request.
+    /// Bytes of an inline request, which the post copies; `None` for other requests.
     inline: Option<Vec<u8>>,
     remote: (u64, u32),
-    /// The immediate data of the request, or the key that it invalidates.
+    /// The request's immediate data, or the key that the request invalidates.
     extra: u32,
 }
 
@@ -68,52 +68,52 @@ struct Wire {
     regions: HashMap<u32, Region>,
     pairs: HashMap<u32, Pair>,
     done: HashMap<usize, VecDeque<Wc>>,
-    /// Number of a post that will fail, and its errno.
+    /// Post that will fail, by its number in the count `posts`, and the errno of that failure.
     refuse: Option<(u64, c_int)>,
     posts: u64,
     misbehaviour: Misbehaviour,
-    /// Completions of binds that are delivered late: the number of the queue pair, the address of
-    /// the queue, and the completion.
+    /// Completions of binds that the device delivers late: the queue pair's number, the completion
+    /// queue's address, and the completion.
     late_binds: Vec<(u32, usize, Wc)>,
-    /// Number of the queue pair that was destroyed last. The next queue pair may get it.
+    /// Number of the queue pair that was destroyed last, which the next queue pair may reuse.
     free: Option<u32>,
     /// Event channels of completion queues, by the address of the queue.
     channels: HashMap<usize, Events>,
 }
 
-/// Event channel of a completion queue, with its events.
+/// Event channel of a completion queue, with the state of its events.
 struct Events {
     /// Address of the channel structure.
     channel: usize,
     fd: RawFd,
     armed: bool,
-    /// Number of events that were read but not acknowledged.
+    /// Number of events that the caller has read but not acknowledged.
     taken: u32,
 }
 
 /// Faulty behavior of the fake device that a test selects.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Misbehaviour {
-    /// Set if polls of completion queues fail.
+    /// True if polls of completion queues fail.
     pub(crate) polls_fail: bool,
-    /// Set if the device neither executes nor flushes requests.
-    pub(crate) stands_still: bool,
+    /// True if the device neither executes nor flushes requests.
+    pub(crate) hangs: bool,
     /// Errno with which a reset of a queue pair fails; 0 for success.
     pub(crate) refuses_resets: c_int,
-    /// Set if requests of a destroyed queue pair complete later, with success. The next queue pair
-    /// gets the same number.
+    /// True if requests of a destroyed queue pair succeed later. The next queue pair reuses the
+    /// number of the destroyed queue pair.
     pub(crate) completes_late: bool,
     /// Errno with which the creation of an event channel fails; 0 for success.
     pub(crate) refuses_channels: c_int,
     /// Errno with which calls on an event channel fail; 0 for success.
     pub(crate) channels_fail: c_int,
-    /// Set if devices that are opened later have no event channels.
-    pub(crate) tells_nothing: bool,
-    /// Set if devices that are opened later are Soft-RoCE devices. They report an invalidated key
+    /// True if devices that are opened later have no event channels.
+    pub(crate) has_no_channels: bool,
+    /// True if devices that are opened later are rdma_rxe devices, which report an invalidated key
     /// with the kernel's flag.
     pub(crate) is_rxe: bool,
-    /// Status with which binds of type 1 windows complete. `None` is a success that completes only
-    /// after the next bind is posted.
+    /// Status with which binds of type 1 windows complete. With `None`, a bind succeeds, but
+    /// completes only after the next bind is posted.
     pub(crate) bind: Option<WcStatus>,
 }
 
@@ -130,12 +130,12 @@ fn with<T>(body: impl FnOnce(&mut Wire) -> T) -> T {
     WIRE.with_borrow_mut(body)
 }
 
-/// Makes one later post of a send request fail: the `nth` from now on.
+/// Makes the `nth` post of a send request from now on fail with `errno`.
 pub(crate) fn refuse_post(nth: u64, errno: c_int) {
     with(|wire| wire.refuse = Some((wire.posts + nth, errno)));
 }
 
-/// Cancels [`refuse_post`]. Returns whether that post had not happened yet.
+/// Cancels [`refuse_post`]. Returns true if the post that was to fail has not happened.
 pub(crate) fn forget_refusal() -> bool {
     with(|wire| wire.refuse.take()).is_some()
 }
@@ -154,7 +154,8 @@ pub(crate) fn regions() -> usize {
 }
 
 impl Wire {
-    /// Returns a pointer to the memory of a segment, if its key grants `right`.
+    /// Returns a pointer to `len` bytes at `address`, or `None` if `key` does not grant `right` to
+    /// all of them.
     fn reach(&self, key: u32, address: u64, len: u64, right: AccessFlags) -> Option<*mut u8> {
         let region =
             self.regions.get(&(key >> 8)).filter(|region| region.access.contains(right))?;
@@ -217,9 +218,10 @@ impl Wire {
         }
     }
 
-    /// Executes or flushes the oldest requests of a queue pair. Returns false if there were none.
+    /// Executes the oldest send of a queue pair, or flushes all requests if the connection has
+    /// ended. Returns false if the call did neither.
     fn run(&mut self, number: u32) -> bool {
-        if self.misbehaviour.stands_still {
+        if self.misbehaviour.hangs {
             return false;
         }
         let Some(pair) = self.pairs.get_mut(&number) else { return false };
@@ -328,7 +330,7 @@ impl Wire {
 }
 
 extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_int {
-    // SAFETY: the caller gives a place for the attributes.
+    // SAFETY: the caller passes writable attributes.
     let attr = unsafe { &mut *attr };
     (attr.max_mr_size, attr.max_mr, attr.phys_port_cnt) = (1 << 40, 1000, 1);
     (attr.max_cqe, attr.max_qp_wr, attr.max_sge) = (10_000, 1000, 16);
@@ -341,7 +343,7 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
 }
 
 extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr) -> c_int {
-    // SAFETY: the caller gives a place for the attributes.
+    // SAFETY: the caller passes writable attributes.
     let attr = unsafe { &mut *attr };
     (attr.state, attr.active_mtu, attr.max_msg_sz, attr.lid) =
         (PortState::IBV_PORT_ACTIVE, 5, 1 << 30, 7);
@@ -351,11 +353,11 @@ extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr)
 
 extern "C" fn open_device(device: *mut Device) -> *mut Context {
     let context = fake::context(device);
-    // SAFETY: it was boxed just now.
+    // SAFETY: this function boxed the context just now.
     let ops = unsafe { &mut (*context).ops };
     ops.poll_cq = Some(poll_cq);
     ops.req_notify_cq =
-        (!with(|wire| wire.misbehaviour.tells_nothing)).then_some(req_notify_cq as _);
+        (!with(|wire| wire.misbehaviour.has_no_channels)).then_some(req_notify_cq as _);
     ops.post_send = Some(post_send);
     ops.post_recv = Some(post_recv);
     ops.alloc_mw = Some(alloc_mw);
@@ -387,7 +389,7 @@ extern "C" fn reg_mr_iova2(
 }
 
 extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
-    // SAFETY: it was boxed by `reg_mr`, and is deregistered once.
+    // SAFETY: `reg_mr` boxed the region, and each region is deregistered once.
     let mr = unsafe { Box::from_raw(mr) };
     with(|wire| wire.regions.remove(&(mr.lkey >> 8)));
     0
@@ -404,11 +406,11 @@ extern "C" fn create_comp_channel(context: *mut Context) -> *mut CompChannel {
 }
 
 extern "C" fn destroy_comp_channel(channel: *mut CompChannel) -> c_int {
-    // SAFETY: it was boxed by `create_comp_channel`, and is destroyed once.
+    // SAFETY: `create_comp_channel` boxed the channel, and each channel is destroyed once.
     let channel = unsafe { Box::from_raw(channel) };
     assert_eq!(channel.refcnt, 0, "a channel is destroyed after its queue");
     fake::called("destroy_comp_channel".into());
-    // SAFETY: the fd is the channel's own.
+    // SAFETY: the channel owns the fd.
     drop(unsafe { OwnedFd::from_raw_fd(channel.fd) });
     0
 }
@@ -423,7 +425,7 @@ extern "C" fn get_cq_event(
         fake::set_errno(errno);
         return -1;
     }
-    // SAFETY: the caller gives a channel that is alive.
+    // SAFETY: the caller passes a live channel.
     let fd = unsafe { BorrowedFd::borrow_raw((*channel).fd) };
     if let Err(errno) = rustix::io::read(fd, &mut [0; 8]) {
         fake::set_errno(errno.raw_os_error());
@@ -436,7 +438,7 @@ extern "C" fn get_cq_event(
             .find(|(_, events)| events.channel == channel.addr())
             .expect("a queue of the channel");
         events.taken += 1;
-        // SAFETY: the caller gives a place for the queue.
+        // SAFETY: the caller passes a writable pointer to a queue.
         unsafe { *cq = ptr::with_exposed_provenance_mut(*address) };
     });
     0
@@ -465,12 +467,12 @@ extern "C" fn create_cq(
     channel: *mut CompChannel,
     _: c_int,
 ) -> *mut Cq {
-    // SAFETY: all zeros is a value of this plain structure.
+    // SAFETY: all zeros is a valid value of this plain structure.
     let mut cq: Cq = unsafe { mem::zeroed() };
     (cq.context, cq.channel) = (context, channel);
     let cq = Box::into_raw(Box::new(cq));
     if !channel.is_null() {
-        // SAFETY: the caller gives a channel that is alive.
+        // SAFETY: the caller passes a live channel.
         let fd = unsafe {
             (*channel).refcnt += 1;
             (*channel).fd
@@ -489,7 +491,7 @@ extern "C" fn destroy_cq(cq: *mut Cq) -> c_int {
     });
     // A real driver would wait here for the acknowledgements.
     assert_eq!(events.map_or(0, |events| events.taken), 0, "unacknowledged events");
-    // SAFETY: it was boxed by `create_cq`, and is destroyed once; its channel is alive.
+    // SAFETY: `create_cq` boxed the queue, and each queue is destroyed once. Its channel is alive.
     unsafe {
         let cq = Box::from_raw(cq);
         if !cq.channel.is_null() {
@@ -500,8 +502,8 @@ extern "C" fn destroy_cq(cq: *mut Cq) -> c_int {
 }
 
 extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
-    // SAFETY: all zeros is a value of this plain structure; the caller gives attributes and a
-    // protection domain.
+    // SAFETY: all zeros is a valid value of this plain structure; the caller passes attributes and
+    // a protection domain.
     let (mut qp, attr) = unsafe { (mem::zeroed::<Qp>(), &*attr) };
     (qp.pd, qp.send_cq, qp.recv_cq) = (pd, attr.send_cq, attr.recv_cq);
     qp.qp_num = with(|wire| {
@@ -518,7 +520,7 @@ extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
 }
 
 extern "C" fn destroy_qp(qp: *mut Qp) -> c_int {
-    // SAFETY: it was boxed by `create_qp`, and is destroyed once.
+    // SAFETY: `create_qp` boxed the queue pair, and each queue pair is destroyed once.
     let qp = unsafe { Box::from_raw(qp) };
     fake::called("destroy_qp".into());
     with(|wire| {
@@ -535,7 +537,7 @@ extern "C" fn destroy_qp(qp: *mut Qp) -> c_int {
 }
 
 extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
-    // SAFETY: the caller gives a queue pair that is alive, and its attributes.
+    // SAFETY: the caller passes a live queue pair and its attributes.
     let (number, attr) = unsafe { ((*qp).qp_num, &*attr) };
     let mask = QpAttrMask::from_bits_truncate(mask);
     with(|wire| {
@@ -575,7 +577,7 @@ unsafe fn segments(list: *const Sge, count: c_int) -> Vec<Sge> {
     if count == 0 {
         return Vec::new();
     }
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller promises that `list` points to `count` segments.
     unsafe { std::slice::from_raw_parts(list, count as usize) }.to_vec()
 }
 
@@ -583,11 +585,11 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
     with(|wire| {
         wire.posts += 1;
         if let Some((_, errno)) = wire.refuse.take_if(|(nth, _)| *nth == wire.posts) {
-            // SAFETY: the caller gives a place for the request that was refused.
+            // SAFETY: the caller passes a writable pointer for the refused request.
             unsafe { *bad = wr };
             return errno;
         }
-        // SAFETY: the caller gives a queue pair that is alive, and a chain of requests with their
+        // SAFETY: the caller passes a live queue pair, and a chain of requests with their
         // lists.
         unsafe {
             let number = (*qp).qp_num;
@@ -640,20 +642,20 @@ unsafe extern "C" fn alloc_mw(pd: *mut Pd, mw_type: MwType) -> *mut Mw {
         wire.next += 1;
         wire.next << 8
     });
-    // SAFETY: the caller gives a protection domain.
+    // SAFETY: the caller passes a live protection domain.
     let context = unsafe { (*pd).context };
     Box::into_raw(Box::new(Mw { context, pd, rkey, handle: 0, mw_type }))
 }
 
 unsafe extern "C" fn dealloc_mw(mw: *mut Mw) -> c_int {
     fake::called("dealloc_mw".into());
-    // SAFETY: it was boxed by `alloc_mw`, and is freed once.
+    // SAFETY: `alloc_mw` boxed the window, and each window is freed once.
     drop(unsafe { Box::from_raw(mw) });
     0
 }
 
 unsafe extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
-    // SAFETY: the caller gives a queue pair and a window that are alive, and what to bind.
+    // SAFETY: the caller passes a live queue pair, a live window and the bind.
     let (qp_num, wr_id) = unsafe {
         let MwBindInfo { addr, length, mw_access_flags, .. } = (*bind).bind_info;
         fake::called(format!("bind_mw {addr:#x}+{length:#x} {mw_access_flags:#x}"));
@@ -687,16 +689,17 @@ unsafe extern "C" fn poll_cq(cq: *mut Cq, most: c_int, out: *mut Wc) -> c_int {
         let Some(done) = wire.done.get_mut(&cq.addr()) else { return 0 };
         let count = done.len().min(most as usize);
         for (index, wc) in done.drain(..count).enumerate() {
-            // SAFETY: the caller gives a place for `most` completions.
+            // SAFETY: the caller passes an array of `most` completions.
             unsafe { *out.add(index) = wc };
         }
         count as c_int
     })
 }
 
-/// Returns the function table of the fake library, and sets it up with one device.
+/// Resets the fake library to one device, and returns its function table.
 pub(crate) fn functions() -> Functions {
-    // Resets the script of the functions that are not replaced here.
+    // This call resets the state of `fake`, which provides the functions that this module does not
+    // replace.
     drop(fake::functions());
     misbehave(Misbehaviour { bind: Some(WcStatus::IBV_WC_SUCCESS), ..Misbehaviour::default() });
     let symbol = |name: &str| {

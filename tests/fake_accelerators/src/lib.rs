@@ -37,10 +37,11 @@ pub mod synapse;
 use parking_lot::{Mutex, MutexGuard};
 pub use state::{Live, Profile};
 
-/// Keeps the runtimes to one test at a time.
+/// Locked by the test that uses the runtimes, so that one test runs at a time.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The runtimes of this process, for one test at a time.
+/// The fake runtimes of this process, owned by one test. Other tests wait in [`Fake::start`] until
+/// this handle is dropped.
 #[derive(Debug)]
 pub struct Fake {
     _turn: MutexGuard<'static, ()>,
@@ -48,7 +49,7 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// Starts runtimes of a profile.
+    /// Starts new runtimes with this profile. Waits until no other test uses the runtimes.
     #[must_use]
     pub fn start(profile: Profile) -> Self {
         let turn = TURN.lock();
@@ -57,13 +58,13 @@ impl Fake {
         Self { _turn: turn, absent }
     }
 
-    /// Returns the address of a function, unless the profile lacks it.
+    /// Returns the address of a function, or `None` if it is among the profile's absent functions.
     #[must_use]
     pub fn symbol(&self, name: &str) -> Option<*const ()> {
         if self.absent.contains(&name) { None } else { symbol(name) }
     }
 
-    /// Makes the `nth` call of a function from now on return `code`; 1 is the next call.
+    /// Makes the `nth` next call of a function return `code`: 1 is the next call.
     pub fn fail_nth(&self, symbol: &'static str, nth: u64, code: i32) {
         state::with(|state| state.calls.fail_nth(symbol, nth, code));
     }
@@ -73,7 +74,7 @@ impl Fake {
         self.fail_nth(symbol, 1, code);
     }
 
-    /// Removes all faults.
+    /// Removes all injected faults.
     pub fn heal(&self) {
         state::with(|state| state.calls.heal());
     }
@@ -84,15 +85,15 @@ impl Fake {
         state::with(|state| state.calls.of(symbol))
     }
 
-    /// Returns the numbers of live objects.
+    /// Counts the live objects.
     #[must_use]
     pub fn live(&self) -> Live {
         state::with(|state| state.live())
     }
 }
 
-/// Starts new runtimes of a profile, and returns the lookup of their functions. For a process in
-/// which one test runs at a time.
+/// Starts new runtimes with this profile, and returns a lookup of their functions by name. Unlike
+/// [`Fake::start`], does not exclude other tests: only one may run in the process.
 pub fn restart(profile: Profile) -> impl Fn(&str) -> Option<*const ()> {
     let absent = profile.absent.clone();
     state::restart(profile);

@@ -1,4 +1,4 @@
-//! `libnrt.so.1`.
+//! The functions of `libnrt.so.1`, the Neuron runtime.
 
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -16,7 +16,8 @@ const INVALID_HANDLE: c_int = 3;
 const RESOURCE: c_int = 4;
 const UNINITIALIZED: c_int = 13;
 
-/// Runs a call, or returns the fault that is injected into it.
+/// Counts a call of the function `name`. Returns the injected fault if there is one, and runs `act`
+/// otherwise.
 fn call(name: &'static str, act: impl FnOnce(&mut State) -> c_int) -> c_int {
     state::with(|state| match state.calls.enter(name) {
         Some(code) => code,
@@ -30,18 +31,18 @@ fn block_of(state: &State, tensor: *const c_void) -> Option<Block> {
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_get_visible_nc_count(count: *mut u32) -> c_int {
     call("nrt_get_visible_nc_count", |state| {
-        // SAFETY: the caller's out parameter.
+        // SAFETY: the caller passes a writable out parameter.
         unsafe { *count = state.profile.devices };
         SUCCESS
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_init(framework: c_int, _: *const c_char, _: *const c_char) -> c_int {
     call("nrt_init", |state| {
@@ -53,7 +54,7 @@ pub unsafe extern "C" fn nrt_init(framework: c_int, _: *const c_char, _: *const 
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_allocate(
     placement: c_int,
@@ -72,22 +73,22 @@ pub unsafe extern "C" fn nrt_tensor_allocate(
         let Some(block) = state.allocate(size as u64) else { return RESOURCE };
         let handle = state.handle();
         state.tensors.insert(handle, block.base);
-        // SAFETY: the caller's out parameter.
+        // SAFETY: the caller passes a writable out parameter.
         unsafe { *tensor = ptr::without_provenance_mut(handle) };
         SUCCESS
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 ///
 /// # Panics
-/// For a tensor that is not live: the real library's behaviour is undefined.
+/// Panics for a tensor that is not live, for which the real library's behaviour is undefined.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_free(tensor: *mut *mut c_void) {
     state::with(|state| {
         state.calls.enter("nrt_tensor_free");
-        // SAFETY: the caller's tensor.
+        // SAFETY: the caller passes a pointer to its tensor.
         let handle = unsafe { std::mem::replace(&mut *tensor, ptr::null_mut()) };
         let base = state.tensors.remove(&handle.addr()).expect("a live tensor");
         assert!(state.free(base), "a live allocation");
@@ -95,11 +96,11 @@ pub unsafe extern "C" fn nrt_tensor_free(tensor: *mut *mut c_void) {
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_get_va(tensor: *const c_void) -> *mut c_void {
     state::with(|state| {
-        // The kernel driver maps whole pages only.
+        // As in the kernel driver, only whole pages are mapped.
         let block = block_of(state, tensor).filter(|block| block.len.is_multiple_of(PAGE));
         let failed = state.calls.enter("nrt_tensor_get_va").is_some();
         match block {
@@ -110,7 +111,7 @@ pub unsafe extern "C" fn nrt_tensor_get_va(tensor: *const c_void) -> *mut c_void
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_get_size(tensor: *const c_void) -> usize {
     state::with(|state| {
@@ -119,7 +120,8 @@ pub unsafe extern "C" fn nrt_tensor_get_size(tensor: *const c_void) -> usize {
     })
 }
 
-/// Returns the runtime's pointer to bytes of a tensor.
+/// Returns the address at which the runtime accesses `size` bytes of a tensor, if they are inside
+/// it.
 fn bytes(
     state: &State,
     tensor: *const c_void,
@@ -136,7 +138,7 @@ fn bytes(
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_read(
     tensor: *const c_void,
@@ -146,7 +148,8 @@ pub unsafe extern "C" fn nrt_tensor_read(
 ) -> c_int {
     call("nrt_tensor_read", |state| match bytes(state, tensor, offset, size) {
         Ok(from) => {
-            // SAFETY: bytes of the tensor, and the caller's buffer.
+            // SAFETY: `bytes` checked the range of the tensor, and the caller's buffer has `size`
+            // bytes.
             unsafe { ptr::copy_nonoverlapping(from, buffer.cast(), size) };
             SUCCESS
         }
@@ -155,7 +158,7 @@ pub unsafe extern "C" fn nrt_tensor_read(
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_tensor_write(
     tensor: *mut c_void,
@@ -165,7 +168,8 @@ pub unsafe extern "C" fn nrt_tensor_write(
 ) -> c_int {
     call("nrt_tensor_write", |state| match bytes(state, tensor, offset, size) {
         Ok(to) => {
-            // SAFETY: bytes of the tensor, and the caller's buffer.
+            // SAFETY: `bytes` checked the range of the tensor, and the caller's buffer has `size`
+            // bytes.
             unsafe { ptr::copy_nonoverlapping(buffer.cast(), to, size) };
             SUCCESS
         }
@@ -173,7 +177,7 @@ pub unsafe extern "C" fn nrt_tensor_write(
     })
 }
 
-/// Exports the pages of a range. The kernel driver's dma-buf begins with the first of them.
+/// Exports the pages of a range. As in the kernel driver, the dma-buf begins with the first page.
 fn export(state: &mut State, va: u64, size: u64, fd: *mut c_int) -> c_int {
     let start = va & !(PAGE - 1);
     let Some(len) =
@@ -186,7 +190,7 @@ fn export(state: &mut State, va: u64, size: u64, fd: *mut c_int) -> c_int {
     }
     match state.pages.export(start, len) {
         Ok(Some(file)) => {
-            // SAFETY: the caller's out parameter.
+            // SAFETY: the caller passes a writable out parameter.
             unsafe { *fd = file.into_raw_fd() };
             SUCCESS
         }
@@ -195,17 +199,18 @@ fn export(state: &mut State, va: u64, size: u64, fd: *mut c_int) -> c_int {
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_get_dmabuf_fd(va: u64, size: u64, fd: *mut c_int) -> c_int {
     call("nrt_get_dmabuf_fd", |state| {
-        // It has no way to return the offset in the page.
+        // This function cannot return an offset in the page.
         if va.is_multiple_of(PAGE) { export(state, va, size, fd) } else { INVALID }
     })
 }
 
 /// # Safety
-/// The arguments are valid, as in the calls of libfabric's `hmem_neuron.c`.
+/// The arguments must be those that libfabric's `hmem_neuron.c` passes: `fd` and `offset`
+/// must be writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_get_dmabuf_fd_v2(
     va: u64,
@@ -214,14 +219,14 @@ pub unsafe extern "C" fn nrt_get_dmabuf_fd_v2(
     offset: *mut u64,
 ) -> c_int {
     call("nrt_get_dmabuf_fd_v2", |state| {
-        // SAFETY: the caller's out parameter.
+        // SAFETY: the caller passes a writable out parameter.
         unsafe { *offset = va % PAGE };
         export(state, va, size, fd)
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `nrt.h`.
+/// The caller must follow the rules that `nrt.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nrt_get_vnc_memory_stats(
     core: u32,
@@ -236,7 +241,7 @@ pub unsafe extern "C" fn nrt_get_vnc_memory_stats(
         if core >= state.profile.devices || size < size_of::<[usize; 2]>() {
             return INVALID;
         }
-        // SAFETY: the caller's out parameters, of which the first has `size` bytes.
+        // SAFETY: the caller passes writable out parameters. The first has `size` bytes.
         unsafe {
             *stats = [0, MEMORY as usize];
             *written = size_of::<[usize; 2]>();

@@ -5,18 +5,20 @@ use std::collections::{BTreeMap, HashMap};
 use hmem_fake_common::{Calls, PAGE, Pages};
 use parking_lot::Mutex;
 
-/// Bytes of memory on the devices.
+/// Total bytes of device memory.
 pub(crate) const MEMORY: u64 = 1 << 34;
 
-/// The runtimes of this process. A library that is loaded starts with the default profile.
+/// State of the runtimes of this process. If no test has set it, the first call sets it with the
+/// default profile.
 static STATE: Mutex<Option<State>> = Mutex::new(None);
 
-/// The properties of the fake runtimes.
+/// Configurable properties of the fake runtimes.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// The number of NeuronCores, and of Gaudi devices.
+    /// Number of NeuronCores, which is also the number of Gaudi devices.
     pub devices: u32,
-    /// Set if the application has called `nrt_init` and has acquired a Gaudi device.
+    /// True if the runtimes start as if the application had called `nrt_init` and acquired a Gaudi
+    /// device.
     pub running: bool,
     /// The device type that SynapseAI reports, as `synDeviceType`.
     pub device_type: i32,
@@ -31,7 +33,7 @@ impl Default for Profile {
 }
 
 impl Profile {
-    /// Runtimes that the application has started.
+    /// Returns the default profile, with runtimes that the application has started.
     #[must_use]
     pub fn running() -> Self {
         Self { running: true, ..Self::default() }
@@ -48,15 +50,15 @@ impl Profile {
 /// The number of live objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
-    /// Allocations of device memory.
+    /// Number of live allocations of device memory.
     pub allocations: usize,
-    /// Buffers of `synHostMalloc`.
+    /// Number of live host buffers of `synHostMalloc`.
     pub host_buffers: usize,
-    /// Streams.
+    /// Number of live streams.
     pub streams: usize,
 }
 
-/// A copy that waits for its stream.
+/// A copy that was enqueued on a stream and has not run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copy {
     pub(crate) from: *const u8,
@@ -68,7 +70,7 @@ pub(crate) struct Copy {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Block {
     pub(crate) base: u64,
-    /// Requested bytes.
+    /// Requested length in bytes.
     pub(crate) len: u64,
 }
 
@@ -79,12 +81,12 @@ pub(crate) struct State {
     pub(crate) running: bool,
     /// Live allocations by first address.
     blocks: BTreeMap<u64, Block>,
-    /// Neuron's tensors: the first address of each.
+    /// First address of each live Neuron tensor, by the tensor's handle.
     pub(crate) tensors: HashMap<usize, u64>,
     pub(crate) next_handle: usize,
-    /// Buffers of `synHostMalloc`: length by address.
+    /// Lengths of the live host buffers of `synHostMalloc`, by address.
     pub(crate) host: BTreeMap<usize, usize>,
-    /// Streams with the copies that wait.
+    /// Live streams, each with its enqueued copies.
     pub(crate) streams: BTreeMap<usize, Vec<Copy>>,
     pub(crate) calls: Calls<i32>,
 }
@@ -120,7 +122,7 @@ impl State {
         self.next_handle * 16
     }
 
-    /// Allocates at the lowest address at which the length fits.
+    /// Allocates device memory at the lowest free address at which the length fits.
     pub(crate) fn allocate(&mut self, len: u64) -> Option<Block> {
         let whole = len.checked_next_multiple_of(PAGE)?;
         let used: u64 = self.blocks.values().map(|block| block.len).sum();
@@ -146,7 +148,7 @@ impl State {
         true
     }
 
-    /// Returns the allocation that contains a range.
+    /// Returns the allocation that contains the whole range.
     pub(crate) fn holder(&self, address: u64, len: u64) -> Option<Block> {
         let (_, block) = self.blocks.range(..=address).next_back()?;
         let end = block.base + block.len.next_multiple_of(PAGE);

@@ -1,4 +1,4 @@
-//! `libSynapse.so` and `libhl-thunk.so`.
+//! The functions of `libSynapse.so` and `libhl-thunk.so`.
 
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -15,10 +15,10 @@ const OUT_OF_DEVICE_MEMORY: c_int = 4;
 const DEVICE_ALREADY_ACQUIRED: c_int = 20;
 const MAPPING_NOT_FOUND: c_int = 34;
 
-/// The fd of the kernel driver that callers see. No file is open there.
+/// The kernel driver's fd that `synDeviceGetInfoV2` reports. No file is open under this number.
 const DEVICE_FD: u32 = 1 << 20;
 
-/// `synDeviceInfoV2`
+/// `synDeviceInfoV2` of `synapse_api.h`.
 #[repr(C)]
 #[derive(Debug)]
 pub struct DeviceInfo {
@@ -42,45 +42,46 @@ fn call(name: &'static str, act: impl FnOnce(&mut State) -> c_int) -> c_int {
     })
 }
 
-/// Runs a call that needs the acquired device.
+/// Counts a call of the function `name`. Returns the injected fault if there is one. Runs `act`
+/// otherwise, if the application has acquired `device`.
 fn call_on(name: &'static str, device: u32, act: impl FnOnce(&mut State) -> c_int) -> c_int {
     call(name, |state| if state.running && device == 0 { act(state) } else { INVALID_ARGUMENT })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synInitialize() -> c_int {
     call("synInitialize", |_| SUCCESS)
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceGetCount(count: *mut u32) -> c_int {
     call("synDeviceGetCount", |state| {
-        // SAFETY: the caller's out parameter.
+        // SAFETY: the caller passes a writable out parameter.
         unsafe { *count = state.profile.devices };
         SUCCESS
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceAcquire(device: *mut u32, _: *const c_char) -> c_int {
     call("synDeviceAcquire", |state| {
         if std::mem::replace(&mut state.running, true) {
             return DEVICE_ALREADY_ACQUIRED;
         }
-        // SAFETY: the caller's out parameter.
+        // SAFETY: the caller passes a writable out parameter.
         unsafe { *device = 0 };
         SUCCESS
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceGetInfoV2(device: u32, info: *mut DeviceInfo) -> c_int {
     call_on("synDeviceGetInfoV2", device, |state| {
@@ -97,14 +98,14 @@ pub unsafe extern "C" fn synDeviceGetInfoV2(device: u32, info: *mut DeviceInfo) 
             device_index: 0,
             global_hbm_base: state.pages.first(),
         };
-        // SAFETY: the caller's out parameter.
+        // SAFETY: the caller passes a writable out parameter.
         unsafe { ptr::write(info, described) };
         SUCCESS
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceMalloc(
     device: u32,
@@ -118,14 +119,14 @@ pub unsafe extern "C" fn synDeviceMalloc(
             return INVALID_ARGUMENT;
         }
         let Some(block) = state.allocate(size) else { return OUT_OF_DEVICE_MEMORY };
-        // SAFETY: the caller's out parameter.
+        // SAFETY: the caller passes a writable out parameter.
         unsafe { *buffer = block.base };
         SUCCESS
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synDeviceFree(device: u32, buffer: u64, _: u32) -> c_int {
     call_on(
@@ -138,7 +139,7 @@ pub unsafe extern "C" fn synDeviceFree(device: u32, buffer: u64, _: u32) -> c_in
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synHostMalloc(
     device: u32,
@@ -150,27 +151,27 @@ pub unsafe extern "C" fn synHostMalloc(
         let bytes = vec![0u8; size as usize].into_boxed_slice();
         let bytes = Box::into_raw(bytes).cast::<c_void>();
         state.host.insert(bytes.expose_provenance(), size as usize);
-        // SAFETY: the caller's out parameter.
+        // SAFETY: the caller passes a writable out parameter.
         unsafe { *buffer = bytes };
         SUCCESS
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synHostFree(device: u32, buffer: *const c_void, _: u32) -> c_int {
     call_on("synHostFree", device, |state| {
         let Some(len) = state.host.remove(&buffer.addr()) else { return INVALID_ARGUMENT };
         let bytes = ptr::with_exposed_provenance_mut::<u8>(buffer.addr());
-        // SAFETY: a box of `synHostMalloc` of this length, which was in the table.
+        // SAFETY: `synHostMalloc` made a box of this length, which was still in the table.
         drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(bytes, len)) });
         SUCCESS
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synStreamCreateGeneric(
     stream: *mut *mut c_void,
@@ -180,14 +181,14 @@ pub unsafe extern "C" fn synStreamCreateGeneric(
     call_on("synStreamCreateGeneric", device, |state| {
         let handle = state.handle();
         state.streams.insert(handle, Vec::new());
-        // SAFETY: the caller's out parameter.
+        // SAFETY: the caller passes a writable out parameter.
         unsafe { *stream = ptr::without_provenance_mut(handle) };
         SUCCESS
     })
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synStreamDestroy(stream: *mut c_void) -> c_int {
     call("synStreamDestroy", |state| match state.streams.remove(&stream.addr()) {
@@ -197,7 +198,7 @@ pub unsafe extern "C" fn synStreamDestroy(stream: *mut c_void) -> c_int {
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synStreamSynchronize(stream: *mut c_void) -> c_int {
     call("synStreamSynchronize", |state| {
@@ -210,7 +211,7 @@ pub unsafe extern "C" fn synStreamSynchronize(stream: *mut c_void) -> c_int {
     })
 }
 
-/// Returns a pointer to bytes that the device reaches on the host.
+/// Returns a pointer to bytes of a live buffer of `synHostMalloc`; `None` for other host memory.
 fn host_bytes(state: &State, address: u64, len: u64) -> Option<*mut u8> {
     let (start, size) = state.host.range(..=address as usize).next_back()?;
     let end = (*start + *size) as u64;
@@ -218,7 +219,7 @@ fn host_bytes(state: &State, address: u64, len: u64) -> Option<*mut u8> {
 }
 
 /// # Safety
-/// The caller follows the function's rules in `synapse_api.h`.
+/// The caller must follow the rules that `synapse_api.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn synMemCopyAsync(
     stream: *mut c_void,
@@ -242,7 +243,7 @@ pub unsafe extern "C" fn synMemCopyAsync(
 }
 
 /// # Safety
-/// The caller follows the function's rules in `hlthunk.h`.
+/// The caller must follow the rules that `hlthunk.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
     fd: c_int,
@@ -269,7 +270,7 @@ pub unsafe extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
 }
 
 /// # Safety
-/// The caller follows the function's rules in `hlthunk.h`.
+/// The caller must follow the rules that `hlthunk.h` states for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hlthunk_get_pci_bus_id_from_fd(
     fd: c_int,

@@ -1,11 +1,11 @@
-//! Counts of calls, and faults to inject.
+//! Call counts and injected faults of a fake driver.
 
 use std::collections::HashMap;
 
 #[derive(Clone, Copy, Debug)]
 struct Fault<C> {
     symbol: &'static str,
-    /// Number of calls that succeed before the fault.
+    /// Number of calls of the function that still succeed before the fault.
     after: u64,
     always: bool,
     code: C,
@@ -25,7 +25,7 @@ impl<C> Default for Calls<C> {
 }
 
 impl<C: Copy> Calls<C> {
-    /// Counts a call. Returns the code of the fault that is injected into it, if any.
+    /// Counts a call of a function. Returns the error code if a fault is injected into this call.
     pub fn enter(&mut self, symbol: &'static str) -> Option<C> {
         *self.counts.entry(symbol).or_default() += 1;
         let at = self.faults.iter().position(|fault| fault.symbol == symbol)?;
@@ -41,12 +41,12 @@ impl<C: Copy> Calls<C> {
         Some(fault.code)
     }
 
-    /// Makes the `nth` call of a function from now on fail; 1 is the next call.
+    /// Makes the `nth` next call of a function fail: 1 is the next call.
     pub fn fail_nth(&mut self, symbol: &'static str, nth: u64, code: C) {
         self.faults.push(Fault { symbol, after: nth.saturating_sub(1), always: false, code });
     }
 
-    /// Makes every call of a function fail.
+    /// Makes every later call of a function fail.
     pub fn fail_always(&mut self, symbol: &'static str, code: C) {
         self.faults.push(Fault { symbol, after: 0, always: true, code });
     }

@@ -1,4 +1,4 @@
-//! Genuine dma-bufs of memory files, by `/dev/udmabuf`.
+//! Creates genuine dma-bufs of memory files, by `/dev/udmabuf`.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
@@ -33,11 +33,12 @@ const CREATE_LIST: libc::c_ulong = 0x4008_7543;
 /// `UDMABUF_FLAGS_CLOEXEC`.
 const CLOEXEC: u32 = 1;
 
-/// Makes a dma-buf of parts of memory files, each with its offset and length in bytes. Returns
-/// `None` if this machine has no `/dev/udmabuf` that this process may open.
+/// Creates a dma-buf of parts of memory files. Each part is a file, an offset and a length in
+/// bytes. Returns `None` if this process cannot open `/dev/udmabuf`.
 ///
 /// # Errors
-/// The errno of the ioctl: EINVAL for parts that are not whole pages of a sealed memory file.
+/// Returns the errno of the ioctl, such as EINVAL for parts that are not whole pages of a sealed
+/// memory file.
 pub(crate) fn dma_buf(parts: &[(BorrowedFd<'_>, u64, u64)]) -> Result<Option<OwnedFd>> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
     let Ok(device) = rustix::fs::open("/dev/udmabuf", flags, Mode::empty()) else {

@@ -1,19 +1,23 @@
-//! The handle by which a test owns the fake driver of its process.
+//! Defines the handle by which a test owns the fake driver of its process.
 
-/// Defines the handle of a fake driver, the driver's state, and its start from the environment.
+/// Defines the handle of a fake driver, the static with its state, and its configuration by an
+/// environment variable.
 ///
-/// The crate has a `State` (`new(profile)`, `heal`, `live`, `profile`, `calls`), a `Profile`
-/// (`named`, `set`, `absent`), a `Live`, and a module `entry` (`symbol`, `known`).
+/// The crate that uses the macro must define the types `State` (with `new(profile)`, `heal`,
+/// `live`, `profile`, `calls`), `Profile` (with `named`, `set`, `absent`) and `Live`, and a module
+/// `entry` (with `symbol`, `known`).
 #[macro_export]
 macro_rules! fake_driver {
-    ($(#[doc = $doc:literal])+ $name:ident, fails with $code:ident, told by $variable:literal) => {
-        /// The driver of this process: there is one, as there is of the real library.
+    ($(#[doc = $doc:literal])+ $name:ident, fails with $code:ident, set by $variable:literal) => {
+        /// The state of this process's driver. A process has one driver, like one instance of the
+        /// real library.
         static STATE: parking_lot::Mutex<Option<State>> = parking_lot::Mutex::new(None);
-        /// Keeps the driver to one test at a time.
+        /// Locked by the test that uses the driver, so that one test runs at a time.
         static TURN: parking_lot::Mutex<()> = parking_lot::Mutex::new(());
 
-        /// Returns the driver that the environment describes: the name of a profile, followed by
-        /// `;name=number` for its fields and `;symbol=code` for calls that always fail.
+        /// Creates the driver that the environment variable describes: the name of a profile,
+        /// followed by `;name=number` for its fields and `;symbol=code` for functions that always
+        /// fail.
         fn from_environment() -> State {
             let text = std::env::var($variable).unwrap_or_default();
             let mut words = text.split(';').map(str::trim);
@@ -49,8 +53,8 @@ macro_rules! fake_driver {
         }
 
         impl $name {
-            /// Starts a driver of a profile, not initialised yet. Its users must be gone when the
-            /// handle is dropped.
+            /// Starts a driver with this profile, before its initialisation call. All users of the
+            /// driver must be gone when the handle is dropped.
             #[must_use]
             pub fn start(profile: Profile) -> Self {
                 let turn = TURN.lock();
@@ -62,7 +66,8 @@ macro_rules! fake_driver {
                 run(STATE.lock().as_mut().expect("started"))
             }
 
-            /// Returns the address of a function, unless the profile lacks it.
+            /// Returns the address of a function, or `None` if it is among the profile's absent
+            /// functions.
             #[must_use]
             pub fn symbol(&self, name: &str) -> Option<*const ()> {
                 let absent = self.with(|state| state.profile.absent.contains(&name));
@@ -74,17 +79,17 @@ macro_rules! fake_driver {
                 self.with(|state| change(&mut state.profile));
             }
 
-            /// Makes the `nth` call of a function from now on fail; 1 is the next call.
+            /// Makes the `nth` next call of a function fail: 1 is the next call.
             pub fn fail_nth(&self, symbol: &str, nth: u64, code: $code) {
                 self.with(|state| state.calls.fail_nth(known(symbol), nth, code.into()));
             }
 
-            /// Makes every call of a function fail.
+            /// Makes every later call of a function fail.
             pub fn fail_always(&self, symbol: &str, code: $code) {
                 self.with(|state| state.calls.fail_always(known(symbol), code.into()));
             }
 
-            /// Removes all faults, with their consequences.
+            /// Removes all injected faults and their effects, such as a lost device.
             pub fn heal(&self) {
                 self.with(State::heal);
             }
@@ -96,7 +101,7 @@ macro_rules! fake_driver {
                 self.with(|state| state.calls.of(symbol))
             }
 
-            /// Returns the numbers of live objects.
+            /// Counts the live objects.
             #[must_use]
             pub fn live(&self) -> Live {
                 self.with(|state| state.live())
@@ -109,8 +114,8 @@ macro_rules! fake_driver {
             }
         }
 
-        /// Starts a new driver of a profile, and returns the lookup of its functions. It is for a
-        /// process in which one test runs at a time: without a handle nothing excludes other tests.
+        /// Starts a new driver with this profile, and returns a lookup of its functions by name.
+        /// Does not exclude other tests: only one may run in the process.
         pub fn restart(profile: Profile) -> impl Fn(&str) -> Option<*const ()> {
             let absent = profile.absent.clone();
             *STATE.lock() = Some(State::new(profile));

@@ -1,7 +1,7 @@
-//! Parts that the fake drivers share.
+//! Code that the fake drivers share.
 //!
-//! - [`Pages`]: the bytes of the devices, and dma-bufs of them
-//! - [`Calls`]: counts of calls, and faults to inject
+//! - [`Pages`]: the memory of the devices, and dma-bufs of it
+//! - [`Calls`]: call counts and injected faults
 //! - [`fake_driver!`]: the handle by which a test owns a driver
 //!
 //! # Layers

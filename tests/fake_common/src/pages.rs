@@ -1,13 +1,13 @@
-//! The bytes of the devices: memory files behind two windows of addresses.
+//! Memory of a fake driver's devices: memory files mapped into two address ranges ("windows").
 //!
-//! Applications see the first window: addresses without access, on which the CPU faults as on
-//! device memory. Host and managed memory is mapped there too. The driver reaches the bytes through
-//! the second window, at a fixed distance.
+//! Applications see the first window. Device addresses in it have no access rights, so that the CPU
+//! faults as on device memory; host and managed memory is mapped there. The driver accesses the
+//! bytes through the second window, at a fixed distance.
 //!
 //! Exports are genuine dma-bufs where `/dev/udmabuf` can be opened, and memory files otherwise. A
-//! dma-buf begins at the exported range, and a memory file cannot begin in the middle of another:
-//! exporting then moves the pages of the range into a file of their own, which backs that part of
-//! the second window from then on.
+//! dma-buf begins at the exported range, but a memory file cannot begin in the middle of another.
+//! Without `/dev/udmabuf`, an export therefore moves the pages of the range into a file of their
+//! own, which then backs that part of the second window.
 
 use std::{
     collections::BTreeMap,
@@ -24,15 +24,15 @@ use rustix::{
 
 use crate::dma_buf::dma_buf;
 
-/// Bytes of a page.
+/// Size of a page in bytes.
 pub const PAGE: u64 = 4096;
-/// Length of the address range that all devices share, in bytes.
+/// Length in bytes of the address range that all devices share.
 const WINDOW: usize = 1 << 40;
 
-/// Makes a memory file that cannot change its size, as a dma-buf cannot.
+/// Creates a memory file whose size is sealed, since the size of a dma-buf cannot change either.
 ///
 /// # Errors
-/// The errno of the call that failed.
+/// Returns the errno of the call that failed.
 pub fn memory_file(len: u64) -> Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create("fake-device", flags)?;
@@ -41,20 +41,20 @@ pub fn memory_file(len: u64) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Opens the file of a process's fd once more. Unlike a duplicate, the new fd makes the file count
-/// as used by others.
+/// Opens the file behind a process's fd again for reading and writing. Unlike a duplicate, the new
+/// fd is a second open file, which [`Pages::export`] notices as a use of the memory.
 ///
 /// # Errors
-/// The errno of the open: ENXIO for a genuine dma-buf, which can only be duplicated.
+/// Returns the errno of the open: ENXIO for a genuine dma-buf, which can only be duplicated.
 pub fn reopen(process: u32, fd: RawFd) -> Result<OwnedFd> {
     let path = format!("/proc/{process}/fd/{fd}");
     rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Returns a new fd of the same memory file or dma-buf.
+/// Opens the memory file behind an fd again, or duplicates the fd of a dma-buf.
 ///
 /// # Errors
-/// The errno of the call that failed.
+/// Returns the errno of the call that failed.
 pub fn another(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     match reopen(std::process::id(), fd.as_raw_fd()) {
         Err(Errno::NXIO) => rustix::io::fcntl_dupfd_cloexec(fd, 0),
@@ -66,7 +66,7 @@ pub fn another(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
 /// the file itself otherwise.
 ///
 /// # Errors
-/// The errno of the call that failed.
+/// Returns the errno of the call that failed.
 pub fn share(file: BorrowedFd<'_>, len: u64) -> Result<OwnedFd> {
     match dma_buf(&[(file, 0, len)])? {
         Some(genuine) => Ok(genuine),
@@ -74,7 +74,9 @@ pub fn share(file: BorrowedFd<'_>, len: u64) -> Result<OwnedFd> {
     }
 }
 
-/// Returns true if the file is also open or mapped elsewhere. The kernel then refuses a read lease.
+/// Returns true if a memory file was opened again for writing, and that second open file is still
+/// open or mapped. The kernel then refuses a read lease. The file's own mappings, duplicates of the
+/// fd and openings for reading do not count.
 fn is_used(fd: BorrowedFd<'_>) -> bool {
     let lease = |kind: libc::c_int| {
         // SAFETY: F_SETLEASE takes a lease type by value, and the borrowed fd is open.
@@ -87,14 +89,15 @@ fn is_used(fd: BorrowedFd<'_>) -> bool {
     !granted
 }
 
-/// Memory that is mapped twice: where applications see it, and where the driver accesses it.
+/// Memory mapped at two addresses: one that applications see, and one at which the driver accesses
+/// it.
 #[derive(Debug)]
 pub struct Pages {
-    /// First address at which applications see the pages.
+    /// First address of the window that applications see.
     visible: u64,
-    /// First address at which the driver maps the pages.
+    /// First address of the window at which the driver accesses the pages.
     alias: u64,
-    /// Files that back a range, by its first address, with its length.
+    /// Memory files by the first address of the range that they back, each with the range's length.
     files: BTreeMap<u64, (u64, OwnedFd)>,
 }
 
@@ -105,34 +108,36 @@ impl Default for Pages {
 }
 
 impl Pages {
-    /// Returns the first address at which applications see the pages.
+    /// Returns the first address of the window that applications see.
     #[must_use]
     pub fn first(&self) -> u64 {
         self.visible
     }
 
-    /// Returns the number of open files.
+    /// Returns the number of memory files that back the pages.
     #[must_use]
     pub fn files(&self) -> usize {
         self.files.len()
     }
 
-    /// Returns true for an address at which applications see pages.
+    /// Returns true if an address lies in the window that applications see.
     #[must_use]
     pub fn holds(&self, address: u64) -> bool {
         address.wrapping_sub(self.visible) < WINDOW as u64
     }
 
-    /// Returns the driver's pointer to the byte that applications see at `address`.
+    /// Returns a pointer through which the driver accesses the byte that applications see at
+    /// `address`.
     #[must_use]
     pub fn at(&self, address: u64) -> *mut u8 {
         ptr::with_exposed_provenance_mut((address - self.visible + self.alias) as usize)
     }
 
-    /// Backs a range with new zeroed pages. With `host` the CPU can access them at that address.
+    /// Backs a range with new zeroed pages. If `host` is true, the application's CPU code can
+    /// access them.
     ///
     /// # Errors
-    /// The errno of the call that failed.
+    /// Returns the errno of the call that failed.
     pub fn back(&mut self, address: u64, len: u64, host: bool) -> Result<()> {
         let file = memory_file(len)?;
         if host {
@@ -141,10 +146,10 @@ impl Pages {
         self.place(address, len, file)
     }
 
-    /// Backs a range with the pages of a file.
+    /// Backs a range with the pages of `file`.
     ///
     /// # Errors
-    /// The errno of the mapping.
+    /// Returns the errno of the mapping.
     pub fn place(&mut self, address: u64, len: u64, file: OwnedFd) -> Result<()> {
         map(self.at(address), len, file.as_fd())?;
         self.enter(address, len, file);
@@ -164,11 +169,12 @@ impl Pages {
         }
     }
 
-    /// Returns an fd that begins with the range. Returns `None` if a part of the range lies in a
-    /// file of other bounds that is still in use: real drivers export it, memory files cannot.
+    /// Exports a range: a dma-buf or memory file that begins with the range. Without
+    /// `/dev/udmabuf`, returns `None` if a part of the range is still exported with other bounds.
+    /// Real drivers support that; memory files cannot.
     ///
     /// # Errors
-    /// The errno of the call that failed.
+    /// Returns the errno of the call that failed.
     pub fn export(&mut self, address: u64, len: u64) -> Result<Option<OwnedFd>> {
         if let Some(genuine) = self.genuine(address, len)? {
             return Ok(Some(genuine));
@@ -179,7 +185,8 @@ impl Pages {
         })
     }
 
-    /// Creates a genuine dma-buf of a range, or returns `None` if `/dev/udmabuf` cannot be opened.
+    /// Creates a genuine dma-buf of a range. Returns `None` if `/dev/udmabuf` cannot be opened, or
+    /// if a part of the range has no recorded file.
     fn genuine(&self, address: u64, len: u64) -> Result<Option<OwnedFd>> {
         let end = address + len;
         let mut parts: Vec<_> = self
@@ -194,14 +201,15 @@ impl Pages {
             .collect();
         parts.reverse();
         if parts.iter().map(|(_, _, len)| len).sum::<u64>() < len {
-            // A part has lost its file to one of other bounds, which only memory files do.
+            // A part has no recorded file: an export by memory file has replaced the file that
+            // backed it.
             return Ok(None);
         }
         dma_buf(&parts)
     }
 
-    /// Moves a range into a file of its own. Returns false if a file that backs a part of the range
-    /// is in use elsewhere.
+    /// Moves the pages of a range into a memory file of their own. Returns false if a second open
+    /// file of a memory file behind the range is still in use ([`is_used`]).
     fn own(&mut self, address: u64, len: u64) -> Result<bool> {
         let end = address + len;
         let touched = self.files.range(..end).filter(|(start, (len, _))| *start + len > address);
@@ -222,8 +230,8 @@ impl Pages {
         Ok(true)
     }
 
-    /// Records `file` as the file that backs a range, and forgets the files that it replaces. Other
-    /// ranges of the replaced files stay mapped, but no file is recorded for them.
+    /// Records `file` as the file that backs a range, and removes the records of overlapping files.
+    /// Other ranges of those files stay mapped, but without a record.
     fn enter(&mut self, address: u64, len: u64, file: OwnedFd) {
         let end = address + len;
         let before =
@@ -235,11 +243,11 @@ impl Pages {
         self.files.insert(address, (len, file));
     }
 
-    /// Returns the file that backs exactly this range, made by moving its pages if there is none.
-    /// Returns `None` in the cases of [`Pages::export`].
+    /// Returns the memory file that backs exactly this range. If there is none, moves the pages
+    /// into a new file. Returns `None` if a file behind the range is still in use elsewhere.
     ///
     /// # Errors
-    /// The errno of the call that failed.
+    /// Returns the errno of the call that failed.
     pub fn file_of(&mut self, address: u64, len: u64) -> Result<Option<BorrowedFd<'_>>> {
         let is_exact = self.files.get(&address).is_some_and(|(backed, _)| *backed == len);
         if !is_exact && !self.own(address, len)? {

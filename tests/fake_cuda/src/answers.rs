@@ -1,4 +1,4 @@
-//! Attributes of devices and of addresses.
+//! Values of device attributes and of pointer attributes.
 
 use std::ffi::{c_int, c_void};
 
@@ -9,8 +9,7 @@ use crate::{
     state::{Kind, State},
 };
 
-/// Writes a result to the caller's pointer. A null pointer fails with INVALID_VALUE, as in most
-/// calls.
+/// Writes a result to the caller's out parameter. Fails with INVALID_VALUE for a null pointer.
 pub(crate) fn put<T>(place: *mut T, value: T) -> Result<(), CuResult> {
     if place.is_null() {
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
@@ -20,8 +19,8 @@ pub(crate) fn put<T>(place: *mut T, value: T) -> Result<(), CuResult> {
     Ok(())
 }
 
-/// Returns a device attribute, and INVALID_VALUE for one that the release does not know, as
-/// `cuDeviceGetAttribute` documents.
+/// Returns the value of a device attribute. Fails with INVALID_VALUE if the driver release does not
+/// know it, as `cuDeviceGetAttribute` documents.
 pub(crate) fn attribute_of_device(
     profile: &Profile,
     attribute: CuDeviceAttribute,
@@ -46,8 +45,8 @@ pub(crate) fn attribute_of_device(
     })
 }
 
-/// Writes one pointer attribute. "this function will not return an error when the ptr encountered
-/// is not a valid CUDA pointer. Instead, the attributes are assigned default NULL values".
+/// Writes the value of one pointer attribute. As in `cuPointerGetAttributes`, an invalid pointer is
+/// no error: "the attributes are assigned default NULL values".
 pub(crate) fn pointer_attribute(
     state: &State,
     attribute: CuPointerAttribute,
@@ -60,7 +59,7 @@ pub(crate) fn pointer_attribute(
     let mapping = state.mapping_around(pointer);
     // A test made the driver forget this allocation.
     let state_forgets = |start: u64| state.forgotten == Some((start, 0));
-    // Decided here: a reservation without memory is not a valid pointer.
+    // Unspecified, so the fake decides: a reservation without memory is not a valid pointer.
     let known = state.around(pointer).filter(|(start, one)| {
         (one.kind != Kind::Reservation || mapping.is_some()) && !state_forgets(*start)
     });
@@ -69,7 +68,7 @@ pub(crate) fn pointer_attribute(
     let physical = mapping.and_then(|(_, mapping)| state.physical.get(&mapping.handle));
     match attribute {
         sys::CU_POINTER_ATTRIBUTE_CONTEXT => {
-            // Decided here: no header says if VMM memory has one, so the profile does.
+            // No header says whether VMM memory has a context, so the profile of the fake decides.
             let named = state.profile.vmm_names_context && is(|kind| *kind == Kind::Reservation);
             let primary = state.contexts.iter().find(|(_, one)| named && one.primary);
             put(place.cast(), primary.map_or(one.map_or(0, |one| one.context), |(id, _)| *id))
@@ -102,8 +101,8 @@ pub(crate) fn pointer_attribute(
             put(place.cast(), ordinal)
         }
         sys::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE => {
-            // `cuIpcGetMemHandle` takes memory "created with cuMemAlloc". Decided here: this
-            // excludes a layer's VMM memory.
+            // `cuIpcGetMemHandle` takes memory "created with cuMemAlloc". Unspecified, so the fake
+            // decides: this excludes a layer's VMM memory.
             let capable = is(|kind| *kind == Kind::Memory) && !state.profile.allocates_by_vmm;
             put(place.cast(), u8::from(capable))
         }
@@ -111,8 +110,9 @@ pub(crate) fn pointer_attribute(
         sys::CU_POINTER_ATTRIBUTE_RANGE_SIZE => put(place.cast(), one.map_or(0, |one| one.len)),
         sys::CU_POINTER_ATTRIBUTE_MAPPED => put(place.cast(), u8::from(one.is_some())),
         sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE => {
-            // VMM memory has the value that it was created with. Decided here: stream-ordered
-            // memory is not capable, as `cuMemGetHandleForAddressRange` does not list it.
+            // VMM memory has the value that it was created with. Unspecified, so the fake decides:
+            // stream-ordered memory is not capable, as `cuMemGetHandleForAddressRange` does not
+            // list it.
             let capable = state.profile.rdma
                 && match physical {
                     Some(physical) => physical.properties.gpu_direct_rdma_capable != 0,

@@ -1,5 +1,6 @@
 //! The driver's functions. Names and answers follow `cuda.h` (12.9 and 13.5). Comments name the
-//! answers that come from recorded runs of the real library without a device.
+//! answers that come from recorded runs of the real library without a device. Text in quotation
+//! marks in these files is from `cuda.h`.
 
 use std::ffi::{c_char, c_int};
 
@@ -7,8 +8,8 @@ use hmem_iface_cuda::sys::{CuDevice, CuResult};
 
 use crate::{answers::put, state::State};
 
-/// Defines functions of the driver's table. Each counts its call, returns injected faults, and
-/// answers.
+/// Defines functions of the driver. Each counts its calls, returns injected faults, and otherwise
+/// runs its body.
 macro_rules! driver {
     ($(
         $(#[doc = $doc:literal])*
@@ -18,15 +19,15 @@ macro_rules! driver {
             $(#[doc = $doc])*
             ///
             /// # Safety
-            /// The caller follows the function's rules in `cuda.h`.
+            /// The caller must follow the rules that `cuda.h` states for this function.
             #[cfg(target_arch = "x86_64")]
             #[unsafe(naked)]
             #[unsafe(no_mangle)]
             #[allow(non_snake_case)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> CuResult {
-                // Every entry of the real library (535.261 and 550.163, disassembled) returns
-                // CUDA_ERROR_DEINITIALIZED (4) if the driver is torn down, and else jumps to the
-                // function.
+                // As in the real library (535.261 and 550.163, disassembled), each function returns
+                // CUDA_ERROR_DEINITIALIZED (4) after the driver's teardown, and jumps to its code
+                // otherwise.
                 core::arch::naked_asm!(
                     "cmp dword ptr [rip + {torn_down}], 0x321cba00",
                     "je 2f",
@@ -44,12 +45,12 @@ macro_rules! driver {
             $(#[doc = $doc])*
             ///
             /// # Safety
-            /// The caller follows the function's rules in `cuda.h`.
+            /// The caller must follow the rules that `cuda.h` states for this function.
             #[cfg(not(target_arch = "x86_64"))]
             #[unsafe(no_mangle)]
             #[allow(non_snake_case)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> CuResult {
-                // SAFETY: the caller keeps the contract of `cuda.h`, which is the same.
+                // SAFETY: the caller upholds the rules of `cuda.h` for this function.
                 unsafe { $name::answer($($argument),*) }
             }
 
@@ -58,14 +59,14 @@ macro_rules! driver {
                 use super::*;
 
                 /// # Safety
-                /// The caller follows the function's rules in `cuda.h`.
+                /// The caller must follow the rules that `cuda.h` states for this function.
                 pub(super) unsafe extern "C" fn answer($($argument: $type),*) -> CuResult {
                     crate::enter(stringify!($name), |$state: &mut State| -> Answer { $body })
                 }
             }
         )+
 
-        /// Returns the address of a function of this file.
+        /// Returns the address of a function that this file defines.
         pub(super) fn symbol(name: &str) -> Option<*const ()> {
             Some(match name {
                 $(stringify!($name) => $name as *const (),)+
@@ -73,7 +74,7 @@ macro_rules! driver {
             })
         }
 
-        /// The functions of this file.
+        /// Names of the functions that this file defines.
         pub(super) const SYMBOLS: &[&str] = &[$(stringify!($name)),+];
     };
 }
@@ -101,7 +102,7 @@ fn device(state: &State, device: CuDevice) -> Result<u32, CuResult> {
         .ok_or(CuResult::CUDA_ERROR_INVALID_DEVICE)
 }
 
-/// Writes text with its NUL into `len` bytes.
+/// Writes text with a NUL to `place`, which has `len` bytes.
 fn text(place: *mut c_char, len: c_int, text: &str) -> Answer {
     if text.len() >= len.max(0) as usize {
         return Err(INVALID_VALUE);
@@ -112,7 +113,7 @@ fn text(place: *mut c_char, len: c_int, text: &str) -> Answer {
     Ok(())
 }
 
-/// Lookup of the functions of a file, and their names.
+/// Functions of one source file: the lookup of their addresses, and their names.
 type Table = (fn(&str) -> Option<*const ()>, &'static [&'static str]);
 
 const TABLES: &[Table] = &[
@@ -125,12 +126,12 @@ const TABLES: &[Table] = &[
     (vmm::symbol, vmm::SYMBOLS),
 ];
 
-/// Returns the address of a function.
+/// Returns the address of a function of the driver by its name.
 pub(crate) fn symbol(name: &str) -> Option<*const ()> {
     TABLES.iter().find_map(|(symbol, _)| symbol(name))
 }
 
-/// Returns the static name of a function.
+/// Returns the static copy of a function's name; `None` if the driver has no such function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     TABLES.iter().flat_map(|(_, names)| *names).copied().find(|known| *known == name)
 }

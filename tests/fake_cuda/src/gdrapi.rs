@@ -1,5 +1,5 @@
-//! The part of `libgdrapi.so.2` that opening it needs, so that this library can replace it. Decided
-//! here: pinning fails with ENODEV.
+//! The functions of `libgdrapi.so.2` that hmem needs to load it, so that this library can replace
+//! it. In the fake, pinning fails with ENODEV.
 
 use std::ffi::{c_int, c_ulong, c_void};
 

@@ -1,5 +1,5 @@
-//! Memory for other processes. A handle names this process, the file behind the memory, and the
-//! place of the allocation in that file.
+//! IPC handles of device memory. A handle names the exporting process, the file behind the memory,
+//! and the position of the allocation in that file.
 
 use std::{ffi::c_char, os::fd::AsRawFd};
 
@@ -8,8 +8,8 @@ use hmem_iface_cuda::sys::{CU_IPC_HANDLE_SIZE, CuIpcMemHandle, CuResult};
 
 use crate::state::{Allocation, Kind, State};
 
-/// Numbers in a handle: process, fd, inode and length of the file, offset and length of the
-/// allocation, and its identity.
+/// Numbers in a handle: process ID, fd, inode and length of the file, offset, length and identity
+/// of the allocation.
 type Body = [u64; 7];
 
 pub(crate) fn export(state: &mut State, pointer: u64) -> Result<CuIpcMemHandle, CuResult> {
@@ -56,7 +56,8 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
     let context = state.current()?;
     let [process, fd, inode, whole, offset, len, _] = body(handle);
     if process == u64::from(std::process::id()) {
-        // Decided here, from the codes in `cuda.h`: a handle is for other processes.
+        // Unspecified, so the fake decides: a handle is only for other processes. The code is one
+        // that `cuda.h` lists.
         return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
     }
     let file = reopen(process as u32, fd as i32);
@@ -65,8 +66,8 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
     if stat.st_ino != inode || stat.st_size as u64 != whole {
         return Err(CuResult::CUDA_ERROR_INVALID_HANDLE);
     }
-    // "If the memory handle has already been opened by the current context, the reference count on
-    // the handle is incremented by 1 and the existing device pointer is returned."
+    // `cuda.h`: "If the memory handle has already been opened by the current context, the reference
+    // count on the handle is incremented by 1 and the existing device pointer is returned."
     for (at, one) in &mut state.allocations {
         if let Kind::Imported { opened, inode: of } = &mut one.kind
             && *of == inode

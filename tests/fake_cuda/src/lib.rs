@@ -1,8 +1,8 @@
 //! A CUDA driver for tests: the symbols of `libcuda.so.1` over memory files.
 //!
-//! Tests call it through its function table, as they call the real driver: within their own process
-//! by [`FakeDriver::symbol`], or as a library (`libhmem_fake_cuda.so`) that is loaded in place of
-//! `libcuda.so.1`.
+//! Tests call it like the real driver, through a function table. The table comes from
+//! [`FakeDriver::symbol`] in the same process, or from the library `libhmem_fake_cuda.so`, loaded
+//! in place of `libcuda.so.1`.
 //!
 //! - The CPU faults on device memory.
 //! - A freed address is reused at once. An identity is never reused.
@@ -10,8 +10,8 @@
 //!   genuine one where `/dev/udmabuf` can be opened, and a memory file otherwise.
 //! - Every call can be made to fail.
 //!
-//! It does not use the simulated device's memory. That device exports a file and an offset in it,
-//! and `cuMemGetHandleForAddressRange` cannot return an offset.
+//! It does not use the memory of hmem's simulated device. That device exports a file and an offset
+//! in it, and `cuMemGetHandleForAddressRange` cannot return an offset.
 //!
 //! # Layers
 //!
@@ -24,8 +24,8 @@
 //!
 //! # Answers
 //!
-//! The answers follow `cuda.h` and recorded runs of the real library. A comment "Decided here"
-//! marks an answer that neither of them gives.
+//! The answers follow `cuda.h` and recorded runs of the real library. A comment "Unspecified, so
+//! the fake decides" marks an answer that neither of them gives.
 //!
 //! On x86-64 each function begins with the same instructions as in the real library, so that hooks
 //! patch both alike.
@@ -60,13 +60,14 @@ pub use profile::Profile;
 pub use state::Live;
 use state::{Fault, State};
 
-/// Notified when a call is held, and when held calls may continue.
+/// Notifies waiting threads when a call is blocked and when blocked calls may continue.
 static HELD: Condvar = Condvar::new();
-/// The word that every function compares first, as in the real library. There it holds a mark once
-/// the driver is torn down; this driver never is.
+/// State word. On x86-64, every function checks it first, as in the real library. In the real
+/// library, a special value means that the driver is torn down. The fake driver never sets it.
 static TORN_DOWN: AtomicU32 = AtomicU32::new(0);
 
-/// Runs a call of the driver.
+/// Runs a call of the function `symbol`: counts it, waits while a test blocks the function, returns
+/// an injected fault, and otherwise runs `run`.
 fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResult>) -> CuResult {
     let mut state = STATE.lock();
     if let Some(hold) = hold_of(&mut state, symbol) {
@@ -78,7 +79,7 @@ fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResu
     let needs_start =
         !matches!(symbol, "cuInit" | "cuDriverGetVersion" | "cuMemGetHandleForAddressRange");
     let result = state.call(symbol).and_then(|()| {
-        // Recorded run: before `cuInit` succeeded calls answer 3.
+        // A recorded run of the real library shows: before a successful `cuInit`, calls return 3.
         if needs_start && !state.started {
             Err(CuResult::CUDA_ERROR_NOT_INITIALIZED)
         } else {
@@ -88,17 +89,16 @@ fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), CuResu
     result.err().unwrap_or(CuResult::CUDA_SUCCESS)
 }
 
-/// Returns the record of held calls of a function, if its calls are held.
+/// Returns the record of a function's blocked calls; `None` if no test blocks the function.
 fn hold_of<'a>(state: &'a mut Option<State>, symbol: &str) -> Option<&'a mut state::Hold> {
     state.as_mut()?.hold.as_mut().filter(|hold| hold.symbol == symbol)
 }
 
-/// Returns the number of calls of a function since the driver started, of all functions for an
-/// empty name, and 0 for an unknown name. For tests that load this library and have no
-/// [`FakeDriver`].
+/// Returns the number of calls of a function since the driver started. An empty name counts all
+/// functions, an unknown name none. Tests that load this library use it instead of [`FakeDriver`].
 ///
 /// # Safety
-/// `symbol` is a C string.
+/// `symbol` must point to a C string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_fake_cuda_calls(symbol: *const std::ffi::c_char) -> u64 {
     // SAFETY: the caller passes a C string.
@@ -111,10 +111,11 @@ pub unsafe extern "C" fn hmem_fake_cuda_calls(symbol: *const std::ffi::c_char) -
     }
 }
 
-/// Returns a CPU pointer to a device address, like a mapping of the device's BAR.
+/// Returns a pointer through which the CPU accesses a device address, like a mapping of the
+/// device's BAR.
 ///
 /// # Panics
-/// Without a driver, or for an address that is not a device's.
+/// Panics without a driver, or if the address is not a device address.
 #[must_use]
 pub fn reach(address: u64) -> *mut u8 {
     let state = STATE.lock();
@@ -124,8 +125,9 @@ pub fn reach(address: u64) -> *mut u8 {
 }
 
 hmem_fake_common::fake_driver! {
-    /// The driver, for one test at a time: others wait until it is dropped.
-    FakeDriver, fails with CuResult, told by "HMEM_FAKE_CUDA"
+    /// The fake driver of this process, owned by one test. Other tests wait in
+    /// [`FakeDriver::start`] until this handle is dropped.
+    FakeDriver, fails with CuResult, set by "HMEM_FAKE_CUDA"
 }
 
 impl FakeDriver {
@@ -134,18 +136,18 @@ impl FakeDriver {
         self.fail_nth(symbol, 1, code);
     }
 
-    /// Loses the device: every call returns `code` from now on.
+    /// Simulates the loss of the device: every later call returns `code`.
     pub fn lose_device(&self, code: CuResult) {
         self.with(|state| state.sticky = Some(code));
     }
 
-    /// Loses the device in the `nth` call of a function from now on: that call and all later ones
-    /// return `code`.
+    /// Simulates the loss of the device in the `nth` next call of a function (1 is the next call).
+    /// That call and all later calls of any function return `code`.
     pub fn lose_device_at(&self, symbol: &str, nth: u64, code: CuResult) {
         self.with(|state| state.calls.fail_nth(known(symbol), nth, Fault { code, loses: true }));
     }
 
-    /// Makes queries treat an allocation as memory that the driver does not own.
+    /// Makes queries report the allocation at `base` as memory that the driver does not know.
     pub fn forget(&self, base: u64) {
         self.forget_after(base, 0);
     }
@@ -161,8 +163,8 @@ impl FakeDriver {
         });
     }
 
-    /// Holds every call of a function before it does anything, until the returned guard is dropped.
-    /// A test makes calls overlap that way.
+    /// Blocks every call of a function before it has any effect, until the returned guard is
+    /// dropped. Tests use it to make calls overlap.
     #[must_use]
     pub fn hold(&self, symbol: &str) -> Held<'_> {
         self.with(|state| state.hold = Some(state::Hold { symbol: known(symbol), held: 0 }));
@@ -204,37 +206,37 @@ impl FakeDriver {
         self.with(|state| state.contexts.get(&context.0).map_or(0, |one| one.flags))
     }
 
-    /// Returns the contexts in which inbound writes were flushed since the last call, in order.
+    /// Returns the contexts in which inbound writes were flushed, in order, and clears the list.
     #[must_use]
     pub fn flushed(&self) -> Vec<CuContext> {
         self.with(|state| std::mem::take(&mut state.flushed).into_iter().map(CuContext).collect())
     }
 
-    /// Returns the number of attempts to make an unknown context current, which `cuda.h` leaves
+    /// Returns the number of attempts to make an unknown context current. `cuda.h` leaves them
     /// undefined.
     #[must_use]
     pub fn strangers(&self) -> u64 {
         self.with(|state| state.strangers)
     }
 
-    /// Returns the calling thread's contexts, the current one last.
+    /// Returns the calling thread's stack of contexts. The current context is the last one.
     #[must_use]
     pub fn contexts_of_this_thread(&self) -> Vec<usize> {
         self.with(|state| state.stack(|stack| stack.clone()))
     }
 }
 
-/// Guard of held calls, which continue when it is dropped.
+/// Guard that blocks the calls of a function. They continue when the guard is dropped.
 #[derive(Debug)]
 pub struct Held<'a> {
     _driver: &'a FakeDriver,
 }
 
 impl Held<'_> {
-    /// Waits until a number of calls is held.
+    /// Waits until at least `calls` calls of the function are blocked.
     ///
     /// # Panics
-    /// After half a minute.
+    /// Panics after half a minute.
     pub fn wait_for(&self, calls: usize) {
         let few = |state: &mut Option<State>| {
             state

@@ -17,21 +17,23 @@ pub(crate) const GRANULARITY: u64 = 2 << 20;
 /// Alignment of addresses of `cuMemAlloc`. The CUDA programming guide says "at least 256 bytes".
 const ALIGNMENT: u64 = 512;
 
-/// Returns the size of a small allocation. Decided here: allocations of a page and more are whole
-/// pages, so that only smaller ones share a page and their dma-bufs overlap.
+/// Returns the bytes that a small allocation occupies. Unspecified, so the fake decides:
+/// allocations of a page and more occupy whole pages. Only smaller ones share a page, so that their
+/// dma-bufs overlap.
 fn small_size(len: u64) -> u64 {
     if len < PAGE { len.next_multiple_of(ALIGNMENT) } else { len.next_multiple_of(PAGE) }
 }
-/// Smaller allocations share blocks of [`GRANULARITY`], so that their pages have neighbours.
+/// Allocations below this size are small: they share blocks of [`GRANULARITY`] bytes.
 const SMALL: u64 = 1 << 20;
 
 thread_local! {
-    /// Generation of the driver, and the thread's contexts in it, the current one last.
+    /// The calling thread's stack of contexts, and the generation of the driver that they belong
+    /// to. The current context is the last one.
     pub(crate) static CONTEXTS: RefCell<(u64, Vec<usize>)> =
         const { RefCell::new((0, Vec::new())) };
 }
 
-/// Kind of an allocation.
+/// Kind of an allocation, by the call that made it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Memory,
@@ -40,7 +42,8 @@ pub(crate) enum Kind {
     Host,
     Registered,
     Reservation,
-    /// Memory of another process, by the inode of its file.
+    /// Memory opened from an IPC handle of another process: number of opens, and the inode of its
+    /// file.
     Imported {
         opened: u32,
         inode: u64,
@@ -52,19 +55,19 @@ pub(crate) struct Allocation {
     pub(crate) len: u64,
     pub(crate) kind: Kind,
     pub(crate) device: u32,
-    /// The context of the allocation. It is null for VMM and stream-ordered memory.
+    /// Context that the allocation belongs to. Null for VMM and stream-ordered memory.
     pub(crate) context: usize,
     pub(crate) id: u64,
     pub(crate) sync_memops: bool,
 }
 
-/// Physical memory of `cuMemCreate`.
+/// Physical memory created by `cuMemCreate`.
 #[derive(Debug)]
 pub(crate) struct Physical {
     pub(crate) file: OwnedFd,
     pub(crate) len: u64,
     pub(crate) properties: CuMemAllocationProp,
-    /// `cuMemCreate`'s reference and those of `cuMemRetainAllocationHandle`.
+    /// Number of references: one of `cuMemCreate`, and those of `cuMemRetainAllocationHandle`.
     pub(crate) references: u32,
     pub(crate) mappings: u32,
 }
@@ -80,12 +83,12 @@ pub(crate) struct Mapping {
 pub(crate) struct Context {
     pub(crate) device: u32,
     pub(crate) flags: u32,
-    /// References to a primary context; 1 for another.
+    /// Number of references to a primary context; 1 for any other context.
     pub(crate) references: u32,
     pub(crate) primary: bool,
 }
 
-/// A copy that was submitted to a stream.
+/// A copy that was enqueued on a stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copy {
     pub(crate) to: u64,
@@ -108,11 +111,11 @@ pub(crate) struct Event {
     pub(crate) recorded: Option<(usize, u64)>,
 }
 
-/// Effect of an injected fault.
+/// An injected fault: the error code, and its effect on later calls.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fault {
     pub(crate) code: CuResult,
-    /// True if the fault also loses the device.
+    /// True if the device is lost, so that all later calls return `code` too.
     pub(crate) loses: bool,
 }
 
@@ -122,7 +125,7 @@ impl From<CuResult> for Fault {
     }
 }
 
-/// A function whose calls are held, and the number of held calls.
+/// A function whose calls a test blocks, and the number of calls that wait.
 #[derive(Debug)]
 pub(crate) struct Hold {
     pub(crate) symbol: &'static str,
@@ -132,31 +135,31 @@ pub(crate) struct Hold {
 /// The number of live objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
-    /// Allocations of all kinds that have no field of their own here.
+    /// Number of live allocations that no other field counts.
     pub allocations: usize,
-    /// Reserved address ranges.
+    /// Number of reserved address ranges.
     pub reservations: usize,
-    /// Handles of physical memory.
+    /// Number of live handles of physical memory.
     pub handles: usize,
-    /// Mappings of physical memory.
+    /// Number of live VMM mappings, of all handles together.
     pub mappings: usize,
-    /// Host ranges that are page-locked.
+    /// Number of page-locked host ranges.
     pub registered: usize,
-    /// Allocations of other processes that are open.
+    /// Number of open allocations of other processes.
     pub imported: usize,
-    /// References to primary contexts.
+    /// Number of references to the primary contexts of all devices together.
     pub primary_references: u32,
-    /// Streams.
+    /// Number of live streams.
     pub streams: usize,
-    /// Events.
+    /// Number of live events.
     pub events: usize,
-    /// Copies in flight.
+    /// Number of copies in flight.
     pub copies: usize,
 }
 
 #[derive(Debug)]
 pub(crate) struct State {
-    /// Differs from the generations of earlier drivers in this process.
+    /// Number of this driver among those that the process has started.
     pub(crate) generation: u64,
     pub(crate) profile: Profile,
     pub(crate) started: bool,
@@ -169,12 +172,14 @@ pub(crate) struct State {
     pub(crate) streams: HashMap<usize, Stream>,
     pub(crate) events: HashMap<usize, Event>,
     pub(crate) used: Vec<u64>,
-    /// Contexts in which inbound writes were flushed since the last request for them.
+    /// Contexts in which inbound writes were flushed since
+    /// [`FakeDriver::flushed`](crate::FakeDriver::flushed) was last called.
     pub(crate) flushed: Vec<usize>,
     /// Number of attempts to make an unknown context current.
     pub(crate) strangers: u64,
     pub(crate) hold: Option<Hold>,
-    /// Base of the allocation that the driver forgets, and the number of queries until it does.
+    /// Allocation that queries shall report as unknown: its base, and the number of queries before
+    /// that.
     pub(crate) forgotten: Option<(u64, u64)>,
     next_handle: usize,
     next_id: u64,
@@ -207,7 +212,8 @@ impl State {
             hold: None,
             forgotten: None,
             next_handle: 0x1000,
-            // Identities are unique in a process, across its successive drivers too.
+            // Identities are unique in the process, even across drivers that run one after the
+            // other.
             next_id: generation << 32 | 1,
             next_address: pages.first().next_multiple_of(GRANULARITY),
             block: (0, 0),
@@ -218,7 +224,7 @@ impl State {
         }
     }
 
-    /// Counts a call, and fails if a fault is injected into it.
+    /// Counts a call of a function. Fails if a fault is injected into it or the device is lost.
     pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), CuResult> {
         if let Some(Fault { code, loses }) = self.calls.enter(symbol) {
             if loses {
@@ -278,7 +284,7 @@ impl State {
         self.next_id
     }
 
-    /// Returns the thread's current context.
+    /// Returns the calling thread's current context. Fails if it has none, or if it was destroyed.
     pub(crate) fn current(&self) -> Result<usize, CuResult> {
         CONTEXTS.with_borrow_mut(|(generation, stack)| {
             if *generation != self.generation {
@@ -305,19 +311,19 @@ impl State {
         self.contexts[&context].device
     }
 
-    /// Returns the allocation that contains an address, with its first address.
+    /// Returns the allocation that contains an address, with the allocation's first address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (start, allocation) = self.allocations.range(..=address).next_back()?;
         (address - start < allocation.len).then_some((*start, allocation))
     }
 
-    /// Returns the mapping that contains an address of a reservation, with its first address.
+    /// Returns the VMM mapping that contains an address, with the mapping's first address.
     pub(crate) fn mapping_around(&self, address: u64) -> Option<(u64, Mapping)> {
         let (start, mapping) = self.mappings.range(..=address).next_back()?;
         (address - start < mapping.len).then_some((*start, *mapping))
     }
 
-    /// Allocates addresses in whole blocks.
+    /// Reserves a range of addresses, in multiples of [`GRANULARITY`] bytes.
     pub(crate) fn take_addresses(&mut self, len: u64) -> Result<u64, CuResult> {
         let rounded = len.checked_next_multiple_of(GRANULARITY);
         let len = rounded.ok_or(CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
@@ -334,8 +340,8 @@ impl State {
         self.free.entry(len.next_multiple_of(GRANULARITY)).or_default().push(address);
     }
 
-    /// Allocates memory of a device. Decided here: freed addresses are reused at once, so that
-    /// tests see reused addresses.
+    /// Allocates memory of a kind on the current context's device. The fake reuses freed addresses
+    /// at once, so that tests see reused addresses.
     pub(crate) fn take_memory(&mut self, len: u64, kind: Kind) -> Result<u64, CuResult> {
         let context = self.current()?;
         let device = self.device_of(context);
@@ -400,7 +406,8 @@ impl State {
         }
         match allocation.kind {
             Kind::Memory | Kind::Pool if len < SMALL => {
-                // The block keeps its pages: a stale registration reaches the next allocation.
+                // The pages stay in the block, so a stale registration reaches the next allocation
+                // at the address.
                 self.free.entry(small_size(len)).or_default().push(address);
             }
             _ => {
@@ -411,7 +418,7 @@ impl State {
         Ok(())
     }
 
-    /// Closes memory of another process, with all its references.
+    /// Unmaps memory that was opened from another process, however often it was opened.
     pub(crate) fn forget_imported(&mut self, pointer: u64) {
         let Some(Allocation { len, .. }) = self.allocations.remove(&pointer) else { return };
         let start = pointer - pointer % PAGE;
@@ -437,7 +444,7 @@ impl State {
         self.contexts.remove(&context);
     }
 
-    /// Runs the oldest copy of a stream. Returns false if there is none.
+    /// Runs the oldest pending copy of a stream. Returns false if there is none.
     pub(crate) fn step(&mut self, stream: usize) -> bool {
         let Some(copy) =
             self.streams.get_mut(&stream).and_then(|stream| stream.waiting.pop_front())
@@ -455,7 +462,8 @@ impl State {
         while self.step(stream) {}
     }
 
-    /// Returns the driver's pointer to a side of a copy. Unknown addresses are host memory.
+    /// Returns a pointer to the source or destination of a copy. Addresses outside the driver's
+    /// window are host memory.
     pub(crate) fn side(&self, address: u64, len: usize) -> Result<*mut u8, CuResult> {
         let end = address.checked_add(len as u64).ok_or(CuResult::CUDA_ERROR_INVALID_VALUE)?;
         if !self.pages.holds(address) {
@@ -479,8 +487,8 @@ impl State {
     pub(crate) fn move_bytes(&self, copy: Copy) {
         let Copy { to, from, len } = copy;
         if let (Ok(to), Ok(from)) = (self.side(to, len), self.side(from, len)) {
-            // SAFETY: `side` found both in live memory of the driver, or outside its window. The
-            // caller of the copy promised that host memory is valid until the copy has ended.
+            // SAFETY: `side` checked that each range lies in live memory of the driver, or is host
+            // memory. The caller of the copy keeps host memory valid until the copy has ended.
             unsafe { libc::memmove(to.cast(), from.cast_const().cast(), len) };
         }
     }

@@ -1,4 +1,5 @@
-//! The runtime's functions, with the names and answers of `hsa.h` and `hsa_ext_amd.h`.
+//! The runtime's functions, with the names and answers of `hsa.h` and `hsa_ext_amd.h`. Text in
+//! quotation marks is from these headers.
 
 use std::{
     ffi::c_void,
@@ -22,12 +23,13 @@ const INVALID_ALLOCATION: HsaStatus = HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCA
 const INVALID_AGENT: HsaStatus = HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT;
 const OUT_OF_RESOURCES: HsaStatus = HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES;
 
-/// Defines functions of the table. Each counts its call, returns injected faults, and answers.
+/// Defines functions of the runtime. Each counts its calls, returns injected faults, and otherwise
+/// runs its body.
 macro_rules! runtime {
     ($(fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block)+) => {
         $(
             /// # Safety
-            /// The caller follows the function's rules in the header.
+            /// The caller must follow the rules that AMD's headers state for this function.
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> HsaStatus {
                 let answer = enter(stringify!($name), |$state| -> Result<(), HsaStatus> { $body });
@@ -35,7 +37,7 @@ macro_rules! runtime {
             }
         )+
 
-        /// Returns the address of a function.
+        /// Returns the address of a function of the runtime by its name.
         pub(crate) fn symbol(name: &str) -> Option<*const ()> {
             Some(match name {
                 $(stringify!($name) => $name as *const (),)+
@@ -61,13 +63,12 @@ macro_rules! runtime {
     };
 }
 
-/// Returns the static name of a function.
+/// Returns the static copy of a function's name; `None` if the runtime has no such function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     NAMES.iter().copied().find(|known| *known == name)
 }
 
-/// Writes a result to the caller's pointer. A null pointer fails with INVALID_ARGUMENT, as in most
-/// calls.
+/// Writes a result to the caller's out parameter. Fails with INVALID_ARGUMENT for a null pointer.
 fn put<T>(place: *mut T, value: T) -> Result<(), HsaStatus> {
     if place.is_null() {
         return Err(INVALID_ARGUMENT);
@@ -78,7 +79,7 @@ fn put<T>(place: *mut T, value: T) -> Result<(), HsaStatus> {
 }
 
 /// # Safety
-/// The caller follows the function's rules in the header.
+/// The caller must follow the rules that AMD's headers state for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_iterate_agents(
     callback: AgentCallback,
@@ -98,13 +99,14 @@ pub unsafe extern "C" fn hsa_iterate_agents(
     SUCCESS
 }
 
-/// Splits a pool's handle into its agent and 2 (fine-grained), 4 (coarse-grained) or 9 (group).
+/// Splits a pool's handle into its agent and its kind: 2 (fine-grained), 4 (coarse-grained) or 9
+/// (group).
 fn pool_of(pool: MemoryPool) -> (Agent, u32) {
     (Agent { handle: pool.handle / 16 }, (pool.handle % 16) as u32)
 }
 
 /// # Safety
-/// The caller follows the function's rules in the header.
+/// The caller must follow the rules that AMD's headers state for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_amd_agent_iterate_memory_pools(
     agent: Agent,
@@ -125,7 +127,7 @@ pub unsafe extern "C" fn hsa_amd_agent_iterate_memory_pools(
 }
 
 /// # Safety
-/// The caller follows the function's rules in the header.
+/// The caller must follow the rules that AMD's headers state for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_amd_memory_pool_free(pointer: *mut c_void) -> HsaStatus {
     let base = pointer as u64;
@@ -137,7 +139,8 @@ pub unsafe extern "C" fn hsa_amd_memory_pool_free(pointer: *mut c_void) -> HsaSt
         Ok(allocation) => allocation,
         Err(code) => return code,
     };
-    // Seen on 7.2: queries no longer find the memory, and its address is not free yet.
+    // As in release 7.2, callbacks run when queries no longer find the memory and before its
+    // address is free.
     for (pointer, callback, data) in std::mem::take(&mut allocation.callbacks) {
         // SAFETY: the callback takes the data that came with it.
         unsafe { callback(pointer as *mut c_void, data as *mut c_void) };
@@ -149,7 +152,7 @@ pub unsafe extern "C" fn hsa_amd_memory_pool_free(pointer: *mut c_void) -> HsaSt
 }
 
 fn look(symbol: &'static str, signal: Signal, patient: bool) -> i64 {
-    // The call returns no status: an injected fault fails the copy.
+    // The call returns no status, so an injected fault fails the copy instead.
     enter(symbol, |state| Ok(state.look(signal.handle, patient))).unwrap_or_else(|_| {
         let mut state = STATE.lock();
         let known = state.as_mut().and_then(|state| state.signals.get_mut(&signal.handle));
@@ -161,14 +164,14 @@ fn look(symbol: &'static str, signal: Signal, patient: bool) -> i64 {
 }
 
 /// # Safety
-/// The caller follows the function's rules in the header.
+/// The caller must follow the rules that AMD's headers state for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_signal_load_scacquire(signal: Signal) -> i64 {
     look("hsa_signal_load_scacquire", signal, false)
 }
 
 /// # Safety
-/// The caller follows the function's rules in the header.
+/// The caller must follow the rules that AMD's headers state for this function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hsa_signal_wait_scacquire(
     signal: Signal,
@@ -195,7 +198,7 @@ runtime! {
         const DMA_BUF: u32 = sys::HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.number;
         const VMM: u32 = sys::HSA_AMD_SYSTEM_INFO_VIRTUAL_MEM_API_SUPPORTED.number;
         match attribute {
-            // 5.2 has neither.
+            // Release 5.2 knows neither attribute.
             DMA_BUF | VMM if state.profile.name == "5.2" => Err(INVALID_ARGUMENT),
             DMA_BUF => put(value.cast(), u8::from(state.profile.dma_buf)),
             VMM => put(value.cast(), 1u8),
@@ -303,7 +306,7 @@ runtime! {
     fn hsa_signal_destroy(state, signal: Signal) {
         match state.signals.remove(&signal.handle) {
             Some(one) if one.copy.is_none() => Ok(()),
-            Some(_) => Err(state.violation("destroyed the signal of a copy under way")),
+            Some(_) => Err(state.violation("destroyed the signal of a copy in flight")),
             None => Err(state.violation("destroyed a signal that is not there")),
         }
     }
@@ -316,7 +319,7 @@ runtime! {
         if to.abs_diff(from) < len as u64 {
             return Err(state.violation("the sides of a copy overlap"));
         }
-        // The device that copies.
+        // The device that executes the copy.
         let agent = if to_agent == CPU { from_agent } else { to_agent };
         let sides = (state.reach(to, len, agent), state.reach(from, len, agent));
         let (Some(to), Some(from)) = sides else {
@@ -402,7 +405,7 @@ runtime! {
         let file = reopen(process, fd as i32).map_err(|_| INVALID_ARGUMENT)?;
         let stat = rustix::fs::fstat(&file).map_err(|_| INVALID_ARGUMENT)?;
         let inode = u64::from(low) | u64::from(high) << 32;
-        // "Must be the full length of the shared allocation".
+        // `hsa_ext_amd.h`, about the length: "Must be the full length of the shared allocation".
         let full = u64::from(len_low) | u64::from(len_high) << 32;
         if stat.st_ino != inode || full != len as u64 {
             return Err(INVALID_ARGUMENT);

@@ -1,9 +1,9 @@
 //! An HSA runtime for tests: the symbols of `libhsa-runtime64.so.1` over memory files.
 //!
-//! It has the parts that AMD's own runtime lacks on its model GPU (`tests/rocr`): exports, memory
-//! of other processes, page-locking, reserved addresses, faults, and older releases. Tests call it
-//! through its function table, as they call the real runtime: within their own process by
-//! [`FakeRuntime::symbol`], or as a library (`libhmem_fake_rocr.so`).
+//! It implements what AMD's own runtime lacks on its model GPU (`tests/rocr`): exports, memory of
+//! other processes, page-locking, reserved addresses, faults, and older releases. Tests call it
+//! like the real runtime, through a function table. The table comes from [`FakeRuntime::symbol`] in
+//! the same process, or from the library `libhmem_fake_rocr.so`.
 //!
 //! - The CPU faults on device memory.
 //! - A freed address is reused at once.
@@ -37,7 +37,8 @@ pub use entry::*;
 use state::State;
 pub use state::{Live, Profile};
 
-/// Runs a call of the runtime.
+/// Runs a call of the function `symbol`: counts it, returns an injected fault, and otherwise runs
+/// `run`.
 fn enter<T>(
     symbol: &'static str,
     run: impl FnOnce(&mut State) -> Result<T, HsaStatus>,
@@ -52,33 +53,34 @@ fn enter<T>(
 }
 
 hmem_fake_common::fake_driver! {
-    /// The runtime, for one test at a time: others wait until it is dropped.
-    FakeRuntime, fails with HsaStatus, told by "HMEM_FAKE_ROCR"
+    /// The fake runtime of this process, owned by one test. Other tests wait in
+    /// [`FakeRuntime::start`] until this handle is dropped.
+    FakeRuntime, fails with HsaStatus, set by "HMEM_FAKE_ROCR"
 }
 
 impl FakeRuntime {
-    /// Returns the last value that was written to a device's flush register.
+    /// Returns the value that was last written to a device's flush register.
     #[must_use]
     pub fn flush_register(&self, device: u32) -> u32 {
         // SAFETY: the register lives as long as the runtime, and is aligned.
         self.with(|state| unsafe { (&raw const state.registers[device as usize]).read_volatile() })
     }
 
-    /// Returns the calls that AMD's headers leave undefined.
+    /// Returns descriptions of the calls that broke a rule of AMD's headers.
     #[must_use]
     pub fn violations(&self) -> Vec<String> {
         self.with(|state| state.violations.clone())
     }
 
-    /// Allocates device memory as the application does, without the iface.
+    /// Allocates device memory like an application that calls the runtime directly.
     #[must_use]
     pub fn allocate(&self, device: u32, len: usize) -> u64 {
         self.with(|state| state.allocate(state::gpu(device), len, false)).expect("allocate")
     }
 
-    /// Frees memory as the application does, without the iface.
+    /// Frees memory like an application that calls the runtime directly.
     pub fn free(&self, address: u64) {
-        // SAFETY: an address of `allocate`.
+        // SAFETY: `allocate` returned the address.
         let code = unsafe { hsa_amd_memory_pool_free(address as *mut c_void) };
         assert_eq!(code, HsaStatus::HSA_STATUS_SUCCESS);
     }

@@ -9,17 +9,17 @@ use std::{
 use hmem_fake_common::{Calls, PAGE, Pages};
 use hmem_iface_rocr::sys::{self, Agent, DeallocationCallback, HsaStatus};
 
-/// Agent of the CPU. GPUs are 11, 12 and so on.
+/// Agent of the CPU. The agents of GPUs have the handles 11, 12 and so on.
 pub(crate) const CPU: Agent = Agent { handle: 10 };
 
 pub(crate) fn gpu(ordinal: u32) -> Agent {
     Agent { handle: 11 + u64::from(ordinal) }
 }
 
-/// Properties of a release. The fields can be changed one by one.
+/// Properties of a release of the runtime. Tests may change single fields.
 #[derive(Clone, Debug)]
 pub struct Profile {
-    /// Name of the release.
+    /// Release of the runtime, such as `6.4`. `HMEM_FAKE_ROCR` selects the profile by it.
     pub name: &'static str,
     /// Number of GPUs.
     pub devices: u32,
@@ -27,20 +27,20 @@ pub struct Profile {
     pub memory: usize,
     /// Value of the system attribute HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED.
     pub dma_buf: bool,
-    /// True if the BAR covers all memory. The PCIe mapping is refused otherwise.
+    /// True if the PCIe BAR covers all device memory. Exports with the PCIe mapping fail otherwise.
     pub large_bar: bool,
-    /// True if queries round lengths up to whole pages. Decided here for 5.2: no header says that
-    /// they return the requested length.
+    /// True if queries report lengths rounded up to whole pages. The fake does so for release 5.2,
+    /// since no header promises the requested length.
     pub rounds_lengths: bool,
-    /// Symbols that the library lacks.
+    /// Functions that the library of this release lacks.
     pub absent: Vec<&'static str>,
-    /// True if a copy ends only at the second query for it, so that a test sees it in flight.
+    /// True if a copy ends only at the second query for it, so that tests see it in flight.
     pub slow_copies: bool,
-    /// True if copies end with an error.
+    /// True if every copy ends with an error.
     pub copies_fail: bool,
 }
 
-/// Functions that were added after 5.2: exports and reserved addresses.
+/// Functions that AMD added after release 5.2: exports and reserved addresses.
 const LATER: [&str; 10] = [
     "hsa_amd_portable_export_dmabuf",
     "hsa_amd_portable_close_dmabuf",
@@ -78,7 +78,8 @@ impl Profile {
         ]
     }
 
-    /// Sets a field by its name in the environment. Returns false if it has no such name.
+    /// Sets a field by the name that the environment variable uses. Returns false if no field has
+    /// the name.
     pub(crate) fn set(&mut self, name: &str, value: u32) -> bool {
         let known = name == "devices";
         if known {
@@ -87,7 +88,7 @@ impl Profile {
         known
     }
 
-    /// Returns the profile of a name.
+    /// Returns the profile with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|profile| profile.name == name)
@@ -95,7 +96,7 @@ impl Profile {
 }
 
 impl Default for Profile {
-    /// The newest release.
+    /// Returns the profile of the newest release.
     fn default() -> Self {
         Self::all().remove(2)
     }
@@ -106,13 +107,13 @@ impl Default for Profile {
 pub struct Live {
     /// Number of `hsa_init` calls without a matching `hsa_shut_down`.
     pub counts: u32,
-    /// Allocations from memory pools.
+    /// Number of live allocations from memory pools.
     pub allocations: usize,
-    /// Attached memory of other processes.
+    /// Number of attached allocations of other processes.
     pub imported: usize,
-    /// Locked host ranges.
+    /// Number of page-locked host ranges.
     pub locked: usize,
-    /// Signals.
+    /// Number of live signals.
     pub signals: usize,
     /// Number of reserved address ranges plus number of memory handles.
     pub virtual_memory: usize,
@@ -120,20 +121,20 @@ pub struct Live {
 
 #[derive(Debug)]
 pub(crate) struct Allocation {
-    /// Requested bytes.
+    /// Requested length in bytes.
     pub(crate) len: u64,
     pub(crate) owner: Agent,
     pub(crate) imported: bool,
     pub(crate) callbacks: Vec<(usize, DeallocationCallback, usize)>,
-    /// True if every device may access it.
+    /// True if every device may access the allocation.
     pub(crate) shared: bool,
 }
 
-/// A reserved address range.
+/// An address range reserved by `hsa_amd_vmem_address_reserve`.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     pub(crate) len: u64,
-    /// The memory handle that is mapped into the reservation.
+    /// Memory handle that is mapped into the reservation, if any.
     pub(crate) mapped: Option<u64>,
     pub(crate) accessible: bool,
 }
@@ -163,7 +164,7 @@ pub(crate) struct State {
     /// Page-locked host ranges by first address, each with its length and its address for devices.
     pub(crate) locked: BTreeMap<u64, (u64, u64)>,
     pub(crate) signals: HashMap<u64, SignalState>,
-    /// Flush registers, one for each device.
+    /// The flush register of each device.
     pub(crate) registers: Box<[u32]>,
     pub(crate) violations: Vec<String>,
     pub(crate) calls: Calls<HsaStatus>,
@@ -200,7 +201,7 @@ impl State {
         self.calls.heal();
     }
 
-    /// Records a call that the headers leave undefined.
+    /// Records a call that breaks a rule of AMD's headers. Returns the error to report.
     pub(crate) fn violation(&mut self, what: &str) -> HsaStatus {
         self.violations.push(what.to_owned());
         HsaStatus::HSA_STATUS_ERROR
@@ -222,7 +223,7 @@ impl State {
         self.next_handle
     }
 
-    /// Allocates addresses, the most recently freed ones first.
+    /// Reserves a range of addresses: the one of this length that was freed last, or a new one.
     pub(crate) fn take_addresses(&mut self, len: u64) -> u64 {
         if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
             return address;
@@ -256,7 +257,7 @@ impl State {
         Ok(self.enter(base, owner, len as u64, false))
     }
 
-    /// Maps the file of another process's allocation.
+    /// Creates an allocation backed by the memory file of another process's allocation.
     pub(crate) fn import(
         &mut self,
         owner: Agent,
@@ -281,7 +282,7 @@ impl State {
         self.pages.at(address).expose_provenance() as u64
     }
 
-    /// Frees the addresses of an allocation that was removed.
+    /// Releases the memory and addresses of an allocation that is no longer in the table.
     pub(crate) fn release(&mut self, base: u64, allocation: &Allocation) {
         self.leave_addresses(base, allocation.len.next_multiple_of(PAGE));
         if !allocation.imported {
@@ -289,14 +290,15 @@ impl State {
         }
     }
 
-    /// Returns the allocation that contains an address, with its first address.
+    /// Returns the allocation that contains an address, with the allocation's first address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
         let page = if self.profile.rounds_lengths { PAGE } else { 1 };
         (address - base < allocation.len.next_multiple_of(page)).then_some((*base, allocation))
     }
 
-    /// Returns the address through which the runtime accesses memory, if the agent may access it.
+    /// Returns the address through which the runtime accesses memory; `None` if the agent may not
+    /// access it.
     pub(crate) fn reach(&self, address: u64, len: usize, agent: Agent) -> Option<u64> {
         let end = address.checked_add(len as u64)?;
         if let Some((base, one)) = self.around(address) {
@@ -313,7 +315,8 @@ impl State {
         locked.map(|(host, (_, device))| host + (address - device))
     }
 
-    /// Queries a signal, and completes its copy. With `patient` the first query completes it.
+    /// Returns the value of a signal, and completes its copy. With `slow_copies` the copy completes
+    /// at the second query, or at once if `patient` is set.
     pub(crate) fn look(&mut self, signal: u64, patient: bool) -> i64 {
         let (slow, fails) = (self.profile.slow_copies, self.profile.copies_fail);
         let Some(state) = self.signals.get_mut(&signal) else {
@@ -327,7 +330,7 @@ impl State {
                 state.value = -1;
             } else {
                 let (to, from) = (copy.to as usize, copy.from as usize);
-                // SAFETY: `reach` found both sides to hold the length. The caller of the copy keeps
+                // SAFETY: `reach` checked the length of both ranges. The caller of the copy keeps
                 // host memory valid until it has ended.
                 unsafe {
                     std::ptr::copy(
@@ -376,10 +379,10 @@ impl State {
                 Some(_) => sys::HSA_EXT_POINTER_TYPE_HSA_VMEM,
                 None => sys::HSA_EXT_POINTER_TYPE_RESERVED_ADDR,
             };
-            // Seen on 6.4: the base is the queried address.
+            // As in release 6.4, the base is the queried address.
             return describe(kind, address, one.len - (address - base), CPU);
         }
-        // The real runtime leaves stale values there for an unknown address.
+        // For an unknown address the real runtime leaves stale values in these fields.
         describe(sys::HSA_EXT_POINTER_TYPE_UNKNOWN, address, u64::MAX, CPU)
     }
 }

@@ -1,5 +1,5 @@
-//! The driver's functions. Names and answers follow `ze_api.h` (1.4 and 1.32), and Intel's driver
-//! 26.27 on its simulated GPU where the header does not say.
+//! The driver's functions. Names and answers follow `ze_api.h` (1.4 and 1.32). If the header does
+//! not define an answer, it follows Intel's driver 26.27 on its simulated GPU.
 
 use std::{
     ffi::{c_char, c_void},
@@ -22,13 +22,13 @@ const INVALID: ZeResult = ZeResult::ZE_RESULT_ERROR_INVALID_ARGUMENT;
 const NULL_HANDLE: ZeResult = ZeResult::ZE_RESULT_ERROR_INVALID_NULL_HANDLE;
 const DMA_BUF: u32 = sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF;
 
-/// Defines functions of the driver's table. Each counts its call, returns injected faults, and
-/// answers.
+/// Defines functions of the driver. Each counts its calls, returns injected faults, and otherwise
+/// runs its body.
 macro_rules! driver {
     ($(fn $name:ident($state:ident $(, $argument:ident: $type:ty)*) $body:block)+) => {
         $(
             /// # Safety
-            /// The caller follows the function's rules in `ze_api.h`.
+            /// The caller must follow the rules that `ze_api.h` states for this function.
             #[unsafe(no_mangle)]
             #[allow(non_snake_case)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> ZeResult {
@@ -38,7 +38,7 @@ macro_rules! driver {
 
         const SYMBOLS: &[&str] = &[$(stringify!($name)),+];
 
-        /// Returns the address of a function.
+        /// Returns the address of a function of the driver by its name.
         pub(crate) fn symbol(name: &str) -> Option<*const ()> {
             Some(match name {
                 $(stringify!($name) => $name as *const (),)+
@@ -48,7 +48,7 @@ macro_rules! driver {
     };
 }
 
-/// Returns the static name of a function.
+/// Returns the static copy of a function's name; `None` if the driver has no such function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     SYMBOLS.iter().copied().find(|known| *known == name)
 }
@@ -57,7 +57,8 @@ fn handle(number: usize) -> *mut c_void {
     ptr::without_provenance_mut(number)
 }
 
-/// Writes a value. Real drivers crash at null pointers.
+/// Writes a value to the caller's out parameter. Counts a call with a null pointer as undefined,
+/// since real drivers crash.
 fn put<T>(state: &mut State, place: *mut T, value: T) -> Answer {
     if place.is_null() {
         return state.undefined();
@@ -67,7 +68,8 @@ fn put<T>(state: &mut State, place: *mut T, value: T) -> Answer {
     Ok(())
 }
 
-/// Reads a description of a type.
+/// Reads a descriptor structure of the caller. Counts a call with a null pointer or another
+/// structure type as undefined.
 fn description<T: std::marker::Copy>(
     state: &mut State,
     place: *const T,
@@ -81,7 +83,7 @@ fn description<T: std::marker::Copy>(
     Ok(unsafe { place.read() })
 }
 
-/// Writes the number of `elements`, and at most the requested number of them.
+/// Writes as many of the `elements` as the caller has requested, and their total number.
 fn list<T: std::marker::Copy>(
     state: &mut State,
     elements: &[T],
@@ -102,7 +104,7 @@ fn list<T: std::marker::Copy>(
     Ok(())
 }
 
-/// Returns the first structure of a type in a chain of descriptions.
+/// Returns the first structure of a type in a chain of descriptor structures (`pNext`).
 fn chained<T: std::marker::Copy>(mut next: *const c_void, stype: u32) -> Option<*const T> {
     while !next.is_null() {
         // SAFETY: each structure of a chain begins with its type and the next one.
@@ -116,10 +118,10 @@ fn chained<T: std::marker::Copy>(mut next: *const c_void, stype: u32) -> Option<
     None
 }
 
-/// Returns true if a chain requests exportable memory.
+/// Returns true if a chain of descriptor structures requests exportable memory.
 fn is_exportable(state: &State, next: *const c_void) -> Result<bool, ZeResult> {
     let stype = sys::ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_DESC;
-    // SAFETY: found in the chain under its type.
+    // SAFETY: the structure was found in the chain by its type, and the caller keeps it readable.
     match chained::<ExportDescription>(next, stype).map(|place| unsafe { place.read() }) {
         Some(export) if export.flags != DMA_BUF => Err(INVALID),
         Some(_) if !state.profile.exports => Err(ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ENUMERATION),
@@ -131,7 +133,7 @@ fn context(state: &State, context: ContextHandle) -> Result<usize, ZeResult> {
     state.contexts.get(&context.0.addr()).copied().ok_or(NULL_HANDLE)
 }
 
-/// Returns the number of a device, if the context belongs to its driver.
+/// Returns the number of a device. Fails if the context belongs to another driver.
 fn device(state: &State, of: ContextHandle, device: DeviceHandle) -> Result<usize, ZeResult> {
     let (driver, device) = (context(state, of)?, device.0.addr());
     if state.devices(driver).contains(&(device & !0xf)) { Ok(device) } else { Err(NULL_HANDLE) }
@@ -145,7 +147,7 @@ fn text(text: &str) -> [c_char; sys::ZE_MAX_DEVICE_NAME] {
     name
 }
 
-/// Queries an event. Ends the copy that it waits for at the second query, or if `wait` is set.
+/// Queries an event. The event's copy runs at the second query, or at once if `wait` is set.
 fn progress(state: &mut State, event: usize, wait: bool) -> Answer {
     let Some(known) = state.events.get_mut(&event) else { return state.undefined() };
     if state.lost {
@@ -162,7 +164,7 @@ fn progress(state: &mut State, event: usize, wait: bool) -> Answer {
     }
     match state.events[&event].signalled {
         true => Ok(()),
-        // Nothing will ever signal it.
+        // No copy is left that could signal the event.
         false if wait => state.undefined(),
         false => Err(ZeResult::ZE_RESULT_NOT_READY),
     }
@@ -269,7 +271,8 @@ driver! {
         request.exportable = is_exportable(state, desc.next)?;
         let stype = sys::ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_IMPORT_FD;
         if let Some(import) = chained::<ImportFd>(desc.next, stype) {
-            // SAFETY: found in the chain under its type.
+            // SAFETY: the structure was found in the chain by its type, and the caller keeps it
+            // readable.
             let import = unsafe { import.read() };
             if import.flags != DMA_BUF {
                 return Err(INVALID);
@@ -359,7 +362,7 @@ driver! {
         let desc = description(state, desc, sys::ZE_STRUCTURE_TYPE_COMMAND_QUEUE_DESC)?;
         let device = device(state, of, on)?;
         if desc.ordinal != 1 {
-            // The iface must choose the group of copy engines.
+            // The copy engines have the ordinal 1, which the iface must choose.
             return Err(INVALID);
         }
         let number = state.handle();
@@ -404,7 +407,7 @@ driver! {
             return Err(ZeResult::ZE_RESULT_ERROR_DEVICE_LOST);
         }
         if event.signalled || event.waits_for.is_some() {
-            // The event was not reset: its signal would count for this copy.
+            // The event was not reset, so its signal would be taken for this copy's.
             return state.undefined();
         }
         event.waits_for = Some((copy, 0));
@@ -419,7 +422,7 @@ driver! {
         if desc.count != 1 || count != 1 || desc.flags != sys::ZE_EVENT_POOL_FLAG_HOST_VISIBLE {
             return state.undefined();
         }
-        // SAFETY: one device was passed.
+        // SAFETY: `count` is 1, so the caller passes one device.
         let device = device(state, of, unsafe { devices.read() })?;
         let number = state.handle();
         put(state, into, EventPoolHandle(handle(number)))?;
@@ -449,7 +452,7 @@ driver! {
 
     fn zeEventDestroy(state, event: EventHandle) {
         match state.events.remove(&event.0.addr()) {
-            // Its copy is in flight, or it is unknown.
+            // The event's copy is in flight, or the event is unknown.
             Some(Event { waits_for: Some(_), .. }) | None => state.undefined(),
             Some(_) => Ok(()),
         }
@@ -478,7 +481,7 @@ driver! {
     ) {
         context(state, of)?;
         if state.profile.own_fds {
-            // The loader has the call, and the driver behind it lacks it.
+            // The loader has the function, and the driver behind it does not.
             return Err(ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_FEATURE);
         }
         let mut data = [0; sys::ZE_MAX_IPC_HANDLE_SIZE];

@@ -1,9 +1,9 @@
 //! A Level Zero driver for tests: the symbols of `libze_loader.so.1` over memory files.
 //!
-//! It has the parts that Intel's driver lacks on its simulated GPU: exports, imports, faults at
-//! every call, and older releases. Tests call it through its function table: within their own
-//! process by [`FakeDriver::symbol`], or as a library (`libhmem_fake_ze.so`) that is loaded in
-//! place of `libze_loader.so.1`.
+//! It implements what Intel's driver lacks on its simulated GPU: exports, imports, faults at every
+//! call, and older releases. Tests call it like the real driver, through a function table. The
+//! table comes from [`FakeDriver::symbol`] in the same process, or from the library
+//! `libhmem_fake_ze.so`, loaded in place of `libze_loader.so.1`.
 //!
 //! - The CPU faults on device memory.
 //! - A freed address is reused at once. An identity is never reused.
@@ -38,7 +38,8 @@ pub use profile::Profile;
 pub use state::Live;
 use state::State;
 
-/// Runs a call of the driver.
+/// Runs a call of the function `symbol`: counts it, returns an injected fault, and otherwise runs
+/// `run`.
 fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), ZeResult>) -> ZeResult {
     let mut state = STATE.lock();
     let state = state.get_or_insert_with(from_environment);
@@ -52,8 +53,9 @@ fn enter(symbol: &'static str, run: impl FnOnce(&mut State) -> Result<(), ZeResu
 }
 
 hmem_fake_common::fake_driver! {
-    /// The driver, for one test at a time: others wait until it is dropped.
-    FakeDriver, fails with ZeResult, told by "HMEM_FAKE_ZE"
+    /// The fake driver of this process, owned by one test. Other tests wait in
+    /// [`FakeDriver::start`] until this handle is dropped.
+    FakeDriver, fails with ZeResult, set by "HMEM_FAKE_ZE"
 }
 
 impl FakeDriver {
@@ -63,10 +65,11 @@ impl FakeDriver {
         self.with(|state| state.files())
     }
 
-    /// Allocates memory as the application does, not exportable. Returns its address.
+    /// Allocates device memory like an application that calls the driver directly. The memory is
+    /// not exportable. Returns its address.
     ///
     /// # Panics
-    /// If the driver has no context, or refuses.
+    /// Panics if the driver has no context or refuses the allocation.
     #[must_use]
     pub fn allocate_elsewhere(&self, len: usize) -> u64 {
         self.with(|state| {
@@ -75,10 +78,10 @@ impl FakeDriver {
         })
     }
 
-    /// Frees memory as the application does, without the iface.
+    /// Frees memory like an application that calls the driver directly.
     ///
     /// # Panics
-    /// If no allocation begins there.
+    /// Panics if no allocation begins at the address.
     pub fn free_elsewhere(&self, address: u64) {
         self.with(|state| state.free(address).expect("an allocation"));
     }

@@ -10,41 +10,43 @@ use hmem_iface_ze::sys::{self, ZeResult};
 
 use crate::profile::Profile;
 
-/// Distance between the addresses of allocations.
+/// Alignment of the addresses and sizes of allocations, in bytes.
 const GRANULARITY: u64 = 64 << 10;
-/// Bytes of the pool, the largest part of it, and its grain.
+/// Size of a pool in bytes. `POOLED` is the size of the largest allocation from a pool, and `GRAIN`
+/// is the alignment of such allocations.
 const POOL: u64 = 4 << 20;
 const POOLED: u64 = 1 << 20;
 const GRAIN: u64 = 512;
 
-/// An allocation.
+/// A live allocation.
 #[derive(Debug)]
 pub(crate) struct Allocation {
     pub(crate) len: u64,
-    /// A `ZE_MEMORY_TYPE_*`.
+    /// Memory type, a `ZE_MEMORY_TYPE_*`.
     pub(crate) kind: u32,
     pub(crate) id: u64,
-    /// The device's handle.
+    /// Handle of the device.
     pub(crate) device: usize,
-    /// First address of its pool.
+    /// First address of the pool that contains the allocation, if any.
     pub(crate) pool: Option<u64>,
-    /// The driver's fd of its export, and the number of exports that use it.
+    /// The fd of the allocation's exports, which the driver owns, and the number of exports that
+    /// use it.
     pub(crate) exported: Option<(OwnedFd, u32)>,
 }
 
-/// Memory that holds small allocations.
+/// A memory block from which the driver serves small allocations.
 #[derive(Debug)]
 struct Pool {
     id: u64,
     kind: u32,
     device: usize,
-    /// Bytes of the pool that are in use, from its start.
+    /// Number of bytes that were ever used, from the start of the pool.
     taken: u64,
-    /// Freed addresses by length.
+    /// Addresses of freed allocations, by their length.
     free: HashMap<u64, Vec<u64>>,
 }
 
-/// The parameters of an allocation.
+/// Parameters of a new allocation.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) len: u64,
@@ -61,7 +63,7 @@ impl Request {
     }
 }
 
-/// A submitted copy.
+/// A copy that was submitted and has not run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copy {
     pub(crate) to: u64,
@@ -71,7 +73,7 @@ pub(crate) struct Copy {
 
 #[derive(Debug, Default)]
 pub(crate) struct Event {
-    /// The copy that it waits for, and the number of queries so far.
+    /// The copy that signals the event, and the number of queries for it so far.
     pub(crate) waits_for: Option<(Copy, u32)>,
     pub(crate) signalled: bool,
 }
@@ -79,19 +81,19 @@ pub(crate) struct Event {
 /// The number of live objects of each kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Live {
-    /// Contexts.
+    /// Number of live contexts.
     pub contexts: usize,
-    /// Allocations, pools not counted.
+    /// Number of live allocations. Pools are not counted.
     pub allocations: usize,
-    /// Command lists.
+    /// Number of live command lists.
     pub lists: usize,
-    /// Event pools.
+    /// Number of live event pools.
     pub pools: usize,
-    /// Events.
+    /// Number of live events.
     pub events: usize,
-    /// Exports that were not returned to the driver.
+    /// Number of exports whose fd the caller has not returned to the driver.
     pub exports: u32,
-    /// Calls that the specification leaves undefined.
+    /// Number of calls whose behaviour the specification leaves undefined.
     pub undefined: u64,
 }
 
@@ -101,22 +103,23 @@ pub(crate) struct State {
     pub(crate) started: bool,
     pub(crate) pages: Pages,
     pub(crate) allocations: BTreeMap<u64, Allocation>,
-    /// Pools by first address.
+    /// Pools by their first address.
     pools: BTreeMap<u64, Pool>,
-    /// Contexts with the numbers of their drivers.
+    /// Live contexts by handle, each with the number of its driver.
     pub(crate) contexts: HashMap<usize, usize>,
-    /// Command lists and event pools with their devices.
+    /// Live command lists by handle, each with its device. `event_pools` is the same for event
+    /// pools.
     pub(crate) lists: HashMap<usize, usize>,
     pub(crate) event_pools: HashMap<usize, usize>,
     pub(crate) events: HashMap<usize, Event>,
     pub(crate) undefined: u64,
-    /// True if the device was lost: no copy will end.
+    /// True if the device was lost. No copy ends after that.
     pub(crate) lost: bool,
     pub(crate) calls: Calls<ZeResult>,
     next_handle: usize,
     next_id: u64,
     next_address: u64,
-    /// Freed addresses by length, the last freed last.
+    /// Freed addresses by length, with the most recently freed at the end.
     free: HashMap<u64, Vec<u64>>,
 }
 
@@ -147,11 +150,11 @@ impl State {
         }
     }
 
-    /// Counts a call, and fails if a fault is injected into it.
+    /// Counts a call of a function. Fails if a fault is injected into it.
     pub(crate) fn call(&mut self, symbol: &'static str) -> Result<(), ZeResult> {
         let Some(code) = self.calls.enter(symbol) else { return Ok(()) };
         if code == ZeResult::ZE_RESULT_ERROR_DEVICE_LOST {
-            // The device no longer runs anything.
+            // A lost device runs no pending copy.
             self.events.values_mut().for_each(|event| event.waits_for = None);
             self.lost = true;
         }
@@ -164,7 +167,7 @@ impl State {
         self.lost = false;
     }
 
-    /// Counts a call that the specification leaves undefined.
+    /// Counts a call whose behaviour the specification leaves undefined, and returns an error.
     pub(crate) fn undefined<T>(&mut self) -> Result<T, ZeResult> {
         self.undefined += 1;
         Err(INVALID)
@@ -183,7 +186,7 @@ impl State {
         }
     }
 
-    /// Returns the number of files that the driver has open.
+    /// Returns the number of open files that back the driver's memory and exports.
     pub(crate) fn files(&self) -> usize {
         let exported = self.allocations.values().filter(|one| one.exported.is_some());
         self.pages.files() + exported.count()
@@ -194,13 +197,13 @@ impl State {
         self.next_handle
     }
 
-    /// Returns the handles of a driver's root devices. A sub-device's handle is its root's plus
-    /// one.
+    /// Returns the handles of a driver's root devices. The handle of a sub-device is that of its
+    /// root device plus one.
     pub(crate) fn devices(&self, driver: usize) -> Vec<usize> {
         (0..self.profile.devices).map(|number| (driver + 1) << 12 | number << 4).collect()
     }
 
-    /// Returns the number of a device's driver.
+    /// Returns the number of the driver that a device belongs to.
     pub(crate) fn driver_of(device: usize) -> usize {
         (device >> 12) - 1
     }
@@ -240,7 +243,7 @@ impl State {
         Ok(address)
     }
 
-    /// Allocates from a pool of the kind and device.
+    /// Allocates from a pool of this memory type and device. Creates a pool if none has room.
     fn allocate_in_pool(&mut self, len: u64, kind: u32, device: usize) -> Result<u64, ZeResult> {
         let size = len.next_multiple_of(GRAIN);
         let fits = |pool: &Pool| {
@@ -285,13 +288,14 @@ impl State {
         Ok(())
     }
 
-    /// Returns the allocation that contains an address, with its first address.
+    /// Returns the allocation that contains an address, with the allocation's first address.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
         (address - base < allocation.len).then_some((*base, allocation))
     }
 
-    /// Returns kind, identity and device of the allocation or pool at an address.
+    /// Returns the memory type, identity and device of the allocation or pool that contains an
+    /// address.
     pub(crate) fn memory_at(&self, address: u64) -> Option<(u32, u64, usize)> {
         if let Some((_, one)) = self.around(address) {
             return Some((one.kind, one.id, one.device));
@@ -300,7 +304,7 @@ impl State {
         (address - base < POOL).then_some((pool.kind, pool.id, pool.device))
     }
 
-    /// Exports the allocation around an address, and returns the fd.
+    /// Exports the allocation that contains an address, and returns the fd of the export.
     pub(crate) fn export(&mut self, address: u64) -> Result<i32, ZeResult> {
         let Some((base, allocation)) = self.around(address) else { return Err(INVALID) };
         if allocation.kind == sys::ZE_MEMORY_TYPE_SHARED {
@@ -328,7 +332,8 @@ impl State {
         Ok(fd.as_raw_fd())
     }
 
-    /// Ends one export that uses `fd`. The last one closes the fd, as `zeMemPutIpcHandle` does.
+    /// Ends one export that uses `fd`. Closes the fd with the last export, as `zeMemPutIpcHandle`
+    /// does.
     pub(crate) fn put(&mut self, fd: i32) -> Result<(), ZeResult> {
         let mut all = self.allocations.values_mut();
         let of_fd = |one: &&mut Allocation| {
@@ -344,7 +349,7 @@ impl State {
         Ok(())
     }
 
-    /// Opens the file of a dma-buf again, for an import.
+    /// Opens the file behind the fd of a dma-buf again, to import it.
     pub(crate) fn import(fd: i32) -> Result<OwnedFd, ZeResult> {
         if fd < 0 {
             return Err(INVALID);
@@ -353,7 +358,7 @@ impl State {
         another(unsafe { BorrowedFd::borrow_raw(fd) }).map_err(|_| INVALID)
     }
 
-    /// Copies the bytes of a submitted copy.
+    /// Executes a submitted copy.
     pub(crate) fn copy(&self, copy: Copy) {
         let (to, from) = (self.pages.at(copy.to), self.pages.at(copy.from));
         // SAFETY: `zeCommandListAppendMemoryCopy` found both sides in live allocations.

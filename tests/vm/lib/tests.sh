@@ -22,12 +22,12 @@ suite() {
     echo "--package hmem-cli --test *_verbs"
 }
 
-# Prints the arguments for `behaviour`: its cases over worlds, without those that no verbs world can
-# show.
+# Prints the arguments for `behaviour`: its cases over test configurations, without those that
+# cannot run over an RDMA device.
 behaviour_arguments() {
-    local class='every verbs world'
+    local class='every verbs configuration'
     [[ $dma_buf ]] || class+='\( without dma-bufs\)\?'
-    [[ $filter ]] || echo over_worlds
+    [[ $filter ]] || echo over_configs
     sed -n "s/^\([a-z0-9_]*\) | $class: .*/\1/p" "$repository/tests/skipped-verbs.txt" | sort -u | sed 's/^/--skip\n/'
 }
 
@@ -53,7 +53,7 @@ build_tests() {
     ((${#test_binaries[@]})) || { say "FAILED: no test binaries"; exit 1; }
 }
 
-# place BINARY TO
+# place BINARY TO: copies a program and its libraries into the guest, without debug symbols.
 place() {
     copy_program "$1" "$2"
     ! command -v strip >/dev/null || strip --strip-debug "$2"
@@ -66,7 +66,7 @@ place_tests() {
     done
     : >"$guest_root/tests/list"
     for binary in "${test_binaries[@]}"; do
-        # Without the hash that cargo appends to the name.
+        # Removes the hash that cargo appends to the name.
         name=${binary##*/}
         name=${name%-*}
         [[ -e $guest_root/tests/$name ]] && name=${binary##*/}

@@ -3,8 +3,8 @@
  * dma-buf memory regions for rdma_rxe, for tests in a virtual machine. Built into the distribution's rdma_rxe by ./build.
  *
  * rxe copies through the kernel's mapping of pages, so only buffers made of ordinary memory (udmabuf, the system heap)
- * can work: the pages are taken from the exporter's scatter list. That list is meant for a device's DMA; reading pages out
- * of it is what makes this test equipment and not a driver.
+ * can work: the pages are taken from the exporter's scatter list. That list is meant for a device's DMA, and a real driver
+ * must not read pages from it. This code is for tests only.
  */
 
 #include <linux/dma-mapping.h>
@@ -20,7 +20,7 @@
 void rxe_dmabuf_setup(struct ib_device *device);
 bool rxe_window_holds(struct rxe_mw *mw, u64 va, u64 length);
 
-/* Whether an access through a window lies in the window. The distribution's rxe only looks at the region behind it. */
+/* Returns true if an access through a window lies in the window. The distribution's rxe checks the window's region only. */
 bool rxe_window_holds(struct rxe_mw *mw, u64 va, u64 length)
 {
 	u64 first = (mw->access & IB_ZERO_BASED) ? 0 : mw->addr;
@@ -32,7 +32,7 @@ static int fill_pages(struct rxe_mr *mr, struct ib_umem_dmabuf *buffer)
 {
 	struct sg_table *table = &buffer->umem.sgt_append.sgt;
 	size_t capacity = ib_umem_num_pages(&buffer->umem);
-	/* The first entry's DMA address and length are trimmed to the range asked for, its page is not. */
+	/* The first entry's DMA address and length are trimmed to the requested range, but its page is not. */
 	size_t skip = buffer->first_sg_offset;
 	struct scatterlist *entry;
 	int index;
@@ -44,11 +44,11 @@ static int fill_pages(struct rxe_mr *mr, struct ib_umem_dmabuf *buffer)
 	mr->max_allowed_buf = capacity;
 
 	for_each_sgtable_dma_sg(table, entry, index) {
-		/* Entries of huge pages begin any number of pages into theirs, so counting starts at the entry's page. */
+		/* An entry may begin inside a huge page, so the pages are counted from the entry's own page. */
 		size_t at = entry->offset + skip;
 		size_t end = at + sg_dma_len(entry);
 
-		/* An IOMMU that joined entries would leave pages and DMA lengths unrelated. */
+		/* If an IOMMU joined entries, the DMA lengths would not match the pages. */
 		if (!sg_page(entry) || !PAGE_ALIGNED(at) || !PAGE_ALIGNED(end) || end > entry->offset + entry->length)
 			return -EOPNOTSUPP;
 		for (; at < end; at += PAGE_SIZE) {
@@ -65,13 +65,13 @@ static int pin(struct rxe_dev *rxe, struct rxe_mr *mr, u64 offset, u64 length, u
 {
 	struct ib_umem_dmabuf *buffer;
 
-	/* rxe has no DMA device of its own: the verbs device stands in for it. */
+	/* rxe has no DMA device of its own, so the verbs device is used instead. */
 	buffer = ib_umem_dmabuf_get_pinned_with_dma_device(&rxe->ib_dev, &rxe->ib_dev.dev, offset, length, fd, access);
 	if (IS_ERR(buffer))
 		return PTR_ERR(buffer);
 	/* Released with the region. */
 	mr->umem = &buffer->umem;
-	/* The pages are counted from this. */
+	/* The page list begins at this address. */
 	mr->umem->iova = iova;
 	return fill_pages(mr, buffer);
 }
@@ -102,7 +102,7 @@ static struct ib_mr *reg_user_mr_dmabuf(struct ib_pd *pd, u64 offset, u64 length
 		return ERR_PTR(err);
 	}
 
-	/* From here on the pool's cleanup gives back the domain, the pin and the page list. */
+	/* From here on the pool's cleanup releases the domain, the pin and the page list. */
 	rxe_get(to_rpd(pd));
 	mr->ibmr.pd = pd;
 	mr->ibmr.device = pd->device;

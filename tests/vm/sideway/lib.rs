@@ -1,8 +1,9 @@
-//! The crate sideway owns the device, the protection domain, the queues and the work requests.
-//! `hmem` registers in that protection domain, and its keys move the bytes.
+//! Tests `hmem` together with the crate sideway, which owns the device, the protection domain, the
+//! queues and the work requests. `hmem` registers in that protection domain, and its keys move the
+//! bytes.
 //!
-//! Both load libibverbs at run time by the same name, so that they share one copy, as `with_pd`
-//! requires.
+//! Both crates load libibverbs at run time by the same name. They share one copy of it, as
+//! `with_pd` requires.
 #![cfg(test)]
 
 use std::{
@@ -55,17 +56,18 @@ impl Sideway {
         Self { qp, cq, pd }
     }
 
-    /// Returns the handle for `with_pd`.
+    /// Returns the raw protection domain, to be passed to `with_pd`.
     fn raw_pd(&self) -> *mut std::ffi::c_void {
         // SAFETY: the pointer is used only while `self` lives.
         unsafe { self.pd.pd() }.as_ptr().cast()
     }
 
-    /// Posts a write or a read of `len` bytes with these keys, and returns the completion's status.
+    /// Posts an RDMA write or read of `len` bytes with these keys, and returns the completion's
+    /// status.
     ///
     /// # Safety
-    /// Both addresses are valid for `len` bytes until the call returns, or nothing is registered
-    /// there.
+    /// Each address must be valid for `len` bytes until the call returns, unless no memory
+    /// is registered at it.
     unsafe fn transfer(
         &mut self,
         write: bool,
@@ -141,7 +143,7 @@ fn connect_to_itself(context: &Arc<DeviceContext>, qp: &mut GenericQueuePair) {
 }
 
 /// Opens a domain of `hmem` in the protection domain of sideway.
-fn guest(owner: &Sideway) -> Domain {
+fn hmem_domain(owner: &Sideway) -> Domain {
     // SAFETY: a live protection domain of the libibverbs that both crates share. The tests drop
     // every object of hmem before the objects of sideway.
     let verbs = unsafe { Verbs::builder().with_pd(owner.raw_pd()) }.expect("with_pd");
@@ -164,7 +166,7 @@ fn pattern(seed: usize) -> Vec<u8> {
 #[test]
 fn our_keys_move_bytes_in_work_requests_of_another_crate() {
     let mut sideway = Sideway::open();
-    let domain = guest(&sideway);
+    let domain = hmem_domain(&sideway);
     assert_eq!(VerbsDomain::of(&domain).unwrap().pd(), sideway.raw_pd());
     let source = domain.register(pattern(1), LOCAL).expect("register");
     let target = domain.register(vec![0; LEN], LOCAL | REMOTE).expect("register");
@@ -190,16 +192,17 @@ fn our_keys_move_bytes_in_work_requests_of_another_crate() {
 
 /// VRB-04
 ///
-/// A closed key reaches nothing. The objects of sideway work after those of hmem are gone.
+/// The keys of closed regions reach nothing. The objects of sideway still work after those of hmem
+/// are closed.
 #[test]
 fn closed_keys_reach_nothing_and_the_protection_domain_stays() {
     let mut sideway = Sideway::open();
-    let domain = guest(&sideway);
+    let domain = hmem_domain(&sideway);
     let source = domain.register(pattern(3), LOCAL).expect("register");
     let target = domain.register(vec![0; LEN], REMOTE).expect("register");
     let (from, to) = (keys(&domain, &source), keys(&domain, &target));
     let untouched = target.close().map_err(hmem::Error::from).expect("close");
-    // SAFETY: the source is registered, and nothing is at the target.
+    // SAFETY: the source is registered, and no memory is registered at the target.
     let status = unsafe {
         sideway.transfer(
             true,
@@ -208,7 +211,8 @@ fn closed_keys_reach_nothing_and_the_protection_domain_stays() {
             LEN,
         )
     };
-    // The queue pair is its own peer: the refusal may end it before its response arrives.
+    // The queue pair is its own peer, so the refusal may move it to the error state before the
+    // response arrives.
     let refused = [
         WorkCompletionStatus::RemoteAccessError as u32,
         WorkCompletionStatus::WorkRequestFlushedError as u32,

@@ -1,4 +1,4 @@
-//! The modified rdma_rxe (`--dma-buf`): dma-buf regions of genuine exporters, and transfers through
+//! Tests of the modified rdma_rxe (`--dma-buf`): regions of genuine dma-bufs, and transfers through
 //! them.
 
 use std::{
@@ -45,7 +45,7 @@ impl Buffer {
         Self { fd, mapping: mapping.cast(), length }
     }
 
-    /// Makes a dma-buf of a part of a memory file, by `/dev/udmabuf`.
+    /// Creates a dma-buf of a part of a new memory file, by `/dev/udmabuf`.
     fn udmabuf(flags: u32, file_length: usize, offset: usize, length: usize) -> Self {
         #[repr(C)]
         struct Create {
@@ -141,8 +141,8 @@ fn with_domain(test: impl FnOnce(&Domain<'_>)) {
     domain.close_device();
 }
 
-/// Writes to, reads from and adds to a region over `buffer[offset..offset + length]`. The
-/// descriptor is closed after the registration.
+/// Registers `buffer[offset..offset + length]`, closes the dma-buf's fd, and then writes to, reads
+/// from and adds to the region.
 fn bytes_move(mut buffer: Buffer, offset: usize, length: usize, iova: u64) {
     with_domain(|domain| {
         buffer.fill(0xee);
@@ -179,12 +179,12 @@ fn bytes_move(mut buffer: Buffer, offset: usize, length: usize, iova: u64) {
 }
 
 #[test]
-fn udmabuf_from_its_start() {
+fn bytes_move_through_a_whole_udmabuf() {
     bytes_move(Buffer::udmabuf(0, 16 * PAGE, 0, 16 * PAGE), 0, 16 * PAGE, 0x10_0000);
 }
 
 #[test]
-fn udmabuf_with_offset_and_address_inside_a_page() {
+fn bytes_move_through_an_unaligned_part_of_a_udmabuf() {
     bytes_move(
         Buffer::udmabuf(0, 64 * PAGE, 3 * PAGE, 16 * PAGE),
         2 * PAGE + 333,
@@ -194,7 +194,7 @@ fn udmabuf_with_offset_and_address_inside_a_page() {
 }
 
 #[test]
-fn udmabuf_of_huge_pages_beginning_inside_one() {
+fn bytes_move_through_a_udmabuf_inside_huge_pages() {
     let (huge, flags) = (2 << 20, libc::MFD_HUGETLB);
     bytes_move(
         Buffer::udmabuf(flags, 2 * huge, 5 * PAGE, huge),
@@ -205,12 +205,12 @@ fn udmabuf_of_huge_pages_beginning_inside_one() {
 }
 
 #[test]
-fn system_heap() {
+fn bytes_move_through_a_system_heap_buffer() {
     bytes_move(Buffer::system_heap(300 * PAGE), PAGE + 8, 290 * PAGE, 0x8);
 }
 
 #[test]
-fn the_local_side_may_be_a_dma_buf() {
+fn the_local_buffer_may_be_a_dma_buf() {
     with_domain(|domain| {
         let mut buffer = Buffer::udmabuf(0, 4 * PAGE, 0, 4 * PAGE);
         buffer.copy_from_slice(&pattern(4 * PAGE));
@@ -255,7 +255,7 @@ fn bounds_and_rights_of_a_region_hold() {
 }
 
 #[test]
-fn what_cannot_be_a_region_is_refused() {
+fn invalid_dma_buf_regions_are_refused() {
     with_domain(|domain| {
         let buffer = Buffer::udmabuf(0, 4 * PAGE, 0, 4 * PAGE);
         let fd = buffer.fd.as_raw_fd();
@@ -286,9 +286,10 @@ fn what_cannot_be_a_region_is_refused() {
     });
 }
 
-/// A caller that needs the refusal must check the descriptor's mode.
+/// The driver does not check the access mode of the fd. A caller that needs this check must make it
+/// itself.
 #[test]
-fn a_read_only_descriptor_is_registered_for_writing_all_the_same() {
+fn a_read_only_fd_registers_for_writing() {
     with_domain(|domain| {
         let fd = system_heap_fd(PAGE, libc::O_RDONLY);
         domain.register_dma_buf(fd.as_raw_fd(), 0, PAGE, 0, ALL).unwrap();
@@ -296,7 +297,7 @@ fn a_read_only_descriptor_is_registered_for_writing_all_the_same() {
 }
 
 #[test]
-fn a_thousand_regions_come_and_go() {
+fn a_thousand_regions_leak_no_buffer() {
     with_domain(|domain| {
         for round in 0..1000 {
             let buffer = Buffer::udmabuf(0, 4 * PAGE, 0, 4 * PAGE);

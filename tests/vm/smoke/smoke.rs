@@ -1,6 +1,6 @@
-//! Properties of the VM tier's guest that every test relies on: a kernel, RDMA devices by name, and
-//! a libibverbs that opens them and registers memory. Nothing here uses hmem: if these tests fail,
-//! the guest is at fault.
+//! Checks the VM guest that the other tests rely on: its kernel, its RDMA devices by name, and a
+//! libibverbs that opens them and registers memory. These tests do not use hmem: if they fail, the
+//! guest is broken.
 
 #![cfg(test)]
 
@@ -17,7 +17,7 @@ fn devices_asked_for() -> Vec<String> {
 }
 
 #[test]
-fn the_kernel_is_the_one_asked_for() {
+fn the_kernel_has_the_requested_release() {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let asked = env::var("HMEM_VM_KERNEL").expect("HMEM_VM_KERNEL is set");
     assert_eq!(release.trim(), asked);

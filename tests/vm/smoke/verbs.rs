@@ -1,4 +1,4 @@
-//! The part of libibverbs that these tests call, looked up in the library at run time. Offsets are
+//! Wrapper of the libibverbs functions that these tests call, looked up at run time. Offsets are
 //! those of `infiniband/verbs.h` on 64-bit machines.
 
 use std::{
@@ -18,7 +18,7 @@ pub(crate) const REMOTE_ATOMIC: c_int = 8;
 
 type Object = *mut c_void;
 
-/// The library, kept loaded.
+/// The libibverbs library, which stays loaded.
 pub(crate) struct Verbs(&'static Library);
 
 impl Verbs {
@@ -124,18 +124,19 @@ impl Domain<'_> {
         }
     }
 
-    /// Calls `ibv_dealloc_pd` and returns its result. The domain stays usable if that is not 0.
+    /// Calls `ibv_dealloc_pd` and returns its result. If the result is not 0, the domain stays
+    /// usable.
     pub(crate) fn try_close(&self) -> c_int {
         self.verbs.release("ibv_dealloc_pd", self.domain)
     }
 
-    /// Closes the device, after [`Domain::try_close`] has closed the domain.
+    /// Closes the device. The caller has closed the protection domain by [`Domain::try_close`].
     pub(crate) fn close_device(self) {
         assert_eq!(self.verbs.release("ibv_close_device", self.context), 0, "ibv_close_device");
     }
 }
 
-/// A registered memory region.
+/// A registered memory region (`struct ibv_mr`).
 pub(crate) struct Region<'d> {
     verbs: &'d Verbs,
     region: Object,
@@ -155,9 +156,8 @@ impl Drop for Region<'_> {
     }
 }
 
-/// One-sided operations from a domain to itself, over two connected queue pairs. With a single
-/// queue pair that is connected to itself, a refused request would be reported as flushed instead
-/// of with its error.
+/// Two connected queue pairs for one-sided operations from a domain to itself. A single queue pair
+/// connected to itself would report a refused request as flushed instead of with its error.
 #[cfg(feature = "dma-buf")]
 pub(crate) struct Loopback<'d> {
     domain: &'d Domain<'d>,

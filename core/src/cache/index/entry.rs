@@ -1,5 +1,5 @@
-//! Entries, each with one cached registration. Their memory is never used for values of another
-//! type.
+//! The entries of a cache, each with one cached registration. Their memory is never used for values
+//! of another type.
 
 use std::{cell::UnsafeCell, mem::MaybeUninit};
 
@@ -15,38 +15,41 @@ const PAGE: u64 = 4096;
 /// The flags of an entry's state word, in its low 8 bits. The bits from [`state::GENERATION`] up
 /// hold a counter, the generation, which increments when the entry is freed.
 ///
-/// An entry is live if no flag is set, or only flags among NEEDS_VALIDATION, HAS_WAITERS and
-/// UNREFERENCED. A lookup tests this with one comparison. The cache's guide lists the transitions.
+/// An entry is live, so that a lookup may hit it, if no flag is set except NEEDS_VALIDATION,
+/// HAS_WAITERS and UNREFERENCED. A lookup tests this with one comparison. The cache's guide lists
+/// the transitions.
 pub(in crate::cache) mod state {
-    /// The entry is free, or its last user is about to free it.
+    /// The entry is free, or a thread is about to free it.
     pub(in crate::cache) const FREE: u32 = 1;
-    /// The provider is registering the entry's memory.
+    /// A miss is watching and registering the entry's memory.
     pub(in crate::cache) const REGISTERING: u32 = 2;
-    /// The memory changed, so that no lookup hits the entry again. Set at most once in a
-    /// generation. The thread that sets the flag then pushes the entry on the stack of invalidated
-    /// entries.
+    /// No lookup may hit the entry again: its memory changed, its registration failed, or a merged
+    /// entry replaces it. Set at most once in a generation, by the thread that then pushes the
+    /// entry on the stack of invalidated entries.
     pub(in crate::cache) const INVALIDATED: u32 = 4;
-    /// The entry is being evicted unless it has a lease.
+    /// A thread is about to evict the entry. The thread clears the flag instead if the entry has a
+    /// lease or was invalidated, or if the heavy barrier failed.
     pub(in crate::cache) const EVICTING: u32 = 8;
-    /// Each hit must ask the backend if the registration is current.
+    /// Each hit must ask the backend if the registration is current ([`CacheBackend::is_current`]).
     pub(in crate::cache) const NEEDS_VALIDATION: u32 = 16;
     /// The registration failed: the entry has no region.
     pub(in crate::cache) const FAILED: u32 = 32;
     /// A thread waits for the end of the registration.
     pub(in crate::cache) const HAS_WAITERS: u32 = 64;
-    /// No hit since the clock hand of eviction last passed.
+    /// The entry had no hit since its registration, or since the clock hand of eviction last
+    /// passed.
     pub(in crate::cache) const UNREFERENCED: u32 = 128;
-    /// The lowest bit of the generation.
+    /// The lowest bit of the generation, which is also the amount of one increment.
     pub(in crate::cache) const GENERATION: u32 = 256;
 
-    /// Returns whether a lookup may hit.
+    /// Returns whether an entry with this state word is live: a lookup may hit it.
     #[inline(always)]
     pub(in crate::cache) const fn is_live(word: u32) -> bool {
         word & (FREE | REGISTERING | INVALIDATED | EVICTING | FAILED) == 0
     }
 
-    /// Returns whether a lookup may hit the entry without further work (validation, or marking the
-    /// entry referenced).
+    /// Returns whether a fast lookup may hit the entry: it is live, needs no validation, and is
+    /// marked as referenced.
     #[inline(always)]
     pub(in crate::cache) const fn allows_fast_hit(word: u32) -> bool {
         const SLOW: u32 = NEEDS_VALIDATION | UNREFERENCED;
@@ -58,49 +61,52 @@ pub(in crate::cache) mod state {
         word & (FREE | REGISTERING | FAILED) == 0
     }
 
-    /// Returns whether a miss may wait for the registration.
+    /// Returns whether the entry is being registered and was not invalidated meanwhile. A miss may
+    /// wait for its registration.
     pub(in crate::cache) const fn is_registering(word: u32) -> bool {
         word & (REGISTERING | INVALIDATED) == REGISTERING
     }
 
-    /// Returns the word of an entry that has ended: the same generation, in a state that no lookup
-    /// can hit.
+    /// Returns the state word of an entry that is about to be freed, in the same generation. No
+    /// lookup can hit it.
     pub(in crate::cache) const fn ended(word: u32) -> u32 {
         word & !(GENERATION - 1) | FREE
     }
 
-    /// Returns the word of a free entry in the next generation.
+    /// Returns the state word of a free entry in the next generation.
     pub(in crate::cache) const fn freed(word: u32) -> u32 {
         (word & !(GENERATION - 1)).wrapping_add(GENERATION) | FREE
     }
 }
 
-/// A cached registration. Its first cache line has everything that a lookup reads.
+/// A cached registration. All fields by which a fast lookup decides are in the first cache line.
 #[repr(C, align(64))]
 pub(in crate::cache) struct Entry<S: CacheBackend> {
     pub(in crate::cache) state: AtomicU32,
-    /// The complement of the registration's access rights: a bit for each right that it does not
-    /// have.
+    /// The complement of the access rights: a bit is set for each right that the registration does
+    /// not have.
     missing_access: AtomicU32,
     pub(in crate::cache) start: AtomicU64,
-    /// The last address.
+    /// The last address of the registered range.
     pub(in crate::cache) last: AtomicU64,
     pub(in crate::cache) owner: AtomicU64,
     pub(in crate::cache) allocation: AtomicU64,
-    /// The next entry on the stack of invalidated entries.
+    /// The index of the next entry on the stack of invalidated entries, or 0.
     pub(in crate::cache) next_invalidated: AtomicU32,
-    /// The number of the last scan that found a lease of the entry. Protected by the cache's lock.
-    /// Scan numbers wrap around. A repeated number has one effect: an eviction skips the entry.
+    /// The number of the last scan of the lease slots that found a lease of this entry. Protected
+    /// by the cache's lock. Scan numbers wrap around. If a number repeats, an eviction may skip an
+    /// idle entry, which is harmless.
     pub(in crate::cache) leased_at_scan: AtomicU32,
     region: UnsafeCell<MaybeUninit<S::Region>>,
     watch: UnsafeCell<MaybeUninit<S::Watch>>,
-    /// Time of registration, see [`now_ms`].
+    /// The time of the registration in milliseconds ([`now_ms`]).
     pub(in crate::cache) registered_at_ms: AtomicU64,
 }
 
-// SAFETY: the cells are written only by the registering thread, before it stores the live state
-// with Release. They are read only by a thread that saw that state with Acquire while it held a
-// lease or the cache's lock, and by the thread that detaches the region, when no lease can exist.
+// SAFETY: the cells `region` and `watch` are written only by the registering thread, before it
+// stores the live state with Release. They are read only by a thread that saw that state with
+// Acquire while it held a lease or the cache's lock, and by the thread that detaches the region,
+// when no lease can exist.
 unsafe impl<S: CacheBackend> Sync for Entry<S> {}
 
 // SAFETY: atomics of zero bytes are 0, and the cells may be uninitialised. The cache takes their
@@ -129,23 +135,26 @@ impl<S: CacheBackend> Entry<S> {
         }
     }
 
-    /// Creates an entry outside the table, for an uncached region.
+    /// Creates an entry that is not in the table, for an uncached region.
     pub(in crate::cache) fn of_region(region: S::Region) -> Self {
         Self::holding(MaybeUninit::new(region))
     }
 
-    /// Returns whether the entry starts in the same page as the key, The result is a hint, because
-    /// the caller has no lease. This is one comparison: with random lookups, a branch for each end
-    /// would be mispredicted.
+    /// Returns whether the entry and the key start in the same page. The result is only a hint,
+    /// because another thread may reuse the entry at any time.
+    ///
+    /// This test needs one branch. A comparison of whole ranges needs two, which the processor
+    /// mispredicts if lookups are random.
     #[inline(always)]
     pub(in crate::cache) fn starts_in_same_page(&self, key: &Key) -> bool {
         self.start.load(Ordering::Relaxed) ^ key.start < PAGE
     }
 
-    /// Compares like [`Entry::covers`], with plain loads.
+    /// Returns the same as [`Entry::covers`], with plain loads instead of atomic ones.
     ///
     /// # Safety
-    /// The caller published a lease and then saw the entry live, and has not ended the lease.
+    /// The caller must have published a lease of the entry, then seen the entry live, and not have
+    /// ended the lease.
     #[inline(always)]
     pub(in crate::cache) unsafe fn leased_covers(&self, key: &Key) -> bool {
         self.covers_with(
@@ -159,8 +168,9 @@ impl<S: CacheBackend> Entry<S> {
         )
     }
 
-    /// Returns whether the entry covers the key's range with at least its rights, and has its owner
-    /// and allocation.
+    /// Returns whether a lookup of the key may use the entry: it covers the key's range with at
+    /// least the key's rights, and belongs to the same iface, device and allocation. A [key of any
+    /// owner](Key::of_any_owner) matches every iface, device and allocation.
     #[inline(always)]
     pub(in crate::cache) fn covers(&self, key: &Key) -> bool {
         self.covers_with(
@@ -184,8 +194,8 @@ impl<S: CacheBackend> Entry<S> {
                 || read(&self.owner) == key.owner && read(&self.allocation) == key.allocation)
     }
 
-    /// Records a hit for eviction by clearing UNREFERENCED. Writes at most once between two passes
-    /// of the clock hand.
+    /// Clears UNREFERENCED after a hit, so that the next eviction spares the entry. `word` is the
+    /// state word that the lookup read.
     pub(in crate::cache) fn mark_referenced(&self, word: u32) {
         if word & state::UNREFERENCED != 0 {
             self.state.fetch_and(!state::UNREFERENCED, Ordering::Relaxed);
@@ -196,7 +206,7 @@ impl<S: CacheBackend> Entry<S> {
         self.start.load(Ordering::Relaxed) <= last && start <= self.last.load(Ordering::Relaxed)
     }
 
-    /// Returns the first and last address.
+    /// Returns the first and last address of the entry's range.
     #[inline]
     pub(in crate::cache) fn bounds(&self) -> (u64, u64) {
         (self.start.load(Ordering::Relaxed), self.last.load(Ordering::Relaxed))
@@ -219,7 +229,7 @@ impl<S: CacheBackend> Entry<S> {
         }
     }
 
-    /// Fills a free entry with a key, and marks it as being registered.
+    /// Stores a key in a free entry, and marks the entry as being registered.
     pub(in crate::cache) fn fill(&self, key: &Key) {
         self.start.store(key.start, Ordering::Relaxed);
         self.last.store(key.last, Ordering::Relaxed);
@@ -238,16 +248,16 @@ impl<S: CacheBackend> Entry<S> {
         self.state.store(state::freed(word), Ordering::Release);
     }
 
-    /// Marks the entry invalidated if it is in use, `applies` to it and it was not invalidated
-    /// before. Returns `true` if this call marked it.
+    /// Marks the entry invalidated if `applies` returns true for it. Does nothing if the entry is
+    /// free, failed or already invalidated. Returns `true` if this call marked the entry.
     pub(in crate::cache) fn mark_invalidated(&self, applies: impl Fn(&Self) -> bool) -> bool {
         let mut word = self.state.load(Ordering::Acquire);
         loop {
             if word & (state::FREE | state::INVALIDATED | state::FAILED) != 0 || !applies(self) {
                 return false;
             }
-            // The word has the generation. So success shows that the entry that `applies` looked at
-            // is still in the same use.
+            // The word contains the generation. So if the exchange succeeds, the entry was not
+            // reused since `applies` read it.
             let (ok, seen) = (Ordering::SeqCst, Ordering::Acquire);
             match self.state.compare_exchange_weak(word, word | state::INVALIDATED, ok, seen) {
                 Ok(_) => return true,
@@ -259,8 +269,8 @@ impl<S: CacheBackend> Entry<S> {
     /// Stores the region and its watch.
     ///
     /// # Safety
-    /// The caller is the thread that registers this entry. It calls this once, before it ends the
-    /// registration.
+    /// The caller must be the thread that registers this entry. It must call this once, before it
+    /// ends the registration.
     pub(in crate::cache) unsafe fn set_registration(&self, region: S::Region, watch: S::Watch) {
         // SAFETY: the caller is the registering thread, the only one that writes the cells. No
         // thread reads them before the entry is live.
@@ -270,10 +280,10 @@ impl<S: CacheBackend> Entry<S> {
         }
     }
 
-    /// Returns the region.
+    /// Returns the region of the registration.
     ///
     /// # Safety
-    /// One of these holds for as long as the reference is used:
+    /// One of these must hold while the reference is used:
     ///
     /// - The caller published a lease, then saw the entry registered, and keeps the lease.
     /// - The caller saw the entry registered under the cache's lock, and still holds the lock.
@@ -281,11 +291,12 @@ impl<S: CacheBackend> Entry<S> {
     #[inline(always)]
     pub(in crate::cache) unsafe fn region(&self) -> &S::Region {
         // SAFETY: the region was written before the state that the caller saw. It is not taken out
-        // while the entry has a lease or the lock is held, and the caller ensures one of the two.
+        // while the entry has a lease, the lock is held or the caller owns the entry. The caller
+        // ensures one of the three.
         unsafe { (*self.region.get()).assume_init_ref() }
     }
 
-    /// Returns the watch.
+    /// Returns the backend's watch of the registered memory.
     ///
     /// # Safety
     /// The conditions of [`Entry::region`], for an entry in the table.
@@ -295,22 +306,22 @@ impl<S: CacheBackend> Entry<S> {
         unsafe { (*self.watch.get()).assume_init_ref() }
     }
 
-    /// Takes the region and the watch out.
+    /// Moves the region and the watch out of the entry.
     ///
     /// # Safety
-    /// The entry was registered and nothing was taken out in this use. It has no lease, and no
-    /// thread can publish one any more.
+    /// The entry must be registered, and its region must not have been moved out since. The entry
+    /// must have no lease, and no thread may be able to publish one any more.
     pub(in crate::cache) unsafe fn take(&self) -> (S::Region, S::Watch) {
         // SAFETY: `set_registration` wrote both cells, since the entry was registered. The caller
         // guarantees that they are read out once and that no lease refers to them.
         unsafe { (self.take_region(), (*self.watch.get()).assume_init_read()) }
     }
 
-    /// Takes the region out.
+    /// Moves the region out of the entry.
     ///
     /// # Safety
-    /// The conditions of [`Entry::take`], or the caller owns an entry outside the table and calls
-    /// this once.
+    /// The conditions of [`Entry::take`]. Alternatively, the caller must own an entry outside the
+    /// table and call this once.
     pub(in crate::cache) unsafe fn take_region(&self) -> S::Region {
         // SAFETY: the region was written when the entry was registered or created. The caller
         // guarantees that it is read out once.

@@ -1,11 +1,11 @@
-//! The index: entries, and the table that finds them by address.
+//! The index of a cache: its entries, and the table that finds an entry by address.
 
 pub(super) mod entry;
 pub(super) mod radix;
 
 use self::{
     entry::{Entry, state},
-    radix::{MAX_INDEX, PartialSearch, Radix, Shape},
+    radix::{MAX_INDEX, PartialSearch, Radix, RadixState},
 };
 use super::{arena::Arena, backend::CacheBackend, key::Key, sync::Ordering};
 use crate::{Error, ErrorKind, Result};
@@ -20,14 +20,15 @@ pub(super) struct Index<S: CacheBackend> {
 /// The part of the index that the cache's lock protects.
 #[derive(Debug)]
 pub(super) struct IndexState {
-    pub(super) shape: Shape,
-    /// The number of entries that were ever used. The memory of the other entries was never
-    /// touched.
-    pub(super) made: u32,
+    pub(super) radix: RadixState,
+    /// The number of entries that were used at least once. The memory of all other entries was
+    /// never touched.
+    pub(super) created: u32,
     pub(super) free: Vec<u32>,
-    /// The number of entries that are not invalidated.
+    /// The number of entries that count for the limit: those registered or being registered. An
+    /// invalidated entry counts until a thread takes it from the stack of invalidated entries.
     pub(super) count: usize,
-    /// The number of bytes of these entries.
+    /// The total size in bytes of the entries that `count` counts.
     pub(super) bytes: u64,
 }
 
@@ -35,21 +36,22 @@ impl<S: CacheBackend> Index<S> {
     /// Creates an index for up to `capacity` entries.
     pub(super) fn new(capacity: usize) -> Result<(Self, IndexState)> {
         let capacity = capacity.min(MAX_INDEX as usize);
-        let (radix, shape) = Radix::new(capacity)?;
+        let (radix, radix_state) = Radix::new(capacity)?;
         let entries = Arena::reserve(capacity)?;
         if !entries.ensure(1) {
             return Err(Error::new(ErrorKind::OutOfResources, "mprotect"));
         }
-        // A lookup that finds nothing reads entry 0, which is free and far from all memory. So the
-        // lookup need not test for it.
+        // Entry 0 stands for "no entry". It is always free and starts at the last address, so that
+        // lookups need no separate test for it.
         Entry::<S>::free(entries.at(0));
         entries.at(0).start.store(u64::MAX, Ordering::Relaxed);
-        let state = IndexState { shape, made: 0, free: Vec::new(), count: 0, bytes: 0 };
+        let state =
+            IndexState { radix: radix_state, created: 0, free: Vec::new(), count: 0, bytes: 0 };
         Ok((Self { entries, radix }, state))
     }
 
-    /// Searches the table without the lock. Returns an entry that may be live and cover the key, or
-    /// 0.
+    /// Searches the table without the lock. Returns the index of an entry, or 0. The caller must
+    /// check whether the entry is live and covers the key.
     #[inline(always)]
     pub(super) fn find(&self, key: &Key) -> u32 {
         #[cfg(all(test, not(loom)))]
@@ -57,7 +59,7 @@ impl<S: CacheBackend> Index<S> {
         match self.radix.find_at_page(key.start) {
             Ok(index) => index,
             Err(partial) => {
-                // A copy, so that a hit need not keep the key in memory.
+                // The copy lets the compiler keep the key of a hit in registers.
                 let key = *key;
                 self.find_from(partial, &key)
             }
@@ -73,8 +75,8 @@ impl<S: CacheBackend> Index<S> {
         })
     }
 
-    /// Searches the table under the lock. Returns an entry that is live or being registered and
-    /// covers the key, or 0.
+    /// Searches the table under the lock. Returns the index of an entry that covers the key and is
+    /// live or being registered, or 0.
     #[inline]
     pub(super) fn find_locked(&self, key: &Key) -> u32 {
         #[cfg(all(test, not(loom)))]
@@ -98,7 +100,7 @@ impl<S: CacheBackend> Index<S> {
     }
 }
 
-/// A counter of the searches of the table by the calling thread, for tests.
+/// A counter, for tests, of the calling thread's searches of the table.
 #[cfg(all(test, not(loom)))]
 pub(super) mod searches {
     use std::cell::Cell;
@@ -111,7 +113,7 @@ pub(super) mod searches {
         SEARCHES.set(SEARCHES.get() + 1);
     }
 
-    /// Returns the number of searches since the last call.
+    /// Returns the number of searches by the calling thread since its last call of this function.
     pub(in crate::cache) fn take() -> u32 {
         SEARCHES.take()
     }

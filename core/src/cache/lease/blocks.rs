@@ -1,6 +1,7 @@
-//! Lease blocks: the slots in which a thread publishes its leases.
+//! Lease blocks: groups of lease slots, in which threads publish their leases.
 //!
-//! Only the block's owner writes its cache lines during a lookup.
+//! Each block in use has one owner: a thread or a lookup handle. Only the owner writes the block's
+//! cache lines, except that the thread that drops a lease clears the lease's slot.
 
 use super::super::{
     arena::{Arena, Zeroed},
@@ -8,75 +9,81 @@ use super::super::{
 };
 use crate::Result;
 
-/// The number of slots in a block. The slots and the block's header fill four pairs of cache lines.
+/// The number of lease slots in a block. With its header, a block fills four pairs of cache lines.
 #[cfg(not(loom))]
 const SLOTS: usize = 31;
 #[cfg(loom)]
 const SLOTS: usize = 2;
 
-/// The largest number of blocks of a cache. Each thread that looks up has one, and a thread with
-/// many leases has more.
+/// The largest number of lease blocks of a cache. A thread or lookup handle owns one block, or more
+/// if it has many leases.
 #[cfg(not(loom))]
 const MAX_BLOCKS: usize = 1 << 16;
 #[cfg(loom)]
 const MAX_BLOCKS: usize = 4;
 
-/// The number of slots that a scan tests at once for being free.
-const AT_ONCE: usize = 10;
+/// The number of lease slots that a scan tests for being free in one step.
+const SLOTS_PER_TEST: usize = 10;
 
-/// The number of a thread's blocks that a lookup searches for a free slot. If none is free, the
-/// thread gets another block.
-const NEAR: usize = 8;
+/// The number of blocks in which a lookup searches for a free slot, among those of its thread or
+/// handle. If all their slots are in use, the cache assigns another block.
+const BLOCKS_TO_SEARCH: usize = 8;
 
-/// The word in which a thread publishes a lease, and data that only the slot's owner uses.
+/// A slot for one lease: the word that publishes the lease, and two fields that only the block's
+/// owner (a thread or handle) writes.
 #[repr(C)]
 #[derive(Debug)]
 pub(in crate::cache) struct LeaseSlot {
-    /// The index of the leased entry, or 0. The block's owner sets it, and the thread that drops
-    /// the lease clears it.
+    /// The index of the leased entry, or 0 if the slot is free. The thread that owns the block sets
+    /// the index, and the thread that drops the lease sets 0.
     pub(in crate::cache) entry: AtomicU32,
     /// The index of the entry that the last lookup with this slot found. The entry may have been
-    /// reused since. Only for the owner.
-    pub(in crate::cache) last: AtomicU32,
-    /// The number of hits with this slot. Only for the owner.
+    /// reused since. Only the thread that owns the block uses this field.
+    pub(in crate::cache) last_found: AtomicU32,
+    /// The number of hits with this slot. Only the thread that owns the block writes this field.
     hits: AtomicU64,
 }
 
 impl LeaseSlot {
-    /// Returns whether the slot is free for [`LeaseSlot::publish`]. Only for the owner.
+    /// Returns whether the slot is free. Only the thread that owns the slot's block may call this.
     #[inline(always)]
     pub(in crate::cache) fn is_free(&self) -> bool {
-        // Acquire here and Release in `publish`: a thread that sees the next lease also sees all
-        // uses of the one before, which may have ended on another thread.
+        // This Acquire and the Release in `publish` order the leases of a slot: a thread that sees
+        // the next lease also sees all uses of the previous one, which may have ended on another
+        // thread.
         self.entry.load(Ordering::Acquire) == 0
     }
 
-    /// Publishes a lease. Only for the owner, of a free slot or of one with a lease that the owner
-    /// has not handed out yet.
+    /// Publishes a lease of an entry. Only the thread that owns the slot's block may call this. The
+    /// slot must be free, or hold a lease that the calling lookup published.
     #[inline(always)]
     pub(in crate::cache) fn publish(&self, entry: u32) {
         self.entry.store(entry, Ordering::Release);
     }
 
-    /// Counts a hit. Only for the owner, the only thread that writes this line during a lookup.
+    /// Counts a hit with this slot. Only the thread that owns the slot's block may call this.
     #[inline(always)]
     pub(in crate::cache) fn count_hit(&self) {
         self.hits.store(self.hits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 }
 
-/// A thread's lease slots of one cache. `next`, `cursor` and `hint` are only for the owner.
+/// A group of lease slots, owned by a thread or a lookup handle. Only the owner uses `next_block`,
+/// `current_block` and `next_slot`.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(in crate::cache) struct LeaseBlock {
     owned: AtomicU32,
-    /// The index of the owner's next block, which was added when this block was full.
-    next: AtomicU32,
-    /// The index of the owner's block that last had a free slot, or 0 for the first block. Used
-    /// only in the owner's first block.
-    cursor: AtomicU32,
-    /// The position of a slot that is probably free.
-    hint: AtomicU32,
+    /// The index of another block of the same thread or lookup handle, or 0. The owner of full
+    /// blocks gets another one.
+    next_block: AtomicU32,
+    /// The index of the block in which the thread or handle last found a free slot after its first
+    /// block was full, or 0 for the first block. Used only in the first block of a thread or
+    /// handle.
+    current_block: AtomicU32,
+    /// The position of the slot that the next lookup with this block tries first. The slot is
+    /// probably free.
+    next_slot: AtomicU32,
     slots: [LeaseSlot; SLOTS],
 }
 
@@ -89,12 +96,12 @@ unsafe impl Zeroed for LeaseBlock {
     fn zeroed() -> Self {
         Self {
             owned: AtomicU32::new(0),
-            next: AtomicU32::new(0),
-            cursor: AtomicU32::new(0),
-            hint: AtomicU32::new(0),
+            next_block: AtomicU32::new(0),
+            current_block: AtomicU32::new(0),
+            next_slot: AtomicU32::new(0),
             slots: std::array::from_fn(|_| LeaseSlot {
                 entry: AtomicU32::new(0),
-                last: AtomicU32::new(0),
+                last_found: AtomicU32::new(0),
                 hits: AtomicU64::new(0),
             }),
         }
@@ -102,22 +109,25 @@ unsafe impl Zeroed for LeaseBlock {
 }
 
 impl LeaseBlock {
-    /// Returns the slot that is probably free. Only for the owner.
+    /// Returns the slot that the next lookup with this block tries first. The slot is probably
+    /// free. Only the thread that owns the block may call this.
     #[inline(always)]
-    pub(in crate::cache) fn hinted_slot(&self) -> &LeaseSlot {
-        let hint = self.hint.load(Ordering::Relaxed) as usize;
-        // SAFETY: the hint is 0 or an index below SLOTS that `free_slot` stored.
-        unsafe { self.slots.get_unchecked(hint) }
+    pub(in crate::cache) fn next_slot(&self) -> &LeaseSlot {
+        let next_slot = self.next_slot.load(Ordering::Relaxed) as usize;
+        // SAFETY: `next_slot` is 0 or an index below SLOTS that `free_slot` stored.
+        unsafe { self.slots.get_unchecked(next_slot) }
     }
 
-    /// Returns a free slot of the block. Only the thread that owns the block calls this.
+    /// Returns a free slot of the block, or `None`. Only the thread that owns the block may call
+    /// this.
     #[inline]
     fn free_slot(&self) -> Option<&LeaseSlot> {
-        let hint = self.hint.load(Ordering::Relaxed) as usize;
-        let free = (hint..SLOTS).chain(0..hint).find(|slot| self.slots[*slot].is_free())?;
-        // The caller is about to use this slot, so the next lookup begins behind it.
+        let next_slot = self.next_slot.load(Ordering::Relaxed) as usize;
+        let free =
+            (next_slot..SLOTS).chain(0..next_slot).find(|slot| self.slots[*slot].is_free())?;
+        // The caller is about to use this slot, so the next search starts after it.
         let next = if free + 1 == SLOTS { 0 } else { free + 1 };
-        self.hint.store(next as u32, Ordering::Relaxed);
+        self.next_slot.store(next as u32, Ordering::Relaxed);
         Some(&self.slots[free])
     }
 }
@@ -126,10 +136,11 @@ impl LeaseBlock {
 #[derive(Debug)]
 pub(in crate::cache) struct LeaseBlocks {
     arena: Arena<LeaseBlock>,
-    /// The number of blocks that were ever made. New threads reuse the blocks of threads that
-    /// ended.
-    made: AtomicU32,
-    /// The number of threads and lookup handles that own a first block, and so may look up.
+    /// The number of blocks that were created so far. A new thread or handle first gets a block
+    /// that an earlier one released.
+    created: AtomicU32,
+    /// The number of threads and lookup handles that own blocks. A thread must own a block, or use
+    /// a handle that owns one, to look up.
     owners: AtomicU32,
     allocating: Mutex<()>,
 }
@@ -138,34 +149,34 @@ impl LeaseBlocks {
     pub(in crate::cache) fn new() -> Result<Self> {
         Ok(Self {
             arena: Arena::reserve(MAX_BLOCKS)?,
-            made: AtomicU32::new(0),
+            created: AtomicU32::new(0),
             owners: AtomicU32::new(0),
             allocating: Mutex::new(()),
         })
     }
 
-    /// Returns the number of threads and handles that may look up. The caller holds the cache's
-    /// lock, so that no owner is added. A scan after this call sees everything that former owners
-    /// did.
+    /// Returns the number of threads and lookup handles that own blocks, and so may look up. The
+    /// caller must hold the cache's lock, so that no owner is added. A scan after this call sees
+    /// all leases that former owners published.
     pub(in crate::cache) fn owners(&self) -> u32 {
         self.owners.load(Ordering::Acquire)
     }
 
     fn each(&self) -> impl Iterator<Item = &LeaseBlock> {
-        (1..=self.made.load(Ordering::Acquire)).map(|index| self.arena.at(index))
+        (1..=self.created.load(Ordering::Acquire)).map(|index| self.arena.at(index))
     }
 
-    /// Calls `visit` with the entry of each lease.
+    /// Calls `visit` for each lease of the cache, with the index of the leased entry.
     pub(in crate::cache) fn for_each_lease(&self, mut visit: impl FnMut(u32)) {
-        // Acquire: all uses of leases that have ended happened before.
+        // Acquire: if the slot is free, this thread sees all uses of the lease that ended in it.
         let entry = |slot: &LeaseSlot| slot.entry.load(Ordering::Acquire);
         let mut visit_each = |slots: &[LeaseSlot]| {
             slots.iter().map(entry).filter(|entry| *entry != 0).for_each(&mut visit);
         };
         for block in self.each() {
-            // Most slots are free, which one test shows for several slots. A lease that is
-            // published after the test is one that this call need not see.
-            let (groups, rest) = block.slots.as_chunks::<AT_ONCE>();
+            // Most slots are free, so several are tested in one step. This call need not see a
+            // lease that is published after the test.
+            let (groups, rest) = block.slots.as_chunks::<SLOTS_PER_TEST>();
             for slots in groups {
                 if slots.iter().fold(0, |any, slot| any | entry(slot)) != 0 {
                     visit_each(slots);
@@ -183,8 +194,9 @@ impl LeaseBlocks {
             .sum()
     }
 
-    /// Assigns a first block to a new owner, until [`LeaseBlocks::release`]. Returns `None` if the
-    /// cache can have no more blocks. The caller holds the cache's lock.
+    /// Assigns a block to a new owner, which is a thread or a lookup handle. The owner keeps the
+    /// block until [`LeaseBlocks::release`]. Returns `None` if all blocks are in use or the system
+    /// is out of memory. The caller must hold the cache's lock.
     pub(in crate::cache) fn take_first(&self) -> Option<&LeaseBlock> {
         let block = self.take()?;
         self.owners.fetch_add(1, Ordering::Relaxed);
@@ -193,49 +205,51 @@ impl LeaseBlocks {
 
     fn take(&self) -> Option<&LeaseBlock> {
         let _one_at_a_time = self.allocating.lock();
-        let made = self.made.load(Ordering::Relaxed);
+        let created = self.created.load(Ordering::Relaxed);
         let free = self.each().find(|block| block.owned.load(Ordering::Acquire) == 0);
         let block = match free {
             Some(block) => block,
             None => {
-                if made as usize == MAX_BLOCKS || !self.arena.ensure(made + 1) {
+                if created as usize == MAX_BLOCKS || !self.arena.ensure(created + 1) {
                     return None;
                 }
-                self.made.store(made + 1, Ordering::Release);
-                self.arena.at(made + 1)
+                self.created.store(created + 1, Ordering::Release);
+                self.arena.at(created + 1)
             }
         };
         block.owned.store(1, Ordering::Relaxed);
         Some(block)
     }
 
-    /// Ends the ownership of a first block and of the blocks added to it. Their leases continue.
+    /// Releases all blocks of a thread or lookup handle. `block` is its first block. Leases in the
+    /// blocks stay valid.
     pub(in crate::cache) fn release(&self, block: &LeaseBlock) {
-        block.cursor.store(0, Ordering::Relaxed);
-        let mut next = block.next.swap(0, Ordering::Relaxed);
+        block.current_block.store(0, Ordering::Relaxed);
+        let mut next = block.next_block.swap(0, Ordering::Relaxed);
         block.owned.store(0, Ordering::Release);
         while next != 0 {
             let block = self.arena.at(next);
-            next = block.next.swap(0, Ordering::Relaxed);
+            next = block.next_block.swap(0, Ordering::Relaxed);
             block.owned.store(0, Ordering::Release);
         }
         self.owners.fetch_sub(1, Ordering::Release);
     }
 
-    /// Returns the slot that the owner's next lookup should try: it is probably free.
-    pub(in crate::cache) fn hinted_slot<'a>(&'a self, first: &'a LeaseBlock) -> &'a LeaseSlot {
-        let block = match first.cursor.load(Ordering::Relaxed) {
+    /// Returns the slot that the next lookup of a thread or handle tries first. The slot is
+    /// probably free. `first` is the first block of the thread or handle.
+    pub(in crate::cache) fn next_slot<'a>(&'a self, first: &'a LeaseBlock) -> &'a LeaseSlot {
+        let block = match first.current_block.load(Ordering::Relaxed) {
             0 => first,
             index => self.arena.at(index),
         };
-        block.hinted_slot()
+        block.next_slot()
     }
 
-    /// Returns a free slot of the owner, in another block if the first is full. Returns `None` if
-    /// the cache can have no more blocks.
+    /// Returns a free slot of a thread or lookup handle. `first` is its first block. Returns `None`
+    /// if the searched blocks are full and no other block can be assigned.
     ///
-    /// Searches a few blocks, beginning with the one that last had a free slot. If all are full,
-    /// adds another block.
+    /// Searches the first block, then a few blocks of the thread or handle from `current_block` on.
+    /// If all are full, assigns another block.
     #[inline]
     pub(in crate::cache) fn free_slot<'a>(
         &'a self,
@@ -247,20 +261,20 @@ impl LeaseBlocks {
     #[cold]
     #[inline(never)]
     fn free_slot_elsewhere<'a>(&'a self, first: &'a LeaseBlock) -> Option<&'a LeaseSlot> {
-        let mut index = first.cursor.load(Ordering::Relaxed);
-        for _ in 0..NEAR {
+        let mut index = first.current_block.load(Ordering::Relaxed);
+        for _ in 0..BLOCKS_TO_SEARCH {
             let block = if index == 0 { first } else { self.arena.at(index) };
             if let Some(slot) = block.free_slot() {
-                first.cursor.store(index, Ordering::Relaxed);
+                first.current_block.store(index, Ordering::Relaxed);
                 return Some(slot);
             }
-            index = block.next.load(Ordering::Relaxed);
+            index = block.next_block.load(Ordering::Relaxed);
         }
         let more = self.take()?;
         let index = self.arena.index_of(more);
-        more.next.store(first.next.load(Ordering::Relaxed), Ordering::Relaxed);
-        first.next.store(index, Ordering::Relaxed);
-        first.cursor.store(index, Ordering::Relaxed);
+        more.next_block.store(first.next_block.load(Ordering::Relaxed), Ordering::Relaxed);
+        first.next_block.store(index, Ordering::Relaxed);
+        first.current_block.store(index, Ordering::Relaxed);
         more.free_slot()
     }
 }

@@ -1,4 +1,4 @@
-//! The guard of a lease: cached, or of an uncached region.
+//! The guard that keeps a cached or an uncached region registered.
 
 use std::{fmt, ops::Deref, ptr::NonNull};
 
@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{Error, ProcessMark};
 
-/// The reason why a region is not cached. Such a region is registered for one lease.
+/// The reason why a region is not cached. An uncached region is registered for one lease only.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum UncachedReason {
@@ -23,7 +23,8 @@ pub enum UncachedReason {
     CachingOff,
     /// The range is longer than [`Limits::max_bytes`](super::super::Limits::max_bytes).
     TooLong,
-    /// The cache is full, and all its regions are in use.
+    /// The cache cannot evict enough regions, mostly because they are in use. Or no lease slot or
+    /// table memory is available to the calling thread, which may be exiting.
     Full,
     /// A monitor is handling a change of memory, and has disabled all hits until it knows the
     /// affected range.
@@ -33,7 +34,7 @@ pub enum UncachedReason {
     MembarrierRefused,
     /// This process is a forked child of the process that created the cache.
     Forked,
-    /// The range crosses a multiple of 2^48, where the index ends.
+    /// The range crosses a multiple of 2^48, where the cache's address table ends.
     CrossesIndexEnd,
     /// No monitor can watch the memory. The error is the reason.
     Unwatched(Error),
@@ -56,20 +57,22 @@ impl fmt::Display for UncachedReason {
 
 /// A guard that keeps a region registered and usable. Any thread may drop it.
 ///
-/// A cached region stays registered afterwards, until it is evicted or invalidated. A region that
-/// was invalidated in use is deregistered when its last lease ends.
+/// A cached region stays registered after the lease, until the region is evicted or invalidated. A
+/// region that is invalidated during the lease is deregistered after its last lease ends. An
+/// uncached region is deregistered when the lease is dropped by the process that registered the
+/// region.
 pub struct Lease<'c, S: CacheBackend> {
     core: &'c CacheCore<S>,
-    /// An entry of the cache, or of a leaked [`UncachedRegion`] that the lease owns.
+    /// An entry of the cache, or the entry in a leaked [`UncachedRegion`] that the lease owns.
     entry: NonNull<Entry<S>>,
-    /// The slot with the lease. If the lowest bit is set, the end of the lease takes the slow path:
-    /// it fences, or the lease has no slot.
+    /// The lease slot, or null for an uncached region. The bit [`SLOW_RELEASE`] of the address is
+    /// set for an uncached region, and for a lease that must end with a fence.
     slot: *const LeaseSlot,
 }
 
 const SLOW_RELEASE: usize = 1;
 
-/// An uncached region, which belongs to one lease. Its entry is outside the table.
+/// An uncached region, which one lease owns. Its entry is not in the table.
 #[repr(C)]
 struct UncachedRegion<S: CacheBackend> {
     entry: Entry<S>,
@@ -85,7 +88,7 @@ unsafe impl<S: CacheBackend> Send for Lease<'_, S> {}
 unsafe impl<S: CacheBackend> Sync for Lease<'_, S> {}
 
 impl<'c, S: CacheBackend> Lease<'c, S> {
-    /// Creates the guard of a fast lookup's hit.
+    /// Creates the guard for a hit on the fast path.
     #[inline(always)]
     pub(in crate::cache) fn cached(core: &'c CacheCore<S>, leased: LeasedEntry<'c, S>) -> Self {
         let slot: *const LeaseSlot = leased.slot;
@@ -95,9 +98,9 @@ impl<'c, S: CacheBackend> Lease<'c, S> {
         Self { core, entry: NonNull::from(leased.entry), slot }
     }
 
-    /// Creates the guard of a hit by a slow lookup. When the guard is dropped, it fences if the
-    /// cache's lookups fence.
-    pub(in crate::cache) fn cached_checked(
+    /// Creates the guard for a hit on the slow path, or for a new registration. If lookups of the
+    /// cache need fences, the end of the lease issues a fence too.
+    pub(in crate::cache) fn cached_slow(
         core: &'c CacheCore<S>,
         leased: LeasedEntry<'c, S>,
     ) -> Self {
@@ -119,7 +122,8 @@ impl<'c, S: CacheBackend> Lease<'c, S> {
         Self { core, entry, slot: std::ptr::without_provenance(SLOW_RELEASE) }
     }
 
-    /// Moves the lease field by field, so that a hit need not keep the fields in memory.
+    /// Returns `self` unchanged. Moving it field by field lets the compiler keep the fields of a
+    /// hit in registers.
     #[inline(always)]
     pub(in crate::cache) fn by_fields(self) -> Self {
         let Self { core, entry, slot } = *std::mem::ManuallyDrop::new(self);
@@ -147,15 +151,16 @@ impl<'c, S: CacheBackend> Lease<'c, S> {
         self.uncached_region().map(|uncached| &uncached.reason)
     }
 
-    /// Returns the key that the cached region was registered with. It may cover more than the
-    /// lookup's key.
+    /// Returns the key of the cached region, or `None` if the region is uncached. The key may cover
+    /// more than the lookup's key.
     #[must_use]
     pub fn key(&self) -> Option<Key> {
         self.leased().map(|leased| leased.entry.key())
     }
 
-    /// Returns whether the memory changed since the lookup. The region is then deregistered when
-    /// its last lease ends.
+    /// Returns whether the cached region is invalidated, because its memory changed or a merged
+    /// region replaced it. The region is then deregistered after its last lease ends. Returns
+    /// `false` for an uncached region.
     #[must_use]
     pub fn is_invalidated(&self) -> bool {
         self.leased().is_some_and(|leased| {
@@ -179,11 +184,11 @@ impl<S: CacheBackend> Drop for Lease<'_, S> {
     #[inline(always)]
     fn drop(&mut self) {
         if self.slot.addr() & SLOW_RELEASE == 0 {
-            // SAFETY: without the bit, the lease has a slot and an entry of the cache.
+            // SAFETY: without the bit SLOW_RELEASE, the lease has a slot and an entry of the cache.
             let (entry, slot) = unsafe { (self.entry.as_ref(), &*self.slot) };
             self.core.release_fast(entry, slot);
         } else {
-            // Field by field, so that a hit need not keep the lease in memory.
+            // Passed field by field, so that the compiler keeps the fields of a hit in registers.
             drop_slow(self.core, self.entry, self.slot);
         }
     }
@@ -198,7 +203,7 @@ fn drop_slow<S: CacheBackend>(
 ) {
     let lease = std::mem::ManuallyDrop::new(Lease { core, entry, slot });
     if let Some(leased) = lease.leased() {
-        core.release_checked(leased.entry, leased.slot);
+        core.release_slow(leased.entry, leased.slot);
         return;
     }
     // SAFETY: without a slot, the entry is the first field of an `UncachedRegion` that was leaked

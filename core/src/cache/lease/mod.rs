@@ -1,7 +1,8 @@
-//! Leases: how lookups publish the entries that they use, and the guards that end leases.
+//! Leases: guards that keep cache entries registered.
 //!
-//! A lease is a hazard pointer. A lookup writes an entry's index into a lease slot before it relies
-//! on the entry. A thread that ends an entry scans all slots.
+//! A lease is a hazard pointer. To publish a lease of an entry, a lookup writes the entry's index
+//! into a lease slot. Before a thread frees an evicted or invalidated entry, that thread scans all
+//! lease slots.
 
 pub(super) mod blocks;
 pub(super) mod guard;
@@ -13,16 +14,17 @@ use self::blocks::LeaseBlocks;
 use super::{gate::Gate, sync::Barrier};
 use crate::Result;
 
-/// The number of caches for which a thread records its block, so that a lookup finds the block
-/// without a search.
-pub(super) const WAYS: usize = 4;
+/// The largest number of caches for which a thread records its lease block. A lookup finds a
+/// recorded block without a search.
+pub(super) const RECORDED_CACHES: usize = 4;
 
-/// State that lookups need to publish leases.
+/// The part of a cache's state with which lookups publish leases.
 #[repr(C)]
 pub(super) struct Leases {
     pub(super) gate: Gate,
-    /// The position at which threads record their block of this cache: `number` modulo [`WAYS`].
-    way: usize,
+    /// The array index at which each thread records its lease block of this cache: `number` modulo
+    /// [`RECORDED_CACHES`].
+    position: usize,
     /// The cache's number, which no other cache of the process has.
     pub(super) number: u64,
     pub(super) barrier: Barrier,
@@ -37,7 +39,7 @@ impl Leases {
         let number = NEXT.fetch_add(1, Relaxed);
         Ok(Self {
             gate: Gate::new(number, barrier.lookups_fence())?,
-            way: number as usize % WAYS,
+            position: number as usize % RECORDED_CACHES,
             number,
             barrier,
             blocks: Arc::new(LeaseBlocks::new()?),

@@ -1,4 +1,4 @@
-//! The calling thread's lease block, for lookups without a handle.
+//! The lease blocks of the calling thread, for lookups without a lookup handle.
 //!
 //! Models take their blocks explicitly, because loom's threads share one thread's thread-locals.
 
@@ -10,42 +10,43 @@ use std::{
 
 use super::{
     super::gate::fast_open,
-    Leases, WAYS,
+    Leases, RECORDED_CACHES,
     blocks::{LeaseBlock, LeaseBlocks, LeaseSlot},
 };
 
-/// A word that matches no cache, because no gate ever has this value.
+/// Marks an element of `RecordedBlocks::words` as unused. No gate's word ever has this value.
 const NO_CACHE: u64 = u64::MAX;
 
-/// The blocks that a thread recorded, one for each of [`WAYS`] caches, and the slot to try first in
-/// each. `words` identifies each cache by the value that the word of its gate has while the gate is
-/// open.
-struct Ways {
-    words: [Cell<u64>; WAYS],
-    slots: [Cell<NonNull<LeaseSlot>>; WAYS],
-    blocks: [Cell<NonNull<LeaseBlock>>; WAYS],
+/// The first lease blocks that a thread recorded, one for each of up to [`RECORDED_CACHES`] caches,
+/// and the slot that the next lookup in each cache tries first. `words` identifies the caches: each
+/// element is the value of a gate's word while fast lookups are enabled.
+struct RecordedBlocks {
+    words: [Cell<u64>; RECORDED_CACHES],
+    slots: [Cell<NonNull<LeaseSlot>>; RECORDED_CACHES],
+    blocks: [Cell<NonNull<LeaseBlock>>; RECORDED_CACHES],
 }
 
 thread_local! {
-    /// The calling thread's [`Ways`]. The type has no destructor, so that an access has no extra
-    /// cost. The destructor of [`OWNED`] resets the value when the thread ends.
-    static WAYS_OF_THREAD: Ways = const {
-        Ways {
-            words: [const { Cell::new(NO_CACHE) }; WAYS],
-            slots: [const { Cell::new(NonNull::dangling()) }; WAYS],
-            blocks: [const { Cell::new(NonNull::dangling()) }; WAYS],
+    /// The calling thread's [`RecordedBlocks`]. The type has no destructor, so that an access has
+    /// no extra cost. The destructor of [`OWNED_BLOCKS`] resets the value when the thread ends.
+    static RECORDED_BLOCKS: RecordedBlocks = const {
+        RecordedBlocks {
+            words: [const { Cell::new(NO_CACHE) }; RECORDED_CACHES],
+            slots: [const { Cell::new(NonNull::dangling()) }; RECORDED_CACHES],
+            blocks: [const { Cell::new(NonNull::dangling()) }; RECORDED_CACHES],
         }
     };
 
-    static OWNED: RefCell<Owned> = const { RefCell::new(Owned(Vec::new())) };
+    static OWNED_BLOCKS: RefCell<OwnedBlocks> = const { RefCell::new(OwnedBlocks(Vec::new())) };
 }
 
-/// The blocks of a thread, with their caches' numbers. The thread's end releases them.
-struct Owned(Vec<(u64, Weak<LeaseBlocks>, NonNull<LeaseBlock>)>);
+/// The first lease block that a thread owns in each cache, with the cache's number. The end of the
+/// thread drops the value, which releases all blocks of the thread.
+struct OwnedBlocks(Vec<(u64, Weak<LeaseBlocks>, NonNull<LeaseBlock>)>);
 
-impl Drop for Owned {
+impl Drop for OwnedBlocks {
     fn drop(&mut self) {
-        WAYS_OF_THREAD.with(|ways| ways.words.iter().for_each(|word| word.set(NO_CACHE)));
+        RECORDED_BLOCKS.with(|recorded| recorded.words.iter().for_each(|word| word.set(NO_CACHE)));
         for (_, blocks, block) in self.0.drain(..) {
             if let Some(blocks) = blocks.upgrade() {
                 // SAFETY: the block lies in the arena of `blocks`, which the upgrade keeps alive.
@@ -55,56 +56,63 @@ impl Drop for Owned {
     }
 }
 
-/// Returns the slot that the calling thread's next fast lookup tries first. It is in a block of
-/// that thread. Returns `None` if the thread recorded no block of this cache, and if fast lookups
-/// are disabled (the cache's gate is closed, or each lookup needs a fence).
+/// Returns the lease slot that the calling thread's next fast lookup tries first. Returns `None` in
+/// these cases:
+///
+/// - The thread has recorded no block of this cache, or has recorded a block of another cache in
+///   its place.
+/// - Fast lookups are disabled: the gate is closed, each lookup needs a fence, or the process is a
+///   forked child.
 #[inline(always)]
-pub(in crate::cache) fn noted_slot(leases: &Leases) -> Option<&LeaseSlot> {
-    WAYS_OF_THREAD.with(|ways| {
-        debug_assert!(leases.way < WAYS);
-        // Both are read before the gate's word, so that their address is computed once.
-        // SAFETY: `Leases::new` computed `way` modulo WAYS.
+pub(in crate::cache) fn next_slot(leases: &Leases) -> Option<&LeaseSlot> {
+    RECORDED_BLOCKS.with(|recorded| {
+        debug_assert!(leases.position < RECORDED_CACHES);
+        // The word and the slot are read before the gate's word, so that their address is computed
+        // once. SAFETY: `Leases::new` computed `position` modulo RECORDED_CACHES.
         let (word, slot) = unsafe {
-            (ways.words.get_unchecked(leases.way).get(), ways.slots.get_unchecked(leases.way).get())
+            (
+                recorded.words.get_unchecked(leases.position).get(),
+                recorded.slots.get_unchecked(leases.position).get(),
+            )
         };
         if word != leases.gate.load() {
             return None;
         }
         // SAFETY: the word has this cache's number, which no other cache has, so the slot lies in
-        // one of its blocks, whose memory the caller's reference keeps. The calling thread owns the
-        // block until its end, which resets the word.
+        // one of its blocks, whose memory the caller's reference keeps alive. The calling thread
+        // owns the block until its end, which resets the word.
         Some(unsafe { slot.as_ref() })
     })
 }
 
-/// Records the slot that the calling thread's next lookup tries first: the slot of its own `block`
-/// that is probably free.
-pub(in crate::cache) fn note_slot(leases: &Leases, block: &LeaseBlock) {
-    WAYS_OF_THREAD.with(|ways| {
-        if ways.words[leases.way].get() == fast_open(leases.number) {
-            ways.slots[leases.way].set(NonNull::from(leases.blocks.hinted_slot(block)));
+/// Records the slot that the calling thread's next lookup tries first. `block` is the thread's
+/// first lease block. Does nothing if the thread has not recorded its block of this cache.
+pub(in crate::cache) fn record_next_slot(leases: &Leases, block: &LeaseBlock) {
+    RECORDED_BLOCKS.with(|recorded| {
+        if recorded.words[leases.position].get() == fast_open(leases.number) {
+            recorded.slots[leases.position].set(NonNull::from(leases.blocks.next_slot(block)));
         }
     });
 }
 
-/// Returns the calling thread's block of a cache. If the thread has none, calls `take` for a new
-/// one.
+/// Returns the calling thread's lease block of a cache. If the thread has none, calls `take` for a
+/// new one.
 ///
-/// Returns `None` for a thread that is ending, in a forked child, or if the cache can have no more
-/// blocks.
+/// Returns `None` if the thread is exiting, if the process is a forked child, or if `take` returns
+/// `None`.
 pub(in crate::cache) fn own_block<'c>(
     leases: &'c Leases,
     take: impl FnOnce() -> Option<&'c LeaseBlock>,
 ) -> Option<&'c LeaseBlock> {
     if leases.gate.is_forked() {
-        // A thread of the parent may have held the lock that a new block takes.
+        // In a forked child no new block is taken: a thread of the parent may have held the lock.
         return None;
     }
-    let noted = WAYS_OF_THREAD.with(|ways| {
-        let own = ways.words[leases.way].get() == fast_open(leases.number);
+    let noted = RECORDED_BLOCKS.with(|recorded| {
+        let own = recorded.words[leases.position].get() == fast_open(leases.number);
         // SAFETY: the word has this cache's number, so the block is one of its blocks, whose memory
-        // the caller's reference keeps.
-        own.then(|| unsafe { ways.blocks[leases.way].get().as_ref() })
+        // the caller's reference keeps alive.
+        own.then(|| unsafe { recorded.blocks[leases.position].get().as_ref() })
     });
     noted.or_else(|| find_or_take(leases, take))
 }
@@ -113,7 +121,7 @@ fn find_or_take<'c>(
     leases: &'c Leases,
     take: impl FnOnce() -> Option<&'c LeaseBlock>,
 ) -> Option<&'c LeaseBlock> {
-    let block = OWNED
+    let block = OWNED_BLOCKS
         .try_with(|owned| {
             let mut owned = owned.borrow_mut();
             let known = owned.0.iter().find(|(number, ..)| *number == leases.number);
@@ -127,12 +135,12 @@ fn find_or_take<'c>(
         })
         .ok()??;
     // SAFETY: the block belongs to the cache with this number, whose memory the caller's reference
-    // keeps.
+    // keeps alive.
     let found = unsafe { block.as_ref() };
-    WAYS_OF_THREAD.with(|ways| {
-        ways.words[leases.way].set(fast_open(leases.number));
-        ways.slots[leases.way].set(NonNull::from(leases.blocks.hinted_slot(found)));
-        ways.blocks[leases.way].set(block);
+    RECORDED_BLOCKS.with(|recorded| {
+        recorded.words[leases.position].set(fast_open(leases.number));
+        recorded.slots[leases.position].set(NonNull::from(leases.blocks.next_slot(found)));
+        recorded.blocks[leases.position].set(block);
     });
     Some(found)
 }

@@ -1,4 +1,4 @@
-//! Models of leases: lookups and releases beside threads that end entries.
+//! Models of leases: lookups and releases while other threads evict or invalidate entries.
 
 use loom::thread;
 
@@ -9,7 +9,7 @@ use super::{
         sync::modelled::{HEAVY, LIGHT},
     },
     Modelled, OTHERS, OUTLIVED, alive, block, cache, fails_without, get, holds, in_thread, look_up,
-    lookup_fast, meet, model, range, used_twice, work,
+    lookup_fast, model, range, reach, used_twice, work,
 };
 
 fn lookup_against_invalidation() {
@@ -18,9 +18,9 @@ fn lookup_against_invalidation() {
         used_twice(&cache, 0);
         let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 0));
         cache.invalidate(range(0));
-        cache.core.collect_once();
+        cache.core.reclaim_once();
         reader.join().unwrap();
-        cache.core.collect_once();
+        cache.core.reclaim_once();
         assert_eq!(alive(&cache), 0, "{LOST}");
     });
 }
@@ -60,8 +60,8 @@ fn eviction_fails_without_either_half_of_the_barrier() {
     fails_without(HEAVY, lookup_against_eviction, &[OUTLIVED, OTHERS, UNORDERED]);
 }
 
-/// Runs a model: one thread takes a lease and gives up its lease block, while another thread ends
-/// idle entries with `ends`.
+/// Runs a model: one thread leases an entry and then releases its own lease block, while another
+/// thread runs `ends`, which evicts or invalidates the entry.
 fn leaving_against(ends: fn(&Modelled, &LeaseBlock)) {
     model(move || {
         let cache = cache(1);
@@ -69,7 +69,7 @@ fn leaving_against(ends: fn(&Modelled, &LeaseBlock)) {
         let reader = in_thread(&cache, |cache| {
             let block = block(cache);
             let leased = lookup_fast(cache, block, 0);
-            meet(leased.is_some());
+            reach(leased.is_some());
             cache.core.leases.blocks.release(block);
             if let Some(leased) = leased {
                 let lease = Lease::cached(&cache.core, leased);
@@ -99,7 +99,7 @@ fn lease_of_a_former_owner_survives_an_eviction_of_all_idle() {
 }
 
 #[test]
-fn lease_of_a_former_owner_survives_a_collection_by_a_miss() {
+fn lease_of_a_former_owner_survives_detaching_by_a_miss() {
     holds(|| {
         leaving_against(|cache, mine| {
             cache.invalidate(range(0));
@@ -109,7 +109,7 @@ fn lease_of_a_former_owner_survives_a_collection_by_a_miss() {
     });
 }
 
-fn lookup_against_a_collection_by_a_miss() {
+fn lookup_against_detaching_by_a_miss() {
     model(|| {
         let cache = cache(2);
         let mine = used_twice(&cache, 0);
@@ -124,17 +124,18 @@ fn lookup_against_a_collection_by_a_miss() {
 }
 
 #[test]
-fn lease_does_not_outlive_its_region_during_a_collection_by_a_miss() {
-    holds(lookup_against_a_collection_by_a_miss);
+fn lease_does_not_outlive_its_region_while_a_miss_detaches_it() {
+    holds(lookup_against_detaching_by_a_miss);
 }
 
 #[test]
-fn collection_by_a_miss_fails_without_either_half_of_the_barrier() {
-    fails_without(LIGHT, lookup_against_a_collection_by_a_miss, &[OUTLIVED, LOST, UNORDERED]);
-    fails_without(HEAVY, lookup_against_a_collection_by_a_miss, &[OUTLIVED, LOST, UNORDERED]);
+fn detaching_by_a_miss_fails_without_either_half_of_the_barrier() {
+    fails_without(LIGHT, lookup_against_detaching_by_a_miss, &[OUTLIVED, LOST, UNORDERED]);
+    fails_without(HEAVY, lookup_against_detaching_by_a_miss, &[OUTLIVED, LOST, UNORDERED]);
 }
 
-/// The worker collects while a miss finds the same entry invalidated.
+/// A region is deregistered once if the worker reclaims its invalidated entry while a miss finds
+/// the same entry.
 #[test]
 fn region_left_to_the_worker_is_deregistered_once() {
     holds(|| {
@@ -144,7 +145,7 @@ fn region_left_to_the_worker_is_deregistered_once() {
             cache.invalidate(range(0));
             let worker = in_thread(&cache, |cache| work(cache));
             drop(get(&cache, mine, 1));
-            meet(alive(&cache) & 1 == 0);
+            reach(alive(&cache) & 1 == 0);
             worker.join().unwrap();
             work(&cache);
             assert_eq!(alive(&cache), 1 << 1, "{LOST}");
@@ -153,10 +154,11 @@ fn region_left_to_the_worker_is_deregistered_once() {
     });
 }
 
-/// The worker issues the barrier for the first entry. Meanwhile the second is invalidated and
-/// retired, with no barrier after that.
+/// Reclamation does not free an entry that became pending after the worker's barrier: the entry
+/// waits for the next barrier. Here the second entry is invalidated while the worker issues the
+/// barrier for the first.
 #[test]
-fn entry_retired_after_the_barrier_waits_for_the_next_one() {
+fn entry_drained_after_the_barrier_waits_for_the_next_one() {
     holds(|| {
         model(|| {
             let cache = cache(2);
@@ -167,7 +169,7 @@ fn entry_retired_after_the_barrier_waits_for_the_next_one() {
             let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 1));
             let worker = in_thread(&cache, work);
             cache.invalidate(range(1));
-            let _retires_the_entry = cache.statistics();
+            let _drains_the_stack = cache.statistics();
             reader.join().unwrap();
             worker.join().unwrap();
             work(&cache);
@@ -184,8 +186,8 @@ fn stale_index_leads_to_no_other_region() {
             let mine = used_twice(&cache, 0);
             let reader = in_thread(&cache, |cache| look_up(cache, block(cache), 0));
             cache.invalidate(range(0));
-            cache.core.collect_once();
-            // Reuses the entry unless the reader has a lease of it.
+            cache.core.reclaim_once();
+            // These lookups reuse the entry unless the reader has a lease of it.
             drop(get(&cache, mine, 1));
             drop(get(&cache, mine, 1));
             reader.join().unwrap();
@@ -195,10 +197,10 @@ fn stale_index_leads_to_no_other_region() {
 
 const LOST: &str = "an invalidated region was not deregistered";
 
-fn last_release_against_collection() {
+fn last_release_against_reclaim() {
     model(|| {
         let cache = cache(1);
-        // Leased on this thread, released on the other.
+        // The region is leased on this thread and released on the other.
         let lease = OwnedLease::new(&cache, get(&cache, block(&cache), 0));
         let releaser = thread::spawn(move || {
             lease.used.with(|_| ());
@@ -206,7 +208,7 @@ fn last_release_against_collection() {
         });
         cache.invalidate(range(0));
         work(&cache);
-        meet(alive(&cache) == 0);
+        reach(alive(&cache) == 0);
         releaser.join().unwrap();
         work(&cache);
         assert_eq!(alive(&cache), 0, "{LOST}");
@@ -215,11 +217,11 @@ fn last_release_against_collection() {
 
 #[test]
 fn last_release_leads_to_deregistration() {
-    holds(last_release_against_collection);
+    holds(last_release_against_reclaim);
 }
 
 #[test]
 fn last_release_fails_without_either_half_of_the_barrier() {
-    fails_without(LIGHT, last_release_against_collection, &[LOST]);
-    fails_without(HEAVY, last_release_against_collection, &[LOST]);
+    fails_without(LIGHT, last_release_against_reclaim, &[LOST]);
+    fails_without(HEAVY, last_release_against_reclaim, &[LOST]);
 }

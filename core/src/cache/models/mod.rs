@@ -1,7 +1,8 @@
 //! Models of the cache's races, on a table of four pages.
 //!
 //! The guide has the command and lists the races. Loom has no `membarrier`: both halves of the
-//! barrier are SeqCst fences here. Models that fail without a kind of fence show that it is needed.
+//! barrier are SeqCst fences here. A model that fails without one kind of fence shows that the
+//! fence is needed.
 //!
 //! Each model must reach both outcomes of its race. A model that reaches only one fails.
 
@@ -39,7 +40,7 @@ struct Memory {
     version: AtomicU32,
     /// The live registrations, one bit each.
     alive: AtomicU32,
-    made: AtomicU32,
+    created: AtomicU32,
     /// The number of registrations that the provider refuses, beginning with the first.
     refused: u32,
 }
@@ -66,20 +67,8 @@ impl CacheBackend for Memory {
 
     fn unwatch(&self, (): ()) {}
 
-    fn needs_validation(&self, (): &()) -> bool {
-        false
-    }
-
-    fn is_current(&self, (): &()) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn max_len(&self) -> u64 {
-        u64::MAX
-    }
-
     fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<Registration> {
-        let number = self.made.fetch_add(1, Ordering::Relaxed);
+        let number = self.created.fetch_add(1, Ordering::Relaxed);
         if number < self.refused {
             return Err(Error::new(ErrorKind::OutOfResources, "modelled registration"));
         }
@@ -107,7 +96,7 @@ fn cache_refused(max_count: usize, refused: u32) -> Modelled {
     let memory = Memory {
         version: AtomicU32::new(0),
         alive: AtomicU32::new(0),
-        made: AtomicU32::new(0),
+        created: AtomicU32::new(0),
         refused,
     };
     let limits = Limits { max_count, ..Limits::default() };
@@ -134,11 +123,12 @@ fn alive(cache: &Modelled) -> u32 {
     cache.backend().alive.fetch_or(0, Ordering::Relaxed)
 }
 
-/// The outcomes of a race that some execution reached, one bit each. Loom does not track it.
-static MET: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+/// The outcomes of a race that some execution reached, one bit each. Loom does not track this
+/// variable.
+static REACHED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
 
-fn meet(outcome: bool) {
-    MET.fetch_or(1 << u32::from(outcome), std::sync::atomic::Ordering::SeqCst);
+fn reach(outcome: bool) {
+    REACHED.fetch_or(1 << u32::from(outcome), std::sync::atomic::Ordering::SeqCst);
 }
 
 const OUTLIVED: &str = "a lease of a region that was deregistered";
@@ -149,7 +139,7 @@ fn lookup_fast<'c>(
     block: &'c LeaseBlock,
     page: u64,
 ) -> Option<LeasedEntry<'c, Memory>> {
-    match cache.core.lookup_fast(block.hinted_slot(), &key(page)) {
+    match cache.core.lookup_fast(block.next_slot(), &key(page)) {
         FastLookup::Hit(leased) => Some(leased),
         FastLookup::Miss | FastLookup::SlowPath { .. } => None,
     }
@@ -158,7 +148,7 @@ fn lookup_fast<'c>(
 /// Looks up on the fast path, and uses the region of a hit.
 fn look_up(cache: &Modelled, block: &LeaseBlock, page: u64) {
     let leased = lookup_fast(cache, block, page);
-    meet(leased.is_some());
+    reach(leased.is_some());
     if let Some(leased) = leased {
         let lease = Lease::cached(&cache.core, leased);
         assert_eq!(lease.start, page << 12, "{OTHERS}");
@@ -170,10 +160,11 @@ fn look_up(cache: &Modelled, block: &LeaseBlock, page: u64) {
     }
 }
 
-/// Collects like the worker: repeats as long as the worker is called.
+/// Does the worker's job on the calling thread: reclaims invalidated entries until no call of the
+/// worker is pending.
 fn work(cache: &Modelled) {
     while cache.core.waker.called.swap(false, Ordering::SeqCst) {
-        cache.core.collect_once();
+        cache.core.reclaim_once();
     }
 }
 
@@ -184,29 +175,33 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
     model.check(body);
 }
 
-/// Runs `models` without the kind of fence `what`. The fence is left out for all threads, so only
-/// one test at a time does this.
-fn without(what: u32, models: impl FnOnce()) {
+/// Runs `models` without fences of the kind `fence`. No thread of the process issues them
+/// meanwhile, so only one test at a time does this.
+fn without(fence: u32, models: impl FnOnce()) {
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    LEFT_OUT.store(what, std::sync::atomic::Ordering::SeqCst);
-    MET.store(0, std::sync::atomic::Ordering::SeqCst);
+    LEFT_OUT.store(fence, std::sync::atomic::Ordering::SeqCst);
+    REACHED.store(0, std::sync::atomic::Ordering::SeqCst);
     let result = catch_unwind(AssertUnwindSafe(models));
     LEFT_OUT.store(0, std::sync::atomic::Ordering::SeqCst);
     if let Err(panic) = result {
         resume_unwind(panic);
     }
-    assert_eq!(MET.load(std::sync::atomic::Ordering::SeqCst), 3, "one outcome was never met");
+    assert_eq!(
+        REACHED.load(std::sync::atomic::Ordering::SeqCst),
+        3,
+        "no execution reached one outcome"
+    );
 }
 
 fn holds(models: fn()) {
     without(0, models);
 }
 
-/// Asserts that the models fail without the kind of fence `what`, with one of these messages.
-fn fails_without(what: u32, models: fn(), messages: &[&str]) {
-    let panic = catch_unwind(|| without(what, models))
-        .expect_err("the model does not notice what is missing");
+/// Asserts that the models fail without fences of the kind `fence`, with one of these messages.
+fn fails_without(fence: u32, models: fn(), messages: &[&str]) {
+    let panic =
+        catch_unwind(|| without(fence, models)).expect_err("the model passes without the fence");
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or_default();
     assert!(messages.iter().any(|message| text.contains(message)), "another failure: {text}");
@@ -215,7 +210,7 @@ fn fails_without(what: u32, models: fn(), messages: &[&str]) {
 fn used_twice(cache: &Modelled, page: u64) -> &LeaseBlock {
     let block = block(cache);
     drop(get(cache, block, page));
-    // The second is a hit, which clears UNREFERENCED.
+    // The second lookup is a hit, which clears UNREFERENCED.
     drop(get(cache, block, page));
     block
 }

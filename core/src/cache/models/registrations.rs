@@ -6,8 +6,8 @@ use loom::sync::atomic::Ordering;
 
 use super::{
     super::{Lease, sync::modelled::ANNOUNCE},
-    alive, block, cache, cache_refused, fails_without, get, holds, in_thread, key, meet, model,
-    range, used_twice, work,
+    alive, block, cache, cache_refused, fails_without, get, holds, in_thread, key, model, range,
+    reach, used_twice, work,
 };
 use crate::{
     Address, AddressRange,
@@ -27,8 +27,8 @@ fn registration_against_an_invalidation() {
         let mine = block(&cache);
         drop(get(&cache, mine, 0));
         invalidator.join().unwrap();
-        let leased = cache.core.lookup_checked(mine, &key(0), None);
-        meet(leased.is_some());
+        let leased = cache.core.lookup_slow(mine, &key(0), None);
+        reach(leased.is_some());
         if let Some(leased) = leased {
             let lease = Lease::cached(&cache.core, leased);
             assert_eq!(lease.version, 1, "{REPLACED}");
@@ -37,7 +37,7 @@ fn registration_against_an_invalidation() {
 }
 
 #[test]
-fn live_entry_is_of_the_memory_after_an_invalidation() {
+fn live_entry_has_the_memory_after_an_invalidation() {
     holds(registration_against_an_invalidation);
 }
 
@@ -48,7 +48,7 @@ fn waiter_gets_no_region_of_replaced_memory() {
             let cache = cache(1);
             let other = in_thread(&cache, |cache| {
                 let lease = get(cache, block(cache), 0);
-                meet(lease.is_invalidated());
+                reach(lease.is_invalidated());
                 lease.used.with(|_| ());
             });
             let invalidator = in_thread(&cache, |cache| {
@@ -83,10 +83,10 @@ fn entry_invalidated_twice_is_reclaimed_once() {
             });
             cache.invalidate(AddressRange::new(Address(0), 2 << 12).expect("no wrap"));
             work(&cache);
-            meet(alive(&cache) == 0);
+            reach(alive(&cache) == 0);
             other.join().unwrap();
             work(&cache);
-            assert_eq!(alive(&cache), 0, "an invalidated entry was not collected");
+            assert_eq!(alive(&cache), 0, "an invalidated entry was not reclaimed");
             let left = cache.statistics();
             assert_eq!((left.entries, left.pending_reclaim, left.all_invalidations()), (0, 0, 2));
         });
@@ -105,8 +105,8 @@ fn concurrent_lookups_of_the_same_range_register_once() {
             });
             assert_eq!(get(&cache, block(&cache), 0).number, 0);
             other.join().unwrap();
-            assert_eq!(cache.backend().made.load(Ordering::SeqCst), 1);
-            meet(cache.core.counters.late_hits.load(Ordering::Relaxed) != 0);
+            assert_eq!(cache.backend().created.load(Ordering::SeqCst), 1);
+            reach(cache.core.counters.late_hits.load(Ordering::Relaxed) != 0);
         });
     });
 }
@@ -118,7 +118,7 @@ fn failed_registration_wakes_its_waiters() {
             let cache = cache_refused(1, 2);
             // The first miss registers twice, because the provider is out of resources.
             let other = in_thread(&cache, |cache| {
-                meet(cache.lookup_in_block(block(cache), &key(0), None).is_err());
+                reach(cache.lookup_in_block(block(cache), &key(0), None).is_err());
             });
             drop(cache.lookup_in_block(block(&cache), &key(0), None));
             other.join().unwrap();
@@ -135,7 +135,7 @@ fn failed_registration_wakes_its_waiters() {
 const UNCALLED: &str = "the callback did not run";
 
 /// Runs a model: one thread evicts a region, or leaves the region to the worker if `invalidated` is
-/// set. Meanwhile another thread invalidates the region with a callback.
+/// true. Meanwhile another thread invalidates the region with a callback.
 fn callback_against_a_miss(invalidated: bool) {
     model(move || {
         let cache = cache(1);
@@ -152,7 +152,7 @@ fn callback_against_a_miss(invalidated: bool) {
             calls.store(true, std::sync::atomic::Ordering::SeqCst);
         });
         work(&cache);
-        meet(if invalidated { left } else { called.load(std::sync::atomic::Ordering::SeqCst) });
+        reach(if invalidated { left } else { called.load(std::sync::atomic::Ordering::SeqCst) });
         other.join().unwrap();
         work(&cache);
         assert!(called.load(std::sync::atomic::Ordering::SeqCst), "{UNCALLED}");

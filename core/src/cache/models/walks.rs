@@ -1,4 +1,4 @@
-//! Models of an invalidation's walk beside a thread that alters the table.
+//! Models of an invalidation that walks the table while another thread alters the table.
 
 use std::sync::Arc;
 
@@ -6,21 +6,21 @@ use loom::thread;
 
 use super::{
     super::{
-        index::radix::{Radix, Shape},
+        index::radix::{Radix, RadixState},
         sync::modelled::GENERATION,
     },
-    fails_without, holds, meet, model,
+    fails_without, holds, model, reach,
 };
 
 const UNSEEN: &str = "a walk missed an entry";
 
-/// Runs a model: one thread walks all pages up to `last`, while another runs `alter`, which keeps
-/// entry 1 and removes entry 2.
-fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mut Shape)) {
+/// Runs a model: one thread walks all pages up to `last`, while another thread runs `alter` on the
+/// table. `alter` must keep entry 1 and remove entry 2.
+fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mut RadixState)) {
     model(move || {
-        let (radix, mut shape) = Radix::new(4).expect("a table");
+        let (radix, mut state) = Radix::new(4).expect("a table");
         for (first, last, entry) in put {
-            assert!(radix.insert(&mut shape, *first, *last, *entry));
+            assert!(radix.insert(&mut state, *first, *last, *entry));
         }
         let radix = Arc::new(radix);
         let walker = {
@@ -31,10 +31,10 @@ fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mu
                     seen = (seen.0 || entry == 1, seen.1 || entry == 2)
                 });
                 assert!(seen.0, "{UNSEEN}");
-                meet(seen.1);
+                reach(seen.1);
             })
         };
-        alter(&radix, &mut shape);
+        alter(&radix, &mut state);
         walker.join().unwrap();
     });
 }
@@ -42,10 +42,10 @@ fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mu
 /// Runs a model: one thread walks, while another takes the chain of the first page apart and uses
 /// its bucket for the next page.
 fn walk_against_an_alteration() {
-    walk_beside(&[(0, 0, 1), (0, 0, 2)], 0, |radix, shape| {
-        radix.remove(shape, 0, 0, 2);
+    walk_beside(&[(0, 0, 1), (0, 0, 2)], 0, |radix, state| {
+        radix.remove(state, 0, 0, 2);
         for entry in [3, 4] {
-            assert!(radix.insert(shape, 1, 1, entry));
+            assert!(radix.insert(state, 1, 1, entry));
         }
     });
 }
@@ -58,11 +58,11 @@ fn walk_visits_entries_that_stay_while_a_chain_is_reused() {
 #[test]
 fn walk_visits_entries_that_stay_in_a_chain_of_two_buckets() {
     holds(|| {
-        walk_beside(&[(0, 0, 1), (0, 0, 2), (0, 0, 3)], 0, |radix, shape| {
-            radix.remove(shape, 0, 0, 2);
-            radix.remove(shape, 0, 0, 3);
+        walk_beside(&[(0, 0, 1), (0, 0, 2), (0, 0, 3)], 0, |radix, state| {
+            radix.remove(state, 0, 0, 2);
+            radix.remove(state, 0, 0, 3);
             for entry in [4, 5] {
-                assert!(radix.insert(shape, 1, 1, entry));
+                assert!(radix.insert(state, 1, 1, entry));
             }
         });
     });
@@ -71,12 +71,13 @@ fn walk_visits_entries_that_stay_in_a_chain_of_two_buckets() {
 #[test]
 fn walk_visits_entries_that_stay_while_a_node_is_reused() {
     holds(|| {
-        walk_beside(&[(2, 3, 1), (0, 0, 2)], 3, |radix, shape| {
-            radix.remove(shape, 0, 0, 2);
-            radix.prune(shape, 0);
-            // The node of the first two pages now hangs off a chain with the entry of the last two.
-            assert!(radix.insert(shape, 2, 2, 3));
-            radix.remove(shape, 2, 2, 3);
+        walk_beside(&[(2, 3, 1), (0, 0, 2)], 3, |radix, state| {
+            radix.remove(state, 0, 0, 2);
+            radix.prune(state, 0);
+            // This reuses the freed node of the first two pages. The node is now below a chain that
+            // also holds entry 1.
+            assert!(radix.insert(state, 2, 2, 3));
+            radix.remove(state, 2, 2, 3);
         });
     });
 }

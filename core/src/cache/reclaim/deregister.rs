@@ -1,4 +1,4 @@
-//! Detaching regions from their entries, and deregistering them with no lock held.
+//! Detaching regions from their entries, and deregistering them without the cache's lock.
 
 use std::sync::Arc;
 
@@ -14,8 +14,9 @@ use super::{
 };
 use crate::{ProcessMark, Rejected};
 
-/// A guard that counts deregistrations as ended when it is dropped, even if the backend panics. The
-/// regions behind a panic are retried later.
+/// A guard for deregistrations in flight. Dropping it counts them as ended. If the backend
+/// panicked, the drop keeps the regions that were not deregistered yet for a retry. The region that
+/// the backend was deregistering is lost.
 struct DeregistrationGuard<'a, S: CacheBackend> {
     core: &'a CacheCore<S>,
     count: usize,
@@ -28,8 +29,8 @@ impl<S: CacheBackend> Drop for DeregistrationGuard<'_, S> {
     fn drop(&mut self) {
         self.refused.extend(self.detached.drain(..));
         if !self.refused.is_empty() {
-            // This happens before they count as ended, so that each region is always in flight or
-            // on the list.
+            // The regions are listed before they count as ended, so that each region is always in
+            // flight or on the list.
             self.core.state.lock().reclaim.refused.append(&mut self.refused);
         }
         if self.core.in_flight.end(self.count) {
@@ -38,10 +39,10 @@ impl<S: CacheBackend> Drop for DeregistrationGuard<'_, S> {
     }
 }
 
-/// The watch of a deregistered region, kept until the next region is watched.
+/// The watch of a deregistered region, which a miss keeps until it watches the next region.
 ///
-/// A monitor may start something with a cache's first watch and stop it with the last, which is
-/// expensive. So a miss that evicts the last watched region ends that watch after its own began.
+/// A monitor may start work for a cache's first watch and stop it after the last, which is
+/// expensive. The kept watch avoids this when a miss evicts the only watched region.
 pub(in crate::cache) struct KeptWatch<'a, S: CacheBackend> {
     core: &'a CacheCore<S>,
     watch: Option<S::Watch>,
@@ -65,8 +66,8 @@ fn take_callbacks<S: CacheBackend>(
 }
 
 impl<S: CacheBackend> CacheCore<S> {
-    /// Removes an ended entry from the table, takes its region out and frees the entry. No lookup
-    /// can find or use the entry.
+    /// Detaches an entry's region: removes the entry from the table, moves its region to `detached`
+    /// and frees the entry. The entry must have no lease, and no lookup may be able to lease it.
     #[inline(always)]
     pub(super) fn detach_region(
         &self,
@@ -75,10 +76,10 @@ impl<S: CacheBackend> CacheCore<S> {
         detached: &mut DetachedRegions<S>,
     ) {
         let entry = self.remove_from_table(locked, index);
-        // SAFETY: the entry was registered, and no lookup takes it any more. It has no lease, for
-        // one of these reasons: a scan after the entry's end and a heavy barrier found none; a scan
-        // found none while no other thread could publish one; or the cache is being dropped, which
-        // no lease outlives.
+        // SAFETY: the entry was registered, and no lookup can lease it any more. It has no lease,
+        // for one of these reasons: a scan found none after the state changed and a heavy barrier
+        // followed; a scan found none while no other thread could publish one; or the cache is
+        // being dropped, which no lease outlives.
         let (region, watch) = unsafe { entry.take() };
         let reclaim = &mut locked.reclaim;
         let callbacks =
@@ -89,7 +90,8 @@ impl<S: CacheBackend> CacheCore<S> {
         detached.push(DetachedRegion { region: Some(region), watch: Some(watch), callbacks });
     }
 
-    /// Removes the entry of a failed registration from the table and frees it.
+    /// Removes the entry of a failed registration from the table and frees it. Adds an element
+    /// without a region to `detached`, for the entry's callbacks.
     pub(super) fn detach_failed(
         &self,
         locked: &mut LockedState<S>,
@@ -110,12 +112,13 @@ impl<S: CacheBackend> CacheCore<S> {
         let entry = self.index.entries.at(index);
         let (start, last) = entry.bounds();
         if let Some((first, last)) = radix::pages(start, last) {
-            self.index.radix.remove(&mut locked.index.shape, first, last, index);
+            self.index.radix.remove(&mut locked.index.radix, first, last, index);
         }
         entry
     }
 
-    /// Deregisters detached regions. The caller holds no lock.
+    /// Deregisters detached regions. Keeps the regions that the backend refuses for a retry.
+    /// Appends the callbacks that no longer wait to `callbacks`. The caller must hold no lock.
     #[inline]
     pub(in crate::cache) fn deregister(
         &self,
@@ -127,8 +130,9 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Deregisters detached regions before the caller watches another one. Returns one of their
-    /// watches, to be dropped after that.
+    /// Deregisters detached regions before the caller watches another region. Returns a guard with
+    /// one of their watches, if there is one. The caller must drop the guard only after it watches
+    /// the new region.
     #[inline]
     pub(in crate::cache) fn deregister_before_watch(
         &self,
@@ -153,12 +157,13 @@ impl<S: CacheBackend> CacheCore<S> {
         let mut guard =
             DeregistrationGuard { core: self, count, detached, refused: Vec::new(), callbacks };
         while let Some(next) = guard.detached.last_mut() {
-            // The rest stays in the list, so that its watch is not lost if the backend panics.
+            // The element with the watch stays in the list, so that the watch is not lost if the
+            // backend panics.
             let result = next.region.take().map(|region| self.backend.deregister(region));
             let Some(mut done) = guard.detached.pop() else { break };
             match result {
                 Some(Err(Rejected { value, error })) => {
-                    tracing::error!(%error, "cannot deregister a cached region; it is tried again");
+                    tracing::error!(%error, "cannot deregister a cached region: retrying later");
                     done.region = Some(value);
                     guard.refused.push(done);
                 }
@@ -180,8 +185,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Wakes the threads that wait for deregistrations. Moves the callbacks that wait for
-    /// deregistrations to `callbacks`.
+    /// Wakes the threads that wait for deregistrations, and moves the callbacks that wait for them
+    /// to `callbacks`.
     #[cold]
     #[inline(never)]
     fn notify_deregistered(&self, callbacks: &mut PendingCallbacks) {
@@ -190,8 +195,8 @@ impl<S: CacheBackend> CacheCore<S> {
         self.ended.notify_all();
     }
 
-    /// Returns the callbacks that wait for the end of all deregistrations in flight, or none of
-    /// them if a deregistration is still in flight.
+    /// Returns the callbacks that wait until no deregistration is in flight. Returns no callback
+    /// while a deregistration is in flight.
     pub(super) fn take_callbacks_after_flight(
         &self,
         locked: &mut LockedState<S>,
@@ -214,16 +219,17 @@ impl<S: CacheBackend> CacheCore<S> {
         self.in_flight.remove_waiter();
     }
 
-    /// Deregisters an uncached region that `process` registered.
+    /// Deregisters an uncached region that `process` registered. In any other process, forgets the
+    /// region.
     pub(in crate::cache) fn drop_uncached(&self, region: S::Region, process: ProcessMark) {
         if !process.is_current() {
-            // A copy, by fork, of a region that another process registered.
+            // A fork made this copy of a region. The registration belongs to another process.
             std::mem::forget(region);
             return;
         }
         if self.leases.gate.is_forked() {
-            // The lock is not taken: a thread of the parent may have held it at the fork. So a
-            // failed deregistration is not retried.
+            // The lock is not taken, because a thread of the parent may have held it at the fork.
+            // So a failed deregistration is not retried.
             if let Err(Rejected { error, .. }) = self.backend.deregister(region) {
                 tracing::error!(%error, "a forked child could not deregister a region");
             }

@@ -1,4 +1,4 @@
-//! Eviction: ends idle entries to make room.
+//! Eviction: frees idle entries to make room.
 
 use super::{
     super::{
@@ -10,27 +10,33 @@ use super::{
     state::{DetachedRegions, PendingCallbacks},
 };
 
-/// The divisor of a batch: an eviction evicts one in this many of all entries, even if fewer are
-/// needed, so that they share one barrier.
+/// The divisor for the batch size of an eviction. The batch size is the number of all entries
+/// divided by this, but at least 1 and at most [`MAX_BATCH`]. An eviction evicts a whole batch even
+/// if fewer entries are needed. The batch shares one barrier.
 const BATCH_PART: usize = 16;
-/// The largest number of entries in a batch.
+/// The largest batch size of an eviction by a miss. The miss evicts more entries only if it needs
+/// more bytes. This is also the number of detached regions at which a miss deregisters them itself,
+/// instead of leaving them to the worker.
 pub(super) const MAX_BATCH: usize = 64;
 
-/// The goal of an eviction.
+/// The parameters of one eviction: how much to evict, from which entries, and whether a barrier is
+/// needed.
 struct EvictionGoal {
     /// The smallest number of entries to evict.
     count: usize,
-    /// The smallest number of bytes that the evicted entries must have together.
+    /// The smallest total size of the evicted entries in bytes.
     bytes: u64,
-    /// Set if referenced entries are evicted too: entries that were hit since the clock hand last
-    /// passed.
+    /// True to evict referenced entries too: those with a hit since the clock hand last passed.
     referenced: bool,
-    /// Set if other threads may look up during the eviction.
+    /// True if other threads may look up during the eviction. The eviction then needs a heavy
+    /// barrier.
     other_lookups: bool,
 }
 
 impl<S: CacheBackend> CacheCore<S> {
-    /// Evicts until one more entry of `len` bytes fits. Returns `false` if the rest is in use.
+    /// Evicts entries until one more entry of `len` bytes fits the limits. Returns `false` if the
+    /// entry does not fit, because the remaining entries have leases or are being registered, or
+    /// because the heavy barrier failed. The calling thread must own a lease block.
     #[inline]
     pub(in crate::cache) fn make_room(
         &self,
@@ -54,15 +60,15 @@ impl<S: CacheBackend> CacheCore<S> {
         len: u64,
         detached: &mut DetachedRegions<S>,
     ) -> bool {
-        // The caller is one of the owners. Their number is read before the slots, so that the scan
-        // sees what former owners did.
+        // This thread owns a lease block. The owners are counted before the scan, so that the scan
+        // sees all leases in blocks that were released before the count.
         let other_lookups = self.leases.blocks.owners() > 1;
         if !self.has_idle(locked) {
             return false;
         }
-        // The clock hand makes up to two rounds, because the first round may only clear reference
-        // bits.
-        let mut steps = 2 * locked.index.made as usize + 1;
+        // The clock hand makes up to two rounds, because it may only mark entries as unreferenced
+        // in the first.
+        let mut steps = 2 * locked.index.created as usize + 1;
         while !self.fits(locked, len) && steps > 0 {
             let bytes =
                 locked.index.bytes.saturating_add(len).saturating_sub(self.limits.max_bytes);
@@ -73,8 +79,10 @@ impl<S: CacheBackend> CacheCore<S> {
         self.fits(locked, len)
     }
 
-    /// Evicts entries that [`CacheCore::has_idle`] did not mark as leased, until the goal is met or
-    /// `steps` is 0.
+    /// Evicts entries that [`CacheCore::has_idle`] did not mark as leased, until the goal is met.
+    /// May miss the goal if other threads lease or invalidate some of these entries meanwhile.
+    /// `steps` is the number of entries that the clock hand may still pass. At 0 the eviction stops
+    /// early.
     fn evict(
         &self,
         locked: &mut LockedState<S>,
@@ -87,13 +95,14 @@ impl<S: CacheBackend> CacheCore<S> {
             self.evict_beside_lookups(locked, goal, steps, detached);
             return;
         }
-        // No other thread can have taken a lease since `has_idle`.
+        // No other thread may look up, so none has taken a lease since `has_idle`.
         let (mut count, mut bytes) = (0, 0);
         while (count < goal.count || bytes < goal.bytes)
             && let Some((index, word)) = self.next_idle(locked, goal.referenced, steps)
         {
             let entry = self.index.entries.at(index);
-            // An entry that is invalidated at this moment is collected later.
+            // If the entry was invalidated meanwhile, it is reclaimed later as an invalidated
+            // entry.
             if self.end_entry(locked, entry, word) {
                 bytes += entry.len();
                 self.detach_region(locked, index, detached);
@@ -134,7 +143,8 @@ impl<S: CacheBackend> CacheCore<S> {
             let entry = self.index.entries.at(index);
             let word = entry.state.load(Ordering::Acquire);
             let idle = scanned && entry.leased_at_scan.load(Ordering::Relaxed) != scan;
-            // An entry that was invalidated meanwhile is collected later.
+            // If the entry was invalidated meanwhile, it is reclaimed later as an invalidated
+            // entry.
             if idle && word & state::INVALIDATED == 0 && self.end_entry(locked, entry, word) {
                 self.detach_region(locked, index, detached);
             } else {
@@ -145,17 +155,18 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Moves the clock hand to the next live entry that had no lease at the last scan. Returns the
-    /// entry and its state. Spares referenced entries once, unless `referenced` is true.
+    /// entry's index and state word. Unless `referenced` is true, passes over referenced entries
+    /// and marks them unreferenced. Returns `None` when no steps are left.
     fn next_idle(
         &self,
         locked: &mut LockedState<S>,
         referenced: bool,
         steps: &mut usize,
     ) -> Option<(u32, u32)> {
-        let (eviction, made) = (&mut locked.reclaim.eviction, locked.index.made);
+        let (eviction, created) = (&mut locked.reclaim.eviction, locked.index.created);
         while *steps > 0 {
             *steps -= 1;
-            eviction.hand = if eviction.hand >= made { 1 } else { eviction.hand + 1 };
+            eviction.hand = if eviction.hand >= created { 1 } else { eviction.hand + 1 };
             let entry = self.index.entries.at(eviction.hand);
             let word = entry.state.load(Ordering::Acquire);
             let leased = entry.leased_at_scan.load(Ordering::Relaxed) == eviction.scan;
@@ -170,8 +181,9 @@ impl<S: CacheBackend> CacheCore<S> {
         None
     }
 
-    /// Ends the use of an idle entry if its state is still `word`. The entry then counts no more,
-    /// and the caller passes it to [`CacheCore::detach_region`].
+    /// Makes an idle entry unusable if its state word is still `word`. Returns whether this call
+    /// did that. The entry then no longer counts for the limits, and the caller must pass it to
+    /// [`CacheCore::detach_region`].
     fn end_entry(&self, locked: &mut LockedState<S>, entry: &Entry<S>, word: u32) -> bool {
         let (ok, seen) = (Ordering::AcqRel, Ordering::Relaxed);
         let ended = entry.state.compare_exchange(word, state::ended(word), ok, seen).is_ok();
@@ -183,8 +195,8 @@ impl<S: CacheBackend> CacheCore<S> {
         ended
     }
 
-    /// Marks the entries that have a lease, as far as a scan without a barrier shows. Returns
-    /// whether there are other entries.
+    /// Marks the entries that have a lease, as seen by a scan without a barrier. Returns whether
+    /// any entry has no lease.
     fn has_idle(&self, locked: &mut LockedState<S>) -> bool {
         let eviction = &mut locked.reclaim.eviction;
         eviction.scan = eviction.scan.wrapping_add(1);
@@ -202,25 +214,28 @@ impl<S: CacheBackend> CacheCore<S> {
         busy < locked.index.count
     }
 
-    /// Issues the heavy barrier. After the barrier, no lookup leases an entry that was made
-    /// unusable before it. Returns `false` if the kernel refuses the barrier.
+    /// Issues the heavy barrier. After the barrier, a scan sees each usable lease of the entries
+    /// that were made unusable before the barrier, and no lookup gets a new one. If the kernel
+    /// refuses the barrier, closes the gate permanently and returns `false`.
     pub(super) fn heavy_barrier(&self) -> bool {
         let issued = self.leases.barrier.heavy();
         // Without the barrier the cache cannot rule out leases: all regions stay registered, and
-        // lookups find none. The gate is closed once, however often the kernel refuses, because the
-        // count of closes must not overflow.
+        // lookups find none. The gate has a separate bit for this, because the kernel may refuse so
+        // often that a count of closes would overflow.
         if !issued && self.leases.gate.close_permanently() {
             tracing::error!(
-                "membarrier is refused after it worked: the registration cache is closed for good, \
-                 and its regions stay registered until it is dropped; let the process call \
-                 membarrier(2), or open the domain after the filter is installed"
+                "the kernel refuses membarrier(2), which it allowed before: the registration cache \
+                 is closed permanently, and its regions stay registered until it is dropped; let \
+                 the process call membarrier(2), or open the domain after the seccomp filter is \
+                 installed"
             );
         }
         issued
     }
 
-    /// Marks every entry that has a lease with the scan's number. The caller issued a [heavy
-    /// barrier](CacheCore::heavy_barrier) before.
+    /// Scans all lease slots and marks each leased entry with the scan's number. The caller must
+    /// have issued a [heavy barrier](CacheCore::heavy_barrier) before, unless no other thread may
+    /// look up.
     pub(super) fn scan(&self, locked: &mut LockedState<S>) {
         let eviction = &mut locked.reclaim.eviction;
         eviction.scan = eviction.scan.wrapping_add(1);
@@ -230,8 +245,8 @@ impl<S: CacheBackend> CacheCore<S> {
         });
     }
 
-    /// Evicts all idle entries and waits for deregistrations in flight. Returns `false` if there
-    /// was neither.
+    /// Evicts all idle entries, reclaims invalidated ones, and waits for deregistrations in flight.
+    /// Returns `false` if there was nothing to deregister or to wait for, or in a forked child.
     pub(in crate::cache) fn evict_all_idle(&self, callbacks: &mut PendingCallbacks) -> bool {
         if self.leases.gate.is_forked() {
             return false;
@@ -239,11 +254,11 @@ impl<S: CacheBackend> CacheCore<S> {
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();
         let others = self.in_flight.any(locked.reclaim.detached);
-        self.collect(&mut locked, &mut detached);
-        // The number of owners is read before the slots, so that the scan sees what former owners
-        // did.
+        self.detach_invalidated(&mut locked, &mut detached);
+        // The owners of lease blocks are counted before the scan, so that the scan sees all leases
+        // in blocks that were released before the count.
         let other_lookups = self.leases.blocks.owners() > 0;
-        let mut steps = if self.has_idle(&mut locked) { locked.index.made as usize } else { 0 };
+        let mut steps = if self.has_idle(&mut locked) { locked.index.created as usize } else { 0 };
         let goal =
             EvictionGoal { count: usize::MAX, bytes: u64::MAX, referenced: true, other_lookups };
         while steps > 0 {
@@ -256,12 +271,13 @@ impl<S: CacheBackend> CacheCore<S> {
         any || others
     }
 
-    /// Deregisters all regions, including those of forgotten leases. Only for the cache's drop.
+    /// Deregisters all cached regions, even those of leaked leases. Regions that the backend
+    /// refuses to deregister stay registered. Only the drop of the cache may call this.
     pub(in crate::cache) fn deregister_all(&self) {
         self.evict_all_idle(&mut PendingCallbacks::new());
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();
-        for index in 1..=locked.index.made {
+        for index in 1..=locked.index.created {
             let word = self.index.entries.at(index).state.load(Ordering::Acquire);
             if state::is_registered(word) {
                 self.detach_region(&mut locked, index, &mut detached);

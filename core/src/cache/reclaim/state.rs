@@ -15,38 +15,40 @@ use super::super::{
     sync::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence_after_exchange},
 };
 
-/// The part of reclamation that the cache's lock protects.
+/// The part of the cache's locked state that reclamation uses.
 pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
-    /// Invalidated entries that wait for the end of their last lease, each with the value of
-    /// `drains` when it was added.
-    pub(in crate::cache) retire_list: Vec<(u32, u64)>,
-    /// The number of entries on the retire list that had a lease at the last scan of the list.
-    pub(in crate::cache) leased_retired: usize,
-    /// Counts how often the stack of invalidated entries was moved to the retire list.
-    pub(in crate::cache) drains: u64,
-    /// Callbacks that wait for the deregistration of an entry.
+    /// The invalidated entries that were drained from the stack and are not detached yet, called
+    /// pending. Each is stored with the value of `drain_count` after the drain that added it.
+    pub(in crate::cache) pending_entries: Vec<(u32, u64)>,
+    /// The number of pending entries that the last attempt to detach them kept. Most of these had a
+    /// lease.
+    pub(in crate::cache) leased_pending: usize,
+    /// The number of drains of the stack of invalidated entries. A drain of an empty stack does not
+    /// count.
+    pub(in crate::cache) drain_count: u64,
+    /// Callbacks that wait for the deregistration of an entry's region, by the entry's index.
     pub(in crate::cache) callbacks: HashMap<u32, Vec<Arc<CompletionCallback>>>,
-    /// Callbacks to run when no deregistration is in flight. If there are any, they count together
-    /// as one waiter of [`InFlightCounter`].
+    /// Callbacks that wait until no deregistration is in flight. If there are any, they count
+    /// together as one waiter of [`InFlightCounter`].
     pub(in crate::cache) callbacks_after_flight: Vec<Arc<CompletionCallback>>,
-    /// The number of regions that were ever detached for deregistration. [`InFlightCounter`] counts
-    /// the deregistrations that ended.
+    /// The number of deregistrations that began so far, with retries and uncached regions.
+    /// [`InFlightCounter`] counts the deregistrations that ended.
     pub(in crate::cache) detached: u64,
-    /// Regions that the provider refused to deregister.
+    /// Regions that the backend refused to deregister, or had not deregistered when it panicked.
     pub(in crate::cache) refused: Vec<DetachedRegion<S>>,
-    /// Regions of invalidated entries that a miss left to the worker. Not yet in `detached`.
+    /// Regions that a miss detached and left to the worker. `detached` does not count them yet.
     pub(in crate::cache) left_to_worker: Vec<DetachedRegion<S>>,
     pub(in crate::cache) eviction: EvictionState,
 }
 
-/// State of the clock hand and of scans for leases.
+/// The state of eviction: the clock hand, and the number of the last scan for leases.
 #[derive(Default)]
 pub(in crate::cache) struct EvictionState {
     /// The clock hand: the index of the entry that eviction looked at last.
     pub(in crate::cache) hand: u32,
-    /// The candidates of an eviction. Kept only to reuse the allocation.
+    /// A list for the candidates of an eviction, empty between evictions. Kept to reuse its memory.
     pub(in crate::cache) candidates: Vec<u32>,
-    /// The number of the last scan for leases.
+    /// The sequence number of the last scan for leases.
     pub(in crate::cache) scan: u32,
     /// The number of entries evicted so far.
     pub(in crate::cache) evictions: u64,
@@ -55,9 +57,9 @@ pub(in crate::cache) struct EvictionState {
 impl<S: CacheBackend> ReclaimState<S> {
     pub(in crate::cache) fn new() -> Self {
         Self {
-            retire_list: Vec::new(),
-            leased_retired: 0,
-            drains: 0,
+            pending_entries: Vec::new(),
+            leased_pending: 0,
+            drain_count: 0,
             callbacks: HashMap::new(),
             callbacks_after_flight: Vec::new(),
             detached: 0,
@@ -68,7 +70,8 @@ impl<S: CacheBackend> ReclaimState<S> {
     }
 }
 
-/// A registration that was removed from its entry, so that no lookup can find it.
+/// A region that was moved out of its entry, with its watch and the callbacks that wait for its
+/// deregistration. A failed registration has no region. An uncached region has no watch.
 pub(in crate::cache) struct DetachedRegion<S: CacheBackend> {
     pub(in crate::cache) region: Option<S::Region>,
     pub(in crate::cache) watch: Option<S::Watch>,
@@ -80,8 +83,8 @@ pub(in crate::cache) type DetachedRegions<S> = SmallVec<[DetachedRegion<S>; 1]>;
 
 /// Callbacks that run after the locks are released. Dropping the value runs them.
 ///
-/// A callback may use the cache. So the thread that drops the value holds no lock and has no
-/// registration of its own in progress.
+/// A callback may use the cache. So the thread that drops the value must hold no lock, and must
+/// have no registration of its own in progress.
 pub(in crate::cache) type PendingCallbacks = Vec<Arc<CompletionCallback>>;
 
 /// A callback that runs once, when the last reference to it is dropped.
@@ -96,7 +99,8 @@ impl CompletionCallback {
 impl Drop for CompletionCallback {
     fn drop(&mut self) {
         if let Ok(Some(callback)) = self.0.get_mut().map(Option::take)
-            // Any thread may run the callback, often the worker, and other callbacks may follow.
+            // A panic of the callback is caught, because any thread may run it, often the worker,
+            // and other callbacks may follow.
             && catch_unwind(AssertUnwindSafe(callback)).is_err()
         {
             tracing::error!("an invalidation callback of a registration cache panicked");
@@ -104,8 +108,8 @@ impl Drop for CompletionCallback {
     }
 }
 
-/// The stack of entries that were invalidated and are not on the retire list yet. It is linked
-/// through the entries, so that pushing allocates nothing.
+/// The stack of invalidated entries that are not pending yet. It is linked through the entries, so
+/// that pushing allocates nothing.
 #[derive(Debug)]
 pub(in crate::cache) struct InvalidatedStack {
     head: AtomicU32,
@@ -116,8 +120,8 @@ impl InvalidatedStack {
         Self { head: AtomicU32::new(0) }
     }
 
-    /// Pushes an entry that the caller has just marked invalidated. A hook may call this, because
-    /// it only links the entry.
+    /// Pushes an entry. Only the thread that marked the entry invalidated may call this, once.
+    /// Takes no lock and allocates nothing, so that a monitor's hook may call it.
     pub(in crate::cache) fn push<S: CacheBackend>(&self, entries: &Arena<Entry<S>>, index: u32) {
         let entry = entries.at(index);
         let mut head = self.head.load(Ordering::Relaxed);
@@ -131,7 +135,8 @@ impl InvalidatedStack {
         }
     }
 
-    /// Empties the stack and returns its first entry, or 0.
+    /// Empties the stack. Returns the index of its first entry, which links to the next, or 0 if
+    /// the stack was empty.
     pub(in crate::cache) fn take_all(&self) -> u32 {
         if self.head.load(Ordering::Relaxed) == 0 {
             return 0;
@@ -140,11 +145,13 @@ impl InvalidatedStack {
     }
 }
 
-/// A counter of the deregistrations that ended, and of the threads that wait for them.
+/// A counter of ended deregistrations, and of the waiters: threads that wait for deregistrations,
+/// and one for all callbacks that wait.
 ///
-/// Deregistrations begin under the cache's lock and end without it. A thread that ends some counts
-/// them and then looks for waiters. A waiter counts itself and then looks at the count. Each fences
-/// in between, so that one of them sees the other.
+/// Deregistrations begin under the cache's lock and end without it. A thread that ended
+/// deregistrations increases `ended` and then reads `waiters`. A thread that waits increases
+/// `waiters` and then reads `ended`. Each issues a fence in between, so that at least one sees the
+/// increase by the other.
 #[derive(Debug)]
 pub(in crate::cache) struct InFlightCounter {
     ended: AtomicU64,
@@ -156,38 +163,41 @@ impl InFlightCounter {
         Self { ended: AtomicU64::new(0), waiters: AtomicU32::new(0) }
     }
 
-    /// Returns whether any of the `begun` deregistrations is in flight. The cache's lock protects
-    /// `begun`. After `false`, the caller sees everything that was done before they ended.
+    /// Returns whether a deregistration is in flight. `begun` is the number of deregistrations that
+    /// began, which the cache's lock protects. After `false`, the caller sees all effects of the
+    /// deregistrations.
     pub(in crate::cache) fn any(&self, begun: u64) -> bool {
         self.ended.load(Ordering::Acquire) != begun
     }
 
-    /// Ends `count` deregistrations. Returns `true` if a thread waits, which the caller wakes under
-    /// the lock.
+    /// Counts `count` deregistrations as ended. Returns `true` if there is a waiter. The caller
+    /// must then wake the waiting threads under the cache's lock.
     pub(in crate::cache) fn end(&self, count: usize) -> bool {
         self.ended.fetch_add(count as u64, Ordering::SeqCst);
         fence_after_exchange();
         self.waiters.load(Ordering::Relaxed) != 0
     }
 
-    /// Adds a waiter. Under the lock, before the caller looks whether [any](Self::any) is in
-    /// flight.
+    /// Counts a waiter. The caller must hold the cache's lock, and must then
+    /// call [`InFlightCounter::any`].
     pub(in crate::cache) fn add_waiter(&self) {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         fence_after_exchange();
     }
 
-    /// Removes a waiter, under the lock.
+    /// Undoes the count of a waiter that stopped waiting. The caller must hold the cache's lock.
     pub(in crate::cache) fn remove_waiter(&self) {
         self.waiters.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// The means to wake the worker: two flags and a futex. A hook may use it.
+/// Wakes the cache's worker, by two flags and a futex. Takes no lock and allocates nothing, so that
+/// a monitor's hook may use it.
 #[derive(Debug, Default)]
 pub(in crate::cache) struct Waker {
     pub(in crate::cache) called: AtomicBool,
-    /// The worker sleeps until it is woken. It sets this before it checks `called`.
+    /// True while the worker sleeps without a time limit. The worker sets it before it checks
+    /// `called`.
     pub(in crate::cache) asleep: AtomicBool,
     pub(in crate::cache) worker: OnceLock<std::thread::Thread>,
 }

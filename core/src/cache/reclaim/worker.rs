@@ -1,4 +1,4 @@
-//! The thread that collects invalidated entries.
+//! The worker: the cache's thread, which reclaims invalidated entries.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -13,11 +13,11 @@ use std::{
 use super::super::{backend::CacheBackend, cache_core::CacheCore};
 use crate::{Error, ErrorKind, Result};
 
-/// The time between two polls. After a call, the worker polls for more calls instead of sleeping. A
-/// thread that unmaps repeatedly then issues no wakeup, and the entries that it invalidates share
-/// one barrier.
+/// The time between two polls. After the worker was woken, it polls for more work before it sleeps
+/// again. So a thread that unmaps repeatedly need not wake it each time, and the entries that the
+/// thread invalidates share one barrier.
 const POLL_PERIOD: Duration = Duration::from_millis(1);
-/// The number of polls without a call after which the worker sleeps.
+/// The number of polls without work after which the worker sleeps.
 const IDLE_POLLS: u32 = 16;
 
 pub(in crate::cache) struct Worker {
@@ -49,14 +49,14 @@ fn run<S: CacheBackend>(core: &CacheCore<S>, stop: &AtomicBool) {
     while !stop.load(Ordering::Acquire) {
         if waker.called.swap(false, Ordering::SeqCst) {
             idle_polls = 0;
-            // The cache's state stays consistent if the backend panics: `DeregistrationGuard` puts
-            // the regions behind the panic on the list of refused regions.
-            if catch_unwind(AssertUnwindSafe(|| core.collect_once())).is_err() {
+            // The cache's state stays consistent if the backend panics: `DeregistrationGuard` keeps
+            // the remaining regions for a retry.
+            if catch_unwind(AssertUnwindSafe(|| core.reclaim_once())).is_err() {
                 tracing::error!(
                     "the backend of a registration cache panicked while it deregistered: its \
-                     region may stay registered, and the others are tried again"
+                     region may stay registered, and the worker retries the others"
                 );
-                // Each region is lost to at most one panic, so that this loop ends.
+                // The worker retries at once. Each panic loses one region, so the retries end.
                 waker.called.store(true, Ordering::SeqCst);
             }
         }
@@ -78,7 +78,7 @@ impl Drop for Worker {
         self.stop.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };
         thread.thread().unpark();
-        // A callback that runs on the worker itself may drop the cache.
+        // If a callback drops the cache, this runs on the worker, which cannot join itself.
         if thread.thread().id() != thread::current().id() && thread.join().is_err() {
             tracing::error!("the thread of a registration cache panicked");
         }

@@ -3,16 +3,17 @@
 //!
 //! The kernel reports a discard before it frees the pages, and the event does not name the calling
 //! thread. The hooks notify subscribers before and after each hooked call. So the range of a hooked
-//! call need not stay uncached after its event, but the range of a raw system call must. To tell
-//! them apart, the hooks *announce* each call before it starts.
+//! call need not stay uncached after its event, but the range of a raw system call must. The hooks
+//! *announce* each call before it starts, so that userfaultfd can tell the two kinds of calls
+//! apart.
 //!
 //! A call raises at most one event for each address, in ascending order. So an announced call
 //! accounts for one event of each address. Any further event belongs to a raw call.
 //!
 //! The event of a raw call over the same range may come first. Then the announced call waits until
-//! its own event was read, and until then nothing over the range becomes valid. Two cases are not
-//! covered, in which the announced call raises no event: userfaultfd stops watching the range
-//! between the two events, or the call fails. Both take two threads that discard the same pages at
+//! its own event was read, and until then no registration of the range becomes valid. The announced
+//! call raises no event in two cases, which are not covered: userfaultfd stops watching the range
+//! between the two events, or the call fails. Both need two threads that discard the same pages at
 //! the same moment, one of them by a raw call.
 //!
 //! The kernel lets the calling thread continue once the event is read, before the reading thread
@@ -29,43 +30,45 @@ use std::{
     time::Duration,
 };
 
-/// The maximum number of announced calls. The events of further calls are treated like those of raw
-/// calls.
+/// The maximum number of calls of `madvise` that can be announced at the same time. The events of
+/// further calls are treated like those of raw system calls.
 const CALLS: usize = 32;
 
-/// The number of phases of a slot. The lower bits of the slot's word hold its phase, the upper bits
-/// the number of its uses.
+/// Multiplier of the use count in [`Call::word`], which is `PHASES * uses + phase`. The phase is 0
+/// (free), [`WRITING`] or [`ANNOUNCED`].
 const PHASES: u64 = 4;
 const WRITING: u64 = 1;
 const ANNOUNCED: u64 = 2;
 
 #[derive(Debug)]
 struct Call {
-    /// The phase of the slot (lower bits) and the number of its uses (upper bits).
+    /// `PHASES * uses + phase`: how often this slot was used, and its phase.
     word: AtomicU64,
     start: AtomicU64,
     end: AtomicU64,
-    /// End of the addresses with an event that was read.
+    /// Address up to which events of the announced call have been read. The kernel reports a call's
+    /// range in ascending order.
     read: AtomicU64,
 }
 
-/// The length of a pause while a call waits for reading threads, and the maximum number of pauses.
-/// After that many pauses the call returns, and its event may be mistaken for that of a raw call.
+/// Length of one pause of a hooked call that waits for threads that read events. After [`PAUSES`]
+/// pauses the call returns, and its event may be mistaken for that of a raw system call.
 const PAUSE: Duration = Duration::from_micros(20);
 const PAUSES: u32 = 5_000;
 
-/// The announced calls. All zeroes mean that no call is announced, and that no thread reads events.
+/// The hooked calls that are announced at the moment. All zeroes mean that no call is announced,
+/// and that no thread reads events.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Announced {
     calls: [Call; CALLS],
-    /// Number of threads that began to read events so far.
+    /// Number of times that a thread has begun to read userfaultfd events.
     begun: AtomicU64,
     compared: AtomicU64,
 }
 
-/// A guard of a thread that reads events. The thread drops it after it has compared the events with
-/// the announcements.
+/// A guard that a thread holds while it reads userfaultfd events and compares them with the
+/// announcements.
 #[derive(Debug)]
 pub(in super::super) struct Reading(&'static AtomicU64);
 
@@ -75,20 +78,20 @@ impl Drop for Reading {
     }
 }
 
-/// The index of one announced call.
+/// A handle of an announced call: the index of its slot.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Announcement(usize);
 
 impl Announced {
-    /// Registers a thread that is about to read events. Announced calls that return meanwhile wait
-    /// until the guard is dropped.
+    /// Registers the calling thread as one that is about to read userfaultfd events. Until the
+    /// thread drops the guard, [`Announced::retract`] waits.
     pub(super) fn reading(&'static self) -> Reading {
         self.begun.fetch_add(1, SeqCst);
         Reading(&self.compared)
     }
 
-    /// Announces a call that discards `start..end`, if a slot is free. The caller retracts the
-    /// announcement after the call.
+    /// Announces a call that is about to discard `start..end`. Returns `None` if all slots are in
+    /// use. After the call, the caller passes the result to [`Announced::retract`].
     pub(super) fn announce(&self, start: u64, end: u64) -> Option<Announcement> {
         let claimed = self.calls.iter().position(|call| {
             let word = call.word.load(Relaxed);
@@ -103,12 +106,13 @@ impl Announced {
         Some(Announcement(claimed))
     }
 
-    /// Ends the announcement of a call, which has returned. Waits until every event that was read
-    /// during the call was compared with it. Changes `errno`.
+    /// Ends the announcement of a call that has returned. First waits until every event that was
+    /// read during the call was compared with the announcement. May change `errno`.
     pub(super) fn retract(&self, Announcement(at): Announcement) {
         let begun = self.begun.load(SeqCst);
-        // A reading thread waits for no other, so this ends unless that thread gets no processor.
-        // In a child that was forked during the call, both counts are zero.
+        // A thread that reads events waits for no other thread, so the loop ends early unless that
+        // thread gets no CPU time. In a child that was forked during the call, the kernel has
+        // zeroed both counters, so the child does not wait.
         for _ in 0..PAUSES {
             if self.compared.load(SeqCst) >= begun {
                 break;
@@ -124,8 +128,8 @@ impl Announced {
         }
     }
 
-    /// Returns true if an announced call discards these addresses and has raised no event for them
-    /// yet. The event then counts as the event of that call.
+    /// Assigns the event of a discard of `start..end` to an announced call. Returns false if no
+    /// announced call covers these addresses, or if that call already had an event for them.
     pub(super) fn account_event(&self, start: u64, end: u64) -> bool {
         self.calls.iter().any(|call| {
             let word = call.word.load(SeqCst);
@@ -133,9 +137,10 @@ impl Announced {
                 && call.start.load(SeqCst) <= start
                 && end <= call.end.load(SeqCst)
                 && call.read.load(SeqCst) <= start
-                // The word is unchanged, so the values loaded before belong to one call.
+                // The word is unchanged, so the values loaded before belong to the same call.
                 && call.word.load(SeqCst) == word;
-            // If another call uses the slot now, its event is treated like that of a raw call.
+            // If the slot belongs to a newer call by now, this update makes the newer call's event
+            // count as that of a raw system call.
             within && call.read.fetch_max(end, SeqCst) <= start
         })
     }
@@ -158,7 +163,8 @@ mod tests {
         let reading = announced.reading();
         std::thread::scope(|scope| {
             let returned = scope.spawn(|| announced.retract(call));
-            // The call returns only after the guard is gone, so its event is always known here.
+            // `retract` returns only after the guard was dropped, so the announcement still exists
+            // here.
             for _ in 0..100 {
                 std::thread::yield_now();
             }
@@ -177,17 +183,20 @@ mod tests {
         assert!(announced.account_event(0x1000, 0x2000));
         assert!(
             !announced.account_event(0x1000, 0x2000),
-            "a second event of the address is another's"
+            "a second event of the address belongs to a raw call"
         );
         assert!(announced.account_event(0x3000, 0x4000));
-        assert!(!announced.account_event(0x3000, 0x5000), "it reaches further than the call");
+        assert!(
+            !announced.account_event(0x3000, 0x5000),
+            "the event reaches past the end of the call"
+        );
         let same = announced.announce(0x1000, 0x2000).unwrap();
         assert!(announced.account_event(0x1000, 0x2000));
         announced.retract(same);
         announced.retract(call);
         assert!(!announced.account_event(0x1000, 0x2000));
         let calls: Vec<_> = (0..CALLS).map(|_| announced.announce(0, 1).unwrap()).collect();
-        assert!(announced.announce(0, 1).is_none(), "there are so many places");
+        assert!(announced.announce(0, 1).is_none(), "all slots are in use");
         calls.into_iter().for_each(|call| announced.retract(call));
         assert!(announced.announce(0, 1).is_some());
     }

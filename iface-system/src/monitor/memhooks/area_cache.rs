@@ -1,4 +1,5 @@
-//! A cache of mappings that have passed [`Maps::check`]. It is valid until the next hook runs.
+//! A cache of mappings that have passed [`Maps::check`]. Its content is valid until the next hook
+//! runs.
 //!
 //! A query of the kernel costs a microsecond or more at each registration. With the cache, a
 //! program that registers much and unmaps little needs one query for each mapping. A lookup takes
@@ -17,39 +18,43 @@ use parking_lot::Mutex;
 
 use super::{super::maps::Maps, NAME};
 
-/// Maximum number of mappings in the cache.
+/// Maximum number of mappings in an [`AreaCache`].
 const REMEMBERED: usize = 16;
 
 #[derive(Debug, Default)]
 struct Area {
     start: AtomicU64,
-    /// Address one past the last byte; 0 for an empty slot.
+    /// Address one past the last byte, or 0 if this slot of the cache is empty.
     end: AtomicU64,
 }
 
-/// The cached mappings of this process.
+/// A cache of mappings that have passed [`Maps::check`]: a monitor in this process can see every
+/// change of them.
 #[derive(Debug, Default)]
 pub(super) struct AreaCache {
     version: AtomicU64,
-    /// The subscriber table's [`quiet_stamp`](SubscriberTable::quiet_stamp) at the time of the
-    /// queries. It changes when a hook runs.
+    /// The version of the hooks' subscriber table ([`quiet_stamp`](SubscriberTable::quiet_stamp))
+    /// that the cached mappings belong to. A hook that runs changes the table's version, which
+    /// makes the content of this cache invalid.
     stamp: AtomicU64,
     areas: [Area; REMEMBERED],
-    /// The writers' lock, with the number of areas written so far.
+    /// Lock that a thread holds while it inserts a mapping into this cache. The value is the number
+    /// of mappings that were inserted since `stamp` was last set.
     writing: Mutex<usize>,
     maps: Maps,
 }
 
 impl AreaCache {
-    /// Checks that a monitor of this process can see every change of a range. `table` is the table
-    /// of the hooks, in which the caller is already subscribed.
+    /// Checks that a monitor in this process can see every change of a range, like [`Maps::check`].
+    /// `table` is the hooks' table of subscribers. The caller must have added its invalidator to
+    /// that table.
     ///
     /// # Errors
     /// The errors of [`Maps::check`].
     #[inline]
     pub(super) fn check(&self, table: &SubscriberTable, range: AddressRange) -> Result<()> {
-        // Read before the query, and `None` while a hook runs: a mapping found then may be unmapped
-        // already.
+        // The stamp is read before the query. It is `None` while a hook runs, because a mapping
+        // that the query finds may then be unmapped already.
         let stamp = table.quiet_stamp();
         if stamp.is_some_and(|stamp| self.holds(stamp, range)) {
             return Ok(());
@@ -69,7 +74,7 @@ impl AreaCache {
         let within =
             |area: &Area| area.start.load(Relaxed) <= first && last < area.end.load(Relaxed);
         let found = self.stamp.load(Relaxed) == stamp && self.areas.iter().any(within);
-        // Orders the reads above before the second read of the version.
+        // The fence orders the reads above before the second read of the version.
         fence(Acquire);
         found && version.is_multiple_of(2) && self.version.load(Relaxed) == version
     }

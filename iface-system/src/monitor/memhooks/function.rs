@@ -8,7 +8,8 @@ use crate::{monitor::area, sys};
 /// The six argument registers of a call.
 pub(super) type Args = [usize; 6];
 
-/// The memory that one call unmaps or discards: up to two ranges.
+/// The memory that one call unmaps, replaces or discards: up to two ranges, each with the cause of
+/// its invalidation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct AffectedRanges(pub(super) [Option<(AddressRange, InvalidationCause)>; 2]);
 
@@ -38,15 +39,15 @@ macro_rules! functions {
         pub(super) enum Function { $($(#[doc = $doc])+ $variant,)+ }
 
         impl Function {
-            /// Every function, in the order of their numbers.
+            /// All functions, in the order of the enum's discriminants.
             pub(super) const ALL: [Self; [$($nr),+].len()] = [$(Self::$variant),+];
 
-            /// Returns the name of the function as a C string.
+            /// Returns the function's symbol in the C library.
             pub(super) const fn symbol(self) -> &'static std::ffi::CStr {
                 match self { $(Self::$variant => $name,)+ }
             }
 
-            /// Returns the number of the function's system call.
+            /// Returns the number of the system call that the function makes.
             pub(super) const fn nr(self) -> i64 {
                 match self { $(Self::$variant => $nr as i64,)+ }
             }
@@ -55,31 +56,37 @@ macro_rules! functions {
 }
 
 functions! {
-    /// `munmap(address, length)`
+    /// The function `munmap(address, length)`, which unmaps memory.
     Munmap = (c"munmap", libc::SYS_munmap),
-    /// `mmap(address, length, protection, flags, fd, offset)`
+    /// The function `mmap(address, length, protection, flags, fd, offset)`, which may replace
+    /// mappings.
     Mmap = (c"mmap", libc::SYS_mmap),
-    /// `mremap(old, old length, new length, flags, new)`
+    /// The function `mremap(old, old length, new length, flags, new)`, which may move or shrink a
+    /// mapping.
     Mremap = (c"mremap", libc::SYS_mremap),
-    /// `madvise(address, length, advice)`
+    /// The function `madvise(address, length, advice)`, which may discard pages.
     Madvise = (c"madvise", libc::SYS_madvise),
-    /// `process_madvise(pidfd, ranges, count, advice, flags)`
+    /// The function `process_madvise(pidfd, ranges, count, advice, flags)`, which may discard
+    /// pages.
     ProcessMadvise = (c"process_madvise", libc::SYS_process_madvise),
-    /// `brk(address)`, which `sbrk` calls
+    /// The function `brk(address)`, which may shrink the heap. `sbrk` calls it.
     Brk = (c"brk", libc::SYS_brk),
-    /// `shmat(id, address, flags)`
+    /// The function `shmat(id, address, flags)`, which may replace mappings by a System V segment.
     Shmat = (c"shmat", libc::SYS_shmat),
-    /// `shmdt(address)`
+    /// The function `shmdt(address)`, which unmaps a System V segment.
     Shmdt = (c"shmdt", libc::SYS_shmdt),
-    /// `remap_file_pages(address, size, protection, page offset, flags)`
+    /// The function `remap_file_pages(address, size, protection, page offset, flags)`, which
+    /// replaces pages of a mapping.
     RemapFilePages = (c"remap_file_pages", libc::SYS_remap_file_pages),
 }
 
-/// `MADV_GUARD_INSTALL` of `linux/mman.h`, since 6.13: drops the pages, and access faults.
+/// The advice `MADV_GUARD_INSTALL` of `asm-generic/mman-common.h`, since Linux 6.13. It discards
+/// the pages, and later accesses to them fault.
 const MADV_GUARD_INSTALL: i32 = 102;
-/// `MADV_DONTNEED_LOCKED` of `asm-generic/mman-common.h`, since 5.18.
+/// The advice `MADV_DONTNEED_LOCKED` of `asm-generic/mman-common.h`, since Linux 5.18. It discards
+/// locked pages too.
 const MADV_DONTNEED_LOCKED: i32 = 24;
-/// `SHM_REMAP` of `linux/shm.h`
+/// The `shmat` flag `SHM_REMAP` of `linux/shm.h`.
 const SHM_REMAP: usize = 0o40000;
 
 const fn discards(advice: usize) -> bool {
@@ -97,33 +104,35 @@ const fn has(flags: usize, bits: i32) -> bool {
     flags as i32 & bits == bits
 }
 
-/// Sizes of huge pages of the architecture, largest first. For aarch64, the sizes with every
-/// possible base page size.
+/// Huge page sizes of the architecture in bytes, largest first. On aarch64 these depend on the base
+/// page size, so the list has those of every base page size.
 const HUGE: &[u64] = if cfg!(target_arch = "aarch64") {
     &[16 << 30, 1 << 30, 512 << 20, 32 << 20, 2 << 20, 64 << 10]
 } else {
     &[1 << 30, 2 << 20]
 };
-/// `HUGETLBFS_MAGIC` of `linux/magic.h`
+/// `HUGETLBFS_MAGIC` of `linux/magic.h`: the type that `fstatfs` returns for files in huge pages.
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
-/// Returns the size of the largest huge page that can begin at an address.
+/// Returns the size of the largest huge page that `address` is aligned to, if any.
 fn largest(address: usize) -> Option<u64> {
     HUGE.iter().copied().find(|size| (address as u64).is_multiple_of(*size))
 }
 
-/// Like [`largest`], but returns `None` if all of `lens` are multiples of that size: rounding would
-/// not change them.
+/// Like [`largest`], but returns `None` if every length in `lens` is a multiple of the result,
+/// because rounding them to huge pages would then change nothing.
 fn matters(address: usize, lens: [usize; 2]) -> Option<u64> {
     largest(address).filter(|huge| lens.iter().any(|len| !(*len as u64).is_multiple_of(*huge)))
 }
 
-/// Returns the size of the huge pages of a new mapping of `len` at `address`, to which the kernel
-/// rounds its length. If the size is unknown, returns the largest that can begin there.
+/// Returns the size of the huge pages that a call of `mmap` with these arguments uses, if any. The
+/// kernel rounds the length up to that size. If the size is unknown, returns the largest that
+/// `address` is aligned to. Returns `None` if rounding would not change `len`.
 #[cold]
 fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u64> {
     let fitting = matters(address, [len; 2])?;
-    // The file decides the page size, whatever the flags say.
+    // For a mapping of a file, the file decides the page size. The flags decide for anonymous
+    // memory.
     if has(flags, libc::MAP_ANONYMOUS) {
         let bits = flags >> libc::MAP_HUGE_SHIFT & libc::MAP_HUGE_MASK as usize;
         return Some(if bits == 0 { fitting } else { 1 << bits });
@@ -139,8 +148,9 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
     (status.f_type == HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
 }
 
-/// Returns the size of the huge pages that are mapped at `address`, if they make a difference for
-/// these lengths. If the size is unknown, returns the largest that can begin there.
+/// Returns the size of the huge pages that are mapped at `address`, if any. If the size is unknown,
+/// returns the largest that `address` is aligned to. Returns `None` if rounding to huge pages would
+/// not change `lens`.
 #[cold]
 fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
     let fitting = matters(address, lens)?;
@@ -154,7 +164,7 @@ fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
 }
 
 impl Function {
-    /// Returns the name of the function.
+    /// Returns the function's name, as errors show it.
     pub(super) const fn name(self) -> &'static str {
         match self.symbol().to_str() {
             Ok(name) => name,
@@ -162,18 +172,18 @@ impl Function {
         }
     }
 
-    /// Returns true if some C libraries lack the function.
+    /// Returns true if some versions of the C library lack the function.
     pub(super) const fn optional(self) -> bool {
         matches!(self, Self::ProcessMadvise | Self::RemapFilePages)
     }
 
-    /// Returns true if a call with these arguments can unmap or discard memory. This check runs on
-    /// every hooked call, so it is cheap.
+    /// Returns true if a call with these arguments can unmap, replace or discard memory. This check
+    /// runs on every hooked call, so it is cheap.
     #[inline(always)]
-    pub(super) const fn takes(self, args: &Args) -> bool {
+    pub(super) const fn may_affect(self, args: &Args) -> bool {
         match self {
             Self::Munmap | Self::Shmdt | Self::RemapFilePages => true,
-            // MAP_FIXED_NOREPLACE fails if something is mapped there.
+            // With MAP_FIXED_NOREPLACE the call fails if memory is mapped at the address.
             Self::Mmap => has(args[3], libc::MAP_FIXED) && !has(args[3], libc::MAP_FIXED_NOREPLACE),
             Self::Mremap => has(args[3], libc::MREMAP_MAYMOVE) || args[2] < args[1],
             Self::Madvise => discards(args[2]),
@@ -183,10 +193,10 @@ impl Function {
         }
     }
 
-    /// Returns the memory that a call with these arguments is about to unmap or discard. Allocates
-    /// nothing and takes no lock.
+    /// Returns the memory that a call with these arguments is about to unmap, replace or discard.
+    /// Allocates nothing and takes no lock.
     #[inline(always)]
-    pub(super) fn taken(self, args: &Args) -> AffectedRanges {
+    pub(super) fn affected(self, args: &Args) -> AffectedRanges {
         // Page sizes are powers of two. A mask is used, since a division would dominate the cost.
         let within = sys::page_size() - 1;
         let to = |bytes: usize, within: u64| {
@@ -205,8 +215,8 @@ impl Function {
             Self::Madvise => {
                 AffectedRanges::one(args[0], pages(args[1]), InvalidationCause::Discard)
             }
-            // The list of ranges may lie in memory that is not readable. Only the kernel can read
-            // it safely.
+            // The caller's list of ranges may lie in memory that is not readable, and only the
+            // kernel can read it safely. So all memory counts as affected.
             Self::ProcessMadvise => AffectedRanges::one(0, u64::MAX, InvalidationCause::Discard),
             Self::Mremap => {
                 let [old, old_len, new_len, flags, new, _] = *args;
@@ -241,7 +251,8 @@ impl Function {
             Self::Shmat => {
                 let start = args[1] as u64 & !(sys::page_size() - 1);
                 let len = area::segment_len(args[0] as i32).unwrap_or(u64::MAX);
-                // The size of its pages cannot be found out here.
+                // The page size of the segment is not known here, so the largest possible size is
+                // assumed.
                 let within = largest(start as usize).map_or(0, |huge| huge - 1);
                 let len = len.checked_add(within).map_or(u64::MAX, |end| end & !within);
                 AffectedRanges([some(start, len, InvalidationCause::Replace), None])
@@ -253,7 +264,7 @@ impl Function {
                     None,
                 ])
             }
-            // The kernel rounds address and length down.
+            // For this call, the kernel rounds the address and the length down to whole pages.
             Self::RemapFilePages => {
                 let [start, size, ..] = args.map(|bytes| bytes as u64 & !within);
                 AffectedRanges([some(start, size, InvalidationCause::Replace), None])
@@ -268,13 +279,13 @@ mod tests {
 
     use super::*;
 
-    fn taken(function: Function, args: &[usize]) -> Vec<(u64, u64, InvalidationCause)> {
+    fn affected(function: Function, args: &[usize]) -> Vec<(u64, u64, InvalidationCause)> {
         let mut all = [0; 6];
         all[..args.len()].copy_from_slice(args);
-        if !function.takes(&all) {
+        if !function.may_affect(&all) {
             return Vec::new();
         }
-        let AffectedRanges(ranges) = function.taken(&all);
+        let AffectedRanges(ranges) = function.affected(&all);
         ranges
             .iter()
             .flatten()
@@ -286,15 +297,16 @@ mod tests {
     fn call_affects_exactly_the_ranges_of_its_arguments() {
         use Function::*;
         let (may_move, fixed, keep) = (1_usize, 3_usize, 5_usize);
-        assert_eq!(taken(Munmap, &[0x10000, 1]), [(0x10000, 4096, InvalidationCause::Unmap)]);
-        assert_eq!(taken(Munmap, &[0x10000, 0]), []);
+        assert_eq!(affected(Munmap, &[0x10000, 1]), [(0x10000, 4096, InvalidationCause::Unmap)]);
+        assert_eq!(affected(Munmap, &[0x10000, 0]), []);
         let fixed_map = libc::MAP_FIXED as usize;
         assert_eq!(
-            taken(Mmap, &[0x10000, 8192, 3, fixed_map]),
+            affected(Mmap, &[0x10000, 8192, 3, fixed_map]),
             [(0x10000, 8192, InvalidationCause::Replace)]
         );
-        assert_eq!(taken(Mmap, &[0x10000, 8192, 3, 0]), []);
-        // Huge pages are replaced whole: of the size in the flags, or of the largest that fits.
+        assert_eq!(affected(Mmap, &[0x10000, 8192, 3, 0]), []);
+        // Only whole huge pages can be replaced. Their size is in the flags, or else the largest
+        // possible size is assumed.
         let anonymous = fixed_map | libc::MAP_ANONYMOUS as usize;
         let (huge, two_mib) = (anonymous | libc::MAP_HUGETLB as usize, 21 << libc::MAP_HUGE_SHIFT);
         for (start, flags, len) in [
@@ -304,97 +316,99 @@ mod tests {
             (1 << 30, huge, 1 << 30),
         ] {
             assert_eq!(
-                taken(Mmap, &[start, 1, 3, flags]),
+                affected(Mmap, &[start, 1, 3, flags]),
                 [(start as u64, len, InvalidationCause::Replace)]
             );
         }
-        assert_eq!(taken(Mmap, &[0x10000, 8192, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
-        // Shrinking unmaps the tail, whatever the flags allow. Growing in place unmaps nothing.
+        assert_eq!(affected(Mmap, &[0x10000, 8192, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
+        // Shrinking unmaps the tail, with or without MREMAP_MAYMOVE. Growing in place unmaps
+        // nothing.
         assert_eq!(
-            taken(Mremap, &[0x10000, 0x4000, 0x1000, 0]),
+            affected(Mremap, &[0x10000, 0x4000, 0x1000, 0]),
             [(0x11000, 0x3000, InvalidationCause::Remap)]
         );
         assert_eq!(
-            taken(Mremap, &[0x10000, 0x4000, 0x1000, may_move]),
+            affected(Mremap, &[0x10000, 0x4000, 0x1000, may_move]),
             [(0x11000, 0x3000, InvalidationCause::Remap)]
         );
-        assert_eq!(taken(Mremap, &[0x10000, 0x1000, 0x4000, 0]), []);
+        assert_eq!(affected(Mremap, &[0x10000, 0x1000, 0x4000, 0]), []);
         assert_eq!(
-            taken(Mremap, &[0x10000, 0x1000, 0x4000, may_move]),
+            affected(Mremap, &[0x10000, 0x1000, 0x4000, may_move]),
             [(0x10000, 0x1000, InvalidationCause::Remap)]
         );
         assert_eq!(
-            taken(Mremap, &[0x10000, 0x1000, 0x1000, fixed, 0x90000]),
+            affected(Mremap, &[0x10000, 0x1000, 0x1000, fixed, 0x90000]),
             [
                 (0x10000, 0x1000, InvalidationCause::Remap),
                 (0x90000, 0x1000, InvalidationCause::Replace)
             ]
         );
         assert_eq!(
-            taken(Mremap, &[0x10000, 0x1000, 0x1000, keep]),
+            affected(Mremap, &[0x10000, 0x1000, 0x1000, keep]),
             [(0x10000, 0x1000, InvalidationCause::Remap)]
         );
         for advice in [4, 8, 9, 24, 102] {
             assert_eq!(
-                taken(Madvise, &[0x10000, 4096, advice]),
+                affected(Madvise, &[0x10000, 4096, advice]),
                 [(0x10000, 4096, InvalidationCause::Discard)]
             );
             assert_eq!(
-                taken(ProcessMadvise, &[9, 9, 9, advice]),
+                affected(ProcessMadvise, &[9, 9, 9, advice]),
                 [(0, u64::MAX, InvalidationCause::Discard)]
             );
         }
         for advice in [0, 1, 2, 3, 10, 14, 20, 21, 22, 23, 103] {
-            assert_eq!(taken(Madvise, &[0x10000, 4096, advice]), []);
-            assert_eq!(taken(ProcessMadvise, &[9, 9, 9, advice]), []);
+            assert_eq!(affected(Madvise, &[0x10000, 4096, advice]), []);
+            assert_eq!(affected(ProcessMadvise, &[9, 9, 9, advice]), []);
         }
-        assert_eq!(taken(Brk, &[0]), []);
-        assert_eq!(taken(Brk, &[usize::MAX / 2]), []);
-        assert_eq!(taken(Shmat, &[0, 0x10000, 0]), []);
+        assert_eq!(affected(Brk, &[0]), []);
+        assert_eq!(affected(Brk, &[usize::MAX / 2]), []);
+        assert_eq!(affected(Shmat, &[0, 0x10000, 0]), []);
         assert_eq!(
-            taken(RemapFilePages, &[0x10001, 8191, 0, 7, 0]),
+            affected(RemapFilePages, &[0x10001, 8191, 0, 7, 0]),
             [(0x10000, 4096, InvalidationCause::Replace)]
         );
-        assert_eq!(taken(RemapFilePages, &[0x10000, 4095, 0, 7, 0]), []);
-        // If no huge page can begin at the address, there is no query.
+        assert_eq!(affected(RemapFilePages, &[0x10000, 4095, 0, 7, 0]), []);
+        // No huge page can begin at this address, so the kernel is not asked for the page size.
         assert_eq!(
-            taken(Mmap, &[0x1000, 1, 3, fixed_map, usize::MAX]),
+            affected(Mmap, &[0x1000, 1, 3, fixed_map, usize::MAX]),
             [(0x1000, 4096, InvalidationCause::Replace)]
         );
-        // Lengths that wrap reach to the end of the address space, and no further.
+        // A length that would wrap around is cut at the end of the address space.
         assert_eq!(
-            taken(Munmap, &[0x10000, usize::MAX]),
+            affected(Munmap, &[0x10000, usize::MAX]),
             [(0x10000, u64::MAX - 0xffff, InvalidationCause::Unmap)]
         );
     }
 
-    /// Uses no huge pages: the test reserves and touches none.
+    /// The test only maps huge pages without reserving or touching them, so the machine needs none.
     #[test]
     fn huge_pages_are_affected_whole() {
         use Function::*;
         const HUGE: usize = 2 << 20;
         let flags = libc::MFD_HUGETLB | libc::MFD_HUGE_2MB | libc::MFD_CLOEXEC;
-        // SAFETY: the call makes a file.
+        // SAFETY: the call creates a file and touches no memory but the constant name.
         let fd = unsafe { libc::memfd_create(c"huge".as_ptr(), flags) };
         assert!(fd >= 0, "{}: a kernel with huge pages is needed", std::io::Error::last_os_error());
-        // SAFETY: the fd was just made, and nothing else owns it.
+        // SAFETY: `memfd_create` returned the fd, and nothing else owns it.
         let file = unsafe { OwnedFd::from_raw_fd(fd) };
         let (fixed, number) =
             ((libc::MAP_FIXED | libc::MAP_SHARED) as usize, file.as_raw_fd() as usize);
         assert_eq!(
-            taken(Mmap, &[HUGE, 1, 3, fixed, number]),
+            affected(Mmap, &[HUGE, 1, 3, fixed, number]),
             [(HUGE as u64, HUGE as u64, InvalidationCause::Replace)]
         );
 
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let flags = flags | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;
-        // SAFETY: a new mapping replaces none.
+        // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
         let at =
             unsafe { libc::mmap(std::ptr::null_mut(), 2 * HUGE, libc::PROT_NONE, flags, -1, 0) };
         assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
         let (start, whole) = (at.addr() as u64, 2 * HUGE as u64);
-        let grown = taken(Mremap, &[at.addr(), HUGE + 1, 3 * HUGE, libc::MREMAP_MAYMOVE as usize]);
-        let shrunk = taken(Mremap, &[at.addr(), 2 * HUGE, 1, 0]);
+        let grown =
+            affected(Mremap, &[at.addr(), HUGE + 1, 3 * HUGE, libc::MREMAP_MAYMOVE as usize]);
+        let shrunk = affected(Mremap, &[at.addr(), 2 * HUGE, 1, 0]);
         // SAFETY: the test made the mapping, and nothing else uses it.
         assert_eq!(unsafe { libc::munmap(at, 2 * HUGE) }, 0);
         assert_eq!(grown, [(start, whole, InvalidationCause::Remap)]);

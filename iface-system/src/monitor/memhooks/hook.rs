@@ -17,21 +17,23 @@ use super::{
     function::{AffectedRanges, Args, Function},
 };
 
-/// The registry in which hooks find the subscribers of the process.
+/// The registry in which the hooks find the subscribers to notify.
 pub(super) static REGISTRY: HookRegistry<MemhooksState> = HookRegistry::new();
 
-/// The state that hooks share with the rest of the process.
+/// The state that the hooks share with the monitor. The kernel zeroes it in a forked child.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct MemhooksState {
     pub(super) table: SubscriberTable,
-    /// Number of hooked calls of `brk(NULL)`. The self-test can make no other call of `brk`.
+    /// Number of hooked calls of `brk(NULL)`. The self-test makes such a call and checks that it is
+    /// counted. Any other call of `brk` could move the end of the heap.
     pub(super) brk_probes: AtomicU64,
-    /// Announcements of hooked discards in progress.
+    /// The hooked calls of `madvise` that are discarding pages at the moment.
     pub(super) announced: Announced,
 }
 
-// SAFETY: zeroes are an empty table, no arrivals and no calls; threads share atomics only.
+// SAFETY: zeroes are a valid state (an empty table, no probes, no announced calls), and threads
+// share atomics only.
 unsafe impl Wipeable for MemhooksState {}
 
 impl HasTable for MemhooksState {
@@ -41,15 +43,17 @@ impl HasTable for MemhooksState {
     }
 }
 
-/// The type of every hooked function: it takes six whole registers and returns one.
+/// The signature by which hooks call the original functions: six register-sized arguments, and a
+/// register-sized result.
 type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
-/// The address at which hooks call each original function, by [`Function`].
+/// Addresses by which the hooks call the original functions, indexed by [`Function`].
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
     [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
-/// Returns the variable with the address at which hooks call the original of `function`. The plan
-/// of the patches sets the variable before the function is patched.
+/// Returns the variable that holds the address of the original code of `function`. The hook of the
+/// function calls that code. [`Patches::plan`](hmem_hook::Patches::plan) sets the variable before
+/// the function is patched.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }
@@ -98,15 +102,16 @@ hooks! {
     remap_file_pages = Function::RemapFilePages;
 }
 
-/// Runs in place of the function with number `FUNCTION`: notifies subscribers if memory changes.
+/// The body of every hook: calls the original of `Function::ALL[FUNCTION]`, and notifies the
+/// subscribers if the call can change memory.
 ///
 /// # Safety
-/// The caller keeps the function's contract for these arguments.
+/// The caller must keep the C function's contract for these arguments.
 #[inline(always)]
 unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
     let function = Function::ALL[FUNCTION];
     let subscribers = REGISTRY.subscribers();
-    let Some(subscribers) = subscribers.filter(|_| function.takes(&args)) else {
+    let Some(subscribers) = subscribers.filter(|_| function.may_affect(&args)) else {
         if let (Some(subscribers), Function::Brk) = (subscribers, function) {
             subscribers.shared().brk_probes.fetch_add(1, Ordering::Relaxed);
         }
@@ -114,8 +119,8 @@ unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
         return unsafe { original(function, args) };
     };
     let pass = subscribers.table().pass();
-    // The pass covers the system call even without subscribers: a subscriber that is added
-    // meanwhile waits for it.
+    // The guard `pass` is held during the system call even without subscribers, so that a thread
+    // that subscribes meanwhile waits for the end of the call.
     if pass.is_empty() {
         // SAFETY: the caller keeps the function's contract.
         unsafe { original(function, args) }
@@ -125,13 +130,13 @@ unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
     }
 }
 
-/// Notifies the subscribers before and after a call of the original function.
+/// Calls the original function, and notifies the subscribers before and after the call.
 ///
-/// There is one instance for each function, which saves a test at run time. The instances are not
-/// inlined, so that calls without subscribers need no stack for them.
+/// The compiler makes one copy of this code for each function, which saves a branch at run time.
+/// The copies are not inlined, so that calls without subscribers use less stack.
 ///
 /// # Safety
-/// The caller keeps the function's contract for these arguments.
+/// The caller must keep the C function's contract for these arguments.
 #[inline(never)]
 unsafe fn notify_and_call<const FUNCTION: usize>(
     pass: &TableReadGuard<'_>,
@@ -144,17 +149,18 @@ unsafe fn notify_and_call<const FUNCTION: usize>(
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: the pointer is this thread's `errno`, which lives as long as the thread.
     let before = unsafe { errno.read() };
-    let AffectedRanges(taken) = function.taken(&args);
+    let AffectedRanges(affected) = function.affected(&args);
     let mut changes = [const { [const { MaybeUninit::<InvalidationToken>::uninit() }; SLOTS] }; 2];
-    for (taken, changes) in taken.iter().zip(&mut changes) {
-        if let Some((range, cause)) = *taken {
+    for (affected, changes) in affected.iter().zip(&mut changes) {
+        if let Some((range, cause)) = *affected {
             pass.each(|slot, invalidator| {
                 _ = changes[slot].write(invalidator.invalidate_start(range, cause))
             });
         }
     }
-    // The addresses of `process_madvise` are not known, nor whether they are this process's.
-    let call = match (function, taken) {
+    // A call of `process_madvise` is not announced: its addresses are not known, and may be in
+    // another process.
+    let call = match (function, affected) {
         (Function::Madvise, [Some((range, InvalidationCause::Discard)), _]) => {
             let start = range.start().0;
             announced.announce(start, start.saturating_add(range.len()))
@@ -170,11 +176,11 @@ unsafe fn notify_and_call<const FUNCTION: usize>(
     if let Some(call) = call {
         announced.retract(call);
     }
-    for (taken, changes) in taken.iter().zip(&changes) {
-        if taken.is_some() {
+    for (affected, changes) in affected.iter().zip(&changes) {
+        if affected.is_some() {
             pass.each(|slot, invalidator| {
-                // SAFETY: this pass has the same slots each time, and `invalidate_start` wrote this
-                // one for the same range.
+                // SAFETY: `pass` visits the same slots each time, and the loop above wrote the
+                // result of `invalidate_start` to this slot for the same range.
                 invalidator.invalidate_end(unsafe { changes[slot].assume_init_read() });
             });
         }
@@ -184,15 +190,15 @@ unsafe fn notify_and_call<const FUNCTION: usize>(
     result
 }
 
-/// Calls the original of `function`.
+/// Calls the C library's own code of `function`, without the hook.
 ///
 /// # Safety
-/// The caller keeps the function's contract for these arguments.
+/// The caller must keep the C function's contract for these arguments.
 #[inline(always)]
 unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
-    // SAFETY: the plan has written the way past the replaced instruction before the patch that led
-    // here was stored; that store orders it.
+    // SAFETY: `Patches::plan` stored the address of the trampoline, which has this signature,
+    // before the patch that led here was stored. That store orders the two.
     let original: Call =
         unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: the caller keeps the function's contract.

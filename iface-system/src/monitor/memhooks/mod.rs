@@ -2,12 +2,13 @@
 //! unmapped.
 //!
 //! glibc's `munmap`, `mmap`, `mremap`, `madvise`, `process_madvise`, `brk` (and so `sbrk`),
-//! `shmat`, `shmdt` and `remap_file_pages` are patched at their entries. So the library's own calls
-//! (of `free`, of ending threads) are seen too. Three kinds of changes are not seen: raw system
-//! calls, the dynamic loader's own `munmap` (`dlclose`), and changes made by other processes.
+//! `shmat`, `shmdt` and `remap_file_pages` are patched at their entries. So calls that the library
+//! makes itself (in `free`, or when a thread ends) are seen too. Three kinds of changes are not
+//! seen: raw system calls, the dynamic loader's own `munmap` (`dlclose`), and changes made by other
+//! processes.
 //!
-//! `hmem-hook` does the patching. `hook.rs` has the rules that the hooks obey, `process.rs` the
-//! plan of the patches.
+//! `hmem-hook` does the patching. `hook.rs` has the rules that the hooks obey. `process.rs` lists
+//! the functions to patch.
 
 mod announced;
 mod area_cache;
@@ -32,23 +33,24 @@ const NAME: MonitorName = MonitorName {
     fallback_hint: "use the userfaultfd monitor",
 };
 
-/// Returns true if a hooked call in progress has caused the discard event of these addresses.
+/// Returns true if a hooked call in progress caused the kernel's discard event for `start..end`.
 /// Allocates nothing and takes no lock.
 pub(super) fn is_hooked_discard(start: u64, end: u64) -> bool {
     let subscribers = hook::REGISTRY.subscribers();
     subscribers.is_some_and(|subscribers| subscribers.shared().announced.account_event(start, end))
 }
 
-/// Registers a thread that is about to read events and pass them to [`is_hooked_discard`]. Hooked
-/// discards do not return until the guard is dropped. Allocates nothing and takes no lock.
+/// Registers the calling thread, which is about to read userfaultfd events and pass them to
+/// [`is_hooked_discard`]. Hooked discards wait until the thread drops the guard. Allocates nothing
+/// and takes no lock.
 pub(super) fn reading_discards() -> Option<Reading> {
     hook::REGISTRY.subscribers().map(|subscribers| subscribers.shared().announced.reading())
 }
 
 /// The monitor that patches the C library.
 ///
-/// All values of a process share the patches. Creating the first value patches the functions, and
-/// dropping the last value undoes the patches.
+/// All `MemHooks` of a process share the same patches. Creating the first value patches the
+/// functions, and dropping the last value removes the patches.
 pub struct MemHooks {
     hooks: Hooks<MemhooksState>,
     areas: AreaCache,
@@ -70,7 +72,7 @@ impl MemHooks {
         Ok(this)
     }
 
-    /// Tests again that every patch is in place, and that a change through each function notifies
+    /// Tests that every patch is still in place, and that a change through each function notifies
     /// subscribers.
     ///
     /// # Errors
@@ -86,7 +88,7 @@ impl MemHooks {
         self.hooks.is_own_process()
     }
 
-    /// Returns the functions that are patched.
+    /// Returns the names of the patched functions.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
         self.hooks.functions().collect()
@@ -133,8 +135,8 @@ impl Monitor for MemHooks {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         let subscription = self.hooks.subscribe(&invalidator)?;
-        // Checked after the subscription: the subscriber is notified of changes from here on, and
-        // the check sees the result of earlier ones.
+        // The check follows the subscription: the subscriber is notified of changes from here on,
+        // and the check sees the result of earlier changes.
         let found = self.areas.check(self.hooks.subscribers().table(), range);
         if let Err(error) = found {
             self.hooks.unsubscribe(subscription);

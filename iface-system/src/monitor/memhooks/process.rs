@@ -1,4 +1,4 @@
-//! The plan of the patches of the C library.
+//! The list of the C library's functions to patch.
 
 use std::ffi::{CStr, c_void};
 
@@ -7,7 +7,7 @@ use hmem_hook::{PatchTarget, Patches};
 
 use super::{NAME, function::Function, hook};
 
-/// Prepares the patches of the C library's functions, without changing them yet.
+/// Prepares the patches of the C library's functions. No function is changed yet.
 pub(super) fn plan() -> Result<Patches> {
     let libc = Libc::find()?;
     let mut targets = Vec::new();
@@ -29,20 +29,20 @@ pub(super) fn plan() -> Result<Patches> {
             }
         }
     }
-    // SAFETY: the entries are the C library's, which is never unloaded. Hooks receive and pass on
-    // whole registers. Each has its own `original`, which no thread uses yet, since nothing is
-    // patched before a plan is kept.
+    // SAFETY: the entries are functions of the C library, which is never unloaded. Hooks receive
+    // and pass on whole registers. Each hook has its own `original`, which no thread uses before
+    // the function is patched.
     unsafe { Patches::plan(NAME, &targets) }
 }
 
-/// A handle of the C library, for looking up its own functions even if another library overrides
-/// them.
+/// A `dlopen` handle of the C library. A lookup in it finds the library's own functions even if
+/// another library overrides them.
 struct Libc(*mut c_void);
 
 impl Libc {
     fn find() -> Result<Self> {
-        // SAFETY: the call loads nothing: it finds an object that is loaded, with its initialisers
-        // run.
+        // SAFETY: the call loads nothing and runs no initialiser. It finds a library that is
+        // already loaded.
         let handle =
             unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
         if handle.is_null() {
@@ -54,7 +54,7 @@ impl Libc {
     }
 
     fn symbol(&self, name: &CStr) -> Option<usize> {
-        // SAFETY: the handle is that of a loaded library.
+        // SAFETY: `dlopen` returned the handle, and the library stays loaded.
         let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
         (!symbol.is_null()).then(|| symbol.expose_provenance())
     }

@@ -1,5 +1,5 @@
-//! The self-test of memhooks: calls each hooked function on its own memory, and checks that
-//! subscribers are notified.
+//! The self-test of memhooks. It calls each hooked function on memory of the test, and checks that
+//! a subscriber is notified.
 
 use std::{
     ptr,
@@ -18,7 +18,7 @@ use hmem_hook::Subscribers;
 use super::hook::MemhooksState;
 use crate::sys;
 
-/// An invalidator that counts the notified changes of an expected range and cause.
+/// An invalidator that counts the notifications with the expected range and cause.
 #[derive(Debug, Default)]
 struct Expecting {
     start: AtomicU64,
@@ -36,7 +36,8 @@ impl Invalidator for Expecting {
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         let expected = range.start().0 == self.start.load(Ordering::SeqCst)
-            // The range may be longer where the pages may be huge.
+            // The hook may report a longer range, because it assumes huge pages where it does not
+            // know the page size.
             && range.len() >= self.len.load(Ordering::SeqCst)
             && cause as u64 == self.cause.load(Ordering::SeqCst);
         if expected {
@@ -59,7 +60,8 @@ struct Test<'a> {
 }
 
 impl Test<'_> {
-    /// Runs `call`, and fails unless it notifies the subscriber of exactly one change of the range.
+    /// Runs `call`. Fails unless the hook notifies the subscriber of the expected change, before
+    /// and after the call.
     fn arrives(
         &self,
         function: &'static str,
@@ -98,9 +100,10 @@ fn failed(function: &'static str) -> Error {
         .context("function", function)
 }
 
-/// Makes a change through each function, and tests that a subscriber is notified of it.
+/// Changes memory through each hooked function, and tests that a subscriber is notified of the
+/// change.
 ///
-/// `remap_file_pages` is not called: the kernel logs that the program uses a deprecated call.
+/// `remap_file_pages` is not tested: the kernel would log that the program uses a deprecated call.
 ///
 /// # Errors
 /// Busy: a change did not notify the subscriber. The error names the function.
@@ -117,14 +120,13 @@ fn fire(test: &Test<'_>) -> Result<()> {
     let page = sys::page_size() as usize;
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping at an address of the kernel's choice.
+    // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
     let map = || match unsafe { libc::mmap(ptr::null_mut(), 2 * page, prot, flags, -1, 0) } {
         libc::MAP_FAILED => Err(failed("mmap").context("os", std::io::Error::last_os_error())),
         mapped => Ok(mapped),
     };
     let memory = map()?;
-    // SAFETY: here and below, each call affects pages that only this function knows, and that it
-    // has not unmapped before.
+    // SAFETY: the pages are this function's own and still mapped.
     test.arrives("madvise", (memory, page, InvalidationCause::Discard), || unsafe {
         libc::madvise(memory, page, libc::MADV_DONTNEED) == 0
     })?;
@@ -155,10 +157,10 @@ fn fire(test: &Test<'_>) -> Result<()> {
     fire_shm(test, page)
 }
 
-/// Tests `shmat` and `shmdt`. Succeeds without a test if limits or seccomp forbid System V
-/// segments: then no thread can attach one.
+/// Tests `shmat` and `shmdt`. Succeeds without a test if limits or a seccomp filter forbid System V
+/// segments, because no thread can attach a segment then.
 fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
-    // SAFETY: the call makes a new segment.
+    // SAFETY: the call creates a segment and touches no memory.
     let id = unsafe { libc::shmget(libc::IPC_PRIVATE, page, libc::IPC_CREAT | 0o600) };
     if id < 0 {
         tracing::debug!(
@@ -167,14 +169,14 @@ fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
         );
         return Ok(());
     }
-    // SAFETY: attaches the segment at an address of the kernel's choice.
+    // SAFETY: the kernel chooses the address, so the segment replaces no mapping.
     let attached = unsafe { libc::shmat(id, ptr::null(), 0) };
-    // SAFETY: marks the segment for removal after the last detach.
+    // SAFETY: the call touches no memory. The kernel removes the segment after its last detach.
     unsafe { libc::shmctl(id, libc::IPC_RMID, ptr::null_mut()) };
     if attached.addr() == usize::MAX {
         return Err(failed("shmat").context("os", std::io::Error::last_os_error()));
     }
-    // SAFETY: replaces the attachment by itself; only this function uses it.
+    // SAFETY: the call maps the same segment over its own mapping, which only this function uses.
     test.arrives("shmat", (attached, page, InvalidationCause::Replace), || unsafe {
         libc::shmat(id, attached, SHM_REMAP) == attached
     })?;
@@ -184,15 +186,16 @@ fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
     })
 }
 
-/// `SHM_REMAP` of `linux/shm.h`
+/// The `shmat` flag `SHM_REMAP` of `linux/shm.h`.
 const SHM_REMAP: libc::c_int = 0o40000;
 
-/// Tests that `brk` is hooked, by the call `brk(NULL)`. That call does not move the break, which
-/// other threads' allocations use, and the hook counts it.
+/// Tests that `brk` is hooked: calls `brk(NULL)`, which the hook counts. That call does not move
+/// the end of the heap, which allocations of other threads use.
 fn fire_brk(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let arrived = || subscribers.shared().brk_probes.load(Ordering::SeqCst);
     let before = arrived();
-    // SAFETY: the kernel answers a break below the heap's start with the current one, unchanged.
+    // SAFETY: for an address below the heap, the kernel returns the current break and changes
+    // nothing.
     unsafe { libc::brk(ptr::null_mut()) };
     if arrived() == before {
         return Err(failed("brk")

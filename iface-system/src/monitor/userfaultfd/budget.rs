@@ -1,9 +1,9 @@
-//! The budget of mappings: the number of the process's mappings that its monitors may use.
+//! The budget of mappings: the mappings of the process that its userfaultfd monitors may use.
 //!
-//! A watched range is *separate* if it touches no other watched range. The kernel makes a separate
-//! mapping of each of them. It allows a process `vm.max_map_count` mappings, which the application
-//! needs too. So the monitors use only a small share of them. They refuse ranges earlier if the
-//! process comes near the limit.
+//! A watched range is *separate* if it touches no other watched range. The kernel keeps each
+//! separate range in a mapping of its own. It allows a process `vm.max_map_count` mappings, which
+//! the application needs too. So the monitors use only a small share of them. They also refuse
+//! ranges if the whole process comes near the limit.
 //!
 //! The limit applies to the whole process. So all monitors of a process count their ranges
 //! together. The count starts at zero in a forked child.
@@ -22,38 +22,42 @@ use hmem_hook::WipedOnFork;
 
 use super::NAME;
 
-/// The monitors together use at most 1/`SHARE` of the mappings that the kernel permits a process.
+/// Divisor of the kernel's limit: all monitors of a process together use at most `limit / SHARE`
+/// mappings.
 const SHARE: usize = 16;
 
-/// At least 1/`SPARE` of these mappings always stays free for the process.
+/// Divisor of the kernel's limit: monitors watch no more ranges if fewer than `limit / SPARE`
+/// mappings stay free for the application.
 const SPARE: usize = 64;
 
-/// The kernel's default of `vm.max_map_count`, used if the file cannot be read.
+/// The kernel's default of `vm.max_map_count`, which is used if `/proc` does not show the real
+/// value.
 const DEFAULT: usize = 65_530;
 
-/// The minimum number of new watched ranges between two counts of the process's mappings.
+/// The minimum number of newly watched ranges after which the process's mappings are counted again.
 const BETWEEN_COUNTS: usize = 1024;
 
-/// The number of separate ranges that all monitors of this process watch.
+/// The number of separate (not adjacent) ranges that all userfaultfd monitors of this process
+/// watch.
 static WATCHED: OnceLock<WipedOnFork<AtomicUsize>> = OnceLock::new();
 
-/// The reason why a range is beyond the budget.
+/// The reason why a monitor may not watch another range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Beyond {
-    /// The monitors of the process have used their share.
+    /// The monitors of the process together have used up their share of the kernel's limit.
     Share,
-    /// The process has few mappings left.
+    /// The whole process is near the kernel's limit on the number of mappings.
     Process,
 }
 
-/// The budget of one monitor: decides whether it may watch more ranges.
+/// The state by which one monitor decides if it may watch more ranges.
 #[derive(Debug)]
 pub(super) struct Budget {
     /// The value of `vm.max_map_count`.
     limit: usize,
-    /// The number of separate ranges that all monitors of the process watch.
+    /// The number of separate (not adjacent) ranges that all monitors of the process watch.
     all: &'static AtomicUsize,
-    /// The number of separate ranges that this monitor watches.
+    /// The number of separate (not adjacent) ranges that this monitor watches.
     own: usize,
     until_count: usize,
     crowded: bool,
@@ -82,17 +86,20 @@ impl Budget {
         self.limit
     }
 
-    /// Returns the maximum number of separate ranges that all monitors of a process may watch
-    /// together. Each range counts as two mappings, because each of its ends may split a mapping.
+    /// Returns the maximum number of separate (not adjacent) ranges that all monitors of a process
+    /// may watch together. Each range counts as two mappings, because each of its ends may split a
+    /// mapping.
     pub(super) fn ranges(&self) -> usize {
         self.limit / SHARE / 2
     }
 
-    /// Counts the new ranges of a monitor that wants to watch `own` separate ranges. Fails beyond
-    /// the budget.
+    /// Reserves mappings, so that this monitor may watch `own` separate ranges in total. Fails if
+    /// the process's monitors would then exceed their share, or if the process has few mappings
+    /// left.
     ///
-    /// After the call to the kernel, the caller sets the real number by [`Budget::detects`].
-    pub(super) fn allows(&mut self, own: usize) -> Result<(), Beyond> {
+    /// The caller then asks the kernel to watch the ranges. After that, or if this method has
+    /// failed, the caller passes the real number of watched ranges to [`Budget::set_watched`].
+    pub(super) fn reserve(&mut self, own: usize) -> Result<(), Beyond> {
         if own <= self.own {
             return Ok(());
         }
@@ -103,9 +110,9 @@ impl Budget {
         self.own = own;
         if self.until_count == 0 {
             let mappings = mappings();
-            // The more mappings there are, the longer a count takes.
+            // Counting takes longer the more mappings there are, so the next count comes later.
             self.until_count = BETWEEN_COUNTS.max(mappings / 8);
-            // `ranges` is counted as two mappings each, as it will be.
+            // `mappings` includes the mappings of watched ranges: two for each range.
             let others = mappings.saturating_sub(2 * ranges);
             self.crowded = others > self.limit - self.limit / SHARE - self.limit / SPARE;
         }
@@ -113,15 +120,16 @@ impl Budget {
         if self.crowded { Err(Beyond::Process) } else { Ok(()) }
     }
 
-    /// Sets the number of separate ranges that the monitor watches now.
-    pub(super) fn detects(&mut self, own: usize) {
-        // The number may grow on a removal: ranges fall apart when the one that joined them is
-        // removed.
+    /// Records that this monitor now watches `own` separate ranges.
+    pub(super) fn set_watched(&mut self, own: usize) {
+        // The number also grows when the middle of a range is no longer watched: the range becomes
+        // two.
         self.all.fetch_add(own.wrapping_sub(self.own), Ordering::Relaxed);
         self.own = own;
     }
 
-    /// Records that the kernel has refused a mapping: the process is at its limit.
+    /// Records that the kernel has refused a mapping because the process is at its limit. Until the
+    /// next count of mappings, the budget allows no further ranges.
     pub(super) fn refused(&mut self) {
         (self.crowded, self.until_count) = (true, BETWEEN_COUNTS);
     }
@@ -153,30 +161,30 @@ mod tests {
         static ALL: AtomicUsize = AtomicUsize::new(0);
         let mut large = budget(1_000_000, &ALL);
         assert_eq!(large.ranges(), 31_250);
-        assert_eq!(large.allows(31_250), Ok(()));
-        assert_eq!(large.allows(31_251), Err(Beyond::Share));
-        large.detects(0);
+        assert_eq!(large.reserve(31_250), Ok(()));
+        assert_eq!(large.reserve(31_251), Err(Beyond::Share));
+        large.set_watched(0);
         large.refused();
-        assert_eq!(large.allows(1), Err(Beyond::Process));
-        large.detects(0);
-        // The process has more mappings than this.
+        assert_eq!(large.reserve(1), Err(Beyond::Process));
+        large.set_watched(0);
+        // The test process always has more mappings than this.
         assert!(mappings() > 34);
-        assert_eq!(budget(32, &ALL).allows(1), Err(Beyond::Process));
+        assert_eq!(budget(32, &ALL).reserve(1), Err(Beyond::Process));
     }
 
     /// MON-10
     #[test]
-    fn monitors_share_one_budget_and_give_back_their_part() {
+    fn monitors_share_one_budget_and_return_their_part() {
         static ALL: AtomicUsize = AtomicUsize::new(0);
         let (mut first, mut second) = (budget(1_000_000, &ALL), budget(1_000_000, &ALL));
-        assert_eq!(first.allows(31_000), Ok(()));
-        assert_eq!(second.allows(250), Ok(()));
-        assert_eq!(second.allows(251), Err(Beyond::Share));
-        assert_eq!(first.allows(31_001), Err(Beyond::Share));
-        first.detects(30_999);
-        assert_eq!(second.allows(251), Ok(()));
-        second.detects(0);
-        first.detects(0);
+        assert_eq!(first.reserve(31_000), Ok(()));
+        assert_eq!(second.reserve(250), Ok(()));
+        assert_eq!(second.reserve(251), Err(Beyond::Share));
+        assert_eq!(first.reserve(31_001), Err(Beyond::Share));
+        first.set_watched(30_999);
+        assert_eq!(second.reserve(251), Ok(()));
+        second.set_watched(0);
+        first.set_watched(0);
         assert_eq!(ALL.load(Ordering::Relaxed), 0);
     }
 }

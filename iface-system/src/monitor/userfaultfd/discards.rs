@@ -25,33 +25,37 @@ use std::{
 
 use super::thread::UffdState;
 
-/// The maximum number of pending ranges. Beyond it, all memory counts as one pending range.
+/// The maximum number of discards that [`Discards`] records. If there are more, all memory counts
+/// as being discarded.
 const PENDING: usize = 4096;
 
-/// Number of times that the threads are examined before a range is refused.
+/// Number of times that [`Discards::settled`] examines the threads before it returns false.
 const LOOKS: u32 = 16;
 
-/// The flag of an io_uring worker thread (`linux/sched.h`), which makes no system calls itself.
+/// The kernel's flag for an io_uring worker thread (`linux/sched.h`). A worker makes no system
+/// calls itself.
 const PF_IO_WORKER: u64 = 0x10;
 
 const TASKS: &str = "/proc/self/task";
 
-/// The pending discards, and the threads that were seen outside such calls since.
+/// The pending discards: those for which the `madvise` call may not have returned yet. Also records
+/// for each thread when it was last seen outside such calls.
 ///
-/// Discards are numbered in the order in which the monitor's thread reported them.
+/// Discards are numbered in the order in which the thread that reads events reported them.
 #[derive(Debug, Default)]
 pub(super) struct Discards {
-    /// The number of the last discard.
+    /// The number of the latest discard that was reported.
     last: u64,
-    /// The pending ranges with the numbers of their discards, oldest first.
+    /// The range and the number of each pending discard, oldest first.
     pending: Vec<(Range<u64>, u64)>,
-    /// For each thread, the number of a discard. After the event of that discard, the thread was
-    /// seen outside such calls.
+    /// For each thread id, the number of the latest discard after which the thread was seen outside
+    /// calls that discard memory.
     outside: HashMap<u32, u64>,
 }
 
 impl Discards {
-    /// Adds the discards that the monitor's thread has reported since the last call.
+    /// Moves the discards that the thread that reads events has queued in `shared` into the pending
+    /// discards.
     pub(super) fn take(&mut self, shared: &UffdState) {
         while let Some((start, len)) = shared.discarded.take() {
             self.add(start..start.saturating_add(len));
@@ -72,13 +76,13 @@ impl Discards {
         }
     }
 
-    /// Returns true if no discard is pending.
+    /// Returns true if no recorded discard may still be in progress.
     pub(super) fn is_empty(&self) -> bool {
         self.pending.is_empty()
     }
 
-    /// Returns true if no pending discard touches `range`. If one does, examines the process's
-    /// threads to find out if its call has returned.
+    /// Returns true if no discard of pages of `range` may still be in progress. To find out if a
+    /// call of `madvise` has returned, examines the threads of the process.
     pub(super) fn settled(&mut self, range: &Range<u64>) -> bool {
         for _ in 0..LOOKS {
             let touches = |(pending, _): &(Range<u64>, u64)| {
@@ -87,7 +91,7 @@ impl Discards {
             if !self.pending.iter().any(touches) {
                 return true;
             }
-            // Without /proc, nothing is known about other threads.
+            // Without `/proc`, any thread may still be in a call of `madvise`.
             if self.look().is_err() {
                 return false;
             }
@@ -96,8 +100,8 @@ impl Discards {
         false
     }
 
-    /// Examines every thread once, and removes the discards with calls that have certainly
-    /// returned.
+    /// Examines every thread of the process once. Removes each pending discard for which the call
+    /// has certainly returned.
     fn look(&mut self) -> io::Result<()> {
         let mut tasks = HashSet::new();
         for task in fs::read_dir(TASKS)? {
@@ -105,7 +109,7 @@ impl Discards {
                 tasks.insert(task);
             }
         }
-        // A list that was read while threads ended may lack a live thread.
+        // If threads ended while the list was read, the list may lack a live thread.
         if fs::metadata(TASKS)?.nlink() != tasks.len() as u64 + 2 {
             return Ok(());
         }
@@ -123,7 +127,8 @@ impl Discards {
     }
 }
 
-/// Returns true if a thread is certainly not in a call that discards memory at this moment.
+/// Returns true if the thread with id `task` is certainly not in a call that discards memory at
+/// this moment.
 fn is_outside(task: u32) -> bool {
     if rustix::thread::gettid().as_raw_nonzero().get() as u32 == task {
         return true;
@@ -139,7 +144,8 @@ fn is_outside(task: u32) -> bool {
     match state_and_flags(&status) {
         None => false,
         Some(('Z' | 'X', _)) => true,
-        // Between the event and the end of the call no thread sleeps so that a signal wakes it.
+        // A worker that discards memory does not sleep interruptibly (`S`) between the event and
+        // the end of the discard.
         Some((state, flags)) if flags & PF_IO_WORKER != 0 => state == 'S',
         Some(_) => match fs::read_to_string(format!("{folder}/syscall")) {
             Ok(line) => is_other_call(&line),
@@ -148,16 +154,17 @@ fn is_outside(task: u32) -> bool {
     }
 }
 
-/// Returns the state and flags from a line of `/proc/[pid]/stat`.
+/// Parses a line of `/proc/[pid]/stat`. Returns the letter of the thread's state, and its kernel
+/// flags.
 fn state_and_flags(line: &str) -> Option<(char, u64)> {
-    // The thread's name comes before, and may contain any character.
+    // The thread's name precedes these fields, and may contain any character.
     let mut words = line.rsplit_once(") ")?.1.split(' ');
     let state = words.next()?.chars().next()?;
     Some((state, words.nth(5)?.parse().ok()?))
 }
 
-/// Returns true if a line of `/proc/[pid]/syscall` shows a thread that sleeps in a call that
-/// discards no memory.
+/// Returns true if `line`, from `/proc/[pid]/syscall`, shows that the thread sleeps in a system
+/// call that does not discard memory.
 fn is_other_call(line: &str) -> bool {
     let number = line.split_whitespace().next().and_then(|number| number.parse().ok());
     number.is_some_and(|number: libc::c_long| {
@@ -208,7 +215,7 @@ mod tests {
         let mut discards = Discards::default();
         discards.add(0x1000..0x2000);
         assert!(discards.settled(&(0x2000..0x3000)), "next to it");
-        // A thread that runs without a pause, so that its call is not known.
+        // A thread that runs without a pause, so `/proc` does not show if it is in a system call.
         let (runs, stop) = (AtomicBool::new(false), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -224,8 +231,8 @@ mod tests {
             stop.store(true, SeqCst);
             assert!(!settled);
         });
-        // Other tests of this process run at the same time; each of their threads sleeps at some
-        // time.
+        // Other tests of this process run at the same time. Each of their threads sleeps at some
+        // moment.
         while !discards.settled(&(0x1000..0x1001)) {
             std::thread::yield_now();
         }
@@ -239,7 +246,7 @@ mod tests {
             discards.add(2 * page..2 * page + 1);
             discards.add(2 * page..2 * page + 1);
         }
-        assert_eq!(discards.pending.len(), PENDING, "a range that comes again replaces itself");
+        assert_eq!(discards.pending.len(), PENDING, "a repeated discard replaces the earlier one");
         discards.add(u64::MAX - 1..u64::MAX);
         assert_eq!(discards.pending, [(0..u64::MAX, discards.last)]);
     }

@@ -1,8 +1,8 @@
 //! The userfaultfd monitor: the kernel reports changes, raw system calls included.
 //!
-//! Ranges are registered with a userfaultfd in write-protect mode and never write-protected. So
-//! events of `munmap`, `mremap` and `madvise` arrive, and no page fault of the application ever
-//! waits for this library. No privilege is needed since Linux 5.11.
+//! Ranges are registered with a userfaultfd in write-protect mode, but no page is ever
+//! write-protected. So the kernel sends events of `munmap`, `mremap` and `madvise`, and no page
+//! fault of the application ever waits for this library. No privilege is needed since Linux 5.11.
 //!
 //! # The window
 //!
@@ -67,7 +67,7 @@ const NAME: MonitorName = MonitorName {
     fallback_hint: "use the memhooks monitor",
 };
 
-/// The monitor that gets events from the kernel.
+/// The monitor that learns of changes from the events that the kernel sends through a userfaultfd.
 ///
 /// # Examples
 /// ```
@@ -85,9 +85,9 @@ pub struct UserFaultFd {
     book: Mutex<UffdSubscriptions>,
     maps: Maps,
     discards: Mutex<Discards>,
-    /// Set if `discards` may have pending discards.
+    /// True if `discards` may contain pending discards.
     discarding: AtomicBool,
-    /// The number of subscriptions that were refused because of the budget.
+    /// The number of subscriptions that were refused because the [`Budget`] did not allow them.
     beyond_budget: AtomicU64,
     limit: usize,
     most: usize,
@@ -103,9 +103,14 @@ struct UffdSubscriptions {
 
 impl UserFaultFd {
     /// Opens a userfaultfd and starts the thread that reads its events.
+    ///
     /// # Errors
-    /// Unsupported, PermissionDenied or OutOfResources. The error names the kernel option, version,
-    /// sysctl, seccomp filter or limit that prevents it.
+    /// - Unsupported: the kernel lacks userfaultfd or one of the events.
+    /// - PermissionDenied: a sysctl, a seccomp filter or a security module forbids userfaultfd.
+    /// - OutOfResources: no fd or memory is left.
+    /// - Another kind: the kernel refuses a call for another reason, by the errno in the error.
+    ///
+    /// If the kernel refuses to open a userfaultfd, the error names the cause and a remedy.
     pub fn start() -> Result<Arc<Self>> {
         let events = sys::open()?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)
@@ -131,11 +136,11 @@ impl UserFaultFd {
         }))
     }
 
-    /// Returns the maximum number of ranges that the monitors of this process watch together.
-    /// Adjacent ranges of one monitor count as one.
+    /// Returns the maximum number of ranges that all userfaultfd monitors of this process watch
+    /// together. Adjacent ranges of one monitor count as one.
     ///
-    /// The number is a share of `vm.max_map_count`, so that the application keeps the other
-    /// mappings.
+    /// Each range uses up to two of the `vm.max_map_count` mappings of the process. The monitors
+    /// use only a share of these, so that the application can use the others.
     #[must_use]
     pub fn most_ranges(&self) -> usize {
         self.most
@@ -148,7 +153,8 @@ impl UserFaultFd {
         self.beyond_budget.load(Ordering::Relaxed)
     }
 
-    /// Returns text about the budget for use in a sentence.
+    /// Returns a phrase for error messages: how many ranges the monitors of this process may watch,
+    /// and the kernel's limit from which that number follows.
     pub(super) fn budget(&self) -> String {
         let Self { most, limit, .. } = self;
         format!(
@@ -157,8 +163,9 @@ impl UserFaultFd {
         )
     }
 
-    /// Tells this monitor that memhooks run above it and notify all of its subscribers. A discard
-    /// that memhooks see then keeps no range of this monitor pending.
+    /// Tells this monitor that memhooks also notify all of its subscribers. From then on, discards
+    /// by hooked calls do not make ranges uncacheable, since the hooks notify before and after the
+    /// call.
     pub(super) fn beneath_hooks(&self) {
         self.watched.beneath_hooks.store(true, Ordering::Relaxed);
     }
@@ -173,7 +180,9 @@ impl UserFaultFd {
         self.watched.subscribers.shared().is_own_process()
     }
 
-    /// Subscribes a range that was found to be anonymous memory, like [`Monitor::subscribe`].
+    /// Subscribes to changes of a range, like [`Monitor::subscribe`], but without checks of the
+    /// memory. The caller has checked that the range is anonymous memory. `area` is the mapping
+    /// that contains the range, if the caller has looked it up.
     pub(super) fn watch(
         &self,
         range: AddressRange,
@@ -187,27 +196,28 @@ impl UserFaultFd {
             return Err(refused(range, ErrorKind::BadState)
                 .errno(errno)
                 .context("why", "the monitor's thread has ended")
-                .remedy("something closed its file: start a new monitor"));
+                .remedy("the program has closed the monitor's file: start a new monitor"));
         }
         let page = area.map_or_else(page_size, |area| area.page_size);
         let whole = range.page_aligned(page);
         let pages = whole.start().0..whole.start().0.saturating_add(whole.len());
-        // Precedes the registration: the events after it notify every invalidator that is in the
-        // table.
+        // The invalidator is added before the range is registered, since an event may arrive at
+        // once and must notify the invalidator.
         let slot = self.watched.subscribers.add(&invalidator)?;
-        // No lock is held: a fault may wait for a handler of the application, which may register
-        // memory itself.
+        // No lock is held here: the page fault may wait for a userfaultfd handler of the
+        // application, and that handler may register memory itself.
         sys::touch(pages.start);
         if pages.end - pages.start > page {
             sys::touch(pages.end - page);
         }
         let mut book = self.book.lock();
-        // Registered each time, even if the range is counted as watched: new memory may have been
-        // mapped there since. A second registration changes nothing.
+        // The range is registered even if it counts as watched already, since new memory may have
+        // been mapped there meanwhile. A second registration of the same memory changes nothing.
         if let Err(unwatched) = self.register(&mut book, &pages) {
             drop(book);
             self.watched.subscribers.remove(slot);
-            // Huge pages are watched whole, and the caller may not know that the pages are huge.
+            // The kernel watches only whole huge pages, and the caller may not know that the pages
+            // are huge.
             if unwatched == Unwatched::Refused(Errno::INVAL)
                 && area.is_none()
                 && let Ok(area) = self.maps.check(range, NAME.name)
@@ -224,10 +234,11 @@ impl UserFaultFd {
         Ok(Subscription(id))
     }
 
-    /// Asks the kernel to watch whole pages, if the budget allows it.
+    /// Counts a subscription of the address range `pages`, and asks the kernel to watch it, if the
+    /// budget allows that.
     fn register(&self, book: &mut UffdSubscriptions, pages: &Range<u64>) -> Result<(), Unwatched> {
         book.counted.add(pages.clone());
-        let allowed = book.budget.allows(book.counted.apart());
+        let allowed = book.budget.reserve(book.counted.apart());
         let watched = allowed.map_err(Unwatched::Beyond).and_then(|()| {
             let len = pages.end - pages.start;
             sys::register(&self.watched.events, pages.start, len).map_err(Unwatched::Refused)
@@ -244,23 +255,23 @@ impl UserFaultFd {
                 Unwatched::Beyond(_) => _ = self.beyond_budget.fetch_add(1, Ordering::Relaxed),
             }
         }
-        book.budget.detects(book.counted.apart());
+        book.budget.set_watched(book.counted.apart());
         watched
     }
 
-    /// Fails while a discard of pages of `range` may be in progress. The caller subscribes first,
-    /// so that it is notified of later discards.
+    /// Fails while a discard of pages of `range` may be in progress. The caller must subscribe
+    /// first, so that later discards notify the caller's invalidator.
     ///
     /// # Errors
-    /// Busy: such a discard may be in progress.
+    /// Busy: a call that discards pages of `range` may not have returned yet.
     pub(super) fn settled(&self, range: AddressRange) -> Result<()> {
         let shared = self.watched.subscribers.shared();
         if shared.no_discards() && !self.discarding.load(Ordering::Acquire) {
             return Ok(());
         }
         let mut discards = self.discards.lock();
-        // Set before the discards are removed from the queue, so that a thread that finds the queue
-        // empty sees the flag.
+        // The flag is set before the discards are removed from the queue, so that a thread that
+        // finds the queue empty sees the flag.
         self.discarding.store(true, Ordering::Release);
         discards.take(shared);
         let whole = range.page_aligned(page_size());
@@ -282,15 +293,15 @@ impl UserFaultFd {
             ))
     }
 
-    /// Returns the error that explains why the monitor does not watch a range.
+    /// Returns the error for a range that the monitor does not watch, with the reason and a remedy.
     fn explained(&self, range: AddressRange, unwatched: Unwatched) -> Error {
         match unwatched {
             Unwatched::Refused(errno) => explained(range, errno),
             Unwatched::Beyond(Beyond::Share) => refused(range, ErrorKind::OutOfResources)
                 .context(
                     "why",
-                    "each separately watched range takes mappings of the process, and the share of \
-                     the monitors is used up",
+                    "each separately watched range uses mappings of the process, and the monitors \
+                     have used up their share",
                 )
                 .context("separate ranges", self.most)
                 .context("vm.max_map_count", self.limit)
@@ -299,45 +310,50 @@ impl UserFaultFd {
                      monitor",
                 ),
             Unwatched::Beyond(Beyond::Process) => refused(range, ErrorKind::Busy)
-                .context("why", "the process has few mappings left, which stay for the application")
+                .context(
+                    "why",
+                    "the process has few mappings left, which are reserved for the application",
+                )
                 .context("vm.max_map_count", self.limit)
                 .remedy("raise vm.max_map_count, or use the memhooks monitor"),
         }
     }
 
-    /// Stops watching ranges. The caller holds the lock.
+    /// Asks the kernel to stop watching ranges. The caller holds the lock `self.book`.
     fn unregister(&self, unwatched: &[Range<u64>]) {
         for range in unwatched {
             match sys::unregister(&self.watched.events, range.start, range.end - range.start) {
-                // EINVAL: the memory is unmapped, or memory that cannot be watched is there.
+                // EINVAL: the range is unmapped by now, or contains other memory that cannot be
+                // watched.
                 Ok(()) | Err(Errno::INVAL | Errno::NOMEM) => {}
                 Err(errno) => {
-                    tracing::debug!(%errno, ?range, "still watched; its events cost time")
+                    tracing::debug!(%errno, ?range, "still watches a range: its events cost time")
                 }
             }
         }
     }
 
-    /// Stops watching the addresses to which mremap moved watched memory: the kernel still watches
-    /// them, and no subscription needs it.
+    /// Stops watching the addresses to which `mremap` has moved watched memory, except those with a
+    /// subscription. The kernel itself continues to watch moved memory.
     fn forget_moved(&self, counted: &Counted) {
         while let Some((start, len)) = self.watched.subscribers.shared().moved.take() {
             self.unregister(&counted.gaps(start..start.saturating_add(len)));
         }
     }
 
-    /// Stops watching everything, and waits until the thread has read every event that another
-    /// thread waits for.
+    /// Stops watching all ranges, and waits until the thread that reads events has read every
+    /// pending event. Until then, the threads that caused these events are blocked in their system
+    /// calls.
     ///
-    /// Closing the file is not enough: a forked child may have it open too, and a thread that
+    /// Closing the userfaultfd is not enough: a forked child may have it open too. A thread that
     /// unmaps would then wait for a reader that no longer exists.
     fn quiesce(&self) {
         let mut book = self.book.lock();
         self.forget_moved(&book.counted);
-        // Not for each mapping: before Linux 6.15 that would end the watch of other userfaultfds
-        // too.
+        // Before Linux 6.15, unregistering a range also ends the watches of other userfaultfds on
+        // it. So this unregisters only ranges with a subscription, not all mappings.
         self.unregister(&book.counted.all());
-        book.budget.detects(0);
+        book.budget.set_watched(0);
         drop(book);
         while self.watched.subscribers.shared().failure().is_none()
             && sys::changes_under_way(&self.watched.events)
@@ -361,7 +377,7 @@ fn refused(range: AddressRange, kind: ErrorKind) -> Error {
         .context("range", range)
 }
 
-/// Returns the error for a range that the kernel has refused to watch.
+/// Returns the error for a range that the kernel has refused to watch with `errno`.
 fn explained(range: AddressRange, errno: Errno) -> Error {
     let (kind, why, remedy) = match errno {
         Errno::NOMEM => (
@@ -373,7 +389,7 @@ fn explained(range: AddressRange, errno: Errno) -> Error {
         Errno::BUSY => (
             ErrorKind::Busy,
             "another userfaultfd of this process watches the range",
-            "use the memhooks monitor for memory whose faults something else handles",
+            "use the memhooks monitor for memory that another userfaultfd watches",
         ),
         Errno::INVAL => (
             ErrorKind::Unsupported,
@@ -416,8 +432,9 @@ impl Monitor for UserFaultFd {
         DetectionMethod::Callback
     }
 
-    /// Returns true for the causes that kernel events report. `MAP_FIXED` over a range and a
-    /// lowered break are reported as [`InvalidationCause::Unmap`], like the kernel's event.
+    /// Returns true for the causes that the kernel sends events for. A mapping that `MAP_FIXED`
+    /// replaces, and a lowered break, are reported as [`InvalidationCause::Unmap`], since the
+    /// kernel sends the same event.
     fn detects(&self, cause: InvalidationCause) -> bool {
         matches!(
             cause,
@@ -457,7 +474,7 @@ impl Monitor for UserFaultFd {
         let unwatched = book.counted.remove(pages);
         self.unregister(&unwatched);
         let UffdSubscriptions { counted, budget, .. } = &mut *book;
-        budget.detects(counted.apart());
+        budget.set_watched(counted.apart());
         self.forget_moved(&book.counted);
         drop(book);
         self.watched.subscribers.remove(slot);
@@ -472,7 +489,8 @@ impl Drop for UserFaultFd {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         if !self.is_own_process() {
-            // The thread belongs to the parent.
+            // This is a forked child. It has no thread to join, because the thread runs in the
+            // parent only.
             std::mem::forget(thread);
             return;
         }

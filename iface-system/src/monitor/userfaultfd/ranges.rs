@@ -1,19 +1,19 @@
-//! Counts of subscriptions by address, stored as runs of addresses with the same count.
+//! Counts of subscriptions for each address. A *run* is a range of addresses with the same count.
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// The number of subscriptions of each address. Runs are disjoint, and addresses without a
-/// subscription are in no run.
+/// The number of subscriptions of each address, stored as ranges of addresses with the same count
+/// (*runs*). Addresses without a subscription are in no run.
 #[derive(Debug, Default)]
 pub(super) struct Counted {
-    /// End and count of each run, by start.
+    /// The runs by start address. The value is the end address and the number of subscriptions.
     runs: BTreeMap<u64, (u64, u32)>,
-    /// Number of separate watched ranges: runs that do not touch the run before them.
+    /// Number of separate watched ranges. Adjacent runs belong to the same range.
     apart: usize,
 }
 
 impl Counted {
-    /// Adds one to the count of every address of `range`.
+    /// Counts one more subscription for every address of `range`.
     pub(super) fn add(&mut self, range: Range<u64>) {
         self.cut(range.start);
         self.cut(range.end);
@@ -35,8 +35,8 @@ impl Counted {
         }
     }
 
-    /// Subtracts one from the count of every address of `range`, and returns the ranges that reach
-    /// 0.
+    /// Counts one subscription less for every address of `range`. Returns the parts that no
+    /// subscription contains any more.
     pub(super) fn remove(&mut self, range: Range<u64>) -> Vec<Range<u64>> {
         self.cut(range.start);
         self.cut(range.end);
@@ -60,25 +60,25 @@ impl Counted {
         unwatched
     }
 
-    /// Returns the number of watched ranges that touch no other. The kernel makes a separate
-    /// mapping of each.
+    /// Returns the number of separate watched ranges. Adjacent ranges count as one, because the
+    /// kernel keeps them in one mapping.
     pub(super) fn apart(&self) -> usize {
         self.apart
     }
 
-    /// Returns the number of runs that end where this range begins, or begin where it ends.
+    /// Returns the number of runs adjacent to `range`: 0, 1 or 2.
     fn touching(&self, range: &Range<u64>) -> usize {
         let before = self.runs.range(..range.start).next_back();
         usize::from(before.is_some_and(|(_, (end, _))| *end == range.start))
             + usize::from(self.runs.contains_key(&range.end))
     }
 
-    /// Returns all watched ranges.
+    /// Returns all runs, which together are the watched addresses.
     pub(super) fn all(&self) -> Vec<Range<u64>> {
         self.runs.iter().map(|(start, (end, _))| *start..*end).collect()
     }
 
-    /// Returns the parts of `range` that no subscription watches.
+    /// Returns the parts of `range` without a subscription.
     pub(super) fn gaps(&self, range: Range<u64>) -> Vec<Range<u64>> {
         let before =
             self.runs.range(..range.start).next_back().filter(|(_, (end, _))| *end > range.start);

@@ -1,10 +1,11 @@
-//! A lock-free queue of ranges, from the monitor's thread to threads that may take locks.
+//! A lock-free queue of ranges. The monitor's thread that reads events appends ranges, and other
+//! threads remove them.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// A queue of at most `N` ranges (start and length) with one writer, which never waits.
+/// A ring buffer of at most `N` ranges (start and length), with one writer that never waits.
 ///
-/// All zeroes mean an empty queue. Readers must hold a common lock.
+/// All zeroes are an empty queue. Threads that remove ranges must hold a common lock.
 #[repr(C)]
 pub(super) struct Ring<const N: usize> {
     ranges: [[AtomicU64; 2]; N],
@@ -13,7 +14,8 @@ pub(super) struct Ring<const N: usize> {
 }
 
 impl<const N: usize> Ring<N> {
-    /// Appends a range. Returns false, and appends nothing, if the queue is full.
+    /// Appends a range. Returns false without appending if the queue is full. Only one thread may
+    /// call this.
     pub(super) fn push(&self, start: u64, len: u64) -> bool {
         let pushed = self.pushed.load(Ordering::Relaxed);
         if pushed.wrapping_sub(self.taken.load(Ordering::Acquire)) >= N as u32 {
@@ -26,7 +28,8 @@ impl<const N: usize> Ring<N> {
         true
     }
 
-    /// Removes the oldest range. Callers hold a lock.
+    /// Removes and returns the oldest range, or returns `None` if the queue is empty. All callers
+    /// must hold the same lock.
     pub(super) fn take(&self) -> Option<(u64, u64)> {
         let taken = self.taken.load(Ordering::Relaxed);
         if self.is_empty() {
@@ -38,8 +41,8 @@ impl<const N: usize> Ring<N> {
         Some(range)
     }
 
-    /// Returns true if the queue is empty. The caller then sees everything that a reader wrote
-    /// before it removed the last range.
+    /// Returns true if the queue is empty. If so, the caller also sees all memory writes that
+    /// another thread made before it removed the last range.
     pub(super) fn is_empty(&self) -> bool {
         self.taken.load(Ordering::Acquire) == self.pushed.load(Ordering::Acquire)
     }

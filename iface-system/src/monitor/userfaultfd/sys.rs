@@ -23,7 +23,7 @@ pub(super) const EVENT_REMAP: u8 = 0x14;
 pub(super) const EVENT_REMOVE: u8 = 0x15;
 pub(super) const EVENT_UNMAP: u8 = 0x16;
 
-/// A feature bit with its name in the header.
+/// A feature bit of the userfaultfd API, with its name in the kernel header.
 type Feature = (u64, &'static str);
 
 const NEEDED: [Feature; 4] = [
@@ -33,7 +33,7 @@ const NEEDED: [Feature; 4] = [
     (1 << 6, "UFFD_FEATURE_EVENT_UNMAP"),
 ];
 
-/// The feature to watch shared and huge pages too, since Linux 5.19.
+/// Feature bit: shared memory and huge pages can be watched too. Since Linux 5.19.
 const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 
 #[repr(C)]
@@ -68,10 +68,11 @@ const UFFDIO_REGISTER: Opcode = opcode::read_write::<Register>(0xaa, 0);
 const UFFDIO_UNREGISTER: Opcode = opcode::read::<Range>(0xaa, 1);
 const UFFDIO_WRITEPROTECT: Opcode = opcode::read_write::<WriteProtect>(0xaa, 6);
 
-/// `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`, with the flags as its argument.
+/// The ioctl `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`. The field has the flags of the new
+/// userfaultfd.
 struct New(u32);
 
-// SAFETY: the ioctl reads a number and returns a new fd.
+// SAFETY: the ioctl takes a number as its argument, touches no memory, and returns a new fd.
 unsafe impl Ioctl for New {
     type Output = OwnedFd;
     const IS_MUTATING: bool = false;
@@ -93,7 +94,8 @@ unsafe impl Ioctl for New {
     }
 }
 
-/// One message, as `struct uffd_msg`: the event in the first byte, and up to three words.
+/// One event message, with the layout of `struct uffd_msg`: the event number in the first byte, and
+/// up to three words of data.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct Message {
@@ -118,14 +120,19 @@ pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a 
     Ok(&into[..read / size_of::<Message>()])
 }
 
-/// Opens a userfaultfd for user-mode faults only, with the events that the monitor needs.
+/// Opens a userfaultfd with the events that the monitor needs. Since Linux 5.11 it is restricted to
+/// user-mode faults (`UFFD_USER_MODE_ONLY`). Older kernels do not know this flag, and it is opened
+/// without the flag there.
 ///
 /// # Errors
-/// PermissionDenied, Unsupported or OutOfResources. The error names the kernel, sysctl or security
-/// policy that refuses the call.
+/// - PermissionDenied: a seccomp filter, a sysctl or a security module refuses the call.
+/// - Unsupported: the kernel lacks userfaultfd or one of the events.
+/// - OutOfResources: no fd or memory is left.
+/// - Another kind: the kernel refuses the call for another reason, by the errno in the error.
 pub(super) fn open() -> Result<OwnedFd> {
     let offered = Api { api: UFFD_API, features: 0, ioctls: 0 };
-    // Each file allows one handshake: the first file queries the features, the second uses them.
+    // Each userfaultfd allows one handshake. So a first userfaultfd queries the features, and a
+    // second one is opened with them.
     let offered = handshake(&new()?, offered)?.features;
     let missing: Vec<_> =
         NEEDED.iter().filter(|(bit, _)| offered & bit == 0).map(|(_, name)| *name).collect();
@@ -143,15 +150,15 @@ pub(super) fn open() -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// The maximum number of attempts of a call for which the kernel returns EAGAIN or EINTR.
+/// The maximum number of attempts of a system call while the kernel returns EAGAIN or EINTR.
 const TRIES: u32 = 10;
 
-/// Retries a call while the kernel returns EAGAIN or EINTR, for about 50 ms at most.
+/// Runs `call`, and retries while it returns EAGAIN or EINTR, for about 50 ms at most.
 pub(super) fn persistent<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     for tried in 0..TRIES {
         match call() {
             Err(Errno::AGAIN | Errno::INTR) => {
-                // Doubles each time, from 50 us.
+                // The pause doubles each time, starting with 50 µs.
                 thread::sleep(Duration::from_micros(50 << tried));
             }
             answer => return answer,
@@ -170,7 +177,8 @@ fn handshake(fd: &OwnedFd, mut api: Api) -> Result<Api> {
 fn new() -> Result<OwnedFd> {
     let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
     let user_mode = flags | UserfaultfdFlags::from_bits_retain(UFFD_USER_MODE_ONLY);
-    // SAFETY: the call makes a new file, which only the functions of this module use.
+    // SAFETY: the call creates a new userfaultfd and touches no memory. Only functions of this
+    // module use the fd.
     let made = |flags| persistent(|| unsafe { rustix::mm::userfaultfd(flags) });
     let mut call = made(user_mode);
     let before_user_mode = call.as_ref().is_err_and(|errno| *errno == Errno::INVAL);
@@ -197,7 +205,7 @@ fn refused(kind: ErrorKind, operation: &'static str) -> Error {
     Error::new(kind, operation).iface(IfaceKind::SYSTEM).context("monitor", "userfaultfd")
 }
 
-/// Returns true if a seccomp filter is active.
+/// Returns true if a seccomp filter is active in this process.
 fn filtered() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     status.lines().any(|line| {
@@ -205,7 +213,7 @@ fn filtered() -> bool {
     })
 }
 
-/// Returns the kind, reason and remedy of a refusal.
+/// Returns the error kind, the reason and the remedy if the kernel refuses to open a userfaultfd.
 fn cause(
     errno: Errno,
     before_user_mode: bool,
@@ -231,7 +239,7 @@ fn cause(
         Errno::PERM | Errno::ACCESS => (
             ErrorKind::PermissionDenied,
             "a security module (SELinux, AppArmor) refuses the call",
-            "allow it in the policy, or give the process /dev/userfaultfd",
+            "allow the call in the policy, or give the process /dev/userfaultfd",
         ),
         Errno::MFILE | Errno::NFILE | Errno::NOMEM => (
             ErrorKind::OutOfResources,
@@ -242,8 +250,8 @@ fn cause(
     }
 }
 
-/// Starts watching whole pages. The kernel then reports events only: no page is write-protected, so
-/// no page fault is intercepted.
+/// Starts watching a range of whole pages. No page is write-protected, so the kernel sends events
+/// of changes but intercepts no page fault.
 pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
     let mut register =
         Register { range: Range { start, len }, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
@@ -253,11 +261,12 @@ pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> 
     })
 }
 
-/// Asks the kernel to populate a page as a first write does, without changing its bytes.
+/// Asks the kernel to populate a page as a first write does (`MADV_POPULATE_WRITE`, Linux 5.14),
+/// without changing its bytes.
 ///
-/// Watching a part of a private mapping splits it. If that happens before the first write, the
-/// kernel never merges the parts again. Linux 5.14 has the call (`MADV_POPULATE_WRITE`). If the
-/// kernel refuses the call, the mappings stay split and count towards the process's limit.
+/// Watching a part of a private mapping splits the mapping. If no page of the mapping was written
+/// before the split, the kernel does not merge the parts again later. If the kernel refuses the
+/// call, the parts stay split and count towards the process's limit of mappings.
 pub(super) fn touch(page: u64) {
     let at = std::ptr::with_exposed_provenance_mut(page as usize);
     // SAFETY: the kernel checks the address, and leaves the content as it is.
@@ -275,13 +284,13 @@ pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno
     })
 }
 
-/// Returns true if a thread has unmapped watched memory and its event was not read yet.
+/// Returns true if a thread has changed watched memory and the event was not read yet.
 ///
-/// The kernel then refuses to write-protect, before it looks at the range. An empty range changes
-/// nothing.
+/// In that case the kernel refuses to write-protect any range (EAGAIN). This function passes an
+/// empty range, so that it changes nothing in any case.
 pub(super) fn changes_under_way(fd: &OwnedFd) -> bool {
     let mut nothing = WriteProtect { range: Range { start: 0, len: 0 }, mode: 0 };
-    // SAFETY: the ioctl reads one `WriteProtect`, whose empty range it refuses.
+    // SAFETY: the ioctl reads one `WriteProtect`, and refuses its empty range.
     let answer =
         unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_WRITEPROTECT, _>::new(&mut nothing)) };
     answer == Err(Errno::AGAIN)

@@ -1,5 +1,5 @@
-//! The thread that reads events. The kernel makes a thread that unmaps watched memory wait until
-//! this thread has read the event.
+//! The thread of the userfaultfd monitor that reads events. The kernel makes a thread that unmaps
+//! watched memory wait until this thread has read the event.
 //!
 //! So this thread must never wait for another thread. While it runs, it allocates nothing, frees
 //! nothing, takes no lock and handles no signal. It logs a failure only when it has ended.
@@ -27,29 +27,34 @@ use super::{
     sys::{self, EVENT_REMAP, EVENT_REMOVE, EVENT_UNMAP, Message},
 };
 
-/// The maximum number of moved ranges that are recorded until another thread stops watching them.
+/// Capacity of the queue [`UffdState::moved`]. The threads that subscribe and unsubscribe take
+/// ranges from the queue, and stop watching them.
 const MOVED: usize = 64;
 
-/// The maximum number of discards that are recorded until another thread checks if their calls have
-/// returned.
+/// Capacity of the queue [`UffdState::discarded`]. The threads that subscribe take ranges from the
+/// queue.
 const DISCARDED: usize = 256;
 
-/// The state that the thread shares with the rest of the process.
+/// The state that the thread that reads events shares with the monitor's other threads. The kernel
+/// zeroes it in a forked child.
 #[repr(C)]
 pub(super) struct UffdState {
     pub(super) table: SubscriberTable,
-    /// The errno that ended the thread.
+    /// The errno that ended the thread that reads events, or 0 while it works.
     failed: AtomicU32,
-    /// Set if more discards were reported than `discarded` has room for.
+    /// True if a discard ([`EVENT_REMOVE`]) was lost because the queue `discarded` was full. The
+    /// monitor resets the flag when it empties the queue.
     lost_discards: AtomicBool,
-    /// The ranges to which mremap moved watched memory. The kernel still watches them.
+    /// The ranges to which `mremap` has moved watched memory, until another thread stops watching
+    /// them. The kernel itself continues to watch moved memory.
     pub(super) moved: Ring<MOVED>,
-    /// The ranges that `madvise` discards or is about to discard.
+    /// The ranges of reported discards ([`EVENT_REMOVE`]), without those of announced calls. The
+    /// `madvise` call that caused an event may still be in progress.
     pub(super) discarded: Ring<DISCARDED>,
 }
 
-// SAFETY: zeroes are an empty table, no failure, no moves and no discards; threads share atomics
-// only.
+// SAFETY: zeroes are a valid state (an empty table, no failure, no moves, no discards), and threads
+// share atomics only.
 unsafe impl Wipeable for UffdState {}
 
 impl HasTable for UffdState {
@@ -67,12 +72,13 @@ impl UffdState {
         }
     }
 
-    /// Returns true if every reported discard was removed from the queue.
+    /// Returns true if the queue `discarded` is empty and lost no discard.
     pub(super) fn no_discards(&self) -> bool {
         self.discarded.is_empty() && !self.lost_discards.load(Ordering::Acquire)
     }
 
-    /// Returns true if discards were lost because `discarded` was full, and resets this flag.
+    /// Returns true if discards were lost because the queue `discarded` was full. Resets
+    /// `lost_discards`.
     pub(super) fn take_lost_discards(&self) -> bool {
         self.lost_discards.swap(false, Ordering::AcqRel)
     }
@@ -84,22 +90,24 @@ impl UffdState {
     }
 }
 
-/// The inputs of the thread, which it shares with the monitor.
+/// The fds and subscribers that are shared by the monitor and its thread that reads events.
 #[derive(Debug)]
 pub(super) struct Watched {
     pub(super) events: OwnedFd,
     pub(super) stop: OwnedFd,
     pub(super) subscribers: Subscribers<UffdState>,
-    /// Set if memhooks notify the same subscribers, before and after each call of the C library.
+    /// True if memhooks notify the same subscribers, before and after each hooked call of the C
+    /// library.
     pub(super) beneath_hooks: AtomicBool,
 }
 
-/// Starts the thread with every signal blocked: a signal handler that unmaps watched memory on this
-/// thread would wait for the thread itself.
+/// Starts the thread that reads events. The thread blocks every signal, because a signal handler
+/// that unmapped watched memory would wait for the thread on which it runs.
 pub(super) fn start(watched: &Arc<Watched>) -> Result<JoinHandle<()>> {
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: fills the set, and changes the mask of this thread only, which the new one inherits.
+    // SAFETY: the calls fill the signal set, and change the mask of the calling thread only. The
+    // new thread inherits the mask.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
@@ -111,8 +119,7 @@ pub(super) fn start(watched: &Arc<Watched>) -> Result<JoinHandle<()>> {
             if let Err(errno) = run(&watched) {
                 tracing::error!(
                     %errno,
-                    "the userfaultfd monitor has failed: no memory that it watches is found in a \
-                     cache any more"
+                    "the userfaultfd monitor has failed: caches that use it return no more hits"
                 );
             }
         });
@@ -144,7 +151,8 @@ fn run(watched: &Watched) -> Result<(), Errno> {
         if !stop.is_empty() {
             return Ok(());
         }
-        // A hooked discard whose event is read here returns after the gates are open again.
+        // A hooked `madvise` waits for this guard. So the hooked call that caused an event below
+        // returns only after the subscribers' lookups can hit again.
         let beneath_hooks = watched.beneath_hooks.load(Ordering::Relaxed);
         let _reading = beneath_hooks.then(memhooks::reading_discards);
         // From here until every subscriber is notified, no lookup hits: the thread that unmapped
@@ -159,7 +167,8 @@ fn run(watched: &Watched) -> Result<(), Errno> {
             }
         });
         if let Err(errno) = notified {
-            // The gates stay closed, because cached registrations can no longer be trusted.
+            // Lookups stay disabled by the closed gates, because cached registrations can no longer
+            // be trusted.
             shared.failed.store(errno.raw_os_error() as u32, Ordering::Release);
             return Err(errno);
         }
@@ -184,7 +193,8 @@ fn notify(
             EVENT_UNMAP => (clamped(first, second.saturating_sub(first)), InvalidationCause::Unmap),
             EVENT_REMOVE => {
                 let range = clamped(first, second.saturating_sub(first));
-                // Recorded before subscribers are notified, so that later registrations find it.
+                // The discard is queued before subscribers are notified, so that later
+                // registrations find it.
                 let hooked = beneath_hooks && memhooks::is_hooked_discard(first, second);
                 if !hooked {
                     watched.subscribers.shared().discarded(range);
@@ -192,7 +202,8 @@ fn notify(
                 (range, InvalidationCause::Discard)
             }
             EVENT_REMAP => {
-                // If the queue is full, the range stays watched, and its events only cost time.
+                // If the queue is full, the kernel still watches the range, and its events only
+                // cost time.
                 watched.subscribers.shared().moved.push(second, third);
                 (clamped(first, third), InvalidationCause::Remap)
             }

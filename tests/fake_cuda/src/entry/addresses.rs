@@ -1,4 +1,4 @@
-//! Queries for addresses.
+//! Functions that query and set attributes of addresses.
 
 use std::ffi::{c_uint, c_void};
 
@@ -38,14 +38,14 @@ driver! {
         attribute: CuPointerAttribute,
         pointer: CuDevicePtr
     ) {
-        // "The supported attributes are": SYNC_MEMOPS.
+        // `cuda.h`: "The supported attributes are": SYNC_MEMOPS.
         if attribute != sys::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS || value.is_null() {
             return Err(INVALID_VALUE);
         }
         let (start, allocation) = state.around(pointer).ok_or(INVALID_VALUE)?;
         // VMM memory is refused with 801, as users of UCX report for driver 535.129: its context
-        // has the flag `CU_CTX_SYNC_MEMOPS` instead. Decided here: stream-ordered memory and memory
-        // of other processes are refused too.
+        // has the flag `CU_CTX_SYNC_MEMOPS` instead. Unspecified, so the fake decides:
+        // stream-ordered memory and memory of other processes are refused too.
         let has_it = match allocation.kind {
             Kind::Memory => !state.profile.allocates_by_vmm,
             Kind::Managed | Kind::Host | Kind::Registered => true,
@@ -68,7 +68,7 @@ driver! {
         size: *mut usize,
         pointer: CuDevicePtr
     ) {
-        // Recorded run: a failed call zeroes its outputs.
+        // A recorded run of the real library shows: a failed call zeroes its outputs.
         let known = match state.around(pointer) {
             Some((_, allocation)) if allocation.kind == Kind::Reservation => {
                 state.mapping_around(pointer).map(|(start, mapping)| (start, mapping.len))

@@ -1,4 +1,4 @@
-//! Contexts.
+//! Functions for contexts.
 
 use std::ffi::{c_int, c_uint};
 
@@ -31,7 +31,8 @@ driver! {
         let Some((id, context)) = known else { return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT) };
         context.references -= 1;
         if context.references == 0 {
-            // "Once released the primary context is destroyed if it is the last reference."
+            // `cuda.h`: "Once released the primary context is destroyed if it is the last
+            // reference."
             let id = *id;
             state.destroy_context(id);
         }
@@ -42,8 +43,8 @@ driver! {
         let number = device(state, dev)?;
         let known = state.contexts.iter().find(|(_, one)| one.primary && one.device == number);
         let Some((&id, one)) = known else { return Ok(()) };
-        // "Destroy all allocations and reset all state on the primary context." "Resetting the
-        // primary context does not release it".
+        // `cuda.h`: "Destroy all allocations and reset all state on the primary context."
+        // "Resetting the primary context does not release it".
         let context =
             Context { references: one.references, device: number, primary: true, flags: 0 };
         state.destroy_context(id);
@@ -62,7 +63,7 @@ driver! {
         let number = device(state, dev)?;
         let id = state.handle();
         state.contexts.insert(id, Context { device: number, flags, references: 1, primary: false });
-        // "The created context is made current."
+        // `cuda.h`: "The created context is made current."
         state.stack(|stack| stack.push(id));
         put(context, CuContext(id))
     }
@@ -71,7 +72,7 @@ driver! {
         if state.contexts.get(&context.0).is_none_or(|one| one.primary) {
             return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
         }
-        // "If ctx is current to the calling thread then ctx will also be popped."
+        // `cuda.h`: "If ctx is current to the calling thread then ctx will also be popped."
         state.stack(|stack| {
             stack.pop_if(|top| *top == context.0);
         });
@@ -99,12 +100,13 @@ driver! {
 
     fn cuCtxPopCurrent_v2(state, context: *mut CuContext) {
         let popped = state.stack(Vec::pop).ok_or(CuResult::CUDA_ERROR_INVALID_CONTEXT)?;
-        // "If pctx is not NULL".
+        // `cuda.h`: the context is returned "If pctx is not NULL".
         if context.is_null() { Ok(()) } else { put(context, CuContext(popped)) }
     }
 
     fn cuCtxSetCurrent(state, context: CuContext) {
-        // "If ctx is NULL, the context on the top is popped". Otherwise `context` replaces it.
+        // `cuda.h`: "If ctx is NULL, the context on the top is popped". Otherwise `context`
+        // replaces it.
         if !context.is_null() && !state.contexts.contains_key(&context.0) {
             return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
         }

@@ -1,4 +1,4 @@
-//! Initialisation and devices.
+//! Functions for initialisation and devices.
 
 use std::ffi::{c_char, c_int, c_uint};
 
@@ -12,7 +12,7 @@ driver! {
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
-        // Recorded run: the real library without a device answers 100.
+        // A recorded run shows: without a device, the real library returns 100.
         if state.profile.devices == 0 {
             return Err(CuResult::CUDA_ERROR_NO_DEVICE);
         }
@@ -40,7 +40,7 @@ driver! {
     }
 
     fn cuDeviceGetPCIBusId(state, id: *mut c_char, len: c_int, dev: CuDevice) {
-        // In capitals, as in the example of `cuDeviceGetByPCIBusId`.
+        // The PCI address is in capitals, as in the example of `cuDeviceGetByPCIBusId`.
         text(id, len, &format!("0000:{:02X}:00.0", 0x3A + device(state, dev)?))
     }
 

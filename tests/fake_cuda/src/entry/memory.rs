@@ -1,4 +1,4 @@
-//! Allocation and page-locking.
+//! Functions that allocate, free and page-lock memory.
 
 use std::ffi::{c_uint, c_void};
 
@@ -66,8 +66,8 @@ driver! {
 
     fn cuMemHostGetFlags(state, flags: *mut c_uint, pointer: *mut c_void) {
         state.current()?;
-        // "will fail if the pointer does not reside in an allocation performed by cuMemAllocHost()
-        // or cuMemHostAlloc()"
+        // `cuda.h`: "will fail if the pointer does not reside in an allocation performed by
+        // cuMemAllocHost() or cuMemHostAlloc()"
         match state.around(pointer.expose_provenance() as u64) {
             Some((_, known)) if known.kind == Kind::Host => put(flags, 1),
             _ => Err(INVALID_VALUE),

@@ -1,4 +1,4 @@
-//! Dma-bufs, memory for other processes, and the flush of inbound writes.
+//! Functions that export dma-bufs, share memory with other processes and flush inbound writes.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -23,7 +23,7 @@ driver! {
         handle: CuIpcMemHandle,
         flags: c_uint
     ) {
-        // "Must be specified as CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS".
+        // `cuda.h`: "Must be specified as CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS".
         if flags != sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS {
             return Err(INVALID_VALUE);
         }
@@ -44,12 +44,13 @@ driver! {
         kind: c_uint,
         flags: u64
     ) {
-        // Recorded run: 801 before `cuInit` succeeded, where the other calls answer 3.
+        // A recorded run of the real library shows: before `cuInit` has succeeded this call returns
+        // 801, where other calls return 3.
         if !state.started || !state.profile.dma_buf {
             return Err(NOT_SUPPORTED);
         }
         let len = size as u64;
-        // "Users must ensure the dptr and size are aligned to the host page size."
+        // `cuda.h`: "Users must ensure the dptr and size are aligned to the host page size."
         if kind != sys::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
             || !pointer.is_multiple_of(PAGE)
             || !len.is_multiple_of(PAGE)
@@ -62,7 +63,8 @@ driver! {
             sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE if !state.profile.pcie_flag => {
                 return Err(INVALID_VALUE);
             }
-            // "will give a DMA_BUF handle mapped via PCIE BAR1 or will return an error otherwise"
+            // `cuda.h`: "will give a DMA_BUF handle mapped via PCIE BAR1 or will return an error
+            // otherwise"
             sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE if !state.profile.pcie_mapping => {
                 return Err(NOT_SUPPORTED);
             }
@@ -86,10 +88,9 @@ driver! {
     }
 }
 
-/// `cuda.h`: "address range obtained by a prior call to either ::cuMemAlloc or
-/// ::cuMemAddressReserve is supported"; the latter "must also be fully mapped via ::cuMemMap. [...]
-/// All the physical allocations backing the address range must be resident on the same device and
-/// have identical allocation properties."
+/// Checks that a range can be exported as a dma-buf. `cuda.h` allows ranges of `cuMemAlloc`, and
+/// ranges of `cuMemAddressReserve` that are "fully mapped via ::cuMemMap" to physical allocations
+/// "resident on the same device" with "identical allocation properties".
 fn can_be_exported(state: &State, start: u64, len: u64) -> Answer {
     let end = start + len;
     // The range is rounded to pages, and so may begin before and end after its allocation.
@@ -121,7 +122,8 @@ fn can_be_exported(state: &State, start: u64, len: u64) -> Answer {
                     return Err(NOT_SUPPORTED);
                 }
                 at = base + mapping.len;
-                // Decided here: the code of a driver without such exports.
+                // Unspecified, so the fake decides: the error code of a driver without exports over
+                // several mappings.
                 if at < end && !state.profile.spanning_exports {
                     return Err(NOT_SUPPORTED);
                 }

@@ -1,4 +1,4 @@
-//! Copies, streams and events.
+//! Functions for copies, streams and events.
 
 use std::ffi::{c_uint, c_void};
 
@@ -36,7 +36,8 @@ driver! {
         if !state.streams.contains_key(&stream.0) {
             return Err(INVALID_HANDLE);
         }
-        // Later work on the stream waits for the event: its copies end at once here.
+        // Later work on the stream must wait for the event, so this call runs the copies before the
+        // event.
         let event = state.events.get(&event.0).ok_or(INVALID_HANDLE)?;
         if let Some((before, _)) = event.recorded {
             state.finish(before);
@@ -90,7 +91,7 @@ driver! {
         let known = state.streams.get(&stream.0).ok_or(INVALID_HANDLE)?;
         let (context, before) = (known.context, known.submitted);
         let event = state.events.get_mut(&event.0).ok_or(INVALID_HANDLE)?;
-        // "hEvent and hStream must be from the same context".
+        // `cuda.h`: "hEvent and hStream must be from the same context".
         if event.context != context {
             return Err(INVALID_HANDLE);
         }
@@ -104,7 +105,7 @@ driver! {
         if state.streams.get(&stream).is_none_or(|stream| stream.done >= before) {
             return Ok(());
         }
-        // The copy ends only after this query saw it in flight.
+        // The copy runs after this query, so that one query sees it in flight.
         state.step(stream);
         Err(CuResult::CUDA_ERROR_NOT_READY)
     }

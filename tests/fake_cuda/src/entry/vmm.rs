@@ -1,4 +1,4 @@
-//! Virtual memory management.
+//! Functions for virtual memory management (VMM).
 
 use std::ffi::{c_uint, c_void};
 
@@ -30,7 +30,8 @@ driver! {
             return Err(INVALID_VALUE);
         }
         let address = state.take_addresses(len)?;
-        // Decided here: a reservation has one identity, independent of its mappings.
+        // Unspecified, so the fake decides: a reservation has one identity, independent of its
+        // mappings.
         let id = state.identity();
         let kind = Kind::Reservation;
         let reservation =
@@ -101,8 +102,8 @@ driver! {
         let len = size as u64;
         let physical = state.physical.get(&handle).filter(|known| known.references > 0);
         let physical = physical.ok_or(INVALID_VALUE)?;
-        // "Note: currently must be zero", of the offset. Decided here: a mapping holds a whole
-        // handle.
+        // `cuda.h`: "Note: currently must be zero", about the offset. Unspecified, so the fake
+        // decides: a mapping holds a whole handle.
         let is_whole = offset == 0 && len == physical.len;
         if flags != 0 || !is_whole || !pointer.is_multiple_of(GRANULARITY) {
             return Err(INVALID_VALUE);
@@ -130,7 +131,7 @@ driver! {
         let inside = state.mappings.range(pointer..end);
         let inside: Vec<_> = inside.map(|(at, one)| (*at, *one)).collect();
         let covered: u64 = inside.iter().map(|(_, mapping)| mapping.len).sum();
-        // "the address range must be the whole of the mappings in it"
+        // `cuda.h`: "the address range must be the whole of the mappings in it"
         if covered != size as u64 {
             return Err(INVALID_VALUE);
         }
@@ -154,7 +155,7 @@ driver! {
     ) {
         let end = pointer + size as u64;
         let covered: u64 = state.mappings.range(pointer..end).map(|(_, one)| one.len).sum();
-        // "The range must be a fully mapped address range".
+        // `cuda.h`: "The range must be a fully mapped address range".
         if covered != size as u64 || count != 1 || who.is_null() {
             return Err(INVALID_VALUE);
         }
@@ -184,7 +185,7 @@ driver! {
     }
 }
 
-/// Frees physical memory that has no reference and no mapping left.
+/// Frees a handle's physical memory if no reference and no mapping is left.
 fn forget_physical(state: &mut State, handle: CuMemHandle) {
     let Some(known) = state.physical.get(&handle) else { return };
     if known.references == 0 && known.mappings == 0 {

@@ -1,39 +1,41 @@
-//! Changes of the table, made by one thread at a time while other threads walk the table.
+//! Insertion and removal of entries, by one thread at a time, while other threads read the table.
 
 use super::{
     super::super::sync::{AtomicU32, Ordering, advance_generation},
-    Bucket, CHAIN, FAN, FAN_BITS, INDEX, NODE, ROOT, Radix, Shape, TOP, span_bits,
+    Bucket, CHAIN, FAN, FAN_BITS, INDEX, NODE, ROOT, Radix, RadixState, TOP, span_bits,
 };
 
-/// The number of free nodes for which the memory stays allocated.
-const WARM_NODES: usize = 16;
+/// The number of free nodes that keep their memory. Further free nodes return their pages to the
+/// system.
+const FREE_NODES_KEPT: usize = 16;
 
 impl Radix {
-    /// Inserts an entry into the slots of these pages. Returns `false`, with nothing inserted, if
-    /// the table has no room.
+    /// Inserts an entry into the slots of the pages from `first` to `last`. If no free node or
+    /// bucket is left, removes the entry from all slots again and returns `false`. Other threads
+    /// may find the entry meanwhile.
     #[inline]
     pub(in crate::cache) fn insert(
         &self,
-        shape: &mut Shape,
+        state: &mut RadixState,
         first: u64,
         last: u64,
         entry: u32,
     ) -> bool {
         let done = match self.leaf(first, last) {
             Some((node, slots)) => {
-                slots.iter().all(|slot| self.add_entry(shape, node, slot, entry))
+                slots.iter().all(|slot| self.add_entry(state, node, slot, entry))
             }
-            None => self.insert_into(shape, ROOT, TOP, first, last, entry),
+            None => self.insert_into(state, ROOT, TOP, first, last, entry),
         };
         if !done {
-            self.remove_from(shape, ROOT, TOP, first, last, entry);
+            self.remove_from(state, ROOT, TOP, first, last, entry);
         }
         done
     }
 
     fn insert_into(
         &self,
-        shape: &mut Shape,
+        state: &mut RadixState,
         node: u32,
         level: u32,
         first: u64,
@@ -47,10 +49,10 @@ impl Radix {
             let slot = &self.nodes.at(node).slots[unit as usize & (FAN - 1)];
             let whole = to - from + 1 == 1 << bits;
             let done = if whole {
-                self.add_entry(shape, node, slot, entry)
+                self.add_entry(state, node, slot, entry)
             } else {
-                self.child_of(shape, node, slot)
-                    .is_some_and(|child| self.insert_into(shape, child, level - 1, from, to, entry))
+                self.child_of(state, node, slot)
+                    .is_some_and(|child| self.insert_into(state, child, level - 1, from, to, entry))
             };
             if !done {
                 return false;
@@ -60,20 +62,26 @@ impl Radix {
     }
 
     #[inline(always)]
-    fn add_entry(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, entry: u32) -> bool {
+    fn add_entry(&self, state: &mut RadixState, node: u32, slot: &AtomicU32, entry: u32) -> bool {
         let value = slot.load(Ordering::Relaxed);
         if value != 0 {
-            return self.add_to_chain(shape, slot, value, entry);
+            return self.add_to_chain(state, slot, value, entry);
         }
-        shape.filled[node as usize] += 1;
+        state.used_slots[node as usize] += 1;
         slot.store(entry, Ordering::Release);
         true
     }
 
     #[cold]
     #[inline(never)]
-    fn add_to_chain(&self, shape: &mut Shape, slot: &AtomicU32, value: u32, entry: u32) -> bool {
-        let Some(head) = self.chain_of(shape, slot, value) else { return false };
+    fn add_to_chain(
+        &self,
+        state: &mut RadixState,
+        slot: &AtomicU32,
+        value: u32,
+        entry: u32,
+    ) -> bool {
+        let Some(head) = self.chain_of(state, slot, value) else { return false };
         let mut bucket = head;
         loop {
             if let Some(cell) = bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == 0)
@@ -87,41 +95,42 @@ impl Radix {
             }
             bucket = self.buckets.at(next);
         }
-        let Some(index) = self.take_bucket(shape) else { return false };
+        let Some(index) = self.take_bucket(state) else { return false };
         self.buckets.at(index).entries[0].store(entry, Ordering::Release);
         bucket.next.store(index, Ordering::Release);
         true
     }
 
-    /// Returns the node below a slot. Creates the node if the slot has none.
-    fn child_of(&self, shape: &mut Shape, node: u32, slot: &AtomicU32) -> Option<u32> {
+    /// Returns the node below a slot, and creates it if necessary. Returns `None` if no free node
+    /// or bucket is left.
+    fn child_of(&self, state: &mut RadixState, node: u32, slot: &AtomicU32) -> Option<u32> {
         let value = slot.load(Ordering::Relaxed);
         if value & NODE != 0 {
             return Some(value & INDEX);
         }
         if value == 0 {
-            let child = self.take_node(shape)?;
-            shape.filled[node as usize] += 1;
+            let child = self.take_node(state)?;
+            state.used_slots[node as usize] += 1;
             slot.store(NODE | child, Ordering::Release);
             return Some(child);
         }
-        let head = self.chain_of(shape, slot, value)?;
+        let head = self.chain_of(state, slot, value)?;
         let child = head.child.load(Ordering::Relaxed);
         if child != 0 {
             return Some(child & INDEX);
         }
-        let child = self.take_node(shape)?;
+        let child = self.take_node(state)?;
         head.child.store(NODE | child, Ordering::Release);
         Some(child)
     }
 
-    /// Returns the first bucket of the chain of a slot in use. If the slot has no chain, moves the
-    /// slot's content into a new chain.
-    fn chain_of(&self, shape: &mut Shape, slot: &AtomicU32, value: u32) -> Option<&Bucket> {
+    /// Returns the first bucket of a slot's chain. If the slot has no chain, moves `value`, the
+    /// slot's content, into a new chain. Returns `None` if no free bucket is left.
+    fn chain_of(&self, state: &mut RadixState, slot: &AtomicU32, value: u32) -> Option<&Bucket> {
         if value & CHAIN != 0 {
             return Some(self.buckets.at(value & INDEX));
         }
-        let index = self.take_bucket(shape)?;
+        let index = self.take_bucket(state)?;
         let head = self.buckets.at(index);
         if value & NODE != 0 {
             head.child.store(value, Ordering::Release);
@@ -132,41 +141,49 @@ impl Radix {
         Some(head)
     }
 
-    /// Removes an entry from the slots of these pages.
+    /// Removes an entry from the slots of the pages from `first` to `last`.
     #[inline(always)]
-    pub(in crate::cache) fn remove(&self, shape: &mut Shape, first: u64, last: u64, entry: u32) {
+    pub(in crate::cache) fn remove(
+        &self,
+        state: &mut RadixState,
+        first: u64,
+        last: u64,
+        entry: u32,
+    ) {
         let Some((node, slots)) = self.leaf(first, last) else {
-            self.remove_from(shape, ROOT, TOP, first, last, entry);
+            self.remove_from(state, ROOT, TOP, first, last, entry);
             return;
         };
         for slot in slots {
-            self.remove_entry(shape, node, slot, entry);
+            self.remove_entry(state, node, slot, entry);
         }
-        if shape.filled[node as usize] == 0 {
-            self.leave_empty(shape, first);
+        if state.used_slots[node as usize] == 0 {
+            self.keep_empty_node(state, first);
         }
     }
 
-    /// Keeps the empty lowest node of this page in the table, because the next insertion is often
-    /// near. Removes the empty node that the last such call kept.
-    fn leave_empty(&self, shape: &mut Shape, page: u64) {
-        if let Some(before) = shape.emptied.replace(page)
+    /// Leaves the empty leaf node of `page` in the table, because the next insertion is often near.
+    /// Removes the leaf node that the previous call left, if that node is another one and still
+    /// empty.
+    fn keep_empty_node(&self, state: &mut RadixState, page: u64) {
+        if let Some(before) = state.kept_empty.replace(page)
             && before >> FAN_BITS != page >> FAN_BITS
         {
-            self.prune(shape, before);
+            self.prune(state, before);
         }
     }
 
-    /// Removes the lowest node of a page if it is empty, and then each node above it that becomes
+    /// Removes the leaf node of a page if the node is empty, and then each parent node that becomes
     /// empty.
-    pub(in crate::cache) fn prune(&self, shape: &mut Shape, page: u64) {
-        self.remove_from(shape, ROOT, TOP, page, page, 0);
+    pub(in crate::cache) fn prune(&self, state: &mut RadixState, page: u64) {
+        self.remove_from(state, ROOT, TOP, page, page, 0);
     }
 
-    /// Removes an entry, and then the empty nodes on the path to it. Entry 0 removes only nodes.
+    /// Removes an entry from the slots of the pages from `first` to `last`, at and below `node`.
+    /// Then removes the nodes that became empty. With entry 0, removes only empty nodes.
     fn remove_from(
         &self,
-        shape: &mut Shape,
+        state: &mut RadixState,
         node: u32,
         level: u32,
         first: u64,
@@ -180,7 +197,7 @@ impl Radix {
             let slot = &self.nodes.at(node).slots[unit as usize & (FAN - 1)];
             if to - from + 1 == 1 << bits {
                 if entry != 0 {
-                    self.remove_entry(shape, node, slot, entry);
+                    self.remove_entry(state, node, slot, entry);
                 }
                 continue;
             }
@@ -193,28 +210,28 @@ impl Radix {
             if child & NODE == 0 {
                 continue;
             }
-            self.remove_from(shape, child & INDEX, level - 1, from, to, entry);
-            if shape.filled[(child & INDEX) as usize] == 0 {
+            self.remove_from(state, child & INDEX, level - 1, from, to, entry);
+            if state.used_slots[(child & INDEX) as usize] == 0 {
                 if value & CHAIN != 0 {
                     self.buckets.at(value & INDEX).child.store(0, Ordering::Release);
-                    self.collapse(shape, node, slot, value & INDEX);
+                    self.collapse(state, node, slot, value & INDEX);
                 } else {
                     slot.store(0, Ordering::Release);
-                    shape.filled[node as usize] -= 1;
+                    state.used_slots[node as usize] -= 1;
                 }
-                self.free_node(shape, child & INDEX);
+                self.free_node(state, child & INDEX);
             }
         }
     }
 
     #[inline(always)]
-    fn remove_entry(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, entry: u32) {
+    fn remove_entry(&self, state: &mut RadixState, node: u32, slot: &AtomicU32, entry: u32) {
         let value = slot.load(Ordering::Relaxed);
         if value == entry {
             slot.store(0, Ordering::Release);
-            shape.filled[node as usize] -= 1;
+            state.used_slots[node as usize] -= 1;
         } else if value & CHAIN != 0 {
-            self.remove_from_chain(shape, node, slot, value & INDEX, entry);
+            self.remove_from_chain(state, node, slot, value & INDEX, entry);
         }
     }
 
@@ -222,7 +239,7 @@ impl Radix {
     #[inline(never)]
     fn remove_from_chain(
         &self,
-        shape: &mut Shape,
+        state: &mut RadixState,
         node: u32,
         slot: &AtomicU32,
         head: u32,
@@ -242,11 +259,12 @@ impl Radix {
             }
             bucket = self.buckets.at(next);
         }
-        self.collapse(shape, node, slot, head);
+        self.collapse(state, node, slot, head);
     }
 
-    /// Replaces a chain by its content if the content is only one entry, only one node, or nothing.
-    fn collapse(&self, shape: &mut Shape, node: u32, slot: &AtomicU32, head: u32) {
+    /// Replaces a slot's chain by the chain's content if that is a single entry, a single node or
+    /// nothing.
+    fn collapse(&self, state: &mut RadixState, node: u32, slot: &AtomicU32, head: u32) {
         let mut left = self.buckets.at(head).child.load(Ordering::Relaxed);
         let mut index = head;
         while index != 0 {
@@ -262,7 +280,7 @@ impl Radix {
         }
         slot.store(left, Ordering::Release);
         if left == 0 {
-            shape.filled[node as usize] -= 1;
+            state.used_slots[node as usize] -= 1;
         }
         advance_generation(&self.buckets.at(head).generation);
         let mut index = head;
@@ -274,39 +292,39 @@ impl Radix {
             }
             bucket.child.store(0, Ordering::Release);
             bucket.next.store(0, Ordering::Release);
-            shape.free_buckets.push(index);
+            state.free_buckets.push(index);
             index = next;
         }
     }
 
-    fn take_node(&self, shape: &mut Shape) -> Option<u32> {
-        if let Some(node) = shape.free_nodes.pop() {
+    fn take_node(&self, state: &mut RadixState) -> Option<u32> {
+        if let Some(node) = state.free_nodes.pop() {
             return Some(node);
         }
-        let node = shape.filled.len() as u32;
+        let node = state.used_slots.len() as u32;
         if !self.nodes.ensure(node) {
             return None;
         }
-        shape.filled.push(0);
+        state.used_slots.push(0);
         Some(node)
     }
 
-    fn free_node(&self, shape: &mut Shape, node: u32) {
-        if shape.free_nodes.len() >= WARM_NODES {
+    fn free_node(&self, state: &mut RadixState, node: u32) {
+        if state.free_nodes.len() >= FREE_NODES_KEPT {
             self.nodes.release_pages(node);
         }
-        shape.free_nodes.push(node);
+        state.free_nodes.push(node);
     }
 
-    fn take_bucket(&self, shape: &mut Shape) -> Option<u32> {
-        if let Some(bucket) = shape.free_buckets.pop() {
+    fn take_bucket(&self, state: &mut RadixState) -> Option<u32> {
+        if let Some(bucket) = state.free_buckets.pop() {
             return Some(bucket);
         }
-        let bucket = shape.buckets_made + 1;
+        let bucket = state.bucket_count + 1;
         if !self.buckets.ensure(bucket) {
             return None;
         }
-        shape.buckets_made = bucket;
+        state.bucket_count = bucket;
         Some(bucket)
     }
 }

@@ -1,12 +1,12 @@
 //! The table from addresses to entries: a page table with slots that point directly to entries.
 //!
-//! The table has three levels of nodes. A slot covers a page at the bottom level, 16 MiB in the
-//! middle and 64 GiB at the top. An entry is stored in the highest slots that it covers completely,
-//! and in the slots of the pages that it covers in part. If a slot must hold several entries, or
-//! entries and a node, it points to a chain of buckets.
+//! The table has three levels of nodes. A slot covers 64 GiB in the root node, 16 MiB in a node of
+//! the middle level, and a page in a leaf node. An entry is stored in the highest slots whose pages
+//! it all touches. A page counts even if the entry covers only a part of the page. If a slot must
+//! hold several entries, or entries and a node, it points to a chain of buckets.
 //!
 //! Lookups and invalidations walk the table without a lock. One thread at a time alters it:
-//! [`Shape`] is under the cache's lock.
+//! [`RadixState`] is under the cache's lock.
 
 mod alter;
 
@@ -26,14 +26,14 @@ const FAN: usize = 1 << FAN_BITS;
 const TOP: u32 = 2;
 #[cfg(loom)]
 const TOP: u32 = 1;
-/// The first address past the table. User addresses of the CPU end at 2^47 or 2^48.
+/// The number of addresses that the table distinguishes. Addresses that differ by a multiple of
+/// this share slots. User addresses of the CPU usually end at 2^47 or 2^48.
 const END: u64 = 1 << (PAGE_BITS + FAN_BITS * (TOP + 1));
 
-/// The index of the top node, which always exists.
+/// The index of the root node, which always exists.
 const ROOT: u32 = 1;
 
-/// The tag of a slot that points to a node. The two highest bits of a slot tell if it holds an
-/// entry, a node or a chain.
+/// The tag bit of a slot's value, set if the slot holds the index of a node.
 const NODE: u32 = 1 << 31;
 const CHAIN: u32 = 1 << 30;
 const INDEX: u32 = CHAIN - 1;
@@ -41,11 +41,11 @@ const INDEX: u32 = CHAIN - 1;
 /// The highest index that an entry may have.
 pub(in crate::cache) const MAX_INDEX: u32 = INDEX;
 
-/// The number of slots that a walk tests at once for being empty.
-const AT_ONCE: usize = 8;
+/// The number of slots that a walk tests for being empty in one step.
+const SLOTS_PER_TEST: usize = 8;
 
-/// The largest number of slots of a leaf for which a walk first tests if all of them are empty.
-const FEW: usize = 64;
+/// The largest number of slots for which a walk first tests if all of them are empty.
+const MAX_SLOTS_TO_TEST: usize = 64;
 
 #[repr(C)]
 #[derive(Debug)]
@@ -66,13 +66,13 @@ const WIDTH: usize = 5;
 #[cfg(loom)]
 const WIDTH: usize = 2;
 
-/// One link of a chain: up to [`WIDTH`] entries, and the index of the next bucket.
+/// A link of a chain, with up to [`WIDTH`] entries and the index of the next bucket.
 #[repr(C)]
 #[derive(Debug)]
 struct Bucket {
-    /// Counts how often a chain that began with this bucket was taken apart.
+    /// The number of times that a chain with this first bucket was taken apart.
     generation: AtomicU32,
-    /// The node below the slot, or 0. Used only in the first bucket of a chain.
+    /// The node below the chain's slot, or 0. Used only in the first bucket of a chain.
     child: AtomicU32,
     next: AtomicU32,
     entries: [AtomicU32; WIDTH],
@@ -91,22 +91,23 @@ unsafe impl Zeroed for Bucket {
     }
 }
 
-/// Nodes and buckets, which any thread may walk.
+/// The nodes and buckets of the table, which any thread may read.
 #[derive(Debug)]
 pub(in crate::cache) struct Radix {
     nodes: Arena<Node>,
     buckets: Arena<Bucket>,
 }
 
-/// The state of the table that only the altering thread needs.
+/// The part of the table's state that the cache's lock protects. Lookups do not read it.
 #[derive(Debug)]
-pub(in crate::cache) struct Shape {
-    /// The number of slots in use of each node, by the node's index.
-    filled: Vec<u32>,
-    /// A page with a lowest node that may be empty, and that the table keeps.
-    emptied: Option<u64>,
+pub(in crate::cache) struct RadixState {
+    /// The number of slots in use in each node, by the node's index.
+    used_slots: Vec<u32>,
+    /// The number of a page whose leaf node became empty and was kept in the table, or `None`. The
+    /// next insertion is often near, and may have used the node since.
+    kept_empty: Option<u64>,
     free_nodes: Vec<u32>,
-    buckets_made: u32,
+    bucket_count: u32,
     free_buckets: Vec<u32>,
 }
 
@@ -120,21 +121,21 @@ const fn span_bits(level: u32) -> u32 {
     FAN_BITS * level
 }
 
-/// Returns whether each slot was empty when it was read.
+/// Returns whether all slots are empty.
 #[inline(always)]
 fn is_empty(slots: &[AtomicU32]) -> bool {
     let any =
         |slots: &[AtomicU32]| slots.iter().fold(0, |any, slot| any | slot.load(Ordering::Acquire));
-    let (groups, rest) = slots.as_chunks::<AT_ONCE>();
+    let (groups, rest) = slots.as_chunks::<SLOTS_PER_TEST>();
     groups.iter().fold(any(rest), |all, group| all | any(group)) == 0
 }
 
-/// Returns the first and last page of a range in the table, or `None` if the range goes past the
-/// table's end.
+/// Returns the first and last page of the table that a range touches, or `None` if the range
+/// crosses the table's end.
 ///
 /// Addresses that differ only in their highest bits share a slot. Device memory may lie in the
-/// upper half of the address space, where all the highest bits are set (Intel's does). So users of
-/// the table compare whole addresses.
+/// upper half of the address space, where all the highest bits are set (Intel's does). So a thread
+/// that finds an entry must compare whole addresses.
 pub(in crate::cache) fn pages(start: u64, last: u64) -> Option<(u64, u64)> {
     let page = |address: u64| (address % END) >> PAGE_BITS;
     (start / END == last / END).then_some((page(start), page(last)))
@@ -142,7 +143,7 @@ pub(in crate::cache) fn pages(start: u64, last: u64) -> Option<(u64, u64)> {
 
 impl Radix {
     /// Creates a table for up to `entries` ranges.
-    pub(in crate::cache) fn new(entries: usize) -> Result<(Self, Shape)> {
+    pub(in crate::cache) fn new(entries: usize) -> Result<(Self, RadixState)> {
         #[cfg(not(loom))]
         // Ranges that overlap take a bucket for each page that they share.
         let (nodes, buckets) = (
@@ -158,32 +159,32 @@ impl Radix {
         if !radix.nodes.ensure(ROOT) {
             return Err(crate::Error::new(crate::ErrorKind::OutOfResources, "mprotect"));
         }
-        let shape = Shape {
-            filled: vec![0, 0],
-            emptied: None,
+        let state = RadixState {
+            used_slots: vec![0, 0],
+            kept_empty: None,
             free_nodes: Vec::new(),
-            buckets_made: 0,
+            bucket_count: 0,
             free_buckets: Vec::new(),
         };
-        Ok((radix, shape))
+        Ok((radix, state))
     }
 
-    /// Returns an entry at the page of `address`, or 0. `accept` chooses among the entries of a
-    /// chain. `accept` is not called for an entry that is the only one in its slot.
+    /// Returns an entry at the page of `address`, or 0. If a slot has several entries, returns one
+    /// that `accept` accepts. Returns a slot's only entry without a call of `accept`.
     pub(in crate::cache) fn find(&self, address: u64, accept: impl Fn(u32) -> bool) -> u32 {
         self.find_at_page(address)
             .unwrap_or_else(|partial| self.find_from(address, partial, accept))
     }
 
-    /// Returns the only entry in the slot of `address`, or 0 if the slot is empty. If the search
-    /// reaches anything else, for example a chain, returns its state for [`Radix::find_from`].
+    /// Searches for `address` as long as each slot on the path holds only a node. Returns the entry
+    /// in the leaf node's slot, or 0 if that slot is empty. If the search reaches any other slot,
+    /// returns that slot as the error, for [`Radix::find_from`].
     #[inline(always)]
     pub(in crate::cache) fn find_at_page(
         &self,
         address: u64,
     ) -> std::result::Result<u32, PartialSearch> {
-        // Addresses that agree in the lower 48 bits share slots; the caller compares the whole
-        // address.
+        // Addresses with the same lower 48 bits share slots. The caller compares the whole address.
         let page = address >> PAGE_BITS;
         let mut value = self.nodes.at(ROOT).slots[slot_of(page, TOP)].load(Ordering::Acquire);
         for level in (0..TOP).rev() {
@@ -195,7 +196,7 @@ impl Radix {
         if value < CHAIN { Ok(value) } else { Err(PartialSearch { value, level: 0 }) }
     }
 
-    /// Continues a search from the point where [`Radix::find_at_page`] stopped.
+    /// Continues a search from the slot at which [`Radix::find_at_page`] stopped.
     pub(in crate::cache) fn find_from(
         &self,
         address: u64,
@@ -212,7 +213,8 @@ impl Radix {
                 }
             }
             if value & NODE == 0 || level == 0 {
-                // A slot that changed its meaning during this search may show a node below a page.
+                // If other threads altered the table meanwhile, a slot of the lowest level may seem
+                // to hold a node. Then the search returns 0, which means "no entry".
                 return if value < CHAIN { value } else { 0 };
             }
             level -= 1;
@@ -240,13 +242,14 @@ impl Radix {
         }
     }
 
-    /// Calls `visit` with every entry that is in a slot of these pages during the whole walk, once
-    /// for each slot. Other entries may be visited too.
+    /// Calls `visit` with every entry that stays in a slot of the pages from `first` to `last`
+    /// during the whole walk, at least once. May visit an entry several times. May also visit
+    /// entries that are inserted or removed meanwhile.
     pub(in crate::cache) fn walk(&self, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
         let last = last.min((END - 1) >> PAGE_BITS);
         // Most invalidations concern pages with few entries or none.
         if let Some((_, slots)) = self.leaf(first, last)
-            && slots.len() <= FEW
+            && slots.len() <= MAX_SLOTS_TO_TEST
             && is_empty(slots)
         {
             return;
@@ -271,8 +274,8 @@ impl Radix {
         let slots = &self.nodes.at(node).slots[slot_of(first, level)..=slot_of(last, level)];
         let mut unit = first >> bits;
         let mut before = 0;
-        // Most slots are empty, which one test shows for several slots.
-        for slots in slots.chunks(AT_ONCE) {
+        // Most slots are empty, so several are tested in one step.
+        for slots in slots.chunks(SLOTS_PER_TEST) {
             if is_empty(slots) {
                 unit += slots.len() as u64;
                 continue;
@@ -297,8 +300,8 @@ impl Radix {
         }
     }
 
-    /// Visits the entries of a slot's chain. Returns the content of the slot that is left to visit:
-    /// its node, its only entry, or nothing.
+    /// Visits the entries of a slot's chain. Returns the rest of the slot's content: a node, a
+    /// single entry if the chain was replaced by it, or 0.
     ///
     /// A chain that is taken apart during the walk may already be in use at another slot. Then the
     /// generation differs, and the slot is read again.
@@ -314,8 +317,8 @@ impl Radix {
             }
             let child = head.child.load(Ordering::Acquire);
             let mut bucket = head;
-            // A chain that is being reused may lead anywhere, even in a circle, until the
-            // generation shows it.
+            // If the chain's buckets are being reused, their links may even form a cycle. The
+            // changed generation ends the loop.
             loop {
                 for cell in &bucket.entries {
                     let entry = cell.load(Ordering::Acquire);
@@ -338,9 +341,11 @@ impl Radix {
         value
     }
 
-    /// Returns the lowest node and its slots for these pages. Most entries are in slots of lowest
-    /// nodes. Returns `None` unless one lowest node has all the pages and at least one more page,
-    /// and each slot on the path to it holds only a node.
+    /// Returns the leaf node of the pages from `first` to `last`, and their slots in it. Most
+    /// entries are in slots of leaf nodes. Returns `None` in these cases:
+    ///
+    /// - The pages are not in one leaf node, or they are all pages of a leaf node.
+    /// - A slot on the path to the leaf node holds an entry or a chain, or is empty.
     #[inline(always)]
     fn leaf(&self, first: u64, last: u64) -> Option<(u32, &[AtomicU32])> {
         if first >> FAN_BITS != last >> FAN_BITS || last - first + 1 == FAN as u64 {
@@ -358,8 +363,7 @@ impl Radix {
     }
 }
 
-/// The point where [`Radix::find_at_page`] stopped at a chain: the slot's value and the slot's
-/// level.
+/// The slot at which [`Radix::find_at_page`] stopped: its value and its level in the table.
 #[derive(Clone, Copy)]
 pub(in crate::cache) struct PartialSearch {
     value: u32,
@@ -368,12 +372,13 @@ pub(in crate::cache) struct PartialSearch {
 
 enum Found {
     Entry(u32),
-    /// The index of the node below the slot, or 0 if there is none.
+    /// The search accepted no entry of the slot's chain. The value is the node below the chain's
+    /// slot, with its tag, or 0 for no node.
     Below(u32),
 }
 
-/// Returns the first and last page of an invalidated range in the table: all pages if it goes past
-/// the table's end.
+/// Returns the first and last page of the table that an invalidated range touches. For a range that
+/// crosses the table's end, these are all pages.
 pub(in crate::cache) fn pages_or_all(start: u64, last: u64) -> (u64, u64) {
     pages(start, last).unwrap_or((0, (END - 1) >> PAGE_BITS))
 }
@@ -390,7 +395,7 @@ mod tests {
 
     fn ranges() -> impl Strategy<Value = (u64, u64)> {
         let low = prop_oneof![0..64_u64 * 4096, 15 * MIB..17 * MIB, 0..100_u64 << 30];
-        // Addresses of the upper half, in four and in five levels of page tables.
+        // The upper half of the address space, with four and with five levels of page tables.
         let half = prop_oneof![Just(0), Just(0xffff_u64 << 48), Just(0xff00_u64 << 48)];
         let start = (low, half).prop_map(|(low, half)| low | half);
         let len = prop_oneof![1..3_u64 * 4096, 1..40 * MIB, Just(16 * MIB), Just(64 << 30)];
@@ -404,16 +409,16 @@ mod tests {
         fn find_and_walk_return_exactly_the_inserted_entries(
             steps in proptest::collection::vec((ranges(), any::<bool>()), 1..12),
         ) {
-            let (radix, mut shape) = Radix::new(64).unwrap();
+            let (radix, mut state) = Radix::new(64).unwrap();
             let mut oracle = BTreeMap::new();
             for (index, ((start, len), drop_first)) in steps.into_iter().enumerate() {
                 let entry = index as u32 + 1;
                 let (first, last) = pages(start, start + len - 1).unwrap();
-                prop_assert!(radix.insert(&mut shape, first, last, entry));
+                prop_assert!(radix.insert(&mut state, first, last, entry));
                 oracle.insert(entry, (first, last));
                 if drop_first {
                     let (gone, (first, last)) = oracle.pop_first().unwrap();
-                    radix.remove(&mut shape, first, last, gone);
+                    radix.remove(&mut state, first, last, gone);
                 }
                 for (entry, (first, last)) in &oracle {
                     for page in [*first, *last, first.midpoint(*last)] {
@@ -428,14 +433,14 @@ mod tests {
                 }
             }
             for (entry, (first, last)) in oracle {
-                radix.remove(&mut shape, first, last, entry);
+                radix.remove(&mut state, first, last, entry);
             }
-            if let Some(page) = shape.emptied {
-                radix.prune(&mut shape, page);
+            if let Some(page) = state.kept_empty {
+                radix.prune(&mut state, page);
             }
-            prop_assert_eq!(&shape.filled[1..], &vec![0; shape.filled.len() - 1]);
-            prop_assert_eq!(shape.free_nodes.len(), shape.filled.len() - 2);
-            prop_assert_eq!(shape.free_buckets.len() as u32, shape.buckets_made);
+            prop_assert_eq!(&state.used_slots[1..], &vec![0; state.used_slots.len() - 1]);
+            prop_assert_eq!(state.free_nodes.len(), state.used_slots.len() - 2);
+            prop_assert_eq!(state.free_buckets.len() as u32, state.bucket_count);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A runtime, the iface over it, and two endpoints of a software NIC.
+//! The fixture: a ROCr runtime, the iface over it, and two endpoints of a software NIC.
 
 use std::{
     ops::Deref,
@@ -36,8 +36,9 @@ pub(crate) fn open(fake: Option<&FakeRuntime>) -> Rocr {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The runtime, iface and domains of one test. Fields are dropped in order, the runtime last.
-pub(crate) struct World {
+/// The runtime, iface, domain and endpoints of one test. Fields are dropped in order, the runtime
+/// last.
+pub(crate) struct Fixture {
     wire: Wire,
     pub(crate) hmem: Hmem,
     pub(crate) rocr: Arc<Rocr>,
@@ -45,7 +46,7 @@ pub(crate) struct World {
     _turn: MutexGuard<'static, ()>,
 }
 
-impl Deref for World {
+impl Deref for Fixture {
     type Target = Wire;
 
     fn deref(&self) -> &Wire {
@@ -53,7 +54,7 @@ impl Deref for World {
     }
 }
 
-impl World {
+impl Fixture {
     pub(crate) fn new(profile: Profile, p2p: P2pPolicy, memory: Memory, cached: bool) -> Self {
         let cache = cached.then(CacheAttr::default);
         Self::build(profile, memory, false, DomainAttr { p2p, cache, ..DomainAttr::default() })
@@ -92,11 +93,12 @@ impl World {
         DeviceBuffer::allocate(&iface, &request).expect("allocate")
     }
 
-    /// Ends the world, and checks that nothing is left in the fake runtime and no rule was broken.
+    /// Closes everything. Asserts that no object is left in the fake runtime and that no call broke
+    /// its rules.
     pub(crate) fn end(self) {
         let Self { wire, hmem, rocr, fake, .. } = self;
         drop((wire, hmem));
-        let rocr = Arc::into_inner(rocr).expect("nobody else has the iface");
+        let rocr = Arc::into_inner(rocr).expect("the only reference");
         rocr.close().map_err(hmem::Error::from).expect("close");
         if let Some(fake) = fake {
             assert_eq!(fake.live(), Live::default());

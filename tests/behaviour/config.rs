@@ -1,9 +1,10 @@
-//! Worlds over which behaviours run. The software NIC combines memory, mr_mode, key size, progress,
-//! pages and path. An RDMA device that `HMEM_VERBS_DEVICE` names combines memory and path.
+//! Test configurations in which behaviours run. Configurations of the software NIC
+//! combine memory, mr_mode, key size, progress, pages and path. Those of an RDMA device, which
+//! `HMEM_VERBS_DEVICE` names, combine memory and path.
 //!
-//! A behaviour is a function over a [`World`]. It declares a [`Need`], with its reason, for each
-//! property that a world may lack; `tests/skipped.txt` and `tests/skipped-verbs.txt` list the
-//! result. A behaviour that no world can show fails.
+//! A behaviour is a function over a [`TestConfig`]. It declares a [`Need`], with its reason, for
+//! each property that a configuration may lack. `tests/skipped.txt` and `tests/skipped-verbs.txt`
+//! list the resulting skips. A behaviour that no configuration can show fails.
 
 use std::{
     fmt,
@@ -17,31 +18,32 @@ use hmem::{
     system::FreeDetection,
 };
 
-/// Source of the memory under test.
+/// Memory under test: host memory, or memory of a simulated device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     System,
     Device(FreeDetection),
 }
 
-/// NIC that moves the bytes.
+/// The NIC that moves the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Nic {
     /// The software NIC of this library.
     Loopback,
-    /// The device that `HMEM_VERBS_DEVICE` names, through libibverbs.
+    /// The RDMA device named by the variable `HMEM_VERBS_DEVICE`, used through libibverbs.
     Verbs {
-        /// The driver registers dma-bufs.
+        /// True if the driver registers dma-bufs.
         dma_buf: bool,
     },
 }
 
-/// One combination of memory, NIC, mode and path to test.
+/// A test configuration: one combination of NIC, memory, mr_mode, key size, progress, pages and
+/// path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct World {
+pub(crate) struct TestConfig {
     pub(crate) nic: Nic,
     pub(crate) memory: Memory,
-    /// The mr_mode bits that the application supports and those that the provider requires.
+    /// The mr_mode bits that the application offers and those that the provider requires.
     pub(crate) mode: Mode,
     pub(crate) key_size: usize,
     pub(crate) progress: Progress,
@@ -56,7 +58,7 @@ pub(crate) struct Mode {
     pub(crate) needed: MrMode,
 }
 
-/// All bits except the two that stand alone.
+/// All mr_mode bits but BASIC and SCALABLE, which cannot be combined with others.
 pub(crate) const EVERY_BIT: MrMode =
     MrMode::all().difference(MrMode::BASIC.union(MrMode::SCALABLE));
 
@@ -73,7 +75,7 @@ pub(crate) const HARDWARE: Mode = single(
         .union(MrMode::PROV_KEY)
         .union(MrMode::HMEM),
 );
-/// Mode bits that RDMA devices need.
+/// The mr_mode bits that RDMA devices require.
 const VERBS: Mode = single(
     "verbs",
     MrMode::LOCAL.union(MrMode::VIRT_ADDR).union(MrMode::ALLOCATED).union(MrMode::PROV_KEY),
@@ -106,9 +108,9 @@ const KEY_SIZES: [usize; 2] = [8, 4];
 const PROGRESSES: [Progress; 2] = [Progress::ByHand, Progress::Thread];
 const PAGES: [Pages; 2] = [Pages::Follow, Pages::Pinned];
 
-impl World {
-    /// The default mode over host memory with manual progress, for behaviours that no dimension
-    /// changes.
+impl TestConfig {
+    /// The default mode over host memory with manual progress, for behaviours that are equal in
+    /// every configuration.
     pub(crate) const PLAIN: Self = Self {
         nic: Nic::Loopback,
         memory: Memory::System,
@@ -123,7 +125,8 @@ impl World {
         Self { mode, ..self }
     }
 
-    /// The mode in force, BASIC and SCALABLE resolved.
+    /// Returns the mr_mode bits in force. BASIC and SCALABLE are replaced by the bits that they
+    /// stand for.
     pub(crate) fn bits(&self) -> MrMode {
         self.mode.needed
     }
@@ -153,15 +156,15 @@ impl World {
         self.nic != Nic::Verbs { dma_buf: false }
     }
 
-    /// Returns true if windows bind to the NIC's regions. The VM's driver binds them to host memory
-    /// only.
+    /// Returns true if memory windows can be bound to regions of this memory. The VM's driver binds
+    /// windows to host memory only.
     pub(crate) fn binds_windows(&self) -> bool {
         self.is_loopback() || self.is_system()
     }
 
-    /// The initiator's view of a refusal by the target. The software NIC reports the reason. RDMA
-    /// devices report a dead key, a range outside and a missing right alike, as a remote access
-    /// error.
+    /// Returns the error kind that the initiator sees when the target refuses an access with
+    /// `refusal`. The software NIC reports the reason. RDMA devices report an invalid key, a range
+    /// out of bounds and a missing right alike, as a remote access error.
     pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
         let at_the_target = matches!(
             refusal,
@@ -171,7 +174,7 @@ impl World {
     }
 }
 
-impl fmt::Display for World {
+impl fmt::Display for TestConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let memory = match self.memory {
             Memory::System => "system memory",
@@ -193,40 +196,44 @@ impl fmt::Display for World {
     }
 }
 
-/// Selection of worlds for a behaviour.
+/// The test configurations in which a behaviour runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Worlds {
-    /// Every combination.
+pub(crate) enum ConfigSet {
+    /// Every combination of memory, path, mr_mode, key size, progress and pages.
     Every,
-    /// Every mode with every memory and path. The other dimensions rotate so that every pair of
-    /// values of any two dimensions occurs.
-    Pairs,
-    /// Every mode, over host memory.
-    Modes,
+    /// Every mode with every memory and path. The other dimensions vary so that any two values of
+    /// two dimensions occur together.
+    Pairwise,
+    /// Every mr_mode, over host memory.
+    EveryMode,
     /// Every combination of memory, path, progress mode and page handling, in the default mode.
-    Places,
-    /// One world, for behaviours that no dimension changes.
-    Plain,
-    /// One world, in the mode of hardware.
-    Hardware,
+    DefaultMode,
+    /// One configuration, in the default mode, for behaviours that are equal in every
+    /// configuration.
+    Single,
+    /// One configuration, with the mr_mode bits that hardware NICs require.
+    HardwareMode,
 }
 
-impl Worlds {
-    pub(crate) fn list(self) -> Vec<World> {
+impl ConfigSet {
+    pub(crate) fn list(self) -> Vec<TestConfig> {
         match self {
             Self::Every => product(&MODES, &PLACES, &KEY_SIZES),
-            Self::Pairs => pairs(),
-            Self::Modes => MODES.iter().map(|mode| World::PLAIN.with_mode(*mode)).collect(),
-            Self::Places => product(&[DEFAULT], &PLACES, &[8]),
-            Self::Plain => vec![World::PLAIN],
-            Self::Hardware => vec![World::PLAIN.with_mode(HARDWARE)],
+            Self::Pairwise => pairs(),
+            Self::EveryMode => {
+                MODES.iter().map(|mode| TestConfig::PLAIN.with_mode(*mode)).collect()
+            }
+            Self::DefaultMode => product(&[DEFAULT], &PLACES, &[8]),
+            Self::Single => vec![TestConfig::PLAIN],
+            Self::HardwareMode => vec![TestConfig::PLAIN.with_mode(HARDWARE)],
         }
     }
 }
 
-/// Worlds of an RDMA device, present or not. Every behaviour runs over each world that can show it.
-pub(crate) fn verbs_worlds() -> Vec<World> {
-    let world = |dma_buf, memory, policy| World {
+/// Returns the test configurations of RDMA devices, even if no device is present. Every behaviour
+/// runs in each configuration that can show it.
+pub(crate) fn verbs_configs() -> Vec<TestConfig> {
+    let config = |dma_buf, memory, policy| TestConfig {
         nic: Nic::Verbs { dma_buf },
         memory,
         mode: VERBS,
@@ -235,43 +242,44 @@ pub(crate) fn verbs_worlds() -> Vec<World> {
         pages: Pages::Pinned,
         policy,
     };
-    let mut worlds = Vec::new();
+    let mut configs = Vec::new();
     for dma_buf in [false, true] {
-        worlds.extend(PLACES.iter().map(|(memory, policy)| world(dma_buf, *memory, *policy)));
+        configs.extend(PLACES.iter().map(|(memory, policy)| config(dma_buf, *memory, *policy)));
     }
-    worlds
+    configs
 }
 
-/// Properties of the world that every behaviour needs on an RDMA device.
+/// Properties of a test configuration that every behaviour needs on an RDMA device.
 pub(crate) const VERBS_NEEDS: [Need; 2] = [
     need(
         "staged path",
         "no peer reaches staged memory over a device: `provider-verbs/tests/staging.rs` shows \
          what the owner does with it",
-        |world| !world.staged(),
+        |config| !config.staged(),
     ),
     need(
         "device memory, a driver without dma-bufs",
-        "no path leads there but a staged one",
-        |world| world.is_system() || world.staged() || world.imports_dma_bufs(),
+        "NICs reach this memory by staged copies only",
+        |config| config.is_system() || config.staged() || config.imports_dma_bufs(),
     ),
 ];
 
-/// Worlds of the RDMA device that `HMEM_VERBS_DEVICE` names; none if it names none.
-fn verbs_worlds_here() -> Vec<World> {
+/// Returns the test configurations of the RDMA device that `HMEM_VERBS_DEVICE` names; none if the
+/// variable is unset.
+fn verbs_configs_here() -> Vec<TestConfig> {
     if !set("HMEM_VERBS_DEVICE") {
         return Vec::new();
     }
     let dma_buf = set("HMEM_VERBS_DMA_BUF");
-    verbs_worlds().into_iter().filter(|world| world.imports_dma_bufs() == dma_buf).collect()
+    verbs_configs().into_iter().filter(|config| config.imports_dma_bufs() == dma_buf).collect()
 }
 
 fn set(variable: &str) -> bool {
     std::env::var_os(variable).is_some_and(|value| !value.is_empty())
 }
 
-fn product(modes: &[Mode], places: &[(Memory, P2pPolicy)], key_sizes: &[usize]) -> Vec<World> {
-    let mut worlds = Vec::new();
+fn product(modes: &[Mode], places: &[(Memory, P2pPolicy)], key_sizes: &[usize]) -> Vec<TestConfig> {
+    let mut configs = Vec::new();
     for mode in modes {
         for (memory, policy) in places {
             for key_size in key_sizes {
@@ -279,20 +287,28 @@ fn product(modes: &[Mode], places: &[(Memory, P2pPolicy)], key_sizes: &[usize]) 
                     for pages in PAGES {
                         let (memory, policy, mode, key_size) = (*memory, *policy, *mode, *key_size);
                         let nic = Nic::Loopback;
-                        worlds.push(World { nic, memory, mode, key_size, progress, pages, policy });
+                        configs.push(TestConfig {
+                            nic,
+                            memory,
+                            mode,
+                            key_size,
+                            progress,
+                            pages,
+                            policy,
+                        });
                     }
                 }
             }
         }
     }
-    worlds
+    configs
 }
 
-fn pairs() -> Vec<World> {
-    let mut worlds = Vec::new();
+fn pairs() -> Vec<TestConfig> {
+    let mut configs = Vec::new();
     for (i, mode) in MODES.iter().enumerate() {
         for (j, (memory, policy)) in PLACES.iter().enumerate() {
-            worlds.push(World {
+            configs.push(TestConfig {
                 nic: Nic::Loopback,
                 memory: *memory,
                 mode: *mode,
@@ -303,150 +319,164 @@ fn pairs() -> Vec<World> {
             });
         }
     }
-    worlds
+    configs
 }
 
-/// A property of the world that a behaviour needs.
+/// A property that a behaviour needs of a test configuration.
 #[derive(Clone, Copy)]
 pub(crate) struct Need {
-    /// Class of worlds that lack it.
+    /// Label, in the list of skips, for the configurations without the property.
     pub(crate) class: &'static str,
     pub(crate) reason: &'static str,
-    pub(crate) met: fn(&World) -> bool,
+    pub(crate) met: fn(&TestConfig) -> bool,
 }
 
 pub(crate) const fn need(
     class: &'static str,
     reason: &'static str,
-    met: fn(&World) -> bool,
+    met: fn(&TestConfig) -> bool,
 ) -> Need {
     Need { class, reason, met }
 }
 
-/// Properties of the world that many behaviours need.
+/// Properties of a test configuration that many behaviours need.
 pub(crate) mod needs {
     use super::*;
 
-    pub(crate) const SYSTEM: Need =
-        need("device memory", "the test moves the pages behind an address", World::is_system);
+    pub(crate) const SYSTEM: Need = need(
+        "device memory",
+        "the test replaces the pages behind an address",
+        TestConfig::is_system,
+    );
     pub(crate) const DEVICE: Need =
-        need("system memory", "it is about device memory", |world| !world.is_system());
+        need("system memory", "the behaviour concerns device memory", |config| !config.is_system());
     pub(crate) const FOLLOW: Need =
-        need("pinned pages", "pages must be there when they are pinned", |world| {
-            world.pages == Pages::Follow
+        need("pinned pages", "pages must be present when they are pinned", |config| {
+            config.pages == Pages::Follow
         });
     pub(crate) const PINNED: Need =
-        need("followed pages", "it is about pages that stay pinned", |world| {
-            world.pages == Pages::Pinned
+        need("followed pages", "the behaviour concerns pinned pages", |config| {
+            config.pages == Pages::Pinned
         });
     pub(crate) const BY_HAND: Need =
-        need("progress by thread", "the test steps transfers itself", |world| {
-            world.progress == Progress::ByHand
+        need("progress by thread", "the test steps transfers itself", |config| {
+            config.progress == Progress::ByHand
         });
     pub(crate) const KEYS_AT_HAND: Need =
-        need("mode RAW", "keys are exchanged raw: MODE-04 and KEY-04 show it", |world| {
-            !world.has(MrMode::RAW)
+        need("mode RAW", "keys are exchanged raw: MODE-04 and KEY-04 show it", |config| {
+            !config.has(MrMode::RAW)
         });
     pub(crate) const OWN_KEYS: Need =
-        need("mode PROV_KEY", "the provider picks the keys", |world| !world.has(MrMode::PROV_KEY));
-    pub(crate) const ATOMICS: Need =
-        need("staged path", "atomics on staged memory are refused (BNC-03)", |world| {
-            !world.staged()
+        need("mode PROV_KEY", "the provider picks the keys", |config| {
+            !config.has(MrMode::PROV_KEY)
         });
-    pub(crate) const DMA_BUFS: Need =
-        need("a driver without dma-bufs", "it is about dma-bufs", World::imports_dma_bufs);
+    pub(crate) const ATOMICS: Need =
+        need("staged path", "atomics on staged memory are refused (BNC-03)", |config| {
+            !config.staged()
+        });
+    pub(crate) const DMA_BUFS: Need = need(
+        "a driver without dma-bufs",
+        "the behaviour concerns dma-bufs",
+        TestConfig::imports_dma_bufs,
+    );
     pub(crate) const HELD_TRANSFERS: Need = need(
         "verbs",
         "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions amid a \
          device's",
-        World::is_loopback,
+        TestConfig::is_loopback,
     );
     pub(crate) const SUB_REGIONS: Need =
-        need("verbs", "verbs has no key for a part of a registration", World::is_loopback);
+        need("verbs", "verbs has no key for a part of a registration", TestConfig::is_loopback);
     pub(crate) const COUNTERS: Need =
-        need("verbs", "verbs does not count accesses to a region", World::is_loopback);
+        need("verbs", "verbs does not count accesses to a region", TestConfig::is_loopback);
     pub(crate) const WINDOWS: Need = need(
         "device memory on verbs",
         "the VM's driver binds windows to host memory only",
-        World::binds_windows,
+        TestConfig::binds_windows,
     );
     pub(crate) const NO_ENDPOINT: Need = need(
         "mode ENDPOINT",
         "a region is bound to its endpoint before use: MODE-10 shows it",
-        |world| !world.has(MrMode::ENDPOINT),
+        |config| !config.has(MrMode::ENDPOINT),
     );
 }
 
-/// A behaviour: its name, its requirement ids, its worlds and needs.
+/// A behaviour: its name, the test configurations to run it in, its needs and its function.
 pub(crate) struct Behaviour {
     pub(crate) name: &'static str,
-    pub(crate) worlds: Worlds,
+    pub(crate) configs: ConfigSet,
     pub(crate) needs: &'static [Need],
-    pub(crate) show: fn(&World),
+    pub(crate) show: fn(&TestConfig),
 }
 
 impl Behaviour {
-    /// Runs the behaviour over every world that supports it, and reports the worlds where it
-    /// failed. `HMEM_WORLD` selects the worlds whose names contain its value.
+    /// Runs the behaviour in every test configuration that meets its needs. Panics with the list of
+    /// those in which it failed. The variable `HMEM_TEST_CONFIG` selects configurations by a part
+    /// of their name.
     pub(crate) fn run(&self) {
         let mut shown = 0;
         let mut failures = Vec::new();
-        let only = std::env::var("HMEM_WORLD").unwrap_or_default();
-        for world in self.worlds.list().into_iter().chain(verbs_worlds_here()) {
-            if !world.is_loopback() && !VERBS_NEEDS.iter().all(|need| (need.met)(&world)) {
+        let only = std::env::var("HMEM_TEST_CONFIG").unwrap_or_default();
+        for config in self.configs.list().into_iter().chain(verbs_configs_here()) {
+            if !config.is_loopback() && !VERBS_NEEDS.iter().all(|need| (need.met)(&config)) {
                 continue;
             }
-            if self.needs.iter().any(|need| !(need.met)(&world))
-                || !world.to_string().contains(&only)
+            if self.needs.iter().any(|need| !(need.met)(&config))
+                || !config.to_string().contains(&only)
             {
                 continue;
             }
             shown += 1;
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (self.show)(&world))) {
-                failures.push(format!("{world}:\n    {}", message(&*panic)));
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (self.show)(&config))) {
+                failures.push(format!("{config}:\n    {}", message(&*panic)));
                 if failures.len() == ENOUGH {
                     break;
                 }
             }
         }
-        assert!(shown > 0, "{}: no world can show this, and a skip is not a pass", self.name);
+        assert!(
+            shown > 0,
+            "{}: no configuration can show this, and a skip is not a pass",
+            self.name
+        );
         let (count, list) = (failures.len(), failures.join("\n  "));
         assert!(
             count == 0,
-            "{} failed in {count} of the first {shown} worlds:\n  {list}",
+            "{} failed in {count} of the first {shown} configurations:\n  {list}",
             self.name
         );
     }
 
-    /// One line for each class of worlds that cannot show the behaviour.
+    /// Returns the behaviour's lines for `tests/skipped.txt`: one for each need that a
+    /// configuration does not meet.
     pub(crate) fn skipped(&self) -> impl Iterator<Item = String> + '_ {
-        let worlds = self.worlds.list();
+        let configs = self.configs.list();
         self.needs
             .iter()
-            .filter(move |need| worlds.iter().any(|world| !(need.met)(world)))
+            .filter(move |need| configs.iter().any(|config| !(need.met)(config)))
             .map(|need| format!("{} | {}: {}", self.name, need.class, need.reason))
     }
 
-    /// Like [`skipped`](Self::skipped), for the worlds of an RDMA device. The class tells whether
-    /// no world can show it, or none without dma-bufs.
+    /// Returns the behaviour's lines for `tests/skipped-verbs.txt`. A line says if the behaviour
+    /// runs in no configuration, or in none without dma-bufs.
     pub(crate) fn skipped_verbs(&self) -> Vec<String> {
-        let worlds: Vec<_> = verbs_worlds()
+        let configs: Vec<_> = verbs_configs()
             .into_iter()
-            .filter(|world| VERBS_NEEDS.iter().all(|need| (need.met)(world)))
+            .filter(|config| VERBS_NEEDS.iter().all(|need| (need.met)(config)))
             .collect();
         let unmet = |need: &Need, dma_bufs: bool| {
-            worlds
+            configs
                 .iter()
-                .filter(|world| dma_bufs || !world.imports_dma_bufs())
-                .all(|world| !(need.met)(world))
+                .filter(|config| dma_bufs || !config.imports_dma_bufs())
+                .all(|config| !(need.met)(config))
         };
         let mut lines = Vec::new();
         for need in self.needs {
             let class = if unmet(need, true) {
-                "every verbs world"
+                "every verbs configuration"
             } else if unmet(need, false) {
-                "every verbs world without dma-bufs"
-            } else if worlds.iter().any(|world| !(need.met)(world)) {
+                "every verbs configuration without dma-bufs"
+            } else if configs.iter().any(|config| !(need.met)(config)) {
                 need.class
             } else {
                 continue;
@@ -457,7 +487,8 @@ impl Behaviour {
     }
 }
 
-/// Number of failing worlds after which a behaviour stops: each failure may cost a full timeout.
+/// Number of failures after which a behaviour skips its remaining test configurations, since each
+/// may take a full timeout.
 const ENOUGH: usize = 4;
 
 fn message(panic: &(dyn std::any::Any + Send)) -> &str {
@@ -465,48 +496,48 @@ fn message(panic: &(dyn std::any::Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panicked")
 }
 
-/// Defines a test for each behaviour of a module, and the table for the list of skips. The doc
-/// comment of an entry, with its requirement ids, becomes the test's.
-macro_rules! over_worlds {
-    ($($(#[$meta:meta])* $name:ident: $worlds:ident $(, $need:expr)*;)+) => {
-        pub(crate) const BEHAVIOURS: &[$crate::world::Behaviour] = &[$(
-            $crate::world::Behaviour {
+/// Defines a test for each listed behaviour, and the table `BEHAVIOURS` for the list of skips. The
+/// doc comment of an entry, with its requirement ids, becomes the test's.
+macro_rules! over_configs {
+    ($($(#[$meta:meta])* $name:ident: $configs:ident $(, $need:expr)*;)+) => {
+        pub(crate) const BEHAVIOURS: &[$crate::config::Behaviour] = &[$(
+            $crate::config::Behaviour {
                 name: stringify!($name),
-                worlds: $crate::world::Worlds::$worlds,
+                configs: $crate::config::ConfigSet::$configs,
                 needs: &[$($need),*],
                 show: $name,
             }
         ),+];
 
-        mod over_worlds {
+        mod over_configs {
             use super::BEHAVIOURS;
 
             $($(#[$meta])*
             #[test]
             fn $name() {
-                let named = |one: &&$crate::world::Behaviour| one.name == stringify!($name);
+                let named = |one: &&$crate::config::Behaviour| one.name == stringify!($name);
                 BEHAVIOURS.iter().find(named).expect("in the table").run();
             })+
         }
     };
 }
-pub(crate) use over_worlds;
+pub(crate) use over_configs;
 
 #[test]
-fn the_paired_worlds_cover_every_two_values() {
-    let values = |world: &World| {
+fn pairs_cover_any_two_values_of_two_dimensions() {
+    let values = |config: &TestConfig| {
         [
-            world.mode.name.to_owned(),
-            format!("{:?}/{:?}", world.memory, world.policy),
-            world.key_size.to_string(),
-            format!("{:?}", world.progress),
-            format!("{:?}", world.pages),
+            config.mode.name.to_owned(),
+            format!("{:?}/{:?}", config.memory, config.policy),
+            config.key_size.to_string(),
+            format!("{:?}", config.progress),
+            format!("{:?}", config.pages),
         ]
     };
-    let meet = |worlds: &[World]| {
+    let meet = |configs: &[TestConfig]| {
         let mut pairs = std::collections::BTreeSet::new();
-        for world in worlds {
-            let values = values(world);
+        for config in configs {
+            let values = values(config);
             for a in 0..values.len() {
                 for b in a + 1..values.len() {
                     pairs.insert((a, values[a].clone(), b, values[b].clone()));
@@ -515,5 +546,5 @@ fn the_paired_worlds_cover_every_two_values() {
         }
         pairs
     };
-    assert_eq!(meet(&Worlds::Pairs.list()), meet(&Worlds::Every.list()));
+    assert_eq!(meet(&ConfigSet::Pairwise.list()), meet(&ConfigSet::Every.list()));
 }

@@ -1,4 +1,5 @@
-//! Collection: retires invalidated entries and deregisters those without a lease.
+//! Reclamation of invalidated entries: detaches and deregisters the regions of those without a
+//! lease.
 
 use std::sync::Arc;
 
@@ -14,80 +15,84 @@ use super::{
 };
 use crate::AddressRange;
 
-/// If at least this many retired entries wait, a miss issues a barrier and detaches them. Entries
-/// that had a lease at the last scan do not count.
+/// The number of invalidated entries from which on a miss issues a barrier to detach their regions.
+/// Entries that the last attempt to detach them kept do not count. The attempt keeps leased
+/// entries.
 #[cfg(not(loom))]
-const CROWD: usize = 8;
+const DETACH_THRESHOLD: usize = 8;
 #[cfg(loom)]
-const CROWD: usize = 1;
+const DETACH_THRESHOLD: usize = 1;
 
 impl<S: CacheBackend> CacheCore<S> {
-    /// Moves the invalidated entries to the retire list. Moved entries no longer count for the
+    /// Moves all entries from the stack of invalidated entries to `pending_entries`, the list of
+    /// invalidated entries that are not detached yet. Entries in the list do not count for the
     /// limits.
-    pub(in crate::cache) fn retire_invalidated(&self, locked: &mut LockedState<S>) {
+    pub(in crate::cache) fn drain_invalidated(&self, locked: &mut LockedState<S>) {
         let mut index = self.invalidated.take_all();
         if index == 0 {
             return;
         }
         let LockedState { index: counts, reclaim, .. } = locked;
-        reclaim.drains += 1;
+        reclaim.drain_count += 1;
         while index != 0 {
             let entry = self.index.entries.at(index);
             counts.count -= 1;
             counts.bytes -= entry.len();
-            reclaim.retire_list.push((index, reclaim.drains));
+            reclaim.pending_entries.push((index, reclaim.drain_count));
             index = entry.next_invalidated.load(Ordering::Relaxed);
         }
     }
 
-    /// Retires invalidated entries and moves the regions that wait for deregistration to the
-    /// caller's list. Returns `false` if the retire list is empty.
-    fn begin_collection(
+    /// Drains the stack of invalidated entries. Moves the regions that the backend refused or a
+    /// miss left to the worker to `detached`. Returns `false` if no invalidated entry is left to
+    /// detach.
+    fn begin_reclaim(
         &self,
         locked: &mut LockedState<S>,
         detached: &mut DetachedRegions<S>,
     ) -> bool {
-        self.retire_invalidated(locked);
+        self.drain_invalidated(locked);
         let reclaim = &mut locked.reclaim;
         reclaim.detached += (reclaim.refused.len() + reclaim.left_to_worker.len()) as u64;
         detached.extend(reclaim.refused.drain(..));
         detached.extend(reclaim.left_to_worker.drain(..));
-        !reclaim.retire_list.is_empty()
+        !reclaim.pending_entries.is_empty()
     }
 
-    /// Detaches retired entries during a miss, and leaves their deregistration to the worker unless
-    /// the worker has much to do already.
+    /// Detaches the regions of invalidated entries during a miss, if many entries are pending or no
+    /// other thread may look up. Leaves their deregistration to the worker, unless many regions
+    /// wait for the worker already. The calling thread must own a lease block.
     ///
-    /// New memory is often mapped where old memory was unmapped. There the retired entries would
-    /// make the chains of the table longer and longer.
+    /// New memory is often mapped where old memory was unmapped. If no miss detached them, the
+    /// invalidated entries of the old memory would make the chains of the table longer and longer.
     #[inline]
-    pub(in crate::cache) fn collect_for_miss(
+    pub(in crate::cache) fn detach_for_miss(
         &self,
         locked: &mut LockedState<S>,
         detached: &mut DetachedRegions<S>,
     ) {
-        if locked.reclaim.retire_list.len() > locked.reclaim.leased_retired {
-            self.collect_retired_for_miss(locked, detached);
+        if locked.reclaim.pending_entries.len() > locked.reclaim.leased_pending {
+            self.detach_pending_for_miss(locked, detached);
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn collect_retired_for_miss(
+    fn detach_pending_for_miss(
         &self,
         locked: &mut LockedState<S>,
         detached: &mut DetachedRegions<S>,
     ) {
-        // The caller is one of the owners. Their number is read before the slots, so that the scan
-        // sees what former owners did.
+        // This thread owns a lease block. The owners are counted before the scan, so that the scan
+        // sees all leases in blocks that were released before the count.
         let only_owner = self.leases.blocks.owners() == 1;
         let reclaim = &locked.reclaim;
-        let crowd = reclaim.retire_list.len() >= reclaim.leased_retired + CROWD;
+        let crowd = reclaim.pending_entries.len() >= reclaim.leased_pending + DETACH_THRESHOLD;
         if !(only_owner || crowd && self.heavy_barrier()) {
             return;
         }
         let mut left = DetachedRegions::new();
-        self.detach_retired(locked, locked.reclaim.drains, &mut left);
+        self.detach_pending(locked, locked.reclaim.drain_count, &mut left);
         if left.is_empty() {
             return;
         }
@@ -95,7 +100,7 @@ impl<S: CacheBackend> CacheCore<S> {
         reclaim.detached -= left.len() as u64;
         reclaim.left_to_worker.extend(left);
         if reclaim.left_to_worker.len() < MAX_BATCH {
-            // The worker may have detached the other entries already.
+            // The worker may be asleep, because it sees no other invalidated entries.
             self.waker.wake();
         } else {
             reclaim.detached += reclaim.left_to_worker.len() as u64;
@@ -103,34 +108,38 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Detaches invalidated entries without a lease, and moves the regions that wait for
-    /// deregistration to the caller's list.
-    pub(in crate::cache) fn collect(
+    /// Detaches the regions of invalidated entries without a lease. Appends these regions, and the
+    /// regions that wait for deregistration, to `detached`. Detaches nothing if the heavy barrier
+    /// fails.
+    pub(in crate::cache) fn detach_invalidated(
         &self,
         locked: &mut LockedState<S>,
         detached: &mut DetachedRegions<S>,
     ) {
-        if self.begin_collection(locked, detached) && self.heavy_barrier() {
-            self.detach_retired(locked, locked.reclaim.drains, detached);
+        if self.begin_reclaim(locked, detached) && self.heavy_barrier() {
+            self.detach_pending(locked, locked.reclaim.drain_count, detached);
         }
     }
 
-    /// Detaches retired entries without a lease that were retired up to `drains`. The caller issued
-    /// a heavy barrier after that, or no other thread may look up.
-    fn detach_retired(
+    /// Detaches the regions of invalidated entries without a lease. Skips the entries that are
+    /// being registered, and those that a drain after number `drain_count` added.
+    ///
+    /// The caller must have issued a heavy barrier after that drain, unless no other thread may
+    /// look up.
+    fn detach_pending(
         &self,
         locked: &mut LockedState<S>,
-        drains: u64,
+        drain_count: u64,
         detached: &mut DetachedRegions<S>,
     ) {
         self.scan(locked);
         let scan = locked.reclaim.eviction.scan;
-        let mut retire_list = std::mem::take(&mut locked.reclaim.retire_list);
-        retire_list.retain(|&(index, drain)| {
+        let mut pending_entries = std::mem::take(&mut locked.reclaim.pending_entries);
+        pending_entries.retain(|&(index, drain)| {
             let entry = self.index.entries.at(index);
             let word = entry.state.load(Ordering::Acquire);
             let leased = entry.leased_at_scan.load(Ordering::Relaxed) == scan;
-            if drain > drains || word & state::REGISTERING != 0 || leased {
+            if drain > drain_count || word & state::REGISTERING != 0 || leased {
                 return true;
             }
             if word & state::FAILED == 0 {
@@ -140,44 +149,45 @@ impl<S: CacheBackend> CacheCore<S> {
             }
             false
         });
-        locked.reclaim.leased_retired = retire_list.len();
-        locked.reclaim.retire_list = retire_list;
+        locked.reclaim.leased_pending = pending_entries.len();
+        locked.reclaim.pending_entries = pending_entries;
     }
 
-    /// Deregisters invalidated regions without a lease, and waits until no deregistration is in
-    /// flight.
+    /// Deregisters the regions of invalidated entries without a lease, and waits until no
+    /// deregistration is in flight.
     pub(in crate::cache) fn reclaim(&self) {
         if self.leases.gate.is_forked() {
             return;
         }
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();
-        self.collect(&mut locked, &mut detached);
+        self.detach_invalidated(&mut locked, &mut detached);
         drop(locked);
         self.deregister(&mut detached, &mut PendingCallbacks::new());
         self.wait_for_deregistrations();
     }
 
-    /// Collects once, for the worker. The heavy barrier, a system call that interrupts every
-    /// processor, is issued without the lock, so that no miss waits for it.
-    pub(in crate::cache) fn collect_once(&self) {
+    /// Reclaims invalidated entries once, for the worker. Issues the heavy barrier without the
+    /// lock, so that no miss waits for the barrier, a system call that interrupts every processor.
+    pub(in crate::cache) fn reclaim_once(&self) {
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();
-        if self.begin_collection(&mut locked, &mut detached) {
-            let drains = locked.reclaim.drains;
+        if self.begin_reclaim(&mut locked, &mut detached) {
+            let drain_count = locked.reclaim.drain_count;
             drop(locked);
             let issued = self.heavy_barrier();
             locked = self.state.lock();
             if issued {
-                self.detach_retired(&mut locked, drains, &mut detached);
+                self.detach_pending(&mut locked, drain_count, &mut detached);
             }
         }
         drop(locked);
         self.deregister(&mut detached, &mut PendingCallbacks::new());
     }
 
-    /// Invalidates the entries that have a byte of the range. Runs `callback` once all of them are
-    /// deregistered.
+    /// Invalidates the entries that contain a byte of the range. Runs `callback` once all of them
+    /// are deregistered and no other deregistration is in flight. Runs `callback` at once if the
+    /// range is empty or in a forked child.
     pub(in crate::cache) fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -190,8 +200,8 @@ impl<S: CacheBackend> CacheCore<S> {
         if self.leases.gate.is_forked() {
             return;
         }
-        // No region is detached while the lock is held. So each entry is found here, unless its
-        // region was left to the worker or is in flight already.
+        // While this thread holds the lock, no region is detached. So the walk finds each entry,
+        // unless its region was left to the worker or its deregistration is in flight.
         let mut locked = self.state.lock();
         self.invalidate_bytes(range);
         let reclaim = &mut locked.reclaim;

@@ -1,4 +1,4 @@
-//! The table of situations.
+//! The test cases of the golden traces: host memory, the simulated device and CUDA.
 
 use std::{collections::BTreeSet, path::PathBuf};
 
@@ -25,7 +25,8 @@ const KINDS: [AllocationKind; 5] = [
     AllocationKind::Managed,
 ];
 
-/// Imports by letters: `d`ma-buf, `P`CIe mapping first, `p`eer memory, `s`taged.
+/// Returns a NIC's import abilities from letters: `d`ma-buf, `P`CIe mapping first, `p`eer memory,
+/// `s`taged.
 pub(crate) fn imports(letters: &str) -> Imports {
     Imports {
         dma_buf: letters.contains('d'),
@@ -40,7 +41,7 @@ fn modules(names: &[&str]) -> Facts {
     Facts { modules: Some(modules), ..Facts::default() }
 }
 
-/// A machine whose NVIDIA driver says that its kernel modules are the closed ones.
+/// Returns the facts of a machine with NVIDIA's closed kernel modules.
 fn closed_modules() -> Facts {
     let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("closed-modules-of-traces");
     let folder = root.join("proc/driver/nvidia");
@@ -62,8 +63,10 @@ fn host() -> Vec<Case> {
     let mut cases = vec![part(0, 1), part(PAGE - 1, 2), part(17, 5 * PAGE)];
     cases.extend(P2pPolicy::ALL.map(|policy| Case { policy, ..page() }));
     cases.extend(["", "d", "dPps"].map(|letters| Case { imports: imports(letters), ..page() }));
-    for claim in [IfaceKind::SYSTEM, SIMULATED, IfaceKind::CUDA] {
-        cases.push(Case { what: format!("named {claim}"), claim: Some(claim), ..page() });
+    for (name, claim) in
+        [("system", IfaceKind::SYSTEM), ("simulated", SIMULATED), ("cuda", IfaceKind::CUDA)]
+    {
+        cases.push(Case { what: format!("named {name}"), claim: Some(claim), ..page() });
     }
     cases.extend([
         of(Memory::HostTwice),
@@ -142,7 +145,7 @@ fn refused_by_the_device() -> Vec<Case> {
         (Call::ReleaseDmaBuf, 1..=2, &[5]),
         (Call::Segments, 1..=2, &[5, 95]),
         (Call::ExportPeerMemory, 1..=2, &[5, 95]),
-        // Later queries have no place here: their number may change.
+        // Only the first query fails here, since the number of queries may change.
         (Call::Query, 1..=1, &[5]),
         (Call::Devices, 1..=1, &[5]),
     ] {

@@ -1,0 +1,48 @@
+//! The command on a machine with plug-ins, run through the library.
+
+use hmem::{
+    Error, ErrorKind, Hmem, IfaceKind,
+    loopback::Loopback,
+    system::{Simulated, SimulatedBuilder},
+};
+use hmem_cli::{
+    args::{Color, Command, ExplainArgs, InfoArgs},
+    machine::Machine,
+    run_on,
+    table::Style,
+};
+
+const MINE: IfaceKind = IfaceKind(0xf0_0d00);
+const ABSENT: IfaceKind = IfaceKind(0xf0_0d01);
+
+fn mine() -> SimulatedBuilder {
+    Simulated::builder().kind(MINE).name("mine")
+}
+
+fn unavailable<T>(library: &str) -> hmem::Result<T> {
+    Err(Error::new(ErrorKind::Unavailable, "load library").context("library", library))
+}
+
+/// DIAG-01 HM-04
+#[test]
+fn info_and_explain_list_available_and_absent_plug_ins() {
+    let builder = Hmem::builder()
+        .without_vendor_ifaces()
+        .iface_or_absent(MINE, "mine", mine().build())
+        .iface_or_absent(ABSENT, "gone", unavailable::<Simulated>("libgone.so"))
+        .provider_or_absent("gone-nic", unavailable::<Loopback>("libgone-nic.so"));
+    let machine = Machine::find_with(builder).unwrap();
+    let run = |command: &Command| {
+        let mut out = Vec::new();
+        run_on(&machine, command, Style::for_stdout(Color::Never), &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    };
+    let info = run(&Command::Info(InfoArgs { json: true }));
+    for expected in ["\"mine\"", "\"gone\"", "libgone.so", "gone-nic", "libgone-nic.so"] {
+        assert!(info.contains(expected), "{expected} is not in {info}");
+    }
+    let of_mine = ExplainArgs { iface: Some("mine".into()), ..ExplainArgs::default() };
+    let explained = run(&Command::Explain(of_mine));
+    assert!(explained.contains("mine:0 to loopback/hardware"), "{explained}");
+    assert!(!explained.contains("iface-0x"), "{explained}");
+}
