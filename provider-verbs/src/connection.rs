@@ -236,10 +236,21 @@ impl QueuePair {
 
     /// Resets the queue pair to the state INIT. The NIC drops requests in flight and writes no
     /// completions for them.
+    ///
+    /// rdma_rxe sends the refusal of a request, or writes its completion, before it changes the
+    /// state of the queue pair to ERR. If the reset comes between the two, the queue pair is in the
+    /// state ERR after the reset, and the change to INIT fails with EINVAL. The task that made the
+    /// change has ended by then, so another reset succeeds.
     pub(super) fn reset(&self) -> Result<()> {
         let attr = QpAttr { qp_state: QpState::IBV_QPS_RESET, ..QpAttr::default() };
         self.modify(attr, QpAttrMask::STATE)?;
-        self.to_init()
+        match self.to_init() {
+            Err(_) if self.state().is_ok_and(|state| state == QpState::IBV_QPS_ERR) => {
+                self.modify(attr, QpAttrMask::STATE)?;
+                self.to_init()
+            }
+            result => result,
+        }
     }
 
     /// Ends the connection. Requests in flight complete with the status "flushed".

@@ -26,6 +26,7 @@ const FINE: Misbehaviour = Misbehaviour {
     polls_fail: false,
     hangs: false,
     refuses_resets: 0,
+    fails_during_reset: false,
     completes_late: false,
     refuses_channels: 0,
     channels_fail: 0,
@@ -158,6 +159,21 @@ fn break_connection(
     endpoint.write(&[from.slice(0, 8).expect("slice")], &remote, PeerId(0), 9).expect("post");
     let error = read(cq).remove(0).result.expect_err("no region has this key");
     assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+}
+
+#[test]
+fn endpoint_connects_again_after_its_pair_fails_during_the_reset() {
+    let domain = open();
+    misbehave(FINE);
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let (from, to) = (buffer(&domain, 5), buffer(&domain, 0));
+    break_connection(&endpoint, &cq, &from);
+    misbehave(Misbehaviour { fails_during_reset: true, ..FINE });
+    endpoint.resolve(&endpoint.name()).expect("connect again");
+    write(&endpoint, &from, &to, 7);
+    let done = read(&cq).remove(0);
+    assert_eq!((done.context, done.result.expect("write")), (7, 1024));
 }
 
 /// MW-03

@@ -100,6 +100,9 @@ pub(crate) struct Misbehaviour {
     pub(crate) hangs: bool,
     /// Errno with which a reset of a queue pair fails; 0 for success.
     pub(crate) refuses_resets: c_int,
+    /// True if the next reset leaves its queue pair in the state ERR, as rdma_rxe does if it
+    /// changes the state during the reset because of a failed request.
+    pub(crate) fails_during_reset: bool,
     /// True if requests of a destroyed queue pair succeed later. The next queue pair reuses the
     /// number of the destroyed queue pair.
     pub(crate) completes_late: bool,
@@ -545,6 +548,10 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
             return wire.misbehaviour.refuses_resets;
         }
         let pair = wire.pairs.get_mut(&number).expect("a queue pair that is alive");
+        let from_reset = [QpState::IBV_QPS_RESET, QpState::IBV_QPS_INIT].contains(&pair.state);
+        if attr.qp_state == QpState::IBV_QPS_INIT && !from_reset {
+            return libc::EINVAL;
+        }
         pair.state = attr.qp_state;
         if mask.contains(QpAttrMask::DEST_QPN) {
             pair.peer = attr.dest_qp_num;
@@ -552,6 +559,9 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
         if attr.qp_state == QpState::IBV_QPS_RESET {
             pair.sends.clear();
             pair.receives.clear();
+            if mem::take(&mut wire.misbehaviour.fails_during_reset) {
+                pair.state = QpState::IBV_QPS_ERR;
+            }
         }
         0
     })
