@@ -93,14 +93,20 @@ impl Gate {
         self.load() & CLOSED_PERMANENTLY != 0
     }
 
-    /// Closes the gate until a matching [`Gate::open`]. Closes may be nested.
+    /// Closes the gate until a matching [`Gate::open`]. Closes may be nested. Does nothing in a
+    /// forked child, where the gate stays closed.
     pub(super) fn close(&self) {
-        self.word().fetch_add(CLOSE, Ordering::SeqCst);
+        if !self.is_forked() {
+            self.word().fetch_add(CLOSE, Ordering::SeqCst);
+        }
     }
 
-    /// Undoes one call of [`Gate::close`]. The gate is open again when all calls are undone.
+    /// Undoes one call of [`Gate::close`]. The gate is open again when all calls are undone. Does
+    /// nothing in a forked child, which may undo a call that its parent made before the fork.
     pub(super) fn open(&self) {
-        self.word().fetch_sub(CLOSE, Ordering::SeqCst);
+        if !self.is_forked() {
+            self.word().fetch_sub(CLOSE, Ordering::SeqCst);
+        }
     }
 }
 

@@ -66,8 +66,9 @@ impl<S: CacheBackend> Cache<S> {
     /// [`Lease::uncached_reason`].
     ///
     /// # Errors
-    /// The backend's error, or the error of another thread's registration of exactly this range,
-    /// for which this call waited: [`ErrorKind::BadState`] if that registration panicked.
+    /// - [`ErrorKind::InvalidArgument`] on a miss of a key [of any owner](Key::of_any_owner).
+    /// - The backend's error, or the error of another thread's registration of exactly this range,
+    ///   for which this call waited: [`ErrorKind::BadState`] if that registration panicked.
     #[inline(always)]
     pub fn get_or_register(&self, key: &Key) -> Result<Lease<'_, S>> {
         let (mut free, mut found) = (None, None);

@@ -67,9 +67,9 @@ impl Key {
         Self { allocation: allocation.0, ..self }
     }
 
-    /// Makes the key match memory of every iface, device and allocation. The caller may pass the
-    /// returned key only to lookups that do not register, such as
-    /// [`Cache::get_cached`](super::Cache::get_cached).
+    /// Makes the key match memory of every iface, device and allocation. The returned key is for
+    /// [`Cache::get_cached`](super::Cache::get_cached). A call that would register memory for the
+    /// key fails with [`ErrorKind::InvalidArgument`].
     #[inline]
     #[must_use]
     pub fn of_any_owner(self) -> Self {
@@ -106,6 +106,12 @@ impl Key {
         Some(AllocationId(self.allocation)).filter(|allocation| allocation.0 != NO_ALLOCATION)
     }
 
+    /// Returns an error if the key is [of any owner](Key::of_any_owner), because the backend needs
+    /// the memory's owner to register it.
+    pub(super) fn check_owner(&self) -> Result<()> {
+        if self.exact == 0 { Err(ownerless(self)) } else { Ok(()) }
+    }
+
     pub(super) fn len(&self) -> u64 {
         self.last - self.start + 1
     }
@@ -117,6 +123,15 @@ impl Key {
             && self.start <= other.last.saturating_add(1)
             && other.start <= self.last.saturating_add(1)
     }
+}
+
+#[cold]
+fn ownerless(key: &Key) -> Error {
+    Error::new(ErrorKind::InvalidArgument, "cached registration")
+        .context("range", key.range())
+        .remedy(
+            "pass a key with the owner of the memory: this one, `of_any_owner`, only finds regions",
+        )
 }
 
 #[cold]

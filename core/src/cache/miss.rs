@@ -60,6 +60,7 @@ impl<S: CacheBackend> CacheCore<S> {
         slot: &'c LeaseSlot,
         key: &Key,
     ) -> Result<Lease<'c, S>> {
+        key.check_owner()?;
         if let Some(reason) = self.bypass_reason() {
             return self.register_uncached(key, reason);
         }
@@ -334,6 +335,7 @@ impl<S: CacheBackend> CacheCore<S> {
     /// Registers an uncached region for a thread that gets no lease slot, because the thread is
     /// exiting, all lease blocks are in use, or the process is a forked child.
     pub(super) fn register_without_slot(&self, key: &Key) -> Result<Lease<'_, S>> {
+        key.check_owner()?;
         self.register_uncached(key, self.bypass_reason().unwrap_or(UncachedReason::Full))
     }
 

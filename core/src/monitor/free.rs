@@ -25,6 +25,25 @@ struct WatchedRanges {
     freeing: Vec<AddressRange>,
 }
 
+/// A free in progress. Dropping the value ends the invalidations that the free started.
+struct FreeInProgress<'a> {
+    subscriptions: &'a FreeSubscriptions,
+    range: AddressRange,
+    changes: Vec<(WatchedRange, InvalidationToken)>,
+}
+
+impl Drop for FreeInProgress<'_> {
+    fn drop(&mut self) {
+        for (watch, change) in self.changes.drain(..) {
+            watch.invalidator.invalidate_end(change);
+        }
+        let mut watched = self.subscriptions.0.lock();
+        if let Some(at) = watched.freeing.iter().position(|freeing| *freeing == self.range) {
+            watched.freeing.swap_remove(at);
+        }
+    }
+}
+
 /// The subscriptions to frees of memory, for an iface that makes each free itself or is notified of
 /// it.
 ///
@@ -39,7 +58,7 @@ pub struct FreeSubscriptions(Mutex<WatchedRanges>);
 
 impl FreeSubscriptions {
     /// Invalidates the cached entries of `range`, then runs `free`. New entries of `range` are
-    /// invalidated too until `free` returns.
+    /// invalidated too until `free` returns or panics.
     ///
     /// Calls for one range may overlap in time. The driver may reuse a freed address at once for
     /// another thread, which may free it again before the first call has returned.
@@ -49,25 +68,16 @@ impl FreeSubscriptions {
         let touched = watched.by_id.values().filter(|watch| watch.range.overlaps(range));
         let touched: Vec<_> = touched.cloned().collect();
         drop(watched);
-        let changes: Vec<(WatchedRange, InvalidationToken)> = touched
-            .into_iter()
-            .filter_map(|watch| {
-                let active = watch.active.lock();
-                let change = active
-                    .then(|| watch.invalidator.invalidate_start(range, InvalidationCause::Free));
+        let mut in_progress = FreeInProgress { subscriptions: self, range, changes: Vec::new() };
+        for watch in touched {
+            let active = watch.active.lock();
+            if *active {
+                let change = watch.invalidator.invalidate_start(range, InvalidationCause::Free);
                 drop(active);
-                change.map(|change| (watch, change))
-            })
-            .collect();
-        let result = free();
-        for (watch, change) in changes {
-            watch.invalidator.invalidate_end(change);
+                in_progress.changes.push((watch, change));
+            }
         }
-        let mut watched = self.0.lock();
-        if let Some(at) = watched.freeing.iter().position(|freeing| *freeing == range) {
-            watched.freeing.swap_remove(at);
-        }
-        result
+        free()
     }
 
     /// Adds a subscription. If a free of overlapping memory is in progress, invalidates the freed

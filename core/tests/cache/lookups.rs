@@ -94,6 +94,25 @@ fn identity_includes_owner_and_allocation() {
 }
 
 #[test]
+fn key_of_any_owner_registers_nothing() {
+    let (cache, records) = cache(Limits::default());
+    let any = key(0x30_0000, PAGE).of_any_owner();
+    let handle = cache.lookup_handle();
+    let results = [
+        cache.get_or_register(&any),
+        cache.register_missing(&any),
+        handle.get_or_register(&any),
+        handle.register_missing(&any),
+    ];
+    for result in results {
+        assert_eq!(result.expect_err("no owner").kind(), ErrorKind::InvalidArgument);
+    }
+    assert_eq!(records.registrations.load(Ordering::SeqCst), 0);
+    let lease = cache.get_or_register(&key(0x30_0000, PAGE)).unwrap();
+    assert_eq!(cache.get_or_register(&any).expect("a hit needs no owner").id, lease.id);
+}
+
+#[test]
 fn key_with_no_bytes_or_an_undefined_right_is_refused() {
     let empty = Key::new(range(0x1000, 0), Access::SEND).unwrap_err();
     assert_eq!(empty.kind(), ErrorKind::ZeroLength);
