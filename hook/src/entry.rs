@@ -48,7 +48,7 @@ pub(super) struct Relative {
 /// The reason why an entry cannot be patched.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum PatchObstacle {
-    /// The decoder found a jump or call, as it stands in functions that another library has patched.
+    /// The decoder found a jump or call. Other libraries patch functions by such instructions.
     Jump,
     /// The decoder does not know the instruction at this offset from the entry.
     Unknown(usize),
