@@ -303,7 +303,8 @@ impl<T: HasTable> Hooks<T> {
     /// Ends a subscription. Does nothing in a forked child.
     ///
     /// The end of an invalidator's last subscription waits for the hooks that run at the moment.
-    /// After this, no hook calls the invalidator. The caller must not be inside a notification.
+    /// After this, no hook calls the invalidator, unless the invalidator is subscribed to another
+    /// monitor of the registry. The caller must not be inside a notification.
     ///
     /// Call this method only once for each subscription. Afterwards the same subscription number
     /// may belong to another invalidator.

@@ -22,8 +22,8 @@ pub struct MonitorName {
     pub name: &'static str,
     /// The iface of the watched memory.
     pub iface: IfaceKind,
-    /// The setting that selects an alternative to this monitor. Errors of patching end their remedy
-    /// with it.
+    /// The setting that selects an alternative to this monitor. The remedies of failed patches end
+    /// with this text.
     pub fallback_hint: &'static str,
 }
 

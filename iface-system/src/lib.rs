@@ -18,9 +18,9 @@
 //!
 //! # Things this crate does not do
 //!
-//! It pins no memory; providers do. No [`monitor`] detects every change: `docs/monitors.md` lists the
-//! changes that each monitor misses. A simulated device does not reproduce the timing of hardware,
-//! or a memory order weaker than the CPU's.
+//! It pins no memory; providers do. No [`monitor`] detects every change: `docs/monitors.md` lists
+//! the changes that each monitor misses. A simulated device does not reproduce the timing of
+//! hardware, or a memory order weaker than the CPU's.
 
 #![deny(unsafe_code)]
 

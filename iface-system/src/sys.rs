@@ -224,9 +224,9 @@ fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
         .map_err(|errno| Error::os(errno, "open").context("path", path))
 }
 
-/// Returns true if a process has opened the memory file again for writing, or has a mapping made with
-/// such an fd. The fd from `memfd_create` and its mappings do not count. The function tries to set a
-/// read lease (`F_SETLEASE`), which the kernel grants only if there is no such process.
+/// Returns true if a process has opened the memory file again for writing, or has a mapping made
+/// with such an fd. The fd from `memfd_create` and its mappings do not count. The function tries to
+/// set a read lease (`F_SETLEASE`), which the kernel grants only if there is no such process.
 ///
 /// Also returns true if the lease fails for another reason. The lease ends before this function
 /// returns. A process that opens the file during the lease waits for its end. The kernel then sends

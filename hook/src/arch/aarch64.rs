@@ -218,8 +218,8 @@ pub(super) fn jump_target(address: u64, code: &[u8; ENTRY_LEN]) -> Option<u64> {
     code.get(literal..literal + 8)?.try_into().map(u64::from_le_bytes).ok()
 }
 
-/// Removes the old code from the instruction caches of all processors, and lets the processor of the
-/// calling thread fetch the new code.
+/// Removes the old code from the instruction caches of all processors, and lets the processor of
+/// the calling thread fetch the new code.
 ///
 /// # Safety
 /// The bytes must be mapped.

@@ -21,8 +21,8 @@ use super::{Layered, MemHooks, UserFaultFd};
 #[serde(into = "&'static str")]
 #[non_exhaustive]
 pub enum HostMonitorKind {
-    /// The best choice that works on this machine: [`MemHooks`] and [`UserFaultFd`] together, or one
-    /// of them, or no monitor.
+    /// The best choice that works on this machine: [`MemHooks`] and [`UserFaultFd`] together, or
+    /// one of them, or no monitor.
     #[default]
     Auto,
     /// Hooks in the functions of the C library: [`MemHooks`].
@@ -171,8 +171,8 @@ fn uffd_alone(uffd: &UserFaultFd) -> String {
 impl SystemMonitor {
     /// Starts a monitor of the given kind, and tests that it works. `Disabled` starts no monitor.
     ///
-    /// `Auto` never fails, and logs a warning if a monitor does not work. If none works, host memory
-    /// is not cached.
+    /// `Auto` never fails, and logs a warning if a monitor does not work. If none works, host
+    /// memory is not cached.
     ///
     /// # Errors
     /// - The error of the requested monitor if it does not work here.

@@ -89,8 +89,8 @@ impl ImportMonitor {
     /// Invalidates the cached registrations of a range that was or will be unmapped. The method
     /// allocates nothing and takes no lock.
     ///
-    /// The application must not map the addresses again before this method returns. If another thread
-    /// could register the range between this call and the unmap, use
+    /// The application must not map the addresses again before this method returns. If another
+    /// thread could register the range between this call and the unmap, use
     /// [`ImportMonitor::while_changing`] instead.
     pub fn invalidate(&self, range: AddressRange) {
         self.subscribers

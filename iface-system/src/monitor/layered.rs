@@ -20,8 +20,8 @@ use super::{MemHooks, UserFaultFd};
 
 /// [`MemHooks`] together with [`UserFaultFd`], which catches the changes that the hooks do not see.
 ///
-/// Ranges that userfaultfd refuses are watched by the hooks alone. [`Layered::uffd_refusals`] counts
-/// them. Examples are:
+/// Ranges that userfaultfd refuses are watched by the hooks alone. [`Layered::uffd_refusals`]
+/// counts them. Examples are:
 ///
 /// - ranges that userfaultfd cannot watch (System V segments);
 /// - ranges beyond the maximum number that userfaultfd may watch ([`UserFaultFd::most_ranges`]);

@@ -16,9 +16,9 @@ use super::area::{self, Area};
 /// effect on this file, and no other code opens the file with it.
 const MARK: OFlags = OFlags::NONBLOCK;
 
-/// The open `/proc/self/maps`, or `None` before the first query. Stays `None` on kernels without
-/// `PROCMAP_QUERY`, which open the file at each query. A forked child needs a new value, since the
-/// open file keeps showing the mappings of the parent.
+/// The open `/proc/self/maps`, or `None` before the first query. The value stays `None` on kernels
+/// without `PROCMAP_QUERY`, where each query opens the file. A forked child needs a new value,
+/// since the open file keeps showing the mappings of the parent.
 #[derive(Debug, Default)]
 pub(super) struct Maps(RwLock<Option<OpenMaps>>);
 

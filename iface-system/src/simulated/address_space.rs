@@ -9,12 +9,12 @@ use super::ranges::FreeRanges;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AddressReuse {
-    /// A freed address is reused only after allocations have reached the end of the iface's reserved
-    /// range.
+    /// A freed address is reused only after allocations have reached the end of the iface's
+    /// reserved range.
     #[default]
     Off,
-    /// A new allocation gets addresses of the range that was freed last, among the freed ranges that
-    /// are long enough. CUDA's allocator often does so.
+    /// A new allocation gets addresses of the range that was freed last, among the freed ranges
+    /// that are long enough. CUDA's allocator often does so.
     JustFreed,
 }
 

@@ -249,8 +249,8 @@ impl Arenas {
     }
 
     /// Frees an extent. If it was `exported`, its space is reused only once no process has an
-    /// exported fd of the arena open or mapped. If not, the caller has already returned the extent's
-    /// pages to the kernel, and the space can be reused at once.
+    /// exported fd of the arena open or mapped. If not, the caller has already returned the
+    /// extent's pages to the kernel, and the space can be reused at once.
     pub(crate) fn give(&mut self, extent: Extent, exported: bool) {
         let Some(number) = extent.arena else { return };
         let Some(arena) = self.arenas[number].as_mut() else { return };

@@ -42,8 +42,8 @@ pub(crate) struct Record {
     /// The segments in address order. Together they are as long as the allocation, rounded up to
     /// pages.
     pub(crate) parts: Vec<Part>,
-    /// True once an fd of the memory file was exported, or an IPC handle. A genuine dma-buf does not
-    /// count, because it keeps its pages alive itself.
+    /// True once an fd of the memory file was exported, or an IPC handle. A genuine dma-buf does
+    /// not count, because it keeps its pages alive itself.
     pub(crate) exported: bool,
     /// Index of the word in the memory file's header that holds the allocation's identity for other
     /// processes. `None` until the allocation is exported by an IPC handle.

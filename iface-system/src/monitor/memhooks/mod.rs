@@ -34,8 +34,8 @@ const NAME: MonitorName = MonitorName {
 };
 
 /// Assigns the kernel's discard event for `start..end` to a hooked call in progress, as
-/// [`Announced::account_event`](announced::Announced::account_event) does. Returns false if no hooked
-/// call caused the event. Allocates nothing and takes no lock.
+/// [`Announced::account_event`](announced::Announced::account_event) does. Returns false if no
+/// hooked call caused the event. Allocates nothing and takes no lock.
 pub(super) fn is_hooked_discard(start: u64, end: u64) -> bool {
     let subscribers = hook::REGISTRY.subscribers();
     subscribers.is_some_and(|subscribers| subscribers.shared().announced.account_event(start, end))
@@ -43,7 +43,7 @@ pub(super) fn is_hooked_discard(start: u64, end: u64) -> bool {
 
 /// Registers the calling thread, which is about to read userfaultfd events and pass them to
 /// [`is_hooked_discard`]. Hooked discards wait until the thread drops the guard. Returns `None` if
-/// no memhooks have started yet. Allocates nothing and takes no lock.
+/// no [`MemHooks`] has started yet. Allocates nothing and takes no lock.
 pub(super) fn reading_discards() -> Option<Reading> {
     hook::REGISTRY.subscribers().map(|subscribers| subscribers.shared().announced.reading())
 }

@@ -104,8 +104,8 @@ fn failed(function: &'static str) -> Error {
 /// change.
 ///
 /// Two functions are not tested. Kernels before Linux 6.13 refuse to discard memory by
-/// `process_madvise`. For `remap_file_pages`, the kernel would log that the program uses a deprecated
-/// call.
+/// `process_madvise`. For `remap_file_pages`, the kernel would log that the program uses a
+/// deprecated call.
 ///
 /// # Errors
 /// - Busy: a call failed, or did not notify the subscriber. The error names the function.
@@ -181,16 +181,13 @@ fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
     }
     // SAFETY: the call maps the same segment over its own mapping, which only this function uses.
     test.arrives("shmat", (attached, page, InvalidationCause::Replace), || unsafe {
-        libc::shmat(id, attached, SHM_REMAP) == attached
+        libc::shmat(id, attached, libc::SHM_REMAP) == attached
     })?;
     // SAFETY: only this function uses the segment.
     test.arrives("shmdt", (attached, page, InvalidationCause::Detach), || unsafe {
         libc::shmdt(attached) == 0
     })
 }
-
-/// The `shmat` flag `SHM_REMAP` of `linux/shm.h`.
-const SHM_REMAP: libc::c_int = 0o40000;
 
 /// Tests that `brk` is hooked: calls `brk(NULL)`, which the hook counts. That call does not move
 /// the end of the heap, which allocations of other threads use.

@@ -69,9 +69,9 @@ const NAME: MonitorName = MonitorName {
 
 /// The monitor that learns of changes from the events that the kernel sends through a userfaultfd.
 ///
-/// Events of unmapped memory arrive after the change. A thread that maps the same addresses again at
-/// once, while another thread still unmaps them, can get a hit on the old registration. The kernel
-/// sends no events for `remap_file_pages`, `shmat` with SHM_REMAP and MADV_GUARD_INSTALL.
+/// Events of unmapped memory arrive after the change. A thread that maps the same addresses again
+/// at once, while another thread still unmaps them, can get a hit on the old registration. The
+/// kernel sends no events for `remap_file_pages`, `shmat` with SHM_REMAP and MADV_GUARD_INSTALL.
 ///
 /// # Examples
 /// ```
