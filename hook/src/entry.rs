@@ -23,8 +23,9 @@ pub(super) struct PatchPoint {
     /// Code that undoes the instructions before the patch point. The trampoline runs this code
     /// before the hook.
     pub(super) undo: Vec<u8>,
-    /// A copy of the function's instructions before the offset `resume`. The copy runs when the
-    /// hook calls the original function.
+    /// A copy of the function's instructions before the offset `resume`, without branches that are
+    /// taken only for arguments that the function refuses. The copy runs when the hook calls the
+    /// original function.
     pub(super) skipped: Vec<u8>,
     /// The displacements in `skipped` that must change, because the copy lies at another address.
     pub(super) relative: Vec<Relative>,
@@ -47,14 +48,14 @@ pub(super) struct Relative {
 /// The reason why an entry cannot be patched.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum PatchObstacle {
-    /// The code begins with a jump or call, so another library has patched the function.
+    /// The decoder found a jump or call. Other libraries patch functions by such instructions.
     Jump,
     /// The decoder does not know the instruction at this offset from the entry.
     Unknown(usize),
     /// The function makes the system call with this number, and a system call with another number
     /// was expected.
     OtherCall(i64),
-    /// No instruction can be replaced as a whole by one aligned store.
+    /// The decoder knows each instruction that it read, but a patch can replace none of them.
     NoRoom,
 }
 

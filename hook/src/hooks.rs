@@ -23,7 +23,7 @@ use crate::{
 ///
 /// All `Hooks` of one [`HookRegistry`] share the patches. Creating the first `Hooks` patches the
 /// functions, and dropping the last `Hooks` undoes the patches. Dropping a `Hooks` ends its
-/// subscriptions.
+/// subscriptions. In a forked child, dropping the parent's `Hooks` does nothing.
 ///
 /// # Examples
 /// ```
@@ -138,6 +138,7 @@ struct OwnSubscriptions {
     invalidator: AtomicUsize,
 }
 
+/// The mask of the lower half of [`OwnSubscriptions::count`].
 const COUNT: u64 = (1 << 32) - 1;
 
 impl OwnSubscriptions {
@@ -189,14 +190,15 @@ impl<T: HasTable> Hooks<T> {
     /// Starts the hooks of a monitor: patches the functions, or shares the patches of a monitor
     /// that already runs.
     ///
-    /// The first call in the process calls `plan`, while concurrent calls wait. The registry keeps
-    /// the plan forever, and later calls ignore their `plan`.
+    /// The first call calls `plan`, while concurrent calls wait. If `plan` succeeds, the registry
+    /// keeps the result forever, and later calls ignore their `plan`. This also holds for calls in
+    /// forked children.
     ///
     /// # Errors
     /// - The errors of `plan`.
     /// - Busy: another library patched a function. The error names this function.
     /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
-    /// - OutOfResources: no memory is left.
+    /// - OutOfResources: no memory or no mapping (`vm.max_map_count`) is left.
     /// - Unsupported: the kernel cannot wipe memory in forked children (before Linux 4.14).
     pub fn start(
         registry: &'static HookRegistry<T>,
@@ -225,10 +227,10 @@ impl<T: HasTable> Hooks<T> {
     ///
     /// If another library overwrote a patch, the hooks have missed calls since an unknown moment.
     /// The first call that finds this invalidates all memory for every subscriber. Later calls only
-    /// return the error.
+    /// return the error, until the patch is in place again.
     ///
     /// # Errors
-    /// - Busy: a patch was overwritten. The error names the function and the library.
+    /// - Busy: a patch was overwritten. The error names the function, and the library if known.
     /// - Unsupported: this process is a forked child. The error names `operation`.
     pub fn check_patches(&self, operation: &'static str) -> Result<()> {
         if !self.is_own_process() {
@@ -255,7 +257,11 @@ impl<T: HasTable> Hooks<T> {
 
     /// Adds a subscription: the hooks notify `invalidator` when a hooked function changes memory,
     /// until [`Hooks::unsubscribe`]. A hook that is already running when this method returns
-    /// notifies the invalidator too. An invalidator may have several subscriptions.
+    /// notifies the invalidator too. An invalidator may have several subscriptions, and is notified
+    /// once for each change.
+    ///
+    /// The first subscription of an invalidator waits for the hooks that run at the moment. So the
+    /// caller must not be inside a notification.
     ///
     /// # Errors
     /// - Busy: a patch was overwritten. The error names the function.
@@ -295,6 +301,10 @@ impl<T: HasTable> Hooks<T> {
     }
 
     /// Ends a subscription. Does nothing in a forked child.
+    ///
+    /// The end of an invalidator's last subscription waits for the hooks that run at the moment.
+    /// After this, no hook calls the invalidator, unless the invalidator is subscribed to another
+    /// monitor of the registry. The caller must not be inside a notification.
     ///
     /// Call this method only once for each subscription. Afterwards the same subscription number
     /// may belong to another invalidator.

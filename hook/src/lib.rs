@@ -31,8 +31,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! The crate knows no library and no system call, decides nothing about caching, and patches
-//! nothing until a monitor starts.
+//! The crate contains no hooks, which the monitors define. It decides nothing about caching, and
+//! patches nothing until a monitor starts.
 
 #![deny(unsafe_code)]
 

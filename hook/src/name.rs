@@ -22,8 +22,8 @@ pub struct MonitorName {
     pub name: &'static str,
     /// The iface of the watched memory.
     pub iface: IfaceKind,
-    /// The last part of each error's remedy: the setting that selects an alternative to this
-    /// monitor.
+    /// The setting that selects an alternative to this monitor. The remedies of failed patches end
+    /// with this text.
     pub fallback_hint: &'static str,
 }
 
@@ -34,8 +34,8 @@ impl MonitorName {
         Error::new(kind, self.name).iface(self.iface)
     }
 
-    /// Creates the error for a call in a forked child: a monitor watches only the process that
-    /// started it.
+    /// Creates the error (Unsupported) of a call in a forked child: a monitor watches only the
+    /// process that started it.
     #[cold]
     #[must_use]
     pub fn forked(&self, operation: &'static str) -> Error {
@@ -43,6 +43,6 @@ impl MonitorName {
             .iface(self.iface)
             .context("monitor", self.name)
             .context("why", "this process was forked from the one that the monitor watches")
-            .remedy("start a monitor of its own in the child, or exec")
+            .remedy("start a new monitor in the child, or call exec")
     }
 }

@@ -57,19 +57,20 @@ struct Site {
 
 impl Patches {
     /// Prepares the patches: decodes the entries of the functions and writes the trampolines.
-    /// Changes no function yet.
+    /// Changes no function yet. The library with the hooks is never unloaded after this.
     ///
     /// # Errors
     /// - Unsupported: an entry cannot be patched. The error names the function, and the library
-    ///   that patched it if there is one.
+    ///   that patched the function if this is known.
     /// - OutOfResources: no free memory is near enough to the functions for a jump.
-    /// - The error of the kernel if it refuses a mapping.
+    /// - The error of the kernel if it refuses a mapping, or if `/proc/self/maps` cannot be read.
     ///
     /// # Safety
     /// - Each entry must be the address of a function of a library that stays loaded.
     /// - Each hook must have the function's signature and calling convention. To find the original
     ///   function, it must read `original` at each call.
-    /// - Each `original` must be used by only one target of one plan.
+    /// - All hooks must belong to one library, or to the program.
+    /// - Each `original` must be used by only one target of one successful plan.
     pub unsafe fn plan(monitor: MonitorName, targets: &[PatchTarget]) -> Result<Self> {
         let Some(first) = targets.first() else { return Ok(Self { monitor, sites: Vec::new() }) };
         pin_library_of(first.hook);
@@ -81,6 +82,7 @@ impl Patches {
             sites.map(|(slot, target)| unsafe { Site::new(monitor, target, slot, &trampolines) });
         let sites = sites.collect::<Result<_>>()?;
         trampolines.seal()?;
+        trampolines.keep();
         Ok(Self { monitor, sites })
     }
 
@@ -98,7 +100,7 @@ impl Patches {
     /// patch.
     ///
     /// # Errors
-    /// Busy: another library overwrote a patch. The error names that library.
+    /// Busy: another library overwrote a patch. The error names that library if it is known.
     pub fn check_patches(&self) -> Result<()> {
         match self.sites.iter().find(|site| !site.patch.is_in_place()) {
             None => Ok(()),
@@ -111,6 +113,7 @@ impl Patches {
     /// # Errors
     /// - Busy: another library patched a function since the plan. The error names the function.
     /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
+    /// - OutOfResources: the process has no mapping (`vm.max_map_count`) or memory left.
     ///
     /// The context of the error lists the patches that could not be undone after the failure.
     pub fn patch_all(&self) -> Result<()> {
@@ -128,7 +131,8 @@ impl Patches {
         Ok(())
     }
 
-    /// Undoes the patches. Does not touch patches that another library overwrote.
+    /// Undoes the patches. Does not touch patches that another library overwrote. Logs each patch
+    /// that is not undone.
     pub fn unpatch_all(&self) {
         for site in &self.sites {
             if site.patch.is_in_place()
@@ -177,8 +181,11 @@ impl Patches {
         self.while_writable(site, || unsafe { site.patch.undo() })
     }
 
-    /// Makes the page of the patch writable, runs `write`, and restores the protection. The page
-    /// stays executable, because other threads run code in it.
+    /// Makes the page of the patch writable, runs `write`, and sets the usual protection of code
+    /// again. The page stays executable, because other threads run code in it.
+    ///
+    /// # Errors
+    /// Busy if `write` returns false, or the error of `mprotect`.
     fn while_writable(&self, site: &Site, write: impl FnOnce() -> bool) -> Result<()> {
         let page = rustix::param::page_size();
         let at =

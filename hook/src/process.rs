@@ -49,8 +49,8 @@ impl<T: HasTable + 'static> HookRegistry<T> {
         Self { process: AtomicPtr::new(ptr::null_mut()), patches: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Returns the subscribers that a hook notifies, or `None` if no start of a monitor
-    /// was ever tried.
+    /// Returns the subscribers that a hook notifies. The result is `None` only if no monitor has
+    /// started yet.
     ///
     /// In a forked child that has started no monitor, the result is the parent's value with an
     /// empty table, because the kernel zeroed the child's copy of the table.
@@ -147,8 +147,9 @@ impl<T: HasTable> Process<T> {
 
     /// Checks that every patch is in place.
     ///
-    /// If a patch was overwritten, the first call that finds it invalidates all memory for every
-    /// subscriber. Later calls do not, because the hooks accept no subscription any more.
+    /// If a patch was overwritten, the first call that finds this invalidates all memory for every
+    /// subscriber. Later calls do not, because the hooks accept no subscription while the patch is
+    /// overwritten.
     ///
     /// # Errors
     /// The errors of [`Patches::check_patches`].

@@ -80,7 +80,9 @@ const IN_FLIGHT: u64 = (1 << 32) - 1;
 #[repr(C)]
 #[derive(Debug)]
 pub struct SubscriberTable {
+    /// One bit for each slot: 1 if the slot contains an invalidator.
     taken: AtomicU64,
+    /// The number of switches of sides so far. New readers count on the side `side & 1`.
     side: AtomicUsize,
     slots: [AtomicPtr<Arc<dyn Invalidator>>; SLOTS],
     readers: [[Line; LINES]; 2],
@@ -113,6 +115,7 @@ pub struct TableReadGuard<'a> {
     /// The value that dropping this guard stores in the line's exclusive counter. `None` if the
     /// guard is counted in the line's shared counter.
     after: Option<u64>,
+    /// The value of [`SubscriberTable::taken`] when the guard was created.
     taken: u64,
 }
 
@@ -276,6 +279,9 @@ impl<T: HasTable> Subscribers<T> {
     /// Adds a subscription of `invalidator` and returns the invalidator's slot. Every reader of the
     /// table that is in flight when this method returns notifies the invalidator too.
     ///
+    /// The first subscription of an invalidator waits until every [`TableReadGuard`] of earlier
+    /// readers is dropped. So the caller must not hold such a guard.
+    ///
     /// # Errors
     /// - OutOfResources: [`SLOTS`] invalidators are subscribed.
     /// - Unsupported: this process is a forked child.
@@ -307,7 +313,10 @@ impl<T: HasTable> Subscribers<T> {
     }
 
     /// Removes a subscription. If this was the invalidator's last subscription, returns the
-    /// invalidator, which hooks no longer call.
+    /// invalidator, which hooks no longer call. Returns `None` otherwise, and in a forked child.
+    ///
+    /// The removal of the last subscription waits until every [`TableReadGuard`] of earlier readers
+    /// is dropped. So the caller must not hold such a guard.
     pub fn remove(&self, slot: u8) -> Option<Arc<dyn Invalidator>> {
         if !self.shared.is_own_process() {
             return None;

@@ -16,8 +16,8 @@ use crate::{MonitorName, arch, entry::PatchPoint};
 /// The size in bytes of a slot of the mapping. A slot holds the trampoline of one function.
 const SLOT: u64 = 128;
 
-/// The mapping that contains the trampolines. It is never unmapped: a thread may run code in it at
-/// any time.
+/// The mapping that contains the trampolines. Dropping the value unmaps the memory, unless
+/// [`Trampolines::keep`] was called.
 #[derive(Debug)]
 pub(super) struct Trampolines {
     monitor: MonitorName,
@@ -59,16 +59,15 @@ impl Trampolines {
         Err(Error::new(ErrorKind::OutOfResources, "map trampolines")
             .iface(monitor.iface)
             .context("near", hmem_core::Address(near))
-            .remedy(format!(
-                "no free address lies within a jump of the library: {}",
-                monitor.fallback_hint
-            )))
+            .context("why", "no free address lies within a jump of the library")
+            .remedy(monitor.fallback_hint))
     }
 
     /// Writes the trampoline of the function at `entry` into the slot with number `slot`.
     ///
     /// Returns the addresses of the trampoline's two parts. The first part jumps to the hook. The
-    /// second part runs the copied instructions and continues the original function.
+    /// second part runs the copied instructions and continues the original function. Returns `None`
+    /// if a target of the second part is out of reach.
     pub(super) fn write(
         &self,
         slot: usize,
@@ -102,24 +101,42 @@ impl Trampolines {
         // SAFETY: `new` made the mapping, and this value owns it.
         unsafe { rustix::mm::mprotect(at, len, MprotectFlags::READ | MprotectFlags::EXEC) }
             .map_err(|errno| code_change_refused(self.monitor, errno, "mprotect of trampolines"))?;
-        // SAFETY: `new` mapped the bytes, and they are never unmapped.
+        // SAFETY: `new` mapped the bytes, and this value owns them.
         unsafe { arch::flush(self.start, len) };
         Ok(())
     }
+
+    /// Keeps the mapping forever: once a patch leads here, a thread may run the code at any time.
+    pub(super) fn keep(self) {
+        std::mem::forget(self);
+    }
 }
 
-/// Returns the error for a failed system call that maps code or makes code writable.
+impl Drop for Trampolines {
+    fn drop(&mut self) {
+        let at = std::ptr::with_exposed_provenance_mut(self.start as usize);
+        // SAFETY: `new` made the mapping. No patch leads to it, because `keep` was not called.
+        if let Err(errno) = unsafe { rustix::mm::munmap(at, self.len as usize) } {
+            tracing::error!(%errno, "cannot unmap unused trampolines: the memory is leaked");
+        }
+    }
+}
+
+/// Returns the error for a failed system call that makes memory executable or code writable.
 pub(super) fn code_change_refused(
     monitor: MonitorName,
     errno: Errno,
     operation: &'static str,
 ) -> Error {
     let error = Error::os(errno, operation).iface(monitor.iface).context("monitor", monitor.name);
-    error.remedy(format!(
-        "a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing \
-         code: allow it, or {}",
-        monitor.fallback_hint
-    ))
+    let remedy = match errno {
+        Errno::NOMEM => "the process has too many mappings: raise vm.max_map_count",
+        _ => {
+            "a security policy (SELinux execmod or execmem, PR_SET_MDWE, seccomp) forbids changing \
+             code: allow it"
+        }
+    };
+    error.remedy(format!("{remedy}, or {}", monitor.fallback_hint))
 }
 
 fn page_size() -> u64 {
@@ -161,6 +178,22 @@ fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn refused_change_of_code_names_its_cause() {
+        let monitor = MonitorName {
+            name: "test",
+            iface: hmem_core::IfaceKind::SYSTEM,
+            fallback_hint: "wait",
+        };
+        for (errno, remedy) in [
+            (Errno::NOMEM, "raise vm.max_map_count, or wait"),
+            (Errno::ACCESS, "changing code: allow it, or wait"),
+        ] {
+            let error = code_change_refused(monitor, errno, "mprotect");
+            assert!(error.to_string().contains(remedy), "{error}");
+        }
+    }
 
     #[test]
     fn gaps_are_free_and_keep_clear_of_the_stack() {

@@ -19,10 +19,10 @@ use rustix::{
 
 use crate::MonitorName;
 
-/// A type of which the kernel may replace a value by all-zero bytes at any moment.
+/// A type whose values the kernel may replace by all-zero bytes in a forked child.
 ///
 /// # Safety
-/// - All-zero bytes must be a valid value. The kernel may replace any other value by zeroes.
+/// - All-zero bytes must be a valid value. The kernel may replace any value by zeroes at the fork.
 /// - The type must allow several threads to use a value at once.
 /// - The type must not need a drop.
 pub unsafe trait Wipeable: Sync {}

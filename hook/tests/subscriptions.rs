@@ -129,7 +129,7 @@ fn only_subscribed_invalidators_are_notified() {
     change();
     assert_eq!(shared.each_ref().map(|counter| counter.times()), before);
     assert!(hooks.subscribers().table().pass().is_empty());
-    // Dropping `hooks` ends its remaining subscription. The subscriber of the monitor `other` is
+    // Dropping `hooks` ends its remaining subscriptions. The subscriber of the monitor `other` is
     // still notified.
     let other = Hooks::start(&REGISTRY, NAME, plan).unwrap();
     let [first, second] = &shared;

@@ -47,6 +47,9 @@ pub(crate) struct HandleBody {
 /// allocation, and the owner closes the file when it frees the allocation.
 pub(crate) const NO_STAMP: u64 = u64::MAX;
 
+const CANNOT_OPEN: &str =
+    "the owner or its fd does not exist, or this process may not access the owner's fds";
+
 impl HandleBody {
     pub(crate) fn to_bytes(self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(LEN);
@@ -117,8 +120,7 @@ impl HandleBody {
         // Opening by path needs fewer privileges than `pidfd_getfd`.
         let found = sys::find_path(&format!("/proc/{}/fd/{}", self.pid, self.fd));
         let found = found.or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
-        let found = found
-            .map_err(|error| self.gone("the owner or its fd does not exist").caused_by(error))?;
+        let found = found.map_err(|error| self.gone(CANNOT_OPEN).caused_by(error))?;
         // The file is opened only after this check: the fd number may belong to a device file by
         // now, and opening a device file could have side effects.
         if sys::file_identity(found.as_fd())? != self.file {

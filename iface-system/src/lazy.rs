@@ -14,7 +14,7 @@ use crate::sys::Mapping;
 /// - The type needs no drop.
 pub(crate) unsafe trait ZeroValid: Sync {}
 
-// SAFETY: any bit pattern is an `AtomicU32`.
+// SAFETY: any bytes are a valid `AtomicU32`, which threads may share and which needs no drop.
 unsafe impl ZeroValid for AtomicU32 {}
 
 /// An array of fixed length that uses memory only for pages that were written. All elements are
@@ -45,7 +45,8 @@ impl<T: ZeroValid> LazyArray<T> {
     }
 
     /// Zeroes `count` elements, starting with element `first`, and returns their pages to the
-    /// kernel. A concurrent reader of an element sees the old value or zero.
+    /// kernel. The elements must be whole pages. A concurrent reader of an element sees the old
+    /// value or zero.
     pub(crate) fn discard(&self, first: usize, count: usize) -> Result<(), Errno> {
         self.mapping.discard((first * size_of::<T>()) as u64, count * size_of::<T>())
     }

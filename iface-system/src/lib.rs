@@ -3,8 +3,8 @@
 //! [`System`] allocates host memory: anonymous, in memory files ([`MemFd`]), in huge pages.
 //!
 //! [`Simulated`] is a device iface without hardware. Its device memory cannot be touched by the
-//! CPU. It has several devices, allocation identities, two ways to detect frees, segments, a copy
-//! engine, dma-buf export, IPC and fault injection.
+//! CPU. It has any number of devices, allocation identities, two ways to detect frees, segments, a
+//! copy engine, dma-buf export, IPC and fault injection.
 //!
 //! [`monitor`] detects that host memory under a cached registration was unmapped or replaced.
 //!
@@ -18,9 +18,9 @@
 //!
 //! # Things this crate does not do
 //!
-//! It pins no memory; providers do. The documentation of each [`monitor`] lists the changes that it
-//! misses. A simulated device does not reproduce the timing of hardware, or a memory order weaker
-//! than the CPU's.
+//! It pins no memory; providers do. No [`monitor`] detects every change: `docs/monitors.md` lists
+//! the changes that each monitor misses. A simulated device does not reproduce the timing of
+//! hardware, or a memory order weaker than the CPU's.
 
 #![deny(unsafe_code)]
 

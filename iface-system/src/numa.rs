@@ -28,7 +28,7 @@ const SAMPLES: u64 = 512;
 pub fn numa_node(range: AddressRange) -> Result<u32> {
     let page = rustix::param::page_size() as u64;
     let first = range.start().0 / page;
-    let last = (range.start().0 + range.len().max(1) - 1) / page;
+    let last = (range.start().0 + range.len().saturating_sub(1)) / page;
     let step = ((last - first) / SAMPLES + 1) as usize;
     let pages: Vec<_> = (first..=last).step_by(step).map(|number| number * page).collect();
     let mut nodes: BTreeMap<u32, usize> = BTreeMap::new();
@@ -77,4 +77,20 @@ fn failed(call: &'static str) -> Error {
     Error::os(errno, call).remedy(
         "allow the call (a container's seccomp filter may forbid it), or choose the NICs yourself",
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use hmem_core::Address;
+
+    use super::*;
+
+    /// The start and the length of this range add up to 2^64.
+    #[test]
+    fn range_at_the_end_of_the_address_space_is_queried() {
+        let range = AddressRange::new(Address(u64::MAX - 4095), 4096).unwrap();
+        if let Err(error) = numa_node(range) {
+            assert_eq!(error.operation(), "move_pages", "a seccomp filter may refuse the call");
+        }
+    }
 }

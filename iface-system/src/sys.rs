@@ -4,8 +4,8 @@
 //! - leases, which rustix lacks;
 //! - reads and writes by raw address, since no reference may exist to bytes that a NIC or another
 //!   process may write meanwhile;
-//! - calls that unmap memory, since cache monitors hook libc's functions, and rustix makes raw
-//!   system calls.
+//! - calls that unmap, replace or discard memory, since cache monitors hook libc's functions, and
+//!   rustix makes raw system calls.
 
 use std::{
     ffi::c_void,
@@ -143,7 +143,8 @@ impl Mapping {
     }
 
     /// Returns the pages of `len` bytes at `offset` to the kernel, after which the bytes read as
-    /// zero. Only for mappings that [`Mapping::lazy_zeroes`] created.
+    /// zero. `offset` must be a multiple of the page size. Only for mappings that
+    /// [`Mapping::lazy_zeroes`] created.
     pub(crate) fn discard(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
         let at = self.inside(offset, len)?;
         // SAFETY: `inside` has checked that the range lies in this mapping. The users of the
@@ -223,9 +224,9 @@ fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
         .map_err(|errno| Error::os(errno, "open").context("path", path))
 }
 
-/// Returns true if a process has opened the memory file for writing again, or has it mapped. The fd
-/// from `memfd_create` does not count. The function tries to set a read lease (`F_SETLEASE`), which
-/// the kernel grants only if there is no such process.
+/// Returns true if a process has opened the memory file again for writing, or has a mapping made
+/// with such an fd. The fd from `memfd_create` and its mappings do not count. The function tries to
+/// set a read lease (`F_SETLEASE`), which the kernel grants only if there is no such process.
 ///
 /// Also returns true if the lease fails for another reason. The lease ends before this function
 /// returns. A process that opens the file during the lease waits for its end. The kernel then sends

@@ -3,7 +3,11 @@
 #[path = "monitors/mod.rs"]
 mod monitors;
 
-use std::{sync::Arc, thread};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::Arc,
+    thread,
+};
 
 use hmem_core::{
     Address, AddressRange, Error, ErrorKind, Result,
@@ -85,6 +89,24 @@ fn an_import_may_invalidate_from_any_thread() {
     recorder.clear();
     monitor.invalidate(at(0x10000));
     assert_eq!(recorder.count(), 0, "no notification after unsubscribing");
+}
+
+/// MON-08
+#[test]
+fn panic_during_a_change_ends_the_change() {
+    let monitor = ImportMonitor::new(Arc::new(CallRecorder::default())).unwrap();
+    let recorder = Recorder::new();
+    let subscription = monitor.subscribe(at(0x10000), Arc::<Recorder>::clone(&recorder)).unwrap();
+    let change = || monitor.while_changing(at(0x10000), || resume_unwind(Box::new("free failed")));
+    catch_unwind(AssertUnwindSafe(change)).unwrap_err();
+    assert_eq!(
+        recorder.about(at(0x10000)),
+        [
+            (InvalidationCause::Application, How::Begun),
+            (InvalidationCause::Application, How::Ended)
+        ]
+    );
+    monitor.unsubscribe(subscription);
 }
 
 /// MON-06

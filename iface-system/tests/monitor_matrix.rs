@@ -184,7 +184,7 @@ const ROWS: [Row; 21] = [
         with_map(|at| {
             let (id, _) = segment();
             // SAFETY: the memory belongs to the test, and no reference to it exists.
-            assert_eq!(unsafe { libc::shmat(id, at, 0o40000) }, at);
+            assert_eq!(unsafe { libc::shmat(id, at, libc::SHM_REMAP) }, at);
         })
     }),
     ("remap_file_pages", || {

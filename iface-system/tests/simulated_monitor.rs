@@ -61,7 +61,7 @@ struct RunOnNotify<F>(F);
 
 impl<F> fmt::Debug for RunOnNotify<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Doing")
+        f.write_str("RunOnNotify")
     }
 }
 

@@ -1,7 +1,7 @@
 //! Tests of the userfaultfd monitor: MON-02, MON-05, MON-06, MON-10.
 //!
-//! Each case runs in a process of its own. The machine must support userfaultfd. If the kernel
-//! refuses it, only the first case passes, which tests the error message.
+//! Each case runs in a process of its own. The machine must support userfaultfd, except for the two
+//! cases in which a filter refuses it.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -684,7 +684,7 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
     (own, other)
 }
 
-/// Tests the window between an unmap and its event, which the documentation of [`UserFaultFd`]
+/// Tests the time between an unmap and its event, which the documentation of [`UserFaultFd`]
 /// describes. Only threads other than the one that unmaps get stale hits, and with memhooks no
 /// thread does.
 fn another_thread_can_get_a_stale_hit() {

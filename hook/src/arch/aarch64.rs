@@ -204,8 +204,8 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     code
 }
 
-/// Returns the target of a jump among the first instructions of `code`, which lies at `address`.
-/// Callers use it to name the library that patched a function.
+/// Returns the target of the first jump in `code`, which lies at `address`. Returns `None` if there
+/// is no jump. Callers use the target to name the library that patched a function.
 pub(super) fn jump_target(address: u64, code: &[u8; ENTRY_LEN]) -> Option<u64> {
     let at = (0..ENTRY_LEN).step_by(4).find(|at| is_jump(word(code, *at)))?;
     let instruction = word(code, at);
@@ -218,7 +218,8 @@ pub(super) fn jump_target(address: u64, code: &[u8; ENTRY_LEN]) -> Option<u64> {
     code.get(literal..literal + 8)?.try_into().map(u64::from_le_bytes).ok()
 }
 
-/// Makes all processors fetch newly stored code instead of cached instructions.
+/// Removes the old code from the instruction caches of all processors, and lets the processor of
+/// the calling thread fetch the new code.
 ///
 /// # Safety
 /// The bytes must be mapped.

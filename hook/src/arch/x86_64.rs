@@ -272,8 +272,9 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
     code
 }
 
-/// Returns the target of a jump at the beginning of `code`, which lies at `address`. Callers use it
-/// to name the library that patched a function.
+/// Returns the target of a jump at the beginning of `code`, which lies at `address`. An `endbr64`
+/// may precede the jump. Returns `None` if `code` begins with other instructions. Callers use the
+/// target to name the library that patched a function.
 pub(super) fn jump_target(address: u64, code: &[u8; ENTRY_LEN]) -> Option<u64> {
     let skip = if code.starts_with(&[0xf3, 0x0f, 0x1e, 0xfa]) { 4 } else { 0 };
     let word = |at: usize| code[at..at + 8].try_into().map(u64::from_le_bytes).ok();

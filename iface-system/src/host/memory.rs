@@ -89,7 +89,7 @@ impl System {
     ///
     /// # Errors
     /// - [`ErrorKind::ZeroLength`]: `len` is 0.
-    /// - [`ErrorKind::InvalidArgument`]: the alignment is no power of two.
+    /// - [`ErrorKind::InvalidArgument`]: the alignment is no power of two, or is too large.
     /// - [`ErrorKind::OutOfResources`]: no memory is left.
     pub fn heap(&self, len: u64, align: u64) -> Result<Allocation> {
         let len = checked_len(len, "allocate heap")?;
@@ -129,7 +129,8 @@ impl System {
         self.enter(Backing::MemFd(MemFd::new(len)?), len)
     }
 
-    /// Allocates `len` bytes, rounded up to 2 MiB, in huge pages.
+    /// Allocates `len` bytes in huge pages of 2 MiB, which belong to this allocation only. The
+    /// allocation has the length `len`, even if that is no multiple of 2 MiB.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`]: too few huge pages are free. The error states how many huge

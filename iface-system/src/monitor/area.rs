@@ -1,9 +1,9 @@
-//! Queries the kernel for the mapping at an address, and checks that a monitor in this process can
-//! see every change of a range.
+//! Queries the kernel for the mapping at an address, and checks that a monitor can see every change
+//! of a range by this process.
 //!
-//! Nothing here allocates or locks, because the `shmdt` hook uses it. Linux 6.11 answers a query
-//! for one address (`PROCMAP_QUERY` of `linux/fs.h`). On older kernels, `/proc/self/maps` is read
-//! up to the address.
+//! Queries neither allocate nor lock, because hooks make them. Linux 6.11 answers a query for one
+//! address (`PROCMAP_QUERY` of `linux/fs.h`). On older kernels, `/proc/self/maps` is read up to the
+//! address.
 
 use std::{
     ffi::CStr,
@@ -41,8 +41,8 @@ pub(crate) struct Area {
     /// Address one past the last byte.
     pub(crate) end: u64,
     pub(crate) backing: Backing,
-    /// Page size of the mapping in bytes. If the kernel does not report it, huge pages are assumed
-    /// to have 2 MiB.
+    /// Page size of the mapping in bytes. If the kernel does not report it, anonymous huge pages
+    /// are assumed to have 2 MiB, and all other mappings the base page size.
     pub(crate) page_size: u64,
     name: [u8; NAME],
     name_len: usize,
@@ -215,18 +215,21 @@ fn parsed(line: &[u8]) -> Option<Area> {
     Some(Area::new(start, end, inode, None, rest.trim_ascii_start()))
 }
 
-/// Checks that a monitor in this process can see every change of a range.
+/// Checks that a monitor can see every change of a range by this process.
 ///
-/// The check passes for anonymous memory and System V segments: only calls of this process that
-/// name the addresses can unmap or discard them. The argument `at_or_after` looks up the mapping at
-/// an address. It is [the function of that name](at_or_after) or an equivalent.
+/// The check passes for anonymous memory and System V segments: this process can unmap or discard
+/// them only by calls that name the addresses. Other processes that share the memory can discard
+/// pages too, which no monitor detects. The argument `at_or_after` looks up the mapping at an
+/// address. It is [the function of that name](at_or_after) or an equivalent.
 ///
-/// Returns the mapping that contains the last byte of the range, for callers that cache it.
+/// Returns one area for callers that cache it: from the start of the first mapping in the range to
+/// the end of the last. Its other fields are those of the last mapping.
 ///
 /// # Errors
 /// - BadAddress: an address of the range is not mapped.
 /// - Unsupported: a file is mapped in the range. Truncating the file, or punching a hole into it,
 ///   removes pages without a call that names the range.
+/// - Unsupported: `/proc/self/maps` cannot be read.
 pub(crate) fn check(
     range: AddressRange,
     monitor: &'static str,
@@ -275,8 +278,9 @@ pub(crate) fn check(
 
 /// Returns the addresses that `shmdt(address)` unmaps.
 ///
-/// If the length of the segment is unknown, returns all addresses from `address` on, which include
-/// those of the segment. Returns an empty range if nothing is mapped at or above `address`.
+/// If the first mapping at or above `address` is no segment of known length, returns all addresses
+/// from `address` on, which include those of any segment there. Returns an empty range if nothing
+/// is mapped at or above `address`.
 pub(crate) fn attached(address: u64) -> AddressRange {
     let everything_above = hmem_hook::clamped(address, u64::MAX);
     match at_or_after(address) {

@@ -21,7 +21,8 @@ use super::{Layered, MemHooks, UserFaultFd};
 #[serde(into = "&'static str")]
 #[non_exhaustive]
 pub enum HostMonitorKind {
-    /// The best monitor that passes its self-test on this machine.
+    /// The best choice that works on this machine: [`MemHooks`] and [`UserFaultFd`] together, or
+    /// one of them, or no monitor.
     #[default]
     Auto,
     /// Hooks in the functions of the C library: [`MemHooks`].
@@ -73,7 +74,8 @@ impl fmt::Display for HostMonitorKind {
 impl FromStr for HostMonitorKind {
     type Err = Error;
 
-    /// Parses one of the names in `FI_MR_CACHE_MONITOR`.
+    /// Parses one of the names in `FI_MR_CACHE_MONITOR`. Ignores case, and white space around the
+    /// name.
     ///
     /// # Errors
     /// InvalidArgument: the name is unknown. The error lists the known names.
@@ -91,13 +93,13 @@ impl FromStr for HostMonitorKind {
     }
 }
 
-/// A monitor that this crate tried to start, and the result of the start.
+/// A monitor that was considered, and the result of its start.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct MonitorCandidate {
     /// Name of the monitor.
     pub name: &'static str,
-    /// The error of the monitor's start, or `None` if the monitor passed its self-test.
+    /// The error of the monitor's start, or `None` if the monitor has started.
     #[serde(serialize_with = "display_option")]
     pub refused: Option<Error>,
 }
@@ -118,7 +120,7 @@ pub struct MonitorChoice {
     pub why: String,
     /// The changes of memory that the monitor misses, and the number of ranges that it can watch.
     pub limits: String,
-    /// The monitors that this crate tried to start, in order.
+    /// The monitors that were considered, in order. Empty if `disabled` was requested.
     pub candidates: Vec<MonitorCandidate>,
 }
 
@@ -151,14 +153,15 @@ pub struct SystemMonitor {
     choice: MonitorChoice,
 }
 
-const HOOKS_ALONE: &str = "unmaps by raw system calls and by the dynamic loader are not detected";
+const HOOKS_ALONE: &str = "changes by raw system calls and by the dynamic loader are not detected";
 const UFFD_ALONE: &str = "a thread that maps the addresses again while another still unmaps \
     them can hit the old registration; memory that madvise discards is registered uncached until \
-    the call has certainly returned; remap_file_pages and shmat(SHM_REMAP) are not detected";
+    the call has certainly returned; remap_file_pages, shmat(SHM_REMAP) and \
+    madvise(MADV_GUARD_INSTALL) are not detected";
 const LAYERED: &str = "after a raw system call unmaps memory, another thread can hit the old \
     registration for a moment; memory that a raw madvise discards is registered uncached until the \
-    call has certainly returned; raw calls of remap_file_pages and shmat(SHM_REMAP) are not \
-    detected";
+    call has certainly returned; raw calls of remap_file_pages, shmat(SHM_REMAP) and \
+    madvise(MADV_GUARD_INSTALL) are not detected";
 const NOTHING: &str = "host memory is registered again each time";
 
 fn uffd_alone(uffd: &UserFaultFd) -> String {
@@ -166,9 +169,10 @@ fn uffd_alone(uffd: &UserFaultFd) -> String {
 }
 
 impl SystemMonitor {
-    /// Starts a monitor of the given kind, and tests that it works.
+    /// Starts a monitor of the given kind, and tests that it works. `Disabled` starts no monitor.
     ///
-    /// `Auto` never fails. If no monitor works, it logs a warning and host memory is not cached.
+    /// `Auto` never fails, and logs a warning if a monitor does not work. If none works, host
+    /// memory is not cached.
     ///
     /// # Errors
     /// - The error of the requested monitor if it does not work here.

@@ -8,7 +8,7 @@ use hmem_core::{
         DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
     },
 };
-use hmem_hook::{MonitorName, SLOTS, SubscriberTable, Subscribers};
+use hmem_hook::{MonitorName, SLOTS, SubscriberTable, Subscribers, TableReadGuard};
 use parking_lot::Mutex;
 
 const NAME: MonitorName = MonitorName {
@@ -31,7 +31,8 @@ pub trait ImportCallbacks: std::fmt::Debug + Send + Sync {
     fn subscribe(&self, range: AddressRange) -> Result<()>;
 
     /// Stops watching a range. The cache calls this once for each successful
-    /// [`ImportCallbacks::subscribe`], with the same range, when the range is no longer cached.
+    /// [`ImportCallbacks::subscribe`], with the same range, when the range is no longer cached. A
+    /// forked child makes no such calls.
     fn unsubscribe(&self, range: AddressRange);
 }
 
@@ -88,7 +89,9 @@ impl ImportMonitor {
     /// Invalidates the cached registrations of a range that was or will be unmapped. The method
     /// allocates nothing and takes no lock.
     ///
-    /// The application must not map the addresses again before this method returns.
+    /// The application must not map the addresses again before this method returns. If another
+    /// thread could register the range between this call and the unmap, use
+    /// [`ImportMonitor::while_changing`] instead.
     pub fn invalidate(&self, range: AddressRange) {
         self.subscribers
             .table()
@@ -99,25 +102,39 @@ impl ImportMonitor {
     /// Runs `change`, which changes the memory behind `range`.
     ///
     /// The cached registrations of the range are invalidated before `change` runs, and no new
-    /// registration of it is cached until `change` returns. Use this method if another thread could
-    /// register the range during the change.
+    /// registration of it is cached until `change` returns or panics. Use this method if another
+    /// thread could register the range during the change.
     ///
-    /// `change` must not wait for a thread that subscribes to this monitor: the first subscription
-    /// of a cache waits until `change` returns.
+    /// The first subscription of a cache, and the end of its last subscription, wait until `change`
+    /// returns. So `change` must neither begin or end subscriptions to this monitor, nor wait for a
+    /// thread that does.
     pub fn while_changing<R>(&self, range: AddressRange, change: impl FnOnce() -> R) -> R {
         let pass = self.subscribers.table().pass();
-        let mut changes = [const { None::<InvalidationToken> }; SLOTS];
+        let mut tokens = [const { None::<InvalidationToken> }; SLOTS];
         pass.each(|slot, invalidator| {
-            changes[slot] =
+            tokens[slot] =
                 Some(invalidator.invalidate_start(range, InvalidationCause::Application));
         });
-        let result = change();
+        let _ended_on_drop = ChangeInProgress { pass, tokens };
+        change()
+    }
+}
+
+/// A change in progress, which ends on drop.
+struct ChangeInProgress<'a> {
+    pass: TableReadGuard<'a>,
+    /// The token of each subscriber, by the subscriber's slot.
+    tokens: [Option<InvalidationToken>; SLOTS],
+}
+
+impl Drop for ChangeInProgress<'_> {
+    fn drop(&mut self) {
+        let Self { pass, tokens } = self;
         pass.each(|slot, invalidator| {
-            if let Some(change) = changes[slot].take() {
-                invalidator.invalidate_end(change);
+            if let Some(token) = tokens[slot].take() {
+                invalidator.invalidate_end(token);
             }
         });
-        result
     }
 }
 

@@ -20,10 +20,12 @@ use super::{MemHooks, UserFaultFd};
 
 /// [`MemHooks`] together with [`UserFaultFd`], which catches the changes that the hooks do not see.
 ///
-/// Two kinds of ranges are watched by the hooks alone. [`Layered::uffd_refusals`] counts them:
+/// Ranges that userfaultfd refuses are watched by the hooks alone. [`Layered::uffd_refusals`]
+/// counts them. Examples are:
 ///
 /// - ranges that userfaultfd cannot watch (System V segments);
-/// - ranges beyond the maximum number that userfaultfd may watch ([`UserFaultFd::most_ranges`]).
+/// - ranges beyond the maximum number that userfaultfd may watch ([`UserFaultFd::most_ranges`]);
+/// - ranges that another userfaultfd of the process watches.
 pub struct Layered {
     hooks: Arc<MemHooks>,
     uffd: Arc<UserFaultFd>,
@@ -40,7 +42,7 @@ pub struct Layered {
 
 impl Layered {
     /// Combines the hooks with userfaultfd. From then on, use `uffd` only through the returned
-    /// value: `uffd` relies on the hooks to announce discards by the C library's `madvise`.
+    /// value: `uffd` relies on the hooks for discards by the C library's `madvise`.
     #[must_use]
     pub fn new(hooks: Arc<MemHooks>, uffd: Arc<UserFaultFd>) -> Arc<Self> {
         uffd.beneath_hooks();
@@ -61,8 +63,8 @@ impl Layered {
         self.uffd_refusals.load(Ordering::Relaxed)
     }
 
-    /// Returns the reason for userfaultfd's last refusal of a subscription. Returns `None` if it
-    /// has refused none.
+    /// Returns the reason for userfaultfd's last refusal of a subscription, or `None` if there was
+    /// no refusal.
     #[must_use]
     pub fn why_uffd_refusals(&self) -> Option<String> {
         self.why_without.lock().as_ref().map(ToString::to_string)

@@ -16,7 +16,8 @@ use super::area::{self, Area};
 /// effect on this file, and no other code opens the file with it.
 const MARK: OFlags = OFlags::NONBLOCK;
 
-/// The open `/proc/self/maps`, or `None` before the first query. A forked child needs a new value,
+/// The open `/proc/self/maps`, or `None` before the first query. The value stays `None` on kernels
+/// without `PROCMAP_QUERY`, where each query opens the file. A forked child needs a new value,
 /// since the open file keeps showing the mappings of the parent.
 #[derive(Debug, Default)]
 pub(super) struct Maps(RwLock<Option<OpenMaps>>);
@@ -61,7 +62,7 @@ impl Drop for OpenMaps {
 }
 
 impl Maps {
-    /// Checks that a monitor in this process can see every change of `range`, like [`area::check`].
+    /// Checks that a monitor can see every change of `range` by this process, like [`area::check`].
     ///
     /// # Errors
     /// The errors of [`area::check`].

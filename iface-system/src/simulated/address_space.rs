@@ -9,11 +9,12 @@ use super::ranges::FreeRanges;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AddressReuse {
-    /// A freed address is reused only after every address of the iface's reserved range was used.
+    /// A freed address is reused only after allocations have reached the end of the iface's
+    /// reserved range.
     #[default]
     Off,
-    /// A new allocation gets the addresses that were freed last, if it fits there. CUDA's allocator
-    /// often does so.
+    /// A new allocation gets addresses of the range that was freed last, among the freed ranges
+    /// that are long enough. CUDA's allocator often does so.
     JustFreed,
 }
 

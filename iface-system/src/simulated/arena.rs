@@ -6,9 +6,9 @@
 //! file therefore fails in tests.
 //!
 //! An exported fd keeps memory as a dma-buf does: the extents of an exported allocation are not
-//! reused while any process has the arena's file open or mapped. The kernel does not report the
-//! number of users of a memory file. But every exported fd is a second open of the file, so a file
-//! lease shows if there is a user ([`sys::is_open_elsewhere`]).
+//! reused while any process has an exported fd of the arena open or mapped. The kernel does not
+//! report the number of users of a memory file. But every exported fd is a second open of the file,
+//! so a file lease shows if there is a user ([`sys::is_open_elsewhere`]).
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -137,8 +137,8 @@ impl Arenas {
     }
 
     /// Allocates an extent of `len` bytes in an arena with enough space, or in a new arena. `len`
-    /// is a multiple of the page size. If `dedicated` is set or `len` is large, the extent gets an
-    /// arena of its own.
+    /// is a multiple of the page size. If `dedicated` is set, or `len` is more than a quarter of an
+    /// arena, the extent gets an arena of its own.
     pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<Extent> {
         let own = dedicated || len > self.arena_len / 4;
         if !own {
@@ -179,7 +179,7 @@ impl Arenas {
     }
 
     fn create(&mut self, room: u64, dedicated: bool) -> Result<usize> {
-        // Headers of different arenas differ in length, so that code that uses an offset with the
+        // Headers of successive arenas differ in length, so that code that uses an offset with the
         // wrong arena fails.
         let stamps = STAMP_BYTES.next_multiple_of(self.page);
         let header = stamps + self.page * (1 + self.created % 3);
@@ -249,8 +249,8 @@ impl Arenas {
     }
 
     /// Frees an extent. If it was `exported`, its space is reused only once no process has an
-    /// exported fd open or maps the file. If not, the caller has already returned the extent's
-    /// pages to the kernel, and the space can be reused at once.
+    /// exported fd of the arena open or mapped. If not, the caller has already returned the
+    /// extent's pages to the kernel, and the space can be reused at once.
     pub(crate) fn give(&mut self, extent: Extent, exported: bool) {
         let Some(number) = extent.arena else { return };
         let Some(arena) = self.arenas[number].as_mut() else { return };
@@ -289,8 +289,8 @@ impl Arenas {
 }
 
 impl Arena {
-    /// Frees all extents in quarantine, unless a process still has an exported fd of the arena
-    /// open, or maps the file.
+    /// Frees all extents in quarantine, unless a process still has an exported fd of the arena open
+    /// or mapped.
     fn release_quarantine(&mut self) {
         if self.quarantine.is_empty() {
             return;

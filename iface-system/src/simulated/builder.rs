@@ -182,8 +182,8 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets the size in bytes of the address range that is reserved for device addresses. If the
-    /// process has less free address space, the range is smaller. Default: 1 TiB.
+    /// Sets the size in bytes of the address range that is reserved for device addresses, at least
+    /// 64 MiB. If the process has less free address space, the range is smaller. Default: 1 TiB.
     #[must_use]
     pub fn window(mut self, bytes: u64) -> Self {
         self.window = bytes;
@@ -282,7 +282,8 @@ impl SimulatedBuilder {
     }
 }
 
-/// Reserves `wanted` bytes of address space. If the kernel refuses, tries half the size, and so on.
+/// Reserves `wanted` bytes of address space, or [`SMALLEST_WINDOW`] if that is more. If the kernel
+/// refuses, tries half the size, and so on down to [`SMALLEST_WINDOW`].
 fn reserve_window(wanted: u64, page: u64) -> Result<Mapping> {
     let mut len = wanted.max(SMALLEST_WINDOW).next_multiple_of(page);
     loop {

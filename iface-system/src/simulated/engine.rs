@@ -168,6 +168,8 @@ impl Drop for Engine {
     fn drop(&mut self) {
         self.shared.queue.lock().stop = true;
         self.shared.changed.notify_all();
+        // A copy that runs on the engine's thread may drop the last reference to the iface. The
+        // thread cannot join itself.
         if let Some(thread) = self.thread.lock().take()
             && thread.thread().id() != thread::current().id()
             && thread.join().is_err()

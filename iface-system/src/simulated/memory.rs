@@ -42,7 +42,8 @@ pub(crate) struct Record {
     /// The segments in address order. Together they are as long as the allocation, rounded up to
     /// pages.
     pub(crate) parts: Vec<Part>,
-    /// True once an fd of the allocation's memory was exported.
+    /// True once an fd of the memory file was exported, or an IPC handle. A genuine dma-buf does
+    /// not count, because it keeps its pages alive itself.
     pub(crate) exported: bool,
     /// Index of the word in the memory file's header that holds the allocation's identity for other
     /// processes. `None` until the allocation is exported by an IPC handle.
@@ -371,7 +372,7 @@ impl Inner {
     }
 
     /// Returns the number of an allocation's entry in the page table. Fails if the allocation is
-    /// not live, or a thread is freeing it.
+    /// not live, has another origin, or is being freed by a thread.
     pub(crate) fn live_number(
         &self,
         book: &SimulatedState,
@@ -502,9 +503,7 @@ impl Record {
             Some((Inside { range, offset: from - base }, part))
         })
     }
-}
 
-impl Record {
     /// Sets whether the segment that contains the start of `range` can be exported to NICs.
     pub(crate) fn set_exportable(&mut self, range: AddressRange, exportable: bool) {
         let mut offset = range.start().0 - self.allocation.base().0;

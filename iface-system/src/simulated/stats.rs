@@ -55,7 +55,8 @@ impl SimulatedStats {
         }
     }
 
-    /// Returns the number of driver calls of kind `call`, failed calls included.
+    /// Returns the number of driver calls of kind `call`, as
+    /// [`Faults::count`](crate::Faults::count) does.
     #[must_use]
     pub fn calls(&self, call: Call) -> u64 {
         self.calls.get(call as usize).copied().unwrap_or(0)

@@ -105,7 +105,7 @@ pub(crate) fn results_and_errno_are_those_of_the_c_library() {
                 observed(|| libc::shmdt(nowhere) as usize),
                 observed(|| libc::shmdt(block) as usize),
                 observed(|| libc::shmat(-1, ptr::null(), 0).addr()),
-                observed(|| libc::shmat(-1, block, 0o40000).addr()),
+                observed(|| libc::shmat(-1, block, libc::SHM_REMAP).addr()),
                 observed(|| libc::munmap(block, 3 * page) as usize),
             ]
         }

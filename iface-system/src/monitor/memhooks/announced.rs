@@ -40,6 +40,7 @@ const PHASES: u64 = 4;
 const WRITING: u64 = 1;
 const ANNOUNCED: u64 = 2;
 
+/// A slot for one announced call.
 #[derive(Debug)]
 struct Call {
     /// `PHASES * uses + phase`: how often this slot was used, and its phase.
@@ -64,6 +65,7 @@ pub(super) struct Announced {
     calls: [Call; CALLS],
     /// Number of times that a thread has begun to read userfaultfd events.
     begun: AtomicU64,
+    /// Number of times that a thread has finished reading and comparing events.
     compared: AtomicU64,
 }
 
@@ -107,7 +109,8 @@ impl Announced {
     }
 
     /// Ends the announcement of a call that has returned. First waits until every event that was
-    /// read during the call was compared with the announcement. May change `errno`.
+    /// read during the call was compared with the announcement, or [`PAUSES`] pauses have passed.
+    /// May change `errno`.
     pub(super) fn retract(&self, Announcement(at): Announcement) {
         let begun = self.begun.load(SeqCst);
         // A thread that reads events waits for no other thread, so the loop ends early unless that

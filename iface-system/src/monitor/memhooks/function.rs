@@ -83,11 +83,6 @@ functions! {
 /// The advice `MADV_GUARD_INSTALL` of `asm-generic/mman-common.h`, since Linux 6.13. It discards
 /// the pages, and later accesses to them fault.
 const MADV_GUARD_INSTALL: i32 = 102;
-/// The advice `MADV_DONTNEED_LOCKED` of `asm-generic/mman-common.h`, since Linux 5.18. It discards
-/// locked pages too.
-const MADV_DONTNEED_LOCKED: i32 = 24;
-/// The `shmat` flag `SHM_REMAP` of `linux/shm.h`.
-const SHM_REMAP: usize = 0o40000;
 
 const fn discards(advice: usize) -> bool {
     matches!(
@@ -95,7 +90,7 @@ const fn discards(advice: usize) -> bool {
         libc::MADV_DONTNEED
             | libc::MADV_FREE
             | libc::MADV_REMOVE
-            | MADV_DONTNEED_LOCKED
+            | libc::MADV_DONTNEED_LOCKED
             | MADV_GUARD_INSTALL
     )
 }
@@ -111,8 +106,6 @@ const HUGE: &[u64] = if cfg!(target_arch = "aarch64") {
 } else {
     &[1 << 30, 2 << 20]
 };
-/// `HUGETLBFS_MAGIC` of `linux/magic.h`: the type that `fstatfs` returns for files in huge pages.
-const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
 /// Returns the size of the largest huge page that `address` is aligned to, if any.
 fn largest(address: usize) -> Option<u64> {
@@ -145,7 +138,7 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
     }
     // SAFETY: zeroes are a valid `statfs`, and the call has succeeded.
     let status = unsafe { status.assume_init() };
-    (status.f_type == HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
+    (status.f_type == libc::HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
 }
 
 /// Returns the size of the huge pages that are mapped at `address`, if any. If the size is unknown,
@@ -189,7 +182,7 @@ impl Function {
             Self::Madvise => discards(args[2]),
             Self::ProcessMadvise => discards(args[3]),
             Self::Brk => args[0] != 0,
-            Self::Shmat => args[2] & SHM_REMAP != 0,
+            Self::Shmat => has(args[2], libc::SHM_REMAP),
         }
     }
 

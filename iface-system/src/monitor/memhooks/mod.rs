@@ -33,16 +33,17 @@ const NAME: MonitorName = MonitorName {
     fallback_hint: "use the userfaultfd monitor",
 };
 
-/// Returns true if a hooked call in progress caused the kernel's discard event for `start..end`.
-/// Allocates nothing and takes no lock.
+/// Assigns the kernel's discard event for `start..end` to a hooked call in progress, as
+/// [`Announced::account_event`](announced::Announced::account_event) does. Returns false if no
+/// hooked call caused the event. Allocates nothing and takes no lock.
 pub(super) fn is_hooked_discard(start: u64, end: u64) -> bool {
     let subscribers = hook::REGISTRY.subscribers();
     subscribers.is_some_and(|subscribers| subscribers.shared().announced.account_event(start, end))
 }
 
 /// Registers the calling thread, which is about to read userfaultfd events and pass them to
-/// [`is_hooked_discard`]. Hooked discards wait until the thread drops the guard. Allocates nothing
-/// and takes no lock.
+/// [`is_hooked_discard`]. Hooked discards wait until the thread drops the guard. Returns `None` if
+/// no [`MemHooks`] has started yet. Allocates nothing and takes no lock.
 pub(super) fn reading_discards() -> Option<Reading> {
     hook::REGISTRY.subscribers().map(|subscribers| subscribers.shared().announced.reading())
 }
@@ -51,20 +52,25 @@ pub(super) fn reading_discards() -> Option<Reading> {
 ///
 /// All `MemHooks` of a process share the same patches. Creating the first value patches the
 /// functions, and dropping the last value removes the patches.
+///
+/// Changes by raw system calls, by the dynamic loader (`dlclose`) and by other processes are not
+/// detected.
 pub struct MemHooks {
     hooks: Hooks<MemhooksState>,
     areas: AreaCache,
 }
 
 impl MemHooks {
-    /// Patches the C library, and tests that a change through each function notifies subscribers.
+    /// Patches the C library, and tests the hooks like [`MemHooks::check`].
     ///
     /// # Errors
     /// - Unavailable: there is no dynamically linked glibc.
     /// - Unsupported: an entry cannot be patched. The error names the function, and the library
-    ///   that patched it first, if one did.
+    ///   that patched it first, if this is known.
     /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
-    /// - Busy: a change through a function did not notify subscribers.
+    /// - Busy: a change through a function did not notify subscribers, or another library has
+    ///   overwritten a patch.
+    /// - OutOfResources: no memory, mapping or slot for an invalidator is left.
     pub fn start() -> Result<Arc<Self>> {
         let hooks = Hooks::start(&hook::REGISTRY, NAME, process::plan)?;
         let this = Arc::new(Self { hooks, areas: AreaCache::default() });
@@ -73,11 +79,14 @@ impl MemHooks {
     }
 
     /// Tests that every patch is still in place, and that a change through each function notifies
-    /// subscribers.
+    /// subscribers. `process_madvise` and `remap_file_pages` are not called.
     ///
     /// # Errors
-    /// - Busy: a library overwrote a patch or intercepts the function. The error names both.
+    /// - Busy: a library overwrote a patch or intercepts a function. The error names the function,
+    ///   and the library that overwrote the patch if this is known.
     /// - Unsupported: this process is a forked child.
+    /// - OutOfResources: no slot is left for the invalidator of the test, because
+    ///   [`hmem_hook::SLOTS`] caches are subscribed.
     pub fn check(&self) -> Result<()> {
         self.hooks.check_patches("check")?;
         self_test::run(self.hooks.subscribers())

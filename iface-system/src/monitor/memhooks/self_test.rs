@@ -1,5 +1,5 @@
-//! The self-test of memhooks. It calls each hooked function on memory of the test, and checks that
-//! a subscriber is notified.
+//! The self-test of memhooks. It calls hooked functions on memory of the test, and checks that a
+//! subscriber is notified.
 
 use std::{
     ptr,
@@ -100,13 +100,16 @@ fn failed(function: &'static str) -> Error {
         .context("function", function)
 }
 
-/// Changes memory through each hooked function, and tests that a subscriber is notified of the
+/// Changes memory through the hooked functions, and tests that a subscriber is notified of each
 /// change.
 ///
-/// `remap_file_pages` is not tested: the kernel would log that the program uses a deprecated call.
+/// Two functions are not tested. Kernels before Linux 6.13 refuse to discard memory by
+/// `process_madvise`. For `remap_file_pages`, the kernel would log that the program uses a
+/// deprecated call.
 ///
 /// # Errors
-/// Busy: a change did not notify the subscriber. The error names the function.
+/// - Busy: a call failed, or did not notify the subscriber. The error names the function.
+/// - The errors of [`Subscribers::add`].
 pub(super) fn run(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
     let invalidator: Arc<dyn Invalidator> = Arc::<Expecting>::clone(&expecting);
@@ -157,8 +160,8 @@ fn fire(test: &Test<'_>) -> Result<()> {
     fire_shm(test, page)
 }
 
-/// Tests `shmat` and `shmdt`. Succeeds without a test if limits or a seccomp filter forbid System V
-/// segments, because no thread can attach a segment then.
+/// Tests `shmat` and `shmdt`. Succeeds without a test if no System V segment can be created, for
+/// example because of a limit or a seccomp filter.
 fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
     // SAFETY: the call creates a segment and touches no memory.
     let id = unsafe { libc::shmget(libc::IPC_PRIVATE, page, libc::IPC_CREAT | 0o600) };
@@ -178,16 +181,13 @@ fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
     }
     // SAFETY: the call maps the same segment over its own mapping, which only this function uses.
     test.arrives("shmat", (attached, page, InvalidationCause::Replace), || unsafe {
-        libc::shmat(id, attached, SHM_REMAP) == attached
+        libc::shmat(id, attached, libc::SHM_REMAP) == attached
     })?;
     // SAFETY: only this function uses the segment.
     test.arrives("shmdt", (attached, page, InvalidationCause::Detach), || unsafe {
         libc::shmdt(attached) == 0
     })
 }
-
-/// The `shmat` flag `SHM_REMAP` of `linux/shm.h`.
-const SHM_REMAP: libc::c_int = 0o40000;
 
 /// Tests that `brk` is hooked: calls `brk(NULL)`, which the hook counts. That call does not move
 /// the end of the heap, which allocations of other threads use.

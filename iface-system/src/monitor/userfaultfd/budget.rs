@@ -26,8 +26,8 @@ use super::NAME;
 /// mappings.
 const SHARE: usize = 16;
 
-/// Divisor of the kernel's limit: monitors watch no more ranges if fewer than `limit / SPARE`
-/// mappings stay free for the application.
+/// Divisor of the kernel's limit: monitors watch no more ranges if the process's other mappings
+/// leave free less than the monitors' share and `limit / SPARE` mappings.
 const SPARE: usize = 64;
 
 /// The kernel's default of `vm.max_map_count`, which is used if `/proc` does not show the real
@@ -59,7 +59,9 @@ pub(super) struct Budget {
     all: &'static AtomicUsize,
     /// The number of separate (not adjacent) ranges that this monitor watches.
     own: usize,
+    /// The number of newly watched ranges after which the process's mappings are counted again.
     until_count: usize,
+    /// True if the process was near the kernel's limit at the last count.
     crowded: bool,
 }
 
@@ -135,7 +137,8 @@ impl Budget {
     }
 }
 
-/// Returns the number of the process's mappings, or 0 if `/proc/self/maps` cannot be opened.
+/// Returns the number of the process's mappings. If `/proc/self/maps` cannot be read, returns the
+/// number of those that were read.
 fn mappings() -> usize {
     let mut text = [0_u8; 1 << 14];
     let mut lines = 0;

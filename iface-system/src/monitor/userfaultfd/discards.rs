@@ -9,7 +9,7 @@
 //! process was seen outside such calls after the event was read. `/proc/self/task` shows this for
 //! two kinds of threads:
 //!
-//! - a thread that sleeps in another system call;
+//! - a thread that sleeps outside such calls, for example in another system call;
 //! - the thread that reads `/proc/self/task`.
 //!
 //! It shows nothing about a running thread, which may be in the call or not. While a thread runs
@@ -163,8 +163,8 @@ fn state_and_flags(line: &str) -> Option<(char, u64)> {
     Some((state, words.nth(5)?.parse().ok()?))
 }
 
-/// Returns true if `line`, from `/proc/[pid]/syscall`, shows that the thread sleeps in a system
-/// call that does not discard memory.
+/// Returns true if `line`, from `/proc/[pid]/syscall`, shows that the thread sleeps, and not in a
+/// system call that discards memory. The number -1 means that the thread is in no system call.
 fn is_other_call(line: &str) -> bool {
     let number = line.split_whitespace().next().and_then(|number| number.parse().ok());
     number.is_some_and(|number: libc::c_long| {

@@ -69,6 +69,10 @@ const NAME: MonitorName = MonitorName {
 
 /// The monitor that learns of changes from the events that the kernel sends through a userfaultfd.
 ///
+/// Events of unmapped memory arrive after the change. A thread that maps the same addresses again
+/// at once, while another thread still unmaps them, can get a hit on the old registration. The
+/// kernel sends no events for `remap_file_pages`, `shmat` with SHM_REMAP and MADV_GUARD_INSTALL.
+///
 /// # Examples
 /// ```
 /// use hmem_iface_system::monitor::UserFaultFd;
@@ -89,7 +93,9 @@ pub struct UserFaultFd {
     discarding: AtomicBool,
     /// The number of subscriptions that were refused because the [`Budget`] did not allow them.
     beyond_budget: AtomicU64,
+    /// The value of `vm.max_map_count` when the monitor was started.
     limit: usize,
+    /// The result of [`UserFaultFd::most_ranges`].
     most: usize,
 }
 
@@ -170,7 +176,7 @@ impl UserFaultFd {
         self.watched.beneath_hooks.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the current number of subscriptions.
+    /// Returns the current number of subscriptions, which is 0 in a forked child.
     #[must_use]
     pub fn subscriptions(&self) -> usize {
         if self.is_own_process() { self.book.lock().subscriptions.len() } else { 0 }
@@ -181,8 +187,8 @@ impl UserFaultFd {
     }
 
     /// Subscribes to changes of a range, like [`Monitor::subscribe`], but without checks of the
-    /// memory. The caller has checked that the range is anonymous memory. `area` is the mapping
-    /// that contains the range, if the caller has looked it up.
+    /// memory. The caller has checked that the range is anonymous memory or a System V segment.
+    /// `area` is the area of the range from [`Maps::check`], if the caller has one.
     pub(super) fn watch(
         &self,
         range: AddressRange,
@@ -235,7 +241,7 @@ impl UserFaultFd {
     }
 
     /// Counts a subscription of the address range `pages`, and asks the kernel to watch it, if the
-    /// budget allows that.
+    /// budget allows that. On an error, the subscription is not counted.
     fn register(&self, book: &mut UffdSubscriptions, pages: &Range<u64>) -> Result<(), Unwatched> {
         book.counted.add(pages.clone());
         let allowed = book.budget.reserve(book.counted.apart());
@@ -323,8 +329,8 @@ impl UserFaultFd {
     fn unregister(&self, unwatched: &[Range<u64>]) {
         for range in unwatched {
             match sys::unregister(&self.watched.events, range.start, range.end - range.start) {
-                // EINVAL: the range is unmapped by now, or contains other memory that cannot be
-                // watched.
+                // The range is unmapped by now, contains other memory that cannot be watched, or
+                // cannot be split off its mapping.
                 Ok(()) | Err(Errno::INVAL | Errno::NOMEM) => {}
                 Err(errno) => {
                     tracing::debug!(%errno, ?range, "still watches a range: its events cost time")

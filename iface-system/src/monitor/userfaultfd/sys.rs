@@ -109,7 +109,7 @@ impl Message {
     }
 }
 
-/// Reads the messages that have arrived. Fails with `Errno::AGAIN` if there are none.
+/// Reads up to 16 messages that have arrived. Fails with `Errno::AGAIN` if there are none.
 pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a [Message], Errno> {
     // SAFETY: messages are plain words without padding, and any bytes are valid for them; the slice
     // covers exactly their array.
@@ -120,9 +120,9 @@ pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a 
     Ok(&into[..read / size_of::<Message>()])
 }
 
-/// Opens a userfaultfd with the events that the monitor needs. Since Linux 5.11 it is restricted to
-/// user-mode faults (`UFFD_USER_MODE_ONLY`). Older kernels do not know this flag, and it is opened
-/// without the flag there.
+/// Opens a userfaultfd with the events that the monitor needs. Since Linux 5.11 the userfaultfd is
+/// restricted to user-mode faults (`UFFD_USER_MODE_ONLY`). Older kernels do not know this flag.
+/// There the userfaultfd is opened without the flag.
 ///
 /// # Errors
 /// - PermissionDenied: a seccomp filter, a sysctl or a security module refuses the call.
@@ -150,16 +150,16 @@ pub(super) fn open() -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// The maximum number of attempts of a system call while the kernel returns EAGAIN or EINTR.
-const TRIES: u32 = 10;
+/// The maximum number of retries of a system call while the kernel returns EAGAIN or EINTR.
+const RETRIES: u32 = 10;
 
 /// Runs `call`, and retries while it returns EAGAIN or EINTR, for about 50 ms at most.
 pub(super) fn persistent<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
-    for tried in 0..TRIES {
+    for retry in 0..RETRIES {
         match call() {
             Err(Errno::AGAIN | Errno::INTR) => {
                 // The pause doubles each time, starting with 50 µs.
-                thread::sleep(Duration::from_micros(50 << tried));
+                thread::sleep(Duration::from_micros(50 << retry));
             }
             answer => return answer,
         }

@@ -1,8 +1,8 @@
 //! The thread of the userfaultfd monitor that reads events. The kernel makes a thread that unmaps
 //! watched memory wait until this thread has read the event.
 //!
-//! So this thread must never wait for another thread. While it runs, it allocates nothing, frees
-//! nothing, takes no lock and handles no signal. It logs a failure only when it has ended.
+//! So this thread must never wait for another thread. While it reads events, it allocates nothing,
+//! frees nothing, takes no lock and handles no signal. It logs a failure only after its last read.
 
 use std::{
     mem::MaybeUninit,
@@ -93,7 +93,9 @@ impl UffdState {
 /// The fds and subscribers that are shared by the monitor and its thread that reads events.
 #[derive(Debug)]
 pub(super) struct Watched {
+    /// The userfaultfd.
     pub(super) events: OwnedFd,
+    /// An eventfd. A write to it stops the thread that reads events.
     pub(super) stop: OwnedFd,
     pub(super) subscribers: Subscribers<UffdState>,
     /// True if memhooks notify the same subscribers, before and after each hooked call of the C
