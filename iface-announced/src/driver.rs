@@ -48,7 +48,7 @@ impl<H> Part<H> {
 pub struct DmaBuf {
     /// Descriptor of the dma-buf, which the caller owns.
     pub fd: OwnedFd,
-    /// Distance in bytes from the start of the dma-buf to the exported range.
+    /// Distance in bytes from the start of the dma-buf to the exported pages.
     pub offset: u64,
 }
 
@@ -63,7 +63,7 @@ pub struct DmaBuf {
 /// - [`write`](Self::write) and [`read`](Self::read) access only the bytes of the part and of the
 ///   host side. They work on any number of threads at once, and the copy has ended when they
 ///   return.
-/// - [`export`](Self::export) returns a dma-buf in which the bytes of the range begin at `offset`.
+/// - [`export`](Self::export) returns a dma-buf in which the bytes of `pages` begin at `offset`.
 pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Handle with which the driver identifies an allocation, in addition to the address.
     type Handle: Copy + fmt::Debug + Send + Sync + 'static;
@@ -150,7 +150,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// this method when no memory is allocated and no copy is in flight.
     ///
     /// # Errors
-    /// The error that the driver reported. The iface may call this method again.
+    /// The error that the driver reported. The iface still works, and may call this method again.
     fn close(&self) -> Result<()> {
         Ok(())
     }
@@ -189,8 +189,9 @@ pub trait Open: Driver + Sized {
     /// Environment variable that permits the iface to start the vendor's runtime, if set to 1.
     const START_VARIABLE: &'static str;
 
-    /// Returns true if the iface may start the runtime. `decided` is the setting of the builder. If
-    /// it is `None`, [`START_VARIABLE`](Self::START_VARIABLE) decides.
+    /// Returns true if the iface may start the runtime. `decided` is the setting of the builder.
+    /// With `None`, the iface may start the runtime only if
+    /// [`START_VARIABLE`](Self::START_VARIABLE) is set to 1.
     fn may_start(decided: Option<bool>) -> bool {
         let in_environment =
             || std::env::var_os(Self::START_VARIABLE).is_some_and(|set| set == "1");

@@ -74,6 +74,9 @@ fn first_allocation_starts_the_runtime_once_if_allowed() {
     });
     assert_eq!(fake.calls("nrt_init"), 2, "the refused call and one more");
     assert!(neuron.is_device_active(DeviceId(0)).expect("a device"));
+    const NRT_RESOURCE: i32 = 4;
+    fake.fail("nrt_tensor_allocate", NRT_RESOURCE);
+    assert!(neuron.is_device_active(DeviceId(0)).expect("a full device is in use"));
     assert_eq!(neuron.devices().expect("devices")[0].memory, 1 << 34);
     for own in own {
         assert_eq!(own.device, Some(DeviceId(1)));
