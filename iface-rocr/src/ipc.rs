@@ -175,8 +175,8 @@ impl IpcExchange {
     }
 }
 
-/// Converts the result code of `hsa_amd_ipc_memory_attach`. An error gets a remedy. The runtime
-/// returns INVALID_ARGUMENT for memory that was freed.
+/// Converts the result code of `hsa_amd_ipc_memory_attach` to a result. INVALID_ARGUMENT, which the
+/// runtime returns for memory that was freed, has the kind Unavailable.
 fn opened(code: HsaStatus) -> Result<()> {
     const CALL: &str = "hsa_amd_ipc_memory_attach";
     refused(code, CALL).map_err(|error| match code {
