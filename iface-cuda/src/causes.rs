@@ -17,7 +17,7 @@ fn has_closed_modules(facts: &Facts) -> bool {
     line.contains("Kernel Module") && !line.contains("Open Kernel Module")
 }
 
-/// Causes of refusals that only CUDA has.
+/// Causes of refusals by CUDA. The rules that extend a general rule have texts for CUDA.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "nvidia-closed-modules",

@@ -54,7 +54,7 @@ pub enum CudaMonitorKind {
     /// a stale registration. The identity of stream-ordered memory is queried nevertheless, since
     /// its free takes effect later, when its stream reaches the free.
     Hooks,
-    /// Relies on the identity alone. No code is patched.
+    /// Queries the driver for the identity at each hit, which detects every free. Patches no code.
     Identity,
 }
 
