@@ -372,8 +372,8 @@ impl CopyInFlight {
         Ok(())
     }
 
-    /// Destroys the signal, which no copy uses any longer. If the runtime refuses, closing the iface
-    /// destroys the signal.
+    /// Destroys the signal, which no copy uses any longer. If the runtime refuses, closing the
+    /// iface destroys the signal.
     fn destroy_signal(&mut self) {
         let signal = std::mem::take(&mut self.signal);
         if let Err(error) = self.buffers.destroy(signal) {
