@@ -186,21 +186,36 @@ pub trait Open: Driver + Sized {
     /// Environment variable that names the library to load.
     const LIBRARY_VARIABLE: &'static str;
 
-    /// Environment variable that permits the iface to start the vendor's runtime, if set to 1.
+    /// Environment variable that permits the iface to start the vendor's runtime. Its values are
+    /// those of libfabric's booleans, such as 1 and 0.
     const START_VARIABLE: &'static str;
 
     /// Returns true if the iface may start the runtime. `decided` is the setting of the builder.
-    /// With `None`, the iface may start the runtime only if
-    /// [`START_VARIABLE`](Self::START_VARIABLE) is set to 1.
-    fn may_start(decided: Option<bool>) -> bool {
-        let in_environment =
-            || std::env::var_os(Self::START_VARIABLE).is_some_and(|set| set == "1");
-        decided.unwrap_or_else(in_environment)
+    /// With `None`, [`START_VARIABLE`](Self::START_VARIABLE) decides. If that variable is unset or
+    /// empty, the iface may not start the runtime.
+    ///
+    /// # Errors
+    /// InvalidArgument if the variable decides and is not a boolean.
+    fn may_start(decided: Option<bool>) -> Result<bool> {
+        if let Some(may_start) = decided {
+            return Ok(may_start);
+        }
+        let value = std::env::var_os(Self::START_VARIABLE).unwrap_or_default();
+        match value.to_string_lossy().to_ascii_lowercase().as_str() {
+            "" | "0" | "no" | "false" | "off" => Ok(false),
+            "1" | "yes" | "true" | "on" => Ok(true),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, "environment")
+                .iface(Self::KIND)
+                .context("variable", Self::START_VARIABLE)
+                .context("value", value.to_string_lossy())
+                .remedy("use 0, no, false, off, 1, yes, true or on")),
+        }
     }
 
     /// Opens the driver.
     ///
     /// # Errors
-    /// Unavailable if the library, a required symbol or a device is absent.
+    /// - InvalidArgument if [`START_VARIABLE`](Self::START_VARIABLE) decides and is not a boolean.
+    /// - Unavailable if the library, a required symbol or a device is absent.
     fn open(builder: Self::Builder) -> Result<Self>;
 }

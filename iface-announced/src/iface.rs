@@ -192,14 +192,15 @@ impl<D: Open> Announced<D> {
     /// Environment variable that names the library to load, unless the builder names one.
     pub const LIBRARY_VARIABLE: &str = D::LIBRARY_VARIABLE;
 
-    /// Environment variable that permits the iface to start the vendor's runtime, if set to 1. A
-    /// decision of the builder overrides it.
+    /// Environment variable that permits the iface to start the vendor's runtime, if it is true (1,
+    /// yes, true or on). A decision of the builder overrides it.
     pub const START_VARIABLE: &str = D::START_VARIABLE;
 
     /// Opens the library that the environment names, or the one that the dynamic loader finds.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent.
+    /// - [`ErrorKind::InvalidArgument`] if [`Self::START_VARIABLE`] is not a boolean.
+    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent.
     pub fn open() -> Result<Self> {
         D::open(Self::builder()).map(Self::new)
     }

@@ -70,9 +70,9 @@
 //!
 //! # Things this crate does not do
 //!
-//! It does not detect a free that bypasses the iface: the application must withdraw announced memory
-//! before the free. It has no asynchronous copies, physical segments, IPC or peer memory. It refuses
-//! to flush inbound writes if the driver has no call for the flush.
+//! It does not detect a free that bypasses the iface: the application must withdraw announced
+//! memory before the free. It has no asynchronous copies, physical segments, IPC or peer memory. It
+//! refuses to flush inbound writes if the driver has no call for the flush.
 
 #![deny(unsafe_code)]
 

@@ -39,7 +39,7 @@ impl Tensor {
     }
 }
 
-/// Returns the number of NeuronCores that this process may use, or the runtime's code for a failure.
+/// Returns the number of NeuronCores that this process may use, or the runtime's failure code.
 pub(crate) fn visible_cores(functions: &Functions) -> std::result::Result<u32, NrtStatus> {
     let mut cores = 0;
     // SAFETY: `cores` is writable. `nrt.h`: the call may be made before `nrt_init`.
