@@ -60,9 +60,10 @@
 //!
 //! # Contexts
 //!
-//! No call needs a current context on the calling thread, and each call leaves the thread's context
-//! as it was. A device's primary context is created only if the call needs one and no other context
-//! serves. "Active" below means that the process has the primary context already.
+//! No call needs a current context on the calling thread, unless the driver needs one for queries.
+//! Each call leaves the thread's context as it was. A device's primary context is created only if
+//! the call needs one and no other context serves. "Active" below means that the process has the
+//! primary context already.
 //!
 //! - **Allocating, opening memory of another process**: the primary context. It stays retained
 //!   until the iface closes, unless the call fails.
@@ -82,7 +83,8 @@
 //!   the thread's too. For memory without a context, the primary one is the last choice. A primary
 //!   context stays retained for the next flush.
 //! - **Queries, if the driver needs a context**: the thread's, else an active primary one. The
-//!   primary one is released afterwards. No context is created.
+//!   primary one is released afterwards. No context is created. If neither exists, addresses count
+//!   as unknown, and a flush for exported memory of an application's context fails.
 //!
 //! SYNC_MEMOPS of a context covers work that is started in that context. Work of other contexts on
 //! memory without a context is not covered. Setting the flag for the first time waits for the
