@@ -48,7 +48,7 @@ impl<H> Part<H> {
 pub struct DmaBuf {
     /// Descriptor of the dma-buf, which the caller owns.
     pub fd: OwnedFd,
-    /// Distance in bytes from the start of the dma-buf to the exported range.
+    /// Distance in bytes from the start of the dma-buf to the exported pages.
     pub offset: u64,
 }
 
@@ -63,7 +63,7 @@ pub struct DmaBuf {
 /// - [`write`](Self::write) and [`read`](Self::read) access only the bytes of the part and of the
 ///   host side. They work on any number of threads at once, and the copy has ended when they
 ///   return.
-/// - [`export`](Self::export) returns a dma-buf in which the bytes of the range begin at `offset`.
+/// - [`export`](Self::export) returns a dma-buf in which the bytes of `pages` begin at `offset`.
 pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Handle with which the driver identifies an allocation, in addition to the address.
     type Handle: Copy + fmt::Debug + Send + Sync + 'static;
@@ -150,7 +150,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// this method when no memory is allocated and no copy is in flight.
     ///
     /// # Errors
-    /// The error that the driver reported. The iface may call this method again.
+    /// The error that the driver reported. The iface still works, and may call this method again.
     fn close(&self) -> Result<()> {
         Ok(())
     }
@@ -186,20 +186,36 @@ pub trait Open: Driver + Sized {
     /// Environment variable that names the library to load.
     const LIBRARY_VARIABLE: &'static str;
 
-    /// Environment variable that permits the iface to start the vendor's runtime, if set to 1.
+    /// Environment variable that permits the iface to start the vendor's runtime. Its values are
+    /// those of libfabric's booleans, such as 1 and 0.
     const START_VARIABLE: &'static str;
 
-    /// Returns true if the iface may start the runtime. `decided` is the setting of the builder. If
-    /// it is `None`, [`START_VARIABLE`](Self::START_VARIABLE) decides.
-    fn may_start(decided: Option<bool>) -> bool {
-        let in_environment =
-            || std::env::var_os(Self::START_VARIABLE).is_some_and(|set| set == "1");
-        decided.unwrap_or_else(in_environment)
+    /// Returns true if the iface may start the runtime. `decided` is the setting of the builder.
+    /// With `None`, [`START_VARIABLE`](Self::START_VARIABLE) decides. If that variable is unset or
+    /// empty, the iface may not start the runtime.
+    ///
+    /// # Errors
+    /// InvalidArgument if the variable decides and is not a boolean.
+    fn may_start(decided: Option<bool>) -> Result<bool> {
+        if let Some(may_start) = decided {
+            return Ok(may_start);
+        }
+        let value = std::env::var_os(Self::START_VARIABLE).unwrap_or_default();
+        match value.to_string_lossy().to_ascii_lowercase().as_str() {
+            "" | "0" | "no" | "false" | "off" => Ok(false),
+            "1" | "yes" | "true" | "on" => Ok(true),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, "environment")
+                .iface(Self::KIND)
+                .context("variable", Self::START_VARIABLE)
+                .context("value", value.to_string_lossy())
+                .remedy("use 0, no, false, off, 1, yes, true or on")),
+        }
     }
 
     /// Opens the driver.
     ///
     /// # Errors
-    /// Unavailable if the library, a required symbol or a device is absent.
+    /// - InvalidArgument if [`START_VARIABLE`](Self::START_VARIABLE) decides and is not a boolean.
+    /// - Unavailable if the library, a required symbol or a device is absent.
     fn open(builder: Self::Builder) -> Result<Self>;
 }

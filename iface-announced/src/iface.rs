@@ -29,7 +29,8 @@ const BOUNCE: u64 = 1 << 20;
 pub struct Announced<D: Driver> {
     driver: D,
     table: Arc<Table<D::Handle>>,
-    /// Memory that was freed while a dma-buf of it is in use (see `exports`).
+    /// Memory that was freed while one of its dma-bufs was in use (see `exports`), and that the
+    /// driver has not freed yet.
     lingering: Mutex<Vec<Entry<D::Handle>>>,
 }
 
@@ -86,7 +87,8 @@ impl<D: Driver> Announced<D> {
     /// memory.
     ///
     /// # Errors
-    /// InvalidArgument if the memory is not announced.
+    /// InvalidArgument if the memory is not announced. The registrations are invalidated
+    /// nevertheless.
     pub fn withdraw(&self, allocation: &Allocation) -> Result<()> {
         let remove = || self.table.remove("withdraw", allocation, Origin::Announced);
         self.table.subscriptions.while_freeing(allocation.range, remove).map(drop)
@@ -95,9 +97,12 @@ impl<D: Driver> Announced<D> {
     /// Closes the iface, and releases the resources that its driver keeps for copies.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while memory is allocated or announced, or while a dma-buf of freed
-    /// memory is in use. Otherwise the error that the driver reported. The error holds the iface,
-    /// which still works and can be closed again.
+    /// - [`ErrorKind::Busy`] while memory is allocated or announced, or while a dma-buf of freed
+    ///   memory is in use.
+    /// - [`ErrorKind::Busy`] if the driver refused to free memory that such a dma-buf delayed.
+    /// - Otherwise the error that the driver reported.
+    ///
+    /// The error holds the iface, which still works and can be closed again.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         self.free_lingering();
         let busy = |what, count, remedy| {
@@ -144,7 +149,8 @@ impl<D: Driver> Announced<D> {
         freed.map_err(|error| (entry, error))
     }
 
-    /// Frees the memory in `lingering` that no dma-buf uses any longer.
+    /// Frees the memory in `lingering` that no dma-buf uses any longer. If the driver refuses, logs
+    /// the error and keeps the memory in `lingering`.
     fn free_lingering(&self) {
         let kept = std::mem::take(&mut *self.lingering.lock());
         for entry in kept {
@@ -186,14 +192,15 @@ impl<D: Open> Announced<D> {
     /// Environment variable that names the library to load, unless the builder names one.
     pub const LIBRARY_VARIABLE: &str = D::LIBRARY_VARIABLE;
 
-    /// Environment variable that permits the iface to start the vendor's runtime, if set to 1. A
-    /// decision of the builder overrides it.
+    /// Environment variable that permits the iface to start the vendor's runtime, if it is true (1,
+    /// yes, true or on). A decision of the builder overrides it.
     pub const START_VARIABLE: &str = D::START_VARIABLE;
 
     /// Opens the library that the environment names, or the one that the dynamic loader finds.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent.
+    /// - [`ErrorKind::InvalidArgument`] if [`Self::START_VARIABLE`] is not a boolean.
+    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent.
     pub fn open() -> Result<Self> {
         D::open(Self::builder()).map(Self::new)
     }
@@ -374,7 +381,8 @@ impl<D: Driver> DmaBufExporter for Announced<D> {
         let pages = range.page_aligned(rustix::param::page_size() as u64);
         let dma_buf = self.driver.export(&part.block, pages).map_err(described)?;
         let kept = rustix::io::fcntl_dupfd_cloexec(&dma_buf.fd, 0)
-            .map_err(|errno| described(Error::os(errno, "fcntl(F_DUPFD_CLOEXEC)")))?;
+            .map_err(|errno| Error::os(errno, "fcntl(F_DUPFD_CLOEXEC)").iface(D::KIND))
+            .map_err(described)?;
         if !self.table.keep_export(&located, kept, |fd| self.driver.others_use(fd)) {
             return Err(described(outside()));
         }

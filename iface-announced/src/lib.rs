@@ -70,8 +70,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It does not detect a free that bypasses the iface: an application withdraws announced memory
-//! before it frees it. It has no asynchronous copies, physical segments, IPC or peer memory. It
+//! It does not detect a free that bypasses the iface: the application must withdraw announced
+//! memory before the free. It has no asynchronous copies, physical segments, IPC or peer memory. It
 //! refuses to flush inbound writes if the driver has no call for the flush.
 
 #![deny(unsafe_code)]

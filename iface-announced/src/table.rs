@@ -103,7 +103,7 @@ impl<H: Copy> Table<H> {
         Ok(Some(Located { id, part }))
     }
 
-    /// Adds an allocation with a new identity.
+    /// Adds an allocation with a new identity. The range of `block` must not be empty.
     ///
     /// # Errors
     /// InvalidArgument if the allocation overlaps a live one.

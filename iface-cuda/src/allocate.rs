@@ -1,4 +1,4 @@
-//! Allocation and free of memory of every kind.
+//! Allocation and free of memory.
 
 use std::{ffi::c_void, sync::Arc};
 
@@ -82,12 +82,13 @@ impl Allocator for DeviceAllocator {
 }
 
 impl DeviceAllocator {
-    /// Allocates memory and records it in the allocation table. On an error nothing stays
-    /// allocated.
+    /// Allocates memory and records it in the allocation table. On an error frees the memory again.
+    /// If the driver refuses that free, logs the refusal.
     fn allocate_supported(&self, request: &AllocRequest) -> Result<Allocation> {
         let device = request.device;
         let len = usize::try_from(request.len).map_err(|_| {
             Error::new(ErrorKind::OutOfResources, "allocate")
+                .iface(IfaceKind::CUDA)
                 .remedy("ask for less: the length exceeds the address space")
         })?;
         let primary = self.lookup.contexts.retain(device)?;
@@ -203,7 +204,9 @@ impl DeviceAllocator {
         check(code, "cuMemGetAllocationGranularity")?;
         let size = len.checked_next_multiple_of(step.max(1)).ok_or_else(|| {
             Error::new(ErrorKind::OutOfResources, "cuMemGetAllocationGranularity")
+                .iface(IfaceKind::CUDA)
                 .context("granularity", step)
+                .remedy("ask for less: the rounded length exceeds the address space")
         })?;
         let (mut handle, mut base, mut left): (CuMemHandle, CuDevicePtr, _) = (0, 0, Left::Handle);
         // SAFETY: `handle` is writable and `properties` is complete.

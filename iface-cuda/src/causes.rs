@@ -17,7 +17,7 @@ fn has_closed_modules(facts: &Facts) -> bool {
     line.contains("Kernel Module") && !line.contains("Open Kernel Module")
 }
 
-/// Causes of refusals that only CUDA has.
+/// Causes of refusals by CUDA. A rule that extends a general rule adapts it to CUDA.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "nvidia-closed-modules",
@@ -71,7 +71,7 @@ pub const CAUSES: &[RefusalCause] = &[
                  export for writing",
         ..RefusalCause::DEVICE_FILES
     },
-    // Code 101 is `CUDA_ERROR_INVALID_DEVICE`. The general row matches errors by the kind
-    // `Unavailable` instead of the code.
+    // Code 101 is `CUDA_ERROR_INVALID_DEVICE`, which has the kind InvalidArgument. The general rule
+    // matches the kind Unavailable.
     RefusalCause { answers: &[Answer::Driver(&[101])], ..RefusalCause::DEVICE_LOST },
 ];

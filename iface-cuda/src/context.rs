@@ -74,8 +74,8 @@ impl PrimaryContextGuard<'_> {
 impl Drop for PrimaryContextGuard<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::error!(%error, "cannot release a CUDA context; it stays retained until the \
-                                     iface closes");
+            tracing::error!(%error, "cannot release a CUDA context; it stays retained until its \
+                                     next use ends or the iface closes");
         }
     }
 }
@@ -155,8 +155,8 @@ impl<'a> WorkContext<'a> {
         self.end(result)
     }
 
-    /// Like [`Self::run`]. If `run` succeeds, a primary context stays retained until the iface
-    /// closes.
+    /// Like [`Self::run`]. If `run` and the restoring of the thread's context succeed, a primary
+    /// context stays retained until the iface closes.
     pub(crate) fn run_and_keep<T>(self, run: impl FnOnce() -> Result<T>) -> Result<T> {
         let result = self.with_context(run);
         if result.is_ok() {
@@ -315,9 +315,10 @@ impl PrimaryContexts {
     /// Returns the context in which to page-lock host memory. Afterwards every context knows the
     /// memory.
     ///
-    /// Destroying that context ends the page-locking. So this method returns the first of these
-    /// that exists:
-    /// - the active primary context of the thread's device, which the iface then keeps;
+    /// Destroying that context ends the page-locking, and a primary context can be retained. So
+    /// this method returns the first of these that exists:
+    ///
+    /// - the active primary context of the thread's device;
     /// - the active primary context of any device;
     /// - the thread's own context;
     /// - the primary context of the first device, which is created.
@@ -339,6 +340,9 @@ impl PrimaryContexts {
 
     /// Calls `with` with the streams and events of a device's retained primary context. Holds their
     /// lock during the call.
+    ///
+    /// # Errors
+    /// BadState if the iface does not retain the context, since it was closed.
     pub(crate) fn streams<T>(
         &self,
         device: DeviceId,
@@ -373,14 +377,14 @@ impl PrimaryContexts {
     /// Releases every retained context, with its streams and events.
     ///
     /// # Errors
-    /// The first error of the driver. Contexts that the driver refused to release stay retained,
-    /// and the call can be repeated.
+    /// The first error of the driver. That context and the contexts after it stay retained, and the
+    /// call can be repeated.
     pub(crate) fn release_all(&self) -> Result<()> {
         self.slots().try_for_each(|slot| self.release(slot.entry, &mut slot.primary.lock()))
     }
 
-    /// Releases one context, with its streams and events. Streams and events that the driver
-    /// refuses to destroy stay in `retained`.
+    /// Releases one context, with its streams and events. After an error, the context stays
+    /// retained, with the streams and events that were not destroyed.
     fn release(&self, entry: &DeviceEntry, retained: &mut Option<PrimaryContext>) -> Result<()> {
         let Some(primary) = retained else { return Ok(()) };
         let (functions, streams) = (&self.driver.functions, &mut primary.streams);
@@ -399,7 +403,7 @@ impl PrimaryContexts {
     /// Releases the primary context that [`Self::join`] retained for a device. The caller must
     /// remove the context from [`PrimaryContexts::retained`].
     ///
-    /// The hooks do not notify of this release if no memory of this iface is in the context. The
+    /// The hooks do not notify of this release if the iface has no allocation of the device. The
     /// release then frees no registered memory: other parts of the process that have memory there
     /// retain the context too, and the hooks notify of their releases.
     fn drop_reference(&self, entry: &DeviceEntry) -> Result<()> {
@@ -419,10 +423,11 @@ impl Drop for PrimaryContexts {
     /// Releases every context. The driver may refuse to destroy a stream, after a reset of its
     /// context for example. The context is released nevertheless.
     fn drop(&mut self) {
-        let Err(error) = self.release_all() else { return };
-        tracing::error!(%error, "cannot destroy a CUDA stream or event");
         for slot in self.slots() {
-            if slot.primary.lock().take().is_some()
+            let mut primary = slot.primary.lock();
+            let Err(error) = self.release(slot.entry, &mut primary) else { continue };
+            tracing::error!(%error, "cannot release a CUDA context with its streams and events");
+            if primary.take().is_some()
                 && let Err(error) = self.drop_reference(slot.entry)
             {
                 tracing::error!(%error, "cannot release a CUDA context");

@@ -143,7 +143,7 @@ impl CopyStreams {
     }
 
     /// Waits for a copy that may have begun although its start failed. Otherwise the caller might
-    /// free the memory too early. Destroys the stream and the event even if the wait fails.
+    /// free the memory too early. Releases the stream and the event even if the wait fails.
     fn abandon(&self, at: CopyContext, stream: CuStream, event: CuEvent) -> Result<()> {
         let ended = synchronize(self.functions(), stream);
         let ended = work_first(ended, self.leave_event(at, event));
@@ -209,11 +209,18 @@ impl Copier {
         }
     }
 
-    /// Returns the context in which the driver must make a copy. If the CPU can access both sides,
-    /// this method copies the bytes itself and returns `None`.
+    /// Returns the context in which the driver must make a copy. Returns `None` if the CPU has
+    /// copied the bytes.
     ///
-    /// The CPU copies if neither side is CUDA memory and either the length is 0 or a side is host
-    /// memory that the application page-locked.
+    /// The CPU copies if neither side is memory that CUDA allocated, and either the length is 0 or
+    /// a side is host memory that the application page-locked.
+    ///
+    /// # Errors
+    /// - OutOfBounds if the driver knows neither side and the length is not 0.
+    /// - OutOfBounds if a side begins in a CUDA allocation and reaches beyond its end.
+    /// - Driver if the driver does not recognise memory that the iface allocated.
+    /// - AddressWraps if a side passes the end of the address space.
+    /// - Otherwise the error of the driver.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].

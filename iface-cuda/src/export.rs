@@ -170,8 +170,13 @@ impl Exporter {
         Ok(found)
     }
 
-    /// Returns the allocation that contains a range. Fails if memory of its kind cannot be exported
-    /// as device memory.
+    /// Returns the allocation that contains a range.
+    ///
+    /// # Errors
+    /// - ZeroLength for an empty range.
+    /// - OutOfBounds for a range that is not in one allocation.
+    /// - Unsupported for managed and host memory, which cannot be exported as device memory.
+    /// - Otherwise the error of the lookup.
     fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<FoundAllocation> {
         let refuse = |error: Error| error.context("range", range);
         let outside = || {
@@ -186,7 +191,7 @@ impl Exporter {
                 Error::new(ErrorKind::ZeroLength, operation).iface(IfaceKind::CUDA),
             ));
         }
-        let found = self.lookup.find(range.start())?.ok_or_else(outside)?;
+        let found = self.lookup.find(range.start()).map_err(refuse)?.ok_or_else(outside)?;
         let allocation = &found.allocation;
         if !allocation.range.contains_range(range) {
             return Err(outside().context("allocation", allocation.range));
@@ -300,7 +305,7 @@ pub(crate) fn no_peer_memory() -> Error {
         .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies")
 }
 
-/// Returns the error for a device without dma-bufs, with the version of the kernel module.
+/// Returns the error for a device without dma-bufs, with the version of the kernel module if known.
 fn no_dma_buf() -> Error {
     let error = lacks(Facet::DmaBuf.operation(), "the device exports no dma-bufs")
         .context("attribute", "DMA_BUF_SUPPORTED")
@@ -317,8 +322,8 @@ fn no_dma_buf() -> Error {
 }
 
 /// Returns the error for a refused export. A driver without the PCIe mapping returns INVALID_VALUE
-/// if it does not know the flag, and NOT_SUPPORTED otherwise. It returns the same codes for memory
-/// that it exports under no mapping.
+/// if it does not know the flag, and NOT_SUPPORTED otherwise. For memory that it exports under no
+/// mapping, the driver returns these codes too.
 fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     const CALL: &str = "cuMemGetHandleForAddressRange";
     let lacking =

@@ -24,7 +24,7 @@ use crate::{
     sys::{self, CuContext},
 };
 
-/// Number of recorded exports that triggers the first removal of freed memory from the record.
+/// Number of recorded exports above which freed memory is first removed from the record.
 const FIRST_PURGE: usize = 64;
 
 /// Flushes writes of NICs to device memory, so that the device sees them.
@@ -39,8 +39,8 @@ pub(crate) struct InboundFlusher {
 #[derive(Debug)]
 struct ExportedMemory {
     contexts: Vec<WitnessedContext>,
-    /// Number of recorded exports that triggers the next removal of freed memory: twice the number
-    /// that the last removal left.
+    /// Number of recorded exports above which freed memory is removed: twice the number that the
+    /// last removal left, and at least [`FIRST_PURGE`].
     limit: usize,
 }
 
@@ -155,8 +155,8 @@ impl InboundFlusher {
         Ok(())
     }
 
-    /// Calls `flush` in every context that has exported memory. Continues after an error, and
-    /// returns the first error.
+    /// Calls `flush` in the contexts that the crate's documentation lists for flushes. If a flush
+    /// fails, continues with the other contexts, and returns the first error.
     fn flush_everywhere(&self, device: DeviceId, flush: impl Fn() -> Result<()>) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         let active = self.lookup.contexts.retain_if_active(device)?;

@@ -156,7 +156,7 @@ impl Gdrcopy {
     /// memory without the driver.
     ///
     /// # Safety
-    /// The caller must not free the memory before the window is closed or dropped. Freeing it would
+    /// The caller must not free the memory before the window is dropped. Freeing the memory would
     /// unmap the window under the CPU.
     ///
     /// # Errors
@@ -189,7 +189,10 @@ impl Gdrcopy {
         let code = unsafe { (functions.map)(*library, handle, &mut mapping, whole.len() as usize) };
         if let Err(error) = check(code, "gdr_map") {
             // SAFETY: `gdr_pin_buffer` above pinned the buffer, and `gdr_map` refused to map it.
-            check(unsafe { (functions.unpin_buffer)(*library, handle) }, "gdr_unpin_buffer")?;
+            let code = unsafe { (functions.unpin_buffer)(*library, handle) };
+            if let Err(error) = check(code, "gdr_unpin_buffer") {
+                tracing::error!(%error, %range, "cannot unpin device memory that was not mapped");
+            }
             return Err(described(error));
         }
         let inner = Arc::clone(&self.inner);
@@ -275,8 +278,8 @@ impl Drop for CpuWindow {
     fn drop(&mut self) {
         let Inner { functions, library } = &*self.inner;
         let mapping = std::ptr::with_exposed_provenance_mut(self.mapping);
-        // SAFETY: `Gdrcopy::map` pinned and mapped the range. Closing takes the window's state, so
-        // that each call is made once.
+        // SAFETY: `Gdrcopy::map` pinned and mapped the range, and only this drop unmaps and unpins
+        // it.
         let codes = unsafe {
             [
                 (

@@ -92,7 +92,7 @@ impl Builder {
     }
 
     /// Selects the method that detects frees of cached CUDA memory. Overrides `HMEM_CUDA_MONITOR`.
-    /// The default is [`CudaMonitorKind::Auto`].
+    /// Without both, the method is [`CudaMonitorKind::Auto`].
     pub fn monitor(mut self, kind: CudaMonitorKind) -> Self {
         self.monitor = Some(kind);
         self
@@ -101,19 +101,16 @@ impl Builder {
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] for an unknown monitor in the environment.
+    /// - [`ErrorKind::InvalidArgument`] for an unknown monitor in the environment, unless the
+    ///   builder selects a monitor.
     /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
     ///   driver does not start. The error names the library, and the driver's code if there is one.
-    /// - Otherwise the error of a query for the properties of a device.
+    /// - [`ErrorKind::Unavailable`] if the driver cannot return the range of an allocation.
+    /// - Otherwise the error of a query for the devices or for an address.
     pub fn open(self) -> Result<Cuda> {
-        let named = || std::env::var(Cuda::MONITOR_VARIABLE).ok().filter(|name| !name.is_empty());
         let monitor = match self.monitor {
             Some(monitor) => monitor,
-            None => named()
-                .map(|name| name.parse())
-                .transpose()
-                .map_err(in_environment)?
-                .unwrap_or_default(),
+            None => monitor_in_environment()?,
         };
         let functions = match self.functions {
             Some(functions) => functions,
@@ -123,8 +120,16 @@ impl Builder {
     }
 }
 
-fn in_environment(error: Error) -> Error {
-    error.context("variable", Cuda::MONITOR_VARIABLE)
+/// Returns the monitor that `HMEM_CUDA_MONITOR` names, or the default if the variable is unset or
+/// empty.
+fn monitor_in_environment() -> Result<CudaMonitorKind> {
+    let name = std::env::var_os(Cuda::MONITOR_VARIABLE).unwrap_or_default();
+    if name.is_empty() {
+        return Ok(CudaMonitorKind::default());
+    }
+    // Bytes that are not UTF-8 become characters that no name of a monitor has.
+    let kind = name.to_string_lossy().parse();
+    kind.map_err(|error: Error| error.context("variable", Cuda::MONITOR_VARIABLE))
 }
 
 impl Cuda {
@@ -132,8 +137,8 @@ impl Cuda {
     /// precedence.
     pub const LIBRARY_VARIABLE: &str = "HMEM_CUDA_LIBRARY";
 
-    /// Environment variable that names the [`CudaMonitorKind`]. A kind that the builder selects
-    /// takes precedence.
+    /// Environment variable that names the [`CudaMonitorKind`]: `auto`, `hooks` or `identity`. A
+    /// kind that the builder selects takes precedence.
     pub const MONITOR_VARIABLE: &str = "HMEM_CUDA_MONITOR";
 
     /// Opens the driver library that `HMEM_CUDA_LIBRARY` names, or the one that the dynamic loader
@@ -150,11 +155,11 @@ impl Cuda {
         Builder::default()
     }
 
-    /// Releases the primary contexts that this iface retains, with their streams.
+    /// Releases the primary contexts that this iface retains, with their streams and events.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] while memory of this iface is allocated, opened or page-locked, or a
-    ///   copy is in flight.
+    /// - [`ErrorKind::Busy`] while memory of this iface is allocated, opened or page-locked, or the
+    ///   event of a copy is not dropped.
     /// - Otherwise the driver's error.
     ///
     /// The error holds the iface, which still works.
@@ -182,9 +187,10 @@ impl Cuda {
     /// Invalidates the cached registrations of `range`, and then calls `free`, by which the
     /// application frees its memory.
     ///
-    /// Without this call, the next cache hit detects the free by the changed identity. An allocator
-    /// of the application can call this method for each free, so that no registration outlives its
-    /// memory. An example is a pluggable allocator of PyTorch.
+    /// Without this call, a hook detects the free, or the next cache hit detects the changed
+    /// identity ([`CudaMonitorKind`]). An allocator of the application can call this method for
+    /// each free, so that no registration outlives its memory. An example is a pluggable allocator
+    /// of PyTorch.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         self.allocator.subscriptions.while_freeing(range, free)
     }
@@ -248,8 +254,9 @@ impl fmt::Debug for Cuda {
 
 // SAFETY: `query` and `segments` ask the driver about an address each time, and the driver never
 // reuses a buffer id. The driver makes the allocations, and they stay in the table until they are
-// freed. `Copier::side` checks the bounds of both sides of a copy, and the event of the copy waits
-// for the copy's stream. The driver makes the exports and keeps their memory allocated.
+// freed. `Copier::side` checks the bounds of both sides of a copy, and the event of the copy
+// completes after the copy on its stream. The driver makes the exports and keeps their memory
+// allocated.
 unsafe impl Iface for Cuda {
     fn kind(&self) -> IfaceKind {
         IfaceKind::CUDA

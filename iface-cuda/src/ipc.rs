@@ -176,7 +176,8 @@ impl IpcExchange {
     }
 }
 
-/// Converts the result code of `cuIpcOpenMemHandle_v2`. An error gets a remedy.
+/// Converts the result code of `cuIpcOpenMemHandle_v2` to a result. A handle that the driver does
+/// not know has the kind Unavailable, since `Body::parse` has checked the handle's bytes.
 fn opened(code: CuResult) -> Result<()> {
     check(code, "cuIpcOpenMemHandle_v2").map_err(|error| match code {
         CuResult::CUDA_ERROR_INVALID_CONTEXT => error.remedy(

@@ -3,9 +3,9 @@
 //! [`Cuda`] is the [`Iface`](hmem_core::Iface) over the driver library, `libcuda.so.1`, which is
 //! loaded at run time: building needs no SDK, and a machine without the driver gets an error of
 //! kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library. `libcuda.so` is
-//! never loaded: on a machine with the toolkit it may be a stub. The crate finds the abilities of a
-//! driver or device by symbols, device attributes and attempted calls. It compares no version
-//! numbers.
+//! loaded only if the application names it: on a machine with the toolkit it may be a stub. The
+//! crate finds the abilities of a driver or device by symbols, attributes and attempted calls. It
+//! compares no version numbers.
 //!
 //! ```
 //! use hmem_core::Iface;
@@ -51,18 +51,19 @@
 //!   IPC handle): one dma-buf for the range, or else one for each mapping. A mapping that was not
 //!   created GPUDirect RDMA capable is refused; the error names the first one. Never cached.
 //! - `cuMemHostAlloc` (host memory with flags): host pages.
-//! - `cuMemHostRegister` (host memory without flags): host pages. It is registered and monitored as
-//!   system memory.
-//! - `cuMemAllocManaged` (the managed attribute): host pages. It migrates, and is never registered
-//!   as device memory.
+//! - `cuMemHostRegister` (host memory without flags): host pages. The memory is registered and
+//!   monitored as system memory.
+//! - `cuMemAllocManaged` (the managed attribute): host pages. Managed memory migrates, and is never
+//!   registered as device memory.
 //! - `cuIpcOpenMemHandle` through this iface (an entry in the iface's table): the iface tries an
-//!   export; `cuda.h` does not promise that it succeeds.
+//!   export. `cuda.h` does not promise that the export succeeds.
 //!
 //! # Contexts
 //!
-//! No call needs a current context on the calling thread, and each call leaves the thread's context
-//! as it was. A device's primary context is created only if the call needs one and no other context
-//! serves. "Active" below means that the process has the primary context already.
+//! No call needs a current context on the calling thread, unless the driver needs one for queries.
+//! Each call leaves the thread's context as it was. A device's primary context is created only if
+//! the call needs one and no other context serves. "Active" below means that the process has the
+//! primary context already.
 //!
 //! - **Allocating, opening memory of another process**: the primary context. It stays retained
 //!   until the iface closes, unless the call fails.
@@ -81,8 +82,9 @@
 //!   memory, and the active primary one. If exported memory has no context, or no context is found:
 //!   the thread's too. For memory without a context, the primary one is the last choice. A primary
 //!   context stays retained for the next flush.
-//! - **Queries, if the driver needs a context**: the thread's, else an active primary one. It is
-//!   released afterwards. No context is created.
+//! - **Queries, if the driver needs a context**: the thread's, else an active primary one. The
+//!   primary one is released afterwards. No context is created. If neither exists, addresses count
+//!   as unknown, and a flush for exported memory of an application's context fails.
 //!
 //! SYNC_MEMOPS of a context covers work that is started in that context. Work of other contexts on
 //! memory without a context is not covered. Setting the flag for the first time waits for the
@@ -100,7 +102,8 @@
 //! - It never changes the calling thread's current context beyond a call, and creates no context
 //!   for a query.
 //! - It does not unload the driver library.
-//! - Its hooks do not see every free by other code. Identities detect those frees.
+//! - Its hooks do not see every free by other code. Unless [`CudaMonitorKind::Hooks`] was selected,
+//!   identities detect the other frees.
 //! - It does not order copies behind the application's streams.
 
 #![deny(unsafe_code)]

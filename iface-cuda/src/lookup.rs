@@ -40,7 +40,7 @@ const UNSEEN: u32 = 1 << 31;
 #[derive(Debug)]
 pub(crate) struct PointerLookup {
     pub(crate) contexts: PrimaryContexts,
-    /// Number of [`ATTRIBUTES`] that the driver knows, possibly with the flag [`UNSEEN`].
+    /// Number of leading [`ATTRIBUTES`] that the driver knows, possibly with the flag [`UNSEEN`].
     known: AtomicU32,
     host_kinds: HostKinds,
 }
@@ -113,7 +113,7 @@ impl fmt::Debug for HostKinds {
 pub(crate) enum Liveness {
     Alive,
     Dead,
-    /// The driver needs a context to answer, and the process has none.
+    /// The driver needs a context to answer, and the calling thread has none that it accepts.
     Unknown,
 }
 
@@ -121,7 +121,8 @@ pub(crate) enum Liveness {
 /// none.
 enum Answer<const N: usize> {
     Values([u64; N]),
-    /// No context with unified addressing knows the address, or the process has no context.
+    /// No context with unified addressing knows the address, or the driver needs a current context
+    /// and the thread has none.
     NoContext,
     /// The driver does not know an attribute, or refuses an address that is not CUDA memory.
     Invalid,
@@ -162,8 +163,8 @@ impl PointerLookup {
         &self.contexts.driver
     }
 
-    /// Queries all attributes in one driver call. The call needs no context, and does not access
-    /// the memory at the address.
+    /// Queries the first `count` of `attributes` in one driver call. The call does not access the
+    /// memory at the address.
     fn query<const N: usize>(
         &self,
         address: u64,
@@ -206,8 +207,8 @@ impl PointerLookup {
     /// context, device memory included. Others also return it on a thread whose current context was
     /// destroyed.
     ///
-    /// With such a driver, a thread without a context makes six calls for each device whose primary
-    /// context the process has. Retaining the context longer would prevent its destruction.
+    /// With such a driver, a thread without a context makes up to six calls for each device whose
+    /// primary context the process has. Retaining the context longer would prevent its destruction.
     fn query_anywhere<const N: usize>(
         &self,
         address: Address,
@@ -230,8 +231,16 @@ impl PointerLookup {
         Ok(Answer::NoContext)
     }
 
-    /// Returns the allocation that contains an address, or `None` if CUDA does not know the
-    /// address.
+    /// Returns the allocation that contains an address. Returns `None` in three cases:
+    ///
+    /// - CUDA does not know the address;
+    /// - the driver needs a context, and neither the thread nor the process has one;
+    /// - the address is page-locked memory that CUDA knows by another address only.
+    ///
+    /// # Errors
+    /// - Driver if the driver refuses a query that it answered when the iface was opened.
+    /// - Driver if the attributes contradict each other.
+    /// - Otherwise the error of the driver.
     pub(crate) fn find(&self, address: Address) -> Result<Option<FoundAllocation>> {
         let known = self.known.load(Ordering::Acquire);
         let (count, unseen) = (known & !UNSEEN, known & UNSEEN != 0);
@@ -340,7 +349,7 @@ impl PointerLookup {
     }
 
     /// Returns true if the application page-locked the memory, and false if CUDA allocated it.
-    /// Queries the driver only once for each identity.
+    /// Queries the driver only if neither [`HostKinds`] nor the iface's table has the answer.
     fn is_page_locked(
         &self,
         id: AllocationId,
@@ -378,8 +387,8 @@ impl PointerLookup {
         if context.is_null() { query() } else { with_context(functions, context, query) }
     }
 
-    /// Returns the identity of the memory that is now at `address`, or `None` if CUDA does not know
-    /// the address.
+    /// Returns the identity of the memory that is now at `address`, or `None` if the driver returns
+    /// none.
     pub(crate) fn identity(&self, address: Address) -> Result<Option<AllocationId>> {
         const IDENTITY: [CuPointerAttribute; 2] =
             [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
@@ -417,8 +426,8 @@ impl PointerLookup {
         Ok(context.map_or(CuContext::NULL, |context| CuContext(context as usize)))
     }
 
-    /// Returns an attribute of the memory at an address, or `None` if the driver does not know the
-    /// attribute.
+    /// Returns an attribute of the memory at an address. Returns `None` if the driver does not know
+    /// the attribute, or needs a context and finds none.
     pub(crate) fn attribute(
         &self,
         address: Address,
@@ -431,8 +440,8 @@ impl PointerLookup {
     }
 }
 
-/// Calls `with` with the handle of the VMM memory at an address. Returns `None` if no VMM memory is
-/// there, or the driver has no handles.
+/// Calls `with` with the handle of the VMM memory at an address, and releases the handle. Returns
+/// `None` if no VMM memory is there, or the driver has no handles.
 pub(crate) fn with_handle<T>(
     functions: &Functions,
     address: Address,

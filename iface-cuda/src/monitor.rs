@@ -47,14 +47,16 @@ use crate::{hooks::FreeHooks, lookup::PointerLookup};
 pub enum CudaMonitorKind {
     /// Queries the driver for the identity at each hit, which detects every free. If the driver's
     /// functions can be hooked, frees also invalidate registrations before the memory is freed.
+    /// Functions that the application passed to the builder are not hooked.
     #[default]
     Auto,
-    /// Relies on the hooks alone, so that a hit costs no driver call. Suits applications that free
-    /// only through the driver's exported functions: a free that [`FreeHooks`] does not see leaves
-    /// a stale registration. The identity of stream-ordered memory is queried nevertheless, since
-    /// its free takes effect later, when its stream reaches the free.
+    /// Relies on the hooks alone, so that a hit costs no driver call. If the functions cannot be
+    /// hooked, the monitor does not start. Suits applications that free only through the driver's
+    /// exported functions: a free that [`FreeHooks`] does not see leaves a stale registration. The
+    /// identity of stream-ordered memory is queried nevertheless, since its free takes effect
+    /// later, when its stream reaches the free.
     Hooks,
-    /// Relies on the identity alone. No code is patched.
+    /// Queries the driver for the identity at each hit, which detects every free. Patches no code.
     Identity,
 }
 

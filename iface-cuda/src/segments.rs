@@ -21,11 +21,11 @@ pub(crate) struct Segments {
 }
 
 impl SegmentMap for Segments {
-    /// Returns the mappings in a range. Each has a flag that is true if NICs can reach the physical
-    /// memory.
+    /// Returns the segments of a range, each with a flag that is true if a NIC may reach it.
     ///
-    /// Other device memory is one segment with a true flag, since only an export shows the ability.
-    /// Memory that the CPU can access has a false flag.
+    /// - VMM memory: each mapping is a segment, with the flag of its physical memory.
+    /// - Other device memory: one segment with a true flag, since only an export shows the ability.
+    /// - Memory that the CPU can access: one segment with a false flag.
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, "segments")

@@ -127,7 +127,7 @@ impl AllocationTable {
         let refused = || not_live("free", allocation);
         let owned = live(&mut entries, allocation).ok_or_else(refused)?;
         if matches!(owned.origin, Origin::Imported { .. }) {
-            return Err(refused().context("opened", "close it with ipc_close"));
+            return Err(refused().remedy("the iface opened the memory: close it with ipc_close"));
         }
         entries.owned.remove(&allocation.base().0).ok_or_else(refused)
     }
@@ -168,12 +168,16 @@ impl AllocationTable {
     /// Begins a close: moves one open from `opened` to `closing`, so that two threads never close
     /// the same open. The entry stays until the driver has closed the last open. Returns the
     /// device, and true for the last open.
+    ///
+    /// # Errors
+    /// InvalidArgument if the allocation is not in the table, is not imported, or has no open that
+    /// is left to close.
     pub(crate) fn begin_close(&self, allocation: &Allocation) -> Result<(DeviceId, bool)> {
         let refused = || not_live("ipc_close", allocation);
         let mut entries = self.entries.lock();
         let owned = live(&mut entries, allocation).ok_or_else(refused)?;
         let Origin::Imported { opened, closing } = &mut owned.origin else {
-            return Err(refused().context("allocated", "free it with free"));
+            return Err(refused().remedy("the iface allocated the memory: free it with free"));
         };
         *opened = opened.checked_sub(1).ok_or_else(refused)?;
         *closing += 1;

@@ -6,10 +6,10 @@ mod child;
 #[path = "../../tests/unusable_library/mod.rs"]
 mod unusable_library;
 
-use std::path::Path;
+use std::{env, ffi::OsStr, os::unix::ffi::OsStrExt, path::Path};
 
-use hmem_core::{Iface, IfaceKind};
-use hmem_iface_cuda::{Cuda, sys::Functions};
+use hmem_core::{ErrorKind, Iface, IfaceKind};
+use hmem_iface_cuda::{Cuda, CudaMonitorKind, sys::Functions};
 
 /// HM-04
 ///
@@ -26,6 +26,26 @@ fn library_of_the_builder_overrides_the_environment() {
         let error = Cuda::builder().library(OTHER).open().expect_err("no driver there");
         assert_eq!(error.context_value("library"), Some(OTHER));
     }
+}
+
+/// CACHE-12
+///
+/// A name of a monitor that is not UTF-8 is refused like any other unknown name. The test starts
+/// itself again in a process with that name in the environment.
+#[test]
+fn monitor_name_that_is_not_utf_8_is_an_invalid_argument() {
+    const NAME: &str = "monitor_name_that_is_not_utf_8_is_an_invalid_argument";
+    const VARIABLE: &str = Cuda::MONITOR_VARIABLE;
+    let not_utf_8 = OsStr::from_bytes(b"hooks\xff");
+    if env::var_os(VARIABLE).is_none_or(|name| name != not_utf_8) {
+        child::passes(child::command(NAME).env(VARIABLE, not_utf_8));
+        return;
+    }
+    let error = Cuda::open().expect_err("no monitor has this name");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert_eq!(error.context_value("variable"), Some(VARIABLE));
+    let error = Cuda::builder().monitor(CudaMonitorKind::Auto).library("/nowhere/libcuda.so.1");
+    assert!(error.open().expect_err("no driver there").is_unavailable());
 }
 
 /// HM-04

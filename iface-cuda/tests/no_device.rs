@@ -55,8 +55,8 @@ fn real_driver_without_a_device_is_unavailable() -> Outcome {
     })
 }
 
-/// The library has every symbol of the table, optional ones included. Before a successful `cuInit`
-/// its functions return the same codes as the fake driver.
+/// The library has every required symbol of the table, and the optional ones that the test names.
+/// Before a successful `cuInit` its functions return the same codes as the fake driver.
 fn real_driver_before_start_answers_as_recorded() -> Outcome {
     for_each_release("real_driver_before_start_answers_as_recorded", |release, path| {
         let f = Functions::load(path).expect("load");

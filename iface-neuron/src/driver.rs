@@ -29,7 +29,7 @@ const PAGE: u64 = 4096;
 pub struct Tensor(usize);
 
 impl Tensor {
-    /// Wraps a pointer that `nrt_tensor_allocate` returned.
+    /// Wraps a pointer to a tensor (`nrt_tensor_t *`).
     fn new(tensor: *mut c_void) -> Self {
         Self(tensor.expose_provenance())
     }
@@ -39,7 +39,7 @@ impl Tensor {
     }
 }
 
-/// Returns the number of NeuronCores that this process may use.
+/// Returns the number of NeuronCores that this process may use, or the runtime's failure code.
 pub(crate) fn visible_cores(functions: &Functions) -> std::result::Result<u32, NrtStatus> {
     let mut cores = 0;
     // SAFETY: `cores` is writable. `nrt.h`: the call may be made before `nrt_init`.
@@ -144,12 +144,13 @@ impl Runtime {
         self.new_tensor(device, len).map_err(refused)
     }
 
+    /// Returns the memory size of a NeuronCore in bytes. Returns 0 before `nrt_init`, and for a
+    /// library without the call.
     fn memory_of(&self, core: u32) -> u64 {
         let Some(stats_of) = self.functions.get_vnc_memory_stats else { return 0 };
         let (mut stats, mut written) = (sys::MemoryStats::default(), 0);
         // SAFETY: `stats` is writable for the size that is passed.
         let code = unsafe { stats_of(core, &mut stats, size_of_val(&stats), &mut written) };
-        // Before `nrt_init` the call fails. The memory size is then unknown and reported as 0.
         if code == NrtStatus::NRT_SUCCESS { stats.bytes_limit as u64 } else { 0 }
     }
 }
@@ -158,12 +159,13 @@ impl Runtime {
 fn no_fd(call: &'static str) -> Error {
     Error::new(ErrorKind::Driver, call)
         .iface(IfaceKind::NEURON)
-        .context("why", "the call succeeded and returned nothing")
+        .context("why", "the call succeeded and returned no fd")
 }
 
 // SAFETY: the runtime uses the memory of a tensor for nothing else until `nrt_tensor_free`. Reads
 // and writes get the tensor and a range of bytes in it, and block until the copy has ended. An
-// export gets whole pages of a tensor's mapping, and the kernel driver's dma-buf begins with them.
+// export gets whole pages of a tensor's mapping. The dma-buf has them at the offset that
+// `nrt_get_dmabuf_fd_v2` returns. A dma-buf of `nrt_get_dmabuf_fd` begins with them.
 unsafe impl Driver for Runtime {
     type Handle = Tensor;
 
@@ -185,14 +187,15 @@ unsafe impl Driver for Runtime {
         Ok((0..self.cores).map(device).collect())
     }
 
-    /// Returns true if the runtime can allocate a page, which it frees again. No call of the
-    /// runtime reports whether `nrt_init` was called.
+    /// Returns true if the runtime allocates a page, which this method frees again, or has no
+    /// memory left. No call of the runtime reports whether `nrt_init` was called.
     fn is_active(&self, device: DeviceId) -> Result<bool> {
         match self.new_tensor(device, PAGE) {
             Ok(tensor) => {
                 self.free_tensor(tensor);
                 Ok(true)
             }
+            Err(NrtStatus::NRT_RESOURCE) => Ok(true),
             Err(NrtStatus::NRT_UNINITIALIZED | NrtStatus::NRT_CLOSED) => Ok(false),
             Err(refused) => Err(refusal(refused, "nrt_tensor_allocate")),
         }

@@ -1,4 +1,4 @@
-//! Converts codes of the runtime to errors. Only this file maps a code to a kind.
+//! Conversion of the runtime's codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
 

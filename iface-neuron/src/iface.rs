@@ -71,8 +71,10 @@ impl Builder {
     /// Loads the library and counts the NeuronCores. Does not start the runtime.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if the library, a required symbol or a NeuronCore is absent. The
-    /// error names the library, and the runtime's code if there is one.
+    /// - [`ErrorKind::InvalidArgument`] if `HMEM_NEURON_START_RUNTIME` is not a boolean, unless the
+    ///   builder decides.
+    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a NeuronCore is absent.
+    ///   The error names the library, and the runtime's code if there is one.
     pub fn open(self) -> Result<Neuron> {
         Runtime::open(self).map(Announced::new)
     }
@@ -85,6 +87,7 @@ impl Open for Runtime {
     const START_VARIABLE: &'static str = "HMEM_NEURON_START_RUNTIME";
 
     fn open(builder: Builder) -> Result<Self> {
+        let may_start = Self::may_start(builder.start_runtime)?;
         let functions = match builder.functions {
             Some(functions) => functions,
             None => Functions::find(builder.library, Self::LIBRARY_VARIABLE)?,
@@ -99,7 +102,7 @@ impl Open for Runtime {
             Ok(0) => Err(unavailable().context("devices", 0)),
             Ok(cores) => {
                 tracing::debug!(library = functions.library(), cores, "Neuron opened");
-                Ok(Self::new(functions, cores, Self::may_start(builder.start_runtime)))
+                Ok(Self::new(functions, cores, may_start))
             }
             Err(code) => Err(coded(unavailable(), code)),
         }

@@ -1,10 +1,12 @@
 //! Tests of opening: errors for missing parts, and starting the runtime if permitted.
 #![allow(unsafe_code)]
 
+#[path = "../../tests/child/mod.rs"]
+mod child;
 #[path = "../../tests/unusable_library/mod.rs"]
 mod unusable_library;
 
-use std::path::Path;
+use std::{env, path::Path};
 
 use hmem_core::{
     AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind, iface::AllocRequest,
@@ -60,6 +62,39 @@ fn runtime_is_not_started_without_permission() {
     assert_eq!(fake.calls("nrt_init"), 0);
 }
 
+/// CACHE-12 HM-05
+///
+/// The variable takes the booleans of libfabric, and any other value is refused. The builder
+/// overrides the variable. For each value, the test starts itself again in a process with the value
+/// in the environment.
+#[test]
+fn start_variable_is_a_boolean_and_other_values_are_refused() {
+    const NAME: &str = "start_variable_is_a_boolean_and_other_values_are_refused";
+    const VARIABLE: &str = Neuron::START_VARIABLE;
+    for (value, starts) in [
+        ("", Some(false)),
+        ("off", Some(false)),
+        ("1", Some(true)),
+        ("Yes", Some(true)),
+        ("2", None),
+    ] {
+        if !child::alone(NAME, &[(VARIABLE, value)]) || env::var(VARIABLE).unwrap() != value {
+            continue;
+        }
+        let fake = Fake::start(Profile::default());
+        match (builder(&fake).open(), starts) {
+            (Ok(neuron), Some(starts)) => assert_eq!(neuron.allocate(&REQUEST).is_ok(), starts),
+            (Err(error), None) => {
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+                assert_eq!(error.context_value("variable"), Some(VARIABLE));
+                builder(&fake).start_runtime(false).open().expect("the builder decides");
+            }
+            (opened, _) => panic!("{value:?}: {opened:?}"),
+        }
+        return;
+    }
+}
+
 /// HM-05
 #[test]
 fn first_allocation_starts_the_runtime_once_if_allowed() {
@@ -74,6 +109,9 @@ fn first_allocation_starts_the_runtime_once_if_allowed() {
     });
     assert_eq!(fake.calls("nrt_init"), 2, "the refused call and one more");
     assert!(neuron.is_device_active(DeviceId(0)).expect("a device"));
+    const NRT_RESOURCE: i32 = 4;
+    fake.fail("nrt_tensor_allocate", NRT_RESOURCE);
+    assert!(neuron.is_device_active(DeviceId(0)).expect("a full device is in use"));
     assert_eq!(neuron.devices().expect("devices")[0].memory, 1 << 34);
     for own in own {
         assert_eq!(own.device, Some(DeviceId(1)));

@@ -59,8 +59,8 @@ impl Allocator for PoolAllocator {
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         let mut origin = self.lookup.table.take("free", allocation, false)?;
-        // SAFETY: `take` removed the live allocation from the table, so that only one thread frees
-        // it. The caller promises that nothing uses the memory.
+        // SAFETY: `take` ended the iface's ownership of the live allocation, so that only one
+        // thread frees it. The caller promises that nothing uses the memory.
         let freed = unsafe { self.release(allocation.base(), &mut origin) };
         freed.map_err(|error| {
             self.lookup.table.own(*allocation, origin);
@@ -70,7 +70,8 @@ impl Allocator for PoolAllocator {
 }
 
 impl PoolAllocator {
-    /// Allocates memory and records it in the table. On an error nothing stays allocated.
+    /// Allocates memory and records it in the table. On an error frees the memory again. If the
+    /// runtime refuses that free, logs the refusal.
     fn allocate_supported(
         &self,
         request: &AllocRequest,

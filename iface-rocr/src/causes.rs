@@ -10,7 +10,7 @@ fn lacks_options(facts: &Facts) -> bool {
     ["DMABUF_MOVE_NOTIFY", "PCI_P2PDMA"].iter().any(|name| facts.has_option(name) == Some(false))
 }
 
-/// Causes of refusals that only ROCr has.
+/// Causes of refusals by ROCr. A rule that extends a general rule adapts it to ROCr.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "rocr-file-descriptors",

@@ -88,7 +88,7 @@ impl Copier {
         Arc::strong_count(&self.0) - 1
     }
 
-    /// Frees the idle buffers.
+    /// Frees the idle buffers, and destroys the signals whose destruction the runtime refused.
     pub(crate) fn release(&self) -> Result<()> {
         self.0.release()
     }
@@ -372,8 +372,8 @@ impl CopyInFlight {
         Ok(())
     }
 
-    /// Destroys the signal. If the runtime refuses, closing the iface destroys the signal. The copy
-    /// has ended in either case.
+    /// Destroys the signal, which no copy uses any longer. If the runtime refuses, closing the
+    /// iface destroys the signal.
     fn destroy_signal(&mut self) {
         let signal = std::mem::take(&mut self.signal);
         if let Err(error) = self.buffers.destroy(signal) {

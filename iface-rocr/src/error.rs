@@ -54,7 +54,7 @@ pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Err
     lacks(operation, "the library lacks the function").context("symbol", symbol)
 }
 
-/// Converts the result code of an export call. An error gets a remedy.
+/// Like [`check`], for calls that export memory: some errors have a remedy.
 pub(crate) fn refused(code: HsaStatus, call: &'static str) -> Result<()> {
     check(code, call).map_err(|error| match code {
         HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT => {

@@ -140,8 +140,13 @@ impl Exporter {
         owned(fd, CALL)
     }
 
-    /// Returns the allocation that contains a range. Fails if memory of its kind cannot be exported
-    /// as device memory.
+    /// Returns the allocation that contains a range.
+    ///
+    /// # Errors
+    /// - ZeroLength for an empty range.
+    /// - OutOfBounds for a range that is not in one allocation.
+    /// - Unsupported for host memory, which cannot be exported as device memory.
+    /// - Otherwise the error of the lookup.
     fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<Allocation> {
         let refuse = |error: Error| Err(error.context("range", range));
         let outside = |why: &'static str| {

@@ -89,7 +89,7 @@ impl Builder {
     /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
     ///   runtime does not start. The error names the library, and the runtime's code if there is
     ///   one.
-    /// - Otherwise the error of a query for the properties of a device.
+    /// - Otherwise the error of a query for the properties of the runtime, an agent or a pool.
     pub fn open(self) -> Result<Rocr> {
         let functions = match self.functions {
             Some(functions) => functions,

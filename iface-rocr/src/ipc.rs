@@ -175,11 +175,11 @@ impl IpcExchange {
     }
 }
 
-/// Converts the result code of `hsa_amd_ipc_memory_attach`. An error gets a remedy. The runtime
-/// returns INVALID_ARGUMENT for memory that was freed.
+/// Converts the result code of `hsa_amd_ipc_memory_attach` to a result. INVALID_ARGUMENT, which the
+/// runtime returns for memory that was freed, has the kind Unavailable.
 fn opened(code: HsaStatus) -> Result<()> {
     const CALL: &str = "hsa_amd_ipc_memory_attach";
-    refused(code, CALL).map_err(|error| match code {
+    check(code, CALL).map_err(|error| match code {
         HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT => Error::new(ErrorKind::Unavailable, CALL)
             .iface(IfaceKind::ROCR)
             .driver_code(code.name().unwrap_or_default(), code.0.into())

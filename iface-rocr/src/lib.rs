@@ -40,17 +40,18 @@
 //! - Reserved addresses (`hsa_amd_vmem_*`): virtual memory. This iface exports its own virtual
 //!   memory by its handle and never caches it. Virtual memory of the application is refused with an
 //!   error that says so, since the runtime does not report its first address.
-//! - Memory of another process: never cached. This iface closes the memory that it opened with
-//!   `ipc_close`.
+//! - Memory of another process: tried as a dma-buf or peer memory. It is cached only if this iface
+//!   opened it, until `ipc_close`.
 //! - Managed memory (`hipMallocManaged`) is host pages with attributes, which the runtime's lookup
 //!   does not know. It is system memory.
 //!
 //! # Identities
 //!
-//! The runtime has no identities. The iface assigns one to an allocation at its first lookup, and
-//! registers one deallocation callback for it. The callback ends the identity and invalidates
+//! The runtime has no identities. The iface assigns one to a pool allocation at its first lookup,
+//! and registers one deallocation callback for it. The callback ends the identity and invalidates
 //! cached registrations. Callbacks are not deregistered, since that would also remove those of
-//! another iface in the process. A callback after the iface was closed does nothing.
+//! another iface in the process. A callback after the iface was closed does nothing. With a runtime
+//! without deallocation callbacks, the iface has no identities and no monitor.
 //!
 //! # Limits of this crate
 //!

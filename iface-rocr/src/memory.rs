@@ -14,8 +14,8 @@ use crate::{
     table::{AllocationTable, Origin, on_free},
 };
 
-/// Placeholder identity of an allocation that is not in the table. If the runtime has no
-/// deallocation callbacks, all memory has this identity.
+/// Placeholder for the identity of an allocation that this iface did not make. If the runtime has
+/// no deallocation callbacks, all memory has this identity.
 const NO_IDENTITY: AllocationId = AllocationId(0);
 
 /// Looks up allocations by address.
@@ -26,8 +26,14 @@ pub(crate) struct Lookup {
 }
 
 impl Lookup {
-    /// Returns the allocation that contains an address, or `None` if the runtime does not know the
-    /// address.
+    /// Returns the allocation that contains an address. Returns `None` if the runtime does not know
+    /// the address, or if the address follows the requested length of an allocation of this iface.
+    ///
+    /// # Errors
+    /// - Unsupported for VMM memory of the application, and for the devices' address of page-locked
+    ///   host memory.
+    /// - Driver if the runtime's answer does not describe an allocation at the address.
+    /// - Otherwise the error of the runtime.
     pub(crate) fn find(&self, address: Address) -> Result<Option<Allocation>> {
         // The runtime would refuse the null pointer as an invalid argument, so it is not queried.
         if address.0 == 0 {
@@ -51,7 +57,8 @@ impl Lookup {
     }
 
     /// Returns the runtime's type of an address (`HSA_EXT_POINTER_TYPE_*`), and the allocation that
-    /// contains the address. The allocation has an identity only if it is in the table.
+    /// contains the address. The allocation has the identity [`NO_IDENTITY`] unless this iface made
+    /// it.
     fn describe(&self, address: Address) -> Result<Option<(u32, Allocation)>> {
         let info = self.pointer_info(address)?;
         // For an unknown address the runtime writes the type only, so the type is read first.
@@ -158,8 +165,11 @@ impl Lookup {
             .map_err(|error| error.context("address", address))
     }
 
-    /// Returns the identity of an allocation from a pool. At the first lookup of the allocation,
+    /// Returns an allocation from a pool with its identity. At the first lookup of the allocation,
     /// assigns the identity and registers a callback for the free.
+    ///
+    /// If the runtime refuses the callback or the memory was freed meanwhile, the identity is one
+    /// that no other lookup returns.
     fn identify(&self, address: Address, seen: Allocation) -> Result<Allocation> {
         let Some(register) = self.runtime.functions.register_deallocation else {
             return Ok(seen);

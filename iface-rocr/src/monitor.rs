@@ -40,8 +40,8 @@ impl Monitor for CallbackMonitor {
 
     fn rationale(&self) -> String {
         "the runtime calls back when an allocation of a pool is freed, so that a hit queries \
-         nothing; reserved addresses, graphics memory and memory of other processes have no \
-         callback and are registered uncached"
+         nothing; reserved addresses, graphics memory and memory of other processes that this \
+         iface did not open have no callback and are registered uncached"
             .to_owned()
     }
 

@@ -157,6 +157,10 @@ impl Runtime {
     }
 
     /// Allocates host memory that every device can access.
+    ///
+    /// # Errors
+    /// - Unsupported if the runtime has no pool of host memory.
+    /// - Otherwise the runtime's error. The memory is then freed again.
     pub(crate) fn allocate_host(&self, len: usize) -> Result<*mut c_void> {
         let (_, pool) = self.host.ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "allocate")
@@ -197,13 +201,13 @@ impl Runtime {
 impl Drop for Runtime {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "cannot release the reference count of the HSA runtime");
+            tracing::warn!(%error, "cannot release the reference to the HSA runtime");
         }
     }
 }
 
-/// Returns the remedy for a runtime that finds no driver. `opened` is the error of opening the
-/// driver's device file, or `None` if that succeeded.
+/// Returns the remedy for a runtime that does not start. `opened` is the error of opening the
+/// driver's device file, or `None` if that succeeded or was not tried.
 fn no_driver(opened: Option<io::ErrorKind>) -> &'static str {
     match opened {
         Some(io::ErrorKind::PermissionDenied) => {
@@ -282,6 +286,7 @@ fn pool(functions: &Functions, agent: Agent, rank: impl Fn(u32) -> u32) -> Resul
 }
 
 /// Adds an item to a vector. The runtime calls this function for each agent or pool that it lists.
+/// The result makes the runtime continue.
 ///
 /// # Safety
 /// `into` must point to a `Vec<T>` that nothing else accesses during the call.

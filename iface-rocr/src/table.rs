@@ -103,8 +103,8 @@ impl AllocationTable {
         entry.allocation.filter(|known| same(*known)).map(|_| entry.id)
     }
 
-    /// Adds an entry for the allocation at `base`, and removes an older entry at that address.
-    /// Returns the new identity of the allocation and the data for its callback.
+    /// Adds an entry for the allocation at `base`. Removes an older entry at that address and
+    /// notifies its subscribers. Returns the new identity and the data for the callback.
     pub(crate) fn begin(self: &Arc<Self>, base: Address) -> (AllocationId, *mut c_void) {
         let mut entries = self.entries.lock();
         let replaced = entries.free(base.0, None);
@@ -198,8 +198,11 @@ impl AllocationTable {
         let entry = own.ok_or_else(|| not_live(operation, allocation))?;
         let origin = entry.origin;
         if (origin == Origin::Imported) != imported {
-            let other = if imported { "free it with free" } else { "close it with ipc_close" };
-            return Err(not_live(operation, allocation).context("instead", other));
+            return Err(not_live(operation, allocation).remedy(if imported {
+                "the iface allocated the memory: free it with free"
+            } else {
+                "the iface opened the memory: close it with ipc_close"
+            }));
         }
         if entry.callback {
             entry.origin = Origin::Foreign;
@@ -281,7 +284,8 @@ impl AllocationTable {
         Some(agent_address)
     }
 
-    /// Returns the device address of a range that lies in a page-locked range.
+    /// Returns the device address of a range that lies in a page-locked range, or `None` if the
+    /// range lies in none.
     pub(crate) fn page_locked(&self, range: AddressRange) -> Option<usize> {
         let entries = self.entries.lock();
         let (base, (locked, agent_address)) =
@@ -338,7 +342,7 @@ pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_vo
     }
 }
 
-/// Returns the error for an allocation that this iface did not make.
+/// Returns the error for an allocation that is not live, or that this iface did not make.
 pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation)
         .iface(IfaceKind::ROCR)

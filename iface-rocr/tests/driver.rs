@@ -508,6 +508,33 @@ fn memory_without_a_callback_is_not_watched() {
     end(&runtime, iface);
 }
 
+/// MON-07 HM-10
+///
+/// A subscription to memory that the iface opened succeeds, and closing the memory notifies the
+/// subscriber.
+#[test]
+fn memory_that_the_iface_opened_is_watched_until_its_close() {
+    let (runtime, iface) = world();
+    let plain = allocate(&iface, AllocationKind::Device);
+    let handle = iface.ipc_export(&plain).expect("export");
+    let other = open(&runtime).expect("open");
+    let monitor = other.start_monitor().expect("start");
+    let opened = other.ipc_open(&handle).expect("open");
+    let told = Arc::new(Listener::default());
+    monitor.subscribe(opened.range, told.clone()).expect("watch");
+    assert!(monitor.valid(&opened).expect("ask"));
+    let error = free(&other, &opened).expect_err("another call releases the memory");
+    assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("ipc_close")), "{error}");
+    // SAFETY: no code uses the memory.
+    unsafe { other.ipc_close(&opened) }.expect("close");
+    assert_eq!(told.0.load(Ordering::Relaxed), 1);
+    assert!(!monitor.valid(&opened).expect("ask"));
+    free(&iface, &plain).expect("free");
+    drop(monitor);
+    other.close().map_err(Error::from).expect("close");
+    end(&runtime, iface);
+}
+
 /// HM-03
 #[test]
 fn copies_reach_every_pair_of_memories() {

@@ -100,6 +100,11 @@ impl Synapse {
 
     /// Returns the device that this process has acquired. If it has none and the iface may acquire
     /// a device, acquires one first.
+    ///
+    /// # Errors
+    /// - Unavailable if the process has no device and the iface may acquire none.
+    /// - Unsupported for a first-generation Gaudi device.
+    /// - Otherwise the error of the runtime.
     fn device(&self) -> Result<DeviceInfo> {
         let _acquiring = self.acquiring.lock();
         let info = match self.acquired()? {
@@ -123,6 +128,7 @@ impl Synapse {
         Ok(info)
     }
 
+    /// Returns the PCI bus id of a device, or `None` if libhl-thunk is absent or refuses the query.
     fn pci_bus_id(&self, info: &DeviceInfo) -> Option<String> {
         let mut text = [0u8; 16];
         let hlthunk = self.hlthunk.as_ref().ok()?;
@@ -139,6 +145,7 @@ impl Synapse {
         (code == 0 && !text.is_empty()).then(|| text.to_ascii_lowercase())
     }
 
+    /// Returns the error for exports without libhl-thunk, or `None` if the library is loaded.
     fn no_hlthunk(&self) -> Option<Error> {
         let error = self.hlthunk.as_ref().err()?;
         Some(

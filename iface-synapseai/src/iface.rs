@@ -89,9 +89,14 @@ impl Builder {
     /// device.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`](hmem_core::ErrorKind::Unavailable) if libSynapse, a required
-    /// symbol or a device is absent, or SynapseAI does not start. The error names the library, and
-    /// the runtime's code if there is one.
+    /// - [`ErrorKind::InvalidArgument`] if `HMEM_SYNAPSEAI_START_RUNTIME` is not a boolean, unless
+    ///   the builder decides.
+    /// - [`ErrorKind::Unavailable`] if libSynapse, a required symbol or a device is absent, or
+    ///   SynapseAI does not start. The error names the library, and the runtime's code if there is
+    ///   one.
+    ///
+    /// [`ErrorKind::InvalidArgument`]: hmem_core::ErrorKind::InvalidArgument
+    /// [`ErrorKind::Unavailable`]: hmem_core::ErrorKind::Unavailable
     pub fn open(self) -> Result<SynapseAi> {
         Synapse::open(self).map(Announced::new)
     }
@@ -104,6 +109,7 @@ impl Open for Synapse {
     const START_VARIABLE: &'static str = "HMEM_SYNAPSEAI_START_RUNTIME";
 
     fn open(builder: Builder) -> Result<Self> {
+        let may_start = Self::may_start(builder.start_runtime)?;
         let load_hlthunk = |named| hlthunk::Functions::find(named, HLTHUNK_LIBRARY_VARIABLE);
         let (synapse, hlthunk) = match builder.functions {
             Some((synapse, Some(hlthunk))) => (synapse, Ok(hlthunk)),
@@ -113,6 +119,6 @@ impl Open for Synapse {
                 (synapse, load_hlthunk(builder.hlthunk))
             }
         };
-        Self::start(synapse, hlthunk, Self::may_start(builder.start_runtime))
+        Self::start(synapse, hlthunk, may_start)
     }
 }

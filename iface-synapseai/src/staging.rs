@@ -47,7 +47,8 @@ impl Staging {
         Self { functions, lane: Mutex::default() }
     }
 
-    /// Copies `len` bytes between host memory and device memory at `device`.
+    /// Copies `len` bytes between host memory and device memory at `device`. Waits for earlier
+    /// copies, and for the end of this copy.
     ///
     /// # Safety
     /// The host memory must be valid for `len` bytes. The device memory must not be freed during
@@ -143,7 +144,7 @@ impl Staging {
         if buffer.is_null() {
             return Err(Error::new(ErrorKind::Driver, "synHostMalloc")
                 .iface(IfaceKind::SYNAPSEAI)
-                .context("why", "the call succeeded and returned nothing"));
+                .context("why", "the call succeeded and returned no buffer"));
         }
         Ok(buffer)
     }
@@ -155,7 +156,8 @@ impl Staging {
         check(code, "synStreamCreateGeneric").map(|()| stream)
     }
 
-    /// Destroys the stream and frees the buffer. A later copy creates them again.
+    /// Destroys the stream and frees the buffer. A later copy creates them again. If the device was
+    /// released before, only forgets them.
     ///
     /// # Errors
     /// The error that the runtime reported. A second call releases the remaining objects.

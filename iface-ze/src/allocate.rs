@@ -63,8 +63,8 @@ impl Allocator for DeviceAllocator {
 }
 
 impl DeviceAllocator {
-    /// Allocates memory that can be exported. If the driver does not support that, allocates memory
-    /// that cannot be exported.
+    /// Allocates memory. Device memory can be exported as a dma-buf, unless the device or the
+    /// driver does not support that.
     fn call(&self, entry: &DeviceEntry, request: &AllocRequest) -> Result<*mut c_void> {
         let export = ExportDescription {
             flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,

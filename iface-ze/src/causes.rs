@@ -5,7 +5,7 @@ use hmem_core::{
     cause::{Answer, RefusalCause, Step},
 };
 
-/// Causes of refusals that only Level Zero has.
+/// Causes of refusals by Level Zero. A rule that extends a general rule adapts it to Level Zero.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "ze-not-exportable",

@@ -80,8 +80,14 @@ impl Copier {
         copied.map_err(|error| copy.described(error))
     }
 
-    /// Returns the route of a copy. If the CPU can access both sides, this method copies
-    /// the bytes itself.
+    /// Returns the route of a copy. If neither side is memory of a device, copies by the CPU.
+    ///
+    /// # Errors
+    /// - OutOfBounds if no driver knows either side and the length is not 0.
+    /// - OutOfBounds if a side begins in an allocation and reaches beyond its end.
+    /// - InvalidArgument if both sides are memory of one device and overlap.
+    /// - AddressWraps if a side passes the end of the address space.
+    /// - Otherwise the error of the driver.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].

@@ -130,7 +130,8 @@ impl Driver {
         })
     }
 
-    /// Returns the root device for a handle of a root device or sub-device.
+    /// Returns the root device for a handle of a root device or sub-device. Returns `None` for a
+    /// device that the driver did not list.
     pub(crate) fn device_of(&self, handle: DeviceHandle) -> Option<&DeviceEntry> {
         self.devices.iter().find(|entry| entry.handle == handle || entry.parts.contains(&handle))
     }
@@ -154,7 +155,8 @@ impl Driver {
         call(context)
     }
 
-    /// Destroys the contexts of this iface.
+    /// Destroys the contexts of this iface. After an error, the contexts that were not destroyed
+    /// remain.
     pub(crate) fn release(&self) -> Result<()> {
         let mut contexts = self.contexts.write();
         while let Some(context) = contexts.last() {
@@ -209,7 +211,7 @@ impl Driver {
         }))
     }
 
-    /// Returns the PCI address of a device, or `None` if its driver does not know it.
+    /// Returns the PCI address of a device, or `None` if its driver refuses the query.
     ///
     /// A driver without the extension returns UNSUPPORTED_FEATURE. Intel's driver returns
     /// UNINITIALIZED for a device that is not on a PCI bus.
@@ -240,8 +242,8 @@ impl Driver {
         Ok(memories.iter().map(|memory| memory.total_size).fold(0, u64::saturating_add))
     }
 
-    /// Returns the ordinal of the queue group for copies: a group of copy engines if the device has
-    /// one, or else any group that supports copies.
+    /// Returns the ordinal of the queue group for copies: the first group of copy engines only, or
+    /// else the first group that supports copies, or else 0.
     fn copy_group(&self, handle: DeviceHandle) -> Result<u32> {
         const CALL: &str = "zeDeviceGetCommandQueueGroupProperties";
         let groups = list(QueueGroupProperties::default(), CALL, |count, into| {

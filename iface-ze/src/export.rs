@@ -68,8 +68,12 @@ impl DmaBufExporter for Exporter {
 }
 
 impl Exporter {
-    /// Returns the allocation that contains a range. Fails if memory of its kind cannot be
-    /// exported.
+    /// Returns the allocation that contains a range.
+    ///
+    /// # Errors
+    /// - OutOfBounds for a range that is not in one allocation.
+    /// - Unsupported for shared and host memory, which cannot be exported as device memory.
+    /// - Otherwise the error of the lookup.
     fn exportable(&self, range: AddressRange) -> Result<FoundAllocation<'_>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, OPERATION)

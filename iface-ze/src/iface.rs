@@ -85,7 +85,8 @@ impl Builder {
     /// # Errors
     /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
     ///   driver does not start. The error names the library, and the driver's code if there is one.
-    /// - Otherwise the error of a query for the properties of a device.
+    /// - Otherwise the error of a query for the drivers or devices, or of the creation of a
+    ///   context.
     pub fn open(self) -> Result<LevelZero> {
         let functions = match self.functions {
             Some(functions) => functions,
@@ -138,7 +139,8 @@ impl LevelZero {
     ///   flight.
     /// - Otherwise the driver's error.
     ///
-    /// The error holds the iface, which still works.
+    /// The error holds the iface, which can be closed again. Calls for a device whose context was
+    /// destroyed before the error fail with BadState.
     pub fn close(self) -> Result<(), Rejected<Self>> {
         match self.release() {
             Ok(()) => Ok(()),

@@ -37,6 +37,7 @@ pub(crate) struct Owned {
     /// Number that the driver assigns to the allocation. Allocations of one pool share the number
     /// of the pool.
     driver_id: u64,
+    /// True if the driver took the memory from a pool.
     pooled: bool,
     /// Index of the memory's driver in [`Driver::contexts`].
     pub(crate) driver: usize,
@@ -51,7 +52,8 @@ pub(crate) struct Owned {
 #[derive(Debug)]
 pub(crate) struct FoundAllocation<'a> {
     pub(crate) allocation: Allocation,
-    /// Device on which the memory was allocated; `None` for host and shared memory.
+    /// Device on which the memory was allocated. `None` for host and shared memory, and for memory
+    /// of a device that the driver did not list.
     pub(crate) device: Option<&'a DeviceEntry>,
     /// Index of the memory's driver in [`Driver::contexts`].
     pub(crate) driver: usize,
@@ -227,7 +229,8 @@ impl Memory {
     /// Removes an allocation, so that only one of two threads that free it calls the driver.
     ///
     /// # Errors
-    /// InvalidArgument if the allocation is not in the table.
+    /// InvalidArgument if the allocation is not in the table, or if another call releases this kind
+    /// of memory (`free` or `ipc_close`).
     pub(crate) fn take(
         &self,
         operation: &'static str,
@@ -235,11 +238,17 @@ impl Memory {
         imported: bool,
     ) -> Result<Owned> {
         let mut table = self.owned.lock();
-        let live = table
-            .get(&allocation.base().0)
-            .is_some_and(|owned| owned.id == allocation.id && owned.imported == imported);
-        let owned = if live { table.remove(&allocation.base().0) } else { None };
-        owned.ok_or_else(|| not_live(operation, allocation))
+        let refused = || not_live(operation, allocation);
+        let base = allocation.base().0;
+        let live = table.get(&base).filter(|owned| owned.id == allocation.id);
+        if live.ok_or_else(refused)?.imported != imported {
+            return Err(refused().remedy(if imported {
+                "the iface allocated the memory: free it with free"
+            } else {
+                "the iface opened the memory: close it with ipc_close"
+            }));
+        }
+        table.remove(&base).ok_or_else(refused)
     }
 
     /// Adds an allocation to the table again, after the driver refused to free it.
@@ -249,6 +258,10 @@ impl Memory {
 
     /// Returns the dma-buf by which other processes open an allocation of this iface. The first
     /// call exports the allocation.
+    ///
+    /// # Errors
+    /// - InvalidArgument if the allocation is not in the table.
+    /// - The error of `export`.
     pub(crate) fn share(
         &self,
         allocation: &Allocation,
@@ -273,8 +286,8 @@ impl Memory {
         self.driver.with_context(driver, |context| {
             let pointer = ptr::with_exposed_provenance_mut(base.0 as usize);
             // SAFETY: the driver allocated the memory. It is freed once: the caller removed the
-            // table's entry, or has not made one. The caller of `Allocator::free` or
-            // `Ipc::ipc_close` promises that nothing uses the memory.
+            // table's entry, or has not made one. The caller of `Allocator::free` or `Ipc::close`
+            // promises that nothing uses the memory.
             check(unsafe { (self.driver.functions.mem_free)(context, pointer) }, "zeMemFree")
         })
     }
@@ -289,11 +302,11 @@ impl Drop for Memory {
     }
 }
 
-/// Returns the identity of memory that this iface did not allocate. Each driver numbers its
+/// Returns the identity of an allocation with the driver's `number`. Each driver numbers its
 /// allocations from 1. The index of the driver, in the top bits, distinguishes allocations of two
 /// drivers. The address distinguishes allocations of one pool.
 fn identity(driver: usize, number: u64, in_pool: Option<AddressRange>) -> AllocationId {
-    let place = in_pool.map_or(0, |range| range.start().0.rotate_left(8) >> 8);
+    let place = in_pool.map_or(0, |range| range.start().0);
     AllocationId((number ^ place) & (u64::MAX >> 8) | (driver as u64) << 56)
 }
 

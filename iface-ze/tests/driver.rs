@@ -603,8 +603,8 @@ fn started_copy_is_done_only_when_its_bytes_have_arrived() {
         while !event.is_done() {}
     }
     assert!(found == bytes);
-    // Dropping an event waits for its copy. The iface is busy until then. SAFETY: the allocation is
-    // live.
+    // Dropping an event waits for its copy. The iface is busy until then.
+    // SAFETY: the allocation is live.
     let event = unsafe { iface.start_copy(allocation.base(), from, LEN) }.expect("start");
     let rejected =
         Arc::into_inner(iface).expect("one user").close().expect_err("a copy is in flight");
@@ -634,7 +634,8 @@ fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() {
     assert_eq!(opened.kind, AllocationKind::Imported);
     // SAFETY: no code uses the memory.
     unsafe {
-        assert!(iface.free(&opened).is_err(), "it is closed, not freed");
+        let error = iface.free(&opened).expect_err("it is closed, not freed");
+        assert!(error.remedy_text().is_some_and(|text| text.contains("ipc_close")), "{error}");
         iface.ipc_close(&opened).expect("close");
         assert!(iface.ipc_close(&opened).is_err(), "it is closed already");
         iface.free(&allocation).expect("free");
@@ -707,6 +708,26 @@ fn close_with_live_memory_is_busy_and_returns_the_iface() {
     let rejected = iface.close().expect_err("refused");
     assert_eq!(rejected.error.operation(), "zeContextDestroy");
     rejected.value.close().expect("close");
+    assert_eq!(driver.live(), Live::default());
+}
+
+/// REL-01
+///
+/// After a refused close, devices whose context was not destroyed still work, and the iface can be
+/// closed again.
+#[test]
+fn refused_close_keeps_the_contexts_that_were_not_destroyed() {
+    let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
+    driver.fail_nth("zeContextDestroy", 2, ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE);
+    let rejected = Arc::into_inner(iface).expect("one user").close().expect_err("refused");
+    let iface = rejected.value;
+    let on = |device| AllocRequest { device: DeviceId(device), ..request(AllocationKind::Device) };
+    let error = iface.allocate(&on(1 << 16)).expect_err("its context was destroyed");
+    assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
+    let allocation = iface.allocate(&on(0)).expect("its context was not destroyed");
+    // SAFETY: no code uses the memory.
+    unsafe { iface.free(&allocation) }.expect("free");
+    iface.close().expect("close");
     assert_eq!(driver.live(), Live::default());
 }
 
@@ -794,7 +815,8 @@ fn work(iface: &LevelZero) -> Result<()> {
         // SAFETY: no code uses the memory.
         let freed = unsafe { iface.free(&allocation) };
         if let Err(error) = freed {
-            // A refused free can be repeated. SAFETY: no code uses the memory.
+            // A refused free can be repeated.
+            // SAFETY: no code uses the memory.
             unsafe { iface.free(&allocation) }?;
             done = done.and(Err(error));
         }

@@ -1,6 +1,6 @@
 //! Functions of the driver that free memory, with the memory that a call frees.
 
-/// Arguments of a call, one for each register that passes integer arguments.
+/// The first six integer arguments of a call. No hooked function has more arguments.
 pub(super) type Args = [usize; 6];
 
 /// The memory that a call of a driver function frees.
@@ -70,8 +70,8 @@ impl Function {
         Self::ALL.into_iter().find(|function| function.symbol() == symbol)
     }
 
-    /// Returns the pointer that a call frees, or `None` if the call frees more than one allocation.
-    /// The driver ignores a null pointer.
+    /// Returns the pointer that a call frees, or `None` if the call may free any memory. The driver
+    /// ignores a null pointer.
     pub(super) const fn pointer(self, args: &Args) -> Option<u64> {
         match self.freed() {
             Freed::Pointed => Some(args[0] as u64),

@@ -1,7 +1,7 @@
 //! Hooks: code that runs in place of the driver's frees, on the thread that calls them.
 //!
-//! Nothing here allocates, locks or logs. Before a free, a hook makes one call of the driver: it
-//! queries the range of the allocation.
+//! Nothing here allocates, locks or logs. Before a free of one allocation, a hook makes one call of
+//! the driver: it queries the range of the allocation.
 
 use std::{
     ffi::c_void,
@@ -54,8 +54,8 @@ type QueryFunction =
 /// State and subscribers of the hooks.
 pub(super) static REGISTRY: HookRegistry<CudaHookState> = HookRegistry::new();
 
-/// For each [`Function`], the address of the instruction after the one that the patch replaced. A
-/// call of the original function continues there.
+/// For each [`Function`], the address of code that runs the original function: a copy of its first
+/// instructions, and a jump to the rest.
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
     [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
@@ -174,8 +174,9 @@ unsafe fn notified(pass: &TableReadGuard<'_>, function: Function, args: Args) ->
     result
 }
 
-/// Returns the range that a call is about to free. Returns the range of all addresses if the driver
-/// does not know the allocation, and `None` if the call frees nothing.
+/// Returns the range that a call is about to free. Returns the range of all addresses if the call
+/// may free any memory or the driver does not know the allocation. Returns `None` if the call frees
+/// nothing.
 fn freed_by(function: Function, args: &Args) -> Option<AddressRange> {
     let everything = || clamped(0, u64::MAX);
     match function.pointer(args) {
@@ -204,15 +205,15 @@ fn allocation_at(pointer: u64) -> Option<AddressRange> {
     (code.is_success() && range.contains(Address(pointer))).then_some(range)
 }
 
-/// Calls the original function at the instruction after the patch.
+/// Calls the original function.
 ///
 /// # Safety
 /// The arguments must be valid for the function.
 #[inline(always)]
 unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
-    // SAFETY: the patch plan wrote the address of the instruction after the replaced one before it
-    // stored the patch, and only a patched entry leads here.
+    // SAFETY: the patch plan stored the address of code for the original function before the entry
+    // was patched, and only a patched entry leads here.
     let original: Call =
         unsafe { std::mem::transmute(ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: the caller called the function with these arguments.

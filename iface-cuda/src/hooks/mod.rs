@@ -89,9 +89,12 @@ impl FreeHooks {
     /// # Errors
     /// - Unsupported if the entry of a function cannot be patched. The error names the function,
     ///   and the library that patched it before, if any.
-    /// - Unsupported if this process has already hooked another library.
+    /// - Unsupported if this process has already hooked another library, or the library exports no
+    ///   function that frees memory.
+    /// - Unsupported if the kernel cannot wipe memory in forked children (before Linux 4.14).
     /// - PermissionDenied or AccessDenied if a security policy forbids changing code.
-    /// - Busy if a call did not reach its hook.
+    /// - OutOfResources if no memory is left, or none near enough to the functions for a jump.
+    /// - Busy if another library overwrote a patch, or a call did not reach its hook.
     pub fn start(functions: &Functions) -> Result<Arc<Self>> {
         claim(functions)?;
         let this = Arc::new(Self { hooks: Hooks::start(&REGISTRY, NAME, || plan(functions))? });
@@ -102,8 +105,10 @@ impl FreeHooks {
     /// Checks that every patch is in place and leads to its hook.
     ///
     /// # Errors
-    /// Busy if a patch was overwritten; the error names the function and the library that overwrote
-    /// the patch. Unsupported in a forked child.
+    /// - Busy if a patch was overwritten. The error names the function and the library that
+    ///   overwrote the patch.
+    /// - Busy if a call did not reach its hook. The error names the function.
+    /// - Unsupported in a forked child.
     pub fn check(&self) -> Result<()> {
         self.hooks.check_patches("check")?;
         for (function, entry) in self.hooks.entries() {
@@ -137,7 +142,7 @@ impl FreeHooks {
         self.hooks.subscribe(&invalidator)
     }
 
-    /// Ends a subscription.
+    /// Ends a subscription. Call this method only once for each subscription.
     pub fn unsubscribe(&self, subscription: Subscription) {
         self.hooks.unsubscribe(subscription);
     }

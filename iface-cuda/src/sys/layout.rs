@@ -108,7 +108,7 @@ macro_rules! constants {
 }
 
 constants! {
-    /// Context of the allocation. Null for VMM and stream-ordered memory.
+    /// Context in which the memory was allocated or registered. Null for memory without a context.
     CU_POINTER_ATTRIBUTE_CONTEXT: CuPointerAttribute = 1;
     /// Type of the memory: a `CU_MEMORYTYPE_*` as `unsigned int`. 0 for addresses that are not CUDA
     /// memory.
@@ -123,9 +123,10 @@ constants! {
     CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: CuPointerAttribute = 9;
     /// Boolean: `cuIpcGetMemHandle` accepts the memory.
     CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: CuPointerAttribute = 10;
-    /// First address of the allocation; for VMM memory, of the reservation.
+    /// First address of the allocation. For VMM memory, the first address of the reservation.
     CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: CuPointerAttribute = 11;
-    /// Length of the allocation in bytes, as `size_t`; for VMM memory, of the reservation.
+    /// Length of the allocation in bytes, as `size_t`. For VMM memory, the length of the
+    /// reservation.
     CU_POINTER_ATTRIBUTE_RANGE_SIZE: CuPointerAttribute = 12;
     /// Boolean: memory is mapped at the address.
     CU_POINTER_ATTRIBUTE_MAPPED: CuPointerAttribute = 13;

@@ -5,7 +5,10 @@ use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest,
 };
 use hmem_fake_cuda::{Live, Profile};
-use hmem_iface_cuda::sys::{CU_CTX_SYNC_MEMOPS, CuContext, CuDevicePtr, CuResult};
+use hmem_iface_cuda::{
+    Cuda,
+    sys::{CU_CTX_SYNC_MEMOPS, CuContext, CuDevicePtr, CuResult},
+};
 
 use crate::world::{
     Expandable, HeldCopies, KINDS, World, check, each, nic, not_over_a_gpu, over, pattern,
@@ -18,7 +21,7 @@ fn current(world: &World) -> CuContext {
     current
 }
 
-/// Calls every operation of the iface once, and checks the copied bytes.
+/// Allocates, copies, flushes, exports and frees memory, and checks the copied bytes.
 fn use_everything(world: &World) {
     let memory = world.allocate(100_000, AllocationKind::Device);
     let bytes = pattern(1, 100_000);
@@ -47,7 +50,7 @@ fn thread_without_context_has_none_afterwards() {
 
 /// HM-05
 #[test]
-fn context_of_another_device_is_neither_used_nor_changed() {
+fn current_context_of_the_application_stays_current() {
     each(|world| {
         let foreign = world.app.create_context();
         use_everything(world);
@@ -108,7 +111,7 @@ fn opening_and_queries_create_no_context() {
             "the device orders writes itself: nothing to \
                                                       do",
         );
-        // SAFETY: the call is refused before it accesses memory.
+        // SAFETY: the copy has no bytes, so it accesses no memory.
         unsafe { world.cuda.copy(Address(0), Address(0), 0) }.expect("nothing to copy");
         assert_eq!(world.driver().live(), Live::default());
         assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 0);
@@ -305,8 +308,8 @@ fn page_locking_uses_the_threads_context_if_none_is_active() {
         if let Some((driver, _)) = &world.fake {
             assert_eq!(driver.calls("cuDevicePrimaryCtxRetain"), 0);
         }
-        // Destroying the context ends the page-locking, so that nothing is left to unlock. SAFETY:
-        // `create_context` above made the context.
+        // Destroying the context ends the page-locking, so that nothing is left to unlock.
+        // SAFETY: `create_context` above made the context.
         check(unsafe { (world.app.functions.ctx_push_current)(foreign) });
         // SAFETY: the memory outlives the page-locking.
         unsafe { world.cuda.host_register(range) }.expect("page-locked again");
@@ -338,7 +341,7 @@ fn refused_page_locking_leaves_no_context() {
     });
 }
 
-/// Calls every query for VMM memory, copies some of its bytes and exports it to a NIC.
+/// Queries the segments of VMM memory, exports it to a NIC, and copies its bytes.
 fn use_mapped(world: &World, range: AddressRange) {
     world.cuda.physical_segments(range).expect("segments");
     world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
@@ -548,6 +551,33 @@ fn query_retains_no_context_of_the_application() {
         world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
         world.app.release_primary_context();
         assert!(world.active().is_empty());
+    });
+}
+
+/// HM-05, REL-01
+///
+/// Dropping an iface destroys the streams of each context, even if the driver refuses to destroy a
+/// stream of another context.
+#[test]
+fn refused_destruction_of_a_stream_affects_only_its_context() {
+    over(Profile::default(), |world| {
+        let mut context = CuContext::NULL;
+        // SAFETY: the output is writable, and device 1 exists.
+        check(unsafe { (world.app.functions.primary_ctx_retain)(&mut context, 1) });
+        let other = Cuda::builder().functions(world.app.functions.clone()).open().expect("open");
+        for device in [0, 1].map(DeviceId) {
+            let request = AllocRequest { len: 64, device, kind: AllocationKind::Device };
+            let memory = other.allocate(&request).expect("allocate");
+            other.write_bytes(memory.base(), &[1; 64]).expect("write");
+            // SAFETY: no code uses the memory any longer.
+            unsafe { other.free(&memory) }.expect("free");
+        }
+        assert_eq!(world.driver().live().streams, 2);
+        world.driver().fail("cuStreamDestroy_v2", CuResult::CUDA_ERROR_UNKNOWN);
+        drop(other);
+        assert_eq!(world.driver().live().streams, 0, "the application still has the context");
+        // SAFETY: `primary_ctx_retain` above retained the context.
+        check(unsafe { (world.app.functions.primary_ctx_release)(1) });
     });
 }
 

@@ -12,7 +12,7 @@ use crate::world::{HeldCopies, World, nic, over};
 /// DIAG-03
 #[test]
 fn lost_device_is_unavailable_at_every_operation() {
-    let mut world = World::fake(Profile::default());
+    let world = World::fake(Profile::default());
     let memory = world.allocate(4096, AllocationKind::Device);
     for code in [
         CuResult::CUDA_ERROR_ILLEGAL_ADDRESS,
@@ -41,7 +41,6 @@ fn lost_device_is_unavailable_at_every_operation() {
     }
     world.free(&memory);
     world.cuda.query(Address(0)).expect("the device works again");
-    let _ = &mut world;
     world.end();
 }
 

@@ -304,7 +304,7 @@ impl<'a> Setting<'a> {
         // SAFETY: the output is writable, and the device exists.
         check(unsafe { hmem_fake_cuda::cuCtxCreate_v2(&mut context, 0, 1) });
         let result = run();
-        // SAFETY: `create_context` above made the context.
+        // SAFETY: `cuCtxCreate_v2` above made the context.
         check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
         result
     }

@@ -17,6 +17,8 @@ static ALIVE: AtomicI32 = AtomicI32::new(0);
 static PINNED: AtomicU64 = AtomicU64::new(0);
 /// Code that `gdr_map` returns.
 static MAP: AtomicI32 = AtomicI32::new(0);
+/// Code that `gdr_unpin_buffer` returns.
+static UNPIN: AtomicI32 = AtomicI32::new(0);
 
 unsafe extern "C" fn open() -> usize {
     1
@@ -45,7 +47,7 @@ unsafe extern "C" fn pin(
 
 unsafe extern "C" fn unpin(_: usize, _: GdrHandle) -> c_int {
     ALIVE.fetch_sub(1, Ordering::AcqRel);
-    0
+    UNPIN.load(Ordering::Acquire)
 }
 
 unsafe extern "C" fn map(
@@ -144,6 +146,11 @@ fn cpu_reaches_device_memory_through_a_window() {
         let error = unsafe { gdr.map(&world.cuda, part) }.expect_err("refused");
         assert_eq!((error.kind(), error.operation()), (ErrorKind::OutOfResources, "gdr_map"));
         assert_eq!(ALIVE.load(Ordering::Acquire), 0, "unpinned again");
+        UNPIN.store(5, Ordering::Release);
+        // SAFETY: the memory is freed after the window is closed.
+        let error = unsafe { gdr.map(&world.cuda, part) }.expect_err("refused");
+        assert_eq!(error.operation(), "gdr_map", "the first error of the two");
+        UNPIN.store(0, Ordering::Release);
         MAP.store(0, Ordering::Release);
         world.free(&memory);
         for kind in [AllocationKind::StreamOrdered, AllocationKind::Managed] {

@@ -115,7 +115,7 @@ fn allocated(world: &mut World, kind: AllocationKind) -> (u64, Free) {
     let mut pointer: CuDevicePtr = 0;
     let mut host = std::ptr::null_mut();
     let mut stream = sys::CuStream::NULL;
-    // SAFETY: every output is writable, and the closure frees each object once.
+    // SAFETY: every output is writable.
     world.app.current(|f| unsafe {
         match kind {
             AllocationKind::Host => check((f.mem_host_alloc)(&mut host, 10_000, 0)),
@@ -129,11 +129,11 @@ fn allocated(world: &mut World, kind: AllocationKind) -> (u64, Free) {
     });
     if kind == AllocationKind::Host {
         let at = host.expose_provenance() as u64;
-        // SAFETY: every output is writable, and the closure frees each object once.
+        // SAFETY: the call above allocated the memory, and the closure runs once.
         return (at, Box::new(move |f| check(unsafe { (f.mem_free_host)(at as *mut _) })));
     }
     let free = move |f: &Functions| {
-        // SAFETY: every output is writable, and the closure frees each object once.
+        // SAFETY: the calls above made the memory and the stream, and the closure runs once.
         unsafe {
             if stream == sys::CuStream::NULL {
                 check((f.mem_free)(pointer));

@@ -59,6 +59,7 @@ fn open_and_write(world: &World, text: &str) {
     // SAFETY: no code uses the memory; the call is refused.
     let error = unsafe { world.cuda.free(&memory) }.expect_err("opened, not allocated");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("ipc_close")), "{error}");
     world.cuda.ipc_export(&memory).expect_err("memory of another process");
     for _ in 0..2 {
         if let Some((driver, _)) = &world.fake {

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use hmem_core::{
-    Address, AddressRange, AllocationId, AllocationKind, Iface, IfaceExt,
+    Address, AddressRange, AllocationKind, Iface, IfaceExt,
     monitor::{DetectionMethod, InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_fake_cuda::Profile;
@@ -229,5 +229,4 @@ fn monitor_outlives_its_iface_and_reports_it() {
     world.free(&memory);
     world.end();
     assert!(monitor.valid(&memory).expect_err("closed").is_unavailable());
-    let _ = AllocationId(0);
 }
