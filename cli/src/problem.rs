@@ -259,10 +259,15 @@ pub fn unknown_device(iface: &str, device: u32, known: &[String]) -> Problem {
     }
 }
 
-/// Prints the problem on stderr.
+/// Prints the problem on stderr. A failed write is ignored.
 pub fn print_on_stderr(problem: &Problem) {
     // An error of stderr cannot be reported anywhere.
     let _ = problem.print(&mut io::stderr().lock());
+}
+
+/// Prints a line on stderr. A failed write is ignored; `eprintln` would panic.
+pub(crate) fn line_on_stderr(line: impl fmt::Display) {
+    let _ = writeln!(io::stderr(), "{line}");
 }
 
 #[cfg(test)]
