@@ -124,7 +124,8 @@ impl Hmem {
     /// Returns the iface of the given kind.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`], with the library and the reason, if the iface did not start.
+    /// - The kind of the reason if the iface did not start, with the reason as the source:
+    ///   [`ErrorKind::Unavailable`] for an absent library, for example.
     /// - [`ErrorKind::Unsupported`], with the cargo feature, if it was not compiled in.
     /// - [`ErrorKind::InvalidArgument`] for a plug-in that was not added.
     pub fn iface(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
@@ -201,8 +202,8 @@ impl Hmem {
     /// Returns the provider with the given name.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`], with the reason, if the provider
-    ///   did not start.
+    /// - The kind of the reason if the provider did not start, with the reason as the source:
+    ///   [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`], for example.
     /// - [`ErrorKind::InvalidArgument`], with the names of the added providers, for another name.
     pub fn provider(&self, name: &str) -> Result<&Arc<dyn Provider>> {
         self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
@@ -417,8 +418,8 @@ impl Builder {
         self
     }
 
-    /// Starts only the named ifaces. Names are separated by `;` or `,`, as in `FI_HMEM`. This
-    /// setting overrides `FI_HMEM`. The iface of host memory always starts.
+    /// Starts only the named ifaces, of vendors and plug-ins. Names are separated by `;` or `,`, as
+    /// in `FI_HMEM`. This setting overrides `FI_HMEM`. The iface of host memory always starts.
     #[must_use]
     pub fn ifaces(mut self, names: impl Into<String>) -> Self {
         self.filter = Some(names.into());
@@ -435,7 +436,8 @@ impl Builder {
 
     /// Sets the default cache settings of domains, which [`DomainAttr::cache`] overrides.
     ///
-    /// Overrides `FI_MR_CACHE_MAX_SIZE`, `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MERGE_REGIONS` and
+    /// Each setting that is not `None` overrides its variables: `FI_MR_CACHE_MAX_SIZE`,
+    /// `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MERGE_REGIONS` or
     /// `FI_MR_{CUDA,ROCR,ZE}_CACHE_MONITOR_ENABLED`.
     #[must_use]
     pub fn cache(mut self, cache: CacheAttr) -> Self {
@@ -453,7 +455,8 @@ impl Builder {
     }
 
     /// Sets a monitor that the application supplies for host memory, such as
-    /// [`ImportMonitor`](hmem_iface_system::monitor::ImportMonitor).
+    /// [`ImportMonitor`](hmem_iface_system::monitor::ImportMonitor). Overrides `FI_MR_CACHE_MONITOR`.
+    /// The later call of this method and [`Builder::cache_monitor`] decides.
     #[must_use]
     pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
         self.cache_monitor = Some(CacheMonitor::Imported(monitor));
@@ -489,6 +492,7 @@ impl Builder {
     /// - [`ErrorKind::Unsupported`] for an iface that [`Builder::ifaces`] or `FI_HMEM` names and
     ///   that was not compiled in.
     /// - The error of a cache monitor that was requested by name and does not work here.
+    /// - The errors of [`ProcessMark::current`].
     pub fn build(self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
         let by_builder = self.filter.is_some();

@@ -84,7 +84,6 @@ fn absent_provider_is_listed_with_its_reason() {
     assert_eq!(hmem.absent_providers().map(|(name, _)| name).collect::<Vec<_>>(), ["my-nic"]);
 }
 
-/// CACHE-12
 #[test]
 fn bad_value_that_a_plug_in_reads_fails_the_build() {
     fn refused<T>() -> Result<T> {

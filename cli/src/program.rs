@@ -22,9 +22,10 @@ const USAGE: u8 = 2;
 
 /// Runs the command with the arguments of the process, on this machine and with plug-ins.
 ///
-/// `add` adds ifaces and providers to the builder of the [`Hmem`](hmem::Hmem) that the command
-/// works on. All subcommands then list and test them. A program whose `main` calls this function is
-/// the `hmem` command with its plug-ins:
+/// `add` adds ifaces and providers to the builder of the [`Hmem`](hmem::Hmem) that `info`, `check`,
+/// `explain` and `perf` work on. Other subcommands do not call `add`. The command itself adds
+/// verbs, the iface `simulated` and the loopback NICs. A program whose `main` calls this function
+/// is the `hmem` command with its plug-ins:
 ///
 /// ```no_run
 /// use std::process::ExitCode;

@@ -48,8 +48,6 @@ fn info_and_explain_list_available_and_absent_plug_ins() {
     assert!(!explained.contains("iface-0x"), "{explained}");
 }
 
-/// CACHE-12
-///
 /// The exit status is 2 for a bad value in a variable that a plug-in reads, and the message names
 /// the variable.
 #[test]

@@ -177,7 +177,7 @@ fn perf_prints_each_row_as_it_finishes() {
 fn closed_stdout_leaves_the_exit_status_of_the_command() {
     let quick = ["check", "--quick", "--nic", "loopback/hardware", "--iface", "system"];
     let absent = [("FI_HMEM", "cuda"), ("HMEM_CUDA_LIBRARY", "/nonexistent.so")];
-    let cases: [(&[&str], &[(&str, &str)], i32); 6] = [
+    let cases: [(&[&str], &Variables, i32); 6] = [
         (&["info"], &[], 0),
         (&["man"], &[], 0),
         (&["perf", "--loopback", "--iterations", "20"], &[], 0),

@@ -175,6 +175,9 @@ impl<'a> LiveReport<'a> {
 }
 
 /// Serves one client, or many one after another if `persistent` is true, and prints each report.
+///
+/// A persistent server prints the error of a client on stderr and serves the next client. Only an
+/// error of `print` ends it.
 fn serve(
     config: &EndConfig<'_>,
     listener: TcpListener,
