@@ -124,7 +124,8 @@ impl Hmem {
     /// Returns the iface of the given kind.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`], with the library and the reason, if the iface did not start.
+    /// - The kind of the reason if the iface did not start, with the reason as the source:
+    ///   [`ErrorKind::Unavailable`] for an absent library, for example.
     /// - [`ErrorKind::Unsupported`], with the cargo feature, if it was not compiled in.
     /// - [`ErrorKind::InvalidArgument`] for a plug-in that was not added.
     pub fn iface(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
@@ -201,8 +202,8 @@ impl Hmem {
     /// Returns the provider with the given name.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`], with the reason, if the provider
-    ///   did not start.
+    /// - The kind of the reason if the provider did not start, with the reason as the source:
+    ///   [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`], for example.
     /// - [`ErrorKind::InvalidArgument`], with the names of the added providers, for another name.
     pub fn provider(&self, name: &str) -> Result<&Arc<dyn Provider>> {
         self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
@@ -321,6 +322,10 @@ impl Builder {
     /// on, [`Registry::absent`] lists the plug-in, and [`Hmem::iface`] returns the reason. `kind`
     /// and `name` identify the plug-in if it could not be opened.
     ///
+    /// A bad value in an environment variable is not an absence: [`Builder::build`] returns the
+    /// error, unless [`Builder::ifaces`] or `FI_HMEM` excludes the plug-in. Such an error has the
+    /// kind [`ErrorKind::InvalidArgument`] and the name of the variable as context `variable`.
+    ///
     /// ```
     /// use hmem::{Error, ErrorKind, Hmem, IfaceKind, system::Simulated};
     ///
@@ -370,6 +375,9 @@ impl Builder {
 
     /// Adds a provider, or the reason why it could not be opened. [`Hmem::absent_providers`] then
     /// has the reason, under `name`, and [`Hmem::domain`] returns it.
+    ///
+    /// [`Builder::build`] returns the error of a bad value in an environment variable, as with
+    /// [`Builder::iface_or_absent`].
     #[must_use]
     pub fn provider_or_absent(
         mut self,
@@ -410,8 +418,8 @@ impl Builder {
         self
     }
 
-    /// Starts only the named ifaces. Names are separated by `;` or `,`, as in `FI_HMEM`. This
-    /// setting overrides `FI_HMEM`. The iface of host memory always starts.
+    /// Starts only the named ifaces, of vendors and plug-ins. Names are separated by `;` or `,`, as
+    /// in `FI_HMEM`. This setting overrides `FI_HMEM`. The iface of host memory always starts.
     #[must_use]
     pub fn ifaces(mut self, names: impl Into<String>) -> Self {
         self.filter = Some(names.into());
@@ -428,7 +436,8 @@ impl Builder {
 
     /// Sets the default cache settings of domains, which [`DomainAttr::cache`] overrides.
     ///
-    /// Overrides `FI_MR_CACHE_MAX_SIZE`, `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MERGE_REGIONS` and
+    /// Each setting that is not `None` overrides its variables: `FI_MR_CACHE_MAX_SIZE`,
+    /// `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MERGE_REGIONS` or
     /// `FI_MR_{CUDA,ROCR,ZE}_CACHE_MONITOR_ENABLED`.
     #[must_use]
     pub fn cache(mut self, cache: CacheAttr) -> Self {
@@ -446,7 +455,8 @@ impl Builder {
     }
 
     /// Sets a monitor that the application supplies for host memory, such as
-    /// [`ImportMonitor`](hmem_iface_system::monitor::ImportMonitor).
+    /// [`ImportMonitor`](hmem_iface_system::monitor::ImportMonitor). Overrides `FI_MR_CACHE_MONITOR`.
+    /// The later call of this method and [`Builder::cache_monitor`] decides.
     #[must_use]
     pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
         self.cache_monitor = Some(CacheMonitor::Imported(monitor));
@@ -473,20 +483,24 @@ impl Builder {
     /// If an iface cannot start, the others start anyway, and [`Registry::absent`] has the reason.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] for an unknown name in [`Builder::ifaces`] or `FI_HMEM`, a
-    ///   malformed environment variable that the builder does not override, or an iface kind or
-    ///   provider name that was added twice.
+    /// - [`ErrorKind::InvalidArgument`] for an unknown name in [`Builder::ifaces`] or `FI_HMEM`, or
+    ///   a malformed environment variable that the builder does not override, also one that a
+    ///   plug-in reads while it is opened.
+    /// - [`ErrorKind::InvalidArgument`] for an iface number, iface name or provider name that was
+    ///   added twice, whether available or absent, for the name of another built-in iface, and for
+    ///   an iface number from 6 to 0xff.
     /// - [`ErrorKind::Unsupported`] for an iface that [`Builder::ifaces`] or `FI_HMEM` names and
     ///   that was not compiled in.
     /// - The error of a cache monitor that was requested by name and does not work here.
+    /// - The errors of [`ProcessMark::current`].
     pub fn build(self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
         let by_builder = self.filter.is_some();
-        let absent: Vec<_> =
-            self.absent_plug_ins.iter().map(|(name, _)| name.to_string()).collect();
-        let plug_ins: Vec<_> = (self.plug_ins.iter().map(|iface| iface.name()))
-            .chain(absent.iter().map(String::as_str))
+        let plug_ins: Vec<_> = (self.plug_ins.iter().map(IfaceName::from))
+            .chain(self.absent_plug_ins.iter().map(|(name, _)| name.clone()))
             .collect();
+        check_plug_ins(&plug_ins)?;
+        self.check_providers()?;
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &plug_ins)?),
             None => env::text(env::HMEM)?
@@ -498,10 +512,17 @@ impl Builder {
                 })
                 .transpose()?,
         };
+        let admitted = |name: &str| filter.as_ref().is_none_or(|filter| filter.admits(name));
         if let Some((_, error)) =
             self.absent_providers.iter().find(|(_, why)| env::is_bad_value(why))
         {
             return Err(error.clone());
+        }
+        let mut absent_plug_ins = self.absent_plug_ins.iter();
+        if let Some((name, error)) = absent_plug_ins
+            .find(|(name, why)| env::is_bad_value(why) && admitted(&name.to_string()))
+        {
+            return Err(error.clone().iface(name.clone()));
         }
         let disable_p2p = match self.disable_p2p {
             Some(disable) => disable,
@@ -511,59 +532,58 @@ impl Builder {
         let mut registry = Registry::new();
         let system = Arc::new(system(self.cache_monitor)?);
         registry.add(Arc::<System>::clone(&system))?;
+        // A plug-in with the number of a vendor iface replaces that iface if it is absent.
+        let replaced = |kind| plug_ins.iter().any(|plug_in| plug_in.kind() == kind);
         for (kind, start) in VENDORS {
-            if self.skip_vendors {
-                registry.add_absent(
-                    kind,
-                    left_out(kind, "the builder starts no vendor ifaces")
-                        .remedy("do not call Builder::without_vendor_ifaces"),
-                );
-            } else if filter.as_ref().is_some_and(|filter| !filter.admits(&kind.to_string())) {
-                registry.add_absent(kind, filtered_out(kind, &kind.to_string(), by_builder));
+            let why = if self.skip_vendors {
+                left_out(kind, "the builder starts no vendor ifaces")
+                    .remedy("do not call Builder::without_vendor_ifaces")
+            } else if !admitted(&kind.to_string()) {
+                filtered_out(kind, &kind.to_string(), by_builder)
             } else {
                 match start() {
-                    Ok(iface) => registry.add(iface)?,
-                    Err(error) if env::is_bad_value(&error) => return Err(error),
-                    // `Builder::ifaces` or `FI_HMEM` names this iface, but the iface is not
-                    // compiled in.
-                    Err(why) if filter.is_some() && why.context_value("feature").is_some() => {
-                        return Err(if by_builder {
-                            why
-                        } else {
-                            why.context("variable", env::HMEM).context("value", kind)
-                        });
+                    Ok(iface) => {
+                        registry.add(iface)?;
+                        continue;
                     }
+                    Err(error) if env::is_bad_value(&error) => return Err(error),
                     Err(why) => {
                         tracing_absent(&kind.into(), &why);
-                        registry.add_absent(kind, why);
+                        why
                     }
                 }
+            };
+            if replaced(kind) {
+                continue;
             }
+            // `Builder::ifaces` or `FI_HMEM` names this iface, but the iface is not compiled in.
+            if filter.is_some() && why.context_value("feature").is_some() {
+                return Err(if by_builder {
+                    why
+                } else {
+                    why.context("variable", env::HMEM).context("value", kind)
+                });
+            }
+            registry.add_absent(kind, why);
         }
         for iface in self.plug_ins {
-            if filter.as_ref().is_some_and(|filter| !filter.admits(iface.name())) {
+            if admitted(iface.name()) {
+                registry.add(iface)?;
+            } else {
                 let why = filtered_out(iface.kind(), iface.name(), by_builder);
                 registry.add_absent(iface.kind(), why);
-            } else {
-                registry.add(iface)?;
             }
         }
         for (name, why) in self.absent_plug_ins {
-            let why = match &filter {
-                Some(filter) if !filter.admits(&name.to_string()) => {
-                    filtered_out(name.kind(), &name.to_string(), by_builder)
-                }
-                _ => why,
+            // A started vendor iface has this number too.
+            if registry.iter().any(|iface| iface.kind() == name.kind()) {
+                return Err(added_twice(&name));
+            }
+            let why = match admitted(&name.to_string()) {
+                true => why,
+                false => filtered_out(name.kind(), &name.to_string(), by_builder),
             };
             registry.add_absent(name.kind(), why.iface(name));
-        }
-        let mut names = BTreeSet::new();
-        for provider in &self.providers {
-            if !names.insert(provider.name().to_owned()) {
-                return Err(Error::new(ErrorKind::InvalidArgument, "add provider")
-                    .provider(provider.name().to_owned())
-                    .remedy("add each provider only once"));
-            }
         }
         Ok(Hmem {
             registry: Arc::new(registry),
@@ -579,6 +599,54 @@ impl Builder {
             filter,
         })
     }
+
+    /// Refuses a provider, available or absent, whose name was added twice.
+    fn check_providers(&self) -> Result<()> {
+        let mut names = BTreeSet::new();
+        let absent = self.absent_providers.iter().map(|(name, _)| name.as_str());
+        for name in self.providers.iter().map(|provider| provider.name()).chain(absent) {
+            if !names.insert(name) {
+                return Err(Error::new(ErrorKind::InvalidArgument, "add provider")
+                    .provider(name.to_owned())
+                    .remedy("add each provider only once"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a plug-in, available or absent, whose number or name is invalid or belongs to another
+/// iface. Names are compared without regard to case, as in the filter.
+fn check_plug_ins(plug_ins: &[IfaceName]) -> Result<()> {
+    for (at, plug_in) in plug_ins.iter().enumerate() {
+        let (kind, name) = (plug_in.kind(), plug_in.to_string());
+        if kind.name().is_none() && !kind.is_plug_in() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "add iface")
+                .iface(plug_in.clone())
+                .context("number", format!("{:#x}", kind.0))
+                .remedy("give the plug-in a number from 0x100 up"));
+        }
+        let before = &plug_ins[..at];
+        if kind == IfaceKind::SYSTEM || before.iter().any(|other| other.kind() == kind) {
+            return Err(added_twice(plug_in));
+        }
+        let reserved = name.to_ascii_lowercase().parse().is_ok_and(|of: IfaceKind| of != kind);
+        if reserved || before.iter().any(|other| other.to_string().eq_ignore_ascii_case(&name)) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "add iface")
+                .iface(plug_in.clone())
+                .context("number", format!("{:#x}", kind.0))
+                .remedy("give each iface a name of its own"));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the error for an iface whose number another iface has.
+fn added_twice(name: &IfaceName) -> Error {
+    Error::new(ErrorKind::InvalidArgument, "add iface")
+        .iface(name.clone())
+        .context("number", format!("{:#x}", name.kind().0))
+        .remedy("add each iface once, and give each plug-in a number of its own, from 0x100 up")
 }
 
 /// Returns the settings of `first`, with those of `second` where `first` has `None`.
@@ -629,15 +697,16 @@ fn system(requested: Option<CacheMonitor>) -> Result<System> {
 struct Filter(BTreeSet<String>);
 
 impl Filter {
-    fn parse(names: &str, plug_ins: &[&str]) -> Result<Self> {
+    fn parse(names: &str, plug_ins: &[IfaceName]) -> Result<Self> {
         let mut admitted = BTreeSet::new();
         for name in names.split([';', ',']).map(str::trim).filter(|name| !name.is_empty()) {
             let name = name.to_ascii_lowercase();
-            let plugged_in = plug_ins.iter().any(|known| known.eq_ignore_ascii_case(&name));
+            let plugged_in =
+                plug_ins.iter().any(|known| known.to_string().eq_ignore_ascii_case(&name));
             if !plugged_in {
                 name.parse::<IfaceKind>().map_err(|_| {
                     let vendors = VENDORS.map(|(kind, _)| kind.to_string());
-                    let added = plug_ins.iter().map(|&known| known.to_owned());
+                    let added = plug_ins.iter().map(IfaceName::to_string);
                     let accepted: Vec<_> =
                         ["system".to_owned()].into_iter().chain(vendors).chain(added).collect();
                     Error::new(ErrorKind::InvalidArgument, "iface filter")

@@ -25,9 +25,6 @@ pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
     ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
 ];
 
-/// The name of the operation in errors about the value of a variable.
-const OPERATION: &str = "environment";
-
 /// Returns the cache settings of the builder. Settings that the builder lacks come from the
 /// environment.
 pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
@@ -74,14 +71,15 @@ fn number(name: &'static str) -> Result<Option<u64>> {
 /// Returns the error for a wrong value of a variable. The caller must add the accepted values as
 /// the remedy.
 pub(crate) fn bad_value(name: &'static str, value: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::InvalidArgument, OPERATION)
+    Error::new(ErrorKind::InvalidArgument, "environment")
         .context("variable", name)
         .context("value", value)
 }
 
-/// Returns true if the error is about the value of a variable.
+/// Returns true if the error is about the value of a variable: its kind is `InvalidArgument`, and
+/// its context names the variable.
 pub(crate) fn is_bad_value(error: &Error) -> bool {
-    error.operation() == OPERATION && error.kind() == ErrorKind::InvalidArgument
+    error.kind() == ErrorKind::InvalidArgument && error.context_value("variable").is_some()
 }
 
 /// Adds the variable `name` to an error about the library that the variable selects. Returns other

@@ -25,6 +25,7 @@ impl Hmem {
     /// - [`ErrorKind::Unsupported`] for memory of a device without a PCI address.
     /// - The errors of [`numa_node`], on a machine of several NUMA nodes.
     /// - [`ErrorKind::OutOfBounds`] for a range that leaves its allocation.
+    /// - The error of a failed driver call, which asks for the owner of the memory or for devices.
     pub fn nearest_nics(
         &self,
         domains: &[&Domain],

@@ -84,6 +84,94 @@ fn absent_provider_is_listed_with_its_reason() {
     assert_eq!(hmem.absent_providers().map(|(name, _)| name).collect::<Vec<_>>(), ["my-nic"]);
 }
 
+#[test]
+fn bad_value_that_a_plug_in_reads_fails_the_build() {
+    fn refused<T>() -> Result<T> {
+        Err(Error::new(ErrorKind::InvalidArgument, "parse depth")
+            .context("variable", "MINE_DEPTH")
+            .context("value", "many")
+            .remedy("use a number"))
+    }
+    let builder = || Hmem::builder().without_vendor_ifaces();
+    let iface = || builder().iface_or_absent(MINE, "mine", refused::<Simulated>());
+    let nic = builder().provider_or_absent("my-nic", refused::<Loopback>());
+    for built in [iface().build(), iface().ifaces("mine").build(), nic.build()] {
+        let error = built.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(error.context_value("variable"), Some("MINE_DEPTH"));
+    }
+    iface().ifaces("system").build().expect("the filter excludes the plug-in");
+
+    // Without the name of a variable, the plug-in counts as absent.
+    let unnamed = Err::<Simulated, _>(Error::new(ErrorKind::InvalidArgument, "start driver"));
+    let hmem = builder().iface_or_absent(MINE, "mine", unnamed).build().unwrap();
+    assert_eq!(hmem.iface(MINE).unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
+/// HM-04
+///
+/// The checks are equal for opened plug-ins and absent ones.
+#[test]
+fn number_or_name_of_another_iface_is_refused() {
+    let added = |plug_ins: &[(IfaceKind, &str, bool)]| {
+        let builder = Hmem::builder().without_vendor_ifaces();
+        let add = |builder: hmem::Builder, &(kind, name, opened): &(IfaceKind, &str, bool)| {
+            let simulated = Simulated::builder().kind(kind).name(name).build();
+            let iface = if opened { simulated } else { without_library() };
+            builder.iface_or_absent(kind, name, iface)
+        };
+        plug_ins.iter().fold(builder, add).build()
+    };
+    const OTHER: IfaceKind = IfaceKind(0x5156);
+    for absent in [[false, false], [false, true], [true, false], [true, true]] {
+        let [first, second] = absent.map(|absent| !absent);
+        for (plug_ins, remedy) in [
+            (&[(MINE, "mine", first), (MINE, "other", second)][..], "a number of its own"),
+            (&[(MINE, "mine", first), (OTHER, "Mine", second)], "a name of its own"),
+            (&[(MINE, "cuda", first)], "a name of its own"),
+            (&[(IfaceKind::SYSTEM, "mine", false)], "a number of its own"),
+            (&[(IfaceKind(6), "mine", false)], "from 0x100 up"),
+        ] {
+            let error = added(plug_ins).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{plug_ins:?}");
+            let text = error.to_string();
+            assert!(text.contains(remedy) && text.contains("number=0x"), "{text}");
+        }
+        added(&[(MINE, "mine", first), (OTHER, "other", second)]).expect("two ifaces");
+    }
+}
+
+/// HM-04
+///
+/// A plug-in may have the number of a vendor iface that does not start. The registry then lists the
+/// number once, with the reason of the plug-in.
+#[test]
+fn absent_plug_in_replaces_an_absent_vendor_iface() {
+    let cuda = IfaceKind::CUDA;
+    let absent = Hmem::builder()
+        .without_vendor_ifaces()
+        .iface_or_absent(cuda, "cuda", without_library::<Simulated>())
+        .build()
+        .unwrap();
+    assert_eq!(absent.registry().absent().filter(|(kind, _)| *kind == cuda).count(), 1);
+    assert_eq!(absent.iface(cuda).unwrap_err().remedy_text(), Some("install the driver"));
+}
+
+/// HM-04
+#[test]
+fn provider_name_that_was_added_twice_is_refused() {
+    let loopback = || Loopback::builder().build();
+    let builder = || Hmem::builder().without_vendor_ifaces();
+    let gone = |builder: hmem::Builder| {
+        builder.provider_or_absent("loopback", without_library::<Loopback>())
+    };
+    for builder in [gone(gone(builder())), gone(builder()).provider(loopback().unwrap())] {
+        let error = builder.build().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.to_string().contains("loopback"), "{error}");
+    }
+}
+
 /// P2P-03
 #[test]
 fn explanation_names_a_plug_in() {

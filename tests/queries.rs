@@ -146,6 +146,7 @@ impl Fixture {
     fn new() -> Self {
         let iface = |number| {
             let builder = Simulated::builder().kind(IfaceKind(number)).window(1 << 32);
+            let builder = builder.name(format!("simulated-{number:#x}"));
             let device = builder.dma_buf(DmaBufKind::MemFd).build().expect("a simulated device");
             Arc::new(Counting { device, queries: AtomicU64::new(0) })
         };

@@ -68,7 +68,8 @@ pub struct ManArgs {
 /// Values of `--color`: when the output has colours.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Color {
-    /// Colours only if stdout is a terminal and `NO_COLOR` is not set.
+    /// Colours only if stdout is a terminal, `TERM` is not `dumb`, and `NO_COLOR` is unset or
+    /// empty.
     #[default]
     Auto,
     /// Colours in every output, including files and pipes.
@@ -191,7 +192,7 @@ impl PointerSort {
 /// Arguments of `hmem topo`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct TopoArgs {
-    /// Print JSON (docs/topo-schema.md) instead of the tree
+    /// Print JSON (docs/topo-schema.md) instead of text
     #[arg(long)]
     pub json: bool,
 

@@ -49,7 +49,7 @@ impl From<&path::Attempt> for Attempt {
 }
 
 impl Attempt {
-    /// Returns the attempt for a registration that failed before any path was tried.
+    /// Returns one attempt for a whole registration that failed. `path` is the expected path.
     #[must_use]
     pub fn refused(path: Path, error: &Error) -> Self {
         Self {

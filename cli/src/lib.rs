@@ -59,7 +59,7 @@ use crate::{
 pub enum Outcome {
     /// Success: exit status 0.
     Passed,
-    /// A failed check: exit status 1.
+    /// A failure that `check` or `explain` found: exit status 1.
     Failed,
 }
 
@@ -119,6 +119,7 @@ impl From<hmem::Error> for Failure {
 }
 
 impl From<Problem> for Failure {
+    /// Problems of the command's own are about its arguments: usage errors.
     fn from(problem: Problem) -> Self {
         Self::Usage(Box::new(problem))
     }
@@ -130,7 +131,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Runs the command on this machine and prints to `out`.
+/// Runs the command on this machine and prints to `out`, with the colours and the width for stdout.
 ///
 /// # Errors
 /// [`Failure`]: a bad name or environment variable, a failed operation, or output that cannot be
@@ -159,7 +160,8 @@ pub(crate) fn run_with(
     }
 }
 
-/// Runs a command on a machine that the caller constructed.
+/// Runs a command on a machine that the caller constructed. `topo`, `completions` and `man` do not
+/// use the machine.
 ///
 /// # Errors
 /// The errors of [`run`].

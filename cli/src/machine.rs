@@ -37,7 +37,8 @@ pub struct Machine {
     pub hmem: Hmem,
     /// The NICs that a command works with.
     pub nics: Vec<Fabric>,
-    /// Unavailable ifaces, providers and NICs, and an unreadable topology.
+    /// Unavailable providers and NICs, an unavailable simulated iface, and an unreadable topology.
+    /// Other unavailable ifaces are in the registry of `hmem`.
     pub absent: Vec<Absent>,
     /// The kinds and names of simulated ifaces.
     pub software: Vec<(IfaceKind, String)>,
@@ -120,9 +121,11 @@ impl Machine {
     /// Returns the ifaces and NICs of this machine, plus two simulated devices and four loopback
     /// NICs.
     ///
+    /// An unavailable iface or provider is not an error: the machine lists it with its reason.
+    ///
     /// # Errors
-    /// An invalid value in the environment, such as `FI_HMEM=nonsense`. An unavailable iface or
-    /// provider is not an error: the machine lists it with its reason.
+    /// The errors of [`Builder::build`](hmem::Builder::build), such as an invalid value in the
+    /// environment.
     pub fn find() -> Result<Self> {
         Self::find_with(Hmem::builder())
     }
@@ -130,7 +133,7 @@ impl Machine {
     /// Like [`Machine::find`], with the plug-ins of `builder` in addition.
     ///
     /// # Errors
-    /// The errors of [`Machine::find`], and of [`Builder::build`](hmem::Builder::build).
+    /// The errors of [`Builder::build`](hmem::Builder::build).
     pub fn find_with(builder: Builder) -> Result<Self> {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
@@ -231,8 +234,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Removes the last NIC if no domain can be opened on it. The kernel may lack a feature that
-    /// the NIC needs, such as io_uring.
+    /// Removes the last NIC, and returns the error, if a domain on it is unavailable. The kernel
+    /// may lack a feature that the NIC needs, such as io_uring.
     fn drop_last_nic_if_unavailable(&mut self) -> Result<()> {
         let Some(nic) = self.nics.last() else { return Ok(()) };
         match self.open(nic, P2pPolicy::Enabled) {
@@ -256,8 +259,8 @@ impl Machine {
     /// Returns the PCI function at an address that an iface or provider reports.
     ///
     /// # Errors
-    /// The reason in a few words: `what` has no PCI address, or its address is not in the PCIe
-    /// tree.
+    /// The reason in a few words: the topology cannot be read, or `what` has no PCI address, a
+    /// malformed one, or one that is not in the PCIe tree.
     pub fn function(
         &self,
         what: &str,
@@ -351,7 +354,8 @@ impl Fabric {
         self.open_with(hmem, p2p, None)
     }
 
-    /// Opens a domain on the NIC, with these settings for its registration cache.
+    /// Opens a domain on the NIC, with these settings for its registration cache. `None` means no
+    /// cache.
     ///
     /// # Errors
     /// The errors of [`Domain::open`].
@@ -393,7 +397,8 @@ impl Fabric {
     }
 }
 
-/// Returns two devices that reuse freed addresses at once, which reveals stale registrations.
+/// Returns the builder of two simulated devices. They reuse freed addresses at once, which reveals
+/// stale registrations.
 fn simulated_devices() -> SimulatedBuilder {
     Simulated::builder().devices(2).peer_memory(true).address_reuse(AddressReuse::JustFreed)
 }
@@ -412,7 +417,8 @@ fn watch_simulated(simulated: &Arc<Simulated>) -> [Watch; 2] {
     ]
 }
 
-/// Returns the innermost error. For a path decision it is the error of the last refused path.
+/// Returns the innermost [`Error`] of the sources. For a path decision it is the error of the last
+/// refused path.
 #[must_use]
 pub fn root(error: &Error) -> &Error {
     let mut root = error;

@@ -9,13 +9,13 @@ use hmem::{
 
 use crate::machine::{Fabric, Machine};
 
-/// Bytes of a page, on every machine that the library supports.
+/// Bytes to register: the smallest page size.
 const PAGE: u64 = 4096;
 
 /// Registers a page of host memory and returns the path decision.
 ///
 /// # Errors
-/// The error of the NIC if the registration fails.
+/// The error of the NIC if a domain cannot be opened or closed, or the registration fails.
 pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
     let domain = machine.open(nic, P2pPolicy::Enabled)?;
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -33,7 +33,9 @@ pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
 /// Registers a page of device memory and returns the path decision.
 ///
 /// # Errors
-/// The error of the iface if the allocation fails, or of the NIC if the registration fails.
+/// - [`ErrorKind::Unsupported`] if the iface cannot allocate memory.
+/// - The error of the iface if the allocation fails.
+/// - The error of the NIC if a domain cannot be opened or closed, or the registration fails.
 pub(crate) fn device(
     machine: &Machine,
     nic: &Fabric,

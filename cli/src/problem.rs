@@ -41,8 +41,8 @@ impl Problem {
         self
     }
 
-    /// Adds another problem as the cause. If this problem has no remedy, the cause's remedy is
-    /// used.
+    /// Adds another problem as the cause. If this problem has no remedy or no values, those of the
+    /// cause are used.
     #[must_use]
     pub fn caused_by(mut self, cause: Self) -> Self {
         self.causes.push(cause.headline);
@@ -62,7 +62,8 @@ impl Problem {
         Self { causes, ..self }.remedy(cause.remedy)
     }
 
-    /// Prints the problem. Causes are printed on lines of their own beneath the headline.
+    /// Prints the problem: on one line if it has no cause; otherwise the headline, and beneath it
+    /// each cause, the remedy and the values on lines of their own.
     ///
     /// # Errors
     /// Fails if writing to `out` fails.
@@ -83,7 +84,7 @@ impl Problem {
         Ok(())
     }
 
-    /// Prints the problem as an item of a list, with causes and remedy beneath.
+    /// Prints the problem as an item of a list, with causes, remedy and values beneath.
     ///
     /// # Errors
     /// Fails if writing to `out` fails.
@@ -92,7 +93,7 @@ impl Problem {
         self.details(out, style)
     }
 
-    /// Prints causes and remedy beneath an item.
+    /// Prints causes, remedy and values beneath an item.
     ///
     /// # Errors
     /// Fails if writing to `out` fails.
@@ -170,7 +171,7 @@ impl From<&Error> for Problem {
                 source = cause.source();
             }
         }
-        // The headlines of this module already contain the values.
+        // The headlines of this module already contain the values that matter.
         let (headline, values) = match headline(error) {
             Some(headline) => (headline, String::new()),
             None => (error.message().to_string(), error.values().to_string()),
@@ -239,7 +240,8 @@ pub fn nearest<'a>(name: &str, known: &'a [String]) -> Option<&'a String> {
     (distance(&nearest) <= 1 + name.chars().count() / 4).then_some(nearest)
 }
 
-/// Returns the problem to report for a name that this machine does not know.
+/// Returns the problem to report for an unknown name. The remedy suggests a similar name of
+/// `known`, or else lists all names that `option` takes.
 #[must_use]
 pub fn unknown(sort: &str, name: &str, option: &str, known: &[String]) -> Problem {
     let headline = format!("no {sort} named {name}");
@@ -259,10 +261,15 @@ pub fn unknown_device(iface: &str, device: u32, known: &[String]) -> Problem {
     }
 }
 
-/// Prints the problem on stderr.
+/// Prints the problem on stderr. A failed write is ignored.
 pub fn print_on_stderr(problem: &Problem) {
     // An error of stderr cannot be reported anywhere.
     let _ = problem.print(&mut io::stderr().lock());
+}
+
+/// Prints a line on stderr. A failed write is ignored; `eprintln` would panic.
+pub(crate) fn line_on_stderr(line: impl fmt::Display) {
+    let _ = writeln!(io::stderr(), "{line}");
 }
 
 #[cfg(test)]

@@ -10,10 +10,10 @@ use hmem::Builder;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate::{
-    Failure, Outcome,
+    Outcome,
     args::{self, Cli},
     help,
-    problem::print_on_stderr,
+    problem::{line_on_stderr, print_on_stderr},
     run_with,
 };
 
@@ -22,9 +22,10 @@ const USAGE: u8 = 2;
 
 /// Runs the command with the arguments of the process, on this machine and with plug-ins.
 ///
-/// `add` adds ifaces and providers to the builder of the [`Hmem`](hmem::Hmem) that the command
-/// works on. All subcommands then list and test them. A program whose `main` calls this function is
-/// the `hmem` command with its plug-ins:
+/// `add` adds ifaces and providers to the builder of the [`Hmem`](hmem::Hmem) that `info`, `check`,
+/// `explain` and `perf` work on. Other subcommands do not call `add`. The command itself adds
+/// verbs, the iface `simulated` and the loopback NICs. A program whose `main` calls this function
+/// is the `hmem` command with its plug-ins:
 ///
 /// ```no_run
 /// use std::process::ExitCode;
@@ -40,7 +41,8 @@ const USAGE: u8 = 2;
 /// ```
 ///
 /// Returns 0 for success, 1 if the operation failed or its hardware is unavailable, and 2 for a bad
-/// command line or environment variable.
+/// command line or environment variable. If the reader of stdout closes the pipe early, as `head`
+/// does, the command completes without further output and returns its own status.
 pub fn main_with(add: impl FnOnce(Builder) -> Builder) -> ExitCode {
     let parsed =
         help::command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
@@ -49,7 +51,7 @@ pub fn main_with(add: impl FnOnce(Builder) -> Builder) -> ExitCode {
         Err(error) => return refuse(&error),
     };
     start_log(&cli);
-    let mut out = BufWriter::new(io::stdout().lock());
+    let mut out = BufWriter::new(UntilClosed::new(io::stdout().lock()));
     let outcome = run_with(&cli, add, &mut out).and_then(|outcome| {
         out.flush()?;
         Ok(outcome)
@@ -57,10 +59,6 @@ pub fn main_with(add: impl FnOnce(Builder) -> Builder) -> ExitCode {
     match outcome {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
         Ok(Outcome::Failed) => ExitCode::from(FAILED),
-        // The reader closed the output early, as `head` does.
-        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
-            ExitCode::SUCCESS
-        }
         Err(failure) => {
             print_on_stderr(&failure.problem());
             ExitCode::from(failure.status())
@@ -74,10 +72,46 @@ fn refuse(error: &clap::Error) -> ExitCode {
         | ErrorKind::DisplayVersion
         | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
         _ => {
-            // An error of stderr cannot be reported anywhere.
-            let _ = writeln!(io::stderr(), "{}", args::one_line(error));
+            line_on_stderr(args::one_line(error));
             ExitCode::from(USAGE)
         }
+    }
+}
+
+/// A writer that discards its input once the reader of the pipe has gone.
+struct UntilClosed<W> {
+    inner: W,
+    closed: bool,
+}
+
+impl<W: Write> UntilClosed<W> {
+    fn new(inner: W) -> Self {
+        Self { inner, closed: false }
+    }
+
+    /// Runs `call` while the pipe is open, and returns `otherwise` once the pipe is closed.
+    fn unless_closed<T>(
+        &mut self,
+        otherwise: T,
+        call: impl FnOnce(&mut W) -> io::Result<T>,
+    ) -> io::Result<T> {
+        if !self.closed {
+            match call(&mut self.inner) {
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.closed = true,
+                done => return done,
+            }
+        }
+        Ok(otherwise)
+    }
+}
+
+impl<W: Write> Write for UntilClosed<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.unless_closed(bytes.len(), |inner| inner.write(bytes))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.unless_closed((), Write::flush)
     }
 }
 
@@ -94,5 +128,7 @@ fn start_log(cli: &Cli) {
         .with_max_level(level)
         .with_ansi(io::stderr().is_terminal() && cli.color != args::Color::Never)
         .with_writer(io::stderr)
+        // The subscriber would report a failed write to stderr on stderr, and then panic.
+        .log_internal_errors(false)
         .try_init();
 }

@@ -85,8 +85,8 @@ impl Style {
 
     /// Returns the style of stdout.
     ///
-    /// The width is that of `COLUMNS`, else that of the terminal, else 108 columns. With
-    /// [`Color::Auto`], a terminal has colours unless `NO_COLOR` is set.
+    /// The width is that of [`columns`], else 108 columns. With [`Color::Auto`], a terminal has
+    /// colours unless `NO_COLOR` is set or `TERM` is `dumb`.
     #[must_use]
     pub fn for_stdout(color: Color) -> Self {
         let terminal = io::stdout().is_terminal();
@@ -172,7 +172,8 @@ impl Style {
     }
 }
 
-/// Returns the output's width from `COLUMNS` or the terminal of stdout, within the limits.
+/// Returns the output's width from `COLUMNS`, or else from the terminal of stdout: 20 to 140
+/// columns. Returns `None` if stdout is no terminal, or if the width is 0.
 #[must_use]
 pub fn columns() -> Option<usize> {
     let variable = columns_variable().unwrap_or(None);
@@ -250,8 +251,8 @@ impl Table {
         self.rows.push(cells.into_iter().collect());
     }
 
-    /// Prints the table, or each of its columns as a list if they do not fit. An empty line
-    /// follows.
+    /// Prints the table. If its columns do not fit, prints each column but the first as a list, in
+    /// which the first column names the values. An empty line follows.
     ///
     /// # Errors
     /// Fails if writing to `out` fails.
@@ -354,7 +355,7 @@ impl Table {
     }
 
     /// Prints each row as its first cell, and the other cells beneath it by the names of their
-    /// columns.
+    /// columns. Cells of missing values are left out.
     fn print_as_lists(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
         for row in &self.rows {
             let mut cells = self.header.iter().zip(row).filter(|(_, cell)| cell.text != "-");
@@ -426,8 +427,8 @@ fn words(text: &str) -> impl Iterator<Item = &str> {
 
 /// Wraps a text into lines of at most `width` columns, between words.
 ///
-/// A number stays with its unit. A word that is longer than a line is broken after `/`, `,`, `=` or
-/// `:`, and is otherwise left whole.
+/// A number stays with its unit if a line has room for both. A word that is longer than a line is
+/// broken after `/`, `,`, `=` or `:`, and is otherwise left whole.
 #[must_use]
 pub fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut lines = Vec::new();
@@ -465,6 +466,7 @@ fn pieces(word: &str, width: usize) -> Vec<&str> {
 }
 
 /// Formats a byte count for text output: exact below 10 KiB, else with at most one decimal.
+/// [`u64::MAX`] is `no limit`.
 #[must_use]
 pub fn bytes(count: u64) -> String {
     if count == u64::MAX {

@@ -83,7 +83,7 @@ const WIRING: [&str; 7] = [
     "largest_bar",
     "findings",
 ];
-const WAY: [&str; 5] = ["distance", "numa_unknown", "hops", "redirection", "ports"];
+const TOPO_PATH: [&str; 5] = ["distance", "numa_unknown", "hops", "redirection", "ports"];
 
 /// DIAG-01
 #[test]
@@ -337,7 +337,7 @@ fn explain_names_the_nearer_nic_and_the_small_bar() {
             .expect("an entry")
     };
     for entry in entries {
-        matches(&entry["wiring"]["topo_path"], &WAY);
+        matches(&entry["wiring"]["topo_path"], &TOPO_PATH);
         assert_eq!(entry["wiring"]["largest_bar"], 64_u64 << 30);
         assert_eq!(entry["wiring"]["iommu"], "passthrough");
         list(&entry["wiring"], "findings")
@@ -380,12 +380,12 @@ fn explain_finds_acs_and_the_iommu() {
         "{acs:?}"
     );
     assert!(entry.wiring.findings[1].remedy.contains("iommu=pt"));
-    let way = entry.wiring.topo_path.as_ref().unwrap();
-    assert_eq!((way.distance, way.redirection), ("PIX", "by-ports"));
+    let path = entry.wiring.topo_path.as_ref().unwrap();
+    assert_eq!((path.distance, path.redirection), ("PIX", "by-ports"));
     let far = report.explanations.iter().find(|entry| entry.device == Some(1)).unwrap();
-    let way = far.wiring.topo_path.as_ref().unwrap();
-    assert_eq!((way.distance, way.redirection), ("NODE", "none"));
-    assert!(way.hops.iter().any(|hop| hop.contains("host-bridge")), "{way:?}");
+    let path = far.wiring.topo_path.as_ref().unwrap();
+    assert_eq!((path.distance, path.redirection), ("NODE", "none"));
+    assert!(path.hops.iter().any(|hop| hop.contains("host-bridge")), "{path:?}");
     let mut text = Vec::new();
     hmem_cli::explain::text(&mut text, &report, Style::plain()).unwrap();
     let text = String::from_utf8(text).unwrap();

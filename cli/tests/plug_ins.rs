@@ -6,6 +6,7 @@ use hmem::{
     system::{Simulated, SimulatedBuilder},
 };
 use hmem_cli::{
+    Failure,
     args::{Color, Command, ExplainArgs, InfoArgs},
     machine::Machine,
     run_on,
@@ -45,4 +46,26 @@ fn info_and_explain_list_available_and_absent_plug_ins() {
     let explained = run(&Command::Explain(of_mine));
     assert!(explained.contains("mine:0 to loopback/hardware"), "{explained}");
     assert!(!explained.contains("iface-0x"), "{explained}");
+}
+
+/// The exit status is 2 for a bad value in a variable that a plug-in reads, and the message names
+/// the variable.
+#[test]
+fn bad_value_that_a_plug_in_reads_is_a_usage_error() {
+    fn refused<T>() -> hmem::Result<T> {
+        Err(Error::new(ErrorKind::InvalidArgument, "environment")
+            .context("variable", "MINE_DEPTH")
+            .context("value", "many")
+            .remedy("use a number"))
+    }
+    let builder = || Hmem::builder().without_vendor_ifaces();
+    for builder in [
+        builder().iface_or_absent(MINE, "mine", refused::<Simulated>()),
+        builder().provider_or_absent("my-nic", refused::<Loopback>()),
+    ] {
+        let failure = Failure::from(Machine::find_with(builder).unwrap_err());
+        assert_eq!(failure.status(), 2);
+        let text = failure.to_string();
+        assert!(text.contains("invalid value \"many\" in MINE_DEPTH; use a number"), "{text}");
+    }
 }

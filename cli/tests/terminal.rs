@@ -170,15 +170,46 @@ fn perf_prints_each_row_as_it_finishes() {
     assert!(rest.lines().count() < 3, "the rows were printed at the end:\n{rest}");
 }
 
-/// DIAG-01
+/// DIAG-01, DIAG-02
+///
+/// A closed pipe changes neither the exit status nor the text on stderr, which is empty.
 #[test]
-fn closed_stdout_ends_the_command_quietly() {
-    for arguments in [&["info"][..], &["man"], &["perf", "--loopback", "--iterations", "20"]] {
-        let mut child = hmem(arguments[0], &arguments[1..]).spawn().expect("the command starts");
+fn closed_stdout_leaves_the_exit_status_of_the_command() {
+    let quick = ["check", "--quick", "--nic", "loopback/hardware", "--iface", "system"];
+    let absent = [("FI_HMEM", "cuda"), ("HMEM_CUDA_LIBRARY", "/nonexistent.so")];
+    let cases: [(&[&str], &Variables, i32); 6] = [
+        (&["info"], &[], 0),
+        (&["man"], &[], 0),
+        (&["perf", "--loopback", "--iterations", "20"], &[], 0),
+        (&quick, &[], 0),
+        (&quick, &absent, 1),
+        (&["explain", "--nic", "loopback/hardware"], &absent, 1),
+    ];
+    for (arguments, variables, status) in cases {
+        let mut command = hmem(arguments[0], &arguments[1..]);
+        let mut child =
+            command.envs(variables.iter().copied()).spawn().expect("the command starts");
         drop(child.stdout.take());
         let output = child.wait_with_output().expect("the process ends");
         assert_eq!(text(&output.stderr), "");
-        assert_eq!(output.status.code(), Some(0), "{arguments:?}");
+        assert_eq!(output.status.code(), Some(status), "{arguments:?}");
+    }
+}
+
+/// DIAG-01
+///
+/// The log and error messages go to stderr.
+#[test]
+fn closed_stderr_leaves_the_exit_status_of_the_command() {
+    for (arguments, status) in [
+        (&["info", "-vv"][..], 0),
+        (&["info", "--frobnicate"], 2),
+        (&["perf", "--loopback", "--nic", "nonsense"], 2),
+    ] {
+        let mut child = hmem(arguments[0], &arguments[1..]).spawn().expect("the command starts");
+        drop(child.stderr.take());
+        let output = child.wait_with_output().expect("the process ends");
+        assert_eq!(output.status.code(), Some(status), "{arguments:?}");
     }
 }
 

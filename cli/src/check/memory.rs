@@ -157,7 +157,7 @@ impl HugeBuffer {
     /// Allocates huge pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if the machine has no free huge page.
+    /// The errors of [`System::huge_pages`].
     pub(super) fn allocate(system: &Arc<System>, len: u64) -> Result<Self> {
         Ok(Self { system: Arc::clone(system), allocation: system.huge_pages(len)? })
     }

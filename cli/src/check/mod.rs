@@ -35,8 +35,8 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Length of the unregistered parts of the allocation before and after the region, in bytes
-    /// each. With 0 the region covers the whole allocation. Buffers that no iface allocated are
-    /// always registered whole.
+    /// each. With 0 the region covers the whole allocation. Only [`Memory::Borrowed`] and
+    /// [`Memory::Allocated`] have such parts; other memory is always registered whole.
     pub margin: u64,
     /// Offset of the transfer from the start of the region, in bytes.
     pub offset: u64,
@@ -151,7 +151,8 @@ pub(crate) fn unknown_nic(name: &str, option: &str, known: &[String]) -> Problem
 }
 
 /// Checks the selected combinations. The function calls `progress` before each combination, with
-/// the number of completed combinations, the total, and the name of the next one.
+/// the number of completed combinations, the total, and the name of the next one. The last call has
+/// an empty name.
 #[must_use]
 pub fn check(
     machine: &Machine,

@@ -1,5 +1,7 @@
-//! Pseudorandom byte patterns without repetition, which reveal misplaced bytes. Each seed gives a
-//! different pattern.
+//! Pseudorandom byte patterns without repetition, which reveal misplaced bytes.
+//!
+//! Each seed gives a different pattern. The patterns of two seeds share bytes, at other positions,
+//! if the seeds differ by less than the number of 8-byte words.
 
 /// Fills `into` with the pattern of `seed`.
 pub(crate) fn fill(into: &mut [u8], seed: u64) {
@@ -18,7 +20,7 @@ fn mix(word: u64) -> u64 {
 }
 
 /// Returns the index of the first differing byte and the number of differing bytes, or `None` if
-/// both slices are equal.
+/// both slices are equal. The slices must have the same length.
 pub(crate) fn difference(expected: &[u8], found: &[u8]) -> Option<(usize, usize)> {
     // Comparing whole slices is fast, and equal slices are the usual case.
     if expected == found {

@@ -53,7 +53,8 @@ impl HostPage {
             0 => {
                 // SAFETY: this value mapped the page and makes no reference into it.
                 done("munmap", unsafe { libc::munmap(self.at, LEN as usize) })?;
-                self.map_again()?;
+                let at = std::mem::replace(&mut self.at, ptr::null_mut());
+                self.at = map_again(at)?;
             }
             1 => self.at = map(self.at, OWN | libc::MAP_FIXED)?,
             // SAFETY: this value mapped the page and makes no reference into it.
@@ -69,25 +70,21 @@ impl HostPage {
                     libc::mremap(self.at, LEN as usize, LEN as usize, how, elsewhere)
                 };
                 let last = io::Error::last_os_error();
+                let moved_from = (moved != libc::MAP_FAILED)
+                    .then(|| std::mem::replace(&mut self.at, ptr::null_mut()));
                 // SAFETY: this value mapped the page at `elsewhere`, whether or not it was
                 // replaced, and makes no reference into it.
                 done("munmap", unsafe { libc::munmap(elsewhere, LEN as usize) })?;
-                if moved == libc::MAP_FAILED {
-                    return Err(refused("mremap", &last));
-                }
-                self.map_again()?;
+                self.at = map_again(moved_from.ok_or_else(|| refused("mremap", &last))?)?;
             }
         }
         Ok(())
     }
+}
 
-    /// Maps a page at the previous address, or elsewhere if another thread has mapped that address.
-    fn map_again(&mut self) -> Result<()> {
-        let at = std::mem::replace(&mut self.at, ptr::null_mut());
-        self.at =
-            map(at, OWN | libc::MAP_FIXED_NOREPLACE).or_else(|_| map(ptr::null_mut(), OWN))?;
-        Ok(())
-    }
+/// Maps a page at a previous address, or elsewhere if another thread has mapped that address.
+fn map_again(at: *mut libc::c_void) -> Result<*mut libc::c_void> {
+    map(at, OWN | libc::MAP_FIXED_NOREPLACE).or_else(|_| map(ptr::null_mut(), OWN))
 }
 
 /// Maps a page. With `MAP_FIXED`, the new page replaces the page at `at`, which the caller must

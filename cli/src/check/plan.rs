@@ -183,7 +183,8 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
     memories
 }
 
-/// Returns the paths that both the memory and the NIC may support.
+/// Returns the paths that both the memory and the NIC may support. Direct access to device memory
+/// is by dma-buf if both support it, and otherwise by peer memory.
 fn variants(
     memory: &Memory,
     simulated: bool,

@@ -386,7 +386,7 @@ impl SizeCheck<'_> {
             Err(error) => return Err(error.into()),
         }
         operands.close()?;
-        self.compare(target, expected, "after a fetch-add")
+        self.compare(target, expected, "read after a fetch-add")
     }
 
     /// Measures the throughput of RMA writes into the target, in GiB/s.

@@ -134,7 +134,8 @@ impl ImportCallbacks for IgnoreCallbacks {
     fn unsubscribe(&self, _: hmem::AddressRange) {}
 }
 
-/// Returns a case for every cache monitor of every selected iface.
+/// Returns a case for every cache monitor of every selected iface, all with the first selected NIC
+/// that keeps pages.
 pub(super) fn plan<'a>(
     machine: &'a Machine,
     selection: &Selection,
@@ -213,7 +214,8 @@ impl Case<'_> {
     /// Frees and allocates memory in `rounds` rounds and looks for stale transfers.
     ///
     /// # Errors
-    /// The name of this check with the reason, if the machine does not support the check.
+    /// The name of this check with the reason, if the machine does not support the check or no
+    /// address was reused.
     pub(super) fn run(&self, rounds: u64) -> Result<StaleRow, Skipped> {
         let mut tally = Tally { monitor: self.monitor().to_owned(), ..Tally::default() };
         let done = self.prepare().and_then(|mut prepared| {

@@ -34,7 +34,7 @@ pub struct PointerEntry {
     pub nic: String,
     /// The sort of pointer, such as `past-end`.
     pub sort: &'static str,
-    /// The iface that owns the memory; null if it is the iface that the registration names.
+    /// The iface that owns the memory of `foreign`; null for other sorts.
     pub owner: Option<String>,
     /// The outcome: `registered`, `refused`, or `allowed` (registered, and valid on this NIC
     /// although the address has no pages).
@@ -56,7 +56,7 @@ pub struct PointerEntry {
 /// An address range to register, and the buffer that owns it.
 struct Claim {
     range: AddressRange,
-    /// The iface that owns the memory; `None` if it is the iface that the registration names.
+    /// The iface that owns the memory of `foreign`; `None` for other sorts.
     owner: Option<String>,
     /// The memory, which is freed on drop; `None` if no memory belongs to the range.
     _memory: Option<DeviceBuffer>,
@@ -194,8 +194,9 @@ fn register(
 ) -> Result<Result<Arc<Decision>>> {
     let ranges = [range];
     let attr = MrAttr { iface: Some(iface), ..MrAttr::new(&ranges, Access::REMOTE_READ) };
-    // SAFETY: the region grants no right by which the NIC writes. No peer gets its key, and this
-    // function closes it before the memory is freed.
+    // SAFETY: the region grants no right by which the NIC writes. No peer gets its key, so no
+    // transfer reads the range, which may have no memory. This function closes the region before
+    // memory of the range is freed.
     #[allow(unsafe_code, reason = "the memory is registered by address")]
     let region = match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
         Ok(region) => region,

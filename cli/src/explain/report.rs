@@ -78,7 +78,8 @@ pub struct Wiring {
     pub unknown: Option<String>,
     /// The mode of the IOMMU, such as `translating`; null if the topology cannot be read.
     pub iommu: Option<&'static str>,
-    /// The size of the device's largest BAR, in bytes; null if unknown.
+    /// The size of the device's largest memory BAR, in bytes, or 0 if it has none; null if the PCIe
+    /// path is unknown.
     pub largest_bar: Option<u64>,
     /// The properties of the PCI topology that hinder direct access, such as ACS.
     pub findings: Vec<FindingEntry>,

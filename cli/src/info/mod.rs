@@ -33,7 +33,7 @@ pub struct Inventory {
     pub devices: Vec<DeviceEntry>,
     /// The NICs of all providers.
     pub providers: Vec<NicEntry>,
-    /// The path from each NIC to each memory: plain host, dma-buf, peer memory or staged copies.
+    /// The path from each NIC to host memory and to each device.
     pub p2p: Vec<P2pEntry>,
     /// The settings of registration caches.
     pub cache: CacheEntry,
@@ -159,7 +159,7 @@ pub struct DeviceEntry {
     pub device: u32,
     /// The name that the driver reports for the device.
     pub name: String,
-    /// The PCI address of the device; null for a simulated device.
+    /// The PCI address of the device; null if it has none, as a simulated device.
     pub pci_bus_id: Option<String>,
     /// The size of the device's memory, in bytes.
     pub memory: u64,
@@ -178,7 +178,7 @@ pub struct NicEntry {
     pub software: bool,
     /// A short description of the NIC.
     pub note: String,
-    /// The PCI address of the NIC; null for a software NIC.
+    /// The PCI address of the NIC; null if it has none, as a software NIC.
     pub pci_bus_id: Option<String>,
     /// The mr_mode bits that an application must support.
     pub required_mr_mode: Vec<String>,
@@ -207,11 +207,11 @@ pub struct NicEntry {
     pub order: Vec<String>,
     /// The optional features of a domain on the NIC, such as `windows`; null if no domain opens.
     pub features: Option<Vec<String>>,
-    /// The types of memory windows that the NIC supports.
+    /// The types of memory windows that the NIC supports; empty if no domain opens.
     pub windows: Vec<&'static str>,
 }
 
-/// The path from one device to one NIC.
+/// The path from host memory or one device to one NIC.
 #[derive(Debug, Serialize)]
 pub struct P2pEntry {
     /// The name of the iface that owns the memory.
@@ -230,14 +230,15 @@ pub struct P2pEntry {
     pub path: Option<&'static str>,
     /// The reason why this path was chosen, or why every path was refused.
     pub reason: String,
-    /// The change that would make a path work; null if a path works.
+    /// The change that would make a path work; null if unknown, or if a path works.
     pub remedy: Option<String>,
     /// The tried paths, in the order of the attempts.
     pub trace: Vec<Attempt>,
 }
 
-/// Collects the inventory of a machine. The function registers a page of each device with each NIC
-/// to find its path.
+/// Collects the inventory of a machine. To find the paths, the function registers a page of host
+/// memory and of each device with each NIC. It also starts the cache monitors, except those that a
+/// setting disables.
 #[must_use]
 pub fn inventory(machine: &Machine) -> Inventory {
     let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();

@@ -149,8 +149,8 @@ fn list<T: AsRef<str>>(names: &[T]) -> String {
     if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
-/// Lists the ordered pairs of requests by their short names. Longer names, which are for RMA or
-/// atomics only, are left out.
+/// Lists the ordered pairs of requests by their short names; `all` for all nine. Longer names,
+/// which are for RMA or atomics only, are left out.
 fn order(nic: &NicEntry) -> String {
     let pairs: Vec<_> = nic.order.iter().filter(|name| name.len() == 3).cloned().collect();
     if pairs.len() == 9 { "all".to_owned() } else { list(&pairs) }

@@ -170,6 +170,7 @@ impl Idle {
     }
 
     /// Waits briefly. Returns true if the other side has sent a message or closed the connection.
+    /// Fails after [`PATIENCE`] without work.
     pub(super) fn wait(&mut self, domain: &Domain, peer: &Peer) -> Result<bool> {
         if domain.progress()? > 0 {
             return Ok(false);

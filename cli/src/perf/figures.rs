@@ -144,7 +144,7 @@ pub struct Row {
     pub latency: Option<Latency>,
 }
 
-/// Returns a peer's text on one line, without control characters.
+/// Returns at most [`WORDS`] characters of a peer's text on one line, without control characters.
 pub(super) fn plain(words: &str) -> String {
     let clean = words.chars().map(|c| if c.is_control() { ' ' } else { c });
     clean.take(WORDS).collect::<String>().split_whitespace().collect::<Vec<_>>().join(" ")

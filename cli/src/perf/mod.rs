@@ -39,7 +39,7 @@ use crate::{
     check::unknown_nic,
     json,
     machine::{Fabric, Machine},
-    problem::{Problem, unknown, unknown_device},
+    problem::{Problem, line_on_stderr, unknown, unknown_device},
     progress::Progress,
     table::{Style, bytes},
 };
@@ -175,6 +175,9 @@ impl<'a> LiveReport<'a> {
 }
 
 /// Serves one client, or many one after another if `persistent` is true, and prints each report.
+///
+/// A persistent server prints the error of a client on stderr and serves the next client. Only an
+/// error of `print` ends it.
 fn serve(
     config: &EndConfig<'_>,
     listener: TcpListener,
@@ -188,7 +191,7 @@ fn serve(
     for client in accepted(listener)? {
         match client.and_then(|client| client.serve(config)) {
             Ok(report) => print(report)?,
-            Err(error) => eprintln!("error: {error}"),
+            Err(error) => line_on_stderr(format_args!("error: {error}")),
         }
     }
     Ok(())
@@ -253,7 +256,8 @@ fn listen(address: SocketAddr) -> Result<TcpListener> {
             .remedy("use an address of this host and a free port (--bind, --port)")
     };
     let listener = TcpListener::bind(address).map_err(refused)?;
-    eprintln!("listening on {}", listener.local_addr().map_err(refused)?);
+    let address = listener.local_addr().map_err(refused)?;
+    line_on_stderr(format_args!("listening on {address}"));
     Ok(listener)
 }
 

@@ -204,8 +204,8 @@ fn line_width() -> usize {
     1 + COLUMNS.iter().map(|(_, width)| width + 1).sum::<usize>()
 }
 
-/// Formats a number with three significant digits. An integer part is never rounded to fewer
-/// digits.
+/// Formats a number with three significant digits. All digits of the integer part are printed, and
+/// at most four decimals.
 fn significant(number: f64) -> String {
     match number {
         number if number >= 100.0 => format!("{number:.0}"),

@@ -2,7 +2,7 @@
 //!
 //! A connection opens with a greeting in each direction: `hmemperf` and the version of the
 //! protocol, 4 bytes, big endian. Messages follow: a length, 4 bytes, big endian, and as many bytes
-//! of JSON. A side keeps at most [`LIMIT`] bytes of a message, and every read has a timeout.
+//! of JSON, at most [`LIMIT`]. Every read has a timeout.
 
 use std::{
     io::{self, Read, Write},

@@ -13,7 +13,7 @@ use std::{
 
 use hmem::{
     Errno, Error,
-    p2p::topology::{Finding, Setting, Topology},
+    p2p::topology::{Finding, Topology},
 };
 
 pub use self::report::{
@@ -27,7 +27,8 @@ use crate::{
     table::{Style, Tone},
 };
 
-/// Reads the topology and prints, draws or records it.
+/// Reads the topology and prints, draws or records it. After drawing or recording, prints the names
+/// of the files instead of the text.
 ///
 /// # Errors
 /// [`Failure::Failed`] for a tree that cannot be read or a file that cannot be written;
@@ -78,7 +79,7 @@ pub fn text(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -
     findings(out, topology, style)
 }
 
-/// Prints each obstacle between a device and its nearest NICs once.
+/// Prints the obstacles between devices and their nearest NICs, grouped by remedy.
 fn findings(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
     let mut seen: Vec<Finding> = Vec::new();
     for device in topology.accelerators().map(|device| device.bus_id) {
@@ -141,9 +142,9 @@ fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<(
             "unknown: the configuration of this kernel cannot be read",
         )?,
         Some(options) => {
-            let set = options.iter().filter(|(_, setting)| **setting != Setting::No);
+            let options = options.iter();
             let set: Vec<_> =
-                set.map(|(name, setting)| format!("{name}={}", setting.name())).collect();
+                options.map(|(name, setting)| format!("{name}={}", setting.name())).collect();
             style.item(
                 out,
                 "options:",

@@ -39,8 +39,8 @@ pub struct KernelEntry {
     pub release: Option<String>,
     /// The words of the kernel command line that affect access of NICs to device memory.
     pub command_line: Vec<String>,
-    /// Options of the kernel configuration that affect access of NICs to device memory; null if the
-    /// configuration cannot be read.
+    /// Options of the kernel configuration that are set and affect access of NICs to device memory;
+    /// null if the configuration cannot be read.
     pub options: Option<BTreeMap<String, &'static str>>,
     /// The loaded or built-in kernel modules that affect access of NICs to device memory.
     pub modules: Vec<String>,

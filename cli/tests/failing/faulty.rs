@@ -30,7 +30,7 @@ pub(crate) enum Fault {
     ConfusesAllocations,
 }
 
-/// A simulated device with at most one injected fault.
+/// A simulated device with an injected fault.
 #[derive(Debug)]
 pub(crate) struct Faulty {
     pub(crate) simulated: Arc<Simulated>,
