@@ -15,14 +15,20 @@ use hmem_core::{
 use parking_lot::{Mutex, MutexGuard, ReentrantMutex, RwLock};
 use rustc_hash::FxHashMap;
 
-use super::{cq::VerbsCq, device::OpenDevice, post::Poster, ready::Ready, sys::Wc};
+use super::{
+    cq::{Room, VerbsCq},
+    device::OpenDevice,
+    post::Poster,
+    ready::Ready,
+    sys::Wc,
+};
 
 /// A completion queue, with the [`Poster`] of each endpoint that uses the queue.
 pub(super) struct CqState {
     cq: VerbsCq,
     posters: RwLock<FxHashMap<u32, Weak<Poster>>>,
     /// Completions that the application has not read yet. They were read from the NIC, or come from
-    /// staged transfers.
+    /// staged transfers or canceled requests.
     ready: Arc<Ready>,
     /// Lock that a thread holds while it sleeps until the NIC reports a completion. Other waiting
     /// threads block on this lock.
@@ -59,8 +65,8 @@ impl CqState {
     }
 
     /// Reads up to `max` of the application's completions from the NIC and passes each to
-    /// `deliver`. Returns the number of completions.
-    fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<usize> {
+    /// `deliver`. After an error, `deliver` may have received completions.
+    fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<()> {
         let mut delivered = 0;
         // The batch is not zeroed, since zeroing would be most of the cost of an empty poll.
         let mut batch = [const { MaybeUninit::<Wc>::uninit() }; BATCH];
@@ -78,11 +84,13 @@ impl CqState {
                 break;
             }
         }
-        Ok(delivered)
+        Ok(())
     }
 
     /// Moves up to `max` completions to `out`: first the stored completions, then completions from
-    /// the NIC. Returns the number of completions.
+    /// the NIC. Returns the number of completions. After an error, `out` may have new completions.
+    ///
+    /// Releases the room of the completions, so that more requests can be posted.
     #[inline]
     pub(super) fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         let _asking = self.asking.lock();
@@ -96,17 +104,22 @@ impl CqState {
                 count += 1;
             }
         }
-        if count < max {
-            count += self.poll(max - count, |completion| out.push(completion))?;
+        let polled = self.poll(max - count, |completion| {
+            out.push(completion);
+            count += 1;
+        });
+        if count > 0 {
+            self.cq.room().release(Room::COMPLETION, count);
         }
-        Ok(count)
+        polled.map(|()| count)
     }
 
-    /// Reads all completions from the NIC and stores them for the application.
+    /// Reads all completions from the NIC and stores them for the application. Does not wake the
+    /// threads that sleep for this queue.
     pub(super) fn drain(&self) -> Result<()> {
         let _asking = self.asking.lock();
         let keep = |completion| self.ready.lock().completions.push_back(completion);
-        self.poll(usize::MAX, keep).map(|_| ())
+        self.poll(usize::MAX, keep)
     }
 
     /// Returns true if the queue has an event channel. Without a channel, threads cannot sleep
@@ -121,7 +134,7 @@ impl CqState {
     }
 
     /// Waits until no other thread sleeps for this queue. Returns the guard that a sleeping thread
-    /// must hold, or `None` if the deadline passes first.
+    /// must hold, or `None` if the deadline passes first. Without a deadline, waits without limit.
     pub(super) fn turn(&self, deadline: Option<Instant>) -> Option<MutexGuard<'_, ()>> {
         match deadline {
             None => Some(self.turn.lock()),
@@ -204,7 +217,8 @@ impl Queues {
         self.rx.ready.ring();
     }
 
-    /// Reads all completions of both queues from the NIC, and stores them for the application.
+    /// Reads all completions of both queues from the NIC, and stores them for the application. Does
+    /// not wake the threads that sleep for the queues.
     pub(super) fn drain(&self) -> Result<()> {
         self.tx.drain()?;
         if Arc::ptr_eq(&self.tx, &self.rx) { Ok(()) } else { self.rx.drain() }

@@ -41,6 +41,7 @@ use super::{
     task::{Entry, Task, Transfer},
 };
 use crate::{
+    cq::Room,
     in_flight::{Arrival, Mail, RequestOwner, Token},
     post::{Poster, takes_receive},
     queue::{CqState, Queues},
@@ -143,6 +144,11 @@ impl Lanes {
     }
 
     /// Adds a request to the lane for sends or the lane for receives.
+    ///
+    /// # Errors
+    /// - Again: the lane or the completion queue is full.
+    /// - BadState: the endpoint is closed.
+    /// - The errors of [`Task::new`].
     pub(crate) fn post(self: &Arc<Self>, request: &WorkRequest<'_>) -> Result<()> {
         let kind = kind_of(&request.operation);
         let cap = || Ok(self.poster.lock().connection.open()?.cap);
@@ -160,6 +166,7 @@ impl Lanes {
         }
         // An earlier failure must not cancel this request, so the lane handles that failure first.
         self.step(lane, &mut entries);
+        self.poster.reserve(kind, Room::COMPLETION)?;
         let number = lane.next.fetch_add(1, Ordering::AcqRel);
         let (context, takes_receive) = (request.context, takes_receive(&request.operation));
         let (arrival, noticed) = (Arrival::default(), false);
