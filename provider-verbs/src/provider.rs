@@ -84,8 +84,9 @@ impl Builder {
         self
     }
 
-    /// Adds options to every registration. [`VerbsDomain::register_with`] adds options to one
-    /// registration.
+    /// Adds options to every registration but those of [`VerbsDomain::reg_mr`].
+    /// [`VerbsDomain::register_with`] adds options to one registration. Staged memory cannot be
+    /// registered with options.
     #[must_use]
     pub fn options(mut self, options: VerbsOptions) -> Self {
         self.domain.options = options;
@@ -109,7 +110,7 @@ impl Builder {
     }
 
     /// Splits registrations that are longer than this many bytes (VRB-07). A smaller limit of the
-    /// device still applies.
+    /// device still applies. The default, 0, stands for the device's limit.
     #[must_use]
     pub fn max_registration(mut self, bytes: u64) -> Self {
         self.domain.max_registration = bytes;
@@ -125,8 +126,12 @@ impl Builder {
         self
     }
 
-    /// Sets the timeout for binds of type 1 windows. The default is 30 seconds. A bind involves no
-    /// peer, so a bind times out only if the device was removed or hangs.
+    /// Sets the timeout of calls that bind or invalidate a window and wait for the result: binds of
+    /// type 1 windows, and grants through type 2 windows. The default is 30 seconds.
+    ///
+    /// A bind of a type 1 window involves no peer. It times out only if the device was removed or
+    /// hangs. A request for a type 2 window runs after earlier requests of its endpoint. So it also
+    /// times out if an earlier message waits too long for a receive of the peer.
     #[must_use]
     pub fn bind_timeout(mut self, timeout: Duration) -> Self {
         self.domain.bind_timeout = Some(timeout);

@@ -37,8 +37,7 @@ use super::{
     },
 };
 
-/// Default timeout of a bind of a type 1 window. A bind involves no peer, so a bind times out only
-/// if the device was removed or hangs.
+/// Default timeout of calls that bind or invalidate a window and wait for the result.
 pub(super) const BIND_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
