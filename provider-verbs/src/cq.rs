@@ -155,14 +155,14 @@ impl Drop for Channel {
 }
 
 impl VerbsCq {
-    /// Creates a completion queue for `depth` requests, without a channel. The queue can only be
-    /// polled.
+    /// Creates a completion queue for at least `depth` requests, without a channel. The queue can
+    /// only be polled.
     pub(super) fn create(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, None)
     }
 
-    /// Creates a completion queue for `depth` requests. It has a channel if the driver has
-    /// completion events, since a channel cannot be added later.
+    /// Creates a completion queue for at least `depth` requests. The queue has a channel if the
+    /// driver has completion events, since a channel cannot be added later.
     pub(super) fn create_waitable(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, Channel::create(device)?)
     }
@@ -174,8 +174,8 @@ impl VerbsCq {
     ) -> Result<Self> {
         let most = usize::try_from(device.attr().max_cqe).unwrap_or(0);
         // A request of several work requests completes once if it succeeds, but each failed work
-        // request completes. So requests may reserve only half of the entries, unless the device
-        // has too few.
+        // request completes. Requests that a reset drops may leave completions too. So requests
+        // may reserve only half of the entries, unless the device has too few.
         let entries = depth.max(1).saturating_mul(2).saturating_add(64).min(most.max(depth));
         let room = CqRoom::new((entries / 2).max(depth).max(1));
         let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
@@ -212,8 +212,8 @@ impl VerbsCq {
         &self.cq.device
     }
 
-    /// Returns the fd of the channel; `None` without one. The fd becomes readable when a request
-    /// completes after [`Self::arm`].
+    /// Returns the fd of the channel; `None` without a channel. The fd becomes readable when a
+    /// request completes after [`Self::arm`].
     pub(super) fn channel(&self) -> Option<BorrowedFd<'_>> {
         self.channel.as_ref().map(AsFd::as_fd)
     }

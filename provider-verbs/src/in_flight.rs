@@ -112,9 +112,11 @@ impl RequestTable {
         wr_id(generation, index)
     }
 
-    /// Removes and returns a request. Returns `None` if the request was already removed: after the
-    /// completion of one failed work request, completions of the request's other work requests may
-    /// follow.
+    /// Removes and returns a request. Returns `None` if the request was already removed. Two kinds
+    /// of completions follow the removal of their request:
+    ///
+    /// - completions of the other work requests of a failed request
+    /// - completions of a request that a reset of the queue pair has ended
     #[inline]
     pub(super) fn take(&mut self, wr_id: u64) -> Option<InFlight> {
         let index = wr_id as u32;

@@ -93,8 +93,8 @@ impl Builder {
         self
     }
 
-    /// Selects the port of each device, by its number. The default is the device's first active
-    /// port.
+    /// Selects the port of each device, by its number from 1 on. The default is the device's first
+    /// active port.
     #[must_use]
     pub fn port(mut self, port: u8) -> Self {
         self.domain.port.number = Some(port);
@@ -145,6 +145,7 @@ impl Builder {
     ///   names the library, with the loader's reason or the symbol.
     /// - [`ErrorKind::InvalidArgument`]: the environment variable
     ///   [`Verbs::PCIE_MAPPING_VARIABLE`] has an unknown value. The error names the variable.
+    /// - The errors of [`ProcessMark::current`].
     pub fn build(self) -> Result<Verbs> {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
@@ -275,8 +276,8 @@ struct Device {
 
 impl Verbs {
     /// Name of the environment variable that sets whether devices need the PCIe mapping of device
-    /// memory. The values are 1, yes, true or on, and 0, no, false or off. A call of
-    /// [`Builder::pcie_mapping_first`] overrides the variable.
+    /// memory. The values are 1, yes, true or on, and 0, no, false, off or nothing, in any case. A
+    /// call of [`Builder::pcie_mapping_first`] overrides the variable.
     pub const PCIE_MAPPING_VARIABLE: &str = "HMEM_VERBS_PCIE_MAPPING";
 
     /// Loads libibverbs by its usual name.

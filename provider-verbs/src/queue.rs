@@ -34,7 +34,8 @@ pub(super) struct CqState {
     /// threads block on this lock.
     turn: Mutex<()>,
     /// Lock that a thread holds while it reads completions from the NIC, so that completions stay
-    /// in order. Readers of the queue and the progress of staged transfers both read from the NIC.
+    /// in order. Readers of the queue, staged transfers, window calls and reconnections read from
+    /// the NIC.
     asking: ReentrantMutex<()>,
 }
 
@@ -128,7 +129,8 @@ impl CqState {
         self.cq.channel().is_some()
     }
 
-    /// Returns the fd that becomes readable when a request completes after [`Self::arm`].
+    /// Returns the fd that becomes readable when a request completes after [`Self::arm`]. Creates
+    /// the fd at the first call.
     pub(super) fn fd(&self) -> Result<BorrowedFd<'_>> {
         self.ready.fd(self.cq.channel())
     }
@@ -149,9 +151,10 @@ impl CqState {
     /// arming, this call stores the completions of earlier requests.
     ///
     /// # Errors
-    /// - BadState: the domain is closed and no endpoint uses the queue, so nothing completes to the
-    ///   queue any more.
+    /// - BadState: no completion is stored, the domain is closed and no endpoint uses the queue. So
+    ///   nothing completes to the queue any more.
     /// - The driver's error if the device was removed.
+    /// - The error of creating the fd at the first call.
     pub(super) fn arm(&self) -> Result<bool> {
         self.ready.hush(self.cq.channel())?;
         self.cq.arm()?;

@@ -10,8 +10,8 @@
 //! deadlock of requests that wait for buffers. A request behind a message also waits for the
 //! receiver. Its buffers then come from the share of messages, not from the share of RMA.
 //!
-//! A post advances its lane. A reader of any completion queue advances all lanes of the device: a
-//! transfer may wait for buffers of a transfer with an unread queue.
+//! A post advances its lane. A reader of any completion queue, or a call of `progress`, advances
+//! all lanes of the device: a transfer may wait for buffers of a transfer with an unread queue.
 //!
 //! # Sleep
 //!
@@ -122,8 +122,8 @@ impl Lanes {
         self.send.is_busy() || self.receive.is_busy()
     }
 
-    /// Cancels all requests in both lanes. Work requests that the NIC already processes still
-    /// complete.
+    /// Cancels all requests in both lanes, when the lanes advance next. Work requests that the NIC
+    /// already processes still complete.
     pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
             lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);

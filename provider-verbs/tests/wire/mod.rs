@@ -103,8 +103,8 @@ pub(crate) struct Misbehaviour {
     /// True if the next reset leaves its queue pair in the state ERR, as rdma_rxe does if it
     /// changes the state during the reset because of a failed request.
     pub(crate) fails_during_reset: bool,
-    /// True if a reset completes the requests that it drops with the status "flushed". A driver does
-    /// so if it writes the completions between the provider's last poll and the reset.
+    /// True if a reset completes the requests that it drops with the status "flushed". A driver
+    /// does so if it writes the completions between the provider's last poll and the reset.
     pub(crate) flushes_at_reset: bool,
     /// True if requests of a destroyed queue pair succeed later. The next queue pair reuses the
     /// number of the destroyed queue pair.
