@@ -177,7 +177,6 @@ fn endpoint_connects_again_after_its_pair_fails_during_the_reset() {
     assert_eq!((done.context, done.result.expect("write")), (7, 1024));
 }
 
-/// MR-05
 #[test]
 fn requests_that_ended_before_a_reset_keep_their_results() {
     let domain = open();
@@ -206,7 +205,6 @@ fn requests_that_ended_before_a_reset_keep_their_results() {
     assert_eq!(ended, [(1, Ok(1024)), (2, Ok(8)), (3, Ok(8)), (4, denied), (5, canceled)]);
 }
 
-/// MR-05
 #[test]
 fn late_completion_of_a_reset_connection_does_not_end_the_next_connection() {
     let domain = open();

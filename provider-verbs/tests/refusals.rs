@@ -184,7 +184,6 @@ fn full_completion_queue_refuses_requests_of_all_its_endpoints() {
     assert!(contexts(&*cq).into_iter().eq(0..ROOM));
 }
 
-/// EVT-05
 #[test]
 fn stored_completions_take_the_room_of_the_queue_until_they_are_read() {
     const ROOM: u64 = 33;

@@ -677,7 +677,6 @@ fn transfer_with_an_unread_queue_blocks_no_other() {
     net.assert_idle();
 }
 
-/// EVT-05
 #[test]
 fn unread_completions_of_staged_transfers_take_the_room_of_the_queue() {
     let net = net();
