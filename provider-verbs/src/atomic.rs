@@ -112,7 +112,7 @@ fn read_elements(
             .context("operands", total)
             .context("target", len));
     }
-    // Grows only after the check of a segment's bounds, since the application chooses `len`.
+    // The vector grows only after the check of a segment's bounds: `len` may exceed the memory.
     let mut bytes = Vec::new();
     for segment in local {
         let mut spans = Vec::new();

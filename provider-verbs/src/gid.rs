@@ -54,11 +54,14 @@ impl GidEntry {
 ///
 /// The order of preference is:
 ///
-/// 1. RoCE version 2 with an IPv4 address, another routable address, or a link-local IPv6 address
-/// 2. a GID of unknown type
-/// 3. RoCE version 1 with a routable address, or a link-local IPv6 address
+/// 1. RoCE version 2 with an IPv4 address
+/// 2. RoCE version 2 with an IPv6 address that is not link-local
+/// 3. RoCE version 2 with a link-local IPv6 address
+/// 4. a GID of unknown type
+/// 5. InfiniBand or RoCE version 1, not link-local
+/// 6. InfiniBand or RoCE version 1, link-local
 ///
-/// Among equals the lowest index wins.
+/// Of several GIDs in one class, the function returns the GID with the lowest index.
 #[must_use]
 pub fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
     let ranked = entries.iter().filter_map(|entry| Some((entry.rank()?, entry.index, *entry)));

@@ -127,7 +127,8 @@ impl Builder {
     }
 
     /// Sets the timeout of calls that bind or invalidate a window and wait for the result: binds of
-    /// type 1 windows, and grants through type 2 windows. The default is 30 seconds.
+    /// type 1 windows, and grants and revocations through type 2 windows. The default is 30
+    /// seconds.
     ///
     /// A bind of a type 1 window involves no peer. It times out only if the device was removed or
     /// hangs. A request for a type 2 window runs after earlier requests of its endpoint. So it also
@@ -328,7 +329,8 @@ impl Verbs {
     }
 
     /// Returns the names of the devices that cannot be opened, each with the error.
-    /// [`Provider::nics`] does not list these devices.
+    /// [`Provider::nics`] does not list these devices. The list is empty for a provider of
+    /// [`Builder::with_pd`].
     ///
     /// # Errors
     /// Unavailable: the library lists no device.

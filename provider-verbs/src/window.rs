@@ -50,8 +50,8 @@ struct Window {
     state: WindowState,
     /// Number of posted binds and invalidations that have not completed.
     posted: u32,
-    /// Number of the queue pair through which the window is bound; `None` once an invalidation is
-    /// posted.
+    /// Number of the queue pair through which the window is bound once all posted requests have
+    /// succeeded; `None` if the window is then free.
     through: Option<u32>,
     /// Key and queue pair of the window's binding, according to the completions that were read.
     known: Known,
