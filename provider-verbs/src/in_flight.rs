@@ -55,11 +55,11 @@ pub(super) struct InFlight {
 
 /// A slot of the request table.
 ///
-/// A `wr_id` holds the index of a slot and the generation of a request. The NIC returns the `wr_id`
-/// in the completion. No two requests of an endpoint have the same generation. An endpoint reuses no
-/// generation of an endpoint that was closed before it was opened. A NIC may reuse the number of a
-/// destroyed queue pair for a new queue pair. Late completions of the old queue pair then have an
-/// old generation and match no request.
+/// A `wr_id` holds the index of a slot and the generation of a request. The NIC returns the
+/// `wr_id` in the completion. No two requests of an endpoint have the same generation. An endpoint
+/// reuses no generation of an endpoint that was closed before it was opened. A NIC may reuse the
+/// number of a destroyed queue pair for a new queue pair. Late completions of the old queue pair
+/// then have an old generation and match no request.
 #[derive(Default)]
 struct Slot {
     generation: u32,
