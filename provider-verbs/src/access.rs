@@ -26,9 +26,9 @@ bitflags::bitflags! {
         ///
         /// [`hmem_core::Domain`] sets this flag by default. It does not set the flag for
         /// [`WriteOrdering::Strict`](hmem_core::WriteOrdering::Strict), which also overrides the
-        /// builder's options. [`VerbsDomain::register_with`] and
-        /// [`VerbsDomain::reg_mr`](super::VerbsDomain::reg_mr) set the flag only if the caller
-        /// passes it.
+        /// builder's options. [`VerbsDomain::register_with`] sets the flag only if the caller or
+        /// the builder's options request it, and
+        /// [`VerbsDomain::reg_mr`](super::VerbsDomain::reg_mr) only if the caller does.
         ///
         /// [`VerbsDomain::register_with`]: super::VerbsDomain::register_with
         const RELAXED_ORDERING = AccessFlags::RELAXED_ORDERING.bits();

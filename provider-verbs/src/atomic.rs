@@ -105,14 +105,15 @@ fn read_elements(
     local: &[LocalSegment],
     len: u64,
 ) -> Result<Vec<u64>> {
-    let total: u64 = local.iter().map(|segment| segment.len).sum();
+    let total = local.iter().fold(0_u64, |sum, segment| sum.saturating_add(segment.len));
     if total != len {
         return Err(domain
             .refuse_post(ErrorKind::InvalidArgument, "pass as many operands as target elements")
             .context("operands", total)
             .context("target", len));
     }
-    let mut bytes = Vec::with_capacity(len as usize);
+    // The vector grows only after the check of a segment's bounds: `len` may exceed the memory.
+    let mut bytes = Vec::new();
     for segment in local {
         let mut spans = Vec::new();
         let (desc, address) = (segment.desc, segment.address);

@@ -41,8 +41,8 @@ pub(super) fn carry(request: &mut SendWr, data: u32) {
 /// Fast path: builds the work request of a transfer that needs only one work request with one local
 /// segment. The work request points to `segment`, which this call fills in.
 ///
-/// Returns the transfer's length in bytes. Returns `None` if the transfer is invalid or needs
-/// several segments or work requests. The caller then calls [`Chain::rma`], which reports errors.
+/// Returns the transfer's length in bytes. Returns `None` for every other transfer, also for an
+/// invalid one. The caller then calls [`Chain::rma`], which reports errors.
 #[inline]
 pub(super) fn single(
     held: &Held<'_>,
@@ -115,7 +115,8 @@ impl Chain {
     }
 
     /// Splits a range of a peer's memory into targets that each have one rkey. Bytes outside the
-    /// peer's key get the rkey of the bytes before them: the peer's NIC checks the bounds.
+    /// peer's key get the rkey of the bytes before them, or else the key's first rkey: the peer's
+    /// NIC checks the bounds.
     fn remote(&mut self, domain: &DomainState, segment: &RemoteSegment<'_>) -> Result<()> {
         if segment.key.is_mapped() {
             let pieces = domain.mapped_key(segment.key)?;

@@ -132,7 +132,9 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
     completed.remedy(remedy)
 }
 
-/// Returns the error of a request that ended because its endpoint was closed.
+/// Returns the error of a request that the provider canceled because its endpoint was closed or its
+/// connection ended.
 pub(super) fn canceled(kind: CompletionKind) -> Error {
-    status_error(WcStatus::IBV_WC_WR_FLUSH_ERR, 0, kind).context("cause", "the endpoint was closed")
+    status_error(WcStatus::IBV_WC_WR_FLUSH_ERR, 0, kind)
+        .context("cause", "the endpoint was closed, or its connection ended")
 }

@@ -47,8 +47,8 @@ pub(super) struct PeerName {
     pub(super) lid: u16,
     pub(super) mtu: u8,
     pub(super) reads: u8,
-    /// Number of connections that the named endpoint has ended. If the number in an endpoint's name
-    /// has changed, its peer must connect again.
+    /// Number of connections of the named endpoint that have failed, modulo 2^16. If the number in
+    /// an endpoint's name has changed, its peer must connect again.
     pub(super) epoch: u16,
 }
 
@@ -235,7 +235,7 @@ impl QueuePair {
     }
 
     /// Resets the queue pair to the state INIT. The NIC drops requests in flight and writes no
-    /// completions for them.
+    /// more completions for them. Completions that it wrote earlier may stay in its queues.
     ///
     /// rdma_rxe sends the refusal of a request, or writes its completion, before it changes the
     /// state of the queue pair to ERR. If the reset comes between the two, the queue pair is in the
@@ -349,7 +349,7 @@ pub(super) struct Connection {
     /// The queue pair; `None` once the endpoint is closed.
     pair: Option<QueuePair>,
     peer: Option<PeerName>,
-    /// True if a request has failed on this connection.
+    /// True if this connection has failed.
     failed: bool,
     epoch: u16,
     /// Type 2 windows that were bound through the queue pair. The endpoint frees them before it
@@ -399,7 +399,8 @@ impl Connection {
         Ok(self.open()?.name(self.epoch))
     }
 
-    /// Records that a request failed, which ends the connection.
+    /// Records that the connection has failed. Only the first call on a connection changes the
+    /// endpoint's name.
     pub(super) fn note_failure(&mut self) {
         if !self.failed {
             self.failed = true;
@@ -425,8 +426,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Resets the queue pair and returns true if it was connected before. A queue pair that was
-    /// never connected is not reset and keeps its posted receives.
+    /// Resets the queue pair and returns true. If the queue pair was never connected, only returns
+    /// false: the queue pair keeps its posted receives.
     pub(super) fn reset(&mut self) -> Result<bool> {
         if self.peer.is_none() {
             return Ok(false);

@@ -7,7 +7,7 @@ use std::{
     ptr, slice,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
 };
 
@@ -23,7 +23,7 @@ use super::{
 const INTERRUPTED: Errno = Errno(4);
 const WOULD_BLOCK: Errno = Errno(11);
 
-/// A completion queue with its event channel. Dropping the value destroys both.
+/// A completion queue, with its event channel if it has one. Dropping the value destroys both.
 #[derive(Debug)]
 pub(super) struct VerbsCq {
     /// The completion queue. This field comes first, so that the queue is dropped before its
@@ -33,27 +33,55 @@ pub(super) struct VerbsCq {
     room: Arc<CqRoom>,
 }
 
-/// Counter of the entries of a completion queue that requests in flight and unread work completions
-/// use. Each request reserves an entry before its post, so that the NIC never overruns the queue.
+/// Counters of the used room of a completion queue. The limit holds for each kind of room (see
+/// [`Room`]) by itself.
 #[derive(Debug)]
 pub(super) struct CqRoom {
-    most: usize,
-    used: AtomicUsize,
+    most: u64,
+    /// The number of used entries in the low 32 bits, and of used completions in the high 32 bits.
+    used: AtomicU64,
+}
+
+/// Kinds of room in a completion queue that one request uses. A request reserves its room before
+/// its post.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room(u64);
+
+impl Room {
+    /// An entry of the NIC's queue. The request uses the entry until its work completion is read
+    /// from the NIC, or until it is dropped. So the NIC does not overrun its queue.
+    pub(super) const ENTRY: Self = Self(1);
+    /// A completion for the application. The request uses this room until the application has read
+    /// the completion. So the memory for stored completions is bounded.
+    pub(super) const COMPLETION: Self = Self(1 << 32);
+    /// An entry and a completion.
+    pub(super) const BOTH: Self = Self(Self::ENTRY.0 | Self::COMPLETION.0);
 }
 
 impl CqRoom {
-    /// Reserves an entry. Returns false if no entry is free.
+    /// Creates counters with a limit. Limits over `i32::MAX` count as `i32::MAX`.
+    fn new(most: usize) -> Self {
+        let most = i32::try_from(most).unwrap_or(i32::MAX);
+        Self { most: u64::from(most.unsigned_abs()), used: AtomicU64::new(0) }
+    }
+
+    /// Reserves the room of one request. Returns false, and reserves nothing, if a limit is
+    /// reached.
     #[inline]
-    pub(super) fn reserve(&self) -> bool {
-        // The counter protects no other data, so relaxed ordering is enough.
-        let next = |used| (used < self.most).then_some(used + 1);
+    pub(super) fn reserve(&self, room: Room) -> bool {
+        let next = |used| {
+            let next = used + room.0;
+            let fits = u64::from(next as u32) <= self.most && next >> 32 <= self.most;
+            fits.then_some(next)
+        };
+        // The counters protect no other data, so relaxed ordering is enough.
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
     }
 
-    /// Releases an entry, after a failed post or after the request's work completion was read.
+    /// Releases the room of `count` requests.
     #[inline]
-    pub(super) fn release(&self) {
-        self.used.fetch_sub(1, Ordering::Relaxed);
+    pub(super) fn release(&self, room: Room, count: usize) {
+        self.used.fetch_sub(room.0 * count as u64, Ordering::Relaxed);
     }
 }
 
@@ -127,14 +155,14 @@ impl Drop for Channel {
 }
 
 impl VerbsCq {
-    /// Creates a completion queue for `depth` requests, without a channel. The queue can only be
-    /// polled.
+    /// Creates a completion queue for at least `depth` requests, without a channel. The queue can
+    /// only be polled.
     pub(super) fn create(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, None)
     }
 
-    /// Creates a completion queue for `depth` requests. It has a channel if the driver has
-    /// completion events, since a channel cannot be added later.
+    /// Creates a completion queue for at least `depth` requests. The queue has a channel if the
+    /// driver has completion events, since a channel cannot be added later.
     pub(super) fn create_waitable(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, Channel::create(device)?)
     }
@@ -146,10 +174,10 @@ impl VerbsCq {
     ) -> Result<Self> {
         let most = usize::try_from(device.attr().max_cqe).unwrap_or(0);
         // A request of several work requests completes once if it succeeds, but each failed work
-        // request completes. So requests may reserve only half of the entries, unless the device
-        // has too few.
+        // request completes. Requests that a reset drops may leave completions too. So requests
+        // may reserve only half of the entries, unless the device has too few.
         let entries = depth.max(1).saturating_mul(2).saturating_add(64).min(most.max(depth));
-        let room = CqRoom { most: (entries / 2).max(depth).max(1), used: AtomicUsize::new(0) };
+        let room = CqRoom::new((entries / 2).max(depth).max(1));
         let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
         let events = channel.as_ref().map_or(ptr::null_mut(), |channel| channel.channel);
         // SAFETY: the context is open as long as `device`, and a channel is destroyed after its
@@ -184,14 +212,15 @@ impl VerbsCq {
         &self.cq.device
     }
 
-    /// Returns the fd of the channel; `None` without one. The fd becomes readable when a request
-    /// completes after [`Self::arm`].
+    /// Returns the fd of the channel; `None` without a channel. The fd becomes readable when a
+    /// request completes after [`Self::arm`].
     pub(super) fn channel(&self) -> Option<BorrowedFd<'_>> {
         self.channel.as_ref().map(AsFd::as_fd)
     }
 
-    /// Discards old events and requests an event for the next completion. A completion that arrived
-    /// before this call may cause no event, so the caller must poll after this call.
+    /// Discards old events and requests an event for the next completion. Does nothing without a
+    /// channel. A completion that arrived before this call may cause no event, so the caller must
+    /// poll after this call.
     pub(super) fn arm(&self) -> Result<()> {
         let (Some(channel), Some(request)) = (&self.channel, self.device().ops().req_notify_cq)
         else {

@@ -60,7 +60,7 @@ pub(super) struct OpenDevice {
     provider_attr: ProviderAttr,
     window_types: Vec<WindowType>,
     generations: AtomicU32,
-    /// The process that opened the context. A forked child must not close the context.
+    /// The process that opened the context. A forked child must neither use nor close the context.
     process: ProcessMark,
 }
 
@@ -88,6 +88,15 @@ impl OpenDevice {
     /// Returns true in a forked child. The driver's objects then belong to the parent process.
     pub(super) fn is_inherited(&self) -> bool {
         !self.process.is_current()
+    }
+
+    /// Returns an error in a forked child. The error names `operation`.
+    ///
+    /// # Errors
+    /// BadState: this process is a forked child of the process that opened the context.
+    #[inline]
+    pub(super) fn check_process(&self, operation: &'static str) -> Result<()> {
+        self.process.check(operation)
     }
 
     /// Borrows the context of a protection domain that the application created.

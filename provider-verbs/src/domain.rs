@@ -75,6 +75,12 @@ impl VerbsDomain {
         (domain.provider_domain() as &dyn Any).downcast_ref()
     }
 
+    /// Returns an error in a forked child, which must not use the domain: the driver's objects
+    /// belong to the parent, and a thread of the parent may have held a lock at the fork.
+    fn check_process(&self, operation: &'static str) -> Result<()> {
+        self.state.pd.device.check_process(operation)
+    }
+
     /// Returns the verbs endpoint behind `endpoint`. Fails for an endpoint of another domain.
     fn own<'a>(&self, endpoint: &'a dyn ProviderEndpoint) -> Result<&'a Endpoint> {
         let own = (endpoint as &dyn Any).downcast_ref::<Endpoint>();
@@ -96,10 +102,12 @@ impl VerbsDomain {
         self.state.pd.device.context().cast()
     }
 
-    /// Returns the keys of a region. Each registration of the region has its own keys.
+    /// Returns the keys of a region. Each registration of the region has its own keys. A staged
+    /// region has none.
     ///
     /// # Errors
-    /// InvalidArgument: the region is not open in this domain.
+    /// - InvalidArgument: the region is not open in this domain.
+    /// - Busy: another thread is changing the region's rights ([`VerbsDomain::rereg`]).
     pub fn keys(&self, region: ProviderRegion) -> Result<Vec<VerbsKey>> {
         self.state.regions.keys(region)
     }
@@ -107,21 +115,22 @@ impl VerbsDomain {
     /// Returns the options that a region was registered with, and the result of each.
     ///
     /// # Errors
-    /// InvalidArgument: the region is not open in this domain.
+    /// The errors of [`VerbsDomain::keys`].
     pub fn options(&self, region: ProviderRegion) -> Result<Vec<(VerbsOptions, OptionResult)>> {
         self.state.regions.with(region, "options", |region| Ok(region.options.results().collect()))
     }
 
-    /// Returns the access flags with which a region was registered.
+    /// Returns the current access flags of a region: those of its registration, or of the last
+    /// successful [`VerbsDomain::rereg`]. A staged region has none.
     ///
     /// # Errors
-    /// InvalidArgument: the region is not open in this domain.
+    /// The errors of [`VerbsDomain::keys`].
     pub fn flags(&self, region: ProviderRegion) -> Result<AccessFlags> {
         self.state.regions.with(region, "flags", |region| Ok(region.flags))
     }
 
     /// Registers like [`ProviderDomain::register`], with additional options for this registration
-    /// only.
+    /// only. Sets RELAXED_ORDERING only if `options` or the builder's options have it.
     ///
     /// The call hands raw addresses to hardware, so it is unsafe:
     ///
@@ -142,14 +151,39 @@ impl VerbsDomain {
     /// The caller follows the safety rules of [`ProviderDomain::register`].
     ///
     /// # Errors
-    /// The errors of [`ProviderDomain::register`]. Unsupported if the device lacks an option; the
-    /// error names the device.
+    /// - The errors of [`ProviderDomain::register`].
+    /// - Unsupported: the device lacks an option. The error names the device.
+    /// - InvalidArgument: the memory does not fit an option ([`VerbsOptions`] has the rules).
+    /// - BadState: this process is a forked child.
     pub unsafe fn register_with(
         &self,
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
         options: VerbsOptions,
     ) -> Result<ProviderRegion> {
+        self.register_pieces(request, pieces, self.options_of(request) | options)
+    }
+
+    /// Returns the builder's options and the option that `request` names as a right. The strict
+    /// write order removes RELAXED_ORDERING.
+    fn options_of(&self, request: &Registration<'_>) -> VerbsOptions {
+        let mut options = self.state.options.options;
+        if request.access.contains(Access::MW_BIND) {
+            options |= VerbsOptions::MW_BIND;
+        }
+        if request.ordering == WriteOrdering::Strict {
+            options.remove(VerbsOptions::RELAXED_ORDERING);
+        }
+        options
+    }
+
+    fn register_pieces(
+        &self,
+        request: &Registration<'_>,
+        pieces: &[Piece<'_>],
+        options: VerbsOptions,
+    ) -> Result<ProviderRegion> {
+        self.check_process("register")?;
         let registrar = self.state.registrar();
         if staged(pieces) {
             return self.state.staging.register(&registrar, request, pieces, options);
@@ -163,20 +197,26 @@ impl VerbsDomain {
     /// The caller follows the safety rules of [`Domain::regattr`].
     ///
     /// # Errors
-    /// - BadAccess: REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE. The driver is not called.
-    /// - Unsupported: the device lacks a flag; the error names the device.
+    /// - BadAccess: REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, or bits that verbs does not
+    ///   define. The driver is not called.
+    /// - Unsupported: the device lacks a flag. The error names the device.
+    /// - InvalidArgument: the memory does not fit HUGETLB or ZERO_BASED, or the driver refuses the
+    ///   range or the flags.
     /// - ZeroLength: the range is empty.
     /// - BadAddress: the range is not mapped with the rights that the flags need.
     /// - OutOfResources: the locked-memory limit or a limit of the NIC is reached.
+    /// - BadState: this process is a forked child.
+    /// - The driver's error otherwise.
     pub unsafe fn reg_mr(&self, range: AddressRange, flags: AccessFlags) -> Result<ProviderRegion> {
+        self.check_process("ibv_reg_mr")?;
         self.state.registrar().register_flags(range, flags)
     }
 
     /// Changes a region's rights in place (`ibv_rereg_mr(3)`).
     ///
-    /// During the driver's call, requests that name the region are refused, and a thread that
-    /// closes the region waits. The keys may change: read [`VerbsDomain::keys`], or the region's
-    /// remote key, again.
+    /// During the driver's call, requests that name the region fail with Busy, and a thread that
+    /// closes the region or changes its rights waits. The keys may change: read
+    /// [`VerbsDomain::keys`], or the region's remote key, again.
     ///
     /// The new rights may go beyond the promise that was made at registration, so the call is
     /// unsafe:
@@ -196,10 +236,13 @@ impl VerbsDomain {
     /// that the region already had was made at registration.
     ///
     /// # Errors
-    /// - Unsupported: the driver lacks the call. The region is unchanged.
+    /// - Unsupported: libibverbs or the driver lacks the call, the device lacks atomics, or the
+    ///   region is staged. The region is unchanged.
     /// - InvalidArgument: the region is not open in this domain.
+    /// - BadState: this process is a forked child.
     /// - The driver's error otherwise. Its remedy says whether the region is still usable.
     pub unsafe fn rereg(&self, region: ProviderRegion, access: Access) -> Result<()> {
+        self.check_process("ibv_rereg_mr")?;
         self.state.registrar().rereg(region, access)
     }
 }
@@ -218,22 +261,16 @@ unsafe impl ProviderDomain for VerbsDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        let mut options = self.state.options.options;
-        options.set(
-            VerbsOptions::MW_BIND,
-            request.access.contains(Access::MW_BIND) || options.contains(VerbsOptions::MW_BIND),
-        );
-        match request.ordering {
-            WriteOrdering::Strict => options.remove(VerbsOptions::RELAXED_ORDERING),
-            // Staged memory is not registered with the NIC, so no option applies to it.
-            WriteOrdering::Relaxed if staged(pieces) => {}
-            WriteOrdering::Relaxed => options |= self.state.pd.device.relaxed_ordering(),
+        let mut options = self.options_of(request);
+        // Staged memory is not registered with the NIC, so no option applies to it.
+        if request.ordering == WriteOrdering::Relaxed && !staged(pieces) {
+            options |= self.state.pd.device.relaxed_ordering();
         }
-        // SAFETY: this function has the contract of `register_with`.
-        unsafe { self.register_with(request, pieces, options) }
+        self.register_pieces(request, pieces, options)
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
+        self.check_process("deregister")?;
         let taken = self.state.regions.take(region)?;
         if let Kind::Staged(staged) = &taken.kind {
             self.state.staging.close(staged);
@@ -244,10 +281,12 @@ unsafe impl ProviderDomain for VerbsDomain {
     }
 
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        self.check_process("open completion queue")?;
         Ok(Arc::new(Queue::open(&self.state, Arc::clone(&self.active), depth)?))
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
+        self.check_process("open endpoint")?;
         Ok(Endpoint::open(&self.state, (&self.active, &self.fabric), attr)?)
     }
 
@@ -321,6 +360,7 @@ impl RawKeys for VerbsDomain {
         addressing: Addressing,
         raw: &RawKey,
     ) -> Result<RemoteKey> {
+        self.check_process("map raw key")?;
         let pieces: Arc<[_]> = raw_key::decode(raw)?.into();
         // Mapped keys get random numbers, so that a key of another domain matches no key of this
         // domain.
@@ -335,6 +375,7 @@ impl RawKeys for VerbsDomain {
     }
 
     fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
+        self.check_process("unmap key")?;
         if key.is_mapped() && self.state.mapped.write().remove(&key.as_u64()?).is_some() {
             return Ok(());
         }
@@ -349,20 +390,24 @@ impl provider::Windows for VerbsDomain {
     }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
+        self.check_process("allocate window")?;
         self.state.windows.alloc(&self.state.pd, window)
     }
 
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
+        self.check_process("bind window")?;
         let DomainState { pd, regions, windows, options, .. } = &*self.state;
         let timeout = options.bind_timeout.unwrap_or(BIND_TIMEOUT);
         windows.bind_type_1((pd, regions), (options.port, timeout), window, bind)
     }
 
     fn free_window(&self, window: ProviderWindow) -> Result<()> {
+        self.check_process("free window")?;
         self.state.windows.free(&self.state.pd, window)
     }
 
     fn window_status(&self, window: ProviderWindow) -> Result<WindowStatus> {
+        self.check_process("window status")?;
         self.state.windows.status(window)
     }
 
@@ -409,6 +454,7 @@ impl StagingAccess for VerbsDomain {
 /// of the application to make progress.
 impl ManualProgress for VerbsDomain {
     fn progress(&self) -> Result<usize> {
+        self.check_process("progress")?;
         Ok(self.active.progress())
     }
 }

@@ -31,7 +31,7 @@ pub(super) struct DomainOptions {
     /// Maximum length of one registration in bytes; 0 for the device's limit.
     pub(super) max_registration: u64,
     pub(super) connect_in_process: bool,
-    /// Timeout of binds of type 1 windows; `None` for
+    /// Timeout of calls that bind or invalidate a window and wait for the result; `None` for
     /// [`BIND_TIMEOUT`](super::window::BIND_TIMEOUT).
     pub(super) bind_timeout: Option<Duration>,
 }
@@ -165,6 +165,9 @@ impl DiscardBuffer {
 
 impl Drop for DomainState {
     fn drop(&mut self) {
+        if self.pd.device.is_inherited() {
+            return;
+        }
         self.queues.get_mut().iter().filter_map(Weak::upgrade).for_each(|queue| queue.close());
         self.windows.clear(&self.pd);
         self.regions.clear(&self.pd);

@@ -54,6 +54,7 @@ impl Queue {
 
 impl CompletionQueue for Queue {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
+        self.state.cq().device().check_process("read completions")?;
         self.active.progress();
         self.state.read(out, max)
     }
@@ -96,6 +97,7 @@ impl CompletionChannel for Queue {
     }
 
     fn arm(&self) -> Result<bool> {
+        self.state.cq().device().check_process("arm a completion channel")?;
         self.active.progress();
         // A staged transfer that needs calls after this check makes the fd readable.
         Ok(self.state.arm()? && !self.active.need_calls(&self.state))
@@ -122,7 +124,8 @@ impl Fabric {
         endpoints.push(Arc::downgrade(endpoint));
     }
 
-    /// Returns the endpoint that `peer` names, or `None` if it is in another process.
+    /// Returns the endpoint that `peer` names. Returns `None` if no open endpoint of this provider
+    /// in this process has the name.
     fn find(&self, peer: &PeerName) -> Option<Arc<Endpoint>> {
         let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
         alive.into_iter().find(|endpoint| {
@@ -178,8 +181,8 @@ impl Endpoint {
         Ok(endpoint)
     }
 
-    /// Reconnects this endpoint and its peer after a failed request, if the peer is in this process
-    /// and the option `connect_in_process` is set.
+    /// Reconnects this endpoint and its peer after a failure of their connection, if
+    /// [`Fabric::find`] finds the peer and the option `connect_in_process` is set.
     fn recover(&self) -> Result<()> {
         if !self.domain.options.connect_in_process {
             return Ok(());
@@ -197,10 +200,11 @@ impl Endpoint {
         if failed { self.connect_both(&peer).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Connects this endpoint and `peer` to each other. Returns false if `peer` is not an endpoint
-    /// of this process.
+    /// Connects this endpoint and `peer` to each other. Returns false if [`Fabric::find`] does not
+    /// find `peer`.
     fn connect_both(&self, peer: &PeerName) -> Result<bool> {
         let Some(other) = self.fabric.find(peer) else { return Ok(false) };
+        self.store_completions()?;
         if std::ptr::eq(&*other, self) {
             let mut state = self.poster.lock();
             let own = state.connection.name()?;
@@ -208,6 +212,7 @@ impl Endpoint {
             state.connection.connect(own)?;
             return Ok(true);
         }
+        other.store_completions()?;
         // The endpoints are locked in the order of their numbers, so that two threads that connect
         // the same endpoints do not deadlock.
         let (mut mine, mut theirs);
@@ -227,13 +232,32 @@ impl Endpoint {
         Ok(true)
     }
 
-    /// Resets the queue pair and completes the requests in flight as canceled.
+    /// Stores the completions of both queues for the application before [`Endpoint::flush`]. So a
+    /// request that ended before the reset keeps its result, and a received message is not lost.
+    ///
+    /// Does nothing if the endpoint was never connected. The caller must not hold the lock of the
+    /// poster.
+    fn store_completions(&self) -> Result<()> {
+        if self.poster.lock().connection.peer().is_none() {
+            return Ok(());
+        }
+        let drained = self.queues.drain();
+        // The drain may have stored completions, so sleeping threads must check again.
+        self.queues.ring();
+        drained
+    }
+
+    /// Resets the queue pair and completes the requests in flight as canceled. Does nothing if the
+    /// endpoint was never connected.
     ///
     /// The NIC may use the memory of a request until the reset. So this call ends requests and
-    /// releases their staging buffers only after the reset.
+    /// releases their staging buffers only after the reset. A work completion of such a request may
+    /// still be in the NIC's queue. [`Poster::complete`] ignores it.
     ///
     /// # Errors
-    /// Busy while a type 2A window is bound through the queue pair.
+    /// - Busy while a type 2A window is bound through the queue pair.
+    /// - BadState if the endpoint is closed.
+    /// - The driver's error otherwise.
     fn flush(&self, state: &mut PostState) -> Result<()> {
         if state.connection.peer().is_some() {
             self.check_windows(state, WindowEvent::ResetQueuePair, "resolve")?;
@@ -268,9 +292,14 @@ impl Endpoint {
         }
     }
 
-    /// Posts a bind or invalidation of a window and waits for its completion. Stores the
-    /// completions of other requests for the application.
+    /// Posts a bind or invalidation of a window and waits for its completion, at most for the bind
+    /// timeout. Stores the completions of other requests for the application.
+    ///
+    /// # Errors
+    /// - The errors of [`Poster::post`], and the error of the completion.
+    /// - Driver: the request did not complete before the timeout. It may still complete later.
     pub(super) fn run_window(&self, operation: Operation<'_>) -> Result<()> {
+        self.domain.pd.device.check_process("window")?;
         self.recover()?;
         let awaited = Awaited::default();
         let request = WorkRequest { operation, local: &[], peer: PEER, context: 0 };
@@ -325,7 +354,15 @@ impl Endpoint {
         }
     }
 
+    /// Closes the endpoint. Does nothing if the endpoint is closed, and in a forked child.
+    ///
+    /// # Errors
+    /// - Busy while a type 2A window is bound through the queue pair.
+    /// - The driver's error of reading the completion queues.
     fn close_pair(&self) -> Result<()> {
+        if self.domain.pd.device.is_inherited() {
+            return Ok(());
+        }
         if !self.poster.lock().connection.is_open() {
             return Ok(());
         }
@@ -337,7 +374,7 @@ impl Endpoint {
     }
 
     /// Replaces the windows that were bound through the queue pair, and destroys the queue pair.
-    /// Then completes the requests in flight as canceled.
+    /// Then completes the requests in flight as canceled. Does nothing if the endpoint is closed.
     fn tear_down(&self, mut state: MutexGuard<'_, PostState>) {
         let Some((pair, windows)) = state.connection.take() else { return };
         let left = state.requests.take_all();
@@ -358,9 +395,13 @@ impl Endpoint {
 }
 
 impl ProviderEndpoint for Endpoint {
-    /// Returns the endpoint's name. The name changes after a failed completion. A peer that
-    /// resolves the new name connects again.
+    /// Returns the endpoint's name. The name changes after a failure of the connection. A peer that
+    /// resolves the new name connects again. The name is empty if the endpoint is closed, and in a
+    /// forked child.
     fn name(&self) -> EndpointName {
+        if self.domain.pd.device.is_inherited() {
+            return EndpointName(Vec::new());
+        }
         let connection = &mut self.poster.lock().connection;
         if let Err(error) = connection.refresh() {
             tracing::debug!(%error, "cannot query the state of an endpoint");
@@ -369,6 +410,7 @@ impl ProviderEndpoint for Endpoint {
     }
 
     fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
+        self.domain.pd.device.check_process("resolve")?;
         let peer = PeerName::decode(name)?;
         {
             let connection = &mut self.poster.lock().connection;
@@ -387,6 +429,7 @@ impl ProviderEndpoint for Endpoint {
         if self.domain.options.connect_in_process && self.connect_both(&peer)? {
             return Ok(PEER);
         }
+        self.store_completions()?;
         let mut state = self.poster.lock();
         self.flush(&mut state)?;
         state.connection.connect(peer)?;
@@ -394,6 +437,7 @@ impl ProviderEndpoint for Endpoint {
     }
 
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
+        self.domain.pd.device.check_process("post")?;
         self.recover()?;
         if self.lanes.takes(request) {
             return self.lanes.post(request);

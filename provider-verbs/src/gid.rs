@@ -50,17 +50,26 @@ impl GidEntry {
     }
 }
 
-/// Returns the best GID of an Ethernet port, or `None` if the table is empty.
+/// Returns the best GID of an Ethernet port, or `None` if the table has no nonzero GID.
 ///
-/// Prefers RoCE version 2 to version 1, then routable to link-local addresses, then IPv4 to IPv6,
-/// then the lowest index.
+/// The order of preference is:
+///
+/// 1. RoCE version 2 with an IPv4 address
+/// 2. RoCE version 2 with an IPv6 address that is not link-local
+/// 3. RoCE version 2 with a link-local IPv6 address
+/// 4. a GID of unknown type
+/// 5. InfiniBand or RoCE version 1, not link-local
+/// 6. InfiniBand or RoCE version 1, link-local
+///
+/// Of several GIDs in one class, the function returns the GID with the lowest index.
 #[must_use]
 pub fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
     let ranked = entries.iter().filter_map(|entry| Some((entry.rank()?, entry.index, *entry)));
     ranked.min_by_key(|(rank, index, _)| (*rank, *index)).map(|(_, _, entry)| entry)
 }
 
-/// Returns the nonzero entries of a port's GID table.
+/// Returns the nonzero entries of a port's GID table. Reads at most 255 entries: a queue pair's
+/// attribute for the index has 8 bits.
 pub(super) fn table(
     device: &OpenDevice,
     port: u8,

@@ -55,11 +55,11 @@ pub(super) struct InFlight {
 
 /// A slot of the request table.
 ///
-/// A `wr_id` holds the index of a slot and the generation of a request. The NIC returns it with the
-/// completion. No two requests of an endpoint have the same generation. An endpoint reuses no
-/// generation of an endpoint that was closed before it was opened. A NIC may reuse the number of a
-/// destroyed queue pair for a new queue pair. Late completions of the old queue pair then have an
-/// old generation and match no request.
+/// A `wr_id` holds the index of a slot and the generation of a request. The NIC returns the
+/// `wr_id` in the completion. No two requests of an endpoint have the same generation. An endpoint
+/// reuses no generation of an endpoint that was closed before it was opened. A NIC may reuse the
+/// number of a destroyed queue pair for a new queue pair. Late completions of the old queue pair
+/// then have an old generation and match no request.
 #[derive(Default)]
 struct Slot {
     generation: u32,
@@ -112,9 +112,11 @@ impl RequestTable {
         wr_id(generation, index)
     }
 
-    /// Removes and returns a request. Returns `None` if the request was already removed: after the
-    /// completion of one failed work request, completions of the request's other work requests may
-    /// follow.
+    /// Removes and returns a request. Returns `None` if the request was already removed. Two kinds
+    /// of completions follow the removal of their request:
+    ///
+    /// - completions of the other work requests of a failed request
+    /// - completions of a request that a reset of the queue pair has ended
     #[inline]
     pub(super) fn take(&mut self, wr_id: u64) -> Option<InFlight> {
         let index = wr_id as u32;

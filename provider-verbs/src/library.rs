@@ -73,7 +73,8 @@ pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String 
 }
 
 impl Library {
-    /// Initializes the library. Calls `ibv_fork_init` only if `fork_init` is set.
+    /// Initializes the library. Calls `ibv_fork_init` only if `fork_init` is set and registered
+    /// pages are not known to be protected already.
     pub(super) fn new(functions: Functions, fork_init: bool) -> Self {
         let fork = fork_support(&functions, fork_init);
         tracing::debug!(library = functions.library(), ?fork, "libibverbs in use");

@@ -13,11 +13,11 @@ use parking_lot::Mutex;
 
 use super::region::{Part, Parts};
 
-/// Minimum length in bytes of a range that is registered in parallel. A shorter registration ends
-/// before a second CPU starts its part.
+/// Length in bytes below which another thread gains nothing: a shorter registration ends before a
+/// second CPU starts its part. A chunk length that the application chooses overrides the limit.
 const MIN_PARALLEL_LEN: u64 = 64 << 20;
 /// Length of a huge page in bytes. A part's length that the provider chooses is a multiple of this
-/// length.
+/// length, unless the device's limit is shorter.
 const HUGE: u64 = 2 << 20;
 
 /// Division of one range into parts that are registered separately.

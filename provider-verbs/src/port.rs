@@ -32,7 +32,11 @@ pub(super) struct Port {
 }
 
 impl Port {
-    /// Returns the port that `choice` selects.
+    /// Returns the port that `choice` selects. A port that the application chose may be inactive.
+    ///
+    /// # Errors
+    /// - Unavailable: no port is active, or the port lacks the GID.
+    /// - The driver's error, also for a port number that the device does not have.
     pub(super) fn find(device: &OpenDevice, choice: PortChoice) -> Result<Self> {
         let ports = device.attr().phys_port_cnt;
         let mut down = Vec::new();

@@ -14,7 +14,7 @@ use super::{
     chain::{Chain, READ, WRITE, carry, single},
     completion::{BIND_REFUSED, status_error},
     connection::{Connection, QueuePair},
-    cq::CqRoom,
+    cq::{CqRoom, Room},
     device::OpenDevice,
     domain_state::DomainState,
     errors,
@@ -37,7 +37,7 @@ struct Direction {
     counter: Option<Arc<Counter>>,
     /// Results of the requests that a lane (a queue of staged transfers) posted.
     mail: Arc<Mutex<Mail>>,
-    /// Counter of the used entries in the completion queue of these sends or receives.
+    /// Counters of the used room in the completion queue of these sends or receives.
     room: Arc<CqRoom>,
 }
 
@@ -219,7 +219,8 @@ impl Poster {
                 .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no receives")
         })?;
         entry.requests = 1;
-        let room = self.reserve(entry.kind)?;
+        let needed = room_of(&entry.owner);
+        let room = self.reserve(entry.kind, needed)?;
         let wr_id = requests.admit(entry);
         let mut wr = RecvWr {
             wr_id,
@@ -233,17 +234,20 @@ impl Poster {
         // NIC then refuses their keys.
         errors::status(unsafe { post(pair.qp, &mut wr, &mut bad) }).map_err(|errno| {
             requests.take(wr_id);
-            room.release();
+            room.release(needed, 1);
             self.post_failed("ibv_post_recv", errno)
         })
     }
 
-    /// Reserves an entry in the completion queue for the completion of a request. Returns the
-    /// counter that can release the entry.
+    /// Reserves room in the completion queue for a request of this kind. Returns the counters that
+    /// can release the room.
+    ///
+    /// # Errors
+    /// Again: the queue has no room.
     #[inline]
-    fn reserve(&self, kind: CompletionKind) -> Result<&CqRoom> {
+    pub(super) fn reserve(&self, kind: CompletionKind, needed: Room) -> Result<&CqRoom> {
         let room = &*self.direction(kind).room;
-        if room.reserve() {
+        if room.reserve(needed) {
             return Ok(room);
         }
         Err(self.domain.refuse_post(
@@ -283,7 +287,8 @@ impl Poster {
                 .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no sends")
         })?;
         entry.requests = count;
-        let room = self.reserve(entry.kind)?;
+        let needed = room_of(&entry.owner);
+        let room = self.reserve(entry.kind, needed)?;
         let wr_id = requests.admit(entry);
         let first = chain.as_mut_ptr();
         let last = chain.len() - 1;
@@ -297,12 +302,12 @@ impl Poster {
         }
         let mut bad = ptr::null_mut();
         // SAFETY: the lock keeps the queue pair open. Requests and segments live for the call. The
-        // memory that they name lies in regions that this function keeps registered until it
+        // memory that they name lies in regions that `post` keeps registered until this function
         // returns. Inline bytes are in memory that the region owns.
         let posted = errors::status(unsafe { post(pair.qp, first, &mut bad) });
         posted.map_err(|errno| {
             requests.take(wr_id);
-            room.release();
+            room.release(needed, 1);
             if !bad.is_null() && bad != first {
                 // The driver posted part of the chain, which would run without the rest. So the
                 // connection ends.
@@ -333,11 +338,13 @@ impl Poster {
     pub(super) fn complete(&self, wc: &Wc) -> Option<Completion> {
         let (entry, failed_before) = {
             let mut state = self.state.lock();
+            // A request that a reset has ended may leave a failed completion in the NIC's queue.
+            // That completion says nothing about the new connection.
+            let entry = state.requests.take(wc.wr_id)?;
             let failed_before = state.connection.has_failed();
             if wc.status != WcStatus::IBV_WC_SUCCESS {
                 state.connection.note_failure();
             }
-            let entry = state.requests.take(wc.wr_id)?;
             // The lock is still held, so no other thread replaces the window. If the window is no
             // longer bound, the endpoint need not free it and forgets it.
             if let Some(window) = entry.window {
@@ -383,16 +390,16 @@ impl Poster {
         invalidated.then(|| self.domain.windows.invalidated_by_peer(wc.invalidated_rkey)).flatten()
     }
 
-    /// Ends a request that the NIC has completed or dropped. Returns its completion if the
-    /// application owns the request. Otherwise passes the result to the lane or waiting call that
-    /// owns the request.
+    /// Ends a request that the NIC has completed or dropped, and releases its entry of the NIC's
+    /// queue. Returns the completion if the application owns the request. Otherwise passes the
+    /// result to the lane or waiting call that owns the request.
     pub(super) fn end(
         &self,
         entry: &InFlight,
         result: Result<u64>,
         arrival: Arrival,
     ) -> Option<Completion> {
-        self.direction(entry.kind).room.release();
+        self.direction(entry.kind).room.release(Room::ENTRY, 1);
         match &entry.owner {
             RequestOwner::Lane(token) => {
                 self.mail(entry.kind).lock().ended.push((*token, result, arrival));
@@ -431,6 +438,15 @@ impl Poster {
         };
         (completion.data, completion.invalidated) = (arrival.data, arrival.invalidated);
         completion
+    }
+}
+
+/// Returns the room in the completion queue that a request of this owner uses. Only the application
+/// reads completions: a lane reserves the room for the completion of a whole transfer itself.
+const fn room_of(owner: &RequestOwner) -> Room {
+    match owner {
+        RequestOwner::Application => Room::BOTH,
+        RequestOwner::Lane(_) | RequestOwner::Call(_) => Room::ENTRY,
     }
 }
 

@@ -84,16 +84,17 @@ impl Builder {
         self
     }
 
-    /// Adds options to every registration. [`VerbsDomain::register_with`] adds options to one
-    /// registration.
+    /// Adds options to every registration but those of [`VerbsDomain::reg_mr`].
+    /// [`VerbsDomain::register_with`] adds options to one registration. Staged memory cannot be
+    /// registered with options.
     #[must_use]
     pub fn options(mut self, options: VerbsOptions) -> Self {
         self.domain.options = options;
         self
     }
 
-    /// Selects the port of each device, by its number. The default is the device's first active
-    /// port.
+    /// Selects the port of each device, by its number from 1 on. The default is the device's first
+    /// active port.
     #[must_use]
     pub fn port(mut self, port: u8) -> Self {
         self.domain.port.number = Some(port);
@@ -109,7 +110,7 @@ impl Builder {
     }
 
     /// Splits registrations that are longer than this many bytes (VRB-07). A smaller limit of the
-    /// device still applies.
+    /// device still applies. The default, 0, stands for the device's limit.
     #[must_use]
     pub fn max_registration(mut self, bytes: u64) -> Self {
         self.domain.max_registration = bytes;
@@ -125,8 +126,13 @@ impl Builder {
         self
     }
 
-    /// Sets the timeout for binds of type 1 windows. The default is 30 seconds. A bind involves no
-    /// peer, so a bind times out only if the device was removed or hangs.
+    /// Sets the timeout of calls that bind or invalidate a window and wait for the result: binds of
+    /// type 1 windows, and grants and revocations through type 2 windows. The default is 30
+    /// seconds.
+    ///
+    /// A bind of a type 1 window involves no peer. It times out only if the device was removed or
+    /// hangs. A request for a type 2 window runs after earlier requests of its endpoint. So it also
+    /// times out if an earlier message waits too long for a receive of the peer.
     #[must_use]
     pub fn bind_timeout(mut self, timeout: Duration) -> Self {
         self.domain.bind_timeout = Some(timeout);
@@ -140,6 +146,7 @@ impl Builder {
     ///   names the library, with the loader's reason or the symbol.
     /// - [`ErrorKind::InvalidArgument`]: the environment variable
     ///   [`Verbs::PCIE_MAPPING_VARIABLE`] has an unknown value. The error names the variable.
+    /// - The errors of [`ProcessMark::current`].
     pub fn build(self) -> Result<Verbs> {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
         let library = self.start()?;
@@ -270,8 +277,8 @@ struct Device {
 
 impl Verbs {
     /// Name of the environment variable that sets whether devices need the PCIe mapping of device
-    /// memory. The values are 1, yes, true or on, and 0, no, false or off. A call of
-    /// [`Builder::pcie_mapping_first`] overrides the variable.
+    /// memory. The values are 1, yes, true or on, and 0, no, false, off or nothing, in any case. A
+    /// call of [`Builder::pcie_mapping_first`] overrides the variable.
     pub const PCIE_MAPPING_VARIABLE: &str = "HMEM_VERBS_PCIE_MAPPING";
 
     /// Loads libibverbs by its usual name.
@@ -322,7 +329,8 @@ impl Verbs {
     }
 
     /// Returns the names of the devices that cannot be opened, each with the error.
-    /// [`Provider::nics`] does not list these devices.
+    /// [`Provider::nics`] does not list these devices. The list is empty for a provider of
+    /// [`Builder::with_pd`].
     ///
     /// # Errors
     /// Unavailable: the library lists no device.

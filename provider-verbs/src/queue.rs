@@ -15,20 +15,27 @@ use hmem_core::{
 use parking_lot::{Mutex, MutexGuard, ReentrantMutex, RwLock};
 use rustc_hash::FxHashMap;
 
-use super::{cq::VerbsCq, device::OpenDevice, post::Poster, ready::Ready, sys::Wc};
+use super::{
+    cq::{Room, VerbsCq},
+    device::OpenDevice,
+    post::Poster,
+    ready::Ready,
+    sys::Wc,
+};
 
 /// A completion queue, with the [`Poster`] of each endpoint that uses the queue.
 pub(super) struct CqState {
     cq: VerbsCq,
     posters: RwLock<FxHashMap<u32, Weak<Poster>>>,
     /// Completions that the application has not read yet. They were read from the NIC, or come from
-    /// staged transfers.
+    /// staged transfers or canceled requests.
     ready: Arc<Ready>,
     /// Lock that a thread holds while it sleeps until the NIC reports a completion. Other waiting
     /// threads block on this lock.
     turn: Mutex<()>,
     /// Lock that a thread holds while it reads completions from the NIC, so that completions stay
-    /// in order. Readers of the queue and the progress of staged transfers both read from the NIC.
+    /// in order. Readers of the queue, staged transfers, window calls and reconnections read from
+    /// the NIC.
     asking: ReentrantMutex<()>,
 }
 
@@ -59,8 +66,8 @@ impl CqState {
     }
 
     /// Reads up to `max` of the application's completions from the NIC and passes each to
-    /// `deliver`. Returns the number of completions.
-    fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<usize> {
+    /// `deliver`. After an error, `deliver` may have received completions.
+    fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<()> {
         let mut delivered = 0;
         // The batch is not zeroed, since zeroing would be most of the cost of an empty poll.
         let mut batch = [const { MaybeUninit::<Wc>::uninit() }; BATCH];
@@ -78,11 +85,13 @@ impl CqState {
                 break;
             }
         }
-        Ok(delivered)
+        Ok(())
     }
 
     /// Moves up to `max` completions to `out`: first the stored completions, then completions from
-    /// the NIC. Returns the number of completions.
+    /// the NIC. Returns the number of completions. After an error, `out` may have new completions.
+    ///
+    /// Releases the room of the completions, so that more requests can be posted.
     #[inline]
     pub(super) fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         let _asking = self.asking.lock();
@@ -96,17 +105,22 @@ impl CqState {
                 count += 1;
             }
         }
-        if count < max {
-            count += self.poll(max - count, |completion| out.push(completion))?;
+        let polled = self.poll(max - count, |completion| {
+            out.push(completion);
+            count += 1;
+        });
+        if count > 0 {
+            self.cq.room().release(Room::COMPLETION, count);
         }
-        Ok(count)
+        polled.map(|()| count)
     }
 
-    /// Reads all completions from the NIC and stores them for the application.
+    /// Reads all completions from the NIC and stores them for the application. Does not wake the
+    /// threads that sleep for this queue.
     pub(super) fn drain(&self) -> Result<()> {
         let _asking = self.asking.lock();
         let keep = |completion| self.ready.lock().completions.push_back(completion);
-        self.poll(usize::MAX, keep).map(|_| ())
+        self.poll(usize::MAX, keep)
     }
 
     /// Returns true if the queue has an event channel. Without a channel, threads cannot sleep
@@ -115,13 +129,14 @@ impl CqState {
         self.cq.channel().is_some()
     }
 
-    /// Returns the fd that becomes readable when a request completes after [`Self::arm`].
+    /// Returns the fd that becomes readable when a request completes after [`Self::arm`]. Creates
+    /// the fd at the first call.
     pub(super) fn fd(&self) -> Result<BorrowedFd<'_>> {
         self.ready.fd(self.cq.channel())
     }
 
     /// Waits until no other thread sleeps for this queue. Returns the guard that a sleeping thread
-    /// must hold, or `None` if the deadline passes first.
+    /// must hold, or `None` if the deadline passes first. Without a deadline, waits without limit.
     pub(super) fn turn(&self, deadline: Option<Instant>) -> Option<MutexGuard<'_, ()>> {
         match deadline {
             None => Some(self.turn.lock()),
@@ -136,9 +151,10 @@ impl CqState {
     /// arming, this call stores the completions of earlier requests.
     ///
     /// # Errors
-    /// - BadState: the domain is closed and no endpoint uses the queue, so nothing completes to the
-    ///   queue any more.
+    /// - BadState: no completion is stored, the domain is closed and no endpoint uses the queue. So
+    ///   nothing completes to the queue any more.
     /// - The driver's error if the device was removed.
+    /// - The error of creating the fd at the first call.
     pub(super) fn arm(&self) -> Result<bool> {
         self.ready.hush(self.cq.channel())?;
         self.cq.arm()?;
@@ -204,7 +220,8 @@ impl Queues {
         self.rx.ready.ring();
     }
 
-    /// Reads all completions of both queues from the NIC, and stores them for the application.
+    /// Reads all completions of both queues from the NIC, and stores them for the application. Does
+    /// not wake the threads that sleep for the queues.
     pub(super) fn drain(&self) -> Result<()> {
         self.tx.drain()?;
         if Arc::ptr_eq(&self.tx, &self.rx) { Ok(()) } else { self.rx.drain() }

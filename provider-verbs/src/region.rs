@@ -101,9 +101,12 @@ pub(super) enum Local {
     Staged(Arc<StagedRegion>),
 }
 
-/// Bit that marks a local key as a handle of the provider, not an lkey. A region gets a handle if
-/// no single lkey describes the region: it has several registrations, or its addresses on the NIC
-/// differ from the application's.
+/// Bit that marks a local key as a handle of the provider, not an lkey. A region gets a handle in
+/// three cases:
+///
+/// - The region has no registration or several.
+/// - Its addresses on the NIC differ from the application's.
+/// - Another region in the table has its lkey as its local key.
 const HANDLE_BIT: u64 = 1 << 63;
 
 /// Table of the regions of a domain, by local key.
@@ -251,7 +254,8 @@ impl Regions {
     /// - It reserves the region's handle, since the driver may give the keys to other regions.
     /// - It makes [`Regions::take`] wait.
     ///
-    /// The region returns to the table even if `change` panics.
+    /// The region returns to the table even if `change` fails or panics. The call waits while
+    /// another thread changes the region. A staged region is refused with Unsupported.
     pub(super) fn change(
         &self,
         handle: ProviderRegion,
@@ -300,6 +304,11 @@ impl Regions {
 
     /// Calls `with` with a region, under the table's read lock. So no thread deregisters the region
     /// during the call.
+    ///
+    /// # Errors
+    /// - The error of `with`.
+    /// - InvalidArgument: the region is not in the table.
+    /// - Busy: another thread is changing the region.
     pub(super) fn with<T>(
         &self,
         region: ProviderRegion,

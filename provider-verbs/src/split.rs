@@ -6,7 +6,8 @@
 use super::sys::Sge;
 
 /// Returns the offset and length of the parts into which `len` bytes from address `start` are
-/// split. No part is longer than `max`. Parts end at multiples of `page` unless `max` is smaller.
+/// split. No part is longer than `max`; 0 counts as 1. `page` is a power of two. Parts end at
+/// addresses that are multiples of `page`, unless `max` is smaller.
 ///
 /// ```
 /// use hmem_provider_verbs::seams;
@@ -77,7 +78,9 @@ pub struct Planned {
 
 /// Splits a transfer into work requests of at most `max_sge` local segments and `max_message`
 /// bytes. Each work request has one rkey. Both lists must hold the same number of bytes. A transfer
-/// of 0 bytes becomes one empty work request to the first target.
+/// of 0 bytes becomes one empty work request to the first target, if there is a target.
+///
+/// Clears `segments` and `requests`, and fills them with the local segments and the work requests.
 pub fn plan(
     local: &[Span],
     remote: &[Target],

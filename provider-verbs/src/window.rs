@@ -1,6 +1,6 @@
 //! Memory windows of type 1, bound by a call, and of type 2, bound by posted requests.
 //!
-//! A type 1 window is bound by `ibv_bind_mw`, which needs any queue pair of the protection domain.
+//! A type 1 window is bound by `ibv_bind_mw`, which needs a queue pair of the protection domain.
 //! The domain opens a queue pair for this purpose at the first bind, and connects that queue pair
 //! to itself. A type 2 window is bound by a posted request. The caller posts that request while the
 //! table of windows is locked.
@@ -37,8 +37,7 @@ use super::{
     },
 };
 
-/// Default timeout of a bind of a type 1 window. A bind involves no peer, so a bind times out only
-/// if the device was removed or hangs.
+/// Default timeout of calls that bind or invalidate a window and wait for the result.
 pub(super) const BIND_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
@@ -51,8 +50,8 @@ struct Window {
     state: WindowState,
     /// Number of posted binds and invalidations that have not completed.
     posted: u32,
-    /// Number of the queue pair through which the window is bound; `None` once an invalidation is
-    /// posted.
+    /// Number of the queue pair through which the window is bound once all posted requests have
+    /// succeeded; `None` if the window is then free.
     through: Option<u32>,
     /// Key and queue pair of the window's binding, according to the completions that were read.
     known: Known,
@@ -182,8 +181,11 @@ impl Windows {
         window.kind.after(WindowState::Valid, event).map(|_| ())
     }
 
-    /// Frees a window whose queue pair will be destroyed, and allocates a new window under the same
-    /// token (handle).
+    /// Frees a window whose queue pair will be destroyed or was reset, and allocates a new window
+    /// under the same token (handle). Does nothing if the token names no window.
+    ///
+    /// Failures are logged. If no new window can be allocated, the state becomes
+    /// [`WindowState::Invalid`].
     ///
     /// On soft-RoCE the destruction of a queue pair waits 50 seconds for a bound window.
     pub(super) fn replace(&self, pd: &ProtectionDomain, token: u64) {
@@ -207,8 +209,8 @@ impl Windows {
         }
     }
 
-    /// Replaces a window (see [`Windows::replace`]) after a reset of its queue pair has dropped a
-    /// posted bind or invalidation.
+    /// Replaces a window (see [`Windows::replace`]) after the reset or the destruction of its queue
+    /// pair has dropped a posted bind or invalidation.
     ///
     /// The NIC may or may not have executed the request, so the state of the window is unknown.
     pub(super) fn forgotten(&self, pd: &ProtectionDomain, token: u64) {
@@ -228,7 +230,7 @@ impl Windows {
     /// Records the completion of a bind or invalidation of `key`. `through` is the number of the
     /// queue pair that executed the request.
     ///
-    /// Returns true if the window is no longer bound through the queue pair.
+    /// Returns true if the window is no longer bound through the queue pair, or was freed.
     pub(super) fn completed(
         &self,
         (token, key): (u64, u32),
@@ -284,7 +286,8 @@ impl Windows {
     ///
     /// # Errors
     /// - The error of `rule`: the window has type 1.
-    /// - BadState: the window was freed and could not be allocated again.
+    /// - The error of [`WindowRule::Allocated`]: no window has the token.
+    /// - BadState: the window was freed with its endpoint and could not be allocated again.
     fn with_type_2<T>(
         &self,
         token: u64,
@@ -429,7 +432,8 @@ impl Windows {
 /// Returns the registration in which a bind's range lies, and the range's first address.
 ///
 /// # Errors
-/// The error of the rule that the bind violates. A driver would end the connection or crash.
+/// - The error of the rule that the bind violates. A driver would end the connection or crash.
+/// - Unsupported: the device lacks atomics, or the range lies in two registrations.
 fn target<'a>(
     pd: &ProtectionDomain,
     region: &'a Region,

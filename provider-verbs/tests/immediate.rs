@@ -210,7 +210,7 @@ fn invalidated_key_is_reported_with_each_driver() {
         let ended = there.remove(0);
         assert_eq!(ended.invalidated, Some(key.as_u64().expect("one key")), "rxe: {rxe}");
         assert_eq!(facts(ended), (CompletionKind::Receive, 1, 8, None));
-        // Other drivers report no invalidated key.
+        // The receive of a message that invalidates nothing names no key.
         net.far.endpoint.receive(&[far.slice(0, 64)], None, 3).expect("receive");
         net.near.endpoint.send(&[near.slice(0, 8)], None, PEER, 4).expect("post");
         let (_, mut there) = net.complete(1, 1);

@@ -17,8 +17,8 @@ use hmem_core::{
     MrAttr, MrFlags, MrMode, Path as HmemPath, Registry, RemoteKey, Result, WriteOrdering,
     iface::{AllocRequest, DmaBufMapping},
     provider::{
-        Backing, CompositeKeys, Features, Piece, Provider, ProviderDomain, ProviderRegion,
-        Registration,
+        Backing, CompositeKeys, DomainRequest, Features, Piece, Provider, ProviderDomain,
+        ProviderRegion, Registration, StagingAttr,
     },
 };
 use hmem_iface_system::{Call, Simulated};
@@ -458,6 +458,22 @@ fn relaxed_ordering_is_the_default_of_domains() {
     assert_eq!(asked(&open(&verbs), Some(strict)), plain);
 }
 
+/// VRB-02
+#[test]
+fn options_of_a_registration_are_added_to_those_of_the_builder_and_the_rights() {
+    let functions = functions();
+    with(|script| script.on_demand = true);
+    let verbs = Verbs::builder().functions(functions).options(VerbsOptions::ON_DEMAND);
+    let domain = open(&verbs.build().expect("start"));
+    let memory = [host(0x1000, 4096)];
+    calls();
+    register(&domain, &memory, Access::SEND, VerbsOptions::RELAXED_ORDERING).expect("register");
+    assert_eq!(calls(), ["reg_mr_iova2 0x1000+0x1000 at 0x1000 0x100040"]);
+    let error = register(&domain, &memory, Access::MW_BIND, VerbsOptions::empty())
+        .expect_err("the device has no windows");
+    assert_eq!(error.context_value("option"), Some("MW_BIND"), "{error}");
+}
+
 /// Calls for features that verbs or the device lacks fail with a remedy. The device has no memory
 /// windows.
 #[test]
@@ -731,6 +747,52 @@ fn fork_init_is_called_unless_the_kernel_copies_pages() {
         assert_eq!(*verbs.fork_support(), support);
         assert_eq!(calls().contains(&"fork_init".to_owned()), asked);
     }
+}
+
+/// CACHE-13
+#[test]
+fn forked_child_drops_a_domain_without_driver_calls() {
+    let verbs = Verbs::builder().functions(functions()).build().expect("start");
+    let request = DomainRequest {
+        nic: None,
+        mode: verbs.nics().expect("a device")[0].required_mr_mode,
+        auth_key: AuthKey::default(),
+        hmem: false,
+        registry: Arc::default(),
+        staging: StagingAttr::default(),
+    };
+    let domain = verbs.open_domain(&request).expect("open");
+    let (auth_key, ranges) = (AuthKey::default(), [range(0x1000, 64)]);
+    let request = Registration::new(&ranges, Access::SEND, &auth_key);
+    let register = || {
+        // SAFETY: the fake library accesses no memory.
+        unsafe { domain.register(&request, &[host(0x1000, 64)]) }
+    };
+    let region = register().expect("register");
+    calls();
+    // SAFETY: the child only makes the calls under test and leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let alone = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let refused = [register().map(drop), domain.deregister(region)];
+            // SAFETY: this is a copy of the parent's object. The child exits without using the
+            // object again.
+            drop(unsafe { std::ptr::read(&raw const domain) });
+            refused
+                .into_iter()
+                .all(|result| result.is_err_and(|error| error.kind() == ErrorKind::BadState))
+                && calls().is_empty()
+        }));
+        // SAFETY: `_exit` has no precondition. It ends the child.
+        unsafe { libc::_exit(i32::from(!alone.unwrap_or(false))) };
+    }
+    let mut status = 0;
+    // SAFETY: the child was just forked by this test.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0);
+    domain.deregister(region).expect("the region belongs to this process");
+    drop(domain);
+    assert_eq!(calls(), ["dereg_mr", "dealloc_pd"]);
 }
 
 /// CACHE-13

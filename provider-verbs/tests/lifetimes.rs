@@ -10,7 +10,7 @@ use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
     Access, Addressing, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Iova, OwnedRegion,
-    Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
+    RawKey, Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
     provider::{CompletionQueue, EndpointAttr, WindowBind, WindowState, WindowType, Windows},
     transfer::{Completion, Operation, PeerId, RemoteSegment, WorkRequest},
 };
@@ -27,6 +27,7 @@ const FINE: Misbehaviour = Misbehaviour {
     hangs: false,
     refuses_resets: 0,
     fails_during_reset: false,
+    flushes_at_reset: false,
     completes_late: false,
     refuses_channels: 0,
     channels_fail: 0,
@@ -174,6 +175,63 @@ fn endpoint_connects_again_after_its_pair_fails_during_the_reset() {
     write(&endpoint, &from, &to, 7);
     let done = read(&cq).remove(0);
     assert_eq!((done.context, done.result.expect("write")), (7, 1024));
+}
+
+#[test]
+fn requests_that_ended_before_a_reset_keep_their_results() {
+    let domain = open();
+    let [cq, other] = [8, 8].map(|depth| domain.open_cq(depth).expect("open a queue"));
+    let endpoint = endpoint(&domain, &cq);
+    let (from, to) = (buffer(&domain, 5), buffer(&domain, 0));
+    write(&endpoint, &from, &to, 1);
+    endpoint.receive(&[to.slice(0, 8).expect("slice")], None, 2).expect("post a receive");
+    endpoint.send(&[from.slice(0, 8).expect("slice")], None, PeerId(0), 3).expect("post a send");
+    let key = RemoteKey::new(Addressing::Virtual, Iova(0), 8, 1);
+    let remote = [RemoteSegment { address: Iova(0), len: 8, key: &key }];
+    endpoint.write(&[from.slice(0, 8).expect("slice")], &remote, PeerId(0), 4).expect("post");
+    // Each read of the other queue lets the device run one request.
+    for _ in 0..3 {
+        assert!(read(&other).is_empty());
+    }
+    write(&endpoint, &from, &to, 5);
+    endpoint.resolve(&endpoint.name()).expect("connect again");
+    let mut ended = Vec::new();
+    cq.read(&mut ended, 8).expect("read completions");
+    let ended: Vec<_> = ended
+        .into_iter()
+        .map(|ended| (ended.context, ended.result.map_err(|error| error.kind())))
+        .collect();
+    let (denied, canceled) = (Err(ErrorKind::AccessDenied), Err(ErrorKind::Canceled));
+    assert_eq!(ended, [(1, Ok(1024)), (2, Ok(8)), (3, Ok(8)), (4, denied), (5, canceled)]);
+}
+
+#[test]
+fn late_completion_of_a_reset_connection_does_not_end_the_next_connection() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let (from, to) = (buffer(&domain, 5), buffer(&domain, 0));
+    misbehave(Misbehaviour { hangs: true, flushes_at_reset: true, ..FINE });
+    write(&endpoint, &from, &to, 1);
+    endpoint.receive(&[to.slice(0, 8).expect("slice")], None, 2).expect("post a receive");
+    wire::fail_last_pair();
+    endpoint.resolve(&endpoint.name()).expect("connect again");
+    let name = endpoint.name();
+    misbehave(FINE);
+    // The new requests reuse the slots of the old requests.
+    write(&endpoint, &from, &to, 3);
+    write(&endpoint, &from, &to, 4);
+    let mut ended = Vec::new();
+    for _ in 0..8 {
+        cq.read(&mut ended, 8).expect("read completions");
+    }
+    let ended: Vec<_> = ended
+        .into_iter()
+        .map(|ended| (ended.context, ended.result.map_err(|error| error.kind())))
+        .collect();
+    let canceled = Err(ErrorKind::Canceled);
+    assert_eq!(ended, [(1, canceled), (2, canceled), (3, Ok(1024)), (4, Ok(1024))]);
+    assert_eq!(endpoint.name(), name, "the new connection has not failed");
 }
 
 /// MW-03
@@ -464,10 +522,17 @@ fn provider_refuses_requests_for_the_other_window_type() {
     }
 }
 
+fn raw_key(region: &OwnedRegion<Vec<u8>>) -> RawKey {
+    let mut raw = vec![0; 64];
+    let attr = region.raw_attr(&mut raw).expect("a raw key");
+    raw.truncate(attr.1);
+    RawKey(raw)
+}
+
 /// CACHE-13
 #[test]
 #[allow(unsafe_code)]
-fn forked_child_destroys_no_queue_and_no_window_of_its_parent() {
+fn forked_child_neither_uses_nor_destroys_its_parents_queues_and_windows() {
     let domain = open();
     let window = domain.alloc_type_1_window().expect("allocate");
     let (cq, lone_cq) = (domain.open_cq(4).expect("queue"), domain.open_cq(4).expect("queue"));
@@ -476,6 +541,8 @@ fn forked_child_destroys_no_queue_and_no_window_of_its_parent() {
     let (from, to) = (buffer(&domain, 1), buffer(&domain, 2));
     misbehave(Misbehaviour { completes_late: true, ..FINE });
     write(&dropped, &from, &to, 1);
+    let (name, raw) = (closed.name(), raw_key(&to));
+    let mapped = domain.map_raw(Iova(0), 1024, &raw).expect("map");
     fake::calls();
     // SAFETY: the child only makes the calls under test and leaves by `_exit`.
     let child = unsafe { libc::fork() };
@@ -484,6 +551,22 @@ fn forked_child_destroys_no_queue_and_no_window_of_its_parent() {
             // SAFETY: these are copies of the parent's objects. The child exits without using the
             // objects again.
             unsafe {
+                let is_refused = |result: Result<()>| {
+                    result.is_err_and(|error| error.kind() == ErrorKind::BadState)
+                };
+                let mut out = Vec::new();
+                let short = Duration::from_millis(1);
+                let channel = cq.channel().expect("a channel");
+                let unused = is_refused(domain.progress().map(drop))
+                    && is_refused(domain.map_raw(Iova(0), 1024, &raw).map(drop))
+                    && is_refused(domain.unmap_key(&mapped))
+                    && is_refused(try_write(&closed, &from, &to, 2))
+                    && is_refused(closed.resolve(&name).map(drop))
+                    && closed.name().0.is_empty()
+                    && is_refused(cq.read(&mut out, 1).map(drop))
+                    && is_refused(cq.wait(&mut out, 1, short).map(drop))
+                    && is_refused(channel.arm().map(drop))
+                    && out.is_empty();
                 drop(std::ptr::read(&raw const window));
                 drop(std::ptr::read(&raw const dropped));
                 drop(std::ptr::read(&raw const lone_cq));
@@ -493,7 +576,7 @@ fn forked_child_destroys_no_queue_and_no_window_of_its_parent() {
                     && domain.alloc_type_1_window().is_err();
                 drop(std::ptr::read(&raw const cq));
                 drop(std::ptr::read(&raw const domain));
-                closes && refused && fake::calls().is_empty()
+                unused && closes && refused && fake::calls().is_empty()
             }
         }));
         // SAFETY: `_exit` has no precondition. It ends the child.
@@ -503,6 +586,7 @@ fn forked_child_destroys_no_queue_and_no_window_of_its_parent() {
     // SAFETY: the child was just forked by this test.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     assert_eq!(status, 0);
+    domain.unmap_key(&mapped).expect("the child has not unmapped it");
     misbehave(FINE);
     drop((dropped, closed, window, from, to, cq, lone_cq, domain));
     let destroyed = calls_about(&["destroy_qp", "destroy_cq", "dealloc_mw", "dealloc_pd"]);

@@ -12,7 +12,7 @@ use hmem_core::{
     Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, LocalKey,
     OwnedRegion, Registry, Result,
     provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType, Windows},
-    transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
+    transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
@@ -182,6 +182,63 @@ fn full_completion_queue_refuses_requests_of_all_its_endpoints() {
     (20..ROOM).for_each(|context| write(&third, context).expect("there is room"));
     refused(write(&third, ROOM));
     assert!(contexts(&*cq).into_iter().eq(0..ROOM));
+}
+
+#[test]
+fn stored_completions_take_the_room_of_the_queue_until_they_are_read() {
+    const ROOM: u64 = 33;
+    let net = Loop::new();
+    let cq = net.domain.open_cq(1).expect("open a queue");
+    let endpoint = endpoint(&net.domain, &cq);
+    let source = buffer(&net.domain, Access::WRITE);
+    let key = net.target.key().expect("key");
+    let remote = [RemoteSegment { address: key.base(), len: 8, key: &key }];
+    let from = [source.slice(0, 8).expect("slice")];
+    let channel = cq.channel().expect("a channel");
+    for first in [0, ROOM] {
+        for context in first..first + ROOM {
+            endpoint.write(&from, &remote, PeerId(0), context).expect("there is room");
+            // The call moves the completion from the NIC's queue to memory.
+            assert!(!channel.arm().expect("arm"));
+        }
+        let error = endpoint.write(&from, &remote, PeerId(0), 0).expect_err("the queue is full");
+        assert_eq!(error.kind(), ErrorKind::Again, "{error}");
+        let mut out = Vec::new();
+        assert_eq!(cq.read(&mut out, 64).expect("read completions") as u64, ROOM);
+        assert!(out.iter().map(|ended| ended.context).eq(first..first + ROOM));
+    }
+    // Canceled requests keep their room until their completions are read.
+    for _ in 0..2 {
+        endpoint.write(&from, &remote, PeerId(0), 1).expect("there is room");
+        wire::fail_last_pair();
+        endpoint.resolve(&endpoint.name()).expect("connect again");
+    }
+    for _ in 2..ROOM {
+        endpoint.write(&from, &remote, PeerId(0), 2).expect("there is room");
+        assert!(!channel.arm().expect("arm"));
+    }
+    let error = endpoint.write(&from, &remote, PeerId(0), 0).expect_err("the queue is full");
+    assert_eq!(error.kind(), ErrorKind::Again, "{error}");
+    assert_eq!(contexts(&*cq).len() as u64, ROOM);
+}
+
+#[test]
+fn atomic_of_more_bytes_than_memory_is_refused() {
+    let net = Loop::new();
+    let source = buffer(&net.domain, Access::WRITE);
+    let (desc, start) = (source.desc().expect("desc"), source.range().start().0);
+    let key = net.target.key().expect("key");
+    for (len, count) in [(1 << 62, 1), (1 << 63, 2), (u64::MAX - 7, 1)] {
+        let remote = RemoteSegment { address: key.base(), len, key: &key };
+        let (op, datatype) = (AtomicOp::Sum, AtomicType::U64);
+        let operation = Operation::Atomic { op, datatype, remote, result: None, compare: None };
+        let local = vec![segment(desc, start, len); count];
+        let request = WorkRequest { operation, local: &local, peer: PeerId(0), context: 1 };
+        // SAFETY: the request is refused.
+        let error = unsafe { net.endpoint.post(&request) }.expect_err("too long");
+        let kinds = [ErrorKind::OutOfBounds, ErrorKind::InvalidArgument];
+        assert!(kinds.contains(&error.kind()), "{error}");
+    }
 }
 
 #[test]

@@ -677,6 +677,39 @@ fn transfer_with_an_unread_queue_blocks_no_other() {
     net.assert_idle();
 }
 
+#[test]
+fn unread_completions_of_staged_transfers_take_the_room_of_the_queue() {
+    let net = net();
+    let near = net.near.device(&net.device, CHUNK, LOCAL).unwrap();
+    let far = net.far.host(CHUNK, LOCAL | REMOTE);
+    let key = far.region().key().unwrap();
+    let remote = [RemoteSegment { address: key.base(), len: 8, key: &key }];
+    let post = |context| {
+        net.near.endpoint.write(&[near.slice(0, 8)], &remote, PeerId(0), context)?;
+        while net.near.domain.progress()? == 0 {
+            std::thread::yield_now();
+        }
+        Ok(())
+    };
+    let mut posted = 0;
+    let error = loop {
+        assert!(posted < 1000, "the queue has no limit");
+        match post(posted) {
+            Ok(()) => posted += 1,
+            Err(error) => break error,
+        }
+    };
+    let error: hmem_core::Error = error;
+    assert_eq!(error.kind(), ErrorKind::Again, "{error}");
+    assert!(error.to_string().contains("the completion queue is full"), "{error}");
+    let mut ended = Vec::new();
+    net.near.cq.read(&mut ended, 1).unwrap();
+    post(posted).expect("there is room again");
+    while net.near.cq.read(&mut ended, 16).unwrap() > 0 {}
+    assert!(ended.iter().map(|ended| ended.context).eq(0..=posted));
+    net.assert_idle();
+}
+
 /// BNC-02: a staged message without a posted receive leaves staging buffers for other endpoints.
 #[test]
 fn blocked_message_leaves_buffers_for_other_endpoints() {

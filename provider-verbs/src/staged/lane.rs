@@ -10,8 +10,8 @@
 //! deadlock of requests that wait for buffers. A request behind a message also waits for the
 //! receiver. Its buffers then come from the share of messages, not from the share of RMA.
 //!
-//! A post advances its lane. A reader of any completion queue advances all lanes of the device: a
-//! transfer may wait for buffers of a transfer with an unread queue.
+//! A post advances its lane. A reader of any completion queue, or a call of `progress`, advances
+//! all lanes of the device: a transfer may wait for buffers of a transfer with an unread queue.
 //!
 //! # Sleep
 //!
@@ -41,6 +41,7 @@ use super::{
     task::{Entry, Task, Transfer},
 };
 use crate::{
+    cq::Room,
     in_flight::{Arrival, Mail, RequestOwner, Token},
     post::{Poster, takes_receive},
     queue::{CqState, Queues},
@@ -121,8 +122,8 @@ impl Lanes {
         self.send.is_busy() || self.receive.is_busy()
     }
 
-    /// Cancels all requests in both lanes. Work requests that the NIC already processes still
-    /// complete.
+    /// Cancels all requests in both lanes, when the lanes advance next. Work requests that the NIC
+    /// already processes still complete.
     pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
             lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);
@@ -143,6 +144,11 @@ impl Lanes {
     }
 
     /// Adds a request to the lane for sends or the lane for receives.
+    ///
+    /// # Errors
+    /// - Again: the lane or the completion queue is full.
+    /// - BadState: the endpoint is closed.
+    /// - The errors of [`Task::new`].
     pub(crate) fn post(self: &Arc<Self>, request: &WorkRequest<'_>) -> Result<()> {
         let kind = kind_of(&request.operation);
         let cap = || Ok(self.poster.lock().connection.open()?.cap);
@@ -160,6 +166,7 @@ impl Lanes {
         }
         // An earlier failure must not cancel this request, so the lane handles that failure first.
         self.step(lane, &mut entries);
+        self.poster.reserve(kind, Room::COMPLETION)?;
         let number = lane.next.fetch_add(1, Ordering::AcqRel);
         let (context, takes_receive) = (request.context, takes_receive(&request.operation));
         let (arrival, noticed) = (Arrival::default(), false);

@@ -34,8 +34,6 @@ bitflags::bitflags! {
     pub struct DeviceCaps: c_uint {
         /// The device supports type 1 windows.
         const MEM_WINDOW = 1 << 17;
-        /// The device supports local and remote invalidation, and fast registration.
-        const MEM_MGT_EXTENSIONS = 1 << 21;
         /// The device supports type 2A windows.
         const MEM_WINDOW_TYPE_2A = 1 << 23;
         /// The device supports type 2B windows.
@@ -161,8 +159,8 @@ hmem_core::c_enum! {
         IBV_WC_RESP_TIMEOUT_ERR = 20,
         IBV_WC_GENERAL_ERR = 21,
     }
-    /// `enum ibv_wc_opcode`: the operation in a work completion. Only values that this crate reads
-    /// are listed.
+    /// `enum ibv_wc_opcode`: the operation in a work completion. Only the values for receives are
+    /// listed.
     WcOpcode(c_int) {
         IBV_WC_RECV = 128,
         IBV_WC_RECV_RDMA_WITH_IMM = 129,

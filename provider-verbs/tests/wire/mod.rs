@@ -103,6 +103,9 @@ pub(crate) struct Misbehaviour {
     /// True if the next reset leaves its queue pair in the state ERR, as rdma_rxe does if it
     /// changes the state during the reset because of a failed request.
     pub(crate) fails_during_reset: bool,
+    /// True if a reset completes the requests that it drops with the status "flushed". A driver
+    /// does so if it writes the completions between the provider's last poll and the reset.
+    pub(crate) flushes_at_reset: bool,
     /// True if requests of a destroyed queue pair succeed later. The next queue pair reuses the
     /// number of the destroyed queue pair.
     pub(crate) completes_late: bool,
@@ -221,6 +224,22 @@ impl Wire {
         }
     }
 
+    /// Completes requests with the status "flushed".
+    fn flush(
+        &mut self,
+        number: u32,
+        cqs: (usize, usize),
+        sends: VecDeque<Send>,
+        receives: VecDeque<Receive>,
+    ) {
+        for send in sends {
+            self.push(cqs.0, number, send.wr_id, WcStatus::IBV_WC_WR_FLUSH_ERR, 0);
+        }
+        for receive in receives {
+            self.push(cqs.1, number, receive.wr_id, WcStatus::IBV_WC_WR_FLUSH_ERR, 0);
+        }
+    }
+
     /// Executes the oldest send of a queue pair, or flushes all requests if the connection has
     /// ended. Returns false if the call did neither.
     fn run(&mut self, number: u32) -> bool {
@@ -232,12 +251,7 @@ impl Wire {
         if pair.state == QpState::IBV_QPS_ERR {
             let (sends, receives) = (mem::take(&mut pair.sends), mem::take(&mut pair.receives));
             let any = !sends.is_empty() || !receives.is_empty();
-            for send in sends {
-                self.push(cqs.0, number, send.wr_id, WcStatus::IBV_WC_WR_FLUSH_ERR, 0);
-            }
-            for receive in receives {
-                self.push(cqs.1, number, receive.wr_id, WcStatus::IBV_WC_WR_FLUSH_ERR, 0);
-            }
+            self.flush(number, cqs, sends, receives);
             return any;
         }
         if pair.state != QpState::IBV_QPS_RTS {
@@ -557,8 +571,12 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
             pair.peer = attr.dest_qp_num;
         }
         if attr.qp_state == QpState::IBV_QPS_RESET {
-            pair.sends.clear();
-            pair.receives.clear();
+            let (sends, receives) = (mem::take(&mut pair.sends), mem::take(&mut pair.receives));
+            let cqs = pair.cqs;
+            if wire.misbehaviour.flushes_at_reset {
+                wire.flush(number, cqs, sends, receives);
+            }
+            let pair = wire.pairs.get_mut(&number).expect("it was there");
             if mem::take(&mut wire.misbehaviour.fails_during_reset) {
                 pair.state = QpState::IBV_QPS_ERR;
             }
