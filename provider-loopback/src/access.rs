@@ -1,8 +1,8 @@
 //! The local and the remote side of a transfer.
 //!
 //! A transfer keeps guards of the regions of both sides from its first check until its last byte
-//! has moved, so that deregistration waits for the transfer. Keys, descriptors, rights and bounds of
-//! both sides are checked before the transfer changes memory of either side. Absent pages are
+//! has moved, so that deregistration waits for the transfer. Keys, descriptors, rights and bounds
+//! of both sides are checked before the transfer changes memory of either side. Absent pages are
 //! detected during the copy.
 
 use std::sync::Arc;
@@ -33,8 +33,8 @@ enum LocalHold {
 }
 
 impl LocalSide {
-    /// Takes guards of the regions that `parts` name. Fails unless each region grants `right` and may
-    /// be used through `endpoint`. Memory without a region needs no right.
+    /// Takes guards of the regions that `parts` name. Fails unless each region grants `right` and
+    /// may be used through `endpoint`. Memory without a region needs no right.
     #[inline]
     pub(super) fn hold(
         endpoint: &EndpointState,

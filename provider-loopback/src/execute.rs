@@ -14,7 +14,8 @@ use super::{
     request::{AtomicTask, LocalPart, RemotePart, Task, Work},
 };
 
-/// Executes the posted requests of a domain's endpoints, and delivers the messages in their inboxes.
+/// Executes the posted requests of a domain's endpoints, and delivers the messages in their
+/// inboxes.
 ///
 /// Skips the requests of an endpoint whose requests execute already, on another thread or in an
 /// outer call on this thread. Returns the number of posted requests that ended, plus the number of

@@ -53,8 +53,8 @@ pub enum Call {
     UnmapKey,
     /// A call of `Windows::alloc_window`.
     AllocWindow,
-    /// A call of `Windows::bind_window`, `bind_window_now` or `invalidate_window_now`. The execution
-    /// of a posted bind or invalidation is not such a call.
+    /// A call of `Windows::bind_window`, `bind_window_now` or `invalidate_window_now`. The
+    /// execution of a posted bind or invalidation is not such a call.
     BindWindow,
     /// A call of `Windows::free_window`.
     FreeWindow,
@@ -194,8 +194,8 @@ impl Faults {
 
     /// Makes the next call of this kind wait until the returned [`Gate`] is released or dropped.
     ///
-    /// Each call waits at one gate at most: with several gates for a kind, the next calls reach them
-    /// in the order of their creation.
+    /// Each call waits at one gate at most: with several gates for a kind, the next calls reach
+    /// them in the order of their creation.
     pub fn hold(&self, call: Call) -> Gate {
         let state = Arc::new(GateState::default());
         self.shared.plan.lock().gates.push((call, Arc::clone(&state)));

@@ -130,10 +130,10 @@ impl fmt::Debug for Domain {
 
 // SAFETY: `deregister` returns only when no transfer uses the region (`Regions::remove`), and is
 // refused while a sub-region or a window depends on it. In a forked child it does nothing, and no
-// request of the domain executes there (`Cq`, `progress`). Each call looks its handle up in the NIC's
-// table, whose tokens have a generation, so that a stale handle names no region. A transfer checks
-// descriptor or key, rights and bounds against the table's entry, and holds the entry until its
-// last byte has moved. Its completion comes after that.
+// request of the domain executes there (`Cq`, `progress`). Each call looks its handle up in the
+// NIC's table, whose tokens have a generation, so that a stale handle names no region. A transfer
+// checks descriptor or key, rights and bounds against the table's entry, and holds the entry until
+// its last byte has moved. Its completion comes after that.
 unsafe impl ProviderDomain for Domain {
     fn attr(&self) -> &ProviderAttr {
         &self.state.nic.attr

@@ -197,8 +197,8 @@ impl Inbox {
     }
 
     /// Removes the oldest posted receive that matches a message in the inbox, and the oldest such
-    /// message. Returns both, or `None` if no message matches a receive. Wakes senders that wait for
-    /// room.
+    /// message. Returns both, or `None` if no message matches a receive. Wakes senders that wait
+    /// for room.
     ///
     /// The caller holds the delivery lock.
     pub(super) fn take_match(&self) -> Option<(Receive, Message)> {

@@ -120,8 +120,8 @@ impl Builder {
     }
 
     /// Sets the mr_mode bits that the NICs support besides the required bits, for an application
-    /// that requests BASIC. Default: all bits that BASIC stands for. If one of those bits is neither
-    /// supported nor required, the NICs refuse BASIC.
+    /// that requests BASIC. Default: all bits that BASIC stands for. If one of those bits is
+    /// neither supported nor required, the NICs refuse BASIC.
     pub fn can(mut self, modes: MrMode) -> Self {
         self.config.attr.basic_mr_mode = modes;
         self

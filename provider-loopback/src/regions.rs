@@ -19,11 +19,11 @@
 //! 3. It drops the region's memory.
 //!
 //! **A transfer does not deadlock with itself.** [`Regions::hold`] never waits for a region's lock.
-//! It refuses a region that has a write guard, or for which a thread waits for one. So one region can be on both
-//! sides of a transfer: if its deregistration begins between the two holds, the second hold fails.
-//! No thread waits for the lock of a region while it has the lock of the table. One deadlock
-//! remains: a copy engine must neither deregister nor refresh a region of the transfer that called
-//! it.
+//! It refuses a region that has a write guard, or for which a thread waits for one. So one region
+//! can be on both sides of a transfer: if its deregistration begins between the two holds, the
+//! second hold fails. No thread waits for the lock of a region while it has the lock of the table.
+//! One deadlock remains: a copy engine must neither deregister nor refresh a region of the transfer
+//! that called it.
 //!
 //! # Keys and indices
 //!
@@ -71,8 +71,8 @@ impl Deref for RegionGuard {
     }
 }
 
-/// A guard of a region whose pages are being refreshed. Until the guard is dropped, no transfer uses
-/// the pages, and transfers that begin fail.
+/// A guard of a region whose pages are being refreshed. Until the guard is dropped, no transfer
+/// uses the pages, and transfers that begin fail.
 #[derive(Debug)]
 pub(super) struct RefreshGuard {
     root: ArcRwLockWriteGuard<RawRwLock, Region>,
@@ -117,9 +117,9 @@ pub(super) struct Regions {
 
 struct State {
     slots: IndexTable,
-    /// The indices of regions with a [`NewKey::Requested`], by domain and key. The hash function has
-    /// no secret seed, because an application that chooses colliding keys slows down only its own
-    /// lookups.
+    /// The indices of regions with a [`NewKey::Requested`], by domain and key. The hash function
+    /// has no secret seed, because an application that chooses colliding keys slows down only its
+    /// own lookups.
     requested: FxHashMap<(u32, u64), u32>,
 }
 
@@ -199,8 +199,8 @@ impl IndexTable {
 
     /// Takes the read guards of a region and its root. The caller holds the lock of the table.
     ///
-    /// Only a refresh can have a write guard then: [`Regions::remove`] takes one after it removed the
-    /// region from the table.
+    /// Only a refresh can have a write guard then: [`Regions::remove`] takes one after it removed
+    /// the region from the table.
     #[inline]
     fn hold(&self, live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
         let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;
@@ -384,8 +384,8 @@ impl Regions {
 
     /// Calls `look` with a live region, enabled or not. Waits for a refresh but not for transfers.
     ///
-    /// If the region has no dependent, another thread may deregister it at the same time. `look` may
-    /// then see the region without pieces.
+    /// If the region has no dependent, another thread may deregister it at the same time. `look`
+    /// may then see the region without pieces.
     ///
     /// # Errors
     /// - NoRegion: the handle is stale.

@@ -178,7 +178,8 @@ impl DomainState {
     /// key.
     ///
     /// # Errors
-    /// - NoKey: a region of the domain has the requested key, or the keys of a window have its prefix.
+    /// - NoKey: a region of the domain has the requested key, or the keys of a window have its
+    ///   prefix.
     /// - KeyRejected: the requested key is longer than the NIC's keys.
     /// - OutOfResources: the table is full.
     fn insert(&self, key: KeyRequest, attr: RegionAttr) -> Result<ProviderRegion> {

@@ -10,10 +10,10 @@
 //! 1. The window drops its reference, so that no transfer can take a new guard.
 //! 2. A write guard waits for the existing guards.
 //!
-//! When unbinding or invalidation returns, the key is invalid and no transfer uses it. A copy engine
-//! must not unbind or invalidate a window of the transfer that called it: the call would wait for
-//! its own transfer. If the endpoint of a type 2 window closes, only step 1 happens, and the binding
-//! ends with the last of its guards.
+//! When unbinding or invalidation returns, the key is invalid and no transfer uses it. A copy
+//! engine must not unbind or invalidate a window of the transfer that called it: the call would
+//! wait for its own transfer. If the endpoint of a type 2 window closes, only step 1 happens, and
+//! the binding ends with the last of its guards.
 
 use std::{
     collections::HashMap,

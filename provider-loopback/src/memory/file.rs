@@ -36,8 +36,8 @@ const DMA_BUF_SYNC_END: u64 = 4;
 /// first byte in it.
 ///
 /// # Errors
-/// - InvalidArgument: the fd is neither a dma-buf nor a regular file, or the file can shrink and the
-///   fd has `O_APPEND`.
+/// - InvalidArgument: the fd is neither a dma-buf nor a regular file, or the file can shrink and
+///   the fd has `O_APPEND`.
 /// - OutOfBounds: the range reaches past the end of the file.
 /// - AccessDenied: the fd is write-only, or `write` is true and the fd does not permit writes.
 /// - Another error of the kernel, for a dma-buf that the CPU cannot map for example.

@@ -39,7 +39,8 @@ pub(super) enum PieceMemory {
     Borrowed,
     /// A file that the NIC has mapped.
     Mapped(Arc<Mapping>),
-    /// Pinned pages: those that were mapped at the addresses at registration or at the last refresh.
+    /// Pinned pages: those that were mapped at the addresses at registration or at the last
+    /// refresh.
     Pinned(Arc<Pinned>),
     /// Indirect memory, which is read and written through function calls.
     Indirect(Arc<dyn IndirectMemory>),
@@ -67,9 +68,9 @@ impl PieceMemory {
 /// Contiguous bytes of one kind of memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Span<'a> {
-    /// Bytes that are mapped while the span is in use. The memory or the mapping lives as long as the
-    /// region, and the user of the span holds a guard of the region. Buffers of the NIC are direct
-    /// too.
+    /// Bytes that are mapped while the span is in use. The memory or the mapping lives as long as
+    /// the region, and the user of the span holds a guard of the region. Buffers of the NIC are
+    /// direct too.
     Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
     /// Addresses that may be unmapped, so the kernel copies their bytes.
     Kernel { at: u64, len: u64 },
@@ -316,8 +317,8 @@ pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
 /// The error of a copy, and the part of the transfer that failed.
 #[derive(Debug)]
 pub(super) struct CopyError {
-    /// [`Part::Source`] or [`Part::Target`] if the memory of that side failed. [`Part::Wire`] if the
-    /// failed side is not known, or if the transfer failed for another reason.
+    /// [`Part::Source`] or [`Part::Target`] if the memory of that side failed. [`Part::Wire`] if
+    /// the failed side is not known, or if the transfer failed for another reason.
     pub(super) part: Part,
     pub(super) error: Error,
 }
