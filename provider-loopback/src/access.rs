@@ -308,7 +308,7 @@ pub(super) fn copy(
 ) -> std::result::Result<u64, memory::CopyError> {
     let staged = |spans: &[Span<'_>]| spans.iter().any(|span| span.staged().is_some());
     if !staged(from) && !staged(to) {
-        return memory::copy_blaming(from, to);
+        return memory::copy_reporting_side(from, to);
     }
     let own = if staged(own) { initiator } else { target };
     let pool = own.domain.staging_pool().map_err(memory::CopyError::on_the_wire)?;

@@ -68,7 +68,7 @@
 //!
 //! # Limits
 //!
-//! - Both ends of a transfer are in one process.
+//! - Both ends of a transfer are in one process. A forked child cannot use its parent's NICs.
 //! - Requests of different endpoints execute in any order.
 //! - Keys of 8 bytes are hard to guess, but they are not cryptographically secure. Keys of 4 bytes
 //!   are easy to guess, as on hardware.

@@ -35,8 +35,8 @@ impl Content<'_> {
 
 /// Copies a message to the buffer of a receive.
 ///
-/// The inner result is the result of the receive. The outer result is an error if a message in the
-/// sender's memory failed for another reason than the receiver's memory.
+/// The inner result is the result of the receive. The outer result is an error if a copy from the
+/// sender's memory failed for a reason that does not lie in the receive.
 fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
     let filled = fill_from(owner, receive, content);
     match filled {

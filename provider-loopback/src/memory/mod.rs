@@ -161,7 +161,8 @@ impl<'a> Span<'a> {
 
 /// Like [`copy`]. The error names the target as the failed side if no source span can fail.
 /// Otherwise the failed side is not known.
-pub(super) fn copy_blaming(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64, CopyError> {
+#[inline]
+pub(super) fn copy_reporting_side(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64, CopyError> {
     copy(from, to).map_err(|error| {
         let is_target = from.iter().all(Span::reads_never_fail);
         CopyError { part: if is_target { Part::Target } else { Part::Wire }, error }
@@ -364,7 +365,7 @@ pub(super) fn pipe(
         let (near, far) = (near(from, &view), near(to, &view));
         // If both sides are staged, the chunk is already in the staging buffer that they share.
         if near.iter().zip(&far).any(|(near, far)| !same(near, far)) || near.len() != far.len() {
-            copy_blaming(&near, &far).map_err(|CopyError { part, error }| {
+            copy_reporting_side(&near, &far).map_err(|CopyError { part, error }| {
                 failed.set(part);
                 error
             })?;
