@@ -22,11 +22,11 @@
 //! Each behaviour is a trial. [`Suite`] runs the trials as a test binary does. [`iface()`] and
 //! [`provider()`] return them for a runner of your own. A behaviour that cannot be tested, because
 //! the back end lacks a facet for example, is reported as ignored with the reason. The name of a
-//! behaviour is its rule. A failure also names the requirement, which `docs/requirements.md`
-//! defines.
+//! behaviour is its rule. A failure also names the requirements that the behaviour tests, if any.
+//! `docs/requirements.md` defines them.
 //!
 //! If every behaviour is ignored, because the driver's library is absent for example, the exit
-//! status is 0. In continuous integration let the function panic instead:
+//! status is 0. In continuous integration, let the function that opens the back end panic instead:
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -74,8 +74,9 @@ use libtest_mimic::{Arguments, Completion};
 /// Returns one trial for each behaviour of an iface.
 ///
 /// Each trial calls `make` once. `make` returns an iface without allocations. If `make` fails with
-/// [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored. If a missing driver
-/// must fail the test, `make` must panic instead, for example by `expect`.
+/// [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored. After any other error
+/// the trial fails. If a missing driver must fail the test, `make` must panic instead, for example
+/// by `expect`.
 #[must_use]
 pub fn iface(make: impl Fn() -> Result<Arc<dyn Iface>> + Send + Sync + 'static) -> Vec<Trial> {
     trial::all("", iface::BEHAVIOURS, make)
@@ -84,8 +85,9 @@ pub fn iface(make: impl Fn() -> Result<Arc<dyn Iface>> + Send + Sync + 'static) 
 /// Returns one trial for each behaviour of a provider.
 ///
 /// Each trial calls `make` once. `make` returns a provider without open domains. If `make` fails
-/// with [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored. If a missing
-/// driver must fail the test, `make` must panic instead, for example by `expect`.
+/// with [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored. After any other
+/// error the trial fails. If a missing driver must fail the test, `make` must panic instead, for
+/// example by `expect`.
 #[must_use]
 pub fn provider(
     make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,

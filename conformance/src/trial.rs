@@ -22,12 +22,12 @@ pub(crate) fn skip<T>(reason: impl Into<String>) -> std::result::Result<T, Skipp
     Err(Skipped(reason.into()))
 }
 
-/// The name of a behaviour, the ids of the requirements that it tests, and the function that tests
-/// it on a new iface or provider.
+/// The name of a behaviour, the ids of the requirements that it tests (each after a space), and the
+/// function that tests it on a new iface or provider.
 pub(crate) type Behaviour<B> = (&'static str, &'static str, fn(&Arc<B>) -> Outcome);
 
-/// Creates a list of behaviours. The doc comment of each behaviour has the ids of the requirements
-/// that it tests.
+/// Defines the constant `BEHAVIOURS`, a list of behaviours. The doc comment of a behaviour has the
+/// ids of the requirements that it tests. A behaviour that tests no requirement has no doc comment.
 macro_rules! behaviours {
     ($backend:ty: $($(#[doc = $doc:literal])* $name:ident,)*) => {
         pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<$backend>] =
@@ -76,8 +76,12 @@ pub(crate) fn all<B: ?Sized + 'static>(
                 Ok(Ok(())) => Ok(Completion::Completed),
                 Ok(Err(Skipped(reason))) => Ok(Completion::ignored_with(reason)),
                 Err(panic) => {
-                    let text = text(&*panic);
-                    Err(format!("{text}\ndocs/requirements.md has the rule:{requirements}").into())
+                    let mut text = text(&*panic).to_owned();
+                    if !requirements.is_empty() {
+                        text += "\ndocs/requirements.md has the rule:";
+                        text += requirements;
+                    }
+                    Err(text.into())
                 }
             }
         })

@@ -10,8 +10,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Allocation, AllocationId, Error, ErrorKind, Iface, IfaceKind,
-    Result,
+    Access, Address, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, Iface,
+    IfaceKind, Result,
     iface::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         Facet, HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -50,10 +50,14 @@ enum Fault {
     LeakedAllocation,
     /// Fault: the monitor does not notify its subscribers of a free.
     MissingCallback,
+    /// Fault: the monitor refuses every subscription as unsupported.
+    MissingSubscription,
     /// Fault: a copy does not copy the last byte.
     ShortCopy,
     /// Fault: the reported address span ends after its first page.
     AddressSpan,
+    /// Fault: an inbound flush fails on every device but the first.
+    FlushOfOneDevice,
 }
 
 /// The simulated device, with one deliberate fault.
@@ -163,7 +167,7 @@ unsafe impl Iface for Faulty {
     }
 
     fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
-        self.device.inbound_flush()
+        Some(self)
     }
 
     fn monitor(&self) -> Option<&dyn MonitorSource> {
@@ -222,6 +226,15 @@ impl DmaBufExporter for Faulty {
     }
 }
 
+impl InboundFlush for Faulty {
+    fn flush(&self, device: DeviceId) -> Result<()> {
+        if self.has(Fault::FlushOfOneDevice) && device != DeviceId(0) {
+            return Err(Error::new(ErrorKind::Driver, "flush_inbound"));
+        }
+        self.device.inbound_flush().expect("the device flushes").flush(device)
+    }
+}
+
 impl MonitorSource for Faulty {
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Callback
@@ -229,11 +242,12 @@ impl MonitorSource for Faulty {
 
     fn start(&self) -> Result<Arc<dyn Monitor>> {
         let monitor = self.device.monitor().expect("the device has a monitor").start()?;
-        Ok(if self.has(Fault::MissingCallback) {
-            Arc::new(FaultyMonitor { monitor, fault: MonitorFault::Deaf })
-        } else {
-            monitor
-        })
+        let fault = match self.fault {
+            Fault::MissingCallback => MonitorFault::Deaf,
+            Fault::MissingSubscription => MonitorFault::Refusing,
+            _ => return Ok(monitor),
+        };
+        Ok(Arc::new(FaultyMonitor { monitor, fault }))
     }
 }
 
@@ -258,17 +272,16 @@ fn run(trials: Vec<Trial>) -> [Vec<String>; 2] {
     [failed, ignored]
 }
 
-/// Returns the names of the behaviours that fail on an iface with this fault.
-fn failing(fault: Fault) -> Vec<String> {
-    let [failed, _] = run(hmem_conformance::iface(move || Ok(Arc::new(Faulty::new(fault)?))));
-    failed
+/// Runs the suite on an iface with this fault. Returns the names of the failed and of the ignored
+/// trials.
+fn run_iface(fault: Fault) -> [Vec<String>; 2] {
+    run(hmem_conformance::iface(move || Ok(Arc::new(Faulty::new(fault)?))))
 }
 
 /// HM-15
 #[test]
 fn iface_without_a_fault_fails_no_behaviour() {
-    let [failed, ignored] =
-        run(hmem_conformance::iface(|| Ok(Arc::new(Faulty::new(Fault::None)?))));
+    let [failed, ignored] = run_iface(Fault::None);
     assert_eq!(failed, [""; 0]);
     assert_eq!(ignored, [""; 0], "the simulated device has every facet but peer memory");
 }
@@ -287,10 +300,19 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
         (Fault::MissingCallback, "monitor_detects_a_free"),
         (Fault::ShortCopy, "copy_moves_exactly_the_named_bytes"),
         (Fault::AddressSpan, "address_span_holds_every_allocation"),
+        (Fault::FlushOfOneDevice, "inbound_flush_succeeds_on_every_device"),
     ] {
-        let failed = failing(fault);
+        let [failed, _] = run_iface(fault);
         assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");
     }
+}
+
+/// HM-15
+#[test]
+fn behaviours_of_a_monitor_that_watches_nothing_are_ignored() {
+    let [failed, ignored] = run_iface(Fault::MissingSubscription);
+    assert_eq!(failed, [""; 0]);
+    assert_eq!(ignored, ["monitor_detects_a_free", "monitor_is_silent_after_unsubscribing"]);
 }
 
 /// A deliberate fault of a provider.
@@ -459,7 +481,7 @@ fn run_provider(fault: ProviderFault) -> [Vec<String>; 2] {
 fn provider_without_a_fault_fails_no_behaviour() {
     let [failed, ignored] = run_provider(ProviderFault::None);
     assert_eq!(failed, [""; 0]);
-    let missing_facets = [
+    let untestable = [
         "channel_is_readable_from_the_next_completion_on",
         "too_wide_immediate_data_is_refused",
         "local_memory_without_the_right_is_refused",
@@ -469,7 +491,7 @@ fn provider_without_a_fault_fails_no_behaviour() {
         "counter_counts_each_remote_write_once",
         "refreshed_region_still_works",
     ];
-    assert_eq!(ignored, missing_facets);
+    assert_eq!(ignored, untestable);
 }
 
 /// HM-15

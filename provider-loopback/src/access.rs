@@ -1,8 +1,9 @@
 //! The local and the remote side of a transfer.
 //!
 //! A transfer keeps guards of the regions of both sides from its first check until its last byte
-//! has moved, so that deregistration waits for the transfer. All checks of both sides come before
-//! the first byte moves.
+//! has moved, so that deregistration waits for the transfer. Keys, descriptors, rights and bounds
+//! of both sides are checked before the transfer changes memory of either side. Absent pages are
+//! detected during the copy.
 
 use std::sync::Arc;
 
@@ -32,7 +33,8 @@ enum LocalHold {
 }
 
 impl LocalSide {
-    /// Takes guards of the regions that `parts` name. Fails unless each region grants `right`.
+    /// Takes guards of the regions that `parts` name. Fails unless each region grants `right` and
+    /// may be used through `endpoint`. Memory without a region needs no right.
     #[inline]
     pub(super) fn hold(
         endpoint: &EndpointState,
@@ -115,8 +117,8 @@ impl RemoteSide {
         Ok(())
     }
 
-    /// Marks the single-use keys of the request as used. Fails if an earlier request has used one
-    /// of these keys. A request that names a key twice uses that key once.
+    /// Marks the single-use keys of the request as used. Fails if another request has used one of
+    /// these keys. A request that names a key twice uses that key once.
     #[inline]
     pub(super) fn spend(&self) -> Result<()> {
         let holds = self.holds.as_slice();
@@ -133,23 +135,25 @@ impl RemoteSide {
     }
 
     /// Makes the bytes of a write or atomic persistent in regions with RMA_PMEM. Then increments
-    /// the counters that are bound to each region, once per region.
+    /// the counters that are bound to each changed region, once per region.
     #[inline]
     pub(super) fn persist_and_count(
         &self,
         target: &EndpointState,
         parts: &[RemotePart],
     ) -> Result<()> {
-        let holds = self.holds.as_slice();
-        for (hold, part) in holds.iter().zip(parts) {
+        // A part of zero bytes changes nothing.
+        let changed = || self.holds.iter().zip(parts).filter(|(_, part)| part.len > 0);
+        for (hold, part) in changed() {
             if hold.region.attr.persistent {
                 let mut written = Few::new();
                 hold.spans(part, &mut written)?;
                 hold.region.persist(written.as_slice(), &target.domain.registry)?;
             }
         }
-        for (at, hold) in holds.iter().enumerate() {
-            if !holds[..at].iter().any(|other| other.region.token == hold.region.token) {
+        for (at, (hold, _)) in changed().enumerate() {
+            let is_same = |other: &RemoteHold| other.region.token == hold.region.token;
+            if !changed().take(at).any(|(other, _)| is_same(other)) {
                 hold.region.count();
             }
         }
@@ -173,7 +177,7 @@ impl RemoteHold {
 }
 
 /// Takes a guard of the region that a local descriptor names. Fails unless the region grants
-/// `right`.
+/// `right` and may be used through `endpoint`.
 #[inline]
 fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<RegionGuard> {
     let domain = &endpoint.domain;
@@ -191,7 +195,7 @@ fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<R
 }
 
 /// Takes guards of the region and window that a key names. Fails unless the key grants at least one
-/// right in `any_of`.
+/// right in `any_of`, and `initiator` may access the region through `target`.
 #[inline]
 fn hold_key(
     initiator: &EndpointState,
@@ -290,10 +294,12 @@ fn wrong_endpoint(why: &'static str) -> Error {
         .remedy("access the region through the endpoint that it is bound to")
 }
 
-/// Copies bytes between memory of `initiator` and memory of `target`. `own` says which of the lists
-/// `from` and `to` is memory of `initiator`.
+/// Copies bytes between memory of `initiator` and memory of `target`, and returns their number.
+/// `own` is the list, `from` or `to`, that is memory of `initiator`.
 ///
-/// The copy goes through staging buffers if either list contains staged memory.
+/// The copy goes through staging buffers if either list contains staged memory. They are those of
+/// the initiator's domain if `own` contains staged memory, and those of the target's domain
+/// otherwise.
 pub(super) fn copy(
     initiator: &EndpointState,
     target: &EndpointState,
@@ -302,7 +308,7 @@ pub(super) fn copy(
 ) -> std::result::Result<u64, memory::CopyError> {
     let staged = |spans: &[Span<'_>]| spans.iter().any(|span| span.staged().is_some());
     if !staged(from) && !staged(to) {
-        return memory::copy(from, to).map_err(memory::CopyError::on_the_wire);
+        return memory::copy_reporting_side(from, to);
     }
     let own = if staged(own) { initiator } else { target };
     let pool = own.domain.staging_pool().map_err(memory::CopyError::on_the_wire)?;
@@ -311,7 +317,7 @@ pub(super) fn copy(
         (_, true) => Some(
             Error::new(ErrorKind::Unreachable, "transfer")
                 .provider("loopback")
-                .remedy("the peer's endpoint was closed in the middle of the transfer"),
+                .context("why", "the peer's endpoint was closed during the transfer"),
         ),
         _ => None,
     };

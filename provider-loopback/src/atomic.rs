@@ -1,7 +1,7 @@
 //! The computation of atomics, and the locks that make them atomic.
 //!
-//! - On mapped memory the NIC uses the CPU's atomic instructions. Its atomics and those of the
-//!   application are then atomic with each other.
+//! - On memory that is known to be mapped ([`Span::Direct`]), the NIC uses the CPU's atomic
+//!   instructions. Its atomics and those of the application are then atomic with each other.
 //! - On other memory the NIC reads, computes and writes under a lock. Its atomics are then atomic
 //!   with each other only.
 //!
@@ -38,7 +38,7 @@ impl AtomicLocks {
     }
 }
 
-/// Returns the new value of the target, or `None` if the operation leaves it unchanged.
+/// Returns the new value of the target, or `None` if the operation writes nothing.
 ///
 /// A 32-bit value is in the low half of its argument. Integer sums and products wrap. Conditional
 /// operations evaluate `compare OP target`.
@@ -114,6 +114,10 @@ pub(super) fn word(bytes: &[u8]) -> u64 {
 }
 
 /// Checks that a span has whole elements of `size` bytes at their natural alignment.
+///
+/// # Errors
+/// - InvalidArgument: the start or the length is not a multiple of `size`.
+/// - Unsupported: the memory has no atomics.
 pub(super) fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
     let address = match span {
         Span::Direct { at, .. } | Span::Kernel { at, .. } => *at,
@@ -172,7 +176,7 @@ impl Element {
         let pointer = memory::direct_pointer(at);
         if self.datatype.size() == 4 {
             // SAFETY: the span is mapped while it is in use (`Span::Direct`), and `check_alignment`
-            // found it aligned.
+            // found it aligned. The caller of `register` permits the NIC's concurrent accesses.
             let target = unsafe { AtomicU32::from_ptr(pointer.cast()) };
             let new = |before| self.new_value(u64::from(before)).map(|after| after as u32);
             match target.fetch_update(Ordering::SeqCst, Ordering::SeqCst, new) {
@@ -180,7 +184,7 @@ impl Element {
             }
         } else {
             // SAFETY: the span is mapped while it is in use (`Span::Direct`), and `check_alignment`
-            // found it aligned.
+            // found it aligned. The caller of `register` permits the NIC's concurrent accesses.
             let target = unsafe { AtomicU64::from_ptr(pointer.cast()) };
             match target
                 .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |before| self.new_value(before))

@@ -8,6 +8,9 @@ use hmem_core::{
 use super::Faults;
 
 /// The policy for which pages a host region uses after the application has remapped its addresses.
+///
+/// The policy does not apply to memory that stays mapped until the region is closed
+/// ([`Backing::Host`](hmem_core::provider::Backing::Host) with `owned`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Memory {
     /// Each transfer uses the pages that are mapped at that time, as on a NIC with on-demand
@@ -17,20 +20,25 @@ pub enum Memory {
     /// Transfers use the pages that were mapped at registration, as on most hardware.
     ///
     /// The NIC pins these pages as io_uring registered buffers. If the application remaps the
-    /// addresses, transfers still move the bytes of the old pages. Without MMU_NOTIFY, registration
-    /// fails unless every page is mapped and writable.
+    /// addresses, transfers still move the bytes of the old pages, until a refresh of the region.
+    ///
+    /// - Opening a domain fails with Unavailable if the process cannot use io_uring.
+    /// - Registration fails unless every page is mapped and writable. With MMU_NOTIFY, this applies
+    ///   only to the pages that are present.
+    /// - The kernel may refuse to pin pages of files other than memfds and hugetlbfs files.
     Pinned,
 }
 
 /// The choice of the thread that executes posted requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Progress {
-    /// The application's threads execute the requests, in calls of `progress` and in reads of
-    /// completion queues. No request executes between those calls.
+    /// The application's threads execute the requests of a domain: in calls of its `progress`, and
+    /// in reads of its completion queues and waits for them. No request executes between those
+    /// calls.
     #[default]
     ByHand,
-    /// One thread of each domain executes the domain's requests. It sleeps while no request is
-    /// posted.
+    /// One thread of each domain executes the domain's requests. It sleeps while no request can
+    /// make progress.
     Thread,
 }
 
@@ -47,7 +55,7 @@ pub(super) struct Config {
     pub(super) unexpected_bytes: u64,
 }
 
-/// The maximum number of live regions of a NIC, because region indices have 24 bits.
+/// The maximum number of entries in the region table of a NIC, because region indices have 24 bits.
 pub(super) const MAX_REGIONS: u64 = 1 << 24;
 
 impl Default for Config {

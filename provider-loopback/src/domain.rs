@@ -35,7 +35,7 @@ pub(super) struct DomainState {
     pub(super) wake: Arc<Wake>,
     pub(super) mapped: MappedKeys,
     pub(super) windows: Windows,
-    /// The pinner of host memory, or `None` unless the NIC pins pages ([`super::Memory::Pinned`]).
+    /// The pinner of host memory. `None` unless the NIC pins pages ([`super::Memory::Pinned`]).
     pub(super) pinner: Option<Pinner>,
     /// The process that opened the domain. A forked child must not use the domain: a thread of the
     /// parent, which the child does not have, may hold any lock of the domain.
@@ -150,8 +150,11 @@ pub(super) struct MappedKeys {
 }
 
 impl MappedKeys {
-    /// Stores a peer's raw key of `size` bytes under an unused random number, and returns the
-    /// number.
+    /// Stores a peer's raw key under an unused random number, and returns the number.
+    ///
+    /// # Errors
+    /// - Malformed: the bytes are not a raw key of `size` bytes.
+    /// - Unavailable: the random generator of the operating system fails.
     pub(super) fn map(&self, raw: &RawKey, size: usize) -> Result<u64> {
         let parts = keys::read_raw(raw, size)?;
         let mut mapped = self.keys.write();

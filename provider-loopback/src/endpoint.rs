@@ -131,6 +131,12 @@ impl EndpointState {
 
     /// Adds a request to the posted requests, or a receive to the inbox. Reserves an entry of the
     /// completion queue first, because every request ends with a completion.
+    ///
+    /// # Errors
+    /// - BadState: the endpoint is closed.
+    /// - Again: the endpoint has as many requests as its depth, or the completion queue is full.
+    /// - The errors of [`request::work`] and [`request::local_parts`].
+    /// - InvalidArgument: a receive names a peer that was not resolved.
     pub(super) fn submit(&self, request: &WorkRequest<'_>) -> Result<()> {
         if self.is_closed() {
             return Err(closed());
@@ -212,10 +218,13 @@ impl EndpointState {
     }
 
     /// Closes the endpoint. Waits for the executing request, and cancels the requests that have not
-    /// started.
+    /// started. Does nothing if the endpoint is closed already.
+    ///
+    /// A copy engine may call this during a request of the endpoint. The call then does not wait
+    /// for that request.
     ///
     /// # Errors
-    /// Busy: a type 2A window is bound to the endpoint, and `force` is not set.
+    /// Busy: a type 2A window is bound through the endpoint, and `force` is not set.
     pub(super) fn close(&self, force: bool) -> Result<()> {
         if !self.life.close(force)? {
             return Ok(());
@@ -233,8 +242,8 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Completes every posted receive as canceled. Wakes senders that wait for room in the inbox.
-    /// Their sends then fail.
+    /// Completes every posted receive as canceled, and drops the messages in the inbox. Wakes
+    /// senders that wait for room in the inbox. Their sends then fail.
     pub(super) fn cancel_receives(&self) {
         // Waits for a message that is being delivered.
         let _delivery = self.inbox.lock_delivery();
@@ -319,7 +328,7 @@ impl Fabric {
     /// Finds an endpoint by its name.
     ///
     /// # Errors
-    /// - Malformed: the bytes are not a name.
+    /// - Malformed: the bytes are not a name of the current version.
     /// - Unreachable: no open endpoint of this fabric has the name.
     pub(super) fn find(&self, name: &EndpointName) -> Result<Arc<EndpointState>> {
         let (fabric, endpoint) = parse_name(name)?;

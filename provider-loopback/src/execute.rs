@@ -14,7 +14,12 @@ use super::{
     request::{AtomicTask, LocalPart, RemotePart, Task, Work},
 };
 
-/// Executes the posted requests of a domain's endpoints. Returns the number of requests that ended.
+/// Executes the posted requests of a domain's endpoints, and delivers the messages in their
+/// inboxes.
+///
+/// Skips the requests of an endpoint whose requests execute already, on another thread or in an
+/// outer call on this thread. Returns the number of posted requests that ended, plus the number of
+/// receives that took a message from an inbox.
 pub(super) fn step(endpoints: &DomainEndpoints) -> usize {
     endpoints.snapshot().iter().map(step_endpoint).sum()
 }
@@ -94,15 +99,9 @@ fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u
     let target = &initiator.peer(work.peer)?;
     let reads_only = task.op == AtomicOp::AtomicRead;
     let (len, size) = (task.remote.len, task.datatype.size());
-    let operands = if reads_only {
-        vec![0; len as usize]
-    } else {
-        read_operands(initiator, &work.local, len)?
-    };
-    let compares = match task.compare {
-        Some(part) => read_operands(initiator, &[part], len)?,
-        None => vec![0; len as usize],
-    };
+    let read = |parts: &[LocalPart]| read_operands(initiator, parts, len);
+    let operands = (!reads_only).then(|| read(&work.local)).transpose()?;
+    let compares = task.compare.map(|part| read(&[part])).transpose()?;
     let result_parts = task.result.as_slice();
     let result_side = LocalSide::hold(initiator, result_parts, Access::READ)?;
     let mut result_spans = Few::new();
@@ -123,11 +122,14 @@ fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u
     for span in spans.iter() {
         for at in (0..span.len()).step_by(size as usize) {
             let here = done..done + size as usize;
+            let word = |bytes: &Option<Vec<u8>>| {
+                bytes.as_ref().map_or(0, |bytes| atomic::word(&bytes[here.clone()]))
+            };
             let element = Element {
                 op: task.op,
                 datatype: task.datatype,
-                operand: atomic::word(&operands[here.clone()]),
-                compare: atomic::word(&compares[here.clone()]),
+                operand: word(&operands),
+                compare: word(&compares),
             };
             let value = element.execute(&target.domain.nic.atomics, span.part(at, size))?;
             old[here].copy_from_slice(&value.to_le_bytes()[..size as usize]);

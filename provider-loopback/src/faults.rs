@@ -1,4 +1,4 @@
-//! Fault injection: a test can make any call of the NIC fail, or make it wait in flight.
+//! Fault injection: a test can make a call of the NIC fail, or make it wait in flight.
 //!
 //! ```
 //! use hmem_core::Errno;
@@ -31,48 +31,50 @@ pub enum Call {
     /// A call of `ProviderDomain::register`. [`Faults::hold`] stops the call after the pages were
     /// prepared and before the key of the region is valid.
     Register,
-    /// A call of `ProviderDomain::register_sub`.
+    /// A call of `SubRegions::register_sub`.
     RegisterSub,
     /// A call of `ProviderDomain::deregister`. [`Faults::hold`] stops the call before it changes
     /// anything.
     Deregister,
-    /// A call of `ProviderDomain::enable`.
+    /// A call of `Enabling::enable`.
     Enable,
-    /// A call of `ProviderDomain::bind_counter`.
+    /// A call of `RegionCounters::bind_counter`.
     BindCounter,
-    /// A call of `ProviderDomain::bind_endpoint`.
+    /// A call of `EndpointBinding::bind_endpoint`.
     BindEndpoint,
-    /// A call of `ProviderDomain::refresh`. While [`Faults::hold`] stops the call, accesses by
-    /// peers fail.
+    /// A call of `Refresh::refresh_pages`. While [`Faults::hold`] stops the call, transfers through
+    /// the region fail.
     Refresh,
-    /// A call of `ProviderDomain::raw_key`.
+    /// A call of `RawKeys::raw_key`.
     RawKey,
-    /// A call of `ProviderDomain::map_raw`.
+    /// A call of `RawKeys::map_raw`.
     MapRaw,
-    /// A call of `ProviderDomain::unmap_key`.
+    /// A call of `RawKeys::unmap_key`.
     UnmapKey,
-    /// A call of `ProviderDomain::alloc_window`.
+    /// A call of `Windows::alloc_window`.
     AllocWindow,
-    /// A call of `ProviderDomain::bind_window`.
+    /// A call of `Windows::bind_window`, `bind_window_now` or `invalidate_window_now`. The
+    /// execution of a posted bind or invalidation is not such a call.
     BindWindow,
-    /// A call of `ProviderDomain::free_window`.
+    /// A call of `Windows::free_window`.
     FreeWindow,
     /// A call of `ProviderDomain::open_cq`.
     OpenCq,
     /// A call of `ProviderDomain::open_endpoint`.
     OpenEndpoint,
-    /// A call of `ProviderDomain::progress`.
+    /// A call of `ManualProgress::progress`.
     Progress,
-    /// A call of `CompletionQueue::read`.
+    /// A call of `CompletionQueue::read` or `CompletionQueue::wait`.
     ReadCq,
     /// A call of `ProviderEndpoint::resolve`.
     Resolve,
-    /// A call of `ProviderEndpoint::post`.
+    /// A call of `ProviderEndpoint::post`. A call on a closed endpoint does not count.
     Post,
     /// A call of `ProviderEndpoint::close`.
     CloseEndpoint,
-    /// The execution of a write, read, atomic or send. [`Faults::hold`] stops the request after its
-    /// checks and before a byte moves. An injected error becomes the result of the request.
+    /// The execution of a write, read, atomic or send. [`Faults::hold`] stops the request after the
+    /// checks of its keys and descriptors, and before it changes any memory. An injected error
+    /// becomes the result of the request.
     Transfer,
     /// The NIC's copy of one chunk of a staged transfer. [`Faults::hold`] stops the NIC before it
     /// copies the chunk. An injected error ends the transfer.
@@ -154,7 +156,10 @@ struct FaultState {
 struct Plan {
     calls: [u64; Call::ALL.len()],
     failures: Vec<(Call, u64, Errno)>,
+    /// The gates that no call has reached.
     gates: Vec<(Call, Arc<GateState>)>,
+    /// The gates that a call has reached and not left.
+    holding: Vec<Arc<GateState>>,
 }
 
 #[derive(Debug, Default)]
@@ -178,8 +183,8 @@ impl Faults {
         Self::default()
     }
 
-    /// Makes the `nth` call of this kind fail with `errno`, counted from this call of `fail`: 1 is
-    /// the next call.
+    /// Makes the `nth` call of this kind fail with `errno`, counted from this call of `fail`: 1 (or
+    /// 0) is the next call. The kind of the error is [`Errno::kind`].
     pub fn fail(&self, call: Call, nth: u64, errno: Errno) {
         let mut plan = self.shared.plan.lock();
         let at = plan.calls[call as usize] + nth.max(1);
@@ -188,6 +193,9 @@ impl Faults {
     }
 
     /// Makes the next call of this kind wait until the returned [`Gate`] is released or dropped.
+    ///
+    /// Each call waits at one gate at most: with several gates for a kind, the next calls reach
+    /// them in the order of their creation.
     pub fn hold(&self, call: Call) -> Gate {
         let state = Arc::new(GateState::default());
         self.shared.plan.lock().gates.push((call, Arc::clone(&state)));
@@ -209,7 +217,8 @@ impl Faults {
         self.shared.plan.lock().calls[call as usize]
     }
 
-    /// Blocks until [`Faults::calls`] returns at least `count` for this kind.
+    /// Blocks until [`Faults::calls`] returns at least `count` for this kind. A call counts before
+    /// it waits at a gate.
     pub fn wait_for_calls(&self, call: Call, count: u64) {
         let mut plan = self.shared.plan.lock();
         while plan.calls[call as usize] < count {
@@ -217,20 +226,17 @@ impl Faults {
         }
     }
 
-    /// Removes all pending failures, and lets all waiting calls continue.
+    /// Removes all pending failures, and releases all gates. Waiting calls continue.
     pub fn clear(&self) {
-        let gates = {
-            let mut plan = self.shared.plan.lock();
-            plan.failures.clear();
-            std::mem::take(&mut plan.gates)
-        };
-        for (_, gate) in gates {
-            gate.release();
-        }
+        let mut plan = self.shared.plan.lock();
+        plan.failures.clear();
+        let holding = std::mem::take(&mut plan.holding);
+        let gates = plan.gates.drain(..).map(|(_, gate)| gate).chain(holding);
+        gates.for_each(|gate| gate.release());
     }
 
-    /// Counts a call of this kind. If a test has requested a fault for the call, waits at the gate
-    /// or returns the injected error.
+    /// Counts a call of this kind. If a test has requested faults for the call, waits at the gate,
+    /// and then returns the injected error.
     pub(super) fn enter(&self, call: Call) -> Result<()> {
         if self.shared.armed.load(Ordering::Relaxed) { self.enter_armed(call) } else { Ok(()) }
     }
@@ -245,6 +251,7 @@ impl Faults {
                 .iter()
                 .position(|(kind, _)| *kind == call)
                 .map(|at| plan.gates.remove(at).1);
+            plan.holding.extend(gate.clone());
             let failure = plan
                 .failures
                 .iter()
@@ -255,6 +262,7 @@ impl Faults {
         };
         if let Some(gate) = gate {
             gate.hold();
+            self.shared.plan.lock().holding.retain(|other| !Arc::ptr_eq(other, &gate));
         }
         match failure {
             Some(errno) => Err(Error::os(errno, call.operation())
@@ -315,7 +323,7 @@ impl Gate {
         *self.state.stage.lock() == Stage::Holding
     }
 
-    /// Lets the waiting call continue. If no call waits yet, later calls pass the gate without
+    /// Lets the waiting call continue. If no call waits yet, the next call passes the gate without
     /// waiting.
     pub fn release(&self) {
         self.state.release();
@@ -357,5 +365,23 @@ mod tests {
             held.join().unwrap().unwrap();
         });
         faults.enter(Call::Transfer).unwrap();
+    }
+
+    #[test]
+    fn clear_lets_waiting_calls_continue_and_removes_failures() {
+        let faults = Faults::new();
+        let reached = faults.hold(Call::Transfer);
+        let unreached = faults.hold(Call::Transfer);
+        faults.fail(Call::Register, 1, Errno(12));
+        std::thread::scope(|scope| {
+            let held = scope.spawn(|| faults.enter(Call::Transfer));
+            reached.wait_held();
+            assert!(!unreached.is_holding());
+            faults.clear();
+            held.join().unwrap().unwrap();
+        });
+        faults.enter(Call::Transfer).unwrap();
+        faults.enter(Call::Register).unwrap();
+        assert!(faults.shared.plan.lock().holding.is_empty());
     }
 }

@@ -84,7 +84,10 @@ impl Domain {
         self.me.upgrade().expect("`&self` keeps the domain alive")
     }
 
-    /// Returns an endpoint of this domain by its handle.
+    /// Returns the loopback endpoint behind a handle.
+    ///
+    /// # Errors
+    /// InvalidArgument: the endpoint belongs to another domain.
     fn own<'a>(
         &self,
         endpoint: &'a dyn ProviderEndpoint,
@@ -126,10 +129,11 @@ impl fmt::Debug for Domain {
 }
 
 // SAFETY: `deregister` returns only when no transfer uses the region (`Regions::remove`), and is
-// refused while a sub-region or a window depends on it. Each call looks its handle up in the NIC's
-// table, whose tokens have a generation, so that a stale handle names no region. A transfer checks
-// descriptor or key, rights and bounds against the table's entry, and holds the entry until its
-// last byte has moved. Its completion comes after that.
+// refused while a sub-region or a window depends on it. In a forked child it does nothing, and no
+// request of the domain executes there (`Cq`, `progress`). Each call looks its handle up in the
+// NIC's table, whose tokens have a generation, so that a stale handle names no region. A transfer
+// checks descriptor or key, rights and bounds against the table's entry, and holds the entry until
+// its last byte has moved. Its completion comes after that.
 unsafe impl ProviderDomain for Domain {
     fn attr(&self) -> &ProviderAttr {
         &self.state.nic.attr
@@ -366,6 +370,7 @@ struct Cq {
 
 impl CompletionQueue for Cq {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
+        self.domain.process.check(Call::ReadCq.operation())?;
         self.domain.nic.config.faults.enter(Call::ReadCq)?;
         if self.by_hand {
             execute::step(&self.endpoints);
@@ -450,22 +455,31 @@ impl ProviderEndpoint for Endpoint {
     }
 
     fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
-        self.domain.state.nic.config.faults.enter(Call::Resolve)?;
+        self.domain.enter(Call::Resolve)?;
         Ok(self.state.add_peer(&self.domain.fabric.find(name)?))
     }
 
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
+        self.domain.state.process.check(Call::Post.operation())?;
         self.state.submit(request)
     }
 
     fn close(&self) -> Result<()> {
-        self.domain.state.nic.config.faults.enter(Call::CloseEndpoint)?;
+        if !self.domain.state.process.is_current() {
+            // This is a forked child. The endpoint belongs to its parent.
+            return Ok(());
+        }
+        self.domain.enter(Call::CloseEndpoint)?;
         self.state.close(false)
     }
 }
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
+        if !self.domain.state.process.is_current() {
+            // This is a forked child. The endpoint and its locks belong to the parent.
+            return;
+        }
         if let Err(error) = self.state.close(true) {
             tracing::error!(%error, "cannot close a dropped loopback endpoint");
         }

@@ -109,7 +109,7 @@ pub(super) struct Inbox {
     limit: u64,
     /// The delivery lock. A sender holds it from the match of a receive until the bytes are copied,
     /// so that receives complete in the order of their matches. Re-entrant, because a copy engine
-    /// may post to the same endpoint or close it.
+    /// may deliver messages to the same endpoint or close it.
     delivery: ReentrantMutex<()>,
     state: Mutex<State>,
     /// True if a waiting message may match a posted receive.
@@ -146,8 +146,8 @@ impl Inbox {
         }
     }
 
-    /// Takes the delivery lock: waits for a delivery in flight, and blocks later deliveries until
-    /// the guard is dropped.
+    /// Takes the delivery lock: waits for a delivery of another thread, and blocks deliveries of
+    /// other threads until the guard is dropped.
     pub(super) fn lock_delivery(&self) -> ReentrantMutexGuard<'_, ()> {
         self.delivery.lock()
     }
@@ -161,7 +161,7 @@ impl Inbox {
         self.possible_match.load(Ordering::Acquire)
     }
 
-    /// Adds a receive.
+    /// Adds a receive, and wakes senders that wait for room.
     ///
     /// # Errors
     /// Again: the inbox has as many posted receives as it can hold.
@@ -178,13 +178,16 @@ impl Inbox {
         Ok(())
     }
 
-    /// Puts the receive of a failed message back at its place in the order of posting.
+    /// Puts the receive of a failed message back at its place in the order of posting, and wakes
+    /// senders that wait for room.
     pub(super) fn put_back(&self, receive: Receive) {
         let mut state = self.state.lock();
         let at = state.receives.partition_point(|other| other.number < receive.number);
         state.receives.insert(at, receive);
-        // A message that matches the receive may have arrived while the receive was not posted.
+        // A message that matches the receive may have arrived while the receive was not posted, or
+        // may have begun to wait at its sender.
         self.match_again(&state);
+        state.wake_senders();
     }
 
     fn match_again(&self, state: &State) {
@@ -194,7 +197,8 @@ impl Inbox {
     }
 
     /// Removes the oldest posted receive that matches a message in the inbox, and the oldest such
-    /// message. Returns both.
+    /// message. Returns both, or `None` if no message matches a receive. Wakes senders that wait
+    /// for room.
     ///
     /// The caller holds the delivery lock.
     pub(super) fn take_match(&self) -> Option<(Receive, Message)> {
@@ -258,5 +262,26 @@ impl Inbox {
         state.bytes = 0;
         state.wake_senders();
         std::mem::take(&mut state.receives)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn receive_that_is_put_back_wakes_a_waiting_sender() {
+        let inbox = Inbox::new(1, 0);
+        let wake = Arc::new(Wake::default());
+        let (local, context) = (Few::new(), 0);
+        inbox
+            .post(Receive { local, capacity: 8, tag: None, from: None, context, number: 0 })
+            .unwrap();
+        let find = || inbox.find_destination(1, None, 8, &wake);
+        let Destination::Receive(receive) = find() else { panic!("no receive") };
+        assert!(matches!(find(), Destination::Full));
+        assert_eq!(inbox.state.lock().waiting.len(), 1);
+        inbox.put_back(receive);
+        assert!(inbox.state.lock().waiting.is_empty(), "the sender still waits");
     }
 }

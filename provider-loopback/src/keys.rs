@@ -1,11 +1,11 @@
-//! Keys of a domain: numbers that name a region and are hard to guess.
+//! Keys of a domain: numbers that name a region or a window.
 //!
 //! Keys that the NIC chooses contain the region's index in the table and its generation.
 //!
 //! - Keys of 8 bytes are scrambled by a secret permutation, a different one in each domain. A guess
-//!   hits one of n live keys with probability n / 2^64. A key of another domain names no region.
-//! - Keys of 4 bytes are those of hardware, a 24-bit index and an 8-bit tag. A guess hits with
-//!   probability n / 2^32.
+//!   hits one of n live keys with probability n / 2^64. So does a key of another domain.
+//! - Keys of 4 bytes are those of hardware, a 24-bit index and an 8-bit tag. A random number hits
+//!   with probability n / 2^32. A peer can guess better: the first region has index 0 and tag 1.
 
 use hmem_core::{Error, ErrorKind, RawKey, Result};
 
@@ -107,8 +107,10 @@ impl DomainKeys {
         }
     }
 
-    /// Returns the prefix of the `nth` window's keys: a key without its tag. No region's key has
-    /// this prefix.
+    /// Returns the `nth` prefix for keys of windows: a key without its 8-bit tag.
+    ///
+    /// The caller checks that no requested key has the prefix. A key of 8 bytes that the NIC chose
+    /// for a region has the prefix only by a negligible chance.
     pub(super) fn window_prefix(&self, nth: u64) -> u64 {
         let prefix = self.sealing.seal(!nth) >> 8;
         if self.narrow { prefix & 0xff_ffff } else { prefix }
@@ -167,8 +169,11 @@ pub(super) fn write_raw(key: u64, cookie: u64, size: usize) -> RawKey {
     RawKey(bytes)
 }
 
-/// Reads a raw key of `size` bytes. A raw key that is shorter than the layout has only a part of
+/// Reads a raw key of `size` bytes, at least 8. A raw key of fewer than 16 bytes has only a part of
 /// the cookie, or none.
+///
+/// # Errors
+/// Malformed: the length is not `size`, or the checksum or the fixed pattern is wrong.
 pub(super) fn read_raw(raw: &RawKey, size: usize) -> Result<RawParts> {
     let refuse = |wrong: &'static str| {
         Error::new(ErrorKind::Malformed, "map raw key")

@@ -1,11 +1,12 @@
 //! A software NIC inside the process: a real data path to develop against, not a mock.
 //!
 //! - [`Loopback`] is the provider, and [`Builder`] sets its modes and limits.
-//! - [`Faults`] makes any call fail, or makes it wait in flight.
-//! - The NIC registers every backing that core can pass to a provider.
-//! - Keys cannot be guessed. The NIC checks each access: key, domain, bounds, rights, authorization
-//!   key, endpoint and window.
-//! - The NIC copies memory that a region does not own through system calls that report absent
+//! - [`Faults`] makes chosen calls fail, or makes them wait in flight.
+//! - The NIC can register every backing that core passes to a provider. [`Builder::imports`] limits
+//!   the kinds of memory.
+//! - The NIC checks each access: key, domain, bounds, rights, authorization key, endpoint and
+//!   window. Keys of 8 bytes that the NIC chooses are hard to guess.
+//! - The NIC copies host memory that a region does not own through system calls that report absent
 //!   pages. Such a page fails the transfer and not the process.
 //! - The application, or a thread of the domain, makes progress.
 //! - A completion queue never overruns. Each post reserves the entry of its completion, until the
@@ -36,13 +37,15 @@
 //!   on the memory:
 //!   - mapped pages: `msync(MS_SYNC)` of the touched pages;
 //!   - device DAX, which `msync` refuses: a write-back of the cache lines, if the region owns the
-//!     memory;
+//!     memory and the processor is an x86-64;
 //!   - a file that was given by its fd: `msync` or `fdatasync`;
 //!   - memory of a device: the device's flush (`InboundFlush::flush`).
 //! - A message that does not fit its receive ends the receive with Truncated and moves no byte; its
 //!   send succeeds.
-//! - A zero-length access needs a valid key with the right, but no valid address. No counter counts
-//!   it.
+//! - A zero-length write or read needs a valid key with the right, but no valid address. It counts
+//!   as the access of a single-use key.
+//! - The counters of a region count every atomic except `AtomicRead`, and every write of at least
+//!   one byte to the region.
 //!
 //! # Layers
 //!
@@ -65,9 +68,10 @@
 //!
 //! # Limits
 //!
-//! - Both ends of a transfer are in one process.
+//! - Both ends of a transfer are in one process. A forked child cannot use its parent's NICs.
 //! - Requests of different endpoints execute in any order.
-//! - Keys are hard to guess, but they are not cryptographically secure.
+//! - Keys of 8 bytes are hard to guess, but they are not cryptographically secure. Keys of 4 bytes
+//!   are easy to guess, as on hardware.
 
 #![deny(unsafe_code)]
 

@@ -35,8 +35,8 @@ impl Content<'_> {
 
 /// Copies a message to the buffer of a receive.
 ///
-/// The inner result is the result of the receive. The outer result is an error if the sender's
-/// memory caused the failure.
+/// The inner result is the result of the receive. The outer result is an error if a copy from the
+/// sender's memory failed for a reason that does not lie in the receive.
 fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
     let filled = fill_from(owner, receive, content);
     match filled {
@@ -170,8 +170,8 @@ pub(super) fn write(
     })
 }
 
-/// Delivers the messages that arrived earlier at the target, and then calls `deliver`. Returns the
-/// result of `deliver`.
+/// Takes the target's delivery lock, delivers the messages that arrived earlier, and then calls
+/// `deliver`. Returns the result of `deliver`.
 fn in_order<T>(target: &EndpointState, deliver: impl FnOnce() -> T) -> T {
     let delivered = {
         let _delivery = target.inbox.lock_delivery();
@@ -220,11 +220,10 @@ fn deliver(
         Destination::Inbox => None,
         Destination::Full => return Ok(None),
     };
-    // Mapped and staged memory is copied directly to the receive, and the copy reports the side
-    // that failed. Other memory is read first, so that a failed read is an error of the sender.
-    let direct = spans
-        .iter()
-        .all(|span| matches!(span, Span::Direct { mapping: None, .. }) || span.staged().is_some());
+    // Memory that can be read without an error, and staged memory, is copied directly to the
+    // receive. The copy then reports the side that failed. Other memory is read first, so that a
+    // failed read is an error of the sender.
+    let direct = spans.iter().all(|span| span.reads_never_fail() || span.staged().is_some());
     let read = sender.domain.nic.config.faults.enter(Call::Transfer).and_then(|()| {
         if direct && receive.is_some() {
             Ok(Vec::new())

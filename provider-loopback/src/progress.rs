@@ -30,7 +30,8 @@ impl Wake {
     }
 }
 
-/// The progress thread of a domain. Dropping the value stops the thread.
+/// The progress thread of a domain. Dropping the value stops the thread, and waits for its end
+/// unless the drop happens on that thread.
 #[derive(Debug)]
 pub(super) struct ProgressThread {
     handle: Option<JoinHandle<()>>,
@@ -41,6 +42,9 @@ impl ProgressThread {
     /// Starts a thread that calls `step` until it returns 0, and again after each wake.
     ///
     /// `step` returns the number of requests that ended. The thread calls `close` before it stops.
+    ///
+    /// # Errors
+    /// The error of the operating system, if it cannot start a thread.
     pub(super) fn start(
         name: String,
         wake: &Arc<Wake>,

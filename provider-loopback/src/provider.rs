@@ -107,7 +107,7 @@ impl Builder {
         self
     }
 
-    /// Sets the PCI address that the NICs of [`Builder::nic`] report. Default: none.
+    /// Sets the PCI address of all NICs that [`Builder::nic_at`] did not add. Default: none.
     pub fn pci_bus_id(mut self, id: impl Into<String>) -> Self {
         self.config.attr.nic.pci_bus_id = Some(id.into());
         self
@@ -119,15 +119,18 @@ impl Builder {
         self
     }
 
-    /// Sets the mr_mode bits that the NICs add to the required bits for an application that
-    /// requests BASIC. Default: all bits that BASIC stands for.
+    /// Sets the mr_mode bits that the NICs support besides the required bits, for an application
+    /// that requests BASIC. Default: all bits that BASIC stands for. If one of those bits is
+    /// neither supported nor required, the NICs refuse BASIC.
     pub fn can(mut self, modes: MrMode) -> Self {
         self.config.attr.basic_mr_mode = modes;
         self
     }
 
-    /// Sets the size of keys: 4 bytes (24-bit index, 8-bit tag) or 8 bytes (scrambled by a secret
-    /// of the domain). Default: 8.
+    /// Sets the size of keys: 4 or 8 bytes. Default: 8.
+    ///
+    /// A key of 4 bytes that the NIC chooses is a 24-bit index with an 8-bit tag. A key of 8 bytes
+    /// that the NIC chooses is scrambled by a secret of the domain.
     pub fn key_size(mut self, bytes: usize) -> Self {
         self.config.attr.key_size = bytes;
         self
@@ -157,7 +160,8 @@ impl Builder {
         self
     }
 
-    /// Sets the maximum number of live regions of a NIC. Default: 2^24.
+    /// Sets the maximum number of live regions of a NIC, including sub-regions. Default: 2^24.
+    /// Larger values mean 2^24 too.
     pub fn max_mr_count(mut self, regions: u64) -> Self {
         self.config.attr.max_mr_count = regions.min(MAX_REGIONS);
         self.config.limit_regions = true;
@@ -166,7 +170,8 @@ impl Builder {
 
     /// Sets the maximum number of bytes in all live regions of a NIC. Default: no limit.
     ///
-    /// As with `RLIMIT_MEMLOCK`, pages that are in several regions count once for each.
+    /// As with `RLIMIT_MEMLOCK`, bytes that are in several regions count once for each. Sub-regions
+    /// do not count.
     pub fn max_pinned_bytes(mut self, bytes: u64) -> Self {
         self.config.max_pinned_bytes = Some(bytes);
         self
@@ -178,7 +183,8 @@ impl Builder {
         self
     }
 
-    /// Sets the page sizes that a registration may request. Default: those of this machine.
+    /// Sets the page sizes that a registration may request, in ascending order. Default: those of
+    /// this machine.
     pub fn page_sizes(mut self, sizes: impl Into<Vec<usize>>) -> Self {
         self.config.attr.page_sizes = sizes.into();
         self
@@ -190,7 +196,8 @@ impl Builder {
         self
     }
 
-    /// Sets the types of memory windows that the NICs have. Default: all.
+    /// Sets the types of memory windows that the NICs have. With an empty list, the NICs have no
+    /// windows. Default: all.
     pub fn windows(mut self, types: impl Into<Vec<WindowType>>) -> Self {
         self.config.windows = types.into();
         self
@@ -204,13 +211,15 @@ impl Builder {
 
     /// Sets how many bytes of messages an endpoint keeps before their receives are posted.
     ///
-    /// Further messages wait at their senders. Default: 1 MiB.
+    /// Further messages wait at their senders. An endpoint also keeps no more messages than its
+    /// depth. Default: 1 MiB.
     pub fn unexpected_bytes(mut self, bytes: u64) -> Self {
         self.config.unexpected_bytes = bytes;
         self
     }
 
-    /// Sets the pages that host regions use. Default: [`Memory::Follow`].
+    /// Sets the pages that host regions use after their addresses were remapped. Default:
+    /// [`Memory::Follow`].
     pub fn memory(mut self, memory: Memory) -> Self {
         self.config.memory = memory;
         self
@@ -225,7 +234,8 @@ impl Builder {
         self
     }
 
-    /// Sets the value by which a test makes calls of this fabric fail or wait in flight.
+    /// Sets the value by which a test makes calls of this fabric fail or wait in flight. Default: a
+    /// value without faults.
     pub fn faults(mut self, faults: &Faults) -> Self {
         self.config.faults = faults.clone();
         self
@@ -234,13 +244,14 @@ impl Builder {
     /// Builds the fabric.
     ///
     /// # Errors
-    /// InvalidArgument for any of:
-    ///
-    /// - a key size other than 4 and 8, or a raw key size below 8;
-    /// - immediate data of more than 8 bytes;
-    /// - a limit of 0 ranges;
-    /// - unknown bits, BASIC or SCALABLE in [`Builder::needs`];
-    /// - two NICs with the same name.
+    /// - Unavailable: the random generator of the operating system fails.
+    /// - The errors of [`ProcessMark::current`](hmem_core::ProcessMark::current).
+    /// - InvalidArgument for any of:
+    ///   - a key size other than 4 and 8, or a raw key size below 8;
+    ///   - immediate data of more than 8 bytes;
+    ///   - a limit of 0 ranges;
+    ///   - unknown bits, BASIC or SCALABLE in [`Builder::needs`];
+    ///   - two NICs with the same name.
     pub fn build(mut self) -> Result<Loopback> {
         let attr = &self.config.attr;
         let refuse = |what: &'static str, value: &dyn fmt::Display, remedy: &'static str| {

@@ -92,7 +92,8 @@ impl Queue {
         }
     }
 
-    /// Marks the queue as closed when its domain closes, and wakes the waiting threads.
+    /// Marks the queue as closed when its domain closes. Wakes the waiting threads, and makes the
+    /// event fd readable if it is armed.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
@@ -128,9 +129,11 @@ impl Queue {
         count
     }
 
-    /// Like [`Queue::pop`], but waits until `deadline` while there is no completion.
+    /// Like [`Queue::pop`], but waits until `deadline` while there is no completion. `None` stands
+    /// for no deadline. Does not wait if `max` is 0.
     ///
-    /// `None` stands for no deadline.
+    /// # Errors
+    /// BadState: the queue is empty, and its domain is closed.
     pub(super) fn wait(
         &self,
         out: &mut Vec<Completion>,
@@ -170,8 +173,12 @@ impl Queue {
         Ok(self.event.get_or_init(|| made).as_fd())
     }
 
-    /// Makes the next completion signal the event fd. Returns false if the queue has unread
-    /// completions already. The caller must not sleep then.
+    /// Makes the event fd unreadable, and makes the next completion signal it. Returns false if the
+    /// queue has unread completions already. The caller must not sleep then.
+    ///
+    /// # Errors
+    /// - BadState: the queue is empty, and its domain is closed.
+    /// - The errors of [`Queue::event`].
     pub(super) fn arm(&self) -> Result<bool> {
         let event = self.event()?;
         let mut state = self.state.lock();

@@ -86,7 +86,7 @@ pub(super) enum AccessStart {
 /// The reason why a region cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// The key or handle names no live region.
+    /// The key or handle names no live region, or is a single-use key that was used.
     NoRegion,
     /// The region is not enabled yet.
     Disabled,
@@ -349,8 +349,8 @@ impl Refusal {
 /// The name of the local side of a transfer, as the argument `side` of [`denied`].
 pub(super) const LOCAL_SIDE: &str = "local side";
 
-/// Returns the error for a region or window that grants no right in `any_of`. `side` names the
-/// local side or the peer's region or window.
+/// Returns the error for a region or window that grants no right in `any_of`. `side` is
+/// [`LOCAL_SIDE`], or the means by which the peer granted access: "key" or "window".
 pub(super) fn denied(side: &'static str, any_of: Access) -> Error {
     let rights: Vec<_> = any_of.iter_names().map(|(name, _)| name).collect();
     let rights = rights.join(" or ");

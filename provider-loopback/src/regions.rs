@@ -18,19 +18,19 @@
 //! 2. It waits for the existing guards.
 //! 3. It drops the region's memory.
 //!
-//! **A transfer does not deadlock with itself.** [`Regions::hold`] never blocks. It refuses a
-//! region that has a write guard, or for which a thread waits for one. So one region can be on both
-//! sides of a transfer: if its deregistration begins between the two holds, the second hold fails.
-//! No thread waits for the lock of a region while it has the lock of the table. One deadlock
-//! remains: a copy engine must neither deregister nor refresh a region of the transfer that called
-//! it.
+//! **A transfer does not deadlock with itself.** [`Regions::hold`] never waits for a region's lock.
+//! It refuses a region that has a write guard, or for which a thread waits for one. So one region
+//! can be on both sides of a transfer: if its deregistration begins between the two holds, the
+//! second hold fails. No thread waits for the lock of a region while it has the lock of the table.
+//! One deadlock remains: a copy engine must neither deregister nor refresh a region of the transfer
+//! that called it.
 //!
 //! # Keys and indices
 //!
 //! A token is an index and a generation, which counts the uses of the index. A handle or key of an
 //! earlier generation names no region. An index is not used again after its last generation. Keys
-//! of 4 bytes have only 8 bits of the generation, so that freed indices then wait before their
-//! reuse.
+//! of 4 bytes have only 8 bits of the generation. A key is then valid again after 256 uses of its
+//! index, so freed indices wait before their reuse.
 
 use std::{
     collections::{VecDeque, hash_map::Entry},
@@ -71,8 +71,8 @@ impl Deref for RegionGuard {
     }
 }
 
-/// A guard that blocks transfers. Until it is dropped, no transfer uses the region's pages, so that
-/// they can be replaced.
+/// A guard of a region whose pages are being refreshed. Until the guard is dropped, no transfer
+/// uses the pages, and transfers that begin fail.
 #[derive(Debug)]
 pub(super) struct RefreshGuard {
     root: ArcRwLockWriteGuard<RawRwLock, Region>,
@@ -104,7 +104,7 @@ pub(super) struct Counts {
 /// The key of a new region.
 #[derive(Clone, Copy)]
 pub(super) enum NewKey<'a> {
-    /// The key that the application requested.
+    /// The key that the application requested, or an unused random key in its place.
     Requested(u64),
     /// A key that the NIC creates with the domain's secrets.
     Sealed(&'a DomainKeys),
@@ -117,8 +117,9 @@ pub(super) struct Regions {
 
 struct State {
     slots: IndexTable,
-    /// The indices of regions, by domain and requested key. The hash function has no secret seed,
-    /// because an application that chooses colliding keys slows down only its own lookups.
+    /// The indices of regions with a [`NewKey::Requested`], by domain and key. The hash function
+    /// has no secret seed, because an application that chooses colliding keys slows down only its
+    /// own lookups.
     requested: FxHashMap<(u32, u64), u32>,
 }
 
@@ -142,7 +143,7 @@ struct Live {
     /// The number of windows and sub-regions that depend on the region. While the number is not 0,
     /// the region cannot be removed.
     dependents: u32,
-    /// The key that the application requested, or `None` if the NIC chose the key.
+    /// The region's key in [`State::requested`]. `None` for a [`NewKey::Sealed`].
     requested: Option<u64>,
     /// The number of registered bytes. `None` for a sub-region, which uses the pages of its root.
     pinned: Option<u64>,
@@ -155,6 +156,9 @@ struct Live {
 impl IndexTable {
     /// Allocates an index for a region or window: the oldest freed index, or one that was never
     /// used.
+    ///
+    /// # Errors
+    /// OutOfResources: no index is free.
     fn take(&mut self) -> Result<Token> {
         let fresh = self.all.len();
         // A freed index is reused if more than `resting` indices are free, or if no unused index is
@@ -193,9 +197,9 @@ impl IndexTable {
         Some(self.find(live.domain, root).expect("a region with dependents is not removed"))
     }
 
-    /// Takes the read guard of a region. The caller holds the lock of the table.
+    /// Takes the read guards of a region and its root. The caller holds the lock of the table.
     ///
-    /// Only a refresh can have the write guard then: [`Regions::remove`] takes it after it removed
+    /// Only a refresh can have a write guard then: [`Regions::remove`] takes one after it removed
     /// the region from the table.
     #[inline]
     fn hold(&self, live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
@@ -320,7 +324,7 @@ impl Regions {
         self.state.read().slots.find(domain, token).is_some()
     }
 
-    /// Takes a guard of the region at an index, for a transfer. Never blocks.
+    /// Takes a guard of the region at an index, for a transfer. Never waits for a region's lock.
     ///
     /// `by_key` is true if a peer's key named the region, and false if a handle of the domain did.
     #[inline]
@@ -336,7 +340,8 @@ impl Regions {
         state.slots.hold(live.ok_or(Refusal::NoRegion)?, by_key)
     }
 
-    /// Takes a guard of the region with a requested key, for a transfer. Never blocks.
+    /// Takes a guard of the region with a requested key, for a transfer. Never waits for a region's
+    /// lock.
     #[inline]
     pub(super) fn hold_requested(&self, domain: u32, key: u64) -> Result<RegionGuard, Refusal> {
         let state = self.state.read();
@@ -377,8 +382,14 @@ impl Regions {
         Ok(Arc::clone(&live.region))
     }
 
-    /// Calls `look` with a live region, whether or not it is enabled. Waits for a refresh but not
-    /// for transfers.
+    /// Calls `look` with a live region, enabled or not. Waits for a refresh but not for transfers.
+    ///
+    /// If the region has no dependent, another thread may deregister it at the same time. `look`
+    /// may then see the region without pieces.
+    ///
+    /// # Errors
+    /// - NoRegion: the handle is stale.
+    /// - The error of `look`.
     pub(super) fn inspect<T>(
         &self,
         domain: u32,
@@ -419,6 +430,9 @@ impl Regions {
     }
 
     /// Reserves an index for a window, so that no region gets that index.
+    ///
+    /// # Errors
+    /// OutOfResources: the table is full.
     pub(super) fn reserve_index(&self) -> Result<u32> {
         Ok(self.state.write().slots.take()?.index)
     }

@@ -97,8 +97,8 @@ impl DomainState {
         })
     }
 
-    /// Populates the pages of a range that the region does not own, in ALLOCATED mode. Fails if an
-    /// address is not mapped.
+    /// Populates the pages of a range that the region does not own, in ALLOCATED mode. Fails if a
+    /// page is not mapped, or does not permit the accesses of the region's rights.
     fn check_pages(&self, request: &Registration<'_>, range: AddressRange) -> Result<()> {
         if self.mode.contains(MrMode::ALLOCATED) {
             memory::populate(range, request.access.nic_writes(), "register")
@@ -176,6 +176,12 @@ impl DomainState {
 
     /// Adds a region to the table. The mode decides whether the application or the NIC chooses its
     /// key.
+    ///
+    /// # Errors
+    /// - NoKey: a region of the domain has the requested key, or the keys of a window have its
+    ///   prefix.
+    /// - KeyRejected: the requested key is longer than the NIC's keys.
+    /// - OutOfResources: the table is full.
     fn insert(&self, key: KeyRequest, attr: RegionAttr) -> Result<ProviderRegion> {
         let key = if self.requested_keys() {
             let number = match key {
@@ -312,7 +318,8 @@ impl DomainState {
     }
 }
 
-/// Checks that a sub-region's bytes and rights lie within those of its base.
+/// Checks that a sub-region has at least one byte and lies in its base. Also checks that its rights
+/// let the NIC write only if those of the base do.
 fn check_part(base: &RegionAttr, access: Access, offset: u64, len: u64) -> Result<()> {
     let refuse = |kind| Error::new(kind, "register sub-region").provider("loopback");
     if len == 0 {

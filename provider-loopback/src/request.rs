@@ -53,7 +53,8 @@ impl Task {
     }
 }
 
-/// The operands of an atomic.
+/// An atomic operation with its target, result and compare operand. The other operand is the local
+/// memory of the request.
 #[derive(Debug)]
 pub(super) struct AtomicTask {
     pub(super) op: AtomicOp,

@@ -1,8 +1,8 @@
 //! Memory windows: additional keys for parts of regions.
 //!
 //! A window's key is a prefix with an 8-bit tag. A call binds a type 1 window and increments the
-//! tag. A posted request binds a type 2 window with the caller's tag, after the old key was
-//! invalidated. Binding makes no system call (InfiniBand 10.6.7; MW-08).
+//! tag. A posted request, or a call that names an endpoint, binds a type 2 window with the caller's
+//! tag, after the old key was invalidated. Binding makes no system call (InfiniBand 10.6.7; MW-08).
 //!
 //! Each binding has a lock. A transfer through the window takes its read guard. A binding ends in
 //! two steps:
@@ -10,7 +10,10 @@
 //! 1. The window drops its reference, so that no transfer can take a new guard.
 //! 2. A write guard waits for the existing guards.
 //!
-//! When unbinding or invalidation returns, the key is invalid and no transfer uses it.
+//! When unbinding or invalidation returns, the key is invalid and no transfer uses it. A copy
+//! engine must not unbind or invalidate a window of the transfer that called it: the call would
+//! wait for its own transfer. If the endpoint of a type 2 window closes, only step 1 happens, and
+//! the binding ends with the last of its guards.
 
 use std::{
     collections::HashMap,
@@ -90,7 +93,7 @@ pub(super) struct Binding {
     access: Access,
     addressing: Addressing,
     /// The number of the endpoint that bound a type 2 window. Other endpoints may not use the
-    /// window.
+    /// window. `None` for a type 1 window.
     endpoint: Option<u64>,
     /// The endpoint that a type 2A window keeps open.
     keeps_open: Option<Arc<EndpointLife>>,
@@ -144,7 +147,7 @@ impl EndpointLife {
     fn bind(&self) -> Result<()> {
         let mut bound = self.bound.lock();
         if self.is_closed() {
-            return Err(Error::new(ErrorKind::BadState, "bind endpoint")
+            return Err(Error::new(ErrorKind::BadState, "bind window")
                 .provider("loopback")
                 .context("why", "the endpoint is closed"));
         }
@@ -193,7 +196,8 @@ impl State {
 }
 
 impl Window {
-    /// Invalidates `key`. Does nothing if the window has another key by now.
+    /// Invalidates `key`, and waits for the transfers that use the key. Does nothing if the window
+    /// has another key by now.
     pub(super) fn invalidate_key(&self, key: u64) {
         let endings = {
             let mut state = self.state.lock();
@@ -391,7 +395,7 @@ impl Windows {
         })
     }
 
-    /// Binds a type 1 window, or unbinds it if the length is 0.
+    /// Binds a type 1 window, or unbinds it if the length is 0. Returns a handle with the new key.
     pub(super) fn bind(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
         let operation = "bind window";
         let window = self.find(window, operation)?;
@@ -414,8 +418,8 @@ impl Windows {
             return Err(error);
         }
         state.tag = state.tag.wrapping_add(1);
-        // After 256 binds the tags repeat. With 8-byte keys, the window then gets a new prefix, so
-        // that its old keys stay invalid.
+        // After 256 binds and unbinds the tags repeat. With 8-byte keys, the window then gets a new
+        // prefix, so that its old keys stay invalid. With 4-byte keys, an old key is used again.
         if state.tag == 0 && !self.keys.narrow() {
             let prefix = self.random_prefix(&mut index);
             index.by_prefix.remove(&state.prefix);
@@ -551,9 +555,10 @@ impl Windows {
         }
     }
 
-    /// Ends the bindings made through a closed endpoint.
+    /// Invalidates the keys that were bound through a closed endpoint.
     ///
     /// Does not wait for transfers, because a transfer may have closed the endpoint on this thread.
+    /// A binding that transfers use ends with the last of them.
     pub(super) fn end_of_endpoint(&self, endpoint: u64) {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         for window in windows {

@@ -51,14 +51,14 @@ impl Devices {
 
     fn bytes(&self, at: Address, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        // SAFETY: the tests free the device's memory with the device.
+        // SAFETY: the tests call this for device memory that they have not freed.
         unsafe { self.device.read(at, &mut bytes) }.unwrap();
         bytes
     }
 
     fn fill(&self, at: Address, bytes: &[u8]) {
-        // SAFETY: the tests free the device's memory with the device, and hold no references into
-        // it.
+        // SAFETY: the tests call this for device memory that they have not freed, and hold no
+        // references into it.
         unsafe { self.device.write(at, bytes) }.unwrap();
     }
 

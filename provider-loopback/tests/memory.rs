@@ -170,6 +170,11 @@ fn forked_child_cannot_use_or_close_the_parents_domain() {
         let domain = domain(&provider, MrMode::empty());
         let pages = Pages::new(2);
         let region = RegAttr::key(1).register(&*domain, &[host(pages.range(), false)]).unwrap();
+        let (by_thread, end) = (progress == Progress::Thread, End::open(&domain));
+        let (to, key, source) = (end.peer(&end), remote(region, 8192), Buffer::filled(1, 1));
+        let list = [RemoteSegment { address: Iova(0), len: 1, key: &key }];
+        let post = || end.post(Operation::Write { remote: &list }, &[source.whole()], to, 5);
+        post().unwrap();
         // SAFETY: the child only calls the code under test and exits by `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -185,27 +190,35 @@ fn forked_child_cannot_use_or_close_the_parents_domain() {
                         .map(drop),
                     domain.refresh().unwrap().refresh_pages(region, &[]),
                     domain.raw_keys().unwrap().raw_key(region).map(drop),
+                    end.cq.read(&mut Vec::new(), 1).map(drop),
+                    post(),
+                    end.endpoint.resolve(&end.endpoint.name()).map(drop),
                 ];
+                // The request that the parent posted does not execute in the child.
+                let unchanged = by_thread || pages.get(0) == 0;
+                let closed = end.endpoint.close().is_ok();
                 let stepped = domain.manual_progress().map(progress);
                 // Ends the child's copy of the region. The parent's region is not changed.
                 let ended = domain.deregister(region).is_ok();
-                // SAFETY: the child drops its copy once, and exits without using the original
-                // handle.
-                drop(unsafe { std::ptr::read(&raw const domain) });
+                // SAFETY: the child drops its copies once, and exits without using the original
+                // handles.
+                drop(unsafe {
+                    (std::ptr::read(&raw const end), std::ptr::read(&raw const domain))
+                });
                 let refused = |result: &Result<()>| {
                     result.as_ref().is_err_and(|error| error.kind() == ErrorKind::BadState)
                 };
-                ended && refused_all.iter().chain(&stepped).all(refused)
+                ended && closed && unchanged && refused_all.iter().chain(&stepped).all(refused)
             }));
             // SAFETY: ends the process.
             unsafe { libc::_exit(i32::from(!alone.unwrap_or(false))) };
         }
-        let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
         let mut status = 0;
         // SAFETY: `child` is the process that was just forked. The call does not block, so that the
         // test can detect a hang.
         while unsafe { libc::waitpid(child, &mut status, libc::WNOHANG) } != child {
-            if std::time::Instant::now() > end {
+            if std::time::Instant::now() > deadline {
                 // SAFETY: the child was not waited for, so that the process id still names it.
                 unsafe { libc::kill(child, libc::SIGKILL) };
                 panic!("the child hangs with progress {progress:?}");
@@ -213,7 +226,9 @@ fn forked_child_cannot_use_or_close_the_parents_domain() {
             std::thread::yield_now();
         }
         assert_eq!(status, 0, "{progress:?}");
-        assert_eq!(domain.live().regions, 1);
+        assert_eq!((domain.live().regions, domain.live().endpoints), (1, 1));
+        assert_eq!(end.next().result.unwrap(), 1);
+        assert_eq!(pages.get(0), 1);
         domain.refresh().unwrap().refresh_pages(region, &[]).unwrap();
         domain.deregister(region).unwrap();
     }

@@ -104,6 +104,47 @@ fn message_too_long_for_its_receive_is_truncated() {
     assert_eq!(sink.bytes(), [0; 8]);
 }
 
+/// Staged memory that contains bytes of value 9.
+#[derive(Debug)]
+struct Nines;
+
+impl StagedMemory for Nines {
+    fn read(&self, _offset: u64, into: &mut [u8]) -> Result<()> {
+        into.fill(9);
+        Ok(())
+    }
+
+    fn write(&self, _offset: u64, _from: &[u8]) -> Result<()> {
+        Ok(())
+    }
+
+    waiting_copies::waiting_copies!();
+}
+
+/// REL-01
+///
+/// The memory of the message is unregistered, owned by its region, or staged.
+#[test]
+fn absent_page_of_a_receive_buffer_fails_only_the_receive() {
+    let pair = pair();
+    let source = Buffer::filled(64, 1);
+    let owned =
+        RegAttr::key(1).register(&*pair.here.domain, &[host(source.range(), true)]).unwrap();
+    let range = AddressRange::new(Address(4096), 64).unwrap();
+    let piece = Piece { range, backing: Backing::Staged(Arc::new(Nines)) };
+    let staged = RegAttr::key(2).register(&*pair.here.domain, &[piece]).unwrap();
+    let nothing = LocalSegment { address: Address(0x1000), len: 64, desc: None };
+    for message in [
+        source.whole(),
+        source.segment(0, 64, Some(owned.local)),
+        LocalSegment { address: range.start(), len: 64, desc: Some(staged.local) },
+    ] {
+        receive(&pair.there, None, None, nothing, 1).unwrap();
+        assert_eq!(pair.here.run(send(None), &[message], pair.to).unwrap(), 64, "{message:?}");
+        refused(pair.there.next().result, ErrorKind::BadAddress);
+    }
+}
+
 #[test]
 fn messages_wait_in_order_for_room_at_the_receiver() {
     let provider = Loopback::builder().unexpected_bytes(10).build().unwrap();

@@ -10,7 +10,7 @@ use hmem_core::{
     Access, Errno, ErrorKind, MrFlags, MrMode,
     counter::Counter,
     provider::{Features, LiveObjects, ProgressModel, Provider, WindowType},
-    transfer::{AtomicOp, Operation, PeerId, RemoteSegment},
+    transfer::{AtomicOp, LocalSegment, Operation, PeerId, RemoteSegment},
 };
 use hmem_provider_loopback::{Builder, Call, Faults, Loopback, Progress};
 use support::*;
@@ -65,6 +65,13 @@ fn counters_count_each_remote_write_and_atomic_once() {
     here.read(to, &[source.whole()], &key, 0).unwrap();
     here.write(to, &[], &key, 0).unwrap();
     refused(here.write(to, &[source.whole()], &key, 1), ErrorKind::OutOfBounds);
+    assert_eq!((counter.value(), counter.errors()), (2, 0));
+    // A write does not count at a region that it names without writing a byte to it.
+    let other = RegAttr::key(2).register(&*there, &[host(target.range(), true)]).unwrap();
+    let other = remote(other, 64);
+    let list = [(0, &key), (8, &other)];
+    let list = list.map(|(len, key)| RemoteSegment { address: hmem_core::Iova(0), len, key });
+    here.run(Operation::Write { remote: &list }, &[source.segment(0, 8, None)], to).unwrap();
     assert_eq!((counter.value(), counter.errors()), (2, 0));
     let to = here.peer(&without);
     refused(here.write(to, &[source.whole()], &key, 0), ErrorKind::AccessDenied);
@@ -243,6 +250,19 @@ fn every_atomic_form_is_checked_at_post() {
     assert_eq!(run(AtomicOp::Sum, 8, 8, None, None).unwrap(), 8);
     assert_eq!(run(AtomicOp::AtomicRead, 64, 0, Some(64), None).unwrap(), 64);
     assert_eq!(result.bytes(), target.bytes());
+    // A length that no memory has is refused before the NIC allocates buffers for the elements.
+    let len = 1 << 60;
+    let desc = Some(
+        RegAttr::key(2).register(&*pair.here.domain, &[host(result.range(), true)]).unwrap().local,
+    );
+    let huge = Operation::Atomic {
+        op: AtomicOp::AtomicRead,
+        datatype: AtomicType::U64,
+        remote: RemoteSegment { address: hmem_core::Iova(0), len, key: &key },
+        result: Some(LocalSegment { address: result.address(), len, desc }),
+        compare: None,
+    };
+    refused(pair.here.run(huge, &[], pair.to), ErrorKind::OutOfBounds);
     refused(pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, 4), bad);
     refused(pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, 64), ErrorKind::OutOfBounds);
 }

@@ -356,7 +356,7 @@ fn windows_outside_their_region_or_of_another_domain_are_refused() {
 
 /// MW-04
 ///
-/// Closing the endpoint ends the binding of a type 2B window without a wait. Freeing the window
+/// Closing the endpoint invalidates the key of a type 2B window without a wait. Freeing the window
 /// then waits for the transfers.
 #[test]
 fn freeing_a_window_waits_for_transfers_after_endpoint_close() {

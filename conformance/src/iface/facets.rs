@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, ErrorKind, Iface, IfaceExt,
-    iface::{Facet, IpcHandle},
+    Address, AddressRange, DeviceBuffer, ErrorKind, Iface, IfaceExt,
+    iface::{AllocRequest, Facet, IpcHandle},
 };
 
-use super::{LEN, PARTS, assert_bytes, buffers, is_missing, lacking, memory::part, need, pattern};
+use super::{
+    LEN, PARTS, assert_bytes, buffers, is_missing, lacking, memory::part, need, pattern, request,
+};
 use crate::trial::{Outcome, assert_kind, skip};
 
 pub(super) fn segments_cover_the_range(iface: &Arc<dyn Iface>) -> Outcome {
@@ -102,15 +104,19 @@ pub(super) fn inbound_flush_succeeds_on_every_device(iface: &Arc<dyn Iface>) -> 
     let Some(flush) = iface.inbound_flush() else {
         return skip("inbound writes are visible without a flush on this iface");
     };
-    // A device without allocations may be inactive, so the test allocates before it flushes.
-    let buffers = buffers(iface)?;
-    for buffer in &buffers {
-        if let Some(device) = buffer.allocation().device {
-            match flush.flush(device) {
-                // A device may need a flush that its driver does not offer.
-                Err(why) if why.kind() == ErrorKind::Unsupported => return skip(why.to_string()),
-                flushed => flushed.expect("flush"),
-            }
+    let request = request(iface, LEN)?;
+    let devices = iface.devices().expect("list the devices");
+    if devices.is_empty() {
+        return skip("the iface has no devices");
+    }
+    for device in devices.iter().map(|device| device.id) {
+        // A device without allocations may be inactive, so the test allocates before it flushes.
+        let buffer = DeviceBuffer::allocate(iface, &AllocRequest { device, ..request });
+        let _buffer = buffer.expect("allocate");
+        match flush.flush(device) {
+            // A device may need a flush that its driver does not offer.
+            Err(why) if why.kind() == ErrorKind::Unsupported => return skip(why.to_string()),
+            flushed => flushed.unwrap_or_else(|error| panic!("flush device {device:?}: {error}")),
         }
     }
     Ok(())

@@ -118,7 +118,7 @@ fn need<T>(iface: &dyn Iface, facet: Option<T>, which: Facet) -> Result<T, Skipp
     facet.map_or_else(|| skip(format!("the iface lacks it: {}", iface.unavailable(which))), Ok)
 }
 
-/// Returns the id of the iface's first device.
+/// Returns the id of the iface's first device, or 0 if the iface has no devices.
 fn first_device(iface: &dyn Iface) -> DeviceId {
     iface.devices().expect("list the devices").first().map_or(DeviceId(0), |device| device.id)
 }

@@ -61,20 +61,34 @@ fn start(iface: &dyn Iface) -> Result<Arc<dyn Monitor>, Skipped> {
     }
 }
 
+/// Returns the outcome of a behaviour. `refusals` are the errors for the kinds of memory that the
+/// monitor does not watch. If it watches no kind, the outcome skips the behaviour.
+fn outcome(watched: bool, refusals: &[String]) -> Outcome {
+    if watched {
+        return Ok(());
+    }
+    skip(format!("the monitor watches no kind of memory: {}", refusals.join("; ")))
+}
+
 /// Tests that the monitor detects a free by its own detection method. A monitor with callbacks must
 /// notify its subscriber. A monitor with identities must report that the allocation is no longer
 /// valid.
 pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
     let monitor = start(&**iface)?;
+    let (mut watched, mut refusals) = (false, Vec::new());
     for buffer in buffers(iface)? {
         let allocation = *buffer.allocation();
         let valid = || monitor.valid(&allocation).expect("validate the identity");
         let listener = Listener::of(allocation.range);
         let subscription = match monitor.subscribe(allocation.range, listener.clone()) {
             Ok(subscription) => subscription,
-            Err(why) if is_missing(&why) => continue,
+            Err(why) if is_missing(&why) => {
+                refusals.push(why.to_string());
+                continue;
+            }
             Err(why) => panic!("watch {allocation:?}: {why}"),
         };
+        watched = true;
         assert!(valid(), "live memory is not valid: {allocation:?}");
         assert_eq!(listener.notices(), 0, "notified before a free");
         drop(buffer);
@@ -91,20 +105,25 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
         }
         monitor.unsubscribe(subscription);
     }
-    Ok(())
+    outcome(watched, &refusals)
 }
 
 pub(super) fn monitor_is_silent_after_unsubscribing(iface: &Arc<dyn Iface>) -> Outcome {
     let monitor = start(&**iface)?;
+    let (mut watched, mut refusals) = (false, Vec::new());
     for buffer in buffers(iface)? {
         let listener = Listener::of(buffer.allocation().range);
         match monitor.subscribe(buffer.allocation().range, listener.clone()) {
             Ok(subscription) => monitor.unsubscribe(subscription),
-            Err(why) if is_missing(&why) => continue,
+            Err(why) if is_missing(&why) => {
+                refusals.push(why.to_string());
+                continue;
+            }
             Err(why) => panic!("watch {:?}: {why}", buffer.allocation()),
         }
+        watched = true;
         drop(buffer);
         assert_eq!(listener.notices(), 0, "notified of a free after the unsubscription");
     }
-    Ok(())
+    outcome(watched, &refusals)
 }

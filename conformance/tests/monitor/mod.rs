@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    AddressRange, Allocation, Result,
+    AddressRange, Allocation, Error, ErrorKind, Result,
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
@@ -15,6 +15,8 @@ pub(crate) enum MonitorFault {
     Deaf,
     /// Fault: the monitor reports every allocation as valid, even after a free.
     Confused,
+    /// Fault: the monitor refuses every subscription as unsupported.
+    Refusing,
 }
 
 /// A monitor that forwards to `monitor`, with one fault.
@@ -49,19 +51,22 @@ impl Monitor for FaultyMonitor {
         match self.fault {
             MonitorFault::Deaf => Ok(Subscription(0)),
             MonitorFault::Confused => self.monitor.subscribe(range, invalidator),
+            MonitorFault::Refusing => Err(Error::new(ErrorKind::Unsupported, "subscribe")),
         }
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
         match self.fault {
             MonitorFault::Deaf => {}
-            MonitorFault::Confused => self.monitor.unsubscribe(subscription),
+            MonitorFault::Confused | MonitorFault::Refusing => {
+                self.monitor.unsubscribe(subscription);
+            }
         }
     }
 
     fn valid(&self, allocation: &Allocation) -> Result<bool> {
         match self.fault {
-            MonitorFault::Deaf => self.monitor.valid(allocation),
+            MonitorFault::Deaf | MonitorFault::Refusing => self.monitor.valid(allocation),
             MonitorFault::Confused => Ok(true),
         }
     }

@@ -36,9 +36,11 @@ const DMA_BUF_SYNC_END: u64 = 4;
 /// first byte in it.
 ///
 /// # Errors
-/// - InvalidArgument: the fd is neither a dma-buf nor a mappable file, or it has `O_APPEND`.
+/// - InvalidArgument: the fd is neither a dma-buf nor a regular file, or the file can shrink and
+///   the fd has `O_APPEND`.
 /// - OutOfBounds: the range reaches past the end of the file.
-/// - AccessDenied: the registration needs rights that the fd does not have.
+/// - AccessDenied: the fd is write-only, or `write` is true and the fd does not permit writes.
+/// - Another error of the kernel, for a dma-buf that the CPU cannot map for example.
 pub(in super::super) fn import(
     fd: BorrowedFd<'_>,
     offset: u64,
@@ -149,8 +151,7 @@ impl Mapping {
             protection |= ProtFlags::WRITE;
         }
         // SAFETY: a new shared mapping at an address of the kernel's choice, of a file that cannot
-        // shrink (`Properties::of`), so that no access within it can fault for want of the
-        // file.
+        // shrink (`Properties::of`), so that every access within it finds bytes of the file.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),

@@ -10,8 +10,8 @@
 //! | memory | written back by |
 //! |---|---|
 //! | pages of a file, its page cache or DAX, MAP_SYNC too | `msync(MS_SYNC)` of the touched pages |
-//! | device DAX, owned by the region | the cache lines of the touched bytes |
-//! | device DAX, not owned by the region | nothing: the transfer fails |
+//! | device DAX, owned by the region, on x86-64 | the cache lines of the touched bytes |
+//! | other device DAX | nothing: the transfer fails |
 //! | anonymous and private pages | nothing: no copy of them outlives the process |
 //! | a file that the NIC imported by its fd | `msync` of its mapping, or `fdatasync` |
 //! | memory of a device | the device's flush (`InboundFlush::flush`) |
@@ -31,18 +31,19 @@ use std::{
 use hmem_core::{Address, AddressRange, Errno, Error, ErrorKind, Result};
 use rustix::mm::{MsyncFlags, msync};
 
-/// Converts an address to a pointer. The address lies in a region, or in memory that the caller of
-/// `post` keeps valid.
+/// Converts an address to a pointer. The address lies in a region, in a mapping or buffer of the
+/// NIC, or in memory that the caller of `post` keeps valid.
 ///
-/// Never create a reference from the pointer: the application accesses the memory at the same time.
+/// Never create a reference from the pointer, except to an atomic: the application accesses the
+/// memory at the same time.
 pub(in super::super) fn direct_pointer(at: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(at as usize)
 }
 
 /// Copies `len` bytes as a NIC does.
 ///
-/// Other threads may read and write the bytes at the same time, and see them change in any order.
-/// Aligned words of up to 8 bytes move as a whole.
+/// Other threads may read and write the bytes at the same time, and see them change in any order. A
+/// copy of 1, 2, 4 or 8 bytes moves as a whole if both addresses are multiples of its length.
 ///
 /// # Safety
 /// All `len` bytes of the source are mapped and readable, and those of the target mapped and
@@ -75,7 +76,11 @@ pub(super) unsafe fn copy_direct(from: *const u8, to: *mut u8, len: usize) {
     unsafe { libc::memmove(to.cast(), from.cast(), len) };
 }
 
-/// Copies `len` bytes to mapped memory at `to`. The addresses at `from` may be unmapped.
+/// Copies `len` bytes from `from` to `to`. The addresses may be unmapped.
+///
+/// # Errors
+/// BadAddress: an address at `from` is not readable, or an address at `to` is not writable. The
+/// error names an address at `from` in both cases.
 pub(super) fn kernel_read(from: u64, to: u64, len: u64) -> Result<()> {
     // SAFETY: the kernel checks both ranges and reports what it cannot reach; it writes to `to`
     // only, which is memory that a region or a posted request names as a target.
@@ -84,7 +89,10 @@ pub(super) fn kernel_read(from: u64, to: u64, len: u64) -> Result<()> {
     })
 }
 
-/// Copies `len` bytes from mapped memory at `from`. The addresses at `to` may be unmapped.
+/// Copies `len` bytes from `from` to `to`. The addresses may be unmapped.
+///
+/// # Errors
+/// BadAddress, as in [`kernel_read`]. The error names an address at `to` in both cases.
 pub(super) fn kernel_write(from: u64, to: u64, len: u64) -> Result<()> {
     // SAFETY: the kernel checks both ranges and reports what it cannot reach; it writes to `to`
     // only, which is memory that a region or a posted request names as a target.
@@ -124,18 +132,20 @@ fn kernel_copy(
     Ok(())
 }
 
-/// Fills `into` with the bytes at address `at`. Fails if an address is unmapped.
+/// Fills `into` with the bytes at address `at`. Fails if an address is not readable.
 pub(super) fn load_host(at: u64, into: &mut [u8]) -> Result<()> {
     kernel_read(at, into.as_mut_ptr().expose_provenance() as u64, into.len() as u64)
 }
 
-/// Writes `from` to address `at`. Fails if an address is unmapped.
+/// Writes `from` to address `at`. Fails if an address is not writable.
 pub(super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
     kernel_write(from.as_ptr().expose_provenance() as u64, at, from.len() as u64)
 }
 
-/// Populates the pages of a range. Fails if an address is not mapped. Also fails if an address is
-/// not writable and the region lets the NIC write.
+/// Populates the pages of a range, for writes if `write` is true and for reads otherwise.
+///
+/// # Errors
+/// BadAddress: a page is not mapped, or is not writable or readable as requested.
 pub(in super::super) fn populate(
     range: AddressRange,
     write: bool,
@@ -331,8 +341,8 @@ impl AnnouncedPages {
 /// Returns the parts of a range with pages that `/proc/self/pagemap` lists as present or swapped
 /// out.
 ///
-/// Returns an empty list if that file cannot be read. The application then has to refresh every
-/// page.
+/// The result lacks the pages for which that file cannot be read. The application then has to
+/// refresh these pages.
 fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
     const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
     let page = rustix::param::page_size() as u64;

@@ -2,6 +2,8 @@
 //!
 //! - Device memory through its iface: local buffers without a descriptor, and peer-memory imports.
 //! - Staged memory through the copy engine of its owner.
+//!
+//! The modules `file` and `pinned` implement the trait for two more kinds of memory.
 
 #![allow(unsafe_code)]
 
@@ -14,7 +16,9 @@ use hmem_core::{Address, Error, ErrorKind, Iface, Result, provider::StagedMemory
 /// The argument `at` is the place of the first byte. It is an address or an offset, as each
 /// implementation defines.
 pub(in super::super) trait IndirectMemory: fmt::Debug + Send + Sync {
+    /// Fills `into` with the bytes at `at`.
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
+    /// Writes `from` to `at`.
     fn store(&self, at: u64, from: &[u8]) -> Result<()>;
     /// Returns an address that has the alignment and the page offset of the byte at `at`. The
     /// NIC checks the alignment of an atomic with it, and selects the lock of the atomic.

@@ -1,9 +1,10 @@
 //! Memory of regions and requests, and copies between them.
 //!
-//! - Memory that a region owns, and the NIC's mappings, are copied directly.
+//! - Memory that stays mapped, and the NIC's mappings, are copied directly.
 //! - Memory that the application may unmap is copied by the kernel, which reports a fault as an
 //!   error.
-//! - All other memory is *indirect*: function calls copy it to and from a bounce buffer.
+//! - All other memory is *indirect*: function calls copy it to and from a buffer. It comprises
+//!   pinned pages, files that can shrink, device memory and staged memory.
 
 #![allow(unsafe_code)]
 
@@ -12,7 +13,7 @@ mod host;
 mod indirect;
 mod pinned;
 
-use std::sync::Arc;
+use std::{cell::Cell, sync::Arc};
 
 pub(super) use file::{Mapping, import as import_fd};
 use hmem_core::{Error, Result, provider::StagedMemory};
@@ -38,7 +39,8 @@ pub(super) enum PieceMemory {
     Borrowed,
     /// A file that the NIC has mapped.
     Mapped(Arc<Mapping>),
-    /// Pinned pages: those that were mapped at the addresses at registration.
+    /// Pinned pages: those that were mapped at the addresses at registration or at the last
+    /// refresh.
     Pinned(Arc<Pinned>),
     /// Indirect memory, which is read and written through function calls.
     Indirect(Arc<dyn IndirectMemory>),
@@ -66,8 +68,9 @@ impl PieceMemory {
 /// Contiguous bytes of one kind of memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Span<'a> {
-    /// Bytes that are mapped while the span is in use. The region owns the memory or the mapping,
-    /// and the user of the span holds a guard of the region. Buffers of the NIC are direct too.
+    /// Bytes that are mapped while the span is in use. The memory or the mapping lives as long as
+    /// the region, and the user of the span holds a guard of the region. Buffers of the NIC are
+    /// direct too.
     Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
     /// Addresses that may be unmapped, so the kernel copies their bytes.
     Kernel { at: u64, len: u64 },
@@ -96,6 +99,12 @@ impl<'a> Span<'a> {
             Self::Direct { mapping, .. } => *mapping,
             Self::Kernel { .. } | Self::Indirect { .. } => None,
         }
+    }
+
+    /// Returns true if the NIC can read the span without an error: directly, and without a mapping
+    /// whose accesses it announces.
+    pub(super) const fn reads_never_fail(&self) -> bool {
+        matches!(self, Self::Direct { mapping: None, .. })
     }
 
     /// Returns the part of the span that starts at offset `skip` and has `len` bytes.
@@ -150,10 +159,20 @@ impl<'a> Span<'a> {
     }
 }
 
-/// Copies a list of spans to a list of the same total length. The spans of the two lists may have
-/// different lengths.
+/// Like [`copy`]. The error names the target as the failed side if no source span can fail.
+/// Otherwise the failed side is not known.
 #[inline]
-pub(super) fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
+pub(super) fn copy_reporting_side(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64, CopyError> {
+    copy(from, to).map_err(|error| {
+        let is_target = from.iter().all(Span::reads_never_fail);
+        CopyError { part: if is_target { Part::Target } else { Part::Wire }, error }
+    })
+}
+
+/// Copies a list of spans to a list of the same total length, and returns the number of bytes. The
+/// spans of the two lists may have different lengths.
+#[inline]
+fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
     if let ([from], [to]) = (from, to) {
         copy_span(*from, *to)?;
         return Ok(to.len());
@@ -270,7 +289,7 @@ fn bounce(from: Span<'_>, to: Span<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Returns spans that cover the first `len` bytes of `spans`.
+/// Returns spans that cover the first `len` bytes of `spans`, or all bytes if there are fewer.
 pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> Few<Span<'a>> {
     let (mut head, mut left) = (Few::new(), len);
     for span in spans {
@@ -284,7 +303,7 @@ pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> Few<Span<'a>> {
     head
 }
 
-/// Returns a copy of the first `len` bytes of `spans`.
+/// Returns a copy of the first `len` bytes of `spans`, which have at least so many.
 pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     let mut bytes = vec![0; usize::try_from(len).expect("local memory fits the address space")];
     let mut rest = bytes.as_mut_slice();
@@ -296,16 +315,18 @@ pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The error of a copy, and the side of the transfer that failed.
+/// The error of a copy, and the part of the transfer that failed.
 #[derive(Debug)]
 pub(super) struct CopyError {
+    /// [`Part::Source`] or [`Part::Target`] if the memory of that side failed. [`Part::Wire`] if
+    /// the failed side is not known, or if the transfer failed for another reason.
     pub(super) part: Part,
     pub(super) error: Error,
 }
 
 impl CopyError {
-    /// Creates the error of a transfer that failed for another reason than the memory of its local
-    /// or remote side.
+    /// Creates the error of a transfer that failed for another reason than the memory of its source
+    /// or target.
     pub(super) fn on_the_wire(error: Error) -> Self {
         Self { part: Part::Wire, error }
     }
@@ -317,7 +338,8 @@ impl From<CopyError> for Error {
     }
 }
 
-/// Copies a list of spans to a list of the same total length. At least one span is staged.
+/// Copies a list of spans to a list of the same total length, and returns the number of bytes. At
+/// least one span is staged.
 ///
 /// The copy goes chunk by chunk through staging buffers, so that the copy engine and the NIC work
 /// at the same time. Before each chunk, the function calls `canceled`, and `enter` for fault
@@ -336,16 +358,24 @@ pub(super) fn pipe(
     let plan = ChunkPlan::chunks(len, pool.slot_len());
     let (sources, targets) = (staged_runs(from), staged_runs(to));
     let pipeline = Pipeline::new(Claim::new(pool), PoolUse::Rma, plan, sources, targets);
+    // The part that failed when the NIC copied a chunk. The pipeline reports `Part::Wire` then.
+    let failed = Cell::new(Part::Wire);
     let carry = |view: View<'_>| {
         enter()?;
         let (near, far) = (near(from, &view), near(to, &view));
         // If both sides are staged, the chunk is already in the staging buffer that they share.
         if near.iter().zip(&far).any(|(near, far)| !same(near, far)) || near.len() != far.len() {
-            copy(&near, &far)?;
+            copy_reporting_side(&near, &far).map_err(|CopyError { part, error }| {
+                failed.set(part);
+                error
+            })?;
         }
         Ok(Posted::Done)
     };
-    pipeline.run(canceled, carry).map_err(|(part, error)| CopyError { part, error })
+    pipeline.run(canceled, carry).map_err(|(part, error)| {
+        let part = if part == Part::Wire { failed.get() } else { part };
+        CopyError { part, error }
+    })
 }
 
 fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a dyn StagedMemory>> {

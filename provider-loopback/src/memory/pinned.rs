@@ -45,10 +45,12 @@ pub(in super::super) struct Pinner {
 }
 
 impl Pinner {
-    /// Creates a pinner. Fails unless the process may use io_uring.
+    /// Creates a pinner with one io_uring.
     ///
     /// # Errors
-    /// Unavailable: the kernel, a sysctl or a seccomp filter refuses io_uring.
+    /// - Unavailable: the kernel, a sysctl, a seccomp filter or a limit refuses io_uring or its
+    ///   scratch file.
+    /// - The errors of [`ProcessMark::current`].
     pub(in super::super) fn new() -> Result<Self> {
         let process = ProcessMark::current()?;
         Ok(Self { process, rings: Mutex::new(vec![Arc::new(Ring::new()?)]) })
@@ -60,6 +62,10 @@ impl Pinner {
     /// - BadAddress: pages are absent or not writable.
     /// - OutOfResources: the locked-memory limit is reached.
     /// - BadState: this process is a forked child.
+    /// - The errors of [`Pinner::new`], if the pinner needs another io_uring.
+    /// - Another error of the kernel, for pages of a file that it does not pin.
+    ///
+    /// After an error no page of the range stays pinned.
     pub(in super::super) fn pin(
         &self,
         range: AddressRange,
@@ -216,8 +222,9 @@ impl RingState {
     /// Executes one READ_FIXED or WRITE_FIXED request. Returns the number of bytes that it moved.
     ///
     /// # Errors
-    /// The error of io_uring for the request. An error of `io_uring_enter` itself ends the use of
-    /// the ring.
+    /// - BadState: the ring is broken.
+    /// - The error of io_uring for the request.
+    /// - The error of `io_uring_enter`. The ring is broken afterwards.
     fn run(&mut self, entry: &io_uring::squeue::Entry) -> Result<u64> {
         if self.broken {
             return Err(Error::new(ErrorKind::BadState, "io_uring")
@@ -226,7 +233,8 @@ impl RingState {
                 .remedy("close the region and register it again"));
         }
         // SAFETY: the entry names a registered buffer and the scratch file, both of which outlive
-        // the request: this function waits for the end of the request under the ring's lock.
+        // the request: this function waits for the end of the request under the ring's lock. If it
+        // cannot wait, it marks the ring as broken, and the ring submits no request any more.
         unsafe { self.uring.submission().push(entry) }.map_err(|_| {
             Error::new(ErrorKind::Driver, "io_uring submission").provider("loopback")
         })?;
@@ -440,8 +448,10 @@ impl IndirectMemory for Pinned {
         Ok(at)
     }
 
-    /// Writes the bytes back to storage through the application's mapping. Fails if that mapping
-    /// shows pages other than the pinned pages and cannot be written back.
+    /// Writes the bytes back to storage through the application's mapping of the addresses.
+    ///
+    /// If the application has mapped other pages there, the call writes back those pages instead of
+    /// the pinned pages, or fails if they cannot be written back.
     fn persist(&self, at: u64, len: u64) -> Result<()> {
         Written { at, len, owned: false }.persist()
     }

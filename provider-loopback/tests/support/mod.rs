@@ -41,8 +41,8 @@ pub(crate) fn domain(provider: &Loopback, mode: MrMode) -> Arc<dyn ProviderDomai
     provider.open_domain(&request(mode)).unwrap()
 }
 
-/// The attributes of a registration. By default the region is enabled and has every right except
-/// COLLECTIVE.
+/// The attributes of a registration. By default the region is enabled and zero-based, and has every
+/// right except COLLECTIVE.
 #[derive(Clone)]
 pub(crate) struct RegAttr {
     pub(crate) access: Access,
@@ -131,15 +131,14 @@ unsafe impl Sync for Buffer {}
 
 impl Buffer {
     pub(crate) fn new(len: usize) -> Self {
-        Self::layout(len, 4096)
-    }
-
-    fn layout(len: usize, align: usize) -> Self {
-        let layout = std::alloc::Layout::from_size_align(len.max(1), align).unwrap();
         // SAFETY: the layout has at least one byte.
-        let start = unsafe { std::alloc::alloc_zeroed(layout) };
+        let start = unsafe { std::alloc::alloc_zeroed(Self::layout(len)) };
         assert!(!start.is_null());
         Self { start, len }
+    }
+
+    fn layout(len: usize) -> std::alloc::Layout {
+        std::alloc::Layout::from_size_align(len.max(1), 4096).unwrap()
     }
 
     pub(crate) fn filled(len: usize, byte: u8) -> Self {
@@ -212,13 +211,8 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: `layout` allocated the memory with the same layout.
-        unsafe {
-            std::alloc::dealloc(
-                self.start,
-                std::alloc::Layout::from_size_align(self.len.max(1), 4096).unwrap(),
-            );
-        }
+        // SAFETY: `new` allocated the memory with the same layout.
+        unsafe { std::alloc::dealloc(self.start, Self::layout(self.len)) };
     }
 }
 
