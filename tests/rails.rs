@@ -109,7 +109,7 @@ fn open_domain(hmem: &Hmem, nic: &str) -> Domain {
     hmem.domain("loopback", attr).expect("a domain")
 }
 
-/// P2P-05 VRB-08
+/// P2P-05, VRB-08
 #[test]
 fn a_buffer_is_registered_with_the_nics_nearest_to_its_device() {
     let machine = Machine::new("dgx-a100");

@@ -111,7 +111,6 @@ fn errno<T>(result: Result<T, Error>) -> Option<i32> {
     result.err().map(|error| error.os_errno().unwrap_or_else(|| panic!("{error}")).0)
 }
 
-/// MR-12
 fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConfig) {
     let memory = Bytes::Host(HostPages::new(4 * PAGE as usize));
     memory.put(0, &pattern(1, 4 * PAGE as usize));
@@ -149,7 +148,6 @@ fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConf
     net.assert_works(&net.key(&persistent));
 }
 
-/// MR-12
 fn persistent_device_memory_is_flushed_before_a_write_completes(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.bytes(64);

@@ -14,7 +14,7 @@ fn cached(cache: CacheAttr) -> DomainAttr {
     DomainAttr { cache: Some(cache), ..DomainAttr::default() }
 }
 
-/// MON-07 CACHE-02
+/// MON-07, CACHE-02
 ///
 /// Reuses an address in thousands of rounds, over a NIC that keeps the pages of a registration. In
 /// each round the first lookup is a miss, and the second one a hit.
@@ -55,7 +55,7 @@ fn freed_and_reallocated_memory_is_never_a_hit() {
     }
 }
 
-/// CACHE-12 MON-09
+/// CACHE-12, MON-09
 ///
 /// With `FI_MR_ZE_CACHE_MONITOR_ENABLED=0` Level Zero memory is registered uncached, and the reason
 /// names the variable. Host memory is still cached. The test runs itself in a process with that
