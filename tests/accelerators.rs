@@ -64,8 +64,8 @@ fn request() -> AllocRequest {
 
 /// CACHE-02, MON-07
 ///
-/// The fake reuses the address of freed memory at once, and the NIC keeps the pages of a
-/// registration, so a stale hit would read bytes of freed memory.
+/// The fake reuses the address of freed memory at once. The NIC keeps the pages of a registration.
+/// A stale hit would read bytes of freed memory.
 #[test]
 fn reused_address_is_never_a_hit() {
     const ROUNDS: u64 = 10_000;

@@ -80,7 +80,7 @@ fn each_registration_is_a_span_with_its_range_and_outcome(config: &TestConfig) {
     let memory = net.bytes(4096);
     let notes = Notes::default();
     // With a single subscriber in the process, tracing decides which events are enabled in the
-    // thread that reaches them first, which may be that of another test. A second subscriber
+    // thread that reaches them first. That may be the thread of another test. A second subscriber
     // prevents this.
     let _second = tracing::Dispatch::new(Notes::default());
     tracing::subscriber::with_default(notes.clone(), || {

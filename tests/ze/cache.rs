@@ -101,7 +101,10 @@ fn pooled_memory_of_the_application_is_registered_uncached() {
     let mut last = None;
     for round in 0..10 {
         let base = driver.allocate_elsewhere(1000);
-        assert!(last.replace(base).is_none_or(|last| last == base), "the address comes back");
+        assert!(
+            last.replace(base).is_none_or(|last| last == base),
+            "the address did not come back"
+        );
         let range = hmem::AddressRange::new(hmem::Address(base), 1000).expect("a range");
         // SAFETY: the memory is freed after the region is dropped.
         let region = unsafe { cache.get_or_register(range, REMOTE) }.expect("registered");
