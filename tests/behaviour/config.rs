@@ -383,8 +383,8 @@ pub(crate) mod needs {
     );
     pub(crate) const HELD_TRANSFERS: Need = need(
         "verbs",
-        "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions amid a \
-         device's",
+        "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions during \
+         transfers of a device",
         TestConfig::is_loopback,
     );
     pub(crate) const SUB_REGIONS: Need =
