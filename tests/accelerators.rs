@@ -62,10 +62,10 @@ fn request() -> AllocRequest {
     AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device }
 }
 
-/// CACHE-02 MON-07
+/// CACHE-02, MON-07
 ///
-/// The fake reuses the address of freed memory at once, and the NIC keeps the pages of a
-/// registration, so a stale hit would read bytes of freed memory.
+/// The fake reuses the address of freed memory at once. The NIC keeps the pages of a registration.
+/// A stale hit would read bytes of freed memory.
 #[test]
 fn reused_address_is_never_a_hit() {
     const ROUNDS: u64 = 10_000;
@@ -94,7 +94,7 @@ fn reused_address_is_never_a_hit() {
     });
 }
 
-/// CACHE-02 MON-07
+/// CACHE-02, MON-07
 ///
 /// In each round the application allocates memory, announces it to the iface, registers it,
 /// withdraws it and frees it.
@@ -138,11 +138,11 @@ fn withdrawn_memory_loses_its_cached_registrations() {
             assert_eq!(free(0, base, 0), 0);
         }
     }
-    assert!(bases.windows(2).all(|pair| pair[0] == pair[1]), "the address came back");
+    assert!(bases.windows(2).all(|pair| pair[0] == pair[1]), "the address did not come back");
     assert_eq!(cache.statistics().registrations, 3);
 }
 
-/// CACHE-12 MON-09
+/// CACHE-12, MON-09
 #[test]
 fn disabled_monitor_leaves_the_other_ifaces_cached() {
     let fake = Fake::start(Profile::running());
@@ -169,7 +169,7 @@ fn disabled_monitor_leaves_the_other_ifaces_cached() {
     assert_eq!(hmem.cache_monitor_left_out_by(IfaceKind::SYNAPSEAI), None);
 }
 
-/// P2P-03 DIAG-03
+/// P2P-03, DIAG-03
 #[test]
 fn refused_export_is_staged_with_its_call_code_and_cause() {
     with_each(|fake, wire, iface| {
@@ -187,6 +187,7 @@ fn refused_export_is_staged_with_its_call_code_and_cause() {
         let refused = refused.expect("the dma-buf was tried");
         let error = refused.error.as_ref().expect("it was refused");
         assert!(error.to_string().contains(symbol), "{error}");
+        assert!(error.to_string().contains(&format!("({})", code.abs())), "{error}");
         assert_eq!(refused.cause_name, Some(cause));
         let buffer = region.close().expect("close");
         let region = domain.register(buffer, Access::READ | Access::WRITE).expect("direct");

@@ -1,7 +1,14 @@
-//! Checks the dependencies between crates: `hook -> core`, `iface-* -> core, hook`, `iface-neuron,
-//! iface-synapseai -> core, iface-announced`, `p2p -> core`, `provider-* -> core, p2p`,
-//! `conformance -> core, p2p, iface-system, provider-loopback`, `hmem ->` ifaces and providers,
-//! `hmem-cli -> hmem`.
+//! Checks the dependencies between crates:
+//!
+//! - `core`, `fake-common` and `xtask` depend on none
+//! - `hook -> core`
+//! - `iface-* -> core, hook`; `iface-neuron, iface-synapseai -> core, iface-announced`
+//! - `p2p -> core`
+//! - `provider-* -> core, p2p`
+//! - `conformance -> core, p2p, iface-system, provider-loopback`
+//! - `hmem` depends on neither `hmem-cli` nor `conformance`
+//! - `hmem-cli -> hmem`
+//! - `fake-* -> fake-common`, and the iface that it fakes
 
 mod workspace;
 

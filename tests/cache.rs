@@ -261,7 +261,7 @@ fn each_allocation_and_device_has_its_own_cache_entry() {
         assert_eq!(get(part).lease().key(), Some(first));
         assert_eq!(cache.statistics().hits, u64::from(round) + 1);
         assert_eq!(cache.statistics().registrations, u64::from(round) + 1);
-        // If the caller names an owner other than the actual one, the error names the actual owner.
+        // A lookup that names another device than the owner is refused.
         let other = Some(DeviceId(1 - round % 2));
         // SAFETY: the registration must be refused.
         let refused =

@@ -72,7 +72,7 @@ fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
         let region = unsafe { cache.get_or_register(range(at, PAGE), Access::REMOTE_READ) };
         drop(region.expect("registered"));
     };
-    get();
+    assert_eq!(of(&get), 1, "a miss");
     assert_eq!(of(&|| (0..10).for_each(|_| get())), 0);
     assert_eq!(cache.statistics().hits, 10);
     cache.evict_idle();

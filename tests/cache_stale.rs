@@ -99,9 +99,10 @@ fn attached() -> *mut libc::c_void {
 type Replace = fn(*mut libc::c_void);
 /// A way to replace a page: its name, the function that maps the page, and the function that
 /// replaces it.
-type InvalidationCause = (&'static str, fn() -> *mut libc::c_void, Replace);
+type Replacement = (&'static str, fn() -> *mut libc::c_void, Replace);
 
-const HOOKED: [InvalidationCause; 7] = [
+/// Ways to replace a page by functions of the C library. memhooks and userfaultfd detect them.
+const HOOKED: [Replacement; 7] = [
     ("munmap", own, |at| {
         unmap(at);
         raw_map(at);
@@ -139,7 +140,7 @@ const HOOKED: [InvalidationCause; 7] = [
 
 /// Ways to replace a page that userfaultfd does not detect: it cannot watch such memory, or gets no
 /// event.
-const SEGMENTS: [InvalidationCause; 2] = [
+const SEGMENTS: [Replacement; 2] = [
     ("shmdt", attached, |at| {
         // SAFETY: the test attached the segment, and attaches a new one at its address.
         unsafe {
@@ -156,7 +157,8 @@ const SEGMENTS: [InvalidationCause; 2] = [
     }),
 ];
 
-const RAW: [InvalidationCause; 3] = [
+/// Ways to replace a page by raw system calls. userfaultfd detects them, and memhooks do not.
+const RAW: [Replacement; 3] = [
     ("raw mremap", own, |at| {
         let elsewhere = map(ptr::null_mut(), OWN);
         let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
@@ -208,7 +210,7 @@ impl Nic {
 
     /// Returns true if this way to replace a page is tested over this NIC. RDMA devices test six
     /// ways only, since they are emulated.
-    fn shows(&self, (name, ..): &&InvalidationCause) -> bool {
+    fn shows(&self, (name, ..): &&Replacement) -> bool {
         let sorts = ["munmap", "MAP_FIXED", "madvise", "mremap", "raw munmap", "raw madvise"];
         matches!(self, Self::Pinned) || sorts.contains(name)
     }
@@ -312,11 +314,11 @@ impl Net {
 }
 
 /// Returns the number of rounds in which the NIC moved bytes of an earlier round, and the number of
-/// invalidations.
+/// invalidations. With `adversary`, a second thread looks the memory up all the time.
 fn stale(
     nic: &Nic,
     monitor: &Arc<dyn Monitor>,
-    (_, memory, replace): &InvalidationCause,
+    (_, memory, replace): &Replacement,
     rounds: u64,
     adversary: bool,
 ) -> (u64, u64) {
@@ -371,9 +373,10 @@ impl Drop for Stop<'_> {
     }
 }
 
-fn none(
+/// Asserts that no round is stale, for each NIC and each way to replace a page.
+fn assert_none_stale(
     monitor: &Arc<dyn Monitor>,
-    causes: &[InvalidationCause],
+    causes: &[Replacement],
     rounds: Option<u64>,
     adversary: bool,
 ) {
@@ -396,7 +399,8 @@ fn none(
     }
 }
 
-fn some(monitor: &Arc<dyn Monitor>, causes: &[InvalidationCause]) {
+/// Asserts that at least 30 of 40 rounds are stale, for each NIC and each way to replace a page.
+fn assert_stale(monitor: &Arc<dyn Monitor>, causes: &[Replacement]) {
     for nic in nics() {
         for cause in causes.iter().filter(|cause| nic.shows(cause)) {
             let (stale, _) = stale(&nic, monitor, cause, 40, false);
@@ -420,8 +424,8 @@ fn alone(name: &str, body: impl FnOnce()) {
 fn memhooks(rounds: Option<u64>) {
     let hooks: Arc<dyn Monitor> = MemHooks::start().expect("memhooks work here");
     for adversary in [false, true] {
-        none(&hooks, &HOOKED, rounds, adversary);
-        none(&hooks, &SEGMENTS, rounds, adversary);
+        assert_none_stale(&hooks, &HOOKED, rounds, adversary);
+        assert_none_stale(&hooks, &SEGMENTS, rounds, adversary);
     }
 }
 
@@ -429,17 +433,17 @@ fn memhooks(rounds: Option<u64>) {
 /// race of other threads.
 fn userfaultfd(rounds: Option<u64>) {
     let events: Arc<dyn Monitor> = UserFaultFd::start().expect("userfaultfd works here");
-    none(&events, &HOOKED, rounds, false);
-    none(&events, &RAW, rounds, false);
+    assert_none_stale(&events, &HOOKED, rounds, false);
+    assert_none_stale(&events, &RAW, rounds, false);
 }
 
 fn both(rounds: Option<u64>) {
     let hooks = MemHooks::start().expect("memhooks work here");
     let events = UserFaultFd::start().expect("userfaultfd works here");
     let both: Arc<dyn Monitor> = Layered::new(hooks, events);
-    none(&both, &HOOKED, rounds, true);
-    none(&both, &SEGMENTS, rounds, true);
-    none(&both, &RAW, rounds, false);
+    assert_none_stale(&both, &HOOKED, rounds, true);
+    assert_none_stale(&both, &SEGMENTS, rounds, true);
+    assert_none_stale(&both, &RAW, rounds, false);
 }
 
 /// MR-07
@@ -447,12 +451,12 @@ fn both(rounds: Option<u64>) {
 fn without_a_monitor_every_cause_leaves_stale_hits() {
     alone("without_a_monitor_every_cause_leaves_stale_hits", || {
         let silent: Arc<dyn Monitor> = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
-        some(&silent, &HOOKED);
-        some(&silent, &SEGMENTS);
-        some(&silent, &RAW);
+        assert_stale(&silent, &HOOKED);
+        assert_stale(&silent, &SEGMENTS);
+        assert_stale(&silent, &RAW);
         // memhooks miss raw system calls.
         let hooks: Arc<dyn Monitor> = MemHooks::start().expect("memhooks work here");
-        some(&hooks, &RAW);
+        assert_stale(&hooks, &RAW);
     });
 }
 

@@ -69,7 +69,7 @@ fn main() -> ExitCode {
 }
 
 /// Adds tests of the CUDA iface: over the fake driver with each profile (set of simulated
-/// properties), or over a GPU if `HMEM_CUDA=real`.
+/// properties), or over a GPU if `HMEM_CUDA` lists `real`.
 #[cfg(feature = "cuda")]
 fn cuda(suite: &mut Suite) {
     use hmem::cuda::{Cuda, sys::Functions};
@@ -113,7 +113,7 @@ fn rocr(suite: &mut Suite) {
 }
 
 /// Adds tests of the Level Zero iface: over the fake driver with each profile (set of simulated
-/// properties), or over the real driver if `HMEM_ZE=real`.
+/// properties), or over the real driver if `HMEM_ZE` lists `real`.
 #[cfg(feature = "ze")]
 fn level_zero(suite: &mut Suite) {
     use hmem::ze::{LevelZero, sys::Functions};

@@ -28,7 +28,7 @@ fn path() -> PathBuf {
 
 /// MON-07, CACHE-02, MR-07
 #[test]
-fn direct_frees_in_a_loaded_library_invalidate_first() {
+fn direct_frees_in_a_loaded_library_end_cached_registrations() {
     let path = path();
     let cuda = Arc::new(Cuda::builder().library(&path).open().expect("the fake driver"));
     // The application's own handle of the library. SAFETY: the library is loaded already, so no

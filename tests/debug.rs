@@ -2,42 +2,33 @@
 //! messages.
 #![allow(unsafe_code)]
 
+mod silent;
+
 use std::{fmt::Debug, sync::Arc};
 
 use hmem::{
     Access, AddressRange, AllocationKind, Builder, CacheAttr, DeviceBuffer, DeviceId, Domain,
-    DomainAttr, Growth, Hmem, Iface, IfaceKind, MrMode, Result, View,
+    DomainAttr, Growth, Hmem, Iface, IfaceKind, MrMode, View,
     iface::AllocRequest,
     loopback::Loopback,
     provider::EndpointAttr,
     system::{
         FreeDetection, SIMULATED, Simulated,
-        monitor::{HostMonitorKind, ImportCallbacks, ImportMonitor},
+        monitor::{HostMonitorKind, ImportMonitor},
     },
 };
-
-/// Callbacks of an imported cache monitor whose application reports no changes.
-#[derive(Debug)]
-struct Silent;
-
-impl ImportCallbacks for Silent {
-    fn subscribe(&self, _: AddressRange) -> Result<()> {
-        Ok(())
-    }
-
-    fn unsubscribe(&self, _: AddressRange) {}
-}
+use silent::Silent;
 
 const PAGE: u64 = 4096;
 const COUNT: usize = 2_000;
 
-/// Maximum number of characters of a printed handle.
+/// Maximum length in bytes of a printed handle.
 const MOST: usize = 4_000;
 
 fn check(name: &str, value: &dyn Debug) {
     for text in [format!("{value:?}"), format!("{value:#?}")] {
         let start: String = text.chars().take(300).collect();
-        assert!(text.len() <= MOST, "{name} takes {} characters: {start}", text.len());
+        assert!(text.len() <= MOST, "{name} takes {} bytes: {start}", text.len());
     }
     let line = format!("{value:?}");
     assert!(!line.contains('\n') && !line.is_empty(), "{name} is not one line: {line}");

@@ -19,7 +19,7 @@ fn kv_cache_blocks_arrive_in_device_memory() {
     assert_eq!(kv_cache_transfer::run().expect("the example works"), 100);
 }
 
-/// CACHE-02
+/// CACHE-01
 #[test]
 fn cached_transfers_register_each_part_once() {
     let statistics = cached_transfers::run().expect("the example works");

@@ -193,7 +193,7 @@ fn panic_after_the_nic_registered_leaks_the_memory() {
     let ends = Arc::new(AtomicUsize::new(0));
     let register = || domain.register(Counted::new(64, &ends), REMOTE).is_ok();
     // With a single subscriber in the process, tracing decides which events are enabled in the
-    // thread that reaches them first, which may be that of another test. A second subscriber
+    // thread that reaches them first. That may be the thread of another test. A second subscriber
     // prevents this.
     let _second = tracing::Dispatch::new(PanicsAtRegistered);
     let panicked = tracing::subscriber::with_default(PanicsAtRegistered, || {

@@ -262,7 +262,7 @@ fn queries(fixture: &Fixture, entry: EntryPoint, memory: Memory) -> [u64; 2] {
 
 /// Expected number of queries of each iface. A registration queries once for each page that holds
 /// an end of a host range, and once for a device range. A cached miss of device memory queries once
-/// more, to detect a concurrent free.
+/// more, to detect a concurrent free. A sub-region and a cached hit need no query.
 #[rustfmt::skip]
 const TABLE: [(EntryPoint, Memory, u64); 27] = [
     (EntryPoint::Regattr, Memory::HostPage, 1),

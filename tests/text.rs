@@ -122,5 +122,9 @@ fn a_clause_is_found_wherever_a_sentence_begins() {
         assert_eq!(found("a.rs", text), 0, "{text}");
     }
     assert_eq!(found("a.md", "# Whose it is\n\nA. Where\nA where b.\n\n```\nWhat\n```\n"), 1);
+}
+
+#[test]
+fn line_with_a_long_word_may_exceed_the_limit() {
     assert!(is_too_long(&"word ".repeat(21)) && !is_too_long(&"word".repeat(30)));
 }

@@ -1,8 +1,8 @@
 # Functions of the vendor tier's scripts (tests/{cuda,rocr,ze,accelerators}/{fetch,run}), which
 # source this file: downloads of pinned packages, and counted results.
 #
-# Exit status of the scripts: 0 passed, 1 failed, 3 something cannot be downloaded. In the last case a
-# script still runs the parts that it can.
+# Exit status of the scripts: 0 passed, 1 failed, 3 something cannot be downloaded. In the last case
+# a script still runs the parts that it can.
 
 missing=0 failed=0 left_out=0
 
@@ -73,7 +73,8 @@ unpack() {
     echo "$*" >"$target/complete"
 }
 
-# Runs a fetch script. Sets cache to the folder that the script prints.
+# Runs a fetch script. Sets cache to the folder that the script prints, and missing to a number
+# other than 0 if something cannot be downloaded.
 fetched() { # fetched <script>
     cache=$("$1")
     missing=$?
@@ -93,7 +94,8 @@ leave_out() { # leave_out <label>
     left_out=$((left_out + 1))
 }
 
-# Runs tests. A test that is ignored for a reason that the pattern does not match is a failure.
+# Runs tests. A test that is ignored for a reason that the pattern does not match is a failure, and
+# so is a run in which no test passes.
 passed() { # passed <label> <pattern of reasons> <command>...
     local label=$1 reasons=$2 output other status=0
     shift 2

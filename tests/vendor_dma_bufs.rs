@@ -27,25 +27,25 @@ use vendors::Vendor;
 use wire::{REMOTE, Wire, pattern};
 
 trials! {
-    /// HM-06 P2P-06
+    /// HM-06, P2P-06
     cuda_memory_moves_its_bytes_by_dma_buf,
-    /// HM-06 P2P-06
+    /// HM-06, P2P-06
     rocr_memory_moves_its_bytes_by_dma_buf,
-    /// HM-06 P2P-06
+    /// HM-06, P2P-06
     level_zero_memory_moves_its_bytes_by_dma_buf,
-    /// HM-06 P2P-06
+    /// HM-06, P2P-06
     neuron_memory_moves_its_bytes_by_dma_buf,
-    /// HM-06 P2P-06
+    /// HM-06, P2P-06
     synapseai_memory_moves_its_bytes_by_dma_buf,
-    /// MON-07 CACHE-02
+    /// MON-07, CACHE-02
     reused_cuda_addresses_are_never_a_hit,
-    /// MON-07 CACHE-02
+    /// MON-07, CACHE-02
     reused_rocr_addresses_are_never_a_hit,
-    /// MON-07 CACHE-02
+    /// MON-07, CACHE-02
     reused_level_zero_addresses_are_never_a_hit,
-    /// MON-07 CACHE-02
+    /// MON-07, CACHE-02
     reused_neuron_addresses_are_never_a_hit,
-    /// MON-07 CACHE-02
+    /// MON-07, CACHE-02
     reused_synapseai_addresses_are_never_a_hit,
 }
 
@@ -56,7 +56,8 @@ fn domain(iface: &Arc<dyn Iface>) -> Result<Domain, Skipped> {
     let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(iface));
     let cache = Some(CacheAttr::default());
     let attr = DomainAttr { p2p: P2pPolicy::Required, cache, ..DomainAttr::default() };
-    let Ok(device) = std::env::var("HMEM_VERBS_DEVICE") else {
+    let device = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty());
+    let Some(device) = device else {
         let nic = Loopback::builder().memory(Memory::Pinned).build().expect("the software NIC");
         let hmem = hmem.provider(nic).build().expect("start");
         return Ok(hmem.domain("loopback", attr).expect("a domain"));

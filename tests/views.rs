@@ -15,14 +15,14 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AllocationKind, BufferView, CacheAttr, DeviceBuffer, DeviceId,
-    Domain, DomainAttr, Endpoint, Errno, ErrorKind, Growth, Hmem, Iface, MrMode, OwnedBuffer, Path,
-    RemoteKey, Result, View,
+    Domain, DomainAttr, Endpoint, Errno, ErrorKind, Growth, Hmem, Iface, Iova, MrMode, OwnedBuffer,
+    Path, RemoteKey, Result, View,
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
     system::{SIMULATED, Simulated},
-    transfer::EndpointName,
+    transfer::{EndpointName, RemoteSegment},
 };
 
 const PAGE: u64 = 4096;
@@ -483,7 +483,18 @@ fn nic_enforces_bounds_of_a_sub_region_of_a_shared_registration() {
         .expect("registered");
     let view = registered.get(2).expect("there");
     let sub = view.region().sub(view.range(), READ, None).expect("part of the region");
-    assert_eq!(net.pull(&sub.key().expect("a key"), 3).expect("read"), [3; 3]);
+    let key = sub.key().expect("a key");
+    assert_eq!(net.pull(&key, 3).expect("read"), [3; 3]);
+    let local = net.initiator.register(vec![0_u8; 8192], Access::READ).expect("a buffer");
+    let peer = net.endpoint.resolve(&net.name).expect("the target");
+    for (offset, len) in [(0, PAGE + 1), (PAGE, 1)] {
+        // Built by hand, since `RemoteKey::slice` refuses the range before the NIC does.
+        let address = Iova(key.base().0 + offset);
+        let remote = [RemoteSegment { address, len, key: &key }];
+        let into = [local.slice(0, len).expect("inside")];
+        net.endpoint.read(&into, &remote, peer, 1).expect("posted");
+        assert_eq!(net.done().unwrap_err().kind(), ErrorKind::OutOfBounds, "{len} at {offset}");
+    }
     let busy = registered.close().unwrap_err();
     assert_eq!(busy.error.kind(), ErrorKind::Busy);
     drop(sub);

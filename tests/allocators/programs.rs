@@ -78,7 +78,7 @@ fn churn(monitor: &dyn Monitor, collect: fn()) {
         // frees it too.
         drop(unsafe { Box::from_raw(ptr::with_exposed_provenance_mut::<Vec<u8>>(left)) });
     }
-    assert!(recorder.count() > 0, "the allocator returned memory, and the monitor reported it");
+    assert!(recorder.count() > 0, "the monitor reported no memory that the allocator returned");
 }
 
 pub(crate) fn under_memhooks(collect: fn()) {

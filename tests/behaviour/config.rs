@@ -1,6 +1,6 @@
-//! Test configurations in which behaviours run. Configurations of the software NIC
-//! combine memory, mr_mode, key size, progress, pages and path. Those of an RDMA device, which
-//! `HMEM_VERBS_DEVICE` names, combine memory and path.
+//! Test configurations in which behaviours run. Configurations of the software NIC combine memory,
+//! mr_mode, key size, progress, pages and path. Those of an RDMA device, which `HMEM_VERBS_DEVICE`
+//! names, combine memory and path.
 //!
 //! A behaviour is a function over a [`TestConfig`]. It declares a [`Need`], with its reason, for
 //! each property that a configuration may lack. `tests/skipped.txt` and `tests/skipped-verbs.txt`
@@ -164,7 +164,7 @@ impl TestConfig {
 
     /// Returns the error kind that the initiator sees when the target refuses an access with
     /// `refusal`. The software NIC reports the reason. RDMA devices report an invalid key, a range
-    /// out of bounds and a missing right alike, as a remote access error.
+    /// out of bounds, an absent page and a missing right alike, as a remote access error.
     pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
         let at_the_target = matches!(
             refusal,
@@ -196,7 +196,8 @@ impl fmt::Display for TestConfig {
     }
 }
 
-/// The test configurations in which a behaviour runs.
+/// The test configurations of the software NIC in which a behaviour runs. If `HMEM_VERBS_DEVICE` is
+/// set, every behaviour also runs in those of the RDMA device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ConfigSet {
     /// Every combination of memory, path, mr_mode, key size, progress and pages.
@@ -206,7 +207,8 @@ pub(crate) enum ConfigSet {
     Pairwise,
     /// Every mr_mode, over host memory.
     EveryMode,
-    /// Every combination of memory, path, progress mode and page handling, in the default mode.
+    /// Every combination of memory, path, progress mode and page handling, in the default mode with
+    /// 64-bit keys.
     DefaultMode,
     /// One configuration, in the default mode, for behaviours that are equal in every
     /// configuration.
@@ -381,8 +383,8 @@ pub(crate) mod needs {
     );
     pub(crate) const HELD_TRANSFERS: Need = need(
         "verbs",
-        "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions amid a \
-         device's",
+        "the test holds a transfer: `provider-verbs/tests/transfer.rs` closes regions during \
+         transfers of a device",
         TestConfig::is_loopback,
     );
     pub(crate) const SUB_REGIONS: Need =
@@ -411,8 +413,8 @@ pub(crate) struct Behaviour {
 
 impl Behaviour {
     /// Runs the behaviour in every test configuration that meets its needs. Panics with the list of
-    /// those in which it failed. The variable `HMEM_TEST_CONFIG` selects configurations by a part
-    /// of their name.
+    /// those in which it failed, and if no configuration meets its needs. The variable
+    /// `HMEM_TEST_CONFIG` selects configurations by a part of their name.
     pub(crate) fn run(&self) {
         let mut shown = 0;
         let mut failures = Vec::new();

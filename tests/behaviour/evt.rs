@@ -1,5 +1,5 @@
-//! EVT-01 to EVT-05 and MR-10: asynchronous registration, counting of peers' accesses, and waiting
-//! for completions.
+//! EVT-01 to EVT-03, EVT-05 and MR-10: asynchronous registration, counting of peers' accesses, and
+//! waiting for completions.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -238,7 +238,7 @@ fn a_counter_counts_each_remote_write_and_atomic_once(config: &TestConfig) {
     net.pull(&key, 0, 100).expect("reads are not counted");
     net.push(&uncounted, 0, &[1]).expect("another region over the same bytes is not counted");
     net.push(&key, 2048, &[1]).expect_err("outside");
-    assert_eq!((counter.value(), counter.errors()), (expected, counter.errors()));
+    assert_eq!((counter.value(), counter.errors()), (expected, 0));
     assert_eq!(
         other.bind_counter(&counter, BindFlags::empty()).unwrap_err().kind(),
         ErrorKind::BadFlags
@@ -248,7 +248,6 @@ fn a_counter_counts_each_remote_write_and_atomic_once(config: &TestConfig) {
     assert_eq!(counter.value(), expected, "a closed counter counted");
 }
 
-/// EVT-02
 fn every_counter_of_a_region_counts_each_write_and_atomic_once(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.bytes(4096);
@@ -577,7 +576,7 @@ fn a_channel_loses_no_wakeup(config: &TestConfig) {
     let target = net.bytes(64);
     let region = net.expose(target.range(), LOCAL);
     let local = net.local(64, LOCAL);
-    for context in 0..MESSAGES.min(100) {
+    for context in 0..100 {
         post_receive(&net, &region, context);
     }
     thread::scope(|scope| {

@@ -83,7 +83,8 @@ impl Fixture {
         }
     }
 
-    fn dead(&self, key: &RemoteKey) {
+    /// Asserts that peers can neither read nor write with a key.
+    fn assert_dead(&self, key: &RemoteKey) {
         let before = self.memory.all();
         let dead = self.net.seen(ErrorKind::InvalidKey);
         assert_eq!(self.net.push(key, 0, &[0xFF]).expect_err("a revoked key wrote").kind(), dead);
@@ -122,7 +123,7 @@ fn a_grant_gives_access_to_its_part_with_its_rights(config: &TestConfig) {
             assert_eq!(written.expect_err("not granted").kind(), ErrorKind::AccessDenied);
         }
         revoke(grant);
-        f.dead(&key);
+        f.assert_dead(&key);
         f.unmap(&key);
     }
     f.region.close().expect("no grant is left");
@@ -150,7 +151,7 @@ fn grant_keeps_its_region_and_is_revoked_on_drop(config: &TestConfig) {
     assert_eq!(rejected.error.kind(), ErrorKind::Busy);
     let f = Fixture { region: rejected.value, ..f };
     drop(first);
-    f.dead(&keys[0]);
+    f.assert_dead(&keys[0]);
     assert_eq!(f.net.pull(&keys[1], 0, 64).expect("the other grant"), pattern(1, 4096)[32..96]);
     let rejected = f.region.close().expect_err("closed under a grant");
     drop(rejected.value);
@@ -184,11 +185,11 @@ fn a_peer_revokes_its_grant_by_a_message(config: &TestConfig) {
     f.net.pull(&key, 0, 64).expect("read");
     send_invalidating(&f, &key).expect("the peer revokes the grant");
     assert_eq!(grant.state(), WindowState::Free);
-    f.dead(&key);
+    f.assert_dead(&key);
     revoke(grant);
     let again = f.grant(0..64, REMOTE);
     f.net.pull(&again.key().expect("key"), 0, 64).expect("read");
-    f.dead(&key);
+    f.assert_dead(&key);
     drop(again);
     f.region.close().expect("no grant is left");
 }
@@ -214,7 +215,7 @@ fn grant_uses_and_names_the_best_mechanism_of_the_nic(config: &TestConfig) {
             assert_eq!(f.net.pull(&key, 0, 64).expect("read"), pattern(1, 4096)[64..128]);
             assert_eq!(f.net.push(&key, 0, &[1]).unwrap_err().kind(), ErrorKind::AccessDenied);
             revoke(grant);
-            f.dead(&key);
+            f.assert_dead(&key);
             f.unmap(&key);
         }
         f.region.close().expect("no grant is left");
@@ -248,7 +249,7 @@ fn revoking_waits_for_an_access_in_flight(config: &TestConfig) {
                 "revoked before the access ended"
             );
         });
-        f.dead(&key);
+        f.assert_dead(&key);
     }
 }
 
@@ -264,7 +265,7 @@ fn keys_of_grants_are_not_reused_soon(config: &TestConfig) {
         };
         assert!(seen.insert(key), "the key of an earlier grant came back in round {round}");
         revoke(grant);
-        assert!(f.net.live().windows <= 1, "windows of revoked grants are used again");
+        assert!(f.net.live().windows <= 1, "a revoked grant kept its window");
     }
 }
 

@@ -259,7 +259,7 @@ fn absent_vendors_give_a_reason_and_other_ifaces_work() {
     assert_eq!(hmem.iface(unknown).unwrap_err().kind(), ErrorKind::InvalidArgument);
 }
 
-/// HM-04 HM-12
+/// HM-04, HM-12
 #[test]
 fn naming_an_iface_that_was_compiled_out_is_refused() {
     for (feature, compiled) in [
@@ -280,7 +280,7 @@ fn naming_an_iface_that_was_compiled_out_is_refused() {
     }
 }
 
-/// Maps an exported fd, as a NIC does, and returns bytes of it.
+/// Maps an exported fd, as a NIC does. Returns `len` bytes from `offset` of it.
 fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
     let whole = inside + len;

@@ -5,7 +5,8 @@ use hmem::loopback::Gate;
 
 use crate::net::eventually;
 
-/// Guard that blocks the next registration of one domain until it is released or dropped.
+/// Guard that blocks the next registration until it is released or dropped: that of any domain on
+/// the software NIC, and of one domain on an RDMA device.
 pub(crate) enum Hold {
     SoftwareNic(Gate),
     #[cfg(feature = "verbs")]

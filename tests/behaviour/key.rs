@@ -21,7 +21,7 @@ over_configs! {
     keys_of_closed_regions_are_not_reused_soon: Pairwise, needs::KEYS_AT_HAND,
         need("modes without PROV_KEY", "the application picks the keys",
             |config| config.has(MrMode::PROV_KEY)),
-        need("verbs", "the device numbers its keys as it likes", TestConfig::is_loopback);
+        need("verbs", "the device chooses its keys", TestConfig::is_loopback);
     /// KEY-03
     raw_attr_returns_the_needed_size_and_works_on_every_region: Pairwise;
     /// KEY-04

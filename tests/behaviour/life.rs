@@ -58,6 +58,8 @@ over_configs! {
             config.is_loopback() || config.is_system()
         });
     /// MR-07
+    ///
+    /// In MMU_NOTIFY mode the region is refreshed, and reaches the new pages.
     pinned_registration_reaches_the_replaced_pages: Pairwise, needs::SYSTEM, needs::PINNED;
     /// MR-07
     following_registration_reaches_the_new_pages: Pairwise, needs::SYSTEM, needs::FOLLOW;
@@ -256,7 +258,6 @@ fn region_with_a_counter_is_busy_and_still_works(config: &TestConfig) {
     assert_eq!(net.live().regions, 0);
 }
 
-/// MR-06
 fn a_region_closes_after_the_last_of_its_counters(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.bytes(64);
@@ -313,7 +314,6 @@ fn bound_to_an_endpoint(net: &mut Net, memory: &Bytes) -> (MemoryRegion, Endpoin
     (region, first)
 }
 
-/// MR-06
 fn a_region_closes_before_its_endpoint(config: &TestConfig) {
     let mut net = Net::open(config);
     let memory = net.bytes(64);
@@ -334,7 +334,6 @@ fn a_region_closes_before_its_endpoint(config: &TestConfig) {
     assert_eq!((net.live().endpoints, net.live().regions), (1, 0));
 }
 
-/// MR-06
 fn region_of_a_closed_endpoint_is_unreachable_and_closes(config: &TestConfig) {
     let mut net = Net::open(config);
     let memory = net.bytes(64);
@@ -414,8 +413,8 @@ fn memory_at_a_reused_address_is_reached_ten_thousand_times(config: &TestConfig)
     rounds(config, 10_000);
 }
 
-/// Replaces the pages of a registered region. Returns the bytes that a peer then reads, and the
-/// bytes in memory after the peer's write.
+/// Replaces the pages of a registered region, and refreshes the region in MMU_NOTIFY mode. Returns
+/// the bytes that a peer then reads, and the bytes in memory after the peer's write.
 fn read_stale(config: &TestConfig) -> (Vec<u8>, Vec<u8>) {
     let net = Net::open(config);
     let memory = Bytes::Host(HostPages::new(4096));

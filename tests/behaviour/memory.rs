@@ -48,6 +48,7 @@ impl HostPages {
     }
 
     /// Replaces the pages by new zeroed ones, as a free and a new allocation at the address would.
+    /// The process may read and write the new pages.
     pub(crate) fn replace_pages(&self) {
         let (access, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);

@@ -20,6 +20,8 @@ use crate::{
 
 over_configs! {
     /// MODE-01
+    ///
+    /// An offer that lacks a needed bit, or that has an unknown bit, is refused.
     the_mode_in_force_is_the_negotiated_one: Pairwise;
     /// MODE-02
     absent_pages_register_and_fail_only_the_transfer: Pairwise,
@@ -27,6 +29,9 @@ over_configs! {
     /// MODE-02
     peers_address_from_0_with_the_requested_key: Pairwise, DEFAULT_RULES;
     /// MODE-03
+    ///
+    /// Without LOCAL the descriptor may be absent, except for device memory in HMEM mode. An
+    /// invalid descriptor is refused in every mode.
     local_buffers_need_a_descriptor_of_a_live_region: Pairwise;
     /// MODE-04
     raw_keys_work_only_after_mapping: Pairwise,
@@ -37,6 +42,8 @@ over_configs! {
         need("modes without VIRT_ADDR", "peers address from 0 there: MODE-02 and MR-03 show it",
             TestConfig::virtual_addresses);
     /// MODE-06
+    ///
+    /// A range of read-only pages is refused too if peers shall write it.
     a_range_without_pages_is_refused: Pairwise, needs::SYSTEM,
         need("modes without ALLOCATED", "pages may appear later there: MODE-02 shows it", |config| {
             config.has(MrMode::ALLOCATED)
@@ -48,7 +55,7 @@ over_configs! {
             config.has(MrMode::PROV_KEY)
         });
     /// MODE-08
-    only_refreshed_pages_are_promised: Pairwise, needs::SYSTEM, needs::FOLLOW, MMU_NOTIFY;
+    peers_reach_only_refreshed_pages: Pairwise, needs::SYSTEM, needs::FOLLOW, MMU_NOTIFY;
     /// MODE-08
     peers_fail_during_a_refresh: Pairwise, needs::SYSTEM, MMU_NOTIFY;
     /// MODE-09
@@ -64,6 +71,9 @@ over_configs! {
     /// MODE-10
     other_modes_do_not_bind_to_endpoints: EveryMode, needs::NO_ENDPOINT;
     /// MODE-11
+    ///
+    /// In LOCAL and HMEM mode device buffers need a descriptor. In other modes the library detects
+    /// their iface.
     device_buffers_need_a_descriptor_or_are_detected: Pairwise, needs::DEVICE;
     /// MODE-12
     buffers_of_a_broadcast_need_the_collective_right: Pairwise,
@@ -171,7 +181,7 @@ fn local_buffers_need_a_descriptor_of_a_live_region(config: &TestConfig) {
     assert_eq!(
         write(Some(hmem::LocalKey::from_provider(0x1234_5678_9ABC))),
         Err(ErrorKind::NoRegion),
-        "a forged one"
+        "a forged descriptor"
     );
     let Local { region: stale, bytes } = net.local(64, LOCAL);
     let desc = stale.desc().unwrap();
@@ -296,7 +306,7 @@ fn the_requested_key_is_ignored(config: &TestConfig) {
     }
 }
 
-fn only_refreshed_pages_are_promised(config: &TestConfig) {
+fn peers_reach_only_refreshed_pages(config: &TestConfig) {
     let net = Net::open(config);
     let memory = Bytes::Host(HostPages::new(4 * 4096));
     let region = net.expose(memory.range(), REMOTE);
@@ -308,13 +318,13 @@ fn only_refreshed_pages_are_promised(config: &TestConfig) {
             .map(|at| net.pull(&key, at * 4096, 64).map(|_| ()).map_err(|error| error.kind()))
     };
     let missing = Err(ErrorKind::BadAddress);
-    assert_eq!(reached(), [missing; 4], "pages that came after registration were never announced");
+    assert_eq!(reached(), [missing; 4], "the pages were written after the registration");
     region.refresh(&[page(1), page(3)]).expect("refresh two pages");
     assert_eq!(reached(), [missing, Ok(()), missing, Ok(())]);
     assert_eq!(
         net.pull(&key, 4096 - 1, 2).unwrap_err().kind(),
         ErrorKind::BadAddress,
-        "half of it is not promised"
+        "a read of a refreshed page and of one before it"
     );
     let outside = AddressRange::new(page(3).start(), 4097).expect("range");
     assert_eq!(region.refresh(&[outside]).unwrap_err().kind(), ErrorKind::OutOfBounds);
@@ -329,7 +339,7 @@ fn only_refreshed_pages_are_promised(config: &TestConfig) {
     assert_eq!(
         region.refresh(&[]).unwrap_err().kind(),
         ErrorKind::BadAddress,
-        "there is nothing to promise"
+        "refreshed without pages"
     );
 }
 
@@ -518,7 +528,7 @@ fn broadcast<B: hmem::OwnedBuffer>(net: &Net, needed: bool, buffer: impl Fn() ->
 
 /// MODE-13
 #[test]
-fn basic_and_scalable_combine_with_no_other_bit() {
+fn basic_combines_only_with_a_needed_local_and_scalable_with_no_bit() {
     let hmem = |needs: MrMode, can: MrMode| {
         let provider = Loopback::builder().needs(needs).can(can).build().expect("build");
         Hmem::builder().without_vendor_ifaces().provider(provider).build().expect("start")

@@ -1,5 +1,4 @@
-//! Two domains on one software NIC: a target that exposes memory, and an initiator that accesses
-//! it.
+//! Two domains on one NIC: a target that exposes memory, and an initiator that accesses it.
 
 use std::{
     sync::{
@@ -276,7 +275,8 @@ impl Net {
         self.target.domain.live()
     }
 
-    /// Holds the target's next registration in flight, until the returned guard releases it.
+    /// Holds the target's next registration in flight, until the returned guard releases it. The
+    /// software NIC also holds a registration of the initiator, if that one comes first.
     pub(crate) fn hold_registration(&self) -> Hold {
         match self.config.nic {
             Nic::Loopback => Hold::SoftwareNic(self.faults.hold(Call::Register)),
@@ -431,7 +431,8 @@ impl Net {
         Ok(u64::from_le_bytes(local.bytes.get(8, 8).try_into().expect("8 bytes")))
     }
 
-    /// Sends `message` from the initiator. The target receives it into `into`.
+    /// Sends `message` from the initiator. The target receives it into `into`. Returns the results
+    /// of the send and of the receive. If one of them fails, the other result is `Ok(0)`.
     pub(crate) fn send(
         &self,
         message: LocalSegment,

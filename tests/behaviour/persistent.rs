@@ -77,20 +77,19 @@ fn refuse(start: u64, len: u32, errno: i32) {
     let (low, high) = (start as u32, (start >> 32) as u32);
     let mut program = [
         line(LOAD, NUMBER, 0, 0),
-        line(EQUAL, libc::SYS_fdatasync as u32, 14, 0),
-        line(EQUAL, libc::SYS_msync as u32, 0, 12),
+        line(EQUAL, libc::SYS_fdatasync as u32, 13, 0),
+        line(EQUAL, libc::SYS_msync as u32, 0, 11),
         line(LOAD, argument(0), 0, 0),
-        line(EQUAL, low, 0, 9),
+        line(EQUAL, low, 0, 8),
         line(LOAD, argument(0) + 4, 0, 0),
-        line(EQUAL, high, 0, 7),
+        line(EQUAL, high, 0, 6),
         // The kernel rounds the length up to pages.
         line(LOAD, argument(1), 0, 0),
-        line(ABOVE, len, 5, 0),
-        line(ABOVE, len - PAGE as u32, 0, 4),
+        line(ABOVE, len, 4, 0),
+        line(ABOVE, len - PAGE as u32, 0, 3),
         line(LOAD, argument(2), 0, 0),
-        line(EQUAL, libc::MS_SYNC as u32, 0, 2),
+        line(EQUAL, libc::MS_SYNC as u32, 0, 1),
         line(RETURN, fail(errno), 0, 0),
-        line(RETURN, 0, 0, 0),
         line(RETURN, fail(UNEXPECTED), 0, 0),
         line(RETURN, libc::SECCOMP_RET_ALLOW, 0, 0),
         line(RETURN, fail(FILE), 0, 0),
@@ -111,7 +110,6 @@ fn errno<T>(result: Result<T, Error>) -> Option<i32> {
     result.err().map(|error| error.os_errno().unwrap_or_else(|| panic!("{error}")).0)
 }
 
-/// MR-12
 fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConfig) {
     let memory = Bytes::Host(HostPages::new(4 * PAGE as usize));
     memory.put(0, &pattern(1, 4 * PAGE as usize));
@@ -149,7 +147,6 @@ fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConf
     net.assert_works(&net.key(&persistent));
 }
 
-/// MR-12
 fn persistent_device_memory_is_flushed_before_a_write_completes(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.bytes(64);

@@ -27,7 +27,7 @@ over_configs! {
     writes_and_atomics_can_be_granted_separately: Pairwise, needs::ATOMICS;
     /// MR-09
     sub_regions_grant_writes_and_atomics_separately: Pairwise, needs::ATOMICS, needs::SUB_REGIONS;
-    /// MR-09
+    /// MR-09, MW-05
     windows_grant_writes_and_atomics_separately: Pairwise, needs::ATOMICS, needs::KEYS_AT_HAND,
         needs::WINDOWS;
     /// MR-09
@@ -159,12 +159,12 @@ fn rights_to_change() -> impl Iterator<Item = Access> {
     let [both, atomic, write] =
         [Access::REMOTE_WRITE, Access::REMOTE_ATOMIC, Access::REMOTE_RMA_WRITE];
     let none = Access::empty();
-    [none, both, atomic, write, atomic | write, both | atomic, both | write]
+    let all = both | atomic | write;
+    [none, both, atomic, write, atomic | write, both | atomic, both | write, all]
         .into_iter()
         .flat_map(|access| [access, access | Access::REMOTE_READ])
 }
 
-/// MR-09
 fn writes_and_atomics_can_be_granted_separately(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.bytes(8);
@@ -175,7 +175,6 @@ fn writes_and_atomics_can_be_granted_separately(config: &TestConfig) {
     }
 }
 
-/// MR-09
 fn sub_regions_grant_writes_and_atomics_separately(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.bytes(8);
@@ -192,7 +191,6 @@ fn sub_regions_grant_writes_and_atomics_separately(config: &TestConfig) {
     }
 }
 
-/// MR-09, MW-05
 fn windows_grant_writes_and_atomics_separately(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.bytes(8);

@@ -82,11 +82,11 @@ fn every_requirement_of_this_suite_has_a_test() {
         ids("MR", &(1..=16).collect::<Vec<_>>()),
         ids("MODE", &(1..=13).collect::<Vec<_>>()),
         ids("KEY", &(1..=8).collect::<Vec<_>>()),
-        ids("EVT", &[1, 2, 3]),
+        ids("EVT", &[1, 2, 3, 4, 5]),
         ids("SUB", &[1, 2, 3]),
-        ids("MW", &(1..=8).collect::<Vec<_>>()),
+        ids("MW", &(1..=10).collect::<Vec<_>>()),
         ids("HM", &[1, 2, 3, 4, 6, 11, 12, 13]),
-        ids("P2P", &[6]),
+        ids("P2P", &[3, 6]),
         ids("DIAG", &[4]),
     ];
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/behaviour");

@@ -89,7 +89,7 @@ fn requests_take_effect_in_the_declared_order(config: &TestConfig) {
         }
         if order.contains(MsgOrder::WAW) {
             let last = if write_follows { &third } else { &second };
-            assert_eq!(&target.get(0, LEN as usize), last, "a write overtook one");
+            assert_eq!(&target.get(0, LEN as usize), last, "a write overtook an earlier one");
             if read_follows {
                 let seen = local.bytes.get(3 * LEN, LEN as usize);
                 assert_eq!(seen, second, "the read overtook a write, or a write the read");

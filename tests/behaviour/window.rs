@@ -125,7 +125,8 @@ impl Fixture {
         self.net.target.wait(&[&self.net.initiator])
     }
 
-    fn dead(&self, key: &RemoteKey) {
+    /// Asserts that peers can neither read nor write with a key.
+    fn assert_dead(&self, key: &RemoteKey) {
         let before = self.memory.all();
         let dead = self.net.seen(ErrorKind::InvalidKey);
         let error = self.net.push(key, 0, &[0xFF]).expect_err("a revoked key wrote");
@@ -174,16 +175,16 @@ fn type_1_window_changes_its_key_at_each_bind(config: &TestConfig) {
     }
     let second = window.bind(&f.region, 2000, 10, REMOTE).expect("bind again");
     assert_ne!(first.as_u64().unwrap(), second.as_u64().unwrap(), "the key did not change");
-    f.dead(&first);
+    f.assert_dead(&first);
     assert_eq!(f.net.pull(&second, 0, 10).expect("read"), pattern(1, 4096)[2000..2010]);
     window.unbind().expect("unbind");
     assert!(window.key().is_none());
-    f.dead(&second);
+    f.assert_dead(&second);
     assert_eq!(window.unbind().unwrap_err().kind(), ErrorKind::BadState);
     let third = window.bind(&f.region, 0, 8, REMOTE).expect("an unbound window binds again");
     f.net.push(&third, 0, &[1]).expect("write");
     drop(window);
-    f.dead(&third);
+    f.assert_dead(&third);
     assert_eq!(f.net.live().windows, 0);
     f.region.close().expect("close");
 }
@@ -224,7 +225,7 @@ fn type_2_window_binds_by_a_request_with_a_tag(config: &TestConfig) {
                 pattern(1, 4096)[500..540]
             );
             f.invalidate(&window).expect("invalidate");
-            f.dead(&key);
+            f.assert_dead(&key);
         }
         let empty = f.bind_2(&window, (500, 0), REMOTE, Addressing::Virtual, 9).unwrap_err();
         assert_eq!(empty.kind(), ErrorKind::ZeroLength);
@@ -277,7 +278,7 @@ fn invalidation_ends_the_key_but_not_the_window(config: &TestConfig) {
     let first =
         f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("free to valid");
     f.invalidate(&window).expect("valid to free");
-    f.dead(&first);
+    f.assert_dead(&first);
     f.invalidate(&window).expect("free already");
     let second =
         f.bind_2(&window, (64, 64), REMOTE, Addressing::ZeroBased, 8).expect("free to valid again");
@@ -287,9 +288,9 @@ fn invalidation_ends_the_key_but_not_the_window(config: &TestConfig) {
         "another window answered"
     );
     assert_eq!(f.net.pull(&second, 0, 64).expect("read"), pattern(1, 4096)[64..128]);
-    f.dead(&first);
+    f.assert_dead(&first);
     drop(window);
-    f.dead(&second);
+    f.assert_dead(&second);
 }
 
 fn a_peer_invalidates_a_window_by_a_message(config: &TestConfig) {
@@ -313,7 +314,7 @@ fn a_peer_invalidates_a_window_by_a_message(config: &TestConfig) {
     assert_eq!(received.result.expect("receive"), 16);
     assert_eq!(received.invalidated, Some(key.as_u64().expect("one key")), "the key is named");
     assert_eq!(received.data, None);
-    f.dead(&key);
+    f.assert_dead(&key);
     assert_eq!(window.state(), WindowState::Free);
     assert!(window.key().is_none());
     let second =
@@ -352,7 +353,7 @@ fn a_peer_invalidates_through_the_queue_pair_of_the_window_only(config: &TestCon
         f.net.peer = own;
         assert_eq!(f.net.pull(&key, 0, 64).expect("it is still bound").len(), 64);
         send_invalidating(&f, &key).expect("through the queue pair that it was bound with");
-        f.dead(&key);
+        f.assert_dead(&key);
     }
 }
 
@@ -364,7 +365,8 @@ fn windows_have_their_own_rights(config: &TestConfig) {
         let key = window.bind(&f.region, 0, 64, access).expect("bind");
         (window, key)
     });
-    // The region has the right WRITE and not REMOTE_WRITE. A window may still grant REMOTE_WRITE.
+    // The region lets the NIC write (READ and RECV) and has no REMOTE_WRITE. A window may still
+    // grant REMOTE_WRITE.
     f.net.push(&writes.1, 0, b"granted").expect("write");
     assert_eq!(f.memory.get(0, 7), b"granted");
     assert_eq!(f.net.pull(&writes.1, 0, 1).unwrap_err().kind(), ErrorKind::AccessDenied);
@@ -380,7 +382,7 @@ fn windows_have_their_own_rights(config: &TestConfig) {
     let key = reads.0.bind(&sealed, 0, 64, Access::REMOTE_READ).expect("bind");
     assert_eq!(f.net.pull(&key, 0, 7).expect("read"), b"granted");
     f.net.pull(&sealed.key().expect("key"), 0, 1).expect_err("the region's own key grants nothing");
-    // Without the right WRITE on the region, a window cannot grant writes.
+    // If the region has no right that lets the NIC write, a window cannot grant writes.
     let read_only = Access::REMOTE_READ | Access::SEND | Access::WRITE | Access::MW_BIND;
     let read_only = f.net.expose(f.memory.part(0, 64), read_only);
     let error = reads.0.bind(&read_only, 0, 64, Access::REMOTE_WRITE).unwrap_err();
@@ -468,7 +470,8 @@ fn binding_registers_and_exports_nothing(config: &TestConfig) {
     assert_eq!(calls(), calls_before, "binding called the device's iface");
 }
 
-/// Binds a 64-byte window of each type to `region`. Returns each window with its key.
+/// Binds a 64-byte window of type 1 and one of type 2B to `region`. Returns each window with its
+/// key.
 fn windows_on(f: &Fixture, region: &MemoryRegion) -> [(Box<dyn Any>, RemoteKey); 2] {
     let one = f.type_1();
     let one_key = one.bind(region, 0, 64, REMOTE).expect("bind");

@@ -340,7 +340,7 @@ fn lists_atomics_and_empty_segments_need_no_descriptor() {
     net.assert_nothing_left();
 }
 
-/// MODE-04
+/// MODE-03
 #[test]
 fn missing_descriptor_without_a_usable_cache_is_refused() {
     let (hmem, _import) = with_imported_monitor(nic());

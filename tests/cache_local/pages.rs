@@ -40,7 +40,7 @@ impl Pages {
         assert_eq!(unsafe { libc::munmap(ptr::with_exposed_provenance_mut(self.at), self.len) }, 0);
     }
 
-    /// Replaces the pages at the same address.
+    /// Replaces the pages, at the same address unless another thread maps memory there meanwhile.
     pub(crate) fn replace(&mut self) {
         self.unmap();
         self.map();

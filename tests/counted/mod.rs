@@ -7,14 +7,14 @@ use std::sync::{
 
 use hmem::{AddressRange, OwnedBuffer, Result};
 
-/// Heap buffer that increments a counter when its memory is freed.
+/// Heap buffer that increments a counter when its memory is freed after a registration.
 pub(crate) struct Counted {
     bytes: Vec<u8>,
     ends: Arc<AtomicUsize>,
 }
 
 impl Counted {
-    /// Allocates `len` zeroed bytes. Freeing them increments `ends`.
+    /// Allocates `len` zeroed bytes. Freeing them increments `ends` if they were registered.
     pub(crate) fn new(len: usize, ends: &Arc<AtomicUsize>) -> Self {
         Self { bytes: vec![0; len], ends: Arc::clone(ends) }
     }

@@ -22,6 +22,6 @@ fn registration_in_the_applications_context_creates_no_other() {
         assert_eq!(link.driver.calls("cuDevicePrimaryCtxRetain"), 0);
     }
     assert_eq!(link.driver.live(), Live { allocations: 1, ..Live::default() });
-    // SAFETY: `create_context` above made the context, and the regions are closed.
+    // SAFETY: `own_context` above made the context, and the regions are closed.
     check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
 }

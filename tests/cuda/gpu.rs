@@ -30,13 +30,13 @@ const NEED_TWO_GPUS_OR_DMA_BUFS: [&str; 8] = [
 ];
 
 /// Runs this program's tests in GPU mode over the fake driver's library, configured by `driver`.
-/// Returns true if they passed, and their output.
+/// `words` select tests. Returns true if they passed, and their output.
 fn over(driver: &str, words: &[&str]) -> (bool, String) {
     let program = std::env::current_exe().expect("this program");
     // Cargo builds the library, a dependency, in the folder of this program.
     let library = program.parent().expect("a folder").join("libhmem_fake_cuda.so");
     let output = Command::new(&program)
-        // Tests that take seconds are left out.
+        // Leaves out the tests of this file, and those that take seconds.
         .args(["--test-threads=1", "--nocapture", "--skip", "gpu::", "--skip", "ten_thousand"])
         .args(words)
         .env("HMEM_CUDA", "real")

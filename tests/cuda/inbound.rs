@@ -22,7 +22,7 @@ fn completion_follows_a_flush_in_the_memorys_context() {
     link.domain.flush_inbound().expect("flush");
     assert_eq!(link.driver.flushed(), [context]);
     region.close().map_err(hmem::Error::from).expect("close");
-    // SAFETY: `create_context` above made the context, and the region is closed.
+    // SAFETY: `own_context` above made the context, and the region is closed.
     check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
     link.domain.flush_inbound().expect("nothing is left to flush");
     assert_eq!((link.driver.flushed(), link.driver.strangers()), (vec![], 0));

@@ -10,7 +10,8 @@ use crate::link::{IMPORTS, Link, REMOTE, assert_reused, close, direct, not_over_
 
 /// MR-07
 ///
-/// Covers a NIC that keeps the pages of a registration, and a NIC that follows the page tables.
+/// Covers a NIC that keeps the pages of a registration, a NIC that follows the page tables, and
+/// staged copies.
 #[test]
 fn registration_after_reallocation_reaches_the_new_bytes() {
     for (memory, policy) in [
@@ -54,7 +55,7 @@ fn registration_after_reallocation_reaches_the_new_bytes() {
     }
 }
 
-/// MR-12
+/// MR-04
 ///
 /// A registration that names the CUDA iface is refused if the driver does not know the memory.
 #[test]
@@ -110,7 +111,7 @@ fn region_that_outlives_its_memory_reaches_no_new_memory() {
         let stale = link.expose(first.allocation().range).expect("register");
         drop(first);
         let second = link.buffer(len, AllocationKind::Device);
-        assert_eq!(second.allocation().base(), base, "the address came back");
+        assert_eq!(second.allocation().base(), base, "the address did not come back");
         second.write(0, &[2; 4000]).expect("write");
         let key = stale.key().expect("key");
         assert_eq!(

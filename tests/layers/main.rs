@@ -97,7 +97,8 @@ const NO_REASON: &str = "not known";
 
 /// Formats the list of cycles. Reasons are taken from the old list.
 fn list(cycles: &BTreeSet<(String, Cycle)>, old: &BTreeMap<(String, Cycle), String>) -> String {
-    let mut text = "# Import cycles, see tests/layers/main.rs. Each is to go.\n".to_owned();
+    let mut text =
+        "# Import cycles, see tests/layers/main.rs. Each should be removed.\n".to_owned();
     for (name, files) in cycles {
         let is_like =
             |(key, _): &(&(String, Cycle), &String)| key.0 == *name && !key.1.is_disjoint(files);

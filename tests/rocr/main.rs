@@ -307,8 +307,7 @@ mod cases {
         Ok(())
     }
 
-    /// With the ROCr monitor disabled, ROCr memory is registered uncached, and other memory is
-    /// still cached.
+    /// With the ROCr monitor disabled, ROCr memory is registered uncached.
     pub(crate) fn disabled_monitor_leaves_memory_uncached() -> Outcome {
         let fixture = Fixture::without_monitor(Profile::default());
         let cache = fixture.domain.cache().expect("a cache");
@@ -348,21 +347,21 @@ use cases::*;
 use trials::trials;
 
 trials! {
-    /// P2P-01 P2P-06 HM-01
+    /// P2P-01, P2P-06, HM-01
     each_kind_of_memory_moves_its_bytes_by_its_own_path,
-    /// MON-07 CACHE-02 MR-07
+    /// MON-07, CACHE-02, MR-07
     address_reuse_is_never_a_hit,
     /// MON-07
     concurrent_frees_and_lookups_never_share_an_identity,
-    /// HM-01 HM-02 HM-08
+    /// HM-01, HM-02, HM-08
     memory_of_hip_is_recognised,
-    /// HM-09 P2P-03
+    /// HM-09, P2P-03
     pcie_mapping_is_tried_first_and_both_attempts_are_traced,
-    /// DIAG-03 P2P-03
+    /// DIAG-03, P2P-03
     refused_exports_name_their_cause_and_are_staged,
-    /// DIAG-03 HM-04
+    /// DIAG-03, HM-04
     remedy_of_an_old_runtime_names_the_release_with_exports,
-    /// MR-12 DIAG-03
+    /// MR-04, DIAG-03
     unknown_memory_is_refused_with_the_reason,
     /// CACHE-12
     disabled_monitor_leaves_memory_uncached,

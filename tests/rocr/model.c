@@ -1,10 +1,10 @@
-/* A model GPU for AMD's own runtime: the library that HSA_MODEL_LIB names. The runtime itself manages
- * the memory of the GPU. This library executes copies: a thread for each queue executes the linear
- * copies of SDMA engines, and the kernels by which the runtime copies within one GPU. It must not run
- * other kernels, since it would take their arguments for those of a copy.
+/* A model GPU for AMD's own runtime: the library that HSA_MODEL_LIB names. The runtime itself
+ * manages the memory of the GPU. This library executes copies: a thread for each queue executes the
+ * linear copies of SDMA engines, and the kernels by which the runtime copies within one GPU. It
+ * must not run other kernels, since it would take their arguments for those of a copy.
  *
- * HSA_MODEL_TOPOLOGY names the folder that describes the GPU (tests/rocr/topology). The runtime asks
- * for the table below, in version 0.4 of the interface. */
+ * HSA_MODEL_TOPOLOGY names the folder that describes the GPU, which tests/rocr/fetch writes. The
+ * runtime asks for the table below, in version 0.4 of the interface. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -91,7 +91,8 @@ static void dispatch(struct queue *queue, const uint64_t *packet, unsigned type)
     if (type == 2) {
         const uint64_t *arguments = (uint64_t *)(aperture + packet[5]);
         uint64_t from = arguments[0], to = arguments[1];
-        /* One kernel copies ranges that are equally aligned in a word, and another one all others. */
+        /* One kernel copies ranges that are equally aligned in a word, and another one all
+         * others. */
         uint64_t end = (from & 3) == (to & 3) ? arguments[8] : arguments[4];
         memcpy(aperture + to, aperture + from, end - from);
     } else if (type == 3) {

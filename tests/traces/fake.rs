@@ -117,7 +117,7 @@ impl Driver {
         match self {
             Self::Rocr(fake) => fake.allocate(0, len),
             Self::LevelZero(fake) => fake.allocate_elsewhere(len),
-            Self::Cuda(..) | Self::Accelerators(_) => unreachable!("no situation asks for it"),
+            Self::Cuda(..) | Self::Accelerators(_) => unreachable!("no test case asks for it"),
         }
     }
 }

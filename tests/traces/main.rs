@@ -42,7 +42,7 @@ fn registrations_decide_as_the_golden_traces_say() {
 }
 
 #[test]
-fn difference_names_the_situation_and_its_changed_lines() {
+fn difference_names_the_test_case_and_its_changed_lines() {
     let golden = "== a | policy x, y ==\npath\nreason\n\n== c | policy x ==\nsame\n\n";
     assert_eq!(listing::difference(golden, golden), "");
     let now = "== a | policy x ==\npath\nreason\n\n== a | policy y ==\npath\nother\n\n\

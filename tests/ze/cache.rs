@@ -14,7 +14,7 @@ fn cached(cache: CacheAttr) -> DomainAttr {
     DomainAttr { cache: Some(cache), ..DomainAttr::default() }
 }
 
-/// MON-07 CACHE-02
+/// MON-07, CACHE-02
 ///
 /// Reuses an address in thousands of rounds, over a NIC that keeps the pages of a registration. In
 /// each round the first lookup is a miss, and the second one a hit.
@@ -55,7 +55,7 @@ fn freed_and_reallocated_memory_is_never_a_hit() {
     }
 }
 
-/// CACHE-12 MON-09
+/// CACHE-12, MON-09
 ///
 /// With `FI_MR_ZE_CACHE_MONITOR_ENABLED=0` Level Zero memory is registered uncached, and the reason
 /// names the variable. Host memory is still cached. The test runs itself in a process with that
@@ -101,7 +101,10 @@ fn pooled_memory_of_the_application_is_registered_uncached() {
     let mut last = None;
     for round in 0..10 {
         let base = driver.allocate_elsewhere(1000);
-        assert!(last.replace(base).is_none_or(|last| last == base), "the address comes back");
+        assert!(
+            last.replace(base).is_none_or(|last| last == base),
+            "the address did not come back"
+        );
         let range = hmem::AddressRange::new(hmem::Address(base), 1000).expect("a range");
         // SAFETY: the memory is freed after the region is dropped.
         let region = unsafe { cache.get_or_register(range, REMOTE) }.expect("registered");

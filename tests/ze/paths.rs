@@ -22,7 +22,7 @@ fn expected(kind: AllocationKind, policy: P2pPolicy, exports: bool) -> Path {
     }
 }
 
-/// HM-06 HM-08 P2P-03
+/// HM-06, HM-08, P2P-03
 ///
 /// Covers every kind of memory on every device, in the middle of an allocation. Host and shared
 /// memory is registered as host pages.
@@ -66,7 +66,7 @@ fn memory_of_every_kind_moves_its_bytes_by_its_path() {
     }
 }
 
-/// DIAG-03 P2P-03
+/// DIAG-03, P2P-03
 ///
 /// If the device exports nothing, the trace of the registration contains the failed call, the cause
 /// and the remedy. `explain` reports them too.
@@ -114,7 +114,7 @@ fn pooled_memory_of_the_application_is_staged_with_the_reason() {
     region.close().expect("close");
 }
 
-/// HM-02 DIAG-03
+/// HM-02, DIAG-03
 ///
 /// The caller names Level Zero as the owner of freed memory, host memory, another vendor's memory
 /// and the byte after an allocation.

@@ -58,13 +58,15 @@ impl Fake {
         Self { _turn: turn, absent }
     }
 
-    /// Returns the address of a function, or `None` if it is among the profile's absent functions.
+    /// Returns the address of a function, or `None` if the libraries do not define it or the
+    /// profile lists it as absent.
     #[must_use]
     pub fn symbol(&self, name: &str) -> Option<*const ()> {
         if self.absent.contains(&name) { None } else { symbol(name) }
     }
 
-    /// Makes the `nth` next call of a function return `code`: 1 is the next call.
+    /// Makes the `nth` next call of a function return `code`: 1 is the next call. If the function
+    /// has an earlier fault, counting starts after the call that returns its code.
     pub fn fail_nth(&self, symbol: &'static str, nth: u64, code: i32) {
         state::with(|state| state.calls.fail_nth(symbol, nth, code));
     }

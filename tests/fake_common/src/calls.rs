@@ -41,7 +41,8 @@ impl<C: Copy> Calls<C> {
         Some(fault.code)
     }
 
-    /// Makes the `nth` next call of a function fail: 1 is the next call.
+    /// Makes the `nth` next call of a function fail: 1 is the next call. If the function has an
+    /// earlier fault, counting starts after the call that fails because of it.
     pub fn fail_nth(&mut self, symbol: &'static str, nth: u64, code: C) {
         self.faults.push(Fault { symbol, after: nth.saturating_sub(1), always: false, code });
     }

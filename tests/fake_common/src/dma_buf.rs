@@ -38,7 +38,7 @@ const CLOEXEC: u32 = 1;
 ///
 /// # Errors
 /// Returns the errno of the ioctl, such as EINVAL for parts that are not whole pages of a sealed
-/// memory file.
+/// memory file. EINVAL for more than 64 parts.
 pub(crate) fn dma_buf(parts: &[(BorrowedFd<'_>, u64, u64)]) -> Result<Option<OwnedFd>> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
     let Ok(device) = rustix::fs::open("/dev/udmabuf", flags, Mode::empty()) else {

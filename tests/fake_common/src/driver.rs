@@ -17,7 +17,7 @@ macro_rules! fake_driver {
 
         /// Creates the driver that the environment variable describes: the name of a profile,
         /// followed by `;name=number` for its fields and `;symbol=code` for functions that always
-        /// fail.
+        /// fail. Without a name, the profile is the default one.
         fn from_environment() -> State {
             let text = std::env::var($variable).unwrap_or_default();
             let mut words = text.split(';').map(str::trim);
@@ -66,8 +66,8 @@ macro_rules! fake_driver {
                 run(STATE.lock().as_mut().expect("started"))
             }
 
-            /// Returns the address of a function, or `None` if it is among the profile's absent
-            /// functions.
+            /// Returns the address of a function, or `None` if the driver does not define it or
+            /// the profile lists it as absent.
             #[must_use]
             pub fn symbol(&self, name: &str) -> Option<*const ()> {
                 let absent = self.with(|state| state.profile.absent.contains(&name));
@@ -79,12 +79,19 @@ macro_rules! fake_driver {
                 self.with(|state| change(&mut state.profile));
             }
 
-            /// Makes the `nth` next call of a function fail: 1 is the next call.
+            /// Makes the `nth` next call of a function fail: 1 is the next call. If the function
+            /// has an earlier fault, counting starts after the call that fails because of it.
+            ///
+            /// # Panics
+            /// Panics if the driver has no such function.
             pub fn fail_nth(&self, symbol: &str, nth: u64, code: $code) {
                 self.with(|state| state.calls.fail_nth(known(symbol), nth, code.into()));
             }
 
             /// Makes every later call of a function fail.
+            ///
+            /// # Panics
+            /// Panics if the driver has no such function.
             pub fn fail_always(&self, symbol: &str, code: $code) {
                 self.with(|state| state.calls.fail_always(known(symbol), code.into()));
             }
@@ -95,6 +102,9 @@ macro_rules! fake_driver {
             }
 
             /// Returns the number of calls of a function, failed calls included.
+            ///
+            /// # Panics
+            /// Panics if the driver has no such function.
             #[must_use]
             pub fn calls(&self, symbol: &str) -> u64 {
                 let symbol = known(symbol);
@@ -115,7 +125,8 @@ macro_rules! fake_driver {
         }
 
         /// Starts a new driver with this profile, and returns a lookup of its functions by name.
-        /// Does not exclude other tests: only one may run in the process.
+        /// Does not exclude other tests: only one may run in the process. The lookup returns `None`
+        /// for a function that the driver does not define or the profile lists as absent.
         pub fn restart(profile: Profile) -> impl Fn(&str) -> Option<*const ()> {
             let absent = profile.absent.clone();
             *STATE.lock() = Some(State::new(profile));

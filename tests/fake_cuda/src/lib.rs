@@ -155,7 +155,7 @@ impl FakeDriver {
     /// Like [`FakeDriver::forget`], but takes effect after `queries` queries for any address.
     ///
     /// # Panics
-    /// If no allocation begins at `base`.
+    /// Panics if no allocation begins at `base`.
     pub fn forget_after(&self, base: u64, queries: u64) {
         self.with(|state| {
             assert!(state.allocations.contains_key(&base), "an allocation");

@@ -1,7 +1,7 @@
 # A modified rdma_rxe, built from the distribution's kernel source for the release that is booted.
 
-# Sets dma_buf_built, a folder of this run's own with the results of rxe-dmabuf/build. The caller holds
-# the lock of the cache.
+# Sets dma_buf_built, a folder of this run's own with the results of rxe-dmabuf/build. The caller
+# holds the lock of the cache.
 prepare_dma_buf() {
     local program sum built
     for program in make gcc strip xz; do

@@ -68,8 +68,8 @@ boot() {
         -chardev "stdio,id=results,signal=off" -serial chardev:results
         -kernel "$cache/kernel/$kernel_release/vmlinux" -initrd "$work/initramfs"
         -append "console=ttyS0 quiet panic=-1 oops=panic mitigations=off random.trust_cpu=on")
-    # The guest's clock then counts instructions, a nanosecond each, so that the load of this machine
-    # does not change the figures.
+    # The guest's clock then counts instructions, a nanosecond each, so that the load of this
+    # machine does not change the figures.
     [[ ! $bench ]] || command+=(-icount "shift=0,sleep=off")
     exec {results}< <(exec timeout --foreground -k 5 "$limit" "${command[@]}" </dev/null 2>"$work/qemu.log")
     guest=$!

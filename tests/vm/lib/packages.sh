@@ -5,8 +5,8 @@
 guest_packages=(busybox-static libibverbs1 ibverbs-providers ibverbs-utils iproute2)
 unpacked=$cache/root
 
-# Options that select apt's package lists. Without any, apt reads the machine's own. The lists in the
-# cache are of the same archive, plus the suites with newer kernels.
+# Options that select apt's package lists. Without any, apt reads the machine's own. The lists in
+# the cache are of the same archive, plus the suites with newer kernels.
 apt_lists=()
 
 apt_get() {

@@ -2,7 +2,8 @@
 
 mark="@@hmem-vm-$$-$RANDOM@@"
 
-# Prints one line of arguments to `cargo test` (`cargo bench` with --bench) for each set of binaries.
+# Prints one line of arguments to `cargo test` (`cargo bench` with --bench) for each set of
+# binaries.
 suite() {
     if [[ $bench ]]; then
         echo "--package hmem-provider-verbs --bench verbs"

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * libibverbs calls its driver to register a dma-buf, and the driver for rxe refuses without calling the kernel. This
- * library, preloaded into a program (LD_PRELOAD), makes ibv_reg_dmabuf_mr call the kernel.
+ * libibverbs calls its driver to register a dma-buf, and the driver for rxe refuses without calling
+ * the kernel. This library, preloaded into a program (LD_PRELOAD), makes ibv_reg_dmabuf_mr call the
+ * kernel.
  *
- * Programs look the function up in libibverbs by name, past any preloaded function of that name, so its first
- * instruction is replaced by a jump to the function in this library.
+ * Programs look the function up in libibverbs by name, past any preloaded function of that name, so
+ * its first instruction is replaced by a jump to the function in this library.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * dma-buf memory regions for rdma_rxe, for tests in a virtual machine. Built into the distribution's rdma_rxe by ./build.
+ * dma-buf memory regions for rdma_rxe, for tests in a virtual machine. Built into the
+ * distribution's rdma_rxe by ./build.
  *
- * rxe copies through the kernel's mapping of pages, so only buffers made of ordinary memory (udmabuf, the system heap)
- * can work: the pages are taken from the exporter's scatter list. That list is meant for a device's DMA, and a real driver
- * must not read pages from it. This code is for tests only.
+ * rxe copies through the kernel's mapping of pages, so only buffers made of ordinary memory
+ * (udmabuf, the system heap) can work: the pages are taken from the exporter's scatter list. That
+ * list is meant for a device's DMA, and a real driver must not read pages from it. This code is for
+ * tests only.
  */
 
 #include <linux/dma-mapping.h>
@@ -20,7 +22,10 @@
 void rxe_dmabuf_setup(struct ib_device *device);
 bool rxe_window_holds(struct rxe_mw *mw, u64 va, u64 length);
 
-/* Returns true if an access through a window lies in the window. The distribution's rxe checks the window's region only. */
+/*
+ * Returns true if an access through a window lies in the window. The distribution's rxe checks the
+ * window's region only.
+ */
 bool rxe_window_holds(struct rxe_mw *mw, u64 va, u64 length)
 {
 	u64 first = (mw->access & IB_ZERO_BASED) ? 0 : mw->addr;
@@ -32,7 +37,7 @@ static int fill_pages(struct rxe_mr *mr, struct ib_umem_dmabuf *buffer)
 {
 	struct sg_table *table = &buffer->umem.sgt_append.sgt;
 	size_t capacity = ib_umem_num_pages(&buffer->umem);
-	/* The first entry's DMA address and length are trimmed to the requested range, but its page is not. */
+	/* The first entry's DMA address and length are trimmed to the range, but its page is not. */
 	size_t skip = buffer->first_sg_offset;
 	struct scatterlist *entry;
 	int index;

@@ -31,8 +31,8 @@ driver! {
         let Some((id, context)) = known else { return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT) };
         context.references -= 1;
         if context.references == 0 {
-            // `cuda.h`: "Once released the primary context is destroyed if it is the last
-            // reference."
+            // `cuda.h`: "The context is automatically reset once the last reference to it is
+            // released."
             let id = *id;
             state.destroy_context(id);
         }
@@ -63,7 +63,7 @@ driver! {
         let number = device(state, dev)?;
         let id = state.handle();
         state.contexts.insert(id, Context { device: number, flags, references: 1, primary: false });
-        // `cuda.h`: "The created context is made current."
+        // `cuda.h`: "Creates a new CUDA context and associates it with the calling thread."
         state.stack(|stack| stack.push(id));
         put(context, CuContext(id))
     }
@@ -100,13 +100,13 @@ driver! {
 
     fn cuCtxPopCurrent_v2(state, context: *mut CuContext) {
         let popped = state.stack(Vec::pop).ok_or(CuResult::CUDA_ERROR_INVALID_CONTEXT)?;
-        // `cuda.h`: the context is returned "If pctx is not NULL".
+        // Unspecified, so the fake decides: the pointer may be null.
         if context.is_null() { Ok(()) } else { put(context, CuContext(popped)) }
     }
 
     fn cuCtxSetCurrent(state, context: CuContext) {
-        // `cuda.h`: "If ctx is NULL, the context on the top is popped". Otherwise `context`
-        // replaces it.
+        // `cuda.h`: "If ctx is NULL then this will be equivalent to popping the top" of the stack.
+        // Otherwise `context` replaces the top.
         if !context.is_null() && !state.contexts.contains_key(&context.0) {
             return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
         }
