@@ -212,6 +212,7 @@ impl<'a> ExportSet<'a> {
         let mut refused = Vec::new();
         for (range, export) in made {
             if let Err(error) = self.iface.release_dma_buf(export) {
+                let error = named(self.iface, error);
                 tracing::warn!(%range, %error, "cannot release a dma-buf export");
                 let path = PathVariant::DmaBuf(DmaBufMapping::Default).path();
                 refused.push(Attempt::refused(path, format!("release_dma_buf({range})"), error));
@@ -219,6 +220,12 @@ impl<'a> ExportSet<'a> {
         }
         refused
     }
+}
+
+/// Adds the registered name of `iface` to an error of this iface. The error may have only the
+/// iface's number.
+pub(super) fn named(iface: &Arc<dyn Iface>, error: Error) -> Error {
+    if error.iface_kind() == Some(iface.kind()) { error.iface(iface) } else { error }
 }
 
 /// Converts the failed export of a whole range to a refusal.

@@ -16,7 +16,7 @@ use hmem_core::{
 use super::{
     DefaultPathSelector,
     cause::{NO_PCIE_MAPPING, ProbableCause},
-    exports::{ExportSet, ExportUnit, Exported},
+    exports::{ExportSet, ExportUnit, Exported, named},
     facts::FactSource,
     variant::{DmaBufLayout, PathRefusal, PathVariant},
 };
@@ -359,11 +359,10 @@ impl<'a> PathSearch<'a> {
         self.attempts.extend(also);
     }
 
-    /// Adds the registered name of the iface to an error that has only the iface's number.
     fn named(&self, error: Error) -> Error {
         match self.iface {
-            Some(iface) if error.iface_kind() == Some(iface.kind()) => error.iface(iface),
-            _ => error,
+            Some(iface) => named(iface, error),
+            None => error,
         }
     }
 
