@@ -3,8 +3,8 @@
 //!
 //! Each [`DefaultPathSelector`](super::DefaultPathSelector) has its own table. An entry names the
 //! path that the next registration of its class tries first. The selector removes the entry when
-//! that path is refused. A refusal that concerns only one buffer is never stored: see
-//! [`super::probe`].
+//! that path is refused. A refusal that concerns only one buffer is never stored: see the module
+//! [`probe`](mod@super::probe).
 
 use std::{collections::HashMap, fmt, sync::Arc};
 
