@@ -265,8 +265,8 @@ pub const CAUSES: &[RefusalCause] = &[
         needs: Needs::some("no peer-memory client is loaded", no_client),
         cause: "no peer-memory client is loaded, so that the kernel treats the device address as \
                 unmapped host memory",
-        remedy: "load the client (`modprobe nvidia-peermem`; it needs a kernel or RDMA stack with \
-                 peer-memory clients, such as MLNX_OFED), or use dma-buf",
+        remedy: "load the client of the device's vendor, if there is one (it needs a kernel or \
+                 RDMA stack with peer-memory clients, such as MLNX_OFED), or use dma-buf",
         ..ANY
     },
     RefusalCause {
