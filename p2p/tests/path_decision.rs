@@ -6,8 +6,8 @@ mod path_support;
 use std::sync::Arc;
 
 use hmem_core::{
-    AllocationKind, DeviceId, Errno, Error, ErrorKind, IfaceKind, Path,
-    iface::DmaBufMapping,
+    AllocationKind, DeviceBuffer, DeviceId, Errno, Error, ErrorKind, Iface, IfaceKind, Path,
+    iface::{AllocRequest, DmaBufMapping},
     path::P2pPolicy,
     provider::{Imports, Provider},
 };
@@ -273,19 +273,38 @@ fn trace_is_in_decisions_errors_text_and_json() {
     assert_eq!(source.to_string(), error.trace()[0].error.as_ref().unwrap().to_string());
 }
 
+/// Returns a bench with a plug-in that reports an error at each release of an export.
+fn with_failing_releases() -> (Bench, Arc<dyn Iface>) {
+    let memory = Arc::new(device().window(1 << 32).build().unwrap());
+    let mut vendor = Vendor::new(IfaceKind::FIRST_PLUG_IN, Arc::clone(&memory));
+    vendor.release = || {
+        let error = Error::new(ErrorKind::Driver, "release");
+        Some(error.iface(IfaceKind::FIRST_PLUG_IN))
+    };
+    let vendor: Arc<dyn Iface> = Arc::new(vendor);
+    let nic = Loopback::builder().imports(DMA_BUF);
+    (Bench::over(memory, Arc::clone(&vendor), nic, DefaultPathSelector::new()), vendor)
+}
+
+/// P2P-03
+#[test]
+fn error_has_the_kind_of_the_refusal_and_not_of_a_failed_release() {
+    let (bench, vendor) = with_failing_releases();
+    let domain = bench.domain("loop0", P2pPolicy::Required);
+    let request = AllocRequest { len: PAGE, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&vendor, &request).unwrap();
+    bench.faults.fail(NicCall::Register, 1, Errno(12));
+    let error = register(&domain, buffer).unwrap_err().error;
+    assert_eq!(error.kind(), ErrorKind::OutOfResources, "{error}");
+    assert_eq!(error.trace()[1].error.as_ref().unwrap().kind(), ErrorKind::Driver, "{error}");
+}
+
 /// P2P-03: the error of a failed release of an export names a plug-in, even if the plug-in's error
 /// has only its number.
 #[test]
 fn failed_release_names_a_plug_in() {
     let kind = IfaceKind::FIRST_PLUG_IN;
-    let memory = Arc::new(device().window(1 << 32).build().unwrap());
-    let mut vendor = Vendor::new(kind, Arc::clone(&memory));
-    vendor.release = || {
-        let error = Error::new(ErrorKind::Driver, "release");
-        Some(error.iface(IfaceKind::FIRST_PLUG_IN))
-    };
-    let nic = Loopback::builder().imports(DMA_BUF);
-    let bench = Bench::over(memory, Arc::new(vendor), nic, DefaultPathSelector::new());
+    let (bench, _) = with_failing_releases();
     let explain = || {
         let request = ExplainRequest::new(kind);
         let explained = bench.paths.explain(&bench.registry, &bench.provider, &request).unwrap();

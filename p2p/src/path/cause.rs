@@ -85,8 +85,8 @@ pub struct ProbableCause {
 }
 
 impl ProbableCause {
-    /// Returns the cause with the lowest rank that fits a refusal, out of the causes of an iface and
-    /// the general causes. The iface's cause is preferred among equal ranks.
+    /// Returns the cause with the lowest rank that fits a refusal, out of the causes of an iface
+    /// and the general causes. The iface's cause is preferred among equal ranks.
     pub(super) fn find(
         of_iface: &[RefusalCause],
         context: &RefusalContext<'_>,

@@ -51,6 +51,8 @@ pub(super) struct PathSearch<'a> {
     /// Facts about the machine; `None` until the first refusal.
     facts: Option<Facts>,
     attempts: Vec<Attempt>,
+    /// The kind of the last refusal by the iface or the NIC. Failed releases do not count.
+    refused_with: Option<ErrorKind>,
     /// True if the iface or the NIC refused a path. A path that the NIC does not list among its
     /// imports does not count.
     pub(super) refused_by_driver: bool,
@@ -85,6 +87,7 @@ impl<'a> PathSearch<'a> {
             fact_source: &*selector.facts,
             facts: None,
             attempts: Vec::new(),
+            refused_with: None,
             refused_by_driver: false,
             may_be_temporary: false,
             request_refused: false,
@@ -109,6 +112,7 @@ impl<'a> PathSearch<'a> {
             kind: kind_of(owner),
             facts: None,
             attempts: Vec::new(),
+            refused_with: None,
             refused_by_driver: false,
             may_be_temporary: false,
             request_refused: false,
@@ -348,6 +352,7 @@ impl<'a> PathSearch<'a> {
         if unsupported && variant == PathVariant::DmaBuf(DmaBufMapping::Default) {
             self.default_is_refused(cause.as_ref());
         }
+        self.refused_with = Some(error.kind());
         let attempt = Attempt::refused(variant.path(), call, self.named(error));
         let attempt = ProbableCause::add_to(cause.as_ref(), attempt);
         tracing::debug!(
@@ -426,12 +431,14 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Returns the error for a search in which every path was refused, with all attempts. The error
-    /// has the kind of [`Trace::refusal`], or `Unsupported` if no path was tried.
+    /// has the kind of the last refusal by the iface or the NIC. Without one, it has the kind of
+    /// [`Trace::refusal`], or `Unsupported` if no path was tried.
     pub(super) fn exhausted(self, (why, remedy): (&'static str, &'static str)) -> Error {
         let iface = self.iface_name();
         let nic = self.nic().to_string();
         let trace = Trace::from(self.attempts);
-        let kind = trace.refusal().map_or(ErrorKind::Unsupported, Error::kind);
+        let kind = self.refused_with.or_else(|| trace.refusal().map(Error::kind));
+        let kind = kind.unwrap_or(ErrorKind::Unsupported);
         let error = Error::new(kind, "path")
             .iface(iface)
             .provider(nic)
