@@ -1,4 +1,5 @@
-//! The state behind a [`MemoryRegion`]: small, because a million of them may be live.
+//! The state behind a [`MemoryRegion`](super::MemoryRegion): small, because a million of them may
+//! be live.
 
 use std::{
     any::Any,
