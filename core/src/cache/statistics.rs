@@ -31,7 +31,7 @@ pub struct CacheStatistics {
     /// The number of misses that returned an uncached region.
     pub uncached: u64,
     /// The number of misses that returned an error, including the error of another thread's
-    /// registration.
+    /// registration. The error for a key [of any owner](Key::of_any_owner) does not count.
     pub failures: u64,
     /// The number of entries that were evicted, to make room or by
     /// [`Cache::evict_idle`](super::Cache::evict_idle).

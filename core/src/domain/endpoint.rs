@@ -337,8 +337,10 @@ impl Endpoint {
     /// close waits for accesses in flight.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint. The error returns
-    /// the endpoint.
+    /// - [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint.
+    /// - The driver's error if the device failed.
+    ///
+    /// The error returns the endpoint.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.shut() {
             Ok(()) => {
@@ -365,7 +367,8 @@ impl Endpoint {
     /// Takes part in a broadcast. All members call this with the same tag.
     ///
     /// The root sends the bytes of `buffer` to all other members, by one send with `context` for
-    /// each member. The others receive the bytes. `members` are the other members, each as
+    /// each member. The others post a receive that accepts a message with `tag` from any peer, so no
+    /// other message may have this tag meanwhile. `members` are the other members, each as
     /// [`Endpoint::resolve`] of this endpoint returned it. `root` is one of them, or `None` if this
     /// endpoint is the root.
     ///

@@ -86,9 +86,10 @@ use crate::{
 /// open, so dropping a domain before them is harmless. [`Domain::close`] fails instead and reports
 /// the objects that are left.
 ///
-/// A domain belongs to the process that opened it. In a forked child the calls that need the NIC
-/// fail with [`ErrorKind::BadState`], and closing or dropping the child's copy of a region does not
-/// affect the parent's registration.
+/// A domain belongs to the process that opened it. In a forked child, calls that register or look up
+/// memory, or create an object, fail with [`ErrorKind::BadState`]. Make no other calls there: the
+/// provider decides if they fail. Closing or dropping the child's copies of objects does not affect
+/// the parent.
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, Result};
@@ -137,7 +138,7 @@ impl Domain {
     ///   The error names the bits.
     /// - [`ErrorKind::InvalidArgument`] for a NIC that the provider does not have, and for staging
     ///   attributes that are 0 or too large.
-    /// - The errors of [`Provider::nics`] and [`Provider::open_domain`].
+    /// - The errors of [`Provider::nics`], [`ProcessMark::current`] and [`Provider::open_domain`].
     pub fn open(
         provider: &dyn Provider,
         registry: Arc<Registry>,

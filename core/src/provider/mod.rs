@@ -497,6 +497,7 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     /// Afterwards peers no longer reach the region, which can still be closed.
     ///
     /// # Errors
-    /// Busy while a type 2A window is bound through the endpoint.
+    /// - Busy while a type 2A window is bound through the endpoint.
+    /// - The driver's error if the device failed.
     fn close(&self) -> Result<()>;
 }
