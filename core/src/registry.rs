@@ -146,7 +146,7 @@ impl Registry {
             .unwrap_or_else(|| kind.into())
     }
 
-    /// Returns the owner of an address: the device iface that claims the address, or else the
+    /// Returns the owner of an address: the first device iface that claims the address, or else the
     /// system iface.
     ///
     /// Host memory of the application that a device API page-locked belongs to the system iface.

@@ -44,7 +44,8 @@ pub struct CacheStatistics {
     pub entries: usize,
     /// The total size in bytes of the entries that `entries` counts.
     pub bytes: u64,
-    /// The number of leases of cached regions.
+    /// The number of leases of cached regions, including those of threads that wait for a
+    /// registration.
     pub leases: usize,
     /// The number of entries with at least one lease, including invalidated entries.
     pub in_use: usize,

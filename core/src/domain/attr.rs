@@ -180,7 +180,9 @@ pub struct MrAttr<'a> {
     ///
     /// Ignored if [`MrAttr::iface`] is `None` or ignored, and with
     /// [`MrFlags::HMEM_HOST_ALLOC`](crate::MrFlags::HMEM_HOST_ALLOC). For memory that belongs to no
-    /// particular device, any device of the iface is accepted.
+    /// particular device, any device of the iface is accepted. For a dma-buf, which has no address
+    /// to query, `None` means no device: completion queues then flush none
+    /// ([`Domain::open_cq`](crate::Domain::open_cq)).
     pub device: Option<DeviceId>,
     /// Reserved: must be 0.
     pub hmem_data: u64,

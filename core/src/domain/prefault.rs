@@ -25,7 +25,7 @@ const PARALLEL_FROM: u64 = 64 << 20;
 /// pages. The bytes do not change.
 ///
 /// # Errors
-/// The context value `range` is the part that failed. Parts before it stay populated.
+/// The context value `range` is the part that failed. Other parts may be populated.
 ///
 /// - [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the protection of the
 ///   memory forbids the access, and on Linux before 5.14.

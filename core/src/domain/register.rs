@@ -341,7 +341,8 @@ impl MemoryRegion {
     /// queue is bound ([`Domain::bind`](super::Domain::bind)), the result is a pending region.
     ///
     /// The NIC enforces the bounds and the rights. The part inherits iface, device and page size,
-    /// pins no memory, and keeps this region registered.
+    /// pins no memory, and keeps this region registered. It has the write ordering of the domain:
+    /// [`MrAttr::base`] with [`MrAttr::ordering`] requests another.
     ///
     /// ```no_run
     /// use hmem_core::{Access, MemoryRegion, RemoteKey, Result};
