@@ -67,9 +67,9 @@ impl<S: CacheBackend> Cache<S> {
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] on a miss of a key [of any owner](Key::of_any_owner).
-    /// - The backend's error, or the error of another thread's registration of exactly this range
-    ///   with these rights, for which this call waited: [`ErrorKind::BadState`] if that registration
-    ///   panicked.
+    /// - The backend's error.
+    /// - The error of another thread's registration of exactly this range with these rights, for
+    ///   which this call waited: [`ErrorKind::BadState`] if that registration panicked.
     #[inline(always)]
     pub fn get_or_register(&self, key: &Key) -> Result<Lease<'_, S>> {
         let (mut free, mut found) = (None, None);

@@ -367,8 +367,8 @@ impl Endpoint {
     /// Takes part in a broadcast. All members call this with the same tag.
     ///
     /// The root sends the bytes of `buffer` to all other members, by one send with `context` for
-    /// each member. The others post a receive that accepts a message with `tag` from any peer, so no
-    /// other message may have this tag meanwhile. `members` are the other members, each as
+    /// each member. The others post a receive that accepts a message with `tag` from any peer. So
+    /// no other message may have this tag meanwhile. `members` are the other members, each as
     /// [`Endpoint::resolve`] of this endpoint returned it. `root` is one of them, or `None` if this
     /// endpoint is the root.
     ///

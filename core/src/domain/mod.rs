@@ -86,8 +86,8 @@ use crate::{
 /// open, so dropping a domain before them is harmless. [`Domain::close`] fails instead and reports
 /// the objects that are left.
 ///
-/// A domain belongs to the process that opened it. In a forked child, calls that register or look up
-/// memory, or create an object, fail with [`ErrorKind::BadState`]. Make no other calls there: the
+/// A domain belongs to the process that opened it. In a forked child, calls that register memory,
+/// look it up or open an object fail with [`ErrorKind::BadState`]. Make no other calls there: the
 /// provider decides if they fail. Closing or dropping the child's copies of objects does not affect
 /// the parent.
 ///

@@ -423,8 +423,8 @@ pub trait IfaceExt: Iface {
         self.monitor().ok_or_else(|| self.unavailable(Facet::Monitor))?.start()
     }
 
-    /// Fills `into` with the bytes at `from`, an address in memory of this iface. An empty `into` is
-    /// left alone, whatever the address.
+    /// Fills `into` with the bytes at `from`, an address in memory of this iface. An empty `into`
+    /// is accepted for every address.
     ///
     /// # Safety
     /// The memory at `from` must not be freed before the call returns. An address that is not of
