@@ -187,7 +187,8 @@ heap_buffer! {
     Box<[u8]>: <[u8]>::into_vec, Vec::into_boxed_slice;
 }
 
-/// Memory allocated from an iface. Dropping the value frees the memory.
+/// Memory allocated from an iface. Dropping the value frees the memory. A forked child that drops
+/// its copy calls [`IfaceExt::free`] too.
 pub struct DeviceBuffer {
     iface: Arc<dyn Iface>,
     allocation: Allocation,

@@ -137,6 +137,8 @@ impl Endpoint {
     ///   its completion queue has no room for another completion. Read completions, then post
     ///   again.
     /// - [`ErrorKind::NoRegion`] for a descriptor that is missing or that is not of this domain.
+    /// - [`ErrorKind::InvalidArgument`] for local and remote lists of different total lengths, and
+    ///   for operands that do not fit the operation.
     /// - The errors of [`Domain::regattr`](super::Domain::regattr), if the cache registers memory.
     /// - The other errors of [`ProviderEndpoint::post`].
     ///

@@ -489,6 +489,13 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     ///   no room for the completion ([`CompletionQueue`]).
     /// - NoRegion for a descriptor that is missing or that is not of this domain.
     /// - BadAccess for a bind with rights that a window cannot grant.
+    /// - InvalidArgument for lists of different total lengths, for an empty remote list, and for
+    ///   operands that do not fit the operation.
+    /// - MessageTooLong or TooManyRanges beyond the NIC's limits or the endpoint's depth.
+    /// - OutOfBounds or InvalidKey for a remote segment outside its key, if the provider checks it.
+    /// - Unsupported for an operation that the NIC does not have.
+    /// - BadState after the endpoint was closed.
+    /// - Otherwise the error that the driver reported.
     ///
     /// The completion reports an error that only the target can detect.
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()>;
