@@ -102,7 +102,7 @@ impl<S: CacheBackend> CacheCore<S> {
                 return ControlFlow::Break(Err(error));
             }
             self.leases.barrier.light();
-            if self.may_hit(leased.entry, key) {
+            if self.may_hit(leased.entry, slot, key) {
                 count(&self.counters.late_hits);
                 return ControlFlow::Break(Ok(Lease::cached_slow(self, leased)));
             }

@@ -243,6 +243,25 @@ fn panic_in_a_registration_leaves_no_entry_and_no_waiter() {
 
 /// CACHE-07
 #[test]
+fn panic_in_a_validation_ends_the_lease() {
+    let (cache, records) = cache(Limits::default());
+    records.checked.store(true, Ordering::SeqCst);
+    let id = cache.get_or_register(&key(0, PAGE)).unwrap().id;
+    let lookups: [&dyn Fn() -> bool; 2] = [&|| cache.get_cached(&key(0, PAGE)).is_some(), &|| {
+        cache.get_or_register(&key(0, PAGE)).is_ok()
+    }];
+    for lookup in lookups {
+        *records.validating.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(lookup)).is_err());
+        assert_eq!(cache.statistics().leases, 0);
+    }
+    assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, id);
+    cache.try_clear().expect("no entry has a lease");
+    assert_empty(&records);
+}
+
+/// CACHE-07
+#[test]
 fn waiter_for_a_registration_that_panics_gets_an_error() {
     let (cache, records) = cache(Limits::default());
     records.registering.hold();
