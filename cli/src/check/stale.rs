@@ -135,7 +135,8 @@ impl ImportCallbacks for IgnoreCallbacks {
 }
 
 /// Returns a case for every cache monitor of every selected iface, all with the first selected NIC
-/// that keeps pages.
+/// that keeps pages. Adds the ifaces that cannot be checked to `skipped`, or a single entry if no
+/// selected NIC keeps pages.
 pub(super) fn plan<'a>(
     machine: &'a Machine,
     selection: &Selection,
@@ -191,7 +192,8 @@ impl Case<'_> {
         }
     }
 
-    /// Returns the monitor's name, or a placeholder if the name is known only after the start.
+    /// Returns the monitor's name before the monitor starts. The name of a device's own monitor is
+    /// not known by then; the function returns `none` for it.
     fn monitor(&self) -> &'static str {
         match &self.memory {
             Memory::Host(monitor) => monitor.name(),
@@ -373,8 +375,9 @@ struct Round<'a> {
 }
 
 impl Round<'_> {
-    /// Runs round `number`: fills the memory, transfers it through a cached registration, and frees
-    /// it.
+    /// Runs round `number`: fills the memory, transfers bytes through a cached registration, looks
+    /// the registration up again, and replaces the memory. A NIC reads the memory in even rounds
+    /// and writes it in odd ones.
     fn run(&mut self, number: u64, tally: &mut Tally) -> Result<()> {
         let (mut before, mut after) = ([0; MOVED as usize], [0; MOVED as usize]);
         pattern::fill(&mut before, number << 16);

@@ -412,7 +412,8 @@ fn imports(imports: Imports) -> Vec<&'static str> {
     all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
 }
 
-/// Returns the entry of a NIC. The function opens a domain to query its features.
+/// Returns the entry of a NIC. The function opens a domain to query its features. If the domain
+/// cannot be opened, the entry has no features, and the error is added to `absent`.
 fn nic(machine: &Machine, fabric: &Fabric, absent: &mut Vec<Skipped>) -> NicEntry {
     let domain = fabric.open(&machine.hmem, P2pPolicy::default());
     if let Err(error) = &domain {
