@@ -484,9 +484,10 @@ pub fn bytes(count: u64) -> String {
     format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
 }
 
-/// Joins the first three names, followed by the number of the remaining names.
+/// Joins names by commas. Of more than three names, lists the first three and the number of the
+/// others.
 #[must_use]
-pub fn some(names: &[String]) -> String {
+pub fn abbreviated(names: &[String]) -> String {
     const FEW: usize = 3;
     match names.len().checked_sub(FEW) {
         None | Some(0) => names.join(", "),

@@ -10,7 +10,7 @@ use hmem::{
 use super::{Memory, Selection, memory::HugeBuffer};
 use crate::{
     json::Skipped,
-    machine::{Fabric, Machine},
+    machine::{Machine, ProviderNic},
 };
 
 /// The expected path from the memory to the NIC.
@@ -52,7 +52,7 @@ pub struct Case<'a> {
     /// The memory to register.
     pub memory: Memory,
     /// The NIC to register with.
-    pub nic: &'a Fabric,
+    pub nic: &'a ProviderNic,
     /// The expected path between memory and NIC.
     pub variant: PathVariant,
     /// True if the NIC is software, and the memory is host memory or simulated. If true, the check
@@ -117,7 +117,7 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
         }
     }
     let wanted =
-        |nic: &Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
+        |nic: &ProviderNic| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     for nic in machine.nics.iter().filter(|nic| wanted(nic)) {
         for memory in &memories {
             let simulated = machine.is_software(memory.iface_kind());
@@ -192,7 +192,7 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
 fn variants(
     memory: &Memory,
     simulated: bool,
-    nic: &Fabric,
+    nic: &ProviderNic,
     p2p_disabled: bool,
     skipped: &mut Vec<Skipped>,
 ) -> Vec<PathVariant> {

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     json::Skipped,
-    machine::{Fabric, Machine},
+    machine::{Machine, ProviderNic},
 };
 
 /// Bytes of a transfer. A short transfer is enough, since stale entries cover whole pages.
@@ -38,7 +38,7 @@ const MOVED: u64 = 64;
 pub struct StaleRow {
     /// The iface of the memory.
     pub iface: String,
-    /// The monitor that watches the memory.
+    /// The monitor that watches the memory; `none` if the iface's monitor failed to start.
     pub monitor: String,
     /// The name of the NIC's provider.
     pub provider: String,
@@ -63,7 +63,7 @@ pub struct StaleRow {
 /// One monitor to check, with the NIC and the memory of the check.
 pub(super) struct Case<'a> {
     machine: &'a Machine,
-    nic: &'a Fabric,
+    nic: &'a ProviderNic,
     memory: Memory,
 }
 
@@ -143,7 +143,7 @@ pub(super) fn plan<'a>(
     skipped: &mut Vec<Skipped>,
 ) -> Vec<Case<'a>> {
     let wanted =
-        |nic: &&Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
+        |nic: &&ProviderNic| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     let Some(nic) = machine.nics.iter().filter(wanted).find(|nic| nic.keeps_pages()) else {
         skipped.push(Skipped::new(
             "stale registrations",
@@ -337,7 +337,7 @@ struct Prepared<'a> {
 }
 
 impl Prepared<'_> {
-    fn run_rounds(&mut self, nic: &Fabric, rounds: u64, tally: &mut Tally) -> Result<()> {
+    fn run_rounds(&mut self, nic: &ProviderNic, rounds: u64, tally: &mut Tally) -> Result<()> {
         let hmem = match &self.hmem {
             OwnOrShared::Machine(machine) => &machine.hmem,
             OwnOrShared::Own(hmem) => hmem,
