@@ -72,7 +72,8 @@ impl Attempt {
         }
     }
 
-    /// Removes the part of the remedy that is unnecessary on the chosen path; see [`needed_advice`].
+    /// Removes the part of the remedy that is unnecessary on the chosen path. See
+    /// [`needed_advice`].
     #[must_use]
     pub fn with_needed_advice(mut self, chosen: Option<&str>) -> Self {
         self.remedy = self.remedy.map(|remedy| needed_advice(&remedy, chosen).to_owned());
