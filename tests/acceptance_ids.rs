@@ -97,7 +97,7 @@ fn rust_files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
     }
 }
 
-/// Returns the paths of the source files of every crate of the workspace.
+/// Returns the paths of the source files in `src` and `tests` of every crate of the workspace.
 fn sources() -> BTreeSet<PathBuf> {
     let mut files = BTreeSet::new();
     for package in workspace::packages() {

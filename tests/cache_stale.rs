@@ -186,7 +186,8 @@ enum Nic {
     Device(String),
 }
 
-/// Returns the NICs to test. `HMEM_TEST_CONFIG=verbs` leaves out the software NIC.
+/// Returns the NICs to test: the software NIC, unless `HMEM_TEST_CONFIG` is `verbs`, and the device
+/// that `HMEM_VERBS_DEVICE` names, if any. Panics if there is none.
 fn nics() -> Vec<Nic> {
     let device =
         env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()).map(Nic::Device);
@@ -373,7 +374,8 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Asserts that no round is stale, for each NIC and each way to replace a page.
+/// Asserts for each NIC and each way to replace a page that no round is stale, and that more than a
+/// tenth of the rounds invalidated an entry. Without invalidations nothing would be cached.
 fn assert_none_stale(
     monitor: &Arc<dyn Monitor>,
     causes: &[Replacement],

@@ -22,13 +22,13 @@ use silent::Silent;
 const PAGE: u64 = 4096;
 const COUNT: usize = 2_000;
 
-/// Maximum length in bytes of a printed handle.
-const MOST: usize = 4_000;
+/// Maximum length of a handle's `Debug` text, in bytes.
+const MAX_LEN: usize = 4_000;
 
 fn check(name: &str, value: &dyn Debug) {
     for text in [format!("{value:?}"), format!("{value:#?}")] {
         let start: String = text.chars().take(300).collect();
-        assert!(text.len() <= MOST, "{name} takes {} bytes: {start}", text.len());
+        assert!(text.len() <= MAX_LEN, "{name} takes {} bytes: {start}", text.len());
     }
     let line = format!("{value:?}");
     assert!(!line.contains('\n') && !line.is_empty(), "{name} is not one line: {line}");

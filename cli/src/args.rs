@@ -176,7 +176,7 @@ impl PointerSort {
         Self::EACH.into_iter().filter(is_given)
     }
 
-    /// Returns the sort's name on the command line, such as `past-end`.
+    /// Returns the name of this sort of pointer on the command line, such as `past-end`.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Interior => "interior",

@@ -65,17 +65,18 @@ impl Attempt {
     /// Returns a label that says what the remedy achieves, such as `to use dma-buf:`. `chosen` is
     /// the name of the chosen path.
     #[must_use]
-    pub fn aim(&self, chosen: &str) -> String {
+    pub fn remedy_label(&self, chosen: &str) -> String {
         match self.path == chosen {
             true => "to avoid the refusal:".to_owned(),
             false => format!("to use {}:", self.path),
         }
     }
 
-    /// Removes the part of the remedy that is unnecessary on the chosen path; see [`open_advice`].
+    /// Removes the part of the remedy that is unnecessary on the chosen path. See
+    /// [`needed_advice`].
     #[must_use]
-    pub fn beside(mut self, chosen: Option<&str>) -> Self {
-        self.remedy = self.remedy.map(|remedy| open_advice(&remedy, chosen).to_owned());
+    pub fn with_needed_advice(mut self, chosen: Option<&str>) -> Self {
+        self.remedy = self.remedy.map(|remedy| needed_advice(&remedy, chosen).to_owned());
         self
     }
 }
@@ -83,7 +84,7 @@ impl Attempt {
 /// Returns a remedy without its unnecessary part. If peer memory is the chosen path, a peer-memory
 /// client works already, so the function removes the advice to load one.
 #[must_use]
-pub fn open_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a str {
+pub fn needed_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a str {
     if chosen != Some(Path::PeerMemory.name()) {
         return remedy;
     }

@@ -36,7 +36,7 @@ pub struct Machine {
     /// The ifaces and the path selector.
     pub hmem: Hmem,
     /// The NICs that a command works with.
-    pub nics: Vec<Fabric>,
+    pub nics: Vec<ProviderNic>,
     /// Unavailable providers and NICs, an unavailable simulated iface, and an unreadable topology.
     /// Other unavailable ifaces are in the registry of `hmem`.
     pub absent: Vec<Absent>,
@@ -50,7 +50,7 @@ pub struct Machine {
 
 /// One NIC of a provider.
 #[derive(Debug)]
-pub struct Fabric {
+pub struct ProviderNic {
     provider: Arc<dyn Provider>,
     /// The attributes that the provider reports for the NIC.
     pub attr: ProviderAttr,
@@ -229,7 +229,7 @@ impl Machine {
         note: &'static str,
     ) -> Result<()> {
         for attr in provider.nics()? {
-            self.nics.push(Fabric { provider: Arc::clone(&provider), attr, software, note });
+            self.nics.push(ProviderNic { provider: Arc::clone(&provider), attr, software, note });
         }
         Ok(())
     }
@@ -252,7 +252,7 @@ impl Machine {
     ///
     /// # Errors
     /// The errors of [`Domain::open`].
-    pub fn open(&self, nic: &Fabric, p2p: P2pPolicy) -> Result<Domain> {
+    pub fn open(&self, nic: &ProviderNic, p2p: P2pPolicy) -> Result<Domain> {
         nic.open(&self.hmem, p2p)
     }
 
@@ -345,7 +345,7 @@ impl Machine {
     }
 }
 
-impl Fabric {
+impl ProviderNic {
     /// Opens a domain on the NIC.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use hmem::{
     MrFlags, OwnedRegion, Result, iface::AllocRequest, path::P2pPolicy,
 };
 
-use crate::machine::{Fabric, Machine};
+use crate::machine::{Machine, ProviderNic};
 
 /// Bytes to register: the smallest page size.
 const PAGE: u64 = 4096;
@@ -16,7 +16,7 @@ const PAGE: u64 = 4096;
 ///
 /// # Errors
 /// The error of the NIC if a domain cannot be opened or closed, or the registration fails.
-pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
+pub(crate) fn host(machine: &Machine, nic: &ProviderNic) -> Result<Arc<Decision>> {
     let domain = machine.open(nic, P2pPolicy::Enabled)?;
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
     let registered = domain.register_with(
@@ -38,7 +38,7 @@ pub(crate) fn host(machine: &Machine, nic: &Fabric) -> Result<Arc<Decision>> {
 /// - The error of the NIC if a domain cannot be opened or closed, or the registration fails.
 pub(crate) fn device(
     machine: &Machine,
-    nic: &Fabric,
+    nic: &ProviderNic,
     iface: &Arc<dyn Iface>,
     device: DeviceId,
 ) -> Result<Arc<Decision>> {

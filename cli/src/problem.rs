@@ -111,7 +111,7 @@ impl Problem {
         Ok(())
     }
 
-    /// Returns the headline, the causes and the values on one line.
+    /// Returns the problem without its remedy, on one line.
     #[must_use]
     pub fn reason(&self) -> String {
         Self { remedy: None, ..self.clone() }.to_string()

@@ -172,8 +172,9 @@ impl Style {
     }
 }
 
-/// Returns the output's width from `COLUMNS`, or else from the terminal of stdout: 20 to 140
-/// columns. Returns `None` if stdout is no terminal, or if the width is 0.
+/// Returns the width of the output, in columns: the number in `COLUMNS`, or else the width of the
+/// terminal of stdout, limited to 20 to 140. Returns `None` if this number is 0, or if `COLUMNS`
+/// has no number and stdout is not a terminal.
 #[must_use]
 pub fn columns() -> Option<usize> {
     let variable = columns_variable().unwrap_or(None);
@@ -270,8 +271,8 @@ impl Table {
         writeln!(out)
     }
 
-    /// Returns the width of each column, and the gap between them, if all of them fit into `line`
-    /// without splitting a word.
+    /// Returns the width of each column and of the gap between columns. Returns `None` if the
+    /// columns do not fit into `line` without splitting a word.
     fn widths(&self, line: usize) -> Option<(Vec<usize>, usize)> {
         GAPS.into_iter().find_map(|gap| Some((self.widths_with(line, gap)?, gap)))
     }
@@ -483,9 +484,10 @@ pub fn bytes(count: u64) -> String {
     format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
 }
 
-/// Joins the first three names, followed by the number of the remaining names.
+/// Joins names by commas. Of more than three names, lists the first three and the number of the
+/// others.
 #[must_use]
-pub fn some(names: &[String]) -> String {
+pub fn abbreviated(names: &[String]) -> String {
     const FEW: usize = 3;
     match names.len().checked_sub(FEW) {
         None | Some(0) => names.join(", "),

@@ -89,8 +89,8 @@ pub(crate) fn under_memhooks_and_userfaultfd(collect: fn()) {
     churn(&*Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap()), collect);
 }
 
-/// Asserts that memhooks report the free of a large block, no matter which functions the allocator
-/// calls.
+/// Frees up to 50 large blocks, until memhooks report the change of one of them. Panics if memhooks
+/// report none. `collect` makes the allocator return free memory.
 pub(crate) fn large_frees_are_reported(collect: fn()) {
     let monitor = MemHooks::start().unwrap();
     let recorder = Recorder::new();

@@ -24,7 +24,8 @@ pub(crate) fn output(name: &str, variables: &[(&str, &str)]) -> Output {
     command.output().expect("start a child")
 }
 
-/// Runs `body` in a child process that runs this test only. Fails if the child fails.
+/// Runs `body` in a child process that runs only the calling test, `name` (its path in this
+/// binary). Panics if the child fails.
 pub(crate) fn alone(name: &str, body: impl FnOnce()) {
     alone_with(name, &[], body);
 }

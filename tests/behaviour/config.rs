@@ -412,9 +412,9 @@ pub(crate) struct Behaviour {
 }
 
 impl Behaviour {
-    /// Runs the behaviour in every test configuration that meets its needs. Panics with the list of
-    /// those in which it failed, and if no configuration meets its needs. The variable
-    /// `HMEM_TEST_CONFIG` selects configurations by a part of their name.
+    /// Runs the behaviour in every test configuration that meets its needs. The variable
+    /// `HMEM_TEST_CONFIG` selects some of them by a part of their name. Panics with the list of
+    /// those in which the behaviour failed, or if there is none to run it in.
     pub(crate) fn run(&self) {
         let mut shown = 0;
         let mut failures = Vec::new();

@@ -493,8 +493,9 @@ fn buffers_of_a_broadcast_need_the_collective_right(config: &TestConfig) {
     }
 }
 
-/// Broadcasts from the initiator to the target, with the COLLECTIVE right and without it. Without
-/// the right the broadcast must fail if `needed` is true.
+/// Broadcasts from the initiator to the target, with the COLLECTIVE right and without it. With the
+/// right, the broadcast must succeed. Without the right, both sides must refuse it if `needed` is
+/// true, and it must succeed otherwise.
 fn broadcast<B: hmem::OwnedBuffer>(net: &Net, needed: bool, buffer: impl Fn() -> B) {
     let register = |side: &Side, access| {
         let registered = side.domain.register(buffer(), access).expect("register");

@@ -432,7 +432,8 @@ impl Net {
     }
 
     /// Sends `message` from the initiator. The target receives it into `into`. Returns the results
-    /// of the send and of the receive. If one of them fails, the other result is `Ok(0)`.
+    /// of the send and of the receive. If the receive cannot be posted, nothing is sent, and the
+    /// result of the send is `Ok(0)`. If the send fails, the result of the receive is `Ok(0)`.
     pub(crate) fn send(
         &self,
         message: LocalSegment,

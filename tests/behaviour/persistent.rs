@@ -165,7 +165,8 @@ fn persistent_device_memory_is_flushed_before_a_write_completes(config: &TestCon
     net.assert_works(&key);
 }
 
-/// Asserts that a write with each of these keys tries to write back the expected pages.
+/// Asserts that a write with each of these keys fails with [`EXPECTED`]. The NIC then tried to
+/// write back exactly the expected pages.
 fn assert_written_back(net: &Net, keys: &[(&str, RemoteKey)]) {
     for (name, key) in keys {
         assert_eq!(errno(net.push(key, 0, &[9; 16])), Some(EXPECTED), "{name}");

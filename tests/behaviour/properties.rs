@@ -133,6 +133,7 @@ struct Case {
     /// Ranges in ascending order, each as the gap before it and its length.
     ranges: Vec<(u64, u64)>,
     access: Access,
+    /// Accesses by a peer, each as true for a write, the offset and the length.
     accesses: Vec<(bool, u64, u64)>,
 }
 
@@ -330,7 +331,7 @@ fn sub_regions_match_a_byte_map_of_their_base() {
 }
 
 /// Writes with each key, in batches. Returns the number of keys and the number of writes that
-/// succeeded.
+/// succeeded. Panics if a write fails for another reason than an invalid key.
 fn successes(net: &Net, keys: impl Iterator<Item = u64>) -> (u64, u64) {
     const BATCH: usize = 128;
     let local = net.local(64, LOCAL);

@@ -81,7 +81,8 @@ fn orders(items: usize) -> Vec<Vec<usize>> {
     all
 }
 
-/// Returns one object of each kind, with a transfer in flight. A test drops them in any order.
+/// Returns one object of each kind, with a transfer in flight; a sub-region only if `subs` is true.
+/// A test drops the objects in any order.
 fn objects(provider: &Arc<Watched>, config: &TestConfig, subs: bool) -> Vec<Option<Box<dyn Any>>> {
     let builder = Hmem::builder().without_vendor_ifaces();
     let hmem =

@@ -54,8 +54,8 @@ impl Assertions {
             .expect("a string");
     }
 
-    /// Compiles the program with the headers of a folder. Returns the compiler's messages if it
-    /// fails.
+    /// Compiles the program with the headers of a folder. On failure, returns the compiler's
+    /// messages, or that there is no C compiler.
     pub(crate) fn compile(&self, include: &Path) -> Result<(), String> {
         compile(include, &self.code)
     }

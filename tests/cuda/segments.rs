@@ -1,4 +1,4 @@
-//! VMM memory that the application allocates itself.
+//! Memory that an application maps itself with CUDA's virtual memory management (VMM).
 
 use hmem::{
     Address, AddressRange,

@@ -187,7 +187,7 @@ impl Tree<'_> {
         targets.unwrap_or_default()
     }
 
-    /// Returns the definitions of a name in a module.
+    /// Returns the definitions of a name in a module, found through imports and then globs.
     fn lookup(&self, module: usize, name: &str, depth: usize) -> Vec<Target> {
         // Globs and imports may form cycles.
         if depth > 16 {

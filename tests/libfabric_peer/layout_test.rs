@@ -1,7 +1,8 @@
 //! Compares the layouts and constants of [`crate::libfabric::sys`] with the installed headers.
 //!
-//! The test writes a C program that prints the same numbers in the same order, compiles it and
-//! compares the output. Without a compiler or libfabric's headers the test is skipped.
+//! The test writes a C program that prints the number of each [`Expectation`] in order, compiles
+//! the program and compares its output. Without a compiler or libfabric's headers the test is
+//! skipped.
 
 use crate::trials::{Outcome, Skipped};
 use hmem::provider::MsgOrder;

@@ -66,13 +66,13 @@ impl Outcome {
         write!(head, " on {}, {:?} mapping: {}", decision.nic, decision.mapping, decision.reason)
             .expect("a String takes everything");
         let attempts = attempts(&decision.attempts, names);
-        Self { head: stable(&head, names), remembered: decision.from_cache, attempts }
+        Self { head: with_named_addresses(&head, names), remembered: decision.from_cache, attempts }
     }
 
     /// Formats a failed registration.
     pub(crate) fn failed(error: &Error, names: &Names) -> Self {
         let remedy = error.remedy_text().map_or(String::new(), |text| format!("; remedy: {text}"));
-        let head = stable(&format!("refused: {}{remedy}", refusal(error)), names);
+        let head = with_named_addresses(&format!("refused: {}{remedy}", refusal(error)), names);
         Self { head, remembered: false, attempts: attempts(error.trace(), names) }
     }
 }
@@ -128,7 +128,7 @@ pub(crate) fn attempts(trace: &Trace, names: &Names) -> Vec<String> {
         if let Some(remedy) = &attempt.remedy {
             write!(line, "; remedy: {remedy}").expect("a String takes everything");
         }
-        stable(&line, names)
+        with_named_addresses(&line, names)
     };
     trace.iter().enumerate().map(line).collect()
 }
@@ -145,8 +145,10 @@ fn refusal(error: &Error) -> String {
     text
 }
 
-/// Replaces the memory addresses in a text by names.
-fn stable(text: &str, names: &Names) -> String {
+/// Replaces the hexadecimal addresses in a text by the names of their ranges, each with the offset
+/// in the range. Addresses of 4 GiB or more outside all ranges become `elsewhere`. Smaller numbers
+/// stay.
+fn with_named_addresses(text: &str, names: &Names) -> String {
     let mut out = String::new();
     let mut rest = text;
     while let Some(at) = rest.find("0x") {

@@ -5,7 +5,8 @@ use std::path::Path;
 use hmem_core::{Error, ErrorKind, IfaceKind};
 
 /// Checks the errors for an absent file, for a file that is no library, and for another library.
-/// `open` opens the iface with the library at a path.
+/// `open` opens the iface with the library at a path. `variable` is the environment variable that
+/// the remedy names, and `first_symbol` is the function that the iface looks up first.
 pub(crate) fn is_unavailable_with_the_reason(
     iface: IfaceKind,
     variable: &str,

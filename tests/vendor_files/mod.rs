@@ -13,7 +13,8 @@ pub(crate) fn is_required(vendor: &str, item: &str) -> bool {
     env::var(variable).is_ok_and(|items| items.split(',').any(|listed| listed.trim() == item))
 }
 
-/// Returns the path of a downloaded file, or the reason why a test that needs it is ignored.
+/// Returns the path of a downloaded file, or the reason why a test that needs the file is ignored.
+/// Panics if the file is absent and `HMEM_VENDOR` lists the item.
 pub(crate) fn downloaded(vendor: &str, item: &str, file: &str) -> Result<PathBuf, String> {
     let home = || PathBuf::from(env::var_os("HOME").unwrap_or_default());
     let cache = env::var_os(format!("HMEM_{}_CACHE", vendor.to_uppercase())).map(PathBuf::from);

@@ -13,7 +13,8 @@ use std::{
 };
 
 /// A command of a task, with its environment variables. The last command of a task also gets the
-/// arguments from the command line.
+/// arguments from the command line. `{root}` stands for the root of the repository and `{target}`
+/// for Cargo's target folder.
 struct Step {
     environment: &'static [(&'static str, &'static str)],
     command: &'static [&'static str],
@@ -301,8 +302,9 @@ const MISSING: u8 = 3;
 
 /// Runs the commands of a task in the root of the repository.
 ///
-/// Stops at the first command that fails, and returns its status. The task `vendors` runs all its
-/// commands even if some return [`MISSING`], and then returns [`MISSING`].
+/// Stops at the first command that fails, and returns its status: 1 if a signal ended the command,
+/// and [`MISSING`] if the command cannot be started. The task `vendors` continues after a command
+/// that returns [`MISSING`], and returns [`MISSING`] at its end.
 fn run(task: &Task, arguments: &[String]) -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the root");
     let target =

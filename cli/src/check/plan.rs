@@ -10,7 +10,7 @@ use hmem::{
 use super::{Memory, Selection, memory::HugeBuffer};
 use crate::{
     json::Skipped,
-    machine::{Fabric, Machine},
+    machine::{Machine, ProviderNic},
 };
 
 /// The expected path from the memory to the NIC.
@@ -52,11 +52,12 @@ pub struct Case<'a> {
     /// The memory to register.
     pub memory: Memory,
     /// The NIC to register with.
-    pub nic: &'a Fabric,
+    pub nic: &'a ProviderNic,
     /// The expected path between memory and NIC.
     pub variant: PathVariant,
-    /// True if the NIC is software, and the memory is host memory or simulated. The check then
-    /// reports an unsupported registration as a failure. If false, it skips the combination.
+    /// True if the NIC is software, and the memory is host memory or simulated. If true, the check
+    /// reports an unsupported allocation or registration as a failure. If false, the check skips
+    /// the combination.
     pub software: bool,
 }
 
@@ -116,7 +117,7 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
         }
     }
     let wanted =
-        |nic: &Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
+        |nic: &ProviderNic| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     for nic in machine.nics.iter().filter(|nic| wanted(nic)) {
         for memory in &memories {
             let simulated = machine.is_software(memory.iface_kind());
@@ -134,7 +135,8 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     plan
 }
 
-/// Returns the huge-page memory to check, or `None` if the machine has no free huge page.
+/// Returns the huge-page memory to check. If no huge page can be allocated, adds the error to
+/// `skipped` and returns `None`.
 fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
     let system = Arc::new(System::new());
     match HugeBuffer::allocate(&system, 1) {
@@ -146,7 +148,8 @@ fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
     }
 }
 
-/// Returns each kind of memory on each device of an iface, and the iface's host memory once.
+/// Returns each kind of memory on each device of an iface, and the iface's host memory once. If the
+/// iface has no allocator or no device, adds the reason to `skipped` and returns no memory.
 fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory> {
     let name = iface.name();
     if iface.allocator().is_none() {
@@ -184,11 +187,12 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
 }
 
 /// Returns the paths that both the memory and the NIC may support. Direct access to device memory
-/// is by dma-buf if both support it, and otherwise by peer memory.
+/// is by dma-buf if both support it, and otherwise by peer memory. If direct access or staging is
+/// impossible, adds an entry with the reason to `skipped`.
 fn variants(
     memory: &Memory,
     simulated: bool,
-    nic: &Fabric,
+    nic: &ProviderNic,
     p2p_disabled: bool,
     skipped: &mut Vec<Skipped>,
 ) -> Vec<PathVariant> {

@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::StaleRow;
 use crate::{
     json::{Attempt, SCHEMA, Skipped},
-    table::{Cell, Style, Table, Tone, bytes, some},
+    table::{Cell, Style, Table, Tone, abbreviated, bytes},
 };
 
 /// The result of a fetch-add on the checked memory.
@@ -140,7 +140,7 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     if !groups.is_empty() {
         style.heading(out, "Failed")?;
         for (error, subjects) in groups {
-            style.item(out, &format!("{}:", some(&subjects)), error)?;
+            style.item(out, &format!("{}:", abbreviated(&subjects)), error)?;
         }
         writeln!(out)?;
     }
@@ -189,7 +189,7 @@ fn skipped<'a>(
             continue;
         }
         let names: Vec<_> = members.iter().map(|skipped| skipped.what.clone()).collect();
-        style.item(out, &format!("{cause} ({} skipped):", names.len()), &some(&names))?;
+        style.item(out, &format!("{cause} ({} skipped):", names.len()), &abbreviated(&names))?;
         let remedies = members.iter().map(|skipped| (skipped.problem.remedy.as_deref(), ()));
         match grouped(remedies).as_slice() {
             [(None, _)] => {}

@@ -29,7 +29,8 @@ impl Residue {
     }
 }
 
-/// Returns the number of open fds in `/proc/self/fd`, including the fd that reads that folder.
+/// Returns the number of open fds in `/proc/self/fd`, including the fd that reads that folder;
+/// `None` if the folder cannot be opened.
 fn fds() -> Option<u64> {
     Some(fs::read_dir("/proc/self/fd").ok()?.count() as u64)
 }

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     json::Skipped,
-    machine::{Fabric, Machine},
+    machine::{Machine, ProviderNic},
 };
 
 /// Bytes of a transfer. A short transfer is enough, since stale entries cover whole pages.
@@ -38,7 +38,7 @@ const MOVED: u64 = 64;
 pub struct StaleRow {
     /// The iface of the memory.
     pub iface: String,
-    /// The monitor that watches the memory.
+    /// The monitor that watches the memory; `none` if the iface's monitor failed to start.
     pub monitor: String,
     /// The name of the NIC's provider.
     pub provider: String,
@@ -63,7 +63,7 @@ pub struct StaleRow {
 /// One monitor to check, with the NIC and the memory of the check.
 pub(super) struct Case<'a> {
     machine: &'a Machine,
-    nic: &'a Fabric,
+    nic: &'a ProviderNic,
     memory: Memory,
 }
 
@@ -135,14 +135,15 @@ impl ImportCallbacks for IgnoreCallbacks {
 }
 
 /// Returns a case for every cache monitor of every selected iface, all with the first selected NIC
-/// that keeps pages.
+/// that keeps pages. Adds the ifaces that cannot be checked to `skipped`, or a single entry if no
+/// selected NIC keeps pages.
 pub(super) fn plan<'a>(
     machine: &'a Machine,
     selection: &Selection,
     skipped: &mut Vec<Skipped>,
 ) -> Vec<Case<'a>> {
     let wanted =
-        |nic: &&Fabric| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
+        |nic: &&ProviderNic| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
     let Some(nic) = machine.nics.iter().filter(wanted).find(|nic| nic.keeps_pages()) else {
         skipped.push(Skipped::new(
             "stale registrations",
@@ -191,7 +192,8 @@ impl Case<'_> {
         }
     }
 
-    /// Returns the monitor's name, or a placeholder if the name is known only after the start.
+    /// Returns the monitor's name before the monitor starts. The name of a device's own monitor is
+    /// not known by then; the function returns `none` for it.
     fn monitor(&self) -> &'static str {
         match &self.memory {
             Memory::Host(monitor) => monitor.name(),
@@ -335,7 +337,7 @@ struct Prepared<'a> {
 }
 
 impl Prepared<'_> {
-    fn run_rounds(&mut self, nic: &Fabric, rounds: u64, tally: &mut Tally) -> Result<()> {
+    fn run_rounds(&mut self, nic: &ProviderNic, rounds: u64, tally: &mut Tally) -> Result<()> {
         let hmem = match &self.hmem {
             OwnOrShared::Machine(machine) => &machine.hmem,
             OwnOrShared::Own(hmem) => hmem,
@@ -373,8 +375,9 @@ struct Round<'a> {
 }
 
 impl Round<'_> {
-    /// Runs round `number`: fills the memory, transfers it through a cached registration, and frees
-    /// it.
+    /// Runs round `number`: fills the memory, transfers bytes through a cached registration, looks
+    /// the registration up again, and replaces the memory. A NIC reads the memory in even rounds
+    /// and writes it in odd ones.
     fn run(&mut self, number: u64, tally: &mut Tally) -> Result<()> {
         let (mut before, mut after) = ([0; MOVED as usize], [0; MOVED as usize]);
         pattern::fill(&mut before, number << 16);

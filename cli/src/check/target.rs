@@ -40,7 +40,7 @@ impl<B: OwnedBuffer> Registration for OwnedRegion<B> {
 }
 
 /// Memory registered by its address, as `fi_mr_reg` and `ibv_reg_mr` do. The region does not own
-/// it.
+/// the memory.
 #[derive(Debug)]
 pub(super) struct Borrowed {
     /// Declared before the buffer, and therefore dropped first.

@@ -18,7 +18,7 @@ use crate::{
     args::ExplainArgs,
     check::unknown_nic,
     json::Skipped,
-    machine::{Fabric, Machine, root},
+    machine::{Machine, ProviderNic, root},
     problem::{unknown, unknown_device},
 };
 
@@ -28,7 +28,7 @@ struct Pair<'a> {
     device: Option<DeviceId>,
     /// The size of the device's memory, in bytes; `None` for host memory.
     memory: Option<u64>,
-    nic: &'a Fabric,
+    nic: &'a ProviderNic,
 }
 
 /// Explains every selected pair of memory and NIC.

@@ -62,7 +62,8 @@ struct Claim {
     _memory: Option<DeviceBuffer>,
 }
 
-/// Registers every selected sort of pointer with the NIC of a pair.
+/// Registers every selected sort of pointer with the NIC of a pair. Adds the pointers that could
+/// not be prepared to `skipped`, with their errors.
 ///
 /// # Errors
 /// The error of opening or closing the domain, or of closing a region.

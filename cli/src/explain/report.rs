@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{Names, PointerEntry, pointers};
 use crate::{
-    json::{Attempt, SCHEMA, Skipped, open_advice},
+    json::{Attempt, SCHEMA, Skipped, needed_advice},
     machine::Machine,
     table::{Style, Tone, bytes},
     topo::TopoPathEntry,
@@ -127,8 +127,9 @@ impl Report {
 impl Entry {
     pub(super) fn new(machine: &Machine, names: &Names, found: &Explanation) -> Self {
         let path = found.path.map(hmem::Path::name);
-        let attempts = found.attempts.iter().map(|attempt| Attempt::from(attempt).beside(path));
-        let remedies = found.remedies.iter().map(|remedy| open_advice(remedy, path).to_owned());
+        let attempts =
+            found.attempts.iter().map(|attempt| Attempt::from(attempt).with_needed_advice(path));
+        let remedies = found.remedies.iter().map(|remedy| needed_advice(remedy, path).to_owned());
         Self {
             iface: names.iface.clone(),
             device: found.device,
@@ -254,7 +255,7 @@ fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {
                     style.detail(out, "probable cause:", cause)?;
                 }
                 if let (Some(chosen), Some(remedy)) = (entry.path, &tried.remedy) {
-                    style.detail(out, &tried.aim(chosen), remedy)?;
+                    style.detail(out, &tried.remedy_label(chosen), remedy)?;
                 }
             }
         }

@@ -15,7 +15,7 @@ use serde::Serialize;
 pub use self::report::text;
 use crate::{
     json::{Attempt, SCHEMA, Skipped},
-    machine::{Fabric, Machine, root},
+    machine::{Machine, ProviderNic, root},
     probe,
     problem::Problem,
 };
@@ -243,7 +243,7 @@ pub struct P2pEntry {
 pub fn inventory(machine: &Machine) -> Inventory {
     let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
     let devices = devices(machine, &mut absent);
-    let providers = machine.nics.iter().map(|fabric| nic(machine, fabric, &mut absent)).collect();
+    let providers = machine.nics.iter().map(|nic| nic_entry(machine, nic, &mut absent)).collect();
     Inventory {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),
@@ -412,23 +412,24 @@ fn imports(imports: Imports) -> Vec<&'static str> {
     all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
 }
 
-/// Returns the entry of a NIC. The function opens a domain to query its features.
-fn nic(machine: &Machine, fabric: &Fabric, absent: &mut Vec<Skipped>) -> NicEntry {
-    let domain = fabric.open(&machine.hmem, P2pPolicy::default());
+/// Returns the entry of a NIC. The function opens a domain to query its features. If the domain
+/// cannot be opened, the entry has no features, and the error is added to `absent`.
+fn nic_entry(machine: &Machine, nic: &ProviderNic, absent: &mut Vec<Skipped>) -> NicEntry {
+    let domain = nic.open(&machine.hmem, P2pPolicy::default());
     if let Err(error) = &domain {
-        let subject = format!("domain on {}", fabric.attr.nic);
+        let subject = format!("domain on {}", nic.attr.nic);
         absent.push(Skipped::new(subject, error));
     }
     let domain = domain.ok();
     let windows = domain.as_ref().and_then(|domain| domain.provider_domain().windows());
-    let ProviderAttr { nic, required_mr_mode, basic_mr_mode, .. } = &fabric.attr;
-    let attr = &fabric.attr;
+    let attr = &nic.attr;
+    let ProviderAttr { nic: name, required_mr_mode, basic_mr_mode, .. } = attr;
     NicEntry {
-        provider: nic.provider.clone(),
-        nic: nic.name.clone(),
-        software: fabric.software,
-        note: fabric.note.to_owned(),
-        pci_bus_id: nic.pci_bus_id.clone(),
+        provider: name.provider.clone(),
+        nic: name.name.clone(),
+        software: nic.software,
+        note: nic.note.to_owned(),
+        pci_bus_id: name.pci_bus_id.clone(),
         required_mr_mode: names(required_mr_mode.iter_names().map(|(name, _)| name)),
         basic_mr_mode: names(basic_mr_mode.iter_names().map(|(name, _)| name)),
         key_size: attr.key_size,
@@ -485,7 +486,7 @@ fn entry(
     machine: &Machine,
     iface: &str,
     device: Option<&DeviceEntry>,
-    nic: &Fabric,
+    nic: &ProviderNic,
     decision: Result<&Decision, &Error>,
 ) -> P2pEntry {
     let assumed = if device.is_some() { Path::Staged } else { Path::PlainHost };
@@ -515,12 +516,16 @@ fn entry(
         path,
         reason,
         remedy,
-        trace: trace.into_iter().map(|attempt| attempt.beside(path)).collect(),
+        trace: trace.into_iter().map(|attempt| attempt.with_needed_advice(path)).collect(),
     }
 }
 
 /// Returns the distance between a device and a NIC, or the reason why it is unknown.
-fn distance(machine: &Machine, device: &DeviceEntry, nic: &Fabric) -> Result<&'static str, String> {
+fn distance(
+    machine: &Machine,
+    device: &DeviceEntry,
+    nic: &ProviderNic,
+) -> Result<&'static str, String> {
     let name = format!("{}:{}", device.iface, device.device);
     let (topology, from) = machine.function(&name, device.pci_bus_id.as_deref())?;
     let (_, to) =

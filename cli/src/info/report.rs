@@ -12,7 +12,7 @@ use super::{
 use crate::{
     json::Attempt,
     problem::Problem,
-    table::{Cell, Style, Table, Tone, bytes, some},
+    table::{Cell, Style, Table, Tone, abbreviated, bytes},
 };
 
 /// Prints the inventory as readable text instead of JSON.
@@ -264,7 +264,8 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
     }
     style.print(out, &table)?;
     for ((problem, advice), pairs) in &reasons {
-        let pairs = if pairs.is_empty() { String::new() } else { format!(" ({})", some(pairs)) };
+        let pairs =
+            if pairs.is_empty() { String::new() } else { format!(" ({})", abbreviated(pairs)) };
         style.item(out, "", &format!("{}{pairs}", problem.headline))?;
         problem.details(out, style)?;
         if let Some((aim, remedy)) = advice {
@@ -272,7 +273,7 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
         }
     }
     if !unknown.is_empty() {
-        style.item(out, "no distance:", &some(&unknown))?;
+        style.item(out, "no distance:", &abbreviated(&unknown))?;
     }
     writeln!(out)
 }
@@ -293,7 +294,8 @@ fn reason(entry: &P2pEntry) -> (Problem, Option<Advice>) {
     }
     problem.remedy.clone_from(&entry.remedy);
     let advice = entry.path.and_then(|chosen| {
-        let last = |attempt: &&Attempt| Some((attempt.aim(chosen), attempt.remedy.clone()?));
+        let last =
+            |attempt: &&Attempt| Some((attempt.remedy_label(chosen), attempt.remedy.clone()?));
         refused.iter().rev().find_map(last)
     });
     (problem, advice)

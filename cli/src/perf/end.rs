@@ -19,13 +19,13 @@ use super::{
     figures::{Side, plain},
     wire::{PATIENCE, Peer},
 };
-use crate::{args::PerfOp, check::heap, json::Attempt, machine::Fabric};
+use crate::{args::PerfOp, check::heap, json::Attempt, machine::ProviderNic};
 
 /// The memory and the NIC of this side.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EndConfig<'a> {
     pub(super) hmem: &'a Hmem,
-    pub(super) nic: &'a Fabric,
+    pub(super) nic: &'a ProviderNic,
     pub(super) iface: &'a Arc<dyn Iface>,
     pub(super) device: DeviceId,
     pub(super) ordering: WriteOrdering,

@@ -60,8 +60,8 @@ impl Layout {
         }
     }
 
-    /// Fills each slot with the value that its last fetch-add returns, after `transfers` fetch-adds
-    /// in total, and all other bytes with another pattern.
+    /// Fills each slot that `transfers` fetch-adds in total use with the value that its last
+    /// fetch-add returns, and all other bytes with another pattern.
     pub(super) fn fill_fetched(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..transfers.min(self.slots) {
@@ -71,8 +71,8 @@ impl Layout {
         }
     }
 
-    /// Fills each slot with its word after `transfers` fetch-adds in total, and all other bytes
-    /// with another pattern.
+    /// Fills every slot, used or not, with its word after `transfers` fetch-adds in total, and all
+    /// other bytes with another pattern.
     pub(super) fn fill_words(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..self.slots {

@@ -38,7 +38,7 @@ use crate::{
     args::{Measure, PerfArgs, PerfOp, Sizes},
     check::unknown_nic,
     json,
-    machine::{Fabric, Machine},
+    machine::{Machine, ProviderNic},
     problem::{Problem, line_on_stderr, unknown, unknown_device},
     progress::Progress,
     table::{Style, bytes},
@@ -336,7 +336,7 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
     Ok(EndConfig { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device, ordering })
 }
 
-fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a Fabric, Failure> {
+fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Failure> {
     if let Some(name) = args.nic.as_deref() {
         if let Some(nic) = machine.nics.iter().find(|nic| nic.answers_to(name)) {
             return Ok(nic);
@@ -378,7 +378,7 @@ mod tests {
     use super::*;
 
     fn config(machine: &Machine) -> EndConfig<'_> {
-        let hardware = |nic: &&Fabric| nic.software && nic.attr.nic.name == "hardware";
+        let hardware = |nic: &&ProviderNic| nic.software && nic.attr.nic.name == "hardware";
         EndConfig {
             hmem: &machine.hmem,
             nic: machine.nics.iter().find(hardware).expect("the software NIC"),

@@ -117,9 +117,9 @@ struct Server<'a> {
     peer: &'a mut Peer,
     end: End,
     request: Request,
-    /// Number of receives posted since the start.
+    /// Number of receives posted for this client.
     posted: u64,
-    /// Number of messages received since the start.
+    /// Number of messages received from this client, over all runs.
     received: u64,
 }
 

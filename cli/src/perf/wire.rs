@@ -16,14 +16,14 @@ use serde::{Deserialize, Serialize};
 use super::figures::{Row, Side, plain};
 use crate::args::PerfOp;
 
-/// The version of the protocol. An incompatible change gets a new one.
+/// The version of the protocol. Each incompatible change increases it.
 pub(super) const VERSION: u32 = 1;
 const MAGIC: [u8; 8] = *b"hmemperf";
 /// Maximum length of a message, in bytes.
 const LIMIT: usize = 256 << 10;
 
-/// The timeout of the greeting, of the client's request and of each write. A side that
-/// polls for completions also reads a message with it, once the message has begun to arrive.
+/// The timeout of the greeting, of the client's request and of each write. A side that polls for
+/// completions also applies this timeout to a message that has begun to arrive.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(10);
 /// The timeout of each message that a side awaits after the request, and of a completion. The
 /// client sends a message every [`HEARTBEAT`] while it transfers.
@@ -213,7 +213,8 @@ impl Peer {
             .context("in", what)
     }
 
-    /// Sends the failure to the other side and closes the connection.
+    /// Sends the failure to the other side and closes the connection. Waits up to 300 ms for the
+    /// other side to close it too.
     pub(super) fn give_up(mut self, error: &Error) {
         // Unread bytes would turn the close into a reset, which discards the sent message.
         // Therefore reads and drops what arrives, for a short time.
@@ -239,7 +240,7 @@ impl Peer {
         Ok(bytes)
     }
 
-    /// Fills `into` before the deadline `until`, however slowly the bytes arrive.
+    /// Fills `into`. Fails at the deadline `until`, even if bytes still arrive.
     fn read(&mut self, into: &mut [u8], what: &'static str, until: Instant) -> Result<()> {
         let mut filled = 0;
         while filled < into.len() {

@@ -8,7 +8,7 @@ use std::{
 use hmem::p2p::topology::{BusId, Distance, Redirection, Topology};
 
 use super::report::{nic_functions, nic_names};
-use crate::table::{Style, Tone, some};
+use crate::table::{Style, Tone, abbreviated};
 
 /// Returns the tone in which a distance is printed.
 pub(crate) const fn tone(distance: Distance) -> Tone {
@@ -30,7 +30,7 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
     let software = topology.rdma().iter().filter(|device| device.bus_id.is_none());
     let software: Vec<_> = software.map(|device| device.name.clone()).collect();
     if !software.is_empty() {
-        style.item(out, "without PCI address:", &some(&software))?;
+        style.item(out, "without PCI address:", &abbreviated(&software))?;
     }
     match (accelerators.is_empty(), nics.is_empty()) {
         (true, true) => {
@@ -92,7 +92,10 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
         style.item(
             out,
             "*:",
-            &format!("ACS redirects the traffic to the root complex ({})", some(&redirected)),
+            &format!(
+                "ACS redirects the traffic to the root complex ({})",
+                abbreviated(&redirected)
+            ),
         )?;
     }
     nearest(out, topology, &accelerators, style)?;

@@ -292,7 +292,7 @@ fn rdma(topology: &Topology, device: &RdmaDevice) -> RdmaEntry {
     }
 }
 
-/// Returns the PCI functions with RDMA devices, in the order of the names of the devices.
+/// Returns each PCI function with RDMA devices once, in the order of the names of the devices.
 pub(crate) fn nic_functions(topology: &Topology) -> Vec<BusId> {
     let mut functions: Vec<BusId> = Vec::new();
     for id in topology.rdma().iter().filter_map(|device| device.bus_id) {

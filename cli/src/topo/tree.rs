@@ -14,7 +14,7 @@ use crate::table::{Style, Tone, bytes};
 struct Tree<'a> {
     topology: &'a Topology,
     style: Style,
-    /// True to print all functions, not only accelerators, NICs and their bridges.
+    /// True to print all functions, not only accelerators, network controllers and their bridges.
     all: bool,
     /// The functions directly below each function.
     below: BTreeMap<BusId, Vec<&'a PciDevice>>,
@@ -85,7 +85,7 @@ impl Tree<'_> {
             + self.below(device).iter().map(|below| self.hidden(below)).sum::<usize>()
     }
 
-    /// Returns the NUMA node of a host bridge, taken from the PCI functions below it.
+    /// Describes the NUMA node of a host bridge, taken from the PCI functions below the bridge.
     fn node_of(&self, devices: &[&PciDevice]) -> String {
         let Some(node) = devices.iter().find_map(|device| device.numa_node) else {
             return " (NUMA node unknown)".to_owned();
@@ -177,8 +177,8 @@ impl Tree<'_> {
         words.join(", ")
     }
 
-    /// Describes the link of a function. If `only_if_degraded` is true, returns `None` for links at
-    /// full speed.
+    /// Describes the link of a function. Returns `None` if the function has no link, or if
+    /// `only_if_degraded` is true and the link has its full speed and width.
     fn link(&self, device: &PciDevice, only_if_degraded: bool) -> Option<String> {
         let link = device.link?;
         let of =

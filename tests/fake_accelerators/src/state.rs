@@ -122,7 +122,8 @@ impl State {
         self.next_handle * 16
     }
 
-    /// Allocates device memory at the lowest free address at which the length fits.
+    /// Allocates device memory at the lowest free address at which the length fits. Returns `None`
+    /// if the length does not fit, or if the pages cannot be mapped.
     pub(crate) fn allocate(&mut self, len: u64) -> Option<Block> {
         let whole = len.checked_next_multiple_of(PAGE)?;
         let used: u64 = self.blocks.values().map(|block| block.len).sum();
@@ -148,7 +149,7 @@ impl State {
         true
     }
 
-    /// Returns the allocation that contains the whole range.
+    /// Returns the allocation whose pages contain the whole range.
     pub(crate) fn holder(&self, address: u64, len: u64) -> Option<Block> {
         let (_, block) = self.blocks.range(..=address).next_back()?;
         let end = block.base + block.len.next_multiple_of(PAGE);

@@ -17,7 +17,7 @@ macro_rules! fake_driver {
 
         /// Creates the driver that the environment variable describes: the name of a profile,
         /// followed by `;name=number` for its fields and `;symbol=code` for functions that always
-        /// fail. Without a name, the profile is the default one.
+        /// fail. Without a name, the profile is the default one. Panics for any other text.
         fn from_environment() -> State {
             let text = std::env::var($variable).unwrap_or_default();
             let mut words = text.split(';').map(str::trim);

@@ -131,7 +131,7 @@ pub(crate) fn symbol(name: &str) -> Option<*const ()> {
     TABLES.iter().find_map(|(symbol, _)| symbol(name))
 }
 
-/// Returns the static copy of a function's name; `None` if the driver has no such function.
+/// Returns a function's name as a static string; `None` if the driver has no such function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     TABLES.iter().flat_map(|(_, names)| *names).copied().find(|known| *known == name)
 }

@@ -131,7 +131,10 @@ hmem_fake_common::fake_driver! {
 }
 
 impl FakeDriver {
-    /// Makes the next call of a function fail.
+    /// Makes the next call of a function fail, as [`FakeDriver::fail_nth`] does.
+    ///
+    /// # Panics
+    /// Panics if the driver has no such function.
     pub fn fail(&self, symbol: &str, code: CuResult) {
         self.fail_nth(symbol, 1, code);
     }
@@ -143,11 +146,18 @@ impl FakeDriver {
 
     /// Simulates the loss of the device in the `nth` next call of a function (1 is the next call).
     /// That call and all later calls of any function return `code`.
+    ///
+    /// # Panics
+    /// Panics if the driver has no such function.
     pub fn lose_device_at(&self, symbol: &str, nth: u64, code: CuResult) {
         self.with(|state| state.calls.fail_nth(known(symbol), nth, Fault { code, loses: true }));
     }
 
     /// Makes queries report the allocation at `base` as memory that the driver does not know.
+    /// Replaces an earlier `base`.
+    ///
+    /// # Panics
+    /// Panics if no allocation begins at `base`.
     pub fn forget(&self, base: u64) {
         self.forget_after(base, 0);
     }
@@ -164,7 +174,11 @@ impl FakeDriver {
     }
 
     /// Blocks every call of a function before it has any effect, until the returned guard is
-    /// dropped. Tests use it to make calls overlap.
+    /// dropped. Tests use the guard to make calls overlap. Only one function can be blocked at a
+    /// time.
+    ///
+    /// # Panics
+    /// Panics if the driver has no such function.
     #[must_use]
     pub fn hold(&self, symbol: &str) -> Held<'_> {
         self.with(|state| state.hold = Some(state::Hold { symbol: known(symbol), held: 0 }));

@@ -63,7 +63,7 @@ macro_rules! runtime {
     };
 }
 
-/// Returns the static copy of a function's name; `None` if the runtime has no such function.
+/// Returns a function's name as a static string; `None` if the runtime has no such function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     NAMES.iter().copied().find(|known| *known == name)
 }

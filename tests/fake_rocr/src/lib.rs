@@ -59,7 +59,7 @@ hmem_fake_common::fake_driver! {
 }
 
 impl FakeRuntime {
-    /// Returns the value that was last written to a device's flush register.
+    /// Returns the value that was last written to a device's HDP flush register.
     #[must_use]
     pub fn flush_register(&self, device: u32) -> u32 {
         // SAFETY: the register lives as long as the runtime, and is aligned.

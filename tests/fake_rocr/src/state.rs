@@ -164,7 +164,7 @@ pub(crate) struct State {
     /// Page-locked host ranges by first address, each with its length and its address for devices.
     pub(crate) locked: BTreeMap<u64, (u64, u64)>,
     pub(crate) signals: HashMap<u64, SignalState>,
-    /// The flush register of each device.
+    /// The HDP flush register of each device.
     pub(crate) registers: Box<[u32]>,
     pub(crate) violations: Vec<String>,
     pub(crate) calls: Calls<HsaStatus>,
@@ -290,7 +290,8 @@ impl State {
         }
     }
 
-    /// Returns the allocation that contains an address, with the allocation's first address.
+    /// Returns the allocation that contains an address, with the allocation's first address. With
+    /// `rounds_lengths`, an allocation includes the rest of its last page.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
         let page = if self.profile.rounds_lengths { PAGE } else { 1 };

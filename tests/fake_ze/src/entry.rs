@@ -48,7 +48,7 @@ macro_rules! driver {
     };
 }
 
-/// Returns the static copy of a function's name; `None` if the driver has no such function.
+/// Returns a function's name as a static string; `None` if the driver has no such function.
 pub(crate) fn known(name: &str) -> Option<&'static str> {
     SYMBOLS.iter().copied().find(|known| *known == name)
 }
@@ -133,7 +133,7 @@ fn context(state: &State, context: ContextHandle) -> Result<usize, ZeResult> {
     state.contexts.get(&context.0.addr()).copied().ok_or(NULL_HANDLE)
 }
 
-/// Returns the number of a device. Fails if the context belongs to another driver.
+/// Returns the number of a device. Fails if the device does not belong to the context's driver.
 fn device(state: &State, of: ContextHandle, device: DeviceHandle) -> Result<usize, ZeResult> {
     let (driver, device) = (context(state, of)?, device.0.addr());
     if state.devices(driver).contains(&(device & !0xf)) { Ok(device) } else { Err(NULL_HANDLE) }

@@ -107,9 +107,9 @@ pub(crate) struct State {
     pools: BTreeMap<u64, Pool>,
     /// Live contexts by handle, each with the number of its driver.
     pub(crate) contexts: HashMap<usize, usize>,
-    /// Live command lists by handle, each with its device. `event_pools` is the same for event
-    /// pools.
+    /// Live command lists by handle, each with its device.
     pub(crate) lists: HashMap<usize, usize>,
+    /// Live event pools by handle, each with its device.
     pub(crate) event_pools: HashMap<usize, usize>,
     pub(crate) events: HashMap<usize, Event>,
     pub(crate) undefined: u64,
@@ -333,7 +333,7 @@ impl State {
     }
 
     /// Ends one export that uses `fd`. Closes the fd with the last export, as `zeMemPutIpcHandle`
-    /// does.
+    /// does, or with this one if the profile has `first_put_closes`.
     pub(crate) fn put(&mut self, fd: i32) -> Result<(), ZeResult> {
         let mut all = self.allocations.values_mut();
         let of_fd = |one: &&mut Allocation| {
