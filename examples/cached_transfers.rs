@@ -17,6 +17,7 @@ use hmem::{
 const THREADS: u64 = 8;
 /// The number of parts of the buffer.
 const PARTS: u64 = 16;
+/// The length of a part in bytes.
 const PART: u64 = 64 << 10;
 /// The number of transfers by each thread.
 const ROUNDS: u64 = 100;

@@ -1,9 +1,12 @@
 //! A key-value store over RDMA. Its clients read and write the values themselves.
 //!
 //! The server registers its memory once. A client sends a request for a value and receives a grant:
-//! a key for the bytes of this value only, valid through the client's connection only. The client
-//! moves the bytes without the server. Then it sends a message that invalidates the key.
-//! `docs/memory-windows.md` explains the memory windows behind the grants.
+//! a key for the bytes of this value only. The client moves the bytes without the server. Then the
+//! client sends a message, and the server revokes the grant.
+//!
+//! If the NIC has memory windows of type 2, the key works through the client's connection only, and
+//! the client's message itself invalidates the key. `docs/memory-windows.md` explains these
+//! windows.
 //!
 //! Two clients run at once. At the end the second client tries a revoked key of the first, and is
 //! refused.
@@ -160,7 +163,8 @@ struct Client {
 }
 
 impl Client {
-    /// Sends a request, calls `move_bytes` with the key of the grant, and then invalidates the key.
+    /// Sends a request, calls `move_bytes` with the key of the grant, and then tells the server.
+    /// This message also invalidates the key, if the server says that a peer can do that.
     ///
     /// Returns the result of `move_bytes` and the key.
     fn under_grant(

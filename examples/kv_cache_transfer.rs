@@ -146,7 +146,7 @@ fn decode(hmem: &Hmem, control: TcpStream) -> Result<u64, Failure> {
     Ok(WANTED)
 }
 
-/// Returns random block numbers, with repetitions.
+/// Returns pseudo-random block numbers, with repetitions. They are the same in every run.
 fn random_blocks() -> impl Iterator<Item = u64> {
     let mut state = 0x2545_F491_4F6C_DD1D_u64;
     std::iter::repeat_with(move || {

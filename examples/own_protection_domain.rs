@@ -43,7 +43,7 @@ mod application {
         pub(crate) fn alloc() -> Result<Self> {
             const INSTALL: &str = "install libibverbs (package libibverbs1 or rdma-core)";
             const DEVICE: &str = "add an RDMA device: sudo rdma link add rxe0 type rxe netdev eth0";
-            // SAFETY: libibverbs runs no code at load time that this program could break.
+            // SAFETY: the code that libibverbs runs when it is loaded has no precondition.
             let library = unsafe { Library::new("libibverbs.so.1") }
                 .map_err(|why| unavailable("libibverbs.so.1", INSTALL).caused_by(why))?;
             // SAFETY: the types are those of `infiniband/verbs.h`. The list is not used after the
@@ -62,11 +62,17 @@ mod application {
                     list,
                 );
                 if context.is_null() {
-                    return Err(unavailable("ibv_open_device", "run as a user who may open it"));
+                    return Err(unavailable(
+                        "ibv_open_device",
+                        "run as a user who may open the device",
+                    ));
                 }
                 let pd = find::<OneArgument>(&library, "ibv_alloc_pd")?(context);
                 if pd.is_null() {
-                    return Err(unavailable("ibv_alloc_pd", "close other programs of the device"));
+                    return Err(unavailable(
+                        "ibv_alloc_pd",
+                        "close other programs that use the device",
+                    ));
                 }
                 Ok(Self { library, context, pd })
             }

@@ -338,8 +338,9 @@ struct CopyEndpoint {
 }
 
 impl CopyEndpoint {
-    /// Executes a request with local memory, and queues its completion. If the local memory causes
-    /// an error, the call fails. The completion reports an error that the target causes.
+    /// Executes a request with local memory, and queues its completion. The call fails if the queue
+    /// is full of unread completions or a local segment is invalid. The completion reports every
+    /// other error.
     fn execute(
         &self,
         state: &mut State,
@@ -412,6 +413,7 @@ impl ProviderEndpoint for CopyEndpoint {
                 state.deliver(self.id);
                 Ok(())
             }
+            // Always an error, because the NIC's `cq_data_size` is 0.
             Operation::WriteImmediate { data, .. } | Operation::SendImmediate { data, .. } => {
                 self.nic.check_data(data)
             }

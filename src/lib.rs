@@ -59,10 +59,12 @@
 //! # Things this library does not do
 //!
 //! - It picks no provider by itself. The software NIC is opt-in, and never replaces hardware.
-//! - It keeps no process-wide state except where the operating system itself has one instance: the
-//!   patched functions of the C library, while a cache's monitor runs.
-//! - It starts no thread before the application asks for an event queue, a progress thread, a copy
-//!   engine or a registration cache.
+//! - It keeps process-wide state only for things that a process has once: functions of the C
+//!   library and of the CUDA driver that a cache's monitor patches, the number of ranges that
+//!   userfaultfd watches, and a mark that detects forks.
+//! - It starts no thread before the application asks for one of these: an event queue, a progress
+//!   thread, an asynchronous copy of the simulated device, a registration on several CPUs, a
+//!   registration cache or the monitor of one.
 //! - It prints nothing, and logs through `tracing`.
 //!
 //! # Layers

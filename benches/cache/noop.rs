@@ -73,7 +73,7 @@ impl TestMemory {
     /// test regions. The memory hooks watch the cached regions, if they could start.
     ///
     /// # Errors
-    /// The errors of [`Cache::new`].
+    /// The errors of [`Cache::new`] and [`Cache::get_or_register`].
     pub(super) fn cache(&self, max_count: u64, filled: u64) -> Result<Cache<NoopBackend>> {
         let monitor =
             self.monitor.as_ref().ok().map(|monitor| Arc::clone(monitor) as Arc<dyn Monitor>);
@@ -84,7 +84,7 @@ impl TestMemory {
     /// regions instead of the memory hooks.
     ///
     /// # Errors
-    /// The errors of [`Cache::new`].
+    /// The errors of [`Cache::new`] and [`Cache::get_or_register`].
     pub(super) fn cache_watched_by(
         &self,
         monitor: Option<Arc<dyn Monitor>>,

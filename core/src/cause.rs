@@ -31,7 +31,7 @@ pub enum Step {
 }
 
 impl Step {
-    /// Every step, in the order of a path search.
+    /// Every step. Those from [`Step::Import`] on are in the order of a path search.
     pub const ALL: [Self; 8] = [
         Self::OpenNic,
         Self::OpenDevice,

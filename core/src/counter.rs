@@ -46,7 +46,8 @@ impl Counter {
     }
 
     /// Closes the counter: the counter stops counting and keeps its values. An open counter
-    /// prevents the regions that it is bound to from being closed.
+    /// prevents the regions that it is bound to from being closed. A closed counter can still be
+    /// bound, and then counts nothing.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }

@@ -80,7 +80,8 @@ kinds! {
     /// Addresses that cannot be reached: unmapped, protected, or past the end of a file
     /// (`FI_EFAULT`).
     BadAddress = (14, "address not reachable"),
-    /// The operation needs a right that the key or region does not grant (`FI_EACCES`).
+    /// The operation needs a right that the key or region does not grant, or the operating system
+    /// denies access to a file (`FI_EACCES`).
     AccessDenied = (13, "access not granted"),
     /// The requested key is in use (`FI_ENOKEY`).
     NoKey = (266, "requested key is in use"),
@@ -182,8 +183,8 @@ impl Errno {
         })
     }
 
-    /// Returns the kind of error for this number. [`Error::os`] uses this kind. Numbers that this
-    /// library does not know have the kind [`ErrorKind::Driver`].
+    /// Returns the kind of error for this number. [`Error::os`] uses this kind. Numbers without a
+    /// kind of their own, for example 5 (EIO), have the kind [`ErrorKind::Driver`].
     ///
     /// 95 (EOPNOTSUPP) and the kernel-internal 524 (ENOTSUPP) have the same kind.
     #[must_use]
@@ -459,7 +460,8 @@ impl Error {
         self.chain().find_map(|error| error.0.remedy.as_deref())
     }
 
-    /// Returns the context value `name`, if this error has it. Sources are not searched.
+    /// Returns the context value `name`, if this error has it, or the first of several. Sources are
+    /// not searched.
     #[must_use]
     pub fn context_value(&self, name: &str) -> Option<&str> {
         self.0.context.iter().find(|(n, _)| *n == name).map(|(_, v)| v.as_str())
@@ -710,6 +712,7 @@ impl<T> From<Rejected<T>> for Error {
         rejected.error
     }
 }
+
 impl From<UnknownIfaceName> for Error {
     fn from(unknown: UnknownIfaceName) -> Self {
         Self::new(ErrorKind::InvalidArgument, "iface name")

@@ -98,6 +98,8 @@ impl RemoteKey {
     }
 
     /// Creates a key of several pieces, which must be in address order.
+    ///
+    /// [`RemoteKey::from_bytes`] refuses the key if the pieces together have 2^64 bytes or more.
     #[must_use]
     pub const fn split(addressing: Addressing, first: RemotePiece, rest: Vec<RemotePiece>) -> Self {
         Self { addressing, mapped: false, first, rest }
@@ -229,7 +231,8 @@ impl RemoteKey {
     ///
     /// The bytes are the magic number `hmRK`, a version, the payload, and the CRC-32 of all these
     /// bytes in little-endian order. Later versions of this crate read them too.
-    /// [`RemoteKey::from_bytes`] has an example.
+    /// [`RemoteKey::from_bytes`] has an example. It refuses the bytes of a key that
+    /// [`Domain::map_raw`](crate::Domain::map_raw) returned.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         FRAME.write(self)

@@ -46,8 +46,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It opens no device. [`library`] loads only the library that an iface names. The crate starts
-//! threads only for a bound event queue, for a registration cache, and for the duration of a
+//! It opens no device. [`library`] loads only libraries that ifaces and providers name. The crate
+//! starts threads only for a bound event queue, for a registration cache, and for the duration of a
 //! [`prefault`] call. It prints nothing, and logs through `tracing`.
 
 #![deny(unsafe_code)]

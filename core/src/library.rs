@@ -157,7 +157,7 @@ macro_rules! function_table {
             ];
 
             /// Loads the library at `path`, which stays loaded for the rest of the process, and
-            /// fills the table from it.
+            /// fills the table from it. After an error the library is unloaded again.
             ///
             /// # Errors
             /// Unavailable if the dynamic loader refuses the library, or if the library lacks a
@@ -192,7 +192,7 @@ macro_rules! function_table {
             ///
             /// # Errors
             /// Unavailable, naming the first of [`Self::SYMBOLS`] for which `lookup` returns
-            /// `None`.
+            /// `None` or a null address.
             ///
             /// # Safety
             /// Each address that `lookup` returns must be that of a function with the signature

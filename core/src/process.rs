@@ -13,8 +13,10 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use crate::{Error, ErrorKind, Result};
 
-/// A mark of one process. A forked child never has the mark of one of its ancestors, whichever
-/// system call made the fork.
+/// A mark of one process.
+///
+/// A mark that a process got before a fork is never the mark of the child, whichever system call
+/// made the fork. A child that shares the memory of its parent (`vfork(2)`) has the parent's mark.
 ///
 /// ```
 /// use hmem_core::ProcessMark;
@@ -33,7 +35,7 @@ pub struct ProcessMark(u64);
 static NUMBER: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
 
 /// The number for the next process that needs a number. A forked child inherits the value, so the
-/// child's number is greater than those of all its ancestors.
+/// child's number is greater than each number that an ancestor had at the fork.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 fn own_number() -> Option<&'static AtomicU64> {
@@ -59,6 +61,8 @@ impl ProcessMark {
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfResources`] if memory is short.
+    /// - [`ErrorKind::Again`] if the process locks all its memory (`mlockall(2)`) and has reached
+    ///   its locked-memory limit.
     /// - [`ErrorKind::InvalidArgument`] if the operating system cannot zero memory in a forked
     ///   child (before Linux 4.14).
     ///

@@ -47,8 +47,8 @@ pub struct Registration<'a> {
 impl<'a> Registration<'a> {
     /// Creates the inputs for a registration of host memory that the region does not own.
     ///
-    /// The defaults are: no flags, a key that the provider chooses, virtual addresses, enabled at
-    /// once, strict ordering.
+    /// The defaults are: no flags, a key and a page size that the provider chooses, virtual
+    /// addresses, enabled at once, in one part, the policy [`P2pPolicy::Enabled`], strict ordering.
     #[must_use]
     pub fn new(ranges: &'a [AddressRange], access: Access, auth_key: &'a AuthKey) -> Self {
         Self {
@@ -204,6 +204,7 @@ pub struct Parallel<'a> {
     /// splits only ranges that become faster to register.
     pub chunk: u64,
     /// A callback that reports progress after each part. Any of the registering threads calls it.
+    /// Asynchronous registrations ([`Domain::bind`](crate::Domain::bind)) do not call it.
     pub progress: Option<Progress<'a>>,
 }
 

@@ -118,8 +118,9 @@ impl Registry {
     /// Returns the iface of the given kind.
     ///
     /// # Errors
-    /// - For an iface that did not start, an error with the kind and the source of the reason that
-    ///   [`Registry::add_absent`] recorded, such as [`ErrorKind::Unavailable`].
+    /// - For an iface that did not start, an error whose source is the reason that
+    ///   [`Registry::add_absent`] recorded. The error has the kind of that reason, such as
+    ///   [`ErrorKind::Unavailable`].
     /// - [`ErrorKind::InvalidArgument`] for a kind that was never added.
     pub fn get(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
         self.iter().find(|iface| iface.kind() == kind).ok_or_else(|| {
@@ -145,7 +146,7 @@ impl Registry {
             .unwrap_or_else(|| kind.into())
     }
 
-    /// Returns the owner of an address: the device iface that claims the address, or else the
+    /// Returns the owner of an address: the first device iface that claims the address, or else the
     /// system iface.
     ///
     /// Host memory of the application that a device API page-locked belongs to the system iface.
@@ -242,7 +243,7 @@ impl Registry {
         let owner = self.owner_of(range.start())?;
         let crossed = match owner.allocation {
             Some(allocation) => Some(allocation).filter(|whole| !whole.range.contains_range(range)),
-            None => match ends(range).1 {
+            None => match last_in_another_page(range) {
                 Some(last) => self.owner_of(last)?.allocation,
                 None => None,
             },
@@ -261,10 +262,10 @@ impl Registry {
 /// The smallest page size in bytes. No page has both host memory and device memory.
 const PAGE: u64 = 4096;
 
-/// Returns the first address of a range, and also the last address if it lies in another page.
-fn ends(range: AddressRange) -> (Address, Option<Address>) {
+/// Returns the last address of a range, or `None` if it lies in the page of the first address.
+fn last_in_another_page(range: AddressRange) -> Option<Address> {
     let (first, last) = (range.start().0, range.start().0 + range.len().saturating_sub(1));
-    (Address(first), (first / PAGE != last / PAGE).then_some(Address(last)))
+    (first / PAGE != last / PAGE).then_some(Address(last))
 }
 
 fn is_claimed(allocation: &Allocation) -> bool {

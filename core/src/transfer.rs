@@ -335,9 +335,10 @@ pub struct Completion {
     /// may have been transferred.
     ///
     /// - Errors of the target: InvalidKey, AccessDenied, OutOfBounds, BadAddress, Unsupported
-    ///   (atomics on staged memory).
-    /// - Errors of the local side: NoRegion, AccessDenied, BadAddress.
-    /// - Errors of either side: Canceled, Truncated, Unreachable.
+    ///   (atomics on staged memory). A NIC may report all of them as AccessDenied.
+    /// - Errors of the local side: NoRegion, AccessDenied, OutOfBounds, BadAddress, MessageTooLong.
+    /// - Errors of either side: BadState (a region that is disabled or being refreshed), Canceled,
+    ///   Truncated, Unreachable, InvalidArgument, and Driver for other failures.
     pub result: Result<u64>,
     /// The tag of the message, for receives of tagged messages.
     pub tag: Option<u64>,

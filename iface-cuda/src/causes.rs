@@ -1,12 +1,17 @@
 //! Causes of refusals by CUDA, and general causes of refusals, with remedies for CUDA.
 
 use hmem_core::{
-    Path,
+    ErrorKind, Path,
     cause::{Answer, Facts, Needs, RefusalCause, Step},
 };
 
 /// Path below `/` of the file in which the loaded NVIDIA kernel module states its version.
 const KERNEL_MODULE: &str = "proc/driver/nvidia/version";
+
+/// Returns true if the modules are known and none of them is a peer-memory client for NVIDIA GPUs.
+fn no_client(facts: &Facts) -> bool {
+    ["nvidia_peermem", "nv_peer_mem"].iter().all(|name| facts.has_module(name) == Some(false))
+}
 
 /// Returns true if the loaded kernel module is NVIDIA's proprietary variant. The first line of
 /// [`KERNEL_MODULE`] for the open variant is `NVRM version: NVIDIA UNIX Open Kernel Module for
@@ -64,6 +69,23 @@ pub const CAUSES: &[RefusalCause] = &[
         remedy: "use a driver that exports (CUDA 11.7 or newer) and device memory; or load \
                  nvidia-peermem",
         ..RefusalCause::DEVICE_WITHOUT_DMA_BUF
+    },
+    RefusalCause {
+        name: "peer-memory-module-missing",
+        rank: 200,
+        paths: &[Path::PeerMemory],
+        steps: &[Step::Import, Step::Register],
+        answers: &[
+            Answer::Errno(&[14]),
+            Answer::UNSUPPORTED,
+            Answer::Kind(&[ErrorKind::BadAddress]),
+        ],
+        needs: Needs::some("no peer-memory client is loaded", no_client),
+        cause: "no peer-memory client is loaded, so that the kernel treats the device address as \
+                unmapped host memory",
+        remedy: "load the client (`modprobe nvidia-peermem`; it needs a kernel or RDMA stack with \
+                 peer-memory clients, such as MLNX_OFED), or use dma-buf",
+        ..RefusalCause::ANY
     },
     RefusalCause {
         paths: &[Path::DmaBuf, Path::PeerMemory, Path::Staged],

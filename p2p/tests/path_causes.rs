@@ -19,7 +19,10 @@ use hmem_core::{
     provider::{Imports, Nic},
 };
 use hmem_iface_system::{DmaBufKind, Simulated, System};
-use hmem_p2p::path::{DefaultPathSelector, ExplainRequest, FactSource, Facts, cause::CAUSES};
+use hmem_p2p::{
+    path::{DefaultPathSelector, ExplainRequest, FactSource, Facts, cause::CAUSES},
+    topology::PEER_MEMORY,
+};
 use hmem_provider_loopback::{Call, Faults, Loopback};
 use path_support::{
     ALL_IMPORTS, PAGE, REMOTE,
@@ -440,6 +443,15 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             },
         ),
         ("device-without-dma-buf", plug_in(|vendor| vendor.dma_buf = lacking)),
+        (
+            "peer-memory-module-missing",
+            Scene {
+                imports: PEER_ONLY,
+                facts: modules(&["nvidia"]),
+                nic_answers: &[14],
+                ..plug_in(|_| {})
+            },
+        ),
     ]
 }
 
@@ -473,6 +485,17 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
     let rows = causes().map(|(iface, cause)| (iface, cause.name));
     let unmet: Vec<_> = rows.filter(|row| !met.contains(row)).collect();
     assert!(unmet.is_empty(), "causes without a scene: {unmet:?}");
+}
+
+/// DIAG-03
+#[test]
+fn remedies_for_plug_ins_load_no_module_of_another_vendor() {
+    for cause in CAUSES {
+        let text = cause.remedy.replace('-', "_");
+        for module in PEER_MEMORY {
+            assert!(!text.contains(module), "{}: {}", cause.name, cause.remedy);
+        }
+    }
 }
 
 /// Returns errors that a container's limits cause: for NICs, for devices and for system calls. Each

@@ -3,16 +3,18 @@
 
 mod path_support;
 
+use std::sync::Arc;
+
 use hmem_core::{
-    AllocationKind, DeviceId, Errno, ErrorKind, Path,
-    iface::DmaBufMapping,
+    AllocationKind, DeviceBuffer, DeviceId, Errno, Error, ErrorKind, Iface, IfaceKind, Path,
+    iface::{AllocRequest, DmaBufMapping},
     path::P2pPolicy,
     provider::{Imports, Provider},
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
 use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
 use hmem_provider_loopback::{Call as NicCall, Loopback};
-use path_support::{ALL_IMPORTS, Bench, PAGE, close, register};
+use path_support::{ALL_IMPORTS, Bench, PAGE, close, register, vendor::Vendor};
 
 const DMA_BUF: Imports =
     Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
@@ -269,6 +271,54 @@ fn trace_is_in_decisions_errors_text_and_json() {
     }
     let source = std::error::Error::source(&error).expect("the refusal");
     assert_eq!(source.to_string(), error.trace()[0].error.as_ref().unwrap().to_string());
+}
+
+/// Returns a bench with a plug-in that reports an error at each release of an export.
+fn with_failing_releases() -> (Bench, Arc<dyn Iface>) {
+    let memory = Arc::new(device().window(1 << 32).build().unwrap());
+    let mut vendor = Vendor::new(IfaceKind::FIRST_PLUG_IN, Arc::clone(&memory));
+    vendor.release = || {
+        let error = Error::new(ErrorKind::Driver, "release");
+        Some(error.iface(IfaceKind::FIRST_PLUG_IN))
+    };
+    let vendor: Arc<dyn Iface> = Arc::new(vendor);
+    let nic = Loopback::builder().imports(DMA_BUF);
+    (Bench::over(memory, Arc::clone(&vendor), nic, DefaultPathSelector::new()), vendor)
+}
+
+/// P2P-03
+#[test]
+fn error_has_the_kind_of_the_refusal_and_not_of_a_failed_release() {
+    let (bench, vendor) = with_failing_releases();
+    let domain = bench.domain("loop0", P2pPolicy::Required);
+    let request = AllocRequest { len: PAGE, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&vendor, &request).unwrap();
+    bench.faults.fail(NicCall::Register, 1, Errno(12));
+    let error = register(&domain, buffer).unwrap_err().error;
+    assert_eq!(error.kind(), ErrorKind::OutOfResources, "{error}");
+    assert_eq!(error.trace()[1].error.as_ref().unwrap().kind(), ErrorKind::Driver, "{error}");
+}
+
+/// P2P-03: the error of a failed release of an export names a plug-in, even if the plug-in's error
+/// has only its number.
+#[test]
+fn failed_release_names_a_plug_in() {
+    let kind = IfaceKind::FIRST_PLUG_IN;
+    let (bench, _) = with_failing_releases();
+    let explain = || {
+        let request = ExplainRequest::new(kind);
+        let explained = bench.paths.explain(&bench.registry, &bench.provider, &request).unwrap();
+        assert!(explained.attempts.iter().any(|attempt| attempt.call.contains("release_dma_buf")));
+        (explained.path, explained.to_string())
+    };
+    // The release after a registration, and the release after a refused registration.
+    let direct = explain();
+    bench.faults.fail(NicCall::Register, 1, Errno(524));
+    let staged = explain();
+    assert_eq!((direct.0, staged.0), (Some(Path::DmaBuf), Some(Path::Staged)));
+    for text in [direct.1, staged.1] {
+        assert!(text.contains("iface=vendor") && !text.contains(&kind.to_string()), "{text}");
+    }
 }
 
 /// P2P-04: the selector tries an export even if the device claims not to support it.

@@ -499,6 +499,15 @@ fn vanished_files_and_foreign_links_are_named() {
         assert_eq!(kind, ErrorKind::Malformed);
         assert!(text.contains("sys/bus/pci/devices/0000:09:00.0"), "{text}");
     }
+    for folder in ["sys/devices/pci0000:00", "sys/bus/pci/devices", "sys/devices/system"] {
+        let (machine, elsewhere) = (make("laptop"), Folder::new());
+        let (path, moved) = (machine.path().join(folder), elsewhere.path().join("moved"));
+        fs::rename(&path, &moved).unwrap();
+        machine.link(folder, moved.to_str().unwrap());
+        let (kind, text) = refused(&machine);
+        assert_eq!(kind, ErrorKind::Malformed);
+        assert!(text.contains("a link in place of a folder"), "{text}");
+    }
     let machine = make("laptop");
     let class = "sys/devices/pci0000:00/0000:00:02.0/class";
     fs::remove_file(machine.path().join(class)).unwrap();

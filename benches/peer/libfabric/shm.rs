@@ -165,8 +165,9 @@ impl ShmWritePeer {
     /// - [`FabricError::ProviderMissing`] if libfabric has no `shm` provider, or `/dev/shm` is
     ///   full.
     /// - [`FabricError::Call`] if an object cannot be opened.
-    /// - [`FabricError::Stalled`] if the first write does not finish, because the endpoints do not
-    ///   connect.
+    /// - [`FabricError::OutOfMemory`] if a buffer cannot be allocated.
+    /// - The errors of [`Self::write`] if the first write fails: [`FabricError::Stalled`] if the
+    ///   endpoints do not connect.
     pub(crate) fn open(libfabric: Libfabric, path: ShmWritePath) -> Result<Self, FabricError> {
         let info = Info::find(libfabric, path.hints())?;
         let fabric = info.fabric()?;

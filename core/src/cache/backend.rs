@@ -10,6 +10,10 @@ use crate::{Rejected, Result, monitor::Invalidator};
 /// Threads may call the methods concurrently. The cache holds its lock while it calls
 /// [`CacheBackend::max_len`], which must not use the cache. It holds none of its locks while it
 /// calls any other method.
+///
+/// The cache stays usable if a method other than [`CacheBackend::max_len`] panics. A registration
+/// that panics counts as failed. A region whose deregistration panics is lost: the cache does not
+/// retry it.
 pub trait CacheBackend: Send + Sync + 'static {
     /// A registered region of the backend.
     type Region: Send + Sync + 'static;

@@ -122,7 +122,7 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Assigns a free lease block to a thread or a lookup handle. Returns `None` if all blocks are
-    /// in use.
+    /// in use or the system is out of memory.
     ///
     /// Takes the cache's lock, so that no new owner can look up while another thread evicts or
     /// detaches entries under the lock.
@@ -188,7 +188,8 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 }
 
-/// Returns the first and last address of the pages that contain a byte of a range.
+/// Returns the first and last address of the pages that contain a byte of a range, or of the page
+/// in which an empty range starts.
 fn whole_pages(range: AddressRange) -> (u64, u64) {
     let last = range.start().0.saturating_add(range.len().saturating_sub(1));
     (range.start().0 & !0xfff, last | 0xfff)

@@ -43,7 +43,7 @@ impl<S: CacheBackend> Cache<S> {
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfResources`] if address space, memory or the thread cannot be allocated.
-    /// - The operating system's error if it cannot detect forks (before Linux 4.14).
+    /// - The errors of [`ProcessMark::current`](crate::ProcessMark::current).
     pub fn new(backend: S, limits: Limits) -> Result<Self> {
         Self::with_barrier(backend, limits, Barrier::choose())
     }
@@ -67,8 +67,9 @@ impl<S: CacheBackend> Cache<S> {
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] on a miss of a key [of any owner](Key::of_any_owner).
-    /// - The backend's error, or the error of another thread's registration of exactly this range,
-    ///   for which this call waited: [`ErrorKind::BadState`] if that registration panicked.
+    /// - The backend's error.
+    /// - The error of another thread's registration of exactly this range with these rights, for
+    ///   which this call waited: [`ErrorKind::BadState`] if that registration panicked.
     #[inline(always)]
     pub fn get_or_register(&self, key: &Key) -> Result<Lease<'_, S>> {
         let (mut free, mut found) = (None, None);
@@ -137,7 +138,8 @@ impl<S: CacheBackend> Cache<S> {
     /// `None` in these cases:
     ///
     /// - No registered entry covers the key.
-    /// - Hits are disabled: a monitor is handling a change of memory, the kernel refuses
+    /// - Another thread is trying to evict the entry, or is altering the table near the key.
+    /// - Hits are disabled: a monitor is handling a change of memory, the kernel began to refuse
     ///   `membarrier(2)`, or the process is a forked child.
     /// - No lease slot is available, or the thread is exiting.
     ///
@@ -219,7 +221,8 @@ impl<S: CacheBackend> Cache<S> {
     /// `callback` also waits until the cache has no other deregistration in flight, whatever the
     /// range. The thread that ends the last of these deregistrations calls `callback`. If there are
     /// none, the range is empty or the process is a forked child, the calling thread calls it. The
-    /// drop of the cache calls it even if the backend refuses to deregister an entry.
+    /// drop of the cache calls it even if the backend refuses to deregister an entry. A panic of
+    /// `callback` is caught and logged.
     pub fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -250,17 +253,17 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Evicts all entries that have no lease, and reclaims like [`Cache::reclaim`]. May evict
-    /// nothing if the kernel began to refuse `membarrier(2)`.
+    /// nothing if the kernel began to refuse `membarrier(2)`. Does nothing in a forked child.
     pub fn evict_idle(&self) {
         self.core.evict_all_idle(&mut PendingCallbacks::new());
     }
 
     /// Evicts all entries that have no lease, and reclaims invalidated entries. Fails with `Busy`
-    /// if any entry remains.
+    /// if any entry remains. Does nothing in a forked child.
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if an entry has a lease or is being registered, if the backend refused
-    /// to deregister a region, or if the kernel refuses `membarrier(2)`.
+    /// to deregister a region, or if the kernel began to refuse `membarrier(2)`.
     pub fn try_clear(&self) -> Result<()> {
         self.evict_idle();
         // Waits for the worker, which may be deregistering entries that were invalidated meanwhile.

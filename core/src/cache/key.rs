@@ -38,7 +38,7 @@ impl Key {
     ///
     /// # Errors
     /// - [`ErrorKind::ZeroLength`] for an empty range.
-    /// - [`ErrorKind::BadAccess`] for a right that libfabric does not define.
+    /// - [`ErrorKind::BadAccess`] for a bit that [`Access`] does not define.
     #[inline]
     pub fn new(range: AddressRange, access: Access) -> Result<Self> {
         if range.is_empty() || access.bits() & !Access::all().bits() != 0 {

@@ -18,6 +18,18 @@ pub(super) struct LeasedEntry<'c, S: CacheBackend> {
     pub(super) slot: &'c LeaseSlot,
 }
 
+/// A guard that ends a lease if the backend panics while it validates the entry.
+struct ValidationGuard<'c, S: CacheBackend> {
+    core: &'c CacheCore<S>,
+    leased: LeasedEntry<'c, S>,
+}
+
+impl<S: CacheBackend> Drop for ValidationGuard<'_, S> {
+    fn drop(&mut self) {
+        self.core.release_slow(self.leased.entry, self.leased.slot);
+    }
+}
+
 /// The result of a fast lookup.
 pub(super) enum FastLookup<'c, S: CacheBackend> {
     Hit(LeasedEntry<'c, S>),
@@ -145,7 +157,7 @@ impl<S: CacheBackend> CacheCore<S> {
         let entry = self.index.entries.at(index);
         slot.publish(index);
         self.leases.barrier.light();
-        if self.may_hit(entry, key) {
+        if self.may_hit(entry, slot, key) {
             slot.count_hit();
             return Some(LeasedEntry { entry, slot });
         }
@@ -154,13 +166,13 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Returns whether the entry is live, covers the key and passes the backend's validation. The
-    /// caller must have published a lease of the entry.
-    pub(super) fn may_hit(&self, entry: &Entry<S>, key: &Key) -> bool {
+    /// caller must have published a lease of the entry in `slot`.
+    pub(super) fn may_hit(&self, entry: &Entry<S>, slot: &LeaseSlot, key: &Key) -> bool {
         let word = entry.state.load(Ordering::Acquire);
         if !state::is_live(word) || !entry.covers(key) {
             return false;
         }
-        if word & state::NEEDS_VALIDATION != 0 && !self.validate(entry) {
+        if word & state::NEEDS_VALIDATION != 0 && !self.validate(entry, slot) {
             return false;
         }
         entry.mark_referenced(word);
@@ -168,13 +180,16 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Asks the backend whether a live entry's registration is still current. If it is not, or if
-    /// the backend cannot tell, invalidates the entry. The caller must have published a lease
-    /// before it saw the entry live.
+    /// the backend cannot tell, invalidates the entry. If the backend panics, ends the lease. The
+    /// caller must have published the lease in `slot` before it saw the entry live.
     #[inline(never)]
-    fn validate(&self, entry: &Entry<S>) -> bool {
+    fn validate(&self, entry: &Entry<S>, slot: &LeaseSlot) -> bool {
+        let guard = ValidationGuard { core: self, leased: LeasedEntry { entry, slot } };
         // SAFETY: `may_hit` saw the entry live after its caller published a lease, which the caller
         // keeps until this returns.
-        match self.backend.is_current(unsafe { entry.watch() }) {
+        let is_current = self.backend.is_current(unsafe { entry.watch() });
+        std::mem::forget(guard);
+        match is_current {
             Ok(true) => return true,
             Ok(false) => {}
             Err(error) => tracing::debug!(%error, "cannot validate a cached region"),

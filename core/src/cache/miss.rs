@@ -39,8 +39,9 @@ impl<S: CacheBackend> Drop for RegistrationGuard<'_, S> {
         if let Some(watch) = self.watch.take() {
             self.core.backend.unwatch(watch);
         }
-        let panicked =
-            Error::new(ErrorKind::BadState, "cached registration").context("source", "panicked");
+        let panicked = Error::new(ErrorKind::BadState, "cached registration")
+            .context("why", "another thread's registration of this memory panicked")
+            .remedy("fix the iface or the provider that panicked, and register again");
         self.core.fail_registration(self.index, self.slot, Some(panicked));
     }
 }
@@ -101,7 +102,7 @@ impl<S: CacheBackend> CacheCore<S> {
                 return ControlFlow::Break(Err(error));
             }
             self.leases.barrier.light();
-            if self.may_hit(leased.entry, key) {
+            if self.may_hit(leased.entry, slot, key) {
                 count(&self.counters.late_hits);
                 return ControlFlow::Break(Ok(Lease::cached_slow(self, leased)));
             }

@@ -31,7 +31,7 @@ pub struct CacheStatistics {
     /// The number of misses that returned an uncached region.
     pub uncached: u64,
     /// The number of misses that returned an error, including the error of another thread's
-    /// registration.
+    /// registration. The error for a key [of any owner](Key::of_any_owner) does not count.
     pub failures: u64,
     /// The number of entries that were evicted, to make room or by
     /// [`Cache::evict_idle`](super::Cache::evict_idle).
@@ -44,7 +44,8 @@ pub struct CacheStatistics {
     pub entries: usize,
     /// The total size in bytes of the entries that `entries` counts.
     pub bytes: u64,
-    /// The number of leases of cached regions.
+    /// The number of leases of cached regions, including those of threads that wait for a
+    /// registration.
     pub leases: usize,
     /// The number of entries with at least one lease, including invalidated entries.
     pub in_use: usize,

@@ -1,8 +1,9 @@
 //! Asynchronous registration, by one worker thread for each domain with a bound event queue.
 //!
 //! A job keeps its region alive. If the application closes the region before the job starts, the
-//! worker skips the job. If the application only drops the region, the worker registers and then
-//! deregisters the region. So no callback of a driver uses freed state (EVT-03).
+//! job is cancelled, and the event has the error `Canceled`. If the application only drops the
+//! region, the worker registers and then deregisters the region. So no callback of a driver uses
+//! freed state (EVT-03).
 
 use std::{
     collections::VecDeque,
@@ -109,6 +110,7 @@ impl Worker {
                 iface: attr.iface,
                 device: attr.device,
                 page_size: attr.page_size,
+                ordering: attr.ordering,
                 prefault: attr.prefault.map(|prefault| Prefault { progress: None, ..prefault }),
                 parallel: attr.parallel.map(|parallel| Parallel { progress: None, ..parallel }),
                 ..MrAttr::new(&[], attr.access)

@@ -145,6 +145,7 @@ pub struct Prefault<'a> {
     /// ranges at most one thread per 16 MiB.
     pub threads: usize,
     /// A progress callback. Any of the threads may call it, after each part of the range.
+    /// Asynchronous registrations ([`Domain::bind`](crate::Domain::bind)) do not call it.
     pub progress: Option<Progress<'a>>,
 }
 
@@ -175,8 +176,13 @@ pub struct MrAttr<'a> {
     /// which has no address to query, `None` means host memory. Ignored if [`DomainAttr::hmem`] is
     /// false.
     pub iface: Option<IfaceKind>,
-    /// The device that owns the memory. With `None` the domain queries its ifaces. Ignored without
-    /// [`MrAttr::iface`], and with [`MrFlags::HMEM_HOST_ALLOC`](crate::MrFlags::HMEM_HOST_ALLOC).
+    /// The device that owns the memory. With `None` the domain queries its ifaces.
+    ///
+    /// Ignored if [`MrAttr::iface`] is `None` or ignored, and with
+    /// [`MrFlags::HMEM_HOST_ALLOC`](crate::MrFlags::HMEM_HOST_ALLOC). For memory that belongs to no
+    /// particular device, any device of the iface is accepted. For a dma-buf, which has no address
+    /// to query, `None` means no device: completion queues then flush none
+    /// ([`Domain::open_cq`](crate::Domain::open_cq)).
     pub device: Option<DeviceId>,
     /// Reserved: must be 0.
     pub hmem_data: u64,

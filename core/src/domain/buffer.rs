@@ -88,8 +88,9 @@ pub(super) fn copy_in(to: Address, from: &[u8]) {
 }
 
 fn cell<'a>(base: Address, at: usize) -> &'a AtomicU8 {
-    // SAFETY: the callers checked that the address lies in host memory that a region owns, or
-    // borrows for a scope. So the memory is valid, and no non-atomic reference to it exists.
+    // SAFETY: the callers checked that the address lies in host memory that the parts of a buffer
+    // own, or that a scope borrows. So the memory is valid, and no non-atomic reference to it
+    // exists.
     unsafe { AtomicU8::from_ptr((base.0 as usize + at) as *mut u8) }
 }
 
@@ -186,7 +187,8 @@ heap_buffer! {
     Box<[u8]>: <[u8]>::into_vec, Vec::into_boxed_slice;
 }
 
-/// Memory allocated from an iface. Dropping the value frees the memory.
+/// Memory allocated from an iface. Dropping the value frees the memory. A forked child that drops
+/// its copy calls [`IfaceExt::free`] too.
 pub struct DeviceBuffer {
     iface: Arc<dyn Iface>,
     allocation: Allocation,
@@ -197,7 +199,7 @@ impl DeviceBuffer {
     ///
     /// # Errors
     /// - [`ErrorKind::ZeroLength`] for a request of no bytes.
-    /// - The errors of [`Allocator::allocate`](crate::iface::Allocator::allocate).
+    /// - The errors of [`IfaceExt::allocate`].
     pub fn allocate(iface: &Arc<dyn Iface>, request: &AllocRequest) -> Result<Self> {
         if request.len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "allocate").iface(iface));

@@ -32,6 +32,9 @@ use crate::{
 /// Memory that no monitor can watch is registered uncached, and the region's [`Lease`] has the
 /// reason.
 ///
+/// In a forked child every lookup fails with [`ErrorKind::BadState`]. The child's copy of the cache
+/// seems empty, and its calls do not affect the parent's regions.
+///
 /// ```no_run
 /// use hmem_core::{Access, Domain, Result};
 ///
@@ -181,6 +184,7 @@ impl RegionCache {
     /// # Errors
     /// - The errors of [`RegionCache::get_or_register`].
     /// - [`ErrorKind::InvalidArgument`] if the memory is not of this iface, or not on this device.
+    /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
     pub unsafe fn get_or_register_on(
         &self,
         range: AddressRange,
@@ -314,7 +318,8 @@ impl RegionCache {
     }
 
     /// Returns a lease of a region that covers `range`, registered if needed. The lease may outlive
-    /// the borrow of the cache. Returns `None` for host memory unless `host` is true.
+    /// the borrow of the cache. Returns `None` for host memory that is not cached, unless `host` is
+    /// true.
     pub(super) fn lease(
         &self,
         range: AddressRange,
@@ -346,8 +351,8 @@ impl RegionCache {
     }
 
     /// Invalidates like [`RegionCache::invalidate`], and calls `callback` when these regions are
-    /// deregistered. Any thread may run the callback. If there are no such regions, this call runs
-    /// the callback.
+    /// deregistered and the cache has no other deregistration in flight. Any thread may run the
+    /// callback, also this call. A panic of the callback is caught and logged.
     pub fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -388,6 +393,7 @@ impl RegionCache {
     /// # Errors
     /// - The iface's own error if the iface has no monitor or cannot start its monitor. Later calls
     ///   return the error again.
+    /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
     /// - [`ErrorKind::Unsupported`] if the monitor is disabled by the settings.
     /// - [`ErrorKind::BadState`] in a forked child.
     pub fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {

@@ -137,6 +137,8 @@ impl Endpoint {
     ///   its completion queue has no room for another completion. Read completions, then post
     ///   again.
     /// - [`ErrorKind::NoRegion`] for a descriptor that is missing or that is not of this domain.
+    /// - [`ErrorKind::InvalidArgument`] for local and remote lists of different total lengths, and
+    ///   for operands that do not fit the operation.
     /// - The errors of [`Domain::regattr`](super::Domain::regattr), if the cache registers memory.
     /// - The other errors of [`ProviderEndpoint::post`].
     ///
@@ -337,8 +339,10 @@ impl Endpoint {
     /// close waits for accesses in flight.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint. The error returns
-    /// the endpoint.
+    /// - [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint.
+    /// - The driver's error if the device failed.
+    ///
+    /// The error returns the endpoint.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {
         match self.shut() {
             Ok(()) => {
@@ -365,7 +369,8 @@ impl Endpoint {
     /// Takes part in a broadcast. All members call this with the same tag.
     ///
     /// The root sends the bytes of `buffer` to all other members, by one send with `context` for
-    /// each member. The others receive the bytes. `members` are the other members, each as
+    /// each member. The others post a receive that accepts a message with `tag` from any peer. So
+    /// no other message may have this tag meanwhile. `members` are the other members, each as
     /// [`Endpoint::resolve`] of this endpoint returned it. `root` is one of them, or `None` if this
     /// endpoint is the root.
     ///

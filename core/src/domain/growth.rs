@@ -32,7 +32,7 @@ pub enum Growth {
     None,
     /// Registers up to the whole allocation.
     Allocation,
-    /// Registers up to this number of bytes of the allocation at once.
+    /// Registers up to this number of bytes of the allocation at once. With 0 nothing grows.
     UpTo(u64),
 }
 

@@ -50,9 +50,9 @@ impl State {
         self.lengths.last().map_or(0, |(len, _)| *len)
     }
 
-    /// Returns the buffers in the list that may overlap the addresses from `start` to `last`, the
-    /// nearest first. The length of the longest buffer limits how far below `start` such a buffer
-    /// can begin.
+    /// Returns the buffers in the list that may overlap the addresses from `start` to `last`, those
+    /// that begin last first. The length of the longest buffer limits how far below `start` such a
+    /// buffer can begin.
     fn near(&self, start: u64, last: u64) -> impl Iterator<Item = &HeldBuffer> {
         let longest = self.longest();
         let below = self.buffers.range(..=(last, u64::MAX)).rev();

@@ -16,6 +16,7 @@ use std::{
 };
 
 use parking_lot::RwLock;
+use smallvec::SmallVec;
 
 use crate::{
     Access, DeviceId, IfaceExt, IfaceKind, Registry, Result,
@@ -30,7 +31,7 @@ pub(super) struct Inbound {
     registry: Arc<Registry>,
     /// The number of devices in the set. It never decreases.
     count: AtomicUsize,
-    devices: RwLock<Vec<(IfaceKind, DeviceId)>>,
+    devices: RwLock<SmallVec<[(IfaceKind, DeviceId); 16]>>,
     warned: AtomicBool,
 }
 
@@ -69,7 +70,8 @@ impl Inbound {
         if self.count.load(Ordering::Acquire) == 0 {
             return Ok(());
         }
-        let devices = self.devices.read();
+        // The lock is released first, because a flush calls a driver.
+        let devices = self.devices.read().clone();
         let flush = |&(iface, device): &(IfaceKind, DeviceId)| {
             self.registry.get(iface)?.flush_inbound(device)
         };
@@ -130,5 +132,80 @@ impl CompletionQueue for FlushingQueue {
 
     fn channel(&self) -> Option<&dyn CompletionChannel> {
         self.queue.channel()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{OnceLock, Weak};
+
+    use super::*;
+    use crate::{
+        Address, Allocation, Error, ErrorKind, Iface,
+        iface::{Device, InboundFlush},
+    };
+
+    const KIND: IfaceKind = IfaceKind::FIRST_PLUG_IN;
+
+    /// An iface whose flush notes memory of another device, as a concurrent registration does.
+    #[derive(Debug, Default)]
+    struct NotingIface {
+        inbound: OnceLock<Weak<Inbound>>,
+        flushed: AtomicUsize,
+    }
+
+    // SAFETY: the iface claims no address, and allocates, copies and exports nothing.
+    unsafe impl Iface for NotingIface {
+        fn kind(&self) -> IfaceKind {
+            KIND
+        }
+
+        fn name(&self) -> &str {
+            "noting"
+        }
+
+        fn devices(&self) -> Result<Vec<Device>> {
+            Ok(Vec::new())
+        }
+
+        fn query(&self, _: Address) -> Result<Option<Allocation>> {
+            Ok(None)
+        }
+
+        unsafe fn copy(&self, _: Address, _: Address, _: u64) -> Result<()> {
+            Err(Error::new(ErrorKind::Unsupported, "copy"))
+        }
+
+        fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
+            Some(self)
+        }
+    }
+
+    impl InboundFlush for NotingIface {
+        fn flush(&self, device: DeviceId) -> Result<()> {
+            let inbound = self.inbound.get().and_then(Weak::upgrade).expect("set by the test");
+            assert!(!inbound.devices.is_locked(), "a lock is held during a flush");
+            inbound.note(&owner(device.0 + 1), Access::RECV);
+            self.flushed.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        }
+    }
+
+    fn owner(device: u32) -> AddressOwner {
+        AddressOwner { iface: KIND, device: Some(DeviceId(device)), allocation: None }
+    }
+
+    /// HM-14
+    #[test]
+    fn flush_holds_no_lock_while_it_calls_the_iface() {
+        let iface = Arc::<NotingIface>::default();
+        let mut registry = Registry::new();
+        registry.add(Arc::clone(&iface) as _).expect("the first");
+        let inbound = Arc::new(Inbound::new(Arc::new(registry)));
+        iface.inbound.set(Arc::downgrade(&inbound)).expect("unset");
+        inbound.note(&owner(0), Access::RECV);
+        inbound.flush().expect("flushed");
+        inbound.flush().expect("flushed");
+        assert_eq!(iface.flushed.load(Ordering::Relaxed), 1 + 2);
     }
 }

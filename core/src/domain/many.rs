@@ -151,8 +151,8 @@ impl Request<'_> {
         Ok(groups)
     }
 
-    /// Registers the groups one by one. After an error, `regions` contains the regions of the
-    /// groups before the failed one.
+    /// Registers the groups one by one. After an error, `regions` contains the regions that were
+    /// registered before.
     fn register(&self, regions: &mut Vec<MemoryRegion>) -> Result<Vec<Placed>> {
         if u32::try_from(self.views.len()).is_err() {
             return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
@@ -347,8 +347,9 @@ impl RegionViews {
         self.views.is_empty()
     }
 
-    /// Returns the regions, each with one or more views. In a value that an error returned, these
-    /// are the regions that could not be closed.
+    /// Returns the regions, each with one or more views. A grown region that would be staged, and
+    /// that the driver refused to close, has no views. In a value that an error returned, these are
+    /// the regions that could not be closed.
     #[must_use]
     pub fn regions(&self) -> &[MemoryRegion] {
         &self.regions
@@ -479,7 +480,7 @@ impl<B: OwnedBuffer> RegisteredViews<B> {
     /// in the list.
     ///
     /// # Errors
-    /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
+    /// - [`ErrorKind::OutOfBounds`] if there is no such buffer, or the bytes are not all in it.
     /// - The error of the device that the memory belongs to.
     pub fn read(&self, buffer: usize, offset: u64, into: &mut [u8]) -> Result<()> {
         B::read(self.parts(buffer)?, offset, into)

@@ -86,9 +86,10 @@ use crate::{
 /// open, so dropping a domain before them is harmless. [`Domain::close`] fails instead and reports
 /// the objects that are left.
 ///
-/// A domain belongs to the process that opened it. In a forked child the calls that need the NIC
-/// fail with [`ErrorKind::BadState`], and closing or dropping the child's copy of a region does not
-/// affect the parent's registration.
+/// A domain belongs to the process that opened it. In a forked child, calls that register memory,
+/// look it up or open an object fail with [`ErrorKind::BadState`]. Make no other calls there: the
+/// provider decides if they fail. Closing or dropping the child's copies of objects does not affect
+/// the parent.
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, Result};
@@ -137,7 +138,7 @@ impl Domain {
     ///   The error names the bits.
     /// - [`ErrorKind::InvalidArgument`] for a NIC that the provider does not have, and for staging
     ///   attributes that are 0 or too large.
-    /// - The errors of [`Provider::nics`] and [`Provider::open_domain`].
+    /// - The errors of [`Provider::nics`], [`ProcessMark::current`] and [`Provider::open_domain`].
     pub fn open(
         provider: &dyn Provider,
         registry: Arc<Registry>,
@@ -373,8 +374,8 @@ impl Domain {
     ///   ranges;
     /// - [`ErrorKind::BadFlags`], [`ErrorKind::BadAccess`], [`ErrorKind::BadPageSize`],
     ///   [`ErrorKind::ReservedOffset`], [`ErrorKind::ReservedHmemData`] for these attributes;
-    /// - [`ErrorKind::InvalidArgument`] for attributes that exclude each other, and for an iface or
-    ///   device that does not own the memory;
+    /// - [`ErrorKind::InvalidArgument`] for attributes that exclude each other, for an iface or
+    ///   device that does not own the memory, and for a base region of another domain;
     /// - [`ErrorKind::OutOfBounds`] for a range outside the base region or the allocation;
     /// - [`ErrorKind::AccessDenied`] for a sub-region with a right that lets the NIC write, if the
     ///   base region has no such right;
@@ -536,7 +537,7 @@ impl Domain {
         self.inner.raw_keys("unmap key")?.unmap_key(key)
     }
 
-    /// Opens a completion queue with room for at least `depth` completions.
+    /// Opens a completion queue with room for at least `depth` completions. 0 counts as 1.
     ///
     /// There are three ways to get completions: poll ([`CompletionQueue::read`]), wait with a
     /// timeout ([`CompletionQueue::wait`]), or add the queue's file descriptor to an event loop
@@ -576,6 +577,7 @@ impl Domain {
     /// # Errors
     /// - [`ErrorKind::OutOfResources`] if the NIC or the process can have no more queues.
     /// - [`ErrorKind::BadState`] in a forked child.
+    /// - The driver's own error.
     pub fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
         self.inner.process.check("open completion queue")?;
         let mut queue = self.inner.provider.open_cq(depth)?;
@@ -613,6 +615,7 @@ impl Domain {
     /// - [`ErrorKind::Unsupported`] for an authorization key, if the provider does not support
     ///   these keys.
     /// - [`ErrorKind::BadState`] in a forked child.
+    /// - The driver's own error.
     pub fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Endpoint> {
         self.inner.process.check("open endpoint")?;
         let leasing = match self.leases_local_memory() {

@@ -41,7 +41,7 @@ use crate::{
 ///
 /// # Errors
 /// The errors of [`Domain::regattr`], and [`ErrorKind::InvalidArgument`] for an empty list, for
-/// domains of different registries, and for a base region.
+/// domains with different registries or path selectors, and for a base region.
 ///
 /// After an error the regions of earlier NICs are closed. If a driver refuses to close one, the
 /// error carries the remaining regions ([`Rejected::value`]): try again to close them.

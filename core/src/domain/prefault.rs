@@ -8,7 +8,10 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use rustix::mm::{Advice, madvise};
+use rustix::{
+    io::Errno,
+    mm::{Advice, madvise},
+};
 
 use super::attr::Prefault;
 use crate::{AddressRange, Error, Result};
@@ -22,12 +25,14 @@ const PARALLEL_FROM: u64 = 64 << 20;
 /// pages. The bytes do not change.
 ///
 /// # Errors
-/// The context value `range` is the part that failed. Parts before it stay populated.
+/// The context value `range` is the part that failed. Other parts may be populated.
 ///
-/// - [`ErrorKind::BadAddress`](crate::ErrorKind::BadAddress) or
-///   [`ErrorKind::OutOfResources`](crate::ErrorKind::OutOfResources) if nothing is mapped there, if
-///   the protection forbids the access, or if memory ran out.
-/// - The error of `madvise(2)` otherwise, for example on Linux before 5.14.
+/// - [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the protection of the
+///   memory forbids the access, and on Linux before 5.14.
+/// - [`ErrorKind::OutOfResources`](crate::ErrorKind::OutOfResources) if nothing is mapped there, or
+///   if memory ran out.
+/// - [`ErrorKind::BadAddress`](crate::ErrorKind::BadAddress) for pages past the end of a file.
+/// - Otherwise the error of `madvise(2)`.
 pub fn prefault(range: AddressRange, write: bool, options: &Prefault<'_>) -> Result<()> {
     let pages = range.page_aligned(rustix::param::page_size() as u64);
     let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
@@ -72,12 +77,45 @@ fn populate(chunk: AddressRange, write: bool) -> Result<()> {
     // SAFETY: populating changes no byte and unmaps nothing. The kernel refuses a range that is not
     // mapped.
     unsafe { madvise(start, chunk.len() as usize, advice) }.map_err(|errno| {
-        let mut error = Error::os(errno, "madvise(MADV_POPULATE)").context("range", chunk);
-        if matches!(errno, rustix::io::Errno::NOMEM | rustix::io::Errno::FAULT) {
-            error = error.remedy(
+        let error = Error::os(errno, "madvise(MADV_POPULATE)").context("range", chunk);
+        match errno {
+            Errno::NOMEM | Errno::FAULT => error.remedy(
                 "map the range before registering it, with write permission if the NIC writes",
-            );
+            ),
+            Errno::INVAL => error.remedy(
+                "map the range with write permission if the NIC writes, and use Linux 5.14 or \
+                 newer",
+            ),
+            _ => error,
         }
-        error
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+    use super::*;
+    use crate::{Address, ErrorKind};
+
+    /// MR-16
+    #[test]
+    #[allow(unsafe_code)]
+    fn prefault_of_read_only_memory_for_writing_is_refused_with_a_remedy() {
+        let len = rustix::param::page_size();
+        // SAFETY: a new mapping replaces nothing.
+        let page =
+            unsafe { mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ, MapFlags::PRIVATE) }
+                .expect("a page");
+        let range = AddressRange::new(Address::of_ptr(page), len as u64).expect("no wrap");
+        let options = Prefault { threads: 1, progress: None };
+        prefault(range, false, &options).expect("readable");
+        let error = prefault(range, true, &options).expect_err("not writable");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.remedy_text().is_some_and(|text| text.contains("write permission")));
+        // SAFETY: the page was mapped above, and nothing refers to it.
+        unsafe { munmap(page, len) }.expect("unmapped");
+    }
 }

@@ -202,6 +202,7 @@ impl MemoryRegion {
     /// - [`ErrorKind::BadState`] before the registration completed or after it failed, if the
     ///   counter is bound already, in RMA_EVENT mode for a region without the RMA_EVENT flag, and
     ///   for a region that started disabled and is enabled now.
+    /// - The driver's own error.
     pub fn bind_counter(&self, counter: &Arc<Counter>, flags: BindFlags) -> Result<()> {
         let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind counter").remedy(why));
@@ -243,8 +244,9 @@ impl MemoryRegion {
     /// Makes a disabled region usable (`fi_mr_enable`).
     ///
     /// # Errors
-    /// [`ErrorKind::BadState`] if the region is not disabled, and in ENDPOINT mode if it is not
-    /// bound to an endpoint.
+    /// - [`ErrorKind::BadState`] if the region is not disabled, and in ENDPOINT mode if it is not
+    ///   bound to an endpoint.
+    /// - The driver's own error. The region stays disabled.
     pub fn enable(&self) -> Result<()> {
         let registration = self.inner.registration("enable")?;
         if self.state() != RegionState::Disabled {
@@ -273,7 +275,7 @@ impl MemoryRegion {
     ///
     /// # Errors
     /// - [`ErrorKind::BadState`] before the registration completed, or after it failed.
-    /// - [`ErrorKind::OutOfBounds`] for a range outside the region.
+    /// - [`ErrorKind::OutOfBounds`] for a range that is not inside one range of the region.
     /// - [`ErrorKind::BadAddress`] if pages are missing.
     /// - [`ErrorKind::NoSys`] if regions of the provider keep their pages.
     pub fn refresh(&self, ranges: &[AddressRange]) -> Result<()> {
@@ -301,7 +303,8 @@ impl MemoryRegion {
     /// Deregisters the region (`fi_close`).
     ///
     /// After this the NIC does not access the memory, and the keys are invalid. A pending
-    /// asynchronous registration is cancelled. If it is in progress, the call waits for its end.
+    /// asynchronous registration is cancelled, and its event has the error
+    /// [`ErrorKind::Canceled`]. If the registration is in progress, the call waits for its end.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] while the region has a sub-region, a bound window, a grant or an open

@@ -1,4 +1,5 @@
-//! The state behind a [`MemoryRegion`]: small, because a million of them may be live.
+//! The state behind a [`MemoryRegion`](super::MemoryRegion): small, because a million of them may
+//! be live.
 
 use std::{
     any::Any,
@@ -70,8 +71,8 @@ pub(super) enum KeepAlive {
 }
 
 impl KeepAlive {
-    /// Returns the iface of memory that a region owns or a scope borrows, or `None` for other
-    /// memory.
+    /// Returns the iface of memory that a region owns as a whole or a scope borrows, or `None` for
+    /// other memory.
     pub(super) fn iface(&self) -> Option<IfaceKind> {
         match self {
             Self::Caller => None,
@@ -266,7 +267,8 @@ impl RegionInner {
         self.registered.get()?.decision.clone()
     }
 
-    /// Takes out the guarantee that kept the memory allocated. The region must be closed.
+    /// Takes out the guarantee that kept the memory allocated. The caller may drop the result only
+    /// once the region is closed.
     pub(super) fn release(&self) -> KeepAlive {
         let release = |rare: &Rare| std::mem::replace(&mut *rare.keep.lock(), KeepAlive::Caller);
         self.rare.as_deref().map_or(KeepAlive::Caller, release)

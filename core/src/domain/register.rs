@@ -118,8 +118,8 @@ impl DomainInner {
         validate::check_base(base, attr)
     }
 
-    /// Resolves the owner of the memory, and populates host pages if the request asks for that. A
-    /// registration queries the ifaces for the owner only here.
+    /// Resolves the owner of the memory, and populates host pages if the request asks for that.
+    /// Queries the ifaces for the owner only if `owner` is `None`.
     fn resolve<'a>(
         &'a self,
         ranges: &[AddressRange],
@@ -341,7 +341,8 @@ impl MemoryRegion {
     /// queue is bound ([`Domain::bind`](super::Domain::bind)), the result is a pending region.
     ///
     /// The NIC enforces the bounds and the rights. The part inherits iface, device and page size,
-    /// pins no memory, and keeps this region registered.
+    /// pins no memory, and keeps this region registered. It has the write ordering of the domain:
+    /// [`MrAttr::base`] with [`MrAttr::ordering`] requests another.
     ///
     /// ```no_run
     /// use hmem_core::{Access, MemoryRegion, RemoteKey, Result};
@@ -356,6 +357,8 @@ impl MemoryRegion {
     /// ```
     ///
     /// # Errors
+    /// The errors of [`Domain::regattr`](super::Domain::regattr). The most common kinds are:
+    ///
     /// - [`ErrorKind::BadState`] if this region is not registered yet, and in a forked child.
     /// - [`ErrorKind::ZeroLength`] for an empty range.
     /// - [`ErrorKind::OutOfBounds`] for a range that is not inside one range of this region.

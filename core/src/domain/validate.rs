@@ -103,7 +103,7 @@ fn check_bits(attr: &MrAttr<'_>, flags: MrFlags, provider: &ProviderAttr) -> Res
 }
 
 #[inline]
-fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<u64> {
+fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<()> {
     if ranges.len() > provider.mr_iov_limit || ranges.is_empty() {
         let kind = if ranges.is_empty() { ErrorKind::ZeroLength } else { ErrorKind::TooManyRanges };
         return Err(Error::new(kind, "regattr")
@@ -123,8 +123,7 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<u64>
         }
         total = total.saturating_add(range.len());
     }
-    check_length(total, provider)?;
-    Ok(total)
+    check_length(total, provider)
 }
 
 #[inline]

@@ -286,8 +286,8 @@ impl Type1Window {
     /// virtual addresses.
     ///
     /// # Errors
-    /// An error for a broken rule names the rule ([`WindowRule`](crate::provider::WindowRule)) as
-    /// its context value `rule`. After an error the binding is unchanged.
+    /// An error for a broken rule names the rule ([`WindowRule`]) as its context value
+    /// `rule`. After an error the binding is unchanged.
     ///
     /// - [`ErrorKind::OutOfBounds`] for bytes outside the region.
     /// - [`ErrorKind::ZeroLength`] for no bytes. Use [`Type1Window::unbind`] instead.
@@ -376,8 +376,8 @@ impl Type2Window {
     /// is posted to the endpoint later arrives after the bind.
     ///
     /// # Errors
-    /// An error for a broken rule names the rule ([`WindowRule`](crate::provider::WindowRule)) as
-    /// its context value `rule`.
+    /// An error for a broken rule names the rule ([`WindowRule`]) as its context value
+    /// `rule`.
     ///
     /// - [`ErrorKind::BadState`] if the window is bound. Invalidate the window first.
     /// - The errors of [`Type1Window::bind`]. [`ErrorKind::InvalidArgument`] also for an endpoint

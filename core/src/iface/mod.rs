@@ -423,7 +423,8 @@ pub trait IfaceExt: Iface {
         self.monitor().ok_or_else(|| self.unavailable(Facet::Monitor))?.start()
     }
 
-    /// Fills `into` with the bytes at `from`, an address in memory of this iface.
+    /// Fills `into` with the bytes at `from`, an address in memory of this iface. An empty `into`
+    /// is accepted for every address.
     ///
     /// # Safety
     /// The memory at `from` must not be freed before the call returns. An address that is not of
@@ -434,6 +435,9 @@ pub trait IfaceExt: Iface {
     /// - AddressWraps if the bytes would pass the end of the address space.
     /// - The errors of [`Iface::query`] and [`Iface::copy`].
     unsafe fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
+        if into.is_empty() {
+            return Ok(());
+        }
         check_own(self, from, into.len() as u64)?;
         // SAFETY: `into` is an exclusive borrow of `into.len()` bytes. `check_own` found that this
         // iface owns the memory at `from`, and the caller promises that the memory is not freed
@@ -441,7 +445,8 @@ pub trait IfaceExt: Iface {
         unsafe { self.copy(Address::of_ptr(into.as_mut_ptr()), from, into.len() as u64) }
     }
 
-    /// Writes the bytes of `from` to the address `to`, in memory of this iface.
+    /// Writes the bytes of `from` to the address `to`, in memory of this iface. An empty `from` is
+    /// accepted for every address.
     ///
     /// # Safety
     /// The memory at `to` must not be freed before the call returns, and no Rust reference to it
@@ -452,6 +457,9 @@ pub trait IfaceExt: Iface {
     /// - AddressWraps if the bytes would pass the end of the address space.
     /// - The errors of [`Iface::query`] and [`Iface::copy`].
     unsafe fn write(&self, to: Address, from: &[u8]) -> Result<()> {
+        if from.is_empty() {
+            return Ok(());
+        }
         check_own(self, to, from.len() as u64)?;
         // SAFETY: `from` is a borrow of `from.len()` readable bytes. `check_own` found that this
         // iface owns the memory at `to`, and the caller promises that the memory is neither freed
@@ -487,4 +495,50 @@ fn check_own<I: Iface + ?Sized>(iface: &I, address: Address, len: u64) -> Result
     let allocation = iface.query(address)?.ok_or_else(error)?;
     let range = AddressRange::new(address, len)?;
     if allocation.range.contains_range(range) { Ok(()) } else { Err(error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An iface without memory, whose copies fail.
+    #[derive(Debug)]
+    struct EmptyIface;
+
+    // SAFETY: the iface claims no address, and allocates, copies and exports nothing.
+    unsafe impl Iface for EmptyIface {
+        fn kind(&self) -> IfaceKind {
+            IfaceKind::FIRST_PLUG_IN
+        }
+
+        fn name(&self) -> &str {
+            "empty"
+        }
+
+        fn devices(&self) -> Result<Vec<Device>> {
+            Ok(Vec::new())
+        }
+
+        fn query(&self, _: Address) -> Result<Option<Allocation>> {
+            Ok(None)
+        }
+
+        unsafe fn copy(&self, _: Address, _: Address, _: u64) -> Result<()> {
+            Err(Error::new(ErrorKind::Unsupported, "copy"))
+        }
+    }
+
+    #[test]
+    fn copy_of_no_bytes_succeeds_at_any_address() {
+        let (iface, end) = (EmptyIface, Address(u64::MAX));
+        // SAFETY: the iface owns no memory, so no call accesses memory.
+        unsafe {
+            iface.read(end, &mut []).expect("no bytes");
+            iface.write(end, &[]).expect("no bytes");
+            let outside = [iface.read(end, &mut [0]), iface.write(end, &[0])];
+            assert!(outside.iter().all(|result| {
+                result.as_ref().is_err_and(|error| error.kind() == ErrorKind::OutOfBounds)
+            }));
+        }
+    }
 }

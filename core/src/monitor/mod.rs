@@ -166,6 +166,10 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     ///   range.
     /// - [`ErrorKind::OutOfResources`](crate::ErrorKind::OutOfResources) if the monitor watches too
     ///   many ranges already. A domain's cache then evicts its idle entries and retries once.
+    /// - [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable) if the iface was closed.
+    /// - Otherwise the error of a failed call of the driver or the operating system.
+    ///
+    /// After an error nothing is subscribed.
     fn subscribe(
         &self,
         range: AddressRange,
@@ -182,6 +186,7 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// [`DetectionMethod::Callback`] always returns true.
     ///
     /// # Errors
-    /// A failed driver call.
+    /// - [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable) if the iface was closed.
+    /// - The error of a failed driver call.
     fn valid(&self, allocation: &Allocation) -> Result<bool>;
 }

@@ -234,10 +234,11 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// The error that the driver reported. The region is then still registered.
     fn deregister(&self, region: ProviderRegion) -> Result<()>;
 
-    /// Opens a completion queue of at least `depth` entries.
+    /// Opens a completion queue of at least `depth` entries. 0 counts as 1.
     ///
     /// # Errors
-    /// OutOfResources if the driver cannot create another queue.
+    /// - OutOfResources if the driver cannot create another queue.
+    /// - Otherwise the error that the driver reported.
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>>;
 
     /// Opens an endpoint.
@@ -246,6 +247,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// - OutOfResources if the driver cannot create another endpoint.
     /// - InvalidArgument for queues of another provider or another device.
     /// - Unsupported for an authorization key, if the provider does not support these keys.
+    /// - Otherwise the error that the driver reported.
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>>;
 
     /// Returns the number of live objects of the domain, by kind.
@@ -320,15 +322,15 @@ pub struct EndpointAttr {
     /// True to enable the RMA_EVENT capability, with which peers can access regions with counters
     /// through the endpoint (EVT-02).
     pub rma_event: bool,
-    /// The endpoint's authorization key. `None` means the domain's key.
+    /// The endpoint's authorization key. `None` means the domain's key. An empty key means no key.
     pub auth_key: Option<AuthKey>,
     /// A counter of successful and failed transmits, if given.
     pub tx_counter: Option<Arc<Counter>>,
     /// A counter of successful and failed receives, if given.
     pub rx_counter: Option<Arc<Counter>>,
     /// The number of requests that may be outstanding in each direction. A post beyond this number
-    /// fails with Again. The completion queues should have room for all of them
-    /// ([`Domain::open_cq`]).
+    /// fails with Again. 0 counts as 1. A number above the NIC's limit counts as that limit. The
+    /// completion queues should have room for all requests ([`Domain::open_cq`]).
     ///
     /// [`Domain::open_cq`]: crate::Domain::open_cq
     pub depth: usize,
@@ -487,6 +489,13 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     ///   no room for the completion ([`CompletionQueue`]).
     /// - NoRegion for a descriptor that is missing or that is not of this domain.
     /// - BadAccess for a bind with rights that a window cannot grant.
+    /// - InvalidArgument for lists of different total lengths, for an empty remote list, and for
+    ///   operands that do not fit the operation.
+    /// - MessageTooLong or TooManyRanges beyond the NIC's limits or the endpoint's depth.
+    /// - OutOfBounds or InvalidKey for a remote segment outside its key, if the provider checks it.
+    /// - Unsupported for an operation that the NIC does not have.
+    /// - BadState after the endpoint was closed.
+    /// - Otherwise the error that the driver reported.
     ///
     /// The completion reports an error that only the target can detect.
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()>;
@@ -497,6 +506,7 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     /// Afterwards peers no longer reach the region, which can still be closed.
     ///
     /// # Errors
-    /// Busy while a type 2A window is bound through the endpoint.
+    /// - Busy while a type 2A window is bound through the endpoint.
+    /// - The driver's error if the device failed.
     fn close(&self) -> Result<()>;
 }

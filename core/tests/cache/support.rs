@@ -52,6 +52,7 @@ pub(crate) struct CallRecords {
     /// True if the next validation fails with an error.
     pub(crate) unsure: AtomicBool,
     pub(crate) asked: AtomicUsize,
+    pub(crate) validating: CallGate,
     pub(crate) registering: CallGate,
     pub(crate) deregistering: CallGate,
 }
@@ -141,6 +142,7 @@ impl CacheBackend for RecordingBackend {
 
     fn is_current(&self, _: &Key) -> Result<bool> {
         self.0.asked.fetch_add(1, Ordering::SeqCst);
+        self.0.validating.pass();
         if self.0.unsure.swap(false, Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Driver, "valid"));
         }

@@ -243,6 +243,51 @@ fn panic_in_a_registration_leaves_no_entry_and_no_waiter() {
 
 /// CACHE-07
 #[test]
+fn panic_in_a_validation_ends_the_lease() {
+    let (cache, records) = cache(Limits::default());
+    records.checked.store(true, Ordering::SeqCst);
+    let id = cache.get_or_register(&key(0, PAGE)).unwrap().id;
+    let lookups: [&dyn Fn() -> bool; 2] = [&|| cache.get_cached(&key(0, PAGE)).is_some(), &|| {
+        cache.get_or_register(&key(0, PAGE)).is_ok()
+    }];
+    for lookup in lookups {
+        *records.validating.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(lookup)).is_err());
+        assert_eq!(cache.statistics().leases, 0);
+    }
+    assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, id);
+    cache.try_clear().expect("no entry has a lease");
+    assert_empty(&records);
+}
+
+/// CACHE-07
+#[test]
+fn waiter_for_a_registration_that_panics_gets_an_error() {
+    let (cache, records) = cache(Limits::default());
+    records.registering.hold();
+    *records.registering.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
+    thread::scope(|scope| {
+        let look_up = || cache.get_or_register(&key(0, PAGE)).map(|lease| lease.id);
+        let first = scope.spawn(look_up);
+        records.registering.until_held(1);
+        let second = scope.spawn(look_up);
+        while cache.statistics().leases < 2 {
+            thread::yield_now();
+        }
+        records.registering.release();
+        assert!(first.join().is_err(), "the panic reaches the caller");
+        let error = second.join().expect("no panic").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadState);
+        let why = error.context_value("why").expect("the reason");
+        assert!(why.contains("panicked") && error.remedy_text().is_some(), "{error}");
+    });
+    assert_eq!(cache.statistics().failures, 2);
+    drop(cache);
+    assert_empty(&records);
+}
+
+/// CACHE-07
+#[test]
 fn out_of_resources_evicts_idle_entries_and_retries_once() {
     let (cache, records) = cache(Limits::default());
     records.room.store(4, Ordering::SeqCst);

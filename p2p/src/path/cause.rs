@@ -1,8 +1,8 @@
 //! Causes of refusals that are the same for the memory of every iface.
 //!
-//! Each iface adds the causes of its driver ([`Iface::causes`](hmem_core::Iface::causes)). If a
-//! cause of an iface has the name and rank of a general cause, it replaces the general cause and
-//! has the vendor's own remedy.
+//! Each iface adds the causes of its driver ([`Iface::causes`](hmem_core::Iface::causes)). A cause
+//! of an iface may have the name and rank of a general cause, with the vendor's own texts. If both
+//! fit, the cause of the iface is reported.
 //!
 //! `docs/causes.md` lists all causes. A test compares it with the tables.
 
@@ -85,8 +85,8 @@ pub struct ProbableCause {
 }
 
 impl ProbableCause {
-    /// Returns the first cause that fits an error, out of the causes of an iface and the general
-    /// causes.
+    /// Returns the cause with the lowest rank that fits a refusal, out of the causes of an iface
+    /// and the general causes. The iface's cause is preferred among equal ranks.
     pub(super) fn find(
         of_iface: &[RefusalCause],
         context: &RefusalContext<'_>,
@@ -265,8 +265,8 @@ pub const CAUSES: &[RefusalCause] = &[
         needs: Needs::some("no peer-memory client is loaded", no_client),
         cause: "no peer-memory client is loaded, so that the kernel treats the device address as \
                 unmapped host memory",
-        remedy: "load the client (`modprobe nvidia-peermem`; it needs a kernel or RDMA stack with \
-                 peer-memory clients, such as MLNX_OFED), or use dma-buf",
+        remedy: "load the client of the device's vendor, if there is one (it needs a kernel or \
+                 RDMA stack with peer-memory clients, such as MLNX_OFED), or use dma-buf",
         ..ANY
     },
     RefusalCause {

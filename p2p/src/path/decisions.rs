@@ -3,8 +3,8 @@
 //!
 //! Each [`DefaultPathSelector`](super::DefaultPathSelector) has its own table. An entry names the
 //! path that the next registration of its class tries first. The selector removes the entry when
-//! that path is refused. A refusal that concerns only one buffer is never stored: see
-//! [`super::probe`].
+//! that path is refused. A refusal that concerns only one buffer is never stored: see the module
+//! [`probe`](mod@super::probe).
 
 use std::{collections::HashMap, fmt, sync::Arc};
 
@@ -30,7 +30,7 @@ struct Class {
     iface: IfaceKind,
     device: Option<DeviceId>,
     kind: AllocationKind,
-    /// The domain's policy, or `Disabled` if the process forbids direct access.
+    /// The domain's policy. The selector's own setting is the same for the whole table.
     policy: P2pPolicy,
     /// The kinds of memory that the NIC can import. Two providers with the same name may differ in
     /// them.
@@ -61,7 +61,8 @@ pub(super) struct Decided {
 struct Entry {
     nic: Nic,
     decided: Option<Decided>,
-    /// The number of buffers for which a driver refused a direct path.
+    /// The number of registrations that succeeded after a refused path, except those refused
+    /// because of the buffer's segments.
     refused: u32,
 }
 
@@ -77,7 +78,7 @@ impl fmt::Debug for DecisionTable {
 }
 
 impl DecisionTable {
-    /// Returns the stored decision for a key.
+    /// Returns the stored decision for a key, if there is one.
     pub(super) fn get(&self, key: &Key<'_>) -> Option<Decided> {
         let classes = self.0.read();
         classes.get(&key.class)?.iter().find(|entry| entry.is_of(key.nic))?.decided.clone()

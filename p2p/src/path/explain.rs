@@ -120,15 +120,16 @@ fn display<T: fmt::Display, S: Serializer>(value: &T, serializer: S) -> Result<S
 
 impl DefaultPathSelector {
     /// Returns the path that a registration would take. Allocates and registers `request.size`
-    /// bytes, then frees and deregisters them. Neither reads nor stores remembered decisions.
+    /// bytes, then deregisters and frees them. Neither reads nor stores remembered decisions.
     ///
     /// Refused paths are part of the result, even if all are refused. An error means that the path
     /// could not be determined.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`]: the iface, device or NIC does not exist.
+    /// - [`ErrorKind::InvalidArgument`]: the device or NIC does not exist.
     /// - [`ErrorKind::ZeroLength`]: `request.size` is 0.
-    /// - The errors of the allocation and of opening the NIC.
+    /// - The errors of [`Registry::get`] for the iface.
+    /// - The errors of the allocation, and of opening and closing the NIC.
     pub fn explain(
         &self,
         registry: &Arc<Registry>,
@@ -188,7 +189,8 @@ impl DefaultPathSelector {
 
     /// Returns the probable cause of an error that made a NIC or device unusable, or with which the
     /// kernel refused a system call ([`Step::OpenNic`], [`Step::OpenDevice`],
-    /// [`Step::SystemCall`]). Limits of containers are among these causes.
+    /// [`Step::SystemCall`]). Limits of containers are among these causes. Returns `None` for an
+    /// unknown cause, and for a library that could not be loaded.
     ///
     /// ```
     /// use hmem_core::{Errno, Error, cause::Step};

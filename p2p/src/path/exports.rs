@@ -4,14 +4,14 @@
 use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
-    AddressRange, Error, ErrorKind, Iface, IfaceExt, Segment,
+    AddressRange, Error, ErrorKind, Iface, IfaceExt, Path, Segment,
     cause::Step,
     iface::{DmaBufExport, DmaBufMapping, SegmentMap},
     path::Attempt,
     provider::{Backing, Nic, Piece},
 };
 
-use super::variant::{DmaBufLayout, PathRefusal, PathVariant};
+use super::variant::{DmaBufLayout, PathRefusal};
 
 /// Exports of the ranges of one registration. The iface releases them once the path is decided.
 pub(super) struct ExportSet<'a> {
@@ -61,7 +61,7 @@ impl<'a> ExportSet<'a> {
         self.iface
     }
 
-    /// Returns the mapping with which the ranges are already exported; `None` before the first
+    /// Returns the mapping with which the ranges are already exported; `None` if there is no
     /// export.
     pub(super) fn existing(&self) -> Option<DmaBufMapping> {
         self.sets.first().map(|set| set.mapping)
@@ -160,6 +160,8 @@ impl<'a> ExportSet<'a> {
                 if let Some(of_whole) = before.last_mut().filter(|_| asked_whole)
                     && of_whole.is_like(&refusal)
                 {
+                    // A single segment is refused in the same way, so the number of segments is
+                    // not the cause.
                     of_whole.step = refusal.step;
                 }
                 let also = self.give_back(set.made);
@@ -196,8 +198,9 @@ impl<'a> ExportSet<'a> {
                     .context("range", range)
                     .context("segments", segments.len())
                     .remedy(
-"report this driver: its segments do not cover the range, so nothing is registered",
-);
+                        "report this driver: its segments do not cover the range, so nothing is \
+                         registered",
+                    );
                 return Err(PathRefusal {
                     only_this_buffer: true,
                     ..PathRefusal::new(Step::Segments, call(), error)
@@ -212,13 +215,20 @@ impl<'a> ExportSet<'a> {
         let mut refused = Vec::new();
         for (range, export) in made {
             if let Err(error) = self.iface.release_dma_buf(export) {
+                let error = named(self.iface, error);
                 tracing::warn!(%range, %error, "cannot release a dma-buf export");
-                let path = PathVariant::DmaBuf(DmaBufMapping::Default).path();
-                refused.push(Attempt::refused(path, format!("release_dma_buf({range})"), error));
+                let call = format!("release_dma_buf({range})");
+                refused.push(Attempt::refused(Path::DmaBuf, call, error));
             }
         }
         refused
     }
+}
+
+/// Adds the registered name of `iface` to an error of this iface. The error may have only the
+/// iface's number.
+pub(super) fn named(iface: &Arc<dyn Iface>, error: Error) -> Error {
+    if error.iface_kind() == Some(iface.kind()) { error.iface(iface) } else { error }
 }
 
 /// Converts the failed export of a whole range to a refusal.

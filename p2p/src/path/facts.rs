@@ -39,10 +39,10 @@ pub trait FactSource: fmt::Debug + Send + Sync {
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
 }
 
-/// Facts of the local machine, from procfs, sysfs and `/dev`.
+/// Facts of the local machine, from procfs, sysfs, `/dev` and the kernel's configuration file.
 ///
-/// The kernel's options do not change while it runs. A `LocalMachine` and its clones read the
-/// options once. They read all other facts on each call.
+/// The kernel's options do not change while the kernel runs. A `LocalMachine` and its clones read
+/// the options once. They read all other facts on each call.
 #[derive(Clone, Debug)]
 pub struct LocalMachine {
     root: PathBuf,
@@ -56,7 +56,8 @@ impl Default for LocalMachine {
 }
 
 impl LocalMachine {
-    /// Creates a source that reads `proc`, `sys`, `boot` and `dev` below `root` instead of `/`.
+    /// Creates a source that reads `proc`, `sys`, `dev`, `boot` and `lib/modules` below `root`
+    /// instead of `/`.
     #[must_use]
     pub fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), options: Arc::default() }
@@ -66,7 +67,8 @@ impl LocalMachine {
         fs::read_to_string(self.root.join(path)).ok()
     }
 
-    /// Returns the names of the loaded modules; `None` if the kernel does not list them.
+    /// Returns the loaded modules of [`MODULES`](crate::topology::MODULES); `None` if the kernel
+    /// does not list modules.
     fn modules(&self, kernel: &Kernel) -> Option<BTreeSet<String>> {
         let listed =
             ["proc/modules", "sys/module"].iter().any(|path| self.root.join(path).exists());
@@ -193,7 +195,7 @@ fn status_line<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
 }
 
-/// Returns the soft limit `name` from the text of `/proc/self/limits`.
+/// Returns the soft limit `name` from the text of `/proc/self/limits`; `u64::MAX` for no limit.
 fn limit(text: &str, name: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?;
     if value == "unlimited" { Some(u64::MAX) } else { value.parse().ok() }

@@ -7,7 +7,7 @@
 //! that fails.
 //!
 //! A single unusual buffer does not change the path of other buffers. After a refusal the selector
-//! registers and closes a page of the same kind, and remembers only the result of that page.
+//! may register and close a page of the same kind. It then remembers only the result of that page.
 //!
 //! [`DefaultPathSelector::explain`] shows a decision and leaves nothing registered.
 //!
@@ -83,8 +83,9 @@ impl DefaultPathSelector {
         Self::default()
     }
 
-    /// Sets whether direct access to device memory is forbidden for every NIC
-    /// (`FI_HMEM_DISABLE_P2P=1`). This overrides the policies of domains.
+    /// Sets whether direct access to device memory is forbidden for every NIC, as libfabric's
+    /// variable `FI_HMEM_DISABLE_P2P=1` does. The selector does not read the variable. The setting
+    /// overrides the policies of domains.
     #[must_use]
     pub fn disable_p2p(mut self, disable: bool) -> Self {
         self.disable_p2p = disable;
@@ -138,7 +139,7 @@ impl DefaultPathSelector {
     }
 
     /// Registers over the remembered path. If there is none, or it is refused, searches for a path
-    /// and remembers it.
+    /// and passes the result to [`learn`](Self::learn).
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`PathSelector::register`] for the
@@ -246,8 +247,11 @@ impl DefaultPathSelector {
     }
 
     /// Stores a decision for later registrations of other buffers. If no driver refused a path,
-    /// stores the decision of the current registration. Otherwise stores the result of a probe, as
-    /// the refusal may concern only this buffer.
+    /// stores the decision of the current registration.
+    ///
+    /// A refusal may concern only this buffer. Stores nothing if the segments of the buffer are the
+    /// known reason. Otherwise stores the result of a probe, unless
+    /// [`DecisionTable::count_refused`] says that none is due or the probe shows nothing.
     fn learn(
         &self,
         search: &PathSearch<'_>,

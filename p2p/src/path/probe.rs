@@ -1,9 +1,10 @@
 //! Probes: the selector allocates, exports and registers one page, and undoes all of it. The result
 //! shows which paths work for a device and a NIC.
 //!
-//! A registration that succeeds on its first path needs no probe. If a path is refused, either the
-//! buffer is unusual or the path does not work at all. An ordinary page of the same kind shows
-//! which.
+//! A registration with one NIC that succeeds on its first path needs no probe. If a path is
+//! refused, either the buffer is unusual or the path does not work at all. An ordinary page of the
+//! same kind shows which. A registration with several NICs probes first, because they share one
+//! export.
 
 use std::sync::Arc;
 
@@ -24,8 +25,11 @@ pub(super) enum ProbeResult {
     Direct(PathVariant, Box<Decision>),
     /// No direct path works, and a later attempt would fail too. The attempts show why.
     NoDirect(Vec<Attempt>),
-    /// The probe says nothing about other buffers: no page could be allocated, or the refusal may
-    /// be temporary.
+    /// The probe says nothing about other buffers, for one of these reasons:
+    ///
+    /// - The device is not active, or no page of the same kind could be allocated.
+    /// - A refusal may be temporary.
+    /// - The page could not be deregistered.
     Unknown,
 }
 
@@ -38,6 +42,7 @@ fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
 }
 
 /// Tries the direct paths with one page of the same iface, device and kind of memory as `search`.
+/// Errors of the probe itself are only logged.
 ///
 /// A device that the process does not use is not probed. The first allocation would make its driver
 /// create state that remains (CUDA's primary context). Without a probe, each registration of that
@@ -60,7 +65,7 @@ pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
     match Page::allocate(search, iface, search.kind) {
         Ok(page) => page.try_out(),
         // Some kinds cannot be allocated by themselves (a mapping of several allocations). The
-        // probe then uses plain device memory.
+        // probe then uses plain device memory. Only its refusal applies to the other kind too.
         Err(ErrorKind::Unsupported) if search.kind != AllocationKind::Device => {
             match Page::allocate(search, iface, AllocationKind::Device).map(Page::try_out) {
                 Ok(ProbeResult::NoDirect(attempts)) => ProbeResult::NoDirect(attempts),
@@ -150,8 +155,8 @@ impl Drop for Page<'_> {
         if self.may_be_registered {
             return;
         }
-        // SAFETY: this function made no reference to the page, and `may_be_registered` is false:
-        // the page is deregistered.
+        // SAFETY: this type makes no reference to the page, and `may_be_registered` is false: no
+        // NIC reaches the page.
         if let Err(error) = retry_once("free", || unsafe { self.iface.free(&self.allocation) }) {
             tracing::error!(%error, "the page of a probe could not be freed");
         }

@@ -16,7 +16,7 @@ use hmem_core::{
 use super::{
     DefaultPathSelector,
     cause::{NO_PCIE_MAPPING, ProbableCause},
-    exports::{ExportSet, ExportUnit, Exported},
+    exports::{ExportSet, ExportUnit, Exported, named},
     facts::FactSource,
     variant::{DmaBufLayout, PathRefusal, PathVariant},
 };
@@ -26,7 +26,8 @@ use crate::staging::StagedRange;
 #[derive(Debug)]
 pub(super) struct Taken {
     pub(super) region: ProviderRegion,
-    /// Number of segments and dma-bufs; `None` if every range is one segment.
+    /// Number of segments and dma-bufs; `None` if every range is one segment, or for a path without
+    /// dma-bufs.
     pub(super) layout: Option<DmaBufLayout>,
     /// Refusals of whole ranges on this path. Their segments were then tried separately.
     pub(super) refused: Vec<PathRefusal>,
@@ -38,7 +39,8 @@ pub(super) struct PathSearch<'a> {
     pub(super) registration: &'a Registration<'a>,
     pub(super) provider: &'a dyn ProviderDomain,
     pub(super) owner: &'a AddressOwner,
-    /// The iface that owns the memory; `None` for a dma-buf that the application exported.
+    /// The iface that owns the memory; `None` for a dma-buf whose iface the application did not
+    /// name.
     pub(super) iface: Option<&'a Arc<dyn Iface>>,
     pub(super) kind: AllocationKind,
     /// The policy of the domain, or `Disabled` if direct access is disabled for the process.
@@ -49,17 +51,20 @@ pub(super) struct PathSearch<'a> {
     /// Facts about the machine; `None` until the first refusal.
     facts: Option<Facts>,
     attempts: Vec<Attempt>,
-    /// True if a driver refused a path. A path that the NIC does not list among its imports does
-    /// not count.
+    /// The kind of the last refusal by the iface or the NIC. Failed releases do not count.
+    refused_with: Option<ErrorKind>,
+    /// True if the iface or the NIC refused a path. A path that the NIC does not list among its
+    /// imports does not count.
     pub(super) refused_by_driver: bool,
     /// True if a refusal may be temporary, so that a retry may succeed.
     pub(super) may_be_temporary: bool,
     /// True if every path would refuse the request, so that the search ends.
     pub(super) request_refused: bool,
-    /// True if the driver refused the default mapping too. A refusal of the PCIe mapping is then
-    /// not due to the mapping.
+    /// True if the driver does not support an export with the default mapping. A refusal of the
+    /// PCIe mapping is then not due to the mapping.
     default_refused: bool,
-    /// Number of segments and dma-bufs on the chosen path; `None` if every range is one segment.
+    /// Number of segments and dma-bufs on the chosen path; `None` if every range is one segment, or
+    /// for a path without dma-bufs.
     pub(super) layout: Option<DmaBufLayout>,
 }
 
@@ -82,6 +87,7 @@ impl<'a> PathSearch<'a> {
             fact_source: &*selector.facts,
             facts: None,
             attempts: Vec::new(),
+            refused_with: None,
             refused_by_driver: false,
             may_be_temporary: false,
             request_refused: false,
@@ -106,6 +112,7 @@ impl<'a> PathSearch<'a> {
             kind: kind_of(owner),
             facts: None,
             attempts: Vec::new(),
+            refused_with: None,
             refused_by_driver: false,
             may_be_temporary: false,
             request_refused: false,
@@ -163,8 +170,8 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Registers one dma-buf for each range. If the driver or the NIC refuses, registers one
-    /// dma-buf for each physical segment.
+    /// Registers one dma-buf for each range. If the driver or the NIC refuses a dma-buf of several
+    /// segments, registers one dma-buf for each physical segment.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
@@ -211,7 +218,7 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Tries the direct paths in order, except `tried`. Returns the region of the first path that
-    /// works.
+    /// works. Returns `None` if every path was refused, or if every path would refuse the request.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
@@ -258,7 +265,7 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Registers the memory as a region that is reached through staged copies. Returns `None` and
-    /// records the refusal if the provider refuses.
+    /// records the refusal if the provider has no staged copies or refuses the region.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
@@ -313,7 +320,8 @@ impl<'a> PathSearch<'a> {
         ProbableCause::find(of_iface, &context, facts)
     }
 
-    /// Returns the PCI bus id of the device that owns the memory; `None` if the device has none.
+    /// Returns the PCI bus id of the device that owns the memory; `None` if the device or its bus
+    /// id is not known.
     fn bus_id(&self) -> Result<Option<String>> {
         let (Some(iface), Some(device)) = (self.iface, self.owner.device) else { return Ok(None) };
         let known = iface.devices()?.into_iter().find(|known| known.id == device);
@@ -344,6 +352,7 @@ impl<'a> PathSearch<'a> {
         if unsupported && variant == PathVariant::DmaBuf(DmaBufMapping::Default) {
             self.default_is_refused(cause.as_ref());
         }
+        self.refused_with = Some(error.kind());
         let attempt = Attempt::refused(variant.path(), call, self.named(error));
         let attempt = ProbableCause::add_to(cause.as_ref(), attempt);
         tracing::debug!(
@@ -359,11 +368,10 @@ impl<'a> PathSearch<'a> {
         self.attempts.extend(also);
     }
 
-    /// Adds the registered name of the iface to an error that has only the iface's number.
     fn named(&self, error: Error) -> Error {
         match self.iface {
-            Some(iface) if error.iface_kind() == Some(iface.kind()) => error.iface(iface),
-            _ => error,
+            Some(iface) => named(iface, error),
+            None => error,
         }
     }
 
@@ -422,13 +430,15 @@ impl<'a> PathSearch<'a> {
         self.iface.map_or_else(|| self.owner.iface.into(), IfaceName::from)
     }
 
-    /// Returns the error for a search in which every path was refused. It has the kind of the last
-    /// refusal, and all attempts.
+    /// Returns the error for a search in which every path was refused, with all attempts. The error
+    /// has the kind of the last refusal by the iface or the NIC. Without one, it has the kind of
+    /// [`Trace::refusal`], or `Unsupported` if no path was tried.
     pub(super) fn exhausted(self, (why, remedy): (&'static str, &'static str)) -> Error {
         let iface = self.iface_name();
         let nic = self.nic().to_string();
         let trace = Trace::from(self.attempts);
-        let kind = trace.refusal().map_or(ErrorKind::Unsupported, Error::kind);
+        let kind = self.refused_with.or_else(|| trace.refusal().map(Error::kind));
+        let kind = kind.unwrap_or(ErrorKind::Unsupported);
         let error = Error::new(kind, "path")
             .iface(iface)
             .provider(nic)

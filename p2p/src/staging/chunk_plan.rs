@@ -1,10 +1,11 @@
 //! Division of a message into chunks.
 
-/// The longest chunk is the message length divided by this number. If the copy engine and the wire
-/// are equally fast, each of them is idle for about as long as such a chunk takes.
+/// The longest chunk of a long message is the message length divided by this number, unless the
+/// buffers are shorter. If the copy engine and the wire are equally fast, each of them is idle for
+/// about as long as such a chunk takes.
 const CHUNKS: u64 = 16;
-/// Minimum length of a chunk in bytes, unless the buffers or the message are shorter. Starting the
-/// copies of a shorter chunk costs more than it saves.
+/// Minimum length of a chunk in bytes, unless the buffers or the message are shorter. The last two
+/// chunks may be shorter too. Starting the copies of a shorter chunk costs more than it saves.
 const SHORTEST: u64 = 128 << 10;
 /// Maximum length in bytes of a remainder that gets no chunk of its own.
 const WORTHLESS: u64 = SHORTEST / 2;
@@ -16,9 +17,9 @@ const ALIGN: u64 = 4096;
 ///
 /// A chunk moves twice: over the copy engine and over the wire. Both work at once, except during
 /// the first and the last chunk. These two chunks are therefore short. The chunks between them are
-/// long, since each copy has a fixed cost. A chunk is no longer than all chunks before it together,
-/// and no longer than all chunks after it together. So while the copy engine moves a chunk, other
-/// chunks keep the wire busy, and the reverse.
+/// long, since each copy has a fixed cost. Except for rounding, a chunk between them is no longer
+/// than all chunks before it together, and no longer than all chunks after it together. So while
+/// the copy engine moves a chunk, other chunks keep the wire busy, and the reverse.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkPlan {
     pub(super) len: u64,
@@ -27,7 +28,8 @@ pub struct ChunkPlan {
 }
 
 impl ChunkPlan {
-    /// Divides a message of `len` bytes into chunks that fit into buffers of `slot_len` bytes.
+    /// Divides a message of `len` bytes into chunks of at most `slot_len` bytes, the length of a
+    /// buffer.
     pub fn chunks(len: u64, slot_len: u64) -> Self {
         let even = len.div_ceil(CHUNKS).next_multiple_of(ALIGN);
         let longest = even.max(SHORTEST + WORTHLESS);

@@ -1,5 +1,5 @@
-//! The host memory of a staging pool: one mapping, of huge pages if some are free. It lies on the
-//! NIC's NUMA node if that node is known.
+//! The host memory of a staging pool: one mapping, of huge pages if the pool is long enough and
+//! enough huge pages are free. It lies on the NIC's NUMA node if that node is known and has memory.
 
 use std::ptr;
 

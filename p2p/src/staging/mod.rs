@@ -8,8 +8,9 @@
 //! others.
 //!
 //! Staging has no thread; the provider's progress calls drive it. The software NIC runs a transfer
-//! to its end when it executes the request. The verbs provider advances its transfers whenever a
-//! completion queue of the device is read.
+//! to its end when it executes the request. The verbs provider advances the transfers of an
+//! endpoint when a request is posted to the endpoint, and all transfers of the device when one of
+//! its completion queues is read.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -78,7 +78,8 @@ impl View<'_> {
     /// Returns the parts of staging buffers that hold `len` bytes of the message from offset `at`.
     /// All these bytes must belong to this chunk.
     ///
-    /// Each item is the address of a part, its offset in the message, and its length.
+    /// Each item is the address of a part, its offset in the message, and its length. There are no
+    /// items if no byte of the chunk is staged.
     pub fn parts(&self, at: u64, len: u64) -> impl Iterator<Item = (Address, u64, u64)> {
         let start = self.at;
         self.slots
@@ -199,11 +200,11 @@ impl<M> Pipeline<M> {
         self.failure.is_some() || self.begun == self.plan.len
     }
 
-    /// Sets the purpose for which later buffers are taken from the pool.
+    /// Sets the purpose for which later buffers are taken from the pool. A transfer that waits for
+    /// buffers for another purpose loses its place in the queue.
     pub fn set_purpose(&mut self, purpose: Use) {
         if self.purpose != purpose {
             self.purpose = purpose;
-            // The place in the queue was for the earlier purpose.
             self.claim = Claim::new(self.claim.pool());
         }
     }
@@ -220,6 +221,7 @@ impl<M> Pipeline<M> {
     }
 
     /// Records that the wire has finished chunk `number`. `result` is the number of bytes moved.
+    /// The number of a chunk that is not on the wire is ignored.
     ///
     /// A received message may be shorter than its chunk.
     pub fn landed(&mut self, number: u64, result: Result<u64>) {
@@ -260,7 +262,8 @@ impl<M> Pipeline<M> {
         len.div_ceil(self.claim.pool().slot_len()) as usize
     }
 
-    /// Collects the results of finished copies. Returns whether any copy had finished.
+    /// Collects the results of finished copies. Moves chunks without copies in flight to their next
+    /// stage. Returns whether anything changed.
     fn settle(&mut self) -> bool {
         let mut progressed = false;
         let mut failed = None;
@@ -291,7 +294,8 @@ impl<M> Pipeline<M> {
     }
 
     /// Posts filled chunks to the wire, in order. If the wire moves a chunk during the call, stops
-    /// after that chunk so that the copy engine gets more work first.
+    /// after that chunk so that the copy engine gets more work first. Returns whether anything
+    /// changed.
     fn post(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
         let mut progressed = false;
         let mut failed = None;
@@ -361,8 +365,8 @@ where
     M: Deref<Target = D>,
     D: StagedMemory + ?Sized,
 {
-    /// Starts, posts and completes chunks as far as possible without waiting. Returns whether
-    /// anything changed. Takes new buffers only if `may_begin` is true.
+    /// Begins, posts and completes chunks as far as possible without waiting. Returns whether
+    /// anything changed. Begins chunks, which may take buffers, only if `may_begin` is true.
     pub fn step(
         &mut self,
         may_begin: bool,
@@ -380,10 +384,11 @@ where
         progressed
     }
 
-    /// Runs the whole transfer on the calling thread.
+    /// Runs the whole transfer on the calling thread. Returns the number of bytes moved.
     ///
     /// `wire` must move each chunk before it returns: it must not return [`Posted::Sent`] or
-    /// [`Posted::Full`]. If `canceled` returns an error, the transfer fails with that error.
+    /// [`Posted::Full`]. If `canceled` returns an error, the transfer fails with that error at
+    /// [`Part::Wire`].
     ///
     /// # Errors
     ///
@@ -409,7 +414,7 @@ where
         self.result()
     }
 
-    /// Waits for the oldest copy in flight, or for a free buffer.
+    /// Waits for the oldest copy in flight. Without one, waits for the buffers of the next chunk.
     fn block(&mut self) {
         let oldest = self.chunks.iter_mut().find(|chunk| !chunk.copies.is_empty());
         if let Some(chunk) = oldest {

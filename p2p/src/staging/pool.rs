@@ -163,8 +163,8 @@ impl Claim {
         &self.pool
     }
 
-    /// Takes `want` buffers. Returns `None` and joins the queue if other claims are served first or
-    /// too few buffers are free.
+    /// Takes `want` buffers. Returns `None` and joins the queue if earlier claims are served first,
+    /// too few buffers are free, or the share of `purpose` is in use.
     ///
     /// `want` must not exceed the share of `purpose`.
     pub fn take(&mut self, want: usize, purpose: Use) -> Option<Slots> {
@@ -172,6 +172,8 @@ impl Claim {
     }
 
     /// Waits for `want` buffers and takes them.
+    ///
+    /// `want` must not exceed the share of `purpose`; otherwise the call never returns.
     pub fn wait(&mut self, want: usize, purpose: Use) -> Slots {
         let mut state = self.pool.state.lock();
         loop {

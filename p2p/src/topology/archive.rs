@@ -84,8 +84,8 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
     Ok(below_top_folder(entries))
 }
 
-/// Returns a relative path as text. Returns `None` if the path has parts other than plain names
-/// (`..`, say).
+/// Returns a path as text, without a leading `/` and without `.`. Returns `None` if the path
+/// contains `..` or is not UTF-8.
 fn relative(path: &Path) -> Option<String> {
     let mut parts = Vec::new();
     for component in path.components() {
@@ -98,7 +98,7 @@ fn relative(path: &Path) -> Option<String> {
     Some(parts.join("/"))
 }
 
-/// Removes the top folder from all paths if it contains every entry.
+/// Removes the top folder from all paths if it contains every entry and a folder `sys`.
 fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
     let top = entries
         .keys()

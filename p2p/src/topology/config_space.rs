@@ -46,8 +46,9 @@ impl fmt::Display for Port {
 /// port to the root complex.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Acs {
-    /// The state is unknown: this process can read only the first 64 bytes of configuration space.
-    /// Reading more needs `CAP_SYS_ADMIN`.
+    /// The state is unknown. In most cases the process can read only the first 64 bytes of
+    /// configuration space, because more needs `CAP_SYS_ADMIN`. In other cases the device does
+    /// not respond, or its configuration space is missing or malformed.
     Unreadable,
     /// The function has no ACS capability.
     Absent,

@@ -11,9 +11,10 @@ use super::{
     source::{Contents, Source},
 };
 
-/// Maximum number of bridges between a device and its host bridge. Real machines have fewer than
-/// ten.
+/// Maximum number of functions from a root port to a device, both included. Real machines have
+/// fewer than ten.
 const DEEPEST: usize = 64;
+
 /// A PCI function: a device, or one of several functions of a device.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -30,7 +31,7 @@ pub struct PciDevice {
     pub vendor: u16,
     /// The PCI device id, which the vendor assigns.
     pub device: u16,
-    /// The type of the function. If configuration space cannot be read, the type is derived from
+    /// The type of the function. If configuration space does not show the type, it is derived from
     /// the place in the PCI tree.
     pub port: Port,
     /// Access Control Services (ACS) of the function.
@@ -41,7 +42,9 @@ pub struct PciDevice {
     pub iommu_group: Option<u32>,
     /// Name of the kernel driver that is bound to the function; `None` without one.
     pub driver: Option<String>,
-    /// The PCIe link towards the root complex; `None` for parts of the root complex.
+    /// The PCIe link of the function. The link of a root port or downstream port leads to the
+    /// device below; other links lead towards the root complex. `None` if the kernel reports no
+    /// maximum speed and width.
     pub link: Option<Link>,
     /// The base address registers with a nonzero size.
     pub bars: Vec<Bar>,
@@ -52,9 +55,9 @@ pub struct PciDevice {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Link {
-    /// Speed in gigatransfers per second; `None` while the link is down.
+    /// Speed in gigatransfers per second; `None` if unknown or while the link is down.
     pub speed: Option<f32>,
-    /// Number of lanes; `None` while the link is down.
+    /// Number of lanes; `None` if unknown or while the link is down.
     pub width: Option<u8>,
     /// Maximum speed in gigatransfers per second.
     pub max_speed: Option<f32>,
@@ -63,7 +66,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Returns whether the link runs slower or narrower than its maximum.
+    /// Returns whether the link is known to run slower or narrower than its maximum.
     #[must_use]
     pub fn is_degraded(&self) -> bool {
         let less = |now: Option<f32>, most: Option<f32>| {
@@ -247,9 +250,10 @@ fn place_of(source: &Source, id: BusId) -> Result<PciLocation> {
         );
     }
     if place.functions.len() > DEEPEST {
-        return Err(
-            source.malformed(&path, format_args!("more than {DEEPEST} bridges above the device"))
-        );
+        return Err(source.malformed(
+            &path,
+            format_args!("more than {DEEPEST} functions from the root port to the device"),
+        ));
     }
     Ok(place)
 }

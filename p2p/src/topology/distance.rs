@@ -14,7 +14,7 @@ use super::{
 pub enum Distance {
     /// `X`: both are the same function.
     Same,
-    /// `PIX`: the path passes at most one switch.
+    /// `PIX`: the path passes at most one switch. A bridge to conventional PCI counts as a switch.
     Pix,
     /// `PXB`: the path passes several switches, and no host bridge.
     Pxb,
@@ -92,7 +92,7 @@ impl fmt::Display for Hop {
 /// Redirection of a path's traffic to the root complex, by Access Control Services (ACS).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Redirection {
-    /// No port on the path redirects traffic.
+    /// No port on the path redirects traffic, or the path passes a host bridge anyway.
     None,
     /// These ports redirect traffic. Traffic that could stay in a switch goes through the root
     /// complex.
@@ -171,7 +171,8 @@ impl Topology {
             // number of switches.
             let on_the_way = up.iter().chain(down).chain([&meeting]);
             let switches = on_the_way.filter(|id| self.port(**id) == Some(Port::Upstream)).count();
-            // A bridge to conventional PCI has no upstream port. Each counts as a switch.
+            // A bridge to conventional PCI has no upstream port. It counts as a switch, unless the
+            // two branches meet there.
             let others =
                 up.iter().chain(down).filter(|id| self.port(**id) == Some(Port::Bridge)).count();
             return (if switches + others <= 1 { Distance::Pix } else { Distance::Pxb }, false);
@@ -215,8 +216,9 @@ impl Topology {
         }
     }
 
-    /// Returns the RDMA NICs that have a PCI address, nearest to `device` first. If two NICs have
-    /// the same distance class, the NIC with fewer hops comes first.
+    /// Returns the PCI addresses of the RDMA NICs with their paths, nearest to `device` first. If
+    /// two NICs have the same distance class, the NIC with fewer hops comes first, then the NIC
+    /// with the lower address. Each address occurs once.
     ///
     /// The list is empty if `device` is not in the tree or no NIC has a PCI address.
     #[must_use]
@@ -225,13 +227,14 @@ impl Topology {
     }
 
     /// Returns the RDMA NICs that are nearest to `device`: those of
-    /// [`nics_by_distance`](Self::nics_by_distance) that are as near as the first one.
+    /// [`nics_by_distance`](Self::nics_by_distance) with the distance class of the first one.
     #[must_use]
     pub fn nearest_nics(&self, device: BusId) -> Vec<(BusId, PciPath)> {
         nearest(self.nics_by_distance(device))
     }
 
-    /// Returns the GPUs and accelerators that are nearest to `nic`.
+    /// Returns the GPUs and accelerators of the distance class that is nearest to `nic`. Fewer hops
+    /// come first. The list is empty if `nic` is not in the tree or there is no accelerator.
     #[must_use]
     pub fn nearest_accelerators(&self, nic: BusId) -> Vec<(BusId, PciPath)> {
         nearest(self.by_distance(nic, self.accelerators().map(|device| device.bus_id)))

@@ -17,7 +17,7 @@ pub struct Finding {
 
 const ACS: &str = "turn off ACS redirection on these ports, in firmware or with setpci, if the \
                    devices are trusted; or turn on ATS in the NIC";
-const ACS_UNKNOWN: &str = "run it as root (CAP_SYS_ADMIN) to read ACS";
+const ACS_UNKNOWN: &str = "run the command as root (CAP_SYS_ADMIN) to read ACS";
 const IOMMU: &str = "boot with iommu=pt, so that the IOMMU does not translate";
 const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or choose a device \
                    whose whole memory can be mapped";
@@ -30,8 +30,8 @@ const PEER_MEMORY: &str =
     "load nvidia_peermem, or install the driver's open kernel modules, which export dma-bufs";
 
 impl Topology {
-    /// Returns the findings about the path between `device` and `nic`, worst first. The list is
-    /// empty if one of them is not in the tree.
+    /// Returns the findings about the path between `device` and `nic`, in the order of
+    /// [`Finding::name`]. The list is empty if one of the two is not in the tree.
     ///
     /// `memory` is the size of the device's memory in bytes, if it is known. If the BAR is smaller,
     /// peers can access only part of the memory. Findings do not prove that direct access works or

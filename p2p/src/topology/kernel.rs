@@ -15,7 +15,7 @@ use super::{
 /// Kernel configuration options that direct paths depend on, each with its meaning.
 pub const OPTIONS: [(&str, &str); 16] = [
     ("CONFIG_PCI_P2PDMA", "transfers between PCI devices"),
-    ("CONFIG_ZONE_DEVICE", "device memory as pages, which P2PDMA stands on"),
+    ("CONFIG_ZONE_DEVICE", "device memory as pages, which P2PDMA needs"),
     ("CONFIG_DMA_SHARED_BUFFER", "dma-buf"),
     ("CONFIG_DMABUF_MOVE_NOTIFY", "dma-bufs whose memory moves"),
     ("CONFIG_UDMABUF", "dma-bufs of a process's own memory"),
@@ -27,8 +27,8 @@ pub const OPTIONS: [(&str, &str); 16] = [
     ("CONFIG_RDMA_RXE", "RDMA in software over Ethernet"),
     ("CONFIG_HSA_AMD", "ROCm's kernel driver"),
     ("CONFIG_HSA_AMD_P2P", "transfers between AMD GPUs and other devices"),
-    ("CONFIG_IOMMU_DEFAULT_PASSTHROUGH", "an IOMMU that does not translate unless asked"),
-    ("CONFIG_INTEL_IOMMU_DEFAULT_ON", "Intel's IOMMU without being asked"),
+    ("CONFIG_IOMMU_DEFAULT_PASSTHROUGH", "an IOMMU that does not translate by default"),
+    ("CONFIG_INTEL_IOMMU_DEFAULT_ON", "Intel's IOMMU, on by default"),
     ("CONFIG_STRICT_DEVMEM", "no mapping of device memory through /dev/mem"),
 ];
 
@@ -165,6 +165,7 @@ impl Kernel {
     }
 
     /// Returns the value of an option of [`OPTIONS`]; `None` if the configuration cannot be read.
+    /// An option that the configuration does not list has the value [`Setting::No`].
     #[must_use]
     pub fn option(&self, name: &str) -> Option<Setting> {
         self.options.as_ref().map(|options| options.get(name).copied().unwrap_or(Setting::No))
@@ -339,12 +340,13 @@ fn settings(text: &str) -> BTreeMap<String, Setting> {
     set.collect()
 }
 
-/// Returns the loaded modules, from `/proc/modules`, and the built-in modules that have a parameter
-/// folder in sysfs.
+/// Returns the loaded modules of [`MODULES`], from `/proc/modules`, and the built-in modules that
+/// have a folder in sysfs. A module that is being loaded or unloaded has such a folder too, and is
+/// left out.
 fn modules(source: &Source) -> Result<Vec<String>> {
     const LOADED: &str = "proc/modules";
     let text = source.text(LOADED)?.unwrap_or_default();
-    let mut loaded = Vec::new();
+    let mut listed = Vec::new();
     for line in text.lines() {
         // A line is, for example: "nvidia_peermem 16384 0 - Live 0x0000000000000000"
         let mut fields = line.split_whitespace();
@@ -352,15 +354,13 @@ fn modules(source: &Source) -> Result<Vec<String>> {
         let (Some(name), Some(Ok(_))) = (name, size) else {
             return Err(source.malformed(LOADED, format_args!("no module: {line:.60}")));
         };
-        if fields.nth(2).is_some_and(|state| state != "Live") {
-            continue;
-        }
-        loaded.push(name);
+        listed.push((name, fields.nth(2).is_none_or(|state| state == "Live")));
     }
     let mut found = Vec::new();
     let folders = source.names("sys/module")?.unwrap_or_default();
     for (name, _) in MODULES {
-        if loaded.contains(&name) || folders.iter().any(|folder| folder == name) {
+        let live = listed.iter().find(|(module, _)| *module == name).map(|(_, live)| *live);
+        if live.unwrap_or_else(|| folders.iter().any(|folder| folder == name)) {
             found.push(name.to_owned());
         }
     }
@@ -416,7 +416,15 @@ mod tests {
     fn modules_that_still_load_are_not_listed() {
         let text = "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 a,b, Loading 0x0 (POE)\n\
                     snd 3 0 - Live 0x0\n";
-        assert_eq!(modules(&with("proc/modules", text)).unwrap(), ["nvidia_peermem"]);
+        let mut source = with("proc/modules", text);
+        assert_eq!(modules(&source).unwrap(), ["nvidia_peermem"]);
+        if let Source::Archive { entries, .. } = &mut source {
+            for module in ["nvidia_peermem", "nvidia", "ib_core"] {
+                let state = format!("sys/module/{module}/initstate");
+                entries.insert(state, Entry::File(Vec::new()));
+            }
+        }
+        assert_eq!(modules(&source).unwrap(), ["nvidia_peermem", "ib_core"]);
         assert!(modules(&with("proc/modules", "nvidia many 0")).is_err());
         assert_eq!(modules(&with("sys/module/ib_core/version", "")).unwrap(), ["ib_core"]);
     }

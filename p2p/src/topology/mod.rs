@@ -102,7 +102,7 @@ impl Topology {
     /// folder.
     ///
     /// # Errors
-    /// - Malformed: the recording is cut off, altered, too large, or in a later version of the
+    /// - Malformed: the recording is cut off, altered, too large, or in an unknown version of the
     ///   format; the context names the file.
     /// - Unavailable: `path` or a required file does not exist.
     /// - Unsupported: `path` is an archive, and the cargo feature `recordings` is off.
@@ -140,8 +140,8 @@ impl Topology {
     }
 
     /// Returns whether ACS redirects traffic between two functions of the machine at `root`. Reads
-    /// only these functions and the bridges above them. Returns `None` if a function, or the ACS of
-    /// a port between them, cannot be read.
+    /// only these functions and the bridges above them. Returns `None` if a function cannot be
+    /// read, or if no port is known to redirect and the ACS of a port cannot be read.
     pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
         let source = Source::Folder { root: root.to_owned(), live: root == Path::new("/") };
         let devices = device::read_with_bridges(&source, &[one, other]).ok()?;
@@ -161,7 +161,8 @@ impl Topology {
     }
 
     /// Reads the facts about the kernel of the machine at `root`. Takes the configuration options
-    /// from the cache `kept` if they are there. Returns `None` if a file is malformed.
+    /// from the cache `kept` if they are there. Returns `None` if a file is malformed or a read
+    /// failed.
     pub(crate) fn kernel_below(root: &Path, kept: &KeptOptions) -> Option<Kernel> {
         kernel::read(&Source::Folder { root: root.to_owned(), live: root == Path::new("/") }, kept)
             .ok()
@@ -218,14 +219,15 @@ impl Topology {
         kernel::mode(&self.groups)
     }
 
-    /// Returns the type of an IOMMU group, as in `identity`, `DMA` or `DMA-FQ`; `None` if the
-    /// kernel does not report it.
+    /// Returns the type of an IOMMU group, as in `identity`, `DMA` or `DMA-FQ`; `None` if the group
+    /// does not exist or the kernel does not report its type.
     #[must_use]
     pub fn group_type(&self, group: u32) -> Option<&str> {
         self.groups.get(&group).map(String::as_str).filter(|kind| !kind.is_empty())
     }
 
-    /// Returns the ports whose ACS capability this process cannot read for lack of `CAP_SYS_ADMIN`.
+    /// Returns the root ports and downstream ports whose ACS capability could not be read, mostly
+    /// for lack of `CAP_SYS_ADMIN`.
     pub fn unreadable_ports(&self) -> impl Iterator<Item = &PciDevice> {
         self.devices().filter(|device| {
             device.acs == Acs::Unreadable

@@ -39,7 +39,7 @@ pub struct RankedNic {
     pub nic: Nic,
     /// The distance to the memory; `None` if it is not known.
     pub distance: Option<Distance>,
-    /// The path between the NIC and the device; `None` for host memory.
+    /// The path between the NIC and the device; `None` for host memory or an unknown distance.
     pub path: Option<PciPath>,
     /// The reason why the distance is unknown or a guess; `None` if it is certain.
     pub note: Option<&'static str>,
@@ -72,7 +72,8 @@ impl fmt::Display for RankedNic {
 
 /// NICs of a list that were chosen for memory, and the NICs that were not.
 ///
-/// `Display` prints one line for each NIC, with its distance and a mark if it was chosen.
+/// `Display` prints the place of the memory, then one line for each NIC with its distance. A mark
+/// shows the NICs that were not chosen.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NearestNics {
     memory: Locality,
@@ -103,7 +104,7 @@ impl NearestNics {
     /// of the original list, in that order.
     ///
     /// # Panics
-    /// If the list is shorter than that of the NICs.
+    /// If `items` has no item for a chosen NIC.
     #[must_use]
     pub fn pick<T: Copy>(&self, items: &[T]) -> Vec<T> {
         self.chosen().iter().map(|nic| items[nic.index]).collect()
@@ -127,8 +128,9 @@ impl Topology {
     ///
     /// The order is: the distance class, then the number of hops (for device memory), as in
     /// [`nics_by_distance`](Self::nics_by_distance). Host memory has the distance `NODE` to the
-    /// NICs of its NUMA node, and `SYS` to others. A NIC at an unknown distance comes after all
-    /// others: it has no PCI address, or is not in the tree.
+    /// NICs of its NUMA node, and `SYS` to others. On a machine with one node, the distance is
+    /// always `NODE`. A NIC at an unknown distance comes after all others: it has no PCI address,
+    /// or is not in the tree.
     ///
     /// Equally near NICs are ordered by the number of other accelerators for which they are the
     /// only nearest NIC, smallest first. NICs that are equal in this too have the order of `nics`,

@@ -26,11 +26,11 @@ pub struct RdmaDevice {
 pub struct RdmaPort {
     /// Number of the port. The first port is 1.
     pub number: u32,
-    /// Link layer: `InfiniBand` or `Ethernet`.
+    /// Link layer: `InfiniBand` or `Ethernet`; `None` if the kernel does not report it.
     pub link_layer: Option<String>,
     /// True if the port is active; `None` if the kernel does not report it.
     pub active: Option<bool>,
-    /// Data rate in gigabits per second.
+    /// Data rate in gigabits per second, rounded down; `None` if the kernel does not report it.
     pub rate: Option<u32>,
 }
 

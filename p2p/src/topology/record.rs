@@ -30,8 +30,9 @@ struct Recording<'a> {
 impl Topology {
     /// Writes the topology as a tar.gz that [`Topology::open`] reads.
     ///
-    /// The recording holds no serial numbers, no network or memory addresses and no host name.
-    /// Equal topologies give equal bytes.
+    /// The recording holds no serial numbers, no network or memory addresses and no host name. A
+    /// host name of one or two letters, and `localhost`, are not removed from other names. Equal
+    /// topologies give equal bytes.
     ///
     /// # Errors
     /// - `Unsupported`: the cargo feature `recordings` is off.

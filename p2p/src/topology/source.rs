@@ -1,9 +1,9 @@
 //! Sources of files: the machine itself, a folder with a copy of its sysfs and procfs, or an
 //! archive of such a folder.
 //!
-//! Paths are relative to the root, and the kernel follows no symbolic link. This module resolves
-//! each link from its text. A recording thus cannot refer to files outside it, and a loop of links
-//! cannot block the reader.
+//! Paths are relative to the root. This module resolves links from their text. In a recording the
+//! kernel follows no symbolic link below the root: a link in place of a file or folder is an error.
+//! A recording thus cannot refer to files outside it, and a loop of links cannot block the reader.
 
 use std::{
     collections::BTreeMap,
@@ -113,7 +113,8 @@ impl Source {
     pub(super) fn contents(&self, path: &str) -> Result<Contents> {
         match self {
             Self::Folder { root, live } => {
-                read(&root.join(path), *live).map_err(|error| self.failed(path, &error))
+                let found = below(root, path, *live).and_then(|path| read(&path, *live));
+                found.map_err(|error| self.failed(path, &error))
             }
             Self::Archive { entries, .. } => Ok(match entries.get(path) {
                 Some(Entry::File(bytes)) => Contents::Bytes(bytes.clone()),
@@ -133,7 +134,8 @@ impl Source {
         })
     }
 
-    /// Returns the text of the file at `path` without the final line feed.
+    /// Returns the text of the file at `path` without white space at its end. Returns `None` if the
+    /// file does not exist or is not readable.
     pub(super) fn text(&self, path: &str) -> Result<Option<String>> {
         let Some(bytes) = self.bytes(path)? else { return Ok(None) };
         match String::from_utf8(bytes) {
@@ -142,7 +144,7 @@ impl Source {
         }
     }
 
-    /// Returns the text of a required file. A missing file is an error.
+    /// Returns the text of a required file. A missing or unreadable file is an error.
     pub(super) fn needed(&self, path: &str) -> Result<String> {
         self.text(path)?.ok_or_else(|| self.vanished(path))
     }
@@ -151,7 +153,7 @@ impl Source {
     /// no link.
     pub(super) fn link(&self, path: &str) -> Result<Option<String>> {
         let target = match self {
-            Self::Folder { root, .. } => match fs::read_link(root.join(path)) {
+            Self::Folder { root, live } => match below(root, path, *live).and_then(fs::read_link) {
                 Ok(target) => target
                     .into_os_string()
                     .into_string()
@@ -179,8 +181,10 @@ impl Source {
     pub(super) fn names(&self, path: &str) -> Result<Option<Vec<String>>> {
         let mut names = Vec::new();
         match self {
-            Self::Folder { root, .. } => {
-                let folder = match fs::read_dir(root.join(path)) {
+            Self::Folder { root, live } => {
+                let folder = root.join(path);
+                let read = check_folder(root, &folder, *live).and_then(|()| fs::read_dir(&folder));
+                let folder = match read {
                     Ok(folder) => folder,
                     Err(error) if gone(&error) => return Ok(None),
                     Err(error) => return Err(self.failed(path, &error)),
@@ -234,6 +238,23 @@ impl Source {
 fn gone(error: &io::Error) -> bool {
     let gone = [libc::ENOENT, libc::ENOTDIR, libc::ENODEV, libc::ENXIO];
     error.raw_os_error().is_some_and(|number| gone.contains(&number))
+}
+
+/// Returns an error for a recording (`live` is false) if `folder` is a link, or if a folder between
+/// `root` and `folder` is one.
+fn check_folder(root: &Path, folder: &Path, live: bool) -> io::Result<()> {
+    let mut folders = folder.ancestors().take_while(|folder| *folder != root);
+    if !live && folders.any(Path::is_symlink) {
+        return Err(io::Error::other("a link in place of a folder"));
+    }
+    Ok(())
+}
+
+/// Returns the location of a file in the folder `root`, after [`check_folder`] of its folder.
+fn below(root: &Path, path: &str, live: bool) -> io::Result<PathBuf> {
+    let file = root.join(path);
+    check_folder(root, file.parent().unwrap_or(root), live)?;
+    Ok(file)
 }
 
 fn read(path: &Path, live: bool) -> io::Result<Contents> {

@@ -31,6 +31,8 @@ pub(crate) struct Vendor {
     pub(crate) whole: Refuse,
     pub(crate) pcie: Refuse,
     pub(crate) peer_memory: Refuse,
+    /// The error of a release of a dma-buf. The export is released even if an error is reported.
+    pub(crate) release: Refuse,
 }
 
 impl Vendor {
@@ -45,6 +47,7 @@ impl Vendor {
             whole: nothing,
             pcie: nothing,
             peer_memory: nothing,
+            release: nothing,
         }
     }
 
@@ -168,7 +171,8 @@ impl DmaBufExporter for Vendor {
     }
 
     fn release(&self, export: DmaBufExport) -> Result<()> {
-        self.memory.release_dma_buf(export)
+        self.memory.release_dma_buf(export)?;
+        check(self.release)
     }
 }
 

@@ -30,7 +30,8 @@ pub(in crate::cache) mod state {
     /// A thread is about to evict the entry. The thread clears the flag instead if the entry has a
     /// lease or was invalidated, or if the heavy barrier failed.
     pub(in crate::cache) const EVICTING: u32 = 8;
-    /// Each hit must ask the backend if the registration is current ([`CacheBackend::is_current`]).
+    /// Each hit must ask the backend if the registration is current
+    /// ([`CacheBackend::is_current`](super::CacheBackend::is_current)).
     pub(in crate::cache) const NEEDS_VALIDATION: u32 = 16;
     /// The registration failed: the entry has no region.
     pub(in crate::cache) const FAILED: u32 = 32;
