@@ -14,8 +14,8 @@ use std::{
 use counted::Counted;
 use hmem::{
     Access, Address, AddressRange, Addressing, AllocationKind, Decision, DeviceBuffer, DeviceId,
-    Domain, DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, IfaceKind, MrAttr, MrFlags,
-    MrMode, OwnedBuffer, Path, Rejected, Result, Type2Bind, Type2Kind, WriteOrdering,
+    Domain, DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, MrAttr, MrFlags, MrMode,
+    OwnedBuffer, Path, Rejected, Result, Type2Bind, Type2Kind, WriteOrdering,
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},

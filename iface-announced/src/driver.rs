@@ -93,8 +93,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Allocates device memory.
     ///
     /// # Errors
-    /// Unavailable if the vendor's runtime was not started. OutOfResources if the device has too
-    /// little memory.
+    /// - Unavailable if the vendor's runtime was not started.
+    /// - OutOfResources if the device has too little memory.
+    /// - Otherwise the error that the driver reported.
     fn allocate(&self, device: DeviceId, len: u64) -> Result<(Address, Self::Handle)>;
 
     /// Frees memory.
@@ -148,7 +149,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Releases the resources that the driver keeps for copies, such as buffers. The iface calls
-    /// this method when no memory is allocated and no copy is in flight.
+    /// this method when no memory is allocated or announced, and no copy is in flight.
     ///
     /// # Errors
     /// The error that the driver reported. The iface still works, and may call this method again.
@@ -209,6 +210,7 @@ pub trait Open: Driver + Sized {
     ///
     /// # Errors
     /// - InvalidArgument if [`START_VARIABLE`](Self::START_VARIABLE) decides and is not a boolean.
-    /// - Unavailable if the library, a required symbol or a device is absent.
+    /// - Unavailable if the library, a required symbol or a device is absent, or the library
+    ///   refuses a call.
     fn open(builder: Self::Builder) -> Result<Self>;
 }

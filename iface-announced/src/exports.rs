@@ -30,17 +30,20 @@ impl Exports {
         // Each check reads a file of procfs, so the check runs only when the number of descriptors
         // has doubled.
         if self.kept.len() >= self.limit {
-            self.in_use(others_use);
+            self.close_unused(others_use);
             self.limit = (self.kept.len() * 2).max(1);
         }
         self.kept.push(fd);
     }
 
-    /// Closes the descriptors of dma-bufs without other users. Returns true if descriptors are
-    /// left.
-    pub(crate) fn in_use(&mut self, others_use: impl Fn(BorrowedFd<'_>) -> bool) -> bool {
+    /// Closes the descriptors of dma-bufs without other users.
+    pub(crate) fn close_unused(&mut self, others_use: impl Fn(BorrowedFd<'_>) -> bool) {
         self.kept.retain(|fd| others_use(fd.as_fd()));
-        !self.kept.is_empty()
+    }
+
+    /// Returns true if no descriptor is kept.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.kept.is_empty()
     }
 }
 
@@ -49,7 +52,8 @@ pub(crate) fn others_use(fd: BorrowedFd<'_>) -> bool {
     users(fd).is_none_or(|users| users > 1)
 }
 
-/// Returns the number of users of a dma-buf, including `fd`. Returns `None` without procfs.
+/// Returns the number of users of a dma-buf: descriptors including `fd`, mappings, and attachments
+/// of drivers. Returns 1 for any other file, and `None` if procfs cannot be read.
 fn users(fd: BorrowedFd<'_>) -> Option<u64> {
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?;
     // Only dma-bufs have the line `count:`. Any other file keeps its memory by itself, so that `fd`
@@ -57,7 +61,8 @@ fn users(fd: BorrowedFd<'_>) -> Option<u64> {
     Some(count(&info).unwrap_or(1))
 }
 
-/// Parses the number of users from the `fdinfo` file of a dma-buf.
+/// Parses the number of users from the `fdinfo` file of a dma-buf. Returns `None` for the file of
+/// any other descriptor.
 fn count(info: &str) -> Option<u64> {
     info.lines().find_map(|line| line.strip_prefix("count:"))?.trim().parse().ok()
 }
@@ -78,6 +83,6 @@ mod tests {
     fn file_other_than_a_dma_buf_is_not_kept() {
         let mut exports = Exports::default();
         exports.keep(OwnedFd::from(fs::File::open("/dev/null").expect("a file")), others_use);
-        assert!(!exports.in_use(others_use));
+        assert!(exports.is_empty());
     }
 }

@@ -135,8 +135,12 @@ impl<D: Driver> Announced<D> {
 
     /// Frees the memory of an entry that was removed from the table. While a dma-buf of the memory
     /// is in use, the memory moves to `lingering` instead.
+    ///
+    /// # Errors
+    /// The error that the driver reported, with the entry. The memory is still allocated.
     fn release(&self, mut entry: Entry<D::Handle>) -> Result<(), (Entry<D::Handle>, Error)> {
-        if entry.exports.in_use(|fd| self.driver.others_use(fd)) {
+        entry.exports.close_unused(|fd| self.driver.others_use(fd));
+        if !entry.exports.is_empty() {
             let range = entry.block.range;
             tracing::debug!(iface = D::NAME, %range, "freed memory is kept for its dma-bufs");
             self.lingering.lock().push(entry);
@@ -200,7 +204,8 @@ impl<D: Open> Announced<D> {
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] if [`Self::START_VARIABLE`] is not a boolean.
-    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent.
+    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
+    ///   library refuses a call.
     pub fn open() -> Result<Self> {
         D::open(Self::builder()).map(Self::new)
     }

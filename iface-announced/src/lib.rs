@@ -71,8 +71,9 @@
 //! # Things this crate does not do
 //!
 //! It does not detect a free that bypasses the iface: the application must withdraw announced
-//! memory before the free. It has no asynchronous copies, physical segments, IPC or peer memory. It
-//! refuses to flush inbound writes if the driver has no call for the flush.
+//! memory before the free. It has no asynchronous copies, page-locking of host memory, physical
+//! segments, IPC or peer memory. It refuses to flush inbound writes if the driver has no call for
+//! the flush.
 
 #![deny(unsafe_code)]
 

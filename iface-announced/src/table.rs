@@ -72,16 +72,17 @@ impl<H: Copy> Table<H> {
         self.entries.read().len()
     }
 
-    /// Returns the allocation that contains an address.
+    /// Returns the allocation that contains an address, or `None` if no allocation does.
     pub(crate) fn query(&self, address: Address) -> Option<Allocation> {
         self.with(address, |entry| self.describe(entry))
     }
 
-    /// Returns the part of an allocation that begins at `address`, or `None` if no allocation
-    /// contains `address`.
+    /// Returns the `len` bytes from `address` on as a part of the allocation that contains them.
+    /// Returns `None` if no allocation contains `address`.
     ///
     /// # Errors
-    /// OutOfBounds if the part exceeds the allocation.
+    /// OutOfBounds if the part exceeds the allocation. AddressWraps if it passes the end of the
+    /// address space.
     pub(crate) fn part(
         &self,
         operation: &'static str,

@@ -22,7 +22,8 @@ fn has_closed_modules(facts: &Facts) -> bool {
     line.contains("Kernel Module") && !line.contains("Open Kernel Module")
 }
 
-/// Causes of refusals by CUDA. A rule that extends a general rule adapts it to CUDA.
+/// Rules for refusals by CUDA. A rule with the name of a general rule replaces that rule, with a
+/// cause or remedy for CUDA.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "nvidia-closed-modules",

@@ -1,4 +1,4 @@
-//! Copies between host memory and memory of the devices.
+//! Copies of device memory: to and from host memory, and between allocations.
 //!
 //! Copies run on streams of this crate in the device's primary context: asynchronous copies on one
 //! stream, in order; each blocking copy on a stream of its own, so that it waits for no other copy.
@@ -10,7 +10,9 @@
 //! - its memory has no context, the process does not have the primary context, and another context
 //!   of the device is current on the thread.
 //!
-//! In both cases the iface creates a stream for the copy and destroys the stream afterwards.
+//! In both cases the iface creates a stream for the copy and destroys the stream afterwards. In the
+//! second case an asynchronous copy ends before its start returns, since the application may
+//! destroy the context at any time.
 //!
 //! The iface does not order its streams after those of the application: the application waits for
 //! its own work that writes the source.

@@ -24,7 +24,7 @@ use crate::{
     sys::{self, CuContext},
 };
 
-/// Number of recorded exports above which freed memory is first removed from the record.
+/// Number of recorded exports above which the entries of freed memory are first removed.
 const FIRST_PURGE: usize = 64;
 
 /// Flushes writes of NICs to device memory, so that the device sees them.
@@ -39,8 +39,8 @@ pub(crate) struct InboundFlusher {
 #[derive(Debug)]
 struct ExportedMemory {
     contexts: Vec<WitnessedContext>,
-    /// Number of recorded exports above which freed memory is removed: twice the number that the
-    /// last removal left, and at least [`FIRST_PURGE`].
+    /// Number of recorded exports above which the entries of freed memory are removed: twice the
+    /// number of entries that the last removal left, and at least [`FIRST_PURGE`].
     limit: usize,
 }
 
@@ -71,7 +71,7 @@ impl ExportedMemory {
         self.contexts.iter().map(|noted| noted.witnesses.len()).sum()
     }
 
-    /// Removes exported memory that `is_dead` reports as freed, and contexts that then have none.
+    /// Removes the entries of memory that `is_dead` reports as freed, and contexts without entries.
     fn purge(&mut self, mut is_dead: impl FnMut(Address, AllocationId, CuContext) -> bool) {
         self.contexts.retain_mut(|WitnessedContext { context, witnesses }| {
             witnesses.retain(|address, id| !is_dead(Address(*address), *id, *context));
@@ -135,7 +135,8 @@ impl InboundFlusher {
         Self { lookup, exported }
     }
 
-    /// Records that a NIC may write this range of an allocation from now on.
+    /// Records that a NIC may write this range of an allocation from now on. Records nothing for a
+    /// device that orders inbound writes, since the device needs no flush.
     pub(crate) fn note_exported(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
         let device = found.device();
         if self.lookup.driver().device("flush_inbound", device)?.abilities.orders_writes {

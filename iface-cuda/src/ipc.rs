@@ -123,7 +123,7 @@ impl Ipc for IpcExchange {
             let code = unsafe {
                 (self.lookup.driver().functions.ipc_open_mem_handle)(&mut base, body.handle, flags)
             };
-            opened(code).map(|()| base)
+            check_open(code).map(|()| base)
         };
         let base = primary.with_context_or_undo(open, |base| self.close_handle(base))?;
         let entered = self.enter(base, body.len, device);
@@ -176,9 +176,10 @@ impl IpcExchange {
     }
 }
 
-/// Converts the result code of `cuIpcOpenMemHandle_v2` to a result. A handle that the driver does
-/// not know has the kind Unavailable, since `Body::parse` has checked the handle's bytes.
-fn opened(code: CuResult) -> Result<()> {
+/// Converts the result code of `cuIpcOpenMemHandle_v2` to a result. The error for a handle that the
+/// driver does not know has the kind Unavailable, since `Body::parse` has checked the handle's
+/// bytes.
+fn check_open(code: CuResult) -> Result<()> {
     check(code, "cuIpcOpenMemHandle_v2").map_err(|error| match code {
         CuResult::CUDA_ERROR_INVALID_CONTEXT => error.remedy(
             "memory cannot be opened in the process that allocated it: use its address there",

@@ -11,8 +11,11 @@
 //!
 //! [`CudaMonitorKind`] selects the detection on which cached registrations rely.
 //!
-//! VMM memory is not monitored. The identity belongs to the reservation, and an application can map
-//! other memory there without changing it (PyTorch's expandable segments do).
+//! Two kinds of memory are not monitored:
+//!
+//! - VMM memory: the identity belongs to the reservation, and an application can map other memory
+//!   there without changing the identity (PyTorch's expandable segments do);
+//! - host memory that the application page-locked: the monitor of system memory watches it.
 
 use std::{
     collections::HashMap,
@@ -83,7 +86,8 @@ impl fmt::Display for CudaMonitorKind {
 impl FromStr for CudaMonitorKind {
     type Err = Error;
 
-    /// Parses the name of a monitor, as the configuration spells it.
+    /// Parses the name of a monitor ([`name`](Self::name)). Ignores case, and spaces around the
+    /// name.
     ///
     /// # Errors
     /// InvalidArgument if the name is unknown. The error lists the known names.

@@ -87,7 +87,8 @@ impl AllocationTable {
         self.entries.lock().owned.values().any(|owned| owned.device == device)
     }
 
-    /// Returns the range of the allocation that contains an address.
+    /// Returns the range of the iface's allocation that contains an address, or `None` if there is
+    /// no such allocation.
     pub(crate) fn range_around(&self, address: Address) -> Option<AddressRange> {
         let entries = self.entries.lock();
         // Allocations do not overlap: only the last one that begins at or before the address can

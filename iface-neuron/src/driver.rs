@@ -83,6 +83,9 @@ impl Runtime {
     ///
     /// # Safety
     /// The tensor must be live.
+    ///
+    /// # Errors
+    /// Unsupported if the tensor has no address.
     unsafe fn range_of(&self, tensor: Tensor) -> Result<AddressRange> {
         // SAFETY: the caller promised a live tensor.
         let (va, size) = unsafe {
@@ -95,7 +98,8 @@ impl Runtime {
         AddressRange::new(Address::of_ptr(va), size as u64)
     }
 
-    /// Allocates a tensor of `len` bytes in the memory of a NeuronCore.
+    /// Makes one call of `nrt_tensor_allocate`. Returns the tensor of `len` bytes in the memory of
+    /// a NeuronCore, or the runtime's failure code.
     fn new_tensor(&self, device: DeviceId, len: u64) -> std::result::Result<Tensor, NrtStatus> {
         let mut tensor: *mut c_void = ptr::null_mut();
         // SAFETY: the name is a C string, and `tensor` is writable.
@@ -120,9 +124,14 @@ impl Runtime {
         unsafe { (self.functions.tensor_free)(&mut pointer) }
     }
 
-    /// Allocates a tensor. If the runtime is not started and the iface may start it, starts it
-    /// first.
-    fn tensor_of_running(&self, device: DeviceId, len: u64) -> Result<Tensor> {
+    /// Allocates a tensor of `len` bytes in the memory of a NeuronCore. If the runtime is not
+    /// started and the iface may start the runtime, starts it first.
+    ///
+    /// # Errors
+    /// - Unavailable if the runtime is not started and the iface may not start it, or if the
+    ///   runtime was closed.
+    /// - Otherwise the error of the runtime.
+    fn allocate_tensor(&self, device: DeviceId, len: u64) -> Result<Tensor> {
         let refused = |code| refusal(code, "nrt_tensor_allocate");
         match self.new_tensor(device, len) {
             Err(NrtStatus::NRT_UNINITIALIZED) if self.may_start => {}
@@ -144,8 +153,8 @@ impl Runtime {
         self.new_tensor(device, len).map_err(refused)
     }
 
-    /// Returns the memory size of a NeuronCore in bytes. Returns 0 before `nrt_init`, and for a
-    /// library without the call.
+    /// Returns the memory size of a NeuronCore in bytes. Returns 0 if the library lacks the call,
+    /// or if the call fails, as it does before `nrt_init`.
     fn memory_of(&self, core: u32) -> u64 {
         let Some(stats_of) = self.functions.get_vnc_memory_stats else { return 0 };
         let (mut stats, mut written) = (sys::MemoryStats::default(), 0);
@@ -176,7 +185,7 @@ unsafe impl Driver for Runtime {
         self.cores
     }
 
-    /// Lists the NeuronCores without PCI bus ids, since the runtime has no call for them.
+    /// Lists the NeuronCores. Their PCI bus ids are `None`, since the runtime has no call for them.
     fn devices(&self) -> Result<Vec<Device>> {
         let device = |core| Device {
             id: DeviceId(core),
@@ -205,7 +214,7 @@ unsafe impl Driver for Runtime {
         let whole = len.checked_next_multiple_of(PAGE).ok_or_else(|| {
             Error::new(ErrorKind::OutOfResources, "allocate").iface(IfaceKind::NEURON)
         })?;
-        let tensor = self.tensor_of_running(device, whole)?;
+        let tensor = self.allocate_tensor(device, whole)?;
         // SAFETY: the call above returned the tensor.
         match unsafe { self.range_of(tensor) } {
             Ok(range) => Ok((range.start(), tensor)),

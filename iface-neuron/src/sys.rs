@@ -65,7 +65,8 @@ hmem_core::function_table! {
         ) -> NrtStatus;
         /// Frees a tensor: `nrt_tensor_free(tensor)`.
         tensor_free: nrt_tensor_free(*mut *mut c_void) -> ();
-        /// Returns the address of a tensor: `nrt_tensor_get_va(tensor)`.
+        /// Returns the address of a tensor, or null if the tensor has none:
+        /// `nrt_tensor_get_va(tensor)`.
         tensor_get_va: nrt_tensor_get_va(*const c_void) -> *mut c_void;
         /// Returns the size of a tensor in bytes: `nrt_tensor_get_size(tensor)`.
         tensor_get_size: nrt_tensor_get_size(*const c_void) -> usize;

@@ -10,7 +10,8 @@ fn lacks_options(facts: &Facts) -> bool {
     ["DMABUF_MOVE_NOTIFY", "PCI_P2PDMA"].iter().any(|name| facts.has_option(name) == Some(false))
 }
 
-/// Causes of refusals by ROCr. A rule that extends a general rule adapts it to ROCr.
+/// Rules for refusals by ROCr. A rule with the name of a general rule replaces that rule, with a
+/// cause or remedy for ROCr.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "rocr-file-descriptors",

@@ -1,4 +1,4 @@
-//! Copies between host memory and memory of the devices.
+//! Copies of device memory: to and from host memory, and between allocations.
 //!
 //! A device's copy engine accesses memory of that device, and host memory that this iface allocated
 //! or page-locked. Other host memory, and memory of another device, is copied through a buffer of
@@ -89,6 +89,7 @@ impl Copier {
     }
 
     /// Frees the idle buffers, and destroys the signals whose destruction the runtime refused.
+    /// After an error, the buffers and signals that were not released remain.
     pub(crate) fn release(&self) -> Result<()> {
         self.0.release()
     }
@@ -168,8 +169,15 @@ impl Copier {
         }
     }
 
-    /// Returns the kind of memory that a range of the copy lies in. Fails if the range exceeds its
-    /// allocation.
+    /// Returns the kind of memory that a range of the copy begins in.
+    ///
+    /// # Errors
+    /// - OutOfBounds if the range begins in an allocation and reaches beyond its end. Page-locking
+    ///   by the application is no allocation.
+    /// - Driver if the runtime does not recognise memory that the iface allocated.
+    /// - Unavailable if the memory's device is not visible in this process.
+    /// - AddressWraps if the range passes the end of the address space.
+    /// - Otherwise the error of the lookup.
     fn side(&self, address: Address, len: u64) -> Result<Side> {
         let lookup = &self.0.lookup;
         let range = AddressRange::new(address, len)?;
@@ -214,7 +222,9 @@ impl Copier {
 }
 
 impl CopyBuffers {
-    /// Starts one part of a copy with at least one side on a device.
+    /// Starts one part of a copy with at least one side on a device. If a device cannot access the
+    /// other side, the part must fit into a buffer. A copy between two devices has two steps; this
+    /// method waits for the end of the first one.
     fn begin(self: &Arc<Self>, copy: CopyRange, to: Side, from: Side) -> Result<CopyInFlight> {
         let (device_to, device_from) = (copy.to.0 as usize, copy.from.0 as usize);
         let mut in_flight = CopyInFlight {
@@ -383,7 +393,8 @@ impl CopyInFlight {
         }
     }
 
-    /// Copies to host memory the bytes that the copy engine wrote to the buffer.
+    /// Copies the bytes that the copy engine wrote to the buffer to their destination in host
+    /// memory. Does nothing for a copy with another destination, and from the second call on.
     fn copy_out(&self) {
         if let Some(out) = self.out.take() {
             // SAFETY: the buffer is this copy's own, and the caller of the copy keeps the

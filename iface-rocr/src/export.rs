@@ -124,7 +124,7 @@ impl Exporter {
             );
         }
         refused(code, call)?;
-        owned(fd, call).map(|fd| (fd, offset))
+        take_fd(fd, call).map(|fd| (fd, offset))
     }
 
     /// Exports the whole physical memory of a VMM handle as a dma-buf.
@@ -137,7 +137,7 @@ impl Exporter {
         let mut fd: c_int = -1;
         // SAFETY: `fd` is writable, and the handle is that of a live allocation of this iface.
         refused(unsafe { export(&mut fd, handle, 0) }, CALL)?;
-        owned(fd, CALL)
+        take_fd(fd, CALL)
     }
 
     /// Returns the allocation that contains a range.
@@ -178,7 +178,10 @@ impl Exporter {
 }
 
 /// Takes ownership of the fd that a successful call returned.
-fn owned(fd: c_int, call: &'static str) -> Result<OwnedFd> {
+///
+/// # Errors
+/// Driver if the fd is negative.
+fn take_fd(fd: c_int, call: &'static str) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(Error::new(ErrorKind::Driver, call)
             .iface(IfaceKind::ROCR)

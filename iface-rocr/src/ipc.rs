@@ -130,7 +130,7 @@ impl Ipc for IpcExchange {
         let mut base = ptr::null_mut();
         let (len, agents) = (body.whole as usize, &raw const entry.agent);
         // SAFETY: `base` is writable, and the list is one agent. The runtime checks the handle.
-        opened(unsafe { attach(&body.handle, len, 1, agents, &mut base) })?;
+        check_attach(unsafe { attach(&body.handle, len, 1, agents, &mut base) })?;
         let base = Address(base.expose_provenance() as u64);
         let enter = || {
             let range = AddressRange::new(base, body.len)?;
@@ -175,9 +175,10 @@ impl IpcExchange {
     }
 }
 
-/// Converts the result code of `hsa_amd_ipc_memory_attach` to a result. INVALID_ARGUMENT, which the
-/// runtime returns for memory that was freed, has the kind Unavailable.
-fn opened(code: HsaStatus) -> Result<()> {
+/// Converts the result code of `hsa_amd_ipc_memory_attach` to a result. The error for
+/// INVALID_ARGUMENT has the kind Unavailable: the runtime returns this code for memory that was
+/// freed, or that belongs to this process.
+fn check_attach(code: HsaStatus) -> Result<()> {
     const CALL: &str = "hsa_amd_ipc_memory_attach";
     check(code, CALL).map_err(|error| match code {
         HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT => Error::new(ErrorKind::Unavailable, CALL)

@@ -58,7 +58,7 @@ impl Lookup {
 
     /// Returns the runtime's type of an address (`HSA_EXT_POINTER_TYPE_*`), and the allocation that
     /// contains the address. The allocation has the identity [`NO_IDENTITY`] unless this iface made
-    /// it.
+    /// it. Returns `None` in the same cases as [`find`](Self::find).
     fn describe(&self, address: Address) -> Result<Option<(u32, Allocation)>> {
         let info = self.pointer_info(address)?;
         // For an unknown address the runtime writes the type only, so the type is read first.
@@ -79,7 +79,7 @@ impl Lookup {
                     (AllocationKind::Device, device)
                 }
             }
-            other => return self.own_or_refuse(address, other),
+            other => return self.own_virtual(address, other).map(|own| Some((other, own))),
         };
         let within = |base: *mut c_void| {
             let range = AddressRange::new(Address::of_ptr(base), info.len as u64).ok()?;
@@ -118,13 +118,15 @@ impl Lookup {
         })
     }
 
-    /// Returns the VMM allocation that contains an address, and `kind`, the type of the address.
+    /// Returns the VMM allocation of this iface that contains an address. `kind` is the runtime's
+    /// type of the address.
     ///
-    /// Only VMM memory of this iface is supported. For VMM memory of the application, the runtime
-    /// returns the queried address or the start of the reservation as the first address.
-    fn own_or_refuse(&self, address: Address, kind: u32) -> Result<Option<(u32, Allocation)>> {
+    /// # Errors
+    /// Unsupported for any other memory. For VMM memory of the application, the runtime returns the
+    /// queried address or the start of the reservation as the first address.
+    fn own_virtual(&self, address: Address, kind: u32) -> Result<Allocation> {
         if let Some((allocation, Origin::Virtual { .. })) = self.table.own_around(address) {
-            return Ok(Some((kind, allocation)));
+            return Ok(allocation);
         }
         let name = match kind {
             sys::HSA_EXT_POINTER_TYPE_RESERVED_ADDR => "HSA_EXT_POINTER_TYPE_RESERVED_ADDR",

@@ -37,7 +37,8 @@ pub(crate) struct Runtime {
 pub(crate) struct DeviceEntry {
     pub(crate) agent: Agent,
     pub(crate) description: iface::Device,
-    /// The pool for allocations, and the granularity of its allocations in bytes.
+    /// The pool for allocations, and the granularity of its allocations in bytes. `None` if no pool
+    /// of the device allows allocations.
     pub(crate) pool: Option<(MemoryPool, usize)>,
     /// Address of the register that flushes inbound writes, or 0 if the device has none.
     pub(crate) flush_register: usize,

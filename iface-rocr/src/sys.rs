@@ -148,7 +148,8 @@ pub struct HdpFlush {
     /// Register for writes to the device's memory: writing 1 makes earlier writes visible to the
     /// device. Null if the device has no such register.
     pub memory: *mut u32,
-    /// Register for writes to the device's registers, used like `memory`.
+    /// Register for inbound writes to other registers of the device: writing 1 makes earlier writes
+    /// visible to the device. Null if the device has no such register.
     pub registers: *mut u32,
 }
 

@@ -1,6 +1,6 @@
-//! Compares the constants, layouts and signatures of `sys` with AMD's headers of two releases, by
-//! the C compiler. `tests/rocr/fetch` downloads them; `HMEM_ROCR=headers` makes their absence a
-//! failure.
+//! Compares the constants, layouts and signatures of `sys` with AMD's headers of two releases. The
+//! C compiler makes the comparison. `tests/rocr/fetch` downloads them; `HMEM_ROCR=headers` makes
+//! their absence a failure.
 
 #[path = "../../tests/c_headers/mod.rs"]
 mod c_headers;

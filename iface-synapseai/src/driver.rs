@@ -43,7 +43,11 @@ pub struct Synapse {
 }
 
 impl Synapse {
-    /// Initialises the runtime, and fails if it finds no device.
+    /// Initialises the runtime and counts the devices. Without libhl-thunk, the iface exports no
+    /// dma-bufs.
+    ///
+    /// # Errors
+    /// Unavailable if the runtime does not start or finds no device.
     pub(crate) fn start(
         functions: synapse::Functions,
         hlthunk: Result<hlthunk::Functions>,
@@ -103,7 +107,8 @@ impl Synapse {
     ///
     /// # Errors
     /// - Unavailable if the process has no device and the iface may acquire none.
-    /// - Unsupported for a first-generation Gaudi device.
+    /// - Unsupported for a first-generation Gaudi device. If the iface acquired the device, it
+    ///   stays acquired.
     /// - Otherwise the error of the runtime.
     fn device(&self) -> Result<DeviceInfo> {
         let _acquiring = self.acquiring.lock();

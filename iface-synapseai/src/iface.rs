@@ -86,7 +86,7 @@ impl Builder {
     }
 
     /// Loads the libraries, initialises SynapseAI and counts the devices. Does not acquire a
-    /// device.
+    /// device. If libhl-thunk cannot be loaded, the iface opens and exports no dma-bufs.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] if `HMEM_SYNAPSEAI_START_RUNTIME` is not a boolean, unless

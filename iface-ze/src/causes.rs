@@ -5,7 +5,8 @@ use hmem_core::{
     cause::{Answer, RefusalCause, Step},
 };
 
-/// Causes of refusals by Level Zero. A rule that extends a general rule adapts it to Level Zero.
+/// Rules for refusals by Level Zero. A rule with the name of a general rule replaces that rule,
+/// with a cause or remedy for Level Zero.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "ze-not-exportable",

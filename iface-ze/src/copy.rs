@@ -1,8 +1,9 @@
-//! Copies between host memory and memory of the devices.
+//! Copies of device memory: to and from host memory, and between allocations.
 //!
 //! Each copy by a device runs on a [`Lane`] of its own. The device accesses its own memory and the
 //! driver's host memory only. Other host memory is copied through the lane's buffer, since a device
-//! may not be able to access it.
+//! may not be able to access it. An asynchronous copy ends before its start returns if it is
+//! between two devices, or if its bytes do not fit into the buffer.
 //!
 //! No lane is ordered after the queues of the application: the application waits for its own work
 //! that writes the source.
@@ -200,7 +201,8 @@ impl CopyEngine for Copier {
 
 impl Copier {
     /// Starts a copy by a device, on a [`Lane`]. `plan` receives the address of the lane's buffer,
-    /// and returns two copies: one for the device, and one that the CPU makes afterwards.
+    /// and returns two copies: one for the device, and, if needed, one that the CPU makes
+    /// afterwards.
     fn begin(
         &self,
         entry: &DeviceEntry,

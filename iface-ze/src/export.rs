@@ -164,7 +164,7 @@ pub(crate) fn exports_dma_bufs(driver: &Driver) -> bool {
 /// Values that the driver returned for an export.
 struct Answer {
     fd: c_int,
-    /// Number of the exported allocation, which the driver assigns.
+    /// Identity of the exported allocation, which the driver assigns.
     allocation: u64,
 }
 
@@ -188,10 +188,11 @@ fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Answer>
     Ok(Answer { fd: export.fd, allocation: properties.id })
 }
 
-/// A dma-buf with the fd that the driver returned for an export.
+/// An fd that the driver returned for an export, after the check that it is a dma-buf. The driver
+/// owns the fd, unless it opens one for each export.
 struct Exported {
     fd: c_int,
-    /// Number of the exported allocation, which the driver assigns.
+    /// Identity of the exported allocation, which the driver assigns.
     allocation: u64,
     /// Size of the dma-buf in bytes.
     size: u64,

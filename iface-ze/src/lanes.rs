@@ -168,7 +168,8 @@ impl Lanes {
         Ok(())
     }
 
-    /// Waits for the copy on a [`Lane`], and resets the lane's event for the next copy.
+    /// Waits for the copy on a [`Lane`], and resets the lane's event for the next copy. After a
+    /// failed wait, the lane still counts as busy.
     pub(crate) fn finish(&self, lane: &mut Lane) -> Result<()> {
         let functions = &self.memory.driver.functions;
         // SAFETY: the event is the lane's own, and its copy was started.
@@ -179,8 +180,11 @@ impl Lanes {
         check(unsafe { (functions.event_host_reset)(lane.event) }, "zeEventHostReset")
     }
 
-    /// Puts a [`Lane`] back into the list of idle lanes. If the last copy on the lane failed,
-    /// destroys the lane.
+    /// Puts a [`Lane`] back into the list of idle lanes, or destroys the lane if its last copy
+    /// failed.
+    ///
+    /// Before the destruction, waits for a copy that may still run, unless the device is lost. An
+    /// error of the wait or of the destruction is only logged.
     pub(crate) fn leave(&self, mut lane: Lane, failed: Option<&Error>) {
         let Some(refused) = failed else {
             self.spare.lock().push(lane);

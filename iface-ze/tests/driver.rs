@@ -388,9 +388,9 @@ mod replaced {
 
 /// HM-06
 ///
-/// If the driver has no call to return an fd, a second export shows whether the driver opened the
-/// first fd for one export alone. If other memory is at the address by then, the numbers of the
-/// allocations differ, and neither fd may be closed.
+/// If the driver has no call to return an fd, the iface exports the memory a second time, to find
+/// out if the driver opens an fd for each export. If other memory has replaced the first at the
+/// address, the two exports are of different allocations. The iface then closes neither fd.
 #[test]
 fn fds_stay_open_if_the_memory_is_replaced_during_its_export() {
     let absent = vec!["zeMemGetIpcHandleFromFileDescriptorExp", "zeMemPutIpcHandle"];

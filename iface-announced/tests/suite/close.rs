@@ -4,7 +4,7 @@ use hmem_core::{DeviceId, Error, ErrorKind, Rejected};
 use hmem_fake_accelerators::{Fake, Live, Profile};
 use hmem_iface_announced::{Announced, Driver};
 
-use crate::world::{PAGE, allocate, free, gaudi, moves_bytes, neuron, range};
+use crate::world::{PAGE, allocate, check_round_trip, free, gaudi, neuron, range};
 
 /// Expects the iface to refuse to close, and returns the iface.
 fn busy<D: Driver>(closed: Result<(), Rejected<Announced<D>>>) -> Announced<D> {
@@ -14,12 +14,13 @@ fn busy<D: Driver>(closed: Result<(), Rejected<Announced<D>>>) -> Announced<D> {
     rejected.value
 }
 
-/// Checks that closing is refused while memory is allocated, and frees the memory.
-fn closes<D: Driver>(fake: &Fake, iface: Announced<D>) -> Announced<D> {
+/// Checks that closing is refused while memory is allocated. Frees the memory, and returns the
+/// iface, which is still open.
+fn check_busy_close<D: Driver>(fake: &Fake, iface: Announced<D>) -> Announced<D> {
     let own = allocate(&iface, PAGE);
-    moves_bytes(&iface, own.base(), PAGE as usize).expect("copy");
+    check_round_trip(&iface, own.base(), PAGE as usize).expect("copy");
     let iface = busy(iface.close());
-    moves_bytes(&iface, own.base(), PAGE as usize).expect("the iface still works");
+    check_round_trip(&iface, own.base(), PAGE as usize).expect("the iface still works");
     free(&iface, &own).expect("free");
     assert_eq!(fake.live().allocations, 0);
     iface
@@ -29,8 +30,14 @@ fn closes<D: Driver>(fake: &Fake, iface: Announced<D>) -> Announced<D> {
 #[test]
 fn closing_is_refused_while_memory_is_allocated() {
     let fake = Fake::start(Profile::running());
-    closes(&fake, neuron(&fake).expect("cores")).close().map_err(Error::from).expect("close");
-    closes(&fake, gaudi(&fake).expect("a device")).close().map_err(Error::from).expect("close");
+    check_busy_close(&fake, neuron(&fake).expect("cores"))
+        .close()
+        .map_err(Error::from)
+        .expect("close");
+    check_busy_close(&fake, gaudi(&fake).expect("a device"))
+        .close()
+        .map_err(Error::from)
+        .expect("close");
     assert_eq!(fake.live(), Live::default());
 }
 
@@ -52,13 +59,13 @@ fn failed_close_hands_the_iface_back_and_can_be_repeated() {
     const FAILED: i32 = 26;
     for symbol in ["synStreamDestroy", "synHostFree"] {
         let fake = Fake::start(Profile::running());
-        let iface = closes(&fake, gaudi(&fake).expect("a device"));
+        let iface = check_busy_close(&fake, gaudi(&fake).expect("a device"));
         fake.fail(symbol, FAILED);
         let rejected = iface.close().expect_err("the call fails");
         assert_eq!(rejected.error.operation(), symbol, "{}", rejected.error);
         let iface = rejected.value;
         let own = allocate(&iface, PAGE);
-        moves_bytes(&iface, own.base(), PAGE as usize).expect("the iface still works");
+        check_round_trip(&iface, own.base(), PAGE as usize).expect("the iface still works");
         free(&iface, &own).expect("free");
         iface.close().map_err(Error::from).expect("close");
         assert_eq!(fake.live(), Live::default());

@@ -5,7 +5,7 @@ use hmem_core::{Address, Iface, IfaceExt, Result, iface::DmaBufMapping};
 use hmem_fake_accelerators::{Fake, Live};
 use hmem_iface_announced::{Announced, Driver};
 
-use crate::world::{Over, PAGE, World, allocate, free, moves_bytes, nic, over_both, request};
+use crate::world::{Over, PAGE, World, allocate, check_round_trip, free, nic, over_both, request};
 
 /// Codes that the tests make a vendor's function return:
 ///
@@ -29,7 +29,7 @@ const SILENT: [&str; 5] = [
 /// not be freed to `left`.
 fn round(iface: &dyn Iface, left: &mut Vec<hmem_core::Allocation>) -> Result<()> {
     let own = iface.allocate(&request(2 * PAGE))?;
-    let worked = moves_bytes(iface, Address(own.base().0 + 5), 100)
+    let worked = check_round_trip(iface, Address(own.base().0 + 5), 100)
         .and_then(|()| iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Default).map(drop));
     let freed = free(iface, &own);
     if freed.is_err() {

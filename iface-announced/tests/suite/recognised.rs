@@ -4,7 +4,7 @@ use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Ifac
 use hmem_fake_accelerators::Fake;
 use hmem_iface_announced::{Announced, Driver};
 
-use crate::world::{Over, PAGE, World, allocate, free, moves_bytes, over_both, request};
+use crate::world::{Over, PAGE, World, allocate, check_round_trip, free, over_both, request};
 
 /// HM-01 HM-02: a query for an address returns its allocation until the allocation is freed.
 #[test]
@@ -58,7 +58,7 @@ fn announced_memory_is_recognised_until_it_is_withdrawn() {
                 assert_eq!(iface.query(Address(inside)).expect("query"), Some(announced));
             }
             assert_eq!(iface.query(Address(range.start().0 + 2 * PAGE)).expect("query"), None);
-            moves_bytes(iface, Address(range.start().0 + 100), 5000).expect("copy");
+            check_round_trip(iface, Address(range.start().0 + 100), 5000).expect("copy");
 
             // SAFETY: the call must fail, so the memory is not announced.
             let twice = unsafe { iface.announce(range, DeviceId(0), handle) }.unwrap_err();

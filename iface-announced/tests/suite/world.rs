@@ -127,8 +127,9 @@ pub(crate) fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at % 251) as u8).collect()
 }
 
-/// Writes a pattern into memory, reads it back and compares.
-pub(crate) fn moves_bytes(iface: &dyn Iface, at: Address, len: usize) -> Result<()> {
+/// Writes a pattern into memory and reads it back. Returns the error of a failed copy, and panics
+/// if the bytes differ.
+pub(crate) fn check_round_trip(iface: &dyn Iface, at: Address, len: usize) -> Result<()> {
     let bytes = pattern(len);
     let mut back = vec![0; len];
     // SAFETY: the calling test keeps the memory allocated during the call.

@@ -65,7 +65,7 @@ functions! {
 }
 
 impl Function {
-    /// Returns the function with this name.
+    /// Returns the function with this name, or `None` for a name that is not in [`Self::ALL`].
     pub(super) fn named(symbol: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|function| function.symbol() == symbol)
     }

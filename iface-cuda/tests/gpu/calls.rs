@@ -162,7 +162,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
     report.row(&["the stack"], || {
         let on_the_stack = 0u8;
         let cuda = open(driver, CudaMonitorKind::Identity)?;
-        let row = asked(driver, &cuda, Address::of_ptr(&on_the_stack), None);
+        let row = measure_queries(driver, &cuda, Address::of_ptr(&on_the_stack), None);
         and(row, close(cuda))
     });
     report.row(&["page-locked by the application"], || {
@@ -172,7 +172,8 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
         let cuda = open(driver, CudaMonitorKind::Identity)?;
         // SAFETY: the memory stays mapped until its page-locking ends below.
         unsafe { driver.cuda.host_register(range) }?;
-        let row = attempt(|| asked(driver, &cuda, start, Some(AllocationKind::HostRegistered)));
+        let row =
+            attempt(|| measure_queries(driver, &cuda, start, Some(AllocationKind::HostRegistered)));
         let row = and(row, driver.cuda.host_unregister(range).map_err(Failure::from));
         and(row, close(cuda))
     });
@@ -180,7 +181,7 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
         report.row(&[kind.name()], || {
             driver.with(1 << 20, kind, |memory| {
                 let cuda = open(driver, CudaMonitorKind::Identity)?;
-                let row = attempt(|| asked(driver, &cuda, memory.base(), Some(kind)));
+                let row = attempt(|| measure_queries(driver, &cuda, memory.base(), Some(kind)));
                 and(row, close(cuda))
             })
         });
@@ -200,11 +201,11 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
                         Err("live memory counts as freed".to_owned().into())
                     }
                 };
-                let identity = monitored(driver, CudaMonitorKind::Identity, hit)?;
+                let identity = with_monitor(driver, CudaMonitorKind::Identity, hit)?;
                 // Stream-ordered memory is freed only when its stream reaches the free, after the
                 // notification, so a hit queries it.
                 let most = u64::from(kind == AllocationKind::StreamOrdered);
-                let (hooks, met) = match monitored(driver, CudaMonitorKind::Hooks, hit) {
+                let (hooks, met) = match with_monitor(driver, CudaMonitorKind::Hooks, hit) {
                     Ok(calls) => (calls.to_string(), calls <= most),
                     Err(failure) => (format!("not to be had: {}", failure.text()), true),
                 };
@@ -223,7 +224,8 @@ fn close(cuda: Cuda) -> Outcome<()> {
     cuda.close().map_err(|refused| refused.error.into())
 }
 
-fn monitored(
+/// Starts a monitor of an iface of its own, and calls `hit` with it.
+fn with_monitor(
     driver: &Driver,
     kind: CudaMonitorKind,
     hit: impl FnOnce(&dyn Monitor) -> Outcome<u64>,
@@ -235,7 +237,7 @@ fn monitored(
 
 /// Counts the driver calls of two queries with a current context, and of one query without a
 /// context. The last count has no expected value, since some drivers then need more calls.
-fn asked(
+fn measure_queries(
     driver: &Driver,
     cuda: &Cuda,
     address: Address,

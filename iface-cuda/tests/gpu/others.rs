@@ -52,13 +52,13 @@ pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
         unsafe { driver.cuda.host_register(range) }?;
         let cells = attempt(|| exports(driver, range));
         let cells = and(cells, driver.cuda.host_unregister(range).map_err(Failure::from))?;
-        let (cells, met) = refused(cells);
+        let (cells, met) = judge_refusals(cells);
         Ok(Row::new(cells).met(met))
     });
 }
 
 /// Returns the table cells of exports that must be refused, and true if all were refused.
-pub(crate) fn refused([dma_buf, peer, left]: [String; 3]) -> ([String; 3], bool) {
+pub(crate) fn judge_refusals([dma_buf, peer, left]: [String; 3]) -> ([String; 3], bool) {
     let judge = |cell: String| match cell.starts_with("refused") {
         true => (cell, true),
         false => (format!("NOT MET: {cell}"), false),

@@ -82,9 +82,10 @@ fn verdicts() {
     let table = Functions::SYMBOLS.len() + Functions::OPTIONAL_SYMBOLS.len();
     assert_eq!(COUNTED, table, "each function of the table counts");
     let cells = |dma_buf: &str, left: &str| [dma_buf, "refused: 801", left].map(str::to_owned);
-    assert!(others::refused(cells("refused: 1", "0")).1);
+    assert!(others::judge_refusals(cells("refused: 1", "0")).1);
     assert!(
-        !others::refused(cells("exported", "0")).1 && !others::refused(cells("refused: 1", "1")).1
+        !others::judge_refusals(cells("exported", "0")).1
+            && !others::judge_refusals(cells("refused: 1", "1")).1
     );
     let refused = [Ok(()), Err(())];
     assert!(

@@ -313,7 +313,7 @@ fn of_the_application(world: &World) -> Address {
 
 /// Starts a copy that fails after the driver began it. Checks that the copy has ended and left
 /// nothing, since the caller may then reuse the memory. Returns the error.
-fn refused(world: &World, to: Address) -> hmem_core::Error {
+fn start_refused_copy(world: &World, to: Address) -> hmem_core::Error {
     let bytes = pattern(9, 4096);
     let from = Address::of_ptr(bytes.as_ptr());
     // SAFETY: the host memory stays valid until the copy, which is refused, has ended.
@@ -342,10 +342,10 @@ fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
         };
         let before = copies(world);
         world.driver().fail("cuCtxPopCurrent_v2", REFUSED);
-        assert_eq!(refused(world, memory.base()).operation(), "cuCtxPopCurrent_v2");
+        assert_eq!(start_refused_copy(world, memory.base()).operation(), "cuCtxPopCurrent_v2");
         assert_eq!(copies(world), before, "stream and event are reused");
         world.driver().fail("cuEventRecord", REFUSED);
-        assert_eq!(refused(world, memory.base()).operation(), "cuEventRecord");
+        assert_eq!(start_refused_copy(world, memory.base()).operation(), "cuEventRecord");
         assert_eq!(copies(world), before, "stream and event are reused");
         // The wait for this copy fails, so no call shows when the copy ends. The iface keeps its
         // stream and event nevertheless.
@@ -385,7 +385,7 @@ fn failed_copy_leaves_nothing_in_the_applications_context() {
                 world.driver().fail(symbol, REFUSED);
             }
             assert_eq!(
-                refused(world, to).operation(),
+                start_refused_copy(world, to).operation(),
                 symbols[0],
                 "the first error of {symbols:?}"
             );
@@ -400,7 +400,7 @@ fn failed_copy_leaves_nothing_in_the_applications_context() {
             world.driver().fail("cuStreamDestroy_v2", REFUSED);
             let error = match blocking {
                 true => world.cuda.write_bytes(to, &[7; 100]).expect_err("refused"),
-                false => refused(world, to),
+                false => start_refused_copy(world, to),
             };
             assert_eq!(error.operation(), symbol, "the error of the work comes first");
         }

@@ -13,9 +13,9 @@ use crate::world::{
     Expandable, HeldCopies, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern,
 };
 
-/// Returns the bytes of an exported fd, read through a CPU mapping. Returns `None` if the driver
-/// does not support such a mapping.
-fn mapped(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
+/// Returns the bytes of an exported dma-buf, read through a CPU mapping. Returns `None` if the
+/// dma-buf cannot be mapped.
+fn read_through_mapping(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
     // SAFETY: the mapping is new, at an address that the kernel chooses, and is read only while it
     // is mapped.
@@ -59,7 +59,7 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
                 assert_eq!(export.offset.0, range.start().0 % 4096, "page-rounded: {}", world.name);
                 let flags = rustix::io::fcntl_getfd(&export.fd).expect("an open fd");
                 assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
-                match mapped(&export.fd, export.offset.0, len as usize) {
+                match read_through_mapping(&export.fd, export.offset.0, len as usize) {
                     Some(found) => assert!(
                         found == bytes[offset as usize..(offset + len) as usize],
                         "{}: {len} bytes at {offset} of {kind:?}",
@@ -285,8 +285,8 @@ fn export_sets_sync_memops() {
 
 /// HM-06
 ///
-/// For memory that cannot have the attribute SYNC_MEMOPS, an export sets the flag of the memory's
-/// context instead.
+/// For memory that cannot have the attribute SYNC_MEMOPS, an export sets the flag SYNC_MEMOPS of
+/// the memory's context instead.
 #[test]
 fn memory_without_sync_memops_sets_the_flag_of_its_context() {
     for peer_memory in [false, true] {

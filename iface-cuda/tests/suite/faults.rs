@@ -163,8 +163,9 @@ impl Round<'_> {
         }
     }
 
-    /// Releases an object. After an error, tries a second time; if the first attempt released the
-    /// object despite the error, the second one finds no live object.
+    /// Releases an object, and tries a second time after an error. InvalidArgument from the second
+    /// attempt means that the first one released the object despite its error. After any other
+    /// error, the object is added to `left`.
     fn release(&mut self, acquired: Acquired) {
         let ended = acquired.end(self.cuda);
         self.record_operation(match acquired {
@@ -265,7 +266,7 @@ impl<'a> Setting<'a> {
         let functions = world.app.functions.clone();
         let driver = world.driver();
         let mut setting = Self { driver, functions, ipc_handle, pages, kinds, in_context, fds: 0 };
-        setting.uses("cuInit");
+        setting.count_calls("cuInit");
         setting.fds = setting.fds();
         setting
     }
@@ -285,7 +286,8 @@ impl<'a> Setting<'a> {
         Round { cuda, ipc_handle, pages, kinds, watched, operation, first, left }.run()
     }
 
-    fn works(&self, cuda: &Cuda, when: &str) {
+    /// Runs one round without faults, which must succeed and leave nothing.
+    fn check_round(&self, cuda: &Cuda, when: &str) {
         let (seen, left, _) = self.round(cuda, None);
         seen.unwrap_or_else(|error| panic!("{when}: {error}"));
         assert!(left.is_empty(), "{when}: {left:?}");
@@ -310,11 +312,11 @@ impl<'a> Setting<'a> {
     }
 
     /// Opens, uses and closes the iface without faults. Returns the number of calls of a function.
-    fn uses(&self, symbol: &str) -> u64 {
+    fn count_calls(&self, symbol: &str) -> u64 {
         let before = self.driver.calls(symbol);
         self.in_context(|| {
             let cuda = self.open().expect("open");
-            self.works(&cuda, "without faults");
+            self.check_round(&cuda, "without faults");
             cuda.close().unwrap_or_else(|refused| panic!("{}", refused.error));
         });
         self.driver.calls(symbol) - before
@@ -352,7 +354,7 @@ impl<'a> Setting<'a> {
                             .unwrap_or_else(|error| panic!("{when}: {acquired:?}: {error}"));
                     }
                     if matches!(fault, Fault::Once(_)) && !fault.is_an_answer(symbol) {
-                        self.works(&cuda, &when);
+                        self.check_round(&cuda, &when);
                     }
                 } else {
                     assert!(left.is_empty(), "{when}: {left:?}");
@@ -396,17 +398,21 @@ impl<'a> Setting<'a> {
                 let allowed = matches!(fault, Fault::Once(_)) && may_be_silent(symbol, operation);
                 match seen {
                     Err(_) if fault.is_an_answer(symbol) => {}
-                    Err(error) => self.names(&error, fault, &format!("{symbol} {nth}, {fault:?}")),
+                    Err(error) => {
+                        self.check_error(&error, fault, &format!("{symbol} {nth}, {fault:?}"))
+                    }
                     Ok(()) if fault.is_an_answer(symbol) || allowed => {}
                     Ok(()) => silent.push((nth, operation)),
                 }
             }
             assert!(silent.is_empty(), "{symbol}, {fault:?}: calls {silent:?} failed unnoticed");
         }
-        self.uses(symbol);
+        self.count_calls(symbol);
     }
 
-    fn names(&self, error: &Error, fault: Fault, when: &str) {
+    /// Checks that an error has the driver's code of a fault, and for a lost context the kind
+    /// Unavailable.
+    fn check_error(&self, error: &Error, fault: Fault, when: &str) {
         let code = fault.code();
         assert!(error.to_string().contains(&format!("({})", code.0)), "{when}: {error}");
         if code == CuResult::CUDA_ERROR_ILLEGAL_ADDRESS {
@@ -441,7 +447,7 @@ fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
         over(profile.clone(), |world| {
             let setting = Setting::of(world, ipc::handle(&text), pages, in_context);
             for symbol in &table {
-                let uses = setting.uses(symbol);
+                let uses = setting.count_calls(symbol);
                 if NEVER_CALLED.contains(symbol) {
                     assert_eq!(uses, 0, "{symbol} is called, and faulted nowhere");
                 } else if uses > 0 && faulted.insert(*symbol) {

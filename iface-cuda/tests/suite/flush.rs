@@ -34,7 +34,7 @@ fn written_context(world: &World, peer_memory: bool) -> (CuContext, AddressRange
 }
 
 /// Flushes device 0, and returns the contexts in which the driver flushed.
-fn flushed(world: &World) -> Vec<CuContext> {
+fn flush_contexts(world: &World) -> Vec<CuContext> {
     world.cuda.flush_inbound(DeviceId(0)).expect("flush");
     world.driver().flushed()
 }
@@ -89,19 +89,23 @@ fn memory_of_the_applications_context_is_flushed_there() {
     for peer_memory in [false, true] {
         over(unordered(), |world| {
             let (context, _) = written_context(world, peer_memory);
-            assert_eq!(flushed(world), [context], "the thread has no context");
+            assert_eq!(flush_contexts(world), [context], "the thread has no context");
             let (second, _) = written_context(world, peer_memory);
-            assert_eq!(flushed(world), [context, second]);
+            assert_eq!(flush_contexts(world), [context, second]);
             let other = world.app.create_context();
             assert_eq!(
-                flushed(world),
+                flush_contexts(world),
                 [context, second],
                 "the thread's context has no exported \
                                                            memory"
             );
             assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 0);
             let primary = primary(world);
-            assert_eq!(flushed(world), [primary, context, second], "the primary context is active");
+            assert_eq!(
+                flush_contexts(world),
+                [primary, context, second],
+                "the primary context is active"
+            );
             // If the driver refuses the flush in one context, the iface flushes the other contexts
             // nevertheless.
             world.driver().fail("cuFlushGPUDirectRDMAWrites", CuResult::CUDA_ERROR_UNKNOWN);
@@ -110,9 +114,9 @@ fn memory_of_the_applications_context_is_flushed_there() {
             for context in [other, second] {
                 world.app.destroy_context(context);
             }
-            assert_eq!(flushed(world), [primary, context]);
+            assert_eq!(flush_contexts(world), [primary, context]);
             destroy(world, context);
-            assert_eq!(flushed(world), [primary]);
+            assert_eq!(flush_contexts(world), [primary]);
         });
     }
 }
@@ -123,7 +127,7 @@ fn destroyed_context_is_not_passed_to_the_driver() {
     over(unordered(), |world| {
         let (context, range) = written_context(world, false);
         destroy(world, context);
-        assert_eq!(flushed(world), []);
+        assert_eq!(flush_contexts(world), []);
         // The memory of a new context reuses the addresses of the freed memory.
         let (context, again) = written_context(world, false);
         assert_eq!(range, again, "a reused address");
@@ -131,7 +135,7 @@ fn destroyed_context_is_not_passed_to_the_driver() {
         let other = world.app.create_context();
         assert_eq!(allocate(world, 8192), range, "a reused address");
         world.app.pop();
-        assert_eq!(flushed(world), []);
+        assert_eq!(flush_contexts(world), []);
         assert_eq!(world.driver().strangers(), 0);
         destroy(world, other);
     });
@@ -144,7 +148,7 @@ fn flush_of_the_primary_context_makes_three_calls() {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.cuda.export_dma_buf(memory.range, &nic(), Default::default()).expect("export");
         let before = world.driver().all_calls();
-        assert_eq!(flushed(world).len(), 1);
+        assert_eq!(flush_contexts(world).len(), 1);
         assert_eq!(world.driver().all_calls() - before, 3, "push, flush, pop");
         world.free(&memory);
     });
@@ -162,20 +166,20 @@ fn memory_without_a_context_is_flushed_in_both_contexts() {
             let memory = Expandable::here(&world.app.functions, &parts);
             let range = memory.range(memory.step + 100, 5000);
             world.cuda.export_dma_buf(range, &nic(), Default::default()).expect("export");
-            assert_eq!(flushed(world), [context]);
+            assert_eq!(flush_contexts(world), [context]);
             assert!(world.active().is_empty());
             world.app.pop();
             // The thread has no current context now, so the first flush creates the primary context
             // and keeps it.
-            let primary = flushed(world);
+            let primary = flush_contexts(world);
             assert_eq!((primary.len(), world.active()), (1, vec![0]));
-            assert_eq!(flushed(world), primary);
+            assert_eq!(flush_contexts(world), primary);
             assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 1);
             // SAFETY: `create_context` above made the context.
             check(unsafe { (world.app.functions.ctx_push_current)(context) });
-            assert_eq!(flushed(world), [primary[0], context]);
+            assert_eq!(flush_contexts(world), [primary[0], context]);
             memory.end_here(&world.app.functions, &parts);
-            assert_eq!(flushed(world), primary, "memory without a context was freed");
+            assert_eq!(flush_contexts(world), primary, "memory without a context was freed");
             world.app.destroy_context(context);
         });
     }
@@ -197,10 +201,14 @@ fn flush_forgets_freed_exported_memory() {
         }
         assert_eq!(bases.len(), 250, "each allocation has its own address");
         let before = asked(world);
-        assert_eq!(flushed(world), [context], "the thread's context, as without exported memory");
+        assert_eq!(
+            flush_contexts(world),
+            [context],
+            "the thread's context, as without exported memory"
+        );
         assert!(asked(world) - before <= 65, "{} queries", asked(world) - before);
         let before = asked(world);
-        flushed(world);
+        flush_contexts(world);
         assert_eq!(asked(world), before, "no exported memory is left to query");
         world.app.destroy_context(context);
     });
@@ -220,9 +228,9 @@ fn flush_fails_while_the_driver_cannot_be_queried() {
         assert!(error.remedy_text().is_some(), "{error}");
         assert_eq!(world.driver().flushed(), []);
         let primary = primary(world);
-        assert_eq!(flushed(world), [primary, context]);
+        assert_eq!(flush_contexts(world), [primary, context]);
         destroy(world, context);
-        assert_eq!(flushed(world), [primary]);
+        assert_eq!(flush_contexts(world), [primary]);
         assert_eq!(world.driver().strangers(), 0);
     });
 }

@@ -111,7 +111,7 @@ type Free = Box<dyn FnOnce(&Functions)>;
 
 /// Allocates memory of a kind without the iface. Returns its address and the function that frees
 /// it.
-fn allocated(world: &mut World, kind: AllocationKind) -> (u64, Free) {
+fn allocate_without_iface(world: &mut World, kind: AllocationKind) -> (u64, Free) {
     let mut pointer: CuDevicePtr = 0;
     let mut host = std::ptr::null_mut();
     let mut stream = sys::CuStream::NULL;
@@ -165,7 +165,7 @@ fn hooked_frees_notify_before_the_memory_is_freed() {
             monitor.detects(InvalidationCause::Free) && monitor.rationale().contains("as selected")
         );
         for kind in world.kinds(&KINDS) {
-            let (at, free) = allocated(world, kind);
+            let (at, free) = allocate_without_iface(world, kind);
             let found = world.cuda.query(Address(at)).expect("query").expect("known");
             assert_eq!(found.kind, kind, "{}", world.name);
             let witness = Witness::new(world, at);
@@ -183,7 +183,7 @@ fn hooked_frees_notify_before_the_memory_is_freed() {
                 world.name
             );
             monitor.unsubscribe(subscription);
-            let (_, free) = allocated(world, kind);
+            let (_, free) = allocate_without_iface(world, kind);
             world.app.current(|driver| free(driver));
             assert_eq!(witness.invalidated().len(), 1, "unsubscribed");
         }
