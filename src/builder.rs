@@ -9,6 +9,7 @@ use hmem_core::{
     CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, IfaceName, ProcessMark,
     Registry, Result,
     cache::Limits,
+    environment,
     monitor::Monitor,
     path::PathSelector,
     provider::{Provider, ProviderAttr},
@@ -503,30 +504,30 @@ impl Builder {
         self.check_providers()?;
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &plug_ins)?),
-            None => env::text(env::HMEM)?
+            None => environment::text(env::HMEM)?
                 .map(|names| {
                     Filter::parse(&names, &plug_ins).map_err(|error| {
                         let remedy = error.remedy_text().unwrap_or_default().to_owned();
-                        env::bad_value(env::HMEM, &names).remedy(remedy)
+                        environment::bad_value(env::HMEM, &names).remedy(remedy)
                     })
                 })
                 .transpose()?,
         };
         let admitted = |name: &str| filter.as_ref().is_none_or(|filter| filter.admits(name));
         if let Some((_, error)) =
-            self.absent_providers.iter().find(|(_, why)| env::is_bad_value(why))
+            self.absent_providers.iter().find(|(_, why)| environment::is_bad_value(why))
         {
             return Err(error.clone());
         }
         let mut absent_plug_ins = self.absent_plug_ins.iter();
         if let Some((name, error)) = absent_plug_ins
-            .find(|(name, why)| env::is_bad_value(why) && admitted(&name.to_string()))
+            .find(|(name, why)| environment::is_bad_value(why) && admitted(&name.to_string()))
         {
             return Err(error.clone().iface(name.clone()));
         }
         let disable_p2p = match self.disable_p2p {
             Some(disable) => disable,
-            None => env::boolean(env::DISABLE_P2P)?.unwrap_or(false),
+            None => environment::boolean(env::DISABLE_P2P)?.unwrap_or(false),
         };
         let cache = env::cache(&self.cache)?;
         let mut registry = Registry::new();
@@ -546,7 +547,7 @@ impl Builder {
                         registry.add(iface)?;
                         continue;
                     }
-                    Err(error) if env::is_bad_value(&error) => return Err(error),
+                    Err(error) if environment::is_bad_value(&error) => return Err(error),
                     Err(why) => {
                         tracing_absent(&kind.into(), &why);
                         why
@@ -667,7 +668,7 @@ fn system(requested: Option<CacheMonitor>) -> Result<System> {
             return Ok(System::new().with_monitor(SystemMonitor::imported(monitor)));
         }
         Some(CacheMonitor::Kind(kind)) => (kind, None),
-        None => match env::named(env::CACHE_MONITOR)? {
+        None => match environment::parsed(env::CACHE_MONITOR)? {
             Some(kind) => (kind, Some(env::CACHE_MONITOR)),
             None => (HostMonitorKind::Auto, None),
         },
@@ -785,29 +786,21 @@ vendor!(start_synapseai, "synapseai", IfaceKind::SYNAPSEAI, open_synapseai());
 fn open_cuda() -> Result<hmem_iface_cuda::Cuda> {
     use hmem_iface_cuda::Cuda;
 
-    let mut builder = Cuda::builder();
-    if let Some(kind) = env::named(Cuda::MONITOR_VARIABLE)? {
-        builder = builder.monitor(kind);
-    }
-    builder.open().map_err(|error| env::of_library(Cuda::LIBRARY_VARIABLE, error))
+    Cuda::open().map_err(|error| env::of_library(Cuda::LIBRARY_VARIABLE, error))
 }
 
 #[cfg(feature = "neuron")]
 fn open_neuron() -> Result<hmem_iface_neuron::Neuron> {
     use hmem_iface_neuron::Neuron;
 
-    let start = env::boolean(Neuron::START_VARIABLE)?.unwrap_or(false);
-    let opened = Neuron::builder().start_runtime(start).open();
-    opened.map_err(|error| env::of_library(Neuron::LIBRARY_VARIABLE, error))
+    Neuron::open().map_err(|error| env::of_library(Neuron::LIBRARY_VARIABLE, error))
 }
 
 #[cfg(feature = "synapseai")]
 fn open_synapseai() -> Result<hmem_iface_synapseai::SynapseAi> {
     use hmem_iface_synapseai::SynapseAi;
 
-    let start = env::boolean(SynapseAi::START_VARIABLE)?.unwrap_or(false);
-    let opened = SynapseAi::builder().start_runtime(start).open();
-    opened.map_err(|error| env::of_library(SynapseAi::LIBRARY_VARIABLE, error))
+    SynapseAi::open().map_err(|error| env::of_library(SynapseAi::LIBRARY_VARIABLE, error))
 }
 
 /// A provider, and its NICs that cannot be opened: the name and the error of each.
@@ -817,11 +810,7 @@ type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
 fn start_verbs() -> Result<Started> {
     use hmem_provider_verbs::Verbs;
 
-    let mut builder = Verbs::builder();
-    if let Some(first) = env::boolean(Verbs::PCIE_MAPPING_VARIABLE)? {
-        builder = builder.pcie_mapping_first(first);
-    }
-    let verbs = builder.build()?;
+    let verbs = Verbs::builder().build()?;
     // If the library finds no devices, the provider counts as absent.
     verbs.nics()?;
     let left_out =

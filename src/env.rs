@@ -1,9 +1,10 @@
 //! The environment variables that the facade reads: libfabric's, and those of the back ends. A
 //! setting of the builder overrides its variable, which is then not read.
 
-use std::env::VarError;
-
-use hmem_core::{CacheAttr, Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{
+    CacheAttr, Error, IfaceKind, Result,
+    environment::{bad_value, boolean, text},
+};
 
 /// The variable with the names of the ifaces to start, separated by `;` or `,`.
 pub(crate) const HMEM: &str = "FI_HMEM";
@@ -68,20 +69,6 @@ fn number(name: &'static str) -> Result<Option<u64>> {
     text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))
 }
 
-/// Returns the error for a wrong value of a variable. The caller must add the accepted values as
-/// the remedy.
-pub(crate) fn bad_value(name: &'static str, value: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::InvalidArgument, "environment")
-        .context("variable", name)
-        .context("value", value)
-}
-
-/// Returns true if the error is about the value of a variable: its kind is `InvalidArgument`, and
-/// its context names the variable.
-pub(crate) fn is_bad_value(error: &Error) -> bool {
-    error.kind() == ErrorKind::InvalidArgument && error.context_value("variable").is_some()
-}
-
 /// Adds the variable `name` to an error about the library that the variable selects. Returns other
 /// errors unchanged.
 #[cfg(any(
@@ -100,54 +87,4 @@ pub(crate) fn of_library(name: &'static str, error: Error) -> Error {
     error
         .context("variable", name)
         .remedy(format!("correct {name}, or unset it to load the installed library"))
-}
-
-/// Returns a variable's text, or `None` if it is unset or empty.
-pub(crate) fn text(name: &'static str) -> Result<Option<String>> {
-    match std::env::var(name) {
-        Ok(text) if text.is_empty() => Ok(None),
-        Ok(text) => Ok(Some(text)),
-        Err(VarError::NotPresent) => Ok(None),
-        Err(VarError::NotUnicode(text)) => {
-            Err(bad_value(name, text.to_string_lossy()).remedy("use text in UTF-8"))
-        }
-    }
-}
-
-/// Parses a variable as libfabric parses booleans: 0/1, no/yes, false/true, off/on, in any case.
-pub(crate) fn boolean(name: &'static str) -> Result<Option<bool>> {
-    let Some(text) = text(name)? else { return Ok(None) };
-    parse_boolean(name, &text).map(Some)
-}
-
-/// Parses the value of a variable with the type's `FromStr`.
-pub(crate) fn named<T: std::str::FromStr<Err = Error>>(name: &'static str) -> Result<Option<T>> {
-    let Some(text) = text(name)? else { return Ok(None) };
-    text.parse().map(Some).map_err(|error: Error| {
-        let remedy = error.remedy_text().unwrap_or("use a name that the documentation lists");
-        bad_value(name, text).remedy(remedy.to_owned())
-    })
-}
-
-fn parse_boolean(name: &'static str, text: &str) -> Result<bool> {
-    match text.to_ascii_lowercase().as_str() {
-        "0" | "no" | "false" | "off" => Ok(false),
-        "1" | "yes" | "true" | "on" => Ok(true),
-        _ => Err(bad_value(name, text).remedy("use 0, no, false, off, 1, yes, true or on")),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn booleans_parse_as_in_libfabric_and_other_values_are_refused() {
-        for (text, value) in [("0", false), ("No", false), ("TRUE", true), ("on", true)] {
-            assert_eq!(parse_boolean(DISABLE_P2P, text).unwrap(), value);
-        }
-        let error = parse_boolean(DISABLE_P2P, "maybe").unwrap_err();
-        assert!(error.to_string().contains("FI_HMEM_DISABLE_P2P"));
-        assert!(error.to_string().contains("maybe"));
-    }
 }

@@ -64,6 +64,7 @@ pub mod design {}
 mod dma_buf;
 #[allow(unsafe_code)]
 mod domain;
+pub mod environment;
 mod error;
 pub mod event_queue;
 mod flags;

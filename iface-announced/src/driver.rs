@@ -8,6 +8,7 @@ use std::{
 use hmem_core::{
     Address, AddressRange, DeviceId, Error, ErrorKind, IfaceKind, Result,
     cause::RefusalCause,
+    environment,
     iface::{Device, Facet},
 };
 
@@ -201,16 +202,8 @@ pub trait Open: Driver + Sized {
         if let Some(may_start) = decided {
             return Ok(may_start);
         }
-        let value = std::env::var_os(Self::START_VARIABLE).unwrap_or_default();
-        match value.to_string_lossy().to_ascii_lowercase().as_str() {
-            "" | "0" | "no" | "false" | "off" => Ok(false),
-            "1" | "yes" | "true" | "on" => Ok(true),
-            _ => Err(Error::new(ErrorKind::InvalidArgument, "environment")
-                .iface(Self::KIND)
-                .context("variable", Self::START_VARIABLE)
-                .context("value", value.to_string_lossy())
-                .remedy("use 0, no, false, off, 1, yes, true or on")),
-        }
+        let may_start = environment::boolean(Self::START_VARIABLE);
+        Ok(may_start.map_err(|error| error.iface(Self::KIND))?.unwrap_or(false))
     }
 
     /// Opens the driver.

@@ -9,6 +9,7 @@ use std::{
 use hmem_core::{
     Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
     cause::RefusalCause,
+    environment,
     iface::{
         Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, InboundFlush, Ipc,
         MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -123,13 +124,8 @@ impl Builder {
 /// Returns the monitor that `HMEM_CUDA_MONITOR` names, or the default if the variable is unset or
 /// empty.
 fn monitor_in_environment() -> Result<CudaMonitorKind> {
-    let name = std::env::var_os(Cuda::MONITOR_VARIABLE).unwrap_or_default();
-    if name.is_empty() {
-        return Ok(CudaMonitorKind::default());
-    }
-    // Bytes that are not UTF-8 become characters that no name of a monitor has.
-    let kind = name.to_string_lossy().parse();
-    kind.map_err(|error: Error| error.context("variable", Cuda::MONITOR_VARIABLE))
+    let kind = environment::parsed(Cuda::MONITOR_VARIABLE);
+    Ok(kind.map_err(|error| error.iface(IfaceKind::CUDA))?.unwrap_or_default())
 }
 
 impl Cuda {

@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashMap,
-    env::VarError,
     ffi::c_void,
     fmt,
     path::{Path, PathBuf},
@@ -11,7 +10,7 @@ use std::{
 };
 
 use hmem_core::{
-    Error, ErrorKind, ProcessMark, Result,
+    Error, ErrorKind, ProcessMark, Result, environment,
     provider::{DomainRequest, Provider, ProviderAttr, ProviderDomain},
 };
 use parking_lot::Mutex;
@@ -218,21 +217,9 @@ impl Builder {
     /// Returns whether the devices need the PCIe mapping. The builder's setting overrides the
     /// environment variable.
     fn needs_pcie_mapping(&self) -> Result<bool> {
-        const VARIABLE: &str = Verbs::PCIE_MAPPING_VARIABLE;
-        let refused =
-            || Error::new(ErrorKind::InvalidArgument, "environment").context("variable", VARIABLE);
-        let text = match (self.pcie_mapping_first, std::env::var(VARIABLE)) {
-            (Some(first), _) => return Ok(first),
-            (None, Ok(text)) => text,
-            (None, Err(VarError::NotPresent)) => return Ok(false),
-            (None, Err(error)) => return Err(refused().caused_by(error)),
-        };
-        match text.to_ascii_lowercase().as_str() {
-            "" | "0" | "no" | "false" | "off" => Ok(false),
-            "1" | "yes" | "true" | "on" => Ok(true),
-            _ => Err(refused()
-                .context("value", text)
-                .remedy("use 0, no, false, off, 1, yes, true or on")),
+        match self.pcie_mapping_first {
+            Some(first) => Ok(first),
+            None => Ok(environment::boolean(Verbs::PCIE_MAPPING_VARIABLE)?.unwrap_or(false)),
         }
     }
 
