@@ -78,8 +78,8 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
                      registering it",
         ),
         (14, BackingKind::PeerMemory) => base(ErrorKind::BadAddress).remedy(
-            "load a peer-memory client (modprobe nvidia-peermem), or use dma-buf: no client knows \
-             the address",
+            "load the peer-memory client of the memory's vendor (NVIDIA: modprobe nvidia-peermem), \
+             or use dma-buf: no client knows the address",
         ),
         (9, BackingKind::DmaBuf) => {
             base(ErrorKind::InvalidArgument).remedy("pass an open dma-buf: the fd is closed")
