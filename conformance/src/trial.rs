@@ -54,7 +54,10 @@ fn text(panic: &(dyn Any + Send)) -> &str {
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Returns a trial for each behaviour. The names of the trials are those of the behaviours, with
-/// `prefix` in front. `make` creates the iface or provider of each trial.
+/// `prefix` in front.
+///
+/// Each trial calls `make` for an iface or provider of its own. If `make` fails with Unavailable,
+/// the trial is reported as ignored. After any other error the trial fails.
 pub(crate) fn all<B: ?Sized + 'static>(
     prefix: &str,
     behaviours: &'static [Behaviour<B>],

@@ -82,7 +82,7 @@ impl Faulty {
     }
 
     /// Returns an allocation as the faulty iface reports it.
-    fn shown(&self, allocation: Allocation) -> Allocation {
+    fn reported(&self, allocation: Allocation) -> Allocation {
         let id = if self.has(Fault::ReusedIdentity) {
             AllocationId(allocation.base().0)
         } else {
@@ -121,7 +121,7 @@ unsafe impl Iface for Faulty {
             found = self.device.query(Address(address.0.saturating_sub(1)))?;
         }
         let leaked = self.leaked.lock().expect("no panic");
-        Ok(found.filter(|found| !leaked.contains(found)).map(|found| self.shown(found)))
+        Ok(found.filter(|found| !leaked.contains(found)).map(|found| self.reported(found)))
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -181,12 +181,12 @@ unsafe impl Iface for Faulty {
 
 impl Allocator for Faulty {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        self.allocator_of_device().allocate(request).map(|allocation| self.shown(allocation))
+        self.allocator_of_device().allocate(request).map(|allocation| self.reported(allocation))
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         let own = self.device.query(allocation.base())?;
-        let own = own.filter(|own| self.shown(*own) == *allocation).unwrap_or(*allocation);
+        let own = own.filter(|own| self.reported(*own) == *allocation).unwrap_or(*allocation);
         let mut leaked = self.leaked.lock().expect("no panic");
         if self.has(Fault::LeakedAllocation) && !leaked.contains(&own) {
             leaked.push(own);
@@ -243,8 +243,8 @@ impl MonitorSource for Faulty {
     fn start(&self) -> Result<Arc<dyn Monitor>> {
         let monitor = self.device.monitor().expect("the device has a monitor").start()?;
         let fault = match self.fault {
-            Fault::MissingCallback => MonitorFault::Deaf,
-            Fault::MissingSubscription => MonitorFault::Refusing,
+            Fault::MissingCallback => MonitorFault::NoNotification,
+            Fault::MissingSubscription => MonitorFault::RefusedSubscription,
             _ => return Ok(monitor),
         };
         Ok(Arc::new(FaultyMonitor { monitor, fault }))

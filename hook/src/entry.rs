@@ -18,7 +18,7 @@ pub(super) const ENTRY_LEN: usize = 48;
 /// The instruction that a patch replaces, and the code that the trampoline needs.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct PatchPoint {
-    /// The offset of the replaced instruction, in bytes from the function's entry.
+    /// The offset of the instruction that the patch replaces, in bytes from the function's entry.
     pub(super) at: usize,
     /// Code that undoes the instructions before the patch point. The trampoline runs this code
     /// before the hook.
@@ -52,8 +52,7 @@ pub(super) enum PatchObstacle {
     Jump,
     /// The decoder does not know the instruction at this offset from the entry.
     Unknown(usize),
-    /// The function makes the system call with this number, and a system call with another number
-    /// was expected.
+    /// The function makes the system call with this number. The caller expected another number.
     OtherCall(i64),
     /// The decoder knows each instruction that it read, but a patch can replace none of them.
     NoRoom,

@@ -174,8 +174,8 @@ impl OwnSubscriptions {
         self.subtract_if(|count| count > 1).is_some()
     }
 
-    /// Removes a subscription, and returns true if it was the last. The caller must hold the lock
-    /// `first_and_last`.
+    /// Removes a subscription. Returns true if it was the last, and false if others are left or if
+    /// there was none. The caller must hold the lock `first_and_last`.
     fn end(&self) -> bool {
         self.subtract_if(|count| count > 0).is_some_and(|before| before & COUNT == 1)
     }
@@ -300,7 +300,7 @@ impl<T: HasTable> Hooks<T> {
         Some(Subscription(slot as u64))
     }
 
-    /// Ends a subscription. Does nothing in a forked child.
+    /// Ends a subscription. Does nothing in a forked child, or if the number is unknown.
     ///
     /// The end of an invalidator's last subscription waits for the hooks that run at the moment.
     /// After this, no hook calls the invalidator, unless the invalidator is subscribed to another

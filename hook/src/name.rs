@@ -22,8 +22,8 @@ pub struct MonitorName {
     pub name: &'static str,
     /// The iface of the watched memory.
     pub iface: IfaceKind,
-    /// The setting that selects an alternative to this monitor. The remedies of failed patches end
-    /// with this text.
+    /// The advice to choose an alternative to this monitor, in the imperative: `use the userfaultfd
+    /// monitor`. The remedies of failed patches end with this text.
     pub fallback_hint: &'static str,
 }
 

@@ -108,14 +108,14 @@ impl Patches {
         }
     }
 
-    /// Patches all functions, or none if one of them fails.
+    /// Patches all functions. If one of them fails, undoes the patches and returns the error.
     ///
     /// # Errors
     /// - Busy: another library patched a function since the plan. The error names the function.
     /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
     /// - OutOfResources: the process has no mapping (`vm.max_map_count`) or memory left.
     ///
-    /// The context of the error lists the patches that could not be undone after the failure.
+    /// If a patch cannot be undone after the failure, the context of the error contains the reason.
     pub fn patch_all(&self) -> Result<()> {
         // A patch that is already in place was applied by the parent of this forked process.
         let apply =
@@ -185,7 +185,8 @@ impl Patches {
     /// again. The page stays executable, because other threads run code in it.
     ///
     /// # Errors
-    /// Busy if `write` returns false, or the error of `mprotect`.
+    /// - Busy: `write` returned false, because another library has changed the code.
+    /// - The error of `mprotect`. If the second `mprotect` fails, `write` has already run.
     fn while_writable(&self, site: &Site, write: impl FnOnce() -> bool) -> Result<()> {
         let page = rustix::param::page_size();
         let at =
@@ -204,8 +205,7 @@ impl Patches {
         if written {
             Ok(())
         } else {
-            let error = self.monitor.error(ErrorKind::Busy).context("function", site.name);
-            Err(error.context("why", "its code changed between check and store"))
+            Err(self.overwritten(site).context("why", "its code changed between check and store"))
         }
     }
 }
@@ -240,7 +240,8 @@ impl Site {
                 None => error,
             }
         })?;
-        let out_of_reach = || refused().context("why", "out of a jump's reach");
+        let out_of_reach =
+            || refused().context("why", "out of a jump's reach").remedy(monitor.fallback_hint);
         let (to_hook, past) =
             trampolines.write(slot, hook as u64, entry, &point).ok_or_else(out_of_reach)?;
         original.store(past as usize, Ordering::Release);
@@ -316,7 +317,7 @@ fn object_of(address: usize) -> Option<&'static CStr> {
 ///
 /// Patched functions jump into this library, and threads run its code. For hooks in the main
 /// program the call does nothing: `dlopen` does not find the program by its name, and the program
-/// is never unloaded.
+/// is never unloaded. Errors of `dlopen` are ignored.
 fn pin_library_of(hook: usize) {
     if let Some(name) = object_of(hook) {
         let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;
@@ -328,6 +329,36 @@ fn pin_library_of(hook: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn refused_store_names_the_remedy() {
+        let monitor = MonitorName {
+            name: "test",
+            iface: hmem_core::IfaceKind::SYSTEM,
+            fallback_hint: "use the other monitor",
+        };
+        let len = rustix::param::page_size();
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
+        let page = unsafe {
+            rustix::mm::mmap_anonymous(
+                ptr::null_mut(),
+                len,
+                rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE,
+                rustix::mm::MapFlags::PRIVATE,
+            )
+        }
+        .unwrap();
+        let entry = page.expose_provenance() as u64;
+        // SAFETY: the page is readable.
+        let patch = unsafe { Patch::jump(entry, entry + 64) }.unwrap();
+        let patches = Patches { monitor, sites: vec![Site { name: "munmap", entry, patch }] };
+        let error = patches.while_writable(&patches.sites[0], || false).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Busy);
+        assert_eq!(error.context_value("function"), Some("munmap"));
+        assert!(error.to_string().contains("or use the other monitor"), "{error}");
+        // SAFETY: only this test used the page.
+        unsafe { rustix::mm::munmap(page, len) }.unwrap();
+    }
 
     #[test]
     fn failed_set_is_undone_and_its_error_lists_failed_undos() {

@@ -98,7 +98,7 @@ impl<T: HasTable + 'static> HookRegistry<T> {
 }
 
 impl<T: HasTable> Process<T> {
-    /// Returns the subscribers that hooks notify.
+    /// Returns the subscribers that the hooks notify in this process.
     pub(crate) fn subscribers(&self) -> &Subscribers<T> {
         &self.subscribers
     }

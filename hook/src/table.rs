@@ -53,8 +53,9 @@ pub const SLOTS: usize = 64;
 
 const LINES: usize = 16;
 
-/// A cache line with two counters of readers of the table. The lower half of each counter is the
-/// number of readers in flight. The upper half is the number of all readers so far.
+/// A cache line with two counters of readers: one for a single reader at a time, and one for the
+/// others. The lower half of each counter is the number of readers in flight. The upper half is the
+/// number of readers that have begun so far.
 #[repr(align(64))]
 #[derive(Debug)]
 struct Line {
@@ -112,7 +113,7 @@ impl HasTable for SubscriberTable {
 pub struct TableReadGuard<'a> {
     table: &'a SubscriberTable,
     line: &'a Line,
-    /// The value that dropping this guard stores in the line's exclusive counter. `None` if the
+    /// The value that the line's exclusive counter gets when this guard is dropped. `None` if the
     /// guard is counted in the line's shared counter.
     after: Option<u64>,
     /// The value of [`SubscriberTable::taken`] when the guard was created.
@@ -222,12 +223,13 @@ impl Drop for TableReadGuard<'_> {
     }
 }
 
-/// The slot and the number of subscriptions of each invalidator.
+/// The slot of each invalidator in the table, and the number of its subscriptions.
 #[derive(Debug)]
 struct SubscriptionCounts {
     /// The slot of each invalidator, by the invalidator's address. The reference in the slot keeps
     /// the invalidator alive.
     by_invalidator: HashMap<usize, u8>,
+    /// The number of subscriptions of the invalidator in each slot.
     subscriptions: [u64; SLOTS],
 }
 
@@ -252,11 +254,12 @@ pub(crate) fn identity(invalidator: &Arc<dyn Invalidator>) -> usize {
 }
 
 impl<T: HasTable> Subscribers<T> {
-    /// Creates a `T` with an empty table.
+    /// Maps a `T` with an empty table, which the kernel zeroes in a forked child. Errors contain
+    /// the iface of `monitor`.
     ///
     /// # Errors
     /// - OutOfResources: no memory is left.
-    /// - Unsupported: the kernel cannot wipe the table in a forked child.
+    /// - Unsupported: the kernel cannot wipe the table in a forked child (before Linux 4.14).
     pub fn new(monitor: MonitorName) -> Result<Self> {
         let counts =
             SubscriptionCounts { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
@@ -270,7 +273,7 @@ impl<T: HasTable> Subscribers<T> {
         &self.shared
     }
 
-    /// Returns the table.
+    /// Returns the table with the invalidators.
     #[inline]
     pub fn table(&self) -> &SubscriberTable {
         self.shared.table()

@@ -28,6 +28,10 @@ pub(super) struct Trampolines {
 impl Trampolines {
     /// Maps memory for the trampolines of `functions` functions, near enough to the address `near`
     /// for a jump. The memory is writable until [`Trampolines::seal`].
+    ///
+    /// # Errors
+    /// - OutOfResources: no free address is near enough, or the process has too many mappings.
+    /// - The error of the kernel if it refuses the mapping, or if `/proc/self/maps` cannot be read.
     pub(super) fn new(monitor: MonitorName, near: u64, functions: usize) -> Result<Self> {
         let len = (functions as u64 * SLOT).next_multiple_of(page_size());
         let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(monitor.iface);

@@ -18,7 +18,7 @@ fn mapped_pages() -> u64 {
     statm.split(' ').next().unwrap().parse().unwrap()
 }
 
-/// A program that opens its ifaces often must not lose memory each time that patching is refused.
+/// A plan that fails unmaps its trampolines. Otherwise each refused patch would leak memory.
 #[test]
 fn failed_plan_leaves_no_mapping() {
     const PLANS: u64 = 1_000;

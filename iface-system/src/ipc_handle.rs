@@ -114,8 +114,13 @@ impl HandleBody {
         Ok(handle)
     }
 
-    /// Opens the owner's memory file, and returns the fd with the file's length. Fails if the file
-    /// is not sealed against shrinking.
+    /// Opens the owner's memory file. Returns the fd, and the file's length in bytes.
+    ///
+    /// # Errors
+    /// - Unavailable: the file cannot be found through the owner's process, for example because the
+    ///   process has ended or has closed the file.
+    /// - Malformed: the file is not sealed against shrinking, so it holds no allocation.
+    /// - The error of the kernel if it refuses to open or query the file.
     pub(crate) fn open_file(&self) -> Result<(OwnedFd, u64)> {
         // Opening by path needs fewer privileges than `pidfd_getfd`.
         let found = sys::find_path(&format!("/proc/{}/fd/{}", self.pid, self.fd));
@@ -172,7 +177,7 @@ pub(crate) fn own_pid() -> u32 {
     std::process::id()
 }
 
-/// Fails unless an iface of kind `mine` created the handle.
+/// Fails with Malformed unless an iface of kind `mine` created the handle.
 pub(crate) fn check_iface(handle: &IpcHandle, mine: IfaceKind) -> Result<()> {
     if handle.iface == mine {
         return Ok(());

@@ -33,8 +33,12 @@ enum LocalHold {
 }
 
 impl LocalSide {
-    /// Takes guards of the regions that `parts` name. Fails unless each region grants `right` and
-    /// may be used through `endpoint`. Memory without a region needs no right.
+    /// Takes guards of the regions that `parts` name. Memory without a region needs no right.
+    ///
+    /// # Errors
+    /// - NoRegion: a region is closed.
+    /// - BadState: a region is disabled or is being refreshed.
+    /// - AccessDenied: a region does not grant `right`, or may not be used through `endpoint`.
     #[inline]
     pub(super) fn hold(
         endpoint: &EndpointState,
@@ -86,10 +90,13 @@ struct RemoteHold {
 }
 
 impl RemoteSide {
-    /// Takes guards of the regions that the keys of `parts` name.
+    /// Takes guards of the regions and windows that the keys of `parts` name.
     ///
-    /// Fails unless each key grants `initiator` at least one right in `any_of` at the endpoint
-    /// `target`.
+    /// # Errors
+    /// - InvalidKey: a key names no region or window of the target's domain.
+    /// - BadState: a region is disabled or is being refreshed.
+    /// - AccessDenied: a key grants no right in `any_of`, or `initiator` may not access the region
+    ///   through the endpoint `target`.
     #[inline]
     pub(super) fn hold(
         initiator: &EndpointState,
@@ -117,8 +124,11 @@ impl RemoteSide {
         Ok(())
     }
 
-    /// Marks the single-use keys of the request as used. Fails if another request has used one of
-    /// these keys. A request that names a key twice uses that key once.
+    /// Marks the single-use keys of the request as used. A request that names a key twice uses that
+    /// key once.
+    ///
+    /// # Errors
+    /// InvalidKey: another request has used one of these keys. Keys before it stay marked as used.
     #[inline]
     pub(super) fn spend(&self) -> Result<()> {
         let holds = self.holds.as_slice();
@@ -154,7 +164,7 @@ impl RemoteSide {
         for (at, (hold, _)) in changed().enumerate() {
             let is_same = |other: &RemoteHold| other.region.token == hold.region.token;
             if !changed().take(at).any(|(other, _)| is_same(other)) {
-                hold.region.count();
+                hold.region.increment_counters();
             }
         }
         Ok(())
@@ -176,8 +186,8 @@ impl RemoteHold {
     }
 }
 
-/// Takes a guard of the region that a local descriptor names. Fails unless the region grants
-/// `right` and may be used through `endpoint`.
+/// Takes a guard of the region that a local descriptor names. The errors are those of
+/// [`LocalSide::hold`].
 #[inline]
 fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<RegionGuard> {
     let domain = &endpoint.domain;
@@ -194,8 +204,8 @@ fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<R
     Ok(region)
 }
 
-/// Takes guards of the region and window that a key names. Fails unless the key grants at least one
-/// right in `any_of`, and `initiator` may access the region through `target`.
+/// Takes guards of the region and window that a key names. The errors are those of
+/// [`RemoteSide::hold`].
 #[inline]
 fn hold_key(
     initiator: &EndpointState,

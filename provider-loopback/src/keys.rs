@@ -154,7 +154,7 @@ impl KnownGeneration {
 
 const RAW_FILL: &[u8; 16] = b"hmem/loopback/1.";
 
-/// Returns a raw key of `size` bytes, at least 8.
+/// Returns a raw key of `size` bytes. `size` must be at least 8.
 ///
 /// The layout is key (8 bytes), cookie (8), checksum (4) and a fixed pattern, truncated to `size`.
 pub(super) fn write_raw(key: u64, cookie: u64, size: usize) -> RawKey {
@@ -169,8 +169,10 @@ pub(super) fn write_raw(key: u64, cookie: u64, size: usize) -> RawKey {
     RawKey(bytes)
 }
 
-/// Reads a raw key of `size` bytes, at least 8. A raw key of fewer than 16 bytes has only a part of
-/// the cookie, or none.
+/// Reads a raw key of `size` bytes in the layout of [`write_raw`]. `size` must be at least 8.
+///
+/// A raw key of fewer than 16 bytes has only a part of the cookie, or none. A raw key of at most 16
+/// bytes has no checksum, so changes to its bytes are not found here.
 ///
 /// # Errors
 /// Malformed: the length is not `size`, or the checksum or the fixed pattern is wrong.

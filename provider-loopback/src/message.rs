@@ -131,7 +131,7 @@ pub(super) fn send(
 ///
 /// Returns the length of the write, or `None` if the peer has neither a receive nor room for the
 /// data. Finds the receive before a byte moves, so that a write that has to wait for a receive is
-/// not executed twice.
+/// not executed twice. If `write` fails, returns its error and puts the receive back.
 pub(super) fn write(
     sender: &EndpointState,
     work: &Work,

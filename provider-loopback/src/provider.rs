@@ -107,7 +107,7 @@ impl Builder {
         self
     }
 
-    /// Sets the PCI address of all NICs that [`Builder::nic_at`] did not add. Default: none.
+    /// Sets the PCI address of all NICs except those that [`Builder::nic_at`] added. Default: none.
     pub fn pci_bus_id(mut self, id: impl Into<String>) -> Self {
         self.config.attr.nic.pci_bus_id = Some(id.into());
         self

@@ -163,8 +163,9 @@ impl Region {
         self.counters.get().is_some()
     }
 
-    /// Increments the counters bound to the region, for a write or atomic of a peer.
-    pub(super) fn count(&self) {
+    /// Increments each counter that is bound to the region. The NIC calls this after a write or
+    /// atomic of a peer.
+    pub(super) fn increment_counters(&self) {
         if let Some(counters) = self.counters.get() {
             counters.lock().iter().for_each(|counter| counter.add(1));
         }
@@ -311,7 +312,8 @@ impl Region {
 }
 
 impl Refusal {
-    /// Returns the error for a peer's key that cannot be used.
+    /// Returns the error for a peer's key that cannot be used: InvalidKey if the region is closed,
+    /// and BadState if it is disabled or being refreshed.
     pub(super) fn of_key(self) -> Error {
         match self {
             Self::NoRegion => {
@@ -323,7 +325,8 @@ impl Refusal {
         }
     }
 
-    /// Returns the error for a local descriptor that cannot be used.
+    /// Returns the error for a local descriptor that cannot be used: NoRegion if the region is
+    /// closed, and BadState if it is disabled or being refreshed.
     pub(super) fn of_descriptor(self) -> Error {
         match self {
             Self::NoRegion => Error::new(ErrorKind::NoRegion, "transfer")

@@ -324,9 +324,10 @@ impl Regions {
         self.state.read().slots.find(domain, token).is_some()
     }
 
-    /// Takes a guard of the region at an index, for a transfer. Never waits for a region's lock.
+    /// Returns a guard that keeps the region at an index registered during a transfer.
     ///
     /// `by_key` is true if a peer's key named the region, and false if a handle of the domain did.
+    /// The call never waits for a region's lock: it fails if the region is being refreshed.
     #[inline]
     pub(super) fn hold(
         &self,
@@ -340,8 +341,9 @@ impl Regions {
         state.slots.hold(live.ok_or(Refusal::NoRegion)?, by_key)
     }
 
-    /// Takes a guard of the region with a requested key, for a transfer. Never waits for a region's
-    /// lock.
+    /// Returns a guard that keeps the region with a requested key registered during a transfer.
+    ///
+    /// The call never waits for a region's lock: it fails if the region is being refreshed.
     #[inline]
     pub(super) fn hold_requested(&self, domain: u32, key: u64) -> Result<RegionGuard, Refusal> {
         let state = self.state.read();
@@ -429,7 +431,7 @@ impl Regions {
         self.state.read().slots.of_domain(domain).map(|(token, _)| token).collect()
     }
 
-    /// Reserves an index for a window, so that no region gets that index.
+    /// Reserves an index for a window. No region gets that index until [`Regions::free_index`].
     ///
     /// # Errors
     /// OutOfResources: the table is full.

@@ -97,8 +97,11 @@ impl DomainState {
         })
     }
 
-    /// Populates the pages of a range that the region does not own, in ALLOCATED mode. Fails if a
-    /// page is not mapped, or does not permit the accesses of the region's rights.
+    /// In ALLOCATED mode, populates the pages of a range that the region does not own. Does nothing
+    /// in other modes.
+    ///
+    /// # Errors
+    /// BadAddress: a page is not mapped, or does not permit the accesses of the region's rights.
     fn check_pages(&self, request: &Registration<'_>, range: AddressRange) -> Result<()> {
         if self.mode.contains(MrMode::ALLOCATED) {
             memory::populate(range, request.access.nic_writes(), "register")

@@ -77,7 +77,8 @@ pub(super) struct LocalPart {
 pub(super) enum Origin {
     /// Memory of the region that the token names.
     Region(Token),
-    /// Host memory without a region. The caller of `post` keeps it valid.
+    /// Host memory without a region. The application keeps the memory valid until the request
+    /// completes.
     Host,
     /// Device memory without a region. Its iface copies it.
     Device(IfaceKind),

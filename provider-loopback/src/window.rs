@@ -516,7 +516,12 @@ impl Windows {
         }
     }
 
-    /// Invalidates the key of a type 2 window through an endpoint.
+    /// Invalidates the key of a type 2 window through an endpoint. Waits for the transfers that use
+    /// the window.
+    ///
+    /// # Errors
+    /// The error of the [`WindowRule`] that forbids the invalidation: the window is not allocated
+    /// in this domain, has type 1, or is bound through another endpoint.
     pub(super) fn invalidate(&self, window: ProviderWindow, endpoint: u64) -> Result<()> {
         let operation = "invalidate window";
         let window = self.find(window, operation)?;
@@ -596,7 +601,10 @@ impl Windows {
 
     /// Takes guards of the region and the binding that a window's key names, for a transfer.
     ///
-    /// Fails unless the key grants at least one right in `any_of` at `endpoint`.
+    /// # Errors
+    /// - InvalidKey: no window has the key, or its region is closed.
+    /// - AccessDenied: the key grants no right in `any_of`, or no access through `endpoint`.
+    /// - BadState: the region is being refreshed.
     pub(super) fn hold(
         &self,
         key: u64,

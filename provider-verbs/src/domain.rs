@@ -81,7 +81,8 @@ impl VerbsDomain {
         self.state.pd.device.check_process(operation)
     }
 
-    /// Returns the verbs endpoint behind `endpoint`. Fails for an endpoint of another domain.
+    /// Returns the verbs endpoint behind `endpoint`. Fails with InvalidArgument for an endpoint of
+    /// another domain.
     fn own<'a>(&self, endpoint: &'a dyn ProviderEndpoint) -> Result<&'a Endpoint> {
         let own = (endpoint as &dyn Any).downcast_ref::<Endpoint>();
         own.filter(|own| own.is_of(&self.state)).ok_or_else(|| {

@@ -232,8 +232,9 @@ impl Endpoint {
         Ok(true)
     }
 
-    /// Stores the completions of both queues for the application before [`Endpoint::flush`]. So a
-    /// request that ended before the reset keeps its result, and a received message is not lost.
+    /// Reads the completions of both queues and stores them for the application. A caller that is
+    /// about to [`Endpoint::flush`] first calls this method. So a request that has already ended
+    /// keeps its result, and a received message is not lost.
     ///
     /// Does nothing if the endpoint was never connected. The caller must not hold the lock of the
     /// poster.

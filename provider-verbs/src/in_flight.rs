@@ -155,10 +155,11 @@ impl RequestTable {
     }
 }
 
-/// Results of requests that a lane (a queue of staged transfers) posted. The poster adds results,
-/// and the lane removes them.
+/// Changes that a lane (a queue of staged transfers) applies to its requests when it advances next.
 #[derive(Debug, Default)]
-pub(super) struct Mail {
+pub(super) struct LaneUpdates {
+    /// Results of work requests that the lane posted. The poster adds the results, and the lane
+    /// removes them.
     pub(super) ended: Vec<(Token, Result<u64>, Arrival)>,
     /// The lane cancels its requests with a number below this value: the application posted them on
     /// an earlier connection.

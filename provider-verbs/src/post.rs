@@ -18,7 +18,7 @@ use super::{
     device::OpenDevice,
     domain_state::DomainState,
     errors,
-    in_flight::{Arrival, InFlight, Mail, RequestOwner, RequestTable},
+    in_flight::{Arrival, InFlight, LaneUpdates, RequestOwner, RequestTable},
     sys::{RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus},
 };
 
@@ -35,8 +35,8 @@ pub(super) struct Poster {
 /// Destinations for the results of an endpoint's sends, or of its receives.
 struct Direction {
     counter: Option<Arc<Counter>>,
-    /// Results of the requests that a lane (a queue of staged transfers) posted.
-    mail: Arc<Mutex<Mail>>,
+    /// Updates for the lane (queue of staged transfers) of these sends or receives.
+    updates: Arc<Mutex<LaneUpdates>>,
     /// Counters of the used room in the completion queue of these sends or receives.
     room: Arc<CqRoom>,
 }
@@ -59,7 +59,7 @@ impl Poster {
     ) -> Self {
         let direction = |counter: &Option<Arc<Counter>>, room: &Arc<CqRoom>| Direction {
             counter: counter.clone(),
-            mail: Arc::default(),
+            updates: Arc::default(),
             room: Arc::clone(room),
         };
         Self {
@@ -89,10 +89,9 @@ impl Poster {
         if kind == CompletionKind::Receive { &self.receive } else { &self.send }
     }
 
-    /// Returns the results of requests of this kind that a lane (a queue of staged transfers)
-    /// posted.
-    pub(super) fn mail(&self, kind: CompletionKind) -> &Arc<Mutex<Mail>> {
-        &self.direction(kind).mail
+    /// Returns the updates for the lane (queue of staged transfers) that `kind` selects.
+    pub(super) fn updates(&self, kind: CompletionKind) -> &Arc<Mutex<LaneUpdates>> {
+        &self.direction(kind).updates
     }
 
     /// Posts a request to the NIC. `owner` receives the request's result.
@@ -402,7 +401,7 @@ impl Poster {
         self.direction(entry.kind).room.release(Room::ENTRY, 1);
         match &entry.owner {
             RequestOwner::Lane(token) => {
-                self.mail(entry.kind).lock().ended.push((*token, result, arrival));
+                self.updates(entry.kind).lock().ended.push((*token, result, arrival));
                 None
             }
             RequestOwner::Call(awaited) => {

@@ -181,7 +181,7 @@ impl CqState {
             .remedy("drop the queue: nothing completes to it any more"))
     }
 
-    /// Sleeps until the fd is readable, at most for `time`.
+    /// Sleeps until the fd is readable, at most for `time`. `None` stands for no limit.
     pub(super) fn sleep(&self, time: Option<Duration>) -> Result<()> {
         self.ready.sleep(self.cq.channel(), time)
     }

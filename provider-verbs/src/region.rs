@@ -334,8 +334,15 @@ impl Regions {
             })
     }
 
-    /// Returns how the NIC accesses a local segment: directly, or through staged copies. Fails if
-    /// the region lacks `right`, or if a directly accessed segment is not inside its region.
+    /// Returns how the NIC accesses a local segment: directly, or through staged copies. `None` as
+    /// `right` requires no right. Does not check the bounds of a staged segment.
+    ///
+    /// # Errors
+    /// - AccessDenied: the region lacks `right`.
+    /// - NoRegion: the descriptor names no open region of the domain, or a segment that is not
+    ///   empty has no descriptor.
+    /// - OutOfBounds: a directly accessed segment is not inside its region.
+    /// - Busy: another thread is changing the rights of the region.
     pub(super) fn local(&self, segment: &LocalSegment, right: Option<Access>) -> Result<Local> {
         let staged = segment.desc.filter(|_| segment.len > 0).and_then(|desc| {
             let map = self.map.read_recursive();
@@ -365,6 +372,8 @@ impl Regions {
         Ok(Local::Staged(staged))
     }
 
+    /// Returns the number of open regions, the number of their registrations, and the number of
+    /// registered bytes.
     pub(super) fn counts(&self) -> (u64, u64, u64) {
         let map = self.map.read();
         let mut counts = (0, 0, 0);

@@ -205,8 +205,11 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    /// Returns an error if `piece` does not lie in huge pages. The driver may trust the HUGETLB
-    /// flag.
+    /// Checks that `piece` is host memory in huge pages, because a driver may rely on the HUGETLB
+    /// flag without a check of its own.
+    ///
+    /// # Errors
+    /// InvalidArgument: the piece does not lie in huge pages, or `/proc/self/smaps` cannot be read.
     fn check_huge(&self, piece: &Piece<'_>) -> Result<()> {
         let refuse = |why| {
             self.refuse(ErrorKind::InvalidArgument, "register", why)

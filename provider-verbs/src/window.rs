@@ -285,7 +285,7 @@ impl Windows {
     /// Calls `with` with a type 2 window while the table is locked.
     ///
     /// # Errors
-    /// - The error of `rule`: the window has type 1.
+    /// - The error that [`WindowRule::refuse`] creates for `rule`: the window has type 1.
     /// - The error of [`WindowRule::Allocated`]: no window has the token.
     /// - BadState: the window was freed with its endpoint and could not be allocated again.
     fn with_type_2<T>(

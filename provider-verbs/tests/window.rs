@@ -251,8 +251,8 @@ fn endpoint_with_a_bound_type_2b_window_closes_at_once() -> Outcome {
     Ok(())
 }
 
-/// A window of the far side, of type 1 or 2. A type 2 window is stored with the tag of its last
-/// bind.
+/// A memory window of type 1 or 2 in the far domain of the pair. A type 2 window is stored with the
+/// tag of its last bind.
 enum Window {
     One(Type1Window),
     Two(Type2Window, u8),

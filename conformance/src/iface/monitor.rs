@@ -14,30 +14,30 @@ use hmem_core::{
 use super::{buffers, is_missing, need};
 use crate::trial::{Outcome, Skipped, skip};
 
-/// An invalidator that counts the notifications about a range.
+/// An invalidator that counts the notifications of ranges that overlap its own range.
 #[derive(Debug)]
-struct Listener {
+struct NotificationCounter {
     range: AddressRange,
-    notices: AtomicU64,
+    count: AtomicU64,
 }
 
-impl Listener {
+impl NotificationCounter {
     fn of(range: AddressRange) -> Arc<Self> {
-        Arc::new(Self { range, notices: AtomicU64::new(0) })
+        Arc::new(Self { range, count: AtomicU64::new(0) })
     }
 
-    fn notices(&self) -> u64 {
-        self.notices.load(Ordering::Relaxed)
+    fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
     }
 
     fn note(&self, range: AddressRange) {
         if range.overlaps(self.range) {
-            self.notices.fetch_add(1, Ordering::Relaxed);
+            self.count.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
 
-impl Invalidator for Listener {
+impl Invalidator for NotificationCounter {
     fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
         self.note(range);
     }
@@ -79,8 +79,8 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
     for buffer in buffers(iface)? {
         let allocation = *buffer.allocation();
         let valid = || monitor.valid(&allocation).expect("validate the identity");
-        let listener = Listener::of(allocation.range);
-        let subscription = match monitor.subscribe(allocation.range, listener.clone()) {
+        let counter = NotificationCounter::of(allocation.range);
+        let subscription = match monitor.subscribe(allocation.range, counter.clone()) {
             Ok(subscription) => subscription,
             Err(why) if is_missing(&why) => {
                 refusals.push(why.to_string());
@@ -90,11 +90,11 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
         };
         watched = true;
         assert!(valid(), "live memory is not valid: {allocation:?}");
-        assert_eq!(listener.notices(), 0, "notified before a free");
+        assert_eq!(counter.count(), 0, "notified before a free");
         drop(buffer);
         match monitor.detection() {
             DetectionMethod::Callback => {
-                assert!(listener.notices() > 0, "no callback for the free of {allocation:?}");
+                assert!(counter.count() > 0, "no callback for the free of {allocation:?}");
             }
             DetectionMethod::Identity => {
                 assert!(!valid(), "freed memory is valid: {allocation:?}");
@@ -112,8 +112,8 @@ pub(super) fn monitor_is_silent_after_unsubscribing(iface: &Arc<dyn Iface>) -> O
     let monitor = start(&**iface)?;
     let (mut watched, mut refusals) = (false, Vec::new());
     for buffer in buffers(iface)? {
-        let listener = Listener::of(buffer.allocation().range);
-        match monitor.subscribe(buffer.allocation().range, listener.clone()) {
+        let counter = NotificationCounter::of(buffer.allocation().range);
+        match monitor.subscribe(buffer.allocation().range, counter.clone()) {
             Ok(subscription) => monitor.unsubscribe(subscription),
             Err(why) if is_missing(&why) => {
                 refusals.push(why.to_string());
@@ -123,7 +123,7 @@ pub(super) fn monitor_is_silent_after_unsubscribing(iface: &Arc<dyn Iface>) -> O
         }
         watched = true;
         drop(buffer);
-        assert_eq!(listener.notices(), 0, "notified of a free after the unsubscription");
+        assert_eq!(counter.count(), 0, "notified of a free after the unsubscription");
     }
     outcome(watched, &refusals)
 }

@@ -223,8 +223,8 @@ pub(super) fn device_memory_is_reached_by_staged_copies(provider: &Arc<dyn Provi
     device_memory(&link, Path::Staged)
 }
 
-/// Tests that the domain registers device memory by the path `path`, and that a write and a read of
-/// each registered part move the right bytes.
+/// Tests that the domain registers each of [`PARTS`] of device memory by the path `path`. A write
+/// and a read of each part must move the right bytes.
 fn device_memory(link: &Link, path: Path) -> Outcome {
     let device = Arc::<hmem_iface_system::Simulated>::clone(&link.device) as Arc<dyn Iface>;
     let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };

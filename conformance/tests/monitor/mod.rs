@@ -12,11 +12,11 @@ use hmem_core::{
 #[allow(dead_code, reason = "each test binary with this module uses one variant")]
 pub(crate) enum MonitorFault {
     /// Fault: the monitor notifies no subscriber.
-    Deaf,
-    /// Fault: the monitor reports every allocation as valid, even after a free.
-    Confused,
-    /// Fault: the monitor refuses every subscription as unsupported.
-    Refusing,
+    NoNotification,
+    /// Fault: the monitor reports every allocation as valid, even one that was freed.
+    AlwaysValid,
+    /// Fault: the monitor refuses every subscription with Unsupported.
+    RefusedSubscription,
 }
 
 /// A monitor that forwards to `monitor`, with one fault.
@@ -49,16 +49,18 @@ impl Monitor for FaultyMonitor {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         match self.fault {
-            MonitorFault::Deaf => Ok(Subscription(0)),
-            MonitorFault::Confused => self.monitor.subscribe(range, invalidator),
-            MonitorFault::Refusing => Err(Error::new(ErrorKind::Unsupported, "subscribe")),
+            MonitorFault::NoNotification => Ok(Subscription(0)),
+            MonitorFault::AlwaysValid => self.monitor.subscribe(range, invalidator),
+            MonitorFault::RefusedSubscription => {
+                Err(Error::new(ErrorKind::Unsupported, "subscribe"))
+            }
         }
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
         match self.fault {
-            MonitorFault::Deaf => {}
-            MonitorFault::Confused | MonitorFault::Refusing => {
+            MonitorFault::NoNotification => {}
+            MonitorFault::AlwaysValid | MonitorFault::RefusedSubscription => {
                 self.monitor.unsubscribe(subscription);
             }
         }
@@ -66,8 +68,10 @@ impl Monitor for FaultyMonitor {
 
     fn valid(&self, allocation: &Allocation) -> Result<bool> {
         match self.fault {
-            MonitorFault::Deaf | MonitorFault::Refusing => self.monitor.valid(allocation),
-            MonitorFault::Confused => Ok(true),
+            MonitorFault::NoNotification | MonitorFault::RefusedSubscription => {
+                self.monitor.valid(allocation)
+            }
+            MonitorFault::AlwaysValid => Ok(true),
         }
     }
 }

@@ -205,7 +205,8 @@ pub(super) fn absolute_jump(target: u64) -> Vec<u8> {
 }
 
 /// Returns the target of the first jump in `code`, which lies at `address`. Returns `None` if there
-/// is no jump. Callers use the target to name the library that patched a function.
+/// is no jump, or if the jump's address literal lies behind `code`. Callers use the target to name
+/// the library that patched a function.
 pub(super) fn jump_target(address: u64, code: &[u8; ENTRY_LEN]) -> Option<u64> {
     let at = (0..ENTRY_LEN).step_by(4).find(|at| is_jump(word(code, *at)))?;
     let instruction = word(code, at);

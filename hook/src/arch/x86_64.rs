@@ -26,8 +26,8 @@ const COMPARE_LEN: usize = 10;
 /// An instruction that the decoder recognises. A trampoline may contain a copy of it.
 struct Known {
     len: usize,
-    /// Code that undoes the instruction, or `None` if the instruction has no effect that a caller
-    /// can see.
+    /// Code that the trampoline runs before the hook, if this instruction lies before the patch
+    /// point: it reverses the effect of the instruction. `None` if a caller cannot see the effect.
     undo: Option<Vec<u8>>,
 }
 

@@ -6,8 +6,11 @@ use super::System;
 use crate::sys;
 
 impl System {
-    /// Copies `len` bytes between host addresses. Fails if either range starts in an allocation of
-    /// this iface and extends past the end of that allocation.
+    /// Copies `len` bytes between host addresses.
+    ///
+    /// # Errors
+    /// - OutOfBounds: a range starts in an allocation of this iface and extends past its end.
+    /// - AddressWraps: a range extends past the end of the address space.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].

@@ -158,16 +158,16 @@ impl System {
 
     pub(super) fn enter(&self, backing: Backing, len: u64) -> Result<Allocation> {
         let range = AddressRange::new(backing.start(), len)?;
-        let mut book = self.book.write();
+        let mut allocations = self.allocations.write();
         let allocation = Allocation {
             iface: IfaceKind::SYSTEM,
             range,
             device: None,
             kind: AllocationKind::System,
-            id: AllocationId(book.next_id),
+            id: AllocationId(allocations.next_id),
         };
-        book.next_id += 1;
-        book.by_start.insert(range.start().0, Arc::new(Record { allocation, backing }));
+        allocations.next_id += 1;
+        allocations.by_start.insert(range.start().0, Arc::new(Record { allocation, backing }));
         Ok(allocation)
     }
 
@@ -179,27 +179,27 @@ impl System {
         opened: bool,
         operation: &'static str,
     ) -> Result<()> {
-        let mut book = self.book.write();
+        let mut allocations = self.allocations.write();
         let start = allocation.base().0;
-        let found = book.by_start.get(&start).filter(|record| {
+        let found = allocations.by_start.get(&start).filter(|record| {
             record.allocation == *allocation
                 && matches!(record.backing, Backing::Opened(_)) == opened
         });
         if found.is_none() {
             return Err(not_live(allocation, operation));
         }
-        let record = book.by_start.remove(&start);
+        let record = allocations.by_start.remove(&start);
         // The memory is unmapped outside the lock: unmapping takes long, and a monitor that watches
         // the memory may call this iface.
-        drop(book);
+        drop(allocations);
         drop(record);
         Ok(())
     }
 
     /// Returns the record of the allocation that contains `address`.
     pub(super) fn record_at(&self, address: Address) -> Option<Arc<Record>> {
-        let book = self.book.read();
-        let (_, record) = book.by_start.range(..=address.0).next_back()?;
+        let allocations = self.allocations.read();
+        let (_, record) = allocations.by_start.range(..=address.0).next_back()?;
         record.allocation.range.contains(address).then(|| Arc::clone(record))
     }
 }

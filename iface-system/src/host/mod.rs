@@ -47,7 +47,7 @@ use crate::{monitor::SystemMonitor, sys::Udmabuf};
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
 pub struct System {
-    book: RwLock<HostAllocationTable>,
+    allocations: RwLock<HostAllocationTable>,
     /// The open `/dev/udmabuf`, which creates dma-bufs, or the error of opening it.
     udmabuf: Result<Udmabuf>,
     monitor: OnceLock<SystemMonitor>,
@@ -65,7 +65,7 @@ impl System {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            book: RwLock::new(HostAllocationTable { next_id: 1, by_start: BTreeMap::new() }),
+            allocations: RwLock::new(HostAllocationTable { next_id: 1, by_start: BTreeMap::new() }),
             udmabuf: Udmabuf::open(),
             monitor: OnceLock::new(),
         }
@@ -75,7 +75,7 @@ impl System {
     /// in address order.
     #[must_use]
     pub fn live(&self) -> Vec<Allocation> {
-        self.book.read().by_start.values().map(|record| record.allocation).collect()
+        self.allocations.read().by_start.values().map(|record| record.allocation).collect()
     }
 }
 
@@ -88,7 +88,7 @@ impl Default for System {
 impl fmt::Debug for System {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("System")
-            .field("live", &self.book.read().by_start.len())
+            .field("live", &self.allocations.read().by_start.len())
             .field("udmabuf", &self.udmabuf.is_ok())
             .field("monitor", &self.monitor.get().map(|monitor| monitor.choice().name))
             .finish()

@@ -66,13 +66,13 @@ pub trait ImportCallbacks: std::fmt::Debug + Send + Sync {
 pub struct ImportMonitor {
     watcher: Arc<dyn ImportCallbacks>,
     subscribers: Subscribers<SubscriberTable>,
-    book: Mutex<ImportSubscriptions>,
+    subscriptions: Mutex<ImportSubscriptions>,
 }
 
 #[derive(Debug, Default)]
 struct ImportSubscriptions {
     next: u64,
-    subscriptions: HashMap<u64, (AddressRange, u8)>,
+    by_id: HashMap<u64, (AddressRange, u8)>,
 }
 
 impl ImportMonitor {
@@ -83,7 +83,7 @@ impl ImportMonitor {
     /// - Unsupported: the kernel cannot wipe memory in forked children.
     pub fn new(watcher: Arc<dyn ImportCallbacks>) -> Result<Arc<Self>> {
         let subscribers = Subscribers::new(NAME)?;
-        Ok(Arc::new(Self { watcher, subscribers, book: Mutex::default() }))
+        Ok(Arc::new(Self { watcher, subscribers, subscriptions: Mutex::default() }))
     }
 
     /// Invalidates the cached registrations of a range that was or will be unmapped. The method
@@ -177,10 +177,10 @@ impl Monitor for ImportMonitor {
             self.subscribers.remove(slot);
             return Err(error);
         }
-        let mut book = self.book.lock();
-        book.next += 1;
-        let id = book.next;
-        book.subscriptions.insert(id, (range, slot));
+        let mut subscriptions = self.subscriptions.lock();
+        subscriptions.next += 1;
+        let id = subscriptions.next;
+        subscriptions.by_id.insert(id, (range, slot));
         Ok(Subscription(id))
     }
 
@@ -188,7 +188,7 @@ impl Monitor for ImportMonitor {
         if !self.subscribers.shared().is_own_process() {
             return;
         }
-        let Some((range, slot)) = self.book.lock().subscriptions.remove(&subscription.0) else {
+        let Some((range, slot)) = self.subscriptions.lock().by_id.remove(&subscription.0) else {
             return;
         };
         self.subscribers.remove(slot);
@@ -205,7 +205,7 @@ impl Drop for ImportMonitor {
         if !self.subscribers.shared().is_own_process() {
             return;
         }
-        for (_, (range, slot)) in self.book.get_mut().subscriptions.drain() {
+        for (_, (range, slot)) in self.subscriptions.get_mut().by_id.drain() {
             self.subscribers.remove(slot);
             self.watcher.unsubscribe(range);
         }

@@ -45,7 +45,7 @@ impl Layered {
     /// value: `uffd` relies on the hooks for discards by the C library's `madvise`.
     #[must_use]
     pub fn new(hooks: Arc<MemHooks>, uffd: Arc<UserFaultFd>) -> Arc<Self> {
-        uffd.beneath_hooks();
+        uffd.set_beneath_hooks();
         Arc::new(Self {
             hooks,
             uffd,
@@ -136,7 +136,7 @@ impl Monitor for Layered {
                 None
             }
         };
-        if let Err(error) = self.uffd.settled(range) {
+        if let Err(error) = self.uffd.check_settled(range) {
             if let Some(caught) = caught {
                 self.uffd.unsubscribe(caught);
             }

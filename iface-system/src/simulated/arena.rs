@@ -137,8 +137,12 @@ impl Arenas {
     }
 
     /// Allocates an extent of `len` bytes in an arena with enough space, or in a new arena. `len`
-    /// is a multiple of the page size. If `dedicated` is set, or `len` is more than a quarter of an
-    /// arena, the extent gets an arena of its own.
+    /// is a multiple of the page size. If `dedicated` is set, or `len` is more than a quarter of
+    /// the usual length of an arena, the extent gets an arena of its own.
+    ///
+    /// # Errors
+    /// - The errors of creating a memory file for a new arena.
+    /// - OutOfResources: the new arena has no room for the extent.
     pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<Extent> {
         let own = dedicated || len > self.arena_len / 4;
         if !own {

@@ -269,7 +269,7 @@ impl SimulatedBuilder {
         let inner = Inner {
             udmabuf: config.dma_buf.open()?,
             engine: Engine::new(self.stepping, self.pace),
-            book: Mutex::new(SimulatedState::new(arenas, addresses, writer, config.devices)),
+            state: Mutex::new(SimulatedState::new(arenas, addresses, writer, config.devices)),
             config,
             page,
             table,

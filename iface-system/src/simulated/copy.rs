@@ -80,6 +80,10 @@ impl Inner {
 
     /// Returns the device memory at `address`, or `None` if the address is not in the range that
     /// this iface has reserved.
+    ///
+    /// # Errors
+    /// - AddressWraps: the `len` bytes extend past the end of the address space.
+    /// - OutOfBounds: the `len` bytes do not lie in one live allocation.
     fn side(&self, address: Address, len: u64) -> Result<Option<Own>> {
         let range = AddressRange::new(address, len)?;
         if !self.table.is_mine(address) {
@@ -89,8 +93,11 @@ impl Inner {
         Ok(Some(Own { allocation, start: address, pieces }))
     }
 
-    /// Fails if device memory of a queued copy was freed. The addresses may belong to another
-    /// allocation by now.
+    /// Checks that the device memory of a queued copy still belongs to the allocations that it
+    /// belonged to when the copy was queued.
+    ///
+    /// # Errors
+    /// BadState: an allocation was freed meanwhile. Its addresses may belong to another one by now.
     fn check_still_there(&self, transfer: &Transfer) -> Result<()> {
         let sides = match transfer {
             Transfer::In { to, .. } => [Some(to), None],

@@ -76,8 +76,8 @@ impl DmaBufExporter for Inner {
                 .context("mapping", "pcie")
                 .remedy("export with the default mapping"));
         }
-        let mut book = self.book.lock();
-        let record = self.record_of(&mut book, range)?;
+        let mut state = self.state.lock();
+        let record = self.record_of(&mut state, range)?;
         let allocation = record.allocation;
         match allocation.kind {
             AllocationKind::Managed => {
@@ -111,25 +111,25 @@ impl DmaBufExporter for Inner {
             // A dma-buf keeps its pages alive. A memory file does not, so the arena must not reuse
             // the extent while the file has users.
             record.exported = true;
-            book.arenas.mark_exported(&extent);
+            state.arenas.mark_exported(&extent);
         }
-        drop(book);
+        drop(state);
 
         let exported = self
             .call(Call::CreateFd)
             .and_then(|()| self.create_fd(&extent, inside.offset, range.len()));
         let (fd, offset) =
             exported.map_err(|error| error.iface(&self.config).context("range", range))?;
-        let mut book = self.book.lock();
+        let mut state = self.state.lock();
         // The allocation may have been freed before the fd existed. That free found no user of the
         // file, so the extent may belong to another allocation by now.
-        if self.record_of(&mut book, range).map(|record| record.allocation.id).ok()
+        if self.record_of(&mut state, range).map(|record| record.allocation.id).ok()
             != Some(allocation.id)
         {
             return Err(refused(ErrorKind::BadState)
                 .remedy("the allocation was freed while it was exported"));
         }
-        book.exports += 1;
+        state.exports += 1;
         Ok(DmaBufExport {
             fd,
             offset: DmaBufOffset(offset),
@@ -141,9 +141,9 @@ impl DmaBufExporter for Inner {
 
     fn release(&self, export: DmaBufExport) -> Result<()> {
         drop(export);
-        let mut book = self.book.lock();
-        book.exports = book.exports.saturating_sub(1);
-        drop(book);
+        let mut state = self.state.lock();
+        state.exports = state.exports.saturating_sub(1);
+        drop(state);
         self.call(Call::ReleaseDmaBuf)
     }
 }
@@ -154,8 +154,8 @@ impl PeerMemoryExporter for Inner {
         self.call(Call::ExportPeerMemory)?;
         let refused =
             |kind| Error::new(kind, OPERATION).iface(&self.config).context("range", range);
-        let mut book = self.book.lock();
-        let record = self.record_of(&mut book, range)?;
+        let mut state = self.state.lock();
+        let record = self.record_of(&mut state, range)?;
         let allocation = record.allocation;
         if allocation.kind.cpu_accessible() {
             return Err(refused(ErrorKind::Unsupported)

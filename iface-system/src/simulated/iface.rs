@@ -131,9 +131,9 @@ impl HostRegistrar for Inner {
             return Err(refused(ErrorKind::InvalidArgument)
                 .remedy("register host memory, not the device's own"));
         }
-        let mut book = self.book.lock();
+        let mut state = self.state.lock();
         let before =
-            book.host_registered.range(..range.start().0.saturating_add(range.len())).next_back();
+            state.host_registered.range(..range.start().0.saturating_add(range.len())).next_back();
         if let Some((start, len)) = before
             && start.saturating_add(*len) > range.start().0
         {
@@ -141,20 +141,20 @@ impl HostRegistrar for Inner {
                 refused(ErrorKind::InvalidArgument).remedy("the range overlaps a registered range")
             );
         }
-        book.host_registered.insert(range.start().0, range.len());
+        state.host_registered.insert(range.start().0, range.len());
         Ok(())
     }
 
     fn unregister(&self, range: AddressRange) -> Result<()> {
         self.call(Call::HostUnregister)?;
-        let mut book = self.book.lock();
-        if book.host_registered.get(&range.start().0) != Some(&range.len()) {
+        let mut state = self.state.lock();
+        if state.host_registered.get(&range.start().0) != Some(&range.len()) {
             return Err(Error::new(ErrorKind::InvalidArgument, "host unregister")
                 .iface(&self.config)
                 .context("range", range)
                 .remedy("unregister exactly the range that was registered, once"));
         }
-        book.host_registered.remove(&range.start().0);
+        state.host_registered.remove(&range.start().0);
         Ok(())
     }
 }
@@ -187,8 +187,8 @@ impl InboundFlush for Inner {
 
 impl Inner {
     pub(super) fn set_exportable(&self, range: AddressRange, exportable: bool) -> Result<()> {
-        let mut book = self.book.lock();
-        self.record_of(&mut book, range)?.set_exportable(range, exportable);
+        let mut state = self.state.lock();
+        self.record_of(&mut state, range)?.set_exportable(range, exportable);
         Ok(())
     }
 }

@@ -30,8 +30,8 @@ fn is_shareable(kind: AllocationKind) -> bool {
 impl Inner {
     pub(crate) fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         self.call(Call::IpcExport)?;
-        let mut book = self.book.lock();
-        let number = self.live_number(&book, allocation, Origin::Allocated, "ipc export")?;
+        let mut state = self.state.lock();
+        let number = self.live_number(&state, allocation, Origin::Allocated, "ipc export")?;
         if !is_shareable(allocation.kind) {
             return Err(Error::new(ErrorKind::Unsupported, "ipc export")
                 .iface(&self.config)
@@ -43,15 +43,15 @@ impl Inner {
         let live = |record: Option<&mut super::memory::Record>| {
             record.and_then(|record| Some((record.parts.first()?.extent.clone(), record.stamp)))
         };
-        let (extent, stamp) = live(self.record_mut(&mut book, number))
+        let (extent, stamp) = live(self.record_mut(&mut state, number))
             .ok_or_else(|| Error::new(ErrorKind::BadState, "ipc export").iface(&self.config))?;
         let slot = match stamp {
             Some(slot) => slot,
-            None => book.arenas.take_stamp(&extent)?,
+            None => state.arenas.take_stamp(&extent)?,
         };
         extent.file.set_stamp(slot, allocation.id.0);
-        book.arenas.mark_exported(&extent);
-        if let Some(record) = self.record_mut(&mut book, number) {
+        state.arenas.mark_exported(&extent);
+        if let Some(record) = self.record_mut(&mut state, number) {
             record.stamp = Some(slot);
             record.exported = true;
         }
@@ -91,8 +91,8 @@ impl Inner {
         if file.stamp(slot) != body.id {
             return Err(body.gone("the owner has freed the allocation"));
         }
-        let mut book = self.book.lock();
-        let at = self.take_addresses(&mut book, len).ok_or_else(|| {
+        let mut state = self.state.lock();
+        let at = self.take_addresses(&mut state, len).ok_or_else(|| {
             Error::new(ErrorKind::OutOfResources, "ipc open")
                 .iface(&self.config)
                 .context("length", len)
@@ -100,10 +100,12 @@ impl Inner {
         let range = AddressRange::new(Address(self.window_start() + at), body.len)?;
         let parts =
             vec![Part { extent: Extent::foreign(file, body.offset, len), exportable: true }];
-        self.enter(&mut book, (range, kind, device), Origin::Opened, parts).map_err(|(error, _)| {
-            self.give_addresses(&mut book, at, len);
-            error
-        })
+        self.enter(&mut state, (range, kind, device), Origin::Opened, parts).map_err(
+            |(error, _)| {
+                self.give_addresses(&mut state, at, len);
+                error
+            },
+        )
     }
 }
 

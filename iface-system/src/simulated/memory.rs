@@ -135,9 +135,9 @@ impl Inner {
         let len = request.len.checked_next_multiple_of(self.page).unwrap_or(u64::MAX);
         let out_of_memory = || refused(ErrorKind::OutOfResources).errno(hmem_core::Errno(12));
 
-        let mut book = self.book.lock();
+        let mut state = self.state.lock();
         if let Some(DeviceId(device)) = device {
-            let used = book.used[device as usize];
+            let used = state.used[device as usize];
             if used.checked_add(len).is_none_or(|total| total > self.config.memory_per_device) {
                 return Err(out_of_memory()
                     .device(DeviceId(device))
@@ -148,31 +148,31 @@ impl Inner {
         }
         self.call(Call::ReserveAddress)?;
         let pages = len / self.page;
-        let first = book.addresses.take(pages).ok_or_else(|| {
+        let first = state.addresses.take(pages).ok_or_else(|| {
             out_of_memory()
                 .remedy("the window of addresses is used up: build the device with a larger one")
         })?;
-        let backed = self.back_memory(&mut book, request.kind, first * self.page, len);
+        let backed = self.back_memory(&mut state, request.kind, first * self.page, len);
         let parts = match backed {
             Ok(parts) => parts,
             Err(error) => {
-                book.addresses.give(first, pages);
+                state.addresses.give(first, pages);
                 return Err(error.iface(&self.config));
             }
         };
         let range =
             AddressRange::new(Address(self.window_start() + first * self.page), request.len)?;
         let shape = (range, request.kind, device);
-        let allocation = match self.enter(&mut book, shape, Origin::Allocated, parts) {
+        let allocation = match self.enter(&mut state, shape, Origin::Allocated, parts) {
             Ok(allocation) => allocation,
             Err((error, parts)) => {
-                self.unback_memory(&mut book, request.kind, first * self.page, parts);
-                book.addresses.give(first, pages);
+                self.unback_memory(&mut state, request.kind, first * self.page, parts);
+                state.addresses.give(first, pages);
                 return Err(error);
             }
         };
         if let Some(DeviceId(device)) = device {
-            book.used[device as usize] += len;
+            state.used[device as usize] += len;
         }
         Ok(allocation)
     }
@@ -181,7 +181,7 @@ impl Inner {
     /// if the CPU may access this kind of memory. Undoes everything if a step fails.
     fn back_memory(
         &self,
-        book: &mut SimulatedState,
+        state: &mut SimulatedState,
         kind: AllocationKind,
         at: u64,
         len: u64,
@@ -193,11 +193,11 @@ impl Inner {
         while done < len {
             let this = step.min(len - done);
             let taken =
-                self.call(Call::CreateMemory).and_then(|()| book.arenas.take(this, segmented));
+                self.call(Call::CreateMemory).and_then(|()| state.arenas.take(this, segmented));
             match taken {
                 Ok(extent) => parts.push(Part { extent, exportable: true }),
                 Err(error) => {
-                    self.unback_memory(book, AllocationKind::Device, at, parts);
+                    self.unback_memory(state, AllocationKind::Device, at, parts);
                     return Err(error);
                 }
             }
@@ -206,7 +206,7 @@ impl Inner {
         if kind.cpu_accessible()
             && let Err(error) = self.map_for_cpu(at, &parts)
         {
-            self.unback_memory(book, kind, at, parts);
+            self.unback_memory(state, kind, at, parts);
             return Err(error);
         }
         Ok(parts)
@@ -227,7 +227,7 @@ impl Inner {
     /// Undoes [`Inner::back_memory`], for an allocation that no lookup can find yet.
     fn unback_memory(
         &self,
-        book: &mut SimulatedState,
+        state: &mut SimulatedState,
         kind: AllocationKind,
         at: u64,
         parts: Vec<Part>,
@@ -239,7 +239,7 @@ impl Inner {
             }
         }
         for part in parts {
-            book.arenas.give(part.extent, false);
+            state.arenas.give(part.extent, false);
         }
     }
 
@@ -247,28 +247,28 @@ impl Inner {
     /// error, hands the segments back to the caller.
     pub(crate) fn enter(
         &self,
-        book: &mut SimulatedState,
+        state: &mut SimulatedState,
         (range, kind, device): (AddressRange, AllocationKind, Option<DeviceId>),
         origin: Origin,
         parts: Vec<Part>,
     ) -> Result<Allocation, (Error, Vec<Part>)> {
-        let Some(number) = book.take_number() else {
+        let Some(number) = state.take_number() else {
             let error = Error::new(ErrorKind::OutOfResources, "allocate")
                 .iface(&self.config)
                 .context("limit", MAX_ENTRIES);
             return Err((error, parts));
         };
-        let id = AllocationId(book.next_id);
-        book.next_id += 1;
+        let id = AllocationId(state.next_id);
+        state.next_id += 1;
         let allocation = Allocation { iface: self.config.kind, range, device, kind, id };
         match origin {
             Origin::Allocated => {
-                book.live += 1;
-                book.live_bytes += range.len();
+                state.live += 1;
+                state.live_bytes += range.len();
             }
-            Origin::Opened => book.opened += 1,
+            Origin::Opened => state.opened += 1,
         }
-        book.records[number as usize] = Some(Record {
+        state.records[number as usize] = Some(Record {
             allocation,
             origin,
             parts,
@@ -276,18 +276,18 @@ impl Inner {
             stamp: None,
             being_freed: false,
         });
-        self.table.publish(&mut book.writer, number, &allocation);
+        self.table.publish(&mut state.writer, number, &allocation);
         Ok(allocation)
     }
 
     /// Allocates addresses for an allocation of another process. Returns their offset in the
     /// iface's address range, in bytes.
-    pub(crate) fn take_addresses(&self, book: &mut SimulatedState, len: u64) -> Option<u64> {
-        Some(book.addresses.take(len / self.page)? * self.page)
+    pub(crate) fn take_addresses(&self, state: &mut SimulatedState, len: u64) -> Option<u64> {
+        Some(state.addresses.take(len / self.page)? * self.page)
     }
 
-    pub(crate) fn give_addresses(&self, book: &mut SimulatedState, at: u64, len: u64) {
-        book.addresses.give(at / self.page, len / self.page);
+    pub(crate) fn give_addresses(&self, state: &mut SimulatedState, at: u64, len: u64) {
+        state.addresses.give(at / self.page, len / self.page);
     }
 
     /// Frees an allocation: notifies the subscribers, removes the allocation from lookups, and then
@@ -298,12 +298,12 @@ impl Inner {
         origin: Origin,
         operation: &'static str,
     ) -> Result<()> {
-        let mut book = self.book.lock();
-        let number = self.live_number(&book, allocation, origin, operation)?;
-        if let Some(record) = &mut book.records[number as usize] {
+        let mut state = self.state.lock();
+        let number = self.live_number(&state, allocation, origin, operation)?;
+        if let Some(record) = &mut state.records[number as usize] {
             record.being_freed = true;
         }
-        drop(book);
+        drop(state);
 
         if self.config.free_detection == super::FreeDetection::Callback {
             self.subscriptions.notify(allocation.range);
@@ -323,29 +323,29 @@ impl Inner {
                 tracing::warn!(%errno, len = extent.len, "freed pages stay in memory");
             }
         }
-        let mut book = self.book.lock();
+        let mut state = self.state.lock();
         let range = allocation.range;
         let len = range.len().next_multiple_of(self.page);
-        self.give_addresses(&mut book, range.start().0 - self.window_start(), len);
+        self.give_addresses(&mut state, range.start().0 - self.window_start(), len);
         if origin == Origin::Allocated
             && let Some(DeviceId(device)) = allocation.device
         {
-            book.used[device as usize] -= len;
+            state.used[device as usize] -= len;
         }
         for part in record.parts {
-            book.arenas.give(part.extent, record.exported);
+            state.arenas.give(part.extent, record.exported);
         }
         Ok(())
     }
 
     fn remove(&self, number: u32, allocation: &Allocation) -> Result<Record> {
-        let mut book = self.book.lock();
+        let mut state = self.state.lock();
         let range = allocation.range;
         if allocation.kind.cpu_accessible() {
             let at = range.start().0 - self.window_start();
             let len = range.len().next_multiple_of(self.page) as usize;
             if let Err(errno) = self.window.place_nothing(at, len) {
-                if let Some(record) = &mut book.records[number as usize] {
+                if let Some(record) = &mut state.records[number as usize] {
                     record.being_freed = false;
                 }
                 return Err(Error::os(errno, "mmap")
@@ -353,35 +353,38 @@ impl Inner {
                     .context("allocation", range));
             }
         }
-        self.table.withdraw(&mut book.writer, number, range);
-        let record = book.records[number as usize]
+        self.table.withdraw(&mut state.writer, number, range);
+        let record = state.records[number as usize]
             .take()
             .ok_or_else(|| self.not_live(allocation, "free"))?;
-        book.free_numbers.push(number);
+        state.free_numbers.push(number);
         match record.origin {
             Origin::Allocated => {
-                book.live -= 1;
-                book.live_bytes -= range.len();
+                state.live -= 1;
+                state.live_bytes -= range.len();
             }
-            Origin::Opened => book.opened -= 1,
+            Origin::Opened => state.opened -= 1,
         }
         if let (Some(slot), Some(part)) = (record.stamp, record.parts.first()) {
-            book.arenas.give_stamp(&part.extent, slot);
+            state.arenas.give_stamp(&part.extent, slot);
         }
         Ok(record)
     }
 
-    /// Returns the number of an allocation's entry in the page table. Fails if the allocation is
-    /// not live, has another origin, or is being freed by a thread.
+    /// Returns the number of an allocation's entry in the page table.
+    ///
+    /// # Errors
+    /// InvalidArgument: the allocation is not live, has another origin, or is being freed by a
+    /// thread.
     pub(crate) fn live_number(
         &self,
-        book: &SimulatedState,
+        state: &SimulatedState,
         allocation: &Allocation,
         origin: Origin,
         operation: &'static str,
     ) -> Result<u32> {
         let number = self.table.entry_of(allocation.base());
-        let record = number.and_then(|number| book.records[number as usize].as_ref());
+        let record = number.and_then(|number| state.records[number as usize].as_ref());
         match (number, record) {
             (Some(number), Some(record))
                 if record.allocation == *allocation
@@ -407,20 +410,21 @@ impl Inner {
 
     pub(crate) fn record_mut<'a>(
         &self,
-        book: &'a mut SimulatedState,
+        state: &'a mut SimulatedState,
         number: u32,
     ) -> Option<&'a mut Record> {
-        book.records[number as usize].as_mut()
+        state.records[number as usize].as_mut()
     }
 
-    /// Returns the record of the allocation that contains all of `range`. Fails if there is none.
+    /// Returns the record of the allocation that contains all of `range`. Fails with OutOfBounds if
+    /// there is none.
     pub(crate) fn record_of<'a>(
         &self,
-        book: &'a mut SimulatedState,
+        state: &'a mut SimulatedState,
         range: AddressRange,
     ) -> Result<&'a mut Record> {
         let number = self.table.entry_of(range.start());
-        let record = number.and_then(|number| book.records[number as usize].as_mut());
+        let record = number.and_then(|number| state.records[number as usize].as_mut());
         match record {
             Some(record) if record.allocation.range.contains_range(range) => Ok(record),
             other => {
@@ -439,8 +443,8 @@ impl Inner {
     /// Returns the allocation that contains `range`, and the ranges of memory files that hold its
     /// bytes.
     pub(crate) fn pieces(&self, range: AddressRange) -> Result<(Allocation, Vec<Piece>)> {
-        let mut book = self.book.lock();
-        let record = self.record_of(&mut book, range)?;
+        let mut state = self.state.lock();
+        let record = self.record_of(&mut state, range)?;
         let pieces = record
             .parts_of(range)
             .map(|(inside, part)| Piece {
@@ -456,13 +460,13 @@ impl Inner {
 impl SegmentMap for Inner {
     fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         self.call(Call::Segments)?;
-        let mut book = self.book.lock();
+        let mut state = self.state.lock();
         let mut segments = Vec::new();
         let mut rest = range;
         loop {
             // `range` may extend over several adjacent allocations.
             let first = AddressRange::new(rest.start(), rest.len().min(1))?;
-            let record = self.record_of(&mut book, first)?;
+            let record = self.record_of(&mut state, first)?;
             let offset = rest.start().0 - record.allocation.base().0;
             let here = rest.len().min(record.allocation.range.len() - offset);
             let part = AddressRange::new(rest.start(), here)?;

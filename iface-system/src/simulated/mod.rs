@@ -89,7 +89,7 @@ struct Inner {
     subscriptions: Subscriptions,
     engine: Engine,
     udmabuf: Option<Udmabuf>,
-    book: Mutex<SimulatedState>,
+    state: Mutex<SimulatedState>,
     window: Mapping,
 }
 
@@ -120,7 +120,7 @@ impl Simulated {
 
     /// Sets the policy by which later allocations reuse freed addresses.
     pub fn set_address_reuse(&self, reuse: AddressReuse) {
-        self.inner.book.lock().set_address_reuse(reuse);
+        self.inner.state.lock().set_address_reuse(reuse);
     }
 
     /// Sets whether the segment at `address` can be exported to NICs. Only virtual allocations have

@@ -37,18 +37,18 @@ pub struct SimulatedStats {
 
 impl SimulatedStats {
     pub(super) fn of(inner: &Inner) -> Self {
-        let mut book = inner.book.lock();
-        if inner.udmabuf.is_none() && book.exports > 0 && !book.arenas.any_open_elsewhere() {
-            book.exports = 0;
+        let mut state = inner.state.lock();
+        if inner.udmabuf.is_none() && state.exports > 0 && !state.arenas.any_open_elsewhere() {
+            state.exports = 0;
         }
         Self {
-            live_allocations: book.live,
-            live_bytes: book.live_bytes,
-            opened_allocations: book.opened,
-            live_exports: book.exports,
+            live_allocations: state.live,
+            live_bytes: state.live_bytes,
+            opened_allocations: state.opened,
+            live_exports: state.exports,
             subscriptions: inner.subscriptions.count() as u64,
-            host_registrations: book.host_registered.len() as u64,
-            memory_files: book.arenas.count() as u64,
+            host_registrations: state.host_registered.len() as u64,
+            memory_files: state.arenas.count() as u64,
             copies_done: inner.copies.load(Ordering::Acquire),
             copies_pending: inner.engine.pending() as u64,
             calls: Call::ALL.iter().map(|call| inner.faults.count(*call)).collect(),

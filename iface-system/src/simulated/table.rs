@@ -136,8 +136,11 @@ impl PageTable {
         self.slot_of(address)?.checked_sub(1)
     }
 
-    /// Returns the allocation in entry `slot`, if the allocation contains `address`. The function
-    /// calls `meanwhile` between the two reads of the identity, where tests simulate other threads.
+    /// Returns the allocation in entry `slot` if the allocation contains `address`. Returns `None`
+    /// if not, if the entry is free, or if another thread changes the entry during the call.
+    ///
+    /// `meanwhile` runs after the fields were read and before they are checked. Tests change the
+    /// entry in it.
     #[inline]
     fn read(&self, slot: u32, address: Address, meanwhile: impl FnOnce()) -> Option<Allocation> {
         let entry = self.entries.get(slot as usize)?;

@@ -1,5 +1,5 @@
-//! Tests of patching: while other threads run the functions, repeatedly, and together with patches
-//! of other libraries.
+//! Tests of patching functions that other threads run, of repeated patching, and of functions that
+//! other libraries patch too.
 
 use std::{
     ptr,

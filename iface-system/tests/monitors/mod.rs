@@ -283,7 +283,8 @@ impl Blocker {
         assert_eq!(unsafe { libc::poll(&raw mut poll, 1, -1) }, 1);
     }
 
-    /// Reads the event, which unblocks the thread in `munmap`.
+    /// Reads the event of the `munmap`, which lets the blocked thread continue. Panics if no thread
+    /// is blocked.
     pub fn release(&self) {
         let mut message = [0_u64; 4];
         // SAFETY: `message` has the 32 bytes of one event.

@@ -132,12 +132,13 @@ fn kernel_copy(
     Ok(())
 }
 
-/// Fills `into` with the bytes at address `at`. Fails if an address is not readable.
+/// Fills `into` with the bytes at address `at`. Fails with BadAddress if an address is not
+/// readable.
 pub(super) fn load_host(at: u64, into: &mut [u8]) -> Result<()> {
     kernel_read(at, into.as_mut_ptr().expose_provenance() as u64, into.len() as u64)
 }
 
-/// Writes `from` to address `at`. Fails if an address is not writable.
+/// Writes `from` to address `at`. Fails with BadAddress if an address is not writable.
 pub(super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
     kernel_write(from.as_ptr().expose_provenance() as u64, at, from.len() as u64)
 }
@@ -338,8 +339,8 @@ impl AnnouncedPages {
     }
 }
 
-/// Returns the parts of a range with pages that `/proc/self/pagemap` lists as present or swapped
-/// out.
+/// Returns the pages of a range that `/proc/self/pagemap` lists as present or swapped out, each as
+/// the addresses of its start and end. Pages that lie only partly in the range are included.
 ///
 /// The result lacks the pages for which that file cannot be read. The application then has to
 /// refresh these pages.

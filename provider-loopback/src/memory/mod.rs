@@ -325,8 +325,8 @@ pub(super) struct CopyError {
 }
 
 impl CopyError {
-    /// Creates the error of a transfer that failed for another reason than the memory of its source
-    /// or target.
+    /// Creates the error of a transfer that failed for a reason other than the memory of its source
+    /// or target, or for an unknown reason.
     pub(super) fn on_the_wire(error: Error) -> Self {
         Self { part: Part::Wire, error }
     }

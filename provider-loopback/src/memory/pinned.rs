@@ -117,9 +117,9 @@ impl fmt::Debug for Pinner {
 
 /// An io_uring with a table of registered buffers and a scratch file to copy through.
 ///
-/// One lock covers both transfers and pinning, so that a transfer through the io_uring waits while
-/// it pins a long buffer. A second lock would not change that: the kernel pins under the lock of
-/// the ring that every `io_uring_enter` takes too.
+/// One lock covers both transfers and pinning, so transfers through the io_uring wait while a long
+/// buffer is pinned. Two locks would not avoid this wait: the kernel pins under a lock of its own,
+/// which each `io_uring_enter` takes too.
 ///
 /// A forked child shares the ring and the file with its parent, and so must not touch either.
 struct Ring {
@@ -223,6 +223,7 @@ impl RingState {
     ///
     /// # Errors
     /// - BadState: the ring is broken.
+    /// - Driver: the queue of the ring is full.
     /// - The error of io_uring for the request.
     /// - The error of `io_uring_enter`. The ring is broken afterwards.
     fn run(&mut self, entry: &io_uring::squeue::Entry) -> Result<u64> {

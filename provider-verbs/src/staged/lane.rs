@@ -42,7 +42,7 @@ use super::{
 };
 use crate::{
     cq::Room,
-    in_flight::{Arrival, Mail, RequestOwner, Token},
+    in_flight::{Arrival, LaneUpdates, RequestOwner, Token},
     post::{Poster, takes_receive},
     queue::{CqState, Queues},
     ready::Ready,
@@ -66,16 +66,16 @@ struct Lane {
     next: AtomicU64,
     /// Results of posted requests, which the [`Poster`] writes. A thread that holds this lock takes
     /// no other lock.
-    mail: Arc<Mutex<Mail>>,
+    updates: Arc<Mutex<LaneUpdates>>,
 }
 
 impl Lane {
-    fn new(mail: &Arc<Mutex<Mail>>) -> Self {
+    fn new(updates: &Arc<Mutex<LaneUpdates>>) -> Self {
         Self {
             busy: AtomicUsize::new(0),
             entries: Mutex::default(),
             next: AtomicU64::new(0),
-            mail: Arc::clone(mail),
+            updates: Arc::clone(updates),
         }
     }
 
@@ -83,12 +83,12 @@ impl Lane {
         self.busy.load(Ordering::Acquire) > 0
     }
 
-    /// Applies the results and the cancellation in `mail` to the lane's requests. Returns whether
-    /// `mail` held any.
-    fn take_mail(&self, entries: &mut VecDeque<Entry>) -> bool {
+    /// Applies the results and the cancellation in `self.updates` to the lane's requests, and
+    /// clears them. Returns true if there were any.
+    fn take_updates(&self, entries: &mut VecDeque<Entry>) -> bool {
         let (ended, canceled_before) = {
-            let mut mail = self.mail.lock();
-            (std::mem::take(&mut mail.ended), std::mem::take(&mut mail.canceled_before))
+            let mut updates = self.updates.lock();
+            (std::mem::take(&mut updates.ended), std::mem::take(&mut updates.canceled_before))
         };
         for entry in entries.iter_mut().filter(|entry| entry.number < canceled_before) {
             entry.cancel();
@@ -109,8 +109,8 @@ impl Lanes {
             poster: Arc::clone(poster),
             queues: queues.clone(),
             active: Arc::clone(active),
-            send: Lane::new(poster.mail(CompletionKind::Send)),
-            receive: Lane::new(poster.mail(CompletionKind::Receive)),
+            send: Lane::new(poster.updates(CompletionKind::Send)),
+            receive: Lane::new(poster.updates(CompletionKind::Receive)),
         }
     }
 
@@ -126,7 +126,7 @@ impl Lanes {
     /// already processes still complete.
     pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
-            lane.mail.lock().canceled_before = lane.next.load(Ordering::Acquire);
+            lane.updates.lock().canceled_before = lane.next.load(Ordering::Acquire);
         }
         self.queues.ring();
     }
@@ -238,7 +238,7 @@ impl Lanes {
     /// Advances the requests of a lane as far as possible without waiting. Returns whether a
     /// request changed.
     fn advance(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
-        let mut progressed = lane.take_mail(entries);
+        let mut progressed = lane.take_updates(entries);
         let (mut may_begin, mut may_post, mut failed) = (true, true, false);
         let mut behind_message = self.poster.lock().requests.has_messages();
         for entry in entries.iter_mut() {
@@ -329,7 +329,7 @@ impl Lanes {
     pub(crate) fn shut(&self) {
         for lane in [&self.send, &self.receive] {
             let mut entries = lane.entries.lock();
-            lane.take_mail(&mut entries);
+            lane.take_updates(&mut entries);
             for entry in entries.iter_mut() {
                 entry.cancel();
                 if let Task::Staged(transfer) = &mut entry.task {

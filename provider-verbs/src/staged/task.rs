@@ -150,7 +150,10 @@ impl Task {
 }
 
 /// Splits the local list of a request into runs of staged memory and segments of other memory.
-/// Fails if a region lacks `right`, or if a segment is not inside its region.
+///
+/// # Errors
+/// - The errors of [`Regions::local`](crate::region::Regions::local).
+/// - OutOfBounds: a segment is not inside its staged region.
 fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>) -> Result<Lists> {
     let mut lists = Lists::default();
     for segment in request.local {

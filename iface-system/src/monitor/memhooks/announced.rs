@@ -43,7 +43,7 @@ const ANNOUNCED: u64 = 2;
 /// A slot for one announced call.
 #[derive(Debug)]
 struct Call {
-    /// `PHASES * uses + phase`: how often this slot was used, and its phase.
+    /// The number of uses of this slot, and its current phase: `PHASES * uses + phase`.
     word: AtomicU64,
     start: AtomicU64,
     end: AtomicU64,

@@ -118,9 +118,11 @@ fn matters(address: usize, lens: [usize; 2]) -> Option<u64> {
     largest(address).filter(|huge| lens.iter().any(|len| !(*len as u64).is_multiple_of(*huge)))
 }
 
-/// Returns the size of the huge pages that a call of `mmap` with these arguments uses, if any. The
-/// kernel rounds the length up to that size. If the size is unknown, returns the largest that
-/// `address` is aligned to. Returns `None` if rounding would not change `len`.
+/// Returns the size of the huge pages to which the kernel rounds up `len` in a call of `mmap` with
+/// these arguments. Returns `None` if the call maps no huge pages, or if rounding does not change
+/// `len`. If the size is unknown, returns the largest one that `address` is aligned to.
+///
+/// The flags of an anonymous mapping must include MAP_HUGETLB.
 #[cold]
 fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u64> {
     let fitting = matters(address, [len; 2])?;
@@ -141,9 +143,9 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
     (status.f_type == libc::HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
 }
 
-/// Returns the size of the huge pages that are mapped at `address`, if any. If the size is unknown,
-/// returns the largest that `address` is aligned to. Returns `None` if rounding to huge pages would
-/// not change `lens`.
+/// Returns the size of the huge pages that are mapped at `address`. Returns `None` if there are no
+/// huge pages, or if rounding to their size does not change `lens`. If the size is unknown, returns
+/// the largest one that `address` is aligned to.
 #[cold]
 fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
     let fitting = matters(address, lens)?;

@@ -61,7 +61,8 @@ pub(super) struct Budget {
     own: usize,
     /// The number of newly watched ranges after which the process's mappings are counted again.
     until_count: usize,
-    /// True if the process was near the kernel's limit at the last count.
+    /// True if the last count found that the process had few mappings left, or if the kernel has
+    /// refused a mapping since.
     crowded: bool,
 }
 
@@ -95,9 +96,12 @@ impl Budget {
         self.limit / SHARE / 2
     }
 
-    /// Reserves mappings, so that this monitor may watch `own` separate ranges in total. Fails if
-    /// the process's monitors would then exceed their share, or if the process has few mappings
-    /// left.
+    /// Reserves mappings, so that this monitor may watch `own` separate ranges in total. Always
+    /// succeeds if it watches as many ranges already.
+    ///
+    /// # Errors
+    /// - [`Beyond::Share`]: the process's monitors would exceed their share.
+    /// - [`Beyond::Process`]: the process has few mappings left.
     ///
     /// The caller then asks the kernel to watch the ranges. After that, or if this method has
     /// failed, the caller passes the real number of watched ranges to [`Budget::set_watched`].

@@ -86,7 +86,7 @@ const NAME: MonitorName = MonitorName {
 pub struct UserFaultFd {
     watched: Arc<Watched>,
     thread: Option<JoinHandle<()>>,
-    book: Mutex<UffdSubscriptions>,
+    subscriptions: Mutex<UffdSubscriptions>,
     maps: Maps,
     discards: Mutex<Discards>,
     /// True if `discards` may contain pending discards.
@@ -102,7 +102,7 @@ pub struct UserFaultFd {
 #[derive(Debug)]
 struct UffdSubscriptions {
     next: u64,
-    subscriptions: HashMap<u64, (Range<u64>, u8)>,
+    by_id: HashMap<u64, (Range<u64>, u8)>,
     counted: Counted,
     budget: Budget,
 }
@@ -127,12 +127,12 @@ impl UserFaultFd {
         let budget = Budget::new()?;
         let thread = Some(thread::start(&watched)?);
         let (limit, most) = (budget.limit(), budget.ranges());
-        let (subscriptions, counted) = (HashMap::new(), Counted::default());
-        let book = Mutex::new(UffdSubscriptions { next: 0, subscriptions, counted, budget });
+        let (by_id, counted) = (HashMap::new(), Counted::default());
+        let subscriptions = Mutex::new(UffdSubscriptions { next: 0, by_id, counted, budget });
         Ok(Arc::new(Self {
             watched,
             thread,
-            book,
+            subscriptions,
             maps: Maps::default(),
             discards: Mutex::default(),
             discarding: AtomicBool::new(false),
@@ -169,17 +169,17 @@ impl UserFaultFd {
         )
     }
 
-    /// Tells this monitor that memhooks also notify all of its subscribers. From then on, discards
-    /// by hooked calls do not make ranges uncacheable, since the hooks notify before and after the
+    /// Records that memhooks also notify all subscribers of this monitor. From then on, discards by
+    /// hooked calls do not make ranges uncacheable, since the hooks notify before and after each
     /// call.
-    pub(super) fn beneath_hooks(&self) {
+    pub(super) fn set_beneath_hooks(&self) {
         self.watched.beneath_hooks.store(true, Ordering::Relaxed);
     }
 
     /// Returns the current number of subscriptions, which is 0 in a forked child.
     #[must_use]
     pub fn subscriptions(&self) -> usize {
-        if self.is_own_process() { self.book.lock().subscriptions.len() } else { 0 }
+        if self.is_own_process() { self.subscriptions.lock().by_id.len() } else { 0 }
     }
 
     fn is_own_process(&self) -> bool {
@@ -216,11 +216,11 @@ impl UserFaultFd {
         if pages.end - pages.start > page {
             sys::touch(pages.end - page);
         }
-        let mut book = self.book.lock();
+        let mut subscriptions = self.subscriptions.lock();
         // The range is registered even if it counts as watched already, since new memory may have
         // been mapped there meanwhile. A second registration of the same memory changes nothing.
-        if let Err(unwatched) = self.register(&mut book, &pages) {
-            drop(book);
+        if let Err(unwatched) = self.register(&mut subscriptions, &pages) {
+            drop(subscriptions);
             self.watched.subscribers.remove(slot);
             // The kernel watches only whole huge pages, and the caller may not know that the pages
             // are huge.
@@ -233,44 +233,48 @@ impl UserFaultFd {
             }
             return Err(self.explained(range, unwatched));
         }
-        book.next += 1;
-        let id = book.next;
-        book.subscriptions.insert(id, (pages, slot));
-        self.forget_moved(&book.counted);
+        subscriptions.next += 1;
+        let id = subscriptions.next;
+        subscriptions.by_id.insert(id, (pages, slot));
+        self.forget_moved(&subscriptions.counted);
         Ok(Subscription(id))
     }
 
     /// Counts a subscription of the address range `pages`, and asks the kernel to watch it, if the
     /// budget allows that. On an error, the subscription is not counted.
-    fn register(&self, book: &mut UffdSubscriptions, pages: &Range<u64>) -> Result<(), Unwatched> {
-        book.counted.add(pages.clone());
-        let allowed = book.budget.reserve(book.counted.apart());
+    fn register(
+        &self,
+        subscriptions: &mut UffdSubscriptions,
+        pages: &Range<u64>,
+    ) -> Result<(), Unwatched> {
+        subscriptions.counted.add(pages.clone());
+        let allowed = subscriptions.budget.reserve(subscriptions.counted.apart());
         let watched = allowed.map_err(Unwatched::Beyond).and_then(|()| {
             let len = pages.end - pages.start;
             sys::register(&self.watched.events, pages.start, len).map_err(Unwatched::Refused)
         });
         if let Err(unwatched) = watched {
-            let gone = book.counted.remove(pages.clone());
+            let gone = subscriptions.counted.remove(pages.clone());
             match unwatched {
                 Unwatched::Refused(errno) => {
                     self.unregister(&gone);
                     if errno == Errno::NOMEM {
-                        book.budget.refused();
+                        subscriptions.budget.refused();
                     }
                 }
                 Unwatched::Beyond(_) => _ = self.beyond_budget.fetch_add(1, Ordering::Relaxed),
             }
         }
-        book.budget.set_watched(book.counted.apart());
+        subscriptions.budget.set_watched(subscriptions.counted.apart());
         watched
     }
 
-    /// Fails while a discard of pages of `range` may be in progress. The caller must subscribe
-    /// first, so that later discards notify the caller's invalidator.
+    /// Checks that no thread is discarding pages of `range`. The caller must subscribe first, so
+    /// that later discards notify the caller's invalidator.
     ///
     /// # Errors
     /// Busy: a call that discards pages of `range` may not have returned yet.
-    pub(super) fn settled(&self, range: AddressRange) -> Result<()> {
+    pub(super) fn check_settled(&self, range: AddressRange) -> Result<()> {
         let shared = self.watched.subscribers.shared();
         if shared.no_discards() && !self.discarding.load(Ordering::Acquire) {
             return Ok(());
@@ -325,7 +329,7 @@ impl UserFaultFd {
         }
     }
 
-    /// Asks the kernel to stop watching ranges. The caller holds the lock `self.book`.
+    /// Asks the kernel to stop watching ranges. The caller holds the lock `self.subscriptions`.
     fn unregister(&self, unwatched: &[Range<u64>]) {
         for range in unwatched {
             match sys::unregister(&self.watched.events, range.start, range.end - range.start) {
@@ -354,13 +358,13 @@ impl UserFaultFd {
     /// Closing the userfaultfd is not enough: a forked child may have it open too. A thread that
     /// unmaps would then wait for a reader that no longer exists.
     fn quiesce(&self) {
-        let mut book = self.book.lock();
-        self.forget_moved(&book.counted);
+        let mut subscriptions = self.subscriptions.lock();
+        self.forget_moved(&subscriptions.counted);
         // Before Linux 6.15, unregistering a range also ends the watches of other userfaultfds on
         // it. So this unregisters only ranges with a subscription, not all mappings.
-        self.unregister(&book.counted.all());
-        book.budget.set_watched(0);
-        drop(book);
+        self.unregister(&subscriptions.counted.all());
+        subscriptions.budget.set_watched(0);
+        drop(subscriptions);
         while self.watched.subscribers.shared().failure().is_none()
             && sys::changes_under_way(&self.watched.events)
         {
@@ -467,7 +471,7 @@ impl Monitor for UserFaultFd {
                 tracing::warn!(%error, "memory beyond the monitor's budget is not cached");
             }
         })?;
-        self.settled(range).inspect_err(|_| self.unsubscribe(subscription))?;
+        self.check_settled(range).inspect_err(|_| self.unsubscribe(subscription))?;
         Ok(subscription)
     }
 
@@ -475,14 +479,14 @@ impl Monitor for UserFaultFd {
         if !self.is_own_process() {
             return;
         }
-        let mut book = self.book.lock();
-        let Some((pages, slot)) = book.subscriptions.remove(&subscription.0) else { return };
-        let unwatched = book.counted.remove(pages);
+        let mut subscriptions = self.subscriptions.lock();
+        let Some((pages, slot)) = subscriptions.by_id.remove(&subscription.0) else { return };
+        let unwatched = subscriptions.counted.remove(pages);
         self.unregister(&unwatched);
-        let UffdSubscriptions { counted, budget, .. } = &mut *book;
+        let UffdSubscriptions { counted, budget, .. } = &mut *subscriptions;
         budget.set_watched(counted.apart());
-        self.forget_moved(&book.counted);
-        drop(book);
+        self.forget_moved(&subscriptions.counted);
+        drop(subscriptions);
         self.watched.subscribers.remove(slot);
     }
 
@@ -509,7 +513,7 @@ impl Drop for UserFaultFd {
             tracing::error!("the userfaultfd monitor's thread has panicked");
         }
         let slots: Vec<_> =
-            self.book.get_mut().subscriptions.drain().map(|(_, (_, slot))| slot).collect();
+            self.subscriptions.get_mut().by_id.drain().map(|(_, (_, slot))| slot).collect();
         for slot in slots {
             self.watched.subscribers.remove(slot);
         }

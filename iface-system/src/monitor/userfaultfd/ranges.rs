@@ -124,39 +124,40 @@ mod tests {
 
     proptest! {
         #[test]
-        fn counts_are_those_of_a_page_by_page_book(
+        fn counts_equal_a_naive_count_per_page(
             changes in prop::collection::vec(
                 (any::<bool>(), 0..PAGES, 1..16_u64, any::<prop::sample::Index>()),
                 1..60,
             )
         ) {
             let mut counted = Counted::default();
-            let mut book = vec![0_u32; PAGES as usize];
+            let mut naive = vec![0_u32; PAGES as usize];
             let mut live = Vec::new();
             for (add, start, len, which) in changes {
                 if add || live.is_empty() {
                     let range = start..(start + len).min(PAGES);
                     counted.add(range.clone());
-                    range.clone().for_each(|page| book[page as usize] += 1);
+                    range.clone().for_each(|page| naive[page as usize] += 1);
                     live.push(range);
                 } else {
                     let range = live.swap_remove(which.index(live.len()));
                     let mut unwatched = Vec::new();
                     for page in range.clone() {
-                        book[page as usize] -= 1;
-                        if book[page as usize] == 0 {
+                        naive[page as usize] -= 1;
+                        if naive[page as usize] == 0 {
                             unwatched.push(page);
                         }
                     }
                     let removed: Vec<u64> = counted.remove(range).into_iter().flatten().collect();
                     prop_assert_eq!(removed, unwatched);
                 }
-                prop_assert_eq!(watched(&counted), book.clone());
-                let begins = |page: &usize| book[*page] > 0 && (*page == 0 || book[*page - 1] == 0);
+                prop_assert_eq!(watched(&counted), naive.clone());
+                let begins =
+                    |page: &usize| naive[*page] > 0 && (*page == 0 || naive[*page - 1] == 0);
                 prop_assert_eq!(counted.apart(), (0..PAGES as usize).filter(begins).count());
                 let gaps: Vec<u64> = counted.gaps(3..PAGES - 2).into_iter().flatten().collect();
                 let free: Vec<u64> =
-                    (3..PAGES - 2).filter(|page| book[*page as usize] == 0).collect();
+                    (3..PAGES - 2).filter(|page| naive[*page as usize] == 0).collect();
                 prop_assert_eq!(gaps, free);
             }
             for range in live {

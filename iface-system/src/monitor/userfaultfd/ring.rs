@@ -28,8 +28,8 @@ impl<const N: usize> Ring<N> {
         true
     }
 
-    /// Removes and returns the oldest range, or returns `None` if the queue is empty. All callers
-    /// must hold the same lock.
+    /// Removes the oldest range and returns its start and length in bytes. Returns `None` if the
+    /// queue is empty. All callers must hold the same lock.
     pub(super) fn take(&self) -> Option<(u64, u64)> {
         let taken = self.taken.load(Ordering::Relaxed);
         if self.is_empty() {

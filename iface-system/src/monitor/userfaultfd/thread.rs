@@ -46,7 +46,8 @@ pub(super) struct UffdState {
     /// monitor resets the flag when it empties the queue.
     lost_discards: AtomicBool,
     /// The ranges to which `mremap` has moved watched memory, until another thread stops watching
-    /// them. The kernel itself continues to watch moved memory.
+    /// them. The kernel itself continues to watch moved memory. If the queue is full, the kernel
+    /// watches further ranges for as long as they are mapped.
     pub(super) moved: Ring<MOVED>,
     /// The ranges of reported discards ([`EVENT_REMOVE`]), without those of announced calls. The
     /// `madvise` call that caused an event may still be in progress.
@@ -72,7 +73,8 @@ impl UffdState {
         }
     }
 
-    /// Returns true if the queue `discarded` is empty and lost no discard.
+    /// Returns true if the queue `discarded` is empty, and has lost no discard since it was last
+    /// emptied.
     pub(super) fn no_discards(&self) -> bool {
         self.discarded.is_empty() && !self.lost_discards.load(Ordering::Acquire)
     }
