@@ -285,22 +285,24 @@ impl WindowRule {
             Self::SameDomain => (
                 "same-domain",
                 Kind::InvalidArgument,
-                "use a window, a region and an endpoint of one domain (C10-72)",
+                "use a window, a region and an endpoint of one domain (InfiniBand C10-72)",
             ),
             Self::RegionAllowsWindows => (
                 "region-allows-windows",
                 Kind::AccessDenied,
-                "register the region with Access::MW_BIND (C10-73)",
+                "register the region with Access::MW_BIND (InfiniBand C10-73)",
             ),
             Self::WritesNeedLocalWrite => (
                 "writes-need-local-write",
                 Kind::AccessDenied,
                 "register the region with a right by which the NIC writes, such as RECV: the grant \
-                 or window lets peers write (C10-74, InfiniBand 10.6.7.2.2)",
+                 or window lets peers write (InfiniBand C10-74, 10.6.7.2.2)",
             ),
-            Self::InsideRegion => {
-                ("inside-region", Kind::OutOfBounds, "grant or bind bytes in the region (C10-75)")
-            }
+            Self::InsideRegion => (
+                "inside-region",
+                Kind::OutOfBounds,
+                "grant or bind bytes in the region (InfiniBand C10-75)",
+            ),
             Self::RemoteRightsOnly => (
                 "remote-rights-only",
                 Kind::BadAccess,
