@@ -275,12 +275,13 @@ impl WindowRule {
             Self::Type1IsVirtual => (
                 "type-1-is-virtual",
                 Kind::InvalidArgument,
-                "bind a type 1 window with virtual addresses (o10-36.2.2)",
+                "bind a type 1 window with virtual addresses (InfiniBand o10-36.2.2)",
             ),
             Self::OwnQueuePair => (
                 "own-queue-pair",
                 Kind::AccessDenied,
-                "access and invalidate a type 2 window through the endpoint that bound it",
+                "address accesses to the endpoint that bound the type 2 window, and invalidate it \
+                 there",
             ),
             Self::SameDomain => (
                 "same-domain",
