@@ -240,13 +240,14 @@ impl WindowRule {
             Self::BindsWhenFree => (
                 "binds-when-free",
                 Kind::BadState,
-                "invalidate the key of a type 2 window before binding it again (o10-37.2.30)",
+                "invalidate the key of a type 2 window before binding it again \
+                 (InfiniBand o10-37.2.30)",
             ),
             Self::Type2HasLength => (
                 "type-2-has-length",
                 Kind::ZeroLength,
                 "bind at least one byte, or invalidate the key to unbind a type 2 window \
-                 (o10-37.2.40)",
+                 (InfiniBand o10-37.2.40)",
             ),
             Self::UnbindsWhenBound => {
                 ("unbinds-when-bound", Kind::BadState, "unbind a window only while it is bound")
@@ -255,7 +256,7 @@ impl WindowRule {
                 "type-1-is-not-invalidated",
                 Kind::BadState,
                 "unbind a type 1 window, or bind it again, to end its key: only type 2 windows are \
-                 invalidated (o10-37.2.26)",
+                 invalidated (InfiniBand o10-37.2.26)",
             ),
             Self::AccessNeedsBinding => (
                 "access-needs-binding",
