@@ -457,7 +457,7 @@ impl Builder {
 
     /// Sets a monitor that the application supplies for host memory, such as
     /// [`ImportMonitor`](hmem_iface_system::monitor::ImportMonitor). Overrides `FI_MR_CACHE_MONITOR`.
-    /// The later call of this method and [`Builder::cache_monitor`] decides.
+    /// If [`Builder::cache_monitor`] is called too, the last of the two calls takes effect.
     #[must_use]
     pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
         self.cache_monitor = Some(CacheMonitor::Imported(monitor));

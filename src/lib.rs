@@ -42,6 +42,10 @@
 //! - Operation: [errors and explain](guide::errors), [testing without hardware](guide::testing),
 //!   [containers](guide::containers), [porting from libibverbs and libfabric](guide::porting).
 //!
+//! Examples on the pages of single items import from the crate that defines the item. Applications
+//! depend on `hmem` alone, and write `hmem` for `hmem_core`, `hmem::loopback` for
+//! `hmem_provider_loopback`, and so on. Ids such as KEY-02 are entries of `docs/requirements.md`.
+//!
 //! # Types to know
 //!
 //! - [`Hmem`]: the ifaces, the providers and the path decision of an application.

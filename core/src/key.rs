@@ -223,8 +223,8 @@ impl RemoteKey {
         Err(Error::new(ErrorKind::OutOfBounds, operation)
             .context("offset", offset)
             .context("length", len)
-            .context("key", total)
-            .remedy("name bytes of the key"))
+            .context("region", total)
+            .remedy("pass an offset and a length inside the region"))
     }
 
     /// Returns the bytes to send to a peer.

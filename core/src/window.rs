@@ -240,13 +240,14 @@ impl WindowRule {
             Self::BindsWhenFree => (
                 "binds-when-free",
                 Kind::BadState,
-                "invalidate the key of a type 2 window before binding it again (o10-37.2.30)",
+                "invalidate the key of a type 2 window before binding it again \
+                 (InfiniBand o10-37.2.30)",
             ),
             Self::Type2HasLength => (
                 "type-2-has-length",
                 Kind::ZeroLength,
                 "bind at least one byte, or invalidate the key to unbind a type 2 window \
-                 (o10-37.2.40)",
+                 (InfiniBand o10-37.2.40)",
             ),
             Self::UnbindsWhenBound => {
                 ("unbinds-when-bound", Kind::BadState, "unbind a window only while it is bound")
@@ -255,7 +256,7 @@ impl WindowRule {
                 "type-1-is-not-invalidated",
                 Kind::BadState,
                 "unbind a type 1 window, or bind it again, to end its key: only type 2 windows are \
-                 invalidated (o10-37.2.26)",
+                 invalidated (InfiniBand o10-37.2.26)",
             ),
             Self::AccessNeedsBinding => (
                 "access-needs-binding",
@@ -275,32 +276,35 @@ impl WindowRule {
             Self::Type1IsVirtual => (
                 "type-1-is-virtual",
                 Kind::InvalidArgument,
-                "bind a type 1 window with virtual addresses (o10-36.2.2)",
+                "bind a type 1 window with virtual addresses (InfiniBand o10-36.2.2)",
             ),
             Self::OwnQueuePair => (
                 "own-queue-pair",
                 Kind::AccessDenied,
-                "access and invalidate a type 2 window through the endpoint that bound it",
+                "address accesses to the endpoint that bound the type 2 window, and invalidate it \
+                 there",
             ),
             Self::SameDomain => (
                 "same-domain",
                 Kind::InvalidArgument,
-                "use a window, a region and an endpoint of one domain (C10-72)",
+                "use a window, a region and an endpoint of one domain (InfiniBand C10-72)",
             ),
             Self::RegionAllowsWindows => (
                 "region-allows-windows",
                 Kind::AccessDenied,
-                "register the region with Access::MW_BIND (C10-73)",
+                "register the region with Access::MW_BIND (InfiniBand C10-73)",
             ),
             Self::WritesNeedLocalWrite => (
                 "writes-need-local-write",
                 Kind::AccessDenied,
                 "register the region with a right by which the NIC writes, such as RECV: the grant \
-                 or window lets peers write (C10-74, InfiniBand 10.6.7.2.2)",
+                 or window lets peers write (InfiniBand C10-74, 10.6.7.2.2)",
             ),
-            Self::InsideRegion => {
-                ("inside-region", Kind::OutOfBounds, "grant or bind bytes in the region (C10-75)")
-            }
+            Self::InsideRegion => (
+                "inside-region",
+                Kind::OutOfBounds,
+                "grant or bind bytes in the region (InfiniBand C10-75)",
+            ),
             Self::RemoteRightsOnly => (
                 "remote-rights-only",
                 Kind::BadAccess,

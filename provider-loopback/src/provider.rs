@@ -17,7 +17,11 @@ use super::{
     nic::Nic,
 };
 
-/// A fabric of software NICs. Endpoints of all its domains can connect by name.
+/// A fabric of software NICs.
+///
+/// Endpoints of all its domains can reach each other by name. Clones are the same fabric. Every
+/// call of [`Builder::build`] creates a new fabric, and endpoints of different fabrics cannot reach
+/// each other.
 #[derive(Clone, Debug)]
 pub struct Loopback {
     fabric: Arc<Fabric>,

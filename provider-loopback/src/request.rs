@@ -267,7 +267,9 @@ fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePa
     if segments.is_empty() || total != len {
         return Err(invalid(
             "pass local and remote lists of the same total length, and at least one remote segment",
-        ));
+        )
+        .context("local", len)
+        .context("remote", total));
     }
     Ok(parts)
 }

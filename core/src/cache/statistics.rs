@@ -1,6 +1,6 @@
 //! Statistics of a cache, and a list of its entries.
 
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, fmt, time::Duration};
 
 use super::{
     backend::CacheBackend,
@@ -38,7 +38,7 @@ pub struct CacheStatistics {
     pub evictions: u64,
     /// The number of entries that a larger, merged entry replaced.
     pub merged: u64,
-    invalidations: [u64; InvalidationCause::ALL.len()],
+    invalidations: ByCause,
     /// The number of entries that are registered or being registered. Invalidated entries do not
     /// count.
     pub entries: usize,
@@ -57,18 +57,29 @@ pub struct CacheStatistics {
     pub deregister_failed: usize,
 }
 
+/// The number of entries invalidated by each cause. `Debug` names the causes that occurred.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct ByCause([u64; InvalidationCause::ALL.len()]);
+
+impl fmt::Debug for ByCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let counts = InvalidationCause::ALL.iter().map(|cause| (cause, self.0[*cause as usize]));
+        f.debug_map().entries(counts.filter(|&(_, count)| count > 0)).finish()
+    }
+}
+
 impl CacheStatistics {
     /// Returns the number of entries invalidated by `cause`, including those whose registration
     /// failed afterwards.
     #[must_use]
     pub fn invalidations(&self, cause: InvalidationCause) -> u64 {
-        self.invalidations[cause as usize]
+        self.invalidations.0[cause as usize]
     }
 
     /// Returns the number of entries invalidated by any cause. Merged entries do not count.
     #[must_use]
     pub fn all_invalidations(&self) -> u64 {
-        self.invalidations.iter().sum()
+        self.invalidations.0.iter().sum()
     }
 }
 
@@ -112,7 +123,7 @@ impl<S: CacheBackend> CacheCore<S> {
             failures,
             evictions: reclaim.eviction.evictions,
             merged: read(&counters.merged),
-            invalidations: std::array::from_fn(|cause| read(&counters.invalidations[cause])),
+            invalidations: ByCause(std::array::from_fn(|at| read(&counters.invalidations[at]))),
             entries: locked.index.count,
             bytes: locked.index.bytes,
             leases: users.values().sum(),

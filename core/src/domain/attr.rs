@@ -16,17 +16,18 @@ use crate::{
 pub struct DomainAttr {
     /// The NIC's name. `None` means the provider's first NIC.
     pub nic: Option<String>,
-    /// The mr_mode bits that the application offers to the provider.
+    /// The mr_mode bits that the application offers to the provider. Default: LOCAL, VIRT_ADDR,
+    /// ALLOCATED, PROV_KEY and HMEM. The domain uses those that the provider needs.
     pub mr_mode: MrMode,
     /// True if the application uses device memory (`FI_HMEM`). Otherwise [`MrAttr::iface`] is
-    /// ignored.
+    /// ignored. Default: true.
     pub hmem: bool,
     /// The authorization key of regions and endpoints that do not have their own.
     pub auth_key: AuthKey,
     /// The settings of the registration cache ([`Domain::cache`](crate::Domain::cache)). `None`
-    /// means no cache.
+    /// means no cache, and is the default.
     pub cache: Option<CacheAttr>,
-    /// The policy for direct access to device memory.
+    /// The policy for direct access to device memory. Default: [`P2pPolicy::Enabled`].
     pub p2p: P2pPolicy,
     /// The size and number of staging buffers, for device memory that the NIC cannot reach.
     pub staging: StagingAttr,

@@ -369,6 +369,7 @@ impl RegionSlice {
                 .context("offset", offset)
                 .context("length", len)
                 .context("region", within)
+                .remedy("pass an offset and a length inside the region")
         })?;
         let segment = LocalSegment { address: range.start(), len, desc: Some(region.desc()?) };
         Ok(Self { segment, access: region.access() })

@@ -42,7 +42,7 @@ pub enum GrantKind {
 /// let grant = region.grant(client, 4096..8192, Access::REMOTE_READ)?;
 /// send(grant.key()?.to_bytes());
 /// // ... the client reads, and sends a message when it has finished
-/// grant.revoke().map_err(|rejected| rejected.error)?;
+/// grant.revoke()?;
 /// # Ok(()) }
 /// ```
 pub struct Grant {

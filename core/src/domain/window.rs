@@ -52,8 +52,35 @@ struct Type1State {
 
 /// A type 2 window, which is bound and invalidated by posted requests, with the caller's tag.
 ///
-/// A bound window keeps its region registered, and the region cannot be closed. There is no bind by
-/// a call:
+/// A bound window keeps its region registered, and the region cannot be closed.
+///
+/// ```
+/// use hmem_core::{
+///     Access, Addressing, Domain, Endpoint, MemoryRegion, RemoteKey, Result, Type2Bind, Type2Kind,
+/// };
+///
+/// /// Lets the peer of `endpoint` read a page until `peer_done` returns. The region has the right
+/// /// `MW_BIND`, and `next` waits for the next completion of the endpoint.
+/// fn lend(
+///     domain: &Domain,
+///     region: &MemoryRegion,
+///     endpoint: &Endpoint,
+///     next: impl Fn() -> Result<u64>,
+///     peer_done: impl Fn(RemoteKey),
+/// ) -> Result<()> {
+///     let window = domain.alloc_type_2_window(Type2Kind::B)?;
+///     let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
+///     let bind = Type2Bind { region, offset: 0, len: 4096, access, addressing, tag: 1 };
+///     let key = window.post_bind(endpoint, &bind, 1)?;
+///     next()?; // the key is valid now
+///     peer_done(key);
+///     window.post_invalidate(endpoint, 2)?;
+///     next()?; // the key is dead now
+///     Ok(())
+/// }
+/// ```
+///
+/// There is no bind by a call:
 ///
 /// ```compile_fail,E0599
 /// # use hmem_core::{Access, MemoryRegion, Type2Window};
