@@ -8,7 +8,7 @@ use std::{
 
 use hmem::{Error, ErrorKind, IfaceKind, p2p::path::ProbableCause};
 
-use crate::table::Style;
+use crate::table::{Style, stderr_columns};
 
 /// An error in the form for text output: a headline, the causes without repetition, and a remedy.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -263,13 +263,34 @@ pub fn unknown_device(iface: &str, device: u32, known: &[String]) -> Problem {
 
 /// Prints the problem on stderr. A failed write is ignored.
 pub fn print_on_stderr(problem: &Problem) {
-    // An error of stderr cannot be reported anywhere.
-    let _ = problem.print(&mut io::stderr().lock());
+    let mut text = Vec::new();
+    // Writing to a vector does not fail.
+    let _ = problem.print(&mut text);
+    lines_on_stderr(&String::from_utf8_lossy(&text));
 }
 
 /// Prints a line on stderr. A failed write is ignored; `eprintln` would panic.
 pub(crate) fn line_on_stderr(line: impl fmt::Display) {
-    let _ = writeln!(io::stderr(), "{line}");
+    lines_on_stderr(&line.to_string());
+}
+
+/// Prints lines on stderr, which are wrapped if stderr is a terminal. A failed write is ignored.
+fn lines_on_stderr(text: &str) {
+    let mut out = io::stderr().lock();
+    // An error of stderr cannot be reported anywhere.
+    let _ = match stderr_columns() {
+        Some(width) => print_wrapped(&mut out, text, width),
+        None => writeln!(out, "{}", text.trim_end()),
+    };
+}
+
+/// Prints lines that are wrapped to `width` columns. Continuation lines are indented by two columns
+/// more than their line.
+fn print_wrapped(out: &mut dyn Write, text: &str, width: usize) -> io::Result<()> {
+    text.lines().try_for_each(|line| {
+        let (indent, content) = line.split_at(line.len() - line.trim_start().len());
+        Style::of_width(width).indented(out, [indent, &format!("{indent}  ")], content)
+    })
 }
 
 #[cfg(test)]
@@ -293,6 +314,14 @@ mod tests {
              cause: no such file\n  remedy: install\n  details: library=libx.so\n"
         );
         assert_eq!(Problem::from(&error).to_string(), error.to_string());
+    }
+
+    #[test]
+    fn wrapped_lines_keep_their_indentation() {
+        let mut out = Vec::new();
+        print_wrapped(&mut out, "error: no NIC\n  remedy: install the library\n", 20).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert_eq!(text, "error: no NIC\n  remedy: install\n    the library\n");
     }
 
     #[test]
