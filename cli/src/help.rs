@@ -61,8 +61,8 @@ const SECTIONS: [(&str, &[Section]); 8] = [
                     ),
                     (
                         "FI_MR_CACHE_MONITOR",
-                        "how caches detect freed host memory: auto, memhooks, userfaultfd, import \
-                         or disabled (no caching)",
+                        "how caches detect freed host memory: auto, memhooks, userfaultfd or \
+                         disabled (no caching)",
                     ),
                     (
                         "FI_MR_CUDA_CACHE_MONITOR_ENABLED",

@@ -6,7 +6,7 @@ use std::{
     io::{self, Write},
 };
 
-use hmem::{Error, ErrorKind, IfaceKind, p2p::path::ProbableCause};
+use hmem::{Error, ErrorKind, IfaceKind, p2p::path::ProbableCause, path::Attempt};
 
 use crate::table::{Style, stderr_columns};
 
@@ -176,7 +176,8 @@ impl From<&Error> for Problem {
             Some(headline) => (headline, String::new()),
             None => (error.message().to_string(), error.values().to_string()),
         };
-        let remedy = error.remedy_text().map(str::to_owned);
+        let remedy = decisive(error).and_then(|attempt| attempt.remedy.clone());
+        let remedy = remedy.or_else(|| error.remedy_text().map(str::to_owned));
         Self { headline, causes, remedy, values, group: group(error) }
     }
 }
@@ -218,10 +219,16 @@ fn product(error: &Error) -> &'static str {
     }
 }
 
+/// Returns the refused attempt that an operator can act on: the first one with a known cause in
+/// which a driver was called, or else the last one with a known cause.
+fn decisive(error: &Error) -> Option<&Attempt> {
+    let mut known = error.trace().iter().filter(|attempt| attempt.cause.is_some());
+    known.clone().find(|attempt| attempt.driver_called).or_else(|| known.next_back())
+}
+
 /// Returns a name that is equal for errors with the same cause.
 fn group(error: &Error) -> String {
-    let known = error.trace().iter().rev().find_map(|attempt| attempt.cause.clone());
-    if let Some(cause) = known {
+    if let Some(cause) = decisive(error).and_then(|attempt| attempt.cause.clone()) {
         return cause;
     }
     match (error.operation(), error.kind(), error.context_value("why")) {
