@@ -107,6 +107,7 @@ pub struct CheckArgs {
 
     /// Transfer this many bytes (4096, 64KiB, 8MiB) instead of several sizes up to 8 MiB
     #[arg(long, value_name = "N", value_parser = bytes)]
+    #[arg(allow_negative_numbers = true)]
     pub bytes: Option<u64>,
 
     /// Finish sooner: skip transfers of 8 MiB, free and reallocate memory 500 times under each
@@ -127,7 +128,8 @@ pub struct ExplainArgs {
     pub iface: Option<String>,
 
     /// Explain only memory of this device of the iface, by its number
-    #[arg(long, value_name = "N", requires = "iface")]
+    #[arg(long, value_name = "N", requires = "iface", value_parser = number::<u32>)]
+    #[arg(allow_negative_numbers = true)]
     pub device: Option<u32>,
 
     /// Explain only the NICs of this provider (verbs) or this NIC (verbs/mlx5_0)
@@ -136,6 +138,7 @@ pub struct ExplainArgs {
 
     /// Register this many bytes (4096, 64KiB, 8MiB) instead of one page
     #[arg(long, value_name = "N", value_parser = bytes)]
+    #[arg(allow_negative_numbers = true)]
     pub size: Option<u64>,
 
     /// Policy for direct access of NICs to device memory: enabled, preferred, required or disabled
@@ -237,10 +240,11 @@ pub struct PerfArgs {
     /// TCP port on which the server listens; 0 for any free port
     #[arg(long, value_name = "N", default_value_t = 18600)]
     #[arg(conflicts_with = "loopback")]
+    #[arg(allow_negative_numbers = true)]
     pub port: u16,
 
     /// IP address on which the server listens
-    #[arg(long, value_name = "ADDR", default_value = "0.0.0.0")]
+    #[arg(long, value_name = "ADDR", default_value = "0.0.0.0", value_parser = ip_address)]
     #[arg(conflicts_with_all = ["host", "loopback"])]
     pub bind: IpAddr,
 
@@ -253,7 +257,8 @@ pub struct PerfArgs {
     pub iface: String,
 
     /// Transfer memory of this device of the iface, by its number
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<u32>)]
+    #[arg(allow_negative_numbers = true)]
     pub device: u32,
 
     /// Use this NIC (verbs/mlx5_0) or the first NIC of this provider (verbs) on this side, instead
@@ -270,11 +275,13 @@ pub struct PerfArgs {
     /// commas
     #[arg(long, value_name = "SIZES", value_parser = sizes, conflicts_with = "server")]
     #[arg(default_value = "8,4KiB,64KiB,1MiB")]
+    #[arg(allow_negative_numbers = true)]
     pub size: Sizes,
 
     /// Transfers in flight at once while bandwidth is measured; latency is measured one at a time
     #[arg(long, value_name = "N", default_value_t = 64, conflicts_with = "server")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(allow_negative_numbers = true)]
     pub depth: u32,
 
     /// Figures to measure: bandwidth, latency or both
@@ -286,10 +293,12 @@ pub struct PerfArgs {
     #[arg(long, value_name = "N", default_value_t = 1000)]
     #[arg(conflicts_with_all = ["server", "duration"])]
     #[arg(value_parser = iterations)]
+    #[arg(allow_negative_numbers = true)]
     pub iterations: u64,
 
     /// Seconds that each measurement takes, instead of a number of transfers
     #[arg(long, value_name = "SECONDS", value_parser = seconds, conflicts_with = "server")]
+    #[arg(allow_negative_numbers = true)]
     pub duration: Option<Duration>,
 
     /// Register memory without relaxed ordering of PCI Express: bytes then become visible in the
@@ -298,7 +307,8 @@ pub struct PerfArgs {
     pub strict_ordering: bool,
 
     /// Seed of the bytes that are transferred and verified, instead of a random seed
-    #[arg(long, value_name = "N", conflicts_with = "server")]
+    #[arg(long, value_name = "N", conflicts_with = "server", value_parser = number::<u64>)]
+    #[arg(allow_negative_numbers = true)]
     pub seed: Option<u64>,
 
     /// Print JSON (docs/perf-schema.md) instead of a table
@@ -374,6 +384,20 @@ fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds| (0.001..=86_400.0).contains(seconds));
     let duration = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     duration.ok_or_else(|| "use 0.001 to 86400 seconds".to_owned())
+}
+
+/// Parses a decimal number that fits into the type `T`.
+fn number<T: TryFrom<u64>>(text: &str) -> Result<T, String> {
+    let fitting = text.parse::<u64>().ok().and_then(|number| T::try_from(number).ok());
+    fitting.ok_or_else(|| {
+        let largest = u64::MAX >> (u64::BITS - 8 * size_of::<T>() as u32);
+        format!("use a decimal number from 0 to {largest}")
+    })
+}
+
+fn ip_address(text: &str) -> Result<IpAddr, String> {
+    text.parse()
+        .map_err(|_| "use an IP address of this host, for example 10.0.0.1 or ::".to_owned())
 }
 
 fn iterations(text: &str) -> Result<u64, String> {
@@ -486,6 +510,9 @@ mod tests {
             &["hmem", "check", "--path", "teleport"][..],
             &["hmem", "frobnicate"],
             &["hmem", "check", "--bytes", "-1"],
+            &["hmem", "perf", "--loopback", "--duration", "-1"],
+            &["hmem", "perf", "--loopback", "--seed", "-1"],
+            &["hmem", "explain", "--iface", "cuda", "--device", "x"],
             &["hmem", "--color", "purple", "info"],
         ] {
             let line = one_line(&Cli::try_parse_from(wrong).unwrap_err());
@@ -493,6 +520,7 @@ mod tests {
                 line.starts_with("error: ") && !line.contains('\n') && !line.contains("Usage"),
                 "{line}"
             );
+            assert!(!line.contains("unexpected") && !line.contains("digit"), "{line}");
         }
     }
 }

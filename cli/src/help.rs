@@ -61,8 +61,8 @@ const SECTIONS: [(&str, &[Section]); 8] = [
                     ),
                     (
                         "FI_MR_CACHE_MONITOR",
-                        "how caches detect freed host memory: auto, memhooks, userfaultfd, import \
-                         or disabled (no caching)",
+                        "how caches detect freed host memory: auto, memhooks, userfaultfd or \
+                         disabled (no caching)",
                     ),
                     (
                         "FI_MR_CUDA_CACHE_MONITOR_ENABLED",
@@ -214,7 +214,16 @@ pub fn man(page: Command, out: &mut dyn Write) -> io::Result<()> {
     // The version is printed in the title of the page instead.
     let page = page.version(None::<&'static str>);
     let version = concat!("hmem ", env!("CARGO_PKG_VERSION"));
-    Man::new(page).source(version).manual("User Commands").render(out)?;
+    let mut rendered = Vec::new();
+    Man::new(page).source(version).manual("User Commands").render(&mut rendered)?;
+    // The title `.TH` turns hyphenation on. Hyphens would split variables, options and paths, and
+    // justified lines would contain wide gaps.
+    for line in String::from_utf8_lossy(&rendered).split_inclusive('\n') {
+        out.write_all(line.as_bytes())?;
+        if line.starts_with(".TH ") {
+            out.write_all(b".nh\n.ad l\n")?;
+        }
+    }
     let mut roff = Roff::new();
     for section in sections(&name) {
         roff.control("SH", [section.title.to_uppercase().as_str()]);

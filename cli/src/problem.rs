@@ -6,9 +6,9 @@ use std::{
     io::{self, Write},
 };
 
-use hmem::{Error, ErrorKind, IfaceKind, p2p::path::ProbableCause};
+use hmem::{Error, ErrorKind, IfaceKind, p2p::path::ProbableCause, path::Attempt};
 
-use crate::table::Style;
+use crate::table::{Style, stderr_columns};
 
 /// An error in the form for text output: a headline, the causes without repetition, and a remedy.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -176,7 +176,8 @@ impl From<&Error> for Problem {
             Some(headline) => (headline, String::new()),
             None => (error.message().to_string(), error.values().to_string()),
         };
-        let remedy = error.remedy_text().map(str::to_owned);
+        let remedy = decisive(error).and_then(|attempt| attempt.remedy.clone());
+        let remedy = remedy.or_else(|| error.remedy_text().map(str::to_owned));
         Self { headline, causes, remedy, values, group: group(error) }
     }
 }
@@ -218,10 +219,16 @@ fn product(error: &Error) -> &'static str {
     }
 }
 
+/// Returns the refused attempt that an operator can act on: the first one with a known cause in
+/// which a driver was called, or else the last one with a known cause.
+fn decisive(error: &Error) -> Option<&Attempt> {
+    let mut known = error.trace().iter().filter(|attempt| attempt.cause.is_some());
+    known.clone().find(|attempt| attempt.driver_called).or_else(|| known.next_back())
+}
+
 /// Returns a name that is equal for errors with the same cause.
 fn group(error: &Error) -> String {
-    let known = error.trace().iter().rev().find_map(|attempt| attempt.cause.clone());
-    if let Some(cause) = known {
+    if let Some(cause) = decisive(error).and_then(|attempt| attempt.cause.clone()) {
         return cause;
     }
     match (error.operation(), error.kind(), error.context_value("why")) {
@@ -263,13 +270,34 @@ pub fn unknown_device(iface: &str, device: u32, known: &[String]) -> Problem {
 
 /// Prints the problem on stderr. A failed write is ignored.
 pub fn print_on_stderr(problem: &Problem) {
-    // An error of stderr cannot be reported anywhere.
-    let _ = problem.print(&mut io::stderr().lock());
+    let mut text = Vec::new();
+    // Writing to a vector does not fail.
+    let _ = problem.print(&mut text);
+    lines_on_stderr(&String::from_utf8_lossy(&text));
 }
 
 /// Prints a line on stderr. A failed write is ignored; `eprintln` would panic.
 pub(crate) fn line_on_stderr(line: impl fmt::Display) {
-    let _ = writeln!(io::stderr(), "{line}");
+    lines_on_stderr(&line.to_string());
+}
+
+/// Prints lines on stderr, which are wrapped if stderr is a terminal. A failed write is ignored.
+fn lines_on_stderr(text: &str) {
+    let mut out = io::stderr().lock();
+    // An error of stderr cannot be reported anywhere.
+    let _ = match stderr_columns() {
+        Some(width) => print_wrapped(&mut out, text, width),
+        None => writeln!(out, "{}", text.trim_end()),
+    };
+}
+
+/// Prints lines that are wrapped to `width` columns. Continuation lines are indented by two columns
+/// more than their line.
+fn print_wrapped(out: &mut dyn Write, text: &str, width: usize) -> io::Result<()> {
+    text.lines().try_for_each(|line| {
+        let (indent, content) = line.split_at(line.len() - line.trim_start().len());
+        Style::of_width(width).indented(out, [indent, &format!("{indent}  ")], content)
+    })
 }
 
 #[cfg(test)]
@@ -293,6 +321,14 @@ mod tests {
              cause: no such file\n  remedy: install\n  details: library=libx.so\n"
         );
         assert_eq!(Problem::from(&error).to_string(), error.to_string());
+    }
+
+    #[test]
+    fn wrapped_lines_keep_their_indentation() {
+        let mut out = Vec::new();
+        print_wrapped(&mut out, "error: no NIC\n  remedy: install the library\n", 20).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert_eq!(text, "error: no NIC\n  remedy: install\n    the library\n");
     }
 
     #[test]

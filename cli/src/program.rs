@@ -10,7 +10,7 @@ use hmem::Builder;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate::{
-    Outcome,
+    Failure, Outcome,
     args::{self, Cli},
     help,
     problem::{line_on_stderr, print_on_stderr},
@@ -70,7 +70,17 @@ fn refuse(error: &clap::Error) -> ExitCode {
     match error.kind() {
         ErrorKind::DisplayHelp
         | ErrorKind::DisplayVersion
-        | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
+        | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let status = u8::try_from(error.exit_code()).unwrap_or(USAGE);
+            match error.print().and_then(|()| io::stdout().flush()) {
+                Err(unprinted) if unprinted.kind() != io::ErrorKind::BrokenPipe => {
+                    let failure = Failure::Output(unprinted);
+                    print_on_stderr(&failure.problem());
+                    ExitCode::from(failure.status())
+                }
+                _ => ExitCode::from(status),
+            }
+        }
         _ => {
             line_on_stderr(args::one_line(error));
             ExitCode::from(USAGE)

@@ -183,6 +183,15 @@ pub fn columns() -> Option<usize> {
     Some(columns.clamp(LIMITS.0, LIMITS.1))
 }
 
+/// Returns the width of messages on stderr from `COLUMNS`, or else from the terminal of stderr: 20
+/// to 140 columns. Returns `None` if stderr is no terminal, or if the width is 0.
+pub(crate) fn stderr_columns() -> Option<usize> {
+    let terminal = tcgetwinsize(io::stderr()).ok()?;
+    let variable = columns_variable().unwrap_or(None);
+    let columns = variable.unwrap_or(usize::from(terminal.ws_col));
+    (columns > 0).then(|| columns.clamp(LIMITS.0, LIMITS.1))
+}
+
 /// Returns the number in `COLUMNS`, or `None` if the variable is unset or empty.
 ///
 /// # Errors

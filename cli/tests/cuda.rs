@@ -203,6 +203,18 @@ fn check_moves_verified_bytes_of_every_kind_of_cuda_memory() {
 }
 
 /// DIAG-02
+#[test]
+fn check_names_the_remedy_of_a_refused_path() {
+    let arguments = ["check", "--iface", "cuda", "--quick", "--nic", "loopback/pinned"];
+    let output = hmem("580-open", &arguments);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}");
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.contains("does not export memory of this stream-ordered pool"), "{text}");
+    assert!(words.contains("remedy: allocate with the plain allocator (cuMemAlloc)"), "{text}");
+}
+
+/// DIAG-02
 ///
 /// A failing driver ends the check with status 1.
 #[test]

@@ -172,6 +172,16 @@ fn perf_prints_each_row_as_it_finishes() {
 
 /// DIAG-01, DIAG-02
 ///
+#[test]
+fn output_that_cannot_be_written_fails_the_command() {
+    for arguments in [&["--help"][..], &["perf", "--help"], &["topo"], &["man"]] {
+        let mut command = hmem(arguments[0], &arguments[1..]);
+        let full = File::options().write(true).open("/dev/full").expect("a full device");
+        let output = command.stdout(full).output().expect("the command runs");
+        refused(&output, 1, &["cannot write the output", "No space left"]);
+    }
+}
+
 /// A closed pipe changes neither the exit status nor the text on stderr, which is empty.
 #[test]
 fn closed_stdout_leaves_the_exit_status_of_the_command() {
@@ -404,6 +414,60 @@ fn nested_errors_are_printed_once_with_their_causes_beneath() {
     assert!(lines[2].starts_with("    cause: /nonexistent.so: cannot open"), "{error}");
     assert!(lines[3].starts_with("  remedy: correct HMEM_CUDA_LIBRARY"), "{error}");
     assert_eq!(error.matches("cannot open shared object").count(), 1, "{error}");
+}
+
+#[test]
+fn errors_are_no_wider_than_the_terminal() {
+    for arguments in
+        [&["perf", "--loopback", "--nic", "nonsense"][..], &["check", "--path", "nonsense"]]
+    {
+        let mut command = hmem(arguments[0], &arguments[1..]);
+        let (mut controller, terminal) = terminal(40);
+        command.stderr(terminal);
+        let mut child = command.spawn().expect("the command starts");
+        drop(command);
+        let mut printed = Vec::new();
+        let _ = controller.read_to_end(&mut printed);
+        assert_eq!(child.wait().expect("the process ends").code(), Some(2));
+        let printed = String::from_utf8(printed).expect("UTF-8");
+        assert!(printed.lines().count() > 1, "{printed}");
+        for (at, line) in printed.lines().enumerate() {
+            assert!(line.chars().count() <= 40, "{line}");
+            assert!(line.starts_with(if at == 0 { "error: " } else { "  " }), "{printed}");
+        }
+    }
+}
+
+#[test]
+fn unavailable_provider_of_a_named_nic_is_listed_with_its_remedy() {
+    let output = run(&["check", "--quick", "--nic", "verbs/nonsense"], &[]);
+    let printed = text(&output.stdout);
+    // A machine with libibverbs refuses the name instead.
+    if output.status.code() == Some(1) {
+        assert!(printed.contains("  provider verbs: "), "{printed}");
+        assert!(printed.contains("remedy: install libibverbs"), "{printed}");
+    }
+}
+
+#[test]
+fn explain_names_the_missing_iface_that_fi_hmem_asks_for() {
+    let variables = [("FI_HMEM", "cuda"), ("HMEM_CUDA_LIBRARY", "/nonexistent.so")];
+    let output = run(&["explain", "--iface", "system"], &variables);
+    assert_eq!(output.status.code(), Some(1));
+    let printed = text(&output.stdout);
+    let last = printed.lines().last().unwrap_or_default();
+    assert_eq!(last, "FAILED: FI_HMEM names cuda, which is unavailable", "{printed}");
+}
+
+#[test]
+fn man_pages_are_not_hyphenated() {
+    for page in [&["man"][..], &["man", "perf"]] {
+        let output = run(page, &[]);
+        let printed = text(&output.stdout);
+        let (title, rest) = printed.split_once(".TH ").expect("a title");
+        assert!(!title.contains(".nh"), "the title turns hyphenation on again: {printed}");
+        assert_eq!(rest.lines().nth(1), Some(".nh"), "{printed}");
+    }
 }
 
 #[test]

@@ -146,8 +146,12 @@ fn enough_memory_for(bytes: u64) -> Result<()> {
 
 /// Returns the problem to report for an unknown provider or NIC name.
 pub(crate) fn unknown_nic(name: &str, option: &str, known: &[String]) -> Problem {
-    let sort = if name.contains('/') { "NIC" } else { "provider" };
-    unknown(sort, name, option, known)
+    if !name.contains('/') {
+        return unknown("provider", name, option, known);
+    }
+    // Suggests a NIC rather than its provider.
+    let nics: Vec<_> = known.iter().filter(|known| known.contains('/')).cloned().collect();
+    unknown("NIC", name, option, if nics.is_empty() { known } else { &nics })
 }
 
 /// Checks the selected combinations. The function calls `progress` before each combination, with

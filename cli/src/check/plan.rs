@@ -94,8 +94,12 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     for absent in machine.absent.iter().filter(|absent| absent.sort != "topology") {
         let by = if absent.sort == "iface" { &selection.iface } else { &selection.provider };
         let narrowed = selection.iface.is_some() || selection.provider.is_some();
-        let named =
-            |name: &String| *name == absent.name || absent.name.starts_with(&format!("{name}/"));
+        let opened = |name: &str| machine.nics.iter().any(|nic| nic.answers_to(name));
+        let named = |name: &String| {
+            *name == absent.name
+                || absent.name.starts_with(&format!("{name}/"))
+                || absent.answers_to(name) && !opened(name)
+        };
         if by.as_ref().map_or(!narrowed, named) {
             plan.skipped.push(absent.into());
         }

@@ -182,8 +182,12 @@ fn skipped<'a>(
         return Ok(());
     }
     style.heading(out, "Skipped")?;
-    let by_cause = skipped.map(|skipped| (skipped.problem.group.as_str(), skipped));
-    for (cause, members) in grouped(by_cause) {
+    // Providers are few, and the check needs them. Each is printed with its own remedy.
+    let by_cause = skipped.map(|skipped| {
+        let provider = skipped.what.strip_prefix("provider ");
+        ((provider, skipped.problem.group.as_str()), skipped)
+    });
+    for ((_, cause), members) in grouped(by_cause) {
         if let [only] = members.as_slice() {
             only.problem.item(out, &format!("{}:", only.what), style)?;
             continue;

@@ -147,7 +147,8 @@ pub(super) fn plan<'a>(
     let Some(nic) = machine.nics.iter().filter(wanted).find(|nic| nic.keeps_pages()) else {
         skipped.push(Skipped::new(
             "stale registrations",
-            "no selected NIC keeps pages: select loopback/pinned, which needs io_uring",
+            "no selected NIC keeps the pages of freed memory, which this test needs; RDMA hardware \
+             does, and loopback/pinned (with io_uring)",
         ));
         return Vec::new();
     };

@@ -69,8 +69,8 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
             }
         }
     }
-    let missing = machine.hmem.missing_ifaces().count();
-    let report = Report::new(explanations, skipped, missing > 0);
+    let missing = machine.hmem.missing_ifaces().map(|(kind, _)| machine.iface_name(kind)).collect();
+    let report = Report::new(explanations, skipped, missing);
     Ok(if args.pointer.is_empty() { report } else { report.of_pointers(pointers) })
 }
 

@@ -27,9 +27,9 @@ pub struct Report {
     /// The outcomes of `--pointer`, which replace the explanations; absent without that option.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pointers: Option<Vec<PointerEntry>>,
-    /// True if an iface that `FI_HMEM` names is unavailable.
+    /// The unavailable ifaces that `FI_HMEM` names.
     #[serde(skip)]
-    missing: bool,
+    missing: Vec<String>,
 }
 
 /// The explanation of the path between one memory and one NIC.
@@ -97,7 +97,11 @@ pub struct FindingEntry {
 }
 
 impl Report {
-    pub(super) fn new(explanations: Vec<Entry>, skipped: Vec<Skipped>, missing: bool) -> Self {
+    pub(super) fn new(
+        explanations: Vec<Entry>,
+        skipped: Vec<Skipped>,
+        missing: Vec<String>,
+    ) -> Self {
         let version = env!("CARGO_PKG_VERSION");
         Self { schema: SCHEMA, version, explanations, skipped, pointers: None, missing }
     }
@@ -113,12 +117,12 @@ impl Report {
     #[must_use]
     pub fn passed(&self) -> bool {
         if let Some(pointers) = &self.pointers {
-            return !self.missing
+            return self.missing.is_empty()
                 && self.skipped.is_empty()
                 && !pointers.is_empty()
                 && pointers.iter().all(|pointer| pointer.correct);
         }
-        !self.missing
+        self.missing.is_empty()
             && !self.explanations.is_empty()
             && self.explanations.iter().all(|entry| entry.path.is_some())
     }
@@ -217,6 +221,11 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     }
     if report.explanations.is_empty() && pointers.is_empty() {
         writeln!(out, "nothing was explained")?;
+    }
+    if !report.missing.is_empty() {
+        let text =
+            format!("FAILED: FI_HMEM names {}, which is unavailable", report.missing.join(", "));
+        style.indented(out, ["", "  "], &style.word(&text, Tone::Bad))?;
     }
     Ok(())
 }

@@ -217,7 +217,7 @@ fn accepted(listener: TcpListener) -> Result<mpsc::IntoIter<Result<Client>>> {
         thread::Builder::new()
             .name("hmem-perf-accept".into())
             .spawn(move || while sender.send(accept(&listener)).is_ok() {})
-            .map_err(|error| Error::os(Errno::of(&error), "start a thread"))?;
+            .map_err(|error| no_thread(&error))?;
     }
     Ok(clients.into_iter())
 }
@@ -240,7 +240,7 @@ fn both(config: &EndConfig<'_>, plan: &Plan, observer: &mut Observer<'_>) -> Res
         let server = thread::Builder::new()
             .name("hmem-perf-server".into())
             .spawn_scoped(scope, || Client::accept(far, far_address)?.serve(config))
-            .map_err(os("start a thread"))?;
+            .map_err(|error| no_thread(&error))?;
         let report = client::measure(config, plan, near, address, observer);
         let served =
             server.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Driver, "server thread")));
@@ -249,11 +249,18 @@ fn both(config: &EndConfig<'_>, plan: &Plan, observer: &mut Observer<'_>) -> Res
     })
 }
 
-fn listen(address: SocketAddr) -> Result<TcpListener> {
+fn no_thread(error: &io::Error) -> Error {
+    Error::os(Errno::of(error), "start a thread")
+        .remedy("raise the number of processes and threads of the user (`ulimit -u`)")
+}
+
+fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
     let refused = |error: io::Error| {
-        Error::os(Errno::of(&error), "listen")
-            .context("address", address)
-            .remedy("use an address of this host and a free port (--bind, --port)")
+        Failure::failed(
+            Problem::new(format!("cannot listen on {address}"))
+                .caused_by(Problem::new(error.to_string()))
+                .remedy("use an address of this host and a free port (--bind, --port)"),
+        )
     };
     let listener = TcpListener::bind(address).map_err(refused)?;
     let address = listener.local_addr().map_err(refused)?;
@@ -361,12 +368,18 @@ fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Fai
         });
     }
     machine.nics.iter().find(|nic| !nic.software).ok_or_else(|| {
-        let none = Problem::new("this machine has no RDMA NIC")
-            .remedy("run `hmem perf --loopback` to use the software NIC");
+        let none = Problem::new("this machine has no RDMA NIC");
+        let software = "run `hmem perf --loopback` to use the software NIC";
         let verbs = machine.absent.iter().find(|absent| absent.name == "verbs");
         Failure::failed(match verbs {
-            Some(verbs) => none.caused_by(verbs.why.clone()),
-            None => none,
+            Some(verbs) => {
+                let both = match &verbs.why.remedy {
+                    Some(remedy) => format!("{remedy}, or {software}"),
+                    None => software.to_owned(),
+                };
+                none.caused_by(verbs.why.clone()).remedy(both)
+            }
+            None => none.remedy(software),
         })
     })
 }

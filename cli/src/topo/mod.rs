@@ -11,10 +11,7 @@ use std::{
     path::Path,
 };
 
-use hmem::{
-    Errno, Error,
-    p2p::topology::{Finding, Topology},
-};
+use hmem::p2p::topology::{Finding, Topology};
 
 pub use self::report::{
     BarEntry, FunctionEntry, KernelEntry, LinkEntry, NodeEntry, NvidiaEntry, PathEntry, PortEntry,
@@ -24,6 +21,7 @@ use crate::{
     Failure,
     args::TopoArgs,
     json,
+    problem::Problem,
     table::{Style, Tone},
 };
 
@@ -63,8 +61,11 @@ pub fn run(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<(), Fai
 
 fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     fs::write(path, bytes).map_err(|error| {
-        let error = Error::os(Errno::of(&error), "write file").context("file", path.display());
-        Failure::failed(error.remedy("name a file in a writable folder"))
+        Failure::failed(
+            Problem::new(format!("cannot write {}", path.display()))
+                .caused_by(Problem::new(error.to_string()))
+                .remedy("name a file in a writable folder"),
+        )
     })
 }
 

@@ -217,7 +217,11 @@ pub(super) fn not_live(allocation: &Allocation, operation: &'static str) -> Erro
 }
 
 fn refused(errno: rustix::io::Errno, len: u64) -> Error {
-    Error::os(errno, "mmap").iface(IfaceKind::SYSTEM).context("length", len)
+    let error = Error::os(errno, "mmap").iface(IfaceKind::SYSTEM).context("length", len);
+    if errno == rustix::io::Errno::NOMEM {
+        return error.remedy("allocate less, free memory, or raise the limit `ulimit -v`");
+    }
+    error
 }
 
 fn checked_len(len: u64, operation: &'static str) -> Result<usize> {
