@@ -334,8 +334,8 @@ pub trait MonitorSource {
 
     /// Starts a monitor, which detects frees of this iface's memory.
     ///
-    /// Each cache calls this once at most. The monitor may serve several caches, and may outlive the
-    /// iface. After an error the cache registers the memory uncached.
+    /// Each cache calls this once at most. The monitor may serve several caches, and may outlive
+    /// the iface. After an error the cache registers the memory uncached.
     ///
     /// # Errors
     /// Unsupported, with the reason, if the driver cannot do this.
