@@ -19,18 +19,15 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind,
-    DeviceBuffer, DeviceId, DmaBufOffset, DomainAttr, Errno, Error, ErrorKind, Hmem, Iface,
-    IfaceKind, Iova, MrMode, Result,
+    Address, AddressRange, AllocOffset, Allocation, AllocationId, AllocationKind, DeviceId,
+    DmaBufOffset, Errno, Error, ErrorKind, Iface, IfaceKind, Result,
     iface::{
         AllocRequest, Allocator, Device, DmaBufExport, DmaBufExporter, DmaBufMapping, MonitorSource,
     },
-    loopback::Loopback,
     monitor::{
         DetectionMethod, FreeSubscriptions, InvalidationCause, Invalidator, Monitor, Subscription,
     },
-    provider::{EndpointAttr, Nic},
-    transfer::RemoteSegment,
+    provider::Nic,
 };
 use rustix::{
     fs::{MemfdFlags, ftruncate, memfd_create},
@@ -296,6 +293,11 @@ fn read_all(file: impl AsFd, mut bytes: &mut [u8], mut offset: u64) -> Result<()
 }
 
 pub(crate) fn run() -> Result<()> {
+    use hmem::{
+        Access, DeviceBuffer, DomainAttr, Hmem, Iova, MrMode, loopback::Loopback,
+        provider::EndpointAttr, transfer::RemoteSegment,
+    };
+
     let hmem = Hmem::builder()
         .without_vendor_ifaces()
         .iface(FileMemory::default())

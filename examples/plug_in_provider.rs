@@ -11,12 +11,11 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
 };
 
 use hmem::{
-    Access, Address, AddressRange, AuthKey, DomainAttr, Error, ErrorKind, Hmem, LocalKey, MrFlags,
-    MrMode, Result, os_page_sizes,
+    Access, Address, AddressRange, AuthKey, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result,
+    os_page_sizes,
     provider::{
         Backing, CompletionQueue, DomainRequest, EndpointAttr, Imports, LiveObjects, MsgOrder, Nic,
         Piece, ProgressModel, Provider, ProviderAttr, ProviderDomain, ProviderEndpoint,
@@ -491,6 +490,10 @@ fn arrived(moved: isize, range: AddressRange) -> Result<()> {
 }
 
 pub(crate) fn run() -> Result<()> {
+    use std::time::Duration;
+
+    use hmem::{DomainAttr, Hmem};
+
     let hmem = Hmem::builder().without_vendor_ifaces().provider(CopyNic::default()).build()?;
     let domain = hmem.domain(NAME, DomainAttr::default())?;
     let source = domain.register(b"by way of a plug-in".to_vec(), Access::WRITE)?;

@@ -81,6 +81,8 @@ pub struct Builder {
     absent_plug_ins: Vec<(IfaceName, Error)>,
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(String, Error)>,
+    /// The error for a plug-in that was opened and has another number or name than the caller gave.
+    mismatch: Option<Error>,
     filter: Option<String>,
     disable_p2p: Option<bool>,
     skip_vendors: bool,
@@ -321,7 +323,8 @@ impl Builder {
     ///
     /// A missing library of a plug-in then counts like one of a built-in iface: the program goes
     /// on, [`Registry::absent`] lists the plug-in, and [`Hmem::iface`] returns the reason. `kind`
-    /// and `name` identify the plug-in if it could not be opened.
+    /// and `name` identify the plug-in if it could not be opened. If they differ from those of the
+    /// opened iface, [`Builder::build`] fails.
     ///
     /// A bad value in an environment variable is not an absence: [`Builder::build`] returns the
     /// error, unless [`Builder::ifaces`] or `FI_HMEM` excludes the plug-in. Such an error has the
@@ -350,7 +353,17 @@ impl Builder {
         opened: Result<impl Iface + 'static>,
     ) -> Self {
         match opened {
-            Ok(iface) => self.iface(iface),
+            Ok(iface) => {
+                if (iface.kind(), iface.name()) != (kind, name) {
+                    let error = Error::new(ErrorKind::InvalidArgument, "add iface")
+                        .iface(&iface)
+                        .context("number", format!("{:#x}", iface.kind().0))
+                        .context("given", format!("{name} ({:#x})", kind.0))
+                        .remedy("pass the number and the name of the iface to `iface_or_absent`");
+                    self.mismatch.get_or_insert(error);
+                }
+                self.iface(iface)
+            }
             Err(why) => {
                 let name = IfaceName::new(kind, name);
                 tracing_absent(&name, &why);
@@ -378,7 +391,8 @@ impl Builder {
     /// has the reason, under `name`, and [`Hmem::domain`] returns it.
     ///
     /// [`Builder::build`] returns the error of a bad value in an environment variable, as with
-    /// [`Builder::iface_or_absent`].
+    /// [`Builder::iface_or_absent`]. It fails if `name` differs from the name of the opened
+    /// provider.
     #[must_use]
     pub fn provider_or_absent(
         mut self,
@@ -386,7 +400,16 @@ impl Builder {
         opened: Result<impl Provider + 'static>,
     ) -> Self {
         match opened {
-            Ok(provider) => self.provider(provider),
+            Ok(provider) => {
+                if provider.name() != name {
+                    let error = Error::new(ErrorKind::InvalidArgument, "add provider")
+                        .provider(provider.name().to_owned())
+                        .context("given", name)
+                        .remedy("pass the name of the provider to `provider_or_absent`");
+                    self.mismatch.get_or_insert(error);
+                }
+                self.provider(provider)
+            }
             Err(why) => {
                 tracing::debug!(%why, provider = name, "provider not started");
                 self.absent_providers.push((name.to_owned(), why));
@@ -490,12 +513,17 @@ impl Builder {
     /// - [`ErrorKind::InvalidArgument`] for an iface number, iface name or provider name that was
     ///   added twice, whether available or absent, for the name of another built-in iface, and for
     ///   an iface number from 6 to 0xff.
+    /// - [`ErrorKind::InvalidArgument`] for an opened plug-in with another number or name than
+    ///   [`Builder::iface_or_absent`] or [`Builder::provider_or_absent`] got.
     /// - [`ErrorKind::Unsupported`] for an iface that [`Builder::ifaces`] or `FI_HMEM` names and
     ///   that was not compiled in.
     /// - The error of a cache monitor that was requested by name and does not work here.
     /// - The errors of [`ProcessMark::current`].
-    pub fn build(self) -> Result<Hmem> {
+    pub fn build(mut self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
+        if let Some(error) = self.mismatch.take() {
+            return Err(error);
+        }
         let by_builder = self.filter.is_some();
         let plug_ins: Vec<_> = (self.plug_ins.iter().map(IfaceName::from))
             .chain(self.absent_plug_ins.iter().map(|(name, _)| name.clone()))

@@ -143,6 +143,25 @@ fn number_or_name_of_another_iface_is_refused() {
 
 /// HM-04
 ///
+/// The given number and name are used only if the plug-in is absent. A wrong one would otherwise
+/// show up only on a machine without the library.
+#[test]
+fn opened_plug_in_with_another_number_or_name_is_refused() {
+    let builder = || Hmem::builder().without_vendor_ifaces();
+    for (kind, name) in [(MINE, "nime"), (IfaceKind(0x5157), "mine")] {
+        let error = builder().iface_or_absent(kind, name, mine().build()).build().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.context_value("given").is_some_and(|given| given.starts_with(name)));
+        assert!(error.to_string().contains("iface=mine"), "{error}");
+    }
+    let error =
+        builder().provider_or_absent("my-nic", Loopback::builder().build()).build().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(error.provider_name(), Some("loopback"));
+}
+
+/// HM-04
+///
 /// A plug-in may have the number of a vendor iface that does not start. The registry then lists the
 /// number once, with the reason of the plug-in.
 #[test]

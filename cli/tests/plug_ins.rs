@@ -3,7 +3,7 @@
 use hmem::{
     Error, ErrorKind, Hmem, IfaceKind,
     loopback::Loopback,
-    system::{Simulated, SimulatedBuilder},
+    system::{P2pMatrix, Simulated, SimulatedBuilder},
 };
 use hmem_cli::{
     Failure,
@@ -46,6 +46,25 @@ fn info_and_explain_list_available_and_absent_plug_ins() {
     let explained = run(&Command::Explain(of_mine));
     assert!(explained.contains("mine:0 to loopback/hardware"), "{explained}");
     assert!(!explained.contains("iface-0x"), "{explained}");
+}
+
+/// DIAG-01 P2P-03
+#[test]
+fn info_has_the_remedy_of_each_refused_path() {
+    let unreachable = mine().p2p(P2pMatrix::none_reachable()).build();
+    let builder =
+        Hmem::builder().without_vendor_ifaces().iface_or_absent(MINE, "mine", unreachable);
+    let machine = Machine::find_with(builder).unwrap();
+    let mut out = Vec::new();
+    let info = Command::Info(InfoArgs { json: false });
+    run_on(&machine, &info, Style::for_stdout(Color::Never), &mut out).unwrap();
+    let text = String::from_utf8(out).unwrap();
+    let staged = text.split("  staged: ").nth(1).expect(&text);
+    let staged = staged.split("\n  staged: ").next().unwrap();
+    for path in ["dma-buf", "peer-memory"] {
+        assert!(staged.contains(&format!("{path} refused")), "{text}");
+        assert!(staged.contains(&format!("to use {path}: ")), "{text}");
+    }
 }
 
 /// The exit status is 2 for a bad value in a variable that a plug-in reads, and the message names

@@ -52,6 +52,7 @@
 //!
 //! - Behaviours run one at a time, since they count the open files and the address space of the
 //!   process. Nothing else may run in that process.
+//! - Forked children are not tested.
 //! - A provider is tested on its first NIC, which must reach itself.
 
 #![deny(unsafe_code)]

@@ -81,7 +81,7 @@ pub(crate) fn all<B: ?Sized + 'static>(
                 Err(panic) => {
                     let mut text = text(&*panic).to_owned();
                     if !requirements.is_empty() {
-                        text += "\ndocs/requirements.md has the rule:";
+                        text += "\ndocs/requirements.md of hmem has the rule:";
                         text += requirements;
                     }
                     Err(text.into())

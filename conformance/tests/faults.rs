@@ -16,7 +16,9 @@ use hmem_core::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         Facet, HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
     },
-    monitor::{DetectionMethod, Monitor},
+    monitor::{
+        DetectionMethod, FreeSubscriptions, InvalidationCause, Invalidator, Monitor, Subscription,
+    },
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, LiveObjects, Nic, Piece, Provider,
         ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow,
@@ -50,6 +52,8 @@ enum Fault {
     LeakedAllocation,
     /// Fault: the monitor does not notify its subscribers of a free.
     MissingCallback,
+    /// Fault: queries still find the memory when the callback of its free returns.
+    EarlyCallback,
     /// Fault: the monitor refuses every subscription as unsupported.
     MissingSubscription,
     /// Fault: a copy does not copy the last byte.
@@ -68,13 +72,15 @@ struct Faulty {
     /// Allocations that the caller has freed but the device still has, because of
     /// [`Fault::LeakedAllocation`].
     leaked: Mutex<Vec<Allocation>>,
+    /// Subscriptions of the monitor with [`Fault::EarlyCallback`].
+    early: Arc<FreeSubscriptions>,
 }
 
 impl Faulty {
     fn new(fault: Fault) -> Result<Self> {
         let builder = Simulated::builder().devices(2).free_detection(FreeDetection::Callback);
         let device = builder.address_reuse(AddressReuse::JustFreed).build()?;
-        Ok(Self { device, fault, leaked: Mutex::default() })
+        Ok(Self { device, fault, leaked: Mutex::default(), early: Arc::default() })
     }
 
     fn has(&self, fault: Fault) -> bool {
@@ -185,6 +191,7 @@ impl Allocator for Faulty {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        self.early.while_freeing(allocation.range, || ());
         let own = self.device.query(allocation.base())?;
         let own = own.filter(|own| self.reported(*own) == *allocation).unwrap_or(*allocation);
         let mut leaked = self.leaked.lock().expect("no panic");
@@ -244,10 +251,49 @@ impl MonitorSource for Faulty {
         let monitor = self.device.monitor().expect("the device has a monitor").start()?;
         let fault = match self.fault {
             Fault::MissingCallback => MonitorFault::NoNotification,
+            Fault::EarlyCallback => return Ok(Arc::new(EarlyMonitor(Arc::clone(&self.early)))),
             Fault::MissingSubscription => MonitorFault::RefusedSubscription,
             _ => return Ok(monitor),
         };
         Ok(Arc::new(FaultyMonitor { monitor, fault }))
+    }
+}
+
+/// A monitor that notifies before the device frees the memory.
+#[derive(Debug)]
+struct EarlyMonitor(Arc<FreeSubscriptions>);
+
+impl Monitor for EarlyMonitor {
+    fn name(&self) -> &str {
+        "early"
+    }
+
+    fn rationale(&self) -> String {
+        "a fault for tests".to_owned()
+    }
+
+    fn detection(&self) -> DetectionMethod {
+        DetectionMethod::Callback
+    }
+
+    fn detects(&self, cause: InvalidationCause) -> bool {
+        cause == InvalidationCause::Free
+    }
+
+    fn subscribe(
+        &self,
+        range: AddressRange,
+        invalidator: Arc<dyn Invalidator>,
+    ) -> Result<Subscription> {
+        Ok(self.0.add(range, invalidator))
+    }
+
+    fn unsubscribe(&self, subscription: Subscription) {
+        self.0.remove(subscription);
+    }
+
+    fn valid(&self, _: &Allocation) -> Result<bool> {
+        Ok(true)
     }
 }
 
@@ -298,6 +344,7 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
         (Fault::LeakedFd, "exporting_dma_bufs_leaks_no_fd"),
         (Fault::LeakedAllocation, "freed_memory_can_be_allocated_again"),
         (Fault::MissingCallback, "monitor_detects_a_free"),
+        (Fault::EarlyCallback, "freed_memory_is_not_claimed_after_its_notification"),
         (Fault::ShortCopy, "copy_moves_exactly_the_named_bytes"),
         (Fault::AddressSpan, "address_span_holds_every_allocation"),
         (Fault::FlushOfOneDevice, "inbound_flush_succeeds_on_every_device"),
@@ -312,7 +359,12 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
 fn behaviours_of_a_monitor_that_watches_nothing_are_ignored() {
     let [failed, ignored] = run_iface(Fault::MissingSubscription);
     assert_eq!(failed, [""; 0]);
-    assert_eq!(ignored, ["monitor_detects_a_free", "monitor_is_silent_after_unsubscribing"]);
+    let of_monitors = [
+        "monitor_detects_a_free",
+        "freed_memory_is_not_claimed_after_its_notification",
+        "monitor_is_silent_after_unsubscribing",
+    ];
+    assert_eq!(ignored, of_monitors);
 }
 
 /// A deliberate fault of a provider.

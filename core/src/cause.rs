@@ -219,7 +219,8 @@ impl Needs {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct RefusalCause {
-    /// The name of the cause: a heading in `docs/causes.md`.
+    /// The name of the cause, and for a rule of this workspace a heading in `docs/causes.md`. Start
+    /// the names of a plug-in's rules with the name of its iface.
     pub name: &'static str,
     /// The rank of the rule. Of all rules that match, the rule with the lowest rank is the probable
     /// cause.

@@ -36,7 +36,7 @@
 //! - `error`, `flags`
 //! - `address`, `event_queue`, `frame`, `mr_mode`, `process`, `random`
 //! - `allocation`, `key`
-//! - `cause`, `handle`, `library`, `monitor`, `rail_keys`
+//! - `cause`, `environment`, `handle`, `library`, `monitor`, `rail_keys`
 //! - `cache`, `iface`, `transfer`, `window`
 //! - `registry`
 //! - `registration`

@@ -66,7 +66,8 @@ impl SharedLibrary {
 /// Declares a table of the functions of a vendor's library, with a field for each function.
 ///
 /// - `library`: the name by which the dynamic loader finds the library.
-/// - `iface`: the [`IfaceKind`](crate::IfaceKind) in errors.
+/// - `iface`: the iface in errors, as [`Error::iface`] takes it. For a plug-in this is an
+///   [`IfaceName`](crate::IfaceName), because an [`IfaceKind`](crate::IfaceKind) has no name.
 /// - `fields`: the visibility of the functions.
 /// - `not_loaded` and `lacks_symbol`: the remedies of the two errors.
 ///
@@ -82,7 +83,7 @@ impl SharedLibrary {
 ///     /// Functions of the C library.
 ///     Functions {
 ///         library: "libc.so.6",
-///         iface: hmem_core::IfaceKind::FIRST_PLUG_IN,
+///         iface: hmem_core::IfaceName::new(hmem_core::IfaceKind::FIRST_PLUG_IN, "libc"),
 ///         fields: pub(crate),
 ///         not_loaded: "install a C library",
 ///         lacks_symbol: "install a newer C library",
@@ -270,7 +271,8 @@ macro_rules! function_table {
 }
 
 /// Declares types for enumerations of a C header: integers with named constants. A value may have
-/// no name, because newer libraries have more values than the header.
+/// no name, because newer libraries have more values than the header. The types are
+/// `#[repr(transparent)]`, for use in structs and [`function_table!`](crate::function_table).
 ///
 /// # Examples
 /// ```

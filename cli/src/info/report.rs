@@ -227,7 +227,7 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
     style.heading(out, "Paths (a page was registered for each)")?;
     let mut nics: Vec<String> = Vec::new();
     let mut rows: Vec<(String, BTreeMap<String, Cell>)> = Vec::new();
-    let mut reasons: BTreeMap<(Problem, Option<Advice>), Vec<String>> = BTreeMap::new();
+    let mut reasons: BTreeMap<(Problem, Vec<Advice>), Vec<String>> = BTreeMap::new();
     let mut unknown: Vec<String> = Vec::new();
     for entry in entries {
         let nic = format!("{}/{}", entry.provider, entry.nic);
@@ -268,7 +268,7 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
             if pairs.is_empty() { String::new() } else { format!(" ({})", abbreviated(pairs)) };
         style.item(out, "", &format!("{}{pairs}", problem.headline))?;
         problem.details(out, style)?;
-        if let Some((aim, remedy)) = advice {
+        for (aim, remedy) in advice {
             style.detail(out, aim, remedy)?;
         }
     }
@@ -281,9 +281,9 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
 /// A label such as `to use dma-buf:`, and the remedy that it introduces.
 type Advice = (String, String);
 
-/// Returns the reason for a path, with the refused paths as its causes, and the advice for the last
+/// Returns the reason for a path, with the refused paths as its causes, and the advice for each
 /// refused path. The JSON output has the complete errors.
-fn reason(entry: &P2pEntry) -> (Problem, Option<Advice>) {
+fn reason(entry: &P2pEntry) -> (Problem, Vec<Advice>) {
     let headline = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
     let refused = entry.trace.iter().filter(|_| entry.path.is_some());
     let refused: Vec<_> = refused.filter(|attempt| attempt.error.is_some()).collect();
@@ -293,10 +293,9 @@ fn reason(entry: &P2pEntry) -> (Problem, Option<Advice>) {
         problem.causes.push(format!("{} refused{cause}", attempt.path));
     }
     problem.remedy.clone_from(&entry.remedy);
-    let advice = entry.path.and_then(|chosen| {
-        let last =
-            |attempt: &&Attempt| Some((attempt.remedy_label(chosen), attempt.remedy.clone()?));
-        refused.iter().rev().find_map(last)
+    let advice = entry.path.map_or_else(Vec::new, |chosen| {
+        let of = |attempt: &&Attempt| Some((attempt.remedy_label(chosen), attempt.remedy.clone()?));
+        refused.iter().filter_map(of).collect()
     });
     (problem, advice)
 }

@@ -83,6 +83,8 @@ behaviours! {
     missing_facet_is_an_unsupported_error,
     /// MON-07
     monitor_detects_a_free,
+    /// MON-07
+    freed_memory_is_not_claimed_after_its_notification,
     /// MON-08
     monitor_is_silent_after_unsubscribing,
     /// P2P-06

@@ -1,8 +1,13 @@
 //! Behaviours of an iface's monitor, which detects that memory was freed.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use hmem_core::{
@@ -48,6 +53,57 @@ impl Invalidator for NotificationCounter {
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {}
+    fn close_gate(&self) {}
+    fn open_gate(&self) {}
+}
+
+/// Time that a query has for its answer during a free. An iface that holds a lock while it frees
+/// gives no answer until it has released the lock.
+const ANSWER_TIME: Duration = Duration::from_millis(100);
+
+/// An invalidator that queries the iface for the freed memory at the end of each notification.
+#[derive(Debug)]
+struct QueryAtEnd {
+    iface: Arc<dyn Iface>,
+    range: AddressRange,
+    claims: AtomicU64,
+    queries: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl QueryAtEnd {
+    /// Queries on another thread, because this thread may hold a lock of the iface.
+    fn query(&self) {
+        let (answer, answered) = mpsc::channel();
+        let (iface, address) = (Arc::clone(&self.iface), self.range.start());
+        let query = thread::spawn(move || {
+            let claimed = iface.query(address).is_ok_and(|found| found.is_some());
+            // The receiver is gone after `ANSWER_TIME`.
+            let _ = answer.send(claimed);
+        });
+        if answered.recv_timeout(ANSWER_TIME) == Ok(true) {
+            self.claims.fetch_add(1, Ordering::Relaxed);
+        }
+        self.queries.lock().unwrap_or_else(PoisonError::into_inner).push(query);
+    }
+}
+
+impl Invalidator for QueryAtEnd {
+    fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
+        if range.overlaps(self.range) {
+            self.query();
+        }
+    }
+
+    fn invalidate_start(&self, range: AddressRange, _: InvalidationCause) -> InvalidationToken {
+        InvalidationToken(u32::from(range.overlaps(self.range)))
+    }
+
+    fn invalidate_end(&self, token: InvalidationToken) {
+        if token == InvalidationToken(1) {
+            self.query();
+        }
+    }
+
     fn close_gate(&self) {}
     fn open_gate(&self) {}
 }
@@ -104,6 +160,46 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
             }
         }
         monitor.unsubscribe(subscription);
+    }
+    outcome(watched, &refusals)
+}
+
+/// Tests that the iface no longer claims freed memory when the notification of the free ends.
+/// Otherwise a cache can register the memory again, and misses that the memory is gone.
+pub(super) fn freed_memory_is_not_claimed_after_its_notification(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    let monitor = start(&**iface)?;
+    if monitor.detection() == DetectionMethod::Identity {
+        return skip("the monitor compares identities and needs no notifications");
+    }
+    let (mut watched, mut refusals) = (false, Vec::new());
+    for buffer in buffers(iface)? {
+        let allocation = *buffer.allocation();
+        let query = Arc::new(QueryAtEnd {
+            iface: Arc::clone(iface),
+            range: allocation.range,
+            claims: AtomicU64::new(0),
+            queries: Mutex::default(),
+        });
+        let invalidator: Arc<dyn Invalidator> = query.clone();
+        let subscription = match monitor.subscribe(allocation.range, invalidator) {
+            Ok(subscription) => subscription,
+            Err(why) if is_missing(&why) => {
+                refusals.push(why.to_string());
+                continue;
+            }
+            Err(why) => panic!("watch {allocation:?}: {why}"),
+        };
+        watched = true;
+        drop(buffer);
+        monitor.unsubscribe(subscription);
+        let queries = std::mem::take(&mut *query.queries.lock().expect("no panic"));
+        for query in queries {
+            query.join().expect("query the freed memory");
+        }
+        let claims = query.claims.load(Ordering::Relaxed);
+        assert_eq!(claims, 0, "claimed after the callback of its free: {allocation:?}");
     }
     outcome(watched, &refusals)
 }

@@ -332,7 +332,10 @@ pub trait MonitorSource {
     /// monitor, which may use other methods too.
     fn detection(&self) -> DetectionMethod;
 
-    /// Starts the monitor, which detects frees of this iface's memory.
+    /// Starts a monitor, which detects frees of this iface's memory.
+    ///
+    /// Each cache calls this once at most. The monitor may serve several caches, and may outlive
+    /// the iface. After an error the cache registers the memory uncached.
     ///
     /// # Errors
     /// Unsupported, with the reason, if the driver cannot do this.

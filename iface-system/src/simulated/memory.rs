@@ -305,12 +305,11 @@ impl Inner {
         }
         drop(state);
 
-        if self.config.free_detection == super::FreeDetection::Callback {
-            self.subscriptions.notify(allocation.range);
-        }
+        let notified = (self.config.free_detection == super::FreeDetection::Callback)
+            .then(|| self.subscriptions.notify(allocation.range));
         let removed = self.remove(number, allocation);
-        if self.config.free_detection == super::FreeDetection::Callback {
-            self.subscriptions.end_notify(allocation.range);
+        if let Some(started) = notified {
+            self.subscriptions.end_notify(allocation.range, started);
         }
         let record = removed?;
 

@@ -10,7 +10,9 @@ use std::{
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, Result,
     iface::MonitorSource,
-    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
+    monitor::{
+        DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
+    },
 };
 use parking_lot::{Mutex, ReentrantMutex};
 
@@ -38,7 +40,7 @@ impl FreeDetection {
 }
 
 #[derive(Debug)]
-struct Watch {
+pub(crate) struct Watch {
     range: AddressRange,
     invalidator: Arc<dyn Invalidator>,
     /// True until the invalidator is unsubscribed. A thread holds the lock while it notifies the
@@ -54,7 +56,16 @@ impl Watch {
             self.invalidator.invalidate(range, InvalidationCause::Free);
         }
     }
+
+    /// Starts the invalidation of `range`. Returns `None` after the unsubscription.
+    fn start(&self, range: AddressRange) -> Option<InvalidationToken> {
+        let active = self.active.lock();
+        active.get().then(|| self.invalidator.invalidate_start(range, InvalidationCause::Free))
+    }
 }
+
+/// The invalidations that a free started. [`Subscriptions::end_notify`] ends them.
+pub(crate) type Started = Vec<(Arc<Watch>, InvalidationToken)>;
 
 #[derive(Debug)]
 struct Watches {
@@ -122,7 +133,7 @@ impl Subscriptions {
     /// Notifies all subscribers of ranges that overlap `range`. The list of subscriptions is not
     /// locked during the notifications. A thread that unsubscribes an invalidator waits until a
     /// notification in progress has ended.
-    pub(crate) fn notify(&self, range: AddressRange) {
+    pub(crate) fn notify(&self, range: AddressRange) -> Started {
         let mut notified = Vec::new();
         let mut watches = self.0.lock();
         watches.being_freed.push(range);
@@ -139,14 +150,16 @@ impl Subscriptions {
             );
         }
         drop(watches);
-        for watch in notified {
-            watch.notify(range);
-        }
+        let started = |watch: Arc<Watch>| watch.start(range).map(|change| (watch, change));
+        notified.into_iter().filter_map(started).collect()
     }
 
     /// Records that the free of `range`, which [`Subscriptions::notify`] has announced, has ended:
-    /// the memory was freed, or the free has failed.
-    pub(crate) fn end_notify(&self, range: AddressRange) {
+    /// the memory was freed, or the free has failed. Ends the invalidations that `notify` started.
+    pub(crate) fn end_notify(&self, range: AddressRange, started: Started) {
+        for (watch, change) in started {
+            watch.invalidator.invalidate_end(change);
+        }
         let mut watches = self.0.lock();
         if let Some(found) =
             watches.being_freed.iter().position(|being_freed| *being_freed == range)
