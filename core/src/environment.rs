@@ -41,8 +41,8 @@ pub fn boolean(name: &'static str) -> Result<Option<bool>> {
     parse_boolean(name, &text).map(Some)
 }
 
-/// Returns the value of a variable, parsed with the type's `FromStr`. Returns `None` if the variable
-/// is unset or empty.
+/// Returns the value of a variable, parsed with the type's `FromStr`. Returns `None` if the
+/// variable is unset or empty.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidArgument`] if the value cannot be parsed, with the remedy of the type's
