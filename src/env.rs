@@ -31,11 +31,12 @@ pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
 pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
     let max_count = match by_builder.max_count {
         Some(count) => Some(count),
-        None => number(CACHE_MAX_COUNT)?.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
+        None => number(CACHE_MAX_COUNT, "use a decimal number, 0 or more")?
+            .map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
     };
     let max_bytes = match by_builder.max_bytes {
         Some(bytes) => Some(bytes),
-        None => number(CACHE_MAX_SIZE)?,
+        None => number(CACHE_MAX_SIZE, "use a decimal number of bytes, 0 or more")?,
     };
     let merge = match by_builder.merge {
         Some(merge) => Some(merge),
@@ -63,9 +64,9 @@ fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
     Ok(Some(without).filter(|without| !without.is_empty()))
 }
 
-fn number(name: &'static str) -> Result<Option<u64>> {
+/// Returns the value of a variable that is a number. `accepted` is the remedy for other values.
+fn number(name: &'static str, accepted: &'static str) -> Result<Option<u64>> {
     let Some(text) = text(name)? else { return Ok(None) };
-    let accepted = "use a decimal number, 0 or more";
     text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))
 }
 

@@ -14,10 +14,12 @@ use std::{
 };
 
 use hmem::{
-    Access, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, IfaceKind,
-    MemoryRegion, MrFlags, MrMode, Result,
+    Access, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
+    Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrFlags, MrMode, Result,
+    iface::AllocRequest,
     loopback::{Loopback, Memory, Progress},
-    provider::{CompletionQueue, EndpointAttr},
+    provider::{CompletionQueue, EndpointAttr, WindowState},
+    system::Simulated,
     transfer::{EndpointName, RemoteSegment},
 };
 
@@ -280,4 +282,43 @@ fn a_child_opens_a_domain_of_its_own() {
         u8::from(!fine || own.target.live().regions != 0)
     });
     assert_eq!(child.status(), 0);
+}
+
+/// MON-06
+#[test]
+fn windows_of_the_parent_are_refused_in_a_child() {
+    let net = Net::open();
+    let window = net.target.alloc_type_1_window().expect("a window");
+    let access = Access::MW_BIND | REMOTE;
+    // SAFETY: the pages stay mapped, and nothing else writes them.
+    let region =
+        unsafe { net.target.reg(pages(8), access, 79, MrFlags::empty()) }.expect("registered");
+    let key = window.bind(&region, 0, 16, Access::REMOTE_READ).expect("bound");
+    let child = Child::fork(|| {
+        let kinds = [window.bind(&region, 0, 16, Access::REMOTE_READ).map(drop), window.unbind()]
+            .map(|done| done.expect_err("a window of the parent").kind());
+        let shown = (window.state(), window.key());
+        u8::from(kinds != [ErrorKind::BadState; 2] || shown != (WindowState::Invalid, None))
+    });
+    assert_eq!(child.status(), 0);
+    assert_eq!((window.state(), window.key()), (WindowState::Valid, Some(key)));
+}
+
+/// MON-06
+#[test]
+fn device_buffer_dropped_in_a_child_is_not_freed() {
+    let iface: Arc<dyn Iface> = Arc::new(Simulated::builder().build().expect("a device"));
+    let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&iface, &request).expect("allocated");
+    let start = buffer.range().start();
+    let is_live = || iface.query(start).expect("query").is_some();
+    let child = Child::fork(|| {
+        // SAFETY: the child exits without using this value again, and the parent has its own copy.
+        drop(unsafe { ptr::read(&raw const buffer) });
+        u8::from(!is_live())
+    });
+    assert_eq!(child.status(), 0);
+    assert!(is_live());
+    drop(buffer);
+    assert!(!is_live());
 }

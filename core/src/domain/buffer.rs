@@ -14,7 +14,7 @@ use std::{
 use super::{DomainInner, attr::MrAttr, region::MemoryRegion, region_state::KeepAlive};
 use crate::{
     Access, Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
-    MrFlags, Rejected, Result, iface::AllocRequest, transfer::LocalSegment,
+    MrFlags, ProcessMark, Rejected, Result, iface::AllocRequest, transfer::LocalSegment,
 };
 
 /// A buffer that a region can own.
@@ -187,11 +187,13 @@ heap_buffer! {
     Box<[u8]>: <[u8]>::into_vec, Vec::into_boxed_slice;
 }
 
-/// Memory allocated from an iface. Dropping the value frees the memory. A forked child that drops
-/// its copy calls [`IfaceExt::free`] too.
+/// Memory allocated from an iface. Dropping the value frees the memory. Dropping a forked child's
+/// copy frees nothing.
 pub struct DeviceBuffer {
     iface: Arc<dyn Iface>,
     allocation: Allocation,
+    /// The process that allocated the memory. A forked child must not free the memory.
+    process: ProcessMark,
 }
 
 impl DeviceBuffer {
@@ -199,13 +201,14 @@ impl DeviceBuffer {
     ///
     /// # Errors
     /// - [`ErrorKind::ZeroLength`] for a request of no bytes.
-    /// - The errors of [`IfaceExt::allocate`].
+    /// - The errors of [`IfaceExt::allocate`] and of [`ProcessMark::current`].
     pub fn allocate(iface: &Arc<dyn Iface>, request: &AllocRequest) -> Result<Self> {
         if request.len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "allocate").iface(iface));
         }
+        let process = ProcessMark::current()?;
         let allocation = iface.allocate(request)?;
-        Ok(Self { iface: Arc::clone(iface), allocation })
+        Ok(Self { iface: Arc::clone(iface), allocation, process })
     }
 
     /// Returns the iface's description of the allocation.
@@ -262,6 +265,10 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
+        if !self.process.is_current() {
+            // The driver's state and the iface's locks belong to the parent.
+            return;
+        }
         // SAFETY: the buffer owns the allocation and has handed out no references into it.
         if let Err(error) = unsafe { self.iface.free(&self.allocation) } {
             tracing::error!(%error, "cannot free device memory");

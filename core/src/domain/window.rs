@@ -274,6 +274,19 @@ impl Allocated {
         Ok(Self { domain: Arc::clone(domain), kind, window })
     }
 
+    /// Locks the window's state.
+    ///
+    /// # Errors
+    /// [`ErrorKind::BadState`] in a forked child: a thread of the parent may have held the lock.
+    fn lock<'a, T>(
+        &self,
+        state: &'a Mutex<T>,
+        operation: &'static str,
+    ) -> Result<MutexGuard<'a, T>> {
+        self.domain.process.check(operation)?;
+        Ok(state.lock())
+    }
+
     fn check(&self, state: WindowState, event: WindowEvent, operation: &'static str) -> Result<()> {
         let after = self.kind.after(state, event);
         after.map(|_| ()).map_err(|rule| rule.refuse(operation))
@@ -322,7 +335,8 @@ impl Type1Window {
     /// - [`ErrorKind::AccessDenied`] for a region without MW_BIND. Also for a window with a right
     ///   to write, if the region has no right that lets the NIC write.
     /// - [`ErrorKind::InvalidArgument`] for a region of another domain.
-    /// - [`ErrorKind::BadState`] before the registration of the region completed.
+    /// - [`ErrorKind::BadState`] before the registration of the region completed, and in a forked
+    ///   child.
     /// - The error that the driver reported.
     pub fn bind(
         &self,
@@ -338,7 +352,7 @@ impl Type1Window {
             return Err(Error::new(ErrorKind::ZeroLength, "bind window")
                 .remedy("bind at least one byte, or call unbind"));
         }
-        let mut state = self.state.lock();
+        let mut state = self.window.lock(&self.state, "bind window")?;
         self.window.check(state.state(), WindowEvent::Bind, "bind window")?;
         state.window = domain.windows()?.bind_window(state.window, &bind)?;
         let number = state.window.key;
@@ -349,10 +363,10 @@ impl Type1Window {
     /// bound again.
     ///
     /// # Errors
-    /// - [`ErrorKind::BadState`] if the window is not bound.
+    /// - [`ErrorKind::BadState`] if the window is not bound, and in a forked child.
     /// - The error that the driver reported.
     pub fn unbind(&self) -> Result<()> {
-        let mut state = self.state.lock();
+        let mut state = self.window.lock(&self.state, "unbind window")?;
         self.window.check(state.state(), WindowEvent::BindNothing, "unbind window")?;
         let Some(region) = state.bound.as_ref().and_then(|bound| bound.region.registered()) else {
             return Ok(());
@@ -365,16 +379,17 @@ impl Type1Window {
     }
 
     /// Returns the state: [`WindowState::Valid`] while the window is bound, otherwise
-    /// [`WindowState::Free`].
+    /// [`WindowState::Free`]. In a forked child, the state is [`WindowState::Invalid`].
     #[must_use]
     pub fn state(&self) -> WindowState {
-        self.state.lock().state()
+        let state = self.window.lock(&self.state, "window state");
+        state.map_or(WindowState::Invalid, |state| state.state())
     }
 
-    /// Returns the current key, if the window is bound.
+    /// Returns the current key, if the window is bound. Returns `None` in a forked child.
     #[must_use]
     pub fn key(&self) -> Option<RemoteKey> {
-        let state = self.state.lock();
+        let state = self.window.lock(&self.state, "window key").ok()?;
         Some(state.bound.as_ref()?.key(state.window.key))
     }
 }
@@ -406,7 +421,8 @@ impl Type2Window {
     /// An error for a broken rule names the rule ([`WindowRule`]) as its context value
     /// `rule`.
     ///
-    /// - [`ErrorKind::BadState`] if the window is bound. Invalidate the window first.
+    /// - [`ErrorKind::BadState`] if the window is bound: invalidate the window first. Also in a
+    ///   forked child.
     /// - The errors of [`Type1Window::bind`]. [`ErrorKind::InvalidArgument`] also for an endpoint
     ///   of another domain.
     /// - The errors of [`Endpoint::post`].
@@ -456,6 +472,7 @@ impl Type2Window {
     /// # Errors
     /// - [`ErrorKind::AccessDenied`] for an endpoint other than the one that posted the bind.
     /// - [`ErrorKind::InvalidArgument`] for an endpoint of another domain.
+    /// - [`ErrorKind::BadState`] in a forked child.
     /// - The errors of [`Endpoint::post`].
     ///
     /// If the request fails after it was posted, the window stays bound.
@@ -473,7 +490,8 @@ impl Type2Window {
 
     /// Returns the state, according to the completions that were read. After a failed bind, and
     /// after an invalidation by this process or by a peer, the state is [`WindowState::Free`]. If
-    /// the provider cannot report the state, the result is [`WindowState::Invalid`].
+    /// the provider cannot report the state, and in a forked child, the result is
+    /// [`WindowState::Invalid`].
     #[must_use]
     pub fn state(&self) -> WindowState {
         self.inner.settled().map_or(WindowState::Invalid, |(_, status)| status.state)
@@ -491,7 +509,7 @@ impl Type2Window {
 impl Type2Inner {
     /// Locks the window's state, and updates it with the state that the provider reports.
     fn settled(&self) -> Result<(MutexGuard<'_, Type2State>, crate::provider::WindowStatus)> {
-        let mut state = self.state.lock();
+        let mut state = self.window.lock(&self.state, "window state")?;
         let status = self.window.domain.windows()?.window_status(self.window.window)?;
         if !status.pending {
             if status.state != WindowState::Valid {
