@@ -480,7 +480,7 @@ impl Error {
     }
 
     /// Returns the operation that failed and the reason, without attempts, source, remedy and
-    /// values.
+    /// context values.
     #[must_use]
     pub fn message(&self) -> impl fmt::Display + '_ {
         Message(self)

@@ -111,7 +111,7 @@ impl WindowType {
     /// All window types.
     pub const ALL: [Self; 3] = [Self::One, Self::TwoA, Self::TwoB];
 
-    /// Returns the name: `1`, `2A` or `2B`.
+    /// Returns the name of the window type: `1`, `2A` or `2B`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

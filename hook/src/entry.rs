@@ -27,7 +27,8 @@ pub(super) struct PatchPoint {
     /// taken only for arguments that the function refuses. The copy runs when the hook calls the
     /// original function.
     pub(super) skipped: Vec<u8>,
-    /// The displacements in `skipped` that must change, because the copy lies at another address.
+    /// The displacements in `skipped` that must change, because the trampoline's copy of these
+    /// instructions lies at another address than the original.
     pub(super) relative: Vec<Relative>,
     /// The offset of the first instruction that is not copied, in bytes from the function's entry.
     /// The copy ends with a jump to this instruction.

@@ -1,4 +1,4 @@
-//! Tests that open allocations of other processes: HM-10.
+//! Tests of opening allocations of other processes: HM-10.
 
 mod support;
 

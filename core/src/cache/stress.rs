@@ -144,8 +144,8 @@ fn lease_does_not_outlive_its_region_with_fences() {
     assert_eq!(find_stale_lease(Barrier::Fences, ROUNDS), None);
 }
 
-/// Without the barrier, a lease can outlive its region's registration. The test needs two
-/// processors. On a busy machine it needs some ten thousand rounds.
+/// If an eviction does not issue the heavy barrier, a lease can outlive its region's registration.
+/// The test needs two processors. On a busy machine it needs some ten thousand rounds.
 #[test]
 #[ignore = "the slow tier"]
 fn lease_outlives_its_region_without_the_barrier() {

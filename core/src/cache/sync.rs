@@ -206,7 +206,8 @@ pub(super) unsafe fn read_settled_u32(value: &AtomicU32) -> u32 {
 /// On x86-64 the read-modify-write is itself a full fence. A second one would stall every `munmap`.
 /// The callers' read-modify-writes are:
 ///
-/// - the exchange that claims an invalidation's slot;
+/// - the exchange that claims an invalidation's slot, or the increment that counts an invalidation
+///   without a slot;
 /// - the unlock after an entry was made (an exchange, since other threads may wait);
 /// - the increments of [`InFlightCounter`](super::reclaim::state::InFlightCounter).
 #[inline(always)]
@@ -250,7 +251,8 @@ pub(super) mod modelled {
     /// like one.
     pub(in crate::cache) const GENERATION: u32 = 8;
 
-    /// The kinds of fences that are left out. Loom does not track this variable.
+    /// A bit mask of the kinds of fences that the running model leaves out. Loom does not track
+    /// this variable.
     pub(in crate::cache) static LEFT_OUT: Plain = Plain::new(0);
 
     pub(super) fn is_left_out(kind: u32) -> bool {

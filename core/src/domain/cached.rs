@@ -176,7 +176,7 @@ impl RegionCache {
     }
 
     /// Returns a region like [`RegionCache::get_or_register`], after a check that the memory
-    /// belongs to `iface` and `device`.
+    /// belongs to `iface` and `device`. If `device` is `None`, checks only the iface.
     ///
     /// # Safety
     /// The conditions of [`RegionCache::get_or_register`].

@@ -223,8 +223,8 @@ impl Domain {
     /// Returns the provider's own domain.
     ///
     /// As a `&dyn Any` it can be downcast to the provider's type, for functions that only this
-    /// provider has. This domain does not know about regions that are registered or deregistered
-    /// through it.
+    /// provider has. This [`Domain`] does not know about regions that are registered or
+    /// deregistered through the provider's domain.
     #[must_use]
     pub fn provider_domain(&self) -> &dyn ProviderDomain {
         &*self.inner.provider

@@ -38,7 +38,7 @@ impl LeakOnPanic {
         self.0.clone().unwrap_or(KeepAlive::Caller)
     }
 
-    /// Ends the guard without leaking the memory. The registration must have returned.
+    /// Drops the guard without leaking the memory. The registration must have returned.
     pub(super) fn release(mut self) {
         drop(self.0.take());
     }

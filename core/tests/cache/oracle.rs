@@ -26,7 +26,8 @@ const PAGE: usize = 4096;
 struct FileMapping {
     base: usize,
     file: std::os::fd::OwnedFd,
-    /// The number of the file's next page that was never mapped. Each replacement maps a new page.
+    /// The index of the first page of the file that was never mapped. The next replacement maps
+    /// this page.
     next: AtomicU64,
     changing: Mutex<()>,
 }

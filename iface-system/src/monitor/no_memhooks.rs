@@ -13,7 +13,8 @@ pub(super) fn is_hooked_discard(_: u64, _: u64) -> bool {
     false
 }
 
-/// Returns `None`, since this target has no hooked calls that could wait for the guard.
+/// Returns `None` instead of a guard, since this target has no hooked calls that must wait while
+/// userfaultfd events are read.
 pub(super) fn reading_discards() -> Option<()> {
     None
 }

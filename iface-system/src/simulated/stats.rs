@@ -1,4 +1,5 @@
-//! Counts of live objects of a simulated device, so that a test can verify that none is left.
+//! Counts of the live objects, copies and driver calls of a simulated device. A test can verify
+//! that no object is left.
 
 use std::sync::atomic::Ordering;
 

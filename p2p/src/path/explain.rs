@@ -86,7 +86,8 @@ pub struct Explanation {
     pub iface_name: Arc<str>,
     /// Ordinal of the device that owns the memory; `None` for host memory.
     pub device: Option<u32>,
-    /// The PCI bus id of the device that owns the memory.
+    /// The PCI bus id of the device that owns the memory; `None` for host memory, or if the device
+    /// has none.
     pub device_pci_bus_id: Option<String>,
     /// The kind of memory.
     pub kind: &'static str,
@@ -94,7 +95,7 @@ pub struct Explanation {
     pub size: u64,
     /// The NIC, as `provider/name`.
     pub nic: String,
-    /// The PCI bus id of the NIC.
+    /// The PCI bus id of the NIC; `None` if the NIC is not a PCI device.
     pub nic_pci_bus_id: Option<String>,
     /// The requested policy.
     pub policy: P2pPolicy,

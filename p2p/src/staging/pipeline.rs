@@ -29,13 +29,13 @@ const MOST: usize = 64;
 /// Consecutive bytes of a message that lie in one piece of staged memory.
 #[derive(Debug)]
 pub struct Run<M> {
-    /// Offset of the run in the message.
+    /// Offset of the first byte in the message.
     pub at: u64,
     /// Length in bytes, more than 0.
     pub len: u64,
     /// The staged memory that the bytes are copied from or to.
     pub memory: M,
-    /// Offset of the run in `memory`.
+    /// Offset of the first byte in `memory`.
     pub offset: u64,
 }
 
@@ -44,7 +44,7 @@ pub struct Run<M> {
 pub enum Part {
     /// The copy from the source memory into a staging buffer.
     Source,
-    /// The transfer on the wire. A canceled transfer counts as failed here.
+    /// The transfer on the wire. A canceled transfer counts as failed at this step.
     Wire,
     /// The copy from a staging buffer into the target memory.
     Target,

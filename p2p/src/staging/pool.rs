@@ -123,8 +123,10 @@ impl Pool {
         Some(Slots { pool: Arc::clone(self), purpose, list: state.free.split_off(rest) })
     }
 
-    /// Returns whether `want` buffers are free for a claim after all earlier claims get theirs.
-    /// `number` is the claim's place in the queue; `None` before it joins the queue.
+    /// Returns true if a claim can have `want` buffers: they are free after all earlier claims get
+    /// theirs, and the share of `purpose` allows them. Earlier claims that exceed the share of
+    /// another purpose do not count. `number` is the claim's place in the queue; `None` before it
+    /// joins the queue.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);
         for waiting in &state.waiting {

@@ -113,7 +113,7 @@ pub enum Setting {
 }
 
 impl Setting {
-    /// Returns the letter of the value in a configuration file.
+    /// Returns the letter for the value in a kernel configuration file: `y`, `m` or `n`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

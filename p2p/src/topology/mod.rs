@@ -173,7 +173,7 @@ impl Topology {
         self.devices.values()
     }
 
-    /// Returns the PCI function at this address.
+    /// Returns the PCI function at this address; `None` if there is none.
     #[must_use]
     pub fn device(&self, id: BusId) -> Option<&PciDevice> {
         self.devices.get(&id)
@@ -190,7 +190,7 @@ impl Topology {
         &self.rdma
     }
 
-    /// Returns the RDMA device with the given name.
+    /// Returns the RDMA device with the given name; `None` if there is none.
     #[must_use]
     pub fn rdma_named(&self, name: &str) -> Option<&RdmaDevice> {
         self.rdma.iter().find(|device| device.name == name)

@@ -36,7 +36,7 @@ impl RegisteredAs {
         }
     }
 
-    /// Returns whether the NIC accesses device memory directly in this form.
+    /// Returns true if the NIC accesses memory in this form directly, as device memory.
     pub(crate) fn is_device_handle(self) -> bool {
         matches!(self, Self::DmaBuf(_) | Self::DeviceAddress)
     }

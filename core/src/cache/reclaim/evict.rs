@@ -216,7 +216,8 @@ impl<S: CacheBackend> CacheCore<S> {
 
     /// Issues the heavy barrier. After the barrier, a scan sees each usable lease of the entries
     /// that were made unusable before the barrier, and no lookup gets a new one. If the kernel
-    /// refuses the barrier, closes the gate permanently and returns `false`.
+    /// refuses the barrier, permanently closes the gate, which disables all hits, and returns
+    /// `false`.
     pub(super) fn heavy_barrier(&self) -> bool {
         let issued = self.leases.barrier.heavy();
         // Without the barrier the cache cannot rule out leases: all regions stay registered, and

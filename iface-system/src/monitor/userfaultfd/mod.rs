@@ -351,9 +351,9 @@ impl UserFaultFd {
         }
     }
 
-    /// Stops watching all ranges, and waits until the thread that reads events has read every
-    /// pending event. Until then, the threads that caused these events are blocked in their system
-    /// calls.
+    /// Stops watching every range with a subscription and every range in the queue of moved memory.
+    /// Waits until the thread that reads events has read every pending event. Until then, the
+    /// threads that caused these events are blocked in their system calls.
     ///
     /// Closing the userfaultfd is not enough: a forked child may have it open too. A thread that
     /// unmaps would then wait for a reader that no longer exists.

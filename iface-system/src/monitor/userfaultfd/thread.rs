@@ -45,12 +45,12 @@ pub(super) struct UffdState {
     /// True if a discard ([`EVENT_REMOVE`]) was lost because the queue `discarded` was full. The
     /// monitor resets the flag when it empties the queue.
     lost_discards: AtomicBool,
-    /// The ranges to which `mremap` has moved watched memory, until another thread stops watching
-    /// them. The kernel itself continues to watch moved memory. If the queue is full, the kernel
-    /// watches further ranges for as long as they are mapped.
+    /// The queue of ranges to which `mremap` has moved watched memory. The kernel continues to
+    /// watch moved memory until a thread takes the range from the queue and stops watching it.
+    /// Ranges that do not fit into the queue are watched for as long as they are mapped.
     pub(super) moved: Ring<MOVED>,
-    /// The ranges of reported discards ([`EVENT_REMOVE`]), without those of announced calls. The
-    /// `madvise` call that caused an event may still be in progress.
+    /// The queue of the ranges of reported discards ([`EVENT_REMOVE`]), without those of announced
+    /// calls. The `madvise` call that caused an event may still be in progress.
     pub(super) discarded: Ring<DISCARDED>,
 }
 
