@@ -287,7 +287,8 @@ impl Net {
         u64::from_ne_bytes(bytes)
     }
 
-    /// Registers the range in the cache. Returns its first number, as a peer reads it.
+    /// Registers the range in the cache. Returns the number in the first 8 bytes of the range,
+    /// which a NIC reads through the remote key.
     fn pulled(&self, range: AddressRange) -> u64 {
         // SAFETY: the memory is the test's own. The test replaces it while it is cached, and the
         // NIC's pinned pages stay valid.
@@ -301,8 +302,8 @@ impl Net {
         self.seen()
     }
 
-    /// Writes the range's first number to the peer without a descriptor. Returns the number that
-    /// arrived.
+    /// Writes the first 8 bytes of the range to the peer, without a descriptor. Returns the number
+    /// that arrived.
     fn pushed(&self, range: AddressRange) -> u64 {
         let remote = [RemoteSegment { address: Iova(self.key.base().0), len: 8, key: &self.key }];
         let local = [LocalSegment { address: range.start(), len: 8, desc: None }];

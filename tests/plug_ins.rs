@@ -110,7 +110,8 @@ fn bad_value_that_a_plug_in_reads_fails_the_build() {
 
 /// HM-04
 ///
-/// The checks are equal for opened plug-ins and absent ones.
+/// The number and the name of a plug-in are checked in the same way if it is opened and if it is
+/// absent.
 #[test]
 fn number_or_name_of_another_iface_is_refused() {
     let added = |plug_ins: &[(IfaceKind, &str, bool)]| {

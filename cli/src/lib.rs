@@ -119,7 +119,7 @@ impl From<hmem::Error> for Failure {
 }
 
 impl From<Problem> for Failure {
-    /// Problems of the command's own are about its arguments: usage errors.
+    /// Returns a usage error, since the command itself finds problems only in its arguments.
     fn from(problem: Problem) -> Self {
         Self::Usage(Box::new(problem))
     }

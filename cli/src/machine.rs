@@ -92,7 +92,7 @@ impl From<&Absent> for Skipped {
 
 /// A counter of resources that a check must not leak.
 pub struct Watch {
-    /// The name of the counted resource.
+    /// The name of the resource that is counted, for error messages.
     pub what: &'static str,
     /// Returns the current count.
     pub count: Box<dyn Fn() -> u64>,

@@ -172,9 +172,9 @@ impl Style {
     }
 }
 
-/// Returns the width of the output, in columns: the number in `COLUMNS`, or else the width of the
-/// terminal of stdout, limited to 20 to 140. Returns `None` if this number is 0, or if `COLUMNS`
-/// has no number and stdout is not a terminal.
+/// Returns the width of the output from `COLUMNS`, or else from the terminal of stdout: 20 to 140
+/// columns. Returns `None` if that width is 0, or if `COLUMNS` has no number and stdout is not a
+/// terminal.
 #[must_use]
 pub fn columns() -> Option<usize> {
     let variable = columns_variable().unwrap_or(None);

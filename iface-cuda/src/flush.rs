@@ -189,8 +189,9 @@ impl InboundFlusher {
         }
     }
 
-    /// Returns the contexts, except `primary`, whose exported memory is still allocated. Finding
-    /// one allocation of a context is enough. Removes freed memory from the record.
+    /// Returns the contexts, except `primary`, whose exported memory is still allocated. The search
+    /// in a context ends at the first allocation that is not known to be freed, and removes the
+    /// freed allocations before it from the record.
     fn alive(&self, device: DeviceId, primary: Option<CuContext>) -> Result<Alive> {
         let mut exported = self.exported[device.0 as usize].lock();
         let mut alive = Alive::default();

@@ -1,4 +1,5 @@
-//! Compares the function table and the constants with AWS's own headers.
+//! Checks that AWS's own headers contain the declarations from which the function table was
+//! written, and the values of the status codes.
 
 #[path = "../../tests/accelerators/mod.rs"]
 mod accelerators;

@@ -24,9 +24,10 @@ pub(crate) struct Runtime {
     cpus: Vec<Agent>,
     /// The first CPU and its memory pool. Every agent can get access to memory of the pool.
     pub(crate) host: Option<(Agent, MemoryPool)>,
-    /// True if the runtime exports dma-bufs.
+    /// False if the runtime reports that it exports no dma-bufs. True also for a runtime that is
+    /// too old to report this.
     pub(crate) dma_buf: bool,
-    /// True if the runtime has virtual memory calls.
+    /// True if the runtime reports that it supports virtual memory.
     pub(crate) vmm: bool,
     /// True until the reference to the runtime is released.
     held: Mutex<bool>,

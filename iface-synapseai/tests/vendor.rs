@@ -1,5 +1,6 @@
-//! Compares the function tables and the constants with Habana's own headers. Calls a real
-//! libhl-thunk, built from its source, without a device.
+//! Checks that Habana's own headers contain the declarations from which the function tables were
+//! written, and the values of the status codes. Calls a real libhl-thunk, built from its source,
+//! without a device.
 #![allow(unsafe_code)]
 
 #[path = "../../tests/accelerators/mod.rs"]
@@ -33,8 +34,9 @@ trials! {
     real_libhlthunk_refuses_a_file_that_is_no_device,
 }
 
-/// Compares the declarations of this crate with Habana's reference implementation. It is too old to
-/// have `synDeviceGetInfoV2` and `synStreamCreateGeneric`, which are not compared.
+/// The header of Habana's reference implementation contains the declarations from which the
+/// function table was written. This header is too old for `synDeviceGetInfoV2` and
+/// `synStreamCreateGeneric`, so the test does not check these two.
 fn functions_are_declared_as_in_synapse_api_h() -> Outcome {
     let header = header("synapseai/synapse_api.h")?;
     has(

@@ -22,7 +22,7 @@ use crate::{
     sys::ZeResult,
 };
 
-/// Copies memory. Each copy in flight holds a reference to the lanes.
+/// Copies memory. Each copy in flight holds a reference to the [lanes](Lane).
 #[derive(Debug)]
 pub(crate) struct Copier(Arc<Lanes>);
 
@@ -139,8 +139,13 @@ impl Copier {
         })
     }
 
-    /// Returns the kind of memory that a range of the copy lies in. Fails if the range begins in an
-    /// allocation and reaches beyond its end.
+    /// Returns the kind of memory that a range of the copy lies in.
+    ///
+    /// # Errors
+    /// - OutOfBounds if the range begins in an allocation and reaches beyond its end.
+    /// - AddressWraps if the range passes the end of the address space.
+    /// - Driver for memory of a device that the driver does not list.
+    /// - Otherwise the error of the driver.
     fn side(&self, address: Address, len: u64) -> Result<Side<'_>> {
         let range = AddressRange::new(address, len)?;
         let Some(found) = self.0.memory.find(address)? else { return Ok(Side::Unknown) };
@@ -231,7 +236,8 @@ impl Copier {
 /// memory is not freed meanwhile.
 struct CopyInFlight {
     lanes: Arc<Lanes>,
-    /// The lane and the copy that the CPU makes afterwards, or `None` after the end of the copy.
+    /// The [`Lane`] on which the device copies, and the copy that the CPU makes afterwards, if any.
+    /// `None` after the end of the copy.
     running: RefCell<Option<(Lane, Option<CopyRange>)>>,
     result: RefCell<Result<()>>,
 }

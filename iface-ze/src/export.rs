@@ -215,6 +215,9 @@ impl Exported {
     }
 
     /// Returns a duplicate of the fd. The caller owns the duplicate.
+    ///
+    /// # Errors
+    /// Unsupported if the dma-buf is smaller than `len` bytes. Otherwise the error of `fcntl`.
     fn duplicate(&self, len: u64) -> Result<OwnedFd> {
         if self.size < len {
             return Err(lacks(OPERATION, "the dma-buf is smaller than the memory")

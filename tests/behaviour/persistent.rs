@@ -198,10 +198,10 @@ fn windows_and_sub_regions_write_persistent_memory_back() {
     });
 }
 
+/// MR-12
+///
 /// The seccomp filter lets the write-back of one range succeed and that of the other fail. A write
 /// over both ranges must fail.
-///
-/// MR-12
 #[test]
 fn write_over_two_persistent_ranges_writes_back_both() {
     const WRITTEN_BACK: i32 = 0;
@@ -270,9 +270,9 @@ fn persistent_files_given_by_their_fd_are_written_back() {
     }
 }
 
-/// The kernel refuses `msync` on device DAX with EINVAL, since there is no file to write to.
-///
 /// MR-12
+///
+/// The kernel refuses `msync` on device DAX with EINVAL, since there is no file to write to.
 #[test]
 fn owned_device_dax_is_written_back_by_cache_lines() {
     let memory = Bytes::Host(HostPages::new(PAGE as usize));

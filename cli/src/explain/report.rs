@@ -22,7 +22,8 @@ pub struct Report {
     pub version: &'static str,
     /// The explanations, one for each pair of memory and NIC.
     pub explanations: Vec<Entry>,
-    /// The pairs of memory and NIC that could not be explained, with reasons.
+    /// The pairs of memory and NIC, and the ifaces, NICs and pointers, that could not be explained,
+    /// with reasons.
     pub skipped: Vec<Skipped>,
     /// The outcomes of `--pointer`, which replace the explanations; absent without that option.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -111,9 +112,11 @@ impl Report {
         Self { pointers: Some(pointers), ..self }
     }
 
-    /// Returns whether the command succeeded: there is a pair, each pair has a path, and no iface
-    /// is missing. With `--pointer`, every pointer must have been tried with the correct outcome
-    /// instead.
+    /// Returns whether the command succeeded.
+    ///
+    /// No iface may be missing. Without `--pointer`, there must be at least one pair, and each
+    /// pair must have a path. With `--pointer`, there must be at least one pointer, nothing may be
+    /// skipped, and each pointer must have the correct outcome.
     #[must_use]
     pub fn passed(&self) -> bool {
         if let Some(pointers) = &self.pointers {

@@ -1,4 +1,5 @@
-//! The server: registers memory for a client, and verifies its content.
+//! The server: registers memory for a client, and verifies the bytes in that memory after the
+//! client's transfers.
 
 use std::net::{SocketAddr, TcpStream};
 

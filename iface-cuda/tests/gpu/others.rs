@@ -57,7 +57,8 @@ pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
     });
 }
 
-/// Returns the table cells of exports that must be refused, and true if all were refused.
+/// Returns the table cells of exports that must be refused. Also returns true if both exports were
+/// refused and `left`, the number of fds that stayed open, is 0.
 pub(crate) fn judge_refusals([dma_buf, peer, left]: [String; 3]) -> ([String; 3], bool) {
     let judge = |cell: String| match cell.starts_with("refused") {
         true => (cell, true),

@@ -207,7 +207,8 @@ impl World {
         !self.is_real() || (code.is_success() && says != 0)
     }
 
-    /// Returns the kinds of memory that the GPU supports, and prints the kinds that are not tested.
+    /// Returns the kinds in `kinds` that the GPU supports, or all of them for the fake. Prints the
+    /// kinds that the GPU does not support, which are not tested.
     pub(crate) fn kinds(&self, kinds: &[AllocationKind]) -> Vec<AllocationKind> {
         let has = |kind: &AllocationKind| {
             let there = match kind {
