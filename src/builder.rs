@@ -81,7 +81,8 @@ pub struct Builder {
     absent_plug_ins: Vec<(IfaceName, Error)>,
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(String, Error)>,
-    /// The error for a plug-in that was opened and has another number or name than the caller gave.
+    /// The first error for an opened iface or provider whose number or name differs from the
+    /// caller's arguments.
     mismatch: Option<Error>,
     filter: Option<String>,
     disable_p2p: Option<bool>,
@@ -143,20 +144,23 @@ impl Hmem {
     }
 
     /// Returns the monitor that detects changes of cached host memory, with the reason for the
-    /// choice. The first call starts the monitor.
+    /// choice. With [`HostMonitorKind::Auto`], this call chooses and starts the monitor, unless a
+    /// cache has done so. [`Builder::build`] has started a monitor that was requested by name.
     #[must_use]
     pub fn cache_monitor(&self) -> &SystemMonitor {
         self.system.cache_monitor()
     }
 
     /// Returns the default cache settings of domains: those of the builder and the environment.
-    /// [`DomainAttr::cache`] overrides each of them.
+    /// They apply to a setting that is `None` in a domain's [`DomainAttr::cache`]. If that whole
+    /// field is `None`, the domain has no cache.
     #[must_use]
     pub fn cache_attr(&self) -> &CacheAttr {
         &self.cache
     }
 
-    /// Returns the default limits of the caches of domains.
+    /// Returns the default limits of the caches of domains: those of [`Hmem::cache_attr`], with the
+    /// values of [`Limits::default`] for settings that are `None`.
     #[must_use]
     pub fn cache_limits(&self) -> Limits {
         let default = Limits::default();
@@ -167,9 +171,9 @@ impl Hmem {
         }
     }
 
-    /// Returns the setting that disables the registration cache of domains without settings of
-    /// their own: `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MAX_SIZE` or `Builder::cache`. Returns
-    /// `None` if the cache is enabled.
+    /// Returns the setting that disables the registration caches of domains by default:
+    /// `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MAX_SIZE` or `Builder::cache`. Returns `None` if none
+    /// of them does. Ignores [`DomainAttr::cache`], which can override these defaults.
     #[must_use]
     pub fn cache_off_by(&self) -> Option<&'static str> {
         let (limits, builder) = (self.cache_limits(), &self.cache_of_builder);
@@ -181,9 +185,12 @@ impl Hmem {
         off.map(|(_, by_builder, variable)| if by_builder { BUILDER_CACHE } else { variable })
     }
 
-    /// Returns the setting that disables the monitor of an iface: an environment variable, or
-    /// `Builder::cache`. Without the monitor, the iface's memory is registered uncached. Returns
-    /// `None` if the monitor is enabled.
+    /// Returns the setting that disables the monitor of an iface by default: a variable such as
+    /// `FI_MR_CUDA_CACHE_MONITOR_ENABLED`, or `Builder::cache`. Without the monitor, the iface's
+    /// memory is registered uncached. Returns `None` if no such setting disables the monitor.
+    ///
+    /// Ignores [`DomainAttr::cache`], which can override these defaults, and the kind of the host
+    /// monitor, which can be [`HostMonitorKind::Disabled`] ([`Hmem::cache_monitor`] has it).
     #[must_use]
     pub fn cache_monitor_left_out_by(&self, iface: IfaceKind) -> Option<&'static str> {
         if !self.cache.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {
@@ -425,8 +432,9 @@ impl Builder {
         self
     }
 
-    /// Adds RDMA hardware through libibverbs. If this build has no verbs support, or this machine
-    /// has no libibverbs or no device, [`Hmem::absent_providers`] has the reason.
+    /// Adds RDMA hardware through libibverbs. If verbs cannot start, for example because this
+    /// machine has no libibverbs or no device, [`Hmem::absent_providers`] has the reason. It also
+    /// lists each device that cannot be opened.
     #[must_use]
     pub fn verbs(mut self) -> Self {
         match start_verbs() {
@@ -443,7 +451,8 @@ impl Builder {
     }
 
     /// Starts only the named ifaces, of vendors and plug-ins. Names are separated by `;` or `,`, as
-    /// in `FI_HMEM`. This setting overrides `FI_HMEM`. The iface of host memory always starts.
+    /// in `FI_HMEM`. This setting overrides `FI_HMEM`. The iface of host memory always starts, and
+    /// is the only one to start if `names` is empty.
     #[must_use]
     pub fn ifaces(mut self, names: impl Into<String>) -> Self {
         self.filter = Some(names.into());
@@ -458,7 +467,8 @@ impl Builder {
         self
     }
 
-    /// Sets the default cache settings of domains, which [`DomainAttr::cache`] overrides.
+    /// Sets the default cache settings of domains, which [`DomainAttr::cache`] overrides. This call
+    /// gives no domain a cache: a domain has one only if its [`DomainAttr::cache`] is `Some`.
     ///
     /// Each setting that is not `None` overrides its variables: `FI_MR_CACHE_MAX_SIZE`,
     /// `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MERGE_REGIONS` or
@@ -688,8 +698,9 @@ fn filled_in(mut first: CacheAttr, second: &CacheAttr) -> CacheAttr {
     first
 }
 
-/// Returns the iface of host memory with the requested monitor. With `Auto`, the iface chooses and
-/// starts a monitor when a monitor is first needed.
+/// Returns the iface of host memory with the requested monitor, or else with the one that
+/// `FI_MR_CACHE_MONITOR` names. With `Auto`, the default, the iface chooses and starts a monitor
+/// when a monitor is first needed.
 fn system(requested: Option<CacheMonitor>) -> Result<System> {
     let (kind, variable) = match requested {
         Some(CacheMonitor::Imported(monitor)) => {
@@ -721,7 +732,7 @@ fn system(requested: Option<CacheMonitor>) -> Result<System> {
     Ok(System::new().with_monitor(monitor))
 }
 
-/// The names of the ifaces to start.
+/// The names of the vendor and plug-in ifaces to start, in lower case.
 #[derive(Debug)]
 struct Filter(BTreeSet<String>);
 
@@ -758,7 +769,8 @@ fn left_out(kind: impl Into<IfaceName>, why: &'static str) -> Error {
     Error::new(ErrorKind::Unavailable, "start iface").iface(kind).context("why", why)
 }
 
-/// Returns the error for an iface that the filter does not name.
+/// Returns the error for an iface that the [`Filter`] does not name. `by_builder` is true if the
+/// filter is that of [`Builder::ifaces`], and false if it is that of `FI_HMEM`.
 fn filtered_out(kind: IfaceKind, name: &str, by_builder: bool) -> Error {
     let (why, setting) = match by_builder {
         true => ("Builder::ifaces names only other ifaces", "Builder::ifaces"),

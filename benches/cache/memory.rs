@@ -56,9 +56,9 @@ pub(super) fn resident() -> Result<u64> {
         .ok_or_else(|| unreadable(&"the file has no line `Anonymous: N kB`"))
 }
 
-/// Measures the memory of a cached region for each layout of regions: fills a cache, and measures
-/// the growth of the process. All caches stay open until the end, so that no cache reuses the
-/// memory of an earlier one.
+/// Measures the memory of a cached region for each of [`LAYOUTS`], which differ in the length and
+/// distance of the regions: fills a cache, and measures the growth of the process. All caches stay
+/// open until the end, so that no cache reuses the memory of an earlier one.
 pub(super) fn of_layouts() -> Result<Vec<MemoryRow>> {
     let mut kept = Vec::new();
     LAYOUTS

@@ -197,10 +197,12 @@ impl IndexTable {
         Some(self.find(live.domain, root).expect("a region with dependents is not removed"))
     }
 
-    /// Takes the read guards of a region and its root. The caller holds the lock of the table.
+    /// Takes the read guards of a region and, for a sub-region, of its root (the region that was
+    /// registered with the pages). `by_key` is true if a peer's key named the region, and false if
+    /// a handle of the domain did. The caller holds the lock of the table.
     ///
-    /// Only a refresh can have a write guard then: [`Regions::remove`] takes one after it removed
-    /// the region from the table.
+    /// While the caller holds that lock, only a refresh can have a write guard:
+    /// [`Regions::remove`] takes one after it removed the region from the table.
     #[inline]
     fn hold(&self, live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
         let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;

@@ -33,8 +33,8 @@ pub(super) struct VerbsCq {
     room: Arc<CqRoom>,
 }
 
-/// Counters of the used room of a completion queue. The limit holds for each kind of room (see
-/// [`Room`]) by itself.
+/// Counters of the used room of a completion queue: entries of the NIC's queue, and completions for
+/// the application ([`Room`]). The same limit holds for each of the two counters.
 #[derive(Debug)]
 pub(super) struct CqRoom {
     most: u64,
@@ -42,8 +42,8 @@ pub(super) struct CqRoom {
     used: AtomicU64,
 }
 
-/// Kinds of room in a completion queue that one request uses. A request reserves its room before
-/// its post.
+/// Room that one request uses in a completion queue: an entry of the NIC's queue, a completion for
+/// the application, or both. A request reserves its room before its post.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Room(u64);
 

@@ -66,7 +66,8 @@ pub(super) enum CpuAccess {
     /// Host pages that the application may unmap. The kernel copies their bytes, so that an
     /// unmapped page is an error and not a fault.
     Guarded,
-    /// The CPU cannot access the memory.
+    /// Staged memory, or memory that the NIC imported (a dma-buf or peer memory). The provider does
+    /// not read it with the CPU.
     None,
 }
 

@@ -61,7 +61,8 @@ impl Invalidator for NotificationCounter {
 /// gives no answer until it has released the lock.
 const ANSWER_TIME: Duration = Duration::from_millis(100);
 
-/// An invalidator that queries the iface for the freed memory at the end of each notification.
+/// An invalidator that queries the iface for the start of `range` at the end of each notification
+/// about that range. `claims` counts the queries that still found an allocation there.
 #[derive(Debug)]
 struct QueryAtEnd {
     iface: Arc<dyn Iface>,

@@ -62,8 +62,8 @@ pub(super) fn region_with_a_sub_region_is_busy(provider: &Arc<dyn Provider>) -> 
     Ok(())
 }
 
-/// Returns the window types that the NIC supports. If the NIC has no windows, returns the outcome
-/// that skips the behaviour.
+/// Returns the window types that the NIC supports. If the NIC has no windows, or the domains use
+/// RAW mode, returns the outcome that skips the behaviour.
 fn window_types(link: &Link) -> Result<Vec<WindowType>, Skipped> {
     if link.has(MrMode::RAW) {
         return skip("windows have no raw keys, and this mode has no other keys");

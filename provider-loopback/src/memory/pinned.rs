@@ -45,11 +45,11 @@ pub(in super::super) struct Pinner {
 }
 
 impl Pinner {
-    /// Creates a pinner with one io_uring.
+    /// Creates a pinner with one io_uring and the memfd through which the io_uring copies.
     ///
     /// # Errors
-    /// - Unavailable: the kernel, a sysctl, a seccomp filter or a limit refuses io_uring or its
-    ///   scratch file.
+    /// - Unavailable: the kernel, a sysctl, a seccomp filter or a limit refuses the io_uring or the
+    ///   memfd.
     /// - The errors of [`ProcessMark::current`].
     pub(in super::super) fn new() -> Result<Self> {
         let process = ProcessMark::current()?;
@@ -363,7 +363,8 @@ impl fmt::Debug for PinnedBuffer {
     }
 }
 
-/// The pinned pages of contiguous addresses, registered as one io_uring buffer.
+/// Pinned pages at contiguous addresses in one io_uring buffer. The run is the whole buffer, or a
+/// part of it after a refresh of the other pages.
 #[derive(Clone, Debug)]
 pub(in super::super) struct Run {
     start: u64,
@@ -390,7 +391,8 @@ impl Pinned {
         Self { runs: RwLock::new(runs) }
     }
 
-    /// Puts newly pinned runs in the place of the old runs at the same addresses.
+    /// Replaces the old runs at the addresses of newly pinned runs. Parts of old runs at other
+    /// addresses stay.
     pub(in super::super) fn replace(&self, new: Vec<Run>) {
         let mut runs = self.runs.write();
         for run in &new {
