@@ -34,7 +34,7 @@ pub(super) struct VerbsCq {
 }
 
 /// Counters of the used room of a completion queue: entries of the NIC's queue, and completions for
-/// the application ([`Room`]). The same limit holds for each of the two counters.
+/// the application ([`Room`]). `most` limits each of the two counters.
 #[derive(Debug)]
 pub(super) struct CqRoom {
     most: u64,
