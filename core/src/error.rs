@@ -271,8 +271,8 @@ const SHARED_STEPS: [&str; 3] = ["regattr", "owner of range", "cached registrati
 ///
 /// `Display` writes one line: the failure, its reason and causes, the remedy, and last the values
 /// in parentheses. `Debug` writes each attempt, each cause, the remedy and the values on a line of
-/// its own. `main` prints an error that it returns in this form.
-/// The alternate form `{:#?}` has all fields.
+/// its own. Rust prints an error that `main` returns in the form of `Debug`. The alternate form
+/// `{:#?}` has all fields.
 ///
 /// ```
 /// use hmem_core::{Error, ErrorKind};
@@ -513,7 +513,7 @@ impl Error {
         }
     }
 
-    /// Writes the values in parentheses, if the error or a source has any.
+    /// Writes the context values in parentheses, if the error or a source has any.
     fn write_values(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let values = self.values().to_string();
         if values.is_empty() { Ok(()) } else { write!(f, " ({values})") }
@@ -549,7 +549,7 @@ impl Error {
 const WHY: &str = "why";
 
 impl Record {
-    /// Writes the failure and its reason, without the attempts, the source and the values.
+    /// Writes the failure and its reason, without the attempts, the source and the context values.
     fn write_message(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.operation, self.kind)?;
         if let Some(errno) = &self.errno {
@@ -564,7 +564,7 @@ impl Record {
             .try_for_each(|(_, why)| write!(f, ": {why}"))
     }
 
-    /// Calls `each` with the name and the text of each value.
+    /// Calls `each` with the name and the text of each context value.
     fn for_each_value(&self, mut each: impl FnMut(&'static str, String)) {
         let parties: [(_, Option<&dyn fmt::Display>); 3] = [
             ("iface", self.iface.as_ref().map(|iface| iface as _)),

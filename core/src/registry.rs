@@ -262,7 +262,8 @@ impl Registry {
 /// The smallest page size in bytes. No page has both host memory and device memory.
 const PAGE: u64 = 4096;
 
-/// Returns the last address of a range, or `None` if it lies in the page of the first address.
+/// Returns the last address of a range, or `None` if the last address lies in the page of the
+/// first.
 fn last_in_another_page(range: AddressRange) -> Option<Address> {
     let (first, last) = (range.start().0, range.start().0 + range.len().saturating_sub(1));
     (first / PAGE != last / PAGE).then_some(Address(last))

@@ -165,7 +165,7 @@ fn membarrier_refused_later_closes_the_cache_and_frees_nothing() {
     let held = WorkerHold::hold(&tidied_books);
     tidied.invalidate(range(19, 1));
     until(|| tidied_books.by_worker() == 1);
-    // From here on, lookup handles own lease blocks too, so that the caches need the barrier.
+    // From here on, lookup handles own lease blocks too, so that the caches need the heavy barrier.
     let others = (
         evicted.lookup_handle(),
         cleared.lookup_handle(),

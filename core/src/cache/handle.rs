@@ -81,7 +81,7 @@ impl<S: CacheBackend> Cache<S> {
             }
         }
         cold_path();
-        // The copy lets the compiler keep the key of a hit in registers.
+        // Copying the key lets the compiler keep the key of a hit in registers.
         let key = *key;
         let lease = match free {
             Some(slot) => self.core.register_missing(&self.invalidator, slot, &key),
@@ -319,7 +319,7 @@ pub struct LookupHandle<'c, S: CacheBackend> {
     not_send: PhantomData<*const ()>,
 }
 
-/// A handle's lease block, and the lease slot that the handle's next lookup tries first.
+/// A lookup handle's lease block, and the lease slot that the handle's next lookup tries first.
 struct HandleBlock<'c> {
     block: &'c LeaseBlock,
     slot: Cell<&'c LeaseSlot>,

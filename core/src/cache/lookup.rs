@@ -87,7 +87,7 @@ impl<S: CacheBackend> CacheCore<S> {
         if let Some(leased) = self.lease_fast(slot, last, entry, key) {
             return FastLookup::Hit(leased);
         }
-        // The copy lets the compiler keep the key of a hit in registers.
+        // Copying the key lets the compiler keep the key of a hit in registers.
         let key = *key;
         if entry.covers(&key) {
             FastLookup::SlowPath { found: None }

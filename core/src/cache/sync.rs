@@ -36,7 +36,7 @@ impl<T> Deref for CachePadded<T> {
     }
 }
 
-/// A condition variable whose `wait` takes the guard and returns it.
+/// A condition variable whose `wait` takes a mutex guard and returns it.
 #[derive(Debug, Default)]
 pub(super) struct Condvar(#[cfg(not(loom))] parking_lot::Condvar, #[cfg(loom)] loom::sync::Condvar);
 
@@ -87,8 +87,8 @@ pub(super) enum Barrier {
     Expedited,
     /// Both threads issue a full fence.
     Fences,
-    /// Like `Expedited`, but without `membarrier(2)`. A test uses it to show that it detects a
-    /// missing barrier.
+    /// Like `Expedited`, but without `membarrier(2)`. A test uses this kind to show that the test
+    /// detects a missing barrier.
     #[cfg(all(test, not(loom)))]
     Missing,
 }
@@ -235,8 +235,8 @@ pub(super) fn advance_generation(generation: &AtomicU32) {
     fence(Ordering::Release);
 }
 
-/// The fences of loom's models. Loom has no `membarrier(2)`, so both halves of the barrier are
-/// fences. A model can leave out one kind of fence to show that it is needed.
+/// The fences of loom's models. Loom has no `membarrier(2)`, so the light barrier and the heavy
+/// barrier are fences. A model can leave out one kind of fence to show that it is needed.
 #[cfg(loom)]
 pub(super) mod modelled {
     use std::sync::atomic::{AtomicU32 as Plain, Ordering::Relaxed};
@@ -251,8 +251,8 @@ pub(super) mod modelled {
     /// like one.
     pub(in crate::cache) const GENERATION: u32 = 8;
 
-    /// A bit mask of the kinds of fences that the running model leaves out. Loom does not track
-    /// this variable.
+    /// A bit mask of the kinds of fences that are left out while a loom model runs. Loom does not
+    /// track this variable.
     pub(in crate::cache) static LEFT_OUT: Plain = Plain::new(0);
 
     pub(super) fn is_left_out(kind: u32) -> bool {

@@ -128,8 +128,8 @@ impl Worker {
 }
 
 impl Worker {
-    /// Cancels the pending job of a closed region. Returns false if the worker has taken the job
-    /// from the queue already.
+    /// Cancels the pending job of a closed region. Returns false if the domain's worker has taken
+    /// the job from the queue already.
     pub(super) fn withdraw(&self, id: RegionId) -> bool {
         let withdrawn = {
             let jobs = &mut self.queue.jobs.lock().0;

@@ -247,7 +247,7 @@ impl RegionCache {
     /// permits. `buffer` is the range of the [`CachedBuffer`](super::CachedBuffer) that contains
     /// the memory, or `None`.
     ///
-    /// If the grown region fails, cannot be cached or would be staged, only the range is
+    /// If the larger registration fails, cannot be cached or would be staged, only the range is
     /// registered. So growth never makes a lookup fail, and never exposes memory to peers without a
     /// benefit.
     fn register_grown<L>(

@@ -124,7 +124,8 @@ impl Endpoint {
     /// Posts any work request, with raw local addresses.
     ///
     /// # Safety
-    /// These must hold for each local segment without a descriptor until the request completes:
+    /// These conditions must hold for each local segment without a descriptor until the request
+    /// completes:
     ///
     /// - The memory stays valid.
     /// - If the operation writes to the memory, no Rust reference to it exists.

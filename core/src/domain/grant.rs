@@ -26,8 +26,8 @@ use crate::{
 pub enum GrantKind {
     /// The grant uses a memory window of this type.
     Window(WindowType),
-    /// The grant uses a sub-region, because no window works with this NIC, this region or this
-    /// mode.
+    /// The grant uses a sub-region, because no window works with the NIC, the region or the
+    /// domain's mode.
     SubRegion,
 }
 
@@ -84,7 +84,7 @@ struct Spare {
     uses: u8,
 }
 
-/// The order in which window types are tried.
+/// The order in which a grant tries the window types.
 ///
 /// A key of type 2 works through the peer's connection only. Type 2B, unlike 2A, does not keep the
 /// connection from closing.

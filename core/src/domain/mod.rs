@@ -428,7 +428,7 @@ impl Domain {
         }
     }
 
-    /// Registers a buffer, which the region then owns. This needs no `unsafe`.
+    /// Registers a buffer, which the region then owns. The call needs no `unsafe`.
     ///
     /// [`OwnedRegion::close`] returns the buffer. While the buffer is registered, its bytes are
     /// accessible through [`OwnedRegion::read`] and [`OwnedRegion::write`]. [`Domain`] has an
@@ -497,7 +497,7 @@ impl Domain {
     /// Registers memory of any iface by its addresses while `body` runs, like [`Domain::scope`].
     ///
     /// # Safety
-    /// These must hold while `body` runs:
+    /// These conditions must hold while `body` runs:
     ///
     /// - The range stays allocated and is not used for something else.
     /// - No Rust reference to the range exists, even if `access` has no right to write: safe code

@@ -53,7 +53,7 @@ pub unsafe fn regattr_on(
     register_all(domains, attr, flags, &KeepAlive::Caller, "regattr_on")
 }
 
-/// Registers a buffer with several NICs, whose regions then own it together. This needs no
+/// Registers a buffer with several NICs, whose regions then own it together. The call needs no
 /// `unsafe`.
 ///
 /// Works like [`regattr_on`].

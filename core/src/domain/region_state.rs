@@ -98,8 +98,8 @@ pub(crate) struct RegionInner {
     pub(super) state: AtomicU8,
 }
 
-/// State of regions with several ranges, a base, an owned buffer, an asynchronous registration or a
-/// requested page size.
+/// State of sub-regions, and of regions with several ranges, an owned buffer, an asynchronous
+/// registration or a requested page size.
 pub(super) struct Rare {
     pub(super) ranges: Vec<AddressRange>,
     pub(super) parent: Option<Dependent>,
@@ -108,7 +108,7 @@ pub(super) struct Rare {
     pub(super) asynchronous: Option<(RegionId, Arc<Ended>)>,
 }
 
-/// A signal that the worker raises when it no longer uses a region.
+/// A signal that the domain's worker raises when the worker no longer uses a region.
 #[derive(Default)]
 pub(super) struct Ended {
     done: Mutex<bool>,
@@ -149,7 +149,8 @@ struct WindowList {
     /// The windows, by the address of their allocation. A weak pointer keeps the allocation, so no
     /// later window has the same address.
     by_address: HashMap<usize, Weak<dyn Settle>>,
-    /// The length of the list at which dropped windows are removed next.
+    /// The number of windows in `by_address` at which the next insertion removes the dropped
+    /// windows.
     purge_at: usize,
 }
 
@@ -193,7 +194,8 @@ impl Drop for Dependent {
 }
 
 impl RegionInner {
-    /// Creates a region, which is registered already or pending until the worker registers it.
+    /// Creates a region, which is registered already or pending until the domain's worker registers
+    /// it.
     #[inline]
     pub(super) fn new(
         domain: &Arc<DomainInner>,
@@ -317,7 +319,8 @@ impl RegionInner {
         None
     }
 
-    /// Stores the result of a successful asynchronous registration. The worker calls this.
+    /// Stores the result of a successful asynchronous registration. The domain's worker calls this
+    /// method.
     pub(super) fn complete(&self, registered: PathRegistration) {
         let set = self.registered.set(registered);
         debug_assert!(set.is_ok(), "the worker registers a region once");
@@ -325,14 +328,14 @@ impl RegionInner {
     }
 
     /// Marks a pending region as being registered. Returns false if the registration was cancelled.
-    /// The worker calls this.
+    /// The domain's worker calls this method.
     pub(super) fn start_registering(&self) -> bool {
         let (from, to) = (RegionState::Pending as u8, RegionState::Registering as u8);
         self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Marks a region as failed, unless its registration was cancelled before. The worker calls
-    /// this.
+    /// Marks a region as failed, unless its registration was cancelled before. The domain's worker
+    /// calls this method.
     pub(super) fn fail(&self) {
         let (from, to) = (RegionState::Registering as u8, RegionState::Failed as u8);
         // A region that is already closed needs nothing else.
@@ -340,8 +343,8 @@ impl RegionInner {
             self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_err();
     }
 
-    /// Returns the signal that the worker raises when this region's registration has ended, or
-    /// `None` for a synchronous registration. A close waits for the signal.
+    /// Returns the signal that the domain's worker raises when this region's registration has
+    /// ended, or `None` for a synchronous registration. A close waits for the signal.
     pub(super) fn ended(&self) -> Option<Arc<Ended>> {
         self.rare.as_ref()?.asynchronous.as_ref().map(|(_, ended)| Arc::clone(ended))
     }
@@ -353,7 +356,7 @@ impl RegionInner {
     /// Cancels an asynchronous registration that has not begun, or waits until it has ended.
     /// Returns true if the registration was cancelled.
     ///
-    /// Afterwards the worker no longer uses the region.
+    /// Afterwards the domain's worker no longer uses the region.
     fn cancel_or_wait(&self) -> bool {
         let (from, to) = (RegionState::Pending as u8, RegionState::Closed as u8);
         let given_up =

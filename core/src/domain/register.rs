@@ -51,7 +51,8 @@ impl Drop for LeakOnPanic {
 }
 
 impl DomainInner {
-    /// Registers memory during the call, or queues a job for the worker if an event queue is bound.
+    /// Registers memory during the call, or queues a job for the domain's worker if the domain is
+    /// bound to an event queue.
     #[inline]
     pub(super) fn register(
         self: &Arc<Self>,
@@ -308,7 +309,7 @@ fn check_owner(
     }
 }
 
-/// Creates a region, which is registered already or pending until the worker registers it.
+/// Creates a region, which is registered already or pending until the domain's worker registers it.
 #[inline]
 pub(super) fn new_region(
     domain: &Arc<DomainInner>,

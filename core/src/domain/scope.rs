@@ -85,7 +85,7 @@ impl Scoped<'_> {
     }
 }
 
-/// A guard that closes the region when the closure returns or panics.
+/// A guard that closes the region of a scope when the closure of the scope returns or panics.
 struct CloseOnExit(Option<MemoryRegion>);
 
 impl Drop for CloseOnExit {

@@ -105,9 +105,9 @@ pub trait Invalidator: fmt::Debug + Send + Sync {
     /// Invalidates a range of memory that is freed or changed.
     ///
     /// The caller must ensure:
-    /// - No other memory is mapped or allocated at these addresses before this returns.
-    /// - Queries of the iface no longer report the old memory. Otherwise the cache may register it
-    ///   again after this call.
+    /// - No other memory is mapped or allocated at these addresses before this call returns.
+    /// - Queries of the iface no longer report the old memory. Otherwise the cache may register the
+    ///   old memory again after this call.
     fn invalidate(&self, range: AddressRange, cause: InvalidationCause);
 
     /// Invalidates a range of memory that begins to change.
@@ -117,7 +117,8 @@ pub trait Invalidator: fmt::Debug + Send + Sync {
     /// overlap.
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken;
 
-    /// Ends a change, once the memory is gone or the new memory is in place.
+    /// Ends a change that [`Invalidator::invalidate_start`] began, once the old memory is gone or
+    /// the new memory is in place.
     fn invalidate_end(&self, change: InvalidationToken);
 
     /// Disables all hits of the cache until [`Invalidator::open_gate`]. Calls may be nested.

@@ -35,7 +35,7 @@ pub(crate) struct CallRecords {
     pub(crate) unwatched: AtomicUsize,
     /// The kinds of errors with which the next registrations fail, the last one first.
     failing: Mutex<Vec<ErrorKind>>,
-    /// The number of next deregistrations that the backend refuses.
+    /// The number of deregistrations that the backend refuses, beginning with the next one.
     pub(crate) refusing: AtomicUsize,
     /// The largest number of live registrations. 0 means no limit.
     pub(crate) room: AtomicUsize,

@@ -284,7 +284,7 @@ impl<S: CacheBackend> Entry<S> {
     /// Returns the region of the registration.
     ///
     /// # Safety
-    /// One of these must hold while the reference is used:
+    /// One of these conditions must hold while the reference is used:
     ///
     /// - The caller published a lease, then saw the entry registered, and keeps the lease.
     /// - The caller saw the entry registered under the cache's lock, and still holds the lock.

@@ -59,7 +59,7 @@ impl<S: CacheBackend> Index<S> {
         match self.radix.find_at_page(key.start) {
             Ok(index) => index,
             Err(partial) => {
-                // The copy lets the compiler keep the key of a hit in registers.
+                // Copying the key lets the compiler keep the key of a hit in registers.
                 let key = *key;
                 self.find_from(partial, &key)
             }

@@ -88,7 +88,7 @@ unsafe impl<S: CacheBackend> Send for Lease<'_, S> {}
 unsafe impl<S: CacheBackend> Sync for Lease<'_, S> {}
 
 impl<'c, S: CacheBackend> Lease<'c, S> {
-    /// Creates the guard for a hit on the fast path.
+    /// Creates the lease guard for a hit on the fast path.
     #[inline(always)]
     pub(in crate::cache) fn cached(core: &'c CacheCore<S>, leased: LeasedEntry<'c, S>) -> Self {
         let slot: *const LeaseSlot = leased.slot;
@@ -98,8 +98,8 @@ impl<'c, S: CacheBackend> Lease<'c, S> {
         Self { core, entry: NonNull::from(leased.entry), slot }
     }
 
-    /// Creates the guard for a hit on the slow path, or for a new registration. If lookups of the
-    /// cache need fences, the end of the lease issues a fence too.
+    /// Creates the lease guard for a hit on the slow path, or for a new registration. If lookups of
+    /// the cache need fences, the end of the lease issues a fence too.
     pub(in crate::cache) fn cached_slow(
         core: &'c CacheCore<S>,
         leased: LeasedEntry<'c, S>,

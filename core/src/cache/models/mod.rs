@@ -41,7 +41,7 @@ struct Memory {
     /// The live registrations, one bit each.
     alive: AtomicU32,
     created: AtomicU32,
-    /// The number of registrations that the provider refuses, beginning with the first.
+    /// The number of registrations that fail, beginning with the first.
     refused: u32,
 }
 

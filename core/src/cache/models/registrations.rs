@@ -116,7 +116,8 @@ fn failed_registration_wakes_its_waiters() {
     holds(|| {
         model(|| {
             let cache = cache_refused(1, 2);
-            // The first miss registers twice, because the provider is out of resources.
+            // The first miss registers twice, because its first registration fails with
+            // `OutOfResources`.
             let other = in_thread(&cache, |cache| {
                 reach(cache.lookup_in_block(block(cache), &key(0), None).is_err());
             });

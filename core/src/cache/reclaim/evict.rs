@@ -11,16 +11,16 @@ use super::{
 };
 
 /// The divisor for the batch size of an eviction. The batch size is the number of all entries
-/// divided by this, but at least 1 and at most [`MAX_BATCH`]. An eviction evicts a whole batch even
-/// if fewer entries are needed. The batch shares one barrier.
+/// divided by this divisor, but at least 1 and at most [`MAX_BATCH`]. An eviction evicts a whole
+/// batch even if fewer entries are needed. All entries of a batch share one heavy barrier.
 const BATCH_PART: usize = 16;
 /// The largest batch size of an eviction by a miss. The miss evicts more entries only if it needs
-/// more bytes. This is also the number of detached regions at which a miss deregisters them itself,
-/// instead of leaving them to the worker.
+/// more bytes. This is also the limit of detached regions that wait for the worker: a miss that
+/// reaches the limit deregisters these regions itself.
 pub(super) const MAX_BATCH: usize = 64;
 
-/// The parameters of one eviction: how much to evict, from which entries, and whether a barrier is
-/// needed.
+/// The parameters of one eviction: how much to evict, from which entries, and whether a heavy
+/// barrier is needed.
 struct EvictionGoal {
     /// The smallest number of entries to evict.
     count: usize,
@@ -195,8 +195,8 @@ impl<S: CacheBackend> CacheCore<S> {
         ended
     }
 
-    /// Marks the entries that have a lease, as seen by a scan without a barrier. Returns whether
-    /// any entry has no lease.
+    /// Marks the entries that have a lease, as seen by a scan without a heavy barrier. Returns
+    /// whether any entry has no lease.
     fn has_idle(&self, locked: &mut LockedState<S>) -> bool {
         let eviction = &mut locked.reclaim.eviction;
         eviction.scan = eviction.scan.wrapping_add(1);
@@ -220,9 +220,9 @@ impl<S: CacheBackend> CacheCore<S> {
     /// `false`.
     pub(super) fn heavy_barrier(&self) -> bool {
         let issued = self.leases.barrier.heavy();
-        // Without the barrier the cache cannot rule out leases: all regions stay registered, and
-        // lookups find none. The gate has a separate bit for this, because the kernel may refuse so
-        // often that a count of closes would overflow.
+        // Without the heavy barrier the cache cannot rule out leases: all regions stay registered,
+        // and lookups find none. The gate has a separate bit for this, because the kernel may
+        // refuse so often that a count of closes would overflow.
         if !issued && self.leases.gate.close_permanently() {
             tracing::error!(
                 "the kernel refuses membarrier(2), which it allowed before: the registration cache \

@@ -15,9 +15,9 @@ use super::{
 };
 use crate::AddressRange;
 
-/// The number of invalidated entries from which on a miss issues a barrier to detach their regions.
-/// Entries that the last attempt to detach them kept do not count. The attempt keeps leased
-/// entries.
+/// The number of invalidated entries from which on a miss issues a heavy barrier to detach the
+/// regions of these entries. Entries that the last attempt could not detach, mostly because of
+/// leases, do not count.
 #[cfg(not(loom))]
 const DETACH_THRESHOLD: usize = 8;
 #[cfg(loom)]
@@ -168,7 +168,7 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Reclaims invalidated entries once, for the worker. Issues the heavy barrier without the
-    /// lock, so that no miss waits for the barrier, a system call that interrupts every processor.
+    /// lock, so that no miss waits for this barrier, a system call that interrupts every processor.
     pub(in crate::cache) fn reclaim_once(&self) {
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();

@@ -15,7 +15,7 @@ use crate::{Error, ErrorKind, Result};
 
 /// The time between two polls. After the worker was woken, it polls for more work before it sleeps
 /// again. So a thread that unmaps repeatedly need not wake it each time, and the entries that the
-/// thread invalidates share one barrier.
+/// thread invalidates share one heavy barrier.
 const POLL_PERIOD: Duration = Duration::from_millis(1);
 /// The number of polls without work after which the worker sleeps.
 const IDLE_POLLS: u32 = 16;
