@@ -54,8 +54,8 @@ fn first_of_each(topology: &Topology) -> Vec<String> {
 
 /// P2P-05
 ///
-/// On the first machine, two GPUs share two NICs. One of the NICs is nearer to one GPU, so the
-/// other GPU starts with the other NIC.
+/// In a DGX A100, two GPUs share two NICs. One of the NICs is nearer to one GPU, so the other GPU
+/// starts with the other NIC.
 #[test]
 fn every_gpu_starts_with_its_own_near_nic() {
     let dgx = first_of_each(&open("dgx-a100"));

@@ -62,7 +62,8 @@ fn setups() -> Vec<PathSetup> {
     setups
 }
 
-/// Calls `play` for each path and policy. `play` gets the target's region and the region's key.
+/// Calls `play` for each path and policy. `play` gets a connected initiator, the registered target,
+/// and the key of the target's region.
 fn over_every_path(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
     for setup in setups() {
         for policy in setup.policies {

@@ -82,7 +82,7 @@ impl Scene {
         Self::of(IfaceKind::CUDA)
     }
 
-    /// Registers the memory, then explains the registration, and returns both traces.
+    /// Registers the scene's memory, then explains the registration, and returns both traces.
     fn play(&self) -> Vec<Trace> {
         let memory =
             Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd).peer_memory(true);

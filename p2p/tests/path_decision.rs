@@ -69,7 +69,7 @@ fn pair_without_a_direct_path_is_probed_once() {
     }
     assert_eq!(calls(), [4, 2, 2], "a remembered decision calls no driver");
     assert_eq!(bench.calls(Call::CreateMemory), 52);
-    // Another NIC is another pair.
+    // Another NIC with this device is another pair, which has its own decision.
     let other = bench.domain("loop1", P2pPolicy::Enabled);
     close(register(&other, first).unwrap());
     assert_eq!(calls(), [8, 4, 4]);
@@ -134,7 +134,7 @@ fn odd_buffers_do_not_demote_ordinary_buffers() {
         assert_eq!(path(bench.buffer(PAGE)), Path::Staged, "errno {errno}");
         assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf, "errno {errno}");
     }
-    // The NIC refuses.
+    // The NIC refuses the buffer.
     bench.faults.fail(NicCall::Register, 1, Errno(524));
     assert_eq!(path(bench.buffer(PAGE)), Path::Staged);
     assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
@@ -197,7 +197,8 @@ fn failure_of_the_path_removes_the_decision() {
     assert!(remembered().is_none());
     let buffer = close(register(&domain, buffer).unwrap());
     assert_eq!(remembered().unwrap().path, Path::DmaBuf);
-    // A temporary failure says nothing about the pair: no probe runs, and nothing is remembered.
+    // A temporary failure says nothing about the device and NIC: no probe runs, and nothing is
+    // remembered.
     bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(12));
     bench.device.faults().fail_next(Call::CreateMemory, Errno(12));
     let region = register(&domain, buffer).unwrap();

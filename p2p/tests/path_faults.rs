@@ -138,7 +138,8 @@ fn close_with_retry<T>(
     }
 }
 
-/// Runs a full life cycle: opens, allocates, registers twice, transfers, closes and frees.
+/// Runs the life cycle of a NIC and device memory: opens, allocates, registers twice, transfers,
+/// closes and frees.
 fn live(bench: &Bench, setup: &PathSetup) -> RunReport {
     let mut report = RunReport::default();
     // A closure, so that an early return drops everything.
@@ -211,7 +212,7 @@ fn held(bench: &Bench) -> LiveObjects {
     live
 }
 
-/// Runs the life cycle with one injected failure. Returns `false` if the failing call did not
+/// Runs [`live`] with one injected failure. Returns `false` if the call that was to fail did not
 /// occur.
 fn survive(
     bench: &Bench,
@@ -252,7 +253,7 @@ fn survive(
     fired
 }
 
-/// Runs the life cycle once for each call of a kind, and makes that call fail.
+/// Runs [`live`] once for each call of a kind, and makes that call fail.
 fn each(
     setup: &PathSetup,
     what: &str,
@@ -261,7 +262,7 @@ fn each(
 ) -> u64 {
     let bench = setup.bench();
     bench.faults.count();
-    // The first run has no fault, so that threads and pools exist.
+    // The first call of [`live`] has no fault, so that threads and pools exist.
     let first = live(&bench, setup);
     assert!(first.errors.is_empty(), "{setup:?}: {:?}", first.errors);
     assert!(
@@ -269,7 +270,7 @@ fn each(
         "{setup:?}: {first:?}"
     );
     let mut faults = 0;
-    // A run reads completions in a loop: the first hundred calls are enough.
+    // [`live`] reads completions in a loop: the first hundred calls are enough.
     for nth in 1..=100 {
         if !survive(&bench, setup, what, &|bench| arm(bench, nth), &calls, nth) {
             break;
@@ -326,7 +327,7 @@ over_ways! {
     /// nothing.
     a_fault_at_every_call_of_staged_copies: 5,
     /// REL-01: a registration with a device and NIC that have no direct path leaks nothing after a
-    /// fault at any of its calls. The error or the decision reports the fault, unless only the
-    /// optional page of a probe failed.
+    /// fault at any of its calls. The error or the decision reports the fault, except a fault of
+    /// the page that the selector allocates to probe paths, which a registration does not need.
     a_fault_at_every_call_of_a_pair_without_a_direct_path: 6,
 }

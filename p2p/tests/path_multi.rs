@@ -179,7 +179,8 @@ fn a_fault_at_any_call_of_any_nic_leaves_nothing_registered() {
     }
 }
 
-/// Registers with one injected failure. Returns `false` if the failing call did not occur.
+/// Registers memory with several NICs while one call fails. Returns `false` if the call that was to
+/// fail did not occur.
 fn breaks(
     imports: Imports,
     warm: bool,

@@ -97,8 +97,8 @@ impl Segmented {
         registered.map_err(Error::from).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Checks that bytes move in both directions through the key, across each border of two
-    /// segments.
+    /// Checks that bytes move in both directions through the region's key, across each border of
+    /// two segments.
     fn moves(&self, region: &OwnedRegion<DeviceBuffer>) {
         let len = region.range().len() as usize;
         let bytes: Vec<u8> = (0..len).map(|at| (at * 31 + (at >> 8) * 7) as u8).collect();
@@ -383,7 +383,8 @@ fn pcie_mapping_is_the_cause_only_if_the_default_works() {
 /// P2P-03
 ///
 /// A refused PCIe mapping is not the cause of a refusal if the default mapping was refused before.
-/// The search tries the default mapping first here, because it is remembered.
+/// Here the search tries the default mapping first, because the remembered decision has that
+/// mapping.
 #[test]
 fn pcie_mapping_is_not_the_cause_after_the_default_failed() {
     static NONE_ANY_LONGER: AtomicBool = AtomicBool::new(false);

@@ -61,8 +61,8 @@ pub(super) struct Decided {
 struct Entry {
     nic: Nic,
     decided: Option<Decided>,
-    /// The number of registrations that succeeded after a refused path, except those refused
-    /// because of the buffer's segments.
+    /// The number of registrations that succeeded after a path was refused. Refusals because of the
+    /// segments of a buffer do not count.
     refused: u32,
 }
 
@@ -123,8 +123,8 @@ impl DecisionTable {
 }
 
 impl Entry {
-    /// Returns true if the entry belongs to this NIC. Compares names only: NICs with equal names
-    /// have equal bus ids.
+    /// Returns true if the entry belongs to `nic`. Compares names only: NICs with equal names have
+    /// equal bus ids.
     fn is_of(&self, nic: &Nic) -> bool {
         self.nic.name == nic.name && self.nic.provider == nic.provider
     }

@@ -249,8 +249,8 @@ impl DefaultPathSelector {
     /// Stores a decision for later registrations of other buffers. If no driver refused a path,
     /// stores the decision of the current registration.
     ///
-    /// A refusal may concern only this buffer. Stores nothing if the segments of the buffer are the
-    /// known reason. Otherwise stores the result of a probe, unless
+    /// A refusal may concern only the registered buffer. Stores nothing if the segments of that
+    /// buffer are the known reason. Otherwise stores the result of a probe, unless
     /// [`DecisionTable::count_refused`] says that none is due or the probe shows nothing.
     fn learn(
         &self,
@@ -307,8 +307,8 @@ fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
 struct Learned {
     /// True if a driver refused a path before another path worked.
     refused_by_driver: bool,
-    /// True if the remembered path was refused because of this buffer's segments. Other buffers can
-    /// still use that path.
+    /// True if the remembered path was refused because of the segments of the memory that is
+    /// registered. Other buffers can still use that path.
     only_this_buffer: bool,
     /// True if a range of the registration had several segments. Their layout says nothing about
     /// other buffers.

@@ -21,7 +21,7 @@ use super::{exports::ExportSet, search::PathSearch, variant::PathVariant};
 /// The result of a probe.
 #[derive(Debug)]
 pub(super) enum ProbeResult {
-    /// This direct path works. The decision contains the attempts of the probe.
+    /// The direct path in the first field works. The decision contains the attempts of the probe.
     Direct(PathVariant, Box<Decision>),
     /// No direct path works, and a later attempt would fail too. The attempts show why.
     NoDirect(Vec<Attempt>),

@@ -77,8 +77,8 @@ pub(super) struct PathRefusal {
     pub(super) step: Step,
     pub(super) call: String,
     pub(super) error: Error,
-    /// True if only this buffer is refused, because of its segments. The driver was not asked to
-    /// export the refused part.
+    /// True if the refusal concerns only the buffer of this registration, because of the buffer's
+    /// segments. The driver was not asked to export the refused part.
     pub(super) only_this_buffer: bool,
     /// Refusals of whole ranges on this path. Their segments were then tried separately.
     pub(super) before: Vec<PathRefusal>,

@@ -9,7 +9,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 /// Size of a huge page in bytes: the default of x86-64, and of arm64 with 4 KiB pages.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// The mapped memory of the pool. Dropping the value unmaps it.
+/// The mapped memory of a staging pool. Dropping the value unmaps it.
 #[derive(Debug)]
 pub(super) struct Memory {
     start: *mut u8,

@@ -23,7 +23,7 @@ use super::{
     pool::{Claim, Slots, Use},
 };
 
-/// Maximum number of chunks in flight. The pool does not limit chunks that need no buffer.
+/// Maximum number of chunks in flight. The staging pool does not limit chunks that need no buffer.
 const MOST: usize = 64;
 
 /// Consecutive bytes of a message that lie in one piece of staged memory.

@@ -24,9 +24,9 @@ const PORTS: u64 = 0x100;
 const PREFETCH: u64 = 0x2000;
 const WIDE: u64 = 0x10_0000;
 
-/// Parses the sysfs file `resource`. Each line has the start, end and flags of one register
-/// (`linux/ioport.h`). Lines after the six registers and the ROM describe virtual functions and
-/// windows of bridges. They are ignored.
+/// Parses the sysfs file `resource`. Each line has the start, end and flags of one base address
+/// register (`linux/ioport.h`). Lines after the six registers and the ROM describe virtual
+/// functions and windows of bridges. They are ignored.
 pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
     let mut bars = Vec::new();
     for (index, line) in text.lines().take(7).enumerate() {

@@ -52,7 +52,7 @@ pub enum Acs {
     Unreadable,
     /// The function has no ACS capability.
     Absent,
-    /// The function has the capability. The value is its control register.
+    /// The function has an ACS capability. The value is the control register of the capability.
     Control(AcsControl),
 }
 

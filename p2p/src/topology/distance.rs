@@ -12,7 +12,7 @@ use super::{
 /// Distance class of two PCI functions, nearest first. The names are those of `nvidia-smi topo -m`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Distance {
-    /// `X`: both are the same function.
+    /// `X`: both ends of the path are the same function.
     Same,
     /// `PIX`: the path passes at most one switch. A bridge to conventional PCI counts as a switch.
     Pix,
@@ -107,7 +107,8 @@ pub enum Redirection {
 pub struct PciPath {
     /// Distance class of the two functions.
     pub distance: Distance,
-    /// All steps, from the first function to the second.
+    /// All hops of the path, both PCI functions included, in the order from the first function to
+    /// the second.
     pub hops: Vec<Hop>,
     /// Redirection of the path's traffic to the root complex.
     pub redirection: Redirection,

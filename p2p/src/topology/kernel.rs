@@ -222,8 +222,8 @@ struct KernelOptions {
 }
 
 impl KeptOptions {
-    /// Returns the cached options if they belong to this release. Otherwise reads and caches them.
-    /// A failed read is not cached.
+    /// Returns the cached options if they belong to the kernel release `release`. Otherwise reads
+    /// and caches them. A failed read is not cached.
     fn or_read(
         &self,
         source: &Source,

@@ -236,7 +236,7 @@ impl Topology {
     }
 }
 
-/// Checks that the folder is a recording of a version that this library can read.
+/// Checks that `source` is a recording of a version that this library can read.
 fn check_mark(source: &Source) -> Result<()> {
     match source.text(MARK)? {
         Some(version) if version == VERSION => Ok(()),

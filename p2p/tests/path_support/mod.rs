@@ -174,7 +174,8 @@ pub(crate) struct Residue {
     pub(crate) threads: usize,
 }
 
-/// Locks out other tests. A test holds the guard while it counts objects of the whole process.
+/// Locks out other tests until the returned guard is dropped. A test holds the guard while it
+/// counts objects of the whole process.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock()

@@ -36,7 +36,8 @@ impl RegisteredAs {
         }
     }
 
-    /// Returns true if the NIC accesses memory in this form directly, as device memory.
+    /// Returns true for the forms in which a NIC itself accesses device memory: a dma-buf and a
+    /// device address.
     pub(crate) fn is_device_handle(self) -> bool {
         matches!(self, Self::DmaBuf(_) | Self::DeviceAddress)
     }

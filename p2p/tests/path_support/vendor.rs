@@ -60,7 +60,7 @@ impl Vendor {
     }
 }
 
-/// Returns the causes that the iface of this kind defines.
+/// Returns the causes that the iface of kind `kind` defines.
 pub(crate) fn causes_of(kind: IfaceKind) -> &'static [RefusalCause] {
     match kind {
         IfaceKind::CUDA => hmem_iface_cuda::CAUSES,

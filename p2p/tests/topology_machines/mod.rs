@@ -78,7 +78,8 @@ struct Machine {
     unprivileged: bool,
     groups: Option<String>,
     next_group: u32,
-    /// The parent folders of the current line of the description.
+    /// The folders above the function that the current line describes, beginning with the host
+    /// bridge's.
     above: Vec<String>,
     numa: String,
 }
