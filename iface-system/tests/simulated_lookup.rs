@@ -201,7 +201,7 @@ proptest! {
     /// HM-01, HM-02
     ///
     /// After any sequence of allocations and frees, a lookup returns the same as a linear search of
-    /// a list.
+    /// the list of live allocations.
     #[test]
     fn lookups_agree_with_a_plain_list(steps in prop::collection::vec(step(), 1..120)) {
         // The window is small, so that addresses are reused.

@@ -191,8 +191,9 @@ fn unprivileged_users_can_watch() {
     monitor.unsubscribe(subscription);
 }
 
-/// Waits until `recorder` has as many notifications for `here` as `causes`, and compares them. The
-/// wait is necessary because a thread that unmaps continues before subscribers are notified.
+/// Waits until `recorder` has as many notifications for the range `here` as `causes` has elements,
+/// and compares the causes of the notifications with `causes`. The wait is necessary because a
+/// thread that unmaps continues before subscribers are notified.
 fn expect_notified(recorder: &Recorder, here: AddressRange, causes: &[InvalidationCause]) {
     while recorder.about(here).len() < causes.len() {
         thread::yield_now();

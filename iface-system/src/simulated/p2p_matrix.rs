@@ -57,7 +57,7 @@ impl P2pMatrix {
     /// Returns true if the NIC with name `nic` can access the device.
     #[must_use]
     pub fn reaches(&self, device: DeviceId, nic: &str) -> bool {
-        // A lookup by `&str` would need nested maps. The copy of the name is cheap enough: this
+        // A lookup by `&str` would need nested maps. Copying the name is cheap enough: this lookup
         // runs once per registration.
         self.known.get(&(device, nic.to_owned())).copied().unwrap_or(self.otherwise)
     }

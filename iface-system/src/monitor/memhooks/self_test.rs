@@ -60,8 +60,8 @@ struct Test<'a> {
 }
 
 impl Test<'_> {
-    /// Runs `call`. Fails if `call` returns false, or if the hook does not notify the subscriber of
-    /// the expected change both before and after the call.
+    /// Runs `call`. Fails if `call` returns false, or if the hook of the called function does not
+    /// notify the subscriber of the expected change both before and after the call.
     fn arrives(
         &self,
         function: &'static str,

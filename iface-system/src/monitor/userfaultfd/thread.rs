@@ -155,8 +155,8 @@ fn run(watched: &Watched) -> Result<(), Errno> {
         if !stop.is_empty() {
             return Ok(());
         }
-        // A hooked `madvise` waits for this guard. So the hooked call that caused an event below
-        // returns only after the subscribers' lookups can hit again.
+        // A hooked `madvise` waits until this guard is dropped. So the hooked call that caused an
+        // event below returns only after the subscribers' lookups can hit again.
         let beneath_hooks = watched.beneath_hooks.load(Ordering::Relaxed);
         let _reading = beneath_hooks.then(memhooks::reading_discards);
         // From here until every subscriber is notified, no lookup hits: the thread that unmapped
