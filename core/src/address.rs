@@ -97,7 +97,7 @@ impl AddressRange {
         Self { start: Address::of_ptr(slice.as_ptr()), len: size_of_val(slice) as u64 }
     }
 
-    /// Returns the first address.
+    /// Returns the first address of the range.
     #[must_use]
     pub const fn start(self) -> Address {
         self.start

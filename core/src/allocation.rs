@@ -71,7 +71,7 @@ pub struct Allocation {
 }
 
 impl Allocation {
-    /// Returns the first address.
+    /// Returns the first address of the allocation.
     #[must_use]
     pub const fn base(&self) -> Address {
         self.range.start()

@@ -411,7 +411,7 @@ impl Error {
         self
     }
 
-    /// Returns the kind.
+    /// Returns the kind of this error.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.0.kind

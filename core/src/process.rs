@@ -147,7 +147,7 @@ impl WipedWord {
         Ok(word)
     }
 
-    /// Returns the integer.
+    /// Returns the mapped integer.
     #[cfg_attr(loom, allow(dead_code, reason = "models have one process"))]
     #[inline(always)]
     pub(crate) fn get(&self) -> &AtomicU64 {

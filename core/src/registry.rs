@@ -13,7 +13,7 @@ use crate::{
 /// The owner of a memory range: the iface, the device and the allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressOwner {
-    /// The iface.
+    /// The iface that owns the memory.
     pub iface: IfaceKind,
     /// The device. `None` if the memory belongs to no device.
     pub device: Option<DeviceId>,
