@@ -29,7 +29,7 @@ pub struct ChunkPlan {
 
 impl ChunkPlan {
     /// Divides a message of `len` bytes into chunks of at most `slot_len` bytes, the length of a
-    /// buffer.
+    /// staging buffer.
     pub fn chunks(len: u64, slot_len: u64) -> Self {
         let even = len.div_ceil(CHUNKS).next_multiple_of(ALIGN);
         let longest = even.max(SHORTEST + WORTHLESS);

@@ -29,13 +29,13 @@ const MOST: usize = 64;
 /// Consecutive bytes of a message that lie in one piece of staged memory.
 #[derive(Debug)]
 pub struct Run<M> {
-    /// Offset of the first byte in the message.
+    /// Offset of the run's first byte in the message.
     pub at: u64,
     /// Length in bytes, more than 0.
     pub len: u64,
     /// The staged memory that the bytes are copied from or to.
     pub memory: M,
-    /// Offset of the first byte in `memory`.
+    /// Offset of the run's first byte in `memory`.
     pub offset: u64,
 }
 

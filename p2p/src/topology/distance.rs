@@ -30,7 +30,7 @@ impl Distance {
     /// All classes, nearest first.
     pub const ALL: [Self; 6] = [Self::Same, Self::Pix, Self::Pxb, Self::Phb, Self::Node, Self::Sys];
 
-    /// Returns the name of the class in `nvidia-smi topo`.
+    /// Returns the name of the distance class in `nvidia-smi topo`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -128,9 +128,9 @@ impl Setting {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NvidiaDriver {
-    /// The version of the module, as in `535.161.08`.
+    /// The version of the kernel module, as in `535.161.08`.
     pub version: String,
-    /// True for the open variant of the module.
+    /// True for the open variant of the kernel module.
     pub open: bool,
 }
 
