@@ -38,7 +38,7 @@ pub(crate) enum Backing {
 #[derive(Clone, Copy)]
 pub(crate) struct Area {
     pub(crate) start: u64,
-    /// Address one past the last byte.
+    /// Address one past the last byte of the mapping.
     pub(crate) end: u64,
     pub(crate) backing: Backing,
     /// Page size of the mapping in bytes. If the kernel does not report it, anonymous huge pages

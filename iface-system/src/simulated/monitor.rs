@@ -57,7 +57,7 @@ impl Watch {
         }
     }
 
-    /// Starts the invalidation of `range`. Returns `None` after the unsubscription.
+    /// Starts the invalidation of `range`. Returns `None` after the invalidator was unsubscribed.
     fn start(&self, range: AddressRange) -> Option<InvalidationToken> {
         let active = self.active.lock();
         active.get().then(|| self.invalidator.invalidate_start(range, InvalidationCause::Free))

@@ -24,7 +24,8 @@ const REMEMBERED: usize = 16;
 #[derive(Debug, Default)]
 struct Area {
     start: AtomicU64,
-    /// Address one past the last byte, or 0 if this slot of the cache is empty.
+    /// Address one past the last byte of the cached mapping, or 0 if this slot of the cache is
+    /// empty.
     end: AtomicU64,
 }
 

@@ -95,7 +95,7 @@ impl UffdState {
 /// The fds and subscribers that are shared by the monitor and its thread that reads events.
 #[derive(Debug)]
 pub(super) struct Watched {
-    /// The userfaultfd.
+    /// The userfaultfd, whose events the thread reads.
     pub(super) events: OwnedFd,
     /// An eventfd. A write to it stops the thread that reads events.
     pub(super) stop: OwnedFd,
