@@ -2,7 +2,7 @@
 //! setting of the builder overrides its variable, which is then not read.
 
 use hmem_core::{
-    CacheAttr, Error, IfaceKind, Result,
+    CacheAttr, IfaceKind, Result,
     environment::{bad_value, boolean, text},
 };
 
@@ -79,7 +79,7 @@ fn number(name: &'static str, accepted: &'static str) -> Result<Option<u64>> {
     feature = "synapseai",
     feature = "ze"
 ))]
-pub(crate) fn of_library(name: &'static str, error: Error) -> Error {
+pub(crate) fn of_library(name: &'static str, error: hmem_core::Error) -> hmem_core::Error {
     let selected = std::env::var_os(name).filter(|path| !path.is_empty());
     let Some(path) = selected.map(|path| path.to_string_lossy().into_owned()) else { return error };
     if error.operation() != "load library" || error.context_value("library") != Some(&path) {
