@@ -9,7 +9,7 @@ use hmem::{
     cache::UncachedReason,
     cuda::{
         CudaMonitorKind,
-        sys::{CuContext, CuDevicePtr, CuResult, Functions},
+        sys::{CuContext, CuDevicePtr, Functions},
     },
     iface::AllocRequest,
     loopback::Memory,
@@ -402,7 +402,7 @@ fn hooked_free_closes_the_registration_at_once() {
             .find(|(name, _)| *name == "cuDevicePrimaryCtxReset_v2")
             .expect("there");
         // SAFETY: the fake's function of this name, which takes a device.
-        let reset: unsafe extern "C" fn(i32) -> CuResult =
+        let reset: unsafe extern "C" fn(i32) -> hmem::cuda::sys::CuResult =
             unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(*reset)) };
         // SAFETY: no code uses the memory of the context.
         check(unsafe { reset(0) });

@@ -121,7 +121,8 @@ impl Properties {
         let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
         let write_sealed = seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE);
         let base_page = rustix::param::page_size() as u64;
-        let block = stat.st_blksize.unsigned_abs();
+        // The field has 64 bits on x86-64 and 32 on aarch64.
+        let block = u64::try_from(stat.st_blksize).unwrap_or(base_page);
         let huge = rustix::fs::fstatfs(fd)
             .is_ok_and(|fs| fs.f_type as u64 == libc::HUGETLBFS_MAGIC as u64);
         Ok(Self {

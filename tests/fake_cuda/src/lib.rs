@@ -50,6 +50,7 @@ mod ipc;
 mod profile;
 mod state;
 
+#[cfg(target_arch = "x86_64")]
 use std::sync::atomic::AtomicU32;
 
 use hmem_iface_cuda::sys::{CuContext, CuResult};
@@ -62,8 +63,9 @@ use state::{Fault, State};
 
 /// Notifies waiting threads when a call is blocked and when blocked calls may continue.
 static HELD: Condvar = Condvar::new();
-/// State word. On x86-64, every function checks it first, as in the real library. In the real
+/// State word of x86-64, which every function checks first, as in the real library. In the real
 /// library, a special value means that the driver is torn down. The fake driver never sets it.
+#[cfg(target_arch = "x86_64")]
 static TORN_DOWN: AtomicU32 = AtomicU32::new(0);
 
 /// Runs a call of the function `symbol`: counts it, waits while a test blocks the function, returns
