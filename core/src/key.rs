@@ -72,12 +72,46 @@ pub struct RemotePiece {
 ///
 /// A key has one piece in almost every case. If the provider split the registration, the key has
 /// one piece for each part (VRB-07).
+///
+/// `Deserialize` refuses the keys that [`RemoteKey::from_bytes`] refuses.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "UncheckedKey")]
 pub struct RemoteKey {
     addressing: Addressing,
     mapped: bool,
     first: RemotePiece,
     rest: Vec<RemotePiece>,
+}
+
+/// The reason against sending or receiving a key that [`RemoteKey::mapped`] created.
+pub(crate) const MAPPED: &str = "a mapped key, which is valid only in the domain that mapped it";
+
+/// The fields of a peer's [`RemoteKey`] before their validation, which is the conversion to a
+/// [`RemoteKey`].
+#[derive(Deserialize)]
+pub(crate) struct UncheckedKey {
+    addressing: Addressing,
+    mapped: bool,
+    first: RemotePiece,
+    rest: Vec<RemotePiece>,
+}
+
+impl TryFrom<UncheckedKey> for RemoteKey {
+    /// The reason against the key.
+    type Error = &'static str;
+
+    fn try_from(unchecked: UncheckedKey) -> Result<Self, &'static str> {
+        let UncheckedKey { addressing, mapped, first, rest } = unchecked;
+        let key = Self { addressing, mapped, first, rest };
+        let add = |sum: u64, piece: &RemotePiece| sum.checked_add(piece.len);
+        if key.mapped {
+            return Err(MAPPED);
+        }
+        if key.pieces().try_fold(0, add).is_none() {
+            return Err("pieces with more bytes than an address space");
+        }
+        Ok(key)
+    }
 }
 
 const FRAME: Frame = Frame {
@@ -86,9 +120,6 @@ const FRAME: Frame = Frame {
     operation: "remote key",
     remedy: "send the bytes of RemoteKey::to_bytes unchanged and whole",
 };
-
-/// The reason in the error for a peer's key with pieces of 2^64 bytes or more in total.
-pub(crate) const TOO_LONG: &str = "pieces with more bytes than an address space";
 
 impl RemoteKey {
     /// Creates a key of one piece.
@@ -260,21 +291,8 @@ impl RemoteKey {
     /// - the key was mapped by [`Domain::map_raw`](crate::Domain::map_raw), which makes it useless
     ///   to other domains.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let key: Self = FRAME.read(bytes)?;
-        if key.mapped {
-            let why = "a mapped key is valid only in the domain that mapped it";
-            return Err(FRAME.refuse(bytes, why));
-        }
-        if !key.has_countable_len() {
-            return Err(FRAME.refuse(bytes, TOO_LONG));
-        }
-        Ok(key)
-    }
-
-    /// Returns true if the pieces together have fewer than 2^64 bytes.
-    pub(crate) fn has_countable_len(&self) -> bool {
-        let add = |sum: u64, piece: &RemotePiece| sum.checked_add(piece.len);
-        self.pieces().try_fold(0, add).is_some()
+        let unchecked: UncheckedKey = FRAME.read(bytes)?;
+        unchecked.try_into().map_err(|why| FRAME.refuse(bytes, why))
     }
 }
 

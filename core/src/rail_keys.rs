@@ -2,7 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, ErrorKind, RemoteKey, Result, frame::Frame, key::TOO_LONG, nic::Nic};
+use crate::{
+    Error, ErrorKind, RemoteKey, Result,
+    frame::Frame,
+    key::{MAPPED, UncheckedKey},
+    nic::Nic,
+};
 
 /// The key of a memory range on one NIC.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -66,12 +71,13 @@ const FRAME: Frame = Frame {
 };
 
 /// A rail in version 1 of the binary form. This type does not change if [`Nic`] gets more fields.
+/// `K` is [`RemoteKey`] for a rail to send, and [`UncheckedKey`] for a received one.
 #[derive(Serialize, Deserialize)]
-struct WireRail {
+struct WireRail<K> {
     provider: String,
     name: String,
     pci_bus_id: Option<String>,
-    key: RemoteKey,
+    key: K,
 }
 
 impl RailKeys {
@@ -128,19 +134,17 @@ impl RailKeys {
     ///
     /// - the magic number, version, checksum or payload is wrong;
     /// - bytes are missing or left over;
-    /// - the pieces of a key together have 2^64 bytes or more;
+    /// - [`RemoteKey::from_bytes`] would refuse a key;
     /// - [`RailKeys::new`] refuses the rails.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let rails: Vec<WireRail> = FRAME.read(bytes)?;
+        let rails: Vec<WireRail<UncheckedKey>> = FRAME.read(bytes)?;
         let rails: Vec<_> = rails
             .into_iter()
             .map(|WireRail { provider, name, pci_bus_id, key }| {
-                RailKey::new(Nic { provider, name, pci_bus_id }, key)
+                let key = key.try_into().map_err(|why| FRAME.refuse(bytes, why))?;
+                Ok(RailKey::new(Nic { provider, name, pci_bus_id }, key))
             })
-            .collect();
-        if !rails.iter().all(|rail| rail.key.has_countable_len()) {
-            return Err(FRAME.refuse(bytes, TOO_LONG));
-        }
+            .collect::<Result<_>>()?;
         match problem(&rails) {
             Some((what, _)) => Err(FRAME.refuse(bytes, what)),
             None => Ok(Self { rails }),
@@ -164,8 +168,5 @@ fn problem(rails: &[RailKey]) -> Option<(&'static str, &'static str)> {
         return Some(("a NIC that is in the list twice", "register with one domain of each NIC"));
     }
     let mapped = rails.iter().any(|rail| rail.key.is_mapped());
-    mapped.then_some((
-        "a mapped key, which is valid only in the domain that mapped it",
-        "pass keys of regions only",
-    ))
+    mapped.then_some((MAPPED, "pass keys of regions only"))
 }

@@ -91,6 +91,21 @@ fn keys_of_2_to_the_64_bytes_or_more_are_refused() {
     assert_eq!(key.slice(2, 3).expect("a contiguous range").address, Iova(1));
 }
 
+/// KEY-06: a program that deserializes a key in a format of its own gets no key that
+/// [`RemoteKey::from_bytes`] refuses.
+#[test]
+fn deserialization_refuses_the_keys_that_from_bytes_refuses() {
+    let good = split(Addressing::Virtual);
+    let mapped = RemoteKey::mapped(Addressing::ZeroBased, Iova(0), 4096, 7);
+    let long = RemoteKey::split(Addressing::Virtual, piece(0, u64::MAX, 1), vec![piece(0, 1, 2)]);
+    for (key, valid) in [(good, true), (mapped, false), (long, false)] {
+        let bytes = postcard::to_extend(&key, Vec::new()).expect("bytes");
+        let read = postcard::from_bytes::<RemoteKey>(&bytes).ok();
+        assert_eq!(read, valid.then(|| key.clone()), "{key:?}");
+        assert_eq!(RemoteKey::from_bytes(&key.to_bytes()).ok(), read);
+    }
+}
+
 proptest! {
     #[test]
     fn slice_of_a_narrowed_key_equals_slice_of_the_whole(

@@ -3,7 +3,7 @@
 
 use hmem_core::{
     Access, Error, ErrorKind, Iova, RemoteKey, RemotePiece, Result,
-    transfer::{AtomicOp, AtomicType, CompletionKind, LocalSegment, RemoteSegment},
+    transfer::{AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, RemoteSegment},
 };
 
 use super::{
@@ -57,7 +57,7 @@ pub(super) fn single(
     if local.len != remote.len || local.len == 0 || local.len > most || remote.key.is_mapped() {
         return None;
     }
-    let rkey = remote.key.as_u64().ok()? as u32;
+    let rkey = rkey(remote.key.as_u64().ok()?).ok()?;
     let (part, cpu) = held.single(local, rma.right)?;
     let write = rma.opcode == WrOpcode::IBV_WR_RDMA_WRITE;
     let inline =
@@ -114,19 +114,6 @@ impl Chain {
         Ok((owned, bytes))
     }
 
-    /// Splits a range of a peer's memory into targets that each have one rkey. Bytes outside the
-    /// peer's key get the rkey of the bytes before them, or else the key's first rkey: the peer's
-    /// NIC checks the bounds.
-    fn remote(&mut self, domain: &DomainState, segment: &RemoteSegment<'_>) -> Result<()> {
-        if segment.key.is_mapped() {
-            let pieces = domain.mapped_key(segment.key)?;
-            cut(&mut self.targets, pieces.iter(), segment);
-        } else {
-            cut(&mut self.targets, segment.key.pieces(), segment);
-        }
-        Ok(())
-    }
-
     /// Builds the work requests of an RMA transfer. Returns the transfer's length in bytes.
     pub(super) fn rma(
         &mut self,
@@ -141,7 +128,7 @@ impl Chain {
         let mut far = 0_u64;
         for segment in remote {
             far = far.saturating_add(segment.len);
-            self.remote(domain, segment)?;
+            targets(&mut self.targets, domain, segment)?;
         }
         if far != bytes {
             return Err(domain
@@ -190,7 +177,7 @@ impl Chain {
         };
         let mut wr = SendWr::new(opcode, 0);
         if let Some(key) = invalidate {
-            wr.invalidate_rkey = number(key)?;
+            wr.invalidate_rkey = window_rkey(key)?;
         }
         wr.num_sge = self.segments.len() as i32;
         wr.sg_list = self.segments.as_mut_ptr();
@@ -271,7 +258,7 @@ impl Chain {
                 self.spans.extend(std::iter::repeat_n(domain.discard_buffer()?, operands.len()))
             }
         }
-        self.remote(domain, remote)?;
+        targets(&mut self.targets, domain, remote)?;
         let Self { spans, targets, segments, planned, requests } = self;
         plan(spans, targets, (usize::MAX, ELEMENT), segments, planned);
         for (index, planned) in planned.iter().enumerate() {
@@ -293,47 +280,98 @@ impl Chain {
     }
 }
 
+/// Checks the keys of an operation that is posted later, in the way in which its post converts
+/// them.
+///
+/// # Errors
+/// InvalidKey: a key has more than 32 bits, or is mapped but not in this domain.
+pub(super) fn check_keys(domain: &DomainState, operation: &Operation<'_>) -> Result<()> {
+    let remote = match operation {
+        Operation::Write { remote }
+        | Operation::WriteImmediate { remote, .. }
+        | Operation::Read { remote } => remote,
+        Operation::Atomic { remote, .. } => std::slice::from_ref(remote),
+        Operation::Send { invalidate: Some(key), .. } => return window_rkey(key).map(drop),
+        _ => return Ok(()),
+    };
+    let mut found = Vec::new();
+    remote.iter().try_for_each(|segment| targets(&mut found, domain, segment))
+}
+
+/// Splits a range of a peer's memory into targets that each have one rkey. Bytes outside the peer's
+/// key get the rkey of the bytes before them, or else the key's first rkey: the peer's NIC checks
+/// the bounds.
+fn targets(
+    targets: &mut Vec<Target>,
+    domain: &DomainState,
+    segment: &RemoteSegment<'_>,
+) -> Result<()> {
+    if segment.key.is_mapped() {
+        let pieces = domain.mapped_key(segment.key)?;
+        cut(targets, pieces.iter(), segment)
+    } else {
+        cut(targets, segment.key.pieces(), segment)
+    }
+}
+
 /// Splits a range of a peer's memory at the borders between pieces with different rkeys.
 fn cut<'a>(
     targets: &mut Vec<Target>,
     pieces: impl Iterator<Item = &'a RemotePiece> + Clone,
     segment: &RemoteSegment<'_>,
-) {
+) -> Result<()> {
     let Iova(mut address) = segment.address;
     let mut left = segment.len;
-    let mut rkey = 0;
+    // The rkey of bytes that no piece holds.
+    let first = pieces.clone().next().map_or(Ok(0), |piece| rkey(piece.key))?;
+    let mut current = first;
     while left > 0 {
         let holds = |piece: &&RemotePiece| address.wrapping_sub(piece.base.0) < piece.len;
         let len = match pieces.clone().find(holds) {
             Some(piece) => {
-                rkey = piece.key as u32;
+                current = rkey(piece.key)?;
                 left.min(piece.len - address.wrapping_sub(piece.base.0))
             }
-            None => {
-                if rkey == 0 {
-                    rkey = pieces.clone().next().map_or(0, |piece| piece.key as u32);
-                }
-                left
-            }
+            None => left,
         };
         // With one key, the whole segment is one target: the peer's NIC enforces the bounds.
         let len = if pieces.clone().nth(1).is_none() { left } else { len };
-        targets.push(Target { address, len, rkey });
+        targets.push(Target { address, len, rkey: current });
         address = address.wrapping_add(len);
         left -= len;
     }
     if segment.len == 0 {
-        let rkey = pieces.clone().next().map_or(0, |piece| piece.key as u32);
-        targets.push(Target { address, len: 0, rkey });
+        targets.push(Target { address, len: 0, rkey: first });
     }
+    Ok(())
 }
 
-fn number(key: &RemoteKey) -> Result<u32> {
-    u32::try_from(key.as_u64()?).map_err(|_| {
-        Error::new(ErrorKind::InvalidKey, "post")
-            .provider("verbs")
-            .remedy("pass a key of a verbs region: verbs keys have 32 bits")
+/// Converts the number of a peer's key to an rkey.
+///
+/// # Errors
+/// InvalidKey: the number has more than 32 bits. Its low 32 bits may be the key of other memory.
+#[inline]
+fn rkey(key: u64) -> Result<u32> {
+    u32::try_from(key).map_err(|_| {
+        invalid("pass the key of a verbs region: the keys of verbs have 32 bits")
+            .context("key", format_args!("{key:#x}"))
     })
+}
+
+/// Returns the rkey of the window that a message invalidates.
+///
+/// # Errors
+/// - InvalidKey: the key is mapped, or has more than 32 bits.
+/// - Unsupported: the key has several pieces.
+fn window_rkey(key: &RemoteKey) -> Result<u32> {
+    if key.is_mapped() {
+        return Err(invalid("pass the key of a window: windows have no raw keys"));
+    }
+    rkey(key.as_u64()?)
+}
+
+fn invalid(why: &'static str) -> Error {
+    Error::new(ErrorKind::InvalidKey, "post").provider("verbs").remedy(why)
 }
 
 #[cfg(test)]
@@ -348,7 +386,7 @@ mod tests {
         let key = RemoteKey::new(hmem_core::Addressing::Virtual, Iova(0), 8, 0);
         let mut targets = Vec::new();
         let segment = RemoteSegment { address: Iova(1), len: 1, key: &key };
-        cut(&mut targets, pieces.iter(), &segment);
+        cut(&mut targets, pieces.iter(), &segment).unwrap();
         assert_eq!(targets, [Target { address: 1, len: 1, rkey: 1 }]);
     }
 }

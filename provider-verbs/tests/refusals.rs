@@ -9,8 +9,8 @@ mod wire;
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, LocalKey,
-    OwnedRegion, Registry, Result,
+    Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova,
+    LocalKey, OwnedRegion, Registry, RemoteKey, RemotePiece, Result,
     provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType, Windows},
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
@@ -107,6 +107,70 @@ fn invalid_local_lists_are_refused_before_the_driver_call() {
         let all = 8 * (before.len() as u64 + 1);
         assert_eq!(kind(segment(desc, start + LEN - 8, 8)), Ok(all), "the last bytes");
     }
+}
+
+/// KEY-06: a peer's key of more than 32 bits is refused. Its low 32 bits may be the key of other
+/// memory, as they are here.
+#[test]
+fn keys_of_more_than_32_bits_are_refused() {
+    let net = Loop::new();
+    let local = buffer(&net.domain, Access::WRITE | Access::READ | Access::SEND);
+    let result = buffer(&net.domain, Access::READ);
+    let (from, to) = (local.range().start().0, result.range().start().0);
+    let local = [segment(local.desc().expect("desc"), from, 8)];
+    let result = Some(segment(result.desc().expect("desc"), to, 8));
+    let key = net.target.key().expect("key");
+    let (base, number) = (key.base(), key.as_u64().expect("one key"));
+    let piece = |base, key| RemotePiece { base, len: 4, key };
+    let wide = number | 0xabcd << 32;
+    let split = |first, second| {
+        RemoteKey::split(
+            Addressing::Virtual,
+            piece(base, first),
+            vec![piece(Iova(base.0 + 4), second)],
+        )
+    };
+    for key in [
+        RemoteKey::new(Addressing::Virtual, base, LEN, wide),
+        RemoteKey::new(Addressing::Virtual, base, LEN, number | 1 << 63),
+        split(wide, number),
+        split(number, wide),
+    ] {
+        let at = RemoteSegment { address: base, len: 8, key: &key };
+        let remote = &[at];
+        let before = wire::posts();
+        let (op, datatype) = (AtomicOp::Sum, AtomicType::U64);
+        let mut operations = vec![
+            Operation::Write { remote },
+            Operation::WriteImmediate { remote, data: 1 },
+            Operation::Read { remote },
+            Operation::Atomic { op, datatype, remote: at, result, compare: None },
+        ];
+        if key.as_u64().is_ok() {
+            operations.push(Operation::Send { tag: None, invalidate: Some(&key) });
+        }
+        for operation in operations {
+            let request = WorkRequest { operation, local: &local, peer: PeerId(0), context: 1 };
+            // SAFETY: the segments lie in regions that own their memory.
+            let error = unsafe { net.endpoint.post(&request) }.expect_err("a key of 64 bits");
+            assert_eq!(error.kind(), ErrorKind::InvalidKey, "{operation:?}: {error}");
+            assert!(error.remedy_text().is_some_and(|text| text.contains("32 bits")), "{error}");
+        }
+        assert_eq!(wire::posts(), before, "the driver was called");
+    }
+    assert_eq!(net.write(&local, 8).expect("the key itself"), 8);
+}
+
+/// KEY-06: a message cannot invalidate by a mapped raw key, whose number is chosen by this side.
+#[test]
+fn mapped_key_invalidates_no_window() {
+    let net = Loop::new();
+    let key = RemoteKey::mapped(Addressing::Virtual, Iova(0), 8, 0x101);
+    let operation = Operation::Send { tag: None, invalidate: Some(&key) };
+    let request = WorkRequest { operation, local: &[], peer: PeerId(0), context: 1 };
+    // SAFETY: the request has no local segments.
+    let error = unsafe { net.endpoint.post(&request) }.expect_err("a mapped key");
+    assert_eq!(error.kind(), ErrorKind::InvalidKey, "{error}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ mod wire;
 use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
-    Access, Address, Endpoint, Errno, ErrorKind, Iova, Path,
+    Access, Address, Endpoint, Errno, ErrorKind, Iova, Path, RemoteKey,
     provider::{CompletionChannel, CompletionQueue, EndpointAttr, Provider, StagingAttr},
     transfer::{AtomicOp, AtomicType, Completion, CompletionKind, PeerId, RemoteSegment},
 };
@@ -593,6 +593,38 @@ fn requests_unsupported_by_copies_are_refused() {
     assert_eq!(refused.kind(), ErrorKind::OutOfBounds);
     net.assert_idle();
     assert_eq!(staged.region().decision().unwrap().path, Path::Staged);
+}
+
+/// KEY-06: the post of a staged transfer refuses a key of more than 32 bits, as does the post of a
+/// transfer that waits behind a staged one.
+#[test]
+fn keys_of_more_than_32_bits_are_refused_for_staged_memory() {
+    let net = injected();
+    let staged = net.near.device(&net.device, CHUNK * 20, LOCAL).unwrap();
+    let (near, far) = (net.near.host(8, LOCAL), net.far.host(CHUNK * 20, LOCAL | REMOTE));
+    let key = far.region().key().unwrap();
+    let wide = key.as_u64().unwrap() | 0xabcd << 32;
+    let wide = RemoteKey::new(key.addressing(), key.base(), key.first_len(), wide);
+    let refused = |local: &Mem| {
+        let (local, remote) = ([local.slice(0, 8)], [wide.slice(0, 8).unwrap()]);
+        let before = wire::posts();
+        for refused in [
+            net.near.endpoint.write(&local, &remote, PeerId(0), 1),
+            net.near.endpoint.read(&local, &remote, PeerId(0), 1),
+            net.near.endpoint.send_invalidate(&local, &wide, PeerId(0), 1),
+        ] {
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidKey);
+        }
+        assert_eq!(wire::posts(), before, "the driver was called");
+    };
+    refused(&staged);
+    let whole = CHUNK * 20;
+    let remote = [key.slice(0, whole).unwrap()];
+    net.near.endpoint.write(&[staged.slice(0, whole)], &remote, PeerId(0), 2).unwrap();
+    refused(&near);
+    let (done, _) = net.complete(1, 0);
+    assert_eq!(done[0].result.as_ref().unwrap(), &whole);
+    net.assert_idle();
 }
 
 /// P2P-06

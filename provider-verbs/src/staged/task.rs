@@ -13,6 +13,7 @@ use super::{
     request::{Lists, Movement, QueuedRequest},
 };
 use crate::{
+    chain::check_keys,
     completion::canceled,
     domain_state::DomainState,
     in_flight::{Arrival, Token},
@@ -124,13 +125,15 @@ impl Entry {
 }
 
 impl Task {
-    /// Checks and copies a request. `cap` returns the limits of the queue pair.
+    /// Checks and copies a request, its keys included, although they are first used when a chunk is
+    /// posted. `cap` returns the limits of the queue pair.
     pub(super) fn new(
         domain: &DomainState,
         request: &WorkRequest<'_>,
         cap: impl FnOnce() -> Result<QpCap>,
     ) -> Result<Self> {
         immediate(domain, &request.operation)?;
+        check_keys(domain, &request.operation)?;
         let movement = Movement::of(&request.operation);
         let lists = lists(domain, request, movement.as_ref().map(|(_, right)| *right))?;
         let refuse = |why| domain.refuse_post(ErrorKind::Unsupported, why);

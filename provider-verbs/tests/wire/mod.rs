@@ -154,6 +154,11 @@ pub(crate) fn fail_last_pair() {
     });
 }
 
+/// Returns the number of posts of send requests.
+pub(crate) fn posts() -> u64 {
+    with(|wire| wire.posts)
+}
+
 /// Returns the number of live registrations.
 pub(crate) fn regions() -> usize {
     with(|wire| wire.regions.len())
