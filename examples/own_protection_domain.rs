@@ -11,7 +11,7 @@
 //! The example needs an RDMA device, and fails with a message if there is none. A virtual device is
 //! enough: `sudo rdma link add rxe0 type rxe netdev eth0`.
 
-use std::ffi::c_void;
+use std::sync::Arc;
 
 use hmem::{
     Access, DomainAttr, Error, ErrorKind, Hmem, Result,
@@ -31,6 +31,11 @@ mod application {
         context: *mut c_void,
         pd: *mut c_void,
     }
+
+    // SAFETY: libibverbs objects may be used from any thread (ibverbs(7)).
+    unsafe impl Send for ProtectionDomain {}
+    // SAFETY: libibverbs calls may share a protection domain between threads (ibverbs(7)).
+    unsafe impl Sync for ProtectionDomain {}
 
     type OneArgument = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
     type Closing = unsafe extern "C" fn(*mut c_void) -> c_int;
@@ -113,13 +118,10 @@ mod application {
 /// Registers memory in a protection domain, and returns the keys for work requests: lkey and rkey.
 /// The function also deregisters the memory. An application keeps the region while it uses the
 /// keys.
-///
-/// # Safety
-/// `pd` must be a live protection domain of `libibverbs.so.1`.
-unsafe fn register_in(pd: *mut c_void) -> Result<(u32, u32)> {
-    // SAFETY: the caller keeps the protection domain alive, and this function drops everything that
-    // it opens from the provider before it returns.
-    let verbs = unsafe { Verbs::builder().with_pd(pd) }?;
+fn register_in(pd: &Arc<application::ProtectionDomain>) -> Result<(u32, u32)> {
+    // SAFETY: everything that is opened from the provider holds the `Arc`, which keeps the
+    // protection domain alive. `application` and the provider load libibverbs by the same name.
+    let verbs = unsafe { Verbs::builder().with_pd(pd.as_ptr(), Arc::clone(pd)) }?;
     let hmem = Hmem::builder().without_vendor_ifaces().build()?;
     let domain = hmem.domain_on(&verbs, DomainAttr::default())?;
     let region = domain.register(vec![0; 4096], Access::WRITE | Access::REMOTE_WRITE)?;
@@ -131,10 +133,8 @@ unsafe fn register_in(pd: *mut c_void) -> Result<(u32, u32)> {
 }
 
 pub(crate) fn run() -> Result<(u32, u32)> {
-    let pd = application::ProtectionDomain::alloc()?;
-    // SAFETY: the protection domain lives until the end of this function. `application` and the
-    // provider load libibverbs by the same name.
-    let (lkey, rkey) = unsafe { register_in(pd.as_ptr()) }?;
+    let pd = Arc::new(application::ProtectionDomain::alloc()?);
+    let (lkey, rkey) = register_in(&pd)?;
     println!("for ibv_sge.lkey: {lkey:#x}; for the peer's wr.rdma.rkey: {rkey:#x}");
     Ok((lkey, rkey))
 }

@@ -1,8 +1,9 @@
 //! Open devices with their attributes, and protection domains on them.
 
 use std::{
+    any::Any,
     borrow::Cow,
-    fs,
+    fmt, fs,
     mem::{self, offset_of},
     ptr,
     sync::{Arc, atomic::AtomicU32},
@@ -47,12 +48,35 @@ const RC_ORDER: MsgOrder = MsgOrder::RAR
     .union(MsgOrder::ATOMIC_RAW)
     .union(MsgOrder::ATOMIC_WAW);
 
-/// Owner of an `ibv_context`. Dropping the value closes the context, unless another crate owns it.
+/// The application's value that keeps its protection domain and context alive. Every object that is
+/// opened in the protection domain holds the device, and so this value.
+///
+/// Dropping the value may deallocate the protection domain. A forked child therefore leaks it.
+pub(super) struct ForeignOwner {
+    _keep: Box<dyn Any + Send + Sync>,
+}
+
+impl ForeignOwner {
+    pub(super) fn new(keep: impl Send + Sync + 'static) -> Self {
+        Self { _keep: Box::new(keep) }
+    }
+}
+
+impl fmt::Debug for ForeignOwner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ForeignOwner").finish_non_exhaustive()
+    }
+}
+
+/// An open `ibv_context`. Dropping the value closes the context, or drops the value of the
+/// application that owns it.
 #[derive(Debug)]
 pub(super) struct OpenDevice {
     library: Arc<Library>,
     context: *mut Context,
-    owned: bool,
+    /// The owner of the context and of its protection domain, if that is the application. `None` if
+    /// this value opened the context and closes it.
+    owner: Option<ForeignOwner>,
     nic: Nic,
     attr: DeviceAttr,
     rights: DeviceRights,
@@ -82,7 +106,7 @@ impl OpenDevice {
         let process = ProcessMark::current()?;
         let context = library.open_device(name)?;
         // SAFETY: this function opened the context, and only the result closes it.
-        unsafe { Self::new(library, context, true, pcie_mapping_first, process) }
+        unsafe { Self::new(library, context, None, pcie_mapping_first, process) }
     }
 
     /// Returns true in a forked child. The driver's objects then belong to the parent process.
@@ -102,27 +126,29 @@ impl OpenDevice {
     /// Borrows the context of a protection domain that the application created.
     ///
     /// # Safety
-    /// `pd` is a live protection domain of the libibverbs in `library`, and outlives the result.
+    /// `pd` is a live protection domain of the libibverbs in `library`, and stays alive until
+    /// `owner` is dropped.
     pub(super) unsafe fn borrowed(
         library: &Arc<Library>,
         pd: *mut Pd,
+        owner: ForeignOwner,
         pcie_mapping_first: bool,
     ) -> Result<Self> {
         let process = ProcessMark::current()?;
         // SAFETY: the caller promises a live protection domain. The first field is its context.
-        unsafe { Self::new(library, (*pd).context, false, pcie_mapping_first, process) }
+        unsafe { Self::new(library, (*pd).context, Some(owner), pcie_mapping_first, process) }
     }
 
     /// Creates the owner of an open context and queries the device.
     ///
     /// # Safety
     /// - `context` is an open context.
-    /// - If `owned` is true, no code but the result closes the context.
-    /// - If `owned` is false, the context outlives the result.
+    /// - Without `owner`, no code but the result closes the context.
+    /// - With `owner`, the context stays open until `owner` is dropped.
     unsafe fn new(
         library: &Arc<Library>,
         context: *mut Context,
-        owned: bool,
+        owner: Option<ForeignOwner>,
         pcie_mapping_first: bool,
         process: ProcessMark,
     ) -> Result<Self> {
@@ -134,7 +160,7 @@ impl OpenDevice {
         let mut device = Self {
             library: Arc::clone(library),
             context,
-            owned,
+            owner,
             provider_attr: blank(&nic),
             window_types: Vec::new(),
             nic,
@@ -360,7 +386,12 @@ impl OpenDevice {
 
 impl Drop for OpenDevice {
     fn drop(&mut self) {
-        if !self.owned || self.is_inherited() {
+        let owner = self.owner.take();
+        if self.is_inherited() {
+            mem::forget(owner);
+            return;
+        }
+        if owner.is_some() {
             return;
         }
         let close = self.library.functions.close_device;
@@ -431,7 +462,7 @@ impl ProtectionDomain {
     /// Borrows a protection domain that the application created.
     ///
     /// # Safety
-    /// `pd` is a live protection domain of `device` and outlives the result.
+    /// `pd` is a protection domain of `device`, and stays alive as long as `device`.
     pub(super) unsafe fn borrowed(device: &Arc<OpenDevice>, pd: *mut Pd) -> Self {
         Self { device: Arc::clone(device), pd, owned: false }
     }

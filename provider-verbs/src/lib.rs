@@ -138,7 +138,7 @@ pub use access::{DeviceRights, OptionResult, VerbsOptions, access_flags, check_f
 pub use completion::status_error;
 pub use domain::VerbsDomain;
 pub use gid::{GidEntry, GidType, choose_gid};
-pub use library::ForkSupport;
-pub use provider::{Builder, ForkSafety, Verbs};
+pub use library::{ForkSafety, ForkSupport};
+pub use provider::{Builder, Verbs};
 pub use region::VerbsKey;
 pub use split::{Planned, Span, Target, plan, seams};

@@ -14,6 +14,20 @@ use super::{
     sys::{Context, Device, ForkStatus, Functions},
 };
 
+/// Setting for the protection of registered pages over `fork` (MON-06).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ForkSafety {
+    /// Calls `ibv_fork_init`, unless the kernel copies pinned pages at fork. The default of
+    /// [`Builder::build`](super::Builder::build).
+    #[default]
+    Auto,
+    /// Never calls `ibv_fork_init`. Choose this for applications that do not fork. The default of
+    /// [`Builder::with_pd`](super::Builder::with_pd): the call changes the whole process, so the
+    /// owner of the protection domain decides.
+    Off,
+}
+
 /// Protection of registered pages when the process forks (MON-06).
 ///
 /// Without protection, the first write after a fork moves the *parent's* data to a new page, and
@@ -73,10 +87,10 @@ pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String 
 }
 
 impl Library {
-    /// Initializes the library. Calls `ibv_fork_init` only if `fork_init` is set and registered
+    /// Initializes the library. Calls `ibv_fork_init` only if `safety` allows it and registered
     /// pages are not known to be protected already.
-    pub(super) fn new(functions: Functions, fork_init: bool) -> Self {
-        let fork = fork_support(&functions, fork_init);
+    pub(super) fn new(functions: Functions, safety: ForkSafety) -> Self {
+        let fork = fork_support(&functions, safety);
         tracing::debug!(library = functions.library(), ?fork, "libibverbs in use");
         Self { functions, fork }
     }
@@ -180,14 +194,17 @@ fn node(name: &str) -> Option<PathBuf> {
     Some(Path::new("/dev/infiniband").join(entry.file_name()))
 }
 
-fn fork_support(functions: &Functions, fork_init: bool) -> ForkSupport {
+fn fork_support(functions: &Functions, safety: ForkSafety) -> ForkSupport {
     // SAFETY: the call has no precondition.
     let status = functions.is_fork_initialized.map(|ask| unsafe { ask() });
     match status {
         Some(ForkStatus::IBV_FORK_UNNEEDED) => return ForkSupport::KernelCopies,
         Some(ForkStatus::IBV_FORK_ENABLED) => return ForkSupport::Initialized,
-        _ if !fork_init => return ForkSupport::Off("disabled by the application".to_owned()),
         _ => {}
+    }
+    if safety == ForkSafety::Off {
+        let why = "not requested: Builder::fork_safety(ForkSafety::Auto) calls ibv_fork_init";
+        return ForkSupport::Off(why.to_owned());
     }
     // SAFETY: the call has no precondition. It fails if regions already exist.
     match errors::status(unsafe { (functions.fork_init)() }) {

@@ -17,32 +17,22 @@ use parking_lot::Mutex;
 
 use super::{
     access::VerbsOptions,
-    device::{OpenDevice, ProtectionDomain},
+    device::{ForeignOwner, OpenDevice, ProtectionDomain},
     domain::VerbsDomain,
     domain_state::DomainOptions,
     endpoint::Fabric,
-    library::{ForkSupport, Library},
+    library::{ForkSafety, ForkSupport, Library},
     staged::ActiveLanes,
     sys::{Functions, Pd},
 };
-
-/// Setting for the protection of registered pages over `fork` (MON-06).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ForkSafety {
-    /// Calls `ibv_fork_init`, unless the kernel copies pinned pages at fork.
-    #[default]
-    Auto,
-    /// Never calls `ibv_fork_init`. Choose this for applications that do not fork.
-    Off,
-}
 
 /// Builder of a [`Verbs`] provider.
 #[derive(Debug, Default)]
 pub struct Builder {
     library: Option<PathBuf>,
     functions: Option<Functions>,
-    fork: ForkSafety,
+    /// The application's choice. `None` is the default of the method that starts the provider.
+    fork: Option<ForkSafety>,
     pcie_mapping_first: Option<bool>,
     domain: DomainOptions,
 }
@@ -62,10 +52,11 @@ impl Builder {
         self
     }
 
-    /// Sets the protection of registered pages over `fork`. The default is [`ForkSafety::Auto`].
+    /// Sets the protection of registered pages over `fork`. The default is [`ForkSafety::Auto`] for
+    /// [`Builder::build`], and [`ForkSafety::Off`] for [`Builder::with_pd`].
     #[must_use]
     pub fn fork_safety(mut self, fork: ForkSafety) -> Self {
-        self.fork = fork;
+        self.fork = Some(fork);
         self
     }
 
@@ -148,7 +139,7 @@ impl Builder {
     /// - The errors of [`ProcessMark::current`].
     pub fn build(self) -> Result<Verbs> {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
-        let library = self.start()?;
+        let library = self.start(ForkSafety::Auto)?;
         Verbs::new(library, pcie_mapping_first, self.domain, None)
     }
 
@@ -159,14 +150,22 @@ impl Builder {
     /// requests on the protection domain. The provider neither deallocates the protection domain
     /// nor closes its context.
     ///
+    /// The provider and everything opened from it hold `keep`, and drop it last. Pass the value
+    /// that owns the protection domain, such as an `Arc` of the other crate's type. Regions then
+    /// cannot outlive the protection domain. Pass `()` if the protection domain is never
+    /// deallocated. A forked child never drops `keep`. An error of this call drops it.
+    ///
+    /// Unlike [`Builder::build`], this method does not call `ibv_fork_init` by default
+    /// ([`Builder::fork_safety`]).
+    ///
     /// # Errors
     /// - The errors of [`Builder::build`].
     /// - InvalidArgument: the pointer is null.
     /// - The driver's error from querying the device.
     ///
     /// # Safety
-    /// `pd` is a live `ibv_pd` of the same copy of libibverbs that this provider loads (or was
-    /// given), and outlives the provider and everything opened from it.
+    /// `pd` is null, or a live `ibv_pd` of the same copy of libibverbs that this provider loads (or
+    /// was given). A live `ibv_pd` and its context stay alive at least until `keep` is dropped.
     ///
     /// Crates that link libibverbs or load `libibverbs.so.1` use the copy that this provider loads
     /// by default. A statically linked libibverbs is another copy: pass its functions to
@@ -177,27 +176,33 @@ impl Builder {
     /// ```no_run
     /// use std::{ffi::c_void, sync::Arc};
     ///
-    /// use hmem_core::{Access, Domain, DomainAttr, Registry, Result};
+    /// use hmem_core::{Domain, DomainAttr, Registry, Result};
     /// use hmem_p2p::path::DefaultPathSelector;
-    /// use hmem_provider_verbs::{Verbs, VerbsDomain};
+    /// use hmem_provider_verbs::Verbs;
     ///
-    /// /// Registers in the protection domain of another crate: `pd().as_ptr()` of sideway, say.
-    /// ///
-    /// /// # Safety
-    /// /// `pd` is alive until this returns.
-    /// unsafe fn register_beside(pd: *mut c_void, registry: Arc<Registry>) -> Result<()> {
-    ///     // SAFETY: the caller keeps the protection domain alive until this function returns.
-    ///     let verbs = unsafe { Verbs::builder().with_pd(pd) }?;
+    /// /// A type of another crate that owns a protection domain and deallocates it on drop.
+    /// struct ProtectionDomain {
+    ///     pd: *mut c_void,
+    /// }
+    /// # // SAFETY: libibverbs objects may be used from any thread.
+    /// # unsafe impl Send for ProtectionDomain {}
+    /// # // SAFETY: libibverbs objects may be used from any thread.
+    /// # unsafe impl Sync for ProtectionDomain {}
+    ///
+    /// /// Opens a domain of hmem in the protection domain of the other crate.
+    /// fn open_in(owner: &Arc<ProtectionDomain>, registry: Arc<Registry>) -> Result<Domain> {
+    ///     // SAFETY: the `Arc` keeps the protection domain alive. Both crates use libibverbs.so.1.
+    ///     let verbs = unsafe { Verbs::builder().with_pd(owner.pd, Arc::clone(owner)) }?;
     ///     let paths = Arc::new(DefaultPathSelector::new());
-    ///     let domain = Domain::open(&verbs, registry, paths, DomainAttr::default())?;
-    ///     let region = domain.register(vec![0u8; 4096], Access::WRITE | Access::REMOTE_WRITE)?;
-    ///     let keys = VerbsDomain::of(&domain).expect("verbs").keys(region.provider_region()?)?;
-    ///     // `ibv_sge.lkey` and `rdma.rkey` of the other crate's work requests:
-    ///     println!("lkey {:#x}, rkey {:#x}", keys[0].lkey, keys[0].rkey);
-    ///     Ok(())
+    ///     Domain::open(&verbs, registry, paths, DomainAttr::default())
     /// }
     /// ```
-    pub unsafe fn with_pd(self, pd: *mut c_void) -> Result<Verbs> {
+    pub unsafe fn with_pd(
+        self,
+        pd: *mut c_void,
+        keep: impl Send + Sync + 'static,
+    ) -> Result<Verbs> {
+        let owner = ForeignOwner::new(keep);
         let pd: *mut Pd = pd.cast();
         if pd.is_null() {
             return Err(Error::new(ErrorKind::InvalidArgument, "with_pd")
@@ -205,11 +210,12 @@ impl Builder {
                 .remedy("pass a protection domain of ibv_alloc_pd"));
         }
         let pcie_mapping_first = self.needs_pcie_mapping()?;
-        let library = self.start()?;
-        // SAFETY: the caller promises that the protection domain is alive and of this library.
-        let device = Arc::new(unsafe { OpenDevice::borrowed(&library, pd, pcie_mapping_first) }?);
-        // SAFETY: the caller keeps the protection domain alive as long as anything opened from the
-        // provider.
+        let library = self.start(ForkSafety::Off)?;
+        // SAFETY: the caller promises that the protection domain is of this library, and alive
+        // until its owner is dropped.
+        let device = unsafe { OpenDevice::borrowed(&library, pd, owner, pcie_mapping_first) }?;
+        let device = Arc::new(device);
+        // SAFETY: the device holds the owner of the protection domain.
         let pd = unsafe { ProtectionDomain::borrowed(&device, pd) };
         Verbs::new(library, pcie_mapping_first, self.domain, Some((pd, Arc::default())))
     }
@@ -223,13 +229,13 @@ impl Builder {
         }
     }
 
-    fn start(&self) -> Result<Arc<Library>> {
+    fn start(&self, default: ForkSafety) -> Result<Arc<Library>> {
         let functions = match (&self.functions, &self.library) {
             (Some(functions), _) => functions.clone(),
             (None, Some(path)) => Functions::load(path)?,
             (None, None) => Functions::load(Path::new(Functions::LIBRARY))?,
         };
-        Ok(Arc::new(Library::new(functions, self.fork == ForkSafety::Auto)))
+        Ok(Arc::new(Library::new(functions, self.fork.unwrap_or(default))))
     }
 }
 
@@ -385,8 +391,7 @@ impl Provider for Verbs {
                         .refuse(ErrorKind::InvalidArgument, "open domain", why)
                         .context("nic", request.nic.as_deref().unwrap_or_default()));
                 }
-                // SAFETY: the caller of `with_pd` keeps the protection domain alive as long as
-                // anything opened from this provider.
+                // SAFETY: the device holds the owner that the caller of `with_pd` named.
                 let pd = unsafe { ProtectionDomain::borrowed(device, brought.pd) };
                 (pd, Arc::clone(active))
             }

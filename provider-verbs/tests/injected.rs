@@ -360,7 +360,7 @@ fn environment_sets_the_pcie_mapping() {
     }
     let pd = fake::foreign_pd();
     // SAFETY: the fake's protection domain is never freed.
-    let brought = unsafe { builder().pcie_mapping_first(true).with_pd(pd) }.expect("start");
+    let brought = unsafe { builder().pcie_mapping_first(true).with_pd(pd, ()) }.expect("start");
     assert!(first(brought));
 }
 
@@ -712,13 +712,13 @@ fn dma_buf_support_is_probed_and_read_only_fds_are_refused() {
 fn application_protection_domain_is_used_and_not_freed() {
     let functions = functions();
     let pd = fake::foreign_pd();
-    // SAFETY: the call must refuse the null pointer.
-    let error =
-        unsafe { Verbs::builder().functions(functions.clone()).with_pd(std::ptr::null_mut()) }
-            .expect_err("null");
+    let null = std::ptr::null_mut();
+    // SAFETY: the pointer is null, which the call refuses.
+    let error = unsafe { Verbs::builder().functions(functions.clone()).with_pd(null, ()) }
+        .expect_err("null");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     // SAFETY: the fake's protection domain is never freed.
-    let verbs = unsafe { Verbs::builder().functions(functions).with_pd(pd) }.expect("start");
+    let verbs = unsafe { Verbs::builder().functions(functions).with_pd(pd, ()) }.expect("start");
     calls();
     let domain = open(&verbs);
     assert_eq!(VerbsDomain::of(&domain).expect("verbs").pd(), pd);
@@ -732,13 +732,97 @@ fn application_protection_domain_is_used_and_not_freed() {
     assert_eq!(calls(), asked, "nothing else was opened or freed");
 }
 
+/// Owner of the fake's protection domain. Its drop notes the driver's calls until then.
+struct Owner(Arc<Mutex<Option<Vec<String>>>>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        *self.0.lock().expect("lock") = Some(calls());
+    }
+}
+
+/// Returns a provider in the protection domain of an [`Owner`], and the calls that the owner's drop
+/// will note.
+fn in_owned_pd() -> (Verbs, Arc<Mutex<Option<Vec<String>>>>) {
+    let noted = Arc::default();
+    let owner = Owner(Arc::clone(&noted));
+    let builder = Verbs::builder().functions(functions());
+    // SAFETY: the fake's protection domain is never freed.
+    (unsafe { builder.with_pd(fake::foreign_pd(), owner) }.expect("start"), noted)
+}
+
+/// VRB-04, MR-18
+#[test]
+fn owner_of_a_protection_domain_is_dropped_after_all_that_was_opened_in_it() {
+    let (verbs, noted) = in_owned_pd();
+    let domain = open(&verbs);
+    // SAFETY: the fake library accesses no memory.
+    let region = unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) }
+        .expect("register");
+    calls();
+    drop((verbs, domain));
+    assert!(noted.lock().expect("lock").is_none(), "the region keeps the owner");
+    drop(region);
+    assert_eq!(noted.lock().expect("lock").take(), Some(vec!["dereg_mr".to_owned()]));
+}
+
+/// CACHE-13
+///
+/// The owner's drop deallocates the protection domain of the parent.
+#[test]
+fn forked_child_never_drops_the_owner_of_a_protection_domain() {
+    let (verbs, noted) = in_owned_pd();
+    // SAFETY: the child only makes the calls under test and leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: this is a copy of the parent's object. The child exits without using the object
+        // again.
+        drop(unsafe { std::ptr::read(&raw const verbs) });
+        let kept = noted.try_lock().is_ok_and(|noted| noted.is_none());
+        // SAFETY: `_exit` has no precondition. It ends the child.
+        unsafe { libc::_exit(i32::from(!kept)) };
+    }
+    let mut status = 0;
+    // SAFETY: the child was just forked by this test.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0);
+    drop(verbs);
+    assert!(noted.lock().expect("lock").is_some(), "the parent drops the owner");
+}
+
+fn not_requested() -> ForkSupport {
+    let why = "not requested: Builder::fork_safety(ForkSafety::Auto) calls ibv_fork_init";
+    ForkSupport::Off(why.to_owned())
+}
+
+/// MON-06
+///
+/// `ibv_fork_init` changes the whole process, so its caller is the owner of the protection domain.
+#[test]
+fn fork_init_is_not_called_for_an_application_protection_domain_by_default() {
+    for (safety, support, asked) in
+        [(None, not_requested(), false), (Some(ForkSafety::Auto), ForkSupport::Initialized, true)]
+    {
+        let functions = functions();
+        with(|script| script.fork = 0);
+        let mut builder = Verbs::builder().functions(functions);
+        if let Some(safety) = safety {
+            builder = builder.fork_safety(safety);
+        }
+        // SAFETY: the fake's protection domain is never freed.
+        let verbs = unsafe { builder.with_pd(fake::foreign_pd(), ()) }.expect("start");
+        assert_eq!(*verbs.fork_support(), support);
+        assert_eq!(calls().contains(&"fork_init".to_owned()), asked);
+    }
+}
+
 #[test]
 fn fork_init_is_called_unless_the_kernel_copies_pages() {
     for (status, safety, support, asked) in [
         (2, ForkSafety::Auto, ForkSupport::KernelCopies, false),
         (1, ForkSafety::Auto, ForkSupport::Initialized, false),
         (0, ForkSafety::Auto, ForkSupport::Initialized, true),
-        (0, ForkSafety::Off, ForkSupport::Off("disabled by the application".into()), false),
+        (0, ForkSafety::Off, not_requested(), false),
     ] {
         let functions = functions();
         with(|script| script.fork = status);

@@ -391,7 +391,7 @@ fn keys_work_on_an_application_protection_domain() -> Outcome {
     let lender = Pair::new(&name);
     let pd = VerbsDomain::of(&lender.far.domain).expect("verbs").pd();
     // SAFETY: the lender outlives the borrower.
-    let borrower = unsafe { Verbs::builder().with_pd(pd) }.expect("use the protection domain");
+    let borrower = unsafe { Verbs::builder().with_pd(pd, ()) }.expect("use the protection domain");
     let domain = support::open(&borrower, &name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
     let bytes = from.fill(4);

@@ -146,7 +146,7 @@ fn connect_to_itself(context: &Arc<DeviceContext>, qp: &mut GenericQueuePair) {
 fn hmem_domain(owner: &Sideway) -> Domain {
     // SAFETY: a live protection domain of the libibverbs that both crates share. The tests drop
     // every object of hmem before the objects of sideway.
-    let verbs = unsafe { Verbs::builder().with_pd(owner.raw_pd()) }.expect("with_pd");
+    let verbs = unsafe { Verbs::builder().with_pd(owner.raw_pd(), ()) }.expect("with_pd");
     let hmem = Hmem::builder().without_vendor_ifaces().build().expect("build");
     hmem.domain_on(&verbs, DomainAttr::default()).expect("a domain")
 }
