@@ -1,6 +1,6 @@
 //! Translation of rights between libfabric and verbs, and the flags that only verbs has.
 
-use hmem_core::{Access, Errno, Error, ErrorKind, Result};
+use hmem_core::{Access, Errno, Error, ErrorKind, Result, WriteOrdering};
 
 use super::sys::AccessFlags;
 
@@ -160,6 +160,55 @@ pub(super) fn access_of(flags: AccessFlags) -> Access {
     access
 }
 
+/// Translates the flags of an `ibv_reg_mr` call to rights, for programs that replace the call. The
+/// rights are those that the driver would grant. [`access_flags`] is the way back, and
+/// [`WriteOrdering`] has the same conversion for RELAXED_ORDERING.
+///
+/// ```
+/// use hmem_core::{Access, WriteOrdering};
+/// use hmem_provider_verbs::sys::AccessFlags;
+///
+/// # fn main() -> hmem_core::Result<()> {
+/// let flags = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_READ | AccessFlags::RELAXED_ORDERING;
+/// let local = Access::SEND | Access::RECV | Access::READ | Access::WRITE;
+/// assert_eq!(Access::try_from(flags)?, local | Access::REMOTE_READ);
+/// assert_eq!(WriteOrdering::from(flags), WriteOrdering::Relaxed);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// - BadAccess: the errors of [`check_flags`].
+/// - Unsupported: ZERO_BASED, ON_DEMAND or HUGETLB, which are [`VerbsOptions`] and no rights.
+impl TryFrom<AccessFlags> for Access {
+    type Error = Error;
+
+    fn try_from(flags: AccessFlags) -> Result<Self> {
+        check_flags(flags)?;
+        let rights = AccessFlags::LOCAL_WRITE
+            | AccessFlags::REMOTE_READ
+            | AccessFlags::REMOTE_WRITE
+            | AccessFlags::REMOTE_ATOMIC
+            | AccessFlags::MW_BIND
+            | AccessFlags::RELAXED_ORDERING;
+        let options = flags.difference(rights);
+        if !options.is_empty() {
+            return Err(Error::new(ErrorKind::Unsupported, "rights of verbs flags")
+                .context("flags", names(options))
+                .remedy("set these with Builder::options: they are no rights"));
+        }
+        let mut access = access_of(flags);
+        access.set(Self::MW_BIND, flags.contains(AccessFlags::MW_BIND));
+        Ok(access)
+    }
+}
+
+/// Returns Relaxed for flags with RELAXED_ORDERING, and Strict for others.
+impl From<AccessFlags> for WriteOrdering {
+    fn from(flags: AccessFlags) -> Self {
+        if flags.contains(AccessFlags::RELAXED_ORDERING) { Self::Relaxed } else { Self::Strict }
+    }
+}
+
 /// Returns an error for flags that every driver would refuse with EINVAL (VRB-01).
 ///
 /// # Errors
@@ -211,6 +260,32 @@ mod tests {
             (Access::REMOTE_RMA_WRITE | Access::RECV, iwarp, AccessFlags::empty()),
         ] {
             assert_eq!(added(access, device), expected, "{access} on {device:?}");
+        }
+    }
+
+    /// VRB-03
+    #[test]
+    fn rights_of_valid_verbs_flags_translate_back_to_the_same_flags() {
+        let device = DeviceRights { atomics: true, iwarp: false };
+        let strict = (0..1 << 9).map(AccessFlags::from_bits_retain);
+        for flags in strict.flat_map(|flags| [flags, flags | AccessFlags::RELAXED_ORDERING]) {
+            let rights = flags.difference(AccessFlags::RELAXED_ORDERING | AccessFlags::MW_BIND);
+            match Access::try_from(flags) {
+                Ok(access) => {
+                    assert_eq!(access_flags(access, device), rights, "{}", names(flags));
+                    let binds = flags.contains(AccessFlags::MW_BIND);
+                    assert_eq!(access.contains(Access::MW_BIND), binds);
+                }
+                Err(error) if check_flags(flags).is_err() => {
+                    assert_eq!(error.kind(), ErrorKind::BadAccess, "{}", names(flags));
+                }
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::Unsupported, "{}", names(flags));
+                    let options =
+                        VerbsOptions::ZERO_BASED | VerbsOptions::ON_DEMAND | VerbsOptions::HUGETLB;
+                    assert!(flags.intersects(options.flags()), "{error}");
+                }
+            }
         }
     }
 
