@@ -95,8 +95,8 @@ const TASKS: &[Task] = &[
         ],
     },
     Task {
-        name: "cudarc",
-        about: "slices of the crate cudarc, over the fake CUDA driver",
+        name: "optional",
+        about: "features off by default: cudarc's slices over the fake CUDA driver, and log",
         steps: &[
             step(&[
                 "cargo",
@@ -114,9 +114,11 @@ const TASKS: &[Task] = &[
                 "-p",
                 "hmem",
                 "--features",
-                "cudarc",
+                "cudarc,log",
                 "--test",
                 "cudarc_slices",
+                "--test",
+                "log",
             ]),
         ],
     },
