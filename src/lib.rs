@@ -58,8 +58,8 @@
 //!
 //! `cuda`, `rocr`, `ze`, `neuron`, `synapseai`, `verbs` and `recordings` are on by default and need
 //! nothing installed. `recordings` reads and writes recorded topologies. Two features are off by
-//! default: `cudarc` registers slices of that crate, and `log` writes the library's events as records
-//! of the crate `log`.
+//! default: `cudarc` registers slices of that crate, and `log` writes the library's events as
+//! records of the crate `log`.
 //!
 //! # Things this library does not do
 //!
