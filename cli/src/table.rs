@@ -3,6 +3,20 @@
 use std::io::{self, IsTerminal, Write};
 
 use rustix::termios::tcgetwinsize;
+use tabled::{
+    builder::Builder,
+    settings::{
+        Alignment, Color as Paint, Padding, Settings, Style as Lines,
+        formatting::AlignmentStrategy,
+        object::{Cell as At, Columns, Rows},
+        style::HorizontalLine,
+    },
+};
+use textwrap::{
+    WordSeparator,
+    core::{Word, display_width},
+    wrap_algorithms::wrap_first_fit,
+};
 
 use crate::args::Color;
 
@@ -15,6 +29,10 @@ const LIMITS: (usize, usize) = (20, 140);
 const GAPS: [usize; 2] = [2, 1];
 /// Maximum number of fields that are printed on separate lines. More fields are joined with `;`.
 const FEW_FIELDS: usize = 4;
+/// The escape sequence for bold text.
+const BOLD: &str = "\x1b[1m";
+/// The escape sequence that ends bold and coloured text.
+const RESET: &str = "\x1b[0m";
 /// The no-break space that joins a number and its unit while lines are wrapped.
 const NO_BREAK: char = '\u{a0}';
 /// Units that stay on the line of their number.
@@ -52,13 +70,13 @@ pub enum Tone {
 }
 
 impl Tone {
-    /// Returns the parameters of the escape sequence for the tone's colour; `None` for no colour.
+    /// Returns the escape sequence for the tone's colour; `None` for no colour.
     const fn code(self) -> Option<&'static str> {
         match self {
-            Self::Good => Some("32"),
+            Self::Good => Some("\x1b[32m"),
             Self::Plain => None,
-            Self::Dim => Some("2"),
-            Self::Bad => Some("1;31"),
+            Self::Dim => Some("\x1b[2m"),
+            Self::Bad => Some("\x1b[1;31m"),
         }
     }
 }
@@ -118,14 +136,14 @@ impl Style {
     /// Returns a text in bold.
     #[must_use]
     pub fn bold(self, text: &str) -> String {
-        if self.color { format!("\x1b[1m{text}\x1b[0m") } else { text.to_owned() }
+        if self.color { format!("{BOLD}{text}{RESET}") } else { text.to_owned() }
     }
 
     /// Returns a text in the colour of a tone.
     #[must_use]
     pub fn word(self, text: &str, tone: Tone) -> String {
         match tone.code().filter(|_| self.color) {
-            Some(code) => format!("\x1b[{code}m{text}\x1b[0m"),
+            Some(code) => format!("{code}{text}{RESET}"),
             None => text.to_owned(),
         }
     }
@@ -152,7 +170,7 @@ impl Style {
     /// # Errors
     /// Fails if writing to `out` fails.
     pub fn indented(self, out: &mut dyn Write, indents: [&str; 2], text: &str) -> io::Result<()> {
-        let used = indents.map(length).into_iter().max().unwrap_or_default();
+        let used = indents.map(display_width).into_iter().max().unwrap_or_default();
         for (at, line) in wrap(text, self.width.saturating_sub(used)).iter().enumerate() {
             writeln!(out, "{}{line}", indents[at.min(1)])?;
         }
@@ -164,8 +182,8 @@ impl Style {
     /// # Errors
     /// Fails if writing to `out` fails.
     pub fn print(self, out: &mut dyn Write, table: &Table) -> io::Result<()> {
-        match table.widths(self.width) {
-            Some((widths, gap)) => table.print(out, &widths, gap, self)?,
+        match table.grid(self) {
+            Some(grid) => writeln!(out, "{grid}")?,
             None => table.print_as_lists(out, self)?,
         }
         writeln!(out)
@@ -267,8 +285,8 @@ impl Table {
     /// # Errors
     /// Fails if writing to `out` fails.
     pub fn print_columns(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
-        if self.widths(style.width).is_some() {
-            return style.print(out, self);
+        if let Some(grid) = self.grid(style) {
+            return writeln!(out, "{grid}\n");
         }
         for (column, name) in self.header.iter().enumerate().skip(1) {
             style.indented(out, ["  ", "    "], name)?;
@@ -280,88 +298,61 @@ impl Table {
         writeln!(out)
     }
 
-    /// Returns the width of each column and of the gap between columns. Returns `None` if the
-    /// columns do not fit into `line` without splitting a word.
-    fn widths(&self, line: usize) -> Option<(Vec<usize>, usize)> {
-        GAPS.into_iter().find_map(|gap| Some((self.widths_with(line, gap)?, gap)))
+    /// Returns the table as lines of text. Returns `None` if its columns do not fit without
+    /// splitting a word.
+    fn grid(&self, style: Style) -> Option<String> {
+        let (gap, widths) =
+            GAPS.into_iter().find_map(|gap| Some((gap, self.widths(style.width, gap)?)))?;
+        let wrapped = |(text, width): (&str, &usize)| wrap(text, *width).join("\n");
+        let mut builder = Builder::new();
+        builder.push_record(self.header.iter().map(String::as_str).zip(&widths).map(wrapped));
+        for row in &self.rows {
+            builder
+                .push_record(row.iter().map(|cell| cell.text.as_str()).zip(&widths).map(wrapped));
+        }
+        let mut table = builder.build();
+        let rule = HorizontalLine::new('\u{2500}');
+        table.with(Lines::empty().horizontals([(1, rule)]));
+        table.with(Padding::new(gap, 0, 0, 0)).modify(Columns::first(), Padding::new(2, 0, 0, 0));
+        let right = Settings::new(Alignment::right(), AlignmentStrategy::PerLine);
+        for column in &self.numbers {
+            table.modify(Columns::one(*column), right.clone());
+        }
+        if style.color {
+            table.modify(Rows::first(), Paint::new(BOLD, RESET));
+            for (at, row) in self.rows.iter().enumerate() {
+                for (column, cell) in row.iter().enumerate() {
+                    if let Some(code) = cell.tone.code() {
+                        table.modify(At::new(at + 1, column), Paint::new(code, RESET));
+                    }
+                }
+            }
+        }
+        let lines: Vec<_> =
+            table.to_string().lines().map(|line| line.trim_end().to_owned()).collect();
+        Some(lines.join("\n"))
     }
 
-    fn widths_with(&self, line: usize, gap: usize) -> Option<Vec<usize>> {
-        let columns = self.header.len();
-        let texts = |column: usize| {
-            let cells = self.rows.iter().filter_map(move |row| row.get(column));
-            cells.map(|cell| cell.text.as_str()).chain([self.header[column].as_str()])
+    /// Returns the width of each column if `gap` blanks separate the columns. Narrows the widest
+    /// columns until the table fits into `line`, but no column below its longest word. Returns
+    /// `None` if the table does not fit.
+    fn widths(&self, line: usize, gap: usize) -> Option<Vec<usize>> {
+        let longest = |part: fn(&str) -> usize| {
+            let mut longest: Vec<_> = self.header.iter().map(|name| part(name)).collect();
+            for row in &self.rows {
+                for (longest, cell) in longest.iter_mut().zip(row) {
+                    *longest = part(&cell.text).max(*longest);
+                }
+            }
+            longest
         };
-        let longest = |column, part: fn(&str) -> usize| texts(column).map(part).max().unwrap_or(0);
-        let least: Vec<_> = (0..columns).map(|column| longest(column, longest_word)).collect();
-        let most: Vec<_> = (0..columns).map(|column| longest(column, longest_line)).collect();
-        let room = line.checked_sub(2 + gap * columns.saturating_sub(1))?;
-        let mut left = room.checked_sub(least.iter().sum())?;
-        let mut widths = least;
-        // Divides the remaining width equally among the columns that need more.
-        while left > 0 {
-            let wanting: Vec<_> =
-                (0..columns).filter(|column| widths[*column] < most[*column]).collect();
-            if wanting.is_empty() {
-                break;
-            }
-            let share = (left / wanting.len()).max(1);
-            for column in wanting {
-                let more = share.min(most[column] - widths[column]).min(left);
-                widths[column] += more;
-                left -= more;
-            }
+        let (least, mut widths) = (longest(longest_word), longest(display_width));
+        let room = line.checked_sub(2 + gap * widths.len().saturating_sub(1))?;
+        while widths.iter().sum::<usize>() > room {
+            let wide = widths.iter_mut().zip(&least).filter(|(width, least)| **width > **least);
+            *wide.map(|(width, _)| width).max()? -= 1;
         }
         Some(widths)
-    }
-
-    fn print(
-        &self,
-        out: &mut dyn Write,
-        widths: &[usize],
-        gap: usize,
-        style: Style,
-    ) -> io::Result<()> {
-        let header: Vec<_> = self.header.iter().map(Cell::new).collect();
-        self.print_row(out, &header, widths, gap, |text, _| style.bold(text))?;
-        let ruled = 2 + widths.iter().sum::<usize>() + gap * widths.len().saturating_sub(1);
-        writeln!(out, "{}", "\u{2500}".repeat(ruled))?;
-        self.rows.iter().try_for_each(|row| {
-            self.print_row(out, row, widths, gap, |text, tone| style.word(text, tone))
-        })
-    }
-
-    /// Prints one row. A wrapped cell takes several lines. `paint` colours each of them.
-    fn print_row(
-        &self,
-        out: &mut dyn Write,
-        cells: &[Cell],
-        widths: &[usize],
-        gap: usize,
-        paint: impl Fn(&str, Tone) -> String,
-    ) -> io::Result<()> {
-        let wrapped: Vec<_> =
-            cells.iter().zip(widths).map(|(cell, width)| wrap(&cell.text, *width)).collect();
-        let lines = wrapped.iter().map(Vec::len).max().unwrap_or(0);
-        for line in 0..lines {
-            let mut text = String::new();
-            // Blanks are collected and printed before the next part, so no line ends with blanks.
-            let mut blanks = 2;
-            for (column, parts) in wrapped.iter().enumerate() {
-                let part = parts.get(line).map_or("", String::as_str);
-                let free = widths[column].saturating_sub(length(part));
-                let number = self.numbers.contains(&column);
-                blanks += if number { free } else { 0 };
-                if !part.is_empty() {
-                    text.push_str(&" ".repeat(blanks));
-                    text.push_str(&paint(part, cells[column].tone));
-                    blanks = 0;
-                }
-                blanks += gap + if number { 0 } else { free };
-            }
-            writeln!(out, "{text}")?;
-        }
-        Ok(())
     }
 
     /// Prints each row as its first cell, and the other cells beneath it by the names of their
@@ -374,7 +365,7 @@ impl Table {
             let room = style.width.saturating_sub(4);
             let fields = cells.map(|(name, cell)| {
                 // Keeps a field that fits one line on one line.
-                let short = length(name) + length(&cell.text) + 2 <= room;
+                let short = display_width(name) + display_width(&cell.text) + 2 <= room;
                 let blank = if short { NO_BREAK } else { ' ' };
                 format!("{name}:{blank}{}", style.word(&cell.text, cell.tone))
             });
@@ -391,23 +382,8 @@ impl Table {
     }
 }
 
-/// Returns the width of a text on a terminal, in columns. Escape sequences have no width.
-fn length(text: &str) -> usize {
-    let mut escape = false;
-    let visible = text.chars().filter(|c| {
-        let hidden = escape || *c == '\x1b';
-        escape = hidden && *c != 'm';
-        !hidden
-    });
-    visible.count()
-}
-
 fn longest_word(text: &str) -> usize {
-    words(&joined(text)).map(length).max().unwrap_or(0)
-}
-
-fn longest_line(text: &str) -> usize {
-    text.lines().map(length).max().unwrap_or(0)
+    joined(text).split(' ').map(display_width).max().unwrap_or(0)
 }
 
 /// Replaces the space between a number and its unit by [`NO_BREAK`]. Does the same between `GT/s`
@@ -430,11 +406,6 @@ fn joined(text: &str) -> String {
     all
 }
 
-/// Returns the words of a text in which numbers are joined with their units.
-fn words(text: &str) -> impl Iterator<Item = &str> {
-    text.split([' ', '\n', '\t']).filter(|word| !word.is_empty())
-}
-
 /// Wraps a text into lines of at most `width` columns, between words.
 ///
 /// A number stays with its unit if a line has room for both. A word that is longer than a line is
@@ -442,37 +413,29 @@ fn words(text: &str) -> impl Iterator<Item = &str> {
 #[must_use]
 pub fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut lines = Vec::new();
-    for part in text.split('\n') {
-        let mut line = String::new();
-        for word in words(&joined(part)) {
-            let blank = usize::from(!line.is_empty());
-            if length(&line) + blank + length(word) > width && !line.is_empty() {
-                lines.push(std::mem::take(&mut line));
-            }
-            if !line.is_empty() {
-                line.push(' ');
-            }
-            for piece in pieces(word, width) {
-                if length(&line) + length(piece) > width && !line.is_empty() {
-                    lines.push(std::mem::take(&mut line));
-                }
-                line.push_str(piece);
-            }
+    for part in joined(text).split('\n') {
+        let words = WordSeparator::AsciiSpace.find_words(part);
+        let pieces: Vec<_> = words.flat_map(|word| pieces(word, width)).collect();
+        for line in wrap_first_fit(&pieces, &[width as f64]) {
+            let line: String =
+                line.iter().flat_map(|piece| [piece.word, piece.whitespace]).collect();
+            lines.push(line.trim_end().replace(NO_BREAK, " "));
         }
-        lines.push(line);
-    }
-    for line in &mut lines {
-        *line = line.replace(NO_BREAK, " ");
     }
     lines
 }
 
 /// Splits a word into parts between which a line may end.
-fn pieces(word: &str, width: usize) -> Vec<&str> {
-    if length(word) <= width {
+fn pieces(word: Word<'_>, width: usize) -> Vec<Word<'_>> {
+    if word.width <= width {
         return vec![word];
     }
-    word.split_inclusive(['/', ',', '=', ':', NO_BREAK]).collect()
+    let pieces = word.word.split_inclusive(['/', ',', '=', ':', NO_BREAK]).map(Word::from);
+    let mut pieces: Vec<_> = pieces.collect();
+    if let Some(last) = pieces.last_mut() {
+        last.whitespace = word.whitespace;
+    }
+    pieces
 }
 
 /// Formats a byte count for text output: exact below 10 KiB, else with at most one decimal.
@@ -557,7 +520,22 @@ mod tests {
         table.row([Cell::new("loopback/hardware"), Cell::new("some words that are long")]);
         let text = printed(&table, 40);
         assert!(text.contains("loopback/hardware  some words that are"), "{text}");
-        assert!(text.lines().all(|line| length(line) <= 40), "{text}");
+        assert!(text.lines().all(|line| display_width(line) <= 40), "{text}");
+    }
+
+    #[test]
+    fn wide_characters_of_a_name_take_two_columns() {
+        let mut table = Table::new(&["Name", "Count"]).numbers([1]);
+        table.row([Cell::new("\u{7f51}\u{5361}0"), Cell::in_tone(7, Tone::Good)]);
+        let style = Style { color: true, width: 40 };
+        let mut out = Vec::new();
+        style.print(&mut out, &table).unwrap();
+        let rule = "\u{2500}".repeat(14);
+        let row = "  \u{7f51}\u{5361}0      \x1b[32m7\x1b[0m";
+        assert_eq!(
+            String::from_utf8(out).unwrap(),
+            format!("  \x1b[1mName\x1b[0m   \x1b[1mCount\x1b[0m\n{rule}\n{row}\n\n")
+        );
     }
 
     #[test]

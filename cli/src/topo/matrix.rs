@@ -8,7 +8,7 @@ use std::{
 use hmem::p2p::topology::{BusId, Distance, Redirection, Topology};
 
 use super::report::{nic_functions, nic_names};
-use crate::table::{Style, Tone, abbreviated};
+use crate::table::{Cell, Style, Table, Tone, abbreviated};
 
 /// Returns the tone in which a distance is printed.
 pub(crate) const fn tone(distance: Distance) -> Tone {
@@ -44,46 +44,25 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
     }
     let mut seen = BTreeSet::new();
     let mut redirected: Vec<String> = Vec::new();
-    let names: Vec<_> = nics.iter().map(|nic| nic_names(topology, *nic).join("+")).collect();
-    let columns: Vec<_> = nics.iter().zip(&names).collect();
-    let narrow = names.iter().any(|name| 3 + DEVICE + width(name) > style.width());
-    let parts = if narrow { Vec::new() } else { fitting(&columns, style.width()) };
-    if narrow {
+    let columns: Vec<_> =
+        nics.iter().map(|nic| (*nic, nic_names(topology, *nic).join("+"))).collect();
+    for columns in parts(&columns, style.width()) {
+        let names = columns.iter().map(|(_, name)| name.as_str());
+        let mut table = Table::new(&std::iter::once("").chain(names).collect::<Vec<_>>());
         for device in &accelerators {
-            let mut distances = Vec::new();
-            for (nic, name) in &columns {
-                let Some(path) = topology.path(*device, **nic) else { continue };
+            let distance = |(nic, name): &(BusId, String)| {
+                let Some(path) = topology.path(*device, *nic) else { return Cell::none() };
                 seen.insert(path.distance);
                 let by = matches!(path.redirection, Redirection::By(_));
                 if by {
                     redirected.push(format!("{device} to {name}"));
                 }
-                distances.push(format!("{name} {}{}", path.distance, if by { "*" } else { "" }));
-            }
-            style.item(out, &format!("{device}:"), &distances.join(", "))?;
+                let mark = if by { "*" } else { "" };
+                Cell::in_tone(format!("{}{mark}", path.distance), tone(path.distance))
+            };
+            table.row([Cell::new(device)].into_iter().chain(columns.iter().map(distance)));
         }
-        writeln!(out)?;
-    }
-    for columns in parts {
-        let head: String =
-            columns.iter().map(|(_, name)| format!(" {name:<0$}", width(name))).collect();
-        writeln!(out, "{}", format!("  {:DEVICE$}{head}", "").trim_end())?;
-        for device in &accelerators {
-            let mut line = format!("  {:DEVICE$}", device.to_string());
-            for (nic, name) in columns {
-                let Some(path) = topology.path(*device, **nic) else { continue };
-                seen.insert(path.distance);
-                let by = matches!(path.redirection, Redirection::By(_));
-                if by {
-                    redirected.push(format!("{device} to {name}"));
-                }
-                let text = format!("{}{}", path.distance, if by { "*" } else { "" });
-                let blanks = " ".repeat(width(name) - text.len());
-                line.push_str(&format!(" {}{blanks}", style.word(&text, tone(path.distance))));
-            }
-            writeln!(out, "{}", line.trim_end())?;
-        }
-        writeln!(out)?;
+        style.print(out, &table)?;
     }
     for distance in seen {
         style.item(out, &format!("{distance}:"), distance.meaning())?;
@@ -102,30 +81,25 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
     writeln!(out)
 }
 
-/// The column width of a PCI address such as `0000:3b:00.0`, with a space.
-const DEVICE: usize = 13;
+/// Width of the first column, which contains PCI addresses such as `0000:3b:00.0`, with its indent.
+const DEVICE: usize = 14;
 
-/// Returns the width of a NIC's column: the length of its name, and at least that of `NODE*`.
-fn width(name: &str) -> usize {
-    name.chars().count().max(5)
-}
-
-/// Splits the columns into parts that each fit into a line.
-fn fitting<'a, 'b>(
-    columns: &'a [(&'b BusId, &'b String)],
-    line: usize,
-) -> Vec<&'a [(&'b BusId, &'b String)]> {
-    let (mut parts, mut first, mut used) = (Vec::new(), 0, DEVICE + 2);
-    for (at, (_, name)) in columns.iter().enumerate() {
-        let more = width(name) + 1;
-        if used + more > line && at > first {
-            parts.push(&columns[first..at]);
-            (first, used) = (at, DEVICE + 2);
-        }
-        used += more;
+/// Splits the columns of NICs into parts that each fit into a line. Returns a single part, which is
+/// printed as lists, if one of the columns does not fit.
+fn parts(columns: &[(BusId, String)], line: usize) -> Vec<&[(BusId, String)]> {
+    // No distance is wider than `NODE*`.
+    let width = |name: &str| 1 + name.chars().count().max(5);
+    if columns.iter().any(|(_, name)| DEVICE + width(name) > line) {
+        return vec![columns];
     }
-    parts.push(&columns[first..]);
-    parts
+    let mut used = DEVICE;
+    let parts = columns.chunk_by(|(_, name), (_, next)| {
+        used += width(name);
+        let fits = used + width(next) <= line;
+        used = if fits { used } else { DEVICE };
+        fits
+    });
+    parts.collect()
 }
 
 /// Prints the nearest NICs of each device, unless all NICs are equally near.
