@@ -265,8 +265,8 @@ impl Endpoint {
         }
         if state.connection.reset()? {
             let left = state.requests.take_all();
-            for (token, _) in left.iter().filter_map(|entry| entry.window) {
-                state.connection.windows.forget(token);
+            for window in left.iter().filter_map(|entry| entry.window.as_ref()) {
+                state.connection.windows.forget(window.token);
             }
             self.end_all(left);
             self.lanes.cancel();
@@ -345,8 +345,8 @@ impl Endpoint {
     /// Completes requests that the NIC has dropped, as canceled.
     fn end_all(&self, entries: Vec<InFlight>) {
         for entry in entries {
-            if let Some((token, _)) = entry.window {
-                self.domain.windows.forgotten(&self.domain.pd, token);
+            if let Some(window) = &entry.window {
+                self.domain.windows.forgotten(&self.domain.pd, window.token);
             }
             let ended = self.poster.end(&entry, Err(canceled(entry.kind)), Arrival::default());
             if let Some(completion) = ended {

@@ -5,6 +5,8 @@ use std::{ops::Range, sync::Arc};
 use hmem_core::{Result, transfer::CompletionKind};
 use parking_lot::Mutex;
 
+use super::window::WindowRequest;
+
 /// Identifier of a request that a lane (a queue of staged transfers) posted. It holds the number of
 /// the transfer and the number of the chunk (part) in that transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,9 +49,8 @@ pub(super) struct InFlight {
     pub(super) bytes: u64,
     /// Number of work queue entries that the request uses.
     pub(super) requests: u32,
-    /// Token (handle) and new key of the window that the request binds or invalidates; `None` for
-    /// other requests.
-    pub(super) window: Option<(u64, u32)>,
+    /// The window that the request binds or invalidates; `None` for other requests.
+    pub(super) window: Option<WindowRequest>,
     pub(super) owner: RequestOwner,
 }
 

@@ -20,6 +20,7 @@ use super::{
     errors,
     in_flight::{Arrival, InFlight, LaneUpdates, RequestOwner, RequestTable},
     sys::{RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus},
+    window::WindowRequest,
 };
 
 /// Posts requests to a queue pair, and translates the queue pair's work completions to completions
@@ -175,7 +176,8 @@ impl Poster {
                     let (pd, number) = (&domain.pd, self.number);
                     let window = (window, tag);
                     domain.windows.bind_type_2(pd, region, window, &bind, number, |mut wr, key| {
-                        entry.window = Some((window.0.token, key));
+                        let (token, region) = (window.0.token, Some(region.windows.guard()));
+                        entry.window = Some(WindowRequest { token, key, region });
                         self.submit(connection, requests, slice::from_mut(&mut wr), entry)
                     })
                 })?;
@@ -186,7 +188,7 @@ impl Poster {
                 let mut entry = entry(CompletionKind::InvalidateWindow, 0);
                 let (pd, number) = (&domain.pd, self.number);
                 return domain.windows.invalidate(pd, window, number, |mut wr, key| {
-                    entry.window = Some((window.token, key));
+                    entry.window = Some(WindowRequest { token: window.token, key, region: None });
                     self.submit(connection, requests, slice::from_mut(&mut wr), entry)
                 });
             }
@@ -335,28 +337,29 @@ impl Poster {
     /// Translates a work completion to the application's completion. Returns `None` if the request
     /// belongs to a lane or a waiting call, or has already ended.
     pub(super) fn complete(&self, wc: &Wc) -> Option<Completion> {
-        let (entry, failed_before) = {
+        let (mut entry, failed_before);
+        {
             let mut state = self.state.lock();
             // A request that a reset has ended may leave a failed completion in the NIC's queue.
             // That completion says nothing about the new connection.
-            let entry = state.requests.take(wc.wr_id)?;
-            let failed_before = state.connection.has_failed();
+            entry = state.requests.take(wc.wr_id)?;
+            failed_before = state.connection.has_failed();
             if wc.status != WcStatus::IBV_WC_SUCCESS {
                 state.connection.note_failure();
             }
             // The lock is still held, so no other thread replaces the window. If the window is no
             // longer bound, the endpoint need not free it and forgets it.
-            if let Some(window) = entry.window {
+            if let Some(window) = entry.window.take() {
                 let worked = wc.status == WcStatus::IBV_WC_SUCCESS;
+                let token = window.token;
                 if self.domain.windows.completed(window, entry.kind, worked, self.number) {
-                    state.connection.windows.forget(window.0);
+                    state.connection.windows.forget(token);
                 }
             }
             if let Some(token) = self.invalidated_by_peer(wc, &entry) {
                 state.connection.windows.forget(token);
             }
-            (entry, failed_before)
-        };
+        }
         let mut arrival = Arrival::default();
         let result = if wc.status == WcStatus::IBV_WC_SUCCESS {
             if entry.kind == CompletionKind::Receive {

@@ -79,6 +79,29 @@ pub(super) struct Region {
     pub(super) cpu: CpuAccess,
     pub(super) parts: Parts,
     pub(super) kind: Kind,
+    pub(super) windows: BoundWindows,
+}
+
+/// Count of the memory windows that are bound to a region, or may be. While the count is not 0, the
+/// region is neither deregistered nor changed.
+#[derive(Debug, Default)]
+pub(super) struct BoundWindows(Arc<()>);
+
+/// One count in [`BoundWindows`], from before a bind is posted until the window is unbound.
+#[derive(Debug)]
+pub(super) struct WindowGuard {
+    _count: Arc<()>,
+}
+
+impl BoundWindows {
+    /// Counts one more window. The caller has a lock of the table of regions.
+    pub(super) fn guard(&self) -> WindowGuard {
+        WindowGuard { _count: Arc::clone(&self.0) }
+    }
+
+    fn count(&self) -> usize {
+        Arc::strong_count(&self.0) - 1
+    }
 }
 
 /// Kind of a region: the owner of its memory, and the NIC's way to access the memory.
@@ -140,6 +163,26 @@ fn no_remote_key(operation: &'static str) -> Error {
 }
 
 impl Region {
+    /// Returns an error if windows are bound to the region. The caller has the write lock of the
+    /// table, so that no thread binds another window.
+    ///
+    /// Not every driver checks this, and librxe reports another error than the documented EBUSY.
+    ///
+    /// # Errors
+    /// Busy: a window is bound, may be bound, or has a posted bind.
+    fn check_unbound(&self, operation: &'static str) -> Result<()> {
+        match self.windows.count() {
+            0 => Ok(()),
+            windows => Err(Error::new(ErrorKind::Busy, operation)
+                .provider("verbs")
+                .context("windows", windows)
+                .remedy(
+                    "free or unbind the memory windows of the region first, and read the \
+                     completions of posted binds and invalidations",
+                )),
+        }
+    }
+
     fn addressing(&self) -> Addressing {
         if self.flags.contains(AccessFlags::ZERO_BASED) {
             Addressing::ZeroBased
@@ -256,7 +299,8 @@ impl Regions {
     /// - It makes [`Regions::take`] wait.
     ///
     /// The region returns to the table even if `change` fails or panics. The call waits while
-    /// another thread changes the region. A staged region is refused with Unsupported.
+    /// another thread changes the region. A staged region is refused with Unsupported, and a region
+    /// with bound windows with Busy.
     pub(super) fn change(
         &self,
         handle: ProviderRegion,
@@ -272,6 +316,7 @@ impl Regions {
                      the NIC",
                 ));
             }
+            held.get().check_unbound(operation)?;
             let stand_in = Region {
                 access: Access::empty(),
                 flags: AccessFlags::empty(),
@@ -279,6 +324,7 @@ impl Regions {
                 cpu: CpuAccess::None,
                 parts: Parts::new(),
                 kind: Kind::Changing(Arc::clone(&lock)),
+                windows: BoundWindows::default(),
             };
             Ok(std::mem::replace(held.get_mut(), stand_in))
         })?;
@@ -288,8 +334,15 @@ impl Regions {
 
     /// Removes a region from the table to deregister it. Waits while another thread changes the
     /// region.
+    ///
+    /// # Errors
+    /// - Busy: a window is bound to the region, or may be.
+    /// - InvalidArgument: the region is not in the table.
     pub(super) fn take(&self, handle: ProviderRegion) -> Result<Region> {
-        self.settled(handle, "deregister", |held| Ok(held.remove()))
+        self.settled(handle, "deregister", |held| {
+            held.get().check_unbound("deregister")?;
+            Ok(held.remove())
+        })
     }
 
     /// Puts a removed region back into the table.
@@ -533,10 +586,9 @@ pub(super) fn release(pd: &ProtectionDomain, part: &Part) -> Result<()> {
     // SAFETY: the part was registered in this domain. The caller removed the part from the table,
     // so no other thread uses it.
     errors::status(unsafe { deregister(part.mr) }).map_err(|errno| {
-        let error = Error::os(errno, "ibv_dereg_mr")
+        Error::os(errno, "ibv_dereg_mr")
             .provider(pd.device.nic().to_string())
-            .context("range", part.key.range);
-        // For bound windows, rxe returns EINVAL instead of the documented EBUSY.
-        error.remedy("free or unbind the memory windows of the region first")
+            .context("range", part.key.range)
+            .remedy("free the windows first that other code has bound to the region")
     })
 }

@@ -18,7 +18,7 @@ use super::{
     errors::{self, BackingKind, RegistrationCall},
     huge::lies_in_huge_pages,
     parallel::{self, Division},
-    region::{CpuAccess, Kind, Part, Parts, Region, Regions, VerbsKey, release},
+    region::{BoundWindows, CpuAccess, Kind, Part, Parts, Region, Regions, VerbsKey, release},
     split::seams,
     sys::{self, AccessFlags, Mr},
 };
@@ -149,7 +149,8 @@ impl Registrar<'_> {
             let nic = self.pd.device.nic();
             tracing::debug!(%nic, parts = parts.len(), max = self.max, "region split");
         }
-        Ok(self.regions.insert(Region { access, flags, options, cpu, parts, kind }))
+        let windows = BoundWindows::default();
+        Ok(self.regions.insert(Region { access, flags, options, cpu, parts, kind, windows }))
     }
 
     fn check_options(&self, options: VerbsOptions, pieces: &[Piece<'_>]) -> Result<()> {

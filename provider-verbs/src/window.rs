@@ -4,6 +4,10 @@
 //! The domain opens a queue pair for this purpose at the first bind, and connects that queue pair
 //! to itself. A type 2 window is bound by a posted request. The caller posts that request while the
 //! table of windows is locked.
+//!
+//! No lock of a table is held while the provider waits for the completion of a bind. From before a
+//! bind until the window is unbound, a [`WindowGuard`] keeps the region registered. It belongs to
+//! the request in flight first, and to the window once the bind has succeeded.
 
 use std::{
     collections::HashMap,
@@ -21,6 +25,7 @@ use hmem_core::{
     transfer::CompletionKind,
 };
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 use super::{
     access::remote_changes,
@@ -30,7 +35,7 @@ use super::{
     device::ProtectionDomain,
     errors,
     port::{Port, PortChoice},
-    region::{Part, Region, Regions},
+    region::{Part, Region, Regions, WindowGuard},
     sys::{
         AccessFlags, BindPart, Mw, MwBind, MwBindInfo, MwType, SendFlags, SendWr, Wc, WcStatus,
         WrOpcode,
@@ -46,9 +51,13 @@ struct Window {
     /// allocate a new window.
     mw: *mut Mw,
     kind: WindowType,
+    /// Key of the window once all posted requests have succeeded. For a type 1 window whose bind is
+    /// in progress, the key before that bind.
+    key: u32,
     /// State of the window according to the completions that were read.
     state: WindowState,
-    /// Number of posted binds and invalidations that have not completed.
+    /// Number of posted binds and invalidations that have not completed. 1 while a call binds a
+    /// type 1 window.
     posted: u32,
     /// Number of the queue pair through which the window is bound once all posted requests have
     /// succeeded; `None` if the window is then free.
@@ -59,18 +68,33 @@ struct Window {
     dead: Option<u32>,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 struct Known {
+    /// Key of a type 2 window.
     key: u32,
     /// Number of the queue pair through which a type 2 window is bound; `None` for other windows.
     through: Option<u32>,
+    /// Guards of the regions to which the window is bound or may be bound. There are several only
+    /// after binds of a type 1 window without a known result.
+    regions: SmallVec<[WindowGuard; 1]>,
 }
 
 impl Window {
-    fn key(&self) -> u32 {
-        // SAFETY: a pointer in the table is null or points to an allocated window, and the table's
-        // lock keeps the window allocated.
-        if self.mw.is_null() { 0 } else { unsafe { (*self.mw).rkey } }
+    /// Creates the entry of a window that was allocated just now.
+    fn new(mw: *mut Mw, kind: WindowType) -> Self {
+        // SAFETY: the driver returned the window, with its key set.
+        let key = unsafe { (*mw).rkey };
+        let known = Known { key, ..Known::default() };
+        Self {
+            mw,
+            kind,
+            key,
+            state: WindowState::Free,
+            posted: 0,
+            through: None,
+            known,
+            dead: None,
+        }
     }
 
     /// Records that a posted bind or invalidation has ended. If no other bind or invalidation is in
@@ -81,14 +105,22 @@ impl Window {
             return;
         }
         (self.through, self.dead) = (self.known.through, None);
+        self.set_key(self.known.key);
+    }
+
+    /// Sets the key of a type 2 window, which callers of `ibv_post_send(3)` must keep up to date.
+    fn set_key(&mut self, key: u32) {
+        self.key = key;
         if !self.mw.is_null() {
-            // SAFETY: the table's lock keeps the window allocated.
-            unsafe { (*self.mw).rkey = self.known.key };
+            // SAFETY: a pointer in the table is null or points to an allocated window, and the
+            // table's lock keeps the window allocated.
+            unsafe { (*self.mw).rkey = key };
         }
     }
 
     fn unbound(&mut self) {
         (self.state, self.known.through) = (WindowState::Free, None);
+        self.known.regions.clear();
     }
 }
 
@@ -118,6 +150,26 @@ struct Binder {
     failed: bool,
 }
 
+/// A posted bind or invalidation of a window.
+#[derive(Debug)]
+pub(super) struct WindowRequest {
+    /// Token (handle) of the window.
+    pub(super) token: u64,
+    /// The key that the request binds or invalidates.
+    pub(super) key: u32,
+    /// Guard of the region that the request binds the window to; `None` for an invalidation.
+    pub(super) region: Option<WindowGuard>,
+}
+
+/// The failure of a bind of a type 1 window.
+#[derive(Debug)]
+enum BindError {
+    /// The window has its earlier binding.
+    Refused(Error),
+    /// The NIC may have executed the bind.
+    Unknown(Error),
+}
+
 fn refuse(rule: WindowRule, operation: &'static str) -> Error {
     rule.refuse(operation).provider("verbs")
 }
@@ -140,25 +192,33 @@ impl Windows {
     pub(super) fn alloc(&self, pd: &ProtectionDomain, kind: WindowType) -> Result<ProviderWindow> {
         let mw = allocate(pd, kind)?;
         let token = self.next.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the window was allocated just now.
-        let key = unsafe { (*mw).rkey };
-        let known = Known { key, through: None };
-        let (state, posted) = (WindowState::Free, 0);
-        let window = Window { mw, kind, state, posted, through: None, known, dead: None };
+        let window = Window::new(mw, kind);
+        let key = window.key;
         let mut map = self.map.lock();
         self.by_index.lock().insert(key >> 8, token);
         map.insert(token, window);
         Ok(ProviderWindow { token, key: u64::from(key) })
     }
 
+    /// Frees a window.
+    ///
+    /// # Errors
+    /// - The error of [`WindowRule::Allocated`]: no window has the token.
+    /// - Busy: another thread binds the type 1 window.
+    /// - The driver's error. The window stays allocated.
     pub(super) fn free(&self, pd: &ProtectionDomain, window: ProviderWindow) -> Result<()> {
         let taken = {
             let mut map = self.map.lock();
-            let taken = map.remove(&window.token).ok_or_else(unknown)?;
-            self.by_index.lock().remove(&(taken.key() >> 8));
-            taken
+            let held = map.get(&window.token).ok_or_else(unknown)?;
+            if held.kind == WindowType::One && held.posted > 0 {
+                return Err(Error::new(ErrorKind::Busy, "free window")
+                    .provider("verbs")
+                    .remedy("free the window once its bind has returned"));
+            }
+            self.by_index.lock().remove(&(held.key >> 8));
+            map.remove(&window.token).ok_or_else(unknown)?
         };
-        let index = taken.key() >> 8;
+        let index = taken.key >> 8;
         if let Err(error) = dealloc(pd, taken.mw) {
             let mut map = self.map.lock();
             self.by_index.lock().insert(index, window.token);
@@ -192,20 +252,24 @@ impl Windows {
         let mut map = self.map.lock();
         let Some(window) = map.get_mut(&token) else { return };
         let mut by_index = self.by_index.lock();
-        by_index.remove(&(window.key() >> 8));
+        by_index.remove(&(window.key >> 8));
         if let Err(error) = dealloc(pd, window.mw) {
             tracing::error!(%error, "cannot free a bound window before its endpoint");
+            // The driver still has the window, so the region stays registered until the domain
+            // closes.
+            std::mem::forget(std::mem::take(&mut window.known.regions));
         }
-        (window.state, window.through) = (WindowState::Free, None);
-        window.mw = allocate(pd, window.kind).unwrap_or_else(|error| {
-            tracing::error!(%error, "cannot allocate a window again after its endpoint closed");
-            window.state = WindowState::Invalid;
-            ptr::null_mut()
-        });
-        window.known = Known { key: window.key(), through: None };
-        window.dead = None;
-        if !window.mw.is_null() {
-            by_index.insert(window.key() >> 8, token);
+        match allocate(pd, window.kind) {
+            Ok(mw) => {
+                *window = Window { posted: window.posted, ..Window::new(mw, window.kind) };
+                by_index.insert(window.key >> 8, token);
+            }
+            Err(error) => {
+                tracing::error!(%error, "cannot allocate a window again after its endpoint closed");
+                (window.mw, window.key, window.through) = (ptr::null_mut(), 0, None);
+                (window.state, window.dead) = (WindowState::Invalid, None);
+                window.known = Known::default();
+            }
         }
     }
 
@@ -223,30 +287,32 @@ impl Windows {
     pub(super) fn status(&self, window: ProviderWindow) -> Result<WindowStatus> {
         let map = self.map.lock();
         let window = map.get(&window.token).ok_or_else(unknown)?;
-        let (key, pending) = (u64::from(window.key()), window.posted > 0);
+        let (key, pending) = (u64::from(window.key), window.posted > 0);
         Ok(WindowStatus { key, state: window.state, pending })
     }
 
-    /// Records the completion of a bind or invalidation of `key`. `through` is the number of the
-    /// queue pair that executed the request.
+    /// Records the completion of a bind or invalidation. `through` is the number of the queue pair
+    /// that executed the request.
     ///
     /// Returns true if the window is no longer bound through the queue pair, or was freed.
     pub(super) fn completed(
         &self,
-        (token, key): (u64, u32),
+        request: WindowRequest,
         kind: CompletionKind,
         worked: bool,
         through: u32,
     ) -> bool {
+        let WindowRequest { token, key, region } = request;
         let mut map = self.map.lock();
         let Some(window) = map.get_mut(&token) else { return true };
         // If the window was replaced meanwhile, the new window has another key.
-        let current = !window.mw.is_null() && window.key() >> 8 == key >> 8;
+        let current = !window.mw.is_null() && window.key >> 8 == key >> 8;
         if worked && current {
             if kind == CompletionKind::InvalidateWindow {
                 window.unbound();
             } else {
-                window.known = Known { key, through: Some(through) };
+                let regions = region.into_iter().collect();
+                window.known = Known { key, through: Some(through), regions };
                 window.state = WindowState::Valid;
                 if window.dead.take_if(|dead| *dead == key).is_some() {
                     window.unbound();
@@ -270,7 +336,7 @@ impl Windows {
         } else if window.posted > 0 {
             // The completion of the bind is not read yet.
             window.dead = Some(key);
-            if window.key() == key {
+            if window.key == key {
                 window.through = None;
             }
         } else {
@@ -318,7 +384,7 @@ impl Windows {
             Some(binder) => binder,
             None => Binder::open(pd, port)?,
         };
-        let bound = regions.with(bind.region, "bind window", |region| {
+        let planned = regions.with(bind.region, "bind window", |region| {
             let (mr, address) = if bind.len == 0 {
                 // A null region crashes librxe. With length 0 the driver uses only the region's
                 // protection domain.
@@ -340,13 +406,38 @@ impl Windows {
             let event = if bind.len == 0 { WindowEvent::BindNothing } else { WindowEvent::Bind };
             let after = held.kind.after(held.state, event);
             let after = after.map_err(|rule| refuse(rule, "bind window"))?;
-            // SAFETY: the locks of their tables keep window and region alive.
-            let key = unsafe { binder.bind(pd, held.mw, info, timeout) }?;
-            held.state = after;
-            Ok(ProviderWindow { key: u64::from(key), ..window })
+            held.posted = 1;
+            Ok((info, region.windows.guard(), held.mw, after))
         });
+        let (info, guard, mw, after) = match planned {
+            Ok(planned) => planned,
+            Err(error) => {
+                *kept = Some(binder);
+                return Err(error);
+            }
+        };
+        // SAFETY: `posted` keeps the window allocated (`Windows::free`), and no other call binds
+        // it, because this call holds the lock of the binder. The guard keeps the region
+        // registered (`Regions::take`).
+        let bound = unsafe { binder.bind(pd, mw, info, timeout) };
         *kept = Some(binder).filter(|binder| !binder.failed);
-        bound
+        let mut map = self.map.lock();
+        let held = map.get_mut(&window.token).ok_or_else(unknown)?;
+        held.posted = 0;
+        match bound {
+            Ok(key) => {
+                (held.key, held.state) = (key, after);
+                held.known.regions.clear();
+                held.known.regions.extend((bind.len > 0).then_some(guard));
+                Ok(ProviderWindow { key: u64::from(key), ..window })
+            }
+            Err(BindError::Refused(error)) => Err(error),
+            Err(BindError::Unknown(error)) => {
+                // The NIC may have bound the window, or not: it keeps both regions.
+                held.known.regions.push(guard);
+                Err(error)
+            }
+        }
     }
 
     /// Binds a type 2 window.
@@ -370,18 +461,15 @@ impl Windows {
             return Err(refuse(WindowRule::Type2HasLength, "bind window"));
         }
         self.with_type_2(window.token, WindowRule::BoundByItsVerb, |held| {
-            let mw = held.mw;
             // The state that the window has once all earlier requests have completed.
             let state = if held.through.is_some() { WindowState::Valid } else { WindowState::Free };
             let after = held.kind.after(state, WindowEvent::Bind);
             after.map_err(|rule| refuse(rule, "bind window"))?;
-            let rkey = (held.key() & !0xff) | u32::from(tag);
+            let rkey = (held.key & !0xff) | u32::from(tag);
             let mut wr = SendWr::new(WrOpcode::IBV_WR_BIND_MW, 0);
-            wr.bind_mw = BindPart { mw, rkey, bind_info };
+            wr.bind_mw = BindPart { mw: held.mw, rkey, bind_info };
             post(wr, rkey)?;
-            // SAFETY: the table's lock keeps the window allocated. The caller of ibv_post_send(3)
-            // must update the key.
-            unsafe { (*mw).rkey = rkey };
+            held.set_key(rkey);
             held.through = Some(through);
             held.posted += 1;
             Ok(())
@@ -408,8 +496,7 @@ impl Windows {
                 return Err(refuse(WindowRule::DriverInvalidatesOnce, "invalidate window"));
             }
             let mut wr = SendWr::new(WrOpcode::IBV_WR_LOCAL_INV, 0);
-            // SAFETY: the table's lock keeps the window allocated.
-            let key = unsafe { (*held.mw).rkey };
+            let key = held.key;
             wr.invalidate_rkey = key;
             post(wr, key)?;
             held.through = None;
@@ -484,18 +571,19 @@ impl Binder {
     /// Binds a type 1 window and returns its new key.
     ///
     /// # Safety
-    /// `mw` and `info.mr` point to live objects.
+    /// `mw` and `info.mr` point to live objects, and no other code uses the window during the call.
     unsafe fn bind(
         &mut self,
         pd: &ProtectionDomain,
         mw: *mut Mw,
         info: MwBindInfo,
         timeout: Duration,
-    ) -> Result<u32> {
+    ) -> Result<u32, BindError> {
         let nic = pd.device.nic();
-        let bind = pd.device.ops().bind_mw.ok_or_else(|| {
-            Error::new(ErrorKind::Unsupported, "ibv_bind_mw").provider(nic.to_string())
-        })?;
+        let Some(bind) = pd.device.ops().bind_mw else {
+            let error = Error::new(ErrorKind::Unsupported, "ibv_bind_mw");
+            return Err(BindError::Refused(error.provider(nic.to_string())));
+        };
         let mut request =
             MwBind { wr_id: 1, send_flags: SendFlags::SIGNALED.bits(), bind_info: info };
         // SAFETY: the caller promises that the window is live.
@@ -505,8 +593,8 @@ impl Binder {
         // are live. So the region is not null, which would crash the header's inline function and
         // librxe.
         errors::status(unsafe { bind(self.pair.qp, mw, &mut request) })
-            .map_err(|errno| errors::call(nic, "ibv_bind_mw", errno))?;
-        let wc = self.wait(timeout)?;
+            .map_err(|errno| BindError::Refused(errors::call(nic, "ibv_bind_mw", errno)))?;
+        let wc = self.wait(timeout).map_err(BindError::Unknown)?;
         if wc.status == WcStatus::IBV_WC_SUCCESS {
             self.failed = false;
             // SAFETY: the caller promises that the window is live. The driver has set its new key.
@@ -514,7 +602,8 @@ impl Binder {
         }
         // SAFETY: the caller promises that the window is live. The NIC still has the old key.
         unsafe { (*mw).rkey = old_key };
-        Err(status_error(wc.status, wc.vendor_err, CompletionKind::BindWindow))
+        let error = status_error(wc.status, wc.vendor_err, CompletionKind::BindWindow);
+        Err(BindError::Refused(error))
     }
 
     fn wait(&self, timeout: Duration) -> Result<Wc> {

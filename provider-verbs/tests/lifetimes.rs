@@ -6,20 +6,25 @@ mod fake;
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use hmem_core::{
-    Access, Addressing, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Iova, OwnedRegion,
-    RawKey, Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
-    provider::{CompletionQueue, EndpointAttr, WindowBind, WindowState, WindowType, Windows},
+    Access, Address, AddressRange, Addressing, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind,
+    Iova, OwnedRegion, RawKey, Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
+    provider::{
+        CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowState, WindowType, Windows,
+    },
     transfer::{Completion, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs, VerbsDomain, VerbsOptions,
-    sys::{Functions, WcStatus},
+    sys::{AccessFlags, Functions, WcStatus},
 };
-use wire::{Misbehaviour, misbehave};
+use wire::{BindGate, Misbehaviour, misbehave};
 
 const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 const FINE: Misbehaviour = Misbehaviour {
@@ -34,6 +39,8 @@ const FINE: Misbehaviour = Misbehaviour {
     has_no_channels: false,
     is_rxe: false,
     bind: Some(WcStatus::IBV_WC_SUCCESS),
+    bind_gate: None,
+    refuses_frees: 0,
 };
 
 fn open() -> Domain {
@@ -47,8 +54,12 @@ fn open_rxe() -> Domain {
 }
 
 fn open_over(functions: Functions) -> Domain {
+    open_with(functions, Duration::ZERO)
+}
+
+fn open_with(functions: Functions, bind_timeout: Duration) -> Domain {
     let builder = Verbs::builder().functions(functions);
-    let builder = builder.options(VerbsOptions::MW_BIND).bind_timeout(Duration::ZERO);
+    let builder = builder.options(VerbsOptions::MW_BIND).bind_timeout(bind_timeout);
     let verbs = builder.build().expect("start");
     let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
     Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
@@ -445,6 +456,173 @@ fn late_bind_completion_does_not_complete_the_next_bind() {
     misbehave(FINE);
     let last = bind().expect("the next bind works");
     assert_ne!(first.as_u64().expect("key"), last.as_u64().expect("key"));
+}
+
+/// MR-16: while a bind waits for the NIC, other threads register, close and use windows of the
+/// domain. Region and window of that bind stay.
+#[test]
+fn bind_in_flight_blocks_no_other_call() {
+    let gate: &'static BindGate = Box::leak(Box::default());
+    // A call of the other thread that waits for the bind makes the bind fail.
+    let domain = open_with(wire::functions(), Duration::from_secs(10));
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let region = buffer(&domain, 1);
+    let handle = region.provider_region().expect("handle");
+    let [window, other] = [(); 2].map(|()| verbs.alloc_window(WindowType::One).expect("allocate"));
+    let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
+    let bind = WindowBind { region: handle, offset: 0, len: 64, access, addressing };
+    misbehave(Misbehaviour { bind_gate: Some(gate), ..FINE });
+    std::thread::scope(|scope| {
+        let calls = scope.spawn(|| {
+            while !gate.reached.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            let attr = AddressRange::new(Address(0x10000), 4096).expect("range");
+            // SAFETY: the fake library of this thread transfers nothing.
+            let second = unsafe { verbs.reg_mr(attr, AccessFlags::empty()) }.expect("register");
+            verbs.keys(handle).expect("a reader");
+            verbs.deregister(second).expect("deregister");
+            let status = verbs.window_status(window).expect("status");
+            assert_eq!((status.state, status.pending), (WindowState::Free, true));
+            assert_eq!(verbs.deregister(handle).unwrap_err().kind(), ErrorKind::Busy);
+            // SAFETY: nothing is transferred.
+            let changed = unsafe { verbs.rereg(handle, Access::READ) };
+            assert_eq!(changed.unwrap_err().kind(), ErrorKind::Busy);
+            assert_eq!(verbs.free_window(window).unwrap_err().kind(), ErrorKind::Busy);
+            gate.open.store(true, Ordering::Release);
+        });
+        verbs.bind_window(window, &bind).expect("no call waited for the bind");
+        calls.join().expect("the other calls");
+    });
+    misbehave(FINE);
+    verbs.free_window(other).expect("free");
+    verbs.free_window(window).expect("free");
+    region.close().map_err(|rejected| rejected.error).expect("close");
+}
+
+/// MW-06: the provider refuses to deregister a region with bound windows, also those that the
+/// domain does not know.
+#[test]
+fn region_with_a_bound_window_is_neither_deregistered_nor_changed() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let (first, second) = (buffer(&domain, 1), buffer(&domain, 2));
+    let [region, other] = [&first, &second].map(|region| region.provider_region().expect("handle"));
+    let (offset, len, access, addressing) = (0, 64, Access::REMOTE_READ, Addressing::Virtual);
+    let bind = WindowBind { region, offset, len, access, addressing };
+    let refused = |region, windows: &str| {
+        fake::calls();
+        let error = verbs.deregister(region).expect_err("a window is bound to it");
+        assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+        assert_eq!(error.context_value("windows"), Some(windows), "{error}");
+        assert!(error.remedy_text().is_some(), "{error}");
+        // SAFETY: nothing is transferred.
+        let error = unsafe { verbs.rereg(region, Access::READ) }.expect_err("a window is bound");
+        assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+        assert!(fake::calls().is_empty(), "the driver was called");
+    };
+    let free = |region| {
+        // SAFETY: nothing is transferred.
+        unsafe { verbs.rereg(region, LOCAL) }.expect("no window is bound to it");
+    };
+    let post = |operation| {
+        let request = WorkRequest { operation, local: &[], peer: PeerId(0), context: 1 };
+        // SAFETY: window operations name no local memory.
+        unsafe { endpoint.post(&request) }.expect("post");
+    };
+
+    // Type 1: bound, bound elsewhere, unbound, freed.
+    let window = verbs.alloc_window(WindowType::One).expect("allocate");
+    verbs.bind_window(window, &bind).expect("bind");
+    refused(region, "1");
+    verbs.bind_window(window, &WindowBind { region: other, ..bind }).expect("bind again");
+    free(region);
+    refused(other, "1");
+    verbs.bind_window(window, &WindowBind { region: other, len: 0, ..bind }).expect("unbind");
+    free(other);
+    verbs.bind_window(window, &bind).expect("bind");
+    verbs.free_window(window).expect("free");
+    free(region);
+
+    // Type 2: posted, bound, invalidated, bound and invalidated by a peer, freed.
+    let window = verbs.alloc_window(WindowType::TwoB).expect("allocate");
+    let bind_2 = Operation::BindWindow { window, region, offset, len, access, addressing, tag: 1 };
+    post(bind_2);
+    refused(region, "1");
+    read(&cq).remove(0).result.expect("bind");
+    refused(region, "1");
+    post(Operation::InvalidateWindow { window });
+    refused(region, "1");
+    read(&cq).remove(0).result.expect("invalidate");
+    free(region);
+    break_connection(&endpoint, &cq, &second);
+    post(bind_2);
+    refused(region, "1");
+    read(&cq).remove(0).result.expect_err("the connection is down");
+    free(region);
+    post(bind_2);
+    endpoint.resolve(&endpoint.name()).expect("the reset drops the bind");
+    free(region);
+    verbs.bind_window_now(endpoint.provider_endpoint(), window, &bind, 2).expect("bind");
+    refused(region, "1");
+    let many = verbs.alloc_window(WindowType::TwoB).expect("allocate");
+    verbs.bind_window_now(endpoint.provider_endpoint(), many, &bind, 3).expect("bind");
+    refused(region, "2");
+    verbs.free_window(many).expect("free");
+    refused(region, "1");
+    endpoint.close().map_err(|rejected| rejected.error).expect("close");
+    free(region);
+    verbs.free_window(window).expect("free");
+    for region in [first, second] {
+        region.close().map_err(|rejected| rejected.error).expect("close");
+    }
+}
+
+/// MW-06: a bind without a known result keeps both regions registered until the window is freed.
+#[test]
+fn bind_without_a_result_keeps_both_regions_registered() {
+    let domain = open();
+    let verbs = VerbsDomain::of(&domain).expect("verbs");
+    let (first, second) = (buffer(&domain, 1), buffer(&domain, 2));
+    let [region, other] = [&first, &second].map(|region| region.provider_region().expect("handle"));
+    let window = verbs.alloc_window(WindowType::One).expect("allocate");
+    let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
+    let bind = WindowBind { region, offset: 0, len: 64, access, addressing };
+    verbs.bind_window(window, &bind).expect("bind");
+    misbehave(Misbehaviour { bind: None, ..FINE });
+    let error = verbs.bind_window(window, &WindowBind { region: other, ..bind });
+    assert_eq!(error.expect_err("no completion").kind(), ErrorKind::Driver);
+    for region in [region, other] {
+        assert_eq!(verbs.deregister(region).expect_err("bound").kind(), ErrorKind::Busy);
+    }
+    // A bind that the NIC refused leaves the binding as it was.
+    misbehave(Misbehaviour { bind: Some(WcStatus::IBV_WC_MW_BIND_ERR), ..FINE });
+    verbs.bind_window(window, &bind).expect_err("refused");
+    assert_eq!(verbs.deregister(other).expect_err("bound").kind(), ErrorKind::Busy);
+    misbehave(FINE);
+    verbs.bind_window(window, &bind).expect("bind");
+    second.close().map_err(|rejected| rejected.error).expect("bound to the first region alone");
+    assert_eq!(verbs.deregister(region).expect_err("bound").kind(), ErrorKind::Busy);
+    verbs.free_window(window).expect("free");
+    first.close().map_err(|rejected| rejected.error).expect("close");
+}
+
+/// MW-06: a window that the driver did not free keeps its region registered.
+#[test]
+fn grant_whose_window_is_not_freed_keeps_its_region_registered() {
+    let domain = open();
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let region = buffer(&domain, 1);
+    let grant = region.grant(&endpoint, 0..64, Access::REMOTE_READ).expect("grant");
+    misbehave(Misbehaviour { refuses_frees: libc::EIO, ..FINE });
+    drop(grant);
+    let rejected = region.close().expect_err("the window is still bound");
+    assert_eq!(rejected.error.kind(), ErrorKind::Busy, "{}", rejected.error);
+    assert_eq!((domain.live().windows, domain.live().regions), (1, 1));
+    misbehave(FINE);
 }
 
 fn bind(

@@ -231,7 +231,11 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// in flight, and the keys are invalid.
     ///
     /// # Errors
-    /// The error that the driver reported. The region is then still registered.
+    /// After an error the region is still registered.
+    ///
+    /// - Busy for a region with a sub-region or a bound window. The provider counts them, because
+    ///   safe code reaches [`SubRegions`] and [`Windows`] without [`Domain`](crate::Domain).
+    /// - The error that the driver reported.
     fn deregister(&self, region: ProviderRegion) -> Result<()>;
 
     /// Opens a completion queue of at least `depth` entries. 0 counts as 1.

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use super::memory::StagedRegion;
 use crate::{
     access::VerbsOptions,
-    region::{CpuAccess, Kind, Parts, Region},
+    region::{BoundWindows, CpuAccess, Kind, Parts, Region},
     register::Registrar,
     sys::AccessFlags,
 };
@@ -92,6 +92,7 @@ impl Staging {
             cpu: CpuAccess::None,
             parts: Parts::new(),
             kind: Kind::Staged(Arc::new(StagedRegion::new(pieces.into_iter()))),
+            windows: BoundWindows::default(),
         }))
     }
 

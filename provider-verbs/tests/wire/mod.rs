@@ -10,6 +10,7 @@ use std::{
     mem,
     os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
     ptr,
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use hmem_provider_verbs::sys::{
@@ -121,6 +122,18 @@ pub(crate) struct Misbehaviour {
     /// Status with which binds of type 1 windows complete. With `None`, a bind succeeds, but
     /// completes only after the next bind is posted.
     pub(crate) bind: Option<WcStatus>,
+    /// Gate at which binds of type 1 windows wait; `None` for no gate.
+    pub(crate) bind_gate: Option<&'static BindGate>,
+    /// Errno with which a free of a window fails; 0 for success.
+    pub(crate) refuses_frees: c_int,
+}
+
+/// Gate for binds of type 1 windows: a bind completes once the gate is open.
+#[derive(Default)]
+pub(crate) struct BindGate {
+    /// True once a bind was posted.
+    pub(crate) reached: AtomicBool,
+    pub(crate) open: AtomicBool,
 }
 
 /// Selects the faulty behavior of the device from now on.
@@ -682,6 +695,10 @@ unsafe extern "C" fn alloc_mw(pd: *mut Pd, mw_type: MwType) -> *mut Mw {
 
 unsafe extern "C" fn dealloc_mw(mw: *mut Mw) -> c_int {
     fake::called("dealloc_mw".into());
+    let errno = with(|wire| wire.misbehaviour.refuses_frees);
+    if errno != 0 {
+        return errno;
+    }
     // SAFETY: `alloc_mw` boxed the window, and each window is freed once.
     drop(unsafe { Box::from_raw(mw) });
     0
@@ -700,6 +717,11 @@ unsafe extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_i
             wire.complete(cq, wc);
         }
         let cq = wire.pairs[&qp_num].cqs.0;
+        if let Some(gate) = wire.misbehaviour.bind_gate {
+            gate.reached.store(true, Ordering::Release);
+            wire.late_binds.push((qp_num, cq, Wc { wr_id, qp_num, ..Wc::default() }));
+            return;
+        }
         match wire.misbehaviour.bind {
             Some(status) => wire.push(cq, qp_num, wr_id, status, 0),
             None => wire.late_binds.push((qp_num, cq, Wc { wr_id, qp_num, ..Wc::default() })),
@@ -718,6 +740,11 @@ unsafe extern "C" fn poll_cq(cq: *mut Cq, most: c_int, out: *mut Wc) -> c_int {
             // Each poll runs one request of each queue pair, so that requests interleave and stay
             // in flight.
             wire.run(number);
+        }
+        if wire.misbehaviour.bind_gate.is_some_and(|gate| gate.open.load(Ordering::Acquire)) {
+            for (_, cq, wc) in mem::take(&mut wire.late_binds) {
+                wire.complete(cq, wc);
+            }
         }
         let Some(done) = wire.done.get_mut(&cq.addr()) else { return 0 };
         let count = done.len().min(most as usize);
