@@ -30,11 +30,14 @@ fn path() -> PathBuf {
 #[test]
 fn direct_frees_in_a_loaded_library_end_cached_registrations() {
     let path = path();
-    let cuda = Arc::new(Cuda::builder().library(&path).open().expect("the fake driver"));
+    // SAFETY: the file is the fake driver's library.
+    let builder = unsafe { Cuda::builder().library(&path) };
+    let cuda = Arc::new(builder.open().expect("the fake driver"));
     // The application's own handle of the library. SAFETY: the library is loaded already, so no
     // initialiser runs.
     let library = unsafe { Library::new(&path) }.expect("loaded just now");
-    let driver = Functions::load(&path).expect("loaded just now");
+    // SAFETY: the file is the fake driver's library.
+    let driver = unsafe { Functions::load(&path) }.expect("loaded just now");
     // SAFETY: the fake driver defines this function with this signature.
     let calls = *unsafe {
         library.get::<unsafe extern "C" fn(*const std::ffi::c_char) -> u64>("hmem_fake_cuda_calls")
@@ -57,14 +60,14 @@ fn direct_frees_in_a_loaded_library_end_cached_registrations() {
     let mut context = CuContext::NULL;
     // SAFETY: the output is writable, device 0 exists, and its context is current on this thread.
     unsafe {
-        check((driver.primary_ctx_retain)(&mut context, 0));
-        check((driver.ctx_push_current)(context));
+        check((driver.primary_ctx_retain())(&mut context, 0));
+        check((driver.ctx_push_current())(context));
     }
     let (mut last, mut reused) = (0, 0);
     for round in 0..500u32 {
         let mut at: CuDevicePtr = 0;
         // SAFETY: the output is writable.
-        check(unsafe { (driver.mem_alloc)(&mut at, 1 << 20) });
+        check(unsafe { (driver.mem_alloc())(&mut at, 1 << 20) });
         reused += u32::from(std::mem::replace(&mut last, at) == at);
         let range = AddressRange::new(Address(at), 1 << 20).expect("a range");
         // SAFETY: allocated above, freed below, and nothing refers to it.
@@ -81,7 +84,7 @@ fn direct_frees_in_a_loaded_library_end_cached_registrations() {
         }
         assert_eq!(domain.live().regions, 1, "round {round}");
         // SAFETY: allocated above, and nothing uses it.
-        check(unsafe { (driver.mem_free)(at) });
+        check(unsafe { (driver.mem_free())(at) });
         cache.reclaim();
         assert_eq!(domain.live().regions, 0, "round {round}: registered memory that is freed");
     }
@@ -94,7 +97,7 @@ fn direct_frees_in_a_loaded_library_end_cached_registrations() {
     );
     // SAFETY: the context was made above, and nothing uses it any longer.
     unsafe {
-        check((driver.ctx_pop_current)(&mut context));
-        check((driver.primary_ctx_release)(0));
+        check((driver.ctx_pop_current())(&mut context));
+        check((driver.primary_ctx_release())(0));
     }
 }

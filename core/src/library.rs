@@ -12,12 +12,14 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::{Error, Result};
 
-/// Returns the path of the library to load: `named`, or else the value of the environment variable,
-/// or else `default`, which the dynamic loader finds. An empty variable counts as not set.
+/// Returns the path in the environment variable, or `None` if the variable is unset or empty.
+///
+/// The variable is set by the owner of the process, who decides which code runs in it, as with
+/// `LD_LIBRARY_PATH` and `LD_PRELOAD`. Code inside the process needs `unsafe` to set a variable
+/// ([`std::env::set_var`]).
 #[must_use]
-pub fn library_path(named: Option<PathBuf>, variable: &str, default: &str) -> PathBuf {
-    let of_environment = || env::var_os(variable).filter(|path| !path.is_empty());
-    named.or_else(|| of_environment().map(PathBuf::from)).unwrap_or_else(|| default.into())
+pub fn path_in_environment(variable: &str) -> Option<PathBuf> {
+    env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
 /// A loaded shared library. Dropping the value unloads the library.
@@ -27,15 +29,26 @@ pub struct SharedLibrary {
 }
 
 impl SharedLibrary {
-    /// Loads the library at `path`, which runs code of it: use only paths that you trust.
+    /// Loads the library at `path`, which runs its initialisers.
     ///
     /// # Errors
     /// The error `refused`, with the path and the loader's reason added, if the dynamic loader
     /// cannot load the library.
-    pub fn open(path: &Path, refused: Error) -> Result<Self> {
-        // SAFETY: loading runs the library's initialisers. The path is trusted like the libraries
-        // that the program is linked with (`crate::design`, "Safety"), and the initialisers of
-        // vendors' libraries have no preconditions.
+    ///
+    /// # Safety
+    /// The initialisers of the library at `path`, and of the libraries that it depends on, must be
+    /// sound to run in this process. The finalisers must be sound to run when the value is dropped.
+    ///
+    /// # Examples
+    /// Safe code cannot load a library:
+    /// ```compile_fail,E0133
+    /// use hmem_core::{Error, ErrorKind, library::SharedLibrary};
+    ///
+    /// let refused = Error::new(ErrorKind::Unavailable, "load library");
+    /// let library = SharedLibrary::open("/tmp/any.so".as_ref(), refused);
+    /// ```
+    pub unsafe fn open(path: &Path, refused: Error) -> Result<Self> {
+        // SAFETY: the caller promises that the initialisers and finalisers are sound to run.
         let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
         let library = library.map_err(|reason| {
             let refused = refused.context("library", path.display());
@@ -66,14 +79,25 @@ impl SharedLibrary {
 /// Declares a table of the functions of a vendor's library, with a field for each function.
 ///
 /// - `library`: the name by which the dynamic loader finds the library.
+/// - `variable`: the environment variable with the path of the library to load instead. This
+///   section can be omitted.
 /// - `iface`: the iface in errors, as [`Error::iface`] takes it. For a plug-in this is an
 ///   [`IfaceName`](crate::IfaceName), because an [`IfaceKind`](crate::IfaceKind) has no name.
-/// - `fields`: the visibility of the functions.
 /// - `not_loaded` and `lacks_symbol`: the remedies of the two errors.
 ///
 /// Fields under `optional` are `None` if the library lacks the function. A last section `addresses
 /// FIELD of SYMBOLS` adds the field `FIELD`. This field lists those of `SYMBOLS` that the library
 /// has, with their addresses.
+///
+/// Only the declaring crate can use the fields. Code outside it reads a function through the method
+/// with the field's name, and cannot replace a function in a table.
+///
+/// # Safety
+/// Safe code can load the declared library (`find`), so the declaration is `unsafe`, like that of
+/// an `extern` block. The author promises:
+///
+/// - The library that `library` names is sound to load in any process that has it.
+/// - Each function of the library has the declared signature.
 ///
 /// # Examples
 /// ```
@@ -81,10 +105,10 @@ impl SharedLibrary {
 ///
 /// hmem_core::function_table! {
 ///     /// Functions of the C library.
-///     Functions {
+///     // SAFETY: every process has the C library. The signature is that of `stdlib.h`.
+///     unsafe Functions {
 ///         library: "libc.so.6",
 ///         iface: hmem_core::IfaceName::new(hmem_core::IfaceKind::FIRST_PLUG_IN, "libc"),
-///         fields: pub(crate),
 ///         not_loaded: "install a C library",
 ///         lacks_symbol: "install a newer C library",
 ///     }
@@ -97,20 +121,36 @@ impl SharedLibrary {
 ///     }
 /// }
 ///
-/// let functions = Functions::load(Functions::LIBRARY.as_ref())?;
+/// let functions = Functions::find()?;
 /// assert!(functions.nonesuch.is_none());
 /// // SAFETY: a C string.
 /// assert_eq!(unsafe { (functions.atoi)(c"42".as_ptr()) }, 42);
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
+///
+/// Safe code cannot load another file as the library:
+/// ```compile_fail,E0133
+/// # hmem_core::function_table! {
+/// #     /// Functions of the C library.
+/// #     unsafe Functions {
+/// #         library: "libc.so.6",
+/// #         iface: hmem_core::IfaceKind::SYSTEM,
+/// #         not_loaded: "install a C library",
+/// #         lacks_symbol: "install a newer C library",
+/// #     }
+/// #     required { getpid: getpid() -> std::ffi::c_int; }
+/// #     optional {}
+/// # }
+/// let functions = Functions::load("/tmp/any.so".as_ref());
+/// ```
 #[macro_export]
 macro_rules! function_table {
     (
         $(#[doc = $table_doc:literal])+
-        $table:ident {
+        unsafe $table:ident {
             library: $library:literal,
+            $(variable: $variable:expr,)?
             iface: $kind:expr,
-            fields: $visibility:vis,
             not_loaded: $not_loaded:expr,
             lacks_symbol: $lacks_symbol:expr,
         }
@@ -131,11 +171,11 @@ macro_rules! function_table {
             library: Option<std::sync::Arc<str>>,
             $(
                 $(#[doc = $doc])*
-                $visibility $field: unsafe extern "C" fn($($argument),*) -> $result,
+                pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,
             )+
             $(
                 $(#[doc = $odoc])*
-                $visibility $ofield: Option<unsafe extern "C" fn($($oargument),*) -> $oresult>,
+                pub(crate) $ofield: Option<unsafe extern "C" fn($($oargument),*) -> $oresult>,
             )*
             $($addresses: std::sync::Arc<[(&'static str, usize)]>,)?
         }
@@ -164,11 +204,17 @@ macro_rules! function_table {
             /// Unavailable if the dynamic loader refuses the library, or if the library lacks a
             /// required symbol. The error names the library, and the loader's reason or the first
             /// missing symbol.
-            pub fn load(path: &std::path::Path) -> $crate::Result<Self> {
+            ///
+            /// # Safety
+            /// The file must be the vendor's library or a replacement of it, such as a fake for
+            /// tests: it is sound to load in this process, and its functions have the signatures
+            /// and the behaviour that the vendor's header declares.
+            pub unsafe fn load(path: &std::path::Path) -> $crate::Result<Self> {
                 let refused = Self::unavailable($not_loaded);
-                let library = $crate::library::SharedLibrary::open(path, refused)?;
-                // SAFETY: the addresses come from the library under the names of its own header,
-                // and the library is not unloaded once the table is filled.
+                // SAFETY: the caller promises that the library is sound to load.
+                let library = unsafe { $crate::library::SharedLibrary::open(path, refused) }?;
+                // SAFETY: the caller promises functions with the declared signatures, and the
+                // library is not unloaded once the table is filled.
                 let functions = unsafe {
                     Self::fill(Some(&path.display().to_string()), |name| library.symbol(name))
                 }?;
@@ -176,17 +222,44 @@ macro_rules! function_table {
                 Ok(functions)
             }
 
-            /// Loads the library at `named`, or else at the path in the environment variable, or
-            /// else the library that the dynamic loader finds.
+            /// Loads the library that the owner of the process chose: the one at the path in the
+            /// environment variable, if the table has a variable and it is set, or else the one
+            /// that the dynamic loader finds by [`Self::LIBRARY`].
             ///
             /// # Errors
             /// The errors of [`Self::load`].
-            pub fn find(
-                named: Option<std::path::PathBuf>,
-                variable: &str,
-            ) -> $crate::Result<Self> {
-                Self::load(&$crate::library::library_path(named, variable, Self::LIBRARY))
+            pub fn find() -> $crate::Result<Self> {
+                let named: Option<std::path::PathBuf> = None;
+                $(let named = named.or_else(|| $crate::library::path_in_environment($variable));)?
+                let path = named.unwrap_or_else(|| std::path::PathBuf::from(Self::LIBRARY));
+                // SAFETY: the author of the table promises that the library of this name is the
+                // vendor's. The owner of the process sets the variable and the loader's search
+                // path, and so promises the same for the file that they select.
+                unsafe { Self::load(&path) }
             }
+
+            $(
+                #[doc = concat!("Returns the function `", stringify!($symbol), "`.")]
+                #[doc = ""]
+                $(#[doc = $doc])*
+                #[must_use]
+                pub fn $field(&self) -> unsafe extern "C" fn($($argument),*) -> $result {
+                    self.$field
+                }
+            )+
+
+            $(
+                #[doc = concat!("Returns the function `", stringify!($osymbol), "`, or `None` if")]
+                #[doc = "the library lacks it."]
+                #[doc = ""]
+                $(#[doc = $odoc])*
+                #[must_use]
+                pub fn $ofield(
+                    &self,
+                ) -> Option<unsafe extern "C" fn($($oargument),*) -> $oresult> {
+                    self.$ofield
+                }
+            )*
 
             /// Fills the table with the functions that a closure returns, such as those of a fake
             /// library.

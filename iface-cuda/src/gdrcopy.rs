@@ -9,7 +9,8 @@
 //! use hmem_core::ErrorKind;
 //! use hmem_iface_cuda::gdrcopy::Gdrcopy;
 //!
-//! let absent = Gdrcopy::load("/nowhere/libgdrapi.so.2").unwrap_err();
+//! // SAFETY: there is no such file.
+//! let absent = unsafe { Gdrcopy::load("/nowhere/libgdrapi.so.2") }.unwrap_err();
 //! assert_eq!(absent.kind(), ErrorKind::Unavailable);
 //! assert_eq!(absent.context_value("library"), Some("/nowhere/libgdrapi.so.2"));
 //! ```
@@ -43,10 +44,11 @@ const REMEDY: &str =
 // `gdr_t` is an opaque pointer of the library. This table declares it as a number.
 hmem_core::function_table! {
     /// Table of the functions of `gdrapi.h` that this crate calls.
-    GdrFunctions {
+    // SAFETY: the vendor supports loading its library in any process. The signatures are those of
+    // `gdrapi.h`.
+    unsafe GdrFunctions {
         library: "libgdrapi.so.2",
         iface: IfaceKind::CUDA,
-        fields: pub(crate),
         not_loaded: REMEDY,
         lacks_symbol: REMEDY,
     }
@@ -121,16 +123,28 @@ impl Gdrcopy {
     /// [`ErrorKind::Unavailable`] if the library, a symbol or the kernel module is absent. The
     /// error names the absent one.
     pub fn open() -> Result<Self> {
-        Self::load(Self::LIBRARY)
+        Self::with(GdrFunctions::find()?).map_err(|error| error.context("library", Self::LIBRARY))
     }
 
     /// Like [`Gdrcopy::open`], with the library at `path`.
     ///
     /// # Errors
     /// The errors of [`Gdrcopy::open`].
-    pub fn load(path: impl AsRef<Path>) -> Result<Self> {
+    ///
+    /// # Safety
+    /// The file must be the library of GDRCopy or a replacement of it, such as a fake for tests: it
+    /// is sound to load in this process, and its functions have the signatures and the behaviour
+    /// that `gdrapi.h` declares.
+    ///
+    /// # Examples
+    /// Safe code cannot load another library:
+    /// ```compile_fail,E0133
+    /// let gdrcopy = hmem_iface_cuda::gdrcopy::Gdrcopy::load("/tmp/any.so");
+    /// ```
+    pub unsafe fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::with(GdrFunctions::load(path)?)
+        // SAFETY: the caller promises that the file is the library or a replacement of it.
+        Self::with(unsafe { GdrFunctions::load(path) }?)
             .map_err(|error| error.context("library", path.display()))
     }
 

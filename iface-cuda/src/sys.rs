@@ -11,6 +11,20 @@
 //! assert_eq!(error.context_value("symbol"), Some(Functions::SYMBOLS[0]));
 //! assert_eq!(CuResult::CUDA_ERROR_NO_DEVICE.name(), Some("CUDA_ERROR_NO_DEVICE"));
 //! ```
+//!
+//! Safe code cannot replace a function of a table. With a `cuStreamSynchronize` that does not wait,
+//! a copy would return before the driver has written its last byte.
+//!
+//! ```compile_fail,E0616
+//! use hmem_iface_cuda::sys::{CuResult, CuStream, Functions};
+//!
+//! unsafe extern "C" fn no_wait(_: CuStream) -> CuResult {
+//!     CuResult::CUDA_SUCCESS
+//! }
+//!
+//! let mut functions = Functions::find().unwrap();
+//! functions.stream_synchronize = no_wait;
+//! ```
 
 mod codes;
 mod layout;
@@ -23,10 +37,12 @@ pub use self::{codes::CuResult, layout::*};
 
 hmem_core::function_table! {
     /// Table of the functions of `libcuda.so.1` that this crate calls. Each returns a [`CuResult`].
-    Functions {
+    // SAFETY: the vendor supports loading its library in any process. The signatures are those of
+    // the header, against which a test checks them.
+    unsafe Functions {
         library: "libcuda.so.1",
+        variable: crate::Cuda::LIBRARY_VARIABLE,
         iface: IfaceKind::CUDA,
-        fields: pub,
         not_loaded: "install NVIDIA's driver, or name its library in HMEM_CUDA_LIBRARY (in Rust: \
                      Cuda::builder().library(path))",
         lacks_symbol: "the library has no such symbol: it is not NVIDIA's driver library, or \

@@ -23,7 +23,9 @@ fn library_of_the_builder_overrides_the_environment() {
     if child::alone(NAME, &[(Cuda::LIBRARY_VARIABLE, NAMED)]) {
         let error = Cuda::open().expect_err("no driver there");
         assert_eq!(error.context_value("library"), Some(NAMED));
-        let error = Cuda::builder().library(OTHER).open().expect_err("no driver there");
+        // SAFETY: there is no such file.
+        let builder = unsafe { Cuda::builder().library(OTHER) };
+        let error = builder.open().expect_err("no driver there");
         assert_eq!(error.context_value("library"), Some(OTHER));
     }
 }
@@ -44,14 +46,19 @@ fn monitor_name_that_is_not_utf_8_is_an_invalid_argument() {
     let error = Cuda::open().expect_err("no monitor has this name");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     assert_eq!(error.context_value("variable"), Some(VARIABLE));
-    let error = Cuda::builder().monitor(CudaMonitorKind::Auto).library("/nowhere/libcuda.so.1");
-    assert!(error.open().expect_err("no driver there").is_unavailable());
+    let builder = Cuda::builder().monitor(CudaMonitorKind::Auto);
+    // SAFETY: there is no such file.
+    let builder = unsafe { builder.library("/nowhere/libcuda.so.1") };
+    assert!(builder.open().expect_err("no driver there").is_unavailable());
 }
 
 /// HM-04
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
-    let open = |path: &Path| Cuda::builder().library(path).open().expect_err("no library there");
+    // SAFETY: the files are no libraries, or the C library's, which is loaded already.
+    let open = |path: &Path| {
+        unsafe { Cuda::builder().library(path) }.open().expect_err("no library there")
+    };
     let variable = Cuda::LIBRARY_VARIABLE;
     unusable_library::is_unavailable_with_the_reason(
         IfaceKind::CUDA,

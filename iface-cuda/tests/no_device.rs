@@ -42,7 +42,8 @@ fn for_each_release(name: &str, test: impl Fn(&str, &Path)) -> Outcome {
 
 fn real_driver_without_a_device_is_unavailable() -> Outcome {
     for_each_release("real_driver_without_a_device_is_unavailable", |release, path| {
-        let error = Cuda::builder().library(path).open().expect_err("no device");
+        // SAFETY: the file is the vendor's library.
+        let error = unsafe { Cuda::builder().library(path) }.open().expect_err("no device");
         assert_eq!(
             (error.kind(), error.operation()),
             (ErrorKind::Unavailable, "cuInit"),
@@ -59,44 +60,45 @@ fn real_driver_without_a_device_is_unavailable() -> Outcome {
 /// Before a successful `cuInit` its functions return the same codes as the fake driver.
 fn real_driver_before_start_answers_as_recorded() -> Outcome {
     for_each_release("real_driver_before_start_answers_as_recorded", |release, path| {
-        let f = Functions::load(path).expect("load");
+        // SAFETY: the file is the vendor's library.
+        let f = unsafe { Functions::load(path) }.expect("load");
         let not_started = CuResult::CUDA_ERROR_NOT_INITIALIZED;
         let (mut number, mut pointer): (c_int, CuDevicePtr) = (7, 7);
         let mut context = CuContext(7);
         // SAFETY: every output is writable. The driver is not started, so that no call reaches a
         // device.
         unsafe {
-            assert_eq!((f.init)(0), CuResult::CUDA_ERROR_NO_DEVICE, "{release}");
-            assert_eq!((f.device_get_count)(&mut number), not_started);
-            assert_eq!((f.ctx_get_current)(&mut context), not_started);
-            assert_eq!((f.mem_alloc)(&mut pointer, 4096), not_started);
+            assert_eq!((f.init())(0), CuResult::CUDA_ERROR_NO_DEVICE, "{release}");
+            assert_eq!((f.device_get_count())(&mut number), not_started);
+            assert_eq!((f.ctx_get_current())(&mut context), not_started);
+            assert_eq!((f.mem_alloc())(&mut pointer, 4096), not_started);
             let mut attributes = [sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
             let mut kind = 0u32;
             let mut data = [std::ptr::from_mut(&mut kind).cast()];
             let code =
-                (f.pointer_get_attributes)(1, attributes.as_mut_ptr(), data.as_mut_ptr(), 0x1000);
+                (f.pointer_get_attributes())(1, attributes.as_mut_ptr(), data.as_mut_ptr(), 0x1000);
             assert_eq!(code, not_started);
             let mut size = 7usize;
             pointer = 7;
-            assert_eq!((f.mem_get_address_range)(&mut pointer, &mut size, 0x1000), not_started);
+            assert_eq!((f.mem_get_address_range())(&mut pointer, &mut size, 0x1000), not_started);
             assert_eq!((pointer, size), (0, 0), "{release}: the outputs are zeroed on failure");
-            let export = f.mem_get_handle_for_address_range.expect("the symbol");
+            let export = f.mem_get_handle_for_address_range().expect("the symbol");
             let code = export((&raw mut number).cast(), 0x1000, 4096, 1, 0);
             assert_eq!(
                 code,
                 CuResult::CUDA_ERROR_NOT_SUPPORTED,
                 "{release}: not the code of the others"
             );
-            assert!((f.driver_get_version)(&mut number).is_success());
+            assert!((f.driver_get_version())(&mut number).is_success());
             let version = if release == "535" { 12_020 } else { 12_040 };
             assert_eq!(number, version, "the version of the fake's profile");
         }
         for optional in [
-            f.flush_gpu_direct_rdma_writes.is_some(),
-            f.ctx_set_flags.is_some(),
-            f.mem_alloc_async.is_some(),
-            f.mem_create.is_some(),
-            f.mem_get_allocation_properties.is_some(),
+            f.flush_gpu_direct_rdma_writes().is_some(),
+            f.ctx_set_flags().is_some(),
+            f.mem_alloc_async().is_some(),
+            f.mem_create().is_some(),
+            f.mem_get_allocation_properties().is_some(),
         ] {
             assert!(optional, "{release}");
         }
@@ -132,7 +134,8 @@ fn real_driver_frees_are_hooked_for_every_lookup() -> Outcome {
         return Err(Skipped("it compares the code of the x86-64 library".into()));
     }
     for_each_release("real_driver_frees_are_hooked_for_every_lookup", |release, path| {
-        let f = Functions::load(path).expect("load");
+        // SAFETY: the file is the vendor's library.
+        let f = unsafe { Functions::load(path) }.expect("load");
         let missing: Vec<_> = Functions::FREES
             .iter()
             .filter(|name| !f.frees().iter().any(|(there, _)| there == *name))
@@ -175,11 +178,11 @@ fn real_driver_frees_are_hooked_for_every_lookup() -> Outcome {
         // SAFETY: the driver is not started, so that no call frees memory.
         let free = |times| unsafe {
             for _ in 0..times {
-                assert_eq!((f.mem_free)(0x1000), not_started, "{release}");
+                assert_eq!((f.mem_free())(0x1000), not_started, "{release}");
                 assert_eq!(by_name(0x1000), not_started, "{release}");
-                assert_eq!((f.mem_free_host)(0x2000 as *mut _), not_started, "{release}");
-                assert_eq!((f.primary_ctx_release)(0), not_started, "{release}");
-                assert_eq!((f.mem_free)(0), not_started, "a free of null notifies nobody");
+                assert_eq!((f.mem_free_host())(0x2000 as *mut _), not_started, "{release}");
+                assert_eq!((f.primary_ctx_release())(0), not_started, "{release}");
+                assert_eq!((f.mem_free())(0), not_started, "a free of null notifies nobody");
             }
         };
         free(3);

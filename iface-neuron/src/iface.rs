@@ -33,7 +33,9 @@ pub type Neuron = Announced<Runtime>;
 /// use hmem_core::ErrorKind;
 /// use hmem_iface_neuron::Neuron;
 ///
-/// let error = Neuron::builder().library("/nowhere/libnrt.so.1").open().unwrap_err();
+/// // SAFETY: there is no such file.
+/// let builder = unsafe { Neuron::builder().library("/nowhere/libnrt.so.1") };
+/// let error = builder.open().unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::Unavailable);
 /// assert_eq!(error.context_value("library"), Some("/nowhere/libnrt.so.1"));
 /// ```
@@ -48,7 +50,18 @@ pub struct Builder {
 impl Builder {
     /// Loads the library at `path` instead of the one that `HMEM_NEURON_LIBRARY` names or the
     /// dynamic loader finds.
-    pub fn library(mut self, path: impl AsRef<Path>) -> Self {
+    ///
+    /// # Safety
+    /// The file must be AWS's runtime library or a replacement of it, such as a fake for tests.
+    /// It is sound to load in this process, and its functions have the signatures and the behaviour
+    /// that the vendor's header declares.
+    ///
+    /// # Examples
+    /// Safe code cannot load another library:
+    /// ```compile_fail,E0133
+    /// let builder = hmem_iface_neuron::Neuron::builder().library("/tmp/any.so");
+    /// ```
+    pub unsafe fn library(mut self, path: impl AsRef<Path>) -> Self {
         self.library = Some(path.as_ref().to_owned());
         self
     }
@@ -88,9 +101,12 @@ impl Open for Runtime {
 
     fn open(builder: Builder) -> Result<Self> {
         let may_start = Self::may_start(builder.start_runtime)?;
-        let functions = match builder.functions {
-            Some(functions) => functions,
-            None => Functions::find(builder.library, Self::LIBRARY_VARIABLE)?,
+        let functions = match (builder.functions, builder.library) {
+            (Some(functions), _) => functions,
+            // SAFETY: the caller of `Builder::library` promises that the file is the library or a
+            // replacement of it.
+            (None, Some(path)) => unsafe { Functions::load(&path) }?,
+            (None, None) => Functions::find()?,
         };
         let unavailable = || {
             Error::new(ErrorKind::Unavailable, "nrt_get_visible_nc_count")

@@ -67,6 +67,7 @@ mod causes;
 #[allow(unsafe_code)]
 mod driver;
 mod error;
+#[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]
 pub mod sys;

@@ -48,10 +48,12 @@ const _: () = assert!(size_of::<MemoryStats>() == 16);
 
 hmem_core::function_table! {
     /// Table of the functions of `libnrt.so.1` that this crate calls.
-    Functions {
+    // SAFETY: the vendor supports loading its library in any process. The signatures are those of
+    // the vendor's headers.
+    unsafe Functions {
         library: "libnrt.so.1",
+        variable: crate::Neuron::LIBRARY_VARIABLE,
         iface: IfaceKind::NEURON,
-        fields: pub(crate),
         not_loaded: "install aws-neuronx-runtime-lib, or name its library in HMEM_NEURON_LIBRARY \
              (in Rust: Neuron::builder().library(path))",
         lacks_symbol: "the library has no such symbol: it is not libnrt.so.1, or too old",

@@ -26,7 +26,10 @@ const REQUEST: AllocRequest =
 /// HM-04
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
-    let open = |path: &Path| Neuron::builder().library(path).open().expect_err("no library there");
+    // SAFETY: the files are no libraries, or the C library's, which is loaded already.
+    let open = |path: &Path| {
+        unsafe { Neuron::builder().library(path) }.open().expect_err("no library there")
+    };
     let variable = Neuron::LIBRARY_VARIABLE;
     unusable_library::is_unavailable_with_the_reason(
         IfaceKind::NEURON,

@@ -58,7 +58,9 @@ pub struct Rocr {
 /// use hmem_core::ErrorKind;
 /// use hmem_iface_rocr::Rocr;
 ///
-/// let error = Rocr::builder().library("/nowhere/libhsa-runtime64.so.1").open().unwrap_err();
+/// // SAFETY: there is no such file.
+/// let builder = unsafe { Rocr::builder().library("/nowhere/libhsa-runtime64.so.1") };
+/// let error = builder.open().unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::Unavailable);
 /// assert_eq!(error.context_value("library"), Some("/nowhere/libhsa-runtime64.so.1"));
 /// ```
@@ -72,7 +74,18 @@ pub struct Builder {
 impl Builder {
     /// Loads the library at `path` instead of the one that `HMEM_ROCR_LIBRARY` names or the dynamic
     /// loader finds.
-    pub fn library(mut self, path: impl AsRef<Path>) -> Self {
+    ///
+    /// # Safety
+    /// The file must be AMD's runtime library or a replacement of it, such as a fake for tests.
+    /// It is sound to load in this process, and its functions have the signatures and the behaviour
+    /// that the vendor's header declares.
+    ///
+    /// # Examples
+    /// Safe code cannot load another library:
+    /// ```compile_fail,E0133
+    /// let builder = hmem_iface_rocr::Rocr::builder().library("/tmp/any.so");
+    /// ```
+    pub unsafe fn library(mut self, path: impl AsRef<Path>) -> Self {
         self.library = Some(path.as_ref().to_owned());
         self
     }
@@ -91,9 +104,12 @@ impl Builder {
     ///   one.
     /// - Otherwise the error of a query for the properties of the runtime, an agent or a pool.
     pub fn open(self) -> Result<Rocr> {
-        let functions = match self.functions {
-            Some(functions) => functions,
-            None => Functions::find(self.library, Rocr::LIBRARY_VARIABLE)?,
+        let functions = match (self.functions, self.library) {
+            (Some(functions), _) => functions,
+            // SAFETY: the caller of `Builder::library` promises that the file is the library or a
+            // replacement of it.
+            (None, Some(path)) => unsafe { Functions::load(&path) }?,
+            (None, None) => Functions::find()?,
         };
         Rocr::start(functions)
     }

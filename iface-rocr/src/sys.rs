@@ -279,10 +279,12 @@ const _: () = assert!(mem::offset_of!(PointerInfo, global_flags) == 48);
 
 hmem_core::function_table! {
     /// Table of the functions of `libhsa-runtime64.so.1` that this crate calls.
-    Functions {
+    // SAFETY: the vendor supports loading its library in any process. The signatures are those of
+    // the header, against which a test checks them.
+    unsafe Functions {
         library: "libhsa-runtime64.so.1",
+        variable: crate::Rocr::LIBRARY_VARIABLE,
         iface: IfaceKind::ROCR,
-        fields: pub(crate),
         not_loaded: "install AMD's HSA runtime, or name its library in HMEM_ROCR_LIBRARY (in Rust: \
                      Rocr::builder().library(path))",
         lacks_symbol: "the library has no such symbol: it is not AMD's HSA runtime library, or \

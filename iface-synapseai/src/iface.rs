@@ -37,7 +37,9 @@ pub const HLTHUNK_LIBRARY_VARIABLE: &str = "HMEM_HLTHUNK_LIBRARY";
 /// use hmem_core::ErrorKind;
 /// use hmem_iface_synapseai::SynapseAi;
 ///
-/// let error = SynapseAi::builder().library("/nowhere/libSynapse.so").open().unwrap_err();
+/// // SAFETY: there is no such file.
+/// let builder = unsafe { SynapseAi::builder().library("/nowhere/libSynapse.so") };
+/// let error = builder.open().unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::Unavailable);
 /// assert_eq!(error.context_value("library"), Some("/nowhere/libSynapse.so"));
 /// ```
@@ -53,14 +55,35 @@ pub struct Builder {
 impl Builder {
     /// Loads the library at `path` instead of the one that `HMEM_SYNAPSEAI_LIBRARY` names or the
     /// dynamic loader finds.
-    pub fn library(mut self, path: impl AsRef<Path>) -> Self {
+    ///
+    /// # Safety
+    /// The file must be Intel's `libSynapse.so` or a replacement of it, such as a fake for tests.
+    /// It is sound to load in this process, and its functions have the signatures and the behaviour
+    /// that the vendor's header declares.
+    ///
+    /// # Examples
+    /// Safe code cannot load another library:
+    /// ```compile_fail,E0133
+    /// let builder = hmem_iface_synapseai::SynapseAi::builder().library("/tmp/any.so");
+    /// ```
+    pub unsafe fn library(mut self, path: impl AsRef<Path>) -> Self {
         self.library = Some(path.as_ref().to_owned());
         self
     }
 
     /// Loads libhl-thunk at `path` instead of the one that `HMEM_HLTHUNK_LIBRARY` names or the
     /// dynamic loader finds. Without libhl-thunk the iface cannot export dma-bufs.
-    pub fn hlthunk(mut self, path: impl AsRef<Path>) -> Self {
+    ///
+    /// # Safety
+    /// The file must be Intel's `libhl-thunk.so` or a replacement of it, as for
+    /// [`Builder::library`].
+    ///
+    /// # Examples
+    /// Safe code cannot load another library:
+    /// ```compile_fail,E0133
+    /// let builder = hmem_iface_synapseai::SynapseAi::builder().hlthunk("/tmp/any.so");
+    /// ```
+    pub unsafe fn hlthunk(mut self, path: impl AsRef<Path>) -> Self {
         self.hlthunk = Some(path.as_ref().to_owned());
         self
     }
@@ -110,14 +133,19 @@ impl Open for Synapse {
 
     fn open(builder: Builder) -> Result<Self> {
         let may_start = Self::may_start(builder.start_runtime)?;
-        let load_hlthunk = |named| hlthunk::Functions::find(named, HLTHUNK_LIBRARY_VARIABLE);
-        let (synapse, hlthunk) = match builder.functions {
-            Some((synapse, Some(hlthunk))) => (synapse, Ok(hlthunk)),
-            Some((synapse, None)) => (synapse, load_hlthunk(builder.hlthunk)),
-            None => {
-                let synapse = synapse::Functions::find(builder.library, Self::LIBRARY_VARIABLE)?;
-                (synapse, load_hlthunk(builder.hlthunk))
-            }
+        let (synapse, hlthunk) = match (builder.functions, builder.library) {
+            (Some((synapse, hlthunk)), _) => (synapse, hlthunk),
+            // SAFETY: the caller of `Builder::library` promises that the file is libSynapse or a
+            // replacement of it.
+            (None, Some(path)) => (unsafe { synapse::Functions::load(&path) }?, None),
+            (None, None) => (synapse::Functions::find()?, None),
+        };
+        let hlthunk = match (hlthunk, builder.hlthunk) {
+            (Some(hlthunk), _) => Ok(hlthunk),
+            // SAFETY: the caller of `Builder::hlthunk` promises that the file is libhl-thunk or a
+            // replacement of it.
+            (None, Some(path)) => unsafe { hlthunk::Functions::load(&path) },
+            (None, None) => hlthunk::Functions::find(),
         };
         Self::start(synapse, hlthunk, may_start)
     }

@@ -65,6 +65,7 @@ mod causes;
 #[allow(unsafe_code)]
 mod driver;
 mod error;
+#[allow(unsafe_code)]
 mod iface;
 #[allow(unsafe_code)]
 mod staging;

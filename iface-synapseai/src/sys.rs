@@ -105,10 +105,12 @@ pub mod synapse {
 
     hmem_core::function_table! {
         /// Table of the functions of `libSynapse.so` that this crate calls.
-        Functions {
+        // SAFETY: the vendor supports loading its library in any process. The signatures are those
+        // of the vendor's headers.
+        unsafe Functions {
             library: "libSynapse.so",
+            variable: crate::SynapseAi::LIBRARY_VARIABLE,
             iface: IfaceKind::SYNAPSEAI,
-            fields: pub(crate),
             not_loaded: "install the SynapseAI software (habanalabs-graph), or name its library \
                  in HMEM_SYNAPSEAI_LIBRARY (in Rust: SynapseAi::builder().library(path))",
             lacks_symbol: "the library has no such symbol: it is not libSynapse.so, or too old",
@@ -153,10 +155,12 @@ pub mod hlthunk {
     hmem_core::function_table! {
         /// Table of the functions of `libhl-thunk.so` that this crate calls. The library has them
         /// since version 6.3 (2023).
-        Functions {
+        // SAFETY: the vendor supports loading its library in any process. The signatures are those
+        // of the vendor's headers.
+        unsafe Functions {
             library: "libhl-thunk.so",
+            variable: crate::HLTHUNK_LIBRARY_VARIABLE,
             iface: IfaceKind::SYNAPSEAI,
-            fields: pub(crate),
             not_loaded: "install habanalabs-thunk, or name its library in HMEM_HLTHUNK_LIBRARY \
                  (in Rust: SynapseAi::builder().hlthunk(path))",
             lacks_symbol: "the library has no such symbol: it is not libhl-thunk.so, or too old",

@@ -33,8 +33,10 @@ const REQUEST: AllocRequest =
 /// HM-04
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
-    let open =
-        |path: &Path| SynapseAi::builder().library(path).open().expect_err("no library there");
+    // SAFETY: the files are no libraries, or the C library's, which is loaded already.
+    let open = |path: &Path| {
+        unsafe { SynapseAi::builder().library(path) }.open().expect_err("no library there")
+    };
     let variable = SynapseAi::LIBRARY_VARIABLE;
     unusable_library::is_unavailable_with_the_reason(
         IfaceKind::SYNAPSEAI,
@@ -48,11 +50,10 @@ fn unusable_library_is_unavailable_with_the_reason() {
 #[test]
 fn missing_libhl_thunk_is_the_reason_for_no_dma_bufs() {
     let fake = Fake::start(Profile::running());
-    let gaudi = SynapseAi::builder()
-        .functions(synapse(&fake), None)
-        .hlthunk("/nowhere/libhl-thunk.so")
-        .open()
-        .expect("a device");
+    let builder = SynapseAi::builder().functions(synapse(&fake), None);
+    // SAFETY: there is no such file.
+    let builder = unsafe { builder.hlthunk("/nowhere/libhl-thunk.so") };
+    let gaudi = builder.open().expect("a device");
     assert!(gaudi.dma_buf().is_none());
     let error = gaudi.unavailable(Facet::DmaBuf);
     assert_eq!(error.kind(), ErrorKind::Unsupported);

@@ -94,7 +94,8 @@ fn real_libhlthunk_refuses_a_file_that_is_no_device() -> Outcome {
     // SAFETY: the fake's functions have the signatures of their names and live forever.
     let functions = unsafe { synapse::Functions::from_lookup(|name| fake.symbol(name)) };
     let builder = SynapseAi::builder().functions(functions.expect("all functions"), None);
-    let gaudi = builder.hlthunk(library).open().expect("a device");
+    // SAFETY: the file is the vendor's library.
+    let gaudi = unsafe { builder.hlthunk(library) }.open().expect("a device");
     assert!(gaudi.dma_buf().is_some());
     assert_eq!(gaudi.devices().expect("devices")[0].pci_bus_id, None, "no device is at this fd");
     let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };

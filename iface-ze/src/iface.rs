@@ -55,7 +55,9 @@ pub struct LevelZero {
 /// use hmem_core::ErrorKind;
 /// use hmem_iface_ze::LevelZero;
 ///
-/// let error = LevelZero::builder().library("/nowhere/libze_loader.so.1").open().unwrap_err();
+/// // SAFETY: there is no such file.
+/// let builder = unsafe { LevelZero::builder().library("/nowhere/libze_loader.so.1") };
+/// let error = builder.open().unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::Unavailable);
 /// assert_eq!(error.context_value("library"), Some("/nowhere/libze_loader.so.1"));
 /// ```
@@ -69,7 +71,18 @@ pub struct Builder {
 impl Builder {
     /// Loads the library at `path` instead of the one that `HMEM_ZE_LIBRARY` names or the dynamic
     /// loader finds.
-    pub fn library(mut self, path: impl AsRef<Path>) -> Self {
+    ///
+    /// # Safety
+    /// The file must be the loader of Level Zero or a replacement of it, such as a fake for tests.
+    /// It is sound to load in this process, and its functions have the signatures and the behaviour
+    /// that the vendor's header declares.
+    ///
+    /// # Examples
+    /// Safe code cannot load another library:
+    /// ```compile_fail,E0133
+    /// let builder = hmem_iface_ze::LevelZero::builder().library("/tmp/any.so");
+    /// ```
+    pub unsafe fn library(mut self, path: impl AsRef<Path>) -> Self {
         self.library = Some(path.as_ref().to_owned());
         self
     }
@@ -88,9 +101,12 @@ impl Builder {
     /// - Otherwise the error of a query for the drivers or devices, or of the creation of a
     ///   context.
     pub fn open(self) -> Result<LevelZero> {
-        let functions = match self.functions {
-            Some(functions) => functions,
-            None => Functions::find(self.library, LevelZero::LIBRARY_VARIABLE)?,
+        let functions = match (self.functions, self.library) {
+            (Some(functions), _) => functions,
+            // SAFETY: the caller of `Builder::library` promises that the file is the library or a
+            // replacement of it.
+            (None, Some(path)) => unsafe { Functions::load(&path) }?,
+            (None, None) => Functions::find()?,
         };
         let driver = Arc::new(Driver::start(functions)?);
         tracing::debug!(

@@ -354,10 +354,12 @@ constants! {
 
 hmem_core::function_table! {
     /// Table of the functions of `libze_loader.so.1` that this crate calls.
-    Functions {
+    // SAFETY: the vendor supports loading its library in any process. The signatures are those of
+    // the header, against which a test checks them.
+    unsafe Functions {
         library: "libze_loader.so.1",
+        variable: crate::LevelZero::LIBRARY_VARIABLE,
         iface: IfaceKind::ZE,
-        fields: pub(crate),
         not_loaded: "install the Level Zero loader, or name its library in HMEM_ZE_LIBRARY (in \
                      Rust: LevelZero::builder().library(path))",
         lacks_symbol: "the library has no such symbol: it is not the Level Zero loader, or older \

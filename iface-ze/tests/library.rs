@@ -12,8 +12,10 @@ use hmem_iface_ze::{LevelZero, sys::Functions};
 /// HM-04
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
-    let open =
-        |path: &Path| LevelZero::builder().library(path).open().expect_err("no library there");
+    // SAFETY: the files are no libraries, or the C library's, which is loaded already.
+    let open = |path: &Path| {
+        unsafe { LevelZero::builder().library(path) }.open().expect_err("no library there")
+    };
     let variable = LevelZero::LIBRARY_VARIABLE;
     unusable_library::is_unavailable_with_the_reason(
         IfaceKind::ZE,

@@ -60,7 +60,7 @@ fn real_library_without_a_device_is_unavailable() -> Outcome {
 /// symbols.
 fn real_library_has_the_symbols_of_its_release() -> Outcome {
     for_each_release("real_library_has_the_symbols_of_its_release", |release| {
-        let functions = Functions::load(Functions::LIBRARY.as_ref()).expect("load");
+        let functions = Functions::find().expect("load");
         assert_eq!(functions.gives_fds_back(), release == "1.32", "{release}");
     })
 }

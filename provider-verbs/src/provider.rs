@@ -1,13 +1,6 @@
 //! The provider: a loaded library and its open devices, on which applications open domains.
 
-use std::{
-    collections::HashMap,
-    ffi::c_void,
-    fmt,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::HashMap, ffi::c_void, fmt, path::PathBuf, sync::Arc, time::Duration};
 
 use hmem_core::{
     Error, ErrorKind, ProcessMark, Result, environment,
@@ -39,8 +32,17 @@ pub struct Builder {
 
 impl Builder {
     /// Loads libibverbs from `path`. The default is `libibverbs.so.1` in the loader's search path.
+    ///
+    /// # Safety
+    /// The safety rules of [`Functions::load`].
+    ///
+    /// # Examples
+    /// Safe code cannot load another library:
+    /// ```compile_fail,E0133
+    /// let builder = hmem_provider_verbs::Verbs::builder().library("/tmp/any.so");
+    /// ```
     #[must_use]
-    pub fn library(mut self, path: impl Into<PathBuf>) -> Self {
+    pub unsafe fn library(mut self, path: impl Into<PathBuf>) -> Self {
         self.library = Some(path.into());
         self
     }
@@ -232,8 +234,10 @@ impl Builder {
     fn start(&self, default: ForkSafety) -> Result<Arc<Library>> {
         let functions = match (&self.functions, &self.library) {
             (Some(functions), _) => functions.clone(),
-            (None, Some(path)) => Functions::load(path)?,
-            (None, None) => Functions::load(Path::new(Functions::LIBRARY))?,
+            // SAFETY: the caller of `Builder::library` promises that the file is libibverbs or a
+            // replacement of it.
+            (None, Some(path)) => unsafe { Functions::load(path) }?,
+            (None, None) => Functions::find()?,
         };
         Ok(Arc::new(Library::new(functions, self.fork.unwrap_or(default))))
     }

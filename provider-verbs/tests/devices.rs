@@ -6,7 +6,7 @@ mod support;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
 
-use std::{path::Path, ptr, sync::Arc};
+use std::{ptr, sync::Arc};
 
 use fake::{calls, functions, with};
 use hmem_core::{
@@ -97,7 +97,7 @@ fn missing_device_error_lists_the_present_devices() -> Outcome {
 
 /// VRB-06
 fn installed_library_has_every_symbol_version() -> Outcome {
-    match Functions::load(Path::new(Functions::LIBRARY)) {
+    match Functions::find() {
         Ok(_) => Ok(()),
         Err(error) if error.context_value("symbol").is_none() => Err(Skipped(error.to_string())),
         Err(error) => panic!("{error}"),

@@ -40,37 +40,37 @@ impl<'a> App<'a> {
     fn new(driver: &'a Functions) -> Self {
         let mut context = CuContext::NULL;
         // SAFETY: the output is writable, and device 0 exists.
-        check(unsafe { (driver.primary_ctx_retain)(&mut context, 0) });
+        check(unsafe { (driver.primary_ctx_retain())(&mut context, 0) });
         Self(driver, context)
     }
 
     fn current<T>(&self, run: impl FnOnce(&Functions) -> T) -> T {
         // SAFETY: `primary_ctx_retain` above retained the context.
-        check(unsafe { (self.0.ctx_push_current)(self.1) });
+        check(unsafe { (self.0.ctx_push_current())(self.1) });
         let result = run(self.0);
         let mut popped = CuContext::NULL;
         // SAFETY: the output is writable.
-        check(unsafe { (self.0.ctx_pop_current)(&mut popped) });
+        check(unsafe { (self.0.ctx_pop_current())(&mut popped) });
         result
     }
 
     fn allocate(&self, len: u64) -> AddressRange {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the output is writable.
-        self.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, len as usize) }));
+        self.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, len as usize) }));
         AddressRange::new(Address(pointer), len).expect("a range")
     }
 
     fn free(&self, memory: AddressRange) {
         // SAFETY: `allocate` allocated the memory, and no code uses it.
-        self.current(|driver| check(unsafe { (driver.mem_free)(memory.start().0) }));
+        self.current(|driver| check(unsafe { (driver.mem_free())(memory.start().0) }));
     }
 }
 
 impl Drop for App<'_> {
     fn drop(&mut self) {
         // SAFETY: `new` retained it once.
-        check(unsafe { (self.0.primary_ctx_release)(0) });
+        check(unsafe { (self.0.primary_ctx_release())(0) });
     }
 }
 

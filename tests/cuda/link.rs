@@ -144,11 +144,7 @@ impl Link {
                 // live forever.
                 unsafe { Functions::from_lookup(|name| fake.symbol(name)) }.expect("the table")
             }
-            None => {
-                let path = std::env::var(Cuda::LIBRARY_VARIABLE)
-                    .unwrap_or_else(|_| Functions::LIBRARY.into());
-                Functions::load(path.as_ref()).expect("HMEM_CUDA=real requires a driver")
-            }
+            None => Functions::find().expect("HMEM_CUDA=real requires a driver"),
         };
         let cuda = Arc::new(
             Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("a GPU"),
@@ -166,7 +162,7 @@ impl Link {
     fn has(&self, attribute: CuDeviceAttribute) -> bool {
         let mut says = 0;
         // SAFETY: the output is writable, and device 0 exists.
-        let code = unsafe { (self.functions.device_get_attribute)(&mut says, attribute, 0) };
+        let code = unsafe { (self.functions.device_get_attribute())(&mut says, attribute, 0) };
         !real() || (code.is_success() && says != 0)
     }
 
@@ -211,7 +207,7 @@ impl Link {
         let mut place = std::ptr::from_mut(&mut capable).cast();
         // SAFETY: one attribute with an output that is wide enough for it.
         let code = unsafe {
-            (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, address)
+            (self.functions.pointer_get_attributes())(1, &mut attribute, &mut place, address)
         };
         real()
             && code.is_success()
@@ -273,8 +269,8 @@ impl Link {
         // SAFETY: the outputs are writable, and device 0 exists.
         unsafe {
             check(hmem_fake_cuda::cuCtxCreate_v2(&mut context, 0, 0));
-            check((self.functions.mem_alloc)(&mut pointer, 8192));
-            check((self.functions.ctx_pop_current)(&mut popped));
+            check((self.functions.mem_alloc())(&mut pointer, 8192));
+            check((self.functions.ctx_pop_current())(&mut popped));
         }
         (context, AddressRange::new(Address(pointer), 8192).expect("a range"))
     }

@@ -26,7 +26,7 @@ impl<'a> Segments<'a> {
         // SAFETY: the outputs are writable; the calls above reserved the addresses and created the
         // handles.
         unsafe {
-            let reserve = f.mem_address_reserve.expect("VMM");
+            let reserve = f.mem_address_reserve().expect("VMM");
             assert!(reserve(&mut base, step * capable.len(), 0, 0, 0).is_success());
             for (number, capable) in capable.iter().enumerate() {
                 let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
@@ -42,9 +42,11 @@ impl<'a> Segments<'a> {
                     flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
                 };
                 let (mut handle, at) = (0, base + (number * step) as u64);
-                assert!(f.mem_create.expect("VMM")(&mut handle, step, &properties, 0).is_success());
-                assert!(f.mem_map.expect("VMM")(at, step, 0, handle, 0).is_success());
-                assert!(f.mem_set_access.expect("VMM")(at, step, &who, 1).is_success());
+                assert!(
+                    f.mem_create().expect("VMM")(&mut handle, step, &properties, 0).is_success()
+                );
+                assert!(f.mem_map().expect("VMM")(at, step, 0, handle, 0).is_success());
+                assert!(f.mem_set_access().expect("VMM")(at, step, &who, 1).is_success());
                 handles.push(handle);
             }
         }
@@ -59,7 +61,7 @@ impl<'a> Segments<'a> {
         for number in [0, last] {
             let at = self.base + (number * step) as u64;
             // SAFETY: `new` or an earlier swap mapped this part.
-            let code = unsafe { f.mem_unmap.expect("VMM")(at, step) };
+            let code = unsafe { f.mem_unmap().expect("VMM")(at, step) };
             assert!(code.is_success());
         }
         let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
@@ -68,8 +70,10 @@ impl<'a> Segments<'a> {
             let at = self.base + (number * step) as u64;
             // SAFETY: the part is reserved, with no memory mapped in it.
             unsafe {
-                assert!(f.mem_map.expect("VMM")(at, step, 0, self.handles[number], 0).is_success());
-                assert!(f.mem_set_access.expect("VMM")(at, step, &who, 1).is_success());
+                assert!(
+                    f.mem_map().expect("VMM")(at, step, 0, self.handles[number], 0).is_success()
+                );
+                assert!(f.mem_set_access().expect("VMM")(at, step, &who, 1).is_success());
             }
         }
     }
@@ -85,10 +89,10 @@ impl Drop for Segments<'_> {
         let whole = self.step as usize * self.handles.len();
         // SAFETY: `new` reserved and mapped the range, and no region over it is left.
         unsafe {
-            assert!(f.mem_unmap.expect("VMM")(self.base, whole).is_success());
-            assert!(f.mem_address_free.expect("VMM")(self.base, whole).is_success());
+            assert!(f.mem_unmap().expect("VMM")(self.base, whole).is_success());
+            assert!(f.mem_address_free().expect("VMM")(self.base, whole).is_success());
             for handle in &self.handles {
-                assert!(f.mem_release.expect("VMM")(*handle).is_success());
+                assert!(f.mem_release().expect("VMM")(*handle).is_success());
             }
         }
     }

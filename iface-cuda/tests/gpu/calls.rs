@@ -35,105 +35,147 @@ static CALLS: AtomicU64 = AtomicU64::new(0);
 
 macro_rules! counted {
     (
-        required { $($field:ident($($name:ident: $type:ty),*);)+ }
-        optional { $($ofield:ident($($oname:ident: $otype:ty),*);)+ }
+        required { $($symbol:ident = $field:ident($($name:ident: $type:ty),*);)+ }
+        optional { $($osymbol:ident = $ofield:ident($($oname:ident: $otype:ty),*);)+ }
     ) => {
         /// Number of counting functions.
         pub(crate) const COUNTED: usize = [$(stringify!($field),)+ $(stringify!($ofield),)+].len();
 
-        /// Returns functions that count their calls and forward them to `functions`. Later calls of
-        /// this function forward to the table of the first call.
-        pub(crate) fn counted(functions: &Functions) -> Functions {
-            let mut counted = DRIVER.get_or_init(|| functions.clone()).clone();
+        /// Returns the counting function for a symbol, or `None` for other symbols and for those
+        /// that the driver lacks.
+        fn counting(driver: &Functions, symbol: &str) -> Option<*const ()> {
             $(
-                counted.$field = {
+                if symbol == stringify!($symbol) {
                     unsafe extern "C" fn call($($name: $type),*) -> CuResult {
                         CALLS.fetch_add(1, Ordering::Relaxed);
+                        let call = DRIVER.get().expect("a driver").$field();
                         // SAFETY: the caller passes the arguments of the function, and they are
                         // forwarded unchanged.
-                        unsafe { (DRIVER.get().expect("a driver").$field)($($name),*) }
+                        unsafe { call($($name),*) }
                     }
-                    call
-                };
+                    return Some(call as *const ());
+                }
             )+
             $(
-                if counted.$ofield.is_some() {
+                if symbol == stringify!($osymbol) && driver.$ofield().is_some() {
                     unsafe extern "C" fn call($($oname: $otype),*) -> CuResult {
                         CALLS.fetch_add(1, Ordering::Relaxed);
-                        let call = DRIVER.get().expect("a driver").$ofield.expect("present");
+                        let call = DRIVER.get().expect("a driver").$ofield().expect("present");
                         // SAFETY: the caller passes the arguments of the function, unchanged.
                         unsafe { call($($oname),*) }
                     }
-                    counted.$ofield = Some(call);
+                    return Some(call as *const ());
                 }
             )+
-            counted
+            None
         }
     };
 }
 
+/// Returns a table of functions that count their calls and forward them to `functions`. Later calls
+/// of this function forward to the table of the first call.
+///
+/// With `hooks`, the functions that free memory are the driver's own, since the monitor patches
+/// them.
+fn counted(functions: &Functions, hooks: bool) -> Functions {
+    let driver = DRIVER.get_or_init(|| functions.clone());
+    let free = |symbol: &str| {
+        let found = driver.frees().iter().find(|(name, _)| *name == symbol);
+        found.map(|(_, entry)| std::ptr::with_exposed_provenance(*entry))
+    };
+    let lookup = |symbol: &'static str| match counting(driver, symbol) {
+        Some(counting) => free(symbol).filter(|_| hooks).or(Some(counting)),
+        None => free(symbol),
+    };
+    // SAFETY: the functions have the driver's signatures. The counting functions forward to the
+    // driver's functions, and all live forever.
+    unsafe { Functions::from_lookup(lookup) }.expect("the driver has the required functions")
+}
+
 counted! {
     required {
-        init(a: c_uint);
-        driver_get_version(a: *mut c_int);
-        device_get_count(a: *mut c_int);
-        device_get(a: *mut CuDevice, b: c_int);
-        device_get_name(a: *mut c_char, b: c_int, c: CuDevice);
-        device_total_mem(a: *mut usize, b: CuDevice);
-        device_get_pci_bus_id(a: *mut c_char, b: c_int, c: CuDevice);
-        device_get_attribute(a: *mut c_int, b: CuDeviceAttribute, c: CuDevice);
-        primary_ctx_retain(a: *mut CuContext, b: CuDevice);
-        primary_ctx_release(a: CuDevice);
-        primary_ctx_get_state(a: CuDevice, b: *mut c_uint, c: *mut c_int);
-        ctx_get_current(a: *mut CuContext);
-        ctx_get_device(a: *mut CuDevice);
-        ctx_push_current(a: CuContext);
-        ctx_pop_current(a: *mut CuContext);
-        pointer_get_attributes(
+        cuInit = init(a: c_uint);
+        cuDriverGetVersion = driver_get_version(a: *mut c_int);
+        cuDeviceGetCount = device_get_count(a: *mut c_int);
+        cuDeviceGet = device_get(a: *mut CuDevice, b: c_int);
+        cuDeviceGetName = device_get_name(a: *mut c_char, b: c_int, c: CuDevice);
+        cuDeviceTotalMem_v2 = device_total_mem(a: *mut usize, b: CuDevice);
+        cuDeviceGetPCIBusId = device_get_pci_bus_id(a: *mut c_char, b: c_int, c: CuDevice);
+        cuDeviceGetAttribute = device_get_attribute(
+            a: *mut c_int, b: CuDeviceAttribute, c: CuDevice
+        );
+        cuDevicePrimaryCtxRetain = primary_ctx_retain(a: *mut CuContext, b: CuDevice);
+        cuDevicePrimaryCtxRelease_v2 = primary_ctx_release(a: CuDevice);
+        cuDevicePrimaryCtxGetState = primary_ctx_get_state(
+            a: CuDevice, b: *mut c_uint, c: *mut c_int
+        );
+        cuCtxGetCurrent = ctx_get_current(a: *mut CuContext);
+        cuCtxGetDevice = ctx_get_device(a: *mut CuDevice);
+        cuCtxPushCurrent_v2 = ctx_push_current(a: CuContext);
+        cuCtxPopCurrent_v2 = ctx_pop_current(a: *mut CuContext);
+        cuPointerGetAttributes = pointer_get_attributes(
             a: c_uint, b: *mut CuPointerAttribute, c: *mut *mut c_void, d: CuDevicePtr
         );
-        pointer_set_attribute(a: *const c_void, b: CuPointerAttribute, c: CuDevicePtr);
-        mem_get_address_range(a: *mut CuDevicePtr, b: *mut usize, c: CuDevicePtr);
-        mem_alloc(a: *mut CuDevicePtr, b: usize);
-        mem_free(a: CuDevicePtr);
-        mem_host_alloc(a: *mut *mut c_void, b: usize, c: c_uint);
-        mem_free_host(a: *mut c_void);
-        mem_host_get_flags(a: *mut c_uint, b: *mut c_void);
-        mem_host_register(a: *mut c_void, b: usize, c: c_uint);
-        mem_host_unregister(a: *mut c_void);
-        mem_alloc_managed(a: *mut CuDevicePtr, b: usize, c: c_uint);
-        memcpy_async(a: CuDevicePtr, b: CuDevicePtr, c: usize, d: CuStream);
-        stream_create(a: *mut CuStream, b: c_uint);
-        stream_synchronize(a: CuStream);
-        stream_destroy(a: CuStream);
-        event_create(a: *mut CuEvent, b: c_uint);
-        event_record(a: CuEvent, b: CuStream);
-        event_query(a: CuEvent);
-        event_synchronize(a: CuEvent);
-        event_destroy(a: CuEvent);
-        ipc_get_mem_handle(a: *mut CuIpcMemHandle, b: CuDevicePtr);
-        ipc_open_mem_handle(a: *mut CuDevicePtr, b: CuIpcMemHandle, c: c_uint);
-        ipc_close_mem_handle(a: CuDevicePtr);
+        cuPointerSetAttribute = pointer_set_attribute(
+            a: *const c_void, b: CuPointerAttribute, c: CuDevicePtr
+        );
+        cuMemGetAddressRange_v2 = mem_get_address_range(
+            a: *mut CuDevicePtr, b: *mut usize, c: CuDevicePtr
+        );
+        cuMemAlloc_v2 = mem_alloc(a: *mut CuDevicePtr, b: usize);
+        cuMemFree_v2 = mem_free(a: CuDevicePtr);
+        cuMemHostAlloc = mem_host_alloc(a: *mut *mut c_void, b: usize, c: c_uint);
+        cuMemFreeHost = mem_free_host(a: *mut c_void);
+        cuMemHostGetFlags = mem_host_get_flags(a: *mut c_uint, b: *mut c_void);
+        cuMemHostRegister_v2 = mem_host_register(a: *mut c_void, b: usize, c: c_uint);
+        cuMemHostUnregister = mem_host_unregister(a: *mut c_void);
+        cuMemAllocManaged = mem_alloc_managed(a: *mut CuDevicePtr, b: usize, c: c_uint);
+        cuMemcpyAsync = memcpy_async(a: CuDevicePtr, b: CuDevicePtr, c: usize, d: CuStream);
+        cuStreamCreate = stream_create(a: *mut CuStream, b: c_uint);
+        cuStreamSynchronize = stream_synchronize(a: CuStream);
+        cuStreamDestroy_v2 = stream_destroy(a: CuStream);
+        cuEventCreate = event_create(a: *mut CuEvent, b: c_uint);
+        cuEventRecord = event_record(a: CuEvent, b: CuStream);
+        cuEventQuery = event_query(a: CuEvent);
+        cuEventSynchronize = event_synchronize(a: CuEvent);
+        cuEventDestroy_v2 = event_destroy(a: CuEvent);
+        cuIpcGetMemHandle = ipc_get_mem_handle(a: *mut CuIpcMemHandle, b: CuDevicePtr);
+        cuIpcOpenMemHandle_v2 = ipc_open_mem_handle(
+            a: *mut CuDevicePtr, b: CuIpcMemHandle, c: c_uint
+        );
+        cuIpcCloseMemHandle = ipc_close_mem_handle(a: CuDevicePtr);
     }
     optional {
-        mem_get_handle_for_address_range(
+        cuMemGetHandleForAddressRange = mem_get_handle_for_address_range(
             a: *mut c_void, b: CuDevicePtr, c: usize, d: c_uint, e: u64
         );
-        flush_gpu_direct_rdma_writes(a: c_uint, b: c_uint);
-        ctx_get_flags(a: *mut c_uint);
-        ctx_set_flags(a: c_uint);
-        mem_alloc_async(a: *mut CuDevicePtr, b: usize, c: CuStream);
-        mem_free_async(a: CuDevicePtr, b: CuStream);
-        mem_get_allocation_granularity(a: *mut usize, b: *const CuMemAllocationProp, c: c_uint);
-        mem_address_reserve(a: *mut CuDevicePtr, b: usize, c: usize, d: CuDevicePtr, e: u64);
-        mem_address_free(a: CuDevicePtr, b: usize);
-        mem_create(a: *mut CuMemHandle, b: usize, c: *const CuMemAllocationProp, d: u64);
-        mem_release(a: CuMemHandle);
-        mem_map(a: CuDevicePtr, b: usize, c: usize, d: CuMemHandle, e: u64);
-        mem_unmap(a: CuDevicePtr, b: usize);
-        mem_set_access(a: CuDevicePtr, b: usize, c: *const CuMemAccessDesc, d: usize);
-        mem_retain_allocation_handle(a: *mut CuMemHandle, b: *mut c_void);
-        mem_get_allocation_properties(a: *mut CuMemAllocationProp, b: CuMemHandle);
+        cuFlushGPUDirectRDMAWrites = flush_gpu_direct_rdma_writes(a: c_uint, b: c_uint);
+        cuCtxGetFlags = ctx_get_flags(a: *mut c_uint);
+        cuCtxSetFlags = ctx_set_flags(a: c_uint);
+        cuMemAllocAsync = mem_alloc_async(a: *mut CuDevicePtr, b: usize, c: CuStream);
+        cuMemFreeAsync = mem_free_async(a: CuDevicePtr, b: CuStream);
+        cuMemGetAllocationGranularity = mem_get_allocation_granularity(
+            a: *mut usize, b: *const CuMemAllocationProp, c: c_uint
+        );
+        cuMemAddressReserve = mem_address_reserve(
+            a: *mut CuDevicePtr, b: usize, c: usize, d: CuDevicePtr, e: u64
+        );
+        cuMemAddressFree = mem_address_free(a: CuDevicePtr, b: usize);
+        cuMemCreate = mem_create(
+            a: *mut CuMemHandle, b: usize, c: *const CuMemAllocationProp, d: u64
+        );
+        cuMemRelease = mem_release(a: CuMemHandle);
+        cuMemMap = mem_map(a: CuDevicePtr, b: usize, c: usize, d: CuMemHandle, e: u64);
+        cuMemUnmap = mem_unmap(a: CuDevicePtr, b: usize);
+        cuMemSetAccess = mem_set_access(
+            a: CuDevicePtr, b: usize, c: *const CuMemAccessDesc, d: usize
+        );
+        cuMemRetainAllocationHandle = mem_retain_allocation_handle(
+            a: *mut CuMemHandle, b: *mut c_void
+        );
+        cuMemGetAllocationPropertiesFromHandle = mem_get_allocation_properties(
+            a: *mut CuMemAllocationProp, b: CuMemHandle
+        );
     }
 }
 
@@ -217,7 +259,8 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
 
 /// Opens an iface over the counting functions.
 fn open(driver: &Driver, monitor: CudaMonitorKind) -> Outcome<Cuda> {
-    Ok(Cuda::builder().functions(counted(&driver.functions)).monitor(monitor).open()?)
+    let functions = counted(&driver.functions, monitor == CudaMonitorKind::Hooks);
+    Ok(Cuda::builder().functions(functions).monitor(monitor).open()?)
 }
 
 fn close(cuda: Cuda) -> Outcome<()> {

@@ -61,7 +61,7 @@ impl Driver {
     pub(crate) fn real() -> Result<Self, Absent> {
         let path = std::env::var(Cuda::LIBRARY_VARIABLE).ok().filter(|path| !path.is_empty());
         let path = path.unwrap_or_else(|| Functions::LIBRARY.into());
-        let functions = Functions::load(path.as_ref())
+        let functions = Functions::find()
             .map_err(|error| Absent { machine: error.context_value("symbol").is_none(), error })?;
         // SAFETY: the library is loaded already, so that no initialiser runs.
         let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
@@ -134,14 +134,17 @@ impl Driver {
     pub(crate) fn version(&self) -> Outcome<String> {
         let mut version = 0;
         // SAFETY: the output is writable.
-        check(unsafe { (self.functions.driver_get_version)(&mut version) }, "cuDriverGetVersion")?;
+        check(
+            unsafe { (self.functions.driver_get_version())(&mut version) },
+            "cuDriverGetVersion",
+        )?;
         Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
     }
 
     pub(crate) fn attribute(&self, attribute: CuDeviceAttribute) -> String {
         let mut value = 0;
         // SAFETY: the output is writable, and device 0 exists.
-        let code = unsafe { (self.functions.device_get_attribute)(&mut value, attribute, 0) };
+        let code = unsafe { (self.functions.device_get_attribute())(&mut value, attribute, 0) };
         if code.is_success() {
             value.to_string()
         } else {
@@ -194,17 +197,17 @@ impl Driver {
         let (mut context, mut popped) = (CuContext::NULL, CuContext::NULL);
         check(
             // SAFETY: the output is writable, and device 0 exists.
-            unsafe { (self.functions.primary_ctx_retain)(&mut context, 0) },
+            unsafe { (self.functions.primary_ctx_retain())(&mut context, 0) },
             "cuDevicePrimaryCtxRetain",
         )?;
         // SAFETY: `primary_ctx_retain` above retained the context.
-        check(unsafe { (self.functions.ctx_push_current)(context) }, "cuCtxPushCurrent")?;
+        check(unsafe { (self.functions.ctx_push_current())(context) }, "cuCtxPushCurrent")?;
         let outcome = attempt(run);
         // SAFETY: `ctx_push_current` above pushed the context, and the output is writable.
         let undone =
-            check(unsafe { (self.functions.ctx_pop_current)(&mut popped) }, "cuCtxPopCurrent");
+            check(unsafe { (self.functions.ctx_pop_current())(&mut popped) }, "cuCtxPopCurrent");
         // SAFETY: `primary_ctx_retain` above retained the context.
-        let released = unsafe { (self.functions.primary_ctx_release)(0) };
+        let released = unsafe { (self.functions.primary_ctx_release())(0) };
         let undone = and(undone, check(released, "cuDevicePrimaryCtxRelease"));
         and(outcome, undone)
     }

@@ -17,7 +17,7 @@ use crate::world::{
 fn current(world: &World) -> CuContext {
     let mut current = CuContext::NULL;
     // SAFETY: the output is writable.
-    check(unsafe { (world.app.functions.ctx_get_current)(&mut current) });
+    check(unsafe { (world.app.functions.ctx_get_current())(&mut current) });
     current
 }
 
@@ -66,10 +66,10 @@ fn calls_on_memory_use_the_context_of_the_memory() {
         let foreign = world.app.create_context();
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the output is writable.
-        check(unsafe { (world.app.functions.mem_alloc)(&mut pointer, 50_000) });
+        check(unsafe { (world.app.functions.mem_alloc())(&mut pointer, 50_000) });
         let mut popped = CuContext::NULL;
         // SAFETY: the output is writable.
-        check(unsafe { (world.app.functions.ctx_pop_current)(&mut popped) });
+        check(unsafe { (world.app.functions.ctx_pop_current())(&mut popped) });
         let bytes = pattern(2, 50_000);
         world.cuda.write_bytes(Address(pointer), &bytes).expect("write");
         let mut back = vec![0; bytes.len()];
@@ -90,8 +90,8 @@ fn calls_on_memory_use_the_context_of_the_memory() {
         // SAFETY: the host memory stays valid until the copy has ended. The test allocated the
         // device memory above.
         unsafe {
-            check((world.app.functions.ctx_push_current)(foreign));
-            check((world.app.functions.mem_free)(pointer));
+            check((world.app.functions.ctx_push_current())(foreign));
+            check((world.app.functions.mem_free())(pointer));
         }
         world.app.destroy_context(foreign);
     });
@@ -256,11 +256,11 @@ fn page_locking_uses_an_active_context_of_another_device() {
         }
         let mut context = CuContext::NULL;
         // SAFETY: the output is writable, and device 1 exists.
-        check(unsafe { (world.app.functions.primary_ctx_retain)(&mut context, 1) });
+        check(unsafe { (world.app.functions.primary_ctx_retain())(&mut context, 1) });
         page_lock(world);
         assert_eq!(world.active(), [1], "{}", world.name);
         // SAFETY: `primary_ctx_retain` above retained the context.
-        check(unsafe { (world.app.functions.primary_ctx_release)(1) });
+        check(unsafe { (world.app.functions.primary_ctx_release())(1) });
     });
 }
 
@@ -274,17 +274,17 @@ fn page_locking_prefers_the_device_of_the_thread() {
         let mut contexts = [CuContext::NULL; 2];
         for (device, context) in contexts.iter_mut().enumerate() {
             // SAFETY: the output is writable, and the device exists.
-            check(unsafe { (world.app.functions.primary_ctx_retain)(context, device as i32) });
+            check(unsafe { (world.app.functions.primary_ctx_retain())(context, device as i32) });
         }
         // SAFETY: `primary_ctx_retain` above retained the context.
-        check(unsafe { (world.app.functions.ctx_push_current)(contexts[1]) });
+        check(unsafe { (world.app.functions.ctx_push_current())(contexts[1]) });
         page_lock(world);
         world.app.pop();
         // After the application's releases, only the context that the iface retained for
         // page-locking is active.
         for device in [0, 1] {
             // SAFETY: `primary_ctx_retain` above retained the context.
-            check(unsafe { (world.app.functions.primary_ctx_release)(device) });
+            check(unsafe { (world.app.functions.primary_ctx_release())(device) });
         }
         assert_eq!(world.active(), [1]);
     });
@@ -310,7 +310,7 @@ fn page_locking_uses_the_threads_context_if_none_is_active() {
         }
         // Destroying the context ends the page-locking, so that nothing is left to unlock.
         // SAFETY: `create_context` above made the context.
-        check(unsafe { (world.app.functions.ctx_push_current)(foreign) });
+        check(unsafe { (world.app.functions.ctx_push_current())(foreign) });
         // SAFETY: the memory outlives the page-locking.
         unsafe { world.cuda.host_register(range) }.expect("page-locked again");
         world.app.destroy_context(foreign);
@@ -327,15 +327,15 @@ fn refused_page_locking_leaves_no_context() {
         let foreign = world.app.create_context();
         let start = std::ptr::with_exposed_provenance_mut(range.start().0 as usize);
         // SAFETY: the memory outlives the page-locking.
-        check(unsafe { (world.app.functions.mem_host_register)(start, 8192, 1) });
+        check(unsafe { (world.app.functions.mem_host_register())(start, 8192, 1) });
         world.app.pop();
         // SAFETY: the memory lives until the end of the test.
         unsafe { world.cuda.host_register(range) }.expect_err("page-locked by the application");
         assert!(world.active().is_empty(), "{}", world.name);
         // SAFETY: `create_context` above made the context, in which the memory was registered.
         unsafe {
-            check((world.app.functions.ctx_push_current)(foreign));
-            check((world.app.functions.mem_host_unregister)(start));
+            check((world.app.functions.ctx_push_current())(foreign));
+            check((world.app.functions.mem_host_unregister())(start));
         }
         world.app.destroy_context(foreign);
     });
@@ -449,7 +449,7 @@ fn query_of_memory_without_a_context_leaves_no_context() {
             );
         }
         // SAFETY: `create_context` above made the context.
-        check(unsafe { (world.app.functions.ctx_push_current)(foreign) });
+        check(unsafe { (world.app.functions.ctx_push_current())(foreign) });
         memory.end_here(&world.app.functions, &parts);
         world.app.destroy_context(foreign);
     });
@@ -506,7 +506,7 @@ fn flush_creates_no_context() {
         assert_eq!(retained(world), 0);
         let mut primary = CuContext::NULL;
         // SAFETY: the output is writable.
-        world.app.current(|driver| check(unsafe { (driver.ctx_get_current)(&mut primary) }));
+        world.app.current(|driver| check(unsafe { (driver.ctx_get_current())(&mut primary) }));
         for _ in 0..3 {
             flush(world, 0);
             assert_eq!(world.driver().flushed(), [primary], "the primary context exists");
@@ -540,7 +540,7 @@ fn query_retains_no_context_of_the_application() {
     over(Profile { queries_need_context: true, ..Profile::default() }, |world| {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the output is writable; the memory is freed below.
-        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, 4096) }));
         let before = world.driver().all_calls();
         let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
         assert_eq!(found.kind, AllocationKind::Device);
@@ -548,7 +548,7 @@ fn query_retains_no_context_of_the_application() {
         // the primary context.
         assert_eq!(world.driver().all_calls() - before, 8);
         // SAFETY: the test allocated the memory above, and frees it once.
-        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_free())(pointer) }));
         world.app.release_primary_context();
         assert!(world.active().is_empty());
     });
@@ -563,7 +563,7 @@ fn refused_destruction_of_a_stream_affects_only_its_context() {
     over(Profile::default(), |world| {
         let mut context = CuContext::NULL;
         // SAFETY: the output is writable, and device 1 exists.
-        check(unsafe { (world.app.functions.primary_ctx_retain)(&mut context, 1) });
+        check(unsafe { (world.app.functions.primary_ctx_retain())(&mut context, 1) });
         let other = Cuda::builder().functions(world.app.functions.clone()).open().expect("open");
         for device in [0, 1].map(DeviceId) {
             let request = AllocRequest { len: 64, device, kind: AllocationKind::Device };
@@ -577,7 +577,7 @@ fn refused_destruction_of_a_stream_affects_only_its_context() {
         drop(other);
         assert_eq!(world.driver().live().streams, 0, "the application still has the context");
         // SAFETY: `primary_ctx_retain` above retained the context.
-        check(unsafe { (world.app.functions.primary_ctx_release)(1) });
+        check(unsafe { (world.app.functions.primary_ctx_release())(1) });
     });
 }
 

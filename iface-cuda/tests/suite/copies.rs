@@ -307,7 +307,7 @@ fn memory_unknown_to_the_driver_is_not_copied() {
 fn of_the_application(world: &World) -> Address {
     let mut pointer = 0;
     // SAFETY: the output is writable.
-    check(unsafe { (world.app.functions.mem_alloc)(&mut pointer, 4096) });
+    check(unsafe { (world.app.functions.mem_alloc())(&mut pointer, 4096) });
     Address(pointer)
 }
 
@@ -405,7 +405,7 @@ fn failed_copy_leaves_nothing_in_the_applications_context() {
             assert_eq!(error.operation(), symbol, "the error of the work comes first");
         }
         // SAFETY: the test allocated the memory above, and frees it once.
-        check(unsafe { (world.app.functions.mem_free)(to.0) });
+        check(unsafe { (world.app.functions.mem_free())(to.0) });
         world.app.destroy_context(foreign);
     });
 }

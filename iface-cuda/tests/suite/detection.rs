@@ -56,14 +56,14 @@ fn memory_of_the_application_is_recognised() {
     each(|world| {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the output is writable.
-        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 70_000) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, 70_000) }));
         let found = world.cuda.query(Address(pointer + 69_999)).expect("query").expect("known");
         assert_eq!((found.kind, found.base()), (AllocationKind::Device, Address(pointer)));
         // `cuda.h` does not say whether a driver may round a length up.
         let len = found.range.len();
         assert!(len == 70_000 || world.is_real() && len > 70_000, "{}: {len}", world.name);
         // SAFETY: the test allocated the memory above, and frees it once.
-        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_free())(pointer) }));
         assert_eq!(
             world.cuda.query(Address(pointer)).expect("query"),
             None,
@@ -112,11 +112,11 @@ fn pages_locked_without_the_iface_are_host_registered() {
         let start =
             Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
         // SAFETY: `memory` outlives the registration.
-        world.app.current(|driver| check(unsafe { (driver.mem_host_register)(start, 8192, 1) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_host_register())(start, 8192, 1) }));
         let found = world.cuda.query(Address(start as u64 + 100)).expect("query").expect("known");
         assert_eq!(found.kind, AllocationKind::HostRegistered, "{}", world.name);
         // SAFETY: the test registered the memory above.
-        world.app.current(|driver| check(unsafe { (driver.mem_host_unregister)(start) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_host_unregister())(start) }));
     });
 }
 
@@ -173,10 +173,10 @@ fn with_page_locked(world: &mut World, show: impl FnOnce(&World, Address)) {
     let memory = vec![0u8; 3 << 12];
     let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
     // SAFETY: `memory` outlives the registration.
-    world.app.current(|driver| check(unsafe { (driver.mem_host_register)(start, 8192, 1) }));
+    world.app.current(|driver| check(unsafe { (driver.mem_host_register())(start, 8192, 1) }));
     show(world, Address(start as u64));
     // SAFETY: the test registered the memory above.
-    world.app.current(|driver| check(unsafe { (driver.mem_host_unregister)(start) }));
+    world.app.current(|driver| check(unsafe { (driver.mem_host_unregister())(start) }));
 }
 
 /// HM-02
@@ -208,9 +208,9 @@ fn second_query_of_page_locked_memory_costs_one_driver_call() {
         for _ in 0..2 {
             let mut pointer = std::ptr::null_mut();
             // SAFETY: the output is writable.
-            world
-                .app
-                .current(|driver| check(unsafe { (driver.mem_host_alloc)(&mut pointer, 4096, 0) }));
+            world.app.current(|driver| {
+                check(unsafe { (driver.mem_host_alloc())(&mut pointer, 4096, 0) })
+            });
             let start = Address::of_ptr(pointer.cast_const());
             assert!(
                 calls(world, start, AllocationKind::Host) > 1,
@@ -218,7 +218,7 @@ fn second_query_of_page_locked_memory_costs_one_driver_call() {
             );
             assert_eq!(calls(world, start, AllocationKind::Host), 1);
             // SAFETY: the test allocated the memory above, and frees it once.
-            world.app.current(|driver| check(unsafe { (driver.mem_free_host)(pointer) }));
+            world.app.current(|driver| check(unsafe { (driver.mem_free_host())(pointer) }));
         }
     });
 }
@@ -295,7 +295,7 @@ fn device_memory_is_recognised_on_a_thread_without_context() {
     over(profile, |world| {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the output is writable.
-        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, 4096) }));
         let cuda = &world.cuda;
         std::thread::scope(|scope| {
             let asked =
@@ -305,7 +305,7 @@ fn device_memory_is_recognised_on_a_thread_without_context() {
         let on_the_stack = 0u8;
         assert_eq!(world.cuda.query(Address::of_ptr(&on_the_stack)).expect("query"), None);
         // SAFETY: the test allocated the memory above, and frees it once.
-        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_free())(pointer) }));
     });
 }
 
@@ -319,7 +319,7 @@ fn device_memory_is_recognised_after_the_threads_context_ended() {
     over(profile, |world| {
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the output is writable.
-        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, 4096) }));
         let gone = world.app.create_context();
         world.elsewhere_destroy_context(gone);
         let retained = world.driver().calls("cuDevicePrimaryCtxRetain");
@@ -337,7 +337,7 @@ fn device_memory_is_recognised_after_the_threads_context_ended() {
         );
         assert_eq!(world.app.pop(), gone, "it is still the thread's");
         // SAFETY: the test allocated the memory above, and frees it once.
-        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_free())(pointer) }));
     });
 }
 
@@ -465,12 +465,12 @@ fn rdma_ability_is_read_from_the_handle_on_older_drivers() {
                 // The driver refused to release the iface's reference to the handle, so the test
                 // releases it.
                 let mut handle = 0;
-                let retain = world.app.functions.mem_retain_allocation_handle.expect("VMM");
+                let retain = world.app.functions.mem_retain_allocation_handle().expect("VMM");
                 // SAFETY: the output is writable; the address is only looked up.
                 check(unsafe { retain(&mut handle, memory.base as *mut std::ffi::c_void) });
                 for _ in 0..2 {
                     // SAFETY: the iface retained the handle once, and the test once.
-                    check(unsafe { world.app.functions.mem_release.expect("VMM")(handle) });
+                    check(unsafe { world.app.functions.mem_release().expect("VMM")(handle) });
                 }
             }
         }
@@ -511,14 +511,14 @@ fn attributes_of_the_driver_are_found_at_its_first_answer() {
         over(profile, |world| {
             let mut pointer: CuDevicePtr = 0;
             // SAFETY: the output is writable.
-            world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4096) }));
+            world.app.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, 4096) }));
             let kind = world.cuda.query(Address(pointer)).expect("query").map(|found| found.kind);
             assert_eq!(kind, Some(AllocationKind::Device), "{last_pointer_attribute}");
             // After the first answer, a refused query is an error.
             world.driver().fail("cuPointerGetAttributes", CuResult::CUDA_ERROR_INVALID_VALUE);
             world.cuda.query(Address(pointer)).expect_err("refused");
             // SAFETY: the test allocated the memory above, and frees it once.
-            world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+            world.app.current(|driver| check(unsafe { (driver.mem_free())(pointer) }));
         });
     }
 }

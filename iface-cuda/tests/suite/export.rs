@@ -393,7 +393,7 @@ fn export_waits_for_copies_on_the_default_stream() {
         let from = bytes.as_ptr().expose_provenance() as u64;
         // SAFETY: source and destination stay valid until the copy has ended below.
         let code = unsafe {
-            (world.app.functions.memcpy_async)(memory.base, from, 1000, sys::CuStream::NULL)
+            (world.app.functions.memcpy_async())(memory.base, from, 1000, sys::CuStream::NULL)
         };
         check(code);
         // SAFETY: the memory is live, and no other copy accesses it.

@@ -14,7 +14,7 @@ fn unordered() -> Profile {
 fn allocate(world: &World, len: u64) -> AddressRange {
     let mut pointer: CuDevicePtr = 0;
     // SAFETY: the output is writable.
-    check(unsafe { (world.app.functions.mem_alloc)(&mut pointer, len as usize) });
+    check(unsafe { (world.app.functions.mem_alloc())(&mut pointer, len as usize) });
     AddressRange::new(Address(pointer), len).expect("a range")
 }
 
@@ -42,14 +42,14 @@ fn flush_contexts(world: &World) -> Vec<CuContext> {
 fn primary(world: &mut World) -> CuContext {
     let mut primary = CuContext::NULL;
     // SAFETY: the output is writable.
-    world.app.current(|driver| check(unsafe { (driver.ctx_get_current)(&mut primary) }));
+    world.app.current(|driver| check(unsafe { (driver.ctx_get_current())(&mut primary) }));
     primary
 }
 
 /// Destroys a context that is not current.
 fn destroy(world: &World, context: CuContext) {
     // SAFETY: `written_context` made the context.
-    check(unsafe { (world.app.functions.ctx_push_current)(context) });
+    check(unsafe { (world.app.functions.ctx_push_current())(context) });
     world.app.destroy_context(context);
 }
 
@@ -176,7 +176,7 @@ fn memory_without_a_context_is_flushed_in_both_contexts() {
             assert_eq!(flush_contexts(world), primary);
             assert_eq!(world.driver().calls("cuDevicePrimaryCtxRetain"), 1);
             // SAFETY: `create_context` above made the context.
-            check(unsafe { (world.app.functions.ctx_push_current)(context) });
+            check(unsafe { (world.app.functions.ctx_push_current())(context) });
             assert_eq!(flush_contexts(world), [primary[0], context]);
             memory.end_here(&world.app.functions, &parts);
             assert_eq!(flush_contexts(world), primary, "memory without a context was freed");
@@ -197,7 +197,7 @@ fn flush_forgets_freed_exported_memory() {
             bases.insert(range.start());
             world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
             // SAFETY: the test allocated the memory above, and frees it once.
-            check(unsafe { (world.app.functions.mem_free)(range.start().0) });
+            check(unsafe { (world.app.functions.mem_free())(range.start().0) });
         }
         assert_eq!(bases.len(), 250, "each allocation has its own address");
         let before = asked(world);

@@ -54,7 +54,7 @@ impl Witness {
         let mut place = std::ptr::from_mut(&mut kind).cast();
         // SAFETY: the arrays have one element, and the output has the width of the attribute.
         let code = unsafe {
-            (self.functions.pointer_get_attributes)(1, &mut attribute, &mut place, self.at)
+            (self.functions.pointer_get_attributes())(1, &mut attribute, &mut place, self.at)
         };
         code.is_success() && kind != 0
     }
@@ -118,28 +118,28 @@ fn allocate_without_iface(world: &mut World, kind: AllocationKind) -> (u64, Free
     // SAFETY: every output is writable.
     world.app.current(|f| unsafe {
         match kind {
-            AllocationKind::Host => check((f.mem_host_alloc)(&mut host, 10_000, 0)),
-            AllocationKind::Managed => check((f.mem_alloc_managed)(&mut pointer, 10_000, 1)),
+            AllocationKind::Host => check((f.mem_host_alloc())(&mut host, 10_000, 0)),
+            AllocationKind::Managed => check((f.mem_alloc_managed())(&mut pointer, 10_000, 1)),
             AllocationKind::StreamOrdered => {
-                check((f.stream_create)(&mut stream, 1));
-                check(f.mem_alloc_async.expect("pools")(&mut pointer, 10_000, stream));
+                check((f.stream_create())(&mut stream, 1));
+                check(f.mem_alloc_async().expect("pools")(&mut pointer, 10_000, stream));
             }
-            _ => check((f.mem_alloc)(&mut pointer, 10_000)),
+            _ => check((f.mem_alloc())(&mut pointer, 10_000)),
         }
     });
     if kind == AllocationKind::Host {
         let at = host.expose_provenance() as u64;
         // SAFETY: the call above allocated the memory, and the closure runs once.
-        return (at, Box::new(move |f| check(unsafe { (f.mem_free_host)(at as *mut _) })));
+        return (at, Box::new(move |f| check(unsafe { (f.mem_free_host())(at as *mut _) })));
     }
     let free = move |f: &Functions| {
         // SAFETY: the calls above made the memory and the stream, and the closure runs once.
         unsafe {
             if stream == sys::CuStream::NULL {
-                check((f.mem_free)(pointer));
+                check((f.mem_free())(pointer));
             } else {
-                check(f.mem_free_async.expect("pools")(pointer, stream));
-                check((f.stream_destroy)(stream));
+                check(f.mem_free_async().expect("pools")(pointer, stream));
+                check((f.stream_destroy())(stream));
             }
         }
     };
@@ -222,9 +222,9 @@ fn free_of_unknown_extent_invalidates_all_memory() {
             monitor.subscribe(memory.range, Arc::clone(&witness) as _).expect("subscribed");
         world.app.current(|driver| {
             // SAFETY: no allocation is at the address, so that the driver refuses the call.
-            assert!(!unsafe { (driver.mem_free)(0x1234) }.is_success());
+            assert!(!unsafe { (driver.mem_free())(0x1234) }.is_success());
             // SAFETY: the driver ignores or refuses null.
-            let _either = unsafe { (driver.mem_free)(0) };
+            let _either = unsafe { (driver.mem_free())(0) };
         });
         let context = world.app.create_context();
         world.app.destroy_context(context);
@@ -248,7 +248,7 @@ fn only_a_context_release_of_the_application_invalidates_all() {
         let context = world.app.create_context();
         let mut at: CuDevicePtr = 0;
         // SAFETY: the output is writable; destroying the context frees the memory.
-        check(unsafe { (world.app.functions.mem_alloc)(&mut at, 10_000) });
+        check(unsafe { (world.app.functions.mem_alloc())(&mut at, 10_000) });
         let witness = Witness::new(world, at);
         let range = world.cuda.query(Address(at)).expect("query").expect("known").range;
         let subscription = monitor.subscribe(range, Arc::clone(&witness) as _).expect("subscribed");

@@ -103,19 +103,19 @@ fn free_by_the_application_is_detected_by_identity() {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the output is writable.
-        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 4 << 20) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, 4 << 20) }));
         let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
         assert!(monitor.valid(&found).expect("ask"));
         world.app.current(|driver| {
             // SAFETY: the test allocated the memory above, and the output is writable.
             unsafe {
-                check((driver.mem_free)(pointer));
-                check((driver.mem_alloc)(&mut pointer, 4 << 20));
+                check((driver.mem_free())(pointer));
+                check((driver.mem_alloc())(&mut pointer, 4 << 20));
             }
         });
         assert!(!monitor.valid(&found).expect("ask"), "{}", world.name);
         // SAFETY: the test allocated the memory above, and frees it once.
-        world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_free())(pointer) }));
     });
 }
 
@@ -156,14 +156,14 @@ fn frees_in_while_freeing_notify_before_the_free() {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let mut pointer: CuDevicePtr = 0;
         // SAFETY: the output is writable.
-        world.app.current(|driver| check(unsafe { (driver.mem_alloc)(&mut pointer, 10_000) }));
+        world.app.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, 10_000) }));
         let range = AddressRange::new(Address(pointer), 10_000).expect("a range");
         let told = Arc::new(RecordingSubscriber::default());
         let subscription = monitor.subscribe(range, Arc::clone(&told) as _).expect("subscribe");
         world.cuda.while_freeing(range, || {
             assert_eq!(told.open.load(Ordering::Acquire), 1, "notified before the free");
             // SAFETY: the test allocated the memory above, and frees it once.
-            world.app.current(|driver| check(unsafe { (driver.mem_free)(pointer) }));
+            world.app.current(|driver| check(unsafe { (driver.mem_free())(pointer) }));
         });
         assert_eq!((told.open.load(Ordering::Acquire), told.ranges.lock().len()), (0, 1));
         monitor.unsubscribe(subscription);

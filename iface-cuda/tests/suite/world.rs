@@ -124,7 +124,7 @@ impl World {
         let turn = REAL.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let path =
             std::env::var(Cuda::LIBRARY_VARIABLE).unwrap_or_else(|_| Functions::LIBRARY.into());
-        let functions = Functions::load(path.as_ref()).expect("HMEM_CUDA=real requires a driver");
+        let functions = Functions::find().expect("HMEM_CUDA=real requires a driver");
         // SAFETY: the library is loaded already, so that no initialiser runs.
         let library = unsafe { libloading::Library::new(&path) }.expect("loaded just now");
         let lookup = Box::new(move |name: &str| {
@@ -174,7 +174,7 @@ impl World {
         let devices = self.cuda.devices().expect("devices").into_iter().map(|device| device.id.0);
         let is_active = |device: &u32| {
             let (mut flags, mut active) = (0, 0);
-            let ask = self.app.functions.primary_ctx_get_state;
+            let ask = self.app.functions.primary_ctx_get_state();
             // SAFETY: the outputs are writable, and the device exists.
             check(unsafe { ask(device.cast_signed(), &mut flags, &mut active) });
             active != 0
@@ -203,7 +203,7 @@ impl World {
     fn has(&self, attribute: CuDeviceAttribute) -> bool {
         let mut says = 0;
         // SAFETY: the output is writable, and device 0 exists.
-        let code = unsafe { (self.app.functions.device_get_attribute)(&mut says, attribute, 0) };
+        let code = unsafe { (self.app.functions.device_get_attribute())(&mut says, attribute, 0) };
         !self.is_real() || (code.is_success() && says != 0)
     }
 
@@ -244,7 +244,7 @@ impl World {
         let (mut attribute, mut capable) =
             (sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE, 0u64);
         let mut place = std::ptr::from_mut(&mut capable).cast();
-        let ask = self.app.functions.pointer_get_attributes;
+        let ask = self.app.functions.pointer_get_attributes();
         // SAFETY: the call passes one attribute, and an output that is wide enough for its value.
         let code = unsafe { ask(1, &mut attribute, &mut place, address) };
         self.is_real()
@@ -271,14 +271,14 @@ impl App {
     pub(crate) fn current<T>(&mut self, run: impl FnOnce(&Functions) -> T) -> T {
         if self.primary.is_null() {
             // SAFETY: the output is writable, and device 0 exists.
-            check(unsafe { (self.functions.primary_ctx_retain)(&mut self.primary, 0) });
+            check(unsafe { (self.functions.primary_ctx_retain())(&mut self.primary, 0) });
         }
         // SAFETY: `primary_ctx_retain` above retained the context.
-        check(unsafe { (self.functions.ctx_push_current)(self.primary) });
+        check(unsafe { (self.functions.ctx_push_current())(self.primary) });
         let result = run(&self.functions);
         let mut popped = CuContext::NULL;
         // SAFETY: the output is writable.
-        check(unsafe { (self.functions.ctx_pop_current)(&mut popped) });
+        check(unsafe { (self.functions.ctx_pop_current())(&mut popped) });
         assert_eq!(popped, self.primary, "the iface left another context current");
         result
     }
@@ -287,7 +287,7 @@ impl App {
     pub(crate) fn release_primary_context(&mut self) {
         if !std::mem::take(&mut self.primary).is_null() {
             // SAFETY: `current` retained the primary context once.
-            check(unsafe { (self.functions.primary_ctx_release)(0) });
+            check(unsafe { (self.functions.primary_ctx_release())(0) });
         }
     }
 
@@ -295,7 +295,7 @@ impl App {
     pub(crate) fn pop(&self) -> CuContext {
         let mut popped = CuContext::NULL;
         // SAFETY: the output is writable.
-        check(unsafe { (self.functions.ctx_pop_current)(&mut popped) });
+        check(unsafe { (self.functions.ctx_pop_current())(&mut popped) });
         popped
     }
 
@@ -343,7 +343,7 @@ impl Expandable {
             ..CuMemAllocationProp::default()
         };
         let mut step = 0usize;
-        let granularity = functions.mem_get_allocation_granularity.expect("VMM");
+        let granularity = functions.mem_get_allocation_granularity().expect("VMM");
         // SAFETY: the output is writable, and the properties are complete.
         check(unsafe {
             granularity(&mut step, &properties(false), sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM)
@@ -351,7 +351,7 @@ impl Expandable {
         let mut base: CuDevicePtr = 0;
         let whole = step * parts.len();
         // SAFETY: the output is writable.
-        check(unsafe { functions.mem_address_reserve.expect("VMM")(&mut base, whole, 0, 0, 0) });
+        check(unsafe { functions.mem_address_reserve().expect("VMM")(&mut base, whole, 0, 0, 0) });
         let mut handles = Vec::new();
         for (number, part) in parts.iter().enumerate() {
             let Some(capable) = part else { continue };
@@ -362,14 +362,14 @@ impl Expandable {
             };
             // SAFETY: outputs are writable, and the range is reserved and not mapped yet.
             unsafe {
-                check(functions.mem_create.expect("VMM")(
+                check(functions.mem_create().expect("VMM")(
                     &mut handle,
                     step,
                     &properties(*capable),
                     0,
                 ));
-                check(functions.mem_map.expect("VMM")(at, step, 0, handle, 0));
-                check(functions.mem_set_access.expect("VMM")(at, step, &who, 1));
+                check(functions.mem_map().expect("VMM")(at, step, 0, handle, 0));
+                check(functions.mem_set_access().expect("VMM")(at, step, &who, 1));
             }
             handles.push(handle);
         }
@@ -389,18 +389,18 @@ impl Expandable {
             if part.is_some() {
                 let at = self.base + number as u64 * self.step;
                 // SAFETY: `new` mapped the part.
-                check(unsafe { functions.mem_unmap.expect("VMM")(at, self.step as usize) });
+                check(unsafe { functions.mem_unmap().expect("VMM")(at, self.step as usize) });
             }
         }
         // SAFETY: `new` reserved the range and created the handles, and nothing is mapped any
         // longer.
         unsafe {
-            check(functions.mem_address_free.expect("VMM")(
+            check(functions.mem_address_free().expect("VMM")(
                 self.base,
                 self.step as usize * parts.len(),
             ));
             for handle in self.handles {
-                check(functions.mem_release.expect("VMM")(handle));
+                check(functions.mem_release().expect("VMM")(handle));
             }
         }
     }

@@ -174,16 +174,40 @@ impl Functions {
     /// # Errors
     /// [`ErrorKind::Unavailable`]: the library or one of its symbols cannot be loaded. The error
     /// names the library, with the loader's reason or the symbol.
-    pub fn load(path: &Path) -> Result<Self> {
+    ///
+    /// # Safety
+    /// The file is libibverbs or a replacement of it, such as a fake for tests. It is sound to load
+    /// in this process, and its functions fulfil the safety rules of [`Functions::from_lookup`].
+    ///
+    /// # Examples
+    /// Safe code cannot load another library:
+    /// ```compile_fail,E0133
+    /// use hmem_provider_verbs::sys::Functions;
+    ///
+    /// let functions = Functions::load("/tmp/any.so".as_ref());
+    /// ```
+    pub unsafe fn load(path: &Path) -> Result<Self> {
         let refused = unavailable(
             "install libibverbs of rdma-core (in Rust: name its library with \
              Verbs::builder().library(path))",
         );
-        let handle = SharedLibrary::open(path, refused)?.keep_loaded();
+        // SAFETY: the caller promises that the library is sound to load.
+        let handle = unsafe { SharedLibrary::open(path, refused) }?.keep_loaded();
         let library = path.display().to_string();
-        // SAFETY: the addresses come from the library under the names and versions of its header.
-        // `keep_loaded` keeps the library loaded for the rest of the process.
+        // SAFETY: the caller promises that the functions follow the header. `keep_loaded` keeps
+        // the library loaded for the rest of the process.
         unsafe { Self::fill(&library, |symbol, version| versioned(handle, symbol, version)) }
+    }
+
+    /// Loads the library that the dynamic loader finds by its usual name.
+    ///
+    /// # Errors
+    /// The errors of [`Functions::load`].
+    pub fn find() -> Result<Self> {
+        // SAFETY: the library of this name is that of rdma-core, which is sound to load in any
+        // process. The owner of the process sets the loader's search path, and so promises the same
+        // for the file that the loader finds.
+        unsafe { Self::load(Path::new(Self::LIBRARY)) }
     }
 
     /// Creates a table from a lookup function for symbols and versions. The symbols may come from
@@ -199,6 +223,19 @@ impl Functions {
     /// - has the signature that `infiniband/verbs.h` declares for the name,
     /// - follows that header's rules about the objects that it returns,
     /// - stays callable from any thread as long as a copy of the table exists.
+    ///
+    /// # Examples
+    /// Safe code cannot replace a function of a table:
+    /// ```compile_fail,E0616
+    /// use hmem_provider_verbs::sys::Functions;
+    ///
+    /// unsafe extern "C" fn nothing() -> std::ffi::c_int {
+    ///     0
+    /// }
+    ///
+    /// let mut functions = Functions::find().unwrap();
+    /// functions.fork_init = nothing;
+    /// ```
     pub unsafe fn from_lookup(
         lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
     ) -> Result<Self> {
