@@ -7,7 +7,7 @@ use std::{
 };
 
 use hmem_core::{
-    AuthKey, MrMode, ProcessMark, RawKey, Registry, Result,
+    AuthKey, ErrorKind, MrMode, ProcessMark, RawKey, Registry, Result,
     provider::{DomainRequest, StagingAttr},
 };
 use hmem_p2p::staging::Pool;
@@ -77,7 +77,18 @@ impl DomainState {
     }
 
     pub(super) fn deregister(&self, token: Token) -> Result<()> {
-        let (bytes, parent) = self.nic.regions.remove(self.id, token)?;
+        let regions = &self.nic.regions;
+        let removed = match regions.remove(self.id, token) {
+            // A transfer may still use a window that was unbound when its endpoint closed.
+            Err(busy) if busy.kind() == ErrorKind::Busy => {
+                if !self.windows.end_bindings_to(token)? {
+                    return Err(busy);
+                }
+                regions.remove(self.id, token)
+            }
+            removed => removed,
+        };
+        let (bytes, parent) = removed?;
         self.nic.release(bytes);
         if let Some(parent) = parent {
             self.nic.regions.remove_dependent(self.id, parent);

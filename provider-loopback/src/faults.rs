@@ -36,6 +36,9 @@ pub enum Call {
     /// A call of `ProviderDomain::deregister`. [`Faults::hold`] stops the call before it changes
     /// anything.
     Deregister,
+    /// The wait of a deregistration for transfers through windows of the region that were unbound
+    /// when their endpoint closed.
+    EndBinding,
     /// A call of `Enabling::enable`.
     Enable,
     /// A call of `RegionCounters::bind_counter`.
@@ -83,11 +86,12 @@ pub enum Call {
 
 impl Call {
     /// All kinds of calls, in the order of the variants.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 24] = [
         Self::OpenDomain,
         Self::Register,
         Self::RegisterSub,
         Self::Deregister,
+        Self::EndBinding,
         Self::Enable,
         Self::BindCounter,
         Self::BindEndpoint,
@@ -118,6 +122,7 @@ impl Call {
             Self::Enable => "enable",
             Self::BindCounter => "bind counter",
             Self::BindEndpoint => "bind endpoint",
+            Self::EndBinding => "end window binding",
             Self::Refresh => "refresh",
             Self::RawKey => "raw key",
             Self::MapRaw => "map raw key",

@@ -12,14 +12,15 @@
 //!
 //! When unbinding or invalidation returns, the key is invalid and no transfer uses it. A copy
 //! engine must not unbind or invalidate a window of the transfer that called it: the call would
-//! wait for its own transfer. If the endpoint of a type 2 window closes, only step 1 happens, and
-//! the binding ends with the last of its guards.
+//! wait for its own transfer. If the endpoint of a type 2 window closes, step 2 is left out for a
+//! binding that a transfer uses. The next call that ends the window's bindings, or the
+//! deregistration of the region, does that step.
 
 use std::{
     collections::HashMap,
     fmt,
     sync::{
-        Arc, Weak,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -35,6 +36,7 @@ use parking_lot::{ArcRwLockReadGuard, Mutex, RawRwLock, RwLock};
 use smallvec::SmallVec;
 
 use super::{
+    Call,
     keys::{DomainKeys, KnownGeneration, Token},
     nic::Nic,
     region::{AccessStart, Refusal, Region, denied},
@@ -75,8 +77,8 @@ struct State {
     prefix: u64,
     tag: u8,
     binding: Option<Arc<RwLock<Binding>>>,
-    /// Bindings that were removed from the window but may still be in use by transfers.
-    ending: Vec<Weak<RwLock<Binding>>>,
+    /// Bindings that were removed from the window. Each has ended, or is in use by transfers.
+    ending: Endings,
     freed: bool,
     /// The number of posted binds and invalidations that have not ended.
     posted: u32,
@@ -170,13 +172,10 @@ impl State {
     /// Returns the bindings that the caller must wait for: the removed binding, and earlier
     /// bindings that other threads have removed.
     fn take_binding(&mut self) -> Endings {
-        self.ending.retain(|binding| binding.strong_count() > 0);
-        let mut endings: Endings = self.ending.iter().filter_map(Weak::upgrade).collect();
-        if let Some(binding) = self.binding.take() {
-            self.ending.push(Arc::downgrade(&binding));
-            endings.push(binding);
-        }
-        endings
+        let has_ended = |binding: &RwLock<Binding>| binding.try_read().is_some_and(|it| it.ended);
+        self.ending.retain(|binding| !has_ended(binding));
+        self.ending.extend(self.binding.take());
+        self.ending.clone()
     }
 
     /// Returns the number of the endpoint that bound a type 2 window.
@@ -340,8 +339,14 @@ impl Windows {
             self.random_prefix(&mut index)
         };
         index.last_token += 1;
-        let state =
-            State { prefix, tag: 0, binding: None, ending: Vec::new(), freed: false, posted: 0 };
+        let state = State {
+            prefix,
+            tag: 0,
+            binding: None,
+            ending: Endings::new(),
+            freed: false,
+            posted: 0,
+        };
         let window = Arc::new(Window { token: index.last_token, kind, state: Mutex::new(state) });
         index.by_token.insert(window.token, Arc::clone(&window));
         index.by_prefix.insert(prefix, Arc::clone(&window));
@@ -563,7 +568,7 @@ impl Windows {
     /// Invalidates the keys that were bound through a closed endpoint.
     ///
     /// Does not wait for transfers, because a transfer may have closed the endpoint on this thread.
-    /// A binding that transfers use ends with the last of them.
+    /// A binding that transfers use ends later ([`Windows::end_bindings_to`]).
     pub(super) fn end_of_endpoint(&self, endpoint: u64) {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         for window in windows {
@@ -572,10 +577,31 @@ impl Windows {
                 let is_tied = state.endpoint() == Some(endpoint);
                 is_tied.then(|| state.take_binding())
             };
-            // Drops the bindings outside the window's lock, because the last reference releases the
-            // region.
-            drop(tied);
+            for mut unused in tied.iter().flatten().filter_map(|binding| binding.try_write()) {
+                unused.release();
+            }
         }
+    }
+
+    /// Ends the bindings to a region that were removed from their windows when an endpoint closed.
+    /// Waits for the transfers that use them. Returns false if there are none.
+    pub(super) fn end_bindings_to(&self, region: Token) -> Result<bool> {
+        let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
+        let is_to = |binding: &Arc<RwLock<Binding>>| {
+            // Fails only while another thread ends the binding.
+            binding.try_read_recursive().is_none_or(|it| it.region == region && !it.ended)
+        };
+        let of = |window: Arc<Window>| {
+            let endings = window.state.lock().ending.clone();
+            endings.into_iter().filter(is_to)
+        };
+        let endings: Endings = windows.into_iter().flat_map(of).collect();
+        if endings.is_empty() {
+            return Ok(false);
+        }
+        self.nic.config.faults.enter(Call::EndBinding)?;
+        Binding::end_all(&endings);
+        Ok(true)
     }
 
     /// Finds the window that a message to `endpoint` invalidates by its key.

@@ -8,7 +8,7 @@ mod support;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use hmem_core::{
-    Access, Addressing, ErrorKind, MrMode,
+    Access, Addressing, ErrorKind, Iova, MrMode, RemoteKey,
     provider::{WindowBind, WindowState, WindowType},
     transfer::{Operation, PeerId},
 };
@@ -187,6 +187,52 @@ fn window_bound_while_its_endpoint_closes_is_free_afterwards() {
     assert_eq!(windows.window_status(window).unwrap().state, WindowState::Free);
     refused(bound, ErrorKind::BadState);
     domain.deregister(region).expect("no window is bound");
+}
+
+/// MR-11: a region closes right after the endpoint of its window, although a transfer through the
+/// window is in flight. The deregistration waits for that transfer.
+#[test]
+fn region_closes_after_the_endpoint_of_its_window_during_a_transfer() {
+    for close_twice in [false, true] {
+        let faults = Faults::new();
+        let provider = Loopback::builder().faults(&faults).build().unwrap();
+        let pair = Pair::new(provider, MrMode::empty());
+        let domain = &pair.there.domain;
+        let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
+        let attr = RegAttr::key(1).access(Access::RECV | Access::MW_BIND);
+        let region = attr.register(&**domain, &[host(target.range(), true)]).unwrap();
+        let windows = domain.windows().unwrap();
+        let window = windows.alloc_window(WindowType::TwoB).unwrap();
+        let (access, addressing) = (Access::REMOTE_WRITE, Addressing::ZeroBased);
+        let bind = WindowBind { region, offset: 0, len: 64, access, addressing };
+        windows.bind_window_now(&*pair.there.endpoint, window, &bind, 1).unwrap();
+        let number = windows.window_status(window).unwrap().key;
+        let key = RemoteKey::new(addressing, Iova(0), 64, number);
+        std::thread::scope(|scope| {
+            let gate = faults.hold(Call::Transfer);
+            let writing = scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, 0));
+            gate.wait_held();
+            pair.there.endpoint.close().unwrap();
+            if close_twice {
+                // The window is bound through another endpoint, and that endpoint closes too.
+                let other = End::open(domain);
+                windows.bind_window_now(&*other.endpoint, window, &bind, 2).unwrap();
+                other.endpoint.close().unwrap();
+            }
+            let closing = scope.spawn(|| (domain.deregister(region), target.bytes()));
+            while faults.calls(Call::EndBinding) == 0 && !closing.is_finished() {
+                std::thread::yield_now();
+            }
+            assert!(!closing.is_finished(), "refused, or closed in the middle of a transfer");
+            gate.release();
+            assert_eq!(writing.join().unwrap().unwrap(), 64);
+            let (closed, seen) = closing.join().unwrap();
+            closed.expect("the transfer has ended");
+            assert_eq!(seen, [1; 64], "the transfer ended before the deregistration returned");
+        });
+        assert_eq!(domain.live().regions, 0);
+        windows.free_window(window).unwrap();
+    }
 }
 
 #[test]
