@@ -19,7 +19,9 @@ use std::{
 use hmem::{
     Access, Address, AddressRange, Rejected, Result,
     cache::{Cache, CacheBackend, Key, Limits},
-    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription},
+    monitor::{
+        GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
+    },
     system::monitor::{Layered, MemHooks, UserFaultFd},
 };
 use report::{
@@ -44,14 +46,16 @@ impl Invalidator for CountingInvalidator {
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {}
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;

@@ -114,14 +114,14 @@ fn with_defaults(pages: usize) {
     assert!(limits.contains(&format!("vm.max_map_count = {}", limit())), "{limits}");
     let (domain, statistics) = pass(&hmem, pages);
     assert_eq!(statistics.uncached, 0, "memhooks watch what userfaultfd does not");
-    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale();
+    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale;
     assert!(why.contains("the hooks alone watch"), "{why}");
 }
 
 fn with_userfaultfd_alone(pages: usize) {
     let (domain, statistics) = pass(&hmem(Some(HostMonitorKind::UserFaultFd)), pages);
     assert!(statistics.registrations > pages as u64 / 2, "{statistics:?}");
-    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale();
+    let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale;
     assert!(why.contains("refused so far"), "{why}");
 }
 

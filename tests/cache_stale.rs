@@ -23,7 +23,7 @@ use hmem::{
     Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode,
     RemoteKey, Result,
     loopback::{Loopback, Memory},
-    monitor::Monitor,
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor},
     provider::{CompletionQueue, EndpointAttr, Provider},
     system::monitor::{ImportMonitor, Layered, MemHooks, UserFaultFd},
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
@@ -447,6 +447,62 @@ fn both(rounds: Option<u64>) {
     assert_none_stale(&both, &HOOKED, rounds, true);
     assert_none_stale(&both, &SEGMENTS, rounds, true);
     assert_none_stale(&both, &RAW, rounds, false);
+}
+
+/// An invalidator that keeps nothing.
+#[derive(Debug)]
+struct Indifferent;
+
+impl Invalidator for Indifferent {
+    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
+
+    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
+        InvalidationToken::unnumbered()
+    }
+
+    fn invalidate_end(&self, _: InvalidationToken) {}
+
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
+
+    fn open_gate(&self, _: GateToken) {}
+}
+
+/// CACHE-11
+#[test]
+fn code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache() {
+    let name = "code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache";
+    alone(name, || {
+        let start = || -> Arc<dyn Monitor> {
+            let hooks = MemHooks::start().expect("memhooks work here");
+            Layered::new(hooks, UserFaultFd::start().expect("userfaultfd works here"))
+        };
+        let (ours, other) = (start(), start());
+        let net = Net::open(&Nic::Pinned, &ours);
+        let [at, elsewhere] = [(); 2].map(|()| map(ptr::null_mut(), OWN));
+        let range = |at: *mut libc::c_void| {
+            AddressRange::new(Address::of_ptr(at), page() as u64).expect("no wrap")
+        };
+        let write = |number: u64| {
+            // SAFETY: the test's own page, which only the NIC reads meanwhile.
+            unsafe { at.cast::<u64>().write_volatile(number) };
+        };
+        write(1);
+        assert_eq!(net.pulled(range(at)), 1);
+        assert_eq!(net.domain.cache().expect("a cache").entries().len(), 1, "cached");
+        // The numbers of these subscriptions are those that the cache's monitor uses too.
+        for _ in 0..16 {
+            let subscription = other.subscribe(range(elsewhere), Arc::new(Indifferent));
+            ours.unsubscribe(subscription.expect("watched"));
+        }
+        unmap(at);
+        assert_eq!(map(at, FIXED), at);
+        write(2);
+        assert_eq!(net.pulled(range(at)), 2, "a registration of the unmapped page");
+        unmap(at);
+        unmap(elsewhere);
+    });
 }
 
 /// MR-07

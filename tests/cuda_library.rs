@@ -54,7 +54,7 @@ fn direct_frees_in_a_loaded_library_end_cached_registrations() {
     let domain = hmem.domain("loopback", attr).expect("a domain");
     let cache = domain.cache().expect("a cache");
     let monitor = cache.monitor(IfaceKind::CUDA).expect("a monitor");
-    assert_eq!(monitor.name(), "cuda-hooks+identity", "{}", monitor.rationale());
+    assert_eq!(monitor.name, "cuda-hooks+identity", "{}", monitor.rationale);
 
     let check = |code| assert_eq!(code, CuResult::CUDA_SUCCESS);
     let mut context = CuContext::NULL;

@@ -7,7 +7,10 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange,
-    monitor::{FreeSubscriptions, InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{
+        FreeSubscriptions, GateToken, InvalidationCause, InvalidationToken, Invalidator,
+        Subscription,
+    },
 };
 use parking_lot::Mutex;
 
@@ -22,16 +25,18 @@ impl Invalidator for Recorder {
 
     fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
         self.0.lock().push("start");
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _change: InvalidationToken) {
         self.0.lock().push("end");
     }
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// REL-01
@@ -53,4 +58,20 @@ fn panicking_free_ends_its_invalidations() {
     assert_eq!(*before.0.lock(), ["start", "end"]);
     assert_eq!(*during.0.lock(), ["invalidate"], "the free was in progress");
     assert!(after.0.lock().is_empty(), "no free is in progress any more");
+}
+
+/// MON-09
+#[test]
+fn subscription_of_another_monitor_ends_nothing() {
+    let [ours, other] = [(); 2].map(|()| FreeSubscriptions::default());
+    let range = AddressRange::new(Address(0x1000), 4096).expect("range");
+    let recorder = Arc::<Recorder>::default();
+    let subscription = ours.add(range, Arc::clone(&recorder) as _);
+    ours.remove(other.add(range, Arc::<Recorder>::default()));
+    ours.remove(Subscription::unnumbered());
+    ours.while_freeing(range, || ());
+    assert_eq!(*recorder.0.lock(), ["start", "end"]);
+    ours.remove(subscription);
+    ours.while_freeing(range, || ());
+    assert_eq!(recorder.0.lock().len(), 2, "unsubscribed");
 }

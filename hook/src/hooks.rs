@@ -10,13 +10,13 @@ use std::{
 
 use hmem_core::{
     Result,
-    monitor::{Invalidator, Subscription},
+    monitor::{Invalidator, Subscription, TokenIssuer},
 };
 use parking_lot::Mutex;
 
 use crate::{
-    HasTable, HookRegistry, MonitorName, Patches, SLOTS, Subscribers, process::Process,
-    table::identity,
+    HasTable, HookRegistry, MonitorName, Patches, SLOTS, SlotSubscription, Subscribers,
+    process::Process, table::identity,
 };
 
 /// Hooked functions and the subscriptions of one monitor.
@@ -38,7 +38,7 @@ use crate::{
 ///
 /// use hmem_core::{
 ///     AddressRange, IfaceKind, Result,
-///     monitor::{InvalidationCause, InvalidationToken, Invalidator},
+///     monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator},
 /// };
 /// use hmem_hook::{
 ///     HookRegistry, Hooks, MonitorName, PatchTarget, Patches, SubscriberTable, clamped,
@@ -90,11 +90,13 @@ use crate::{
 ///         cause: InvalidationCause,
 ///     ) -> InvalidationToken {
 ///         self.invalidate(range, cause);
-///         InvalidationToken(0)
+///         InvalidationToken::unnumbered()
 ///     }
 ///     fn invalidate_end(&self, _: InvalidationToken) {}
-///     fn close_gate(&self) {}
-///     fn open_gate(&self) {}
+///     fn close_gate(&self) -> GateToken {
+///         GateToken::unnumbered()
+///     }
+///     fn open_gate(&self, _: GateToken) {}
 /// }
 ///
 /// let counter = Arc::new(CallCounter::default());
@@ -120,10 +122,13 @@ pub struct Hooks<T: HasTable + 'static> {
     monitor: MonitorName,
     process: &'static Process<T>,
     patches: &'static Patches,
+    /// The issuer of this monitor's subscriptions. Their numbers are those of the slots.
+    issuer: TokenIssuer,
     own: [OwnSubscriptions; SLOTS],
-    /// The lock that a thread holds while it adds the first or removes the last subscription of an
-    /// invalidator.
-    first_and_last: Mutex<()>,
+    /// The subscription to the process's table of each invalidator with subscriptions to this
+    /// monitor, by slot. A thread holds the lock while it adds the first or removes the last
+    /// subscription of an invalidator.
+    in_table: Mutex<[Option<SlotSubscription>; SLOTS]>,
 }
 
 /// The subscriptions of one invalidator to this monitor. Together they count as one subscription in
@@ -160,7 +165,7 @@ impl OwnSubscriptions {
     }
 
     /// Stores the first subscription of an invalidator. The caller must hold the lock
-    /// `first_and_last`.
+    /// [`Hooks::in_table`].
     fn begin(&self, invalidator: usize) {
         self.invalidator.store(invalidator, Ordering::Relaxed);
         let before = self.count.load(Ordering::Relaxed);
@@ -174,8 +179,8 @@ impl OwnSubscriptions {
         self.subtract_if(|count| count > 1).is_some()
     }
 
-    /// Removes a subscription. Returns true if it was the last, and false if others are left or if
-    /// there was none. The caller must hold the lock `first_and_last`.
+    /// Removes a subscription. Returns true if it was the last, and false if others are left. The
+    /// caller must hold the lock [`Hooks::in_table`].
     fn end(&self) -> bool {
         self.subtract_if(|count| count > 0).is_some_and(|before| before & COUNT == 1)
     }
@@ -211,8 +216,9 @@ impl<T: HasTable> Hooks<T> {
             monitor,
             process,
             patches,
+            issuer: TokenIssuer::new(),
             own: array::from_fn(|_| OwnSubscriptions::default()),
-            first_and_last: Mutex::new(()),
+            in_table: Mutex::new([const { None }; SLOTS]),
         })
     }
 
@@ -277,18 +283,23 @@ impl<T: HasTable> Hooks<T> {
         let subscription = self.subscribe_first(invalidator)?;
         // Another thread may have detected an overwritten patch and notified all subscribers just
         // before this one was added. So the patches are checked again.
-        self.check_patches("subscribe").inspect_err(|_| self.unsubscribe(subscription))?;
+        if let Err(error) = self.check_patches("subscribe") {
+            self.unsubscribe(subscription);
+            return Err(error);
+        }
         Ok(subscription)
     }
 
     fn subscribe_first(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
-        let _one_at_a_time = self.first_and_last.lock();
+        let mut in_table = self.in_table.lock();
         if let Some(subscription) = self.subscribe_again(invalidator) {
             return Ok(subscription);
         }
-        let slot = self.subscribers().add(invalidator)?;
-        self.own[usize::from(slot)].begin(identity(invalidator));
-        Ok(Subscription(slot.into()))
+        let entry = self.subscribers().add(invalidator)?;
+        let slot = entry.slot();
+        in_table[slot] = Some(entry);
+        self.own[slot].begin(identity(invalidator));
+        Ok(Subscription::new(&self.issuer, slot as u64))
     }
 
     /// Adds a subscription without a lock, if the invalidator is already subscribed to this
@@ -297,28 +308,28 @@ impl<T: HasTable> Hooks<T> {
         // The caller's invalidator is alive, so no other live invalidator has the same address.
         let wanted = identity(invalidator);
         let slot = self.subscribers().table().taken().find(|slot| self.own[*slot].join(wanted))?;
-        Some(Subscription(slot as u64))
+        Some(Subscription::new(&self.issuer, slot as u64))
     }
 
-    /// Ends a subscription. Does nothing in a forked child, or if the number is unknown.
+    /// Ends a subscription. Does nothing in a forked child, or with the subscription of another
+    /// `Hooks`.
     ///
     /// The end of an invalidator's last subscription waits for the hooks that run at the moment.
     /// After this, no hook calls the invalidator, unless the invalidator is subscribed to another
     /// monitor of the registry. The caller must not be inside a notification.
-    ///
-    /// Call this method only once for each subscription. Afterwards the same subscription number
-    /// may belong to another invalidator.
     pub fn unsubscribe(&self, subscription: Subscription) {
         if !self.is_own_process() {
             return;
         }
-        let Some(own) = self.own.get(subscription.0 as usize) else { return };
+        let Some(slot) = subscription.redeem(&self.issuer) else { return };
+        let (slot, own) = (slot as usize, &self.own[slot as usize]);
         if own.remove_unless_last() {
             return;
         }
-        let one_at_a_time = self.first_and_last.lock();
-        let gone = own.end().then(|| self.subscribers().remove(subscription.0 as u8));
-        drop(one_at_a_time);
+        let mut in_table = self.in_table.lock();
+        let last = if own.end() { in_table[slot].take() } else { None };
+        let gone = last.and_then(|entry| self.subscribers().remove(entry));
+        drop(in_table);
         // Dropping the invalidator may call this method again, so the lock is released before.
         drop(gone);
     }
@@ -329,10 +340,8 @@ impl<T: HasTable> Drop for Hooks<T> {
         if !self.is_own_process() {
             return;
         }
-        for (slot, own) in self.own.iter_mut().enumerate() {
-            if *own.count.get_mut() & COUNT > 0 {
-                self.process.subscribers().remove(slot as u8);
-            }
+        for entry in self.in_table.get_mut().iter_mut().filter_map(Option::take) {
+            self.process.subscribers().remove(entry);
         }
         self.process.uninstall(self.patches);
     }

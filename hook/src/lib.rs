@@ -68,6 +68,8 @@ pub use self::{
 };
 pub use self::{
     name::MonitorName,
-    table::{HasTable, SLOTS, SubscriberTable, Subscribers, TableReadGuard, clamped},
+    table::{
+        HasTable, SLOTS, SlotSubscription, SubscriberTable, Subscribers, TableReadGuard, clamped,
+    },
     wiped::{Wipeable, WipedOnFork},
 };

@@ -43,7 +43,10 @@ use std::{
     time::Duration,
 };
 
-use hmem_core::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
+use hmem_core::{
+    AddressRange, Error, ErrorKind, Result,
+    monitor::{Invalidator, Subscription, TokenIssuer},
+};
 use parking_lot::Mutex;
 
 use crate::{MonitorName, Wipeable, WipedOnFork};
@@ -233,11 +236,28 @@ struct SubscriptionCounts {
     subscriptions: [u64; SLOTS],
 }
 
+/// A subscription of an invalidator to a table, which [`Subscribers::remove`] ends.
+#[derive(Debug)]
+pub struct SlotSubscription {
+    slot: u8,
+    subscription: Subscription,
+}
+
+impl SlotSubscription {
+    /// Returns the slot of the invalidator, below [`SLOTS`].
+    #[inline]
+    #[must_use]
+    pub fn slot(&self) -> usize {
+        self.slot.into()
+    }
+}
+
 /// The invalidators that one set of hooks notifies, with their subscriptions.
 ///
 /// Adding and removing subscriptions takes a lock. Hooks and forked children never take it.
 pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
+    issuer: TokenIssuer,
     shared: WipedOnFork<T>,
     counts: Mutex<SubscriptionCounts>,
 }
@@ -263,7 +283,12 @@ impl<T: HasTable> Subscribers<T> {
     pub fn new(monitor: MonitorName) -> Result<Self> {
         let counts =
             SubscriptionCounts { by_invalidator: HashMap::new(), subscriptions: [0; SLOTS] };
-        Ok(Self { monitor, shared: WipedOnFork::new(monitor)?, counts: Mutex::new(counts) })
+        Ok(Self {
+            monitor,
+            issuer: TokenIssuer::new(),
+            shared: WipedOnFork::new(monitor)?,
+            counts: Mutex::new(counts),
+        })
     }
 
     /// Returns the value that hooks and other threads read. It contains the table, and a forked
@@ -279,8 +304,8 @@ impl<T: HasTable> Subscribers<T> {
         self.shared.table()
     }
 
-    /// Adds a subscription of `invalidator` and returns the invalidator's slot. Every reader of the
-    /// table that is in flight when this method returns notifies the invalidator too.
+    /// Adds a subscription of `invalidator`. Every reader of the table that is in flight when this
+    /// method returns notifies the invalidator too.
     ///
     /// The first subscription of an invalidator waits until every [`TableReadGuard`] of earlier
     /// readers is dropped. So the caller must not hold such a guard.
@@ -288,7 +313,7 @@ impl<T: HasTable> Subscribers<T> {
     /// # Errors
     /// - OutOfResources: [`SLOTS`] invalidators are subscribed.
     /// - Unsupported: this process is a forked child.
-    pub fn add(&self, invalidator: &Arc<dyn Invalidator>) -> Result<u8> {
+    pub fn add(&self, invalidator: &Arc<dyn Invalidator>) -> Result<SlotSubscription> {
         if !self.shared.is_own_process() {
             return Err(self.monitor.forked("subscribe"));
         }
@@ -296,7 +321,7 @@ impl<T: HasTable> Subscribers<T> {
         let key = identity(invalidator);
         if let Some(&slot) = counts.by_invalidator.get(&key) {
             counts.subscriptions[usize::from(slot)] += 1;
-            return Ok(slot);
+            return Ok(self.issue(slot));
         }
         let table = self.table();
         let slot = table.taken.load(SeqCst).trailing_ones() as usize;
@@ -312,21 +337,26 @@ impl<T: HasTable> Subscribers<T> {
         table.wait_for_readers();
         counts.by_invalidator.insert(key, slot as u8);
         counts.subscriptions[slot] = 1;
-        Ok(slot as u8)
+        Ok(self.issue(slot as u8))
+    }
+
+    fn issue(&self, slot: u8) -> SlotSubscription {
+        SlotSubscription { slot, subscription: Subscription::new(&self.issuer, slot.into()) }
     }
 
     /// Removes a subscription. If this was the invalidator's last subscription, returns the
-    /// invalidator, which hooks no longer call. Returns `None` otherwise, and in a forked child.
+    /// invalidator, which hooks no longer call. Returns `None` otherwise, with the subscription of
+    /// another table, and in a forked child.
     ///
     /// The removal of the last subscription waits until every [`TableReadGuard`] of earlier readers
     /// is dropped. So the caller must not hold such a guard.
-    pub fn remove(&self, slot: u8) -> Option<Arc<dyn Invalidator>> {
+    pub fn remove(&self, subscription: SlotSubscription) -> Option<Arc<dyn Invalidator>> {
         if !self.shared.is_own_process() {
             return None;
         }
+        let slot = subscription.subscription.redeem(&self.issuer)? as usize;
         let mut counts = self.counts.lock();
-        let slot = usize::from(slot);
-        let left = counts.subscriptions.get(slot).and_then(|count| count.checked_sub(1))?;
+        let left = counts.subscriptions[slot] - 1;
         counts.subscriptions[slot] = left;
         if left > 0 {
             return None;

@@ -13,7 +13,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, IfaceKind, Result,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator, Subscription},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Subscription},
 };
 use hmem_hook::{HookRegistry, Hooks, MonitorName, PatchTarget, Patches, SubscriberTable, clamped};
 
@@ -73,11 +73,13 @@ impl Invalidator for CallCounter {
         self.0.fetch_add(1, Ordering::SeqCst);
     }
     fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
     fn invalidate_end(&self, _: InvalidationToken) {}
-    fn close_gate(&self) {}
-    fn open_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// A change notifies subscribed invalidators only, while other threads subscribe and unsubscribe.
@@ -172,4 +174,25 @@ fn invalidator_in_a_new_slot_is_dropped_after_unsubscribe() {
     change();
     assert_eq!(counters.each_ref().map(|counter| counter.times()), [1, 2]);
     assert_eq!(Arc::strong_count(&ours), 2, "held by the test only");
+}
+
+/// MON-09
+///
+/// Both monitors give their invalidator a slot. A subscription of one monitor ends none of the
+/// other, whose slot has the same number.
+#[test]
+fn subscription_of_another_monitor_ends_nothing() {
+    let _one = ONE_AT_A_TIME.lock().unwrap();
+    let [ours, other] = [(); 2].map(|()| Hooks::start(&REGISTRY, NAME, plan).unwrap());
+    let counter = Arc::new(CallCounter::default());
+    let invalidator: Arc<dyn Invalidator> = Arc::<CallCounter>::clone(&counter);
+    let subscription = ours.subscribe(&invalidator).unwrap();
+    ours.unsubscribe(other.subscribe(&invalidator).unwrap());
+    ours.unsubscribe(Subscription::unnumbered());
+    drop(other);
+    change();
+    assert_eq!(counter.times(), 1, "still subscribed");
+    ours.unsubscribe(subscription);
+    change();
+    assert_eq!(counter.times(), 1);
 }

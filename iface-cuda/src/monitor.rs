@@ -18,7 +18,6 @@
 //! - host memory that the application page-locked: the monitor of system memory watches it.
 
 use std::{
-    collections::HashMap,
     fmt,
     str::FromStr,
     sync::{Arc, Weak},
@@ -29,6 +28,7 @@ use hmem_core::{
     iface::MonitorSource,
     monitor::{
         DetectionMethod, FreeSubscriptions, InvalidationCause, Invalidator, Monitor, Subscription,
+        SubscriptionMap,
     },
 };
 use parking_lot::Mutex;
@@ -165,7 +165,7 @@ impl MonitorSource for CudaMonitors {
             hooks,
             by_hooks: kind == CudaMonitorKind::Hooks,
             why,
-            hooked: Mutex::default(),
+            own: Mutex::default(),
         }))
     }
 }
@@ -178,31 +178,28 @@ struct CudaMonitor {
     /// True if a hit relies on the hooks, and does not query the identity.
     by_hooks: bool,
     why: String,
-    /// Subscriptions to the hooks. The keys are the numbers of subscriptions to this monitor.
-    hooked: Mutex<HashMap<u64, Subscription>>,
+    /// The subscriptions to this monitor. Each value is a subscription to frees by the iface, and
+    /// a subscription to the hooks unless the monitor has none or could not subscribe to them.
+    own: Mutex<SubscriptionMap<(Subscription, Option<Subscription>)>>,
 }
 
 impl CudaMonitor {
     /// Subscribes the invalidator to the hooked frees. A failure is an error only if hits rely on
     /// the hooks. Otherwise identities detect the frees.
-    fn hook(&self, subscription: Subscription, invalidator: Arc<dyn Invalidator>) -> Result<()> {
-        let Some(hooks) = &self.hooks else { return Ok(()) };
+    fn hook(&self, invalidator: Arc<dyn Invalidator>) -> Result<Option<Subscription>> {
+        let Some(hooks) = &self.hooks else { return Ok(None) };
         match hooks.subscribe(invalidator) {
-            Ok(hooked) => {
-                self.hooked.lock().insert(subscription.0, hooked);
-                Ok(())
-            }
+            Ok(hooked) => Ok(Some(hooked)),
             Err(error) if self.by_hooks => Err(error),
             Err(error) => {
                 tracing::warn!(%error, "cannot hook CUDA frees; cache hits query the allocation \
                                         identity instead");
-                Ok(())
+                Ok(None)
             }
         }
     }
 
-    fn unhook(&self, subscription: Subscription) {
-        let hooked = self.hooked.lock().remove(&subscription.0);
+    fn unhook(&self, hooked: Option<Subscription>) {
         if let (Some(hooks), Some(hooked)) = (&self.hooks, hooked) {
             hooks.unsubscribe(hooked);
         }
@@ -255,9 +252,9 @@ impl Monitor for CudaMonitor {
         // The memory is queried after the subscription. The query detects an earlier free, and a
         // later free notifies the subscriber.
         let subscription = subscriptions.add(range, Arc::clone(&invalidator));
-        let found = match self.hook(subscription, invalidator) {
-            Ok(()) => lookup.find(range.start()),
-            Err(error) => Err(error),
+        let (hooked, found) = match self.hook(invalidator) {
+            Ok(hooked) => (hooked, lookup.find(range.start())),
+            Err(error) => (None, Err(error)),
         };
         let watched = match &found {
             Ok(Some(found)) => {
@@ -267,9 +264,9 @@ impl Monitor for CudaMonitor {
             _ => false,
         };
         if watched {
-            return Ok(subscription);
+            return Ok(self.own.lock().insert((subscription, hooked)));
         }
-        self.unhook(subscription);
+        self.unhook(hooked);
         subscriptions.remove(subscription);
         match found?.map(|found| found.allocation.kind) {
             None => refuse("only live allocations of CUDA can be watched"),
@@ -284,7 +281,8 @@ impl Monitor for CudaMonitor {
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
-        self.unhook(subscription);
+        let Some((subscription, hooked)) = self.own.lock().remove(subscription) else { return };
+        self.unhook(hooked);
         if let Some(subscriptions) = self.subscriptions.upgrade() {
             subscriptions.remove(subscription);
         }

@@ -12,7 +12,7 @@ use std::{env, ffi::c_int, path::Path, sync::Arc};
 
 use hmem_core::{
     AddressRange, ErrorKind,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_iface_cuda::{
     Cuda, FreeHooks,
@@ -116,14 +116,16 @@ impl Invalidator for RecordingSubscriber {
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {}
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// Every function of the real library can be hooked. The hooks also see calls of functions that

@@ -16,7 +16,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, Error, ErrorKind, IfaceKind, Result,
-    monitor::{InvalidationCause, Invalidator, Subscription},
+    monitor::{InvalidationCause, Invalidator, Subscription, TokenIssuer},
 };
 use parking_lot::Mutex;
 
@@ -25,6 +25,7 @@ use crate::sys::VmemHandle;
 /// Live allocations and page-locked ranges.
 #[derive(Debug, Default)]
 pub(crate) struct AllocationTable {
+    issuer: TokenIssuer,
     entries: Mutex<Entries>,
     /// Lock that a thread holds while it registers a callback, so that each allocation gets one
     /// callback only.
@@ -236,11 +237,13 @@ impl AllocationTable {
         entry.watchers.push((subscription, invalidator));
         let base = *base;
         entries.watched.insert(subscription, base);
-        Some(Subscription(subscription))
+        Some(Subscription::new(&self.issuer, subscription))
     }
 
-    /// Ends a subscription. Waits for a callback that is notifying the subscriber.
-    pub(crate) fn unwatch(&self, Subscription(subscription): Subscription) {
+    /// Ends a subscription. Waits for a callback that is notifying the subscriber. Does nothing
+    /// with the subscription of another table.
+    pub(crate) fn unwatch(&self, subscription: Subscription) {
+        let Some(subscription) = subscription.redeem(&self.issuer) else { return };
         let mut entries = self.entries.lock();
         let Some(base) = entries.watched.remove(&subscription) else { return };
         let unwatched = entries.live.get_mut(&base).and_then(|entry| {

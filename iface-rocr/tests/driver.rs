@@ -19,7 +19,8 @@ use hmem_core::{
     IfaceKind, Result,
     iface::{AllocRequest, DmaBufMapping, Facet, IpcHandle},
     monitor::{
-        DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
+        DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor,
+        Subscription,
     },
     provider::Nic,
 };
@@ -381,12 +382,14 @@ impl Invalidator for Listener {
     }
 
     fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {}
-    fn close_gate(&self) {}
-    fn open_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// MON-07 MON-09
@@ -428,11 +431,13 @@ struct LastReference(Arc<dyn Monitor>, Arc<AtomicU64>);
 impl Invalidator for LastReference {
     fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
     fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
     fn invalidate_end(&self, _: InvalidationToken) {}
-    fn close_gate(&self) {}
-    fn open_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
+    fn open_gate(&self, _: GateToken) {}
 }
 
 impl Drop for LastReference {
@@ -440,7 +445,7 @@ impl Drop for LastReference {
         let (done, ended) = std::sync::mpsc::channel();
         let monitor = Arc::clone(&self.0);
         std::thread::spawn(move || {
-            monitor.unsubscribe(Subscription(u64::MAX));
+            monitor.unsubscribe(Subscription::unnumbered());
             let _ = done.send(());
         });
         if ended.recv_timeout(std::time::Duration::from_secs(10)).is_ok() {

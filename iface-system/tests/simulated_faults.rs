@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Errno, Iface, IfaceExt, Result,
     iface::{AllocRequest, DmaBufMapping},
-    monitor::{InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_iface_system::{Call, FreeDetection, Simulated};
 use support::*;
@@ -28,14 +28,16 @@ impl Invalidator for Deaf {
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {}
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// Uses every operation of the iface, continues after failures, and returns the errors.

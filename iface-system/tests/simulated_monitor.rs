@@ -13,7 +13,9 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, ErrorKind, Iface, IfaceExt,
-    monitor::{DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Subscription},
+    monitor::{
+        DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Subscription,
+    },
 };
 use hmem_iface_system::{AddressReuse, FreeDetection, Simulated};
 use parking_lot::Mutex;
@@ -46,14 +48,16 @@ impl Invalidator for RangeRecorder {
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {}
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// An invalidator that runs a closure at each notification.
@@ -72,14 +76,16 @@ impl<F: Fn(AddressRange) + Send + Sync> Invalidator for RunOnNotify<F> {
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.invalidate(range, cause);
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {}
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Invalidator> {
@@ -161,7 +167,7 @@ fn callback_runs_before_the_free_and_may_use_the_iface() {
             let found = iface.query(range.start()).unwrap();
             let other = device(&*iface, 64);
             free(&*iface, &other).unwrap();
-            monitor.upgrade().unwrap().unsubscribe(subscription.lock().unwrap());
+            monitor.upgrade().unwrap().unsubscribe(subscription.lock().take().unwrap());
             *seen.lock() = Some((bytes, found));
         }
     };
@@ -213,9 +219,24 @@ fn after_unsubscribe_returns_the_invalidator_is_not_called() {
     let recorder = RangeRecorder::new();
     let subscription = monitor.subscribe(allocation.range, Arc::clone(&recorder) as _).unwrap();
     monitor.unsubscribe(subscription);
-    monitor.unsubscribe(subscription);
     free(&*simulated, &allocation).unwrap();
     assert!(recorder.ranges().is_empty());
+}
+
+/// MON-09
+#[test]
+fn subscription_of_another_device_ends_nothing() {
+    let [simulated, other] = [(); 2].map(|()| with_style(FreeDetection::Callback));
+    let [monitor, stranger] =
+        [&simulated, &other].map(|simulated| simulated.start_monitor().unwrap());
+    let [allocation, foreign] = [&simulated, &other].map(|simulated| device(&**simulated, 4096));
+    let recorder = RangeRecorder::new();
+    let subscribed = monitor.subscribe(allocation.range, Arc::clone(&recorder) as _).unwrap();
+    monitor.unsubscribe(stranger.subscribe(foreign.range, RangeRecorder::new()).unwrap());
+    free(&*simulated, &allocation).unwrap();
+    assert_eq!(recorder.ranges(), [allocation.range]);
+    monitor.unsubscribe(subscribed);
+    free(&*other, &foreign).unwrap();
 }
 
 /// MON-08

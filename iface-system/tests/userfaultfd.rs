@@ -10,6 +10,7 @@ mod monitors;
 mod supervised;
 
 use std::{
+    cell::Cell,
     ptr,
     sync::{
         Arc, Mutex,
@@ -20,7 +21,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, ErrorKind,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor},
 };
 use hmem_iface_system::monitor::{HostMonitorKind, MemHooks, SystemMonitor, UserFaultFd};
 use monitors::*;
@@ -218,11 +219,13 @@ fn no_fault_of_the_application_waits() {
             }
         }
         fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-            InvalidationToken(0)
+            InvalidationToken::unnumbered()
         }
         fn invalidate_end(&self, _: InvalidationToken) {}
-        fn close_gate(&self) {}
-        fn open_gate(&self) {}
+        fn close_gate(&self) -> GateToken {
+            GateToken::unnumbered()
+        }
+        fn open_gate(&self, _: GateToken) {}
     }
     let monitor = UserFaultFd::start().unwrap();
     let page = page();
@@ -327,9 +330,12 @@ fn overlapping_subscriptions_are_watched_until_the_last_is_gone() {
         (subscribe(pages(0, 4)), subscribe(pages(2, 6)), subscribe(pages(3, 4)));
     let now = || (0..6).map(|index| watched(at(index))).collect::<Vec<_>>();
     assert_eq!(now(), [true; 6]);
+    let other = UserFaultFd::start().unwrap();
+    let elsewhere = range(map(page), page);
+    monitor.unsubscribe(other.subscribe(elsewhere, Recorder::new()).unwrap());
+    assert_eq!(monitor.subscriptions(), 3, "a subscription of another monitor ends nothing");
     monitor.unsubscribe(low);
     assert_eq!(now(), [false, false, true, true, true, true]);
-    monitor.unsubscribe(low);
     monitor.unsubscribe(high);
     assert_eq!(now(), [false, false, false, true, false, false]);
     assert_eq!(monitor.subscriptions(), 1);
@@ -522,11 +528,13 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     let here = range(block, page);
     let recorder = Recorder::new();
     let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+    // The child has a copy of the subscription.
+    let subscription = Cell::new(Some(subscription));
     let status = forked(|| {
         // The child's unmap does not wait for the parent's thread that reads events.
         unmap(block, page);
         assert!(monitor.subscribe(here, Recorder::new()).unwrap_err().is_unsupported());
-        monitor.unsubscribe(subscription);
+        monitor.unsubscribe(subscription.take().unwrap());
         assert_eq!(monitor.subscriptions(), 0);
         // SAFETY: the child has its own copy of the reference count, and does not use the monitor
         // again.
@@ -543,7 +551,7 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     assert_eq!(recorder.about(here), []);
     unmap(block, page);
     expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
-    monitor.unsubscribe(subscription);
+    monitor.unsubscribe(subscription.take().unwrap());
 }
 
 fn dropped_monitor_blocks_no_thread_despite_a_child() {
@@ -622,18 +630,19 @@ impl Invalidator for OneEntry {
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.changing.fetch_add(1, SeqCst);
         self.invalidate(range, cause);
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {
         self.changing.fetch_sub(1, SeqCst);
     }
 
-    fn close_gate(&self) {
+    fn close_gate(&self) -> GateToken {
         self.gates.fetch_add(1, SeqCst);
+        GateToken::unnumbered()
     }
 
-    fn open_gate(&self) {
+    fn open_gate(&self, _: GateToken) {
         self.gates.fetch_sub(1, SeqCst);
     }
 }

@@ -78,7 +78,7 @@ impl Monitor for IdentityMonitor {
                 "allocations of a pool have one identity: the memory is registered uncached, \
                  unless it is allocated with ze_external_memory_export_desc_t",
             ),
-            Some(_) => Ok(Subscription(range.start().0)),
+            Some(_) => Ok(Subscription::unnumbered()),
         }
     }
 

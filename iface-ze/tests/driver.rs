@@ -229,11 +229,13 @@ impl hmem_core::monitor::Invalidator for IgnoringSubscriber {
         _: AddressRange,
         _: hmem_core::monitor::InvalidationCause,
     ) -> hmem_core::monitor::InvalidationToken {
-        hmem_core::monitor::InvalidationToken(0)
+        hmem_core::monitor::InvalidationToken::unnumbered()
     }
     fn invalidate_end(&self, _: hmem_core::monitor::InvalidationToken) {}
-    fn close_gate(&self) {}
-    fn open_gate(&self) {}
+    fn close_gate(&self) -> hmem_core::monitor::GateToken {
+        hmem_core::monitor::GateToken::unnumbered()
+    }
+    fn open_gate(&self, _: hmem_core::monitor::GateToken) {}
 }
 
 /// HM-01 MON-07

@@ -90,7 +90,7 @@ mod cases {
         let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, Memory::Pinned, true);
         let application = open(fixture.fake.as_ref());
         let cache = fixture.domain.cache().expect("a cache");
-        assert_eq!(cache.monitor(IfaceKind::ROCR).expect("a monitor").name(), "rocr-callback");
+        assert_eq!(cache.monitor(IfaceKind::ROCR).expect("a monitor").name, "rocr-callback");
         let (mut ids, mut reused, mut last) = (HashSet::new(), 0, Address(0));
         for round in 0..ROUNDS {
             let request =

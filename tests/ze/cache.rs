@@ -25,10 +25,7 @@ fn freed_and_reallocated_memory_is_never_a_hit() {
         let link = Link::open(profile, cached(CacheAttr::default()));
         let cache = link.domain.cache().expect("a cache");
         let monitor = cache.monitor(IfaceKind::ZE).expect("a monitor");
-        assert_eq!(
-            (monitor.name(), monitor.detection()),
-            ("ze-identity", DetectionMethod::Identity)
-        );
+        assert_eq!((&*monitor.name, monitor.detection), ("ze-identity", DetectionMethod::Identity));
         let (mut last, mut reused) = (None, 0);
         for round in 0..rounds {
             let buffer = link.buffer(LEN, AllocationKind::Device, DeviceId(0));

@@ -13,7 +13,10 @@ use std::{
 use hmem_core::{
     AddressRange, Iface, Result,
     iface::Facet,
-    monitor::{DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor},
+    monitor::{
+        DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor,
+        TokenIssuer,
+    },
 };
 
 use super::{buffers, is_missing, need};
@@ -49,12 +52,14 @@ impl Invalidator for NotificationCounter {
 
     fn invalidate_start(&self, range: AddressRange, _: InvalidationCause) -> InvalidationToken {
         self.note(range);
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {}
-    fn close_gate(&self) {}
-    fn open_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// Time that a query has for its answer during a free. An iface that holds a lock while it frees
@@ -65,6 +70,7 @@ const ANSWER_TIME: Duration = Duration::from_millis(100);
 /// about that range. `claims` counts the queries that still found an allocation there.
 #[derive(Debug)]
 struct QueryAtEnd {
+    issuer: TokenIssuer,
     iface: Arc<dyn Iface>,
     range: AddressRange,
     claims: AtomicU64,
@@ -96,17 +102,19 @@ impl Invalidator for QueryAtEnd {
     }
 
     fn invalidate_start(&self, range: AddressRange, _: InvalidationCause) -> InvalidationToken {
-        InvalidationToken(u32::from(range.overlaps(self.range)))
+        InvalidationToken::new(&self.issuer, range.overlaps(self.range).into())
     }
 
     fn invalidate_end(&self, token: InvalidationToken) {
-        if token == InvalidationToken(1) {
+        if token.redeem(&self.issuer) == Some(1) {
             self.query();
         }
     }
 
-    fn close_gate(&self) {}
-    fn open_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
+    fn open_gate(&self, _: GateToken) {}
 }
 
 fn start(iface: &dyn Iface) -> Result<Arc<dyn Monitor>, Skipped> {
@@ -178,6 +186,7 @@ pub(super) fn freed_memory_is_not_claimed_after_its_notification(
     for buffer in buffers(iface)? {
         let allocation = *buffer.allocation();
         let query = Arc::new(QueryAtEnd {
+            issuer: TokenIssuer::new(),
             iface: Arc::clone(iface),
             range: allocation.range,
             claims: AtomicU64::new(0),

@@ -49,7 +49,7 @@ impl Monitor for FaultyMonitor {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         match self.fault {
-            MonitorFault::NoNotification => Ok(Subscription(0)),
+            MonitorFault::NoNotification => Ok(Subscription::unnumbered()),
             MonitorFault::AlwaysValid => self.monitor.subscribe(range, invalidator),
             MonitorFault::RefusedSubscription => {
                 Err(Error::new(ErrorKind::Unsupported, "subscribe"))

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     AddressRange, Error, ProcessMark, Result,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, TokenIssuer},
 };
 
 /// The number of entries that a cache may have beyond its limit: invalidated entries that are not
@@ -32,6 +32,8 @@ pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) index: Index<S>,
     pub(super) limits: Limits,
     pub(super) backend: S,
+    /// The issuer of the tokens that monitors get from this cache.
+    issuer: TokenIssuer,
     /// The process that created the cache.
     pub(super) process: ProcessMark,
     pub(super) invalidated: CachePadded<InvalidatedStack>,
@@ -106,6 +108,7 @@ impl<S: CacheBackend> CacheCore<S> {
             index,
             limits,
             backend,
+            issuer: TokenIssuer::new(),
             process: ProcessMark::current()?,
             invalidated: CachePadded(InvalidatedStack::new()),
             active_invalidations: CachePadded(ActiveInvalidations::new()),
@@ -152,18 +155,28 @@ impl<S: CacheBackend> CacheCore<S> {
     pub(super) fn invalidate_bytes(&self, range: AddressRange) {
         let Some(last) = range.len().checked_sub(1) else { return };
         let start = range.start().0;
-        let change = self.publish(start, start + last, InvalidationCause::Application);
+        let slot = self.publish(start, start + last, InvalidationCause::Application);
         self.invalidate_between(start, start + last, InvalidationCause::Application);
-        self.invalidate_end(change);
+        self.active_invalidations.end(slot);
     }
 
-    /// Adds the addresses from `start` to `last` to the invalidations in progress, and issues a
-    /// fence. The caller must then invalidate the entries that overlap the addresses, and end the
-    /// invalidation.
-    fn publish(&self, start: u64, last: u64, cause: InvalidationCause) -> InvalidationToken {
-        let change = self.active_invalidations.begin(start, last, cause);
+    /// Adds the addresses from `start` to `last` to the invalidations in progress, issues a fence,
+    /// and returns the slot of the invalidation. The caller must then invalidate the entries that
+    /// overlap the addresses, and end the invalidation in that slot.
+    fn publish(&self, start: u64, last: u64, cause: InvalidationCause) -> u32 {
+        let slot = self.active_invalidations.begin(start, last, cause);
         fence_after_exchange();
-        change
+        slot
+    }
+
+    /// Begins an invalidation of the pages that contain a byte of the range, and returns its slot.
+    fn start_invalidation(&self, range: AddressRange, cause: InvalidationCause) -> u32 {
+        let (start, last) = whole_pages(range);
+        let slot = self.publish(start, last, cause);
+        if !range.is_empty() {
+            self.invalidate_between(start, last, cause);
+        }
+        slot
     }
 
     /// Invalidates the entries that overlap the addresses from `start` to `last`, and wakes the
@@ -197,29 +210,30 @@ fn whole_pages(range: AddressRange) -> (u64, u64) {
 
 impl<S: CacheBackend> Invalidator for CacheCore<S> {
     fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
-        let change = self.invalidate_start(range, cause);
-        self.invalidate_end(change);
+        let slot = self.start_invalidation(range, cause);
+        self.active_invalidations.end(slot);
     }
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
-        let (start, last) = whole_pages(range);
-        let change = self.publish(start, last, cause);
-        if !range.is_empty() {
-            self.invalidate_between(start, last, cause);
-        }
-        change
+        let slot = self.start_invalidation(range, cause);
+        InvalidationToken::new(&self.issuer, slot.into())
     }
 
     fn invalidate_end(&self, change: InvalidationToken) {
-        self.active_invalidations.end(&change);
+        if let Some(slot) = change.redeem(&self.issuer) {
+            self.active_invalidations.end(slot as u32);
+        }
     }
 
-    fn close_gate(&self) {
+    fn close_gate(&self) -> GateToken {
         self.leases.gate.close();
+        GateToken::new(&self.issuer)
     }
 
-    fn open_gate(&self) {
-        self.leases.gate.open();
+    fn open_gate(&self, closed: GateToken) {
+        if closed.redeem(&self.issuer) {
+            self.leases.gate.open();
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The invalidations in progress. A new entry that overlaps one of them is invalidated at once.
 
 use super::sync::{AtomicU32, AtomicU64, Ordering};
-use crate::monitor::{InvalidationCause, InvalidationToken};
+use crate::monitor::InvalidationCause;
 
 /// The number of preferred slots. An invalidation claims such a slot with one atomic exchange.
 #[cfg(not(loom))]
@@ -15,7 +15,7 @@ const OVERFLOW: usize = 64;
 #[cfg(loom)]
 const OVERFLOW: usize = 2;
 
-/// The token of an invalidation that found no free slot.
+/// The slot number of an invalidation that found no free slot.
 const NO_SLOT: u32 = u32::MAX;
 
 /// A slot for the range of an invalidation in progress. Until the range is written, a claimed slot
@@ -100,19 +100,14 @@ impl ActiveInvalidations {
         }
     }
 
-    /// Begins an invalidation of the addresses from `start` to `last`. The caller must then issue a
-    /// fence, invalidate the entries that overlap these addresses, and call
-    /// [`ActiveInvalidations::end`].
+    /// Begins an invalidation of the addresses from `start` to `last`, and returns the number of
+    /// its slot. The caller must then issue a fence, invalidate the entries that overlap these
+    /// addresses, and call [`ActiveInvalidations::end`] once.
     ///
     /// The exchange that claims a slot publishes an invalidation of all addresses. The stores after
     /// the exchange narrow the invalidation to the range.
     #[inline]
-    pub(super) fn begin(
-        &self,
-        start: u64,
-        last: u64,
-        cause: InvalidationCause,
-    ) -> InvalidationToken {
+    pub(super) fn begin(&self, start: u64, last: u64, cause: InvalidationCause) -> u32 {
         let here = 0_u8;
         // Each thread has its own stack, so the address distributes threads over the slots. Loom's
         // models need the same slot in each execution.
@@ -120,7 +115,7 @@ impl ActiveInvalidations {
         let preferred = stack % PREFERRED;
         if self.preferred[preferred].claim() {
             self.preferred[preferred].set_range(start, last, cause);
-            return InvalidationToken((OVERFLOW + preferred) as u32);
+            return (OVERFLOW + preferred) as u32;
         }
         self.begin_in_overflow(stack % OVERFLOW, start, last, cause)
     }
@@ -133,13 +128,13 @@ impl ActiveInvalidations {
         start: u64,
         last: u64,
         cause: InvalidationCause,
-    ) -> InvalidationToken {
+    ) -> u32 {
         let mut overflow_claimed = self.overflow_claimed.load(Ordering::Relaxed);
         loop {
             let free = !overflow_claimed & (u64::MAX >> (64 - OVERFLOW));
             if free == 0 {
                 self.without_slot.fetch_add(1, Ordering::SeqCst);
-                return InvalidationToken(NO_SLOT);
+                return NO_SLOT;
             }
             let later = free & (u64::MAX << from);
             let slot = (if later != 0 { later } else { free }).trailing_zeros();
@@ -152,33 +147,33 @@ impl ActiveInvalidations {
             ) {
                 Ok(_) => {
                     self.overflow[slot as usize].set_range(start, last, cause);
-                    return InvalidationToken(slot);
+                    return slot;
                 }
                 Err(now) => overflow_claimed = now,
             }
         }
     }
 
-    /// Ends an invalidation: clears its range and releases its slot.
+    /// Ends the invalidation in `slot`: clears its range and releases the slot.
     #[inline]
-    pub(super) fn end(&self, change: &InvalidationToken) {
-        match self.preferred.get((change.0 as usize).wrapping_sub(OVERFLOW)) {
+    pub(super) fn end(&self, slot: u32) {
+        match self.preferred.get((slot as usize).wrapping_sub(OVERFLOW)) {
             Some(preferred) => {
                 preferred.reset_range();
                 preferred.claimed.store(0, Ordering::Release);
             }
-            None => self.end_in_overflow(change),
+            None => self.end_in_overflow(slot),
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn end_in_overflow(&self, change: &InvalidationToken) {
-        if change.0 == NO_SLOT {
+    fn end_in_overflow(&self, number: u32) {
+        if number == NO_SLOT {
             self.without_slot.fetch_sub(1, Ordering::Release);
-        } else if let Some(slot) = self.overflow.get(change.0 as usize) {
+        } else if let Some(slot) = self.overflow.get(number as usize) {
             slot.reset_range();
-            self.overflow_claimed.fetch_and(!(1 << change.0), Ordering::Release);
+            self.overflow_claimed.fetch_and(!(1 << number), Ordering::Release);
         }
     }
 
@@ -236,25 +231,23 @@ mod tests {
             assert!(preferred.claim());
             preferred.set_range(start, last, InvalidationCause::Replace);
         }
-        begun.extend(
-            (0..PREFERRED).map(|preferred| InvalidationToken((OVERFLOW + preferred) as u32)),
-        );
+        begun.extend((0..PREFERRED).map(|preferred| (OVERFLOW + preferred) as u32));
         // All preferred slots are claimed, so these invalidations claim overflow slots.
         begun.extend((0..OVERFLOW).map(|_| active.begin(start, last, InvalidationCause::Replace)));
         assert_eq!(active.overlapping(start, start), Some(InvalidationCause::Replace));
         assert_eq!(active.overlapping(last + 1, u64::MAX - 1), None);
-        begun.iter().for_each(|change| active.end(change));
+        begun.into_iter().for_each(|slot| active.end(slot));
         assert_eq!(active.overlapping(0, u64::MAX), None);
 
         for (number, preferred) in active.preferred.iter().enumerate() {
             assert!(preferred.claim());
             assert!(active.overlapping(last + 1, last + 1).is_some(), "preferred slot {number}");
-            active.end(&InvalidationToken((OVERFLOW + number) as u32));
+            active.end((OVERFLOW + number) as u32);
         }
         for number in 0..OVERFLOW {
             active.overflow_claimed.store(1 << number, Ordering::SeqCst);
             assert!(active.overlapping(last + 1, last + 1).is_some(), "overflow slot {number}");
-            active.end(&InvalidationToken(number as u32));
+            active.end(number as u32);
         }
         assert_eq!(active.overlapping(0, u64::MAX), None);
     }

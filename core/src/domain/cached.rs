@@ -20,7 +20,7 @@ use crate::{
         Cache, CacheBackend, CacheStatistics, CachedEntryInfo, Key, Lease, LookupHandle,
         OwnedLease, UncachedReason,
     },
-    monitor::{DetectionMethod, Invalidator, Monitor, Subscription},
+    monitor::{DetectionMethod, Invalidator, Monitor, MonitorDescription, Subscription},
     path::Path,
     registry::AddressOwner,
 };
@@ -388,7 +388,8 @@ impl RegionCache {
         self.cache.try_clear()
     }
 
-    /// Returns the monitor that this cache uses for the memory of an iface.
+    /// Describes the monitor that this cache uses for the memory of an iface, as it is now. Starts
+    /// the monitor if needed.
     ///
     /// # Errors
     /// - The iface's own error if the iface has no monitor or cannot start its monitor. Later calls
@@ -396,10 +397,10 @@ impl RegionCache {
     /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
     /// - [`ErrorKind::Unsupported`] if the monitor is disabled by the settings.
     /// - [`ErrorKind::BadState`] in a forked child.
-    pub fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
+    pub fn monitor(&self, iface: IfaceKind) -> Result<MonitorDescription> {
         let source = self.cache.backend();
         source.domain.process.check("cache monitor")?;
-        source.monitor(iface)
+        Ok(MonitorDescription::of(&*source.monitor(iface)?))
     }
 }
 

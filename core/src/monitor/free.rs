@@ -1,10 +1,10 @@
 //! Subscriptions to frees, for ifaces that see every free of their memory themselves.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{InvalidationCause, InvalidationToken, Invalidator, Subscription};
+use super::{InvalidationCause, InvalidationToken, Invalidator, Subscription, SubscriptionMap};
 use crate::AddressRange;
 
 /// A watched range and its invalidator.
@@ -19,8 +19,7 @@ struct WatchedRange {
 
 #[derive(Debug, Default)]
 struct WatchedRanges {
-    next: u64,
-    by_id: BTreeMap<u64, WatchedRange>,
+    subscriptions: SubscriptionMap<WatchedRange>,
     /// The ranges with a free in progress.
     freeing: Vec<AddressRange>,
 }
@@ -65,7 +64,7 @@ impl FreeSubscriptions {
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
         let mut watched = self.0.lock();
         watched.freeing.push(range);
-        let touched = watched.by_id.values().filter(|watch| watch.range.overlaps(range));
+        let touched = watched.subscriptions.values().filter(|watch| watch.range.overlaps(range));
         let touched: Vec<_> = touched.cloned().collect();
         drop(watched);
         let mut in_progress = FreeInProgress { subscriptions: self, range, changes: Vec::new() };
@@ -90,22 +89,21 @@ impl FreeSubscriptions {
     pub fn add(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Subscription {
         let watch = WatchedRange { range, invalidator, active: Arc::new(Mutex::new(true)) };
         let mut watched = self.0.lock();
-        watched.next += 1;
-        let id = watched.next;
-        watched.by_id.insert(id, watch.clone());
+        let subscription = watched.subscriptions.insert(watch.clone());
         // A free that is already in progress will not notify the new subscription.
         let missed = watched.freeing.iter().copied().find(|freeing| freeing.overlaps(range));
         drop(watched);
         if let Some(freeing) = missed {
             watch.invalidator.invalidate(freeing, InvalidationCause::Free);
         }
-        Subscription(id)
+        subscription
     }
 
     /// Removes a subscription. If a free is calling `invalidate_start` for the subscription, waits
-    /// for the end of that call. The `invalidate_end` of that free may still follow.
+    /// for the end of that call. The `invalidate_end` of that free may still follow. Does nothing
+    /// with a subscription that `add` of this value did not return.
     pub fn remove(&self, subscription: Subscription) {
-        let watch = self.0.lock().by_id.remove(&subscription.0);
+        let watch = self.0.lock().subscriptions.remove(subscription);
         if let Some(watch) = watch {
             *watch.active.lock() = false;
         }

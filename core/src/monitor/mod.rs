@@ -5,10 +5,12 @@
 //! instead.
 
 mod free;
+mod token;
 
 use std::{fmt, sync::Arc};
 
 pub use free::FreeSubscriptions;
+pub use token::{GateToken, InvalidationToken, Subscription, SubscriptionMap, TokenIssuer};
 
 use crate::{AddressRange, Allocation, Result};
 
@@ -89,12 +91,6 @@ impl fmt::Display for InvalidationCause {
     }
 }
 
-/// A token that identifies a change in progress. [`Invalidator::invalidate_start`] returns it, and
-/// [`Invalidator::invalidate_end`] consumes it.
-#[derive(Debug, PartialEq, Eq)]
-#[must_use = "nothing over the range can be cached until the change is ended"]
-pub struct InvalidationToken(pub u32);
-
 /// The receiver of a monitor's notifications, which invalidates cached memory.
 ///
 /// A thread of the monitor or the thread that frees the memory calls the methods, possibly inside a
@@ -118,25 +114,50 @@ pub trait Invalidator: fmt::Debug + Send + Sync {
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken;
 
     /// Ends a change that [`Invalidator::invalidate_start`] began, once the old memory is gone or
-    /// the new memory is in place.
+    /// the new memory is in place. Does nothing with the token of another invalidator.
     fn invalidate_end(&self, change: InvalidationToken);
 
     /// Disables all hits of the cache until [`Invalidator::open_gate`]. Calls may be nested.
     ///
     /// A monitor calls this when it learns of a change but does not know yet which memory changed.
-    fn close_gate(&self);
+    fn close_gate(&self) -> GateToken;
 
-    /// Undoes one call of [`Invalidator::close_gate`]. Hits are enabled again when all calls are
-    /// undone.
-    fn open_gate(&self);
+    /// Undoes the call of [`Invalidator::close_gate`] that returned `closed`. Hits are enabled
+    /// again when all calls are undone. Does nothing with the token of another invalidator.
+    fn open_gate(&self, closed: GateToken);
 }
 
-/// A subscription to a monitor, which [`Monitor::unsubscribe`] ends.
+/// A description of a monitor: its name, and the changes that it detects.
 ///
-/// Two subscriptions of one invalidator may have the same value. Each call of
-/// [`Monitor::subscribe`] still needs its own call of [`Monitor::unsubscribe`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Subscription(pub u64);
+/// The description is a snapshot. It gives no access to the monitor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MonitorDescription {
+    /// The name of the monitor ([`Monitor::name`]).
+    pub name: String,
+    /// The reason why the monitor was chosen, and the changes that it misses
+    /// ([`Monitor::rationale`]).
+    pub rationale: String,
+    /// The method by which the monitor detects changes.
+    pub detection: DetectionMethod,
+    /// The causes that the monitor detects, in the order of [`InvalidationCause::ALL`].
+    pub causes: Vec<InvalidationCause>,
+}
+
+impl MonitorDescription {
+    /// Describes a monitor as it is now.
+    pub fn of<M: Monitor + ?Sized>(monitor: &M) -> Self {
+        Self {
+            name: monitor.name().to_owned(),
+            rationale: monitor.rationale(),
+            detection: monitor.detection(),
+            causes: InvalidationCause::ALL
+                .into_iter()
+                .filter(|cause| monitor.detects(*cause))
+                .collect(),
+        }
+    }
+}
 
 /// Detects changes of one iface's memory.
 ///
@@ -180,7 +201,7 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// Ends a subscription. Waits for a notification in progress. After this the invalidator is
     /// notified of no new change, unless it has other subscriptions. The call of
     /// [`Invalidator::invalidate_end`] for an earlier change may still follow. The caller must not
-    /// be inside a notification.
+    /// be inside a notification. Does nothing with the subscription of another monitor.
     fn unsubscribe(&self, subscription: Subscription);
 
     /// Returns true if `allocation` still exists at its address. A monitor with

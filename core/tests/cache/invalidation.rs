@@ -11,7 +11,7 @@ use std::{
 
 use hmem_core::{
     cache::{Limits, UncachedReason},
-    monitor::{InvalidationCause, InvalidationToken},
+    monitor::{GateToken, InvalidationCause, InvalidationToken},
 };
 
 use crate::support::*;
@@ -179,17 +179,66 @@ fn closed_gate_allows_no_hit() {
     let (cache, _records) = cache(Limits::default());
     let id = cache.get_or_register(&key(0, PAGE)).unwrap().id;
     let invalidator = cache.invalidator();
-    invalidator.close_gate();
-    invalidator.close_gate();
+    let (first, second) = (invalidator.close_gate(), invalidator.close_gate());
     for _ in 0..2 {
         assert!(cache.get_cached(&key(0, PAGE)).is_none());
         let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
         assert!(matches!(lease.uncached_reason(), Some(UncachedReason::InvalidationInProgress)));
     }
-    invalidator.open_gate();
+    invalidator.open_gate(first);
     assert!(cache.get_cached(&key(0, PAGE)).is_none());
-    invalidator.open_gate();
+    invalidator.open_gate(second);
     assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, id);
+}
+
+/// CACHE-08
+///
+/// The pages of a changed range go as a whole, so a monitor's range stands for all bytes of its
+/// first and last page.
+#[test]
+fn monitors_range_covers_its_first_and_last_page() {
+    let (cache, _records) = cache(Limits::default());
+    let invalidator = cache.invalidator();
+    // The entries on pages 1 and 2 share no byte with the range, which lies between them.
+    let (before, after) = (key(PAGE, 100), key(3 * PAGE - 100, 100));
+    let beside = [key(0, PAGE), key(3 * PAGE, PAGE)];
+    let changed = range(PAGE + 200, PAGE);
+    let lookup = |key| cache.get_or_register(&key).unwrap();
+    let leases = [before, after].map(lookup);
+    let untouched = beside.map(lookup);
+    invalidator.invalidate(changed, InvalidationCause::Unmap);
+    assert!(leases.iter().all(|lease| lease.is_invalidated()));
+    // A change in progress also invalidates new entries on its pages.
+    let change = invalidator.invalidate_start(changed, InvalidationCause::Unmap);
+    assert!([before, after].map(lookup).iter().all(|lease| lease.is_invalidated()));
+    assert!(untouched.iter().all(|lease| !lease.is_invalidated()));
+    invalidator.invalidate_end(change);
+    assert!([before, after].map(lookup).iter().all(|lease| !lease.is_invalidated()));
+}
+
+/// MON-09
+///
+/// The tokens of one cache neither open another cache's gate nor end its changes.
+#[test]
+fn tokens_of_another_cache_change_nothing() {
+    let [(ours, _records), (other, _others)] = [(); 2].map(|()| cache(Limits::default()));
+    let id = ours.get_or_register(&key(0, PAGE)).unwrap().id;
+    let (invalidator, stranger) = (ours.invalidator(), other.invalidator());
+
+    let closed = invalidator.close_gate();
+    invalidator.open_gate(stranger.close_gate());
+    invalidator.open_gate(GateToken::unnumbered());
+    assert!(ours.get_cached(&key(0, PAGE)).is_none());
+    invalidator.open_gate(closed);
+    assert_eq!(ours.get_or_register(&key(0, PAGE)).unwrap().id, id);
+
+    let change = invalidator.invalidate_start(range(PAGE, PAGE), InvalidationCause::Unmap);
+    let same_slot = stranger.invalidate_start(range(PAGE, PAGE), InvalidationCause::Unmap);
+    invalidator.invalidate_end(same_slot);
+    invalidator.invalidate_end(InvalidationToken::unnumbered());
+    assert!(ours.get_or_register(&key(PAGE, PAGE)).unwrap().is_invalidated());
+    invalidator.invalidate_end(change);
+    assert!(!ours.get_or_register(&key(PAGE, PAGE)).unwrap().is_invalidated());
 }
 
 /// MON-05

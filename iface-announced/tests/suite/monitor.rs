@@ -7,7 +7,7 @@ use std::sync::{
 
 use hmem_core::{
     AddressRange, DeviceId, ErrorKind, IfaceExt,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_fake_accelerators::Fake;
 use hmem_iface_announced::{Announced, Driver};
@@ -30,15 +30,17 @@ impl Invalidator for Notices {
     fn invalidate_start(&self, _: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         assert_eq!(cause, InvalidationCause::Free);
         self.begun.fetch_add(1, Ordering::Relaxed);
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {
         self.ended.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn close_gate(&self) {}
-    fn open_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
+    fn open_gate(&self, _: GateToken) {}
 }
 
 impl Notices {

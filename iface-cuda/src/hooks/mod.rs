@@ -142,7 +142,7 @@ impl FreeHooks {
         self.hooks.subscribe(&invalidator)
     }
 
-    /// Ends a subscription. Call this method only once for each subscription.
+    /// Ends a subscription.
     pub fn unsubscribe(&self, subscription: Subscription) {
         self.hooks.unsubscribe(subscription);
     }

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt,
     iface::AllocRequest,
-    monitor::{DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor},
+    monitor::{
+        DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor,
+    },
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::{
@@ -69,16 +71,18 @@ impl Invalidator for Witness {
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         assert_eq!(cause, InvalidationCause::Free);
         self.seen.lock().push((range, self.is_allocated()));
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {
         self.ended.lock().push(self.is_allocated());
     }
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// Opens an iface over each driver to test: the fake in every profile, or only the real driver if

@@ -7,7 +7,7 @@ use std::sync::{
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, Iface, IfaceExt,
-    monitor::{DetectionMethod, InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::CuDevicePtr;
@@ -30,16 +30,18 @@ impl Invalidator for RecordingSubscriber {
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.open.fetch_add(1, Ordering::AcqRel);
         self.ranges.lock().push((range, cause));
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _change: InvalidationToken) {
         self.open.fetch_sub(1, Ordering::AcqRel);
     }
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// MON-07

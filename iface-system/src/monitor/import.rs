@@ -1,14 +1,17 @@
 //! The import monitor: the application reports the changes of memory that it manages itself.
 
-use std::{collections::HashMap, fmt, sync::Arc};
+use std::{fmt, sync::Arc};
 
 use hmem_core::{
     AddressRange, Allocation, IfaceKind, Result,
     monitor::{
         DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
+        SubscriptionMap,
     },
 };
-use hmem_hook::{MonitorName, SLOTS, SubscriberTable, Subscribers, TableReadGuard};
+use hmem_hook::{
+    MonitorName, SLOTS, SlotSubscription, SubscriberTable, Subscribers, TableReadGuard,
+};
 use parking_lot::Mutex;
 
 const NAME: MonitorName = MonitorName {
@@ -66,13 +69,8 @@ pub trait ImportCallbacks: std::fmt::Debug + Send + Sync {
 pub struct ImportMonitor {
     watcher: Arc<dyn ImportCallbacks>,
     subscribers: Subscribers<SubscriberTable>,
-    subscriptions: Mutex<ImportSubscriptions>,
-}
-
-#[derive(Debug, Default)]
-struct ImportSubscriptions {
-    next: u64,
-    by_id: HashMap<u64, (AddressRange, u8)>,
+    /// The watched range and the entry in the table of each subscription.
+    subscriptions: Mutex<SubscriptionMap<(AddressRange, SlotSubscription)>>,
 }
 
 impl ImportMonitor {
@@ -172,26 +170,20 @@ impl Monitor for ImportMonitor {
         if !self.subscribers.shared().is_own_process() {
             return Err(NAME.forked("subscribe"));
         }
-        let slot = self.subscribers.add(&invalidator)?;
+        let entry = self.subscribers.add(&invalidator)?;
         if let Err(error) = self.watcher.subscribe(range) {
-            self.subscribers.remove(slot);
+            self.subscribers.remove(entry);
             return Err(error);
         }
-        let mut subscriptions = self.subscriptions.lock();
-        subscriptions.next += 1;
-        let id = subscriptions.next;
-        subscriptions.by_id.insert(id, (range, slot));
-        Ok(Subscription(id))
+        Ok(self.subscriptions.lock().insert((range, entry)))
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
         if !self.subscribers.shared().is_own_process() {
             return;
         }
-        let Some((range, slot)) = self.subscriptions.lock().by_id.remove(&subscription.0) else {
-            return;
-        };
-        self.subscribers.remove(slot);
+        let Some((range, entry)) = self.subscriptions.lock().remove(subscription) else { return };
+        self.subscribers.remove(entry);
         self.watcher.unsubscribe(range);
     }
 
@@ -205,8 +197,8 @@ impl Drop for ImportMonitor {
         if !self.subscribers.shared().is_own_process() {
             return;
         }
-        for (_, (range, slot)) in self.subscriptions.get_mut().by_id.drain() {
-            self.subscribers.remove(slot);
+        for (range, entry) in self.subscriptions.get_mut().drain() {
+            self.subscribers.remove(entry);
             self.watcher.unsubscribe(range);
         }
     }

@@ -2,7 +2,6 @@
 //! library unmaps memory. Userfaultfd notifies after a raw system call has unmapped memory.
 
 use std::{
-    collections::HashMap,
     fmt,
     sync::{
         Arc,
@@ -12,7 +11,9 @@ use std::{
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, Result,
-    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
+    monitor::{
+        DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription, SubscriptionMap,
+    },
 };
 use parking_lot::Mutex;
 
@@ -29,10 +30,9 @@ use super::{MemHooks, UserFaultFd};
 pub struct Layered {
     hooks: Arc<MemHooks>,
     uffd: Arc<UserFaultFd>,
-    /// The current subscriptions by number. Each value is a subscription to the hooks, and a
-    /// subscription to userfaultfd unless userfaultfd refused the range.
-    subscriptions: Mutex<HashMap<u64, (Subscription, Option<Subscription>)>>,
-    next: AtomicU64,
+    /// The current subscriptions. Each value is a subscription to the hooks, and a subscription to
+    /// userfaultfd unless userfaultfd refused the range.
+    subscriptions: Mutex<SubscriptionMap<(Subscription, Option<Subscription>)>>,
     uffd_refusals: AtomicU64,
     why_without: Mutex<Option<Error>>,
     /// The error kinds of userfaultfd's refusals that are already in the log. Each kind is logged
@@ -50,7 +50,6 @@ impl Layered {
             hooks,
             uffd,
             subscriptions: Mutex::default(),
-            next: AtomicU64::new(0),
             uffd_refusals: AtomicU64::new(0),
             why_without: Mutex::default(),
             logged: Mutex::default(),
@@ -143,16 +142,14 @@ impl Monitor for Layered {
             self.hooks.unsubscribe(hooked);
             return Err(error);
         }
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        self.subscriptions.lock().insert(number, (hooked, caught));
-        Ok(Subscription(number))
+        Ok(self.subscriptions.lock().insert((hooked, caught)))
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
         if !self.hooks.is_own_process() {
             return;
         }
-        let Some((hooked, caught)) = self.subscriptions.lock().remove(&subscription.0) else {
+        let Some((hooked, caught)) = self.subscriptions.lock().remove(subscription) else {
             return;
         };
         if let Some(caught) = caught {

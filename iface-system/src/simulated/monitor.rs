@@ -12,6 +12,7 @@ use hmem_core::{
     iface::MonitorSource,
     monitor::{
         DetectionMethod, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
+        TokenIssuer,
     },
 };
 use parking_lot::{Mutex, ReentrantMutex};
@@ -81,7 +82,10 @@ struct Watches {
 
 /// The subscriptions to frees of one simulated iface.
 #[derive(Debug)]
-pub(crate) struct Subscriptions(Mutex<Watches>);
+pub(crate) struct Subscriptions {
+    issuer: TokenIssuer,
+    watches: Mutex<Watches>,
+}
 
 fn length_class(len: u64) -> usize {
     len.max(1).ilog2() as usize
@@ -89,22 +93,25 @@ fn length_class(len: u64) -> usize {
 
 impl Subscriptions {
     pub(crate) fn new() -> Self {
-        Self(Mutex::new(Watches {
-            next: 1,
-            by_id: HashMap::new(),
-            by_length: [const { BTreeMap::new() }; 64],
-            being_freed: Vec::new(),
-        }))
+        Self {
+            issuer: TokenIssuer::new(),
+            watches: Mutex::new(Watches {
+                next: 1,
+                by_id: HashMap::new(),
+                by_length: [const { BTreeMap::new() }; 64],
+                being_freed: Vec::new(),
+            }),
+        }
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.0.lock().by_id.len()
+        self.watches.lock().by_id.len()
     }
 
     fn add(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Subscription {
         let watch =
             Arc::new(Watch { range, invalidator, active: ReentrantMutex::new(Cell::new(true)) });
-        let mut watches = self.0.lock();
+        let mut watches = self.watches.lock();
         let id = watches.next;
         watches.next += 1;
         watches.by_id.insert(id, Arc::clone(&watch));
@@ -118,14 +125,15 @@ impl Subscriptions {
         if let Some(being_freed) = missed {
             watch.notify(being_freed);
         }
-        Subscription(id)
+        Subscription::new(&self.issuer, id)
     }
 
     fn remove(&self, subscription: Subscription) {
-        let mut watches = self.0.lock();
-        let Some(watch) = watches.by_id.remove(&subscription.0) else { return };
+        let Some(id) = subscription.redeem(&self.issuer) else { return };
+        let mut watches = self.watches.lock();
+        let Some(watch) = watches.by_id.remove(&id) else { return };
         let class = &mut watches.by_length[length_class(watch.range.len())];
-        class.remove(&(watch.range.start().0, subscription.0));
+        class.remove(&(watch.range.start().0, id));
         drop(watches);
         watch.active.lock().set(false);
     }
@@ -135,7 +143,7 @@ impl Subscriptions {
     /// notification in progress has ended.
     pub(crate) fn notify(&self, range: AddressRange) -> Started {
         let mut notified = Vec::new();
-        let mut watches = self.0.lock();
+        let mut watches = self.watches.lock();
         watches.being_freed.push(range);
         let end = range.start().0.saturating_add(range.len());
         for (class, by_start) in
@@ -160,7 +168,7 @@ impl Subscriptions {
         for (watch, change) in started {
             watch.invalidator.invalidate_end(change);
         }
-        let mut watches = self.0.lock();
+        let mut watches = self.watches.lock();
         if let Some(found) =
             watches.being_freed.iter().position(|being_freed| *being_freed == range)
         {

@@ -1,6 +1,7 @@
 //! Tests of forked children of a process with a patched C library.
 
 use std::{
+    cell::Cell,
     ptr,
     sync::{
         Arc,
@@ -11,17 +12,18 @@ use std::{
 
 use hmem_core::{
     AddressRange,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription},
+    monitor::{
+        GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
+    },
 };
 use hmem_iface_system::monitor::MemHooks;
 
-use crate::{
-    RW,
-    monitors::*,
-    subscribing::{ALIVE, Mortal},
-};
+use crate::{RW, monitors::*, subscribing::Mortal};
 
-fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: AddressRange) {
+/// A subscription of the parent. A forked child that takes the value takes its own copy.
+type Inherited = Cell<Option<Subscription>>;
+
+fn in_children(monitor: &Arc<MemHooks>, subscription: &Inherited, here: AddressRange) {
     let page = page();
     let block = map(page);
     // SAFETY: the child runs on a copy of this process's memory.
@@ -31,7 +33,7 @@ fn in_children(monitor: &Arc<MemHooks>, subscription: Subscription, here: Addres
         let error = monitor.subscribe(here, Recorder::new()).unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains("forked"), "{error}");
         assert!(monitor.check().is_err());
-        monitor.unsubscribe(subscription);
+        monitor.unsubscribe(subscription.take().unwrap());
         // A monitor that the child starts itself works.
         let own = MemHooks::start().unwrap();
         let recorder = Recorder::new();
@@ -64,11 +66,13 @@ pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
         fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
             // SAFETY: the address is that of a shared, zeroed mapping, which is never unmapped.
             unsafe { &*ptr::with_exposed_provenance::<AtomicU64>(self.0) }.fetch_add(1, SeqCst);
-            InvalidationToken(0)
+            InvalidationToken::unnumbered()
         }
         fn invalidate_end(&self, _: InvalidationToken) {}
-        fn close_gate(&self) {}
-        fn open_gate(&self) {}
+        fn close_gate(&self) -> GateToken {
+            GateToken::unnumbered()
+        }
+        fn open_gate(&self, _: GateToken) {}
     }
     let page = page();
     let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
@@ -79,15 +83,15 @@ pub(crate) fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
     let monitor = MemHooks::start().unwrap();
     let block = map(page);
     let here = range(block, page);
-    let subscription = monitor.subscribe(here, Arc::new(Shared(shared))).unwrap();
+    let subscription = Cell::new(Some(monitor.subscribe(here, Arc::new(Shared(shared))).unwrap()));
     let before = notified();
     assert_eq!(forked(|| unmap(block, page)), 0);
     assert_eq!(notified(), before, "an unmap in a child notifies nobody");
-    in_children(&monitor, subscription, here);
+    in_children(&monitor, &subscription, here);
     let before = notified();
     unmap(block, page);
     assert_eq!(notified(), before + 1, "an unmap in the parent notifies the subscriber");
-    monitor.unsubscribe(subscription);
+    monitor.unsubscribe(subscription.take().unwrap());
     monitor.check().unwrap();
 }
 
@@ -97,7 +101,8 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
     let block = map(page);
     let here = range(block, page);
     let recorder = Recorder::new();
-    let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+    let subscribed = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+    let subscription = Cell::new(Some(subscribed));
     let running = AtomicBool::new(true);
     thread::scope(|scope| {
         for _ in 0..2 {
@@ -111,13 +116,13 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
         }
         for _ in 0..200 {
             let status = forked(|| {
-                raw_fork_safe(&monitor, here, subscription, block, page);
+                raw_fork_safe(&monitor, here, &subscription, block, page);
             });
             assert_eq!(status, 0);
         }
         running.store(false, SeqCst);
     });
-    monitor.unsubscribe(subscription);
+    monitor.unsubscribe(subscription.take().unwrap());
 }
 
 /// Runs the operations that must work in a forked child, even if another thread of the parent held
@@ -125,13 +130,12 @@ pub(crate) fn forks_while_other_threads_subscribe_do_not_deadlock() {
 fn raw_fork_safe(
     monitor: &Arc<MemHooks>,
     here: AddressRange,
-    subscription: Subscription,
+    subscription: &Inherited,
     block: *mut libc::c_void,
     page: usize,
 ) {
-    monitor.unsubscribe(subscription);
-    let own: Arc<dyn Invalidator> =
-        Arc::new(Mortal { alive: AtomicU64::new(ALIVE), notified: Arc::default() });
+    monitor.unsubscribe(subscription.take().unwrap());
+    let own: Arc<dyn Invalidator> = Arc::new(Mortal::new(&Arc::default()));
     assert!(monitor.subscribe(here, own).is_err());
     unmap(block, page);
     // SAFETY: the child has its own copy of the reference count, and does not use `monitor` again.

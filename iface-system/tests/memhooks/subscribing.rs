@@ -12,7 +12,7 @@ use std::{
 
 use hmem_core::{
     AddressRange, ErrorKind,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor, TokenIssuer},
 };
 use hmem_iface_system::monitor::MemHooks;
 
@@ -53,28 +53,38 @@ pub(crate) fn subscribing_waits_for_a_change_in_flight() {
 /// An invalidator that detects a notification after its drop.
 #[derive(Debug)]
 pub(crate) struct Mortal {
-    pub(crate) alive: AtomicU64,
-    pub(crate) notified: Arc<AtomicU64>,
+    issuer: TokenIssuer,
+    alive: AtomicU64,
+    notified: Arc<AtomicU64>,
 }
 
-pub(crate) const ALIVE: u64 = 0x600d_600d_600d_600d;
+const ALIVE: u64 = 0x600d_600d_600d_600d;
+
+impl Mortal {
+    pub(crate) fn new(notified: &Arc<AtomicU64>) -> Self {
+        let (issuer, alive) = (TokenIssuer::new(), AtomicU64::new(ALIVE));
+        Self { issuer, alive, notified: Arc::clone(notified) }
+    }
+}
 
 impl Invalidator for Mortal {
     fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
 
     fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
         assert_eq!(self.alive.load(SeqCst), ALIVE);
-        InvalidationToken(5)
+        InvalidationToken::new(&self.issuer, 5)
     }
 
     fn invalidate_end(&self, change: InvalidationToken) {
-        assert_eq!((self.alive.load(SeqCst), change), (ALIVE, InvalidationToken(5)));
+        assert_eq!((self.alive.load(SeqCst), change.redeem(&self.issuer)), (ALIVE, Some(5)));
         self.notified.fetch_add(1, SeqCst);
     }
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 impl Drop for Mortal {
@@ -99,8 +109,7 @@ pub(crate) fn an_invalidator_is_not_called_after_its_last_subscription() {
             });
         }
         for _ in 0..2000 {
-            let mortal =
-                Arc::new(Mortal { alive: AtomicU64::new(ALIVE), notified: Arc::clone(&notified) });
+            let mortal = Arc::new(Mortal::new(&notified));
             let twice =
                 [(); 2].map(|()| monitor.subscribe(here, Arc::<Mortal>::clone(&mortal)).unwrap());
             for subscription in twice {
@@ -110,8 +119,7 @@ pub(crate) fn an_invalidator_is_not_called_after_its_last_subscription() {
             assert_eq!(Arc::strong_count(&mortal), 1, "an unsubscribed invalidator is dropped");
         }
         while notified.load(SeqCst) == 0 {
-            let mortal =
-                Arc::new(Mortal { alive: AtomicU64::new(ALIVE), notified: Arc::clone(&notified) });
+            let mortal = Arc::new(Mortal::new(&notified));
             let subscription = monitor.subscribe(here, mortal).unwrap();
             thread::yield_now();
             monitor.unsubscribe(subscription);

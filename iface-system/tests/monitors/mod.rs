@@ -14,7 +14,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator, Monitor},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor, TokenIssuer},
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -109,6 +109,7 @@ const EVENTS: usize = 1 << 16;
 /// An invalidator that records notifications. As for every invalidator, its methods do not
 /// allocate, lock or log.
 pub struct Recorder {
+    issuer: TokenIssuer,
     events: Box<[[AtomicU64; 3]]>,
     count: AtomicUsize,
     pub gates: AtomicI64,
@@ -128,6 +129,7 @@ impl Recorder {
             count: AtomicUsize::new(0),
             gates: AtomicI64::new(0),
             closings: AtomicU64::new(0),
+            issuer: TokenIssuer::new(),
         })
     }
 
@@ -180,22 +182,25 @@ impl Invalidator for Recorder {
     }
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
-        InvalidationToken(self.push(range, cause, How::Begun) as u32)
+        InvalidationToken::new(&self.issuer, self.push(range, cause, How::Begun) as u64)
     }
 
-    fn invalidate_end(&self, InvalidationToken(at): InvalidationToken) {
+    fn invalidate_end(&self, change: InvalidationToken) {
+        let at = change.redeem(&self.issuer).expect("a token of this recorder");
         if let Some((range, cause, how)) = self.event(&self.events[at as usize]) {
             assert_eq!(how, How::Begun, "a change ends once");
             self.push(range, cause, How::Ended);
         }
     }
 
-    fn close_gate(&self) {
+    fn close_gate(&self) -> GateToken {
         self.gates.fetch_add(1, SeqCst);
         self.closings.fetch_add(1, SeqCst);
+        GateToken::new(&self.issuer)
     }
 
-    fn open_gate(&self) {
+    fn open_gate(&self, closed: GateToken) {
+        assert!(closed.redeem(&self.issuer), "a token of this recorder");
         self.gates.fetch_sub(1, SeqCst);
     }
 }

@@ -11,7 +11,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, Error, ErrorKind, IfaceKind, Result,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, TokenIssuer},
 };
 use hmem_hook::Subscribers;
 
@@ -21,6 +21,7 @@ use crate::sys;
 /// An invalidator that counts the notifications with the expected range and cause.
 #[derive(Debug, Default)]
 struct Expecting {
+    issuer: TokenIssuer,
     start: AtomicU64,
     len: AtomicU64,
     cause: AtomicU64,
@@ -43,16 +44,19 @@ impl Invalidator for Expecting {
         if expected {
             self.begun.fetch_add(1, Ordering::SeqCst);
         }
-        InvalidationToken(u32::from(expected))
+        InvalidationToken::new(&self.issuer, u64::from(expected))
     }
 
-    fn invalidate_end(&self, InvalidationToken(expected): InvalidationToken) {
-        self.ended.fetch_add(u64::from(expected), Ordering::SeqCst);
+    fn invalidate_end(&self, change: InvalidationToken) {
+        let expected = change.redeem(&self.issuer).unwrap_or(0);
+        self.ended.fetch_add(expected, Ordering::SeqCst);
     }
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 struct Test<'a> {
@@ -68,8 +72,14 @@ impl Test<'_> {
         (start, len, cause): (*mut libc::c_void, usize, InvalidationCause),
         call: impl FnOnce() -> bool,
     ) -> Result<()> {
-        let Expecting { start: expected, len: expected_len, cause: expected_cause, begun, ended } =
-            self.expecting;
+        let Expecting {
+            start: expected,
+            len: expected_len,
+            cause: expected_cause,
+            begun,
+            ended,
+            ..
+        } = self.expecting;
         expected_cause.store(cause as u64, Ordering::SeqCst);
         expected_len.store(len as u64, Ordering::SeqCst);
         begun.store(0, Ordering::SeqCst);
@@ -113,9 +123,9 @@ fn failed(function: &'static str) -> Error {
 pub(super) fn run(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
     let invalidator: Arc<dyn Invalidator> = Arc::<Expecting>::clone(&expecting);
-    let slot = subscribers.add(&invalidator)?;
+    let entry = subscribers.add(&invalidator)?;
     let result = fire(&Test { expecting: &expecting }).and_then(|()| fire_brk(subscribers));
-    subscribers.remove(slot);
+    subscribers.remove(entry);
     result
 }
 

@@ -33,7 +33,6 @@ mod sys;
 mod thread;
 
 use std::{
-    collections::HashMap,
     fmt,
     ops::Range,
     sync::{
@@ -46,9 +45,11 @@ use std::{
 
 use hmem_core::{
     AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
-    monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
+    monitor::{
+        DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription, SubscriptionMap,
+    },
 };
-use hmem_hook::{MonitorName, Subscribers};
+use hmem_hook::{MonitorName, SlotSubscription, Subscribers};
 use parking_lot::Mutex;
 use rustix::{event::EventfdFlags, io::Errno};
 
@@ -101,8 +102,8 @@ pub struct UserFaultFd {
 
 #[derive(Debug)]
 struct UffdSubscriptions {
-    next: u64,
-    by_id: HashMap<u64, (Range<u64>, u8)>,
+    /// The watched addresses and the entry in the table of each subscription.
+    current: SubscriptionMap<(Range<u64>, SlotSubscription)>,
     counted: Counted,
     budget: Budget,
 }
@@ -127,8 +128,8 @@ impl UserFaultFd {
         let budget = Budget::new()?;
         let thread = Some(thread::start(&watched)?);
         let (limit, most) = (budget.limit(), budget.ranges());
-        let (by_id, counted) = (HashMap::new(), Counted::default());
-        let subscriptions = Mutex::new(UffdSubscriptions { next: 0, by_id, counted, budget });
+        let (current, counted) = (SubscriptionMap::default(), Counted::default());
+        let subscriptions = Mutex::new(UffdSubscriptions { current, counted, budget });
         Ok(Arc::new(Self {
             watched,
             thread,
@@ -179,7 +180,7 @@ impl UserFaultFd {
     /// Returns the current number of subscriptions, which is 0 in a forked child.
     #[must_use]
     pub fn subscriptions(&self) -> usize {
-        if self.is_own_process() { self.subscriptions.lock().by_id.len() } else { 0 }
+        if self.is_own_process() { self.subscriptions.lock().current.len() } else { 0 }
     }
 
     fn is_own_process(&self) -> bool {
@@ -209,7 +210,7 @@ impl UserFaultFd {
         let pages = whole.start().0..whole.start().0.saturating_add(whole.len());
         // The invalidator is added before the range is registered, since an event may arrive at
         // once and must notify the invalidator.
-        let slot = self.watched.subscribers.add(&invalidator)?;
+        let entry = self.watched.subscribers.add(&invalidator)?;
         // No lock is held here: the page fault may wait for a userfaultfd handler of the
         // application, and that handler may register memory itself.
         sys::touch(pages.start);
@@ -221,7 +222,7 @@ impl UserFaultFd {
         // been mapped there meanwhile. A second registration of the same memory changes nothing.
         if let Err(unwatched) = self.register(&mut subscriptions, &pages) {
             drop(subscriptions);
-            self.watched.subscribers.remove(slot);
+            self.watched.subscribers.remove(entry);
             // The kernel watches only whole huge pages, and the caller may not know that the pages
             // are huge.
             if unwatched == Unwatched::Refused(Errno::INVAL)
@@ -233,11 +234,9 @@ impl UserFaultFd {
             }
             return Err(self.explained(range, unwatched));
         }
-        subscriptions.next += 1;
-        let id = subscriptions.next;
-        subscriptions.by_id.insert(id, (pages, slot));
+        let subscription = subscriptions.current.insert((pages, entry));
         self.forget_moved(&subscriptions.counted);
-        Ok(Subscription(id))
+        Ok(subscription)
     }
 
     /// Counts a subscription of the address range `pages`, and asks the kernel to watch it, if the
@@ -471,7 +470,10 @@ impl Monitor for UserFaultFd {
                 tracing::warn!(%error, "memory beyond the monitor's budget is not cached");
             }
         })?;
-        self.check_settled(range).inspect_err(|_| self.unsubscribe(subscription))?;
+        if let Err(error) = self.check_settled(range) {
+            self.unsubscribe(subscription);
+            return Err(error);
+        }
         Ok(subscription)
     }
 
@@ -480,14 +482,14 @@ impl Monitor for UserFaultFd {
             return;
         }
         let mut subscriptions = self.subscriptions.lock();
-        let Some((pages, slot)) = subscriptions.by_id.remove(&subscription.0) else { return };
+        let Some((pages, entry)) = subscriptions.current.remove(subscription) else { return };
         let unwatched = subscriptions.counted.remove(pages);
         self.unregister(&unwatched);
         let UffdSubscriptions { counted, budget, .. } = &mut *subscriptions;
         budget.set_watched(counted.apart());
         self.forget_moved(&subscriptions.counted);
         drop(subscriptions);
-        self.watched.subscribers.remove(slot);
+        self.watched.subscribers.remove(entry);
     }
 
     fn valid(&self, _: &Allocation) -> Result<bool> {
@@ -512,10 +514,8 @@ impl Drop for UserFaultFd {
         if thread.join().is_err() {
             tracing::error!("the userfaultfd monitor's thread has panicked");
         }
-        let slots: Vec<_> =
-            self.subscriptions.get_mut().by_id.drain().map(|(_, (_, slot))| slot).collect();
-        for slot in slots {
-            self.watched.subscribers.remove(slot);
+        for (_, entry) in self.subscriptions.get_mut().current.drain() {
+            self.watched.subscribers.remove(entry);
         }
     }
 }

@@ -14,8 +14,11 @@ use std::{
     thread::JoinHandle,
 };
 
-use hmem_core::{AddressRange, Error, IfaceKind, Result, monitor::InvalidationCause};
-use hmem_hook::{HasTable, SubscriberTable, Subscribers, Wipeable, clamped};
+use hmem_core::{
+    AddressRange, Error, IfaceKind, Result,
+    monitor::{GateToken, InvalidationCause},
+};
+use hmem_hook::{HasTable, SLOTS, SubscriberTable, Subscribers, Wipeable, clamped};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
@@ -162,7 +165,8 @@ fn run(watched: &Watched) -> Result<(), Errno> {
         // From here until every subscriber is notified, no lookup hits: the thread that unmapped
         // continues as soon as the event is read.
         let pass = shared.table.pass();
-        pass.each(|_, invalidator| invalidator.close_gate());
+        let mut closed = [const { None::<GateToken> }; SLOTS];
+        pass.each(|slot, invalidator| closed[slot] = Some(invalidator.close_gate()));
         let notified = polled.and_then(|()| {
             if events.intersects(PollFlags::IN) {
                 notify(watched, beneath_hooks, &pass, &mut messages)
@@ -176,7 +180,11 @@ fn run(watched: &Watched) -> Result<(), Errno> {
             shared.failed.store(errno.raw_os_error() as u32, Ordering::Release);
             return Err(errno);
         }
-        pass.each(|_, invalidator| invalidator.open_gate());
+        pass.each(|slot, invalidator| {
+            if let Some(closed) = closed[slot].take() {
+                invalidator.open_gate(closed);
+            }
+        });
     }
 }
 
