@@ -108,10 +108,10 @@ impl ProcessMark {
 #[cold]
 fn in_a_child(operation: &'static str) -> Error {
     Error::new(ErrorKind::BadState, operation)
-        .context("why", "this process was forked from the one that opened the NIC or domain")
+        .context("why", "this process was forked from the one that opened the NIC, domain or iface")
         .remedy(
-            "build a new `Hmem`, or open the provider again, in this process: a child cannot use \
-             its parent's NIC",
+            "build a new `Hmem`, or open the provider or iface again, in this process: a child \
+             cannot use the NICs and devices of its parent",
         )
 }
 

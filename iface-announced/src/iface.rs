@@ -1,6 +1,6 @@
 //! The iface: combines a driver with a table of allocations.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, mem::ManuallyDrop, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, Error,
@@ -26,8 +26,12 @@ const BOUNCE: u64 = 1 << 20;
 
 /// An iface over a driver that cannot tell which allocation an address belongs to. The iface finds
 /// the allocation in a table instead.
+///
+/// A forked child cannot use its parent's iface: operations return
+/// [`BadState`](ErrorKind::BadState), and dropping the iface makes no driver call.
 pub struct Announced<D: Driver> {
-    driver: D,
+    /// Leaked in a forked child, where the driver's handles are those of the parent.
+    driver: ManuallyDrop<D>,
     table: Arc<Table<D::Handle>>,
     /// Memory that was freed while one of its dma-bufs was in use (see `exports`), and that the
     /// driver has not freed yet.
@@ -45,10 +49,13 @@ impl<D: Driver> fmt::Debug for Announced<D> {
 
 impl<D: Driver> Announced<D> {
     /// Creates an iface over a driver.
-    #[must_use]
-    pub fn new(driver: D) -> Self {
-        let table = Arc::new(Table::new(D::KIND));
-        Self { driver, table, lingering: Mutex::default() }
+    ///
+    /// # Errors
+    /// The errors of [`ProcessMark::current`](hmem_core::ProcessMark::current).
+    pub fn new(driver: D) -> Result<Self> {
+        let table = Table::new(D::KIND).map_err(|error| error.iface(D::KIND))?;
+        let (driver, table) = (ManuallyDrop::new(driver), Arc::new(table));
+        Ok(Self { driver, table, lingering: Mutex::default() })
     }
 
     /// Returns the driver that the iface was created with.
@@ -68,8 +75,9 @@ impl<D: Driver> Announced<D> {
     ///   next allocation at the address.
     ///
     /// # Errors
-    /// ZeroLength for an empty range. InvalidArgument for an unknown device, and for a range that
-    /// overlaps a live allocation.
+    /// - ZeroLength for an empty range.
+    /// - InvalidArgument for an unknown device, and for a range that overlaps a live allocation.
+    /// - BadState in a forked child.
     pub unsafe fn announce(
         &self,
         range: AddressRange,
@@ -87,9 +95,11 @@ impl<D: Driver> Announced<D> {
     /// memory.
     ///
     /// # Errors
-    /// InvalidArgument if the memory is not announced. The registrations are invalidated
-    /// nevertheless.
+    /// - InvalidArgument if the memory is not announced. The registrations are invalidated
+    ///   nevertheless.
+    /// - BadState in a forked child.
     pub fn withdraw(&self, allocation: &Allocation) -> Result<()> {
+        self.check_process("withdraw")?;
         let remove = || self.table.remove("withdraw", allocation, Origin::Announced);
         self.table.subscriptions.while_freeing(allocation.range, remove).map(drop)
     }
@@ -100,10 +110,14 @@ impl<D: Driver> Announced<D> {
     /// - [`ErrorKind::Busy`] while memory is allocated or announced, or while a dma-buf of freed
     ///   memory is in use.
     /// - [`ErrorKind::Busy`] if the driver refused to free memory that such a dma-buf delayed.
+    /// - [`ErrorKind::BadState`] in a forked child.
     /// - Otherwise the error that the driver reported.
     ///
     /// The error holds the iface, which still works and can be closed again.
     pub fn close(self) -> Result<(), Rejected<Self>> {
+        if let Err(error) = self.check_process("close") {
+            return Err(Rejected::new(self, error));
+        }
         self.free_lingering();
         let busy = |what, count, remedy| {
             Err(Error::new(ErrorKind::Busy, "close")
@@ -119,7 +133,16 @@ impl<D: Driver> Announced<D> {
         closed.map_err(|error| Rejected::new(self, error))
     }
 
+    /// Checks that the calling process opened the iface.
+    ///
+    /// # Errors
+    /// BadState in a forked child.
+    fn check_process(&self, operation: &'static str) -> Result<()> {
+        self.table.process.check(operation).map_err(|error| error.iface(D::KIND))
+    }
+
     fn check_request(&self, operation: &'static str, device: DeviceId, len: u64) -> Result<()> {
+        self.check_process(operation)?;
         let refused = |kind| Error::new(kind, operation).iface(D::KIND).device(device);
         let devices = self.driver.device_count();
         if device.0 >= devices {
@@ -206,8 +229,9 @@ impl<D: Open> Announced<D> {
     /// - [`ErrorKind::InvalidArgument`] if [`Self::START_VARIABLE`] is not a boolean.
     /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
     ///   library refuses a call.
+    /// - Otherwise the errors of [`Self::new`].
     pub fn open() -> Result<Self> {
-        D::open(Self::builder()).map(Self::new)
+        D::open(Self::builder()).and_then(Self::new)
     }
 
     /// Returns a builder, which can load another library or use functions that the caller provides.
@@ -219,11 +243,16 @@ impl<D: Open> Announced<D> {
 
 impl<D: Driver> Drop for Announced<D> {
     fn drop(&mut self) {
+        if !self.table.process.is_current() {
+            return;
+        }
         self.free_lingering();
         let (live, kept) = (self.table.len(), self.lingering.lock().len());
         if live + kept > 0 {
             tracing::warn!(iface = D::NAME, live, kept, "memory is left when its iface is dropped");
         }
+        // SAFETY: nothing uses the driver after this call, since the value is being dropped.
+        unsafe { ManuallyDrop::drop(&mut self.driver) };
     }
 }
 
@@ -249,7 +278,7 @@ unsafe impl<D: Driver> Iface for Announced<D> {
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        Ok(self.table.query(address))
+        self.table.query(address)
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -336,6 +365,7 @@ impl<D: Driver> Allocator for Announced<D> {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        self.check_process("free")?;
         self.free_lingering();
         self.table.subscriptions.while_freeing(allocation.range, || {
             let entry = self.table.remove("free", allocation, Origin::Allocated)?;

@@ -52,7 +52,7 @@
 //!     }
 //! }
 //!
-//! let iface = Announced::new(Nothing);
+//! let iface = Announced::new(Nothing)?;
 //! let on_the_stack = 0u8;
 //! assert_eq!(iface.query(Address::of_ptr(&on_the_stack))?, None);
 //! # Ok::<(), Error>(())

@@ -55,11 +55,16 @@ impl<H: Copy + fmt::Debug + Send + Sync> Monitor for TableMonitor<H> {
                 .iface(self.iface)
                 .remedy("the iface was dropped: its memory is not watched any longer")
         })?;
+        table.process.check("subscribe").map_err(|error| error.iface(self.iface))?;
         let subscription = table.subscriptions.add(range, invalidator);
-        if table.query(range.start()).is_some() {
-            return Ok(subscription);
+        match table.query(range.start()) {
+            Ok(Some(_)) => return Ok(subscription),
+            Ok(None) => table.subscriptions.remove(subscription),
+            Err(error) => {
+                table.subscriptions.remove(subscription);
+                return Err(error);
+            }
         }
-        table.subscriptions.remove(subscription);
         Err(Error::new(ErrorKind::Unsupported, "subscribe")
             .iface(self.iface)
             .context("range", range)
@@ -67,7 +72,9 @@ impl<H: Copy + fmt::Debug + Send + Sync> Monitor for TableMonitor<H> {
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
-        if let Some(table) = self.table.upgrade() {
+        if let Some(table) = self.table.upgrade()
+            && table.process.is_current()
+        {
             table.subscriptions.remove(subscription);
         }
     }

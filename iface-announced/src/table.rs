@@ -8,7 +8,7 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
-    Result, monitor::FreeSubscriptions,
+    ProcessMark, Result, monitor::FreeSubscriptions,
 };
 use parking_lot::RwLock;
 
@@ -46,6 +46,9 @@ pub(crate) struct Located<H> {
 #[derive(Debug)]
 pub(crate) struct Table<H> {
     iface: IfaceKind,
+    /// The process that opened the iface. In a forked child the allocations are the parent's, and
+    /// a lock of the table may be held forever. So the child takes no lock.
+    pub(crate) process: ProcessMark,
     entries: RwLock<BTreeMap<u64, Entry<H>>>,
     /// Lowest address that was ever in the table. A lookup of an address below it, or above
     /// `highest`, takes no lock.
@@ -56,15 +59,16 @@ pub(crate) struct Table<H> {
 }
 
 impl<H: Copy> Table<H> {
-    pub(crate) fn new(iface: IfaceKind) -> Self {
-        Self {
+    pub(crate) fn new(iface: IfaceKind) -> Result<Self> {
+        Ok(Self {
             iface,
+            process: ProcessMark::current()?,
             entries: RwLock::default(),
             lowest: AtomicU64::new(u64::MAX),
             highest: AtomicU64::new(0),
             next_id: AtomicU64::new(1),
             subscriptions: FreeSubscriptions::default(),
-        }
+        })
     }
 
     /// Returns the number of allocations.
@@ -73,23 +77,28 @@ impl<H: Copy> Table<H> {
     }
 
     /// Returns the allocation that contains an address, or `None` if no allocation does.
-    pub(crate) fn query(&self, address: Address) -> Option<Allocation> {
-        self.with(address, |entry| self.describe(entry))
+    ///
+    /// # Errors
+    /// BadState in a forked child, for an address that may be in the table.
+    pub(crate) fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        self.with("query", address, |entry| self.describe(entry))
     }
 
     /// Returns the `len` bytes from `address` on as a part of the allocation that contains them.
     /// Returns `None` if no allocation contains `address`.
     ///
     /// # Errors
-    /// OutOfBounds if the part exceeds the allocation. AddressWraps if it passes the end of the
-    /// address space.
+    /// - OutOfBounds if the part exceeds the allocation.
+    /// - AddressWraps if it passes the end of the address space.
+    /// - BadState in a forked child, for an address that may be in the table.
     pub(crate) fn part(
         &self,
         operation: &'static str,
         address: Address,
         len: u64,
     ) -> Result<Option<Located<H>>> {
-        let Some((id, block)) = self.with(address, |entry| (entry.id, entry.block)) else {
+        let found = self.with(operation, address, |entry| (entry.id, entry.block))?;
+        let Some((id, block)) = found else {
             return Ok(None);
         };
         if !block.range.contains_range(AddressRange::new(address, len)?) {
@@ -202,15 +211,22 @@ impl<H: Copy> Table<H> {
         }
     }
 
-    fn with<T>(&self, address: Address, look: impl FnOnce(&Entry<H>) -> T) -> Option<T> {
+    fn with<T>(
+        &self,
+        operation: &'static str,
+        address: Address,
+        look: impl FnOnce(&Entry<H>) -> T,
+    ) -> Result<Option<T>> {
         let outside = address.0 < self.lowest.load(Ordering::Relaxed)
             || address.0 > self.highest.load(Ordering::Relaxed);
         if outside {
-            return None;
+            return Ok(None);
         }
+        self.process.check(operation).map_err(|error| error.iface(self.iface))?;
         let entries = self.entries.read();
-        let (_, entry) = entries.range(..=address.0).next_back()?;
-        entry.block.range.contains(address).then(|| look(entry))
+        let nearest = entries.range(..=address.0).next_back();
+        let found = nearest.filter(|(_, entry)| entry.block.range.contains(address));
+        Ok(found.map(|(_, entry)| look(entry)))
     }
 
     fn describe(&self, entry: &Entry<H>) -> Allocation {

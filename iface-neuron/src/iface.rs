@@ -89,7 +89,7 @@ impl Builder {
     /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a NeuronCore is absent.
     ///   The error names the library, and the runtime's code if there is one.
     pub fn open(self) -> Result<Neuron> {
-        Runtime::open(self).map(Announced::new)
+        Runtime::open(self).and_then(Announced::new)
     }
 }
 

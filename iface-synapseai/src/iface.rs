@@ -121,7 +121,7 @@ impl Builder {
     /// [`ErrorKind::InvalidArgument`]: hmem_core::ErrorKind::InvalidArgument
     /// [`ErrorKind::Unavailable`]: hmem_core::ErrorKind::Unavailable
     pub fn open(self) -> Result<SynapseAi> {
-        Synapse::open(self).map(Announced::new)
+        Synapse::open(self).and_then(Announced::new)
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind, Result,
+    Address, AddressRange, Allocation, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind, Result,
     iface::{Device, DmaBufMapping},
 };
 use hmem_fake_accelerators::{Fake, Profile};
@@ -85,9 +85,9 @@ type Once = Option<Box<dyn FnOnce() + Send>>;
 /// A driver that reports its dma-bufs as in use while the flag `used` is set. Its allocations are
 /// addresses without memory, and its dma-bufs are files.
 #[derive(Default)]
-struct Flagged {
-    used: Arc<AtomicBool>,
-    live: Arc<Mutex<Vec<u64>>>,
+pub(crate) struct Flagged {
+    pub(crate) used: Arc<AtomicBool>,
+    pub(crate) live: Arc<Mutex<Vec<u64>>>,
     /// Runs once, at the end of the driver's next export.
     after_export: Arc<Mutex<Once>>,
 }
@@ -159,7 +159,7 @@ fn freed_memory_is_kept_while_one_of_its_dma_bufs_is_in_use() {
     let driver = Flagged::default();
     let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
     let live = || live.lock().expect("no panic").clone();
-    let iface = Announced::new(driver);
+    let iface = Announced::new(driver).expect("open");
     let (exported, plain) = (allocate(&iface, PAGE), allocate(&iface, PAGE));
     used.store(true, Ordering::Relaxed);
     drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
@@ -179,7 +179,7 @@ fn freed_memory_is_kept_while_one_of_its_dma_bufs_is_in_use() {
 fn memory_kept_for_a_dma_buf_is_freed_with_the_iface() {
     let driver = Flagged::default();
     let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
-    let iface = Announced::new(driver);
+    let iface = Announced::new(driver).expect("open");
     let exported = allocate(&iface, PAGE);
     used.store(true, Ordering::Relaxed);
     drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
@@ -194,7 +194,7 @@ fn memory_kept_for_a_dma_buf_is_freed_with_the_iface() {
 fn closing_is_refused_while_a_dma_buf_of_freed_memory_is_in_use() {
     let driver = Flagged::default();
     let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
-    let iface = Announced::new(driver);
+    let iface = Announced::new(driver).expect("open");
     let exported = allocate(&iface, PAGE);
     used.store(true, Ordering::Relaxed);
     drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
@@ -216,7 +216,7 @@ fn export_that_races_with_a_free_is_refused() {
     let driver = Flagged::default();
     let (after, live) = (Arc::clone(&driver.after_export), Arc::clone(&driver.live));
     driver.used.store(true, Ordering::Relaxed);
-    let iface = Arc::new(Announced::new(driver));
+    let iface = Arc::new(Announced::new(driver).expect("open"));
     let own = allocate(&*iface, PAGE);
     let (other, base) = (Arc::clone(&iface), own.base().0);
     let overtake = move || free(&*other, &own).expect("free");
@@ -224,4 +224,55 @@ fn export_that_races_with_a_free_is_refused() {
     let error = iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Default).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutOfBounds);
     assert!(!live.lock().expect("no panic").contains(&base), "no dma-buf of it was returned");
+}
+
+/// HM-06
+///
+/// During the export another thread frees the memory, and allocates or announces new memory at the
+/// same address. The dma-buf is that of the old memory, so the iface refuses the export, and keeps
+/// no descriptor of it for the new memory.
+#[test]
+fn export_is_refused_if_new_memory_replaces_its_memory_at_the_same_address() {
+    type Replace = fn(&Announced<Flagged>, &Allocation) -> Allocation;
+    let announce = |iface: &Announced<Flagged>, at: AddressRange| {
+        // SAFETY: the test withdraws the memory, and nothing reads or writes it.
+        unsafe { iface.announce(at, DeviceId(0), ()) }.expect("announce")
+    };
+    let reallocate: Replace = |iface, old| {
+        free(iface, old).expect("free");
+        allocate(iface, PAGE)
+    };
+    let announce_anew: Replace = |iface, old| {
+        iface.withdraw(old).expect("withdraw");
+        // SAFETY: the test withdraws the memory, and nothing reads or writes it.
+        unsafe { iface.announce(old.range, DeviceId(0), ()) }.expect("announce")
+    };
+    for announced in [false, true] {
+        let driver = Flagged::default();
+        let (used, after) = (Arc::clone(&driver.used), Arc::clone(&driver.after_export));
+        used.store(true, Ordering::Relaxed);
+        let live = Arc::clone(&driver.live);
+        let iface = Arc::new(Announced::new(driver).expect("open"));
+        let old = if announced {
+            announce(&iface, range(1 << 40, PAGE))
+        } else {
+            allocate(&*iface, PAGE)
+        };
+        let replaced: Arc<Mutex<Option<Allocation>>> = Arc::default();
+        let (other, found) = (Arc::clone(&iface), Arc::clone(&replaced));
+        let replace = if announced { announce_anew } else { reallocate };
+        let overtake = move || *found.lock().expect("no panic") = Some(replace(&other, &old));
+        *after.lock().expect("no panic") = Some(Box::new(overtake));
+        let exported = iface.export_dma_buf(old.range, &nic(), DmaBufMapping::Default);
+        let new = replaced.lock().expect("no panic").take().expect("replaced");
+        assert_eq!(new.range, old.range, "the test needs the same address");
+        let error = exported.expect_err("the dma-buf is that of the freed memory");
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
+        if announced {
+            iface.withdraw(&new).expect("withdraw");
+        } else {
+            free(&*iface, &new).expect("free");
+            assert!(live.lock().expect("no panic").is_empty(), "no dma-buf of it was exported");
+        }
+    }
 }

@@ -3,6 +3,7 @@
 
 mod close;
 mod faults;
+mod forks;
 mod kept;
 mod monitor;
 mod recognised;
