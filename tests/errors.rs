@@ -3,8 +3,8 @@
 use std::{error::Error as _, io};
 
 use hmem::{
-    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind, Hmem,
-    IfaceKind,
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind,
+    ErrorSummary, Hmem, IfaceKind,
     iface::AllocRequest,
     loopback::Loopback,
     p2p::path::ExplainRequest,
@@ -48,6 +48,62 @@ fn debug_has_one_line_for_each_attempt_cause_and_remedy() {
     assert_eq!(lines[error.trace().len() + 1..], [remedy, details]);
     assert_eq!(format!("{rejected:?}"), text, "main prints the error of a `?`");
     assert!(format!("{error:#?}").contains("operation: \"path\""));
+}
+
+#[test]
+fn summary_has_every_fact_of_a_refusal_and_survives_json() {
+    let blocked = P2pMatrix::all_reachable().block(DeviceId(0), "loop0");
+    let hmem = hmem(Simulated::builder().p2p(blocked).build().expect("a device"));
+    let domain = domain(&hmem, P2pPolicy::Required);
+    let refuse = || {
+        let rejected = domain.register(device_buffer(&hmem), Access::REMOTE_READ);
+        rejected.expect_err("the direct path is blocked").error
+    };
+    let error = refuse();
+    let summary = error.summary();
+    assert_eq!(
+        (summary.kind, summary.operation.as_str()),
+        (error.kind(), error.operation()),
+        "{error}"
+    );
+    assert_eq!(summary.message, error.message().to_string());
+    assert_eq!((summary.iface.as_deref(), summary.device), (Some("simulated"), Some(0)));
+    assert_eq!(summary.remedy.as_deref(), error.remedy_text());
+    assert_eq!(summary.attempts.len(), error.trace().len());
+    for (copy, attempt) in summary.attempts.iter().zip(error.trace()) {
+        assert_eq!((copy.path, &copy.call), (attempt.path, &attempt.call));
+        let refusal = attempt.error.as_ref().expect("every attempt was refused");
+        assert_eq!(copy.error.as_deref(), Some(&refusal.summary()));
+        assert_eq!((copy.cause.as_ref(), copy.remedy.as_ref()), {
+            (attempt.cause.as_ref(), attempt.remedy.as_ref())
+        });
+    }
+    let json = serde_json::to_string(&summary).expect("JSON");
+    assert!(json.contains("\"path\":\"dma-buf\""), "{json}");
+    assert_eq!(serde_json::from_str::<ErrorSummary>(&json).expect("a summary"), summary);
+
+    // Two refusals for the same reason differ at most in addresses.
+    let mut again = refuse().summary();
+    again.values.clone_from(&summary.values);
+    again.attempts.clone_from(&summary.attempts);
+    assert_eq!(again, summary);
+}
+
+#[test]
+fn summary_lists_sources_and_the_first_of_several_values() {
+    let loader = io::Error::other("no such file");
+    let load = Error::new(ErrorKind::Unavailable, "load library").caused_by(loader);
+    let error = Error::os(Errno(14), "ibv_reg_mr")
+        .context("part", 1)
+        .context("part", 2)
+        .driver_code("CUDA_ERROR_INVALID_VALUE", 1)
+        .caused_by(load);
+    let summary = error.summary();
+    assert_eq!(summary.sources, ["load library: unavailable", "no such file"]);
+    assert_eq!(summary.values.get("part").map(String::as_str), Some("1"));
+    assert_eq!(summary.errno, Some(14));
+    assert_eq!(summary.driver_code.as_deref(), Some("CUDA_ERROR_INVALID_VALUE (1)"));
+    assert_ne!(summary, error.context("other", 3).summary());
 }
 
 #[test]

@@ -14,11 +14,17 @@
 //! );
 //! ```
 
+mod summary;
 mod trace;
 
 use std::{borrow::Cow, error::Error as StdError, fmt, sync::Arc};
 
-pub use self::trace::{Attempt, Path, Trace};
+use serde::{Deserialize, Serialize};
+
+pub use self::{
+    summary::{AttemptSummary, ErrorSummary},
+    trace::{Attempt, Path, Trace},
+};
 use crate::{
     DeviceId, IfaceKind,
     iface_kind::{IfaceName, UnknownIfaceName},
@@ -29,8 +35,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])+ $name:ident = ($fi:literal, $text:literal),)+) => {
-        /// The kind of an error.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        /// The kind of an error. The serialised form is the name in kebab case, as in `zero-length`.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+        #[serde(rename_all = "kebab-case")]
         #[non_exhaustive]
         pub enum ErrorKind { $($(#[doc = $doc])+ $name,)+ }
 
@@ -272,7 +279,7 @@ const SHARED_STEPS: [&str; 3] = ["regattr", "owner of range", "cached registrati
 /// `Display` writes one line: the failure, its reason and causes, the remedy, and last the values
 /// in parentheses. `Debug` writes each attempt, each cause, the remedy and the values on a line of
 /// its own. Rust prints an error that `main` returns in the form of `Debug`. The alternate form
-/// `{:#?}` has all fields.
+/// `{:#?}` has all fields. [`Error::summary`] is a copy that can be compared and serialised.
 ///
 /// ```
 /// use hmem_core::{Error, ErrorKind};
@@ -471,6 +478,12 @@ impl Error {
     #[must_use]
     pub fn trace(&self) -> &Trace {
         &self.0.trace
+    }
+
+    /// Returns a copy of the error's facts that can be compared and serialised.
+    #[must_use]
+    pub fn summary(&self) -> ErrorSummary {
+        self.into()
     }
 
     /// Returns the text of `Display` without the error's remedy. Attempts keep their remedies.

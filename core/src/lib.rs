@@ -103,7 +103,9 @@ pub use domain::{
     Type2Bind, Type2Kind, Type2Window, VecParts, View, Watch, os_page_sizes, prefault, regattr_on,
     register_on,
 };
-pub use error::{DriverCode, Errno, Error, ErrorKind, Rejected, Result};
+pub use error::{
+    AttemptSummary, DriverCode, Errno, Error, ErrorKind, ErrorSummary, Rejected, Result,
+};
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};
 pub use iface::{Iface, IfaceExt};
 pub use iface_kind::{DeviceId, IfaceKind, IfaceName, UnknownIfaceName};
