@@ -344,6 +344,7 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
         (Fault::LeakedFd, "exporting_dma_bufs_leaks_no_fd"),
         (Fault::LeakedAllocation, "freed_memory_can_be_allocated_again"),
         (Fault::MissingCallback, "monitor_detects_a_free"),
+        (Fault::MissingCallback, "cached_registration_never_moves_bytes_of_freed_memory"),
         (Fault::EarlyCallback, "freed_memory_is_not_claimed_after_its_notification"),
         (Fault::ShortCopy, "copy_moves_exactly_the_named_bytes"),
         (Fault::AddressSpan, "address_span_holds_every_allocation"),
@@ -363,6 +364,7 @@ fn behaviours_of_a_monitor_that_watches_nothing_are_ignored() {
         "monitor_detects_a_free",
         "freed_memory_is_not_claimed_after_its_notification",
         "monitor_is_silent_after_unsubscribing",
+        "cached_registration_never_moves_bytes_of_freed_memory",
     ];
     assert_eq!(ignored, of_monitors);
 }

@@ -1,4 +1,5 @@
-//! Memory that is freed and allocated again at the same address, which reveals stale registrations.
+//! A host page that is freed and allocated again at the same address, which reveals stale
+//! registrations.
 
 #![allow(unsafe_code, reason = "pages are unmapped by calls of the C library, as applications do")]
 
@@ -8,28 +9,11 @@ use std::{
     sync::Arc,
 };
 
-use hmem::{
-    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, Result,
-    iface::AllocRequest, system::monitor::ImportMonitor,
-};
+use hmem::{Address, AddressRange, Error, ErrorKind, Result, system::monitor::ImportMonitor};
+use hmem_conformance::stale::ReusableMemory;
 
-/// Size of the memory that is freed and allocated again, in bytes. It is the smallest page size.
+/// Size of the page that is freed and allocated again, in bytes. It is the smallest page size.
 const LEN: u64 = 4096;
-
-/// Memory that the check frees and allocates again to provoke stale cache entries.
-pub(super) trait ReusableMemory {
-    /// Returns the current address range.
-    fn range(&self) -> Result<AddressRange>;
-
-    /// Frees the memory and allocates new memory. `round` may select how the memory is freed.
-    fn renew(&mut self, round: u64) -> Result<()>;
-
-    /// Copies `from` to the start of the memory.
-    fn write(&self, from: &[u8]) -> Result<()>;
-
-    /// Copies the start of the memory to `into`.
-    fn read(&self, into: &mut [u8]) -> Result<()>;
-}
 
 /// One host page, mapped with `mmap`.
 #[derive(Debug)]
@@ -148,48 +132,5 @@ impl Drop for HostPage {
         if let Err(error) = done("munmap", unsafe { libc::munmap(self.at, LEN as usize) }) {
             tracing::error!(%error, "cannot unmap a page of a check");
         }
-    }
-}
-
-/// Device memory that the check frees and allocates again through the iface.
-#[derive(Debug)]
-pub(super) struct OnDevice {
-    iface: Arc<dyn Iface>,
-    /// The current allocation; `None` after a free and before the next allocation.
-    buffer: Option<DeviceBuffer>,
-}
-
-impl OnDevice {
-    pub(super) fn allocate(iface: &Arc<dyn Iface>) -> Result<Self> {
-        let mut memory = Self { iface: Arc::clone(iface), buffer: None };
-        memory.renew(0)?;
-        Ok(memory)
-    }
-
-    fn buffer(&self) -> Result<&DeviceBuffer> {
-        self.buffer
-            .as_ref()
-            .ok_or_else(|| Error::new(ErrorKind::BadState, "memory of a check").iface(&self.iface))
-    }
-}
-
-impl ReusableMemory for OnDevice {
-    fn range(&self) -> Result<AddressRange> {
-        Ok(self.buffer()?.allocation().range)
-    }
-
-    fn renew(&mut self, _round: u64) -> Result<()> {
-        self.buffer = None;
-        let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
-        self.buffer = Some(DeviceBuffer::allocate(&self.iface, &request)?);
-        Ok(())
-    }
-
-    fn write(&self, from: &[u8]) -> Result<()> {
-        self.buffer()?.write(0, from)
-    }
-
-    fn read(&self, into: &mut [u8]) -> Result<()> {
-        self.buffer()?.read(0, into)
     }
 }

@@ -1,14 +1,13 @@
 //! Stale registrations: a cached registration must not outlive its memory.
 //!
-//! Each round frees memory and allocates other memory at the same address. A hardware NIC keeps the
-//! pages that were mapped at registration, and so does the loopback NIC `pinned`. A stale hit
-//! therefore moves bytes of the freed memory, which the check compares.
+//! The rounds are those of the conformance suite ([`StaleCounts`]): each frees memory and allocates
+//! other memory at the same address. The loopback NIC `pinned` keeps the pages that were mapped at
+//! registration, as hardware does. A stale hit therefore moves bytes of the freed memory.
 
 use std::sync::Arc;
 
 use hmem::{
-    Access, CacheAttr, Error, ErrorKind, Hmem, Iface, IfaceExt, IfaceKind, Path, Result,
-    cache::UncachedReason,
+    CacheAttr, Error, ErrorKind, Hmem, Iface, IfaceExt, IfaceKind, Path, Result,
     monitor::Monitor,
     path::P2pPolicy,
     system::{
@@ -16,22 +15,14 @@ use hmem::{
         monitor::{ImportCallbacks, ImportMonitor, Layered, MemHooks, UserFaultFd},
     },
 };
+use hmem_conformance::stale::{DeviceMemory, ReusableMemory, StaleCounts};
 use serde::Serialize;
 
-use super::{
-    Selection,
-    link::{Link, Target},
-    memory::heap,
-    pattern,
-    place::{HostPage, OnDevice, ReusableMemory},
-};
+use super::{Selection, place::HostPage};
 use crate::{
     json::Skipped,
     machine::{Machine, ProviderNic},
 };
-
-/// Bytes of a transfer. A short transfer is enough, since stale entries cover whole pages.
-const MOVED: u64 = 64;
 
 /// The result of the check of one cache monitor.
 #[derive(Clone, Debug, Serialize)]
@@ -220,35 +211,36 @@ impl Case<'_> {
     /// The name of this check with the reason, if the machine does not support the check or no
     /// address was reused.
     pub(super) fn run(&self, rounds: u64) -> Result<StaleRow, Skipped> {
-        let mut tally = Tally { monitor: self.monitor().to_owned(), ..Tally::default() };
+        let mut monitor = self.monitor().to_owned();
+        let mut counts = StaleCounts::default();
         let done = self.prepare().and_then(|mut prepared| {
-            tally.monitor = prepared.monitor.clone();
-            prepared.run_rounds(self.nic, rounds, &mut tally)
+            monitor.clone_from(&prepared.monitor);
+            prepared.run(self.nic, rounds, &mut counts)
         });
         let error = match done {
-            Err(why) if tally.rounds == 0 && lacks(&why) => {
+            Err(why) if counts.rounds == 0 && lacks(&why) => {
                 return Err(Skipped::new(self.title(), why));
             }
             Err(error) => Some(error.to_string()),
             // Some allocators do not reuse addresses.
-            Ok(()) if tally.stale == 0 && tally.reused == 0 => {
+            Ok(()) if counts.stale == 0 && counts.reused == 0 => {
                 return Err(Skipped::new(
                     self.title(),
                     "the allocator reused no address, so that no registration could be stale",
                 ));
             }
-            Ok(()) => tally.shortcoming(),
+            Ok(()) => shortcoming(&counts),
         };
         Ok(StaleRow {
             iface: self.iface().to_owned(),
-            monitor: tally.monitor,
+            monitor,
             provider: self.nic.attr.nic.provider.clone(),
             nic: self.nic.attr.nic.name.clone(),
             path: self.path().name(),
-            rounds: tally.rounds,
-            reused: tally.reused,
-            hits: tally.hits,
-            stale: tally.stale,
+            rounds: counts.rounds,
+            reused: counts.reused,
+            hits: counts.hits,
+            stale: counts.stale,
             verified: error.is_none(),
             error,
         })
@@ -269,7 +261,7 @@ impl Case<'_> {
             }
             Memory::Device(iface) => {
                 let monitor = iface.start_monitor()?.name().to_owned();
-                let memory = Box::new(OnDevice::allocate(iface)?);
+                let memory = Box::new(DeviceMemory::allocate(iface)?);
                 Ok(Prepared { monitor, hmem: OwnOrShared::Machine(self.machine), memory })
             }
             Memory::Callback => {
@@ -280,7 +272,7 @@ impl Case<'_> {
                 let monitor = iface.start_monitor()?.name().to_owned();
                 let hmem = Hmem::builder().without_vendor_ifaces().ifaces(iface.name());
                 let hmem = hmem.shared_iface(Arc::clone(&iface)).build()?;
-                let memory = Box::new(OnDevice::allocate(&iface)?);
+                let memory = Box::new(DeviceMemory::allocate(&iface)?);
                 Ok(Prepared { monitor, hmem: OwnOrShared::Own(Box::new(hmem)), memory })
             }
         }
@@ -302,27 +294,15 @@ fn lacks(why: &Error) -> bool {
     )
 }
 
-/// The counts of one run, summed over its rounds.
-#[derive(Debug, Default)]
-struct Tally {
-    monitor: String,
-    rounds: u64,
-    reused: u64,
-    hits: u64,
-    stale: u64,
-}
-
-impl Tally {
-    /// Returns the reason why a completed run proves nothing or failed, or `None` for a success.
-    fn shortcoming(&self) -> Option<String> {
-        if self.stale > 0 {
-            return Some(format!(
-                "a transfer moved bytes of freed memory in {} of {} rounds",
-                self.stale, self.rounds
-            ));
-        }
-        (self.hits == 0).then(|| "no lookup hit, so that no registration could be stale".to_owned())
+/// Returns the reason why a completed run proves nothing or failed, or `None` for a success.
+fn shortcoming(counts: &StaleCounts) -> Option<String> {
+    if counts.stale > 0 {
+        return Some(format!(
+            "a transfer moved bytes of freed memory in {} of {} rounds",
+            counts.stale, counts.rounds
+        ));
     }
+    (counts.hits == 0).then(|| "no lookup hit, so that no registration could be stale".to_owned())
 }
 
 enum OwnOrShared<'a> {
@@ -338,7 +318,7 @@ struct Prepared<'a> {
 }
 
 impl Prepared<'_> {
-    fn run_rounds(&mut self, nic: &ProviderNic, rounds: u64, tally: &mut Tally) -> Result<()> {
+    fn run(&mut self, nic: &ProviderNic, rounds: u64, counts: &mut StaleCounts) -> Result<()> {
         let hmem = match &self.hmem {
             OwnOrShared::Machine(machine) => &machine.hmem,
             OwnOrShared::Own(hmem) => hmem,
@@ -347,83 +327,11 @@ impl Prepared<'_> {
         let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
         let cache = cache.without_monitors([]);
         let domain = nic.open_with(hmem, P2pPolicy::Required, Some(cache))?;
-        {
-            let access = Access::READ | Access::WRITE;
-            let local = domain.register(heap(MOVED)?, access).map_err(|rejected| rejected.error)?;
-            let mut link = Link::open(&domain)?;
-            let mut round = Round {
-                domain: &domain,
-                link: &mut link,
-                local: &local,
-                memory: &mut *self.memory,
-            };
-            for number in 0..rounds {
-                round.run(number, tally)?;
-            }
-            tally.hits = domain.cache()?.statistics().hits;
-            link.close()?;
-            local.close()?;
-        }
-        domain.close().map_err(|rejected| rejected.error)
-    }
-}
-
-struct Round<'a> {
-    domain: &'a hmem::Domain,
-    link: &'a mut Link,
-    local: &'a hmem::OwnedRegion<Vec<u8>>,
-    memory: &'a mut dyn ReusableMemory,
-}
-
-impl Round<'_> {
-    /// Runs round `number`: fills the memory, transfers bytes through a cached registration, looks
-    /// the registration up again, and replaces the memory. A NIC reads the memory in even rounds
-    /// and writes it in odd ones.
-    fn run(&mut self, number: u64, tally: &mut Tally) -> Result<()> {
-        let (mut before, mut after) = ([0; MOVED as usize], [0; MOVED as usize]);
-        pattern::fill(&mut before, number << 16);
-        pattern::fill(&mut after, (number << 16) + (1 << 15));
-        let range = self.memory.range()?;
-        self.memory.write(&before)?;
-        let cache = self.domain.cache()?;
-        {
-            // SAFETY: no reference into the memory exists, and this function does not access it
-            // while a transfer runs. A cached region may outlive the memory: the NIC keeps pages,
-            // so that a stale hit reaches only the freed pages.
-            #[allow(unsafe_code, reason = "the memory is registered by address")]
-            let region = unsafe {
-                cache.get_or_register(range, Access::REMOTE_READ | Access::REMOTE_WRITE)?
-            };
-            // `Busy` is no error: the monitor may still be handling a change of the previous round.
-            if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason()
-                && !why.is_busy()
-            {
-                return Err(why.clone());
-            }
-            let key = region.key()?;
-            let whole = self.local.slice(0, MOVED)?;
-            let target = Target { key: &key, offset: 0, len: MOVED };
-            let mut found = [0; MOVED as usize];
-            let expected = if number.is_multiple_of(2) {
-                self.link.read(self.domain, whole, target)?;
-                self.local.read(0, &mut found)?;
-                &before
-            } else {
-                self.local.write(0, &after)?;
-                self.link.write(self.domain, whole, target)?;
-                self.memory.read(&mut found)?;
-                &after
-            };
-            tally.stale += u64::from(pattern::difference(expected, &found).is_some());
-        }
-        // SAFETY: no reference into the memory exists, and no transfer runs. The lease ends at
-        // once, and the NIC keeps the pages of a region that stays cached.
+        // SAFETY: `plan` chose a NIC that keeps the pages of its registrations. The memory belongs
+        // to this value, which does not access it.
         #[allow(unsafe_code, reason = "the memory is registered by address")]
-        drop(unsafe { cache.get_or_register(range, Access::REMOTE_READ | Access::REMOTE_WRITE)? });
-        self.memory.renew(number)?;
-        tally.reused += u64::from(self.memory.range()? == range);
-        tally.rounds += 1;
-        Ok(())
+        unsafe { counts.run(&domain, &mut *self.memory, rounds) }?;
+        domain.close().map_err(|rejected| rejected.error)
     }
 }
 

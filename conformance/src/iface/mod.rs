@@ -87,6 +87,8 @@ behaviours! {
     freed_memory_is_not_claimed_after_its_notification,
     /// MON-08
     monitor_is_silent_after_unsubscribing,
+    /// CACHE-11
+    cached_registration_never_moves_bytes_of_freed_memory,
     /// P2P-06
     part_of_an_allocation_is_reached_by_the_default_path,
     /// P2P-06

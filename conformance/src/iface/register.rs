@@ -6,8 +6,8 @@ use std::sync::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Allocation, DeviceBuffer, Domain, DomainAttr, Error, ErrorKind,
-    Iface, IfaceKind, MrFlags, MrMode, Path, Registry, Result,
+    Access, Address, AddressRange, Allocation, CacheAttr, DeviceBuffer, Domain, DomainAttr, Error,
+    ErrorKind, Iface, IfaceKind, MrFlags, MrMode, Path, Registry, Result,
     iface::{
         Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, InboundFlush, Ipc,
         MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -18,10 +18,16 @@ use hmem_core::{
 };
 use hmem_iface_system::System;
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_loopback::Loopback;
+use hmem_provider_loopback::{Loopback, Memory};
 
-use super::{LEN, PARTS, assert_bytes, at, buffer, buffers, contents, memory::part, pattern};
-use crate::trial::{Outcome, skip};
+use super::{
+    LEN, PARTS, assert_bytes, at, buffer, buffers, contents, is_missing, memory::part, need,
+    pattern,
+};
+use crate::{
+    stale::{DeviceMemory, StaleCounts},
+    trial::{Outcome, Skipped, skip},
+};
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
@@ -42,15 +48,23 @@ pub(super) fn part_of_an_allocation_is_reached_by_staged_copies(iface: &Arc<dyn 
 /// Opens a domain of the software NIC, with host memory and the iface's memory.
 fn open(iface: &Arc<dyn Iface>, p2p: P2pPolicy) -> Domain {
     let nic = Loopback::builder().needs(MrMode::VIRT_ADDR | MrMode::PROV_KEY).build();
+    let attr = DomainAttr { p2p, ..DomainAttr::default() };
+    Domain::open(&nic.expect("a software NIC"), registry(iface), selector(), attr)
+        .expect("open a domain")
+}
+
+/// Returns a registry of host memory and the iface.
+fn registry(iface: &Arc<dyn Iface>) -> Arc<Registry> {
     let mut registry = Registry::new();
     if iface.kind() != IfaceKind::SYSTEM {
         registry.add(Arc::new(System::new())).expect("add host memory");
     }
     registry.add(Arc::clone(iface)).expect("add the iface");
-    let attr = DomainAttr { p2p, ..DomainAttr::default() };
-    let selector = Arc::new(DefaultPathSelector::new());
-    Domain::open(&nic.expect("a software NIC"), Arc::new(registry), selector, attr)
-        .expect("open a domain")
+    Arc::new(registry)
+}
+
+fn selector() -> Arc<DefaultPathSelector> {
+    Arc::new(DefaultPathSelector::new())
 }
 
 /// Tests writes and reads by peers on memory of each kind. `policy` says if the domain may register
@@ -130,6 +144,41 @@ fn moved(cq: &dyn CompletionQueue) -> Result<u64> {
     let mut done = Vec::new();
     while cq.read(&mut done, 1)? == 0 {}
     done.remove(0).result
+}
+
+/// Tests that a cached registration is not used after its memory was freed. The NIC keeps the pages
+/// of its registrations, so that a stale registration moves bytes of the freed memory.
+pub(super) fn cached_registration_never_moves_bytes_of_freed_memory(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    need(&**iface, iface.monitor(), Facet::Monitor)?;
+    need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
+    let missing = |why: Error| {
+        assert!(is_missing(&why), "look for stale registrations: {why}");
+        Skipped(why.to_string())
+    };
+    let nic =
+        Loopback::builder().needs(MrMode::VIRT_ADDR | MrMode::PROV_KEY).memory(Memory::Pinned);
+    let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
+    let attr = DomainAttr {
+        p2p: P2pPolicy::Required,
+        cache: Some(cache.without_monitors([])),
+        ..DomainAttr::default()
+    };
+    let mut counts = StaleCounts::default();
+    let opened = nic.build().and_then(|nic| {
+        let domain = Domain::open(&nic, registry(iface), selector(), attr)?;
+        Ok((domain, DeviceMemory::allocate(iface)?))
+    });
+    let (domain, mut memory) = opened.map_err(missing)?;
+    // SAFETY: the NIC pins the pages that it registers. Nothing else accesses the memory.
+    let ran = unsafe { counts.run(&domain, &mut memory, 64) };
+    ran.map_err(missing)?;
+    assert_eq!(counts.stale, 0, "a transfer moved bytes of freed memory: {counts:?}");
+    if counts.reused == 0 || counts.hits == 0 {
+        return skip(format!("no registration could be stale: {counts:?}"));
+    }
+    Ok(())
 }
 
 /// An iface that forwards to another iface and counts its queries.

@@ -1,0 +1,238 @@
+//! Transfers of memory that is freed and allocated again, which reveal stale registrations.
+
+use std::sync::Arc;
+
+use hmem_core::{
+    Access, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, Endpoint, Error,
+    ErrorKind, Iface, OwnedRegion, RegionSlice, RemoteKey, Result,
+    cache::UncachedReason,
+    iface::AllocRequest,
+    provider::{CompletionQueue, EndpointAttr},
+    transfer::{PeerId, RemoteSegment},
+};
+
+/// Bytes of a transfer. A short transfer is enough, since a stale registration covers whole pages.
+const MOVED: usize = 64;
+
+/// Access of the registered memory.
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// Memory that is freed and allocated again, if possible at the same address.
+pub trait ReusableMemory {
+    /// Returns the current address range.
+    ///
+    /// # Errors
+    /// Fails if no memory is allocated.
+    fn range(&self) -> Result<AddressRange>;
+
+    /// Frees the memory and allocates new memory. `round` may select how the memory is freed.
+    ///
+    /// # Errors
+    /// Fails if the memory cannot be freed or allocated.
+    fn renew(&mut self, round: u64) -> Result<()>;
+
+    /// Copies `from` to the start of the memory.
+    ///
+    /// # Errors
+    /// Fails if the copy fails.
+    fn write(&self, from: &[u8]) -> Result<()>;
+
+    /// Copies the start of the memory to `into`.
+    ///
+    /// # Errors
+    /// Fails if the copy fails.
+    fn read(&self, into: &mut [u8]) -> Result<()>;
+}
+
+/// A page of device memory that is freed and allocated again through its iface.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    iface: Arc<dyn Iface>,
+    /// The current allocation; `None` after a free and before the next allocation.
+    buffer: Option<DeviceBuffer>,
+}
+
+impl DeviceMemory {
+    /// Allocates a page on the iface's first device.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceBuffer::allocate`].
+    pub fn allocate(iface: &Arc<dyn Iface>) -> Result<Self> {
+        let mut memory = Self { iface: Arc::clone(iface), buffer: None };
+        memory.renew(0)?;
+        Ok(memory)
+    }
+
+    fn buffer(&self) -> Result<&DeviceBuffer> {
+        let missing = || Error::new(ErrorKind::BadState, "reusable memory").iface(&self.iface);
+        self.buffer.as_ref().ok_or_else(missing)
+    }
+}
+
+impl ReusableMemory for DeviceMemory {
+    fn range(&self) -> Result<AddressRange> {
+        Ok(self.buffer()?.allocation().range)
+    }
+
+    fn renew(&mut self, _round: u64) -> Result<()> {
+        self.buffer = None;
+        let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
+        self.buffer = Some(DeviceBuffer::allocate(&self.iface, &request)?);
+        Ok(())
+    }
+
+    fn write(&self, from: &[u8]) -> Result<()> {
+        self.buffer()?.write(0, from)
+    }
+
+    fn read(&self, into: &mut [u8]) -> Result<()> {
+        self.buffer()?.read(0, into)
+    }
+}
+
+/// Counts of rounds in which memory was freed and allocated again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StaleCounts {
+    /// Completed rounds.
+    pub rounds: u64,
+    /// Rounds in which the new memory had the previous address.
+    pub reused: u64,
+    /// Cache lookups that found an existing registration.
+    pub hits: u64,
+    /// Rounds in which a transfer moved bytes of freed memory.
+    pub stale: u64,
+}
+
+impl StaleCounts {
+    /// Runs `rounds` rounds and adds them to the counts, which stay correct after an error.
+    ///
+    /// Each round fills the memory with bytes of its own, transfers them through a registration of
+    /// the domain's cache, looks the registration up again, and replaces the memory. A peer reads
+    /// the memory in even rounds and writes it in odd ones.
+    ///
+    /// # Errors
+    /// The errors of the domain and of the memory. If the cache keeps no registration of the
+    /// memory because its monitor cannot watch it, the monitor's error.
+    ///
+    /// # Safety
+    /// The NIC of `domain` transfers bytes of the pages that it registered, also after the memory
+    /// was freed; a stale registration would otherwise reach memory of another owner. `memory`
+    /// owns its range, and nothing else accesses it.
+    pub unsafe fn run(
+        &mut self,
+        domain: &Domain,
+        memory: &mut dyn ReusableMemory,
+        rounds: u64,
+    ) -> Result<()> {
+        let link = Link::open(domain)?;
+        let before = domain.cache()?.statistics().hits;
+        for number in 0..rounds {
+            // SAFETY: the caller's promise.
+            unsafe { self.round(&link, memory, number) }?;
+            self.rounds += 1;
+        }
+        self.hits += domain.cache()?.statistics().hits - before;
+        link.close()
+    }
+
+    /// Runs round `number`.
+    ///
+    /// # Safety
+    /// Like [`Self::run`].
+    unsafe fn round(
+        &mut self,
+        link: &Link<'_>,
+        memory: &mut dyn ReusableMemory,
+        number: u64,
+    ) -> Result<()> {
+        // New memory is zero, and earlier rounds have smaller numbers.
+        let [before, after] =
+            [1, 2].map(|part| (2 * number + part).to_le_bytes().repeat(MOVED / 8));
+        let range = memory.range()?;
+        memory.write(&before)?;
+        let cache = link.domain.cache()?;
+        {
+            // SAFETY: the caller promises that nothing else accesses the memory. The region may
+            // outlive it, since a stale hit reaches only the freed pages, as the caller promises.
+            let region = unsafe { cache.get_or_register(range, REMOTE)? };
+            // `Busy` is no error: the monitor may still be handling a change of the previous round.
+            if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason()
+                && !why.is_busy()
+            {
+                return Err(why.clone());
+            }
+            let key = region.key()?;
+            let mut found = vec![0; MOVED];
+            let expected = if number.is_multiple_of(2) {
+                link.read(&key)?;
+                link.local.read(0, &mut found)?;
+                before
+            } else {
+                link.local.write(0, &after)?;
+                link.write(&key)?;
+                memory.read(&mut found)?;
+                after
+            };
+            self.stale += u64::from(found != expected);
+        }
+        // SAFETY: like above. The lease ends at once.
+        drop(unsafe { cache.get_or_register(range, REMOTE)? });
+        memory.renew(number)?;
+        self.reused += u64::from(memory.range()? == range);
+        Ok(())
+    }
+}
+
+/// An endpoint that is its own peer, and a registered buffer for the moved bytes.
+struct Link<'a> {
+    domain: &'a Domain,
+    local: OwnedRegion<Vec<u8>>,
+    queue: Arc<dyn CompletionQueue>,
+    endpoint: Endpoint,
+    peer: PeerId,
+}
+
+impl<'a> Link<'a> {
+    fn open(domain: &'a Domain) -> Result<Self> {
+        let local = domain.register(vec![0; MOVED], Access::READ | Access::WRITE);
+        let local = local.map_err(|rejected| rejected.error)?;
+        let queue = domain.open_cq(16)?;
+        let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
+        let peer = endpoint.resolve(&endpoint.name())?;
+        Ok(Self { domain, local, queue, endpoint, peer })
+    }
+
+    fn read(&self, key: &RemoteKey) -> Result<()> {
+        let (local, remote) = self.ends(key)?;
+        self.endpoint.read(&[local], &[remote], self.peer, 0)?;
+        self.wait()
+    }
+
+    fn write(&self, key: &RemoteKey) -> Result<()> {
+        let (local, remote) = self.ends(key)?;
+        self.endpoint.write(&[local], &[remote], self.peer, 0)?;
+        self.wait()
+    }
+
+    fn ends<'k>(&self, key: &'k RemoteKey) -> Result<(RegionSlice, RemoteSegment<'k>)> {
+        let len = MOVED as u64;
+        Ok((self.local.slice(0, len)?, RemoteSegment { address: key.base(), len, key }))
+    }
+
+    fn wait(&self) -> Result<()> {
+        let mut done = Vec::with_capacity(1);
+        while self.queue.read(&mut done, 1)? == 0 {
+            if self.domain.progress()? == 0 {
+                std::thread::yield_now();
+            }
+        }
+        done.remove(0).result.map(drop)
+    }
+
+    fn close(self) -> Result<()> {
+        self.endpoint.close()?;
+        self.local.close()?;
+        Ok(())
+    }
+}
