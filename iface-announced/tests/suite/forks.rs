@@ -8,7 +8,7 @@ use std::{
 use hmem_core::{
     Address, AddressRange, DeviceId, ErrorKind, Iface, IfaceExt, Result,
     iface::DmaBufMapping,
-    monitor::{InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_fake_accelerators::{Fake, Profile};
 use hmem_iface_announced::{Announced, Driver};
@@ -51,14 +51,16 @@ impl Invalidator for NoCache {
     fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
 
     fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-        InvalidationToken(0)
+        InvalidationToken::unnumbered()
     }
 
     fn invalidate_end(&self, _: InvalidationToken) {}
 
-    fn close_gate(&self) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
 
-    fn open_gate(&self) {}
+    fn open_gate(&self, _: GateToken) {}
 }
 
 /// Returns true if the iface refuses all operations on the memory at `base`, a live allocation of
@@ -107,9 +109,11 @@ fn forked_child_frees_no_lingering_memory_of_its_parent() {
         let refused = refuses_all(&iface, plain.base(), ())
             && in_bad_state(free(&iface, &plain))
             && in_bad_state(iface.withdraw(&plain));
-        monitor.unsubscribe(subscription);
-        // SAFETY: the original is the parent's. The child neither uses nor drops it.
-        let closed = unsafe { std::ptr::read(&raw const iface) }.close();
+        // SAFETY: the originals are the parent's. The child neither uses nor drops them.
+        let (copy, closed) = unsafe {
+            (std::ptr::read(&raw const subscription), std::ptr::read(&raw const iface).close())
+        };
+        monitor.unsubscribe(copy);
         let refused =
             refused && closed.is_err_and(|rejected| rejected.error.kind() == ErrorKind::BadState);
         refused && live() == parents
