@@ -83,6 +83,13 @@ impl Patches {
         let sites = sites.collect::<Result<_>>()?;
         trampolines.seal()?;
         trampolines.keep();
+        // No jump leads to the trampolines yet. So every processor has executed a serialising
+        // instruction between the stores of their code and the first jump.
+        if !synchronise_code() {
+            tracing::debug!(
+                "no membarrier: other processors see the trampolines at their next interrupt"
+            );
+        }
         Ok(Self { monitor, sites })
     }
 
@@ -278,8 +285,8 @@ fn all_or_none<S>(
     Err(left.fold(error, |error, why| error.context("not undone", why)))
 }
 
-/// Makes every processor that runs this process fetch its code again. Returns false if the kernel
-/// does not support this.
+/// Makes every processor that runs this process execute a serialising instruction, so that it
+/// fetches its code again. Returns false if the kernel does not support this (before Linux 4.16).
 fn synchronise_code() -> bool {
     membarrier(MembarrierCommand::RegisterPrivateExpeditedSyncCore)
         .and_then(|()| membarrier(MembarrierCommand::PrivateExpeditedSyncCore))

@@ -48,7 +48,8 @@ fn code() -> [u8; 32] {
 const SYNC_CORE: u64 = 1 << 5;
 const REGISTER_SYNC_CORE: u64 = 1 << 6;
 
-/// MON-03: Starting and stopping a monitor makes all processors fetch the changed code again.
+/// MON-03: All processors serialise after the trampolines are written and before a jump leads to
+/// them, after the jumps are written, and after they are removed.
 #[test]
 #[cfg_attr(target_arch = "aarch64", ignore = "qemu-user has no seccomp filters")]
 fn processors_refetch_code_after_patch_and_unpatch() {
@@ -65,6 +66,8 @@ fn processors_refetch_code_after_patch_and_unpatch() {
     assert_eq!(
         calls,
         [
+            (REGISTER_SYNC_CORE, false),
+            (SYNC_CORE, false),
             (REGISTER_SYNC_CORE, true),
             (SYNC_CORE, true),
             (REGISTER_SYNC_CORE, false),

@@ -36,6 +36,8 @@ cases! {
     /// MON-02
     no_fault_of_the_application_waits,
     events_are_delivered_behind_a_closed_gate,
+    /// MON-02
+    announced_advices_are_those_that_raise_events,
     overlapping_subscriptions_are_watched_until_the_last_is_gone,
     remapped_memory_is_watched_again,
     moved_memory_is_not_watched_for_ever,
@@ -202,6 +204,41 @@ fn expect_notified(recorder: &Recorder, here: AddressRange, causes: &[Invalidati
     let expected: Vec<_> = causes.iter().map(|cause| (*cause, How::Invalidated)).collect();
     assert_eq!(recorder.about(here), expected);
     recorder.clear();
+}
+
+/// The kernel sends an event for each advice that memhooks announce, and none for
+/// MADV_GUARD_INSTALL.
+fn announced_advices_are_those_that_raise_events() {
+    const GUARD_INSTALL: i32 = 102;
+    let monitor = UserFaultFd::start().unwrap();
+    let page = page();
+    let advices = [
+        (libc::MADV_DONTNEED, libc::MAP_PRIVATE, true),
+        (libc::MADV_FREE, libc::MAP_PRIVATE, true),
+        (libc::MADV_DONTNEED_LOCKED, libc::MAP_PRIVATE, true),
+        (libc::MADV_REMOVE, libc::MAP_SHARED, true),
+        (GUARD_INSTALL, libc::MAP_PRIVATE, false),
+    ];
+    for (advice, sharing, raises) in advices {
+        let flags = sharing | libc::MAP_ANONYMOUS;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
+        let block = unsafe { libc::mmap(ptr::null_mut(), page, prot, flags, -1, 0) };
+        assert_ne!(block, libc::MAP_FAILED);
+        let (here, recorder) = (range(block, page), Recorder::new());
+        let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
+        // SAFETY: the page belongs to this function.
+        let advised = unsafe { libc::syscall(libc::SYS_madvise, block, page, advice) };
+        // Linux has MADV_GUARD_INSTALL since 6.13.
+        assert!(advised == 0 || advice == GUARD_INSTALL, "advice {advice}");
+        if raises {
+            expect_notified(&recorder, here, &[InvalidationCause::Discard]);
+        }
+        // The events of one range arrive in order: no event of the discard precedes this one.
+        unmap(block, page);
+        expect_notified(&recorder, here, &[InvalidationCause::Unmap]);
+        monitor.unsubscribe(subscription);
+    }
 }
 
 fn no_fault_of_the_application_waits() {

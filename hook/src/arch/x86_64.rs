@@ -4,8 +4,38 @@
 //! glibc's wrappers begin with `mov $nr,%eax` (5 bytes); `mmap` has a 7-byte `test` before the
 //! `mov`. Every entry of NVIDIA's `libcuda` begins with a 10-byte comparison of a word of the
 //! library's data with a constant. The jump must lie within 8 aligned bytes, or within 16 aligned
-//! bytes if the processor has `cmpxchg16b`. One store writes these bytes. Every processor sees this
-//! store either entirely or not at all, also when it fetches instructions.
+//! bytes if the processor has `cmpxchg16b`. One locked instruction writes these bytes.
+//!
+//! # Patching while threads run the code
+//!
+//! Other processors may fetch the entry during the store. The manuals promise less than the patch
+//! needs:
+//!
+//! - Intel (SDM volume 3A, "Handling Self- and Cross-Modifying Code"): a processor runs the new
+//!   code once it has executed a serialising instruction after the store. For a processor that
+//!   fetches the bytes before that, the behaviour depends on the model. Intel promises no atomic
+//!   fetch of instructions, whatever the alignment of the store.
+//! - AMD (APM volume 2, "Cross-Modifying Code") also describes modification without
+//!   synchronisation, for one store within an aligned quadword: other processors run the old or the
+//!   new bytes. A patch of 16 bytes is beyond that.
+//!
+//! The crate keeps to the promise where it can. The kernel makes every processor that runs this
+//! process execute a serialising instruction (`membarrier`, SYNC_CORE): after the trampolines are
+//! written and before any jump leads to them, after the jumps are written, and after the original
+//! bytes are restored. So no processor runs a trampoline that it fetched too early, and when
+//! `Hooks::start` returns, every thread runs the jumps.
+//!
+//! The store itself relies on more than the promise, as other software does that patches running
+//! code by one aligned store (HotSpot patches the entries of Java methods so):
+//!
+//! - The bytes lie in one cache line, and caches for code are coherent. So a processor gets the
+//!   line from before or after the store.
+//! - Processors fetch aligned blocks of at least 16 bytes from a line. So a fetch does not mix old
+//!   and new bytes of the patch. No processor is known for which this fails.
+//! - The jump replaces one whole instruction, and the rest of a longer instruction is never run. So
+//!   both versions are valid wherever a thread is stopped.
+//! - A thread that runs the old bytes for longer only notifies nobody. Nothing is cached before
+//!   `Hooks::start` has returned.
 
 use std::{
     arch::asm,
@@ -289,7 +319,7 @@ pub(super) fn jump_target(address: u64, code: &[u8; ENTRY_LEN]) -> Option<u64> {
     }
 }
 
-/// Does nothing: on x86-64, instruction fetch sees stores without a flush.
+/// Does nothing: on x86-64, caches for code are coherent with those for data.
 ///
 /// # Safety
 /// The bytes must be mapped.

@@ -7,11 +7,14 @@
 //! *announce* each call before it starts, so that userfaultfd can tell the two kinds of calls
 //! apart.
 //!
+//! A call whose advice raises no event (MADV_GUARD_INSTALL) is not announced: it would account for
+//! the event of a raw call.
+//!
 //! A call raises at most one event for each address, in ascending order. So an announced call
 //! accounts for one event of each address. Any further event belongs to a raw call.
 //!
 //! The event of a raw call over the same range may come first. Then the announced call waits until
-//! its own event was read, and until then no registration of the range becomes valid. The announced
+//! its own event was read, and until then no registration of the range becomes valid. An announced
 //! call raises no event in two cases, which are not covered: userfaultfd stops watching the range
 //! between the two events, or the call fails. Both need two threads that discard the same pages at
 //! the same moment, one of them by a raw call.

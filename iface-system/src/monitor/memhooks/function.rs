@@ -95,6 +95,12 @@ const fn discards(advice: usize) -> bool {
     )
 }
 
+/// Returns true if the kernel sends a userfaultfd event (UFFD_EVENT_REMOVE) for this advice. These
+/// are all advices that discard pages, except MADV_GUARD_INSTALL.
+const fn raises_event(advice: usize) -> bool {
+    discards(advice) && advice as i32 != MADV_GUARD_INSTALL
+}
+
 const fn has(flags: usize, bits: i32) -> bool {
     flags as i32 & bits == bits
 }
@@ -185,6 +191,23 @@ impl Function {
             Self::ProcessMadvise => discards(args[3]),
             Self::Brk => args[0] != 0,
             Self::Shmat => has(args[2], libc::SHM_REMAP),
+        }
+    }
+
+    /// Returns the range of a call of `madvise` for whose discard the kernel sends userfaultfd
+    /// events. Returns `None` for other calls. `affected` is the result of [`Function::affected`].
+    ///
+    /// A call of `process_madvise` has no range, because its addresses are not known, and may be in
+    /// another process.
+    #[inline(always)]
+    pub(super) const fn range_of_events(
+        self,
+        args: &Args,
+        affected: &AffectedRanges,
+    ) -> Option<AddressRange> {
+        match (self, affected.0) {
+            (Self::Madvise, [Some((range, _)), _]) if raises_event(args[2]) => Some(range),
+            _ => None,
         }
     }
 
@@ -374,6 +397,28 @@ mod tests {
             affected(Munmap, &[0x10000, usize::MAX]),
             [(0x10000, u64::MAX - 0xffff, InvalidationCause::Unmap)]
         );
+    }
+
+    /// MON-02
+    ///
+    /// The list of advices is that of `announced_advices_are_those_that_raise_events`, which asks
+    /// the kernel.
+    #[test]
+    fn only_calls_that_raise_events_are_announced() {
+        let announced = |function: Function, advice: usize| {
+            let args = [0x10000, 4096, advice, advice, 0, 0];
+            function.range_of_events(&args, &function.affected(&args)).is_some()
+        };
+        for advice in [4, 8, 9, 24] {
+            assert!(announced(Function::Madvise, advice), "advice {advice}");
+            assert!(!announced(Function::ProcessMadvise, advice), "advice {advice}");
+        }
+        for advice in [0, 3, 14, 20, 21, 25, 102, 103] {
+            assert!(!announced(Function::Madvise, advice), "advice {advice}");
+        }
+        let nothing = [0x10000, 0, 4, 0, 0, 0];
+        let affected = Function::Madvise.affected(&nothing);
+        assert!(Function::Madvise.range_of_events(&nothing, &affected).is_none());
     }
 
     /// The test only maps huge pages without reserving or touching them, so the machine needs none.

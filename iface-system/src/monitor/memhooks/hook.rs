@@ -9,7 +9,7 @@ use std::{
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
-use hmem_core::monitor::{InvalidationCause, InvalidationToken};
+use hmem_core::monitor::InvalidationToken;
 use hmem_hook::{HasTable, HookRegistry, SLOTS, SubscriberTable, TableReadGuard, Wipeable};
 
 use super::{
@@ -149,7 +149,9 @@ unsafe fn notify_and_call<const FUNCTION: usize>(
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: the pointer is this thread's `errno`, which lives as long as the thread.
     let before = unsafe { errno.read() };
-    let AffectedRanges(affected) = function.affected(&args);
+    let affected = function.affected(&args);
+    let events = function.range_of_events(&args, &affected);
+    let AffectedRanges(affected) = affected;
     let mut changes = [const { [const { MaybeUninit::<InvalidationToken>::uninit() }; SLOTS] }; 2];
     for (affected, changes) in affected.iter().zip(&mut changes) {
         if let Some((range, cause)) = *affected {
@@ -158,15 +160,10 @@ unsafe fn notify_and_call<const FUNCTION: usize>(
             });
         }
     }
-    // A call of `process_madvise` is not announced: its addresses are not known, and may be in
-    // another process.
-    let call = match (function, affected) {
-        (Function::Madvise, [Some((range, InvalidationCause::Discard)), _]) => {
-            let start = range.start().0;
-            announced.announce(start, start.saturating_add(range.len()))
-        }
-        _ => None,
-    };
+    let call = events.and_then(|range| {
+        let start = range.start().0;
+        announced.announce(start, start.saturating_add(range.len()))
+    });
     // SAFETY: the pointer is this thread's `errno`, which lives as long as the thread.
     unsafe { errno.write(before) };
     // SAFETY: the caller keeps the function's contract.
