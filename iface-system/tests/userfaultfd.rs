@@ -44,6 +44,8 @@ cases! {
     unwatchable_memory_is_refused_with_the_reason,
     too_many_mappings_are_an_error_that_names_the_limit,
     /// MON-10
+    room_of_unmapped_foreign_memory_is_found_within_64_subscriptions,
+    /// MON-10
     many_monitors_share_one_budget_of_mappings,
     /// MON-05
     unmaps_of_uncached_memory_cost_bounded_memory,
@@ -487,6 +489,33 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
     }
     let again = monitor.subscribe(range(block, page), recorder).unwrap();
     monitor.unsubscribe(again);
+}
+
+fn room_of_unmapped_foreign_memory_is_found_within_64_subscriptions() {
+    let monitor = UserFaultFd::start().unwrap();
+    let page = page();
+    let limit: usize =
+        std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    // Fewer mappings than the kernel allows, and more than the monitor's share leaves free.
+    let foreign = limit - limit / 16;
+    // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
+    let block = unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        libc::mmap(ptr::null_mut(), foreign * page, libc::PROT_NONE, flags, -1, 0)
+    };
+    assert_ne!(block, libc::MAP_FAILED);
+    for index in (1..foreign).step_by(2) {
+        // SAFETY: the page is part of the mapping, and nothing uses it.
+        let cut =
+            unsafe { libc::mprotect(block.wrapping_byte_add(index * page), page, libc::PROT_READ) };
+        assert_eq!(cut, 0);
+    }
+    let watched = map(page);
+    let subscribe = || monitor.subscribe(range(watched, page), Recorder::new());
+    assert_eq!(subscribe().unwrap_err().kind(), ErrorKind::Busy);
+    unmap(block, foreign * page);
+    let refused = (0..limit).take_while(|_| subscribe().is_err()).count();
+    assert!(refused < 64, "{refused} subscriptions were refused after the memory was unmapped");
 }
 
 fn many_monitors_share_one_budget_of_mappings() {

@@ -37,6 +37,11 @@ const DEFAULT: usize = 65_530;
 /// The minimum number of newly watched ranges after which the process's mappings are counted again.
 const BETWEEN_COUNTS: usize = 1024;
 
+/// The number of refused ranges after which the process's mappings are counted again. The monitor
+/// does not learn that the application has unmapped other memory, so it must count to find room. A
+/// count of 60,000 mappings takes some 10 ms.
+const REFUSALS_BETWEEN_COUNTS: usize = 64;
+
 /// The number of separate (not adjacent) ranges that all userfaultfd monitors of this process
 /// watch.
 static WATCHED: OnceLock<WipedOnFork<AtomicUsize>> = OnceLock::new();
@@ -59,7 +64,8 @@ pub(super) struct Budget {
     all: &'static AtomicUsize,
     /// The number of separate (not adjacent) ranges that this monitor watches.
     own: usize,
-    /// The number of newly watched ranges after which the process's mappings are counted again.
+    /// The number of calls of [`Budget::reserve`] for another range, refused or not, after which the
+    /// process's mappings are counted again.
     until_count: usize,
     /// True if the last count found that the process had few mappings left, or if the kernel has
     /// refused a mapping since.
@@ -116,11 +122,15 @@ impl Budget {
         self.own = own;
         if self.until_count == 0 {
             let mappings = mappings();
-            // Counting takes longer the more mappings there are, so the next count comes later.
-            self.until_count = BETWEEN_COUNTS.max(mappings / 8);
             // `mappings` includes the mappings of watched ranges: two for each range.
             let others = mappings.saturating_sub(2 * ranges);
             self.crowded = others > self.limit - self.limit / SHARE - self.limit / SPARE;
+            // Counting takes longer the more mappings there are, so the next count comes later. In
+            // a crowded process each call until then is a refusal, so their number is fixed.
+            self.until_count = match self.crowded {
+                true => REFUSALS_BETWEEN_COUNTS,
+                false => BETWEEN_COUNTS.max(mappings / 8),
+            };
         }
         self.until_count -= 1;
         if self.crowded { Err(Beyond::Process) } else { Ok(()) }
@@ -137,7 +147,7 @@ impl Budget {
     /// Records that the kernel has refused a mapping because the process is at its limit. Until the
     /// next count of mappings, the budget allows no further ranges.
     pub(super) fn refused(&mut self) {
-        (self.crowded, self.until_count) = (true, BETWEEN_COUNTS);
+        (self.crowded, self.until_count) = (true, REFUSALS_BETWEEN_COUNTS);
     }
 }
 
@@ -177,6 +187,25 @@ mod tests {
         // The test process always has more mappings than this.
         assert!(mappings() > 34);
         assert_eq!(budget(32, &ALL).reserve(1), Err(Beyond::Process));
+    }
+
+    /// MON-10
+    #[test]
+    fn mappings_are_counted_again_after_64_refusals() {
+        static ALL: AtomicUsize = AtomicUsize::new(0);
+        // The test process always has more mappings than this.
+        let mut budget = budget(32, &ALL);
+        let refused = |budget: &mut Budget| {
+            let reserved = budget.reserve(1);
+            budget.set_watched(0);
+            reserved == Err(Beyond::Process)
+        };
+        assert!(refused(&mut budget));
+        // From here on, the process counts as one with room.
+        budget.limit = 1_000_000;
+        assert_eq!((0..10_000).take_while(|_| refused(&mut budget)).count(), 63);
+        budget.refused();
+        assert_eq!((0..10_000).take_while(|_| refused(&mut budget)).count(), 64);
     }
 
     /// MON-10
