@@ -90,4 +90,25 @@ mod tests {
             assert!(waiting.join().expect("no panic").is_some());
         });
     }
+
+    #[test]
+    fn waiter_whose_event_another_thread_took_waits_for_the_next_event() {
+        let queue = EventQueue::new();
+        for timeout in [Duration::from_secs(3600), Duration::MAX] {
+            std::thread::scope(|scope| {
+                let waiting = scope.spawn(|| queue.wait(timeout));
+                // Wakes the waiter, and takes its event before the waiter gets the lock.
+                let mut woken = false;
+                while !woken {
+                    let mut events = queue.events.lock();
+                    events.push_back(event());
+                    woken = queue.arrived.notify_one();
+                    assert_eq!(events.pop_back().expect("just pushed").context, 5);
+                }
+                queue.push(Event { context: 6, ..event() });
+                let received = waiting.join().expect("no panic").expect("the next event");
+                assert_eq!(received.context, 6, "{timeout:?}");
+            });
+        }
+    }
 }

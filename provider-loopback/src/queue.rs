@@ -205,3 +205,30 @@ impl State {
             .remedy("drop the queue: no request completes to it any more"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use hmem_core::transfer::CompletionKind;
+
+    use super::*;
+
+    /// EVT-05
+    #[test]
+    fn unread_completions_of_a_closed_domain_are_reported_before_its_close() {
+        let queue = Queue::new(2);
+        for context in 0..2 {
+            queue.reserve().expect("an entry");
+            queue.push(Completion::new(context, CompletionKind::Receive, Ok(8)));
+        }
+        queue.close();
+        let mut done = Vec::new();
+        assert!(!queue.arm().expect("two completions can be read"));
+        assert_eq!(queue.wait(&mut done, 1, None).expect("a completion"), 1);
+        assert!(!queue.arm().expect("one completion can be read"));
+        assert_eq!(queue.pop(&mut done, 8), 1);
+        assert_eq!([done[0].context, done[1].context], [0, 1]);
+        assert_eq!(queue.arm().expect_err("closed").kind(), ErrorKind::BadState);
+        let waited = queue.wait(&mut done, 1, None);
+        assert_eq!(waited.expect_err("closed").kind(), ErrorKind::BadState);
+    }
+}

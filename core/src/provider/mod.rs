@@ -514,3 +514,43 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     /// - The driver's error if the device failed.
     fn close(&self) -> Result<()>;
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+    use crate::transfer::CompletionKind;
+
+    /// A queue without a `wait` of its own, whose first completion comes with the third read.
+    #[derive(Debug, Default)]
+    struct ThirdRead {
+        reads: AtomicU32,
+    }
+
+    impl CompletionQueue for ThirdRead {
+        fn read(&self, out: &mut Vec<Completion>, _: usize) -> Result<usize> {
+            if self.reads.fetch_add(1, Ordering::Relaxed) + 1 < 3 {
+                return Ok(0);
+            }
+            out.push(Completion::new(7, CompletionKind::Send, Ok(0)));
+            Ok(1)
+        }
+    }
+
+    /// EVT-05
+    #[test]
+    fn default_wait_reads_until_a_completion_or_the_timeout() {
+        for (timeout, max, reads, completions) in [
+            (Duration::MAX, 1, 3, 1),
+            (Duration::from_secs(3600), 1, 3, 1),
+            (Duration::ZERO, 1, 1, 0),
+            (Duration::MAX, 0, 1, 0),
+        ] {
+            let (queue, mut done) = (ThirdRead::default(), Vec::new());
+            assert_eq!(queue.wait(&mut done, max, timeout).expect("wait"), completions);
+            assert_eq!(queue.reads.into_inner(), reads, "{timeout:?}");
+            assert_eq!(done.len(), completions);
+        }
+    }
+}
