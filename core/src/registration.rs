@@ -42,13 +42,17 @@ pub struct Registration<'a> {
     /// The order in which the NIC's writes become visible. A provider without relaxed ordering uses
     /// the strict order.
     pub ordering: WriteOrdering,
+    /// True if transfers that use the region may call its iface. If false, the path selector and
+    /// the provider refuse memory that transfers can reach only by calls of its iface.
+    pub driver_calls_in_transfers: bool,
 }
 
 impl<'a> Registration<'a> {
     /// Creates the inputs for a registration of host memory that the region does not own.
     ///
     /// The defaults are: no flags, a key and a page size that the provider chooses, virtual
-    /// addresses, enabled at once, in one part, the policy [`P2pPolicy::Enabled`], strict ordering.
+    /// addresses, enabled at once, in one part, the policy [`P2pPolicy::Enabled`], strict ordering,
+    /// and transfers that may call drivers.
     #[must_use]
     pub fn new(ranges: &'a [AddressRange], access: Access, auth_key: &'a AuthKey) -> Self {
         Self {
@@ -64,6 +68,7 @@ impl<'a> Registration<'a> {
             parallel: None,
             policy: P2pPolicy::default(),
             ordering: WriteOrdering::Strict,
+            driver_calls_in_transfers: true,
         }
     }
 }

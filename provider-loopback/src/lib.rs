@@ -40,6 +40,10 @@
 //!     memory and the processor is an x86-64;
 //!   - a file that was given by its fd: `msync` or `fdatasync`;
 //!   - memory of a device: the device's flush (`InboundFlush::flush`).
+//! - If transfers may not call drivers
+//!   ([`DomainAttr::driver_calls_in_transfers`](hmem_core::DomainAttr)), regions whose transfers
+//!   need such calls are refused: peer memory and staged memory with BadState, and device memory
+//!   with RMA_PMEM with BadFlags.
 //! - A message that does not fit its receive ends the receive with Truncated and moves no byte; its
 //!   send succeeds.
 //! - A zero-length write or read needs a valid key with the right, but no valid address. It counts
@@ -69,6 +73,8 @@
 //! # Limits
 //!
 //! - Both ends of a transfer are in one process. A forked child cannot use its parent's NICs.
+//! - A domain executes both sides of its requests. Even if its own transfers may not call drivers,
+//!   it calls those of a peer's region whose domain permits such calls.
 //! - Requests of different endpoints execute in any order.
 //! - Keys of 8 bytes are hard to guess, but they are not cryptographically secure. Keys of 4 bytes
 //!   are easy to guess, as on hardware.

@@ -200,11 +200,7 @@ impl Region {
             span.persist()?;
         }
         for piece in &self.attr.pieces {
-            let host = matches!(
-                piece.memory,
-                PieceMemory::Owned | PieceMemory::Borrowed | PieceMemory::Pinned(_)
-            );
-            if host {
+            if piece.memory.is_host() {
                 continue;
             }
             let owner = registry.owner_of(piece.range.start())?;

@@ -82,19 +82,22 @@ impl DomainState {
             }
             Arc::new(RwLock::new(announced_pages))
         });
-        Ok(RegionAttr {
-            len,
-            access: request.access,
-            addressing: request.addressing,
-            pieces: imported,
-            auth_key: self.own_auth_key(request.auth_key),
-            announced_pages,
-            parent: None,
-            root: None,
-            persistent: request.flags.contains(MrFlags::RMA_PMEM),
-            single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
-            enabled: request.enabled,
-        })
+        check_persistence(
+            request,
+            RegionAttr {
+                len,
+                access: request.access,
+                addressing: request.addressing,
+                pieces: imported,
+                auth_key: self.own_auth_key(request.auth_key),
+                announced_pages,
+                parent: None,
+                root: None,
+                persistent: request.flags.contains(MrFlags::RMA_PMEM),
+                single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
+                enabled: request.enabled,
+            },
+        )
     }
 
     /// In ALLOCATED mode, populates the pages of a range that the region does not own. Does nothing
@@ -119,6 +122,16 @@ impl DomainState {
                 .context("nic", &self.nic.attr.nic)
                 .remedy("allow this import with `Builder::imports`")
         };
+        if !request.driver_calls_in_transfers
+            && matches!(piece.backing, Backing::PeerMemory { .. } | Backing::Staged(_))
+        {
+            return Err(needs_driver_calls(
+                ErrorKind::BadState,
+                "copies this memory by its driver",
+            )
+            .context("range", piece.range)
+            .remedy("use a dma-buf, or set DomainAttr::driver_calls_in_transfers"));
+        }
         let start = piece.range.start().0;
         let (memory, at) = match &piece.backing {
             Backing::Host { owned: true } => (PieceMemory::Owned, start),
@@ -235,19 +248,22 @@ impl DomainState {
         let part = |parent: &Region| {
             let parent = &parent.attr;
             check_part(parent, request.access, offset, len)?;
-            Ok(RegionAttr {
-                len,
-                access: request.access,
-                addressing: request.addressing,
-                pieces: parent.part(offset, len),
-                auth_key: self.own_auth_key(request.auth_key),
-                announced_pages: parent.announced_pages.clone(),
-                parent: Some(base),
-                root: parent.root.or(Some(base)),
-                persistent: request.flags.contains(MrFlags::RMA_PMEM) || parent.persistent,
-                single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
-                enabled: request.enabled,
-            })
+            check_persistence(
+                request,
+                RegionAttr {
+                    len,
+                    access: request.access,
+                    addressing: request.addressing,
+                    pieces: parent.part(offset, len),
+                    auth_key: self.own_auth_key(request.auth_key),
+                    announced_pages: parent.announced_pages.clone(),
+                    parent: Some(base),
+                    root: parent.root.or(Some(base)),
+                    persistent: request.flags.contains(MrFlags::RMA_PMEM) || parent.persistent,
+                    single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
+                    enabled: request.enabled,
+                },
+            )
         };
         let registered =
             regions.inspect(self.id, base, "register sub-region", part).and_then(|attr| {
@@ -342,6 +358,24 @@ fn check_part(base: &RegionAttr, access: Access, offset: u64, len: u64) -> Resul
             .remedy("register the base with a right by which the NIC writes"));
     }
     Ok(())
+}
+
+/// Refuses a persistent region of device memory if transfers may not call drivers: the region
+/// flushes the device after each write.
+fn check_persistence(request: &Registration<'_>, attr: RegionAttr) -> Result<RegionAttr> {
+    let flushes = attr.persistent && attr.pieces.iter().any(|piece| !piece.memory.is_host());
+    if flushes && !request.driver_calls_in_transfers {
+        return Err(needs_driver_calls(ErrorKind::BadFlags, "flushes the device after each write")
+            .context("flags", MrFlags::RMA_PMEM)
+            .remedy("clear RMA_PMEM, or set DomainAttr::driver_calls_in_transfers"));
+    }
+    Ok(attr)
+}
+
+fn needs_driver_calls(kind: ErrorKind, why: &'static str) -> Error {
+    Error::new(kind, "register")
+        .provider("loopback")
+        .context("why", format_args!("transfers may not call drivers, and the NIC {why}"))
 }
 
 fn window_has_key(key: u64) -> Error {

@@ -111,6 +111,12 @@ impl Link {
         )
     }
 
+    /// Opens a link whose transfers may not call the driver.
+    pub(crate) fn without_calls_in_transfers(profile: Profile) -> Self {
+        let attr = DomainAttr { driver_calls_in_transfers: false, ..DomainAttr::default() };
+        Self::new(profile, IMPORTS, Memory::Follow, CudaMonitorKind::Auto, attr)
+    }
+
     /// Opens a link with a registration cache that uses this monitor.
     pub(crate) fn cached(
         profile: Profile,

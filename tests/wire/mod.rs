@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, AddressRange, Domain, Endpoint, Iova, MemoryRegion, MrAttr, MrFlags, RemoteKey, Result,
+    Access, AddressRange, Domain, Endpoint, Iova, MemoryRegion, MrAttr, MrFlags, RegionSlice,
+    RemoteKey, Result,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{PeerId, RemoteSegment},
 };
@@ -50,20 +51,30 @@ impl Wire {
     pub(crate) fn put(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<()> {
         let source = self.domain.register(bytes.to_vec(), Access::WRITE)?;
         let len = bytes.len() as u64;
-        let remote = [RemoteSegment { address: Iova(key.base().0 + offset), len, key }];
-        self.initiator.write(&[source.slice(0, len)?], &remote, self.peer, 1)?;
-        self.wait()?;
+        let remote = RemoteSegment { address: Iova(key.base().0 + offset), len, key };
+        self.write(source.slice(0, len)?, remote)?;
         source.close()?;
         Ok(())
+    }
+
+    /// Writes bytes of registered memory through the NIC.
+    pub(crate) fn write(&self, source: RegionSlice, remote: RemoteSegment<'_>) -> Result<()> {
+        self.initiator.write(&[source], &[remote], self.peer, 1)?;
+        self.wait()
     }
 
     /// Reads `len` bytes through the NIC, at `offset` of the key's region.
     pub(crate) fn get(&self, key: &RemoteKey, offset: u64, len: usize) -> Result<Vec<u8>> {
         let into = self.domain.register(vec![0u8; len], Access::READ)?;
-        let remote = [RemoteSegment { address: Iova(key.base().0 + offset), len: len as u64, key }];
-        self.initiator.read(&[into.slice(0, len as u64)?], &remote, self.peer, 2)?;
-        self.wait()?;
+        let remote = RemoteSegment { address: Iova(key.base().0 + offset), len: len as u64, key };
+        self.read(into.slice(0, len as u64)?, remote)?;
         Ok(into.close()?)
+    }
+
+    /// Reads bytes through the NIC into registered memory.
+    pub(crate) fn read(&self, into: RegionSlice, remote: RemoteSegment<'_>) -> Result<()> {
+        self.initiator.read(&[into], &[remote], self.peer, 2)?;
+        self.wait()
     }
 }
 

@@ -34,6 +34,22 @@ pub struct DomainAttr {
     /// The write ordering of cached regions, and of regions whose [`MrAttr::ordering`] is `None`.
     /// The default is relaxed.
     pub ordering: WriteOrdering,
+    /// True if transfers may call the drivers of devices. Default: true.
+    ///
+    /// If false, posts, [`Domain::progress`](crate::Domain::progress) and reads of completion
+    /// queues call no iface (`FI_OPT_CUDA_API_PERMITTED` of libfabric). Use false if a driver call
+    /// could wait for a kernel on the device that itself waits for a transfer. This has three
+    /// consequences:
+    ///
+    /// - The application must offer LOCAL and give each local buffer of a transfer a descriptor,
+    ///   even if the domain has a cache.
+    /// - Device memory that the NIC reaches by staged copies only is refused with Unsupported.
+    /// - Completion queues do not flush devices. The application calls
+    ///   [`Domain::flush_inbound`](crate::Domain::flush_inbound), at a time when driver calls are
+    ///   safe, before the device reads bytes that the NIC wrote.
+    ///
+    /// Registrations, lookups in the cache, and closing calls still call drivers.
+    pub driver_calls_in_transfers: bool,
 }
 
 impl Default for DomainAttr {
@@ -53,6 +69,7 @@ impl Default for DomainAttr {
             p2p: P2pPolicy::Enabled,
             staging: StagingAttr::default(),
             ordering: WriteOrdering::default(),
+            driver_calls_in_transfers: true,
         }
     }
 }

@@ -134,8 +134,9 @@ impl Domain {
     /// # Errors
     /// - [`ErrorKind::ModeMismatch`] if the provider needs bits that `attr.mr_mode` does not offer,
     ///   or cannot run in BASIC mode. Also if `attr.mr_mode` has undefined bits, or other bits
-    ///   besides BASIC or SCALABLE (only LOCAL may accompany BASIC, if the provider needs LOCAL).
-    ///   The error names the bits.
+    ///   besides BASIC or SCALABLE (only LOCAL may accompany BASIC, if the domain needs LOCAL).
+    ///   A domain without [`DomainAttr::driver_calls_in_transfers`] needs LOCAL, whatever the
+    ///   provider needs. The error names the bits.
     /// - [`ErrorKind::InvalidArgument`] for a NIC that the provider does not have, and for staging
     ///   attributes that are 0 or too large.
     /// - The errors of [`Provider::nics`], [`ProcessMark::current`] and [`Provider::open_domain`].
@@ -159,7 +160,7 @@ impl Domain {
                 .context("nics", names.join(","))
                 .remedy("name one of the provider's NICs")
         })?;
-        let mode = attr.mr_mode.negotiate(nic.required_mr_mode)?;
+        let mode = negotiate(&attr, nic)?;
         let basic = nic.basic_mr_mode.union(nic.required_mr_mode);
         if mode.contains(MrMode::BASIC) && !basic.contains(MrMode::BASIC_MEANS) {
             return Err(Error::new(ErrorKind::ModeMismatch, "open domain")
@@ -557,7 +558,7 @@ impl Domain {
     /// it returns a successful completion of a receive, of a peer's write with immediate data, of a
     /// read or of an atomic. Device work that starts afterwards sees the bytes, including those
     /// that the sender of a received message wrote before the message. The first failed flush is
-    /// logged.
+    /// logged. Without [`DomainAttr::driver_calls_in_transfers`] the queue does not flush.
     ///
     /// ```no_run
     /// use std::time::Duration;
@@ -581,7 +582,7 @@ impl Domain {
     pub fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
         self.inner.process.check("open completion queue")?;
         let mut queue = self.inner.provider.open_cq(depth)?;
-        if self.inner.inbound.may_have_any() {
+        if self.inner.attr.driver_calls_in_transfers && self.inner.inbound.may_have_any() {
             queue = Arc::new(FlushingQueue::new(queue, Arc::clone(&self.inner.inbound)));
         }
         Ok(if self.leases_local_memory() { Arc::new(LeasingQueue::new(queue)) } else { queue })
@@ -592,7 +593,8 @@ impl Domain {
     ///
     /// A queue from [`Domain::open_cq`] does this before it returns completions. Call this function
     /// if the application learns of a remote write in another way: from a counter, a flag in
-    /// memory, or a message on another channel.
+    /// memory, or a message on another channel. Call it after every transfer into device memory in
+    /// a domain without [`DomainAttr::driver_calls_in_transfers`].
     ///
     /// # Errors
     /// The error of the first device that failed. All other devices are flushed too.
@@ -607,7 +609,8 @@ impl Domain {
     /// endpoint registers the memory through the cache, like [`RegionCache::get_or_register`], and
     /// holds the lease until the completion is read or the endpoint is closed. Both queues must
     /// then come from [`Domain::open_cq`]. This does not work in ENDPOINT mode, because a region
-    /// must be bound to an endpoint there before use.
+    /// must be bound to an endpoint there before use. It does not work without
+    /// [`DomainAttr::driver_calls_in_transfers`] either.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfResources`] if the endpoint, or the domain's cache, cannot be created.
@@ -633,7 +636,9 @@ impl Domain {
     fn leases_local_memory(&self) -> bool {
         let mode = self.inner.effective;
         let wanted = mode.intersects(MrMode::LOCAL | MrMode::HMEM);
-        wanted && self.inner.attr.cache.is_some() && !mode.contains(MrMode::ENDPOINT)
+        let attr = &self.inner.attr;
+        let allowed = attr.driver_calls_in_transfers && !mode.contains(MrMode::ENDPOINT);
+        wanted && allowed && attr.cache.is_some()
     }
 
     /// Allocates a type 1 memory window, which is not bound yet.
@@ -686,6 +691,29 @@ impl Domain {
         drop(self.cache.take());
         Ok(())
     }
+}
+
+/// Returns the mode of a domain with these attributes on `nic`.
+fn negotiate(attr: &DomainAttr, nic: &ProviderAttr) -> Result<MrMode> {
+    if attr.driver_calls_in_transfers {
+        return attr.mr_mode.negotiate(nic.required_mr_mode);
+    }
+    if !attr.mr_mode.contains(MrMode::LOCAL) {
+        return Err(Error::new(ErrorKind::ModeMismatch, "open domain")
+            .provider(nic.nic.to_string())
+            .context("bits", MrMode::LOCAL)
+            .context("offered", attr.mr_mode)
+            .context(
+                "why",
+                "transfers may not call drivers, and only a driver knows the owner of a buffer \
+                 without a descriptor",
+            )
+            .remedy(
+                "offer LOCAL and give every local buffer a descriptor, or set \
+                 DomainAttr::driver_calls_in_transfers",
+            ));
+    }
+    attr.mr_mode.negotiate(nic.required_mr_mode | MrMode::LOCAL)
 }
 
 impl fmt::Debug for Domain {

@@ -190,6 +190,7 @@ impl DomainInner {
             parallel: attr.parallel.as_ref(),
             policy: self.attr.p2p,
             ordering: attr.ordering.unwrap_or(self.attr.ordering),
+            driver_calls_in_transfers: self.attr.driver_calls_in_transfers,
         }
     }
 }

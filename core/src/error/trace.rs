@@ -47,7 +47,8 @@ pub struct Attempt {
     pub path: Path,
     /// The call that succeeded or was refused.
     pub call: String,
-    /// True if a driver was called. False if the NIC does not support the path at all.
+    /// True if a driver was called. False if the NIC does not support the path at all, or the
+    /// domain's settings forbid the path.
     pub driver_called: bool,
     /// The error of the refusal. `None` for the attempt that succeeded.
     #[serde(serialize_with = "display_error")]
@@ -91,10 +92,11 @@ impl Attempt {
         }
     }
 
-    /// Creates an attempt over a path that the NIC does not support. No driver was called.
+    /// Creates an attempt over a path that was refused before any driver was called: the NIC does
+    /// not support the path, or the domain's settings forbid it.
     #[must_use]
-    pub fn unsupported_import(path: Path, error: Error) -> Self {
-        Self { driver_called: false, ..Self::refused(path, "import", error) }
+    pub fn not_tried(path: Path, call: impl Into<String>, error: Error) -> Self {
+        Self { driver_called: false, ..Self::refused(path, call, error) }
     }
 
     /// Sets the probable cause and its remedy.

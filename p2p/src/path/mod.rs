@@ -151,7 +151,9 @@ impl DefaultPathSelector {
     ) -> Result<PathRegistration> {
         let key = key_of(&search);
         let mut failed = None;
-        if let Some(decided) = self.decisions.get(&key) {
+        // Domains whose transfers may not call drivers share decisions with those whose may.
+        let decided = self.decisions.get(&key).filter(|decided| search.permits(decided.variant));
+        if let Some(decided) = decided {
             let variant = match (decided.variant, exports.existing()) {
                 // All NICs share one export, under the mapping that the first NIC used.
                 (PathVariant::DmaBuf(_), Some(existing)) => PathVariant::DmaBuf(existing),
@@ -225,8 +227,9 @@ impl DefaultPathSelector {
         if !direct || self.decisions.get(&key).is_some() {
             return;
         }
-        let staged =
-            search.attr().imports.staged && search.registration.policy != P2pPolicy::Required;
+        let staged = search.attr().imports.staged
+            && search.registration.policy != P2pPolicy::Required
+            && search.permits(PathVariant::Staged);
         match probe(search) {
             ProbeResult::Direct(variant, decision) => self.remember(&key, variant, *decision),
             ProbeResult::NoDirect(mut attempts) if staged => {

@@ -265,7 +265,8 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Registers the memory as a region that is reached through staged copies. Returns `None` and
-    /// records the refusal if the provider has no staged copies or refuses the region.
+    /// records the refusal if the provider has no staged copies or refuses the region, or if the
+    /// domain's transfers may not call drivers.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
@@ -273,6 +274,20 @@ impl<'a> PathSearch<'a> {
     pub(super) unsafe fn staged(&mut self, exports: &mut ExportSet<'_>) -> Option<ProviderRegion> {
         if !self.attr().imports.staged {
             self.not_imported(Path::Staged, "staged copies");
+            return None;
+        }
+        if !self.permits(PathVariant::Staged) {
+            let error = Error::new(ErrorKind::Unsupported, "register")
+                .provider(self.nic().to_string())
+                .context(
+                    "why",
+                    "transfers may not call drivers, and staged copies are driver calls",
+                )
+                .remedy(
+                    "make a direct path work, or set DomainAttr::driver_calls_in_transfers to true",
+                );
+            tracing::debug!(%error, "the domain forbids staged copies");
+            self.attempts.push(Attempt::not_tried(Path::Staged, "stage", error));
             return None;
         }
         // SAFETY: the caller upholds the contract of this function, which covers this call.
@@ -285,6 +300,11 @@ impl<'a> PathSearch<'a> {
         }
     }
 
+    /// Returns true if transfers over the path `variant` make no driver calls, or may make them.
+    pub(super) fn permits(&self, variant: PathVariant) -> bool {
+        variant != PathVariant::Staged || self.registration.driver_calls_in_transfers
+    }
+
     fn not_imported(&mut self, path: Path, what: &'static str) {
         let error = Error::new(ErrorKind::Unsupported, "import")
             .provider(self.nic().to_string())
@@ -292,7 +312,7 @@ impl<'a> PathSearch<'a> {
             .remedy("use a NIC and driver that support it");
         let cause = self.cause(path, Step::Import, DmaBufMapping::Default, &error);
         tracing::debug!(%path, %error, "the NIC does not have the path");
-        let attempt = Attempt::unsupported_import(path, error);
+        let attempt = Attempt::not_tried(path, "import", error);
         self.attempts.push(ProbableCause::add_to(cause.as_ref(), attempt));
     }
 

@@ -47,6 +47,11 @@ pub(super) enum PieceMemory {
 }
 
 impl PieceMemory {
+    /// Returns true for host memory that is registered by its addresses.
+    pub(super) fn is_host(&self) -> bool {
+        matches!(self, Self::Owned | Self::Borrowed | Self::Pinned(_))
+    }
+
     /// Returns the span of the `len` bytes at `at`.
     ///
     /// `at` is an address for owned, borrowed and pinned memory, and an offset for mapped files.
