@@ -9,10 +9,16 @@
 //! - `hmem` depends on neither `hmem-cli` nor `conformance`
 //! - `hmem-cli -> hmem, conformance`
 //! - `fake-* -> fake-common`, and the iface that it fakes
+//!
+//! Also checks that one function copies memory that a NIC or another thread may change.
 
 mod workspace;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+};
 
 use serde_json::Value;
 
@@ -86,4 +92,53 @@ fn dependencies_run_one_way() {
         }
     }
     assert!(arrows.len() >= 17, "{arrows:?}");
+}
+
+/// Library code that copies raw memory by other means than `racing_copy`, with the reason.
+const OTHER_COPIES: [(&str, &str); 3] = [
+    ("core/src/racing.rs", "the function itself"),
+    ("hook/src/trampoline.rs", "machine code in a fresh mapping that nobody else knows"),
+    ("cli/src/check/place.rs", "a page of the command, after all transfers have ended"),
+];
+
+/// Returns the sources below `folder`.
+fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).expect("a folder of the workspace").flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// A plain copy of bytes that others change is undefined behaviour. `core/src/racing.rs` has the
+/// argument.
+#[test]
+fn bytes_that_others_may_change_are_copied_by_one_function() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut found = Vec::new();
+    for package in fs::read_dir(root).expect("the workspace").flatten() {
+        let (name, folder) = (package.file_name(), package.path().join("src"));
+        let is_library = !["target", "tests", "benches", "examples", "xtask"]
+            .iter()
+            .any(|other| name.to_str() == Some(other));
+        if is_library && folder.is_dir() {
+            sources(&folder, &mut found);
+        }
+    }
+    assert!(found.len() > 100, "found the sources: {}", found.len());
+    let plain = ["ptr::copy(", "copy_nonoverlapping(", "memmove(", "memcpy(", "AtomicU8::from_ptr"];
+    let mut copies = BTreeSet::new();
+    for path in found {
+        let text = fs::read_to_string(&path).expect("a source");
+        let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+        if code.into_iter().any(|line| plain.iter().any(|call| line.contains(call))) {
+            let path = path.strip_prefix(root).expect("in the workspace");
+            copies.insert(path.to_str().expect("an UTF-8 path").to_owned());
+        }
+    }
+    let expected = OTHER_COPIES.map(|(path, _)| path.to_owned()).into();
+    assert_eq!(copies, expected, "use `hmem_core::racing_copy`");
 }

@@ -32,7 +32,7 @@
 //!
 //! A module imports only from modules on earlier lines (`tests/layers` checks this):
 //!
-//! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`
+//! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`, `racing`
 //! - `error`, `flags`
 //! - `address`, `event_queue`, `frame`, `mr_mode`, `process`, `random`
 //! - `allocation`, `key`
@@ -85,6 +85,8 @@ pub mod path;
 mod process;
 #[allow(unsafe_code)]
 pub mod provider;
+#[allow(unsafe_code)]
+mod racing;
 mod rail_keys;
 pub mod random;
 pub mod registration;
@@ -113,6 +115,7 @@ pub use key::{Addressing, AuthKey, LocalKey, RawKey, RemoteKey, RemotePiece};
 pub use mr_mode::MrMode;
 pub use path::{Decision, Path};
 pub use process::ProcessMark;
+pub use racing::racing_copy;
 pub use rail_keys::{RailKey, RailKeys};
 pub use registration::{Parallel, Progress, WriteOrdering};
 pub use registry::Registry;

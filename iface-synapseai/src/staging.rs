@@ -5,7 +5,7 @@
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
-use hmem_core::{Address, Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{Address, Error, ErrorKind, IfaceKind, Result, racing_copy};
 use parking_lot::Mutex;
 
 use crate::{
@@ -93,7 +93,7 @@ impl Staging {
                 let from = ptr::with_exposed_provenance::<u8>((from.0 + done) as usize);
                 // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies.
                 // The caller promised readable memory.
-                unsafe { ptr::copy_nonoverlapping(from, buffer, len as usize) };
+                unsafe { racing_copy(from, buffer, len as usize) };
                 self.transfer(stream, staged, len, device.0, HOST_TO_DRAM)
             }
             Host::Destination(to) => {
@@ -101,7 +101,7 @@ impl Staging {
                 let to = ptr::with_exposed_provenance_mut::<u8>((to.0 + done) as usize);
                 // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies.
                 // The caller promised writable memory.
-                unsafe { ptr::copy_nonoverlapping(buffer, to, len as usize) };
+                unsafe { racing_copy(buffer, to, len as usize) };
                 Ok(())
             }
         }

@@ -319,20 +319,6 @@ pub(crate) fn host_ptr(address: Address) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address.0 as usize)
 }
 
-/// Copies bytes that a NIC or another process may write at the same time. The two ranges may
-/// overlap.
-///
-/// The function calls the C library's `memmove` instead of `ptr::copy`. `ptr::copy` is an access of
-/// the Rust abstract machine, for which a race is undefined behaviour. The compiler assumes nothing
-/// about foreign code, so a race only makes the copied bytes unspecified.
-///
-/// # Safety
-/// `from` must be readable and `to` writable for `len` bytes.
-pub(crate) unsafe fn copy_bytes(from: *const u8, to: *mut u8, len: usize) {
-    // SAFETY: the caller promises that both are valid for `len` bytes.
-    unsafe { libc::memmove(to.cast(), from.cast(), len) };
-}
-
 /// Returns a reference to a word that another process may change at any time.
 ///
 /// # Safety

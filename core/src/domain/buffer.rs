@@ -4,17 +4,18 @@ use std::{
     fmt,
     mem::ManuallyDrop,
     ops::Deref,
-    ptr::NonNull,
+    ptr::{self, NonNull},
     sync::{
         Arc,
-        atomic::{AtomicU8, Ordering},
+        atomic::{Ordering, fence},
     },
 };
 
 use super::{DomainInner, attr::MrAttr, region::MemoryRegion, region_state::KeepAlive};
 use crate::{
     Access, Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
-    MrFlags, ProcessMark, Rejected, Result, iface::AllocRequest, transfer::LocalSegment,
+    MrFlags, ProcessMark, Rejected, Result, iface::AllocRequest, racing_copy,
+    transfer::LocalSegment,
 };
 
 /// A buffer that a region can own.
@@ -70,28 +71,28 @@ pub(super) fn keep_alive<B: OwnedBuffer>(parts: &Arc<B::Parts>) -> KeepAlive {
     KeepAlive::Region { iface: Some(B::iface(parts)), memory: Arc::clone(parts) as _ }
 }
 
-/// Copies bytes of host memory that a NIC may be writing. Atomic loads of single bytes turn a race
-/// into a mixture of old and new bytes instead of undefined behaviour.
-pub(super) fn copy_out(from: Address, into: &mut [u8]) {
-    for (at, byte) in into.iter_mut().enumerate() {
-        *byte = cell(from, at).load(Ordering::Relaxed);
-    }
-    std::sync::atomic::fence(Ordering::Acquire);
+/// Copies bytes of host memory that a NIC may be writing. Later reads of the caller see writes that
+/// precede the copied bytes in the order of a strictly ordered region.
+///
+/// # Safety
+/// `into.len()` bytes from `from` on must be host memory that stays mapped during the call and that
+/// no Rust reference exists to.
+pub(super) unsafe fn copy_out(from: Address, into: &mut [u8]) {
+    let from = ptr::with_exposed_provenance(from.0 as usize);
+    // SAFETY: the caller promises the source. The destination is borrowed by this call alone.
+    unsafe { racing_copy(from, into.as_mut_ptr(), into.len()) };
+    fence(Ordering::Acquire);
 }
 
-/// Copies bytes into host memory that a NIC may be reading, like [`copy_out`].
-pub(super) fn copy_in(to: Address, from: &[u8]) {
-    for (at, byte) in from.iter().enumerate() {
-        cell(to, at).store(*byte, Ordering::Relaxed);
-    }
-    std::sync::atomic::fence(Ordering::Release);
-}
-
-fn cell<'a>(base: Address, at: usize) -> &'a AtomicU8 {
-    // SAFETY: the callers checked that the address lies in host memory that the parts of a buffer
-    // own, or that a scope borrows. So the memory is valid, and no non-atomic reference to it
-    // exists.
-    unsafe { AtomicU8::from_ptr((base.0 as usize + at) as *mut u8) }
+/// Copies bytes into host memory that a NIC may be reading.
+///
+/// # Safety
+/// `from.len()` bytes from `to` on must be host memory as in [`copy_out`], and writable.
+pub(super) unsafe fn copy_in(to: Address, from: &[u8]) {
+    let to = ptr::with_exposed_provenance_mut(to.0 as usize);
+    // SAFETY: the caller promises the destination. The source is borrowed.
+    unsafe { racing_copy(from.as_ptr(), to, from.len()) };
+    fence(Ordering::Release);
 }
 
 /// The parts of a `Vec<u8>`: pointer, length and capacity. Dropping them frees the memory.
@@ -104,8 +105,8 @@ pub struct VecParts {
 
 // SAFETY: the parts own their heap block exclusively and hand out no references into it.
 unsafe impl Send for VecParts {}
-// SAFETY: through a shared reference the block is only accessed by atomic loads and stores of
-// bytes.
+// SAFETY: through a shared reference the block is only accessed by `racing_copy`, which allows
+// racing copies.
 unsafe impl Sync for VecParts {}
 
 impl VecParts {
@@ -170,12 +171,18 @@ macro_rules! heap_buffer {
             }
 
             fn read(parts: &VecParts, offset: u64, into: &mut [u8]) -> Result<()> {
-                copy_out(part(Self::range(parts), offset, into.len())?, into);
+                let from = part(Self::range(parts), offset, into.len())?;
+                // SAFETY: `part` checked that the bytes lie in the heap block of the parts, which
+                // own it and to which they make no reference.
+                unsafe { copy_out(from, into) };
                 Ok(())
             }
 
             fn write(parts: &VecParts, offset: u64, from: &[u8]) -> Result<()> {
-                copy_in(part(Self::range(parts), offset, from.len())?, from);
+                let to = part(Self::range(parts), offset, from.len())?;
+                // SAFETY: `part` checked that the bytes lie in the heap block of the parts, which
+                // own it and to which they make no reference.
+                unsafe { copy_in(to, from) };
                 Ok(())
             }
         }

@@ -61,7 +61,8 @@ impl Scoped<'_> {
     ///   instead.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let slice = self.host_slice(offset, into.len())?;
-        super::buffer::copy_out(slice.address(), into);
+        // SAFETY: the slice lies in the region, and the scope borrows the region's memory.
+        unsafe { super::buffer::copy_out(slice.address(), into) };
         Ok(())
     }
 
@@ -71,7 +72,8 @@ impl Scoped<'_> {
     /// The errors of [`Scoped::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let slice = self.host_slice(offset, from.len())?;
-        super::buffer::copy_in(slice.address(), from);
+        // SAFETY: the slice lies in the region, and the scope borrows the region's memory mutably.
+        unsafe { super::buffer::copy_in(slice.address(), from) };
         Ok(())
     }
 

@@ -13,6 +13,7 @@ use crate::{
     ErrorKind, IfaceKind, IfaceName, Result, Segment,
     monitor::{DetectionMethod, Monitor},
     nic::Nic,
+    racing_copy,
 };
 
 /// An optional ability of an iface. Calls that need a missing ability fail.
@@ -133,16 +134,15 @@ impl CopyRange {
         error.context("to", self.to).context("from", self.from).context("length", self.len)
     }
 
-    /// Copies by the CPU. The source and the destination may overlap.
+    /// Copies host memory by [`racing_copy`].
     ///
     /// # Safety
-    /// The source and the destination must be host memory that is valid for the length. Nothing
-    /// else may refer to the destination.
+    /// The conditions of [`racing_copy`], for the addresses as pointers to host memory.
     pub unsafe fn copy_by_cpu(self) {
-        let to = ptr::with_exposed_provenance_mut::<u8>(self.to.0 as usize);
-        let from = ptr::with_exposed_provenance::<u8>(self.from.0 as usize);
-        // SAFETY: the caller promises that the source and the destination are valid for the length.
-        unsafe { ptr::copy(from, to, self.len as usize) };
+        let to = ptr::with_exposed_provenance_mut(self.to.0 as usize);
+        let from = ptr::with_exposed_provenance(self.from.0 as usize);
+        // SAFETY: the caller upholds the conditions of this function, which are the same.
+        unsafe { racing_copy(from, to, self.len as usize) };
     }
 }
 

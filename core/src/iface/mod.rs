@@ -141,7 +141,9 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// - A source or destination in host memory must be valid for `len` bytes. Nothing else may
-    ///   refer to a destination in host memory.
+    ///   refer to a destination in host memory. A NIC, and copies of other threads, may access the
+    ///   bytes at the same time: an iface that copies by the CPU uses
+    ///   [`racing_copy`](crate::racing_copy).
     /// - A source or destination in memory of this iface must stay allocated until the copy has
     ///   ended. After a free, the same address may belong to another allocation or to host memory.
     ///

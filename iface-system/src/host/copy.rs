@@ -1,6 +1,6 @@
 //! Copies between host addresses.
 
-use hmem_core::{Address, AddressRange, Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{Address, AddressRange, Error, ErrorKind, IfaceKind, Result, racing_copy};
 
 use super::System;
 use crate::sys;
@@ -20,8 +20,8 @@ impl System {
         let _to_stays = self.check_side(to, len)?;
         let _from_stays = self.check_side(from, len)?;
         // SAFETY: the caller promises that both ranges are valid for `len` bytes. `check_side`
-        // verified the ranges in allocations of this iface. The ranges may overlap.
-        unsafe { sys::copy_bytes(sys::host_ptr(from), sys::host_ptr(to), len as usize) };
+        // verified the ranges in allocations of this iface.
+        unsafe { racing_copy(sys::host_ptr(from), sys::host_ptr(to), len as usize) };
         Ok(())
     }
 

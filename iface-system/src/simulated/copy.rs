@@ -5,6 +5,7 @@ use std::sync::{Arc, atomic::Ordering};
 use hmem_core::{
     Address, AddressRange, Allocation, Error, ErrorKind, Result,
     iface::{CopyEngine, CopyEvent},
+    racing_copy,
 };
 
 use super::{Inner, Simulated, arena::ArenaFile, faults::Call};
@@ -178,9 +179,9 @@ impl Transfer {
                 }
                 for (to, from, len) in runs {
                     // SAFETY: both pointers lie in mappings that the pieces keep alive, with `len`
-                    // bytes after them. The two ranges may overlap, which memmove allows. Each byte
-                    // has only one mapping, so pointers to different mappings never overlap.
-                    unsafe { sys::copy_bytes(from.cast_const(), to, len as usize) };
+                    // bytes after them. Each byte has only one mapping, so pointers to different
+                    // mappings never overlap. The program accesses the mappings by `racing_copy`.
+                    unsafe { racing_copy(from.cast_const(), to, len as usize) };
                 }
                 Ok(())
             }

@@ -21,12 +21,7 @@
 
 #![allow(unsafe_code)]
 
-use std::{
-    collections::BTreeMap,
-    fs::File,
-    os::unix::fs::FileExt,
-    sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering},
-};
+use std::{collections::BTreeMap, fs::File, os::unix::fs::FileExt};
 
 use hmem_core::{Address, AddressRange, Errno, Error, ErrorKind, Result};
 use rustix::mm::{MsyncFlags, msync};
@@ -38,42 +33,6 @@ use rustix::mm::{MsyncFlags, msync};
 /// memory at the same time.
 pub(in super::super) fn direct_pointer(at: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(at as usize)
-}
-
-/// Copies `len` bytes as a NIC does.
-///
-/// Other threads may read and write the bytes at the same time, and see them change in any order. A
-/// copy of 1, 2, 4 or 8 bytes moves as a whole if both addresses are multiples of its length.
-///
-/// # Safety
-/// All `len` bytes of the source are mapped and readable, and those of the target mapped and
-/// writable.
-pub(super) unsafe fn copy_direct(from: *const u8, to: *mut u8, len: usize) {
-    macro_rules! word {
-        ($atomic:ty) => {
-            if (from.addr() | to.addr()) & (size_of::<$atomic>() - 1) == 0 {
-                // SAFETY: the caller promises `len` mapped bytes at both pointers. `len` is the
-                // size of this type, and both pointers are aligned for it. Atomics may be read
-                // while others write, which plain loads may not.
-                unsafe {
-                    let value = (*from.cast::<$atomic>()).load(Ordering::Relaxed);
-                    (*to.cast::<$atomic>()).store(value, Ordering::Relaxed);
-                }
-                return;
-            }
-        };
-    }
-    match len {
-        8 => word!(AtomicU64),
-        4 => word!(AtomicU32),
-        2 => word!(AtomicU16),
-        1 => word!(AtomicU8),
-        _ => {}
-    }
-    // SAFETY: the caller promises that both ranges are mapped; memmove allows them to overlap. It
-    // is called in the C library, whose code the compiler knows nothing about, so that bytes racing
-    // with the application are only unspecified.
-    unsafe { libc::memmove(to.cast(), from.cast(), len) };
 }
 
 /// Copies `len` bytes from `from` to `to`. The addresses may be unmapped.

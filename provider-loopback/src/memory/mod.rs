@@ -16,7 +16,7 @@ mod pinned;
 use std::{cell::Cell, sync::Arc};
 
 pub(super) use file::{Mapping, import as import_fd};
-use hmem_core::{Error, Result, provider::StagedMemory};
+use hmem_core::{Error, Result, provider::StagedMemory, racing_copy};
 use hmem_p2p::staging::{
     ChunkPlan, Claim, Part, Pipeline, Pool, Posted, Run as StagedRun, Use as PoolUse, View,
 };
@@ -212,9 +212,10 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
             Span::Direct { at: from, len, mapping: None },
             Span::Direct { at: to, mapping: None, .. },
         ) => {
-            // SAFETY: both ranges are mapped while their spans are in use (`Span::Direct`), and
-            // racing accesses are those that `copy_direct` allows.
-            unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
+            // SAFETY: both ranges are mapped while their spans are in use (`Span::Direct`). The
+            // application upholds the conditions of the registration and of the request, which
+            // exclude references and allow racing accesses as `racing_copy` does.
+            unsafe { racing_copy(direct_pointer(from), direct_pointer(to), len as usize) };
             Ok(())
         }
         (Span::Indirect { .. }, _) | (_, Span::Indirect { .. }) => bounce(from, to),
@@ -263,9 +264,10 @@ pub(super) fn with_announced_access<T>(
 fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (Span::Direct { at: from, len, .. }, Span::Direct { at: to, .. }) => {
-            // SAFETY: both ranges are mapped while their spans are in use (`Span::Direct`), and
-            // racing accesses are those that `copy_direct` allows.
-            unsafe { host::copy_direct(direct_pointer(from), direct_pointer(to), len as usize) };
+            // SAFETY: both ranges are mapped while their spans are in use (`Span::Direct`). The
+            // application upholds the conditions of the registration and of the request, which
+            // exclude references and allow racing accesses as `racing_copy` does.
+            unsafe { racing_copy(direct_pointer(from), direct_pointer(to), len as usize) };
             Ok(())
         }
         (
