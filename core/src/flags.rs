@@ -19,9 +19,10 @@ bitflags::bitflags! {
         /// The key becomes invalid with the first remote access that uses it.
         const MR_SINGLE_USE = 1 << 41;
         /// The memory comes from a device API's host allocator. The domain ignores the request's
-        /// `device`.
+        /// `device`, and refuses other memory. For a dma-buf, the request must name the iface.
         const HMEM_HOST_ALLOC = 1 << 45;
-        /// The memory is accessible to the device in the request only.
+        /// The memory is accessible to the device in the request only. The domain refuses memory
+        /// that the CPU can access. For a dma-buf, the request must name the iface.
         const HMEM_DEVICE_ONLY = 1 << 46;
         /// The memory is persistent and is a target of RMA. A remote write or atomic completes
         /// after its bytes are persistent, and fails if they cannot be made persistent.

@@ -32,7 +32,8 @@ pub struct DomainAttr {
     /// The size and number of staging buffers, for device memory that the NIC cannot reach.
     pub staging: StagingAttr,
     /// The write ordering of cached regions, and of regions whose [`MrAttr::ordering`] is `None`.
-    /// The default is relaxed.
+    /// The default is strict. [`WriteOrdering`] tells when relaxed ordering is safe, and
+    /// `hmem perf` measures its gain.
     pub ordering: WriteOrdering,
     /// True if transfers may call the drivers of devices. Default: true.
     ///
@@ -190,13 +191,17 @@ pub struct MrAttr<'a> {
     pub context: u64,
     /// The authorization key. `None` or an empty key means the domain's key.
     pub auth_key: Option<&'a AuthKey>,
-    /// The iface that owns the memory. With `None` the domain queries its ifaces. For a dma-buf,
-    /// which has no address to query, `None` means host memory. Ignored if [`DomainAttr::hmem`] is
+    /// The iface that owns the memory. With `None` the domain queries its ifaces.
+    ///
+    /// The iface must be the owner, with one exception: memory of a device API's host allocator
+    /// (CUDA: `cuMemHostAlloc`) may also be named as memory of the system iface. Managed memory may
+    /// not. A dma-buf has no address to query: the domain trusts a named iface, and `None` means
+    /// host memory. A sub-region has the iface of its base. Ignored if [`DomainAttr::hmem`] is
     /// false.
     pub iface: Option<IfaceKind>,
     /// The device that owns the memory. With `None` the domain queries its ifaces.
     ///
-    /// Ignored if [`MrAttr::iface`] is `None` or ignored, and with
+    /// Ignored if [`MrAttr::iface`] is `None`, ignored or the system iface, and with
     /// [`MrFlags::HMEM_HOST_ALLOC`](crate::MrFlags::HMEM_HOST_ALLOC). For memory that belongs to no
     /// particular device, any device of the iface is accepted. For a dma-buf, which has no address
     /// to query, `None` means no device: completion queues then flush none
@@ -220,8 +225,8 @@ pub struct MrAttr<'a> {
     /// The settings for registering host memory in several parts at once. With `None`, the provider
     /// registers each range in one part.
     pub parallel: Option<Parallel<'a>>,
-    /// The order in which the NIC's writes become visible. `None` means the domain's order. Memory
-    /// that software polls needs the strict order.
+    /// The order in which the NIC's writes become visible. `None` means the order of
+    /// [`DomainAttr::ordering`]. Memory that software polls needs the strict order.
     pub ordering: Option<WriteOrdering>,
 }
 

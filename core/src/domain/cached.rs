@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::{
     Domain, DomainInner, MemoryRegion, MrAttr, attr::CacheAttr, buffer::RegionSlice,
-    held::HeldBuffers, many::RegionView,
+    held::HeldBuffers, many::RegionView, owner::Claim,
 };
 use crate::{
     Access, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceExt,
@@ -178,12 +178,15 @@ impl RegionCache {
     /// Returns a region like [`RegionCache::get_or_register`], after a check that the memory
     /// belongs to `iface` and `device`. If `device` is `None`, checks only the iface.
     ///
+    /// The rules are those of [`MrAttr::iface`] and [`MrAttr::device`].
+    ///
     /// # Safety
     /// The conditions of [`RegionCache::get_or_register`].
     ///
     /// # Errors
     /// - The errors of [`RegionCache::get_or_register`].
-    /// - [`ErrorKind::InvalidArgument`] if the memory is not of this iface, or not on this device.
+    /// - [`ErrorKind::InvalidArgument`] if the memory is not of this iface, or not on this device,
+    ///   or if the iface does not have the device.
     /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
     pub unsafe fn get_or_register_on(
         &self,
@@ -205,19 +208,7 @@ impl RegionCache {
     ) -> Result<CachedRegion<'_>> {
         let registry = &self.cache.backend().domain.registry;
         let owner = self.owner_of(range)?;
-        if owner.iface != iface {
-            return Err(registry.refuse_claim("get_or_register_on", range, &owner, iface));
-        }
-        if let Some(device) = device.filter(|device| owner.device != Some(*device)) {
-            return Err(Error::new(ErrorKind::InvalidArgument, "get_or_register_on")
-                .iface(registry.name_of(iface))
-                .device(device)
-                .context(
-                    "owner",
-                    owner.device.map_or_else(|| "no device".to_owned(), |owner| owner.to_string()),
-                )
-                .remedy("name the device that has the memory, or none to detect it"));
-        }
+        Claim::named(iface, device).check(registry, "get_or_register_on", range, &owner)?;
         if let Some(lease) = self.cache.get_cached(&key_of(range, access, &owner)?) {
             return Ok(CachedRegion { lease, range });
         }

@@ -1,50 +1,229 @@
-//! The owner of the memory of a request, checked against the iface and device that the caller
-//! named.
+//! The owner of the memory of a request, checked against the iface, the device and the HMEM flags
+//! that the caller named.
+//!
+//! All requests pass the checks of a [`Claim`]: registrations by address, of dma-bufs and of
+//! sub-regions, and cached lookups.
 
-use super::{DomainInner, MrAttr};
+use super::{DomainInner, MrAttr, region_state::RegionInner};
 use crate::{
-    AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, Result,
+    AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, Registry, Result,
     registry::AddressOwner,
 };
 
-impl DomainInner {
-    /// Returns the owner that the caller named. Used for dma-bufs, because their addresses cannot
-    /// be queried.
-    pub(super) fn claimed_owner(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<AddressOwner> {
-        let Some(iface) = attr.iface.filter(|_| self.attr.hmem) else {
-            return Ok(AddressOwner::SYSTEM);
-        };
-        let device = self.claimed_device(iface, attr, flags)?;
-        Ok(AddressOwner { iface, device, allocation: None })
+const HMEM_FLAGS: MrFlags = MrFlags::HMEM_DEVICE_ONLY.union(MrFlags::HMEM_HOST_ALLOC);
+
+/// The statements of a request about the owner of its memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Claim {
+    /// The iface that the caller named; `None` if the domain detects it.
+    pub(super) iface: Option<IfaceKind>,
+    /// The device that the caller named; `None` if the domain detects it.
+    pub(super) device: Option<DeviceId>,
+    /// HMEM_DEVICE_ONLY, HMEM_HOST_ALLOC or neither. Other flags are ignored.
+    pub(super) flags: MrFlags,
+}
+
+/// The owner that a claim is checked against.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    iface: IfaceKind,
+    device: Option<DeviceId>,
+    /// `None` for memory of a device iface that nobody can query: a dma-buf.
+    kind: Option<AllocationKind>,
+}
+
+impl Known {
+    fn of(owner: &AddressOwner) -> Self {
+        let AddressOwner { iface, device, allocation } = *owner;
+        let kind = allocation.map_or(AllocationKind::System, |allocation| allocation.kind);
+        Self { iface, device, kind: Some(kind) }
     }
 
-    /// Returns the device that the caller named. Returns `None` if the caller named no device, or
-    /// set `HMEM_HOST_ALLOC`. Fails if the iface does not have the device, unless the iface is
-    /// `SYSTEM`.
-    fn claimed_device(
+    /// Returns true if memory of the device API's host allocator was claimed as system memory. It
+    /// consists of ordinary host pages, so `FI_HMEM_SYSTEM` describes it too. Managed memory
+    /// migrates, so its pages need the treatment of its own iface.
+    fn is_host_memory_named_as_such(self, claimed: IfaceKind) -> bool {
+        claimed == IfaceKind::SYSTEM && self.kind == Some(AllocationKind::Host)
+    }
+}
+
+impl Claim {
+    /// Returns the claim that memory belongs to an iface and, if given, to a device.
+    pub(super) fn named(iface: IfaceKind, device: Option<DeviceId>) -> Self {
+        let device = device.filter(|_| iface != IfaceKind::SYSTEM);
+        Self { iface: Some(iface), device, flags: MrFlags::empty() }
+    }
+
+    /// Returns the claim of a request. Drops the fields that `fi_mr(3)` ignores: the iface in a
+    /// domain without `hmem`; the device without an iface, with the system iface and with
+    /// HMEM_HOST_ALLOC.
+    fn of(attr: &MrAttr<'_>, flags: MrFlags, hmem: bool) -> Self {
+        let iface = attr.iface.filter(|_| hmem);
+        let has_device = iface.is_some_and(|iface| iface != IfaceKind::SYSTEM)
+            && !flags.contains(MrFlags::HMEM_HOST_ALLOC);
+        Self { iface, device: attr.device.filter(|_| has_device), flags: flags & HMEM_FLAGS }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.iface.is_none() && self.flags.is_empty()
+    }
+
+    /// Fails if the owner of the memory contradicts this claim. Memory without a device accepts
+    /// every device of its iface.
+    ///
+    /// # Errors
+    /// - [`ErrorKind::InvalidArgument`] for another iface, device or kind of memory, and for a
+    ///   device that the iface does not have.
+    /// - The errors of [`Registry::get`] for the claimed iface.
+    #[inline]
+    pub(super) fn check(
         &self,
-        claimed: IfaceKind,
+        registry: &Registry,
+        operation: &'static str,
+        range: AddressRange,
+        owner: &AddressOwner,
+    ) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        self.check_known(registry, operation, range, Known::of(owner), || {
+            self.iface.map(|claimed| registry.refuse_claim(operation, range, owner, claimed))
+        })
+    }
+
+    /// Fails like [`Claim::check`]. `refuse` returns the error for another iface.
+    fn check_known(
+        &self,
+        registry: &Registry,
+        operation: &'static str,
+        range: AddressRange,
+        known: Known,
+        refuse: impl FnOnce() -> Option<Error>,
+    ) -> Result<()> {
+        let wrong = |iface| {
+            Error::new(ErrorKind::InvalidArgument, operation)
+                .iface(registry.name_of(iface))
+                .context("range", range)
+        };
+        if let Some(claimed) = self.iface {
+            registry.get(claimed)?;
+            if known.iface != claimed && !known.is_host_memory_named_as_such(claimed) {
+                return Err(refuse().unwrap_or_else(|| {
+                    wrong(claimed)
+                        .context("owner", registry.name_of(known.iface))
+                        .remedy("name the iface that owns the memory, or none")
+                }));
+            }
+        }
+        if let Some(device) = self.device.filter(|device| known.device != Some(*device)) {
+            self.check_device(registry, operation, device)?;
+            if let Some(actual) = known.device {
+                return Err(wrong(known.iface)
+                    .device(device)
+                    .context("owner", actual)
+                    .remedy("name the device that has the memory, or none to detect it"));
+            }
+        }
+        let refuse = |remedy: &'static str| {
+            Err(wrong(known.iface)
+                .context("kind", known.kind.map_or("unknown", AllocationKind::name))
+                .context("flags", self.flags)
+                .remedy(remedy))
+        };
+        let Some(kind) = known.kind else { return Ok(()) };
+        if self.flags.contains(MrFlags::HMEM_DEVICE_ONLY) && kind.cpu_accessible() {
+            return refuse(
+                "clear HMEM_DEVICE_ONLY: the CPU can access this memory; for a dma-buf of a device \
+                 name the iface",
+            );
+        }
+        if self.flags.contains(MrFlags::HMEM_HOST_ALLOC) && kind != AllocationKind::Host {
+            return refuse(
+                "clear HMEM_HOST_ALLOC: no device API allocated this host memory; for a dma-buf of \
+                 a device API's host memory name the iface",
+            );
+        }
+        Ok(())
+    }
+
+    /// Fails if the claimed iface does not have the device.
+    fn check_device(
+        &self,
+        registry: &Registry,
+        operation: &'static str,
+        device: DeviceId,
+    ) -> Result<()> {
+        let Some(claimed) = self.iface else { return Ok(()) };
+        let iface = registry.get(claimed)?;
+        let devices = iface.devices()?;
+        if devices.iter().any(|known| known.id == device) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, operation)
+            .iface(iface)
+            .device(device)
+            .context("devices", devices.len())
+            .remedy("name a device that the iface lists"))
+    }
+}
+
+impl DomainInner {
+    /// Returns the owner of a dma-buf, which is the claim itself: its addresses cannot be queried.
+    /// A dma-buf without a claimed iface counts as system memory.
+    pub(super) fn dma_buf_owner(
+        &self,
+        range: AddressRange,
         attr: &MrAttr<'_>,
         flags: MrFlags,
-    ) -> Result<Option<DeviceId>> {
-        let iface = self.registry.get(claimed)?;
-        // HOST_ALLOC memory has an iface but no device: fi_mr(3) says to ignore the field.
-        let Some(device) = attr.device.filter(|_| !flags.contains(MrFlags::HMEM_HOST_ALLOC)) else {
-            return Ok(None);
-        };
-        let devices = iface.devices()?;
-        if claimed != IfaceKind::SYSTEM && !devices.iter().any(|known| known.id == device) {
-            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(iface)
-                .device(device)
-                .context("devices", devices.len())
-                .remedy("name a device that the iface lists"));
-        }
-        Ok(Some(device))
+    ) -> Result<AddressOwner> {
+        let claim = Claim::of(attr, flags, self.attr.hmem);
+        let iface = claim.iface.unwrap_or(IfaceKind::SYSTEM);
+        let kind = (iface == IfaceKind::SYSTEM).then_some(AllocationKind::System);
+        let known = Known { iface, device: None, kind };
+        claim.check_known(&self.registry, "regattr", range, known, || None)?;
+        Ok(AddressOwner { iface, device: claim.device, allocation: None })
     }
 
-    /// Resolves the owner of the ranges, and checks it against the owner and the flags of the
-    /// request. Fails if the ranges belong to different ifaces or devices.
+    /// Checks the claim of a sub-region against the owner of its base.
+    ///
+    /// The iface is queried only for a claim. A part of a dma-buf, which cannot be queried, has the
+    /// iface, the device and the HMEM flags of its bases.
+    pub(super) fn check_part(
+        &self,
+        base: &RegionInner,
+        range: AddressRange,
+        attr: &MrAttr<'_>,
+        flags: MrFlags,
+    ) -> Result<()> {
+        let claim = Claim::of(attr, flags, self.attr.hmem);
+        if claim.is_empty() {
+            return Ok(());
+        }
+        let (mut claimed, mut whole) = (base.flags(), base);
+        while let Some(parent) = whole.parent() {
+            whole = parent;
+            claimed |= whole.flags();
+        }
+        if !whole.flags().contains(MrFlags::MR_DMABUF) {
+            let owner = self.registry.owner_of_range(range);
+            let owner = owner.map_err(|error| error.of_call("regattr"))?;
+            return claim.check(&self.registry, "regattr", range, &owner);
+        }
+        let decision = whole.recorded_decision();
+        let (iface, device) = decision
+            .map_or((IfaceKind::SYSTEM, None), |decision| (decision.iface, decision.device));
+        let kind = match iface {
+            IfaceKind::SYSTEM => Some(AllocationKind::System),
+            _ if claimed.contains(MrFlags::HMEM_DEVICE_ONLY) => Some(AllocationKind::Device),
+            _ if claimed.contains(MrFlags::HMEM_HOST_ALLOC) => Some(AllocationKind::Host),
+            _ => None,
+        };
+        let known = Known { iface, device, kind };
+        claim.check_known(&self.registry, "regattr", range, known, || None)
+    }
+
+    /// Resolves the owner of the ranges, and checks it against the claim of the request. Fails if
+    /// the ranges belong to different ifaces or devices.
     #[inline]
     pub(super) fn owner(
         &self,
@@ -56,7 +235,9 @@ impl DomainInner {
             let owner = self.registry.owner_of_range(*range);
             owner.map_err(|error| error.of_call("regattr"))
         };
+        let claim = Claim::of(attr, flags, self.attr.hmem);
         let owner = owner_of(&ranges[0])?;
+        claim.check(&self.registry, "regattr", ranges[0], &owner)?;
         for range in &ranges[1..] {
             let other = owner_of(range)?;
             if (other.iface, other.device) != (owner.iface, owner.device) {
@@ -66,60 +247,8 @@ impl DomainInner {
                     .context("expected", owner.iface)
                     .remedy("register memory of different ifaces or devices as separate regions"));
             }
+            claim.check(&self.registry, "regattr", *range, &other)?;
         }
-        if self.attr.hmem
-            && let Some(claimed) = attr.iface
-        {
-            self.check_claim(ranges[0], &owner, claimed, attr, flags)?;
-        }
-        self.check_hmem_flags(&owner, flags)?;
         Ok(owner)
-    }
-
-    fn check_claim(
-        &self,
-        range: AddressRange,
-        owner: &AddressOwner,
-        claimed: IfaceKind,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-    ) -> Result<()> {
-        let device = self.claimed_device(claimed, attr, flags)?;
-        if owner.iface != claimed {
-            return Err(self.registry.refuse_claim("regattr", range, owner, claimed));
-        }
-        let Some(device) = device else { return Ok(()) };
-        match owner.device {
-            Some(actual) if actual != device => {
-                Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                    .iface(self.registry.name_of(claimed))
-                    .device(device)
-                    .context("owner", actual)
-                    .remedy("name the device that has the memory, or none to detect it"))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    #[inline]
-    fn check_hmem_flags(&self, owner: &AddressOwner, flags: MrFlags) -> Result<()> {
-        if !flags.intersects(MrFlags::HMEM_DEVICE_ONLY | MrFlags::HMEM_HOST_ALLOC) {
-            return Ok(());
-        }
-        let kind = owner.allocation.map_or(AllocationKind::System, |allocation| allocation.kind);
-        let refuse = |remedy: &'static str| {
-            Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .iface(self.registry.name_of(owner.iface))
-                .context("kind", kind.name())
-                .context("flags", flags)
-                .remedy(remedy))
-        };
-        if flags.contains(MrFlags::HMEM_DEVICE_ONLY) && kind.cpu_accessible() {
-            return refuse("clear HMEM_DEVICE_ONLY: the CPU can access this memory");
-        }
-        if flags.contains(MrFlags::HMEM_HOST_ALLOC) && kind != AllocationKind::Host {
-            return refuse("clear HMEM_HOST_ALLOC: no device API allocated this host memory");
-        }
-        Ok(())
     }
 }

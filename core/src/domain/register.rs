@@ -137,11 +137,13 @@ impl DomainInner {
                     Error::new(ErrorKind::BadState, "regattr").context("base", base.range())
                 );
             };
+            self.check_part(base.inner(), ranges[0], attr, flags)?;
             return Ok(Memory::Part { base: region, offset });
         }
         if let Some(DmaBufAttr { fd, offset, .. }) = attr.dma_buf {
-            let owner = self.claimed_owner(attr, flags)?;
-            let iface = self.registry.iter().find(|iface| iface.kind() == owner.iface);
+            let owner = self.dma_buf_owner(ranges[0], attr, flags)?;
+            let named = attr.iface.filter(|_| self.attr.hmem);
+            let iface = named.map(|named| self.registry.get(named)).transpose()?;
             return Ok(Memory::DmaBuf { fd, offset, owner, iface });
         }
         let owner = match owner {
