@@ -3,16 +3,22 @@
 
 mod path_support;
 
-use std::{num::NonZeroUsize, os::fd::AsFd, thread};
+use std::{
+    num::NonZeroUsize,
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    sync::Arc,
+    thread,
+};
 
 use hmem_core::{
-    AllocationKind, DeviceId, DmaBufAttr, ErrorKind, Iface, IfaceExt, MrAttr, MrFlags, Path,
+    AllocationKind, DeviceId, DmaBufAttr, ErrorKind, Iface, IfaceExt, IfaceKind, MrAttr, MrFlags,
+    Path,
     iface::DmaBufMapping,
     path::P2pPolicy,
     provider::{Imports, Nic},
 };
 use hmem_iface_system::{Call, DmaBufKind, FreeDetection, P2pMatrix, Simulated};
-use hmem_p2p::path::DefaultPathSelector;
+use hmem_p2p::path::{DefaultPathSelector, FactSource, Facts};
 use hmem_provider_loopback::Loopback;
 use path_support::{Bench, PAGE, REMOTE, close, recording::RegisteredAs, register};
 
@@ -271,8 +277,77 @@ fn application_dma_buf_is_refused_without_direct_access() {
             assert!(handed.is_empty(), "{handed:?}");
         } else {
             assert_eq!(region.unwrap().decision().unwrap().path, Path::DmaBuf);
-            assert_eq!(handed, [RegisteredAs::DmaBuf(std::os::fd::AsRawFd::as_raw_fd(&export.fd))]);
+            assert_eq!(handed, [RegisteredAs::DmaBuf(export.fd.as_raw_fd())]);
         }
         bench.device.release_dma_buf(export).unwrap();
+    }
+}
+
+/// A fact source in which the kernel names the exporter of every dma-buf.
+#[derive(Debug)]
+struct ExportedBy(Option<&'static str>);
+
+impl FactSource for ExportedBy {
+    fn facts(&self, _: Option<&str>, _: &Nic) -> Facts {
+        Facts::default()
+    }
+
+    fn dma_buf_exporter(&self, _: BorrowedFd<'_>) -> Option<String> {
+        self.0.map(str::to_owned)
+    }
+}
+
+/// P2P-02: without direct access a NIC gets a dma-buf only if the request or the kernel says that
+/// it is host memory. The simulated device's memory files have no exporter.
+#[test]
+fn dma_buf_of_unknown_memory_is_refused_without_direct_access() {
+    let device_iface = Some(hmem_iface_system::SIMULATED);
+    let (system, none) = (Some(IfaceKind::SYSTEM), MrFlags::empty());
+    for (exporter, iface, flags, registers) in [
+        (None, None, none, false),
+        (Some("nvidia"), None, none, false),
+        (Some("drm"), None, none, false),
+        (Some("udmabuf"), None, none, true),
+        (Some("system"), None, none, true),
+        (None, system, none, true),
+        (None, device_iface, MrFlags::HMEM_HOST_ALLOC, true),
+        (Some("udmabuf"), device_iface, none, false),
+        (Some("udmabuf"), device_iface, MrFlags::HMEM_DEVICE_ONLY, false),
+    ] {
+        for (policy, disabled) in [
+            (P2pPolicy::Disabled, false),
+            (P2pPolicy::Enabled, true),
+            (P2pPolicy::Required, true),
+            (P2pPolicy::Enabled, false),
+        ] {
+            let device = Simulated::builder().dma_buf(DmaBufKind::MemFd);
+            let mut bench = Bench::with(device, Loopback::builder(), DefaultPathSelector::new());
+            let paths = DefaultPathSelector::new().disable_p2p(disabled);
+            bench.paths = Arc::new(paths.facts(Arc::new(ExportedBy(exporter))));
+            let domain = bench.domain("loop0", policy);
+            let buffer = bench.buffer(PAGE);
+            let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
+            let range = buffer.allocation().range;
+            let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
+            let (fd, offset) = (export.as_fd(), export.offset);
+            let given = DmaBufAttr { fd, offset, len: PAGE, base_addr: None };
+            let attr = MrAttr { dma_buf: Some(given), iface, ..MrAttr::new(&[], REMOTE) };
+            // SAFETY: the buffer is dropped after the region, and no reference to it exists.
+            let region = unsafe { domain.regattr(&attr, MrFlags::MR_DMABUF | flags) };
+            let handed = bench.record.handed();
+            let case = (exporter, iface, flags, policy, disabled);
+            if registers || !disabled && policy != P2pPolicy::Disabled {
+                assert_eq!(region.unwrap().decision().unwrap().path, Path::DmaBuf, "{case:?}");
+                assert_eq!(handed, [RegisteredAs::DmaBuf(export.fd.as_raw_fd())], "{case:?}");
+            } else {
+                let error = region.expect_err("device memory may have reached the NIC");
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{case:?}: {error}");
+                let remedy = error.remedy_text().unwrap();
+                assert_eq!(remedy.contains("MrAttr::iface"), iface.is_none(), "{case:?}: {error}");
+                assert!(handed.is_empty(), "{case:?}: {handed:?}");
+                assert_eq!(domain.live().regions, 0);
+            }
+            bench.device.release_dma_buf(export).unwrap();
+        }
     }
 }

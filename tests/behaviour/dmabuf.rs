@@ -4,7 +4,8 @@ use std::os::fd::AsFd;
 
 use hmem::{
     Address, DeviceId, DmaBufAttr, DmaBufOffset, ErrorKind, Iface, IfaceExt, IfaceKind, Iova,
-    MrAttr, MrFlags, Path, Result, iface::DmaBufExport, iface::DmaBufMapping, system::System,
+    MrAttr, MrFlags, Path, Result, iface::DmaBufExport, iface::DmaBufMapping, path::P2pPolicy,
+    system::System,
 };
 
 use crate::{
@@ -39,9 +40,12 @@ fn exported(net: &Net) -> (System, hmem::Allocation, DmaBufExport) {
     (system, memory, export)
 }
 
+/// Registers a dma-buf of host memory. Names the system iface only where the dma-buf might
+/// otherwise be device memory, which the policy keeps from the NIC.
 fn register(net: &Net, dma_buf: DmaBufAttr<'_>) -> Result<hmem::MemoryRegion> {
+    let iface = (net.config.policy == P2pPolicy::Disabled).then_some(IfaceKind::SYSTEM);
     net.try_expose(
-        &MrAttr { dma_buf: Some(dma_buf), ..MrAttr::new(&[], REMOTE) },
+        &MrAttr { dma_buf: Some(dma_buf), iface, ..MrAttr::new(&[], REMOTE) },
         MrFlags::MR_DMABUF,
     )
 }

@@ -1,11 +1,13 @@
 //! Facts about the machine, which distinguish causes with the same error number.
 //!
 //! The selector does not choose a path by facts: it tries the paths. Facts only make the
-//! explanation of a refusal more exact.
+//! explanation of a refusal more exact. The exporter of a dma-buf is an exception: where direct
+//! access is disabled, trying is what the selector must not do.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt, fs,
+    os::fd::{AsRawFd, BorrowedFd},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -37,6 +39,16 @@ pub trait FactSource: fmt::Debug + Send + Sync {
     /// Returns the facts that affect registrations of a device's memory with a NIC. `device` is the
     /// device's PCI bus id, if it has one.
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
+
+    /// Returns the kernel's name of the driver that exported a dma-buf (`udmabuf`, for example), or
+    /// `None` if the kernel does not tell. The default is `None`.
+    ///
+    /// The selector asks for it only while direct access is disabled, for a dma-buf whose iface the
+    /// request does not name. It then registers dma-bufs of exporters of host memory alone.
+    fn dma_buf_exporter(&self, fd: BorrowedFd<'_>) -> Option<String> {
+        let _ = fd;
+        None
+    }
 }
 
 /// Facts of the local machine, from procfs, sysfs, `/dev` and the kernel's configuration file.
@@ -176,6 +188,14 @@ impl FactSource for LocalMachine {
             root: Some(self.root.clone()),
         }
     }
+
+    fn dma_buf_exporter(&self, fd: BorrowedFd<'_>) -> Option<String> {
+        // A thread may have a table of file descriptors of its own, so `self` is not enough.
+        let info = self.text(format!("proc/thread-self/fdinfo/{}", fd.as_raw_fd()))?;
+        // The first line counts: the application can give the dma-buf a name, which follows it.
+        let name = info.lines().find_map(|line| line.strip_prefix("exp_name:"))?;
+        Some(name.trim().to_owned())
+    }
 }
 
 /// Returns the names of the kernel options that are enabled, without the prefix `CONFIG_`.
@@ -203,6 +223,8 @@ fn limit(text: &str, name: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
 
     fn nic(bus_id: Option<&str>) -> Nic {
@@ -380,6 +402,27 @@ mod tests {
         ];
         assert_eq!(missing, expected);
         assert_eq!(limited.forbidden_nodes, BTreeSet::new());
+    }
+
+    /// P2P-02
+    #[test]
+    fn exporter_of_a_dma_buf_is_the_one_that_the_kernel_names() {
+        let root = std::env::temp_dir().join(format!("hmem-facts-fd-{}", std::process::id()));
+        let folder = root.join("proc/thread-self/fdinfo");
+        fs::create_dir_all(&folder).unwrap();
+        let file = fs::File::open(&root).unwrap();
+        let exporter = |text: &str| {
+            fs::write(folder.join(file.as_raw_fd().to_string()), text).unwrap();
+            LocalMachine::below(&root).dma_buf_exporter(file.as_fd())
+        };
+        let common = "pos:\t0\nflags:\t02000002\nmnt_id:\t16\nino:\t42\n";
+        let of_dma_buf = format!("{common}size:\t4096\ncount:\t1\nexp_name:\tudmabuf\n");
+        let named = of_dma_buf.replace("udmabuf", "nvidia") + "name:\tx\nexp_name:\tudmabuf\n";
+        let found = [exporter(&of_dma_buf), exporter(&named), exporter(common)];
+        fs::remove_dir_all(&root).unwrap();
+        assert_eq!(found, [Some("udmabuf".to_owned()), Some("nvidia".to_owned()), None]);
+        // An ordinary file of this machine has no exporter.
+        assert_eq!(LocalMachine::default().dma_buf_exporter(file.as_fd()), None);
     }
 
     #[test]

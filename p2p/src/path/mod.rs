@@ -12,7 +12,7 @@
 //! [`DefaultPathSelector::explain`] shows a decision and leaves nothing registered.
 //!
 //! Layers, lower ones first: [`cause`], `facts`, `variant`, `exports`, `search`, `probe`,
-//! `decisions`, this file, `explain`.
+//! `dma_buf`, `decisions`, this file, `explain`.
 //!
 //! ```
 //! use hmem_core::{Path, path::PathSelector, provider::Nic};
@@ -25,6 +25,7 @@
 
 pub mod cause;
 mod decisions;
+mod dma_buf;
 mod explain;
 mod exports;
 mod facts;
@@ -32,14 +33,13 @@ mod probe;
 mod search;
 mod variant;
 
-use std::{os::fd::BorrowedFd, sync::Arc};
+use std::sync::Arc;
 
 use hmem_core::{
-    AllocationKind, Decision, DmaBufOffset, Error, ErrorKind, IfaceKind, Path, Result,
-    cause::Step,
+    AllocationKind, Decision, Error, ErrorKind, IfaceKind, Path, Result,
     iface::DmaBufMapping,
     path::{Attempt, P2pPolicy, PathRegistration, PathSelector, Target},
-    provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
+    provider::{Nic, ProviderAttr, ProviderDomain, ProviderRegion},
     registration::Memory,
     registry::AddressOwner,
 };
@@ -51,10 +51,11 @@ pub use self::{
 };
 use self::{
     decisions::{Decided, DecisionTable, Key},
+    dma_buf::register_dma_buf,
     exports::ExportSet,
     probe::{ProbeResult, probe},
     search::{PathSearch, kind_of},
-    variant::{DmaBufLayout, PathRefusal, PathVariant},
+    variant::{DmaBufLayout, PathVariant},
 };
 pub use hmem_core::cause::Facts;
 
@@ -524,42 +525,5 @@ unsafe impl PathSelector for DefaultPathSelector {
             }
         }
         Ok(())
-    }
-}
-
-/// Registers a dma-buf that the application exported. No other path can replace it.
-///
-/// # Safety
-/// The caller must uphold the safety contract of [`PathSelector::register`] for the registration of
-/// `search`.
-unsafe fn register_dma_buf(
-    mut search: PathSearch<'_>,
-    fd: BorrowedFd<'_>,
-    offset: DmaBufOffset,
-) -> Result<PathRegistration> {
-    let variant = PathVariant::DmaBuf(DmaBufMapping::Default);
-    if search.policy == P2pPolicy::Disabled && search.owner.iface != IfaceKind::SYSTEM {
-        return Err(search.exhausted((
-            "direct access is disabled, and a dma-buf has no other path",
-            "unset FI_HMEM_DISABLE_P2P or change the domain's policy to allow direct access, or \
-             register the memory by address instead of by dma-buf",
-        )));
-    }
-    let range = search.registration.ranges[0];
-    let piece = Piece { range, backing: Backing::DmaBuf { fd, offset } };
-    // SAFETY: the caller upholds the contract of this function, which covers this call.
-    match unsafe { search.provider.register(search.registration, &[piece]) } {
-        Ok(region) => {
-            let decision = search.decision(variant, "the application brought the dma-buf");
-            Ok(PathRegistration { region, decision: Some(Arc::new(decision)) })
-        }
-        Err(error) => {
-            let call = format!("register(dma-buf offset {offset})");
-            search.refuse(variant, PathRefusal::new(Step::Register, call, error));
-            Err(search.exhausted((
-                "the dma-buf was refused",
-                "see the trace: a dma-buf has no other path",
-            )))
-        }
     }
 }

@@ -1,6 +1,6 @@
 //! The search for a path: tries the paths that a policy allows, and records each attempt.
 
-use std::sync::Arc;
+use std::{os::fd::BorrowedFd, sync::Arc};
 
 use hmem_core::{
     AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
@@ -124,6 +124,11 @@ impl<'a> PathSearch<'a> {
 
     pub(super) fn attr(&self) -> &'a ProviderAttr {
         self.provider.attr()
+    }
+
+    /// Returns the kernel's name of the exporter of a dma-buf; `None` if the kernel does not tell.
+    pub(super) fn dma_buf_exporter(&self, fd: BorrowedFd<'_>) -> Option<String> {
+        self.fact_source.dma_buf_exporter(fd)
     }
 
     fn nic(&self) -> &'a Nic {

@@ -1,0 +1,84 @@
+//! Dma-bufs that the application supplies by their fd.
+//!
+//! No other path can replace such a dma-buf. While direct access to device memory is disabled, it
+//! reaches a NIC only if it is host memory. A request tells that by its claim: the system iface, or
+//! HMEM_HOST_ALLOC. Without a claim the kernel may tell, by the name of the exporter. The selector
+//! refuses everything else, because most exporters are drivers of devices.
+
+use std::{os::fd::BorrowedFd, sync::Arc};
+
+use hmem_core::{
+    DmaBufOffset, IfaceKind, MrFlags, Result,
+    cause::Step,
+    iface::DmaBufMapping,
+    path::{P2pPolicy, PathRegistration},
+    provider::{Backing, Piece},
+};
+
+use super::{
+    search::PathSearch,
+    variant::{PathRefusal, PathVariant},
+};
+
+/// The kernel's names of exporters whose dma-bufs are host memory: udmabuf, and the dma-buf heaps
+/// of ordinary and contiguous (CMA) memory.
+const HOST_EXPORTERS: [&str; 5] =
+    ["udmabuf", "system", "default_cma_region", "linux,cma", "reserved"];
+
+/// Registers a dma-buf that the application supplied.
+///
+/// # Safety
+/// The caller must uphold the safety contract of
+/// [`PathSelector::register`](hmem_core::path::PathSelector::register) for the registration of
+/// `search`.
+pub(super) unsafe fn register_dma_buf(
+    mut search: PathSearch<'_>,
+    fd: BorrowedFd<'_>,
+    offset: DmaBufOffset,
+) -> Result<PathRegistration> {
+    let variant = PathVariant::DmaBuf(DmaBufMapping::Default);
+    if search.policy == P2pPolicy::Disabled && !is_claimed_host_memory(&search) {
+        if search.iface.is_some() {
+            return Err(search.exhausted((
+                "direct access is disabled, and a dma-buf has no other path",
+                "unset FI_HMEM_DISABLE_P2P or change the domain's policy to allow direct access, \
+                 or register the memory by address instead of by dma-buf",
+            )));
+        }
+        let exporter = search.dma_buf_exporter(fd);
+        if !exporter.as_deref().is_some_and(|name| HOST_EXPORTERS.contains(&name)) {
+            let exporter = exporter.unwrap_or_else(|| "unknown".to_owned());
+            let error = search.exhausted((
+                "direct access is disabled, the request names no iface, and the kernel does not \
+                 say that the dma-buf is host memory",
+                "name the iface that owns the memory (MrAttr::iface; the system iface for host \
+                 memory), or unset FI_HMEM_DISABLE_P2P or change the domain's policy to allow \
+                 direct access",
+            ));
+            return Err(error.context("exporter", exporter));
+        }
+    }
+    let range = search.registration.ranges[0];
+    let piece = Piece { range, backing: Backing::DmaBuf { fd, offset } };
+    // SAFETY: the caller upholds the contract of this function, which covers this call.
+    match unsafe { search.provider.register(search.registration, &[piece]) } {
+        Ok(region) => {
+            let decision = search.decision(variant, "the application brought the dma-buf");
+            Ok(PathRegistration { region, decision: Some(Arc::new(decision)) })
+        }
+        Err(error) => {
+            let call = format!("register(dma-buf offset {offset})");
+            search.refuse(variant, PathRefusal::new(Step::Register, call, error));
+            Err(search.exhausted((
+                "the dma-buf was refused",
+                "see the trace: a dma-buf has no other path",
+            )))
+        }
+    }
+}
+
+/// Returns true if the request says that the dma-buf is host memory.
+fn is_claimed_host_memory(search: &PathSearch<'_>) -> bool {
+    search.iface.is_some_and(|iface| iface.kind() == IfaceKind::SYSTEM)
+        || search.registration.flags.contains(MrFlags::HMEM_HOST_ALLOC)
+}
