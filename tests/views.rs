@@ -15,8 +15,8 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AllocationKind, BufferView, CacheAttr, DeviceBuffer, DeviceId,
-    Domain, DomainAttr, Endpoint, Errno, ErrorKind, Growth, Hmem, Iface, Iova, MrMode, OwnedBuffer,
-    Path, RemoteKey, Result, View,
+    Domain, DomainAttr, Endpoint, Errno, ErrorKind, Growth, Hmem, Iface, IfaceExt, Iova, MrMode,
+    OwnedBuffer, Path, RemoteKey, Result, View,
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},
     path::P2pPolicy,
@@ -543,6 +543,35 @@ fn misses_of_a_cache_that_grows_register_the_allocation_once() {
     drop(writable);
     cache.evict_idle();
     assert_eq!(net.regions(), 0);
+}
+
+/// MR-17
+///
+/// The peers of this process need not reach the rest of another process's allocation.
+#[test]
+fn registration_of_imported_memory_does_not_grow() {
+    for (kind, imported) in [(AllocationKind::Device, false), (AllocationKind::Imported, true)] {
+        let net = Net::cached(CacheAttr::default().growth(Growth::Allocation));
+        let cache = net.target.cache().expect("a cache");
+        let owned = net.buffer(8 * PAGE, AllocationKind::Device);
+        let opened = imported.then(|| {
+            let handle = net.device.ipc_export(owned.allocation()).expect("a handle");
+            net.device.ipc_open(&handle).expect("opens")
+        });
+        let allocation = opened.unwrap_or(*owned.allocation());
+        assert_eq!(allocation.kind, kind);
+        let part = allocation.range.slice(PAGE, 100).expect("inside");
+        // SAFETY: nothing refers into the memory, and it outlives its registration.
+        let region = unsafe { cache.get_or_register(part, READ) }.expect("registered");
+        let expected = if imported { part } else { allocation.range };
+        assert_eq!(region.range(), expected, "{kind:?}");
+        let views = [1, 5].map(|page| allocation.range.slice(page * PAGE, 100).expect("inside"));
+        let views = views.map(|range| View::new(range, READ));
+        // SAFETY: nothing refers into the memory, and it outlives its registration.
+        let registered = unsafe { net.target.reg_many(&views, Growth::Allocation) };
+        let regions = registered.expect("registered").regions().len();
+        assert_eq!(regions, if imported { 2 } else { 1 }, "{kind:?}");
+    }
 }
 
 /// MR-17

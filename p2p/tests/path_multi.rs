@@ -321,6 +321,34 @@ fn refused_release_of_an_export_is_in_the_trace_of_the_last_nic() {
 }
 
 /// VRB-08
+///
+/// The driver refuses the first NIC's export with the PCIe mapping once. The other NICs prefer that
+/// mapping too, and register the export with the default mapping that exists by then.
+#[test]
+fn nics_without_a_remembered_path_register_the_export_that_exists() {
+    let _alone = alone();
+    let bench = bench(DIRECT);
+    let domains = domains(&bench, P2pPolicy::Required);
+    let buffer = bench.buffer(PAGE);
+    // Without pages for probes, no NIC has a remembered path.
+    bench.device.faults().fail_always(Call::CreateMemory, Errno(12));
+    bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(12));
+    let before = bench.calls(Call::ExportDmaBuf);
+    bench.record.take();
+    let shared = register(&domains, buffer).expect("the default mapping works");
+    let handed = bench.record.handed();
+    assert_eq!(handed.len(), NICS.len());
+    assert!(handed.iter().all(|fd| *fd == handed[0]), "one export serves all: {handed:?}");
+    assert_eq!(bench.calls(Call::ExportDmaBuf) - before, 2, "the refused and the existing export");
+    for region in shared.regions() {
+        assert_eq!(region.decision().unwrap().mapping, DmaBufMapping::Default);
+    }
+    bench.device.faults().clear();
+    drop(close(shared));
+    assert_eq!(bench.device.stats().live_exports, 0);
+}
+
+/// VRB-08
 #[test]
 fn drop_deregisters_at_every_nic() {
     let _alone = alone();

@@ -100,6 +100,7 @@ impl Inner {
         let range = AddressRange::new(Address(self.window_start() + at), body.len)?;
         let parts =
             vec![Part { extent: Extent::foreign(file, body.offset, len), exportable: true }];
+        let kind = AllocationKind::Imported;
         self.enter(&mut state, (range, kind, device), Origin::Opened, parts).map_err(
             |(error, _)| {
                 self.give_addresses(&mut state, at, len);
