@@ -5,7 +5,7 @@ mod counted;
 
 use std::{
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -13,15 +13,14 @@ use std::{
 
 use counted::Counted;
 use hmem::{
-    Access, Address, AddressRange, Addressing, AllocationKind, Decision, DeviceBuffer, DeviceId,
-    Domain, DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, MrAttr, MrFlags, MrMode,
-    OwnedBuffer, Path, Rejected, Result, Type2Bind, Type2Kind, WriteOrdering,
+    Access, Address, AddressRange, Addressing, AllocationKind, DeviceBuffer, DeviceId, Domain,
+    DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, MrFlags, MrMode, OwnedBuffer, Path,
+    Rejected, Type2Bind, Type2Kind,
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},
-    p2p::path::DefaultPathSelector,
-    path::{P2pPolicy, PathRegistration, PathSelector, Target},
-    provider::{EndpointAttr, Nic},
+    path::P2pPolicy,
+    provider::EndpointAttr,
     system::{SIMULATED, Simulated},
 };
 
@@ -93,54 +92,6 @@ fn closed_pending_registration_is_canceled() {
     assert!(events.wait(Duration::from_secs(60)).expect("the first ends").result.is_ok());
     assert_eq!(domain.live().regions, 1);
     first.close().expect("nothing depends on it");
-}
-
-/// A path selector that records the write ordering of each registration.
-#[derive(Debug, Default)]
-struct RecordingSelector {
-    selector: DefaultPathSelector,
-    orderings: Mutex<Vec<WriteOrdering>>,
-}
-
-// SAFETY: the wrapped selector registers.
-unsafe impl PathSelector for RecordingSelector {
-    fn plain_host(&self, nic: &Nic) -> Decision {
-        self.selector.plain_host(nic)
-    }
-
-    unsafe fn register(
-        &self,
-        targets: &[Target<'_>],
-        done: &mut dyn FnMut(PathRegistration),
-    ) -> Result<()> {
-        let orderings = targets.iter().map(|target| target.registration.ordering);
-        self.orderings.lock().expect("not poisoned").extend(orderings);
-        // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
-        // call.
-        unsafe { self.selector.register(targets, done) }
-    }
-}
-
-/// EVT-01
-#[test]
-fn asynchronous_registration_has_the_requested_write_ordering() {
-    let hmem = hmem(&Faults::new());
-    let loopback = Loopback::builder().build().expect("a software NIC");
-    let selector = Arc::<RecordingSelector>::default();
-    let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
-    let (registry, paths) = (Arc::clone(hmem.registry()), Arc::clone(&selector) as _);
-    let domain = Domain::open(&loopback, registry, paths, attr).expect("opens");
-    let events = Arc::new(EventQueue::new());
-    domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
-    let requested = [WriteOrdering::Strict, WriteOrdering::Relaxed];
-    for ordering in requested {
-        let attr = MrAttr { ordering: Some(ordering), ..MrAttr::new(&[], Access::REMOTE_WRITE) };
-        let region = domain.register_with(device_buffer(&hmem), &attr, MrFlags::empty());
-        let event = events.wait(Duration::from_secs(60)).expect("an event");
-        event.result.expect("registered");
-        region.expect("a sound request").close().expect("nothing depends on it");
-    }
-    assert_eq!(*selector.orderings.lock().expect("not poisoned"), requested);
 }
 
 /// MR-04

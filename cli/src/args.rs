@@ -301,10 +301,12 @@ pub struct PerfArgs {
     #[arg(allow_negative_numbers = true)]
     pub duration: Option<Duration>,
 
-    /// Register memory without relaxed ordering of PCI Express: bytes then become visible in the
-    /// order in which the NIC writes them
-    #[arg(long)]
-    pub strict_ordering: bool,
+    /// Write ordering of the registrations on both sides: strict, relaxed (of PCI Express), or both
+    /// one after the other, with the gain of relaxed; by default both on an RDMA NIC, and strict
+    /// on the software NIC, which ignores it
+    #[arg(long, value_name = "ORDER", value_enum, hide_possible_values = true)]
+    #[arg(conflicts_with = "server")]
+    pub ordering: Option<PerfOrdering>,
 
     /// Seed of the bytes that are transferred and verified, instead of a random seed
     #[arg(long, value_name = "N", conflicts_with = "server", value_parser = number::<u64>)]
@@ -329,6 +331,17 @@ pub enum PerfOp {
     Send,
     /// 64-bit fetch-adds on the server's memory.
     Atomic,
+}
+
+/// Write orderings with which `hmem perf` measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PerfOrdering {
+    /// Writes become visible in the order in which the NIC issues them.
+    Strict,
+    /// Writes may overtake each other.
+    Relaxed,
+    /// Strict, then relaxed.
+    Both,
 }
 
 /// Figures that `hmem perf` measures.

@@ -99,14 +99,47 @@ fn perf_measures_one_figure_for_a_duration() {
     assert!(document["results"][0]["bandwidth"].is_null());
 }
 
+/// Both orderings are measured in one connection, also of a server in another process.
 #[test]
-fn memory_is_registered_with_the_selected_ordering() {
-    let usual = document(&["--measure", "latency", "--size", "64"]);
-    let strict = document(&["--measure", "latency", "--size", "64", "--strict-ordering"]);
-    for side in ["local", "remote"] {
-        assert_eq!(usual[side]["ordering"], "relaxed");
-        assert_eq!(strict[side]["ordering"], "strict");
+fn selected_write_orderings_are_measured_one_after_the_other() {
+    let of = |document: &Value| -> Vec<(Value, Value, bool)> {
+        let rows = document["results"].as_array().expect("results").iter();
+        rows.map(|row| (row["bytes"].clone(), row["ordering"].clone(), row["gain"].is_object()))
+            .collect()
+    };
+    let rows = |orders: &[(&str, bool)]| -> Vec<(Value, Value, bool)> {
+        let row = |(order, gain): &(&str, bool)| {
+            [64, 4096].map(|bytes| (bytes.into(), (*order).into(), *gain))
+        };
+        orders.iter().flat_map(row).collect()
+    };
+    for (arguments, expected) in [
+        (&[][..], rows(&[("strict", false)])),
+        (&["--ordering", "strict"], rows(&[("strict", false)])),
+        (&["--ordering", "relaxed"], rows(&[("relaxed", false)])),
+        (&["--ordering", "both"], rows(&[("strict", false), ("relaxed", true)])),
+    ] {
+        for op in ["write", "send"] {
+            let all = [&["--size", "64,4096", "--op", op], arguments].concat();
+            let document = self::document(&all);
+            is_as_documented(&document, ["plain-host"; 2]);
+            assert_eq!(of(&document), expected, "{arguments:?}");
+        }
     }
+    let document = document(&["--size", "8", "--measure", "latency", "--ordering", "both"]);
+    let gain = &document["results"][1]["gain"];
+    assert!(gain["bandwidth"].is_null() && gain["latency"].is_number(), "{gain}");
+}
+
+#[test]
+fn table_names_the_gain_of_relaxed_ordering() {
+    let both = ["--ordering", "both", "--size", "64,128", "--iterations", "10"];
+    let output = perf(&[&["--loopback"], &both[..]].concat());
+    let table = text(&output.stdout);
+    assert_eq!(table.matches("With relaxed ordering").count(), 1, "{table}");
+    assert_eq!(table.matches("gain: bandwidth").count(), 2, "{table}");
+    let title = table.find("With relaxed ordering").expect("a title");
+    assert!(table.find("gain:").is_some_and(|gain| gain > title), "{table}");
 }
 
 #[test]
@@ -233,14 +266,14 @@ fn greeting(version: u32) -> Vec<u8> {
 }
 
 fn message(content: &[u8]) -> Vec<u8> {
-    [&greeting(1), &(content.len() as u32).to_be_bytes()[..], content].concat()
+    [&greeting(2), &(content.len() as u32).to_be_bytes()[..], content].concat()
 }
 
 fn request(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     let side = json!({"iface": "system", "device": null, "provider": "loopback",
         "nic": "x\u{1b}[2J", "path": "", "reason": "", "trace": []});
-    let mut request = json!({"op": "write", "sizes": [8], "depth": 1, "seed": 1,
-        "endpoint": [1, 2, 3], "side": side});
+    let mut request = json!({"op": "write", "ordering": "strict", "sizes": [8], "depth": 1,
+        "seed": 1, "endpoint": [1, 2, 3], "side": side});
     change(&mut request);
     message(json!({ "request": request }).to_string().as_bytes())
 }
@@ -252,11 +285,11 @@ fn malformed() -> Vec<(Vec<u8>, &'static str)> {
         (b"hmem".to_vec(), "hung up"),
         (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "not hmem perf"),
         (vec![0xff; 100_000], "not hmem perf"),
-        (greeting(2), "protocol=2, expected=1"),
-        (greeting(1), "hung up"),
-        ([greeting(1), vec![0xff; 4]].concat(), "bytes=4294967295"),
-        ([greeting(1), vec![0, 0, 1]].concat(), "hung up"),
-        ([greeting(1), vec![0, 0, 1, 0, b'{']].concat(), "hung up"),
+        (greeting(1), "protocol=1, expected=2"),
+        (greeting(2), "hung up"),
+        ([greeting(2), vec![0xff; 4]].concat(), "bytes=4294967295"),
+        ([greeting(2), vec![0, 0, 1]].concat(), "hung up"),
+        ([greeting(2), vec![0, 0, 1, 0, b'{']].concat(), "hung up"),
         (message(b""), "EOF"),
         (message(b"\x1b[2J\n\n"), "expected value"),
         (message(&[b'['; 10_000]), "expected value"),
@@ -279,6 +312,7 @@ fn malformed_client_is_reported_on_one_line_at_the_server() {
         (request(|request| request["depth"] = json!(1_000_000)), "depth=1000000"),
         (request(|request| request["depth"] = json!(-1)), "invalid value"),
         (request(|request| request["op"] = json!("atomic\u{7}")), "unknown variant"),
+        (request(|request| request["ordering"] = json!("loose")), "unknown variant"),
         (request(|request| request["extra"] = json!(1)), "unknown field"),
         (
             request(|request| request["side"]["provider"] = json!("verbs\u{1b}[2J")),

@@ -75,22 +75,26 @@ impl<'a> Registration<'a> {
 
 /// The order in which a NIC's writes to a region become visible.
 ///
-/// The default is [`Relaxed`](Self::Relaxed), which suits bulk transfers that end with a
-/// completion. [`DomainAttr::ordering`](crate::DomainAttr::ordering) and
-/// [`MrAttr::ordering`](crate::MrAttr::ordering) change it.
+/// The default is [`Strict`](Self::Strict), the order of `ibv_reg_mr`.
+/// [`DomainAttr::ordering`](crate::DomainAttr::ordering) changes it for all regions of a domain, and
+/// [`MrAttr::ordering`](crate::MrAttr::ordering) for one region.
 ///
-/// **Use [`Strict`](Self::Strict) for memory that software polls.** With relaxed ordering a flag in
-/// memory may become visible before the data that was written ahead of it. The last byte of a
-/// transfer may also become visible early. A GPU kernel that polls memory sees the same effects.
+/// **Use [`Relaxed`](Self::Relaxed) only for memory that software does not poll.** With relaxed
+/// ordering a flag in memory may become visible before the data that was written ahead of it. The
+/// last byte of a transfer may also become visible early. A GPU kernel that polls memory sees the
+/// same effects. Memory that is read after a completion is safe with both.
 ///
 /// ```
-/// use hmem_core::{Access, AddressRange, MrAttr, WriteOrdering};
+/// use hmem_core::{Access, AddressRange, DomainAttr, MrAttr, WriteOrdering};
 ///
+/// // The regions of this domain are read after completions, except one that software polls.
+/// let bulk = DomainAttr { ordering: WriteOrdering::Relaxed, ..DomainAttr::default() };
 /// let flags = [0_u8; 64];
 /// let ranges = [AddressRange::of(&flags)];
 /// let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
 /// let polled = MrAttr { ordering: Some(WriteOrdering::Strict), ..attr };
-/// # assert_eq!(attr.ordering, None);
+/// # assert_eq!(DomainAttr::default().ordering, WriteOrdering::Strict);
+/// # assert_eq!((bulk.ordering, attr.ordering), (WriteOrdering::Relaxed, None));
 /// # assert_eq!(polled.ordering, Some(WriteOrdering::Strict));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -98,9 +102,9 @@ pub enum WriteOrdering {
     /// Writes may overtake each other (relaxed ordering of PCI Express), which is faster on many
     /// machines. A completion still becomes visible after the bytes of its request. The NIC, the
     /// driver and the machine may ignore this setting.
-    #[default]
     Relaxed,
     /// Writes become visible in the order in which the NIC issues them.
+    #[default]
     Strict,
 }
 

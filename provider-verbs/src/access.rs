@@ -24,13 +24,11 @@ bitflags::bitflags! {
         const HUGETLB = AccessFlags::HUGETLB.bits();
         /// The NIC may reorder its PCIe writes. A driver may ignore the flag silently.
         ///
-        /// [`hmem_core::Domain`] sets this flag by default. It does not set the flag for
-        /// [`WriteOrdering::Strict`](hmem_core::WriteOrdering::Strict), which also overrides the
-        /// builder's options. [`VerbsDomain::register_with`] sets the flag only if the caller or
-        /// the builder's options request it, and
-        /// [`VerbsDomain::reg_mr`](super::VerbsDomain::reg_mr) only if the caller does.
-        ///
-        /// [`VerbsDomain::register_with`]: super::VerbsDomain::register_with
+        /// [`hmem_core::Domain`] sets this flag for
+        /// [`WriteOrdering::Relaxed`](hmem_core::WriteOrdering::Relaxed). The builder refuses it:
+        /// the write ordering is a setting of domains and regions. Callers of
+        /// [`VerbsDomain::register_with`](super::VerbsDomain::register_with) and
+        /// [`VerbsDomain::reg_mr`](super::VerbsDomain::reg_mr) may pass it.
         const RELAXED_ORDERING = AccessFlags::RELAXED_ORDERING.bits();
     }
 }

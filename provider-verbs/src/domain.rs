@@ -131,7 +131,7 @@ impl VerbsDomain {
     }
 
     /// Registers like [`ProviderDomain::register`], with additional options for this registration
-    /// only. Sets RELAXED_ORDERING only if `options` or the builder's options have it.
+    /// only. Sets RELAXED_ORDERING if `options` has it or the request asks for it.
     ///
     /// The call hands raw addresses to hardware, so it is unsafe:
     ///
@@ -162,18 +162,19 @@ impl VerbsDomain {
         pieces: &[Piece<'_>],
         options: VerbsOptions,
     ) -> Result<ProviderRegion> {
-        self.register_pieces(request, pieces, self.options_of(request) | options)
+        self.register_pieces(request, pieces, self.options_of(request, pieces) | options)
     }
 
-    /// Returns the builder's options and the option that `request` names as a right. The strict
-    /// write order removes RELAXED_ORDERING.
-    fn options_of(&self, request: &Registration<'_>) -> VerbsOptions {
+    /// Returns the builder's options, the option that `request` names as a right, and the option of
+    /// its write ordering.
+    fn options_of(&self, request: &Registration<'_>, pieces: &[Piece<'_>]) -> VerbsOptions {
         let mut options = self.state.options.options;
         if request.access.contains(Access::MW_BIND) {
             options |= VerbsOptions::MW_BIND;
         }
-        if request.ordering == WriteOrdering::Strict {
-            options.remove(VerbsOptions::RELAXED_ORDERING);
+        // Staged memory is not registered with the NIC, so no option applies to it.
+        if request.ordering == WriteOrdering::Relaxed && !staged(pieces) {
+            options |= self.state.pd.device.relaxed_ordering();
         }
         options
     }
@@ -262,12 +263,7 @@ unsafe impl ProviderDomain for VerbsDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        let mut options = self.options_of(request);
-        // Staged memory is not registered with the NIC, so no option applies to it.
-        if request.ordering == WriteOrdering::Relaxed && !staged(pieces) {
-            options |= self.state.pd.device.relaxed_ordering();
-        }
-        self.register_pieces(request, pieces, options)
+        self.register_pieces(request, pieces, self.options_of(request, pieces))
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {

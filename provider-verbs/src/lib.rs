@@ -30,8 +30,8 @@
 //!
 //! The provider checks rights that verbs lacks (local WRITE and SEND) when a request is posted.
 //! Flags without a counterpart in libfabric are [`VerbsOptions`]. The provider sets them only on
-//! request; see [`access_flags`]. The exception is RELAXED_ORDERING, which is set unless the region
-//! or its domain needs the strict order ([`WriteOrdering`](hmem_core::WriteOrdering)).
+//! request; see [`access_flags`]. RELAXED_ORDERING is a setting of the domain or the region
+//! ([`WriteOrdering`](hmem_core::WriteOrdering)).
 //!
 //! # Endpoints
 //!

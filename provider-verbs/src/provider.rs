@@ -78,7 +78,8 @@ impl Builder {
 
     /// Adds options to every registration but those of [`VerbsDomain::reg_mr`].
     /// [`VerbsDomain::register_with`] adds options to one registration. Staged memory cannot be
-    /// registered with options.
+    /// registered with options. RELAXED_ORDERING is refused:
+    /// [`DomainAttr::ordering`](hmem_core::DomainAttr::ordering) sets it.
     #[must_use]
     pub fn options(mut self, options: VerbsOptions) -> Self {
         self.domain.options = options;
@@ -138,6 +139,7 @@ impl Builder {
     ///   names the library, with the loader's reason or the symbol.
     /// - [`ErrorKind::InvalidArgument`]: the environment variable
     ///   [`Verbs::PCIE_MAPPING_VARIABLE`] has an unknown value. The error names the variable.
+    /// - [`ErrorKind::InvalidArgument`]: [`Builder::options`] has RELAXED_ORDERING.
     /// - The errors of [`ProcessMark::current`].
     pub fn build(self) -> Result<Verbs> {
         let pcie_mapping_first = self.needs_pcie_mapping()?;
@@ -232,6 +234,11 @@ impl Builder {
     }
 
     fn start(&self, default: ForkSafety) -> Result<Arc<Library>> {
+        if self.domain.options.contains(VerbsOptions::RELAXED_ORDERING) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "start verbs")
+                .context("option", "RELAXED_ORDERING")
+                .remedy("set the write ordering of the domain instead (DomainAttr::ordering)"));
+        }
         let functions = match (&self.functions, &self.library) {
             (Some(functions), _) => functions.clone(),
             // SAFETY: the caller of `Builder::library` promises that the file is libibverbs or a

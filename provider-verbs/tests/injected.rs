@@ -418,7 +418,7 @@ fn options_use_the_driver_call_that_accepts_them() {
 
 /// VRB-02
 #[test]
-fn relaxed_ordering_is_the_default_of_domains() {
+fn relaxed_ordering_is_a_setting_of_domains_and_regions() {
     let domain_of = |functions, ordering| {
         let verbs = Verbs::builder().functions(functions).build().expect("start");
         with(|script| script.dma_buf = 0);
@@ -440,11 +440,11 @@ fn relaxed_ordering_is_the_default_of_domains() {
     let by_iova = ["reg_mr_iova2 0x1000+0x1000 at 0x1000 0x100000"];
     let plain = ["reg_mr 0x1000+0x1000 0x0"];
     let domain = domain_of(functions(), WriteOrdering::default());
-    assert_eq!(asked(&domain, None), by_iova, "the default is for bulk transfers");
+    assert_eq!(asked(&domain, None), plain, "the default keeps data before its flag");
+    assert_eq!(asked(&domain, Some(relaxed)), by_iova, "one region for bulk transfers");
+    let domain = domain_of(functions(), relaxed);
+    assert_eq!(asked(&domain, None), by_iova, "a domain for bulk transfers");
     assert_eq!(asked(&domain, Some(strict)), plain, "one region with polled memory");
-    let domain = domain_of(functions(), strict);
-    assert_eq!(asked(&domain, None), plain, "a domain with polled memory");
-    assert_eq!(asked(&domain, Some(relaxed)), by_iova);
     // With a library without `ibv_reg_mr_iova2`, the provider registers without relaxed ordering.
     drop(functions());
     let without = |name: &'static str, _: &'static str| {
@@ -453,10 +453,12 @@ fn relaxed_ordering_is_the_default_of_domains() {
     // SAFETY: the fake library's functions have the signatures of the header.
     let old = unsafe { Functions::from_lookup(without) }.expect("usable without it");
     assert_eq!(asked(&domain_of(old, relaxed), None), plain);
-    // The strict order overrides the builder's options.
+    // The builder has no second setting, which the domain's would override.
     let verbs = Verbs::builder().functions(functions());
-    let verbs = verbs.options(VerbsOptions::RELAXED_ORDERING).build().expect("start");
-    assert_eq!(asked(&open(&verbs), Some(strict)), plain);
+    let verbs = verbs.options(VerbsOptions::RELAXED_ORDERING | VerbsOptions::ON_DEMAND);
+    let error = verbs.build().expect_err("a setting of domains");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("ordering")), "{error}");
 }
 
 /// VRB-02

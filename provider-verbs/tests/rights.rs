@@ -8,7 +8,6 @@ use std::sync::Arc;
 use fake::{calls, functions, with};
 use hmem_core::{
     Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrAttr, MrFlags, Registry,
-    WriteOrdering,
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
@@ -22,7 +21,7 @@ fn open(functions: Functions) -> Domain {
         &verbs,
         Arc::new(Registry::new()),
         Arc::new(DefaultPathSelector::new()),
-        DomainAttr { ordering: WriteOrdering::Strict, ..DomainAttr::default() },
+        DomainAttr::default(),
     )
     .expect("open")
 }

@@ -14,7 +14,7 @@ use hmem::{
 use super::{
     Event,
     end::{End, EndConfig, Idle, Role, completed},
-    figures::{Bandwidth, Latency, Row},
+    figures::{Bandwidth, Gain, Latency, Order, Row},
     layout::{ADDEND, Layout, WORD, same},
     report::Report,
     wire::{Begin, HANDSHAKE, HEARTBEAT, Message, PATIENCE, Peer, Request},
@@ -28,6 +28,8 @@ use crate::{
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
     pub(super) op: PerfOp,
+    /// The write orderings, in the order in which they are measured.
+    pub(super) orders: &'static [Order],
     pub(super) sizes: Vec<u64>,
     pub(super) depth: u32,
     pub(super) measure: Measure,
@@ -38,7 +40,7 @@ pub(super) struct Plan {
 impl Plan {
     /// Returns the number of measurements.
     pub(super) fn measurements(&self) -> usize {
-        self.sizes.len() * if self.measure == Measure::Both { 2 } else { 1 }
+        self.orders.len() * self.sizes.len() * if self.measure == Measure::Both { 2 } else { 1 }
     }
 }
 
@@ -85,8 +87,28 @@ fn converse(
     peer: &mut Peer,
     observer: &mut Observer<'_>,
 ) -> Result<Report> {
+    let mut report = None;
+    for order in plan.orders {
+        measure_in_order(config, plan, *order, peer, &mut report, observer)?;
+    }
+    let report: Report = report.expect("a plan has a write ordering");
+    peer.send(&Message::Results(report.results.clone()))?;
+    Ok(report)
+}
+
+/// Connects to the server with memory of one write ordering, and measures all sizes. Adds the rows
+/// to the report, which it creates for the first ordering.
+fn measure_in_order(
+    config: &EndConfig<'_>,
+    plan: &Plan,
+    order: Order,
+    peer: &mut Peer,
+    report: &mut Option<Report>,
+    observer: &mut Observer<'_>,
+) -> Result<()> {
     let mut request = Request {
         op: plan.op,
+        ordering: order,
         sizes: plan.sizes.clone(),
         depth: plan.depth,
         seed: plan.seed,
@@ -95,7 +117,7 @@ fn converse(
     };
     let room =
         request.sizes.iter().map(|size| request.layout(*size).room()).max().unwrap_or_default();
-    let end = End::open(config, Role::Client, plan.op, room, plan.depth as usize)?;
+    let end = End::open(config, Role::Client, plan.op, order, room, plan.depth as usize)?;
     request.endpoint = end.endpoint.name().0;
     request.side = end.side.clone();
     peer.send(&Message::Request(request.clone()))?;
@@ -112,22 +134,28 @@ fn converse(
     let target = end.connect(ready.endpoint, &theirs)?;
     let operand = (plan.op == PerfOp::Atomic).then(|| end.register_word(ADDEND)).transpose()?;
     let (local, role) = (end.side.clone(), super::report::Role::Client);
-    let mut report = Report::new(role, peer.address(), &request, local, theirs);
-    let depth = (plan.measure != Measure::Latency).then_some(plan.depth);
-    observer(Event::Connected { report: &report, depth })?;
-    let mut client = Client { peer, end, target, key, operand, plan, request, runs: 0 };
-    for size in &plan.sizes {
-        let row = client.size(*size, observer)?;
-        observer(Event::Row(&row))?;
-        report.results.push(row);
+    if report.is_none() {
+        let first = Report::new(role, peer.address(), &request, local, theirs);
+        let depth = (plan.measure != Measure::Latency).then_some(plan.depth);
+        observer(Event::Connected { report: &first, depth })?;
+        *report = Some(first);
     }
-    client.peer.send(&Message::Results(report.results.clone()))?;
+    let results = report.as_mut().map(|report| &mut report.results).expect("created above");
+    let mut client = Client { peer, end, target, key, operand, plan, request, runs: 0 };
+    for (at, size) in plan.sizes.iter().enumerate() {
+        let mut row = client.size(*size, observer)?;
+        if order == Order::Relaxed {
+            let strict = results.get(at).filter(|row| row.ordering == Order::Strict);
+            row.gain = strict.map(|strict| Gain::of(&row, strict));
+        }
+        observer(Event::Row(&row))?;
+        results.push(row);
+    }
     let Client { end, operand, .. } = client;
     if let Some(operand) = operand {
         drop(operand.close()?);
     }
-    end.close()?;
-    Ok(report)
+    end.close()
 }
 
 /// Decodes the server's remote key, and fails if it covers fewer than `room` bytes.
@@ -167,7 +195,9 @@ impl Client<'_> {
             Amount::For(_) => warm_up,
         };
         self.run(size, depth, Amount::Transfers(warm_up), None)?;
-        let mut row = Row { bytes: size, verified: true, bandwidth: None, latency: None };
+        let ordering = self.request.ordering;
+        let (bandwidth, latency, gain) = (None, None, None);
+        let mut row = Row { bytes: size, ordering, verified: true, bandwidth, latency, gain };
         if self.plan.measure != Measure::Latency {
             observer(Event::Next { size, figure: "bandwidth" })?;
             let (transfers, took) = self.run(size, depth, self.plan.amount, None)?;

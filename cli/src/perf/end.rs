@@ -8,7 +8,7 @@ use std::{
 
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Endpoint, Error, ErrorKind, Hmem,
-    Iface, IfaceKind, MrAttr, MrFlags, OwnedRegion, Result, WriteOrdering,
+    Iface, IfaceKind, MrAttr, MrFlags, OwnedRegion, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
@@ -16,7 +16,7 @@ use hmem::{
 };
 
 use super::{
-    figures::{Side, plain},
+    figures::{Order, Side, plain},
     wire::{PATIENCE, Peer},
 };
 use crate::{args::PerfOp, check::heap, json::Attempt, machine::ProviderNic};
@@ -28,7 +28,6 @@ pub(super) struct EndConfig<'a> {
     pub(super) nic: &'a ProviderNic,
     pub(super) iface: &'a Arc<dyn Iface>,
     pub(super) device: DeviceId,
-    pub(super) ordering: WriteOrdering,
 }
 
 /// The side of the measurement: client or server.
@@ -50,11 +49,13 @@ pub(super) struct End {
 }
 
 impl End {
-    /// Allocates and registers `room` bytes, and opens an endpoint for `depth` requests.
+    /// Allocates and registers `room` bytes with the write ordering `order`, and opens an endpoint
+    /// for `depth` requests.
     pub(super) fn open(
         config: &EndConfig<'_>,
         role: Role,
         op: PerfOp,
+        order: Order,
         room: u64,
         depth: usize,
     ) -> Result<Self> {
@@ -80,7 +81,7 @@ impl End {
         };
         // The key is used only in mr modes in which the application chooses keys.
         let attr = MrAttr {
-            ordering: Some(config.ordering),
+            ordering: Some(order.into()),
             ..MrAttr::new(&[], access).key(if role == Role::Client { 2 } else { 1 })
         };
         let region = domain.register_with(buffer, &attr, MrFlags::empty())?;
@@ -96,10 +97,6 @@ impl End {
             nic: nic.name.clone(),
             path: decision.path.name().to_owned(),
             reason: decision.reason.clone(),
-            ordering: match config.ordering {
-                WriteOrdering::Relaxed => "relaxed".to_owned(),
-                WriteOrdering::Strict => "strict".to_owned(),
-            },
             trace: decision.attempts.iter().map(Attempt::from).collect(),
         };
         Ok(Self { region, endpoint, queue, domain, side })

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
+use hmem::WriteOrdering;
 use serde::{Deserialize, Serialize};
 
 use crate::json::Attempt;
@@ -26,9 +27,6 @@ pub struct Side {
     pub path: String,
     /// The reason why this path was chosen.
     pub reason: String,
-    /// The write ordering of the registration: `relaxed` or `strict`.
-    #[serde(default)]
-    pub ordering: String,
     /// The paths that the path decision tried, in the order of the attempts.
     pub trace: Vec<Attempt>,
 }
@@ -44,7 +42,6 @@ impl Side {
             nic: plain(&self.nic),
             path: plain(&self.path),
             reason: plain(&self.reason),
-            ordering: plain(&self.ordering),
             trace: self
                 .trace
                 .into_iter()
@@ -130,18 +127,64 @@ impl Latency {
     }
 }
 
+/// The write ordering of the registrations of a measurement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Order {
+    /// The default of registrations.
+    Strict,
+    /// Relaxed ordering of PCI Express, if the NIC and the machine have it.
+    Relaxed,
+}
+
+impl From<Order> for WriteOrdering {
+    fn from(order: Order) -> Self {
+        match order {
+            Order::Strict => Self::Strict,
+            Order::Relaxed => Self::Relaxed,
+        }
+    }
+}
+
+/// The gain of relaxed over strict ordering, for one transfer size. 0.1 means 10 % better.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gain {
+    /// The gain in bandwidth; null if it was not measured.
+    pub bandwidth: Option<f64>,
+    /// The gain in median latency; null if it was not measured.
+    pub latency: Option<f64>,
+}
+
+impl Gain {
+    /// Returns the gain of the figures in `relaxed` over those in `strict`.
+    pub(super) fn of(relaxed: &Row, strict: &Row) -> Self {
+        let bandwidth = relaxed.bandwidth.zip(strict.bandwidth);
+        let latency = relaxed.latency.zip(strict.latency);
+        Self {
+            bandwidth: bandwidth.map(|(new, old)| new.gib_per_s / old.gib_per_s - 1.0),
+            latency: latency.map(|(new, old)| old.p50_us / new.p50_us - 1.0),
+        }
+    }
+}
+
 /// The measurements of one transfer size.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Row {
     /// Size of a transfer, in bytes.
     pub bytes: u64,
+    /// The write ordering of the registrations on both sides.
+    pub ordering: Order,
     /// Always true. A failed verification ends the command without a report.
     pub verified: bool,
     /// The bandwidth; null if it was not measured.
     pub bandwidth: Option<Bandwidth>,
     /// The latency; null if it was not measured.
     pub latency: Option<Latency>,
+    /// The gain over the row of the same size with strict ordering; null for a row with strict
+    /// ordering, and if only one ordering was measured.
+    pub gain: Option<Gain>,
 }
 
 /// Returns at most [`WORDS`] characters of a peer's text on one line, without control characters.

@@ -20,7 +20,7 @@ use std::{
     time::Duration,
 };
 
-use hmem::{DeviceId, Errno, Error, ErrorKind, Result, WriteOrdering, cause::Step};
+use hmem::{DeviceId, Errno, Error, ErrorKind, Result, cause::Step};
 
 use self::{
     client::{Amount, Observer, Plan},
@@ -30,12 +30,12 @@ use self::{
     wire::Request,
 };
 pub use self::{
-    figures::{Bandwidth, Latency, Row, Side},
+    figures::{Bandwidth, Gain, Latency, Order, Row, Side},
     report::{Report, Role, text},
 };
 use crate::{
     Failure,
-    args::{Measure, PerfArgs, PerfOp, Sizes},
+    args::{Measure, PerfArgs, PerfOp, PerfOrdering, Sizes},
     check::unknown_nic,
     json,
     machine::{Machine, ProviderNic},
@@ -99,7 +99,7 @@ pub fn run(
             out.flush()
         });
     }
-    let plan = plan(args)?;
+    let plan = plan(args, config.nic.software)?;
     let mut live = LiveReport::new(args.json, plan.measurements(), style, out);
     let mut observer = |event: Event<'_>| live.show(event);
     let measured = match &args.host {
@@ -132,6 +132,8 @@ struct LiveReport<'a> {
     /// The data of the heading; `None` after it was printed. It is printed with the first row, so a
     /// measurement that fails earlier prints no heading.
     heading: Option<(Report, Option<u32>)>,
+    /// The write ordering of the last printed row; `None` before the first row.
+    ordering: Option<Order>,
     /// The error of writing to stdout that ended the measurement, if there was one.
     unprintable: Option<io::Error>,
 }
@@ -139,8 +141,8 @@ struct LiveReport<'a> {
 impl<'a> LiveReport<'a> {
     fn new(json: bool, measurements: usize, style: Style, out: &'a mut dyn Write) -> Self {
         let progress = Progress::at_once();
-        let (started, heading, unprintable) = (0, None, None);
-        Self { json, style, out, progress, measurements, started, heading, unprintable }
+        let (started, heading, ordering, unprintable) = (0, None, None, None);
+        Self { json, style, out, progress, measurements, started, heading, ordering, unprintable }
     }
 
     /// Prints an event or updates the progress bar.
@@ -163,7 +165,8 @@ impl<'a> LiveReport<'a> {
                 self.progress.clear();
                 let heading = heading
                     .map_or(Ok(()), |(report, depth)| report::heading(out, &report, depth, style));
-                heading.and_then(|()| report::row(out, row, style))
+                let before = self.ordering.replace(row.ordering);
+                heading.and_then(|()| report::row(out, row, before, style))
             }
         };
         printed.and_then(|()| self.out.flush()).map_err(|error| {
@@ -290,7 +293,9 @@ fn connect(host: &str, port: u16) -> Result<(TcpStream, SocketAddr)> {
     Err(last)
 }
 
-fn plan(args: &PerfArgs) -> Result<Plan, Failure> {
+/// Returns the measurements that the arguments select. `software` is true for the software NIC,
+/// which ignores the write ordering.
+fn plan(args: &PerfArgs, software: bool) -> Result<Plan, Failure> {
     let sizes = match (args.op, &args.size) {
         (PerfOp::Atomic, size) if is_default(size) || size.0 == [WORD] => vec![WORD],
         (PerfOp::Atomic, _) => {
@@ -299,8 +304,15 @@ fn plan(args: &PerfArgs) -> Result<Plan, Failure> {
         }
         (_, size) => size.0.clone(),
     };
+    let ordering =
+        args.ordering.unwrap_or(if software { PerfOrdering::Strict } else { PerfOrdering::Both });
     Ok(Plan {
         op: args.op,
+        orders: match ordering {
+            PerfOrdering::Strict => &[Order::Strict],
+            PerfOrdering::Relaxed => &[Order::Relaxed],
+            PerfOrdering::Both => &[Order::Strict, Order::Relaxed],
+        },
         sizes,
         depth: if args.measure == Measure::Latency { 1 } else { args.depth },
         measure: args.measure,
@@ -338,9 +350,7 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
         let known: Vec<_> = devices.iter().map(|known| known.id.to_string()).collect();
         return Err(unknown_device(name, device.0, &known).into());
     }
-    let ordering =
-        if args.strict_ordering { WriteOrdering::Strict } else { WriteOrdering::Relaxed };
-    Ok(EndConfig { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device, ordering })
+    Ok(EndConfig { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device })
 }
 
 fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Failure> {
@@ -397,7 +407,6 @@ mod tests {
             nic: machine.nics.iter().find(hardware).expect("the software NIC"),
             iface: machine.hmem.registry().iter().next().expect("an iface"),
             device: DeviceId(0),
-            ordering: WriteOrdering::default(),
         }
     }
 
@@ -408,6 +417,7 @@ mod tests {
         let config = config(machine);
         let plan = Plan {
             op: PerfOp::Write,
+            orders: &[Order::Strict],
             sizes: vec![8],
             depth: 1,
             measure: Measure::Bandwidth,

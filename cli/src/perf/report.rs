@@ -9,7 +9,7 @@ use std::{
 use serde::Serialize;
 
 use super::{
-    figures::{Row, Side},
+    figures::{Order, Row, Side},
     wire::Request,
 };
 use crate::{
@@ -99,7 +99,11 @@ const LATENCY: Range<usize> = 3..9;
 pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     let bandwidth = report.results.iter().find_map(|row| row.bandwidth);
     heading(out, report, bandwidth.map(|bandwidth| bandwidth.depth), style)?;
-    report.results.iter().try_for_each(|row| self::row(out, row, style))?;
+    let mut before = None;
+    for row in &report.results {
+        self::row(out, row, before, style)?;
+        before = Some(row.ordering);
+    }
     writeln!(out)
 }
 
@@ -141,11 +145,33 @@ pub(super) fn heading(
     Ok(())
 }
 
-/// Prints one row of the table, or a list item instead if the columns do not fit.
+/// Prints one row of the table, or a list item instead if the columns do not fit. `before` is the
+/// write ordering of the row before; `None` for the first row. Rows with relaxed ordering begin
+/// with a title, and each has a line with the gain if strict ordering was measured too.
 ///
 /// # Errors
 /// Fails if writing to `out` fails.
-pub(super) fn row(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()> {
+pub(super) fn row(
+    out: &mut dyn Write,
+    row: &Row,
+    before: Option<Order>,
+    style: Style,
+) -> io::Result<()> {
+    if row.ordering == Order::Relaxed && before != Some(Order::Relaxed) {
+        style.indented(out, ["", "  "], "With relaxed ordering of PCI Express on both sides:")?;
+    }
+    figures(out, row, style)?;
+    let Some(gain) = row.gain else { return Ok(()) };
+    let percent = |what: &str, gain: Option<f64>| {
+        gain.map(|gain| format!("{what}\u{a0}{:+.1}\u{a0}%", gain * 100.0))
+    };
+    let gains = [percent("bandwidth", gain.bandwidth), percent("median latency", gain.latency)];
+    let gains: Vec<_> = gains.into_iter().flatten().collect();
+    style.indented(out, ["    ", "      "], &format!("gain: {}", gains.join(", ")))
+}
+
+/// Prints the figures of a row.
+fn figures(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()> {
     let none = || "-".to_owned();
     let verified = if row.verified { "yes" } else { "NO" };
     let us = row.latency.map(|latency| {

@@ -58,12 +58,33 @@ fn receive_request(peer: &mut Peer) -> Result<Request> {
     }
 }
 
-fn converse(config: &EndConfig<'_>, peer: &mut Peer, request: Request) -> Result<Report> {
+fn converse(config: &EndConfig<'_>, peer: &mut Peer, mut request: Request) -> Result<Report> {
+    loop {
+        match serve_request(config, peer, request)? {
+            Served::Report(report) => return Ok(*report),
+            Served::Request(next) => {
+                check(&next, peer)?;
+                request = next;
+            }
+        }
+    }
+}
+
+/// The message with which a client ends its measurements of one request.
+enum Served {
+    /// The client sent its results, which are in the report.
+    Report(Box<Report>),
+    /// The client requests measurements with another write ordering.
+    Request(Request),
+}
+
+/// Serves the measurements of one request.
+fn serve_request(config: &EndConfig<'_>, peer: &mut Peer, request: Request) -> Result<Served> {
     let rooms = request.sizes.iter().map(|size| request.layout(*size).room());
     let room = rooms.max().unwrap_or_default();
     let receives = request.depth + SPARE_RECEIVES;
     let depth = if request.op == PerfOp::Send { receives } else { request.depth };
-    let end = End::open(config, Role::Server, request.op, room, depth as usize)?;
+    let end = End::open(config, Role::Server, request.op, request.ordering, room, depth as usize)?;
     let theirs = request.side.clone().plain();
     end.connect(request.endpoint.clone(), &theirs)?;
 
@@ -78,19 +99,24 @@ fn converse(config: &EndConfig<'_>, peer: &mut Peer, request: Request) -> Result
     let ready =
         Ready { endpoint: server.end.endpoint.name().0, key, side: server.end.side.clone() };
     server.peer.send(&Message::Ready(ready))?;
-    let results = loop {
+    let last = loop {
         match server.peer.receive("begin", PATIENCE)? {
             Message::Begin(begin) => server.run(begin)?,
-            Message::Results(results) => break results,
+            last @ (Message::Results(_) | Message::Request(_)) => break last,
             other => return Err(server.peer.out_of_turn("begin", &other)),
         }
     };
     let Server { peer, end, request, .. } = server;
     let local = end.side.clone();
     end.close()?;
+    let results = match last {
+        Message::Request(next) => return Ok(Served::Request(next)),
+        Message::Results(results) => results,
+        other => return Err(peer.out_of_turn("begin", &other)),
+    };
     let role = super::report::Role::Server;
     let report = Report::new(role, peer.address(), &request, local, theirs);
-    Ok(Report { results, ..report })
+    Ok(Served::Report(Box::new(Report { results, ..report })))
 }
 
 /// Refuses a request with values outside the protocol.

@@ -13,11 +13,11 @@ use std::{
 use hmem::{Errno, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use super::figures::{Row, Side, plain};
+use super::figures::{Order, Row, Side, plain};
 use crate::args::PerfOp;
 
 /// The version of the protocol. Each incompatible change increases it.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 const MAGIC: [u8; 8] = *b"hmemperf";
 /// Maximum length of a message, in bytes.
 const LIMIT: usize = 256 << 10;
@@ -35,7 +35,8 @@ pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) enum Message {
-    /// The first message of the client.
+    /// The first message of the client. A later one asks for the same measurements with another
+    /// write ordering, over another endpoint.
     Request(Request),
     /// The answer of the server to the request. Its endpoint is connected.
     Ready(Ready),
@@ -60,6 +61,7 @@ pub(super) enum Message {
 #[serde(deny_unknown_fields)]
 pub(super) struct Request {
     pub(super) op: PerfOp,
+    pub(super) ordering: Order,
     pub(super) sizes: Vec<u64>,
     pub(super) depth: u32,
     pub(super) seed: u64,

@@ -114,7 +114,7 @@ pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
     assert_eq!((&document["schema"], &document["role"]), (&2.into(), &"client".into()));
     for (side, path) in [("local", paths[0]), ("remote", paths[1])] {
         let side = &document[side];
-        has(side, &["iface", "device", "provider", "nic", "path", "reason", "ordering", "trace"]);
+        has(side, &["iface", "device", "provider", "nic", "path", "reason", "trace"]);
         assert_eq!(side["path"], path, "{side}");
         let trace = side["trace"].as_array().expect("a trace");
         assert!(
@@ -123,7 +123,7 @@ pub(crate) fn is_as_documented(document: &Value, paths: [&str; 2]) {
         );
     }
     for row in document["results"].as_array().expect("results") {
-        has(row, &["bytes", "verified", "bandwidth", "latency"]);
+        has(row, &["bytes", "ordering", "verified", "bandwidth", "latency", "gain"]);
         assert_eq!(row["verified"], true);
         let bandwidth = &row["bandwidth"];
         has(bandwidth, &["depth", "transfers", "seconds", "gib_per_s", "transfers_per_s"]);

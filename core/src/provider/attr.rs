@@ -111,7 +111,7 @@ bitflags::bitflags! {
     ///
     /// This is the order in which the NIC executes the requests. Software that polls the target's
     /// memory sees the bytes in this order only if the region has
-    /// [`WriteOrdering::Strict`](crate::WriteOrdering::Strict), which is not the default.
+    /// [`WriteOrdering::Strict`](crate::WriteOrdering::Strict), which is the default.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct MsgOrder: u64 {
         /// Orders reads after earlier reads.
