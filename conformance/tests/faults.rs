@@ -10,8 +10,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, Iface,
-    IfaceKind, Result,
+    Access, Address, AddressRange, Allocation, AllocationId, DeviceId, Domain, DomainAttr, Error,
+    ErrorKind, Iface, IfaceKind, Registry, Result,
     iface::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         Facet, HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -22,11 +22,12 @@ use hmem_core::{
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, LiveObjects, Nic, Piece, Provider,
         ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow,
-        Registration, WindowBind, WindowStatus, WindowType, Windows,
+        Registration, SubRegions, WindowBind, WindowStatus, WindowType, Windows,
     },
     transfer::{EndpointName, PeerId, WorkRequest},
 };
 use hmem_iface_system::{AddressReuse, FreeDetection, Simulated};
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
 use libtest_mimic::{Arguments, Trial};
 use monitor::{FaultyMonitor, MonitorFault};
@@ -378,6 +379,12 @@ enum ProviderFault {
     WindowOffset,
     /// Fault: a window also gives access to the first byte after its end.
     WindowLength,
+    /// Fault: a bind outside its region or beyond its rights reports success.
+    PermissiveWindow,
+    /// Fault: a region with a bound window is deregistered.
+    UncountedWindow,
+    /// Fault: a sub-region may lie outside its base, and may be written although its base may not.
+    PermissiveSubRegion,
     /// Fault: every key grants all access rights.
     WiderRights,
     /// Fault: a deregistration reports success, but the region stays registered.
@@ -404,7 +411,7 @@ impl Provider for FaultyProvider {
 
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
         let domain = self.nic.open_domain(request)?;
-        Ok(Arc::new(FaultyDomain { domain, fault: self.fault }))
+        Ok(Arc::new(FaultyDomain { domain, fault: self.fault, windows: Mutex::default() }))
     }
 }
 
@@ -412,11 +419,17 @@ impl Provider for FaultyProvider {
 struct FaultyDomain {
     domain: Arc<dyn ProviderDomain>,
     fault: ProviderFault,
+    /// The allocated windows.
+    windows: Mutex<Vec<ProviderWindow>>,
 }
 
 impl FaultyDomain {
     fn windows_of_nic(&self) -> &dyn Windows {
         self.domain.windows().expect("the NIC has windows")
+    }
+
+    fn sub_regions_of_nic(&self) -> &dyn SubRegions {
+        self.domain.sub_regions().expect("the NIC has sub-regions")
     }
 }
 
@@ -443,6 +456,11 @@ unsafe impl ProviderDomain for FaultyDomain {
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
         match self.fault {
             ProviderFault::LeakedRegion => Ok(()),
+            ProviderFault::UncountedWindow => {
+                let windows = std::mem::take(&mut *self.windows.lock().expect("no panic"));
+                windows.into_iter().try_for_each(|window| self.free_window(window))?;
+                self.domain.deregister(region)
+            }
             _ => self.domain.deregister(region),
         }
     }
@@ -466,6 +484,26 @@ unsafe impl ProviderDomain for FaultyDomain {
     fn windows(&self) -> Option<&dyn Windows> {
         Some(self)
     }
+
+    fn sub_regions(&self) -> Option<&dyn SubRegions> {
+        (self.fault == ProviderFault::PermissiveSubRegion).then_some(self as _)
+    }
+}
+
+impl SubRegions for FaultyDomain {
+    fn register_sub(
+        &self,
+        base: ProviderRegion,
+        request: &Registration<'_>,
+        offset: u64,
+        len: u64,
+    ) -> Result<ProviderRegion> {
+        let subs = self.sub_regions_of_nic();
+        subs.register_sub(base, request, offset, len).or_else(|_| {
+            let access = Access::REMOTE_READ;
+            subs.register_sub(base, &Registration { access, ..*request }, 0, 1)
+        })
+    }
 }
 
 impl Windows for FaultyDomain {
@@ -474,7 +512,9 @@ impl Windows for FaultyDomain {
     }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
-        self.windows_of_nic().alloc_window(window)
+        let window = self.windows_of_nic().alloc_window(window)?;
+        self.windows.lock().expect("no panic").push(window);
+        Ok(window)
     }
 
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
@@ -484,10 +524,15 @@ impl Windows for FaultyDomain {
             ProviderFault::WindowLength if bind.len > 0 => bind.len += 1,
             _ => {}
         }
-        self.windows_of_nic().bind_window(window, &bind)
+        let windows = self.windows_of_nic();
+        match windows.bind_window(window, &bind) {
+            Err(_) if self.fault == ProviderFault::PermissiveWindow => Ok(window),
+            bound => bound,
+        }
     }
 
     fn free_window(&self, window: ProviderWindow) -> Result<()> {
+        self.windows.lock().expect("no panic").retain(|other| other.token != window.token);
         self.windows_of_nic().free_window(window)
     }
 
@@ -542,6 +587,7 @@ fn provider_without_a_fault_fails_no_behaviour() {
         "raw_key_is_mapped_used_and_unmapped",
         "sub_region_reaches_its_part_only",
         "region_with_a_sub_region_is_busy",
+        "sub_region_past_the_domain_gets_no_more_than_its_base",
         "counter_counts_each_remote_write_once",
         "refreshed_region_still_works",
     ];
@@ -554,6 +600,15 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
     for (fault, behaviour) in [
         (ProviderFault::WindowOffset, "window_is_reached_until_it_is_invalidated"),
         (ProviderFault::WindowLength, "nothing_is_reached_outside_a_window"),
+        (
+            ProviderFault::PermissiveWindow,
+            "window_bound_past_the_domain_gets_no_more_than_its_region",
+        ),
+        (ProviderFault::UncountedWindow, "region_with_a_bound_window_is_busy"),
+        (
+            ProviderFault::PermissiveSubRegion,
+            "sub_region_past_the_domain_gets_no_more_than_its_base",
+        ),
         (ProviderFault::WiderRights, "peers_get_the_rights_of_the_key_and_no_others"),
         (ProviderFault::LeakedRegion, "closed_region_is_unreachable"),
         (ProviderFault::Overrun, "posting_until_again_loses_no_completion"),
@@ -561,4 +616,40 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
         let [failed, _] = run_provider(fault);
         assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");
     }
+}
+
+/// MW-05 MW-07 SUB-01: a domain refuses what its provider wrongly accepts.
+#[test]
+fn domain_over_a_permissive_provider_checks_windows_and_sub_regions() {
+    let open = |fault| {
+        let provider = FaultyProvider { nic: Loopback::builder().build().expect("start"), fault };
+        let selector = Arc::new(DefaultPathSelector::new());
+        let attr = DomainAttr::default();
+        Domain::open(&provider, Arc::new(Registry::new()), selector, attr).expect("open")
+    };
+    let (read, write) = (Access::REMOTE_READ, Access::REMOTE_WRITE);
+    let domain = open(ProviderFault::PermissiveWindow);
+    let register = |domain: &Domain, access| {
+        domain.register(vec![0; 4096], access).map_err(|rejected| rejected.error).expect("register")
+    };
+    let region = register(&domain, read | Access::MW_BIND);
+    let window = domain.alloc_type_1_window().expect("allocate");
+    for (offset, len, access, kind) in [
+        (4096, 1, read, ErrorKind::OutOfBounds),
+        (4095, 2, read, ErrorKind::OutOfBounds),
+        (1, u64::MAX, read, ErrorKind::OutOfBounds),
+        (0, 8, write, ErrorKind::AccessDenied),
+        (0, 8, Access::READ, ErrorKind::BadAccess),
+    ] {
+        let error = window.bind(&region, offset, len, access).expect_err("not in the region");
+        assert_eq!(error.kind(), kind, "{error}");
+    }
+    let domain = open(ProviderFault::PermissiveSubRegion);
+    let base = register(&domain, read);
+    let sub = |range, access| base.sub(range, access, 7).map(drop).map_err(|error| error.kind());
+    let outside = AddressRange::new(base.range().start(), 4097).expect("range");
+    assert_eq!(sub(outside, read), Err(ErrorKind::OutOfBounds));
+    assert_eq!(sub(base.range(), write), Err(ErrorKind::AccessDenied));
+    assert_eq!(sub(base.range(), Access::RECV), Err(ErrorKind::AccessDenied));
+    assert_eq!(sub(base.range(), read), Ok(()));
 }

@@ -189,6 +189,35 @@ fn raw_key_works_only_in_the_domain_that_mapped_it() {
     }
 }
 
+/// KEY-03: each bit of a raw key counts, also where the raw key has room for a part of the cookie
+/// alone.
+#[test]
+fn raw_key_with_an_altered_bit_reaches_nothing() {
+    for size in 8..=16 {
+        let provider = Loopback::builder().raw_key_size(size).build().unwrap();
+        let pair = Pair::new(provider, MrMode::RAW | MrMode::PROV_KEY);
+        let target = Buffer::new(8);
+        let region =
+            RegAttr::provider_key().register(&*pair.there.domain, &[host(target.range(), true)]);
+        let raw = pair.there.domain.raw_keys().unwrap().raw_key(region.unwrap()).unwrap();
+        let keys = pair.here.domain.raw_keys().unwrap();
+        let source = Buffer::filled(8, 1);
+        let write = |raw: &RawKey| {
+            let key = keys.map_raw(Iova(0), 8, Addressing::ZeroBased, raw).unwrap();
+            let written = pair.here.write(pair.to, &[source.whole()], &key, 0);
+            keys.unmap_key(&key).unwrap();
+            written
+        };
+        for bit in 0..8 * size {
+            let mut altered = raw.clone();
+            altered.0[bit / 8] ^= 1 << (bit % 8);
+            refused(write(&altered), ErrorKind::InvalidKey);
+        }
+        assert_eq!(target.bytes(), [0; 8], "a refused write moved bytes");
+        assert_eq!(write(&raw).unwrap(), 8);
+    }
+}
+
 /// MODE-04
 #[test]
 fn plain_key_is_refused_if_either_domain_is_in_raw_mode() {

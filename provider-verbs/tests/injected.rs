@@ -671,6 +671,41 @@ fn long_region_is_split_and_rolled_back_as_a_whole() {
     assert_eq!(domain.live().regions, 0);
 }
 
+/// VRB-07: each part of a split registration starts where the part before it ends, in the dma-buf
+/// and in peer memory as well.
+#[test]
+fn parts_of_imported_memory_keep_their_offsets() {
+    let functions = functions();
+    with(|script| (script.dma_buf, script.max_mr_size) = (0, 0x3000));
+    let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
+    let fd = rustix::fs::memfd_create("hmem", rustix::fs::MemfdFlags::CLOEXEC).expect("memfd");
+    let (fd, offset) = (fd.as_fd(), DmaBufOffset(0x20800));
+    let address = Address(0x9000_0800);
+    for (backing, expected) in [
+        (
+            Backing::DmaBuf { fd, offset },
+            [
+                "reg_dmabuf_mr 0x20800+0x2800 at 0x1800 0x1",
+                "reg_dmabuf_mr 0x23000+0x3000 at 0x4000 0x1",
+                "reg_dmabuf_mr 0x26000+0x1800 at 0x7000 0x1",
+            ],
+        ),
+        (
+            Backing::PeerMemory { address },
+            [
+                "reg_mr_iova2 0x90000800+0x2800 at 0x1800 0x1",
+                "reg_mr_iova2 0x90003000+0x3000 at 0x4000 0x1",
+                "reg_mr_iova2 0x90006000+0x1800 at 0x7000 0x1",
+            ],
+        ),
+    ] {
+        calls();
+        let piece = Piece { range: range(0x1800, 0x7000), backing };
+        register(&domain, &[piece], Access::RECV, VerbsOptions::empty()).expect("register");
+        assert_eq!(calls(), expected);
+    }
+}
+
 #[test]
 fn dma_buf_support_is_probed_and_read_only_fds_are_refused() {
     assert!(!domain().provider_attr().imports.dma_buf, "EOPNOTSUPP to fd -1");

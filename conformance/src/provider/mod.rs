@@ -78,12 +78,16 @@ behaviours! {
     sub_region_reaches_its_part_only,
     /// SUB-02
     region_with_a_sub_region_is_busy,
+    /// SUB-01
+    sub_region_past_the_domain_gets_no_more_than_its_base,
     /// MW-01 MW-02
     window_is_reached_until_it_is_invalidated,
     /// MW-07
     nothing_is_reached_outside_a_window,
     /// MW-06
     region_with_a_bound_window_is_busy,
+    /// MW-05 MW-07
+    window_bound_past_the_domain_gets_no_more_than_its_region,
     /// EVT-02
     counter_counts_each_remote_write_once,
     /// MODE-07

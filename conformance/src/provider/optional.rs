@@ -4,11 +4,11 @@
 use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
-    Access, Addressing, BindFlags, DomainBindFlags, Error, MrAttr, MrFlags, MrMode, OwnedRegion,
-    RemoteKey, Type1Window, Type2Bind, Type2Kind, Type2Window,
+    Access, Addressing, AuthKey, BindFlags, DomainBindFlags, Error, ErrorKind, MrAttr, MrFlags,
+    MrMode, OwnedRegion, RemoteKey, Type1Window, Type2Bind, Type2Kind, Type2Window,
     counter::Counter,
     event_queue::EventQueue,
-    provider::{Provider, WindowType},
+    provider::{Provider, Registration, WindowBind, WindowType},
 };
 
 use super::{
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     bytes::{assert_bytes, pattern},
-    trial::{Outcome, Skipped, skip},
+    trial::{Outcome, Skipped, assert_kind, skip},
 };
 
 pub(super) fn sub_region_reaches_its_part_only(provider: &Arc<dyn Provider>) -> Outcome {
@@ -57,9 +57,53 @@ pub(super) fn region_with_a_sub_region_is_busy(provider: &Arc<dyn Provider>) -> 
     let part = base.range().slice(8, 8).expect("inside");
     let sub = base.sub(part, Access::REMOTE_READ, link.target.fresh_key()).expect("sub-region");
     let base = assert_busy(&link, base);
+    assert_busy_past_the_domain(&link, &base);
     sub.close().map_err(Error::from).expect("close the sub-region");
     base.close().map_err(Error::from).expect("close the base");
     Ok(())
+}
+
+/// Safe code reaches the facet without the checks of a domain, so that the provider checks too.
+pub(super) fn sub_region_past_the_domain_gets_no_more_than_its_base(
+    provider: &Arc<dyn Provider>,
+) -> Outcome {
+    let link = Link::open(provider);
+    let domain = link.target.domain.provider_domain();
+    let Some(subs) = domain.sub_regions() else {
+        return skip("the provider has no sub-regions");
+    };
+    let read_only = Access::REMOTE_READ | Access::SEND | Access::WRITE;
+    let base = link.target.register(pattern(1, 4096), read_only);
+    let handle = base.provider_region().expect("handle");
+    let (auth_key, ranges) = (AuthKey::default(), [base.range()]);
+    let before = domain.live();
+    for (access, offset, len, kind) in [
+        (Access::REMOTE_READ, 0, 0, ErrorKind::ZeroLength),
+        (Access::REMOTE_READ, 4096, 1, ErrorKind::OutOfBounds),
+        (Access::REMOTE_READ, 4095, 2, ErrorKind::OutOfBounds),
+        (Access::REMOTE_READ, 1, u64::MAX, ErrorKind::OutOfBounds),
+        (Access::REMOTE_READ, u64::MAX, 2, ErrorKind::OutOfBounds),
+        (Access::REMOTE_WRITE, 0, 4096, ErrorKind::AccessDenied),
+        (Access::REMOTE_ATOMIC, 0, 8, ErrorKind::AccessDenied),
+        (Access::READ, 0, 8, ErrorKind::AccessDenied),
+        (Access::RECV, 0, 8, ErrorKind::AccessDenied),
+    ] {
+        let request = Registration::new(&ranges, access, &auth_key);
+        let what = format!("a sub-region of {len} bytes at {offset} with {access}");
+        let refused = subs.register_sub(handle, &request, offset, len);
+        assert_kind(&refused.expect_err(&what), kind, &what);
+    }
+    assert_eq!(domain.live(), before, "a refused sub-region is live");
+    base.close().map_err(Error::from).expect("close the base");
+    Ok(())
+}
+
+/// Asserts that the provider itself refuses to deregister a region on which something depends.
+fn assert_busy_past_the_domain(link: &Link, region: &OwnedRegion<Vec<u8>>) {
+    let handle = region.provider_region().expect("handle");
+    let refused = link.target.domain.provider_domain().deregister(handle);
+    let error = refused.expect_err("something depends on the region");
+    assert_kind(&error, ErrorKind::Busy, "deregistering a region that is in use");
 }
 
 /// Returns the window types that the NIC supports. If the NIC has no windows, or the domains use
@@ -160,8 +204,53 @@ pub(super) fn region_with_a_bound_window_is_busy(provider: &Arc<dyn Provider>) -
         let window = Window::alloc(&link, kind);
         let _key = window.bind(&link, &region, (0, 64));
         let region = assert_busy(&link, region);
+        assert_busy_past_the_domain(&link, &region);
         window.unbind(&link);
         region.close().map_err(Error::from).expect("close the region");
+    }
+    Ok(())
+}
+
+/// Safe code reaches the facet without the checks of a domain, so that the provider checks too.
+pub(super) fn window_bound_past_the_domain_gets_no_more_than_its_region(
+    provider: &Arc<dyn Provider>,
+) -> Outcome {
+    let link = Link::open(provider);
+    let (read, write) = (Access::REMOTE_READ, Access::REMOTE_WRITE);
+    let types = window_types(&link)?;
+    let windows = link.target.domain.provider_domain().windows().expect("the NIC has windows");
+    let read_only = link.target.register(pattern(1, 4096), Access::WRITE | Access::MW_BIND);
+    let without = link.target.register(pattern(1, 4096), LOCAL);
+    for (region, offset, len, access, kind) in [
+        (&read_only, 4096, 1, read, ErrorKind::OutOfBounds),
+        (&read_only, 4095, 2, read, ErrorKind::OutOfBounds),
+        (&read_only, 1, u64::MAX, read, ErrorKind::OutOfBounds),
+        (&read_only, u64::MAX, 2, read, ErrorKind::OutOfBounds),
+        (&read_only, 0, 8, write, ErrorKind::AccessDenied),
+        (&without, 0, 8, read, ErrorKind::AccessDenied),
+    ] {
+        let region = region.provider_region().expect("handle");
+        let what = format!("a window of {len} bytes at {offset} with {access}");
+        for window_type in &types {
+            let window = windows.alloc_window(*window_type).expect("allocate a window");
+            let addressing = Addressing::Virtual;
+            let bind = WindowBind { region, offset, len, access, addressing };
+            let refused = match window_type {
+                WindowType::One => windows.bind_window(window, &bind).map(drop),
+                _ => {
+                    let endpoint = link.target.endpoint.provider_endpoint();
+                    windows.bind_window_now(endpoint, window, &bind, 3)
+                }
+            };
+            let error = refused.expect_err(&what);
+            if !error.is_unsupported() {
+                assert_kind(&error, kind, &what);
+            }
+            windows.free_window(window).expect("free");
+        }
+    }
+    for region in [read_only, without] {
+        region.close().map_err(Error::from).expect("a refused window depends on no region");
     }
     Ok(())
 }
