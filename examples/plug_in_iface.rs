@@ -249,7 +249,7 @@ impl Monitor for FreeMonitor {
         self.0.remove(subscription);
     }
 
-    fn valid(&self, _: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, _: &Allocation) -> Result<bool> {
         Ok(true)
     }
 }

@@ -11,9 +11,9 @@ use std::{
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-const FAMILIES: [&str; 15] = [
+const FAMILIES: [&str; 16] = [
     "MR", "MODE", "KEY", "EVT", "SUB", "VRB", "MW", "HM", "CACHE", "MON", "P2P", "BNC", "DIAG",
-    "REL", "FAB",
+    "REL", "FAB", "LIFE",
 ];
 
 /// Macros that define one test for each entry.

@@ -293,7 +293,7 @@ impl Monitor for EarlyMonitor {
         self.0.remove(subscription);
     }
 
-    fn valid(&self, _: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, _: &Allocation) -> Result<bool> {
         Ok(true)
     }
 }

@@ -79,7 +79,7 @@ impl<H: Copy + fmt::Debug + Send + Sync> Monitor for TableMonitor<H> {
         }
     }
 
-    fn valid(&self, _: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, _: &Allocation) -> Result<bool> {
         Ok(true)
     }
 }

@@ -12,6 +12,7 @@ use hmem_core::{
         DmaBufExport, DmaBufExporter, DmaBufMapping, Facet, PeerMemoryExport, PeerMemoryExporter,
         SegmentMap,
     },
+    monitor::FreeSubscriptions,
     provider::Nic,
 };
 
@@ -35,6 +36,9 @@ pub(crate) struct Exporter {
     pub(crate) segments: Segments,
     /// Records the contexts of exported memory, for later flushes of the NICs' writes.
     pub(crate) flusher: Arc<InboundFlusher>,
+    /// Subscriptions whose hits compare the physical memory of mappings. `None` if hits rely on
+    /// hooks.
+    pub(crate) by_mappings: Option<Arc<FreeSubscriptions>>,
 }
 
 impl DmaBufExporter for Exporter {
@@ -131,6 +135,14 @@ impl PeerMemoryExporter for Exporter {
         }
         let found = self.prepare_pinning(OPERATION, range).map_err(described)?;
         self.flusher.note_exported(&found, range)?;
+        // A peer-memory client pins memory by its address, and the driver revokes that when the
+        // address is unmapped. If the application then maps the same handle again, the mappings
+        // look unchanged, and the registration stays dead. So it must not be cached.
+        if let Some(subscriptions) = &self.by_mappings
+            && found.allocation.kind == AllocationKind::Virtual
+        {
+            subscriptions.while_freeing(range, || ());
+        }
         // The iface cannot know whether a peer-memory client handles the address. If none does, the
         // later registration fails.
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })

@@ -248,6 +248,7 @@ impl Cuda {
                 lookup: shared(),
                 segments: Segments { lookup: shared() },
                 flusher: Arc::clone(&flusher),
+                by_mappings: (kind != CudaMonitorKind::Hooks).then(subscriptions),
             },
             ipc: IpcExchange { lookup: shared(), subscriptions: subscriptions() },
             monitors: CudaMonitors { lookup: shared(), subscriptions: subscriptions(), kind },

@@ -29,11 +29,14 @@
 //!   refusals
 //! - `error`: the driver's codes as errors
 //! - `hooks`, `no_hooks`: hooks of the driver's frees ([`FreeHooks`])
-//! - `driver`: the opened driver, with functions and devices that never change
+//! - `driver`, `handles`: the opened driver, with functions and devices that never change; handles
+//!   and mappings of physical memory
 //! - `table`, `streams`: allocations and page-locked ranges to release; streams and events
 //! - `context`: primary contexts, and the context that is current during a call
 //! - `lookup`: the allocation that contains an address
-//! - `segments`, `monitor`: parts of a range; detection of frees ([`CudaMonitorKind`])
+//! - `segments`, `mapped`: parts of a range; memory that an application mapped by hand, and its
+//!   changes
+//! - `monitor`: detection of frees ([`CudaMonitorKind`])
 //! - `allocate`, `page_lock`, `copy`, `flush`, `ipc`: one facet each
 //! - `export`: dma-bufs and peer memory
 //! - `iface`: [`Cuda`], which combines the components
@@ -49,7 +52,7 @@
 //! - `cuMemAllocAsync` (a pool): dma-buf or peer memory, with SYNC_MEMOPS set on the context.
 //! - `cuMemCreate` and `cuMemMap` (no pool, and either no context, or a VMM handle and no legacy
 //!   IPC handle): one dma-buf for the range, or else one for each mapping. A mapping that was not
-//!   created GPUDirect RDMA capable is refused; the error names the first one. Never cached.
+//!   created GPUDirect RDMA capable is refused; the error names the first one.
 //! - `cuMemHostAlloc` (host memory with flags): host pages.
 //! - `cuMemHostRegister` (host memory without flags): host pages. The memory is registered and
 //!   monitored as system memory.
@@ -127,6 +130,8 @@ mod export;
 mod flush;
 #[allow(unsafe_code)]
 pub mod gdrcopy;
+#[allow(unsafe_code)]
+mod handles;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #[allow(unsafe_code)]
 mod hooks;
@@ -139,6 +144,7 @@ mod iface;
 mod ipc;
 #[allow(unsafe_code)]
 mod lookup;
+mod mapped;
 mod monitor;
 #[allow(unsafe_code)]
 mod page_lock;

@@ -15,7 +15,8 @@ use crate::{
     context::{PrimaryContexts, with_context},
     driver::Driver,
     error::check,
-    sys::{self, CuContext, CuMemHandle, CuPointerAttribute, CuResult, Functions},
+    handles::with_handle,
+    sys::{self, CuContext, CuPointerAttribute, CuResult},
 };
 
 /// Attributes that [`PointerLookup::find`] queries in one call. Older drivers lack the last
@@ -215,20 +216,43 @@ impl PointerLookup {
         attributes: [CuPointerAttribute; N],
         count: u32,
     ) -> Result<Answer<N>> {
-        let query = || self.query(address.0, attributes, count);
-        let first = query()?;
-        if !matches!(first, Answer::NoContext) || self.contexts.current()?.is_some() {
-            return Ok(first);
+        self.anywhere(
+            || self.query(address.0, attributes, count),
+            |answer| matches!(answer, Ok(Answer::NoContext)),
+        )
+    }
+
+    /// Makes a call that some drivers answer only in a context. If the result lacks a context and
+    /// this thread has none, repeats the call in each existing primary context.
+    fn anywhere<T>(
+        &self,
+        call: impl Fn() -> Result<T>,
+        lacks_context: impl Fn(&Result<T>) -> bool,
+    ) -> Result<T> {
+        let mut result = call();
+        if !lacks_context(&result) || self.contexts.current()?.is_some() {
+            return result;
         }
         for entry in &self.contexts.driver.devices {
             let retained = self.contexts.retain_if_active(entry.description.id)?;
             let Some(primary) = retained else { continue };
-            let answer = primary.run(query)?;
-            if !matches!(answer, Answer::NoContext) {
-                return Ok(answer);
+            result = primary.run(&call);
+            if !lacks_context(&result) {
+                break;
             }
         }
-        Ok(Answer::NoContext)
+        result
+    }
+
+    /// Makes calls for memory that the application mapped by hand, in any context in which the
+    /// driver answers them.
+    pub(crate) fn in_any_context<T>(&self, calls: impl Fn() -> Result<T>) -> Result<T> {
+        let codes =
+            [CuResult::CUDA_ERROR_INVALID_CONTEXT, CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED];
+        self.anywhere(calls, |result| {
+            let code = result.as_ref().err().and_then(hmem_core::Error::driver);
+            code.is_some_and(|driver| codes.iter().any(|code| i64::from(code.0) == driver.code))
+        })
     }
 
     /// Returns the allocation that contains an address. Returns `None` in three cases:
@@ -339,7 +363,7 @@ impl PointerLookup {
     /// fail", mapped meaning `cuMemMap`.
     ///
     /// Returns true for a driver without the call: it is correct to handle any memory as VMM
-    /// memory, which is exported by its mappings and never cached.
+    /// memory. Such memory is exported by its mappings, and is cached only if its handle is known.
     fn has_handle(&self, address: Address) -> Result<bool> {
         let functions = &self.contexts.driver.functions;
         if functions.mem_retain_allocation_handle.is_none() || functions.mem_release.is_none() {
@@ -436,33 +460,6 @@ impl PointerLookup {
         match self.query_anywhere(address, [attribute], 1)? {
             Answer::Values([value]) => Ok(Some(value)),
             Answer::NoContext | Answer::Invalid => Ok(None),
-        }
-    }
-}
-
-/// Calls `with` with the handle of the VMM memory at an address, and releases the handle. Returns
-/// `None` if no VMM memory is there, or the driver has no handles.
-pub(crate) fn with_handle<T>(
-    functions: &Functions,
-    address: Address,
-    with: impl FnOnce(CuMemHandle) -> Result<T>,
-) -> Result<Option<T>> {
-    let (Some(retain), Some(release)) =
-        (functions.mem_retain_allocation_handle, functions.mem_release)
-    else {
-        return Ok(None);
-    };
-    let mut handle = 0;
-    // SAFETY: `handle` is writable; the address is only looked up, never dereferenced.
-    match unsafe { retain(&mut handle, address.0 as *mut c_void) } {
-        CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_SUPPORTED => Ok(None),
-        code => {
-            check(code, "cuMemRetainAllocationHandle")?;
-            let result = with(handle);
-            // SAFETY: `mem_retain_allocation_handle` above retained the handle, which is released
-            // once here.
-            check(unsafe { release(handle) }, "cuMemRelease")?;
-            result.map(Some)
         }
     }
 }

@@ -11,11 +11,12 @@
 //!
 //! [`CudaMonitorKind`] selects the detection on which cached registrations rely.
 //!
-//! Two kinds of memory are not monitored:
+//! The identity of VMM memory is that of its reservation, into which an application can map other
+//! memory (PyTorch's expandable segments do). So the monitor compares the mappings and the handles
+//! of their physical memory instead ([`MappedMemory`]).
 //!
-//! - VMM memory: the identity belongs to the reservation, and an application can map other memory
-//!   there without changing the identity (PyTorch's expandable segments do);
-//! - host memory that the application page-locked: the monitor of system memory watches it.
+//! Host memory that the application page-locked is not monitored: the monitor of system memory
+//! watches it.
 
 use std::{
     fmt,
@@ -33,7 +34,7 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-use crate::{hooks::FreeHooks, lookup::PointerLookup};
+use crate::{hooks::FreeHooks, lookup::PointerLookup, mapped::MappedMemory};
 
 /// Method that detects frees of cached CUDA memory.
 ///
@@ -57,9 +58,14 @@ pub enum CudaMonitorKind {
     /// hooked, the monitor does not start. Suits applications that free only through the driver's
     /// exported functions: a free that [`FreeHooks`] does not see leaves a stale registration. The
     /// identity of stream-ordered memory is queried nevertheless, since its free takes effect
-    /// later, when its stream reaches the free.
+    /// later, when its stream reaches the free. The monitor retains no handles of VMM memory.
     Hooks,
     /// Queries the driver for the identity at each hit, which detects every free. Patches no code.
+    ///
+    /// VMM memory has no such identity. A hit queries each mapping of the region, and the monitor
+    /// retains the handle of the mapping's physical memory. So memory that the application unmaps
+    /// and releases stays allocated until its registration leaves the cache. That is also true of
+    /// [`Auto`](Self::Auto) if the driver's functions cannot be hooked.
     Identity,
 }
 
@@ -178,9 +184,21 @@ struct CudaMonitor {
     /// True if a hit relies on the hooks, and does not query the identity.
     by_hooks: bool,
     why: String,
-    /// The subscriptions to this monitor. Each value is a subscription to frees by the iface, and
-    /// a subscription to the hooks unless the monitor has none or could not subscribe to them.
-    own: Mutex<SubscriptionMap<(Subscription, Option<Subscription>)>>,
+    /// The subscriptions to this monitor.
+    own: Mutex<SubscriptionMap<Watch>>,
+}
+
+/// A subscription to a monitor.
+#[derive(Debug)]
+struct Watch {
+    /// Subscription to frees by the iface.
+    frees: Subscription,
+    /// Subscription to the hooks. `None` if the monitor has no hooks, or if they refused the
+    /// subscription and hits rely on identities.
+    hooked: Option<Subscription>,
+    /// VMM memory that was mapped when the subscription began. `None` for other memory, and if hits
+    /// rely on the hooks.
+    mapped: Option<Arc<MappedMemory>>,
 }
 
 impl CudaMonitor {
@@ -199,9 +217,14 @@ impl CudaMonitor {
         }
     }
 
-    fn unhook(&self, hooked: Option<Subscription>) {
-        if let (Some(hooks), Some(hooked)) = (&self.hooks, hooked) {
+    /// Ends the subscriptions of a watch, and releases its memory. If a hit compares the memory at
+    /// the moment, the hit releases it.
+    fn end(&self, watch: Watch) {
+        if let (Some(hooks), Some(hooked)) = (&self.hooks, watch.hooked) {
             hooks.unsubscribe(hooked);
+        }
+        if let Some(subscriptions) = self.subscriptions.upgrade() {
+            subscriptions.remove(watch.frees);
         }
     }
 }
@@ -243,58 +266,42 @@ impl Monitor for CudaMonitor {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         let (lookup, subscriptions) = self.iface()?;
-        let refuse = |remedy| {
-            Err(Error::new(ErrorKind::Unsupported, "subscribe")
-                .iface(IfaceKind::CUDA)
-                .context("range", range)
-                .remedy(remedy))
-        };
         // The memory is queried after the subscription. The query detects an earlier free, and a
         // later free notifies the subscriber.
-        let subscription = subscriptions.add(range, Arc::clone(&invalidator));
-        let (hooked, found) = match self.hook(invalidator) {
-            Ok(hooked) => (hooked, lookup.find(range.start())),
-            Err(error) => (None, Err(error)),
-        };
-        let watched = match &found {
-            Ok(Some(found)) => {
-                found.allocation.kind != AllocationKind::Virtual
-                    && found.allocation.kind != AllocationKind::HostRegistered
+        let frees = subscriptions.add(range, Arc::clone(&invalidator));
+        let mut watch = Watch { frees, hooked: None, mapped: None };
+        let watched = self.hook(invalidator).and_then(|hooked| {
+            watch.hooked = hooked;
+            self.mapped_memory(&lookup, range)
+        });
+        match watched {
+            Ok(mapped) => {
+                watch.mapped = mapped.map(Arc::new);
+                Ok(self.own.lock().insert(watch))
             }
-            _ => false,
-        };
-        if watched {
-            return Ok(self.own.lock().insert((subscription, hooked)));
-        }
-        self.unhook(hooked);
-        subscriptions.remove(subscription);
-        match found?.map(|found| found.allocation.kind) {
-            None => refuse("only live allocations of CUDA can be watched"),
-            Some(AllocationKind::HostRegistered) => {
-                refuse("the monitor of system memory watches the application's own pages")
+            Err(error) => {
+                self.end(watch);
+                Err(error)
             }
-            Some(_) => refuse(
-                "other memory can be mapped into a reservation without its identity changing: VMM \
-                 memory is registered uncached",
-            ),
         }
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
-        let Some((subscription, hooked)) = self.own.lock().remove(subscription) else { return };
-        self.unhook(hooked);
-        if let Some(subscriptions) = self.subscriptions.upgrade() {
-            subscriptions.remove(subscription);
+        // The lock is released before the watch ends, which calls the driver.
+        let watch = self.own.lock().remove(subscription);
+        if let Some(watch) = watch {
+            self.end(watch);
         }
     }
 
-    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+    fn valid(&self, subscription: &Subscription, allocation: &Allocation) -> Result<bool> {
         match allocation.kind {
-            AllocationKind::Virtual | AllocationKind::HostRegistered => Ok(false),
+            AllocationKind::HostRegistered => Ok(false),
             // Stream-ordered memory is freed when its stream reaches the free, after the hook has
             // run. So the identity is queried.
             AllocationKind::StreamOrdered => self.is_same(allocation),
             _ if self.by_hooks && self.lookup.strong_count() > 0 => Ok(true),
+            AllocationKind::Virtual => self.is_unchanged(subscription),
             _ => self.is_same(allocation),
         }
     }
@@ -308,6 +315,50 @@ impl CudaMonitor {
                 .iface(IfaceKind::CUDA)
                 .remedy("the iface was closed: its memory is no longer watched")
         })
+    }
+
+    /// Returns the VMM memory in a range, if hits must compare it. Returns `None` if the range is
+    /// watched in another way.
+    ///
+    /// # Errors
+    /// - Unsupported if the range cannot be watched, with the reason.
+    /// - Otherwise the error of a driver call.
+    fn mapped_memory(
+        &self,
+        lookup: &PointerLookup,
+        range: AddressRange,
+    ) -> Result<Option<MappedMemory>> {
+        let refuse = |remedy| {
+            Err(Error::new(ErrorKind::Unsupported, "subscribe")
+                .iface(IfaceKind::CUDA)
+                .context("range", range)
+                .remedy(remedy))
+        };
+        match lookup.find(range.start())?.map(|found| found.allocation.kind) {
+            None => refuse("only live allocations of CUDA can be watched"),
+            Some(AllocationKind::HostRegistered) => {
+                refuse("the monitor of system memory watches the application's own pages")
+            }
+            // The hooks see each unmapping of memory that has a handle, and other frees perhaps
+            // not. So memory without a handle is refused with hooks too.
+            Some(AllocationKind::Virtual) => match MappedMemory::retain(lookup, range)? {
+                Some(_) if self.by_hooks => Ok(None),
+                Some(mapped) => Ok(Some(mapped)),
+                None => refuse(
+                    "a part of the range is not mapped, or the driver has no handle for it \
+                     (cuMemRetainAllocationHandle): nothing shows that other memory is mapped \
+                     there, and the memory is registered uncached",
+                ),
+            },
+            Some(_) => Ok(None),
+        }
+    }
+
+    /// Returns true if the VMM memory of a subscription is still mapped where it was.
+    fn is_unchanged(&self, subscription: &Subscription) -> Result<bool> {
+        let (lookup, _) = self.iface()?;
+        let mapped = self.own.lock().get(subscription).and_then(|watch| watch.mapped.clone());
+        mapped.map_or(Ok(false), |mapped| mapped.is_unchanged(&lookup))
     }
 
     fn is_same(&self, allocation: &Allocation) -> Result<bool> {

@@ -10,8 +10,9 @@ use hmem_core::{
 use crate::{
     context::WorkContext,
     error::check,
-    lookup::{PointerLookup, inconsistent, with_handle},
-    sys::{self, CuDevicePtr, CuResult},
+    handles::{mapping_at, with_handle},
+    lookup::{PointerLookup, inconsistent},
+    sys,
 };
 
 /// Divides a range of memory into segments, each of which needs an export of its own.
@@ -61,11 +62,12 @@ impl Segments {
         range: AddressRange,
         work_context: &WorkContext<'_>,
     ) -> Result<Vec<Segment>> {
+        let functions = &self.lookup.driver().functions;
         let mut segments = Vec::new();
         let mut done = 0;
         while let Some(rest) = range.slice(done, range.len() - done).filter(|rest| !rest.is_empty())
         {
-            let mapping = work_context.with_context(|| self.mapping_at(rest.start()))?;
+            let mapping = work_context.with_context(|| mapping_at(functions, rest.start()))?;
             let offset = rest.start().0.wrapping_sub(mapping.start().0);
             let len = mapping.len().saturating_sub(offset).min(rest.len());
             let part = rest.slice(0, len).filter(|part| !part.is_empty());
@@ -75,28 +77,6 @@ impl Segments {
             done += len;
         }
         Ok(segments)
-    }
-
-    /// Returns the mapping that contains a reserved address. `cuda.h` on RANGE_SIZE: "To retrieve
-    /// the size of the mapped region, see cuMemGetAddressRange".
-    fn mapping_at(&self, address: Address) -> Result<AddressRange> {
-        let (mut base, mut size): (CuDevicePtr, usize) = (0, 0);
-        let get = self.lookup.driver().functions.mem_get_address_range;
-        // SAFETY: `base` and `size` are writable.
-        match unsafe { get(&mut base, &mut size, address.0) } {
-            code @ (CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_FOUND) => {
-                Err(Error::new(ErrorKind::OutOfBounds, "cuMemGetAddressRange_v2")
-                    .iface(IfaceKind::CUDA)
-                    .driver_code(code.name().unwrap_or_default(), code.0.into())
-                    .context("address", address)
-                    .remedy(
-                        "no memory is mapped there (cuMemMap): map it, or register the mapped \
-                         parts",
-                    ))
-            }
-            code => check(code, "cuMemGetAddressRange_v2")
-                .and_then(|()| AddressRange::new(Address(base), size as u64)),
-        }
     }
 
     /// Returns true if GPUDirect RDMA may reach the memory at an address. The pointer attribute

@@ -211,6 +211,8 @@ impl Functions {
         "cuMemFreeAsync",
         "cuMemFreeAsync_ptsz",
         "cuIpcCloseMemHandle",
+        "cuMemUnmap",
+        "cuMemAddressFree",
         "cuCtxDestroy",
         "cuCtxDestroy_v2",
         "cuCtxDetach",

@@ -93,7 +93,7 @@ impl Monitor for CallbackMonitor {
         }
     }
 
-    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, allocation: &Allocation) -> Result<bool> {
         let lookup = self.lookup.upgrade();
         Ok(lookup.is_some_and(|lookup| lookup.table.id_of(allocation) == Some(allocation.id)))
     }

@@ -392,6 +392,10 @@ impl Invalidator for Listener {
     fn open_gate(&self, _: GateToken) {}
 }
 
+/// A subscription for memory whose identity alone decides whether it is still there.
+const NO_SUBSCRIPTION: hmem_core::monitor::Subscription =
+    hmem_core::monitor::Subscription::unnumbered();
+
 /// MON-07 MON-09
 ///
 /// If two ifaces watch one allocation and one of them unsubscribes, the free still notifies the
@@ -409,14 +413,14 @@ fn free_notifies_each_monitor_on_its_own() {
     let subscription = first.subscribe(range, told[0].clone()).expect("watch");
     second.subscribe(range, told[1].clone()).expect("watch");
     let allocation = query(&iface, base).expect("known");
-    assert!(first.valid(&allocation).expect("ask"));
+    assert!(first.valid(&NO_SUBSCRIPTION, &allocation).expect("ask"));
     first.unsubscribe(subscription);
     iface.close().map_err(Error::from).expect("close");
     let error = first.subscribe(range, told[0].clone()).expect_err("the iface is closed");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     runtime.free(base);
     assert_eq!(told.map(|told| told.0.load(Ordering::Relaxed)), [0, 1]);
-    assert!(!first.valid(&allocation).expect("ask"));
+    assert!(!first.valid(&NO_SUBSCRIPTION, &allocation).expect("ask"));
     second.subscribe(range, Arc::new(Listener::default())).expect_err(
         "no memory is at the \
                                                                        address",
@@ -527,13 +531,13 @@ fn memory_that_the_iface_opened_is_watched_until_its_close() {
     let opened = other.ipc_open(&handle).expect("open");
     let told = Arc::new(Listener::default());
     monitor.subscribe(opened.range, told.clone()).expect("watch");
-    assert!(monitor.valid(&opened).expect("ask"));
+    assert!(monitor.valid(&NO_SUBSCRIPTION, &opened).expect("ask"));
     let error = free(&other, &opened).expect_err("another call releases the memory");
     assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("ipc_close")), "{error}");
     // SAFETY: no code uses the memory.
     unsafe { other.ipc_close(&opened) }.expect("close");
     assert_eq!(told.0.load(Ordering::Relaxed), 1);
-    assert!(!monitor.valid(&opened).expect("ask"));
+    assert!(!monitor.valid(&NO_SUBSCRIPTION, &opened).expect("ask"));
     free(&iface, &plain).expect("free");
     drop(monitor);
     other.close().map_err(Error::from).expect("close");

@@ -92,6 +92,9 @@ fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Inval
     Arc::new(RunOnNotify(action))
 }
 
+/// A subscription for memory whose identity alone decides whether it is still there.
+const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
+
 /// MON-07
 #[test]
 fn reused_address_is_invalid_with_either_free_detection() {
@@ -102,12 +105,12 @@ fn reused_address_is_invalid_with_either_free_detection() {
             let mut stale = Vec::new();
             for _ in 0..50 {
                 let allocation = allocate(&*simulated, 4096, kind);
-                assert!(monitor.valid(&allocation).unwrap());
+                assert!(monitor.valid(&NO_SUBSCRIPTION, &allocation).unwrap());
                 for before in &stale {
-                    assert!(!monitor.valid(before).unwrap());
+                    assert!(!monitor.valid(&NO_SUBSCRIPTION, before).unwrap());
                 }
                 free(&*simulated, &allocation).unwrap();
-                assert!(!monitor.valid(&allocation).unwrap());
+                assert!(!monitor.valid(&NO_SUBSCRIPTION, &allocation).unwrap());
                 stale.push(allocation);
             }
             assert!(

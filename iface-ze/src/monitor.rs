@@ -84,7 +84,7 @@ impl Monitor for IdentityMonitor {
 
     fn unsubscribe(&self, _: Subscription) {}
 
-    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, allocation: &Allocation) -> Result<bool> {
         let memory = self.memory()?;
         let found = memory.find(allocation.base())?;
         Ok(found.is_some_and(|found| {

@@ -205,18 +205,25 @@ fn pooled_memory_of_the_application_is_recognised() {
         let error =
             monitor.subscribe(found.range, Arc::new(IgnoringSubscriber)).expect_err("not watched");
         assert!(error.is_unsupported(), "{error}");
-        assert!(!monitor.valid(&found).expect("query"), "nothing shows that it was freed");
+        assert!(
+            !monitor.valid(&NO_SUBSCRIPTION, &found).expect("query"),
+            "nothing shows that it was freed"
+        );
     }
     let large = driver.allocate_elsewhere(3 << 20);
     let found = query(&iface, large).expect("known");
     let export = iface.export_dma_buf(found.range, &nic(), DmaBufMapping::Default).expect("export");
     iface.release_dma_buf(export).expect("release");
     monitor.subscribe(found.range, Arc::new(IgnoringSubscriber)).expect("watched");
-    assert!(monitor.valid(&found).expect("query"));
+    assert!(monitor.valid(&NO_SUBSCRIPTION, &found).expect("query"));
     driver.free_elsewhere(large);
     assert_eq!(driver.allocate_elsewhere(3 << 20), large, "the address is reused");
-    assert!(!monitor.valid(&found).expect("query"));
+    assert!(!monitor.valid(&NO_SUBSCRIPTION, &found).expect("query"));
 }
+
+/// A subscription for memory whose identity alone decides whether it is still there.
+const NO_SUBSCRIPTION: hmem_core::monitor::Subscription =
+    hmem_core::monitor::Subscription::unnumbered();
 
 /// A subscriber that ignores notifications, since identities show the changes.
 #[derive(Debug)]
@@ -251,10 +258,10 @@ fn pooled_memory_of_the_iface_has_its_own_identities() {
     for _ in 0..50 {
         let allocation = iface.allocate(&request(AllocationKind::Host)).expect("allocate");
         assert_eq!(query(&iface, allocation.base().0 + 7), Some(allocation));
-        assert!(monitor.valid(&allocation).expect("query"));
+        assert!(monitor.valid(&NO_SUBSCRIPTION, &allocation).expect("query"));
         if let Some(last) = last.replace(allocation) {
             assert_ne!(last.id, allocation.id);
-            assert!(!monitor.valid(&last).expect("query"), "it was freed");
+            assert!(!monitor.valid(&NO_SUBSCRIPTION, &last).expect("query"), "it was freed");
             reused += u32::from(last.base() == allocation.base());
         }
         // SAFETY: no code uses the memory.

@@ -6,11 +6,16 @@ use std::{collections::BTreeSet, process::Command};
 use crate::link::not_over_a_gpu;
 
 /// Tests that do not run over a GPU, since they need the controls of the fake driver.
-const NOT_OVER_A_GPU: [&str; 9] = [
+const NOT_OVER_A_GPU: [&str; 14] = [
     "causes::refusal_under_an_existing_pcie_mapping_has_its_own_cause",
     "causes::each_cuda_cause_is_named_by_a_registration",
     "contexts::registration_in_the_applications_context_creates_no_other",
     "inbound::completion_follows_a_flush_in_the_memorys_context",
+    "inbound::transfers_call_no_driver_function_where_the_domain_forbids_it",
+    "mapped::mapped_memory_without_a_handle_is_uncached_with_the_reason",
+    "mapped::peer_memory_of_mapped_memory_is_a_hit_with_hooks_alone",
+    "mapped::shorter_mapping_of_the_same_handle_is_never_a_hit",
+    "mapped::unmapped_memory_is_freed_when_its_registration_leaves_the_cache",
     "paths::handles_refused_as_one_dma_buf_are_exported_one_by_one",
     "paths::pcie_mapping_is_tried_before_the_default_mapping",
     "paths::refused_export_does_not_change_the_path_of_other_buffers",

@@ -26,7 +26,7 @@ fn completion_follows_a_flush_in_the_memorys_context() {
     // SAFETY: `own_context` above made the context, and the region is closed.
     check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
     link.domain.flush_inbound().expect("nothing is left to flush");
-    assert_eq!((link.driver.flushed(), link.driver.strangers()), (vec![], 0));
+    assert_eq!((link.driver.flushed(), link.driver.undefined_calls()), (vec![], 0));
 }
 
 /// `FI_OPT_CUDA_API_PERMITTED`: a read of a completion queue would otherwise flush.
@@ -53,5 +53,5 @@ fn transfers_call_no_driver_function_where_the_domain_forbids_it() {
     region.close().map_err(hmem::Error::from).expect("close");
     // SAFETY: `own_context` above made the context, and the region is closed.
     check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
-    assert_eq!(link.driver.strangers(), 0);
+    assert_eq!(link.driver.undefined_calls(), 0);
 }

@@ -9,6 +9,7 @@ mod contexts;
 mod gpu;
 mod inbound;
 mod link;
+mod mapped;
 mod paths;
 mod reuse;
 mod segments;

@@ -53,31 +53,6 @@ impl<'a> Segments<'a> {
         Self { functions: f, base, step: step as u64, handles }
     }
 
-    /// Swaps the memory of the first part with that of the last part.
-    pub(crate) fn swap(&mut self) {
-        let f = self.functions;
-        let (step, last) = (self.step as usize, self.handles.len() - 1);
-        self.handles.swap(0, last);
-        for number in [0, last] {
-            let at = self.base + (number * step) as u64;
-            // SAFETY: `new` or an earlier swap mapped this part.
-            let code = unsafe { f.mem_unmap().expect("VMM")(at, step) };
-            assert!(code.is_success());
-        }
-        let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
-        let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
-        for number in [0, last] {
-            let at = self.base + (number * step) as u64;
-            // SAFETY: the part is reserved, with no memory mapped in it.
-            unsafe {
-                assert!(
-                    f.mem_map().expect("VMM")(at, step, 0, self.handles[number], 0).is_success()
-                );
-                assert!(f.mem_set_access().expect("VMM")(at, step, &who, 1).is_success());
-            }
-        }
-    }
-
     pub(crate) fn range(&self, from: u64, len: u64) -> AddressRange {
         AddressRange::new(Address(self.base + from), len).expect("a range")
     }

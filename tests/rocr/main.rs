@@ -335,8 +335,9 @@ mod cases {
         let buffer = fixture.buffer(4096, AllocationKind::Device);
         drop(other);
         let seen = fixture.rocr.query(buffer.allocation().base()).expect("query").expect("known");
-        assert!(own.valid(&seen).expect("ask"));
-        assert!(!others.valid(&seen).expect("ask"));
+        let unwatched = hmem::monitor::Subscription::unnumbered();
+        assert!(own.valid(&unwatched, &seen).expect("ask"));
+        assert!(!others.valid(&unwatched, &seen).expect("ask"));
         drop(buffer);
         fixture.end();
         Ok(())

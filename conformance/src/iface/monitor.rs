@@ -143,7 +143,6 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
     let (mut watched, mut refusals) = (false, Vec::new());
     for buffer in buffers(iface)? {
         let allocation = *buffer.allocation();
-        let valid = || monitor.valid(&allocation).expect("validate the identity");
         let counter = NotificationCounter::of(allocation.range);
         let subscription = match monitor.subscribe(allocation.range, counter.clone()) {
             Ok(subscription) => subscription,
@@ -154,6 +153,7 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
             Err(why) => panic!("watch {allocation:?}: {why}"),
         };
         watched = true;
+        let valid = || monitor.valid(&subscription, &allocation).expect("validate the identity");
         assert!(valid(), "live memory is not valid: {allocation:?}");
         assert_eq!(counter.count(), 0, "notified before a free");
         drop(buffer);

@@ -66,10 +66,10 @@ impl Monitor for FaultyMonitor {
         }
     }
 
-    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+    fn valid(&self, subscription: &Subscription, allocation: &Allocation) -> Result<bool> {
         match self.fault {
             MonitorFault::NoNotification | MonitorFault::RefusedSubscription => {
-                self.monitor.valid(allocation)
+                self.monitor.valid(subscription, allocation)
             }
             MonitorFault::AlwaysValid => Ok(true),
         }

@@ -655,7 +655,7 @@ impl CacheBackend for Registrations {
 
     fn is_current(&self, watch: &Watch) -> Result<bool> {
         match &watch.allocation {
-            Some(allocation) => watch.monitor.valid(allocation),
+            Some(allocation) => watch.monitor.valid(&watch.subscription, allocation),
             None => Ok(true),
         }
     }

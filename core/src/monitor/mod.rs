@@ -204,11 +204,17 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// be inside a notification. Does nothing with the subscription of another monitor.
     fn unsubscribe(&self, subscription: Subscription);
 
-    /// Returns true if `allocation` still exists at its address. A monitor with
-    /// [`DetectionMethod::Callback`] always returns true.
+    /// Returns true if the memory that `subscription` watches is still the memory that was there
+    /// when the subscription began. A monitor with [`DetectionMethod::Callback`] always returns
+    /// true.
+    ///
+    /// `allocation` is the allocation that contained the watched range when the subscription began.
+    /// For most memory its identity decides. A monitor of memory that an application maps by hand
+    /// into a reservation needs the subscription too: the allocation is then the reservation, which
+    /// stays while the memory in it changes.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable) if the iface was closed.
     /// - The error of a failed driver call.
-    fn valid(&self, allocation: &Allocation) -> Result<bool>;
+    fn valid(&self, subscription: &Subscription, allocation: &Allocation) -> Result<bool>;
 }

@@ -58,8 +58,13 @@ impl Issued {
     const UNNUMBERED: Self = Self { issuer: NO_ISSUER, number: 0 };
 
     #[inline]
-    fn redeem(self, issuer: &TokenIssuer) -> Option<u64> {
+    fn number(&self, issuer: &TokenIssuer) -> Option<u64> {
         (self.issuer == issuer.0).then_some(self.number)
+    }
+
+    #[inline]
+    fn redeem(self, issuer: &TokenIssuer) -> Option<u64> {
+        self.number(issuer)
     }
 }
 
@@ -124,6 +129,7 @@ impl Subscription {
 ///
 /// let (mut ranges, mut other) = (SubscriptionMap::default(), SubscriptionMap::<u64>::default());
 /// let subscription = ranges.insert("range");
+/// assert_eq!(ranges.get(&subscription), Some(&"range"));
 /// assert_eq!(ranges.remove(other.insert(1)), None);
 /// assert_eq!(ranges.remove(subscription), Some("range"));
 /// ```
@@ -140,6 +146,13 @@ impl<T> SubscriptionMap<T> {
         self.next += 1;
         self.by_number.insert(self.next, value);
         Subscription::new(&self.issuer, self.next)
+    }
+
+    /// Returns the value of a subscription, or `None` with the subscription of another map.
+    #[must_use]
+    pub fn get(&self, subscription: &Subscription) -> Option<&T> {
+        let number = subscription.0.number(&self.issuer)?;
+        self.by_number.get(&number)
     }
 
     /// Removes the value of a subscription. Returns `None` with the subscription of another map.

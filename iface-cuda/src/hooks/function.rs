@@ -3,19 +3,33 @@
 /// The first six integer arguments of a call. No hooked function has more arguments.
 pub(super) type Args = [usize; 6];
 
-/// The memory that a call of a driver function frees.
+/// The meaning of a function's arguments: the memory that a call frees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Freed {
-    /// The allocation that the first argument points to.
+enum Frees {
+    /// The allocation that the first argument points to. The driver ignores a null pointer.
     Pointed,
-    /// The allocation that the first argument points to. The argument is a pointer of 32 bits.
+    /// Like [`Self::Pointed`], for a pointer of 32 bits.
     PointedLow,
+    /// The memory from an address, the first argument, over a length, the second.
+    Range,
     /// Possibly all memory of the driver, since the arguments do not tell which part is freed.
     Anything,
 }
 
+/// The memory that one call of a driver function frees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Freed {
+    Nothing,
+    /// The allocation at this address.
+    Allocation(u64),
+    /// The memory from this address over this length.
+    Range(u64, u64),
+    /// Possibly all memory of the driver.
+    Anything,
+}
+
 macro_rules! functions {
-    ($($name:ident: $freed:expr;)+) => {
+    ($($name:ident: $frees:expr;)+) => {
         /// A function of the driver that frees memory.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(usize)]
@@ -31,37 +45,38 @@ macro_rules! functions {
                 match self { $(Self::$name => stringify!($name),)+ }
             }
 
-            /// Returns the memory that a call frees.
-            pub(super) const fn freed(self) -> Freed {
-                match self { $(Self::$name => $freed,)+ }
+            const fn frees(self) -> Frees {
+                match self { $(Self::$name => $frees,)+ }
             }
         }
     };
 }
 
 functions! {
-    cuMemFree: Freed::PointedLow;
-    cuMemFree_v2: Freed::Pointed;
-    cuMemFreeHost: Freed::Pointed;
-    cuMemFreeAsync: Freed::Pointed;
-    cuMemFreeAsync_ptsz: Freed::Pointed;
-    cuIpcCloseMemHandle: Freed::Pointed;
-    cuCtxDestroy: Freed::Anything;
-    cuCtxDestroy_v2: Freed::Anything;
-    cuCtxDetach: Freed::Anything;
-    cuDevicePrimaryCtxRelease: Freed::Anything;
-    cuDevicePrimaryCtxRelease_v2: Freed::Anything;
-    cuDevicePrimaryCtxReset: Freed::Anything;
-    cuDevicePrimaryCtxReset_v2: Freed::Anything;
-    cuGreenCtxDestroy: Freed::Anything;
-    cuModuleUnload: Freed::Anything;
-    cuLibraryUnload: Freed::Anything;
-    cuGraphicsUnmapResources: Freed::Anything;
-    cuGraphicsUnmapResources_ptsz: Freed::Anything;
-    cuGraphicsUnregisterResource: Freed::Anything;
-    cuGLUnmapBufferObject: Freed::Anything;
-    cuGLUnmapBufferObjectAsync: Freed::Anything;
-    cuGLUnregisterBufferObject: Freed::Anything;
+    cuMemFree: Frees::PointedLow;
+    cuMemFree_v2: Frees::Pointed;
+    cuMemFreeHost: Frees::Pointed;
+    cuMemFreeAsync: Frees::Pointed;
+    cuMemFreeAsync_ptsz: Frees::Pointed;
+    cuIpcCloseMemHandle: Frees::Pointed;
+    cuMemUnmap: Frees::Range;
+    cuMemAddressFree: Frees::Range;
+    cuCtxDestroy: Frees::Anything;
+    cuCtxDestroy_v2: Frees::Anything;
+    cuCtxDetach: Frees::Anything;
+    cuDevicePrimaryCtxRelease: Frees::Anything;
+    cuDevicePrimaryCtxRelease_v2: Frees::Anything;
+    cuDevicePrimaryCtxReset: Frees::Anything;
+    cuDevicePrimaryCtxReset_v2: Frees::Anything;
+    cuGreenCtxDestroy: Frees::Anything;
+    cuModuleUnload: Frees::Anything;
+    cuLibraryUnload: Frees::Anything;
+    cuGraphicsUnmapResources: Frees::Anything;
+    cuGraphicsUnmapResources_ptsz: Frees::Anything;
+    cuGraphicsUnregisterResource: Frees::Anything;
+    cuGLUnmapBufferObject: Frees::Anything;
+    cuGLUnmapBufferObjectAsync: Frees::Anything;
+    cuGLUnregisterBufferObject: Frees::Anything;
 }
 
 impl Function {
@@ -70,13 +85,17 @@ impl Function {
         Self::ALL.into_iter().find(|function| function.symbol() == symbol)
     }
 
-    /// Returns the pointer that a call frees, or `None` if the call may free any memory. The driver
-    /// ignores a null pointer.
-    pub(super) const fn pointer(self, args: &Args) -> Option<u64> {
-        match self.freed() {
-            Freed::Pointed => Some(args[0] as u64),
-            Freed::PointedLow => Some(args[0] as u32 as u64),
-            Freed::Anything => None,
+    /// Returns the memory that a call with these arguments frees.
+    pub(super) fn freed(self, args: &Args) -> Freed {
+        let (pointer, len) = (args[0] as u64, args[1] as u64);
+        let allocation =
+            |pointer| if pointer == 0 { Freed::Nothing } else { Freed::Allocation(pointer) };
+        match self.frees() {
+            Frees::Pointed => allocation(pointer),
+            Frees::PointedLow => allocation(pointer as u32 as u64),
+            Frees::Range if len == 0 => Freed::Nothing,
+            Frees::Range => Freed::Range(pointer, len),
+            Frees::Anything => Freed::Anything,
         }
     }
 }
@@ -95,10 +114,13 @@ mod tests {
     }
 
     #[test]
-    fn pointer_has_the_width_of_its_function_version() {
-        let args = [0x7f_0000_1000_usize, 0, 0, 0, 0, 0];
-        assert_eq!(Function::cuMemFree_v2.pointer(&args), Some(0x7f_0000_1000));
-        assert_eq!(Function::cuMemFree.pointer(&args), Some(0x1000));
-        assert_eq!(Function::cuCtxDestroy_v2.pointer(&args), None);
+    fn arguments_are_read_in_the_width_of_the_function_version() {
+        let args = [0x7f_0000_1000_usize, 0x2000, 0, 0, 0, 0];
+        assert_eq!(Function::cuMemFree_v2.freed(&args), Freed::Allocation(0x7f_0000_1000));
+        assert_eq!(Function::cuMemFree.freed(&args), Freed::Allocation(0x1000));
+        assert_eq!(Function::cuMemUnmap.freed(&args), Freed::Range(0x7f_0000_1000, 0x2000));
+        assert_eq!(Function::cuCtxDestroy_v2.freed(&args), Freed::Anything);
+        assert_eq!(Function::cuMemFree_v2.freed(&[0; 6]), Freed::Nothing);
+        assert_eq!(Function::cuMemUnmap.freed(&[0x1000, 0, 0, 0, 0, 0]), Freed::Nothing);
     }
 }

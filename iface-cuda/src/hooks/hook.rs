@@ -19,7 +19,7 @@ use hmem_hook::{
 };
 
 use super::{
-    function::{Args, Function},
+    function::{Args, Freed, Function},
     own,
 };
 use crate::sys::{self, CuDevicePtr, CuPointerAttribute, CuResult};
@@ -84,7 +84,7 @@ macro_rules! hooks {
 
 /// Hook of each [`Function`].
 static HOOKS: [Call; Function::ALL.len()] =
-    hooks!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21);
+    hooks!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23);
 
 /// Returns the address of the hook to which the patched entry of `function` jumps.
 pub(super) fn hook_of(function: Function) -> usize {
@@ -179,10 +179,11 @@ unsafe fn notified(pass: &TableReadGuard<'_>, function: Function, args: Args) ->
 /// nothing.
 fn freed_by(function: Function, args: &Args) -> Option<AddressRange> {
     let everything = || clamped(0, u64::MAX);
-    match function.pointer(args) {
-        Some(0) => None,
-        Some(pointer) => Some(allocation_at(pointer).unwrap_or_else(everything)),
-        None => (!own::is_own()).then(everything),
+    match function.freed(args) {
+        Freed::Nothing => None,
+        Freed::Allocation(pointer) => Some(allocation_at(pointer).unwrap_or_else(everything)),
+        Freed::Range(start, len) => Some(clamped(start, len)),
+        Freed::Anything => (!own::is_own()).then(everything),
     }
 }
 

@@ -13,6 +13,7 @@
 //!
 //! - `cuMemFree`, `cuMemFreeHost`, `cuMemFreeAsync`, `cuIpcCloseMemHandle`: the allocation at the
 //!   pointer, whose range the hook queries before the free.
+//! - `cuMemUnmap`, `cuMemAddressFree`: the range of the arguments.
 //! - `cuCtxDestroy`, `cuCtxDetach`, `cuDevicePrimaryCtxRelease`, `cuDevicePrimaryCtxReset`,
 //!   `cuGreenCtxDestroy`: everything.
 //! - `cuModuleUnload`, `cuLibraryUnload`, which free global variables: everything.
@@ -27,8 +28,10 @@
 //!
 //! # Functions without a hook
 //!
-//! - `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease` and `cuMemHostUnregister` free memory that is
-//!   never cached with this iface's monitor.
+//! - `cuMemRelease` frees no memory that is mapped: "the memory allocation will be freed when all
+//!   outstanding mappings to the memory are unmapped" (`cuda.h`).
+//! - `cuMemHostUnregister` ends the page-locking of memory that is never cached with this iface's
+//!   monitor.
 //! - `cuMemPoolTrimTo` and `cuMemPoolDestroy` free nothing that was not freed before.
 //!   Stream-ordered memory is always monitored by its identity, since it is freed when its stream
 //!   reaches the free.

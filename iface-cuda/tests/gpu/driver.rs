@@ -1,9 +1,17 @@
 //! The measured driver, and driver calls as an application makes them.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use hmem_core::{
-    Allocation, AllocationKind, DeviceId, ErrorKind, IfaceExt, iface::AllocRequest, provider::Nic,
+    AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, IfaceExt,
+    iface::AllocRequest,
+    monitor::{
+        GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
+    },
+    provider::Nic,
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
 use hmem_iface_cuda::{
@@ -42,6 +50,34 @@ pub(crate) struct Absent {
     /// True if the machine has no driver or no GPU; false if the driver is there and fails.
     pub(crate) machine: bool,
     pub(crate) error: hmem_core::Error,
+}
+
+/// A subscriber of a measured monitor. It ignores its notifications.
+#[derive(Debug)]
+struct IgnoringSubscriber;
+
+impl Invalidator for IgnoringSubscriber {
+    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
+    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
+        InvalidationToken::unnumbered()
+    }
+    fn invalidate_end(&self, _: InvalidationToken) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
+    fn open_gate(&self, _: GateToken) {}
+}
+
+/// Calls `run` with a subscription to the memory.
+pub(crate) fn watched<T>(
+    monitor: &dyn Monitor,
+    memory: &Allocation,
+    run: impl FnOnce(&Subscription) -> Outcome<T>,
+) -> Outcome<T> {
+    let subscription = monitor.subscribe(memory.range, Arc::new(IgnoringSubscriber))?;
+    let result = run(&subscription);
+    monitor.unsubscribe(subscription);
+    result
 }
 
 /// A driver, an iface over it, and a context of the application.

@@ -6,11 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hmem_core::{Address, Allocation, AllocationKind, Iface, IfaceExt};
+use hmem_core::{Address, Allocation, AllocationKind, Iface, IfaceExt, monitor::Subscription};
 
 use crate::{
     Extent,
-    driver::{Driver, median, size},
+    driver::{Driver, median, size, watched},
     exports,
     report::{Failure, Outcome, Report, Row},
 };
@@ -46,7 +46,8 @@ pub(crate) fn identities(
                 if let Some(last) = &last {
                     address += u64::from(last.base() == memory.base());
                     identity += u64::from(last.id == memory.id);
-                    live += u64::from(monitor.valid(last)?);
+                    // No subscription to freed memory is left. Its identity alone decides.
+                    live += u64::from(monitor.valid(&Subscription::unnumbered(), last)?);
                 }
                 Ok(*memory)
             });
@@ -176,12 +177,11 @@ pub(crate) fn costs(
                     let found = driver.cuda.query(inside)?;
                     found.map(|_| ()).ok_or_else(|| "not taken for CUDA's".to_owned().into())
                 })?;
-                // The monitor does not watch VMM memory, so validation never finds it live.
-                let known = kind != AllocationKind::Virtual;
-                let valid = nanos(extent, || match monitor.valid(memory)? {
-                    there if there == known => Ok(()),
-                    true => Err("memory without an identity counts as live".to_owned().into()),
-                    false => Err("live memory counts as freed".to_owned().into()),
+                let valid = watched(&*monitor, memory, |subscription| {
+                    nanos(extent, || match monitor.valid(subscription, memory)? {
+                        true => Ok(()),
+                        false => Err("live memory counts as freed".to_owned().into()),
+                    })
                 })?;
                 let segments = nanos(extent, || {
                     black_box(driver.cuda.physical_segments(memory.range)?);

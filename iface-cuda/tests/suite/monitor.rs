@@ -7,13 +7,18 @@ use std::sync::{
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, Iface, IfaceExt,
-    monitor::{DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{
+        DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Subscription,
+    },
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::CuDevicePtr;
 use parking_lot::Mutex;
 
-use crate::world::{Expandable, check, each, not_over_a_gpu, over};
+use crate::world::{Expandable, World, check, each, not_over_a_gpu, over};
+
+/// A subscription for memory whose identity alone decides whether it is still there.
+const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
 
 /// A subscriber that records its notifications.
 #[derive(Debug, Default)]
@@ -63,11 +68,23 @@ fn freed_and_reused_address_is_never_valid_again() {
             let mut reused = 0;
             let mut last = world.allocate(4 << 20, kind);
             for _ in 0..200 {
-                assert!(monitor.valid(&last).expect("ask"), "{}: live", world.name);
+                assert!(
+                    monitor.valid(&NO_SUBSCRIPTION, &last).expect("ask"),
+                    "{}: live",
+                    world.name
+                );
                 world.free(&last);
-                assert!(!monitor.valid(&last).expect("ask"), "{}: freed {kind:?}", world.name);
+                assert!(
+                    !monitor.valid(&NO_SUBSCRIPTION, &last).expect("ask"),
+                    "{}: freed {kind:?}",
+                    world.name
+                );
                 let next = world.allocate(4 << 20, kind);
-                assert!(!monitor.valid(&last).expect("ask"), "{}: replaced {kind:?}", world.name);
+                assert!(
+                    !monitor.valid(&NO_SUBSCRIPTION, &last).expect("ask"),
+                    "{}: replaced {kind:?}",
+                    world.name
+                );
                 assert_ne!(next.id, last.id);
                 reused += usize::from(next.base() == last.base());
                 last = next;
@@ -92,7 +109,7 @@ fn validation_costs_one_driver_call() {
             world.allocate(4096, AllocationKind::Device),
         );
         let before = world.driver().all_calls();
-        assert!(monitor.valid(&memory).expect("ask"));
+        assert!(monitor.valid(&NO_SUBSCRIPTION, &memory).expect("ask"));
         assert_eq!(world.driver().all_calls(), before + 1);
         world.free(&memory);
     });
@@ -107,7 +124,7 @@ fn free_by_the_application_is_detected_by_identity() {
         // SAFETY: the output is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, 4 << 20) }));
         let found = world.cuda.query(Address(pointer)).expect("query").expect("known");
-        assert!(monitor.valid(&found).expect("ask"));
+        assert!(monitor.valid(&NO_SUBSCRIPTION, &found).expect("ask"));
         world.app.current(|driver| {
             // SAFETY: the test allocated the memory above, and the output is writable.
             unsafe {
@@ -115,7 +132,7 @@ fn free_by_the_application_is_detected_by_identity() {
                 check((driver.mem_alloc())(&mut pointer, 4 << 20));
             }
         });
-        assert!(!monitor.valid(&found).expect("ask"), "{}", world.name);
+        assert!(!monitor.valid(&NO_SUBSCRIPTION, &found).expect("ask"), "{}", world.name);
         // SAFETY: the test allocated the memory above, and frees it once.
         world.app.current(|driver| check(unsafe { (driver.mem_free())(pointer) }));
     });
@@ -195,7 +212,7 @@ fn address_may_be_reused_and_freed_before_its_free_has_ended() {
     });
 }
 
-/// MON-07, CACHE-02
+/// MON-07, CACHE-02, LIFE-01
 ///
 /// A subscription to memory that cannot be watched fails with the reason, so that the memory is
 /// registered uncached.
@@ -203,22 +220,53 @@ fn address_may_be_reused_and_freed_before_its_free_has_ended() {
 fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
-        if world.no_rdma_to_vmm() {
-            return;
-        }
-        let parts = [Some(true), Some(true)];
+        let told = Arc::new(RecordingSubscriber::default());
+        let on_the_stack = [0u8; 8];
+        let error = monitor
+            .subscribe(AddressRange::of(&on_the_stack), Arc::clone(&told) as _)
+            .expect_err("not CUDA's");
+        assert!(error.is_unsupported(), "{error}");
+        let parts = [Some(false), None, Some(false)];
+        let memory = Expandable::new(&mut world.app, &parts);
+        let error = monitor
+            .subscribe(memory.range(4096, 2 * memory.step), Arc::clone(&told) as _)
+            .expect_err("a part is not mapped");
+        let reason = error.remedy_text().unwrap_or_default();
+        assert!(error.is_unsupported() && reason.contains("not mapped"), "{error}");
+        memory.end(&mut world.app, &parts);
+        assert!(told.ranges.lock().is_empty(), "nothing is subscribed after an error");
+    });
+}
+
+/// MON-07, LIFE-01
+///
+/// A subscription to memory that the application mapped by hand is valid until a mapping of its
+/// range changes. Other mappings of the reservation may change.
+#[test]
+fn mapped_memory_is_valid_until_its_own_mapping_changes() {
+    each(|world| {
+        let monitor = world.cuda.start_monitor().expect("monitor");
+        let parts = [Some(false), Some(false), Some(false)];
         let memory = Expandable::new(&mut world.app, &parts);
         let found = world.cuda.query(Address(memory.base)).expect("query").expect("known");
         let told = Arc::new(RecordingSubscriber::default());
-        let error =
-            monitor.subscribe(memory.range(0, 4096), Arc::clone(&told) as _).expect_err("VMM");
-        assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
-        assert!(!monitor.valid(&found).expect("ask"), "never a hit");
+        let subscribe = |range| monitor.subscribe(range, Arc::clone(&told) as _).expect("mapped");
+        let (first, both) =
+            (subscribe(memory.range(100, 50)), subscribe(memory.range(memory.step - 1, 2)));
+        let handles = |world: &World| world.fake.as_ref().map(|(fake, _)| fake.live().handles);
+        let before = handles(world);
+        assert!(monitor.valid(&first, &found).expect("ask"));
+        assert!(monitor.valid(&both, &found).expect("ask"));
+        assert_eq!(handles(world), before, "a query releases the handles that it retains");
+        memory.remap(&mut world.app, 2);
+        assert!(monitor.valid(&first, &found).expect("ask"), "{}: not its own", world.name);
+        assert!(monitor.valid(&both, &found).expect("ask"), "{}: not its own", world.name);
+        memory.remap(&mut world.app, 1);
+        assert!(monitor.valid(&first, &found).expect("ask"), "{}: not its own", world.name);
+        assert!(!monitor.valid(&both, &found).expect("ask"), "{}: its second part", world.name);
+        monitor.unsubscribe(first);
+        monitor.unsubscribe(both);
         memory.end(&mut world.app, &parts);
-        let on_the_stack = [0u8; 8];
-        let error =
-            monitor.subscribe(AddressRange::of(&on_the_stack), told).expect_err("not CUDA's");
-        assert!(error.is_unsupported(), "{error}");
     });
 }
 
@@ -230,5 +278,5 @@ fn monitor_outlives_its_iface_and_reports_it() {
     let memory = world.allocate(4096, AllocationKind::Device);
     world.free(&memory);
     world.end();
-    assert!(monitor.valid(&memory).expect_err("closed").is_unavailable());
+    assert!(monitor.valid(&NO_SUBSCRIPTION, &memory).expect_err("closed").is_unavailable());
 }

@@ -155,6 +155,7 @@ impl World {
             fake.heal();
             assert_eq!(fake.live(), Live::default(), "{name}: something is left");
             assert_eq!(fake.contexts_of_this_thread(), Vec::<usize>::new(), "{name}");
+            assert_eq!(fake.undefined_calls(), 0, "{name}: calls that cuda.h leaves undefined");
         }
     }
 
@@ -378,6 +379,25 @@ impl Expandable {
 
     pub(crate) fn range(&self, from: u64, len: u64) -> AddressRange {
         AddressRange::new(hmem_core::Address(self.base + from), len).expect("a range")
+    }
+
+    /// Unmaps one part, and maps new memory there. The mapping alone keeps the new memory.
+    pub(crate) fn remap(&self, app: &mut App, part: u64) {
+        let (at, size) = (self.base + part * self.step, self.step as usize);
+        let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
+        let properties = CuMemAllocationProp {
+            kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
+            location,
+            ..CuMemAllocationProp::default()
+        };
+        // SAFETY: the part is mapped, no code uses its memory, and the output is writable.
+        app.current(|f| unsafe {
+            let mut handle = 0;
+            check(f.mem_unmap().expect("VMM")(at, size));
+            check(f.mem_create().expect("VMM")(&mut handle, size, &properties, 0));
+            check(f.mem_map().expect("VMM")(at, size, 0, handle, 0));
+            check(f.mem_release().expect("VMM")(handle));
+        });
     }
 
     pub(crate) fn end(self, app: &mut App, parts: &[Option<bool>]) {

@@ -187,7 +187,7 @@ impl Monitor for ImportMonitor {
         self.watcher.unsubscribe(range);
     }
 
-    fn valid(&self, _: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, _: &Allocation) -> Result<bool> {
         Ok(true)
     }
 }

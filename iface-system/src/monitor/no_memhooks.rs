@@ -82,7 +82,7 @@ impl Monitor for MemHooks {
         match *self {}
     }
 
-    fn valid(&self, _: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, _: &Allocation) -> Result<bool> {
         match *self {}
     }
 }

@@ -253,7 +253,7 @@ impl Monitor for SimulatedMonitor {
         self.0.subscriptions.remove(subscription);
     }
 
-    fn valid(&self, allocation: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, allocation: &Allocation) -> Result<bool> {
         Ok(self.0.query(allocation.base())?.as_ref() == Some(allocation))
     }
 }

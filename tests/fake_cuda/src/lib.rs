@@ -5,7 +5,8 @@
 //! in place of `libcuda.so.1`.
 //!
 //! - The CPU faults on device memory.
-//! - A freed address is reused at once. An identity is never reused.
+//! - A freed address is reused at once, and so is the handle of freed physical memory. An identity
+//!   is never reused.
 //! - A dma-buf begins where the exported range does, and holds the bytes of the device. It is a
 //!   genuine one where `/dev/udmabuf` can be opened, and a memory file otherwise.
 //! - Every call can be made to fail.
@@ -228,11 +229,11 @@ impl FakeDriver {
         self.with(|state| std::mem::take(&mut state.flushed).into_iter().map(CuContext).collect())
     }
 
-    /// Returns the number of attempts to make an unknown context current. `cuda.h` leaves them
-    /// undefined.
+    /// Returns the number of calls that `cuda.h` leaves undefined: attempts to make an unknown
+    /// context current, and releases of a handle that is not valid.
     #[must_use]
-    pub fn strangers(&self) -> u64 {
-        self.with(|state| state.strangers)
+    pub fn undefined_calls(&self) -> u64 {
+        self.with(|state| state.undefined_calls)
     }
 
     /// Returns the calling thread's stack of contexts. The current context is the last one.

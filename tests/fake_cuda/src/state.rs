@@ -175,13 +175,15 @@ pub(crate) struct State {
     /// Contexts in which inbound writes were flushed since
     /// [`FakeDriver::flushed`](crate::FakeDriver::flushed) was last called.
     pub(crate) flushed: Vec<usize>,
-    /// Number of attempts to make an unknown context current.
-    pub(crate) strangers: u64,
+    /// Number of calls that `cuda.h` leaves undefined.
+    pub(crate) undefined_calls: u64,
     pub(crate) hold: Option<Hold>,
     /// Allocation that queries shall report as unknown: its base, and the number of queries before
     /// that.
     pub(crate) forgotten: Option<(u64, u64)>,
     next_handle: usize,
+    /// Numbers of freed handles of physical memory, with the most recently freed at the end.
+    pub(crate) free_physical_handles: Vec<u64>,
     next_id: u64,
     next_address: u64,
     /// Start and length of the free part of the block for small allocations.
@@ -208,10 +210,11 @@ impl State {
             events: HashMap::new(),
             used: vec![0; profile.devices as usize],
             flushed: Vec::new(),
-            strangers: 0,
+            undefined_calls: 0,
             hold: None,
             forgotten: None,
             next_handle: 0x1000,
+            free_physical_handles: Vec::new(),
             // Identities are unique in the process, even across drivers that run one after the
             // other.
             next_id: generation << 32 | 1,
@@ -277,6 +280,12 @@ impl State {
     pub(crate) fn handle(&mut self) -> usize {
         self.next_handle += 0x10;
         self.next_handle
+    }
+
+    /// Returns a number for a handle of physical memory. Reuses the numbers of freed handles at
+    /// once.
+    pub(crate) fn take_physical_handle(&mut self) -> u64 {
+        self.free_physical_handles.pop().unwrap_or_else(|| self.handle() as u64)
     }
 
     pub(crate) fn identity(&mut self) -> u64 {

@@ -158,7 +158,7 @@ impl Monitor for MemHooks {
         self.hooks.unsubscribe(subscription);
     }
 
-    fn valid(&self, _: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, _: &Allocation) -> Result<bool> {
         Ok(true)
     }
 }

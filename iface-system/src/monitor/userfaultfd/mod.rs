@@ -492,7 +492,7 @@ impl Monitor for UserFaultFd {
         self.watched.subscribers.remove(entry);
     }
 
-    fn valid(&self, _: &Allocation) -> Result<bool> {
+    fn valid(&self, _: &Subscription, _: &Allocation) -> Result<bool> {
         Ok(true)
     }
 }

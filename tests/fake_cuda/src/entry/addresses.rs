@@ -68,6 +68,10 @@ driver! {
         size: *mut usize,
         pointer: CuDevicePtr
     ) {
+        // `cuda.h` lists INVALID_CONTEXT among the codes of this call.
+        if state.profile.queries_need_context {
+            state.current()?;
+        }
         // A recorded run of the real library shows: a failed call zeroes its outputs.
         let known = match state.around(pointer) {
             Some((_, allocation)) if allocation.kind == Kind::Reservation => {

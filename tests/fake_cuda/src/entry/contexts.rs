@@ -91,7 +91,7 @@ driver! {
 
     fn cuCtxPushCurrent_v2(state, context: CuContext) {
         if !state.contexts.contains_key(&context.0) {
-            state.strangers += 1;
+            state.undefined_calls += 1;
             return Err(CuResult::CUDA_ERROR_INVALID_CONTEXT);
         }
         state.stack(|stack| stack.push(context.0));

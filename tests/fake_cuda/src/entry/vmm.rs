@@ -78,15 +78,21 @@ driver! {
         let file = hmem_fake_common::memory_file(len);
         let file = file.map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
         state.used[number as usize] = used;
-        let id = state.handle() as u64;
+        let id = state.take_physical_handle();
         let made = Physical { file, len, properties, references: 1, mappings: 0 };
         state.physical.insert(id, made);
         put(handle, id)
     }
 
     fn cuMemRelease(state, handle: CuMemHandle) {
-        let known = state.physical.get_mut(&handle).filter(|known| known.references > 0);
-        known.ok_or(INVALID_VALUE)?.references -= 1;
+        match state.physical.get_mut(&handle).filter(|known| known.references > 0) {
+            Some(known) => known.references -= 1,
+            None => {
+                // `cuda.h`: "If handle is not a valid handle the behavior is undefined."
+                state.undefined_calls += 1;
+                return Err(INVALID_VALUE);
+            }
+        }
         forget_physical(state, handle);
         Ok(())
     }
@@ -102,10 +108,11 @@ driver! {
         let len = size as u64;
         let physical = state.physical.get(&handle).filter(|known| known.references > 0);
         let physical = physical.ok_or(INVALID_VALUE)?;
-        // `cuda.h`: "Note: currently must be zero", about the offset. Unspecified, so the fake
-        // decides: a mapping holds a whole handle.
-        let is_whole = offset == 0 && len == physical.len;
-        if flags != 0 || !is_whole || !pointer.is_multiple_of(GRANULARITY) {
+        // `cuda.h`: "Note: currently must be zero", about the offset, and: ptr and size "must be a
+        // multiple" of the granularity. A mapping may hold the first part of a handle.
+        let is_aligned = pointer.is_multiple_of(GRANULARITY) && len.is_multiple_of(GRANULARITY);
+        let is_inside = offset == 0 && len != 0 && len <= physical.len;
+        if flags != 0 || !is_inside || !is_aligned {
             return Err(INVALID_VALUE);
         }
         let (start, reservation) = state.around(pointer).ok_or(INVALID_VALUE)?;
@@ -186,11 +193,13 @@ driver! {
     }
 }
 
-/// Frees a handle's physical memory if no reference and no mapping is left.
+/// Frees a handle's physical memory if no reference and no mapping is left. Unspecified, so the
+/// fake decides: the next memory gets the number of the handle.
 fn forget_physical(state: &mut State, handle: CuMemHandle) {
     let Some(known) = state.physical.get(&handle) else { return };
     if known.references == 0 && known.mappings == 0 {
         state.used[known.properties.location.id as usize] -= known.len;
         state.physical.remove(&handle);
+        state.free_physical_handles.push(handle);
     }
 }
