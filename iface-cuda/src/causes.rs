@@ -44,8 +44,14 @@ pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         cause: "the range was mapped by hand (VMM, expandable segments) from physical memory that \
                 was not created for RDMA, or spans a hole between two mappings",
+        // PyTorch sets the flag where the device has GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED. Its
+        // pull request 153261 was merged in May 2025, between the branches of 2.7 and 2.8, and
+        // 189941 in July 2026, between those of 2.13 and 2.14.
         remedy: "create the physical memory as RDMA capable (gpuDirectRDMACapable = 1 in \
-                 CUmemAllocationProp); in PyTorch, turn expandable_segments off",
+                 CUmemAllocationProp; the attribute IS_GPU_DIRECT_RDMA_CAPABLE of a pointer shows \
+                 it); PyTorch does so for expandable segments from 2.8 on (pull request 153261) \
+                 and for symmetric memory from 2.14 on (189941), without a setting: update it, or \
+                 leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
         ..RefusalCause::VMM_RANGE
     },
     RefusalCause {
@@ -98,3 +104,18 @@ pub const CAUSES: &[RefusalCause] = &[
     // matches the kind Unavailable.
     RefusalCause { answers: &[Answer::Driver(&[101])], ..RefusalCause::DEVICE_LOST },
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// DIAG-03
+    #[test]
+    fn vmm_range_remedy_names_the_pytorch_release_and_the_attribute_to_check() {
+        let named = |rule: &&RefusalCause| rule.name == RefusalCause::VMM_RANGE.name;
+        let rule = CAUSES.iter().find(named).expect("a rule");
+        for word in ["PyTorch", "2.8", "153261", "IS_GPU_DIRECT_RDMA_CAPABLE"] {
+            assert!(rule.remedy.contains(word), "{word}: {}", rule.remedy);
+        }
+    }
+}
