@@ -320,6 +320,7 @@ pub struct PerfArgs {
 
 /// Operation that `hmem perf` measures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum PerfOp {
     /// RMA writes into the server's memory.

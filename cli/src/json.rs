@@ -1,8 +1,9 @@
 //! The parts that the JSON documents of several commands share.
 //!
 //! `docs/check-schema.md`, `docs/explain-schema.md`, `docs/perf-schema.md` and
-//! `docs/topo-schema.md` describe every field. New fields keep the schema number. A removed or
-//! changed field gets a new number.
+//! `docs/topo-schema.md` describe every field. The JSON Schemas beside them are generated from the
+//! types (`HMEM_BLESS=1 cargo test -p hmem-cli schema` rewrites them). New fields keep the schema
+//! number. A removed or changed field gets a new number.
 
 use std::{
     borrow::Cow,
@@ -19,6 +20,7 @@ pub const SCHEMA: u32 = 2;
 
 /// A path that the path decision tried, and the outcome.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Attempt {
     /// The name of the path, such as `dma-buf`.
     pub path: Cow<'static, str>,
@@ -98,6 +100,7 @@ pub fn needed_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a str {
 
 /// An entry for an unavailable or unchecked device, NIC or combination, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Skipped {
     /// The name of the unavailable or unchecked item.
     pub what: String,

@@ -37,6 +37,8 @@ mod probe;
 pub mod problem;
 mod program;
 mod progress;
+#[cfg(test)]
+mod schema;
 pub mod table;
 pub mod topo;
 

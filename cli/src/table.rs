@@ -316,7 +316,7 @@ impl Table {
         table.with(Padding::new(gap, 0, 0, 0)).modify(Columns::first(), Padding::new(2, 0, 0, 0));
         let right = Settings::new(Alignment::right(), AlignmentStrategy::PerLine);
         for column in &self.numbers {
-            table.modify(Columns::one(*column), right.clone());
+            table.modify(Columns::one(*column), right);
         }
         if style.color {
             table.modify(Rows::first(), Paint::new(BOLD, RESET));

@@ -1,8 +1,9 @@
 //! `hmem explain` and the distances of `hmem info`: the built command, and machines with a recorded
 //! topology.
 
+mod hmem_process;
+
 use std::{
-    collections::BTreeSet,
     process::{Command, Output},
     sync::Arc,
 };
@@ -22,9 +23,8 @@ use hmem_cli::{
     problem::Problem,
     table::Style,
 };
+use hmem_process::schema;
 use serde_json::Value;
-
-const SCHEMA: &str = include_str!("../../docs/explain-schema.md");
 
 fn hmem(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
@@ -47,43 +47,6 @@ fn json(output: &Output, code: i32) -> Value {
 fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
     value[name].as_array().unwrap_or_else(|| panic!("{name} is no array"))
 }
-
-/// Asserts that a JSON object has exactly these fields, and that the schema document lists them.
-fn matches(object: &Value, fields: &[&str]) {
-    let names: BTreeSet<_> =
-        object.as_object().expect("an object").keys().map(String::as_str).collect();
-    assert_eq!(names, fields.iter().copied().collect(), "{object}");
-    for name in fields {
-        assert!(SCHEMA.contains(&format!("`{name}`")), "{name} is not in docs/explain-schema.md");
-    }
-}
-
-const ENTRY: [&str; 14] = [
-    "iface",
-    "device",
-    "kind",
-    "size",
-    "provider",
-    "nic",
-    "policy",
-    "p2p_disabled",
-    "path",
-    "mapping",
-    "reason",
-    "remedies",
-    "trace",
-    "wiring",
-];
-const WIRING: [&str; 7] = [
-    "device_pci_bus_id",
-    "nic_pci_bus_id",
-    "topo_path",
-    "unknown",
-    "iommu",
-    "largest_bar",
-    "findings",
-];
-const TOPO_PATH: [&str; 5] = ["distance", "numa_unknown", "hops", "redirection", "ports"];
 
 /// DIAG-01
 #[test]
@@ -108,18 +71,15 @@ fn unavailable_nic_of_a_selected_provider_is_listed() {
 
 /// DIAG-01, P2P-03
 #[test]
-fn explain_shows_the_path_of_every_pair_in_the_documented_json() {
+fn explain_shows_the_path_of_every_pair() {
     let document = json(&hmem(&["explain", "--json"], &[]), 0);
-    matches(&document, &["schema", "version", "explanations", "skipped"]);
-    assert_eq!(document["schema"], 2);
+    schema::matches("explain", &document);
     let explanations = list(&document, "explanations");
     let info = json(&hmem(&["info", "--json"], &[]), 0);
     let (devices, nics) = (list(&info, "devices"), list(&info, "providers"));
     let simulated = devices.iter().filter(|device| device["software"] == true).count();
     assert!(explanations.len() >= (simulated + 1) * nics.len());
     for entry in explanations {
-        matches(entry, &ENTRY);
-        matches(&entry["wiring"], &WIRING);
         let trace = list(entry, "trace");
         assert!(
             trace
@@ -328,6 +288,7 @@ fn explain_names_the_nearer_nic_and_the_small_bar() {
     let arguments = ExplainArgs { iface: Some("simulated".into()), ..ExplainArgs::default() };
     let report = explain(&dgx(), &arguments).unwrap();
     let document = serde_json::to_value(&report).unwrap();
+    schema::matches("explain", &document);
     let entries = list(&document, "explanations");
     assert_eq!(entries.len(), 4);
     let of = |device: u32, nic: &str| {
@@ -337,12 +298,8 @@ fn explain_names_the_nearer_nic_and_the_small_bar() {
             .expect("an entry")
     };
     for entry in entries {
-        matches(&entry["wiring"]["topo_path"], &TOPO_PATH);
         assert_eq!(entry["wiring"]["largest_bar"], 64_u64 << 30);
         assert_eq!(entry["wiring"]["iommu"], "passthrough");
-        list(&entry["wiring"], "findings")
-            .iter()
-            .for_each(|finding| matches(finding, &["name", "what", "remedy"]));
     }
     let findings = |entry: &Value| -> Vec<(String, String)> {
         let findings = list(&entry["wiring"], "findings").iter();

@@ -12,6 +12,7 @@ use crate::{
 
 /// The result of a fetch-add on the checked memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Atomic {
     /// The fetch-add was not tried.
@@ -25,6 +26,7 @@ pub enum Atomic {
 
 /// The result of one combination of memory, NIC and path.
 #[derive(Clone, Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Row {
     /// The iface of the memory.
     pub iface: String,
@@ -57,6 +59,7 @@ pub struct Row {
 
 /// The results of a check.
 #[derive(Clone, Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Report {
     /// The version of the JSON schema.
     pub schema: u32,

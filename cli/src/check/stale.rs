@@ -26,6 +26,7 @@ use crate::{
 
 /// The result of the check of one cache monitor.
 #[derive(Clone, Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct StaleRow {
     /// The iface of the memory.
     pub iface: String,

@@ -23,6 +23,7 @@ use crate::{
 
 /// The outcome of the registration of one pointer.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct PointerEntry {
     /// The iface that the registration names.
     pub iface: String,

@@ -15,6 +15,7 @@ use crate::{
 
 /// Explanations of all selected pairs.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Report {
     /// The version of the JSON schema.
     pub schema: u32,
@@ -35,6 +36,7 @@ pub struct Report {
 
 /// The explanation of the path between one memory and one NIC.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Entry {
     /// The iface of the memory.
     pub iface: String,
@@ -68,6 +70,7 @@ pub struct Entry {
 
 /// The wiring between a device and a NIC.
 #[derive(Debug, Default, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Wiring {
     /// The PCI address of the device; null if it has none.
     pub device_pci_bus_id: Option<String>,
@@ -88,6 +91,7 @@ pub struct Wiring {
 
 /// An obstacle to direct access in the wiring, such as an enabled IOMMU.
 #[derive(Clone, Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct FindingEntry {
     /// The name of the obstacle, such as `acs`.
     pub name: &'static str,

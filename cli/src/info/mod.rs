@@ -22,6 +22,7 @@ use crate::{
 
 /// The ifaces, devices, NICs and settings of a machine.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Inventory {
     /// The version of the JSON schema.
     pub schema: u32,
@@ -49,6 +50,7 @@ pub struct Inventory {
 
 /// An iface, with its availability and features.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct IfaceEntry {
     /// The name under which the iface is registered.
     pub name: String,
@@ -71,6 +73,7 @@ pub struct IfaceEntry {
 
 /// The settings of the registration caches.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct CacheEntry {
     /// The setting that disables caching; null if caching is on.
     pub disabled_by: Option<&'static str>,
@@ -91,6 +94,7 @@ pub struct CacheEntry {
 
 /// The cache monitor of host memory, with the reason for the choice.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct CacheMonitorEntry {
     /// The monitor that the environment requests; `auto` by default.
     pub requested: &'static str,
@@ -106,6 +110,7 @@ pub struct CacheMonitorEntry {
 
 /// The cache monitor of one device iface's memory.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct DeviceMonitorEntry {
     /// The name of the iface that owns the watched memory.
     pub iface: String,
@@ -122,6 +127,7 @@ pub struct DeviceMonitorEntry {
 
 /// The state of GDRCopy. Without GDRCopy, CPU access to CUDA memory uses the driver's copies.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct GdrcopyEntry {
     /// The file name of the GDRCopy library.
     pub library: &'static str,
@@ -138,6 +144,7 @@ pub struct GdrcopyEntry {
 
 /// A monitor of host memory that the command tried, and the outcome.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct MonitorCandidateEntry {
     /// The name of the monitor.
     pub name: &'static str,
@@ -152,6 +159,7 @@ pub struct MonitorCandidateEntry {
 
 /// A device of an iface.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct DeviceEntry {
     /// The name of the iface that the device belongs to.
     pub iface: String,
@@ -169,6 +177,7 @@ pub struct DeviceEntry {
 
 /// The attributes of one NIC.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct NicEntry {
     /// The name of the NIC's provider.
     pub provider: String,
@@ -213,6 +222,7 @@ pub struct NicEntry {
 
 /// The path from host memory or one device to one NIC.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct P2pEntry {
     /// The name of the iface that owns the memory.
     pub iface: String,

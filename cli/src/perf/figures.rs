@@ -13,6 +13,7 @@ const WORDS: usize = 400;
 
 /// The memory and the NIC of one side, and the path between them.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Side {
     /// The iface of the memory.
@@ -68,6 +69,7 @@ impl Side {
 
 /// The bandwidth with many transfers in flight.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Bandwidth {
     /// Maximum number of transfers in flight.
@@ -93,6 +95,7 @@ impl Bandwidth {
 
 /// Times of single transfers from post to completion, in microseconds.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Latency {
     /// Number of transfers in the measurement.
@@ -129,6 +132,7 @@ impl Latency {
 
 /// The write ordering of the registrations of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Order {
     /// The default of registrations.
@@ -148,6 +152,7 @@ impl From<Order> for WriteOrdering {
 
 /// The gain of relaxed over strict ordering, for one transfer size. 0.1 means 10 % better.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Gain {
     /// The gain in bandwidth; null if it was not measured.
@@ -170,6 +175,7 @@ impl Gain {
 
 /// The measurements of one transfer size.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Row {
     /// Size of a transfer, in bytes.

@@ -20,6 +20,7 @@ use crate::{
 
 /// The side that printed the report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
     /// The client, which posted and timed the transfers.
@@ -30,6 +31,7 @@ pub enum Role {
 
 /// The results of a measurement.
 #[derive(Clone, Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Report {
     /// The version of the JSON schema.
     pub schema: u32,

@@ -11,6 +11,7 @@ use crate::json::SCHEMA;
 
 /// The wiring of a machine.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Report {
     /// The version of the JSON schema.
     pub schema: u32,
@@ -34,6 +35,7 @@ pub struct Report {
 
 /// The properties of the kernel that decide paths.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct KernelEntry {
     /// The kernel release, as `uname -r` prints it; null if unknown.
     pub release: Option<String>,
@@ -52,6 +54,7 @@ pub struct KernelEntry {
 
 /// The version and variant of the NVIDIA kernel driver.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct NvidiaEntry {
     /// The version of the driver.
     pub version: String,
@@ -61,6 +64,7 @@ pub struct NvidiaEntry {
 
 /// A NUMA node and its processors.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct NodeEntry {
     /// The number of the node.
     pub node: u32,
@@ -70,6 +74,7 @@ pub struct NodeEntry {
 
 /// The properties of a PCI function and its place in the PCIe tree.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct FunctionEntry {
     /// The PCI address of the function.
     pub pci_bus_id: String,
@@ -108,6 +113,7 @@ pub struct FunctionEntry {
 
 /// The speed and width of a PCIe link.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct LinkEntry {
     /// The current speed, in gigatransfers per second; null while the link is down.
     pub speed: Option<f64>,
@@ -121,6 +127,7 @@ pub struct LinkEntry {
 
 /// A base address register (BAR) of a PCI function.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct BarEntry {
     /// The number of the BAR.
     pub index: u8,
@@ -136,6 +143,7 @@ pub struct BarEntry {
 
 /// An RDMA device, its ports and its nearest accelerators.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct RdmaEntry {
     /// The name of the RDMA device.
     pub name: String,
@@ -149,6 +157,7 @@ pub struct RdmaEntry {
 
 /// The state of one port of an RDMA device.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct PortEntry {
     /// The number of the port.
     pub port: u32,
@@ -162,6 +171,7 @@ pub struct PortEntry {
 
 /// The PCIe path between two functions, with its ends.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct PathEntry {
     /// The PCI address of the accelerator at one end of the PCIe route.
     pub from: String,
@@ -176,6 +186,7 @@ pub struct PathEntry {
 
 /// A PCIe path between two functions, with its distance and steps.
 #[derive(Clone, Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct TopoPathEntry {
     /// The distance, as `nvidia-smi topo` names it.
     pub distance: &'static str,
