@@ -9,7 +9,7 @@
 //! ```
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -273,8 +273,8 @@ unsafe impl ProviderDomain for CopyDomain {
         };
         state.endpoints.insert(id, endpoint);
         let (domain, depth, fabric) = (self.id, attr.depth, Arc::clone(&self.fabric));
-        let nic = self.attr.clone();
-        Ok(Arc::new(CopyEndpoint { id, domain, nic, auth_key, depth, tx_cq, fabric }))
+        let (nic, peers) = (self.attr.clone(), Mutex::default());
+        Ok(Arc::new(CopyEndpoint { id, domain, nic, auth_key, depth, tx_cq, peers, fabric }))
     }
 
     fn live(&self) -> LiveObjects {
@@ -333,10 +333,16 @@ struct CopyEndpoint {
     auth_key: AuthKey,
     depth: usize,
     tx_cq: CopyQueue,
+    /// The ids of the resolved peers.
+    peers: Mutex<BTreeSet<u64>>,
     fabric: Arc<Fabric>,
 }
 
 impl CopyEndpoint {
+    fn peers(&self) -> MutexGuard<'_, BTreeSet<u64>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Executes a request with local memory, and queues its completion. The call fails if the queue
     /// is full of unread completions or a local segment is invalid. The completion reports every
     /// other error.
@@ -366,11 +372,19 @@ impl ProviderEndpoint for CopyEndpoint {
         let id = name.0.strip_prefix(&MAGIC).and_then(|id| id.try_into().ok());
         let id = id.ok_or_else(|| refused(ErrorKind::Malformed, "resolve"))?;
         let peer = PeerId(u64::from_le_bytes(id));
-        self.fabric.lock().endpoint(peer).map(|_| peer)
+        self.fabric.lock().endpoint(peer)?;
+        self.peers().insert(peer.0);
+        Ok(peer)
     }
 
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
-        let (mut state, peer) = (self.fabric.lock(), request.peer);
+        let peer = request.peer;
+        let is_receive = matches!(request.operation, Operation::Receive { .. });
+        if !is_receive && !self.peers().contains(&peer.0) {
+            return Err(refused(ErrorKind::InvalidArgument, "post")
+                .remedy("name a peer that this endpoint has resolved"));
+        }
+        let mut state = self.fabric.lock();
         let state = &mut *state;
         match request.operation {
             Operation::Write { remote } => {

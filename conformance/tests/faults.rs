@@ -391,6 +391,8 @@ enum ProviderFault {
     LeakedRegion,
     /// Fault: a post to a full queue reports success, and its completion is lost.
     Overrun,
+    /// Fault: a post to a peer that the endpoint did not resolve reports success.
+    AnyPeer,
 }
 
 /// The software NIC, with one deliberate fault.
@@ -472,7 +474,10 @@ unsafe impl ProviderDomain for FaultyDomain {
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
         let endpoint = self.domain.open_endpoint(attr)?;
         Ok(match self.fault {
-            ProviderFault::Overrun => Arc::new(OverrunEndpoint(endpoint)),
+            ProviderFault::Overrun => Arc::new(AcceptingEndpoint(endpoint, ErrorKind::Again)),
+            ProviderFault::AnyPeer => {
+                Arc::new(AcceptingEndpoint(endpoint, ErrorKind::InvalidArgument))
+            }
             _ => endpoint,
         })
     }
@@ -541,11 +546,12 @@ impl Windows for FaultyDomain {
     }
 }
 
-/// An endpoint of the software NIC, with the fault [`ProviderFault::Overrun`].
+/// An endpoint of the software NIC that reports success for posts that fail with an error of this
+/// kind.
 #[derive(Debug)]
-struct OverrunEndpoint(Arc<dyn ProviderEndpoint>);
+struct AcceptingEndpoint(Arc<dyn ProviderEndpoint>, ErrorKind);
 
-impl ProviderEndpoint for OverrunEndpoint {
+impl ProviderEndpoint for AcceptingEndpoint {
     fn name(&self) -> EndpointName {
         self.0.name()
     }
@@ -557,7 +563,7 @@ impl ProviderEndpoint for OverrunEndpoint {
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
         // SAFETY: the caller upholds the contract of `post`, which is the inner endpoint's.
         match unsafe { self.0.post(request) } {
-            Err(error) if error.kind() == ErrorKind::Again => Ok(()),
+            Err(error) if error.kind() == self.1 => Ok(()),
             posted => posted,
         }
     }
@@ -612,6 +618,7 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
         (ProviderFault::WiderRights, "peers_get_the_rights_of_the_key_and_no_others"),
         (ProviderFault::LeakedRegion, "closed_region_is_unreachable"),
         (ProviderFault::Overrun, "posting_until_again_loses_no_completion"),
+        (ProviderFault::AnyPeer, "peer_of_another_endpoint_is_refused"),
     ] {
         let [failed, _] = run_provider(fault);
         assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");

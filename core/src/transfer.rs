@@ -95,7 +95,8 @@ impl fmt::Debug for EndpointName {
     }
 }
 
-/// A resolved peer (`fi_addr_t`). Valid only on the endpoint that resolved the peer's name.
+/// A resolved peer (`fi_addr_t`). Valid only on the endpoint that resolved the peer's name: every
+/// other endpoint refuses posts to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PeerId(pub u64);
 
@@ -288,7 +289,8 @@ pub struct WorkRequest<'a> {
     pub operation: Operation<'a>,
     /// The local memory. The segments form one sequence of bytes.
     pub local: &'a [LocalSegment],
-    /// The peer to transfer with. Receives and window operations ignore it.
+    /// The peer to transfer with, as the endpoint's `resolve` returned it. Receives and window
+    /// operations ignore it.
     pub peer: PeerId,
     /// A number that the application chooses. The completion of the request returns it.
     pub context: u64,

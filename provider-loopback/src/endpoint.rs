@@ -51,12 +51,25 @@ pub(super) struct EndpointState {
     peers: RwLock<Peers>,
 }
 
-/// The peers of an endpoint: the endpoints that it has resolved. A [`PeerId`] is an index in the
-/// list.
-#[derive(Debug, Default)]
+/// The peers of an endpoint: the endpoints that it has resolved.
+#[derive(Debug)]
 struct Peers {
+    /// The [`PeerId`] of the first peer, a random number. Later peers have the next numbers. So an
+    /// endpoint does not take a peer of another endpoint for its own.
+    first: u64,
     known: Vec<(u64, Weak<EndpointState>)>,
     by_endpoint: HashMap<u64, usize>,
+}
+
+impl Peers {
+    fn new() -> Result<Self> {
+        Ok(Self { first: keys::random()?, known: Vec::new(), by_endpoint: HashMap::new() })
+    }
+
+    #[inline]
+    fn get(&self, peer: PeerId) -> Option<&(u64, Weak<EndpointState>)> {
+        self.known.get(usize::try_from(peer.0.wrapping_sub(self.first)).ok()?)
+    }
 }
 
 impl EndpointState {
@@ -85,7 +98,7 @@ impl EndpointState {
             posted: Mutex::default(),
             running: ReentrantMutex::default(),
             inbox: Inbox::new(depth, domain.nic.config.unexpected_bytes),
-            peers: RwLock::default(),
+            peers: RwLock::new(Peers::new()?),
         });
         fabric.endpoints.write().insert(endpoint.life.id, Arc::downgrade(&endpoint));
         endpoints.add(&endpoint);
@@ -109,24 +122,30 @@ impl EndpointState {
         if at == next {
             peers.known.push((peer.id(), Arc::downgrade(peer)));
         }
-        PeerId(at as u64)
+        PeerId(peers.first.wrapping_add(at as u64))
     }
 
     /// Returns the open endpoint of a peer.
     ///
     /// # Errors
-    /// Unreachable: the peer is closed or was not resolved.
+    /// Unreachable: the peer is closed.
     #[inline]
     pub(super) fn peer(&self, peer: PeerId) -> Result<Arc<Self>> {
-        let known = |peers: &Peers| peers.known.get(peer.0 as usize)?.1.upgrade();
+        let known = |peers: &Peers| peers.get(peer)?.1.upgrade();
         let open = known(&self.peers.read()).filter(|peer| !peer.is_closed());
         open.ok_or_else(|| unreachable_peer(peer))
     }
 
-    /// Returns the number of a peer's endpoint, which is unique on the fabric, or `None` if the
-    /// peer was not resolved.
-    fn peer_endpoint(&self, peer: PeerId) -> Option<u64> {
-        Some(self.peers.read().known.get(peer.0 as usize)?.0)
+    /// Returns the number of a peer's endpoint, which is unique on the fabric.
+    ///
+    /// # Errors
+    /// InvalidArgument: this endpoint did not resolve the peer.
+    #[inline]
+    fn peer_endpoint(&self, peer: PeerId) -> Result<u64> {
+        let found = self.peers.read().get(peer).map(|(endpoint, _)| *endpoint);
+        found.ok_or_else(|| {
+            invalid("name a peer that this endpoint has resolved").context("peer", peer.0)
+        })
     }
 
     /// Adds a request to the posted requests, or a receive to the inbox. Reserves an entry of the
@@ -136,7 +155,7 @@ impl EndpointState {
     /// - BadState: the endpoint is closed.
     /// - Again: the endpoint has as many requests as its depth, or the completion queue is full.
     /// - The errors of [`request::work`] and [`request::local_parts`].
-    /// - InvalidArgument: a receive names a peer that was not resolved.
+    /// - InvalidArgument: the request names a peer that this endpoint did not resolve.
     pub(super) fn submit(&self, request: &WorkRequest<'_>) -> Result<()> {
         if self.is_closed() {
             return Err(closed());
@@ -144,13 +163,7 @@ impl EndpointState {
         self.domain.nic.config.faults.enter(Call::Post)?;
         if let Operation::Receive { tag, from } = &request.operation {
             let (local, capacity) = request::local_parts(&self.domain, request.local)?;
-            let from = match from {
-                Some(peer) => Some(
-                    self.peer_endpoint(*peer)
-                        .ok_or_else(|| invalid("name a peer that this endpoint has resolved"))?,
-                ),
-                None => None,
-            };
+            let from = from.map(|peer| self.peer_endpoint(peer)).transpose()?;
             let receive =
                 Receive { local, capacity, tag: *tag, from, context: request.context, number: 0 };
             self.rx.reserve()?;
@@ -162,6 +175,9 @@ impl EndpointState {
             }
         } else {
             let work = request::work(&self.domain, request)?;
+            if work.task.window().is_none() {
+                self.peer_endpoint(request.peer)?;
+            }
             let mut posted = self.posted.lock();
             if self.is_closed() {
                 return Err(closed());
@@ -379,7 +395,7 @@ pub(super) fn unreachable_peer(peer: PeerId) -> Error {
     Error::new(ErrorKind::Unreachable, "transfer")
         .provider("loopback")
         .context("peer", peer.0)
-        .remedy("resolve the name of an open endpoint first: the peer is closed or not resolved")
+        .remedy("resolve the name of an open endpoint first: the peer is closed")
 }
 
 pub(super) fn canceled_request() -> Error {

@@ -11,7 +11,7 @@ use std::{
 use hmem_core::{
     Errno, ErrorKind, MrMode, Result,
     provider::CompletionQueue,
-    transfer::{Completion, CompletionKind, Operation, PeerId, RemoteSegment},
+    transfer::{Completion, CompletionKind, Operation, RemoteSegment},
 };
 use hmem_provider_loopback::{Call, Faults, Loopback, Progress};
 use support::*;
@@ -170,14 +170,17 @@ fn threads_that_post_until_again_lose_no_completion() {
     for by in [Progress::Thread, Progress::ByHand] {
         let provider = Loopback::builder().progress(by).build().unwrap();
         let (one, other) = shared(&provider, 5);
+        let gone = End::with(&one.domain, |_| ());
+        let closed = [&one, &other].map(|end| end.peer(&gone));
+        gone.endpoint.close().unwrap();
         let mut seen = vec![0; 2 * EACH as usize];
         thread::scope(|scope| {
-            for (end, first) in [(&one, 0), (&other, EACH)] {
+            for (end, first, closed) in [(&one, 0, closed[0]), (&other, EACH, closed[1])] {
                 scope.spawn(move || {
                     let to = end.peer(end);
                     for context in first..first + EACH {
                         // In turn: a send that fails, a receive, and a send for that receive.
-                        let peer = if context % 3 == 0 { PeerId(99) } else { to };
+                        let peer = if context % 3 == 0 { closed } else { to };
                         let operation = || if context % 3 == 1 { RECEIVE } else { SEND };
                         while let Err(error) = end.post(operation(), &[], peer, context) {
                             assert_eq!(error.kind(), ErrorKind::Again, "{error}");

@@ -8,10 +8,13 @@ mod waiting_copies;
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, Address, AddressRange, ErrorKind, MrMode, Result,
+    Access, Address, AddressRange, Addressing, ErrorKind, Iova, MrMode, RemoteKey, Result,
     counter::Counter,
     provider::{Backing, Piece, ProviderEndpoint, StagedMemory},
-    transfer::{Completion, CompletionKind, LocalSegment, Operation, PeerId},
+    transfer::{
+        AtomicOp, AtomicType, Completion, CompletionKind, LocalSegment, Operation, PeerId,
+        RemoteSegment,
+    },
 };
 use hmem_provider_loopback::{Call, Faults, Loopback, Progress};
 use support::*;
@@ -338,6 +341,33 @@ fn post_beyond_the_queue_depth_fails_with_again() {
 }
 
 #[test]
+fn request_that_names_the_peer_of_another_endpoint_is_refused() {
+    let pair = pair();
+    let buffer = Buffer::new(8);
+    let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 8, 1);
+    let remote = RemoteSegment { address: Iova(0), len: 8, key: &key };
+    let list = [remote];
+    let (op, datatype) = (AtomicOp::Sum, AtomicType::U64);
+    let other = End::with(&pair.here.domain, |_| ());
+    let known = other.peer(&pair.there);
+    for peer in [PeerId(0), PeerId(u64::MAX), pair.to, PeerId(known.0.wrapping_add(1))] {
+        for operation in [
+            Operation::Write { remote: &list },
+            Operation::WriteImmediate { remote: &list, data: 1 },
+            Operation::Read { remote: &list },
+            send(None),
+            Operation::SendImmediate { tag: None, data: 1 },
+            Operation::Atomic { op, datatype, remote, result: None, compare: None },
+            Operation::Receive { tag: None, from: Some(peer) },
+        ] {
+            let error = other.post(operation, &[buffer.whole()], peer, 1).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{operation:?}: {error}");
+        }
+    }
+    other.run(send(None), &[buffer.whole()], known).unwrap();
+}
+
+#[test]
 fn counters_count_successes_and_errors() {
     let provider = Loopback::builder().build().unwrap();
     let domain = domain(&provider, MrMode::empty());
@@ -353,7 +383,10 @@ fn counters_count_successes_and_errors() {
     end.post(send(None), &[Buffer::new(1).whole()], to, 3).unwrap();
     let big = Buffer::new(2);
     end.post(send(None), &[big.whole()], to, 4).unwrap();
-    end.post(send(None), &[big.whole()], PeerId(99), 5).unwrap();
+    let gone = End::with(&domain, |_| ());
+    let closed = end.peer(&gone);
+    gone.endpoint.close().unwrap();
+    end.post(send(None), &[big.whole()], closed, 5).unwrap();
     assert_eq!(domain.manual_progress().unwrap().progress().unwrap(), 3);
     assert_eq!((tx.value(), tx.errors(), rx.value(), rx.errors()), (2, 1, 1, 1));
 }

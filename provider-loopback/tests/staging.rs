@@ -9,7 +9,7 @@ use std::{sync::Arc, time::Duration};
 use hmem_core::{
     Atomic, Errno, ErrorKind, Iova, RemoteKey,
     provider::{EndpointAttr, Provider, StagingAttr},
-    transfer::{AtomicOp, AtomicType, CompletionKind, PeerId, RemoteSegment},
+    transfer::{AtomicOp, AtomicType, CompletionKind, RemoteSegment},
 };
 use hmem_iface_system::{Call as DeviceCall, Simulated, Stepping};
 use hmem_provider_loopback::{Call, Faults, Loopback, Progress};
@@ -101,7 +101,7 @@ fn copy_engine_works_while_the_nic_copies_a_chunk() {
     // have begun, one for each staging buffer.
     let before = begun();
     let gate = faults.hold(Call::Chunk);
-    net.near.endpoint.write(&list, &remote, PeerId(0), 5).unwrap();
+    net.near.endpoint.write(&list, &remote, net.peer, 5).unwrap();
     gate.wait_held();
     assert_eq!(begun() - before, 4);
     assert_eq!(net.near.slots(), 4);
@@ -113,7 +113,7 @@ fn copy_engine_works_while_the_nic_copies_a_chunk() {
     // the device are pending. The NIC has not waited for them.
     let before = begun();
     let mut gate = faults.hold(Call::Chunk);
-    net.near.endpoint.read(&list, &remote, PeerId(0), 5).unwrap();
+    net.near.endpoint.read(&list, &remote, net.peer, 5).unwrap();
     for chunk in 0..4 {
         gate.wait_held();
         assert_eq!((begun() - before, net.device.pending_copies() as u64), (chunk, chunk));
@@ -177,7 +177,7 @@ fn failed_copy_of_a_message_fails_only_its_own_side() {
     for nth in 1..=10 {
         net.far.endpoint.receive(&[far.slice(0, len)], None, 6).unwrap();
         net.device.faults().fail_nth(DeviceCall::CopyAsync, nth, Errno(5));
-        net.near.endpoint.send(&[near.slice(0, len)], None, PeerId(0), 5).unwrap();
+        net.near.endpoint.send(&[near.slice(0, len)], None, net.peer, 5).unwrap();
         let (mut here, mut there) = net.complete(1, 0);
         net.device.faults().clear();
         net.assert_idle();
@@ -189,7 +189,7 @@ fn failed_copy_of_a_message_fails_only_its_own_side() {
         }
         failures[0] += 1;
         assert!(there.is_empty(), "the sender's failure ended the receive");
-        net.near.endpoint.send(&[near.slice(0, len)], None, PeerId(0), 5).unwrap();
+        net.near.endpoint.send(&[near.slice(0, len)], None, net.peer, 5).unwrap();
         let (mut here, mut there) = net.complete(1, 1);
         here.remove(0).result.unwrap();
         let received = there.remove(0).result;
@@ -277,7 +277,7 @@ fn atomics_on_staged_memory_are_refused_and_change_nothing() {
                 result: Some(host.slice(8, len)),
                 compare: op.compares().then(|| host.slice(16, len)),
             };
-            net.near.endpoint.atomic(&atomic, PeerId(0), 1).unwrap();
+            net.near.endpoint.atomic(&atomic, net.peer, 1).unwrap();
             let refused = net.complete(1, 0).0.remove(0).result.unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::Unsupported);
             assert!(refused.to_string().contains("the region is staged"), "{refused}");
@@ -329,9 +329,9 @@ proptest! {
         let gate = stop_at(&faults, at, || {
             let list = [staged.slice(0, len)];
             if read {
-                net.near.endpoint.read(&list, &remote, PeerId(0), 5).unwrap();
+                net.near.endpoint.read(&list, &remote, net.peer, 5).unwrap();
             } else {
-                net.near.endpoint.write(&list, &remote, PeerId(0), 5).unwrap();
+                net.near.endpoint.write(&list, &remote, net.peer, 5).unwrap();
             }
         });
         let Net { near, far: other, device, .. } = net;

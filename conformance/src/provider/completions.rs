@@ -5,7 +5,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hmem_core::{Access, ErrorKind, provider::Provider, transfer::CompletionKind};
+use hmem_core::{
+    Access, ErrorKind,
+    provider::{EndpointAttr, Provider},
+    transfer::CompletionKind,
+};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::link::{DEPTH, LOCAL, Link, REMOTE, Side, contents, eventually, remote};
@@ -29,6 +33,23 @@ fn post_write(link: &Link, context: u64) {
     let count = link.initiator.cq.wait(&mut done, 4, Duration::MAX).expect("wait");
     assert_eq!((count, done[0].context), (1, context), "{done:?}");
     done.remove(0).result.expect("write");
+}
+
+pub(super) fn queue_of_another_domain_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let (own, other) = (&link.initiator, &link.target);
+    let unwrapped = own.domain.provider_domain().open_cq(8).expect("open a completion queue");
+    for foreign in [&other.cq, &unwrapped] {
+        for (tx, rx) in [(foreign, &own.cq), (&own.cq, foreign), (foreign, foreign)] {
+            let attr = EndpointAttr { rx_cq: Arc::clone(rx), ..EndpointAttr::new(tx) };
+            let error = own.domain.open_endpoint(&attr).expect_err("a foreign queue");
+            assert_kind(&error, ErrorKind::InvalidArgument, "an endpoint with a foreign queue");
+        }
+    }
+    assert_eq!(own.domain.live().endpoints, 1, "endpoints of the initiator");
+    let region = link.target.register(vec![0; 64], REMOTE);
+    link.assert_works(&link.key(&region));
+    Ok(())
 }
 
 pub(super) fn wait_ends_with_a_completion_or_its_timeout(provider: &Arc<dyn Provider>) -> Outcome {

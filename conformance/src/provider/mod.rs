@@ -28,6 +28,8 @@ behaviours! {
     atomic_returns_the_old_value_and_adds,
     each_request_completes_once_with_its_context,
     posting_until_again_loses_no_completion,
+    /// HM-14
+    queue_of_another_domain_is_refused,
     transfers_progress_by_the_declared_agent,
     requests_take_effect_in_the_declared_order,
     /// EVT-05
@@ -56,6 +58,8 @@ behaviours! {
     descriptor_of_a_closed_region_is_refused,
     /// MR-09
     local_memory_without_the_right_is_refused,
+    /// MR-09
+    peer_of_another_endpoint_is_refused,
     /// MR-07
     memory_is_registered_again_after_close,
     /// MR-16

@@ -4,7 +4,8 @@ use std::{sync::Arc, thread};
 
 use hmem_core::{
     Access, AddressRange, Error, ErrorKind, MrAttr, MrFlags, MrMode, Result,
-    provider::{LiveObjects, Provider},
+    provider::{EndpointAttr, LiveObjects, Provider},
+    transfer::PeerId,
 };
 
 use super::link::{LOCAL, Link, REMOTE, assert_refused, contents, remote};
@@ -154,6 +155,32 @@ pub(super) fn local_memory_without_the_right_is_refused(provider: &Arc<dyn Provi
     let read = endpoint.read(&[slice], &remote, link.peer, 1).and_then(|()| link.ended());
     read.expect_err("a read into memory without the right");
     assert_bytes(&contents(&wrong), &[0xEE; 64], "memory without the right to be written");
+    Ok(())
+}
+
+pub(super) fn peer_of_another_endpoint_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
+    let link = Link::open(provider);
+    let before = pattern(8, 64);
+    let region = link.target.register(before.clone(), REMOTE);
+    let key = link.key(&region);
+    let source = link.initiator.register(vec![0xEE; 64], LOCAL);
+    let slice = source.slice(0, 64).expect("inside");
+    let attr = EndpointAttr::new(&link.initiator.cq);
+    let lone = link.initiator.domain.open_endpoint(&attr).expect("open an endpoint");
+    for peer in [link.peer, PeerId(0), PeerId(u64::MAX)] {
+        let there = [remote(&key, 0, 64)];
+        let posted = [
+            lone.write(&[slice], &there, peer, 1),
+            lone.read(&[slice], &there, peer, 1),
+            lone.send(&[slice], None, peer, 1),
+        ];
+        for posted in posted {
+            let error = posted.expect_err("a post to a peer that was not resolved");
+            assert_kind(&error, ErrorKind::InvalidArgument, "a post to an unresolved peer");
+        }
+    }
+    assert_bytes(&contents(&region), &before, "the memory of a peer that was not resolved");
+    link.assert_works(&key);
     Ok(())
 }
 

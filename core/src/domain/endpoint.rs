@@ -3,11 +3,8 @@
 use std::{fmt, sync::Arc};
 
 use super::{
-    DomainInner,
-    buffer::RegionSlice,
-    local::{Leasing, LeasingQueue},
-    region::MemoryRegion,
-    region_state::RegionState,
+    DomainInner, buffer::RegionSlice, cached::RegionCache, local::Leasing, queue::DomainQueue,
+    region::MemoryRegion, region_state::RegionState,
 };
 use crate::{
     Access, Error, ErrorKind, MrMode, Rejected, RemoteKey, Result,
@@ -79,9 +76,19 @@ impl Endpoint {
     pub(super) fn open(
         domain: &Arc<DomainInner>,
         attr: &EndpointAttr,
-        leasing: Option<Leasing>,
+        cache: Option<&RegionCache>,
     ) -> Result<Self> {
-        let inner = domain.provider().open_endpoint(&LeasingQueue::unwrapped(attr))?;
+        let tx = DomainQueue::of(domain, &attr.tx_cq)?;
+        let rx = DomainQueue::of(domain, &attr.rx_cq)?;
+        let attr = EndpointAttr {
+            tx_cq: Arc::clone(tx.provider_queue()),
+            rx_cq: Arc::clone(rx.provider_queue()),
+            ..attr.clone()
+        };
+        let leases = cache.zip(tx.in_flight().cloned().zip(rx.in_flight().cloned()));
+        let host = domain.effective().contains(MrMode::LOCAL);
+        let leasing = leases.map(|(cache, requests)| Leasing::new(cache, host, requests));
+        let inner = domain.provider().open_endpoint(&attr)?;
         Ok(Self { inner, domain: Arc::clone(domain), leasing, closed: false })
     }
 
@@ -121,6 +128,49 @@ impl Endpoint {
         self.inner.resolve(name)
     }
 
+    /// Connects the endpoint to its peer again after an error has ended the connection.
+    ///
+    /// On connected transports (verbs), a failed request ends the connection on both sides, and all
+    /// later requests complete as [`ErrorKind::Canceled`]. A request that the peer refuses is a
+    /// failed request, too. Both sides then call `reconnect`, in any order. No names are exchanged,
+    /// and the ids of peers stay valid. Post the next request once both calls have returned: the
+    /// peer loses what arrives before its call.
+    ///
+    /// Requests that are outstanding complete as [`ErrorKind::Canceled`]. Their completions are in
+    /// the completion queues when the call returns; those of staged transfers follow once their
+    /// copies have ended. Posted receives are among them, so post them again. Regions and their keys
+    /// stay as they are.
+    ///
+    /// The call also ends a connection that works. On the software NIC, whose endpoints work on
+    /// after every failure, the call does nothing.
+    ///
+    /// ```no_run
+    /// use std::{sync::Arc, time::Duration};
+    ///
+    /// use hmem_core::{Endpoint, Error, ErrorKind, Result, provider::CompletionQueue};
+    ///
+    /// /// Waits for one request. After a failure, connects again. The peer does the same.
+    /// fn settle(endpoint: &Endpoint, queue: &Arc<dyn CompletionQueue>) -> Result<u64> {
+    ///     let mut done = Vec::new();
+    ///     queue.wait(&mut done, 1, Duration::MAX)?;
+    ///     let result = done.remove(0).result;
+    ///     if result.is_err() {
+    ///         endpoint.reconnect()?;
+    ///         // The other requests were canceled. The program posts them again.
+    ///         while queue.read(&mut done, 16)? > 0 {}
+    ///     }
+    ///     result
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// - [`ErrorKind::BadState`] if the endpoint was never connected.
+    /// - [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint.
+    /// - The driver's error if the device failed.
+    pub fn reconnect(&self) -> Result<()> {
+        self.inner.reconnect()
+    }
+
     /// Posts any work request, with raw local addresses.
     ///
     /// # Safety
@@ -138,8 +188,8 @@ impl Endpoint {
     ///   its completion queue has no room for another completion. Read completions, then post
     ///   again.
     /// - [`ErrorKind::NoRegion`] for a descriptor that is missing or that is not of this domain.
-    /// - [`ErrorKind::InvalidArgument`] for local and remote lists of different total lengths, and
-    ///   for operands that do not fit the operation.
+    /// - [`ErrorKind::InvalidArgument`] for local and remote lists of different total lengths, for
+    ///   operands that do not fit the operation, and for a peer that this endpoint did not resolve.
     /// - The errors of [`Domain::regattr`](super::Domain::regattr), if the cache registers memory.
     /// - The other errors of [`ProviderEndpoint::post`].
     ///
@@ -218,10 +268,15 @@ impl Endpoint {
     /// use hmem_core::{Endpoint, OwnedRegion, RemoteKey, Result};
     /// use hmem_core::transfer::{PeerId, RemoteSegment};
     ///
-    /// fn push(endpoint: &Endpoint, block: &OwnedRegion<Vec<u8>>, key: &RemoteKey) -> Result<()> {
+    /// fn push(
+    ///     endpoint: &Endpoint,
+    ///     block: &OwnedRegion<Vec<u8>>,
+    ///     key: &RemoteKey,
+    ///     peer: PeerId,
+    /// ) -> Result<()> {
     ///     let there = RemoteSegment { address: key.base(), len: 64, key };
     ///     // The peer learns which block came.
-    ///     endpoint.write_immediate(&[block.slice(0, 64)?], &[there], 17, PeerId(0), 1)
+    ///     endpoint.write_immediate(&[block.slice(0, 64)?], &[there], 17, peer, 1)
     /// }
     /// ```
     ///

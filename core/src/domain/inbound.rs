@@ -6,13 +6,9 @@
 //! changed device memory: a receive, a remote write with immediate data, a read or an atomic. A
 //! receive may follow earlier writes of its sender, for which the target has no completion.
 
-use std::{
-    any::Any,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
-    time::Duration,
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
 use parking_lot::RwLock;
@@ -20,7 +16,6 @@ use smallvec::SmallVec;
 
 use crate::{
     Access, DeviceId, IfaceExt, IfaceKind, Registry, Result,
-    provider::{CompletionChannel, CompletionQueue},
     registry::AddressOwner,
     transfer::{Completion, CompletionKind},
 };
@@ -78,7 +73,8 @@ impl Inbound {
         devices.iter().map(flush).fold(Ok(()), Result::and)
     }
 
-    fn flush_for(&self, completions: &[Completion]) {
+    /// Flushes all devices if one of the completions may have brought bytes. Logs the first error.
+    pub(super) fn flush_for(&self, completions: &[Completion]) {
         if self.count.load(Ordering::Acquire) == 0 || !completions.iter().any(brings_bytes) {
             return;
         }
@@ -94,45 +90,6 @@ fn brings_bytes(completion: &Completion) -> bool {
     use CompletionKind::{Atomic, Read, Receive, RemoteWrite};
     let kinds = [Receive, RemoteWrite, Read, Atomic];
     completion.result.is_ok() && kinds.contains(&completion.kind)
-}
-
-/// A completion queue that flushes devices before it returns completions.
-#[derive(Debug)]
-pub(super) struct FlushingQueue {
-    queue: Arc<dyn CompletionQueue>,
-    inbound: Arc<Inbound>,
-}
-
-impl FlushingQueue {
-    pub(super) fn new(queue: Arc<dyn CompletionQueue>, inbound: Arc<Inbound>) -> Self {
-        Self { queue, inbound }
-    }
-
-    /// Returns the provider's own queue.
-    pub(super) fn unwrapped(queue: &Arc<dyn CompletionQueue>) -> &Arc<dyn CompletionQueue> {
-        let any: &dyn Any = &**queue;
-        any.downcast_ref().map_or(queue, |flushing: &Self| &flushing.queue)
-    }
-}
-
-impl CompletionQueue for FlushingQueue {
-    fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
-        let before = out.len();
-        let read = self.queue.read(out, max);
-        self.inbound.flush_for(&out[before..]);
-        read
-    }
-
-    fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
-        let before = out.len();
-        let read = self.queue.wait(out, max, timeout);
-        self.inbound.flush_for(&out[before..]);
-        read
-    }
-
-    fn channel(&self) -> Option<&dyn CompletionChannel> {
-        self.queue.channel()
-    }
 }
 
 #[cfg(test)]

@@ -15,18 +15,15 @@
 //! - Closing an endpoint ends the leases of its requests, because the NIC no longer uses the
 //!   memory. The slots stay until their completions are read.
 
-use std::{any::Any, fmt, sync::Arc, time::Duration};
+use std::{fmt, sync::Arc};
 
 use parking_lot::Mutex;
 
-use super::{
-    cached::{RegionCache, Registrations},
-    inbound::FlushingQueue,
-};
+use super::cached::{RegionCache, Registrations};
 use crate::{
     Access, Address, AddressRange, Error, ErrorKind, Result,
     cache::OwnedLease,
-    provider::{CompletionChannel, CompletionQueue, EndpointAttr, ProviderEndpoint},
+    provider::ProviderEndpoint,
     transfer::{Completion, LocalSegment, Operation, WorkRequest},
 };
 
@@ -54,7 +51,7 @@ const fn is_marked(context: u64) -> bool {
 /// The requests in flight that a completion queue tracks. Each has a slot, and a marked context
 /// that identifies the slot.
 #[derive(Debug, Default)]
-struct InFlight {
+pub(super) struct InFlight {
     slots: Mutex<Slots>,
 }
 
@@ -153,63 +150,15 @@ impl InFlight {
         drop(released);
     }
 
-    fn translate(&self, completions: &mut [Completion]) {
+    /// Replaces the marked contexts of completions by the application's contexts, and ends the
+    /// leases of their requests.
+    pub(super) fn translate(&self, completions: &mut [Completion]) {
         for completion in completions.iter_mut().filter(|completion| is_marked(completion.context))
         {
             if let Some(context) = self.end(completion.context) {
                 completion.context = context;
             }
         }
-    }
-}
-
-/// A completion queue whose requests may have leases.
-#[derive(Debug)]
-pub(super) struct LeasingQueue {
-    queue: Arc<dyn CompletionQueue>,
-    in_flight: Arc<InFlight>,
-}
-
-impl LeasingQueue {
-    pub(super) fn new(queue: Arc<dyn CompletionQueue>) -> Self {
-        Self { queue, in_flight: Arc::default() }
-    }
-
-    fn of(queue: &Arc<dyn CompletionQueue>) -> Option<&Self> {
-        let any: &dyn Any = &**queue;
-        any.downcast_ref()
-    }
-
-    /// Returns endpoint attributes with the provider's own queues in place of the wrapped ones.
-    pub(super) fn unwrapped(attr: &EndpointAttr) -> EndpointAttr {
-        let own = |queue: &Arc<dyn CompletionQueue>| {
-            Arc::clone(FlushingQueue::unwrapped(
-                Self::of(queue).map_or(queue, |leasing| &leasing.queue),
-            ))
-        };
-        EndpointAttr { tx_cq: own(&attr.tx_cq), rx_cq: own(&attr.rx_cq), ..attr.clone() }
-    }
-}
-
-impl CompletionQueue for LeasingQueue {
-    fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
-        let before = out.len();
-        let read = self.queue.read(out, max);
-        // Also translates the completions that were read before an error, because the application
-        // gets them too.
-        self.in_flight.translate(&mut out[before..]);
-        read
-    }
-
-    fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
-        let before = out.len();
-        let read = self.queue.wait(out, max, timeout);
-        self.in_flight.translate(&mut out[before..]);
-        read
-    }
-
-    fn channel(&self) -> Option<&dyn CompletionChannel> {
-        self.queue.channel()
     }
 }
 
@@ -220,9 +169,8 @@ struct Direction {
 }
 
 impl Direction {
-    fn of(queue: &Arc<dyn CompletionQueue>) -> Option<Self> {
-        let in_flight = Arc::clone(&LeasingQueue::of(queue)?.in_flight);
-        Some(Self { endpoint: in_flight.new_endpoint_id(), in_flight })
+    fn of(in_flight: Arc<InFlight>) -> Self {
+        Self { endpoint: in_flight.new_endpoint_id(), in_flight }
     }
 }
 
@@ -232,13 +180,18 @@ pub(super) struct Leasing {
     cache: RegionCache,
     /// True if host memory needs a descriptor too, not only device memory.
     host: bool,
-    transmits: Option<Direction>,
-    receives: Option<Direction>,
+    transmits: Direction,
+    receives: Direction,
 }
 
 impl Leasing {
-    pub(super) fn new(cache: &RegionCache, host: bool, attr: &EndpointAttr) -> Self {
-        let (transmits, receives) = (Direction::of(&attr.tx_cq), Direction::of(&attr.rx_cq));
+    /// Creates the state of an endpoint with these queues of transmits and of receives.
+    pub(super) fn new(
+        cache: &RegionCache,
+        host: bool,
+        (tx, rx): (Arc<InFlight>, Arc<InFlight>),
+    ) -> Self {
+        let (transmits, receives) = (Direction::of(tx), Direction::of(rx));
         Self { cache: cache.share(), host, transmits, receives }
     }
 
@@ -255,13 +208,12 @@ impl Leasing {
         let receives = matches!(request.operation, Operation::Receive { .. });
         let direction = if receives { &self.receives } else { &self.transmits };
         let bare = names_no_region(request);
-        match direction {
-            Some(direction) if bare || is_marked(request.context) => {
-                // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
-                unsafe { self.post_marked(to, direction, request, bare) }
-            }
+        if bare || is_marked(request.context) {
             // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
-            _ => unsafe { to.post(request) },
+            unsafe { self.post_marked(to, direction, request, bare) }
+        } else {
+            // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
+            unsafe { to.post(request) }
         }
     }
 
@@ -368,7 +320,7 @@ impl Leasing {
 
     /// Ends all leases after the endpoint was closed.
     pub(super) fn release(&self) {
-        for direction in self.transmits.iter().chain(&self.receives) {
+        for direction in [&self.transmits, &self.receives] {
             direction.in_flight.release(direction.endpoint);
         }
     }

@@ -14,7 +14,7 @@
 //! - `many`: many views with one call
 //! - `held`: the buffers that cached regions keep alive
 //! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`,
-//!   `local`: completion queues
+//!   `local`: work on completions; `queue`: completion queues
 //! - `endpoint`; `window`; `grant`
 
 mod asynchronous;
@@ -32,6 +32,7 @@ mod many;
 mod multi;
 mod owner;
 mod prefault;
+mod queue;
 mod region;
 mod region_state;
 mod register;
@@ -63,10 +64,7 @@ pub use self::{
 };
 
 use self::{
-    asynchronous::Worker,
-    grant::SpareWindows,
-    inbound::{FlushingQueue, Inbound},
-    local::{Leasing, LeasingQueue},
+    asynchronous::Worker, grant::SpareWindows, inbound::Inbound, queue::DomainQueue,
     region_state::KeepAlive,
 };
 use crate::{
@@ -538,21 +536,25 @@ impl Domain {
         self.inner.raw_keys("unmap key")?.unmap_key(key)
     }
 
-    /// Opens a completion queue with room for at least `depth` completions. 0 counts as 1.
+    /// Opens a completion queue with room for `depth` requests. 0 counts as 1.
     ///
     /// There are three ways to get completions: poll ([`CompletionQueue::read`]), wait with a
     /// timeout ([`CompletionQueue::wait`]), or add the queue's file descriptor to an event loop
     /// ([`CompletionQueue::channel`]). The queue does not keep the domain open. Once the domain is
     /// closed, waiting for the empty queue fails with [`ErrorKind::BadState`].
     ///
+    /// A queue serves the endpoints of the domain that opened it. Other domains refuse it.
+    ///
     /// The queue loses no completion (`FI_RM_ENABLED`). A post that the queue might have no room
     /// for fails with [`ErrorKind::Again`]. Each request in flight takes the room of its
-    /// completion, and keeps it until the completion is read.
+    /// completion, and keeps it until the completion is read. A request that the provider divides
+    /// takes the room of each part.
     ///
     /// Let `depth` be at least the sum of [`EndpointAttr::depth`] over the queue's endpoints. An
-    /// endpoint that uses the queue for transmits and for receives counts twice. In a shallower
-    /// queue, requests that wait for a peer can take all the room: receives without a message, and
-    /// sends without a receive. Posts then fail until the peer acts.
+    /// endpoint that uses the queue for transmits and for receives counts twice. Such a queue has
+    /// room for every request that its endpoints accept. In a shallower queue, requests that wait
+    /// for a peer can take all the room: receives without a message, and sends without a receive.
+    /// Posts then fail until the peer acts.
     ///
     /// The queue also flushes devices into whose memory the NIC may write. The queue does so before
     /// it returns a successful completion of a receive, of a peer's write with immediate data, of a
@@ -581,11 +583,8 @@ impl Domain {
     /// - The driver's own error.
     pub fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
         self.inner.process.check("open completion queue")?;
-        let mut queue = self.inner.provider.open_cq(depth)?;
-        if self.inner.attr.driver_calls_in_transfers && self.inner.inbound.may_have_any() {
-            queue = Arc::new(FlushingQueue::new(queue, Arc::clone(&self.inner.inbound)));
-        }
-        Ok(if self.leases_local_memory() { Arc::new(LeasingQueue::new(queue)) } else { queue })
+        let queue = self.inner.provider.open_cq(depth)?;
+        Ok(Arc::new(DomainQueue::new(&self.inner, queue, self.leases_local_memory())))
     }
 
     /// Makes the bytes that the NIC wrote into device memory visible to device work that starts
@@ -602,34 +601,28 @@ impl Domain {
         self.inner.inbound.flush()
     }
 
-    /// Opens an endpoint. [`Domain::open_cq`] has an example.
+    /// Opens an endpoint. Both completion queues must come from [`Domain::open_cq`] of this domain,
+    /// which has an example.
     ///
     /// In LOCAL mode a transfer needs a descriptor for all its local memory, and in HMEM mode for
     /// its local device memory. If the domain has a cache, the descriptor may be left out: the
     /// endpoint registers the memory through the cache, like [`RegionCache::get_or_register`], and
-    /// holds the lease until the completion is read or the endpoint is closed. Both queues must
-    /// then come from [`Domain::open_cq`]. This does not work in ENDPOINT mode, because a region
-    /// must be bound to an endpoint there before use. It does not work without
-    /// [`DomainAttr::driver_calls_in_transfers`] either.
+    /// holds the lease until the completion is read or the endpoint is closed. This does not work
+    /// in ENDPOINT mode, because a region must be bound to an endpoint there before use. It does
+    /// not work without [`DomainAttr::driver_calls_in_transfers`] either.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfResources`] if the endpoint, or the domain's cache, cannot be created.
-    /// - [`ErrorKind::InvalidArgument`] for queues of another provider or another device.
+    /// - [`ErrorKind::InvalidArgument`] for a queue that another domain opened, or that the
+    ///   provider's domain opened directly.
     /// - [`ErrorKind::Unsupported`] for an authorization key, if the provider does not support
     ///   these keys.
     /// - [`ErrorKind::BadState`] in a forked child.
     /// - The driver's own error.
     pub fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Endpoint> {
         self.inner.process.check("open endpoint")?;
-        let leasing = match self.leases_local_memory() {
-            true => Some(Leasing::new(
-                self.cache()?,
-                self.inner.effective.contains(MrMode::LOCAL),
-                attr,
-            )),
-            false => None,
-        };
-        Endpoint::open(&self.inner, attr, leasing)
+        let cache = if self.leases_local_memory() { Some(self.cache()?) } else { None };
+        Endpoint::open(&self.inner, attr, cache)
     }
 
     /// Returns true if endpoints register local memory without a descriptor through the cache.

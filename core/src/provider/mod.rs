@@ -238,7 +238,8 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// - The error that the driver reported.
     fn deregister(&self, region: ProviderRegion) -> Result<()>;
 
-    /// Opens a completion queue of at least `depth` entries. 0 counts as 1.
+    /// Opens a completion queue with room for `depth` requests, in the sense of
+    /// [`EndpointAttr::depth`]. 0 counts as 1.
     ///
     /// # Errors
     /// - OutOfResources if the driver cannot create another queue.
@@ -249,7 +250,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// - OutOfResources if the driver cannot create another endpoint.
-    /// - InvalidArgument for queues of another provider or another device.
+    /// - InvalidArgument for queues that another domain opened.
     /// - Unsupported for an authorization key, if the provider does not support these keys.
     /// - Otherwise the error that the driver reported.
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>>;
@@ -336,6 +337,15 @@ pub struct EndpointAttr {
     /// fails with Again. 0 counts as 1. A number above the NIC's limit counts as that limit. The
     /// completion queues should have room for all requests ([`Domain::open_cq`]).
     ///
+    /// A request that the provider divides counts once for each part. A request of more parts than
+    /// the depth fails with MessageTooLong. The software NIC divides no request. Verbs divides these
+    /// requests:
+    ///
+    /// - a write or read with several remote segments, with a remote key of several pieces, with
+    ///   more local segments than the NIC takes at once, or of more bytes than its longest message
+    /// - an atomic on several elements
+    /// - a transfer of staged memory, into the chunks that are on the wire at once
+    ///
     /// [`Domain::open_cq`]: crate::Domain::open_cq
     pub depth: usize,
 }
@@ -361,8 +371,9 @@ impl EndpointAttr {
 /// A queue of completions.
 ///
 /// The queue never overruns. The provider counts the completions that are unread and those of
-/// requests in flight, for all endpoints of the queue. A post that the queue might have no room for
-/// fails with Again.
+/// requests in flight, for all endpoints of the queue. A request that the provider divides counts
+/// once for each part, because each part completes if the request fails. A post that the queue might
+/// have no room for fails with Again.
 ///
 /// This trait is safe to implement. A [`ProviderDomain`] guarantees the behaviour of the queues
 /// that it opens, and refuses all others.
@@ -477,10 +488,30 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
 
     /// Resolves a peer's name, and connects to the peer if the transport needs that.
     ///
+    /// The returned id differs from the ids that other endpoints return, so that
+    /// [`post`](Self::post) can refuse an id of another endpoint. A random number for each endpoint
+    /// achieves this.
+    ///
     /// # Errors
     /// - Unreachable if no endpoint has this name, or the peer does not answer.
     /// - Malformed for bytes that are not a name of this provider.
     fn resolve(&self, name: &EndpointName) -> Result<PeerId>;
+
+    /// Connects the endpoint to its peer again after an error has ended the connection. The peer
+    /// does so too. The ids of peers stay valid.
+    ///
+    /// Outstanding requests complete as canceled. Their completions are in the completion queues
+    /// when the call returns. Those of staged transfers follow once their copies have ended.
+    ///
+    /// The default does nothing. It is for endpoints that keep working after every failed request.
+    ///
+    /// # Errors
+    /// - BadState if the endpoint was never connected, or is closed.
+    /// - Busy while a type 2A window is bound through the endpoint.
+    /// - The driver's error if the device failed.
+    fn reconnect(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Posts a work request. The call copies the lists of segments. The memory of the segments is
     /// in use until the completion.
@@ -493,12 +524,14 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     ///   no room for the completion ([`CompletionQueue`]).
     /// - NoRegion for a descriptor that is missing or that is not of this domain.
     /// - BadAccess for a bind with rights that a window cannot grant.
-    /// - InvalidArgument for lists of different total lengths, for an empty remote list, and for
-    ///   operands that do not fit the operation.
-    /// - MessageTooLong or TooManyRanges beyond the NIC's limits or the endpoint's depth.
+    /// - InvalidArgument for lists of different total lengths, for an empty remote list, for
+    ///   operands that do not fit the operation, and for a peer that this endpoint did not resolve.
+    /// - MessageTooLong or TooManyRanges beyond the NIC's limits, the endpoint's depth or the depth
+    ///   of its completion queue.
     /// - OutOfBounds or InvalidKey for a remote segment outside its key, if the provider checks it.
     /// - Unsupported for an operation that the NIC does not have.
-    /// - BadState after the endpoint was closed.
+    /// - BadState after the endpoint was closed, and for window operations of an endpoint that must
+    ///   be connected first.
     /// - Otherwise the error that the driver reported.
     ///
     /// The completion reports an error that only the target can detect.

@@ -97,6 +97,10 @@ impl Side {
 pub(crate) struct Net {
     pub(crate) near: Side,
     pub(crate) far: Side,
+    /// The far side, for requests of the near side.
+    pub(crate) peer: PeerId,
+    /// The near side, for requests of the far side.
+    pub(crate) back: PeerId,
     pub(crate) device: Arc<Simulated>,
     pub(crate) staging: StagingAttr,
     pub(crate) provider: Arc<dyn Provider>,
@@ -129,16 +133,16 @@ impl Net {
             Side { endpoint, cq, domain }
         };
         let (near, far) = (side(), side());
-        let net = Self { near, far, device, staging, provider, nic };
-        net.connect();
-        net
+        let peer = near.endpoint.resolve(&far.endpoint.name()).expect("connect");
+        let back = far.endpoint.resolve(&near.endpoint.name()).expect("connect");
+        Self { near, far, peer, back, device, staging, provider, nic }
     }
 
     /// Connects both sides again if a failure ended the connection.
     pub(crate) fn connect(&self) {
         let (near, far) = (self.near.endpoint.name(), self.far.endpoint.name());
-        assert_eq!(self.near.endpoint.resolve(&far).expect("connect"), PeerId(0));
-        assert_eq!(self.far.endpoint.resolve(&near).expect("connect"), PeerId(0));
+        assert_eq!(self.near.endpoint.resolve(&far).expect("connect"), self.peer);
+        assert_eq!(self.far.endpoint.resolve(&near).expect("connect"), self.back);
     }
 
     /// Reads the completion queues of both sides until `near` and `far` completions have arrived.
@@ -174,18 +178,18 @@ impl Net {
             CompletionKind::Write => {
                 let key = mem.region().key()?;
                 let remote = [RemoteSegment { address: remote(&key), len, key: &key }];
-                self.near.endpoint.write(near, &remote, PeerId(0), 5)?;
+                self.near.endpoint.write(near, &remote, self.peer, 5)?;
                 0
             }
             CompletionKind::Read => {
                 let key = mem.region().key()?;
                 let remote = [RemoteSegment { address: remote(&key), len, key: &key }];
-                self.near.endpoint.read(near, &remote, PeerId(0), 5)?;
+                self.near.endpoint.read(near, &remote, self.peer, 5)?;
                 0
             }
             CompletionKind::Send => {
                 self.far.endpoint.receive(&[mem.slice(offset, len)], None, 6)?;
-                self.near.endpoint.send(near, None, PeerId(0), 5)?;
+                self.near.endpoint.send(near, None, self.peer, 5)?;
                 1
             }
             other => unreachable!("{other:?} is no case"),
@@ -427,10 +431,7 @@ pub(crate) fn an_exhausted_pool_makes_transfers_wait(net: &Net, count: u64) {
         let remote =
             [RemoteSegment { address: Iova(key.base().0 + context * len), len, key: &key }];
         let local = [staged.slice(context * len, len)];
-        net.near
-            .endpoint
-            .write(&local, &remote, PeerId(0), context)
-            .expect("there is room to post");
+        net.near.endpoint.write(&local, &remote, net.peer, context).expect("there is room to post");
         assert!(net.near.slots() <= net.staging.buffer_count as u64);
     }
     let (ended, _) = net.complete(count as usize, 0);
