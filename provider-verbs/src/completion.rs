@@ -53,13 +53,13 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_WR_FLUSH_ERR, BindWindow) => (
             ErrorKind::Canceled,
             "flushed",
-            "resolve the peer again if the connection went down; if not, check the bind: rxe \
+            "call `reconnect` on both sides if the connection went down; if not, check the bind: rxe \
              reports every refused bind so",
         ),
         (WcStatus::IBV_WC_WR_FLUSH_ERR, _) => (
             ErrorKind::Canceled,
             "flushed",
-            "resolve the peer again on both sides: an earlier error ended the connection",
+            "call `reconnect` on both sides: an earlier error ended the connection",
         ),
         (WcStatus::IBV_WC_MW_BIND_ERR, _) => {
             (ErrorKind::AccessDenied, "memory window bind error", BIND_REFUSED)
@@ -106,7 +106,7 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_REM_ABORT_ERR, _) => (
             ErrorKind::Canceled,
             "remote abort",
-            "resolve the peer again: the peer aborted the request",
+            "call `reconnect` on both sides: the peer aborted the request",
         ),
         _ => (ErrorKind::Driver, "failed", "see the driver's log"),
     };

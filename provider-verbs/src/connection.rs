@@ -117,6 +117,10 @@ pub(super) struct QueuePair {
     pub(super) qp: *mut Qp,
     pub(super) port: Port,
     pub(super) cap: QpCap,
+    /// Maximum number of work requests that the provider has in flight in each direction. The
+    /// driver may round the capacities in `cap` up. The completion queue need not have room for
+    /// those.
+    pub(super) depth: u32,
     psn: u32,
 }
 
@@ -127,8 +131,8 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// Creates a reliable-connection (RC) queue pair in the state INIT. Its requests complete to
-    /// the given completion queues.
+    /// Creates a reliable-connection (RC) queue pair in the state INIT, for `depth` work requests in
+    /// each direction. They complete to the given completion queues.
     pub(super) fn create(
         pd: &ProtectionDomain,
         (tx, rx): (&VerbsCq, &VerbsCq),
@@ -141,7 +145,7 @@ impl QueuePair {
         let depth = u32::try_from(depth).unwrap_or(u32::MAX).clamp(1, most);
         let segments = u32::try_from(limits.max_sge.min(SEGMENTS)).unwrap_or(0).max(1);
         let mut cap = QpCap {
-            max_send_wr: depth.saturating_add(16).min(most),
+            max_send_wr: depth,
             max_recv_wr: depth,
             max_send_sge: segments,
             max_recv_sge: segments,
@@ -159,7 +163,7 @@ impl QueuePair {
             )
         })?;
         let psn = RandomState::new().build_hasher().finish() as u32 & 0xff_ffff;
-        let pair = Self { device: Arc::clone(device), qp, port, cap, psn };
+        let pair = Self { device: Arc::clone(device), qp, port, cap, depth, psn };
         pair.to_init()?;
         Ok(pair)
     }

@@ -42,20 +42,34 @@ pub(super) struct CqRoom {
     used: AtomicU64,
 }
 
-/// Room that one request uses in a completion queue: an entry of the NIC's queue, a completion for
-/// the application, or both. A request reserves its room before its post.
+/// Room that a request uses in a completion queue: entries of the NIC's queue, and completions for
+/// the application. A request reserves its room before its post.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Room(u64);
 
 impl Room {
-    /// An entry of the NIC's queue. The request uses the entry until its work completion is read
-    /// from the NIC, or until it is dropped. So the NIC does not overrun its queue.
-    pub(super) const ENTRY: Self = Self(1);
+    /// No room.
+    pub(super) const NONE: Self = Self(0);
     /// A completion for the application. The request uses this room until the application has read
     /// the completion. So the memory for stored completions is bounded.
     pub(super) const COMPLETION: Self = Self(1 << 32);
-    /// An entry and a completion.
-    pub(super) const BOTH: Self = Self(Self::ENTRY.0 | Self::COMPLETION.0);
+
+    /// Returns entries of the NIC's queue, one for each work request. Each work request of a failed
+    /// request completes. A request uses its entries until the completion of its last work request
+    /// is read from the NIC. So the NIC does not overrun its queue.
+    pub(super) const fn entries(count: u32) -> Self {
+        Self(count as u64)
+    }
+
+    /// Returns the sum of both rooms.
+    pub(super) const fn and(self, other: Self) -> Self {
+        Self(self.0 + other.0)
+    }
+
+    /// Returns `count` times this room.
+    pub(super) const fn times(self, count: usize) -> Self {
+        Self(self.0 * count as u64)
+    }
 }
 
 impl CqRoom {
@@ -65,12 +79,13 @@ impl CqRoom {
         Self { most: u64::from(most.unsigned_abs()), used: AtomicU64::new(0) }
     }
 
-    /// Reserves the room of one request. Returns false, and reserves nothing, if a limit is
+    /// Reserves the room of a request. Returns false, and reserves nothing, if a limit is
     /// reached.
     #[inline]
     pub(super) fn reserve(&self, room: Room) -> bool {
         let next = |used| {
             let next = used + room.0;
+            // Both sums stay below 2^32: a limit has 31 bits, and so does a request's room.
             let fits = u64::from(next as u32) <= self.most && next >> 32 <= self.most;
             fits.then_some(next)
         };
@@ -78,10 +93,15 @@ impl CqRoom {
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
     }
 
-    /// Releases the room of `count` requests.
+    /// Returns true if `room` exceeds a limit even when all other room is free.
+    pub(super) fn exceeds(&self, room: Room) -> bool {
+        u64::from(room.0 as u32) > self.most || room.0 >> 32 > self.most
+    }
+
+    /// Releases room that was reserved.
     #[inline]
-    pub(super) fn release(&self, room: Room, count: usize) {
-        self.used.fetch_sub(room.0 * count as u64, Ordering::Relaxed);
+    pub(super) fn release(&self, room: Room) {
+        self.used.fetch_sub(room.0, Ordering::Relaxed);
     }
 }
 
@@ -155,14 +175,14 @@ impl Drop for Channel {
 }
 
 impl VerbsCq {
-    /// Creates a completion queue for at least `depth` requests, without a channel. The queue can
-    /// only be polled.
+    /// Creates a completion queue for `depth` work requests, without a channel. The queue can only
+    /// be polled.
     pub(super) fn create(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, None)
     }
 
-    /// Creates a completion queue for at least `depth` requests. The queue has a channel if the
-    /// driver has completion events, since a channel cannot be added later.
+    /// Creates a completion queue for `depth` work requests. The queue has a channel if the driver
+    /// has completion events, since a channel cannot be added later.
     pub(super) fn create_waitable(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Self::with_channel(device, depth, Channel::create(device)?)
     }
@@ -173,11 +193,8 @@ impl VerbsCq {
         channel: Option<Channel>,
     ) -> Result<Self> {
         let most = usize::try_from(device.attr().max_cqe).unwrap_or(0);
-        // A request of several work requests completes once if it succeeds, but each failed work
-        // request completes. Requests that a reset drops may leave completions too. So requests
-        // may reserve only half of the entries, unless the device has too few.
-        let entries = depth.max(1).saturating_mul(2).saturating_add(64).min(most.max(depth));
-        let room = CqRoom::new((entries / 2).max(depth).max(1));
+        let entries = depth.max(1);
+        let room = CqRoom::new(entries);
         let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
         let events = channel.as_ref().map_or(ptr::null_mut(), |channel| channel.channel);
         // SAFETY: the context is open as long as `device`, and a channel is destroyed after its
@@ -264,8 +281,7 @@ impl VerbsCq {
             // is valid. The result borrows the entries.
             return Ok(unsafe { slice::from_raw_parts(filled.as_ptr().cast(), filled.len()) });
         }
-        let why = "open the device again if it was removed; open a deeper queue if many requests \
-                   of several parts failed at once and overran it";
+        let why = "open the device again: it was removed or failed";
         Err(device.refuse(ErrorKind::Driver, "ibv_poll_cq", why).context("returned", count))
     }
 }

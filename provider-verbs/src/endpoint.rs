@@ -4,6 +4,7 @@ use std::{
     any::Any,
     fmt,
     os::fd::BorrowedFd,
+    ptr,
     sync::{Arc, Weak, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -14,6 +15,7 @@ use hmem_core::{
         CompletionChannel, CompletionQueue, EndpointAttr, MANUAL_WAIT, ProviderEndpoint,
         WindowEvent,
     },
+    random::random_u64,
     transfer::{Completion, EndpointName, Operation, PeerId, WorkRequest},
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -22,7 +24,7 @@ use super::{
     completion::canceled,
     connection::{PeerName, QueuePair},
     domain_state::DomainState,
-    in_flight::{Arrival, Awaited, InFlight, RequestOwner},
+    in_flight::{Arrival, Awaited, InFlight, RequestOwner, WorkRequests},
     port::Port,
     post::{PostState, Poster},
     queue::{CqState, Queues},
@@ -30,25 +32,25 @@ use super::{
     window::BIND_TIMEOUT,
 };
 
-/// The id of an endpoint's peer. Each endpoint has one peer.
-const PEER: PeerId = PeerId(0);
-
 /// A completion queue that the application opened.
 pub(super) struct Queue {
+    /// The domain that opened the queue. The reference does not keep the domain open; it only
+    /// identifies the domain.
+    domain: Weak<DomainState>,
     state: Arc<CqState>,
     active: Arc<ActiveLanes>,
 }
 
 impl Queue {
     pub(super) fn open(
-        domain: &DomainState,
+        domain: &Arc<DomainState>,
         active: Arc<ActiveLanes>,
         depth: usize,
     ) -> Result<Self> {
         let state = Arc::new(CqState::create(&domain.pd.device, depth)?);
         domain.add_queue(state.ready());
         active.add_queue(state.ready());
-        Ok(Self { state, active })
+        Ok(Self { domain: Arc::downgrade(domain), state, active })
     }
 }
 
@@ -138,6 +140,9 @@ impl Fabric {
 
 /// An endpoint that the application opened.
 pub(super) struct Endpoint {
+    /// The id of the endpoint's only peer: a random number, so that the endpoint refuses the ids of
+    /// other endpoints' peers.
+    peer: PeerId,
     domain: Arc<DomainState>,
     fabric: Arc<Fabric>,
     poster: Arc<Poster>,
@@ -154,10 +159,10 @@ impl Endpoint {
         let device = &domain.pd.device;
         let refuse = |kind, why: &'static str| device.refuse(kind, "open endpoint", why);
         let queue = |queue: &dyn CompletionQueue| {
-            let queue =
-                (queue as &dyn Any).downcast_ref::<Queue>().map(|queue| Arc::clone(&queue.state));
-            queue.filter(|queue| Arc::ptr_eq(queue.cq().device(), device)).ok_or_else(|| {
-                let why = "use completion queues of the same provider and device";
+            let queue = (queue as &dyn Any).downcast_ref::<Queue>();
+            let own = queue.filter(|queue| Weak::as_ptr(&queue.domain) == Arc::as_ptr(domain));
+            own.map(|queue| Arc::clone(&queue.state)).ok_or_else(|| {
+                let why = "use completion queues that the endpoint's domain opened";
                 refuse(ErrorKind::InvalidArgument, why)
             })
         };
@@ -165,6 +170,7 @@ impl Endpoint {
             let why = "use another domain: verbs has no authorization keys";
             return Err(refuse(ErrorKind::Unsupported, why));
         }
+        let peer = PeerId(random_u64("verbs")?);
         let queues = Queues { tx: queue(&*attr.tx_cq)?, rx: queue(&*attr.rx_cq)? };
         let port = Port::find(device, domain.options.port)?;
         let pair =
@@ -176,7 +182,8 @@ impl Endpoint {
         domain.endpoints.fetch_add(1, Ordering::Relaxed);
         let lanes = Lanes::new(&poster, &queues, active);
         let (domain, fabric) = (Arc::clone(domain), Arc::clone(fabric));
-        let endpoint = Arc::new(Self { domain, fabric, poster, lanes: Arc::new(lanes), queues });
+        let lanes = Arc::new(lanes);
+        let endpoint = Arc::new(Self { peer, domain, fabric, poster, lanes, queues });
         endpoint.fabric.add(&endpoint);
         Ok(endpoint)
     }
@@ -205,31 +212,41 @@ impl Endpoint {
     fn connect_both(&self, peer: &PeerName) -> Result<bool> {
         let Some(other) = self.fabric.find(peer) else { return Ok(false) };
         self.store_completions()?;
-        if std::ptr::eq(&*other, self) {
-            let mut state = self.poster.lock();
-            let own = state.connection.name()?;
-            self.flush(&mut state)?;
-            state.connection.connect(own)?;
+        if ptr::eq(&*other, self) {
+            let own = self.poster.lock().connection.name()?;
+            self.connect(own)?;
             return Ok(true);
         }
         other.store_completions()?;
-        // The endpoints are locked in the order of their numbers, so that two threads that connect
-        // the same endpoints do not deadlock.
-        let (mut mine, mut theirs);
-        if self.poster.number() < other.poster.number() {
-            mine = self.poster.lock();
-            theirs = other.poster.lock();
-        } else {
-            theirs = other.poster.lock();
-            mine = self.poster.lock();
-        }
+        let connected = {
+            let (mut mine, mut theirs) = lock_both(&*self.poster, &*other.poster, Poster::lock);
+            self.connect_locked(&mut mine, (&other, &mut theirs))
+        };
+        connected.and(self.settle_reset()).and(other.settle_reset()).map(|()| true)
+    }
+
+    /// Resets the queue pairs of this endpoint and of `other`, and connects them to each other.
+    fn connect_locked(
+        &self,
+        mine: &mut PostState,
+        (other, theirs): (&Self, &mut PostState),
+    ) -> Result<()> {
         let own = mine.connection.name()?;
         let name = theirs.connection.name()?;
-        self.flush(&mut mine)?;
-        other.flush(&mut theirs)?;
+        self.flush(mine)?;
+        other.flush(theirs)?;
         mine.connection.connect(name)?;
-        theirs.connection.connect(own)?;
-        Ok(true)
+        theirs.connection.connect(own)
+    }
+
+    /// Resets the queue pair and connects it to `peer`. The caller has called
+    /// [`Endpoint::store_completions`].
+    fn connect(&self, peer: PeerName) -> Result<()> {
+        let connected = {
+            let mut state = self.poster.lock();
+            self.flush(&mut state).and_then(|()| state.connection.connect(peer))
+        };
+        connected.and(self.settle_reset())
     }
 
     /// Reads the completions of both queues and stores them for the application. A caller that is
@@ -253,7 +270,8 @@ impl Endpoint {
     ///
     /// The NIC may use the memory of a request until the reset. So this call ends requests and
     /// releases their staging buffers only after the reset. A work completion of such a request may
-    /// still be in the NIC's queue. [`Poster::complete`] ignores it.
+    /// still be in the NIC's queue. [`Poster::complete`] ignores it. The caller unlocks the poster
+    /// and then calls [`Endpoint::settle_reset`].
     ///
     /// # Errors
     /// - Busy while a type 2A window is bound through the queue pair.
@@ -264,7 +282,7 @@ impl Endpoint {
             self.check_windows(state, WindowEvent::ResetQueuePair, "resolve")?;
         }
         if state.connection.reset()? {
-            let left = state.requests.take_all();
+            let left = state.requests.drop_all();
             for window in left.iter().filter_map(|entry| entry.window.as_ref()) {
                 state.connection.windows.forget(window.token);
             }
@@ -272,6 +290,34 @@ impl Endpoint {
             self.lanes.cancel();
         }
         Ok(())
+    }
+
+    /// Completes the canceled requests in the lanes (queues of staged transfers), and releases the
+    /// queue entries of requests that [`Endpoint::flush`] has dropped. The caller must not hold the
+    /// lock of a poster.
+    fn settle_reset(&self) -> Result<()> {
+        self.lanes.step_all();
+        self.release_stale()
+    }
+
+    /// Releases the queue entries of requests that a reset or the destruction of the queue pair has
+    /// dropped. First reads the completions that the NIC wrote for them before. The caller must not
+    /// hold the lock of a poster.
+    ///
+    /// After an error the requests keep their entries until the next call.
+    fn release_stale(&self) -> Result<()> {
+        let stale = self.poster.lock().requests.take_stale();
+        if stale == WorkRequests::default() {
+            return Ok(());
+        }
+        let drained = self.queues.drain();
+        // The drain may have stored completions of other endpoints.
+        self.queues.ring();
+        match drained {
+            Ok(()) => self.poster.release(stale),
+            Err(_) => self.poster.lock().requests.put_back_stale(stale),
+        }
+        drained
     }
 
     /// Returns an error if a window that is bound through the queue pair forbids `event`, the reset
@@ -303,7 +349,7 @@ impl Endpoint {
         self.domain.pd.device.check_process("window")?;
         self.recover()?;
         let awaited = Awaited::default();
-        let request = WorkRequest { operation, local: &[], peer: PEER, context: 0 };
+        let request = WorkRequest { operation, local: &[], peer: self.peer, context: 0 };
         // SAFETY: window operations name no local memory.
         unsafe { self.poster.post(&request, RequestOwner::Call(Arc::clone(&awaited))) }?;
         let until = Instant::now() + self.domain.options.bind_timeout.unwrap_or(BIND_TIMEOUT);
@@ -342,6 +388,23 @@ impl Endpoint {
         Arc::ptr_eq(&self.domain, domain)
     }
 
+    /// Returns an error if a request names a peer that [`Endpoint::resolve`] did not return.
+    fn check_peer(&self, request: &WorkRequest<'_>) -> Result<()> {
+        let named = match request.operation {
+            Operation::Receive { from, .. } => from,
+            Operation::BindWindow { .. } | Operation::InvalidateWindow { .. } => None,
+            _ => Some(request.peer),
+        };
+        match named.filter(|named| *named != self.peer) {
+            None => Ok(()),
+            Some(other) => {
+                let why = "name the peer that `resolve` of this endpoint returned";
+                let refused = self.domain.refuse_post(ErrorKind::InvalidArgument, why);
+                Err(refused.context("peer", other.0))
+            }
+        }
+    }
+
     /// Completes requests that the NIC has dropped, as canceled.
     fn end_all(&self, entries: Vec<InFlight>) {
         for entry in entries {
@@ -378,7 +441,7 @@ impl Endpoint {
     /// Then completes the requests in flight as canceled. Does nothing if the endpoint is closed.
     fn tear_down(&self, mut state: MutexGuard<'_, PostState>) {
         let Some((pair, windows)) = state.connection.take() else { return };
-        let left = state.requests.take_all();
+        let left = state.requests.drop_all();
         let used = state.requests.generations_used();
         drop(state);
         self.domain.pd.device.generations().fetch_add(used, Ordering::Relaxed);
@@ -389,9 +452,24 @@ impl Endpoint {
             self.domain.windows.replace(&self.domain.pd, token);
         }
         drop(pair);
+        if let Err(error) = self.release_stale() {
+            tracing::error!(%error, "cannot read the completion queues of a closed endpoint");
+        }
         self.end_all(left);
         self.lanes.shut();
         self.domain.endpoints.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Locks two values, the one with the lower address first. So threads that lock the same values do
+/// not deadlock, whichever value each thread names first.
+fn lock_both<'a, T, G>(mine: &'a T, theirs: &'a T, lock: impl Fn(&'a T) -> G) -> (G, G) {
+    if ptr::from_ref(mine) < ptr::from_ref(theirs) {
+        let mine = lock(mine);
+        (mine, lock(theirs))
+    } else {
+        let theirs = lock(theirs);
+        (lock(mine), theirs)
     }
 }
 
@@ -423,22 +501,42 @@ impl ProviderEndpoint for Endpoint {
                     return Err(self.domain.pd.device.refuse(ErrorKind::Busy, "resolve", why));
                 }
                 if old.epoch == peer.epoch && !connection.has_failed() {
-                    return Ok(PEER);
+                    return Ok(self.peer);
                 }
             }
         }
         if self.domain.options.connect_in_process && self.connect_both(&peer)? {
-            return Ok(PEER);
+            return Ok(self.peer);
         }
         self.store_completions()?;
-        let mut state = self.poster.lock();
-        self.flush(&mut state)?;
-        state.connection.connect(peer)?;
-        Ok(PEER)
+        self.connect(peer)?;
+        Ok(self.peer)
+    }
+
+    /// Resets the queue pair and connects it to its peer again, with the attributes of the peer's
+    /// last known name. Only the number of failures changes in a name, and no attribute depends on
+    /// it. So the peer's new name is not needed.
+    fn reconnect(&self) -> Result<()> {
+        self.domain.pd.device.check_process("reconnect")?;
+        let peer = {
+            let connection = &self.poster.lock().connection;
+            connection.open()?;
+            connection.peer()
+        };
+        let peer = peer.ok_or_else(|| {
+            let why = "resolve the peer first: the endpoint was never connected";
+            self.domain.pd.device.refuse(ErrorKind::BadState, "reconnect", why)
+        })?;
+        if self.domain.options.connect_in_process && self.connect_both(&peer)? {
+            return Ok(());
+        }
+        self.store_completions()?;
+        self.connect(peer)
     }
 
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
         self.domain.pd.device.check_process("post")?;
+        self.check_peer(request)?;
         self.recover()?;
         if self.lanes.takes(request) {
             return self.lanes.post(request);
@@ -468,5 +566,28 @@ impl Drop for Endpoint {
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Endpoint").field("qp", &self.poster.number()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::lock_both;
+
+    #[test]
+    fn both_are_locked_in_the_same_order_whichever_is_named_first() {
+        let values = [7_u32, 7];
+        let locked = |mine: usize, theirs: usize| {
+            let order = RefCell::<Vec<usize>>::default();
+            let lock = |value: &u32| order.borrow_mut().push(std::ptr::from_ref(value).addr());
+            lock_both(&values[mine], &values[theirs], lock);
+            order.take()
+        };
+        let order = locked(0, 1);
+        assert_eq!((order.len(), &order), (2, &locked(1, 0)));
+        // The guards are returned in the order of the arguments.
+        assert_eq!(lock_both(&values[0], &values[1], std::ptr::from_ref).0, &raw const values[0]);
+        assert_eq!(lock_both(&values[1], &values[0], std::ptr::from_ref).0, &raw const values[1]);
     }
 }

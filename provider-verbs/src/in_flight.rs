@@ -47,7 +47,7 @@ pub(super) struct InFlight {
     /// peer has posted a receive.
     pub(super) takes_receive: bool,
     pub(super) bytes: u64,
-    /// Number of work queue entries that the request uses.
+    /// Number of work requests that the request consists of.
     pub(super) requests: u32,
     /// The window that the request binds or invalidates; `None` for other requests.
     pub(super) window: Option<WindowRequest>,
@@ -64,11 +64,65 @@ pub(super) struct InFlight {
 #[derive(Default)]
 struct Slot {
     generation: u32,
-    entry: Option<InFlight>,
+    state: SlotState,
 }
+
+#[derive(Default)]
+enum SlotState {
+    #[default]
+    Free,
+    /// The request has not ended.
+    InFlight(InFlight),
+    /// The request has ended in error, but completions of its later work requests are outstanding.
+    /// The value holds the kind of the request and the number of its work requests.
+    Failed(CompletionKind, u32),
+}
+
+/// The bit of a `wr_id` that marks the last work request of a request.
+const LAST: u64 = 1 << 31;
 
 fn wr_id(generation: u32, index: u32) -> u64 {
     u64::from(generation) << 32 | u64::from(index)
+}
+
+/// Returns the `wr_id` of a request's last work request.
+pub(super) const fn last(wr_id: u64) -> u64 {
+    wr_id | LAST
+}
+
+/// Number of work requests of each direction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct WorkRequests {
+    pub(super) sends: u32,
+    pub(super) receives: u32,
+}
+
+impl WorkRequests {
+    fn of(kind: CompletionKind, requests: u32) -> Self {
+        let mut count = Self::default();
+        *count.get_mut(kind) = requests;
+        count
+    }
+
+    #[inline]
+    fn get_mut(&mut self, kind: CompletionKind) -> &mut u32 {
+        if kind == CompletionKind::Receive { &mut self.receives } else { &mut self.sends }
+    }
+
+    fn add(&mut self, more: Self) {
+        self.sends += more.sends;
+        self.receives += more.receives;
+    }
+}
+
+/// The effect of a work completion.
+#[derive(Default)]
+pub(super) struct Effect {
+    /// The request that the completion ends, if it ends one.
+    pub(super) ended: Option<InFlight>,
+    /// The work requests of which no further completion can come. Their entries of the completion
+    /// queue can be released.
+    pub(super) settled: WorkRequests,
 }
 
 /// The requests in flight of one queue pair, by `wr_id`.
@@ -78,10 +132,12 @@ pub(super) struct RequestTable {
     /// Generations (numbers of requests) that the table has used. The next request gets the range's
     /// end as its generation.
     generations: Range<u32>,
-    sends: u32,
+    /// The work requests that use an entry of a work queue.
+    in_use: WorkRequests,
+    /// The dropped work requests whose completions may still be in the NIC's queues.
+    stale: WorkRequests,
     /// Number of sends in flight that consume a receive of the peer.
     messages: u32,
-    receives: u32,
 }
 
 impl RequestTable {
@@ -92,16 +148,17 @@ impl RequestTable {
             slots: Vec::new(),
             free: Vec::new(),
             generations: generation..generation,
-            sends: 0,
+            in_use: WorkRequests::default(),
+            stale: WorkRequests::default(),
             messages: 0,
-            receives: 0,
         }
     }
 
-    /// Adds a request and returns its `wr_id`.
+    /// Adds a request and returns the `wr_id` of its work requests. The last one gets [`last`] of
+    /// this `wr_id`.
     #[inline]
     pub(super) fn admit(&mut self, entry: InFlight) -> u64 {
-        *self.in_use(entry.kind) += entry.requests;
+        *self.in_use.get_mut(entry.kind) += entry.requests;
         self.messages += u32::from(entry.takes_receive);
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
@@ -109,41 +166,86 @@ impl RequestTable {
         });
         let generation = self.generations.end;
         self.generations.end = generation.wrapping_add(1);
-        self.slots[index as usize] = Slot { generation, entry: Some(entry) };
+        self.slots[index as usize] = Slot { generation, state: SlotState::InFlight(entry) };
         wr_id(generation, index)
     }
 
-    /// Removes and returns a request. Returns `None` if the request was already removed. Two kinds
-    /// of completions follow the removal of their request:
+    /// Applies a work completion.
     ///
-    /// - completions of the other work requests of a failed request
-    /// - completions of a request that a reset of the queue pair has ended
+    /// The first completion of a request ends the request. A request of several work requests has
+    /// one completion if it succeeds: that of the last work request. If it fails, each of its later
+    /// work requests completes too, up to the last. The request uses its entries of the completion
+    /// queue until then.
+    ///
+    /// A completion of a request that [`Self::drop_all`] has dropped has no effect.
     #[inline]
-    pub(super) fn take(&mut self, wr_id: u64) -> Option<InFlight> {
-        let index = wr_id as u32;
-        let slot = self.slots.get_mut(index as usize)?;
+    pub(super) fn complete(&mut self, wr_id: u64) -> Effect {
+        let index = (wr_id & !LAST) as u32;
+        let Some(slot) = self.slots.get_mut(index as usize) else { return Effect::default() };
         if slot.generation != (wr_id >> 32) as u32 {
-            return None;
+            return Effect::default();
         }
-        let entry = slot.entry.take()?;
+        let (ended, kind, requests) = match std::mem::take(&mut slot.state) {
+            SlotState::Free => return Effect::default(),
+            SlotState::InFlight(entry) => {
+                let (kind, requests) = (entry.kind, entry.requests);
+                (Some(entry), kind, requests)
+            }
+            SlotState::Failed(kind, requests) => (None, kind, requests),
+        };
+        self.messages -= u32::from(ended.as_ref().is_some_and(|entry| entry.takes_receive));
+        if wr_id & LAST == 0 {
+            slot.state = SlotState::Failed(kind, requests);
+            return Effect { ended, settled: WorkRequests::default() };
+        }
         self.free.push(index);
-        *self.in_use(entry.kind) -= entry.requests;
-        self.messages -= u32::from(entry.takes_receive);
-        Some(entry)
+        *self.in_use.get_mut(kind) -= requests;
+        Effect { ended, settled: WorkRequests::of(kind, requests) }
     }
 
-    /// Removes all requests.
-    pub(super) fn take_all(&mut self) -> Vec<InFlight> {
-        let wr_id = |(slot, index): (&Slot, u32)| wr_id(slot.generation, index);
-        let ids: Vec<_> = self.slots.iter().zip(0..).map(wr_id).collect();
-        ids.into_iter().filter_map(|id| self.take(id)).collect()
+    /// Removes a request that the driver refused. `posted` is true if the driver posted some of the
+    /// work requests. They use their entries until [`Self::drop_all`], because the completion of
+    /// the last work request never comes.
+    pub(super) fn withdraw(&mut self, wr_id: u64, posted: bool) -> WorkRequests {
+        self.complete(if posted { wr_id } else { last(wr_id) }).settled
     }
 
-    /// Returns the counter of used work queue entries, of the send or the receive queue that `kind`
-    /// selects.
+    /// Removes all requests, which a reset or the destruction of the queue pair has dropped.
+    /// Returns those that had not ended.
+    ///
+    /// Completions of the dropped work requests may still be in the NIC's queues. The work requests
+    /// count as stale until [`Self::take_stale`].
+    pub(super) fn drop_all(&mut self) -> Vec<InFlight> {
+        let mut dropped = Vec::new();
+        for (slot, index) in self.slots.iter_mut().zip(0..) {
+            match std::mem::take(&mut slot.state) {
+                SlotState::Free => continue,
+                SlotState::InFlight(entry) => dropped.push(entry),
+                SlotState::Failed(..) => {}
+            }
+            self.free.push(index);
+        }
+        self.stale.add(std::mem::take(&mut self.in_use));
+        self.messages = 0;
+        dropped
+    }
+
+    /// Returns the number of stale work requests, and sets it to 0. The caller reads all completions
+    /// from the NIC's queues, and then releases the entries of these work requests.
+    pub(super) fn take_stale(&mut self) -> WorkRequests {
+        std::mem::take(&mut self.stale)
+    }
+
+    /// Reverts a call of [`Self::take_stale`], because the completions could not be read.
+    pub(super) fn put_back_stale(&mut self, stale: WorkRequests) {
+        self.stale.add(stale);
+    }
+
+    /// Returns the number of work queue entries in use, of the send or the receive queue that
+    /// `kind` selects.
     #[inline]
-    pub(super) fn in_use(&mut self, kind: CompletionKind) -> &mut u32 {
-        if kind == CompletionKind::Receive { &mut self.receives } else { &mut self.sends }
+    pub(super) fn in_use(&self, kind: CompletionKind) -> u32 {
+        if kind == CompletionKind::Receive { self.in_use.receives } else { self.in_use.sends }
     }
 
     pub(super) fn has_messages(&self) -> bool {

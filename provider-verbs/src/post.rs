@@ -18,7 +18,9 @@ use super::{
     device::OpenDevice,
     domain_state::DomainState,
     errors,
-    in_flight::{Arrival, InFlight, LaneUpdates, RequestOwner, RequestTable},
+    in_flight::{
+        Arrival, Effect, InFlight, LaneUpdates, RequestOwner, RequestTable, WorkRequests, last,
+    },
     sys::{RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus},
     window::WindowRequest,
 };
@@ -104,6 +106,11 @@ impl Poster {
         let PostState { connection, requests, chain } = &mut *state;
         let domain = &*self.domain;
         let pair = connection.open()?;
+        // A queue pair takes receives before it is connected.
+        if connection.peer().is_none() && !matches!(request.operation, Operation::Receive { .. }) {
+            let why = "resolve the peer first: the endpoint was never connected";
+            return Err(domain.refuse_post(ErrorKind::BadState, why));
+        }
         let held = domain.regions.hold();
         let local = request.local;
         let takes_receive = takes_receive(&request.operation);
@@ -210,7 +217,7 @@ impl Poster {
         mut entry: InFlight,
     ) -> Result<()> {
         let pair = connection.open()?;
-        if *requests.in_use(entry.kind) >= pair.cap.max_recv_wr {
+        if requests.in_use(entry.kind) >= pair.depth {
             return Err(self
                 .domain
                 .refuse_post(ErrorKind::Again, "the receive queue is full: read completions"));
@@ -220,11 +227,11 @@ impl Poster {
                 .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no receives")
         })?;
         entry.requests = 1;
-        let needed = room_of(&entry.owner);
+        let needed = room_of(&entry);
         let room = self.reserve(entry.kind, needed)?;
         let wr_id = requests.admit(entry);
         let mut wr = RecvWr {
-            wr_id,
+            wr_id: last(wr_id),
             next: ptr::null_mut(),
             sg_list: segments.as_mut_ptr(),
             num_sge: segments.len() as i32,
@@ -234,8 +241,8 @@ impl Poster {
         // call. The memory that they name lies in regions that are registered, or that were: the
         // NIC then refuses their keys.
         errors::status(unsafe { post(pair.qp, &mut wr, &mut bad) }).map_err(|errno| {
-            requests.take(wr_id);
-            room.release(needed, 1);
+            requests.withdraw(wr_id, false);
+            room.release(needed);
             self.post_failed("ibv_post_recv", errno)
         })
     }
@@ -244,12 +251,18 @@ impl Poster {
     /// can release the room.
     ///
     /// # Errors
-    /// Again: the queue has no room.
+    /// - Again: the queue has no room.
+    /// - MessageTooLong: the whole queue has too little room.
     #[inline]
     pub(super) fn reserve(&self, kind: CompletionKind, needed: Room) -> Result<&CqRoom> {
         let room = &*self.direction(kind).room;
         if room.reserve(needed) {
             return Ok(room);
+        }
+        if room.exceeds(needed) {
+            let why = "open the completion queue with a greater depth, or transfer less at once: \
+                       each work request of the request needs an entry";
+            return Err(self.domain.refuse_post(ErrorKind::MessageTooLong, why));
         }
         Err(self.domain.refuse_post(
             ErrorKind::Again,
@@ -268,11 +281,10 @@ impl Poster {
         mut entry: InFlight,
     ) -> Result<()> {
         let pair = connection.open()?;
-        let most = pair.cap.max_send_wr;
-        let count = chain.len() as u32;
-        let in_use = *requests.in_use(entry.kind);
-        if in_use.saturating_add(count) > most {
-            let (kind, why) = if in_use == 0 {
+        let most = pair.depth;
+        let count = u32::try_from(chain.len()).unwrap_or(u32::MAX);
+        if requests.in_use(entry.kind).saturating_add(count) > most {
+            let (kind, why) = if count > most {
                 (
                     ErrorKind::MessageTooLong,
                     "open the endpoint with a greater depth, or transfer less at once",
@@ -288,14 +300,16 @@ impl Poster {
                 .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no sends")
         })?;
         entry.requests = count;
-        let needed = room_of(&entry.owner);
+        let needed = room_of(&entry);
+        let completion = completion_room(&entry.owner);
         let room = self.reserve(entry.kind, needed)?;
         let wr_id = requests.admit(entry);
         let first = chain.as_mut_ptr();
-        let last = chain.len() - 1;
+        let end = chain.len() - 1;
         for (index, wr) in chain.iter_mut().enumerate() {
             wr.wr_id = wr_id;
-            if index == last {
+            if index == end {
+                wr.wr_id = last(wr_id);
                 wr.send_flags |= SendFlags::SIGNALED.bits();
             } else {
                 wr.next = first.wrapping_add(index + 1);
@@ -307,12 +321,16 @@ impl Poster {
         // returns. Inline bytes are in memory that the region owns.
         let posted = errors::status(unsafe { post(pair.qp, first, &mut bad) });
         posted.map_err(|errno| {
-            requests.take(wr_id);
-            room.release(needed, 1);
-            if !bad.is_null() && bad != first {
+            let posted = !bad.is_null() && bad != first;
+            requests.withdraw(wr_id, posted);
+            if posted {
                 // The driver posted part of the chain, which would run without the rest. So the
                 // connection ends.
                 connection.fail("cannot stop a partly posted request");
+                // The posted part still uses entries of the queue.
+                room.release(completion);
+            } else {
+                room.release(needed);
             }
             self.post_failed("ibv_post_send", errno)
         })
@@ -342,7 +360,9 @@ impl Poster {
             let mut state = self.state.lock();
             // A request that a reset has ended may leave a failed completion in the NIC's queue.
             // That completion says nothing about the new connection.
-            entry = state.requests.take(wc.wr_id)?;
+            let Effect { ended, settled } = state.requests.complete(wc.wr_id);
+            self.release(settled);
+            entry = ended?;
             failed_before = state.connection.has_failed();
             if wc.status != WcStatus::IBV_WC_SUCCESS {
                 state.connection.note_failure();
@@ -392,16 +412,22 @@ impl Poster {
         invalidated.then(|| self.domain.windows.invalidated_by_peer(wc.invalidated_rkey)).flatten()
     }
 
-    /// Ends a request that the NIC has completed or dropped, and releases its entry of the NIC's
-    /// queue. Returns the completion if the application owns the request. Otherwise passes the
-    /// result to the lane or waiting call that owns the request.
+    /// Releases the entries of work requests in the NIC's queues. No completion of them may come any
+    /// more.
+    pub(super) fn release(&self, settled: WorkRequests) {
+        self.send.room.release(Room::entries(settled.sends));
+        self.receive.room.release(Room::entries(settled.receives));
+    }
+
+    /// Ends a request that the NIC has completed or dropped. Returns the completion if the
+    /// application owns the request. Otherwise passes the result to the lane or waiting call that
+    /// owns the request.
     pub(super) fn end(
         &self,
         entry: &InFlight,
         result: Result<u64>,
         arrival: Arrival,
     ) -> Option<Completion> {
-        self.direction(entry.kind).room.release(Room::ENTRY, 1);
         match &entry.owner {
             RequestOwner::Lane(token) => {
                 self.updates(entry.kind).lock().ended.push((*token, result, arrival));
@@ -443,12 +469,17 @@ impl Poster {
     }
 }
 
-/// Returns the room in the completion queue that a request of this owner uses. Only the application
-/// reads completions: a lane reserves the room for the completion of a whole transfer itself.
-const fn room_of(owner: &RequestOwner) -> Room {
+/// Returns the room in the completion queue that a request uses.
+const fn room_of(entry: &InFlight) -> Room {
+    Room::entries(entry.requests).and(completion_room(&entry.owner))
+}
+
+/// Returns the room for the completion of a request of this owner. Only the application reads
+/// completions: a lane reserves the room for the completion of a whole transfer itself.
+const fn completion_room(owner: &RequestOwner) -> Room {
     match owner {
-        RequestOwner::Application => Room::BOTH,
-        RequestOwner::Lane(_) | RequestOwner::Call(_) => Room::ENTRY,
+        RequestOwner::Application => Room::COMPLETION,
+        RequestOwner::Lane(_) | RequestOwner::Call(_) => Room::NONE,
     }
 }
 

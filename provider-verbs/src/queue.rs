@@ -110,7 +110,7 @@ impl CqState {
             count += 1;
         });
         if count > 0 {
-            self.cq.room().release(Room::COMPLETION, count);
+            self.cq.room().release(Room::COMPLETION.times(count));
         }
         polled.map(|()| count)
     }
@@ -151,8 +151,8 @@ impl CqState {
     /// arming, this call stores the completions of earlier requests.
     ///
     /// # Errors
-    /// - BadState: no completion is stored, the domain is closed and no endpoint uses the queue. So
-    ///   nothing completes to the queue any more.
+    /// - BadState: no completion is stored, and the domain is closed. So nothing completes to the
+    ///   queue any more.
     /// - The driver's error if the device was removed.
     /// - The error of creating the fd at the first call.
     pub(super) fn arm(&self) -> Result<bool> {
@@ -165,14 +165,14 @@ impl CqState {
     /// Returns true if completions are stored for the application.
     ///
     /// # Errors
-    /// BadState: no completion is stored, the domain is closed and no endpoint uses the queue.
+    /// BadState: no completion is stored, and the domain is closed. A closed domain has no
+    /// endpoints.
     pub(super) fn check_open(&self) -> Result<bool> {
         let ready = self.ready.lock();
         if !ready.completions.is_empty() {
             return Ok(true);
         }
-        // A queue may serve the endpoints of other domains of its device.
-        if !ready.closed || !self.posters.read().is_empty() {
+        if !ready.closed {
             return Ok(false);
         }
         Err(Error::new(ErrorKind::BadState, "wait for completions")
@@ -209,8 +209,6 @@ impl Queues {
     pub(super) fn detach(&self, poster: &Poster) {
         for queue in [&self.tx, &self.rx] {
             queue.posters.write().remove(&poster.number());
-            // This may have been the queue's last poster, so the queue's readers must check again.
-            queue.ready.ring();
         }
     }
 

@@ -13,7 +13,7 @@ use std::{sync::Arc, time::Duration};
 use hmem_core::{
     ErrorKind, Iova,
     provider::StagingAttr,
-    transfer::{Completion, CompletionKind, PeerId, RemoteSegment},
+    transfer::{Completion, CompletionKind, RemoteSegment},
 };
 use hmem_iface_system::Simulated;
 use hmem_provider_verbs::{Verbs, sys::WcStatus};
@@ -22,7 +22,6 @@ use staging_cases::*;
 
 const CHUNK: u64 = 4096;
 const STAGING: StagingAttr = StagingAttr { buffer_len: CHUNK as usize, buffer_count: 8 };
-const PEER: PeerId = PeerId(0);
 
 fn net() -> Net {
     net_on(false)
@@ -56,7 +55,7 @@ fn last_request_of_a_chain_carries_the_data() {
     net.far.endpoint.receive(&[far.slice(0, 8)], None, 9).expect("receive");
     let pieces = [remote(&key, CHUNK, 100), remote(&key, 3 * CHUNK, 50)];
     let from = [near.slice(0, 60), near.slice(60, 90)];
-    net.near.endpoint.write_immediate(&from, &pieces, 0xdead_beef, PEER, 4).expect("post");
+    net.near.endpoint.write_immediate(&from, &pieces, 0xdead_beef, net.peer, 4).expect("post");
     let (mut here, mut there) = net.complete(1, 1);
     assert_eq!(facts(here.remove(0)), (CompletionKind::Write, 4, 150, None));
     // The completion's length is that of the second work request only, so it is not compared.
@@ -80,7 +79,7 @@ fn staged_write_carries_the_data_with_its_last_chunk() {
         let there = [remote(&key, 0, len)];
         let post = |data, context| {
             let from = [near.slice(0, len)];
-            net.near.endpoint.write_immediate(&from, &there, data, PEER, context)
+            net.near.endpoint.write_immediate(&from, &there, data, net.peer, context)
         };
         net.far.endpoint.receive(&[far.slice(len, 8)], None, 7).expect("receive");
         post(5, 1).expect("post");
@@ -115,7 +114,7 @@ fn staged_write_wakes_sleepers_on_every_queue() {
         assert!(!is_readable(), "a thread would sleep here");
         let there = [remote(&key, 0, len)];
         let from = [near.slice(0, len)];
-        net.near.endpoint.write_immediate(&from, &there, turn, PEER, 1).expect("post");
+        net.near.endpoint.write_immediate(&from, &there, turn, net.peer, 1).expect("post");
         assert!(is_readable(), "the sleeper must step the write");
         // Only the thread that waits for the target's queue reads. The thread arms the queue before
         // it sleeps again.
@@ -143,14 +142,14 @@ fn staged_receive_consumed_by_a_write_keeps_its_bytes() {
         net.far.endpoint.receive(&into, None, context).expect("receive");
     }
     let there = [remote(&key, 0, 64)];
-    net.near.endpoint.write_immediate(&[near.slice(0, 64)], &there, 11, PEER, 3).expect("post");
+    net.near.endpoint.write_immediate(&[near.slice(0, 64)], &there, 11, net.peer, 3).expect("post");
     let (_, mut there) = net.complete(1, 1);
     assert_eq!(facts(there.remove(0)), (CompletionKind::RemoteWrite, 1, 64, Some(11)));
     assert_eq!(staged.get(0, CHUNK), [0x55; CHUNK as usize], "the buffer of the receive");
     assert_eq!(far.get(0, 64), [0x77; 64]);
     // A message with data takes the next receive.
     let from = [near.slice(0, 64)];
-    net.near.endpoint.send_immediate(&from, None, 12, PEER, 4).expect("post");
+    net.near.endpoint.send_immediate(&from, None, 12, net.peer, 4).expect("post");
     let (_, mut there) = net.complete(1, 1);
     assert_eq!(facts(there.remove(0)), (CompletionKind::Receive, 2, 64, Some(12)));
     assert_eq!(staged.get(0, 65), [&[0x77; 64][..], &[0x55]].concat());
@@ -159,7 +158,7 @@ fn staged_receive_consumed_by_a_write_keeps_its_bytes() {
     net.far.endpoint.receive(&[far.slice(0, 64)], None, 5).expect("receive");
     net.near
         .endpoint
-        .send_immediate(&[source.slice(0, 64)], None, u64::from(u32::MAX), PEER, 6)
+        .send_immediate(&[source.slice(0, 64)], None, u64::from(u32::MAX), net.peer, 6)
         .expect("post");
     let (_, mut there) = net.complete(1, 1);
     let data = Some(u64::from(u32::MAX));
@@ -177,16 +176,16 @@ fn write_waiting_for_a_receive_leaves_buffers_for_others() {
     let key = far.region().key().expect("key");
     let there = [remote(&key, 0, CHUNK * 16)];
     let from = [near.slice(0, CHUNK * 16)];
-    net.near.endpoint.write_immediate(&from, &there, 1, PEER, 1).expect("post");
+    net.near.endpoint.write_immediate(&from, &there, 1, net.peer, 1).expect("post");
     // Another connection of the domain still makes progress.
     let cq = net.near.domain.open_cq(8).expect("a queue");
     let attr = hmem_core::provider::EndpointAttr::new(&cq);
     let other = net.near.domain.open_endpoint(&attr).expect("an endpoint");
-    other.resolve(&other.name()).expect("connect it to itself");
+    let itself = other.resolve(&other.name()).expect("connect it to itself");
     let own = net.near.host(CHUNK, LOCAL | REMOTE);
     let own_key = own.region().key().expect("key");
     let there = [remote(&own_key, 0, CHUNK)];
-    other.write(&[near.slice(0, CHUNK)], &there, PEER, 2).expect("post");
+    other.write(&[near.slice(0, CHUNK)], &there, itself, 2).expect("post");
     let mut done = Vec::new();
     while cq.read(&mut done, 1).expect("read") == 0 {
         std::thread::yield_now();
@@ -205,14 +204,14 @@ fn invalidated_key_is_reported_with_each_driver() {
         let (near, far) = (net.near.host(64, LOCAL), net.far.host(64, LOCAL | REMOTE));
         let key = far.region().key().expect("key");
         net.far.endpoint.receive(&[far.slice(0, 64)], None, 1).expect("receive");
-        net.near.endpoint.send_invalidate(&[near.slice(0, 8)], &key, PEER, 2).expect("post");
+        net.near.endpoint.send_invalidate(&[near.slice(0, 8)], &key, net.peer, 2).expect("post");
         let (_, mut there) = net.complete(1, 1);
         let ended = there.remove(0);
         assert_eq!(ended.invalidated, Some(key.as_u64().expect("one key")), "rxe: {rxe}");
         assert_eq!(facts(ended), (CompletionKind::Receive, 1, 8, None));
         // The receive of a message that invalidates nothing names no key.
         net.far.endpoint.receive(&[far.slice(0, 64)], None, 3).expect("receive");
-        net.near.endpoint.send(&[near.slice(0, 8)], None, PEER, 4).expect("post");
+        net.near.endpoint.send(&[near.slice(0, 8)], None, net.peer, 4).expect("post");
         let (_, mut there) = net.complete(1, 1);
         assert_eq!(there.remove(0).invalidated, None, "rxe: {rxe}");
     }

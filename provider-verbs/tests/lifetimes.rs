@@ -3,6 +3,7 @@
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
+mod looped;
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
@@ -12,18 +13,19 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind,
-    Iova, OwnedRegion, RawKey, Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
+    Access, Address, AddressRange, Addressing, AuthKey, Domain, DomainAttr, ErrorKind, Iova,
+    OwnedRegion, RawKey, Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
     provider::{
         CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowState, WindowType, Windows,
     },
-    transfer::{Completion, Operation, PeerId, RemoteSegment, WorkRequest},
+    transfer::{Completion, Operation, RemoteSegment, WorkRequest},
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs, VerbsDomain, VerbsOptions,
     sys::{AccessFlags, Functions, WcStatus},
 };
+use looped::Looped;
 use wire::{BindGate, Misbehaviour, misbehave};
 
 const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
@@ -65,11 +67,8 @@ fn open_with(functions: Functions, bind_timeout: Duration) -> Domain {
     Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
 }
 
-/// Returns an endpoint that is connected to itself.
-fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Endpoint {
-    let endpoint = domain.open_endpoint(&EndpointAttr::new(cq)).expect("open an endpoint");
-    endpoint.resolve(&endpoint.name()).expect("connect it to itself");
-    endpoint
+fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Looped {
+    Looped::open(domain, &EndpointAttr::new(cq))
 }
 
 fn buffer(domain: &Domain, byte: u8) -> OwnedRegion<Vec<u8>> {
@@ -77,17 +76,12 @@ fn buffer(domain: &Domain, byte: u8) -> OwnedRegion<Vec<u8>> {
     domain.register(vec![byte; 1024], access).map_err(|rejected| rejected.error).expect("register")
 }
 
-fn write(
-    endpoint: &Endpoint,
-    from: &OwnedRegion<Vec<u8>>,
-    to: &OwnedRegion<Vec<u8>>,
-    context: u64,
-) {
+fn write(endpoint: &Looped, from: &OwnedRegion<Vec<u8>>, to: &OwnedRegion<Vec<u8>>, context: u64) {
     try_write(endpoint, from, to, context).expect("post");
 }
 
 fn try_write(
-    endpoint: &Endpoint,
+    endpoint: &Looped,
     from: &OwnedRegion<Vec<u8>>,
     to: &OwnedRegion<Vec<u8>>,
     context: u64,
@@ -95,7 +89,7 @@ fn try_write(
     let key = to.key().expect("key");
     let remote = [RemoteSegment { address: key.base(), len: 1024, key: &key }];
     let from = [from.slice(0, 1024).expect("slice")];
-    endpoint.write(&from, &remote, PeerId(0), context)
+    endpoint.write(&from, &remote, endpoint.peer, context)
 }
 
 fn read(cq: &Arc<dyn CompletionQueue>) -> Vec<Completion> {
@@ -161,14 +155,10 @@ fn dropped_endpoint_frees_its_bound_type_2a_window() {
 }
 
 /// Ends the connection of an endpoint by posting a write to an unknown key.
-fn break_connection(
-    endpoint: &Endpoint,
-    cq: &Arc<dyn CompletionQueue>,
-    from: &OwnedRegion<Vec<u8>>,
-) {
+fn break_connection(endpoint: &Looped, cq: &Arc<dyn CompletionQueue>, from: &OwnedRegion<Vec<u8>>) {
     let key = RemoteKey::new(Addressing::Virtual, Iova(0), 8, 1);
     let remote = [RemoteSegment { address: Iova(0), len: 8, key: &key }];
-    endpoint.write(&[from.slice(0, 8).expect("slice")], &remote, PeerId(0), 9).expect("post");
+    endpoint.write(&[from.slice(0, 8).expect("slice")], &remote, endpoint.peer, 9).expect("post");
     let error = read(cq).remove(0).result.expect_err("no region has this key");
     assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
 }
@@ -196,10 +186,12 @@ fn requests_that_ended_before_a_reset_keep_their_results() {
     let (from, to) = (buffer(&domain, 5), buffer(&domain, 0));
     write(&endpoint, &from, &to, 1);
     endpoint.receive(&[to.slice(0, 8).expect("slice")], None, 2).expect("post a receive");
-    endpoint.send(&[from.slice(0, 8).expect("slice")], None, PeerId(0), 3).expect("post a send");
+    endpoint
+        .send(&[from.slice(0, 8).expect("slice")], None, endpoint.peer, 3)
+        .expect("post a send");
     let key = RemoteKey::new(Addressing::Virtual, Iova(0), 8, 1);
     let remote = [RemoteSegment { address: Iova(0), len: 8, key: &key }];
-    endpoint.write(&[from.slice(0, 8).expect("slice")], &remote, PeerId(0), 4).expect("post");
+    endpoint.write(&[from.slice(0, 8).expect("slice")], &remote, endpoint.peer, 4).expect("post");
     // Each read of the other queue lets the device run one request.
     for _ in 0..3 {
         assert!(read(&other).is_empty());
@@ -367,14 +359,12 @@ fn rebound_window_is_freed_before_its_queue_pair() {
 fn peer_invalidation_read_before_the_bind_frees_the_window() {
     let domain = open();
     let (tx, rx) = (domain.open_cq(8).expect("queue"), domain.open_cq(8).expect("queue"));
-    let endpoint = domain
-        .open_endpoint(&EndpointAttr { rx_cq: Arc::clone(&rx), ..EndpointAttr::new(&tx) })
-        .expect("open an endpoint");
-    endpoint.resolve(&endpoint.name()).expect("connect it to itself");
+    let endpoint =
+        Looped::open(&domain, &EndpointAttr { rx_cq: Arc::clone(&rx), ..EndpointAttr::new(&tx) });
     let (region, inbox) = (buffer(&domain, 1), buffer(&domain, 2));
     let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
     let post = |operation, local: &[_]| {
-        let request = WorkRequest { operation, local, peer: PeerId(0), context: 4 };
+        let request = WorkRequest { operation, local, peer: endpoint.peer, context: 4 };
         // SAFETY: the buffers live until the end of the test.
         unsafe { endpoint.post(&request) }.expect("post")
     };
@@ -528,7 +518,7 @@ fn region_with_a_bound_window_is_neither_deregistered_nor_changed() {
         unsafe { verbs.rereg(region, LOCAL) }.expect("no window is bound to it");
     };
     let post = |operation| {
-        let request = WorkRequest { operation, local: &[], peer: PeerId(0), context: 1 };
+        let request = WorkRequest { operation, local: &[], peer: endpoint.peer, context: 1 };
         // SAFETY: window operations name no local memory.
         unsafe { endpoint.post(&request) }.expect("post");
     };
@@ -627,7 +617,7 @@ fn grant_whose_window_is_not_freed_keeps_its_region_registered() {
 
 fn bind(
     window: &Type2Window,
-    endpoint: &Endpoint,
+    endpoint: &Looped,
     region: &OwnedRegion<Vec<u8>>,
 ) -> Result<RemoteKey> {
     let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
@@ -678,7 +668,7 @@ fn provider_refuses_requests_for_the_other_window_type() {
     let two = verbs.alloc_window(WindowType::TwoB).expect("allocate");
     let (offset, len, access, addressing) = (0, 64, Access::REMOTE_READ, Addressing::Virtual);
     let post = |operation| {
-        let request = WorkRequest { operation, local: &[], peer: PeerId(0), context: 1 };
+        let request = WorkRequest { operation, local: &[], peer: endpoint.peer, context: 1 };
         // SAFETY: window operations name no local memory.
         unsafe { endpoint.post(&request) }.expect_err("another type").kind()
     };

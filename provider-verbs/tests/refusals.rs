@@ -3,6 +3,7 @@
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
+mod looped;
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
@@ -10,7 +11,7 @@ use std::sync::Arc;
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova,
-    LocalKey, OwnedRegion, Registry, RemoteKey, RemotePiece, Result,
+    LocalKey, OwnedRegion, Registry, RemoteKey, RemotePiece, Result, Type2Bind, Type2Kind,
     provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType, Windows},
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
@@ -19,6 +20,7 @@ use hmem_provider_verbs::{
     Verbs, VerbsDomain, VerbsOptions,
     sys::{AccessFlags, Functions},
 };
+use looped::Looped;
 
 const LEN: u64 = 1024;
 
@@ -28,9 +30,12 @@ fn open(options: VerbsOptions) -> Domain {
 
 fn open_on(functions: Functions, options: VerbsOptions) -> Domain {
     let builder = Verbs::builder().functions(functions).options(options);
-    let verbs = builder.build().expect("start");
+    open_of(&builder.build().expect("start"))
+}
+
+fn open_of(verbs: &Verbs) -> Domain {
     let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
-    Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
+    Domain::open(verbs, registry, paths, DomainAttr::default()).expect("open")
 }
 
 fn buffer(domain: &Domain, access: Access) -> OwnedRegion<Vec<u8>> {
@@ -40,23 +45,29 @@ fn buffer(domain: &Domain, access: Access) -> OwnedRegion<Vec<u8>> {
 
 /// An endpoint that is connected to itself, with memory for its transfers.
 struct Loop {
-    endpoint: Endpoint,
+    endpoint: Looped,
     cq: Arc<dyn CompletionQueue>,
     target: OwnedRegion<Vec<u8>>,
     domain: Domain,
 }
 
-/// Opens an endpoint that is connected to itself. It accepts 20 sends and 4 receives at once.
-fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Endpoint {
-    let attr = EndpointAttr { depth: 4, ..EndpointAttr::new(cq) };
-    let endpoint = domain.open_endpoint(&attr).expect("open an endpoint");
-    endpoint.resolve(&endpoint.name()).expect("connect it to itself");
-    endpoint
+/// Opens an endpoint that is connected to itself. It accepts 20 sends and 20 receives at once.
+fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Looped {
+    deep(domain, cq, 20)
+}
+
+/// Opens an endpoint of this depth that is connected to itself.
+fn deep(domain: &Domain, cq: &Arc<dyn CompletionQueue>, depth: usize) -> Looped {
+    Looped::open(domain, &EndpointAttr { depth, ..EndpointAttr::new(cq) })
 }
 
 impl Loop {
     fn new() -> Self {
-        let domain = open(VerbsOptions::empty());
+        Self::with(VerbsOptions::empty())
+    }
+
+    fn with(options: VerbsOptions) -> Self {
+        let domain = open(options);
         let cq = domain.open_cq(64).expect("open a queue");
         let endpoint = endpoint(&domain, &cq);
         let target = buffer(&domain, Access::REMOTE_READ | Access::REMOTE_WRITE);
@@ -69,7 +80,7 @@ impl Loop {
         let key = self.target.key().expect("key");
         let remote = [RemoteSegment { address: key.base(), len: far, key: &key }];
         let operation = Operation::Write { remote: &remote };
-        let request = WorkRequest { operation, local, peer: PeerId(0), context: 1 };
+        let request = WorkRequest { operation, local, peer: self.endpoint.peer, context: 1 };
         // SAFETY: the segments lie in regions that own their memory.
         unsafe { self.endpoint.post(&request) }?;
         let mut out = Vec::new();
@@ -150,7 +161,8 @@ fn keys_of_more_than_32_bits_are_refused() {
             operations.push(Operation::Send { tag: None, invalidate: Some(&key) });
         }
         for operation in operations {
-            let request = WorkRequest { operation, local: &local, peer: PeerId(0), context: 1 };
+            let request =
+                WorkRequest { operation, local: &local, peer: net.endpoint.peer, context: 1 };
             // SAFETY: the segments lie in regions that own their memory.
             let error = unsafe { net.endpoint.post(&request) }.expect_err("a key of 64 bits");
             assert_eq!(error.kind(), ErrorKind::InvalidKey, "{operation:?}: {error}");
@@ -167,7 +179,7 @@ fn mapped_key_invalidates_no_window() {
     let net = Loop::new();
     let key = RemoteKey::mapped(Addressing::Virtual, Iova(0), 8, 0x101);
     let operation = Operation::Send { tag: None, invalidate: Some(&key) };
-    let request = WorkRequest { operation, local: &[], peer: PeerId(0), context: 1 };
+    let request = WorkRequest { operation, local: &[], peer: net.endpoint.peer, context: 1 };
     // SAFETY: the request has no local segments.
     let error = unsafe { net.endpoint.post(&request) }.expect_err("a mapped key");
     assert_eq!(error.kind(), ErrorKind::InvalidKey, "{error}");
@@ -198,20 +210,18 @@ fn contexts(cq: &dyn CompletionQueue) -> Vec<u64> {
 
 #[test]
 fn full_completion_queue_refuses_requests_of_all_its_endpoints() {
-    /// Number of requests that fit in a queue opened with depth 1. The provider adds entries to
-    /// each queue.
     const ROOM: u64 = 33;
     let net = Loop::new();
-    let cq = net.domain.open_cq(1).expect("open a queue");
+    let cq = net.domain.open_cq(ROOM as usize).expect("open a queue");
     let endpoints = [endpoint(&net.domain, &cq), endpoint(&net.domain, &cq)];
     let (source, sink) = (buffer(&net.domain, Access::WRITE), buffer(&net.domain, Access::RECV));
     let key = net.target.key().expect("key");
     let remote = [RemoteSegment { address: key.base(), len: 8, key: &key }];
-    let write = |endpoint: &Endpoint, context| {
+    let write = |endpoint: &Looped, context| {
         let from = [source.slice(0, 8).expect("slice")];
-        endpoint.write(&from, &remote, PeerId(0), context)
+        endpoint.write(&from, &remote, endpoint.peer, context)
     };
-    let receive = |endpoint: &Endpoint, context| {
+    let receive = |endpoint: &Looped, context| {
         endpoint.receive(&[sink.slice(0, 8).expect("slice")], None, context)
     };
     let refused = |posted: Result<()>| {
@@ -252,7 +262,7 @@ fn full_completion_queue_refuses_requests_of_all_its_endpoints() {
 fn stored_completions_take_the_room_of_the_queue_until_they_are_read() {
     const ROOM: u64 = 33;
     let net = Loop::new();
-    let cq = net.domain.open_cq(1).expect("open a queue");
+    let cq = net.domain.open_cq(ROOM as usize).expect("open a queue");
     let endpoint = endpoint(&net.domain, &cq);
     let source = buffer(&net.domain, Access::WRITE);
     let key = net.target.key().expect("key");
@@ -261,11 +271,12 @@ fn stored_completions_take_the_room_of_the_queue_until_they_are_read() {
     let channel = cq.channel().expect("a channel");
     for first in [0, ROOM] {
         for context in first..first + ROOM {
-            endpoint.write(&from, &remote, PeerId(0), context).expect("there is room");
+            endpoint.write(&from, &remote, endpoint.peer, context).expect("there is room");
             // The call moves the completion from the NIC's queue to memory.
             assert!(!channel.arm().expect("arm"));
         }
-        let error = endpoint.write(&from, &remote, PeerId(0), 0).expect_err("the queue is full");
+        let error =
+            endpoint.write(&from, &remote, endpoint.peer, 0).expect_err("the queue is full");
         assert_eq!(error.kind(), ErrorKind::Again, "{error}");
         let mut out = Vec::new();
         assert_eq!(cq.read(&mut out, 64).expect("read completions") as u64, ROOM);
@@ -273,17 +284,147 @@ fn stored_completions_take_the_room_of_the_queue_until_they_are_read() {
     }
     // Canceled requests keep their room until their completions are read.
     for _ in 0..2 {
-        endpoint.write(&from, &remote, PeerId(0), 1).expect("there is room");
+        endpoint.write(&from, &remote, endpoint.peer, 1).expect("there is room");
         wire::fail_last_pair();
         endpoint.resolve(&endpoint.name()).expect("connect again");
     }
     for _ in 2..ROOM {
-        endpoint.write(&from, &remote, PeerId(0), 2).expect("there is room");
+        endpoint.write(&from, &remote, endpoint.peer, 2).expect("there is room");
         assert!(!channel.arm().expect("arm"));
     }
-    let error = endpoint.write(&from, &remote, PeerId(0), 0).expect_err("the queue is full");
+    let error = endpoint.write(&from, &remote, endpoint.peer, 0).expect_err("the queue is full");
     assert_eq!(error.kind(), ErrorKind::Again, "{error}");
     assert_eq!(contexts(&*cq).len() as u64, ROOM);
+}
+
+/// Waits for a successful completion, and returns its context. Each read of the queue lets the NIC
+/// run one work request.
+fn next(cq: &dyn CompletionQueue) -> u64 {
+    let mut out = Vec::new();
+    while cq.read(&mut out, 1).expect("read completions") == 0 {}
+    let completion = out.remove(0);
+    completion.result.expect("success");
+    completion.context
+}
+
+/// Posts a write of `count` work requests, one for each remote segment of 8 bytes.
+fn write_parts(
+    endpoint: &Looped,
+    source: &OwnedRegion<Vec<u8>>,
+    target: &OwnedRegion<Vec<u8>>,
+    (count, context): (u64, u64),
+) -> Result<()> {
+    let key = target.key().expect("key");
+    let remote: Vec<_> = (0..count).map(|at| key.slice(at * 8, 8).expect("inside")).collect();
+    let from = [source.slice(0, count * 8).expect("inside")];
+    endpoint.write(&from, &remote, endpoint.peer, context)
+}
+
+/// Requests of several work requests reserve an entry for each, because each leaves a completion
+/// if the connection fails.
+#[test]
+fn deep_endpoint_does_not_overrun_a_shallow_queue() {
+    let net = Loop::new();
+    let source = buffer(&net.domain, Access::WRITE);
+    let cq = net.domain.open_cq(16).expect("open a queue");
+    let endpoint = deep(&net.domain, &cq, 128);
+    // The NIC executes nothing, so all work requests stay in flight until they are flushed.
+    let still = wire::Misbehaviour { hangs: true, ..wire::Misbehaviour::default() };
+    for round in 0..3 {
+        wire::misbehave(still);
+        let post = |context| write_parts(&endpoint, &source, &net.target, (4, context));
+        let posted = (0..128).take_while(|context| post(*context).is_ok()).count();
+        assert_eq!(posted, 4, "round {round}: 16 work requests");
+        assert_eq!(post(9).expect_err("full").kind(), ErrorKind::Again);
+        wire::fail_last_pair();
+        wire::misbehave(wire::Misbehaviour::default());
+        assert_eq!(contexts(&*cq), [0, 1, 2, 3]);
+        endpoint.resolve(&endpoint.name()).expect("connect again");
+    }
+    let error = write_parts(&endpoint, &source, &net.target, (17, 1)).expect_err("17 entries");
+    assert_eq!(error.kind(), ErrorKind::MessageTooLong, "{error}");
+    assert!(error.to_string().contains("completion queue with a greater depth"), "{error}");
+    write_parts(&endpoint, &source, &net.target, (16, 1)).expect("the whole queue");
+    assert_eq!(next(&*cq), 1);
+    assert_eq!(wire::overruns(), 0);
+}
+
+/// A queue of the recommended depth has room for everything that its endpoints accept.
+#[test]
+fn queue_of_the_recommended_depth_serves_many_endpoints() {
+    let net = Loop::new();
+    let (source, sink) = (buffer(&net.domain, Access::WRITE), buffer(&net.domain, Access::RECV));
+    let cq = net.domain.open_cq(2 * 64).expect("open a queue");
+    let endpoints: Vec<_> = (0..64).map(|_| deep(&net.domain, &cq, 1)).collect();
+    wire::misbehave(wire::Misbehaviour { hangs: true, ..wire::Misbehaviour::default() });
+    for (endpoint, context) in endpoints.iter().zip(0..) {
+        let split = write_parts(endpoint, &source, &net.target, (17, 0)).expect_err("too deep");
+        assert_eq!(split.kind(), ErrorKind::MessageTooLong, "{split}");
+        assert!(split.to_string().contains("endpoint with a greater depth"), "{split}");
+        write_parts(endpoint, &source, &net.target, (1, context)).expect("there is room");
+        let into = [sink.slice(0, 8).expect("inside")];
+        endpoint.receive(&into, None, 64 + context).expect("there is room");
+        let error = write_parts(endpoint, &source, &net.target, (1, 0)).expect_err("depth 1");
+        assert_eq!(error.kind(), ErrorKind::Again, "{error}");
+    }
+    wire::fail_all_pairs();
+    wire::misbehave(wire::Misbehaviour::default());
+    assert!(contexts(&*cq).into_iter().eq(0..128));
+    assert_eq!(wire::overruns(), 0);
+}
+
+/// The later work requests of a failed request keep their entries until they have completed too.
+#[test]
+fn entries_of_a_failed_request_are_in_use_until_its_last_completion() {
+    let net = Loop::new();
+    let source = buffer(&net.domain, Access::WRITE);
+    let cq = net.domain.open_cq(16).expect("open a queue");
+    let [failing, other] = [deep(&net.domain, &cq, 16), deep(&net.domain, &cq, 16)];
+    let still = wire::Misbehaviour { hangs: true, ..wire::Misbehaviour::default() };
+    wire::misbehave(still);
+    write_parts(&failing, &source, &net.target, (10, 1)).expect("there is room");
+    wire::fail_pair(1);
+    wire::misbehave(wire::Misbehaviour::default());
+    let mut out = Vec::new();
+    assert_eq!(cq.read(&mut out, 1).expect("read"), 1, "nine more completions are in the queue");
+    wire::misbehave(still);
+    let post = |count| write_parts(&other, &source, &net.target, (count, 2));
+    assert_eq!(post(7).expect_err("six entries are free").kind(), ErrorKind::Again);
+    post(6).expect("six entries are free");
+    wire::fail_all_pairs();
+    wire::misbehave(wire::Misbehaviour::default());
+    assert_eq!(contexts(&*cq), [2]);
+    assert_eq!(wire::overruns(), 0);
+    other.resolve(&other.name()).expect("connect again");
+    post(16).expect("the whole queue");
+    assert_eq!(next(&*cq), 2);
+}
+
+/// A reset drops requests whose completions the NIC has written already. Their entries are free
+/// once these completions were read.
+#[test]
+fn completions_of_dropped_requests_do_not_overrun_the_queue() {
+    let net = Loop::new();
+    let source = buffer(&net.domain, Access::WRITE);
+    let cq = net.domain.open_cq(16).expect("open a queue");
+    let endpoint = deep(&net.domain, &cq, 16);
+    let still = wire::Misbehaviour { hangs: true, ..wire::Misbehaviour::default() };
+    let fill = || {
+        for context in 0..2 {
+            write_parts(&endpoint, &source, &net.target, (8, context)).expect("there is room");
+        }
+        wire::fail_last_pair();
+    };
+    for round in 0..4 {
+        wire::misbehave(wire::Misbehaviour { flushes_at_reset: true, ..still });
+        fill();
+        endpoint.resolve(&endpoint.name()).expect("connect again");
+        fill();
+        wire::misbehave(wire::Misbehaviour::default());
+        assert_eq!(contexts(&*cq), [0, 0, 1, 1], "round {round}");
+        endpoint.resolve(&endpoint.name()).expect("connect again");
+    }
+    assert_eq!(wire::overruns(), 0);
 }
 
 #[test]
@@ -297,7 +438,7 @@ fn atomic_of_more_bytes_than_memory_is_refused() {
         let (op, datatype) = (AtomicOp::Sum, AtomicType::U64);
         let operation = Operation::Atomic { op, datatype, remote, result: None, compare: None };
         let local = vec![segment(desc, start, len); count];
-        let request = WorkRequest { operation, local: &local, peer: PeerId(0), context: 1 };
+        let request = WorkRequest { operation, local: &local, peer: net.endpoint.peer, context: 1 };
         // SAFETY: the request is refused.
         let error = unsafe { net.endpoint.post(&request) }.expect_err("too long");
         let kinds = [ErrorKind::OutOfBounds, ErrorKind::InvalidArgument];
@@ -313,12 +454,10 @@ fn full_send_queue_refuses_requests_until_it_is_read() {
     let remote = [RemoteSegment { address: key.base(), len: 8, key: &key }];
     let post = || {
         let from = [source.slice(0, 8).expect("slice")];
-        net.endpoint.write(&from, &remote, PeerId(0), 1).map_err(|error| error.kind())
+        net.endpoint.write(&from, &remote, net.endpoint.peer, 1).map_err(|error| error.kind())
     };
-    // The limit is the requested depth, plus entries that the provider adds for requests of several
-    // work requests.
     let posted = (0..100).take_while(|_| post().is_ok()).count();
-    assert_eq!(posted, 4 + 16);
+    assert_eq!(posted, 20, "the depth of the endpoint");
     assert_eq!(post(), Err(ErrorKind::Again));
     let mut out = Vec::new();
     while out.is_empty() {
@@ -328,12 +467,86 @@ fn full_send_queue_refuses_requests_until_it_is_read() {
 }
 
 #[test]
-fn endpoint_refuses_queues_of_another_device() {
-    let (domain, other) = (open(VerbsOptions::empty()), open(VerbsOptions::empty()));
-    let cq = other.open_cq(8).expect("open a queue");
-    let error = domain.open_endpoint(&EndpointAttr::new(&cq)).expect_err("another context's");
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+fn post_to_an_unresolved_peer_is_refused_before_the_driver_call() {
+    let net = Loop::with(VerbsOptions::MW_BIND);
+    let cq = net.domain.open_cq(16).expect("open a queue");
+    let attr = EndpointAttr { depth: 4, ..EndpointAttr::new(&cq) };
+    let lone = net.domain.open_endpoint(&attr).expect("an endpoint");
+    let region = buffer(&net.domain, Access::all());
+    let (desc, start) = (region.desc().expect("desc"), region.range().start().0);
+    let key = net.target.key().expect("key");
+    let remote = RemoteSegment { address: key.base(), len: 8, key: &key };
+    let list = [remote];
+    let (op, datatype) = (AtomicOp::Sum, AtomicType::U64);
+    let operations = [
+        Operation::Write { remote: &list },
+        Operation::WriteImmediate { remote: &list, data: 1 },
+        Operation::Read { remote: &list },
+        Operation::Send { tag: None, invalidate: None },
+        Operation::SendImmediate { tag: None, data: 1 },
+        Operation::Atomic { op, datatype, remote, result: None, compare: None },
+        Operation::Receive { tag: None, from: Some(net.endpoint.peer) },
+    ];
+    let before = wire::posts();
+    let local = [segment(desc, start, 8)];
+    let refused = |endpoint: &Endpoint, operation, peer, kind| {
+        let request = WorkRequest { operation, local: &local, peer, context: 1 };
+        // SAFETY: the request is refused.
+        let error = unsafe { endpoint.post(&request) }.expect_err("not its peer");
+        assert_eq!(error.kind(), kind, "{operation:?}: {error}");
+        assert!(error.remedy_text().is_some(), "{error}");
+    };
+    let not_its_peer = ErrorKind::InvalidArgument;
+    for operation in operations {
+        for peer in [PeerId(0), net.endpoint.peer] {
+            refused(&lone, operation, peer, not_its_peer);
+        }
+    }
+    // A window operation names no peer, but needs a connected queue pair.
+    let window = net.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    let bind = Type2Bind {
+        region: &region,
+        offset: 0,
+        len: 64,
+        access: Access::REMOTE_READ,
+        addressing: Addressing::Virtual,
+        tag: 1,
+    };
+    let error = window.post_bind(&lone, &bind, 2).expect_err("never connected");
+    assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
+    // A connected endpoint refuses the peers of others too.
+    let other = endpoint(&net.domain, &cq);
+    for operation in operations {
+        refused(&other, operation, PeerId(0), not_its_peer);
+        if !matches!(operation, Operation::Receive { .. }) {
+            refused(&other, operation, net.endpoint.peer, not_its_peer);
+        }
+    }
+    assert_eq!(wire::posts(), before, "the driver was asked");
+    // Receives need no connection.
+    let into = [region.slice(0, 8).expect("inside")];
+    lone.receive(&into, None, 3).expect("receives may be posted before the connection");
+    assert_eq!(wire::posts(), before + 1);
+}
+
+#[test]
+fn provider_refuses_queues_of_another_domain() {
+    let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
+    let [own, same_device] = [open_of(&verbs), open_of(&verbs)];
+    let other_device = open(VerbsOptions::empty());
+    let provider = |domain: &Domain| domain.provider_domain().open_cq(8).expect("open a queue");
+    let cq = provider(&own);
+    let domain = own.provider_domain();
+    for foreign in [provider(&same_device), provider(&other_device)] {
+        for (tx, rx) in [(&cq, &foreign), (&foreign, &cq)] {
+            let attr = EndpointAttr { rx_cq: Arc::clone(rx), ..EndpointAttr::new(tx) };
+            let error = domain.open_endpoint(&attr).expect_err("another domain's queue");
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            assert!(error.remedy_text().is_some(), "{error}");
+        }
+    }
     assert_eq!(domain.live().endpoints, 0);
+    domain.open_endpoint(&EndpointAttr::new(&cq)).expect("the domain's own queue");
 }
 
 /// Binds a window through the provider, without the checks of [`Domain`]. Returns the recorded

@@ -68,8 +68,8 @@ impl Machine {
         [0, 1].map(|nic| {
             let side = || Side::new(self.open(&self.verbs, Some(&self.names[nic])));
             let (near, far) = (side(), side());
-            near.endpoint.resolve(&far.endpoint.name()).expect("connect the near side");
-            far.endpoint.resolve(&near.endpoint.name()).expect("connect the far side");
+            near.connect(&far.endpoint.name()).expect("connect the near side");
+            far.connect(&near.endpoint.name()).expect("connect the far side");
             (near, far)
         })
     }

@@ -6,6 +6,7 @@
 mod fake;
 #[path = "../../p2p/tests/staging_cases/mod.rs"]
 mod staging_cases;
+#[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
 use std::{sync::Arc, time::Duration};
@@ -111,7 +112,7 @@ fn messages_arrive_between_staged_memory_over_verbs() {
     far.put(0, &[0x55; 4096]);
     near.put(0, &[0x66; 4096]);
     net.far.endpoint.receive(&[far.slice(0, CHUNK * 3)], None, 6).unwrap();
-    net.near.endpoint.send(&[near.slice(0, 100)], None, PeerId(0), 5).unwrap();
+    net.near.endpoint.send(&[near.slice(0, 100)], None, net.peer, 5).unwrap();
     let (_, mut there) = net.complete(1, 1);
     assert_eq!(there.remove(0).result.unwrap(), 100);
     assert_eq!(far.get(0, 101), [&[0x66; 100][..], &[0x55]].concat());
@@ -128,7 +129,7 @@ fn copies_and_wire_overlap_over_verbs() {
     staged.put(0, &bytes);
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 4, key: &key }];
-    net.near.endpoint.write(&[staged.slice(0, CHUNK * 4)], &remote, PeerId(0), 5).unwrap();
+    net.near.endpoint.write(&[staged.slice(0, CHUNK * 4)], &remote, net.peer, 5).unwrap();
     // All four copies are started at once. The first chunk is sent while the others are copied.
     assert_eq!(net.device.pending_copies(), 4);
     let mut out = Vec::new();
@@ -163,8 +164,8 @@ fn requests_posted_after_a_staged_write_arrive_after_it() {
         host.put(0, &round.to_le_bytes());
         let remote = [RemoteSegment { address: key.base(), len, key: &key }];
         net.far.endpoint.receive(&[flag.slice(0, 8)], None, 6).unwrap();
-        net.near.endpoint.write(&[staged.slice(0, len)], &remote, PeerId(0), 1).unwrap();
-        net.near.endpoint.send(&[host.slice(0, 8)], None, PeerId(0), 2).unwrap();
+        net.near.endpoint.write(&[staged.slice(0, len)], &remote, net.peer, 1).unwrap();
+        net.near.endpoint.send(&[host.slice(0, 8)], None, net.peer, 2).unwrap();
         let mut sent = Vec::new();
         let mut received = Vec::new();
         while received.is_empty() {
@@ -238,8 +239,8 @@ fn buffers_are_released_after_the_reset_of_the_queue_pair() {
     // neither.
     let still = Misbehaviour { hangs: true, ..Misbehaviour::default() };
     misbehave(still);
-    net.near.endpoint.read(&[host.slice(0, CHUNK)], &remote, PeerId(0), 1).unwrap();
-    net.near.endpoint.read(&[staged.slice(0, CHUNK)], &remote, PeerId(0), 2).unwrap();
+    net.near.endpoint.read(&[host.slice(0, CHUNK)], &remote, net.peer, 1).unwrap();
+    net.near.endpoint.read(&[staged.slice(0, CHUNK)], &remote, net.peer, 2).unwrap();
     assert_eq!(net.near.domain.live().staging_buffers, 1);
     // The far side lost its connection and connects again.
     wire::fail_last_pair();
@@ -268,7 +269,7 @@ fn wait_advances_staged_transfers_and_arm_reports_needed_calls() {
     let write = |(net, staged, far): &(Net, Mem, Mem)| {
         let key = far.region().key().unwrap();
         let remote = [RemoteSegment { address: key.base(), len: CHUNK * 6, key: &key }];
-        net.near.endpoint.write(&[staged.slice(0, CHUNK * 6)], &remote, PeerId(0), 1).unwrap();
+        net.near.endpoint.write(&[staged.slice(0, CHUNK * 6)], &remote, net.peer, 1).unwrap();
     };
     let mut done = Vec::new();
     let copying = wide();
@@ -315,7 +316,7 @@ fn event_loop_sleeps_while_staged_receives_are_posted() {
     for context in 0..6 {
         assert!(channel.arm().unwrap(), "receive {context} moves only when the peer sends");
         assert!(!is_readable(channel, Duration::ZERO));
-        net.far.endpoint.send(&[far.slice(0, CHUNK)], None, PeerId(0), 9).unwrap();
+        net.far.endpoint.send(&[far.slice(0, CHUNK)], None, net.back, 9).unwrap();
         net.far.cq.wait(&mut out, 1, Duration::MAX).unwrap();
         assert!(
             is_readable(channel, Duration::from_secs(10)),
@@ -340,7 +341,7 @@ fn reader_of_another_queue_stays_awake_during_copies() {
     staged.put(0, &bytes);
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 6, key: &key }];
-    net.near.endpoint.write(&[staged.slice(0, CHUNK * 6)], &remote, PeerId(0), 2).unwrap();
+    net.near.endpoint.write(&[staged.slice(0, CHUNK * 6)], &remote, net.peer, 2).unwrap();
     assert!(is_readable(channel, Duration::ZERO), "the write needs calls");
     let mut out = Vec::new();
     while far.get(0, CHUNK * 6) != bytes {
@@ -385,19 +386,14 @@ fn refusal_of_the_peer_leaks_nothing_over_verbs() {
         for read in [false, true] {
             let list = [staged.slice(0, len)];
             if read {
-                net.near.endpoint.read(&list, &remote, PeerId(0), 5).unwrap();
+                net.near.endpoint.read(&list, &remote, net.peer, 5).unwrap();
             } else {
-                net.near.endpoint.write(&list, &remote, PeerId(0), 5).unwrap();
+                net.near.endpoint.write(&list, &remote, net.peer, 5).unwrap();
             }
             // The failed request cancels the requests that follow it.
             net.near
                 .endpoint
-                .write(
-                    &[staged.slice(0, 1)],
-                    &[RemoteSegment { len: 1, ..remote[0] }],
-                    PeerId(0),
-                    6,
-                )
+                .write(&[staged.slice(0, 1)], &[RemoteSegment { len: 1, ..remote[0] }], net.peer, 6)
                 .unwrap();
             let (mut ended, _) = net.complete(2, 0);
             let refused = ended.remove(0);
@@ -455,8 +451,8 @@ fn endpoint_closed_amid_a_transfer_leaks_nothing() {
         let len = CHUNK * 6;
         let key = far.region().key().unwrap();
         let remote = [RemoteSegment { address: key.base(), len, key: &key }];
-        net.near.endpoint.write(&[staged.slice(0, len)], &remote, PeerId(0), 1).unwrap();
-        net.near.endpoint.read(&[staged.slice(0, len)], &remote, PeerId(0), 2).unwrap();
+        net.near.endpoint.write(&[staged.slice(0, len)], &remote, net.peer, 1).unwrap();
+        net.near.endpoint.read(&[staged.slice(0, len)], &remote, net.peer, 2).unwrap();
         net.near.endpoint.receive(&[staged.slice(0, CHUNK)], None, 3).unwrap();
         let mut out = step(&net, steps);
         let Net { near, device, .. } = net;
@@ -482,7 +478,7 @@ fn staged_region_closed_amid_a_transfer_is_not_accessed() {
         let len = CHUNK * 6;
         let key = far.region().key().unwrap();
         let remote = [RemoteSegment { address: key.base(), len, key: &key }];
-        net.near.endpoint.write(&[staged.slice(0, len)], &remote, PeerId(0), 1).unwrap();
+        net.near.endpoint.write(&[staged.slice(0, len)], &remote, net.peer, 1).unwrap();
         let mut out = step(&net, steps);
         let (slice, begun) = (staged.slice(0, len), net.device.faults().count(Call::CopyAsync));
         drop(staged);
@@ -500,7 +496,7 @@ fn staged_region_closed_amid_a_transfer_is_not_accessed() {
             begun,
             "a copy began after the region was closed"
         );
-        let stale = net.near.endpoint.write(&[slice], &remote, PeerId(0), 1).unwrap_err();
+        let stale = net.near.endpoint.write(&[slice], &remote, net.peer, 1).unwrap_err();
         assert_eq!(stale.kind(), ErrorKind::NoRegion);
         net.assert_idle();
     }
@@ -522,7 +518,7 @@ fn local_rights_of_a_staged_region_are_enforced() {
             assert_eq!(refused.kind(), ErrorKind::AccessDenied);
         } else {
             let refused =
-                net.near.endpoint.send(&[without.slice(0, 8)], None, PeerId(0), 1).unwrap_err();
+                net.near.endpoint.send(&[without.slice(0, 8)], None, net.peer, 1).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::AccessDenied);
         }
         let only = net.near.device(&net.device, 64, right).unwrap();
@@ -565,7 +561,7 @@ fn requests_unsupported_by_copies_are_refused() {
                     result: Some(result.slice(0, 8)),
                     compare: None,
                 },
-                PeerId(0),
+                net.peer,
                 1,
             )
             .unwrap_err();
@@ -574,7 +570,7 @@ fn requests_unsupported_by_copies_are_refused() {
     }
     // A message needs all its buffers at once.
     let long =
-        net.near.endpoint.send(&[staged.slice(0, LONGEST + 1)], None, PeerId(0), 1).unwrap_err();
+        net.near.endpoint.send(&[staged.slice(0, LONGEST + 1)], None, net.peer, 1).unwrap_err();
     assert_eq!(long.kind(), ErrorKind::MessageTooLong);
     assert!(long.remedy_text().is_some_and(|text| text.contains("DomainAttr::staging")), "{long}");
     let outside = hmem_core::transfer::LocalSegment {
@@ -585,7 +581,7 @@ fn requests_unsupported_by_copies_are_refused() {
     let request = hmem_core::transfer::WorkRequest {
         operation: hmem_core::transfer::Operation::Send { tag: None, invalidate: None },
         local: &[outside],
-        peer: PeerId(0),
+        peer: net.peer,
         context: 1,
     };
     // SAFETY: the segment has a descriptor.
@@ -609,9 +605,9 @@ fn keys_of_more_than_32_bits_are_refused_for_staged_memory() {
         let (local, remote) = ([local.slice(0, 8)], [wide.slice(0, 8).unwrap()]);
         let before = wire::posts();
         for refused in [
-            net.near.endpoint.write(&local, &remote, PeerId(0), 1),
-            net.near.endpoint.read(&local, &remote, PeerId(0), 1),
-            net.near.endpoint.send_invalidate(&local, &wide, PeerId(0), 1),
+            net.near.endpoint.write(&local, &remote, net.peer, 1),
+            net.near.endpoint.read(&local, &remote, net.peer, 1),
+            net.near.endpoint.send_invalidate(&local, &wide, net.peer, 1),
         ] {
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidKey);
         }
@@ -620,7 +616,7 @@ fn keys_of_more_than_32_bits_are_refused_for_staged_memory() {
     refused(&staged);
     let whole = CHUNK * 20;
     let remote = [key.slice(0, whole).unwrap()];
-    net.near.endpoint.write(&[staged.slice(0, whole)], &remote, PeerId(0), 2).unwrap();
+    net.near.endpoint.write(&[staged.slice(0, whole)], &remote, net.peer, 2).unwrap();
     refused(&near);
     let (done, _) = net.complete(1, 0);
     assert_eq!(done[0].result.as_ref().unwrap(), &whole);
@@ -656,7 +652,8 @@ fn staged_and_direct_transfers_give_equal_bytes() {
     }
 }
 
-type End = (Endpoint, Arc<dyn CompletionQueue>);
+/// An endpoint with its queue and its peer.
+type End = (Endpoint, Arc<dyn CompletionQueue>, PeerId);
 
 /// Opens another pair of connected endpoints in the same domains.
 fn another(net: &Net) -> (End, End) {
@@ -665,9 +662,9 @@ fn another(net: &Net) -> (End, End) {
         (side.domain.open_endpoint(&EndpointAttr::new(&cq)).unwrap(), cq)
     };
     let (near, far) = (open(&net.near), open(&net.far));
-    near.0.resolve(&far.0.name()).unwrap();
-    far.0.resolve(&near.0.name()).unwrap();
-    (near, far)
+    let peer = near.0.resolve(&far.0.name()).unwrap();
+    let back = far.0.resolve(&near.0.name()).unwrap();
+    ((near.0, near.1, peer), (far.0, far.1, back))
 }
 
 /// Creates staged memory at the near side and host memory at the far side, of 64 chunks each.
@@ -679,13 +676,13 @@ fn wide() -> (Net, Mem, Mem) {
 }
 
 /// Writes 20 chunks through an endpoint and compares the bytes. Reads only this endpoint's queue.
-fn writes((endpoint, cq): &End, near: &Mem, far: &Mem) {
+fn writes((endpoint, cq, peer): &End, near: &Mem, far: &Mem) {
     let bytes = pattern(CHUNK * 20, 4);
     near.put(CHUNK * 40, &bytes);
     let key = far.region().key().unwrap();
     let remote =
         [RemoteSegment { address: Iova(key.base().0 + CHUNK * 30), len: CHUNK * 20, key: &key }];
-    endpoint.write(&[near.slice(CHUNK * 40, CHUNK * 20)], &remote, PeerId(0), 9).unwrap();
+    endpoint.write(&[near.slice(CHUNK * 40, CHUNK * 20)], &remote, *peer, 9).unwrap();
     let mut out = Vec::new();
     while out.is_empty() {
         cq.read(&mut out, 1).unwrap();
@@ -702,7 +699,7 @@ fn transfer_with_an_unread_queue_blocks_no_other() {
     let (net, near, far) = wide();
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 20, key: &key }];
-    net.near.endpoint.write(&[near.slice(0, CHUNK * 20)], &remote, PeerId(0), 2).unwrap();
+    net.near.endpoint.write(&[near.slice(0, CHUNK * 20)], &remote, net.peer, 2).unwrap();
     let (beside, _peer) = another(&net);
     writes(&beside, &near, &far);
     net.complete(1, 0).0.remove(0).result.unwrap();
@@ -717,7 +714,7 @@ fn unread_completions_of_staged_transfers_take_the_room_of_the_queue() {
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: 8, key: &key }];
     let post = |context| {
-        net.near.endpoint.write(&[near.slice(0, 8)], &remote, PeerId(0), context)?;
+        net.near.endpoint.write(&[near.slice(0, 8)], &remote, net.peer, context)?;
         while net.near.domain.progress()? == 0 {
             std::thread::yield_now();
         }
@@ -749,8 +746,8 @@ fn blocked_message_leaves_buffers_for_other_endpoints() {
     let key = far.region().key().unwrap();
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 20, key: &key }];
     // No receive is posted for the message, so the message blocks the write that follows it.
-    net.near.endpoint.send(&[near.slice(0, CHUNK)], None, PeerId(0), 1).unwrap();
-    net.near.endpoint.write(&[near.slice(0, CHUNK * 20)], &remote, PeerId(0), 2).unwrap();
+    net.near.endpoint.send(&[near.slice(0, CHUNK)], None, net.peer, 1).unwrap();
+    net.near.endpoint.write(&[near.slice(0, CHUNK * 20)], &remote, net.peer, 2).unwrap();
     let (beside, _peer) = another(&net);
     writes(&beside, &near, &far);
     net.far.endpoint.receive(&[far.slice(CHUNK * 60, CHUNK)], None, 3).unwrap();
@@ -778,7 +775,7 @@ fn posted_receives_leave_buffers_for_other_uses() {
     net.transfer(CompletionKind::Write, &list, (&far, 0, CHUNK * 20)).unwrap();
     for context in 0..12_u64 {
         far.put(0, &pattern(CHUNK, context));
-        net.far.endpoint.send(&[far.slice(0, CHUNK)], None, PeerId(0), 1).unwrap();
+        net.far.endpoint.send(&[far.slice(0, CHUNK)], None, net.back, 1).unwrap();
         let (mut here, _) = net.complete(1, 1);
         let received = here.remove(0);
         assert_eq!((received.context, received.result.unwrap()), (100 + context, CHUNK));

@@ -26,6 +26,8 @@ trials! {
     invalid_local_segments_keep_the_connection,
     supported_atomics_work_and_others_are_refused,
     in_process_endpoints_connect_and_reconnect,
+    /// MR-05
+    reconnect_recovers_both_sides_after_a_refused_access,
     requests_of_a_closed_endpoint_complete_as_canceled,
     /// MR-05
     closing_a_local_region_ends_reads_into_it,
@@ -70,9 +72,8 @@ fn inline_sends_of_owned_buffers_arrive() -> Outcome {
         .map_err(|r| r.error)
         .expect("register");
     let key = far.key().expect("key");
-    let peer = hmem_core::transfer::PeerId(0);
     let slice = near.slice(0, 100).expect("slice");
-    pair.near.endpoint.write(&[slice], &[remote(&key, 8, 100)], peer, 3).expect("post");
+    pair.near.endpoint.write(&[slice], &[remote(&key, 8, 100)], pair.near.peer(), 3).expect("post");
     let done = pair.near.wait();
     assert_eq!(
         (done.context, done.kind, done.result.expect("write")),
@@ -352,7 +353,7 @@ fn in_process_endpoints_connect_and_reconnect() -> Outcome {
     let verbs = Verbs::builder().connect_in_process(true).build().expect("load libibverbs");
     let near = support::Side::new(support::open(&verbs, &name));
     let far = support::Side::new(support::open(&verbs, &name));
-    near.endpoint.resolve(&far.endpoint.name()).expect("one side resolves");
+    near.connect(&far.endpoint.name()).expect("one side resolves");
     let pages = Pages::new(8192);
     let source = near.register(pages.part(0, 4096), LOCAL).expect("register");
     let target = far.register(pages.part(4096, 4096), REMOTE).expect("register");
@@ -367,6 +368,48 @@ fn in_process_endpoints_connect_and_reconnect() -> Outcome {
     Ok(())
 }
 
+/// The refused access ends the connection. One call on each side recovers it without an exchange of
+/// names, and reports the outstanding requests.
+fn reconnect_recovers_both_sides_after_a_refused_access() -> Outcome {
+    let name = device()?;
+    let pair = Pair::new(&name);
+    let (near, far) = (&pair.near, &pair.far);
+    let pages = Pages::new(12288);
+    let source = near.register(pages.part(0, 4096), LOCAL).expect("register");
+    let inbox = far.register(pages.part(8192, 4096), LOCAL).expect("register");
+    let (desc, into) = (source.desc().expect("desc"), inbox.desc().expect("desc"));
+    let receive = Operation::Receive { tag: None, from: None };
+    for round in 0..3 {
+        let closed = far.register(pages.part(4096, 4096), REMOTE).expect("register");
+        let stale = closed.key().expect("key");
+        closed.close().map_err(|rejected| rejected.error).expect("close");
+        let far_into = [segment(pages.part(8192, 64), into)];
+        far.post(receive, &far_into, 1).expect("post a receive");
+        near.post(receive, &[segment(pages.part(64, 64), desc)], 2).expect("post a receive");
+        let error = near
+            .write(segment(pages.part(0, 64), desc), remote(&stale, 0, 64))
+            .expect_err("the region is closed");
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "round {round}: {error}");
+        near.endpoint.reconnect().expect("connect the near side");
+        far.endpoint.reconnect().expect("connect the far side");
+        for (side, context) in [(far, 1), (near, 2)] {
+            let mut out = Vec::new();
+            assert_eq!(side.cq.read(&mut out, 8).expect("read completions"), 1, "{out:?}");
+            let ended = out.remove(0);
+            assert_eq!(ended.context, context);
+            assert_eq!(ended.result.unwrap_err().kind(), ErrorKind::Canceled);
+        }
+        let target = far.register(pages.part(4096, 4096), REMOTE).expect("register again");
+        let key = target.key().expect("key");
+        near.write(segment(pages.part(0, 64), desc), remote(&key, 0, 64)).expect("write");
+        far.post(receive, &far_into, 3).expect("post a receive");
+        let message = Operation::Send { tag: None, invalidate: None };
+        near.transfer(message, &[segment(pages.part(0, 64), desc)]).expect("send");
+        assert_eq!(far.wait().result.expect("receive"), 64);
+    }
+    Ok(())
+}
+
 fn requests_of_a_closed_endpoint_complete_as_canceled() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
@@ -376,7 +419,7 @@ fn requests_of_a_closed_endpoint_complete_as_canceled() -> Outcome {
     pair.near
         .post(receive, &[segment(pages.range(), region.desc().expect("desc"))], 5)
         .expect("receive");
-    let support::Side { endpoint, cq, domain } = pair.near;
+    let support::Side { endpoint, cq, domain, .. } = pair.near;
     endpoint.close().map_err(|rejected| rejected.error).expect("close");
     let mut out = Vec::new();
     assert_eq!(cq.read(&mut out, 8).expect("read"), 1);

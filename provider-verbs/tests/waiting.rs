@@ -4,6 +4,7 @@
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
+mod looped;
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
@@ -13,12 +14,13 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Domain, DomainAttr, Endpoint, ErrorKind, OwnedRegion, Registry,
+    Access, Domain, DomainAttr, ErrorKind, OwnedRegion, Registry,
     provider::{CompletionChannel, CompletionQueue, EndpointAttr},
-    transfer::{PeerId, RemoteSegment},
+    transfer::RemoteSegment,
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{Verbs, sys::WcStatus};
+use looped::Looped;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use wire::{Misbehaviour, misbehave};
 
@@ -29,7 +31,7 @@ fn fine() -> Misbehaviour {
 /// An endpoint that is connected to itself, with one region that is source and target of writes.
 struct Alone {
     region: OwnedRegion<Vec<u8>>,
-    endpoint: Endpoint,
+    endpoint: Looped,
     cq: Arc<dyn CompletionQueue>,
     domain: Domain,
 }
@@ -55,8 +57,7 @@ impl Alone {
     fn with(misbehaviour: Misbehaviour) -> Self {
         let domain = open(misbehaviour);
         let cq = domain.open_cq(8).expect("open a queue");
-        let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
-        endpoint.resolve(&endpoint.name()).expect("connect it to itself");
+        let endpoint = Looped::open(&domain, &EndpointAttr::new(&cq));
         let region = domain.register(vec![3; 64], Access::all()).expect("register");
         fake::calls();
         Self { region, endpoint, cq, domain }
@@ -70,7 +71,7 @@ impl Alone {
         let key = self.region.key().expect("key");
         let remote = [RemoteSegment { address: key.base(), len: 8, key: &key }];
         let from = [self.region.slice(8, 8).expect("inside")];
-        self.endpoint.write(&from, &remote, PeerId(0), context).expect("post");
+        self.endpoint.write(&from, &remote, self.endpoint.peer, context).expect("post");
     }
 
     fn channel(&self) -> &dyn CompletionChannel {
@@ -141,24 +142,6 @@ fn canceled_requests_wake_sleepers() {
     assert_eq!(done.remove(0).result.unwrap_err().kind(), ErrorKind::Canceled);
     drop((region, domain));
     assert_eq!(channel.arm().unwrap_err().kind(), ErrorKind::BadState);
-    assert_eq!(cq.wait(&mut done, 8, Duration::MAX).unwrap_err().kind(), ErrorKind::BadState);
-}
-
-/// EVT-05
-#[test]
-fn queue_serves_another_domain_after_its_own_is_closed() {
-    let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
-    let [lender, user] = [open_of(&verbs), open_of(&verbs)];
-    let cq = lender.open_cq(8).expect("open a queue");
-    let endpoint = user.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
-    lender.close().map_err(|rejected| rejected.error).expect("close");
-    let mut done = Vec::new();
-    let short = Duration::from_millis(1);
-    assert_eq!(cq.wait(&mut done, 8, short).expect("an endpoint uses it"), 0);
-    let channel = cq.channel().expect("a channel");
-    assert!(channel.arm().expect("arm"));
-    endpoint.close().map_err(|rejected| rejected.error).expect("close");
-    assert!(readable_now(channel), "the close does not wake the sleeper");
     assert_eq!(cq.wait(&mut done, 8, Duration::MAX).unwrap_err().kind(), ErrorKind::BadState);
 }
 

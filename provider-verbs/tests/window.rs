@@ -241,7 +241,7 @@ fn endpoint_with_a_bound_type_2b_window_closes_at_once() -> Outcome {
     window.post_bind(&pair.far.endpoint, &whole(&region, 1), 1).expect("post the bind");
     pair.far.wait().result.expect("bind");
     let started = std::time::Instant::now();
-    let support::Side { endpoint, cq, domain } = pair.far;
+    let support::Side { endpoint, cq, domain, .. } = pair.far;
     endpoint.close().map_err(|rejected| rejected.error).expect("close");
     println!("closed after {:?}", started.elapsed());
     drop(window);

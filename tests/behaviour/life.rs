@@ -33,6 +33,8 @@ over_configs! {
     posted_transfers_that_have_not_begun_fail_after_close: Pairwise, needs::BY_HAND;
     /// MR-05
     peer_fails_after_close_and_the_local_endpoint_still_works: Every;
+    /// MR-05
+    reconnect_recovers_both_sides_of_a_refused_access: Pairwise;
     /// MR-06
     region_with_a_counter_is_busy_and_still_works: Pairwise, needs::COUNTERS;
     /// MR-06
@@ -222,6 +224,22 @@ fn peer_fails_after_close_and_the_local_endpoint_still_works(config: &TestConfig
     let (sent, received) = net.send(message.segment(0, 16), into);
     assert_eq!((sent.expect("send"), received.expect("receive")), (16, 16));
     assert_eq!(inbox.all(), b"still listening!");
+}
+
+fn reconnect_recovers_both_sides_of_a_refused_access(config: &TestConfig) {
+    let net = Net::open(config);
+    let memory = net.filled(&[0x11; 64]);
+    for _ in 0..2 {
+        let region = net.expose(memory.range(), REMOTE);
+        let key = net.key(&region);
+        region.close().expect("close");
+        net.push(&key, 0, &[0x22; 8]).expect_err("the region is closed");
+        net.initiator.endpoint.reconnect().expect("connect the initiator");
+        net.target.endpoint.reconnect().expect("connect the target");
+        let region = net.expose(memory.range(), REMOTE);
+        net.assert_works(&net.key(&region));
+        region.close().expect("close");
+    }
 }
 
 /// Registers memory, binds counters to the region and enables the region.

@@ -31,7 +31,9 @@ use hmem_core::{
     Access, Address, AddressRange, Domain, DomainAttr, Endpoint, Iova, LocalKey, MrFlags, Registry,
     RemoteKey,
     provider::{CompletionQueue, EndpointAttr},
-    transfer::{Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
+    transfer::{
+        Completion, EndpointName, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
+    },
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
@@ -63,6 +65,8 @@ struct Ours {
     domain: Domain,
     cq: Arc<dyn CompletionQueue>,
     endpoint: Endpoint,
+    /// The peer, once [`Ours::connect`] has connected the endpoint.
+    peer: PeerId,
 }
 
 const RIGHTS: Access = Access::READ.union(Access::WRITE).union(Access::REMOTE_WRITE);
@@ -83,7 +87,11 @@ impl Ours {
         let domain = domain.expect("open a domain");
         let cq = domain.open_cq(64).expect("open a completion queue");
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
-        Self { domain, cq, endpoint }
+        Self { domain, cq, endpoint, peer: PeerId(0) }
+    }
+
+    fn connect(&mut self, name: &EndpointName) {
+        self.peer = self.endpoint.resolve(name).expect("connect");
     }
 
     #[inline(never)]
@@ -105,7 +113,7 @@ impl Ours {
         let request = WorkRequest {
             operation: Operation::Write { remote: &remote },
             local: &local,
-            peer: PeerId(0),
+            peer: self.peer,
             context: 7,
         };
         // SAFETY: both regions stay registered and their pages stay.
@@ -184,9 +192,8 @@ fn head(title: &str) {
 
 fn over_nothing(count: bool) {
     let verbs = Verbs::builder().functions(bare::functions()).build().expect("start");
-    let ours = Ours::open(&verbs, "fake0");
-    let own_name = ours.endpoint.name();
-    ours.endpoint.resolve(&own_name).expect("connect");
+    let mut ours = Ours::open(&verbs, "fake0");
+    ours.connect(&ours.endpoint.name());
     let pages = Pages::new(1 << 16);
     // This address differs from that of the region below: the fake library derives keys from
     // addresses.
@@ -247,9 +254,9 @@ fn remote(key: &RemoteKey, len: u64) -> RemoteSegment<'_> {
 
 fn over_device(device: &str) {
     let verbs = Verbs::open().expect("load libibverbs");
-    let (near, far) = (Ours::open(&verbs, device), Ours::open(&verbs, device));
-    near.endpoint.resolve(&far.endpoint.name()).expect("connect");
-    far.endpoint.resolve(&near.endpoint.name()).expect("connect");
+    let (mut near, mut far) = (Ours::open(&verbs, device), Ours::open(&verbs, device));
+    near.connect(&far.endpoint.name());
+    far.connect(&near.endpoint.name());
     let (from, to) = (Pages::new(1 << 20), Pages::new(1 << 20));
     let near_verbs = VerbsDomain::of(&near.domain).expect("verbs");
     let raw = RawRegistration::of(near_verbs);

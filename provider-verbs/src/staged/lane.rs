@@ -153,9 +153,7 @@ impl Lanes {
         let kind = kind_of(&request.operation);
         let cap = || Ok(self.poster.lock().connection.open()?.cap);
         let task = Task::new(&self.poster.domain, request, cap)?;
-        let cap = cap()?;
-        let receives = kind == CompletionKind::Receive;
-        let depth = if receives { cap.max_recv_wr } else { cap.max_send_wr };
+        let depth = self.poster.lock().connection.open()?.depth;
         let lane = self.of(kind);
         let mut entries = lane.entries.lock();
         if entries.len() >= depth as usize {
@@ -183,7 +181,7 @@ impl Lanes {
     }
 
     /// Advances the requests in both lanes. Returns the number of requests that ended.
-    fn step_all(&self) -> usize {
+    pub(crate) fn step_all(&self) -> usize {
         let mut ended = 0;
         for lane in [&self.send, &self.receive] {
             // If another thread holds the lock, that thread advances the lane.

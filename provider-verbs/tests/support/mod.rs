@@ -5,7 +5,7 @@
 use std::{
     ffi::c_void,
     ptr,
-    sync::Arc,
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -14,8 +14,8 @@ use hmem_core::{
     MrAttr, MrFlags, Registry, RemoteKey, Result,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{
-        AtomicOp, AtomicType, Completion, LocalSegment, Operation, PeerId, RemoteSegment,
-        WorkRequest,
+        AtomicOp, AtomicType, Completion, EndpointName, LocalSegment, Operation, PeerId,
+        RemoteSegment, WorkRequest,
     },
 };
 use hmem_p2p::path::DefaultPathSelector;
@@ -127,6 +127,8 @@ pub(crate) fn open(verbs: &Verbs, name: &str) -> Domain {
 /// One side of a connection: a domain, with an endpoint and its completion queue.
 pub(crate) struct Side {
     pub(crate) endpoint: Endpoint,
+    /// The other side, once [`Pair::connect`] has connected both.
+    peer: OnceLock<PeerId>,
     pub(crate) cq: Arc<dyn CompletionQueue>,
     pub(crate) domain: Domain,
 }
@@ -135,7 +137,19 @@ impl Side {
     pub(crate) fn new(domain: Domain) -> Self {
         let cq = domain.open_cq(64).expect("open a completion queue");
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
-        Self { endpoint, cq, domain }
+        Self { endpoint, peer: OnceLock::new(), cq, domain }
+    }
+
+    /// Connects this side to the endpoint that `name` names.
+    pub(crate) fn connect(&self, name: &EndpointName) -> Result<()> {
+        let peer = self.endpoint.resolve(name)?;
+        assert_eq!(*self.peer.get_or_init(|| peer), peer, "a peer keeps its id");
+        Ok(())
+    }
+
+    /// Returns the other side, as this side's requests name it.
+    pub(crate) fn peer(&self) -> PeerId {
+        self.peer.get().copied().unwrap_or(PeerId(0))
     }
 
     pub(crate) fn verbs(&self) -> &VerbsDomain {
@@ -154,7 +168,7 @@ impl Side {
         local: &[LocalSegment],
         context: u64,
     ) -> Result<()> {
-        let request = WorkRequest { operation, local, peer: PeerId(0), context };
+        let request = WorkRequest { operation, local, peer: self.peer(), context };
         // SAFETY: the tests' pages outlive their transfers.
         unsafe { self.endpoint.post(&request) }
     }
@@ -230,7 +244,7 @@ impl Pair {
     /// connection and changes the endpoints' names.
     pub(crate) fn connect(&self) {
         let (near, far) = (self.near.endpoint.name(), self.far.endpoint.name());
-        self.near.endpoint.resolve(&far).expect("connect the near side");
-        self.far.endpoint.resolve(&near).expect("connect the far side");
+        self.near.connect(&far).expect("connect the near side");
+        self.far.connect(&near).expect("connect the far side");
     }
 }

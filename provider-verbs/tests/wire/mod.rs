@@ -1,7 +1,10 @@
-//! A fake libibverbs that moves bytes, over reliable connections between queue pairs of one thread.
-//! The library enforces keys, bounds and rights, waits for receives, and ends a connection at its
-//! first failure. Requests run when a completion queue is polled, so posted requests stay in flight
-//! until then.
+//! A fake libibverbs that moves bytes, over reliable connections between queue pairs. The library
+//! enforces keys, bounds, rights and the capacity of completion queues, waits for receives, and ends
+//! a connection at its first failure. Requests run when a completion queue is polled, so posted
+//! requests stay in flight until then.
+//!
+//! Each device numbers its queue pairs from 1 on, as hardware does. A thread has a library of its
+//! own, unless it enters that of another thread ([`Shared`]).
 
 use std::{
     cell::RefCell,
@@ -10,7 +13,10 @@ use std::{
     mem,
     os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
     ptr,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use hmem_provider_verbs::sys::{
@@ -19,6 +25,7 @@ use hmem_provider_verbs::sys::{
     QpInitAttr, QpState, RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus, WrOpcode,
 };
 
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::fake;
@@ -55,8 +62,12 @@ struct Receive {
     segments: Vec<Sge>,
 }
 
+/// A queue pair. The library identifies it by the `handle` of its `ibv_qp`.
 struct Pair {
+    /// The address of the device, and the number of the queue pair on that device.
+    place: (usize, u32),
     state: QpState,
+    /// The handle of the queue pair that this one is connected to.
     peer: u32,
     cqs: (usize, usize),
     sends: VecDeque<Send>,
@@ -68,16 +79,25 @@ struct Wire {
     next: u32,
     regions: HashMap<u32, Region>,
     pairs: HashMap<u32, Pair>,
+    /// The number of the queue pair that each device created last.
+    numbers: HashMap<usize, u32>,
     done: HashMap<usize, VecDeque<Wc>>,
+    /// The capacity of each completion queue, by its address.
+    capacities: HashMap<usize, usize>,
+    /// Number of completions that were lost because their queue was full.
+    overruns: u64,
+    /// The immediate data of the request that was posted last, as the bytes of its work request.
+    immediate: [u8; 4],
     /// Post that will fail, by its number in the count `posts`, and the errno of that failure.
     refuse: Option<(u64, c_int)>,
     posts: u64,
     misbehaviour: Misbehaviour,
-    /// Completions of binds that the device delivers late: the queue pair's number, the completion
+    /// Completions of binds that the device delivers late: the queue pair's handle, the completion
     /// queue's address, and the completion.
     late_binds: Vec<(u32, usize, Wc)>,
-    /// Number of the queue pair that was destroyed last, which the next queue pair may reuse.
-    free: Option<u32>,
+    /// Device and number of the queue pair that was destroyed last. The next queue pair of the
+    /// device may reuse the number.
+    free: Option<(usize, u32)>,
     /// Event channels of completion queues, by the address of the queue.
     channels: HashMap<usize, Events>,
 }
@@ -142,16 +162,49 @@ pub(crate) fn misbehave(misbehaviour: Misbehaviour) {
 }
 
 thread_local! {
-    static WIRE: RefCell<Wire> = RefCell::default();
+    static WIRE: RefCell<Shared> = RefCell::default();
 }
 
 fn with<T>(body: impl FnOnce(&mut Wire) -> T) -> T {
-    WIRE.with_borrow_mut(body)
+    let wire = WIRE.with_borrow(Shared::clone);
+    let mut wire = wire.0.lock();
+    body(&mut wire)
 }
 
-/// Makes the `nth` post of a send request from now on fail with `errno`.
+/// The library of a thread, for other threads.
+#[derive(Clone, Default)]
+pub(crate) struct Shared(Arc<Mutex<Wire>>);
+
+impl Shared {
+    /// Returns the library of this thread.
+    pub(crate) fn of_this_thread() -> Self {
+        WIRE.with_borrow(Self::clone)
+    }
+
+    /// Makes this thread use the library.
+    pub(crate) fn enter(&self) {
+        WIRE.set(self.clone());
+    }
+}
+
+/// Returns the number of completions that were lost because their queue was full.
+pub(crate) fn overruns() -> u64 {
+    with(|wire| wire.overruns)
+}
+
+/// Returns the immediate data of the request that was posted last, as the bytes of its work request.
+pub(crate) fn immediate_bytes() -> [u8; 4] {
+    with(|wire| wire.immediate)
+}
+
+/// Makes the `nth` post from now on fail with `errno`. It must be the post of a send request.
 pub(crate) fn refuse_post(nth: u64, errno: c_int) {
     with(|wire| wire.refuse = Some((wire.posts + nth, errno)));
+}
+
+/// Returns the number of chains of send requests, and of receives, that were posted.
+pub(crate) fn posts() -> u64 {
+    with(|wire| wire.posts)
 }
 
 /// Cancels [`refuse_post`]. Returns true if the post that was to fail has not happened.
@@ -167,9 +220,18 @@ pub(crate) fn fail_last_pair() {
     });
 }
 
-/// Returns the number of posts of send requests.
-pub(crate) fn posts() -> u64 {
-    with(|wire| wire.posts)
+/// Ends the connection of a queue pair: the first that was created has the index 0.
+pub(crate) fn fail_pair(index: usize) {
+    with(|wire| {
+        let mut pairs: Vec<_> = wire.pairs.keys().copied().collect();
+        pairs.sort_unstable();
+        wire.fail(pairs[index]);
+    });
+}
+
+/// Ends the connections of all queue pairs.
+pub(crate) fn fail_all_pairs() {
+    with(|wire| wire.pairs.values_mut().for_each(|pair| pair.state = QpState::IBV_QPS_ERR));
 }
 
 /// Returns the number of live registrations.
@@ -220,13 +282,23 @@ impl Wire {
         bytes.is_empty().then_some(())
     }
 
+    /// Returns the number of a queue pair on its device.
+    fn number(&self, pair: u32) -> u32 {
+        self.pairs.get(&pair).map_or(0, |pair| pair.place.1)
+    }
+
     fn push(&mut self, cq: usize, qp_num: u32, wr_id: u64, status: WcStatus, bytes: u64) {
         let wc = Wc { wr_id, status, qp_num, byte_len: bytes as u32, ..Wc::default() };
         self.complete(cq, wc);
     }
 
     fn complete(&mut self, cq: usize, wc: Wc) {
-        self.done.entry(cq).or_default().push_back(wc);
+        let done = self.done.entry(cq).or_default();
+        if done.len() >= self.capacities.get(&cq).copied().unwrap_or(0) {
+            self.overruns += 1;
+            return;
+        }
+        done.push_back(wc);
         if let Some(events) = self.channels.get_mut(&cq)
             && mem::take(&mut events.armed)
         {
@@ -250,6 +322,7 @@ impl Wire {
         sends: VecDeque<Send>,
         receives: VecDeque<Receive>,
     ) {
+        let number = self.number(number);
         for send in sends {
             self.push(cqs.0, number, send.wr_id, WcStatus::IBV_WC_WR_FLUSH_ERR, 0);
         }
@@ -288,7 +361,7 @@ impl Wire {
             self.fail(peer);
         }
         if send.signaled || status != WcStatus::IBV_WC_SUCCESS {
-            self.push(cqs.0, number, send.wr_id, status, 0);
+            self.push(cqs.0, self.number(number), send.wr_id, status, 0);
         }
         true
     }
@@ -356,7 +429,7 @@ impl Wire {
             opcode,
             byte_len: len as u32,
             invalidated_rkey: send.extra,
-            qp_num: number,
+            qp_num: self.number(number),
             wc_flags: flags.bits(),
             ..Wc::default()
         };
@@ -377,11 +450,14 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
     0
 }
 
-extern "C" fn query_port(_context: *mut Context, _port: u8, attr: *mut PortAttr) -> c_int {
-    // SAFETY: the caller passes writable attributes.
-    let attr = unsafe { &mut *attr };
+/// Difference between the local identifier (LID) of a device's port and the device's address.
+const LIDS: usize = 6;
+
+extern "C" fn query_port(context: *mut Context, _port: u8, attr: *mut PortAttr) -> c_int {
+    // SAFETY: the caller passes a live context and writable attributes.
+    let (device, attr) = unsafe { ((*context).device.addr(), &mut *attr) };
     (attr.state, attr.active_mtu, attr.max_msg_sz, attr.lid) =
-        (PortState::IBV_PORT_ACTIVE, 5, 1 << 30, 7);
+        (PortState::IBV_PORT_ACTIVE, 5, 1 << 30, (LIDS + device) as u16);
     attr.link_layer = LinkLayer::IBV_LINK_LAYER_INFINIBAND;
     0
 }
@@ -497,7 +573,7 @@ unsafe extern "C" fn req_notify_cq(cq: *mut Cq, solicited: c_int) -> c_int {
 
 extern "C" fn create_cq(
     context: *mut Context,
-    _: c_int,
+    entries: c_int,
     _: *mut c_void,
     channel: *mut CompChannel,
     _: c_int,
@@ -506,6 +582,7 @@ extern "C" fn create_cq(
     let mut cq: Cq = unsafe { mem::zeroed() };
     (cq.context, cq.channel) = (context, channel);
     let cq = Box::into_raw(Box::new(cq));
+    with(|wire| wire.capacities.insert(cq.expose_provenance(), entries as usize));
     if !channel.is_null() {
         // SAFETY: the caller passes a live channel.
         let fd = unsafe {
@@ -522,6 +599,7 @@ extern "C" fn destroy_cq(cq: *mut Cq) -> c_int {
     fake::called("destroy_cq".into());
     let events = with(|wire| {
         wire.done.remove(&cq.addr());
+        wire.capacities.remove(&cq.addr());
         wire.channels.remove(&cq.addr())
     });
     // A real driver would wait here for the acknowledgements.
@@ -539,17 +617,26 @@ extern "C" fn destroy_cq(cq: *mut Cq) -> c_int {
 extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
     // SAFETY: all zeros is a valid value of this plain structure; the caller passes attributes and
     // a protection domain.
-    let (mut qp, attr) = unsafe { (mem::zeroed::<Qp>(), &*attr) };
+    let (mut qp, attr, device) =
+        unsafe { (mem::zeroed::<Qp>(), &*attr, (*(*pd).context).device.addr()) };
     (qp.pd, qp.send_cq, qp.recv_cq) = (pd, attr.send_cq, attr.recv_cq);
-    qp.qp_num = with(|wire| {
-        let reused = wire.free.take().filter(|_| wire.misbehaviour.completes_late);
+    (qp.handle, qp.qp_num) = with(|wire| {
+        let reuses = wire.misbehaviour.completes_late;
+        let reused = wire.free.take_if(|(of, _)| reuses && *of == device);
+        let number = reused.map_or_else(
+            || {
+                let last = wire.numbers.entry(device).or_default();
+                *last += 1;
+                *last
+            },
+            |(_, number)| number,
+        );
         wire.next += 1;
-        let number = reused.unwrap_or(wire.next);
         let cqs = (attr.send_cq.addr(), attr.recv_cq.addr());
         let (sends, receives) = (VecDeque::new(), VecDeque::new());
-        wire.pairs
-            .insert(number, Pair { state: QpState::IBV_QPS_RESET, peer: 0, cqs, sends, receives });
-        number
+        let (place, state) = ((device, number), QpState::IBV_QPS_RESET);
+        wire.pairs.insert(wire.next, Pair { place, state, peer: 0, cqs, sends, receives });
+        (wire.next, number)
     });
     Box::into_raw(Box::new(qp))
 }
@@ -559,9 +646,9 @@ extern "C" fn destroy_qp(qp: *mut Qp) -> c_int {
     let qp = unsafe { Box::from_raw(qp) };
     fake::called("destroy_qp".into());
     with(|wire| {
-        let pair = wire.pairs.remove(&qp.qp_num).expect("a queue pair that is alive");
-        wire.late_binds.retain(|(number, ..)| *number != qp.qp_num);
-        wire.free = Some(qp.qp_num);
+        let pair = wire.pairs.remove(&qp.handle).expect("a queue pair that is alive");
+        wire.late_binds.retain(|(pair, ..)| *pair != qp.handle);
+        wire.free = Some(pair.place);
         if wire.misbehaviour.completes_late {
             for send in pair.sends.iter().filter(|send| send.signaled) {
                 wire.push(pair.cqs.0, qp.qp_num, send.wr_id, WcStatus::IBV_WC_SUCCESS, 0);
@@ -573,12 +660,14 @@ extern "C" fn destroy_qp(qp: *mut Qp) -> c_int {
 
 extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
     // SAFETY: the caller passes a live queue pair and its attributes.
-    let (number, attr) = unsafe { ((*qp).qp_num, &*attr) };
+    let (number, attr) = unsafe { ((*qp).handle, &*attr) };
     let mask = QpAttrMask::from_bits_truncate(mask);
     with(|wire| {
         if attr.qp_state == QpState::IBV_QPS_RESET && wire.misbehaviour.refuses_resets != 0 {
             return wire.misbehaviour.refuses_resets;
         }
+        let far = (usize::from(attr.ah_attr.dlid).wrapping_sub(LIDS), attr.dest_qp_num);
+        let peer = wire.pairs.iter().find(|(_, pair)| pair.place == far).map(|(id, _)| *id);
         let pair = wire.pairs.get_mut(&number).expect("a queue pair that is alive");
         let from_reset = [QpState::IBV_QPS_RESET, QpState::IBV_QPS_INIT].contains(&pair.state);
         if attr.qp_state == QpState::IBV_QPS_INIT && !from_reset {
@@ -586,7 +675,7 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
         }
         pair.state = attr.qp_state;
         if mask.contains(QpAttrMask::DEST_QPN) {
-            pair.peer = attr.dest_qp_num;
+            pair.peer = peer.unwrap_or(0);
         }
         if attr.qp_state == QpState::IBV_QPS_RESET {
             let (sends, receives) = (mem::take(&mut pair.sends), mem::take(&mut pair.receives));
@@ -610,7 +699,7 @@ extern "C" fn query_qp(
     _init: *mut QpInitAttr,
 ) -> c_int {
     // SAFETY: the caller passes a live queue pair and writable attributes.
-    let (number, attr) = unsafe { ((*qp).qp_num, &mut *attr) };
+    let (number, attr) = unsafe { ((*qp).handle, &mut *attr) };
     attr.qp_state = with(|wire| wire.pairs[&number].state);
     0
 }
@@ -638,7 +727,7 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
         // SAFETY: the caller passes a live queue pair, and a chain of requests with their
         // lists.
         unsafe {
-            let number = (*qp).qp_num;
+            let number = (*qp).handle;
             while !wr.is_null() {
                 let request = &*wr;
                 let segments = segments(request.sg_list, request.num_sge);
@@ -659,6 +748,7 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
                 let signaled = flags.contains(SendFlags::SIGNALED);
                 let (wr_id, opcode) = (request.wr_id, request.opcode);
                 let extra = request.invalidate_rkey;
+                wire.immediate = extra.to_ne_bytes();
                 let send = Send { wr_id, opcode, signaled, segments, inline, remote, extra };
                 wire.pairs
                     .get_mut(&number)
@@ -675,8 +765,9 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
 unsafe extern "C" fn post_recv(qp: *mut Qp, wr: *mut RecvWr, _bad: *mut *mut RecvWr) -> c_int {
     // SAFETY: the caller passes a live queue pair and one request with its list of segments.
     let (number, request, segments) =
-        unsafe { ((*qp).qp_num, &*wr, segments((*wr).sg_list, (*wr).num_sge)) };
+        unsafe { ((*qp).handle, &*wr, segments((*wr).sg_list, (*wr).num_sge)) };
     with(|wire| {
+        wire.posts += 1;
         let pair = wire.pairs.get_mut(&number).expect("a queue pair that is alive");
         pair.receives.push_back(Receive { wr_id: request.wr_id, segments });
     });
@@ -706,25 +797,25 @@ unsafe extern "C" fn dealloc_mw(mw: *mut Mw) -> c_int {
 
 unsafe extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
     // SAFETY: the caller passes a live queue pair, a live window and the bind.
-    let (qp_num, wr_id) = unsafe {
+    let (id, qp_num, wr_id) = unsafe {
         let MwBindInfo { addr, length, mw_access_flags, .. } = (*bind).bind_info;
         fake::called(format!("bind_mw {addr:#x}+{length:#x} {mw_access_flags:#x}"));
         (*mw).rkey = ((*mw).rkey & !0xff) | (((*mw).rkey + 1) & 0xff);
-        ((*qp).qp_num, (*bind).wr_id)
+        ((*qp).handle, (*qp).qp_num, (*bind).wr_id)
     };
     with(|wire| {
         for (_, cq, wc) in mem::take(&mut wire.late_binds) {
             wire.complete(cq, wc);
         }
-        let cq = wire.pairs[&qp_num].cqs.0;
+        let cq = wire.pairs[&id].cqs.0;
         if let Some(gate) = wire.misbehaviour.bind_gate {
             gate.reached.store(true, Ordering::Release);
-            wire.late_binds.push((qp_num, cq, Wc { wr_id, qp_num, ..Wc::default() }));
+            wire.late_binds.push((id, cq, Wc { wr_id, qp_num, ..Wc::default() }));
             return;
         }
         match wire.misbehaviour.bind {
             Some(status) => wire.push(cq, qp_num, wr_id, status, 0),
-            None => wire.late_binds.push((qp_num, cq, Wc { wr_id, qp_num, ..Wc::default() })),
+            None => wire.late_binds.push((id, cq, Wc { wr_id, qp_num, ..Wc::default() })),
         }
     });
     0
