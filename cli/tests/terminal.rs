@@ -440,12 +440,29 @@ fn errors_are_no_wider_than_the_terminal() {
 
 #[test]
 fn unavailable_provider_of_a_named_nic_is_listed_with_its_remedy() {
-    let output = run(&["check", "--quick", "--nic", "verbs/nonsense"], &[]);
-    let printed = text(&output.stdout);
-    // A machine with libibverbs refuses the name instead.
-    if output.status.code() == Some(1) {
+    let folder = std::env::temp_dir().join(format!("hmem-libibverbs-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    // A text file cannot be loaded as a library, so libibverbs is absent on every machine.
+    std::fs::write(folder.join("libibverbs.so.1"), "text").expect("a file");
+    let absent = [("LD_LIBRARY_PATH", folder.to_str().expect("UTF-8"))];
+    let arguments = ["check", "--quick", "--nic", "verbs/nonsense"];
+    let (absent, machine) = (run(&arguments, &absent), run(&arguments, &[]));
+    std::fs::remove_dir_all(&folder).expect("made above");
+    let is_listed = |output: &Output, remedies: &[&str]| {
+        let printed = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(1), "{printed}");
         assert!(printed.contains("  provider verbs: "), "{printed}");
-        assert!(printed.contains("remedy: install libibverbs"), "{printed}");
+        let has = |remedy: &&str| printed.contains(&format!("remedy: {remedy}"));
+        assert!(remedies.iter().any(has), "{printed}");
+    };
+    is_listed(&absent, &["install libibverbs"]);
+    if machine.status.code() == Some(2) {
+        // The machine has a device, so the name is refused.
+        refused(&machine, 2, &["verbs/nonsense"]);
+    } else {
+        // `absent_device_is_unavailable_and_names_the_library` of the provider has the remedies of
+        // a library without devices.
+        is_listed(&machine, &["install libibverbs", "load the NIC's driver and ib_uverbs"]);
     }
 }
 

@@ -107,9 +107,14 @@ fn absent_device_is_unavailable_and_names_the_library() {
     assert!(error.is_unavailable());
     assert_eq!(error.os_errno().map(|errno| errno.0), Some(38));
     assert_eq!(error.context_value("library"), Some("(injected)"));
+    let loads_driver = |error: &Error| {
+        let remedy = error.remedy_text().unwrap_or_default();
+        remedy.starts_with("load the NIC's driver and ib_uverbs (modprobe): ")
+    };
+    assert!(loads_driver(&error), "{error}");
     with(|script| script.devices = Some(0));
     let error = verbs.nics().expect_err("an empty list");
-    assert!(error.is_unavailable(), "{error}");
+    assert!(error.is_unavailable() && loads_driver(&error), "{error}");
     assert!(calls().contains(&"free_device_list".to_owned()));
 }
 
