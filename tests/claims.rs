@@ -24,12 +24,22 @@ struct World {
 
 impl World {
     fn new() -> Self {
+        Self::open(true)
+    }
+
+    /// Opens a domain with or without the FI_HMEM capability.
+    fn open(hmem_capability: bool) -> Self {
         let simulated = Simulated::builder().devices(2).build().expect("a simulated device");
         let loopback = Loopback::builder().build().expect("a software NIC");
         let builder = Hmem::builder().without_vendor_ifaces();
         let hmem = builder.iface(simulated).provider(loopback).build().expect("builds");
         let cache = Some(CacheAttr::default());
-        let attr = DomainAttr { mr_mode: MrMode::empty(), cache, ..DomainAttr::default() };
+        let attr = DomainAttr {
+            mr_mode: MrMode::empty(),
+            cache,
+            hmem: hmem_capability,
+            ..DomainAttr::default()
+        };
         let domain = hmem.domain("loopback", attr).expect("opens");
         Self { domain, device: Arc::clone(hmem.iface(SIMULATED).expect("it was added")) }
     }
@@ -234,4 +244,35 @@ fn system_iface_may_be_named_for_a_device_apis_host_memory_but_not_for_managed_m
     let attr = MrAttr { iface: Some(IfaceKind::SYSTEM), ..MrAttr::new(&ranges, ACCESS) };
     let region = world.regattr(&attr, HOST_ALLOC).expect("host memory of a device API");
     assert_eq!(region.iface().expect("registered").0, SIMULATED, "the owner is unchanged");
+}
+
+/// MR-12
+///
+/// `fi_mr(3)` allows the flags with the capability only. Here the capability decides whether the
+/// iface and the device of a request count.
+#[test]
+fn hmem_flags_work_without_the_capability_and_the_claimed_iface_is_ignored() {
+    let world = World::open(false);
+    let device = world.buffer(AllocationKind::Device);
+    let host = world.buffer(AllocationKind::Host);
+    let ranges = [device.range()];
+    let wrong = MrAttr {
+        iface: Some(IfaceKind::SYSTEM),
+        device: Some(DeviceId(77)),
+        ..MrAttr::new(&ranges, ACCESS)
+    };
+    let region = world.regattr(&wrong, DEVICE_ONLY).expect("the owner is detected");
+    assert_eq!(region.iface().expect("registered"), (SIMULATED, Some(DeviceId(0))));
+    world.refuse(&MrAttr::new(&ranges, ACCESS), HOST_ALLOC);
+    let ranges = [host.range()];
+    world
+        .regattr(&MrAttr::new(&ranges, ACCESS), HOST_ALLOC)
+        .expect("host memory of the device API");
+    world.refuse(&MrAttr::new(&ranges, ACCESS), DEVICE_ONLY);
+
+    let export = world.export(&device);
+    let named = MrAttr { iface: Some(SIMULATED), ..dma_buf(&export) };
+    let region = world.regattr(&named, MrFlags::MR_DMABUF).expect("a dma-buf");
+    assert_eq!(region.iface().expect("registered"), (IfaceKind::SYSTEM, None));
+    world.refuse(&named, MrFlags::MR_DMABUF | DEVICE_ONLY);
 }
