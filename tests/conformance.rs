@@ -191,7 +191,6 @@ fn verbs(suite: &mut Suite) {
     use hmem::{ErrorKind, provider::Provider, verbs::Verbs};
 
     let device = std::env::var("HMEM_VERBS_DEVICE").unwrap_or_default();
-    let is_rxe = device.starts_with("rxe");
     let open = move || -> Result<Arc<dyn Provider>> {
         if device.is_empty() {
             return Err(Error::new(ErrorKind::Unavailable, "verbs")
@@ -201,12 +200,6 @@ fn verbs(suite: &mut Suite) {
         Ok(Arc::new(Verbs::builder().connect_in_process(true).build()?))
     };
     suite.provider("verbs", open);
-    if is_rxe {
-        suite.ignore(
-            "verbs::nothing_is_reached_outside_a_window",
-            "rdma_rxe enforces the bounds of a window's region, not those of the window",
-        );
-    }
 }
 
 /// An iface for host memory in memory files, which can be exported as dma-bufs.

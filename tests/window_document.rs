@@ -86,6 +86,7 @@ fn the_document_lists_every_rule() {
         RemoteRightsOnly,
         RegionIsVirtual,
         NoRawKeys,
+        NicEnforcesBounds,
         DriverInvalidatesOnce,
     ] {
         assert!(text.contains(&format!("\n- `{rule}`")), "{rule} is missing");

@@ -11,7 +11,7 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, Allocation, AllocationId, DeviceId, Domain, DomainAttr, Error,
-    ErrorKind, Iface, IfaceKind, Registry, Result,
+    ErrorKind, GrantKind, Iface, IfaceKind, Iova, OwnedRegion, Registry, RemoteKey, Result,
     iface::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         Facet, HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -24,7 +24,7 @@ use hmem_core::{
         ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow,
         Registration, SubRegions, WindowBind, WindowStatus, WindowType, Windows,
     },
-    transfer::{EndpointName, PeerId, WorkRequest},
+    transfer::{EndpointName, PeerId, RemoteSegment, WorkRequest},
 };
 use hmem_iface_system::{AddressReuse, FreeDetection, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
@@ -381,6 +381,8 @@ enum ProviderFault {
     WindowLength,
     /// Fault: a bind outside its region or beyond its rights reports success.
     PermissiveWindow,
+    /// No fault: the provider says that windows also give access to the bytes before them.
+    DeclaredWindowOffset,
     /// Fault: a region with a bound window is deregistered.
     UncountedWindow,
     /// Fault: a sub-region may lie outside its base, and may be written although its base may not.
@@ -491,7 +493,8 @@ unsafe impl ProviderDomain for FaultyDomain {
     }
 
     fn sub_regions(&self) -> Option<&dyn SubRegions> {
-        (self.fault == ProviderFault::PermissiveSubRegion).then_some(self as _)
+        let with = [ProviderFault::PermissiveSubRegion, ProviderFault::DeclaredWindowOffset];
+        with.contains(&self.fault).then_some(self as _)
     }
 }
 
@@ -504,16 +507,23 @@ impl SubRegions for FaultyDomain {
         len: u64,
     ) -> Result<ProviderRegion> {
         let subs = self.sub_regions_of_nic();
-        subs.register_sub(base, request, offset, len).or_else(|_| {
-            let access = Access::REMOTE_READ;
-            subs.register_sub(base, &Registration { access, ..*request }, 0, 1)
-        })
+        match subs.register_sub(base, request, offset, len) {
+            Err(_) if self.fault == ProviderFault::PermissiveSubRegion => {
+                let access = Access::REMOTE_READ;
+                subs.register_sub(base, &Registration { access, ..*request }, 0, 1)
+            }
+            registered => registered,
+        }
     }
 }
 
 impl Windows for FaultyDomain {
     fn window_types(&self) -> &[WindowType] {
         &[WindowType::One]
+    }
+
+    fn enforces_bounds(&self) -> bool {
+        self.fault != ProviderFault::DeclaredWindowOffset
     }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
@@ -526,6 +536,9 @@ impl Windows for FaultyDomain {
         let mut bind = *bind;
         match self.fault {
             ProviderFault::WindowOffset => bind.offset = 0,
+            ProviderFault::DeclaredWindowOffset => {
+                (bind.offset, bind.len) = (0, bind.offset.saturating_add(bind.len));
+            }
             ProviderFault::WindowLength if bind.len > 0 => bind.len += 1,
             _ => {}
         }
@@ -625,20 +638,64 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
     }
 }
 
+/// HM-15
+#[test]
+fn bounds_of_windows_that_a_provider_declares_unenforced_are_ignored() {
+    let [failed, ignored] = run_provider(ProviderFault::DeclaredWindowOffset);
+    assert_eq!(failed, [""; 0]);
+    assert!(ignored.contains(&"nothing_is_reached_outside_a_window".to_owned()), "{ignored:?}");
+}
+
+fn open_domain(fault: ProviderFault) -> Domain {
+    let provider = FaultyProvider { nic: Loopback::builder().build().expect("start"), fault };
+    let (registry, selector) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
+    Domain::open(&provider, registry, selector, DomainAttr::default()).expect("open")
+}
+
+fn register(domain: &Domain, access: Access) -> OwnedRegion<Vec<u8>> {
+    domain.register(vec![0; 4096], access).map_err(|rejected| rejected.error).expect("register")
+}
+
+/// MW-09: a NIC that does not enforce the bounds of windows grants a part of a region by a
+/// sub-region.
+#[test]
+fn grant_over_a_nic_without_bounds_of_windows_is_a_sub_region() {
+    let domain = open_domain(ProviderFault::DeclaredWindowOffset);
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
+    let peer = endpoint.resolve(&endpoint.name()).expect("connect it to itself");
+    let region = register(&domain, Access::RECV | Access::MW_BIND);
+    let source = register(&domain, Access::WRITE);
+    let write = |key: &RemoteKey, at: u64, len: u64| {
+        let remote = [RemoteSegment { address: Iova(at), len, key }];
+        let local = [source.slice(0, len).expect("inside")];
+        endpoint.write(&local, &remote, peer, 1).expect("post");
+        let mut done = Vec::new();
+        while cq.read(&mut done, 1).expect("read completions") == 0 {}
+        done.remove(0).result.map_err(|error| error.kind())
+    };
+    let access = Access::REMOTE_WRITE;
+    let part = region.grant(&endpoint, 1000..1100, access).expect("grant");
+    assert_eq!((part.kind(), part.enforces_bounds()), (GrantKind::SubRegion, true));
+    let [reason] = part.fallback_reasons() else { panic!("one reason: {part:?}") };
+    assert_eq!(reason.context_value("rule"), Some("nic-enforces-bounds"), "{reason}");
+    let key = part.key().expect("key");
+    assert_eq!(write(&key, key.base().0, 100), Ok(100));
+    assert_eq!(write(&key, key.base().0.wrapping_sub(8), 8), Err(ErrorKind::OutOfBounds));
+    part.revoke().map_err(|rejected| rejected.error).expect("revoke");
+
+    // The NIC enforces the bounds of regions, so that a window of the whole region confines peers.
+    let whole = region.grant(&endpoint, 0..4096, access).expect("grant");
+    let kind = GrantKind::Window(WindowType::One);
+    assert_eq!((whole.kind(), whole.enforces_bounds()), (kind, true));
+    assert!(whole.fallback_reasons().is_empty(), "{whole:?}");
+}
+
 /// MW-05 MW-07 SUB-01: a domain refuses what its provider wrongly accepts.
 #[test]
 fn domain_over_a_permissive_provider_checks_windows_and_sub_regions() {
-    let open = |fault| {
-        let provider = FaultyProvider { nic: Loopback::builder().build().expect("start"), fault };
-        let selector = Arc::new(DefaultPathSelector::new());
-        let attr = DomainAttr::default();
-        Domain::open(&provider, Arc::new(Registry::new()), selector, attr).expect("open")
-    };
     let (read, write) = (Access::REMOTE_READ, Access::REMOTE_WRITE);
-    let domain = open(ProviderFault::PermissiveWindow);
-    let register = |domain: &Domain, access| {
-        domain.register(vec![0; 4096], access).map_err(|rejected| rejected.error).expect("register")
-    };
+    let domain = open_domain(ProviderFault::PermissiveWindow);
     let region = register(&domain, read | Access::MW_BIND);
     let window = domain.alloc_type_1_window().expect("allocate");
     for (offset, len, access, kind) in [
@@ -651,7 +708,7 @@ fn domain_over_a_permissive_provider_checks_windows_and_sub_regions() {
         let error = window.bind(&region, offset, len, access).expect_err("not in the region");
         assert_eq!(error.kind(), kind, "{error}");
     }
-    let domain = open(ProviderFault::PermissiveSubRegion);
+    let domain = open_domain(ProviderFault::PermissiveSubRegion);
     let base = register(&domain, read);
     let sub = |range, access| base.sub(range, access, 7).map(drop).map_err(|error| error.kind());
     let outside = AddressRange::new(base.range().start(), 4097).expect("range");

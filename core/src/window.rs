@@ -102,6 +102,8 @@ pub enum WindowRule {
     RegionIsVirtual,
     /// A domain in RAW mode has no windows, because windows have no raw keys.
     NoRawKeys,
+    /// A window confines its peer only if the NIC enforces the window's bounds.
+    NicEnforcesBounds,
     /// With some drivers, a window can be invalidated only while it is bound, because the driver
     /// crashes when it invalidates a free window.
     DriverInvalidatesOnce,
@@ -318,6 +320,12 @@ impl WindowRule {
                 "no-raw-keys",
                 Kind::Unsupported,
                 "use a sub-region in RAW mode: windows have no raw keys",
+            ),
+            Self::NicEnforcesBounds => (
+                "nic-enforces-bounds",
+                Kind::Unsupported,
+                "grant the whole region, or register the part as a region of its own: through a \
+                 window of this NIC, a peer reaches the whole region",
             ),
             Self::DriverInvalidatesOnce => (
                 "driver-invalidates-once",

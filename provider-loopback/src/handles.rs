@@ -289,6 +289,10 @@ impl provider::Windows for Domain {
         &self.state.nic.config.windows
     }
 
+    fn enforces_bounds(&self) -> bool {
+        true
+    }
+
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
         self.enter(Call::AllocWindow)?;
         self.state.windows.alloc(window)

@@ -218,8 +218,9 @@ impl OpenDevice {
     }
 
     /// Returns true for a device of the driver rdma_rxe, by the vendor id. That driver dereferences
-    /// a null pointer when a free window is invalidated. Its flag for invalidated keys in work
-    /// completions also differs from that of other drivers.
+    /// a null pointer when a free window is invalidated, and does not enforce the bounds of
+    /// windows. Its flag for invalidated keys in work completions also differs from that of other
+    /// drivers.
     pub(super) fn is_rxe(&self) -> bool {
         self.attr.vendor_id == RXE_VENDOR
     }

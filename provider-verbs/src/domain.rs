@@ -386,6 +386,12 @@ impl provider::Windows for VerbsDomain {
         self.state.pd.device.window_types()
     }
 
+    /// Returns false for rdma_rxe, which compares an access with the bounds of the region alone. No
+    /// verbs call reports this, so that other drivers are taken at InfiniBand's word (C10-75).
+    fn enforces_bounds(&self) -> bool {
+        !self.state.pd.device.is_rxe()
+    }
+
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
         self.check_process("allocate window")?;
         self.state.windows.alloc(&self.state.pd, window)

@@ -13,8 +13,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AuthKey, Domain, DomainAttr, ErrorKind, Iova,
-    OwnedRegion, RawKey, Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
+    Access, Address, AddressRange, Addressing, AuthKey, Domain, DomainAttr, ErrorKind, GrantKind,
+    Iova, OwnedRegion, RawKey, Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
     provider::{
         CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowState, WindowType, Windows,
     },
@@ -613,6 +613,34 @@ fn grant_whose_window_is_not_freed_keeps_its_region_registered() {
     assert_eq!(rejected.error.kind(), ErrorKind::Busy, "{}", rejected.error);
     assert_eq!((domain.live().windows, domain.live().regions), (1, 1));
     misbehave(FINE);
+}
+
+/// MW-09: a grant over rdma_rxe, which has neither bounds of windows nor sub-regions, says that its
+/// peer reaches the whole region.
+#[test]
+fn grant_over_rxe_says_that_it_does_not_confine_its_peer() {
+    for is_rxe in [true, false] {
+        let domain = if is_rxe { open_rxe() } else { open() };
+        let cq = domain.open_cq(8).expect("open a queue");
+        let endpoint = endpoint(&domain, &cq);
+        let region = buffer(&domain, 1);
+        let part = region.grant(&endpoint, 0..64, Access::REMOTE_READ).expect("grant");
+        let whole = region.grant(&endpoint, 0..1024, Access::REMOTE_READ).expect("grant");
+        assert_eq!((part.enforces_bounds(), whole.enforces_bounds()), (!is_rxe, true));
+        let kind = GrantKind::Window(WindowType::TwoB);
+        assert_eq!((part.kind(), whole.kind()), (kind, kind));
+        let reasons = part.fallback_reasons();
+        let rules = reasons.iter().map(|reason| reason.context_value("rule")).collect::<Vec<_>>();
+        if is_rxe {
+            assert_eq!(rules, [Some("nic-enforces-bounds"), None], "{part:?}");
+            assert!(reasons.iter().all(|reason| reason.is_unsupported()), "{part:?}");
+            let window = domain.provider_domain().windows().expect("windows");
+            assert!(!window.enforces_bounds());
+        } else {
+            assert!(reasons.is_empty(), "{part:?}");
+        }
+        assert!(whole.fallback_reasons().is_empty(), "{whole:?}");
+    }
 }
 
 fn bind(

@@ -50,6 +50,8 @@ pub struct Grant {
     held: Option<Held>,
     domain: Arc<DomainInner>,
     fallback_reasons: Vec<Error>,
+    /// True if the NIC confines the peer to the granted bytes.
+    enforces_bounds: bool,
 }
 
 enum Held {
@@ -134,6 +136,11 @@ impl MemoryRegion {
     /// [`Grant::fallback_reasons`] has the errors of the mechanisms that were tried before. If the
     /// NIC has windows, the region needs [`Access::MW_BIND`].
     ///
+    /// **Some NICs do not enforce the bounds of windows** ([`Windows::enforces_bounds`]). On these
+    /// NICs, a part of a region is granted by a sub-region first. A window is used only if the NIC
+    /// has no sub-regions: the peer then reaches the whole region, with the granted rights, and
+    /// [`Grant::enforces_bounds`] is false.
+    ///
     /// The NIC binds a type 2 window after the requests that were posted to the endpoint earlier.
     /// This call waits for these requests. If one of them is a send and the peer has posted no
     /// receive for it, this call blocks.
@@ -163,13 +170,28 @@ impl MemoryRegion {
         }
         let part = Part { region: self, offset: part.start, len, access };
         let bind = part.bind(domain, operation, Addressing::Virtual)?;
-        let grant = |held, fallback_reasons| Grant {
-            held: Some(held),
-            domain: Arc::clone(domain),
-            fallback_reasons,
+        let windows = domain.windows();
+        // The NIC enforces the bounds of the region in any case.
+        let is_part = len < self.len();
+        let unbounded = is_part && windows.as_ref().is_ok_and(|windows| !windows.enforces_bounds());
+        let grant = |held, fallback_reasons| {
+            let enforces_bounds = !unbounded || matches!(held, Held::SubRegion(_));
+            let (held, domain) = (Some(held), Arc::clone(domain));
+            Grant { held, domain, fallback_reasons, enforces_bounds }
         };
         let mut reasons = Vec::new();
-        match domain.windows() {
+        if unbounded {
+            reasons.push(WindowRule::NicEnforcesBounds.refuse(operation));
+            match register_sub_region(domain, endpoint, &part) {
+                Ok(sub_region) => return Ok(grant(Held::SubRegion(sub_region), reasons)),
+                Err(error) if error.is_unsupported() => {
+                    tracing::warn!(%error, "the grant does not confine its peer to its part");
+                    reasons.push(error);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        match windows {
             Ok(windows) => {
                 let has = |kind: &WindowType| windows.window_types().contains(kind);
                 for kind in BEST_FIRST.into_iter().filter(has) {
@@ -263,6 +285,16 @@ impl Grant {
             Some(Held::Window(bound)) => GrantKind::Window(bound.kind),
             _ => GrantKind::SubRegion,
         }
+    }
+
+    /// Returns true if the NIC confines the peer to the granted bytes.
+    ///
+    /// If the result is false, a peer that ignores the bounds of its key reaches the whole region,
+    /// with the granted rights. [`Grant::fallback_reasons`] then has the reasons. Register the part
+    /// as a region of its own if the peer is not trusted.
+    #[must_use]
+    pub fn enforces_bounds(&self) -> bool {
+        self.enforces_bounds
     }
 
     /// Returns the errors of better mechanisms that were tried first, best mechanism first.
@@ -408,6 +440,7 @@ impl fmt::Debug for Grant {
             .field("kind", &self.kind())
             .field("region", &region)
             .field("state", &self.state())
+            .field("enforces_bounds", &self.enforces_bounds)
             .field("fallback_reasons", &self.fallback_reasons)
             .finish_non_exhaustive()
     }

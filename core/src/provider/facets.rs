@@ -165,6 +165,13 @@ pub trait Windows {
     /// Returns the window types that the NIC supports, at least one.
     fn window_types(&self) -> &[WindowType];
 
+    /// Returns true if the NIC confines the peers of a window to the bytes of the window.
+    ///
+    /// If the result is false, a peer with the window's key reaches the whole region, with the
+    /// rights of the window. [`MemoryRegion::grant`](crate::MemoryRegion::grant) then prefers
+    /// sub-regions.
+    fn enforces_bounds(&self) -> bool;
+
     /// Allocates an unbound window.
     ///
     /// # Errors
