@@ -19,7 +19,7 @@ use std::{
 use fake::{calls, functions, with};
 use hmem_core::{
     Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MemoryRegion, MrFlags, Registry,
-    provider::RawKeys,
+    WriteOrdering, provider::RawKeys,
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
@@ -35,7 +35,7 @@ fn domain(max_mr_size: u64) -> Domain {
         &verbs,
         Arc::new(Registry::new()),
         Arc::new(DefaultPathSelector::new()),
-        DomainAttr::default(),
+        DomainAttr { ordering: WriteOrdering::Relaxed, ..DomainAttr::default() },
     )
     .expect("open")
 }
