@@ -56,7 +56,7 @@ pub(crate) fn run() -> Result<CacheStatistics> {
     let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
     let domain = hmem.domain("loopback", attr)?;
     let cache = domain.cache()?;
-    println!("monitor of host memory: {}", hmem.cache_monitor().choice().name);
+    println!("monitor of host memory: {}", hmem.cache_monitor()?.choice().name);
 
     let buffer = cache.own((0..PARTS).flat_map(content).collect::<Vec<u8>>())?;
     thread::scope(|scope| {

@@ -7,9 +7,7 @@ use std::{
 
 use hmem_core::{
     CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, IfaceName, ProcessMark,
-    Registry, Result,
-    cache::Limits,
-    environment,
+    Registry, Result, environment,
     monitor::Monitor,
     path::PathSelector,
     provider::{Provider, ProviderAttr},
@@ -23,7 +21,10 @@ use hmem_p2p::{
     topology::Topology,
 };
 
-use crate::env;
+use crate::{
+    cache_defaults::{CacheDefaults, CacheSettings},
+    env,
+};
 
 /// The entry point: the ifaces, the providers and the path selector of an application.
 ///
@@ -47,9 +48,7 @@ pub struct Hmem {
     paths: Arc<DefaultPathSelector>,
     p2p_disabled: bool,
     system: Arc<System>,
-    cache: CacheAttr,
-    /// The cache settings of the builder, which take precedence over the environment.
-    cache_of_builder: CacheAttr,
+    cache: Arc<CacheSettings>,
     /// The mark of the process that built this value. A forked child cannot open domains.
     process: ProcessMark,
     topology: OnceLock<Topology>,
@@ -58,7 +57,9 @@ pub struct Hmem {
 
 /// Builds an [`Hmem`].
 ///
-/// A setting of the builder takes precedence over its environment variable.
+/// A setting of the builder takes precedence over its environment variable. The variables of
+/// registration caches (`FI_MR_*`) are read when the first domain with a cache is opened, the others
+/// in [`Builder::build`]. [`Builder::without_environment`] ignores them all.
 ///
 /// ```
 /// use hmem::{CacheAttr, Hmem, loopback::Loopback, system::{Simulated, monitor::HostMonitorKind}};
@@ -69,9 +70,9 @@ pub struct Hmem {
 ///     .iface(Simulated::builder().build()?)
 ///     .provider(Loopback::builder().build()?)
 ///     .cache(CacheAttr::default().max_count(1000))
-///     .cache_monitor(HostMonitorKind::Disabled)
+///     .cache_monitor(HostMonitorKind::MemHooks)
 ///     .build()?;
-/// assert_eq!(hmem.cache_limits().max_count, 1000);
+/// assert_eq!(hmem.cache_defaults()?.limits().max_count, 1000);
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Default)]
@@ -87,6 +88,9 @@ pub struct Builder {
     filter: Option<String>,
     disable_p2p: Option<bool>,
     skip_vendors: bool,
+    /// The number of providers that were added before verbs, or `None` without verbs.
+    verbs_at: Option<usize>,
+    without_environment: bool,
     cache_monitor: Option<CacheMonitor>,
     cache: CacheAttr,
     topology: Option<Topology>,
@@ -98,9 +102,6 @@ enum CacheMonitor {
     Kind(HostMonitorKind),
     Imported(Arc<dyn Monitor>),
 }
-
-/// The result of [`Hmem::cache_off_by`] if the builder disables the cache.
-const BUILDER_CACHE: &str = "Builder::cache";
 
 impl Hmem {
     /// Returns a builder with host memory and the vendor ifaces that were compiled in.
@@ -144,63 +145,24 @@ impl Hmem {
     }
 
     /// Returns the monitor that detects changes of cached host memory, with the reason for the
-    /// choice. With [`HostMonitorKind::Auto`], this call chooses and starts the monitor, unless a
-    /// cache has done so. [`Builder::build`] has started a monitor that was requested by name.
-    #[must_use]
-    pub fn cache_monitor(&self) -> &SystemMonitor {
+    /// choice. Starts the monitor, unless a cache has done so.
+    ///
+    /// # Errors
+    /// - The errors of [`Hmem::cache_defaults`].
+    /// - The error of a monitor that was requested by name and does not work here. The next call
+    ///   retries.
+    pub fn cache_monitor(&self) -> Result<&SystemMonitor> {
         self.system.cache_monitor()
     }
 
-    /// Returns the default cache settings of domains: those of the builder and the environment.
-    /// They apply to a setting that is `None` in a domain's [`DomainAttr::cache`]. If that whole
-    /// field is `None`, the domain has no cache.
-    #[must_use]
-    pub fn cache_attr(&self) -> &CacheAttr {
-        &self.cache
-    }
-
-    /// Returns the default limits of the caches of domains: those of [`Hmem::cache_attr`], with the
-    /// values of [`Limits::default`] for settings that are `None`.
-    #[must_use]
-    pub fn cache_limits(&self) -> Limits {
-        let default = Limits::default();
-        Limits {
-            max_count: self.cache.max_count.unwrap_or(default.max_count),
-            max_bytes: self.cache.max_bytes.unwrap_or(default.max_bytes),
-            merge: self.cache.merge.unwrap_or(default.merge),
-        }
-    }
-
-    /// Returns the setting that disables the registration caches of domains by default:
-    /// `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MAX_SIZE` or `Builder::cache`. Returns `None` if none
-    /// of them does. Ignores [`DomainAttr::cache`], which can override these defaults.
-    #[must_use]
-    pub fn cache_off_by(&self) -> Option<&'static str> {
-        let (limits, builder) = (self.cache_limits(), &self.cache_of_builder);
-        let settings = [
-            (limits.max_count == 0, builder.max_count.is_some(), env::CACHE_MAX_COUNT),
-            (limits.max_bytes == 0, builder.max_bytes.is_some(), env::CACHE_MAX_SIZE),
-        ];
-        let off = settings.into_iter().find(|(off, ..)| *off);
-        off.map(|(_, by_builder, variable)| if by_builder { BUILDER_CACHE } else { variable })
-    }
-
-    /// Returns the setting that disables the monitor of an iface by default: a variable such as
-    /// `FI_MR_CUDA_CACHE_MONITOR_ENABLED`, or `Builder::cache`. Without the monitor, the iface's
-    /// memory is registered uncached. Returns `None` if no such setting disables the monitor.
+    /// Returns the default cache settings of domains: those of the builder and the environment. The
+    /// first call, or the first domain with a cache, reads the environment.
     ///
-    /// Ignores [`DomainAttr::cache`], which can override these defaults, and the kind of the host
-    /// monitor, which can be [`HostMonitorKind::Disabled`] ([`Hmem::cache_monitor`] has it).
-    #[must_use]
-    pub fn cache_monitor_left_out_by(&self, iface: IfaceKind) -> Option<&'static str> {
-        if !self.cache.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {
-            return None;
-        }
-        let variable =
-            env::CACHE_MONITORS.into_iter().find(|(_, of)| *of == iface).map(|(name, _)| name);
-        variable
-            .filter(|_| self.cache_of_builder.without_monitors.is_none())
-            .or(Some(BUILDER_CACHE))
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a malformed environment variable that the builder does
+    /// not override. The error names the variable. The next call reads the environment again.
+    pub fn cache_defaults(&self) -> Result<&CacheDefaults> {
+        self.cache.defaults()
     }
 
     /// Returns the providers that were added.
@@ -249,6 +211,8 @@ impl Hmem {
     ///
     /// # Errors
     /// - The errors of [`Domain::open`] and [`Hmem::provider`].
+    /// - With a cache, the errors of [`Hmem::cache_defaults`], and the error of a monitor of host
+    ///   memory that was requested by name and does not work here.
     /// - [`ErrorKind::BadState`] in a forked child of the process that built this `Hmem`. The child
     ///   must build its own.
     pub fn domain(&self, provider: &str, attr: DomainAttr) -> Result<Domain> {
@@ -260,11 +224,20 @@ impl Hmem {
     ///
     /// # Errors
     /// - The errors of [`Domain::open`].
+    /// - With a cache, the errors of [`Hmem::cache_defaults`], and the error of a monitor of host
+    ///   memory that was requested by name and does not work here.
     /// - [`ErrorKind::BadState`] in a forked child of the process that built this `Hmem`. The child
     ///   must build its own.
     pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
         self.process.check("open domain")?;
-        attr.cache = attr.cache.map(|cache| filled_in(cache, &self.cache));
+        if let Some(cache) = attr.cache.take() {
+            let defaults = self.cache_defaults()?;
+            attr.cache = Some(defaults.applied_to(cache));
+            // `Auto` never fails, and starts with the first registration of host memory.
+            if defaults.monitor() != HostMonitorKind::Auto {
+                self.cache_monitor()?;
+            }
+        }
         let selector: Arc<dyn PathSelector> = Arc::clone(&self.paths) as _;
         Domain::open(provider, Arc::clone(&self.registry), selector, attr)
     }
@@ -432,21 +405,12 @@ impl Builder {
         self
     }
 
-    /// Adds RDMA hardware through libibverbs. If verbs cannot start, for example because this
+    /// Adds RDMA hardware through libibverbs, which [`Builder::build`] starts. If verbs cannot start, for example because this
     /// machine has no libibverbs or no device, [`Hmem::absent_providers`] has the reason. It also
     /// lists each device that cannot be opened.
     #[must_use]
     pub fn verbs(mut self) -> Self {
-        match start_verbs() {
-            Ok((verbs, left_out)) => {
-                self.providers.push(verbs);
-                self.absent_providers.extend(left_out);
-            }
-            Err(why) => {
-                tracing::debug!(%why, "verbs not started");
-                self.absent_providers.push(("verbs".to_owned(), why));
-            }
-        }
+        self.verbs_at.get_or_insert(self.providers.len());
         self
     }
 
@@ -480,8 +444,12 @@ impl Builder {
     }
 
     /// Sets the monitor of host memory. Overrides `FI_MR_CACHE_MONITOR`. The default is
-    /// [`HostMonitorKind::Auto`], which chooses and starts a monitor when a monitor is first
+    /// [`HostMonitorKind::Auto`], which chooses a monitor. The monitor starts when it is first
     /// needed.
+    ///
+    /// [`HostMonitorKind::Disabled`] turns the caches of all domains off, for device memory too. To
+    /// cache device memory alone, leave [`IfaceKind::SYSTEM`] out:
+    /// [`CacheAttr::without_monitors`].
     #[must_use]
     pub fn cache_monitor(mut self, kind: HostMonitorKind) -> Self {
         self.cache_monitor = Some(CacheMonitor::Kind(kind));
@@ -505,6 +473,29 @@ impl Builder {
         self
     }
 
+    /// Reads no variable of the environment: neither those of libfabric (`FI_HMEM`,
+    /// `FI_HMEM_DISABLE_P2P`, `FI_MR_*`) nor those of the back ends that this builder starts
+    /// (`HMEM_CUDA_LIBRARY` and its like, `HMEM_CUDA_MONITOR`, `HMEM_NEURON_START_RUNTIME`,
+    /// `HMEM_SYNAPSEAI_START_RUNTIME`, `HMEM_VERBS_PCIE_MAPPING`). A setting that the builder lacks
+    /// then has its default.
+    ///
+    /// Three readers are not affected: an iface or provider that the application opened itself, the
+    /// dynamic loader (`LD_LIBRARY_PATH`), and the vendors' libraries.
+    ///
+    /// ```
+    /// use hmem::Hmem;
+    ///
+    /// # fn main() -> hmem::Result<()> {
+    /// let hmem = Hmem::builder().without_environment().without_vendor_ifaces().build()?;
+    /// assert_eq!(hmem.cache_defaults()?.off_by(), None);
+    /// # Ok(()) }
+    /// ```
+    #[must_use]
+    pub fn without_environment(mut self) -> Self {
+        self.without_environment = true;
+        self
+    }
+
     /// Starts no vendor iface, so that no vendor library is loaded.
     #[must_use]
     pub fn without_vendor_ifaces(mut self) -> Self {
@@ -519,15 +510,16 @@ impl Builder {
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] for an unknown name in [`Builder::ifaces`] or `FI_HMEM`, or
     ///   a malformed environment variable that the builder does not override, also one that a
-    ///   plug-in reads while it is opened.
+    ///   plug-in reads while it is opened. The variables of registration caches are read later
+    ///   ([`Hmem::cache_defaults`]).
     /// - [`ErrorKind::InvalidArgument`] for an iface number, iface name or provider name that was
     ///   added twice, whether available or absent, for the name of another built-in iface, and for
     ///   an iface number from 6 to 0xff.
     /// - [`ErrorKind::InvalidArgument`] for an opened plug-in with another number or name than
     ///   [`Builder::iface_or_absent`] or [`Builder::provider_or_absent`] got.
-    /// - [`ErrorKind::Unsupported`] for an iface that [`Builder::ifaces`] or `FI_HMEM` names and
-    ///   that was not compiled in.
-    /// - The error of a cache monitor that was requested by name and does not work here.
+    /// - [`ErrorKind::Unsupported`] for an iface that [`Builder::ifaces`] names and that was not
+    ///   compiled in. If `FI_HMEM` names it, the log has a warning, and the iface is absent like one
+    ///   without a library.
     /// - The errors of [`ProcessMark::current`].
     pub fn build(mut self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
@@ -539,9 +531,14 @@ impl Builder {
             .chain(self.absent_plug_ins.iter().map(|(name, _)| name.clone()))
             .collect();
         check_plug_ins(&plug_ins)?;
+        let environment = !self.without_environment;
+        if let Some(at) = self.verbs_at {
+            self.add_verbs(at, environment);
+        }
         self.check_providers()?;
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &plug_ins)?),
+            None if !environment => None,
             None => environment::text(env::HMEM)?
                 .map(|names| {
                     Filter::parse(&names, &plug_ins).map_err(|error| {
@@ -565,11 +562,23 @@ impl Builder {
         }
         let disable_p2p = match self.disable_p2p {
             Some(disable) => disable,
+            None if !environment => false,
             None => environment::boolean(env::DISABLE_P2P)?.unwrap_or(false),
         };
-        let cache = env::cache(&self.cache)?;
+        let (monitor, imported) = match self.cache_monitor {
+            Some(CacheMonitor::Kind(kind)) => (Some(kind), None),
+            Some(CacheMonitor::Imported(monitor)) => (Some(HostMonitorKind::Import), Some(monitor)),
+            None => (None, None),
+        };
+        let cache = Arc::new(CacheSettings::new(self.cache, monitor, environment));
         let mut registry = Registry::new();
-        let system = Arc::new(system(self.cache_monitor)?);
+        let system = Arc::new(match imported {
+            Some(monitor) => System::new().with_monitor(SystemMonitor::imported(monitor)),
+            None => {
+                let cache = Arc::clone(&cache);
+                System::new().with_monitor_from(move || cache.defaults()?.start_monitor())
+            }
+        });
         registry.add(Arc::<System>::clone(&system))?;
         // A plug-in with the number of a vendor iface replaces that iface if it is absent.
         let replaced = |kind| plug_ins.iter().any(|plug_in| plug_in.kind() == kind);
@@ -580,7 +589,7 @@ impl Builder {
             } else if !admitted(&kind.to_string()) {
                 filtered_out(kind, &kind.to_string(), by_builder)
             } else {
-                match start() {
+                match start(environment) {
                     Ok(iface) => {
                         registry.add(iface)?;
                         continue;
@@ -595,14 +604,16 @@ impl Builder {
             if replaced(kind) {
                 continue;
             }
-            // `Builder::ifaces` or `FI_HMEM` names this iface, but the iface is not compiled in.
-            if filter.is_some() && why.context_value("feature").is_some() {
-                return Err(if by_builder {
-                    why
-                } else {
-                    why.context("variable", env::HMEM).context("value", kind)
-                });
-            }
+            // `Builder::ifaces` or `FI_HMEM` names this iface, but the iface is not compiled in. The
+            // variable belongs to the machine, whose other programs may have the iface.
+            let why = match filter.is_some() && why.context_value("feature").is_some() {
+                true if by_builder => return Err(why),
+                true => {
+                    tracing::warn!(iface = %kind, %why, "FI_HMEM names an iface that is not compiled in");
+                    why.context("named by", env::HMEM)
+                }
+                false => why,
+            };
             registry.add_absent(kind, why);
         }
         for iface in self.plug_ins {
@@ -632,11 +643,24 @@ impl Builder {
             p2p_disabled: disable_p2p,
             system,
             cache,
-            cache_of_builder: self.cache,
             process,
             topology: self.topology.map(OnceLock::from).unwrap_or_default(),
             filter,
         })
+    }
+
+    /// Starts verbs, and inserts its provider at `at`.
+    fn add_verbs(&mut self, at: usize, environment: bool) {
+        match start_verbs(environment) {
+            Ok((verbs, left_out)) => {
+                self.providers.insert(at, verbs);
+                self.absent_providers.extend(left_out);
+            }
+            Err(why) => {
+                tracing::debug!(%why, "verbs not started");
+                self.absent_providers.push(("verbs".to_owned(), why));
+            }
+        }
     }
 
     /// Refuses a provider, available or absent, whose name was added twice.
@@ -686,50 +710,6 @@ fn added_twice(name: &IfaceName) -> Error {
         .iface(name.clone())
         .context("number", format!("{:#x}", name.kind().0))
         .remedy("add each iface once, and give each plug-in a number of its own, from 0x100 up")
-}
-
-/// Returns the settings of `first`, with those of `second` where `first` has `None`.
-fn filled_in(mut first: CacheAttr, second: &CacheAttr) -> CacheAttr {
-    first.max_count = first.max_count.or(second.max_count);
-    first.max_bytes = first.max_bytes.or(second.max_bytes);
-    first.merge = first.merge.or(second.merge);
-    first.growth = first.growth.or(second.growth);
-    first.without_monitors = first.without_monitors.or_else(|| second.without_monitors.clone());
-    first
-}
-
-/// Returns the iface of host memory with the requested monitor, or else with the one that
-/// `FI_MR_CACHE_MONITOR` names. With `Auto`, the default, the iface chooses and starts a monitor
-/// when a monitor is first needed.
-fn system(requested: Option<CacheMonitor>) -> Result<System> {
-    let (kind, variable) = match requested {
-        Some(CacheMonitor::Imported(monitor)) => {
-            return Ok(System::new().with_monitor(SystemMonitor::imported(monitor)));
-        }
-        Some(CacheMonitor::Kind(kind)) => (kind, None),
-        None => match environment::parsed(env::CACHE_MONITOR)? {
-            Some(kind) => (kind, Some(env::CACHE_MONITOR)),
-            None => (HostMonitorKind::Auto, None),
-        },
-    };
-    if kind == HostMonitorKind::Auto {
-        return Ok(System::new());
-    }
-    let monitor = SystemMonitor::start(kind).map_err(|error| {
-        let error = match variable {
-            Some(variable) => error.context("variable", variable).context("value", kind.name()),
-            None => error,
-        };
-        match kind {
-            HostMonitorKind::Import => error.remedy(
-                "set FI_MR_CACHE_MONITOR to another monitor; an imported one is for applications, \
-                 which make it with ImportMonitor::new and pass it to \
-                 Builder::imported_cache_monitor",
-            ),
-            _ => error,
-        }
-    })?;
-    Ok(System::new().with_monitor(monitor))
 }
 
 /// The names of the vendor and plug-in ifaces to start, in lower case.
@@ -783,7 +763,8 @@ fn tracing_absent(iface: &IfaceName, why: &Error) {
     tracing::debug!(%iface, %why, "iface not started");
 }
 
-type Start = fn() -> Result<Arc<dyn Iface>>;
+/// Starts a vendor's iface. The argument is false if no variable may be read.
+type Start = fn(bool) -> Result<Arc<dyn Iface>>;
 
 const VENDORS: [(IfaceKind, Start); 5] = [
     (IfaceKind::CUDA, start_cuda),
@@ -794,14 +775,21 @@ const VENDORS: [(IfaceKind, Start); 5] = [
 ];
 
 macro_rules! vendor {
-    ($start:ident, $feature:literal, $kind:expr, $open:expr) => {
+    ($start:ident, $feature:literal, $kind:expr, $iface:ty) => {
         #[cfg(feature = $feature)]
-        fn $start() -> Result<Arc<dyn Iface>> {
-            Ok(Arc::new($open?))
+        fn $start(environment: bool) -> Result<Arc<dyn Iface>> {
+            let builder = <$iface>::builder();
+            let opened = match environment {
+                true => builder
+                    .open()
+                    .map_err(|error| env::of_library(<$iface>::LIBRARY_VARIABLE, error)),
+                false => builder.without_environment().open(),
+            };
+            Ok(Arc::new(opened?))
         }
 
         #[cfg(not(feature = $feature))]
-        fn $start() -> Result<Arc<dyn Iface>> {
+        fn $start(_: bool) -> Result<Arc<dyn Iface>> {
             Err(Error::new(ErrorKind::Unsupported, "start iface")
                 .iface($kind)
                 .context("feature", $feature)
@@ -810,47 +798,22 @@ macro_rules! vendor {
     };
 }
 
-vendor!(start_cuda, "cuda", IfaceKind::CUDA, open_cuda());
-vendor!(start_rocr, "rocr", IfaceKind::ROCR, {
-    use hmem_iface_rocr::Rocr;
-    Rocr::open().map_err(|error| env::of_library(Rocr::LIBRARY_VARIABLE, error))
-});
-vendor!(start_ze, "ze", IfaceKind::ZE, {
-    use hmem_iface_ze::LevelZero;
-    LevelZero::open().map_err(|error| env::of_library(LevelZero::LIBRARY_VARIABLE, error))
-});
-vendor!(start_neuron, "neuron", IfaceKind::NEURON, open_neuron());
-vendor!(start_synapseai, "synapseai", IfaceKind::SYNAPSEAI, open_synapseai());
-
-#[cfg(feature = "cuda")]
-fn open_cuda() -> Result<hmem_iface_cuda::Cuda> {
-    use hmem_iface_cuda::Cuda;
-
-    Cuda::open().map_err(|error| env::of_library(Cuda::LIBRARY_VARIABLE, error))
-}
-
-#[cfg(feature = "neuron")]
-fn open_neuron() -> Result<hmem_iface_neuron::Neuron> {
-    use hmem_iface_neuron::Neuron;
-
-    Neuron::open().map_err(|error| env::of_library(Neuron::LIBRARY_VARIABLE, error))
-}
-
-#[cfg(feature = "synapseai")]
-fn open_synapseai() -> Result<hmem_iface_synapseai::SynapseAi> {
-    use hmem_iface_synapseai::SynapseAi;
-
-    SynapseAi::open().map_err(|error| env::of_library(SynapseAi::LIBRARY_VARIABLE, error))
-}
+vendor!(start_cuda, "cuda", IfaceKind::CUDA, hmem_iface_cuda::Cuda);
+vendor!(start_rocr, "rocr", IfaceKind::ROCR, hmem_iface_rocr::Rocr);
+vendor!(start_ze, "ze", IfaceKind::ZE, hmem_iface_ze::LevelZero);
+vendor!(start_neuron, "neuron", IfaceKind::NEURON, hmem_iface_neuron::Neuron);
+vendor!(start_synapseai, "synapseai", IfaceKind::SYNAPSEAI, hmem_iface_synapseai::SynapseAi);
 
 /// A provider, and its NICs that cannot be opened: the name and the error of each.
 type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
 
 #[cfg(feature = "verbs")]
-fn start_verbs() -> Result<Started> {
+fn start_verbs(environment: bool) -> Result<Started> {
     use hmem_provider_verbs::Verbs;
 
-    let verbs = Verbs::builder().build()?;
+    let builder = Verbs::builder();
+    let builder = if environment { builder } else { builder.without_environment() };
+    let verbs = builder.build()?;
     // If the library finds no devices, the provider counts as absent.
     verbs.nics()?;
     let left_out =
@@ -860,28 +823,9 @@ fn start_verbs() -> Result<Started> {
 }
 
 #[cfg(not(feature = "verbs"))]
-fn start_verbs() -> Result<Started> {
+fn start_verbs(_: bool) -> Result<Started> {
     Err(Error::new(ErrorKind::Unsupported, "start provider")
         .provider("verbs")
         .context("feature", "verbs")
         .remedy("build hmem with the cargo feature `verbs`"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn cache_settings_of_the_builder_are_reported_as_its_own() {
-        let built = |cache| Hmem::builder().without_vendor_ifaces().cache(cache).build().unwrap();
-        let without = CacheAttr::default().without_monitors(vec![IfaceKind::ZE]);
-        for off in [without.clone().max_count(0), without.clone().max_bytes(0)] {
-            assert_eq!(built(off).cache_off_by(), Some("Builder::cache"));
-        }
-        let hmem = built(without.max_count(3).max_bytes(5).merge(true));
-        assert_eq!(hmem.cache_off_by(), None);
-        assert_eq!(hmem.cache_limits(), Limits { max_count: 3, max_bytes: 5, merge: true });
-        assert_eq!(hmem.cache_monitor_left_out_by(IfaceKind::ZE), Some("Builder::cache"));
-        assert_eq!(hmem.cache_monitor_left_out_by(IfaceKind::CUDA), None);
-    }
 }

@@ -77,17 +77,20 @@
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
 //! - `env`, `guide`
+//! - `cache_defaults`
 //! - `builder`
 //! - `nearest`
 
 #![deny(unsafe_code)]
 
 mod builder;
+mod cache_defaults;
 mod env;
 pub mod guide;
 mod nearest;
 
 pub use builder::{Builder, Hmem};
+pub use cache_defaults::CacheDefaults;
 #[doc(inline)]
 pub use hmem_core::*;
 #[cfg(feature = "cuda")]

@@ -165,8 +165,14 @@ fn disabled_monitor_leaves_the_other_ifaces_cached() {
         region.expect("a region").lease().uncached_reason().is_none()
     };
     assert!(!cached(&ifaces[0]) && cached(&ifaces[1]));
-    assert_eq!(hmem.cache_monitor_left_out_by(IfaceKind::NEURON), Some("Builder::cache"));
-    assert_eq!(hmem.cache_monitor_left_out_by(IfaceKind::SYNAPSEAI), None);
+    assert_eq!(
+        hmem.cache_defaults().expect("good values").monitor_left_out_by(IfaceKind::NEURON),
+        Some("Builder::cache")
+    );
+    assert_eq!(
+        hmem.cache_defaults().expect("good values").monitor_left_out_by(IfaceKind::SYNAPSEAI),
+        None
+    );
 }
 
 /// P2P-03, DIAG-03

@@ -178,13 +178,17 @@ fn unreported_frees_give_stale_hits() {
     assert_eq!(stale_reads(&hmem, 50), 49, "the rounds do not notice a stale registration");
 }
 
+/// Returns settings that cache device memory alone.
+fn without_host() -> CacheAttr {
+    CacheAttr::default().without_monitors([IfaceKind::SYSTEM])
+}
+
 /// MON-07
 #[test]
 fn reallocated_device_memory_is_never_a_hit() {
     for style in [FreeDetection::Identity, FreeDetection::Callback] {
         let device = simulated(style);
-        let builder =
-            Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::Disabled);
+        let builder = Hmem::builder().without_vendor_ifaces().cache(without_host());
         let hmem = builder
             .shared_iface(Arc::clone(&device) as _)
             .provider(loopback())
@@ -229,7 +233,7 @@ fn reallocated_device_memory_is_never_a_hit() {
 fn each_allocation_and_device_has_its_own_cache_entry() {
     let device = simulated(FreeDetection::Identity);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
-    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::Disabled);
+    let builder = Hmem::builder().without_vendor_ifaces().cache(without_host());
     let hmem = builder
         .shared_iface(Arc::clone(&device) as _)
         .provider(loopback())
@@ -337,7 +341,7 @@ fn monitors_of_different_ifaces_start_and_fail_independently() {
     let host = map(None, PAGE);
     // Each case: host monitor, ifaces without monitor, host memory cached, device memory cached.
     let cases = [
-        (HostMonitorKind::Disabled, None, false, true),
+        (HostMonitorKind::Auto, Some(vec![IfaceKind::SYSTEM]), false, true),
         (HostMonitorKind::Import, Some(vec![SIMULATED]), true, false),
         (HostMonitorKind::Import, None, true, true),
     ];
@@ -371,6 +375,53 @@ fn monitors_of_different_ifaces_start_and_fail_independently() {
                 assert_eq!(why.iface_kind(), Some(iface), "{why}");
             }
         }
+    }
+    unmap(host, PAGE);
+}
+
+/// CACHE-04
+///
+/// The builder's monitor and the variable turn the caches of all domains off, also for device
+/// memory and for a domain that sets its own limit.
+#[test]
+fn disabled_monitor_turns_every_cache_off() {
+    const VARIABLE: &str = "FI_MR_CACHE_MONITOR";
+    let name = "disabled_monitor_turns_every_cache_off";
+    if !child::alone(name, &[(VARIABLE, "disabled")]) {
+        return;
+    }
+    let device = simulated(FreeDetection::Callback);
+    let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
+    let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+    let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
+    let host = map(None, PAGE);
+    let builder = || Hmem::builder().without_vendor_ifaces();
+    let by_builder = builder().cache_monitor(HostMonitorKind::Disabled);
+    let cases = [
+        (builder(), Some(VARIABLE)),
+        (by_builder.without_environment(), Some("Builder::cache_monitor")),
+        (builder().cache_monitor(HostMonitorKind::Auto), None),
+        (builder().without_environment(), None),
+    ];
+    for (builder, off_by) in cases {
+        let hmem = builder.iface_and_provider(&device);
+        let defaults = hmem.cache_defaults().expect("good values");
+        assert_eq!(defaults.off_by(), off_by);
+        assert_eq!(defaults.limits().max_count == 0, off_by.is_some());
+        let net = Net::open(&hmem, CacheAttr::default().max_count(100));
+        let cache = net.target.cache().expect("a cache");
+        for at in [range(host, PAGE), buffer.allocation().range] {
+            for _ in 0..2 {
+                // SAFETY: the memory is the test's own.
+                drop(unsafe { cache.get_or_register(at, REMOTE) }.expect("registered"));
+            }
+        }
+        let hits = if off_by.is_some() { 0 } else { 2 };
+        assert_eq!(
+            (cache.statistics().hits, cache.statistics().entries),
+            (hits, hits as usize),
+            "{off_by:?}"
+        );
     }
     unmap(host, PAGE);
 }
@@ -473,9 +524,21 @@ fn builder_overrides_variables_and_bad_variables_are_refused() {
     let builder = || Hmem::builder().without_vendor_ifaces();
     match env::var("HMEM_TEST_BAD") {
         Ok(bad) => {
-            let error = builder().build().unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-            assert!(error.to_string().contains(&bad), "{error}");
+            // A program without a cache does not need the variable.
+            let hmem = builder().provider(loopback()).build().expect("no cache is opened");
+            hmem.domain("loopback", DomainAttr::default()).expect("a domain without a cache");
+            let with_cache =
+                DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+            for error in [
+                hmem.domain("loopback", with_cache.clone()).unwrap_err(),
+                hmem.cache_defaults().unwrap_err(),
+                hmem.cache_monitor().unwrap_err(),
+            ] {
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+                assert!(error.to_string().contains(&bad), "{error}");
+            }
+            let hmem = builder().without_environment().provider(loopback()).build().expect("built");
+            hmem.domain("loopback", with_cache).expect("the variable is not read");
             // Variables are not read for settings that the builder has set.
             let without_monitors = [IfaceKind::ROCR];
             let said = CacheAttr::default()
@@ -485,7 +548,7 @@ fn builder_overrides_variables_and_bad_variables_are_refused() {
                 .without_monitors(without_monitors);
             let builder = builder().cache_monitor(HostMonitorKind::Disabled).cache(said.clone());
             let hmem = builder.build().expect("the builder wins over a bad value");
-            assert_eq!(hmem.cache_attr(), &said);
+            assert_eq!(hmem.cache_defaults().expect("not read").attr(), &said);
             return;
         }
         Err(_) if !child::alone(name, &variables) => {
@@ -505,7 +568,7 @@ fn builder_overrides_variables_and_bad_variables_are_refused() {
         Err(_) => {}
     }
     let hmem = builder().build().expect("good values");
-    let read = hmem.cache_attr();
+    let read = hmem.cache_defaults().expect("good values").attr();
     assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(3), Some(true)));
     assert_eq!(read.without_monitors, Some(vec![IfaceKind::CUDA, IfaceKind::ROCR]));
     let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
@@ -513,7 +576,7 @@ fn builder_overrides_variables_and_bad_variables_are_refused() {
         .imported_cache_monitor(monitor)
         .cache(CacheAttr::default().max_count(2).merge(false));
     let hmem = builder.provider(loopback()).build().expect("good values");
-    let read = hmem.cache_attr();
+    let read = hmem.cache_defaults().expect("good values").attr();
     assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(2), Some(false)));
     // The cache of a domain uses the builder's settings.
     let net = Net::open(&hmem, CacheAttr::default());
@@ -528,4 +591,20 @@ fn builder_overrides_variables_and_bad_variables_are_refused() {
     // SAFETY: the memory is the test's own.
     let long = unsafe { cache.get_or_register(range(at, 6 * PAGE), REMOTE) }.expect("registered");
     assert!(matches!(long.lease().uncached_reason(), Some(UncachedReason::TooLong)));
+}
+
+/// CACHE-12
+///
+/// The value is one of libfabric 2.x, which names a kernel module.
+#[test]
+fn kdreg2_counts_as_auto() {
+    if !child::alone("kdreg2_counts_as_auto", &[("FI_MR_CACHE_MONITOR", "KDREG2")]) {
+        return;
+    }
+    let builder = Hmem::builder().without_vendor_ifaces().provider(loopback());
+    let hmem = builder.build().expect("built");
+    let defaults = hmem.cache_defaults().expect("a known value");
+    assert_eq!((defaults.monitor(), defaults.off_by()), (HostMonitorKind::Auto, None));
+    let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
+    hmem.domain("loopback", attr).expect("a domain with a cache");
 }

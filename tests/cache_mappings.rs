@@ -109,8 +109,8 @@ fn hmem(kind: Option<HostMonitorKind>) -> Hmem {
 
 fn with_defaults(pages: usize) {
     let hmem = hmem(None);
-    assert_eq!(hmem.cache_monitor().choice().name, "memhooks+userfaultfd");
-    let limits = &hmem.cache_monitor().choice().limits;
+    assert_eq!(hmem.cache_monitor().expect("a monitor").choice().name, "memhooks+userfaultfd");
+    let limits = &hmem.cache_monitor().expect("a monitor").choice().limits;
     assert!(limits.contains(&format!("vm.max_map_count = {}", limit())), "{limits}");
     let (domain, statistics) = pass(&hmem, pages);
     assert_eq!(statistics.uncached, 0, "memhooks watch what userfaultfd does not");

@@ -45,7 +45,11 @@ const SECTIONS: [(&str, &[Section]); 8] = [
             Section {
                 title: "Environment",
                 terms: &[
-                    ("FI_HMEM", "ifaces to start besides host memory, separated by ; or ,"),
+                    (
+                        "FI_HMEM",
+                        "ifaces to start besides host memory, separated by ; or ,; one that is not \
+                         compiled in counts as unavailable",
+                    ),
                     (
                         "FI_HMEM_DISABLE_P2P",
                         "boolean: forbid NICs to access device memory directly",
@@ -61,8 +65,8 @@ const SECTIONS: [(&str, &[Section]); 8] = [
                     ),
                     (
                         "FI_MR_CACHE_MONITOR",
-                        "how caches detect freed host memory: auto, memhooks, userfaultfd or \
-                         disabled (no caching)",
+                        "how caches detect freed host memory: auto (also kdreg2), memhooks, \
+                         userfaultfd or disabled (no caching, of device memory either)",
                     ),
                     (
                         "FI_MR_CUDA_CACHE_MONITOR_ENABLED",

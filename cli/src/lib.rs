@@ -190,7 +190,7 @@ fn info(
     style: Style,
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
-    let inventory = info::inventory(machine);
+    let inventory = info::inventory(machine)?;
     if args.json {
         json::write(out, &inventory)?;
     } else {
@@ -208,7 +208,7 @@ fn check(
     let selection = check::Selection::new(args, machine)?;
     let mut progress = Progress::for_long_work();
     let report =
-        check::check(machine, &selection, |done, all, next| progress.show(done, all, next));
+        check::check(machine, &selection, |done, all, next| progress.show(done, all, next))?;
     progress.clear();
     if args.json {
         json::write(out, &report)?;

@@ -200,11 +200,13 @@ fn info_shows_the_cache_monitor_with_its_reason() {
             refused(&output, 1, &["FI_MR_CACHE_MONITOR", name]);
         }
     }
-    let unknown = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "kdreg2")]);
+    let module = json(&hmem(&["info", "--json"], &[("FI_MR_CACHE_MONITOR", "kdreg2")]));
+    assert_eq!(module["cache_monitor"]["requested"], "auto");
+    let unknown = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "kdreg3")]);
     refused(
         &unknown,
         2,
-        &["FI_MR_CACHE_MONITOR", "kdreg2", "memhooks", "userfaultfd", "import", "disabled"],
+        &["FI_MR_CACHE_MONITOR", "kdreg3", "memhooks", "userfaultfd", "import", "disabled"],
     );
     let import = hmem(&["info"], &[("FI_MR_CACHE_MONITOR", "import")]);
     refused(

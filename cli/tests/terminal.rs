@@ -279,7 +279,7 @@ fn invalid_value_of_any_variable_exits_with_status_2() {
         ("FI_MR_CACHE_MAX_COUNT", "-1", "decimal number"),
         ("FI_MR_CACHE_MAX_SIZE", "1GiB", "decimal number"),
         ("FI_MR_CACHE_MERGE_REGIONS", "maybe", boolean),
-        ("FI_MR_CACHE_MONITOR", "kdreg2", "memhooks, userfaultfd"),
+        ("FI_MR_CACHE_MONITOR", "kdreg3", "memhooks, userfaultfd"),
         ("FI_MR_CACHE_MONITOR", "import", "another monitor"),
         ("FI_MR_CUDA_CACHE_MONITOR_ENABLED", "maybe", boolean),
         ("FI_MR_ROCR_CACHE_MONITOR_ENABLED", "maybe", boolean),
@@ -290,7 +290,10 @@ fn invalid_value_of_any_variable_exits_with_status_2() {
         ("HMEM_VERBS_PCIE_MAPPING", "maybe", boolean),
         ("COLUMNS", "wide", "decimal number"),
     ] {
-        for command in ["info", "check", "explain"] {
+        // `explain` opens no cache, so that it does not read the variables of caches.
+        let commands = ["info", "check", "explain"];
+        let readers = if variable.starts_with("FI_MR_") { &commands[..2] } else { &commands };
+        for command in readers {
             let output = run(&[command], &[(variable, value)]);
             refused(&output, 2, &[&format!("invalid value {value:?} in {variable}"), accepted]);
             one_line(text(&output.stderr), &[]);

@@ -2,7 +2,8 @@
 //!
 //! A variable that is unset or empty has no value. A wrong value is an error of kind
 //! `InvalidArgument` that names the variable. `hmem::Builder::build` fails with such an error, and
-//! does not count the iface or provider as absent.
+//! does not count the iface or provider as absent. The variables of registration caches are read
+//! later, when a cache is opened.
 //!
 //! ```
 //! use hmem_core::environment;

@@ -231,11 +231,24 @@ macro_rules! function_table {
             pub fn find() -> $crate::Result<Self> {
                 let named: Option<std::path::PathBuf> = None;
                 $(let named = named.or_else(|| $crate::library::path_in_environment($variable));)?
-                let path = named.unwrap_or_else(|| std::path::PathBuf::from(Self::LIBRARY));
+                match named {
+                    // SAFETY: the owner of the process sets the variable, and so promises that the
+                    // file is the vendor's library or a replacement of it.
+                    Some(path) => unsafe { Self::load(&path) },
+                    None => Self::find_by_name(),
+                }
+            }
+
+            /// Loads the library that the dynamic loader finds by [`Self::LIBRARY`]. Reads no
+            /// variable.
+            ///
+            /// # Errors
+            /// The errors of [`Self::load`].
+            pub fn find_by_name() -> $crate::Result<Self> {
                 // SAFETY: the author of the table promises that the library of this name is the
-                // vendor's. The owner of the process sets the variable and the loader's search
-                // path, and so promises the same for the file that they select.
-                unsafe { Self::load(&path) }
+                // vendor's. The owner of the process sets the loader's search path, and so promises
+                // the same for the file that it selects.
+                unsafe { Self::load(std::path::Path::new(Self::LIBRARY)) }
             }
 
             $(

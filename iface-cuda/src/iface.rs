@@ -78,9 +78,17 @@ pub struct Builder {
     library: Option<PathBuf>,
     functions: Option<Functions>,
     monitor: Option<CudaMonitorKind>,
+    without_environment: bool,
 }
 
 impl Builder {
+    /// Reads no variable of the environment. Settings that the builder lacks have their defaults,
+    /// and the dynamic loader finds the library by its name.
+    pub fn without_environment(mut self) -> Self {
+        self.without_environment = true;
+        self
+    }
+
     /// Loads the library at `path` instead of the one that `HMEM_CUDA_LIBRARY` names or the dynamic
     /// loader finds.
     ///
@@ -124,6 +132,7 @@ impl Builder {
     pub fn open(self) -> Result<Cuda> {
         let monitor = match self.monitor {
             Some(monitor) => monitor,
+            None if self.without_environment => CudaMonitorKind::default(),
             None => monitor_in_environment()?,
         };
         let functions = match (self.functions, self.library) {
@@ -131,6 +140,7 @@ impl Builder {
             // SAFETY: the caller of `Builder::library` promises that the file is the library or a
             // replacement of it.
             (None, Some(path)) => unsafe { Functions::load(&path) }?,
+            (None, None) if self.without_environment => Functions::find_by_name()?,
             (None, None) => Functions::find()?,
         };
         Cuda::start(functions, monitor)

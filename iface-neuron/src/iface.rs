@@ -45,9 +45,17 @@ pub struct Builder {
     library: Option<PathBuf>,
     functions: Option<Functions>,
     start_runtime: Option<bool>,
+    without_environment: bool,
 }
 
 impl Builder {
+    /// Reads no variable of the environment. Settings that the builder lacks have their defaults,
+    /// and the dynamic loader finds the library by its name.
+    pub fn without_environment(mut self) -> Self {
+        self.without_environment = true;
+        self
+    }
+
     /// Loads the library at `path` instead of the one that `HMEM_NEURON_LIBRARY` names or the
     /// dynamic loader finds.
     ///
@@ -100,12 +108,16 @@ impl Open for Runtime {
     const START_VARIABLE: &'static str = "HMEM_NEURON_START_RUNTIME";
 
     fn open(builder: Builder) -> Result<Self> {
-        let may_start = Self::may_start(builder.start_runtime)?;
+        let may_start = match builder.start_runtime {
+            None if builder.without_environment => false,
+            decided => Self::may_start(decided)?,
+        };
         let functions = match (builder.functions, builder.library) {
             (Some(functions), _) => functions,
             // SAFETY: the caller of `Builder::library` promises that the file is the library or a
             // replacement of it.
             (None, Some(path)) => unsafe { Functions::load(&path) }?,
+            (None, None) if builder.without_environment => Functions::find_by_name()?,
             (None, None) => Functions::find()?,
         };
         let unavailable = || {

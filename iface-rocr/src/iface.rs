@@ -69,9 +69,17 @@ pub struct Rocr {
 pub struct Builder {
     library: Option<PathBuf>,
     functions: Option<Functions>,
+    without_environment: bool,
 }
 
 impl Builder {
+    /// Reads no variable of the environment. Settings that the builder lacks have their defaults,
+    /// and the dynamic loader finds the library by its name.
+    pub fn without_environment(mut self) -> Self {
+        self.without_environment = true;
+        self
+    }
+
     /// Loads the library at `path` instead of the one that `HMEM_ROCR_LIBRARY` names or the dynamic
     /// loader finds.
     ///
@@ -109,6 +117,7 @@ impl Builder {
             // SAFETY: the caller of `Builder::library` promises that the file is the library or a
             // replacement of it.
             (None, Some(path)) => unsafe { Functions::load(&path) }?,
+            (None, None) if self.without_environment => Functions::find_by_name()?,
             (None, None) => Functions::find()?,
         };
         Rocr::start(functions)

@@ -50,9 +50,17 @@ pub struct Builder {
     hlthunk: Option<PathBuf>,
     functions: Option<(synapse::Functions, Option<hlthunk::Functions>)>,
     start_runtime: Option<bool>,
+    without_environment: bool,
 }
 
 impl Builder {
+    /// Reads no variable of the environment. Settings that the builder lacks have their defaults,
+    /// and the dynamic loader finds the library by its name.
+    pub fn without_environment(mut self) -> Self {
+        self.without_environment = true;
+        self
+    }
+
     /// Loads the library at `path` instead of the one that `HMEM_SYNAPSEAI_LIBRARY` names or the
     /// dynamic loader finds.
     ///
@@ -132,12 +140,18 @@ impl Open for Synapse {
     const START_VARIABLE: &'static str = "HMEM_SYNAPSEAI_START_RUNTIME";
 
     fn open(builder: Builder) -> Result<Self> {
-        let may_start = Self::may_start(builder.start_runtime)?;
+        let may_start = match builder.start_runtime {
+            None if builder.without_environment => false,
+            decided => Self::may_start(decided)?,
+        };
         let (synapse, hlthunk) = match (builder.functions, builder.library) {
             (Some((synapse, hlthunk)), _) => (synapse, hlthunk),
             // SAFETY: the caller of `Builder::library` promises that the file is libSynapse or a
             // replacement of it.
             (None, Some(path)) => (unsafe { synapse::Functions::load(&path) }?, None),
+            (None, None) if builder.without_environment => {
+                (synapse::Functions::find_by_name()?, None)
+            }
             (None, None) => (synapse::Functions::find()?, None),
         };
         let hlthunk = match (hlthunk, builder.hlthunk) {
@@ -145,6 +159,7 @@ impl Open for Synapse {
             // SAFETY: the caller of `Builder::hlthunk` promises that the file is libhl-thunk or a
             // replacement of it.
             (None, Some(path)) => unsafe { hlthunk::Functions::load(&path) },
+            (None, None) if builder.without_environment => hlthunk::Functions::find_by_name(),
             (None, None) => hlthunk::Functions::find(),
         };
         Self::start(synapse, hlthunk, may_start)

@@ -132,6 +132,14 @@ impl Builder {
         self
     }
 
+    /// Reads no variable of the environment. Without [`Builder::pcie_mapping_first`], the default
+    /// mapping of device memory is tried first.
+    #[must_use]
+    pub fn without_environment(mut self) -> Self {
+        self.pcie_mapping_first.get_or_insert(false);
+        self
+    }
+
     /// Builds the provider: loads libibverbs and reads the environment variable.
     ///
     /// # Errors

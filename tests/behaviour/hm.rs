@@ -280,6 +280,38 @@ fn naming_an_iface_that_was_compiled_out_is_refused() {
     }
 }
 
+/// HM-04, HM-12
+///
+/// The variable belongs to the machine, so it does not stop a program without the iface.
+#[test]
+fn variable_may_name_an_iface_that_was_compiled_out() {
+    const NAME: &str = "hm::variable_may_name_an_iface_that_was_compiled_out";
+    const LIBRARY: &str = "HMEM_CUDA_LIBRARY";
+    if !child::is_alone(NAME) {
+        // The library does not exist, in case that the iface is compiled in.
+        let Output { status, stdout, stderr } =
+            child::output(NAME, &[("FI_HMEM", "cuda;simulated"), (LIBRARY, "/nonexistent.so")]);
+        let text =
+            [stdout, stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+        assert!(status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let build = || Hmem::builder().shared_iface(device(FreeDetection::Identity));
+    let hmem = build().build().expect("the others go on");
+    hmem.iface(hmem::system::SIMULATED).expect("named, and there");
+    let missing: Vec<_> = hmem.missing_ifaces().map(|(kind, why)| (kind, why.kind())).collect();
+    let compiled = cfg!(feature = "cuda");
+    let kind = if compiled { ErrorKind::Unavailable } else { ErrorKind::Unsupported };
+    assert_eq!(missing, [(IfaceKind::CUDA, kind)]);
+    let error = hmem.iface(IfaceKind::CUDA).unwrap_err();
+    assert_eq!(error.context_value("feature"), (!compiled).then_some("cuda"), "{error}");
+    // Without the environment there is no filter, and the variable of the library is not read.
+    let hmem = build().without_environment().build().expect("built");
+    assert_eq!(hmem.missing_ifaces().count(), 0);
+    let why = hmem.registry().absent().find(|(kind, _)| *kind == IfaceKind::CUDA);
+    assert!(why.is_none_or(|(_, why)| !why.to_string().contains("nonexistent")), "{why:?}");
+}
+
 /// Maps an exported fd, as a NIC does. Returns `len` bytes from `offset` of it.
 fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);

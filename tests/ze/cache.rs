@@ -68,7 +68,7 @@ fn variable_disables_the_level_zero_monitor_only() {
         return;
     };
     let link = Link::open(Profile::default(), cached(CacheAttr::default()));
-    let off = link.hmem.cache_monitor_left_out_by(IfaceKind::ZE);
+    let off = link.hmem.cache_defaults().expect("good values").monitor_left_out_by(IfaceKind::ZE);
     assert_eq!(off, (value == "0").then_some(VARIABLE));
     let cache = link.domain.cache().expect("a cache");
     let buffer = link.buffer(LEN, AllocationKind::Device, DeviceId(0));

@@ -120,9 +120,6 @@ impl Selection {
     }
 }
 
-/// The variable that selects the cache monitor of host memory.
-const MONITOR: &str = "FI_MR_CACHE_MONITOR";
-
 /// Number of transfer-sized buffers that the check of one combination holds at the same time.
 const COPIES: u64 = 6;
 
@@ -157,12 +154,19 @@ pub(crate) fn unknown_nic(name: &str, option: &str, known: &[String]) -> Problem
 /// Checks the selected combinations. The function calls `progress` before each combination, with
 /// the number of completed combinations, the total, and the name of the next one. The last call has
 /// an empty name.
-#[must_use]
+///
+/// # Errors
+/// The errors of [`Hmem::cache_defaults`](hmem::Hmem::cache_defaults), and the error of a monitor of
+/// host memory that the environment names and that does not work here.
 pub fn check(
     machine: &Machine,
     selection: &Selection,
     mut progress: impl FnMut(usize, usize, &str),
-) -> Report {
+) -> Result<Report> {
+    let defaults = machine.hmem.cache_defaults()?;
+    if defaults.monitor() != HostMonitorKind::Auto {
+        machine.hmem.cache_monitor()?;
+    }
     let Plan { cases, mut skipped } = plan(machine, selection);
     let stale = match selection.stale_rounds {
         0 => Vec::new(),
@@ -172,9 +176,7 @@ pub fn check(
     let missing = machine.hmem.missing_ifaces();
     let missing = missing.map(|(kind, why)| Skipped::new(machine.iface_name(kind), why));
     let mut report = Report::new(skipped, missing.collect());
-    let monitor = std::env::var(MONITOR).ok().and_then(|name| name.parse().ok());
-    let disabled = (monitor == Some(HostMonitorKind::Disabled)).then_some(MONITOR);
-    report.uncached_by = machine.hmem.cache_off_by().or(disabled);
+    report.uncached_by = defaults.off_by();
     for (done, case) in cases.iter().enumerate() {
         progress(done, all, &case.to_string());
         run::case(machine, case, selection, &mut report);
@@ -189,5 +191,5 @@ pub fn check(
     progress(all, all, "");
     report.skipped.sort();
     report.skipped.dedup();
-    report
+    Ok(report)
 }

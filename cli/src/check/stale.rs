@@ -12,7 +12,9 @@ use hmem::{
     path::P2pPolicy,
     system::{
         AddressReuse, FreeDetection, Simulated,
-        monitor::{ImportCallbacks, ImportMonitor, Layered, MemHooks, UserFaultFd},
+        monitor::{
+            HostMonitorKind, ImportCallbacks, ImportMonitor, Layered, MemHooks, UserFaultFd,
+        },
     },
 };
 use hmem_conformance::stale::{DeviceMemory, ReusableMemory, StaleCounts};
@@ -54,7 +56,6 @@ pub struct StaleRow {
 
 /// One monitor to check, with the NIC and the memory of the check.
 pub(super) struct Case<'a> {
-    machine: &'a Machine,
     nic: &'a ProviderNic,
     memory: Memory,
 }
@@ -150,7 +151,7 @@ pub(super) fn plan<'a>(
         if selection.iface.as_deref().is_some_and(|wanted| wanted != name) {
             continue;
         }
-        let of = |memory| Case { machine, nic, memory };
+        let of = |memory| Case { nic, memory };
         if iface.kind() == IfaceKind::SYSTEM {
             cases.extend(HostMonitor::ALL.map(Memory::Host).map(of));
         } else if machine.hmem.p2p_disabled() {
@@ -247,23 +248,19 @@ impl Case<'_> {
         })
     }
 
-    fn prepare(&self) -> Result<Prepared<'_>> {
+    fn prepare(&self) -> Result<Prepared> {
         let host = |hmem: hmem::Builder| hmem.without_vendor_ifaces().ifaces("");
         match &self.memory {
             Memory::Host(kind) => {
                 let (monitor, told) = kind.start()?;
                 let hmem = host(Hmem::builder()).imported_cache_monitor(monitor).build()?;
                 let memory = Box::new(HostPage::map(told)?);
-                Ok(Prepared {
-                    monitor: kind.name().to_owned(),
-                    hmem: OwnOrShared::Own(Box::new(hmem)),
-                    memory,
-                })
+                Ok(Prepared { monitor: kind.name().to_owned(), hmem, memory })
             }
             Memory::Device(iface) => {
                 let monitor = iface.start_monitor()?.name().to_owned();
                 let memory = Box::new(DeviceMemory::allocate(iface)?);
-                Ok(Prepared { monitor, hmem: OwnOrShared::Machine(self.machine), memory })
+                Ok(Prepared { monitor, hmem: with_iface(iface)?, memory })
             }
             Memory::Callback => {
                 let device = Simulated::builder()
@@ -271,10 +268,8 @@ impl Case<'_> {
                     .address_reuse(AddressReuse::JustFreed);
                 let iface: Arc<dyn Iface> = Arc::new(device.build()?);
                 let monitor = iface.start_monitor()?.name().to_owned();
-                let hmem = Hmem::builder().without_vendor_ifaces().ifaces(iface.name());
-                let hmem = hmem.shared_iface(Arc::clone(&iface)).build()?;
                 let memory = Box::new(DeviceMemory::allocate(&iface)?);
-                Ok(Prepared { monitor, hmem: OwnOrShared::Own(Box::new(hmem)), memory })
+                Ok(Prepared { monitor, hmem: with_iface(&iface)?, memory })
             }
         }
     }
@@ -306,28 +301,26 @@ fn shortcoming(counts: &StaleCounts) -> Option<String> {
     (counts.hits == 0).then(|| "no lookup hit, so that no registration could be stale".to_owned())
 }
 
-enum OwnOrShared<'a> {
-    Machine(&'a Machine),
-    Own(Box<Hmem>),
+/// Returns an [`Hmem`] with host memory and one other iface. A variable that turns caches off does
+/// not apply to it.
+fn with_iface(iface: &Arc<dyn Iface>) -> Result<Hmem> {
+    let builder = Hmem::builder().without_vendor_ifaces().ifaces(iface.name());
+    builder.shared_iface(Arc::clone(iface)).cache_monitor(HostMonitorKind::Auto).build()
 }
 
-struct Prepared<'a> {
+struct Prepared {
     monitor: String,
     /// Declared before the memory, so that its regions are dropped first.
-    hmem: OwnOrShared<'a>,
+    hmem: Hmem,
     memory: Box<dyn ReusableMemory>,
 }
 
-impl Prepared<'_> {
+impl Prepared {
     fn run(&mut self, nic: &ProviderNic, rounds: u64, counts: &mut StaleCounts) -> Result<()> {
-        let hmem = match &self.hmem {
-            OwnOrShared::Machine(machine) => &machine.hmem,
-            OwnOrShared::Own(hmem) => hmem,
-        };
         // Cache settings of the environment are ignored, since only the monitor is tested.
         let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
         let cache = cache.without_monitors([]);
-        let domain = nic.open_with(hmem, P2pPolicy::Required, Some(cache))?;
+        let domain = nic.open_with(&self.hmem, P2pPolicy::Required, Some(cache))?;
         // SAFETY: `plan` chose a NIC that keeps the pages of its registrations. The memory belongs
         // to this value, which does not access it.
         #[allow(unsafe_code, reason = "the memory is registered by address")]
@@ -346,7 +339,7 @@ mod tests {
         let Some(nic) = machine.nics.iter().find(|nic| nic.keeps_pages()) else {
             panic!("no NIC that keeps pages: {:?}", machine.absent);
         };
-        let case = Case { machine: &machine, nic, memory: Memory::Host(HostMonitor::Deaf) };
+        let case = Case { nic, memory: Memory::Host(HostMonitor::Deaf) };
         let row = case.run(100).unwrap();
         assert!(!row.verified && row.stale > 50, "{row:?}");
         assert!(

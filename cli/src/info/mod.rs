@@ -3,12 +3,13 @@
 mod report;
 
 use hmem::{
-    Decision, Error, Iface, IfaceExt, IfaceKind, Path,
+    CacheDefaults, Decision, Error, Iface, IfaceExt, IfaceKind, Path, Result,
     cause::Step,
     cuda::gdrcopy::Gdrcopy,
     iface::Capability,
     path::P2pPolicy,
     provider::{Features, Imports, ProgressModel, ProviderAttr, WindowType},
+    system::monitor::{HostMonitorKind, SystemMonitor},
 };
 use serde::Serialize;
 
@@ -249,24 +250,29 @@ pub struct P2pEntry {
 /// Collects the inventory of a machine. To find the paths, the function registers a page of host
 /// memory and of each device with each NIC. It also starts the cache monitors, except those that a
 /// setting disables.
-#[must_use]
-pub fn inventory(machine: &Machine) -> Inventory {
+///
+/// # Errors
+/// The errors of [`Hmem::cache_defaults`](hmem::Hmem::cache_defaults) and
+/// [`Hmem::cache_monitor`](hmem::Hmem::cache_monitor), such as a malformed variable.
+pub fn inventory(machine: &Machine) -> Result<Inventory> {
+    let defaults = machine.hmem.cache_defaults()?;
+    let cache_monitor = cache_monitor(machine.hmem.cache_monitor()?);
     let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
     let devices = devices(machine, &mut absent);
     let providers = machine.nics.iter().map(|nic| nic_entry(machine, nic, &mut absent)).collect();
-    Inventory {
+    Ok(Inventory {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),
         ifaces: ifaces(machine),
         p2p: p2p(machine, &devices),
-        cache: cache(machine),
-        cache_monitor: cache_monitor(machine),
-        device_monitors: device_monitors(machine),
+        cache: cache(machine, defaults),
+        cache_monitor,
+        device_monitors: device_monitors(machine, defaults),
         gdrcopy: gdrcopy(),
         devices,
         providers,
         absent,
-    }
+    })
 }
 
 fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
@@ -299,12 +305,12 @@ fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
     ifaces
 }
 
-fn cache(machine: &Machine) -> CacheEntry {
-    let limits = machine.hmem.cache_limits();
+fn cache(machine: &Machine, defaults: &CacheDefaults) -> CacheEntry {
+    let limits = defaults.limits();
     let refused = hmem::cache::use_membarrier().err();
     let problem = refused.map(|error| machine.explained(Step::SystemCall, &error));
     CacheEntry {
-        disabled_by: machine.hmem.cache_off_by(),
+        disabled_by: defaults.off_by(),
         max_count: limits.max_count,
         max_bytes: limits.max_bytes,
         merge: limits.merge,
@@ -314,8 +320,8 @@ fn cache(machine: &Machine) -> CacheEntry {
     }
 }
 
-fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
-    let choice = machine.hmem.cache_monitor().choice();
+fn cache_monitor(monitor: &SystemMonitor) -> CacheMonitorEntry {
+    let choice = monitor.choice();
     let candidates = choice.candidates.iter().map(|tried| {
         let problem = tried.refused.as_ref().map(Problem::from);
         MonitorCandidateEntry {
@@ -334,13 +340,16 @@ fn cache_monitor(machine: &Machine) -> CacheMonitorEntry {
     }
 }
 
-fn device_monitors(machine: &Machine) -> Vec<DeviceMonitorEntry> {
+fn device_monitors(machine: &Machine, defaults: &CacheDefaults) -> Vec<DeviceMonitorEntry> {
     let devices = machine.hmem.registry().iter().filter(|iface| iface.kind() != IfaceKind::SYSTEM);
-    devices.map(|iface| device_monitor(machine, &**iface)).collect()
+    devices.map(|iface| device_monitor(defaults, &**iface)).collect()
 }
 
-fn device_monitor(machine: &Machine, iface: &dyn Iface) -> DeviceMonitorEntry {
-    let disabled_by = machine.hmem.cache_monitor_left_out_by(iface.kind());
+fn device_monitor(defaults: &CacheDefaults, iface: &dyn Iface) -> DeviceMonitorEntry {
+    let disabled_by = match defaults.monitor() {
+        HostMonitorKind::Disabled => defaults.off_by(),
+        _ => defaults.monitor_left_out_by(iface.kind()),
+    };
     let (name, why, remedy) = match disabled_by {
         // Does not start a monitor that a setting disables.
         Some(setting) => {

@@ -21,7 +21,7 @@ use std::{
 };
 
 use hmem_core::{Allocation, Result};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 pub use self::memfd::MemFd;
 use self::memory::Record;
@@ -51,7 +51,12 @@ pub struct System {
     /// The open `/dev/udmabuf`, which creates dma-bufs, or the error of opening it.
     udmabuf: Result<Udmabuf>,
     monitor: OnceLock<SystemMonitor>,
+    /// Starts the monitor. A thread holds the lock during the call, so that one monitor starts.
+    start_monitor: Mutex<StartMonitor>,
 }
+
+/// A function that starts the monitor of host memory.
+type StartMonitor = Box<dyn Fn() -> Result<SystemMonitor> + Send>;
 
 #[derive(Debug)]
 struct HostAllocationTable {
@@ -68,6 +73,7 @@ impl System {
             allocations: RwLock::new(HostAllocationTable { next_id: 1, by_start: BTreeMap::new() }),
             udmabuf: Udmabuf::open(),
             monitor: OnceLock::new(),
+            start_monitor: Mutex::new(Box::new(|| Ok(SystemMonitor::auto()))),
         }
     }
 

@@ -8,6 +8,8 @@ use hmem_core::{
     monitor::{DetectionMethod, Monitor},
 };
 
+use parking_lot::Mutex;
+
 use super::System;
 use crate::monitor::SystemMonitor;
 
@@ -20,10 +22,34 @@ impl System {
         self
     }
 
+    /// Sets the function that starts the monitor when it is first needed. If the function fails, it
+    /// is called again when the monitor is next needed.
+    #[must_use]
+    pub fn with_monitor_from(
+        mut self,
+        start: impl Fn() -> Result<SystemMonitor> + Send + 'static,
+    ) -> Self {
+        self.start_monitor = Mutex::new(Box::new(start));
+        self
+    }
+
     /// Returns the monitor of host memory, and the reason for its choice. Starts the monitor at the
     /// first call.
-    pub fn cache_monitor(&self) -> &SystemMonitor {
-        self.monitor.get_or_init(SystemMonitor::auto)
+    ///
+    /// # Errors
+    /// The error of the function of [`System::with_monitor_from`].
+    pub fn cache_monitor(&self) -> Result<&SystemMonitor> {
+        if let Some(monitor) = self.monitor.get() {
+            return Ok(monitor);
+        }
+        let start = self.start_monitor.lock();
+        match self.monitor.get() {
+            Some(monitor) => Ok(monitor),
+            None => {
+                let monitor = start()?;
+                Ok(self.monitor.get_or_init(|| monitor))
+            }
+        }
     }
 }
 
@@ -36,6 +62,6 @@ impl MonitorSource for System {
     }
 
     fn start(&self) -> Result<Arc<dyn Monitor>> {
-        self.cache_monitor().monitor()
+        self.cache_monitor()?.monitor()
     }
 }

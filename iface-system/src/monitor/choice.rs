@@ -31,7 +31,8 @@ pub enum HostMonitorKind {
     UserFaultFd,
     /// The application's own monitor: [`super::ImportMonitor`].
     Import,
-    /// No monitor: registrations of host memory are not cached.
+    /// No monitor: registrations of host memory are not cached. The crate `hmem` turns the caches
+    /// of all domains off, for device memory too, as libfabric's variable does.
     Disabled,
 }
 

@@ -1,0 +1,231 @@
+//! The default cache settings of domains: those of the builder, and those of the environment, which
+//! are read when the first cache is opened.
+
+use std::sync::OnceLock;
+
+use hmem_core::{CacheAttr, IfaceKind, Result, cache::Limits, environment};
+use hmem_iface_system::monitor::{HostMonitorKind, SystemMonitor};
+
+use crate::env;
+
+/// The result of [`CacheDefaults::off_by`] if the builder's settings disable the cache.
+const BUILDER_CACHE: &str = "Builder::cache";
+/// The result of [`CacheDefaults::off_by`] if the builder's monitor disables the cache.
+const BUILDER_MONITOR: &str = "Builder::cache_monitor";
+
+/// The default cache settings of the domains of an [`Hmem`](crate::Hmem).
+///
+/// They apply to a setting that is `None` in a domain's
+/// [`DomainAttr::cache`](hmem_core::DomainAttr::cache). If that whole field is `None`, the domain
+/// has no cache.
+#[derive(Debug)]
+pub struct CacheDefaults {
+    attr: CacheAttr,
+    /// The settings of the builder, which take precedence over the environment.
+    by_builder: CacheAttr,
+    /// The monitor of host memory.
+    monitor: HostMonitorKind,
+    /// The variable that names the monitor, or `None` if the builder names it or nothing does.
+    variable: Option<&'static str>,
+}
+
+impl CacheDefaults {
+    /// Returns the settings of the builder and the environment. A setting is `None` if neither has
+    /// it.
+    #[must_use]
+    pub fn attr(&self) -> &CacheAttr {
+        &self.attr
+    }
+
+    /// Returns the kind of the monitor of host memory.
+    #[must_use]
+    pub fn monitor(&self) -> HostMonitorKind {
+        self.monitor
+    }
+
+    /// Returns the default limits of caches: those of [`CacheDefaults::attr`], with the values of
+    /// [`Limits::default`] for settings that are `None`. The maximum count is 0 if the monitor is
+    /// [`HostMonitorKind::Disabled`].
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        let (attr, default) = (self.applied_to(CacheAttr::default()), Limits::default());
+        Limits {
+            max_count: attr.max_count.unwrap_or(default.max_count),
+            max_bytes: attr.max_bytes.unwrap_or(default.max_bytes),
+            merge: attr.merge.unwrap_or(default.merge),
+        }
+    }
+
+    /// Returns the setting that disables the registration caches of domains:
+    /// `FI_MR_CACHE_MONITOR`, `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MAX_SIZE`, `Builder::cache` or
+    /// `Builder::cache_monitor`. Returns `None` if none of them does.
+    ///
+    /// A domain's [`DomainAttr::cache`](hmem_core::DomainAttr::cache) can override the limits, and
+    /// not the monitor.
+    #[must_use]
+    pub fn off_by(&self) -> Option<&'static str> {
+        if self.monitor == HostMonitorKind::Disabled {
+            return Some(self.variable.unwrap_or(BUILDER_MONITOR));
+        }
+        let (limits, builder) = (self.limits(), &self.by_builder);
+        let settings = [
+            (limits.max_count == 0, builder.max_count.is_some(), env::CACHE_MAX_COUNT),
+            (limits.max_bytes == 0, builder.max_bytes.is_some(), env::CACHE_MAX_SIZE),
+        ];
+        let off = settings.into_iter().find(|(off, ..)| *off);
+        off.map(|(_, by_builder, variable)| if by_builder { BUILDER_CACHE } else { variable })
+    }
+
+    /// Returns the setting that disables the monitor of an iface by default: a variable such as
+    /// `FI_MR_CUDA_CACHE_MONITOR_ENABLED`, or `Builder::cache`. Without the monitor, the iface's
+    /// memory is registered uncached. Returns `None` if no such setting disables the monitor.
+    ///
+    /// Ignores [`DomainAttr::cache`](hmem_core::DomainAttr::cache), which can override this, and
+    /// the settings of [`CacheDefaults::off_by`].
+    #[must_use]
+    pub fn monitor_left_out_by(&self, iface: IfaceKind) -> Option<&'static str> {
+        if !self.attr.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {
+            return None;
+        }
+        let variable =
+            env::CACHE_MONITORS.into_iter().find(|(_, of)| *of == iface).map(|(name, _)| name);
+        variable.filter(|_| self.by_builder.without_monitors.is_none()).or(Some(BUILDER_CACHE))
+    }
+
+    /// Returns a domain's settings, with these defaults for settings that are `None`. If the
+    /// monitor is disabled, the cache is off whatever the domain's settings are.
+    pub(crate) fn applied_to(&self, mut cache: CacheAttr) -> CacheAttr {
+        cache.max_count = cache.max_count.or(self.attr.max_count);
+        cache.max_bytes = cache.max_bytes.or(self.attr.max_bytes);
+        cache.merge = cache.merge.or(self.attr.merge);
+        cache.growth = cache.growth.or(self.attr.growth);
+        cache.without_monitors =
+            cache.without_monitors.or_else(|| self.attr.without_monitors.clone());
+        if self.monitor == HostMonitorKind::Disabled {
+            cache.max_count = Some(0);
+        }
+        cache
+    }
+
+    /// Starts the monitor of host memory.
+    ///
+    /// # Errors
+    /// The errors of [`SystemMonitor::start`], with the variable that names the monitor.
+    pub(crate) fn start_monitor(&self) -> Result<SystemMonitor> {
+        let kind = self.monitor;
+        SystemMonitor::start(kind).map_err(|error| {
+            let error = match self.variable {
+                Some(variable) => error.context("variable", variable).context("value", kind.name()),
+                None => error,
+            };
+            match kind {
+                HostMonitorKind::Import => error.remedy(
+                    "set FI_MR_CACHE_MONITOR to another monitor; an imported one is for \
+                     applications, which make it with ImportMonitor::new and pass it to \
+                     Builder::imported_cache_monitor",
+                ),
+                _ => error,
+            }
+        })
+    }
+}
+
+/// The source of the [`CacheDefaults`]: the builder's settings, and the environment unless the
+/// builder excludes it.
+#[derive(Debug)]
+pub(crate) struct CacheSettings {
+    by_builder: CacheAttr,
+    /// The builder's monitor of host memory.
+    monitor: Option<HostMonitorKind>,
+    /// False if no variable may be read.
+    environment: bool,
+    defaults: OnceLock<CacheDefaults>,
+}
+
+impl CacheSettings {
+    pub(crate) fn new(
+        by_builder: CacheAttr,
+        monitor: Option<HostMonitorKind>,
+        environment: bool,
+    ) -> Self {
+        Self { by_builder, monitor, environment, defaults: OnceLock::new() }
+    }
+
+    /// Returns the defaults. The first call reads the environment. After an error the next call
+    /// reads it again.
+    ///
+    /// # Errors
+    /// InvalidArgument for a malformed variable that the builder does not override. The error names
+    /// the variable.
+    pub(crate) fn defaults(&self) -> Result<&CacheDefaults> {
+        match self.defaults.get() {
+            Some(defaults) => Ok(defaults),
+            None => {
+                let defaults = self.read()?;
+                Ok(self.defaults.get_or_init(|| defaults))
+            }
+        }
+    }
+
+    fn read(&self) -> Result<CacheDefaults> {
+        let by_builder = self.by_builder.clone();
+        if !self.environment {
+            return Ok(CacheDefaults {
+                attr: by_builder.clone(),
+                by_builder,
+                monitor: self.monitor.unwrap_or_default(),
+                variable: None,
+            });
+        }
+        let (monitor, variable) = match self.monitor {
+            Some(monitor) => (monitor, None),
+            None => match monitor_in_environment()? {
+                Some(monitor) => (monitor, Some(env::CACHE_MONITOR)),
+                None => (HostMonitorKind::Auto, None),
+            },
+        };
+        Ok(CacheDefaults { attr: env::cache(&by_builder)?, by_builder, monitor, variable })
+    }
+}
+
+/// Returns the monitor that `FI_MR_CACHE_MONITOR` names, or `None` if the variable is unset or
+/// empty. `kdreg2` is libfabric's name of a kernel module that this library does not use; it counts
+/// as `auto`, with a warning.
+fn monitor_in_environment() -> Result<Option<HostMonitorKind>> {
+    const KERNEL_MODULE: &str = "kdreg2";
+    let name = environment::text(env::CACHE_MONITOR)?;
+    if name.is_some_and(|name| name.trim().eq_ignore_ascii_case(KERNEL_MODULE)) {
+        tracing::warn!(
+            variable = env::CACHE_MONITOR,
+            value = KERNEL_MODULE,
+            "the library does not use the kernel module kdreg2: the monitor of host memory is \
+             chosen as with auto"
+        );
+        return Ok(Some(HostMonitorKind::Auto));
+    }
+    environment::parsed(env::CACHE_MONITOR)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn defaults(by_builder: CacheAttr, monitor: Option<HostMonitorKind>) -> CacheDefaults {
+        CacheSettings::new(by_builder, monitor, false).read().unwrap()
+    }
+
+    #[test]
+    fn settings_of_the_builder_are_reported_as_its_own() {
+        let without = CacheAttr::default().without_monitors(vec![IfaceKind::ZE]);
+        for off in [without.clone().max_count(0), without.clone().max_bytes(0)] {
+            assert_eq!(defaults(off, None).off_by(), Some("Builder::cache"));
+        }
+        let on = defaults(without.max_count(3).max_bytes(5).merge(true), None);
+        assert_eq!(on.off_by(), None);
+        assert_eq!(on.limits(), Limits { max_count: 3, max_bytes: 5, merge: true });
+        assert_eq!(on.monitor_left_out_by(IfaceKind::ZE), Some("Builder::cache"));
+        assert_eq!(on.monitor_left_out_by(IfaceKind::CUDA), None);
+        let off = defaults(CacheAttr::default().max_count(3), Some(HostMonitorKind::Disabled));
+        assert_eq!((off.off_by(), off.limits().max_count), (Some("Builder::cache_monitor"), 0));
+    }
+}
