@@ -149,7 +149,7 @@ macro_rules! function_table {
         $(#[doc = $table_doc:literal])+
         unsafe $table:ident {
             library: $library:literal,
-            $(variable: $variable:expr,)?
+            $(variable: $variable:literal,)?
             iface: $kind:expr,
             not_loaded: $not_loaded:expr,
             lacks_symbol: $lacks_symbol:expr,
@@ -183,6 +183,11 @@ macro_rules! function_table {
         impl $table {
             /// Name by which the dynamic loader finds the library.
             pub const LIBRARY: &str = $library;
+
+            $(
+                /// Environment variable with the path of the library to load.
+                pub const LIBRARY_VARIABLE: &str = $variable;
+            )?
 
             /// Symbols that the library must have.
             pub const SYMBOLS: &[&str] = &[$(stringify!($symbol)),+];

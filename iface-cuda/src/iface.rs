@@ -157,7 +157,7 @@ fn monitor_in_environment() -> Result<CudaMonitorKind> {
 impl Cuda {
     /// Environment variable that names the library to load. A library that the builder names takes
     /// precedence.
-    pub const LIBRARY_VARIABLE: &str = "HMEM_CUDA_LIBRARY";
+    pub const LIBRARY_VARIABLE: &str = Functions::LIBRARY_VARIABLE;
 
     /// Environment variable that names the [`CudaMonitorKind`]: `auto`, `hooks` or `identity`. A
     /// kind that the builder selects takes precedence.

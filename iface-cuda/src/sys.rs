@@ -41,7 +41,7 @@ hmem_core::function_table! {
     // the header, against which a test checks them.
     unsafe Functions {
         library: "libcuda.so.1",
-        variable: crate::Cuda::LIBRARY_VARIABLE,
+        variable: "HMEM_CUDA_LIBRARY",
         iface: IfaceKind::CUDA,
         not_loaded: "install NVIDIA's driver, or name its library in HMEM_CUDA_LIBRARY (in Rust: \
                      Cuda::builder().library(path))",

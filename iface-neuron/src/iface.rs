@@ -104,7 +104,7 @@ impl Builder {
 impl Open for Runtime {
     type Builder = Builder;
 
-    const LIBRARY_VARIABLE: &'static str = "HMEM_NEURON_LIBRARY";
+    const LIBRARY_VARIABLE: &'static str = Functions::LIBRARY_VARIABLE;
     const START_VARIABLE: &'static str = "HMEM_NEURON_START_RUNTIME";
 
     fn open(builder: Builder) -> Result<Self> {

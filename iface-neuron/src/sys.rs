@@ -52,7 +52,7 @@ hmem_core::function_table! {
     // the vendor's headers.
     unsafe Functions {
         library: "libnrt.so.1",
-        variable: crate::Neuron::LIBRARY_VARIABLE,
+        variable: "HMEM_NEURON_LIBRARY",
         iface: IfaceKind::NEURON,
         not_loaded: "install aws-neuronx-runtime-lib, or name its library in HMEM_NEURON_LIBRARY \
              (in Rust: Neuron::builder().library(path))",

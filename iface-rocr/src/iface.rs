@@ -127,7 +127,7 @@ impl Builder {
 impl Rocr {
     /// Environment variable that names the library to load. A library that the builder names takes
     /// precedence.
-    pub const LIBRARY_VARIABLE: &str = "HMEM_ROCR_LIBRARY";
+    pub const LIBRARY_VARIABLE: &str = Functions::LIBRARY_VARIABLE;
 
     /// Opens the runtime library that `HMEM_ROCR_LIBRARY` names, or the one that the dynamic loader
     /// finds.

@@ -283,7 +283,7 @@ hmem_core::function_table! {
     // the header, against which a test checks them.
     unsafe Functions {
         library: "libhsa-runtime64.so.1",
-        variable: crate::Rocr::LIBRARY_VARIABLE,
+        variable: "HMEM_ROCR_LIBRARY",
         iface: IfaceKind::ROCR,
         not_loaded: "install AMD's HSA runtime, or name its library in HMEM_ROCR_LIBRARY (in Rust: \
                      Rocr::builder().library(path))",

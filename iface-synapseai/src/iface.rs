@@ -27,7 +27,7 @@ use crate::{
 pub type SynapseAi = Announced<Synapse>;
 
 /// Environment variable with the path of libhl-thunk. A path given to the builder overrides it.
-pub const HLTHUNK_LIBRARY_VARIABLE: &str = "HMEM_HLTHUNK_LIBRARY";
+pub const HLTHUNK_LIBRARY_VARIABLE: &str = hlthunk::Functions::LIBRARY_VARIABLE;
 
 /// Builder of [`SynapseAi`], which can load other libraries or use functions that the caller
 /// provides.
@@ -136,7 +136,7 @@ impl Builder {
 impl Open for Synapse {
     type Builder = Builder;
 
-    const LIBRARY_VARIABLE: &'static str = "HMEM_SYNAPSEAI_LIBRARY";
+    const LIBRARY_VARIABLE: &'static str = synapse::Functions::LIBRARY_VARIABLE;
     const START_VARIABLE: &'static str = "HMEM_SYNAPSEAI_START_RUNTIME";
 
     fn open(builder: Builder) -> Result<Self> {

@@ -109,7 +109,7 @@ pub mod synapse {
         // of the vendor's headers.
         unsafe Functions {
             library: "libSynapse.so",
-            variable: crate::SynapseAi::LIBRARY_VARIABLE,
+            variable: "HMEM_SYNAPSEAI_LIBRARY",
             iface: IfaceKind::SYNAPSEAI,
             not_loaded: "install the SynapseAI software (habanalabs-graph), or name its library \
                  in HMEM_SYNAPSEAI_LIBRARY (in Rust: SynapseAi::builder().library(path))",
@@ -159,7 +159,7 @@ pub mod hlthunk {
         // of the vendor's headers.
         unsafe Functions {
             library: "libhl-thunk.so",
-            variable: crate::HLTHUNK_LIBRARY_VARIABLE,
+            variable: "HMEM_HLTHUNK_LIBRARY",
             iface: IfaceKind::SYNAPSEAI,
             not_loaded: "install habanalabs-thunk, or name its library in HMEM_HLTHUNK_LIBRARY \
                  (in Rust: SynapseAi::builder().hlthunk(path))",

@@ -139,7 +139,7 @@ impl Builder {
 impl LevelZero {
     /// Environment variable that names the library to load. A library that the builder names takes
     /// precedence.
-    pub const LIBRARY_VARIABLE: &str = "HMEM_ZE_LIBRARY";
+    pub const LIBRARY_VARIABLE: &str = Functions::LIBRARY_VARIABLE;
 
     /// Opens the loader library that `HMEM_ZE_LIBRARY` names, or the one that the dynamic loader
     /// finds.

@@ -358,7 +358,7 @@ hmem_core::function_table! {
     // the header, against which a test checks them.
     unsafe Functions {
         library: "libze_loader.so.1",
-        variable: crate::LevelZero::LIBRARY_VARIABLE,
+        variable: "HMEM_ZE_LIBRARY",
         iface: IfaceKind::ZE,
         not_loaded: "install the Level Zero loader, or name its library in HMEM_ZE_LIBRARY (in \
                      Rust: LevelZero::builder().library(path))",
