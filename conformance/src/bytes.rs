@@ -1,6 +1,13 @@
-//! Test patterns, and a check for leaked file descriptors.
+//! Test patterns, and checks for leaked file descriptors.
 
-use std::fs;
+use std::{
+    collections::HashSet,
+    fs,
+    os::{
+        fd::{AsFd, AsRawFd, RawFd},
+        unix::fs::MetadataExt,
+    },
+};
 
 /// Returns `len` nonzero bytes. The bytes depend on `seed` and repeat after a prime number of
 /// bytes, so that adjacent pages differ.
@@ -23,21 +30,64 @@ pub(crate) fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     }
 }
 
-/// Asserts that repeated calls of `repeat` do not increase the number of open files. Files that the
-/// first call opens do not count.
-#[track_caller]
-pub(crate) fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
-    const ROUNDS: usize = 16;
-    repeat();
-    let before = open_fds();
-    for _ in 0..ROUNDS {
-        repeat();
-    }
-    let after = open_fds();
-    assert!(after <= before, "{what}: {} more open files after {ROUNDS} rounds", after - before);
+/// Number of rounds of the checks for leaked file descriptors.
+const ROUNDS: usize = 16;
+
+/// Identity of a file: its device and inode numbers.
+type FileId = (u64, u64);
+
+/// Returns the identity of the file of a descriptor, or `None` if the descriptor is not open.
+fn file_id(fd: RawFd) -> Option<FileId> {
+    let file = fs::metadata(format!("/proc/self/fd/{fd}")).ok()?;
+    Some((file.dev(), file.ino()))
 }
 
-/// Returns the number of open file descriptors of the process.
-fn open_fds() -> usize {
-    fs::read_dir("/proc/self/fd").expect("list /proc/self/fd").count()
+/// Asserts that `export` leaves no descriptor of the file that it returns open. `release` closes
+/// the file. The first round may leave descriptors that later rounds use again.
+///
+/// Only descriptors of the returned files count, so other threads may open and close files.
+#[track_caller]
+pub(crate) fn assert_no_fd_leaks_of_exports<E: AsFd>(export: impl Fn() -> E, release: impl Fn(E)) {
+    let mut exported = HashSet::new();
+    let mut left = Vec::new();
+    for _ in 0..=ROUNDS {
+        let export = export();
+        exported.insert(file_id(export.as_fd().as_raw_fd()).expect("the export is open"));
+        release(export);
+        left.push(open_files().iter().filter(|(_, id)| exported.contains(id)).count());
+    }
+    let (first, last) = (left[0], left[ROUNDS]);
+    assert!(
+        last <= first,
+        "{} descriptors of exported files are open after {ROUNDS} rounds of export and release",
+        last - first,
+    );
+}
+
+/// Asserts that not every call of `repeat` leaves a file open. Files that the first call opens do
+/// not count.
+///
+/// Other threads may open files meanwhile. They do not fail the check, unless they open a file in
+/// each round and close none.
+#[track_caller]
+pub(crate) fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
+    repeat();
+    let mut opened = Vec::new();
+    for _ in 0..ROUNDS {
+        let before = open_files();
+        repeat();
+        opened.push(&open_files() - &before);
+    }
+    let open = open_files();
+    let leaking = opened.iter().filter(|round| !round.is_disjoint(&open)).count();
+    assert!(leaking < ROUNDS, "{what}: each of {ROUNDS} rounds left a file open");
+}
+
+/// Returns the open file descriptors of the process, each with the identity of its file.
+fn open_files() -> HashSet<(RawFd, FileId)> {
+    let entries = fs::read_dir("/proc/self/fd").expect("list /proc/self/fd");
+    let number = |entry: fs::DirEntry| entry.file_name().to_str()?.parse().ok();
+    let fds = entries.filter_map(|entry| number(entry.expect("list /proc/self/fd")));
+    // Another thread may have closed the file since.
+    fds.filter_map(|fd| Some((fd, file_id(fd)?))).collect()
 }

@@ -56,8 +56,8 @@
 //!
 //! # Limits
 //!
-//! - Behaviours run one at a time, since they count the open files and the address space of the
-//!   process. Nothing else may run in that process.
+//! - Behaviours run one at a time, since they measure the address space of the process. Other
+//!   threads must not map much memory meanwhile.
 //! - Forked children are not tested.
 //! - A provider is tested on its first NIC, which must reach itself.
 

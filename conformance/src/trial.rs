@@ -49,8 +49,8 @@ fn text(panic: &(dyn Any + Send)) -> &str {
     owned.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panicked without a text")
 }
 
-/// Lock that each trial holds while it runs. The trials count open files and address space, which
-/// belong to the whole process.
+/// Lock that each trial holds while it runs. The trials measure the address space, which belongs to
+/// the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Returns a trial for each behaviour. The names of the trials are those of the behaviours, with

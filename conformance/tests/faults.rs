@@ -5,8 +5,12 @@
 mod monitor;
 
 use std::{
+    fs::File,
     os::fd::IntoRawFd,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use hmem_core::{
@@ -47,14 +51,32 @@ enum Fault {
     QueryPastEnd,
     /// Fault: an allocation at a reused address gets the identity of the earlier allocation.
     ReusedIdentity,
+    /// Fault: a query for the padding after an allocation of an odd length returns that allocation.
+    PaddingClaimed,
+    /// Fault: a copy that ends in the padding after an allocation of an odd length succeeds.
+    PaddingCopied,
+    /// Fault: an export of a range that ends in the padding after an allocation of an odd length
+    /// succeeds.
+    PaddingExported,
     /// Fault: each export leaves a file descriptor open.
     LeakedFd,
+    /// Fault: each allocation leaves a file descriptor open.
+    LeakedFdOfAllocation,
+    /// No fault: another thread of the process opens files. One of them stays open from the
+    /// twentieth allocation on, and one from each export on.
+    FilesOfOthers,
     /// Fault: a free does not release the memory, although queries no longer find it.
     LeakedAllocation,
     /// Fault: the monitor does not notify its subscribers of a free.
     MissingCallback,
     /// Fault: queries still find the memory when the callback of its free returns.
     EarlyCallback,
+    /// Fault: the callback of a free runs after the device can allocate the addresses again.
+    LateCallback,
+    /// Fault: the monitor notifies only the subscriptions to whole allocations.
+    PartNotWatched,
+    /// Fault: only the latest subscription is notified.
+    OneSubscription,
     /// Fault: the monitor refuses every subscription as unsupported.
     MissingSubscription,
     /// Fault: a copy does not copy the last byte.
@@ -65,6 +87,11 @@ enum Fault {
     FlushOfOneDevice,
 }
 
+/// Opens a file that is never closed.
+fn leave_a_file_open() {
+    let _open = File::open("/dev/null").expect("a file").into_raw_fd();
+}
+
 /// The simulated device, with one deliberate fault.
 #[derive(Debug)]
 struct Faulty {
@@ -73,15 +100,18 @@ struct Faulty {
     /// Allocations that the caller has freed but the device still has, because of
     /// [`Fault::LeakedAllocation`].
     leaked: Mutex<Vec<Allocation>>,
-    /// Subscriptions of the monitor with [`Fault::EarlyCallback`].
-    early: Arc<FreeSubscriptions>,
+    /// Number of allocations so far.
+    allocations: AtomicU64,
+    /// Subscriptions of the monitor with [`Fault::EarlyCallback`] or [`Fault::LateCallback`].
+    mistimed: Arc<FreeSubscriptions>,
 }
 
 impl Faulty {
     fn new(fault: Fault) -> Result<Self> {
         let builder = Simulated::builder().devices(2).free_detection(FreeDetection::Callback);
         let device = builder.address_reuse(AddressReuse::JustFreed).build()?;
-        Ok(Self { device, fault, leaked: Mutex::default(), early: Arc::default() })
+        let (leaked, mistimed) = (Mutex::default(), Arc::default());
+        Ok(Self { device, fault, leaked, allocations: AtomicU64::new(0), mistimed })
     }
 
     fn has(&self, fault: Fault) -> bool {
@@ -96,6 +126,25 @@ impl Faulty {
             allocation.id
         };
         Allocation { id, ..allocation }
+    }
+
+    /// Returns how many of the `len` bytes from `address` on are in the device's allocation, if the
+    /// others are in the padding after it. Returns `None` for other ranges.
+    fn len_without_padding(&self, address: Address, len: u64) -> Option<u64> {
+        const ALIGNMENT: u64 = 64;
+        let own = self.device.query(address).ok().flatten()?.range;
+        let offset = address.0 - own.start().0;
+        let padded = own.len().next_multiple_of(ALIGNMENT);
+        (own.len()..=padded).contains(&(offset + len)).then(|| own.len() - offset)
+    }
+
+    /// Returns the device's allocation with padding at `address`.
+    fn allocation_with_padding_at(&self, address: Address) -> Option<Allocation> {
+        (1..64).find_map(|back| {
+            let inside = Address(address.0.checked_sub(back)?);
+            let own = self.device.query(inside).ok()??;
+            self.len_without_padding(inside, back + 1).is_some().then_some(own)
+        })
     }
 
     fn allocator_of_device(&self) -> &dyn Allocator {
@@ -127,14 +176,21 @@ unsafe impl Iface for Faulty {
         if found.is_none() && self.has(Fault::QueryPastEnd) {
             found = self.device.query(Address(address.0.saturating_sub(1)))?;
         }
+        if found.is_none() && self.has(Fault::PaddingClaimed) {
+            found = self.allocation_with_padding_at(address);
+        }
         let leaked = self.leaked.lock().expect("no panic");
         Ok(found.filter(|found| !leaked.contains(found)).map(|found| self.reported(found)))
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        let len = len - u64::from(self.has(Fault::ShortCopy) && len > 0);
+        let mut len = len - u64::from(self.has(Fault::ShortCopy) && len > 0);
+        if self.has(Fault::PaddingCopied) {
+            let side = |address| self.len_without_padding(address, len);
+            len = side(to).or_else(|| side(from)).unwrap_or(len);
+        }
         // SAFETY: the caller upholds the contract of `copy` for `len` bytes. The device copies as
-        // many bytes or one less.
+        // many bytes or less.
         unsafe { self.device.copy(to, from, len) }
     }
 
@@ -188,11 +244,19 @@ unsafe impl Iface for Faulty {
 
 impl Allocator for Faulty {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        let earlier = self.allocations.fetch_add(1, Ordering::Relaxed);
+        if self.has(Fault::LeakedFdOfAllocation)
+            || (self.has(Fault::FilesOfOthers) && earlier == 19)
+        {
+            leave_a_file_open();
+        }
         self.allocator_of_device().allocate(request).map(|allocation| self.reported(allocation))
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        self.early.while_freeing(allocation.range, || ());
+        if self.has(Fault::EarlyCallback) {
+            self.mistimed.while_freeing(allocation.range, || ());
+        }
         let own = self.device.query(allocation.base())?;
         let own = own.filter(|own| self.reported(*own) == *allocation).unwrap_or(*allocation);
         let mut leaked = self.leaked.lock().expect("no panic");
@@ -201,7 +265,11 @@ impl Allocator for Faulty {
             return Ok(());
         }
         // SAFETY: the caller upholds the contract of `free`, which is the device's.
-        unsafe { self.allocator_of_device().free(&own) }
+        unsafe { self.allocator_of_device().free(&own) }?;
+        if self.has(Fault::LateCallback) {
+            self.mistimed.while_freeing(allocation.range, || ());
+        }
+        Ok(())
     }
 }
 
@@ -216,11 +284,19 @@ impl DmaBufExporter for Faulty {
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
-        let mut export = self.exporter_of_device().export(range, nic, mapping)?;
+        let mut own = range;
+        if self.has(Fault::PaddingExported)
+            && let Some(len) = self.len_without_padding(range.start(), range.len())
+        {
+            own = range.slice(0, len).expect("a shorter range");
+        }
+        let mut export = self.exporter_of_device().export(own, nic, mapping)?;
+        export.len = range.len();
         match self.fault {
             Fault::ExportOffset => export.offset.0 = 0,
             Fault::AllocationOffset => export.alloc_offset.0 += 4096,
             Fault::ExportLength => export.len += 4096,
+            Fault::FilesOfOthers => leave_a_file_open(),
             Fault::LeakedFd => {
                 let _leaked = export.fd.try_clone().expect("dup").into_raw_fd();
             }
@@ -252,21 +328,25 @@ impl MonitorSource for Faulty {
         let monitor = self.device.monitor().expect("the device has a monitor").start()?;
         let fault = match self.fault {
             Fault::MissingCallback => MonitorFault::NoNotification,
-            Fault::EarlyCallback => return Ok(Arc::new(EarlyMonitor(Arc::clone(&self.early)))),
+            Fault::EarlyCallback | Fault::LateCallback => {
+                return Ok(Arc::new(MistimedMonitor(Arc::clone(&self.mistimed))));
+            }
+            Fault::PartNotWatched => MonitorFault::PartNotWatched,
+            Fault::OneSubscription => MonitorFault::OneSubscription,
             Fault::MissingSubscription => MonitorFault::RefusedSubscription,
             _ => return Ok(monitor),
         };
-        Ok(Arc::new(FaultyMonitor { monitor, fault }))
+        Ok(Arc::new(FaultyMonitor::new(monitor, fault)))
     }
 }
 
-/// A monitor that notifies before the device frees the memory.
+/// A monitor that notifies before the device frees the memory, or afterwards.
 #[derive(Debug)]
-struct EarlyMonitor(Arc<FreeSubscriptions>);
+struct MistimedMonitor(Arc<FreeSubscriptions>);
 
-impl Monitor for EarlyMonitor {
+impl Monitor for MistimedMonitor {
     fn name(&self) -> &str {
-        "early"
+        "mistimed"
     }
 
     fn rationale(&self) -> String {
@@ -319,16 +399,22 @@ fn run(trials: Vec<Trial>) -> [Vec<String>; 2] {
     [failed, ignored]
 }
 
-/// Runs the suite on an iface with this fault. Returns the names of the failed and of the ignored
-/// trials.
-fn run_iface(fault: Fault) -> [Vec<String>; 2] {
-    run(hmem_conformance::iface(move || Ok(Arc::new(Faulty::new(fault)?))))
+/// Returns the trial with this name.
+fn named(mut trials: Vec<Trial>, name: &str) -> Vec<Trial> {
+    trials.retain(|trial| trial.name() == name);
+    assert_eq!(trials.len(), 1, "there is no behaviour {name}");
+    trials
+}
+
+/// Returns the suite's trials of an iface with this fault.
+fn trials_of_iface(fault: Fault) -> Vec<Trial> {
+    hmem_conformance::iface(move || Ok(Arc::new(Faulty::new(fault)?)))
 }
 
 /// HM-15
 #[test]
 fn iface_without_a_fault_fails_no_behaviour() {
-    let [failed, ignored] = run_iface(Fault::None);
+    let [failed, ignored] = run(trials_of_iface(Fault::None));
     assert_eq!(failed, [""; 0]);
     assert_eq!(ignored, [""; 0], "the simulated device has every facet but peer memory");
 }
@@ -342,28 +428,47 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
         (Fault::ExportLength, "dma_buf_has_the_offsets_and_the_length_of_its_range"),
         (Fault::QueryPastEnd, "query_claims_exactly_the_allocation"),
         (Fault::ReusedIdentity, "identities_are_never_reused"),
+        (Fault::PaddingClaimed, "padding_after_an_odd_length_is_not_claimed"),
+        (Fault::PaddingCopied, "copy_into_the_padding_after_an_odd_length_is_refused"),
+        (Fault::PaddingExported, "dma_buf_of_the_padding_after_an_odd_length_is_refused"),
         (Fault::LeakedFd, "exporting_dma_bufs_leaks_no_fd"),
+        (Fault::LeakedFdOfAllocation, "allocating_and_freeing_leaks_no_fd"),
         (Fault::LeakedAllocation, "freed_memory_can_be_allocated_again"),
         (Fault::MissingCallback, "monitor_detects_a_free"),
         (Fault::MissingCallback, "cached_registration_never_moves_bytes_of_freed_memory"),
         (Fault::EarlyCallback, "freed_memory_is_not_claimed_after_its_notification"),
+        (Fault::LateCallback, "freed_addresses_are_not_allocated_before_the_notification"),
+        (Fault::PartNotWatched, "subscription_to_a_part_detects_the_free_of_its_allocation"),
+        (Fault::OneSubscription, "each_subscription_to_an_allocation_is_notified"),
         (Fault::ShortCopy, "copy_moves_exactly_the_named_bytes"),
         (Fault::AddressSpan, "address_span_holds_every_allocation"),
         (Fault::FlushOfOneDevice, "inbound_flush_succeeds_on_every_device"),
     ] {
-        let [failed, _] = run_iface(fault);
-        assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");
+        let [failed, _] = run(named(trials_of_iface(fault), behaviour));
+        assert_eq!(failed, [behaviour], "with the fault {fault:?}");
+    }
+}
+
+/// HM-15
+#[test]
+fn files_that_other_threads_open_are_no_leaks() {
+    for behaviour in ["allocating_and_freeing_leaks_no_fd", "exporting_dma_bufs_leaks_no_fd"] {
+        let results = run(named(trials_of_iface(Fault::FilesOfOthers), behaviour));
+        assert_eq!(results, [[""; 0]; 2], "{behaviour}");
     }
 }
 
 /// HM-15
 #[test]
 fn behaviours_of_a_monitor_that_watches_nothing_are_ignored() {
-    let [failed, ignored] = run_iface(Fault::MissingSubscription);
+    let [failed, ignored] = run(trials_of_iface(Fault::MissingSubscription));
     assert_eq!(failed, [""; 0]);
     let of_monitors = [
         "monitor_detects_a_free",
+        "subscription_to_a_part_detects_the_free_of_its_allocation",
+        "each_subscription_to_an_allocation_is_notified",
         "freed_memory_is_not_claimed_after_its_notification",
+        "freed_addresses_are_not_allocated_before_the_notification",
         "monitor_is_silent_after_unsubscribing",
         "cached_registration_never_moves_bytes_of_freed_memory",
     ];
@@ -586,18 +691,17 @@ impl ProviderEndpoint for AcceptingEndpoint {
     }
 }
 
-/// Runs the suite on a provider with this fault. Returns the names of the failed and of the ignored
-/// trials.
-fn run_provider(fault: ProviderFault) -> [Vec<String>; 2] {
-    run(hmem_conformance::provider(move || {
+/// Returns the suite's trials of a provider with this fault.
+fn trials_of_provider(fault: ProviderFault) -> Vec<Trial> {
+    hmem_conformance::provider(move || {
         Ok(Arc::new(FaultyProvider { nic: Loopback::builder().build()?, fault }))
-    }))
+    })
 }
 
 /// HM-15
 #[test]
 fn provider_without_a_fault_fails_no_behaviour() {
-    let [failed, ignored] = run_provider(ProviderFault::None);
+    let [failed, ignored] = run(trials_of_provider(ProviderFault::None));
     assert_eq!(failed, [""; 0]);
     let untestable = [
         "channel_is_readable_from_the_next_completion_on",
@@ -633,8 +737,8 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
         (ProviderFault::Overrun, "posting_until_again_loses_no_completion"),
         (ProviderFault::AnyPeer, "peer_of_another_endpoint_is_refused"),
     ] {
-        let [failed, _] = run_provider(fault);
-        assert!(failed.iter().any(|name| name == behaviour), "{fault:?} fails only {failed:?}");
+        let [failed, _] = run(named(trials_of_provider(fault), behaviour));
+        assert_eq!(failed, [behaviour], "with the fault {fault:?}");
     }
 }
 

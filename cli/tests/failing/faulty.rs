@@ -171,7 +171,7 @@ impl MonitorSource for Faulty {
     fn start(&self) -> Result<Arc<dyn Monitor>> {
         let monitor = self.simulated.start_monitor()?;
         Ok(if self.fault == Fault::ConfusesAllocations {
-            Arc::new(FaultyMonitor { monitor, fault: MonitorFault::AlwaysValid })
+            Arc::new(FaultyMonitor::new(monitor, MonitorFault::AlwaysValid))
         } else {
             monitor
         })

@@ -6,7 +6,9 @@ use hmem_core::{
     Address, DeviceBuffer, ErrorKind, Iface, IfaceExt, IfaceKind, Result, iface::Facet,
 };
 
-use super::{LEN, PARTS, assert_bytes, at, buffer, buffers, contents, need, pattern, whole};
+use super::{
+    LEN, PARTS, assert_bytes, at, buffer, buffers, contents, need, odd_buffers, pattern, whole,
+};
 use crate::trial::{Outcome, assert_kind, skip};
 
 /// A copy function. Its arguments are the destination, the source and the length in bytes.
@@ -95,6 +97,34 @@ pub(super) fn copy_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outc
             assert_kind(&error, ErrorKind::OutOfBounds, "a copy past an allocation");
         }
         assert_bytes(&host, &[0xEE; 16], "a refused copy");
+        assert_bytes(&contents(&buffer), &before, "a refused copy");
+    }
+    Ok(())
+}
+
+pub(super) fn copy_into_the_padding_after_an_odd_length_is_refused(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    for buffer in odd_buffers(iface)? {
+        let own = *buffer.allocation();
+        let len = own.range.len();
+        let before = pattern(1, len);
+        buffer.write(0, &before).expect("copy in");
+        let mut host = vec![0xEE; len as usize + 1];
+        let host_address = Address::of_ptr(host.as_mut_ptr());
+        // SAFETY: the host side is a vector that nothing else uses. The device side starts in an
+        // owned allocation, and the iface must refuse a copy past its end.
+        let refused = unsafe {
+            [
+                iface.copy(own.base(), host_address, len + 1),
+                iface.copy(host_address, own.base(), len + 1),
+            ]
+        };
+        for result in refused {
+            let error = result.expect_err("the copy reaches a byte after the allocation");
+            assert_kind(&error, ErrorKind::OutOfBounds, "a copy of the byte after an allocation");
+        }
+        assert_bytes(&host, &vec![0xEE; host.len()], "a refused copy");
         assert_bytes(&contents(&buffer), &before, "a refused copy");
     }
     Ok(())

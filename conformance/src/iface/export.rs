@@ -13,8 +13,8 @@ use rustix::{
 };
 
 use super::{
-    LEN, PARTS, assert_bytes, assert_no_fd_leaks, buffers, first_device, is_missing, memory::part,
-    need, pattern, whole,
+    LEN, PARTS, assert_bytes, assert_no_fd_leaks_of_exports, buffers, first_device, is_missing,
+    memory::part, need, odd_buffers, pattern, whole,
 };
 use crate::trial::{Outcome, Skipped, skip};
 
@@ -27,10 +27,20 @@ fn nic() -> Nic {
 /// Returns the dma-buf exporter of an iface, and a buffer of each kind of memory that the exporter
 /// supports. Skips the behaviour if there is none.
 fn exportable(iface: &Arc<dyn Iface>) -> Result<(&dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
+    need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
+    exportable_of(iface, buffers(iface)?)
+}
+
+/// Returns the dma-buf exporter of an iface, and those of `buffers` that the exporter supports.
+/// Skips the behaviour if there is none.
+fn exportable_of(
+    iface: &Arc<dyn Iface>,
+    buffers: Vec<DeviceBuffer>,
+) -> Result<(&dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
     let exporter = need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
     let mut exported = Vec::new();
     let mut refusals = Vec::new();
-    for buffer in buffers(iface)? {
+    for buffer in buffers {
         match exporter.export(buffer.allocation().range, &nic(), DmaBufMapping::Default) {
             Ok(export) => {
                 exporter.release(export).expect("release a dma-buf");
@@ -89,6 +99,23 @@ pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> O
     Ok(())
 }
 
+pub(super) fn dma_buf_of_the_padding_after_an_odd_length_is_refused(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    let (exporter, buffers) = exportable_of(iface, odd_buffers(iface)?)?;
+    for buffer in buffers {
+        let own = whole(&**iface, &buffer);
+        let past = AddressRange::new(own.start(), own.len() + 1).expect("a range");
+        let export = exporter.export(past, &nic(), DmaBufMapping::Default);
+        export.expect_err("the range has a byte after the allocation");
+        let last = own.slice(own.len() - 1, 1).expect("inside the allocation");
+        let export = exporter.export(last, &nic(), DmaBufMapping::Default).expect("export");
+        assert_eq!(export.len, 1, "the length of the last byte of {own}");
+        exporter.release(export).expect("release");
+    }
+    Ok(())
+}
+
 /// Tests that the dma-buf of a freed allocation does not show a later allocation. The allocations
 /// are whole pages, because drivers place several small allocations in one page and keep the page
 /// while one of them lives.
@@ -118,10 +145,11 @@ pub(super) fn exporting_dma_bufs_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outcome 
     let (exporter, buffers) = exportable(iface)?;
     for buffer in buffers {
         for extent in PARTS {
-            assert_no_fd_leaks("export and release", || {
-                let export = exporter.export(part(&buffer, extent), &nic(), DmaBufMapping::Default);
-                exporter.release(export.expect("export")).expect("release");
-            });
+            let range = part(&buffer, extent);
+            assert_no_fd_leaks_of_exports(
+                || exporter.export(range, &nic(), DmaBufMapping::Default).expect("export"),
+                |export| exporter.release(export).expect("release"),
+            );
         }
     }
     Ok(())

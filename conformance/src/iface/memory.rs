@@ -8,7 +8,7 @@ use hmem_core::{
     iface::{AllocRequest, Facet},
 };
 
-use super::{LEN, assert_no_fd_leaks, at, buffer, buffers, need, request, whole};
+use super::{LEN, assert_no_fd_leaks, at, buffer, buffers, need, odd_buffers, request, whole};
 use crate::trial::{Outcome, assert_kind, skip};
 
 pub(super) fn query_claims_exactly_the_allocation(iface: &Arc<dyn Iface>) -> Outcome {
@@ -22,6 +22,17 @@ pub(super) fn query_claims_exactly_the_allocation(iface: &Arc<dyn Iface>) -> Out
         }
         assert!(!claims(at(&buffer, range.len())), "one past the end of {own:?} is claimed");
         assert!(!claims(Address(own.base().0 - 1)), "one before the start of {own:?} is claimed");
+    }
+    Ok(())
+}
+
+pub(super) fn padding_after_an_odd_length_is_not_claimed(iface: &Arc<dyn Iface>) -> Outcome {
+    for buffer in odd_buffers(iface)? {
+        let own = *buffer.allocation();
+        let len = whole(&**iface, &buffer).len();
+        let claims = |offset| iface.query(at(&buffer, offset)).expect("query") == Some(own);
+        assert!(claims(len - 1), "the last byte of {own:?} is not claimed as it");
+        assert!(!claims(len), "the first byte after {own:?} is claimed as it");
     }
     Ok(())
 }

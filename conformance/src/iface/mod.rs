@@ -15,7 +15,7 @@ use hmem_core::{
 };
 
 use crate::{
-    bytes::{assert_bytes, assert_no_fd_leaks, pattern},
+    bytes::{assert_bytes, assert_no_fd_leaks, assert_no_fd_leaks_of_exports, pattern},
     trial::{Skipped, behaviours, skip},
 };
 use copy::*;
@@ -29,6 +29,8 @@ behaviours! {
     dyn Iface:
     /// HM-01 HM-02
     query_claims_exactly_the_allocation,
+    /// HM-01 HM-02
+    padding_after_an_odd_length_is_not_claimed,
     /// HM-02
     address_of_no_allocation_is_not_claimed,
     /// HM-01
@@ -55,6 +57,8 @@ behaviours! {
     copies_on_several_threads_are_kept_apart,
     /// HM-03
     copy_past_an_allocation_is_refused,
+    /// HM-03
+    copy_into_the_padding_after_an_odd_length_is_refused,
     /// HM-03 MR-18
     copy_of_unknown_memory_is_refused,
     /// HM-03
@@ -65,6 +69,8 @@ behaviours! {
     dma_buf_holds_the_bytes_of_its_range,
     /// HM-06
     dma_buf_past_an_allocation_is_refused,
+    /// HM-06
+    dma_buf_of_the_padding_after_an_odd_length_is_refused,
     /// MR-18
     dma_buf_of_freed_memory_shows_no_other_memory,
     /// HM-06
@@ -84,7 +90,13 @@ behaviours! {
     /// MON-07
     monitor_detects_a_free,
     /// MON-07
+    subscription_to_a_part_detects_the_free_of_its_allocation,
+    /// MON-07
+    each_subscription_to_an_allocation_is_notified,
+    /// MON-07
     freed_memory_is_not_claimed_after_its_notification,
+    /// MON-07
+    freed_addresses_are_not_allocated_before_the_notification,
     /// MON-08
     monitor_is_silent_after_unsubscribing,
     /// CACHE-11
@@ -129,17 +141,33 @@ fn first_device(iface: &dyn Iface) -> DeviceId {
 
 /// Allocates a buffer of each kind of memory that the iface supports.
 fn buffers(iface: &Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped> {
+    buffers_of(iface, LEN)
+}
+
+/// Allocates a buffer of `len` bytes of each kind of memory that the iface supports.
+fn buffers_of(iface: &Arc<dyn Iface>, len: u64) -> Result<Vec<DeviceBuffer>, Skipped> {
     need(&**iface, iface.allocator(), Facet::Allocator)?;
     let device = first_device(&**iface);
-    let allocate =
-        |kind| match DeviceBuffer::allocate(iface, &AllocRequest { len: LEN, device, kind }) {
-            Ok(buffer) => Some(buffer),
-            Err(why) if is_missing(&why) => None,
-            Err(why) => panic!("allocate {} memory: {why}", kind.name()),
-        };
+    let allocate = |kind| match DeviceBuffer::allocate(iface, &AllocRequest { len, device, kind }) {
+        Ok(buffer) => Some(buffer),
+        Err(why) if is_missing(&why) => None,
+        Err(why) => panic!("allocate {} memory: {why}", kind.name()),
+    };
     let buffers: Vec<_> = KINDS.into_iter().filter_map(allocate).collect();
     assert!(!buffers.is_empty(), "the iface's allocator allocates no kind of memory");
     Ok(buffers)
+}
+
+/// Allocates buffers of odd lengths of each kind of memory with such lengths. An allocator may keep
+/// unused bytes (padding) after them. Virtual memory has no odd lengths, because its granularity is
+/// part of the allocation.
+fn odd_buffers(iface: &Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped> {
+    let mut buffers = Vec::new();
+    for len in [1, 4097, 10_007] {
+        buffers.extend(buffers_of(iface, len)?);
+    }
+    buffers.retain(|buffer| buffer.allocation().kind != AllocationKind::Virtual);
+    if buffers.is_empty() { skip("no kind of memory has odd lengths") } else { Ok(buffers) }
 }
 
 /// Allocates a buffer of the first kind of memory that the iface supports.

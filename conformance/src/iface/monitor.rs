@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc,
     },
     thread::{self, JoinHandle},
@@ -11,15 +11,15 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, Iface, Result,
-    iface::Facet,
+    AddressRange, Allocation, DeviceBuffer, Iface, Result,
+    iface::{AllocRequest, Facet},
     monitor::{
         DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor,
         TokenIssuer,
     },
 };
 
-use super::{buffers, is_missing, need};
+use super::{LEN, PARTS, buffers, first_device, is_missing, memory::part, need};
 use crate::trial::{Outcome, Skipped, skip};
 
 /// An invalidator that counts the notifications of ranges that overlap its own range.
@@ -117,6 +117,62 @@ impl Invalidator for QueryAtEnd {
     fn open_gate(&self, _: GateToken) {}
 }
 
+/// Number of allocations that [`AllocateAtNotification`] makes. One of them has the freed address
+/// if the allocator reuses addresses soon.
+const ALLOCATIONS: usize = 4;
+
+/// An invalidator that allocates memory when it is first notified of a change of `range`. `reused`
+/// has the allocations that were at addresses of `range` before the notification ended.
+#[derive(Debug)]
+struct AllocateAtNotification {
+    iface: Arc<dyn Iface>,
+    range: AddressRange,
+    request: AllocRequest,
+    notified: AtomicBool,
+    reused: Mutex<Vec<AddressRange>>,
+    /// The thread that allocates, which returns its buffers.
+    thread: Mutex<Option<JoinHandle<Vec<DeviceBuffer>>>>,
+}
+
+impl AllocateAtNotification {
+    /// Allocates on another thread, because this thread may hold a lock of the iface.
+    fn note(&self, range: AddressRange) {
+        if !range.overlaps(self.range) || self.notified.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let (answer, answered) = mpsc::channel();
+        let (iface, request) = (Arc::clone(&self.iface), self.request);
+        let thread = thread::spawn(move || {
+            let allocate = |_| DeviceBuffer::allocate(&iface, &request).ok();
+            let buffers: Vec<_> = (0..ALLOCATIONS).map_while(allocate).collect();
+            // The receiver is gone after `ANSWER_TIME`.
+            let _ = answer.send(buffers.iter().map(|new| new.allocation().range).collect());
+            buffers
+        });
+        let mut new: Vec<AddressRange> = answered.recv_timeout(ANSWER_TIME).unwrap_or_default();
+        new.retain(|new| new.overlaps(self.range));
+        *self.reused.lock().unwrap_or_else(PoisonError::into_inner) = new;
+        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+    }
+}
+
+impl Invalidator for AllocateAtNotification {
+    fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
+        self.note(range);
+    }
+
+    fn invalidate_start(&self, range: AddressRange, _: InvalidationCause) -> InvalidationToken {
+        self.note(range);
+        InvalidationToken::unnumbered()
+    }
+
+    fn invalidate_end(&self, _: InvalidationToken) {}
+    fn close_gate(&self) -> GateToken {
+        GateToken::unnumbered()
+    }
+    fn open_gate(&self, _: GateToken) {}
+}
+
 fn start(iface: &dyn Iface) -> Result<Arc<dyn Monitor>, Skipped> {
     let source = need(iface, iface.monitor(), Facet::Monitor)?;
     match source.start() {
@@ -178,10 +234,7 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
 pub(super) fn freed_memory_is_not_claimed_after_its_notification(
     iface: &Arc<dyn Iface>,
 ) -> Outcome {
-    let monitor = start(&**iface)?;
-    if monitor.detection() == DetectionMethod::Identity {
-        return skip("the monitor compares identities and needs no notifications");
-    }
+    let monitor = start_with_callbacks(&**iface)?;
     let (mut watched, mut refusals) = (false, Vec::new());
     for buffer in buffers(iface)? {
         let allocation = *buffer.allocation();
@@ -210,6 +263,127 @@ pub(super) fn freed_memory_is_not_claimed_after_its_notification(
         }
         let claims = query.claims.load(Ordering::Relaxed);
         assert_eq!(claims, 0, "claimed after the callback of its free: {allocation:?}");
+    }
+    outcome(watched, &refusals)
+}
+
+/// Starts the monitor of an iface. Skips the behaviour if the monitor compares identities, and so
+/// needs no notifications.
+fn start_with_callbacks(iface: &dyn Iface) -> Result<Arc<dyn Monitor>, Skipped> {
+    let monitor = start(iface)?;
+    match monitor.detection() {
+        DetectionMethod::Callback => Ok(monitor),
+        DetectionMethod::Identity => {
+            skip("the monitor compares identities and needs no notifications")
+        }
+    }
+}
+
+/// Tests that a subscription to some bytes of an allocation is notified of the allocation's free. A
+/// cache watches the ranges that it registers, and these may be parts of an allocation.
+pub(super) fn subscription_to_a_part_detects_the_free_of_its_allocation(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    let monitor = start_with_callbacks(&**iface)?;
+    let (mut watched, mut refusals) = (false, Vec::new());
+    for extent in PARTS {
+        for buffer in buffers(iface)? {
+            let allocation = *buffer.allocation();
+            let range = part(&buffer, extent);
+            let counter = NotificationCounter::of(range);
+            let subscription = match monitor.subscribe(range, counter.clone()) {
+                Ok(subscription) => subscription,
+                Err(why) if is_missing(&why) => {
+                    refusals.push(why.to_string());
+                    continue;
+                }
+                Err(why) => panic!("watch {range} of {allocation:?}: {why}"),
+            };
+            watched = true;
+            drop(buffer);
+            assert!(counter.count() > 0, "{range} was freed with {allocation:?}, and not notified");
+            monitor.unsubscribe(subscription);
+        }
+    }
+    outcome(watched, &refusals)
+}
+
+/// Tests that subscriptions to one allocation are independent: each is notified of the free, and
+/// the end of one does not end another. The caches of several domains share a monitor.
+pub(super) fn each_subscription_to_an_allocation_is_notified(iface: &Arc<dyn Iface>) -> Outcome {
+    let monitor = start_with_callbacks(&**iface)?;
+    let (mut watched, mut refusals) = (false, Vec::new());
+    for buffer in buffers(iface)? {
+        let allocation = *buffer.allocation();
+        let counters = [(); 4].map(|()| NotificationCounter::of(allocation.range));
+        let mut subscriptions = Vec::new();
+        for counter in &counters {
+            match monitor.subscribe(allocation.range, counter.clone()) {
+                Ok(subscription) => subscriptions.push(subscription),
+                Err(why) if subscriptions.is_empty() && is_missing(&why) => {
+                    refusals.push(why.to_string());
+                    break;
+                }
+                Err(why) => panic!("watch {allocation:?} again: {why}"),
+            }
+        }
+        if subscriptions.is_empty() {
+            continue;
+        }
+        watched = true;
+        let ended = 1;
+        monitor.unsubscribe(subscriptions.remove(ended));
+        drop(buffer);
+        for (number, counter) in counters.iter().enumerate() {
+            let notified = counter.count() > 0;
+            assert_eq!(
+                notified,
+                number != ended,
+                "subscription {number} to {allocation:?}, of which {ended} has ended, is notified",
+            );
+        }
+        subscriptions.into_iter().for_each(|subscription| monitor.unsubscribe(subscription));
+    }
+    outcome(watched, &refusals)
+}
+
+/// Tests that the addresses of freed memory are not allocated again before the subscribers were
+/// notified. Otherwise a cache returns its registration of the old memory for the new memory.
+pub(super) fn freed_addresses_are_not_allocated_before_the_notification(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    let monitor = start_with_callbacks(&**iface)?;
+    let (mut watched, mut refusals) = (false, Vec::new());
+    for buffer in buffers(iface)? {
+        let Allocation { range, kind, .. } = *buffer.allocation();
+        let allocation = Arc::new(AllocateAtNotification {
+            iface: Arc::clone(iface),
+            range,
+            request: AllocRequest { len: LEN, device: first_device(&**iface), kind },
+            notified: AtomicBool::new(false),
+            reused: Mutex::default(),
+            thread: Mutex::default(),
+        });
+        let invalidator: Arc<dyn Invalidator> = allocation.clone();
+        let subscription = match monitor.subscribe(range, invalidator) {
+            Ok(subscription) => subscription,
+            Err(why) if is_missing(&why) => {
+                refusals.push(why.to_string());
+                continue;
+            }
+            Err(why) => panic!("watch {range}: {why}"),
+        };
+        watched = true;
+        drop(buffer);
+        monitor.unsubscribe(subscription);
+        let thread = allocation.thread.lock().expect("no panic").take();
+        let thread = thread.unwrap_or_else(|| panic!("no notification of the free of {range}"));
+        drop(thread.join().expect("allocate"));
+        let reused = allocation.reused.lock().expect("no panic");
+        assert!(
+            reused.is_empty(),
+            "{kind:?} memory was allocated at {reused:?} before the free of {range} was notified",
+        );
     }
     outcome(watched, &refusals)
 }
