@@ -55,8 +55,8 @@ fn monitor_name_that_is_not_utf_8_is_an_invalid_argument() {
 /// HM-04
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
-    // SAFETY: the files are no libraries, or the C library's, which is loaded already.
     let open = |path: &Path| {
+        // SAFETY: the files are no libraries, or the C library's, which is loaded already.
         unsafe { Cuda::builder().library(path) }.open().expect_err("no library there")
     };
     let variable = Cuda::LIBRARY_VARIABLE;

@@ -12,8 +12,8 @@ use hmem_iface_rocr::{Rocr, sys::Functions};
 /// HM-04
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
-    // SAFETY: the files are no libraries, or the C library's, which is loaded already.
     let open = |path: &Path| {
+        // SAFETY: the files are no libraries, or the C library's, which is loaded already.
         unsafe { Rocr::builder().library(path) }.open().expect_err("no library there")
     };
     let variable = Rocr::LIBRARY_VARIABLE;

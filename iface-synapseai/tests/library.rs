@@ -33,8 +33,8 @@ const REQUEST: AllocRequest =
 /// HM-04
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
-    // SAFETY: the files are no libraries, or the C library's, which is loaded already.
     let open = |path: &Path| {
+        // SAFETY: the files are no libraries, or the C library's, which is loaded already.
         unsafe { SynapseAi::builder().library(path) }.open().expect_err("no library there")
     };
     let variable = SynapseAi::LIBRARY_VARIABLE;

@@ -170,10 +170,8 @@ impl Driver {
     pub(crate) fn version(&self) -> Outcome<String> {
         let mut version = 0;
         // SAFETY: the output is writable.
-        check(
-            unsafe { (self.functions.driver_get_version())(&mut version) },
-            "cuDriverGetVersion",
-        )?;
+        let code = unsafe { (self.functions.driver_get_version())(&mut version) };
+        check(code, "cuDriverGetVersion")?;
         Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
     }
 

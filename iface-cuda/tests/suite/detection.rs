@@ -207,8 +207,8 @@ fn second_query_of_page_locked_memory_costs_one_driver_call() {
         // have the address of the first, but has a new identity.
         for _ in 0..2 {
             let mut pointer = std::ptr::null_mut();
-            // SAFETY: the output is writable.
             world.app.current(|driver| {
+                // SAFETY: the output is writable.
                 check(unsafe { (driver.mem_host_alloc())(&mut pointer, 4096, 0) })
             });
             let start = Address::of_ptr(pointer.cast_const());
