@@ -5,12 +5,13 @@ mod support;
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, Address, Addressing, ErrorKind, Iova, MrMode, RemoteKey,
+    Access, Address, Addressing, Domain, DomainAttr, ErrorKind, Iova, MrMode, Registry, RemoteKey,
     counter::Counter,
-    provider::LiveObjects,
+    provider::{EndpointAttr, LiveObjects},
     transfer::{LocalSegment, Operation, RemoteSegment},
 };
-use hmem_provider_loopback::{Loopback, Progress};
+use hmem_p2p::path::DefaultPathSelector;
+use hmem_provider_loopback::{Loopback, Memory, Progress};
 use support::*;
 
 fn pair(mode: MrMode) -> Pair {
@@ -264,6 +265,51 @@ fn endpoints_that_wrote_to_each_other_are_freed() {
             drop(ends);
             drop(provider);
             assert_eq!(Arc::strong_count(&counter), 1, "an endpoint outlived its handle");
+        }
+    }
+}
+
+/// MR-01: slices of a zero-based region count from 0 on the local side as well, and the NIC moves
+/// the bytes at these offsets.
+#[test]
+fn zero_based_region_is_addressed_from_0_on_both_sides() {
+    for memory in [Memory::Follow, Memory::Pinned] {
+        let provider = Loopback::builder().memory(memory).build().unwrap();
+        let selector = Arc::new(DefaultPathSelector::new());
+        let attr = DomainAttr::default();
+        let domain = Domain::open(&provider, Arc::new(Registry::new()), selector, attr).unwrap();
+        let cq = domain.open_cq(8).unwrap();
+        let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).unwrap();
+        let to = endpoint.resolve(&endpoint.name()).unwrap();
+        let bytes: Vec<u8> = (0..4096).map(|at| (at % 251) as u8).collect();
+        let region = domain.register(bytes, all_rights()).map_err(|rejected| rejected.error);
+        let region = region.unwrap();
+        let key = region.key().unwrap();
+        assert_eq!((key.addressing(), key.base()), (Addressing::ZeroBased, Iova(0)));
+        let slice = |at, len| [region.slice(at, len).unwrap()];
+        let wait = |count: usize| {
+            let mut out = Vec::new();
+            while out.len() < count {
+                cq.read(&mut out, count).unwrap();
+            }
+            assert!(out.iter().all(|done| done.result.is_ok()), "{out:?}");
+        };
+        let remote = |at, len| [RemoteSegment { address: Iova(at), len, key: &key }];
+        endpoint.write(&slice(0, 300), &remote(1000, 300), to, 1).unwrap();
+        wait(1);
+        endpoint.read(&slice(2000, 300), &remote(1, 300), to, 2).unwrap();
+        wait(1);
+        endpoint.receive(&slice(3000, 300), None, 3).unwrap();
+        endpoint.send(&slice(2, 300), None, to, 4).unwrap();
+        wait(2);
+        // An application's address is no offset.
+        endpoint.write(&slice(0, 8), &remote(region.range().start().0, 8), to, 5).unwrap();
+        let mut out = Vec::new();
+        while cq.read(&mut out, 1).unwrap() == 0 {}
+        refused(out.remove(0).result, ErrorKind::OutOfBounds);
+        let bytes = region.close().map_err(|rejected| rejected.error).unwrap();
+        for (from, to) in [(0, 1000), (1, 2000), (2, 3000)] {
+            assert_eq!(bytes[to..to + 300], bytes[from..from + 300], "{from} to {to}");
         }
     }
 }

@@ -11,7 +11,8 @@ use std::sync::Arc;
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova,
-    LocalKey, OwnedRegion, Registry, RemoteKey, RemotePiece, Result, Type2Bind, Type2Kind,
+    LocalKey, MrAttr, MrFlags, OwnedRegion, Registry, RemoteKey, RemotePiece, Result, Type2Bind,
+    Type2Kind,
     provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType, Windows},
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
@@ -634,6 +635,57 @@ fn atomic_right_of_a_window_is_refused_without_atomics() {
     let start = region.range().start().0;
     let flags = AccessFlags::REMOTE_WRITE.bits();
     assert_eq!(asked, format!("bind_mw {:#x}+0x40 {flags:#x}", start + 16));
+}
+
+/// VRB-02: work requests address a zero-based region from 0 on, on the local side too. The bytes
+/// are those of the application's addresses.
+#[test]
+fn zero_based_region_is_addressed_from_0_on_both_sides() {
+    #[repr(align(4096))]
+    struct Page([u8; 4096]);
+    let domain = open(VerbsOptions::ZERO_BASED);
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(&domain, &cq);
+    let mut page = Box::new(Page([0; 4096]));
+    for (at, byte) in page.0.iter_mut().enumerate() {
+        *byte = (at % 251) as u8;
+    }
+    let page = Box::into_raw(page);
+    let start = Address(page.expose_provenance() as u64);
+    let range = [AddressRange::new(start, 4096).expect("range")];
+    let local = Access::WRITE | Access::READ | Access::SEND | Access::RECV;
+    let attr = MrAttr::new(&range, local | Access::REMOTE_READ | Access::REMOTE_WRITE);
+    // SAFETY: the page is freed after the region is closed, and no reference to it exists until
+    // then.
+    let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    let key = region.key().expect("key");
+    assert_eq!((key.addressing(), key.base()), (Addressing::ZeroBased, Iova(0)));
+    let desc = region.desc().expect("desc");
+    let run = |operation: Operation<'_>, at, done: usize| {
+        let local = [segment(desc, start.0 + at, 300)];
+        let request = WorkRequest { operation, local: &local, peer: endpoint.peer, context: 1 };
+        // SAFETY: the region lives until the requests have completed.
+        unsafe { endpoint.post(&request) }.expect("post");
+        let mut out = Vec::new();
+        while out.len() < done {
+            cq.read(&mut out, done).expect("read completions");
+        }
+        assert!(out.iter().all(|done| done.result.is_ok()), "{out:?}");
+    };
+    let remote = |at| [key.slice(at, 300).expect("inside")];
+    wire::addresses();
+    run(Operation::Write { remote: &remote(1000) }, 0, 1);
+    run(Operation::Read { remote: &remote(1) }, 2000, 1);
+    run(Operation::Receive { tag: None, from: None }, 3000, 0);
+    run(Operation::Send { tag: None, invalidate: None }, 2, 2);
+    let expected = [(vec![0], 1000), (vec![2000], 1), (vec![3000], 0), (vec![2], 0)];
+    assert_eq!(wire::addresses(), expected);
+    region.close().map_err(|rejected| rejected.error).expect("close");
+    // SAFETY: the pointer came from `Box::into_raw`, and nothing is registered any more.
+    let bytes = unsafe { Box::from_raw(page) }.0;
+    for (from, to) in [(0, 1000), (1, 2000), (2, 3000)] {
+        assert_eq!(bytes[to..to + 300], bytes[from..from + 300], "{from} to {to}");
+    }
 }
 
 /// MW-01

@@ -34,6 +34,8 @@ use crate::fake;
 struct Region {
     start: u64,
     len: u64,
+    /// Address of the first byte in work requests.
+    base: u64,
     access: AccessFlags,
 }
 
@@ -91,6 +93,8 @@ struct Wire {
     /// Post that will fail, by its number in the count `posts`, and the errno of that failure.
     refuse: Option<(u64, c_int)>,
     posts: u64,
+    /// Addresses of the local segments, and the remote address, of each posted work request.
+    addresses: Vec<(Vec<u64>, u64)>,
     misbehaviour: Misbehaviour,
     /// Completions of binds that the device delivers late: the queue pair's handle, the completion
     /// queue's address, and the completion.
@@ -234,6 +238,12 @@ pub(crate) fn fail_all_pairs() {
     with(|wire| wire.pairs.values_mut().for_each(|pair| pair.state = QpState::IBV_QPS_ERR));
 }
 
+/// Returns the addresses of the local segments, and the remote address, of each work request posted
+/// since the last call.
+pub(crate) fn addresses() -> Vec<(Vec<u64>, u64)> {
+    with(|wire| mem::take(&mut wire.addresses))
+}
+
 /// Returns the number of live registrations.
 pub(crate) fn regions() -> usize {
     with(|wire| wire.regions.len())
@@ -245,9 +255,9 @@ impl Wire {
     fn reach(&self, key: u32, address: u64, len: u64, right: AccessFlags) -> Option<*mut u8> {
         let region =
             self.regions.get(&(key >> 8)).filter(|region| region.access.contains(right))?;
-        let offset = address.checked_sub(region.start)?;
+        let offset = address.checked_sub(region.base)?;
         (offset <= region.len && len <= region.len - offset)
-            .then(|| ptr::with_exposed_provenance_mut(address as usize))
+            .then(|| ptr::with_exposed_provenance_mut((region.start + offset) as usize))
     }
 
     fn gather(&self, segments: &[Sge]) -> Option<Vec<u8>> {
@@ -478,25 +488,25 @@ extern "C" fn open_device(device: *mut Device) -> *mut Context {
 }
 
 extern "C" fn reg_mr(pd: *mut Pd, addr: *mut c_void, length: usize, access: c_int) -> *mut Mr {
-    let key = with(|wire| {
-        wire.next += 1;
-        let access = AccessFlags::from_bits_truncate(access as u32);
-        let start = addr.expose_provenance() as u64;
-        wire.regions.insert(wire.next, Region { start, len: length as u64, access });
-        wire.next << 8
-    });
-    let context = ptr::null_mut();
-    Box::into_raw(Box::new(Mr { context, pd, addr, length, handle: 0, lkey: key, rkey: key | 1 }))
+    reg_mr_iova2(pd, addr, length, addr.addr() as u64, access as c_uint)
 }
 
 extern "C" fn reg_mr_iova2(
     pd: *mut Pd,
     addr: *mut c_void,
     length: usize,
-    _iova: u64,
+    base: u64,
     access: c_uint,
 ) -> *mut Mr {
-    reg_mr(pd, addr, length, access as c_int)
+    let key = with(|wire| {
+        wire.next += 1;
+        let access = AccessFlags::from_bits_truncate(access);
+        let start = addr.expose_provenance() as u64;
+        wire.regions.insert(wire.next, Region { start, len: length as u64, base, access });
+        wire.next << 8
+    });
+    let context = ptr::null_mut();
+    Box::into_raw(Box::new(Mr { context, pd, addr, length, handle: 0, lkey: key, rkey: key | 1 }))
 }
 
 extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
@@ -745,6 +755,7 @@ unsafe extern "C" fn post_send(qp: *mut Qp, mut wr: *mut SendWr, bad: *mut *mut 
                     | WrOpcode::IBV_WR_SEND_WITH_INV => (0, 0),
                     _ => (request.wr.rdma.remote_addr, request.wr.rdma.rkey),
                 };
+                wire.addresses.push((segments.iter().map(|it| it.addr).collect(), remote.0));
                 let signaled = flags.contains(SendFlags::SIGNALED);
                 let (wr_id, opcode) = (request.wr_id, request.opcode);
                 let extra = request.invalidate_rkey;
@@ -768,6 +779,7 @@ unsafe extern "C" fn post_recv(qp: *mut Qp, wr: *mut RecvWr, _bad: *mut *mut Rec
         unsafe { ((*qp).handle, &*wr, segments((*wr).sg_list, (*wr).num_sge)) };
     with(|wire| {
         wire.posts += 1;
+        wire.addresses.push((segments.iter().map(|it| it.addr).collect(), 0));
         let pair = wire.pairs.get_mut(&number).expect("a queue pair that is alive");
         pair.receives.push_back(Receive { wr_id: request.wr_id, segments });
     });
