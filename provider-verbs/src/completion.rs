@@ -53,8 +53,8 @@ pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Erro
         (WcStatus::IBV_WC_WR_FLUSH_ERR, BindWindow) => (
             ErrorKind::Canceled,
             "flushed",
-            "call `reconnect` on both sides if the connection went down; if not, check the bind: rxe \
-             reports every refused bind so",
+            "call `reconnect` on both sides if the connection went down; if not, check the bind: \
+             rxe reports every refused bind so",
         ),
         (WcStatus::IBV_WC_WR_FLUSH_ERR, _) => (
             ErrorKind::Canceled,

@@ -131,8 +131,8 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// Creates a reliable-connection (RC) queue pair in the state INIT, for `depth` work requests in
-    /// each direction. They complete to the given completion queues.
+    /// Creates a reliable-connection (RC) queue pair in the state INIT, for `depth` work requests
+    /// in each direction. They complete to the given completion queues.
     pub(super) fn create(
         pd: &ProtectionDomain,
         (tx, rx): (&VerbsCq, &VerbsCq),

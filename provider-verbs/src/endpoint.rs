@@ -219,7 +219,7 @@ impl Endpoint {
         }
         other.store_completions()?;
         let connected = {
-            let (mut mine, mut theirs) = lock_both(&*self.poster, &*other.poster, Poster::lock);
+            let (mut mine, mut theirs) = lock_both(&self.poster, &other.poster);
             self.connect_locked(&mut mine, (&other, &mut theirs))
         };
         connected.and(self.settle_reset()).and(other.settle_reset()).map(|()| true)
@@ -461,15 +461,18 @@ impl Endpoint {
     }
 }
 
-/// Locks two values, the one with the lower address first. So threads that lock the same values do
-/// not deadlock, whichever value each thread names first.
-fn lock_both<'a, T, G>(mine: &'a T, theirs: &'a T, lock: impl Fn(&'a T) -> G) -> (G, G) {
+/// Locks two posters, the one with the lower address first. So threads that lock the same posters
+/// do not deadlock, whichever poster each thread names first.
+fn lock_both<'a>(
+    mine: &'a Poster,
+    theirs: &'a Poster,
+) -> (MutexGuard<'a, PostState>, MutexGuard<'a, PostState>) {
     if ptr::from_ref(mine) < ptr::from_ref(theirs) {
-        let mine = lock(mine);
-        (mine, lock(theirs))
+        let mine = mine.lock();
+        (mine, theirs.lock())
     } else {
-        let theirs = lock(theirs);
-        (lock(mine), theirs)
+        let theirs = theirs.lock();
+        (mine.lock(), theirs)
     }
 }
 
@@ -566,28 +569,5 @@ impl Drop for Endpoint {
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Endpoint").field("qp", &self.poster.number()).finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::cell::RefCell;
-
-    use super::lock_both;
-
-    #[test]
-    fn both_are_locked_in_the_same_order_whichever_is_named_first() {
-        let values = [7_u32, 7];
-        let locked = |mine: usize, theirs: usize| {
-            let order = RefCell::<Vec<usize>>::default();
-            let lock = |value: &u32| order.borrow_mut().push(std::ptr::from_ref(value).addr());
-            lock_both(&values[mine], &values[theirs], lock);
-            order.take()
-        };
-        let order = locked(0, 1);
-        assert_eq!((order.len(), &order), (2, &locked(1, 0)));
-        // The guards are returned in the order of the arguments.
-        assert_eq!(lock_both(&values[0], &values[1], std::ptr::from_ref).0, &raw const values[0]);
-        assert_eq!(lock_both(&values[1], &values[0], std::ptr::from_ref).0, &raw const values[1]);
     }
 }

@@ -230,8 +230,8 @@ impl RequestTable {
         dropped
     }
 
-    /// Returns the number of stale work requests, and sets it to 0. The caller reads all completions
-    /// from the NIC's queues, and then releases the entries of these work requests.
+    /// Returns the number of stale work requests, and sets it to 0. The caller reads all
+    /// completions from the NIC's queues, and then releases the entries of these work requests.
     pub(super) fn take_stale(&mut self) -> WorkRequests {
         std::mem::take(&mut self.stale)
     }

@@ -36,12 +36,12 @@
 //! # Endpoints
 //!
 //! An endpoint is one reliable connection (RC). Both sides exchange names and call `resolve`. A
-//! failed completion ends the connection, often on both sides. A request that the peer's NIC refuses
-//! is a failed completion, too. Both sides then call
+//! failed completion ends the connection, often on both sides. A request that the peer's NIC
+//! refuses is a failed completion, too. Both sides then call
 //! [`Endpoint::reconnect`](hmem_core::Endpoint::reconnect). Instead, both may exchange names and
-//! call `resolve` again: the name of an endpoint changes after a failure. Use one of the two ways on
-//! both sides. [`Builder::connect_in_process`] does all this for endpoints of this process, which
-//! single-process tests use.
+//! call `resolve` again: the name of an endpoint changes after a failure. Use one of the two ways
+//! on both sides. [`Builder::connect_in_process`] does all this for endpoints of this process,
+//! which single-process tests use.
 //!
 //! The NIC cannot report why a peer refused. A stale or foreign key, a range that is too long and a
 //! missing right are all "remote access error (10)", AccessDenied here.

@@ -412,8 +412,8 @@ impl Poster {
         invalidated.then(|| self.domain.windows.invalidated_by_peer(wc.invalidated_rkey)).flatten()
     }
 
-    /// Releases the entries of work requests in the NIC's queues. No completion of them may come any
-    /// more.
+    /// Releases the entries of work requests in the NIC's queues. No completion of them may come
+    /// any more.
     pub(super) fn release(&self, settled: WorkRequests) {
         self.send.room.release(Room::entries(settled.sends));
         self.receive.room.release(Room::entries(settled.receives));

@@ -1,5 +1,5 @@
-//! Connections over a fake library that moves bytes: recovery after a refused access, and the bytes
-//! of immediate data in work requests.
+//! Connections over a fake library that moves bytes: the locks of two endpoints that connect,
+//! recovery after a refused access, and the bytes of immediate data in work requests.
 
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
@@ -8,14 +8,23 @@ mod staging_cases;
 #[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
-use std::sync::Arc;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
 
 use hmem_core::{
-    Addressing, ErrorKind, Iova, RemoteKey,
-    provider::{EndpointAttr, StagingAttr},
+    Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova, Registry, RemoteKey,
+    provider::{CompletionQueue, EndpointAttr, StagingAttr},
     transfer::{Completion, CompletionKind, RemoteSegment},
 };
 use hmem_iface_system::{Simulated, Stepping};
+use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::Verbs;
 use staging_cases::*;
 use wire::Misbehaviour;
@@ -43,8 +52,129 @@ fn ended(side: &Side) -> Vec<(u64, Result<u64, ErrorKind>)> {
     facts
 }
 
-/// MR-05: a refused access ends the connection. One call on each side recovers it, and reports every
-/// outstanding request.
+/// Two connected endpoints on two devices, whose queue pairs have the same number. The endpoints
+/// have one queue each.
+struct TwoDevices {
+    ends: [(Endpoint, Arc<dyn CompletionQueue>); 2],
+    wire: wire::Shared,
+}
+
+impl TwoDevices {
+    fn new() -> Self {
+        let functions = wire::functions();
+        fake::with(|script| script.devices = Some(2));
+        let verbs = Verbs::builder().functions(functions).connect_in_process(true).build();
+        let verbs = verbs.expect("start");
+        let ends = ["fake0", "fake1"].map(|nic| {
+            let attr = DomainAttr { nic: Some(nic.to_owned()), ..DomainAttr::default() };
+            let paths = Arc::new(DefaultPathSelector::new());
+            let domain = Domain::open(&verbs, Arc::new(Registry::new()), paths, attr);
+            let domain = domain.expect("open");
+            let cq = domain.open_cq(256).expect("open a queue");
+            (domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint"), cq)
+        });
+        let names = [0, 1].map(|end: usize| ends[end].0.name());
+        assert_eq!(names[0].0[8..12], names[1].0[8..12], "the numbers of the queue pairs");
+        ends[0].0.resolve(&names[1]).expect("connect");
+        Self { ends, wire: wire::Shared::of_this_thread() }
+    }
+
+    /// Makes the endpoint `mine` connect to the other one, while another thread holds the lock of
+    /// `mine`. Returns true if the connecting thread locks the other endpoint first.
+    fn locks_the_other_first(&self, mine: usize) -> bool {
+        let [(mine, _), (other, _)] = [&self.ends[mine], &self.ends[1 - mine]];
+        // The other endpoint has lost its connection, and its name has changed.
+        wire::fail_pair(if std::ptr::eq(other, &self.ends[0].0) { 0 } else { 1 });
+        let name = other.name();
+        let [polled, queried] = [(); 2].map(|()| Arc::<wire::Gate>::default());
+        let reached = |gate: &wire::Gate| {
+            while !gate.reached.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+        };
+        thread::scope(|scope| {
+            let gate = Arc::clone(&polled);
+            let connecting = Worker::spawn(scope, self, move || {
+                // The second poll is that of the other endpoint's queue. It is the last call of the
+                // driver before both endpoints are locked.
+                wire::hold(wire::Call::PollQueue, 2, &gate);
+                mine.resolve(&name).expect("connect");
+            });
+            reached(&polled);
+            let gate = Arc::clone(&queried);
+            Worker::spawn(scope, self, move || {
+                // The query is made under the lock of the endpoint.
+                wire::hold(wire::Call::QueryPair, 1, &gate);
+                drop(mine.name());
+            });
+            reached(&queried);
+            polled.open.store(true, Ordering::Release);
+            let waits = connecting.sleeps();
+            let is_locked = Worker::spawn(scope, self, || drop(other.name())).sleeps();
+            queried.open.store(true, Ordering::Release);
+            assert!(waits, "the endpoint was not locked");
+            is_locked
+        })
+    }
+}
+
+/// A thread of a test.
+struct Worker {
+    /// The thread's folder in `/proc`. The value is empty until the thread runs.
+    folder: Arc<OnceLock<PathBuf>>,
+    ended: Arc<AtomicBool>,
+}
+
+impl Worker {
+    fn spawn<'scope>(
+        scope: &'scope thread::Scope<'scope, '_>,
+        devices: &'scope TwoDevices,
+        body: impl FnOnce() + Send + 'scope,
+    ) -> Self {
+        let worker = Self { folder: Arc::default(), ended: Arc::default() };
+        let (folder, ended) = (Arc::clone(&worker.folder), Arc::clone(&worker.ended));
+        scope.spawn(move || {
+            devices.wire.enter();
+            let own = fs::read_link("/proc/thread-self").expect("the link of this thread");
+            folder.set(Path::new("/proc").join(own)).expect("set once");
+            body();
+            ended.store(true, Ordering::Release);
+        });
+        worker
+    }
+
+    /// Waits until the thread sleeps, and returns true, or until its body has ended, and returns
+    /// false. A thread at a gate of the library does not sleep.
+    fn sleeps(&self) -> bool {
+        // A contended lock of the allocator may let the thread sleep for a moment.
+        let mut seen = 0;
+        while seen < 1000 {
+            if self.ended.load(Ordering::Acquire) {
+                return false;
+            }
+            let stat = self.folder.get().and_then(|folder| fs::read(folder.join("stat")).ok());
+            let state = stat.and_then(|stat| {
+                let after = stat.iter().rposition(|byte| *byte == b')')?;
+                stat.get(after + 2).copied()
+            });
+            seen = if state == Some(b'S') { seen + 1 } else { 0 };
+            thread::yield_now();
+        }
+        true
+    }
+}
+
+/// Threads that connect the same endpoints lock them in the same order, whichever endpoint each
+/// thread calls. Two devices number their queue pairs alike, so the numbers give no order.
+#[test]
+fn endpoints_of_two_devices_are_locked_in_one_order_from_either_side() {
+    let devices = TwoDevices::new();
+    let [first, second] = [0, 1].map(|mine| devices.locks_the_other_first(mine));
+    assert_ne!(first, second, "two threads that connect crosswise deadlock");
+}
+
+/// MR-05: a refused access ends the connection. One call on each side recovers it, and reports
+/// every outstanding request.
 #[test]
 fn reconnect_recovers_from_a_refused_access_and_reports_all_requests() {
     let net = net(Stepping::Thread);

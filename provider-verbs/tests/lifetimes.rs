@@ -26,7 +26,7 @@ use hmem_provider_verbs::{
     sys::{AccessFlags, Functions, WcStatus},
 };
 use looped::Looped;
-use wire::{BindGate, Misbehaviour, misbehave};
+use wire::{Gate, Misbehaviour, misbehave};
 
 const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 const FINE: Misbehaviour = Misbehaviour {
@@ -452,7 +452,7 @@ fn late_bind_completion_does_not_complete_the_next_bind() {
 /// domain. Region and window of that bind stay.
 #[test]
 fn bind_in_flight_blocks_no_other_call() {
-    let gate: &'static BindGate = Box::leak(Box::default());
+    let gate: &'static Gate = Box::leak(Box::default());
     // A call of the other thread that waits for the bind makes the bind fail.
     let domain = open_with(wire::functions(), Duration::from_secs(10));
     let verbs = VerbsDomain::of(&domain).expect("verbs");

@@ -138,8 +138,8 @@ impl Endpoint {
     ///
     /// Requests that are outstanding complete as [`ErrorKind::Canceled`]. Their completions are in
     /// the completion queues when the call returns; those of staged transfers follow once their
-    /// copies have ended. Posted receives are among them, so post them again. Regions and their keys
-    /// stay as they are.
+    /// copies have ended. Posted receives are among them, so post them again. Regions and their
+    /// keys stay as they are.
     ///
     /// The call also ends a connection that works. On the software NIC, whose endpoints work on
     /// after every failure, the call does nothing.

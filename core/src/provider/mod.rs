@@ -338,8 +338,8 @@ pub struct EndpointAttr {
     /// completion queues should have room for all requests ([`Domain::open_cq`]).
     ///
     /// A request that the provider divides counts once for each part. A request of more parts than
-    /// the depth fails with MessageTooLong. The software NIC divides no request. Verbs divides these
-    /// requests:
+    /// the depth fails with MessageTooLong. The software NIC divides no request. Verbs divides
+    /// these requests:
     ///
     /// - a write or read with several remote segments, with a remote key of several pieces, with
     ///   more local segments than the NIC takes at once, or of more bytes than its longest message
@@ -372,8 +372,8 @@ impl EndpointAttr {
 ///
 /// The queue never overruns. The provider counts the completions that are unread and those of
 /// requests in flight, for all endpoints of the queue. A request that the provider divides counts
-/// once for each part, because each part completes if the request fails. A post that the queue might
-/// have no room for fails with Again.
+/// once for each part, because each part completes if the request fails. A post that the queue
+/// might have no room for fails with Again.
 ///
 /// This trait is safe to implement. A [`ProviderDomain`] guarantees the behaviour of the queues
 /// that it opens, and refuses all others.

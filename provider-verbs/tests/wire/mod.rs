@@ -1,7 +1,7 @@
 //! A fake libibverbs that moves bytes, over reliable connections between queue pairs. The library
-//! enforces keys, bounds, rights and the capacity of completion queues, waits for receives, and ends
-//! a connection at its first failure. Requests run when a completion queue is polled, so posted
-//! requests stay in flight until then.
+//! enforces keys, bounds, rights and the capacity of completion queues, waits for receives, and
+//! ends a connection at its first failure. Requests run when a completion queue is polled, so
+//! posted requests stay in flight until then.
 //!
 //! Each device numbers its queue pairs from 1 on, as hardware does. A thread has a library of its
 //! own, unless it enters that of another thread ([`Shared`]).
@@ -147,17 +147,46 @@ pub(crate) struct Misbehaviour {
     /// completes only after the next bind is posted.
     pub(crate) bind: Option<WcStatus>,
     /// Gate at which binds of type 1 windows wait; `None` for no gate.
-    pub(crate) bind_gate: Option<&'static BindGate>,
+    pub(crate) bind_gate: Option<&'static Gate>,
     /// Errno with which a free of a window fails; 0 for success.
     pub(crate) refuses_frees: c_int,
 }
 
-/// Gate for binds of type 1 windows: a bind completes once the gate is open.
+/// Gate in a call of the library. Binds of type 1 windows complete once their gate is open. Other
+/// calls wait until their gate is open ([`hold`]).
 #[derive(Default)]
-pub(crate) struct BindGate {
-    /// True once a bind was posted.
+pub(crate) struct Gate {
+    /// True once a bind was posted, or a call has reached the gate.
     pub(crate) reached: AtomicBool,
     pub(crate) open: AtomicBool,
+}
+
+/// Calls that can be held at a gate.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Call {
+    PollQueue,
+    QueryPair,
+}
+
+/// Holds the `nth` of these calls by this thread from now on at a gate. The thread spins there, so
+/// that a thread that sleeps is known to wait for something else.
+pub(crate) fn hold(call: Call, nth: u32, gate: &Arc<Gate>) {
+    HELD.set(Some((call, nth, Arc::clone(gate))));
+}
+
+/// Waits at the gate of this thread, if the thread has one for this call.
+fn pass(call: Call) {
+    let gate = HELD.with_borrow_mut(|held| {
+        let (_, left, _) = held.as_mut().filter(|(held, ..)| *held == call)?;
+        *left -= 1;
+        held.take_if(|(_, left, _)| *left == 0).map(|(.., gate)| gate)
+    });
+    if let Some(gate) = gate {
+        gate.reached.store(true, Ordering::Release);
+        while !gate.open.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+    }
 }
 
 /// Selects the faulty behavior of the device from now on.
@@ -167,6 +196,7 @@ pub(crate) fn misbehave(misbehaviour: Misbehaviour) {
 
 thread_local! {
     static WIRE: RefCell<Shared> = RefCell::default();
+    static HELD: RefCell<Option<(Call, u32, Arc<Gate>)>> = const { RefCell::new(None) };
 }
 
 fn with<T>(body: impl FnOnce(&mut Wire) -> T) -> T {
@@ -196,7 +226,8 @@ pub(crate) fn overruns() -> u64 {
     with(|wire| wire.overruns)
 }
 
-/// Returns the immediate data of the request that was posted last, as the bytes of its work request.
+/// Returns the immediate data of the request that was posted last, as the bytes of its work
+/// request.
 pub(crate) fn immediate_bytes() -> [u8; 4] {
     with(|wire| wire.immediate)
 }
@@ -708,6 +739,7 @@ extern "C" fn query_qp(
     _mask: c_int,
     _init: *mut QpInitAttr,
 ) -> c_int {
+    pass(Call::QueryPair);
     // SAFETY: the caller passes a live queue pair and writable attributes.
     let (number, attr) = unsafe { ((*qp).handle, &mut *attr) };
     attr.qp_state = with(|wire| wire.pairs[&number].state);
@@ -834,6 +866,7 @@ unsafe extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_i
 }
 
 unsafe extern "C" fn poll_cq(cq: *mut Cq, most: c_int, out: *mut Wc) -> c_int {
+    pass(Call::PollQueue);
     with(|wire| {
         if wire.misbehaviour.polls_fail {
             return -1;
