@@ -99,6 +99,7 @@ pub unsafe fn racing_copy(from: *const u8, to: *mut u8, len: usize) {
 
 /// Returns the C library's `memmove` as a function that the compiler does not recognise.
 #[inline]
+#[expect(clippy::pointers_in_nomem_asm_block, reason = "the block reads and writes no memory")]
 fn opaque_memmove() -> Memmove {
     let mut memmove: Memmove = libc::memmove;
     // SAFETY: the block has no instruction, only a comment. It leaves the register as it is.

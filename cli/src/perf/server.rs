@@ -61,7 +61,7 @@ fn receive_request(peer: &mut Peer) -> Result<Request> {
 fn converse(config: &EndConfig<'_>, peer: &mut Peer, mut request: Request) -> Result<Report> {
     loop {
         match serve_request(config, peer, request)? {
-            Served::Report(report) => return Ok(*report),
+            Served::Report(report) => return Ok(report),
             Served::Request(next) => {
                 check(&next, peer)?;
                 request = next;
@@ -73,7 +73,7 @@ fn converse(config: &EndConfig<'_>, peer: &mut Peer, mut request: Request) -> Re
 /// The message with which a client ends its measurements of one request.
 enum Served {
     /// The client sent its results, which are in the report.
-    Report(Box<Report>),
+    Report(Report),
     /// The client requests measurements with another write ordering.
     Request(Request),
 }
@@ -116,7 +116,7 @@ fn serve_request(config: &EndConfig<'_>, peer: &mut Peer, request: Request) -> R
     };
     let role = super::report::Role::Server;
     let report = Report::new(role, peer.address(), &request, local, theirs);
-    Ok(Served::Report(Box::new(Report { results, ..report })))
+    Ok(Served::Report(Report { results, ..report }))
 }
 
 /// Refuses a request with values outside the protocol.
