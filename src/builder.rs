@@ -58,8 +58,8 @@ pub struct Hmem {
 /// Builds an [`Hmem`].
 ///
 /// A setting of the builder takes precedence over its environment variable. The variables of
-/// registration caches (`FI_MR_*`) are read when the first domain with a cache is opened, the others
-/// in [`Builder::build`]. [`Builder::without_environment`] ignores them all.
+/// registration caches (`FI_MR_*`) are read when the first domain with a cache is opened.
+/// [`Builder::build`] reads the others. [`Builder::without_environment`] ignores them all.
 ///
 /// ```
 /// use hmem::{CacheAttr, Hmem, loopback::Loopback, system::{Simulated, monitor::HostMonitorKind}};
@@ -405,9 +405,9 @@ impl Builder {
         self
     }
 
-    /// Adds RDMA hardware through libibverbs, which [`Builder::build`] starts. If verbs cannot start, for example because this
-    /// machine has no libibverbs or no device, [`Hmem::absent_providers`] has the reason. It also
-    /// lists each device that cannot be opened.
+    /// Adds RDMA hardware through libibverbs, which [`Builder::build`] starts. If verbs cannot
+    /// start, for example because this machine has no libibverbs or no device,
+    /// [`Hmem::absent_providers`] has the reason. It also lists each device that cannot be opened.
     #[must_use]
     pub fn verbs(mut self) -> Self {
         self.verbs_at.get_or_insert(self.providers.len());
@@ -518,8 +518,8 @@ impl Builder {
     /// - [`ErrorKind::InvalidArgument`] for an opened plug-in with another number or name than
     ///   [`Builder::iface_or_absent`] or [`Builder::provider_or_absent`] got.
     /// - [`ErrorKind::Unsupported`] for an iface that [`Builder::ifaces`] names and that was not
-    ///   compiled in. If `FI_HMEM` names it, the log has a warning, and the iface is absent like one
-    ///   without a library.
+    ///   compiled in. If `FI_HMEM` names it, the log has a warning, and the iface is absent like
+    ///   one without a library.
     /// - The errors of [`ProcessMark::current`].
     pub fn build(mut self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
@@ -604,12 +604,16 @@ impl Builder {
             if replaced(kind) {
                 continue;
             }
-            // `Builder::ifaces` or `FI_HMEM` names this iface, but the iface is not compiled in. The
-            // variable belongs to the machine, whose other programs may have the iface.
+            // `Builder::ifaces` or `FI_HMEM` may name an iface that is not compiled in. The variable
+            // belongs to the machine, whose other programs may have the iface.
             let why = match filter.is_some() && why.context_value("feature").is_some() {
                 true if by_builder => return Err(why),
                 true => {
-                    tracing::warn!(iface = %kind, %why, "FI_HMEM names an iface that is not compiled in");
+                    tracing::warn!(
+                        iface = %kind,
+                        %why,
+                        "FI_HMEM names an iface that is not compiled in"
+                    );
                     why.context("named by", env::HMEM)
                 }
                 false => why,

@@ -64,8 +64,8 @@ pub(super) struct Budget {
     all: &'static AtomicUsize,
     /// The number of separate (not adjacent) ranges that this monitor watches.
     own: usize,
-    /// The number of calls of [`Budget::reserve`] for another range, refused or not, after which the
-    /// process's mappings are counted again.
+    /// The number of calls of [`Budget::reserve`] for another range, refused or not, after which
+    /// the process's mappings are counted again.
     until_count: usize,
     /// True if the last count found that the process had few mappings left, or if the kernel has
     /// refused a mapping since.
