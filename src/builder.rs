@@ -604,8 +604,8 @@ impl Builder {
             if replaced(kind) {
                 continue;
             }
-            // `Builder::ifaces` or `FI_HMEM` may name an iface that is not compiled in. The variable
-            // belongs to the machine, whose other programs may have the iface.
+            // `Builder::ifaces` or `FI_HMEM` may name an iface that is not compiled in. The
+            // variable belongs to the machine, whose other programs may have the iface.
             let why = match filter.is_some() && why.context_value("feature").is_some() {
                 true if by_builder => return Err(why),
                 true => {
