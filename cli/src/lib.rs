@@ -21,7 +21,7 @@
 //! - `machine`, `progress`
 //! - `check`, `probe`, `topo`
 //! - `explain`, `info`, `perf`
-//! - `program`
+//! - `program`, `schema`
 
 #![deny(unsafe_code)]
 
