@@ -172,7 +172,8 @@ fn parts_of_a_dma_buf_inherit_its_claim() {
 
 /// MR-12
 ///
-/// Covers each range of a region: the flags are those of all its memory.
+/// The flags are a claim about all memory of the region, so one range that contradicts them is
+/// enough for a refusal.
 #[test]
 fn hmem_flags_are_checked_for_every_range() {
     let world = World::new();

@@ -43,7 +43,7 @@ impl Fixture {
         self.hmem.domain("loopback", attr).expect("a domain")
     }
 
-    /// Returns the number of calls of the device's driver.
+    /// Returns the number of calls that the device's driver has received.
     fn calls(&self) -> u64 {
         Call::ALL.iter().map(|call| self.device.faults().count(*call)).sum()
     }
@@ -179,7 +179,8 @@ fn staged_copies_are_refused_where_transfers_may_not_call_drivers() {
             assert_eq!((tried.path, tried.driver_called), (Path::Staged, false));
         };
         refused(register(false));
-        // The selector now remembers staged copies, and keeps that after the next refusal.
+        // This registration makes the selector remember staged copies as the path of this memory.
+        // The refusal that follows does not change that: the last decision comes from its cache.
         let (region, _domain) = register(true);
         assert!(!region.expect("staged").decision().expect("a decision").from_cache);
         refused(register(false));

@@ -547,7 +547,8 @@ fn misses_of_a_cache_that_grows_register_the_allocation_once() {
 
 /// MR-17
 ///
-/// The peers of this process need not reach the rest of another process's allocation.
+/// The rest of the allocation belongs to another process, which did not give this process's peers
+/// access to it.
 #[test]
 fn registration_of_imported_memory_does_not_grow() {
     for (kind, imported) in [(AllocationKind::Device, false), (AllocationKind::Imported, true)] {

@@ -107,18 +107,21 @@ pub struct StaleCounts {
 impl StaleCounts {
     /// Runs `rounds` rounds and adds them to the counts, which stay correct after an error.
     ///
-    /// Each round fills the memory with bytes of its own, transfers them through a registration of
-    /// the domain's cache, looks the registration up again, and replaces the memory. A peer reads
-    /// the memory in even rounds and writes it in odd ones.
+    /// Each round fills the memory with bytes that no other round uses, and transfers them through
+    /// a registration from the domain's cache. Then it looks the registration up again, frees the
+    /// memory and allocates new memory. A peer reads the memory in even rounds, and writes it in
+    /// odd rounds.
     ///
     /// # Errors
-    /// The errors of the domain and of the memory. If the cache keeps no registration of the
-    /// memory because its monitor cannot watch it, the monitor's error.
+    /// - The errors of the domain and of the memory.
+    /// - The monitor's error, if the monitor cannot watch the memory: the cache then keeps no
+    ///   registration of the memory.
     ///
     /// # Safety
-    /// The NIC of `domain` transfers bytes of the pages that it registered, also after the memory
-    /// was freed; a stale registration would otherwise reach memory of another owner. `memory`
-    /// owns its range, and nothing else accesses it.
+    /// - The NIC of `domain` must keep the pages of a registration until it is deregistered, even
+    ///   if the memory is freed before. Otherwise a transfer through a stale registration could
+    ///   access memory of another owner.
+    /// - `memory` must own its range, and nothing else may access that range.
     pub unsafe fn run(
         &mut self,
         domain: &Domain,
@@ -154,7 +157,8 @@ impl StaleCounts {
         let cache = link.domain.cache()?;
         {
             // SAFETY: the caller promises that nothing else accesses the memory. The region may
-            // outlive it, since a stale hit reaches only the freed pages, as the caller promises.
+            // outlive the memory: the caller promises that the NIC keeps the registered pages, so a
+            // stale hit accesses no other memory.
             let region = unsafe { cache.get_or_register(range, REMOTE)? };
             // `Busy` is no error: the monitor may still be handling a change of the previous round.
             if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason()
@@ -176,7 +180,7 @@ impl StaleCounts {
             };
             self.stale += u64::from(found != expected);
         }
-        // SAFETY: like above. The lease ends at once.
+        // SAFETY: as for the first lookup. The lease ends at once.
         drop(unsafe { cache.get_or_register(range, REMOTE)? });
         memory.renew(number)?;
         self.reused += u64::from(memory.range()? == range);

@@ -227,9 +227,9 @@ macro_rules! function_table {
                 Ok(functions)
             }
 
-            /// Loads the library that the owner of the process chose: the one at the path in the
-            /// environment variable, if the table has a variable and it is set, or else the one
-            /// that the dynamic loader finds by [`Self::LIBRARY`].
+            /// Loads the library that the owner of the process chose: the library at the path in
+            /// the environment variable, if the table declares a variable and the variable is set.
+            /// Otherwise loads the library that the dynamic loader finds by [`Self::LIBRARY`].
             ///
             /// # Errors
             /// The errors of [`Self::load`].
@@ -244,8 +244,8 @@ macro_rules! function_table {
                 }
             }
 
-            /// Loads the library that the dynamic loader finds by [`Self::LIBRARY`]. Reads no
-            /// variable.
+            /// Loads the library that the dynamic loader finds by the name [`Self::LIBRARY`]. Does
+            /// not read the environment variable that [`Self::find`] reads.
             ///
             /// # Errors
             /// The errors of [`Self::load`].

@@ -30,7 +30,7 @@ const BOUNCE: u64 = 1 << 20;
 /// A forked child cannot use its parent's iface: operations return
 /// [`BadState`](ErrorKind::BadState), and dropping the iface makes no driver call.
 pub struct Announced<D: Driver> {
-    /// Leaked in a forked child, where the driver's handles are those of the parent.
+    /// The driver. A forked child does not drop it, since the parent still uses its handles.
     driver: ManuallyDrop<D>,
     table: Arc<Table<D::Handle>>,
     /// Memory that was freed while one of its dma-bufs was in use (see `exports`), and that the

@@ -362,8 +362,9 @@ impl PointerLookup {
     /// `cuMemRetainAllocationHandle`, "If the address requested is not mapped, the function will
     /// fail", mapped meaning `cuMemMap`.
     ///
-    /// Returns true for a driver without the call: it is correct to handle any memory as VMM
-    /// memory. Such memory is exported by its mappings, and is cached only if its handle is known.
+    /// Returns true if the driver lacks the call, because handling any memory as VMM memory is
+    /// correct: the iface exports VMM memory one mapping at a time, and caches a registration only
+    /// if the memory has a handle.
     fn has_handle(&self, address: Address) -> Result<bool> {
         let functions = &self.contexts.driver.functions;
         if functions.mem_retain_allocation_handle.is_none() || functions.mem_release.is_none() {

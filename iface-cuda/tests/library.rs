@@ -56,7 +56,7 @@ fn monitor_name_that_is_not_utf_8_is_an_invalid_argument() {
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
     let open = |path: &Path| {
-        // SAFETY: the files are no libraries, or the C library's, which is loaded already.
+        // SAFETY: `path` names no library, or `libm.so.6`, which any process may load.
         unsafe { Cuda::builder().library(path) }.open().expect_err("no library there")
     };
     let variable = Cuda::LIBRARY_VARIABLE;

@@ -27,7 +27,7 @@ const REQUEST: AllocRequest =
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
     let open = |path: &Path| {
-        // SAFETY: the files are no libraries, or the C library's, which is loaded already.
+        // SAFETY: `path` names no library, or `libm.so.6`, which any process may load.
         unsafe { Neuron::builder().library(path) }.open().expect_err("no library there")
     };
     let variable = Neuron::LIBRARY_VARIABLE;

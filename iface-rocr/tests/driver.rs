@@ -392,7 +392,8 @@ impl Invalidator for Listener {
     fn open_gate(&self, _: GateToken) {}
 }
 
-/// A subscription for memory whose identity alone decides whether it is still there.
+/// A subscription that watches nothing. For the memory of these tests the monitor compares the
+/// allocation's identity, and ignores the subscription.
 const NO_SUBSCRIPTION: hmem_core::monitor::Subscription =
     hmem_core::monitor::Subscription::unnumbered();
 

@@ -13,7 +13,7 @@ use hmem_iface_rocr::{Rocr, sys::Functions};
 #[test]
 fn unusable_library_is_unavailable_with_the_reason() {
     let open = |path: &Path| {
-        // SAFETY: the files are no libraries, or the C library's, which is loaded already.
+        // SAFETY: `path` names no library, or `libm.so.6`, which any process may load.
         unsafe { Rocr::builder().library(path) }.open().expect_err("no library there")
     };
     let variable = Rocr::LIBRARY_VARIABLE;

@@ -92,7 +92,8 @@ fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Inval
     Arc::new(RunOnNotify(action))
 }
 
-/// A subscription for memory whose identity alone decides whether it is still there.
+/// A subscription that watches nothing. For the memory of these tests the monitor compares the
+/// allocation's identity, and ignores the subscription.
 const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
 
 /// MON-07

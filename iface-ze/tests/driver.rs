@@ -221,7 +221,8 @@ fn pooled_memory_of_the_application_is_recognised() {
     assert!(!monitor.valid(&NO_SUBSCRIPTION, &found).expect("query"));
 }
 
-/// A subscription for memory whose identity alone decides whether it is still there.
+/// A subscription that watches nothing. For the memory of these tests the monitor compares the
+/// allocation's identity, and ignores the subscription.
 const NO_SUBSCRIPTION: hmem_core::monitor::Subscription =
     hmem_core::monitor::Subscription::unnumbered();
 

@@ -73,8 +73,8 @@
 //! # Limits
 //!
 //! - Both ends of a transfer are in one process. A forked child cannot use its parent's NICs.
-//! - A domain executes both sides of its requests. Even if its own transfers may not call drivers,
-//!   it calls those of a peer's region whose domain permits such calls.
+//! - A domain executes both sides of its requests. It calls the driver of a peer's device memory if
+//!   the peer's domain permits driver calls, even if its own transfers may not call drivers.
 //! - Requests of different endpoints execute in any order.
 //! - Keys of 8 bytes are hard to guess, but they are not cryptographically secure. Keys of 4 bytes
 //!   are easy to guess, as on hardware.

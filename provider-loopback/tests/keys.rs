@@ -189,8 +189,7 @@ fn raw_key_works_only_in_the_domain_that_mapped_it() {
     }
 }
 
-/// KEY-03: each bit of a raw key counts, also where the raw key has room for a part of the cookie
-/// alone.
+/// KEY-03: each bit of a raw key counts, even if the raw key is too short for the whole cookie.
 #[test]
 fn raw_key_with_an_altered_bit_reaches_nothing() {
     for size in 8..=16 {

@@ -322,7 +322,7 @@ fn cut<'a>(
 ) -> Result<()> {
     let Iova(mut address) = segment.address;
     let mut left = segment.len;
-    // The rkey of bytes that no piece holds.
+    // Bytes before the first piece, and an empty segment, get the rkey of the first piece.
     let first = pieces.clone().next().map_or(Ok(0), |piece| rkey(piece.key))?;
     let mut current = first;
     while left > 0 {

@@ -118,8 +118,8 @@ pub(super) struct QueuePair {
     pub(super) port: Port,
     pub(super) cap: QpCap,
     /// Maximum number of work requests that the provider has in flight in each direction. The
-    /// driver may round the capacities in `cap` up. The completion queue need not have room for
-    /// those.
+    /// capacities in `cap` may be larger, because the driver may round them up. The completion
+    /// queue needs room for `depth` work requests only.
     pub(super) depth: u32,
     psn: u32,
 }

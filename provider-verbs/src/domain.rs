@@ -386,8 +386,9 @@ impl provider::Windows for VerbsDomain {
         self.state.pd.device.window_types()
     }
 
-    /// Returns false for rdma_rxe, which compares an access with the bounds of the region alone. No
-    /// verbs call reports this, so that other drivers are taken at InfiniBand's word (C10-75).
+    /// Returns false for rdma_rxe, which checks an access against the bounds of the region, but not
+    /// against those of the window. No verbs call tells whether a driver checks both. All other
+    /// drivers are assumed to do so, because the InfiniBand specification requires it (C10-75).
     fn enforces_bounds(&self) -> bool {
         !self.state.pd.device.is_rxe()
     }

@@ -250,7 +250,7 @@ fn reset_cancels_staged_requests_that_wait_for_a_copy() {
     let there = [remote(&key, CHUNK)];
     let posts = wire::posts();
     net.near.endpoint.write(&[staged.slice(0, CHUNK)], &there, net.peer, 1).expect("post");
-    // This request waits in the lane behind the staged one.
+    // This request waits in the lane (queue of staged transfers) behind the staged request.
     let there = [remote(&key, 8)];
     net.near.endpoint.write(&[host.slice(0, 8)], &there, net.peer, 2).expect("post");
     assert_eq!((net.device.pending_copies(), wire::posts()), (1, posts), "only a copy has begun");

@@ -455,7 +455,7 @@ fn relaxed_ordering_is_a_setting_of_domains_and_regions() {
     // SAFETY: the fake library's functions have the signatures of the header.
     let old = unsafe { Functions::from_lookup(without) }.expect("usable without it");
     assert_eq!(asked(&domain_of(old, relaxed), None), plain);
-    // The builder has no second setting, which the domain's would override.
+    // The builder refuses RELAXED_ORDERING, because the domain's setting would override it.
     let verbs = Verbs::builder().functions(functions());
     let verbs = verbs.options(VerbsOptions::RELAXED_ORDERING | VerbsOptions::ON_DEMAND);
     let error = verbs.build().expect_err("a setting of domains");
@@ -768,7 +768,8 @@ fn application_protection_domain_is_used_and_not_freed() {
     assert_eq!(calls(), asked, "nothing else was opened or freed");
 }
 
-/// Owner of the fake's protection domain. Its drop notes the driver's calls until then.
+/// Owner of the fake's protection domain. Dropping the value records the driver calls that were
+/// made before.
 struct Owner(Arc<Mutex<Option<Vec<String>>>>);
 
 impl Drop for Owner {
@@ -777,8 +778,8 @@ impl Drop for Owner {
     }
 }
 
-/// Returns a provider in the protection domain of an [`Owner`], and the calls that the owner's drop
-/// will note.
+/// Returns a provider in the protection domain of an [`Owner`], and the place in which the owner's
+/// drop records the calls.
 fn in_owned_pd() -> (Verbs, Arc<Mutex<Option<Vec<String>>>>) {
     let noted = Arc::default();
     let owner = Owner(Arc::clone(&noted));
@@ -804,15 +805,15 @@ fn owner_of_a_protection_domain_is_dropped_after_all_that_was_opened_in_it() {
 
 /// CACHE-13
 ///
-/// The owner's drop deallocates the protection domain of the parent.
+/// Dropping the owner may deallocate the protection domain, which the parent process still uses.
 #[test]
 fn forked_child_never_drops_the_owner_of_a_protection_domain() {
     let (verbs, noted) = in_owned_pd();
     // SAFETY: the child only makes the calls under test and leaves by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: this is a copy of the parent's object. The child exits without using the object
-        // again.
+        // SAFETY: `verbs` is valid. The child exits without using or dropping the original, so the
+        // value is dropped once.
         drop(unsafe { std::ptr::read(&raw const verbs) });
         let kept = noted.try_lock().is_ok_and(|noted| noted.is_none());
         // SAFETY: `_exit` has no precondition. It ends the child.

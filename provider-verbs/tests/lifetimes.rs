@@ -449,11 +449,12 @@ fn late_bind_completion_does_not_complete_the_next_bind() {
 }
 
 /// MR-16: while a bind waits for the NIC, other threads register, close and use windows of the
-/// domain. Region and window of that bind stay.
+/// domain. The region and the window of that bind can be neither changed nor freed meanwhile.
 #[test]
 fn bind_in_flight_blocks_no_other_call() {
     let gate: &'static Gate = Box::leak(Box::default());
-    // A call of the other thread that waits for the bind makes the bind fail.
+    // The other thread opens the gate after its calls. If one of them waited for the bind, the bind
+    // would time out.
     let domain = open_with(wire::functions(), Duration::from_secs(10));
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let region = buffer(&domain, 1);
@@ -523,7 +524,7 @@ fn region_with_a_bound_window_is_neither_deregistered_nor_changed() {
         unsafe { endpoint.post(&request) }.expect("post");
     };
 
-    // Type 1: bound, bound elsewhere, unbound, freed.
+    // A type 1 window keeps its region busy until it is bound elsewhere, unbound or freed.
     let window = verbs.alloc_window(WindowType::One).expect("allocate");
     verbs.bind_window(window, &bind).expect("bind");
     refused(region, "1");
@@ -536,7 +537,8 @@ fn region_with_a_bound_window_is_neither_deregistered_nor_changed() {
     verbs.free_window(window).expect("free");
     free(region);
 
-    // Type 2: posted, bound, invalidated, bound and invalidated by a peer, freed.
+    // A bind of a type 2 window keeps its region busy from the post on. The region is free after an
+    // invalidation, a failed bind, a reset of the connection and the close of the endpoint.
     let window = verbs.alloc_window(WindowType::TwoB).expect("allocate");
     let bind_2 = Operation::BindWindow { window, region, offset, len, access, addressing, tag: 1 };
     post(bind_2);

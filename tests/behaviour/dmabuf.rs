@@ -40,8 +40,9 @@ fn exported(net: &Net) -> (System, hmem::Allocation, DmaBufExport) {
     (system, memory, export)
 }
 
-/// Registers a dma-buf of host memory. Names the system iface only where the dma-buf might
-/// otherwise be device memory, which the policy keeps from the NIC.
+/// Registers a dma-buf of host memory. While the policy disables direct access to device memory,
+/// the request names the system iface. Otherwise the dma-buf is refused, unless the kernel names an
+/// exporter of host memory.
 fn register(net: &Net, dma_buf: DmaBufAttr<'_>) -> Result<hmem::MemoryRegion> {
     let iface = (net.config.policy == P2pPolicy::Disabled).then_some(IfaceKind::SYSTEM);
     net.try_expose(

@@ -288,7 +288,7 @@ fn variable_may_name_an_iface_that_was_compiled_out() {
     const NAME: &str = "hm::variable_may_name_an_iface_that_was_compiled_out";
     const LIBRARY: &str = "HMEM_CUDA_LIBRARY";
     if !child::is_alone(NAME) {
-        // The library does not exist, in case that the iface is compiled in.
+        // If the iface is compiled in, it is absent all the same: its library does not exist.
         let Output { status, stdout, stderr } =
             child::output(NAME, &[("FI_HMEM", "cuda;simulated"), (LIBRARY, "/nonexistent.so")]);
         let text =

@@ -76,7 +76,8 @@ impl<'a> Mapper<'a> {
         let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
         let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
         let (at, size) = (self.base + step * STEP, (steps * STEP) as usize);
-        // SAFETY: the addresses are reserved and not mapped, and the handle is at least as long.
+        // SAFETY: the addresses are reserved and not mapped, and the physical memory of the handle
+        // is at least `size` bytes long.
         self.app.current(|f| unsafe {
             check(f.mem_map().expect("VMM")(at, size, 0, handle, 0));
             check(f.mem_set_access().expect("VMM")(at, size, &who, 1));
@@ -154,8 +155,8 @@ impl Drop for Mapper<'_> {
     }
 }
 
-/// Runs a case over every profile and monitor, with a new reservation. Two more profiles are of a
-/// driver that reports a context for VMM memory, and of one that answers queries in a context only.
+/// Runs a case over every profile and monitor, with a new reservation. Adds two profiles: a driver
+/// that reports a context for VMM memory, and a driver that answers queries in a context only.
 fn each(steps: u64, show: impl Fn(&Mapper<'_>, CudaMonitorKind)) {
     let mut drivers = profiles();
     if !real() {

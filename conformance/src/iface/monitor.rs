@@ -84,7 +84,7 @@ impl QueryAtEnd {
         let (iface, address) = (Arc::clone(&self.iface), self.range.start());
         let query = thread::spawn(move || {
             let claimed = iface.query(address).is_ok_and(|found| found.is_some());
-            // The receiver is gone after `ANSWER_TIME`.
+            // Fails if the receiver has stopped waiting, after `ANSWER_TIME`.
             let _ = answer.send(claimed);
         });
         if answered.recv_timeout(ANSWER_TIME) == Ok(true) {
@@ -135,7 +135,9 @@ struct AllocateAtNotification {
 }
 
 impl AllocateAtNotification {
-    /// Allocates on another thread, because this thread may hold a lock of the iface.
+    /// Allocates memory at the first change of the range, and records the allocations at its
+    /// addresses. Another thread allocates, because the notifying thread may hold a lock of the
+    /// iface.
     fn note(&self, range: AddressRange) {
         if !range.overlaps(self.range) || self.notified.swap(true, Ordering::Relaxed) {
             return;
@@ -145,7 +147,7 @@ impl AllocateAtNotification {
         let thread = thread::spawn(move || {
             let allocate = |_| DeviceBuffer::allocate(&iface, &request).ok();
             let buffers: Vec<_> = (0..ALLOCATIONS).map_while(allocate).collect();
-            // The receiver is gone after `ANSWER_TIME`.
+            // Fails if the receiver has stopped waiting, after `ANSWER_TIME`.
             let _ = answer.send(buffers.iter().map(|new| new.allocation().range).collect());
             buffers
         });

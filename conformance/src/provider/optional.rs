@@ -63,7 +63,8 @@ pub(super) fn region_with_a_sub_region_is_busy(provider: &Arc<dyn Provider>) -> 
     Ok(())
 }
 
-/// Safe code reaches the facet without the checks of a domain, so that the provider checks too.
+/// Safe code can call the provider's facet directly, without the checks of a domain. So the
+/// provider must make these checks itself.
 pub(super) fn sub_region_past_the_domain_gets_no_more_than_its_base(
     provider: &Arc<dyn Provider>,
 ) -> Outcome {
@@ -216,7 +217,8 @@ pub(super) fn region_with_a_bound_window_is_busy(provider: &Arc<dyn Provider>) -
     Ok(())
 }
 
-/// Safe code reaches the facet without the checks of a domain, so that the provider checks too.
+/// Safe code can call the provider's facet directly, without the checks of a domain. So the
+/// provider must make these checks itself.
 pub(super) fn window_bound_past_the_domain_gets_no_more_than_its_region(
     provider: &Arc<dyn Provider>,
 ) -> Outcome {

@@ -46,7 +46,7 @@ pub(crate) fn identities(
                 if let Some(last) = &last {
                     address += u64::from(last.base() == memory.base());
                     identity += u64::from(last.id == memory.id);
-                    // No subscription to freed memory is left. Its identity alone decides.
+                    // The subscription has ended: the monitor compares the identity only.
                     live += u64::from(monitor.valid(&Subscription::unnumbered(), last)?);
                 }
                 Ok(*memory)

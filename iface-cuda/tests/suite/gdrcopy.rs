@@ -178,7 +178,7 @@ fn cpu_reaches_device_memory_through_a_window() {
 #[test]
 fn absent_gdrcopy_is_named() {
     for (path, word) in [("/nowhere/libgdrapi.so.2", "No such file"), ("libm.so.6", "gdr_open")] {
-        // SAFETY: the file does not exist, or is the C library's, which is loaded already.
+        // SAFETY: the file does not exist, or is `libm.so.6`, which any process may load.
         let error = unsafe { Gdrcopy::load(path) }.expect_err("not GDRCopy");
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         assert_eq!(error.context_value("library"), Some(path));

@@ -24,7 +24,8 @@ use crate::{
     world::{World, check},
 };
 
-/// A subscription for memory whose identity alone decides whether it is still there.
+/// A subscription that watches nothing. For the memory of these tests the monitor compares the
+/// allocation's identity, and ignores the subscription.
 const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
 
 /// A subscriber that records at the start and at the end of each invalidation whether the memory is

@@ -17,7 +17,8 @@ use parking_lot::Mutex;
 
 use crate::world::{Expandable, World, check, each, not_over_a_gpu, over};
 
-/// A subscription for memory whose identity alone decides whether it is still there.
+/// A subscription that watches nothing. For the memory of these tests the monitor compares the
+/// allocation's identity, and ignores the subscription.
 const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
 
 /// A subscriber that records its notifications.

@@ -37,7 +37,7 @@ impl System {
     /// first call.
     ///
     /// # Errors
-    /// The error of the function of [`System::with_monitor_from`].
+    /// The error of the function that [`System::with_monitor_from`] set.
     pub fn cache_monitor(&self) -> Result<&SystemMonitor> {
         if let Some(monitor) = self.monitor.get() {
             return Ok(monitor);

@@ -1,8 +1,9 @@
 //! Facts about the machine, which distinguish causes with the same error number.
 //!
 //! The selector does not choose a path by facts: it tries the paths. Facts only make the
-//! explanation of a refusal more exact. The exporter of a dma-buf is an exception: where direct
-//! access is disabled, trying is what the selector must not do.
+//! explanation of a refusal more exact. The exporter of a dma-buf is an exception. While direct
+//! access is disabled, the selector must not try to register a dma-buf that may be device memory.
+//! So the exporter decides.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

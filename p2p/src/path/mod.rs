@@ -152,7 +152,8 @@ impl DefaultPathSelector {
     ) -> Result<PathRegistration> {
         let key = key_of(&search);
         let mut failed = None;
-        // Domains whose transfers may not call drivers share decisions with those whose may.
+        // All domains share the decisions. So the remembered path may need driver calls that this
+        // domain forbids.
         let decided = self.decisions.get(&key).filter(|decided| search.permits(decided.variant));
         if let Some(decided) = decided {
             let variant = match (decided.variant, exports.existing()) {

@@ -305,7 +305,8 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Returns true if transfers over the path `variant` make no driver calls, or may make them.
+    /// Returns false if transfers over the path `variant` need driver calls, which the domain
+    /// forbids.
     pub(super) fn permits(&self, variant: PathVariant) -> bool {
         variant != PathVariant::Staged || self.registration.driver_calls_in_transfers
     }

@@ -213,8 +213,8 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
             Span::Direct { at: to, mapping: None, .. },
         ) => {
             // SAFETY: both ranges are mapped while their spans are in use (`Span::Direct`). The
-            // application upholds the conditions of the registration and of the request, which
-            // exclude references and allow racing accesses as `racing_copy` does.
+            // application upholds the conditions of the registration and of the request. These
+            // imply the conditions of `racing_copy` on references and on racing accesses.
             unsafe { racing_copy(direct_pointer(from), direct_pointer(to), len as usize) };
             Ok(())
         }
@@ -265,8 +265,8 @@ fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (Span::Direct { at: from, len, .. }, Span::Direct { at: to, .. }) => {
             // SAFETY: both ranges are mapped while their spans are in use (`Span::Direct`). The
-            // application upholds the conditions of the registration and of the request, which
-            // exclude references and allow racing accesses as `racing_copy` does.
+            // application upholds the conditions of the registration and of the request. These
+            // imply the conditions of `racing_copy` on references and on racing accesses.
             unsafe { racing_copy(direct_pointer(from), direct_pointer(to), len as usize) };
             Ok(())
         }

@@ -125,8 +125,8 @@ impl Entry {
 }
 
 impl Task {
-    /// Checks and copies a request, its keys included, although they are first used when a chunk is
-    /// posted. `cap` returns the limits of the queue pair.
+    /// Checks and copies a request. Checks its keys too, so that a wrong key fails the post and not
+    /// a later chunk. `cap` returns the limits of the queue pair.
     pub(super) fn new(
         domain: &DomainState,
         request: &WorkRequest<'_>,

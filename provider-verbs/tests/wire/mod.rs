@@ -205,17 +205,17 @@ fn with<T>(body: impl FnOnce(&mut Wire) -> T) -> T {
     body(&mut wire)
 }
 
-/// The library of a thread, for other threads.
+/// A handle to one thread's fake library, which other threads can use through it.
 #[derive(Clone, Default)]
 pub(crate) struct Shared(Arc<Mutex<Wire>>);
 
 impl Shared {
-    /// Returns the library of this thread.
+    /// Returns the fake library that this thread uses.
     pub(crate) fn of_this_thread() -> Self {
         WIRE.with_borrow(Self::clone)
     }
 
-    /// Makes this thread use the library.
+    /// Makes this thread use the library of the handle.
     pub(crate) fn enter(&self) {
         WIRE.set(self.clone());
     }
@@ -255,7 +255,7 @@ pub(crate) fn fail_last_pair() {
     });
 }
 
-/// Ends the connection of a queue pair: the first that was created has the index 0.
+/// Ends the connection of a queue pair. The queue pair that was created first has the index 0.
 pub(crate) fn fail_pair(index: usize) {
     with(|wire| {
         let mut pairs: Vec<_> = wire.pairs.keys().copied().collect();

@@ -201,7 +201,8 @@ mod tests {
             reserved == Err(Beyond::Process)
         };
         assert!(refused(&mut budget));
-        // From here on, the process counts as one with room.
+        // The test process has fewer mappings than this limit allows, so the next count ends the
+        // refusals.
         budget.limit = 1_000_000;
         assert_eq!((0..10_000).take_while(|_| refused(&mut budget)).count(), 63);
         budget.refused();

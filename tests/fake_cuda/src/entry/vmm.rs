@@ -193,8 +193,8 @@ driver! {
     }
 }
 
-/// Frees a handle's physical memory if no reference and no mapping is left. Unspecified, so the
-/// fake decides: the next memory gets the number of the handle.
+/// Frees a handle's physical memory if no reference and no mapping is left. `cuda.h` does not say
+/// when a handle's number is used again. The fake gives it to the next physical memory.
 fn forget_physical(state: &mut State, handle: CuMemHandle) {
     let Some(known) = state.physical.get(&handle) else { return };
     if known.references == 0 && known.mappings == 0 {
