@@ -35,7 +35,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])+ $name:ident = ($fi:literal, $text:literal),)+) => {
-        /// The kind of an error. The serialised form is the name in kebab case, as in `zero-length`.
+        /// The kind of an error. The serialised form is the name in kebab case: `zero-length`.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
         #[serde(rename_all = "kebab-case")]
         #[non_exhaustive]

@@ -5,7 +5,7 @@
 use std::{
     ffi::c_void,
     ptr,
-    sync::{Arc, OnceLock},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -127,8 +127,8 @@ pub(crate) fn open(verbs: &Verbs, name: &str) -> Domain {
 /// One side of a connection: a domain, with an endpoint and its completion queue.
 pub(crate) struct Side {
     pub(crate) endpoint: Endpoint,
-    /// The other side, once [`Pair::connect`] has connected both.
-    peer: OnceLock<PeerId>,
+    /// The other side, as the endpoint resolved it last.
+    peer: Mutex<Option<PeerId>>,
     pub(crate) cq: Arc<dyn CompletionQueue>,
     pub(crate) domain: Domain,
 }
@@ -137,19 +137,18 @@ impl Side {
     pub(crate) fn new(domain: Domain) -> Self {
         let cq = domain.open_cq(64).expect("open a completion queue");
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
-        Self { endpoint, peer: OnceLock::new(), cq, domain }
+        Self { endpoint, peer: Mutex::default(), cq, domain }
     }
 
     /// Connects this side to the endpoint that `name` names.
     pub(crate) fn connect(&self, name: &EndpointName) -> Result<()> {
-        let peer = self.endpoint.resolve(name)?;
-        assert_eq!(*self.peer.get_or_init(|| peer), peer, "a peer keeps its id");
+        *self.peer.lock().expect("lock") = Some(self.endpoint.resolve(name)?);
         Ok(())
     }
 
     /// Returns the other side, as this side's requests name it.
     pub(crate) fn peer(&self) -> PeerId {
-        self.peer.get().copied().unwrap_or(PeerId(0))
+        self.peer.lock().expect("lock").unwrap_or(PeerId(0))
     }
 
     pub(crate) fn verbs(&self) -> &VerbsDomain {
