@@ -347,8 +347,8 @@ driver! {
         state, of: ContextHandle, pointer: *const c_void, base: *mut *mut c_void, len: *mut usize
     ) {
         context(state, of)?;
-        let found = state.around(pointer.addr() as u64).map(|(base, one)| (base, one.len));
-        let Some((start, bytes)) = found else {
+        let found = state.around_with_padding(pointer.addr() as u64);
+        let Some((start, bytes)) = found.map(|(base, one)| (base, one.len)) else {
             return Err(ZeResult::ZE_RESULT_ERROR_ADDRESS_NOT_FOUND);
         };
         put(state, base, handle(start as usize))?;

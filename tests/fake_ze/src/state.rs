@@ -294,6 +294,18 @@ impl State {
         (address - base < allocation.len).then_some((*base, allocation))
     }
 
+    /// Returns the allocation that contains an address or is followed by it, with the allocation's
+    /// first address. Intel's driver also answers for the padding that follows an allocation in a
+    /// pool.
+    pub(crate) fn around_with_padding(&self, address: u64) -> Option<(u64, &Allocation)> {
+        let (base, allocation) = self.allocations.range(..=address).next_back()?;
+        let len = match allocation.pool {
+            Some(_) => allocation.len.next_multiple_of(GRAIN),
+            None => allocation.len,
+        };
+        (address - base < len).then_some((*base, allocation))
+    }
+
     /// Returns the memory type, identity and device of the allocation or pool that contains an
     /// address.
     pub(crate) fn memory_at(&self, address: u64) -> Option<(u32, u64, usize)> {
