@@ -9,19 +9,22 @@ use std::sync::Arc;
 
 use hmem_core::{Access, Error, ErrorKind, MrMode, Result};
 
+use parking_lot::RwLockReadGuard;
+
 use super::{
     Call, Few,
     endpoint::{EndpointState, canceled_request},
-    keys::{KnownGeneration, Token},
+    keys::Token,
     memory::{self, DeviceMemory, Span},
     region::{AccessStart, LOCAL_SIDE, Refusal, Region, denied},
-    regions::RegionGuard,
+    regions::{RegionGuard, RegionTable},
     request::{KeyUse, LocalPart, Origin, RemotePart},
     window::BindingGuard,
 };
 
 /// Guards of the regions on a transfer's local side. None of these regions is deregistered until
 /// the value is dropped.
+#[derive(Default)]
 pub(super) struct LocalSide {
     holds: Few<LocalHold>,
 }
@@ -33,7 +36,8 @@ enum LocalHold {
 }
 
 impl LocalSide {
-    /// Takes guards of the regions that `parts` name. Memory without a region needs no right.
+    /// Takes guards of the regions that `parts` name. `table` is that of the endpoint's NIC. Memory
+    /// without a region needs no right.
     ///
     /// # Errors
     /// - NoRegion: a region is closed.
@@ -41,21 +45,24 @@ impl LocalSide {
     /// - AccessDenied: a region does not grant `right`, or may not be used through `endpoint`.
     #[inline]
     pub(super) fn hold(
+        &mut self,
+        table: &RegionTable,
         endpoint: &EndpointState,
         parts: &[LocalPart],
         right: Access,
-    ) -> Result<Self> {
-        let mut holds = Few::new();
+    ) -> Result<()> {
         for part in parts.iter() {
-            holds.push(match part.origin {
-                Origin::Region(token) => LocalHold::Region(hold_local(endpoint, token, right)?),
+            self.holds.push(match part.origin {
+                Origin::Region(token) => {
+                    LocalHold::Region(hold_local(table, endpoint, token, right)?)
+                }
                 Origin::Host => LocalHold::Host,
                 Origin::Device(kind) => LocalHold::Device(DeviceMemory::new(Arc::clone(
                     endpoint.domain.registry.get(kind)?,
                 ))),
             });
         }
-        Ok(Self { holds })
+        Ok(())
     }
 
     /// Appends to `into` the spans of memory that `parts` cover.
@@ -78,6 +85,7 @@ impl LocalSide {
 
 /// Guards of the regions on a transfer's remote side. None of these regions is deregistered until
 /// the value is dropped.
+#[derive(Default)]
 pub(super) struct RemoteSide {
     holds: Few<RemoteHold>,
 }
@@ -90,7 +98,8 @@ struct RemoteHold {
 }
 
 impl RemoteSide {
-    /// Takes guards of the regions and windows that the keys of `parts` name.
+    /// Takes guards of the regions and windows that the keys of `parts` name. `table` is that of
+    /// the target's NIC, and is unlocked when the call returns.
     ///
     /// # Errors
     /// - InvalidKey: a key names no region or window of the target's domain.
@@ -99,16 +108,17 @@ impl RemoteSide {
     ///   through the endpoint `target`.
     #[inline]
     pub(super) fn hold(
+        &mut self,
+        mut table: RwLockReadGuard<'_, RegionTable>,
         initiator: &EndpointState,
         target: &EndpointState,
         parts: &[RemotePart],
         any_of: Access,
-    ) -> Result<Self> {
-        let mut holds = Few::new();
+    ) -> Result<()> {
         for part in parts {
-            holds.push(hold_key(initiator, target, part.key, any_of)?);
+            self.holds.push(hold_key(&mut table, initiator, target, part.key, any_of)?);
         }
-        Ok(Self { holds })
+        Ok(())
     }
 
     /// Appends to `into` the spans of memory that `parts` cover.
@@ -188,15 +198,14 @@ impl RemoteHold {
 
 /// Takes a guard of the region that a local descriptor names. The errors are those of
 /// [`LocalSide::hold`].
-#[inline]
-fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<RegionGuard> {
-    let domain = &endpoint.domain;
-    let known = KnownGeneration::Whole(token.generation);
-    let region = domain
-        .nic
-        .regions
-        .hold(domain.id, token.index, known, false)
-        .map_err(Refusal::of_descriptor)?;
+#[inline(always)]
+fn hold_local(
+    table: &RegionTable,
+    endpoint: &EndpointState,
+    token: Token,
+    right: Access,
+) -> Result<RegionGuard> {
+    let region = table.hold(endpoint.domain.id, token).map_err(Refusal::of_descriptor)?;
     if !region.attr.access.contains(right) {
         return Err(denied(LOCAL_SIDE, right));
     }
@@ -206,15 +215,15 @@ fn hold_local(endpoint: &EndpointState, token: Token, right: Access) -> Result<R
 
 /// Takes guards of the region and window that a key names. The errors are those of
 /// [`RemoteSide::hold`].
-#[inline]
+#[inline(always)]
 fn hold_key(
+    table: &mut RwLockReadGuard<'_, RegionTable>,
     initiator: &EndpointState,
     target: &EndpointState,
     key: KeyUse,
     any_of: Access,
 ) -> Result<RemoteHold> {
     let domain = &target.domain;
-    let regions = &domain.nic.regions;
     let (number, cookie) = if key.mapped {
         let parts =
             initiator.domain.mapped.get(key.number).ok_or_else(|| Refusal::NoRegion.of_key())?;
@@ -226,20 +235,15 @@ fn hold_key(
     } else {
         (key.number, None)
     };
-    let held = if domain.requested_keys() {
-        regions.hold_requested(domain.id, number)
-    } else {
-        match domain.keys.open(number) {
-            Some((index, known)) => regions.hold(domain.id, index, known, true),
-            None => Err(Refusal::NoRegion),
-        }
-    };
-    let region = match held {
+    let region = match table.hold_key(domain.id, number) {
         Ok(region) => region,
         Err(Refusal::NoRegion) if cookie.is_none() => {
-            let (region, window) = domain.windows.hold(number, target.id(), any_of)?;
-            check_peer(initiator, target, &region)?;
-            return Ok(RemoteHold { region, window: Some(window) });
+            // A thread that holds a lock of the windows may be waiting for the lock of the table.
+            return RwLockReadGuard::unlocked(table, || {
+                let (region, window) = domain.windows.hold(number, target.id(), any_of)?;
+                check_peer(initiator, target, &region)?;
+                Ok(RemoteHold { region, window: Some(window) })
+            });
         }
         Err(refusal) => return Err(refusal.of_key()),
     };

@@ -19,6 +19,7 @@ use super::{
     memory::Pinner,
     nic::Nic,
     progress::Wake,
+    regions::Pages,
     window::Windows,
 };
 
@@ -31,7 +32,7 @@ pub(super) struct DomainState {
     pub(super) mode: MrMode,
     pub(super) auth_key: AuthKey,
     pub(super) registry: Arc<Registry>,
-    pub(super) keys: DomainKeys,
+    pub(super) keys: Arc<DomainKeys>,
     pub(super) wake: Arc<Wake>,
     pub(super) mapped: MappedKeys,
     pub(super) windows: Windows,
@@ -47,7 +48,7 @@ pub(super) struct DomainState {
 
 impl DomainState {
     pub(super) fn open(nic: &Arc<Nic>, request: &DomainRequest) -> Result<Self> {
-        let keys = DomainKeys::new(nic.attr.key_size)?;
+        let keys = Arc::new(DomainKeys::new(nic.attr.key_size)?);
         let pinner = match nic.config.memory {
             Memory::Follow => None,
             Memory::Pinned => Some(Pinner::new()?),
@@ -88,10 +89,12 @@ impl DomainState {
             }
             removed => removed,
         };
-        let (bytes, parent) = removed?;
-        self.nic.release(bytes);
-        if let Some(parent) = parent {
-            self.nic.regions.remove_dependent(self.id, parent);
+        match removed? {
+            Pages::Own(bytes) => self.nic.release(bytes),
+            Pages::Parent(parent) => {
+                self.nic.release(0);
+                regions.remove_dependent(self.id, parent);
+            }
         }
         Ok(())
     }
@@ -138,7 +141,7 @@ impl DomainState {
 
     /// Returns the raw key of a region.
     pub(super) fn raw_key(&self, token: Token) -> Result<RawKey> {
-        let key = self.nic.regions.inspect(self.id, token, "raw key", |region| Ok(region.key))?;
+        let key = self.nic.regions.key_of(self.id, token)?;
         Ok(keys::write_raw(key, self.keys.cookie(key, token), self.nic.attr.raw_key_size))
     }
 }

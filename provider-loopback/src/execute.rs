@@ -29,15 +29,16 @@ fn step_endpoint(endpoint: &Arc<EndpointState>) -> usize {
     if let Some(running) = endpoint.running.try_lock()
         && let Ok(_executing) = running.try_borrow_mut()
     {
-        let mut next = endpoint.next_posted();
-        while let Some((work, more)) = next {
+        while let Some((work, more)) = endpoint.next_posted() {
             let Some(result) = execute(endpoint, &work).transpose() else {
                 endpoint.put_back(work);
                 break;
             };
             endpoint.complete_transmit(&work, result);
             ended += 1;
-            next = if more { endpoint.next_posted() } else { None };
+            if !more {
+                break;
+            }
         }
     }
     ended + message::deliver_kept(endpoint)
@@ -77,10 +78,17 @@ fn rma(initiator: &EndpointState, work: &Work, remote: &[RemotePart], write: boo
     } else {
         (Access::READ, Access::REMOTE_READ)
     };
-    let near = LocalSide::hold(initiator, &work.local, local_right)?;
+    let (own, peers) = (&initiator.domain.nic, &target.domain.nic);
+    let mut table = own.regions.lock();
+    let (mut near, mut far) = (LocalSide::default(), RemoteSide::default());
+    near.hold(&table, initiator, &work.local, local_right)?;
+    if !Arc::ptr_eq(own, peers) {
+        drop(table);
+        table = peers.regions.lock();
+    }
+    far.hold(table, initiator, target, remote, remote_right)?;
     let mut local = Few::new();
     near.spans(&work.local, &mut local)?;
-    let far = RemoteSide::hold(initiator, target, remote, remote_right)?;
     let mut spans = Few::new();
     far.spans(remote, &mut spans)?;
     far.spend()?;
@@ -103,13 +111,17 @@ fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u
     let operands = (!reads_only).then(|| read(&work.local)).transpose()?;
     let compares = task.compare.map(|part| read(&[part])).transpose()?;
     let result_parts = task.result.as_slice();
-    let result_side = LocalSide::hold(initiator, result_parts, Access::READ)?;
+    let regions = &initiator.domain.nic.regions;
+    let mut result_side = LocalSide::default();
+    result_side.hold(&regions.lock(), initiator, result_parts, Access::READ)?;
     let mut result_spans = Few::new();
     result_side.spans(result_parts, &mut result_spans)?;
     let atomics = Access::ANY_REMOTE_ATOMIC;
     let any_of = if reads_only { atomics | Access::REMOTE_READ } else { atomics };
     let remote = [task.remote];
-    let far = RemoteSide::hold(initiator, target, &remote, any_of)?;
+    let table = target.domain.nic.regions.lock();
+    let mut far = RemoteSide::default();
+    far.hold(table, initiator, target, &remote, any_of)?;
     let mut spans = Few::new();
     far.spans(&remote, &mut spans)?;
     for span in spans.iter() {
@@ -150,7 +162,9 @@ fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u
 
 /// Reads the operands of an atomic from local memory.
 fn read_operands(initiator: &EndpointState, parts: &[LocalPart], len: u64) -> Result<Vec<u8>> {
-    let side = LocalSide::hold(initiator, parts, Access::WRITE)?;
+    let regions = &initiator.domain.nic.regions;
+    let mut side = LocalSide::default();
+    side.hold(&regions.lock(), initiator, parts, Access::WRITE)?;
     let mut spans = Few::new();
     side.spans(parts, &mut spans)?;
     memory::gather(spans.as_slice(), len)

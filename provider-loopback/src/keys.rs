@@ -1,13 +1,17 @@
 //! Keys of a domain: numbers that name a region or a window.
 //!
-//! Keys that the NIC chooses contain the region's index in the table and its generation.
-//!
-//! - Keys of 8 bytes are scrambled by a secret permutation, a different one in each domain. A guess
-//!   hits one of n live keys with probability n / 2^64. So does a key of another domain.
-//! - Keys of 4 bytes are those of hardware, a 24-bit index and an 8-bit tag. A random number hits
-//!   with probability n / 2^32. A peer can guess better: the first region has index 0 and tag 1.
+//! - Keys of 8 bytes that the NIC chooses are random numbers. A guess hits one of n live keys with
+//!   probability n / 2^64. So does a key of another domain.
+//! - Keys of 4 bytes that the NIC chooses are those of hardware: the region's 24-bit index in the
+//!   table, and the low 8 bits of its generation as a tag. A random number hits with probability
+//!   n / 2^32. A peer can guess better: the first region has index 0 and tag 1.
 
-use hmem_core::{Error, ErrorKind, RawKey, Result};
+use std::{
+    hash::{BuildHasher, RandomState},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use hmem_core::{Error, ErrorKind, RawKey, Result, random::random_u64};
 
 /// A reference to one region: its index in the table, and the generation of that index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,73 +28,35 @@ impl Token {
     pub(super) const fn from_u64(bits: u64) -> Self {
         Self { index: (bits >> 32) as u32, generation: bits as u32 }
     }
-}
 
-/// A secret permutation of 64-bit numbers: a Feistel network of four rounds over a keyed
-/// multiplication.
-#[derive(Clone)]
-pub(super) struct Permutation {
-    rounds: [(u64, u64); 4],
-}
-
-impl Permutation {
-    pub(super) fn random() -> Result<Self> {
-        let mut rounds = [(0, 0); 4];
-        for round in &mut rounds {
-            *round = (random()?, random()? | 1);
-        }
-        Ok(Self { rounds })
+    /// Returns the key of 4 bytes that the NIC chooses for the region.
+    pub(super) const fn to_narrow_key(self) -> u64 {
+        (self.index << 8 | self.generation & 0xff) as u64
     }
-
-    pub(super) fn seal(&self, plain: u64) -> u64 {
-        let (mut left, mut right) = ((plain >> 32) as u32, plain as u32);
-        for secret in &self.rounds {
-            (left, right) = (right, left ^ round(right, *secret));
-        }
-        u64::from(left) << 32 | u64::from(right)
-    }
-
-    pub(super) fn open(&self, sealed: u64) -> u64 {
-        let (mut left, mut right) = ((sealed >> 32) as u32, sealed as u32);
-        for secret in self.rounds.iter().rev() {
-            (left, right) = (right ^ round(left, *secret), left);
-        }
-        u64::from(left) << 32 | u64::from(right)
-    }
-}
-
-fn round(half: u32, (whiten, factor): (u64, u64)) -> u32 {
-    let folded = fold(u64::from(half) ^ whiten, factor);
-    (folded >> 32) as u32 ^ folded as u32
-}
-
-/// Mixes the two halves of a product, so that each bit of the result depends on all bits of both
-/// factors.
-pub(super) const fn fold(a: u64, b: u64) -> u64 {
-    let product = a as u128 * b as u128;
-    (product >> 64) as u64 ^ product as u64
 }
 
 /// Returns a random number from the operating system.
 pub(super) fn random() -> Result<u64> {
-    hmem_core::random::random_u64("loopback")
+    random_u64("loopback")
 }
 
-/// The secrets of a domain, with which it creates and decodes its keys.
-#[derive(Clone)]
+/// The random numbers of a domain, from which it makes keys and cookies.
+///
+/// They are values of the standard library's keyed hash function, whose key the process draws from
+/// the operating system, over a random salt of the domain and a counter. A number costs no system
+/// call, so that binding a window makes none.
 pub(super) struct DomainKeys {
     narrow: bool,
-    sealing: Permutation,
-    cookies: Permutation,
+    hasher: RandomState,
+    salt: u64,
+    /// The number of random numbers drawn so far.
+    drawn: AtomicU64,
 }
 
 impl DomainKeys {
     pub(super) fn new(key_size: usize) -> Result<Self> {
-        Ok(Self {
-            narrow: key_size == 4,
-            sealing: Permutation::random()?,
-            cookies: Permutation::random()?,
-        })
+        let (hasher, salt) = (RandomState::new(), random()?);
+        Ok(Self { narrow: key_size == 4, hasher, salt, drawn: AtomicU64::new(0) })
     }
 
     /// Returns true if keys have 4 bytes.
@@ -98,57 +64,16 @@ impl DomainKeys {
         self.narrow
     }
 
-    /// Returns the key of the region that a token names.
-    pub(super) fn seal(&self, token: Token) -> u64 {
-        if self.narrow {
-            u64::from(token.index << 8 | token.generation & 0xff)
-        } else {
-            self.sealing.seal(token.to_u64())
-        }
-    }
-
-    /// Returns the `nth` prefix for keys of windows: a key without its 8-bit tag.
-    ///
-    /// The caller checks that no requested key has the prefix. A key of 8 bytes that the NIC chose
-    /// for a region has the prefix only by a negligible chance.
-    pub(super) fn window_prefix(&self, nth: u64) -> u64 {
-        let prefix = self.sealing.seal(!nth) >> 8;
-        if self.narrow { prefix & 0xff_ffff } else { prefix }
-    }
-
-    /// Decodes a key. Returns its index, and the part of the generation that the key contains.
-    ///
-    /// Returns `None` if the key is longer than the domain's keys.
-    pub(super) fn open(&self, key: u64) -> Option<(u32, KnownGeneration)> {
-        if self.narrow {
-            let key = u32::try_from(key).ok()?;
-            Some((key >> 8, KnownGeneration::Tag(key as u8)))
-        } else {
-            let token = Token::from_u64(self.sealing.open(key));
-            Some((token.index, KnownGeneration::Whole(token.generation)))
-        }
+    /// Returns a random number of the size of a key. The caller checks that it is not in use.
+    pub(super) fn draw(&self) -> u64 {
+        let number = self.hasher.hash_one((self.salt, self.drawn.fetch_add(1, Ordering::Relaxed)));
+        if self.narrow { number & u64::from(u32::MAX) } else { number }
     }
 
     /// Returns the cookie of a raw key: a secret beside the key, so that knowledge of the key is
     /// not enough to forge the raw key.
     pub(super) fn cookie(&self, key: u64, token: Token) -> u64 {
-        self.cookies.seal(self.cookies.seal(key) ^ token.to_u64())
-    }
-}
-
-/// The part of a token's generation that a key contains: the low 8 bits or all bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum KnownGeneration {
-    Tag(u8),
-    Whole(u32),
-}
-
-impl KnownGeneration {
-    pub(super) const fn matches(self, generation: u32) -> bool {
-        match self {
-            Self::Tag(tag) => generation as u8 == tag,
-            Self::Whole(whole) => generation == whole,
-        }
+        self.hasher.hash_one((self.salt, key, token))
     }
 }
 
@@ -226,6 +151,8 @@ mod corpus;
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -243,30 +170,6 @@ mod tests {
 
     proptest! {
         #[test]
-        fn permutation_is_invertible(plain: u64) {
-            let permutation = Permutation::random().unwrap();
-            prop_assert_eq!(permutation.open(permutation.seal(plain)), plain);
-            prop_assert_eq!(permutation.seal(permutation.open(plain)), plain);
-        }
-
-        #[test]
-        fn eight_byte_key_contains_its_token(index: u32, generation: u32) {
-            let keys = DomainKeys::new(8).unwrap();
-            let key = keys.seal(Token { index, generation });
-            prop_assert_eq!(keys.open(key), Some((index, KnownGeneration::Whole(generation))));
-        }
-
-        #[test]
-        fn four_byte_key_contains_index_and_tag(index in 0u32..1 << 24, generation: u32) {
-            let keys = DomainKeys::new(4).unwrap();
-            let key = keys.seal(Token { index, generation });
-            prop_assert_eq!(key, u64::from(index) << 8 | u64::from(generation & 0xff));
-            let (found, known) = keys.open(key).unwrap();
-            prop_assert_eq!(found, index);
-            prop_assert!(known.matches(generation) && !known.matches(generation.wrapping_add(1)));
-        }
-
-        #[test]
         fn raw_keys_round_trip_in_every_size(key: u64, cookie: u64, size in 8usize..70) {
             let parts = read_raw(&write_raw(key, cookie, size), size).unwrap();
             prop_assert_eq!(parts.key, key);
@@ -283,18 +186,23 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_adjacent_tokens_differ_in_many_bits() {
-        let keys = DomainKeys::new(8).unwrap();
-        let one = keys.seal(Token { index: 7, generation: 1 });
-        let two = keys.seal(Token { index: 7, generation: 2 });
-        let three = keys.seal(Token { index: 8, generation: 1 });
-        assert!((one ^ two).count_ones() > 8 && (one ^ three).count_ones() > 8 && one != two);
+    fn numbers_differ_within_a_domain_and_between_domains() {
+        let domains = [DomainKeys::new(8).unwrap(), DomainKeys::new(8).unwrap()];
+        let numbers: HashSet<_> =
+            domains.iter().flat_map(|keys| (0..1000).map(|_| keys.draw())).collect();
+        assert_eq!(numbers.len(), 2000);
+        assert!(numbers.iter().any(|number| *number > u64::from(u32::MAX)));
+        let narrow = DomainKeys::new(4).unwrap();
+        assert!((0..1000).all(|_| narrow.draw() <= u64::from(u32::MAX)));
     }
 
+    /// KEY-03
     #[test]
-    fn key_of_another_domain_names_another_token() {
+    fn cookie_depends_on_domain_key_and_region() {
         let (a, b) = (DomainKeys::new(8).unwrap(), DomainKeys::new(8).unwrap());
-        let token = Token { index: 3, generation: 9 };
-        assert_ne!(b.open(a.seal(token)), a.open(a.seal(token)));
+        let (one, two) = (Token { index: 3, generation: 9 }, Token { index: 3, generation: 10 });
+        let cookies = [a.cookie(1, one), a.cookie(2, one), a.cookie(1, two), b.cookie(1, one)];
+        assert_eq!(a.cookie(1, one), cookies[0]);
+        assert_eq!(HashSet::from(cookies).len(), 4);
     }
 }

@@ -12,8 +12,8 @@
 //! - A completion queue never overruns. Each post reserves the entry of its completion, until the
 //!   application has read it. A post that finds no free entry fails with `Again`.
 //!
-//! It is a reference implementation: clear first, fast second. `#[inline]` stands where the
-//! transfer of 8 bytes in `benches/transfer.rs` needs it.
+//! It is a reference implementation: clear first, fast second. `#[inline]` and `#[inline(always)]`
+//! stand where the transfer of 8 bytes in `benches/transfer.rs` needs them.
 //!
 //! ```
 //! use hmem_core::{MrMode, provider::Provider};

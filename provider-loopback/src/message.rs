@@ -63,7 +63,9 @@ fn fill_from(
                 .remedy("post a buffer with room for the longest message"),
         ));
     }
-    let side = LocalSide::hold(owner, &receive.local, Access::RECV).map_err(at_receiver)?;
+    let mut side = LocalSide::default();
+    let regions = &owner.domain.nic.regions;
+    side.hold(&regions.lock(), owner, &receive.local, Access::RECV).map_err(at_receiver)?;
     let mut spans = Few::new();
     side.spans(&receive.local, &mut spans).map_err(at_receiver)?;
     match content {
@@ -200,7 +202,9 @@ fn deliver(
     header: Header,
     invalidate: Option<KeyUse>,
 ) -> Result<Option<u64>> {
-    let side = LocalSide::hold(sender, &work.local, Access::SEND)?;
+    let regions = &sender.domain.nic.regions;
+    let mut side = LocalSide::default();
+    side.hold(&regions.lock(), sender, &work.local, Access::SEND)?;
     let mut spans = Few::new();
     side.spans(&work.local, &mut spans)?;
     let len: u64 = spans.iter().map(Span::len).sum();

@@ -134,7 +134,7 @@ impl Builder {
     /// Sets the size of keys: 4 or 8 bytes. Default: 8.
     ///
     /// A key of 4 bytes that the NIC chooses is a 24-bit index with an 8-bit tag. A key of 8 bytes
-    /// that the NIC chooses is scrambled by a secret of the domain.
+    /// that the NIC chooses is a random number.
     pub fn key_size(mut self, bytes: usize) -> Self {
         self.config.attr.key_size = bytes;
         self

@@ -13,15 +13,12 @@ use parking_lot::{Mutex, RwLock};
 
 use super::{
     Few,
-    keys::Token,
     memory::{AnnouncedPages, PieceMemory, Pinned, Span},
 };
 
 /// A registered region, as the NIC's region table stores it.
 #[derive(Debug)]
 pub(super) struct Region {
-    pub(super) token: Token,
-    pub(super) key: u64,
     pub(super) attr: RegionAttr,
     /// True once transfers may use the region.
     enabled: AtomicBool,
@@ -34,6 +31,9 @@ pub(super) struct Region {
     /// are refused.
     endpoint: OnceLock<u64>,
 }
+
+/// A region with its lock.
+pub(super) type SharedRegion = Arc<RwLock<Region>>;
 
 /// The properties of a region that its registration sets. Only deregistration and refresh change
 /// them.
@@ -50,11 +50,6 @@ pub(super) struct RegionAttr {
     /// With MMU_NOTIFY, the addresses that the NIC may access. A sub-region shares the set of its
     /// parent. `None` if the NIC may access the whole region.
     pub(super) announced_pages: Option<Arc<RwLock<AnnouncedPages>>>,
-    /// For a sub-region, its parent: the region that it is a part of.
-    pub(super) parent: Option<Token>,
-    /// For a sub-region, its root: the region that was registered with the pages. The root is the
-    /// parent, or the parent's root if the parent is a sub-region.
-    pub(super) root: Option<Token>,
     /// True with RMA_PMEM: the NIC makes peers' writes persistent before they complete.
     pub(super) persistent: bool,
     /// True with MR_SINGLE_USE: the key is valid for one access by a peer.
@@ -121,16 +116,15 @@ impl RegionAttr {
 }
 
 impl Region {
-    pub(super) fn new(token: Token, key: u64, attr: RegionAttr) -> Self {
-        Self {
-            token,
-            key,
+    #[inline]
+    pub(super) fn shared(attr: RegionAttr) -> SharedRegion {
+        Arc::new(RwLock::new(Self {
             enabled: AtomicBool::new(attr.enabled),
             spent: AtomicBool::new(false),
             counters: OnceLock::new(),
             endpoint: OnceLock::new(),
             attr,
-        }
+        }))
     }
 
     pub(super) fn enable(&self) {

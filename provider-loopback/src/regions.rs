@@ -18,37 +18,41 @@
 //! 2. It waits for the existing guards.
 //! 3. It drops the region's memory.
 //!
-//! **A transfer does not deadlock with itself.** [`Regions::hold`] never waits for a region's lock.
-//! It refuses a region that has a write guard, or for which a thread waits for one. So one region
-//! can be on both sides of a transfer: if its deregistration begins between the two holds, the
-//! second hold fails. No thread waits for the lock of a region while it has the lock of the table.
+//! **A transfer does not deadlock with itself.** [`RegionTable::hold`] never waits for a region's
+//! lock. It refuses a region that has a write guard, or for which a thread waits for one. So one
+//! region can be on both sides of a transfer: if its deregistration begins between the two holds,
+//! the second hold fails. No thread waits for the lock of a region while it has the lock of the
+//! table.
 //! One deadlock remains: a copy engine must neither deregister nor refresh a region of the transfer
 //! that called it.
 //!
 //! # Keys and indices
 //!
-//! A token is an index and a generation, which counts the uses of the index. A handle or key of an
-//! earlier generation names no region. An index is not used again after its last generation. Keys
-//! of 4 bytes have only 8 bits of the generation. A key is then valid again after 256 uses of its
+//! A token is an index and a generation, which counts the uses of the index. A handle of an earlier
+//! generation names no region. An index is not used again after its last generation.
+//!
+//! A map finds the index of a region by domain and key. A key of 4 bytes that the NIC chooses
+//! consists of the index and 8 bits of the generation. It is used again after 256 uses of its
 //! index, so freed indices wait before their reuse.
 
 use std::{
     collections::{VecDeque, hash_map::Entry},
-    ops::Deref,
+    ops::{Deref, RangeInclusive},
     sync::Arc,
 };
 
 use hmem_core::{Error, ErrorKind, Result};
 use parking_lot::{
     ArcRwLockReadGuard, ArcRwLockUpgradableReadGuard, ArcRwLockWriteGuard, RawRwLock, RwLock,
+    RwLockReadGuard,
 };
 
 use rustc_hash::FxHashMap;
 
 use super::{
     config::MAX_REGIONS,
-    keys::{DomainKeys, KnownGeneration, Token},
-    region::{Refusal, Region, RegionAttr},
+    keys::Token,
+    region::{Refusal, Region, SharedRegion},
 };
 
 type ReadGuard = ArcRwLockReadGuard<RawRwLock, Region>;
@@ -57,6 +61,7 @@ type ReadGuard = ArcRwLockReadGuard<RawRwLock, Region>;
 /// the guard is dropped.
 #[derive(Debug)]
 pub(super) struct RegionGuard {
+    pub(super) token: Token,
     region: ReadGuard,
     /// For a sub-region, the guard of its root: the region that was registered with the pages.
     _root: Option<ReadGuard>,
@@ -101,26 +106,26 @@ pub(super) struct Counts {
     pub(super) bytes: u64,
 }
 
-/// The key of a new region.
-#[derive(Clone, Copy)]
-pub(super) enum NewKey<'a> {
-    /// The key that the application requested, or an unused random key in its place.
-    Requested(u64),
-    /// A key that the NIC creates with the domain's secrets.
-    Sealed(&'a DomainKeys),
+/// The pages of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pages {
+    /// The number of bytes that were registered with the region.
+    Own(u64),
+    /// The parent of a sub-region: the region that it is a part of.
+    Parent(Token),
 }
 
 /// The regions of a NIC.
 pub(super) struct Regions {
-    state: RwLock<State>,
+    table: RwLock<RegionTable>,
 }
 
-struct State {
+/// The table of a NIC's regions, under the lock of [`Regions`].
+pub(super) struct RegionTable {
     slots: IndexTable,
-    /// The indices of regions with a [`NewKey::Requested`], by domain and key. The hash function
-    /// has no secret seed, because an application that chooses colliding keys slows down only its
-    /// own lookups.
-    requested: FxHashMap<(u32, u64), u32>,
+    /// The indices of the regions by domain and key. The hash function has no secret seed, because
+    /// an application that chooses colliding keys slows down only its own lookups.
+    by_key: FxHashMap<(u32, u64), u32>,
 }
 
 /// The live regions by index, and the free indices.
@@ -143,14 +148,13 @@ struct Live {
     /// The number of windows and sub-regions that depend on the region. While the number is not 0,
     /// the region cannot be removed.
     dependents: u32,
-    /// The region's key in [`State::requested`]. `None` for a [`NewKey::Sealed`].
-    requested: Option<u64>,
-    /// The number of registered bytes. `None` for a sub-region, which uses the pages of its root.
-    pinned: Option<u64>,
-    /// The root of a sub-region. The root stays live as long as its sub-regions, because each is a
-    /// dependent of the root or of another sub-region.
+    key: u64,
+    pages: Pages,
+    /// The root of a sub-region: the region that was registered with the pages. The root stays live
+    /// as long as its sub-regions, because each is a dependent of the root or of another
+    /// sub-region.
     root: Option<Token>,
-    region: Arc<RwLock<Region>>,
+    region: SharedRegion,
 }
 
 impl IndexTable {
@@ -181,15 +185,11 @@ impl IndexTable {
         }
     }
 
-    fn live(&self, index: u32, known: KnownGeneration) -> Option<&Live> {
-        let slot = self.all.get(index as usize)?;
-        slot.live.as_ref().filter(|_| known.matches(slot.generation))
-    }
-
     /// Returns the live region that a handle of the domain names.
     fn find(&self, domain: u32, token: Token) -> Option<&Live> {
-        let known = KnownGeneration::Whole(token.generation);
-        self.live(token.index, known).filter(|live| live.domain == domain)
+        let slot = self.all.get(token.index as usize)?;
+        let live = slot.live.as_ref().filter(|_| slot.generation == token.generation);
+        live.filter(|live| live.domain == domain)
     }
 
     fn root_of(&self, live: &Live) -> Option<&Live> {
@@ -197,21 +197,21 @@ impl IndexTable {
         Some(self.find(live.domain, root).expect("a region with dependents is not removed"))
     }
 
-    /// Takes the read guards of a region and, for a sub-region, of its root (the region that was
-    /// registered with the pages). `by_key` is true if a peer's key named the region, and false if
-    /// a handle of the domain did. The caller holds the lock of the table.
+    /// Takes the read guards of a live region and, for a sub-region, of its root (the
+    /// region that was registered with the pages). `by_key` is true if a peer's key named the
+    /// region, and false if a handle of the domain did. The caller holds the lock of the table.
     ///
     /// While the caller holds that lock, only a refresh can have a write guard:
     /// [`Regions::remove`] takes one after it removed the region from the table.
-    #[inline]
-    fn hold(&self, live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
+    #[inline(always)]
+    fn hold(&self, token: Token, live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
         let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;
         region.check_usable(by_key)?;
         let root = match self.root_of(live) {
             Some(root) => Some(root.region.try_read_arc().ok_or(Refusal::Refreshing)?),
             None => None,
         };
-        Ok(RegionGuard { region, _root: root })
+        Ok(RegionGuard { token, region, _root: root })
     }
 
     fn find_mut(&mut self, domain: u32, token: Token) -> Option<&mut Live> {
@@ -228,60 +228,90 @@ impl IndexTable {
     }
 }
 
+impl RegionTable {
+    /// Returns a guard that keeps the region of a handle registered during a transfer.
+    ///
+    /// The call never waits for a region's lock: it fails if the region is being refreshed.
+    #[inline(always)]
+    pub(super) fn hold(&self, domain: u32, token: Token) -> Result<RegionGuard, Refusal> {
+        let live = self.slots.find(domain, token).ok_or(Refusal::NoRegion)?;
+        self.slots.hold(token, live, false)
+    }
+
+    /// Like [`RegionTable::hold`], but a peer named the region by its key.
+    #[inline(always)]
+    pub(super) fn hold_key(&self, domain: u32, key: u64) -> Result<RegionGuard, Refusal> {
+        let index = *self.by_key.get(&(domain, key)).ok_or(Refusal::NoRegion)?;
+        let slot = &self.slots.all[index as usize];
+        let live = slot.live.as_ref().expect("the keys are those of live regions");
+        self.slots.hold(Token { index, generation: slot.generation }, live, true)
+    }
+}
+
 impl Regions {
     pub(super) fn new(narrow: bool) -> Self {
         let resting = if narrow { RESTING_INDICES } else { 0 };
         let slots = IndexTable { all: Vec::new(), free: VecDeque::new(), resting };
-        Self { state: RwLock::new(State { slots, requested: FxHashMap::default() }) }
+        Self { table: RwLock::new(RegionTable { slots, by_key: FxHashMap::default() }) }
+    }
+
+    /// Locks the table for lookups. No region is added or removed until the guard is dropped.
+    ///
+    /// A thread that has the guard must not lock the table again, nor wait for another lock that a
+    /// thread may hold while it locks the table.
+    #[inline]
+    pub(super) fn lock(&self) -> RwLockReadGuard<'_, RegionTable> {
+        self.table.read()
     }
 
     /// Counts the open regions of a domain. Visits every region of the NIC.
     pub(super) fn counts(&self, domain: u32) -> Counts {
         let mut counts = Counts::default();
-        for (_, live) in self.state.read().slots.of_domain(domain) {
+        for (_, live) in self.lock().slots.of_domain(domain) {
             counts.regions += 1;
-            counts.page_registrations += u64::from(live.pinned.is_some());
-            counts.bytes += live.pinned.unwrap_or(0);
+            if let Pages::Own(bytes) = live.pages {
+                counts.page_registrations += 1;
+                counts.bytes += bytes;
+            }
         }
         counts
     }
 
-    /// Adds a live region and returns its token and key.
+    /// Adds a live region and returns its token and key. If `key` is `None`, the key is the one of
+    /// 4 bytes that the NIC chooses for the token.
     ///
     /// # Errors
-    /// - NoKey: the domain already has a region with the requested key.
+    /// - NoKey: the domain already has a region with the key.
+    /// - NoRegion: the parent is not live.
     /// - OutOfResources: the table is full.
     pub(super) fn insert(
         &self,
         domain: u32,
-        key: NewKey<'_>,
-        attr: RegionAttr,
+        key: Option<u64>,
+        pages: Pages,
+        region: SharedRegion,
     ) -> Result<(Token, u64)> {
-        let state = &mut *self.state.write();
-        let (token, key, requested) = match key {
-            NewKey::Requested(key) => {
-                let Entry::Vacant(unused) = state.requested.entry((domain, key)) else {
-                    return Err(key_in_use(key));
-                };
-                let token = state.slots.take()?;
-                unused.insert(token.index);
-                (token, key, Some(key))
-            }
-            NewKey::Sealed(keys) => {
-                let token = state.slots.take()?;
-                (token, keys.seal(token), None)
+        let table = &mut *self.table.write();
+        let root = match pages {
+            Pages::Own(_) => None,
+            Pages::Parent(parent) => {
+                let live = table.slots.find(domain, parent);
+                live.ok_or_else(|| stale("register sub-region"))?.root.or(Some(parent))
             }
         };
-        let pinned = attr.parent.is_none().then_some(attr.len);
-        let root = attr.root;
-        let region = Arc::new(RwLock::new(Region::new(token, key, attr)));
-        state.slots.all[token.index as usize].live =
-            Some(Live { domain, dependents: 0, requested, pinned, root, region });
+        let token = table.slots.take()?;
+        let key = key.unwrap_or(token.to_narrow_key());
+        let Entry::Vacant(unused) = table.by_key.entry((domain, key)) else {
+            table.slots.free(token.index);
+            return Err(key_in_use(key));
+        };
+        unused.insert(token.index);
+        table.slots.all[token.index as usize].live =
+            Some(Live { domain, dependents: 0, key, pages, root, region });
         Ok((token, key))
     }
 
-    /// Removes a region. Returns the number of its registered bytes, and its parent if it is a
-    /// sub-region.
+    /// Removes a region. Returns the number of its registered bytes, or its parent.
     ///
     /// The key becomes invalid at once. When the method returns, no transfer uses the region, and
     /// its memory is released.
@@ -289,33 +319,38 @@ impl Regions {
     /// # Errors
     /// - NoRegion: the handle is stale.
     /// - Busy: windows or sub-regions depend on the region.
-    pub(super) fn remove(&self, domain: u32, token: Token) -> Result<(u64, Option<Token>)> {
+    pub(super) fn remove(&self, domain: u32, token: Token) -> Result<Pages> {
         let live = {
-            let mut state = self.state.write();
-            let found = state.slots.find(domain, token).ok_or_else(|| stale("deregister"))?;
+            let mut table = self.table.write();
+            let found = table.slots.find(domain, token).ok_or_else(|| stale("deregister"))?;
             if found.dependents > 0 {
                 return Err(has_dependents(found.dependents));
             }
-            let live = state.slots.all[token.index as usize].live.take();
+            let live = table.slots.all[token.index as usize].live.take();
             let live = live.expect("the region was just found");
-            state.slots.free(token.index);
-            if let Some(key) = live.requested {
-                state.requested.remove(&(domain, key));
-            }
+            table.slots.free(token.index);
+            table.by_key.remove(&(domain, live.key));
             live
         };
-        let (pieces, parent) = {
-            // Waits for the transfers that use the region. No new transfer can find the region.
-            let mut region = live.region.write();
-            (std::mem::take(&mut region.attr.pieces), region.attr.parent)
-        };
+        // Waits for the transfers that use the region. No new transfer can find the region.
+        let pieces = std::mem::take(&mut live.region.write().attr.pieces);
         drop(pieces);
-        Ok((live.pinned.unwrap_or(0), parent))
+        Ok(live.pages)
     }
 
-    /// Returns true if a region of the domain has this requested key.
-    pub(super) fn is_requested(&self, domain: u32, key: u64) -> bool {
-        self.state.read().requested.contains_key(&(domain, key))
+    /// Returns true if a region of the domain has one of the keys.
+    pub(super) fn has_key(&self, domain: u32, mut keys: RangeInclusive<u64>) -> bool {
+        let table = self.lock();
+        keys.any(|key| table.by_key.contains_key(&(domain, key)))
+    }
+
+    /// Returns the key of a region.
+    ///
+    /// # Errors
+    /// NoRegion: the handle is stale.
+    pub(super) fn key_of(&self, domain: u32, token: Token) -> Result<u64> {
+        let table = self.lock();
+        Ok(table.slots.find(domain, token).ok_or_else(|| stale("raw key"))?.key)
     }
 
     /// Returns true if a descriptor names a live region of the domain now.
@@ -323,35 +358,7 @@ impl Regions {
     /// A transfer checks this again when it takes a guard of the region.
     #[inline]
     pub(super) fn is_live(&self, domain: u32, token: Token) -> bool {
-        self.state.read().slots.find(domain, token).is_some()
-    }
-
-    /// Returns a guard that keeps the region at an index registered during a transfer.
-    ///
-    /// `by_key` is true if a peer's key named the region, and false if a handle of the domain did.
-    /// The call never waits for a region's lock: it fails if the region is being refreshed.
-    #[inline]
-    pub(super) fn hold(
-        &self,
-        domain: u32,
-        index: u32,
-        known: KnownGeneration,
-        by_key: bool,
-    ) -> Result<RegionGuard, Refusal> {
-        let state = self.state.read();
-        let live = state.slots.live(index, known).filter(|live| live.domain == domain);
-        state.slots.hold(live.ok_or(Refusal::NoRegion)?, by_key)
-    }
-
-    /// Returns a guard that keeps the region with a requested key registered during a transfer.
-    ///
-    /// The call never waits for a region's lock: it fails if the region is being refreshed.
-    #[inline]
-    pub(super) fn hold_requested(&self, domain: u32, key: u64) -> Result<RegionGuard, Refusal> {
-        let state = self.state.read();
-        let index = *state.requested.get(&(domain, key)).ok_or(Refusal::NoRegion)?;
-        let live = state.slots.all[index as usize].live.as_ref().ok_or(Refusal::NoRegion)?;
-        state.slots.hold(live, true)
+        self.lock().slots.find(domain, token).is_some()
     }
 
     /// Waits for the transfers that use a region's pages. Later transfers fail until the guard is
@@ -361,28 +368,23 @@ impl Regions {
     /// - NoRegion: the handle is stale.
     /// - Busy: another refresh of the pages is in progress.
     pub(super) fn refresh(&self, domain: u32, token: Token) -> Result<RefreshGuard> {
-        let state = self.state.read();
-        let live = state.slots.find(domain, token).ok_or_else(|| stale("refresh"))?;
-        let root = state.slots.root_of(live);
+        let table = self.lock();
+        let live = table.slots.find(domain, token).ok_or_else(|| stale("refresh"))?;
+        let root = table.slots.root_of(live);
         // At most one thread can have the upgradable guard. Transfers can have read guards beside
         // it.
         let root = root.unwrap_or(live).region.try_upgradable_read_arc().ok_or_else(refreshing)?;
         let part = live.root.is_some().then(|| Arc::clone(&live.region));
-        drop(state);
+        drop(table);
         let root = ArcRwLockUpgradableReadGuard::upgrade(root);
         // May wait for a deregistration of the sub-region, which then has no pieces left.
         let part = part.map(|part| part.read_arc());
         Ok(RefreshGuard { root, part })
     }
 
-    fn find(
-        &self,
-        domain: u32,
-        token: Token,
-        operation: &'static str,
-    ) -> Result<Arc<RwLock<Region>>> {
-        let state = self.state.read();
-        let live = state.slots.find(domain, token).ok_or_else(|| stale(operation))?;
+    fn find(&self, domain: u32, token: Token, operation: &'static str) -> Result<SharedRegion> {
+        let table = self.lock();
+        let live = table.slots.find(domain, token).ok_or_else(|| stale(operation))?;
         Ok(Arc::clone(&live.region))
     }
 
@@ -415,22 +417,22 @@ impl Regions {
         token: Token,
         operation: &'static str,
     ) -> Result<()> {
-        let mut state = self.state.write();
-        state.slots.find_mut(domain, token).ok_or_else(|| stale(operation))?.dependents += 1;
+        let mut table = self.table.write();
+        table.slots.find_mut(domain, token).ok_or_else(|| stale(operation))?.dependents += 1;
         Ok(())
     }
 
     /// Records that a window or sub-region, which [`Regions::add_dependent`] has counted, no longer
     /// depends on the region.
     pub(super) fn remove_dependent(&self, domain: u32, token: Token) {
-        let mut state = self.state.write();
-        let base = state.slots.find_mut(domain, token);
+        let mut table = self.table.write();
+        let base = table.slots.find_mut(domain, token);
         base.expect("a region with dependents is not removed").dependents -= 1;
     }
 
     /// Returns the tokens of a domain's regions.
     pub(super) fn tokens_of(&self, domain: u32) -> Vec<Token> {
-        self.state.read().slots.of_domain(domain).map(|(token, _)| token).collect()
+        self.lock().slots.of_domain(domain).map(|(token, _)| token).collect()
     }
 
     /// Reserves an index for a window. No region gets that index until [`Regions::free_index`].
@@ -438,12 +440,12 @@ impl Regions {
     /// # Errors
     /// OutOfResources: the table is full.
     pub(super) fn reserve_index(&self) -> Result<u32> {
-        Ok(self.state.write().slots.take()?.index)
+        Ok(self.table.write().slots.take()?.index)
     }
 
     /// Frees an index that [`Regions::reserve_index`] has reserved.
     pub(super) fn free_index(&self, index: u32) {
-        self.state.write().slots.free(index);
+        self.table.write().slots.free(index);
     }
 }
 
@@ -485,7 +487,11 @@ mod tests {
     use hmem_core::{Access, Address, AddressRange, Addressing};
 
     use super::*;
-    use crate::{Few, memory::PieceMemory, region::RegionPiece};
+    use crate::{
+        Few,
+        memory::PieceMemory,
+        region::{RegionAttr, RegionPiece},
+    };
 
     const DOMAIN: u32 = 7;
 
@@ -499,8 +505,6 @@ mod tests {
             pieces: Few::from_iter([piece]),
             auth_key: None,
             announced_pages: None,
-            parent: None,
-            root: None,
             persistent: false,
             single_use: false,
             enabled: true,
@@ -508,12 +512,11 @@ mod tests {
     }
 
     fn insert(regions: &Regions, attr: RegionAttr) -> Token {
-        regions.insert(DOMAIN, NewKey::Requested(1), attr).unwrap().0
+        regions.insert(DOMAIN, Some(1), Pages::Own(64), Region::shared(attr)).unwrap().0
     }
 
-    fn hold(regions: &Regions, token: Token, by_key: bool) -> Result<RegionGuard, Refusal> {
-        let known = KnownGeneration::Whole(token.generation);
-        regions.hold(DOMAIN, token.index, known, by_key)
+    fn hold(regions: &Regions, token: Token) -> Result<RegionGuard, Refusal> {
+        regions.lock().hold(DOMAIN, token)
     }
 
     #[test]
@@ -523,8 +526,8 @@ mod tests {
         regions.remove(DOMAIN, first).unwrap();
         let second = insert(&regions, attr());
         assert_eq!(first.index, second.index);
-        assert_eq!(hold(&regions, first, true).unwrap_err(), Refusal::NoRegion);
-        assert_eq!(hold(&regions, second, true).unwrap().token, second);
+        assert_eq!(hold(&regions, first).unwrap_err(), Refusal::NoRegion);
+        assert_eq!(hold(&regions, second).unwrap().token, second);
         assert!(!regions.is_live(DOMAIN, first) && regions.is_live(DOMAIN, second));
         assert!(regions.remove(DOMAIN, first).is_err());
         assert!(regions.remove(DOMAIN + 1, second).is_err());
@@ -534,18 +537,18 @@ mod tests {
     fn single_use_key_serves_one_of_two_transfers() {
         let regions = Regions::new(false);
         let token = insert(&regions, RegionAttr { single_use: true, ..attr() });
-        let hold_key = || regions.hold_requested(DOMAIN, 1);
+        let hold_key = || regions.lock().hold_key(DOMAIN, 1);
         let (one, two) = (hold_key().unwrap(), hold_key().unwrap());
         assert!(one.spend() && !two.spend());
         assert_eq!(hold_key().unwrap_err(), Refusal::NoRegion);
-        drop(hold(&regions, token, false).unwrap());
+        drop(hold(&regions, token).unwrap());
     }
 
     #[test]
     fn removal_waits_for_transfers_and_releases_the_memory() {
         let regions = Regions::new(false);
         let token = insert(&regions, attr());
-        let user = hold(&regions, token, true).unwrap();
+        let user = hold(&regions, token).unwrap();
         std::thread::scope(|scope| {
             let removal = scope.spawn(|| regions.remove(DOMAIN, token).unwrap());
             while regions.is_live(DOMAIN, token) {
@@ -553,7 +556,7 @@ mod tests {
             }
             // A second hold by the same transfer is refused here, because a wait would be a
             // deadlock.
-            assert_eq!(hold(&regions, token, true).unwrap_err(), Refusal::NoRegion);
+            assert_eq!(hold(&regions, token).unwrap_err(), Refusal::NoRegion);
             assert!(!removal.is_finished());
             assert_eq!(user.attr.pieces.len(), 1);
             drop(user);
@@ -565,27 +568,27 @@ mod tests {
     fn refresh_waits_for_transfers_and_refuses_new_ones() {
         let regions = Regions::new(false);
         let token = insert(&regions, attr());
-        let user = hold(&regions, token, true).unwrap();
+        let user = hold(&regions, token).unwrap();
         std::thread::scope(|scope| {
             let refresh = scope.spawn(|| regions.refresh(DOMAIN, token).unwrap().attr.len);
-            while hold(&regions, token, true).is_ok() {
+            while hold(&regions, token).is_ok() {
                 std::thread::yield_now();
             }
-            assert_eq!(hold(&regions, token, true).unwrap_err(), Refusal::Refreshing);
+            assert_eq!(hold(&regions, token).unwrap_err(), Refusal::Refreshing);
             assert!(!refresh.is_finished());
             drop(user);
             refresh.join().unwrap();
         });
-        drop(hold(&regions, token, true).unwrap());
+        drop(hold(&regions, token).unwrap());
     }
 
     #[test]
     fn freed_index_waits_for_reuse_with_4_byte_keys() {
         let regions = Regions::new(true);
-        let keys = DomainKeys::new(4).unwrap();
         let mut last_seen = FxHashMap::default();
         for round in 0..10 * RESTING_INDICES {
-            let (token, key) = regions.insert(DOMAIN, NewKey::Sealed(&keys), attr()).unwrap();
+            let (token, key) =
+                regions.insert(DOMAIN, None, Pages::Own(64), Region::shared(attr())).unwrap();
             assert_eq!(key >> 8, u64::from(token.index));
             if let Some(before) = last_seen.insert(token.index, round) {
                 assert!(
@@ -605,7 +608,7 @@ mod tests {
         let regions = Regions::new(false);
         let token = insert(&regions, attr());
         regions.remove(DOMAIN, token).unwrap();
-        regions.state.write().slots.all[token.index as usize].generation = u32::MAX;
+        regions.table.write().slots.all[token.index as usize].generation = u32::MAX;
         let old = insert(&regions, attr());
         assert_eq!((old.index, old.generation), (token.index, u32::MAX));
         regions.remove(DOMAIN, old).unwrap();

@@ -10,12 +10,12 @@ use hmem_core::{
 use parking_lot::RwLock;
 
 use super::{
-    Call,
+    Call, Few,
     domain::DomainState,
-    keys::{self, Token},
+    keys::Token,
     memory::{self, AnnouncedPages, DeviceMemory, PieceMemory, Pinned, Pinner, Run, Staged},
-    region::{Region, RegionAttr, RegionPiece},
-    regions::NewKey,
+    region::{Region, RegionAttr, RegionPiece, SharedRegion},
+    regions::Pages,
     window::EndpointLife,
 };
 
@@ -28,9 +28,9 @@ impl DomainState {
         let len = self.check_size(pieces)?;
         self.nic.reserve(len)?;
         self.prepare(request, pieces, len)
-            .and_then(|attr| {
+            .and_then(|region| {
                 self.nic.config.faults.enter(Call::Register)?;
-                self.insert(request.key, attr)
+                self.insert(request.key, Pages::Own(len), region)
             })
             .inspect_err(|_| self.nic.release(len))
     }
@@ -66,11 +66,15 @@ impl DomainState {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
         len: u64,
-    ) -> Result<RegionAttr> {
+    ) -> Result<SharedRegion> {
         let is_borrowed =
             |piece: &&Piece<'_>| matches!(piece.backing, Backing::Host { owned: false });
-        let imported =
-            pieces.iter().map(|piece| self.import(request, piece)).collect::<Result<_>>()?;
+        let mut imported = Few::new();
+        for piece in pieces {
+            imported.push(self.import(request, piece)?);
+        }
+        let persistent = request.flags.contains(MrFlags::RMA_PMEM);
+        check_persistence(request, persistent, &imported)?;
         let notified = self.mode.contains(MrMode::MMU_NOTIFY)
             && pieces.iter().any(|piece| is_borrowed(&piece));
         let announced_pages = notified.then(|| {
@@ -82,22 +86,17 @@ impl DomainState {
             }
             Arc::new(RwLock::new(announced_pages))
         });
-        check_persistence(
-            request,
-            RegionAttr {
-                len,
-                access: request.access,
-                addressing: request.addressing,
-                pieces: imported,
-                auth_key: self.own_auth_key(request.auth_key),
-                announced_pages,
-                parent: None,
-                root: None,
-                persistent: request.flags.contains(MrFlags::RMA_PMEM),
-                single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
-                enabled: request.enabled,
-            },
-        )
+        Ok(Region::shared(RegionAttr {
+            len,
+            access: request.access,
+            addressing: request.addressing,
+            pieces: imported,
+            auth_key: self.own_auth_key(request.auth_key),
+            announced_pages,
+            persistent,
+            single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
+            enabled: request.enabled,
+        }))
     }
 
     /// In ALLOCATED mode, populates the pages of a range that the region does not own. Does nothing
@@ -191,41 +190,44 @@ impl DomainState {
     }
 
     /// Adds a region to the table. The mode decides whether the application or the NIC chooses its
-    /// key.
+    /// key. A key of 4 bytes that the NIC chooses is the region's index in the table with a tag.
     ///
     /// # Errors
     /// - NoKey: a region of the domain has the requested key, or the keys of a window have its
     ///   prefix.
     /// - KeyRejected: the requested key is longer than the NIC's keys.
     /// - OutOfResources: the table is full.
-    fn insert(&self, key: KeyRequest, attr: RegionAttr) -> Result<ProviderRegion> {
-        let key = if self.requested_keys() {
-            let number = match key {
-                KeyRequest::Application(number) => number,
-                KeyRequest::Provider => self.unused_key()?,
-            };
-            if self.windows.has_key(number) {
-                return Err(window_has_key(number));
+    fn insert(
+        &self,
+        key: KeyRequest,
+        pages: Pages,
+        region: SharedRegion,
+    ) -> Result<ProviderRegion> {
+        let key = match key {
+            KeyRequest::Application(number) if self.requested_keys() => {
+                if self.windows.has_key(number) {
+                    return Err(window_has_key(number));
+                }
+                if self.keys.narrow() && number > u64::from(u32::MAX) {
+                    return Err(too_wide(number));
+                }
+                Some(number)
             }
-            if self.keys.narrow() && number > u64::from(u32::MAX) {
-                return Err(too_wide(number));
-            }
-            NewKey::Requested(number)
-        } else {
-            NewKey::Sealed(&self.keys)
+            _ if self.keys.narrow() && !self.requested_keys() => None,
+            _ => Some(self.unused_key()),
         };
-        let (token, key) = self.nic.regions.insert(self.id, key, attr)?;
+        let (token, key) = self.nic.regions.insert(self.id, key, pages, region)?;
         let token = token.to_u64();
         Ok(ProviderRegion { token, local: LocalKey::from_provider(token), key })
     }
 
-    /// Returns a random key that no region of the domain has.
-    fn unused_key(&self) -> Result<u64> {
+    /// Returns a random key that no region or window of the domain has.
+    fn unused_key(&self) -> u64 {
         loop {
-            let random = keys::random()?;
-            let number = if self.keys.narrow() { random & u64::from(u32::MAX) } else { random };
-            if !self.nic.regions.is_requested(self.id, number) {
-                return Ok(number);
+            let number = self.keys.draw();
+            let has_region = self.nic.regions.has_key(self.id, number..=number);
+            if !has_region && !self.windows.has_key(number) {
+                return number;
             }
         }
     }
@@ -248,27 +250,26 @@ impl DomainState {
         let part = |parent: &Region| {
             let parent = &parent.attr;
             check_part(parent, request.access, offset, len)?;
-            check_persistence(
-                request,
-                RegionAttr {
-                    len,
-                    access: request.access,
-                    addressing: request.addressing,
-                    pieces: parent.part(offset, len),
-                    auth_key: self.own_auth_key(request.auth_key),
-                    announced_pages: parent.announced_pages.clone(),
-                    parent: Some(base),
-                    root: parent.root.or(Some(base)),
-                    persistent: request.flags.contains(MrFlags::RMA_PMEM) || parent.persistent,
-                    single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
-                    enabled: request.enabled,
-                },
-            )
+            let pieces = parent.part(offset, len);
+            let persistent = request.flags.contains(MrFlags::RMA_PMEM) || parent.persistent;
+            check_persistence(request, persistent, &pieces)?;
+            Ok(Region::shared(RegionAttr {
+                len,
+                access: request.access,
+                addressing: request.addressing,
+                pieces,
+                auth_key: self.own_auth_key(request.auth_key),
+                announced_pages: parent.announced_pages.clone(),
+                persistent,
+                single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
+                enabled: request.enabled,
+            }))
         };
         let registered =
-            regions.inspect(self.id, base, "register sub-region", part).and_then(|attr| {
+            regions.inspect(self.id, base, "register sub-region", part).and_then(|region| {
                 self.nic.reserve(0)?;
-                self.insert(request.key, attr).inspect_err(|_| self.nic.release(0))
+                let inserted = self.insert(request.key, Pages::Parent(base), region);
+                inserted.inspect_err(|_| self.nic.release(0))
             });
         if registered.is_err() {
             regions.remove_dependent(self.id, base);
@@ -362,14 +363,18 @@ fn check_part(base: &RegionAttr, access: Access, offset: u64, len: u64) -> Resul
 
 /// Refuses a persistent region of device memory if transfers may not call drivers: the region
 /// flushes the device after each write.
-fn check_persistence(request: &Registration<'_>, attr: RegionAttr) -> Result<RegionAttr> {
-    let flushes = attr.persistent && attr.pieces.iter().any(|piece| !piece.memory.is_host());
+fn check_persistence(
+    request: &Registration<'_>,
+    persistent: bool,
+    pieces: &[RegionPiece],
+) -> Result<()> {
+    let flushes = persistent && pieces.iter().any(|piece| !piece.memory.is_host());
     if flushes && !request.driver_calls_in_transfers {
         return Err(needs_driver_calls(ErrorKind::BadFlags, "flushes the device after each write")
             .context("flags", MrFlags::RMA_PMEM)
             .remedy("clear RMA_PMEM, or set DomainAttr::driver_calls_in_transfers"));
     }
-    Ok(attr)
+    Ok(())
 }
 
 fn needs_driver_calls(kind: ErrorKind, why: &'static str) -> Error {

@@ -101,7 +101,7 @@ pub(super) struct RemotePart {
     pub(super) key: KeyUse,
 }
 
-#[inline]
+#[inline(always)]
 fn local_part(domain: &DomainState, segment: &LocalSegment) -> Result<LocalPart> {
     let (address, len) = (segment.address.0, segment.len);
     let refuse = |why: &'static str, remedy: &'static str| {

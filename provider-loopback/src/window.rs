@@ -37,7 +37,7 @@ use smallvec::SmallVec;
 
 use super::{
     Call,
-    keys::{DomainKeys, KnownGeneration, Token},
+    keys::{DomainKeys, Token},
     nic::Nic,
     region::{AccessStart, Refusal, Region, denied},
     regions::RegionGuard,
@@ -48,7 +48,7 @@ pub(super) struct Windows {
     nic: Arc<Nic>,
     /// The number that identifies the domain on its NIC.
     domain: u32,
-    keys: DomainKeys,
+    keys: Arc<DomainKeys>,
     /// True if the application chooses the keys of regions.
     requested_keys: bool,
     index: RwLock<Index>,
@@ -57,8 +57,6 @@ pub(super) struct Windows {
 #[derive(Debug, Default)]
 struct Index {
     last_token: u64,
-    /// The number of prefixes created so far.
-    prefixes: u64,
     by_token: HashMap<u64, Arc<Window>>,
     /// Windows by the prefixes of their keys.
     by_prefix: HashMap<u64, Arc<Window>>,
@@ -275,13 +273,13 @@ impl Windows {
     pub(super) fn new(
         nic: &Arc<Nic>,
         domain: u32,
-        keys: &DomainKeys,
+        keys: &Arc<DomainKeys>,
         requested_keys: bool,
     ) -> Self {
         Self {
             nic: Arc::clone(nic),
             domain,
-            keys: keys.clone(),
+            keys: Arc::clone(keys),
             requested_keys,
             index: RwLock::default(),
         }
@@ -310,16 +308,15 @@ impl Windows {
         self.keys.narrow() && !self.requested_keys
     }
 
-    /// Returns an unused prefix that is hard to guess. Makes no system call.
-    fn random_prefix(&self, index: &mut Index) -> u64 {
+    /// Returns a random prefix that no region or window of the domain has: a key without its 8-bit
+    /// tag. Makes no system call.
+    fn random_prefix(&self, index: &Index) -> u64 {
         loop {
-            index.prefixes += 1;
-            let prefix = self.keys.window_prefix(index.prefixes);
-            let requested =
-                |tag| self.nic.regions.is_requested(self.domain, prefix << 8 | u64::from(tag));
-            let taken = index.by_prefix.contains_key(&prefix)
-                || (self.requested_keys && (0..=u8::MAX).any(requested));
-            if !taken {
+            let prefix = self.keys.draw() >> 8;
+            let keys = prefix << 8..=prefix << 8 | 0xff;
+            if !index.by_prefix.contains_key(&prefix)
+                && !self.nic.regions.has_key(self.domain, keys)
+            {
                 return prefix;
             }
         }
@@ -336,7 +333,7 @@ impl Windows {
         let prefix = if self.prefixes_are_indices() {
             u64::from(self.nic.regions.reserve_index()?)
         } else {
-            self.random_prefix(&mut index)
+            self.random_prefix(&index)
         };
         index.last_token += 1;
         let state = State {
@@ -426,7 +423,7 @@ impl Windows {
         // After 256 binds and unbinds the tags repeat. With 8-byte keys, the window then gets a new
         // prefix, so that its old keys stay invalid. With 4-byte keys, an old key is used again.
         if state.tag == 0 && !self.keys.narrow() {
-            let prefix = self.random_prefix(&mut index);
+            let prefix = self.random_prefix(&index);
             index.by_prefix.remove(&state.prefix);
             index.by_prefix.insert(prefix, Arc::clone(&window));
             state.prefix = prefix;
@@ -656,9 +653,7 @@ impl Windows {
         if !binding.access.intersects(any_of) {
             return Err(denied("window", any_of));
         }
-        let Token { index, generation } = binding.region;
-        let known = KnownGeneration::Whole(generation);
-        let region = self.nic.regions.hold(self.domain, index, known, false);
+        let region = self.nic.regions.lock().hold(self.domain, binding.region);
         Ok((region.map_err(Refusal::of_key)?, binding))
     }
 }

@@ -126,6 +126,26 @@ fn four_byte_keys_are_not_reused_soon() {
     assert!(seen.iter().map(|key| key >> 8).collect::<HashSet<_>>().len() < 1000);
 }
 
+/// KEY-02
+#[test]
+fn eight_byte_keys_that_the_nic_chooses_do_not_come_back() {
+    let provider = Loopback::builder().build().unwrap();
+    let buffer = Buffer::new(8);
+    let mut seen = HashSet::new();
+    for mode in [MrMode::PROV_KEY, MrMode::PROV_KEY, MrMode::empty()] {
+        let domain = domain(&provider, mode);
+        for _ in 0..20_000 {
+            let region =
+                RegAttr::provider_key().register(&*domain, &[host(buffer.range(), true)]).unwrap();
+            assert!(seen.insert(region.key), "key {:#x} came back", region.key);
+            domain.deregister(region).unwrap();
+        }
+    }
+    // The keys do not follow one another: about half of them are above the middle.
+    let high = seen.iter().filter(|key| **key >> 63 == 1).count();
+    assert!((20_000..40_000).contains(&high), "{high} of 60,000 keys are in the upper half");
+}
+
 #[test]
 fn raw_key_works_only_in_the_domain_that_mapped_it() {
     for (size, mode) in

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use hmem_core::{
     Access, Addressing, ErrorKind, Iova, MrMode, RemoteKey,
-    provider::{WindowBind, WindowState, WindowType},
+    provider::{DomainRequest, Provider, WindowBind, WindowState, WindowType},
     transfer::{Operation, PeerId},
 };
 use hmem_provider_loopback::{Call, Faults, Loopback, Memory, Progress};
@@ -286,6 +286,65 @@ fn after_deregistration_no_byte_changes() {
                 }
             }
             stop.store(true, Ordering::Relaxed);
+        });
+    }
+}
+
+/// Writes between two NICs in both directions, by keys of windows and of regions, while other
+/// threads change the tables of regions and windows that the writes look up.
+#[test]
+fn transfers_do_not_deadlock_with_registrations_and_window_allocations() {
+    for (size, mode) in [(8, MrMode::empty()), (8, MrMode::PROV_KEY), (4, MrMode::PROV_KEY)] {
+        let provider = Loopback::builder().nic("a").nic("b").key_size(size).build().unwrap();
+        let ends = ["a", "b"].map(|nic| {
+            let request = DomainRequest { nic: Some(nic.to_owned()), ..request(mode) };
+            End::open(&provider.open_domain(&request).unwrap())
+        });
+        let buffer = Buffer::new(64);
+        let pieces = [host(buffer.range(), true)];
+        let access = Access::REMOTE_WRITE;
+        let attr = |key| RegAttr::key(key).access(access | Access::WRITE | Access::MW_BIND);
+        let targets = ends.each_ref().map(|end| {
+            let region = attr(1 << 20).register(&*end.domain, &pieces).unwrap();
+            let windows = end.domain.windows().unwrap();
+            let window = windows.alloc_window(WindowType::One).unwrap();
+            let addressing = Addressing::Virtual;
+            let bind = WindowBind { region, offset: 0, len: 64, access, addressing };
+            (region, windows.bind_window(window, &bind).unwrap().key)
+        });
+        let writers = AtomicU64::new(2);
+        std::thread::scope(|scope| {
+            for (here, there) in [(0, 1), (1, 0)] {
+                let (ends, targets, writers, buffer) = (&ends, &targets, &writers, &buffer);
+                scope.spawn(move || {
+                    let (end, base) = (&ends[here], buffer.address().0);
+                    let to = end.peer(&ends[there]);
+                    let local = [buffer.segment(0, 8, Some(targets[here].0.local))];
+                    let (region, window) = targets[there];
+                    let window = RemoteKey::new(Addressing::Virtual, Iova(base), 64, window);
+                    for _ in 0..1000 {
+                        end.write(to, &local, &window, base + 32).unwrap();
+                        end.write(to, &local, &remote(region, 64), 32).unwrap();
+                    }
+                    writers.fetch_sub(1, Ordering::SeqCst);
+                });
+            }
+            for end in &ends {
+                let (domain, writers, pieces) = (&end.domain, &writers, &pieces);
+                scope.spawn(move || {
+                    while writers.load(Ordering::SeqCst) > 0 {
+                        let region = attr(1).register(&**domain, pieces).unwrap();
+                        domain.deregister(region).unwrap();
+                    }
+                });
+                scope.spawn(move || {
+                    let windows = domain.windows().unwrap();
+                    while writers.load(Ordering::SeqCst) > 0 {
+                        let window = windows.alloc_window(WindowType::TwoB).unwrap();
+                        windows.free_window(window).unwrap();
+                    }
+                });
+            }
         });
     }
 }
