@@ -1,4 +1,5 @@
-//! Counts how often one registration queries each iface for the owner of the memory.
+//! Counts how often one registration queries each iface for the owner of the memory, and how often
+//! it queries the CUDA driver.
 #![allow(unsafe_code)]
 
 mod silent;
@@ -311,4 +312,154 @@ fn each_iface_is_queried_as_often_as_the_table_says() {
         }
     }
     assert!(wrong.is_empty(), "{wrong}");
+}
+
+/// Queries of the CUDA driver by one registration.
+#[cfg(feature = "cuda")]
+mod driver_lookups {
+    use hmem::{
+        cuda::{
+            Cuda,
+            sys::{CuContext, CuResult, Functions},
+        },
+        path::{P2pPolicy, Path},
+        provider::Imports,
+    };
+    use hmem_fake_cuda::{FakeDriver, Profile};
+
+    use super::*;
+
+    /// The context of the registered memory.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Context {
+        /// The primary context, which the iface retains for memory that it allocated.
+        Retained,
+        /// A context of the application, current on the registering thread.
+        Current,
+        /// A context of the application, current on no thread.
+        Foreign,
+    }
+
+    /// Counted calls of the driver.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Queries {
+        /// Queries for an allocation, of eight or nine attributes.
+        lookups: u64,
+        /// Queries of one or two attributes.
+        checks: u64,
+    }
+
+    fn counted(driver: &FakeDriver, call: impl FnOnce()) -> Queries {
+        let counts = || (driver.lookups(), driver.calls("cuPointerGetAttributes"));
+        let (lookups, all) = counts();
+        call();
+        let lookups = driver.lookups() - lookups;
+        Queries { lookups, checks: counts().1 - all - lookups }
+    }
+
+    fn check(code: CuResult) {
+        assert_eq!(code, CuResult::CUDA_SUCCESS);
+    }
+
+    /// Registers CUDA memory by a path, and returns the queries of the driver.
+    fn queries(path: Path, context: Context, entry: EntryPoint) -> Queries {
+        let driver = FakeDriver::start(Profile::default());
+        // SAFETY: each function has the signature of its name in `cuda.h`, and functions live
+        // forever.
+        let functions = unsafe { Functions::from_lookup(|name| driver.symbol(name)) };
+        let functions = functions.expect("the functions");
+        let cuda = Cuda::builder().functions(functions.clone()).open().expect("the fake driver");
+        let imports = Imports {
+            dma_buf: path == Path::DmaBuf,
+            peer_memory: path == Path::PeerMemory,
+            pcie_mapping_first: false,
+            staged: false,
+        };
+        let nics = Loopback::builder().nic("loop0").imports(imports).build().expect("a fabric");
+        let hmem = Hmem::builder().without_vendor_ifaces().iface(cuda).provider(nics);
+        let hmem = hmem.build().expect("the iface starts");
+        let attr = DomainAttr {
+            cache: Some(CacheAttr::default()),
+            p2p: P2pPolicy::Required,
+            ..DomainAttr::default()
+        };
+        let iface = hmem.iface(IfaceKind::CUDA).expect("added");
+        let (mut own, mut popped, mut pointer) = (CuContext::NULL, CuContext::NULL, 0);
+        let buffer = (context == Context::Retained).then(|| {
+            let request =
+                AllocRequest { len: PAGE, device: DeviceId(0), kind: AllocationKind::Device };
+            DeviceBuffer::allocate(iface, &request).expect("device memory")
+        });
+        if buffer.is_none() {
+            // SAFETY: the outputs are writable, and device 0 exists.
+            unsafe {
+                check(hmem_fake_cuda::cuCtxCreate_v2(&mut own, 0, 0));
+                check((functions.mem_alloc())(&mut pointer, PAGE as usize));
+            }
+        }
+        if context == Context::Foreign {
+            // SAFETY: the output is writable.
+            check(unsafe { (functions.ctx_pop_current())(&mut popped) });
+        }
+        let own_range = || AddressRange::new(Address(pointer), PAGE).expect("a range");
+        let range = buffer.as_ref().map_or_else(own_range, |buffer| buffer.allocation().range);
+        let domain = hmem.domain("loopback", attr).expect("a domain");
+        let ranges = [range];
+        let attr = MrAttr::new(&ranges, REMOTE);
+        let cache = domain.cache().expect("a cache");
+        let cached = || {
+            // SAFETY: the memory outlives the domain, and nothing refers to its bytes.
+            let region = unsafe { cache.get_or_register(range, REMOTE) }.expect("registered");
+            assert_eq!(region.decision().expect("a decision").path, path);
+        };
+        let registered = || {
+            // SAFETY: the memory outlives the region, and nothing refers to its bytes.
+            let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("registered");
+            assert_eq!(region.decision().expect("a decision").path, path);
+            region.close().map_err(Error::from).expect("closed");
+        };
+        let queries = match entry {
+            EntryPoint::Regattr => counted(&driver, registered),
+            EntryPoint::CachedMiss => counted(&driver, cached),
+            EntryPoint::CachedHit => {
+                cached();
+                counted(&driver, cached)
+            }
+            _ => unreachable!("not in the table"),
+        };
+        drop((domain, buffer, hmem));
+        assert_eq!(driver.undefined_calls(), 0);
+        queries
+    }
+
+    /// Expected queries of the driver.
+    #[rustfmt::skip]
+    const TABLE: [(Path, Context, EntryPoint, u64, u64); 12] = [
+        (Path::DmaBuf, Context::Retained, EntryPoint::Regattr, 3, 0),
+        (Path::DmaBuf, Context::Current, EntryPoint::Regattr, 3, 0),
+        (Path::DmaBuf, Context::Foreign, EntryPoint::Regattr, 3, 0),
+        (Path::DmaBuf, Context::Retained, EntryPoint::CachedMiss, 5, 0),
+        (Path::DmaBuf, Context::Foreign, EntryPoint::CachedMiss, 5, 0),
+        (Path::DmaBuf, Context::Retained, EntryPoint::CachedHit, 0, 1),
+        (Path::PeerMemory, Context::Retained, EntryPoint::Regattr, 5, 1),
+        (Path::PeerMemory, Context::Current, EntryPoint::Regattr, 5, 1),
+        (Path::PeerMemory, Context::Foreign, EntryPoint::Regattr, 5, 1),
+        (Path::PeerMemory, Context::Retained, EntryPoint::CachedMiss, 7, 1),
+        (Path::PeerMemory, Context::Foreign, EntryPoint::CachedMiss, 7, 1),
+        (Path::PeerMemory, Context::Retained, EntryPoint::CachedHit, 0, 1),
+    ];
+
+    /// HM-01
+    #[test]
+    fn the_cuda_driver_is_queried_as_often_as_the_table_says() {
+        let mut wrong = String::new();
+        for (path, context, entry, lookups, checks) in TABLE {
+            let counts = queries(path, context, entry);
+            if counts != (Queries { lookups, checks }) {
+                writeln!(wrong, "{path:?} {context:?} {entry:?}: {counts:?}")
+                    .expect("a String takes everything");
+            }
+        }
+        assert!(wrong.is_empty(), "{wrong}");
+    }
 }

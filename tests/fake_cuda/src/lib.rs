@@ -236,6 +236,13 @@ impl FakeDriver {
         self.with(|state| state.undefined_calls)
     }
 
+    /// Returns the number of queries that look up an allocation: calls of `cuPointerGetAttributes`
+    /// for more than two attributes.
+    #[must_use]
+    pub fn lookups(&self) -> u64 {
+        self.with(|state| state.lookups)
+    }
+
     /// Returns the calling thread's stack of contexts. The current context is the last one.
     #[must_use]
     pub fn contexts_of_this_thread(&self) -> Vec<usize> {

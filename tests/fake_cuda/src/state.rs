@@ -177,6 +177,8 @@ pub(crate) struct State {
     pub(crate) flushed: Vec<usize>,
     /// Number of calls that `cuda.h` leaves undefined.
     pub(crate) undefined_calls: u64,
+    /// Number of queries of an address for more than two attributes.
+    pub(crate) lookups: u64,
     pub(crate) hold: Option<Hold>,
     /// Allocation that queries shall report as unknown: its base, and the number of queries before
     /// that.
@@ -211,6 +213,7 @@ impl State {
             used: vec![0; profile.devices as usize],
             flushed: Vec::new(),
             undefined_calls: 0,
+            lookups: 0,
             hold: None,
             forgotten: None,
             next_handle: 0x1000,

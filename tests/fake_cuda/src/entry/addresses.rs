@@ -18,6 +18,7 @@ driver! {
         data: *mut *mut c_void,
         pointer: CuDevicePtr
     ) {
+        state.lookups += u64::from(count > 2);
         if state.profile.queries_need_context {
             state.current()?;
         }
