@@ -72,11 +72,15 @@ impl FileMemory {
                     block.file.try_clone().map_err(|error| Error::os(Errno::of(&error), "dup"))?;
                 Ok((file, range.start().0 - block.allocation.base().0))
             }
-            _ => Err(Error::new(ErrorKind::OutOfBounds, "file memory")
-                .iface(self)
-                .context("range", range)
-                .remedy("the range must lie in one allocation")),
+            _ => Err(self.outside(range)),
         }
+    }
+
+    fn outside(&self, range: AddressRange) -> Error {
+        Error::new(ErrorKind::OutOfBounds, "file memory")
+            .iface(self)
+            .context("range", range)
+            .remedy("the range must lie in one live allocation")
     }
 
     fn owns(&self, address: Address) -> bool {
@@ -180,6 +184,7 @@ impl Allocator for FileMemory {
             device: Some(DeviceId(0)),
             kind: AllocationKind::Device,
             id: AllocationId(blocks.next_id),
+            token: 0,
         };
         blocks.by_base.insert(allocation.base().0, Block { allocation, file });
         Ok(allocation)
@@ -262,9 +267,14 @@ impl DmaBufExporter for FileMemory {
     fn export(
         &self,
         range: AddressRange,
+        of: &Allocation,
         _nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
+        // The caller queried `of` before. Another block may have its addresses by now.
+        if self.query(range.start())? != Some(*of) {
+            return Err(self.outside(range));
+        }
         let (fd, offset) = self.locate(range)?;
         let (offset, alloc_offset) = (DmaBufOffset(offset), AllocOffset(offset));
         Ok(DmaBufExport { fd, offset, alloc_offset, len: range.len(), mapping })

@@ -58,6 +58,8 @@ enum Fault {
     /// Fault: an export of a range that ends in the padding after an allocation of an odd length
     /// succeeds.
     PaddingExported,
+    /// Fault: an export of a freed allocation returns the dma-buf of other memory.
+    StaleExported,
     /// Fault: each export leaves a file descriptor open.
     LeakedFd,
     /// Fault: each allocation leaves a file descriptor open.
@@ -281,6 +283,7 @@ impl DmaBufExporter for Faulty {
     fn export(
         &self,
         range: AddressRange,
+        of: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
@@ -290,7 +293,14 @@ impl DmaBufExporter for Faulty {
         {
             own = range.slice(0, len).expect("a shorter range");
         }
-        let mut export = self.exporter_of_device().export(own, nic, mapping)?;
+        let mut of = Allocation { id: self.device.query(of.base())?.unwrap_or(*of).id, ..*of };
+        if self.has(Fault::StaleExported) && self.device.query(of.base())?.is_none() {
+            let (len, device) = (of.range.len(), of.device.unwrap_or_default());
+            let request = AllocRequest { len, device, kind: of.kind };
+            of = self.allocator_of_device().allocate(&request)?;
+            own = of.range;
+        }
+        let mut export = self.exporter_of_device().export(own, &of, nic, mapping)?;
         export.len = range.len();
         match self.fault {
             Fault::ExportOffset => export.offset.0 = 0,
@@ -431,6 +441,7 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
         (Fault::PaddingClaimed, "padding_after_an_odd_length_is_not_claimed"),
         (Fault::PaddingCopied, "copy_into_the_padding_after_an_odd_length_is_refused"),
         (Fault::PaddingExported, "dma_buf_of_the_padding_after_an_odd_length_is_refused"),
+        (Fault::StaleExported, "dma_buf_of_an_allocation_that_was_freed_is_refused"),
         (Fault::LeakedFd, "exporting_dma_bufs_leaks_no_fd"),
         (Fault::LeakedFdOfAllocation, "allocating_and_freeing_leaks_no_fd"),
         (Fault::LeakedAllocation, "freed_memory_can_be_allocated_again"),

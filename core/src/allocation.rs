@@ -68,6 +68,12 @@ pub struct Allocation {
     pub kind: AllocationKind,
     /// The identity of the allocation.
     pub id: AllocationId,
+    /// A value that only the iface interprets. An iface that needs none sets 0.
+    ///
+    /// Later calls for the memory pass it back, so that the iface need not ask its driver again.
+    /// Any caller can change it, so an iface must not trust it: a value that is wrong or out of
+    /// date may cause an error, and no unsound call.
+    pub token: u64,
 }
 
 impl Allocation {

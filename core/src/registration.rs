@@ -6,7 +6,7 @@ use std::{fmt, os::fd::BorrowedFd, sync::Arc};
 use serde::Serialize;
 
 use crate::{
-    Access, AddressRange, Addressing, AuthKey, DmaBufOffset, Iface, MrFlags,
+    Access, AddressRange, Addressing, Allocation, AuthKey, DmaBufOffset, Iface, MrFlags,
     handle::ProviderRegion, registry::AddressOwner,
 };
 
@@ -121,8 +121,9 @@ pub enum Memory<'a> {
     Device {
         /// The iface.
         iface: &'a Arc<dyn Iface>,
-        /// The owner of the first range. The other ranges have the same iface and device.
-        owner: AddressOwner,
+        /// The allocation of each range, in the order of the ranges. All have the same iface and
+        /// device. The domain queried them for this registration.
+        allocations: &'a [Allocation],
         /// True if the region owns the memory, which then stays allocated until the region is
         /// closed.
         owned: bool,

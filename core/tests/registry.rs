@@ -31,6 +31,7 @@ impl CountingIface {
             device: Some(DeviceId(0)),
             kind: AllocationKind::Device,
             id: AllocationId(1),
+            token: 0,
         };
         Arc::new(Self { allocation, span: span.map(range), asked: AtomicUsize::new(0) })
     }

@@ -390,6 +390,7 @@ impl<D: Driver> DmaBufExporter for Announced<D> {
     fn export(
         &self,
         range: AddressRange,
+        of: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
@@ -410,6 +411,7 @@ impl<D: Driver> DmaBufExporter for Announced<D> {
                 .remedy("the range must lie in allocated or announced memory")
         };
         let located = self.table.part(OPERATION, range.start(), range.len()).map_err(described)?;
+        let located = located.filter(|located| located.id == of.id);
         let located = located.ok_or_else(outside).map_err(described)?;
         let part = located.part;
         let described = |error: Error| described(error.device(part.block.device));

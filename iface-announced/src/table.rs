@@ -236,6 +236,7 @@ impl<H: Copy> Table<H> {
             device: Some(entry.block.device),
             kind: AllocationKind::Device,
             id: entry.id,
+            token: 0,
         }
     }
 }

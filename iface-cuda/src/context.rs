@@ -130,7 +130,8 @@ impl<'a> WorkContext<'a> {
     ) -> Result<T> {
         // SAFETY: the context is live. It is a retained primary context, or the context that the
         // driver has just returned as current on this thread, or the context of memory that the
-        // driver has just found. Destroying the last one would have freed the memory.
+        // driver has just found, or that `PointerLookup::still` has just checked. Destroying the
+        // last one would have freed the memory.
         let code = unsafe { (self.functions.ctx_push_current)(self.context) };
         check(code, "cuCtxPushCurrent_v2")?;
         let result = run();
@@ -248,6 +249,14 @@ impl PrimaryContexts {
         let guard = self.retain(device)?;
         guard.keep();
         Ok(guard.context)
+    }
+
+    /// Returns true if the context is the device's primary context, which stays retained until the
+    /// iface closes.
+    pub(crate) fn keeps(&self, context: CuContext, device: DeviceId) -> bool {
+        let retained = self.retained.get(device.0 as usize);
+        let is_kept = |primary: &PrimaryContext| primary.kept && primary.context == context;
+        retained.is_some_and(|primary| primary.lock().as_ref().is_some_and(is_kept))
     }
 
     /// Retains the primary context of a device if the context already exists in this process.

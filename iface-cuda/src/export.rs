@@ -7,7 +7,8 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, AllocOffset, AllocationKind, DmaBufOffset, Error, ErrorKind, IfaceKind, Result,
+    AddressRange, AllocOffset, Allocation, AllocationKind, DmaBufOffset, Error, ErrorKind,
+    IfaceKind, Result,
     iface::{
         DmaBufExport, DmaBufExporter, DmaBufMapping, Facet, PeerMemoryExport, PeerMemoryExporter,
         SegmentMap,
@@ -55,12 +56,13 @@ impl DmaBufExporter for Exporter {
     fn export(
         &self,
         range: AddressRange,
+        of: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
         const OPERATION: &str = Facet::DmaBuf.operation();
         let described = |error: Error| error.context("range", range).context("nic", nic);
-        let found = self.exportable(OPERATION, range)?;
+        let found = self.exportable(OPERATION, range, of)?;
         let device = found.device();
         let get = self
             .lookup
@@ -126,14 +128,15 @@ impl DmaBufExporter for Exporter {
 }
 
 impl PeerMemoryExporter for Exporter {
-    fn export(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+    fn export(&self, range: AddressRange, of: &Allocation, nic: &Nic) -> Result<PeerMemoryExport> {
         const OPERATION: &str = Facet::PeerMemory.operation();
-        let device = self.exportable(OPERATION, range)?.device();
+        let found = self.exportable(OPERATION, range, of)?;
+        let device = found.device();
         let described = |error: Error| error.device(device).context("nic", nic);
         if !self.lookup.driver().device(OPERATION, device)?.abilities.peer_memory {
             return Err(described(no_peer_memory().context("range", range)));
         }
-        let found = self.prepare_pinning(OPERATION, range).map_err(described)?;
+        self.prepare_pinning(OPERATION, range, &found).map_err(described)?;
         self.flusher.note_exported(&found, range)?;
         // A peer-memory client pins memory by its address, and the driver revokes that when the
         // address is unmapped. If the application then maps the same handle again, the mappings
@@ -150,18 +153,33 @@ impl PeerMemoryExporter for Exporter {
 }
 
 impl Exporter {
+    /// Prepares a range for a kernel client that is not a NIC's. Queries the driver for the
+    /// allocation around the range.
+    pub(crate) fn prepare(&self, operation: &'static str, range: AddressRange) -> Result<()> {
+        let described = |error: Error| error.context("range", range);
+        let found = self.lookup.find(range.start()).map_err(described)?;
+        let found = found.ok_or_else(|| described(outside(operation)))?;
+        self.exportable(operation, range, &found.allocation)?;
+        self.prepare_pinning(operation, range, &found)
+    }
+
     /// Prepares a range for a peer-memory client, which pins memory by its address. Checks that
     /// GPUDirect RDMA can reach every part of the range, and sets SYNC_MEMOPS. Errors name the
     /// range.
-    pub(crate) fn prepare_pinning(
+    fn prepare_pinning(
         &self,
         operation: &'static str,
         range: AddressRange,
-    ) -> Result<FoundAllocation> {
-        let found = self.exportable(operation, range)?;
+        found: &FoundAllocation,
+    ) -> Result<()> {
         let described = |error: Error| error.context("range", range);
-        for segment in self.segments.segments(range).map_err(described)? {
-            if !self.segments.is_rdma_capable(segment.range.start()).map_err(described)? {
+        let of = &found.allocation;
+        for segment in self.segments.segments(range, of).map_err(described)? {
+            // The segments of VMM memory state the ability already.
+            let capable = segment.exportable
+                && (of.kind == AllocationKind::Virtual
+                    || self.segments.is_rdma_capable(range.start()).map_err(described)?);
+            if !capable {
                 return Err(described(
                     lacks(operation, "GPUDirect RDMA does not reach this memory")
                         .context("segment", segment.range)
@@ -175,40 +193,38 @@ impl Exporter {
         }
         let work_context =
             self.lookup.contexts.work_context(found.context, found.device()).map_err(described)?;
-        let prepared = work_context.run(|| self.synchronise_memory(&found, range));
+        let prepared = work_context.run(|| self.synchronise_memory(found, range));
         if prepared.map_err(described)? {
-            self.synchronise_contexts(&found, range).map_err(described)?;
+            self.synchronise_contexts(found, range).map_err(described)?;
         }
-        Ok(found)
+        Ok(())
     }
 
-    /// Returns the allocation that contains a range.
+    /// Returns the allocation `of`, which contains a range, with its context.
     ///
     /// # Errors
     /// - ZeroLength for an empty range.
-    /// - OutOfBounds for a range that is not in one allocation.
+    /// - OutOfBounds for a range that is not in the allocation, and for an allocation whose context
+    ///   may be destroyed.
     /// - Unsupported for managed and host memory, which cannot be exported as device memory.
     /// - Otherwise the error of the lookup.
-    fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<FoundAllocation> {
+    fn exportable(
+        &self,
+        operation: &'static str,
+        range: AddressRange,
+        of: &Allocation,
+    ) -> Result<FoundAllocation> {
         let refuse = |error: Error| error.context("range", range);
-        let outside = || {
-            refuse(
-                Error::new(ErrorKind::OutOfBounds, operation)
-                    .iface(IfaceKind::CUDA)
-                    .remedy("the range must lie in one live allocation"),
-            )
-        };
+        let outside = || refuse(outside(operation));
         if range.is_empty() {
             return Err(refuse(
                 Error::new(ErrorKind::ZeroLength, operation).iface(IfaceKind::CUDA),
             ));
         }
-        let found = self.lookup.find(range.start()).map_err(refuse)?.ok_or_else(outside)?;
-        let allocation = &found.allocation;
-        if !allocation.range.contains_range(range) {
-            return Err(outside().context("allocation", allocation.range));
+        if !of.range.contains_range(range) {
+            return Err(outside().context("allocation", of.range));
         }
-        match allocation.kind {
+        match of.kind {
             AllocationKind::Managed => Err(refuse(
                 lacks(operation, "managed memory migrates between host and device")
                     .remedy("register its host pages, stage it, or use cuMemAlloc"),
@@ -217,7 +233,9 @@ impl Exporter {
                 lacks(operation, "page-locked host memory is not device memory")
                     .remedy("register its host pages"),
             )),
-            _ => Ok(found),
+            _ => self.lookup.still(of, range.start()).map_err(refuse)?.ok_or_else(|| {
+                outside().context("why", "the memory was freed, or its context was destroyed")
+            }),
         }
     }
 
@@ -303,6 +321,13 @@ impl Exporter {
         };
         primary.run_and_keep(synchronise)
     }
+}
+
+/// Returns the error for a range that is not in one live allocation.
+fn outside(operation: &'static str) -> Error {
+    Error::new(ErrorKind::OutOfBounds, operation)
+        .iface(IfaceKind::CUDA)
+        .remedy("the range must lie in one live allocation")
 }
 
 /// Returns the error for a driver without the export function.

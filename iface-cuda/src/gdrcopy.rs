@@ -181,7 +181,7 @@ impl Gdrcopy {
     /// - Otherwise the error of the driver or the library.
     pub unsafe fn map(&self, cuda: &Cuda, range: AddressRange) -> Result<CpuWindow> {
         let described = |error: Error| error.context("range", range);
-        cuda.exporter.prepare_pinning("gdr_pin_buffer", range)?;
+        cuda.exporter.prepare("gdr_pin_buffer", range)?;
         let whole = range.page_aligned(GPU_PAGE);
         let Inner { functions, library } = &*self.inner;
         let mut handle = GdrHandle::default();

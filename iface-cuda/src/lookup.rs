@@ -354,7 +354,8 @@ impl PointerLookup {
         // The context of a reservation does not determine when its physical memory is freed.
         let context = if kind == AllocationKind::Virtual { CuContext::NULL } else { context };
         let id = AllocationId(buffer);
-        let allocation = Allocation { iface: IfaceKind::CUDA, range, device, kind, id };
+        let token = context.0 as u64;
+        let allocation = Allocation { iface: IfaceKind::CUDA, range, device, kind, id, token };
         Ok(Some(FoundAllocation { allocation, context }))
     }
 
@@ -410,6 +411,26 @@ impl PointerLookup {
             }
         };
         if context.is_null() { query() } else { with_context(functions, context, query) }
+    }
+
+    /// Returns an allocation that [`Self::find`] returned before, with its context. Returns `None`
+    /// if the context may be destroyed, and the allocation with it.
+    ///
+    /// The context comes from the caller, who may pass any number, and a destroyed context must not
+    /// be passed to the driver. So the context must be null, retained by the iface, or current on
+    /// this thread. For any other context the driver is queried whether it is that of the memory.
+    pub(crate) fn still(
+        &self,
+        of: &Allocation,
+        address: Address,
+    ) -> Result<Option<FoundAllocation>> {
+        let found = FoundAllocation { allocation: *of, context: CuContext(of.token as usize) };
+        let context = found.context;
+        let is_live = context.is_null()
+            || self.contexts.keeps(context, found.device())
+            || self.contexts.current()?.is_some_and(|(current, _)| current == context)
+            || self.liveness(address, of.id, context)? == Liveness::Alive;
+        Ok(is_live.then_some(found))
     }
 
     /// Returns the identity of the memory that is now at `address`, or `None` if the driver returns

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result, Segment,
-    iface::SegmentMap,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
+    Result, Segment, iface::SegmentMap,
 };
 
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
     error::check,
     handles::{mapping_at, with_handle},
     lookup::{PointerLookup, inconsistent},
-    sys,
+    sys::{self, CuContext},
 };
 
 /// Divides a range of memory into segments, each of which needs an export of its own.
@@ -27,25 +27,22 @@ impl SegmentMap for Segments {
     /// - VMM memory: each mapping is a segment, with the flag of its physical memory.
     /// - Other device memory: one segment with a true flag, since only an export shows the ability.
     /// - Memory that the CPU can access: one segment with a false flag.
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
-        let outside = || {
-            Error::new(ErrorKind::OutOfBounds, "segments")
+    fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
+        if !of.range.contains_range(range) {
+            return Err(Error::new(ErrorKind::OutOfBounds, "segments")
                 .iface(IfaceKind::CUDA)
                 .context("range", range)
                 .remedy("the range must lie in one live allocation")
-        };
-        let found = self.lookup.find(range.start())?.ok_or_else(outside)?;
-        let allocation = found.allocation;
-        if !allocation.range.contains_range(range) {
-            return Err(outside().context("allocation", allocation.range));
+                .context("allocation", of.range));
         }
-        if allocation.kind.cpu_accessible() {
+        if of.kind.cpu_accessible() {
             return Ok(vec![Segment { range, exportable: false }]);
         }
-        if allocation.kind != AllocationKind::Virtual {
+        if of.kind != AllocationKind::Virtual {
             return Ok(vec![Segment { range, exportable: true }]);
         }
-        let work_context = self.lookup.contexts.work_context(found.context, found.device())?;
+        let device = of.device.unwrap_or(DeviceId(0));
+        let work_context = self.lookup.contexts.work_context(CuContext::NULL, device)?;
         let segments = self.mappings(range, &work_context);
         work_context.end(segments)
     }

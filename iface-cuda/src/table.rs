@@ -248,6 +248,7 @@ mod tests {
             device: None,
             kind: AllocationKind::Device,
             id: AllocationId(id),
+            token: 0,
         };
         let table = AllocationTable::default();
         let enter = |id| {

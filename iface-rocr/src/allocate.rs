@@ -120,7 +120,7 @@ impl PoolAllocator {
             _ if self.lookup.has_identities() => self.lookup.table.next_id(),
             _ => AllocationId(0),
         };
-        let allocation = Allocation { iface: IfaceKind::ROCR, range, device, kind, id };
+        let allocation = Allocation { iface: IfaceKind::ROCR, range, device, kind, id, token: 0 };
         self.lookup.table.own(allocation, origin);
         Ok(allocation)
     }

@@ -42,6 +42,7 @@ impl DmaBufExporter for Exporter {
     fn export(
         &self,
         range: AddressRange,
+        _: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
@@ -86,7 +87,7 @@ impl DmaBufExporter for Exporter {
 impl PeerMemoryExporter for Exporter {
     /// Returns the device address, which the kernel's peer-memory client for AMD GPUs resolves. If
     /// that client is not loaded, the export succeeds and the later registration fails.
-    fn export(&self, range: AddressRange, _nic: &Nic) -> Result<PeerMemoryExport> {
+    fn export(&self, range: AddressRange, _: &Allocation, _: &Nic) -> Result<PeerMemoryExport> {
         self.exportable(Facet::PeerMemory.operation(), range)?;
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
     }

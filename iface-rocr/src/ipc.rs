@@ -136,7 +136,8 @@ impl Ipc for IpcExchange {
             let range = AddressRange::new(base, body.len)?;
             let (kind, device) = (AllocationKind::Imported, Some(entry.description.id));
             let id = self.lookup.table.next_id();
-            let allocation = Allocation { iface: IfaceKind::ROCR, range, device, kind, id };
+            let allocation =
+                Allocation { iface: IfaceKind::ROCR, range, device, kind, id, token: 0 };
             // If two attaches returned the same address, this iface could not distinguish the two
             // allocations. AMD's header says that "each attach may return a different address".
             if self.lookup.table.own_around(base).is_some() {

@@ -108,7 +108,8 @@ impl Lookup {
                 .context("type", info.kind)
                 .context("length", info.len));
         };
-        let found = Allocation { iface: IfaceKind::ROCR, range, device, kind, id: NO_IDENTITY };
+        let id = NO_IDENTITY;
+        let found = Allocation { iface: IfaceKind::ROCR, range, device, kind, id, token: 0 };
         // The runtime may round the length up. The rest of the last page belongs to no allocation.
         let own = self.table.own_at(range.start());
         let own = own.filter(|own| own.kind == kind && range.contains_range(own.range));

@@ -13,8 +13,8 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, AllocOffset, AllocationKind, DmaBufOffset, Error, ErrorKind, IfaceKind,
-    Result,
+    Address, AddressRange, AllocOffset, Allocation, AllocationKind, DmaBufOffset, Error, ErrorKind,
+    IfaceKind, Result,
     iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, Facet},
     provider::Nic,
 };
@@ -52,6 +52,7 @@ impl DmaBufExporter for Exporter {
     fn export(
         &self,
         range: AddressRange,
+        of: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
@@ -59,7 +60,7 @@ impl DmaBufExporter for Exporter {
         if mapping != DmaBufMapping::Default {
             return Err(described(lacks(OPERATION, "Level Zero has no mapping but the default")));
         }
-        let found = self.exportable(range).map_err(described)?;
+        let found = self.exportable(range, of).map_err(described)?;
         let fd = self.export_whole(&found).map_err(described)?;
         let offset = found.allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
         let len = range.len();
@@ -68,19 +69,20 @@ impl DmaBufExporter for Exporter {
 }
 
 impl Exporter {
-    /// Returns the allocation that contains a range.
+    /// Returns the allocation that contains a range. It must have the identity of `of`.
     ///
     /// # Errors
     /// - OutOfBounds for a range that is not in one allocation.
     /// - Unsupported for shared and host memory, which cannot be exported as device memory.
     /// - Otherwise the error of the lookup.
-    fn exportable(&self, range: AddressRange) -> Result<FoundAllocation<'_>> {
+    fn exportable(&self, range: AddressRange, of: &Allocation) -> Result<FoundAllocation<'_>> {
         let outside = || {
             Error::new(ErrorKind::OutOfBounds, OPERATION)
                 .iface(IfaceKind::ZE)
                 .remedy("the range must lie in one live allocation")
         };
-        let found = self.memory.find(range.start())?.ok_or_else(outside)?;
+        let found = self.memory.find(range.start())?;
+        let found = found.filter(|now| now.allocation.id == of.id).ok_or_else(outside)?;
         if !found.allocation.range.contains_range(range) {
             return Err(outside().context("allocation", found.allocation.range));
         }

@@ -156,6 +156,7 @@ impl Memory {
             device: device.map(|entry| entry.description.id),
             kind,
             id,
+            token: 0,
         };
         Ok(Some(FoundAllocation {
             allocation,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, AddressRange, AuthKey, Error, ErrorKind, IfaceKind, LocalKey, MrFlags, MrMode, Result,
+    Access, AddressRange, AuthKey, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result,
     counter::Counter,
     provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration},
 };
@@ -142,15 +142,8 @@ impl DomainState {
             Backing::PeerMemory { .. } if !imports.peer_memory => {
                 return Err(refuse("peer memory"));
             }
-            Backing::PeerMemory { address } => {
-                let owner = self.registry.owner_of(*address)?.iface;
-                if owner == IfaceKind::SYSTEM {
-                    return Err(Error::new(ErrorKind::BadAddress, "register")
-                        .provider("loopback")
-                        .context("address", address)
-                        .remedy("pass an address of device memory that an iface knows"));
-                }
-                let memory = DeviceMemory::new(Arc::clone(self.registry.get(owner)?));
+            Backing::PeerMemory { iface, address } => {
+                let memory = DeviceMemory::new(Arc::clone(iface));
                 (PieceMemory::Indirect(Arc::new(memory)), address.0)
             }
             Backing::Staged(_) if !imports.staged => return Err(refuse("staged memory")),

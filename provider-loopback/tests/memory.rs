@@ -715,9 +715,10 @@ fn missing_import_is_unsupported() {
         backing: Backing::Staged(Arc::new(Device(Mutex::default()))),
     };
     refused(RegAttr::key(1).register(&*domain, &[staged]), ErrorKind::Unsupported);
+    let iface: Arc<dyn hmem_core::Iface> = Arc::new(hmem_iface_system::System::new());
     let peer = Piece {
         range: AddressRange::new(Address(4096), 1).unwrap(),
-        backing: Backing::PeerMemory { address: Address(4096) },
+        backing: Backing::PeerMemory { iface: &iface, address: Address(4096) },
     };
     refused(RegAttr::key(1).register(&*domain, &[peer]), ErrorKind::Unsupported);
 }

@@ -283,7 +283,7 @@ impl Registrar<'_> {
             Backing::Host { .. } => {
                 self.by_address(part, part.start(), base, flags, BackingKind::Host)?
             }
-            Backing::PeerMemory { address } => {
+            Backing::PeerMemory { address, .. } => {
                 let address = Address(address.0.wrapping_add(offset));
                 self.by_address(part, address, base, flags, BackingKind::PeerMemory)?
             }

@@ -214,7 +214,11 @@ fn driver_refusals_have_kinds_and_remedies() {
         assert!(error.to_string().contains(word), "{error}");
     }
     let address = Address(0x7000_0000);
-    let peer = Piece { range: range(0x7000_0000, 4096), backing: Backing::PeerMemory { address } };
+    let iface: Arc<dyn Iface> = Arc::new(hmem_iface_system::System::new());
+    let peer = Piece {
+        range: range(0x7000_0000, 4096),
+        backing: Backing::PeerMemory { iface: &iface, address },
+    };
     with(|script| script.register = vec![14]);
     let error =
         register(&domain, &[peer], Access::SEND, VerbsOptions::empty()).expect_err("refused");
@@ -679,6 +683,7 @@ fn parts_of_imported_memory_keep_their_offsets() {
     let fd = rustix::fs::memfd_create("hmem", rustix::fs::MemfdFlags::CLOEXEC).expect("memfd");
     let (fd, offset) = (fd.as_fd(), DmaBufOffset(0x20800));
     let address = Address(0x9000_0800);
+    let iface: Arc<dyn Iface> = Arc::new(hmem_iface_system::System::new());
     for (backing, expected) in [
         (
             Backing::DmaBuf { fd, offset },
@@ -689,7 +694,7 @@ fn parts_of_imported_memory_keep_their_offsets() {
             ],
         ),
         (
-            Backing::PeerMemory { address },
+            Backing::PeerMemory { iface: &iface, address },
             [
                 "reg_mr_iova2 0x90000800+0x2800 at 0x1800 0x1",
                 "reg_mr_iova2 0x90003000+0x3000 at 0x4000 0x1",

@@ -4,11 +4,11 @@
 use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
 
 use hmem::{
-    AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Iface,
-    IfaceKind, MrAttr, MrFlags, MrMode, Registry,
+    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno,
+    Iface, IfaceKind, MrAttr, MrFlags, MrMode, Registry,
     cuda::{
         CAUSES, Cuda, CudaMonitorKind,
-        sys::{CuResult, Functions},
+        sys::{CuContext, CuResult, Functions},
     },
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},
@@ -20,7 +20,7 @@ use hmem::{
 use hmem_fake_cuda::{FakeDriver, Profile};
 
 use crate::{
-    link::{IMPORTS, REMOTE, not_over_a_gpu},
+    link::{IMPORTS, REMOTE, check, not_over_a_gpu},
     segments::Segments,
 };
 
@@ -37,6 +37,9 @@ impl FactSource for FixedFacts {
 /// The memory that a [`Case`] registers.
 enum Memory {
     Of(AllocationKind),
+    /// Memory in a context of the application, which the driver no longer knows after the query for
+    /// its owner. For such memory the iface checks that the context still lives.
+    FreedAfterQuery,
     /// A VMM reservation with a handle for each element, which is true if the handle was created
     /// for RDMA.
     Handles(&'static [bool]),
@@ -52,8 +55,6 @@ struct Case {
     /// Fault of the driver: the function that fails, which of its calls fails (1 is the first), and
     /// the error code.
     refusal: Option<(&'static str, u64, CuResult)>,
-    /// Number of queries after which the driver no longer knows the memory.
-    forgotten_after: Option<u64>,
     /// Errno with which the NIC refuses its first registration.
     nic: Option<Errno>,
 }
@@ -66,7 +67,6 @@ impl Default for Case {
             facts: Facts::default(),
             memory: Memory::Of(AllocationKind::Device),
             refusal: None,
-            forgotten_after: None,
             nic: None,
         }
     }
@@ -104,9 +104,6 @@ impl Case {
         };
         let registered = |range: AddressRange| {
             refuse();
-            if let Some(queries) = self.forgotten_after {
-                driver.forget_after(range.start().0, queries);
-            }
             let ranges = [range];
             let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
             // SAFETY: the region is closed before its memory goes, and no reference into it exists.
@@ -121,6 +118,17 @@ impl Case {
         };
         match self.memory {
             Memory::Of(kind) => registered(allocate(kind).allocation().range),
+            Memory::FreedAfterQuery => {
+                let (mut context, mut popped, mut pointer) = (CuContext::NULL, CuContext::NULL, 0);
+                // SAFETY: the outputs are writable, and device 0 exists.
+                unsafe {
+                    check(hmem_fake_cuda::cuCtxCreate_v2(&mut context, 0, 0));
+                    check((functions.mem_alloc())(&mut pointer, 8192));
+                    check((functions.ctx_pop_current())(&mut popped));
+                }
+                driver.forget_after(pointer, 1);
+                registered(AddressRange::new(Address(pointer), 8192).expect("a range"))
+            }
             Memory::Handles(handles) => {
                 let memory = Segments::new(&functions, handles);
                 registered(memory.range(0, handles.len() as u64 * memory.step))
@@ -193,8 +201,7 @@ fn cases() -> Vec<(&'static str, Case)> {
         ),
         ("stream-ordered-pool", of(AllocationKind::StreamOrdered)),
         ("stream-ordered-pool", Case { imports: peer_only, ..of(AllocationKind::StreamOrdered) }),
-        // The first query finds the owner, and the next query reports the address as unknown.
-        ("freed-or-outside", Case { forgotten_after: Some(1), ..Case::default() }),
+        ("freed-or-outside", Case { memory: Memory::FreedAfterQuery, ..Case::default() }),
         (
             "bar-small",
             Case {

@@ -142,6 +142,7 @@ impl DmaBufExporter for Faulty {
     fn export(
         &self,
         range: AddressRange,
+        _: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {

@@ -3,7 +3,7 @@
 use std::{os::fd::AsFd, ptr, slice, sync::Arc};
 
 use hmem_core::{
-    AddressRange, DeviceBuffer, Iface, Result,
+    AddressRange, Allocation, DeviceBuffer, Iface, Result,
     iface::{AllocRequest, DmaBufExport, DmaBufExporter, DmaBufMapping, Facet},
     provider::Nic,
 };
@@ -24,6 +24,15 @@ fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
+/// Exports a range of an allocation with the default mapping.
+fn export_default(
+    exporter: &dyn DmaBufExporter,
+    range: AddressRange,
+    of: &Allocation,
+) -> Result<DmaBufExport> {
+    exporter.export(range, of, &nic(), DmaBufMapping::Default)
+}
+
 /// Returns the dma-buf exporter of an iface, and a buffer of each kind of memory that the exporter
 /// supports. Skips the behaviour if there is none.
 fn exportable(iface: &Arc<dyn Iface>) -> Result<(&dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
@@ -41,7 +50,7 @@ fn exportable_of(
     let mut exported = Vec::new();
     let mut refusals = Vec::new();
     for buffer in buffers {
-        match exporter.export(buffer.allocation().range, &nic(), DmaBufMapping::Default) {
+        match export_default(exporter, buffer.allocation().range, buffer.allocation()) {
             Ok(export) => {
                 exporter.release(export).expect("release a dma-buf");
                 exported.push(buffer);
@@ -63,7 +72,7 @@ pub(super) fn dma_buf_has_the_offsets_and_the_length_of_its_range(
     for buffer in buffers {
         for extent in PARTS {
             let range = part(&buffer, extent);
-            let export = exporter.export(range, &nic(), DmaBufMapping::Default).expect("export");
+            let export = export_default(exporter, range, buffer.allocation()).expect("export");
             assert_eq!(export.alloc_offset.0, extent.0, "the offset in the allocation of {range}");
             assert_eq!(export.len, extent.1, "the length of {range}");
             assert_in_bounds(&export);
@@ -80,7 +89,7 @@ pub(super) fn dma_buf_holds_the_bytes_of_its_range(iface: &Arc<dyn Iface>) -> Ou
         buffer.write(0, &bytes).expect("copy in");
         for extent in PARTS {
             let range = part(buffer, extent);
-            let found = exported_bytes(exporter, range)?;
+            let found = exported_bytes(exporter, range, buffer.allocation())?;
             let (start, end) = (extent.0 as usize, (extent.0 + extent.1) as usize);
             assert_bytes(&found, &bytes[start..end], &format!("the dma-buf of {extent:?}"));
         }
@@ -93,7 +102,7 @@ pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> O
     for buffer in buffers {
         let own = whole(&**iface, &buffer);
         let past = AddressRange::new(own.start(), own.len() + 1).expect("a range");
-        let export = exporter.export(past, &nic(), DmaBufMapping::Default);
+        let export = export_default(exporter, past, buffer.allocation());
         export.expect_err("the range leaves the allocation");
     }
     Ok(())
@@ -106,29 +115,31 @@ pub(super) fn dma_buf_of_the_padding_after_an_odd_length_is_refused(
     for buffer in buffers {
         let own = whole(&**iface, &buffer);
         let past = AddressRange::new(own.start(), own.len() + 1).expect("a range");
-        let export = exporter.export(past, &nic(), DmaBufMapping::Default);
+        let export = export_default(exporter, past, buffer.allocation());
         export.expect_err("the range has a byte after the allocation");
         let last = own.slice(own.len() - 1, 1).expect("inside the allocation");
-        let export = exporter.export(last, &nic(), DmaBufMapping::Default).expect("export");
+        let export = export_default(exporter, last, buffer.allocation()).expect("export");
         assert_eq!(export.len, 1, "the length of the last byte of {own}");
         exporter.release(export).expect("release");
     }
     Ok(())
 }
 
+/// The length of an allocation that shares no page with others.
+const OWN_PAGES: u64 = 2 << 20;
+
 /// Tests that the dma-buf of a freed allocation does not show a later allocation. The allocations
 /// are whole pages, because drivers place several small allocations in one page and keep the page
 /// while one of them lives.
 pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Iface>) -> Outcome {
-    const OWN_PAGES: u64 = 2 << 20;
     let (exporter, exported) = exportable(iface)?;
     let secret = pattern(7, OWN_PAGES);
     for kind in exported.iter().map(|buffer| buffer.allocation().kind) {
         let request = AllocRequest { len: OWN_PAGES, device: first_device(&**iface), kind };
         let allocate = || DeviceBuffer::allocate(iface, &request).expect("allocate");
         let freed = allocate();
-        let range = freed.allocation().range;
-        let export = exporter.export(range, &nic(), DmaBufMapping::Default).expect("export");
+        let export =
+            export_default(exporter, freed.allocation().range, freed.allocation()).expect("export");
         drop(freed);
         let live = [allocate(), allocate()];
         for other in &live {
@@ -141,13 +152,30 @@ pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Ifac
     Ok(())
 }
 
+/// Tests that an allocation which the caller queried before the memory was freed exports nothing.
+/// The allocations are whole pages, as in the behaviour above.
+pub(super) fn dma_buf_of_an_allocation_that_was_freed_is_refused(
+    iface: &Arc<dyn Iface>,
+) -> Outcome {
+    let (exporter, exported) = exportable(iface)?;
+    for kind in exported.iter().map(|buffer| buffer.allocation().kind) {
+        let request = AllocRequest { len: OWN_PAGES, device: first_device(&**iface), kind };
+        let freed = DeviceBuffer::allocate(iface, &request).expect("allocate");
+        let of = *freed.allocation();
+        drop(freed);
+        let export = export_default(exporter, of.range, &of);
+        export.expect_err("the allocation was freed");
+    }
+    Ok(())
+}
+
 pub(super) fn exporting_dma_bufs_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outcome {
     let (exporter, buffers) = exportable(iface)?;
     for buffer in buffers {
         for extent in PARTS {
             let range = part(&buffer, extent);
             assert_no_fd_leaks_of_exports(
-                || exporter.export(range, &nic(), DmaBufMapping::Default).expect("export"),
+                || export_default(exporter, range, buffer.allocation()).expect("export"),
                 |export| exporter.release(export).expect("release"),
             );
         }
@@ -156,8 +184,12 @@ pub(super) fn exporting_dma_bufs_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outcome 
 }
 
 /// Exports a range, and reads the range's bytes through the dma-buf.
-fn exported_bytes(exporter: &dyn DmaBufExporter, range: AddressRange) -> Result<Vec<u8>, Skipped> {
-    let export = exporter.export(range, &nic(), DmaBufMapping::Default).expect("export");
+fn exported_bytes(
+    exporter: &dyn DmaBufExporter,
+    range: AddressRange,
+    of: &Allocation,
+) -> Result<Vec<u8>, Skipped> {
+    let export = export_default(exporter, range, of).expect("export");
     let bytes = mapped_bytes(&export);
     exporter.release(export).expect("release");
     bytes

@@ -19,7 +19,8 @@ pub(super) fn segments_cover_the_range(iface: &Arc<dyn Iface>) -> Outcome {
     for buffer in buffers(iface)? {
         for extent in PARTS {
             let range = part(&buffer, extent);
-            let segments = map.segments(range).expect("segments of an allocation");
+            let segments =
+                map.segments(range, buffer.allocation()).expect("segments of an allocation");
             let mut next = range.start().0;
             for segment in &segments {
                 assert_eq!(segment.range.start().0, next, "a gap before a segment: {segments:?}");

@@ -73,6 +73,8 @@ behaviours! {
     dma_buf_of_the_padding_after_an_odd_length_is_refused,
     /// MR-18
     dma_buf_of_freed_memory_shows_no_other_memory,
+    /// MR-18
+    dma_buf_of_an_allocation_that_was_freed_is_refused,
     /// HM-06
     exporting_dma_bufs_leaks_no_fd,
     /// HM-07

@@ -99,7 +99,7 @@ impl DomainInner {
         let segments = self
             .registry
             .get(owner.iface)
-            .and_then(|iface| iface.physical_segments(bound))
+            .and_then(|iface| iface.segments_of(bound, &allocation))
             .inspect_err(|error| tracing::debug!(%error, range = %bound, "segments are unknown"));
         segments.is_ok_and(|segments| segments.len() == 1).then_some(bound)
     }

@@ -4,13 +4,18 @@
 //! All requests pass the checks of a [`Claim`]: registrations by address, of dma-bufs and of
 //! sub-regions, and cached lookups.
 
+use smallvec::SmallVec;
+
 use super::{DomainInner, MrAttr, region_state::RegionInner};
 use crate::{
-    AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags, Registry, Result,
-    registry::AddressOwner,
+    AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags,
+    Registry, Result, registry::AddressOwner,
 };
 
 const HMEM_FLAGS: MrFlags = MrFlags::HMEM_DEVICE_ONLY.union(MrFlags::HMEM_HOST_ALLOC);
+
+/// The allocations of the ranges of a request for device memory. Empty for other memory.
+pub(super) type Allocations = SmallVec<[Allocation; 1]>;
 
 /// The statements of a request about the owner of its memory.
 #[derive(Clone, Copy, Debug)]
@@ -222,14 +227,16 @@ impl DomainInner {
         claim.check_known(&self.registry, "regattr", range, known, || None)
     }
 
-    /// Resolves the owner of the ranges, and checks it against the claim of the request. Fails if
-    /// the ranges belong to different ifaces or devices.
+    /// Resolves the owner of each range, and checks it against the claim of the request. Returns
+    /// the owner of the first range, and adds the allocations of device memory to `allocations`.
+    /// Fails if the ranges belong to different ifaces or devices.
     #[inline]
     pub(super) fn owner(
         &self,
         ranges: &[AddressRange],
         attr: &MrAttr<'_>,
         flags: MrFlags,
+        allocations: &mut Allocations,
     ) -> Result<AddressOwner> {
         let owner_of = |range: &AddressRange| {
             let owner = self.registry.owner_of_range(*range);
@@ -238,6 +245,7 @@ impl DomainInner {
         let claim = Claim::of(attr, flags, self.attr.hmem);
         let owner = owner_of(&ranges[0])?;
         claim.check(&self.registry, "regattr", ranges[0], &owner)?;
+        allocations.extend(owner.allocation);
         for range in &ranges[1..] {
             let other = owner_of(range)?;
             if (other.iface, other.device) != (owner.iface, owner.device) {
@@ -248,6 +256,7 @@ impl DomainInner {
                     .remedy("register memory of different ifaces or devices as separate regions"));
             }
             claim.check(&self.registry, "regattr", *range, &other)?;
+            allocations.extend(other.allocation);
         }
         Ok(owner)
     }

@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 use super::{
     DomainInner,
     attr::{DmaBufAttr, MrAttr},
+    owner::Allocations,
     prefault,
     region::MemoryRegion,
     region_state::{Dependent, KeepAlive, Rare, RegionInner},
@@ -120,7 +121,8 @@ impl DomainInner {
     }
 
     /// Resolves the owner of the memory, and populates host pages if the request asks for that.
-    /// Queries the ifaces for the owner only if `owner` is `None`.
+    /// Queries the ifaces for the owner only if `owner` is `None`. `allocations` must be empty, and
+    /// holds the allocations to which the result refers.
     fn resolve<'a>(
         &'a self,
         ranges: &[AddressRange],
@@ -128,6 +130,7 @@ impl DomainInner {
         flags: MrFlags,
         owned: Option<IfaceKind>,
         owner: Option<AddressOwner>,
+        allocations: &'a mut Allocations,
     ) -> Result<Memory<'a>> {
         if let Some(base) = attr.base {
             let (Some(region), Some(offset)) =
@@ -147,13 +150,17 @@ impl DomainInner {
             return Ok(Memory::DmaBuf { fd, offset, owner, iface });
         }
         let owner = match owner {
-            Some(owner) => owner,
-            None => self.owner(ranges, attr, flags)?,
+            Some(owner) => {
+                allocations.extend(owner.allocation);
+                owner
+            }
+            None => self.owner(ranges, attr, flags, allocations)?,
         };
         check_owner(&self.registry, ranges[0], owned, owner.iface)?;
         let owned = owned.is_some();
         if owner.iface != IfaceKind::SYSTEM {
-            return Ok(Memory::Device { iface: self.registry.get(owner.iface)?, owner, owned });
+            let iface = self.registry.get(owner.iface)?;
+            return Ok(Memory::Device { iface, allocations, owned });
         }
         if let Some(prefault) = &attr.prefault {
             for range in ranges {
@@ -171,8 +178,12 @@ impl DomainInner {
         attr: &'a MrAttr<'_>,
         flags: MrFlags,
     ) -> Registration<'a> {
-        if let Memory::Device { owner, .. } | Memory::DmaBuf { owner, .. } = &memory {
-            self.inbound.note(owner, attr.access);
+        match &memory {
+            Memory::Device { allocations, .. } => {
+                self.inbound.note(&AddressOwner::of(&allocations[0]), attr.access);
+            }
+            Memory::DmaBuf { owner, .. } => self.inbound.note(owner, attr.access),
+            Memory::Host { .. } | Memory::Part { .. } => {}
         }
         Registration {
             ranges,
@@ -229,8 +240,9 @@ pub(super) fn register_on_nics(
         tracing::debug!(nic, %path, "registered");
         done(region);
     };
+    let mut allocations = Allocations::new();
     first
-        .resolve(ranges, attr, flags, owned, owner)
+        .resolve(ranges, attr, flags, owned, owner, &mut allocations)
         .and_then(|memory| register_memory(domains, ranges, memory, attr, flags, &mut done))
         .inspect_err(|error| tracing::debug!(%error, "registration refused"))
 }

@@ -225,15 +225,21 @@ pub trait DmaBufExporter {
     /// no device of this machine exports dma-bufs. Each export then fails with the reason.
     fn mappings(&self) -> &'static [DmaBufMapping];
 
-    /// Exports `range` as a dma-buf for `nic`. The range must lie in one allocation.
+    /// Exports `range` as a dma-buf for `nic`. The range must lie in the allocation `of`, which
+    /// the caller has just queried ([`Iface::query`](super::Iface::query)).
+    ///
+    /// `of` is not proof: the memory may have been freed since the query. The driver, or the
+    /// iface's own record, decides whether the range can be exported.
     ///
     /// # Errors
+    /// - OutOfBounds for a range outside the allocation.
     /// - Unsupported if the driver or the device cannot export the range with this mapping.
     /// - Unreachable if the NIC cannot reach the device.
     /// - Otherwise the error that the driver reported.
     fn export(
         &self,
         range: AddressRange,
+        of: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport>;
@@ -250,11 +256,13 @@ pub trait DmaBufExporter {
 
 /// Makes ranges accessible to peer-memory clients in the kernel.
 pub trait PeerMemoryExporter {
-    /// Makes `range` accessible to peer-memory clients in the kernel.
+    /// Makes `range` accessible to peer-memory clients in the kernel. The range must lie in the
+    /// allocation `of`, under the conditions of [`DmaBufExporter::export`].
     ///
     /// # Errors
-    /// Unsupported, with the reason, if the driver cannot do this.
-    fn export(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport>;
+    /// - Unsupported, with the reason, if the driver cannot do this.
+    /// - OutOfBounds for a range outside the allocation.
+    fn export(&self, range: AddressRange, of: &Allocation, nic: &Nic) -> Result<PeerMemoryExport>;
 }
 
 /// Page-locks host memory for the devices of an iface.
@@ -303,11 +311,12 @@ pub trait Ipc {
 
 /// Lists the physical segments of ranges (HM-07).
 pub trait SegmentMap {
-    /// Returns the physical segments of `range` in address order.
+    /// Returns the physical segments of `range` in address order. The range must lie in the
+    /// allocation `of`, under the conditions of [`DmaBufExporter::export`].
     ///
     /// # Errors
-    /// OutOfBounds if part of the range is not memory of this iface.
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>>;
+    /// OutOfBounds if part of the range is not in the allocation.
+    fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>>;
 
     /// Returns the driver's reason why a segment cannot be exported, such as an attribute and its
     /// value. Errors print it.

@@ -314,10 +314,11 @@ pub trait IfaceExt: Iface {
         unsafe { self.copy_engine().ok_or_else(lacking)?.start_copy(to, from, len) }
     }
 
-    /// Calls [`DmaBufExporter::export`].
+    /// Queries the allocation around `range`, and calls [`DmaBufExporter::export`].
     ///
     /// # Errors
-    /// The errors of [`DmaBufExporter::export`], and Unsupported without the facet.
+    /// The errors of [`Iface::query`] and [`DmaBufExporter::export`], OutOfBounds for an address
+    /// that the iface does not know, and Unsupported without the facet.
     fn export_dma_buf(
         &self,
         range: AddressRange,
@@ -325,7 +326,8 @@ pub trait IfaceExt: Iface {
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
         let lacking = || self.unavailable(Facet::DmaBuf).context("range", range);
-        self.dma_buf().ok_or_else(lacking)?.export(range, nic, mapping)
+        let exporter = self.dma_buf().ok_or_else(lacking)?;
+        exporter.export(range, &allocation_around(self, "export_dma_buf", range)?, nic, mapping)
     }
 
     /// Calls [`DmaBufExporter::release`]. Without that facet, closes the fd and returns an error.
@@ -336,13 +338,15 @@ pub trait IfaceExt: Iface {
         self.dma_buf().ok_or_else(|| self.unavailable(Facet::DmaBuf))?.release(export)
     }
 
-    /// Calls [`PeerMemoryExporter::export`].
+    /// Queries the allocation around `range`, and calls [`PeerMemoryExporter::export`].
     ///
     /// # Errors
-    /// The errors of [`PeerMemoryExporter::export`], and Unsupported without the facet.
+    /// The errors of [`Iface::query`] and [`PeerMemoryExporter::export`], OutOfBounds for an
+    /// address that the iface does not know, and Unsupported without the facet.
     fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
         let lacking = || self.unavailable(Facet::PeerMemory).context("range", range);
-        self.peer_memory().ok_or_else(lacking)?.export(range, nic)
+        let exporter = self.peer_memory().ok_or_else(lacking)?;
+        exporter.export(range, &allocation_around(self, "export_peer_memory", range)?, nic)
     }
 
     /// Calls [`HostRegistrar::register`].
@@ -397,14 +401,23 @@ pub trait IfaceExt: Iface {
         unsafe { self.ipc().ok_or_else(lacking)?.close(allocation) }
     }
 
+    /// Queries the allocation around `range`, and calls [`IfaceExt::segments_of`].
+    ///
+    /// # Errors
+    /// The errors of [`Iface::query`] and [`SegmentMap::segments`], and OutOfBounds for an address
+    /// that the iface does not know.
+    fn physical_segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+        self.segments_of(range, &allocation_around(self, "segments", range)?)
+    }
+
     /// Calls [`SegmentMap::segments`]. Without that facet, returns the range as one exportable
     /// segment.
     ///
     /// # Errors
     /// The errors of [`SegmentMap::segments`].
-    fn physical_segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+    fn segments_of(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
         match self.segments() {
-            Some(map) => map.segments(range),
+            Some(map) => map.segments(range, of),
             None => Ok(vec![Segment { range, exportable: true }]),
         }
     }
@@ -482,6 +495,21 @@ impl<I: Iface + ?Sized> From<&I> for IfaceName {
     fn from(iface: &I) -> Self {
         Self::new(iface.kind(), iface.name())
     }
+}
+
+/// Returns the allocation of the iface that contains the first address of `range`.
+fn allocation_around<I: Iface + ?Sized>(
+    iface: &I,
+    operation: &'static str,
+    range: AddressRange,
+) -> Result<Allocation> {
+    iface.query(range.start())?.ok_or_else(|| {
+        Error::new(ErrorKind::OutOfBounds, operation)
+            .iface(iface)
+            .context("range", range)
+            .context("why", "the iface does not know the address: the memory may have been freed")
+            .remedy("the range must lie in one live allocation")
+    })
 }
 
 /// Checks that one allocation of the iface contains `len` bytes from `address`. Without this check,

@@ -29,7 +29,7 @@ pub use self::{
 };
 
 use crate::{
-    Address, AddressRange, AuthKey, DmaBufOffset, MrMode, Result,
+    Address, AddressRange, AuthKey, DmaBufOffset, Iface, MrMode, Result,
     counter::Counter,
     iface::CopyEvent,
     registry::Registry,
@@ -122,6 +122,8 @@ pub enum Backing<'a> {
     },
     /// A device address that a peer-memory client resolves.
     PeerMemory {
+        /// The iface of the memory.
+        iface: &'a Arc<dyn Iface>,
         /// The device address.
         address: Address,
     },

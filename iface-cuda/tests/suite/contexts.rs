@@ -2,7 +2,8 @@
 //! context without need.
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt,
+    iface::AllocRequest,
 };
 use hmem_fake_cuda::{Live, Profile};
 use hmem_iface_cuda::{
@@ -338,6 +339,68 @@ fn refused_page_locking_leaves_no_context() {
             check((world.app.functions.mem_host_unregister())(start));
         }
         world.app.destroy_context(foreign);
+    });
+}
+
+/// Returns the errors of both exports of an allocation that the caller queried before.
+fn refused_exports(world: &World, of: &Allocation) -> [Error; 2] {
+    let dma_buf = world.cuda.dma_buf().expect("the facet");
+    let peer_memory = world.cuda.peer_memory().expect("the facet");
+    [
+        dma_buf.export(of.range, of, &nic(), Default::default()).expect_err("refused"),
+        peer_memory.export(of.range, of, &nic()).expect_err("refused"),
+    ]
+}
+
+/// MR-18
+///
+/// The driver is never given the destroyed context, which `World::end` checks.
+#[test]
+fn export_is_refused_if_the_context_of_the_allocation_was_destroyed() {
+    over(Profile::default(), |world| {
+        let foreign = world.app.create_context();
+        let mut pointer: CuDevicePtr = 0;
+        // SAFETY: the output is writable.
+        check(unsafe { (world.app.functions.mem_alloc())(&mut pointer, 50_000) });
+        let of = world.cuda.query(Address(pointer)).expect("query").expect("an allocation");
+        world.app.destroy_context(foreign);
+        for error in refused_exports(world, &of) {
+            assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
+            let why = error.context_value("why").expect("a reason");
+            assert!(why.contains("context was destroyed"), "{error}");
+        }
+    });
+}
+
+/// MR-18
+///
+/// Any caller can set the token of an allocation, which is a context for the driver.
+#[test]
+fn export_is_refused_for_a_token_that_is_no_context_of_the_memory() {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(50_000, AllocationKind::Device);
+        for token in [1, 0xdead_0000, u64::MAX] {
+            for error in refused_exports(world, &Allocation { token, ..memory }) {
+                assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
+            }
+        }
+        world.free(&memory);
+    });
+}
+
+/// MR-18
+///
+/// The context is still usable, so the driver refuses the addresses.
+#[test]
+fn export_of_an_allocation_that_was_freed_is_refused() {
+    over(Profile::default(), |world| {
+        for kind in [AllocationKind::Device, AllocationKind::Virtual] {
+            let memory = world.allocate(2 << 20, kind);
+            let of = world.cuda.query(memory.base()).expect("query").expect("an allocation");
+            world.free(&memory);
+            let errors = refused_exports(world, &of);
+            assert!(errors.iter().all(|error| error.kind() != ErrorKind::BadState), "{errors:?}");
+        }
     });
 }
 

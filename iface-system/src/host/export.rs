@@ -23,7 +23,13 @@ impl DmaBufExporter for System {
         &[DmaBufMapping::Default]
     }
 
-    fn export(&self, range: AddressRange, _: &Nic, mapping: DmaBufMapping) -> Result<DmaBufExport> {
+    fn export(
+        &self,
+        range: AddressRange,
+        of: &Allocation,
+        _: &Nic,
+        mapping: DmaBufMapping,
+    ) -> Result<DmaBufExport> {
         let refused = |kind| {
             Error::new(kind, "export dma-buf").iface(IfaceKind::SYSTEM).context("range", range)
         };
@@ -44,7 +50,7 @@ impl DmaBufExporter for System {
                  `memfd`",
             ));
         };
-        if !record.allocation.range.contains_range(range) {
+        if record.allocation.id != of.id || !record.allocation.range.contains_range(range) {
             return Err(refused(ErrorKind::OutOfBounds)
                 .context("allocation", record.allocation.range)
                 .remedy("the range must lie in one allocation"));

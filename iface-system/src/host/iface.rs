@@ -112,7 +112,7 @@ impl Ipc for System {
 impl SegmentMap for System {
     /// Returns the whole range as one segment. Its pages may not be physically contiguous, but no
     /// user of host memory needs contiguous pages.
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+    fn segments(&self, range: AddressRange, _: &Allocation) -> Result<Vec<Segment>> {
         let record = self.record_at(range.start());
         let exportable = record.is_some_and(|record| {
             record.memfd().is_some() && record.allocation.range.contains_range(range)

@@ -165,6 +165,7 @@ impl System {
             device: None,
             kind: AllocationKind::System,
             id: AllocationId(allocations.next_id),
+            token: 0,
         };
         allocations.next_id += 1;
         allocations.by_start.insert(range.start().0, Arc::new(Record { allocation, backing }));

@@ -1,7 +1,8 @@
 //! Exports to NICs: dma-bufs, and device addresses for peer-memory clients.
 
 use hmem_core::{
-    AddressRange, AllocOffset, AllocationKind, DmaBufOffset, Errno, Error, ErrorKind, Result,
+    AddressRange, AllocOffset, Allocation, AllocationKind, DmaBufOffset, Errno, Error, ErrorKind,
+    Result,
     iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, PeerMemoryExport, PeerMemoryExporter},
     provider::Nic,
 };
@@ -55,6 +56,7 @@ impl DmaBufExporter for Inner {
     fn export(
         &self,
         range: AddressRange,
+        of: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
@@ -77,7 +79,7 @@ impl DmaBufExporter for Inner {
                 .remedy("export with the default mapping"));
         }
         let mut state = self.state.lock();
-        let record = self.record_of(&mut state, range)?;
+        let record = self.part_of(&mut state, range, of)?;
         let allocation = record.allocation;
         match allocation.kind {
             AllocationKind::Managed => {
@@ -149,13 +151,13 @@ impl DmaBufExporter for Inner {
 }
 
 impl PeerMemoryExporter for Inner {
-    fn export(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+    fn export(&self, range: AddressRange, of: &Allocation, nic: &Nic) -> Result<PeerMemoryExport> {
         const OPERATION: &str = "export peer memory";
         self.call(Call::ExportPeerMemory)?;
         let refused =
             |kind| Error::new(kind, OPERATION).iface(&self.config).context("range", range);
         let mut state = self.state.lock();
-        let record = self.record_of(&mut state, range)?;
+        let record = self.part_of(&mut state, range, of)?;
         let allocation = record.allocation;
         if allocation.kind.cpu_accessible() {
             return Err(refused(ErrorKind::Unsupported)

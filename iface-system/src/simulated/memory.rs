@@ -260,7 +260,8 @@ impl Inner {
         };
         let id = AllocationId(state.next_id);
         state.next_id += 1;
-        let allocation = Allocation { iface: self.config.kind, range, device, kind, id };
+        let iface = self.config.kind;
+        let allocation = Allocation { iface, range, device, kind, id, token: 0 };
         match origin {
             Origin::Allocated => {
                 state.live += 1;
@@ -439,6 +440,27 @@ impl Inner {
         }
     }
 
+    /// Returns the record of the allocation `of`, which contains `range`.
+    ///
+    /// # Errors
+    /// OutOfBounds if the range is not in one live allocation, or in another one than `of`.
+    pub(crate) fn part_of<'a>(
+        &self,
+        state: &'a mut SimulatedState,
+        range: AddressRange,
+        of: &Allocation,
+    ) -> Result<&'a mut Record> {
+        let record = self.record_of(state, range)?;
+        if record.allocation.id == of.id {
+            return Ok(record);
+        }
+        Err(Error::new(ErrorKind::OutOfBounds, "resolve range")
+            .iface(&self.config)
+            .context("range", range)
+            .context("why", "the allocation was freed, and another one has its addresses")
+            .remedy("the range must lie in one live allocation"))
+    }
+
     /// Returns the allocation that contains `range`, and the ranges of memory files that hold its
     /// bytes.
     pub(crate) fn pieces(&self, range: AddressRange) -> Result<(Allocation, Vec<Piece>)> {
@@ -457,27 +479,15 @@ impl Inner {
 }
 
 impl SegmentMap for Inner {
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+    fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
         self.call(Call::Segments)?;
         let mut state = self.state.lock();
-        let mut segments = Vec::new();
-        let mut rest = range;
-        loop {
-            // `range` may extend over several adjacent allocations.
-            let first = AddressRange::new(rest.start(), rest.len().min(1))?;
-            let record = self.record_of(&mut state, first)?;
-            let offset = rest.start().0 - record.allocation.base().0;
-            let here = rest.len().min(record.allocation.range.len() - offset);
-            let part = AddressRange::new(rest.start(), here)?;
-            segments.extend(record.parts_of(part).map(|(inside, part)| Segment {
-                range: inside.range,
-                exportable: part.exportable,
-            }));
-            match rest.slice(here, rest.len() - here) {
-                Some(after) if !after.is_empty() => rest = after,
-                _ => return Ok(segments),
-            }
-        }
+        let parts = self.part_of(&mut state, range, of)?.parts_of(range);
+        let segment = |(inside, part): (Inside, &Part)| Segment {
+            range: inside.range,
+            exportable: part.exportable,
+        };
+        Ok(parts.map(segment).collect())
     }
 }
 

@@ -165,6 +165,7 @@ impl PageTable {
                 .then_some(DeviceId((kind_and_device >> 32) as u32)),
             kind: kind_of((kind_and_device >> KIND_SHIFT) as u8),
             id: AllocationId(id),
+            token: 0,
         })
     }
 
@@ -282,6 +283,7 @@ mod tests {
             device: Some(DeviceId(1)),
             kind: AllocationKind::Device,
             id: AllocationId(id),
+            token: 0,
         }
     }
 

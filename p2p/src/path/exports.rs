@@ -4,9 +4,9 @@
 use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
-    AddressRange, Error, ErrorKind, Iface, IfaceExt, Path, Segment,
+    AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, Path, Segment,
     cause::Step,
-    iface::{DmaBufExport, DmaBufMapping, SegmentMap},
+    iface::{DmaBufExport, DmaBufMapping, Facet, SegmentMap},
     path::Attempt,
     provider::{Backing, Nic, Piece},
 };
@@ -17,6 +17,8 @@ use super::variant::{DmaBufLayout, PathRefusal};
 pub(super) struct ExportSet<'a> {
     iface: &'a Arc<dyn Iface>,
     ranges: &'a [AddressRange],
+    /// The allocation of each range.
+    allocations: &'a [Allocation],
     /// The physical segments of each range; `None` until they were queried.
     segments: Option<Vec<Vec<Segment>>>,
     sets: Vec<Set>,
@@ -53,8 +55,28 @@ pub(super) struct Exported<'e> {
 }
 
 impl<'a> ExportSet<'a> {
-    pub(super) fn new(iface: &'a Arc<dyn Iface>, ranges: &'a [AddressRange]) -> Self {
-        Self { iface, ranges, segments: None, sets: Vec::new(), shared: false }
+    /// Creates a set without exports. `allocations` has the allocation of each range.
+    pub(super) fn new(
+        iface: &'a Arc<dyn Iface>,
+        ranges: &'a [AddressRange],
+        allocations: &'a [Allocation],
+    ) -> Self {
+        Self { iface, ranges, allocations, segments: None, sets: Vec::new(), shared: false }
+    }
+
+    /// Opens the ranges to peer-memory clients.
+    pub(super) fn peer_memory(&self, nic: &Nic) -> Result<Vec<Piece<'a>>, PathRefusal> {
+        let iface = self.iface;
+        let piece = |(&range, of): (&AddressRange, &Allocation)| {
+            let lacking = || iface.unavailable(Facet::PeerMemory).context("range", range);
+            let exporter = iface.peer_memory().ok_or_else(lacking);
+            let export = exporter.and_then(|exporter| exporter.export(range, of, nic));
+            let export = export.map_err(|error| {
+                PathRefusal::new(Step::Export, format!("export_peer_memory({range})"), error)
+            })?;
+            Ok(Piece { range, backing: Backing::PeerMemory { iface, address: export.address } })
+        };
+        self.ranges.iter().zip(self.allocations).map(piece).collect()
     }
 
     pub(super) fn iface(&self) -> &'a Arc<dyn Iface> {
@@ -127,16 +149,19 @@ impl<'a> ExportSet<'a> {
     ) -> Result<Set, PathRefusal> {
         let mut set =
             Set { mapping, unit, made: Vec::with_capacity(self.ranges.len()), refused: Vec::new() };
-        let ask = |range: AddressRange| {
-            self.iface
-                .export_dma_buf(range, nic, mapping)
+        let ask = |range: AddressRange, of: &Allocation| {
+            let lacking = || self.iface.unavailable(Facet::DmaBuf).context("range", range);
+            let exporter = self.iface.dma_buf().ok_or_else(lacking);
+            exporter
+                .and_then(|exporter| exporter.export(range, of, nic, mapping))
                 .map_err(|error| (format!("export_dma_buf({range}, {mapping:?})"), error))
         };
-        for (range, segments) in self.ranges.iter().zip(self.segments.iter().flatten()) {
+        let memory = self.ranges.iter().zip(self.allocations);
+        for ((range, of), segments) in memory.zip(self.segments.iter().flatten()) {
             let several = segments.len() > 1 && segments.iter().all(|segment| segment.exportable);
             let asked_whole = several && unit == ExportUnit::Range;
             if asked_whole {
-                match ask(*range) {
+                match ask(*range, of) {
                     Ok(export) => {
                         set.made.push((*range, export));
                         continue;
@@ -146,7 +171,7 @@ impl<'a> ExportSet<'a> {
             }
             for segment in segments {
                 let refusal = if segment.exportable {
-                    match ask(segment.range) {
+                    match ask(segment.range, of) {
                         Ok(export) => {
                             set.made.push((segment.range, export));
                             continue;
@@ -186,11 +211,11 @@ impl<'a> ExportSet<'a> {
 
     fn find_segments(&self) -> Result<Vec<Vec<Segment>>, PathRefusal> {
         let mut all = Vec::with_capacity(self.ranges.len());
-        for range in self.ranges {
+        for (range, of) in self.ranges.iter().zip(self.allocations) {
             let call = || format!("segments({range})");
             let segments = self
                 .iface
-                .physical_segments(*range)
+                .segments_of(*range, of)
                 .map_err(|error| PathRefusal::new(Step::Segments, call(), error))?;
             if !cover(&segments, *range) {
                 let error = Error::new(ErrorKind::OutOfBounds, "segments")

@@ -494,11 +494,12 @@ unsafe impl PathSelector for DefaultPathSelector {
         let mut exports = None;
         for (at, target) in targets.iter().enumerate() {
             match &target.registration.memory {
-                Memory::Device { iface, owner, .. } => {
+                Memory::Device { iface, allocations, .. } => {
                     let exports = exports.get_or_insert_with(|| {
-                        ExportSet::new(iface, targets[0].registration.ranges)
+                        ExportSet::new(iface, target.registration.ranges, allocations)
                     });
-                    let search = PathSearch::new(self, *target, owner, Some(*iface));
+                    let owner = AddressOwner::of(&allocations[0]);
+                    let search = PathSearch::new(self, *target, &owner, Some(*iface));
                     if targets.len() > 1 {
                         self.probe_beforehand(&search);
                     }

@@ -107,6 +107,7 @@ impl<'a> Page<'a> {
 
     fn try_out(mut self) -> ProbeResult {
         let ranges = [self.allocation.range];
+        let allocations = [self.allocation];
         let owner = AddressOwner {
             iface: self.search.owner.iface,
             device: self.allocation.device,
@@ -114,13 +115,13 @@ impl<'a> Page<'a> {
         };
         let registration = Registration {
             ranges: &ranges,
-            memory: Memory::Device { iface: self.iface, owner, owned: true },
+            memory: Memory::Device { iface: self.iface, allocations: &allocations, owned: true },
             key: KeyRequest::Provider,
             flags: MrFlags::empty(),
             page_size: 0,
             ..*self.search.registration
         };
-        let mut exports = ExportSet::new(self.iface, &ranges);
+        let mut exports = ExportSet::new(self.iface, &ranges, &allocations);
         let mut search = self.search.restart(&registration, &owner);
         // This flag is cleared once no NIC can reach the page. A panic leaves it set.
         self.may_be_registered = true;

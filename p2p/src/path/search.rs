@@ -3,8 +3,8 @@
 use std::{os::fd::BorrowedFd, sync::Arc};
 
 use hmem_core::{
-    AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
-    IfaceName, Path, Result,
+    AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceKind, IfaceName, Path,
+    Result,
     cause::{Facts, RefusalContext, Step},
     iface::DmaBufMapping,
     path::{Attempt, P2pPolicy, Target, Trace},
@@ -152,22 +152,16 @@ impl<'a> PathSearch<'a> {
             }
             PathVariant::HostPages => {
                 let owned = matches!(self.registration.memory, Memory::Device { owned: true, .. });
-                self.pieces(|_| Ok(Backing::Host { owned }))
+                self.pieces(|_| Backing::Host { owned })
             }
-            PathVariant::PeerMemory => self.pieces(|range| {
-                let iface = exports.iface();
-                let export = iface.export_peer_memory(range, self.nic()).map_err(|error| {
-                    PathRefusal::new(Step::Export, format!("export_peer_memory({range})"), error)
-                })?;
-                Ok(Backing::PeerMemory { address: export.address })
-            }),
+            PathVariant::PeerMemory => exports.peer_memory(self.nic())?,
             PathVariant::Staged => self.pieces(|range| {
                 // SAFETY: the caller keeps the memory while it is registered, and the provider
                 // does not use the range after that, as `ProviderDomain` promises.
                 let staged = unsafe { StagedRange::new(Arc::clone(exports.iface()), range) };
-                Ok(Backing::Staged(Arc::new(staged)))
+                Backing::Staged(Arc::new(staged))
             }),
-        }?;
+        };
         // SAFETY: the caller upholds the contract of this function, which covers this call.
         match unsafe { self.provider.register(self.registration, &pieces) } {
             Ok(region) => Ok(Taken { region, layout: None, refused: Vec::new() }),
@@ -214,12 +208,9 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    fn pieces<'b>(
-        &self,
-        backing: impl Fn(AddressRange) -> Result<Backing<'b>, PathRefusal>,
-    ) -> Result<Vec<Piece<'b>>, PathRefusal> {
+    fn pieces<'b>(&self, backing: impl Fn(AddressRange) -> Backing<'b>) -> Vec<Piece<'b>> {
         let ranges = self.registration.ranges.iter();
-        ranges.map(|&range| Ok(Piece { range, backing: backing(range)? })).collect()
+        ranges.map(|&range| Piece { range, backing: backing(range) }).collect()
     }
 
     /// Tries the direct paths in order, except `tried`. Returns the region of the first path that

@@ -160,6 +160,7 @@ impl DmaBufExporter for Vendor {
     fn export(
         &self,
         range: AddressRange,
+        _: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
@@ -177,14 +178,14 @@ impl DmaBufExporter for Vendor {
 }
 
 impl PeerMemoryExporter for Vendor {
-    fn export(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
+    fn export(&self, range: AddressRange, _: &Allocation, nic: &Nic) -> Result<PeerMemoryExport> {
         check(self.peer_memory)?;
         self.memory.export_peer_memory(range, nic)
     }
 }
 
 impl SegmentMap for Vendor {
-    fn segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
+    fn segments(&self, range: AddressRange, _: &Allocation) -> Result<Vec<Segment>> {
         check(self.segments)?;
         let physical = self.memory.physical_segments(range)?;
         let Some(step) = self.segment_len else { return Ok(physical) };
