@@ -66,12 +66,9 @@
 #[cfg(feature = "suite")]
 mod bytes;
 #[cfg(feature = "suite")]
-#[allow(unsafe_code)]
 mod iface;
 #[cfg(feature = "suite")]
-#[allow(unsafe_code)]
 mod provider;
-#[allow(unsafe_code)]
 pub mod stale;
 #[cfg(feature = "suite")]
 mod suite;

@@ -1,5 +1,7 @@
 //! Transfers of memory that is freed and allocated again, which reveal stale registrations.
 
+#![allow(unsafe_code, reason = "registers memory by address while it changes")]
+
 use std::sync::Arc;
 
 use hmem_core::{

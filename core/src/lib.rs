@@ -55,14 +55,12 @@
 mod access;
 mod address;
 mod allocation;
-#[allow(unsafe_code)]
 pub mod cache;
 pub mod cause;
 pub mod counter;
 #[doc = include_str!("design.md")]
 pub mod design {}
 mod dma_buf;
-#[allow(unsafe_code)]
 mod domain;
 pub mod environment;
 mod error;
@@ -70,22 +68,16 @@ pub mod event_queue;
 mod flags;
 mod frame;
 mod handle;
-#[allow(unsafe_code)]
 pub mod iface;
 mod iface_kind;
 mod key;
-#[allow(unsafe_code)]
 pub mod library;
 pub mod monitor;
 mod mr_mode;
 mod nic;
-#[allow(unsafe_code)]
 pub mod path;
-#[allow(unsafe_code)]
 mod process;
-#[allow(unsafe_code)]
 pub mod provider;
-#[allow(unsafe_code)]
 mod racing;
 mod rail_keys;
 pub mod random;

@@ -2,6 +2,8 @@
 //! that an iface calls, and fills the table at run time. [`c_enum!`](crate::c_enum) declares the
 //! enumerations of the vendor's header.
 
+#![allow(unsafe_code, reason = "loads a library and gives its symbols their types")]
+
 use std::{
     env,
     ffi::c_void,

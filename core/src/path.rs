@@ -1,6 +1,8 @@
 //! Decisions about paths: the path of a registration, the reason for the path, and the trait of the
 //! path search that decides. Each region keeps its decision.
 
+#![allow(unsafe_code, reason = "the trait of path selectors, which registers memory by address")]
+
 use std::{fmt, sync::Arc};
 
 use serde::{Serialize, Serializer};

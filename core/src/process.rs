@@ -4,6 +4,8 @@
 //! queues, a driver's registrations. The child must not use these resources. So each object that
 //! owns such a resource stores a [`ProcessMark`] and checks it.
 
+#![allow(unsafe_code, reason = "maps the page that is zeroed in a forked child")]
+
 use std::{
     ptr::{self, NonNull},
     sync::atomic::{AtomicPtr, AtomicU64, Ordering},

@@ -41,6 +41,8 @@
 //!
 //! Long copies run at the speed of the C library's `memmove`.
 
+#![allow(unsafe_code, reason = "copies memory that a NIC or another thread may change")]
+
 use std::{
     arch::asm,
     ffi::c_void,

@@ -39,7 +39,6 @@
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #[cfg_attr(target_arch = "aarch64", path = "arch/aarch64.rs")]
 #[cfg_attr(target_arch = "x86_64", path = "arch/x86_64.rs")]
-#[allow(unsafe_code)]
 mod arch;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod entry;
@@ -47,17 +46,12 @@ mod entry;
 mod hooks;
 mod name;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
-#[allow(unsafe_code)]
 mod patch;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
-#[allow(unsafe_code)]
 mod process;
-#[allow(unsafe_code)]
 mod table;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
-#[allow(unsafe_code)]
 mod trampoline;
-#[allow(unsafe_code)]
 mod wiped;
 
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]

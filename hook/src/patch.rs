@@ -4,6 +4,8 @@
 //! time, even after the patches were undone. `entry.rs` lists the rules that make patching safe
 //! while threads run the functions.
 
+#![allow(unsafe_code, reason = "writes the code of functions")]
+
 use std::{
     ffi::{CStr, c_void},
     ptr,

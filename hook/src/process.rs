@@ -5,6 +5,8 @@
 //! A forked child inherits the patched code, and the kernel zeroes the child's copy of the
 //! subscriber table. If the child starts a monitor, a new table is created.
 
+#![allow(unsafe_code, reason = "process-wide state that is never freed, behind pointers")]
+
 use std::{
     ptr,
     sync::atomic::{AtomicBool, AtomicPtr, Ordering},

@@ -30,6 +30,8 @@
 //! that the reader did. Readers that find this counter in use (other threads, or a signal handler
 //! that interrupted a reader) use the line's shared counter, with two locked instructions.
 
+#![allow(unsafe_code, reason = "invalidators behind pointers, read without a lock")]
+
 use std::{
     collections::HashMap,
     ptr,

@@ -3,6 +3,8 @@
 //! The code is in a mapping near the function, because the jump at the function's entry has a
 //! limited reach.
 
+#![allow(unsafe_code, reason = "maps and writes trampolines")]
+
 use std::fs;
 
 use hmem_core::{Error, ErrorKind, Result};

@@ -5,6 +5,8 @@
 //! another thread held, and no hooked call in flight. A `vfork` child and a new thread share all
 //! memory with their parent, including this memory.
 
+#![allow(unsafe_code, reason = "maps memory that is zeroed in a forked child")]
+
 use std::{
     ops::Deref,
     ptr::{self, NonNull},

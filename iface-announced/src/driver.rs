@@ -1,5 +1,7 @@
 //! The driver calls that an iface needs.
 
+#![allow(unsafe_code, reason = "the trait of drivers, which copies and frees by address")]
+
 use std::{
     fmt,
     os::fd::{BorrowedFd, OwnedFd},

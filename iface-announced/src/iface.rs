@@ -1,5 +1,7 @@
 //! The iface: combines a driver with a table of allocations.
 
+#![allow(unsafe_code, reason = "implements the trait over a driver")]
+
 use std::{fmt, mem::ManuallyDrop, sync::Arc};
 
 use hmem_core::{

@@ -77,10 +77,8 @@
 
 #![deny(unsafe_code)]
 
-#[allow(unsafe_code)]
 mod driver;
 mod exports;
-#[allow(unsafe_code)]
 mod iface;
 mod monitor;
 mod table;

@@ -7,6 +7,8 @@
 //! uses the context releases it. So a failed call or a query leaves no context behind. Contexts of
 //! the application are used for the duration of a call and never retained.
 
+#![allow(unsafe_code, reason = "calls the driver on contexts")]
+
 use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result};
 use parking_lot::Mutex;
 

@@ -17,6 +17,8 @@
 //! The iface does not order its streams after those of the application: the application waits for
 //! its own work that writes the source.
 
+#![allow(unsafe_code, reason = "calls the driver to copy by address")]
+
 use std::{fmt, sync::Arc};
 
 use hmem_core::{

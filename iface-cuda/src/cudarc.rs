@@ -29,6 +29,8 @@
 //! # }
 //! ```
 
+#![allow(unsafe_code, reason = "slices of cudarc as owned buffers")]
+
 use std::{fmt, sync::Arc};
 
 use cudarc::driver::{CudaSlice, DevicePtr};

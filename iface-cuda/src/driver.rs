@@ -3,6 +3,8 @@
 //! Abilities of a device are read from its attributes. If the driver returns INVALID_VALUE, it does
 //! not know the attribute, and the device counts as lacking the ability.
 
+#![allow(unsafe_code, reason = "calls the driver on devices")]
+
 use std::ffi::{CStr, c_char, c_int};
 
 use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface};

@@ -1,5 +1,7 @@
 //! Exports of device memory to NICs: dma-bufs and peer memory.
 
+#![allow(unsafe_code, reason = "calls the driver to export memory, and owns the descriptors")]
+
 use std::{
     ffi::c_int,
     os::fd::{FromRawFd, OwnedFd},

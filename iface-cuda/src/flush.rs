@@ -9,6 +9,8 @@
 //! lives if the driver still knows memory of it under the identity that the memory had when it was
 //! exported. This module calls that memory the context's witness.
 
+#![allow(unsafe_code, reason = "calls the driver to flush inbound writes")]
+
 use std::{collections::BTreeMap, sync::Arc};
 
 use hmem_core::{

@@ -15,6 +15,8 @@
 //! assert_eq!(absent.context_value("library"), Some("/nowhere/libgdrapi.so.2"));
 //! ```
 
+#![allow(unsafe_code, reason = "calls GDRCopy to map device memory")]
+
 use std::{
     ffi::{c_int, c_ulong, c_void},
     fmt,

@@ -1,6 +1,8 @@
 //! Handles of physical memory (`cuMemCreate`), and the mappings that an application makes of it
 //! (`cuMemMap`).
 
+#![allow(unsafe_code, reason = "calls the driver on handles of physical memory")]
+
 use std::ffi::c_void;
 
 use hmem_core::{Address, AddressRange, Error, ErrorKind, IfaceKind, ProcessMark, Result};

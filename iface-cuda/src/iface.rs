@@ -1,5 +1,7 @@
 //! The iface type, which opens the driver and combines the components of the crate.
 
+#![allow(unsafe_code, reason = "implements the trait, and loads the library")]
+
 use std::{
     fmt,
     path::{Path, PathBuf},

@@ -1,6 +1,8 @@
 //! Exchange of allocations with other processes. A handle holds CUDA's handle, the device and the
 //! length.
 
+#![allow(unsafe_code, reason = "calls the driver on IPC handles")]
+
 use std::sync::Arc;
 
 use hmem_core::{

@@ -111,48 +111,31 @@
 
 #![deny(unsafe_code)]
 
-#[allow(unsafe_code)]
 mod allocate;
 mod causes;
-#[allow(unsafe_code)]
 mod context;
-#[allow(unsafe_code)]
 mod copy;
 #[cfg(feature = "cudarc")]
-#[allow(unsafe_code)]
 pub mod cudarc;
-#[allow(unsafe_code)]
 mod driver;
 mod error;
-#[allow(unsafe_code)]
 mod export;
-#[allow(unsafe_code)]
 mod flush;
-#[allow(unsafe_code)]
 pub mod gdrcopy;
-#[allow(unsafe_code)]
 mod handles;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
-#[allow(unsafe_code)]
 mod hooks;
 #[cfg(not(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 #[path = "no_hooks.rs"]
 mod hooks;
-#[allow(unsafe_code)]
 mod iface;
-#[allow(unsafe_code)]
 mod ipc;
-#[allow(unsafe_code)]
 mod lookup;
 mod mapped;
 mod monitor;
-#[allow(unsafe_code)]
 mod page_lock;
-#[allow(unsafe_code)]
 mod segments;
-#[allow(unsafe_code)]
 mod streams;
-#[allow(unsafe_code)]
 pub mod sys;
 mod table;
 

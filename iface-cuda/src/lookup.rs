@@ -1,5 +1,7 @@
 //! Lookup of addresses: the allocation that an address lies in, its kind and its identity.
 
+#![allow(unsafe_code, reason = "calls the driver to look up addresses")]
+
 use std::{
     ffi::c_void,
     fmt,

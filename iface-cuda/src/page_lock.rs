@@ -1,5 +1,7 @@
 //! Page-locking of the application's own memory.
 
+#![allow(unsafe_code, reason = "calls the driver to page-lock host memory")]
+
 use std::{ffi::c_void, sync::Arc};
 
 use hmem_core::{AddressRange, Error, ErrorKind, IfaceKind, Result, iface::HostRegistrar};

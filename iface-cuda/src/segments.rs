@@ -1,5 +1,7 @@
 //! Division of a range into segments. Each segment needs an export of its own.
 
+#![allow(unsafe_code, reason = "calls the driver on the properties of handles")]
+
 use std::sync::Arc;
 
 use hmem_core::{

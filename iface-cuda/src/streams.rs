@@ -1,5 +1,7 @@
 //! Streams and events of copies: creation, waiting, destruction, and reuse.
 
+#![allow(unsafe_code, reason = "calls the driver on streams and events")]
+
 use hmem_core::Result;
 
 use crate::{

@@ -1,5 +1,7 @@
 //! The driver of the iface: calls of the Neuron runtime.
 
+#![allow(unsafe_code, reason = "calls the runtime on tensors")]
+
 use std::{
     ffi::{c_int, c_void},
     os::fd::{FromRawFd, OwnedFd},

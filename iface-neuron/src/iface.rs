@@ -1,5 +1,7 @@
 //! The iface type, and the builder that opens it.
 
+#![allow(unsafe_code, reason = "loads the library")]
+
 use std::path::{Path, PathBuf};
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};

@@ -64,12 +64,9 @@
 #![deny(unsafe_code)]
 
 mod causes;
-#[allow(unsafe_code)]
 mod driver;
 mod error;
-#[allow(unsafe_code)]
 mod iface;
-#[allow(unsafe_code)]
 pub mod sys;
 
 pub use causes::CAUSES;

@@ -1,5 +1,7 @@
 //! Allocation and free of memory, and page-locking of the application's memory.
 
+#![allow(unsafe_code, reason = "calls the runtime to allocate, free and page-lock")]
+
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{

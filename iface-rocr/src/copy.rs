@@ -8,6 +8,8 @@
 //! Copies are not ordered after work of the application: the application waits for its own work
 //! that writes the source.
 
+#![allow(unsafe_code, reason = "calls the runtime to copy by address")]
+
 use std::{cell::Cell, ffi::c_void, fmt, ptr, sync::Arc};
 
 use hmem_core::{

@@ -1,5 +1,7 @@
 //! Exports of device memory to NICs: dma-bufs and peer memory.
 
+#![allow(unsafe_code, reason = "calls the runtime to export memory, and owns the descriptors")]
+
 use std::{
     ffi::{c_int, c_void},
     os::fd::{FromRawFd, IntoRawFd, OwnedFd},

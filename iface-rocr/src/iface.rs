@@ -1,5 +1,7 @@
 //! The iface type, which opens the runtime and combines the components of the crate.
 
+#![allow(unsafe_code, reason = "implements the trait, and loads the library")]
+
 use std::{
     path::{Path, PathBuf},
     sync::Arc,

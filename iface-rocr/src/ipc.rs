@@ -1,6 +1,8 @@
 //! Exchange of allocations with other processes. A handle holds the runtime's handle, the device
 //! and the length.
 
+#![allow(unsafe_code, reason = "calls the runtime on IPC handles")]
+
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{

@@ -61,26 +61,17 @@
 
 #![deny(unsafe_code)]
 
-#[allow(unsafe_code)]
 mod allocate;
 mod causes;
-#[allow(unsafe_code)]
 mod copy;
 mod error;
-#[allow(unsafe_code)]
 mod export;
-#[allow(unsafe_code)]
 mod iface;
-#[allow(unsafe_code)]
 mod ipc;
-#[allow(unsafe_code)]
 mod memory;
 mod monitor;
-#[allow(unsafe_code)]
 mod runtime;
-#[allow(unsafe_code)]
 pub mod sys;
-#[allow(unsafe_code)]
 mod table;
 
 pub use causes::CAUSES;

@@ -1,5 +1,7 @@
 //! The started runtime: its functions, agents and devices, which never change.
 
+#![allow(unsafe_code, reason = "calls the runtime on agents and pools")]
+
 use std::{
     ffi::{CStr, c_void},
     fs::File,

@@ -8,6 +8,8 @@
 //! The lock is never held during a call of the runtime, which may hold a lock of its own while it
 //! calls back.
 
+#![allow(unsafe_code, reason = "the runtime's callback on a free, with its notice")]
+
 use std::{
     collections::{BTreeMap, HashMap},
     ffi::c_void,

@@ -1,5 +1,7 @@
 //! The driver of the iface: calls of the SynapseAI runtime and of libhl-thunk.
 
+#![allow(unsafe_code, reason = "calls the runtime and libhl-thunk")]
+
 use std::{
     ffi::{CStr, c_int},
     os::fd::{FromRawFd, OwnedFd},

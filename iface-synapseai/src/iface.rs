@@ -1,5 +1,7 @@
 //! The iface type, and the builder that opens it.
 
+#![allow(unsafe_code, reason = "loads the libraries")]
+
 use std::path::{Path, PathBuf};
 
 use hmem_core::Result;

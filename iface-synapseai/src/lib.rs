@@ -62,14 +62,10 @@
 #![deny(unsafe_code)]
 
 mod causes;
-#[allow(unsafe_code)]
 mod driver;
 mod error;
-#[allow(unsafe_code)]
 mod iface;
-#[allow(unsafe_code)]
 mod staging;
-#[allow(unsafe_code)]
 pub mod sys;
 
 pub use causes::CAUSES;

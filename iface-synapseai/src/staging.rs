@@ -3,6 +3,8 @@
 //! The device reaches only host memory that is mapped for it, so copies go through a buffer that
 //! `synHostMalloc` returned. There is one buffer and one stream. Only one copy runs at a time.
 
+#![allow(unsafe_code, reason = "calls the runtime to copy by address")]
+
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{Address, Error, ErrorKind, IfaceKind, Result, racing_copy};

@@ -1,5 +1,7 @@
 //! Large arrays that use memory only for the elements that were written.
 
+#![allow(unsafe_code, reason = "arrays in a zeroed mapping")]
+
 use std::{marker::PhantomData, ops::Deref, slice, sync::atomic::AtomicU32};
 
 use rustix::io::Errno;

@@ -26,13 +26,10 @@
 
 mod host;
 mod ipc_handle;
-#[allow(unsafe_code)]
 mod lazy;
 pub mod monitor;
-#[allow(unsafe_code)]
 mod numa;
 mod simulated;
-#[allow(unsafe_code)]
 mod sys;
 
 pub use host::{MemFd, System};

@@ -1,5 +1,7 @@
 //! NUMA nodes of host memory.
 
+#![allow(unsafe_code, reason = "system calls on NUMA nodes")]
+
 use std::{collections::BTreeMap, ptr};
 
 use hmem_core::{AddressRange, Errno, Error, Result};

@@ -7,6 +7,8 @@
 //! - calls that unmap, replace or discard memory, since cache monitors hook libc's functions, and
 //!   rustix makes raw system calls.
 
+#![allow(unsafe_code, reason = "system calls on mappings and memory files")]
+
 use std::{
     ffi::c_void,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},

@@ -1,5 +1,7 @@
 //! Allocation and free of device, host and shared memory.
 
+#![allow(unsafe_code, reason = "calls the driver to allocate and free")]
+
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{

@@ -8,6 +8,8 @@
 //! No lane is ordered after the queues of the application: the application waits for its own work
 //! that writes the source.
 
+#![allow(unsafe_code, reason = "copies by address")]
+
 use std::{cell::RefCell, fmt, sync::Arc};
 
 use hmem_core::{

@@ -1,5 +1,7 @@
 //! The opened driver: its functions, its devices and a context for each driver behind the loader.
 
+#![allow(unsafe_code, reason = "calls the driver on devices and contexts")]
+
 use std::{
     ffi::{CStr, c_char},
     ptr,

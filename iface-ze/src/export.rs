@@ -6,6 +6,8 @@
 //! their offset in the buffer. Memory that spans several tiles of a GPU has several buffers. The
 //! driver exports only the first, so that the dma-buf is smaller than the allocation.
 
+#![allow(unsafe_code, reason = "calls the driver to export memory, and owns the descriptors")]
+
 use std::{
     ffi::c_int,
     os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},

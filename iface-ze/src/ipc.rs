@@ -4,6 +4,8 @@
 //! Level Zero's own handles are not used. In drivers before 2025 they contain an fd number, and the
 //! same number means another file in another process.
 
+#![allow(unsafe_code, reason = "closes an allocation that the caller no longer uses")]
+
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     ptr,

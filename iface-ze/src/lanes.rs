@@ -3,6 +3,8 @@
 //! A [`Lane`] is an immediate command list, an event and a buffer of the driver's host memory. Only
 //! one copy at a time uses a lane. After the copy the lane is kept for the next one.
 
+#![allow(unsafe_code, reason = "calls the driver on command lists and events")]
+
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{Address, Error, ErrorKind, Result, iface::CopyRange};

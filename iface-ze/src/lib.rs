@@ -66,26 +66,17 @@
 
 #![deny(unsafe_code)]
 
-#[allow(unsafe_code)]
 mod allocate;
 mod causes;
-#[allow(unsafe_code)]
 mod copy;
-#[allow(unsafe_code)]
 mod driver;
 mod error;
-#[allow(unsafe_code)]
 mod export;
-#[allow(unsafe_code)]
 mod iface;
-#[allow(unsafe_code)]
 mod ipc;
-#[allow(unsafe_code)]
 mod lanes;
-#[allow(unsafe_code)]
 mod memory;
 mod monitor;
-#[allow(unsafe_code)]
 pub mod sys;
 
 pub use causes::CAUSES;

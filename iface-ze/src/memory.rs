@@ -1,5 +1,7 @@
 //! Lookup of addresses, and the table of memory that this iface allocated or opened.
 
+#![allow(unsafe_code, reason = "calls the driver on allocations")]
+
 use std::{
     collections::HashMap,
     ffi::c_void,

@@ -13,6 +13,8 @@
 //! assert_eq!(code.name(), Some("ZE_RESULT_ERROR_UNINITIALIZED"));
 //! ```
 
+#![allow(unsafe_code, reason = "zeroed C structures, and handles that threads may share")]
+
 use std::{
     ffi::{c_char, c_int, c_void},
     mem, ptr,

@@ -22,8 +22,6 @@
 
 #[doc = include_str!("design.md")]
 pub mod design {}
-#[allow(unsafe_code)]
 pub mod path;
-#[allow(unsafe_code)]
 pub mod staging;
 pub mod topology;

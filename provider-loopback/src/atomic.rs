@@ -8,7 +8,7 @@
 //! Both methods take a lock, so that all atomics of the NIC are atomic with each other. The offset
 //! in the page selects the lock, because the offset is the same in all mappings of a page.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "atomics in memory of the application")]
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 

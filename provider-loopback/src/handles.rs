@@ -1,7 +1,7 @@
 //! The application's handles of domains, completion queues and endpoints, which implement the
 //! provider traits.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "implements the traits, which register and post by address")]
 
 use std::{
     any::Any,

@@ -1,6 +1,8 @@
 //! Atomic operations. Verbs has 64-bit fetch-and-add and compare-and-swap. Their work requests
 //! contain the values of the operands.
 
+#![allow(unsafe_code, reason = "reads operands by address")]
+
 use std::ptr;
 
 use hmem_core::{

@@ -1,6 +1,8 @@
 //! Chains of work requests that one driver call posts. This module builds them from the local and
 //! remote lists of a request.
 
+#![allow(unsafe_code, reason = "pointers inside a chain of work requests")]
+
 use hmem_core::{
     Access, Error, ErrorKind, Iova, RemoteKey, RemotePiece, Result,
     transfer::{AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, RemoteSegment},

@@ -1,5 +1,7 @@
 //! Reliable connections: queue pairs, their names, and their states RESET, INIT, RTR and RTS.
 
+#![allow(unsafe_code, reason = "calls the library on queue pairs")]
+
 use std::{
     collections::HashSet,
     hash::{BuildHasher, Hasher, RandomState},

@@ -1,5 +1,7 @@
 //! Completion queues of the driver, and their completion channels.
 
+#![allow(unsafe_code, reason = "calls the library on completion queues and channels")]
+
 use std::{
     ffi::c_int,
     mem::MaybeUninit,

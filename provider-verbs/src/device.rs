@@ -1,5 +1,7 @@
 //! Open devices with their attributes, and protection domains on them.
 
+#![allow(unsafe_code, reason = "calls the library on devices and protection domains")]
+
 use std::{
     any::Any,
     borrow::Cow,

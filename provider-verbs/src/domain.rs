@@ -1,5 +1,7 @@
 //! [`VerbsDomain`], which implements core's traits for a provider's domain.
 
+#![allow(unsafe_code, reason = "implements the trait, which registers by address")]
+
 use std::{
     any::Any,
     collections::hash_map::Entry,

@@ -1,5 +1,7 @@
 //! The state of a domain that its endpoints share: its regions, windows and keys.
 
+#![allow(unsafe_code, reason = "registers the buffer of discarded reads")]
+
 use std::{
     collections::HashMap,
     sync::{Arc, OnceLock, Weak, atomic::AtomicU64},

@@ -1,5 +1,7 @@
 //! Endpoint handles, with one reliable connection each, and completion queue handles.
 
+#![allow(unsafe_code, reason = "implements the trait, which posts by address")]
+
 use std::{
     any::Any,
     fmt,

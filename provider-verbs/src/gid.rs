@@ -1,5 +1,7 @@
 //! GIDs of a port, and the choice of the GID for a connection.
 
+#![allow(unsafe_code, reason = "calls the library to query GIDs")]
+
 use std::fs;
 
 use hmem_core::{Errno, provider::Nic};

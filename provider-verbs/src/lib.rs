@@ -91,50 +91,32 @@
 #![deny(unsafe_code)]
 
 mod access;
-#[allow(unsafe_code)]
 mod atomic;
-#[allow(unsafe_code)]
 mod chain;
 mod completion;
-#[allow(unsafe_code)]
 mod connection;
-#[allow(unsafe_code)]
 mod cq;
-#[allow(unsafe_code)]
 mod device;
-#[allow(unsafe_code)]
 mod domain;
-#[allow(unsafe_code)]
 mod domain_state;
-#[allow(unsafe_code)]
 mod endpoint;
 mod errors;
-#[allow(unsafe_code)]
 mod gid;
 mod huge;
 mod in_flight;
-#[allow(unsafe_code)]
 mod library;
 mod parallel;
-#[allow(unsafe_code)]
 mod port;
-#[allow(unsafe_code)]
 mod post;
-#[allow(unsafe_code)]
 mod provider;
 mod queue;
 mod raw_key;
 mod ready;
-#[allow(unsafe_code)]
 mod region;
-#[allow(unsafe_code)]
 mod register;
 mod split;
-#[allow(unsafe_code)]
 mod staged;
-#[allow(unsafe_code)]
 pub mod sys;
-#[allow(unsafe_code)]
 mod window;
 
 pub use access::{DeviceRights, OptionResult, VerbsOptions, access_flags, check_flags};

@@ -1,5 +1,7 @@
 //! The loaded library: device lists, open devices, and protection over `fork`.
 
+#![allow(unsafe_code, reason = "calls the library on lists of devices")]
+
 use std::{
     ffi::CStr,
     fs::{self, File},

@@ -1,5 +1,7 @@
 //! The port of a device that endpoints use.
 
+#![allow(unsafe_code, reason = "calls the library to query a port")]
+
 use std::ffi::c_int;
 
 use hmem_core::{ErrorKind, Result};

@@ -1,5 +1,7 @@
 //! Posting of requests to a queue pair, and translation of their completions.
 
+#![allow(unsafe_code, reason = "calls the library to post work requests")]
+
 use std::{ptr, slice, sync::Arc};
 
 use hmem_core::{

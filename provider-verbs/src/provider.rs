@@ -1,5 +1,7 @@
 //! The provider: a loaded library and its open devices, on which applications open domains.
 
+#![allow(unsafe_code, reason = "loads the library, and borrows a protection domain")]
+
 use std::{collections::HashMap, ffi::c_void, fmt, path::PathBuf, sync::Arc, time::Duration};
 
 use hmem_core::{

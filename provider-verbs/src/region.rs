@@ -1,5 +1,7 @@
 //! Regions. A region has one or several registrations (`ibv_mr`) under one handle.
 
+#![allow(unsafe_code, reason = "deregisters, and shares `ibv_mr` between threads")]
+
 use std::{
     collections::hash_map::{Entry, OccupiedEntry},
     sync::{

@@ -1,6 +1,8 @@
 //! Registration of memory: checks, options, splitting, and the driver calls for addresses and
 //! dma-bufs.
 
+#![allow(unsafe_code, reason = "calls the library to register")]
+
 use std::{
     ffi::c_int,
     os::fd::{AsRawFd, BorrowedFd},

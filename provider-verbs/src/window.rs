@@ -9,6 +9,8 @@
 //! bind until the window is unbound, a [`WindowGuard`] keeps the region registered. It belongs to
 //! the request in flight first, and to the window once the bind has succeeded.
 
+#![allow(unsafe_code, reason = "calls the library on memory windows")]
+
 use std::{
     collections::HashMap,
     mem::MaybeUninit,

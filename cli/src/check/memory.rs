@@ -1,5 +1,7 @@
 //! The memory to check: host memory of several sorts, and allocations of ifaces.
 
+#![allow(unsafe_code, reason = "owned buffers of the memory to check")]
+
 use std::{fmt, sync::Arc};
 
 use hmem::{
@@ -121,7 +123,6 @@ pub(super) struct FileBuffer(pub(super) MemFd);
 
 // SAFETY: `MemFd` keeps the file mapped at its address until it is dropped, seals it against
 // shrinking, and makes no reference into the mapping.
-#[allow(unsafe_code, reason = "the trait is unsafe to implement")]
 unsafe impl OwnedBuffer for FileBuffer {
     type Parts = MemFd;
 
@@ -171,7 +172,6 @@ impl HugeBuffer {
 impl Drop for HugeBuffer {
     fn drop(&mut self) {
         // SAFETY: this buffer owns the allocation, makes no reference into it, and frees it once.
-        #[allow(unsafe_code, reason = "freeing is unsafe")]
         if let Err(error) = unsafe { self.system.free(&self.allocation) } {
             tracing::error!(%error, "cannot free huge pages");
         }
@@ -180,7 +180,6 @@ impl Drop for HugeBuffer {
 
 // SAFETY: only `drop` frees the pages, which keep their address until then, and no code makes a
 // reference into them.
-#[allow(unsafe_code, reason = "the trait is unsafe to implement")]
 unsafe impl OwnedBuffer for HugeBuffer {
     type Parts = Self;
 
@@ -196,14 +195,12 @@ unsafe impl OwnedBuffer for HugeBuffer {
         parts.allocation.range
     }
 
-    #[allow(unsafe_code, reason = "a copy by address")]
     fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = parts.part(offset, into.len())?;
         // SAFETY: only dropping `parts` frees the pages, and `parts` is borrowed.
         unsafe { parts.system.read(from, into) }
     }
 
-    #[allow(unsafe_code, reason = "a copy by address")]
     fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
         let to = parts.part(offset, from.len())?;
         // SAFETY: only dropping `parts` frees the pages, and `parts` is borrowed. No reference into

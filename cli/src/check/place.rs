@@ -1,7 +1,7 @@
 //! A host page that is freed and allocated again at the same address, which reveals stale
 //! registrations.
 
-#![allow(unsafe_code, reason = "pages are unmapped by calls of the C library, as applications do")]
+#![allow(unsafe_code, reason = "unmaps pages by calls of the C library, as applications do")]
 
 use std::{
     io,

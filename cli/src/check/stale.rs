@@ -4,6 +4,8 @@
 //! other memory at the same address. The loopback NIC `pinned` keeps the pages that were mapped at
 //! registration, as hardware does. A stale hit therefore moves bytes of the freed memory.
 
+#![allow(unsafe_code, reason = "registers memory by address")]
+
 use std::sync::Arc;
 
 use hmem::{
@@ -323,7 +325,6 @@ impl Prepared {
         let domain = nic.open_with(&self.hmem, P2pPolicy::Required, Some(cache))?;
         // SAFETY: `plan` chose a NIC that keeps the pages of its registrations. The memory belongs
         // to this value, which does not access it.
-        #[allow(unsafe_code, reason = "the memory is registered by address")]
         unsafe { counts.run(&domain, &mut *self.memory, rounds) }?;
         domain.close().map_err(|rejected| rejected.error)
     }

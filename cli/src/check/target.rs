@@ -1,5 +1,7 @@
 //! Registered memory that a check writes to.
 
+#![allow(unsafe_code, reason = "registers memory by address")]
+
 use hmem::{
     DeviceBuffer, Domain, Error, ErrorKind, MemoryRegion, MrAttr, MrFlags, OwnedBuffer,
     OwnedRegion, Rejected, Result,
@@ -67,7 +69,6 @@ impl Borrowed {
         let attr = MrAttr { ranges: &ranges, ..*attr };
         // SAFETY: no reference into the buffer exists. `close` and the order of the fields free the
         // buffer after the region is closed or dropped.
-        #[allow(unsafe_code, reason = "the region borrows memory of this value")]
         match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
             Ok(region) => Ok(Self { region, buffer, start }),
             Err(error) => Err(Rejected::new(buffer, error)),

@@ -1,6 +1,8 @@
 //! `hmem explain --pointer`: registers wrong pointers, which must be refused, and a correct one.
 //! Each registration names an iface.
 
+#![allow(unsafe_code, reason = "protects a page, and registers pointers that must be refused")]
+
 use std::{
     io::{self, Write},
     sync::Arc,
@@ -153,7 +155,6 @@ fn past_end(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> 
 
 /// Maps host memory and makes its second half inaccessible. Returns the range of the first
 /// `size` bytes of the second half, and the buffer that owns both halves.
-#[allow(unsafe_code, reason = "the protection of pages is changed by the C library")]
 fn guarded(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> {
     let page = rustix::param::page_size() as u64;
     let memory = twice(pair, size.checked_next_multiple_of(page).unwrap_or(size))?;
@@ -199,7 +200,6 @@ fn register(
     // SAFETY: the region grants no right by which the NIC writes. No peer gets its key, so no
     // transfer reads the range, which may have no memory. This function closes the region before
     // memory of the range is freed.
-    #[allow(unsafe_code, reason = "the memory is registered by address")]
     let region = match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
         Ok(region) => region,
         Err(error) => return Ok(Err(error)),

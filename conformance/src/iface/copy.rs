@@ -1,5 +1,7 @@
 //! Behaviours of copies, blocking and asynchronous.
 
+#![allow(unsafe_code, reason = "copies by address")]
+
 use std::{sync::Arc, thread};
 
 use hmem_core::{

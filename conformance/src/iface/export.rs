@@ -1,5 +1,7 @@
 //! Behaviours of dma-buf exports.
 
+#![allow(unsafe_code, reason = "maps an exported dma-buf")]
+
 use std::{os::fd::AsFd, ptr, slice, sync::Arc};
 
 use hmem_core::{

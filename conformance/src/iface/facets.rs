@@ -1,5 +1,7 @@
 //! Behaviours of optional facets: segments, IPC, host registration and inbound flush.
 
+#![allow(unsafe_code, reason = "opens and closes memory of another process, and page-locks")]
+
 use std::sync::Arc;
 
 use hmem_core::{

@@ -1,5 +1,7 @@
 //! Behaviours of allocations and queries.
 
+#![allow(unsafe_code, reason = "frees an allocation twice, which must be refused")]
+
 use std::{collections::HashSet, fs, sync::Arc};
 
 use hmem_core::{

@@ -1,5 +1,7 @@
 //! Behaviours of memory of the iface that is registered with the software NIC.
 
+#![allow(unsafe_code, reason = "registers by address, and implements a counting iface")]
+
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},

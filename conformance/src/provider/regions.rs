@@ -1,5 +1,7 @@
 //! Behaviours of regions: rights, bounds and closing.
 
+#![allow(unsafe_code, reason = "registers memory by address")]
+
 use std::{sync::Arc, thread};
 
 use hmem_core::{

@@ -1,5 +1,7 @@
 //! Behaviours of transfers: every byte arrives, and no other byte changes.
 
+#![allow(unsafe_code, reason = "registers memory by address")]
+
 use std::sync::Arc;
 
 use hmem_core::{

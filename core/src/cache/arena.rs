@@ -5,6 +5,8 @@
 //! it grows. So values never move, and one addition turns an index into a reference. The arena
 //! unmaps its memory when it is dropped.
 
+#![allow(unsafe_code, reason = "maps entries that lookups share without a lock")]
+
 #[cfg(not(loom))]
 pub(super) use self::mapped::Arena;
 #[cfg(loom)]

@@ -1,6 +1,8 @@
 //! The public handles of a cache: the cache itself, lookup handles for one thread, and leases that
 //! keep the cache alive.
 
+#![allow(unsafe_code, reason = "extends the lifetime of a lease that holds its cache")]
+
 use std::{cell::Cell, fmt, marker::PhantomData, ops::Deref, sync::Arc};
 
 #[cfg(not(loom))]

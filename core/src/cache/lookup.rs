@@ -2,6 +2,8 @@
 //! its owner's lease block. A slow lookup may also write the entry's state word, call the backend,
 //! and take a lock to assign another lease block.
 
+#![allow(unsafe_code, reason = "reads an entry that a lease keeps registered")]
+
 use super::{
     backend::CacheBackend,
     cache_core::CacheCore,

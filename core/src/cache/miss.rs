@@ -1,6 +1,8 @@
 //! Misses: a lookup that found no entry searches again under the lock. The lookup then hits, waits
 //! for another thread's registration, or registers.
 
+#![allow(unsafe_code, reason = "fills an entry that no lookup can see yet")]
+
 use std::{ops::ControlFlow, sync::Arc};
 
 use super::{

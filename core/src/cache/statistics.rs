@@ -1,5 +1,7 @@
 //! Statistics of a cache, and a list of its entries.
 
+#![allow(unsafe_code, reason = "reads the region of an entry under the cache's lock")]
+
 use std::{collections::HashMap, fmt, time::Duration};
 
 use super::{

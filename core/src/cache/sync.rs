@@ -3,6 +3,8 @@
 //!
 //! Under `cfg(loom)` the types are loom's.
 
+#![allow(unsafe_code, reason = "reads an atomic that no thread writes, without an atomic load")]
+
 use std::ops::Deref;
 #[cfg(not(loom))]
 pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};

@@ -1,5 +1,7 @@
 //! Regions that own their memory, so that registering it needs no `unsafe`.
 
+#![allow(unsafe_code, reason = "owned buffers by their addresses, and copies to and from them")]
+
 use std::{
     fmt,
     mem::ManuallyDrop,

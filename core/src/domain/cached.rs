@@ -1,5 +1,7 @@
 //! The registration cache of a domain.
 
+#![allow(unsafe_code, reason = "registers memory by address, in a cache")]
+
 use std::{
     collections::HashMap,
     fmt,

@@ -1,5 +1,7 @@
 //! Endpoints of a domain, with transfers that need no `unsafe`.
 
+#![allow(unsafe_code, reason = "posts requests that name memory by address")]
+
 use std::{fmt, sync::Arc};
 
 use super::{

@@ -93,6 +93,7 @@ fn brings_bytes(completion: &Completion) -> bool {
 }
 
 #[cfg(test)]
+#[allow(unsafe_code, reason = "tests implement the trait `Iface`")]
 mod tests {
     use std::sync::{OnceLock, Weak};
 

@@ -15,6 +15,8 @@
 //! - Closing an endpoint ends the leases of its requests, because the NIC no longer uses the
 //!   memory. The slots stay until their completions are read.
 
+#![allow(unsafe_code, reason = "posts requests that name memory by address")]
+
 use std::{fmt, sync::Arc};
 
 use parking_lot::Mutex;

@@ -20,6 +20,8 @@
 //! }
 //! ```
 
+#![allow(unsafe_code, reason = "registers memory by address, for many views")]
+
 use std::{fmt, ops::Deref, sync::Arc};
 
 use super::{

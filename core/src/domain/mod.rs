@@ -123,6 +123,7 @@ pub(crate) struct DomainInner {
     spare_windows: SpareWindows,
 }
 
+#[allow(unsafe_code, reason = "registers memory by address")]
 impl Domain {
     /// Opens a domain on a NIC of `provider`, for memory of the ifaces of `registry`.
     ///

@@ -13,6 +13,8 @@
 //! }
 //! ```
 
+#![allow(unsafe_code, reason = "registers memory by address, with several NICs")]
+
 use std::{fmt, ops::Deref, sync::Arc};
 
 use super::{

@@ -2,6 +2,8 @@
 //!
 //! A driver that pins untouched memory spends most of its time zeroing pages, on one CPU.
 
+#![allow(unsafe_code, reason = "`madvise` of the pages to populate")]
+
 use std::{
     ffi::c_void,
     num::NonZero,
@@ -70,7 +72,6 @@ pub fn prefault(range: AddressRange, write: bool, options: &Prefault<'_>) -> Res
     })
 }
 
-#[allow(unsafe_code)]
 fn populate(chunk: AddressRange, write: bool) -> Result<()> {
     let advice = if write { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
     let start = chunk.start().0 as *mut c_void;
@@ -102,7 +103,6 @@ mod tests {
 
     /// MR-16
     #[test]
-    #[allow(unsafe_code)]
     fn prefault_of_read_only_memory_for_writing_is_refused_with_a_remedy() {
         let len = rustix::param::page_size();
         // SAFETY: a new mapping replaces nothing.

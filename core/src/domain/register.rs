@@ -3,6 +3,8 @@
 //! All registrations call [`register_on_nics`]: synchronous, asynchronous and cached registrations,
 //! sub-regions, and registrations with several NICs.
 
+#![allow(unsafe_code, reason = "calls the provider, with memory that the caller of `reg` keeps")]
+
 use std::sync::Arc;
 
 use parking_lot::Mutex;

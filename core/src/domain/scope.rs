@@ -4,6 +4,8 @@
 //! registered after the borrow ended. A closure that only gets a reference cannot forget the
 //! region.
 
+#![allow(unsafe_code, reason = "registers memory that outlives a closure, and copies its bytes")]
+
 use std::sync::Arc;
 
 use super::{DomainInner, MemoryRegion, MrAttr, buffer::RegionSlice, region_state::KeepAlive};

@@ -8,6 +8,8 @@
 //! peers. Before each operation, a type 2 window queries this state from the provider, so it needs
 //! no notification.
 
+#![allow(unsafe_code, reason = "posts the bind of a window of a region")]
+
 use std::{
     fmt,
     sync::{Arc, Weak},

@@ -1,5 +1,7 @@
 //! The facets of an iface: one small trait for each optional ability.
 
+#![allow(unsafe_code, reason = "traits that copy and free memory by address")]
+
 use std::{
     fmt,
     os::fd::{AsFd, BorrowedFd, OwnedFd},

@@ -113,6 +113,7 @@ pub struct Device {
 ///   the range at its offset. It refers to that memory and to no other for as long as a NIC has it
 ///   registered, also when the memory is freed meanwhile.
 /// - [`address_span`](Self::address_span) contains every address that `query` will ever claim.
+#[allow(unsafe_code, reason = "the trait of ifaces, which copies by address")]
 pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// Returns the iface's number: that of libfabric, or 0x100 and up for a plug-in.
     fn kind(&self) -> IfaceKind;
@@ -253,6 +254,7 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
 ///     iface.write(address, &[0; 8])
 /// }
 /// ```
+#[allow(unsafe_code, reason = "calls the facets, which copy and free memory by address")]
 pub trait IfaceExt: Iface {
     /// Returns the abilities of the iface.
     fn capability(&self) -> Capability {
@@ -528,6 +530,7 @@ fn check_own<I: Iface + ?Sized>(iface: &I, address: Address, len: u64) -> Result
 }
 
 #[cfg(test)]
+#[allow(unsafe_code, reason = "tests implement the trait")]
 mod tests {
     use super::*;
 

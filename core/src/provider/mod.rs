@@ -62,6 +62,7 @@ pub struct DomainRequest {
 /// Memory that a provider accesses by copies (the staged path).
 ///
 /// Offsets count from the start of this memory. Several threads may call the methods at once.
+#[allow(unsafe_code, reason = "copies staged memory by address")]
 pub trait StagedMemory: fmt::Debug + Send + Sync {
     /// Copies bytes of the memory, from `offset`, to fill `into`.
     ///
@@ -209,6 +210,7 @@ pub trait Provider: fmt::Debug + Send + Sync {
 /// - [`ProviderEndpoint::post`] refuses a descriptor of a region that is deregistered, and a
 ///   segment outside the region of its descriptor.
 /// - A completion is reported only when the NIC is done with the local memory of its request.
+#[allow(unsafe_code, reason = "registers memory by address")]
 pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Returns the attributes of the NIC.
     fn attr(&self) -> &ProviderAttr;
@@ -484,6 +486,7 @@ pub trait CompletionChannel {
 ///
 /// This trait is safe to implement. A [`ProviderDomain`] guarantees the behaviour of the endpoints
 /// that it opens, and refuses all others.
+#[allow(unsafe_code, reason = "posts requests that name memory by address")]
 pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     /// Returns the endpoint's name, which peers pass to [`resolve`](Self::resolve).
     fn name(&self) -> EndpointName;

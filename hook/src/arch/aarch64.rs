@@ -8,6 +8,8 @@
 //! define the result for a processor that runs this instruction at the moment of the patch.
 //! Implementations run either the old or the new instruction.
 
+#![allow(unsafe_code, reason = "reads and writes machine code")]
+
 use std::{
     arch::asm,
     sync::atomic::{AtomicU32, Ordering},

@@ -37,6 +37,8 @@
 //! - A thread that runs the old bytes for longer only notifies nobody. Nothing is cached before
 //!   `Hooks::start` has returned.
 
+#![allow(unsafe_code, reason = "reads and writes machine code")]
+
 use std::{
     arch::asm,
     sync::atomic::{AtomicU64, Ordering},

@@ -3,6 +3,8 @@
 //! Nothing here allocates, locks or logs. Before a free of one allocation, a hook makes one call of
 //! the driver: it queries the range of the allocation.
 
+#![allow(unsafe_code, reason = "the hooks, which have the signatures of driver functions")]
+
 use std::{
     ffi::c_void,
     mem::MaybeUninit,

@@ -86,6 +86,7 @@ pub struct FreeHooks {
 /// a process is hooked. The address is set before any other state of the hooks.
 static LIBRARY: AtomicUsize = AtomicUsize::new(0);
 
+#[allow(unsafe_code, reason = "calls each hooked function for its self-test")]
 impl FreeHooks {
     /// Patches the functions that free memory, and checks that each patch leads to its hook.
     ///
@@ -173,6 +174,7 @@ fn entries(functions: &Functions) -> impl Iterator<Item = (Function, usize)> {
 }
 
 /// Plans the patches: decodes the first instruction of each function to hook.
+#[allow(unsafe_code, reason = "plans the patches of the driver's functions")]
 fn plan(functions: &Functions) -> Result<Patches> {
     let target = |(function, entry): (Function, usize)| PatchTarget {
         name: function.symbol(),

@@ -1,5 +1,7 @@
 //! Copies between host addresses.
 
+#![allow(unsafe_code, reason = "copies host memory by address")]
+
 use hmem_core::{Address, AddressRange, Error, ErrorKind, IfaceKind, Result, racing_copy};
 
 use super::System;

@@ -1,5 +1,7 @@
 //! The implementation of the `Iface` trait and of its facets for host memory.
 
+#![allow(unsafe_code, reason = "implements the trait, with copies by address")]
+
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
     Segment,

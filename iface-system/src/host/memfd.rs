@@ -1,5 +1,7 @@
 //! Memory files: host memory that has an fd.
 
+#![allow(unsafe_code, reason = "reads and writes a memory file into buffers of the caller")]
+
 use std::{
     fmt,
     os::fd::{AsFd, BorrowedFd, OwnedFd},

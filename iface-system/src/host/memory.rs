@@ -1,5 +1,7 @@
 //! Allocation and freeing of host memory.
 
+#![allow(unsafe_code, reason = "allocates and frees owned buffers")]
+
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
     fs,

@@ -3,14 +3,10 @@
 //! Any host address can be registered, and copied from and to. The [`System`] iface keeps records
 //! only of its own allocations. These have identities and, if a memory file backs them, exports.
 
-#[allow(unsafe_code)]
 mod copy;
 mod export;
-#[allow(unsafe_code)]
 mod iface;
-#[allow(unsafe_code)]
 mod memfd;
-#[allow(unsafe_code)]
 mod memory;
 mod monitor;
 

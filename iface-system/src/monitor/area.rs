@@ -5,6 +5,8 @@
 //! address (`PROCMAP_QUERY` of `linux/fs.h`). On older kernels, `/proc/self/maps` is read up to the
 //! address.
 
+#![allow(unsafe_code, reason = "system calls on mappings and System V segments")]
+
 use std::{
     ffi::CStr,
     os::fd::{AsFd, BorrowedFd, OwnedFd},

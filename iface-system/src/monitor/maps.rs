@@ -1,6 +1,8 @@
 //! Queries of `/proc/self/maps`. The file stays open, because opening it takes five times as long
 //! as a query.
 
+#![allow(unsafe_code, reason = "drops a file in the process that opened it alone")]
+
 use std::{
     mem::ManuallyDrop,
     os::fd::{AsFd, OwnedFd},

@@ -12,15 +12,12 @@
 //! # Ok::<(), hmem_core::Error>(())
 //! ```
 
-#[allow(unsafe_code)]
 mod area;
 mod choice;
 mod import;
 mod layered;
-#[allow(unsafe_code)]
 mod maps;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
-#[allow(unsafe_code)]
 mod memhooks;
 #[cfg(not(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 #[path = "no_memhooks.rs"]

@@ -10,6 +10,8 @@
 //! report the number of users of a memory file. But every exported fd is a second open of the file,
 //! so a file lease shows if there is a user ([`sys::is_open_elsewhere`]).
 
+#![allow(unsafe_code, reason = "atomic words in the device's mapping")]
+
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, atomic::Ordering},

@@ -1,5 +1,7 @@
 //! Copies between host memory and the files that hold device memory.
 
+#![allow(unsafe_code, reason = "copies of the simulated device by address")]
+
 use std::sync::{Arc, atomic::Ordering};
 
 use hmem_core::{

@@ -1,5 +1,7 @@
 //! The implementation of the `Iface` trait and of its facets for the simulated device.
 
+#![allow(unsafe_code, reason = "implements the trait, with copies by address")]
+
 use std::{
     fmt,
     sync::atomic::{Ordering, fence},

@@ -10,15 +10,12 @@
 //! [`FreeDetection`]). Tests can make any call fail.
 
 mod address_space;
-#[allow(unsafe_code)]
 mod arena;
 mod builder;
-#[allow(unsafe_code)]
 mod copy;
 mod engine;
 mod export;
 mod faults;
-#[allow(unsafe_code)]
 mod iface;
 mod ipc;
 mod memory;
@@ -26,7 +23,6 @@ mod monitor;
 mod p2p_matrix;
 mod ranges;
 mod stats;
-#[allow(unsafe_code)]
 mod table;
 
 use std::sync::{Arc, atomic::AtomicU64};

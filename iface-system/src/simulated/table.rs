@@ -13,6 +13,8 @@
 //! two identities has raced with the free of the allocation, and may return `None`, because at some
 //! moment of the lookup there was no allocation. No reader ever waits.
 
+#![allow(unsafe_code, reason = "arrays of zeroed elements")]
+
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use hmem_core::{

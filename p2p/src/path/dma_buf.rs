@@ -5,6 +5,8 @@
 //! HMEM_HOST_ALLOC. Without a claim the kernel may tell, by the name of the exporter. The selector
 //! refuses everything else, because most exporters are drivers of devices.
 
+#![allow(unsafe_code, reason = "registers a dma-buf at an address of the caller")]
+
 use std::{os::fd::BorrowedFd, sync::Arc};
 
 use hmem_core::{

@@ -77,6 +77,7 @@ impl Default for DefaultPathSelector {
     }
 }
 
+#[allow(unsafe_code, reason = "registers memory by address")]
 impl DefaultPathSelector {
     /// Creates a selector that follows the policy of each domain.
     #[must_use]
@@ -365,6 +366,7 @@ type Exhausted = (&'static str, &'static str);
 /// # Safety
 /// The caller must uphold the safety contract of [`PathSelector::register`] for the registration of
 /// `search`.
+#[allow(unsafe_code, reason = "registers memory by address")]
 unsafe fn search_by_policy(
     search: &mut PathSearch<'_>,
     exports: &mut ExportSet<'_>,
@@ -470,6 +472,7 @@ fn reason(variant: PathVariant, search: &PathSearch<'_>) -> &'static str {
 // SAFETY: the handle of a path registration is the handle that the target's provider returned for
 // the target's ranges and rights. A path that fails has registered nothing, as `ProviderDomain`
 // promises.
+#[allow(unsafe_code, reason = "registers memory by address")]
 unsafe impl PathSelector for DefaultPathSelector {
     fn plain_host(&self, nic: &Nic) -> Decision {
         Decision {

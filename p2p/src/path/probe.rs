@@ -6,6 +6,8 @@
 //! same kind shows which. A registration with several NICs probes first, because they share one
 //! export.
 
+#![allow(unsafe_code, reason = "registers and frees the page of a probe")]
+
 use std::sync::Arc;
 
 use hmem_core::{

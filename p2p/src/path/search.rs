@@ -1,5 +1,7 @@
 //! The search for a path: tries the paths that a policy allows, and records each attempt.
 
+#![allow(unsafe_code, reason = "registers memory by address, on each path")]
+
 use std::{os::fd::BorrowedFd, sync::Arc};
 
 use hmem_core::{

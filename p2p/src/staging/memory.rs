@@ -1,6 +1,8 @@
 //! The host memory of a staging pool: one mapping, of huge pages if the pool is long enough and
 //! enough huge pages are free. It lies on the NIC's NUMA node if that node is known and has memory.
 
+#![allow(unsafe_code, reason = "maps the memory of a staging pool")]
+
 use std::ptr;
 
 use hmem_core::{Address, AddressRange, Error, Result};

@@ -10,6 +10,8 @@
 //! stage. After a failure no chunk begins, and those in flight end. So no copy or request uses a
 //! released buffer.
 
+#![allow(unsafe_code, reason = "copies between device memory and chunks of the pool")]
+
 use std::{collections::VecDeque, ops::Deref};
 
 use hmem_core::{

@@ -1,5 +1,7 @@
 //! Staged access to a range of device memory, through the copy engine of its iface.
 
+#![allow(unsafe_code, reason = "copies device memory by address")]
+
 use std::sync::Arc;
 
 use hmem_core::{

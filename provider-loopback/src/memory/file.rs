@@ -5,7 +5,7 @@
 //! process with SIGBUS. The NIC reads and writes such a file through the descriptor, so that an
 //! access past its end fails the transfer.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "maps dma-bufs and memory files")]
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},

@@ -19,7 +19,7 @@
 //! The kernel acts on the current mapping, which may have changed since the registration. It
 //! refuses device DAX with EINVAL, since that has no file to write to.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "system calls that copy host memory by address")]
 
 use std::{collections::BTreeMap, fs::File, os::unix::fs::FileExt};
 

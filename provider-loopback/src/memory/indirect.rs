@@ -5,7 +5,7 @@
 //!
 //! The modules `file` and `pinned` implement the trait for two more kinds of memory.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "copies through an iface by address")]
 
 use std::{fmt, sync::Arc};
 

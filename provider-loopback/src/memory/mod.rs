@@ -6,8 +6,6 @@
 //! - All other memory is *indirect*: function calls copy it to and from a buffer. It comprises
 //!   pinned pages, files that can shrink, device memory and staged memory.
 
-#![allow(unsafe_code)]
-
 mod file;
 mod host;
 mod indirect;
@@ -206,6 +204,7 @@ fn copy(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64> {
 
 /// Copies between two spans of the same length.
 #[inline]
+#[allow(unsafe_code, reason = "copies between ranges that the caller keeps mapped")]
 pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (
@@ -261,6 +260,7 @@ pub(super) fn with_announced_access<T>(
 }
 
 /// Copies between two spans of the same length. The caller has announced accesses to dma-bufs.
+#[allow(unsafe_code, reason = "copies between ranges that the caller keeps mapped")]
 fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
         (Span::Direct { at: from, len, .. }, Span::Direct { at: to, .. }) => {

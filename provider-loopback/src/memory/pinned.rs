@@ -4,7 +4,7 @@
 //! application changes its mappings. READ_FIXED and WRITE_FIXED copy bytes between a scratch file
 //! and those pages. They name the buffer and do not use the page table.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "pins pages by an io_uring, and copies them")]
 
 use std::{
     fmt,

@@ -20,6 +20,8 @@
 //! [`ActiveLanes::need_calls`]). Three calls can make a lane need calls, and then make the queues'
 //! fds readable: a post, a cancellation, and the close of a region.
 
+#![allow(unsafe_code, reason = "posts requests of staged transfers")]
+
 use std::{
     collections::VecDeque,
     sync::{

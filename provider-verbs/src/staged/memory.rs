@@ -1,5 +1,7 @@
 //! The memory of staged regions.
 
+#![allow(unsafe_code, reason = "copies staged memory by address")]
+
 use std::sync::{
     Arc,
     atomic::{AtomicBool, Ordering},

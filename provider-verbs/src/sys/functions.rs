@@ -1,5 +1,7 @@
 //! The function table, filled from the library or from a caller's lookup function.
 
+#![allow(unsafe_code, reason = "gives the library's symbols their types")]
+
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
     mem,

@@ -1,6 +1,8 @@
 //! The entries of a cache, each with one cached registration. Their memory is never used for values
 //! of another type.
 
+#![allow(unsafe_code, reason = "the region of an entry, which its state word protects")]
+
 use std::{cell::UnsafeCell, mem::MaybeUninit};
 
 use super::super::{

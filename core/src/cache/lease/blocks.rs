@@ -3,6 +3,8 @@
 //! Each block in use has one owner: a thread or a lookup handle. Only the owner writes the block's
 //! cache lines, except that the thread that drops a lease clears the lease's slot.
 
+#![allow(unsafe_code, reason = "zeroed lease blocks, and slots by an index that is in range")]
+
 use super::super::{
     arena::{Arena, Zeroed},
     sync::{AtomicU32, AtomicU64, Mutex, Ordering},

@@ -1,5 +1,7 @@
 //! The guard that keeps a cached or an uncached region registered.
 
+#![allow(unsafe_code, reason = "references to the entry and the slot that a lease holds")]
+
 use std::{fmt, ops::Deref, ptr::NonNull};
 
 use super::{

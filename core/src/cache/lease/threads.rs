@@ -2,6 +2,8 @@
 //!
 //! Models take their blocks explicitly, because loom's threads share one thread's thread-locals.
 
+#![allow(unsafe_code, reason = "references to the lease blocks of the calling thread")]
+
 use std::{
     cell::{Cell, RefCell},
     ptr::NonNull,

@@ -55,6 +55,7 @@ struct Registration {
 }
 
 // SAFETY: loom panics if two accesses to the cell are not ordered and one of them is a write.
+#[allow(unsafe_code, reason = "a model of a region, which loom checks")]
 unsafe impl Sync for Registration {}
 
 impl CacheBackend for Memory {

@@ -1,5 +1,7 @@
 //! Detaching regions from their entries, and deregistering them without the cache's lock.
 
+#![allow(unsafe_code, reason = "takes the region out of an entry that has no lease")]
+
 use std::sync::Arc;
 
 use smallvec::smallvec;

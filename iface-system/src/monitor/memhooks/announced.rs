@@ -25,6 +25,8 @@
 //! Otherwise its event could be mistaken for that of a raw call, and the range would stay uncached
 //! for as long as another thread runs.
 
+#![allow(unsafe_code, reason = "sleeps by a system call, since a hook must not call std")]
+
 use std::{
     sync::atomic::{
         AtomicU64,

@@ -1,5 +1,7 @@
 //! The hooked functions of the C library, and the memory that each unmaps or discards.
 
+#![allow(unsafe_code, reason = "system calls on the memory that a hooked call changes")]
+
 use hmem_core::{AddressRange, monitor::InvalidationCause};
 use hmem_hook::clamped;
 

@@ -4,6 +4,8 @@
 //! code here does not allocate, lock, log or run destructors. It uses no thread-local storage
 //! except `errno`, which it restores.
 
+#![allow(unsafe_code, reason = "the hooks, which have the signatures of C functions")]
+
 use std::{
     mem::MaybeUninit,
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},

@@ -1,5 +1,7 @@
 //! The list of the C library's functions to patch.
 
+#![allow(unsafe_code, reason = "finds the C library's functions and plans their patches")]
+
 use std::ffi::{CStr, c_void};
 
 use hmem_core::{ErrorKind, Result};

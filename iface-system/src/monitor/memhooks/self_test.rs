@@ -1,6 +1,8 @@
 //! The self-test of memhooks. It calls hooked functions on memory of the test, and checks that a
 //! subscriber is notified.
 
+#![allow(unsafe_code, reason = "calls the hooked functions on memory of the test")]
+
 use std::{
     ptr,
     sync::{

@@ -27,9 +27,7 @@ mod budget;
 mod discards;
 mod ranges;
 mod ring;
-#[allow(unsafe_code)]
 mod sys;
-#[allow(unsafe_code)]
 mod thread;
 
 use std::{

@@ -1,5 +1,7 @@
 //! The system calls of `linux/userfaultfd.h`, and the reasons for their failures.
 
+#![allow(unsafe_code, reason = "the ioctls of userfaultfd")]
+
 use std::{
     fs,
     os::fd::{AsFd, FromRawFd, OwnedFd},

@@ -4,6 +4,8 @@
 //! So this thread must never wait for another thread. While it reads events, it allocates nothing,
 //! frees nothing, takes no lock and handles no signal. It logs a failure only after its last read.
 
+#![allow(unsafe_code, reason = "the state of the monitor's thread, and its signal mask")]
+
 use std::{
     mem::MaybeUninit,
     os::fd::{AsFd, OwnedFd},

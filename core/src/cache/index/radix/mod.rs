@@ -54,6 +54,7 @@ struct Node {
 }
 
 // SAFETY: an atomic of zero bytes is 0 and needs no drop.
+#[allow(unsafe_code, reason = "zero bytes are an empty node")]
 unsafe impl Zeroed for Node {
     #[cfg(loom)]
     fn zeroed() -> Self {
@@ -79,6 +80,7 @@ struct Bucket {
 }
 
 // SAFETY: an atomic of zero bytes is 0 and needs no drop.
+#[allow(unsafe_code, reason = "zero bytes are an empty bucket")]
 unsafe impl Zeroed for Bucket {
     #[cfg(loom)]
     fn zeroed() -> Self {
