@@ -23,7 +23,7 @@ use crate::{
     context::with_context,
     error::{check, lacks, lacks_symbol, refused},
     flush::InboundFlusher,
-    lookup::{FoundAllocation, PointerLookup},
+    lookup::FoundAllocation,
     segments::Segments,
     streams::synchronize,
     sys::{self, CuResult, CuStream},
@@ -35,7 +35,6 @@ const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
 /// Exports device memory to NICs, as dma-bufs or by address to peer-memory clients.
 #[derive(Debug)]
 pub(crate) struct Exporter {
-    pub(crate) lookup: Arc<PointerLookup>,
     pub(crate) segments: Segments,
     /// Records the contexts of exported memory, for later flushes of the NICs' writes.
     pub(crate) flusher: Arc<InboundFlusher>,
@@ -48,7 +47,7 @@ impl DmaBufExporter for Exporter {
     /// Returns both dma-buf mappings if at least one device exports dma-bufs. No attribute states
     /// whether a device supports the PCIe mapping. A device without it refuses the export.
     fn mappings(&self) -> &'static [DmaBufMapping] {
-        if self.lookup.driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
+        if self.segments.lookup.driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]
         } else {
             &[]
@@ -67,12 +66,13 @@ impl DmaBufExporter for Exporter {
         let found = self.exportable(OPERATION, range, of)?;
         let device = found.device();
         let get = self
+            .segments
             .lookup
             .driver()
             .functions
             .mem_get_handle_for_address_range
             .ok_or_else(|| described(no_export_call()))?;
-        if !self.lookup.driver().device(OPERATION, device)?.abilities.dma_buf {
+        if !self.segments.lookup.driver().device(OPERATION, device)?.abilities.dma_buf {
             return Err(described(no_dma_buf().device(device)));
         }
         // `cuda.h`: "Users must ensure the dptr and size are aligned to the host page size."
@@ -81,7 +81,7 @@ impl DmaBufExporter for Exporter {
             DmaBufMapping::Default => 0,
             DmaBufMapping::Pcie => sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE,
         };
-        let work_context = self.lookup.contexts.work_context(found.context, device)?;
+        let work_context = self.segments.lookup.contexts.work_context(found.context, device)?;
         let (fd, of_contexts) = work_context.run(|| {
             let mut fd: c_int = -1;
             // SAFETY: for this type of handle the driver writes one int. The range is only looked
@@ -135,7 +135,7 @@ impl PeerMemoryExporter for Exporter {
         let found = self.exportable(OPERATION, range, of)?;
         let device = found.device();
         let described = |error: Error| error.device(device).context("nic", nic);
-        if !self.lookup.driver().device(OPERATION, device)?.abilities.peer_memory {
+        if !self.segments.lookup.driver().device(OPERATION, device)?.abilities.peer_memory {
             return Err(described(no_peer_memory().context("range", range)));
         }
         self.prepare_pinning(OPERATION, range, &found).map_err(described)?;
@@ -159,7 +159,7 @@ impl Exporter {
     /// allocation around the range.
     pub(crate) fn prepare(&self, operation: &'static str, range: AddressRange) -> Result<()> {
         let described = |error: Error| error.context("range", range);
-        let found = self.lookup.find(range.start()).map_err(described)?;
+        let found = self.segments.lookup.find(range.start()).map_err(described)?;
         let found = found.ok_or_else(|| described(outside(operation)))?;
         self.exportable(operation, range, &found.allocation)?;
         self.prepare_pinning(operation, range, &found)
@@ -193,8 +193,12 @@ impl Exporter {
                 ));
             }
         }
-        let work_context =
-            self.lookup.contexts.work_context(found.context, found.device()).map_err(described)?;
+        let work_context = self
+            .segments
+            .lookup
+            .contexts
+            .work_context(found.context, found.device())
+            .map_err(described)?;
         let prepared = work_context.run(|| self.synchronise_memory(found, range));
         if prepared.map_err(described)? {
             self.synchronise_contexts(found, range).map_err(described)?;
@@ -235,7 +239,7 @@ impl Exporter {
                 lacks(operation, "page-locked host memory is not device memory")
                     .remedy("register its host pages"),
             )),
-            _ => self.lookup.still(of, range.start()).map_err(refuse)?.ok_or_else(|| {
+            _ => self.segments.lookup.still(of, range.start()).map_err(refuse)?.ok_or_else(|| {
                 outside().context("why", "the memory was freed, or its context was destroyed")
             }),
         }
@@ -255,7 +259,7 @@ impl Exporter {
         let on: std::ffi::c_uint = 1;
         // SAFETY: the value is an unsigned int, which is the type of this attribute.
         let code = unsafe {
-            (self.lookup.driver().functions.pointer_set_attribute)(
+            (self.segments.lookup.driver().functions.pointer_set_attribute)(
                 (&raw const on).cast(),
                 sys::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS,
                 range.start().0,
@@ -285,7 +289,7 @@ impl Exporter {
     /// calling thread's context and on the device's primary context, if they exist. No context is
     /// created, since no work would run there.
     fn synchronise_contexts(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
-        let functions = &self.lookup.driver().functions;
+        let functions = &self.segments.lookup.driver().functions;
         let (Some(get), Some(set)) = (functions.ctx_get_flags, functions.ctx_set_flags) else {
             tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its \
                                     copies before a transfer");
@@ -307,11 +311,11 @@ impl Exporter {
         if !found.context.is_null() {
             return with_context(functions, found.context, synchronise);
         }
-        let of_thread = self.lookup.contexts.current_of(found.device())?;
+        let of_thread = self.segments.lookup.contexts.current_of(found.device())?;
         if let Some(context) = of_thread {
             with_context(functions, context, synchronise)?;
         }
-        let Some(primary) = self.lookup.contexts.retain_if_active(found.device())? else {
+        let Some(primary) = self.segments.lookup.contexts.retain_if_active(found.device())? else {
             if of_thread.is_none() {
                 tracing::warn!(
                     %range,

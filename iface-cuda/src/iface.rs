@@ -257,7 +257,6 @@ impl Cuda {
             page_locker: PageLocker { lookup: shared() },
             copier: Copier::new(shared()),
             exporter: Exporter {
-                lookup: shared(),
                 segments: Segments { lookup: shared() },
                 flusher: Arc::clone(&flusher),
                 by_mappings: (kind != CudaMonitorKind::Hooks).then(subscriptions),
