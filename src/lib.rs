@@ -56,10 +56,31 @@
 //!
 //! # Features
 //!
-//! `cuda`, `rocr`, `ze`, `neuron`, `synapseai`, `verbs` and `recordings` are on by default and need
-//! nothing installed. `recordings` reads and writes recorded topologies. Two features are off by
-//! default: `cudarc` registers slices of that crate, and `log` writes the library's events as
-//! records of the crate `log`.
+//! No feature needs anything installed. These are on by default:
+//!
+//! - `cuda`, `rocr`, `ze`: the memory of one vendor each.
+//! - `verbs`: RDMA hardware.
+//! - `testing`: the software NIC ([`loopback`]) and the simulated device
+//!   ([`Simulated`](system::Simulated)). It compiles the crate io-uring.
+//! - `recordings`: recorded topologies in archives, and the kernel configuration in
+//!   `/proc/config.gz`. It compiles the crates flate2 and tar.
+//!
+//! These are off by default:
+//!
+//! - `neuron`, `synapseai`: the memory of AWS Neuron and Intel Gaudi. No device of either has been
+//!   tested yet. The command `hmem` has both.
+//! - `cudarc`: registers slices of that crate.
+//! - `log`: writes the library's events as records of the crate `log`.
+//!
+//! A small build for RDMA hardware and CUDA:
+//!
+//! ```toml
+//! hmem = { git = "URL", default-features = false, features = ["verbs", "cuda"] }
+//! ```
+//!
+//! Without its feature, a vendor's iface, verbs or an archive is an error of kind
+//! [`Unsupported`](ErrorKind::Unsupported) that names the feature. The items that `testing` adds
+//! are absent without it.
 //!
 //! # Things this library does not do
 //!
@@ -112,6 +133,7 @@ pub use hmem_iface_system as system;
 pub use hmem_iface_ze as ze;
 #[doc(inline)]
 pub use hmem_p2p as p2p;
+#[cfg(feature = "testing")]
 #[doc(inline)]
 pub use hmem_provider_loopback as loopback;
 #[cfg(feature = "verbs")]

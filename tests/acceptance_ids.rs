@@ -11,9 +11,9 @@ use std::{
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-const FAMILIES: [&str; 16] = [
+const FAMILIES: [&str; 17] = [
     "MR", "MODE", "KEY", "EVT", "SUB", "VRB", "MW", "HM", "CACHE", "MON", "P2P", "BNC", "DIAG",
-    "REL", "FAB", "LIFE",
+    "REL", "FAB", "LIFE", "DOOR",
 ];
 
 /// Macros that define one test for each entry.

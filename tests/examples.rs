@@ -1,7 +1,5 @@
 //! Runs the examples as a user does.
 
-use hmem::ErrorKind;
-
 #[path = "../examples/cached_transfers.rs"]
 mod cached_transfers;
 #[path = "../examples/error_handling.rs"]
@@ -42,7 +40,7 @@ fn own_protection_domain_works_or_names_the_missing_device() {
     match own_protection_domain::run() {
         Ok((lkey, rkey)) => assert!(lkey != 0 && rkey != 0, "keys {lkey:#x} and {rkey:#x}"),
         Err(error) => {
-            assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+            assert_eq!(error.kind(), hmem::ErrorKind::Unavailable, "{error}");
             assert!(error.remedy_text().is_some_and(|text| text.contains("rdma")), "{error}");
         }
     }

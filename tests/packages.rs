@@ -2,7 +2,12 @@
 
 mod workspace;
 
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+    process::Command,
+};
 
 use serde_json::Value;
 
@@ -56,5 +61,58 @@ fn development_dependencies_of_the_workspace_have_no_version() {
                 assert_eq!(text(&dependency["req"]), "*", "{name} on {}", dependency["name"]);
             }
         }
+    }
+}
+
+/// Returns the packages that a build of `package` compiles, each with its features.
+fn compiled(package: &str, arguments: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
+    let output = Command::new(env!("CARGO"))
+        .args(["tree", "--offline", "--edges=normal", "--prefix=none", "--format={f} {p}"])
+        .args(["--target=all", "--package", package])
+        .args(arguments)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let tree = String::from_utf8(output.stdout).expect("cargo prints UTF-8");
+    // A line is, for example: "default,recordings hmem-p2p v0.1.0 (/folder) (*)"
+    let entry = |line: &str| {
+        let mut words = line.split(' ');
+        let features = words.next().expect("features").split(',').map(str::to_owned).collect();
+        (words.next().expect("a package").to_owned(), features)
+    };
+    tree.lines().map(entry).collect()
+}
+
+/// DOOR-02
+///
+/// The default features have all of it, which shows that the names are right.
+#[test]
+fn build_for_verbs_and_one_vendor_contains_no_testing_or_archive_code() {
+    const LEFT_OUT: [&str; 4] = ["hmem-provider-loopback", "io-uring", "flate2", "tar"];
+    let simulated = |packages: &BTreeMap<String, BTreeSet<String>>| {
+        packages["hmem-iface-system"].contains("simulated")
+    };
+    let full = compiled("hmem", &[]);
+    assert!(LEFT_OUT.iter().all(|&name| full.contains_key(name)), "{:?}", full.keys());
+    assert!(simulated(&full));
+    for vendor in ["cuda", "rocr", "ze", "neuron", "synapseai"] {
+        let features = format!("verbs,{vendor}");
+        let small = compiled("hmem", &["--no-default-features", "--features", &features]);
+        let found: Vec<_> = LEFT_OUT.iter().filter(|&&name| small.contains_key(name)).collect();
+        assert!(found.is_empty(), "{features} compiles {found:?}");
+        assert!(!simulated(&small), "{features} compiles the simulated device");
+        for name in ["hmem-provider-verbs".to_owned(), format!("hmem-iface-{vendor}")] {
+            assert!(small.contains_key(&name), "{features} lacks {name}");
+        }
+    }
+}
+
+#[test]
+fn ifaces_of_neuron_and_synapseai_are_enabled_by_the_command_alone() {
+    let (library, command) = (compiled("hmem", &[]), compiled("hmem-cli", &[]));
+    for name in ["hmem-iface-neuron", "hmem-iface-synapseai"] {
+        assert!(!library.contains_key(name), "{name} is on by default");
+        assert!(command.contains_key(name), "the command lacks {name}");
     }
 }

@@ -4,6 +4,8 @@
 //! address, so the iface recognises two kinds of memory: memory that it allocated, and tensors that
 //! the application announced ([`Announced::announce`], with a [`Tensor`]).
 //!
+//! In the crate `hmem` the iface needs the feature `neuron`, which is off by default.
+//!
 //! # Examples
 //! ```
 //! use hmem_core::Iface;

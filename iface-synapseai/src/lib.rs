@@ -4,6 +4,8 @@
 //! has no query for the owner of an address, so the iface recognises two kinds of memory: memory
 //! that it allocated, and buffers that the application announced ([`Announced::announce`]).
 //!
+//! In the crate `hmem` the iface needs the feature `synapseai`, which is off by default.
+//!
 //! # Examples
 //! ```
 //! use hmem_core::Iface;

@@ -4,7 +4,8 @@
 //!
 //! [`Simulated`] is a device iface without hardware. Its device memory cannot be touched by the
 //! CPU. It has any number of devices, allocation identities, two ways to detect frees, segments, a
-//! copy engine, dma-buf export, IPC and fault injection.
+//! copy engine, dma-buf export, IPC and fault injection. It needs the feature `simulated`, which is
+//! on by default, and which the feature `testing` of the crate `hmem` enables.
 //!
 //! [`monitor`] detects that host memory under a cached registration was unmapped or replaced.
 //!
@@ -13,7 +14,7 @@
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
 //! - `sys`
-//! - `ipc_handle`, `lazy`, `monitor`, `numa`
+//! - `ipc_handle`, `monitor`, `numa`
 //! - `host`, `simulated`
 //!
 //! # Things this crate does not do
@@ -26,14 +27,15 @@
 
 mod host;
 mod ipc_handle;
-mod lazy;
 pub mod monitor;
 mod numa;
+#[cfg(feature = "simulated")]
 mod simulated;
 mod sys;
 
 pub use host::{MemFd, System};
 pub use numa::numa_node;
+#[cfg(feature = "simulated")]
 pub use simulated::{
     AddressReuse, Call, DmaBufKind, Faults, FreeDetection, P2pMatrix, SIMULATED, Simulated,
     SimulatedBuilder, SimulatedStats, Stepping,

@@ -1,4 +1,5 @@
 //! The system calls of this crate: mappings, memory files, udmabuf, positioned reads and writes.
+//! `simulated/sys.rs` has those that only the simulated device makes.
 //!
 //! Most calls go through rustix. Three kinds go through libc:
 //! - leases, which rustix lacks;
@@ -17,7 +18,7 @@ use std::{
 
 use hmem_core::{Address, Errno, Error, Result};
 use rustix::{
-    fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags},
+    fs::{MemfdFlags, Mode, OFlags, SealFlags},
     io::Errno as OsErrno,
     ioctl::{Ioctl, IoctlOutput, Opcode, opcode},
     mm::{MapFlags, ProtFlags},
@@ -31,7 +32,7 @@ const F_SETSIG: libc::c_int = 10;
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
-    len: usize,
+    pub(crate) len: usize,
 }
 
 // SAFETY: a mapping belongs to the process, not to a thread. All access to its bytes goes through
@@ -41,27 +42,6 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Reserves `len` bytes of address space without memory or access rights.
-    pub(crate) fn reserve(len: usize) -> Result<Self, OsErrno> {
-        Self::anonymous(len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
-    }
-
-    /// Maps `len` bytes of zeroed private memory. Only pages that are written occupy memory.
-    pub(crate) fn lazy_zeroes(len: usize) -> Result<Self, OsErrno> {
-        Self::anonymous(
-            len,
-            ProtFlags::READ | ProtFlags::WRITE,
-            MapFlags::PRIVATE | MapFlags::NORESERVE,
-        )
-    }
-
-    /// Asks the kernel to use pages of about 2 MiB for parts of this mapping that are not written
-    /// yet (`MADV_HUGEPAGE`). The kernel may have no such pages.
-    pub(crate) fn prefer_huge_pages(&self) -> Result<(), OsErrno> {
-        // SAFETY: the range is this mapping, and the call keeps its contents.
-        done(unsafe { libc::madvise(self.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) })
-    }
-
     /// Maps `len` bytes of anonymous memory.
     pub(crate) fn memory(len: usize) -> Result<Self, OsErrno> {
         Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
@@ -74,7 +54,7 @@ impl Mapping {
         Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, flags)
     }
 
-    fn anonymous(len: usize, prot: ProtFlags, flags: MapFlags) -> Result<Self, OsErrno> {
+    pub(crate) fn anonymous(len: usize, prot: ProtFlags, flags: MapFlags) -> Result<Self, OsErrno> {
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
         let start = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, flags)? };
         Self::from_kernel(start, len)
@@ -94,73 +74,12 @@ impl Mapping {
         Ok(Self { start, len })
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
     pub(crate) fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
     pub(crate) fn address(&self) -> Address {
         Address::of_ptr(self.as_ptr())
-    }
-
-    /// Returns a pointer `offset` bytes into the mapping.
-    ///
-    /// # Panics
-    /// If `offset` is greater than the mapping's length.
-    pub(crate) fn at(&self, offset: u64) -> *mut u8 {
-        let offset = usize::try_from(offset).ok().filter(|offset| *offset <= self.len);
-        self.as_ptr()
-            .wrapping_add(offset.expect("the offset was checked against the mapping's length"))
-    }
-
-    /// Replaces `len` bytes at `offset` of this reservation by a shared mapping of `fd`. The mapped
-    /// part of the file starts at its offset `in_file`.
-    pub(crate) fn place_shared(
-        &self,
-        offset: u64,
-        len: usize,
-        fd: BorrowedFd<'_>,
-        in_file: u64,
-    ) -> Result<(), OsErrno> {
-        let at = self.inside(offset, len)?;
-        let offset = file_offset(in_file);
-        let (prot, flags) =
-            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-        // SAFETY: `inside` has checked that the fixed range lies in this mapping, and nothing else
-        // maps into it.
-        placed(unsafe { libc::mmap(at, len, prot, flags, fd.as_raw_fd(), offset) })
-    }
-
-    /// Undoes [`Mapping::place_shared`] for `len` bytes at `offset`. Afterwards these addresses are
-    /// reserved without memory or access rights.
-    pub(crate) fn place_nothing(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
-        let at = self.inside(offset, len)?;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        // SAFETY: `inside` has checked that the fixed range lies in this mapping. The caller frees
-        // the memory that was there.
-        placed(unsafe { libc::mmap(at, len, libc::PROT_NONE, flags, -1, 0) })
-    }
-
-    /// Returns the pages of `len` bytes at `offset` to the kernel, after which the bytes read as
-    /// zero. `offset` must be a multiple of the page size. Only for mappings that
-    /// [`Mapping::lazy_zeroes`] created.
-    pub(crate) fn discard(&self, offset: u64, len: usize) -> Result<(), OsErrno> {
-        let at = self.inside(offset, len)?;
-        // SAFETY: `inside` has checked that the range lies in this mapping. The users of the
-        // mapping accept zeroes: the elements are atomics for which zero is a valid value.
-        done(unsafe { libc::madvise(at, len, libc::MADV_DONTNEED) })
-    }
-
-    fn inside(&self, offset: u64, len: usize) -> Result<*mut c_void, OsErrno> {
-        let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(len));
-        if end.is_none_or(|end| end > self.len) {
-            Err(OsErrno::INVAL)
-        } else {
-            Ok(self.at(offset).cast())
-        }
     }
 }
 
@@ -174,15 +93,11 @@ impl Drop for Mapping {
     }
 }
 
-fn done(result: libc::c_int) -> Result<(), OsErrno> {
+pub(crate) fn done(result: libc::c_int) -> Result<(), OsErrno> {
     if result == 0 { Ok(()) } else { Err(last_errno()) }
 }
 
-fn placed(at: *mut c_void) -> Result<(), OsErrno> {
-    if at == libc::MAP_FAILED { Err(last_errno()) } else { Ok(()) }
-}
-
-fn last_errno() -> OsErrno {
+pub(crate) fn last_errno() -> OsErrno {
     OsErrno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(OsErrno::IO)
 }
 
@@ -210,7 +125,7 @@ pub(crate) fn file_identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
 }
 
 /// Opens the file of an fd again, for reading and writing. Unlike for a duplicate of the fd,
-/// [`is_open_elsewhere`] returns true while the new fd is open.
+/// `simulated::sys::is_open_elsewhere` returns true while the new fd is open.
 pub(crate) fn reopen(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     open(&format!("/proc/self/fd/{}", fd.as_raw_fd()), OFlags::RDWR)
 }
@@ -224,31 +139,6 @@ pub(crate) fn find_path(path: &str) -> Result<OwnedFd> {
 fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
     rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty())
         .map_err(|errno| Error::os(errno, "open").context("path", path))
-}
-
-/// Returns true if a process has opened the memory file again for writing, or has a mapping made
-/// with such an fd. The fd from `memfd_create` and its mappings do not count. The function tries to
-/// set a read lease (`F_SETLEASE`), which the kernel grants only if there is no such process.
-///
-/// Also returns true if the lease fails for another reason. The lease ends before this function
-/// returns. A process that opens the file during the lease waits for its end. The kernel then sends
-/// `SIGURG` to the process that holds the lease. [`sealed_memfd`] chose that signal because it is
-/// ignored by default.
-pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
-    // SAFETY: a plain fcntl on a borrowed, open fd; the argument is a lease type.
-    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } != 0 {
-        return true;
-    }
-    // SAFETY: a plain fcntl on a borrowed, open fd; the argument is a lease type.
-    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) } != 0 {
-        tracing::error!(error = %std::io::Error::last_os_error(), "cannot release a lease");
-    }
-    false
-}
-
-/// Returns the pages of `len` bytes of a file to the kernel, after which the bytes read as zero.
-pub(crate) fn punch_hole(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), OsErrno> {
-    rustix::fs::fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
 }
 
 /// Copies `len` bytes of a file, from `offset` on, to a host address. An address that cannot be
@@ -311,7 +201,7 @@ fn chunk(len: u64) -> usize {
     len.min(1 << 30) as usize
 }
 
-fn file_offset(offset: u64) -> libc::off_t {
+pub(crate) fn file_offset(offset: u64) -> libc::off_t {
     offset as libc::off_t
 }
 
@@ -319,16 +209,6 @@ fn file_offset(offset: u64) -> libc::off_t {
 /// valid, may dereference it.
 pub(crate) fn host_ptr(address: Address) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address.0 as usize)
-}
-
-/// Returns a reference to a word that another process may change at any time.
-///
-/// # Safety
-/// `word` must be aligned to 8 bytes and stay mapped for `'a`. All other accesses to it must be
-/// atomic.
-pub(crate) unsafe fn atomic_word<'a>(word: *mut u8) -> &'a std::sync::atomic::AtomicU64 {
-    // SAFETY: the caller promises an aligned, mapped word to which every access is atomic.
-    unsafe { std::sync::atomic::AtomicU64::from_ptr(word.cast()) }
 }
 
 /// Returns the page size of this machine in bytes.

@@ -1,4 +1,5 @@
-//! A software NIC inside the process: a real data path to develop against, not a mock.
+//! A software NIC inside the process: a real data path to develop against, not a mock. In the crate
+//! `hmem` it needs the feature `testing`, which is on by default.
 //!
 //! - [`Loopback`] is the provider, and [`Builder`] sets its modes and limits.
 //! - [`Faults`] makes chosen calls fail, or makes them wait in flight.

@@ -17,7 +17,7 @@ use super::{
     nic::Nic,
 };
 
-/// A fabric of software NICs.
+/// A fabric of software NICs. Needs the feature `testing` of `hmem`.
 ///
 /// Endpoints of all its domains can reach each other by name. Clones are the same fabric. Every
 /// call of [`Builder::build`] creates a new fabric, and endpoints of different fabrics cannot reach

@@ -8,7 +8,7 @@
 //! An exported fd keeps memory as a dma-buf does: the extents of an exported allocation are not
 //! reused while any process has an exported fd of the arena open or mapped. The kernel does not
 //! report the number of users of a memory file. But every exported fd is a second open of the file,
-//! so a file lease shows if there is a user ([`sys::is_open_elsewhere`]).
+//! so a file lease shows if there is a user ([`is_open_elsewhere`]).
 
 #![allow(unsafe_code, reason = "atomic words in the device's mapping")]
 
@@ -19,7 +19,10 @@ use std::{
 
 use hmem_core::{Error, ErrorKind, Result};
 
-use super::ranges::FreeRanges;
+use super::{
+    ranges::FreeRanges,
+    sys::{atomic_word, is_open_elsewhere, punch_hole},
+};
 use crate::sys::{self, Mapping};
 
 /// Size in bytes of the table of identities at the start of an arena. The table has one word
@@ -73,7 +76,7 @@ impl ArenaFile {
         }
         // SAFETY: the word lies in the mapping, which lives as long as `self`. It is aligned, since
         // mappings are page-aligned and 8 divides the offset.
-        Some(unsafe { sys::atomic_word(self.at(offset)) })
+        Some(unsafe { atomic_word(self.at(offset)) })
     }
 }
 
@@ -286,7 +289,7 @@ impl Arenas {
         self.arenas
             .iter()
             .flatten()
-            .any(|arena| arena.exported && sys::is_open_elsewhere(arena.file.fd()))
+            .any(|arena| arena.exported && is_open_elsewhere(arena.file.fd()))
     }
 
     fn arena_of(&mut self, extent: &Extent) -> Option<&mut Arena> {
@@ -301,13 +304,13 @@ impl Arena {
         if self.quarantine.is_empty() {
             return;
         }
-        if sys::is_open_elsewhere(self.file.fd()) {
+        if is_open_elsewhere(self.file.fd()) {
             self.probes += 1;
             return;
         }
         self.probes = 1;
         for (offset, len) in self.quarantine.drain(..) {
-            if let Err(errno) = sys::punch_hole(self.file.fd(), offset, len) {
+            if let Err(errno) = punch_hole(self.file.fd(), offset, len) {
                 tracing::warn!(%errno, offset, len, "freed pages stay in memory");
             }
             self.free.give(offset, len);

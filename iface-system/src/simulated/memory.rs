@@ -14,9 +14,9 @@ use super::{
     arena::{Arenas, Extent},
     copy::Piece,
     faults::Call,
+    sys::punch_hole,
     table::{MAX_ENTRIES, TableWriter},
 };
-use crate::sys;
 
 /// The process that allocated the memory: this process or another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -319,7 +319,7 @@ impl Inner {
         {
             // The lock is not held here, since releasing the pages of a large allocation takes
             // long.
-            if let Err(errno) = sys::punch_hole(extent.file.fd(), extent.offset, extent.len) {
+            if let Err(errno) = punch_hole(extent.file.fd(), extent.offset, extent.len) {
                 tracing::warn!(%errno, len = extent.len, "freed pages stay in memory");
             }
         }

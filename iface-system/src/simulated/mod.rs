@@ -18,11 +18,13 @@ mod export;
 mod faults;
 mod iface;
 mod ipc;
+mod lazy;
 mod memory;
 mod monitor;
 mod p2p_matrix;
 mod ranges;
 mod stats;
+mod sys;
 mod table;
 
 use std::sync::{Arc, atomic::AtomicU64};
@@ -49,7 +51,8 @@ use crate::sys::{Mapping, Udmabuf};
 /// The default iface kind of simulated devices: the first of the kinds that are free for plug-ins.
 pub const SIMULATED: IfaceKind = IfaceKind::FIRST_PLUG_IN;
 
-/// An iface with simulated devices.
+/// An iface with simulated devices. Needs the feature `testing` of `hmem`, or `simulated` of this
+/// crate.
 ///
 /// ```
 /// use std::sync::Arc;

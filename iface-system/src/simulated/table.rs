@@ -22,7 +22,7 @@ use hmem_core::{
 };
 use rustix::io::Errno;
 
-use crate::lazy::{LazyArray, ZeroValid};
+use super::lazy::{LazyArray, ZeroValid};
 
 /// The maximum number of live allocations of one iface.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;

@@ -286,6 +286,7 @@ mod tests {
 
     /// Facts include the kernel options in the compressed file `/proc/config.gz` if
     /// `/boot/config-*` does not exist. A module that is still loading does not count as loaded.
+    #[cfg(feature = "recordings")]
     #[test]
     fn facts_of_the_kernel_are_those_of_the_topology() {
         let root = std::env::temp_dir().join(format!("hmem-facts-packed-{}", std::process::id()));
@@ -312,6 +313,7 @@ mod tests {
         );
     }
 
+    #[cfg(feature = "recordings")]
     #[test]
     fn the_options_of_a_kernel_are_read_once_and_its_modules_each_time() {
         let root = std::env::temp_dir().join(format!("hmem-facts-kept-{}", std::process::id()));

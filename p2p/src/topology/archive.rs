@@ -12,6 +12,12 @@ use tar::{EntryType, Header};
 
 use super::source::{Entry, LARGEST_FILE};
 
+/// Decompresses a gzip file, up to `limit` bytes of output. Never returns `None`.
+pub(super) fn gunzip(packed: &[u8], limit: u64) -> Option<io::Result<Vec<u8>>> {
+    let mut bytes = Vec::new();
+    Some(GzDecoder::new(packed).take(limit).read_to_end(&mut bytes).map(|_| bytes))
+}
+
 /// Maximum size of an unpacked archive in bytes. A recording of a large server has less than one
 /// hundredth of this.
 const LARGEST_ARCHIVE: u64 = 64 << 20;

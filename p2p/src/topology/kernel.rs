@@ -1,13 +1,13 @@
 //! Facts about the kernel that paths depend on: its options, command line, modules, and the mode of
 //! the IOMMU.
 
-use std::{collections::BTreeMap, fmt, io::Read};
+use std::{collections::BTreeMap, fmt};
 
-use flate2::read::GzDecoder;
 use hmem_core::Result;
 use parking_lot::Mutex;
 
 use super::{
+    archive,
     device::is_word,
     source::{LARGEST_FILE, Source},
 };
@@ -90,7 +90,8 @@ pub struct Kernel {
     /// The kernel release, as printed by `uname -r`.
     pub release: Option<String>,
     /// The values of the [`OPTIONS`] that the kernel configuration lists; `None` if the
-    /// configuration cannot be read.
+    /// configuration cannot be read. A configuration that is in `/proc/config.gz` alone needs the
+    /// cargo feature `recordings`.
     pub options: Option<BTreeMap<String, Setting>>,
     /// The parameters of the command line that change how devices access each other's memory.
     pub command_line: Vec<String>,
@@ -307,12 +308,9 @@ fn words(text: &str) -> Vec<String> {
 
 fn options(source: &Source, release: Option<&str>) -> Result<Option<BTreeMap<String, Setting>>> {
     const PACKED: &str = "proc/config.gz";
-    if let Some(packed) = source.bytes(PACKED)? {
-        let mut text = Vec::new();
-        let read = GzDecoder::new(&packed[..]).take(LARGEST_FILE + 1).read_to_end(&mut text);
-        if let Err(error) = read {
-            return Err(source.malformed(PACKED, error));
-        }
+    let packed = source.bytes(PACKED)?;
+    if let Some(text) = packed.and_then(|packed| archive::gunzip(&packed, LARGEST_FILE + 1)) {
+        let text = text.map_err(|error| source.malformed(PACKED, error))?;
         if text.len() as u64 > LARGEST_FILE {
             return Err(source.malformed(PACKED, format_args!("larger than {LARGEST_FILE} bytes")));
         }
@@ -467,10 +465,27 @@ mod tests {
         assert_eq!(groups(&["DMA", ""]), IommuMode::Unknown);
     }
 
+    #[cfg(feature = "recordings")]
     #[test]
     fn configuration_that_is_not_gzip_is_refused() {
         let error = read(&with("proc/config.gz", "CONFIG_PCI_P2PDMA=y")).unwrap_err().to_string();
         assert!(error.contains("proc/config.gz"), "{error}");
+    }
+
+    #[cfg(not(feature = "recordings"))]
+    #[test]
+    fn compressed_configuration_is_left_out_without_the_feature_recordings() {
+        let options_of = |files: &[(&str, &str)]| {
+            let file = |&(path, text): &(&str, &str)| (path.to_owned(), Entry::File(text.into()));
+            let entries = files.iter().map(file).collect();
+            read(&Source::Archive { name: "test".into(), entries }).unwrap().options
+        };
+        let packed = ("proc/config.gz", "compressed");
+        let release = ("proc/sys/kernel/osrelease", "6.12.1");
+        assert_eq!(options_of(&[packed, release]), None);
+        let boot = ("boot/config-6.12.1", "CONFIG_PCI_P2PDMA=y");
+        let options = BTreeMap::from([("CONFIG_PCI_P2PDMA".to_owned(), Setting::Yes)]);
+        assert_eq!(options_of(&[packed, release, boot]), Some(options));
     }
 
     proptest! {

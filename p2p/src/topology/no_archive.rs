@@ -1,9 +1,9 @@
-//! Replacement for `archive` while the cargo feature `recordings` is off. All functions return an
-//! error.
+//! Replacement for `archive` while the cargo feature `recordings` is off. No function reads or
+//! writes an archive.
 
 use std::{
     collections::BTreeMap,
-    io::{Read, Write},
+    io::{self, Read, Write},
 };
 
 use hmem_core::{Error, ErrorKind, Result};
@@ -14,6 +14,12 @@ fn compiled_out(operation: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation)
         .context("feature", "recordings")
         .remedy("build hmem with the cargo feature `recordings`, or give an unpacked folder")
+}
+
+/// Returns `None`: this build cannot decompress files.
+pub(super) fn gunzip(_packed: &[u8], _limit: u64) -> Option<io::Result<Vec<u8>>> {
+    tracing::debug!("/proc/config.gz is not read without the cargo feature `recordings`");
+    None
 }
 
 /// Returns an error: this build cannot unpack archives.
