@@ -122,7 +122,8 @@ pub struct Hooks<T: HasTable + 'static> {
     monitor: MonitorName,
     process: &'static Process<T>,
     patches: &'static Patches,
-    /// The issuer of this monitor's subscriptions. Their numbers are those of the slots.
+    /// The issuer of this monitor's subscriptions. The number of a subscription is the slot of its
+    /// invalidator.
     issuer: TokenIssuer,
     own: [OwnSubscriptions; SLOTS],
     /// The subscription to the process's table of each invalidator with subscriptions to this

@@ -418,9 +418,9 @@ impl Windows {
                 return Err(error);
             }
         };
-        // SAFETY: `posted` keeps the window allocated (`Windows::free`), and no other call binds
-        // it, because this call holds the lock of the binder. The guard keeps the region
-        // registered (`Regions::take`).
+        // SAFETY: while `posted` is not 0, `Windows::free` refuses to free the window. No other call
+        // binds the window, because this call holds the lock of the binder. The guard keeps the
+        // region registered (`Regions::take`).
         let bound = unsafe { binder.bind(pd, mw, info, timeout) };
         *kept = Some(binder).filter(|binder| !binder.failed);
         let mut map = self.map.lock();
@@ -435,7 +435,8 @@ impl Windows {
             }
             Err(BindError::Refused(error)) => Err(error),
             Err(BindError::Unknown(error)) => {
-                // The NIC may have bound the window, or not: it keeps both regions.
+                // The NIC may have bound the window or not, so the window keeps the earlier region
+                // and the new one registered.
                 held.known.regions.push(guard);
                 Err(error)
             }

@@ -29,7 +29,8 @@ fn completion_follows_a_flush_in_the_memorys_context() {
     assert_eq!((link.driver.flushed(), link.driver.undefined_calls()), (vec![], 0));
 }
 
-/// `FI_OPT_CUDA_API_PERMITTED`: a read of a completion queue would otherwise flush.
+/// The setting is `FI_OPT_CUDA_API_PERMITTED` of libfabric. Without the setting, a read of a
+/// completion queue would flush the device.
 #[test]
 fn transfers_call_no_driver_function_where_the_domain_forbids_it() {
     if not_over_a_gpu("only the fake driver counts its calls") {

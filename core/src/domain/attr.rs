@@ -201,11 +201,14 @@ pub struct MrAttr<'a> {
     pub iface: Option<IfaceKind>,
     /// The device that owns the memory. With `None` the domain queries its ifaces.
     ///
-    /// Ignored if [`MrAttr::iface`] is `None`, ignored or the system iface, and with
-    /// [`MrFlags::HMEM_HOST_ALLOC`](crate::MrFlags::HMEM_HOST_ALLOC). For memory that belongs to no
-    /// particular device, any device of the iface is accepted. For a dma-buf, which has no address
-    /// to query, `None` means no device: completion queues then flush none
-    /// ([`Domain::open_cq`](crate::Domain::open_cq)).
+    /// For memory that belongs to no particular device, any device of the iface is accepted. For a
+    /// dma-buf, which has no address to query, `None` means no device: completion queues then flush
+    /// none ([`Domain::open_cq`](crate::Domain::open_cq)).
+    ///
+    /// The device is ignored in these cases:
+    ///
+    /// - [`MrAttr::iface`] is `None` or the system iface, or is ignored itself.
+    /// - The request has [`MrFlags::HMEM_HOST_ALLOC`](crate::MrFlags::HMEM_HOST_ALLOC).
     pub device: Option<DeviceId>,
     /// Reserved: must be 0.
     pub hmem_data: u64,
