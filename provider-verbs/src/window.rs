@@ -418,9 +418,9 @@ impl Windows {
                 return Err(error);
             }
         };
-        // SAFETY: while `posted` is not 0, `Windows::free` refuses to free the window. No other call
-        // binds the window, because this call holds the lock of the binder. The guard keeps the
-        // region registered (`Regions::take`).
+        // SAFETY: while `posted` is not 0, `Windows::free` refuses to free the window. No other
+        // call binds the window, because this call holds the lock of the binder. The guard keeps
+        // the region registered (`Regions::take`).
         let bound = unsafe { binder.bind(pd, mw, info, timeout) };
         *kept = Some(binder).filter(|binder| !binder.failed);
         let mut map = self.map.lock();
