@@ -76,8 +76,8 @@ impl<'a> Registration<'a> {
 /// The order in which a NIC's writes to a region become visible.
 ///
 /// The default is [`Strict`](Self::Strict), the order of `ibv_reg_mr`.
-/// [`DomainAttr::ordering`](crate::DomainAttr::ordering) changes it for all regions of a domain, and
-/// [`MrAttr::ordering`](crate::MrAttr::ordering) for one region.
+/// [`DomainAttr::ordering`](crate::DomainAttr::ordering) changes it for all regions of a domain,
+/// and [`MrAttr::ordering`](crate::MrAttr::ordering) for one region.
 ///
 /// **Use [`Relaxed`](Self::Relaxed) only for memory that software does not poll.** With relaxed
 /// ordering a flag in memory may become visible before the data that was written ahead of it. The
