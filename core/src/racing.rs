@@ -67,7 +67,8 @@ type Memmove = unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> *mut c
 /// ```
 ///
 /// # Safety
-/// - `from` must be readable, and `to` writable, for `len` bytes.
+/// - `from` must be readable, and `to` writable, for `len` bytes. If `len` is 1, 2, 4 or 8, `from`
+///   must come from a pointer that allows writes, because it is loaded as an atomic.
 /// - No Rust reference to the bytes may be in use elsewhere that the copy would violate. References
 ///   to atomics are allowed.
 /// - All racing accesses by the program must be atomic, or copies by this function.

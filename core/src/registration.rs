@@ -42,8 +42,8 @@ pub struct Registration<'a> {
     /// The order in which the NIC's writes become visible. A provider without relaxed ordering uses
     /// the strict order.
     pub ordering: WriteOrdering,
-    /// True if transfers that use the region may call its iface. If false, the path selector and
-    /// the provider refuse memory that transfers can reach only by calls of its iface.
+    /// True if transfers that use the region may call its iface. If false, the path selector
+    /// refuses memory that transfers can reach only by calls of its iface.
     pub driver_calls_in_transfers: bool,
 }
 

@@ -235,6 +235,9 @@ impl Endpoint {
     ) -> Result<()> {
         let own = mine.connection.name()?;
         let name = theirs.connection.name()?;
+        // Both sides may refuse the reset, so both are asked before one of them is reset.
+        self.check_reset(mine)?;
+        other.check_reset(theirs)?;
         self.flush(mine)?;
         other.flush(theirs)?;
         mine.connection.connect(name)?;
@@ -280,9 +283,7 @@ impl Endpoint {
     /// - BadState if the endpoint is closed.
     /// - The driver's error otherwise.
     fn flush(&self, state: &mut PostState) -> Result<()> {
-        if state.connection.peer().is_some() {
-            self.check_windows(state, WindowEvent::ResetQueuePair, "resolve")?;
-        }
+        self.check_reset(state)?;
         if state.connection.reset()? {
             let left = state.requests.drop_all();
             for window in left.iter().filter_map(|entry| entry.window.as_ref()) {
@@ -292,6 +293,17 @@ impl Endpoint {
             self.lanes.cancel();
         }
         Ok(())
+    }
+
+    /// Returns an error if a bound window forbids a reset of the queue pair.
+    ///
+    /// # Errors
+    /// Busy while a type 2A window is bound through the queue pair.
+    fn check_reset(&self, state: &mut PostState) -> Result<()> {
+        match state.connection.peer() {
+            Some(_) => self.check_windows(state, WindowEvent::ResetQueuePair, "connect"),
+            None => Ok(()),
+        }
     }
 
     /// Completes the canceled requests in the lanes (queues of staged transfers), and releases the

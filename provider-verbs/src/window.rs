@@ -209,24 +209,18 @@ impl Windows {
     /// - Busy: another thread binds the type 1 window.
     /// - The driver's error. The window stays allocated.
     pub(super) fn free(&self, pd: &ProtectionDomain, window: ProviderWindow) -> Result<()> {
-        let taken = {
-            let mut map = self.map.lock();
-            let held = map.get(&window.token).ok_or_else(unknown)?;
-            if held.kind == WindowType::One && held.posted > 0 {
-                return Err(Error::new(ErrorKind::Busy, "free window")
-                    .provider("verbs")
-                    .remedy("free the window once its bind has returned"));
-            }
-            self.by_index.lock().remove(&(held.key >> 8));
-            map.remove(&window.token).ok_or_else(unknown)?
-        };
-        let index = taken.key >> 8;
-        if let Err(error) = dealloc(pd, taken.mw) {
-            let mut map = self.map.lock();
-            self.by_index.lock().insert(index, window.token);
-            map.insert(window.token, taken);
-            return Err(error);
+        // The lock is held while the driver frees the window. If the driver refuses, no completion
+        // of the window was missed meanwhile.
+        let mut map = self.map.lock();
+        let held = map.get(&window.token).ok_or_else(unknown)?;
+        if held.kind == WindowType::One && held.posted > 0 {
+            return Err(Error::new(ErrorKind::Busy, "free window")
+                .provider("verbs")
+                .remedy("free the window once its bind has returned"));
         }
+        dealloc(pd, held.mw)?;
+        self.by_index.lock().remove(&(held.key >> 8));
+        map.remove(&window.token);
         Ok(())
     }
 

@@ -49,7 +49,9 @@ pub struct DomainAttr {
     ///   [`Domain::flush_inbound`](crate::Domain::flush_inbound), at a time when driver calls are
     ///   safe, before the device reads bytes that the NIC wrote.
     ///
-    /// Registrations, lookups in the cache, and closing calls still call drivers.
+    /// Registrations, lookups in the cache, and closing calls still call drivers. Over verbs, a
+    /// read of a completion queue also advances staged transfers of the provider's other domains on
+    /// the same device, if these permit driver calls. Open such domains on a provider of their own.
     pub driver_calls_in_transfers: bool,
 }
 

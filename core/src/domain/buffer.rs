@@ -92,10 +92,24 @@ pub(super) unsafe fn copy_out(from: Address, into: &mut [u8]) {
 /// `from.len()` bytes from `to` on must be host memory as in [`copy_out`], and writable.
 pub(super) unsafe fn copy_in(to: Address, from: &[u8]) {
     let to = ptr::with_exposed_provenance_mut(to.0 as usize);
-    // SAFETY: the caller promises the destination. The source is borrowed.
-    unsafe { racing_copy(from.as_ptr(), to, from.len()) };
+    // `racing_copy` loads a short source as an atomic, which a shared slice does not allow.
+    let mut short = Word([0; 8]);
+    let source = match short.0.get_mut(..from.len()) {
+        Some(copy) => {
+            copy.copy_from_slice(from);
+            copy.as_mut_ptr().cast_const()
+        }
+        None => from.as_ptr(),
+    };
+    // SAFETY: the caller promises the destination. The source is `from`, or a local copy that may
+    // be written.
+    unsafe { racing_copy(source, to, from.len()) };
     fence(Ordering::Release);
 }
+
+/// The source of a short copy, aligned so that the copy is one atomic store.
+#[repr(align(8))]
+struct Word([u8; 8]);
 
 /// The parts of a `Vec<u8>`: pointer, length and capacity. Dropping them frees the memory.
 #[derive(Debug)]

@@ -134,9 +134,17 @@ impl Endpoint {
     ///
     /// On connected transports (verbs), a failed request ends the connection on both sides, and all
     /// later requests complete as [`ErrorKind::Canceled`]. A request that the peer refuses is a
-    /// failed request, too. Both sides then call `reconnect`, in any order. No names are exchanged,
-    /// and the ids of peers stay valid. Post the next request once both calls have returned: the
-    /// peer loses what arrives before its call.
+    /// failed request, too. Both sides then call `reconnect`. No names are exchanged, and the ids
+    /// of peers stay valid. Two rules keep requests from being lost without an error:
+    ///
+    /// - Call `reconnect` while the peer has no request in flight on the old connection: each of
+    ///   its requests has completed, or its own call has returned. Its NIC may otherwise repeat an
+    ///   old request on the new connection. So the side with requests in flight calls first.
+    /// - Post the next request once both calls have returned. The peer loses what arrives before
+    ///   its call.
+    ///
+    /// If the sides cannot agree on this, exchange names and call [`Endpoint::resolve`] instead: a
+    /// name that has changed shows that the peer's old connection has ended.
     ///
     /// Requests that are outstanding complete as [`ErrorKind::Canceled`]. Their completions are in
     /// the completion queues when the call returns; those of staged transfers follow once their
@@ -151,7 +159,8 @@ impl Endpoint {
     ///
     /// use hmem_core::{Endpoint, Error, ErrorKind, Result, provider::CompletionQueue};
     ///
-    /// /// Waits for one request. After a failure, connects again. The peer does the same.
+    /// /// Waits for one request. After a failure, connects again. The peer, which has no requests
+    /// /// in flight, does the same.
     /// fn settle(endpoint: &Endpoint, queue: &Arc<dyn CompletionQueue>) -> Result<u64> {
     ///     let mut done = Vec::new();
     ///     queue.wait(&mut done, 1, Duration::MAX)?;

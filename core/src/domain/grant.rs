@@ -185,7 +185,7 @@ impl MemoryRegion {
             match register_sub_region(domain, endpoint, &part) {
                 Ok(sub_region) => return Ok(grant(Held::SubRegion(sub_region), reasons)),
                 Err(error) if error.is_unsupported() => {
-                    tracing::warn!(%error, "the grant does not confine its peer to its part");
+                    tracing::debug!(%error, "the grant does not confine its peer to its part");
                     reasons.push(error);
                 }
                 Err(error) => return Err(error),

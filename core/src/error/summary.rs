@@ -58,6 +58,8 @@ pub struct AttemptSummary {
     pub path: Path,
     /// The call that succeeded or was refused.
     pub call: String,
+    /// True if a driver was called. False if the NIC does not support the path at all.
+    pub driver_called: bool,
     /// The error of the refusal. `None` for the attempt that succeeded.
     pub error: Option<Box<ErrorSummary>>,
     /// The name of the probable cause, if known: a heading in `docs/causes.md`.
@@ -73,6 +75,7 @@ impl From<&Attempt> for AttemptSummary {
         Self {
             path: attempt.path,
             call: attempt.call.clone(),
+            driver_called: attempt.driver_called,
             error: attempt.error.as_ref().map(|error| Box::new(error.summary())),
             cause_name: attempt.cause_name.map(str::to_owned),
             cause: attempt.cause.clone(),
