@@ -805,8 +805,13 @@ macro_rules! vendor {
 vendor!(start_cuda, "cuda", IfaceKind::CUDA, hmem_iface_cuda::Cuda);
 vendor!(start_rocr, "rocr", IfaceKind::ROCR, hmem_iface_rocr::Rocr);
 vendor!(start_ze, "ze", IfaceKind::ZE, hmem_iface_ze::LevelZero);
-vendor!(start_neuron, "neuron", IfaceKind::NEURON, hmem_iface_neuron::Neuron);
-vendor!(start_synapseai, "synapseai", IfaceKind::SYNAPSEAI, hmem_iface_synapseai::SynapseAi);
+vendor!(start_neuron, "neuron", IfaceKind::NEURON, hmem_iface_accelerators::neuron::Neuron);
+vendor!(
+    start_synapseai,
+    "synapseai",
+    IfaceKind::SYNAPSEAI,
+    hmem_iface_accelerators::synapseai::SynapseAi
+);
 
 /// A provider, and its NICs that cannot be opened: the name and the error of each.
 type Started = (Arc<dyn Provider>, Vec<(String, Error)>);

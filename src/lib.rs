@@ -114,18 +114,18 @@ pub use builder::{Builder, Hmem};
 pub use cache_defaults::CacheDefaults;
 #[doc(inline)]
 pub use hmem_core::*;
+#[cfg(feature = "neuron")]
+#[doc(inline)]
+pub use hmem_iface_accelerators::neuron;
+#[cfg(feature = "synapseai")]
+#[doc(inline)]
+pub use hmem_iface_accelerators::synapseai;
 #[cfg(feature = "cuda")]
 #[doc(inline)]
 pub use hmem_iface_cuda as cuda;
-#[cfg(feature = "neuron")]
-#[doc(inline)]
-pub use hmem_iface_neuron as neuron;
 #[cfg(feature = "rocr")]
 #[doc(inline)]
 pub use hmem_iface_rocr as rocr;
-#[cfg(feature = "synapseai")]
-#[doc(inline)]
-pub use hmem_iface_synapseai as synapseai;
 #[doc(inline)]
 pub use hmem_iface_system as system;
 #[cfg(feature = "ze")]

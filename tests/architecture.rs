@@ -2,7 +2,7 @@
 //!
 //! - `core`, `fake-common` and `xtask` depend on none
 //! - `hook -> core`
-//! - `iface-* -> core, hook`; `iface-neuron, iface-synapseai -> core, iface-announced`
+//! - `iface-kit -> core`; `iface-* -> core, hook, iface-kit`
 //! - `p2p -> core`
 //! - `provider-* -> core, p2p`
 //! - `conformance -> core, p2p, iface-system, provider-loopback`
@@ -69,10 +69,7 @@ fn dependencies_run_one_way() {
             "hmem-fake-common" => {
                 assert!(targets.is_empty(), "the fakes' common code knows no iface")
             }
-            "hmem-iface-neuron" | "hmem-iface-synapseai" => {
-                let may = ["hmem-core", "hmem-iface-announced"].map(str::to_owned).into();
-                assert_eq!(targets, &may, "{package} is a driver of the iface over a table");
-            }
+            "hmem-iface-kit" => assert_eq!(targets, &only_core, "the kit knows no vendor"),
             fake if fake.starts_with("hmem-fake-") => {
                 let iface = fake.replace("-fake-", "-iface-");
                 let may = BTreeSet::from(["hmem-fake-common".to_owned(), iface]);
@@ -82,10 +79,10 @@ fn dependencies_run_one_way() {
                 );
             }
             iface if iface.starts_with("hmem-iface-") => {
-                let may = BTreeSet::from(["hmem-core".to_owned(), "hmem-hook".to_owned()]);
+                let may = ["hmem-core", "hmem-hook", "hmem-iface-kit"].map(str::to_owned).into();
                 assert!(
                     targets.is_subset(&may),
-                    "{iface} knows core and hooks, and nothing else: {targets:?}"
+                    "{iface} knows core, hooks and the kit, and nothing else: {targets:?}"
                 );
             }
             other => panic!("say in this test what {other} may depend on"),

@@ -64,9 +64,9 @@ impl Vendor {
 pub(crate) fn causes_of(kind: IfaceKind) -> &'static [RefusalCause] {
     match kind {
         IfaceKind::CUDA => hmem_iface_cuda::CAUSES,
-        IfaceKind::NEURON => hmem_iface_neuron::CAUSES,
+        IfaceKind::NEURON => hmem_iface_accelerators::neuron::CAUSES,
         IfaceKind::ROCR => hmem_iface_rocr::CAUSES,
-        IfaceKind::SYNAPSEAI => hmem_iface_synapseai::CAUSES,
+        IfaceKind::SYNAPSEAI => hmem_iface_accelerators::synapseai::CAUSES,
         IfaceKind::ZE => hmem_iface_ze::CAUSES,
         _ => &[],
     }
