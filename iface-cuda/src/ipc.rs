@@ -3,7 +3,7 @@
 
 #![allow(unsafe_code, reason = "calls the driver on IPC handles")]
 
-use std::sync::Arc;
+use std::{array, ffi::c_char, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
@@ -11,6 +11,7 @@ use hmem_core::{
     iface::{Ipc, IpcHandle},
     monitor::FreeSubscriptions,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::{
     context::with_context,
@@ -28,44 +29,14 @@ pub(crate) struct IpcExchange {
     pub(crate) subscriptions: Arc<FreeSubscriptions>,
 }
 
-/// First four bytes of a handle. The fourth byte is the version of the format.
-const MAGIC: [u8; 4] = *b"HMC\x01";
-/// Length in bytes of the checksum at the end of a handle.
-const CHECKSUM: usize = 4;
-
 /// Contents of a handle that another process opens.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Body {
-    handle: CuIpcMemHandle,
+    /// Bytes of CUDA's handle, in two halves, since `serde` has no arrays of 64 bytes.
+    handle: [[u8; CU_IPC_HANDLE_SIZE / 2]; 2],
     len: u64,
     /// PCI bus id of the device, which is the same in every process.
     pci_bus_id: String,
-}
-
-impl Body {
-    fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend(self.handle.reserved.map(|byte| byte as u8));
-        bytes.extend(self.len.to_le_bytes());
-        bytes.extend(self.pci_bus_id.bytes());
-        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
-        bytes
-    }
-
-    fn parse(bytes: &[u8]) -> Option<Self> {
-        let (body, checksum) = bytes.split_last_chunk::<CHECKSUM>()?;
-        if crc32fast::hash(body).to_le_bytes() != *checksum {
-            return None;
-        }
-        let rest = body.strip_prefix(&MAGIC)?;
-        let (handle, rest) = rest.split_first_chunk::<CU_IPC_HANDLE_SIZE>()?;
-        let (len, rest) = rest.split_first_chunk::<8>()?;
-        Some(Self {
-            handle: CuIpcMemHandle { reserved: handle.map(|byte| byte as std::ffi::c_char) },
-            len: u64::from_le_bytes(*len),
-            pci_bus_id: std::str::from_utf8(rest).ok()?.to_owned(),
-        })
-    }
 }
 
 impl Ipc for IpcExchange {
@@ -91,22 +62,17 @@ impl Ipc for IpcExchange {
         exported.map_err(|error| error.context("range", allocation.range))?;
         let entry = self.lookup.driver().device(OPERATION, found.device())?;
         let pci_bus_id = entry.description.pci_bus_id.clone().unwrap_or_default();
+        let half = |from: usize| array::from_fn(|at| handle.reserved[from + at] as u8);
+        let handle = [half(0), half(CU_IPC_HANDLE_SIZE / 2)];
         let body = Body { handle, len: found.allocation.range.len(), pci_bus_id };
-        Ok(IpcHandle { iface: IfaceKind::CUDA, bytes: body.to_bytes() })
+        Ok(IpcHandle::encode(IfaceKind::CUDA, &body))
     }
 
     fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
         const OPERATION: &str = "ipc_open";
-        let malformed = || {
-            Error::new(ErrorKind::Malformed, OPERATION)
-                .iface(IfaceKind::CUDA)
-                .context("bytes", handle.bytes.len())
-                .remedy("pass the bytes of ipc_export unchanged")
-        };
-        if handle.iface != IfaceKind::CUDA {
-            return Err(malformed().context("handle of", handle.iface));
-        }
-        let body = Body::parse(&handle.bytes).ok_or_else(malformed)?;
+        let body: Body = handle.decode(IfaceKind::CUDA)?;
+        let bytes = body.handle.as_flattened();
+        let handle = CuIpcMemHandle { reserved: array::from_fn(|at| bytes[at] as c_char) };
         let same_device = |entry: &&DeviceEntry| {
             entry.description.pci_bus_id.as_deref() == Some(body.pci_bus_id.as_str())
         };
@@ -123,7 +89,7 @@ impl Ipc for IpcExchange {
             let flags = sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS;
             // SAFETY: `base` is writable; the driver checks the handle.
             let code = unsafe {
-                (self.lookup.driver().functions.ipc_open_mem_handle)(&mut base, body.handle, flags)
+                (self.lookup.driver().functions.ipc_open_mem_handle)(&mut base, handle, flags)
             };
             check_open(code).map(|()| base)
         };
@@ -179,8 +145,8 @@ impl IpcExchange {
 }
 
 /// Converts the result code of `cuIpcOpenMemHandle_v2` to a result. The error for a handle that the
-/// driver does not know has the kind Unavailable, since `Body::parse` has checked the handle's
-/// bytes.
+/// driver does not know has the kind Unavailable, since `IpcHandle::decode` has checked the
+/// handle's bytes.
 fn check_open(code: CuResult) -> Result<()> {
     check(code, "cuIpcOpenMemHandle_v2").map_err(|error| match code {
         CuResult::CUDA_ERROR_INVALID_CONTEXT => error.remedy(
@@ -208,31 +174,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parsed_handle_equals_the_written_one_and_an_altered_one_is_refused() {
-        let mut handle = CuIpcMemHandle { reserved: [0; CU_IPC_HANDLE_SIZE] };
-        // Not ASCII: its sign depends on the architecture.
-        handle.reserved[3] = 0xf9_u8 as std::ffi::c_char;
-        let body = Body { handle, len: 4096, pci_bus_id: "0000:3a:00.0".into() };
-        let bytes = body.to_bytes();
-        let back = Body::parse(&bytes).unwrap();
-        assert_eq!(
-            (back.handle, back.len, back.pci_bus_id.as_str()),
-            (handle, 4096, "0000:3a:00.0")
-        );
-        for at in 0..bytes.len() {
-            let mut altered = bytes.clone();
-            altered[at] ^= 1;
-            assert!(Body::parse(&altered).is_none(), "byte {at}");
-            assert!(Body::parse(&bytes[..at]).is_none(), "cut at {at}");
-        }
-    }
-
-    #[test]
     fn handles_of_all_versions_are_read() {
-        corpus::check("ipc-handle-cuda", u32::from(MAGIC[3]), |bytes| {
-            let Body { handle, len, pci_bus_id } = Body::parse(bytes).expect("a handle");
+        corpus::check("ipc-handle-cuda", 2..=u32::from(IpcHandle::VERSION), |bytes| {
+            let handle = IpcHandle { iface: IfaceKind::CUDA, bytes: bytes.to_vec() };
+            let Body { handle, len, pci_bus_id } =
+                handle.decode(IfaceKind::CUDA).expect("a handle");
             let handle: String =
-                handle.reserved.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
+                handle.as_flattened().iter().map(|byte| format!("{byte:02x}")).collect();
             format!("handle {handle} len {len} device {pci_bus_id}")
         });
     }

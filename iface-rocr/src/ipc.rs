@@ -9,6 +9,7 @@ use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
     iface::{Ipc, IpcHandle},
 };
+use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{check, lacks, refused, symbol},
@@ -23,48 +24,17 @@ pub(crate) struct IpcExchange {
     pub(crate) lookup: Arc<Lookup>,
 }
 
-/// First four bytes of a handle. The fourth byte is the version of the format.
-const MAGIC: [u8; 4] = *b"HMR\x02";
-
 /// Contents of a handle that another process opens.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Body {
-    handle: IpcMemory,
+    /// The runtime's handle.
+    handle: [u32; 8],
     /// Requested length in bytes.
     len: u64,
     /// Length of the allocation in the runtime, which may round the requested length up.
     whole: u64,
     /// PCI bus id of the device, which is the same in every process.
     pci_bus_id: String,
-}
-
-impl Body {
-    fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend(self.handle.handle.iter().flat_map(|word| word.to_le_bytes()));
-        bytes.extend(self.len.to_le_bytes());
-        bytes.extend(self.whole.to_le_bytes());
-        bytes.extend(self.pci_bus_id.bytes());
-        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
-        bytes
-    }
-
-    fn parse(bytes: &[u8]) -> Option<Self> {
-        let (body, checksum) = bytes.split_last_chunk::<4>()?;
-        if crc32fast::hash(body).to_le_bytes() != *checksum {
-            return None;
-        }
-        let (words, rest) = body.strip_prefix(&MAGIC)?.split_first_chunk::<32>()?;
-        let (len, rest) = rest.split_first_chunk::<8>()?;
-        let (whole, rest) = rest.split_first_chunk::<8>()?;
-        let mut handle = IpcMemory::default();
-        for (word, bytes) in handle.handle.iter_mut().zip(words.as_chunks::<4>().0) {
-            *word = u32::from_le_bytes(*bytes);
-        }
-        let pci_bus_id = std::str::from_utf8(rest).ok()?.to_owned();
-        let (len, whole) = (u64::from_le_bytes(*len), u64::from_le_bytes(*whole));
-        (len <= whole).then_some(Self { handle, len, whole, pci_bus_id })
-    }
 }
 
 impl Ipc for IpcExchange {
@@ -101,22 +71,18 @@ impl Ipc for IpcExchange {
             .map_err(|error| error.context("range", allocation.range))?;
         let entry = self.lookup.runtime.device(OPERATION, device)?;
         let pci_bus_id = entry.description.pci_bus_id.clone().unwrap_or_default();
-        let body = Body { handle, len: found.range.len(), whole: info.len as u64, pci_bus_id };
-        Ok(IpcHandle { iface: IfaceKind::ROCR, bytes: body.to_bytes() })
+        let (handle, len, whole) = (handle.handle, found.range.len(), info.len as u64);
+        let body = Body { handle, len, whole, pci_bus_id };
+        Ok(IpcHandle::encode(IfaceKind::ROCR, &body))
     }
 
     fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
         const OPERATION: &str = "ipc_open";
-        let malformed = || {
-            Error::new(ErrorKind::Malformed, OPERATION)
-                .iface(IfaceKind::ROCR)
-                .context("bytes", handle.bytes.len())
-                .remedy("pass the bytes of ipc_export unchanged")
-        };
-        if handle.iface != IfaceKind::ROCR {
-            return Err(malformed().context("handle of", handle.iface));
+        let body: Body = handle.decode(IfaceKind::ROCR)?;
+        if body.len > body.whole {
+            return Err(handle.malformed(IfaceKind::ROCR, "length"));
         }
-        let body = Body::parse(&handle.bytes).ok_or_else(malformed)?;
+        let handle = IpcMemory { handle: body.handle };
         let f = &self.lookup.runtime.functions;
         let attach = symbol(f.ipc_attach, "hsa_amd_ipc_memory_attach")?;
         symbol(f.ipc_detach, "hsa_amd_ipc_memory_detach")?;
@@ -132,7 +98,7 @@ impl Ipc for IpcExchange {
         let mut base = ptr::null_mut();
         let (len, agents) = (body.whole as usize, &raw const entry.agent);
         // SAFETY: `base` is writable, and the list is one agent. The runtime checks the handle.
-        check_attach(unsafe { attach(&body.handle, len, 1, agents, &mut base) })?;
+        check_attach(unsafe { attach(&handle, len, 1, agents, &mut base) })?;
         let base = Address(base.expose_provenance() as u64);
         let enter = || {
             let range = AddressRange::new(base, body.len)?;
@@ -196,20 +162,20 @@ fn check_attach(code: HsaStatus) -> Result<()> {
 }
 
 #[cfg(test)]
+#[path = "../../tests/corpus/reader.rs"]
+mod corpus;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn parsed_handle_equals_the_written_one_and_an_altered_one_is_refused() {
-        let handle = IpcMemory { handle: [1, 2, 3, 4, 5, 6, 7, u32::MAX] };
-        let body = Body { handle, len: 4096, whole: 8192, pci_bus_id: "0000:c1:00.0".into() };
-        let bytes = body.to_bytes();
-        assert_eq!(Body::parse(&bytes).as_ref(), Some(&body));
-        for at in 0..bytes.len() {
-            let mut altered = bytes.clone();
-            altered[at] ^= 1;
-            assert_eq!(Body::parse(&altered), None, "byte {at}");
-            assert_eq!(Body::parse(&bytes[..at]), None, "cut at {at}");
-        }
+    fn handles_of_all_versions_are_read() {
+        corpus::check("ipc-handle-rocr", 2..=u32::from(IpcHandle::VERSION), |bytes| {
+            let handle = IpcHandle { iface: IfaceKind::ROCR, bytes: bytes.to_vec() };
+            let Body { handle, len, whole, pci_bus_id } =
+                handle.decode(IfaceKind::ROCR).expect("a handle");
+            format!("handle {handle:x?} len {len} whole {whole} device {pci_bus_id}")
+        });
     }
 }

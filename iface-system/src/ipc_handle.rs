@@ -3,30 +3,24 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface::IpcHandle};
+use hmem_core::{Error, ErrorKind, IfaceKind, IfaceName, Result, iface::IpcHandle};
 use rustix::{
     fs::SealFlags,
     process::{Pid, PidfdFlags, PidfdGetfdFlags},
 };
+use serde::{Deserialize, Serialize};
 
 use crate::sys;
 
-const MAGIC: [u8; 4] = *b"hmIP";
-const VERSION: u16 = 1;
-/// Length of an encoded handle in bytes: magic, version, kind, an unused byte, nine numbers and a
-/// checksum.
-const LEN: usize = 4 + 2 + 1 + 1 + 4 * 3 + 8 * 6 + 4;
-const NO_DEVICE: u32 = u32::MAX;
-
 /// The content of an IPC handle.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct HandleBody {
     /// Process id of the allocation's owner, in the owner's pid namespace.
     pub(crate) pid: u32,
     /// Number of the owner's fd for the memory file that holds the allocation.
     pub(crate) fd: u32,
-    /// The device of the allocation.
-    pub(crate) device: Option<DeviceId>,
+    /// Number of the allocation's device.
+    pub(crate) device: Option<u32>,
     /// The allocation's kind, as a number. The iface that created the handle defines the numbers.
     pub(crate) kind: u8,
     /// Device and inode of the memory file, to detect that the owner has closed the fd and reused
@@ -51,67 +45,23 @@ const CANNOT_OPEN: &str =
     "the owner or its fd does not exist, or this process may not access the owner's fds";
 
 impl HandleBody {
-    pub(crate) fn to_bytes(self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(LEN);
-        bytes.extend(MAGIC);
-        bytes.extend(VERSION.to_le_bytes());
-        bytes.extend([self.kind, 0]);
-        for word in [self.pid, self.fd, self.device.map_or(NO_DEVICE, |device| device.0)] {
-            bytes.extend(word.to_le_bytes());
-        }
-        for word in [self.file.0, self.file.1, self.offset, self.len, self.id, self.stamp] {
-            bytes.extend(word.to_le_bytes());
-        }
-        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
-        bytes
+    pub(crate) fn encode(&self, iface: IfaceKind) -> IpcHandle {
+        IpcHandle::encode(iface, self)
     }
 
-    /// Decodes an IPC handle. Fails with Malformed if `bytes` is not the output of
-    /// [`HandleBody::to_bytes`].
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let malformed = |what: &'static str| {
-            Error::new(ErrorKind::Malformed, "ipc open")
-                .context("why", what)
-                .context("length", bytes.len())
-                .remedy("pass the bytes unchanged from `ipc_export`")
-        };
-        let (body, checksum) = bytes
-            .split_last_chunk::<4>()
-            .filter(|_| bytes.len() == LEN)
-            .ok_or_else(|| malformed("length"))?;
-        if body[..4] != MAGIC {
-            return Err(malformed("magic"));
+    /// Returns the content of a handle.
+    ///
+    /// # Errors
+    /// Malformed if the handle is not the output of [`encode`](Self::encode) for this iface, or
+    /// names a range that no file can have.
+    pub(crate) fn decode(handle: &IpcHandle, iface: impl Into<IfaceName>) -> Result<Self> {
+        let iface = iface.into();
+        let body: Self = handle.decode(iface.clone())?;
+        let end = body.offset.checked_add(body.len);
+        if body.len == 0 || end.is_none_or(|end| end > i64::MAX as u64) {
+            return Err(handle.malformed(iface, "range"));
         }
-        if body[4..6] != VERSION.to_le_bytes() {
-            return Err(malformed("version"));
-        }
-        if u32::from_le_bytes(*checksum) != crc32fast::hash(body) {
-            return Err(malformed("checksum"));
-        }
-        let mut rest = &body[8..];
-        let mut word = |size: usize| {
-            let (head, tail) = rest.split_at(size);
-            rest = tail;
-            head.iter().rev().fold(0_u64, |value, byte| value << 8 | u64::from(*byte))
-        };
-        let (pid, fd, device) = (word(4) as u32, word(4) as u32, word(4) as u32);
-        let handle = Self {
-            pid,
-            fd,
-            device: (device != NO_DEVICE).then_some(DeviceId(device)),
-            kind: body[6],
-            file: (word(8), word(8)),
-            offset: word(8),
-            len: word(8),
-            id: word(8),
-            stamp: word(8),
-        };
-        if handle.len == 0
-            || handle.offset.checked_add(handle.len).is_none_or(|end| end > i64::MAX as u64)
-        {
-            return Err(malformed("range"));
-        }
-        Ok(handle)
+        Ok(body)
     }
 
     /// Opens the owner's memory file. Returns the fd, and the file's length in bytes.
@@ -139,13 +89,13 @@ impl HandleBody {
         // without that seal is refused.
         let seals = rustix::fs::fcntl_get_seals(&file);
         if !seals.is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
-            return Err(Error::new(ErrorKind::Malformed, "ipc open")
+            return Err(Error::new(ErrorKind::Malformed, "ipc_open")
                 .context(
                     "why",
                     "the handle names a file that can shrink, which holds no allocation",
                 )
                 .context("pid", self.pid)
-                .remedy("pass the bytes unchanged from `ipc_export`"));
+                .remedy("pass the bytes of ipc_export unchanged"));
         }
         let stat = rustix::fs::fstat(&file).map_err(|errno| Error::os(errno, "fstat"))?;
         Ok((file, stat.st_size as u64))
@@ -163,7 +113,7 @@ impl HandleBody {
     /// Returns the error for an IPC handle that names an allocation or a process that no longer
     /// exists. `why` is the reason in the error's text.
     pub(crate) fn gone(&self, why: &'static str) -> Error {
-        Error::new(ErrorKind::Unavailable, "ipc open")
+        Error::new(ErrorKind::Unavailable, "ipc_open")
             .context("why", why)
             .context("pid", self.pid)
             .context("identity", self.id)
@@ -177,17 +127,6 @@ pub(crate) fn own_pid() -> u32 {
     std::process::id()
 }
 
-/// Fails with Malformed unless an iface of kind `mine` created the handle.
-pub(crate) fn check_iface(handle: &IpcHandle, mine: IfaceKind) -> Result<()> {
-    if handle.iface == mine {
-        return Ok(());
-    }
-    Err(Error::new(ErrorKind::Malformed, "ipc open")
-        .iface(mine)
-        .context("handle of", handle.iface)
-        .remedy("open the handle with the iface kind that made it"))
-}
-
 #[cfg(test)]
 #[path = "../../tests/corpus/reader.rs"]
 mod corpus;
@@ -198,9 +137,10 @@ mod tests {
 
     #[test]
     fn handles_of_all_versions_are_read() {
-        corpus::check("ipc-handle-system", u32::from(VERSION), |bytes| {
-            let body = HandleBody::from_bytes(bytes).expect("a handle");
-            let device = body.device.map_or_else(|| "-".to_owned(), |device| device.0.to_string());
+        corpus::check("ipc-handle-system", 2..=u32::from(IpcHandle::VERSION), |bytes| {
+            let handle = IpcHandle { iface: IfaceKind::SYSTEM, bytes: bytes.to_vec() };
+            let body = HandleBody::decode(&handle, IfaceKind::SYSTEM).expect("a handle");
+            let device = body.device.map_or_else(|| "-".to_owned(), |device| device.to_string());
             let HandleBody { pid, fd, kind, file: (volume, inode), offset, len, id, stamp, .. } =
                 body;
             format!(

@@ -17,6 +17,7 @@ use hmem_core::{
     iface::{Ipc, IpcHandle},
 };
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+use serde::{Deserialize, Serialize};
 
 use crate::{
     driver::{DeviceEntry, Driver},
@@ -33,14 +34,8 @@ pub(crate) struct IpcExchange {
     pub(crate) exporter: Exporter,
 }
 
-/// First four bytes of a handle. The fourth byte is the version of the format.
-const MAGIC: [u8; 4] = *b"HMZ\x01";
-/// Length in bytes of a handle: magic number, pid, fd, file system, inode, length, device,
-/// checksum.
-const LEN: usize = 4 + 4 + 4 + 8 + 8 + 8 + 16 + 4;
-
 /// Contents of a handle that another process opens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Body {
     /// Process id of the process that exported the memory.
     pid: u32,
@@ -55,36 +50,6 @@ struct Body {
 }
 
 impl Body {
-    fn to_bytes(self) -> Vec<u8> {
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend(self.pid.to_le_bytes());
-        bytes.extend(self.fd.to_le_bytes());
-        for word in [self.file.0, self.file.1, self.len] {
-            bytes.extend(word.to_le_bytes());
-        }
-        bytes.extend(self.uuid);
-        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
-        bytes
-    }
-
-    fn parse(bytes: &[u8]) -> Option<Self> {
-        let (body, checksum) = bytes.split_last_chunk::<4>()?;
-        if bytes.len() != LEN || crc32fast::hash(body).to_le_bytes() != *checksum {
-            return None;
-        }
-        let (pid, rest) = body.strip_prefix(&MAGIC)?.split_first_chunk::<4>()?;
-        let (fd, rest) = rest.split_first_chunk::<4>()?;
-        let (words, uuid) = rest.as_chunks::<8>().0.split_at_checked(3)?;
-        let word = |at: usize| u64::from_le_bytes(words[at]);
-        Some(Self {
-            pid: u32::from_le_bytes(*pid),
-            fd: u32::from_le_bytes(*fd),
-            file: (word(0), word(1)),
-            len: word(2),
-            uuid: uuid.as_flattened().try_into().ok()?,
-        })
-    }
-
     /// Duplicates the dma-buf's fd from the process that exported the memory.
     fn dma_buf(&self) -> Result<OwnedFd> {
         let gone = |why: &'static str| {
@@ -151,21 +116,12 @@ impl Ipc for IpcExchange {
             len: live.allocation.range.len(),
             uuid: device.uuid,
         };
-        Ok(IpcHandle { iface: IfaceKind::ZE, bytes: body.to_bytes() })
+        Ok(IpcHandle::encode(IfaceKind::ZE, &body))
     }
 
     fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
         const OPERATION: &str = "ipc_open";
-        let malformed = || {
-            Error::new(ErrorKind::Malformed, OPERATION)
-                .iface(IfaceKind::ZE)
-                .context("bytes", handle.bytes.len())
-                .remedy("pass the bytes of ipc_export unchanged")
-        };
-        if handle.iface != IfaceKind::ZE {
-            return Err(malformed().context("handle of", handle.iface));
-        }
-        let body = Body::parse(&handle.bytes).ok_or_else(malformed)?;
+        let body: Body = handle.decode(IfaceKind::ZE)?;
         let mut devices = self.memory.driver.devices.iter();
         let entry = devices.find(|entry| entry.uuid == body.uuid).ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, OPERATION)
@@ -238,20 +194,20 @@ fn identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
 }
 
 #[cfg(test)]
+#[path = "../../tests/corpus/reader.rs"]
+mod corpus;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
-    /// HM-10
     #[test]
-    fn parsed_handle_equals_the_written_one_and_an_altered_one_is_refused() {
-        let body = Body { pid: 7, fd: 8, file: (9, 10), len: 4096, uuid: [0xA5; 16] };
-        let bytes = body.to_bytes();
-        assert_eq!(Body::parse(&bytes), Some(body));
-        for at in 0..bytes.len() {
-            let mut altered = bytes.clone();
-            altered[at] ^= 1;
-            assert_eq!(Body::parse(&altered), None, "byte {at}");
-            assert_eq!(Body::parse(&bytes[..at]), None, "cut at {at}");
-        }
+    fn handles_of_all_versions_are_read() {
+        corpus::check("ipc-handle-ze", 2..=u32::from(IpcHandle::VERSION), |bytes| {
+            let handle = IpcHandle { iface: IfaceKind::ZE, bytes: bytes.to_vec() };
+            let Body { pid, fd, file: (volume, inode), len, uuid } =
+                handle.decode(IfaceKind::ZE).expect("a handle");
+            format!("pid {pid} fd {fd} file {volume}:{inode} len {len} uuid {uuid:x?}")
+        });
     }
 }

@@ -62,7 +62,7 @@ mod tests {
     /// KEY-06: the decoder accepts the raw keys that any released version encoded.
     #[test]
     fn raw_keys_of_all_versions_are_decoded() {
-        corpus::check("raw-key-verbs", u32::from(MAGIC[2]), |bytes| {
+        corpus::check("raw-key-verbs", 1..=u32::from(MAGIC[2]), |bytes| {
             let pieces = decode(&RawKey(bytes.to_vec())).expect("a raw key");
             let piece = |piece: &RemotePiece| {
                 format!("{:#x}+{:#x} key {:#x}", piece.base.0, piece.len, piece.key)

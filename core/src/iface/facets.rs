@@ -9,10 +9,11 @@ use std::{
     sync::Arc,
 };
 
+use super::ipc_handle::IpcHandle;
 pub use crate::dma_buf::DmaBufMapping;
 use crate::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, Error,
-    ErrorKind, IfaceKind, IfaceName, Result, Segment,
+    ErrorKind, IfaceName, Result, Segment,
     monitor::{DetectionMethod, Monitor},
     nic::Nic,
     racing_copy,
@@ -161,15 +162,6 @@ impl CopyEvent for FinishedCopy {
     fn wait(self: Box<Self>) -> Result<()> {
         self.0
     }
-}
-
-/// A handle by which another process can open an allocation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct IpcHandle {
-    /// The iface that exported the allocation.
-    pub iface: IfaceKind,
-    /// The handle's bytes, which only the iface can interpret.
-    pub bytes: Vec<u8>,
 }
 
 /// Allocates and frees memory.

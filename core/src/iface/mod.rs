@@ -7,14 +7,16 @@
 //! [`ErrorKind::Unsupported`] by default. [`Capability`] summarises the abilities of an iface.
 
 mod facets;
+mod ipc_handle;
 
 use std::{fmt, sync::Arc};
 
 pub use facets::{
     AllocRequest, Allocator, CopyEngine, CopyEvent, CopyRange, DmaBufExport, DmaBufExporter,
-    DmaBufMapping, Facet, FinishedCopy, HostRegistrar, InboundFlush, Ipc, IpcHandle, MonitorSource,
+    DmaBufMapping, Facet, FinishedCopy, HostRegistrar, InboundFlush, Ipc, MonitorSource,
     PeerMemoryExport, PeerMemoryExporter, SegmentMap,
 };
+pub use ipc_handle::IpcHandle;
 
 use crate::{
     Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, IfaceName, Result,

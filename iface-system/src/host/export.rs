@@ -14,7 +14,7 @@ use super::{
     memory::{Backing, not_live},
 };
 use crate::{
-    ipc_handle::{HandleBody, NO_STAMP, check_iface, own_pid},
+    ipc_handle::{HandleBody, NO_STAMP, own_pid},
     sys,
 };
 
@@ -82,9 +82,9 @@ impl System {
     pub(super) fn handle_of(&self, allocation: &Allocation) -> Result<IpcHandle> {
         let record =
             self.record_at(allocation.base()).filter(|record| record.allocation == *allocation);
-        let record = record.ok_or_else(|| not_live(allocation, "ipc export"))?;
+        let record = record.ok_or_else(|| not_live(allocation, "ipc_export"))?;
         let Backing::MemFd(file) = &record.backing else {
-            return Err(Error::new(ErrorKind::Unsupported, "ipc export")
+            return Err(Error::new(ErrorKind::Unsupported, "ipc_export")
                 .iface(IfaceKind::SYSTEM)
                 .context("allocation", allocation.range)
                 .remedy(
@@ -103,12 +103,11 @@ impl System {
             id: allocation.id.0,
             stamp: NO_STAMP,
         };
-        Ok(IpcHandle { iface: IfaceKind::SYSTEM, bytes: body.to_bytes() })
+        Ok(body.encode(IfaceKind::SYSTEM))
     }
 
     pub(super) fn open_handle(&self, handle: &IpcHandle) -> Result<Allocation> {
-        check_iface(handle, IfaceKind::SYSTEM)?;
-        let body = HandleBody::from_bytes(&handle.bytes)?;
+        let body = HandleBody::decode(handle, IfaceKind::SYSTEM)?;
         let (fd, file_len) = body.open_file()?;
         if body.len > file_len || body.offset != 0 {
             return Err(body.gone("the owner's file is shorter than the handle says"));

@@ -235,7 +235,7 @@ impl Arenas {
     pub(crate) fn take_stamp(&mut self, extent: &Extent) -> Result<u16> {
         let stamps = (STAMP_BYTES / 8) as u16;
         let full = || {
-            Error::new(ErrorKind::OutOfResources, "ipc export")
+            Error::new(ErrorKind::OutOfResources, "ipc_export")
                 .context("limit", stamps)
                 .remedy("free allocations that other processes no longer need")
         };

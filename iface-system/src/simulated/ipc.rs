@@ -7,7 +7,8 @@
 use std::{os::fd::AsRawFd, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, Result, iface::IpcHandle,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Result,
+    iface::IpcHandle,
 };
 
 use super::{
@@ -18,7 +19,7 @@ use super::{
     table::{code_of, kind_of},
 };
 use crate::{
-    ipc_handle::{HandleBody, check_iface, own_pid},
+    ipc_handle::{HandleBody, own_pid},
     sys,
 };
 
@@ -31,9 +32,9 @@ impl Inner {
     pub(crate) fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         self.call(Call::IpcExport)?;
         let mut state = self.state.lock();
-        let number = self.live_number(&state, allocation, Origin::Allocated, "ipc export")?;
+        let number = self.live_number(&state, allocation, Origin::Allocated, "ipc_export")?;
         if !is_shareable(allocation.kind) {
-            return Err(Error::new(ErrorKind::Unsupported, "ipc export")
+            return Err(Error::new(ErrorKind::Unsupported, "ipc_export")
                 .iface(&self.config)
                 .context("kind", allocation.kind.name())
                 .remedy(
@@ -44,7 +45,7 @@ impl Inner {
             record.and_then(|record| Some((record.parts.first()?.extent.clone(), record.stamp)))
         };
         let (extent, stamp) = live(self.record_mut(&mut state, number))
-            .ok_or_else(|| Error::new(ErrorKind::BadState, "ipc export").iface(&self.config))?;
+            .ok_or_else(|| Error::new(ErrorKind::BadState, "ipc_export").iface(&self.config))?;
         let slot = match stamp {
             Some(slot) => slot,
             None => state.arenas.take_stamp(&extent)?,
@@ -58,7 +59,7 @@ impl Inner {
         let body = HandleBody {
             pid: own_pid(),
             fd: extent.file.fd().as_raw_fd() as u32,
-            device: allocation.device,
+            device: allocation.device.map(|device| device.0),
             kind: code_of(allocation.kind),
             file: sys::file_identity(extent.file.fd())?,
             offset: extent.offset,
@@ -66,18 +67,17 @@ impl Inner {
             id: allocation.id.0,
             stamp: u64::from(slot),
         };
-        Ok(IpcHandle { iface: self.config.kind, bytes: body.to_bytes() })
+        Ok(body.encode(self.config.kind))
     }
 
     pub(crate) fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
         self.call(Call::IpcOpen)?;
-        check_iface(handle, self.config.kind)?;
-        let body = HandleBody::from_bytes(&handle.bytes)?;
+        let body = HandleBody::decode(handle, &self.config)?;
         let kind = kind_of(body.kind);
         if !is_shareable(kind) || body.offset % self.page != 0 {
-            return Err(Error::new(ErrorKind::Malformed, "ipc open").iface(&self.config));
+            return Err(handle.malformed(&self.config, "kind or offset"));
         }
-        let device = body.device.map(|device| self.device(device)).transpose()?;
+        let device = body.device.map(|device| self.device(DeviceId(device))).transpose()?;
         let (fd, file_len) = body.open_file()?;
         let len = body.len.next_multiple_of(self.page);
         if body.offset + len > file_len {
@@ -93,7 +93,7 @@ impl Inner {
         }
         let mut state = self.state.lock();
         let at = self.take_addresses(&mut state, len).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfResources, "ipc open")
+            Error::new(ErrorKind::OutOfResources, "ipc_open")
                 .iface(&self.config)
                 .context("length", len)
         })?;
@@ -144,14 +144,14 @@ mod tests {
             (&simulated, body(code_of(AllocationKind::Device), 0, 1 << 19)),
         ];
         for (iface, body) in cases {
-            let handle = IpcHandle { iface: iface.kind(), bytes: body.to_bytes() };
+            let handle = body.encode(iface.kind());
             let error = iface.ipc_open(&handle).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
         }
         // With the seal the file is accepted, so the missing seal was its only defect.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
         for (iface, body) in cases {
-            let handle = IpcHandle { iface: iface.kind(), bytes: body.to_bytes() };
+            let handle = body.encode(iface.kind());
             iface.ipc_open(&handle).unwrap();
         }
     }
