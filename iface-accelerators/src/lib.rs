@@ -15,6 +15,12 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
+//! - `neuron/sys`, `synapseai/sys`: function tables and constants
+//! - `neuron/causes`, `synapseai/causes`: causes of refusals
+//! - `neuron/error`, `synapseai/error`: errors for the runtime's codes
+//! - `synapseai/copy`: copies through a page-locked buffer
+//! - `neuron/driver`, `synapseai/driver`: the calls of the libraries
+//! - `neuron/iface`, `synapseai/iface`: the type of the iface, and the builder that opens it
 //! - `neuron`, `synapseai`: one iface each
 
 #![deny(unsafe_code)]

@@ -31,7 +31,6 @@ use crate::{
     ipc::IpcExchange,
     lookup::PointerLookup,
     monitor::{CudaMonitorKind, CudaMonitors},
-    page_lock::PageLocker,
     segments::Segments,
     sys::Functions,
 };
@@ -53,7 +52,6 @@ pub struct Cuda {
     lookup: Arc<PointerLookup>,
     flusher: Arc<InboundFlusher>,
     allocator: DeviceAllocator,
-    page_locker: PageLocker,
     copier: Copier,
     pub(crate) exporter: Exporter,
     ipc: IpcExchange,
@@ -254,7 +252,6 @@ impl Cuda {
         let allocator = DeviceAllocator { lookup: shared(), subscriptions };
         let subscriptions = || Arc::clone(&allocator.subscriptions);
         Ok(Self {
-            page_locker: PageLocker { lookup: shared() },
             copier: Copier::new(shared()),
             exporter: Exporter {
                 segments: Segments { lookup: shared() },
@@ -325,7 +322,7 @@ unsafe impl Iface for Cuda {
     }
 
     fn host_registrar(&self) -> Option<&dyn HostRegistrar> {
-        Some(&self.page_locker)
+        Some(&self.allocator)
     }
 
     fn ipc(&self) -> Option<&dyn Ipc> {

@@ -28,16 +28,15 @@
 //! - `sys`, `causes`: the function table, layouts and constants of the driver; the causes of its
 //!   refusals
 //! - `error`: the driver's codes as errors
-//! - `hooks`, `no_hooks`: hooks of the driver's frees ([`FreeHooks`])
+//! - `hooks`: hooks of the driver's frees ([`FreeHooks`])
 //! - `driver`, `handles`: the opened driver, with functions and devices that never change; handles
 //!   and mappings of physical memory
 //! - `table`, `streams`: allocations and page-locked ranges to release; streams and events
 //! - `context`: primary contexts, and the context that is current during a call
 //! - `lookup`: the allocation that contains an address
-//! - `segments`, `mapped`: parts of a range; memory that an application mapped by hand, and its
-//!   changes
+//! - `segments`: parts of a range; memory that an application mapped by hand, and its changes
 //! - `monitor`: detection of frees ([`CudaMonitorKind`])
-//! - `allocate`, `page_lock`, `copy`, `flush`, `ipc`: one facet each
+//! - `allocate`, `copy`, `flush`, `ipc`: one facet each; page-locking of host memory in `allocate`
 //! - `export`: dma-bufs and peer memory
 //! - `iface`: [`Cuda`], which combines the components
 //! - `gdrcopy`, `cudarc`: CPU access to device memory by GDRCopy; slices of the `cudarc` crate as
@@ -126,14 +125,12 @@ mod handles;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod hooks;
 #[cfg(not(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64"))))]
-#[path = "no_hooks.rs"]
+#[path = "hooks/unsupported.rs"]
 mod hooks;
 mod iface;
 mod ipc;
 mod lookup;
-mod mapped;
 mod monitor;
-mod page_lock;
 mod segments;
 mod streams;
 pub mod sys;

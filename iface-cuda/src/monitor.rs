@@ -34,7 +34,7 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-use crate::{hooks::FreeHooks, lookup::PointerLookup, mapped::MappedMemory};
+use crate::{hooks::FreeHooks, lookup::PointerLookup, segments::MappedMemory};
 
 /// Method that detects frees of cached CUDA memory.
 ///

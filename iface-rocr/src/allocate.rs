@@ -11,9 +11,9 @@ use hmem_core::{
 };
 
 use crate::{
+    driver::DeviceEntry,
     error::{check, lacks, symbol},
-    memory::Lookup,
-    runtime::DeviceEntry,
+    lookup::Lookup,
     sys::{self, VmemHandle},
     table::{Left, Origin},
 };

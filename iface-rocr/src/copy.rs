@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use crate::{
     error::{check, symbol},
-    memory::Lookup,
+    lookup::Lookup,
     sys::{self, Agent, Signal},
     table::Origin,
 };

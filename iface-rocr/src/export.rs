@@ -20,7 +20,7 @@ use hmem_core::{
 
 use crate::{
     error::{check, lacks, lacks_symbol, refused, symbol},
-    memory::Lookup,
+    lookup::Lookup,
     sys::{self, HsaStatus},
     table::Origin,
 };

@@ -20,12 +20,12 @@ use crate::{
     allocate::PoolAllocator,
     causes::CAUSES,
     copy::Copier,
+    driver::Runtime,
     error::lacks_symbol,
     export::{Exporter, no_export_call},
     ipc::IpcExchange,
-    memory::Lookup,
+    lookup::Lookup,
     monitor::CallbackMonitors,
-    runtime::Runtime,
     sys::Functions,
 };
 

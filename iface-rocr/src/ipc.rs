@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{check, lacks, refused, symbol},
-    memory::Lookup,
+    lookup::Lookup,
     sys::{HsaStatus, IpcMemory},
     table::{Origin, not_live},
 };

@@ -25,8 +25,8 @@
 //!
 //! - `sys`, `causes`: function table, layouts and constants; the causes of the runtime's refusals
 //! - `error`: the runtime's codes as errors
-//! - `runtime`, `table`: the opened runtime with its agents and devices; the known allocations
-//! - `memory`: the allocation that contains an address
+//! - `driver`, `table`: the opened runtime with its agents and devices; the known allocations
+//! - `lookup`: the allocation that contains an address
 //! - `allocate`, `copy`, `export`, `ipc`, `monitor`: one facet each
 //! - `iface`: [`Rocr`], which opens the runtime and combines the components
 //!
@@ -64,13 +64,13 @@
 mod allocate;
 mod causes;
 mod copy;
+mod driver;
 mod error;
 mod export;
 mod iface;
 mod ipc;
-mod memory;
+mod lookup;
 mod monitor;
-mod runtime;
 pub mod sys;
 mod table;
 

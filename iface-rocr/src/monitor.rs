@@ -8,7 +8,7 @@ use hmem_core::{
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
-use crate::memory::Lookup;
+use crate::lookup::Lookup;
 
 /// Creates monitors of ROCr memory.
 #[derive(Debug)]

@@ -12,20 +12,20 @@ use hmem_core::{
 use crate::{
     driver::DeviceEntry,
     error::{check, lacks},
-    memory::Memory,
+    lookup::Lookup,
     sys::{self, ContextHandle, DeviceMemoryDescription, ExportDescription, HostMemoryDescription},
 };
 
 /// Allocates and frees memory by calls of the driver.
 #[derive(Debug)]
 pub(crate) struct DeviceAllocator {
-    pub(crate) memory: Arc<Memory>,
+    pub(crate) lookup: Arc<Lookup>,
 }
 
 impl Allocator for DeviceAllocator {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         const OPERATION: &str = "allocate";
-        let entry = self.memory.driver.device(OPERATION, request.device)?;
+        let entry = self.lookup.driver.device(OPERATION, request.device)?;
         let described = |error: Error| {
             error
                 .device(request.device)
@@ -46,9 +46,9 @@ impl Allocator for DeviceAllocator {
             ));
         }
         let base = self.call(entry, request).map_err(described)?;
-        let entered = self.memory.enter(entry.driver, base, false);
+        let entered = self.lookup.enter(entry.driver, base, false);
         if entered.is_err()
-            && let Err(error) = self.memory.free(entry.driver, Address::of_ptr(base))
+            && let Err(error) = self.lookup.free(entry.driver, Address::of_ptr(base))
         {
             tracing::error!(%error, "cannot free the memory of a failed allocation");
         }
@@ -56,9 +56,9 @@ impl Allocator for DeviceAllocator {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        let owned = self.memory.take("free", allocation, false)?;
-        self.memory.free(owned.driver, allocation.base()).map_err(|error| {
-            self.memory.put_back(allocation, owned);
+        let owned = self.lookup.take("free", allocation, false)?;
+        self.lookup.free(owned.driver, allocation.base()).map_err(|error| {
+            self.lookup.put_back(allocation, owned);
             error.context("allocation", allocation.range)
         })
     }
@@ -73,7 +73,7 @@ impl DeviceAllocator {
             ..ExportDescription::default()
         };
         let exportable = (&raw const export).cast();
-        self.memory.driver.with_context(entry.driver, |context| {
+        self.lookup.driver.with_context(entry.driver, |context| {
             let allocate = |next| self.call_with(context, entry, request, next);
             if !entry.exports_dma_bufs() || request.kind != AllocationKind::Device {
                 return allocate(ptr::null());
@@ -97,7 +97,7 @@ impl DeviceAllocator {
         request: &AllocRequest,
         next: *const c_void,
     ) -> Result<*mut c_void> {
-        let functions = &self.memory.driver.functions;
+        let functions = &self.lookup.driver.functions;
         let (size, handle) = (request.len as usize, entry.handle);
         let on_device = DeviceMemoryDescription { next, ..DeviceMemoryDescription::default() };
         let on_host = HostMemoryDescription { next, ..HostMemoryDescription::default() };

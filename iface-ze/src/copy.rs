@@ -20,7 +20,7 @@ use hmem_core::{
 use crate::{
     driver::DeviceEntry,
     lanes::{BUFFER, Lane, Lanes},
-    memory::Memory,
+    lookup::Lookup,
     sys::ZeResult,
 };
 
@@ -52,8 +52,8 @@ enum Route<'a> {
 }
 
 impl Copier {
-    pub(crate) fn new(memory: Arc<Memory>) -> Self {
-        Self(Arc::new(Lanes::new(memory)))
+    pub(crate) fn new(lookup: Arc<Lookup>) -> Self {
+        Self(Arc::new(Lanes::new(lookup)))
     }
 
     /// Returns the number of asynchronous copies with an event that is not dropped yet.
@@ -150,7 +150,7 @@ impl Copier {
     /// - Otherwise the error of the driver.
     fn side(&self, address: Address, len: u64) -> Result<Side<'_>> {
         let range = AddressRange::new(address, len)?;
-        let Some(found) = self.0.memory.find(address)? else { return Ok(Side::Unknown) };
+        let Some(found) = self.0.lookup.find(address)? else { return Ok(Side::Unknown) };
         let allocation = found.allocation;
         if !allocation.range.contains_range(range) {
             return Err(Error::new(ErrorKind::OutOfBounds, "copy")
@@ -262,7 +262,7 @@ impl CopyInFlight {
 impl CopyEvent for CopyInFlight {
     fn is_done(&self) -> bool {
         if let Some((lane, _)) = &*self.running.borrow() {
-            let query = self.lanes.memory.driver.functions.event_query_status;
+            let query = self.lanes.lookup.driver.functions.event_query_status;
             // SAFETY: the event is this copy's own. A copy that failed counts as done: `wait` then
             // returns the error.
             if unsafe { query(lane.event) } == ZeResult::ZE_RESULT_NOT_READY {

@@ -26,7 +26,7 @@ use rustix::fs::{FileType, SeekFrom};
 use crate::{
     driver::Driver,
     error::{check, lacks},
-    memory::{FoundAllocation, Memory, pointer},
+    lookup::{FoundAllocation, Lookup, pointer},
     sys::{
         self, ContextHandle, DeviceHandle, ExportFd, IpcMemoryHandle, MemoryAllocationProperties,
         ZeResult,
@@ -36,7 +36,7 @@ use crate::{
 /// Exports device memory to NICs as dma-bufs.
 #[derive(Debug)]
 pub(crate) struct Exporter {
-    pub(crate) memory: Arc<Memory>,
+    pub(crate) lookup: Arc<Lookup>,
 }
 
 const OPERATION: &str = Facet::DmaBuf.operation();
@@ -48,7 +48,7 @@ static EXPORTING: Mutex<()> = Mutex::new(());
 
 impl DmaBufExporter for Exporter {
     fn mappings(&self) -> &'static [DmaBufMapping] {
-        if exports_dma_bufs(&self.memory.driver) { &[DmaBufMapping::Default] } else { &[] }
+        if exports_dma_bufs(&self.lookup.driver) { &[DmaBufMapping::Default] } else { &[] }
     }
 
     fn export(
@@ -83,7 +83,7 @@ impl Exporter {
                 .iface(IfaceKind::ZE)
                 .remedy("the range must lie in one live allocation")
         };
-        let found = self.memory.find(range.start())?;
+        let found = self.lookup.find(range.start())?;
         let found = found.filter(|now| now.allocation.id == of.id).ok_or_else(outside)?;
         if !found.allocation.range.contains_range(range) {
             return Err(outside().context("allocation", found.allocation.range));
@@ -103,7 +103,7 @@ impl Exporter {
 
     /// Exports a whole allocation as a dma-buf. The caller owns the fd of the result.
     pub(crate) fn export_whole(&self, found: &FoundAllocation<'_>) -> Result<OwnedFd> {
-        let driver = &self.memory.driver;
+        let driver = &self.lookup.driver;
         let entry = found.device.ok_or_else(|| {
             lacks(OPERATION, "the memory belongs to a device that the driver does not list")
         })?;
@@ -137,7 +137,7 @@ impl Exporter {
         });
         let fd = fd.map_err(|error| error.device(id))?;
         // If the memory was freed meanwhile, another file may have the number of the fd.
-        let still = self.memory.find(base)?.map(|now| now.allocation);
+        let still = self.lookup.find(base)?.map(|now| now.allocation);
         if still != Some(found.allocation) {
             return Err(Error::new(ErrorKind::OutOfBounds, OPERATION)
                 .iface(IfaceKind::ZE)

@@ -21,7 +21,7 @@ use crate::{
     error::lacks,
     export::Exporter,
     ipc::{IpcExchange, has_ipc},
-    memory::Memory,
+    lookup::Lookup,
     monitor::Monitors,
     sys::Functions,
 };
@@ -46,7 +46,7 @@ pub struct LevelZero {
     exporter: Exporter,
     ipc: IpcExchange,
     monitors: Monitors,
-    memory: Arc<Memory>,
+    lookup: Arc<Lookup>,
 }
 
 /// Builder of [`LevelZero`]. The builder can load another library, or use functions that the caller
@@ -125,15 +125,15 @@ impl Builder {
             devices = driver.devices.len(),
             "Level Zero opened"
         );
-        let memory = Arc::new(Memory::new(driver));
-        let shared = || Arc::clone(&memory);
+        let lookup = Arc::new(Lookup::new(driver));
+        let shared = || Arc::clone(&lookup);
         Ok(LevelZero {
             copier: Copier::new(shared()),
-            allocator: DeviceAllocator { memory: shared() },
-            exporter: Exporter { memory: shared() },
-            ipc: IpcExchange { memory: shared(), exporter: Exporter { memory: shared() } },
-            monitors: Monitors { memory: shared() },
-            memory,
+            allocator: DeviceAllocator { lookup: shared() },
+            exporter: Exporter { lookup: shared() },
+            ipc: IpcExchange { lookup: shared(), exporter: Exporter { lookup: shared() } },
+            monitors: Monitors { lookup: shared() },
+            lookup,
         })
     }
 }
@@ -177,7 +177,7 @@ impl LevelZero {
 
     fn release(&self) -> Result<()> {
         for (counted, count) in
-            [("allocations", self.memory.len()), ("copies", self.copier.in_flight())]
+            [("allocations", self.lookup.len()), ("copies", self.copier.in_flight())]
         {
             if count > 0 {
                 return Err(Error::new(ErrorKind::Busy, "close")
@@ -187,7 +187,7 @@ impl LevelZero {
             }
         }
         self.copier.release()?;
-        self.memory.driver.release()
+        self.lookup.driver.release()
     }
 }
 
@@ -208,12 +208,12 @@ unsafe impl Iface for LevelZero {
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
-        let devices = &self.memory.driver.devices;
+        let devices = &self.lookup.driver.devices;
         Ok(devices.iter().map(|entry| entry.description.clone()).collect())
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        Ok(self.memory.find(address)?.map(|found| found.allocation))
+        Ok(self.lookup.find(address)?.map(|found| found.allocation))
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -234,7 +234,7 @@ unsafe impl Iface for LevelZero {
     }
 
     fn ipc(&self) -> Option<&dyn Ipc> {
-        has_ipc(&self.memory.driver).then_some(&self.ipc as _)
+        has_ipc(&self.lookup.driver).then_some(&self.ipc as _)
     }
 
     fn monitor(&self) -> Option<&dyn MonitorSource> {

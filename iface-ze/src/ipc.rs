@@ -23,14 +23,14 @@ use crate::{
     driver::{DeviceEntry, Driver},
     error::{check, lacks},
     export::Exporter,
-    memory::Memory,
+    lookup::Lookup,
     sys::{self, DeviceMemoryDescription, ImportFd},
 };
 
 /// Exports allocations to other processes, and opens allocations of other processes.
 #[derive(Debug)]
 pub(crate) struct IpcExchange {
-    pub(crate) memory: Arc<Memory>,
+    pub(crate) lookup: Arc<Lookup>,
     pub(crate) exporter: Exporter,
 }
 
@@ -88,7 +88,7 @@ impl Ipc for IpcExchange {
     fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         const OPERATION: &str = "ipc_export";
         let described = |error: Error| error.context("range", allocation.range);
-        let found = self.memory.find(allocation.base())?;
+        let found = self.lookup.find(allocation.base())?;
         let live = found.filter(|found| found.allocation.id == allocation.id);
         let live = live.ok_or_else(|| {
             described(
@@ -106,7 +106,7 @@ impl Ipc for IpcExchange {
             }
         };
         let fd = self
-            .memory
+            .lookup
             .share(&live.allocation, || self.exporter.export_whole(&live))
             .map_err(described)?;
         let body = Body {
@@ -122,7 +122,7 @@ impl Ipc for IpcExchange {
     fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
         const OPERATION: &str = "ipc_open";
         let body: Body = handle.decode(IfaceKind::ZE)?;
-        let mut devices = self.memory.driver.devices.iter();
+        let mut devices = self.lookup.driver.devices.iter();
         let entry = devices.find(|entry| entry.uuid == body.uuid).ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, OPERATION)
                 .iface(IfaceKind::ZE)
@@ -131,9 +131,9 @@ impl Ipc for IpcExchange {
         let fd = body.dma_buf()?;
         let described = |error: Error| error.device(entry.description.id);
         let base = self.import(entry, fd.as_fd(), body.len).map_err(described)?;
-        let entered = self.memory.enter(entry.driver, base, true);
+        let entered = self.lookup.enter(entry.driver, base, true);
         if entered.is_err()
-            && let Err(error) = self.memory.free(entry.driver, Address::of_ptr(base))
+            && let Err(error) = self.lookup.free(entry.driver, Address::of_ptr(base))
         {
             tracing::error!(%error, "cannot close an allocation after a failed ipc_open");
         }
@@ -141,9 +141,9 @@ impl Ipc for IpcExchange {
     }
 
     unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
-        let owned = self.memory.take("ipc_close", allocation, true)?;
-        self.memory.free(owned.driver, allocation.base()).map_err(|error| {
-            self.memory.put_back(allocation, owned);
+        let owned = self.lookup.take("ipc_close", allocation, true)?;
+        self.lookup.free(owned.driver, allocation.base()).map_err(|error| {
+            self.lookup.put_back(allocation, owned);
             error.context("allocation", allocation.range)
         })
     }
@@ -165,7 +165,7 @@ impl IpcExchange {
         let next = (&raw const import).cast();
         let description = DeviceMemoryDescription { next, ..DeviceMemoryDescription::default() };
         let mut base = ptr::null_mut();
-        let driver = &self.memory.driver;
+        let driver = &self.lookup.driver;
         driver.with_context(entry.driver, |context| {
             let allocate = driver.functions.mem_alloc_device;
             // SAFETY: `with_context` keeps the context alive, and it belongs to the device's

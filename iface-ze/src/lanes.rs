@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use crate::{
     driver::DeviceEntry,
     error::check,
-    memory::Memory,
+    lookup::Lookup,
     sys::{
         self, CommandListHandle, DeviceHandle, EventDescription, EventHandle, EventPoolDescription,
         EventPoolHandle, HostMemoryDescription, QueueDescription,
@@ -26,7 +26,7 @@ pub(crate) const BUFFER: u64 = 1 << 20;
 /// Idle [lanes](Lane), which the next copies use.
 #[derive(Debug)]
 pub(crate) struct Lanes {
-    pub(crate) memory: Arc<Memory>,
+    pub(crate) lookup: Arc<Lookup>,
     spare: Mutex<Vec<Lane>>,
 }
 
@@ -45,8 +45,8 @@ pub(crate) struct Lane {
 }
 
 impl Lanes {
-    pub(crate) fn new(memory: Arc<Memory>) -> Self {
-        Self { memory, spare: Mutex::default() }
+    pub(crate) fn new(lookup: Arc<Lookup>) -> Self {
+        Self { lookup, spare: Mutex::default() }
     }
 
     /// Takes an idle [`Lane`] of a device, or creates a lane.
@@ -75,7 +75,7 @@ impl Lanes {
     }
 
     fn make(&self, lane: &mut Lane, ordinal: u32) -> Result<()> {
-        let functions = &self.memory.driver.functions;
+        let functions = &self.lookup.driver.functions;
         let queue = QueueDescription {
             ordinal,
             mode: sys::ZE_COMMAND_QUEUE_MODE_ASYNCHRONOUS,
@@ -92,7 +92,7 @@ impl Lanes {
             ..EventDescription::default()
         };
         let (mut device, mut buffer) = (lane.device, ptr::null_mut());
-        self.memory.driver.with_context(lane.driver, |context| {
+        self.lookup.driver.with_context(lane.driver, |context| {
             // SAFETY: `with_context` keeps the context alive, and it belongs to the device's
             // driver. The descriptions have their types in `stype` and end their chains. Each
             // output is writable, and one device is passed.
@@ -120,7 +120,7 @@ impl Lanes {
     /// Destroys the driver objects of a [`Lane`] on which no copy runs. After an error, the objects
     /// that were not destroyed stay in the lane.
     fn destroy(&self, lane: &mut Lane) -> Result<()> {
-        let functions = &self.memory.driver.functions;
+        let functions = &self.lookup.driver.functions;
         // SAFETY: each object belongs to this lane only, no copy uses it any longer, and the lane
         // forgets it once it is destroyed.
         unsafe {
@@ -138,7 +138,7 @@ impl Lanes {
             }
         }
         if lane.buffer != 0 {
-            self.memory.free(lane.driver, Address(lane.buffer))?;
+            self.lookup.free(lane.driver, Address(lane.buffer))?;
             lane.buffer = 0;
         }
         Ok(())
@@ -158,7 +158,7 @@ impl Lanes {
     pub(crate) fn start(&self, lane: &mut Lane, copy: CopyRange) -> Result<()> {
         let to = ptr::with_exposed_provenance_mut::<c_void>(copy.to.0 as usize);
         let from = ptr::with_exposed_provenance::<c_void>(copy.from.0 as usize);
-        let (append, len) = (self.memory.driver.functions.append_memory_copy, copy.len as usize);
+        let (append, len) = (self.lookup.driver.functions.append_memory_copy, copy.len as usize);
         // SAFETY: the lane has one user at a time. Both sides are memory of the device or host
         // memory of its driver, and the caller of `Iface::copy` keeps them allocated. The sides do
         // not overlap. The copy waits for no event. Memory of the application belongs to another
@@ -173,7 +173,7 @@ impl Lanes {
     /// Waits for the copy on a [`Lane`], and resets the lane's event for the next copy. After a
     /// failed wait, the lane still counts as busy.
     pub(crate) fn finish(&self, lane: &mut Lane) -> Result<()> {
-        let functions = &self.memory.driver.functions;
+        let functions = &self.lookup.driver.functions;
         // SAFETY: the event is the lane's own, and its copy was started.
         let code = unsafe { (functions.event_host_synchronize)(lane.event, u64::MAX) };
         check(code, "zeEventHostSynchronize")?;

@@ -25,7 +25,7 @@
 //! - `sys`, `causes`: function table, layouts and constants; the causes of the driver's refusals
 //! - `error`: driver codes as errors
 //! - `driver`: the opened driver, its devices and contexts
-//! - `memory`: the allocation that contains an address, and the table of memory to release
+//! - `lookup`: the allocation that contains an address, and the table of memory to release
 //! - `lanes`: command lists, events and buffers for copies
 //! - `allocate`, `copy`, `export`, `monitor`: one facet each
 //! - `ipc`: exchange of allocations with other processes
@@ -75,7 +75,7 @@ mod export;
 mod iface;
 mod ipc;
 mod lanes;
-mod memory;
+mod lookup;
 mod monitor;
 pub mod sys;
 

@@ -13,12 +13,12 @@ use hmem_core::{
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
-use crate::memory::Memory;
+use crate::lookup::Lookup;
 
 /// Creates monitors of Level Zero memory.
 #[derive(Debug)]
 pub(crate) struct Monitors {
-    pub(crate) memory: Arc<Memory>,
+    pub(crate) lookup: Arc<Lookup>,
 }
 
 impl MonitorSource for Monitors {
@@ -27,19 +27,19 @@ impl MonitorSource for Monitors {
     }
 
     fn start(&self) -> Result<Arc<dyn Monitor>> {
-        Ok(Arc::new(IdentityMonitor { memory: Arc::downgrade(&self.memory) }))
+        Ok(Arc::new(IdentityMonitor { lookup: Arc::downgrade(&self.lookup) }))
     }
 }
 
 /// A monitor of Level Zero memory. The monitor does not keep the iface open.
 #[derive(Debug)]
 struct IdentityMonitor {
-    memory: Weak<Memory>,
+    lookup: Weak<Lookup>,
 }
 
 impl IdentityMonitor {
-    fn memory(&self) -> Result<Arc<Memory>> {
-        self.memory.upgrade().ok_or_else(|| {
+    fn lookup(&self) -> Result<Arc<Lookup>> {
+        self.lookup.upgrade().ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, "monitor")
                 .iface(IfaceKind::ZE)
                 .remedy("the iface was closed: its memory is no longer watched")
@@ -65,14 +65,14 @@ impl Monitor for IdentityMonitor {
     }
 
     fn subscribe(&self, range: AddressRange, _: Arc<dyn Invalidator>) -> Result<Subscription> {
-        let memory = self.memory()?;
+        let lookup = self.lookup()?;
         let refuse = |remedy| {
             Err(Error::new(ErrorKind::Unsupported, "subscribe")
                 .iface(IfaceKind::ZE)
                 .context("range", range)
                 .remedy(remedy))
         };
-        match memory.find(range.start())? {
+        match lookup.find(range.start())? {
             None => refuse("only live allocations of Level Zero can be watched"),
             Some(found) if found.pooled && !found.owned => refuse(
                 "allocations of a pool have one identity: the memory is registered uncached, \
@@ -85,8 +85,8 @@ impl Monitor for IdentityMonitor {
     fn unsubscribe(&self, _: Subscription) {}
 
     fn valid(&self, _: &Subscription, allocation: &Allocation) -> Result<bool> {
-        let memory = self.memory()?;
-        let found = memory.find(allocation.base())?;
+        let lookup = self.lookup()?;
+        let found = lookup.find(allocation.base())?;
         Ok(found.is_some_and(|found| {
             found.allocation.id == allocation.id && (found.owned || !found.pooled)
         }))

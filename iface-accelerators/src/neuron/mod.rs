@@ -39,16 +39,6 @@
 //! Free the memory that the iface allocated and close the iface ([`Announced::close`]) before
 //! `nrt_close`. After `nrt_close` no call may use a tensor.
 //!
-//! # Layers
-//!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
-//!
-//! - `sys`: the function table and constants
-//! - `causes`: causes of refusals
-//! - `error`: errors for the runtime's codes
-//! - `driver`: the driver of the iface, with the calls of the runtime
-//! - `iface`: [`Neuron`]
-//!
 //! # The runtime
 //!
 //! `nrt_init` reserves the visible NeuronCores for this process. An application or its framework

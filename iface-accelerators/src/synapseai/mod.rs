@@ -31,16 +31,6 @@
 //! }
 //! ```
 //!
-//! # Layers
-//!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
-//!
-//! - `sys`, `causes`: the function tables and constants; causes of refusals
-//! - `error`: errors for the runtime's codes
-//! - `copy`: copies through a page-locked buffer
-//! - `driver`: the driver of the iface, with the calls of the libraries
-//! - `iface`: [`SynapseAi`]
-//!
 //! # The device
 //!
 //! A process acquires one Gaudi device. SynapseAI numbers it 0, and so does the iface. The

@@ -58,19 +58,9 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! # Layers
+//! # Limits
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
-//!
-//! - `exports`: dma-bufs in use
-//! - `driver`: the driver calls that an iface needs
-//! - `table`: allocations by address
-//! - `monitor`: detection of frees
-//! - `iface`: [`Announced`]
-//!
-//! # Things this crate does not do
-//!
-//! It does not detect a free that bypasses the iface: the application must withdraw announced
+//! The iface does not detect a free that bypasses the iface: the application must withdraw announced
 //! memory before the free. It has no asynchronous copies, page-locking of host memory, physical
 //! segments, IPC or peer memory. It refuses to flush inbound writes if the driver has no call for
 //! the flush.

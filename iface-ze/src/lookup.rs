@@ -27,7 +27,7 @@ use crate::{
 
 /// Looks up allocations by address, and records the memory that the iface must release.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub(crate) struct Lookup {
     pub(crate) driver: Arc<Driver>,
     owned: Mutex<HashMap<u64, Owned>>,
 }
@@ -77,7 +77,7 @@ struct Answer {
     device: DeviceHandle,
 }
 
-impl Memory {
+impl Lookup {
     pub(crate) fn new(driver: Arc<Driver>) -> Self {
         Self { driver, owned: Mutex::default() }
     }
@@ -300,7 +300,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for Lookup {
     fn drop(&mut self) {
         let left = self.len();
         if left > 0 {

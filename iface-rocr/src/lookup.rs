@@ -10,8 +10,8 @@ use hmem_core::{
 };
 
 use crate::{
+    driver::Runtime,
     error::{check, lacks},
-    runtime::Runtime,
     sys::{self, Agent, PointerInfo},
     table::{AllocationTable, Origin, on_free},
 };
