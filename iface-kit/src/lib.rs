@@ -1,6 +1,79 @@
 //! Parts of which ifaces for device memory are made.
+//!
+//! An iface of a vendor loads the vendor's library at run time, allocates and frees memory, copies
+//! it, and exports it. Much of this is the same for all vendors:
+//!
+//! - [`builder!`] and [`open!`] declare the builder of an iface and the functions that open it;
+//!   [`check_idle`] refuses to close an iface that is in use.
+//! - [`Owned`](table::Owned) is the table of memory that the iface must release.
+//! - [`InFlight`] is the event of an asynchronous copy, made from a [`DeviceCopy`].
+//! - [`announced`] (cargo feature `announced`) is a whole iface, for drivers that cannot tell which
+//!   allocation an address belongs to.
+//!
+//! `hmem-core` has two further parts: [`function_table!`](hmem_core::function_table) declares the
+//! functions of the library, and [`IpcHandle`](hmem_core::iface::IpcHandle) has the binary form of
+//! IPC handles.
+//!
+//! # Examples
+//! ```
+//! use hmem_core::{Address, AddressRange, Allocation, AllocationId, AllocationKind, IfaceKind};
+//! use hmem_iface_kit::table::{Origin, Owned};
+//!
+//! #[derive(Debug)]
+//! enum Call {
+//!     Allocate,
+//!     Import,
+//! }
+//!
+//! impl Origin for Call {
+//!     fn is_imported(&self) -> bool {
+//!         matches!(self, Self::Import)
+//!     }
+//! }
+//!
+//! let table = Owned::new(IfaceKind::FIRST_PLUG_IN);
+//! let allocation = Allocation {
+//!     iface: IfaceKind::FIRST_PLUG_IN,
+//!     range: AddressRange::new(Address(0x1000), 4096)?,
+//!     device: None,
+//!     kind: AllocationKind::Device,
+//!     id: AllocationId(1),
+//!     token: 0,
+//! };
+//! table.insert(&allocation, Call::Allocate);
+//! assert!(table.take("ipc_close", &allocation, true).is_err());
+//! assert!(table.take("free", &allocation, false).is_ok());
+//! // The driver frees the memory here. A second free is refused.
+//! assert!(table.take("free", &allocation, false).is_err());
+//! # Ok::<(), hmem_core::Error>(())
+//! ```
+//!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `in_flight`, `open`, `table`: copies, opening and closing, memory to release
+//! - `announced/exports`: dma-bufs in use
+//! - `announced/driver`: the driver calls that an announced iface needs
+//! - `announced/table`: allocations by address
+//! - `announced/monitor`: detection of frees
+//! - `announced/iface`: the iface over a driver and a table
+//! - `announced`: its public items
+//!
+//! # Things this crate does not do
+//!
+//! It calls no driver, and knows no vendor. For drivers with pointer queries it has no lookup of
+//! addresses and no exports, which differ too much.
 
 #![deny(unsafe_code)]
 
 #[cfg(feature = "announced")]
 pub mod announced;
+mod in_flight;
+mod open;
+pub mod table;
+
+#[doc(hidden)]
+pub use hmem_core::Result;
+pub use in_flight::{DeviceCopy, InFlight};
+pub use open::check_idle;

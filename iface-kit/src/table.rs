@@ -1,0 +1,208 @@
+//! The memory that an iface obtained from its driver and must release.
+
+use std::collections::BTreeMap;
+
+use hmem_core::{
+    Address, AddressRange, Allocation, AllocationId, Error, ErrorKind, IfaceKind, Result,
+};
+use parking_lot::{Mutex, MutexGuard};
+
+/// Origin of memory, which determines the driver call that releases it.
+pub trait Origin {
+    /// Returns true if the iface opened the memory of another process. `ipc_close` then releases
+    /// it, and otherwise `free`.
+    fn is_imported(&self) -> bool;
+}
+
+/// Memory that an iface must release, by first address. Ranges in the table do not overlap.
+#[derive(Debug)]
+pub struct Owned<O> {
+    iface: IfaceKind,
+    entries: Mutex<BTreeMap<u64, Entry<O>>>,
+}
+
+/// One allocation in the table.
+#[derive(Debug)]
+pub struct Entry<O> {
+    /// Identity of the allocation.
+    pub id: AllocationId,
+    /// Range of the allocation, with the length that was requested.
+    pub range: AddressRange,
+    /// Origin of the memory.
+    pub origin: O,
+}
+
+impl<O> Owned<O> {
+    /// Returns an empty table.
+    #[must_use]
+    pub fn new(iface: IfaceKind) -> Self {
+        Self { iface, entries: Mutex::default() }
+    }
+
+    /// Returns the number of allocations.
+    pub fn len(&self) -> usize {
+        self.entries().len()
+    }
+
+    /// Returns true if nothing is left to release.
+    pub fn is_empty(&self) -> bool {
+        self.entries().is_empty()
+    }
+
+    /// Locks the table, and returns its entries by first address.
+    pub fn entries(&self) -> MutexGuard<'_, BTreeMap<u64, Entry<O>>> {
+        self.entries.lock()
+    }
+
+    /// Adds an allocation. Also puts one back that the driver refused to release.
+    pub fn insert(&self, allocation: &Allocation, origin: O) {
+        let Allocation { id, range, .. } = *allocation;
+        self.entries().insert(range.start().0, Entry { id, range, origin });
+    }
+
+    /// Returns the range of the allocation that contains an address, or `None` if none does.
+    pub fn range_around(&self, address: Address) -> Option<AddressRange> {
+        // Allocations do not overlap: only the last one that begins at or before the address can
+        // contain it.
+        let entries = self.entries();
+        let (_, entry) = entries.range(..=address.0).next_back()?;
+        Some(entry.range).filter(|range| range.contains(address))
+    }
+
+    /// Calls a function with the origin of an allocation, while the table is locked.
+    ///
+    /// # Errors
+    /// InvalidArgument if the allocation is not in the table, or a newer one is at its address.
+    pub fn live<T>(
+        &self,
+        operation: &'static str,
+        allocation: &Allocation,
+        with: impl FnOnce(&mut O) -> T,
+    ) -> Result<T> {
+        let mut entries = self.entries();
+        let entry = entries.get_mut(&allocation.base().0);
+        let live = entry.filter(|entry| entry.id == allocation.id);
+        let live = live.ok_or_else(|| not_live(self.iface, operation, allocation))?;
+        Ok(with(&mut live.origin))
+    }
+}
+
+impl<O: Origin> Owned<O> {
+    /// Removes an allocation, so that only one of two threads that release it calls the driver. A
+    /// newer allocation at the same address stays. `imported` is true for `ipc_close`, and false
+    /// for `free`.
+    ///
+    /// # Errors
+    /// InvalidArgument if the allocation is not in the table, or if the other call releases it.
+    pub fn take(
+        &self,
+        operation: &'static str,
+        allocation: &Allocation,
+        imported: bool,
+    ) -> Result<O> {
+        let refused = || not_live(self.iface, operation, allocation);
+        let mut entries = self.entries();
+        let base = allocation.base().0;
+        let live = entries.get(&base).filter(|entry| entry.id == allocation.id);
+        if live.ok_or_else(refused)?.origin.is_imported() != imported {
+            return Err(refused().remedy(other_call(imported)));
+        }
+        entries.remove(&base).map(|entry| entry.origin).ok_or_else(refused)
+    }
+}
+
+impl<O> Drop for Owned<O> {
+    fn drop(&mut self) {
+        let left = self.entries.get_mut().len();
+        if left > 0 {
+            tracing::warn!(iface = %self.iface, left, "memory was not freed before its iface was \
+                                                       dropped");
+        }
+    }
+}
+
+/// Returns the error for an allocation that an iface does not have to release.
+#[must_use]
+pub fn not_live(iface: IfaceKind, operation: &'static str, allocation: &Allocation) -> Error {
+    Error::new(ErrorKind::InvalidArgument, operation)
+        .iface(iface)
+        .context("allocation", allocation.range)
+        .context("identity", allocation.id.0)
+        .remedy(
+            "not a live allocation of this iface: it was freed, or the application allocated it \
+             and frees it itself",
+        )
+}
+
+/// Returns the remedy for memory that was passed to `ipc_close` (`imported`) or `free`, and that
+/// the other one of the two releases.
+#[must_use]
+pub fn other_call(imported: bool) -> &'static str {
+    if imported {
+        "the iface allocated the memory: free it with free"
+    } else {
+        "the iface opened the memory: close it with ipc_close"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hmem_core::AllocationKind;
+
+    use super::*;
+
+    #[derive(Debug, PartialEq)]
+    struct Made {
+        imported: bool,
+    }
+
+    impl Origin for Made {
+        fn is_imported(&self) -> bool {
+            self.imported
+        }
+    }
+
+    fn allocation(id: u64) -> Allocation {
+        Allocation {
+            iface: IfaceKind::CUDA,
+            range: AddressRange::new(Address(0x1000), 64).expect("a range"),
+            device: None,
+            kind: AllocationKind::Device,
+            id: AllocationId(id),
+            token: 0,
+        }
+    }
+
+    /// If two threads free the same memory, the second free does not remove a newer allocation at
+    /// that address.
+    #[test]
+    fn take_ignores_a_newer_allocation_at_the_same_address() {
+        let (table, made) = (Owned::new(IfaceKind::CUDA), || Made { imported: false });
+        table.insert(&allocation(1), made());
+        table.take("free", &allocation(1), false).expect("it is in the table");
+        table.insert(&allocation(2), made());
+        table.take("free", &allocation(1), false).expect_err("another allocation is there");
+        table.live("export", &allocation(1), |_| ()).expect_err("another allocation is there");
+        table.take("free", &allocation(2), false).expect("it is still in the table");
+    }
+
+    #[test]
+    fn memory_is_released_by_the_call_that_matches_its_origin() {
+        let table = Owned::new(IfaceKind::CUDA);
+        for imported in [false, true] {
+            table.insert(&allocation(1), Made { imported });
+            let refused = table.take("release", &allocation(1), !imported).expect_err("other call");
+            assert_eq!(refused.remedy_text(), Some(other_call(!imported)));
+            table.take("release", &allocation(1), imported).expect("the call that matches");
+        }
+    }
+
+    #[test]
+    fn address_behind_an_allocation_is_in_no_allocation() {
+        let table = Owned::new(IfaceKind::CUDA);
+        table.insert(&allocation(1), Made { imported: false });
+        let found = |address| table.range_around(Address(address)).is_some();
+        assert_eq!([0xfff, 0x1000, 0x103f, 0x1040].map(found), [false, true, true, false]);
+        table.take("free", &allocation(1), false).expect("it is in the table");
+    }
+}
