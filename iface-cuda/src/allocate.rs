@@ -61,7 +61,7 @@ impl Allocator for DeviceAllocator {
     /// Frees memory. First notifies the monitor's subscribers, so that they invalidate cached
     /// registrations of the memory.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        let mut owned = self.lookup.contexts.allocations.take(allocation)?;
+        let mut owned = self.lookup.contexts.allocations.owned.take("free", allocation, false)?;
         let mut freed = false;
         let result = self.lookup.contexts.retain_until_close(owned.device).and_then(|context| {
             let free = || {
@@ -73,7 +73,7 @@ impl Allocator for DeviceAllocator {
             })
         });
         if !freed {
-            self.lookup.contexts.allocations.insert(owned);
+            self.lookup.contexts.allocations.owned.insert(allocation, owned);
         }
         result.map_err(|error| error.context("allocation", allocation.range))
     }
@@ -125,8 +125,8 @@ impl DeviceAllocator {
         // The allocation gets the requested length, although the driver may have rounded it up.
         let range = AddressRange::new(Address(base), request.len)?;
         let allocation = Allocation { range, ..found.allocation };
-        let (id, device, origin) = (allocation.id, request.device, origin.clone());
-        self.lookup.contexts.allocations.insert(OwnedAllocation { id, range, device, origin });
+        let owned = OwnedAllocation { device: request.device, origin: origin.clone() };
+        self.lookup.contexts.allocations.owned.insert(&allocation, owned);
         Ok(allocation)
     }
 

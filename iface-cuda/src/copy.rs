@@ -19,12 +19,13 @@
 
 #![allow(unsafe_code, reason = "calls the driver to copy by address")]
 
-use std::{fmt, sync::Arc};
+use std::sync::Arc;
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, Result,
     iface::{CopyEngine, CopyEvent, CopyRange, FinishedCopy},
 };
+use hmem_iface_kit::{DeviceCopy, InFlight};
 
 use crate::{
     context::{WorkContext, with_context},
@@ -184,7 +185,8 @@ impl CopyEngine for Copier {
             work_context.keep();
         }
         let (stream, event) = work_context.end(started)?;
-        Ok(Box::new(CopyInFlight { streams: Arc::clone(&self.0), at, stream, event }))
+        let streams = Arc::clone(&self.0);
+        Ok(Box::new(InFlight::new(StreamCopy { streams, at, stream, event })))
     }
 }
 
@@ -193,7 +195,7 @@ impl Copier {
         Self(Arc::new(CopyStreams { lookup }))
     }
 
-    /// Returns the number of asynchronous copies with an event that is not dropped yet.
+    /// Returns the number of asynchronous copies that are not finished yet.
     pub(crate) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.0) - 1
     }
@@ -235,7 +237,8 @@ impl Copier {
             // The iface allocated this memory, but the driver no longer knows it. The CPU cannot
             // access the memory, and the driver would take the address for host memory.
             if matches!(found, Side::Unknown)
-                && let Some(allocation) = self.0.lookup.contexts.allocations.range_around(side)
+                && let Some(allocation) =
+                    self.0.lookup.contexts.allocations.owned.range_around(side)
             {
                 return Err(Error::new(ErrorKind::Driver, "copy")
                     .iface(IfaceKind::CUDA)
@@ -312,38 +315,19 @@ fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     }
 }
 
-/// A copy that runs on a stream. Dropping the value waits for the end of the copy, so that the
-/// memory is not freed meanwhile.
-struct CopyInFlight {
+/// A copy that runs on a stream.
+#[derive(Debug)]
+struct StreamCopy {
     streams: Arc<CopyStreams>,
     at: CopyContext,
     stream: CuStream,
-    /// Event that completes after the copy. Null once a caller has waited for the copy.
+    /// Event that completes after the copy.
     event: CuEvent,
 }
 
-impl CopyInFlight {
-    fn finish(&mut self) -> Result<()> {
-        if self.event.is_null() {
-            return Ok(());
-        }
-        let (streams, at) = (&self.streams, self.at);
-        let functions = streams.functions();
-        let event = std::mem::take(&mut self.event);
-        with_context(functions, at.context, || {
-            // SAFETY: the event belongs to this copy, and `CopyStreams::start` recorded it.
-            let copied =
-                check(unsafe { (functions.event_synchronize)(event) }, "cuEventSynchronize");
-            let copied = work_first(copied, streams.leave_event(at, event));
-            work_first(copied, streams.leave_stream(at, self.stream))
-        })
-    }
-}
-
-impl CopyEvent for CopyInFlight {
-    fn is_done(&self) -> bool {
+impl DeviceCopy for StreamCopy {
+    fn has_ended(&self) -> bool {
         let functions = self.streams.functions();
-        // A copy that failed counts as done: `wait` then returns the error.
         let asked = with_context(functions, self.at.context, || {
             // SAFETY: the event belongs to this copy.
             Ok(unsafe { (functions.event_query)(self.event) })
@@ -351,21 +335,15 @@ impl CopyEvent for CopyInFlight {
         !matches!(asked, Ok(CuResult::CUDA_ERROR_NOT_READY))
     }
 
-    fn wait(mut self: Box<Self>) -> Result<()> {
-        self.finish()
-    }
-}
-
-impl Drop for CopyInFlight {
-    fn drop(&mut self) {
-        if let Err(error) = self.finish() {
-            tracing::warn!(%error, "a copy failed whose event was dropped without a wait");
-        }
-    }
-}
-
-impl fmt::Debug for CopyInFlight {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CopyInFlight").field("at", &self.at).finish_non_exhaustive()
+    fn finish(self) -> Result<()> {
+        let Self { streams, at, stream, event } = self;
+        let functions = streams.functions();
+        with_context(functions, at.context, || {
+            // SAFETY: the event belongs to this copy, and `CopyStreams::start` recorded it.
+            let copied =
+                check(unsafe { (functions.event_synchronize)(event) }, "cuEventSynchronize");
+            let copied = work_first(copied, streams.leave_event(at, event));
+            work_first(copied, streams.leave_stream(at, stream))
+        })
     }
 }

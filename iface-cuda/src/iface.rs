@@ -2,14 +2,10 @@
 
 #![allow(unsafe_code, reason = "implements the trait, and loads the library")]
 
-use std::{
-    fmt,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{fmt, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
+    Address, AddressRange, Allocation, Error, Iface, IfaceKind, Rejected, Result,
     cause::RefusalCause,
     environment,
     iface::{
@@ -18,6 +14,7 @@ use hmem_core::{
     },
     monitor::FreeSubscriptions,
 };
+use hmem_iface_kit::check_idle;
 
 use crate::{
     allocate::DeviceAllocator,
@@ -58,61 +55,20 @@ pub struct Cuda {
     monitors: CudaMonitors,
 }
 
-/// Builder of [`Cuda`]. The builder can load another library, or use functions that the caller
-/// passes.
-///
-/// # Examples
-/// ```
-/// use hmem_core::ErrorKind;
-/// use hmem_iface_cuda::Cuda;
-///
-/// // SAFETY: there is no such file.
-/// let builder = unsafe { Cuda::builder().library("/nowhere/libcuda.so.1") };
-/// let error = builder.open().unwrap_err();
-/// assert_eq!(error.kind(), ErrorKind::Unavailable);
-/// assert_eq!(error.context_value("library"), Some("/nowhere/libcuda.so.1"));
-/// ```
-#[derive(Debug, Default)]
-#[must_use = "a builder does nothing until it opens"]
-pub struct Builder {
-    library: Option<PathBuf>,
-    functions: Option<Functions>,
-    monitor: Option<CudaMonitorKind>,
-    without_environment: bool,
+hmem_iface_kit::builder! {
+    /// Builder of [`Cuda`]. The builder can load another library, or use functions that the caller
+    /// passes.
+    pub struct Builder {
+        /// Method that detects frees, or `None` if the environment decides.
+        monitor: Option<CudaMonitorKind>,
+    }
+    functions: Functions,
+    iface: "hmem_iface_cuda::Cuda",
+    library: ("NVIDIA's driver library", "libcuda.so.1", "HMEM_CUDA_LIBRARY"),
 }
+hmem_iface_kit::open!(Cuda, Builder, Functions);
 
 impl Builder {
-    /// Reads no variable of the environment. Settings that the builder lacks have their defaults,
-    /// and the dynamic loader finds the library by its name.
-    pub fn without_environment(mut self) -> Self {
-        self.without_environment = true;
-        self
-    }
-
-    /// Loads the library at `path` instead of the one that `HMEM_CUDA_LIBRARY` names or the dynamic
-    /// loader finds.
-    ///
-    /// # Safety
-    /// The file must be NVIDIA's driver library or a replacement of it, such as a fake for tests.
-    /// It is sound to load in this process, and its functions have the signatures and the behaviour
-    /// that the vendor's header declares.
-    ///
-    /// # Examples
-    /// Safe code cannot load another library:
-    /// ```compile_fail,E0133
-    /// let builder = hmem_iface_cuda::Cuda::builder().library("/tmp/any.so");
-    /// ```
-    pub unsafe fn library(mut self, path: impl AsRef<Path>) -> Self {
-        self.library = Some(path.as_ref().to_owned());
-        self
-    }
-
-    /// Uses `functions` as the driver, instead of loading a library.
-    pub fn functions(mut self, functions: Functions) -> Self {
-        self.functions = Some(functions);
-        self
-    }
-
     /// Selects the method that detects frees of cached CUDA memory. Overrides `HMEM_CUDA_MONITOR`.
     /// Without both, the method is [`CudaMonitorKind::Auto`].
     pub fn monitor(mut self, kind: CudaMonitorKind) -> Self {
@@ -123,27 +79,19 @@ impl Builder {
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] for an unknown monitor in the environment, unless the
+    /// - InvalidArgument for an unknown monitor in the environment, unless the
     ///   builder selects a monitor.
-    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
+    /// - Unavailable if the library, a required symbol or a device is absent, or the
     ///   driver does not start. The error names the library, and the driver's code if there is one.
-    /// - [`ErrorKind::Unavailable`] if the driver cannot return the range of an allocation.
+    /// - Unavailable if the driver cannot return the range of an allocation.
     /// - Otherwise the error of a query for the devices or for an address.
-    pub fn open(self) -> Result<Cuda> {
+    pub fn open(mut self) -> Result<Cuda> {
         let monitor = match self.monitor {
             Some(monitor) => monitor,
             None if self.without_environment => CudaMonitorKind::default(),
             None => monitor_in_environment()?,
         };
-        let functions = match (self.functions, self.library) {
-            (Some(functions), _) => functions,
-            // SAFETY: the caller of `Builder::library` promises that the file is the library or a
-            // replacement of it.
-            (None, Some(path)) => unsafe { Functions::load(&path) }?,
-            (None, None) if self.without_environment => Functions::find_by_name()?,
-            (None, None) => Functions::find()?,
-        };
-        Cuda::start(functions, monitor)
+        Cuda::start(self.load()?, monitor)
     }
 }
 
@@ -155,55 +103,24 @@ fn monitor_in_environment() -> Result<CudaMonitorKind> {
 }
 
 impl Cuda {
-    /// Environment variable that names the library to load. A library that the builder names takes
-    /// precedence.
-    pub const LIBRARY_VARIABLE: &str = Functions::LIBRARY_VARIABLE;
-
     /// Environment variable that names the [`CudaMonitorKind`]: `auto`, `hooks` or `identity`. A
     /// kind that the builder selects takes precedence.
     pub const MONITOR_VARIABLE: &str = "HMEM_CUDA_MONITOR";
 
-    /// Opens the driver library that `HMEM_CUDA_LIBRARY` names, or the one that the dynamic loader
-    /// finds.
-    ///
-    /// # Errors
-    /// The errors of [`Builder::open`].
-    pub fn open() -> Result<Self> {
-        Self::builder().open()
-    }
-
-    /// Returns a builder, which can load another library or use functions that the caller passes.
-    pub fn builder() -> Builder {
-        Builder::default()
-    }
-
     /// Releases the primary contexts that this iface retains, with their streams and events.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] while memory of this iface is allocated, opened or page-locked, or the
-    ///   event of a copy is not dropped.
+    /// - Busy while memory of this iface is allocated, opened or page-locked, or a copy is in
+    ///   flight.
     /// - Otherwise the driver's error.
     ///
     /// The error holds the iface, which still works.
     pub fn close(self) -> Result<(), Rejected<Self>> {
-        let busy = |what: &'static str, count: usize| {
-            Error::new(ErrorKind::Busy, "close")
-                .iface(IfaceKind::CUDA)
-                .context(what, count)
-                .remedy("free its memory and wait for its copies before closing the iface")
-        };
         let (allocations, copies) =
             (self.lookup.contexts.allocations.len(), self.copier.in_flight());
-        if allocations > 0 {
-            return Err(Rejected::new(self, busy("allocations", allocations)));
-        }
-        if copies > 0 {
-            return Err(Rejected::new(self, busy("copies", copies)));
-        }
-        match self.lookup.contexts.release_all() {
-            Ok(()) => Ok(()),
-            Err(error) => Err(Rejected::new(self, error)),
-        }
+        check_idle(IfaceKind::CUDA, allocations, copies)
+            .and_then(|()| self.lookup.contexts.release_all())
+            .map_err(|error| Rejected::new(self, error))
     }
 
     /// Invalidates the cached registrations of `range`, and then calls `free`, by which the

@@ -11,6 +11,7 @@ use hmem_core::{
     iface::{Ipc, IpcHandle},
     monitor::FreeSubscriptions,
 };
+use hmem_iface_kit::table::not_live;
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -19,7 +20,6 @@ use crate::{
     error::{check, lacks},
     lookup::PointerLookup,
     sys::{self, CU_IPC_HANDLE_SIZE, CuDevicePtr, CuIpcMemHandle, CuResult},
-    table::not_live,
 };
 
 /// Exports allocations to other processes, and opens allocations of other processes.
@@ -51,7 +51,7 @@ impl Ipc for IpcExchange {
         let live = found.filter(|found| {
             found.allocation.id == allocation.id && found.allocation.base() == allocation.base()
         });
-        let found = live.ok_or_else(|| not_live(OPERATION, allocation))?;
+        let found = live.ok_or_else(|| not_live(IfaceKind::CUDA, OPERATION, allocation))?;
         let work_context = self.lookup.contexts.work_context(found.context, found.device())?;
         let mut handle = CuIpcMemHandle { reserved: [0; CU_IPC_HANDLE_SIZE] };
         let exported = work_context.run(|| {

@@ -1,32 +1,25 @@
 //! Table of memory that the iface obtained from the driver and must release.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
-};
+use hmem_core::{Address, AddressRange, Allocation, DeviceId, IfaceKind, Result};
+use hmem_iface_kit::table::{self, Entry, Owned, not_live, other_call};
 use parking_lot::Mutex;
 
 use crate::sys::CuMemHandle;
 
 /// Allocations and page-locked ranges that are not released yet.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct AllocationTable {
-    entries: Mutex<Entries>,
-    /// Number of allocations that were imported from other processes. The number changes only while
-    /// the table is locked. While the number is 0, lookups need no lock.
-    imported: AtomicUsize,
-}
-
-#[derive(Debug, Default)]
-struct Entries {
-    /// Allocations by first address.
-    owned: BTreeMap<u64, OwnedAllocation>,
+    pub(crate) owned: Owned<OwnedAllocation>,
     /// Page-locked host ranges by first address.
-    page_locked: HashMap<u64, PageLockedRange>,
+    page_locked: Mutex<HashMap<u64, PageLockedRange>>,
+    /// Number of allocations that were imported from other processes. The number changes only while
+    /// `owned` is locked. While the number is 0, lookups need no lock.
+    imported: AtomicUsize,
 }
 
 /// A range of host memory that the iface page-locked.
@@ -41,8 +34,6 @@ pub(crate) struct PageLockedRange {
 /// An allocation that the iface must release.
 #[derive(Clone, Debug)]
 pub(crate) struct OwnedAllocation {
-    pub(crate) id: AllocationId,
-    pub(crate) range: AddressRange,
     pub(crate) device: DeviceId,
     pub(crate) origin: Origin,
 }
@@ -75,93 +66,80 @@ pub(crate) enum Left {
     Handle,
 }
 
+impl table::Origin for OwnedAllocation {
+    fn is_imported(&self) -> bool {
+        matches!(self.origin, Origin::Imported { .. })
+    }
+}
+
+impl Default for AllocationTable {
+    fn default() -> Self {
+        let owned = Owned::new(IfaceKind::CUDA);
+        Self { owned, page_locked: Mutex::default(), imported: AtomicUsize::new(0) }
+    }
+}
+
 impl AllocationTable {
     /// Returns the number of allocations and page-locked ranges.
     pub(crate) fn len(&self) -> usize {
-        let entries = self.entries.lock();
-        entries.owned.len() + entries.page_locked.len()
+        self.owned.len() + self.page_locked.lock().len()
     }
 
     /// Returns true if an allocation of the device is in the table.
     pub(crate) fn has_memory_of(&self, device: DeviceId) -> bool {
-        self.entries.lock().owned.values().any(|owned| owned.device == device)
-    }
-
-    /// Returns the range of the iface's allocation that contains an address, or `None` if there is
-    /// no such allocation.
-    pub(crate) fn range_around(&self, address: Address) -> Option<AddressRange> {
-        let entries = self.entries.lock();
-        // Allocations do not overlap: only the last one that begins at or before the address can
-        // contain it.
-        let (_, owned) = entries.owned.range(..=address.0).next_back()?;
-        Some(owned.range).filter(|range| range.contains(address))
+        self.owned.entries().values().any(|owned| owned.origin.device == device)
     }
 
     /// Returns true if a page-locked range of the iface begins at `base`, and false if an
     /// allocation of the iface begins there. Returns `None` if neither does.
     pub(crate) fn is_page_locked(&self, base: Address) -> Option<bool> {
-        let entries = self.entries.lock();
-        let locked = entries.page_locked.contains_key(&base.0);
-        (locked || entries.owned.contains_key(&base.0)).then_some(locked)
+        let locked = self.page_locked.lock().contains_key(&base.0);
+        (locked || self.owned.entries().contains_key(&base.0)).then_some(locked)
     }
 
     /// Returns true if the memory at `base` is imported from another process.
     pub(crate) fn is_imported(&self, base: Address) -> bool {
         self.imported.load(Ordering::Acquire) > 0
-            && matches!(
-                self.entries.lock().owned.get(&base.0),
-                Some(OwnedAllocation { origin: Origin::Imported { .. }, .. })
-            )
-    }
-
-    pub(crate) fn insert(&self, owned: OwnedAllocation) {
-        self.entries.lock().owned.insert(owned.range.start().0, owned);
-    }
-
-    /// Removes an allocation, so that only one of two threads that free it calls the driver. A
-    /// newer allocation at the same address stays.
-    ///
-    /// # Errors
-    /// InvalidArgument if the allocation is not in the table, or is imported from another process.
-    pub(crate) fn take(&self, allocation: &Allocation) -> Result<OwnedAllocation> {
-        let mut entries = self.entries.lock();
-        let refused = || not_live("free", allocation);
-        let owned = live(&mut entries, allocation).ok_or_else(refused)?;
-        if matches!(owned.origin, Origin::Imported { .. }) {
-            return Err(refused().remedy("the iface opened the memory: close it with ipc_close"));
-        }
-        entries.owned.remove(&allocation.base().0).ok_or_else(refused)
+            && self
+                .owned
+                .entries()
+                .get(&base.0)
+                .is_some_and(|owned| table::Origin::is_imported(&owned.origin))
     }
 
     pub(crate) fn insert_page_locked(&self, locked: PageLockedRange) {
-        self.entries.lock().page_locked.insert(locked.range.start().0, locked);
+        self.page_locked.lock().insert(locked.range.start().0, locked);
     }
 
     /// Removes a page-locked range. Returns `None` if the table does not have exactly this range.
     pub(crate) fn take_page_locked(&self, range: AddressRange) -> Option<PageLockedRange> {
-        let mut entries = self.entries.lock();
-        entries.page_locked.get(&range.start().0).filter(|locked| locked.range == range)?;
-        entries.page_locked.remove(&range.start().0)
+        let mut page_locked = self.page_locked.lock();
+        page_locked.get(&range.start().0).filter(|locked| locked.range == range)?;
+        page_locked.remove(&range.start().0)
     }
 
     /// Records that the iface has opened memory of another process. The first open adds an entry,
     /// and later ones are counted in it.
     pub(crate) fn insert_open(&self, allocation: &Allocation, device: DeviceId) {
-        let origin = Origin::Imported { opened: 0, closing: 0 };
-        let fresh = OwnedAllocation { id: allocation.id, range: allocation.range, device, origin };
-        let mut entries = self.entries.lock();
-        if !entries.owned.contains_key(&allocation.base().0) {
+        let Allocation { id, range, .. } = *allocation;
+        let fresh = || Entry {
+            id,
+            range,
+            origin: OwnedAllocation { device, origin: Origin::Imported { opened: 0, closing: 0 } },
+        };
+        let mut owned = self.owned.entries();
+        let entry = owned.entry(range.start().0).or_insert_with(|| {
             self.imported.fetch_add(1, Ordering::AcqRel);
-        }
-        let owned = entries.owned.entry(allocation.base().0).or_insert_with(|| fresh.clone());
-        if owned.id != allocation.id {
+            fresh()
+        });
+        if entry.id != id {
             // The entry belongs to an allocation that the driver has closed, but `end_close` has
             // not removed it yet.
-            *owned = fresh;
+            *entry = fresh();
         }
         // `cuda.h`: opening a handle that is open already returns the same address and counts the
         // opens.
-        if let Origin::Imported { opened, .. } = &mut owned.origin {
+        if let Origin::Imported { opened, .. } = &mut entry.origin.origin {
             *opened += 1;
         }
     }
@@ -174,23 +152,25 @@ impl AllocationTable {
     /// InvalidArgument if the allocation is not in the table, is not imported, or has no open that
     /// is left to close.
     pub(crate) fn begin_close(&self, allocation: &Allocation) -> Result<(DeviceId, bool)> {
-        let refused = || not_live("ipc_close", allocation);
-        let mut entries = self.entries.lock();
-        let owned = live(&mut entries, allocation).ok_or_else(refused)?;
-        let Origin::Imported { opened, closing } = &mut owned.origin else {
-            return Err(refused().remedy("the iface allocated the memory: free it with free"));
-        };
-        *opened = opened.checked_sub(1).ok_or_else(refused)?;
-        *closing += 1;
-        Ok((owned.device, *opened == 0))
+        const OPERATION: &str = "ipc_close";
+        let refused = || not_live(IfaceKind::CUDA, OPERATION, allocation);
+        self.owned.live(OPERATION, allocation, |owned| {
+            let Origin::Imported { opened, closing } = &mut owned.origin else {
+                return Err(refused().remedy(other_call(true)));
+            };
+            *opened = opened.checked_sub(1).ok_or_else(refused)?;
+            *closing += 1;
+            Ok((owned.device, *opened == 0))
+        })?
     }
 
     /// Ends a close that [`Self::begin_close`] began. `closed` is false if the driver refused the
     /// close, which can then be repeated.
     pub(crate) fn end_close(&self, allocation: &Allocation, closed: bool) {
-        let mut entries = self.entries.lock();
-        let owned = live(&mut entries, allocation);
-        let Some(OwnedAllocation { origin: Origin::Imported { opened, closing }, .. }) = owned
+        let mut owned = self.owned.entries();
+        let entry = owned.get_mut(&allocation.base().0).filter(|entry| entry.id == allocation.id);
+        let Some(OwnedAllocation { origin: Origin::Imported { opened, closing }, .. }) =
+            entry.map(|entry| &mut entry.origin)
         else {
             return;
         };
@@ -199,7 +179,7 @@ impl AllocationTable {
             *opened += 1;
         }
         if *opened == 0 && *closing == 0 {
-            entries.owned.remove(&allocation.base().0);
+            owned.remove(&allocation.base().0);
             self.imported.fetch_sub(1, Ordering::AcqRel);
         }
     }
@@ -207,58 +187,9 @@ impl AllocationTable {
 
 impl Drop for AllocationTable {
     fn drop(&mut self) {
-        let left = self.len();
+        let left = self.page_locked.get_mut().len();
         if left > 0 {
-            tracing::warn!(left, "CUDA memory was not freed before its iface was dropped");
+            tracing::warn!(left, "page-locked ranges were not unlocked before CUDA was dropped");
         }
-    }
-}
-
-/// Returns the entry of an allocation, or `None` if a newer allocation is at its address.
-fn live<'a>(entries: &'a mut Entries, allocation: &Allocation) -> Option<&'a mut OwnedAllocation> {
-    entries.owned.get_mut(&allocation.base().0).filter(|owned| owned.id == allocation.id)
-}
-
-/// Returns the error for an allocation that is not in the table.
-pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
-    Error::new(ErrorKind::InvalidArgument, operation)
-        .iface(IfaceKind::CUDA)
-        .context("allocation", allocation.range)
-        .context("identity", allocation.id.0)
-        .remedy(
-            "not a live allocation of this iface: it was freed, or the application allocated it \
-             and frees it itself",
-        )
-}
-
-#[cfg(test)]
-mod tests {
-    use hmem_core::AllocationKind;
-
-    use super::*;
-
-    /// If two threads free the same memory, the second free does not remove a newer allocation at
-    /// that address.
-    #[test]
-    fn take_ignores_a_newer_allocation_at_the_same_address() {
-        let range = AddressRange::new(Address(0x1000), 64).expect("a range");
-        let allocation = |id| Allocation {
-            iface: IfaceKind::CUDA,
-            range,
-            device: None,
-            kind: AllocationKind::Device,
-            id: AllocationId(id),
-            token: 0,
-        };
-        let table = AllocationTable::default();
-        let enter = |id| {
-            let (id, device) = (AllocationId(id), DeviceId(0));
-            table.insert(OwnedAllocation { id, range, device, origin: Origin::Memory });
-        };
-        enter(1);
-        table.take(&allocation(1)).expect("it is in the table");
-        enter(2);
-        table.take(&allocation(1)).expect_err("another allocation is there");
-        table.take(&allocation(2)).expect("it is still in the table");
     }
 }
