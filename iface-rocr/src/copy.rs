@@ -10,12 +10,13 @@
 
 #![allow(unsafe_code, reason = "calls the runtime to copy by address")]
 
-use std::{cell::Cell, ffi::c_void, fmt, ptr, sync::Arc};
+use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result,
     iface::{CopyEngine, CopyEvent, CopyRange, FinishedCopy},
 };
+use hmem_iface_kit::{DeviceCopy, InFlight};
 use parking_lot::Mutex;
 
 use crate::{
@@ -70,7 +71,7 @@ impl CopyEngine for Copier {
         // SAFETY: the caller upholds the contract of `Iface::copy`.
         let started = unsafe { self.start(copy) }.map_err(|error| copy.described(error))?;
         Ok(match started {
-            Some(in_flight) => Box::new(in_flight),
+            Some(copy) => Box::new(InFlight::new(copy)),
             None => Box::new(FinishedCopy(Ok(()))),
         })
     }
@@ -85,7 +86,7 @@ impl Copier {
         }))
     }
 
-    /// Returns the number of copies with an event that is not dropped yet.
+    /// Returns the number of copies that are not finished yet.
     pub(crate) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.0) - 1
     }
@@ -104,7 +105,7 @@ impl Copier {
         let copy = CopyRange { to, from, len };
         // SAFETY: the caller upholds the contract of `Iface::copy`.
         unsafe { self.start(copy) }
-            .and_then(|started| started.map_or(Ok(()), |mut in_flight| in_flight.finish()))
+            .and_then(|started| started.map_or(Ok(()), SignalCopy::finish))
             .map_err(|error| copy.described(error))
     }
 
@@ -114,7 +115,7 @@ impl Copier {
     /// # Safety
     /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`] until the copy has
     /// ended.
-    unsafe fn start(&self, copy: CopyRange) -> Result<Option<CopyInFlight>> {
+    unsafe fn start(&self, copy: CopyRange) -> Result<Option<SignalCopy>> {
         let (to, from) = (self.side(copy.to, copy.len)?, self.side(copy.from, copy.len)?);
         let agent = match (to, from) {
             (Side::Device(agent), _) | (_, Side::Device(agent)) => agent,
@@ -162,12 +163,12 @@ impl Copier {
                 Side::Shared(address) => Side::Shared(address + offset as usize),
                 side => side,
             };
-            let mut in_flight = self.0.begin(part, at(to), at(from))?;
+            let started = self.0.begin(part, at(to), at(from))?;
             offset += part.len;
             if offset == copy.len {
-                return Ok(Some(in_flight));
+                return Ok(Some(started));
             }
-            in_flight.finish()?;
+            started.finish()?;
         }
     }
 
@@ -227,45 +228,15 @@ impl CopyBuffers {
     /// Starts one part of a copy with at least one side on a device. If a device cannot access the
     /// other side, the part must fit into a buffer. A copy between two devices has two steps; this
     /// method waits for the end of the first one.
-    fn begin(self: &Arc<Self>, copy: CopyRange, to: Side, from: Side) -> Result<CopyInFlight> {
-        let (device_to, device_from) = (copy.to.0 as usize, copy.from.0 as usize);
-        let mut in_flight = CopyInFlight {
-            buffers: Arc::clone(self),
-            signal: Signal::default(),
-            buffer: None,
-            out: Cell::new(None),
-        };
-        match (to, from) {
-            (Side::Device(agent), Side::Device(of)) if agent == of => {
-                in_flight.submit((device_to, agent), (device_from, agent), copy.len)?;
-            }
-            (Side::Device(agent), Side::Shared(from)) => {
-                in_flight.submit((device_to, agent), (from, self.host()?), copy.len)?;
-            }
-            (Side::Shared(to), Side::Device(agent)) => {
-                in_flight.submit((to, self.host()?), (device_from, agent), copy.len)?;
-            }
-            (_, Side::Device(agent)) => {
-                let (buffer, host) = (in_flight.take_buffer()?, self.host()?);
-                in_flight.submit((buffer, host), (device_from, agent), copy.len)?;
-                if let Side::Device(other) = to {
-                    in_flight.wait()?;
-                    in_flight.submit((device_to, other), (buffer, host), copy.len)?;
-                } else {
-                    in_flight.out.set(Some(CopyRange { from: Address(buffer as u64), ..copy }));
-                }
-            }
-            (Side::Device(agent), _) => {
-                let (buffer, host) = (in_flight.take_buffer()?, self.host()?);
-                // SAFETY: the buffer is this copy's own and of `CHUNK` bytes; the source is host
-                // memory, which the caller of the copy promises to be valid.
-                unsafe { CopyRange { to: Address(buffer as u64), ..copy }.copy_by_cpu() };
-                in_flight.submit((device_to, agent), (buffer, host), copy.len)?;
-            }
-            // `start` has already copied from host memory to host memory.
-            _ => {}
+    fn begin(self: &Arc<Self>, copy: CopyRange, to: Side, from: Side) -> Result<SignalCopy> {
+        let buffers = Arc::clone(self);
+        let mut started =
+            SignalCopy { buffers, signal: Signal::default(), buffer: None, out: None };
+        match started.submit_part(copy, to, from) {
+            Ok(()) => Ok(started),
+            // No copy runs: this returns the buffer.
+            Err(error) => started.finish().and(Err(error)),
         }
-        Ok(in_flight)
     }
 
     fn host(&self) -> Result<Agent> {
@@ -309,18 +280,53 @@ impl Drop for CopyBuffers {
     }
 }
 
-/// A copy that a copy engine runs. Dropping the value waits for the end of the copy, so that the
-/// memory is not freed meanwhile.
-struct CopyInFlight {
+/// A copy that a copy engine runs.
+#[derive(Debug)]
+struct SignalCopy {
     buffers: Arc<CopyBuffers>,
-    /// Signal with a value that falls below 1 when the copy ends. The handle is 0 after `wait`.
+    /// Signal with a value that falls below 1 when the copy ends. The handle is 0 if no copy runs.
     signal: Signal,
     buffer: Option<Buffer>,
     /// Copy from the buffer to host memory, which the CPU makes after the device's copy.
-    out: Cell<Option<CopyRange>>,
+    out: Option<CopyRange>,
 }
 
-impl CopyInFlight {
+impl SignalCopy {
+    /// Starts a copy for [`CopyBuffers::begin`]. After an error no copy runs.
+    fn submit_part(&mut self, copy: CopyRange, to: Side, from: Side) -> Result<()> {
+        let (device_to, device_from) = (copy.to.0 as usize, copy.from.0 as usize);
+        match (to, from) {
+            (Side::Device(agent), Side::Device(of)) if agent == of => {
+                self.submit((device_to, agent), (device_from, agent), copy.len)
+            }
+            (Side::Device(agent), Side::Shared(from)) => {
+                self.submit((device_to, agent), (from, self.buffers.host()?), copy.len)
+            }
+            (Side::Shared(to), Side::Device(agent)) => {
+                self.submit((to, self.buffers.host()?), (device_from, agent), copy.len)
+            }
+            (_, Side::Device(agent)) => {
+                let (buffer, host) = (self.take_buffer()?, self.buffers.host()?);
+                self.submit((buffer, host), (device_from, agent), copy.len)?;
+                if let Side::Device(other) = to {
+                    self.wait()?;
+                    return self.submit((device_to, other), (buffer, host), copy.len);
+                }
+                self.out = Some(CopyRange { from: Address(buffer as u64), ..copy });
+                Ok(())
+            }
+            (Side::Device(agent), _) => {
+                let (buffer, host) = (self.take_buffer()?, self.buffers.host()?);
+                // SAFETY: the buffer is this copy's own and of `CHUNK` bytes; the source is host
+                // memory, which the caller of the copy promises to be valid.
+                unsafe { CopyRange { to: Address(buffer as u64), ..copy }.copy_by_cpu() };
+                self.submit((device_to, agent), (buffer, host), copy.len)
+            }
+            // `start` has already copied from host memory to host memory.
+            _ => Ok(()),
+        }
+    }
+
     fn take_buffer(&mut self) -> Result<usize> {
         let spare = self.buffers.spare.lock().pop();
         let buffer = match spare {
@@ -394,56 +400,23 @@ impl CopyInFlight {
             self.buffers.undestroyed.lock().push(signal);
         }
     }
+}
 
-    /// Copies the bytes that the copy engine wrote to the buffer to their destination in host
-    /// memory. Does nothing for a copy with another destination, and from the second call on.
-    fn copy_out(&self) {
-        if let Some(out) = self.out.take() {
+impl DeviceCopy for SignalCopy {
+    fn has_ended(&self) -> bool {
+        let load = self.buffers.lookup.runtime.functions.signal_load;
+        // SAFETY: the signal is this copy's own.
+        unsafe { load(self.signal) < 1 }
+    }
+
+    fn finish(mut self) -> Result<()> {
+        let waited = if self.signal == Signal::default() { Ok(()) } else { self.wait() };
+        if let (Ok(()), Some(out)) = (&waited, self.out) {
             // SAFETY: the buffer is this copy's own, and the caller of the copy keeps the
             // destination valid until it has ended.
             unsafe { out.copy_by_cpu() };
         }
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        let waited = if self.signal == Signal::default() { Ok(()) } else { self.wait() };
-        if waited.is_ok() {
-            self.copy_out();
-        }
-        if let Some(buffer) = self.buffer.take() {
-            self.buffers.spare.lock().push(buffer);
-        }
+        self.buffers.spare.lock().extend(self.buffer);
         waited
-    }
-}
-
-impl CopyEvent for CopyInFlight {
-    fn is_done(&self) -> bool {
-        let load = self.buffers.lookup.runtime.functions.signal_load;
-        // SAFETY: the signal is this copy's own.
-        let value = unsafe { load(self.signal) };
-        if value == 0 {
-            self.copy_out();
-        }
-        // A copy that failed counts as done: `wait` then returns the error.
-        value < 1
-    }
-
-    fn wait(mut self: Box<Self>) -> Result<()> {
-        self.finish()
-    }
-}
-
-impl Drop for CopyInFlight {
-    fn drop(&mut self) {
-        if let Err(error) = self.finish() {
-            tracing::warn!(%error, "a copy failed whose event was dropped without a wait");
-        }
-    }
-}
-
-impl fmt::Debug for CopyInFlight {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CopyInFlight").field("signal", &self.signal).finish_non_exhaustive()
     }
 }

@@ -2,19 +2,17 @@
 
 #![allow(unsafe_code, reason = "implements the trait, and loads the library")]
 
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::sync::Arc;
 
 use hmem_core::{
-    Address, Allocation, DeviceId, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
+    Address, Allocation, DeviceId, Error, Iface, IfaceKind, Rejected, Result,
     cause::RefusalCause,
     iface::{
         Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, InboundFlush, Ipc,
         MonitorSource, PeerMemoryExporter,
     },
 };
+use hmem_iface_kit::check_idle;
 
 use crate::{
     allocate::PoolAllocator,
@@ -52,120 +50,43 @@ pub struct Rocr {
     monitors: CallbackMonitors,
 }
 
-/// Builder of [`Rocr`]. The builder can load another library, or use functions that the caller
-/// passes.
-///
-/// # Examples
-/// ```
-/// use hmem_core::ErrorKind;
-/// use hmem_iface_rocr::Rocr;
-///
-/// // SAFETY: there is no such file.
-/// let builder = unsafe { Rocr::builder().library("/nowhere/libhsa-runtime64.so.1") };
-/// let error = builder.open().unwrap_err();
-/// assert_eq!(error.kind(), ErrorKind::Unavailable);
-/// assert_eq!(error.context_value("library"), Some("/nowhere/libhsa-runtime64.so.1"));
-/// ```
-#[derive(Debug, Default)]
-#[must_use = "a builder does nothing until it opens"]
-pub struct Builder {
-    library: Option<PathBuf>,
-    functions: Option<Functions>,
-    without_environment: bool,
+hmem_iface_kit::builder! {
+    /// Builder of [`Rocr`]. The builder can load another library, or use functions that the caller
+    /// passes.
+    pub struct Builder {}
+    functions: Functions,
+    iface: "hmem_iface_rocr::Rocr",
+    library: ("AMD's runtime library", "libhsa-runtime64.so.1", "HMEM_ROCR_LIBRARY"),
 }
+hmem_iface_kit::open!(Rocr, Builder, Functions);
 
 impl Builder {
-    /// Reads no variable of the environment. Settings that the builder lacks have their defaults,
-    /// and the dynamic loader finds the library by its name.
-    pub fn without_environment(mut self) -> Self {
-        self.without_environment = true;
-        self
-    }
-
-    /// Loads the library at `path` instead of the one that `HMEM_ROCR_LIBRARY` names or the dynamic
-    /// loader finds.
-    ///
-    /// # Safety
-    /// The file must be AMD's runtime library or a replacement of it, such as a fake for tests.
-    /// It is sound to load in this process, and its functions have the signatures and the behaviour
-    /// that the vendor's header declares.
-    ///
-    /// # Examples
-    /// Safe code cannot load another library:
-    /// ```compile_fail,E0133
-    /// let builder = hmem_iface_rocr::Rocr::builder().library("/tmp/any.so");
-    /// ```
-    pub unsafe fn library(mut self, path: impl AsRef<Path>) -> Self {
-        self.library = Some(path.as_ref().to_owned());
-        self
-    }
-
-    /// Uses `functions` as the runtime, instead of loading a library.
-    pub fn functions(mut self, functions: Functions) -> Self {
-        self.functions = Some(functions);
-        self
-    }
-
     /// Starts the runtime and lists its devices.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
+    /// - Unavailable if the library, a required symbol or a device is absent, or the
     ///   runtime does not start. The error names the library, and the runtime's code if there is
     ///   one.
     /// - Otherwise the error of a query for the properties of the runtime, an agent or a pool.
-    pub fn open(self) -> Result<Rocr> {
-        let functions = match (self.functions, self.library) {
-            (Some(functions), _) => functions,
-            // SAFETY: the caller of `Builder::library` promises that the file is the library or a
-            // replacement of it.
-            (None, Some(path)) => unsafe { Functions::load(&path) }?,
-            (None, None) if self.without_environment => Functions::find_by_name()?,
-            (None, None) => Functions::find()?,
-        };
-        Rocr::start(functions)
+    pub fn open(mut self) -> Result<Rocr> {
+        Rocr::start(self.load()?)
     }
 }
 
 impl Rocr {
-    /// Environment variable that names the library to load. A library that the builder names takes
-    /// precedence.
-    pub const LIBRARY_VARIABLE: &str = Functions::LIBRARY_VARIABLE;
-
-    /// Opens the runtime library that `HMEM_ROCR_LIBRARY` names, or the one that the dynamic loader
-    /// finds.
-    ///
-    /// # Errors
-    /// The errors of [`Builder::open`].
-    pub fn open() -> Result<Self> {
-        Self::builder().open()
-    }
-
-    /// Returns a builder, which can load another library or use functions that the caller passes.
-    pub fn builder() -> Builder {
-        Builder::default()
-    }
-
     /// Frees the buffers for copies, and releases the iface's reference to the runtime.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] while memory of this iface is allocated, opened or page-locked, or a
+    /// - Busy while memory of this iface is allocated, opened or page-locked, or a
     ///   copy is in flight.
     /// - Otherwise the runtime's error.
     ///
     /// The error holds the iface, which still works.
     pub fn close(self) -> Result<(), Rejected<Self>> {
-        let busy = |what: &'static str, count: usize| {
-            Error::new(ErrorKind::Busy, "close")
-                .iface(IfaceKind::ROCR)
-                .context(what, count)
-                .remedy("free its memory and wait for its copies before closing the iface")
-        };
         let (allocations, copies) = (self.lookup.table.owned(), self.copier.in_flight());
-        let closed = match (allocations, copies) {
-            (0, 0) => self.copier.release().and_then(|()| self.lookup.runtime.release()),
-            (0, copies) => Err(busy("copies", copies)),
-            (allocations, _) => Err(busy("allocations", allocations)),
-        };
+        let closed = check_idle(IfaceKind::ROCR, allocations, copies)
+            .and_then(|()| self.copier.release())
+            .and_then(|()| self.lookup.runtime.release());
         closed.map_err(|error| Rejected::new(self, error))
     }
 

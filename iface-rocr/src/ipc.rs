@@ -9,13 +9,14 @@ use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
     iface::{Ipc, IpcHandle},
 };
+use hmem_iface_kit::table::not_live;
 use serde::{Deserialize, Serialize};
 
 use crate::{
     error::{check, lacks, refused, symbol},
     lookup::Lookup,
     sys::{HsaStatus, IpcMemory},
-    table::{Origin, not_live},
+    table::Origin,
 };
 
 /// Exports allocations to other processes, and opens allocations of other processes.
@@ -54,14 +55,15 @@ impl Ipc for IpcExchange {
             // `hsa_amd_ipc_memory_create` requires the first address of the whole allocation.
             found.base() == allocation.base()
         });
-        let found = found.ok_or_else(|| not_live(OPERATION, allocation))?;
-        let device = found.device.ok_or_else(|| not_live(OPERATION, allocation))?;
+        let found = found.ok_or_else(|| not_live(IfaceKind::ROCR, OPERATION, allocation))?;
+        let device =
+            found.device.ok_or_else(|| not_live(IfaceKind::ROCR, OPERATION, allocation))?;
         // `hsa_amd_ipc_memory_create` requires the allocation's length in the runtime, which may be
         // rounded up.
         let info = self.lookup.pointer_info(found.base())?;
         if Address::of_ptr(info.agent_base) != found.base() || (info.len as u64) < found.range.len()
         {
-            return Err(not_live(OPERATION, allocation));
+            return Err(not_live(IfaceKind::ROCR, OPERATION, allocation));
         }
         let mut handle = IpcMemory::default();
         let base = ptr::with_exposed_provenance_mut::<c_void>(found.base().0 as usize);

@@ -17,9 +17,10 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, Error, ErrorKind, IfaceKind, Result,
+    Address, AddressRange, Allocation, AllocationId, IfaceKind, Result,
     monitor::{InvalidationCause, Invalidator, Subscription, TokenIssuer},
 };
+use hmem_iface_kit::table::{not_live, other_call};
 use parking_lot::Mutex;
 
 use crate::sys::VmemHandle;
@@ -198,14 +199,11 @@ impl AllocationTable {
         let entry = entries.live.get_mut(&allocation.base().0);
         let own =
             entry.filter(|entry| entry.id == allocation.id && entry.origin != Origin::Foreign);
-        let entry = own.ok_or_else(|| not_live(operation, allocation))?;
+        let refused = || not_live(IfaceKind::ROCR, operation, allocation);
+        let entry = own.ok_or_else(refused)?;
         let origin = entry.origin;
         if (origin == Origin::Imported) != imported {
-            return Err(not_live(operation, allocation).remedy(if imported {
-                "the iface allocated the memory: free it with free"
-            } else {
-                "the iface opened the memory: close it with ipc_close"
-            }));
+            return Err(refused().remedy(other_call(imported)));
         }
         if entry.callback {
             entry.origin = Origin::Foreign;
@@ -345,16 +343,4 @@ pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_vo
         let removed = table.entries.lock().free(notice.base, Some(notice.id));
         drop(removed);
     }
-}
-
-/// Returns the error for an allocation that is not live, or that this iface did not make.
-pub(crate) fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
-    Error::new(ErrorKind::InvalidArgument, operation)
-        .iface(IfaceKind::ROCR)
-        .context("allocation", allocation.range)
-        .context("identity", allocation.id.0)
-        .remedy(
-            "not a live allocation of this iface: it was freed, or the application allocated it \
-             and frees it itself",
-        )
 }
