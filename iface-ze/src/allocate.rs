@@ -56,9 +56,9 @@ impl Allocator for DeviceAllocator {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        let owned = self.lookup.take("free", allocation, false)?;
+        let owned = self.lookup.owned.take("free", allocation, false)?;
         self.lookup.free(owned.driver, allocation.base()).map_err(|error| {
-            self.lookup.put_back(allocation, owned);
+            self.lookup.owned.insert(allocation, owned);
             error.context("allocation", allocation.range)
         })
     }

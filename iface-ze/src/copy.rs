@@ -10,12 +10,13 @@
 
 #![allow(unsafe_code, reason = "copies by address")]
 
-use std::{cell::RefCell, fmt, sync::Arc};
+use std::sync::Arc;
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result,
     iface::{CopyEngine, CopyEvent, CopyRange, FinishedCopy},
 };
+use hmem_iface_kit::{DeviceCopy, InFlight};
 
 use crate::{
     driver::DeviceEntry,
@@ -56,7 +57,7 @@ impl Copier {
         Self(Arc::new(Lanes::new(lookup)))
     }
 
-    /// Returns the number of asynchronous copies with an event that is not dropped yet.
+    /// Returns the number of asynchronous copies that are not finished yet.
     pub(crate) fn in_flight(&self) -> usize {
         Arc::strong_count(&self.0) - 1
     }
@@ -202,7 +203,7 @@ impl CopyEngine for Copier {
             },
         };
         let event = started.map_err(|error| copy.described(error))?;
-        Ok(Box::new(event))
+        Ok(Box::new(InFlight::new(event)))
     }
 }
 
@@ -214,18 +215,14 @@ impl Copier {
         &self,
         entry: &DeviceEntry,
         plan: impl FnOnce(Address) -> Result<(CopyRange, Option<CopyRange>)>,
-    ) -> Result<CopyInFlight> {
+    ) -> Result<LaneCopy> {
         let mut lane = self.0.take(entry)?;
         let started = plan(Address(lane.buffer)).and_then(|(copy, rest)| {
             self.0.start(&mut lane, copy)?;
             Ok(rest)
         });
         match started {
-            Ok(rest) => Ok(CopyInFlight {
-                lanes: Arc::clone(&self.0),
-                running: RefCell::new(Some((lane, rest))),
-                result: RefCell::new(Ok(())),
-            }),
+            Ok(rest) => Ok(LaneCopy { lanes: Arc::clone(&self.0), lane, rest }),
             Err(error) => {
                 self.0.leave(lane, Some(&error));
                 Err(error)
@@ -234,62 +231,31 @@ impl Copier {
     }
 }
 
-/// A copy that runs on a [`Lane`]. Dropping the value waits for the end of the copy, so that the
-/// memory is not freed meanwhile.
-struct CopyInFlight {
+/// A copy that runs on a [`Lane`].
+#[derive(Debug)]
+struct LaneCopy {
     lanes: Arc<Lanes>,
-    /// The [`Lane`] on which the device copies, and the copy that the CPU makes afterwards, if any.
-    /// `None` after the end of the copy.
-    running: RefCell<Option<(Lane, Option<CopyRange>)>>,
-    result: RefCell<Result<()>>,
+    lane: Lane,
+    /// Copy that the CPU makes after that of the device, if any.
+    rest: Option<CopyRange>,
 }
 
-impl CopyInFlight {
-    /// Waits for the end of the copy.
-    fn finish(&self) {
-        let Some((mut lane, rest)) = self.running.take() else { return };
-        let result = self.lanes.finish(&mut lane);
+impl DeviceCopy for LaneCopy {
+    fn has_ended(&self) -> bool {
+        let query = self.lanes.lookup.driver.functions.event_query_status;
+        // SAFETY: the event is this copy's own.
+        unsafe { query(self.lane.event) != ZeResult::ZE_RESULT_NOT_READY }
+    }
+
+    fn finish(self) -> Result<()> {
+        let Self { lanes, mut lane, rest } = self;
+        let result = lanes.finish(&mut lane);
         if let (Ok(()), Some(rest)) = (&result, rest) {
             // SAFETY: this copy owns the lane to which the buffer belongs. The caller of
             // `start_copy` keeps the host memory valid until the event is done.
             unsafe { rest.copy_by_cpu() };
         }
-        self.lanes.leave(lane, result.as_ref().err());
-        *self.result.borrow_mut() = result;
-    }
-}
-
-impl CopyEvent for CopyInFlight {
-    fn is_done(&self) -> bool {
-        if let Some((lane, _)) = &*self.running.borrow() {
-            let query = self.lanes.lookup.driver.functions.event_query_status;
-            // SAFETY: the event is this copy's own. A copy that failed counts as done: `wait` then
-            // returns the error.
-            if unsafe { query(lane.event) } == ZeResult::ZE_RESULT_NOT_READY {
-                return false;
-            }
-        }
-        self.finish();
-        true
-    }
-
-    fn wait(self: Box<Self>) -> Result<()> {
-        self.finish();
-        self.result.replace(Ok(()))
-    }
-}
-
-impl Drop for CopyInFlight {
-    fn drop(&mut self) {
-        self.finish();
-        if let Err(error) = &*self.result.borrow() {
-            tracing::warn!(%error, "a copy failed whose event was dropped without a wait");
-        }
-    }
-}
-
-impl fmt::Debug for CopyInFlight {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CopyInFlight").finish_non_exhaustive()
+        lanes.leave(lane, result.as_ref().err());
+        result
     }
 }

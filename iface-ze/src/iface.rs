@@ -2,16 +2,14 @@
 
 #![allow(unsafe_code, reason = "implements the trait, and loads the library")]
 
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::sync::Arc;
 
 use hmem_core::{
-    Address, Allocation, Error, ErrorKind, Iface, IfaceKind, Rejected, Result,
+    Address, Allocation, Error, Iface, IfaceKind, Rejected, Result,
     cause::RefusalCause,
     iface::{Allocator, CopyEngine, Device, DmaBufExporter, Facet, Ipc, MonitorSource},
 };
+use hmem_iface_kit::check_idle;
 
 use crate::{
     allocate::DeviceAllocator,
@@ -49,77 +47,26 @@ pub struct LevelZero {
     lookup: Arc<Lookup>,
 }
 
-/// Builder of [`LevelZero`]. The builder can load another library, or use functions that the caller
-/// passes.
-///
-/// # Examples
-/// ```
-/// use hmem_core::ErrorKind;
-/// use hmem_iface_ze::LevelZero;
-///
-/// // SAFETY: there is no such file.
-/// let builder = unsafe { LevelZero::builder().library("/nowhere/libze_loader.so.1") };
-/// let error = builder.open().unwrap_err();
-/// assert_eq!(error.kind(), ErrorKind::Unavailable);
-/// assert_eq!(error.context_value("library"), Some("/nowhere/libze_loader.so.1"));
-/// ```
-#[derive(Debug, Default)]
-#[must_use = "a builder does nothing until it opens"]
-pub struct Builder {
-    library: Option<PathBuf>,
-    functions: Option<Functions>,
-    without_environment: bool,
+hmem_iface_kit::builder! {
+    /// Builder of [`LevelZero`]. The builder can load another library, or use functions that the
+    /// caller passes.
+    pub struct Builder {}
+    functions: Functions,
+    iface: "hmem_iface_ze::LevelZero",
+    library: ("the loader of Level Zero", "libze_loader.so.1", "HMEM_ZE_LIBRARY"),
 }
+hmem_iface_kit::open!(LevelZero, Builder, Functions);
 
 impl Builder {
-    /// Reads no variable of the environment. Settings that the builder lacks have their defaults,
-    /// and the dynamic loader finds the library by its name.
-    pub fn without_environment(mut self) -> Self {
-        self.without_environment = true;
-        self
-    }
-
-    /// Loads the library at `path` instead of the one that `HMEM_ZE_LIBRARY` names or the dynamic
-    /// loader finds.
-    ///
-    /// # Safety
-    /// The file must be the loader of Level Zero or a replacement of it, such as a fake for tests.
-    /// It is sound to load in this process, and its functions have the signatures and the behaviour
-    /// that the vendor's header declares.
-    ///
-    /// # Examples
-    /// Safe code cannot load another library:
-    /// ```compile_fail,E0133
-    /// let builder = hmem_iface_ze::LevelZero::builder().library("/tmp/any.so");
-    /// ```
-    pub unsafe fn library(mut self, path: impl AsRef<Path>) -> Self {
-        self.library = Some(path.as_ref().to_owned());
-        self
-    }
-
-    /// Uses `functions` as the driver, instead of loading a library.
-    pub fn functions(mut self, functions: Functions) -> Self {
-        self.functions = Some(functions);
-        self
-    }
-
     /// Starts the driver and lists its devices.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`] if the library, a required symbol or a device is absent, or the
+    /// - Unavailable if the library, a required symbol or a device is absent, or the
     ///   driver does not start. The error names the library, and the driver's code if there is one.
     /// - Otherwise the error of a query for the drivers or devices, or of the creation of a
     ///   context.
-    pub fn open(self) -> Result<LevelZero> {
-        let functions = match (self.functions, self.library) {
-            (Some(functions), _) => functions,
-            // SAFETY: the caller of `Builder::library` promises that the file is the library or a
-            // replacement of it.
-            (None, Some(path)) => unsafe { Functions::load(&path) }?,
-            (None, None) if self.without_environment => Functions::find_by_name()?,
-            (None, None) => Functions::find()?,
-        };
-        let driver = Arc::new(Driver::start(functions)?);
+    pub fn open(mut self) -> Result<LevelZero> {
+        let driver = Arc::new(Driver::start(self.load()?)?);
         tracing::debug!(
             library = driver.functions.library(),
             devices = driver.devices.len(),
@@ -139,55 +86,22 @@ impl Builder {
 }
 
 impl LevelZero {
-    /// Environment variable that names the library to load. A library that the builder names takes
-    /// precedence.
-    pub const LIBRARY_VARIABLE: &str = Functions::LIBRARY_VARIABLE;
-
-    /// Opens the loader library that `HMEM_ZE_LIBRARY` names, or the one that the dynamic loader
-    /// finds.
-    ///
-    /// # Errors
-    /// The errors of [`Builder::open`].
-    pub fn open() -> Result<Self> {
-        Self::builder().open()
-    }
-
-    /// Returns a builder, which can load another library or use functions that the caller passes.
-    pub fn builder() -> Builder {
-        Builder::default()
-    }
-
     /// Destroys the command lists and contexts of this iface.
     ///
     /// Dropping the iface also destroys them. If the driver refuses, the drop logs the error.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] while memory of this iface is allocated or opened, or a copy is in
+    /// - Busy while memory of this iface is allocated or opened, or a copy is in
     ///   flight.
     /// - Otherwise the driver's error.
     ///
     /// The error holds the iface, which can be closed again. Calls for a device whose context was
     /// destroyed before the error fail with BadState.
     pub fn close(self) -> Result<(), Rejected<Self>> {
-        match self.release() {
-            Ok(()) => Ok(()),
-            Err(error) => Err(Rejected::new(self, error)),
-        }
-    }
-
-    fn release(&self) -> Result<()> {
-        for (counted, count) in
-            [("allocations", self.lookup.len()), ("copies", self.copier.in_flight())]
-        {
-            if count > 0 {
-                return Err(Error::new(ErrorKind::Busy, "close")
-                    .iface(IfaceKind::ZE)
-                    .context(counted, count)
-                    .remedy("free its memory and wait for its copies before closing the iface"));
-            }
-        }
-        self.copier.release()?;
-        self.lookup.driver.release()
+        check_idle(IfaceKind::ZE, self.lookup.owned.len(), self.copier.in_flight())
+            .and_then(|()| self.copier.release())
+            .and_then(|()| self.lookup.driver.release())
+            .map_err(|error| Rejected::new(self, error))
     }
 }
 

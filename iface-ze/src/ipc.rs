@@ -141,9 +141,9 @@ impl Ipc for IpcExchange {
     }
 
     unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
-        let owned = self.lookup.take("ipc_close", allocation, true)?;
+        let owned = self.lookup.owned.take("ipc_close", allocation, true)?;
         self.lookup.free(owned.driver, allocation.base()).map_err(|error| {
-            self.lookup.put_back(allocation, owned);
+            self.lookup.owned.insert(allocation, owned);
             error.context("allocation", allocation.range)
         })
     }

@@ -3,7 +3,6 @@
 #![allow(unsafe_code, reason = "calls the driver on allocations")]
 
 use std::{
-    collections::HashMap,
     ffi::c_void,
     os::fd::OwnedFd,
     ptr,
@@ -17,7 +16,7 @@ use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
     Result,
 };
-use parking_lot::Mutex;
+use hmem_iface_kit::table::{Origin, Owned};
 
 use crate::{
     driver::{DeviceEntry, Driver},
@@ -29,13 +28,12 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Lookup {
     pub(crate) driver: Arc<Driver>,
-    owned: Mutex<HashMap<u64, Owned>>,
+    pub(crate) owned: Owned<DriverMemory>,
 }
 
 /// Memory that this iface allocated, or imported from another process.
 #[derive(Debug)]
-pub(crate) struct Owned {
-    id: AllocationId,
+pub(crate) struct DriverMemory {
     /// Number that the driver assigns to the allocation. Allocations of one pool share the number
     /// of the pool.
     driver_id: u64,
@@ -77,9 +75,15 @@ struct Answer {
     device: DeviceHandle,
 }
 
+impl Origin for DriverMemory {
+    fn is_imported(&self) -> bool {
+        self.imported
+    }
+}
+
 impl Lookup {
     pub(crate) fn new(driver: Arc<Driver>) -> Self {
-        Self { driver, owned: Mutex::default() }
+        Self { driver, owned: Owned::new(IfaceKind::ZE) }
     }
 
     /// Returns the allocation that contains an address, or `None` if no driver knows the address.
@@ -131,9 +135,10 @@ impl Lookup {
             return Err(inconsistent().context("range", range));
         }
         let entry = {
-            let table = self.owned.lock();
-            let entry = table.get(&range.start().0).filter(|owned| owned.driver_id == answer.id);
-            entry.map(|owned| (owned.id, owned.pooled, owned.imported))
+            let owned = self.owned.entries();
+            let entry = owned.get(&range.start().0);
+            let entry = entry.filter(|entry| entry.origin.driver_id == answer.id);
+            entry.map(|entry| (entry.id, entry.origin.pooled, entry.origin.imported))
         };
         let pooled = match entry {
             Some((_, pooled, _)) => pooled,
@@ -197,11 +202,6 @@ impl Lookup {
         Ok(Answer { kind, id, page_size, device })
     }
 
-    /// Returns the number of allocations that the iface must release.
-    pub(crate) fn len(&self) -> usize {
-        self.owned.lock().len()
-    }
-
     /// Adds new memory of the driver to the table, and returns the memory as an allocation.
     pub(crate) fn enter(
         &self,
@@ -227,40 +227,9 @@ impl Lookup {
             static NEXT: AtomicU64 = AtomicU64::new(1 << 63);
             allocation.id = AllocationId(NEXT.fetch_add(1, Ordering::Relaxed));
         }
-        let id = allocation.id;
-        let owned = Owned { id, driver_id, pooled, driver, imported, shared: None };
-        self.owned.lock().insert(base.0, owned);
+        let origin = DriverMemory { driver_id, pooled, driver, imported, shared: None };
+        self.owned.insert(&allocation, origin);
         Ok(allocation)
-    }
-
-    /// Removes an allocation, so that only one of two threads that free it calls the driver.
-    ///
-    /// # Errors
-    /// InvalidArgument if the allocation is not in the table, or if another call releases this kind
-    /// of memory (`free` or `ipc_close`).
-    pub(crate) fn take(
-        &self,
-        operation: &'static str,
-        allocation: &Allocation,
-        imported: bool,
-    ) -> Result<Owned> {
-        let mut table = self.owned.lock();
-        let refused = || not_live(operation, allocation);
-        let base = allocation.base().0;
-        let live = table.get(&base).filter(|owned| owned.id == allocation.id);
-        if live.ok_or_else(refused)?.imported != imported {
-            return Err(refused().remedy(if imported {
-                "the iface allocated the memory: free it with free"
-            } else {
-                "the iface opened the memory: close it with ipc_close"
-            }));
-        }
-        table.remove(&base).ok_or_else(refused)
-    }
-
-    /// Adds an allocation to the table again, after the driver refused to free it.
-    pub(crate) fn put_back(&self, allocation: &Allocation, owned: Owned) {
-        self.owned.lock().insert(allocation.base().0, owned);
     }
 
     /// Returns the dma-buf by which other processes open an allocation of this iface. The first
@@ -274,18 +243,13 @@ impl Lookup {
         allocation: &Allocation,
         export: impl FnOnce() -> Result<OwnedFd>,
     ) -> Result<Arc<OwnedFd>> {
-        let live = |owned: &&mut Owned| owned.id == allocation.id;
-        let refused = || not_live("ipc_export", allocation);
-        let base = allocation.base().0;
-        let shared =
-            self.owned.lock().get_mut(&base).filter(live).ok_or_else(refused)?.shared.clone();
+        const OPERATION: &str = "ipc_export";
+        let shared = self.owned.live(OPERATION, allocation, |owned| owned.shared.clone())?;
         if let Some(fd) = shared {
             return Ok(fd);
         }
         let fd = Arc::new(export()?);
-        let mut table = self.owned.lock();
-        let owned = table.get_mut(&base).filter(live).ok_or_else(refused)?;
-        Ok(Arc::clone(owned.shared.get_or_insert(fd)))
+        self.owned.live(OPERATION, allocation, |owned| Arc::clone(owned.shared.get_or_insert(fd)))
     }
 
     /// Frees memory that the driver allocated or imported.
@@ -300,15 +264,6 @@ impl Lookup {
     }
 }
 
-impl Drop for Lookup {
-    fn drop(&mut self) {
-        let left = self.len();
-        if left > 0 {
-            tracing::warn!(left, "Level Zero memory was not freed before its iface was dropped");
-        }
-    }
-}
-
 /// Returns the identity of an allocation with the driver's `number`. Each driver numbers its
 /// allocations from 1. The index of the driver, in the top bits, distinguishes allocations of two
 /// drivers. The address distinguishes allocations of one pool.
@@ -319,18 +274,6 @@ fn identity(driver: usize, number: u64, in_pool: Option<AddressRange>) -> Alloca
 
 pub(crate) fn pointer(address: Address) -> *const c_void {
     ptr::with_exposed_provenance(address.0 as usize)
-}
-
-/// Returns the error for an allocation that is not in the table.
-fn not_live(operation: &'static str, allocation: &Allocation) -> Error {
-    Error::new(ErrorKind::InvalidArgument, operation)
-        .iface(IfaceKind::ZE)
-        .context("allocation", allocation.range)
-        .context("identity", allocation.id.0)
-        .remedy(
-            "not a live allocation of this iface: it was freed, or the application allocated \
-                 it and frees it itself",
-        )
 }
 
 fn inconsistent() -> Error {
