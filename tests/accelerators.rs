@@ -36,8 +36,9 @@ fn gaudi(fake: &Fake) -> SynapseAi {
             synapseai::sys::hlthunk::Functions::from_lookup(|name| fake.symbol(name)),
         )
     };
-    let builder =
-        SynapseAi::builder().functions(synapse.expect("all"), Some(hlthunk.expect("all")));
+    let builder = SynapseAi::builder()
+        .functions(synapse.expect("all"))
+        .hlthunk_functions(hlthunk.expect("all"));
     builder.open().expect("a Gaudi device")
 }
 

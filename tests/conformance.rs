@@ -181,7 +181,7 @@ fn synapseai(suite: &mut Suite) {
         let (synapse, hlthunk) = unsafe {
             (synapse::Functions::from_lookup(&lookup)?, hlthunk::Functions::from_lookup(&lookup)?)
         };
-        Ok(Arc::new(SynapseAi::builder().functions(synapse, Some(hlthunk)).open()?))
+        Ok(Arc::new(SynapseAi::builder().functions(synapse).hlthunk_functions(hlthunk).open()?))
     });
 }
 

@@ -24,7 +24,7 @@ fn synapse(fake: &Fake) -> synapse::Functions {
 fn builder(fake: &Fake) -> Builder {
     // SAFETY: the fake's functions have the signatures of their names and live forever.
     let hlthunk = unsafe { hlthunk::Functions::from_lookup(|name| fake.symbol(name)) };
-    SynapseAi::builder().functions(synapse(fake), Some(hlthunk.expect("all functions")))
+    SynapseAi::builder().functions(synapse(fake)).hlthunk_functions(hlthunk.expect("all functions"))
 }
 
 const REQUEST: AllocRequest =
@@ -50,7 +50,7 @@ fn unusable_library_is_unavailable_with_the_reason() {
 #[test]
 fn missing_libhl_thunk_is_the_reason_for_no_dma_bufs() {
     let fake = Fake::start(Profile::running());
-    let builder = SynapseAi::builder().functions(synapse(&fake), None);
+    let builder = SynapseAi::builder().functions(synapse(&fake));
     // SAFETY: there is no such file.
     let builder = unsafe { builder.hlthunk("/nowhere/libhl-thunk.so") };
     let gaudi = builder.open().expect("a device");

@@ -93,7 +93,7 @@ fn real_libhlthunk_refuses_a_file_that_is_no_device() -> Outcome {
     let fake = Fake::start(Profile::running());
     // SAFETY: the fake's functions have the signatures of their names and live forever.
     let functions = unsafe { synapse::Functions::from_lookup(|name| fake.symbol(name)) };
-    let builder = SynapseAi::builder().functions(functions.expect("all functions"), None);
+    let builder = SynapseAi::builder().functions(functions.expect("all functions"));
     // SAFETY: the file is the vendor's library.
     let gaudi = unsafe { builder.hlthunk(library) }.open().expect("a device");
     assert!(gaudi.dma_buf().is_some());

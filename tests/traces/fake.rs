@@ -92,7 +92,11 @@ impl Profile {
                         hlthunk::Functions::from_lookup(|name| fake.symbol(name)),
                     )
                 };
-                let iface = SynapseAi::builder().functions(table.expect(TABLE), thunk.ok());
+                let builder = SynapseAi::builder().functions(table.expect(TABLE));
+                let iface = match thunk {
+                    Ok(thunk) => builder.hlthunk_functions(thunk),
+                    Err(_) => builder,
+                };
                 (Arc::new(iface.open().expect(DEVICE)), Driver::Accelerators(fake))
             }
         }

@@ -89,7 +89,8 @@ impl Vendor {
                     (synapse, hlthunk::Functions::from_lookup(lookup))
                 };
                 let (synapse, hlthunk) = (synapse.expect("the table"), hlthunk.expect("the table"));
-                let iface = SynapseAi::builder().functions(synapse, Some(hlthunk)).open();
+                let iface =
+                    SynapseAi::builder().functions(synapse).hlthunk_functions(hlthunk).open();
                 (Arc::new(iface.expect("a device")), Fake::Accelerators(fake))
             }
             other => panic!("no fake driver of {other}"),

@@ -31,56 +31,23 @@ pub type SynapseAi = Announced<Synapse>;
 /// Environment variable with the path of libhl-thunk. A path given to the builder overrides it.
 pub const HLTHUNK_LIBRARY_VARIABLE: &str = hlthunk::Functions::LIBRARY_VARIABLE;
 
-/// Builder of [`SynapseAi`], which can load other libraries or use functions that the caller
-/// provides.
-///
-/// # Examples
-/// ```
-/// use hmem_core::ErrorKind;
-/// use hmem_iface_accelerators::synapseai::SynapseAi;
-///
-/// // SAFETY: there is no such file.
-/// let builder = unsafe { SynapseAi::builder().library("/nowhere/libSynapse.so") };
-/// let error = builder.open().unwrap_err();
-/// assert_eq!(error.kind(), ErrorKind::Unavailable);
-/// assert_eq!(error.context_value("library"), Some("/nowhere/libSynapse.so"));
-/// ```
-#[derive(Debug, Default)]
-#[must_use = "a builder does nothing until it opens"]
-pub struct Builder {
-    library: Option<PathBuf>,
-    hlthunk: Option<PathBuf>,
-    functions: Option<(synapse::Functions, Option<hlthunk::Functions>)>,
-    start_runtime: Option<bool>,
-    without_environment: bool,
+hmem_iface_kit::builder! {
+    /// Builder of [`SynapseAi`], which can load other libraries or use functions that the caller
+    /// provides.
+    pub struct Builder {
+        /// Path of libhl-thunk, or `None` if the environment or the dynamic loader decides.
+        hlthunk: Option<PathBuf>,
+        /// Functions to use instead of libhl-thunk.
+        hlthunk_functions: Option<hlthunk::Functions>,
+        /// True if the iface may acquire a device, or `None` if the environment decides.
+        start_runtime: Option<bool>,
+    }
+    functions: synapse::Functions,
+    iface: "hmem_iface_accelerators::synapseai::SynapseAi",
+    library: ("Intel's `libSynapse.so`", "libSynapse.so", "HMEM_SYNAPSEAI_LIBRARY"),
 }
 
 impl Builder {
-    /// Reads no variable of the environment. Settings that the builder lacks have their defaults,
-    /// and the dynamic loader finds the library by its name.
-    pub fn without_environment(mut self) -> Self {
-        self.without_environment = true;
-        self
-    }
-
-    /// Loads the library at `path` instead of the one that `HMEM_SYNAPSEAI_LIBRARY` names or the
-    /// dynamic loader finds.
-    ///
-    /// # Safety
-    /// The file must be Intel's `libSynapse.so` or a replacement of it, such as a fake for tests.
-    /// It is sound to load in this process, and its functions have the signatures and the behaviour
-    /// that the vendor's header declares.
-    ///
-    /// # Examples
-    /// Safe code cannot load another library:
-    /// ```compile_fail,E0133
-    /// let builder = hmem_iface_accelerators::synapseai::SynapseAi::builder().library("/tmp/any.so");
-    /// ```
-    pub unsafe fn library(mut self, path: impl AsRef<Path>) -> Self {
-        self.library = Some(path.as_ref().to_owned());
-        self
-    }
-
     /// Loads libhl-thunk at `path` instead of the one that `HMEM_HLTHUNK_LIBRARY` names or the
     /// dynamic loader finds. Without libhl-thunk the iface cannot export dma-bufs.
     ///
@@ -98,14 +65,9 @@ impl Builder {
         self
     }
 
-    /// Uses these functions instead of loading libSynapse and libhl-thunk. If `hlthunk` is `None`,
-    /// libhl-thunk is loaded.
-    pub fn functions(
-        mut self,
-        synapse: synapse::Functions,
-        hlthunk: Option<hlthunk::Functions>,
-    ) -> Self {
-        self.functions = Some((synapse, hlthunk));
+    /// Uses these functions instead of loading libhl-thunk.
+    pub fn hlthunk_functions(mut self, functions: hlthunk::Functions) -> Self {
+        self.hlthunk_functions = Some(functions);
         self
     }
 
@@ -122,14 +84,11 @@ impl Builder {
     /// device. If libhl-thunk cannot be loaded, the iface opens and exports no dma-bufs.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] if `HMEM_SYNAPSEAI_START_RUNTIME` is not a boolean, unless
+    /// - InvalidArgument if `HMEM_SYNAPSEAI_START_RUNTIME` is not a boolean, unless
     ///   the builder decides.
-    /// - [`ErrorKind::Unavailable`] if libSynapse, a required symbol or a device is absent, or
+    /// - Unavailable if libSynapse, a required symbol or a device is absent, or
     ///   SynapseAI does not start. The error names the library, and the runtime's code if there is
     ///   one.
-    ///
-    /// [`ErrorKind::InvalidArgument`]: hmem_core::ErrorKind::InvalidArgument
-    /// [`ErrorKind::Unavailable`]: hmem_core::ErrorKind::Unavailable
     pub fn open(self) -> Result<SynapseAi> {
         Synapse::open(self).and_then(Announced::new)
     }
@@ -141,22 +100,13 @@ impl Open for Synapse {
     const LIBRARY_VARIABLE: &'static str = synapse::Functions::LIBRARY_VARIABLE;
     const START_VARIABLE: &'static str = "HMEM_SYNAPSEAI_START_RUNTIME";
 
-    fn open(builder: Builder) -> Result<Self> {
+    fn open(mut builder: Builder) -> Result<Self> {
         let may_start = match builder.start_runtime {
             None if builder.without_environment => false,
             decided => Self::may_start(decided)?,
         };
-        let (synapse, hlthunk) = match (builder.functions, builder.library) {
-            (Some((synapse, hlthunk)), _) => (synapse, hlthunk),
-            // SAFETY: the caller of `Builder::library` promises that the file is libSynapse or a
-            // replacement of it.
-            (None, Some(path)) => (unsafe { synapse::Functions::load(&path) }?, None),
-            (None, None) if builder.without_environment => {
-                (synapse::Functions::find_by_name()?, None)
-            }
-            (None, None) => (synapse::Functions::find()?, None),
-        };
-        let hlthunk = match (hlthunk, builder.hlthunk) {
+        let synapse = builder.load()?;
+        let hlthunk = match (builder.hlthunk_functions, builder.hlthunk) {
             (Some(hlthunk), _) => Ok(hlthunk),
             // SAFETY: the caller of `Builder::hlthunk` promises that the file is libhl-thunk or a
             // replacement of it.

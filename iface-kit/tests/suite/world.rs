@@ -97,7 +97,7 @@ pub(crate) fn gaudi(fake: &Fake) -> Result<SynapseAi> {
             synapseai::sys::hlthunk::Functions::from_lookup(|name| fake.symbol(name))?,
         )
     };
-    SynapseAi::builder().functions(synapse, Some(hlthunk)).open()
+    SynapseAi::builder().functions(synapse).hlthunk_functions(hlthunk).open()
 }
 
 pub(crate) fn range(start: u64, len: u64) -> AddressRange {
