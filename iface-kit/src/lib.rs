@@ -7,7 +7,7 @@
 //!   [`check_idle`] refuses to close an iface that is in use.
 //! - [`Owned`](table::Owned) is the table of memory that the iface must release.
 //! - [`InFlight`] is the event of an asynchronous copy, made from a [`DeviceCopy`].
-//! - [`announced`] (cargo feature `announced`) is a whole iface, for drivers that cannot tell which
+//! - `announced` (cargo feature of that name) is a whole iface, for drivers that cannot tell which
 //!   allocation an address belongs to.
 //!
 //! `hmem-core` has two further parts: [`function_table!`](hmem_core::function_table) declares the
