@@ -768,6 +768,11 @@ fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
         unsafe { iface.write(allocation.base(), &[0x21; ODD as usize]) }.expect("write");
         let handle = iface.ipc_export(&allocation).expect("export");
         let other = open(&runtime).expect("open");
+        let (inner, _, whole, device): ([u32; 8], u64, u64, String) =
+            handle.decode(IfaceKind::ROCR).expect("a handle");
+        let longer = IpcHandle::encode(IfaceKind::ROCR, &(inner, whole + 1, whole, device));
+        let error = other.ipc_open(&longer).expect_err("longer than the memory");
+        assert_eq!(error.kind(), ErrorKind::Malformed);
         let opened = other.ipc_open(&handle).expect("open the handle");
         assert_eq!((opened.range.len(), opened.kind), (ODD, AllocationKind::Imported));
         let (base, found) = (opened.base().0, query(&other, opened.base().0 + ODD - 1));

@@ -149,4 +149,19 @@ mod tests {
             )
         });
     }
+
+    /// HM-10
+    #[test]
+    fn handle_of_an_impossible_range_is_malformed() {
+        for (offset, len, possible) in
+            [(0, 1, true), (0, 0, false), (u64::MAX, 1, false), (i64::MAX as u64, 1, false)]
+        {
+            let (file, id, stamp) = ((1, 2), 3, NO_STAMP);
+            let body =
+                HandleBody { pid: 1, fd: 1, device: None, kind: 0, file, offset, len, id, stamp };
+            let decoded = HandleBody::decode(&body.encode(IfaceKind::SYSTEM), IfaceKind::SYSTEM);
+            let kind = decoded.as_ref().err().map(Error::kind);
+            assert_eq!(kind, (!possible).then_some(ErrorKind::Malformed), "{offset} {len}");
+        }
+    }
 }

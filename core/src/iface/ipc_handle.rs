@@ -96,12 +96,17 @@ mod tests {
                 assert_eq!(refused.iface_kind(), Some(IfaceKind::CUDA));
             }
         }
-        // The iface in the bytes counts too.
         let relabelled = IpcHandle { iface: IfaceKind::ROCR, ..handle.clone() };
-        for (handle, iface) in [(&handle, IfaceKind::ROCR), (&relabelled, IfaceKind::ROCR)] {
+        // The iface of the handle and the one in its bytes both count.
+        let cases = [
+            (&handle, IfaceKind::ROCR, "cuda"),
+            (&relabelled, IfaceKind::ROCR, "cuda"),
+            (&relabelled, IfaceKind::CUDA, "rocr"),
+        ];
+        for (handle, iface, other) in cases {
             let refused = handle.decode::<(u64, String)>(iface).expect_err("of another iface");
             assert_eq!(refused.kind(), ErrorKind::Malformed, "{refused}");
-            assert_eq!(refused.context_value("handle of"), Some("cuda"));
+            assert_eq!(refused.context_value("handle of"), Some(other));
         }
     }
 }
