@@ -24,6 +24,9 @@ pub enum Step {
     /// Exporting a range of several physical segments as one dma-buf. If a single segment is
     /// refused with the same error, the step is [`Step::Export`] instead.
     ExportWhole,
+    /// Exporting the memory in one unit ([`ExportUnit`](crate::path::ExportUnit)), or registering
+    /// that export, if another unit then worked.
+    ExportUnit,
     /// Exporting the memory as a dma-buf, or opening it to peer-memory clients.
     Export,
     /// Registering the memory with the NIC.
@@ -32,13 +35,14 @@ pub enum Step {
 
 impl Step {
     /// Every step. Those from [`Step::Import`] on are in the order of a path search.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::OpenNic,
         Self::OpenDevice,
         Self::SystemCall,
         Self::Import,
         Self::Segments,
         Self::ExportWhole,
+        Self::ExportUnit,
         Self::Export,
         Self::Register,
     ];
@@ -53,6 +57,7 @@ impl Step {
             Self::Import => "import",
             Self::Segments => "segments",
             Self::ExportWhole => "export of several segments in one",
+            Self::ExportUnit => "export in one unit",
             Self::Export => "export",
             Self::Register => "register",
         }

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::{
     summary::{AttemptSummary, ErrorSummary},
-    trace::{Attempt, Path, Trace},
+    trace::{Attempt, ExportUnit, Path, Trace},
 };
 use crate::{
     DeviceId, IfaceKind,

@@ -12,8 +12,8 @@ use crate::{
     nic::Nic, provider::ProviderDomain, registration::Registration,
 };
 pub use crate::{
-    error::{Attempt, Path, Trace},
-    registration::P2pPolicy,
+    error::{Attempt, ExportUnit, Path, Trace},
+    registration::{DirectPath, P2pPolicy},
 };
 
 fn display<T: fmt::Display, S: Serializer>(
@@ -53,10 +53,15 @@ pub struct Decision {
     pub nic: String,
     /// The domain's policy for direct access.
     pub policy: P2pPolicy,
+    /// The direct paths that [`DomainAttr::direct_paths`](crate::DomainAttr::direct_paths) lists, in
+    /// order. `None` for the NIC's own order.
+    pub direct_paths: Option<Vec<DirectPath>>,
     /// The mapping of the exported dma-buf. Only meaningful for [`Path::DmaBuf`].
     pub mapping: DmaBufMapping,
+    /// The memory that was exported. Only meaningful for [`Path::DmaBuf`].
+    pub unit: ExportUnit,
     /// True if the path comes from an earlier registration with the same iface, device, kind of
-    /// memory, NIC and policy. The list of attempts then begins with the refusals of the earlier
+    /// memory, NIC, policy and list of direct paths. The list of attempts then begins with the refusals of the earlier
     /// registration, with the memory range of that registration. The attempts of this registration
     /// follow.
     pub from_cache: bool,
@@ -71,6 +76,12 @@ impl fmt::Display for Decision {
             write!(f, " device {device}")?;
         }
         write!(f, " on {}, policy {}", self.nic, self.policy)?;
+        if let Some(paths) = &self.direct_paths {
+            write!(f, ", direct_paths {}", DirectPath::list(paths))?;
+        }
+        if self.unit != ExportUnit::Range {
+            write!(f, ", exported by whole {}", self.unit)?;
+        }
         if self.from_cache {
             f.write_str(", decided earlier")?;
         }

@@ -1,13 +1,13 @@
 //! The inputs of a registration. The domain creates them once for each registration, and all later
 //! steps borrow them.
 
-use std::{fmt, os::fd::BorrowedFd, sync::Arc};
+use std::{fmt, os::fd::BorrowedFd, str::FromStr, sync::Arc};
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::{
-    Access, AddressRange, Addressing, Allocation, AuthKey, DmaBufOffset, Iface, MrFlags,
-    handle::ProviderRegion, registry::AddressOwner,
+    Access, AddressRange, Addressing, Allocation, AuthKey, DmaBufOffset, Error, ErrorKind, Iface,
+    MrFlags, Result, dma_buf::DmaBufMapping, handle::ProviderRegion, registry::AddressOwner,
 };
 
 /// The inputs of a registration: the memory, the rights, the key and the settings.
@@ -39,6 +39,9 @@ pub struct Registration<'a> {
     pub parallel: Option<&'a Parallel<'a>>,
     /// The domain's policy for direct access to device memory.
     pub policy: P2pPolicy,
+    /// The direct paths that the domain allows, in the order in which they are tried, each at most
+    /// once. `None` means the NIC's own order.
+    pub direct_paths: Option<&'a [DirectPath]>,
     /// The order in which the NIC's writes become visible. A provider without relaxed ordering uses
     /// the strict order.
     pub ordering: WriteOrdering,
@@ -51,8 +54,8 @@ impl<'a> Registration<'a> {
     /// Creates the inputs for a registration of host memory that the region does not own.
     ///
     /// The defaults are: no flags, a key and a page size that the provider chooses, virtual
-    /// addresses, enabled at once, in one part, the policy [`P2pPolicy::Enabled`], strict ordering,
-    /// and transfers that may call drivers.
+    /// addresses, enabled at once, in one part, the policy [`P2pPolicy::Enabled`], the NIC's own
+    /// order of direct paths, strict ordering, and transfers that may call drivers.
     #[must_use]
     pub fn new(ranges: &'a [AddressRange], access: Access, auth_key: &'a AuthKey) -> Self {
         Self {
@@ -67,6 +70,7 @@ impl<'a> Registration<'a> {
             enabled: true,
             parallel: None,
             policy: P2pPolicy::default(),
+            direct_paths: None,
             ordering: WriteOrdering::Strict,
             driver_calls_in_transfers: true,
         }
@@ -192,6 +196,99 @@ impl P2pPolicy {
 impl fmt::Display for P2pPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// A path by which a NIC accesses device memory itself, for
+/// [`DomainAttr::direct_paths`](crate::DomainAttr::direct_paths).
+///
+/// The names are `dma-buf`, `dma-buf-pcie` and `peer-memory`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DirectPath {
+    /// A dma-buf with this mapping.
+    DmaBuf(DmaBufMapping),
+    /// A device address, which a peer-memory client resolves.
+    PeerMemory,
+}
+
+impl DirectPath {
+    /// All direct paths.
+    pub const ALL: [Self; 3] =
+        [Self::DmaBuf(DmaBufMapping::Default), Self::DmaBuf(DmaBufMapping::Pcie), Self::PeerMemory];
+
+    /// Returns the path's name in messages and lists.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::DmaBuf(DmaBufMapping::Default) => "dma-buf",
+            Self::DmaBuf(DmaBufMapping::Pcie) => "dma-buf-pcie",
+            Self::PeerMemory => "peer-memory",
+        }
+    }
+
+    /// Returns the text of a list, such as `dma-buf,peer-memory`, or `none` for an empty list.
+    #[must_use]
+    pub fn list(paths: &[Self]) -> String {
+        match paths {
+            [] => "none".to_owned(),
+            paths => paths.iter().map(|path| path.name()).collect::<Vec<_>>().join(","),
+        }
+    }
+
+    /// Parses a list: names separated by commas, or `none` for an empty list.
+    ///
+    /// ```
+    /// use hmem_core::{iface::DmaBufMapping, path::DirectPath};
+    ///
+    /// let paths = DirectPath::parse_list("peer-memory,dma-buf")?;
+    /// assert_eq!(paths, [DirectPath::PeerMemory, DirectPath::DmaBuf(DmaBufMapping::Default)]);
+    /// assert!(DirectPath::parse_list("none")?.is_empty());
+    /// # Ok::<(), hmem_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for an unknown name, and for a path that is listed twice.
+    pub fn parse_list(text: &str) -> Result<Vec<Self>> {
+        if text.trim() == "none" {
+            return Ok(Vec::new());
+        }
+        let paths: Vec<_> = text.split(',').map(str::parse).collect::<Result<_>>()?;
+        Self::check(&paths)?;
+        Ok(paths)
+    }
+
+    /// Checks that no path is listed twice.
+    pub(crate) fn check(paths: &[Self]) -> Result<()> {
+        let twice = |(at, path): (usize, &Self)| paths[..at].contains(path).then_some(*path);
+        let Some(path) = paths.iter().enumerate().find_map(twice) else { return Ok(()) };
+        Err(Error::new(ErrorKind::InvalidArgument, "direct paths")
+            .context("list", Self::list(paths))
+            .context("twice", path)
+            .remedy("list each direct path at most once"))
+    }
+}
+
+impl fmt::Display for DirectPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for DirectPath {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|path| path.name() == name.trim()).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, "direct paths")
+                .context("name", name)
+                .remedy("list dma-buf, dma-buf-pcie and peer-memory, separated by commas, or none")
+        })
+    }
+}
+
+impl Serialize for DirectPath {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 

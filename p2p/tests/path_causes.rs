@@ -11,8 +11,8 @@ use std::{
 };
 
 use hmem_core::{
-    AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind, IfaceKind,
-    MrMode, Path, Registry,
+    AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind,
+    IfaceKind, MrMode, Path, Registry,
     cause::{Answer, RefusalCause, RefusalContext, Step},
     iface::{AllocRequest, DmaBufMapping},
     path::Trace,
@@ -25,7 +25,7 @@ use hmem_p2p::{
 };
 use hmem_provider_loopback::{Call, Faults, Loopback};
 use path_support::{
-    ALL_IMPORTS, PAGE, REMOTE,
+    ALL_IMPORTS, PAGE, REMOTE, register_range,
     vendor::{Refuse, Vendor, causes_of},
 };
 
@@ -53,6 +53,8 @@ struct Scene {
     /// With a refusal the memory has segments of one page.
     whole: Option<Refuse>,
     unexportable: bool,
+    /// True to register only the second half of the memory. The explanation registers all of it.
+    half: bool,
     /// Length of the registration in bytes.
     size: u64,
 }
@@ -74,6 +76,7 @@ impl Scene {
             nic_answers: &[],
             whole: None,
             unexportable: false,
+            half: false,
             size: PAGE,
         }
     }
@@ -118,9 +121,16 @@ impl Scene {
             simulated.set_exportable(buffer.allocation().base(), false).expect("a live allocation");
         }
         answer();
-        let registered = match domain.register(buffer, REMOTE) {
-            Ok(region) => region.decision().expect("registered").attempts.clone(),
-            Err(rejected) => rejected.error.trace().clone(),
+        let trace = |decision: &Decision| decision.attempts.clone();
+        let registered = if self.half {
+            let half = buffer.range().slice(self.size / 2, self.size / 2).expect("a part");
+            let region = register_range(&domain, half).expect("another unit works");
+            trace(region.decision().expect("registered"))
+        } else {
+            match domain.register(buffer, REMOTE) {
+                Ok(region) => trace(region.decision().expect("registered")),
+                Err(rejected) => rejected.error.trace().clone(),
+            }
         };
         faults.clear();
         answer();
@@ -350,6 +360,10 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             },
         ),
         (
+            "other-export-unit",
+            Scene { size: 2 * PAGE, half: true, ..broken(|vendor| vendor.less = not_supported) },
+        ),
+        (
             "no-pcie-mapping",
             Scene { imports: ALL_IMPORTS, ..broken(|vendor| vendor.pcie = not_supported) },
         ),
@@ -461,8 +475,8 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
     let mut met = BTreeSet::new();
     for (name, scene) in scenes() {
         for (who, trace) in ["registration", "explanation"].into_iter().zip(scene.play()) {
-            // A page that the explanation allocates has segments that can be exported.
-            if scene.unexportable && who == "explanation" {
+            // The memory that the explanation allocates can be exported, and is registered whole.
+            if (scene.unexportable || scene.half) && who == "explanation" {
                 continue;
             }
             let attempt = trace.iter().find(|attempt| attempt.cause_name == Some(name));

@@ -157,7 +157,8 @@ fn page_that_stays_registered_is_leaked_and_decides_nothing() {
         assert_eq!(domain.live().regions, 1 + leaked, "{refusals} refusals");
         close(region);
         assert_eq!(bench.device.stats().live_allocations, leaked, "{refusals} refusals");
-        let decided = bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled);
+        let decided =
+            bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled, None);
         assert_eq!(decided.map(|decision| decision.path), (leaked == 0).then_some(Path::DmaBuf));
         assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::DmaBuf);
     }
@@ -193,7 +194,7 @@ fn failure_of_the_path_removes_the_decision() {
     let attr = domain.provider_attr();
     let buffer = bench.buffer(PAGE);
     let owner = bench.registry.owner_of(buffer.allocation().base()).unwrap();
-    let remembered = || bench.paths.remembered(&owner, attr, P2pPolicy::Enabled);
+    let remembered = || bench.paths.remembered(&owner, attr, P2pPolicy::Enabled, None);
     assert!(remembered().is_none());
     let buffer = close(register(&domain, buffer).unwrap());
     assert_eq!(remembered().unwrap().path, Path::DmaBuf);
@@ -385,7 +386,9 @@ fn explanation_leaves_nothing_behind() {
     assert_eq!(bench.device.stats().live_allocations, before);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let owner = bench.registry.owner_of(bench.buffer(PAGE).allocation().base()).unwrap();
-    assert!(bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled).is_none());
+    assert!(
+        bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled, None).is_none()
+    );
 }
 
 /// P2P-04

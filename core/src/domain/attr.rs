@@ -6,7 +6,7 @@ use crate::{
     Access, Address, AddressRange, AuthKey, DeviceId, DmaBufOffset, IfaceKind, MrMode,
     cache::Limits,
     domain::{growth::Growth, region::MemoryRegion},
-    path::P2pPolicy,
+    path::{DirectPath, P2pPolicy},
     provider::StagingAttr,
     registration::{Parallel, Progress, WriteOrdering},
 };
@@ -29,6 +29,14 @@ pub struct DomainAttr {
     pub cache: Option<CacheAttr>,
     /// The policy for direct access to device memory. Default: [`P2pPolicy::Enabled`].
     pub p2p: P2pPolicy,
+    /// The direct paths to device memory, in the order in which they are tried. `None` means the
+    /// order that suits the NIC, and is the default: dma-buf (first with the PCIe mapping, for some
+    /// NICs), then peer memory.
+    ///
+    /// A path that is not listed is not tried. With an empty list, device memory needs staged
+    /// copies, and is refused under [`P2pPolicy::Required`]. A domain that is opened through
+    /// `hmem::Hmem` uses the builder's list or the variable `HMEM_DIRECT_PATHS` for `None`.
+    pub direct_paths: Option<Vec<DirectPath>>,
     /// The size and number of staging buffers, for device memory that the NIC cannot reach.
     pub staging: StagingAttr,
     /// The write ordering of cached regions, and of regions whose [`MrAttr::ordering`] is `None`.
@@ -70,6 +78,7 @@ impl Default for DomainAttr {
             auth_key: AuthKey::default(),
             cache: None,
             p2p: P2pPolicy::Enabled,
+            direct_paths: None,
             staging: StagingAttr::default(),
             ordering: WriteOrdering::default(),
             driver_calls_in_transfers: true,

@@ -71,7 +71,7 @@ use crate::{
     Access, AddressRange, Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, Iova,
     MrFlags, MrMode, ProcessMark, RawKey, Registry, Rejected, RemoteKey, Result,
     event_queue::EventQueue,
-    path::PathSelector,
+    path::{DirectPath, PathSelector},
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, Provider,
         ProviderAttr, ProviderDomain, RawKeys,
@@ -136,8 +136,8 @@ impl Domain {
     ///   besides BASIC or SCALABLE (only LOCAL may accompany BASIC, if the domain needs LOCAL).
     ///   A domain without [`DomainAttr::driver_calls_in_transfers`] needs LOCAL, whatever the
     ///   provider needs. The error names the bits.
-    /// - [`ErrorKind::InvalidArgument`] for a NIC that the provider does not have, and for staging
-    ///   attributes that are 0 or too large.
+    /// - [`ErrorKind::InvalidArgument`] for a NIC that the provider does not have, for staging
+    ///   attributes that are 0 or too large, and for a direct path that is listed twice.
     /// - The errors of [`Provider::nics`], [`ProcessMark::current`] and [`Provider::open_domain`].
     pub fn open(
         provider: &dyn Provider,
@@ -146,6 +146,7 @@ impl Domain {
         attr: DomainAttr,
     ) -> Result<Self> {
         attr.staging.check()?;
+        attr.direct_paths.as_deref().map_or(Ok(()), DirectPath::check)?;
         let nics = provider.nics()?;
         let nic = match &attr.nic {
             None => nics.first(),

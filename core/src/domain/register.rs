@@ -204,6 +204,7 @@ impl DomainInner {
             enabled: self.starts_enabled(flags),
             parallel: attr.parallel.as_ref(),
             policy: self.attr.p2p,
+            direct_paths: self.attr.direct_paths.as_deref(),
             ordering: attr.ordering.unwrap_or(self.attr.ordering),
             driver_calls_in_transfers: self.attr.driver_calls_in_transfers,
         }

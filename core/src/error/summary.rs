@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Attempt, Error, ErrorKind, Path};
+use super::{Attempt, Error, ErrorKind, ExportUnit, Path};
 
 /// A copy of an [`Error`] that can be compared, sent to another process and stored.
 ///
@@ -58,6 +58,9 @@ pub struct AttemptSummary {
     pub path: Path,
     /// The call that succeeded or was refused.
     pub call: String,
+    /// The memory that was exported or was to be exported. `None` for paths without dma-bufs, and
+    /// for a dma-buf that the application supplied.
+    pub unit: Option<ExportUnit>,
     /// True if a driver was called. False if the NIC does not support the path at all.
     pub driver_called: bool,
     /// The error of the refusal. `None` for the attempt that succeeded.
@@ -75,6 +78,7 @@ impl From<&Attempt> for AttemptSummary {
         Self {
             path: attempt.path,
             call: attempt.call.clone(),
+            unit: attempt.unit,
             driver_called: attempt.driver_called,
             error: attempt.error.as_ref().map(|error| Box::new(error.summary())),
             cause_name: attempt.cause_name.map(str::to_owned),

@@ -40,6 +40,42 @@ impl fmt::Display for Path {
     }
 }
 
+/// The memory that an iface exports as a dma-buf for a range to be registered.
+///
+/// A NIC registers only the requested range of a larger export, so its key grants no more. Some
+/// drivers export, and some NICs import, whole allocations or whole segments only.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExportUnit {
+    /// Exactly the range, or its part of each physical segment.
+    #[default]
+    Range,
+    /// Each physical segment that the range touches, as a whole.
+    Segment,
+    /// The whole allocation.
+    Allocation,
+}
+
+impl ExportUnit {
+    /// Returns the unit's name in messages.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Range => "range",
+            Self::Segment => "segment",
+            Self::Allocation => "allocation",
+        }
+    }
+}
+
+impl fmt::Display for ExportUnit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 /// One attempt to register over a path.
 #[derive(Clone, Debug, Serialize)]
 pub struct Attempt {
@@ -47,6 +83,9 @@ pub struct Attempt {
     pub path: Path,
     /// The call that succeeded or was refused.
     pub call: String,
+    /// The memory that was exported or was to be exported. `None` for paths without dma-bufs, and
+    /// for a dma-buf that the application supplied.
+    pub unit: Option<ExportUnit>,
     /// True if a driver was called. False if the NIC does not support the path at all, or the
     /// domain's settings forbid the path.
     pub driver_called: bool,
@@ -68,6 +107,7 @@ impl Attempt {
         Self {
             path,
             call: call.into(),
+            unit: None,
             driver_called: true,
             error: None,
             cause_name: None,
@@ -84,6 +124,7 @@ impl Attempt {
         Self {
             path,
             call: call.into(),
+            unit: None,
             driver_called: true,
             error: Some(error),
             cause_name,

@@ -209,6 +209,21 @@ pub const CAUSES: &[RefusalCause] = &[
                  properties",
         ..ANY
     },
+    RefusalCause {
+        name: "other-export-unit",
+        rank: 155,
+        paths: DMA_BUF,
+        steps: &[Step::ExportUnit],
+        answers: &[
+            Answer::UNSUPPORTED,
+            Answer::Kind(&[ErrorKind::InvalidArgument, ErrorKind::BadAddress, ErrorKind::Driver]),
+        ],
+        cause: "the driver does not export, or the NIC does not import, exactly this memory as a \
+                dma-buf: some need whole segments or allocations, or aligned ranges",
+        remedy: "none needed: another unit of export works and is tried first from now on, and the \
+                 key still covers the requested range only",
+        ..ANY
+    },
     RefusalCause::DEVICE_WITHOUT_DMA_BUF,
     RefusalCause {
         name: "acs",

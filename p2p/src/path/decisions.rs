@@ -1,8 +1,8 @@
 //! Table of the decisions of earlier registrations. The key is the class of the registration
-//! (iface, device, kind of memory, policy) and the NIC.
+//! (iface, device, kind of memory, policy, list of direct paths) and the NIC.
 //!
 //! Each [`DefaultPathSelector`](super::DefaultPathSelector) has its own table. An entry names the
-//! path that the next registration of its class tries first. The selector removes the entry when
+//! path, and the unit of export, that the next registration of its class tries first. The selector removes the entry when
 //! that path is refused. A refusal that concerns only one buffer is never stored: see the module
 //! [`probe`](mod@super::probe).
 
@@ -10,7 +10,7 @@ use std::{collections::HashMap, fmt, sync::Arc};
 
 use hmem_core::{
     AllocationKind, Decision, DeviceId, IfaceKind,
-    path::P2pPolicy,
+    path::{DirectPath, P2pPolicy},
     provider::{Imports, Nic, ProviderAttr},
 };
 use parking_lot::RwLock;
@@ -18,7 +18,7 @@ use parking_lot::RwLock;
 use super::variant::PathVariant;
 
 /// Key of a decision. It identifies registrations of one class (iface, device, kind of memory,
-/// policy) on one NIC.
+/// policy, list of direct paths) on one NIC.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key<'a> {
     class: Class,
@@ -32,6 +32,8 @@ struct Class {
     kind: AllocationKind,
     /// The domain's policy. The selector's own setting is the same for the whole table.
     policy: P2pPolicy,
+    /// The domain's list of direct paths, without duplicates; `None` for the NIC's own order.
+    direct_paths: Option<[Option<DirectPath>; DirectPath::ALL.len()]>,
     /// The kinds of memory that the NIC can import. Two providers with the same name may differ in
     /// them.
     imports: Imports,
@@ -43,9 +45,13 @@ impl<'a> Key<'a> {
         device: Option<DeviceId>,
         kind: AllocationKind,
         policy: P2pPolicy,
+        direct_paths: Option<&[DirectPath]>,
         attr: &'a ProviderAttr,
     ) -> Self {
-        Self { class: Class { iface, device, kind, policy, imports: attr.imports }, nic: &attr.nic }
+        let place = |listed: &[DirectPath]| std::array::from_fn(|at| listed.get(at).copied());
+        let direct_paths = direct_paths.map(place);
+        let class = Class { iface, device, kind, policy, direct_paths, imports: attr.imports };
+        Self { class, nic: &attr.nic }
     }
 }
 
@@ -132,7 +138,7 @@ impl Entry {
 
 #[cfg(test)]
 mod tests {
-    use hmem_core::iface::DmaBufMapping;
+    use hmem_core::{iface::DmaBufMapping, path::ExportUnit};
 
     use super::*;
 
@@ -145,7 +151,9 @@ mod tests {
             device: None,
             nic: String::new(),
             policy: P2pPolicy::Enabled,
+            direct_paths: None,
             mapping: DmaBufMapping::Default,
+            unit: ExportUnit::Range,
             from_cache: true,
             attempts: Vec::new().into(),
         });
@@ -156,13 +164,18 @@ mod tests {
         let peer_memory = Imports { peer_memory: true, ..Imports::default() };
         let mut keys = Vec::new();
         for device in [None, Some(DeviceId(0)), Some(DeviceId(1))] {
-            for (policy, imports) in [
-                (P2pPolicy::Enabled, Imports::default()),
-                (P2pPolicy::Enabled, peer_memory),
-                (P2pPolicy::Disabled, Imports::default()),
+            let listed = |first, second| Some([first, second, None]);
+            let [dma_buf, _, peer] = DirectPath::ALL.map(Some);
+            for (policy, direct_paths, imports) in [
+                (P2pPolicy::Enabled, None, Imports::default()),
+                (P2pPolicy::Enabled, None, peer_memory),
+                (P2pPolicy::Enabled, listed(None, None), peer_memory),
+                (P2pPolicy::Enabled, listed(dma_buf, peer), peer_memory),
+                (P2pPolicy::Enabled, listed(peer, dma_buf), peer_memory),
+                (P2pPolicy::Disabled, None, Imports::default()),
             ] {
                 let (iface, kind) = (IfaceKind::CUDA, AllocationKind::Device);
-                let class = Class { iface, device, kind, policy, imports };
+                let class = Class { iface, device, kind, policy, direct_paths, imports };
                 for provider in ["verbs", "loopback"] {
                     for name in ["mlx5_0", "mlx5_1"] {
                         let (provider, name) = (provider.into(), name.into());

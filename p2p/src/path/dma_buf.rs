@@ -10,7 +10,7 @@
 use std::{os::fd::BorrowedFd, sync::Arc};
 
 use hmem_core::{
-    DmaBufOffset, IfaceKind, MrFlags, Result,
+    DmaBufOffset, IfaceKind, MrFlags, Path, Result,
     cause::Step,
     iface::DmaBufMapping,
     path::{P2pPolicy, PathRegistration},
@@ -18,7 +18,7 @@ use hmem_core::{
 };
 
 use super::{
-    search::PathSearch,
+    search::{PathSearch, lists},
     variant::{PathRefusal, PathVariant},
 };
 
@@ -39,6 +39,15 @@ pub(super) unsafe fn register_dma_buf(
     offset: DmaBufOffset,
 ) -> Result<PathRegistration> {
     let variant = PathVariant::DmaBuf(DmaBufMapping::Default);
+    let left_out = |listed| !lists(listed, Path::DmaBuf);
+    if search.registration.direct_paths.is_some_and(left_out) && !is_claimed_host_memory(&search) {
+        return Err(search.exhausted((
+            "the domain's list of direct paths leaves dma-bufs out, and a dma-buf has no other \
+             path",
+            "add dma-buf to DomainAttr::direct_paths or HMEM_DIRECT_PATHS, or, for host memory, \
+             name the system iface (MrAttr::iface)",
+        )));
+    }
     if search.policy == P2pPolicy::Disabled && !is_claimed_host_memory(&search) {
         if search.iface.is_some() {
             return Err(search.exhausted((

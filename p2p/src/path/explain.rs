@@ -8,7 +8,7 @@ use hmem_core::{
     Iface, IfaceKind, MrMode, Path, Registry, Result,
     cause::{Facts, RefusalContext, Step},
     iface::{AllocRequest, DmaBufMapping},
-    path::{Attempt, P2pPolicy, Trace},
+    path::{Attempt, DirectPath, ExportUnit, P2pPolicy, Trace},
     provider::{Nic, Provider},
 };
 use serde::{Serialize, Serializer};
@@ -32,6 +32,8 @@ pub struct ExplainRequest {
     pub size: u64,
     /// The policy of the domain that would register the memory.
     pub policy: P2pPolicy,
+    /// The direct paths of that domain ([`DomainAttr::direct_paths`]).
+    pub direct_paths: Option<Vec<DirectPath>>,
 }
 
 impl ExplainRequest {
@@ -40,7 +42,8 @@ impl ExplainRequest {
     #[must_use]
     pub fn new(iface: IfaceKind) -> Self {
         let size = rustix::param::page_size() as u64;
-        Self { iface, device: None, kind: None, nic: None, size, policy: P2pPolicy::default() }
+        let (policy, direct_paths) = (P2pPolicy::default(), None);
+        Self { iface, device: None, kind: None, nic: None, size, policy, direct_paths }
     }
 
     /// Sets the device that owns the memory.
@@ -72,6 +75,12 @@ impl ExplainRequest {
     pub fn policy(self, policy: P2pPolicy) -> Self {
         Self { policy, ..self }
     }
+
+    /// Sets the direct paths of the domain that would register the memory.
+    #[must_use]
+    pub fn direct_paths(self, paths: impl Into<Option<Vec<DirectPath>>>) -> Self {
+        Self { direct_paths: paths.into(), ..self }
+    }
 }
 
 /// The path that a registration would take now, with the reasons.
@@ -99,6 +108,8 @@ pub struct Explanation {
     pub nic_pci_bus_id: Option<String>,
     /// The requested policy.
     pub policy: P2pPolicy,
+    /// The direct paths of the domain, in order; `None` for the NIC's own order.
+    pub direct_paths: Option<Vec<DirectPath>>,
     /// True if direct access is forbidden for every NIC, by `FI_HMEM_DISABLE_P2P` or the builder.
     /// The policy then has no effect.
     pub p2p_disabled: bool,
@@ -106,6 +117,8 @@ pub struct Explanation {
     pub path: Option<Path>,
     /// The mapping of the dma-buf; `None` for any other path.
     pub mapping: Option<DmaBufMapping>,
+    /// The memory that is exported as a dma-buf; `None` for any other path.
+    pub unit: Option<ExportUnit>,
     /// The reason why the path was chosen, or why every path was refused.
     pub reason: String,
     /// Changes to the machine or settings that allow a better path, or any path. Each change is
@@ -147,6 +160,7 @@ impl DefaultPathSelector {
             mr_mode: MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE),
             hmem: true,
             p2p: request.policy,
+            direct_paths: request.direct_paths.clone(),
             ..DomainAttr::default()
         };
         let selector = Arc::new(self.without_decisions());
@@ -173,9 +187,11 @@ impl DefaultPathSelector {
             nic: nic.to_string(),
             nic_pci_bus_id: nic.pci_bus_id.clone(),
             policy: request.policy,
+            direct_paths: request.direct_paths.clone(),
             p2p_disabled: self.is_p2p_disabled(),
             path: None,
             mapping: None,
+            unit: None,
             reason: String::new(),
             remedies: Vec::new(),
             attempts: Trace::default(),
@@ -253,6 +269,7 @@ impl Explanation {
     fn take(&mut self, decision: &Decision) {
         self.path = Some(decision.path);
         self.mapping = (decision.path == Path::DmaBuf).then_some(decision.mapping);
+        self.unit = (decision.path == Path::DmaBuf).then_some(decision.unit);
         self.reason.clone_from(&decision.reason);
         self.attempts = decision.attempts.clone();
         let staged_by_order =
@@ -323,6 +340,12 @@ impl fmt::Display for Explanation {
             write!(f, " device {device}")?;
         }
         write!(f, " on {}, policy {}", self.nic, self.policy)?;
+        if let Some(paths) = &self.direct_paths {
+            write!(f, ", direct_paths {}", DirectPath::list(paths))?;
+        }
+        if let Some(unit) = self.unit.filter(|unit| *unit != ExportUnit::Range) {
+            write!(f, ", exported by whole {unit}")?;
+        }
         for attempt in &self.attempts {
             write!(f, "\n  {attempt}")?;
         }

@@ -1,17 +1,18 @@
 //! Dma-buf exports for one registration. The driver exports each range as one dma-buf if it can,
-//! and otherwise each physical segment. All NICs of the registration share the exports.
+//! and otherwise each physical segment, or the whole allocation. All NICs of the registration share
+//! the exports.
 
 use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
-    AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, Path, Segment,
+    AddressRange, Allocation, DmaBufOffset, Error, ErrorKind, Iface, IfaceExt, Path, Segment,
     cause::Step,
     iface::{DmaBufExport, DmaBufMapping, Facet, SegmentMap},
-    path::Attempt,
+    path::{Attempt, ExportUnit},
     provider::{Backing, Nic, Piece},
 };
 
-use super::variant::{DmaBufLayout, PathRefusal};
+use super::variant::{DmaBufLayout, ExportShape, PathRefusal, unit_note};
 
 /// Exports of the ranges of one registration. The iface releases them once the path is decided.
 pub(super) struct ExportSet<'a> {
@@ -21,35 +22,67 @@ pub(super) struct ExportSet<'a> {
     allocations: &'a [Allocation],
     /// The physical segments of each range; `None` until they were queried.
     segments: Option<Vec<Vec<Segment>>>,
+    /// The physical segments of each allocation; `None` until they were queried.
+    whole_segments: Option<Vec<Vec<Segment>>>,
     sets: Vec<Set>,
     /// True if several NICs register the same exports. An export that one NIC refuses is then kept
     /// for the other NICs.
     pub(super) shared: bool,
 }
 
-/// The unit of memory that is exported as one dma-buf.
+/// A way to divide the ranges of a registration into exports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ExportUnit {
-    /// A whole range, or each of its segments if the driver refuses to export the range as one
-    /// dma-buf.
-    Range,
-    /// One physical segment.
-    Segment,
+pub(super) enum Division {
+    /// One dma-buf for each range, or for each of its parts if the driver refuses to export the
+    /// range as one dma-buf. A part is the range's share of one physical segment.
+    Ranges,
+    /// One dma-buf for each part.
+    Parts,
+    /// One dma-buf for each part, with the whole physical segment.
+    Segments,
+    /// One dma-buf for each range, with its whole allocation.
+    Allocations,
 }
 
-/// The exports of all ranges with one dma-buf mapping and one [`ExportUnit`].
+impl Division {
+    /// Returns all divisions in the order in which they are tried. The first has the unit `first`.
+    pub(super) fn order(first: ExportUnit) -> [Self; 4] {
+        let mut order = [Self::Ranges, Self::Parts, Self::Segments, Self::Allocations];
+        let at = order.iter().position(|division| division.unit() == first);
+        order.rotate_left(at.unwrap_or(0));
+        order
+    }
+
+    pub(super) const fn unit(self) -> ExportUnit {
+        match self {
+            Self::Ranges | Self::Parts => ExportUnit::Range,
+            Self::Segments => ExportUnit::Segment,
+            Self::Allocations => ExportUnit::Allocation,
+        }
+    }
+}
+
+/// The exports of all ranges with one dma-buf mapping and one [`Division`].
 struct Set {
     mapping: DmaBufMapping,
-    unit: ExportUnit,
-    made: Vec<(AddressRange, DmaBufExport)>,
+    division: Division,
+    made: Vec<Made>,
     /// Failed exports of whole ranges: the failed call and its error.
     refused: Vec<(String, Error)>,
+}
+
+/// An exported dma-buf.
+struct Made {
+    /// The range that a NIC registers. It lies in `exported`.
+    range: AddressRange,
+    exported: AddressRange,
+    export: DmaBufExport,
 }
 
 /// The exports that a NIC registers, one piece for each dma-buf.
 pub(super) struct Exported<'e> {
     pub(super) pieces: Vec<Piece<'e>>,
-    pub(super) layout: Option<DmaBufLayout>,
+    pub(super) shape: ExportShape,
     /// Refused exports of whole ranges. Their segments were exported separately instead.
     pub(super) refused: Vec<PathRefusal>,
 }
@@ -61,7 +94,15 @@ impl<'a> ExportSet<'a> {
         ranges: &'a [AddressRange],
         allocations: &'a [Allocation],
     ) -> Self {
-        Self { iface, ranges, allocations, segments: None, sets: Vec::new(), shared: false }
+        Self {
+            iface,
+            ranges,
+            allocations,
+            segments: None,
+            whole_segments: None,
+            sets: Vec::new(),
+            shared: false,
+        }
     }
 
     /// Opens the ranges to peer-memory clients.
@@ -89,21 +130,80 @@ impl<'a> ExportSet<'a> {
         self.sets.first().map(|set| set.mapping)
     }
 
+    /// Returns the unit in which the ranges are already exported with this mapping; `None` if there
+    /// is no such export.
+    pub(super) fn unit_of(&self, mapping: DmaBufMapping) -> Option<ExportUnit> {
+        self.sets.iter().find(|set| set.mapping == mapping).map(|set| set.division.unit())
+    }
+
+    /// Returns true if `division` exports more memory than the ranges. Returns false if the iface
+    /// exports nothing with this mapping, and for whole allocations if a part of them is not mapped
+    /// or cannot be exported.
+    ///
+    /// An error is a failed query of the segments. Later calls then return false.
+    pub(super) fn is_larger(
+        &mut self,
+        mapping: DmaBufMapping,
+        division: Division,
+    ) -> Result<bool, PathRefusal> {
+        let (ranges, allocations) = (self.ranges, self.allocations);
+        let memory = ranges.iter().zip(allocations);
+        let exporter = self.iface.dma_buf();
+        let exports = exporter.is_some_and(|exporter| exporter.mappings().contains(&mapping));
+        if !exports || memory.clone().all(|(range, of)| *range == of.range) {
+            return Ok(false);
+        }
+        self.query_segments()?;
+        if self.whole_segments.is_none() {
+            self.whole_segments = Some(Vec::new());
+            let query = |of: &Allocation| {
+                self.iface.segments_of(of.range, of).map_err(|error| {
+                    PathRefusal::new(Step::Segments, format!("segments({})", of.range), error)
+                })
+            };
+            self.whole_segments =
+                Some(self.allocations.iter().map(query).collect::<Result<_, _>>()?);
+        }
+        let whole = self.whole_segments.as_deref().unwrap_or_default();
+        let mut parts = self.segments.iter().flatten().flatten();
+        Ok(match division {
+            Division::Ranges | Division::Parts => false,
+            // The segment of an allocation that has only one is the allocation.
+            Division::Segments => {
+                let several = whole.iter().any(|whole| whole.len() > 1);
+                several && parts.any(|part| self.segment(part) != *part)
+            }
+            Division::Allocations => {
+                !whole.is_empty()
+                    && memory.zip(whole).all(|((range, of), whole)| {
+                        of.range.contains_range(*range)
+                            && cover(whole, of.range)
+                            && whole.iter().all(|segment| segment.exportable)
+                    })
+            }
+        })
+    }
+
+    /// Returns the whole physical segment around a part of a range.
+    fn segment(&self, part: &Segment) -> Segment {
+        let mut whole = self.whole_segments.iter().flatten().flatten();
+        *whole.find(|segment| segment.range.contains_range(part.range)).unwrap_or(part)
+    }
+
     /// Returns the exports of all ranges for a NIC to register. Creates them on the first call for
-    /// this mapping and unit.
+    /// this mapping and division. The caller must have checked a larger division with
+    /// [`is_larger`](Self::is_larger).
     pub(super) fn pieces(
         &mut self,
         mapping: DmaBufMapping,
-        unit: ExportUnit,
+        division: Division,
         nic: &Nic,
     ) -> Result<Exported<'_>, PathRefusal> {
-        let at = match self.at(mapping, unit) {
+        let at = match self.at(mapping, division) {
             Some(at) => at,
             None => {
-                if self.segments.is_none() {
-                    self.segments = Some(self.find_segments()?);
-                }
-                let set = self.export(mapping, unit, nic)?;
+                self.query_segments()?;
+                let set = self.export(mapping, division, nic)?;
                 self.sets.push(set);
                 self.sets.len() - 1
             }
@@ -111,21 +211,22 @@ impl<'a> ExportSet<'a> {
         let set = &self.sets[at];
         let segments = self.segments.iter().flatten().map(Vec::len).sum();
         let layout = DmaBufLayout { segments, dma_bufs: set.made.len() };
+        let layout = (segments > self.ranges.len()).then_some(layout);
         Ok(Exported {
             pieces: set.made.iter().map(piece).collect(),
-            layout: (segments > self.ranges.len()).then_some(layout),
+            shape: ExportShape { unit: division.unit(), layout },
             refused: set.refused.iter().cloned().map(whole).collect(),
         })
     }
 
-    fn at(&self, mapping: DmaBufMapping, unit: ExportUnit) -> Option<usize> {
-        self.sets.iter().position(|set| set.mapping == mapping && set.unit == unit)
+    fn at(&self, mapping: DmaBufMapping, division: Division) -> Option<usize> {
+        self.sets.iter().position(|set| set.mapping == mapping && set.division == division)
     }
 
-    /// Releases the exports of this mapping and unit after a NIC refused them, unless several NICs
-    /// share them. Returns failed releases as attempts.
-    pub(super) fn refused(&mut self, mapping: DmaBufMapping, unit: ExportUnit) -> Vec<Attempt> {
-        match self.at(mapping, unit) {
+    /// Releases the exports of this mapping and division after a NIC refused them, unless several
+    /// NICs share them. Returns failed releases as attempts.
+    pub(super) fn refused(&mut self, mapping: DmaBufMapping, division: Division) -> Vec<Attempt> {
+        match self.at(mapping, division) {
             Some(at) if !self.shared => {
                 let set = self.sets.swap_remove(at);
                 self.give_back(set.made)
@@ -144,44 +245,54 @@ impl<'a> ExportSet<'a> {
     fn export(
         &self,
         mapping: DmaBufMapping,
-        unit: ExportUnit,
+        division: Division,
         nic: &Nic,
     ) -> Result<Set, PathRefusal> {
-        let mut set =
-            Set { mapping, unit, made: Vec::with_capacity(self.ranges.len()), refused: Vec::new() };
-        let ask = |range: AddressRange, of: &Allocation| {
+        let mut made = Vec::with_capacity(self.ranges.len());
+        let mut refused = Vec::new();
+        let note = unit_note(division.unit());
+        let ask = |range: AddressRange, exported: AddressRange, of: &Allocation| {
             let lacking = || self.iface.unavailable(Facet::DmaBuf).context("range", range);
             let exporter = self.iface.dma_buf().ok_or_else(lacking);
             exporter
-                .and_then(|exporter| exporter.export(range, of, nic, mapping))
-                .map_err(|error| (format!("export_dma_buf({range}, {mapping:?})"), error))
+                .and_then(|exporter| exporter.export(exported, of, nic, mapping))
+                .map(|export| Made { range, exported, export })
+                .map_err(|error| (format!("export_dma_buf({exported}, {mapping:?}{note})"), error))
         };
         let memory = self.ranges.iter().zip(self.allocations);
         for ((range, of), segments) in memory.zip(self.segments.iter().flatten()) {
             let several = segments.len() > 1 && segments.iter().all(|segment| segment.exportable);
-            let asked_whole = several && unit == ExportUnit::Range;
+            let asked_whole = several && division == Division::Ranges;
             if asked_whole {
-                match ask(*range, of) {
+                match ask(*range, *range, of) {
                     Ok(export) => {
-                        set.made.push((*range, export));
+                        made.push(export);
                         continue;
                     }
-                    Err(refused) => set.refused.push(refused),
+                    Err(error) => refused.push(error),
                 }
             }
-            for segment in segments {
-                let refusal = if segment.exportable {
-                    match ask(segment.range, of) {
+            let whole_range = [Segment { range: *range, exportable: true }];
+            let parts =
+                if division == Division::Allocations { &whole_range } else { &segments[..] };
+            for part in parts {
+                let exported = match division {
+                    Division::Ranges | Division::Parts => part.range,
+                    Division::Segments => self.segment(part).range,
+                    Division::Allocations => of.range,
+                };
+                let refusal = if part.exportable {
+                    match ask(part.range, exported, of) {
                         Ok(export) => {
-                            set.made.push((segment.range, export));
+                            made.push(export);
                             continue;
                         }
                         Err((call, error)) => PathRefusal::new(Step::Export, call, error),
                     }
                 } else {
-                    self.not_exportable(segment)
+                    self.not_exportable(part)
                 };
-                let mut before: Vec<_> = set.refused.into_iter().map(whole).collect();
+                let mut before: Vec<_> = refused.into_iter().map(whole).collect();
                 if let Some(of_whole) = before.last_mut().filter(|_| asked_whole)
                     && of_whole.is_like(&refusal)
                 {
@@ -189,11 +300,11 @@ impl<'a> ExportSet<'a> {
                     // not the cause.
                     of_whole.step = refusal.step;
                 }
-                let also = self.give_back(set.made);
+                let also = self.give_back(made);
                 return Err(PathRefusal { before, also, ..refusal });
             }
         }
-        Ok(set)
+        Ok(Set { mapping, division, made, refused })
     }
 
     /// Returns the refusal for a segment that the iface marked as not exportable. No driver is
@@ -207,6 +318,14 @@ impl<'a> ExportSet<'a> {
             .remedy("allocate it as RDMA capable: this physical segment cannot be exported");
         let call = format!("segments({})", segment.range);
         PathRefusal { only_this_buffer: true, ..PathRefusal::new(Step::Segments, call, error) }
+    }
+
+    /// Queries the physical segments of the ranges, unless that was done.
+    fn query_segments(&mut self) -> Result<(), PathRefusal> {
+        if self.segments.is_none() {
+            self.segments = Some(self.find_segments()?);
+        }
+        Ok(())
     }
 
     fn find_segments(&self) -> Result<Vec<Vec<Segment>>, PathRefusal> {
@@ -236,9 +355,9 @@ impl<'a> ExportSet<'a> {
         Ok(all)
     }
 
-    fn give_back(&self, made: Vec<(AddressRange, DmaBufExport)>) -> Vec<Attempt> {
+    fn give_back(&self, made: Vec<Made>) -> Vec<Attempt> {
         let mut refused = Vec::new();
-        for (range, export) in made {
+        for Made { exported: range, export, .. } in made {
             if let Err(error) = self.iface.release_dma_buf(export) {
                 let error = named(self.iface, error);
                 tracing::warn!(%range, %error, "cannot release a dma-buf export");
@@ -261,8 +380,12 @@ fn whole((call, error): (String, Error)) -> PathRefusal {
     PathRefusal::new(Step::ExportWhole, call, error)
 }
 
-fn piece((range, export): &(AddressRange, DmaBufExport)) -> Piece<'_> {
-    Piece { range: *range, backing: Backing::DmaBuf { fd: export.as_fd(), offset: export.offset } }
+fn piece(made: &Made) -> Piece<'_> {
+    let Made { range, exported, export } = made;
+    // An offset beyond the dma-buf is refused by the NIC.
+    let offset = export.offset.0.saturating_add(range.start().0 - exported.start().0);
+    let offset = DmaBufOffset(offset);
+    Piece { range: *range, backing: Backing::DmaBuf { fd: export.as_fd(), offset } }
 }
 
 impl Drop for ExportSet<'_> {

@@ -3,8 +3,8 @@
 //!
 //! The selector tries paths by registering the buffer over them. It records a refusal with its
 //! error, probable cause and remedy before it tries the next path. It remembers a path that worked
-//! and tries it first for the same iface, device, kind of memory, NIC and policy. It forgets a path
-//! that fails.
+//! and tries it first for the same iface, device, kind of memory, NIC, policy and list of direct
+//! paths. It forgets a path that fails.
 //!
 //! A single unusual buffer does not change the path of other buffers. After a refusal the selector
 //! may register and close a page of the same kind. It then remembers only the result of that page.
@@ -38,9 +38,9 @@ use std::sync::Arc;
 use hmem_core::{
     AllocationKind, Decision, Error, ErrorKind, IfaceKind, Path, Result,
     iface::DmaBufMapping,
-    path::{Attempt, P2pPolicy, PathRegistration, PathSelector, Target},
+    path::{Attempt, DirectPath, ExportUnit, P2pPolicy, PathRegistration, PathSelector, Target},
     provider::{Nic, ProviderAttr, ProviderDomain, ProviderRegion},
-    registration::Memory,
+    registration::{Memory, Registration},
     registry::AddressOwner,
 };
 
@@ -55,7 +55,7 @@ use self::{
     exports::ExportSet,
     probe::{ProbeResult, probe},
     search::{PathSearch, kind_of},
-    variant::{DmaBufLayout, PathVariant},
+    variant::{ExportShape, PathVariant},
 };
 pub use hmem_core::cause::Facts;
 
@@ -109,15 +109,18 @@ impl DefaultPathSelector {
     }
 
     /// Returns the remembered decision for the owner's memory on the NIC, if there is one.
-    /// Registrations try the path of that decision first. Calls no driver.
+    /// Registrations of domains with this policy and these direct paths try the path of that
+    /// decision first. Calls no driver.
     #[must_use]
     pub fn remembered(
         &self,
         owner: &AddressOwner,
         nic: &ProviderAttr,
         policy: P2pPolicy,
+        direct_paths: Option<&[DirectPath]>,
     ) -> Option<Arc<Decision>> {
-        let key = Key::new(owner.iface, owner.device, kind_of(owner), policy, nic);
+        let kind = kind_of(owner);
+        let key = Key::new(owner.iface, owner.device, kind, policy, direct_paths, nic);
         self.decisions.get(&key).map(|decided| decided.decision)
     }
 
@@ -159,9 +162,14 @@ impl DefaultPathSelector {
         if let Some(decided) = decided {
             let variant = match (decided.variant, exports.existing()) {
                 // All NICs share one export, under the mapping that the first NIC used.
-                (PathVariant::DmaBuf(_), Some(existing)) => PathVariant::DmaBuf(existing),
+                (PathVariant::DmaBuf(_), Some(existing))
+                    if search.registration.direct_paths.is_none() =>
+                {
+                    PathVariant::DmaBuf(existing)
+                }
                 (variant, _) => variant,
             };
+            search.first_unit = decided.decision.unit;
             // SAFETY: the caller upholds the contract of this function, which covers this call.
             match unsafe { search.take(variant, exports) } {
                 Ok(taken) => {
@@ -169,7 +177,16 @@ impl DefaultPathSelector {
                     if !exports.shared {
                         search.note(exports.close());
                     }
+                    let shape = search.shape;
+                    // A buffer without a larger unit may use another unit than the remembered one,
+                    // which was not refused then.
+                    let replaces = search.exports_refused
+                        && shape.unit != decided.decision.unit
+                        && variant == decided.variant;
                     let decision = remembered_now(&decided.decision, variant, search);
+                    if replaces {
+                        self.remember_shape(&key, variant, Decision::clone(&decision), shape);
+                    }
                     return Ok(PathRegistration { region, decision: Some(decision) });
                 }
                 Err(refusal) => {
@@ -212,7 +229,7 @@ impl DefaultPathSelector {
         let learn = Learned {
             refused_by_driver: search.refused_by_driver,
             only_this_buffer: failed.is_some_and(|(_, only_this_buffer)| only_this_buffer),
-            layout: search.layout.is_some(),
+            shape: search.shape,
         };
         let again = search.restart(search.registration, search.owner);
         let reason = reason(variant, &search);
@@ -225,7 +242,9 @@ impl DefaultPathSelector {
     /// Probes with one page before a range is exported for several NICs. Without the probe, the
     /// selector would export the whole range only to test the paths of the first NIC.
     fn probe_beforehand(&self, search: &PathSearch<'_>) {
-        let direct = search.policy != P2pPolicy::Disabled && !search.kind.cpu_accessible();
+        let direct = search.policy != P2pPolicy::Disabled
+            && search.registration.direct_paths != Some(&[])
+            && !search.kind.cpu_accessible();
         let key = key_of(search);
         if !direct || self.decisions.get(&key).is_some() {
             return;
@@ -236,7 +255,7 @@ impl DefaultPathSelector {
         match probe(search) {
             ProbeResult::Direct(variant, decision) => self.remember(&key, variant, *decision),
             ProbeResult::NoDirect(mut attempts) if staged => {
-                attempts.push(PathVariant::Staged.success(None));
+                attempts.push(PathVariant::Staged.success(ExportShape::default()));
                 let mut page = search.restart(search.registration, search.owner);
                 page.note(attempts);
                 let decision =
@@ -250,6 +269,21 @@ impl DefaultPathSelector {
     fn remember(&self, key: &Key<'_>, variant: PathVariant, decision: Decision) {
         let decision = Arc::new(Decision { from_cache: true, ..decision });
         self.decisions.insert(key, Decided { variant, decision });
+    }
+
+    /// Stores the decision of a registration. Leaves its attempts out if they depend on the
+    /// segments of its memory.
+    fn remember_shape(
+        &self,
+        key: &Key<'_>,
+        variant: PathVariant,
+        mut decision: Decision,
+        shape: ExportShape,
+    ) {
+        if shape.layout.is_some() {
+            decision.attempts = vec![variant.success(ExportShape { layout: None, ..shape })].into();
+        }
+        self.remember(key, variant, decision);
     }
 
     /// Stores a decision for later registrations of other buffers. If no driver refused a path,
@@ -268,10 +302,7 @@ impl DefaultPathSelector {
         let key = key_of(search);
         let mut decision = decision.clone();
         if !learn.refused_by_driver {
-            if learn.layout {
-                decision.attempts = vec![variant.success(None)].into();
-            }
-            return self.remember(&key, variant, decision);
+            return self.remember_shape(&key, variant, decision, learn.shape);
         }
         if learn.only_this_buffer || !self.decisions.count_refused(&key) {
             return;
@@ -279,7 +310,7 @@ impl DefaultPathSelector {
         match probe(search) {
             ProbeResult::Direct(variant, decision) => self.remember(&key, variant, *decision),
             ProbeResult::NoDirect(mut attempts) if variant == PathVariant::Staged => {
-                attempts.push(variant.success(None));
+                attempts.push(variant.success(ExportShape::default()));
                 decision.attempts = attempts.into();
                 self.remember(&key, variant, decision);
             }
@@ -304,7 +335,8 @@ impl Drop for DeregisterOnPanic<'_> {
 
 fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
     let AddressOwner { iface, device, .. } = *search.owner;
-    Key::new(iface, device, search.kind, search.registration.policy, search.attr())
+    let Registration { policy, direct_paths, .. } = *search.registration;
+    Key::new(iface, device, search.kind, policy, direct_paths, search.attr())
 }
 
 /// Facts about a registration. They decide whether its path applies to other buffers of the same
@@ -316,45 +348,48 @@ struct Learned {
     /// True if the remembered path was refused because of the segments of the memory that is
     /// registered. Other buffers can still use that path.
     only_this_buffer: bool,
-    /// True if a range of the registration had several segments. Their layout says nothing about
-    /// other buffers.
-    layout: bool,
+    /// The exports of the registration. The layout of a range of several segments says nothing
+    /// about other buffers.
+    shape: ExportShape,
 }
 
 /// Returns the remembered decision for a registration over the path of that decision. Returns a
 /// changed copy if this registration has one of the following:
 ///
 /// - the layout of ranges of several segments,
-/// - failed releases of exports,
-/// - another mapping.
+/// - failed releases of exports, or other refused attempts,
+/// - another mapping or unit of export.
 fn remembered_now(
     decision: &Arc<Decision>,
     variant: PathVariant,
     search: PathSearch<'_>,
 ) -> Arc<Decision> {
-    let layout = search.layout;
+    let shape = search.shape;
     let attempts = search.into_attempts();
-    if attempts.is_empty() && layout.is_none() && decision.mapping == variant.mapping() {
+    let same = decision.mapping == variant.mapping() && decision.unit == shape.unit;
+    if attempts.is_empty() && shape.layout.is_none() && same {
         Arc::clone(decision)
     } else {
-        with_attempts(decision, variant, attempts, layout)
+        with_attempts(decision, variant, attempts, shape)
     }
 }
 
 /// Returns a copy of the remembered `decision` with the attempts of this registration. Keeps the
-/// refusals in `decision` only if this registration used the same mapping.
+/// refusals in `decision` only if this registration used the same mapping, and no smaller unit of
+/// export.
 #[cold]
 fn with_attempts(
     decision: &Decision,
     variant: PathVariant,
     now: Vec<Attempt>,
-    layout: Option<DmaBufLayout>,
+    shape: ExportShape,
 ) -> Arc<Decision> {
-    let mapping = variant.mapping();
+    let (mapping, unit) = (variant.mapping(), shape.unit);
     let from_cache = decision.mapping == mapping;
-    let earlier = decision.attempts.iter().filter(|attempt| from_cache && attempt.error.is_some());
-    let attempts: Vec<_> = earlier.cloned().chain(now).chain([variant.success(layout)]).collect();
-    Arc::new(Decision { mapping, from_cache, attempts: attempts.into(), ..decision.clone() })
+    let keeps = from_cache && decision.unit <= unit;
+    let earlier = decision.attempts.iter().filter(|attempt| keeps && attempt.error.is_some());
+    let attempts: Vec<_> = earlier.cloned().chain(now).chain([variant.success(shape)]).collect();
+    Arc::new(Decision { mapping, unit, from_cache, attempts: attempts.into(), ..decision.clone() })
 }
 
 /// The reason why no path is left to try, and a remedy.
@@ -416,11 +451,18 @@ unsafe fn search_by_policy(
         return Err(REFUSED);
     }
     if search.policy == P2pPolicy::Required {
-        return Err((
-            "direct access is required and every direct path was refused",
-            "make one of the paths in the trace work, or set the policy to Enabled, which stages \
-             copies",
-        ));
+        return Err(match search.registration.direct_paths {
+            None => (
+                "direct access is required and every direct path was refused",
+                "make one of the paths in the trace work, or set the policy to Enabled, which \
+                 stages copies",
+            ),
+            Some(_) => (
+                "direct access is required, and no direct path that the domain lists works",
+                "list further paths in DomainAttr::direct_paths or HMEM_DIRECT_PATHS, make one of \
+                 the paths in the trace work, or set the policy to Enabled, which stages copies",
+            ),
+        });
     }
     if search.policy == P2pPolicy::Preferred {
         let range = search.registration.ranges[0];
@@ -456,7 +498,11 @@ fn reason(variant: PathVariant, search: &PathSearch<'_>) -> &'static str {
         (PathVariant::DmaBuf(_), _) => "the device exports it and the NIC imports it",
         (PathVariant::PeerMemory, _) => "a peer-memory client resolves the device address",
         (PathVariant::Staged, _) if search.policy != P2pPolicy::Disabled => {
-            "every direct path was refused"
+            match search.registration.direct_paths {
+                None => "every direct path was refused",
+                Some([]) => "the domain lists no direct path",
+                Some(_) => "every direct path that the domain lists was refused",
+            }
         }
         (PathVariant::Staged, _) if search.registration.policy == P2pPolicy::Disabled => {
             "direct access to device memory is disabled by the domain's policy"
@@ -483,9 +529,11 @@ unsafe impl PathSelector for DefaultPathSelector {
             device: None,
             nic: nic.to_string(),
             policy: P2pPolicy::Enabled,
+            direct_paths: None,
             mapping: DmaBufMapping::Default,
+            unit: ExportUnit::Range,
             from_cache: false,
-            attempts: vec![PathVariant::HostPages.success(None)].into(),
+            attempts: vec![PathVariant::HostPages.success(ExportShape::default())].into(),
         }
     }
 

@@ -9,7 +9,7 @@ use hmem_core::{
     Result,
     cause::{Facts, RefusalContext, Step},
     iface::DmaBufMapping,
-    path::{Attempt, P2pPolicy, Target, Trace},
+    path::{Attempt, DirectPath, ExportUnit, P2pPolicy, Target, Trace},
     provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
     registration::{Memory, Registration},
     registry::AddressOwner,
@@ -18,9 +18,9 @@ use hmem_core::{
 use super::{
     DefaultPathSelector,
     cause::{NO_PCIE_MAPPING, ProbableCause},
-    exports::{ExportSet, ExportUnit, Exported, named},
+    exports::{Division, ExportSet, Exported, named},
     facts::FactSource,
-    variant::{DmaBufLayout, PathRefusal, PathVariant},
+    variant::{DmaBufLayout, ExportShape, PathRefusal, PathVariant},
 };
 use crate::staging::StagedRange;
 
@@ -28,10 +28,8 @@ use crate::staging::StagedRange;
 #[derive(Debug)]
 pub(super) struct Taken {
     pub(super) region: ProviderRegion,
-    /// Number of segments and dma-bufs; `None` if every range is one segment, or for a path without
-    /// dma-bufs.
-    pub(super) layout: Option<DmaBufLayout>,
-    /// Refusals of whole ranges on this path. Their segments were then tried separately.
+    pub(super) shape: ExportShape,
+    /// Refusals of other exports of the same memory on this path.
     pub(super) refused: Vec<PathRefusal>,
 }
 
@@ -65,9 +63,12 @@ pub(super) struct PathSearch<'a> {
     /// True if the driver does not support an export with the default mapping. A refusal of the
     /// PCIe mapping is then not due to the mapping.
     default_refused: bool,
-    /// Number of segments and dma-bufs on the chosen path; `None` if every range is one segment, or
-    /// for a path without dma-bufs.
-    pub(super) layout: Option<DmaBufLayout>,
+    /// The unit of exports that is tried first.
+    pub(super) first_unit: ExportUnit,
+    /// The exports of the chosen path.
+    pub(super) shape: ExportShape,
+    /// True if other exports of the memory were refused before those of the chosen path.
+    pub(super) exports_refused: bool,
 }
 
 impl<'a> PathSearch<'a> {
@@ -94,7 +95,9 @@ impl<'a> PathSearch<'a> {
             may_be_temporary: false,
             request_refused: false,
             default_refused: false,
-            layout: None,
+            first_unit: ExportUnit::Range,
+            shape: ExportShape::default(),
+            exports_refused: false,
         }
     }
 
@@ -119,7 +122,8 @@ impl<'a> PathSearch<'a> {
             may_be_temporary: false,
             request_refused: false,
             default_refused: false,
-            layout: None,
+            shape: ExportShape::default(),
+            exports_refused: false,
             ..*self
         }
     }
@@ -166,13 +170,17 @@ impl<'a> PathSearch<'a> {
         };
         // SAFETY: the caller upholds the contract of this function, which covers this call.
         match unsafe { self.provider.register(self.registration, &pieces) } {
-            Ok(region) => Ok(Taken { region, layout: None, refused: Vec::new() }),
-            Err(error) => Err(PathRefusal::new(Step::Register, variant.call(None), error)),
+            Ok(region) => Ok(Taken { region, shape: ExportShape::default(), refused: Vec::new() }),
+            Err(error) => {
+                let call = variant.call(ExportShape::default());
+                Err(PathRefusal::new(Step::Register, call, error))
+            }
         }
     }
 
-    /// Registers one dma-buf for each range. If the driver or the NIC refuses a dma-buf of several
-    /// segments, registers one dma-buf for each physical segment.
+    /// Registers the memory as dma-bufs. Tries the divisions of the memory into exports in order,
+    /// until one is neither refused by the driver nor by the NIC. A NIC registers only the ranges,
+    /// however large the exports are.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
@@ -182,32 +190,59 @@ impl<'a> PathSearch<'a> {
         mapping: DmaBufMapping,
         exports: &mut ExportSet<'_>,
     ) -> Result<Taken, PathRefusal> {
-        let mut refused = Vec::new();
-        let mut unit = ExportUnit::Range;
-        loop {
-            let Exported { pieces, layout, refused: by_driver } =
-                match exports.pieces(mapping, unit, self.nic()) {
-                    Ok(exported) => exported,
-                    Err(mut refusal) => {
-                        refused.append(&mut refusal.before);
-                        return Err(PathRefusal { before: refused, ..refusal });
-                    }
-                };
-            refused.extend(by_driver);
-            // SAFETY: the caller upholds the contract of this function, which covers this call.
-            let error = match unsafe { self.provider.register(self.registration, &pieces) } {
-                Ok(region) => return Ok(Taken { region, layout, refused }),
-                Err(error) => error,
+        let mut refused: Vec<PathRefusal> = Vec::new();
+        // True if the NIC refused a dma-buf of several segments.
+        let mut spans = false;
+        for division in Division::order(exports.unit_of(mapping).unwrap_or(self.first_unit)) {
+            let last = refused.last();
+            let wanted = match division {
+                Division::Ranges => true,
+                Division::Parts => spans,
+                Division::Segments | Division::Allocations => {
+                    last.is_none_or(PathRefusal::larger_may_help)
+                        && exports.is_larger(mapping, division).unwrap_or_else(|refusal| {
+                            refused.insert(refused.len().saturating_sub(1), refusal);
+                            false
+                        })
+                }
             };
-            let call = PathVariant::DmaBuf(mapping).call(layout);
-            let also = exports.refused(mapping, unit);
-            let refusal = PathRefusal { also, ..PathRefusal::new(Step::Register, call, error) };
-            if !layout.is_some_and(DmaBufLayout::spans) || refusal.is_about_the_request() {
-                return Err(PathRefusal { before: refused, ..refusal });
+            if !wanted {
+                continue;
             }
-            refused.push(refusal);
-            unit = ExportUnit::Segment;
+            let unit = division.unit();
+            let of_unit = |refusal| PathRefusal { unit: Some(unit), ..refusal };
+            let refusal = match exports.pieces(mapping, division, self.nic()) {
+                Ok(Exported { pieces, shape, refused: by_driver }) => {
+                    refused.extend(by_driver.into_iter().map(of_unit));
+                    // SAFETY: the caller upholds the contract of this function, which covers this
+                    // call.
+                    match unsafe { self.provider.register(self.registration, &pieces) } {
+                        Ok(region) => {
+                            note_other_units(&mut refused, unit);
+                            return Ok(Taken { region, shape, refused });
+                        }
+                        Err(error) => {
+                            let call = PathVariant::DmaBuf(mapping).call(shape);
+                            spans = division == Division::Ranges
+                                && shape.layout.is_some_and(DmaBufLayout::spans);
+                            let also = exports.refused(mapping, division);
+                            PathRefusal { also, ..PathRefusal::new(Step::Register, call, error) }
+                        }
+                    }
+                }
+                Err(mut refusal) => {
+                    refused.extend(refusal.before.drain(..).map(of_unit));
+                    refusal
+                }
+            };
+            let ends = refusal.is_about_the_request();
+            refused.push(of_unit(refusal));
+            if ends {
+                break;
+            }
         }
+        let last = refused.pop().expect("the ranges are always tried");
+        Err(PathRefusal { before: refused, ..last })
     }
 
     fn pieces<'b>(&self, backing: impl Fn(AddressRange) -> Backing<'b>) -> Vec<Piece<'b>> {
@@ -227,23 +262,28 @@ impl<'a> PathSearch<'a> {
         tried: Option<PathVariant>,
     ) -> Option<(PathVariant, ProviderRegion)> {
         let imports = self.attr().imports;
-        if !imports.dma_buf {
-            self.not_imported(Path::DmaBuf, "dma-buf");
-        }
-        let has_pcie = exports
-            .iface()
-            .dma_buf()
-            .is_some_and(|exporter| exporter.mappings().contains(&DmaBufMapping::Pcie));
-        let mut mappings = mappings(imports.pcie_mapping_first, has_pcie).to_vec();
-        if let Some(existing) = exports.existing() {
-            // All NICs share the exports with the mapping `existing`. The search tries other
-            // mappings only if `existing` is refused.
-            mappings.retain(|mapping| *mapping != existing);
-            mappings.insert(0, existing);
-        }
-        let dma_bufs = mappings.into_iter().filter(|_| imports.dma_buf).map(PathVariant::DmaBuf);
-        let peer_memory = imports.peer_memory.then_some(PathVariant::PeerMemory);
-        for variant in dma_bufs.chain(peer_memory) {
+        let listed = self.registration.direct_paths;
+        let order = match listed {
+            Some(listed) => listed.to_vec(),
+            None => default_order(imports.pcie_mapping_first, exports),
+        };
+        let mut lacks_dma_buf = false;
+        for path in order {
+            match path {
+                DirectPath::DmaBuf(_) if imports.dma_buf => {}
+                DirectPath::DmaBuf(_) => {
+                    if !std::mem::replace(&mut lacks_dma_buf, true) {
+                        self.not_imported(Path::DmaBuf, "dma-buf");
+                    }
+                    continue;
+                }
+                DirectPath::PeerMemory if imports.peer_memory => {}
+                DirectPath::PeerMemory => {
+                    self.not_imported(Path::PeerMemory, "peer memory");
+                    continue;
+                }
+            }
+            let variant = PathVariant::from(path);
             if tried == Some(variant) {
                 continue;
             }
@@ -256,8 +296,10 @@ impl<'a> PathSearch<'a> {
                 return None;
             }
         }
-        if !imports.peer_memory {
-            self.not_imported(Path::PeerMemory, "peer memory");
+        for path in [Path::DmaBuf, Path::PeerMemory] {
+            if listed.is_some_and(|listed| !lists(listed, path)) {
+                self.not_listed(path);
+            }
         }
         None
     }
@@ -302,6 +344,18 @@ impl<'a> PathSearch<'a> {
     /// forbids.
     pub(super) fn permits(&self, variant: PathVariant) -> bool {
         variant != PathVariant::Staged || self.registration.driver_calls_in_transfers
+    }
+
+    /// Records that the domain's list of direct paths leaves `path` out.
+    fn not_listed(&mut self, path: Path) {
+        let listed = self.registration.direct_paths.unwrap_or_default();
+        let error = Error::new(ErrorKind::Unsupported, "direct_paths")
+            .provider(self.nic().to_string())
+            .context("why", "the domain's list of direct paths leaves it out")
+            .context("direct_paths", DirectPath::list(listed))
+            .remedy("add it to DomainAttr::direct_paths or HMEM_DIRECT_PATHS");
+        tracing::debug!(%path, %error, "the domain does not list the path");
+        self.attempts.push(Attempt::not_tried(path, "direct_paths", error));
     }
 
     fn not_imported(&mut self, path: Path, what: &'static str) {
@@ -357,14 +411,15 @@ impl<'a> PathSearch<'a> {
 
     /// Records the refusals that preceded a successful registration. Returns the registered region.
     pub(super) fn taken(&mut self, variant: PathVariant, taken: Taken) -> ProviderRegion {
+        self.exports_refused = !taken.refused.is_empty();
         taken.refused.into_iter().for_each(|refusal| self.record(variant, refusal));
-        self.layout = taken.layout;
+        self.shape = taken.shape;
         taken.region
     }
 
     fn record(&mut self, variant: PathVariant, refusal: PathRefusal) {
         let unsupported = refusal.step == Step::Export && refusal.is_unsupported();
-        let PathRefusal { step, call, error, before, also, .. } = refusal;
+        let PathRefusal { step, call, error, unit, before, also, .. } = refusal;
         before.into_iter().for_each(|refusal| self.record(variant, refusal));
         let mapping = if self.default_refused { DmaBufMapping::Default } else { variant.mapping() };
         let cause = self.cause(variant.path(), step, mapping, &error);
@@ -373,6 +428,7 @@ impl<'a> PathSearch<'a> {
         }
         self.refused_with = Some(error.kind());
         let attempt = Attempt::refused(variant.path(), call, self.named(error));
+        let attempt = Attempt { unit, ..attempt };
         let attempt = ProbableCause::add_to(cause.as_ref(), attempt);
         tracing::debug!(
             path = %attempt.path,
@@ -421,7 +477,7 @@ impl<'a> PathSearch<'a> {
     /// Records that the registration over `variant` succeeded, and returns the decision for this
     /// path.
     pub(super) fn decision(mut self, variant: PathVariant, reason: &str) -> Decision {
-        self.attempts.push(variant.success(self.layout));
+        self.attempts.push(variant.success(self.shape));
         self.recorded(variant, reason)
     }
 
@@ -436,7 +492,9 @@ impl<'a> PathSearch<'a> {
             device: self.owner.device,
             nic: self.nic().to_string(),
             policy: self.policy,
+            direct_paths: self.registration.direct_paths.map(<[_]>::to_vec),
             mapping: variant.mapping(),
+            unit: self.shape.unit,
             from_cache: false,
             attempts: self.attempts.into(),
         };
@@ -482,11 +540,35 @@ pub(super) fn kind_of(owner: &AddressOwner) -> AllocationKind {
     }
 }
 
-/// Returns the dma-buf mappings in the order in which they are tried (HM-09).
-fn mappings(pcie_first: bool, has_pcie: bool) -> &'static [DmaBufMapping] {
-    if pcie_first && has_pcie {
-        &[DmaBufMapping::Pcie, DmaBufMapping::Default]
-    } else {
-        &[DmaBufMapping::Default]
+/// Returns the direct paths in the order that suits a NIC (HM-09).
+fn default_order(pcie_mapping_first: bool, exports: &ExportSet<'_>) -> Vec<DirectPath> {
+    let exporter = exports.iface().dma_buf();
+    let has_pcie =
+        exporter.is_some_and(|exporter| exporter.mappings().contains(&DmaBufMapping::Pcie));
+    let mut mappings = vec![DmaBufMapping::Default];
+    if pcie_mapping_first && has_pcie {
+        mappings.insert(0, DmaBufMapping::Pcie);
+    }
+    if let Some(existing) = exports.existing() {
+        // All NICs share the exports with the mapping `existing`. The search tries other mappings
+        // only if `existing` is refused.
+        mappings.retain(|mapping| *mapping != existing);
+        mappings.insert(0, existing);
+    }
+    mappings.into_iter().map(DirectPath::DmaBuf).chain([DirectPath::PeerMemory]).collect()
+}
+
+/// Returns true if a list of direct paths contains `path`.
+pub(super) fn lists(listed: &[DirectPath], path: Path) -> bool {
+    listed.iter().any(|listed| PathVariant::from(*listed).path() == path)
+}
+
+/// Marks the refusals of exports in other units than `unit`, which worked. The driver and the NIC
+/// can thus do what they refused, so that the refusal says something about the unit only.
+fn note_other_units(refused: &mut [PathRefusal], unit: ExportUnit) {
+    for refusal in refused.iter_mut().filter(|refusal| refusal.unit != Some(unit)) {
+        if matches!(refusal.step, Step::Export | Step::Register) {
+            refusal.step = Step::ExportUnit;
+        }
     }
 }

@@ -2,7 +2,12 @@
 
 use std::fmt;
 
-use hmem_core::{Error, ErrorKind, Path, cause::Step, iface::DmaBufMapping, path::Attempt};
+use hmem_core::{
+    Error, ErrorKind, Path,
+    cause::Step,
+    iface::DmaBufMapping,
+    path::{Attempt, DirectPath, ExportUnit},
+};
 
 /// Numbers of the physical segments of a registration and of the dma-bufs that hold the segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +27,24 @@ impl fmt::Display for DmaBufLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ending = if self.dma_bufs == 1 { "" } else { "s" };
         write!(f, "{} segments in {} dma-buf{ending}", self.segments, self.dma_bufs)
+    }
+}
+
+/// The exports of a registration: the unit of each, and their number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct ExportShape {
+    pub(super) unit: ExportUnit,
+    /// `None` if every range is one segment, or for a path without dma-bufs.
+    pub(super) layout: Option<DmaBufLayout>,
+}
+
+/// Returns the end of the description of a call that exports or registers whole units; empty for
+/// exactly the range.
+pub(super) const fn unit_note(unit: ExportUnit) -> &'static str {
+    match unit {
+        ExportUnit::Range => "",
+        ExportUnit::Segment => ", whole segments",
+        ExportUnit::Allocation => ", whole allocation",
     }
 }
 
@@ -51,23 +74,32 @@ impl PathVariant {
         }
     }
 
-    /// Returns a description of the registration call for an attempt. `layout` is `None` if every
-    /// range is one segment.
-    pub(super) fn call(self, layout: Option<DmaBufLayout>) -> String {
-        match (self, layout) {
-            (Self::HostPages, _) => "register(host pages)".into(),
-            (Self::DmaBuf(mapping), None) => format!("register(dma-buf, {mapping:?} mapping)"),
-            (Self::DmaBuf(mapping), Some(layout)) => {
-                format!("register(dma-buf, {mapping:?} mapping, {layout})")
+    /// Returns a description of the registration call for an attempt.
+    pub(super) fn call(self, shape: ExportShape) -> String {
+        match self {
+            Self::HostPages => "register(host pages)".into(),
+            Self::DmaBuf(mapping) => {
+                let layout = shape.layout.map_or(String::new(), |layout| format!(", {layout}"));
+                format!("register(dma-buf, {mapping:?} mapping{layout}{})", unit_note(shape.unit))
             }
-            (Self::PeerMemory, _) => "register(peer memory)".into(),
-            (Self::Staged, _) => "register(staged)".into(),
+            Self::PeerMemory => "register(peer memory)".into(),
+            Self::Staged => "register(staged)".into(),
         }
     }
 
     /// Returns the attempt that records a successful registration over this path.
-    pub(super) fn success(self, layout: Option<DmaBufLayout>) -> Attempt {
-        Attempt::success(self.path(), self.call(layout))
+    pub(super) fn success(self, shape: ExportShape) -> Attempt {
+        let unit = matches!(self, Self::DmaBuf(_)).then_some(shape.unit);
+        Attempt { unit, ..Attempt::success(self.path(), self.call(shape)) }
+    }
+}
+
+impl From<DirectPath> for PathVariant {
+    fn from(path: DirectPath) -> Self {
+        match path {
+            DirectPath::DmaBuf(mapping) => Self::DmaBuf(mapping),
+            DirectPath::PeerMemory => Self::PeerMemory,
+        }
     }
 }
 
@@ -77,10 +109,13 @@ pub(super) struct PathRefusal {
     pub(super) step: Step,
     pub(super) call: String,
     pub(super) error: Error,
+    /// The memory that was exported or was to be exported; `None` for a path without dma-bufs, and
+    /// for a dma-buf of the application.
+    pub(super) unit: Option<ExportUnit>,
     /// True if the refusal concerns only the buffer of this registration, because of the buffer's
     /// segments. The driver was not asked to export the refused part.
     pub(super) only_this_buffer: bool,
-    /// Refusals of whole ranges on this path. Their segments were then tried separately.
+    /// Earlier refusals on this path. Other exports of the same memory were then tried.
     pub(super) before: Vec<PathRefusal>,
     /// Failed releases of exports after the refusal.
     pub(super) also: Vec<Attempt>,
@@ -88,7 +123,15 @@ pub(super) struct PathRefusal {
 
 impl PathRefusal {
     pub(super) fn new(step: Step, call: String, error: Error) -> Self {
-        Self { step, call, error, only_this_buffer: false, before: Vec::new(), also: Vec::new() }
+        Self {
+            step,
+            call,
+            error,
+            unit: None,
+            only_this_buffer: false,
+            before: Vec::new(),
+            also: Vec::new(),
+        }
     }
 
     /// Returns true if the request itself is invalid, so that every path would refuse it.
@@ -108,6 +151,14 @@ impl PathRefusal {
                 | ErrorKind::BadState
                 | ErrorKind::Canceled
         )
+    }
+
+    /// Returns true if a larger export of the same memory may succeed after this refusal. Drivers
+    /// and NICs use these error kinds for a range that does not begin at a boundary they need, or
+    /// that is a part of an allocation.
+    pub(super) fn larger_may_help(&self) -> bool {
+        let by_kind = matches!(self.error.kind(), ErrorKind::BadAddress | ErrorKind::Driver);
+        !self.only_this_buffer && (by_kind || self.is_unsupported())
     }
 
     /// Returns true if both refusals have the same error kind, or both mean "not supported".

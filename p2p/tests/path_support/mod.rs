@@ -100,14 +100,14 @@ impl Bench {
     }
 
     pub(crate) fn try_domain(&self, nic: &str, p2p: P2pPolicy) -> Result<Domain> {
+        self.domain_with(DomainAttr { nic: Some(nic.to_owned()), p2p, ..DomainAttr::default() })
+    }
+
+    /// Opens a domain that offers every mr_mode bit but BASIC and SCALABLE, and otherwise has the
+    /// attributes `attr`.
+    pub(crate) fn domain_with(&self, attr: DomainAttr) -> Result<Domain> {
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
-        let attr = DomainAttr {
-            nic: Some(nic.to_owned()),
-            mr_mode,
-            hmem: true,
-            p2p,
-            ..DomainAttr::default()
-        };
+        let attr = DomainAttr { mr_mode, ..attr };
         Domain::open(&self.provider, Arc::clone(&self.registry), Arc::clone(&self.paths) as _, attr)
     }
 

@@ -29,6 +29,10 @@ pub(crate) struct Vendor {
     pub(crate) dma_buf: Refuse,
     /// The refusal of exports of several segments as one dma-buf.
     pub(crate) whole: Refuse,
+    /// The refusal of exports that begin or end inside a physical segment.
+    pub(crate) part: Refuse,
+    /// The refusal of exports that are not the whole allocation.
+    pub(crate) less: Refuse,
     pub(crate) pcie: Refuse,
     pub(crate) peer_memory: Refuse,
     /// The error of a release of a dma-buf. The export is released even if an error is reported.
@@ -45,6 +49,8 @@ impl Vendor {
             segment_len: None,
             dma_buf: nothing,
             whole: nothing,
+            part: nothing,
+            less: nothing,
             pcie: nothing,
             peer_memory: nothing,
             release: nothing,
@@ -160,11 +166,21 @@ impl DmaBufExporter for Vendor {
     fn export(
         &self,
         range: AddressRange,
-        _: &Allocation,
+        of: &Allocation,
         nic: &Nic,
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
         check(if mapping == DmaBufMapping::Pcie { self.pcie } else { self.dma_buf })?;
+        if range != of.range {
+            check(self.less)?;
+        }
+        let segment = self.segment_len.unwrap_or(of.range.len());
+        let start = range.start().0 - of.range.start().0;
+        let end = start + range.len();
+        let ends_inside = !end.is_multiple_of(segment) && end != of.range.len();
+        if !start.is_multiple_of(segment) || ends_inside {
+            check(self.part)?;
+        }
         if self.segment_len.is_some_and(|step| range.len() > step) {
             check(self.whole)?;
         }
@@ -185,15 +201,19 @@ impl PeerMemoryExporter for Vendor {
 }
 
 impl SegmentMap for Vendor {
-    fn segments(&self, range: AddressRange, _: &Allocation) -> Result<Vec<Segment>> {
+    fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
         check(self.segments)?;
         let physical = self.memory.physical_segments(range)?;
         let Some(step) = self.segment_len else { return Ok(physical) };
         let mut segments = Vec::new();
         for Segment { range, exportable } in physical {
-            for at in (0..range.len()).step_by(step as usize) {
-                let range = range.slice(at, step.min(range.len() - at)).expect("inside");
+            let mut at = 0;
+            while at < range.len() {
+                let in_segment = (range.start().0 + at - of.range.start().0) % step;
+                let len = (step - in_segment).min(range.len() - at);
+                let range = range.slice(at, len).expect("inside");
                 segments.push(Segment { range, exportable });
+                at += len;
             }
         }
         Ok(segments)
