@@ -9,7 +9,7 @@ use hmem_core::{
     CacheAttr, Domain, DomainAttr, Error, ErrorKind, Iface, IfaceKind, IfaceName, ProcessMark,
     Registry, Result, environment,
     monitor::Monitor,
-    path::PathSelector,
+    path::{DirectPath, PathSelector},
     provider::{Provider, ProviderAttr},
 };
 use hmem_iface_system::{
@@ -47,6 +47,8 @@ pub struct Hmem {
     absent_providers: Vec<(String, Error)>,
     paths: Arc<DefaultPathSelector>,
     p2p_disabled: bool,
+    /// The direct paths of domains that have no list of their own.
+    direct_paths: Option<Vec<DirectPath>>,
     system: Arc<System>,
     cache: Arc<CacheSettings>,
     /// The mark of the process that built this value. A forked child cannot open domains.
@@ -87,6 +89,7 @@ pub struct Builder {
     mismatch: Option<Error>,
     filter: Option<String>,
     disable_p2p: Option<bool>,
+    direct_paths: Option<Vec<DirectPath>>,
     skip_vendors: bool,
     /// The number of providers that were added before verbs, or `None` without verbs.
     verbs_at: Option<usize>,
@@ -142,6 +145,13 @@ impl Hmem {
     #[must_use]
     pub fn p2p_disabled(&self) -> bool {
         self.p2p_disabled
+    }
+
+    /// Returns the direct paths of domains whose [`DomainAttr::direct_paths`] is `None`: the list of
+    /// [`Builder::direct_paths`] or `HMEM_DIRECT_PATHS`. `None` means each NIC's own order.
+    #[must_use]
+    pub fn direct_paths(&self) -> Option<&[DirectPath]> {
+        self.direct_paths.as_deref()
     }
 
     /// Returns the monitor that detects changes of cached host memory, with the reason for the
@@ -238,6 +248,7 @@ impl Hmem {
                 self.cache_monitor()?;
             }
         }
+        attr.direct_paths = attr.direct_paths.or_else(|| self.direct_paths.clone());
         let selector: Arc<dyn PathSelector> = Arc::clone(&self.paths) as _;
         Domain::open(provider, Arc::clone(&self.registry), selector, attr)
     }
@@ -287,7 +298,9 @@ impl Hmem {
         provider: &dyn Provider,
         request: &ExplainRequest,
     ) -> Result<Explanation> {
-        self.paths.explain(&self.registry, provider, request)
+        let listed = request.direct_paths.as_ref().or(self.direct_paths.as_ref());
+        let request = request.clone().direct_paths(listed.cloned());
+        self.paths.explain(&self.registry, provider, &request)
     }
 }
 
@@ -431,6 +444,14 @@ impl Builder {
         self
     }
 
+    /// Sets the direct paths of domains whose [`DomainAttr::direct_paths`] is `None`, in the order
+    /// in which they are tried. This setting overrides `HMEM_DIRECT_PATHS`.
+    #[must_use]
+    pub fn direct_paths(mut self, paths: impl Into<Vec<DirectPath>>) -> Self {
+        self.direct_paths = Some(paths.into());
+        self
+    }
+
     /// Sets the default cache settings of domains, which [`DomainAttr::cache`] overrides. This call
     /// gives no domain a cache: a domain has one only if its [`DomainAttr::cache`] is `Some`.
     ///
@@ -476,8 +497,8 @@ impl Builder {
     /// Reads no variable of the environment: neither those of libfabric (`FI_HMEM`,
     /// `FI_HMEM_DISABLE_P2P`, `FI_MR_*`) nor those of the back ends that this builder starts
     /// (`HMEM_CUDA_LIBRARY` and its like, `HMEM_CUDA_MONITOR`, `HMEM_NEURON_START_RUNTIME`,
-    /// `HMEM_SYNAPSEAI_START_RUNTIME`, `HMEM_VERBS_PCIE_MAPPING`). A setting that the builder lacks
-    /// then has its default.
+    /// `HMEM_SYNAPSEAI_START_RUNTIME`, `HMEM_VERBS_PCIE_MAPPING`), nor `HMEM_DIRECT_PATHS`. A
+    /// setting that the builder lacks then has its default.
     ///
     /// Three readers are not affected: an iface or provider that the application opened itself, the
     /// dynamic loader (`LD_LIBRARY_PATH`), and the vendors' libraries.
@@ -565,6 +586,11 @@ impl Builder {
             None if !environment => false,
             None => environment::boolean(env::DISABLE_P2P)?.unwrap_or(false),
         };
+        let direct_paths = match self.direct_paths {
+            Some(paths) => Some(paths),
+            None if !environment => None,
+            None => env::direct_paths()?,
+        };
         let (monitor, imported) = match self.cache_monitor {
             Some(CacheMonitor::Kind(kind)) => (Some(kind), None),
             Some(CacheMonitor::Imported(monitor)) => (Some(HostMonitorKind::Import), Some(monitor)),
@@ -645,6 +671,7 @@ impl Builder {
             absent_providers: self.absent_providers,
             paths: Arc::new(DefaultPathSelector::new().disable_p2p(disable_p2p)),
             p2p_disabled: disable_p2p,
+            direct_paths,
             system,
             cache,
             process,

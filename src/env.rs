@@ -4,12 +4,16 @@
 use hmem_core::{
     CacheAttr, IfaceKind, Result,
     environment::{bad_value, boolean, text},
+    path::DirectPath,
 };
 
 /// The variable with the names of the ifaces to start, separated by `;` or `,`.
 pub(crate) const HMEM: &str = "FI_HMEM";
 /// The variable that disables direct access of NICs to device memory.
 pub(crate) const DISABLE_P2P: &str = "FI_HMEM_DISABLE_P2P";
+/// The variable with the direct paths of domains that have no list of their own: `dma-buf`,
+/// `dma-buf-pcie` and `peer-memory`, separated by commas, or `none`.
+pub(crate) const DIRECT_PATHS: &str = "HMEM_DIRECT_PATHS";
 /// The variable with the name of the monitor for cached host memory.
 pub(crate) const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
@@ -51,6 +55,15 @@ pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
     (cache.merge, cache.without_monitors) = (merge, without_monitors);
     cache.growth = by_builder.growth;
     Ok(cache)
+}
+
+/// Returns the direct paths that the environment lists, or `None` if the variable is not set.
+pub(crate) fn direct_paths() -> Result<Option<Vec<DirectPath>>> {
+    let Some(text) = text(DIRECT_PATHS)? else { return Ok(None) };
+    DirectPath::parse_list(&text).map(Some).map_err(|error| {
+        let remedy = error.remedy_text().unwrap_or_default().to_owned();
+        bad_value(DIRECT_PATHS, &text).remedy(remedy)
+    })
 }
 
 /// Returns the ifaces whose monitors the environment disables, or `None` if it disables none.

@@ -82,6 +82,11 @@ const SECTIONS: [(&str, &[Section]); 8] = [
                         "HMEM_CUDA_MONITOR",
                         "how caches detect freed CUDA memory: auto, hooks or identity",
                     ),
+                    (
+                        "HMEM_DIRECT_PATHS",
+                        "direct paths to device memory, in the order in which they are tried: \
+                         dma-buf, dma-buf-pcie and peer-memory, separated by commas, or none",
+                    ),
                     ("HMEM_NEURON_START_RUNTIME", "boolean: start the Neuron runtime"),
                     ("HMEM_SYNAPSEAI_START_RUNTIME", "boolean: acquire a Gaudi device"),
                     (

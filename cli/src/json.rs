@@ -26,6 +26,9 @@ pub struct Attempt {
     pub path: Cow<'static, str>,
     /// The name of the call that succeeded or was refused.
     pub call: String,
+    /// The memory that was exported as a dma-buf: `range`, `segment` or `allocation`; null for other
+    /// paths.
+    pub unit: Option<Cow<'static, str>>,
     /// The refusal, on one line; null for the attempt that succeeded.
     pub error: Option<String>,
     /// The probable cause of the refusal; null if unknown, or if the attempt succeeded.
@@ -42,6 +45,7 @@ impl From<&path::Attempt> for Attempt {
         Self {
             path: attempt.path.name().into(),
             call: attempt.call.clone(),
+            unit: attempt.unit.map(|unit| unit.name().into()),
             error: attempt.error.as_ref().map(Error::to_string),
             cause: attempt.cause.clone(),
             remedy: attempt.remedy.clone(),
@@ -57,6 +61,7 @@ impl Attempt {
         Self {
             path: path.name().into(),
             call: "register".into(),
+            unit: None,
             error: Some(error.to_string()),
             cause: Some(error.kind().text().to_owned()),
             remedy: error.remedy_text().map(str::to_owned),

@@ -25,6 +25,7 @@ fn command(arguments: &[&str], environment: &[(&str, &str)]) -> Command {
         "FI_MR_CACHE_MAX_COUNT",
         "FI_MR_CACHE_MAX_SIZE",
         "FI_MR_CACHE_MERGE_REGIONS",
+        "HMEM_DIRECT_PATHS",
         "NO_COLOR",
         "CLICOLOR_FORCE",
     ] {
@@ -572,6 +573,11 @@ fn wrong_arguments_and_variables_exit_with_status_2() {
         &hmem(&["check"], &[("FI_HMEM_DISABLE_P2P", "maybe")]),
         2,
         &["FI_HMEM_DISABLE_P2P", "maybe"],
+    );
+    refused(
+        &hmem(&["check"], &[("HMEM_DIRECT_PATHS", "dma-buf,tcp")]),
+        2,
+        &["HMEM_DIRECT_PATHS", "dma-buf,tcp", "peer-memory"],
     );
     refused(
         &hmem(&["check", "--iface", "nonsense"], &[]),

@@ -28,7 +28,9 @@ use serde_json::Value;
 
 fn hmem(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
-    for name in ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "NO_COLOR", "CLICOLOR_FORCE"] {
+    for name in
+        ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "HMEM_DIRECT_PATHS", "NO_COLOR", "CLICOLOR_FORCE"]
+    {
         command.env_remove(name);
     }
     command.args(arguments).envs(environment.iter().copied()).output().expect("the binary runs")
@@ -143,6 +145,30 @@ fn explain_covers_the_selected_pair_under_the_policy() {
         ended(&hmem(&[&one[..], &["--policy", "required"]].concat(), &forbidden), 1)
             .contains("path: none")
     );
+}
+
+/// LIFE-06
+#[test]
+fn explanation_follows_and_names_the_order_of_direct_paths() {
+    let pair = ["explain", "--iface", "simulated", "--device", "0", "--nic", "loopback/hardware"];
+    let json_pair = [&pair[..], &["--json"]].concat();
+    let entry = |variables: &[(&str, &str)]| {
+        list(&json(&hmem(&json_pair, variables), 0), "explanations")[0].clone()
+    };
+    let default = entry(&[]);
+    assert_eq!((&default["path"], &default["unit"]), (&"dma-buf".into(), &"range".into()));
+    assert!(default["direct_paths"].is_null(), "{default}");
+
+    let none = [("HMEM_DIRECT_PATHS", "none")];
+    let staged = entry(&none);
+    assert_eq!((&staged["path"], &staged["unit"]), (&"staged".into(), &Value::Null));
+    assert_eq!(staged["direct_paths"], serde_json::json!([]));
+    let reordered = entry(&[("HMEM_DIRECT_PATHS", "peer-memory,dma-buf")]);
+    assert_eq!(reordered["direct_paths"], serde_json::json!(["peer-memory", "dma-buf"]));
+    assert_eq!(list(&reordered, "trace")[0]["path"], "peer-memory");
+    let output = hmem(&pair, &none);
+    let text = ended(&output, 0);
+    assert!(text.contains("direct paths: none (HMEM_DIRECT_PATHS)"), "{text}");
 }
 
 /// DIAG-03, P2P-03

@@ -10,12 +10,12 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, Error,
-    ErrorKind, Iface, IfaceKind, MrAttr, MrFlags, MrMode, Result, iface::AllocRequest,
+    ErrorKind, Iface, IfaceKind, MrAttr, MrFlags, MrMode, Path, Result, iface::AllocRequest,
     p2p::path::ExplainRequest, path::Decision,
 };
 use serde::Serialize;
 
-use super::Pair;
+use super::{Pair, report::unit_text};
 use crate::{
     args::{ExplainArgs, PointerSort},
     json::Skipped,
@@ -46,6 +46,9 @@ pub struct PointerEntry {
     pub correct: bool,
     /// The chosen path; null if the registration was refused.
     pub path: Option<&'static str>,
+    /// The memory that was exported as a dma-buf: `range`, `segment` or `allocation`; null for other
+    /// paths.
+    pub unit: Option<&'static str>,
     /// The reason for the path, or for the refusal.
     pub reason: String,
     /// The error of the refusal, on one line; null if the memory was registered.
@@ -227,6 +230,7 @@ fn entry(
         outcome: "registered",
         correct: sort == PointerSort::Interior,
         path: None,
+        unit: None,
         reason: String::new(),
         error: None,
         cause: None,
@@ -235,6 +239,7 @@ fn entry(
     match outcome {
         Ok(decision) => {
             entry.path = Some(decision.path.name());
+            entry.unit = (decision.path == Path::DmaBuf).then_some(decision.unit.name());
             entry.reason = decision.reason.clone();
             if !entry.correct && may_lack_pages(pair, sort, domain) {
                 entry.outcome = "allowed";
@@ -296,7 +301,8 @@ fn one(out: &mut dyn Write, entry: &PointerEntry, style: Style) -> io::Result<()
     let outcome = style.word(entry.outcome, tone);
     match (entry.path, entry.correct) {
         (Some(path), true) => {
-            style.item(out, &head, &format!("{outcome} by {path} ({})", entry.reason))
+            let unit = unit_text(entry.unit);
+            style.item(out, &head, &format!("{outcome} by {path} ({}{unit})", entry.reason))
         }
         (Some(path), false) => {
             style.item(out, &head, &format!("{outcome} by {path}: a defect, report it"))

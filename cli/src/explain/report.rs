@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use hmem::p2p::path::Explanation;
+use hmem::{p2p::path::Explanation, path::ExportUnit};
 use serde::Serialize;
 
 use super::{Names, PointerEntry, pointers};
@@ -52,12 +52,17 @@ pub struct Entry {
     pub nic: String,
     /// The policy for direct access of NICs to device memory.
     pub policy: &'static str,
+    /// The direct paths that the setting `HMEM_DIRECT_PATHS` lists, in order; null if it is not set.
+    pub direct_paths: Option<Vec<&'static str>>,
     /// True if `FI_HMEM_DISABLE_P2P` forbids direct access to device memory for every NIC.
     pub p2p_disabled: bool,
     /// The chosen path; null if every path was refused.
     pub path: Option<&'static str>,
     /// The dma-buf mapping that the driver was asked for, such as `pcie`; null for other paths.
     pub mapping: Option<String>,
+    /// The memory that was exported as a dma-buf: `range`, `segment` or `allocation`; null for other
+    /// paths.
+    pub unit: Option<&'static str>,
     /// The reason why this path was chosen, or why every path was refused.
     pub reason: String,
     /// The changes that would enable a better path, or any path if every one was refused.
@@ -149,9 +154,14 @@ impl Entry {
             provider: names.provider.clone(),
             nic: names.nic.clone(),
             policy: found.policy.name(),
+            direct_paths: found
+                .direct_paths
+                .as_ref()
+                .map(|paths| paths.iter().map(|path| path.name()).collect()),
             p2p_disabled: found.p2p_disabled,
             path,
             mapping: found.mapping.map(|mapping| format!("{mapping:?}").to_lowercase()),
+            unit: found.unit.map(ExportUnit::name),
             reason: found.reason.clone(),
             remedies: remedies.collect(),
             trace: attempts.collect(),
@@ -237,6 +247,14 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     Ok(())
 }
 
+/// Returns a note about an exported unit that is larger than the range; empty for the range.
+pub(super) fn unit_text(unit: Option<&str>) -> String {
+    match unit {
+        None | Some("range") => String::new(),
+        Some(unit) => format!(", exported by whole {unit}"),
+    }
+}
+
 fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {
     let size = bytes(entry.size);
     let heading = format!(
@@ -257,7 +275,13 @@ fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {
         None | Some("default") => String::new(),
         Some(mapping) => format!(", {mapping} mapping"),
     };
-    style.item(out, "path:", &format!("{} ({}{mapping})", style.word(path, tone), entry.reason))?;
+    let unit = unit_text(entry.unit);
+    let path = style.word(path, tone);
+    style.item(out, "path:", &format!("{path} ({}{mapping}{unit})", entry.reason))?;
+    if let Some(paths) = &entry.direct_paths {
+        let paths = if paths.is_empty() { "none".to_owned() } else { paths.join(", ") };
+        style.item(out, "direct paths:", &format!("{paths} (HMEM_DIRECT_PATHS)"))?;
+    }
     if entry.p2p_disabled {
         style.item(out, "direct access:", "forbidden for every NIC (FI_HMEM_DISABLE_P2P)")?;
     }

@@ -49,6 +49,7 @@ impl Side {
                 .map(|attempt| Attempt {
                     path: plain(&attempt.path).into(),
                     call: plain(&attempt.call),
+                    unit: attempt.unit.map(|unit| plain(&unit).into()),
                     error: line(attempt.error),
                     cause: line(attempt.cause),
                     remedy: line(attempt.remedy),

@@ -17,7 +17,7 @@ pub(crate) fn program() -> String {
 }
 
 /// The environment variables that the command reads.
-const VARIABLES: [&str; 22] = [
+const VARIABLES: [&str; 23] = [
     "CLICOLOR_FORCE",
     "COLUMNS",
     "FI_HMEM",
@@ -31,6 +31,7 @@ const VARIABLES: [&str; 22] = [
     "FI_MR_ZE_CACHE_MONITOR_ENABLED",
     "HMEM_CUDA_LIBRARY",
     "HMEM_CUDA_MONITOR",
+    "HMEM_DIRECT_PATHS",
     "HMEM_HLTHUNK_LIBRARY",
     "HMEM_NEURON_LIBRARY",
     "HMEM_NEURON_START_RUNTIME",
