@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::{
     Domain, DomainInner, MemoryRegion, MrAttr, attr::CacheAttr, buffer::RegionSlice,
-    held::HeldBuffers, many::RegionView, owner::Claim,
+    growth::Growth, held::HeldBuffers, many::RegionView, owner::Claim,
 };
 use crate::{
     Access, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceExt,
@@ -109,13 +109,11 @@ impl Deref for CachedRegion<'_> {
 impl RegionCache {
     pub(super) fn new(domain: &Arc<DomainInner>, attr: &CacheAttr) -> Result<Self> {
         let limits = attr.limits();
-        let grow_to = if limits.max_count == 0 {
-            0
-        } else {
-            domain.growth_limit(attr.growth.unwrap_or_default())
-        };
+        let growth = attr.growth.unwrap_or_default();
+        let grow_to = if limits.max_count == 0 { 0 } else { domain.entry_growth_limit(growth) };
         let registrations = Registrations {
             domain: Arc::clone(domain),
+            growth,
             grow_to: grow_to.min(limits.max_bytes),
             ungrowable: Mutex::default(),
             held: Arc::default(),
@@ -479,6 +477,7 @@ type IfaceMonitor = (IfaceKind, Result<Arc<dyn Monitor>>);
 /// The backend of a domain's cache, which registers through the domain.
 pub struct Registrations {
     domain: Arc<DomainInner>,
+    growth: Growth,
     /// The largest length of a grown region in bytes, or 0 if growth is disabled.
     grow_to: u64,
     /// The bounds within which a registration failed to grow, each with the number of misses until
@@ -555,6 +554,7 @@ impl Registrations {
             return None;
         }
         let bound = self.domain.growth_bound(owner, buffer)?;
+        let bound = self.growth.narrow(range, bound)?;
         let offset = range.start().0.checked_sub(bound.start().0)?;
         let start = offset - offset % self.grow_to;
         let grown = bound.slice(start, self.grow_to.min(bound.len().checked_sub(start)?))?;

@@ -2,7 +2,7 @@
 
 use super::{DomainInner, region::MemoryRegion};
 use crate::{
-    AddressRange, AllocationKind, Error, ErrorKind, IfaceExt, Path, Rejected, Result,
+    Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceExt, Path, Rejected, Result,
     path::P2pPolicy, registry::AddressOwner,
 };
 
@@ -34,24 +34,50 @@ pub enum Growth {
     Allocation,
     /// Registers up to this number of bytes of the allocation at once. With 0 nothing grows.
     UpTo(u64),
+    /// Registers whole pages of the host around the requested memory, within its allocation. Some
+    /// drivers need ranges of whole pages, which have 64 KiB on some kernels.
+    ///
+    /// Entries of a cache grow to whole pages. Views do not share a registration.
+    HostPages,
 }
 
 impl Growth {
-    /// Returns the largest length of a grown registration in bytes, or 0 if growth is disabled.
+    /// Returns the largest length of a registration for several views in bytes, or 0 if growth is
+    /// disabled.
     fn limit(self) -> u64 {
         match self {
-            Self::None => 0,
+            Self::None | Self::HostPages => 0,
             Self::Allocation => u64::MAX,
             Self::UpTo(bytes) => bytes,
         }
     }
+
+    /// Returns the part of `bound` to which a registration of `range` may grow.
+    pub(super) fn narrow(self, range: AddressRange, bound: AddressRange) -> Option<AddressRange> {
+        if self == Self::HostPages { pages(range)?.intersection(bound) } else { Some(bound) }
+    }
+}
+
+/// Returns the whole pages of the host around `range`.
+fn pages(range: AddressRange) -> Option<AddressRange> {
+    let page = rustix::param::page_size() as u64;
+    let start = range.start().0 - range.start().0 % page;
+    let end = range.end()?.0.checked_next_multiple_of(page)?;
+    AddressRange::new(Address(start), end - start).ok()
 }
 
 impl DomainInner {
-    /// Returns the largest length to which a registration of this domain may grow, in bytes, or 0
-    /// if growth is disabled.
+    /// Returns the largest length of a registration of this domain for several views, in bytes, or
+    /// 0 if growth is disabled.
     pub(super) fn growth_limit(&self, growth: Growth) -> u64 {
         growth.limit().min(self.provider_attr.max_mr_size)
+    }
+
+    /// Returns the largest length to which an entry of this domain's cache may grow, in bytes, or 0
+    /// if growth is disabled.
+    pub(super) fn entry_growth_limit(&self, growth: Growth) -> u64 {
+        let whole_pages = growth == Growth::HostPages;
+        self.growth_limit(if whole_pages { Growth::Allocation } else { growth })
     }
 
     /// Returns true if a grown region is staged although the policy allows direct access. The
