@@ -128,8 +128,10 @@ fn empty_list_leaves_staged_copies_or_a_refusal() {
     let domains =
         [domain(&bench, P2pPolicy::Enabled, &[]), domain(&bench, P2pPolicy::Enabled, &[])];
     bench.paths.forget();
-    let shared = register_on(&domains.each_ref(), bench.buffer(PAGE), REMOTE).expect("staged");
+    let (buffer, allocated) = (bench.buffer(PAGE), bench.calls(Call::CreateMemory));
+    let shared = register_on(&domains.each_ref(), buffer, REMOTE).expect("staged");
     assert_eq!((shared.regions().len(), direct()), (2, 0));
+    assert_eq!(bench.calls(Call::CreateMemory), allocated, "no page was probed");
 }
 
 /// LIFE-06

@@ -325,9 +325,9 @@ fn nics_share_the_export_of_an_allocation() {
     // SAFETY: the buffer is dropped after the regions, and no reference to it exists.
     let shared = unsafe { regattr_on(&[&world.domain, &other], &attr, MrFlags::empty()) };
     let shared = shared.expect("registered");
-    for region in shared.regions() {
-        assert_eq!(decision(region).unit, ExportUnit::Allocation);
-    }
+    let found = [0, 1].map(|at| units(decision(&shared.regions()[at])));
+    assert_eq!(found[0], [(RANGE, false), (ALLOCATION, true)]);
+    assert_eq!(found[1], [(ALLOCATION, true)], "the shared export is tried first");
     assert_eq!((world.exports() - exports, world.bench.device.stats().live_exports), (1, 0));
     shared.close().map_err(Error::from).expect("close");
 }
