@@ -147,7 +147,7 @@ impl Hmem {
         self.p2p_disabled
     }
 
-    /// Returns the direct paths of domains whose [`DomainAttr::direct_paths`] is `None`: the list of
+    /// Returns the direct paths of domains that have no list of their own: the list of
     /// [`Builder::direct_paths`] or `HMEM_DIRECT_PATHS`. `None` means each NIC's own order.
     #[must_use]
     pub fn direct_paths(&self) -> Option<&[DirectPath]> {

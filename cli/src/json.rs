@@ -26,8 +26,7 @@ pub struct Attempt {
     pub path: Cow<'static, str>,
     /// The name of the call that succeeded or was refused.
     pub call: String,
-    /// The memory that was exported as a dma-buf: `range`, `segment` or `allocation`; null for other
-    /// paths.
+    /// The memory that was exported as a dma-buf, such as `allocation`; null for other paths.
     pub unit: Option<Cow<'static, str>>,
     /// The refusal, on one line; null for the attempt that succeeded.
     pub error: Option<String>,

@@ -53,17 +53,17 @@ pub struct Decision {
     pub nic: String,
     /// The domain's policy for direct access.
     pub policy: P2pPolicy,
-    /// The direct paths that [`DomainAttr::direct_paths`](crate::DomainAttr::direct_paths) lists, in
-    /// order. `None` for the NIC's own order.
+    /// The list [`DomainAttr::direct_paths`](crate::DomainAttr::direct_paths) of the domain. `None`
+    /// for the NIC's own order.
     pub direct_paths: Option<Vec<DirectPath>>,
     /// The mapping of the exported dma-buf. Only meaningful for [`Path::DmaBuf`].
     pub mapping: DmaBufMapping,
     /// The memory that was exported. Only meaningful for [`Path::DmaBuf`].
     pub unit: ExportUnit,
     /// True if the path comes from an earlier registration with the same iface, device, kind of
-    /// memory, NIC, policy and list of direct paths. The list of attempts then begins with the refusals of the earlier
-    /// registration, with the memory range of that registration. The attempts of this registration
-    /// follow.
+    /// memory, NIC, policy and list of direct paths. The list of attempts then begins with the
+    /// refusals of the earlier registration, with the memory range of that registration. The
+    /// attempts of this registration follow.
     pub from_cache: bool,
     /// All attempts to register, in order.
     pub attempts: Trace,

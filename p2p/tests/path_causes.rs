@@ -659,7 +659,8 @@ fn page() -> String {
          devices and facilities that are unavailable, often in containers.\n\n\
          If a range of several segments is refused as one dma-buf, and then each segment in the \
          same way, both have the cause of the segment's export. If an export is refused under both \
-         mappings, or in every unit (range, segment, allocation), these attempts have the same cause.\n\n\
+         mappings, or in every unit (range, segment, allocation), these attempts have the same \
+         cause.\n\n\
          An iface may have its own text for a general cause. The iface's name is then given in \
          brackets. The rank is for authors of such texts (`RefusalCause::rank`): of the causes \
          that fit, the lowest rank is reported, and the iface's cause among equal ranks.\n\n\

@@ -147,6 +147,14 @@ fn pairs<'a>(
     Ok(pairs)
 }
 
+/// Returns a note about an exported unit that is larger than the range; empty for the range.
+fn unit_text(unit: Option<&str>) -> String {
+    match unit {
+        None | Some("range") => String::new(),
+        Some(unit) => format!(", exported by whole {unit}"),
+    }
+}
+
 /// The names of a pair's iface, provider and NIC, and the size of the device's memory in bytes.
 pub(crate) struct Names {
     iface: String,

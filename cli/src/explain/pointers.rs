@@ -15,7 +15,7 @@ use hmem::{
 };
 use serde::Serialize;
 
-use super::{Pair, report::unit_text};
+use super::{Pair, unit_text};
 use crate::{
     args::{ExplainArgs, PointerSort},
     json::Skipped,
@@ -46,8 +46,7 @@ pub struct PointerEntry {
     pub correct: bool,
     /// The chosen path; null if the registration was refused.
     pub path: Option<&'static str>,
-    /// The memory that was exported as a dma-buf: `range`, `segment` or `allocation`; null for other
-    /// paths.
+    /// The memory that was exported as a dma-buf, such as `allocation`; null for other paths.
     pub unit: Option<&'static str>,
     /// The reason for the path, or for the refusal.
     pub reason: String,

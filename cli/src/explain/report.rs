@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use hmem::{p2p::path::Explanation, path::ExportUnit};
 use serde::Serialize;
 
-use super::{Names, PointerEntry, pointers};
+use super::{Names, PointerEntry, pointers, unit_text};
 use crate::{
     json::{Attempt, SCHEMA, Skipped, needed_advice},
     machine::Machine,
@@ -52,7 +52,7 @@ pub struct Entry {
     pub nic: String,
     /// The policy for direct access of NICs to device memory.
     pub policy: &'static str,
-    /// The direct paths that the setting `HMEM_DIRECT_PATHS` lists, in order; null if it is not set.
+    /// The direct paths that `HMEM_DIRECT_PATHS` lists, in order; null if the variable is not set.
     pub direct_paths: Option<Vec<&'static str>>,
     /// True if `FI_HMEM_DISABLE_P2P` forbids direct access to device memory for every NIC.
     pub p2p_disabled: bool,
@@ -60,8 +60,7 @@ pub struct Entry {
     pub path: Option<&'static str>,
     /// The dma-buf mapping that the driver was asked for, such as `pcie`; null for other paths.
     pub mapping: Option<String>,
-    /// The memory that was exported as a dma-buf: `range`, `segment` or `allocation`; null for other
-    /// paths.
+    /// The memory that was exported as a dma-buf, such as `allocation`; null for other paths.
     pub unit: Option<&'static str>,
     /// The reason why this path was chosen, or why every path was refused.
     pub reason: String,
@@ -245,14 +244,6 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         style.indented(out, ["", "  "], &style.word(&text, Tone::Bad))?;
     }
     Ok(())
-}
-
-/// Returns a note about an exported unit that is larger than the range; empty for the range.
-pub(super) fn unit_text(unit: Option<&str>) -> String {
-    match unit {
-        None | Some("range") => String::new(),
-        Some(unit) => format!(", exported by whole {unit}"),
-    }
 }
 
 fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {

@@ -2,9 +2,9 @@
 //! (iface, device, kind of memory, policy, list of direct paths) and the NIC.
 //!
 //! Each [`DefaultPathSelector`](super::DefaultPathSelector) has its own table. An entry names the
-//! path, and the unit of export, that the next registration of its class tries first. The selector removes the entry when
-//! that path is refused. A refusal that concerns only one buffer is never stored: see the module
-//! [`probe`](mod@super::probe).
+//! path, and the unit of export, that the next registration of its class tries first. The selector
+//! removes the entry when that path is refused. A refusal that concerns only one buffer is never
+//! stored: see the module [`probe`](mod@super::probe).
 
 use std::{collections::HashMap, fmt, sync::Arc};
 
