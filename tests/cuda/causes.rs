@@ -52,9 +52,9 @@ struct Case {
     imports: Imports,
     facts: Facts,
     memory: Memory,
-    /// Fault of the driver: the function that fails, which of its calls fails (1 is the first), and
-    /// the error code.
-    refusal: Option<(&'static str, u64, CuResult)>,
+    /// Fault of the driver: the function that fails, the number of the call that fails (1 is the
+    /// first, and `None` means every call), and the error code.
+    refusal: Option<(&'static str, Option<u64>, CuResult)>,
     /// Errno with which the NIC refuses its first registration.
     nic: Option<Errno>,
 }
@@ -91,8 +91,10 @@ impl Case {
         let attr = DomainAttr { mr_mode, hmem: true, ..DomainAttr::default() };
         let domain = Domain::open(&nic, Arc::new(registry), paths, attr).expect("a domain");
         let refuse = || {
-            if let Some((symbol, nth, code)) = self.refusal {
-                driver.fail_nth(symbol, nth, code);
+            match self.refusal {
+                Some((symbol, Some(nth), code)) => driver.fail_nth(symbol, nth, code),
+                Some((symbol, None, code)) => driver.fail_always(symbol, code),
+                None => {}
             }
             if let Some(errno) = self.nic {
                 faults.fail(Call::Register, 1, errno);
@@ -155,7 +157,7 @@ fn modules(names: &[&str]) -> Facts {
 /// Returns the test cases that provoke each cause, each with the name of its cause.
 fn cases() -> Vec<(&'static str, Case)> {
     const EXPORT: &str = "cuMemGetHandleForAddressRange";
-    let refused = |code| Case { refusal: Some((EXPORT, 1, code)), ..Case::default() };
+    let refused = |code| Case { refusal: Some((EXPORT, Some(1), code)), ..Case::default() };
     let of = |kind| Case { memory: Memory::Of(kind), ..Case::default() };
     let closed = || Profile::named("550-closed").expect("a profile");
     let pcie_first = Imports { pcie_mapping_first: true, ..IMPORTS };
@@ -177,9 +179,17 @@ fn cases() -> Vec<(&'static str, Case)> {
         ),
         ("vmm-range", Case { memory: Memory::Handles(&[true, false]), ..Case::default() }),
         (
+            // The driver refuses the range and its whole allocation.
             "vmm-range",
             Case {
-                refusal: Some((EXPORT, 1, CuResult::CUDA_ERROR_INVALID_VALUE)),
+                refusal: Some((EXPORT, None, CuResult::CUDA_ERROR_INVALID_VALUE)),
+                ..of(AllocationKind::Virtual)
+            },
+        ),
+        (
+            "other-export-unit",
+            Case {
+                refusal: Some((EXPORT, Some(1), CuResult::CUDA_ERROR_INVALID_VALUE)),
                 ..of(AllocationKind::Virtual)
             },
         ),
@@ -195,7 +205,7 @@ fn cases() -> Vec<(&'static str, Case)> {
         (
             "vmm-range",
             Case {
-                refusal: Some(("cuMemGetAddressRange_v2", 1, CuResult::CUDA_ERROR_NOT_FOUND)),
+                refusal: Some(("cuMemGetAddressRange_v2", Some(1), CuResult::CUDA_ERROR_NOT_FOUND)),
                 ..of(AllocationKind::Virtual)
             },
         ),
