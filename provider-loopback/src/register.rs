@@ -13,7 +13,7 @@ use super::{
     Call, Few,
     domain::DomainState,
     keys::Token,
-    memory::{self, AnnouncedPages, DeviceMemory, PieceMemory, Pinned, Pinner, Run, Staged},
+    memory::{self, AnnouncedPages, DeviceMemory, PieceMemory, Pinned, Pinner, Run},
     region::{Region, RegionAttr, RegionPiece, SharedRegion},
     regions::Pages,
     window::EndpointLife,
@@ -122,7 +122,7 @@ impl DomainState {
                 .remedy("allow this import with `Builder::imports`")
         };
         if !request.driver_calls_in_transfers
-            && matches!(piece.backing, Backing::PeerMemory { .. } | Backing::Staged(_))
+            && matches!(piece.backing, Backing::PeerMemory { .. } | Backing::Staged { .. })
         {
             return Err(needs_driver_calls(
                 ErrorKind::BadState,
@@ -146,10 +146,10 @@ impl DomainState {
                 let memory = DeviceMemory::new(Arc::clone(iface));
                 (PieceMemory::Indirect(Arc::new(memory)), address.0)
             }
-            Backing::Staged(_) if !imports.staged => return Err(refuse("staged memory")),
-            Backing::Staged(staged) => {
+            Backing::Staged { .. } if !imports.staged => return Err(refuse("staged memory")),
+            Backing::Staged { iface } => {
                 self.staging_pool()?;
-                (PieceMemory::Indirect(Arc::new(Staged::new(Arc::clone(staged)))), 0)
+                (PieceMemory::Indirect(memory::staged(iface, piece.range)), 0)
             }
         };
         Ok(RegionPiece { range: piece.range, memory, at })

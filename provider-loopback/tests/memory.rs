@@ -1,19 +1,20 @@
 //! Tests of the loopback NIC's access to memory: pinned pages, mappings, absent pages, files,
 //! staged copies, and atomics on each kind of memory.
 
+#[path = "support/copied_device.rs"]
+mod copied_device;
 mod support;
-#[path = "support/waiting_copies.rs"]
-mod waiting_copies;
 
 use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::{Arc, Mutex},
 };
 
+use copied_device::{CopiedDevice, Copies};
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Iova, MrMode,
+    Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Iface, Iova, MrMode,
     RemoteKey, Result,
-    provider::{Backing, ManualProgress, Piece, StagedMemory},
+    provider::{Backing, ManualProgress, Piece},
     transfer::{AtomicOp, AtomicType, Operation, RemoteSegment},
 };
 use hmem_provider_loopback::{Call, Faults, Loopback, Memory, Progress};
@@ -652,7 +653,7 @@ fn file_import_needs_a_readable_fd_without_append() {
 #[derive(Debug)]
 struct Device(Mutex<Vec<u8>>);
 
-impl StagedMemory for Device {
+impl Copies for Device {
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let bytes = self.0.lock().unwrap();
         let offset = offset as usize;
@@ -669,24 +670,21 @@ impl StagedMemory for Device {
         self.0.lock().unwrap()[offset..offset + from.len()].copy_from_slice(from);
         Ok(())
     }
-
-    waiting_copies::waiting_copies!();
 }
 
 #[test]
 fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let len = (1 << 20) + 77;
-    let device = Arc::new(Device(Mutex::new(vec![0; len])));
-    let piece = Piece {
-        range: AddressRange::new(Address(0x10_0000_0000), len as u64).unwrap(),
-        backing: Backing::Staged(Arc::clone(&device) as Arc<dyn StagedMemory>),
-    };
+    let range = AddressRange::new(Address(0x10_0000_0000), len as u64).unwrap();
+    let device = Arc::new(CopiedDevice { range, copies: Device(Mutex::new(vec![0; len])) });
+    let iface = Arc::clone(&device) as Arc<dyn Iface>;
+    let piece = Piece { range, backing: Backing::Staged { iface: &iface } };
     let region = RegAttr::key(1).register(&*pair.there.domain, &[piece]).unwrap();
     let source = Buffer::counting(len - 1);
     let key = remote(region, len as u64);
     pair.here.write(pair.to, &[source.whole()], &key, 1).unwrap();
-    assert!(device.0.lock().unwrap()[1..] == source.bytes()[..]);
+    assert!(device.copies.0.lock().unwrap()[1..] == source.bytes()[..]);
     let back = Buffer::new(len - 1);
     pair.here.read(pair.to, &[back.whole()], &key, 1).unwrap();
     assert!(back.bytes() == source.bytes());
@@ -701,7 +699,7 @@ fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
         .register_sub(region, &RegAttr::key(2).request(), 1000, 10)
         .unwrap();
     pair.here.write(pair.to, &[source.segment(0, 10, None)], &remote(sub, 10), 0).unwrap();
-    assert_eq!(device.0.lock().unwrap()[1000..1010], source.bytes()[..10]);
+    assert_eq!(device.copies.0.lock().unwrap()[1000..1010], source.bytes()[..10]);
 }
 
 #[test]
@@ -710,16 +708,12 @@ fn missing_import_is_unsupported() {
     let domain = domain(&Loopback::builder().imports(imports).build().unwrap(), MrMode::empty());
     let fd = memfd(PAGE as u64, SealFlags::SHRINK);
     refused(RegAttr::key(1).register(&*domain, &[file(&fd, 0, 10)]), ErrorKind::Unsupported);
-    let staged = Piece {
-        range: AddressRange::new(Address(4096), 1).unwrap(),
-        backing: Backing::Staged(Arc::new(Device(Mutex::default()))),
-    };
+    let range = AddressRange::new(Address(4096), 1).unwrap();
+    let iface: Arc<dyn Iface> = Arc::new(hmem_iface_system::System::new());
+    let staged = Piece { range, backing: Backing::Staged { iface: &iface } };
     refused(RegAttr::key(1).register(&*domain, &[staged]), ErrorKind::Unsupported);
-    let iface: Arc<dyn hmem_core::Iface> = Arc::new(hmem_iface_system::System::new());
-    let peer = Piece {
-        range: AddressRange::new(Address(4096), 1).unwrap(),
-        backing: Backing::PeerMemory { iface: &iface, address: Address(4096) },
-    };
+    let address = range.start();
+    let peer = Piece { range, backing: Backing::PeerMemory { iface: &iface, address } };
     refused(RegAttr::key(1).register(&*domain, &[peer]), ErrorKind::Unsupported);
 }
 

@@ -1,16 +1,17 @@
 //! Tests of sends and receives on the loopback NIC: matching, order, bounds, cancellation, queues
 //! and counters.
 
+#[path = "support/copied_device.rs"]
+mod copied_device;
 mod support;
-#[path = "support/waiting_copies.rs"]
-mod waiting_copies;
 
 use std::sync::Arc;
 
+use copied_device::{CopiedDevice, Copies};
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, ErrorKind, Iova, MrMode, RemoteKey, Result,
+    Access, Address, AddressRange, Addressing, ErrorKind, Iface, Iova, MrMode, RemoteKey, Result,
     counter::Counter,
-    provider::{Backing, Piece, ProviderEndpoint, StagedMemory},
+    provider::{Backing, Piece, ProviderEndpoint},
     transfer::{
         AtomicOp, AtomicType, Completion, CompletionKind, LocalSegment, Operation, PeerId,
         RemoteSegment,
@@ -111,7 +112,7 @@ fn message_too_long_for_its_receive_is_truncated() {
 #[derive(Debug)]
 struct Nines;
 
-impl StagedMemory for Nines {
+impl Copies for Nines {
     fn read(&self, _offset: u64, into: &mut [u8]) -> Result<()> {
         into.fill(9);
         Ok(())
@@ -120,8 +121,6 @@ impl StagedMemory for Nines {
     fn write(&self, _offset: u64, _from: &[u8]) -> Result<()> {
         Ok(())
     }
-
-    waiting_copies::waiting_copies!();
 }
 
 /// REL-01
@@ -134,7 +133,8 @@ fn absent_page_of_a_receive_buffer_fails_only_the_receive() {
     let owned =
         RegAttr::key(1).register(&*pair.here.domain, &[host(source.range(), true)]).unwrap();
     let range = AddressRange::new(Address(4096), 64).unwrap();
-    let piece = Piece { range, backing: Backing::Staged(Arc::new(Nines)) };
+    let device: Arc<dyn Iface> = Arc::new(CopiedDevice { range, copies: Nines });
+    let piece = Piece { range, backing: Backing::Staged { iface: &device } };
     let staged = RegAttr::key(2).register(&*pair.here.domain, &[piece]).unwrap();
     let nothing = LocalSegment { address: Address(0x1000), len: 64, desc: None };
     for message in [
@@ -234,14 +234,14 @@ fn failed_send_keeps_the_order_of_receives() {
     assert_eq!(sink.bytes(), [2, 3]);
 }
 
-/// A copy engine. Each read of its memory closes `endpoint`.
+/// Staged memory. Each read of it closes `endpoint`.
 #[derive(Debug)]
 struct Closing {
     endpoint: Arc<dyn ProviderEndpoint>,
     fails: bool,
 }
 
-impl StagedMemory for Closing {
+impl Copies for Closing {
     fn read(&self, _offset: u64, into: &mut [u8]) -> Result<()> {
         self.endpoint.close()?;
         into.fill(9);
@@ -251,8 +251,6 @@ impl StagedMemory for Closing {
     fn write(&self, _offset: u64, _from: &[u8]) -> Result<()> {
         Ok(())
     }
-
-    waiting_copies::waiting_copies!();
 }
 
 #[test]
@@ -264,8 +262,9 @@ fn closing_an_endpoint_during_a_message_cancels_its_receive() {
             receive(&pair.there, None, None, sink.whole(), context).unwrap();
         }
         let range = AddressRange::new(Address(4096), 8).unwrap();
-        let device = Arc::new(Closing { endpoint: Arc::clone(&pair.there.endpoint), fails });
-        let piece = Piece { range, backing: Backing::Staged(device) };
+        let copies = Closing { endpoint: Arc::clone(&pair.there.endpoint), fails };
+        let device: Arc<dyn Iface> = Arc::new(CopiedDevice { range, copies });
+        let piece = Piece { range, backing: Backing::Staged { iface: &device } };
         let region = RegAttr::key(1).register(&*pair.here.domain, &[piece]).unwrap();
         let message = LocalSegment { address: range.start(), len: 8, desc: Some(region.local) };
         let expected = if fails { ErrorKind::Driver } else { ErrorKind::Unreachable };

@@ -1,11 +1,12 @@
 //! Tests of the loopback NIC's mr_mode bits, flags, limits and fault injection.
 
+#[path = "support/copied_device.rs"]
+mod copied_device;
 mod support;
-#[path = "support/waiting_copies.rs"]
-mod waiting_copies;
 
 use std::sync::Arc;
 
+use copied_device::{CopiedDevice, Copies};
 use hmem_core::{
     Access, Errno, ErrorKind, MrFlags, MrMode,
     counter::Counter,
@@ -454,7 +455,7 @@ fn domains_and_endpoints_can_be_dropped_in_any_order() {
 #[derive(Debug)]
 struct Dropping(std::sync::Mutex<Option<End>>, std::sync::mpsc::Sender<std::thread::ThreadId>);
 
-impl hmem_core::provider::StagedMemory for Dropping {
+impl Copies for Dropping {
     fn read(&self, _offset: u64, _into: &mut [u8]) -> hmem_core::Result<()> {
         Ok(())
     }
@@ -464,8 +465,6 @@ impl hmem_core::provider::StagedMemory for Dropping {
         self.1.send(std::thread::current().id()).unwrap();
         Ok(())
     }
-
-    waiting_copies::waiting_copies!();
 }
 
 #[test]
@@ -474,18 +473,18 @@ fn progress_thread_can_drop_its_own_domain() {
     let provider = Loopback::builder().progress(Progress::Thread).build().unwrap();
     let Pair { here, there, to, .. } = Pair::new(provider, MrMode::empty());
     let (sender, dropped) = std::sync::mpsc::channel();
-    let device = Arc::new(Dropping(std::sync::Mutex::new(None), sender));
-    let piece = Piece {
-        range: AddressRange::new(Address(4096), 8).unwrap(),
-        backing: Backing::Staged(Arc::clone(&device) as Arc<dyn hmem_core::provider::StagedMemory>),
-    };
+    let range = AddressRange::new(Address(4096), 8).unwrap();
+    let copies = Dropping(std::sync::Mutex::new(None), sender);
+    let device = Arc::new(CopiedDevice { range, copies });
+    let iface = Arc::clone(&device) as Arc<dyn hmem_core::Iface>;
+    let piece = Piece { range, backing: Backing::Staged { iface: &iface } };
     let region = RegAttr::key(1).register(&*there.domain, &[piece]).unwrap();
     let source = Buffer::filled(8, 1);
     let key = remote(region, 8);
     let list = [RemoteSegment { address: hmem_core::Iova(0), len: 8, key: &key }];
     // The NIC calls the device only after `here` was moved into the device: the test holds the
     // device's lock until then.
-    let mut slot = device.0.lock().unwrap();
+    let mut slot = device.copies.0.lock().unwrap();
     here.post(Operation::Write { remote: &list }, &[source.whole()], to, 1).unwrap();
     *slot = Some(here);
     drop(slot);

@@ -164,7 +164,9 @@ impl VerbsDomain {
         pieces: &[Piece<'_>],
         options: VerbsOptions,
     ) -> Result<ProviderRegion> {
-        self.register_pieces(request, pieces, self.options_of(request, pieces) | options)
+        let options = self.options_of(request, pieces) | options;
+        // SAFETY: the caller follows the rules of `ProviderDomain::register`.
+        unsafe { self.register_pieces(request, pieces, options) }
     }
 
     /// Returns the builder's options, the option that `request` names as a right, and the option of
@@ -181,7 +183,11 @@ impl VerbsDomain {
         options
     }
 
-    fn register_pieces(
+    /// Registers pieces with verbs options.
+    ///
+    /// # Safety
+    /// The caller follows the safety rules of [`ProviderDomain::register`].
+    unsafe fn register_pieces(
         &self,
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
@@ -190,7 +196,8 @@ impl VerbsDomain {
         self.check_process("register")?;
         let registrar = self.state.registrar();
         if staged(pieces) {
-            return self.state.staging.register(&registrar, request, pieces, options);
+            // SAFETY: the caller follows the rules of `ProviderDomain::register`.
+            return unsafe { self.state.staging.register(&registrar, request, pieces, options) };
         }
         registrar.register(request, pieces, options)
     }
@@ -265,7 +272,8 @@ unsafe impl ProviderDomain for VerbsDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        self.register_pieces(request, pieces, self.options_of(request, pieces))
+        // SAFETY: the caller follows the rules of `ProviderDomain::register`.
+        unsafe { self.register_pieces(request, pieces, self.options_of(request, pieces)) }
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
@@ -338,7 +346,7 @@ unsafe impl ProviderDomain for VerbsDomain {
 }
 
 fn staged(pieces: &[Piece<'_>]) -> bool {
-    pieces.iter().any(|piece| matches!(piece.backing, Backing::Staged(_)))
+    pieces.iter().any(|piece| matches!(piece.backing, Backing::Staged { .. }))
 }
 
 impl CompositeKeys for VerbsDomain {

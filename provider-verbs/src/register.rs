@@ -295,7 +295,7 @@ impl Registrar<'_> {
                 })?;
                 self.by_dma_buf(part, *fd, DmaBufOffset(start), base, flags)?
             }
-            Backing::Staged(_) => {
+            Backing::Staged { .. } => {
                 return Err(self.refuse(
                     ErrorKind::Unsupported,
                     "register",

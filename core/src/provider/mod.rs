@@ -31,7 +31,6 @@ pub use self::{
 use crate::{
     Address, AddressRange, AuthKey, DmaBufOffset, Iface, MrMode, Result,
     counter::Counter,
-    iface::CopyEvent,
     registry::Registry,
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
 };
@@ -59,52 +58,6 @@ pub struct DomainRequest {
     pub staging: StagingAttr,
 }
 
-/// Memory that a provider accesses by copies (the staged path).
-///
-/// Offsets count from the start of this memory. Several threads may call the methods at once.
-#[allow(unsafe_code, reason = "copies staged memory by address")]
-pub trait StagedMemory: fmt::Debug + Send + Sync {
-    /// Copies bytes of the memory, from `offset`, to fill `into`.
-    ///
-    /// # Errors
-    /// The error that the copy engine reported.
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
-
-    /// Copies `from` into the memory at `offset`.
-    ///
-    /// # Errors
-    /// The error that the copy engine reported.
-    fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
-
-    /// Starts a copy of `len` bytes of the memory, from `offset`, to the host address `into`.
-    /// Without an asynchronous copy engine, the copy is complete when the call returns
-    /// ([`FinishedCopy`](crate::iface::FinishedCopy)).
-    ///
-    /// # Safety
-    /// Until the event is done, `into` must be valid for writes of `len` bytes and not referenced
-    /// elsewhere.
-    ///
-    /// # Errors
-    /// The error that the copy engine reported.
-    unsafe fn start_read(&self, offset: u64, into: Address, len: u64)
-    -> Result<Box<dyn CopyEvent>>;
-
-    /// Starts a copy of `len` bytes at the host address `from` into the memory at `offset`.
-    ///
-    /// # Safety
-    /// Until the event is done, `from` must be valid for reads of `len` bytes, and its bytes must
-    /// not change.
-    ///
-    /// # Errors
-    /// The error that the copy engine reported.
-    unsafe fn start_write(
-        &self,
-        offset: u64,
-        from: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>>;
-}
-
 /// The means by which a provider accesses one piece of memory.
 #[derive(Clone, Debug)]
 pub enum Backing<'a> {
@@ -128,8 +81,12 @@ pub enum Backing<'a> {
         /// The device address.
         address: Address,
     },
-    /// Copies through staging buffers. The provider refuses atomics on this memory.
-    Staged(Arc<dyn StagedMemory>),
+    /// Memory of an iface at the addresses of the range. The provider copies it through staging
+    /// buffers by the iface's copy engine, and refuses atomics on it.
+    Staged {
+        /// The iface of the memory.
+        iface: &'a Arc<dyn Iface>,
+    },
 }
 
 /// One range of a registration, with the means to access it.

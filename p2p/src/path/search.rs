@@ -22,7 +22,6 @@ use super::{
     facts::FactSource,
     variant::{DmaBufLayout, ExportShape, PathRefusal, PathVariant},
 };
-use crate::staging::StagedRange;
 
 /// A region that was registered over one path, with the earlier refusals of that path.
 #[derive(Debug)]
@@ -161,12 +160,7 @@ impl<'a> PathSearch<'a> {
                 self.pieces(|_| Backing::Host { owned })
             }
             PathVariant::PeerMemory => exports.peer_memory(self.nic())?,
-            PathVariant::Staged => self.pieces(|range| {
-                // SAFETY: the caller keeps the memory while it is registered, and the provider
-                // does not use the range after that, as `ProviderDomain` promises.
-                let staged = unsafe { StagedRange::new(Arc::clone(exports.iface()), range) };
-                Backing::Staged(Arc::new(staged))
-            }),
+            PathVariant::Staged => self.pieces(|_| Backing::Staged { iface: exports.iface() }),
         };
         // SAFETY: the caller upholds the contract of this function, which covers this call.
         match unsafe { self.provider.register(self.registration, &pieces) } {

@@ -16,7 +16,7 @@
 //! use std::sync::Arc;
 //!
 //! use hmem_core::{
-//!     AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest, provider::StagedMemory,
+//!     AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest,
 //! };
 //! use hmem_iface_system::Simulated;
 //! use hmem_p2p::staging::StagedRange;

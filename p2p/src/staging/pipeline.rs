@@ -17,12 +17,12 @@ use std::{collections::VecDeque, ops::Deref};
 use hmem_core::{
     Address, Error, Result,
     iface::{CopyEvent, FinishedCopy},
-    provider::StagedMemory,
 };
 
 use super::{
     chunk_plan::ChunkPlan,
     pool::{Claim, Slots, Use},
+    range::StagedRange,
 };
 
 /// Maximum number of chunks in flight. The staging pool does not limit chunks that need no buffer.
@@ -217,11 +217,6 @@ impl<M> Pipeline<M> {
         self.failure.is_some() || (self.begun == self.plan.len && !self.chunks.iter().any(waits))
     }
 
-    /// Returns the staged memories that the transfer copies from and to.
-    pub fn memories(&self) -> impl Iterator<Item = &M> {
-        self.sources.iter().chain(&self.targets).map(|run| &run.memory)
-    }
-
     /// Records that the wire has finished chunk `number`. `result` is the number of bytes moved.
     /// The number of a chunk that is not on the wire is ignored.
     ///
@@ -362,11 +357,7 @@ impl<M> Drop for Pipeline<M> {
     }
 }
 
-impl<M, D> Pipeline<M>
-where
-    M: Deref<Target = D>,
-    D: StagedMemory + ?Sized,
-{
+impl<M: Deref<Target = StagedRange>> Pipeline<M> {
     /// Begins, posts and completes chunks as far as possible without waiting. Returns whether
     /// anything changed. Begins chunks, which may take buffers, only if `may_begin` is true.
     pub fn step(
@@ -538,19 +529,15 @@ enum Direction {
 
 /// Starts the copies between a run and the buffers of a chunk. The chunk begins at offset `base` of
 /// the message.
-fn start_copies<M, D>(
-    run: &Run<M>,
+fn start_copies(
+    run: &Run<impl Deref<Target = StagedRange>>,
     (start, len): (u64, u64),
     base: u64,
     slots: &Slots,
     direction: Direction,
     blocking: bool,
     copies: &mut Vec<Box<dyn CopyEvent>>,
-) -> Result<()>
-where
-    M: Deref<Target = D>,
-    D: StagedMemory + ?Sized,
-{
+) -> Result<()> {
     for (address, offset, len) in slots.parts(start - base, len) {
         let at = run.offset + (base + offset - run.at);
         let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(address.0 as usize);

@@ -32,7 +32,7 @@ impl RegisteredAs {
             Backing::Host { .. } => Self::HostPages,
             Backing::DmaBuf { fd, .. } => Self::DmaBuf(fd.as_raw_fd()),
             Backing::PeerMemory { .. } => Self::DeviceAddress,
-            Backing::Staged(_) => Self::Copies,
+            Backing::Staged { .. } => Self::Copies,
         }
     }
 

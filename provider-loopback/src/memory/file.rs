@@ -12,7 +12,7 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{Errno, Error, ErrorKind, Result, provider::StagedMemory};
+use hmem_core::{Errno, Error, ErrorKind, Result};
 use rustix::{
     fs::{FileType, OFlags, SealFlags, SeekFrom},
     mm::{MapFlags, ProtFlags},
@@ -296,10 +296,6 @@ impl IndirectMemory for FileMemory {
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         rustix::fs::fdatasync(&self.fd)
             .map_err(|errno| Error::os(errno, "fdatasync").provider("loopback"))
-    }
-
-    fn staged(&self) -> Option<&dyn StagedMemory> {
-        None
     }
 }
 

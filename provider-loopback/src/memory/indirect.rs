@@ -9,7 +9,8 @@
 
 use std::{fmt, sync::Arc};
 
-use hmem_core::{Address, Error, ErrorKind, Iface, Result, provider::StagedMemory};
+use hmem_core::{Address, AddressRange, Error, ErrorKind, Iface, Result};
+use hmem_p2p::staging::StagedRange;
 
 /// Memory that the NIC reads and writes through the methods of this trait, on any thread.
 ///
@@ -28,9 +29,10 @@ pub(in super::super) trait IndirectMemory: fmt::Debug + Send + Sync {
     fn atomic_address(&self, at: u64) -> Result<u64>;
     /// Makes written bytes persistent if the memory itself is persistent.
     fn persist(&self, at: u64, len: u64) -> Result<()>;
-    /// Returns the memory's copy engine, or `None` if the memory is not staged. The copy engine
-    /// interprets `at` as this trait's methods do.
-    fn staged(&self) -> Option<&dyn StagedMemory>;
+    /// Returns the memory itself if it is staged. Its offsets are the `at` of this trait's methods.
+    fn staged(&self) -> Option<&StagedRange> {
+        None
+    }
 }
 
 /// Device memory. The argument `at` of its methods is a device address.
@@ -73,32 +75,28 @@ impl IndirectMemory for DeviceMemory {
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         Ok(())
     }
+}
 
-    fn staged(&self) -> Option<&dyn StagedMemory> {
-        None
-    }
+/// Creates the memory of a staged piece of a region. `iface` has the memory at the addresses of
+/// `range`.
+pub(in super::super) fn staged(
+    iface: &Arc<dyn Iface>,
+    range: AddressRange,
+) -> Arc<dyn IndirectMemory> {
+    // SAFETY: the caller of `ProviderDomain::register` keeps the memory until it has deregistered
+    // the region. Deregistration ends the transfers that use the region (`regions`).
+    Arc::new(unsafe { StagedRange::new(Arc::clone(iface), range) })
 }
 
 /// Staged memory: device memory that a copy engine copies to and from staging buffers. The argument
 /// `at` of its methods is an offset in the region's piece.
-#[derive(Debug)]
-pub(in super::super) struct Staged {
-    memory: Arc<dyn StagedMemory>,
-}
-
-impl Staged {
-    pub(in super::super) fn new(memory: Arc<dyn StagedMemory>) -> Self {
-        Self { memory }
-    }
-}
-
-impl IndirectMemory for Staged {
+impl IndirectMemory for StagedRange {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
-        self.memory.read(at, into)
+        self.read(at, into)
     }
 
     fn store(&self, at: u64, from: &[u8]) -> Result<()> {
-        self.memory.write(at, from)
+        self.write(at, from)
     }
 
     fn atomic_address(&self, _at: u64) -> Result<u64> {
@@ -114,7 +112,7 @@ impl IndirectMemory for Staged {
         Ok(())
     }
 
-    fn staged(&self) -> Option<&dyn StagedMemory> {
-        Some(&*self.memory)
+    fn staged(&self) -> Option<&StagedRange> {
+        Some(self)
     }
 }

@@ -14,13 +14,14 @@ mod pinned;
 use std::{cell::Cell, sync::Arc};
 
 pub(super) use file::{Mapping, import as import_fd};
-use hmem_core::{Error, Result, provider::StagedMemory, racing_copy};
+use hmem_core::{Error, Result, racing_copy};
 use hmem_p2p::staging::{
-    ChunkPlan, Claim, Part, Pipeline, Pool, Posted, Run as StagedRun, Use as PoolUse, View,
+    ChunkPlan, Claim, Part, Pipeline, Pool, Posted, Run as StagedRun, StagedRange, Use as PoolUse,
+    View,
 };
 pub(super) use host::{AnnouncedPages, direct_pointer, populate};
 use host::{Written, load_host, store_host};
-pub(super) use indirect::{DeviceMemory, IndirectMemory, Staged};
+pub(super) use indirect::{DeviceMemory, IndirectMemory, staged};
 pub(super) use pinned::{Pinned, Pinner, Run};
 
 use super::Few;
@@ -90,7 +91,7 @@ impl<'a> Span<'a> {
 
     /// Returns the staged memory and the offset of the span in it, or `None` if the memory is not
     /// staged.
-    pub(super) fn staged(self) -> Option<(&'a dyn StagedMemory, u64)> {
+    pub(super) fn staged(self) -> Option<(&'a StagedRange, u64)> {
         match self {
             Self::Indirect { at, memory, .. } => Some((memory.staged()?, at)),
             Self::Direct { .. } | Self::Kernel { .. } => None,
@@ -385,7 +386,7 @@ pub(super) fn pipe(
     })
 }
 
-fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a dyn StagedMemory>> {
+fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a StagedRange>> {
     let mut at = 0;
     let mut runs = Vec::new();
     for span in spans {

@@ -12,9 +12,7 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{
-    AddressRange, Errno, Error, ErrorKind, ProcessMark, Result, provider::StagedMemory,
-};
+use hmem_core::{AddressRange, Errno, Error, ErrorKind, ProcessMark, Result};
 use io_uring::{IoUring, opcode, types};
 use parking_lot::{Mutex, RwLock};
 use rustix::fs::MemfdFlags;
@@ -457,10 +455,6 @@ impl IndirectMemory for Pinned {
     /// the pinned pages, or fails if they cannot be written back.
     fn persist(&self, at: u64, len: u64) -> Result<()> {
         Written { at, len, owned: false }.persist()
-    }
-
-    fn staged(&self) -> Option<&dyn StagedMemory> {
-        None
     }
 }
 

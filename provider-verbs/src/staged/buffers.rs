@@ -1,5 +1,7 @@
 //! The staging buffers of a domain, and the registration of staged regions.
 
+#![allow(unsafe_code, reason = "registers staged memory by address")]
+
 use std::{
     fs,
     sync::{
@@ -51,7 +53,11 @@ impl Staging {
 
     /// Registers memory as a staged region. The NIC accesses staging buffers, and the provider
     /// copies between the buffers and the region.
-    pub(crate) fn register(
+    ///
+    /// # Safety
+    /// The caller must follow the safety rules of
+    /// [`ProviderDomain::register`](hmem_core::provider::ProviderDomain::register).
+    pub(crate) unsafe fn register(
         &self,
         registrar: &Registrar<'_>,
         request: &Registration<'_>,
@@ -78,12 +84,13 @@ impl Staging {
             )
             .context("options", format_args!("{options:?}")));
         }
-        let staged = |piece: &Piece<'_>| match &piece.backing {
-            Backing::Staged(memory) => Ok((piece.range, Arc::clone(memory))),
-            _ => Err(refuse("stage a region as a whole or not at all")),
-        };
-        let pieces = pieces.iter().map(staged).collect::<Result<Vec<_>>>()?;
+        let is_staged = |piece: &Piece<'_>| matches!(piece.backing, Backing::Staged { .. });
+        if !pieces.iter().all(is_staged) {
+            return Err(refuse("stage a region as a whole or not at all"));
+        }
         self.prepare_buffers(registrar)?;
+        // SAFETY: the caller follows the rules of `ProviderDomain::register`.
+        let memory = unsafe { StagedRegion::new(pieces) };
         self.regions.fetch_add(1, Ordering::AcqRel);
         Ok(registrar.regions.insert(Region {
             access: request.access,
@@ -91,7 +98,7 @@ impl Staging {
             options,
             cpu: CpuAccess::None,
             parts: Parts::new(),
-            kind: Kind::Staged(Arc::new(StagedRegion::new(pieces.into_iter()))),
+            kind: Kind::Staged(Arc::new(memory)),
             windows: BoundWindows::default(),
         }))
     }

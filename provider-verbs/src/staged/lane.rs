@@ -34,11 +34,10 @@ use hmem_core::{
     ErrorKind, Result,
     transfer::{CompletionKind, WorkRequest},
 };
-use hmem_p2p::staging::{Part, Posted, Use, View};
+use hmem_p2p::staging::{Posted, Use, View};
 use parking_lot::Mutex;
 
 use super::{
-    memory::region_closed,
     request::kind_of,
     task::{Entry, Task, Transfer},
 };
@@ -251,6 +250,7 @@ impl Lanes {
             let (number, context) = (entry.number, entry.context);
             match &mut entry.task {
                 Task::Staged(transfer) => {
+                    transfer.fail_if_closed();
                     let Transfer { pipeline, lists, movement, buffers, peer } = &mut **transfer;
                     if !movement.is_message() {
                         let waits = behind_message || movement.takes_receive();
@@ -349,9 +349,8 @@ impl Lanes {
             }
             for entry in lane.entries.lock().iter_mut() {
                 if let Task::Staged(transfer) = &mut entry.task
-                    && transfer.pipeline.memories().any(|piece| piece.is_closed())
+                    && transfer.fail_if_closed()
                 {
-                    transfer.pipeline.fail(Part::Wire, region_closed());
                     transfer.pipeline.stop();
                     stopped = true;
                 }

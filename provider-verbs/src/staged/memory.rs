@@ -8,78 +8,33 @@ use std::sync::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Error, ErrorKind, Result, iface::CopyEvent, provider::StagedMemory,
+    Address, Error, ErrorKind,
+    provider::{Backing, Piece},
 };
+use hmem_p2p::staging::StagedRange;
 
-/// A piece of a staged region's memory. New copies fail once the region is closed.
+/// The memory of a staged region, in pieces. No new copy starts once the region is closed.
 #[derive(Debug)]
-pub(crate) struct StagedPiece {
-    memory: Arc<dyn StagedMemory>,
+pub(crate) struct StagedRegion {
+    pieces: Vec<Arc<StagedRange>>,
     closed: AtomicBool,
 }
 
-impl StagedPiece {
-    pub(super) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
-    }
-
-    fn check(&self) -> Result<()> {
-        if self.is_closed() { Err(region_closed()) } else { Ok(()) }
-    }
-}
-
-pub(super) fn region_closed() -> Error {
-    Error::new(ErrorKind::NoRegion, "staged copy")
-        .provider("verbs")
-        .remedy("keep the region of a descriptor open until the transfer completes")
-}
-
-impl StagedMemory for StagedPiece {
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.check()?;
-        self.memory.read(offset, into)
-    }
-
-    fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.check()?;
-        self.memory.write(offset, from)
-    }
-
-    unsafe fn start_read(
-        &self,
-        offset: u64,
-        into: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        self.check()?;
-        // SAFETY: this function has the contract of the call, and the caller follows it.
-        unsafe { self.memory.start_read(offset, into, len) }
-    }
-
-    unsafe fn start_write(
-        &self,
-        offset: u64,
-        from: Address,
-        len: u64,
-    ) -> Result<Box<dyn CopyEvent>> {
-        self.check()?;
-        // SAFETY: this function has the contract of the call, and the caller follows it.
-        unsafe { self.memory.start_write(offset, from, len) }
-    }
-}
-
-/// The memory of a staged region, in pieces.
-#[derive(Debug)]
-pub(crate) struct StagedRegion {
-    pieces: Vec<(AddressRange, Arc<StagedPiece>)>,
-}
-
 impl StagedRegion {
-    pub(super) fn new(pieces: impl Iterator<Item = (AddressRange, Arc<dyn StagedMemory>)>) -> Self {
-        let piece = |(range, memory)| {
-            (range, Arc::new(StagedPiece { memory, closed: AtomicBool::new(false) }))
+    /// Creates the memory of a region from its staged pieces.
+    ///
+    /// # Safety
+    /// The caller must follow the safety rules of
+    /// [`ProviderDomain::register`](hmem_core::provider::ProviderDomain::register) for the pieces.
+    pub(super) unsafe fn new(pieces: &[Piece<'_>]) -> Self {
+        let staged = |piece: &Piece<'_>| {
+            let Backing::Staged { iface } = piece.backing else { return None };
+            // SAFETY: the caller keeps the memory until it has deregistered the region. The close
+            // of the region ends the copies (`ActiveLanes::abandon_closed`).
+            Some(Arc::new(unsafe { StagedRange::new(Arc::clone(iface), piece.range) }))
         };
-        Self { pieces: pieces.map(piece).collect() }
+        let pieces = pieces.iter().filter_map(staged).collect();
+        Self { pieces, closed: AtomicBool::new(false) }
     }
 
     /// Splits `left` bytes from `address` on where a piece ends. Each run is a piece, an offset in
@@ -88,12 +43,12 @@ impl StagedRegion {
         &self,
         mut address: Address,
         mut left: u64,
-    ) -> Option<Vec<(Arc<StagedPiece>, u64, u64)>> {
+    ) -> Option<Vec<(Arc<StagedRange>, u64, u64)>> {
         let mut runs = Vec::new();
         while left > 0 {
-            let (range, piece) = self.pieces.iter().find(|(range, _)| range.contains(address))?;
-            let into = address.0 - range.start().0;
-            let len = left.min(range.len() - into);
+            let piece = self.pieces.iter().find(|piece| piece.range().contains(address))?;
+            let into = address.0 - piece.range().start().0;
+            let len = left.min(piece.range().len() - into);
             runs.push((Arc::clone(piece), into, len));
             left -= len;
             address = Address(address.0.wrapping_add(len));
@@ -101,10 +56,18 @@ impl StagedRegion {
         Some(runs)
     }
 
-    /// Closes the region, so that no new copy starts.
-    pub(crate) fn close(&self) {
-        for (_, piece) in &self.pieces {
-            piece.closed.store(true, Ordering::Release);
-        }
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
     }
+
+    /// Closes the region. A lane starts no copy of its memory after the lane's next lock.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+}
+
+pub(super) fn region_closed() -> Error {
+    Error::new(ErrorKind::NoRegion, "staged copy")
+        .provider("verbs")
+        .remedy("keep the region of a descriptor open until the transfer completes")
 }

@@ -10,9 +10,9 @@ use hmem_core::{
         WorkRequest,
     },
 };
-use hmem_p2p::staging::{Run, View};
+use hmem_p2p::staging::{Run, StagedRange, View};
 
-use super::memory::StagedPiece;
+use super::memory::StagedRegion;
 
 /// An owned copy of a [`RemoteSegment`], a piece of a peer's memory.
 #[derive(Clone, Debug)]
@@ -238,7 +238,9 @@ impl LocalPart {
 #[derive(Debug, Default)]
 pub(super) struct Lists {
     near: Vec<LocalPart>,
-    pub(super) runs: Vec<Run<Arc<StagedPiece>>>,
+    pub(super) runs: Vec<Run<Arc<StagedRange>>>,
+    /// The staged regions that the request names.
+    pub(super) regions: Vec<Arc<StagedRegion>>,
     pub(super) len: u64,
 }
 
@@ -250,7 +252,7 @@ impl Lists {
         }
     }
 
-    pub(super) fn push_staged(&mut self, memory: Arc<StagedPiece>, offset: u64, len: u64) {
+    pub(super) fn push_staged(&mut self, memory: Arc<StagedRange>, offset: u64, len: u64) {
         self.runs.push(Run { at: self.len, len, memory, offset });
         self.near.push(LocalPart::Staged { len });
         self.len = self.len.saturating_add(len);

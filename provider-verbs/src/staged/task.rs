@@ -6,10 +6,10 @@ use hmem_core::{
     Access, ErrorKind, LocalKey, Result,
     transfer::{CompletionKind, Operation, PeerId, WorkRequest},
 };
-use hmem_p2p::staging::{ChunkPlan, Claim, Part, Pipeline, Use};
+use hmem_p2p::staging::{ChunkPlan, Claim, Part, Pipeline, StagedRange, Use};
 
 use super::{
-    memory::StagedPiece,
+    memory::region_closed,
     request::{Lists, Movement, QueuedRequest},
 };
 use crate::{
@@ -49,7 +49,7 @@ pub(super) enum Task {
 /// A request that names staged memory.
 #[derive(Debug)]
 pub(super) struct Transfer {
-    pub(super) pipeline: Pipeline<Arc<StagedPiece>>,
+    pub(super) pipeline: Pipeline<Arc<StagedRange>>,
     pub(super) lists: Lists,
     pub(super) movement: Movement,
     pub(super) buffers: LocalKey,
@@ -173,11 +173,22 @@ fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>)
         for (piece, offset, len) in runs {
             lists.push_staged(piece, offset, len);
         }
+        lists.regions.push(staged);
     }
     Ok(lists)
 }
 
 impl Transfer {
+    /// Fails the transfer if it uses a closed region, so that none of its copies begins. Returns
+    /// true if the transfer uses a closed region.
+    pub(super) fn fail_if_closed(&mut self) -> bool {
+        let closed = self.lists.regions.iter().any(|region| region.is_closed());
+        if closed {
+            self.pipeline.fail(Part::Wire, region_closed());
+        }
+        closed
+    }
+
     fn new(
         domain: &DomainState,
         peer: PeerId,
