@@ -268,7 +268,8 @@ impl fmt::Display for DriverCode {
 
 /// Internal operations that several public calls use. [`Error::of_call`] replaces them by the name
 /// of the public call.
-const SHARED_STEPS: [&str; 3] = ["regattr", "owner of range", "cached registration"];
+const SHARED_STEPS: [&str; 5] =
+    ["regattr", "owner of range", "cached registration", "bind window", "invalidate window"];
 
 /// The error of a failed operation.
 ///

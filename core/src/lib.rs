@@ -37,8 +37,8 @@
 //! - `address`, `event_queue`, `frame`, `mr_mode`, `process`, `random`
 //! - `allocation`, `key`
 //! - `cause`, `environment`, `handle`, `library`, `monitor`, `rail_keys`
-//! - `cache`, `iface`, `transfer`, `window`
-//! - `registry`
+//! - `cache`, `iface`, `window`
+//! - `registry`, `transfer`
 //! - `registration`
 //! - `provider`
 //! - `path`

@@ -6,8 +6,8 @@
 use std::fmt;
 
 use crate::{
-    Access, Address, Addressing, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result,
-    handle::{ProviderRegion, ProviderWindow},
+    Address, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result, handle::ProviderWindow,
+    window::WindowBind,
 };
 
 /// A piece of local memory in a work request.
@@ -262,16 +262,8 @@ pub enum Operation<'a> {
     BindWindow {
         /// The window.
         window: ProviderWindow,
-        /// The region to bind the window to.
-        region: ProviderRegion,
-        /// The offset of the first byte in the region.
-        offset: u64,
-        /// The length in bytes, more than 0.
-        len: u64,
-        /// The rights that the window grants to peers.
-        access: Access,
-        /// The kind of addresses that peers use.
-        addressing: Addressing,
+        /// The part of a region, and the rights to grant.
+        bind: WindowBind,
         /// The low 8 bits of the new key.
         tag: u8,
     },

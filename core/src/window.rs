@@ -16,7 +16,7 @@
 
 use std::fmt;
 
-use crate::{Error, ErrorKind};
+use crate::{Access, Addressing, Error, ErrorKind, handle::ProviderRegion};
 
 /// The types of memory windows (InfiniBand 10.6.7.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -340,6 +340,22 @@ impl fmt::Display for WindowRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
+}
+
+/// The inputs of a window's bind: the part of a region, and the rights to grant.
+#[derive(Clone, Copy, Debug)]
+pub struct WindowBind {
+    /// The region to bind the window to.
+    pub region: ProviderRegion,
+    /// The offset in the region of the first byte to bind.
+    pub offset: u64,
+    /// The number of bytes to bind. 0 unbinds a type 1 window.
+    pub len: u64,
+    /// The rights that the window grants to peers. A provider ignores rights of the local side,
+    /// which the core refuses.
+    pub access: Access,
+    /// The kind of addresses by which peers reach the window.
+    pub addressing: Addressing,
 }
 
 /// The status of a window, as its provider knows it.

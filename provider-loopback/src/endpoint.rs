@@ -175,7 +175,7 @@ impl EndpointState {
             }
         } else {
             let work = request::work(&self.domain, request)?;
-            if work.task.window().is_none() {
+            if work.task.window_event().is_none() {
                 self.peer_endpoint(request.peer)?;
             }
             let mut posted = self.posted.lock();
@@ -186,8 +186,9 @@ impl EndpointState {
                 return Err(full());
             }
             self.tx.reserve()?;
-            if let Some(window) = work.task.window() {
-                self.domain.windows.note_posted(window);
+            if let Some((window, event)) = work.task.window_event() {
+                let noted = self.domain.windows.note_posted(window, event);
+                noted.inspect_err(|_| self.tx.release(1))?;
             }
             posted.push_back(work);
         }
@@ -212,7 +213,7 @@ impl EndpointState {
     #[inline]
     pub(super) fn complete_transmit(&self, work: &Work, result: Result<u64>) {
         count(self.tx_counter.as_deref(), &result);
-        if let Some(window) = work.task.window() {
+        if let Some((window, _)) = work.task.window_event() {
             self.domain.windows.note_ended(window);
         }
         let kind = work.task.kind();

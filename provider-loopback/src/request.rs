@@ -2,7 +2,7 @@
 
 use hmem_core::{
     Addressing, Error, ErrorKind, IfaceKind, Iova, MrMode, RemoteKey, Result,
-    provider::{ProviderWindow, WindowBind},
+    provider::{ProviderWindow, WindowBind, WindowEvent},
     transfer::{
         AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment,
         WorkRequest,
@@ -44,10 +44,14 @@ impl Task {
         }
     }
 
-    /// Returns the window that the operation binds or invalidates, if any.
-    pub(super) const fn window(&self) -> Option<ProviderWindow> {
+    /// Returns the window that the operation binds or invalidates, if any, with that event.
+    pub(super) const fn window_event(&self) -> Option<(ProviderWindow, WindowEvent)> {
         match self {
-            Self::BindWindow { window, .. } | Self::InvalidateWindow(window) => Some(*window),
+            Self::BindWindow { window, bind, .. } if bind.len == 0 => {
+                Some((*window, WindowEvent::BindNothing))
+            }
+            Self::BindWindow { window, .. } => Some((*window, WindowEvent::Bind)),
+            Self::InvalidateWindow(window) => Some((*window, WindowEvent::Invalidate)),
             _ => None,
         }
     }
@@ -189,11 +193,9 @@ pub(super) fn work(domain: &DomainState, request: &WorkRequest<'_>) -> Result<Wo
                 })
                 .transpose()?,
         },
-        Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
-            let (region, offset, len) = (*region, *offset, *len);
-            let (access, addressing) = (*access, *addressing);
-            let bind = Box::new(WindowBind { region, offset, len, access, addressing });
-            Task::BindWindow { window: *window, bind, tag: *tag }
+        Operation::BindWindow { window, bind, tag } => {
+            domain.windows.check_part(bind)?;
+            Task::BindWindow { window: *window, bind: Box::new(*bind), tag: *tag }
         }
         Operation::InvalidateWindow { window } => Task::InvalidateWindow(*window),
         other => {

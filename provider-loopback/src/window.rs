@@ -80,6 +80,9 @@ struct State {
     freed: bool,
     /// The number of posted binds and invalidations that have not ended.
     posted: u32,
+    /// The state of the window once all posted requests have succeeded. It has a meaning only while
+    /// `posted` is not 0.
+    expected: WindowState,
 }
 
 /// A binding of a window to a part of a region.
@@ -343,6 +346,7 @@ impl Windows {
             ending: Endings::new(),
             freed: false,
             posted: 0,
+            expected: WindowState::Free,
         };
         let window = Arc::new(Window { token: index.last_token, kind, state: Mutex::new(state) });
         index.by_token.insert(window.token, Arc::clone(&window));
@@ -351,38 +355,31 @@ impl Windows {
         Ok(handle)
     }
 
+    /// Checks a bind request against its region.
+    pub(super) fn check_part(&self, bind: &WindowBind) -> Result<()> {
+        let operation = "bind window";
+        self.nic.regions.inspect(self.domain, token_of(bind.region), operation, |region| {
+            let attr = &region.attr;
+            let rule = if bind.offset > attr.len || bind.len > attr.len - bind.offset {
+                WindowRule::InsideRegion
+            } else if !attr.access.contains(Access::MW_BIND) {
+                WindowRule::RegionAllowsWindows
+            } else if bind.access.peers_write() && !attr.access.nic_writes() {
+                WindowRule::WritesNeedLocalWrite
+            } else {
+                return Ok(());
+            };
+            Err(refuse(rule, operation))
+        })
+    }
+
     /// Checks a bind request against its region. Returns the new binding, which keeps the region
     /// registered.
     fn new_binding(&self, bind: &WindowBind) -> Result<Binding> {
-        let operation = "bind window";
-        let region = token_of(bind.region);
-        if !Access::ANY_REMOTE.contains(bind.access) {
-            let refused = refuse(WindowRule::RemoteRightsOnly, operation);
-            return Err(refused.context("access", bind.access));
-        }
-        let regions = &self.nic.regions;
-        regions.add_dependent(self.domain, region, operation)?;
-        let checked = regions.inspect(self.domain, region, operation, |region| {
-            let attr = &region.attr;
-            if bind.offset > attr.len || bind.len > attr.len - bind.offset {
-                return Err(refuse(WindowRule::InsideRegion, operation)
-                    .context("offset", bind.offset)
-                    .context("length", bind.len)
-                    .context("region", attr.len));
-            }
-            if !attr.access.contains(Access::MW_BIND) {
-                return Err(refuse(WindowRule::RegionAllowsWindows, operation));
-            }
-            if bind.access.peers_write() && !attr.access.nic_writes() {
-                let refused = refuse(WindowRule::WritesNeedLocalWrite, operation);
-                return Err(refused.context("access", attr.access));
-            }
-            Ok(())
-        });
-        if let Err(error) = checked {
-            regions.remove_dependent(self.domain, region);
-            return Err(error);
-        }
+        let (regions, region) = (&self.nic.regions, token_of(bind.region));
+        regions.add_dependent(self.domain, region, "bind window")?;
+        let checked = self.check_part(bind);
+        checked.inspect_err(|_| regions.remove_dependent(self.domain, region))?;
         Ok(Binding {
             nic: Arc::clone(&self.nic),
             domain: self.domain,
@@ -549,10 +546,24 @@ impl Windows {
     }
 
     /// Counts a posted bind or invalidation of a window.
-    pub(super) fn note_posted(&self, window: ProviderWindow) {
-        if let Some(window) = self.index.read().by_token.get(&window.token) {
-            window.state.lock().posted += 1;
+    ///
+    /// # Errors
+    /// The error of the [`WindowRule`] that forbids `event` once the earlier requests have ended.
+    pub(super) fn note_posted(&self, window: ProviderWindow, event: WindowEvent) -> Result<()> {
+        let operation = match event {
+            WindowEvent::Invalidate => "invalidate window",
+            _ => "bind window",
+        };
+        let window = self.find(window, operation)?;
+        if window.kind == WindowType::One && event != WindowEvent::Invalidate {
+            return Err(refuse(WindowRule::BoundByItsVerb, operation));
         }
+        let mut state = window.state.lock();
+        let before = if state.posted > 0 { state.expected } else { state.window_state() };
+        let after = window.kind.after(before, event);
+        state.expected = after.map_err(|rule| refuse(rule, operation))?;
+        state.posted += 1;
+        Ok(())
     }
 
     /// Records the end of a bind or invalidation that [`Windows::note_posted`] has counted.

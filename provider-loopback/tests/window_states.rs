@@ -165,16 +165,14 @@ impl Subject {
                 let len = if event == WindowEvent::Bind { 8 } else { 0 };
                 let (window, region, offset) = (self.window, scene.region, 8);
                 let (access, addressing) = (RIGHTS, Addressing::Virtual);
+                let bind = WindowBind { region, offset, len, access, addressing };
                 if self.kind == WindowType::One {
-                    let bind = WindowBind { region, offset, len, access, addressing };
                     self.window = scene.windows().bind_window(window, &bind)?;
                     self.key = self.window.key;
                     return Ok(());
                 }
                 let tag = self.tag.wrapping_add(1);
-                let bind =
-                    Operation::BindWindow { window, region, offset, len, access, addressing, tag };
-                scene.endpoint.run(bind, &[], PeerId(0))?;
+                scene.endpoint.run(Operation::BindWindow { window, bind, tag }, &[], PeerId(0))?;
                 self.tag = tag;
                 self.key = self.window.key & !0xff | u64::from(tag);
             }
@@ -309,8 +307,8 @@ impl Keys {
         let alloc = |end: &End, kind| end.domain.windows().unwrap().alloc_window(kind).unwrap();
         let bind = |through: &End, window: ProviderWindow, region, tag| {
             let (offset, len, access, addressing) = (0, 8, RIGHTS, Addressing::ZeroBased);
-            let operation =
-                Operation::BindWindow { window, region, offset, len, access, addressing, tag };
+            let bind = WindowBind { region, offset, len, access, addressing };
+            let operation = Operation::BindWindow { window, bind, tag };
             through.run(operation, &[], PeerId(0)).unwrap();
             window.key & !0xff | u64::from(tag)
         };

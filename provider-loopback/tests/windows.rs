@@ -61,15 +61,9 @@ impl Scene {
         addressing: Addressing,
         tag: u8,
     ) -> Result<u64> {
-        let operation = Operation::BindWindow {
-            window,
-            region: self.region,
-            offset: 64,
-            len,
-            access: READ | WRITE,
-            addressing,
-            tag,
-        };
+        let (region, offset, access) = (self.region, 64, READ | WRITE);
+        let bind = WindowBind { region, offset, len, access, addressing };
+        let operation = Operation::BindWindow { window, bind, tag };
         through.run(operation, &[], PeerId(0)).map(|_| window.key & !0xff | u64::from(tag))
     }
 
@@ -287,7 +281,6 @@ fn windows_have_rights_of_their_own() {
             there.domain.windows().unwrap().bind_window(window, &bind)
         };
         refused(bind(WRITE), ErrorKind::AccessDenied);
-        refused(bind(Access::SEND), ErrorKind::BadAccess);
         scene.write(&key, base, 8).unwrap();
         bind(READ).unwrap();
         refused(scene.write(&key, base, 8), ErrorKind::InvalidKey);
@@ -534,4 +527,54 @@ fn forbid_system_calls() {
 fn exit(status: i32) -> ! {
     // SAFETY: the call ends the process, runs no handlers and has no preconditions.
     unsafe { libc::_exit(status) }
+}
+
+/// MW-07: a request that breaks a rule is refused when it is posted, also behind requests that have
+/// not been executed.
+#[test]
+fn posted_bind_that_breaks_a_rule_is_refused_at_the_post() {
+    for scene in scenes() {
+        let there = &scene.pair.there;
+        let windows = there.domain.windows().unwrap();
+        let window = windows.alloc_window(WindowType::TwoB).unwrap();
+        let post = |region, offset, len, access| {
+            let addressing = Addressing::Virtual;
+            let bind = WindowBind { region, offset, len, access, addressing };
+            there.post(Operation::BindWindow { window, bind, tag: 1 }, &[], PeerId(0), 1)
+        };
+        let rule = |refused: Result<()>| {
+            refused.unwrap_err().context_value("rule").map(str::to_owned).unwrap_or_default()
+        };
+        let plain = RegAttr::key(2).access(Access::WRITE | Access::MW_BIND);
+        let plain = plain.register(&*there.domain, &[host(scene.target.range(), true)]).unwrap();
+        assert_eq!(rule(post(scene.region, 250, 7, READ)), "inside-region");
+        assert_eq!(rule(post(scene.region, 0, 0, READ)), "type-2-has-length");
+        assert_eq!(rule(post(plain, 0, 8, WRITE)), "writes-need-local-write");
+        post(scene.region, 0, 8, READ).unwrap();
+        assert_eq!(rule(post(scene.region, 0, 8, READ)), "binds-when-free");
+        there.post(Operation::InvalidateWindow { window }, &[], PeerId(0), 2).unwrap();
+        post(scene.region, 8, 8, READ).unwrap();
+        for _ in 0..3 {
+            there.next().result.unwrap();
+        }
+        assert!(there.try_next().is_none(), "a refused request has a completion");
+        windows.free_window(window).unwrap();
+    }
+}
+
+/// MW-05: only the core refuses rights of the local side in a bind. Past the core they grant peers
+/// nothing.
+#[test]
+fn local_rights_of_a_window_grant_nothing() {
+    for scene in scenes() {
+        let windows = scene.pair.there.domain.windows().unwrap();
+        let window = windows.alloc_window(WindowType::One).unwrap();
+        let access = READ | Access::RECV | Access::WRITE | Access::MW_BIND;
+        let window = scene.bind(window, 64, 64, access).unwrap();
+        let key = scene.virtual_key(window.key, 64, 64);
+        let at = scene.target.address().0 + 64;
+        scene.read(&key, at, 8).unwrap();
+        refused(scene.write(&key, at, 8), ErrorKind::AccessDenied);
+        windows.free_window(window).unwrap();
+    }
 }

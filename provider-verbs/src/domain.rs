@@ -432,16 +432,7 @@ impl provider::Windows for VerbsDomain {
         bind: &WindowBind,
         tag: u8,
     ) -> Result<()> {
-        let WindowBind { region, offset, len, access, addressing } = *bind;
-        self.own(endpoint)?.run_window(Operation::BindWindow {
-            window,
-            region,
-            offset,
-            len,
-            access,
-            addressing,
-            tag,
-        })
+        self.own(endpoint)?.run_window(Operation::BindWindow { window, bind: *bind, tag })
     }
 
     fn invalidate_window_now(

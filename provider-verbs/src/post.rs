@@ -7,7 +7,7 @@ use std::{ptr, slice, sync::Arc};
 use hmem_core::{
     Errno, Error, ErrorKind, Result,
     counter::Counter,
-    provider::{EndpointAttr, WindowBind},
+    provider::EndpointAttr,
     transfer::{Completion, CompletionKind, Operation, WorkRequest},
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -178,10 +178,9 @@ impl Poster {
                 let bytes = chain.atomic(domain, &held, (op, datatype, &remote), lists)?;
                 entry(CompletionKind::Atomic, bytes)
             }
-            Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
-                let bind = WindowBind { region, offset, len, access, addressing };
+            Operation::BindWindow { window, bind, tag } => {
                 let mut entry = entry(CompletionKind::BindWindow, 0);
-                domain.regions.with(region, "bind window", |region| {
+                domain.regions.with(bind.region, "bind window", |region| {
                     let (pd, number) = (&domain.pd, self.number);
                     let window = (window, tag);
                     domain.windows.bind_type_2(pd, region, window, &bind, number, |mut wr, key| {

@@ -454,9 +454,6 @@ impl Windows {
         let mw_access_flags = flags(pd, bind).bits();
         let bind_info =
             MwBindInfo { mr: part.mr, addr: address.0, length: bind.len, mw_access_flags };
-        if bind.len == 0 {
-            return Err(refuse(WindowRule::Type2HasLength, "bind window"));
-        }
         self.with_type_2(window.token, WindowRule::BoundByItsVerb, |held| {
             // The state that the window has once all earlier requests have completed.
             let state = if held.through.is_some() { WindowState::Valid } else { WindowState::Free };
@@ -513,6 +510,18 @@ impl Windows {
     }
 }
 
+/// Checks a bind against its region, before the bind waits in a lane.
+///
+/// # Errors
+/// The errors of [`Regions::with`], and those of the rule that the bind violates.
+pub(super) fn check_part(
+    pd: &ProtectionDomain,
+    regions: &Regions,
+    bind: &WindowBind,
+) -> Result<()> {
+    regions.with(bind.region, "bind window", |region| target(pd, region, bind).map(drop))
+}
+
 /// Returns the registration in which a bind's range lies, and the range's first address.
 ///
 /// # Errors
@@ -525,6 +534,10 @@ fn target<'a>(
 ) -> Result<(&'a Part, Address)> {
     let operation = "bind window";
     let broken = |rule: WindowRule| rule.refuse(operation).provider(pd.device.nic().to_string());
+    if bind.len == 0 {
+        // The caller binds a type 2 window: a type 1 window is unbound without a range.
+        return Err(broken(WindowRule::Type2HasLength));
+    }
     if !region.flags.contains(AccessFlags::MW_BIND) {
         return Err(broken(WindowRule::RegionAllowsWindows));
     }
@@ -550,6 +563,7 @@ fn target<'a>(
 
 /// Returns the verbs flags for the rights and the addressing of a bind.
 fn flags(pd: &ProtectionDomain, bind: &WindowBind) -> AccessFlags {
+    // Rights of the local side set no flag. A window has no local key.
     let mut flags = AccessFlags::empty();
     flags.set(AccessFlags::REMOTE_READ, bind.access.contains(Access::REMOTE_READ));
     flags |= remote_changes(bind.access, pd.device.rights());

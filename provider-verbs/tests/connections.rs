@@ -19,7 +19,8 @@ use std::{
 };
 
 use hmem_core::{
-    Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova, Registry, RemoteKey,
+    Access, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova, Registry, RemoteKey,
+    Type2Bind, Type2Kind,
     provider::{CompletionQueue, EndpointAttr, StagingAttr},
     transfer::{Completion, CompletionKind, RemoteSegment},
 };
@@ -268,6 +269,28 @@ fn reset_cancels_staged_requests_that_wait_for_a_copy() {
     assert_eq!(wire::posts(), posts, "a request of the old connection was posted to the new one");
     assert_eq!(far.get(0, CHUNK), [0; CHUNK as usize]);
     net.assert_idle();
+}
+
+/// MW-07: a bind that waits behind a staged request is checked when it is posted. If the check
+/// came later, the failed bind would end the connection.
+#[test]
+fn bind_behind_a_staged_request_is_checked_at_the_post() {
+    let net = net(Stepping::ByHand);
+    let staged = net.near.device(&net.device, CHUNK, LOCAL).expect("stage device memory");
+    let (host, far) = (net.near.host(8, LOCAL), net.far.host(CHUNK, LOCAL | REMOTE));
+    let key = far.region().key().expect("key");
+    let there = [remote(&key, CHUNK)];
+    net.near.endpoint.write(&[staged.slice(0, CHUNK)], &there, net.peer, 1).expect("post");
+    let window = net.near.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
+    let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
+    for len in [9, 0] {
+        let bind = Type2Bind { region: host.region(), offset: 0, len, access, addressing, tag: 1 };
+        let refused = window.post_bind(&net.near.endpoint, &bind, 2).expect_err("a wrong length");
+        assert!(refused.context_value("rule").is_some(), "{refused}");
+    }
+    while net.device.step() {}
+    let (mut here, _) = net.complete(1, 0);
+    assert_eq!(here.remove(0).result.expect("success"), CHUNK);
 }
 
 /// EVT-04: the NIC sends immediate data in network byte order.

@@ -540,7 +540,7 @@ fn region_with_a_bound_window_is_neither_deregistered_nor_changed() {
     // A bind of a type 2 window keeps its region busy from the post on. The region is free after an
     // invalidation, a failed bind, a reset of the connection and the close of the endpoint.
     let window = verbs.alloc_window(WindowType::TwoB).expect("allocate");
-    let bind_2 = Operation::BindWindow { window, region, offset, len, access, addressing, tag: 1 };
+    let bind_2 = Operation::BindWindow { window, bind, tag: 1 };
     post(bind_2);
     refused(region, "1");
     read(&cq).remove(0).result.expect("bind");
@@ -703,10 +703,9 @@ fn provider_refuses_requests_for_the_other_window_type() {
         unsafe { endpoint.post(&request) }.expect_err("another type").kind()
     };
     assert_eq!(post(Operation::InvalidateWindow { window: one }), ErrorKind::BadState);
-    let bind =
-        Operation::BindWindow { window: one, region, offset, len, access, addressing, tag: 1 };
-    assert_eq!(post(bind), ErrorKind::BadState);
     let bind = WindowBind { region, offset, len, access, addressing };
+    let posted = Operation::BindWindow { window: one, bind, tag: 1 };
+    assert_eq!(post(posted), ErrorKind::BadState);
     let error = verbs.bind_window(two, &bind).expect_err("type 2 is bound by a request");
     assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
     let zero_based = WindowBind { addressing: Addressing::ZeroBased, ..bind };

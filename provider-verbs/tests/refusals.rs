@@ -588,6 +588,8 @@ fn window_is_bound_with_exactly_the_requested_rights() {
         (Access::REMOTE_ATOMIC, AccessFlags::REMOTE_ATOMIC),
         (write, writes),
         (read | write, AccessFlags::REMOTE_READ | writes),
+        // Only the core refuses a right of the local side. It must not reach the driver.
+        (read | Access::RECV | Access::MW_BIND, AccessFlags::REMOTE_READ),
     ] {
         let asked = bind(&domain, &region, (16, 64, access)).expect("bind");
         assert_eq!(asked, format!("bind_mw {:#x}+0x40 {:#x}", start + 16, flags.bits()));

@@ -666,8 +666,7 @@ fn request_for_the_other_window_type_is_refused() -> Outcome {
     let rule = |error: hmem_core::Error| error.context_value("rule").unwrap_or("").to_owned();
     assert_eq!(rule(windows.bind_window(two, &bind).unwrap_err()), "bound-by-its-verb");
     let window = one;
-    let post =
-        Operation::BindWindow { window, region, offset: 0, len: 64, access, addressing, tag: 1 };
+    let post = Operation::BindWindow { window, bind, tag: 1 };
     assert_eq!(rule(pair.far.post(post, &[], 1).unwrap_err()), "bound-by-its-verb");
     let invalidate = Operation::InvalidateWindow { window };
     let refused = pair.far.post(invalidate, &[], 1).unwrap_err();

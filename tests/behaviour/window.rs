@@ -57,6 +57,8 @@ over_configs! {
     windows_may_overlap_and_keep_their_region_open: Pairwise, NEEDS, LOOPBACK;
     /// MW-07
     window_outside_its_region_or_domain_is_refused: Pairwise, NEEDS, LOOPBACK;
+    /// MW-07
+    refused_bind_names_its_call_and_its_values: Pairwise, NEEDS, LOOPBACK;
     /// MW-08
     binding_registers_and_exports_nothing: Pairwise, NEEDS, LOOPBACK;
     /// KEY-08
@@ -440,11 +442,45 @@ fn window_outside_its_region_or_domain_is_refused(config: &TestConfig) {
         addressing: Addressing::Virtual,
         tag: 1,
     };
-    two.post_bind(&f.net.target.endpoint, &bind, 79).expect("post");
-    let error = f.target_completion().result.expect_err("a region without MW_BIND");
+    let posted = two.post_bind(&f.net.target.endpoint, &bind, 79);
+    let error = posted.expect_err("a region without MW_BIND");
     assert_eq!(error.context_value("rule"), Some("region-allows-windows"), "{error}");
     assert!(one.key().is_none() && two.key().is_none());
     f.region.close().expect("nothing was bound");
+}
+
+/// The provider refuses the bind, and the error names the public call and the values of the bind.
+fn refused_bind_names_its_call_and_its_values(config: &TestConfig) {
+    let f = fixture(config);
+    let (one, two) = (f.type_1(), f.type_2(Type2Kind::B));
+    let range = f.region.range().to_string();
+    let check = |error: hmem::Error, call, rule, [offset, len]: [&str; 2]| {
+        assert_eq!(error.operation(), call, "{error}");
+        let access = REMOTE.to_string();
+        for (name, value) in [
+            ("rule", rule),
+            ("offset", offset),
+            ("length", len),
+            ("access", access.as_str()),
+            ("region", range.as_str()),
+        ] {
+            assert_eq!(error.context_value(name), Some(value), "{error}");
+        }
+    };
+    let refused = one.bind(&f.region, 4095, 2, REMOTE).expect_err("outside its region");
+    check(refused, "bind window", "inside-region", ["4095", "2"]);
+    let post = |part| f.bind_2(&two, part, REMOTE, Addressing::Virtual, 1);
+    let refused = post((4095, 2)).expect_err("outside its region");
+    check(refused, "post bind window", "inside-region", ["4095", "2"]);
+    let refused = post((8, 0)).expect_err("no bytes");
+    check(refused, "post bind window", "type-2-has-length", ["8", "0"]);
+    post((0, 8)).expect("bind");
+    let refused = post((0, 8)).expect_err("bound already");
+    check(refused, "post bind window", "binds-when-free", ["0", "8"]);
+    let refused = one.unbind().expect_err("not bound");
+    assert_eq!(refused.operation(), "unbind window", "{refused}");
+    let refused = f.region.grant(&f.net.target.endpoint, 4095..4097, REMOTE);
+    assert_eq!(refused.expect_err("outside its region").operation(), "grant");
 }
 
 fn binding_registers_and_exports_nothing(config: &TestConfig) {

@@ -12,10 +12,11 @@ use super::{
     DomainInner, Endpoint, MemoryRegion,
     attr::MrAttr,
     region_state::{Dependent, KeepAlive},
-    window::{Part, with_tag},
+    window::{base, bind_refused, bind_request, with_tag},
 };
 use crate::{
-    Access, Addressing, Error, ErrorKind, MrFlags, MrMode, RawKey, Rejected, RemoteKey, Result,
+    Access, AddressRange, Addressing, Error, ErrorKind, MrFlags, MrMode, RawKey, Rejected,
+    RemoteKey, Result,
     provider::{
         ProviderEndpoint, ProviderWindow, WindowBind, WindowRule, WindowState, WindowType, Windows,
     },
@@ -168,8 +169,8 @@ impl MemoryRegion {
                 .context("end", part.end)
                 .remedy("grant at least one byte"));
         }
-        let part = Part { region: self, offset: part.start, len, access };
-        let bind = part.bind(domain, operation, Addressing::Virtual)?;
+        let part = (part.start, len);
+        let bind = bind_request(domain, operation, self, part, access, Addressing::Virtual)?;
         let windows = domain.windows();
         // The NIC enforces the bounds of the region in any case.
         let is_part = len < self.len();
@@ -182,7 +183,7 @@ impl MemoryRegion {
         let mut reasons = Vec::new();
         if unbounded {
             reasons.push(WindowRule::NicEnforcesBounds.refuse(operation));
-            match register_sub_region(domain, endpoint, &part) {
+            match register_sub_region(domain, endpoint, self, &bind) {
                 Ok(sub_region) => return Ok(grant(Held::SubRegion(sub_region), reasons)),
                 Err(error) if error.is_unsupported() => {
                     tracing::debug!(%error, "the grant does not confine its peer to its part");
@@ -195,19 +196,21 @@ impl MemoryRegion {
             Ok(windows) => {
                 let has = |kind: &WindowType| windows.window_types().contains(kind);
                 for kind in BEST_FIRST.into_iter().filter(has) {
-                    match bind_window(domain, windows, endpoint, &part, bind, kind) {
+                    match bind_window(domain, windows, endpoint, self, bind, kind) {
                         Ok(window) => return Ok(grant(Held::Window(Box::new(window)), reasons)),
                         Err(error) if error.is_unsupported() => {
                             tracing::debug!(%error, kind = kind.name(), "window type unsupported");
                             reasons.push(error.context("window", kind.name()));
                         }
-                        Err(error) => return Err(error),
+                        Err(error) => {
+                            return Err(bind_refused(error, operation, self, &bind));
+                        }
                     }
                 }
             }
             Err(error) => reasons.push(error),
         }
-        match register_sub_region(domain, endpoint, &part) {
+        match register_sub_region(domain, endpoint, self, &bind) {
             Ok(sub_region) => Ok(grant(Held::SubRegion(sub_region), reasons)),
             Err(error) if reasons.is_empty() => Err(error),
             Err(error) => {
@@ -222,7 +225,7 @@ fn bind_window(
     domain: &DomainInner,
     windows: &dyn Windows,
     endpoint: &Endpoint,
-    part: &Part<'_>,
+    region: &MemoryRegion,
     mut bind: WindowBind,
     kind: WindowType,
 ) -> Result<BoundWindow> {
@@ -231,7 +234,7 @@ fn bind_window(
         bind.addressing = Addressing::ZeroBased;
     }
     // The dependent is created before the bind. From then on the region cannot be closed.
-    let region = Dependent::of(part.region.inner());
+    let dependent = Dependent::of(region.inner());
     let mut spare = domain.spare_windows.take(domain, kind)?;
     let bound = if kind == WindowType::One {
         windows.bind_window(spare.window, &bind)
@@ -251,24 +254,39 @@ fn bind_window(
         }
     };
     let Spare { window, uses, .. } = spare;
-    let key = RemoteKey::new(bind.addressing, part.base(bind.addressing), part.len, window.key);
+    let base = base(region, bind.offset, bind.addressing);
+    let key = RemoteKey::new(bind.addressing, base, bind.len, window.key);
     let endpoint = endpoint.shared_provider();
-    Ok(BoundWindow { kind, window, bind, endpoint, key, uses, region })
+    Ok(BoundWindow { kind, window, bind, endpoint, key, uses, region: dependent })
+}
+
+/// Returns the addresses of `len` bytes from `offset` of a region, or `None` if they are not inside
+/// one range of the region.
+fn part_of(region: &MemoryRegion, offset: u64, len: u64) -> Option<AddressRange> {
+    let mut left = offset;
+    for range in region.ranges() {
+        if left < range.len() {
+            return range.slice(left, len);
+        }
+        left -= range.len();
+    }
+    None
 }
 
 fn register_sub_region(
     domain: &Arc<DomainInner>,
     endpoint: &Endpoint,
-    part: &Part<'_>,
+    region: &MemoryRegion,
+    bind: &WindowBind,
 ) -> Result<MemoryRegion> {
-    let range = part.range().ok_or_else(|| {
+    let range = part_of(region, bind.offset, bind.len).ok_or_else(|| {
         Error::new(ErrorKind::OutOfBounds, "grant")
-            .context("offset", part.offset)
-            .context("length", part.len)
+            .context("offset", bind.offset)
+            .context("length", bind.len)
             .remedy("a sub-region lies inside one range of its region: grant each part separately")
     })?;
     let ranges = [range];
-    let attr = MrAttr { base: Some(part.region), ..MrAttr::new(&ranges, part.access) };
+    let attr = MrAttr { base: Some(region), ..MrAttr::new(&ranges, bind.access) };
     let sub_region = domain.register_now(&attr, MrFlags::empty(), KeepAlive::Caller, None)?;
     if domain.effective().contains(MrMode::ENDPOINT) {
         sub_region.bind_endpoint(endpoint)?;

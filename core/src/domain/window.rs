@@ -2,7 +2,7 @@
 //!
 //! A call binds a [`Type1Window`], which gets a new key each time. Requests posted to an endpoint
 //! bind and invalidate a [`Type2Window`], with the caller's 8-bit tag (InfiniBand 10.6.7.2). The
-//! rules are those of [`WindowType::after`].
+//! provider checks the states ([`WindowType::after`]), the part of the region, and its rights.
 //!
 //! The provider tracks the results of posted binds and invalidations, and of invalidations by
 //! peers. Before each operation, a type 2 window queries this state from the provider, so it needs
@@ -22,10 +22,9 @@ use super::{
     region_state::{Dependent, RegionInner, Settle},
 };
 use crate::{
-    Access, AddressRange, Addressing, Error, ErrorKind, Iova, MrMode, RemoteKey, Result,
+    Access, Addressing, Error, ErrorKind, Iova, MrMode, RemoteKey, Result,
     provider::{
-        Features, ProviderWindow, WindowBind, WindowEvent, WindowRule, WindowState, WindowType,
-        Windows,
+        Features, ProviderWindow, WindowBind, WindowRule, WindowState, WindowType, Windows,
     },
     transfer::{Operation, PeerId, WorkRequest},
 };
@@ -167,22 +166,15 @@ struct Bound {
 }
 
 impl Bound {
-    fn new(part: &Part<'_>, addressing: Addressing, tag: u8) -> Self {
-        let region = Dependent::of(part.region.inner());
-        Self { region, base: part.base(addressing), len: part.len, addressing, tag }
+    fn new(region: &MemoryRegion, bind: &WindowBind, tag: u8) -> Self {
+        let WindowBind { offset, len, addressing, .. } = *bind;
+        let base = base(region, offset, addressing);
+        Self { region: Dependent::of(region.inner()), base, len, addressing, tag }
     }
 
     fn key(&self, key: u64) -> RemoteKey {
         RemoteKey::new(self.addressing, self.base, self.len, key)
     }
-}
-
-/// The part of a region to bind a window to.
-pub(super) struct Part<'a> {
-    pub(super) region: &'a MemoryRegion,
-    pub(super) offset: u64,
-    pub(super) len: u64,
-    pub(super) access: Access,
 }
 
 const KEY_TAG: u64 = 0xff;
@@ -192,65 +184,70 @@ pub(super) const fn with_tag(key: u64, tag: u8) -> u64 {
     (key & !KEY_TAG) | tag as u64
 }
 
-impl Part<'_> {
-    /// Checks the rules that need no call of the provider, and returns the provider's request.
-    pub(super) fn bind(
-        &self,
-        domain: &Arc<DomainInner>,
-        operation: &'static str,
-        addressing: Addressing,
-    ) -> Result<WindowBind> {
-        let Self { region, offset, len, access } = *self;
-        let rule = if !Arc::ptr_eq(region.inner().domain(), domain) {
-            Some(WindowRule::SameDomain)
-        } else if offset > region.len() || len > region.len() - offset {
-            Some(WindowRule::InsideRegion)
-        } else if !Access::ANY_REMOTE.contains(access) {
-            Some(WindowRule::RemoteRightsOnly)
-        } else if access.peers_write() && !region.access().nic_writes() {
-            Some(WindowRule::WritesNeedLocalWrite)
-        } else {
-            None
-        };
-        if let Some(rule) = rule {
-            return Err(rule
-                .refuse(operation)
-                .context("offset", offset)
-                .context("length", len)
-                .context("access", access)
-                .context("region", region.range()));
-        }
-        let region = region.inner().registration(operation)?.region;
-        Ok(WindowBind { region, offset, len, access, addressing })
-    }
+/// Returns the provider's request to bind a window of `domain` to a part of `region`.
+///
+/// Checks the rules of domains and rights. The provider checks the other rules of [`WindowRule`].
+pub(super) fn bind_request(
+    domain: &Arc<DomainInner>,
+    operation: &'static str,
+    region: &MemoryRegion,
+    (offset, len): (u64, u64),
+    access: Access,
+    addressing: Addressing,
+) -> Result<WindowBind> {
+    let rule = if !Arc::ptr_eq(region.inner().domain(), domain) {
+        WindowRule::SameDomain
+    } else if !Access::ANY_REMOTE.contains(access) {
+        WindowRule::RemoteRightsOnly
+    } else {
+        let handle = region.inner().registration(operation)?.region;
+        return Ok(WindowBind { region: handle, offset, len, access, addressing });
+    };
+    Err(with_values(rule.refuse(operation), region, (offset, len), access))
+}
 
-    /// Returns the addresses of the part, or `None` if the part is not inside one range of the
-    /// region.
-    pub(super) fn range(&self) -> Option<AddressRange> {
-        let mut left = self.offset;
-        for range in self.region.ranges() {
-            if left < range.len() {
-                return range.slice(left, self.len);
-            }
-            left -= range.len();
-        }
-        None
+/// Completes a provider's error about a bind: names the public call `operation`, and adds the
+/// values of the bind if the bind breaks a rule.
+pub(super) fn bind_refused(
+    error: Error,
+    operation: &'static str,
+    region: &MemoryRegion,
+    bind: &WindowBind,
+) -> Error {
+    let error = error.of_call(operation);
+    if error.context_value("rule").is_none() {
+        return error;
     }
+    with_values(error, region, (bind.offset, bind.len), bind.access)
+}
 
-    /// Returns the address at which peers access the first byte of the part.
-    pub(super) fn base(&self, addressing: Addressing) -> Iova {
-        if addressing == Addressing::ZeroBased {
-            return Iova(0);
-        }
-        let mut left = self.offset;
-        for range in self.region.ranges() {
-            if left < range.len() {
-                return Iova(range.start().0 + left);
-            }
-            left -= range.len();
-        }
-        Iova(self.region.range().start().0)
+fn with_values(
+    error: Error,
+    region: &MemoryRegion,
+    (offset, len): (u64, u64),
+    access: Access,
+) -> Error {
+    error
+        .context("offset", offset)
+        .context("length", len)
+        .context("access", access)
+        .context("region", region.range())
+}
+
+/// Returns the address at which peers access the byte at `offset` of a region, through a window
+/// that starts there.
+pub(super) fn base(region: &MemoryRegion, offset: u64, addressing: Addressing) -> Iova {
+    if addressing == Addressing::ZeroBased {
+        return Iova(0);
     }
+    let mut left = offset;
+    for range in region.ranges() {
+        if left < range.len() {
+            return Iova(range.start().0 + left);
+        }
+        left -= range.len();
+    }
+    Iova(region.range().start().0)
 }
 
 impl DomainInner {
@@ -287,11 +284,6 @@ impl Allocated {
     ) -> Result<MutexGuard<'a, T>> {
         self.domain.process.check(operation)?;
         Ok(state.lock())
-    }
-
-    fn check(&self, state: WindowState, event: WindowEvent, operation: &'static str) -> Result<()> {
-        let after = self.kind.after(state, event);
-        after.map(|_| ()).map_err(|rule| rule.refuse(operation))
     }
 
     fn check_endpoint(&self, endpoint: &Endpoint, operation: &'static str) -> Result<()> {
@@ -347,18 +339,18 @@ impl Type1Window {
         len: u64,
         access: Access,
     ) -> Result<RemoteKey> {
-        let part = Part { region, offset, len, access };
-        let domain = &self.window.domain;
-        let bind = part.bind(domain, "bind window", Addressing::Virtual)?;
+        let (domain, operation) = (&self.window.domain, "bind window");
+        let bind =
+            bind_request(domain, operation, region, (offset, len), access, Addressing::Virtual)?;
         if len == 0 {
-            return Err(Error::new(ErrorKind::ZeroLength, "bind window")
+            return Err(Error::new(ErrorKind::ZeroLength, operation)
                 .remedy("bind at least one byte, or call unbind"));
         }
-        let mut state = self.window.lock(&self.state, "bind window")?;
-        self.window.check(state.state(), WindowEvent::Bind, "bind window")?;
-        state.window = domain.windows()?.bind_window(state.window, &bind)?;
+        let mut state = self.window.lock(&self.state, operation)?;
+        let bound = domain.windows()?.bind_window(state.window, &bind);
+        state.window = bound.map_err(|error| bind_refused(error, operation, region, &bind))?;
         let number = state.window.key;
-        Ok(state.bound.insert(Bound::new(&part, Addressing::Virtual, 0)).key(number))
+        Ok(state.bound.insert(Bound::new(region, &bind, 0)).key(number))
     }
 
     /// Unbinds the window (a bind of length 0). Its key becomes invalid, and the window can be
@@ -368,14 +360,16 @@ impl Type1Window {
     /// - [`ErrorKind::BadState`] if the window is not bound, and in a forked child.
     /// - The error that the driver reported.
     pub fn unbind(&self) -> Result<()> {
-        let mut state = self.window.lock(&self.state, "unbind window")?;
-        self.window.check(state.state(), WindowEvent::BindNothing, "unbind window")?;
-        let Some(region) = state.bound.as_ref().and_then(|bound| bound.region.registered()) else {
-            return Ok(());
-        };
+        let operation = "unbind window";
+        let mut state = self.window.lock(&self.state, operation)?;
+        // The provider needs a region to unbind from, and an unbound window has none.
+        let bound = state.bound.as_ref();
+        let bound = bound.ok_or_else(|| WindowRule::UnbindsWhenBound.refuse(operation))?;
+        let Some(region) = bound.region.registered() else { return Ok(()) };
         let addressing = Addressing::Virtual;
         let bind = WindowBind { region, offset: 0, len: 0, access: Access::empty(), addressing };
-        state.window = self.window.domain.windows()?.bind_window(state.window, &bind)?;
+        let unbound = self.window.domain.windows()?.bind_window(state.window, &bind);
+        state.window = unbound.map_err(|error| error.of_call(operation))?;
         state.bound = None;
         Ok(())
     }
@@ -440,30 +434,23 @@ impl Type2Window {
         let inner = &*self.inner;
         inner.window.check_endpoint(endpoint, operation)?;
         let Type2Bind { region, offset, len, access, addressing, tag } = *bind;
-        let part = Part { region, offset, len, access };
-        let checked = part.bind(&inner.window.domain, operation, addressing)?;
+        let domain = &inner.window.domain;
+        let bind = bind_request(domain, operation, region, (offset, len), access, addressing)?;
         let (mut state, status) = inner.settled()?;
-        let now = if state.bound.is_some() { WindowState::Valid } else { WindowState::Free };
-        let event = if len == 0 { WindowEvent::BindNothing } else { WindowEvent::Bind };
-        inner.window.check(now, event, operation)?;
-        let request = Operation::BindWindow {
-            window: inner.window.window,
-            region: checked.region,
-            offset,
-            len,
-            access,
-            addressing,
-            tag,
-        };
-        let bound = Bound::new(&part, addressing, tag);
+        let request = Operation::BindWindow { window: inner.window.window, bind, tag };
+        let bound = Bound::new(region, &bind, tag);
         if state.listed.as_ptr() != Arc::as_ptr(region.inner()) {
             let settle: Arc<dyn Settle> = Arc::<Type2Inner>::clone(&self.inner);
             region.inner().list_window(&settle);
             state.listed = Arc::downgrade(region.inner());
         }
-        post(endpoint, request, context)?;
+        post(endpoint, request, context)
+            .map_err(|error| bind_refused(error, operation, region, &bind))?;
         let key = bound.key(with_tag(status.key, tag));
-        state.bound = Some(bound);
+        // Only a provider that reports a refused bind by its completion accepts a bind of a bound
+        // window. Then the earlier binding stands.
+        let before = state.bound.replace(bound);
+        state.ending.extend(before);
         Ok(key)
     }
 
@@ -482,9 +469,9 @@ impl Type2Window {
         let operation = "post invalidate window";
         let inner = &*self.inner;
         inner.window.check_endpoint(endpoint, operation)?;
-        let (mut state, status) = inner.settled()?;
-        inner.window.check(status.state, WindowEvent::Invalidate, operation)?;
-        post(endpoint, Operation::InvalidateWindow { window: inner.window.window }, context)?;
+        let (mut state, _) = inner.settled()?;
+        post(endpoint, Operation::InvalidateWindow { window: inner.window.window }, context)
+            .map_err(|error| error.of_call(operation))?;
         let bound = state.bound.take();
         state.ending.extend(bound);
         Ok(())

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use super::{ProviderDomain, ProviderEndpoint};
 use crate::{
-    Access, AddressRange, Addressing, Error, ErrorKind, Iova, RawKey, RemoteKey, Result,
+    AddressRange, Addressing, Error, ErrorKind, Iova, RawKey, RemoteKey, Result,
     counter::Counter,
     handle::{ProviderRegion, ProviderWindow},
     registration::Registration,
-    window::{WindowStatus, WindowType},
+    window::{WindowBind, WindowStatus, WindowType},
 };
 
 bitflags::bitflags! {
@@ -70,8 +70,8 @@ pub trait SubRegions {
     /// # Errors
     /// - OutOfBounds for bytes outside `base`.
     /// - ZeroLength if `len` is 0.
-    /// - AccessDenied if the new rights let the NIC write ([`Access::nic_writes`]) and those of
-    ///   `base` do not.
+    /// - AccessDenied if the new rights let the NIC write
+    ///   ([`Access::nic_writes`](crate::Access::nic_writes)) and those of `base` do not.
     /// - The errors of [`ProviderDomain::register`].
     fn register_sub(
         &self,
@@ -143,21 +143,6 @@ pub trait Refresh {
     /// # Errors
     /// BadAddress if a page is not mapped. Other pages of the region stay usable.
     fn refresh_pages(&self, region: ProviderRegion, ranges: &[AddressRange]) -> Result<()>;
-}
-
-/// The inputs of a window's bind: the part of a region, and the rights to grant.
-#[derive(Clone, Copy, Debug)]
-pub struct WindowBind {
-    /// The region to bind the window to.
-    pub region: ProviderRegion,
-    /// The offset in the region of the first byte to bind.
-    pub offset: u64,
-    /// The number of bytes to bind. 0 unbinds a type 1 window.
-    pub len: u64,
-    /// The rights that the window grants to peers.
-    pub access: Access,
-    /// The kind of addresses by which peers reach the window.
-    pub addressing: Addressing,
 }
 
 /// The facet for memory windows. [`WindowType::after`] defines the states of a window.

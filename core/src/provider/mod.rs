@@ -24,7 +24,7 @@ pub use self::{
     attr::{Imports, MsgOrder, Nic, ProgressModel, ProviderAttr, StagingAttr},
     facets::{
         CompositeKeys, Enabling, EndpointBinding, Features, ManualProgress, RawKeys, Refresh,
-        RegionCounters, StagingAccess, SubRegions, WindowBind, Windows,
+        RegionCounters, StagingAccess, SubRegions, Windows,
     },
 };
 
@@ -37,7 +37,7 @@ use crate::{
 pub use crate::{
     handle::{ProviderRegion, ProviderWindow},
     registration::{KeyRequest, Registration},
-    window::{WindowEvent, WindowRule, WindowState, WindowStatus, WindowType},
+    window::{WindowBind, WindowEvent, WindowRule, WindowState, WindowStatus, WindowType},
 };
 
 /// A request to open a provider's domain. The core has negotiated the mode.
@@ -485,7 +485,7 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     /// - Again if the endpoint's queue of requests is full, or if the completion queue might have
     ///   no room for the completion ([`CompletionQueue`]).
     /// - NoRegion for a descriptor that is missing or that is not of this domain.
-    /// - BadAccess for a bind with rights that a window cannot grant.
+    /// - The error of [`WindowRule::refuse`], if a window operation breaks a rule.
     /// - InvalidArgument for lists of different total lengths, for an empty remote list, for
     ///   operands that do not fit the operation, and for a peer that this endpoint did not resolve.
     /// - MessageTooLong or TooManyRanges beyond the NIC's limits, the endpoint's depth or the depth

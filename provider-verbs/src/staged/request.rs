@@ -180,10 +180,8 @@ impl QueuedRequest {
                 result,
                 compare,
             },
-            Operation::BindWindow { window, region, offset, len, access, addressing, tag } => {
-                let operation =
-                    Operation::BindWindow { window, region, offset, len, access, addressing, tag };
-                OwnedOperation::Window(operation)
+            Operation::BindWindow { window, bind, tag } => {
+                OwnedOperation::Window(Operation::BindWindow { window, bind, tag })
             }
             Operation::InvalidateWindow { window } => {
                 OwnedOperation::Window(Operation::InvalidateWindow { window })

@@ -20,6 +20,7 @@ use crate::{
     post::immediate,
     region::Local,
     sys::QpCap,
+    window::check_part,
 };
 
 /// A request in a lane (a queue of staged transfers), with its progress.
@@ -134,6 +135,9 @@ impl Task {
     ) -> Result<Self> {
         immediate(domain, &request.operation)?;
         check_keys(domain, &request.operation)?;
+        if let Operation::BindWindow { bind, .. } = &request.operation {
+            check_part(&domain.pd, &domain.regions, bind)?;
+        }
         let movement = Movement::of(&request.operation);
         let lists = lists(domain, request, movement.as_ref().map(|(_, right)| *right))?;
         let refuse = |why| domain.refuse_post(ErrorKind::Unsupported, why);
