@@ -5,6 +5,8 @@
 
 use std::fmt;
 
+use smallvec::SmallVec;
+
 use crate::{
     Address, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result, handle::ProviderWindow,
     window::WindowBind,
@@ -288,6 +290,196 @@ pub struct WorkRequest<'a> {
     pub context: u64,
 }
 
+/// An owned form of a [`WorkRequest`], for a provider that queues requests.
+///
+/// `L` and `R` are the forms of a local and of a remote segment. [`OwnedRequest::new`] copies the
+/// segments. A provider that checks and resolves them first has types of its own.
+#[derive(Clone, Debug)]
+pub struct OwnedRequest<L = LocalSegment, R = OwnedRemoteSegment> {
+    /// The operation, with its remote segments.
+    pub operation: OwnedOperation<L, R>,
+    /// The local memory.
+    pub local: SegmentList<L>,
+    /// The peer to transfer with.
+    pub peer: PeerId,
+    /// The number that the completion returns.
+    pub context: u64,
+}
+
+/// A list of segments of an [`OwnedRequest`]. A list of one segment needs no allocation.
+pub type SegmentList<T> = SmallVec<[T; 1]>;
+
+/// An owned form of an [`Operation`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are those of Operation")]
+pub enum OwnedOperation<L = LocalSegment, R = OwnedRemoteSegment> {
+    /// A write, with immediate data if `data` is given.
+    Write {
+        remote: SegmentList<R>,
+        data: Option<u64>,
+    },
+    Read {
+        remote: SegmentList<R>,
+    },
+    Atomic(Box<OwnedAtomic<L, R>>),
+    /// A message, with immediate data if `data` is given.
+    Send {
+        tag: Option<u64>,
+        data: Option<u64>,
+        invalidate: Option<Box<RemoteKey>>,
+    },
+    Receive {
+        tag: Option<(u64, u64)>,
+        from: Option<PeerId>,
+    },
+    BindWindow {
+        window: ProviderWindow,
+        bind: Box<WindowBind>,
+        tag: u8,
+    },
+    InvalidateWindow {
+        window: ProviderWindow,
+    },
+}
+
+/// An owned form of [`Operation::Atomic`].
+#[derive(Clone, Debug)]
+#[allow(missing_docs, reason = "the fields are those of Operation::Atomic")]
+pub struct OwnedAtomic<L = LocalSegment, R = OwnedRemoteSegment> {
+    pub op: AtomicOp,
+    pub datatype: AtomicType,
+    pub remote: R,
+    pub result: Option<L>,
+    pub compare: Option<L>,
+}
+
+/// An owned copy of a [`RemoteSegment`].
+#[derive(Clone, Debug)]
+#[allow(missing_docs, reason = "the fields are those of RemoteSegment")]
+pub struct OwnedRemoteSegment {
+    pub address: Iova,
+    pub len: u64,
+    pub key: RemoteKey,
+}
+
+impl OwnedRemoteSegment {
+    fn new(segment: &RemoteSegment<'_>) -> Self {
+        Self { address: segment.address, len: segment.len, key: segment.key.clone() }
+    }
+
+    fn borrow(&self) -> RemoteSegment<'_> {
+        RemoteSegment { address: self.address, len: self.len, key: &self.key }
+    }
+}
+
+impl OwnedRequest {
+    /// Copies a request with its lists.
+    #[must_use]
+    pub fn new(request: &WorkRequest<'_>) -> Self {
+        Self {
+            operation: OwnedOperation::new(&request.operation),
+            local: SegmentList::from_slice(request.local),
+            peer: request.peer,
+            context: request.context,
+        }
+    }
+
+    /// Calls `with` with the request.
+    pub fn with<T>(&self, with: impl FnOnce(&WorkRequest<'_>) -> T) -> T {
+        let remote: Vec<_> =
+            self.operation.remote().iter().map(OwnedRemoteSegment::borrow).collect();
+        with(&WorkRequest {
+            operation: self.operation.with_remote(&remote),
+            local: &self.local,
+            peer: self.peer,
+            context: self.context,
+        })
+    }
+}
+
+impl OwnedOperation {
+    /// Copies an operation with its lists.
+    #[must_use]
+    pub fn new(operation: &Operation<'_>) -> Self {
+        let copy =
+            |remote: &[RemoteSegment<'_>]| remote.iter().map(OwnedRemoteSegment::new).collect();
+        match *operation {
+            Operation::Write { remote } => Self::Write { remote: copy(remote), data: None },
+            Operation::WriteImmediate { remote, data } => {
+                Self::Write { remote: copy(remote), data: Some(data) }
+            }
+            Operation::Read { remote } => Self::Read { remote: copy(remote) },
+            Operation::Atomic { op, datatype, remote, result, compare } => {
+                let remote = OwnedRemoteSegment::new(&remote);
+                Self::Atomic(Box::new(OwnedAtomic { op, datatype, remote, result, compare }))
+            }
+            Operation::Send { tag, invalidate } => {
+                Self::Send { tag, data: None, invalidate: invalidate.cloned().map(Box::new) }
+            }
+            Operation::SendImmediate { tag, data } => {
+                Self::Send { tag, data: Some(data), invalidate: None }
+            }
+            Operation::Receive { tag, from } => Self::Receive { tag, from },
+            Operation::BindWindow { window, bind, tag } => {
+                Self::BindWindow { window, bind: Box::new(bind), tag }
+            }
+            Operation::InvalidateWindow { window } => Self::InvalidateWindow { window },
+        }
+    }
+
+    /// Returns the operation, with `remote` as the remote list of a write or read.
+    #[must_use]
+    pub fn with_remote<'a>(&'a self, remote: &'a [RemoteSegment<'a>]) -> Operation<'a> {
+        match *self {
+            Self::Write { data: None, .. } => Operation::Write { remote },
+            Self::Write { data: Some(data), .. } => Operation::WriteImmediate { remote, data },
+            Self::Read { .. } => Operation::Read { remote },
+            Self::Atomic(ref atomic) => Operation::Atomic {
+                op: atomic.op,
+                datatype: atomic.datatype,
+                remote: atomic.remote.borrow(),
+                result: atomic.result,
+                compare: atomic.compare,
+            },
+            Self::Send { tag, data: Some(data), .. } => Operation::SendImmediate { tag, data },
+            Self::Send { tag, data: None, ref invalidate } => {
+                Operation::Send { tag, invalidate: invalidate.as_deref() }
+            }
+            Self::Receive { tag, from } => Operation::Receive { tag, from },
+            Self::BindWindow { window, ref bind, tag } => {
+                Operation::BindWindow { window, bind: **bind, tag }
+            }
+            Self::InvalidateWindow { window } => Operation::InvalidateWindow { window },
+        }
+    }
+}
+
+impl<L, R> OwnedOperation<L, R> {
+    /// Returns the remote list of a write or read. The list of other operations is empty.
+    #[must_use]
+    pub fn remote(&self) -> &[R] {
+        match self {
+            Self::Write { remote, .. } | Self::Read { remote } => remote,
+            _ => &[],
+        }
+    }
+
+    /// Returns the kind of the operation's completion.
+    #[must_use]
+    pub const fn kind(&self) -> CompletionKind {
+        match self {
+            Self::Write { .. } => CompletionKind::Write,
+            Self::Read { .. } => CompletionKind::Read,
+            Self::Atomic(_) => CompletionKind::Atomic,
+            Self::Send { .. } => CompletionKind::Send,
+            Self::Receive { .. } => CompletionKind::Receive,
+            Self::BindWindow { .. } => CompletionKind::BindWindow,
+            Self::InvalidateWindow { .. } => CompletionKind::InvalidateWindow,
+        }
+    }
+}
+
 /// The kind of request that a completion ends. Writes and sends with immediate data have the kinds
 /// `Write` and `Send`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -349,5 +541,41 @@ impl Completion {
     #[must_use]
     pub const fn new(context: u64, kind: CompletionKind, result: Result<u64>) -> Self {
         Self { context, kind, result, tag: None, data: None, invalidated: None }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Access, Addressing, handle::ProviderRegion};
+
+    #[test]
+    fn owned_request_gives_the_request_back() {
+        let key = RemoteKey::new(Addressing::Virtual, Iova(0x1000), 64, 7);
+        let far = RemoteSegment { address: Iova(0x1008), len: 8, key: &key };
+        let near = LocalSegment { address: Address(16), len: 8, desc: None };
+        let region = ProviderRegion { token: 1, local: LocalKey::from_provider(2), key: 3 };
+        let window = ProviderWindow { token: 4, key: 5 };
+        let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
+        let bind = WindowBind { region, offset: 1, len: 2, access, addressing };
+        let (op, datatype) = (AtomicOp::Cswap, AtomicType::U64);
+        let (result, compare) = (Some(near), None);
+        for operation in [
+            Operation::Write { remote: &[far, far] },
+            Operation::WriteImmediate { remote: &[far], data: 3 },
+            Operation::Read { remote: &[] },
+            Operation::Atomic { op, datatype, remote: far, result, compare },
+            Operation::Send { tag: Some(1), invalidate: None },
+            Operation::Send { tag: None, invalidate: Some(&key) },
+            Operation::SendImmediate { tag: Some(1), data: 2 },
+            Operation::Receive { tag: Some((1, 2)), from: Some(PeerId(3)) },
+            Operation::BindWindow { window, bind, tag: 4 },
+            Operation::InvalidateWindow { window },
+        ] {
+            let request =
+                WorkRequest { operation, local: &[near, near], peer: PeerId(5), context: 6 };
+            let back = OwnedRequest::new(&request).with(|back| format!("{back:?}"));
+            assert_eq!(back, format!("{request:?}"));
+        }
     }
 }

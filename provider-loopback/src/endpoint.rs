@@ -175,7 +175,7 @@ impl EndpointState {
             }
         } else {
             let work = request::work(&self.domain, request)?;
-            if work.task.window_event().is_none() {
+            if request::window_event(&work.operation).is_none() {
                 self.peer_endpoint(request.peer)?;
             }
             let mut posted = self.posted.lock();
@@ -186,7 +186,7 @@ impl EndpointState {
                 return Err(full());
             }
             self.tx.reserve()?;
-            if let Some((window, event)) = work.task.window_event() {
+            if let Some((window, event)) = request::window_event(&work.operation) {
                 let noted = self.domain.windows.note_posted(window, event);
                 noted.inspect_err(|_| self.tx.release(1))?;
             }
@@ -213,10 +213,10 @@ impl EndpointState {
     #[inline]
     pub(super) fn complete_transmit(&self, work: &Work, result: Result<u64>) {
         count(self.tx_counter.as_deref(), &result);
-        if let Some((window, _)) = work.task.window_event() {
+        if let Some((window, _)) = request::window_event(&work.operation) {
             self.domain.windows.note_ended(window);
         }
-        let kind = work.task.kind();
+        let kind = work.operation.kind();
         self.tx.push(Completion::new(work.context, kind, result));
     }
 

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use hmem_core::{Access, Result, transfer::AtomicOp};
+use hmem_core::{
+    Access, Result,
+    transfer::{AtomicOp, OwnedAtomic},
+};
 
 use super::{
     Call, Few,
@@ -11,7 +14,7 @@ use super::{
     endpoint::{DomainEndpoints, EndpointState},
     inbox::Header,
     memory, message,
-    request::{AtomicTask, LocalPart, RemotePart, Task, Work},
+    request::{KeyUse, LocalPart, RemotePart, Task, Work, invalid},
 };
 
 /// Executes the posted requests of a domain's endpoints, and delivers the messages in their
@@ -50,23 +53,25 @@ fn step_endpoint(endpoint: &Arc<EndpointState>) -> usize {
 /// back the requests that were posted after it.
 fn execute(endpoint: &EndpointState, work: &Work) -> Result<Option<u64>> {
     let windows = &endpoint.domain.windows;
-    match &work.task {
-        Task::Write(remote) => rma(endpoint, work, remote, true).map(Some),
-        Task::WriteImmediate(remote, data) => {
+    match &work.operation {
+        Task::Write { remote, data: None } => rma(endpoint, work, remote, true).map(Some),
+        Task::Write { remote, data: Some(data) } => {
             message::write(endpoint, work, *data, || rma(endpoint, work, remote, true))
         }
-        Task::Read(remote) => rma(endpoint, work, remote, false).map(Some),
+        Task::Read { remote } => rma(endpoint, work, remote, false).map(Some),
         Task::Atomic(task) => atomic(endpoint, work, task).map(Some),
         Task::Send { tag, data, invalidate } => {
             let header = Header { tag: *tag, data: *data, invalidated: None };
-            message::send(endpoint, work, header, *invalidate)
+            let invalidate = invalidate.as_deref().map(KeyUse::of).transpose()?;
+            message::send(endpoint, work, header, invalidate)
         }
         Task::BindWindow { window, bind, tag } => {
             windows.bind_posted(*window, bind, *tag, &endpoint.life).map(|()| Some(0))
         }
-        Task::InvalidateWindow(window) => {
+        Task::InvalidateWindow { window } => {
             windows.invalidate(*window, endpoint.id()).map(|()| Some(0))
         }
+        _ => Err(invalid("post receives to the inbox of the endpoint")),
     }
 }
 
@@ -103,7 +108,11 @@ fn rma(initiator: &EndpointState, work: &Work, remote: &[RemotePart], write: boo
 }
 
 /// Executes an atomic, and returns the number of bytes of its target elements.
-fn atomic(initiator: &EndpointState, work: &Work, task: &AtomicTask) -> Result<u64> {
+fn atomic(
+    initiator: &EndpointState,
+    work: &Work,
+    task: &OwnedAtomic<LocalPart, RemotePart>,
+) -> Result<u64> {
     let target = &initiator.peer(work.peer)?;
     let reads_only = task.op == AtomicOp::AtomicRead;
     let (len, size) = (task.remote.len, task.datatype.size());

@@ -2,70 +2,31 @@
 
 use hmem_core::{
     Addressing, Error, ErrorKind, IfaceKind, Iova, MrMode, RemoteKey, Result,
-    provider::{ProviderWindow, WindowBind, WindowEvent},
+    provider::{ProviderWindow, WindowEvent},
     transfer::{
-        AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment,
-        WorkRequest,
+        AtomicOp, AtomicType, LocalSegment, Operation, OwnedAtomic, OwnedOperation, OwnedRequest,
+        RemoteSegment, WorkRequest,
     },
 };
 
 use super::{Few, domain::DomainState, keys::Token};
 
-/// A posted request that has not been executed.
-#[derive(Debug)]
-pub(super) struct Work {
-    pub(super) task: Task,
-    pub(super) local: Few<LocalPart>,
-    pub(super) peer: PeerId,
-    pub(super) context: u64,
-}
+/// A posted request that has been checked and not executed.
+pub(super) type Work = OwnedRequest<LocalPart, RemotePart>;
 
 /// The operation of a posted request.
-#[derive(Debug)]
-pub(super) enum Task {
-    Write(Few<RemotePart>),
-    WriteImmediate(Few<RemotePart>, u64),
-    Read(Few<RemotePart>),
-    Atomic(Box<AtomicTask>),
-    Send { tag: Option<u64>, data: Option<u64>, invalidate: Option<KeyUse> },
-    BindWindow { window: ProviderWindow, bind: Box<WindowBind>, tag: u8 },
-    InvalidateWindow(ProviderWindow),
-}
+pub(super) type Task = OwnedOperation<LocalPart, RemotePart>;
 
-impl Task {
-    pub(super) const fn kind(&self) -> CompletionKind {
-        match self {
-            Self::Write(_) | Self::WriteImmediate(..) => CompletionKind::Write,
-            Self::Read(_) => CompletionKind::Read,
-            Self::Atomic(_) => CompletionKind::Atomic,
-            Self::Send { .. } => CompletionKind::Send,
-            Self::BindWindow { .. } => CompletionKind::BindWindow,
-            Self::InvalidateWindow(_) => CompletionKind::InvalidateWindow,
+/// Returns the window that an operation binds or invalidates, if any, with that event.
+pub(super) const fn window_event(task: &Task) -> Option<(ProviderWindow, WindowEvent)> {
+    match task {
+        Task::BindWindow { window, bind, .. } if bind.len == 0 => {
+            Some((*window, WindowEvent::BindNothing))
         }
+        Task::BindWindow { window, .. } => Some((*window, WindowEvent::Bind)),
+        Task::InvalidateWindow { window } => Some((*window, WindowEvent::Invalidate)),
+        _ => None,
     }
-
-    /// Returns the window that the operation binds or invalidates, if any, with that event.
-    pub(super) const fn window_event(&self) -> Option<(ProviderWindow, WindowEvent)> {
-        match self {
-            Self::BindWindow { window, bind, .. } if bind.len == 0 => {
-                Some((*window, WindowEvent::BindNothing))
-            }
-            Self::BindWindow { window, .. } => Some((*window, WindowEvent::Bind)),
-            Self::InvalidateWindow(window) => Some((*window, WindowEvent::Invalidate)),
-            _ => None,
-        }
-    }
-}
-
-/// An atomic operation with its target, result and compare operand. The other operand is the local
-/// memory of the request.
-#[derive(Debug)]
-pub(super) struct AtomicTask {
-    pub(super) op: AtomicOp,
-    pub(super) datatype: AtomicType,
-    pub(super) remote: RemotePart,
-    pub(super) result: Option<LocalPart>,
-    pub(super) compare: Option<LocalPart>,
 }
 
 /// A contiguous part of the local memory of a request.
@@ -95,6 +56,12 @@ pub(super) struct KeyUse {
     /// True if the number came from mapping a raw key. The number is then valid only in the
     /// initiator's domain.
     pub(super) mapped: bool,
+}
+
+impl KeyUse {
+    pub(super) fn of(key: &RemoteKey) -> Result<Self> {
+        Ok(Self { number: key.as_u64()?, mapped: key.is_mapped() })
+    }
 }
 
 /// A contiguous part of the remote memory of a request, and the key of the part's region.
@@ -170,41 +137,38 @@ pub(super) fn local_parts(
 /// Checks a request other than a receive, and converts it to the form that the NIC queues.
 pub(super) fn work(domain: &DomainState, request: &WorkRequest<'_>) -> Result<Work> {
     let (local, len) = local_parts(domain, request.local)?;
-    let task = match &request.operation {
-        Operation::Write { remote } => Task::Write(remote_parts(remote, len)?),
-        Operation::Read { remote } => Task::Read(remote_parts(remote, len)?),
-        Operation::Atomic { op, datatype, remote, result, compare } => {
-            atomic(domain, *op, *datatype, remote, result.as_ref(), compare.as_ref(), len)?
+    let operation = match request.operation {
+        Operation::Write { remote } => {
+            Task::Write { remote: remote_parts(remote, len)?, data: None }
         }
         Operation::WriteImmediate { remote, data } => {
-            domain.nic.attr.check_data(*data)?;
-            Task::WriteImmediate(remote_parts(remote, len)?, *data)
+            domain.nic.attr.check_data(data)?;
+            Task::Write { remote: remote_parts(remote, len)?, data: Some(data) }
+        }
+        Operation::Read { remote } => Task::Read { remote: remote_parts(remote, len)? },
+        Operation::Atomic { op, datatype, remote, result, compare } => {
+            atomic(domain, op, datatype, &remote, result.as_ref(), compare.as_ref(), len)?
         }
         Operation::SendImmediate { tag, data } => {
-            domain.nic.attr.check_data(*data)?;
-            Task::Send { tag: *tag, data: Some(*data), invalidate: None }
+            domain.nic.attr.check_data(data)?;
+            Task::Send { tag, data: Some(data), invalidate: None }
         }
-        Operation::Send { tag, invalidate } => Task::Send {
-            tag: *tag,
-            data: None,
-            invalidate: invalidate
-                .map(|key| {
-                    Ok::<_, Error>(KeyUse { number: key.as_u64()?, mapped: key.is_mapped() })
-                })
-                .transpose()?,
-        },
+        Operation::Send { tag, invalidate } => {
+            invalidate.map(KeyUse::of).transpose()?;
+            Task::Send { tag, data: None, invalidate: invalidate.cloned().map(Box::new) }
+        }
         Operation::BindWindow { window, bind, tag } => {
-            domain.windows.check_part(bind)?;
-            Task::BindWindow { window: *window, bind: Box::new(*bind), tag: *tag }
+            domain.windows.check_part(&bind)?;
+            Task::BindWindow { window, bind: Box::new(bind), tag }
         }
-        Operation::InvalidateWindow { window } => Task::InvalidateWindow(*window),
+        Operation::InvalidateWindow { window } => Task::InvalidateWindow { window },
         other => {
             return Err(Error::new(ErrorKind::Unsupported, "post")
                 .provider("loopback")
                 .context("operation", format_args!("{other:?}")));
         }
     };
-    Ok(Work { task, local, peer: request.peer, context: request.context })
+    Ok(Work { operation, local, peer: request.peer, context: request.context })
 }
 
 fn atomic(
@@ -234,13 +198,13 @@ fn atomic(
     {
         return Err(invalid("pass result and compare buffers of the target's length"));
     }
-    Ok(Task::Atomic(Box::new(AtomicTask {
+    Ok(Task::Atomic(Box::new(OwnedAtomic {
         op,
         datatype,
         remote: RemotePart {
             address: remote.address.0,
             len: remote.len,
-            key: KeyUse { number: remote.key.as_u64()?, mapped: remote.key.is_mapped() },
+            key: KeyUse::of(remote.key)?,
         },
         result: result.map(|segment| local_part(domain, segment)).transpose()?,
         compare: compare.map(|segment| local_part(domain, segment)).transpose()?,

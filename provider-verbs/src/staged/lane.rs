@@ -38,7 +38,7 @@ use hmem_p2p::staging::{Posted, Use, View};
 use parking_lot::Mutex;
 
 use super::{
-    request::kind_of,
+    request::{is_message, kind_of, with_chunk},
     task::{Entry, Task, Transfer},
 };
 use crate::{
@@ -251,9 +251,9 @@ impl Lanes {
             match &mut entry.task {
                 Task::Staged(transfer) => {
                     transfer.fail_if_closed();
-                    let Transfer { pipeline, lists, movement, buffers, peer } = &mut **transfer;
-                    if !movement.is_message() {
-                        let waits = behind_message || movement.takes_receive();
+                    let Transfer { pipeline, lists, operation, buffers, peer } = &mut **transfer;
+                    if !is_message(operation) {
+                        let waits = behind_message || entry.takes_receive;
                         pipeline.set_purpose(if waits { Use::Send } else { Use::Rma });
                     }
                     progressed |= pipeline.step(may_begin, &mut |view: View<'_>| {
@@ -261,7 +261,8 @@ impl Lanes {
                             return Ok(Posted::Full);
                         }
                         let token = Token { entry: number, chunk: view.number };
-                        movement.with_chunk(lists, &view, (*buffers, *peer, context), |request| {
+                        let ends = (*buffers, *peer, context);
+                        with_chunk(operation, lists, &view, ends, |request| {
                             self.post_now(request, token)
                         })
                     });

@@ -1,36 +1,17 @@
-//! Requests that wait in a lane. They own copies of the caller's lists, since the caller may reuse
-//! the lists once `post` returns.
+//! Requests that wait in a lane, and the work requests of their chunks.
 
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, Address, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result,
+    Access, Address, Error, ErrorKind, Iova, LocalKey, Result,
     transfer::{
-        AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment,
-        WorkRequest,
+        CompletionKind, LocalSegment, Operation, OwnedOperation, OwnedRemoteSegment, PeerId,
+        RemoteSegment, WorkRequest,
     },
 };
 use hmem_p2p::staging::{Run, StagedRange, View};
 
 use super::memory::StagedRegion;
-
-/// An owned copy of a [`RemoteSegment`], a piece of a peer's memory.
-#[derive(Clone, Debug)]
-pub(super) struct OwnedRemoteSegment {
-    address: Iova,
-    len: u64,
-    key: RemoteKey,
-}
-
-impl OwnedRemoteSegment {
-    fn of(segment: &RemoteSegment<'_>) -> Self {
-        Self { address: segment.address, len: segment.len, key: segment.key.clone() }
-    }
-
-    fn segment(&self) -> RemoteSegment<'_> {
-        RemoteSegment { address: self.address, len: self.len, key: &self.key }
-    }
-}
 
 pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
     match operation {
@@ -44,173 +25,54 @@ pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
     }
 }
 
-/// A transfer operation with its own copy of the remote list.
-#[derive(Debug)]
-pub(super) enum Movement {
-    /// A write. Its last chunk carries the immediate data, if there is any.
-    Write(Vec<OwnedRemoteSegment>, Option<u64>),
-    Read(Vec<OwnedRemoteSegment>),
-    Send(Option<RemoteKey>),
-    SendImmediate(u64),
-    Receive,
-}
-
-impl Movement {
-    /// Copies an operation, and returns it with the right that it needs on local memory. Returns
-    /// `None` for an operation that staged memory does not support.
-    pub(super) fn of(operation: &Operation<'_>) -> Option<(Self, Access)> {
-        let far_list =
-            |remote: &[RemoteSegment<'_>]| remote.iter().map(OwnedRemoteSegment::of).collect();
-        Some(match operation {
-            Operation::Write { remote } => (Self::Write(far_list(remote), None), Access::WRITE),
-            Operation::WriteImmediate { remote, data } => {
-                (Self::Write(far_list(remote), Some(*data)), Access::WRITE)
-            }
-            Operation::Read { remote } => (Self::Read(far_list(remote)), Access::READ),
-            Operation::Send { tag: None, invalidate } => {
-                (Self::Send(invalidate.cloned()), Access::SEND)
-            }
-            Operation::SendImmediate { tag: None, data } => {
-                (Self::SendImmediate(*data), Access::SEND)
-            }
-            Operation::Receive { tag: None, .. } => (Self::Receive, Access::RECV),
-            _ => return None,
-        })
-    }
-
-    fn remote(&self) -> &[OwnedRemoteSegment] {
-        match self {
-            Self::Write(remote, _) | Self::Read(remote) => remote,
-            Self::Send(_) | Self::SendImmediate(_) | Self::Receive => &[],
+/// Returns the right that an operation needs on staged memory, or `None` if staged memory does not
+/// support the operation.
+pub(super) const fn staged_right(operation: &Operation<'_>) -> Option<Access> {
+    Some(match operation {
+        Operation::Write { .. } | Operation::WriteImmediate { .. } => Access::WRITE,
+        Operation::Read { .. } => Access::READ,
+        Operation::Send { tag: None, .. } | Operation::SendImmediate { tag: None, .. } => {
+            Access::SEND
         }
-    }
-
-    /// Returns the operation for one chunk (a part of the transfer), with `remote` as its remote
-    /// list.
-    fn operation<'a>(&'a self, remote: &'a [RemoteSegment<'a>], is_last: bool) -> Operation<'a> {
-        match self {
-            Self::Write(_, Some(data)) if is_last => {
-                Operation::WriteImmediate { remote, data: *data }
-            }
-            Self::Write(..) => Operation::Write { remote },
-            Self::Read(_) => Operation::Read { remote },
-            Self::Send(invalidate) => {
-                Operation::Send { tag: None, invalidate: invalidate.as_ref() }
-            }
-            Self::SendImmediate(data) => Operation::SendImmediate { tag: None, data: *data },
-            Self::Receive => Operation::Receive { tag: None, from: None },
-        }
-    }
-
-    /// Returns true if the operation sends bytes to the peer.
-    pub(super) const fn goes_out(&self) -> bool {
-        matches!(self, Self::Write(..) | Self::Send(_) | Self::SendImmediate(_))
-    }
-
-    /// Returns true if the operation consumes a receive of the peer.
-    pub(super) const fn takes_receive(&self) -> bool {
-        matches!(self, Self::Write(_, Some(_)) | Self::Send(_) | Self::SendImmediate(_))
-    }
-
-    /// Returns true if all bytes must be in one work request, as in a message.
-    pub(super) const fn is_message(&self) -> bool {
-        matches!(self, Self::Send(_) | Self::SendImmediate(_) | Self::Receive)
-    }
-
-    /// Checks that the remote list has `len` bytes, the length of the local list. Messages pass the
-    /// check: they have no remote list.
-    pub(super) fn check(&self, len: u64) -> Result<()> {
-        let far = self.remote().iter().fold(0_u64, |sum, part| sum.saturating_add(part.len));
-        if self.is_message() || far == len {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::InvalidArgument, "post")
-            .provider("verbs")
-            .context("local", len)
-            .context("remote", far)
-            .remedy("pass as many remote bytes as local bytes"))
-    }
-
-    /// Calls `with` with the work request for one chunk (a part of the transfer).
-    pub(super) fn with_chunk<T>(
-        &self,
-        lists: &Lists,
-        view: &View<'_>,
-        (buffers, peer, context): (LocalKey, PeerId, u64),
-        with: impl FnOnce(&WorkRequest<'_>) -> T,
-    ) -> T {
-        let (local, remote) = (lists.local(view, buffers), part(self.remote(), view));
-        let operation = self.operation(&remote, view.at + view.len == lists.len);
-        with(&WorkRequest { operation, local: &local, peer, context })
-    }
+        Operation::Receive { tag: None, .. } => Access::RECV,
+        _ => return None,
+    })
 }
 
-/// An [`Operation`] with its own copies of the lists of memory.
-#[derive(Debug)]
-enum OwnedOperation {
-    Movement(Movement),
-    Atomic {
-        op: AtomicOp,
-        datatype: AtomicType,
-        remote: OwnedRemoteSegment,
-        result: Option<LocalSegment>,
-        compare: Option<LocalSegment>,
-    },
-    /// An operation on a memory window. Such an operation has no lists.
-    Window(Operation<'static>),
+/// Returns true if all bytes must be in one work request, as in a message.
+pub(super) const fn is_message(operation: &OwnedOperation) -> bool {
+    matches!(operation, OwnedOperation::Send { .. } | OwnedOperation::Receive { .. })
 }
 
-/// A request without staged memory that waits in a lane for earlier requests.
-#[derive(Debug)]
-pub(super) struct QueuedRequest {
-    operation: OwnedOperation,
-    local: Vec<LocalSegment>,
-    peer: PeerId,
-    context: u64,
+/// Checks that the remote list of a write or read has `len` bytes, the length of the local list.
+pub(super) fn check_len(operation: &OwnedOperation, len: u64) -> Result<()> {
+    let far = operation.remote().iter().fold(0_u64, |sum, part| sum.saturating_add(part.len));
+    if is_message(operation) || far == len {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, "post")
+        .provider("verbs")
+        .context("local", len)
+        .context("remote", far)
+        .remedy("pass as many remote bytes as local bytes"))
 }
 
-impl QueuedRequest {
-    /// Copies a request. Returns `None` for a kind of request that verbs does not support.
-    pub(super) fn of(request: &WorkRequest<'_>) -> Option<Self> {
-        let operation = match request.operation {
-            Operation::Atomic { op, datatype, remote, result, compare } => OwnedOperation::Atomic {
-                op,
-                datatype,
-                remote: OwnedRemoteSegment::of(&remote),
-                result,
-                compare,
-            },
-            Operation::BindWindow { window, bind, tag } => {
-                OwnedOperation::Window(Operation::BindWindow { window, bind, tag })
-            }
-            Operation::InvalidateWindow { window } => {
-                OwnedOperation::Window(Operation::InvalidateWindow { window })
-            }
-            operation => OwnedOperation::Movement(Movement::of(&operation)?.0),
-        };
-        let (local, peer, context) = (request.local.to_vec(), request.peer, request.context);
-        Some(Self { operation, local, peer, context })
-    }
-
-    /// Calls `with` with the copied request.
-    pub(super) fn with<T>(&self, with: impl FnOnce(&WorkRequest<'_>) -> T) -> T {
-        let remote: Vec<_>;
-        let operation = match &self.operation {
-            OwnedOperation::Movement(movement) => {
-                remote = movement.remote().iter().map(OwnedRemoteSegment::segment).collect();
-                movement.operation(&remote, true)
-            }
-            OwnedOperation::Atomic { op, datatype, remote, result, compare } => Operation::Atomic {
-                op: *op,
-                datatype: *datatype,
-                remote: remote.segment(),
-                result: *result,
-                compare: *compare,
-            },
-            OwnedOperation::Window(operation) => *operation,
-        };
-        with(&WorkRequest { operation, local: &self.local, peer: self.peer, context: self.context })
-    }
+/// Calls `with` with the work request for one chunk (a part of the transfer). Only the last chunk
+/// of a write carries its immediate data.
+pub(super) fn with_chunk<T>(
+    operation: &OwnedOperation,
+    lists: &Lists,
+    view: &View<'_>,
+    (buffers, peer, context): (LocalKey, PeerId, u64),
+    with: impl FnOnce(&WorkRequest<'_>) -> T,
+) -> T {
+    let (local, remote) = (lists.local(view, buffers), part(operation.remote(), view));
+    let is_last = view.at + view.len == lists.len;
+    let operation = match operation.with_remote(&remote) {
+        Operation::WriteImmediate { remote, .. } if !is_last => Operation::Write { remote },
+        operation => operation,
+    };
+    with(&WorkRequest { operation, local: &local, peer, context })
 }
 
 /// Consecutive local bytes of a request: either all in staged memory, or all in memory that the NIC

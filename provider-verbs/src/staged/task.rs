@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use hmem_core::{
     Access, ErrorKind, LocalKey, Result,
-    transfer::{CompletionKind, Operation, PeerId, WorkRequest},
+    transfer::{CompletionKind, Operation, OwnedOperation, OwnedRequest, PeerId, WorkRequest},
 };
 use hmem_p2p::staging::{ChunkPlan, Claim, Part, Pipeline, StagedRange, Use};
 
 use super::{
     memory::region_closed,
-    request::{Lists, Movement, QueuedRequest},
+    request::{Lists, check_len, is_message, staged_right},
 };
 use crate::{
     chain::check_keys,
@@ -42,7 +42,7 @@ pub(super) struct Entry {
 #[derive(Debug)]
 pub(super) enum Task {
     Staged(Box<Transfer>),
-    Waiting(QueuedRequest),
+    Waiting(OwnedRequest),
     Posted,
     Ended(Result<u64>),
 }
@@ -52,7 +52,7 @@ pub(super) enum Task {
 pub(super) struct Transfer {
     pub(super) pipeline: Pipeline<Arc<StagedRange>>,
     pub(super) lists: Lists,
-    pub(super) movement: Movement,
+    pub(super) operation: OwnedOperation,
     pub(super) buffers: LocalKey,
     pub(super) peer: PeerId,
 }
@@ -138,20 +138,28 @@ impl Task {
         if let Operation::BindWindow { bind, .. } = &request.operation {
             check_part(&domain.pd, &domain.regions, bind)?;
         }
-        let movement = Movement::of(&request.operation);
-        let lists = lists(domain, request, movement.as_ref().map(|(_, right)| *right))?;
-        let refuse = |why| domain.refuse_post(ErrorKind::Unsupported, why);
-        let tagged = "send without a tag: verbs has no tagged messages";
-        if lists.runs.is_empty() {
-            return QueuedRequest::of(request).map(Self::Waiting).ok_or_else(|| refuse(tagged));
+        let right = staged_right(&request.operation);
+        let lists = lists(domain, request, right)?;
+        let refuse = |why| Err(domain.refuse_post(ErrorKind::Unsupported, why));
+        let is_tagged = right.is_none()
+            && !matches!(
+                request.operation,
+                Operation::Atomic { .. }
+                    | Operation::BindWindow { .. }
+                    | Operation::InvalidateWindow { .. }
+            );
+        if is_tagged {
+            return refuse("send without a tag: verbs has no tagged messages");
         }
-        let atomic = "keep the operands in host memory: staged copies cannot be atomic";
-        let (movement, _) = movement.ok_or_else(|| {
-            let is_atomic = matches!(request.operation, Operation::Atomic { .. });
-            refuse(if is_atomic { atomic } else { tagged })
-        })?;
-        movement.check(lists.len)?;
-        let transfer = Transfer::new(domain, request.peer, movement, lists, cap)?;
+        if lists.runs.is_empty() {
+            return Ok(Self::Waiting(OwnedRequest::new(request)));
+        }
+        if right.is_none() {
+            return refuse("keep the operands in host memory: staged copies cannot be atomic");
+        }
+        let operation = OwnedOperation::new(&request.operation);
+        check_len(&operation, lists.len)?;
+        let transfer = Transfer::new(domain, request.peer, operation, lists, cap)?;
         Ok(Self::Staged(Box::new(transfer)))
     }
 }
@@ -196,7 +204,7 @@ impl Transfer {
     fn new(
         domain: &DomainState,
         peer: PeerId,
-        movement: Movement,
+        operation: OwnedOperation,
         mut lists: Lists,
         cap: impl FnOnce() -> Result<QpCap>,
     ) -> Result<Self> {
@@ -205,21 +213,19 @@ impl Transfer {
             .buffers()
             .ok_or_else(|| domain.refuse_post(ErrorKind::NoRegion, "the region is closed"))?;
         let slot_len = pool.slot_len();
-        let (purpose, cut) = match &movement {
-            Movement::Send(_) | Movement::SendImmediate(_) => {
-                (Use::Send, ChunkPlan::whole(lists.len))
+        let receives = matches!(operation, OwnedOperation::Receive { .. });
+        let (purpose, cut) = match &operation {
+            OwnedOperation::Send { .. } => (Use::Send, ChunkPlan::whole(lists.len)),
+            OwnedOperation::Receive { .. } => (Use::Receive, ChunkPlan::whole(lists.len)),
+            OwnedOperation::Write { data: Some(_), .. } => {
+                (Use::Send, ChunkPlan::chunks(lists.len, slot_len))
             }
-            Movement::Receive => (Use::Receive, ChunkPlan::whole(lists.len)),
-            Movement::Write(_, Some(_)) => (Use::Send, ChunkPlan::chunks(lists.len, slot_len)),
-            Movement::Write(_, None) | Movement::Read(_) => {
-                (Use::Rma, ChunkPlan::chunks(lists.len, slot_len))
-            }
+            _ => (Use::Rma, ChunkPlan::chunks(lists.len, slot_len)),
         };
-        if movement.is_message() {
+        if is_message(&operation) {
             let most = pool.share(purpose) as u64 * slot_len;
             let segments = lists.segments(slot_len);
             let cap = cap()?;
-            let receives = matches!(movement, Movement::Receive);
             let max_sge = if receives { cap.max_recv_sge } else { cap.max_send_sge };
             if lists.len > most || segments > u64::from(max_sge) {
                 let why = "a staged message needs all its buffers at once: give the domain more or \
@@ -234,9 +240,9 @@ impl Transfer {
             }
         }
         let runs = std::mem::take(&mut lists.runs);
-        let (sources, targets) =
-            if movement.goes_out() { (runs, Vec::new()) } else { (Vec::new(), runs) };
+        let comes_in = receives || matches!(operation, OwnedOperation::Read { .. });
+        let (sources, targets) = if comes_in { (Vec::new(), runs) } else { (runs, Vec::new()) };
         let pipeline = Pipeline::new(Claim::new(&pool), purpose, cut, sources, targets);
-        Ok(Self { pipeline, lists, movement, buffers, peer })
+        Ok(Self { pipeline, lists, operation, buffers, peer })
     }
 }
