@@ -19,7 +19,7 @@ use hmem::{
     provider::{
         Backing, CompletionQueue, DomainRequest, EndpointAttr, Imports, LiveObjects, MsgOrder, Nic,
         Piece, ProgressModel, Provider, ProviderAttr, ProviderDomain, ProviderEndpoint,
-        ProviderRegion, Registration,
+        ProviderRegion, Registration, Transport,
     },
     transfer::{
         Completion, CompletionKind, EndpointName, LocalSegment, Operation, PeerId, RemoteSegment,
@@ -255,6 +255,26 @@ unsafe impl ProviderDomain for CopyDomain {
         }
     }
 
+    fn live(&self) -> LiveObjects {
+        let state = self.fabric.lock();
+        let regions = state.regions.values().filter(|region| region.domain == self.id);
+        let endpoints = state.endpoints.values().filter(|endpoint| endpoint.domain == self.id);
+        let mut live = LiveObjects::default();
+        live.endpoints = endpoints.count() as u64;
+        for region in regions {
+            live.regions += 1;
+            live.page_registrations += 1;
+            live.bytes += region.range.len();
+        }
+        live
+    }
+
+    fn transport(&self) -> Option<&dyn Transport> {
+        Some(self)
+    }
+}
+
+impl Transport for CopyDomain {
     fn open_cq(&self, _depth: usize) -> Result<Arc<dyn CompletionQueue>> {
         Ok(Arc::new(CopyQueue::default()))
     }
@@ -275,20 +295,6 @@ unsafe impl ProviderDomain for CopyDomain {
         let (domain, depth, fabric) = (self.id, attr.depth, Arc::clone(&self.fabric));
         let (nic, peers) = (self.attr.clone(), Mutex::default());
         Ok(Arc::new(CopyEndpoint { id, domain, nic, auth_key, depth, tx_cq, peers, fabric }))
-    }
-
-    fn live(&self) -> LiveObjects {
-        let state = self.fabric.lock();
-        let regions = state.regions.values().filter(|region| region.domain == self.id);
-        let endpoints = state.endpoints.values().filter(|endpoint| endpoint.domain == self.id);
-        let mut live = LiveObjects::default();
-        live.endpoints = endpoints.count() as u64;
-        for region in regions {
-            live.regions += 1;
-            live.page_registrations += 1;
-            live.bytes += region.range.len();
-        }
-        live
     }
 }
 

@@ -1,19 +1,24 @@
-//! Tests of a provider that implements the six required methods of a domain and no facet:
-//! `hmem-core` answers for the missing facets.
+//! Tests of providers with few facets: `hmem-core` answers for the missing ones. One provider has
+//! transfers and no other facet. The other implements only the four required methods of a domain.
 
-use std::sync::Arc;
-
-use hmem::{
-    Access, BindFlags, Domain, DomainAttr, Error, ErrorKind, Hmem, Iova, MrAttr, MrFlags, MrMode,
-    RawKey, RegionState, Result,
-    loopback::Loopback,
-    provider::{
-        CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, Piece, Provider,
-        ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, Registration,
-    },
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
 };
 
-/// A provider over the software NIC that hides its optional traits (facets).
+use hmem::{
+    Access, AddressRange, AllocationKind, BindFlags, DeviceBuffer, DeviceId, Domain, DomainAttr,
+    Error, ErrorKind, Hmem, Iova, LocalKey, MrAttr, MrFlags, MrMode, RawKey, RegionState, Result,
+    iface::AllocRequest,
+    loopback::Loopback,
+    provider::{
+        CompletionQueue, DomainRequest, EndpointAttr, Features, Imports, LiveObjects, Nic, Piece,
+        Provider, ProviderAttr, ProviderDomain, ProviderRegion, Registration, Transport,
+    },
+    system::{SIMULATED, Simulated},
+};
+
+/// A provider over the software NIC that hides its optional traits (facets), except transfers.
 #[derive(Debug)]
 struct Bare(Loopback);
 
@@ -54,12 +59,8 @@ unsafe impl ProviderDomain for BareDomain {
         self.0.deregister(region)
     }
 
-    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.0.open_cq(depth)
-    }
-
-    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.0.open_endpoint(attr)
+    fn transport(&self) -> Option<&dyn Transport> {
+        self.0.transport()
     }
 
     fn live(&self) -> LiveObjects {
@@ -77,7 +78,7 @@ fn open(mode: MrMode) -> Domain {
 #[test]
 fn domain_without_facets_transfers() {
     let domain = open(MrMode::empty());
-    assert_eq!(domain.features(), Features::empty());
+    assert_eq!(domain.features(), Features::TRANSPORT);
     let region = domain.register(vec![7u8; 64], Access::all()).expect("register");
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
@@ -134,4 +135,113 @@ fn disabled_region_is_enabled_without_the_facet() {
     assert_eq!(region.state(), RegionState::Disabled);
     region.enable().expect("it was usable all along");
     assert_eq!(region.state(), RegionState::Enabled);
+}
+
+/// A provider that only registers, for requests that other code posts. It records the ranges that a
+/// driver would register.
+#[derive(Debug, Default)]
+struct Registrar {
+    regions: Arc<Mutex<HashMap<u64, AddressRange>>>,
+}
+
+impl Registrar {
+    fn attr() -> ProviderAttr {
+        let loopback = Loopback::builder().build().expect("a software NIC");
+        let mut attr = loopback.nics().expect("its attributes").remove(0);
+        attr.nic = Nic { provider: "registrar".into(), name: "reg0".into(), pci_bus_id: None };
+        // The path search ignores `staged`: without transfers nothing copies staged memory.
+        attr.imports = Imports { staged: true, ..Imports::default() };
+        attr
+    }
+}
+
+impl Provider for Registrar {
+    fn name(&self) -> &str {
+        "registrar"
+    }
+
+    fn nics(&self) -> Result<Vec<ProviderAttr>> {
+        Ok(vec![Self::attr()])
+    }
+
+    fn open_domain(&self, _: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
+        Ok(Arc::new(RegistrarDomain { attr: Self::attr(), regions: Arc::clone(&self.regions) }))
+    }
+}
+
+#[derive(Debug)]
+struct RegistrarDomain {
+    attr: ProviderAttr,
+    regions: Arc<Mutex<HashMap<u64, AddressRange>>>,
+}
+
+// SAFETY: nothing accesses the memory. A handle is the key of an entry of the map.
+unsafe impl ProviderDomain for RegistrarDomain {
+    fn attr(&self) -> &ProviderAttr {
+        &self.attr
+    }
+
+    unsafe fn register(
+        &self,
+        _: &Registration<'_>,
+        pieces: &[Piece<'_>],
+    ) -> Result<ProviderRegion> {
+        // The path search passes only the backings of `Imports`, and host memory.
+        let [Piece { range, .. }] = pieces else {
+            return Err(Error::new(ErrorKind::Unsupported, "register").provider("registrar"));
+        };
+        let mut regions = self.regions.lock().expect("no panic");
+        let token = (0..).find(|token| !regions.contains_key(token)).expect("a free number");
+        regions.insert(token, *range);
+        Ok(ProviderRegion { token, local: LocalKey::from_provider(token), key: token })
+    }
+
+    fn deregister(&self, region: ProviderRegion) -> Result<()> {
+        let known = self.regions.lock().expect("no panic").remove(&region.token);
+        known.map(drop).ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "deregister"))
+    }
+
+    fn live(&self) -> LiveObjects {
+        let mut live = LiveObjects::default();
+        live.regions = self.regions.lock().expect("no panic").len() as u64;
+        live
+    }
+}
+
+#[test]
+fn four_methods_are_enough_to_register() {
+    let provider = Registrar::default();
+    let regions = Arc::clone(&provider.regions);
+    let device = Simulated::builder().build().expect("a simulated device");
+    let hmem = Hmem::builder().without_vendor_ifaces().iface(device).provider(provider);
+    let hmem = hmem.build().expect("start");
+    let domain = hmem.domain("registrar", DomainAttr::default()).expect("open a domain");
+    assert_eq!(domain.features(), Features::empty());
+    let region = domain.register(vec![7u8; 64], Access::all()).expect("register");
+    assert_eq!(regions.lock().expect("no panic").values().next(), Some(&region.range()));
+    let handle = region.provider_region().expect("registered");
+    assert_eq!(region.key().expect("a key").as_u64().expect("one number"), handle.key);
+
+    for error in [
+        domain.open_cq(8).expect_err("no queues"),
+        domain.open_endpoint(&EndpointAttr::new(&queue_of_a_software_nic())).expect_err("none"),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.remedy_text().is_some(), "{error}");
+    }
+
+    // Device memory that the NIC cannot reach directly is refused, not staged.
+    let request = AllocRequest { len: 64, device: DeviceId(0), kind: AllocationKind::Device };
+    let iface = hmem.iface(SIMULATED).expect("it was added");
+    let buffer = DeviceBuffer::allocate(iface, &request).expect("allocate");
+    let refused = domain.register(buffer, Access::READ).expect_err("no path").error;
+    assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+    assert_eq!(regions.lock().expect("no panic").len(), 1);
+
+    region.close().expect("close");
+    assert_eq!(domain.live(), LiveObjects::default());
+}
+
+fn queue_of_a_software_nic() -> Arc<dyn CompletionQueue> {
+    open(MrMode::empty()).open_cq(1).expect("open a queue")
 }

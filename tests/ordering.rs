@@ -13,8 +13,8 @@ use hmem::{
     iface::AllocRequest,
     loopback::Loopback,
     provider::{
-        CompletionQueue, DomainRequest, EndpointAttr, LiveObjects, Piece, Provider, ProviderAttr,
-        ProviderDomain, ProviderEndpoint, ProviderRegion, SubRegions,
+        DomainRequest, LiveObjects, Piece, Provider, ProviderAttr, ProviderDomain, ProviderRegion,
+        SubRegions, Transport,
     },
     register_on,
     registration::Registration,
@@ -72,12 +72,8 @@ unsafe impl ProviderDomain for RecordingDomain {
         self.0.deregister(region)
     }
 
-    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.0.open_cq(depth)
-    }
-
-    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.0.open_endpoint(attr)
+    fn transport(&self) -> Option<&dyn Transport> {
+        self.0.transport()
     }
 
     fn live(&self) -> LiveObjects {

@@ -26,7 +26,7 @@ use hmem_core::{
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, LiveObjects, Nic, Piece, Provider,
         ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow,
-        Registration, SubRegions, WindowBind, WindowStatus, WindowType, Windows,
+        Registration, SubRegions, Transport, WindowBind, WindowStatus, WindowType, Windows,
     },
     transfer::{EndpointName, PeerId, RemoteSegment, WorkRequest},
 };
@@ -544,6 +544,10 @@ struct FaultyDomain {
 }
 
 impl FaultyDomain {
+    fn transport_of_nic(&self) -> &dyn Transport {
+        self.domain.transport().expect("the software NIC transfers")
+    }
+
     fn windows_of_nic(&self) -> &dyn Windows {
         self.domain.windows().expect("the NIC has windows")
     }
@@ -585,23 +589,12 @@ unsafe impl ProviderDomain for FaultyDomain {
         }
     }
 
-    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.domain.open_cq(depth)
-    }
-
-    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        let endpoint = self.domain.open_endpoint(attr)?;
-        Ok(match self.fault {
-            ProviderFault::Overrun => Arc::new(AcceptingEndpoint(endpoint, ErrorKind::Again)),
-            ProviderFault::AnyPeer => {
-                Arc::new(AcceptingEndpoint(endpoint, ErrorKind::InvalidArgument))
-            }
-            _ => endpoint,
-        })
-    }
-
     fn live(&self) -> LiveObjects {
         self.domain.live()
+    }
+
+    fn transport(&self) -> Option<&dyn Transport> {
+        Some(self)
     }
 
     fn windows(&self) -> Option<&dyn Windows> {
@@ -611,6 +604,23 @@ unsafe impl ProviderDomain for FaultyDomain {
     fn sub_regions(&self) -> Option<&dyn SubRegions> {
         let with = [ProviderFault::PermissiveSubRegion, ProviderFault::DeclaredWindowOffset];
         with.contains(&self.fault).then_some(self as _)
+    }
+}
+
+impl Transport for FaultyDomain {
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        self.transport_of_nic().open_cq(depth)
+    }
+
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
+        let endpoint = self.transport_of_nic().open_endpoint(attr)?;
+        Ok(match self.fault {
+            ProviderFault::Overrun => Arc::new(AcceptingEndpoint(endpoint, ErrorKind::Again)),
+            ProviderFault::AnyPeer => {
+                Arc::new(AcceptingEndpoint(endpoint, ErrorKind::InvalidArgument))
+            }
+            _ => endpoint,
+        })
     }
 }
 

@@ -61,9 +61,9 @@ pub enum Call {
     BindWindow,
     /// A call of `Windows::free_window`.
     FreeWindow,
-    /// A call of `ProviderDomain::open_cq`.
+    /// A call of `Transport::open_cq`.
     OpenCq,
-    /// A call of `ProviderDomain::open_endpoint`.
+    /// A call of `Transport::open_endpoint`.
     OpenEndpoint,
     /// A call of `ManualProgress::progress`.
     Progress,

@@ -18,8 +18,8 @@ use hmem_core::{
         self, CompletionChannel, CompletionQueue, DomainRequest, Enabling, EndpointAttr,
         EndpointBinding, LiveObjects, MANUAL_WAIT, ManualProgress, Piece, ProgressModel,
         ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RawKeys,
-        Refresh, RegionCounters, Registration, StagingAccess, SubRegions, WindowBind, WindowStatus,
-        WindowType,
+        Refresh, RegionCounters, Registration, StagingAccess, SubRegions, Transport, WindowBind,
+        WindowStatus, WindowType,
     },
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
 };
@@ -157,22 +157,6 @@ unsafe impl ProviderDomain for Domain {
         self.state.deregister(token_of(region))
     }
 
-    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.enter(Call::OpenCq)?;
-        let queue = Arc::new(Queue::new(depth.max(1)));
-        let mut queues = self.queues.lock();
-        queues.retain(|queue| queue.strong_count() > 0);
-        queues.push(Arc::downgrade(&queue));
-        drop(queues);
-        let (domain, endpoints) = (Arc::clone(&self.state), Arc::clone(&self.endpoints));
-        Ok(Arc::new(Cq { queue, domain, endpoints, by_hand: self.by_hand() }))
-    }
-
-    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.enter(Call::OpenEndpoint)?;
-        Ok(Arc::new(Endpoint::open(self.this(), attr)?))
-    }
-
     fn live(&self) -> LiveObjects {
         let counts = self.state.nic.regions.counts(self.state.id);
         let mut live = LiveObjects::default();
@@ -184,6 +168,10 @@ unsafe impl ProviderDomain for Domain {
         live.endpoints = self.endpoints.len();
         live.staging_buffers = self.state.pool().map_or(0, |pool| pool.held());
         live
+    }
+
+    fn transport(&self) -> Option<&dyn Transport> {
+        Some(self)
     }
 
     fn sub_regions(&self) -> Option<&dyn SubRegions> {
@@ -220,6 +208,24 @@ unsafe impl ProviderDomain for Domain {
 
     fn manual_progress(&self) -> Option<&dyn ManualProgress> {
         self.by_hand().then_some(self as _)
+    }
+}
+
+impl Transport for Domain {
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        self.enter(Call::OpenCq)?;
+        let queue = Arc::new(Queue::new(depth.max(1)));
+        let mut queues = self.queues.lock();
+        queues.retain(|queue| queue.strong_count() > 0);
+        queues.push(Arc::downgrade(&queue));
+        drop(queues);
+        let (domain, endpoints) = (Arc::clone(&self.state), Arc::clone(&self.endpoints));
+        Ok(Arc::new(Cq { queue, domain, endpoints, by_hand: self.by_hand() }))
+    }
+
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
+        self.enter(Call::OpenEndpoint)?;
+        Ok(Arc::new(Endpoint::open(self.this(), attr)?))
     }
 }
 

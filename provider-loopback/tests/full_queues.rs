@@ -22,7 +22,7 @@ const RECEIVE: Operation<'static> = Operation::Receive { tag: None, from: None }
 /// Returns two endpoints that share one completion queue of this depth for sends and receives.
 fn shared(provider: &Loopback, depth: usize) -> (End, End) {
     let domain = domain(provider, MrMode::empty());
-    let cq = domain.open_cq(depth).unwrap();
+    let cq = domain.transport().unwrap().open_cq(depth).unwrap();
     let open = || End {
         cq: Arc::clone(&cq),
         ..End::with(&domain, |attr| {
@@ -90,7 +90,7 @@ fn endpoints_with_one_queue_share_its_entries() {
 fn refused_posts_take_no_entry() {
     let provider = Loopback::builder().build().unwrap();
     let domain = domain(&provider, MrMode::empty());
-    let cq = domain.open_cq(4).unwrap();
+    let cq = domain.transport().unwrap().open_cq(4).unwrap();
     let end = End::with(&domain, |attr| {
         (attr.tx_cq, attr.rx_cq) = (Arc::clone(&cq), Arc::clone(&cq));
         attr.depth = 1;
@@ -138,7 +138,7 @@ fn immediate_data_waits_for_the_entry_of_a_receive() {
     let provider = Loopback::builder().build().unwrap();
     let here = End::open(&domain(&provider, MrMode::empty()));
     let domain = domain(&provider, MrMode::empty());
-    let cq = domain.open_cq(1).unwrap();
+    let cq = domain.transport().unwrap().open_cq(1).unwrap();
     let there = End::with(&domain, |attr| attr.rx_cq = Arc::clone(&cq));
     let (to, buffer) = (here.peer(&there), Buffer::new(8));
     let region = RegAttr::key(1).register(&*domain, &[host(buffer.range(), true)]).unwrap();

@@ -332,7 +332,11 @@ fn failed_call_leaves_no_object_behind() {
     let source = Buffer::filled(8, 1);
     let there = &*pair.there.domain;
     let scenario = || -> hmem_core::Result<()> {
-        provider.open_domain(&support::request(MrMode::empty()))?.open_cq(4)?;
+        provider
+            .open_domain(&support::request(MrMode::empty()))?
+            .transport()
+            .unwrap()
+            .open_cq(4)?;
         let region = RegAttr::key(1).register(there, &[host(target.range(), true)])?;
         let used = (|| {
             let sub = there.sub_regions().unwrap().register_sub(

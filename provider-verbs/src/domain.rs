@@ -16,8 +16,8 @@ use hmem_core::{
     provider::{
         self, Backing, CompletionQueue, CompositeKeys, DomainRequest, EndpointAttr, Features,
         LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain, ProviderEndpoint,
-        ProviderRegion, ProviderWindow, RawKeys, Registration, StagingAccess, WindowBind,
-        WindowRule, WindowStatus, WindowType,
+        ProviderRegion, ProviderWindow, RawKeys, Registration, StagingAccess, Transport,
+        WindowBind, WindowRule, WindowStatus, WindowType,
     },
     random::random_u64,
     transfer::Operation,
@@ -287,16 +287,6 @@ unsafe impl ProviderDomain for VerbsDomain {
         self.state.regions.deregister(&self.state.pd, region, taken)
     }
 
-    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.check_process("open completion queue")?;
-        Ok(Arc::new(Queue::open(&self.state, Arc::clone(&self.active), depth)?))
-    }
-
-    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.check_process("open endpoint")?;
-        Ok(Endpoint::open(&self.state, (&self.active, &self.fabric), attr)?)
-    }
-
     fn live(&self) -> LiveObjects {
         let (regions, page_registrations, bytes) = self.state.regions.counts();
         let mut live = LiveObjects::default();
@@ -308,6 +298,10 @@ unsafe impl ProviderDomain for VerbsDomain {
         live.endpoints = self.state.endpoints.load(Ordering::Relaxed);
         live.staging_buffers = self.state.staging.pool().map_or(0, |pool| pool.held());
         live
+    }
+
+    fn transport(&self) -> Option<&dyn Transport> {
+        Some(self)
     }
 
     fn composite_keys(&self) -> Option<&dyn CompositeKeys> {
@@ -342,6 +336,18 @@ unsafe impl ProviderDomain for VerbsDomain {
             ),
             _ => None,
         }
+    }
+}
+
+impl Transport for VerbsDomain {
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        self.check_process("open completion queue")?;
+        Ok(Arc::new(Queue::open(&self.state, Arc::clone(&self.active), depth)?))
+    }
+
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
+        self.check_process("open endpoint")?;
+        Ok(Endpoint::open(&self.state, (&self.active, &self.fabric), attr)?)
     }
 }
 

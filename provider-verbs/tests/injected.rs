@@ -491,7 +491,8 @@ fn missing_facets_are_refused_with_a_remedy() {
     let has = Features::COMPOSITE_KEYS
         | Features::RAW_KEYS
         | Features::STAGING
-        | Features::MANUAL_PROGRESS;
+        | Features::MANUAL_PROGRESS
+        | Features::TRANSPORT;
     assert_eq!(domain.features(), has);
     // SAFETY: the fake library accesses no memory.
     let region = unsafe { domain.reg(range(0x1000, 4096), Access::READ, 0, MrFlags::empty()) }

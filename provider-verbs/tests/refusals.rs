@@ -13,7 +13,9 @@ use hmem_core::{
     Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova,
     LocalKey, MrAttr, MrFlags, OwnedRegion, Registry, RemoteKey, RemotePiece, Result, Type2Bind,
     Type2Kind,
-    provider::{CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowType, Windows},
+    provider::{
+        CompletionQueue, EndpointAttr, ProviderDomain, Transport, WindowBind, WindowType, Windows,
+    },
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use hmem_p2p::path::DefaultPathSelector;
@@ -535,19 +537,22 @@ fn provider_refuses_queues_of_another_domain() {
     let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
     let [own, same_device] = [open_of(&verbs), open_of(&verbs)];
     let other_device = open(VerbsOptions::empty());
-    let provider = |domain: &Domain| domain.provider_domain().open_cq(8).expect("open a queue");
+    fn transport(domain: &Domain) -> &dyn Transport {
+        domain.provider_domain().transport().expect("verbs transfers")
+    }
+    let provider = |domain: &Domain| transport(domain).open_cq(8).expect("open a queue");
     let cq = provider(&own);
     let domain = own.provider_domain();
     for foreign in [provider(&same_device), provider(&other_device)] {
         for (tx, rx) in [(&cq, &foreign), (&foreign, &cq)] {
             let attr = EndpointAttr { rx_cq: Arc::clone(rx), ..EndpointAttr::new(tx) };
-            let error = domain.open_endpoint(&attr).expect_err("another domain's queue");
+            let error = transport(&own).open_endpoint(&attr).expect_err("another domain's queue");
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             assert!(error.remedy_text().is_some(), "{error}");
         }
     }
     assert_eq!(domain.live().endpoints, 0);
-    domain.open_endpoint(&EndpointAttr::new(&cq)).expect("the domain's own queue");
+    transport(&own).open_endpoint(&EndpointAttr::new(&cq)).expect("the domain's own queue");
 }
 
 /// Binds a window through the provider, without the checks of [`Domain`]. Returns the recorded

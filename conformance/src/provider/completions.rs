@@ -38,7 +38,8 @@ fn post_write(link: &Link, context: u64) {
 pub(super) fn queue_of_another_domain_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
     let link = Link::open(provider);
     let (own, other) = (&link.initiator, &link.target);
-    let unwrapped = own.domain.provider_domain().open_cq(8).expect("open a completion queue");
+    let unwrapped = own.domain.provider_domain().transport().expect("the NIC transfers").open_cq(8);
+    let unwrapped = unwrapped.expect("open a completion queue");
     for foreign in [&other.cq, &unwrapped] {
         for (tx, rx) in [(foreign, &own.cq), (&own.cq, foreign), (foreign, foreign)] {
             let attr = EndpointAttr { rx_cq: Arc::clone(rx), ..EndpointAttr::new(tx) };

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     Access, Error, ErrorKind, MrMode, Rejected, RemoteKey, Result,
-    provider::{EndpointAttr, Features, ProviderEndpoint},
+    provider::{EndpointAttr, Features, ProviderEndpoint, Transport},
     transfer::{
         AtomicOp, AtomicType, EndpointName, LocalSegment, Operation, PeerId, RemoteSegment,
         WorkRequest,
@@ -77,6 +77,7 @@ const INLINE_SEGMENTS: usize = 8;
 impl Endpoint {
     pub(super) fn open(
         domain: &Arc<DomainInner>,
+        transport: &dyn Transport,
         attr: &EndpointAttr,
         cache: Option<&RegionCache>,
     ) -> Result<Self> {
@@ -90,7 +91,7 @@ impl Endpoint {
         let leases = cache.zip(tx.in_flight().cloned().zip(rx.in_flight().cloned()));
         let host = domain.effective().contains(MrMode::LOCAL);
         let leasing = leases.map(|(cache, requests)| Leasing::new(cache, host, requests));
-        let inner = domain.provider().open_endpoint(&attr)?;
+        let inner = transport.open_endpoint(&attr)?;
         Ok(Self { inner, domain: Arc::clone(domain), leasing, closed: false })
     }
 

@@ -74,7 +74,7 @@ use crate::{
     path::{DirectPath, PathSelector},
     provider::{
         CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, Provider,
-        ProviderAttr, ProviderDomain, RawKeys,
+        ProviderAttr, ProviderDomain, RawKeys, Transport,
     },
 };
 
@@ -580,12 +580,14 @@ impl Domain {
     /// ```
     ///
     /// # Errors
+    /// - [`ErrorKind::Unsupported`] if the provider only registers memory
+    ///   ([`Features::TRANSPORT`]).
     /// - [`ErrorKind::OutOfResources`] if the NIC or the process can have no more queues.
     /// - [`ErrorKind::BadState`] in a forked child.
     /// - The driver's own error.
     pub fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
         self.inner.process.check("open completion queue")?;
-        let queue = self.inner.provider.open_cq(depth)?;
+        let queue = self.inner.transport("open completion queue")?.open_cq(depth)?;
         Ok(Arc::new(DomainQueue::new(&self.inner, queue, self.leases_local_memory())))
     }
 
@@ -618,13 +620,14 @@ impl Domain {
     /// - [`ErrorKind::InvalidArgument`] for a queue that another domain opened, or that the
     ///   provider's domain opened directly.
     /// - [`ErrorKind::Unsupported`] for an authorization key, if the provider does not support
-    ///   these keys.
+    ///   these keys, and if the provider only registers memory ([`Features::TRANSPORT`]).
     /// - [`ErrorKind::BadState`] in a forked child.
     /// - The driver's own error.
     pub fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Endpoint> {
         self.inner.process.check("open endpoint")?;
+        let transport = self.inner.transport("open endpoint")?;
         let cache = if self.leases_local_memory() { Some(self.cache()?) } else { None };
-        Endpoint::open(&self.inner, attr, cache)
+        Endpoint::open(&self.inner, transport, attr, cache)
     }
 
     /// Returns true if endpoints register local memory without a descriptor through the cache.
@@ -757,6 +760,18 @@ impl DomainInner {
                 operation,
                 ErrorKind::Unsupported,
                 "this provider has no raw keys: use MemoryRegion::key",
+            )
+        })
+    }
+
+    fn transport(&self, operation: &'static str) -> Result<&dyn Transport> {
+        self.provider.transport().ok_or_else(|| {
+            self.missing(
+                Features::TRANSPORT,
+                operation,
+                ErrorKind::Unsupported,
+                "this provider only registers memory: post requests by the program that owns the \
+                 queue pairs, or open a domain of another provider",
             )
         })
     }

@@ -13,7 +13,8 @@ pub struct Imports {
     /// True if the NIC can register device addresses, which peer-memory clients in the kernel
     /// resolve. Only an attempt to register shows if a client exists for a given device.
     pub peer_memory: bool,
-    /// True if the provider can access memory by copies through staging buffers.
+    /// True if the provider can access memory by copies through staging buffers. A domain without
+    /// the facet [`Transport`](super::Transport) gets no staged memory, whatever the value is.
     pub staged: bool,
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{ProviderDomain, ProviderEndpoint};
+use super::{CompletionQueue, EndpointAttr, ProviderDomain, ProviderEndpoint};
 use crate::{
     AddressRange, Addressing, Error, ErrorKind, Iova, RawKey, RemoteKey, Result,
     counter::Counter,
@@ -36,6 +36,8 @@ bitflags::bitflags! {
         /// The domain has requests that proceed only during the application's calls of
         /// [`ManualProgress::progress`] and of completion queues.
         const MANUAL_PROGRESS = 1 << 9;
+        /// The domain opens completion queues and endpoints ([`Transport`]).
+        const TRANSPORT = 1 << 10;
     }
 }
 
@@ -54,9 +56,33 @@ impl Features {
             (domain.endpoint_binding().is_some(), Self::ENDPOINT_BINDING),
             (domain.staging().is_some(), Self::STAGING),
             (domain.manual_progress().is_some(), Self::MANUAL_PROGRESS),
+            (domain.transport().is_some(), Self::TRANSPORT),
         ];
         facets.into_iter().filter(|(present, _)| *present).map(|(_, feature)| feature).collect()
     }
+}
+
+/// The facet for transfers through endpoints of the domain.
+///
+/// A provider without it registers memory for requests that other code posts, on queue pairs of its
+/// own for example.
+pub trait Transport {
+    /// Opens a completion queue with room for `depth` requests, in the sense of
+    /// [`EndpointAttr::depth`]. 0 counts as 1.
+    ///
+    /// # Errors
+    /// - OutOfResources if the driver cannot create another queue.
+    /// - Otherwise the error that the driver reported.
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>>;
+
+    /// Opens an endpoint.
+    ///
+    /// # Errors
+    /// - OutOfResources if the driver cannot create another endpoint.
+    /// - InvalidArgument for queues that another domain opened.
+    /// - Unsupported for an authorization key, if the provider does not support these keys.
+    /// - Otherwise the error that the driver reported.
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>>;
 }
 
 /// The facet for sub-regions: regions that are parts of other regions.
@@ -255,7 +281,7 @@ pub trait StagingAccess {
 }
 
 /// The facet of a domain with requests that proceed only during the application's calls of
-/// [`progress`](Self::progress) and [`CompletionQueue::read`](super::CompletionQueue::read). With
+/// [`progress`](Self::progress) and [`CompletionQueue::read`]. With
 /// [`ProgressModel::Manual`](super::ProgressModel::Manual) these are all requests, otherwise only
 /// those with staged memory.
 pub trait ManualProgress {

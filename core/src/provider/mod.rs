@@ -4,9 +4,10 @@
 //! rights, limits and mode rules before it calls a provider. A provider checks the conditions that
 //! depend on its own state (its keys, its pages) and returns typed errors.
 //!
-//! A [`ProviderDomain`] has six required methods. Each optional ability of a NIC is a facet: a
-//! small trait, which the domain returns if it has the ability. If a facet is missing, the core
-//! returns the error to the caller. [`Features::of`] lists the facets of a domain.
+//! A [`ProviderDomain`] has four required methods, with which it registers memory. Each optional
+//! ability of a NIC is a facet: a small trait, which the domain returns if it has the ability. The
+//! first facet is [`Transport`], for completion queues and endpoints. If a facet is missing, the
+//! core returns the error to the caller. [`Features::of`] lists the facets of a domain.
 
 mod attr;
 mod facets;
@@ -24,7 +25,7 @@ pub use self::{
     attr::{Imports, MsgOrder, Nic, ProgressModel, ProviderAttr, StagingAttr},
     facets::{
         CompositeKeys, Enabling, EndpointBinding, Features, ManualProgress, RawKeys, Refresh,
-        RegionCounters, StagingAccess, SubRegions, Windows,
+        RegionCounters, StagingAccess, SubRegions, Transport, Windows,
     },
 };
 
@@ -199,25 +200,14 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// - The error that the driver reported.
     fn deregister(&self, region: ProviderRegion) -> Result<()>;
 
-    /// Opens a completion queue with room for `depth` requests, in the sense of
-    /// [`EndpointAttr::depth`]. 0 counts as 1.
-    ///
-    /// # Errors
-    /// - OutOfResources if the driver cannot create another queue.
-    /// - Otherwise the error that the driver reported.
-    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>>;
-
-    /// Opens an endpoint.
-    ///
-    /// # Errors
-    /// - OutOfResources if the driver cannot create another endpoint.
-    /// - InvalidArgument for queues that another domain opened.
-    /// - Unsupported for an authorization key, if the provider does not support these keys.
-    /// - Otherwise the error that the driver reported.
-    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>>;
-
     /// Returns the number of live objects of the domain, by kind.
     fn live(&self) -> LiveObjects;
+
+    /// Returns the facet for transfers. A domain without it only registers memory, for requests
+    /// that other code posts, and gets no staged pieces.
+    fn transport(&self) -> Option<&dyn Transport> {
+        None
+    }
 
     /// Returns the facet for sub-regions, if the domain has it.
     fn sub_regions(&self) -> Option<&dyn SubRegions> {

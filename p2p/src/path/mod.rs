@@ -249,7 +249,7 @@ impl DefaultPathSelector {
         if !direct || self.decisions.get(&key).is_some() {
             return;
         }
-        let staged = search.attr().imports.staged
+        let staged = search.imports_staged()
             && search.registration.policy != P2pPolicy::Required
             && search.permits(PathVariant::Staged);
         match probe(search) {

@@ -298,6 +298,12 @@ impl<'a> PathSearch<'a> {
         None
     }
 
+    /// Returns true if the NIC takes staged memory. Only transfers copy it, so a domain that only
+    /// registers takes none.
+    pub(super) fn imports_staged(&self) -> bool {
+        self.attr().imports.staged && self.provider.transport().is_some()
+    }
+
     /// Registers the memory as a region that is reached through staged copies. Returns `None` and
     /// records the refusal if the provider has no staged copies or refuses the region, or if the
     /// domain's transfers may not call drivers.
@@ -306,7 +312,7 @@ impl<'a> PathSearch<'a> {
     /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
     /// registration of this search.
     pub(super) unsafe fn staged(&mut self, exports: &mut ExportSet<'_>) -> Option<ProviderRegion> {
-        if !self.attr().imports.staged {
+        if !self.imports_staged() {
             self.not_imported(Path::Staged, "staged copies");
             return None;
         }

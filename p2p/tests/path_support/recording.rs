@@ -5,10 +5,9 @@ use std::{fmt, os::fd::AsRawFd, sync::Arc};
 use hmem_core::{
     Result,
     provider::{
-        Backing, CompletionQueue, CompositeKeys, DomainRequest, Enabling, EndpointAttr,
-        EndpointBinding, Features, LiveObjects, ManualProgress, Piece, Provider, ProviderAttr,
-        ProviderDomain, ProviderEndpoint, ProviderRegion, RawKeys, Refresh, RegionCounters,
-        Registration, StagingAccess, SubRegions, Windows,
+        Backing, CompositeKeys, DomainRequest, Enabling, EndpointBinding, Features, LiveObjects,
+        ManualProgress, Piece, Provider, ProviderAttr, ProviderDomain, ProviderRegion, RawKeys,
+        Refresh, RegionCounters, Registration, StagingAccess, SubRegions, Transport, Windows,
     },
 };
 use parking_lot::Mutex;
@@ -113,12 +112,8 @@ unsafe impl ProviderDomain for RecordingDomain {
         self.inner.deregister(region)
     }
 
-    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.inner.open_cq(depth)
-    }
-
-    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.inner.open_endpoint(attr)
+    fn transport(&self) -> Option<&dyn Transport> {
+        self.inner.transport()
     }
 
     fn live(&self) -> LiveObjects {

@@ -239,7 +239,7 @@ impl End {
         domain: &Arc<dyn ProviderDomain>,
         change: impl FnOnce(&mut EndpointAttr),
     ) -> Self {
-        let cq = domain.open_cq(256).unwrap();
+        let cq = domain.transport().unwrap().open_cq(256).unwrap();
         let mut attr = EndpointAttr {
             tx_cq: Arc::clone(&cq),
             rx_cq: Arc::clone(&cq),
@@ -250,7 +250,7 @@ impl End {
             depth: 64,
         };
         change(&mut attr);
-        let endpoint = domain.open_endpoint(&attr).unwrap();
+        let endpoint = domain.transport().unwrap().open_endpoint(&attr).unwrap();
         Self { domain: Arc::clone(domain), cq, endpoint }
     }
 
