@@ -10,17 +10,7 @@ pub(super) const BIND_REFUSED: &str = "check the bind's range and rights, that t
 
 /// Returns the error of a request of `kind` that failed with a work completion status and a vendor
 /// code.
-///
-/// ```
-/// use hmem_core::{ErrorKind, transfer::CompletionKind};
-/// use hmem_provider_verbs::{status_error, sys::WcStatus};
-///
-/// let error = status_error(WcStatus::IBV_WC_REM_ACCESS_ERR, 0x88, CompletionKind::Write);
-/// assert_eq!(error.kind(), ErrorKind::AccessDenied);
-/// assert!(error.to_string().contains("remote access error (10)"));
-/// ```
-#[must_use]
-pub fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Error {
+pub(super) fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Error {
     use CompletionKind::{BindWindow, Receive, Send};
     let (error, text, remedy) = match (status, kind) {
         (WcStatus::IBV_WC_LOC_LEN_ERR, Receive) => (

@@ -14,8 +14,7 @@ use super::{
 
 /// Type of a GID, from `/sys/class/infiniband/*/ports/*/gid_attrs/types/*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum GidType {
+pub(super) enum GidType {
     /// InfiniBand or RoCE version 1. The kernel uses one name for both.
     IbOrRoceV1,
     /// RoCE version 2: UDP over IP.
@@ -26,13 +25,13 @@ pub enum GidType {
 
 /// An entry of a port's GID table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GidEntry {
+pub(super) struct GidEntry {
     /// Index of the entry in the table.
-    pub index: u8,
+    pub(super) index: u8,
     /// The GID, in network byte order.
-    pub gid: [u8; 16],
+    pub(super) gid: [u8; 16],
     /// The type of this GID.
-    pub kind: GidType,
+    pub(super) kind: GidType,
 }
 
 impl GidEntry {
@@ -54,18 +53,8 @@ impl GidEntry {
 
 /// Returns the best GID of an Ethernet port, or `None` if the table has no nonzero GID.
 ///
-/// The order of preference is:
-///
-/// 1. RoCE version 2 with an IPv4 address
-/// 2. RoCE version 2 with an IPv6 address that is not link-local
-/// 3. RoCE version 2 with a link-local IPv6 address
-/// 4. a GID of unknown type
-/// 5. InfiniBand or RoCE version 1, not link-local
-/// 6. InfiniBand or RoCE version 1, link-local
-///
-/// Of several GIDs in one class, the function returns the GID with the lowest index.
-#[must_use]
-pub fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
+/// [`Builder::gid_index`](super::Builder::gid_index) has the order of preference.
+pub(super) fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
     let ranked = entries.iter().filter_map(|entry| Some((entry.rank()?, entry.index, *entry)));
     ranked.min_by_key(|(rank, index, _)| (*rank, *index)).map(|(_, _, entry)| entry)
 }
@@ -102,5 +91,39 @@ fn kind(nic: &Nic, port: u8, index: u8) -> GidType {
         Ok(text) if text.trim() == "RoCE v2" => GidType::RoceV2,
         Ok(text) if text.trim() == "IB/RoCE v1" => GidType::IbOrRoceV1,
         _ => GidType::Unknown,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn best_routable_gid_is_chosen() {
+        let gid = |bytes: [u8; 4], ipv4: bool| {
+            let mut gid = [0; 16];
+            if ipv4 {
+                gid[10..12].fill(0xff);
+                gid[12..].copy_from_slice(&bytes);
+            } else {
+                gid[..4].copy_from_slice(&bytes);
+                gid[15] = 1;
+            }
+            gid
+        };
+        let entry = |index, gid, kind| GidEntry { index, gid, kind };
+        let link = gid([0xfe, 0x80, 0, 0], false);
+        let table = [
+            entry(0, link, GidType::IbOrRoceV1),
+            entry(1, link, GidType::RoceV2),
+            entry(2, gid([10, 1, 0, 1], true), GidType::IbOrRoceV1),
+            entry(3, gid([10, 1, 0, 1], true), GidType::RoceV2),
+            entry(4, gid([0x20, 1, 0, 0], false), GidType::RoceV2),
+            entry(5, gid([10, 2, 0, 1], true), GidType::RoceV2),
+        ];
+        assert_eq!(choose_gid(&table).map(|entry| entry.index), Some(3));
+        assert_eq!(choose_gid(&table[..3]).map(|entry| entry.index), Some(1));
+        assert_eq!(choose_gid(&table[..1]).map(|entry| entry.index), Some(0));
+        assert_eq!(choose_gid(&[entry(0, [0; 16], GidType::RoceV2)]), None);
     }
 }

@@ -120,10 +120,7 @@ pub mod sys;
 mod window;
 
 pub use access::{DeviceRights, OptionResult, VerbsOptions, access_flags, check_flags};
-pub use completion::status_error;
 pub use domain::VerbsDomain;
-pub use gid::{GidEntry, GidType, choose_gid};
 pub use library::{ForkSafety, ForkSupport};
 pub use provider::{Builder, Verbs};
 pub use region::VerbsKey;
-pub use split::{Planned, Span, Target, plan, seams};

@@ -18,8 +18,7 @@ use super::{
 pub(super) struct PortChoice {
     /// Number of the port; `None` for the first active port.
     pub(super) number: Option<u8>,
-    /// Index in the port's GID table; `None` for the entry that [`choose_gid`](super::choose_gid)
-    /// returns.
+    /// Index in the port's GID table; `None` for the entry that [`choose_gid`] returns.
     pub(super) gid_index: Option<u8>,
 }
 

@@ -96,8 +96,15 @@ impl Builder {
         self
     }
 
-    /// Selects the entry of the port's GID table, by its index. The default is the entry that
-    /// [`choose_gid`](super::choose_gid) returns.
+    /// Selects the entry of the port's GID table, by its index. The default for an Ethernet port is
+    /// the entry with the lowest index in the first of these classes that has one:
+    ///
+    /// 1. RoCE version 2 with an IPv4 address
+    /// 2. RoCE version 2 with an IPv6 address that is not link-local
+    /// 3. RoCE version 2 with a link-local IPv6 address
+    /// 4. a GID of unknown type
+    /// 5. InfiniBand or RoCE version 1, not link-local
+    /// 6. InfiniBand or RoCE version 1, link-local
     #[must_use]
     pub fn gid_index(mut self, index: u8) -> Self {
         self.domain.port.gid_index = Some(index);

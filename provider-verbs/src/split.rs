@@ -8,15 +8,7 @@ use super::sys::Sge;
 /// Returns the offset and length of the parts into which `len` bytes from address `start` are
 /// split. No part is longer than `max`; 0 counts as 1. `page` is a power of two. Parts end at
 /// addresses that are multiples of `page`, unless `max` is smaller.
-///
-/// ```
-/// use hmem_provider_verbs::seams;
-///
-/// assert_eq!(seams(0x1800, 0x3000, 0x1000, 0x1000).collect::<Vec<_>>(), [
-///     (0, 0x800), (0x800, 0x1000), (0x1800, 0x1000), (0x2800, 0x800),
-/// ]);
-/// ```
-pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = (u64, u64)> {
+pub(super) fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = (u64, u64)> {
     let max = max.max(1);
     let mut offset = 0u64;
     std::iter::from_fn(move || {
@@ -41,39 +33,39 @@ pub fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = 
 
 /// Consecutive bytes of local memory under one lkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
+pub(super) struct Span {
     /// Address of the first byte, as work requests name it.
-    pub address: u64,
+    pub(super) address: u64,
     /// Number of bytes.
-    pub len: u64,
+    pub(super) len: u64,
     /// The lkey of the bytes.
-    pub lkey: u32,
+    pub(super) lkey: u32,
 }
 
 /// Consecutive bytes of a peer's memory under one rkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Target {
+pub(super) struct Target {
     /// Address of the first byte, as work requests to the peer name it.
-    pub address: u64,
+    pub(super) address: u64,
     /// Number of bytes.
-    pub len: u64,
+    pub(super) len: u64,
     /// The rkey of the bytes.
-    pub rkey: u32,
+    pub(super) rkey: u32,
 }
 
 /// A planned work request: a remote address, and a slice of the list of local segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Planned {
+pub(super) struct Planned {
     /// Remote address of the first byte.
-    pub address: u64,
+    pub(super) address: u64,
     /// Number of bytes that the request moves.
-    pub len: u64,
+    pub(super) len: u64,
     /// The rkey of the peer's memory.
-    pub rkey: u32,
+    pub(super) rkey: u32,
     /// Index of the request's first local segment in the list.
-    pub first: usize,
+    pub(super) first: usize,
     /// Number of local segments that the request uses, from `first` on.
-    pub count: usize,
+    pub(super) count: usize,
 }
 
 /// Splits a transfer into work requests of at most `max_sge` local segments and `max_message`
@@ -81,7 +73,7 @@ pub struct Planned {
 /// of 0 bytes becomes one empty work request to the first target, if there is a target.
 ///
 /// Clears `segments` and `requests`, and fills them with the local segments and the work requests.
-pub fn plan(
+pub(super) fn plan(
     local: &[Span],
     remote: &[Target],
     (max_sge, max_message): (usize, u64),
@@ -136,5 +128,87 @@ pub fn plan(
             first: 0,
             count: 0,
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn seams_lie_on_pages() {
+        assert_eq!(
+            seams(0x1800, 0x3000, 0x1000, 0x1000).collect::<Vec<_>>(),
+            [(0, 0x800), (0x800, 0x1000), (0x1800, 0x1000), (0x2800, 0x800),]
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn seams_cover_the_range_and_are_page_aligned(
+            start in 0_u64..1 << 40,
+            len in 1_u64..1 << 24,
+            max in 1_u64..1 << 22,
+            page_bits in 12_u32..16,
+        ) {
+            let page = 1 << page_bits;
+            prop_assume!(len / max < 5000);
+            let parts: Vec<_> = seams(start, len, max, page).collect();
+            let mut next = 0;
+            for (index, (offset, part)) in parts.iter().enumerate() {
+                prop_assert_eq!(*offset, next);
+                prop_assert!(*part >= 1 && *part <= max);
+                next += part;
+                if index + 1 < parts.len() && max >= page {
+                    prop_assert_eq!((start + next) % page, 0, "every seam can lie on a page");
+                }
+            }
+            prop_assert_eq!(next, len);
+        }
+
+        #[test]
+        fn planned_requests_move_every_byte_to_its_target(
+            local in prop::collection::vec(0_u64..50, 0..12),
+            cuts in prop::collection::vec(1_u64..60, 1..8),
+            max_sge in 1_usize..5, max_message in 1_u64..80,
+        ) {
+            // The oracle lists the source and the target of each byte.
+            let mut spans = Vec::new();
+            let mut from = Vec::new();
+            for (index, len) in local.iter().enumerate() {
+                let (address, lkey) = (index as u64 * 1000, index as u32);
+                spans.push(Span { address, len: *len, lkey });
+                from.extend((0..*len).map(|byte| (address + byte, lkey)));
+            }
+            let mut targets = Vec::new();
+            let mut left = from.len() as u64;
+            let mut to = Vec::new();
+            for (index, cut) in cuts.iter().enumerate() {
+                let len = if index + 1 == cuts.len() { left } else { left.min(*cut) };
+                let (address, rkey) = (1 << 20 | (index as u64 * 10_000), 100 + index as u32);
+                targets.push(Target { address, len, rkey });
+                to.extend((0..len).map(|byte| (address + byte, rkey)));
+                left -= len;
+            }
+            let (mut segments, mut requests) = (Vec::new(), Vec::<Planned>::new());
+            plan(&spans, &targets, (max_sge, max_message), &mut segments, &mut requests);
+            let mut moved = Vec::new();
+            for request in &requests {
+                prop_assert!(request.count <= max_sge && request.len <= max_message);
+                let mut at = request.address;
+                for segment in &segments[request.first..request.first + request.count] {
+                    for byte in 0..u64::from(segment.length) {
+                        moved.push(((segment.addr + byte, segment.lkey), (at, request.rkey)));
+                        at += 1;
+                    }
+                }
+                prop_assert_eq!(at - request.address, request.len);
+            }
+            let expected: Vec<_> = from.into_iter().zip(to).collect();
+            prop_assert_eq!(moved, expected);
+            prop_assert!(!requests.is_empty());
+        }
     }
 }

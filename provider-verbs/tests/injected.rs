@@ -1,5 +1,5 @@
-//! The verbs provider over a fake library: loading, capabilities, checks before driver calls,
-//! splitting and errors.
+//! The verbs provider over a fake library: loading, capabilities, checks before driver calls, and
+//! errors.
 
 #[path = "../../tests/child/mod.rs"]
 mod child;
@@ -24,11 +24,9 @@ use hmem_core::{
 use hmem_iface_system::{Call, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
-    DeviceRights, ForkSafety, ForkSupport, GidEntry, GidType, Planned, Span, Target, Verbs,
-    VerbsDomain, VerbsOptions, access_flags, choose_gid, plan, seams,
+    DeviceRights, ForkSafety, ForkSupport, Verbs, VerbsDomain, VerbsOptions, access_flags,
     sys::{AccessFlags, Functions},
 };
-use proptest::prelude::*;
 
 fn open(verbs: &Verbs) -> Domain {
     Domain::open(
@@ -964,100 +962,4 @@ fn closed_domain_leaves_nothing_behind() {
     drop(domain);
     drop(verbs);
     assert_eq!(calls(), ["dereg_mr", "dealloc_pd", "close_device"]);
-}
-
-#[test]
-fn best_routable_gid_is_chosen() {
-    let gid = |bytes: [u8; 4], ipv4: bool| {
-        let mut gid = [0; 16];
-        if ipv4 {
-            gid[10..12].fill(0xff);
-            gid[12..].copy_from_slice(&bytes);
-        } else {
-            gid[..4].copy_from_slice(&bytes);
-            gid[15] = 1;
-        }
-        gid
-    };
-    let entry = |index, gid, kind| GidEntry { index, gid, kind };
-    let link = gid([0xfe, 0x80, 0, 0], false);
-    let table = [
-        entry(0, link, GidType::IbOrRoceV1),
-        entry(1, link, GidType::RoceV2),
-        entry(2, gid([10, 1, 0, 1], true), GidType::IbOrRoceV1),
-        entry(3, gid([10, 1, 0, 1], true), GidType::RoceV2),
-        entry(4, gid([0x20, 1, 0, 0], false), GidType::RoceV2),
-        entry(5, gid([10, 2, 0, 1], true), GidType::RoceV2),
-    ];
-    assert_eq!(choose_gid(&table).map(|entry| entry.index), Some(3));
-    assert_eq!(choose_gid(&table[..3]).map(|entry| entry.index), Some(1));
-    assert_eq!(choose_gid(&table[..1]).map(|entry| entry.index), Some(0));
-    assert_eq!(choose_gid(&[entry(0, [0; 16], GidType::RoceV2)]), None);
-}
-
-proptest! {
-    #[test]
-    fn seams_cover_the_range_and_are_page_aligned(
-        start in 0_u64..1 << 40,
-        len in 1_u64..1 << 24,
-        max in 1_u64..1 << 22,
-        page_bits in 12_u32..16,
-    ) {
-        let page = 1 << page_bits;
-        prop_assume!(len / max < 5000);
-        let parts: Vec<_> = seams(start, len, max, page).collect();
-        let mut next = 0;
-        for (index, (offset, part)) in parts.iter().enumerate() {
-            prop_assert_eq!(*offset, next);
-            prop_assert!(*part >= 1 && *part <= max);
-            next += part;
-            if index + 1 < parts.len() && max >= page {
-                prop_assert_eq!((start + next) % page, 0, "every seam can lie on a page");
-            }
-        }
-        prop_assert_eq!(next, len);
-    }
-
-    #[test]
-    fn planned_requests_move_every_byte_to_its_target(
-        local in prop::collection::vec(0_u64..50, 0..12),
-        cuts in prop::collection::vec(1_u64..60, 1..8),
-        max_sge in 1_usize..5, max_message in 1_u64..80,
-    ) {
-        // The oracle lists the source and the target of each byte.
-        let mut spans = Vec::new();
-        let mut from = Vec::new();
-        for (index, len) in local.iter().enumerate() {
-            let (address, lkey) = (index as u64 * 1000, index as u32);
-            spans.push(Span { address, len: *len, lkey });
-            from.extend((0..*len).map(|byte| (address + byte, lkey)));
-        }
-        let mut targets = Vec::new();
-        let mut left = from.len() as u64;
-        let mut to = Vec::new();
-        for (index, cut) in cuts.iter().enumerate() {
-            let len = if index + 1 == cuts.len() { left } else { left.min(*cut) };
-            let (address, rkey) = (1 << 20 | (index as u64 * 10_000), 100 + index as u32);
-            targets.push(Target { address, len, rkey });
-            to.extend((0..len).map(|byte| (address + byte, rkey)));
-            left -= len;
-        }
-        let (mut segments, mut requests) = (Vec::new(), Vec::<Planned>::new());
-        plan(&spans, &targets, (max_sge, max_message), &mut segments, &mut requests);
-        let mut moved = Vec::new();
-        for request in &requests {
-            prop_assert!(request.count <= max_sge && request.len <= max_message);
-            let mut at = request.address;
-            for segment in &segments[request.first..request.first + request.count] {
-                for byte in 0..u64::from(segment.length) {
-                    moved.push(((segment.addr + byte, segment.lkey), (at, request.rkey)));
-                    at += 1;
-                }
-            }
-            prop_assert_eq!(at - request.address, request.len);
-        }
-        let expected: Vec<_> = from.into_iter().zip(to).collect();
-        prop_assert_eq!(moved, expected);
-        prop_assert!(!requests.is_empty());
-    }
 }

@@ -16,7 +16,8 @@ use hmem_core::{
     Access, Address, AddressRange, Addressing, AuthKey, Domain, DomainAttr, ErrorKind, GrantKind,
     Iova, OwnedRegion, RawKey, Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
     provider::{
-        CompletionQueue, EndpointAttr, ProviderDomain, WindowBind, WindowState, WindowType, Windows,
+        CompletionQueue, EndpointAttr, ProviderDomain, Transport, WindowBind, WindowState,
+        WindowType, Windows,
     },
     transfer::{Completion, Operation, RemoteSegment, WorkRequest},
 };
@@ -557,14 +558,19 @@ fn region_with_a_bound_window_is_neither_deregistered_nor_changed() {
     post(bind_2);
     endpoint.resolve(&endpoint.name()).expect("the reset drops the bind");
     free(region);
-    verbs.bind_window_now(endpoint.provider_endpoint(), window, &bind, 2).expect("bind");
+    endpoint.close().map_err(|rejected| rejected.error).expect("close");
+    // An endpoint that the provider opens past the domain.
+    let cq = verbs.open_cq(8).expect("open a queue");
+    let past = verbs.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
+    past.resolve(&past.name()).expect("connect it to itself");
+    verbs.bind_window_now(&*past, window, &bind, 2).expect("bind");
     refused(region, "1");
     let many = verbs.alloc_window(WindowType::TwoB).expect("allocate");
-    verbs.bind_window_now(endpoint.provider_endpoint(), many, &bind, 3).expect("bind");
+    verbs.bind_window_now(&*past, many, &bind, 3).expect("bind");
     refused(region, "2");
     verbs.free_window(many).expect("free");
     refused(region, "1");
-    endpoint.close().map_err(|rejected| rejected.error).expect("close");
+    past.close().expect("close");
     free(region);
     verbs.free_window(window).expect("free");
     for region in [first, second] {

@@ -8,7 +8,7 @@ use hmem_core::{
     MrMode, OwnedRegion, RemoteKey, Type1Window, Type2Bind, Type2Kind, Type2Window,
     counter::Counter,
     event_queue::EventQueue,
-    provider::{Provider, Registration, WindowBind, WindowType},
+    provider::{EndpointAttr, Provider, Registration, WindowBind, WindowType},
 };
 
 use super::{
@@ -225,7 +225,12 @@ pub(super) fn window_bound_past_the_domain_gets_no_more_than_its_region(
     let link = Link::open(provider);
     let (read, write) = (Access::REMOTE_READ, Access::REMOTE_WRITE);
     let types = window_types(&link)?;
-    let windows = link.target.domain.provider_domain().windows().expect("the NIC has windows");
+    let nic = link.target.domain.provider_domain();
+    let windows = nic.windows().expect("the NIC has windows");
+    let transport = nic.transport().expect("the NIC transfers");
+    let cq = transport.open_cq(8).expect("open a completion queue");
+    let endpoint = transport.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
+    endpoint.resolve(&endpoint.name()).expect("connect the endpoint to itself");
     let read_only = link.target.register(pattern(1, 4096), Access::WRITE | Access::MW_BIND);
     let without = link.target.register(pattern(1, 4096), LOCAL);
     for (region, offset, len, access, kind) in [
@@ -244,10 +249,7 @@ pub(super) fn window_bound_past_the_domain_gets_no_more_than_its_region(
             let bind = WindowBind { region, offset, len, access, addressing };
             let refused = match window_type {
                 WindowType::One => windows.bind_window(window, &bind).map(drop),
-                _ => {
-                    let endpoint = link.target.endpoint.provider_endpoint();
-                    windows.bind_window_now(endpoint, window, &bind, 3)
-                }
+                _ => windows.bind_window_now(&*endpoint, window, &bind, 3),
             };
             let error = refused.expect_err(&what);
             if !error.is_unsupported() {

@@ -107,15 +107,6 @@ impl Endpoint {
         Arc::clone(&self.inner)
     }
 
-    /// Returns the provider's own endpoint.
-    ///
-    /// As a `&dyn Any` it can be downcast to the provider's type, for functions that only this
-    /// provider has.
-    #[must_use]
-    pub fn provider_endpoint(&self) -> &dyn ProviderEndpoint {
-        &*self.inner
-    }
-
     /// Returns the endpoint's name, to send to peers.
     #[must_use]
     pub fn name(&self) -> EndpointName {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use hmem_provider_verbs::{
-    GidEntry, GidType, VerbsDomain, choose_gid,
+    VerbsDomain,
     sys::{
         AccessFlags, AhAttr, Context, Cq, Gid, GlobalRoute, Mr, Pd, Qp, QpAttr, QpAttrMask, QpCap,
         QpInitAttr, QpState, QpType, RdmaPart, SendFlags, SendWr, Sge, Wc, WcStatus, WrOpcode,
@@ -118,21 +118,22 @@ pub(crate) struct RawPair {
     pub(crate) context: *mut Context,
 }
 
-fn best_gid(device: &str) -> GidEntry {
+/// Returns the index and the bytes of the first RoCE version 2 GID with an IPv4 address. Without
+/// one, of the first GID.
+fn best_gid(device: &str) -> (u8, [u8; 16]) {
     let port = format!("/sys/class/infiniband/{device}/ports/1");
-    let entries: Vec<_> = (0..16_u8)
-        .filter_map(|index| {
-            let text = fs::read_to_string(format!("{port}/gids/{index}")).ok()?;
-            let kind = fs::read_to_string(format!("{port}/gid_attrs/types/{index}")).ok()?;
-            let mut gid = [0; 16];
-            for (place, word) in gid.chunks_mut(2).zip(text.trim().split(':')) {
-                place.copy_from_slice(&u16::from_str_radix(word, 16).ok()?.to_be_bytes());
-            }
-            let kind = if kind.contains("v2") { GidType::RoceV2 } else { GidType::IbOrRoceV1 };
-            Some(GidEntry { index, gid, kind })
-        })
-        .collect();
-    choose_gid(&entries).expect("the device has an address")
+    let entries = (0..16_u8).filter_map(|index| {
+        let text = fs::read_to_string(format!("{port}/gids/{index}")).ok()?;
+        let kind = fs::read_to_string(format!("{port}/gid_attrs/types/{index}")).ok()?;
+        let mut gid = [0; 16];
+        for (place, word) in gid.chunks_mut(2).zip(text.trim().split(':')) {
+            place.copy_from_slice(&u16::from_str_radix(word, 16).ok()?.to_be_bytes());
+        }
+        let ipv4 = gid[..12] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff];
+        (gid != [0; 16]).then_some((!(ipv4 && kind.contains("v2")), index, gid))
+    });
+    let (_, index, gid) = entries.min().expect("the device has an address");
+    (index, gid)
 }
 
 impl RawPair {
@@ -169,14 +170,14 @@ impl RawPair {
         let (near, far) = (make(), make());
         // SAFETY: both queue pairs are alive.
         let (a, b) = unsafe { ((*near.0).qp_num, (*far.0).qp_num) };
-        walk(near.0, b, &gid);
-        walk(far.0, a, &gid);
+        walk(near.0, b, gid);
+        walk(far.0, a, gid);
         Self { near, context }
     }
 }
 
 /// Moves a queue pair through the states RESET, INIT, RTR and RTS.
-fn walk(qp: *mut Qp, peer: u32, gid: &GidEntry) {
+fn walk(qp: *mut Qp, peer: u32, (index, gid): (u8, [u8; 16])) {
     let modify_qp: ModifyQp = find(c"ibv_modify_qp");
     let modify = |mut attr: QpAttr, mask: QpAttrMask| {
         // SAFETY: the queue pair is alive; the mask says which attributes are set.
@@ -194,8 +195,8 @@ fn walk(qp: *mut Qp, peer: u32, gid: &GidEntry) {
         QpAttrMask::STATE | QpAttrMask::PKEY_INDEX | QpAttrMask::PORT | QpAttrMask::ACCESS_FLAGS,
     );
     let route = GlobalRoute {
-        dgid: Gid { raw: gid.gid },
-        sgid_index: gid.index,
+        dgid: Gid { raw: gid },
+        sgid_index: index,
         hop_limit: 64,
         ..GlobalRoute::default()
     };
