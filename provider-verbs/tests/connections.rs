@@ -271,6 +271,35 @@ fn reset_cancels_staged_requests_that_wait_for_a_copy() {
     net.assert_idle();
 }
 
+/// MR-05: the close of a staged region fails a transfer that waits for staging buffers.
+#[test]
+fn closed_region_of_a_waiting_transfer_is_not_accessed() {
+    let net = net(Stepping::ByHand);
+    let device = |chunks| net.near.device(&net.device, chunks * CHUNK, LOCAL).expect("stage");
+    let (first, second) = (device(8), device(1));
+    let far = net.far.host(8 * CHUNK, LOCAL | REMOTE);
+    let key = far.region().key().expect("key");
+    let write = |memory: &Mem, len, context| {
+        let there = [remote(&key, len)];
+        let posted = net.near.endpoint.write(&[memory.slice(0, len)], &there, net.peer, context);
+        posted.expect("post");
+    };
+    write(&first, 8 * CHUNK, 1);
+    let copies = net.device.pending_copies();
+    write(&second, CHUNK, 2);
+    assert_eq!(net.device.pending_copies(), copies, "the second transfer has no buffers yet");
+    let Mem::Device(second) = second else { unreachable!("device memory") };
+    drop(second.close().map_err(|rejected| rejected.error).expect("close"));
+    let mut done = Vec::new();
+    while done.len() < 2 {
+        while net.device.step() {}
+        net.near.cq.read(&mut done, 2).expect("read completions");
+    }
+    let second = done.remove(1);
+    assert_eq!(second.context, 2);
+    assert_eq!(second.result.expect_err("its region is closed").kind(), ErrorKind::NoRegion);
+}
+
 /// MW-07: a bind that waits behind a staged request is checked when it is posted. If the check
 /// came later, the failed bind would end the connection.
 #[test]
