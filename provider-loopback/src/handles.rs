@@ -153,7 +153,7 @@ unsafe impl ProviderDomain for Domain {
             // This is a forked child. The registration belongs to its parent.
             return Ok(());
         }
-        self.enter(Call::Deregister)?;
+        self.state.nic.config.faults.enter(Call::Deregister)?;
         self.state.deregister(token_of(region))
     }
 

@@ -48,7 +48,7 @@ impl Nic {
     ///
     /// # Errors
     /// OutOfResources: the registration exceeds a limit.
-    pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
+    pub(super) fn reserve(&self, bytes: u64) -> Result<Reservation<'_>> {
         if self.config.limit_regions {
             take(&self.registered, 1, self.attr.max_mr_count, "max_mr_count")?;
         }
@@ -60,10 +60,10 @@ impl Nic {
             }
             return Err(error);
         }
-        Ok(())
+        Ok(Reservation { nic: self, bytes })
     }
 
-    /// Subtracts a registration of `bytes` bytes that [`Nic::reserve`] has counted.
+    /// Subtracts a registration of `bytes` bytes whose reservation was kept.
     pub(super) fn release(&self, bytes: u64) {
         if self.config.limit_regions {
             self.registered.fetch_sub(1, Ordering::Relaxed);
@@ -71,6 +71,26 @@ impl Nic {
         if self.config.max_pinned_bytes.is_some() {
             self.pinned.fetch_sub(bytes, Ordering::Relaxed);
         }
+    }
+}
+
+/// A guard of a registration that counts toward the limits of its NIC. Dropping the guard, because
+/// the registration failed, subtracts it.
+pub(super) struct Reservation<'a> {
+    nic: &'a Nic,
+    bytes: u64,
+}
+
+impl Reservation<'_> {
+    /// Lets the registration count until [`Nic::release`].
+    pub(super) fn keep(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        self.nic.release(self.bytes);
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) struct Region {
     spent: AtomicBool,
     /// The counters bound to the region. The list is created with the first counter, because most
     /// regions have none.
-    counters: OnceLock<Mutex<Vec<Arc<Counter>>>>,
+    counters: OnceLock<Box<Mutex<Vec<Arc<Counter>>>>>,
     /// The number of the endpoint that the region is bound to. Transfers through other endpoints
     /// are refused.
     endpoint: OnceLock<u64>,
@@ -149,7 +149,7 @@ impl Region {
     }
 
     pub(super) fn bind_counter(&self, counter: &Arc<Counter>) {
-        self.counters.get_or_init(Mutex::default).lock().push(Arc::clone(counter));
+        self.counters.get_or_init(Box::default).lock().push(Arc::clone(counter));
     }
 
     /// Returns true if counters are bound to the region.

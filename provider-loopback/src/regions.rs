@@ -15,7 +15,8 @@
 //! steps:
 //!
 //! 1. It takes the region out of the table, so that no transfer can take a new guard.
-//! 2. It waits for the existing guards.
+//! 2. It waits for the existing guards. A guard has a reference to the region, so that nothing is
+//!    waited for if the table's reference was the only one.
 //! 3. It drops the region's memory.
 //!
 //! **A transfer does not deadlock with itself.** [`RegionTable::hold`] never waits for a region's
@@ -320,22 +321,27 @@ impl Regions {
     /// - NoRegion: the handle is stale.
     /// - Busy: windows or sub-regions depend on the region.
     pub(super) fn remove(&self, domain: u32, token: Token) -> Result<Pages> {
-        let live = {
+        let (region, pages) = {
             let mut table = self.table.write();
             let found = table.slots.find(domain, token).ok_or_else(|| stale("deregister"))?;
             if found.dependents > 0 {
                 return Err(has_dependents(found.dependents));
             }
             let live = table.slots.all[token.index as usize].live.take();
-            let live = live.expect("the region was just found");
+            let Live { key, pages, region, .. } = live.expect("the region was just found");
             table.slots.free(token.index);
-            table.by_key.remove(&(domain, live.key));
-            live
+            table.by_key.remove(&(domain, key));
+            (region, pages)
         };
-        // Waits for the transfers that use the region. No new transfer can find the region.
-        let pieces = std::mem::take(&mut live.region.write().attr.pieces);
-        drop(pieces);
-        Ok(live.pages)
+        // No new transfer can find the region, so that its references only become fewer. The drop
+        // of the last reference happens after those of the guards.
+        if Arc::strong_count(&region) > 1 {
+            // Waits for the transfers that use the region.
+            let pieces = std::mem::take(&mut region.write().attr.pieces);
+            drop(pieces);
+        }
+        drop(region);
+        Ok(pages)
     }
 
     /// Returns true if a region of the domain has one of the keys.

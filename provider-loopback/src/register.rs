@@ -14,6 +14,7 @@ use super::{
     domain::DomainState,
     keys::Token,
     memory::{self, AnnouncedPages, DeviceMemory, PieceMemory, Pinned, Pinner, Run},
+    nic::Reservation,
     region::{Region, RegionAttr, RegionPiece, SharedRegion},
     regions::Pages,
     window::EndpointLife,
@@ -26,13 +27,10 @@ impl DomainState {
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         let len = self.check_size(pieces)?;
-        self.nic.reserve(len)?;
-        self.prepare(request, pieces, len)
-            .and_then(|region| {
-                self.nic.config.faults.enter(Call::Register)?;
-                self.insert(request.key, Pages::Own(len), region)
-            })
-            .inspect_err(|_| self.nic.release(len))
+        let reservation = self.nic.reserve(len)?;
+        let region = self.prepare(request, pieces, len)?;
+        self.nic.config.faults.enter(Call::Register)?;
+        self.insert(request.key, Pages::Own(len), region, reservation)
     }
 
     fn check_size(&self, pieces: &[Piece<'_>]) -> Result<u64> {
@@ -182,7 +180,7 @@ impl DomainState {
         Ok(runs)
     }
 
-    /// Adds a region to the table. The mode decides whether the application or the NIC chooses its
+    /// Adds a region to the table, and keeps its reservation. The mode decides whether the application or the NIC chooses its
     /// key. A key of 4 bytes that the NIC chooses is the region's index in the table with a tag.
     ///
     /// # Errors
@@ -195,6 +193,7 @@ impl DomainState {
         key: KeyRequest,
         pages: Pages,
         region: SharedRegion,
+        reservation: Reservation<'_>,
     ) -> Result<ProviderRegion> {
         let key = match key {
             KeyRequest::Application(number) if self.requested_keys() => {
@@ -210,6 +209,7 @@ impl DomainState {
             _ => Some(self.unused_key()),
         };
         let (token, key) = self.nic.regions.insert(self.id, key, pages, region)?;
+        reservation.keep();
         let token = token.to_u64();
         Ok(ProviderRegion { token, local: LocalKey::from_provider(token), key })
     }
@@ -260,9 +260,8 @@ impl DomainState {
         };
         let registered =
             regions.inspect(self.id, base, "register sub-region", part).and_then(|region| {
-                self.nic.reserve(0)?;
-                let inserted = self.insert(request.key, Pages::Parent(base), region);
-                inserted.inspect_err(|_| self.nic.release(0))
+                let reservation = self.nic.reserve(0)?;
+                self.insert(request.key, Pages::Parent(base), region, reservation)
             });
         if registered.is_err() {
             regions.remove_dependent(self.id, base);

@@ -21,7 +21,7 @@ use std::{
     fmt,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -52,6 +52,9 @@ pub(super) struct Windows {
     /// True if the application chooses the keys of regions.
     requested_keys: bool,
     index: RwLock<Index>,
+    /// The number of windows in the index. While it is 0, a registration needs no lock of the
+    /// index.
+    count: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -285,16 +288,17 @@ impl Windows {
             keys: Arc::clone(keys),
             requested_keys,
             index: RwLock::default(),
+            count: AtomicU64::new(0),
         }
     }
 
     pub(super) fn len(&self) -> u64 {
-        self.index.read().by_token.len() as u64
+        self.count.load(Ordering::Acquire)
     }
 
     /// Returns true if a window of the domain has keys with the prefix of `key`.
     pub(super) fn has_key(&self, key: u64) -> bool {
-        self.of_key(key).is_some()
+        self.len() > 0 && self.of_key(key).is_some()
     }
 
     fn of_key(&self, key: u64) -> Option<Arc<Window>> {
@@ -350,6 +354,7 @@ impl Windows {
         };
         let window = Arc::new(Window { token: index.last_token, kind, state: Mutex::new(state) });
         index.by_token.insert(window.token, Arc::clone(&window));
+        self.count.fetch_add(1, Ordering::Release);
         index.by_prefix.insert(prefix, Arc::clone(&window));
         let handle = window.handle(&window.state.lock());
         Ok(handle)
@@ -494,6 +499,7 @@ impl Windows {
             window.check(&state, WindowEvent::Deallocate, "free window")?;
             state.freed = true;
             index.by_token.remove(&window.token);
+            self.count.fetch_sub(1, Ordering::Release);
             index.by_prefix.remove(&state.prefix);
             (state.take_binding(), state.prefix)
         };
