@@ -6,8 +6,8 @@ use std::{fmt, os::fd::BorrowedFd, str::FromStr, sync::Arc};
 use serde::{Serialize, Serializer};
 
 use crate::{
-    Access, AddressRange, Addressing, Allocation, AuthKey, DmaBufOffset, Error, ErrorKind, Iface,
-    MrFlags, Result, dma_buf::DmaBufMapping, handle::ProviderRegion, registry::AddressOwner,
+    Access, AddressRange, Addressing, Allocation, AuthKey, DeviceId, DmaBufOffset, Error,
+    ErrorKind, Iface, MrFlags, Result, dma_buf::DmaBufMapping, handle::ProviderRegion,
 };
 
 /// The inputs of a registration: the memory, the rights, the key and the settings.
@@ -138,10 +138,10 @@ pub enum Memory<'a> {
         fd: BorrowedFd<'a>,
         /// The offset of the range in the dma-buf.
         offset: DmaBufOffset,
-        /// The owner of the memory, as named by the application.
-        owner: AddressOwner,
-        /// The iface of the owner. `None` if the application named none.
+        /// The iface of the memory. `None` if the application named none, which means host memory.
         iface: Option<&'a Arc<dyn Iface>>,
+        /// The device that the application named.
+        device: Option<DeviceId>,
     },
     /// A part of a region that is already registered (a sub-region).
     Part {

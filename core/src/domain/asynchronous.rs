@@ -101,7 +101,7 @@ impl Worker {
                 Some(OwnedDmaBuf { fd, offset, len, base_addr })
             }
         };
-        let region = new_region(domain, &ranges, attr, flags, keep, Err(RegionId::next()));
+        let region = new_region(domain, &ranges, attr, flags, &keep, Err(RegionId::next()));
         let job = Job {
             region: Arc::clone(&region),
             attr: MrAttr {

@@ -677,7 +677,7 @@ impl CacheBackend for Registrations {
             None => (key.iface() == IfaceKind::SYSTEM).then_some(AddressOwner::SYSTEM),
         };
         let keep = self.held.keep(key.range());
-        self.domain.register_now(&attr, MrFlags::empty(), keep, owner)
+        self.domain.register_now(&attr, MrFlags::empty(), keep, owner.as_ref())
     }
 
     fn deregister(&self, region: MemoryRegion) -> Result<(), Rejected<MemoryRegion>> {

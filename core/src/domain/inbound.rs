@@ -16,7 +16,6 @@ use smallvec::SmallVec;
 
 use crate::{
     Access, DeviceId, IfaceExt, IfaceKind, Registry, Result,
-    registry::AddressOwner,
     transfer::{Completion, CompletionKind},
 };
 
@@ -47,9 +46,9 @@ impl Inbound {
 
     /// Adds the device that owns the memory of a new registration, if `access` lets the NIC write
     /// to the memory.
-    pub(super) fn note(&self, owner: &AddressOwner, access: Access) {
-        let Some(device) = owner.device.filter(|_| access.nic_writes()) else { return };
-        let device = (owner.iface, device);
+    pub(super) fn note(&self, iface: IfaceKind, device: Option<DeviceId>, access: Access) {
+        let Some(device) = device.filter(|_| access.nic_writes()) else { return };
+        let device = (iface, device);
         if self.devices.read().contains(&device) {
             return;
         }
@@ -143,14 +142,10 @@ mod tests {
         fn flush(&self, device: DeviceId) -> Result<()> {
             let inbound = self.inbound.get().and_then(Weak::upgrade).expect("set by the test");
             assert!(!inbound.devices.is_locked(), "a lock is held during a flush");
-            inbound.note(&owner(device.0 + 1), Access::RECV);
+            inbound.note(KIND, Some(DeviceId(device.0 + 1)), Access::RECV);
             self.flushed.fetch_add(1, Ordering::Relaxed);
             Ok(())
         }
-    }
-
-    fn owner(device: u32) -> AddressOwner {
-        AddressOwner { iface: KIND, device: Some(DeviceId(device)), allocation: None }
     }
 
     /// HM-14
@@ -161,7 +156,7 @@ mod tests {
         registry.add(Arc::clone(&iface) as _).expect("the first");
         let inbound = Arc::new(Inbound::new(Arc::new(registry)));
         iface.inbound.set(Arc::downgrade(&inbound)).expect("unset");
-        inbound.note(&owner(0), Access::RECV);
+        inbound.note(KIND, Some(DeviceId(0)), Access::RECV);
         inbound.flush().expect("flushed");
         inbound.flush().expect("flushed");
         assert_eq!(iface.flushed.load(Ordering::Relaxed), 1 + 2);

@@ -170,10 +170,10 @@ impl Request<'_> {
             let views = &order[group.first..group.first + group.count];
             let held = self.held(views[0] as usize);
             let keep = || held.map_or(KeepAlive::Caller, |(_, keep)| keep.clone());
-            let register = |range: AddressRange, owner| {
+            let register = |range: AddressRange, owner: Option<AddressOwner>| {
                 let ranges = [range];
                 let attr = MrAttr::new(&ranges, group.access);
-                self.domain.register_now(&attr, MrFlags::empty(), keep(), owner)
+                self.domain.register_now(&attr, MrFlags::empty(), keep(), owner.as_ref())
             };
             let of_view = |view: u32| move |error: Error| error.context("view", view);
             if let [view] = *views {

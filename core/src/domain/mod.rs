@@ -313,9 +313,10 @@ impl Domain {
         requested_key: u64,
         flags: MrFlags,
     ) -> Result<MemoryRegion> {
+        let ranges = [range];
+        let attr = MrAttr { requested_key: Some(requested_key), ..MrAttr::new(&ranges, access) };
         // SAFETY: the caller guarantees the conditions of `regattr`.
-        unsafe { self.regattr(&MrAttr::new(&[range], access).key(requested_key), flags) }
-            .map_err(|error| error.of_call("reg"))
+        unsafe { self.regattr(&attr, flags) }.map_err(|error| error.of_call("reg"))
     }
 
     /// Registers several ranges as one region (`fi_mr_regv`).

@@ -137,14 +137,14 @@ fn try_register_all(
         domain.check(attr, flags)?;
     }
     let owned = keep.iface();
-    let keep = LeakOnPanic::new(keep.clone());
+    let leak = LeakOnPanic(keep);
     let mut left = domains.iter();
     let registered = register_on_nics(&domains, &ranges, attr, flags, owned, None, &mut |done| {
         let domain = left.next().expect("one region for each domain");
-        let region = new_region(domain, &ranges, attr, flags, keep.get(), Ok(done));
+        let region = new_region(domain, &ranges, attr, flags, keep, Ok(done));
         regions.push(MemoryRegion::new(region));
     });
-    keep.release();
+    std::mem::forget(leak);
     registered
 }
 

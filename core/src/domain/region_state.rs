@@ -86,7 +86,9 @@ impl KeepAlive {
 /// regions may be live.
 pub(crate) struct RegionInner {
     pub(super) domain: Arc<DomainInner>,
-    pub(super) registered: OnceLock<PathRegistration>,
+    /// The registration that the region was created with. `None` for an asynchronous registration,
+    /// which has it in `rare`.
+    pub(super) registered: Option<PathRegistration>,
     pub(super) range: AddressRange,
     pub(super) access: Access,
     pub(super) flags: MrFlags,
@@ -105,7 +107,20 @@ pub(super) struct Rare {
     pub(super) parent: Option<Dependent>,
     pub(super) keep: Mutex<KeepAlive>,
     pub(super) page_size: usize,
-    pub(super) asynchronous: Option<(RegionId, Arc<Ended>)>,
+    pub(super) asynchronous: Option<Asynchronous>,
+}
+
+/// An asynchronous registration, and its result once it succeeded.
+pub(super) struct Asynchronous {
+    id: RegionId,
+    ended: Arc<Ended>,
+    registered: OnceLock<PathRegistration>,
+}
+
+impl Asynchronous {
+    pub(super) fn new(id: RegionId) -> Self {
+        Self { id, ended: Arc::default(), registered: OnceLock::new() }
+    }
 }
 
 /// A signal that the domain's worker raises when the worker no longer uses a region.
@@ -210,7 +225,7 @@ impl RegionInner {
             if registered.is_some() { domain.first_state(flags) } else { RegionState::Pending };
         Arc::new(Self {
             domain: Arc::clone(domain),
-            registered: registered.map_or_else(OnceLock::new, OnceLock::from),
+            registered,
             range,
             access,
             flags,
@@ -240,7 +255,7 @@ impl RegionInner {
     }
 
     pub(super) fn id(&self) -> Option<RegionId> {
-        self.rare.as_ref()?.asynchronous.as_ref().map(|(id, _)| *id)
+        self.asynchronous().map(|asynchronous| asynchronous.id)
     }
 
     #[inline]
@@ -260,13 +275,23 @@ impl RegionInner {
         self.rare.as_ref()?.keep.lock().iface()
     }
 
+    fn asynchronous(&self) -> Option<&Asynchronous> {
+        self.rare.as_ref()?.asynchronous.as_ref()
+    }
+
+    /// Returns the result of the registration, or `None` if it has not succeeded.
+    #[inline]
+    fn path_registration(&self) -> Option<&PathRegistration> {
+        self.registered.as_ref().or_else(|| self.asynchronous()?.registered.get())
+    }
+
     #[inline]
     pub(crate) fn registered(&self) -> Option<ProviderRegion> {
-        self.registered.get().map(|registered| registered.region)
+        self.path_registration().map(|registered| registered.region)
     }
 
     pub(super) fn recorded_decision(&self) -> Option<Arc<Decision>> {
-        self.registered.get()?.decision.clone()
+        self.path_registration()?.decision.clone()
     }
 
     /// Takes out the guarantee that kept the memory allocated. The caller may drop the result only
@@ -300,7 +325,7 @@ impl RegionInner {
 
     #[inline]
     pub(super) fn registration(&self, operation: &'static str) -> Result<&PathRegistration> {
-        self.registered.get().ok_or_else(|| {
+        self.path_registration().ok_or_else(|| {
             Error::new(ErrorKind::BadState, operation)
                 .context("state", format_args!("{:?}", self.state()))
                 .remedy("the registration has not completed: wait for its event")
@@ -322,7 +347,8 @@ impl RegionInner {
     /// Stores the result of a successful asynchronous registration. The domain's worker calls this
     /// method.
     pub(super) fn complete(&self, registered: PathRegistration) {
-        let set = self.registered.set(registered);
+        let asynchronous = self.asynchronous().expect("the worker has asynchronous registrations");
+        let set = asynchronous.registered.set(registered);
         debug_assert!(set.is_ok(), "the worker registers a region once");
         self.state.store(self.domain.first_state(self.flags) as u8, Ordering::Release);
     }
@@ -346,7 +372,7 @@ impl RegionInner {
     /// Returns the signal that the domain's worker raises when this region's registration has
     /// ended, or `None` for a synchronous registration. A close waits for the signal.
     pub(super) fn ended(&self) -> Option<Arc<Ended>> {
-        self.rare.as_ref()?.asynchronous.as_ref().map(|(_, ended)| Arc::clone(ended))
+        self.asynchronous().map(|asynchronous| Arc::clone(&asynchronous.ended))
     }
 
     pub(crate) fn parent(&self) -> Option<&Arc<Self>> {
@@ -403,11 +429,11 @@ impl RegionInner {
         self.deregister()
     }
 
+    /// Deregisters the region if it is registered. The caller has checked that this process is not
+    /// a forked child.
     fn deregister(&self) -> Result<()> {
         let open = matches!(self.state(), RegionState::Enabled | RegionState::Disabled);
-        // In a forked child this value is a copy, and the registration belongs to the parent.
-        let open = open && self.domain.process.is_current();
-        if let Some(registered) = self.registered.get().filter(|_| open) {
+        if let Some(registered) = self.path_registration().filter(|_| open) {
             self.domain.provider().deregister(registered.region)?;
             self.state.store(RegionState::Closed as u8, Ordering::Release);
         }
@@ -417,6 +443,10 @@ impl RegionInner {
 
 impl Drop for RegionInner {
     fn drop(&mut self) {
+        // In a forked child this value is a copy, and the registration belongs to the parent.
+        if self.state() == RegionState::Closed || !self.domain.process.is_current() {
+            return;
+        }
         // The memory is freed only once the NIC cannot access it. Otherwise the NIC could write to
         // data that the allocator places there next. A panic also leaks the memory.
         let keep = ManuallyDrop::new(self.release());

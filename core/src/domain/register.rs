@@ -16,11 +16,11 @@ use super::{
     owner::Allocations,
     prefault,
     region::MemoryRegion,
-    region_state::{Dependent, KeepAlive, Rare, RegionInner},
+    region_state::{Asynchronous, Dependent, KeepAlive, Rare, RegionInner},
     validate::{self, Ranges},
 };
 use crate::{
-    Access, AddressRange, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
+    Access, AddressRange, Allocation, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
     event_queue::RegionId,
     path::{PathRegistration, Target},
     provider::{Backing, Features, Piece},
@@ -30,26 +30,11 @@ use crate::{
 
 /// A guard that leaks the memory if its registration panics, because the NIC may have registered
 /// the memory.
-pub(super) struct LeakOnPanic(Option<KeepAlive>);
+pub(super) struct LeakOnPanic<'a>(pub(super) &'a KeepAlive);
 
-impl LeakOnPanic {
-    pub(super) fn new(keep: KeepAlive) -> Self {
-        Self(Some(keep))
-    }
-
-    pub(super) fn get(&self) -> KeepAlive {
-        self.0.clone().unwrap_or(KeepAlive::Caller)
-    }
-
-    /// Drops the guard without leaking the memory. The registration must have returned.
-    pub(super) fn release(mut self) {
-        drop(self.0.take());
-    }
-}
-
-impl Drop for LeakOnPanic {
+impl Drop for LeakOnPanic<'_> {
     fn drop(&mut self) {
-        std::mem::forget(self.0.take());
+        std::mem::forget(self.0.clone());
     }
 }
 
@@ -81,20 +66,20 @@ impl DomainInner {
         attr: &MrAttr<'_>,
         flags: MrFlags,
         keep: KeepAlive,
-        owner: Option<AddressOwner>,
+        owner: Option<&AddressOwner>,
     ) -> Result<MemoryRegion> {
         let ranges = self.check(attr, flags)?;
         let owned = keep.iface();
-        let keep = LeakOnPanic::new(keep);
+        let leak = LeakOnPanic(&keep);
         // The region is created as soon as the provider returns, so that an error or a panic after
         // that closes it.
         let mut region = None;
         let registered =
             register_on_nics(&[self], &ranges, attr, flags, owned, owner, &mut |done| {
-                let made = new_region(self, &ranges, attr, flags, keep.get(), Ok(done));
+                let made = new_region(self, &ranges, attr, flags, &keep, Ok(done));
                 region = Some(MemoryRegion::new(made));
             });
-        keep.release();
+        std::mem::forget(leak);
         registered?;
         region.ok_or_else(|| {
             Error::new(ErrorKind::Driver, "regattr")
@@ -131,7 +116,7 @@ impl DomainInner {
         attr: &MrAttr<'a>,
         flags: MrFlags,
         owned: Option<IfaceKind>,
-        owner: Option<AddressOwner>,
+        owner: Option<&AddressOwner>,
         allocations: &'a mut Allocations,
     ) -> Result<Memory<'a>> {
         if let Some(base) = attr.base {
@@ -146,22 +131,22 @@ impl DomainInner {
             return Ok(Memory::Part { base: region, offset });
         }
         if let Some(DmaBufAttr { fd, offset, .. }) = attr.dma_buf {
-            let owner = self.dma_buf_owner(ranges[0], attr, flags)?;
+            let device = self.dma_buf_device(ranges[0], attr, flags)?;
             let named = attr.iface.filter(|_| self.attr.hmem);
             let iface = named.map(|named| self.registry.get(named)).transpose()?;
-            return Ok(Memory::DmaBuf { fd, offset, owner, iface });
+            return Ok(Memory::DmaBuf { fd, offset, iface, device });
         }
         let owner = match owner {
             Some(owner) => {
                 allocations.extend(owner.allocation);
-                owner
+                owner.iface
             }
             None => self.owner(ranges, attr, flags, allocations)?,
         };
-        check_owner(&self.registry, ranges[0], owned, owner.iface)?;
+        check_owner(&self.registry, ranges[0], owned, owner)?;
         let owned = owned.is_some();
-        if owner.iface != IfaceKind::SYSTEM {
-            let iface = self.registry.get(owner.iface)?;
+        if owner != IfaceKind::SYSTEM {
+            let iface = self.registry.get(owner)?;
             return Ok(Memory::Device { iface, allocations, owned });
         }
         if let Some(prefault) = &attr.prefault {
@@ -172,7 +157,7 @@ impl DomainInner {
         Ok(Memory::Host { owned })
     }
 
-    #[inline]
+    #[inline(always)]
     fn registration<'a>(
         &'a self,
         ranges: &'a [AddressRange],
@@ -180,12 +165,15 @@ impl DomainInner {
         attr: &'a MrAttr<'_>,
         flags: MrFlags,
     ) -> Registration<'a> {
-        match &memory {
+        match memory {
             Memory::Device { allocations, .. } => {
-                self.inbound.note(&AddressOwner::of(&allocations[0]), attr.access);
+                let Allocation { iface, device, .. } = allocations[0];
+                self.inbound.note(iface, device, attr.access);
             }
-            Memory::DmaBuf { owner, .. } => self.inbound.note(owner, attr.access),
-            Memory::Host { .. } | Memory::Part { .. } => {}
+            Memory::DmaBuf { iface: Some(iface), device, .. } => {
+                self.inbound.note(iface.kind(), device, attr.access);
+            }
+            Memory::DmaBuf { iface: None, .. } | Memory::Host { .. } | Memory::Part { .. } => {}
         }
         Registration {
             ranges,
@@ -224,7 +212,7 @@ pub(super) fn register_on_nics(
     attr: &MrAttr<'_>,
     flags: MrFlags,
     owned: Option<IfaceKind>,
-    owner: Option<AddressOwner>,
+    owner: Option<&AddressOwner>,
     done: &mut dyn FnMut(PathRegistration),
 ) -> Result<()> {
     let first = domains[0];
@@ -244,8 +232,9 @@ pub(super) fn register_on_nics(
         done(region);
     };
     let mut allocations = Allocations::new();
-    first
-        .resolve(ranges, attr, flags, owned, owner, &mut allocations)
+    // The memory is borrowed for speed, as in `DomainInner::owner`.
+    let memory = first.resolve(ranges, attr, flags, owned, owner, &mut allocations);
+    (memory.as_ref().map_err(Error::clone))
         .and_then(|memory| register_memory(domains, ranges, memory, attr, flags, &mut done))
         .inspect_err(|error| tracing::debug!(%error, "registration refused"))
 }
@@ -254,16 +243,13 @@ pub(super) fn register_on_nics(
 fn register_memory(
     domains: &[&Arc<DomainInner>],
     ranges: &[AddressRange],
-    memory: Memory<'_>,
+    memory: &Memory<'_>,
     attr: &MrAttr<'_>,
     flags: MrFlags,
     done: &mut dyn FnMut(PathRegistration),
 ) -> Result<()> {
     let first = domains[0];
-    let registrations: SmallVec<[Registration<'_>; 1]> =
-        domains.iter().map(|domain| domain.registration(ranges, memory, attr, flags)).collect();
-    let targets = domains.iter().zip(&registrations);
-    match memory {
+    match *memory {
         Memory::Part { base, offset } => {
             let len = ranges[0].len();
             let sub_regions = first.provider.sub_regions().ok_or_else(|| {
@@ -274,24 +260,40 @@ fn register_memory(
                     "this provider has no keys for part of a region: register the part by itself",
                 )
             })?;
-            let region = sub_regions.register_sub(base, &registrations[0], offset, len)?;
+            let registration = first.registration(ranges, *memory, attr, flags);
+            let region = sub_regions.register_sub(base, &registration, offset, len)?;
             let decision = attr.base.and_then(|base| base.inner().recorded_decision());
             done(PathRegistration { region, decision });
         }
         Memory::Host { owned } => {
             let backing = Backing::Host { owned };
             let piece = |range: &AddressRange| Piece { range: *range, backing: backing.clone() };
-            let pieces: SmallVec<[Piece<'_>; 1]> = ranges.iter().map(piece).collect();
-            for (domain, registration) in targets {
+            // One range, the most frequent case, needs no list.
+            let (one, several);
+            let pieces: &[Piece<'_>] = if let [range] = ranges {
+                one = piece(range);
+                std::slice::from_ref(&one)
+            } else {
+                several = ranges.iter().map(piece).collect::<Vec<_>>();
+                &several
+            };
+            for domain in domains {
+                let registration = domain.registration(ranges, Memory::Host { owned }, attr, flags);
                 // SAFETY: either the caller of an unsafe function guarantees that the memory may be
                 // registered. Or the region owns the memory, or a scope borrows it; then `owned` is
                 // set, and the memory stays allocated until the region is deregistered.
-                let region = unsafe { domain.provider.register(registration, &pieces) }?;
+                let region = unsafe { domain.provider.register(&registration, pieces) }?;
                 done(PathRegistration { region, decision: None });
             }
         }
         Memory::Device { .. } | Memory::DmaBuf { .. } => {
-            let targets: SmallVec<[Target<'_>; 1]> = targets
+            let registrations: SmallVec<[Registration<'_>; 1]> = domains
+                .iter()
+                .map(|domain| domain.registration(ranges, *memory, attr, flags))
+                .collect();
+            let targets: SmallVec<[Target<'_>; 1]> = domains
+                .iter()
+                .zip(&registrations)
                 .map(|(domain, registration)| Target { registration, provider: &*domain.provider })
                 .collect();
             // SAFETY: either the caller of an unsafe function guarantees that the memory may be
@@ -334,7 +336,7 @@ pub(super) fn new_region(
     ranges: &[AddressRange],
     attr: &MrAttr<'_>,
     flags: MrFlags,
-    keep: KeepAlive,
+    keep: &KeepAlive,
     registered: Result<PathRegistration, RegionId>,
 ) -> Arc<RegionInner> {
     let id = registered.as_ref().err().copied();
@@ -346,9 +348,9 @@ pub(super) fn new_region(
         Box::new(Rare {
             ranges: if ranges.len() > 1 { ranges.to_vec() } else { Vec::new() },
             parent,
-            keep: Mutex::new(keep),
+            keep: Mutex::new(keep.clone()),
             page_size,
-            asynchronous: id.map(|id| (id, Arc::default())),
+            asynchronous: id.map(Asynchronous::new),
         })
     });
     let MrAttr { access, context, .. } = *attr;

@@ -561,8 +561,10 @@ unsafe impl PathSelector for DefaultPathSelector {
                     // call.
                     done(unsafe { self.decide(search, exports) }?);
                 }
-                Memory::DmaBuf { fd, offset, owner, iface } => {
-                    let search = PathSearch::new(self, *target, owner, *iface);
+                Memory::DmaBuf { fd, offset, iface, device } => {
+                    let kind = iface.map_or(IfaceKind::SYSTEM, |iface| iface.kind());
+                    let owner = AddressOwner { iface: kind, device: *device, allocation: None };
+                    let search = PathSearch::new(self, *target, &owner, *iface);
                     // SAFETY: the caller upholds the contract of this function, which covers this
                     // call.
                     done(unsafe { register_dma_buf(search, *fd, *offset) }?);
