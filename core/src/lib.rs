@@ -34,8 +34,10 @@
 //!
 //! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`, `racing`
 //! - `error`, `flags`
-//! - `address`, `event_queue`, `frame`, `mr_mode`, `process`, `random`
-//! - `allocation`, `key`
+//! - `address`, `event_queue`, `frame`, `mr_mode`, `random`
+//! - `allocation`, `key`, `mapping`
+//! - `wiped`
+//! - `process`
 //! - `cause`, `environment`, `handle`, `library`, `monitor`, `rail_keys`
 //! - `cache`, `iface`, `window`
 //! - `registry`, `transfer`
@@ -72,6 +74,7 @@ pub mod iface;
 mod iface_kind;
 mod key;
 pub mod library;
+mod mapping;
 pub mod monitor;
 mod mr_mode;
 mod nic;
@@ -85,6 +88,7 @@ pub mod registration;
 pub mod registry;
 pub mod transfer;
 mod window;
+mod wiped;
 
 pub use access::Access;
 pub use address::{Address, AddressRange, AllocOffset, DmaBufOffset, Iova};
@@ -104,6 +108,7 @@ pub use flags::{BindFlags, DomainBindFlags, MrFlags};
 pub use iface::{Iface, IfaceExt};
 pub use iface_kind::{DeviceId, IfaceKind, IfaceName, UnknownIfaceName};
 pub use key::{Addressing, AuthKey, LocalKey, RawKey, RemoteKey, RemotePiece};
+pub use mapping::Mapping;
 pub use mr_mode::MrMode;
 pub use path::{Decision, Path};
 pub use process::ProcessMark;
@@ -111,3 +116,4 @@ pub use racing::racing_copy;
 pub use rail_keys::{RailKey, RailKeys};
 pub use registration::{Parallel, Progress, WriteOrdering};
 pub use registry::Registry;
+pub use wiped::{Wipeable, WipedOnFork};

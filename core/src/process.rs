@@ -4,16 +4,14 @@
 //! queues, a driver's registrations. The child must not use these resources. So each object that
 //! owns such a resource stores a [`ProcessMark`] and checks it.
 
-#![allow(unsafe_code, reason = "maps the page that is zeroed in a forked child")]
+#![allow(unsafe_code, reason = "refers to the integer that is zeroed in a forked child")]
 
 use std::{
-    ptr::{self, NonNull},
+    ptr,
     sync::atomic::{AtomicPtr, AtomicU64, Ordering},
 };
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
-
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, WipedOnFork};
 
 /// A mark of one process.
 ///
@@ -62,19 +60,15 @@ impl ProcessMark {
     /// Returns the mark of the calling process.
     ///
     /// # Errors
-    /// - [`ErrorKind::OutOfResources`] if memory is short.
-    /// - [`ErrorKind::Again`] if the process locks all its memory (`mlockall(2)`) and has reached
-    ///   its locked-memory limit.
-    /// - [`ErrorKind::InvalidArgument`] if the operating system cannot zero memory in a forked
-    ///   child (before Linux 4.14).
+    /// The errors of [`WipedOnFork::new`].
     ///
     /// After one success the call never fails in that process or in its children.
     pub fn current() -> Result<Self> {
         if let Some(word) = own_number() {
             return Ok(mark_of(word));
         }
-        let word = WipedWord::new()?;
-        let new = word.0.as_ptr();
+        let word = WipedOnFork::<AtomicU64>::new()?;
+        let new = ptr::from_ref(&*word).cast_mut();
         // No lock is used, because a forked child could find the lock held by a thread that exists
         // only in the parent.
         match NUMBER.compare_exchange(ptr::null_mut(), new, Ordering::AcqRel, Ordering::Acquire) {
@@ -115,55 +109,4 @@ fn in_a_child(operation: &'static str) -> Error {
             "build a new `Hmem`, or open the provider or iface again, in this process: a child \
              cannot use the NICs and devices of its parent",
         )
-}
-
-/// A 64-bit integer in a mapping of its own, which the kernel zeroes in a forked child
-/// (`MADV_WIPEONFORK`).
-pub(crate) struct WipedWord(NonNull<AtomicU64>);
-
-/// The length of the mapping in bytes: the largest page size of the supported architectures.
-const LEN: usize = 1 << 16;
-
-// SAFETY: the page holds one atomic, which any thread may use, and is unmapped once, by Drop.
-unsafe impl Send for WipedWord {}
-// SAFETY: a shared reference gives access to the atomic only.
-unsafe impl Sync for WipedWord {}
-
-impl WipedWord {
-    /// Maps a new integer with the value 0.
-    ///
-    /// # Errors
-    /// The errors of [`ProcessMark::current`].
-    pub(crate) fn new() -> Result<Self> {
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping replaces nothing.
-        let page = unsafe { mmap_anonymous(ptr::null_mut(), LEN, protection, MapFlags::PRIVATE) }
-            .map_err(|errno| Error::os(errno, "mmap"))?;
-        let word = Self(NonNull::new(page.cast()).expect("a mapping is not at address 0"));
-        // SAFETY: the page was mapped above, and only this value uses it.
-        unsafe { madvise(page, LEN, Advice::LinuxWipeOnFork) }.map_err(|errno| {
-            Error::os(errno, "madvise")
-                .context("advice", "MADV_WIPEONFORK")
-                .remedy("use Linux 4.14 or newer, where a library can detect a forked child")
-        })?;
-        Ok(word)
-    }
-
-    /// Returns the mapped integer.
-    #[cfg_attr(loom, allow(dead_code, reason = "models have one process"))]
-    #[inline(always)]
-    pub(crate) fn get(&self) -> &AtomicU64 {
-        // SAFETY: `new` mapped the page, which stays mapped as long as this value lives. Its zero
-        // bytes are a valid atomic.
-        unsafe { self.0.as_ref() }
-    }
-}
-
-impl Drop for WipedWord {
-    fn drop(&mut self) {
-        // SAFETY: `new` mapped the page for this value only, and references to it have ended.
-        if let Err(errno) = unsafe { munmap(self.0.as_ptr().cast(), LEN) } {
-            tracing::error!(%errno, "cannot unmap the page of a process mark: the page is leaked");
-        }
-    }
 }

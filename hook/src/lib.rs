@@ -13,7 +13,6 @@
 //! | `entry`, `arch` | the rules for functions that one store can patch while threads run |
 //! | `trampoline` | the code between an entry and its hook |
 //! | `table` | [`Subscribers`]: the invalidators to notify, read without a lock |
-//! | `wiped` | [`WipedOnFork`]: memory that is zeroed in a forked child |
 //! | `name` | [`MonitorName`]: the name of a monitor in errors |
 //!
 //! Patching works with glibc on x86-64 and aarch64. The rest works on every Linux.
@@ -23,7 +22,7 @@
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
 //! - `entry`, `name`
-//! - `arch`, `wiped`
+//! - `arch`
 //! - `table`, `trampoline`
 //! - `patch`
 //! - `process`
@@ -52,7 +51,6 @@ mod process;
 mod table;
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod trampoline;
-mod wiped;
 
 #[cfg(all(target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub use self::{
@@ -65,5 +63,4 @@ pub use self::{
     table::{
         HasTable, SLOTS, SlotSubscription, SubscriberTable, Subscribers, TableReadGuard, clamped,
     },
-    wiped::{Wipeable, WipedOnFork},
 };

@@ -34,14 +34,18 @@ impl MonitorName {
         Error::new(kind, self.name).iface(self.iface)
     }
 
+    /// Adds the monitor and its iface to an error.
+    #[must_use]
+    pub fn add_to(&self, error: Error) -> Error {
+        error.iface(self.iface).context("monitor", self.name)
+    }
+
     /// Creates the error (Unsupported) of a call in a forked child: a monitor watches only the
     /// process that started it.
     #[cold]
     #[must_use]
     pub fn forked(&self, operation: &'static str) -> Error {
-        Error::new(ErrorKind::Unsupported, operation)
-            .iface(self.iface)
-            .context("monitor", self.name)
+        self.add_to(Error::new(ErrorKind::Unsupported, operation))
             .context("why", "this process was forked from the one that the monitor watches")
             .remedy("start a new monitor in the child, or call exec")
     }

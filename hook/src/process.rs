@@ -12,10 +12,10 @@ use std::{
     sync::atomic::{AtomicBool, AtomicPtr, Ordering},
 };
 
-use hmem_core::{Result, monitor::InvalidationCause};
+use hmem_core::{Result, Wipeable, monitor::InvalidationCause};
 use parking_lot::Mutex;
 
-use crate::{HasTable, MonitorName, Patches, Subscribers, Wipeable, clamped};
+use crate::{HasTable, MonitorName, Patches, Subscribers, clamped};
 
 /// The state of one set of hooks in one process: the subscribers, and the number of monitors that
 /// use the patches.

@@ -46,12 +46,12 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, Error, ErrorKind, Result,
+    AddressRange, Error, ErrorKind, Result, Wipeable, WipedOnFork,
     monitor::{Invalidator, Subscription, TokenIssuer},
 };
 use parking_lot::Mutex;
 
-use crate::{MonitorName, Wipeable, WipedOnFork};
+use crate::MonitorName;
 
 /// The maximum number of invalidators in a table. Each cache of the process has one invalidator.
 pub const SLOTS: usize = 64;
@@ -288,7 +288,7 @@ impl<T: HasTable> Subscribers<T> {
         Ok(Self {
             monitor,
             issuer: TokenIssuer::new(),
-            shared: WipedOnFork::new(monitor)?,
+            shared: WipedOnFork::new().map_err(|error| monitor.add_to(error))?,
             counts: Mutex::new(counts),
         })
     }
@@ -392,9 +392,7 @@ mod tests {
     use super::*;
 
     fn table() -> WipedOnFork<SubscriberTable> {
-        let name =
-            MonitorName { name: "test", iface: hmem_core::IfaceKind::SYSTEM, fallback_hint: "" };
-        WipedOnFork::new(name).unwrap()
+        WipedOnFork::new().unwrap()
     }
 
     #[test]

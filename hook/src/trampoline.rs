@@ -7,7 +7,7 @@
 
 use std::fs;
 
-use hmem_core::{Error, ErrorKind, Result};
+use hmem_core::{Address, Error, ErrorKind, Mapping, Result};
 use rustix::{
     io::Errno,
     mm::{MapFlags, MprotectFlags, ProtFlags},
@@ -23,8 +23,7 @@ const SLOT: u64 = 128;
 #[derive(Debug)]
 pub(super) struct Trampolines {
     monitor: MonitorName,
-    start: u64,
-    len: u64,
+    mapping: Mapping,
 }
 
 impl Trampolines {
@@ -48,23 +47,19 @@ impl Trampolines {
         for start in free {
             let prot = ProtFlags::READ | ProtFlags::WRITE;
             let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
-            let at = std::ptr::with_exposed_provenance_mut(start as usize);
-            // SAFETY: `FIXED_NOREPLACE` keeps the new mapping from replacing an existing one.
-            match unsafe { rustix::mm::mmap_anonymous(at, len as usize, prot, flags) } {
-                Ok(mapped) if mapped == at => return Ok(Self { monitor, start, len }),
-                Ok(elsewhere) => {
-                    // SAFETY: a kernel that does not know `FIXED_NOREPLACE` uses the address as a
-                    // hint and maps elsewhere. Nothing else uses this new mapping.
-                    unsafe { rustix::mm::munmap(elsewhere, len as usize) }
-                        .map_err(|errno| failed("munmap", errno))?;
+            match Mapping::anonymous_near(Address(start), len as usize, prot, flags) {
+                Ok(mapping) if mapping.address().0 == start => {
+                    return Ok(Self { monitor, mapping });
                 }
+                // A kernel that does not know `FIXED_NOREPLACE` uses the address as a hint.
+                Ok(_elsewhere) => {}
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(failed("mmap", errno)),
             }
         }
         Err(Error::new(ErrorKind::OutOfResources, "map trampolines")
             .iface(monitor.iface)
-            .context("near", hmem_core::Address(near))
+            .context("near", Address(near))
             .context("why", "no free address lies within a jump of the library")
             .remedy(monitor.fallback_hint))
     }
@@ -81,8 +76,8 @@ impl Trampolines {
         entry: u64,
         point: &PatchPoint,
     ) -> Option<(u64, u64)> {
-        let to_hook = self.start + slot as u64 * SLOT;
-        assert!(to_hook + SLOT <= self.start + self.len, "each function has a slot");
+        let to_hook = self.mapping.address().0 + slot as u64 * SLOT;
+        assert!((slot as u64 + 1) * SLOT <= self.mapping.len() as u64, "each function has a slot");
         let mut code = point.undo.clone();
         code.extend(arch::absolute_jump(hook));
         code.resize(code.len().next_multiple_of(16), 0);
@@ -102,29 +97,18 @@ impl Trampolines {
 
     /// Makes the mapping executable and no longer writable.
     pub(super) fn seal(&self) -> Result<()> {
-        let at = std::ptr::with_exposed_provenance_mut(self.start as usize);
-        let len = self.len as usize;
+        let (at, len) = (self.mapping.as_ptr().cast(), self.mapping.len());
         // SAFETY: `new` made the mapping, and this value owns it.
         unsafe { rustix::mm::mprotect(at, len, MprotectFlags::READ | MprotectFlags::EXEC) }
             .map_err(|errno| code_change_refused(self.monitor, errno, "mprotect of trampolines"))?;
         // SAFETY: `new` mapped the bytes, and this value owns them.
-        unsafe { arch::flush(self.start, len) };
+        unsafe { arch::flush(self.mapping.address().0, len) };
         Ok(())
     }
 
     /// Keeps the mapping forever: once a patch leads here, a thread may run the code at any time.
     pub(super) fn keep(self) {
         std::mem::forget(self);
-    }
-}
-
-impl Drop for Trampolines {
-    fn drop(&mut self) {
-        let at = std::ptr::with_exposed_provenance_mut(self.start as usize);
-        // SAFETY: `new` made the mapping. No patch leads to it, because `keep` was not called.
-        if let Err(errno) = unsafe { rustix::mm::munmap(at, self.len as usize) } {
-            tracing::error!(%errno, "cannot unmap unused trampolines: the memory is leaked");
-        }
     }
 }
 

@@ -12,8 +12,9 @@
 
 use std::{
     ffi::c_void,
+    ops::Deref,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
-    ptr::{self, NonNull},
+    ptr,
 };
 
 use hmem_core::{Address, Errno, Error, Result};
@@ -30,16 +31,15 @@ const F_SETSIG: libc::c_int = 10;
 
 /// A memory mapping of this process, which is unmapped on drop.
 #[derive(Debug)]
-pub(crate) struct Mapping {
-    start: NonNull<u8>,
-    pub(crate) len: usize,
-}
+pub(crate) struct Mapping(hmem_core::Mapping);
 
-// SAFETY: a mapping belongs to the process, not to a thread. All access to its bytes goes through
-// raw pointers, and the users of those pointers synchronise.
-unsafe impl Send for Mapping {}
-// SAFETY: `&Mapping` gives access to nothing but addresses.
-unsafe impl Sync for Mapping {}
+impl Deref for Mapping {
+    type Target = hmem_core::Mapping;
+
+    fn deref(&self) -> &hmem_core::Mapping {
+        &self.0
+    }
+}
 
 impl Mapping {
     /// Maps `len` bytes of anonymous memory.
@@ -55,41 +55,13 @@ impl Mapping {
     }
 
     pub(crate) fn anonymous(len: usize, prot: ProtFlags, flags: MapFlags) -> Result<Self, OsErrno> {
-        // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
-        let start = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, flags)? };
-        Self::from_kernel(start, len)
+        hmem_core::Mapping::anonymous(len, prot, flags).map(Self)
     }
 
     /// Maps `len` bytes of `fd` from `offset` as a shared mapping.
     pub(crate) fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Self, OsErrno> {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches no existing one.
-        let start =
-            unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, fd, offset)? };
-        Self::from_kernel(start, len)
-    }
-
-    fn from_kernel(start: *mut c_void, len: usize) -> Result<Self, OsErrno> {
-        let start = NonNull::new(start.cast::<u8>()).ok_or(OsErrno::FAULT)?;
-        Ok(Self { start, len })
-    }
-
-    pub(crate) fn as_ptr(&self) -> *mut u8 {
-        self.start.as_ptr()
-    }
-
-    pub(crate) fn address(&self) -> Address {
-        Address::of_ptr(self.as_ptr())
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: this value mapped the range, and nothing uses the range after the value is
-        // dropped.
-        if let Err(errno) = done(unsafe { libc::munmap(self.as_ptr().cast(), self.len) }) {
-            tracing::error!(%errno, address = %self.address(), len = self.len, "munmap failed");
-        }
+        hmem_core::Mapping::shared(fd, offset, len, prot).map(Self)
     }
 }
 

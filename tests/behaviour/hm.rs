@@ -5,13 +5,13 @@ use std::{os::unix::process::ExitStatusExt, process::Output, sync::Arc};
 
 use hmem::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, ErrorKind, Hmem,
-    Iface, IfaceExt, IfaceKind, Registry,
+    Iface, IfaceExt, IfaceKind, Mapping, Registry,
     iface::{AllocRequest, DmaBufMapping},
     provider::Nic,
     registry::AddressOwner,
     system::{FreeDetection, Simulated, System},
 };
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::ProtFlags;
 
 use crate::{
     child,
@@ -315,15 +315,9 @@ fn variable_may_name_an_iface_that_was_compiled_out() {
 /// Maps an exported fd, as a NIC does. Returns `len` bytes from `offset` of it.
 fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
-    let whole = inside + len;
-    // SAFETY: a new mapping at an address that the kernel chooses, read while it is mapped.
-    unsafe {
-        let start = mmap(std::ptr::null_mut(), whole, ProtFlags::READ, MapFlags::SHARED, fd, page)
-            .expect("mmap");
-        let bytes = std::slice::from_raw_parts(start.cast::<u8>().add(inside), len).to_vec();
-        munmap(start, whole).expect("munmap");
-        bytes
-    }
+    let mapping = Mapping::shared(fd, page, inside + len, ProtFlags::READ).expect("mmap");
+    // SAFETY: the bytes lie in the mapping, and nothing writes them while the slice lives.
+    unsafe { std::slice::from_raw_parts(mapping.as_ptr().add(inside), len) }.to_vec()
 }
 
 /// HM-06

@@ -3,48 +3,29 @@
 use std::{ptr, slice, sync::Arc};
 
 use hmem::{
-    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, IfaceExt, Result,
-    iface::AllocRequest,
+    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, IfaceExt, Mapping,
+    Result, iface::AllocRequest,
 };
-use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
 
 /// Anonymous pages, unmapped on drop.
 #[derive(Debug)]
-pub(crate) struct HostPages {
-    start: u64,
-    len: usize,
-}
+pub(crate) struct HostPages(Mapping);
 
 impl HostPages {
     pub(crate) fn new(len: usize) -> Self {
-        // SAFETY: a new mapping at an address that the kernel chooses replaces nothing.
-        let start = unsafe {
-            mmap_anonymous(
-                ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
-        };
-        Self { start: start.expect("mmap").addr() as u64, len }
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        Self(Mapping::anonymous(len, access, MapFlags::PRIVATE).expect("mmap"))
     }
 
     /// Reserves addresses without access and without pages.
     pub(crate) fn reserved(len: usize) -> Self {
-        // SAFETY: a new mapping at an address that the kernel chooses replaces nothing.
-        let start = unsafe {
-            mmap_anonymous(
-                ptr::null_mut(),
-                len,
-                ProtFlags::empty(),
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
-            )
-        };
-        Self { start: start.expect("mmap").addr() as u64, len }
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        Self(Mapping::anonymous(len, ProtFlags::empty(), flags).expect("mmap"))
     }
 
     pub(crate) fn range(&self) -> AddressRange {
-        AddressRange::new(Address(self.start), self.len as u64).expect("a mapping does not wrap")
+        self.0.range()
     }
 
     /// Replaces the pages by new zeroed ones, as a free and a new allocation at the address would.
@@ -53,20 +34,22 @@ impl HostPages {
         let (access, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
         // SAFETY: the range is this value's own mapping, and tests hold no references into it.
-        unsafe { mmap_anonymous(self.start as *mut _, self.len, access, flags) }.expect("mmap");
+        unsafe { mmap_anonymous(self.0.as_ptr().cast(), self.0.len(), access, flags) }
+            .expect("mmap");
     }
 
     /// Removes pages and access but keeps the addresses reserved.
     pub(crate) fn remove_pages(&self) {
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         // SAFETY: the range is this value's own mapping, and tests hold no references into it.
-        unsafe { mmap_anonymous(self.start as *mut _, self.len, ProtFlags::empty(), flags) }
+        unsafe { mmap_anonymous(self.0.as_ptr().cast(), self.0.len(), ProtFlags::empty(), flags) }
             .expect("mmap");
     }
 
     pub(crate) fn make_read_only(&self) {
         // SAFETY: the range is this value's own mapping, and tests hold no references into it.
-        unsafe { mprotect(self.start as *mut _, self.len, MprotectFlags::READ) }.expect("mprotect");
+        unsafe { mprotect(self.0.as_ptr().cast(), self.0.len(), MprotectFlags::READ) }
+            .expect("mprotect");
     }
 
     fn pointer(&self, offset: u64, len: u64) -> *mut u8 {
@@ -74,14 +57,7 @@ impl HostPages {
             self.range().slice(offset, len).is_some(),
             "the test reaches outside its own memory"
         );
-        (self.start + offset) as *mut u8
-    }
-}
-
-impl Drop for HostPages {
-    fn drop(&mut self) {
-        // SAFETY: the range is this value's own mapping, and nothing uses it any longer.
-        unsafe { munmap(self.start as *mut _, self.len) }.expect("munmap");
+        self.0.as_ptr().wrapping_add(offset as usize)
     }
 }
 

@@ -2,16 +2,16 @@
 
 #![allow(unsafe_code, reason = "maps an exported dma-buf")]
 
-use std::{os::fd::AsFd, ptr, slice, sync::Arc};
+use std::{slice, sync::Arc};
 
 use hmem_core::{
-    AddressRange, Allocation, DeviceBuffer, Iface, Result,
+    AddressRange, Allocation, DeviceBuffer, Iface, Mapping, Result,
     iface::{AllocRequest, DmaBufExport, DmaBufExporter, DmaBufMapping, Facet},
     provider::Nic,
 };
 use rustix::{
     fs::{SeekFrom, seek},
-    mm::{MapFlags, ProtFlags, mmap, munmap},
+    mm::ProtFlags,
 };
 
 use super::{
@@ -205,20 +205,14 @@ fn mapped_bytes(export: &DmaBufExport) -> Result<Vec<u8>, Skipped> {
     let in_page = export.offset.0 % page;
     let len = (in_page + export.len).next_multiple_of(page) as usize;
     let (access, offset) = (ProtFlags::READ, export.offset.0 - in_page);
-    // SAFETY: the kernel chooses the address, so the new mapping replaces nothing.
-    let base =
-        unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, export.as_fd(), offset) };
-    let base = match base {
-        Ok(base) => base,
+    let mapping = match Mapping::shared(export, offset, len, access) {
+        Ok(mapping) => mapping,
         Err(errno) => return skip(format!("the dma-buf cannot be mapped by the CPU: {errno}")),
     };
     // SAFETY: the mapping above is readable and `len` bytes long. The iface exported these bytes,
     // and a dma-buf ends with a whole page. Nothing writes the memory while the slice lives.
-    let bytes = unsafe { slice::from_raw_parts(base.cast::<u8>(), len) };
-    let bytes = bytes[in_page as usize..][..export.len as usize].to_vec();
-    // SAFETY: the mapping was made above, and no reference into it is left.
-    unsafe { munmap(base, len) }.expect("munmap");
-    Ok(bytes)
+    let bytes = unsafe { slice::from_raw_parts(mapping.as_ptr(), len) };
+    Ok(bytes[in_page as usize..][..export.len as usize].to_vec())
 }
 
 /// Asserts that the exported range is inside the dma-buf. Does nothing if the size of the dma-buf

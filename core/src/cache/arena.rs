@@ -31,12 +31,10 @@ mod mapped {
         sync::atomic::{AtomicUsize, Ordering},
     };
 
-    use rustix::mm::{
-        Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap,
-    };
+    use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mprotect};
 
     use super::Zeroed;
-    use crate::{Error, Result};
+    use crate::{Error, Mapping, Result};
 
     const PAGE: usize = 4096;
 
@@ -46,7 +44,7 @@ mod mapped {
         /// The base pointer for tagged indices: the address of the value with index 0, minus the
         /// tag. Adding a tagged index gives the address of a value.
         tagged: *const T,
-        reserved: usize,
+        mapping: Mapping,
         /// The number of accessible bytes, which never decreases.
         usable: AtomicUsize,
     }
@@ -62,23 +60,18 @@ mod mapped {
         /// Reserves addresses for the indices 0 ("none") to `count`.
         pub(in crate::cache) fn reserve(count: usize) -> Result<Self> {
             let reserved = ((count + 1) * size_of::<T>()).next_multiple_of(PAGE);
-            // SAFETY: a new mapping replaces nothing.
-            let base = unsafe {
-                mmap_anonymous(
-                    ptr::null_mut(),
-                    reserved,
-                    ProtFlags::empty(),
-                    MapFlags::PRIVATE | MapFlags::NORESERVE,
-                )
-            }
-            .map_err(|errno| {
-                Error::os(errno, "mmap").context("bytes", reserved).remedy(
-                    "raise the limit of addresses (`ulimit -v`), or lower FI_MR_CACHE_MAX_COUNT: \
-                     the registration cache reserves addresses for its entries",
-                )
-            })?;
-            let base = NonNull::new(base.cast()).expect("a mapping is not at address 0");
-            Ok(Self { base, tagged: base.as_ptr(), reserved, usable: AtomicUsize::new(0) })
+            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+            let mapping =
+                Mapping::anonymous(reserved, ProtFlags::empty(), flags).map_err(|errno| {
+                    Error::os(errno, "mmap").context("bytes", reserved).remedy(
+                        "raise the limit of addresses (`ulimit -v`), or lower \
+                         FI_MR_CACHE_MAX_COUNT: the registration cache reserves addresses for its \
+                         entries",
+                    )
+                })?;
+            let base =
+                NonNull::new(mapping.as_ptr().cast()).expect("a mapping is not at address 0");
+            Ok(Self { base, tagged: base.as_ptr(), mapping, usable: AtomicUsize::new(0) })
         }
 
         /// Sets the tag: bits above those of every index. A tagged index is an index plus the tag.
@@ -97,7 +90,7 @@ mod mapped {
                 return true;
             }
             let wanted =
-                needed.max(usable + usable / 4).next_multiple_of(PAGE * 16).min(self.reserved);
+                needed.max(usable + usable / 4).next_multiple_of(PAGE * 16).min(self.mapping.len());
             if wanted < needed {
                 return false;
             }
@@ -157,21 +150,12 @@ mod mapped {
         pub(in crate::cache) fn small_pages(self) -> Self {
             // SAFETY: the pages belong to the arena, and the advice changes no content.
             let advised = unsafe {
-                madvise(self.base.as_ptr().cast(), self.reserved, Advice::LinuxNoHugepage)
+                madvise(self.base.as_ptr().cast(), self.mapping.len(), Advice::LinuxNoHugepage)
             };
             if let Err(errno) = advised {
                 tracing::debug!(%errno, "cannot disable transparent huge pages of a cache");
             }
             self
-        }
-    }
-
-    impl<T> Drop for Arena<T> {
-        fn drop(&mut self) {
-            // SAFETY: the mapping belongs to the arena, and no reference to it outlives the arena.
-            if let Err(errno) = unsafe { munmap(self.base.as_ptr().cast(), self.reserved) } {
-                tracing::error!(%errno, "memory of a registration cache is leaked");
-            }
         }
     }
 

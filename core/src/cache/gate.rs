@@ -7,7 +7,7 @@
 use super::sync::{AtomicU64, Ordering};
 use crate::Result;
 #[cfg(not(loom))]
-use crate::process::WipedWord;
+use crate::WipedOnFork;
 
 /// A bit of the gate's word: each lookup of the cache needs a memory fence, so fast lookups, which
 /// issue none, are disabled.
@@ -34,7 +34,7 @@ const fn open(number: u64, fenced: bool) -> u64 {
 /// whichever system call forked it.
 pub(super) struct Gate {
     #[cfg(not(loom))]
-    word: WipedWord,
+    word: WipedOnFork<AtomicU64>,
     #[cfg(loom)]
     word: AtomicU64,
 }
@@ -42,15 +42,15 @@ pub(super) struct Gate {
 impl Gate {
     #[cfg(not(loom))]
     pub(super) fn new(number: u64, fenced: bool) -> Result<Self> {
-        let word = WipedWord::new()?;
-        word.get().store(open(number, fenced), Ordering::Release);
+        let word = WipedOnFork::<AtomicU64>::new()?;
+        word.store(open(number, fenced), Ordering::Release);
         Ok(Self { word })
     }
 
     #[cfg(not(loom))]
     #[inline(always)]
     fn word(&self) -> &AtomicU64 {
-        self.word.get()
+        &self.word
     }
 
     #[cfg(loom)]

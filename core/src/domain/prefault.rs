@@ -94,28 +94,21 @@ fn populate(chunk: AddressRange, write: bool) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::ptr;
-
-    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+    use rustix::mm::{MapFlags, ProtFlags};
 
     use super::*;
-    use crate::{Address, ErrorKind};
+    use crate::{ErrorKind, Mapping};
 
     /// MR-16
     #[test]
     fn prefault_of_read_only_memory_for_writing_is_refused_with_a_remedy() {
         let len = rustix::param::page_size();
-        // SAFETY: a new mapping replaces nothing.
-        let page =
-            unsafe { mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ, MapFlags::PRIVATE) }
-                .expect("a page");
-        let range = AddressRange::new(Address::of_ptr(page), len as u64).expect("no wrap");
+        let page = Mapping::anonymous(len, ProtFlags::READ, MapFlags::PRIVATE).expect("a page");
+        let range = page.range();
         let options = Prefault { threads: 1, progress: None };
         prefault(range, false, &options).expect("readable");
         let error = prefault(range, true, &options).expect_err("not writable");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.remedy_text().is_some_and(|text| text.contains("write permission")));
-        // SAFETY: the page was mapped above, and nothing refers to it.
-        unsafe { munmap(page, len) }.expect("unmapped");
     }
 }

@@ -13,11 +13,11 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange,
+    Address, AddressRange, Wipeable,
     monitor::{InvalidationCause, InvalidationToken},
 };
 use hmem_hook::{
-    HasTable, HookRegistry, SLOTS, SubscriberTable, Subscribers, TableReadGuard, Wipeable, clamped,
+    HasTable, HookRegistry, SLOTS, SubscriberTable, Subscribers, TableReadGuard, clamped,
 };
 
 use super::{

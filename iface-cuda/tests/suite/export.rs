@@ -3,11 +3,11 @@
 use std::os::fd::AsFd;
 
 use hmem_core::{
-    AddressRange, AllocOffset, AllocationKind, ErrorKind, IfaceExt, iface::DmaBufMapping,
+    AddressRange, AllocOffset, AllocationKind, ErrorKind, IfaceExt, Mapping, iface::DmaBufMapping,
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{self, CuResult};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::ProtFlags;
 
 use crate::world::{
     Expandable, HeldCopies, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern,
@@ -17,16 +17,10 @@ use crate::world::{
 /// dma-buf cannot be mapped.
 fn read_through_mapping(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
     let (page, inside) = (offset & !4095, (offset & 4095) as usize);
-    // SAFETY: the mapping is new, at an address that the kernel chooses, and is read only while it
-    // is mapped.
-    unsafe {
-        let start =
-            mmap(std::ptr::null_mut(), inside + len, ProtFlags::READ, MapFlags::SHARED, fd, page)
-                .ok()?;
-        let bytes = std::slice::from_raw_parts(start.cast::<u8>().add(inside), len).to_vec();
-        munmap(start, inside + len).expect("munmap");
-        Some(bytes)
-    }
+    let mapping = Mapping::shared(fd, page, inside + len, ProtFlags::READ).ok()?;
+    // SAFETY: the bytes lie in the mapping, and nothing writes them while the slice lives.
+    let bytes = unsafe { std::slice::from_raw_parts(mapping.as_ptr().add(inside), len) };
+    Some(bytes.to_vec())
 }
 
 /// HM-06

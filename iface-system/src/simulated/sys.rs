@@ -36,11 +36,7 @@ impl Mapping {
     /// yet (`MADV_HUGEPAGE`). The kernel may have no such pages.
     pub(crate) fn prefer_huge_pages(&self) -> Result<(), OsErrno> {
         // SAFETY: the range is this mapping, and the call keeps its contents.
-        done(unsafe { libc::madvise(self.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) })
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.len
+        done(unsafe { libc::madvise(self.as_ptr().cast(), self.len(), libc::MADV_HUGEPAGE) })
     }
 
     /// Returns a pointer `offset` bytes into the mapping.
@@ -48,7 +44,7 @@ impl Mapping {
     /// # Panics
     /// If `offset` is greater than the mapping's length.
     pub(crate) fn at(&self, offset: u64) -> *mut u8 {
-        let offset = usize::try_from(offset).ok().filter(|offset| *offset <= self.len);
+        let offset = usize::try_from(offset).ok().filter(|offset| *offset <= self.len());
         self.as_ptr()
             .wrapping_add(offset.expect("the offset was checked against the mapping's length"))
     }
@@ -93,7 +89,7 @@ impl Mapping {
 
     fn inside(&self, offset: u64, len: usize) -> Result<*mut c_void, OsErrno> {
         let end = usize::try_from(offset).ok().and_then(|offset| offset.checked_add(len));
-        if end.is_none_or(|end| end > self.len) {
+        if end.is_none_or(|end| end > self.len()) {
             Err(OsErrno::INVAL)
         } else {
             Ok(self.at(offset).cast())

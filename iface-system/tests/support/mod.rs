@@ -8,7 +8,7 @@ use std::{
 };
 
 use hmem_core::{
-    Address, Allocation, AllocationKind, DeviceId, Iface, IfaceExt, Result,
+    Address, Allocation, AllocationKind, DeviceId, Iface, IfaceExt, Mapping, Result,
     iface::{AllocRequest, DmaBufExport},
     provider::Nic,
 };
@@ -83,25 +83,13 @@ pub fn resident_bytes() -> u64 {
 /// Maps an exported fd as an importer does, and calls `read` with the address of the exported
 /// bytes.
 pub fn through_fd(export: &DmaBufExport, read: impl FnOnce(*mut u8)) {
-    use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+    use rustix::mm::ProtFlags;
     let page = rustix::param::page_size() as u64;
     let first = export.offset.0 / page * page;
     let len = (export.offset.0 - first + export.len) as usize;
-    // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
-    let mapped = unsafe {
-        mmap(
-            std::ptr::null_mut(),
-            len,
-            ProtFlags::READ | ProtFlags::WRITE,
-            MapFlags::SHARED,
-            &export.fd,
-            first,
-        )
-    }
-    .expect("mmap of an exported fd");
-    read(mapped.cast::<u8>().wrapping_add((export.offset.0 - first) as usize));
-    // SAFETY: this function mapped the memory, and `read`, its only user, has returned.
-    unsafe { munmap(mapped, len) }.expect("munmap");
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let mapping = Mapping::shared(export, first, len, access).expect("mmap of an exported fd");
+    read(mapping.as_ptr().wrapping_add((export.offset.0 - first) as usize));
 }
 
 pub fn read_through_fd(export: &DmaBufExport) -> Vec<u8> {

@@ -5,53 +5,38 @@
 
 use std::ptr;
 
-use hmem_core::{Address, AddressRange, Error, Result};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use hmem_core::{Address, AddressRange, Error, Mapping, Result};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise};
 
 /// Size of a huge page in bytes: the default of x86-64, and of arm64 with 4 KiB pages.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// The mapped memory of a staging pool. Dropping the value unmaps it.
+/// The mapped memory of a staging pool. Dropping the value unmaps it: every user of its addresses
+/// keeps the pool alive, and the pool owns this value.
 #[derive(Debug)]
-pub(super) struct Memory {
-    start: *mut u8,
-    len: usize,
-}
-
-// SAFETY: the mapping is plain memory, and this type hands out addresses, never references.
-unsafe impl Send for Memory {}
-// SAFETY: the mapping is plain memory, and this type hands out addresses, never references.
-unsafe impl Sync for Memory {}
+pub(super) struct Memory(Mapping);
 
 impl Memory {
     /// Maps at least `len` bytes and writes to each page. Uses memory of NUMA node `node`, if it is
     /// given and has memory.
     pub(super) fn map(len: usize, node: Option<u32>) -> Result<Self> {
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        let mut whole = len.next_multiple_of(HUGE_PAGE);
-        let mut start = ptr::null_mut();
-        if len >= HUGE_PAGE {
-            // SAFETY: without a fixed address the kernel places the mapping where nothing is
-            // mapped.
-            let huge = unsafe {
-                mmap_anonymous(start, whole, protection, MapFlags::PRIVATE | MapFlags::HUGETLB)
-            };
-            // Too few huge pages are reserved. The kernel may still back ordinary pages with huge
-            // ones.
-            start = huge.unwrap_or(start);
-        }
-        let mut huge_wanted = false;
-        if start.is_null() {
-            whole = len.next_multiple_of(rustix::param::page_size());
-            // SAFETY: without a fixed address the kernel places the mapping where nothing is
-            // mapped.
-            start = unsafe { mmap_anonymous(start, whole, protection, MapFlags::PRIVATE) }
-                .map_err(|errno| {
+        let map = |whole, flags| {
+            Mapping::anonymous(whole, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | flags)
+        };
+        let whole = len.next_multiple_of(HUGE_PAGE);
+        let huge = if len >= HUGE_PAGE { map(whole, MapFlags::HUGETLB).ok() } else { None };
+        // Too few huge pages may be reserved. The kernel may still back ordinary pages with huge
+        // ones.
+        let huge_wanted = len >= HUGE_PAGE && huge.is_none();
+        let memory = match huge {
+            Some(huge) => Self(huge),
+            None => {
+                let whole = len.next_multiple_of(rustix::param::page_size());
+                Self(map(whole, MapFlags::empty()).map_err(|errno| {
                     Error::os(errno, "mmap staging buffers").context("length", whole)
-                })?;
-            huge_wanted = len >= HUGE_PAGE;
-        }
-        let memory = Self { start: start.cast(), len: whole };
+                })?)
+            }
+        };
         if huge_wanted {
             memory.advise(Advice::LinuxHugepage, "huge pages");
         }
@@ -63,13 +48,13 @@ impl Memory {
         }
         // SAFETY: this function made the mapping, it is writable, and its address is not yet
         // shared.
-        unsafe { ptr::write_bytes(memory.start, 0, whole) };
+        unsafe { ptr::write_bytes(memory.0.as_ptr(), 0, memory.0.len()) };
         Ok(memory)
     }
 
     fn advise(&self, advice: Advice, what: &'static str) {
         // SAFETY: `self` owns the mapping; neither advice changes its contents.
-        if let Err(errno) = unsafe { madvise(self.start.cast(), self.len, advice) } {
+        if let Err(errno) = unsafe { madvise(self.0.as_ptr().cast(), self.0.len(), advice) } {
             tracing::debug!(%errno, what, "the kernel ignored advice about staging buffers");
         }
     }
@@ -86,8 +71,8 @@ impl Memory {
         let done = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
-                self.start,
-                self.len,
+                self.0.as_ptr(),
+                self.0.len(),
                 MPOL_PREFERRED,
                 mask.as_ptr(),
                 bits,
@@ -101,20 +86,10 @@ impl Memory {
     }
 
     pub(super) fn address(&self) -> Address {
-        Address::of_ptr(self.start)
+        self.0.address()
     }
 
     pub(super) fn range(&self) -> AddressRange {
-        AddressRange::new(self.address(), self.len as u64).expect("a mapping does not wrap")
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: `self` owns the mapping. Every user of its addresses keeps the pool alive, and
-        // the pool owns `self`.
-        if let Err(errno) = unsafe { munmap(self.start.cast(), self.len) } {
-            tracing::error!(%errno, "cannot unmap staging buffers");
-        }
+        self.0.range()
     }
 }

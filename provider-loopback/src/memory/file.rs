@@ -12,15 +12,15 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{Errno, Error, ErrorKind, Result};
+use hmem_core::{Errno, Error, ErrorKind, Mapping as MappedFile, Result};
 use rustix::{
     fs::{FileType, OFlags, SealFlags, SeekFrom},
-    mm::{MapFlags, ProtFlags},
+    mm::ProtFlags,
 };
 
 use super::{
     PieceMemory,
-    host::{bad_address, direct_pointer, sync_pages},
+    host::{bad_address, sync_pages},
     indirect::IndirectMemory,
 };
 
@@ -138,8 +138,7 @@ impl Properties {
 /// The NIC's mapping of a file that cannot shrink.
 #[derive(Debug)]
 pub(in super::super) struct Mapping {
-    base: u64,
-    len: u64,
+    mapping: MappedFile,
     /// For a genuine dma-buf, the fd on which the NIC announces the CPU's accesses.
     dma_buf: Option<OwnedFd>,
 }
@@ -151,31 +150,20 @@ impl Mapping {
         if file.writable {
             protection |= ProtFlags::WRITE;
         }
-        // SAFETY: a new shared mapping at an address of the kernel's choice, of a file that cannot
-        // shrink (`Properties::of`), so that every access within it finds bytes of the file.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                len as usize,
-                protection,
-                MapFlags::SHARED,
-                fd,
-                start,
-            )
-        }
-        .map_err(|errno| {
+        // The file cannot shrink (`Properties::of`), so that every access finds bytes of the file.
+        let mapping = MappedFile::shared(fd, start, len as usize, protection).map_err(|errno| {
             Error::os(errno, "mmap")
                 .provider("loopback")
                 .context("offset", start)
                 .context("length", len)
                 .remedy("the exporter does not let the CPU map this buffer")
         })?;
-        Ok(Self { base: base.expose_provenance() as u64, len, dma_buf })
+        Ok(Self { mapping, dma_buf })
     }
 
     /// Returns the address of the byte at offset `at` of the mapping.
-    pub(super) const fn address(&self, at: u64) -> u64 {
-        self.base + at
+    pub(super) fn address(&self, at: u64) -> u64 {
+        self.mapping.address().0 + at
     }
 
     pub(super) fn begin(&self, write: bool) -> Result<()> {
@@ -211,18 +199,6 @@ impl Mapping {
             return Ok(());
         }
         sync_pages(address, len).map_err(|errno| Error::os(errno, "msync").provider("loopback"))
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: the mapping was made in `new`, and spans of it live no longer than the region
-        // that holds it.
-        let unmapped =
-            unsafe { rustix::mm::munmap(direct_pointer(self.base).cast(), self.len as usize) };
-        if let Err(errno) = unmapped {
-            tracing::error!(%errno, "a mapping of the NIC could not be removed");
-        }
     }
 }
 

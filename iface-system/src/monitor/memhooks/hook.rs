@@ -11,8 +11,8 @@ use std::{
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
-use hmem_core::monitor::InvalidationToken;
-use hmem_hook::{HasTable, HookRegistry, SLOTS, SubscriberTable, TableReadGuard, Wipeable};
+use hmem_core::{Wipeable, monitor::InvalidationToken};
+use hmem_hook::{HasTable, HookRegistry, SLOTS, SubscriberTable, TableReadGuard};
 
 use super::{
     announced::Announced,

@@ -17,8 +17,7 @@ use std::{
     },
 };
 
-use hmem_core::Result;
-use hmem_hook::WipedOnFork;
+use hmem_core::{Result, WipedOnFork};
 
 use super::NAME;
 
@@ -81,7 +80,7 @@ impl Budget {
         let all = match WATCHED.get() {
             Some(all) => all,
             None => {
-                let all = WipedOnFork::new(NAME)?;
+                let all = WipedOnFork::new().map_err(|error| NAME.add_to(error))?;
                 WATCHED.get_or_init(|| all)
             }
         };

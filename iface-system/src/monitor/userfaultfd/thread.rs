@@ -17,10 +17,10 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, Error, IfaceKind, Result,
+    AddressRange, Error, IfaceKind, Result, Wipeable,
     monitor::{GateToken, InvalidationCause},
 };
-use hmem_hook::{HasTable, SLOTS, SubscriberTable, Subscribers, Wipeable, clamped};
+use hmem_hook::{HasTable, SLOTS, SubscriberTable, Subscribers, clamped};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
