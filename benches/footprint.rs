@@ -13,7 +13,7 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, DomainAttr, Hmem, Iova, MrFlags, MrMode,
+    Access, Address, AddressRange, DomainAttr, Hmem, Iova, MrFlags, MrMode, Promise, Raw, fabric,
     loopback::{Loopback, Progress},
     provider::EndpointAttr,
     transfer::{LocalSegment, Operation, RemoteSegment, WorkRequest},
@@ -75,9 +75,9 @@ fn run(mode: MrMode, name: &str) {
             AddressRange::new(Address(base + index * LEN), LEN).expect("the range does not wrap");
         let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
         // SAFETY: `memory` outlives the regions, and is read only after they are closed.
-        regions.push(
-            unsafe { domain.reg(range, access, index + 1, MrFlags::empty()) }.expect("register"),
-        );
+        let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+        let region = fabric::reg(&domain, memory, access, index + 1, MrFlags::empty());
+        regions.push(region.expect("register"));
     }
     let each = (LIVE.load(Ordering::Relaxed) - before) / REGIONS + size_of_val(&regions[0]);
     println!(

@@ -121,6 +121,7 @@ struct NoopBackend(Arc<MemHooks>);
 impl CacheBackend for NoopBackend {
     type Region = ();
     type Watch = Subscription;
+    type Owner = ();
 
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
         self.0.subscribe(key.range(), Arc::clone(invalidator))
@@ -130,7 +131,7 @@ impl CacheBackend for NoopBackend {
         self.0.unsubscribe(watch);
     }
 
-    fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<()> {
+    fn register(&self, _: &Key, (): &(), _: Option<&Self::Watch>) -> Result<()> {
         Ok(())
     }
 

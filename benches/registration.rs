@@ -19,6 +19,7 @@ use std::hint::black_box;
 
 use hmem::{
     Access, Address, AddressRange, Domain, DomainAttr, Hmem, MemoryRegion, MrFlags, MrMode,
+    Promise, Raw, fabric,
     loopback::{Loopback, Progress},
 };
 use libfabric::{FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider};
@@ -57,7 +58,8 @@ struct LiveRegions {
 fn register(domain: &Domain, start: u64, key: u64) -> MemoryRegion {
     let range = AddressRange::new(Address(start), LEN).expect("the range does not wrap");
     // SAFETY: nothing transfers to these regions, and they are closed before their memory is freed.
-    unsafe { domain.reg(range, REMOTE, key, MrFlags::empty()) }.expect("the key is unused")
+    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+    fabric::reg(domain, memory, REMOTE, key, MrFlags::empty()).expect("the key is unused")
 }
 
 fn populate(domain: &Domain, count: usize) -> LiveRegions {

@@ -18,7 +18,7 @@ use std::{
 
 use hmem::{
     Access, Address, AllocationKind, DeviceBuffer, DeviceId, DomainAttr, Endpoint, Hmem, Iface,
-    IfaceExt, MrMode, OwnedRegion, RegionSlice, RemoteKey,
+    IfaceExt, MrMode, Region, RegionSlice, RemoteKey,
     iface::AllocRequest,
     loopback::{Loopback, Progress},
     path::P2pPolicy,
@@ -45,9 +45,9 @@ struct Connection {
     cq: Arc<dyn CompletionQueue>,
     peer: PeerId,
     key: RemoteKey,
-    _remote: OwnedRegion<Vec<u8>>,
-    staged: OwnedRegion<DeviceBuffer>,
-    host: OwnedRegion<Vec<u8>>,
+    _remote: Region<Vec<u8>>,
+    staged: Region<DeviceBuffer>,
+    host: Region<Vec<u8>>,
     device: Arc<Simulated>,
     /// A device with an unlimited copy engine, and memory of that device.
     unlimited: (Arc<Simulated>, DeviceBuffer),

@@ -1,10 +1,10 @@
 //! Time to register and close many views (ranges with access rights) of a few allocations of device
 //! memory.
 //!
-//! Both measured methods use one registration for all views of an allocation: one call of
-//! `reg_many`, or a cache whose regions grow to the whole allocation. The references use one
-//! registration per view. The memory is that of a simulated device, which can pretend to have more
-//! memory than the machine.
+//! Both measured methods use one registration for all views of an allocation: one `Batch`, or a
+//! cache whose regions grow to the whole allocation. The references use one registration per view.
+//! The memory is that of a simulated device, which can pretend to have more memory than the
+//! machine.
 
 #![allow(missing_docs, reason = "a bench is a program")]
 
@@ -14,8 +14,8 @@ mod report;
 use std::sync::Arc;
 
 use hmem::{
-    Access, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Growth, Hmem,
-    Iface, MrAttr, MrFlags, View, iface::AllocRequest, loopback::Loopback, system::Simulated,
+    Access, AllocationKind, Batch, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Growth,
+    Hmem, Iface, Promise, Raw, Request, iface::AllocRequest, loopback::Loopback, system::Simulated,
 };
 use report::{
     Target,
@@ -40,7 +40,7 @@ const BLOCKS: ViewLayout = ViewLayout { views: 10_000, bytes: 10_000 * 200_000, 
 
 struct Memory {
     _allocations: Vec<DeviceBuffer>,
-    views: Vec<View>,
+    views: Vec<Raw>,
 }
 
 impl Memory {
@@ -54,42 +54,37 @@ impl Memory {
             .collect();
         let view = |index: u64| {
             let whole = allocations[(index / each) as usize].allocation().range;
-            View::new(
-                whole.slice(index % each * len, len).expect("the view is inside its allocation"),
-                REMOTE,
-            )
+            let range =
+                whole.slice(index % each * len, len).expect("the view is inside its allocation");
+            // SAFETY: nothing transfers to the regions of the memory. They are closed, and evicted
+            // from the cache, before the memory is freed.
+            unsafe { Raw::new(range, Promise::Allocation) }
         };
         Self { views: (0..shape.views).map(view).collect(), _allocations: allocations }
     }
 }
 
-fn one_by_one(domain: &Domain, views: &[View]) {
-    let register = |view: &View| {
-        // SAFETY: nothing transfers to these regions, and they are closed before their memory is
-        // freed.
-        unsafe { domain.regattr(&MrAttr::new(&[view.range], view.access), MrFlags::empty()) }
-            .expect("registered")
-    };
+fn one_by_one(domain: &Domain, views: &[Raw]) {
+    let register = |view: &Raw| domain.register(*view, REMOTE).expect("registered");
     let regions: Vec<_> = views.iter().map(register).collect();
     for region in regions {
         region.close().expect("the region is not in use");
     }
 }
 
-fn by_one_call(domain: &Domain, views: &[View], registrations: u64) {
-    // SAFETY: nothing transfers to these regions, and they are closed before their memory is freed.
-    let registered = unsafe { domain.reg_many(views, Growth::Allocation) }.expect("registered");
+fn by_one_call(domain: &Domain, views: &[Raw], registrations: u64) {
+    let nics = [domain];
+    let batch =
+        views.iter().fold(Batch::on(&nics), |batch, view| batch.add(Request::new(*view, REMOTE)));
+    let registered = batch.grow(Growth::Allocation).register().expect("registered");
     assert_eq!(registered.regions().len() as u64, registrations, "one registration per allocation");
     registered.close().expect("the regions are not in use");
 }
 
-fn through_cache(domain: &Domain, views: &[View]) {
+fn through_cache(domain: &Domain, views: &[Raw]) {
     let cache = domain.cache().expect("the domain has a cache");
     for view in views {
-        // SAFETY: nothing transfers to these regions. `evict_idle` closes them before their memory
-        // is freed.
-        let region = unsafe { cache.get_or_register(view.range, view.access) };
-        drop(region.expect("registered"));
+        drop(cache.get(*view, REMOTE).expect("registered"));
     }
     cache.evict_idle();
 }
@@ -113,8 +108,8 @@ fn main() {
     println!("memory: 1,265 views of 51 GB in 16 allocations, 10,000 views of 200 KB in 4");
     println!("reference: one registration per view, or the cache without growth");
     let names = [
-        ["1,265 views: reg_many", "1,265 views: a cache that grows"],
-        ["10,000 views: reg_many", "10,000 views: a cache that grows"],
+        ["1,265 views: one batch", "1,265 views: a cache that grows"],
+        ["10,000 views: one batch", "10,000 views: a cache that grows"],
     ];
     for ((shape, most), [many, cache]) in [(MODEL, 5.0), (BLOCKS, 20.0)].into_iter().zip(names) {
         let memory = Memory::new(&device, &shape);

@@ -13,7 +13,8 @@ mod report;
 use std::sync::Arc;
 
 use hmem::{
-    Access, Addressing, Domain, DomainAttr, Hmem, MrMode, OwnedRegion, Type2Bind, Type2Kind,
+    Access, Addressing, Domain, DomainAttr, Hmem, MrFlags, MrMode, Promise, Raw, Region, Type2Bind,
+    Type2Kind, fabric,
     loopback::{Loopback, Memory, Progress},
     provider::{CompletionQueue, EndpointAttr},
 };
@@ -45,12 +46,12 @@ fn completion(cq: &Arc<dyn CompletionQueue>) {
 }
 
 /// Registers the memory of `region` a second time, and closes the second region.
-fn register_and_close(domain: &Domain, region: &OwnedRegion<Vec<u8>>) {
+fn register_and_close(domain: &Domain, region: &Region<Vec<u8>>) {
     let range = region.range();
     // SAFETY: the memory belongs to a region that outlives the new one, and nothing transfers to
     // the new region.
-    let region =
-        unsafe { domain.reg(range, READABLE, 0, hmem::MrFlags::empty()) }.expect("register");
+    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+    let region = fabric::reg(domain, memory, READABLE, 0, MrFlags::empty()).expect("register");
     region.close().expect("the region is not in use");
 }
 

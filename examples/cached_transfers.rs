@@ -37,7 +37,7 @@ fn transfer(domain: &Domain, buffer: &CachedBuffer<Vec<u8>>, thread: u64) -> Res
     for round in 0..ROUNDS {
         let part = (round * 7 + thread * 3) % PARTS;
         // The region stays registered at least until this lease is dropped.
-        let region = buffer.get_or_register(part * PART, PART, Access::WRITE)?;
+        let region = buffer.get(part * PART, PART, Access::WRITE)?;
         endpoint.write(&[region.slice(0, PART)?], &[key.slice(0, PART)?], peer, round)?;
         while done.is_empty() {
             queue.wait(&mut done, 1, Duration::MAX)?;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind,
-    Hmem, Iface, OwnedRegion, Path, Result,
+    Hmem, Iface, Path, Region, Result,
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},
     path::P2pPolicy,
@@ -24,7 +24,7 @@ fn register_with_retry(
     domain: &Domain,
     buffer: Vec<u8>,
     free_something: impl FnOnce(),
-) -> Result<OwnedRegion<Vec<u8>>> {
+) -> Result<Region<Vec<u8>>> {
     match domain.register(buffer, Access::REMOTE_READ) {
         Ok(region) => Ok(region),
         Err(rejected) if rejected.error.kind() == ErrorKind::OutOfResources => {

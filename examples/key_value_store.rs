@@ -23,8 +23,8 @@ use std::{
 };
 
 use hmem::{
-    Access, Domain, DomainAttr, Endpoint, Error, ErrorKind, Grant, GrantKind, Hmem, MrMode,
-    OwnedRegion, RemoteKey, Result,
+    Access, Domain, DomainAttr, Endpoint, Error, ErrorKind, Grant, GrantKind, Hmem, MrMode, Region,
+    RemoteKey, Result,
     loopback::{Loopback, Progress},
     provider::{CompletionQueue, EndpointAttr, WindowType},
     transfer::{EndpointName, PeerId, RemoteSegment},
@@ -45,8 +45,8 @@ struct Connection {
     sent: Arc<dyn CompletionQueue>,
     received: Arc<dyn CompletionQueue>,
     peer: PeerId,
-    outbox: OwnedRegion<Vec<u8>>,
-    inbox: OwnedRegion<Vec<u8>>,
+    outbox: Region<Vec<u8>>,
+    inbox: Region<Vec<u8>>,
 }
 
 impl Connection {
@@ -93,7 +93,7 @@ fn wait(queue: &Arc<dyn CompletionQueue>) -> Result<u64> {
 
 /// A store: its memory, and the slot and length of each value.
 struct Store {
-    memory: OwnedRegion<Vec<u8>>,
+    memory: Region<Vec<u8>>,
     slots: Mutex<HashMap<String, (u64, u64)>>,
 }
 
@@ -159,7 +159,7 @@ impl Store {
 
 struct Client {
     connection: Connection,
-    memory: OwnedRegion<Vec<u8>>,
+    memory: Region<Vec<u8>>,
 }
 
 impl Client {

@@ -14,8 +14,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, DomainAttr, Error, ErrorKind, Hmem, Result,
-    verbs::{Verbs, VerbsDomain},
+    Access, DomainAttr, Hmem, Result,
+    verbs::{Verbs, VerbsMr},
 };
 
 /// The application: it opens a device with verbs, and allocates a protection domain.
@@ -126,10 +126,9 @@ fn register_in(pd: &Arc<application::ProtectionDomain>) -> Result<(u32, u32)> {
     let domain = hmem.domain_on(&verbs, DomainAttr::default())?;
     let region = domain.register(vec![0; 4096], Access::WRITE | Access::REMOTE_WRITE)?;
     println!("registered with {}: {}", domain.provider_attr().nic, region.decision()?);
-    let verbs = VerbsDomain::of(&domain).ok_or_else(|| Error::new(ErrorKind::Driver, "keys"))?;
-    // The region has one key, unless it is longer than the device can register at once.
-    let keys = verbs.keys(region.provider_region()?)?;
-    Ok((keys[0].lkey, keys[0].rkey))
+    // The region has one registration, unless it is longer than the device can register at once.
+    let mr = VerbsMr::of(&region)?;
+    Ok((mr.lkey, mr.rkey))
 }
 
 pub(crate) fn run() -> Result<(u32, u32)> {

@@ -50,7 +50,9 @@
 //!
 //! - [`Hmem`]: the ifaces, the providers and the path decision of an application.
 //! - [`Domain`]: an open NIC.
-//! - [`MemoryRegion`] and [`OwnedRegion`]: registered memory with its keys.
+//! - [`Memory`]: what can be registered, such as a `Vec<u8>`, a [`DeviceBuffer`], or the addresses
+//!   of a [`Raw`].
+//! - [`Region`]: registered memory with its keys.
 //! - [`Endpoint`]: posts transfers.
 //! - [`Error`]: a failure, with its kind, its origin, the driver's own code and a remedy.
 //!

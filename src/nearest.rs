@@ -1,9 +1,6 @@
-//! Registration with the NICs that are nearest to the memory.
+//! The NICs that are nearest to memory.
 
-use hmem_core::{
-    Access, AddressRange, Domain, Error, ErrorKind, IfaceKind, OwnedBuffer, OwnedMultiRegion,
-    Rejected, Result, provider::Nic, register_on,
-};
+use hmem_core::{AddressRange, Domain, Error, ErrorKind, IfaceKind, Result, provider::Nic};
 use hmem_iface_system::numa_node;
 use hmem_p2p::topology::{Locality, NearestNics, Topology};
 
@@ -26,31 +23,13 @@ impl Hmem {
     /// - The errors of [`numa_node`], on a machine of several NUMA nodes.
     /// - [`ErrorKind::OutOfBounds`] for a range that leaves its allocation.
     /// - The error of a failed driver call, which asks for the owner of the memory or for devices.
-    pub fn nearest_nics(
-        &self,
-        domains: &[&Domain],
-        memory: AddressRange,
-        count: usize,
-    ) -> Result<NearestNics> {
-        let topology = self.topology()?;
-        let locality = self.locality(topology, memory)?;
-        let nics: Vec<&Nic> = domains.iter().map(|domain| &domain.provider_attr().nic).collect();
-        topology.choose_nics(locality, &nics, count)
-    }
-
-    /// Registers a buffer with the `count` NICs of `domains` that are nearest to it, by
-    /// [`register_on`]. Also returns the choice, with the distance of each NIC.
-    ///
-    /// To register raw addresses instead, choose the domains with [`Hmem::nearest_nics`] and pass
-    /// them to [`regattr_on`](hmem_core::regattr_on).
-    ///
-    /// # Errors
-    /// The errors of [`Hmem::nearest_nics`] and [`register_on`]. The error returns the buffer.
     ///
     /// # Examples
     ///
+    /// Registers a buffer with the two NICs that are nearest to it:
+    ///
     /// ```no_run
-    /// use hmem::{Access, DeviceBuffer, DomainAttr, Hmem, RailKeys};
+    /// use hmem::{Access, Batch, DeviceBuffer, DomainAttr, Hmem, RailKeys, Request};
     ///
     /// # fn expose(buffer: DeviceBuffer) -> hmem::Result<()> {
     /// let hmem = Hmem::builder().verbs().build()?;
@@ -61,33 +40,27 @@ impl Hmem {
     /// let domains = nics.map(open).collect::<hmem::Result<Vec<_>>>()?;
     /// let domains: Vec<_> = domains.iter().collect();
     ///
-    /// let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
-    /// let (shared, choice) = hmem.register_nearest(&domains, 2, buffer, access)?;
+    /// let choice = hmem.nearest_nics(&domains, buffer.range(), 2)?;
     /// println!("{choice}");
-    /// let bytes = shared.rail_keys()?.to_bytes();
+    /// let request = Request::new(buffer, Access::REMOTE_READ | Access::REMOTE_WRITE);
+    /// let shared = Batch::on(&choice.pick(&domains)).add(request).register()?;
+    /// let bytes = shared.rail_keys(0, 0)?.to_bytes();
     /// // The peer gets the bytes over any connection.
     /// for rail in RailKeys::from_bytes(&bytes)?.rails() {
     ///     println!("{}: {:?}", rail.nic, rail.key);
     /// }
     /// # Ok(()) }
     /// ```
-    pub fn register_nearest<B: OwnedBuffer>(
+    pub fn nearest_nics(
         &self,
         domains: &[&Domain],
+        memory: AddressRange,
         count: usize,
-        buffer: B,
-        access: Access,
-    ) -> Result<(OwnedMultiRegion<B>, NearestNics), Rejected<OwnedMultiRegion<B>>> {
-        let parts = buffer.into_parts();
-        let memory = B::range(&parts);
-        let buffer = B::from_parts(parts);
-        match self.nearest_nics(domains, memory, count) {
-            Ok(choice) => {
-                let shared = register_on(&choice.pick(domains), buffer, access)?;
-                Ok((shared, choice))
-            }
-            Err(error) => Err(Rejected::new(OwnedMultiRegion::unregistered(buffer), error)),
-        }
+    ) -> Result<NearestNics> {
+        let topology = self.topology()?;
+        let locality = self.locality(topology, memory)?;
+        let nics: Vec<&Nic> = domains.iter().map(|domain| &domain.provider_attr().nic).collect();
+        topology.choose_nics(locality, &nics, count)
     }
 
     /// Returns the locality of memory: its device or its NUMA node.
@@ -105,7 +78,7 @@ impl Hmem {
                 .iface(self.registry().name_of(owner.iface))
                 .device(device)
                 .context("why", "the device has no PCI address, so its distance is not known")
-                .remedy("choose the NICs yourself, and register with register_on"));
+                .remedy("choose the NICs yourself, and register with Batch::on"));
         };
         Ok(Locality::Device(address.parse()?))
     }

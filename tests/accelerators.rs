@@ -18,7 +18,7 @@ use hmem::{
     synapseai::{self, SynapseAi},
 };
 use hmem_fake_accelerators::{Fake, Profile};
-use wire::{REMOTE, Wire, pattern};
+use wire::{REMOTE, Wire, pattern, raw};
 
 const LEN: u64 = 64 << 10;
 
@@ -80,11 +80,11 @@ fn reused_address_is_never_a_hit() {
             // SAFETY: live memory. Regions are not used once it is freed.
             unsafe {
                 iface.write(own.base(), &bytes).expect("write");
-                let region = cache.get_or_register(own.range, REMOTE).expect("a region");
+                let region = cache.get(raw(own.range), REMOTE).expect("a region");
                 assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
                 let seen = wire.get(&region.key().expect("a key"), 0, 16).expect("read");
                 assert!(seen == bytes, "round {round}: the NIC read other memory");
-                drop((region, cache.get_or_register(own.range, REMOTE).expect("a hit")));
+                drop((region, cache.get(raw(own.range), REMOTE).expect("a hit")));
                 iface.free(&own).expect("free");
             }
             cache.reclaim();
@@ -130,7 +130,7 @@ fn withdrawn_memory_loses_its_cached_registrations() {
         unsafe {
             let announced = gaudi.announce(range, DeviceId(0), ()).expect("announce");
             for _ in 0..2 {
-                let region = cache.get_or_register(range, Access::REMOTE_READ).expect("cached");
+                let region = cache.get(raw(range), Access::REMOTE_READ).expect("cached");
                 assert_eq!(region.decision().expect("a decision").path, Path::DmaBuf);
             }
             gaudi.withdraw(&announced).expect("withdraw");
@@ -162,7 +162,7 @@ fn disabled_monitor_leaves_the_other_ifaces_cached() {
     let cached = |iface: &Arc<dyn Iface>| {
         let own = DeviceBuffer::allocate(iface, &request()).expect("allocate");
         // SAFETY: live memory; the region is not used once it is freed.
-        let region = unsafe { cache.get_or_register(own.allocation().range, Access::REMOTE_READ) };
+        let region = cache.get(unsafe { raw(own.range()) }, Access::REMOTE_READ);
         region.expect("a region").lease().uncached_reason().is_none()
     };
     assert!(!cached(&ifaces[0]) && cached(&ifaces[1]));

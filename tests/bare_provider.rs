@@ -8,7 +8,7 @@ use std::{
 
 use hmem::{
     Access, AddressRange, AllocationKind, BindFlags, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Error, ErrorKind, Hmem, Iova, LocalKey, MrAttr, MrFlags, MrMode, RawKey, RegionState, Result,
+    Error, ErrorKind, Hmem, Iova, LocalKey, MrFlags, MrMode, RawKey, RegionState, Request, Result,
     iface::AllocRequest,
     loopback::Loopback,
     provider::{
@@ -127,11 +127,8 @@ fn calls_that_need_a_missing_facet_are_refused() {
 #[test]
 fn disabled_region_is_enabled_without_the_facet() {
     let domain = open(MrMode::RMA_EVENT);
-    let attr = MrAttr::new(&[], Access::all());
-    let region = domain
-        .register_with(vec![0u8; 64], &attr, MrFlags::RMA_EVENT)
-        .map_err(|rejected| rejected.error)
-        .expect("register");
+    let request = Request::new(vec![0u8; 64], Access::all()).flags(MrFlags::RMA_EVENT);
+    let region = domain.submit(request).expect("register");
     assert_eq!(region.state(), RegionState::Disabled);
     region.enable().expect("it was usable all along");
     assert_eq!(region.state(), RegionState::Enabled);

@@ -10,7 +10,8 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain,
-    DomainAttr, Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Path, Result,
+    DomainAttr, Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Path, Promise,
+    Raw, Result,
     cache::UncachedReason,
     iface::AllocRequest,
     loopback::{Loopback, Memory},
@@ -25,6 +26,15 @@ use hmem::{
 
 const PAGE: usize = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// Returns memory by its addresses.
+///
+/// # Safety
+/// The caller makes the promise [`Promise::ReadWrite`], as [`Raw::new`] describes.
+unsafe fn raw(range: AddressRange) -> Raw {
+    // SAFETY: the caller makes the promise.
+    unsafe { Raw::new(range, Promise::ReadWrite) }
+}
 
 fn range(start: usize, len: usize) -> AddressRange {
     AddressRange::new(Address(start as u64), len as u64).expect("no wrap")
@@ -128,7 +138,7 @@ fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
         let byte = (round % 251) as u8 + 1;
         fill(at, byte);
         // SAFETY: the memory is the test's own, and nothing refers into it.
-        let region = unsafe { cache.get_or_register(range(at, PAGE), REMOTE) }.expect("registered");
+        let region = cache.get(unsafe { raw(range(at, PAGE)) }, REMOTE).expect("registered");
         assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
         stale += u32::from(net.pulled(&region, 16) != [byte; 16]);
         drop(region);
@@ -206,7 +216,7 @@ fn reallocated_device_memory_is_never_a_hit() {
             buffer.write(0, &[round; 16]).expect("inside");
             for _ in 0..2 {
                 // SAFETY: the buffer is the test's own.
-                let region = unsafe { cache.get_or_register(at, REMOTE) }.expect("registered");
+                let region = cache.get(unsafe { raw(at) }, REMOTE).expect("registered");
                 assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
                 assert_eq!(region.iface().expect("registered"), (SIMULATED, Some(DeviceId(1))));
                 assert_eq!(net.pulled(&region, 16), [round; 16], "{style:?}");
@@ -247,7 +257,7 @@ fn each_allocation_and_device_has_its_own_cache_entry() {
         DeviceBuffer::allocate(&iface, &request).expect("device memory")
     };
     // SAFETY: the memory is the test's own, and nothing refers into it.
-    let get = |at| unsafe { cache.get_or_register(at, REMOTE) }.expect("registered");
+    let get = |at| cache.get(unsafe { raw(at) }, REMOTE).expect("registered");
     let mut identities = Vec::new();
     // In turn, both devices allocate memory at this address.
     for round in 0..20_u32 {
@@ -267,14 +277,13 @@ fn each_allocation_and_device_has_its_own_cache_entry() {
         assert_eq!(cache.statistics().registrations, u64::from(round) + 1);
         // A lookup that names another device than the owner is refused.
         let other = Some(DeviceId(1 - round % 2));
-        // SAFETY: the registration must be refused.
-        let refused =
-            unsafe { cache.get_or_register_on(at, REMOTE, SIMULATED, other) }.unwrap_err();
+        // SAFETY: the registrations must be refused.
+        let memory = unsafe { raw(at) };
+        let refused = cache.get_of(memory, REMOTE, SIMULATED, other).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
         let wrong = Access::from_bits_retain(1 << 40);
-        // SAFETY: nothing is registered.
-        let refused = unsafe { cache.get_or_register_on(at, wrong, SIMULATED, None) }.unwrap_err();
-        assert_eq!(refused.operation(), "get_or_register_on", "{refused}");
+        let refused = cache.get_of(memory, wrong, SIMULATED, None).unwrap_err();
+        assert_eq!(refused.operation(), "get_of", "{refused}");
     }
     assert!(
         identities.iter().all(|(at, _)| *at == identities[0].0),
@@ -312,7 +321,7 @@ fn lookup_handle_hits_cached_ranges_and_registers_others() {
         let before = cache.statistics();
         for part in [memory, memory, AddressRange::new(memory.start(), 100).expect("no wrap")] {
             // SAFETY: the memory is the test's own, and nothing refers into it.
-            let region = unsafe { handle.get_or_register(part, REMOTE) }.expect("registered");
+            let region = handle.get(unsafe { raw(part) }, REMOTE).expect("registered");
             assert_eq!(region.iface().expect("registered"), owner);
             assert!(
                 region.lease().uncached_reason().is_none(),
@@ -324,7 +333,7 @@ fn lookup_handle_hits_cached_ranges_and_registers_others() {
         assert_eq!((now.registrations - before.registrations, now.hits - before.hits), (1, 2));
     }
     // SAFETY: the registration is refused.
-    unsafe { handle.get_or_register(range(at, 0), REMOTE) }.expect_err("there is nothing in it");
+    handle.get(unsafe { raw(range(at, 0)) }, REMOTE).expect_err("there is nothing in it");
     drop(handle);
     unmap(at, PAGE);
     cache.reclaim();
@@ -368,7 +377,7 @@ fn monitors_of_different_ifaces_start_and_fail_independently() {
             (buffer.allocation().range, device_cached, SIMULATED),
         ] {
             // SAFETY: the memory is the test's own.
-            let region = unsafe { cache.get_or_register(at, REMOTE) }.expect("registered");
+            let region = cache.get(unsafe { raw(at) }, REMOTE).expect("registered");
             assert_eq!(region.lease().uncached_reason().is_none(), cached, "{:?}", region.lease());
             assert_eq!(cache.monitor(iface).is_ok(), cached);
             if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason() {
@@ -413,7 +422,7 @@ fn disabled_monitor_turns_every_cache_off() {
         for at in [range(host, PAGE), buffer.allocation().range] {
             for _ in 0..2 {
                 // SAFETY: the memory is the test's own.
-                drop(unsafe { cache.get_or_register(at, REMOTE) }.expect("registered"));
+                drop(cache.get(unsafe { raw(at) }, REMOTE).expect("registered"));
             }
         }
         let hits = if off_by.is_some() { 0 } else { 2 };
@@ -438,8 +447,7 @@ fn each_subscription_of_a_cached_region_is_undone() {
     let cache = net.target.cache().expect("a cache");
     for page in 0..16 {
         // SAFETY: the memory is the test's own.
-        unsafe { cache.get_or_register(range(at + page * PAGE, PAGE), REMOTE) }
-            .expect("registered");
+        cache.get(unsafe { raw(range(at + page * PAGE, PAGE)) }, REMOTE).expect("registered");
     }
     assert!(!watcher.0.lock().unwrap().is_empty());
     cache.evict_idle();
@@ -466,13 +474,8 @@ fn cache_entries_name_their_path_and_close_with_the_domain() {
     {
         let cache = domain.cache().expect("a cache");
         // SAFETY: the memory is the test's own.
-        let (host, there) = unsafe {
-            (
-                cache.get_or_register(range(at, PAGE), REMOTE),
-                cache.get_or_register(buffer.allocation().range, REMOTE),
-            )
-        };
-        let (host, there) = (host.expect("registered"), there.expect("registered"));
+        let (host, there) = unsafe { (raw(range(at, PAGE)), raw(buffer.range())) };
+        let [host, there] = [host, there].map(|raw| cache.get(raw, REMOTE).expect("registered"));
         let mut paths: Vec<_> =
             cache.entries().into_iter().map(|one| (one.region, one.users)).collect();
         paths.sort_by_key(|(path, _)| path.map(Path::name));
@@ -584,12 +587,11 @@ fn builder_overrides_variables_and_bad_variables_are_refused() {
     let cache = net.target.cache().expect("a cache");
     for page in 0..4 {
         // SAFETY: the memory is the test's own.
-        unsafe { cache.get_or_register(range(at + 2 * page * PAGE, PAGE), REMOTE) }
-            .expect("registered");
+        cache.get(unsafe { raw(range(at + 2 * page * PAGE, PAGE)) }, REMOTE).expect("registered");
     }
     assert_eq!(cache.statistics().entries, 2);
     // SAFETY: the memory is the test's own.
-    let long = unsafe { cache.get_or_register(range(at, 6 * PAGE), REMOTE) }.expect("registered");
+    let long = cache.get(unsafe { raw(range(at, 6 * PAGE)) }, REMOTE).expect("registered");
     assert!(matches!(long.lease().uncached_reason(), Some(UncachedReason::TooLong)));
 }
 

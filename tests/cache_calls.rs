@@ -8,7 +8,7 @@ use std::{ptr, sync::Arc};
 
 use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr,
-    ErrorKind, Hmem, Iface, IfaceKind, MrMode,
+    ErrorKind, Hmem, Iface, IfaceKind, MrMode, Promise, Raw,
     cuda::{Cuda, sys::Functions},
     iface::AllocRequest,
     loopback::Loopback,
@@ -69,8 +69,8 @@ fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
     let cache = domain.cache().expect("a cache");
     let get = || {
         // SAFETY: the test owns the memory, and keeps it mapped.
-        let region = unsafe { cache.get_or_register(range(at, PAGE), Access::REMOTE_READ) };
-        drop(region.expect("registered"));
+        let memory = unsafe { Raw::new(range(at, PAGE), Promise::ReadWrite) };
+        drop(cache.get(memory, Access::REMOTE_READ).expect("registered"));
     };
     assert_eq!(of(&get), 1, "a miss");
     assert_eq!(of(&|| (0..10).for_each(|_| get())), 0);

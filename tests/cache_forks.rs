@@ -15,7 +15,7 @@ use std::{
 
 use hmem::{
     Access, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrFlags, MrMode, Result,
+    Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Promise, Raw, Result,
     iface::AllocRequest,
     loopback::{Loopback, Memory, Progress},
     provider::{CompletionQueue, EndpointAttr, WindowState},
@@ -26,6 +26,15 @@ use hmem::{
 const PAGE: usize = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 const LONG: Duration = Duration::from_secs(60);
+
+/// Returns memory by its addresses.
+///
+/// # Safety
+/// The caller makes the promise [`Promise::ReadWrite`], as [`Raw::new`] describes.
+unsafe fn raw(range: AddressRange) -> Raw {
+    // SAFETY: the caller makes the promise.
+    unsafe { Raw::new(range, Promise::ReadWrite) }
+}
 
 /// Returns a page filled with `byte`, which stays mapped until the process ends.
 fn pages(byte: u8) -> AddressRange {
@@ -82,7 +91,7 @@ impl Net {
 
     fn cached_get(&self, range: AddressRange) -> Result<()> {
         // SAFETY: the pages stay mapped, and nothing else writes them.
-        unsafe { self.target.cache()?.get_or_register(range, REMOTE) }.map(drop)
+        self.target.cache()?.get(unsafe { raw(range) }, REMOTE).map(drop)
     }
 }
 
@@ -145,7 +154,7 @@ fn a_childs_lookup_changes_no_page_pinned_by_its_parent() {
     let cache = net.target.cache().expect("a cache");
     let (old, new, childs) = (pages(1), pages(2), pages(3));
     // SAFETY: the pages stay mapped, and nothing else writes them.
-    let get = |range| unsafe { cache.get_or_register(range, REMOTE) }.expect("registered");
+    let get = |range| cache.get(unsafe { raw(range) }, REMOTE).expect("registered");
     let held = get(old);
     let (ready, begin) = std::io::pipe().expect("a pipe");
     let child = Child::fork(|| {
@@ -172,13 +181,10 @@ fn drops_in_a_child_keep_the_parents_registrations() {
     let net = Net::open();
     let cache = net.target.cache().expect("a cache");
     // SAFETY: the pages stay mapped, and nothing else writes them.
-    let cached = unsafe { cache.get_or_register(pages(4), REMOTE) }.expect("registered");
-    // SAFETY: the pages stay mapped, and nothing else writes them.
-    let plain =
-        unsafe { net.target.reg(pages(5), REMOTE, 77, MrFlags::empty()) }.expect("registered");
-    // SAFETY: the pages stay mapped, and nothing else writes them.
-    let closed =
-        unsafe { net.target.reg(pages(6), REMOTE, 78, MrFlags::empty()) }.expect("registered");
+    let [cached, plain, closed] = [4, 5, 6].map(|at| unsafe { raw(pages(at)) });
+    let cached = cache.get(cached, REMOTE).expect("registered");
+    let plain = net.target.register(plain, REMOTE).expect("registered");
+    let closed = net.target.register(closed, REMOTE).expect("registered");
     let child = Child::fork(|| {
         // A transfer by the child would use the parent's queue and memory file.
         let moved = net.pulled(&cached).is_ok() || net.pulled(&plain).is_ok();
@@ -215,9 +221,7 @@ fn forked_child_of_a_registering_parent_does_not_hang() {
                     net.cached_get(*range).expect("registered");
                     net.target.cache().expect("a cache").invalidate(*range);
                     // SAFETY: the pages stay mapped, and nothing else writes them.
-                    let region = unsafe {
-                        net.target.reg(*range, REMOTE, range.start().0, MrFlags::empty())
-                    };
+                    let region = net.target.register(unsafe { raw(*range) }, REMOTE);
                     region.expect("registered").close().expect("closed");
                 }
             });
@@ -228,7 +232,7 @@ fn forked_child_of_a_registering_parent_does_not_hang() {
             let child = Child::fork(|| {
                 let cached = net.cached_get(ranges[2]).is_err();
                 // SAFETY: the pages stay mapped, and nothing else writes them.
-                let plain = unsafe { net.target.reg(ranges[3], REMOTE, 1, MrFlags::empty()) };
+                let plain = net.target.register(unsafe { raw(ranges[3]) }, REMOTE);
                 let opened = net.hmem.domain("loopback", DomainAttr::default());
                 let inspected = net.target.live().regions == 0
                     && net.target.cache().expect("a cache").monitor(IfaceKind::SYSTEM).is_err();
@@ -273,8 +277,8 @@ fn a_child_opens_a_domain_of_its_own() {
         let own = Net::open();
         let range = pages(8);
         // SAFETY: the pages stay mapped, and nothing else writes them.
-        let region = unsafe { own.target.cache().expect("a cache").get_or_register(range, REMOTE) };
-        let region = region.expect("registered");
+        let memory = unsafe { raw(range) };
+        let region = own.target.cache().expect("a cache").get(memory, REMOTE).expect("registered");
         let fine =
             region.lease().uncached_reason().is_none() && own.pulled(&region).unwrap() == [8; 16];
         drop(region);
@@ -291,8 +295,7 @@ fn windows_of_the_parent_are_refused_in_a_child() {
     let window = net.target.alloc_type_1_window().expect("a window");
     let access = Access::MW_BIND | REMOTE;
     // SAFETY: the pages stay mapped, and nothing else writes them.
-    let region =
-        unsafe { net.target.reg(pages(8), access, 79, MrFlags::empty()) }.expect("registered");
+    let region = net.target.register(unsafe { raw(pages(8)) }, access).expect("registered");
     let key = window.bind(&region, 0, 16, Access::REMOTE_READ).expect("bound");
     let child = Child::fork(|| {
         let kinds = [window.bind(&region, 0, 16, Access::REMOTE_READ).map(drop), window.unbind()]

@@ -7,7 +7,8 @@ mod child;
 use std::{fs, ptr};
 
 use hmem::{
-    Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Hmem, IfaceKind, MrMode,
+    Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Hmem, IfaceKind, MrMode, Promise,
+    Raw,
     cache::CacheStatistics,
     loopback::{Loopback, Memory},
     system::monitor::HostMonitorKind,
@@ -77,7 +78,8 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
             let at = block.wrapping_byte_add(2 * index * PAGE);
             let range = AddressRange::new(Address::of_ptr(at), PAGE as u64).expect("no wrap");
             // SAFETY: the page is unmapped without a lease left, and the cache is notified.
-            let region = unsafe { cache.get_or_register(range, REMOTE) };
+            let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+            let region = cache.get(memory, REMOTE);
             drop(region.unwrap_or_else(|error| panic!("page {index}: {error}")));
             if index % 500 == 0 {
                 // The kernel never merges a shared anonymous mapping with another mapping.

@@ -21,7 +21,7 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode,
-    RemoteKey, Result,
+    Promise, Raw, RemoteKey, Result,
     loopback::{Loopback, Memory},
     monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor},
     provider::{CompletionQueue, EndpointAttr, Provider},
@@ -240,7 +240,7 @@ fn verbs() -> Arc<dyn Provider> {
 
 /// Two connected endpoints of a domain with a cache, and a buffer for the moved bytes.
 struct Net {
-    seen: hmem::OwnedRegion<Vec<u8>>,
+    seen: hmem::Region<Vec<u8>>,
     key: RemoteKey,
     cq: Arc<dyn CompletionQueue>,
     endpoint: Endpoint,
@@ -292,9 +292,9 @@ impl Net {
     fn pulled(&self, range: AddressRange) -> u64 {
         // SAFETY: the memory is the test's own. The test replaces it while it is cached, and the
         // NIC's pinned pages stay valid.
-        let region =
-            unsafe { self.domain.cache().expect("a cache").get_or_register(range, REMOTE) }
-                .expect("registered");
+        let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+        let cache = self.domain.cache().expect("a cache");
+        let region = cache.get(memory, REMOTE).expect("registered");
         let key = region.key().expect("a key");
         let remote = [RemoteSegment { address: region.base_addr(), len: 8, key: &key }];
         let local = [self.seen.slice(0, 8).expect("all of it")];
@@ -334,10 +334,11 @@ fn stale(
         if adversary {
             scope.spawn(|| {
                 let cache = net.domain.cache().expect("a cache");
+                // SAFETY: the memory is the test's own, and no transfer uses this region.
+                let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
                 while running.load(SeqCst) {
                     // Registers the memory while it changes; unmapped addresses are refused.
-                    // SAFETY: the memory is the test's own, and no transfer uses this region.
-                    drop(unsafe { cache.get_or_register(range, REMOTE) });
+                    drop(cache.get(memory, REMOTE));
                     looked.fetch_add(1, SeqCst);
                 }
             });

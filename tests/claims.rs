@@ -4,9 +4,10 @@
 use std::{os::fd::AsFd, sync::Arc};
 
 use hmem::{
-    Access, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DmaBufAttr, Domain,
-    DomainAttr, ErrorKind, Hmem, Iface, IfaceExt, IfaceKind, MemoryRegion, MrAttr, MrFlags, MrMode,
-    Result,
+    Access, AddressRange, AllocationKind, BorrowedDmaBuf, CacheAttr, DeviceBuffer, DeviceId,
+    Domain, DomainAttr, Error, ErrorKind, Hmem, Iface, IfaceExt, IfaceKind, MemoryRegion, MrFlags,
+    MrMode, Promise, Raw, Request, Result,
+    fabric::{self, MrAttr},
     iface::{AllocRequest, DmaBufExport, DmaBufMapping},
     loopback::Loopback,
     system::{SIMULATED, Simulated},
@@ -55,8 +56,7 @@ impl World {
     }
 
     fn regattr(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
-        // SAFETY: the tests keep all memory longer than its regions, and make no references to it.
-        unsafe { self.domain.regattr(attr, flags) }
+        fabric::regattr(&self.domain, attr, flags)
     }
 
     /// Asserts that a request is refused as a contradiction, and that nothing is registered.
@@ -72,8 +72,13 @@ impl World {
 
 fn dma_buf(export: &DmaBufExport) -> MrAttr<'_> {
     let fd = export.as_fd();
-    let given = DmaBufAttr { fd, offset: export.offset, len: export.len, base_addr: None };
-    MrAttr { dma_buf: Some(given), ..MrAttr::new(&[], ACCESS) }
+    let given = BorrowedDmaBuf { fd, offset: export.offset, len: export.len, base_addr: None };
+    MrAttr::new(raw(given), ACCESS)
+}
+
+fn raw<A>(at: A) -> Raw<A> {
+    // SAFETY: the tests keep all memory longer than its regions, and make no references to it.
+    unsafe { Raw::new(at, Promise::ReadOnly) }
 }
 
 /// MR-12
@@ -114,10 +119,9 @@ fn claims_about_a_sub_region_fit_the_memory_of_its_base() {
         (buffers[1].range(), SIMULATED, [false, true]),
         (buffers[2].range(), SIMULATED, [false, false]),
     ] {
-        let ranges = [range];
-        let base = world.regattr(&MrAttr::new(&ranges, ACCESS), NONE).expect("the base");
-        let part = [range.slice(64, 100).expect("a part")];
-        let sub = MrAttr { base: Some(&base), ..MrAttr::new(&part, ACCESS) };
+        let base = world.domain.register(raw(range), ACCESS).expect("the base");
+        let part = range.slice(64, 100).expect("a part");
+        let sub = MrAttr::new((&*base, part), ACCESS);
         for (flag, fits) in [DEVICE_ONLY, HOST_ALLOC].into_iter().zip(fits) {
             if fits {
                 world.regattr(&sub, flag).expect("the flag fits");
@@ -147,15 +151,15 @@ fn parts_of_a_dma_buf_inherit_its_claim() {
     ] {
         let attr = MrAttr { iface, ..dma_buf(&export) };
         let base = world.regattr(&attr, MrFlags::MR_DMABUF | flags).expect("the base");
-        let part = [base.range().slice(64, 100).expect("a part")];
-        let sub = MrAttr { base: Some(&base), ..MrAttr::new(&part, ACCESS) };
+        let part = base.range().slice(64, 100).expect("a part");
+        let sub = MrAttr::new((&base, part), ACCESS);
         for (flag, fits) in [DEVICE_ONLY, HOST_ALLOC].into_iter().zip(fits) {
             if !fits {
                 world.refuse(&sub, flag);
                 continue;
             }
             let sub = world.regattr(&sub, flag).expect("the flag fits");
-            let part = MrAttr { base: Some(&sub), ..MrAttr::new(&part, ACCESS) };
+            let part = MrAttr::new((&sub, part), ACCESS);
             let other = (DEVICE_ONLY | HOST_ALLOC) - flag;
             world.regattr(&part, flag).expect("the flag of the base");
             world.refuse(&part, other);
@@ -180,22 +184,20 @@ fn hmem_flags_are_checked_for_every_range() {
     let (device, managed) =
         (world.buffer(AllocationKind::Device), world.buffer(AllocationKind::Managed));
     let ranges = [device.range(), managed.range()];
-    world.refuse(&MrAttr::new(&ranges, ACCESS), DEVICE_ONLY);
+    world.refuse(&MrAttr::new(raw(&ranges[..]), ACCESS), DEVICE_ONLY);
 }
 
-/// Registers by `regattr` and by a cached lookup with the same claim. Returns both results.
+/// Registers by `submit` and by a cached lookup with the same claim. Returns both results.
 fn both_ways(
     world: &World,
     range: AddressRange,
     iface: IfaceKind,
     device: Option<DeviceId>,
 ) -> [Result<(), ErrorKind>; 2] {
-    let ranges = [range];
-    let attr = MrAttr { iface: Some(iface), device, ..MrAttr::new(&ranges, ACCESS) };
-    let registered = world.regattr(&attr, NONE).map(drop);
+    let request = Request::new(raw(range), ACCESS).owner(iface, device);
+    let registered = world.domain.submit(request).map(drop).map_err(Error::from);
     let cache = world.domain.cache().expect("a cache");
-    // SAFETY: the tests keep all memory longer than its regions, and make no references to it.
-    let found = unsafe { cache.get_or_register_on(range, ACCESS, iface, device) }.map(drop);
+    let found = cache.get_of(raw(range), ACCESS, iface, device).map(drop);
     [registered, found].map(|result| result.map_err(|error| error.kind()))
 }
 
@@ -242,7 +244,7 @@ fn system_iface_may_be_named_for_a_device_apis_host_memory_but_not_for_managed_m
     }
     let buffer = world.buffer(AllocationKind::Host);
     let ranges = [buffer.range()];
-    let attr = MrAttr { iface: Some(IfaceKind::SYSTEM), ..MrAttr::new(&ranges, ACCESS) };
+    let attr = MrAttr { iface: Some(IfaceKind::SYSTEM), ..MrAttr::new(raw(&ranges[..]), ACCESS) };
     let region = world.regattr(&attr, HOST_ALLOC).expect("host memory of a device API");
     assert_eq!(region.iface().expect("registered").0, SIMULATED, "the owner is unchanged");
 }
@@ -260,16 +262,16 @@ fn hmem_flags_work_without_the_capability_and_the_claimed_iface_is_ignored() {
     let wrong = MrAttr {
         iface: Some(IfaceKind::SYSTEM),
         device: Some(DeviceId(77)),
-        ..MrAttr::new(&ranges, ACCESS)
+        ..MrAttr::new(raw(&ranges[..]), ACCESS)
     };
     let region = world.regattr(&wrong, DEVICE_ONLY).expect("the owner is detected");
     assert_eq!(region.iface().expect("registered"), (SIMULATED, Some(DeviceId(0))));
-    world.refuse(&MrAttr::new(&ranges, ACCESS), HOST_ALLOC);
+    world.refuse(&MrAttr::new(raw(&ranges[..]), ACCESS), HOST_ALLOC);
     let ranges = [host.range()];
     world
-        .regattr(&MrAttr::new(&ranges, ACCESS), HOST_ALLOC)
+        .regattr(&MrAttr::new(raw(&ranges[..]), ACCESS), HOST_ALLOC)
         .expect("host memory of the device API");
-    world.refuse(&MrAttr::new(&ranges, ACCESS), DEVICE_ONLY);
+    world.refuse(&MrAttr::new(raw(&ranges[..]), ACCESS), DEVICE_ONLY);
 
     let export = world.export(&device);
     let named = MrAttr { iface: Some(SIMULATED), ..dma_buf(&export) };

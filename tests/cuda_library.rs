@@ -7,7 +7,7 @@
 use std::{ffi::CStr, path::PathBuf, sync::Arc};
 
 use hmem::{
-    Access, Address, AddressRange, CacheAttr, DomainAttr, Hmem, IfaceExt, IfaceKind,
+    Access, Address, AddressRange, CacheAttr, DomainAttr, Hmem, IfaceExt, IfaceKind, Promise, Raw,
     cuda::{
         Cuda,
         sys::{CuContext, CuDevicePtr, CuResult, Functions},
@@ -75,8 +75,8 @@ fn direct_frees_in_a_loaded_library_end_cached_registrations() {
         for asked in [None, Some(1)] {
             let before = calls(c"");
             // SAFETY: the region is not used after the memory is freed.
-            let region =
-                unsafe { cache.get_or_register(range, Access::REMOTE_READ) }.expect("registered");
+            let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+            let region = cache.get(memory, Access::REMOTE_READ).expect("registered");
             assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
             if let Some(most) = asked {
                 assert_eq!(calls(c"") - before, most, "the driver's calls of a hit");

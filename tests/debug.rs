@@ -7,8 +7,8 @@ mod silent;
 use std::{fmt::Debug, sync::Arc};
 
 use hmem::{
-    Access, AddressRange, AllocationKind, Builder, CacheAttr, DeviceBuffer, DeviceId, Domain,
-    DomainAttr, Growth, Hmem, Iface, IfaceKind, MrMode, View,
+    Access, AddressRange, AllocationKind, Batch, Builder, CacheAttr, DeviceBuffer, DeviceId,
+    Domain, DomainAttr, Hmem, Iface, IfaceKind, MrMode, Promise, Raw, Request,
     iface::AllocRequest,
     loopback::Loopback,
     provider::EndpointAttr,
@@ -43,22 +43,24 @@ fn buffers(device: &Arc<dyn Iface>) -> Vec<DeviceBuffer> {
 /// the domain returns.
 fn check_domain(domain: &Domain, ranges: &[AddressRange], kind: IfaceKind) {
     let access = Access::REMOTE_READ;
-    let views: Vec<_> = ranges.iter().map(|range| View::new(*range, access)).collect();
     // SAFETY: nothing refers into the memory, which outlives the regions.
-    let registered = unsafe { domain.reg_many(&views, Growth::None) }.expect("registered");
+    let raw = |range: &AddressRange| unsafe { Raw::new(*range, Promise::ReadOnly) };
+    let requests = ranges.iter().map(|range| Request::new(raw(range), access));
+    let nics = [domain];
+    let batch = requests.fold(Batch::on(&nics), Batch::add);
+    check("batch", &batch);
+    let registered = batch.register().expect("registered");
     let cache = domain.cache().expect("a cache");
-    // SAFETY: nothing refers into the memory, which outlives the regions.
-    let leases: Vec<_> = ranges
-        .iter()
-        .map(|range| unsafe { cache.get_or_register(*range, access) }.expect("registered"))
-        .collect();
+    let lease = |range| cache.get(raw(range), access).expect("registered");
+    let leases: Vec<_> = ranges.iter().map(lease).collect();
     assert!(leases[0].lease().uncached_reason().is_none());
     let queue = domain.open_cq(8).expect("a queue");
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
     let monitor = cache.monitor(kind).expect("a monitor");
     check("domain", domain);
-    check("views", &registered);
-    check("view", &registered.get(7).expect("there"));
+    check("request", &Request::new(raw(&ranges[7]), access));
+    check("regions", &registered);
+    check("view", &registered.view(0, 7, 0).expect("there"));
     check("region", &registered.regions()[7]);
     check("cache", cache);
     check("lookup handle", &cache.lookup_handle());

@@ -14,8 +14,8 @@ use std::{
 use counted::Counted;
 use hmem::{
     Access, Address, AddressRange, Addressing, AllocationKind, DeviceBuffer, DeviceId, Domain,
-    DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, MrFlags, MrMode, OwnedBuffer, Path,
-    Rejected, Type2Bind, Type2Kind,
+    DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, MrMode, Path, Promise, Raw, Rejected,
+    Type2Bind, Type2Kind,
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::{Call, Faults, Loopback},
@@ -106,8 +106,8 @@ fn range_from_host_into_device_memory_is_refused() {
     for (start, len) in [(start - 4096, 8192), (start + 4096, 8192)] {
         let range = AddressRange::new(Address(start), len).expect("in the address space");
         // SAFETY: the registration must be refused.
-        let error =
-            unsafe { domain.reg(range, Access::REMOTE_READ, 1, MrFlags::empty()) }.unwrap_err();
+        let memory = unsafe { Raw::new(range, Promise::ReadOnly) };
+        let error = domain.register(memory, Access::REMOTE_READ).unwrap_err().error;
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
     }
     assert_eq!(domain.live().regions, 0);
@@ -115,17 +115,18 @@ fn range_from_host_into_device_memory_is_refused() {
 
 #[test]
 fn parts_of_a_buffer_are_copied_within_their_bounds_only() {
-    let parts = <Vec<u8> as OwnedBuffer>::into_parts(vec![1; 8]);
+    let hmem = hmem(&Faults::new());
+    let domain = domain(&hmem);
+    let region = domain.register(vec![1; 8], Access::REMOTE_READ).expect("registers");
     let mut out = [0; 4];
-    <Vec<u8> as OwnedBuffer>::read(&parts, 4, &mut out).expect("inside");
+    region.read(4, &mut out).expect("inside");
     assert_eq!(out, [1; 4]);
     for offset in [5, 1 << 20, u64::MAX] {
-        let read = <Vec<u8> as OwnedBuffer>::read(&parts, offset, &mut out);
-        let write = <Vec<u8> as OwnedBuffer>::write(&parts, offset, &[0; 4]);
-        for refused in [read, write] {
+        for refused in [region.read(offset, &mut out), region.write(offset, &[0; 4])] {
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::OutOfBounds);
         }
     }
+    assert_eq!((out, region.close().expect("closes")), ([1; 4], vec![1; 8]));
 }
 
 /// MW-07
@@ -237,17 +238,17 @@ fn cache_miss_refuses_a_range_that_leaves_its_allocation() {
     let cache = domain.cache().expect("a cache");
     let buffer = device_buffer(&hmem);
     let whole = buffer.allocation().range;
+    // SAFETY: no transfer uses the regions.
+    let raw = |range| unsafe { Raw::new(range, Promise::ReadOnly) };
     let outside = [
         AddressRange::new(whole.start(), whole.len() + 1),
         AddressRange::new(Address(whole.start().0 + 8), whole.len()),
         AddressRange::new(Address(whole.start().0 - 4096), 8192),
     ];
     for range in outside.map(|range| range.expect("no wrap")) {
-        // SAFETY: no transfer uses the region, which must be refused.
-        let error = unsafe { cache.get_or_register(range, Access::REMOTE_READ) }.unwrap_err();
+        let error = cache.get(raw(range), Access::REMOTE_READ).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{range}: {error}");
         assert_eq!((domain.live().regions, cache.statistics().registrations), (0, 0), "{range}");
     }
-    // SAFETY: no transfer uses the region.
-    unsafe { cache.get_or_register(whole, Access::REMOTE_READ) }.expect("the allocation itself");
+    cache.get(raw(whole), Access::REMOTE_READ).expect("the allocation itself");
 }

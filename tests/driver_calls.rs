@@ -6,7 +6,8 @@ use std::{sync::Arc, time::Duration};
 
 use hmem::{
     Access, AllocationKind, Atomic, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Endpoint, Errno, Error, ErrorKind, Hmem, MrAttr, MrFlags, MrMode, OwnedRegion,
+    Endpoint, Errno, Error, ErrorKind, Hmem, MrFlags, MrMode, Region, Request,
+    fabric::{self, MrAttr},
     iface::AllocRequest,
     loopback::Loopback,
     path::{Attempt, P2pPolicy, Path},
@@ -93,7 +94,7 @@ impl Link {
 }
 
 /// Transfers by every operation, into and out of device memory.
-fn transfer(link: &Link, device: &OwnedRegion<DeviceBuffer>, host: &OwnedRegion<Vec<u8>>) {
+fn transfer(link: &Link, device: &Region<DeviceBuffer>, host: &Region<Vec<u8>>) {
     let key = device.key().expect("a key");
     let segment = |len| RemoteSegment { address: device.base_addr(), len, key: &key };
     let remote = [segment(LEN)];
@@ -172,7 +173,7 @@ fn staged_copies_are_refused_where_transfers_may_not_call_drivers() {
             (region.map_err(|rejected| rejected.error), domain)
         };
         let refused = |register: (hmem::Result<_>, Domain)| {
-            let (region, domain): (hmem::Result<OwnedRegion<DeviceBuffer>>, _) = register;
+            let (region, domain): (hmem::Result<Region<DeviceBuffer>>, _) = register;
             let error = region.expect_err("there is no other path");
             assert_refused(&error, ErrorKind::Unsupported, &domain);
             let tried = error.trace().last().expect("an attempt");
@@ -209,30 +210,21 @@ fn persistent_device_memory_is_refused_where_transfers_may_not_call_drivers() {
     let fixture = Fixture::new(DMA_BUF);
     for allowed in [true, false] {
         let domain = fixture.open(attr(allowed));
-        let persistent = |domain: &Domain, buffer| {
-            domain.register_with(buffer, &MrAttr::new(&[], Access::REMOTE_WRITE), MrFlags::RMA_PMEM)
-        };
-        match persistent(&domain, fixture.buffer()) {
+        let persistent = Request::new(fixture.buffer(), Access::REMOTE_WRITE);
+        match domain.submit(persistent.flags(MrFlags::RMA_PMEM)) {
             Ok(_) => assert!(allowed),
             Err(rejected) => {
                 assert!(!allowed, "{rejected}");
                 assert_refused(&rejected.error, ErrorKind::BadFlags, &domain);
             }
         }
-        let buffer = fixture.buffer();
-        let ranges = [buffer.range()];
-        let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
-        // SAFETY: the buffer is dropped after its regions, and nothing refers to device memory.
-        let whole = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("registers");
-        let part = MrAttr { base: Some(&whole), ..attr };
-        // SAFETY: the buffer is dropped after its regions, and nothing refers to device memory.
-        let part = unsafe { domain.regattr(&part, MrFlags::RMA_PMEM) };
+        let whole = domain.register(fixture.buffer(), Access::REMOTE_WRITE).expect("registers");
+        let part = MrAttr::new((&*whole, whole.range()), Access::REMOTE_WRITE);
+        let part = fabric::regattr(&domain, &part, MrFlags::RMA_PMEM);
         assert_eq!(part.as_ref().err().map(Error::kind), (!allowed).then_some(ErrorKind::BadFlags));
         drop(part);
-        let host = vec![0u8; 64];
-        let host =
-            domain.register_with(host, &MrAttr::new(&[], Access::REMOTE_WRITE), MrFlags::RMA_PMEM);
-        host.expect("host memory needs no driver");
+        let host = Request::new(vec![0u8; 64], Access::REMOTE_WRITE).flags(MrFlags::RMA_PMEM);
+        domain.submit(host).expect("host memory needs no driver");
     }
 }
 

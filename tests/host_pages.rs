@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use hmem::{
     Access, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Growth, Hmem, Iface, MrMode,
+    Growth, Hmem, Iface, MrMode, Promise, Raw,
     iface::AllocRequest,
     loopback::Loopback,
     system::{SIMULATED, Simulated},
@@ -42,7 +42,8 @@ impl World {
     fn registered(&self, range: AddressRange) -> AddressRange {
         let cache = self.domain.cache().expect("a cache");
         // SAFETY: nothing refers into the memory, and it outlives its registration.
-        let region = unsafe { cache.get_or_register(range, READ) }.expect("registered");
+        let memory = unsafe { Raw::new(range, Promise::Allocation) };
+        let region = cache.get(memory, READ).expect("registered");
         assert_eq!(region.view().range(), range);
         assert!(region.slice(0, range.len() + 1).is_err(), "the key is of what was looked up");
         region.range()

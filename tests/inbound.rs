@@ -3,12 +3,11 @@
 use std::{sync::Arc, time::Duration};
 
 use hmem::{
-    Access, AllocationKind, Atomic, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno,
-    Hmem, MrMode, OwnedBuffer, OwnedRegion, RegionSlice,
+    Access, AllocationKind, Atomic, Batch, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint,
+    Errno, Hmem, Memory, MrMode, Region, RegionSlice, Request,
     iface::AllocRequest,
     loopback::Loopback,
     provider::{CompletionQueue, EndpointAttr},
-    register_on,
     system::{Call, SIMULATED, Simulated},
     transfer::{AtomicOp, AtomicType, Completion, CompletionKind, RemoteSegment},
 };
@@ -46,7 +45,7 @@ impl Side {
         done.remove(0)
     }
 
-    fn host(&self, access: Access) -> OwnedRegion<Vec<u8>> {
+    fn host(&self, access: Access) -> Region<Vec<u8>> {
         self.domain.register(vec![7_u8; LEN as usize], access).expect("host memory")
     }
 }
@@ -69,7 +68,7 @@ impl Fixture {
         self.device.faults().count(Call::FlushInbound)
     }
 
-    fn on_device(&self, domain: &Domain, device: u32, access: Access) -> OwnedRegion<DeviceBuffer> {
+    fn on_device(&self, domain: &Domain, device: u32, access: Access) -> Region<DeviceBuffer> {
         let iface = self.hmem.iface(SIMULATED).expect("it was added");
         let request =
             AllocRequest { len: LEN, device: DeviceId(device), kind: AllocationKind::Device };
@@ -78,7 +77,7 @@ impl Fixture {
     }
 }
 
-fn slice<B: OwnedBuffer>(region: &OwnedRegion<B>) -> RegionSlice {
+fn slice<B: Memory>(region: &Region<B>) -> RegionSlice {
     region.slice(0, LEN).expect("all of it")
 }
 
@@ -143,8 +142,9 @@ fn each_nic_flushes_for_its_own_receives() {
     let iface = fixture.hmem.iface(SIMULATED).expect("it was added");
     let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(iface, &request).expect("device memory");
-    let both =
-        register_on(&[&first.domain, &second.domain], buffer, Access::RECV).expect("registered");
+    let nics = [&first.domain, &second.domain];
+    let both = Batch::on(&nics).add(Request::new(buffer, Access::RECV)).register();
+    let both = both.expect("registered");
     let source = sender.host(Access::SEND);
     for side in [&first, &second] {
         let host = side.host(Access::RECV);

@@ -14,15 +14,15 @@ use std::{
 
 use counted::Counted;
 use hmem::{
-    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, DomainBindFlags,
-    Error, ErrorKind, Hmem, Iface, MrFlags, MrMode, Registry, Rejected, Result,
+    Access, AllocationKind, Batch, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr,
+    DomainBindFlags, Error, ErrorKind, Hmem, Iface, Memory, MrFlags, MrMode, Regions, Registry,
+    Rejected, Request, Result,
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::Loopback,
     p2p::path::DefaultPathSelector,
     path::{PathRegistration, PathSelector, Target},
     provider::Nic,
-    register_on,
     system::{Simulated, System},
 };
 use tracing::{Event, Metadata, Subscriber, span};
@@ -53,6 +53,13 @@ fn domain(hmem: &Hmem) -> Domain {
 fn buffer(iface: &Arc<dyn Iface>, kind: AllocationKind) -> DeviceBuffer {
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind };
     DeviceBuffer::allocate(iface, &request).expect("memory")
+}
+
+fn register_together<M: Memory>(
+    nics: &[&Domain],
+    memory: M,
+) -> Result<Regions<M>, Rejected<Regions<M>>> {
+    Batch::on(nics).add(Request::new(memory, REMOTE)).register()
 }
 
 /// Calls `close` until it succeeds. Panics on any error other than Busy.
@@ -95,13 +102,13 @@ fn close_on_several_nics_racing_a_sub_region_drop_loses_no_buffer() {
     let hmem = hmem(&simulated());
     let domains = Arc::new([domain(&hmem), domain(&hmem)]);
     race_close_with_drop(10_000, || {
-        let shared = register_on(&[&domains[0], &domains[1]], vec![5_u8; 64], REMOTE);
+        let shared = register_together(&[&domains[0], &domains[1]], vec![5_u8; 64]);
         let shared = shared.expect("both take host memory");
         let region = &shared.regions()[1];
         let sub = region.sub(region.range(), REMOTE, None).expect("the whole of it");
         let close = || {
-            let bytes = close_when_idle(shared, |shared| shared.close());
-            assert_eq!(bytes, [5; 64]);
+            let memories = close_when_idle(shared, |shared| shared.close());
+            assert_eq!(memories, [[5; 64]]);
         };
         (sub, Box::new(close) as _)
     });
@@ -138,10 +145,10 @@ fn buffer_of_a_foreign_iface_is_refused() {
         let mut bytes = [1; 4];
         refused.value.read(0, &mut bytes).expect("the buffer is whole");
         assert_eq!(bytes, [0; 4]);
-        let refused = register_on(&[&domains[0], &domains[1]], buffer(&foreign, kind), REMOTE);
+        let refused = register_together(&[&domains[0], &domains[1]], buffer(&foreign, kind));
         let refused = refused.unwrap_err();
         assert_eq!(refused.error.kind(), ErrorKind::InvalidArgument, "{kind:?}: {refused}");
-        assert_eq!(refused.error.operation(), "register_on", "{refused}");
+        assert_eq!(refused.error.operation(), "register batch", "{refused}");
         assert!(refused.value.close().is_ok(), "nothing was registered");
     }
     assert_eq!((domains[0].live().regions, domains[1].live().regions), (0, 0));
@@ -291,8 +298,8 @@ fn memory_of_a_panicking_registration_is_leaked() {
     assert!(catch_unwind(AssertUnwindSafe(register)).is_err());
     assert_eq!(leaked(), 1, "registered here");
     let other = domain();
-    let register_on_both = || register_on(&[&waited_for, &other], memory(), REMOTE).is_ok();
-    assert!(catch_unwind(AssertUnwindSafe(register_on_both)).is_err());
+    let register_with_both = || register_together(&[&waited_for, &other], memory()).is_ok();
+    assert!(catch_unwind(AssertUnwindSafe(register_with_both)).is_err());
     assert_eq!(leaked(), 2, "registered with several NICs");
 
     let asynchronous = domain();
@@ -315,8 +322,7 @@ fn location_flags_must_match_the_kind_of_memory() {
     let domain = domain(&hmem);
     let iface: Arc<dyn Iface> = device;
     let register = |kind, flags| {
-        let attr = hmem::MrAttr::new(&[], REMOTE);
-        let registered = domain.register_with(buffer(&iface, kind), &attr, flags);
+        let registered = domain.submit(Request::new(buffer(&iface, kind), REMOTE).flags(flags));
         registered.map(drop).map_err(|rejected| rejected.error.kind())
     };
     let refused: Result<(), ErrorKind> = Err(ErrorKind::InvalidArgument);
@@ -346,8 +352,7 @@ fn page_size_must_exist_on_both_system_and_nic() {
         let loopback = Loopback::builder().page_sizes(nic).build().expect("a software NIC");
         let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build();
         let domain = domain(&hmem.expect("builds"));
-        let attr = hmem::MrAttr { page_size, ..hmem::MrAttr::new(&[], REMOTE) };
-        let registered = domain.register_with(vec![0_u8; 64], &attr, MrFlags::empty());
+        let registered = domain.submit(Request::new(vec![0_u8; 64], REMOTE).page_size(page_size));
         let registered = registered.map(|region| region.page_size());
         registered.map_err(|rejected: Rejected<_>| -> Error { rejected.error })
     };

@@ -6,8 +6,8 @@ use std::{
 };
 
 use hmem::{
-    Access, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    DomainBindFlags, Growth, Hmem, MemoryRegion, MrAttr, MrFlags, MrMode, Result, View,
+    Access, AddressRange, AllocationKind, Batch, CacheAttr, DeviceBuffer, DeviceId, Domain,
+    DomainAttr, DomainBindFlags, Hmem, MemoryRegion, MrMode, Promise, Raw, Request, Result,
     WriteOrdering,
     event_queue::EventQueue,
     iface::AllocRequest,
@@ -16,7 +16,6 @@ use hmem::{
         DomainRequest, LiveObjects, Piece, Provider, ProviderAttr, ProviderDomain, ProviderRegion,
         SubRegions, Transport,
     },
-    register_on,
     registration::Registration,
     system::{SIMULATED, Simulated},
 };
@@ -151,17 +150,20 @@ impl World {
         let cache = domain.cache().expect("a cache");
         let (vec, buffer) = (vec![0_u8; 4096], self.device_buffer());
         for range in [AddressRange::of(&vec), buffer.range()] {
-            // SAFETY: no transfer uses the region, and the memory outlives it.
-            drop(unsafe { cache.get_or_register(range, ACCESS) }.expect("registers"));
+            // SAFETY: no transfer uses the regions, and the memory outlives them.
+            let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+            drop(cache.get(memory, ACCESS).expect("registers"));
             check("a cached lookup");
-            let views = [View::new(range, ACCESS)];
-            // SAFETY: no transfer uses the region, and the memory outlives it.
-            drop(unsafe { domain.reg_many(&views, Growth::None) }.expect("registers"));
-            check("reg_many");
+            drop(domain.register(memory, ACCESS).expect("registers"));
+            check("memory by its addresses");
         }
         cache.evict_idle();
-        drop(register_on(&[domain], self.device_buffer(), ACCESS).expect("registers"));
-        check("register_on");
+        let batch = Batch::on(&[domain])
+            .add(Request::new(self.device_buffer(), ACCESS))
+            .add_views(self.device_buffer(), [(0..64, ACCESS)])
+            .register();
+        drop(batch.expect("registers"));
+        check("a batch");
         let events = Arc::new(EventQueue::new());
         domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
         let pending = domain.register(vec![0_u8; 4096], ACCESS).expect("a sound request");
@@ -201,8 +203,8 @@ fn registration_may_have_another_ordering_than_its_domain() {
             }
             for requested in [WriteOrdering::Strict, WriteOrdering::Relaxed] {
                 world.provider.1.lock().expect("not poisoned").clear();
-                let attr = MrAttr { ordering: Some(requested), ..MrAttr::new(&[], ACCESS) };
-                let region = domain.register_with(world.device_buffer(), &attr, MrFlags::empty());
+                let request = Request::new(world.device_buffer(), ACCESS).ordering(requested);
+                let region = domain.submit(request);
                 if is_asynchronous {
                     let event = events.wait(Duration::from_secs(60)).expect("an event");
                     event.result.expect("registered");

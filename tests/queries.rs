@@ -14,17 +14,17 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, Allocation, AllocationKind, CacheAttr, DeviceBuffer, DeviceId,
-    Domain, DomainAttr, DomainBindFlags, Error, Hmem, Iface, IfaceKind, MemoryRegion, MrAttr,
-    MrFlags, Result,
+    Access, Address, AddressRange, Allocation, AllocationKind, Batch, CacheAttr, DeviceBuffer,
+    DeviceId, Domain, DomainAttr, DomainBindFlags, Error, Hmem, Iface, IfaceKind, MrFlags, Promise,
+    Raw, Request, Result,
     event_queue::EventQueue,
+    fabric::{self, MrAttr},
     iface::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExporter, InboundFlush, MonitorSource,
         PeerMemoryExporter, SegmentMap,
     },
     loopback::Loopback,
     path::Path,
-    regattr_on,
     system::{DmaBufKind, Simulated, monitor::ImportMonitor},
 };
 use silent::Silent;
@@ -117,15 +117,21 @@ impl Subscriber for Listening {
 /// The public function by which a test registers memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum EntryPoint {
-    Regattr,
-    /// `regattr` with the owning iface named by the caller.
+    Register,
+    /// `submit`, with the owning iface named by the caller.
     Named,
+    /// `register` with tracing on.
     Traced,
+    /// `register` with an event queue.
     Asynchronous,
-    RegattrOn,
+    /// `fabric::regattr`.
+    Regattr,
+    /// `Batch::on` with two NICs.
+    Batch,
     SubRegion,
     CachedMiss,
-    CachedMissOn,
+    /// A miss of `get_of`.
+    CachedMissOf,
     CachedHit,
 }
 
@@ -173,11 +179,11 @@ impl Fixture {
         self.hmem.domain("loopback", attr).expect("a domain")
     }
 
-    /// Returns the number of queries of each iface during a call.
-    fn counted(&self, call: impl FnOnce()) -> [u64; 2] {
+    /// Returns the number of queries of each iface during a call. Its result is dropped later.
+    fn counted<R>(&self, call: impl FnOnce() -> R) -> [u64; 2] {
         let counts = || self.ifaces.each_ref().map(|iface| iface.queries.load(Ordering::Relaxed));
         let before = counts();
-        call();
+        let _result = call();
         let after = counts();
         [after[0] - before[0], after[1] - before[1]]
     }
@@ -199,77 +205,67 @@ fn queries(fixture: &Fixture, entry: EntryPoint, memory: Memory) -> [u64; 2] {
         Memory::HostPages => (AddressRange::new(Address(page + 64), PAGE), IfaceKind::SYSTEM),
         Memory::Device => (Ok(buffer.allocation().range), owner.kind()),
     };
-    let ranges = [range.expect("a range")];
-    let attr = MrAttr::new(&ranges, REMOTE);
     // SAFETY: host memory and buffer are dropped after the domains, and thus after every region and
     // cached registration, and nothing refers to their bytes.
-    let register = |attr: &MrAttr<'_>| unsafe { domain.regattr(attr, MrFlags::empty()) };
-    let close = |region: MemoryRegion| region.close().map_err(Error::from).expect("closed");
-    let registered = |attr: &MrAttr<'_>| {
-        let mut region = None;
-        let counts = fixture.counted(|| region = Some(register(attr).expect("registered")));
-        close(region.expect("registered"));
-        counts
-    };
+    let memory = unsafe { Raw::new(range.expect("a range"), Promise::ReadWrite) };
+    let register = || domain.register(memory, REMOTE).expect("registered");
     let cache = domain.cache().expect("a cache");
-    // SAFETY: the memory outlives the domains, and nothing refers to its bytes.
-    let cached = || drop(unsafe { cache.get_or_register(ranges[0], REMOTE) }.expect("registered"));
-    match entry {
-        EntryPoint::Regattr => registered(&attr),
-        EntryPoint::Named => registered(&MrAttr { iface: Some(kind), ..attr }),
-        EntryPoint::Traced => tracing::subscriber::with_default(Listening, || registered(&attr)),
+    let cached = || drop(cache.get(memory, REMOTE).expect("registered"));
+    let counts = match entry {
+        EntryPoint::Register => fixture.counted(register),
+        EntryPoint::Named => fixture.counted(|| {
+            domain.submit(Request::new(memory, REMOTE).owner(kind, None)).expect("registered")
+        }),
+        EntryPoint::Traced => {
+            tracing::subscriber::with_default(Listening, || fixture.counted(register))
+        }
         EntryPoint::Asynchronous => {
             let events = Arc::new(EventQueue::new());
             domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
-            let mut region = None;
-            let counts = fixture.counted(|| {
-                region = Some(register(&attr).expect("a sound request"));
+            fixture.counted(|| {
+                let region = register();
                 let event = events.wait(Duration::from_secs(60)).expect("an event");
                 event.result.expect("registered");
-            });
-            close(region.expect("registered"));
-            counts
+                region
+            })
         }
-        EntryPoint::RegattrOn => fixture.counted(|| {
-            // SAFETY: the memory outlives the domains, and nothing refers to its bytes.
-            let regions = unsafe { regattr_on(&domains.each_ref(), &attr, MrFlags::empty()) };
-            regions
-                .map_err(Error::from)
-                .expect("registered")
-                .close()
-                .map_err(Error::from)
-                .expect("closed");
-        }),
+        EntryPoint::Regattr => {
+            let attr = MrAttr::new(memory.as_slice(), REMOTE);
+            fixture
+                .counted(|| fabric::regattr(domain, &attr, MrFlags::empty()).expect("registered"))
+        }
+        EntryPoint::Batch => {
+            let nics = domains.each_ref();
+            let batch = Batch::on(&nics).add(Request::new(memory, REMOTE));
+            fixture.counted(|| batch.register().expect("registered"))
+        }
         EntryPoint::SubRegion => {
-            let base = register(&attr).expect("registered");
-            let part = [ranges[0].slice(8, 8).expect("inside")];
-            let counts = registered(&MrAttr { base: Some(&base), ..MrAttr::new(&part, REMOTE) });
-            close(base);
-            counts
+            let base = register();
+            let part = base.range().slice(8, 8).expect("inside");
+            fixture.counted(|| base.sub(part, REMOTE, None).expect("registered"))
         }
         EntryPoint::CachedMiss => fixture.counted(cached),
-        EntryPoint::CachedMissOn => fixture.counted(|| {
-            // SAFETY: the memory outlives the domains, and nothing refers to its bytes.
-            drop(
-                unsafe { cache.get_or_register_on(ranges[0], REMOTE, kind, None) }
-                    .expect("registered"),
-            );
-        }),
+        EntryPoint::CachedMissOf => {
+            fixture.counted(|| drop(cache.get_of(memory, REMOTE, kind, None).expect("registered")))
+        }
         EntryPoint::CachedHit => {
             cached();
             fixture.counted(cached)
         }
-    }
+    };
+    cache.evict_idle();
+    assert_eq!(domains.each_ref().map(|domain| domain.live().regions), [0; 2], "{entry:?}");
+    counts
 }
 
 /// Expected number of queries of each iface. A registration queries once for each page that holds
 /// an end of a host range, and once for a device range. A cached miss of device memory queries once
 /// more, to detect a concurrent free. A sub-region and a cached hit need no query.
 #[rustfmt::skip]
-const TABLE: [(EntryPoint, Memory, u64); 27] = [
-    (EntryPoint::Regattr, Memory::HostPage, 1),
-    (EntryPoint::Regattr, Memory::HostPages, 2),
-    (EntryPoint::Regattr, Memory::Device, 1),
+const TABLE: [(EntryPoint, Memory, u64); 30] = [
+    (EntryPoint::Register, Memory::HostPage, 1),
+    (EntryPoint::Register, Memory::HostPages, 2),
+    (EntryPoint::Register, Memory::Device, 1),
     (EntryPoint::Named, Memory::HostPage, 1),
     (EntryPoint::Named, Memory::HostPages, 2),
     (EntryPoint::Named, Memory::Device, 1),
@@ -279,18 +275,21 @@ const TABLE: [(EntryPoint, Memory, u64); 27] = [
     (EntryPoint::Asynchronous, Memory::HostPage, 1),
     (EntryPoint::Asynchronous, Memory::HostPages, 2),
     (EntryPoint::Asynchronous, Memory::Device, 1),
-    (EntryPoint::RegattrOn, Memory::HostPage, 1),
-    (EntryPoint::RegattrOn, Memory::HostPages, 2),
-    (EntryPoint::RegattrOn, Memory::Device, 1),
+    (EntryPoint::Regattr, Memory::HostPage, 1),
+    (EntryPoint::Regattr, Memory::HostPages, 2),
+    (EntryPoint::Regattr, Memory::Device, 1),
+    (EntryPoint::Batch, Memory::HostPage, 1),
+    (EntryPoint::Batch, Memory::HostPages, 2),
+    (EntryPoint::Batch, Memory::Device, 1),
     (EntryPoint::SubRegion, Memory::HostPage, 0),
     (EntryPoint::SubRegion, Memory::HostPages, 0),
     (EntryPoint::SubRegion, Memory::Device, 0),
     (EntryPoint::CachedMiss, Memory::HostPage, 1),
     (EntryPoint::CachedMiss, Memory::HostPages, 2),
     (EntryPoint::CachedMiss, Memory::Device, 2),
-    (EntryPoint::CachedMissOn, Memory::HostPage, 1),
-    (EntryPoint::CachedMissOn, Memory::HostPages, 2),
-    (EntryPoint::CachedMissOn, Memory::Device, 2),
+    (EntryPoint::CachedMissOf, Memory::HostPage, 1),
+    (EntryPoint::CachedMissOf, Memory::HostPages, 2),
+    (EntryPoint::CachedMissOf, Memory::Device, 2),
     (EntryPoint::CachedHit, Memory::HostPage, 0),
     (EntryPoint::CachedHit, Memory::HostPages, 0),
     (EntryPoint::CachedHit, Memory::Device, 0),
@@ -326,10 +325,10 @@ fn each_range_is_exported_with_the_allocation_that_holds_it() {
     let buffers = [(); 3].map(|()| DeviceBuffer::allocate(&owner, &request).expect("memory"));
     let ranges = buffers.each_ref().map(|buffer| buffer.allocation().range);
     let domain = fixture.domain("loop0");
-    let attr = MrAttr::new(&ranges, REMOTE);
+    // SAFETY: the buffers outlive the region, and nothing refers to their bytes.
+    let memory = unsafe { Raw::new(Box::from(ranges), Promise::ReadWrite) };
     let counts = fixture.counted(|| {
-        // SAFETY: the buffers outlive the region, and nothing refers to their bytes.
-        let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("registered");
+        let region = domain.register(memory, REMOTE).expect("registered");
         assert_eq!(region.decision().expect("a decision").path, Path::DmaBuf);
         region.close().map_err(Error::from).expect("closed");
     });
@@ -426,22 +425,20 @@ mod driver_lookups {
         let own_range = || AddressRange::new(Address(pointer), PAGE).expect("a range");
         let range = buffer.as_ref().map_or_else(own_range, |buffer| buffer.allocation().range);
         let domain = hmem.domain("loopback", attr).expect("a domain");
-        let ranges = [range];
-        let attr = MrAttr::new(&ranges, REMOTE);
+        // SAFETY: the memory outlives the domain, and nothing refers to its bytes.
+        let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
         let cache = domain.cache().expect("a cache");
         let cached = || {
-            // SAFETY: the memory outlives the domain, and nothing refers to its bytes.
-            let region = unsafe { cache.get_or_register(range, REMOTE) }.expect("registered");
+            let region = cache.get(memory, REMOTE).expect("registered");
             assert_eq!(region.decision().expect("a decision").path, path);
         };
         let registered = || {
-            // SAFETY: the memory outlives the region, and nothing refers to its bytes.
-            let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("registered");
+            let region = domain.register(memory, REMOTE).expect("registered");
             assert_eq!(region.decision().expect("a decision").path, path);
             region.close().map_err(Error::from).expect("closed");
         };
         let queries = match entry {
-            EntryPoint::Regattr => counted(&driver, registered),
+            EntryPoint::Register => counted(&driver, registered),
             EntryPoint::CachedMiss => counted(&driver, cached),
             EntryPoint::CachedHit => {
                 cached();
@@ -460,15 +457,15 @@ mod driver_lookups {
     /// the domain then detects a free before the subscription. A hit checks the identity.
     #[rustfmt::skip]
     const TABLE: [(Path, Context, EntryPoint, u64, u64); 12] = [
-        (Path::DmaBuf, Context::Retained, EntryPoint::Regattr, 1, 0),
-        (Path::DmaBuf, Context::Current, EntryPoint::Regattr, 1, 0),
-        (Path::DmaBuf, Context::Foreign, EntryPoint::Regattr, 1, 1),
+        (Path::DmaBuf, Context::Retained, EntryPoint::Register, 1, 0),
+        (Path::DmaBuf, Context::Current, EntryPoint::Register, 1, 0),
+        (Path::DmaBuf, Context::Foreign, EntryPoint::Register, 1, 1),
         (Path::DmaBuf, Context::Retained, EntryPoint::CachedMiss, 3, 0),
         (Path::DmaBuf, Context::Foreign, EntryPoint::CachedMiss, 3, 1),
         (Path::DmaBuf, Context::Retained, EntryPoint::CachedHit, 0, 1),
-        (Path::PeerMemory, Context::Retained, EntryPoint::Regattr, 1, 1),
-        (Path::PeerMemory, Context::Current, EntryPoint::Regattr, 1, 1),
-        (Path::PeerMemory, Context::Foreign, EntryPoint::Regattr, 1, 2),
+        (Path::PeerMemory, Context::Retained, EntryPoint::Register, 1, 1),
+        (Path::PeerMemory, Context::Current, EntryPoint::Register, 1, 1),
+        (Path::PeerMemory, Context::Foreign, EntryPoint::Register, 1, 2),
         (Path::PeerMemory, Context::Retained, EntryPoint::CachedMiss, 3, 1),
         (Path::PeerMemory, Context::Foreign, EntryPoint::CachedMiss, 3, 2),
         (Path::PeerMemory, Context::Retained, EntryPoint::CachedHit, 0, 1),

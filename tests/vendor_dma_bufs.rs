@@ -24,7 +24,7 @@ use hmem::{
 };
 use trials::{Outcome, Skipped, trials};
 use vendors::Vendor;
-use wire::{REMOTE, Wire, pattern};
+use wire::{REMOTE, Wire, pattern, raw};
 
 trials! {
     /// HM-06, P2P-06
@@ -122,7 +122,7 @@ fn reuse_addresses(vendor: &Vendor) -> Outcome {
         buffer.write(100, &bytes).expect("write");
         for _ in 0..2 {
             // SAFETY: the buffer outlives the region.
-            let region = unsafe { cache.get_or_register(range, REMOTE) }.expect("register");
+            let region = cache.get(unsafe { raw(range) }, REMOTE).expect("register");
             assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
             let seen = wire.get(&region.key().expect("a key"), 100, 64).expect("read");
             assert!(seen == bytes, "round {round}: the NIC read other memory");

@@ -14,13 +14,13 @@ mod wire;
 
 use hmem::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, DomainAttr, ErrorKind, Hmem,
-    IfaceExt, IfaceKind, MrAttr, MrFlags, Path, Result,
+    IfaceExt, IfaceKind, Path, Request, Result,
     iface::{AllocRequest, Facet},
     loopback::{Loopback, Memory},
     provider::Imports,
 };
 use vendors::Vendor;
-use wire::{REMOTE, Wire, pattern};
+use wire::{REMOTE, Wire, pattern, raw};
 
 const LEN: u64 = 64 << 10;
 const VENDORS: [IfaceKind; 4] =
@@ -157,21 +157,19 @@ fn foreign_pointer_is_refused_with_the_reason() {
             ("another vendor's memory", others.base()),
             ("the byte after an allocation", end),
         ] {
-            let ranges = [AddressRange::new(start, 64).expect("a range")];
-            let attr = MrAttr { iface: Some(kind), ..MrAttr::new(&ranges, REMOTE) };
+            let range = AddressRange::new(start, 64).expect("a range");
             // SAFETY: the registration is refused.
-            let refused = unsafe { wire.domain.regattr(&attr, MrFlags::empty()) };
-            let error = refused.expect_err(what);
+            let claim = Request::new(unsafe { raw(range) }, REMOTE).owner(kind, None);
+            let error = wire.domain.submit(claim).expect_err(what).error;
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{kind}, {what}: {error}");
             assert!(error.remedy_text().is_some(), "{kind}, {what}: {error}");
         }
         // SAFETY: nothing uses the memory.
         unsafe { (vendor.iface.free(&live).expect("free"), other.free(&others).expect("free")) };
-        let ranges = [AddressRange::new(live.base(), 64).expect("a range")];
-        let attr = MrAttr { iface: Some(kind), ..MrAttr::new(&ranges, REMOTE) };
+        let range = AddressRange::new(live.base(), 64).expect("a range");
         // SAFETY: the registration is refused.
-        let refused = unsafe { wire.domain.regattr(&attr, MrFlags::empty()) };
-        let error = refused.expect_err("freed memory");
+        let claim = Request::new(unsafe { raw(range) }, REMOTE).owner(kind, None);
+        let error = wire.domain.submit(claim).expect_err("freed memory").error;
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{kind}: {error}");
     }
 }

@@ -1,9 +1,10 @@
-//! Tests of `register_many`, which registers many views (ranges with rights) by one call, and of
-//! caches that grow a registration beyond the requested range.
+//! Tests of batches, which register many views (parts of a memory, with rights of their own) by one
+//! call, and of caches that grow a registration beyond the requested range.
 #![allow(unsafe_code)]
 
 use std::{
     collections::BTreeSet,
+    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -14,10 +15,10 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, BufferView, CacheAttr, DeviceBuffer, DeviceId,
-    Domain, DomainAttr, Endpoint, Errno, ErrorKind, Growth, Hmem, Iface, IfaceExt, Iova, MrMode,
-    OwnedBuffer, Path, RemoteKey, Result, View,
-    iface::AllocRequest,
+    Access, Address, AddressRange, AllocationKind, Batch, CacheAttr, DeviceBuffer, DeviceId,
+    DmaBuf, Domain, DomainAttr, Endpoint, Errno, ErrorKind, Growth, Hmem, Iface, IfaceExt, Iova,
+    Memory, MrMode, Path, Place, Promise, Raw, Regions, Rejected, RemoteKey, Request, Result,
+    iface::{AllocRequest, DmaBufMapping},
     loopback::{Call, Faults, Loopback},
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
@@ -126,6 +127,34 @@ impl Net {
         self.done()
     }
 
+    /// Registers the same views of each of some memories, with the target.
+    fn register<M: Memory>(
+        &self,
+        memories: impl IntoIterator<Item = M>,
+        views: &[View],
+        growth: Growth,
+    ) -> Result<Regions<M>, Rejected<Regions<M>>> {
+        let nics = [&self.target];
+        let batch = memories
+            .into_iter()
+            .fold(Batch::on(&nics), |batch, memory| batch.add_views(memory, views.iter().cloned()));
+        batch.grow(growth).register()
+    }
+
+    /// Registers raw ranges with the target.
+    fn register_raw(
+        &self,
+        ranges: &[Raw],
+        access: Access,
+        growth: Growth,
+    ) -> Result<Regions<Raw>, Rejected<Regions<Raw>>> {
+        let nics = [&self.target];
+        let batch = ranges
+            .iter()
+            .fold(Batch::on(&nics), |batch, raw| batch.add(Request::new(*raw, access)));
+        batch.grow(growth).register()
+    }
+
     fn regions(&self) -> u64 {
         self.target.live().regions
     }
@@ -135,39 +164,55 @@ impl Net {
     }
 }
 
-/// Returns a view for each page of several buffers with `pages` pages each.
-fn pages(buffers: usize, pages: u64, access: Access) -> Vec<BufferView> {
-    let of =
-        |buffer| (0..pages).map(move |page| BufferView::new(buffer, page * PAGE, PAGE, access));
-    (0..buffers).flat_map(of).collect()
+/// The bytes and the rights of a view.
+type View = (Range<u64>, Access);
+
+/// Returns a view for each page of a memory with `count` pages.
+fn pages(count: u64, access: Access) -> Vec<View> {
+    (0..count).map(|page| (page * PAGE..(page + 1) * PAGE, access)).collect()
+}
+
+/// Returns the keys of all views on the target.
+fn keys<M: Memory>(registered: &Regions<M>) -> Vec<RemoteKey> {
+    registered.views(0).map(|view| view.key().expect("a key")).collect()
+}
+
+/// Returns memory by its addresses.
+///
+/// # Safety
+/// The caller upholds the contract of [`Raw::new`] for the whole allocation.
+unsafe fn raw(range: AddressRange) -> Raw {
+    // SAFETY: the caller makes the promise.
+    unsafe { Raw::new(range, Promise::Allocation) }
 }
 
 /// MR-17
 #[test]
 fn views_of_an_allocation_share_a_registration_but_no_key() {
     let net = Net::open();
-    let buffers: Vec<_> = (0..3).map(|_| net.filled(8)).collect();
-    let mut views = pages(3, 8, REMOTE);
+    let mut views = pages(8, REMOTE);
     views.reverse();
-    let registered =
-        net.target.register_many(buffers, &views, Growth::Allocation).expect("registered");
-    assert_eq!((registered.len(), registered.regions().len()), (24, 3));
+    let buffers: Vec<_> = (0..3).map(|_| net.filled(8)).collect();
+    let registered = net.register(buffers, &views, Growth::Allocation).expect("registered");
+    assert_eq!((registered.views(0).len(), registered.regions().len()), (24, 3));
     assert_eq!((net.regions(), net.registrations()), (3, 3));
-    let keys = registered.keys().expect("keys");
+    let keys = keys(&registered);
     let distinct: BTreeSet<_> =
         keys.iter().map(|key| (key.as_u64().expect("one"), key.base())).collect();
     assert_eq!(distinct.len(), 24, "no two views are the same range of the same key");
-    for (index, (key, view)) in keys.iter().zip(&views).enumerate() {
-        assert_eq!(
-            (key.first_len(), registered.get(index).expect("there").access()),
-            (PAGE, REMOTE)
-        );
-        let byte = (view.offset / PAGE) as u8 + 1;
+    for (index, key) in keys.iter().enumerate() {
+        let view = registered.view(0, index / 8, index % 8).expect("there");
+        assert_eq!((key.first_len(), view.access()), (PAGE, REMOTE));
+        let byte = 8 - index as u8 % 8;
         assert_eq!(net.pull(key, PAGE).expect("read"), [byte; PAGE as usize]);
         let outside = key.slice(0, PAGE + 1).unwrap_err();
         assert_eq!(outside.kind(), ErrorKind::OutOfBounds, "{outside}");
     }
-    net.push(&keys[0], b"through the last page of the last").expect("write");
+    for (nic, memory, view) in [(1, 0, 0), (0, 3, 0), (0, 0, 8), (0, 2, 8), (0, usize::MAX, 0)] {
+        let missing = registered.view(nic, memory, view).unwrap_err();
+        assert_eq!(missing.kind(), ErrorKind::OutOfBounds, "{missing}");
+    }
+    net.push(&keys[16], b"through the last page of the last").expect("write");
     let mut bytes = [0; 7];
     registered.read(2, 7 * PAGE, &mut bytes).expect("inside");
     assert_eq!(&bytes, b"through");
@@ -181,17 +226,15 @@ fn views_of_an_allocation_share_a_registration_but_no_key() {
 #[test]
 fn without_growth_each_view_is_a_registration_of_its_own() {
     let net = Net::open();
-    let registered = net
-        .target
-        .register_many(vec![net.filled(8)], &pages(1, 8, REMOTE), Growth::None)
-        .expect("registered");
+    let registered =
+        net.register([net.filled(8)], &pages(8, REMOTE), Growth::None).expect("registered");
     assert_eq!((registered.regions().len(), net.registrations()), (8, 8));
-    for (view, region) in registered.iter().zip(registered.regions()) {
+    for (view, region) in registered.views(0).zip(registered.regions()) {
         assert_eq!(view.region().range(), view.range());
         assert_eq!(region.range().len(), PAGE);
     }
     let numbers: BTreeSet<_> =
-        registered.keys().expect("keys").iter().map(|key| key.as_u64().expect("one")).collect();
+        keys(&registered).iter().map(|key| key.as_u64().expect("one")).collect();
     assert_eq!(numbers.len(), 8);
 }
 
@@ -200,17 +243,12 @@ fn without_growth_each_view_is_a_registration_of_its_own() {
 fn views_with_different_rights_never_share_a_registration() {
     let net = Net::open();
     let access = [READ, WRITE, REMOTE, READ, WRITE, REMOTE, Access::SEND, Access::empty()];
-    let views: Vec<_> = access
-        .iter()
-        .enumerate()
-        .map(|(page, access)| BufferView::new(0, page as u64 * PAGE / 2, PAGE, *access))
-        .collect();
-    let registered = net
-        .target
-        .register_many(vec![net.filled(8)], &views, Growth::Allocation)
-        .expect("registered");
+    let starts = (0..).step_by(PAGE as usize / 2);
+    let views: Vec<_> =
+        starts.zip(access).map(|(start, access)| (start..start + PAGE, access)).collect();
+    let registered = net.register([net.filled(8)], &views, Growth::Allocation).expect("registered");
     assert_eq!(registered.regions().len(), 5, "one for each set of rights");
-    for (view, access) in registered.iter().zip(access) {
+    for (view, access) in registered.views(0).zip(access) {
         assert_eq!(view.access(), access);
         let key = view.key().expect("a key");
         let reads = net.pull(&key, 16).map(|_| ()).map_err(|error| error.kind());
@@ -228,13 +266,11 @@ fn views_with_different_rights_never_share_a_registration() {
 fn registrations_stay_within_both_limits() {
     for (max, growth) in [(u64::MAX, Growth::UpTo(3 * PAGE)), (3 * PAGE, Growth::Allocation)] {
         let net = Net::with(max, MrMode::empty(), CacheAttr::default(), P2pPolicy::Required);
-        let registered = net
-            .target
-            .register_many(vec![net.filled(8)], &pages(1, 8, REMOTE), growth)
-            .expect("registered");
+        let registered =
+            net.register([net.filled(8)], &pages(8, REMOTE), growth).expect("registered");
         let lens: Vec<_> = registered.regions().iter().map(|region| region.range().len()).collect();
         assert_eq!(lens, [3 * PAGE, 3 * PAGE, 2 * PAGE]);
-        for (index, key) in registered.keys().expect("keys").iter().enumerate() {
+        for (index, key) in keys(&registered).iter().enumerate() {
             assert_eq!(net.pull(key, 1).expect("read"), [index as u8 + 1]);
         }
     }
@@ -244,11 +280,8 @@ fn registrations_stay_within_both_limits() {
 #[test]
 fn a_registration_covers_the_smallest_range_of_its_views() {
     let net = Net::open();
-    let views = [BufferView::new(0, 5 * PAGE, 10, READ), BufferView::new(0, 2 * PAGE, 100, READ)];
-    let registered = net
-        .target
-        .register_many(vec![net.filled(8)], &views, Growth::Allocation)
-        .expect("registered");
+    let views = [5 * PAGE..5 * PAGE + 10, 2 * PAGE..2 * PAGE + 100].map(|part| (part, READ));
+    let registered = net.register([net.filled(8)], &views, Growth::Allocation).expect("registered");
     let [region] = registered.regions() else { panic!("one registration") };
     assert_eq!(region.range().len(), 3 * PAGE + 10, "it reaches beyond its views");
 }
@@ -258,14 +291,13 @@ fn a_registration_covers_the_smallest_range_of_its_views() {
 fn overlapping_and_repeated_views_have_their_own_bytes() {
     let net = Net::open();
     let views = [(0, 3), (1, 1), (1, 4), (1, 1), (0, 8)]
-        .map(|(page, pages)| BufferView::new(0, page * PAGE, pages * PAGE, READ));
+        .map(|(page, pages)| (page * PAGE..(page + pages) * PAGE, READ));
     for (growth, regions) in [(Growth::Allocation, 1), (Growth::None, 5)] {
-        let registered =
-            net.target.register_many(vec![net.filled(8)], &views, growth).expect("registered");
+        let registered = net.register([net.filled(8)], &views, growth).expect("registered");
         assert_eq!(registered.regions().len(), regions);
-        for (key, view) in registered.keys().expect("keys").iter().zip(&views) {
-            assert_eq!(key.first_len(), view.len);
-            assert_eq!(net.pull(key, 1).expect("read"), [(view.offset / PAGE) as u8 + 1]);
+        for (key, (part, _)) in keys(&registered).iter().zip(&views) {
+            assert_eq!(key.first_len(), part.end - part.start);
+            assert_eq!(net.pull(key, 1).expect("read"), [(part.start / PAGE) as u8 + 1]);
         }
     }
 }
@@ -278,9 +310,10 @@ fn raw_memory_that_cannot_grow_is_registered_as_requested() {
     let segments = net.buffer(8 * PAGE, AllocationKind::Virtual);
     let one_segment = net.buffer(2 * PAGE, AllocationKind::Virtual);
     let plain = net.buffer(8 * PAGE, AllocationKind::Device);
-    let of = |range: AddressRange, count: u64| -> Vec<View> {
+    let of = |range: AddressRange, count: u64| -> Vec<Raw> {
         let len = range.len() / count;
-        (0..count).map(|at| View::new(range.slice(at * len, len).expect("in"), REMOTE)).collect()
+        // SAFETY: the memory outlives the regions, and nothing refers into it meanwhile.
+        (0..count).map(|at| unsafe { raw(range.slice(at * len, len).expect("in")) }).collect()
     };
     for (name, range, regions) in [
         ("host memory", AddressRange::of(&host), 8),
@@ -288,14 +321,115 @@ fn raw_memory_that_cannot_grow_is_registered_as_requested() {
         ("one segment", one_segment.allocation().range, 1),
         ("an allocation", plain.allocation().range, 1),
     ] {
-        // SAFETY: no reference to the memory is used while it is registered.
-        let views = unsafe { net.target.reg_many(&of(range, 8), Growth::Allocation) };
+        let views = net.register_raw(&of(range, 8), REMOTE, Growth::Allocation);
         let views = views.expect("registered");
         assert_eq!(views.regions().len(), regions, "{name}");
-        assert_eq!(views.keys().expect("keys").len(), 8);
+        assert_eq!(keys(&views).len(), 8);
         views.close().expect("nothing is bound to them");
     }
     drop(host);
+}
+
+/// MR-17
+///
+/// Raw ranges share a registration if the promise covers their allocation, and they keep no owner.
+#[test]
+fn raw_ranges_share_a_registration_only_by_promise() {
+    let net = Net::open();
+    let (buffer, other) = (net.filled(8), net.filled(1));
+    let part = |page: u64| buffer.range().slice(page * PAGE, PAGE).expect("inside");
+    let ranges = [part(6), other.range(), part(1)];
+    // SAFETY: the buffers outlive the regions, and nothing refers into device memory.
+    let shared = ranges.map(|range| unsafe { raw(range) });
+    let registered = net.register_raw(&shared, READ, Growth::Allocation).expect("registered");
+    let mut lens: Vec<_> = registered.regions().iter().map(|region| region.len()).collect();
+    lens.sort_unstable();
+    assert_eq!((lens, net.regions()), (vec![PAGE, 6 * PAGE], 2), "pages 1 to 6 are one region");
+    for (key, byte) in keys(&registered).iter().zip([7, 1, 2]) {
+        assert_eq!(net.pull(key, PAGE).expect("read"), [byte; PAGE as usize]);
+    }
+    let back = registered.close().expect("nothing is bound to them");
+    assert_eq!(back.iter().map(|raw| *raw.at()).collect::<Vec<_>>(), ranges);
+    // A region keeps the owner of one memory only.
+    let nics = [&net.target];
+    let kept = shared
+        .iter()
+        .fold(Batch::on(&nics), |batch, raw| batch.add(Request::new(raw.keep(Arc::new(())), READ)))
+        .grow(Growth::Allocation)
+        .register();
+    assert_eq!(kept.expect("registered").regions().len(), 3);
+}
+
+/// MR-17
+#[test]
+fn growth_around_memory_that_is_promised_alone_is_refused() {
+    for promise in [Promise::ReadWrite, Promise::ReadOnly] {
+        let net = Net::open();
+        let buffer = net.filled(8);
+        let page = |page: u64| buffer.range().slice(page * PAGE, PAGE).expect("inside");
+        // SAFETY: the buffer outlives the regions, and nothing refers into device memory.
+        let pages = [1, 3].map(|at| unsafe { Raw::new(page(at), promise) });
+        for growth in [Growth::Allocation, Growth::UpTo(2 * PAGE)] {
+            let Rejected { value, error } = net.register_raw(&pages, READ, growth).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            assert_eq!((error.context_value("view"), net.registrations()), (Some("0"), 0));
+            assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("Allocation")));
+            assert_eq!(value.close().expect("nothing is registered").len(), 2);
+        }
+        let alone = net.register_raw(&pages, READ, Growth::None).expect("registered");
+        assert_eq!(alone.regions().len(), 2);
+        drop(alone);
+        // Views of one memory may share a registration inside it.
+        // SAFETY: the buffer outlives the regions, and nothing refers into device memory.
+        let half =
+            buffer.range().slice(0, 4 * PAGE).map(|range| unsafe { Raw::new(range, promise) });
+        let views = [(PAGE..PAGE + 8, READ), (3 * PAGE..3 * PAGE + 8, READ)];
+        let registered = net.register(half, &views, Growth::Allocation).expect("registered");
+        let [region] = registered.regions() else { panic!("one registration") };
+        assert_eq!(region.len(), 2 * PAGE + 8);
+        drop(registered);
+    }
+}
+
+/// MR-13, MR-17
+#[test]
+fn views_of_a_dma_buf_reach_their_part_of_it() {
+    let net = Net::open();
+    let buffer = net.filled(8);
+    let nic = &net.target.provider_attr().nic;
+    // Not the start of the exported memory.
+    let exported = buffer.range().slice(2 * PAGE, 4 * PAGE).expect("inside");
+    let export = net.device.export_dma_buf(exported, nic, DmaBufMapping::Default).expect("export");
+    let base_addr = Some(Address(0x7000_0000_0000));
+    let fd = export.fd.try_clone().expect("a descriptor");
+    let memory = DmaBuf { fd, offset: export.offset, len: export.len, base_addr };
+    // SAFETY: the buffer outlives the regions, and nothing refers into device memory.
+    let memory = unsafe { Raw::new(memory, Promise::ReadWrite) };
+    let parts = [PAGE + 100..2 * PAGE, 0..4 * PAGE, 4 * PAGE - 1..4 * PAGE];
+    let views = parts.clone().map(|part| (part, REMOTE));
+    let registered = net.register([memory], &views, Growth::Allocation).expect("registered");
+    assert_eq!((registered.regions().len(), net.regions()), (3, 3), "a dma-buf has no addresses");
+    for (index, part) in parts.iter().enumerate() {
+        let view = registered.view(0, 0, index).expect("there");
+        let start = Address(0x7000_0000_0000 + export.offset.0 + part.start);
+        assert_eq!(view.range(), AddressRange::new(start, part.end - part.start).expect("a range"));
+        let key = view.key().expect("a key");
+        let mut expected = vec![0; view.range().len() as usize];
+        buffer.read(2 * PAGE + part.start, &mut expected).expect("inside");
+        assert_eq!(net.pull(&key, view.range().len()).expect("read"), expected, "{part:?}");
+        net.push(&key, &[0xF0 + index as u8]).expect("write");
+        let mut first = [0];
+        buffer.read(2 * PAGE + part.start, &mut first).expect("inside");
+        assert_eq!(first, [0xF0 + index as u8], "{part:?}");
+        assert!(net.pull(&key, view.range().len() + 1).is_err(), "{part:?}");
+    }
+    let [memory] = registered.close().expect("nothing is bound").try_into().expect("one");
+    assert_eq!((memory.at().offset, memory.at().len), (export.offset, 4 * PAGE));
+    let refused = net.register([memory], &[(PAGE..4 * PAGE + 1, REMOTE)], Growth::None);
+    let Rejected { value, error } = refused.unwrap_err();
+    assert_eq!((error.kind(), net.regions()), (ErrorKind::OutOfBounds, 0), "{error}");
+    assert_eq!(value.close().expect("nothing is registered").len(), 1);
+    net.device.release_dma_buf(export).expect("release");
 }
 
 /// MR-17
@@ -303,12 +437,10 @@ fn raw_memory_that_cannot_grow_is_registered_as_requested() {
 fn host_buffers_grow_only_to_the_whole_buffer() {
     let net = Net::open();
     let buffers = vec![vec![1_u8; 8 * PAGE as usize], vec![2; 8 * PAGE as usize]];
-    let registered = net
-        .target
-        .register_many(buffers, &pages(2, 8, READ), Growth::Allocation)
-        .expect("registered");
+    let registered =
+        net.register(buffers, &pages(8, READ), Growth::Allocation).expect("registered");
     assert_eq!(registered.regions().len(), 2);
-    let keys = registered.keys().expect("keys");
+    let keys = keys(&registered);
     assert_eq!(net.pull(&keys[3], 4).expect("read"), [1; 4]);
     assert_eq!(net.pull(&keys[12], 4).expect("read"), [2; 4]);
     assert_eq!(registered.close().expect("closed")[1], vec![2; 8 * PAGE as usize]);
@@ -322,11 +454,10 @@ fn views_register_alone_if_their_joint_registration_fails() {
         // The NIC refuses the dma-buf of the grown range. Staged copies may replace it.
         net.faults.fail(Call::Register, 1, Errno(12));
         let registered = net
-            .target
-            .register_many(vec![net.filled(4)], &pages(1, 4, READ), Growth::Allocation)
+            .register([net.filled(4)], &pages(4, READ), Growth::Allocation)
             .expect("each view can be registered");
         assert_eq!((registered.regions().len(), net.regions()), (4, 4), "{policy}");
-        for (index, view) in registered.iter().enumerate() {
+        for (index, view) in registered.views(0).enumerate() {
             let path = view.region().decision().expect("registered").path;
             assert_eq!(path, Path::DmaBuf, "growth made it worse");
             let bytes = net.pull(&view.key().expect("a key"), PAGE).expect("read");
@@ -337,17 +468,16 @@ fn views_register_alone_if_their_joint_registration_fails() {
 
 /// MR-17
 #[test]
-fn failed_register_many_closes_regions_and_returns_buffers() {
+fn failed_batch_closes_regions_and_returns_buffers() {
     let net = Net::open();
     for failing in 1..=6 {
         let buffers = vec![net.filled(2), net.filled(2), net.filled(2)];
         net.faults.fail(Call::Register, failing, Errno(12));
-        let refused =
-            net.target.register_many(buffers, &pages(3, 2, READ), Growth::None).unwrap_err();
+        let refused = net.register(buffers, &pages(2, READ), Growth::None).unwrap_err();
         let error = &refused.error;
         assert_eq!((error.kind(), net.regions()), (ErrorKind::OutOfResources, 0), "{error}");
         assert_eq!(error.context_value("registered before"), Some(&*(failing - 1).to_string()));
-        assert!(refused.value.is_empty() && refused.value.regions().is_empty());
+        assert!(refused.value.views(0).len() == 0 && refused.value.regions().is_empty());
         let buffers = refused.value.close().expect("nothing is registered");
         let mut byte = [0];
         buffers[2].read(PAGE, &mut byte).expect("the buffer is whole");
@@ -359,10 +489,7 @@ fn failed_register_many_closes_regions_and_returns_buffers() {
     for failing in [1, 3] {
         net.faults.fail(Call::Register, failing, Errno(12));
     }
-    let refused = net
-        .target
-        .register_many(vec![net.filled(4)], &pages(1, 4, READ), Growth::Allocation)
-        .unwrap_err();
+    let refused = net.register([net.filled(4)], &pages(4, READ), Growth::Allocation).unwrap_err();
     assert_eq!((refused.error.context_value("view"), net.regions()), (Some("1"), 0));
 }
 
@@ -372,10 +499,7 @@ fn failed_close_returns_the_region_with_the_error() {
     let net = Net::open();
     net.faults.fail(Call::Register, 3, Errno(12));
     net.faults.fail(Call::Deregister, 1, Errno(5));
-    let refused = net
-        .target
-        .register_many(vec![net.filled(3)], &pages(1, 3, READ), Growth::None)
-        .unwrap_err();
+    let refused = net.register([net.filled(3)], &pages(3, READ), Growth::None).unwrap_err();
     assert_eq!(refused.error.context_value("left registered"), Some("1"), "{refused}");
     assert_eq!((refused.value.regions().len(), net.regions()), (1, 1));
     assert_eq!(refused.value.close().expect("the fault is over").len(), 1);
@@ -386,23 +510,22 @@ fn failed_close_returns_the_region_with_the_error() {
 #[test]
 fn wrong_views_are_refused_by_name_before_registration() {
     let net = Net::open();
-    let good = BufferView::new(0, 0, PAGE, READ);
     let unknown = Access::from_bits_retain(1 << 40);
-    for (wrong, kind) in [
-        (BufferView::new(0, PAGE, PAGE + 1, READ), ErrorKind::OutOfBounds),
-        (BufferView::new(0, u64::MAX, 2, READ), ErrorKind::OutOfBounds),
-        (BufferView::new(0, 1, u64::MAX, READ), ErrorKind::OutOfBounds),
-        (BufferView::new(1, 0, 1, READ), ErrorKind::OutOfBounds),
-        (BufferView::new(0, 5, 0, READ), ErrorKind::ZeroLength),
-        (BufferView::new(0, 0, PAGE, unknown), ErrorKind::BadAccess),
+    for (part, access, kind) in [
+        (PAGE..2 * PAGE + 1, READ, ErrorKind::OutOfBounds),
+        (u64::MAX..u64::MAX, READ, ErrorKind::OutOfBounds),
+        (1..u64::MAX, READ, ErrorKind::OutOfBounds),
+        (Range { start: 2, end: 1 }, READ, ErrorKind::OutOfBounds),
+        (5..5, READ, ErrorKind::ZeroLength),
+        (0..PAGE, unknown, ErrorKind::BadAccess),
     ] {
         for growth in [Growth::None, Growth::Allocation] {
-            let buffers = vec![net.filled(2)];
-            let refused = net.target.register_many(buffers, &[good, wrong], growth).unwrap_err();
+            let views = [(0..PAGE, READ), (part.clone(), access)];
+            let refused = net.register([net.filled(2)], &views, growth).unwrap_err();
             let error = &refused.error;
-            assert_eq!((error.kind(), error.operation()), (kind, "register_many"), "{error}");
+            assert_eq!((error.kind(), error.operation()), (kind, "register batch"), "{error}");
             assert_eq!(error.context_value("view"), Some("1"), "{error}");
-            assert_eq!((net.regions(), net.registrations()), (0, 0), "{wrong:?}");
+            assert_eq!((net.regions(), net.registrations()), (0, 0), "{part:?}");
         }
     }
     let wraps = AddressRange::new(Address(u64::MAX - 10), 100).unwrap_err();
@@ -411,23 +534,21 @@ fn wrong_views_are_refused_by_name_before_registration() {
     let buffer = net.filled(2);
     let range = buffer.allocation().range;
     let beyond = AddressRange::new(range.start(), 3 * PAGE).expect("no wrap");
-    let views = [View::new(range, READ), View::new(beyond, READ)];
     // SAFETY: the registration is refused.
-    let refused = unsafe { net.target.reg_many(&views, Growth::Allocation) }.unwrap_err();
+    let views = [range, beyond].map(|range| unsafe { raw(range) });
+    let refused = net.register_raw(&views, READ, Growth::Allocation).unwrap_err();
     assert_eq!((refused.error.kind(), net.regions()), (ErrorKind::OutOfBounds, 0), "{refused}");
-    assert_eq!(refused.error.operation(), "reg_many");
 }
 
 /// MR-17
 #[test]
 fn an_empty_list_of_views_registers_nothing() {
     let net = Net::open();
-    let registered =
-        net.target.register_many(vec![net.filled(1)], &[], Growth::Allocation).expect("nothing");
-    assert!(registered.is_empty() && registered.regions().is_empty() && net.regions() == 0);
-    assert_eq!(registered.close().expect("nothing to close").len(), 1);
-    // SAFETY: the list is empty.
-    assert!(unsafe { net.target.reg_many(&[], Growth::None) }.expect("nothing").is_empty());
+    let registered = net.register([net.filled(1)], &[], Growth::Allocation).expect("nothing");
+    assert!(registered.views(0).len() == 0 && registered.regions().is_empty());
+    assert_eq!((registered.close().expect("nothing to close").len(), net.regions()), (1, 0));
+    let empty = net.register_raw(&[], READ, Growth::None).expect("nothing");
+    assert_eq!(empty.views(0).len(), 0);
 }
 
 /// MR-17
@@ -436,11 +557,11 @@ fn views_of_memory_that_was_freed_are_refused() {
     let mode = MrMode::ALLOCATED | MrMode::VIRT_ADDR;
     let net = Net::with(u64::MAX, mode, CacheAttr::default(), P2pPolicy::Required);
     let (live, freed) = (net.filled(2), net.filled(2));
-    let views = [live.allocation().range, freed.allocation().range].map(|at| View::new(at, READ));
+    // SAFETY: only the live buffer could be registered, and nothing refers into it.
+    let views = [&live, &freed].map(|buffer| unsafe { raw(buffer.range()) });
     drop(freed);
     for growth in [Growth::None, Growth::Allocation] {
-        // SAFETY: only the live buffer could be registered, and nothing refers into it.
-        let refused = unsafe { net.target.reg_many(&views, growth) }.unwrap_err();
+        let refused = net.register_raw(&views, READ, growth).unwrap_err();
         assert_eq!(refused.error.kind(), ErrorKind::BadAddress, "{refused}");
         assert_eq!((refused.error.context_value("view"), net.regions()), (Some("1"), 0));
     }
@@ -454,16 +575,13 @@ fn views_of_memory_that_is_freed_meanwhile_are_refused() {
     let mut views = [live.allocation().range, freed.allocation().range];
     views.sort();
     let kept = views[0];
-    let views: Vec<_> = views
-        .iter()
-        .flat_map(|range| [0, PAGE].map(|at| View::new(range.slice(at, PAGE).expect("in"), READ)))
-        .collect();
+    let parts = |range: &AddressRange| [0, PAGE].map(|at| range.slice(at, PAGE).expect("inside"));
+    // SAFETY: nothing refers into the memory, and freed memory is not registered then.
+    let views: Vec<_> = views.iter().flat_map(parts).map(|part| unsafe { raw(part) }).collect();
     let (live, freed) = if live.allocation().range == kept { (live, freed) } else { (freed, live) };
     let gate = net.faults.hold(Call::Register);
     std::thread::scope(|scope| {
-        // SAFETY: nothing refers into the memory, and freed memory is not registered then.
-        let call =
-            scope.spawn(|| unsafe { net.target.reg_many(&views, Growth::Allocation) }.unwrap_err());
+        let call = scope.spawn(|| net.register_raw(&views, READ, Growth::Allocation).unwrap_err());
         gate.wait_held();
         drop(freed);
         gate.release();
@@ -477,11 +595,9 @@ fn views_of_memory_that_is_freed_meanwhile_are_refused() {
 #[test]
 fn nic_enforces_bounds_of_a_sub_region_of_a_shared_registration() {
     let net = Net::open();
-    let registered = net
-        .target
-        .register_many(vec![net.filled(4)], &pages(1, 4, READ), Growth::Allocation)
-        .expect("registered");
-    let view = registered.get(2).expect("there");
+    let registered =
+        net.register([net.filled(4)], &pages(4, READ), Growth::Allocation).expect("registered");
+    let view = registered.view(0, 0, 2).expect("there");
     let sub = view.region().sub(view.range(), READ, None).expect("part of the region");
     let key = sub.key().expect("a key");
     assert_eq!(net.pull(&key, 3).expect("read"), [3; 3]);
@@ -506,10 +622,9 @@ fn nic_enforces_bounds_of_a_sub_region_of_a_shared_registration() {
 fn slices_of_a_view_stay_inside_the_view() {
     let net = Net::open();
     let registered = net
-        .target
-        .register_many(vec![net.filled(4)], &pages(1, 4, Access::SEND), Growth::Allocation)
+        .register([net.filled(4)], &pages(4, Access::SEND), Growth::Allocation)
         .expect("registered");
-    let view = registered.get(1).expect("there");
+    let view = registered.view(0, 0, 1).expect("there");
     assert!(view.slice(0, PAGE).is_ok() && view.desc().is_ok());
     for (offset, len) in [(0, PAGE + 1), (1, PAGE), (PAGE + 1, 0), (u64::MAX, 2)] {
         let outside = view.slice(offset, len).unwrap_err();
@@ -527,7 +642,7 @@ fn misses_of_a_cache_that_grows_register_the_allocation_once() {
     for page in 0..8 {
         let part = range.slice(page * PAGE, PAGE).expect("inside");
         // SAFETY: nothing refers into the memory, and it outlives its registration.
-        let region = unsafe { cache.get_or_register(part, READ) }.expect("registered");
+        let region = cache.get(unsafe { raw(part) }, READ).expect("registered");
         assert_eq!((region.range(), region.view().range()), (range, part));
         let key = region.view().key().expect("a key");
         assert_eq!(key.first_len(), PAGE, "the key is of what was looked up");
@@ -537,7 +652,7 @@ fn misses_of_a_cache_that_grows_register_the_allocation_once() {
     assert_eq!((cache.statistics().registrations, cache.statistics().hits), (1, 7));
     // Other rights need another registration, which has only these rights. SAFETY: nothing refers
     // into the memory, and it outlives its registration.
-    let writable = unsafe { cache.get_or_register(range.slice(0, 1).expect("in"), WRITE) };
+    let writable = cache.get(unsafe { raw(range.slice(0, 1).expect("in")) }, WRITE);
     let writable = writable.expect("registered");
     assert_eq!((writable.access(), cache.statistics().registrations), (WRITE, 2));
     drop(writable);
@@ -563,13 +678,13 @@ fn registration_of_imported_memory_does_not_grow() {
         assert_eq!(allocation.kind, kind);
         let part = allocation.range.slice(PAGE, 100).expect("inside");
         // SAFETY: nothing refers into the memory, and it outlives its registration.
-        let region = unsafe { cache.get_or_register(part, READ) }.expect("registered");
+        let region = cache.get(unsafe { raw(part) }, READ).expect("registered");
         let expected = if imported { part } else { allocation.range };
         assert_eq!(region.range(), expected, "{kind:?}");
         let views = [1, 5].map(|page| allocation.range.slice(page * PAGE, 100).expect("inside"));
-        let views = views.map(|range| View::new(range, READ));
         // SAFETY: nothing refers into the memory, and it outlives its registration.
-        let registered = unsafe { net.target.reg_many(&views, Growth::Allocation) };
+        let views = views.map(|range| unsafe { raw(range) });
+        let registered = net.register_raw(&views, READ, Growth::Allocation);
         let regions = registered.expect("registered").regions().len();
         assert_eq!(regions, if imported { 2 } else { 1 }, "{kind:?}");
     }
@@ -584,7 +699,7 @@ fn a_cache_grows_only_within_its_limits() {
         let buffer = net.buffer(8 * PAGE, kind);
         let part = buffer.allocation().range.slice(offset, 100).expect("inside");
         // SAFETY: nothing refers into the memory, and it outlives its registration.
-        let region = unsafe { cache.get_or_register(part, READ) }.expect("registered");
+        let region = cache.get(unsafe { raw(part) }, READ).expect("registered");
         let len = region.range().len();
         drop(region);
         cache.evict_idle();
@@ -617,7 +732,7 @@ fn miss_with_refused_growth_registers_its_own_range() {
         for page in 0..3 {
             let part = buffer.allocation().range.slice(page * PAGE, 10).expect("inside");
             // SAFETY: nothing refers into the memory, and it outlives its registration.
-            let region = unsafe { cache.get_or_register(part, READ) }.expect("its own range");
+            let region = cache.get(unsafe { raw(part) }, READ).expect("its own range");
             assert_eq!(
                 (region.range(), region.decision().expect("one").path),
                 (part, Path::DmaBuf)
@@ -632,12 +747,12 @@ fn miss_with_refused_growth_registers_its_own_range() {
 /// Lets the NIC refuse the first registration, which is the grown range of the first miss. Further
 /// misses follow, each for another range of 8 bytes. Returns the number of the first miss that
 /// registers a grown range (the first miss has number 0), or `None` if none of 1000 does.
-fn misses_until_growth<B: OwnedBuffer>(net: &Net, buffer: B, refusal: i32) -> Option<u64> {
+fn misses_until_growth<B: Memory>(net: &Net, buffer: B, refusal: i32) -> Option<u64> {
     let cache = net.target.cache().expect("a cache");
     let buffer = cache.own(buffer).expect("a buffer");
     net.faults.fail(Call::Register, 1, Errno(refusal));
     (0..1000).find(|miss| {
-        let region = buffer.get_or_register(miss * 16, 8, READ).expect("registered");
+        let region = buffer.get(miss * 16, 8, READ).expect("registered");
         region.range().len() > 8
     })
 }
@@ -662,13 +777,13 @@ fn a_refused_growth_is_retried_only_after_many_misses() {
 
 /// A part of a buffer that shares the ownership of its memory with the other parts. Its drop
 /// increments `ends`.
-struct Part<B: OwnedBuffer> {
+struct Part<B: Memory> {
     memory: Arc<B::Parts>,
     range: AddressRange,
     ends: Arc<AtomicUsize>,
 }
 
-impl<B: OwnedBuffer> Drop for Part<B> {
+impl<B: Memory> Drop for Part<B> {
     fn drop(&mut self) {
         self.ends.fetch_add(1, Ordering::SeqCst);
     }
@@ -676,7 +791,7 @@ impl<B: OwnedBuffer> Drop for Part<B> {
 
 // SAFETY: the whole buffer's own implementation upholds the contract, and each byte belongs to one
 // part only.
-unsafe impl<B: OwnedBuffer + 'static> OwnedBuffer for Part<B> {
+unsafe impl<B: Memory + 'static> Memory for Part<B> {
     type Parts = Self;
 
     fn into_parts(self) -> Self {
@@ -687,29 +802,23 @@ unsafe impl<B: OwnedBuffer + 'static> OwnedBuffer for Part<B> {
         parts
     }
 
-    fn range(parts: &Self) -> AddressRange {
-        parts.range
-    }
-
-    fn iface(parts: &Self) -> hmem::IfaceKind {
-        B::iface(&parts.memory)
-    }
-
-    fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
-        let first = parts.range.start().0 - B::range(&parts.memory).start().0;
-        B::read(&parts.memory, first + offset, into)
-    }
-
-    fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
-        let first = parts.range.start().0 - B::range(&parts.memory).start().0;
-        B::write(&parts.memory, first + offset, from)
+    fn place(parts: &Self) -> Place<'_> {
+        let range = parts.range;
+        match B::place(&parts.memory) {
+            Place::Host { writable, .. } => Place::Host { range, writable },
+            Place::Device { iface, .. } => Place::Device { iface, range },
+            other => unreachable!("halves of {other:?}"),
+        }
     }
 }
 
 /// Splits a buffer into two halves. Returns them with a counter of dropped halves.
-fn halves<B: OwnedBuffer>(buffer: B) -> ([Part<B>; 2], Arc<AtomicUsize>) {
+fn halves<B: Memory>(buffer: B) -> ([Part<B>; 2], Arc<AtomicUsize>) {
     let (memory, ends) = (Arc::new(buffer.into_parts()), Arc::default());
-    let whole = B::range(&memory);
+    let (Place::Host { range: whole, .. } | Place::Device { range: whole, .. }) = B::place(&memory)
+    else {
+        unreachable!("halves of memory without an owner")
+    };
     let half = whole.len() / 2;
     let parts = [0, half].map(|offset| Part {
         memory: Arc::clone(&memory),
@@ -727,7 +836,7 @@ fn parts_of_a_buffer_are_cached_without_unsafe() {
     let buffer = cache.own(vec![0_u8; 8 * PAGE as usize]).expect("a buffer");
     buffer.write(PAGE, b"by the application").expect("inside");
     for _ in 0..3 {
-        let region = buffer.get_or_register(PAGE, PAGE, REMOTE).expect("registered");
+        let region = buffer.get(PAGE, PAGE, REMOTE).expect("registered");
         let key = region.view().key().expect("a key");
         assert_eq!(net.pull(&key, 6).expect("read")[2..], *b" the");
         net.push(&key, b"BY").expect("write");
@@ -736,13 +845,9 @@ fn parts_of_a_buffer_are_cached_without_unsafe() {
     let mut bytes = [0; 6];
     buffer.read(PAGE, &mut bytes).expect("inside");
     assert_eq!(&bytes, b"BY the");
-    let outside = buffer.get_or_register(7 * PAGE, PAGE + 1, READ).unwrap_err();
-    assert_eq!(
-        (outside.kind(), outside.operation()),
-        (ErrorKind::OutOfBounds, "get_or_register"),
-        "{outside}"
-    );
-    assert_eq!(buffer.get_or_register(0, 0, READ).unwrap_err().kind(), ErrorKind::ZeroLength);
+    let outside = buffer.get(7 * PAGE, PAGE + 1, READ).unwrap_err();
+    assert_eq!((outside.kind(), outside.operation()), (ErrorKind::OutOfBounds, "get"), "{outside}");
+    assert_eq!(buffer.get(0, 0, READ).unwrap_err().kind(), ErrorKind::ZeroLength);
     let busy = net.target.close().unwrap_err();
     assert_eq!(busy.error.kind(), ErrorKind::Busy, "the buffer is the domain's");
     let bytes = buffer.close().expect("no lease is left");
@@ -758,7 +863,7 @@ fn a_cached_buffer_with_a_lease_or_sub_region_is_not_returned() {
     let cache = net.target.cache().expect("a cache");
     let shared = Arc::new(net.filled(4));
     let buffer = Arc::new(cache.own(Arc::clone(&shared)).expect("a buffer"));
-    let region = buffer.get_or_register(0, PAGE, READ).expect("registered");
+    let region = buffer.get(0, PAGE, READ).expect("registered");
     let sub = region.sub(region.range(), READ, None).expect("all of it");
     drop(region);
     let key = sub.key().expect("a key");
@@ -768,7 +873,7 @@ fn a_cached_buffer_with_a_lease_or_sub_region_is_not_returned() {
     assert_eq!(net.pull(&key, 2).expect("the sub-region works"), [1; 2]);
     // The buffer still works after a failed close.
     let buffer = busy.value;
-    drop(buffer.get_or_register(PAGE, PAGE, READ).expect("registered"));
+    drop(buffer.get(PAGE, PAGE, READ).expect("registered"));
     drop(sub);
     let back = buffer.close().expect("nothing depends on it any more");
     assert!(Arc::ptr_eq(&back, &shared) && net.regions() == 0);
@@ -785,7 +890,7 @@ fn close_of_a_cached_buffer_waits_for_a_lease_that_is_ending() {
     thread::scope(|scope| {
         scope.spawn(move || {
             // SAFETY: the buffer keeps its memory until the region is deregistered.
-            let lease = unsafe { cache.get_or_register(range, READ) }.expect("registered");
+            let lease = cache.get(unsafe { raw(range) }, READ).expect("registered");
             sender.send(()).expect("the test waits");
             // The close invalidates the region before it waits.
             while !lease.lease().is_invalidated() {
@@ -808,7 +913,7 @@ fn memory_of_a_dropped_cached_buffer_outlives_its_regions() {
     let ([first, second], ends) = halves(vec![5_u8; 2 * PAGE as usize]);
     drop(second);
     let buffer = cache.own(first).expect("a buffer");
-    let region = buffer.get_or_register(0, PAGE, READ).expect("registered");
+    let region = buffer.get(0, PAGE, READ).expect("registered");
     let sub = region.sub(region.range(), READ, None).expect("all of it");
     drop(region);
     drop(buffer);
@@ -827,8 +932,8 @@ fn a_region_merged_of_two_buffers_keeps_both_allocated() {
     let cache = net.target.cache().expect("a cache");
     let ([first, second], ends) = halves(vec![5_u8; 4 * PAGE as usize]);
     let (first, second) = (cache.own(first).expect("one"), cache.own(second).expect("another"));
-    drop(first.get_or_register(0, 2 * PAGE, READ).expect("registered"));
-    let merged = second.get_or_register(0, 2 * PAGE, READ).expect("registered");
+    drop(first.get(0, 2 * PAGE, READ).expect("registered"));
+    let merged = second.get(0, 2 * PAGE, READ).expect("registered");
     assert_eq!(merged.range().len(), 4 * PAGE, "the regions were not merged");
     drop(first);
     cache.reclaim();
@@ -848,7 +953,7 @@ fn a_cached_buffer_never_grows_beyond_itself() {
     let ([first, second], _) = halves(net.filled(8));
     let range = first.range;
     let buffer = cache.own(first).expect("a buffer");
-    let region = buffer.get_or_register(PAGE, 10, READ).expect("registered");
+    let region = buffer.get(PAGE, 10, READ).expect("registered");
     assert_eq!(region.range(), range, "the buffer is half of its allocation");
     drop((region, second));
 }
@@ -860,9 +965,9 @@ fn regions_cached_before_the_cache_owned_a_buffer_are_not_hit() {
     let cache = net.target.cache().expect("a cache");
     let bytes = vec![1_u8; PAGE as usize];
     // SAFETY: nothing refers into the memory while it is registered.
-    drop(unsafe { cache.get_or_register(AddressRange::of(&bytes), READ) }.expect("registered"));
+    drop(cache.get(unsafe { raw(AddressRange::of(&bytes)) }, READ).expect("registered"));
     let buffer = cache.own(bytes).expect("a buffer");
-    drop(buffer.get_or_register(0, PAGE, READ).expect("registered"));
+    drop(buffer.get(0, PAGE, READ).expect("registered"));
     assert_eq!(cache.statistics().registrations, 2);
 }
 
@@ -872,7 +977,7 @@ fn uncached_regions_keep_their_buffer() {
     let net = Net::cached(CacheAttr::default().max_count(0));
     let cache = net.target.cache().expect("a cache");
     let buffer = cache.own(vec![3_u8; PAGE as usize]).expect("a buffer");
-    let region = buffer.get_or_register(0, PAGE, READ).expect("registered");
+    let region = buffer.get(0, PAGE, READ).expect("registered");
     assert!(region.lease().uncached_reason().is_some());
     let sub = region.sub(region.range(), READ, None).expect("all of it");
     drop(region);
@@ -893,7 +998,7 @@ fn concurrent_misses_in_one_allocation_register_it_once() {
             scope.spawn(move || {
                 for page in 0..8 {
                     let offset = (page + thread) % 8 * PAGE;
-                    let region = buffer.get_or_register(offset, PAGE, READ).expect("registered");
+                    let region = buffer.get(offset, PAGE, READ).expect("registered");
                     assert_eq!(region.view().range().len(), PAGE);
                 }
             });

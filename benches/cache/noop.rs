@@ -114,6 +114,7 @@ pub(super) struct NoopBackend {
 impl CacheBackend for NoopBackend {
     type Region = u64;
     type Watch = Option<Subscription>;
+    type Owner = ();
 
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Self::Watch> {
         let Some(monitor) = &self.monitor else { return Ok(None) };
@@ -126,7 +127,7 @@ impl CacheBackend for NoopBackend {
         }
     }
 
-    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
+    fn register(&self, key: &Key, (): &(), _: Option<&Self::Watch>) -> Result<u64> {
         let start = key.range().start().0;
         if start == self.slow_at {
             self.slow.store(true, Ordering::Release);

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, MrAttr,
-    MrFlags, OwnedRegion, Result, iface::AllocRequest, path::P2pPolicy,
+    Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Error, ErrorKind, Iface, Region,
+    Result, iface::AllocRequest, path::P2pPolicy,
 };
 
 use crate::machine::{Machine, ProviderNic};
@@ -19,11 +19,7 @@ const PAGE: u64 = 4096;
 pub(crate) fn host(machine: &Machine, nic: &ProviderNic) -> Result<Arc<Decision>> {
     let domain = machine.open(nic, P2pPolicy::Enabled)?;
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
-    let registered = domain.register_with(
-        vec![0u8; PAGE as usize],
-        &MrAttr::new(&[], access),
-        MrFlags::empty(),
-    )?;
+    let registered = domain.register(vec![0u8; PAGE as usize], access)?;
     let decision = Arc::clone(registered.decision()?);
     close(registered)?;
     domain.close()?;
@@ -58,6 +54,6 @@ pub(crate) fn device(
     Ok(decision)
 }
 
-fn close<B: hmem::OwnedBuffer>(registered: OwnedRegion<B>) -> Result<B> {
+fn close<M: hmem::Memory>(registered: Region<M>) -> Result<M> {
     registered.close().map_err(Error::from)
 }

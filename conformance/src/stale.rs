@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use hmem_core::{
     Access, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, Endpoint, Error,
-    ErrorKind, Iface, OwnedRegion, RegionSlice, RemoteKey, Result,
+    ErrorKind, Iface, Promise, Raw, Region, RegionSlice, RemoteKey, Result,
     cache::UncachedReason,
     iface::AllocRequest,
     provider::{CompletionQueue, EndpointAttr},
@@ -157,11 +157,12 @@ impl StaleCounts {
         let range = memory.range()?;
         memory.write(&before)?;
         let cache = link.domain.cache()?;
+        // SAFETY: the caller promises that nothing else accesses the memory. A region may outlive
+        // the memory: the caller promises that the NIC keeps the registered pages, so a stale hit
+        // accesses no other memory.
+        let raw = unsafe { Raw::new(range, Promise::ReadWrite) };
         {
-            // SAFETY: the caller promises that nothing else accesses the memory. The region may
-            // outlive the memory: the caller promises that the NIC keeps the registered pages, so a
-            // stale hit accesses no other memory.
-            let region = unsafe { cache.get_or_register(range, REMOTE)? };
+            let region = cache.get(raw, REMOTE)?;
             // `Busy` is no error: the monitor may still be handling a change of the previous round.
             if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason()
                 && !why.is_busy()
@@ -182,8 +183,7 @@ impl StaleCounts {
             };
             self.stale += u64::from(found != expected);
         }
-        // SAFETY: as for the first lookup. The lease ends at once.
-        drop(unsafe { cache.get_or_register(range, REMOTE)? });
+        drop(cache.get(raw, REMOTE)?);
         memory.renew(number)?;
         self.reused += u64::from(memory.range()? == range);
         Ok(())
@@ -193,7 +193,7 @@ impl StaleCounts {
 /// An endpoint that is its own peer, and a registered buffer for the moved bytes.
 struct Link<'a> {
     domain: &'a Domain,
-    local: OwnedRegion<Vec<u8>>,
+    local: Region<Vec<u8>>,
     queue: Arc<dyn CompletionQueue>,
     endpoint: Endpoint,
     peer: PeerId,

@@ -15,7 +15,7 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, Allocation, AllocationId, DeviceId, Domain, DomainAttr, Error,
-    ErrorKind, GrantKind, Iface, IfaceKind, Iova, OwnedRegion, Registry, RemoteKey, Result,
+    ErrorKind, GrantKind, Iface, IfaceKind, Iova, Region, Registry, RemoteKey, Result,
     iface::{
         AllocRequest, Allocator, CopyEngine, Device, DmaBufExport, DmaBufExporter, DmaBufMapping,
         Facet, HostRegistrar, InboundFlush, Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -777,7 +777,7 @@ fn open_domain(fault: ProviderFault) -> Domain {
     Domain::open(&provider, registry, selector, DomainAttr::default()).expect("open")
 }
 
-fn register(domain: &Domain, access: Access) -> OwnedRegion<Vec<u8>> {
+fn register(domain: &Domain, access: Access) -> Region<Vec<u8>> {
     domain.register(vec![0; 4096], access).map_err(|rejected| rejected.error).expect("register")
 }
 

@@ -94,12 +94,11 @@ pub use access::Access;
 pub use address::{Address, AddressRange, AllocOffset, DmaBufOffset, Iova};
 pub use allocation::{Allocation, AllocationId, AllocationKind, Segment};
 pub use domain::{
-    Atomic, BufferView, CacheAttr, CachedBuffer, CachedRegion, DeviceBuffer, DmaBufAttr, Domain,
-    DomainAttr, Endpoint, Grant, GrantKind, Growth, MemoryRegion, MrAttr, MultiRegion, OwnedBuffer,
-    OwnedMultiRegion, OwnedRegion, Prefault, RegionCache, RegionLookupHandle, RegionSlice,
-    RegionState, RegionView, RegionViews, RegisteredViews, Registrations, Scoped, Type1Window,
-    Type2Bind, Type2Kind, Type2Window, VecParts, View, Watch, os_page_sizes, prefault, regattr_on,
-    register_on,
+    AnyBits, Atomic, Batch, Borrowed, BorrowedDmaBuf, CacheAttr, CachedBuffer, CachedRegion,
+    DeviceBuffer, DmaBuf, Domain, DomainAttr, Endpoint, Grant, GrantKind, Growth, Items, KeptRaw,
+    Memory, MemoryRegion, Place, Prefault, Promise, Raw, Region, RegionCache, RegionLookupHandle,
+    RegionSlice, RegionState, RegionView, Regions, Registrations, Request, Scoped, Type1Window,
+    Type2Bind, Type2Kind, Type2Window, Watch, fabric, os_page_sizes, prefault,
 };
 pub use error::{
     AttemptSummary, DriverCode, Errno, Error, ErrorKind, ErrorSummary, Rejected, Result,

@@ -29,9 +29,9 @@ impl RailKey {
 
 /// The keys by which peers reach one memory range through several NICs, called rails.
 ///
-/// [`MultiRegion::rail_keys`](crate::MultiRegion::rail_keys) returns this list. The list has at
-/// least one rail and no NIC twice. The order of the rails is kept, so two processes can pair their
-/// rails by position. Like a [`RemoteKey`], the list is sent to a peer in a versioned form with a
+/// [`Regions::rail_keys`](crate::Regions::rail_keys) returns this list. The list has at least one
+/// rail and no NIC twice. The order of the rails is kept, so two processes can pair their rails by
+/// position. Like a [`RemoteKey`], the list is sent to a peer in a versioned form with a
 /// checksum.
 ///
 /// # Examples

@@ -1,7 +1,7 @@
 //! The inputs of a registration. The domain creates them once for each registration, and all later
 //! steps borrow them.
 
-use std::{fmt, os::fd::BorrowedFd, str::FromStr, sync::Arc};
+use std::{any::Any, fmt, os::fd::BorrowedFd, str::FromStr, sync::Arc};
 
 use serde::{Serialize, Serializer};
 
@@ -48,6 +48,10 @@ pub struct Registration<'a> {
     /// True if transfers that use the region may call its iface. If false, the path selector
     /// refuses memory that transfers can reach only by calls of its iface.
     pub driver_calls_in_transfers: bool,
+    /// Settings that only this provider has ([`Request::extension`](crate::Request::extension)).
+    /// The provider has accepted them
+    /// ([`ProviderDomain::accepts`](crate::provider::ProviderDomain::accepts)).
+    pub extension: Option<&'a (dyn Any + Send + Sync)>,
 }
 
 impl<'a> Registration<'a> {
@@ -73,6 +77,7 @@ impl<'a> Registration<'a> {
             direct_paths: None,
             ordering: WriteOrdering::Strict,
             driver_calls_in_transfers: true,
+            extension: None,
         }
     }
 }
@@ -81,25 +86,26 @@ impl<'a> Registration<'a> {
 ///
 /// The default is [`Strict`](Self::Strict), the order of `ibv_reg_mr`.
 /// [`DomainAttr::ordering`](crate::DomainAttr::ordering) changes it for all regions of a domain,
-/// and [`MrAttr::ordering`](crate::MrAttr::ordering) for one region.
+/// and [`Request::ordering`](crate::Request::ordering) for one region.
 ///
 /// **Use [`Relaxed`](Self::Relaxed) only for memory that software does not poll.** With relaxed
 /// ordering a flag in memory may become visible before the data that was written ahead of it. The
 /// last byte of a transfer may also become visible early. A GPU kernel that polls memory sees the
 /// same effects. Memory that is read after a completion is safe with both.
 ///
-/// ```
-/// use hmem_core::{Access, AddressRange, DomainAttr, MrAttr, WriteOrdering};
+/// ```no_run
+/// use hmem_core::{Access, Domain, DomainAttr, Region, Request, Result, WriteOrdering};
 ///
-/// // The regions of this domain are read after completions, except one that software polls.
-/// let bulk = DomainAttr { ordering: WriteOrdering::Relaxed, ..DomainAttr::default() };
-/// let flags = [0_u8; 64];
-/// let ranges = [AddressRange::of(&flags)];
-/// let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
-/// let polled = MrAttr { ordering: Some(WriteOrdering::Strict), ..attr };
-/// # assert_eq!(DomainAttr::default().ordering, WriteOrdering::Strict);
-/// # assert_eq!((bulk.ordering, attr.ordering), (WriteOrdering::Relaxed, None));
-/// # assert_eq!(polled.ordering, Some(WriteOrdering::Strict));
+/// /// The regions of a domain with these attributes are read after completions.
+/// fn bulk() -> DomainAttr {
+///     DomainAttr { ordering: WriteOrdering::Relaxed, ..DomainAttr::default() }
+/// }
+///
+/// /// Software polls this region.
+/// fn flags(domain: &Domain) -> Result<Region<Vec<u8>>> {
+///     let request = Request::new(vec![0_u8; 64], Access::REMOTE_WRITE);
+///     Ok(domain.submit(request.ordering(WriteOrdering::Strict))?)
+/// }
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum WriteOrdering {

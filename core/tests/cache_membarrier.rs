@@ -66,6 +66,7 @@ struct Numbers(Arc<BackendRecords>);
 impl CacheBackend for Numbers {
     type Region = u64;
     type Watch = ();
+    type Owner = ();
 
     fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
         Ok(())
@@ -73,7 +74,7 @@ impl CacheBackend for Numbers {
 
     fn unwatch(&self, (): ()) {}
 
-    fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<u64> {
+    fn register(&self, _: &Key, (): &(), _: Option<&Self::Watch>) -> Result<u64> {
         let region = self.0.next.fetch_add(1, Ordering::SeqCst);
         self.0.live.lock().insert(region);
         Ok(region)
@@ -182,7 +183,7 @@ fn membarrier_refused_later_closes_the_cache_and_frees_nothing() {
     assert!(!is_closed(&evicted), "the cache does not know yet");
     assert_eq!(evicted_books.live(), 2);
     assert!(is_closed(&evicted));
-    assert!(evicted.get_cached(&key(0)).is_none());
+    assert!(evicted.find(&key(0)).is_none());
     assert_eq!((evicted_books.live(), evicted.statistics().evictions), (2, 0));
 
     // `evict_idle` learns of the refusal and evicts nothing.
@@ -209,7 +210,7 @@ fn membarrier_refused_later_closes_the_cache_and_frees_nothing() {
         collected.reclaim();
     }
     assert!(is_closed(&collected));
-    assert!(collected.get_cached(&key(0)).is_none());
+    assert!(collected.find(&key(0)).is_none());
     assert_eq!((collected_books.live(), collected.statistics().pending_reclaim), (1, 1));
 
     // Without the handles, no thread can look up, so the drop of the caches needs no barrier.

@@ -17,6 +17,7 @@ struct Nothing;
 impl CacheBackend for Nothing {
     type Region = ();
     type Watch = ();
+    type Owner = ();
 
     fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
         Ok(())
@@ -24,7 +25,7 @@ impl CacheBackend for Nothing {
 
     fn unwatch(&self, (): ()) {}
 
-    fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<()> {
+    fn register(&self, _: &Key, (): &(), _: Option<&Self::Watch>) -> Result<()> {
         Ok(())
     }
 

@@ -35,34 +35,9 @@ use std::{fmt, sync::Arc};
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 use hmem_core::{
-    Access, Address, AddressRange, Domain, Error, ErrorKind, Iface, IfaceExt, IfaceKind,
-    OwnedBuffer, Rejected, Result, Scoped,
+    Access, Address, AddressRange, AnyBits, Domain, Error, ErrorKind, Iface, IfaceKind, Memory,
+    Place, Promise, Raw, Rejected, Result, Scoped,
 };
-
-/// A type without invalid bit patterns, so that peers may write its values.
-///
-/// Implemented for Rust's integers and floats. Register a slice of another type as bytes: `cudarc`
-/// has an unsafe call that reinterprets slices.
-///
-/// ```compile_fail,E0277
-/// # use cudarc::driver::CudaSlice;
-/// # use hmem_iface_cuda::cudarc::CudarcBuffer;
-/// // Refused: a peer could write a byte that is neither true nor false.
-/// fn flags(buffer: CudarcBuffer<bool>) {}
-/// ```
-///
-/// # Safety
-/// The type must have no padding and no invalid bit pattern.
-pub unsafe trait AnyBits: Send + Sync + 'static {}
-
-macro_rules! any_bits {
-    ($($number:ty)+) => {$(
-        // SAFETY: every bit pattern is a valid number, and numbers have no padding.
-        unsafe impl AnyBits for $number {}
-    )+};
-}
-
-any_bits! { u8 u16 u32 u64 u128 usize i8 i16 i32 i64 i128 isize f32 f64 }
 
 /// A slice of `cudarc` that a region can own.
 pub struct CudarcBuffer<T: AnyBits> {
@@ -104,17 +79,6 @@ impl<T: AnyBits> CudarcBuffer<T> {
     pub fn into_slice(self) -> CudaSlice<T> {
         self.slice
     }
-
-    fn part(&self, offset: u64, len: usize) -> Result<Address> {
-        let part = self.range.slice(offset, len as u64).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfBounds, "copy")
-                .iface(IfaceKind::CUDA)
-                .context("offset", offset)
-                .context("length", len)
-                .context("slice", self.range)
-        })?;
-        Ok(part.start())
-    }
 }
 
 impl<T: AnyBits> fmt::Debug for CudarcBuffer<T> {
@@ -126,7 +90,7 @@ impl<T: AnyBits> fmt::Debug for CudarcBuffer<T> {
 // SAFETY: the slice owns its memory, which does not move until the slice is dropped. `ready`
 // checked that it is memory of the CUDA iface. A `CudaSlice` is not a reference to the memory:
 // device memory is accessed by addresses. Any bytes are valid elements, as `AnyBits` says.
-unsafe impl<T: AnyBits> OwnedBuffer for CudarcBuffer<T> {
+unsafe impl<T: AnyBits> Memory for CudarcBuffer<T> {
     type Parts = Self;
 
     fn into_parts(self) -> Self {
@@ -137,26 +101,8 @@ unsafe impl<T: AnyBits> OwnedBuffer for CudarcBuffer<T> {
         parts
     }
 
-    fn range(parts: &Self) -> AddressRange {
-        parts.range
-    }
-
-    fn iface(_: &Self) -> IfaceKind {
-        IfaceKind::CUDA
-    }
-
-    fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
-        let from = parts.part(offset, into.len())?;
-        // SAFETY: the slice frees its memory when it is dropped, and the borrow keeps it from being
-        // dropped.
-        unsafe { parts.iface.read(from, into) }
-    }
-
-    fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
-        let to = parts.part(offset, from.len())?;
-        // SAFETY: the slice frees its memory when it is dropped, and the borrow keeps it from being
-        // dropped. No reference to device memory exists.
-        unsafe { parts.iface.write(to, from) }
+    fn place(parts: &Self) -> Place<'_> {
+        Place::Device { iface: &parts.iface, range: parts.range }
     }
 }
 
@@ -175,7 +121,8 @@ pub fn scope<T: AnyBits, R>(
     let range = ready(&**iface, slice)?;
     // SAFETY: the slice is borrowed exclusively for the length of the call, so that its memory
     // stays, and no other code gets it. No reference to device memory exists.
-    unsafe { domain.scope_range(range, access, body) }
+    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+    domain.scope(memory, access, body)
 }
 
 /// Waits for the slice's stream, and returns the slice's range if the iface knows its memory.

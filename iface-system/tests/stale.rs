@@ -46,6 +46,7 @@ struct SnapshotBackend(Option<Arc<dyn Monitor>>);
 impl CacheBackend for SnapshotBackend {
     type Region = u64;
     type Watch = Option<Subscription>;
+    type Owner = ();
 
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Self::Watch> {
         let subscribe =
@@ -59,7 +60,7 @@ impl CacheBackend for SnapshotBackend {
         }
     }
 
-    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
+    fn register(&self, key: &Key, (): &(), _: Option<&Self::Watch>) -> Result<u64> {
         let mut word = 0_u64;
         let local = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: 8 };
         let start = ptr::with_exposed_provenance_mut(key.range().start().0 as usize);

@@ -6,12 +6,11 @@ use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::IfaceExt;
 use hmem_core::{
-    Allocation, Decision, DmaBufAttr, Domain, DomainAttr, Errno, ErrorKind, IfaceKind, MrAttr,
-    MrFlags, Path,
+    Allocation, Batch, Decision, DmaBuf, Domain, DomainAttr, Errno, ErrorKind, IfaceKind, Path,
+    Promise, Raw, Request,
     iface::DmaBufMapping,
     path::{DirectPath, P2pPolicy},
     provider::{Imports, Nic},
-    register_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, SIMULATED, Simulated};
 use hmem_p2p::path::ExplainRequest;
@@ -129,7 +128,9 @@ fn empty_list_leaves_staged_copies_or_a_refusal() {
         [domain(&bench, P2pPolicy::Enabled, &[]), domain(&bench, P2pPolicy::Enabled, &[])];
     bench.paths.forget();
     let (buffer, allocated) = (bench.buffer(PAGE), bench.calls(Call::CreateMemory));
-    let shared = register_on(&domains.each_ref(), buffer, REMOTE).expect("staged");
+    let nics = domains.each_ref();
+    let request = Request::new(buffer, REMOTE);
+    let shared = Batch::on(&nics).add(request).register().expect("staged");
     assert_eq!((shared.regions().len(), direct()), (2, 0));
     assert_eq!(bench.calls(Call::CreateMemory), allocated, "no page was probed");
 }
@@ -166,8 +167,9 @@ fn order_holds_for_each_nic_of_a_shared_export() {
     let lists = [&[PCIE][..], &[DMA_BUF, PCIE], &[PEER, PCIE]];
     let domains = lists.map(|paths| domain(&bench, P2pPolicy::Enabled, paths));
     for _ in 0..2 {
-        let shared =
-            register_on(&domains.each_ref(), bench.buffer(PAGE), REMOTE).expect("registered");
+        let nics = domains.each_ref();
+        let request = Request::new(bench.buffer(PAGE), REMOTE);
+        let shared = Batch::on(&nics).add(request).register().expect("registered");
         let found = shared.regions().iter().map(|region| {
             let decision = region.decision().expect("decided");
             (decision.path, decision.mapping)
@@ -213,15 +215,15 @@ fn application_dma_buf_of_a_device_is_refused_if_the_list_leaves_dma_bufs_out() 
     let Allocation { range, .. } = *buffer.allocation();
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
     let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).expect("export");
-    let given =
-        DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
     let register = |paths: &[DirectPath], iface| {
-        let attr = MrAttr { dma_buf: Some(given), iface: Some(iface), ..MrAttr::new(&[], REMOTE) };
-        let domain = domain(&bench, P2pPolicy::Enabled, paths);
+        let fd = export.as_fd().try_clone_to_owned().expect("a descriptor");
+        let given = DmaBuf { fd, offset: export.offset, len: PAGE, base_addr: None };
         // SAFETY: the buffer is dropped after the region, and no reference to it exists.
-        unsafe { domain.regattr(&attr, MrFlags::MR_DMABUF) }
+        let memory = unsafe { Raw::new(given, Promise::ReadWrite) };
+        let domain = domain(&bench, P2pPolicy::Enabled, paths);
+        domain.submit(Request::new(memory, REMOTE).owner(iface, None))
     };
-    let error = register(&[PEER], SIMULATED).unwrap_err();
+    let error = register(&[PEER], SIMULATED).unwrap_err().error;
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     assert!(error.to_string().contains("leaves dma-bufs out"), "{error}");
     assert!(register(&[PEER, PCIE], SIMULATED).is_ok());

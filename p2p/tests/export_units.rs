@@ -12,12 +12,11 @@ use std::{
 };
 
 use hmem_core::{
-    Access, AddressRange, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, Errno, Error,
-    ErrorKind, Iface, IfaceKind, MemoryRegion, MrAttr, MrFlags, Path,
+    Access, AddressRange, AllocationKind, Batch, Decision, DeviceBuffer, DeviceId, Domain, Errno,
+    Error, ErrorKind, Iface, IfaceKind, MemoryRegion, Path, Promise, Raw, Region, Request,
     iface::AllocRequest,
     path::{ExportUnit, P2pPolicy},
     provider::Imports,
-    regattr_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
@@ -75,7 +74,7 @@ impl World {
     }
 }
 
-fn register(domain: &Domain, range: AddressRange) -> MemoryRegion {
+fn register(domain: &Domain, range: AddressRange) -> Region<Raw> {
     register_range(domain, range).unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -320,11 +319,11 @@ fn nics_share_the_export_of_an_allocation() {
     drop(register(&world.domain, buffer.range()));
     drop(register(&other, buffer.range()));
     let exports = world.exports();
-    let ranges = [part(&buffer, PAGE, PAGE)];
-    let attr = MrAttr::new(&ranges, Access::READ | REMOTE);
     // SAFETY: the buffer is dropped after the regions, and no reference to it exists.
-    let shared = unsafe { regattr_on(&[&world.domain, &other], &attr, MrFlags::empty()) };
-    let shared = shared.expect("registered");
+    let memory = unsafe { Raw::new(part(&buffer, PAGE, PAGE), Promise::ReadWrite) };
+    let nics = [&world.domain, &other];
+    let request = Request::new(memory, Access::READ | REMOTE);
+    let shared = Batch::on(&nics).add(request).register().expect("registered");
     let found = [0, 1].map(|at| units(decision(&shared.regions()[at])));
     assert_eq!(found[0], [(RANGE, false), (ALLOCATION, true)]);
     assert_eq!(found[1], [(ALLOCATION, true)], "the shared export is tried first");

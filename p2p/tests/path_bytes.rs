@@ -4,8 +4,8 @@
 mod path_support;
 
 use hmem_core::{
-    AllocationKind, Decision, DeviceId, Domain, ErrorKind, OwnedBuffer, OwnedRegion, Path,
-    RemoteKey, iface::DmaBufMapping, path::P2pPolicy, provider::Imports,
+    AllocationKind, Decision, DeviceId, Domain, ErrorKind, Memory, Path, Region, RemoteKey,
+    iface::DmaBufMapping, path::P2pPolicy, provider::Imports,
 };
 use hmem_iface_system::{DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
 use hmem_provider_loopback::{Loopback, Progress};
@@ -96,8 +96,8 @@ fn over_every_path(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
 
 /// The registered target of a transfer: device or host memory.
 enum Target {
-    Host(OwnedRegion<Vec<u8>>),
-    Device(OwnedRegion<hmem_core::DeviceBuffer>),
+    Host(Region<Vec<u8>>),
+    Device(Region<hmem_core::DeviceBuffer>),
 }
 
 impl Target {
@@ -132,7 +132,7 @@ impl Target {
     }
 
     fn bytes(&self) -> Vec<u8> {
-        fn all<B: OwnedBuffer>(region: &OwnedRegion<B>) -> Vec<u8> {
+        fn all<B: Memory>(region: &Region<B>) -> Vec<u8> {
             let mut bytes = vec![0; LEN];
             region.read(0, &mut bytes).expect("inside");
             bytes

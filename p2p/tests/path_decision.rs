@@ -406,20 +406,14 @@ fn explanation_says_that_the_process_disabled_direct_access() {
 /// P2P-01: the selector tries no further path after an error that every path would report.
 #[test]
 fn invalid_request_ends_the_search() {
-    use hmem_core::{MrAttr, MrFlags};
+    use hmem_core::Request;
     let bench =
         Bench::with(device(), Loopback::builder().imports(DMA_BUF), DefaultPathSelector::new());
     let attr = hmem_core::DomainAttr { hmem: true, ..hmem_core::DomainAttr::default() };
     let registry = std::sync::Arc::clone(&bench.registry);
     let domain =
         hmem_core::Domain::open(&bench.provider, registry, bench.paths.clone(), attr).unwrap();
-    let register = |buffer| {
-        domain.register_with(
-            buffer,
-            &MrAttr::new(&[], path_support::REMOTE).key(7),
-            MrFlags::empty(),
-        )
-    };
+    let register = |buffer| domain.submit(Request::new(buffer, path_support::REMOTE).key(7));
     let first = register(bench.buffer(PAGE)).unwrap();
     let exports = bench.calls(Call::ExportDmaBuf);
     for _ in 0..2 {

@@ -6,8 +6,8 @@ mod path_support;
 use std::sync::{Arc, LazyLock};
 
 use hmem_core::{
-    AllocationKind, Decision, DeviceId, Domain, Errno, Error, IfaceExt, MemoryRegion, MrAttr,
-    MrFlags, Path, Rejected, Result,
+    AllocationKind, Decision, DeviceId, Domain, Errno, Error, IfaceExt, MemoryRegion, Path,
+    Promise, Raw, Region, Rejected, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{Imports, LiveObjects},
@@ -127,10 +127,10 @@ impl RunReport {
 }
 
 /// Closes a value, and tries again after a failure, as its owner must.
-fn close_with_retry<T>(
+fn close_with_retry<T, R>(
     report: &mut RunReport,
     value: T,
-    close: impl Fn(T) -> Result<(), Rejected<T>>,
+    close: impl Fn(T) -> Result<R, Rejected<T>>,
 ) {
     if let Err(Rejected { value, error }) = close(value) {
         report.errors.push(error.to_string());
@@ -172,14 +172,13 @@ fn use_memory(
     range: hmem_core::AddressRange,
     report: &mut RunReport,
 ) -> Result<()> {
-    let attr = [range];
-    let attr = MrAttr::new(&attr, REMOTE | LOCAL);
+    // SAFETY: the memory is freed after its regions are closed, and no reference to it exists.
+    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
     for _ in 0..2 {
-        // SAFETY: the memory is freed after its regions are closed, and no reference to it exists.
-        let region = unsafe { far.regattr(&attr, MrFlags::empty()) }?;
+        let region = far.register(memory, REMOTE | LOCAL)?;
         report.decisions.push(Arc::clone(region.decision()?));
         let moved = transfer(bench, [near, far], &region);
-        close_with_retry(report, region, MemoryRegion::close);
+        close_with_retry(report, region, Region::close);
         moved?;
     }
     Ok(())

@@ -5,12 +5,11 @@ mod path_support;
 use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
-    Allocation, AllocationKind, DeviceBuffer, DeviceId, DmaBufAttr, Domain, DomainAttr, Errno,
-    Error, ErrorKind, IfaceExt, MrAttr, MrFlags, OwnedMultiRegion, Path, Rejected,
+    Allocation, AllocationKind, Batch, DeviceBuffer, DeviceId, DmaBuf, Domain, DomainAttr, Errno,
+    Error, ErrorKind, IfaceExt, MrFlags, Path, Promise, Raw, Regions, Rejected, Request,
     iface::DmaBufMapping,
     path::P2pPolicy,
     provider::{Imports, Nic},
-    regattr_on, register_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
 use hmem_p2p::path::DefaultPathSelector;
@@ -45,12 +44,14 @@ fn regions(domains: &[Domain]) -> u64 {
 fn register(
     domains: &[Domain],
     buffer: DeviceBuffer,
-) -> Result<OwnedMultiRegion<DeviceBuffer>, Rejected<OwnedMultiRegion<DeviceBuffer>>> {
-    register_on(&domains.iter().collect::<Vec<_>>(), buffer, REMOTE | LOCAL)
+) -> Result<Regions<DeviceBuffer>, Rejected<Regions<DeviceBuffer>>> {
+    let nics: Vec<_> = domains.iter().collect();
+    Batch::on(&nics).add(Request::new(buffer, REMOTE | LOCAL)).register()
 }
 
-fn close(registered: OwnedMultiRegion<DeviceBuffer>) -> DeviceBuffer {
-    registered.close().map_err(Error::from).expect("close")
+fn close(registered: Regions<DeviceBuffer>) -> DeviceBuffer {
+    let [buffer] = registered.close().map_err(Error::from).expect("close").try_into().unwrap();
+    buffer
 }
 
 /// VRB-08
@@ -87,7 +88,10 @@ fn one_export_of_each_segment_serves_every_nic() {
                     "{fds:?}"
                 );
             }
-            assert_eq!((shared.len(), regions(&domains)), (NICS.len(), NICS.len() as u64));
+            assert_eq!(
+                (shared.regions().len(), regions(&domains)),
+                (NICS.len(), NICS.len() as u64)
+            );
             for region in shared.regions() {
                 let decision = region.decision().unwrap();
                 assert_eq!((decision.path, decision.mapping), (Path::DmaBuf, DmaBufMapping::Pcie));
@@ -111,9 +115,10 @@ fn every_nic_reaches_the_same_bytes_with_its_own_key() {
     let paths: Vec<_> =
         shared.regions().iter().map(|region| region.decision().unwrap().path).collect();
     assert_eq!(paths, [Path::DmaBuf, Path::DmaBuf, Path::Staged, Path::DmaBuf]);
-    let keys = shared.keys().unwrap();
+    let keys = shared.rail_keys(0, 0).unwrap();
     let mut model = vec![0u8; 3 * PAGE as usize];
-    for (at, (domain, key)) in domains.iter().zip(&keys).enumerate() {
+    for (at, (domain, nic)) in domains.iter().zip(NICS).enumerate() {
+        let key = keys.of(nic).unwrap();
         let wire = Wire::new(&initiator, domain, 3 * PAGE as usize);
         let bytes: Vec<u8> = (0..5000).map(|byte| (byte * 7 + at) as u8).collect();
         wire.push(key, 100 + at as u64, &bytes).unwrap();
@@ -123,13 +128,14 @@ fn every_nic_reaches_the_same_bytes_with_its_own_key() {
             "NIC {at} reads the bytes of all NICs"
         );
         // The NIC's own descriptor receives a message.
-        wire.send(shared.slice(at, 9000, 3).unwrap(), &[at as u8; 3]).unwrap();
+        let slice = shared.view(at, 0, 0).unwrap().slice(9000, 3).unwrap();
+        wire.send(slice, &[at as u8; 3]).unwrap();
         model[9000..9003].fill(at as u8);
     }
     let mut bytes = vec![0; model.len()];
-    shared.read(0, &mut bytes).unwrap();
+    shared.read(0, 0, &mut bytes).unwrap();
     assert!(bytes == model);
-    assert_eq!(shared.slice(4, 0, 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
+    assert_eq!(shared.view(4, 0, 0).unwrap_err().kind(), ErrorKind::OutOfBounds);
     close(shared);
 }
 
@@ -203,7 +209,7 @@ fn breaks(
     bench.faults.clear();
     let buffer = match outcome {
         Err(rejected) => {
-            assert!(rejected.value.is_empty(), "{:?}", rejected.error);
+            assert!(rejected.value.regions().is_empty(), "{:?}", rejected.error);
             assert_eq!(regions(&domains), 0, "{}", rejected.error);
             close(rejected.value)
         }
@@ -233,7 +239,7 @@ fn registration_refused_by_the_last_nic_is_undone_at_the_others() {
     assert_eq!(rejected.error.kind(), ErrorKind::OutOfResources);
     assert_eq!(rejected.error.provider_name(), Some("loopback/loop3"), "the error names the NIC");
     assert_eq!(rejected.error.context_value("registered before"), Some("3"));
-    assert!(rejected.value.is_empty() && regions(&domains) == 0);
+    assert!(rejected.value.regions().is_empty() && regions(&domains) == 0);
     assert_eq!(bench.residue_after(&before), before);
     close(register(&domains, close(rejected.value)).unwrap());
 }
@@ -249,12 +255,12 @@ fn failed_undo_returns_the_region_with_the_error() {
     bench.faults.fail(NicCall::Register, 4, Errno(12));
     bench.faults.fail(NicCall::Deregister, 2, Errno(5));
     let rejected = register(&domains, buffer).unwrap_err();
-    assert_eq!((rejected.value.len(), regions(&domains)), (1, 1));
+    assert_eq!((rejected.value.regions().len(), regions(&domains)), (1, 1));
     assert_eq!(rejected.error.context_value("left registered"), Some("1"));
     // The region still works, and the buffer stays allocated until it is closed.
     let nic = &domains[1];
     let wire = Wire::new(&domains[0], nic, 16);
-    wire.push(&rejected.value.keys().unwrap()[0], 3, b"still").unwrap();
+    wire.push(&rejected.value.regions()[0].key().unwrap(), 3, b"still").unwrap();
     let buffer = close(rejected.value);
     let mut bytes = [0; 5];
     buffer.read(3, &mut bytes).unwrap();
@@ -275,13 +281,13 @@ fn refused_close_returns_the_open_regions() {
     bench.faults.fail(NicCall::Deregister, 1, Errno(5));
     let rejected = shared.close().unwrap_err();
     assert_eq!(
-        rejected.value.len(),
+        rejected.value.regions().len(),
         2,
         "the region that the driver refused and the region with a sub-region"
     );
     assert_eq!(rejected.error.context_value("left registered"), Some("2"));
     let rejected = rejected.value.close().unwrap_err();
-    assert!(rejected.error.is_busy() && rejected.value.len() == 1);
+    assert!(rejected.error.is_busy() && rejected.value.regions().len() == 1);
     sub.close().map_err(Error::from).unwrap();
     drop(close(rejected.value));
     assert_eq!(regions(&domains), 0);
@@ -317,7 +323,7 @@ fn refused_release_of_an_export_is_in_the_trace_of_the_last_nic() {
     bench.device.faults().fail_next(Call::ReleaseDmaBuf, Errno(5));
     let rejected = register(&domains, buffer).unwrap_err();
     assert_eq!(released(rejected.error.trace()), [Some(Errno(5))]);
-    assert!(rejected.value.is_empty());
+    assert!(rejected.value.regions().is_empty());
 }
 
 /// VRB-08
@@ -365,28 +371,22 @@ fn host_memory_and_application_dma_bufs_register_on_several_nics() {
     let bench = bench(DIRECT);
     let owned = domains(&bench, P2pPolicy::Required);
     let domains: Vec<_> = owned.iter().collect();
-    let host = register_on(&domains, vec![7u8; 100], REMOTE).unwrap();
+    let host = Batch::on(&domains).add(Request::new(vec![7u8; 100], REMOTE)).register().unwrap();
     assert!(host.regions().iter().all(|region| region.decision().unwrap().path == Path::PlainHost));
-    assert_eq!(host.close().unwrap(), vec![7u8; 100]);
+    assert_eq!(host.close().unwrap(), [vec![7u8; 100]]);
     let buffer = bench.buffer(PAGE);
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
     let Allocation { range, .. } = *buffer.allocation();
     let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
-    let given =
-        DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
-    let attr = MrAttr { dma_buf: Some(given), ..MrAttr::new(&[], REMOTE) };
+    let fd = export.as_fd().try_clone_to_owned().unwrap();
+    let given = DmaBuf { fd, offset: export.offset, len: PAGE, base_addr: None };
     // SAFETY: the buffer is dropped after the regions, and no reference to it exists.
-    let shared = unsafe { regattr_on(&domains, &attr, MrFlags::MR_DMABUF) }.unwrap();
-    assert_eq!((shared.len(), bench.calls(Call::ExportDmaBuf)), (4, 1));
-    // SAFETY: the buffer is dropped after the regions, and no reference to it exists.
-    let doubled = unsafe {
-        regattr_on(
-            &domains,
-            &MrAttr { dma_buf: Some(given), ..MrAttr::new(&[range], REMOTE) },
-            MrFlags::MR_DMABUF,
-        )
-    };
-    assert_eq!(doubled.unwrap_err().error.kind(), ErrorKind::InvalidArgument);
+    let memory = unsafe { Raw::new(given, Promise::ReadWrite) };
+    let shared = Batch::on(&domains).add(Request::new(memory, REMOTE)).register().unwrap();
+    assert_eq!((shared.regions().len(), bench.calls(Call::ExportDmaBuf)), (4, 1));
+    let host = Request::new(vec![7u8; 100], REMOTE).flags(MrFlags::MR_DMABUF);
+    let no_dma_buf = Batch::on(&domains).add(host).register();
+    assert_eq!(no_dma_buf.unwrap_err().error.kind(), ErrorKind::InvalidArgument);
     shared.close().map_err(Error::from).unwrap();
     bench.device.release_dma_buf(export).unwrap();
 }
@@ -399,26 +399,19 @@ fn domains_that_cannot_register_together_are_refused() {
     let (near, far) =
         (one.domain("loop0", P2pPolicy::Enabled), two.domain("loop0", P2pPolicy::Enabled));
     for domains in [&[][..], &[&near, &far][..]] {
-        let rejected = register_on(domains, vec![1u8; 64], REMOTE).unwrap_err();
+        let request = Request::new(vec![1u8; 64], REMOTE);
+        let rejected = Batch::on(domains).add(request).register().unwrap_err();
         assert_eq!(rejected.error.kind(), ErrorKind::InvalidArgument);
-        assert_eq!(rejected.error.operation(), "register_on");
-        assert_eq!(rejected.value.close().unwrap(), vec![1u8; 64]);
+        assert_eq!(rejected.error.operation(), "register batch");
+        assert_eq!(rejected.value.close().unwrap(), [vec![1u8; 64]]);
     }
-    let base = near.register(vec![0u8; 64], REMOTE).unwrap();
-    let ranges = [base.range()];
-    let attr = MrAttr { base: Some(&base), ..MrAttr::new(&ranges, REMOTE) };
-    // SAFETY: nothing is registered.
-    let rejected = unsafe { regattr_on(&[&near], &attr, MrFlags::empty()) }.unwrap_err();
-    assert_eq!(rejected.error.kind(), ErrorKind::InvalidArgument);
-    assert_eq!(rejected.error.operation(), "regattr_on");
     // One domain without support refuses the request for all.
     let attr = DomainAttr { nic: Some("loop1".into()), ..DomainAttr::default() };
     let other =
         Domain::open(&one.provider, Arc::clone(&one.registry), Arc::clone(&one.paths) as _, attr)
             .unwrap();
-    let attr = MrAttr { page_size: 3, ..MrAttr::new(&ranges, REMOTE) };
-    // SAFETY: nothing is registered.
-    let rejected = unsafe { regattr_on(&[&near, &other], &attr, MrFlags::empty()) }.unwrap_err();
+    let request = Request::new(vec![0u8; 64], REMOTE).page_size(3);
+    let rejected = Batch::on(&[&near, &other]).add(request).register().unwrap_err();
     assert_eq!(rejected.error.kind(), ErrorKind::BadPageSize);
-    assert_eq!((near.live().regions, other.live().regions), (1, 0));
+    assert_eq!((near.live().regions, other.live().regions), (0, 0));
 }

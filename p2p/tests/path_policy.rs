@@ -11,8 +11,9 @@ use std::{
 };
 
 use hmem_core::{
-    AllocationKind, DeviceId, DmaBufAttr, ErrorKind, Iface, IfaceExt, IfaceKind, MrAttr, MrFlags,
-    Path,
+    AllocationKind, BorrowedDmaBuf, DeviceId, DmaBuf, ErrorKind, Iface, IfaceExt, IfaceKind,
+    MrFlags, Path, Promise, Raw, Request,
+    fabric::{self, MrAttr},
     iface::DmaBufMapping,
     path::P2pPolicy,
     provider::{Imports, Nic},
@@ -264,20 +265,21 @@ fn application_dma_buf_is_refused_without_direct_access() {
         let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
         let range = buffer.allocation().range;
         let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
-        let given =
-            DmaBufAttr { fd: export.as_fd(), offset: export.offset, len: PAGE, base_addr: None };
-        let iface = Some(bench.device.kind());
-        let attr = MrAttr { dma_buf: Some(given), iface, ..MrAttr::new(&[], REMOTE) };
+        let fd = export.as_fd().try_clone_to_owned().unwrap();
+        let handed_fd = fd.as_raw_fd();
+        let given = DmaBuf { fd, offset: export.offset, len: PAGE, base_addr: None };
         // SAFETY: the buffer is dropped after the region, and no reference to it exists.
-        let region = unsafe { domain.regattr(&attr, MrFlags::MR_DMABUF) };
+        let memory = unsafe { Raw::new(given, Promise::ReadWrite) };
+        let request = Request::new(memory, REMOTE).owner(bench.device.kind(), None);
+        let region = domain.submit(request);
         let handed = bench.record.handed();
         if disabled || policy == P2pPolicy::Disabled {
-            let error = region.unwrap_err();
+            let error = region.unwrap_err().error;
             assert!(error.to_string().contains("to allow direct access"), "{error}");
             assert!(handed.is_empty(), "{handed:?}");
         } else {
             assert_eq!(region.unwrap().decision().unwrap().path, Path::DmaBuf);
-            assert_eq!(handed, [RegisteredAs::DmaBuf(export.fd.as_raw_fd())]);
+            assert_eq!(handed, [RegisteredAs::DmaBuf(handed_fd)]);
         }
         bench.device.release_dma_buf(export).unwrap();
     }
@@ -330,10 +332,11 @@ fn dma_buf_of_unknown_memory_is_refused_without_direct_access() {
             let range = buffer.allocation().range;
             let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
             let (fd, offset) = (export.as_fd(), export.offset);
-            let given = DmaBufAttr { fd, offset, len: PAGE, base_addr: None };
-            let attr = MrAttr { dma_buf: Some(given), iface, ..MrAttr::new(&[], REMOTE) };
+            let given = BorrowedDmaBuf { fd, offset, len: PAGE, base_addr: None };
             // SAFETY: the buffer is dropped after the region, and no reference to it exists.
-            let region = unsafe { domain.regattr(&attr, MrFlags::MR_DMABUF | flags) };
+            let memory = unsafe { Raw::new(given, Promise::ReadWrite) };
+            let attr = MrAttr { iface, ..MrAttr::new(memory, REMOTE) };
+            let region = fabric::regattr(&domain, &attr, MrFlags::MR_DMABUF | flags);
             let handed = bench.record.handed();
             let case = (exporter, iface, flags, policy, disabled);
             if registers || !disabled && policy != P2pPolicy::Disabled {
@@ -343,7 +346,7 @@ fn dma_buf_of_unknown_memory_is_refused_without_direct_access() {
                 let error = region.expect_err("device memory may have reached the NIC");
                 assert_eq!(error.kind(), ErrorKind::Unsupported, "{case:?}: {error}");
                 let remedy = error.remedy_text().unwrap();
-                assert_eq!(remedy.contains("MrAttr::iface"), iface.is_none(), "{case:?}: {error}");
+                assert_eq!(remedy.contains("Request::owner"), iface.is_none(), "{case:?}: {error}");
                 assert!(handed.is_empty(), "{case:?}: {handed:?}");
                 assert_eq!(domain.live().regions, 0);
             }

@@ -16,12 +16,11 @@ use std::{
 };
 
 use hmem_core::{
-    AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, Errno, Error, ErrorKind, Iface,
-    IfaceKind, OwnedRegion, Path,
+    AllocationKind, Batch, Decision, DeviceBuffer, DeviceId, Domain, Errno, Error, ErrorKind,
+    Iface, IfaceKind, Path, Region, Request,
     iface::{AllocRequest, DmaBufMapping},
     path::{Attempt, P2pPolicy},
     provider::Imports,
-    register_on,
 };
 use hmem_iface_system::{Call, DmaBufKind, Simulated};
 use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
@@ -92,14 +91,14 @@ impl Segmented {
         DeviceBuffer::allocate(&self.vendor, &request).expect("memory")
     }
 
-    fn register(&self, segments: u64) -> OwnedRegion<DeviceBuffer> {
+    fn register(&self, segments: u64) -> Region<DeviceBuffer> {
         let registered = self.domain.register(self.buffer(segments), REMOTE | LOCAL);
         registered.map_err(Error::from).unwrap_or_else(|error| panic!("{error}"))
     }
 
     /// Checks that bytes move in both directions through the region's key, across each border of
     /// two segments.
-    fn moves(&self, region: &OwnedRegion<DeviceBuffer>) {
+    fn moves(&self, region: &Region<DeviceBuffer>) {
         let len = region.range().len() as usize;
         let bytes: Vec<u8> = (0..len).map(|at| (at * 31 + (at >> 8) * 7) as u8).collect();
         let initiator = self.bench.domain("loop1", P2pPolicy::Enabled);
@@ -431,13 +430,16 @@ fn refused_whole_range_is_still_used_by_other_nics() {
     let domains =
         ["loop0", "loop1", "loop2"].map(|nic| world.bench.domain(nic, P2pPolicy::Required));
     let domains: Vec<_> = domains.iter().collect();
-    let on = |buffer| register_on(&domains, buffer, REMOTE | LOCAL).expect("registered");
-    let memory = on(world.buffer(4)).close().map_err(Error::from).expect("close");
+    let on = |buffer| {
+        let request = Request::new(buffer, REMOTE | LOCAL);
+        Batch::on(&domains).add(request).register().expect("registered")
+    };
+    let mut memory = on(world.buffer(4)).close().map_err(Error::from).expect("close");
     let before = world.bench.residue();
     let asked = world.bench.calls(Call::ExportDmaBuf);
     // The second NIC refuses the whole range.
     world.bench.faults.fail(NicCall::Register, 2, Errno(22));
-    let shared = on(memory);
+    let shared = on(memory.remove(0));
     assert_eq!(world.bench.calls(Call::ExportDmaBuf) - asked, 1 + 4, "each part is exported once");
     let last = |at: usize| {
         let decision = Arc::clone(shared.regions()[at].decision().expect("decided"));
@@ -459,7 +461,8 @@ fn refused_whole_range_export_is_tried_once_for_all_nics() {
     let domains =
         ["loop0", "loop1", "loop2"].map(|nic| world.bench.domain(nic, P2pPolicy::Required));
     let domains: Vec<_> = domains.iter().collect();
-    let shared = register_on(&domains, world.buffer(4), REMOTE | LOCAL).expect("registered");
+    let request = Request::new(world.buffer(4), REMOTE | LOCAL);
+    let shared = Batch::on(&domains).add(request).register().expect("registered");
     for region in shared.regions() {
         let decision = region.decision().expect("decided");
         assert_eq!(

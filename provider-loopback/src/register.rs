@@ -180,8 +180,9 @@ impl DomainState {
         Ok(runs)
     }
 
-    /// Adds a region to the table, and keeps its reservation. The mode decides whether the application or the NIC chooses its
-    /// key. A key of 4 bytes that the NIC chooses is the region's index in the table with a tag.
+    /// Adds a region to the table, and keeps its reservation. The mode decides whether the
+    /// application or the NIC chooses its key. A key of 4 bytes that the NIC chooses is the
+    /// region's index in the table with a tag.
     ///
     /// # Errors
     /// - NoKey: a region of the domain has the requested key, or the keys of a window have its

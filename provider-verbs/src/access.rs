@@ -1,5 +1,7 @@
 //! Translation of rights between libfabric and verbs, and the flags that only verbs has.
 
+use std::any::Any;
+
 use hmem_core::{Access, Errno, Error, ErrorKind, Result, WriteOrdering};
 
 use super::sys::AccessFlags;
@@ -26,10 +28,40 @@ bitflags::bitflags! {
         ///
         /// [`hmem_core::Domain`] sets this flag for
         /// [`WriteOrdering::Relaxed`](hmem_core::WriteOrdering::Relaxed). The builder refuses it:
-        /// the write ordering is a setting of domains and regions. Callers of
-        /// [`VerbsDomain::register_with`](super::VerbsDomain::register_with) and
-        /// [`VerbsDomain::reg_mr`](super::VerbsDomain::reg_mr) may pass it.
+        /// the write ordering is a setting of domains and regions. [`Settings`](super::Settings) of
+        /// one request may have it.
         const RELAXED_ORDERING = AccessFlags::RELAXED_ORDERING.bits();
+    }
+}
+
+/// Settings of one request that only verbs has
+/// ([`Request::extension`](hmem_core::Request::extension)).
+///
+/// ```no_run
+/// use hmem_core::{Access, Domain, Region, Request, Result};
+/// use hmem_provider_verbs::{Settings, VerbsOptions};
+///
+/// /// Registers memory whose pages the NIC faults in.
+/// fn on_demand(domain: &Domain, buffer: Vec<u8>) -> Result<Region<Vec<u8>>> {
+///     let settings = Settings { options: VerbsOptions::ON_DEMAND, ..Settings::default() };
+///     Ok(domain.submit(Request::new(buffer, Access::REMOTE_READ).extension(settings))?)
+/// }
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// Options in addition to those of [`Builder::options`](super::Builder::options). Unlike there,
+    /// RELAXED_ORDERING is allowed here.
+    pub options: VerbsOptions,
+    /// The address by which work requests name the first byte. `None` means the application's
+    /// address. Needs the same offset in its page as that address, and `ibv_reg_mr_iova2`
+    /// (IBVERBS_1.8) for memory by address. Several ranges follow each other.
+    pub iova: Option<u64>,
+}
+
+impl Settings {
+    /// Returns the settings of a request, or the defaults.
+    pub(super) fn of(extension: Option<&(dyn Any + Send + Sync)>) -> Self {
+        extension.and_then(|settings| settings.downcast_ref()).copied().unwrap_or_default()
     }
 }
 

@@ -11,8 +11,7 @@ use std::{
 };
 
 use hmem_core::{
-    Access, AddressRange, Addressing, Domain, ErrorKind, Iova, RawKey, RemoteKey, Result,
-    WriteOrdering,
+    Access, Addressing, Domain, ErrorKind, Iova, RawKey, RemoteKey, Result, WriteOrdering,
     provider::{
         self, Backing, CompletionQueue, CompositeKeys, DomainRequest, EndpointAttr, Features,
         LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain, ProviderEndpoint,
@@ -24,12 +23,12 @@ use hmem_core::{
 };
 
 use super::{
-    access::{OptionResult, VerbsOptions},
+    access::{OptionResult, Settings, VerbsOptions},
     device::ProtectionDomain,
     domain_state::{DomainOptions, DomainState},
     endpoint::{Endpoint, Fabric, Queue},
     raw_key,
-    region::{Kind, VerbsKey},
+    region::{Kind, PartKey},
     staged::ActiveLanes,
     sys::AccessFlags,
     window::BIND_TIMEOUT,
@@ -105,20 +104,16 @@ impl VerbsDomain {
         self.state.pd.device.context().cast()
     }
 
-    /// Returns the keys of a region. Each registration of the region has its own keys. A staged
-    /// region has none.
-    ///
-    /// # Errors
-    /// - InvalidArgument: the region is not open in this domain.
-    /// - Busy: another thread is changing the region's rights ([`VerbsDomain::rereg`]).
-    pub fn keys(&self, region: ProviderRegion) -> Result<Vec<VerbsKey>> {
+    /// Returns the keys of each registration of a region, with its `ibv_mr`.
+    pub(super) fn keys(&self, region: ProviderRegion) -> Result<Vec<(PartKey, *mut c_void)>> {
         self.state.regions.keys(region)
     }
 
     /// Returns the options that a region was registered with, and the result of each.
     ///
     /// # Errors
-    /// The errors of [`VerbsDomain::keys`].
+    /// - InvalidArgument: the region is not open in this domain.
+    /// - Busy: another thread is changing the region's rights ([`VerbsDomain::rereg`]).
     pub fn options(&self, region: ProviderRegion) -> Result<Vec<(VerbsOptions, OptionResult)>> {
         self.state.regions.with(region, "options", |region| Ok(region.options.results().collect()))
     }
@@ -127,52 +122,17 @@ impl VerbsDomain {
     /// successful [`VerbsDomain::rereg`]. A staged region has none.
     ///
     /// # Errors
-    /// The errors of [`VerbsDomain::keys`].
+    /// - InvalidArgument: the region is not open in this domain.
+    /// - Busy: another thread is changing the region's rights ([`VerbsDomain::rereg`]).
     pub fn flags(&self, region: ProviderRegion) -> Result<AccessFlags> {
         self.state.regions.with(region, "flags", |region| Ok(region.flags))
     }
 
-    /// Registers like [`ProviderDomain::register`], with additional options for this registration
-    /// only. Sets RELAXED_ORDERING if `options` has it or the request asks for it.
-    ///
-    /// The call hands raw addresses to hardware, so it is unsafe:
-    ///
-    /// ```compile_fail,E0133
-    /// use hmem_core::{Result, provider::{Piece, ProviderRegion, Registration}};
-    /// use hmem_provider_verbs::{VerbsDomain, VerbsOptions};
-    ///
-    /// fn register(
-    ///     verbs: &VerbsDomain,
-    ///     request: &Registration<'_>,
-    ///     pieces: &[Piece<'_>],
-    /// ) -> Result<ProviderRegion> {
-    ///     verbs.register_with(request, pieces, VerbsOptions::MW_BIND)
-    /// }
-    /// ```
-    ///
-    /// # Safety
-    /// The caller follows the safety rules of [`ProviderDomain::register`].
-    ///
-    /// # Errors
-    /// - The errors of [`ProviderDomain::register`].
-    /// - Unsupported: the device lacks an option. The error names the device.
-    /// - InvalidArgument: the memory does not fit an option ([`VerbsOptions`] has the rules).
-    /// - BadState: this process is a forked child.
-    pub unsafe fn register_with(
-        &self,
-        request: &Registration<'_>,
-        pieces: &[Piece<'_>],
-        options: VerbsOptions,
-    ) -> Result<ProviderRegion> {
-        let options = self.options_of(request, pieces) | options;
-        // SAFETY: the caller follows the rules of `ProviderDomain::register`.
-        unsafe { self.register_pieces(request, pieces, options) }
-    }
-
-    /// Returns the builder's options, the option that `request` names as a right, and the option of
-    /// its write ordering.
-    fn options_of(&self, request: &Registration<'_>, pieces: &[Piece<'_>]) -> VerbsOptions {
-        let mut options = self.state.options.options;
+    /// Returns the settings of a request, with the builder's options, the option that the request
+    /// names as a right, and the option of its write ordering.
+    fn settings_of(&self, request: &Registration<'_>, pieces: &[Piece<'_>]) -> Settings {
+        let Settings { mut options, iova } = Settings::of(request.extension);
+        options |= self.state.options.options;
         if request.access.contains(Access::MW_BIND) {
             options |= VerbsOptions::MW_BIND;
         }
@@ -180,54 +140,14 @@ impl VerbsDomain {
         if request.ordering == WriteOrdering::Relaxed && !staged(pieces) {
             options |= self.state.pd.device.relaxed_ordering();
         }
-        options
-    }
-
-    /// Registers pieces with verbs options.
-    ///
-    /// # Safety
-    /// The caller follows the safety rules of [`ProviderDomain::register`].
-    unsafe fn register_pieces(
-        &self,
-        request: &Registration<'_>,
-        pieces: &[Piece<'_>],
-        options: VerbsOptions,
-    ) -> Result<ProviderRegion> {
-        self.check_process("register")?;
-        let registrar = self.state.registrar();
-        if staged(pieces) {
-            // SAFETY: the caller follows the rules of `ProviderDomain::register`.
-            return unsafe { self.state.staging.register(&registrar, request, pieces, options) };
-        }
-        registrar.register(request, pieces, options)
-    }
-
-    /// Registers host pages with verbs flags, like `ibv_reg_mr(3)`.
-    ///
-    /// # Safety
-    /// The caller follows the safety rules of [`Domain::regattr`].
-    ///
-    /// # Errors
-    /// - BadAccess: REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, or bits that verbs does not
-    ///   define. The driver is not called.
-    /// - Unsupported: the device lacks a flag. The error names the device.
-    /// - InvalidArgument: the memory does not fit HUGETLB or ZERO_BASED, or the driver refuses the
-    ///   range or the flags.
-    /// - ZeroLength: the range is empty.
-    /// - BadAddress: the range is not mapped with the rights that the flags need.
-    /// - OutOfResources: the locked-memory limit or a limit of the NIC is reached.
-    /// - BadState: this process is a forked child.
-    /// - The driver's error otherwise.
-    pub unsafe fn reg_mr(&self, range: AddressRange, flags: AccessFlags) -> Result<ProviderRegion> {
-        self.check_process("ibv_reg_mr")?;
-        self.state.registrar().register_flags(range, flags)
+        Settings { options, iova }
     }
 
     /// Changes a region's rights in place (`ibv_rereg_mr(3)`).
     ///
     /// During the driver's call, requests that name the region fail with Busy, and a thread that
     /// closes the region or changes its rights waits. The keys may change: read
-    /// [`VerbsDomain::keys`], or the region's remote key, again.
+    /// [`VerbsMr`](super::VerbsMr), or the region's remote key, again.
     ///
     /// The new rights may go beyond the promise that was made at registration, so the call is
     /// unsafe:
@@ -242,9 +162,9 @@ impl VerbsDomain {
     /// ```
     ///
     /// # Safety
-    /// The caller makes the promise of [`Domain::regattr`] for the new rights: from now on, until
-    /// the region is closed, the NIC may use the memory as `access` says. The promise for rights
-    /// that the region already had was made at registration.
+    /// The caller makes the promise of [`Raw::new`](hmem_core::Raw::new) for the new rights: from
+    /// now on, until the region is closed, the NIC may use the memory as `access` says. The promise
+    /// for rights that the region already had was made at registration.
     ///
     /// # Errors
     /// - Unsupported: libibverbs or the driver lacks the call, the device lacks atomics, or the
@@ -272,8 +192,13 @@ unsafe impl ProviderDomain for VerbsDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        // SAFETY: the caller follows the rules of `ProviderDomain::register`.
-        unsafe { self.register_pieces(request, pieces, self.options_of(request, pieces)) }
+        self.check_process("register")?;
+        let (registrar, settings) = (self.state.registrar(), self.settings_of(request, pieces));
+        if staged(pieces) {
+            // SAFETY: the caller follows the rules of `ProviderDomain::register`.
+            return unsafe { self.state.staging.register(&registrar, request, pieces, settings) };
+        }
+        registrar.register(request, pieces, settings)
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
@@ -298,6 +223,10 @@ unsafe impl ProviderDomain for VerbsDomain {
         live.endpoints = self.state.endpoints.load(Ordering::Relaxed);
         live.staging_buffers = self.state.staging.pool().map_or(0, |pool| pool.held());
         live
+    }
+
+    fn accepts(&self, extension: &(dyn Any + Send + Sync)) -> bool {
+        extension.is::<Settings>()
     }
 
     fn transport(&self) -> Option<&dyn Transport> {

@@ -75,6 +75,7 @@
 //! - `staged`: lanes of staged transfers
 //! - `endpoint`
 //! - `domain`
+//! - `mr`
 //! - `provider`
 //!
 //! # Limits
@@ -105,6 +106,7 @@ mod gid;
 mod huge;
 mod in_flight;
 mod library;
+mod mr;
 mod parallel;
 mod port;
 mod post;
@@ -119,8 +121,8 @@ mod staged;
 pub mod sys;
 mod window;
 
-pub use access::{DeviceRights, OptionResult, VerbsOptions, access_flags, check_flags};
+pub use access::{DeviceRights, OptionResult, Settings, VerbsOptions, access_flags, check_flags};
 pub use domain::VerbsDomain;
 pub use library::{ForkSafety, ForkSupport};
+pub use mr::VerbsMr;
 pub use provider::{Builder, Verbs};
-pub use region::VerbsKey;

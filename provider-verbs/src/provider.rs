@@ -78,9 +78,8 @@ impl Builder {
         self
     }
 
-    /// Adds options to every registration but those of [`VerbsDomain::reg_mr`].
-    /// [`VerbsDomain::register_with`] adds options to one registration. Staged memory cannot be
-    /// registered with options. RELAXED_ORDERING is refused:
+    /// Adds options to every registration. [`Settings`](super::Settings) adds options to one.
+    /// Staged memory cannot be registered with options. RELAXED_ORDERING is refused:
     /// [`DomainAttr::ordering`](hmem_core::DomainAttr::ordering) sets it.
     #[must_use]
     pub fn options(mut self, options: VerbsOptions) -> Self {

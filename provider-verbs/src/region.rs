@@ -4,6 +4,7 @@
 
 use std::{
     collections::hash_map::{Entry, OccupiedEntry},
+    ffi::c_void,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -27,26 +28,25 @@ use super::{
     sys::{AccessFlags, Mr},
 };
 
-/// Keys of one registration, for code that uses the same protection domain (VRB-04).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct VerbsKey {
+/// Keys of one registration.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PartKey {
     /// The registered range, in addresses of the application.
-    pub range: AddressRange,
-    /// Address of the first byte, as work requests name it: the application's address, or 0 with
-    /// ZERO_BASED.
-    pub base: u64,
+    pub(super) range: AddressRange,
+    /// Address of the first byte, as work requests name it: the application's address, or another
+    /// one with ZERO_BASED or [`Settings::iova`](super::Settings::iova).
+    pub(super) base: u64,
     /// The lkey, for local segments of work requests.
-    pub lkey: u32,
+    pub(super) lkey: u32,
     /// The rkey, for requests of peers.
-    pub rkey: u32,
+    pub(super) rkey: u32,
 }
 
 /// One registration of a region: an `ibv_mr` with its keys.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) mr: *mut Mr,
-    pub(super) key: VerbsKey,
+    pub(super) key: PartKey,
 }
 
 // SAFETY: libibverbs objects may be used from any thread, and only the region that holds the part
@@ -193,6 +193,11 @@ impl Region {
         }
     }
 
+    /// Returns true if work requests name the bytes by other addresses than the application's.
+    pub(super) fn is_shifted(&self) -> bool {
+        self.parts.iter().any(|part| part.key.base != part.key.range.start().0)
+    }
+
     fn pieces(&self) -> impl ExactSizeIterator<Item = RemotePiece> {
         self.parts.iter().map(|part| RemotePiece {
             base: Iova(part.key.base),
@@ -254,7 +259,7 @@ impl Drop for RegionInChange<'_> {
 
 impl Regions {
     pub(super) fn insert(&self, region: Region) -> ProviderRegion {
-        let single = region.parts.len() == 1 && region.addressing() == Addressing::Virtual;
+        let single = region.parts.len() == 1 && !region.is_shifted();
         let (lkey, key) =
             region.parts.first().map_or((0, 0), |part| (part.key.lkey, part.key.rkey));
         let known_as = |local| ProviderRegion {
@@ -475,8 +480,10 @@ impl Regions {
         }
     }
 
-    pub(super) fn keys(&self, region: ProviderRegion) -> Result<Vec<VerbsKey>> {
-        self.with(region, "keys", |region| Ok(region.parts.iter().map(|part| part.key).collect()))
+    /// Returns the keys of each registration of a region, with its `ibv_mr`.
+    pub(super) fn keys(&self, region: ProviderRegion) -> Result<Vec<(PartKey, *mut c_void)>> {
+        let of = |part: &Part| (part.key, part.mr.cast());
+        self.with(region, "keys", |region| Ok(region.parts.iter().map(of).collect()))
     }
 
     pub(super) fn remote_key(&self, handle: ProviderRegion) -> Result<Option<RemoteKey>> {
@@ -490,9 +497,7 @@ impl Regions {
         }
         let Some(first) = pieces.next() else { return Ok(None) };
         let rest: Vec<_> = pieces.collect();
-        let usual = rest.is_empty()
-            && region.addressing() == Addressing::Virtual
-            && first.key == handle.key;
+        let usual = rest.is_empty() && !region.is_shifted() && first.key == handle.key;
         Ok((!usual).then(|| RemoteKey::split(region.addressing(), first, rest)))
     }
 
@@ -517,7 +522,7 @@ impl Held<'_> {
         &self,
         local: &LocalSegment,
         right: Access,
-    ) -> Option<(VerbsKey, CpuAccess)> {
+    ) -> Option<(PartKey, CpuAccess)> {
         let region = self.0.get(&local.desc?.to_provider())?;
         let [part] = &region.parts[..] else { return None };
         let range = part.key.range;

@@ -15,12 +15,12 @@ use hmem_core::{
 };
 
 use super::{
-    access::{VerbsOptions, access_flags, access_of, added, check_flags, names},
+    access::{Settings, VerbsOptions, access_flags, added, check_flags, names},
     device::ProtectionDomain,
     errors::{self, BackingKind, RegistrationCall},
     huge::lies_in_huge_pages,
     parallel::{self, Division},
-    region::{BoundWindows, CpuAccess, Kind, Part, Parts, Region, Regions, VerbsKey, release},
+    region::{BoundWindows, CpuAccess, Kind, Part, PartKey, Parts, Region, Regions, release},
     split::seams,
     sys::{self, AccessFlags, Mr},
 };
@@ -68,7 +68,7 @@ impl Registrar<'_> {
         &self,
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
-        options: VerbsOptions,
+        Settings { options, iova }: Settings,
     ) -> Result<ProviderRegion> {
         self.check(request)?;
         let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
@@ -93,7 +93,7 @@ impl Registrar<'_> {
             request.access,
             flags,
             pieces,
-            options,
+            Settings { options, iova },
             (request.parallel, Kind::Registered),
         )
     }
@@ -105,21 +105,8 @@ impl Registrar<'_> {
         let piece = Piece { range, backing: Backing::Host { owned: true } };
         // Relaxed ordering is safe: the provider reads a buffer only after the completion.
         let options = self.pd.device.relaxed_ordering();
-        self.register_pieces(access, flags, &[piece], options, (None, Kind::Buffers))
-    }
-
-    /// Registers host pages with verbs access flags.
-    pub(super) fn register_flags(
-        &self,
-        range: AddressRange,
-        flags: AccessFlags,
-    ) -> Result<ProviderRegion> {
-        check_flags(flags)?;
-        self.pd.device.check_atomics(flags.contains(AccessFlags::REMOTE_ATOMIC), "ibv_reg_mr")?;
-        let options = VerbsOptions::from_bits_truncate(flags.bits());
-        let piece = Piece { range, backing: Backing::Host { owned: false } };
-        let flags = flags.difference(options.flags());
-        self.register_pieces(access_of(flags), flags, &[piece], options, (None, Kind::Registered))
+        let settings = Settings { options, iova: None };
+        self.register_pieces(access, flags, &[piece], settings, (None, Kind::Buffers))
     }
 
     fn register_pieces(
@@ -127,24 +114,31 @@ impl Registrar<'_> {
         access: Access,
         flags: AccessFlags,
         pieces: &[Piece<'_>],
-        options: VerbsOptions,
+        Settings { options, iova }: Settings,
         (parallel, kind): (Option<&Parallel<'_>>, Kind),
     ) -> Result<ProviderRegion> {
         let flags = flags | options.flags();
         check_flags(flags)?;
+        if let Some(iova) = iova {
+            self.check_iova(iova, options, pieces)?;
+        }
         if !options.is_empty() {
             self.check_options(options, pieces)?;
         }
         let cpu = match pieces {
-            _ if owned(pieces) && !options.contains(VerbsOptions::ZERO_BASED) => CpuAccess::Owned,
+            _ if owned(pieces) && !options.contains(VerbsOptions::ZERO_BASED) && iova.is_none() => {
+                CpuAccess::Owned
+            }
             _ if pieces.iter().all(|piece| matches!(piece.backing, Backing::Host { .. })) => {
                 CpuAccess::Guarded
             }
             _ => CpuAccess::None,
         };
         let mut made = Unfinished { pd: self.pd, parts: Parts::with_capacity(pieces.len()) };
+        let mut base = iova;
         for piece in pieces {
-            self.register_piece(piece, flags, parallel, &mut made.parts)?;
+            self.register_piece(piece, flags, (parallel, base), &mut made.parts)?;
+            base = base.map(|base| base.wrapping_add(piece.range.len()));
         }
         let parts = std::mem::take(&mut made.parts);
         if parts.len() > pieces.len() {
@@ -208,6 +202,30 @@ impl Registrar<'_> {
         Ok(())
     }
 
+    /// Checks the address by which work requests shall name the first byte.
+    fn check_iova(&self, iova: u64, options: VerbsOptions, pieces: &[Piece<'_>]) -> Result<()> {
+        let refuse = |why| {
+            Err(self
+                .refuse(ErrorKind::InvalidArgument, "register", why)
+                .context("iova", format_args!("{iova:#x}")))
+        };
+        if options.contains(VerbsOptions::ZERO_BASED) {
+            return refuse("set ZERO_BASED or an iova, not both");
+        }
+        let page = rustix::param::page_size() as u64;
+        let mut at = iova;
+        for piece in pieces {
+            if at % page != piece.range.start().0 % page {
+                return refuse("choose an iova with the same offset in its page as the address");
+            }
+            let Some(end) = at.checked_add(piece.range.len()) else {
+                return refuse("choose an iova at which the region ends in the address space");
+            };
+            at = end;
+        }
+        Ok(())
+    }
+
     /// Checks that `piece` is host memory in huge pages, because a driver may rely on the HUGETLB
     /// flag without a check of its own.
     ///
@@ -238,7 +256,7 @@ impl Registrar<'_> {
         &self,
         piece: &Piece<'_>,
         flags: AccessFlags,
-        parallel: Option<&Parallel<'_>>,
+        (parallel, base): (Option<&Parallel<'_>>, Option<u64>),
         parts: &mut Parts,
     ) -> Result<()> {
         let range = piece.range;
@@ -260,7 +278,7 @@ impl Registrar<'_> {
             }
             _ => Division::none(self.max),
         };
-        let one = |offset: u64, len: u64| self.register_part(piece, flags, offset, len);
+        let one = |offset: u64, len: u64| self.register_part(piece, flags, base, (offset, len));
         if range.len() <= division.part {
             parts.push(one(0, range.len())?);
             return Ok(());
@@ -271,16 +289,21 @@ impl Registrar<'_> {
         parallel::register(&seams, division.threads, progress, one, parts)
     }
 
-    /// Registers `len` bytes at `offset` of a piece with one driver call.
+    /// Registers `len` bytes at `offset` of a piece with one driver call. `base` is the address by
+    /// which work requests name the first byte of the piece, if the request sets one.
     fn register_part(
         &self,
         piece: &Piece<'_>,
         flags: AccessFlags,
-        offset: u64,
-        len: u64,
+        base: Option<u64>,
+        (offset, len): (u64, u64),
     ) -> Result<Part> {
         let part = AddressRange::new(Address(piece.range.start().0 + offset), len)?;
-        let base = if flags.contains(AccessFlags::ZERO_BASED) { 0 } else { part.start().0 };
+        let base = match base {
+            Some(base) => base.wrapping_add(offset),
+            None if flags.contains(AccessFlags::ZERO_BASED) => 0,
+            None => part.start().0,
+        };
         let mr = match &piece.backing {
             Backing::Host { .. } => {
                 self.by_address(part, part.start(), base, flags, BackingKind::Host)?
@@ -305,7 +328,7 @@ impl Registrar<'_> {
         };
         // SAFETY: the driver returned the region, with its keys set.
         let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
-        Ok(Part { mr, key: VerbsKey { range: part, base, lkey, rkey } })
+        Ok(Part { mr, key: PartKey { range: part, base, lkey, rkey } })
     }
 
     fn by_address(

@@ -545,7 +545,7 @@ fn target<'a>(
         return Err(broken(WindowRule::WritesNeedLocalWrite));
     }
     pd.device.check_atomics(bind.access.contains(Access::REMOTE_ATOMIC), "bind window")?;
-    if region.flags.contains(AccessFlags::ZERO_BASED) {
+    if region.is_shifted() {
         return Err(broken(WindowRule::RegionIsVirtual));
     }
     let (offset, len) = (bind.offset, bind.len);

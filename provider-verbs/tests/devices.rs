@@ -10,13 +10,12 @@ use std::{ptr, sync::Arc};
 
 use fake::{calls, functions, with};
 use hmem_core::{
-    Address, AddressRange, Domain, DomainAttr, ErrorKind, Registry,
+    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, Promise, Raw, Registry, Request,
     provider::{EndpointAttr, Provider},
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
-    OptionResult, Verbs, VerbsDomain, VerbsOptions,
-    sys::{AccessFlags, Functions},
+    OptionResult, Settings, Verbs, VerbsDomain, VerbsOptions, sys::Functions,
 };
 use support::{device, open};
 use trials::{Outcome, Skipped, trials};
@@ -122,19 +121,22 @@ fn hugetlb_option_reaches_the_driver() -> Outcome {
     let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
     let domain = Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open");
     let verbs = VerbsDomain::of(&domain).expect("verbs");
-    let register = |flags| {
+    let register = |options: VerbsOptions| {
         let range = AddressRange::new(start, LEN as u64).expect("range");
-        calls();
         // SAFETY: the fake library accesses no memory.
-        let region = unsafe { verbs.reg_mr(range, flags) }.expect("register");
-        let bits = flags.bits();
+        let memory = unsafe { Raw::new(range, Promise::ReadOnly) };
+        let settings = Settings { options, iova: None };
+        calls();
+        let region = domain.submit(Request::new(memory, Access::SEND).extension(settings));
+        let region = region.expect("register");
+        let bits = options.bits();
         assert_eq!(calls(), [format!("reg_mr {:#x}+{LEN:#x} {bits:#x}", start.0)]);
-        verbs.options(region).expect("options")
+        verbs.options(region.provider_region().expect("handle")).expect("options")
     };
     let (huge, paging) = (VerbsOptions::HUGETLB, VerbsOptions::ON_DEMAND);
     // A driver may ignore the flag without on-demand paging.
-    assert_eq!(register(AccessFlags::HUGETLB), [(huge, OptionResult::RequestedNotConfirmable)]);
-    let granted = register(AccessFlags::HUGETLB | AccessFlags::ON_DEMAND);
+    assert_eq!(register(huge), [(huge, OptionResult::RequestedNotConfirmable)]);
+    let granted = register(huge | paging);
     assert_eq!(granted, [(paging, OptionResult::Accepted), (huge, OptionResult::Accepted)]);
     // SAFETY: the mapping is this test's own.
     unsafe { libc::munmap(mapped, LEN) };

@@ -10,7 +10,9 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, DmaBufAttr, DmaBufOffset, ErrorKind, MemoryRegion, MrAttr, MrFlags, Result,
+    Access, Address, BorrowedDmaBuf, DmaBufOffset, ErrorKind, MemoryRegion, MrFlags, Promise, Raw,
+    Result,
+    fabric::{self, MrAttr},
 };
 use support::{LOCAL, Pages, Pair, REMOTE, Side, device, remote, segment};
 use trials::{Outcome, Skipped, trials};
@@ -58,13 +60,14 @@ impl Buffer {
         Self { file, fd: unsafe { OwnedFd::from_raw_fd(fd) } }
     }
 
+    /// Registers part of the buffer. The region does not keep the descriptor open.
     fn register(&self, side: &Side, offset: u64, len: u64, access: Access) -> Result<MemoryRegion> {
         let base_addr = Some(Address(0x7000_0000_0000));
         let buffer =
-            DmaBufAttr { fd: self.fd.as_fd(), offset: DmaBufOffset(offset), len, base_addr };
-        let attr = MrAttr { dma_buf: Some(buffer), ..MrAttr::new(&[], access) };
+            BorrowedDmaBuf { fd: self.fd.as_fd(), offset: DmaBufOffset(offset), len, base_addr };
         // SAFETY: only the region uses the buffer while it is open.
-        unsafe { side.domain.regattr(&attr, MrFlags::MR_DMABUF) }
+        let memory = unsafe { Raw::new(buffer, Promise::ReadWrite) };
+        fabric::regattr(&side.domain, &MrAttr::new(memory, access), MrFlags::MR_DMABUF)
     }
 
     fn bytes(&self, offset: u64, len: usize) -> Vec<u8> {

@@ -14,7 +14,8 @@ use fake::{calls, functions, symbol, with};
 use hmem_core::{
     Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, BindFlags, Decision,
     DeviceBuffer, DeviceId, DmaBufOffset, Domain, DomainAttr, Errno, Error, ErrorKind, Iface,
-    MrAttr, MrFlags, MrMode, Path as HmemPath, Registry, RemoteKey, Result, WriteOrdering,
+    MrFlags, MrMode, Path as HmemPath, Promise, Raw, Registry, RemoteKey, Request, Result,
+    WriteOrdering,
     iface::{AllocRequest, DmaBufMapping},
     provider::{
         Backing, CompositeKeys, DomainRequest, Features, Piece, Provider, ProviderDomain,
@@ -24,7 +25,8 @@ use hmem_core::{
 use hmem_iface_system::{Call, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
-    DeviceRights, ForkSafety, ForkSupport, Verbs, VerbsDomain, VerbsOptions, access_flags,
+    DeviceRights, ForkSafety, ForkSupport, Settings, Verbs, VerbsDomain, VerbsOptions,
+    access_flags,
     sys::{AccessFlags, Functions},
 };
 
@@ -46,6 +48,11 @@ fn range(start: u64, len: u64) -> AddressRange {
     AddressRange::new(Address(start), len).expect("range")
 }
 
+fn memory(start: u64, len: u64) -> Raw {
+    // SAFETY: the fake library accesses no memory.
+    unsafe { Raw::new(range(start, len), Promise::ReadWrite) }
+}
+
 fn register(
     domain: &Domain,
     pieces: &[Piece<'_>],
@@ -54,9 +61,11 @@ fn register(
 ) -> Result<ProviderRegion> {
     let auth_key = AuthKey::default();
     let ranges: Vec<_> = pieces.iter().map(|piece| piece.range).collect();
+    let settings = Settings { options, iova: None };
     let request = Registration::new(&ranges, access, &auth_key);
+    let request = Registration { extension: Some(&settings), ..request };
     // SAFETY: the fake library accesses no memory.
-    unsafe { VerbsDomain::of(domain).expect("verbs").register_with(&request, pieces, options) }
+    unsafe { VerbsDomain::of(domain).expect("verbs").register(&request, pieces) }
 }
 
 fn host(start: u64, len: u64) -> Piece<'static> {
@@ -376,12 +385,9 @@ fn environment_sets_the_pcie_mapping() {
 #[test]
 fn unsupported_flags_are_refused_before_the_driver_call() {
     let domain = domain();
-    let verbs = VerbsDomain::of(&domain).expect("verbs");
     calls();
     for flags in [AccessFlags::REMOTE_WRITE, AccessFlags::REMOTE_ATOMIC] {
-        // SAFETY: nothing is registered.
-        let error =
-            unsafe { verbs.reg_mr(range(0x1000, 4096), flags) }.expect_err("no LOCAL_WRITE");
+        let error = Access::try_from(flags).expect_err("no LOCAL_WRITE");
         let errno = error.os_errno().map(|errno| errno.0);
         assert_eq!((error.kind(), errno), (ErrorKind::BadAccess, Some(22)), "{error}");
     }
@@ -417,7 +423,6 @@ fn options_use_the_driver_call_that_accepts_them() {
     assert_eq!(calls(), ["reg_mr_iova2 0x1000+0x1000 at 0x0 0x21"]);
     let key = verbs.remote_key(region).expect("a key").expect("not the usual key");
     assert_eq!((key.addressing(), key.base().0), (Addressing::ZeroBased, 0));
-    assert_eq!(verbs.keys(region).expect("keys")[0].base, 0);
 }
 
 /// VRB-02
@@ -431,11 +436,12 @@ fn relaxed_ordering_is_a_setting_of_domains_and_regions() {
         Domain::open(&verbs, Arc::new(Registry::new()), paths, attr).expect("open")
     };
     let asked = |domain: &Domain, ordering| {
-        let ranges = [range(0x1000, 4096)];
-        let attr = MrAttr { ordering, ..MrAttr::new(&ranges, Access::SEND) };
+        let mut request = Request::new(memory(0x1000, 4096), Access::SEND);
+        if let Some(ordering) = ordering {
+            request = request.ordering(ordering);
+        }
         calls();
-        // SAFETY: the fake library accesses no memory.
-        let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+        let region = domain.submit(request).expect("register");
         let asked = calls();
         drop(region);
         asked
@@ -492,9 +498,7 @@ fn missing_facets_are_refused_with_a_remedy() {
         | Features::MANUAL_PROGRESS
         | Features::TRANSPORT;
     assert_eq!(domain.features(), has);
-    // SAFETY: the fake library accesses no memory.
-    let region = unsafe { domain.reg(range(0x1000, 4096), Access::READ, 0, MrFlags::empty()) }
-        .expect("register");
+    let region = domain.register(memory(0x1000, 4096), Access::READ).expect("register");
     let refused = |error: Error, kind: ErrorKind, advice: &str| {
         assert_eq!(error.kind(), kind, "{error}");
         assert!(error.to_string().contains("verbs/fake0"), "{error}");
@@ -516,9 +520,7 @@ fn missing_facets_are_refused_with_a_remedy() {
 #[test]
 fn mapped_key_of_another_domain_unmaps_nothing() {
     let (mine, theirs) = (domain(), domain());
-    // SAFETY: the fake library accesses no memory.
-    let region = unsafe { mine.reg(range(0x1000, 64), Access::REMOTE_READ, 0, MrFlags::empty()) }
-        .expect("register");
+    let region = mine.register(memory(0x1000, 64), Access::REMOTE_READ).expect("register");
     let raw = region.raw_key().expect("raw key");
     let map = |domain: &Domain| {
         [(); 8].map(|()| domain.map_raw(region.base_addr(), region.len(), &raw).expect("map"))
@@ -553,17 +555,12 @@ fn authorization_keys_are_refused() {
 
     let domain = open(&verbs);
     calls();
-    let ranges = [range(0x1000, 64)];
-    let attr = MrAttr { auth_key: Some(&key), ..MrAttr::new(&ranges, Access::REMOTE_READ) };
-    // SAFETY: nothing is registered.
-    let region = unsafe { domain.regattr(&attr, MrFlags::empty()) };
-    refused(region.expect_err("a region with a key"));
+    let request = || Request::new(memory(0x1000, 64), Access::REMOTE_READ);
+    refused(domain.submit(request().auth_key(&key)).expect_err("a region with a key").error);
     assert!(calls().is_empty(), "the driver was called");
     assert_eq!(domain.live().regions, 0);
     // An empty key counts as no key.
-    let attr = MrAttr { auth_key: Some(&AuthKey(Vec::new())), ..attr };
-    // SAFETY: the fake library accesses no memory.
-    unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("no key");
+    domain.submit(request().auth_key(&AuthKey(Vec::new()))).expect("no key");
 }
 
 /// VRB-01
@@ -599,9 +596,8 @@ fn basic_mode_works_together_with_local() {
     let domain = open(MrMode::BASIC | MrMode::LOCAL).expect("BASIC with LOCAL");
     assert_eq!(domain.mr_mode(), MrMode::BASIC | MrMode::LOCAL, "both bits stay set");
     // BASIC implies VIRT_ADDR and PROV_KEY.
-    // SAFETY: the fake library accesses no memory.
-    let region = unsafe { domain.reg(range(0x1000, 64), Access::REMOTE_READ, 7, MrFlags::empty()) };
-    let region = region.expect("register");
+    let request = Request::new(memory(0x1000, 64), Access::REMOTE_READ).key(7);
+    let region = domain.submit(request).expect("register");
     assert_eq!(region.base_addr().0, 0x1000);
     assert_ne!(region.key().expect("key").as_u64().expect("a number"), 7);
     region.desc().expect("the descriptor that LOCAL asks for");
@@ -639,12 +635,7 @@ fn long_region_is_split_and_rolled_back_as_a_whole() {
         "the size of one registration, times their number"
     );
     calls();
-    // SAFETY: the fake library accesses no memory.
-    let region = unsafe {
-        domain
-            .regattr(&MrAttr::new(&[range(0x1800, 0x7000)], Access::REMOTE_READ), MrFlags::empty())
-    }
-    .expect("register");
+    let region = domain.register(memory(0x1800, 0x7000), Access::REMOTE_READ).expect("register");
     assert_eq!(
         calls(),
         ["reg_mr 0x1800+0x2800 0x4", "reg_mr 0x4000+0x3000 0x4", "reg_mr 0x7000+0x1800 0x4",]
@@ -762,9 +753,7 @@ fn application_protection_domain_is_used_and_not_freed() {
     calls();
     let domain = open(&verbs);
     assert_eq!(VerbsDomain::of(&domain).expect("verbs").pd(), pd);
-    // SAFETY: the fake library accesses no memory.
-    let region = unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) }
-        .expect("register");
+    let region = domain.register(memory(0x1000, 64), Access::SEND).expect("register");
     region.close().map_err(|rejected| rejected.error).expect("close");
     domain.close().map_err(|rejected| rejected.error).expect("close");
     drop(verbs);
@@ -797,9 +786,7 @@ fn in_owned_pd() -> (Verbs, Arc<Mutex<Option<Vec<String>>>>) {
 fn owner_of_a_protection_domain_is_dropped_after_all_that_was_opened_in_it() {
     let (verbs, noted) = in_owned_pd();
     let domain = open(&verbs);
-    // SAFETY: the fake library accesses no memory.
-    let region = unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) }
-        .expect("register");
+    let region = domain.register(memory(0x1000, 64), Access::SEND).expect("register");
     calls();
     drop((verbs, domain));
     assert!(noted.lock().expect("lock").is_none(), "the region keeps the owner");
@@ -924,8 +911,7 @@ fn forked_child_drops_a_domain_without_driver_calls() {
 #[test]
 fn forked_child_makes_no_driver_call_for_its_parents_objects() {
     let domain = domain();
-    // SAFETY: the fake library accesses no memory.
-    let reg = || unsafe { domain.reg(range(0x1000, 64), Access::SEND, 0, MrFlags::empty()) };
+    let reg = || domain.register(memory(0x1000, 64), Access::SEND).map_err(Error::from);
     let (dropped, closed) = (reg().expect("register"), reg().expect("register"));
     calls();
     // SAFETY: the child only makes the calls under test and leaves by `_exit`.

@@ -14,7 +14,8 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, AuthKey, Domain, DomainAttr, ErrorKind, GrantKind,
-    Iova, OwnedRegion, RawKey, Registry, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
+    Iova, Promise, Raw, RawKey, Region, Registry, RemoteKey, Result, Type2Bind, Type2Kind,
+    Type2Window,
     provider::{
         CompletionQueue, EndpointAttr, ProviderDomain, Transport, WindowBind, WindowState,
         WindowType, Windows,
@@ -23,8 +24,8 @@ use hmem_core::{
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
-    Verbs, VerbsDomain, VerbsOptions,
-    sys::{AccessFlags, Functions, WcStatus},
+    Verbs, VerbsDomain, VerbsMr, VerbsOptions,
+    sys::{Functions, WcStatus},
 };
 use looped::Looped;
 use wire::{Gate, Misbehaviour, misbehave};
@@ -72,19 +73,19 @@ fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Looped {
     Looped::open(domain, &EndpointAttr::new(cq))
 }
 
-fn buffer(domain: &Domain, byte: u8) -> OwnedRegion<Vec<u8>> {
+fn buffer(domain: &Domain, byte: u8) -> Region<Vec<u8>> {
     let access = LOCAL | Access::REMOTE_READ | Access::REMOTE_WRITE;
     domain.register(vec![byte; 1024], access).map_err(|rejected| rejected.error).expect("register")
 }
 
-fn write(endpoint: &Looped, from: &OwnedRegion<Vec<u8>>, to: &OwnedRegion<Vec<u8>>, context: u64) {
+fn write(endpoint: &Looped, from: &Region<Vec<u8>>, to: &Region<Vec<u8>>, context: u64) {
     try_write(endpoint, from, to, context).expect("post");
 }
 
 fn try_write(
     endpoint: &Looped,
-    from: &OwnedRegion<Vec<u8>>,
-    to: &OwnedRegion<Vec<u8>>,
+    from: &Region<Vec<u8>>,
+    to: &Region<Vec<u8>>,
     context: u64,
 ) -> Result<()> {
     let key = to.key().expect("key");
@@ -156,7 +157,7 @@ fn dropped_endpoint_frees_its_bound_type_2a_window() {
 }
 
 /// Ends the connection of an endpoint by posting a write to an unknown key.
-fn break_connection(endpoint: &Looped, cq: &Arc<dyn CompletionQueue>, from: &OwnedRegion<Vec<u8>>) {
+fn break_connection(endpoint: &Looped, cq: &Arc<dyn CompletionQueue>, from: &Region<Vec<u8>>) {
     let key = RemoteKey::new(Addressing::Virtual, Iova(0), 8, 1);
     let remote = [RemoteSegment { address: Iova(0), len: 8, key: &key }];
     endpoint.write(&[from.slice(0, 8).expect("slice")], &remote, endpoint.peer, 9).expect("post");
@@ -469,11 +470,12 @@ fn bind_in_flight_blocks_no_other_call() {
             while !gate.reached.load(Ordering::Acquire) {
                 std::thread::yield_now();
             }
-            let attr = AddressRange::new(Address(0x10000), 4096).expect("range");
+            let range = AddressRange::new(Address(0x10000), 4096).expect("range");
             // SAFETY: the fake library of this thread transfers nothing.
-            let second = unsafe { verbs.reg_mr(attr, AccessFlags::empty()) }.expect("register");
-            verbs.keys(handle).expect("a reader");
-            verbs.deregister(second).expect("deregister");
+            let memory = unsafe { Raw::new(range, Promise::ReadOnly) };
+            let second = domain.register(memory, Access::SEND).expect("register");
+            VerbsMr::all_of(&region).expect("a reader");
+            second.close().map_err(|rejected| rejected.error).expect("close");
             let status = verbs.window_status(window).expect("status");
             assert_eq!((status.state, status.pending), (WindowState::Free, true));
             assert_eq!(verbs.deregister(handle).unwrap_err().kind(), ErrorKind::Busy);
@@ -651,11 +653,7 @@ fn grant_over_rxe_says_that_it_does_not_confine_its_peer() {
     }
 }
 
-fn bind(
-    window: &Type2Window,
-    endpoint: &Looped,
-    region: &OwnedRegion<Vec<u8>>,
-) -> Result<RemoteKey> {
+fn bind(window: &Type2Window, endpoint: &Looped, region: &Region<Vec<u8>>) -> Result<RemoteKey> {
     let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
     let bind = Type2Bind { region, offset: 0, len: 64, access, addressing, tag: 7 };
     window.post_bind(endpoint, &bind, 1)
@@ -725,7 +723,7 @@ fn provider_refuses_requests_for_the_other_window_type() {
     }
 }
 
-fn raw_key(region: &OwnedRegion<Vec<u8>>) -> RawKey {
+fn raw_key(region: &Region<Vec<u8>>) -> RawKey {
     let mut raw = vec![0; 64];
     let attr = region.raw_attr(&mut raw).expect("a raw key");
     raw.truncate(attr.1);

@@ -17,12 +17,12 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrAttr, MrFlags, Parallel,
-    Registry, provider::ProviderDomain,
+    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, Parallel, Promise, Raw, Registry,
+    Request, provider::ProviderDomain,
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
-    Verbs, VerbsDomain,
+    Verbs, VerbsDomain, VerbsMr,
     sys::{Functions, Mr, Pd},
 };
 use trials::{Outcome, Skipped, trials};
@@ -144,8 +144,10 @@ fn domain(max_mr_size: u64) -> (Domain, MutexGuard<'static, ()>) {
     (Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open"), alone)
 }
 
-fn range(start: u64, len: u64) -> AddressRange {
-    AddressRange::new(Address(start), len).expect("range")
+fn memory(start: u64, len: u64) -> Raw {
+    let range = AddressRange::new(Address(start), len).expect("range");
+    // SAFETY: the fake driver accesses no memory.
+    unsafe { Raw::new(range, Promise::ReadWrite) }
 }
 
 const MIB: u64 = 1 << 20;
@@ -156,11 +158,9 @@ fn long_range_is_registered_by_parallel_driver_calls() -> Outcome {
     let told = Mutex::new(Vec::new());
     let progress = |done, total| told.lock().expect("no panic").push((done, total));
     // The range starts inside a page and ends inside a part.
-    let ranges = [range(0x10_0000_0800, 7 * MIB)];
-    let parallel = Some(Parallel { threads: 4, chunk: 2 * MIB, progress: Some(&progress) });
-    let attr = MrAttr { parallel, ..MrAttr::new(&ranges, Access::REMOTE_READ) };
-    // SAFETY: the fake driver accesses no memory.
-    let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    let request = Request::new(memory(0x10_0000_0800, 7 * MIB), Access::REMOTE_READ)
+        .parallel(Parallel { threads: 4, chunk: 2 * MIB, progress: Some(&progress) });
+    let region = domain.submit(request).expect("register");
     assert_eq!(calls(), (4, 4));
 
     let live: Vec<_> =
@@ -193,9 +193,7 @@ fn parts_over_the_device_limit_are_parallel_by_default() -> Outcome {
     }
     let (domain, _alone) = domain(64 * MIB);
     driver().hold_for = 2;
-    // SAFETY: the fake driver accesses no memory.
-    let region =
-        unsafe { domain.reg(range(0x10_0000_0000, 128 * MIB), Access::SEND, 0, MrFlags::empty()) };
+    let region = domain.register(memory(0x10_0000_0000, 128 * MIB), Access::SEND);
     let region = region.expect("register");
     assert_eq!(calls(), (2, 2));
     region.close().map_err(|rejected| rejected.error).expect("close");
@@ -205,9 +203,7 @@ fn parts_over_the_device_limit_are_parallel_by_default() -> Outcome {
 
 fn range_within_the_limit_is_one_call_by_default() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
-    // SAFETY: the fake driver accesses no memory.
-    let region =
-        unsafe { domain.reg(range(0x10_0000_0000, 1 << 38), Access::SEND, 0, MrFlags::empty()) };
+    let region = domain.register(memory(0x10_0000_0000, 1 << 38), Access::SEND);
     let region = region.expect("register");
     assert_eq!(driver().calls, 1);
     region.key().expect("key").as_u64().expect("one key");
@@ -216,15 +212,13 @@ fn range_within_the_limit_is_one_call_by_default() -> Outcome {
 
 fn refused_part_rolls_back_all_others() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
-    let ranges = [range(0x10_0000_0000, 8 * MIB)];
-    let parallel = Some(Parallel { threads: 4, chunk: MIB, progress: None });
-    let attr = MrAttr { parallel, ..MrAttr::new(&ranges, Access::SEND) };
+    let memory = memory(0x10_0000_0000, 8 * MIB);
+    let parallel = Parallel { threads: 4, chunk: MIB, progress: None };
     for refused in [0, 2, 7] {
         let start = 0x10_0000_0000 + refused * MIB;
         *driver() = Driver { hold_for: 4, refuse: Some(start as usize), ..Driver::default() };
-        // SAFETY: the fake driver accesses no memory.
-        let error =
-            unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect_err("a part is refused");
+        let request = Request::new(memory, Access::SEND).parallel(parallel);
+        let error = domain.submit(request).expect_err("a part is refused").error;
         assert_eq!(error.os_errno().map(|errno| errno.0), Some(12), "{error}");
         assert!(error.to_string().contains(&format!("{start:#x}")), "it names the part: {error}");
         assert_eq!(driver().live, BTreeMap::new(), "part {refused}");
@@ -243,12 +237,12 @@ fn panic_of_the_progress_callback_rolls_back_all_parts() -> Outcome {
                 panic::resume_unwind(Box::new("the caller's own panic"));
             }
         };
-        let parallel = Some(Parallel { threads, chunk: MIB, progress: Some(&progress) });
-        let buffer = vec![0_u8; 8 << 20];
-        let attr = MrAttr { parallel, ..MrAttr::new(&[], Access::SEND) };
-        let registered = panic::catch_unwind(AssertUnwindSafe(|| {
-            domain.register_with(buffer, &attr, MrFlags::empty())
-        }));
+        let request = Request::new(vec![0_u8; 8 << 20], Access::SEND).parallel(Parallel {
+            threads,
+            chunk: MIB,
+            progress: Some(&progress),
+        });
+        let registered = panic::catch_unwind(AssertUnwindSafe(|| domain.submit(request)));
         let panic = registered.map(drop).expect_err("the panic goes on to the caller");
         let text = panic.downcast_ref::<&str>().copied();
         assert_eq!(text, Some("the caller's own panic"), "{threads} threads");
@@ -262,13 +256,9 @@ fn panic_of_the_progress_callback_rolls_back_all_parts() -> Outcome {
 
 fn parts_shorter_than_a_page_are_refused() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
-    let ranges = [range(0x10_0000_0000, MIB)];
-    let parallel = Some(Parallel { chunk: 100, ..Parallel::default() });
-    // SAFETY: nothing is registered.
-    let error = unsafe {
-        domain.regattr(&MrAttr { parallel, ..MrAttr::new(&ranges, Access::SEND) }, MrFlags::empty())
-    }
-    .expect_err("a part of 100 bytes");
+    let request = Request::new(memory(0x10_0000_0000, MIB), Access::SEND)
+        .parallel(Parallel { chunk: 100, ..Parallel::default() });
+    let error = domain.submit(request).expect_err("a part of 100 bytes").error;
     assert_eq!(
         (error.kind(), error.context_value("chunk")),
         (ErrorKind::InvalidArgument, Some("100"))
@@ -279,9 +269,7 @@ fn parts_shorter_than_a_page_are_refused() -> Outcome {
 
 fn no_lock_is_held_while_the_driver_registers() -> Outcome {
     let (domain, _alone) = domain(1 << 40);
-    // SAFETY: the fake driver accesses no memory.
-    let register =
-        |start| unsafe { domain.reg(range(start, 4096), Access::REMOTE_READ, 0, MrFlags::empty()) };
+    let register = |start| domain.register(memory(start, 4096), Access::REMOTE_READ);
     let before = register(0x1000).expect("register");
     driver().hold_for = 3;
     thread::scope(|scope| {
@@ -294,7 +282,7 @@ fn no_lock_is_held_while_the_driver_registers() -> Outcome {
         before.raw_key().expect("raw key");
         assert_eq!(domain.live().regions, 1);
         let verbs = VerbsDomain::of(&domain).expect("verbs");
-        verbs.keys(before.provider_region().expect("handle")).expect("keys");
+        VerbsMr::all_of(&before).expect("keys");
         before.close().map_err(|rejected| rejected.error).expect("close");
         assert_eq!((driver().in_flight, verbs.live().regions), (1, 0));
         // The third call in flight lets the second call return.

@@ -11,11 +11,8 @@ use std::sync::Arc;
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova,
-    LocalKey, MrAttr, MrFlags, OwnedRegion, Registry, RemoteKey, RemotePiece, Result, Type2Bind,
-    Type2Kind,
-    provider::{
-        CompletionQueue, EndpointAttr, ProviderDomain, Transport, WindowBind, WindowType, Windows,
-    },
+    LocalKey, Promise, Raw, Region, Registry, RemoteKey, RemotePiece, Result, Type2Bind, Type2Kind,
+    provider::{CompletionQueue, EndpointAttr, Transport, WindowBind, WindowType, Windows},
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use hmem_p2p::path::DefaultPathSelector;
@@ -41,7 +38,7 @@ fn open_of(verbs: &Verbs) -> Domain {
     Domain::open(verbs, registry, paths, DomainAttr::default()).expect("open")
 }
 
-fn buffer(domain: &Domain, access: Access) -> OwnedRegion<Vec<u8>> {
+fn buffer(domain: &Domain, access: Access) -> Region<Vec<u8>> {
     let bytes = vec![1; LEN as usize];
     domain.register(bytes, access).map_err(|rejected| rejected.error).expect("register")
 }
@@ -50,7 +47,7 @@ fn buffer(domain: &Domain, access: Access) -> OwnedRegion<Vec<u8>> {
 struct Loop {
     endpoint: Looped,
     cq: Arc<dyn CompletionQueue>,
-    target: OwnedRegion<Vec<u8>>,
+    target: Region<Vec<u8>>,
     domain: Domain,
 }
 
@@ -313,8 +310,8 @@ fn next(cq: &dyn CompletionQueue) -> u64 {
 /// Posts a write of `count` work requests, one for each remote segment of 8 bytes.
 fn write_parts(
     endpoint: &Looped,
-    source: &OwnedRegion<Vec<u8>>,
-    target: &OwnedRegion<Vec<u8>>,
+    source: &Region<Vec<u8>>,
+    target: &Region<Vec<u8>>,
     (count, context): (u64, u64),
 ) -> Result<()> {
     let key = target.key().expect("key");
@@ -557,11 +554,7 @@ fn provider_refuses_queues_of_another_domain() {
 
 /// Binds a window through the provider, without the checks of [`Domain`]. Returns the recorded
 /// driver call.
-fn bind(
-    domain: &Domain,
-    region: &OwnedRegion<Vec<u8>>,
-    what: (u64, u64, Access),
-) -> Result<String> {
+fn bind(domain: &Domain, region: &Region<Vec<u8>>, what: (u64, u64, Access)) -> Result<String> {
     let verbs = VerbsDomain::of(domain).expect("verbs");
     let window = verbs.alloc_window(WindowType::One)?;
     let (offset, len, access) = what;
@@ -659,12 +652,13 @@ fn zero_based_region_is_addressed_from_0_on_both_sides() {
     }
     let page = Box::into_raw(page);
     let start = Address(page.expose_provenance() as u64);
-    let range = [AddressRange::new(start, 4096).expect("range")];
+    let range = AddressRange::new(start, 4096).expect("range");
     let local = Access::WRITE | Access::READ | Access::SEND | Access::RECV;
-    let attr = MrAttr::new(&range, local | Access::REMOTE_READ | Access::REMOTE_WRITE);
     // SAFETY: the page is freed after the region is closed, and no reference to it exists until
     // then.
-    let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+    let access = local | Access::REMOTE_READ | Access::REMOTE_WRITE;
+    let region = domain.register(memory, access).expect("register");
     let key = region.key().expect("key");
     assert_eq!((key.addressing(), key.base()), (Addressing::ZeroBased, Iova(0)));
     let desc = region.desc().expect("desc");
@@ -705,13 +699,13 @@ fn windows_bind_only_to_regions_with_virtual_addresses() {
     let start = Address(page.0.as_ptr().expose_provenance() as u64);
     let range = AddressRange::new(start, 4096).expect("range");
     let verbs = VerbsDomain::of(&domain).expect("verbs");
-    let flags = AccessFlags::LOCAL_WRITE | AccessFlags::MW_BIND | AccessFlags::ZERO_BASED;
     // SAFETY: the page outlives the region, and nothing is transferred.
-    let region = unsafe { verbs.reg_mr(range, flags) }.expect("register");
+    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+    let region = domain.register(memory, Access::RECV).expect("register");
+    let handle = region.provider_region().expect("handle");
     let window = verbs.alloc_window(WindowType::One).expect("allocate");
     let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
-    let bind = WindowBind { region, offset: 0, len: 8, access, addressing };
+    let bind = WindowBind { region: handle, offset: 0, len: 8, access, addressing };
     let error = verbs.bind_window(window, &bind).expect_err("addresses from 0");
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-    verbs.deregister(region).expect("deregister");
 }

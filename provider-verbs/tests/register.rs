@@ -17,7 +17,7 @@ use hmem_core::{
     provider::{Backing, Piece, ProviderDomain, ProviderRegion, Registration},
 };
 use hmem_provider_verbs::{
-    ForkSupport, OptionResult, Verbs, VerbsDomain, VerbsOptions, sys::AccessFlags,
+    ForkSupport, OptionResult, Settings, Verbs, VerbsDomain, VerbsOptions, sys::AccessFlags,
 };
 use support::{LOCAL, Pages, Pair, REMOTE, Side, device, open, remote, segment};
 use trials::{Outcome, Skipped, trials};
@@ -99,11 +99,13 @@ fn with_options(
 ) -> hmem_core::Result<ProviderRegion> {
     let auth_key = AuthKey::default();
     let ranges = [range];
+    let settings = Settings { options, iova: None };
     let request = Registration::new(&ranges, LOCAL | REMOTE, &auth_key);
+    let request = Registration { extension: Some(&settings), ..request };
     let pieces = [Piece { range, backing: Backing::Host { owned: false } }];
     // SAFETY: the tests' pages outlive their regions, except where a test removes the pages on
     // purpose.
-    unsafe { side.verbs().register_with(&request, &pieces, options) }
+    unsafe { side.verbs().register(&request, &pieces) }
 }
 
 fn every_subset_of_rights_registers_and_closes() -> Outcome {
@@ -142,15 +144,13 @@ fn refused_rights_match_those_of_the_driver() -> Outcome {
     let pages = Pages::new(8192);
     let verbs = side.verbs();
     for flags in [AccessFlags::REMOTE_WRITE, AccessFlags::REMOTE_ATOMIC] {
-        // SAFETY: the call must fail, so no region uses the pages.
-        let error = unsafe { verbs.reg_mr(pages.range(), flags) }.expect_err("no LOCAL_WRITE");
+        let error = Access::try_from(flags).expect_err("no LOCAL_WRITE");
         assert_eq!(error.kind(), ErrorKind::BadAccess, "{error}");
         let errno = error.os_errno().expect("the raw call's number").0;
         assert_eq!(errno, raw.register(verbs, pages.address, pages.len, flags), "{flags:?}");
     }
     let empty = AddressRange::new(Address(pages.address), 0).expect("range");
-    // SAFETY: the call must fail, so no region uses the range.
-    let error = unsafe { verbs.reg_mr(empty, AccessFlags::empty()) }.expect_err("empty");
+    let error = side.register(empty, Access::SEND).expect_err("empty");
     assert_eq!(error.kind(), ErrorKind::ZeroLength);
     assert_eq!(raw.register(verbs, pages.address, 0, AccessFlags::empty()), 22);
     assert!(
@@ -176,14 +176,16 @@ fn region_without_rights_is_still_readable_locally() -> Outcome {
     let pair = Pair::new(&name);
     let (from, to) = (Pages::new(4096), Pages::new(4096));
     let bytes = from.fill(8);
-    // SAFETY: the pages outlive the region.
-    let source =
-        unsafe { pair.near.verbs().reg_mr(from.range(), AccessFlags::empty()) }.expect("register");
+    let source = pair.near.register(from.range(), Access::WRITE).expect("register");
+    let flags = pair.near.verbs().flags(source.provider_region().expect("handle"));
+    assert_eq!(flags.expect("flags"), AccessFlags::empty());
     let target = pair.far.register(to.range(), REMOTE).expect("register");
     let key = target.key().expect("key");
-    pair.near.write(segment(from.range(), source.local), remote(&key, 0, 4096)).expect("write");
+    pair.near
+        .write(segment(from.range(), source.desc().expect("desc")), remote(&key, 0, 4096))
+        .expect("write");
     assert_eq!(to.get(0, 4096), bytes);
-    pair.near.verbs().deregister(source).expect("deregister");
+    source.close().map_err(|rejected| rejected.error).expect("close");
     Ok(())
 }
 
@@ -279,8 +281,8 @@ fn on_demand_pages_follow_their_mapping() -> Outcome {
     };
     let bytes = from.fill(61);
     let source = pair.near.register(from.range(), LOCAL).expect("register");
-    let key = pair.far.verbs().keys(region).expect("keys")[0];
-    let key = RemoteKey::new(Addressing::Virtual, Iova(key.base), 8192, u64::from(key.rkey));
+    let base = Iova(to.range().start().0);
+    let key = RemoteKey::new(Addressing::Virtual, base, 8192, region.key);
     // Each page holds one packet: rxe of Linux 7.3 puts every packet at the start of a page.
     const LEN: usize = 512;
     let desc = source.desc().expect("desc");

@@ -18,12 +18,12 @@ use std::{
 
 use fake::{calls, functions, with};
 use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MemoryRegion, MrFlags, Registry,
+    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, Promise, Raw, Region, Registry,
     WriteOrdering, provider::RawKeys,
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
-    Verbs, VerbsDomain,
+    Verbs, VerbsDomain, VerbsMr,
     sys::{AccessFlags, Functions, Mr, Pd},
 };
 
@@ -40,10 +40,11 @@ fn domain(max_mr_size: u64) -> Domain {
     .expect("open")
 }
 
-fn register(domain: &Domain, len: u64) -> MemoryRegion {
+fn register(domain: &Domain, len: u64) -> Region<Raw> {
     let range = AddressRange::new(Address(0x1000), len).expect("range");
     // SAFETY: the fake library accesses no memory.
-    unsafe { domain.reg(range, Access::REMOTE_READ, 0, MrFlags::empty()) }.expect("register")
+    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+    domain.register(memory, Access::REMOTE_READ).expect("register")
 }
 
 /// VRB-01
@@ -53,7 +54,7 @@ fn rereg_changes_rights_and_keys_of_every_part() {
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let region = register(&domain, 0x4000);
     let handle = region.provider_region().expect("handle");
-    let before = verbs.keys(handle).expect("keys");
+    let before = VerbsMr::all_of(&region).expect("keys");
     calls();
     // SAFETY: the fake library accesses no memory.
     unsafe { verbs.rereg(handle, Access::REMOTE_READ | Access::REMOTE_WRITE) }
@@ -61,7 +62,7 @@ fn rereg_changes_rights_and_keys_of_every_part() {
     // The arguments are CHANGE_ACCESS, and the flags REMOTE_READ, REMOTE_WRITE, REMOTE_ATOMIC and
     // LOCAL_WRITE.
     assert_eq!(calls(), ["rereg_mr 0x4 0x10000f", "rereg_mr 0x4 0x10000f"]);
-    let after = verbs.keys(handle).expect("keys");
+    let after = VerbsMr::all_of(&region).expect("keys");
     for (before, after) in before.iter().zip(&after) {
         assert_eq!((after.rkey, after.lkey), (before.rkey + 0x10, before.lkey + 0x10));
     }
@@ -132,7 +133,7 @@ fn rereg_refused_for_a_part_restores_the_parts_before_it() {
         );
     }
     // The region's key for peers has the keys that the driver changed meanwhile.
-    let keys = verbs.keys(handle).expect("keys");
+    let keys = VerbsMr::all_of(&region).expect("keys");
     let pieces: Vec<_> = region.key().expect("key").pieces().map(|piece| piece.key).collect();
     assert_eq!(pieces, keys.iter().map(|key| u64::from(key.rkey)).collect::<Vec<_>>());
 }
@@ -179,7 +180,7 @@ fn region_can_be_closed_after_a_panic_in_rereg() {
         catch_unwind(AssertUnwindSafe(rereg))
     });
     assert!(panicked.is_err(), "the subscriber got no event");
-    assert_eq!(verbs.keys(handle).expect("no change is in progress").len(), 2);
+    assert_eq!(VerbsMr::all_of(&region).expect("no change is in progress").len(), 2);
     calls();
     let region = ManuallyDrop::into_inner(region);
     region.close().map_err(|rejected| rejected.error).expect("close");
@@ -268,7 +269,7 @@ fn close_waits_for_a_change_of_rights() {
         // During the change, the provider refuses calls on this region, and other regions can be
         // closed.
         assert_eq!(
-            verbs.keys(handle).expect_err("the driver is changing the region").kind(),
+            VerbsMr::all_of(&region).expect_err("the driver is changing the region").kind(),
             ErrorKind::Busy
         );
         assert_eq!(
@@ -297,5 +298,5 @@ fn close_waits_for_a_change_of_rights() {
     });
     assert_eq!(gate().log, ["rereg begins", "dereg", "rereg ends", "dereg"]);
     assert_eq!(domain.live().regions, 0);
-    assert_eq!(verbs.keys(handle).expect_err("closed").kind(), ErrorKind::InvalidArgument);
+    assert_eq!(verbs.flags(handle).expect_err("closed").kind(), ErrorKind::InvalidArgument);
 }

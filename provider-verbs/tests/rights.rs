@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use fake::{calls, functions, with};
 use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrAttr, MrFlags, Registry,
+    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrFlags, Promise, Raw, Registry,
+    Request,
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
@@ -35,6 +36,11 @@ fn without_atomics() -> Functions {
 
 fn range() -> AddressRange {
     AddressRange::new(Address(0x1000), 4096).expect("range")
+}
+
+fn memory() -> Raw {
+    // SAFETY: the fake library accesses no memory.
+    unsafe { Raw::new(range(), Promise::ReadWrite) }
 }
 
 /// VRB-03
@@ -66,10 +72,7 @@ fn driver_gets_no_wider_rights_than_the_region() {
         (Access::REMOTE_ATOMIC, "0x9"),
         (Access::REMOTE_WRITE, "0xb"),
     ] {
-        let ranges = [range()];
-        // SAFETY: the fake library accesses no memory.
-        let region = unsafe { domain.regattr(&MrAttr::new(&ranges, access), MrFlags::empty()) }
-            .expect("register");
+        let region = domain.register(memory(), access).expect("register");
         let asked = calls();
         assert!(asked.len() == 1 && asked[0].ends_with(&format!(" {bits}")), "{access}: {asked:?}");
         region.close().expect("close");
@@ -81,24 +84,17 @@ fn driver_gets_no_wider_rights_than_the_region() {
 #[test]
 fn atomic_right_is_refused_without_atomics() {
     let domain = open(without_atomics());
-    let verbs = VerbsDomain::of(&domain).expect("verbs");
     calls();
-    let ranges = [range()];
-    let attr = MrAttr::new(&ranges, Access::REMOTE_ATOMIC);
     let flags = AccessFlags::REMOTE_ATOMIC | AccessFlags::LOCAL_WRITE;
-    // SAFETY: the fake library accesses no memory.
-    let (in_fi_words, in_verbs_words) = unsafe {
-        (domain.regattr(&attr, MrFlags::empty()).map(|_| ()), verbs.reg_mr(range(), flags))
-    };
-    for error in [in_fi_words.unwrap_err(), in_verbs_words.unwrap_err()] {
+    let in_verbs_words = Access::try_from(flags).expect("rights");
+    for access in [Access::REMOTE_ATOMIC, in_verbs_words] {
+        let error = domain.register(memory(), access).unwrap_err().error;
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert!(error.to_string().contains("fake0"), "{error}");
     }
     assert!(calls().is_empty(), "the driver was called");
     // On a device without atomics, REMOTE_WRITE grants RMA writes only.
-    let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
-    // SAFETY: the fake library accesses no memory.
-    unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    domain.register(memory(), Access::REMOTE_WRITE).expect("register");
 }
 
 /// VRB-02
@@ -106,11 +102,7 @@ fn atomic_right_is_refused_without_atomics() {
 fn change_to_the_atomic_right_is_refused_without_atomics() {
     let domain = open(without_atomics());
     let verbs = VerbsDomain::of(&domain).expect("verbs");
-    let ranges = [range()];
-    // SAFETY: the fake library accesses no memory.
-    let region =
-        unsafe { domain.regattr(&MrAttr::new(&ranges, Access::REMOTE_READ), MrFlags::empty()) }
-            .expect("register");
+    let region = domain.register(memory(), Access::REMOTE_READ).expect("register");
     let handle = region.provider_region().expect("handle");
     calls();
     for access in [Access::REMOTE_ATOMIC, Access::REMOTE_ATOMIC | Access::REMOTE_READ] {
@@ -133,10 +125,8 @@ fn change_to_the_atomic_right_is_refused_without_atomics() {
 fn verbs_refuses_persistent_memory_with_bad_flags() {
     let domain = open(functions());
     calls();
-    let ranges = [range()];
-    let attr = MrAttr::new(&ranges, Access::REMOTE_WRITE);
-    // SAFETY: nothing is registered.
-    let error = unsafe { domain.regattr(&attr, MrFlags::RMA_PMEM) }.unwrap_err();
+    let request = Request::new(memory(), Access::REMOTE_WRITE).flags(MrFlags::RMA_PMEM);
+    let error = domain.submit(request).unwrap_err().error;
     assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::BadFlags, 260));
     assert_eq!(error.context_value("flags"), Some("RMA_PMEM"));
     assert!(error.to_string().contains("fake0"), "{error}");

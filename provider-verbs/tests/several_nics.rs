@@ -7,8 +7,9 @@ mod trials;
 use std::sync::Arc;
 
 use hmem_core::{
-    AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind, Iface,
-    MrMode, Path, Registry, iface::AllocRequest, path::P2pPolicy, provider::Provider, register_on,
+    AllocationKind, Batch, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind,
+    Iface, MrMode, Path, Regions, Registry, Rejected, Request, iface::AllocRequest,
+    path::P2pPolicy, provider::Provider,
 };
 use hmem_iface_system::{Call, DmaBufKind, Simulated, System};
 use hmem_p2p::path::DefaultPathSelector;
@@ -85,6 +86,17 @@ impl Machine {
     }
 }
 
+fn register_on(
+    nics: &[&Domain],
+    buffer: DeviceBuffer,
+) -> Result<Regions<DeviceBuffer>, Rejected<Regions<DeviceBuffer>>> {
+    Batch::on(nics).add(Request::new(buffer, REMOTE)).register()
+}
+
+fn close(registered: Regions<DeviceBuffer>) -> DeviceBuffer {
+    registered.close().map_err(Error::from).expect("close").remove(0)
+}
+
 fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("procfs").count()
 }
@@ -97,17 +109,16 @@ fn shared_dma_buf_is_registered_and_rolled_back_on_two_devices() -> Outcome {
     let targets: Vec<_> = sides.iter().map(|(_, far)| &far.domain).collect();
     // The first registration on each device also probes the device with a page, so it is not
     // counted.
-    let warm = register_on(&targets, machine.buffer(), REMOTE).expect("register");
-    warm.close().map_err(Error::from).expect("close");
+    close(register_on(&targets, machine.buffer()).expect("register"));
     let (exports, fds) = (machine.exports(), open_fds());
 
-    let shared = register_on(&targets, machine.buffer(), REMOTE).expect("register");
+    let shared = register_on(&targets, machine.buffer()).expect("register");
     assert_eq!(machine.exports() - exports, 1, "one export for both devices");
     assert_eq!(open_fds(), fds, "the dma-buf is closed, the registrations live on");
     for region in shared.regions() {
         assert_eq!(region.decision().expect("registered").path, Path::DmaBuf);
     }
-    let keys = shared.keys().expect("keys");
+    let keys = shared.rail_keys(0, 0).expect("keys");
     let local = Pages::new(LEN as usize);
     let mut model = vec![0; LEN as usize];
     for (nic, (near, _)) in sides.iter().enumerate() {
@@ -115,17 +126,18 @@ fn shared_dma_buf_is_registered_and_rolled_back_on_two_devices() -> Outcome {
         let from = near.register(local.range(), LOCAL).expect("register");
         let desc = from.desc().expect("desc");
         let at = 1000 * (nic + 1);
-        near.write(segment(local.part(0, 5000), desc), remote(&keys[nic], at as u64, 5000))
+        let key = keys.of(&machine.names[nic]).expect("a key of each NIC");
+        near.write(segment(local.part(0, 5000), desc), remote(key, at as u64, 5000))
             .expect("write");
         model[at..at + 5000].copy_from_slice(&bytes[..5000]);
-        near.read(segment(local.range(), desc), remote(&keys[nic], 0, LEN)).expect("read");
+        near.read(segment(local.range(), desc), remote(key, 0, LEN)).expect("read");
         assert!(
             local.get(0, LEN as usize) == model,
             "{} reads what both wrote",
             machine.names[nic]
         );
     }
-    let buffer = shared.close().map_err(Error::from).expect("close");
+    let buffer = close(shared);
     let mut bytes = vec![0; LEN as usize];
     buffer.read(0, &mut bytes).expect("read");
     assert!(bytes == model);
@@ -135,18 +147,16 @@ fn shared_dma_buf_is_registered_and_rolled_back_on_two_devices() -> Outcome {
     let software = Loopback::builder().faults(&faults).build().expect("a software NIC");
     let third = machine.open(&software, None);
     let three = [targets[0], targets[1], &third];
-    let shared = register_on(&three, buffer, REMOTE).expect("register on all three");
-    let buffer = shared.close().map_err(Error::from).expect("close");
+    let buffer = close(register_on(&three, buffer).expect("register on all three"));
     let (exports, fds) = (machine.exports(), open_fds());
     let live = || targets.iter().map(|domain| domain.live().regions).sum::<u64>();
     let regions = live();
     faults.fail(NicCall::Register, 1, Errno(12));
-    let rejected = register_on(&three, buffer, REMOTE).expect_err("the third refuses");
+    let rejected = register_on(&three, buffer).expect_err("the third refuses");
     assert_eq!(rejected.error.kind(), ErrorKind::OutOfResources, "{}", rejected.error);
     assert_eq!(rejected.error.context_value("registered before"), Some("2"));
-    assert!(rejected.value.is_empty());
+    assert!(rejected.value.regions().is_empty());
     assert_eq!((machine.exports() - exports, open_fds(), live()), (1, fds, regions));
-    let buffer = rejected.value.close().map_err(Error::from).expect("the buffer");
-    register_on(&three, buffer, REMOTE).expect("the next one works");
+    register_on(&three, close(rejected.value)).expect("the next one works");
     Ok(())
 }

@@ -5,7 +5,7 @@ mod support;
 mod trials;
 
 use hmem_core::{
-    Access, Address, ErrorKind, LocalKey, MrAttr, MrFlags, Parallel, RemoteKey,
+    Access, Address, ErrorKind, LocalKey, Parallel, Promise, Raw, RemoteKey, Request,
     transfer::{AtomicOp, CompletionKind, LocalSegment, Operation},
 };
 use hmem_provider_verbs::{Verbs, VerbsDomain};
@@ -130,8 +130,8 @@ fn lists_on_both_sides_move_as_one_run_of_bytes() -> Outcome {
     let desc = near.desc().expect("desc");
     let ranges = [to.part(8192, 1000), to.part(100, 3000)];
     // SAFETY: the pages outlive the region.
-    let far = unsafe { pair.far.domain.regattr(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()) };
-    let far = far.expect("register two ranges");
+    let memory = unsafe { Raw::new(Box::from(ranges), Promise::ReadWrite) };
+    let far = pair.far.domain.register(memory, REMOTE).expect("register two ranges");
     let key = far.key().expect("key");
     assert_eq!(key.pieces().count(), 2);
     assert_eq!(key.as_u64().expect_err("two keys").kind(), ErrorKind::Unsupported);
@@ -188,12 +188,12 @@ fn region_of_parallel_registrations_works_as_one() -> Outcome {
     let len = 40 * 4096 + 100;
     let (from, to) = (Pages::new(len), Pages::new(len));
     let bytes = from.fill(41);
-    let ranges = [to.part(50, len as u64 - 50)];
-    let parallel = Some(Parallel { threads: 3, chunk: 8 * 4096, progress: None });
-    let attr = MrAttr { parallel, ..MrAttr::new(&ranges, REMOTE) };
-    let near = pair.near.register(from.range(), LOCAL).expect("register");
     // SAFETY: the pages outlive the region.
-    let far = unsafe { pair.far.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    let memory = unsafe { Raw::new(to.part(50, len as u64 - 50), Promise::ReadWrite) };
+    let parallel = Parallel { threads: 3, chunk: 8 * 4096, progress: None };
+    let near = pair.near.register(from.range(), LOCAL).expect("register");
+    let request = Request::new(memory, REMOTE).parallel(parallel);
+    let far = pair.far.domain.submit(request).expect("register");
     assert_eq!(pair.far.domain.live().page_registrations, 6);
     let key = RemoteKey::from_bytes(&far.key().expect("key").to_bytes()).expect("on the wire");
     let local = segment(from.part(50, len as u64 - 50), near.desc().expect("desc"));

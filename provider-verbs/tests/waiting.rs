@@ -14,7 +14,7 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Domain, DomainAttr, ErrorKind, OwnedRegion, Registry,
+    Access, Domain, DomainAttr, ErrorKind, Region, Registry,
     provider::{CompletionChannel, CompletionQueue, EndpointAttr},
     transfer::RemoteSegment,
 };
@@ -30,7 +30,7 @@ fn fine() -> Misbehaviour {
 
 /// An endpoint that is connected to itself, with one region that is source and target of writes.
 struct Alone {
-    region: OwnedRegion<Vec<u8>>,
+    region: Region<Vec<u8>>,
     endpoint: Looped,
     cq: Arc<dyn CompletionQueue>,
     domain: Domain,

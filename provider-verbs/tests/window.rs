@@ -11,8 +11,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Addressing, ErrorKind, GrantKind, Iova, MemoryRegion, RemoteKey, Result, Type1Window,
-    Type2Bind, Type2Kind, Type2Window,
+    Access, Addressing, ErrorKind, GrantKind, Iova, MemoryRegion, Raw, Region, RemoteKey, Result,
+    Type1Window, Type2Bind, Type2Kind, Type2Window,
     provider::{ProviderDomain, WindowBind, WindowEvent, WindowRule, WindowState, WindowType},
     transfer::{AtomicOp, CompletionKind, Operation},
 };
@@ -71,7 +71,7 @@ fn whole(region: &MemoryRegion, tag: u8) -> Type2Bind<'_> {
 struct Prober<'a> {
     pair: &'a Pair,
     from: Pages,
-    region: MemoryRegion,
+    region: Region<Raw>,
 }
 
 impl<'a> Prober<'a> {

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use hmem::{ErrorKind, MrAttr, MrFlags};
+use hmem::{ErrorKind, MrFlags, fabric::MrAttr};
 use tracing::{
     Event, Metadata, Subscriber,
     field::{Field, Visit},
@@ -15,7 +15,7 @@ use tracing::{
 use crate::{
     child,
     config::{TestConfig, over_configs},
-    net::{Net, REMOTE, Setup},
+    net::{Net, REMOTE, Setup, mr_attr},
 };
 
 over_configs! {
@@ -98,7 +98,7 @@ fn each_registration_is_a_span_with_its_range_and_outcome(config: &TestConfig) {
             notes.take();
         }
         let ranges = [memory.part(0, 64)];
-        let attr = MrAttr { offset: 1, ..MrAttr::new(&ranges, REMOTE) };
+        let attr = MrAttr { offset: 1, ..mr_attr(&ranges, REMOTE) };
         let error = net.try_expose(&attr, MrFlags::empty()).unwrap_err();
         let said = notes.take();
         assert!(
@@ -162,7 +162,7 @@ fn provoke() {
     net.push(&net.key(&staged), 5000, &[1]).unwrap_err();
     net.faults.fail(Call::Register, 1, Errno(12));
     let ranges = [memory.range()];
-    let refused = net.try_expose(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()).unwrap_err();
+    let refused = net.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::empty()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::OutOfResources);
     net.faults.fail(Call::Deregister, 1, Errno(5));
     drop(staged);

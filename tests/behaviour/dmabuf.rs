@@ -3,15 +3,15 @@
 use std::os::fd::AsFd;
 
 use hmem::{
-    Address, DeviceId, DmaBufAttr, DmaBufOffset, ErrorKind, Iface, IfaceExt, IfaceKind, Iova,
-    MrAttr, MrFlags, Path, Result, iface::DmaBufExport, iface::DmaBufMapping, path::P2pPolicy,
-    system::System,
+    Address, BorrowedDmaBuf, DeviceId, DmaBufOffset, ErrorKind, Iface, IfaceExt, IfaceKind, Iova,
+    MrFlags, Path, Result, fabric::MrAttr, iface::DmaBufExport, iface::DmaBufMapping,
+    path::P2pPolicy, system::System,
 };
 
 use crate::{
     config::{TestConfig, need, needs, over_configs},
     memory::{HeldCopies, pattern},
-    net::{Net, REMOTE},
+    net::{Net, REMOTE, mr_attr, raw},
 };
 
 over_configs! {
@@ -43,12 +43,10 @@ fn exported(net: &Net) -> (System, hmem::Allocation, DmaBufExport) {
 /// Registers a dma-buf of host memory. While the policy disables direct access to device memory,
 /// the request names the system iface. Otherwise the dma-buf is refused, unless the kernel names an
 /// exporter of host memory.
-fn register(net: &Net, dma_buf: DmaBufAttr<'_>) -> Result<hmem::MemoryRegion> {
+fn register(net: &Net, dma_buf: BorrowedDmaBuf<'_>) -> Result<hmem::MemoryRegion> {
     let iface = (net.config.policy == P2pPolicy::Disabled).then_some(IfaceKind::SYSTEM);
-    net.try_expose(
-        &MrAttr { dma_buf: Some(dma_buf), iface, ..MrAttr::new(&[], REMOTE) },
-        MrFlags::MR_DMABUF,
-    )
+    let attr = MrAttr { iface, ..MrAttr::new(raw(dma_buf), REMOTE) };
+    net.try_expose(&attr, MrFlags::MR_DMABUF)
 }
 
 fn a_dma_buf_registers_with_and_without_a_base_address(config: &TestConfig) {
@@ -58,7 +56,7 @@ fn a_dma_buf_registers_with_and_without_a_base_address(config: &TestConfig) {
     for base_addr in [None, Some(memory.base()), Some(Address(0x7000_0000_1000))] {
         for (offset, len) in [(0, LEN), (4096, 100), (4097, 9000), (LEN - 1, 1)] {
             let offset_in = DmaBufOffset(export.offset.0 + offset);
-            let attr = DmaBufAttr { fd: export.fd.as_fd(), offset: offset_in, len, base_addr };
+            let attr = BorrowedDmaBuf { fd: export.fd.as_fd(), offset: offset_in, len, base_addr };
             let region = register(&net, attr).expect("register");
             let address = base_addr.unwrap_or_default().0 + offset_in.0;
             assert_eq!((region.range().start(), region.len()), (Address(address), len));
@@ -85,7 +83,7 @@ fn a_dma_buf_registers_with_and_without_a_base_address(config: &TestConfig) {
     assert_eq!(net.live(), before);
     // The registration outlives the fd.
     let attr =
-        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+        BorrowedDmaBuf { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
     let region = register(&net, attr).expect("register");
     drop(export);
     assert_eq!(net.pull(&net.key(&region), 0, 8).expect("read"), pattern(13, 8));
@@ -95,12 +93,12 @@ fn a_dma_buf_and_a_base_region_exclude_each_other(config: &TestConfig) {
     let net = Net::open(config);
     let (_system, _memory, export) = exported(&net);
     let attr =
-        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+        BorrowedDmaBuf { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
     let whole = register(&net, attr).expect("register");
     let before = net.live();
-    let both = MrAttr { dma_buf: Some(attr), base: Some(&whole), ..MrAttr::new(&[], REMOTE) };
+    let part = MrAttr::new((&whole, whole.range()), REMOTE);
     assert_eq!(
-        net.try_expose(&both, MrFlags::MR_DMABUF).unwrap_err().kind(),
+        net.try_expose(&part, MrFlags::MR_DMABUF).unwrap_err().kind(),
         ErrorKind::InvalidArgument
     );
     assert_eq!(net.live(), before);
@@ -110,7 +108,7 @@ fn a_part_of_a_dma_buf_region_registers_as_a_sub_region(config: &TestConfig) {
     let net = Net::open(config);
     let (_system, _memory, export) = exported(&net);
     let attr =
-        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+        BorrowedDmaBuf { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
     let whole = register(&net, attr).expect("register");
     let part = whole.range().slice(100, 50).expect("a part");
     let sub = whole.sub(part, REMOTE, net.fresh_key()).expect("sub-region");
@@ -123,23 +121,29 @@ fn wrong_dma_buf_requests_are_refused(config: &TestConfig) {
     let (_system, memory, export) = exported(&net);
     let before = net.live();
     let good =
-        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
-    let refused = |dma_buf: DmaBufAttr<'_>| {
+        BorrowedDmaBuf { fd: export.fd.as_fd(), offset: export.offset, len: LEN, base_addr: None };
+    let refused = |dma_buf: BorrowedDmaBuf<'_>| {
         let error = register(&net, dma_buf).expect_err("a mistake was registered");
         assert_eq!(net.live(), before);
         error.kind()
     };
-    assert_eq!(refused(DmaBufAttr { len: 0, ..good }), ErrorKind::ZeroLength);
+    assert_eq!(refused(BorrowedDmaBuf { len: 0, ..good }), ErrorKind::ZeroLength);
     assert_eq!(
-        refused(DmaBufAttr { base_addr: Some(Address(u64::MAX)), offset: DmaBufOffset(2), ..good }),
+        refused(BorrowedDmaBuf {
+            base_addr: Some(Address(u64::MAX)),
+            offset: DmaBufOffset(2),
+            ..good
+        }),
         ErrorKind::AddressWraps
     );
     assert_eq!(
-        refused(DmaBufAttr { base_addr: Some(Address(u64::MAX - 100)), len: 200, ..good }),
+        refused(BorrowedDmaBuf { base_addr: Some(Address(u64::MAX - 100)), len: 200, ..good }),
         ErrorKind::AddressWraps
     );
-    let outside =
-        [DmaBufAttr { len: 1 << 30, ..good }, DmaBufAttr { offset: DmaBufOffset(1 << 40), ..good }];
+    let outside = [
+        BorrowedDmaBuf { len: 1 << 30, ..good },
+        BorrowedDmaBuf { offset: DmaBufOffset(1 << 40), ..good },
+    ];
     for attr in outside {
         let kind = refused(attr);
         assert!(
@@ -151,23 +155,22 @@ fn wrong_dma_buf_requests_are_refused(config: &TestConfig) {
         );
     }
     let ranges = [memory.range];
-    let both = MrAttr { dma_buf: Some(good), ..MrAttr::new(&ranges, REMOTE) };
     assert_eq!(
-        net.try_expose(&both, MrFlags::MR_DMABUF).unwrap_err().kind(),
+        net.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::MR_DMABUF).unwrap_err().kind(),
         ErrorKind::InvalidArgument
     );
-    let unflagged = MrAttr { dma_buf: Some(good), ..MrAttr::new(&[], REMOTE) };
+    let plain = MrAttr::new(raw(good), REMOTE);
     assert_eq!(
-        net.try_expose(&unflagged, MrFlags::empty()).unwrap_err().kind(),
+        net.try_expose(&plain, MrFlags::empty()).unwrap_err().kind(),
         ErrorKind::InvalidArgument
     );
     let nobody = Some(IfaceKind(0xffff));
-    let nowhere = MrAttr { dma_buf: Some(good), iface: nobody, ..MrAttr::new(&[], REMOTE) };
+    let nowhere = MrAttr { iface: nobody, ..plain };
     let error =
         net.try_expose(&nowhere, MrFlags::MR_DMABUF).expect_err("an absent iface was accepted");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     if let Some(device) = &net.device {
-        let beyond = MrAttr { iface: Some(device.kind()), device: Some(DeviceId(2)), ..nowhere };
+        let beyond = MrAttr { iface: Some(device.kind()), device: Some(DeviceId(2)), ..plain };
         let error = net
             .try_expose(&beyond, MrFlags::MR_DMABUF)
             .expect_err("a device out of range was accepted");
@@ -184,9 +187,8 @@ fn disabled_p2p_refuses_dma_bufs_of_devices(config: &TestConfig) {
     let export =
         device.export_dma_buf(memory.range(), nic, DmaBufMapping::Default).expect("export");
     let dma_buf =
-        DmaBufAttr { fd: export.fd.as_fd(), offset: export.offset, len: 4096, base_addr: None };
-    let attr =
-        MrAttr { dma_buf: Some(dma_buf), iface: Some(device.kind()), ..MrAttr::new(&[], REMOTE) };
+        BorrowedDmaBuf { fd: export.fd.as_fd(), offset: export.offset, len: 4096, base_addr: None };
+    let attr = MrAttr { iface: Some(device.kind()), ..MrAttr::new(raw(dma_buf), REMOTE) };
     let before = net.live();
     let error = net.try_expose(&attr, MrFlags::MR_DMABUF).expect_err("the policy was ignored");
     assert_eq!(error.kind(), ErrorKind::Unsupported);

@@ -8,10 +8,10 @@ use std::{
 };
 
 use hmem::{
-    BindFlags, DomainBindFlags, Errno, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode,
-    RegionState,
+    BindFlags, DomainBindFlags, Errno, ErrorKind, MemoryRegion, MrFlags, MrMode, RegionState,
     counter::Counter,
     event_queue::{Event, EventQueue},
+    fabric::{self, MrAttr},
     loopback::{Call, Progress},
     provider::{CompletionChannel, CompletionQueue},
     transfer::{Completion, CompletionKind, Operation, PeerId, WorkRequest},
@@ -21,7 +21,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::{
     config::{Need, TestConfig, need, needs, over_configs},
     memory::HostPages,
-    net::{LOCAL, Local, Net, REMOTE, Setup, Side, eventually, remote, segment},
+    net::{LOCAL, Local, Net, REMOTE, Setup, Side, eventually, mr_attr, remote, segment},
 };
 
 over_configs! {
@@ -79,8 +79,7 @@ fn event(queue: &EventQueue) -> Event {
 }
 
 fn submit(net: &Net, attr: &MrAttr<'_>) -> MemoryRegion {
-    // SAFETY: the tests' memory outlives their regions, and no reference to it exists.
-    unsafe { net.target.domain.regattr(&attr.key(net.fresh_key()), MrFlags::empty()) }
+    fabric::regattr(&net.target.domain, &attr.key(net.fresh_key()), MrFlags::empty())
         .expect("submit")
 }
 
@@ -92,7 +91,7 @@ fn a_bound_queue_reports_each_registration_with_its_context(config: &TestConfig)
     let memory = net.bytes(4096);
     let ranges = [memory.part(0, 64)];
     let regions: Vec<_> = (0..20)
-        .map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) }))
+        .map(|context| submit(&net, &MrAttr { context, ..mr_attr(&ranges, REMOTE) }))
         .collect();
     for region in &regions {
         let event = event(&queue);
@@ -119,7 +118,7 @@ fn the_region_is_stored_before_its_event_can_be_read(config: &TestConfig) {
     let ranges = [memory.range()];
     for round in 0..50 {
         let out = OnceLock::new();
-        let attr = MrAttr { context: round, ..MrAttr::new(&ranges, REMOTE).key(net.fresh_key()) };
+        let attr = MrAttr { context: round, ..mr_attr(&ranges, REMOTE).key(net.fresh_key()) };
         thread::scope(|scope| {
             let reader = scope.spawn(|| {
                 let event = event(&queue);
@@ -130,14 +129,12 @@ fn the_region_is_stored_before_its_event_can_be_read(config: &TestConfig) {
                     (Some(event.region), RegionState::Enabled)
                 );
             });
-            // SAFETY: the memory outlives the region, and no reference to it exists.
-            unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }
+            fabric::regattr_into(&net.target.domain, &attr, MrFlags::empty(), &out)
                 .expect("submit");
             reader.join().expect("the reader");
         });
-        // SAFETY: the memory outlives the region, and no reference to it exists.
         let taken =
-            unsafe { net.target.domain.regattr_into(&attr, MrFlags::empty(), &out) }.unwrap_err();
+            fabric::regattr_into(&net.target.domain, &attr, MrFlags::empty(), &out).unwrap_err();
         assert_eq!(taken.kind(), ErrorKind::BadState, "the output was set already");
         assert!(queue.read().is_none(), "the call failed, and yet there is an event");
     }
@@ -148,9 +145,8 @@ fn only_a_failure_after_the_call_emits_an_event(config: &TestConfig) {
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let wrong = MrAttr { offset: 1, ..MrAttr::new(&ranges, REMOTE) };
-    // SAFETY: nothing is registered.
-    let refused = unsafe { net.target.domain.regattr(&wrong, MrFlags::empty()) }.unwrap_err();
+    let wrong = MrAttr { offset: 1, ..mr_attr(&ranges, REMOTE) };
+    let refused = fabric::regattr(&net.target.domain, &wrong, MrFlags::empty()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ReservedOffset);
     // The next request fails after the call has returned: an RDMA device refuses addresses without
     // pages, and the software NIC has an injected fault.
@@ -165,7 +161,7 @@ fn only_a_failure_after_the_call_emits_an_event(config: &TestConfig) {
     if !config.is_system() && !config.staged() && config.policy != hmem::path::P2pPolicy::Required {
         net.faults.fail(Call::Register, 2, Errno(12));
     }
-    let failing = submit(&net, &MrAttr { context: 7, ..MrAttr::new(&[refused_later.0], REMOTE) });
+    let failing = submit(&net, &MrAttr { context: 7, ..mr_attr(&[refused_later.0], REMOTE) });
     let event = event(&queue);
     assert_eq!((event.context, Some(event.region)), (7, failing.id()));
     assert_eq!(event.result.unwrap_err().kind(), refused_later.1);
@@ -175,7 +171,7 @@ fn only_a_failure_after_the_call_emits_an_event(config: &TestConfig) {
     failing.close().expect("a failed region closes");
     assert!(queue.read().is_none(), "an event too many");
     assert_eq!(net.live().regions, 0);
-    let next = submit(&net, &MrAttr::new(&ranges, REMOTE));
+    let next = submit(&net, &mr_attr(&ranges, REMOTE));
     self::event(&queue).result.expect("the next registration works");
     drop(next);
 }
@@ -186,7 +182,7 @@ fn before_completion_there_is_neither_descriptor_nor_key(config: &TestConfig) {
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let gate = net.hold_registration();
-    let region = submit(&net, &MrAttr::new(&ranges, REMOTE));
+    let region = submit(&net, &mr_attr(&ranges, REMOTE));
     gate.wait();
     assert_eq!(region.state(), RegionState::Registering);
     assert_eq!(region.desc().unwrap_err().kind(), ErrorKind::BadState);
@@ -206,9 +202,8 @@ fn before_completion_there_is_neither_descriptor_nor_key(config: &TestConfig) {
 /// Registers a range, binds a counter to the region and enables the region.
 fn counted(net: &Net, range: hmem::AddressRange, counter: &Arc<Counter>) -> MemoryRegion {
     let ranges = [range];
-    let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
-    // SAFETY: the tests' memory outlives their regions, and no reference to it exists.
-    let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
+    let attr = mr_attr(&ranges, REMOTE).key(net.fresh_key());
+    let region = fabric::regattr(&net.target.domain, &attr, MrFlags::RMA_EVENT).expect("register");
     region.bind_counter(counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
     if net.config.has(MrMode::ENDPOINT) {
         region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
@@ -253,9 +248,8 @@ fn every_counter_of_a_region_counts_each_write_and_atomic_once(config: &TestConf
     let memory = net.bytes(4096);
     let counters = [(); 3].map(|()| Arc::new(Counter::new()));
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region, and no reference to it exists.
-    let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
+    let attr = mr_attr(&ranges, REMOTE).key(net.fresh_key());
+    let region = fabric::regattr(&net.target.domain, &attr, MrFlags::RMA_EVENT).expect("register");
     for counter in &counters {
         region.bind_counter(counter, BindFlags::REMOTE_WRITE).expect("bind another counter");
         let twice = region.bind_counter(counter, BindFlags::REMOTE_WRITE).unwrap_err();
@@ -328,7 +322,7 @@ fn close_during_registration_neither_leaks_nor_loses_its_event(config: &TestConf
     let queue = bound(&net);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let attr = |context| MrAttr { context, ..MrAttr::new(&ranges, REMOTE) };
+    let attr = |context| MrAttr { context, ..mr_attr(&ranges, REMOTE) };
     let gate = net.hold_registration();
     let running = submit(&net, &attr(1));
     gate.wait();
@@ -369,7 +363,7 @@ fn close_at_any_moment_neither_leaks_nor_loses_an_event(config: &TestConfig) {
         let regions: Vec<_> = (0..4)
             .map(|at| {
                 let context = round * 4 + at;
-                submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) })
+                submit(&net, &MrAttr { context, ..mr_attr(&ranges, REMOTE) })
             })
             .collect();
         for _ in 0..round {
@@ -399,7 +393,7 @@ fn a_domain_dropped_right_after_submitting_ends_cleanly(config: &TestConfig) {
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let regions: Vec<_> = (0..5)
-        .map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) }))
+        .map(|context| submit(&net, &MrAttr { context, ..mr_attr(&ranges, REMOTE) }))
         .collect();
     drop((net.target, regions));
     let mut contexts: Vec<_> = (0..5).map(|_| event(&queue).context).collect();
@@ -415,7 +409,7 @@ fn a_domain_dropped_during_registrations_ends_cleanly(config: &TestConfig) {
     let ranges = [memory.range()];
     let gate = net.hold_registration();
     let regions: Vec<_> = (0..5)
-        .map(|context| submit(&net, &MrAttr { context, ..MrAttr::new(&ranges, REMOTE) }))
+        .map(|context| submit(&net, &MrAttr { context, ..mr_attr(&ranges, REMOTE) }))
         .collect();
     gate.wait();
     let busy = net.target.domain.close().expect_err("closed under its registrations");

@@ -2,12 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use hmem::{Addressing, AuthKey, ErrorKind, Iova, MrAttr, MrFlags, MrMode, RawKey, RemoteKey};
+use hmem::{
+    Addressing, AuthKey, ErrorKind, Iova, MrFlags, MrMode, RawKey, RemoteKey, fabric::MrAttr,
+};
 
 use crate::{
     child,
     config::{TestConfig, need, needs, over_configs},
-    net::{Net, REMOTE, Setup},
+    net::{Net, REMOTE, Setup, mr_attr},
 };
 
 over_configs! {
@@ -39,7 +41,7 @@ fn a_requested_key_in_use_is_refused_and_free_again_after_close(config: &TestCon
     let net = Net::open(config);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE).key(0xABCD);
+    let attr = mr_attr(&ranges, REMOTE).key(0xABCD);
     let first = net.target.register(&attr, MrFlags::empty()).expect("register");
     let before = net.live();
     let error = net.target.register(&attr, MrFlags::empty()).unwrap_err();
@@ -62,7 +64,7 @@ fn request_without_a_key_gets_a_free_key(config: &TestConfig) {
     let memory = net.bytes(64);
     let ranges = [memory.range()];
     let register =
-        || net.target.register(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()).expect("register");
+        || net.target.register(&mr_attr(&ranges, REMOTE), MrFlags::empty()).expect("register");
     let regions: Vec<_> = (0..20).map(|_| register()).collect();
     let keys: BTreeSet<_> =
         regions.iter().map(|region| net.key(region).as_u64().unwrap()).collect();
@@ -81,7 +83,7 @@ fn requested_key_that_the_nic_cannot_use_is_rejected(config: &TestConfig) {
     let ranges = [memory.range()];
     let before = net.live();
     let register =
-        |key: u64| net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
+        |key: u64| net.target.register(&mr_attr(&ranges, REMOTE).key(key), MrFlags::empty());
     let error = register(u64::MAX).expect_err("FI_KEY_NOTAVAIL was given as a key");
     assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::KeyRejected, 129));
     if config.key_size == 4 {
@@ -247,7 +249,7 @@ fn only_peers_with_the_same_key_reach_the_region(config: &TestConfig) {
         let net = setup.open();
         let memory = net.filled(&[8; 64]);
         let ranges = [memory.range()];
-        let attr = MrAttr::new(&ranges, REMOTE);
+        let attr = mr_attr(&ranges, REMOTE);
         let empty = AuthKey::default();
         let by_default = net.expose(memory.range(), REMOTE);
         let with_empty = net

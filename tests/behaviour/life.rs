@@ -9,8 +9,9 @@ use std::{
 };
 
 use hmem::{
-    Access, Endpoint, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
+    Access, Endpoint, ErrorKind, MemoryRegion, MrFlags, MrMode, RegionState,
     counter::Counter,
+    fabric,
     loopback::{Call, Progress},
     system::{AddressReuse, FreeDetection},
     transfer::{Operation, PeerId, WorkRequest},
@@ -19,7 +20,7 @@ use hmem::{
 use crate::{
     config::{Memory, Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, eventually, open_endpoint, remote, wait_held},
+    net::{LOCAL, Net, REMOTE, eventually, mr_attr, open_endpoint, remote, wait_held},
 };
 
 over_configs! {
@@ -245,9 +246,8 @@ fn reconnect_recovers_both_sides_of_a_refused_access(config: &TestConfig) {
 /// Registers memory, binds counters to the region and enables the region.
 fn counted(net: &Net, memory: &Bytes, counters: &[&Arc<Counter>]) -> MemoryRegion {
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region, and no reference to it exists.
-    let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
+    let attr = mr_attr(&ranges, REMOTE).key(net.fresh_key());
+    let region = fabric::regattr(&net.target.domain, &attr, MrFlags::RMA_EVENT).expect("register");
     for counter in counters {
         region.bind_counter(counter, hmem::BindFlags::REMOTE_WRITE).expect("bind the counter");
     }
@@ -323,9 +323,8 @@ fn bound_to_an_endpoint(net: &mut Net, memory: &Bytes) -> (MemoryRegion, Endpoin
     let first = std::mem::replace(&mut net.target.endpoint, second);
     net.peer = net.initiator.endpoint.resolve(&first.name()).expect("resolve");
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE | LOCAL).key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region, and no reference to it exists.
-    let region = unsafe { net.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    let attr = mr_attr(&ranges, REMOTE | LOCAL).key(net.fresh_key());
+    let region = fabric::regattr(&net.target.domain, &attr, MrFlags::empty()).expect("register");
     region.bind_endpoint(&first).expect("bind");
     region.enable().expect("enable");
     net.assert_works(&net.key(&region));
@@ -341,9 +340,8 @@ fn a_region_closes_before_its_endpoint(config: &TestConfig) {
     assert_eq!(net.push(&key, 0, &[1]).unwrap_err().kind(), net.seen(ErrorKind::InvalidKey));
     // The endpoint still serves other regions.
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE).key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region, and no reference to it exists.
-    let other = unsafe { net.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    let attr = mr_attr(&ranges, REMOTE).key(net.fresh_key());
+    let other = fabric::regattr(&net.target.domain, &attr, MrFlags::empty()).expect("register");
     other.bind_endpoint(&first).expect("bind");
     other.enable().expect("enable");
     net.assert_works(&net.key(&other));
@@ -473,7 +471,7 @@ fn a_single_use_key_works_once(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.filled(&[7; 64]);
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE);
+    let attr = mr_attr(&ranges, REMOTE);
     let single = || {
         let region = net.try_expose(&attr, MrFlags::MR_SINGLE_USE).expect("register");
         let key = net.key(&region);

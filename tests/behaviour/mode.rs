@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, AddressRange, Addressing, DomainAttr, ErrorKind, Hmem, Iova, MrAttr, MrFlags, MrMode,
-    RegionState, RemoteKey,
+    Access, AddressRange, Addressing, DomainAttr, ErrorKind, Hmem, Iova, MrFlags, MrMode,
+    RegionState, RemoteKey, fabric,
     loopback::{Call, Loopback},
     transfer::Operation,
 };
@@ -13,8 +13,8 @@ use crate::{
     config::{EVERY_BIT, Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, HostPages, pattern},
     net::{
-        LOCAL, LOOPBACK, Local, Net, REMOTE, Side, open_endpoint, provider_name, remote, segment,
-        wait_held,
+        LOCAL, LOOPBACK, Local, Net, REMOTE, Side, mr_attr, open_endpoint, provider_name, remote,
+        segment, wait_held,
     },
 };
 
@@ -136,7 +136,7 @@ fn peers_address_from_0_with_the_requested_key(config: &TestConfig) {
     let memory = net.bytes(4096);
     for requested in [1, 0, 0xFFFF_FFFE, 42] {
         let ranges = [memory.part(100, 50)];
-        let attr = MrAttr::new(&ranges, REMOTE).key(requested);
+        let attr = mr_attr(&ranges, REMOTE).key(requested);
         let region = net.target.register(&attr, MrFlags::empty()).expect("register");
         let key = region.key().expect("key");
         assert_eq!(
@@ -199,9 +199,8 @@ fn local_buffers_need_a_descriptor_of_a_live_region(config: &TestConfig) {
     // Later regions reuse the provider's lkey. The closed region's descriptor is still refused,
     // although its memory is registered again.
     let ranges = [bytes.range()];
-    let again = |_| {
-        net.initiator.register(&MrAttr::new(&ranges, LOCAL), MrFlags::empty()).expect("register")
-    };
+    let again =
+        |_| net.initiator.register(&mr_attr(&ranges, LOCAL), MrFlags::empty()).expect("register");
     let _registered: Vec<_> = (0..100).map(again).collect();
     with_stale();
     assert_eq!(memory.all(), before, "a refused transfer moved bytes");
@@ -212,7 +211,7 @@ fn raw_keys_work_only_after_mapping(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE).key(REQUESTED);
+    let attr = mr_attr(&ranges, REMOTE).key(REQUESTED);
     let region = net.target.register(&attr, MrFlags::empty()).expect("register");
     let error = region.key().unwrap_err();
     assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::KeyNotAvailable, 126));
@@ -270,7 +269,7 @@ fn a_range_without_pages_is_refused(config: &TestConfig) {
     let refused = |range: AddressRange, access: Access| {
         let ranges = [range];
         let error = net
-            .try_expose(&MrAttr::new(&ranges, access), MrFlags::empty())
+            .try_expose(&mr_attr(&ranges, access), MrFlags::empty())
             .expect_err("no pages there");
         assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::BadAddress, 14), "{error}");
         assert_eq!(net.live(), before);
@@ -279,7 +278,7 @@ fn a_range_without_pages_is_refused(config: &TestConfig) {
     refused(hole.range(), Access::REMOTE_READ);
     let mixed = [pages.range(), hole.range()];
     assert_eq!(
-        net.try_expose(&MrAttr::new(&mixed, REMOTE), MrFlags::empty()).unwrap_err().kind(),
+        net.try_expose(&mr_attr(&mixed, REMOTE), MrFlags::empty()).unwrap_err().kind(),
         ErrorKind::BadAddress
     );
     pages.make_read_only();
@@ -293,7 +292,7 @@ fn the_requested_key_is_ignored(config: &TestConfig) {
     let ranges = [memory.range()];
     let register = |requested| {
         net.target
-            .register(&MrAttr::new(&ranges, REMOTE).key(requested), MrFlags::empty())
+            .register(&mr_attr(&ranges, REMOTE).key(requested), MrFlags::empty())
             .expect("register")
     };
     // Requests one number twice, a number wider than the key, and the number that requests no key.
@@ -372,7 +371,7 @@ fn counters_are_bound_before_the_region_is_enabled(config: &TestConfig) {
     let bind =
         |region: &hmem::MemoryRegion| region.bind_counter(&counter, hmem::BindFlags::REMOTE_WRITE);
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE | LOCAL);
+    let attr = mr_attr(&ranges, REMOTE | LOCAL);
     let region = net.try_expose(&attr, MrFlags::RMA_EVENT).expect("register");
     assert_eq!(region.state(), RegionState::Disabled);
     let key = net.key(&region);
@@ -401,9 +400,8 @@ fn regions_are_reached_through_their_endpoint_only(config: &TestConfig) {
     let mut net = Net::open(config);
     let memory = net.filled(&[6; 64]);
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE | LOCAL).key(3);
-    // SAFETY: the memory outlives the region, and no reference to it exists.
-    let region = unsafe { net.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    let attr = mr_attr(&ranges, REMOTE | LOCAL).key(3);
+    let region = fabric::regattr(&net.target.domain, &attr, MrFlags::empty()).expect("register");
     assert_eq!(region.state(), RegionState::Disabled);
     let key = net.key(&region);
     assert_eq!(
@@ -496,7 +494,7 @@ fn buffers_of_a_broadcast_need_the_collective_right(config: &TestConfig) {
 /// Broadcasts from the initiator to the target, with the COLLECTIVE right and without it. With the
 /// right, the broadcast must succeed. Without the right, both sides must refuse it if `needed` is
 /// true, and it must succeed otherwise.
-fn broadcast<B: hmem::OwnedBuffer>(net: &Net, needed: bool, buffer: impl Fn() -> B) {
+fn broadcast<B: hmem::Memory>(net: &Net, needed: bool, buffer: impl Fn() -> B) {
     let register = |side: &Side, access| {
         let registered = side.domain.register(buffer(), access).expect("register");
         side.make_usable(&registered).expect("bind and enable");

@@ -1,15 +1,17 @@
 //! MR-01 to MR-04, MR-12, MR-15: registrations that succeed, and those that are refused.
 
 use hmem::{
-    Access, Address, AddressRange, DeviceId, Domain, ErrorKind, IfaceKind, MemoryRegion, MrAttr,
-    MrFlags, MrMode, Result, os_page_sizes,
+    Access, Address, AddressRange, DeviceId, Domain, ErrorKind, IfaceKind, MemoryRegion, MrFlags,
+    MrMode, Result,
+    fabric::{self, MrAttr},
+    os_page_sizes,
 };
 
 use crate::{
     child,
     config::{TestConfig, need, over_configs},
     memory::{Bytes, pattern},
-    net::{Net, REMOTE, Setup},
+    net::{Net, REMOTE, Setup, mr_attr, raw},
 };
 
 over_configs! {
@@ -44,14 +46,9 @@ fn three_ways(domain: &Domain) -> [Register<'_>; 3] {
     const KEY: u64 = 7;
     let none = MrFlags::empty();
     [
-        // SAFETY: the caller's memory outlives the regions, and no references into it exist.
-        Box::new(move |range| unsafe { domain.reg(range, REMOTE, KEY, none) }),
-        // SAFETY: the caller's memory outlives the regions, and no references into it exist.
-        Box::new(move |range| unsafe { domain.regv(&[range], REMOTE, KEY, none) }),
-        // SAFETY: the caller's memory outlives the regions, and no references into it exist.
-        Box::new(move |range| unsafe {
-            domain.regattr(&MrAttr::new(&[range], REMOTE).key(KEY), none)
-        }),
+        Box::new(move |range| fabric::reg(domain, raw(range), REMOTE, KEY, none)),
+        Box::new(move |range| fabric::regv(domain, raw(&[range]), REMOTE, KEY, none)),
+        Box::new(move |range| fabric::regattr(domain, &mr_attr(&[range], REMOTE).key(KEY), none)),
     ]
 }
 
@@ -177,7 +174,7 @@ fn regv_accepts_the_limit_of_ranges_and_refuses_one_more(config: &TestConfig) {
         assert_eq!(region.len(), 16 * count as u64);
         region.close().expect("close");
     }
-    let error = net.try_expose(&MrAttr::new(&ranges, REMOTE), MrFlags::empty()).unwrap_err();
+    let error = net.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::empty()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TooManyRanges);
     assert_eq!(error.context_value("mr_iov_limit"), Some(limit.to_string().as_str()));
     assert_eq!(net.live(), before);
@@ -195,18 +192,18 @@ fn each_mistake_has_its_own_error_and_registers_nothing(config: &TestConfig) {
         assert_eq!(error.operation(), "regattr");
         error.kind()
     };
-    let plain = MrAttr::new(&good, REMOTE);
+    let plain = mr_attr(&good, REMOTE);
     let none = MrFlags::empty();
-    assert_eq!(kind(&MrAttr::new(&empty[1..], REMOTE), none), ErrorKind::ZeroLength);
-    assert_eq!(kind(&MrAttr::new(&empty, REMOTE), none), ErrorKind::ZeroLength);
-    assert_eq!(kind(&MrAttr::new(&[], REMOTE), none), ErrorKind::ZeroLength);
+    assert_eq!(kind(&mr_attr(&empty[1..], REMOTE), none), ErrorKind::ZeroLength);
+    assert_eq!(kind(&mr_attr(&empty, REMOTE), none), ErrorKind::ZeroLength);
+    assert_eq!(kind(&mr_attr(&[], REMOTE), none), ErrorKind::ZeroLength);
     assert_eq!(kind(&MrAttr { offset: 1, ..plain }, none), ErrorKind::ReservedOffset);
     assert_eq!(kind(&MrAttr { hmem_data: 1, ..plain }, none), ErrorKind::ReservedHmemData);
     assert_eq!(kind(&plain, MrFlags::from_bits_retain(1)), ErrorKind::BadFlags);
     assert_eq!(kind(&plain, MrFlags::from_bits_retain(1 << 63)), ErrorKind::BadFlags);
-    assert_eq!(kind(&MrAttr::new(&good, Access::from_bits_retain(1)), none), ErrorKind::BadAccess);
+    assert_eq!(kind(&mr_attr(&good, Access::from_bits_retain(1)), none), ErrorKind::BadAccess);
     assert_eq!(
-        kind(&MrAttr::new(&good, REMOTE | Access::from_bits_retain(1 << 7)), none),
+        kind(&mr_attr(&good, REMOTE | Access::from_bits_retain(1 << 7)), none),
         ErrorKind::BadAccess
     );
     assert_eq!(
@@ -232,19 +229,18 @@ fn exceeding_a_provider_limit_has_its_own_error() {
     setup.provider = setup.provider.max_mr_size(4096).max_mr_count(2);
     let net = setup.open();
     let memory = net.bytes(8192);
-    let error = net
-        .try_expose(&MrAttr::new(&[memory.part(0, 4097)], REMOTE), MrFlags::empty())
-        .unwrap_err();
+    let error =
+        net.try_expose(&mr_attr(&[memory.part(0, 4097)], REMOTE), MrFlags::empty()).unwrap_err();
     assert_eq!(
         (error.kind(), error.context_value("max_mr_size")),
         (ErrorKind::TooLong, Some("4096"))
     );
     let halves = [memory.part(0, 4096), memory.part(4096, 1)];
-    let error = net.try_expose(&MrAttr::new(&halves, REMOTE), MrFlags::empty()).unwrap_err();
+    let error = net.try_expose(&mr_attr(&halves, REMOTE), MrFlags::empty()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TooLong, "the limit is for all ranges together");
     let regions = [0, 1].map(|at| net.expose(memory.part(at, 16), REMOTE));
     let error =
-        net.try_expose(&MrAttr::new(&[memory.part(0, 1)], REMOTE), MrFlags::empty()).unwrap_err();
+        net.try_expose(&mr_attr(&[memory.part(0, 1)], REMOTE), MrFlags::empty()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutOfResources);
     assert_eq!(net.live().regions, 2);
     drop(regions);
@@ -267,8 +263,7 @@ fn refused_registrations_leave_no_fd() {
         for _ in 0..100 {
             let ranges = [memory.part(0, 4096)];
             // The provider fails with NoKey after the memory was exported.
-            let refused =
-                net.target.register(&MrAttr::new(&ranges, REMOTE).key(key), MrFlags::empty());
+            let refused = net.target.register(&mr_attr(&ranges, REMOTE).key(key), MrFlags::empty());
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoKey);
             net.expose(memory.part(1, 100), REMOTE).close().expect("close");
         }
@@ -285,7 +280,7 @@ fn each_flag_alone_is_honoured(config: &TestConfig) {
     let net = Net::open(config);
     let memory = net.bytes(4096);
     let attr = [memory.range()];
-    let attr = MrAttr::new(&attr, REMOTE);
+    let attr = mr_attr(&attr, REMOTE);
     let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM);
     if net.target.domain.provider_attr().flags.contains(MrFlags::RMA_PMEM) {
         net.assert_works(&net.key(&persistent.expect("RMA_PMEM")));
@@ -322,7 +317,7 @@ fn unsupported_flag_is_refused_by_name(config: &TestConfig) {
     let net = setup.open();
     let memory = net.bytes(64);
     let ranges = [memory.range()];
-    let error = net.try_expose(&MrAttr::new(&ranges, REMOTE), MrFlags::RMA_PMEM).unwrap_err();
+    let error = net.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::RMA_PMEM).unwrap_err();
     assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::BadFlags, 260));
     assert_eq!(error.context_value("flags"), Some("RMA_PMEM"));
     assert_eq!(error.provider_name(), Some(&*net.target.domain.provider_attr().nic.to_string()));
@@ -348,7 +343,7 @@ fn device_of_host_alloc_and_iface_without_hmem_are_ignored() {
     let on_device = net.bytes(4096);
     let none = MrFlags::empty();
     let (host_range, device_range) = ([host.allocation().range], [on_device.range()]);
-    let (host, on_device) = (MrAttr::new(&host_range, REMOTE), MrAttr::new(&device_range, REMOTE));
+    let (host, on_device) = (mr_attr(&host_range, REMOTE), mr_attr(&device_range, REMOTE));
     let kind = Some(device.kind());
 
     let named = MrAttr { iface: kind, device: Some(DeviceId(77)), ..host };
@@ -364,7 +359,7 @@ fn device_of_host_alloc_and_iface_without_hmem_are_ignored() {
         MrAttr { iface: Some(IfaceKind::SYSTEM), ..on_device },
         MrAttr { iface: kind, device: Some(DeviceId(1)), ..on_device },
         MrAttr { iface: kind, device: Some(DeviceId(2)), ..on_device },
-        MrAttr { iface: kind, ..MrAttr::new(&[AddressRange::of(&[0u8; 8])], REMOTE) },
+        MrAttr { iface: kind, ..mr_attr(&[AddressRange::of(&[0u8; 8])], REMOTE) },
     ] {
         let error = net.try_expose(&wrong, none).expect_err("a wrong owner was accepted");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
@@ -379,7 +374,7 @@ fn device_of_host_alloc_and_iface_without_hmem_are_ignored() {
     let claimed = MrAttr {
         iface: Some(IfaceKind::CUDA),
         device: Some(DeviceId(9)),
-        ..MrAttr::new(&ranges, REMOTE)
+        ..mr_attr(&ranges, REMOTE)
     };
     let region =
         net.try_expose(&claimed, none).expect("iface is ignored without the HMEM capability");
@@ -405,7 +400,7 @@ fn freed_or_foreign_address_is_unknown_to_the_claimed_iface() {
     let live = buffer.allocation().range;
     let claimed = |iface, range| {
         let ranges = [range];
-        let attr = MrAttr { iface: Some(iface), ..MrAttr::new(&ranges, REMOTE) };
+        let attr = MrAttr { iface: Some(iface), ..mr_attr(&ranges, REMOTE) };
         let error =
             net.try_expose(&attr, MrFlags::empty()).expect_err("a wrong owner was accepted");
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
@@ -437,7 +432,7 @@ fn page_sizes_of_the_system_register_and_others_are_refused(config: &TestConfig)
     let net = Net::open(config);
     let memory = net.bytes(8192);
     let ranges = [memory.part(5, 5000)];
-    let attr = MrAttr::new(&ranges, REMOTE);
+    let attr = mr_attr(&ranges, REMOTE);
     let provider = &net.target.domain.provider_attr().page_sizes;
     let taken = os_page_sizes().iter().copied().filter(|size| provider.contains(size));
     for page_size in std::iter::once(0).chain(taken) {

@@ -10,7 +10,8 @@ use std::{
 
 use hmem::{
     Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iface, Iova,
-    LocalKey, MemoryRegion, MrAttr, MrFlags, MrMode, RemoteKey, Result,
+    LocalKey, MemoryRegion, MrFlags, MrMode, Promise, Raw, RemoteKey, Result,
+    fabric::{self, MrAttr},
     loopback::{self, Call, Faults, Gate, Loopback},
     provider::{CompletionQueue, EndpointAttr, LiveObjects, Provider},
     system::{FreeDetection, Simulated},
@@ -164,9 +165,7 @@ impl Side {
 
     /// Registers memory. In ENDPOINT mode, also binds the region to the endpoint and enables it.
     pub(crate) fn register(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
-        // SAFETY: the tests own the memory for longer than the regions and hold no references into
-        // it.
-        let region = unsafe { self.domain.regattr(attr, flags)? };
+        let region = fabric::regattr(&self.domain, attr, flags)?;
         self.make_usable(&region)?;
         Ok(region)
     }
@@ -319,7 +318,7 @@ impl Net {
     }
 
     pub(crate) fn expose_all(&self, ranges: &[AddressRange], access: Access) -> MemoryRegion {
-        self.try_expose(&MrAttr::new(ranges, access), MrFlags::empty()).expect("register")
+        self.try_expose(&mr_attr(ranges, access), MrFlags::empty()).expect("register")
     }
 
     pub(crate) fn try_expose(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
@@ -347,7 +346,7 @@ impl Net {
 
     fn local_of(&self, bytes: Bytes, access: Access) -> Local {
         let attr = [bytes.range()];
-        let attr = MrAttr::new(&attr, access).key(self.fresh_key());
+        let attr = mr_attr(&attr, access).key(self.fresh_key());
         let region =
             self.initiator.register(&attr, MrFlags::empty()).expect("register the local buffer");
         Local { region, bytes }
@@ -459,6 +458,17 @@ impl Net {
         assert_eq!(self.push(key, 0, bytes).expect("write"), bytes.len() as u64);
         assert_eq!(self.pull(key, 0, bytes.len()).expect("read"), bytes);
     }
+}
+
+/// Returns a request to register memory of a test by its addresses.
+pub(crate) fn mr_attr(ranges: &[AddressRange], access: Access) -> MrAttr<'_> {
+    MrAttr::new(raw(ranges), access)
+}
+
+/// Returns addresses, or a dma-buf, of memory of a test.
+pub(crate) fn raw<A>(at: A) -> Raw<A> {
+    // SAFETY: the tests own the memory for longer than the regions and hold no references into it.
+    unsafe { Raw::new(at, Promise::ReadWrite) }
 }
 
 /// Returns a remote segment of `len` bytes at an offset of the region with `key`.

@@ -1,11 +1,11 @@
 //! P2P-06: the same transfers move the same bytes on every path, and the policy selects the path.
 
-use hmem::{DomainAttr, ErrorKind, MrAttr, MrFlags, Path, path::P2pPolicy, transfer::Operation};
+use hmem::{DomainAttr, ErrorKind, MrFlags, Path, fabric, path::P2pPolicy, transfer::Operation};
 
 use crate::{
     config::{TestConfig, over_configs},
     memory::pattern,
-    net::{LOCAL, Net, REMOTE, Setup, remote, segment},
+    net::{LOCAL, Net, REMOTE, Setup, mr_attr, remote, segment},
 };
 
 over_configs! {
@@ -108,9 +108,7 @@ fn blocked_path_fails_if_required_and_falls_back_if_enabled() {
     let ranges = [memory.range()];
     let [required, enabled, preferred] = policies.map(|attr| {
         let domain = net.hmem.domain(crate::net::LOOPBACK, attr).expect("open");
-        // SAFETY: the memory outlives the region, and no reference to it exists.
-        let region =
-            unsafe { domain.regattr(&MrAttr::new(&ranges, REMOTE).key(1), MrFlags::empty()) };
+        let region = fabric::regattr(&domain, &mr_attr(&ranges, REMOTE).key(1), MrFlags::empty());
         assert_eq!(domain.live().regions, u64::from(region.is_ok()));
         region
     });

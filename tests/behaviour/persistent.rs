@@ -6,15 +6,15 @@
 use std::{ops::Range, os::fd::AsFd, thread};
 
 use hmem::{
-    Access, DmaBufAttr, DmaBufOffset, Errno, Error, ErrorKind, MrAttr, MrFlags, OwnedRegion,
-    RemoteKey, system::Call,
+    Access, BorrowedDmaBuf, DmaBufOffset, Errno, Error, ErrorKind, MrFlags, Region, RemoteKey,
+    Request, fabric::MrAttr, system::Call,
 };
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::{
     config::{Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE},
+    net::{LOCAL, Net, REMOTE, mr_attr, raw},
 };
 
 over_configs! {
@@ -120,7 +120,7 @@ fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConf
     refusing(start + PAGE..start + 4 * PAGE, EXPECTED, || {
         let net = Net::open(config);
         let ranges = [memory.range()];
-        let attr = MrAttr::new(&ranges, REMOTE);
+        let attr = mr_attr(&ranges, REMOTE);
         let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
         let ordinary = net.expose(memory.range(), REMOTE);
         let (key, plain) = (net.key(&persistent), net.key(&ordinary));
@@ -135,7 +135,7 @@ fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConf
     refusing(start + PAGE..start + 2 * PAGE, EXPECTED, || {
         let net = Net::open(config);
         let ranges = [memory.range()];
-        let attr = MrAttr::new(&ranges, REMOTE);
+        let attr = mr_attr(&ranges, REMOTE);
         let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
         assert_eq!(errno(net.fetch_add(&net.key(&persistent), PAGE + 8, 1)), Some(EXPECTED));
     });
@@ -143,7 +143,7 @@ fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConf
     let net = Net::open(config);
     let ranges = [memory.range()];
     let persistent =
-        net.try_expose(&MrAttr::new(&ranges, REMOTE), MrFlags::RMA_PMEM).expect("register");
+        net.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::RMA_PMEM).expect("register");
     net.assert_works(&net.key(&persistent));
 }
 
@@ -152,7 +152,7 @@ fn persistent_device_memory_is_flushed_before_a_write_completes(config: &TestCon
     let memory = net.bytes(64);
     let device = net.device.as_ref().expect("a device");
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE);
+    let attr = mr_attr(&ranges, REMOTE);
     let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
     let ordinary = net.expose(memory.range(), REMOTE);
     let (key, plain) = (net.key(&persistent), net.key(&ordinary));
@@ -181,7 +181,7 @@ fn windows_and_sub_regions_write_persistent_memory_back() {
     refusing(start..start + PAGE, EXPECTED, || {
         let net = Net::open(&TestConfig::PLAIN);
         let ranges = [memory.range()];
-        let attr = MrAttr::new(&ranges, REMOTE | LOCAL | Access::MW_BIND);
+        let attr = mr_attr(&ranges, REMOTE | LOCAL | Access::MW_BIND);
         let base = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
         let sub = base.sub(memory.part(64, 64), REMOTE, net.fresh_key()).expect("sub-region");
         let window = net.target.domain.alloc_type_1_window().expect("window");
@@ -190,8 +190,7 @@ fn windows_and_sub_regions_write_persistent_memory_back() {
         assert_written_back(&net, &keys);
 
         let plain = net.expose(memory.range(), REMOTE | LOCAL);
-        let ranges = [memory.part(64, 64)];
-        let attr = MrAttr { base: Some(&plain), ..MrAttr::new(&ranges, REMOTE) };
+        let attr = MrAttr::new((&plain, memory.part(64, 64)), REMOTE);
         let own = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("sub-region");
         assert_written_back(&net, &[("a sub-region's own flag", net.key(&own))]);
         net.assert_works(&net.key(&plain));
@@ -213,7 +212,7 @@ fn write_over_two_persistent_ranges_writes_back_both() {
         let start = ranges[only].start().0;
         refusing(start..start + PAGE, WRITTEN_BACK, || {
             let net = Net::open(&TestConfig::PLAIN);
-            let attr = MrAttr::new(&ranges, REMOTE);
+            let attr = mr_attr(&ranges, REMOTE);
             let region = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
             let key = net.key(&region);
             let bytes = pattern(only as u64 + 1, 16);
@@ -236,7 +235,7 @@ fn one_request_writes_back_only_its_persistent_regions() {
     refusing(start..start + PAGE, EXPECTED, || {
         let net = Net::open(&TestConfig::PLAIN);
         let ranges = [kept.range()];
-        let attr = MrAttr::new(&ranges, REMOTE);
+        let attr = mr_attr(&ranges, REMOTE);
         let kept = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
         let passing = net.expose(passing.range(), REMOTE);
         let (first, second) = (net.key(&passing), net.key(&kept));
@@ -258,9 +257,9 @@ fn persistent_files_given_by_their_fd_are_written_back() {
         // unexpected.
         refusing(PAGE..2 * PAGE, EXPECTED, || {
             let net = Net::open(&TestConfig::PLAIN);
-            let buffer =
-                DmaBufAttr { fd: fd.as_fd(), offset: DmaBufOffset(0), len: PAGE, base_addr: None };
-            let attr = MrAttr { dma_buf: Some(buffer), ..MrAttr::new(&[], REMOTE) };
+            let (fd, offset) = (fd.as_fd(), DmaBufOffset(0));
+            let buffer = BorrowedDmaBuf { fd, offset, len: PAGE, base_addr: None };
+            let attr = MrAttr::new(raw(buffer), REMOTE);
             let expose =
                 |flags| net.try_expose(&attr, flags | MrFlags::MR_DMABUF).expect("register");
             let (kept, passing) = (expose(MrFlags::RMA_PMEM), expose(MrFlags::empty()));
@@ -280,7 +279,7 @@ fn owned_device_dax_is_written_back_by_cache_lines() {
     refusing(start..start + PAGE, libc::EINVAL, || {
         let net = Net::open(&TestConfig::PLAIN);
         let ranges = [memory.range()];
-        let attr = MrAttr::new(&ranges, REMOTE);
+        let attr = mr_attr(&ranges, REMOTE);
         let borrowed = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
         let error = net.push(&net.key(&borrowed), 0, &[1; 8]).expect_err("not written back");
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
@@ -310,14 +309,10 @@ fn owned() -> (Vec<u8>, Range<u64>) {
 
 /// Registers a buffer as persistent memory. Returns the region, its key and the offset of the
 /// address `page` in it.
-fn register_owned(net: &Net, buffer: Vec<u8>, page: u64) -> (OwnedRegion<Vec<u8>>, RemoteKey, u64) {
+fn register_owned(net: &Net, buffer: Vec<u8>, page: u64) -> (Region<Vec<u8>>, RemoteKey, u64) {
     let at = page - buffer.as_ptr().addr() as u64;
-    let attr = MrAttr::new(&[], REMOTE).key(net.fresh_key());
-    let region = net
-        .target
-        .domain
-        .register_with(buffer, &attr, MrFlags::RMA_PMEM)
-        .unwrap_or_else(|rejected| panic!("register: {}", rejected.error));
+    let request = Request::new(buffer, REMOTE).key(net.fresh_key()).flags(MrFlags::RMA_PMEM);
+    let region = net.target.domain.submit(request).expect("register");
     let key = region.key().expect("key");
     (region, key, at)
 }

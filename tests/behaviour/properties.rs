@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 use hmem::{
-    Access, Addressing, ErrorKind, Iova, MemoryRegion, MrAttr, MrFlags, RemoteKey,
-    transfer::Operation,
+    Access, Addressing, ErrorKind, Iova, MemoryRegion, MrFlags, RemoteKey, transfer::Operation,
 };
 use proptest::{
     prelude::*,
@@ -14,7 +13,7 @@ use proptest::{
 use crate::{
     config::{DEFAULT, MODES, Mode, TestConfig},
     memory::pattern,
-    net::{LOCAL, Local, Net, REMOTE, remote},
+    net::{LOCAL, Local, Net, REMOTE, mr_attr, remote},
 };
 
 fn check<S: Strategy>(
@@ -58,7 +57,7 @@ fn requested_keys_match_a_map_of_used_keys() {
                 match step {
                     KeyStep::Register(key) => {
                         let ranges = [memory.part(key * 64, 64)];
-                        let attr = MrAttr::new(&ranges, REMOTE).key(key);
+                        let attr = mr_attr(&ranges, REMOTE).key(key);
                         match net.target.register(&attr, MrFlags::empty()) {
                             Ok(region) => {
                                 memory.put(key * 64, &[round as u8]);

@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, AuthKey, BindFlags, ErrorKind, MemoryRegion, MrAttr, MrFlags, MrMode, RegionState,
-    counter::Counter, os_page_sizes,
+    Access, AuthKey, BindFlags, ErrorKind, MemoryRegion, MrFlags, MrMode, RegionState,
+    counter::Counter,
+    fabric::{self, MrAttr},
+    os_page_sizes,
 };
 
 use crate::{
     config::{TestConfig, need, needs, over_configs},
     memory::pattern,
-    net::{LOCAL, Net, REMOTE, Setup, open_endpoint},
+    net::{LOCAL, Net, REMOTE, Setup, mr_attr, open_endpoint},
 };
 
 over_configs! {
@@ -41,7 +43,7 @@ fn a_sub_region_has_its_own_key_rights_and_bounds(config: &TestConfig) {
     let memory = net.filled(&pattern(1, 8192));
     let ranges = [memory.part(100, 8000)];
     let page_size = os_page_sizes()[0];
-    let attr = MrAttr { page_size, ..MrAttr::new(&ranges, REMOTE | LOCAL) };
+    let attr = MrAttr { page_size, ..mr_attr(&ranges, REMOTE | LOCAL) };
     let base = net.try_expose(&attr, MrFlags::empty()).expect("register");
     let sub =
         base.sub(memory.part(1000, 50), Access::REMOTE_READ, net.fresh_key()).expect("sub-region");
@@ -89,16 +91,12 @@ fn sub_region_that_exceeds_its_base_is_refused(config: &TestConfig) {
         let error = sub(1000, 8, writes).expect_err("the base's pages are read only to the NIC");
         assert_eq!(error.kind(), ErrorKind::AccessDenied, "{writes}");
     }
-    let ranges = [memory.part(1000, 8)];
-    let attr = MrAttr { base: Some(&base), ..MrAttr::new(&ranges, Access::REMOTE_READ) };
+    let attr = MrAttr::new((&base, memory.part(1000, 8)), Access::REMOTE_READ);
     let page_size =
         net.try_expose(&MrAttr { page_size: os_page_sizes()[0], ..attr }, MrFlags::empty());
     assert_eq!(page_size.unwrap_err().kind(), ErrorKind::BadPageSize, "page size is inherited");
     let foreign = net.initiator.register(&attr.key(net.fresh_key()), MrFlags::empty());
     assert_eq!(foreign.unwrap_err().kind(), ErrorKind::InvalidArgument, "a base of another domain");
-    let two = [memory.part(1000, 8), memory.part(1100, 8)];
-    let attr = MrAttr { base: Some(&base), ..MrAttr::new(&two, Access::REMOTE_READ) };
-    net.try_expose(&attr, MrFlags::empty()).expect_err("a sub-region is one range");
     assert_eq!(net.live(), before, "something stayed registered");
     sub(1000, 1000, Access::REMOTE_READ).expect("all of the base");
     base.close().expect("nothing depends on it");
@@ -176,18 +174,18 @@ fn a_sub_region_is_reached_with_its_own_auth_key_only(config: &TestConfig) {
         setup.initiator_key = Some(initiators.clone());
         let net = setup.open();
         let memory = net.filled(&[3; 64]);
-        let (all, part) = ([memory.range()], [memory.part(8, 32)]);
+        let all = [memory.range()];
         let expose = |attr: MrAttr<'_>| net.try_expose(&attr, MrFlags::empty()).expect("register");
-        let open = expose(MrAttr::new(&all, REMOTE));
-        let guarded = expose(MrAttr { auth_key: Some(&theirs), ..MrAttr::new(&all, REMOTE) });
-        let part = MrAttr::new(&part, REMOTE);
+        let open = expose(mr_attr(&all, REMOTE));
+        let guarded = expose(MrAttr { auth_key: Some(&theirs), ..mr_attr(&all, REMOTE) });
         for (base, auth_key, reached) in [
             (&open, Some(&theirs), initiators == &theirs),
             (&open, None, initiators == &ours),
             (&guarded, Some(&theirs), initiators == &theirs),
             (&guarded, None, initiators == &ours),
         ] {
-            let sub = expose(MrAttr { base: Some(base), auth_key, ..part });
+            let part = MrAttr::new((base, memory.part(8, 32)), REMOTE);
+            let sub = expose(MrAttr { auth_key, ..part });
             let key = net.key(&sub);
             if reached {
                 net.assert_works(&key);
@@ -229,10 +227,9 @@ fn a_sub_region_is_reached_through_its_own_endpoint_only(config: &TestConfig) {
 /// Registers a region and a sub-region with a counter of its own. Returns both and the counter.
 fn counted_sub(net: &Net, range: hmem::AddressRange) -> (MemoryRegion, MemoryRegion, Arc<Counter>) {
     let base = net.expose(range, REMOTE);
-    let part = [range.slice(8, 32).expect("a part")];
-    let attr = MrAttr { base: Some(&base), ..MrAttr::new(&part, REMOTE) }.key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region, and no reference to it exists.
-    let sub = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("sub-region");
+    let part = range.slice(8, 32).expect("a part");
+    let attr = MrAttr::new((&base, part), REMOTE).key(net.fresh_key());
+    let sub = fabric::regattr(&net.target.domain, &attr, MrFlags::RMA_EVENT).expect("sub-region");
     let counter = Arc::new(Counter::new());
     sub.bind_counter(&counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
     if net.config.has(MrMode::ENDPOINT) {

@@ -11,7 +11,8 @@ use std::{
 };
 
 use hmem::{
-    Access, Domain, DomainAttr, Hmem, MrAttr, MrFlags, MrMode, Prefault, Result, Type2Kind,
+    Access, Domain, DomainAttr, Hmem, MrFlags, MrMode, Prefault, Result, Type2Kind,
+    fabric::{self, MrAttr},
     loopback::{Loopback, Memory as Pages, Progress},
     prefault,
     provider::{DomainRequest, LiveObjects, Provider, ProviderAttr, ProviderDomain},
@@ -21,7 +22,10 @@ use crate::{
     child,
     config::{EVERY_BIT, Mode, Nic, TestConfig, needs, over_configs},
     memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, Side, eventually, nic_name, open_endpoint, provider_name, remote},
+    net::{
+        LOCAL, Net, REMOTE, Side, eventually, mr_attr, nic_name, open_endpoint, provider_name,
+        remote,
+    },
 };
 
 over_configs! {
@@ -91,9 +95,8 @@ fn objects(provider: &Arc<Watched>, config: &TestConfig, subs: bool) -> Vec<Opti
     let Side { endpoint, cq, domain } = Side::open(&hmem, provider_name(config), attr, true, None);
     let memory = Bytes::Host(HostPages::new(4096));
     let ranges = [memory.range()];
-    let attr = MrAttr::new(&ranges, REMOTE | LOCAL | Access::MW_BIND).key(1);
-    // SAFETY: the memory is leaked below, so that it outlives the region in every order.
-    let region = unsafe { domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    let attr = mr_attr(&ranges, REMOTE | LOCAL | Access::MW_BIND).key(1);
+    let region = fabric::regattr(&domain, &attr, MrFlags::empty()).expect("register");
     let sub = subs.then(|| region.sub(memory.part(64, 64), REMOTE, 2).expect("sub-region"));
     let window = domain.alloc_type_1_window().expect("window");
     if config.has(MrMode::ENDPOINT) {
@@ -109,8 +112,9 @@ fn objects(provider: &Arc<Watched>, config: &TestConfig, subs: bool) -> Vec<Opti
     let remote = [remote(&key, 0, 64)];
     let operation = hmem::transfer::Operation::Write { remote: &remote };
     let request = hmem::transfer::WorkRequest { operation, local: &[local], peer, context: 1 };
-    // SAFETY: the memory is leaked.
+    // SAFETY: the memory is leaked below.
     unsafe { endpoint.post(&request) }.expect("post");
+    // The memory is leaked, so that it outlives the region in every order.
     std::mem::forget(memory);
     let mut objects: Vec<Option<Box<dyn Any>>> = vec![
         Some(Box::new(endpoint)),
@@ -326,7 +330,7 @@ fn registering_prefaults_on_request_and_reports_progress(config: &TestConfig) {
     let ranges = [memory.range()];
     let reports = Mutex::new(Vec::new());
     let progress = |done: u64, all: u64| reports.lock().expect("not poisoned").push((done, all));
-    let attr = MrAttr::new(&ranges, REMOTE);
+    let attr = mr_attr(&ranges, REMOTE);
     let untouched = net.try_expose(&attr, MrFlags::empty()).expect("register");
     if config.pages == Pages::Follow {
         assert_eq!(present(memory.pages()), 0, "nobody asked for pages");

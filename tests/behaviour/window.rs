@@ -3,10 +3,10 @@
 use std::{any::Any, sync::Arc};
 
 use hmem::{
-    Access, Addressing, AuthKey, BindFlags, Endpoint, ErrorKind, Iova, MemoryRegion, MrAttr,
-    MrFlags, MrMode, RegionState, RemoteKey, Result, Type1Window, Type2Bind, Type2Kind,
-    Type2Window,
+    Access, Addressing, AuthKey, BindFlags, Endpoint, ErrorKind, Iova, MemoryRegion, MrFlags,
+    MrMode, RegionState, RemoteKey, Result, Type1Window, Type2Bind, Type2Kind, Type2Window,
     counter::Counter,
+    fabric::{self, MrAttr},
     loopback::Call,
     provider::{CompletionQueue, WindowState},
     transfer::{Completion, CompletionKind, PeerId},
@@ -15,7 +15,7 @@ use hmem::{
 use crate::{
     config::{Need, TestConfig, need, needs, over_configs},
     memory::{Bytes, pattern},
-    net::{LOCAL, Net, REMOTE, Setup, open_endpoint},
+    net::{LOCAL, Net, REMOTE, Setup, mr_attr, open_endpoint},
 };
 
 const NEEDS: Need = need("mode RAW", "windows are refused there: MODE-04 shows it", |config| {
@@ -529,7 +529,7 @@ fn a_window_is_reached_with_the_auth_key_of_its_region_only(config: &TestConfig)
         let net = setup.open();
         let memory = net.filled(&pattern(1, 4096));
         let ranges = [memory.range()];
-        let attr = MrAttr::new(&ranges, LOCAL | Access::REMOTE_READ | Access::MW_BIND);
+        let attr = mr_attr(&ranges, LOCAL | Access::REMOTE_READ | Access::MW_BIND);
         let region = net.try_expose(&attr, MrFlags::empty()).expect("register");
         let guarded = MrAttr { auth_key: Some(&theirs), ..attr };
         let guarded = net.try_expose(&guarded, MrFlags::empty()).expect("register");
@@ -578,9 +578,8 @@ fn counted(config: &TestConfig, rma_event: bool) -> (Fixture, Arc<Counter>) {
     let memory = net.filled(&pattern(1, 4096));
     let ranges = [memory.range()];
     let access = LOCAL | REMOTE | Access::MW_BIND;
-    let attr = MrAttr::new(&ranges, access).key(net.fresh_key());
-    // SAFETY: the test's memory outlives the region, and no reference to it exists.
-    let region = unsafe { net.target.domain.regattr(&attr, MrFlags::RMA_EVENT) }.expect("register");
+    let attr = mr_attr(&ranges, access).key(net.fresh_key());
+    let region = fabric::regattr(&net.target.domain, &attr, MrFlags::RMA_EVENT).expect("register");
     let counter = Arc::new(Counter::new());
     region.bind_counter(&counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
     if config.has(MrMode::ENDPOINT) {

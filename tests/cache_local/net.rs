@@ -21,7 +21,7 @@ pub(crate) struct Net {
     pub(crate) domain: Domain,
     pub(crate) peer: PeerId,
     pub(crate) key: RemoteKey,
-    pub(crate) far: hmem::OwnedRegion<Vec<u8>>,
+    pub(crate) far: hmem::Region<Vec<u8>>,
     pub(crate) far_endpoint: Endpoint,
     pub(crate) far_cq: Arc<dyn CompletionQueue>,
     pub(crate) far_domain: Domain,

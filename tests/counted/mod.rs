@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use hmem::{AddressRange, OwnedBuffer, Result};
+use hmem::{Memory, Place};
 
 /// Heap buffer that increments a counter when its memory is freed after a registration.
 pub(crate) struct Counted {
@@ -21,7 +21,7 @@ impl Counted {
 }
 
 /// The parts of a [`Counted`] while it is registered. Dropping them frees the memory.
-pub(crate) struct CountedParts(<Vec<u8> as OwnedBuffer>::Parts, Arc<AtomicUsize>);
+pub(crate) struct CountedParts(<Vec<u8> as Memory>::Parts, Arc<AtomicUsize>);
 
 impl Drop for CountedParts {
     fn drop(&mut self) {
@@ -30,26 +30,18 @@ impl Drop for CountedParts {
 }
 
 // SAFETY: the memory is a `Vec`'s, whose own implementation keeps the contract.
-unsafe impl OwnedBuffer for Counted {
+unsafe impl Memory for Counted {
     type Parts = CountedParts;
 
     fn into_parts(self) -> CountedParts {
-        CountedParts(OwnedBuffer::into_parts(self.bytes), self.ends)
+        CountedParts(Memory::into_parts(self.bytes), self.ends)
     }
 
     fn from_parts(_: CountedParts) -> Self {
         unreachable!("the tests get no buffer back")
     }
 
-    fn range(parts: &CountedParts) -> AddressRange {
-        <Vec<u8> as OwnedBuffer>::range(&parts.0)
-    }
-
-    fn read(parts: &CountedParts, offset: u64, into: &mut [u8]) -> Result<()> {
-        <Vec<u8> as OwnedBuffer>::read(&parts.0, offset, into)
-    }
-
-    fn write(parts: &CountedParts, offset: u64, from: &[u8]) -> Result<()> {
-        <Vec<u8> as OwnedBuffer>::write(&parts.0, offset, from)
+    fn place(parts: &CountedParts) -> Place<'_> {
+        <Vec<u8> as Memory>::place(&parts.0)
     }
 }

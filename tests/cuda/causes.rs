@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
 
 use hmem::{
     Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno,
-    Iface, IfaceKind, MrAttr, MrFlags, MrMode, Registry,
+    Iface, IfaceKind, MrMode, Registry, Request,
     cuda::{
         CAUSES, Cuda, CudaMonitorKind,
         sys::{CuContext, CuResult, Functions},
@@ -20,7 +20,7 @@ use hmem::{
 use hmem_fake_cuda::{FakeDriver, Profile};
 
 use crate::{
-    link::{IMPORTS, REMOTE, check, not_over_a_gpu},
+    link::{IMPORTS, REMOTE, check, not_over_a_gpu, raw},
     segments::Segments,
 };
 
@@ -106,16 +106,15 @@ impl Case {
         };
         let registered = |range: AddressRange| {
             refuse();
-            let ranges = [range];
-            let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
             // SAFETY: the region is closed before its memory goes, and no reference into it exists.
-            match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
+            let claim = Request::new(unsafe { raw(range) }, REMOTE).owner(IfaceKind::CUDA, None);
+            match domain.submit(claim) {
                 Ok(region) => {
                     let trace = region.decision().expect("decision").attempts.clone();
                     region.close().expect("close");
                     trace
                 }
-                Err(error) => error.trace().clone(),
+                Err(rejected) => rejected.error.trace().clone(),
             }
         };
         match self.memory {

@@ -8,7 +8,7 @@ use std::{
 
 use hmem::{
     Address, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId,
-    DomainAttr, Hmem, Iface, IfaceExt, OwnedRegion, Result,
+    DomainAttr, Hmem, Iface, IfaceExt, Region, Result,
     cuda::{
         Cuda, CudaMonitorKind,
         sys::{self, CuContext, CuDeviceAttribute, CuResult, Functions},
@@ -20,7 +20,7 @@ use hmem::{
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
 
-pub(crate) use crate::wire::{REMOTE, Wire, pattern};
+pub(crate) use crate::wire::{REMOTE, Wire, pattern, raw};
 
 pub(crate) fn check(code: CuResult) {
     assert_eq!(code, CuResult::CUDA_SUCCESS);
@@ -261,11 +261,11 @@ impl Link {
     /// failure.
     ///
     /// # Safety
-    /// The caller must uphold the safety contract of [`RegionCache::get_or_register`].
+    /// The caller makes the promise [`Promise::ReadWrite`](hmem::Promise::ReadWrite).
     pub(crate) unsafe fn cache_get(&self, range: AddressRange) -> CachedRegion<'_> {
         let cache = self.domain.cache().expect("a cache");
         // SAFETY: the caller of this function makes the same promise.
-        unsafe { cache.get_or_register(range, REMOTE) }.expect("registered")
+        cache.get(unsafe { raw(range) }, REMOTE).expect("registered")
     }
 
     /// Creates a CUDA context of the application with 8 KiB of memory. The context is current on no
@@ -283,7 +283,7 @@ impl Link {
 }
 
 /// Closes a region and returns its buffer.
-pub(crate) fn close(region: OwnedRegion<DeviceBuffer>) -> DeviceBuffer {
+pub(crate) fn close(region: Region<DeviceBuffer>) -> DeviceBuffer {
     region.close().map_err(hmem::Error::from).expect("close")
 }
 

@@ -16,7 +16,7 @@ use hmem_fake_cuda::Profile;
 
 use crate::{
     cache::{App, MONITORS, Reader, bytes_of, with_each_monitor},
-    link::{HeldCopies, IMPORTS, Link, REMOTE, check, not_over_a_gpu, profiles, real},
+    link::{HeldCopies, IMPORTS, Link, REMOTE, check, not_over_a_gpu, profiles, raw, real},
 };
 
 /// Length of a part of a reservation, and of the smallest physical memory.
@@ -129,7 +129,7 @@ impl<'a> Mapper<'a> {
         let cache = self.link.domain.cache().expect("a cache");
         let before = cache.statistics().hits;
         // SAFETY: no region of the memory is used.
-        let region = unsafe { cache.get_or_register(self.range(step, steps), REMOTE) };
+        let region = cache.get(unsafe { raw(self.range(step, steps)) }, REMOTE);
         let _refused = region.expect_err("no memory is mapped there");
         assert_eq!(cache.statistics().hits, before);
     }

@@ -1,12 +1,14 @@
 //! Tests of freed CUDA memory, and of new memory at its address.
 
 use hmem::{
-    Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, MrAttr, MrFlags, Path,
+    Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, Path, Request,
     cuda::CudaMonitorKind, loopback::Memory, path::P2pPolicy,
 };
 use hmem_fake_cuda::Profile;
 
-use crate::link::{IMPORTS, Link, REMOTE, assert_reused, close, direct, not_over_a_gpu, pattern};
+use crate::link::{
+    IMPORTS, Link, REMOTE, assert_reused, close, direct, not_over_a_gpu, pattern, raw,
+};
 
 /// MR-07
 ///
@@ -73,16 +75,14 @@ fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
         let foreign =
             AddressRange::new(Address(freed.start().0 + (1 << 40)), 4096).expect("no wrap");
         for unknown in [freed, foreign] {
+            // SAFETY: the registration is refused.
+            let memory = unsafe { raw(unknown) };
             let error = if cached {
                 let cache = link.domain.cache().expect("a cache");
-                // SAFETY: the registration is refused.
-                unsafe { cache.get_or_register_on(unknown, REMOTE, IfaceKind::CUDA, None) }
-                    .map(drop)
+                cache.get_of(memory, REMOTE, IfaceKind::CUDA, None).map(drop)
             } else {
-                let ranges = [unknown];
-                let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
-                // SAFETY: the registration is refused.
-                unsafe { link.domain.regattr(&attr, MrFlags::empty()) }.map(drop)
+                let claim = Request::new(memory, REMOTE).owner(IfaceKind::CUDA, None);
+                link.domain.submit(claim).map(drop).map_err(hmem::Error::from)
             };
             let error = error.expect_err("no iface knows it");
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");

@@ -23,7 +23,7 @@ mod cases {
 
     use hmem::{
         Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind,
-        MrAttr, MrFlags, Path, iface::AllocRequest, loopback::Memory, monitor::InvalidationCause,
+        Path, Request, iface::AllocRequest, loopback::Memory, monitor::InvalidationCause,
         p2p::path::ExplainRequest, path::P2pPolicy, rocr::sys::HsaStatus,
     };
     use hmem_fake_rocr::Profile;
@@ -31,6 +31,7 @@ mod cases {
     use crate::{
         fixture::{Fixture, REMOTE, is_model, open, pattern},
         trials::{Outcome, Skipped},
+        wire::raw,
     };
 
     fn not_on_the_model(why: &str) -> Outcome {
@@ -104,10 +105,10 @@ mod cases {
             // SAFETY: the memory is this test's own, and freed after its leases are gone.
             unsafe {
                 application.write(memory.base(), &bytes).expect("write");
-                let first = cache.get_or_register(memory.range, REMOTE).expect("register");
+                let first = cache.get(raw(memory.range), REMOTE).expect("register");
                 let key = first.key().expect("key");
                 assert_eq!(fixture.get(&key, 0, 64).expect("read"), bytes, "round {round}: stale");
-                let again = cache.get_or_register(memory.range, REMOTE).expect("hit");
+                let again = cache.get(raw(memory.range), REMOTE).expect("hit");
                 assert_eq!(again.key().expect("key"), key, "the second is a hit");
                 drop((first, again));
                 application.free(&memory).expect("free");
@@ -147,7 +148,7 @@ mod cases {
                         fixture.rocr.query(other).expect("query");
                         // SAFETY: the memory is freed after its lease is gone.
                         unsafe {
-                            let region = cache.get_or_register(memory.range, REMOTE);
+                            let region = cache.get(raw(memory.range), REMOTE);
                             drop(region.expect("register"));
                             application.free(&memory).expect("free");
                         }
@@ -285,23 +286,18 @@ mod cases {
             (foreign, ErrorKind::InvalidArgument, "is host memory"),
             (past, ErrorKind::OutOfBounds, "register a range inside one allocation"),
         ] {
-            let ranges = [range];
-            let attr = MrAttr { iface: Some(IfaceKind::ROCR), ..MrAttr::new(&ranges, REMOTE) };
             // SAFETY: the registration is refused.
-            let refused = unsafe { fixture.domain.regattr(&attr, MrFlags::empty()) };
-            let error = refused.expect_err("it is not there");
+            let memory = unsafe { raw(range) };
+            let claim = Request::new(memory, REMOTE).owner(IfaceKind::ROCR, None);
+            let error = fixture.domain.submit(claim).expect_err("it is not there").error;
             assert_eq!(error.kind(), kind, "{error}");
             assert!(error.to_string().contains(words), "{error}");
             let cache = fixture.domain.cache().expect("a cache");
-            // SAFETY: the registration is refused.
-            unsafe { cache.get_or_register_on(range, REMOTE, IfaceKind::ROCR, None) }
-                .expect_err("it is not there");
+            cache.get_of(memory, REMOTE, IfaceKind::ROCR, None).expect_err("it is not there");
         }
-        let ranges = [live.allocation().range];
-        let attr = MrAttr { iface: Some(IfaceKind::CUDA), ..MrAttr::new(&ranges, REMOTE) };
         // SAFETY: the registration is refused.
-        let refused = unsafe { fixture.domain.regattr(&attr, MrFlags::empty()) };
-        refused.expect_err("it is not CUDA's");
+        let claim = Request::new(unsafe { raw(live.range()) }, REMOTE).owner(IfaceKind::CUDA, None);
+        fixture.domain.submit(claim).expect_err("it is not CUDA's");
         drop(live);
         fixture.end();
         Ok(())
@@ -316,7 +312,7 @@ mod cases {
         let buffer = fixture.buffer(8192, AllocationKind::Device);
         for _ in 0..2 {
             // SAFETY: the buffer outlives the region.
-            let region = unsafe { cache.get_or_register(buffer.allocation().range, REMOTE) };
+            let region = cache.get(unsafe { raw(buffer.range()) }, REMOTE);
             drop(region.expect("register"));
         }
         assert_eq!((cache.statistics().hits, cache.entries().len()), (0, 0));

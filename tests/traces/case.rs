@@ -1,18 +1,18 @@
 //! A test case of the golden traces, and the entry points through which it registers memory.
 
-use std::{os::fd::AsFd, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DmaBufAttr,
-    DmaBufOffset, Domain, DomainAttr, DomainBindFlags, Errno, Error, Iface, IfaceKind,
-    MemoryRegion, MrAttr, MrFlags, Registry, Result,
+    Access, Address, AddressRange, AllocationKind, Batch, BorrowedDmaBuf, CacheAttr, DeviceBuffer,
+    DeviceId, DmaBuf, DmaBufOffset, Domain, DomainAttr, DomainBindFlags, Errno, Error, Iface,
+    IfaceKind, MemoryRegion, MrFlags, Promise, Raw, Registry, Request, Result,
     event_queue::EventQueue,
+    fabric::{self, MrAttr, MrMemory},
     iface::AllocRequest,
     loopback::{self, Faults, Loopback},
     p2p::path::{DefaultPathSelector, ExplainRequest, FactSource, Facts},
     path::P2pPolicy,
     provider::{Imports, Nic},
-    regattr_on,
     system::{Call, DmaBufKind, Simulated, SimulatedBuilder, System},
 };
 use tracing::{Event, Metadata, Subscriber, span};
@@ -123,7 +123,8 @@ enum EntryPoint {
     Regattr,
     Traced,
     Asynchronous,
-    RegattrOn,
+    /// One batch for all NICs. Parts of a region cannot be in a batch: they go through `regattr`.
+    Batch,
     /// A miss of the registration cache. Host memory is not cached here: its registration ends with
     /// the caller's lease.
     Cached,
@@ -183,7 +184,7 @@ impl Case {
         for (name, entry) in [
             ("traced", EntryPoint::Traced),
             ("asynchronous", EntryPoint::Asynchronous),
-            ("regattr_on", EntryPoint::RegattrOn),
+            ("batch", EntryPoint::Batch),
             ("cached", EntryPoint::Cached),
         ] {
             let other = self.through(entry);
@@ -329,13 +330,14 @@ impl Play<'_> {
         (buffer.allocation().range, buffer)
     }
 
-    fn attr<'a>(&self, ranges: &'a [AddressRange]) -> MrAttr<'a> {
-        MrAttr { iface: self.case.claim, ..MrAttr::new(ranges, REMOTE) }
+    fn attr<'a>(&self, memory: impl Into<MrMemory<'a>>) -> MrAttr<'a> {
+        MrAttr { iface: self.case.claim, ..MrAttr::new(memory, REMOTE) }
     }
 
     /// Allocates the memory of the test case and registers it twice. Returns the outcomes of both.
     fn of_memory(&self) -> Twice {
-        let twice = |names: Names, ranges: &[AddressRange]| self.twice(&names, &self.attr(ranges));
+        let twice =
+            |names: Names, ranges: &[AddressRange]| self.twice(&names, &self.attr(raw(ranges)));
         let host = vec![1u8; 9 * PAGE as usize];
         let start = Address::of_ptr(host.as_ptr()).0.next_multiple_of(PAGE);
         let host = AddressRange::new(Address(start), 8 * PAGE).expect("a range");
@@ -360,13 +362,12 @@ impl Play<'_> {
                 let (memory, _buffer) = self.allocate(kind);
                 let whole = [memory];
                 let names = vec![("memory", memory)];
-                let base = match self.register(self.domains, &self.attr(&whole)).remove(0) {
+                let base = match self.register(&self.domains[0], &self.attr(raw(&whole[..]))) {
                     Ok(base) => base,
                     Err(error) => return (vec![Outcome::failed(&error, &names)], Vec::new()),
                 };
-                let part = [memory.slice(64, 64).expect("inside")];
-                let of_base = MrAttr { base: Some(&base), ..self.attr(&part) };
-                self.twice(&names, &of_base)
+                let part = memory.slice(64, 64).expect("inside");
+                self.twice(&names, &self.attr((&base, part)))
             }
             Memory::Freed => {
                 let (memory, buffer) = self.allocate(AllocationKind::Device);
@@ -408,13 +409,9 @@ impl Play<'_> {
                 let flags = rustix::fs::MemfdFlags::CLOEXEC;
                 let file = rustix::fs::memfd_create("traces", flags).expect("a memory file");
                 rustix::fs::ftruncate(&file, 4 * PAGE).expect("a length");
-                let dma_buf = DmaBufAttr {
-                    fd: file.as_fd(),
-                    offset: DmaBufOffset(PAGE),
-                    len: 2 * PAGE,
-                    base_addr: None,
-                };
-                self.twice(&Names::new(), &MrAttr { dma_buf: Some(dma_buf), ..self.attr(&[]) })
+                let (offset, len) = (DmaBufOffset(PAGE), 2 * PAGE);
+                let file = DmaBuf { fd: file, offset, len, base_addr: None };
+                self.twice(&Names::new(), &self.attr(raw(file.borrow())))
             }
         }
     }
@@ -424,60 +421,88 @@ impl Play<'_> {
         (self.outcomes(names, attr), self.outcomes(names, attr))
     }
 
+    /// Registers the memory of a request with every NIC. Returns the outcomes, or one outcome if
+    /// the entry point is a batch that was refused.
     fn outcomes(&self, names: &Names, attr: &MrAttr<'_>) -> Vec<Outcome> {
-        if let (EntryPoint::Cached, None, None, None, [range]) =
-            (self.entry, attr.iface, attr.base, attr.dma_buf, attr.ranges)
-        {
-            return self.domains.iter().map(|domain| self.cached(domain, *range, names)).collect();
+        match (self.entry, attr.memory) {
+            (EntryPoint::Cached, MrMemory::Ranges(memory))
+                if attr.iface.is_none() && memory.at().len() == 1 =>
+            {
+                let cached = |domain| self.cached(domain, memory.at()[0], names);
+                return self.domains.iter().map(cached).collect();
+            }
+            (EntryPoint::Batch, MrMemory::Ranges(memory)) => {
+                return self.batch(raw(Box::from(*memory.at())), names);
+            }
+            (EntryPoint::Batch, MrMemory::DmaBuf(memory)) => {
+                let BorrowedDmaBuf { fd, offset, len, base_addr } = *memory.at();
+                let fd = fd.try_clone_to_owned().expect("a descriptor");
+                return self.batch(raw(DmaBuf { fd, offset, len, base_addr }), names);
+            }
+            _ => {}
         }
-        let of_region = |registered: Result<MemoryRegion>| {
-            let region = match registered {
-                Ok(region) => region,
-                Err(error) => return Outcome::failed(&error, names),
-            };
-            let decision = Arc::clone(region.decision().expect("registered"));
-            region.close().map_err(Error::from).expect("nothing depends on it");
-            Outcome::decided(&decision, self.case.policy, names)
+        let one = |domain| match self.register(domain, attr) {
+            Ok(region) => {
+                let outcome = self.decided(&region, names);
+                region.close().map_err(Error::from).expect("nothing depends on it");
+                outcome
+            }
+            Err(error) => Outcome::failed(&error, names),
         };
-        self.register(self.domains, attr).into_iter().map(of_region).collect()
+        self.domains.iter().map(one).collect()
+    }
+
+    fn decided(&self, region: &MemoryRegion, names: &Names) -> Outcome {
+        Outcome::decided(region.decision().expect("registered"), self.case.policy, names)
     }
 
     fn cached(&self, domain: &Domain, range: AddressRange, names: &Names) -> Outcome {
         let cache = domain.cache().expect("a cache");
-        // SAFETY: the memory stays until the cache is cleared, and nothing refers to it.
-        let outcome = match unsafe { cache.get_or_register(range, REMOTE) } {
-            Ok(lease) => {
-                let decision = lease.decision().expect("registered");
-                Outcome::decided(decision, self.case.policy, names)
-            }
+        let outcome = match cache.get(raw(range), REMOTE) {
+            Ok(lease) => self.decided(&lease, names),
             Err(error) => Outcome::failed(&error, names),
         };
         cache.evict_idle();
         outcome
     }
 
-    fn register(&self, domains: &[Domain], attr: &MrAttr<'_>) -> Vec<Result<MemoryRegion>> {
-        let is_file = attr.dma_buf.is_some();
-        let flags = if is_file { MrFlags::MR_DMABUF } else { MrFlags::empty() };
-        if self.entry == EntryPoint::RegattrOn {
-            let domains: Vec<_> = domains.iter().collect();
-            // SAFETY: the memory stays until the regions are closed, and nothing refers to it.
-            return match unsafe { regattr_on(&domains, attr, flags) } {
-                Ok(regions) => regions.into_regions().into_iter().map(Ok).collect(),
-                Err(rejected) => vec![Err(rejected.error)],
-            };
-        }
-        let one = |domain: &Domain| {
-            // SAFETY: the memory stays until the region is closed, and nothing refers to it.
-            let region = unsafe { domain.regattr(attr, flags) }?;
-            if self.entry == EntryPoint::Asynchronous {
-                let event = self.events.wait(Duration::from_secs(60)).expect("an event");
-                event.result?;
-            }
-            Ok(region)
+    fn batch<M: hmem::Memory>(&self, memory: M, names: &Names) -> Vec<Outcome> {
+        let domains: Vec<_> = self.domains.iter().collect();
+        let request = Request::new(memory, REMOTE);
+        let request = match self.case.claim {
+            Some(iface) => request.owner(iface, None),
+            None => request,
         };
-        domains.iter().map(one).collect()
+        match Batch::on(&domains).add(request).register() {
+            Ok(all) => {
+                let outcomes =
+                    all.regions().iter().map(|region| self.decided(region, names)).collect();
+                all.close().map_err(Error::from).expect("nothing depends on them");
+                outcomes
+            }
+            Err(rejected) => vec![Outcome::failed(&rejected.error, names)],
+        }
     }
+
+    fn register(&self, domain: &Domain, attr: &MrAttr<'_>) -> Result<MemoryRegion> {
+        let flags = match attr.memory {
+            MrMemory::DmaBuf(_) => MrFlags::MR_DMABUF,
+            _ => MrFlags::empty(),
+        };
+        let region = fabric::regattr(domain, attr, flags)?;
+        if self.entry == EntryPoint::Asynchronous {
+            let event = self.events.wait(Duration::from_secs(60)).expect("an event");
+            event.result?;
+        }
+        Ok(region)
+    }
+}
+
+/// Returns memory of a test case.
+fn raw<A>(at: A) -> Raw<A> {
+    // SAFETY: a test case frees no memory after it was registered and before its regions and the
+    // cached ones are gone. Nothing refers to the memory.
+    unsafe { Raw::new(at, Promise::ReadWrite) }
 }
 
 impl Default for Case {

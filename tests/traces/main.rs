@@ -2,9 +2,9 @@
 //! cases. A change of the code must not change a line unless the behaviour changes on purpose.
 //! `HMEM_BLESS=1` rewrites the list.
 //!
-//! Each test case registers memory through every entry point: `regattr`, `regattr` with tracing on,
-//! an event queue, `regattr_on`, a cache miss, and `explain`. An entry point with the same outcome
-//! as `regattr` has no lines of its own.
+//! Each test case registers memory through every entry point: `fabric::regattr`, the same with
+//! tracing on and through an event queue, `Batch::on`, a cache miss, and `explain`. An entry point
+//! with the same outcome as `regattr` has no lines of its own.
 #![cfg(all(
     feature = "cuda",
     feature = "neuron",

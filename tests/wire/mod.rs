@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, AddressRange, Domain, Endpoint, Iova, MemoryRegion, MrAttr, MrFlags, RegionSlice,
-    RemoteKey, Result,
+    Access, AddressRange, Domain, Endpoint, Iova, Promise, Raw, Region, RegionSlice, RemoteKey,
+    Result,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{PeerId, RemoteSegment},
 };
@@ -33,10 +33,10 @@ impl Wire {
 
     /// Registers a range for access by peers. The caller keeps the memory until the region is
     /// closed.
-    pub(crate) fn expose(&self, range: AddressRange) -> Result<MemoryRegion> {
+    pub(crate) fn expose(&self, range: AddressRange) -> Result<Region<Raw>> {
         // SAFETY: tests close the region before they free the memory, and hold no reference into
         // it.
-        unsafe { self.domain.regattr(&MrAttr::new(&[range], REMOTE), MrFlags::empty()) }
+        Ok(self.domain.register(unsafe { raw(range) }, REMOTE)?)
     }
 
     fn wait(&self) -> Result<()> {
@@ -76,6 +76,15 @@ impl Wire {
         self.initiator.read(&[into], &[remote], self.peer, 2)?;
         self.wait()
     }
+}
+
+/// Returns memory by its addresses.
+///
+/// # Safety
+/// The caller makes the promise [`Promise::ReadWrite`], as [`Raw::new`] describes.
+pub(crate) unsafe fn raw(range: AddressRange) -> Raw {
+    // SAFETY: the caller makes the promise.
+    unsafe { Raw::new(range, Promise::ReadWrite) }
 }
 
 /// Returns nonzero bytes that depend on their position and on the seed.

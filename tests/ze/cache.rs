@@ -6,7 +6,10 @@ use hmem::{
 };
 use hmem_fake_ze::Profile;
 
-use crate::link::{Link, REMOTE, pattern, profiles, real};
+use crate::{
+    link::{Link, REMOTE, pattern, profiles, real},
+    wire::raw,
+};
 
 const LEN: u64 = 70_000;
 
@@ -33,7 +36,7 @@ fn freed_and_reallocated_memory_is_never_a_hit() {
             reused += u64::from(last.replace(range.start()) == Some(range.start()));
             let before = cache.statistics();
             // SAFETY: the buffer outlives both regions.
-            let region = unsafe { cache.get_or_register(range, REMOTE) }.expect("registered");
+            let region = cache.get(unsafe { raw(range) }, REMOTE).expect("registered");
             assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
             assert_eq!(cache.statistics().hits, before.hits, "round {round}: a stale hit");
             let (key, bytes) = (region.key().expect("a key"), pattern(round, 64));
@@ -43,7 +46,7 @@ fn freed_and_reallocated_memory_is_never_a_hit() {
             assert!(found == bytes[..], "round {round}: the NIC wrote to other memory");
             drop(region);
             // SAFETY: the buffer outlives the region.
-            drop(unsafe { cache.get_or_register(range, REMOTE) }.expect("registered"));
+            drop(cache.get(unsafe { raw(range) }, REMOTE).expect("registered"));
             assert_eq!(cache.statistics().hits, before.hits + 1, "round {round}: no hit");
         }
         assert!(reused > rounds * 9 / 10, "the address was reused {reused} times");
@@ -78,7 +81,7 @@ fn variable_disables_the_level_zero_monitor_only() {
     for (range, uncached) in [(buffer.allocation().range, value == "0"), (host, false)] {
         for _ in 0..2 {
             // SAFETY: the memory outlives the region.
-            let region = unsafe { cache.get_or_register(range, REMOTE) }.expect("registered");
+            let region = cache.get(unsafe { raw(range) }, REMOTE).expect("registered");
             let reason = region.lease().uncached_reason();
             assert_eq!(reason.is_some(), uncached, "{reason:?}");
         }
@@ -104,7 +107,7 @@ fn pooled_memory_of_the_application_is_registered_uncached() {
         );
         let range = hmem::AddressRange::new(hmem::Address(base), 1000).expect("a range");
         // SAFETY: the memory is freed after the region is dropped.
-        let region = unsafe { cache.get_or_register(range, REMOTE) }.expect("registered");
+        let region = cache.get(unsafe { raw(range) }, REMOTE).expect("registered");
         assert!(region.lease().uncached_reason().is_some(), "round {round}");
         drop(region);
         driver.free_elsewhere(base);

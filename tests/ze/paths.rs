@@ -4,12 +4,15 @@ use std::sync::Arc;
 
 use hmem::{
     Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, DomainAttr, ErrorKind, Iface,
-    IfaceKind, MrAttr, MrFlags, Path, iface::AllocRequest, p2p::path::ExplainRequest,
-    path::P2pPolicy, system::Simulated,
+    IfaceKind, Path, Request, iface::AllocRequest, p2p::path::ExplainRequest, path::P2pPolicy,
+    system::Simulated,
 };
 use hmem_fake_ze::Profile;
 
-use crate::link::{Link, REMOTE, pattern, profiles};
+use crate::{
+    link::{Link, REMOTE, pattern, profiles},
+    wire::raw,
+};
 
 const LEN: u64 = 300_000;
 
@@ -135,10 +138,10 @@ fn pointer_unknown_to_level_zero_is_refused_with_the_reason() {
         ("another vendor's", others.allocation().base()),
         ("one past the end", one_past),
     ] {
-        let ranges = [AddressRange::new(start, 64).expect("a range")];
-        let attr = MrAttr { iface: Some(IfaceKind::ZE), ..MrAttr::new(&ranges, REMOTE) };
+        let range = AddressRange::new(start, 64).expect("a range");
         // SAFETY: the registration is refused.
-        let error = unsafe { link.domain.regattr(&attr, MrFlags::empty()) }.expect_err(what);
+        let claim = Request::new(unsafe { raw(range) }, REMOTE).owner(IfaceKind::ZE, None);
+        let error = link.domain.submit(claim).expect_err(what).error;
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{what}: {error}");
         let text = error.to_string();
         assert!(text.contains("ze") && text.contains("does not know the address"), "{text}");

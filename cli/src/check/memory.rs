@@ -5,8 +5,8 @@
 use std::{fmt, sync::Arc};
 
 use hmem::{
-    AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt,
-    IfaceKind, OwnedBuffer, Result,
+    Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind, Place,
+    Result,
     system::{MemFd, System},
 };
 
@@ -123,7 +123,7 @@ pub(super) struct FileBuffer(pub(super) MemFd);
 
 // SAFETY: `MemFd` keeps the file mapped at its address until it is dropped, seals it against
 // shrinking, and makes no reference into the mapping.
-unsafe impl OwnedBuffer for FileBuffer {
+unsafe impl hmem::Memory for FileBuffer {
     type Parts = MemFd;
 
     fn into_parts(self) -> MemFd {
@@ -134,16 +134,8 @@ unsafe impl OwnedBuffer for FileBuffer {
         Self(parts)
     }
 
-    fn range(parts: &MemFd) -> AddressRange {
-        parts.range()
-    }
-
-    fn read(parts: &MemFd, offset: u64, into: &mut [u8]) -> Result<()> {
-        parts.read(offset, into)
-    }
-
-    fn write(parts: &MemFd, offset: u64, from: &[u8]) -> Result<()> {
-        parts.write(offset, from)
+    fn place(parts: &MemFd) -> Place<'_> {
+        Place::Host { range: parts.range(), writable: true }
     }
 }
 
@@ -162,11 +154,6 @@ impl HugeBuffer {
     pub(super) fn allocate(system: &Arc<System>, len: u64) -> Result<Self> {
         Ok(Self { system: Arc::clone(system), allocation: system.huge_pages(len)? })
     }
-
-    fn part(&self, offset: u64, len: usize) -> Result<hmem::Address> {
-        let part = self.allocation.range.slice(offset, len as u64);
-        part.map(AddressRange::start).ok_or_else(|| Error::new(ErrorKind::OutOfBounds, "copy"))
-    }
 }
 
 impl Drop for HugeBuffer {
@@ -180,7 +167,7 @@ impl Drop for HugeBuffer {
 
 // SAFETY: only `drop` frees the pages, which keep their address until then, and no code makes a
 // reference into them.
-unsafe impl OwnedBuffer for HugeBuffer {
+unsafe impl hmem::Memory for HugeBuffer {
     type Parts = Self;
 
     fn into_parts(self) -> Self {
@@ -191,20 +178,7 @@ unsafe impl OwnedBuffer for HugeBuffer {
         parts
     }
 
-    fn range(parts: &Self) -> AddressRange {
-        parts.allocation.range
-    }
-
-    fn read(parts: &Self, offset: u64, into: &mut [u8]) -> Result<()> {
-        let from = parts.part(offset, into.len())?;
-        // SAFETY: only dropping `parts` frees the pages, and `parts` is borrowed.
-        unsafe { parts.system.read(from, into) }
-    }
-
-    fn write(parts: &Self, offset: u64, from: &[u8]) -> Result<()> {
-        let to = parts.part(offset, from.len())?;
-        // SAFETY: only dropping `parts` frees the pages, and `parts` is borrowed. No reference into
-        // the pages exists.
-        unsafe { parts.system.write(to, from) }
+    fn place(parts: &Self) -> Place<'_> {
+        Place::Host { range: parts.allocation.range, writable: true }
     }
 }

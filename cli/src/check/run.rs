@@ -4,8 +4,8 @@ use std::{sync::Arc, time::Instant};
 
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Error, ErrorKind, Iface, MemoryRegion,
-    MrAttr, MrFlags, OwnedBuffer, OwnedRegion, Path, RemoteKey, cause::Step, iface::AllocRequest,
-    provider::LiveObjects, system::MemFd,
+    Path, Region, RemoteKey, Request, cause::Step, iface::AllocRequest, provider::LiveObjects,
+    system::MemFd,
 };
 
 use super::{
@@ -235,15 +235,15 @@ impl SizeCheck<'_> {
         }
     }
 
-    fn own<B: OwnedBuffer>(&mut self, buffer: B) -> Result<(), Ended> {
-        let target = self.domain.register_with(buffer, &attr(1), MrFlags::empty());
+    fn own<M: hmem::Memory>(&mut self, memory: M) -> Result<(), Ended> {
+        let target = self.domain.submit(request(memory, 1));
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 
     /// Registers the part of the buffer between the unregistered margins, by its address.
     fn borrow(&mut self, buffer: DeviceBuffer) -> Result<(), Ended> {
         let part = (self.extent.margin, self.region_len());
-        let target = Borrowed::register(self.domain, buffer, part, &attr(1));
+        let target = Borrowed::register(self.domain, buffer, part, |raw| request(raw, 1));
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 
@@ -313,12 +313,10 @@ impl SizeCheck<'_> {
         Ended::Error(root(&error).clone())
     }
 
-    fn register_local(&mut self, buffer: Vec<u8>, key: u64) -> Result<OwnedRegion<Vec<u8>>, Ended> {
-        self.domain.register_with(buffer, &attr(key), MrFlags::empty()).map_err(|rejected| {
-            match rejected.error.kind() {
-                ErrorKind::OutOfResources => Ended::Unsupported(rejected.error),
-                _ => rejected.error.into(),
-            }
+    fn register_local(&mut self, buffer: Vec<u8>, key: u64) -> Result<Region<Vec<u8>>, Ended> {
+        self.domain.submit(request(buffer, key)).map_err(|rejected| match rejected.error.kind() {
+            ErrorKind::OutOfResources => Ended::Unsupported(rejected.error),
+            _ => rejected.error.into(),
         })
     }
 
@@ -392,7 +390,7 @@ impl SizeCheck<'_> {
     /// Measures the throughput of RMA writes into the target, in GiB/s.
     fn throughput(
         &mut self,
-        source: &OwnedRegion<Vec<u8>>,
+        source: &Region<Vec<u8>>,
         remote: Target<'_>,
         measure_ns: u64,
     ) -> Result<f64, Ended> {
@@ -411,11 +409,11 @@ impl SizeCheck<'_> {
     }
 }
 
-/// Returns registration attributes with all rights. `key` is used only in mr modes in which the
+/// Returns a request for memory with all rights. `key` is used only in mr modes in which the
 /// application chooses keys.
-fn attr(key: u64) -> MrAttr<'static> {
+fn request<M: hmem::Memory>(memory: M, key: u64) -> Request<'static, M> {
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::READ | Access::WRITE;
-    MrAttr::new(&[], access).key(key)
+    Request::new(memory, access).key(key)
 }
 
 /// Allocates pages of host memory.

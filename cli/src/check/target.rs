@@ -3,8 +3,8 @@
 #![allow(unsafe_code, reason = "registers memory by address")]
 
 use hmem::{
-    DeviceBuffer, Domain, Error, ErrorKind, MemoryRegion, MrAttr, MrFlags, OwnedBuffer,
-    OwnedRegion, Rejected, Result,
+    DeviceBuffer, Domain, Error, ErrorKind, Memory, MemoryRegion, Promise, Raw, Region, Rejected,
+    Request, Result,
 };
 
 /// A registered region with access to its bytes through the iface.
@@ -22,7 +22,7 @@ pub(super) trait Registration {
     fn close(self) -> Result<()>;
 }
 
-impl<B: OwnedBuffer> Registration for OwnedRegion<B> {
+impl<M: Memory> Registration for Region<M> {
     fn region(&self) -> &MemoryRegion {
         self
     }
@@ -36,7 +36,7 @@ impl<B: OwnedBuffer> Registration for OwnedRegion<B> {
     }
 
     fn close(self) -> Result<()> {
-        OwnedRegion::close(self)?;
+        Region::close(self)?;
         Ok(())
     }
 }
@@ -46,7 +46,7 @@ impl<B: OwnedBuffer> Registration for OwnedRegion<B> {
 #[derive(Debug)]
 pub(super) struct Borrowed {
     /// Declared before the buffer, and therefore dropped first.
-    region: MemoryRegion,
+    region: Region<Raw>,
     buffer: DeviceBuffer,
     /// Offset of the region in the buffer, in bytes.
     start: u64,
@@ -58,20 +58,19 @@ impl Borrowed {
         domain: &Domain,
         buffer: DeviceBuffer,
         (start, len): (u64, u64),
-        attr: &MrAttr<'_>,
+        request: impl FnOnce(Raw) -> Request<'static, Raw>,
     ) -> Result<Self, Rejected<DeviceBuffer>> {
         let Some(range) = buffer.allocation().range.slice(start, len) else {
             let error = Error::new(ErrorKind::OutOfBounds, "register")
                 .context("allocation", buffer.allocation().range);
             return Err(Rejected::new(buffer, error));
         };
-        let ranges = [range];
-        let attr = MrAttr { ranges: &ranges, ..*attr };
         // SAFETY: no reference into the buffer exists. `close` and the order of the fields free the
         // buffer after the region is closed or dropped.
-        match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
+        let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+        match domain.submit(request(memory)) {
             Ok(region) => Ok(Self { region, buffer, start }),
-            Err(error) => Err(Rejected::new(buffer, error)),
+            Err(rejected) => Err(Rejected::new(buffer, rejected.error)),
         }
     }
 }

@@ -10,7 +10,7 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, Error,
-    ErrorKind, Iface, IfaceKind, MrAttr, MrFlags, MrMode, Path, Result, iface::AllocRequest,
+    ErrorKind, Iface, IfaceKind, MrMode, Path, Promise, Raw, Request, Result, iface::AllocRequest,
     p2p::path::ExplainRequest, path::Decision,
 };
 use serde::Serialize;
@@ -197,14 +197,14 @@ fn register(
     iface: IfaceKind,
     range: AddressRange,
 ) -> Result<Result<Arc<Decision>>> {
-    let ranges = [range];
-    let attr = MrAttr { iface: Some(iface), ..MrAttr::new(&ranges, Access::REMOTE_READ) };
     // SAFETY: the region grants no right by which the NIC writes. No peer gets its key, so no
     // transfer reads the range, which may have no memory. This function closes the region before
     // memory of the range is freed.
-    let region = match unsafe { domain.regattr(&attr, MrFlags::empty()) } {
+    let memory = unsafe { Raw::new(range, Promise::ReadOnly) };
+    let request = Request::new(memory, Access::REMOTE_READ).owner(iface, None);
+    let region = match domain.submit(request) {
         Ok(region) => region,
-        Err(error) => return Ok(Err(error)),
+        Err(rejected) => return Ok(Err(rejected.error)),
     };
     let decision = Arc::clone(region.decision()?);
     region.close()?;

@@ -7,7 +7,7 @@ use std::{
 
 use hdrhistogram::Histogram;
 use hmem::{
-    Atomic, Error, ErrorKind, Iova, OwnedRegion, RegionSlice, RemoteKey, Result,
+    Atomic, Error, ErrorKind, Iova, Region, RegionSlice, RemoteKey, Result,
     transfer::{AtomicOp, AtomicType, PeerId, RemoteSegment},
 };
 
@@ -179,7 +179,7 @@ struct Client<'a> {
     target: PeerId,
     key: Option<RemoteKey>,
     /// The registered addend of fetch-adds; `None` for other operations.
-    operand: Option<OwnedRegion<Vec<u8>>>,
+    operand: Option<Region<Vec<u8>>>,
     plan: &'a Plan,
     request: Request,
     runs: u64,

@@ -8,7 +8,7 @@ use std::{
 
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Endpoint, Error, ErrorKind, Hmem,
-    Iface, IfaceKind, MrAttr, MrFlags, OwnedRegion, Result,
+    Iface, IfaceKind, Region, Request, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
@@ -41,7 +41,7 @@ pub(super) enum Role {
 #[derive(Debug)]
 pub(super) struct End {
     // The fields are declared in the order in which they must be closed.
-    pub(super) region: OwnedRegion<DeviceBuffer>,
+    pub(super) region: Region<DeviceBuffer>,
     pub(super) endpoint: Endpoint,
     pub(super) queue: Arc<dyn CompletionQueue>,
     pub(super) domain: Domain,
@@ -80,11 +80,8 @@ impl End {
             (PerfOp::Atomic, Role::Server) => Access::REMOTE_READ | Access::REMOTE_WRITE,
         };
         // The key is used only in mr modes in which the application chooses keys.
-        let attr = MrAttr {
-            ordering: Some(order.into()),
-            ..MrAttr::new(&[], access).key(if role == Role::Client { 2 } else { 1 })
-        };
-        let region = domain.register_with(buffer, &attr, MrFlags::empty())?;
+        let key = if role == Role::Client { 2 } else { 1 };
+        let region = domain.submit(Request::new(buffer, access).key(key).ordering(order.into()))?;
         let queue = domain.open_cq(depth)?;
         let endpoint =
             domain.open_endpoint(&EndpointAttr { depth, ..EndpointAttr::new(&queue) })?;
@@ -103,9 +100,9 @@ impl End {
     }
 
     /// Registers a word of host memory.
-    pub(super) fn register_word(&self, word: u64) -> Result<OwnedRegion<Vec<u8>>> {
-        let attr = MrAttr::new(&[], Access::READ | Access::WRITE).key(3);
-        Ok(self.domain.register_with(word.to_ne_bytes().to_vec(), &attr, MrFlags::empty())?)
+    pub(super) fn register_word(&self, word: u64) -> Result<Region<Vec<u8>>> {
+        let word = word.to_ne_bytes().to_vec();
+        Ok(self.domain.submit(Request::new(word, Access::READ | Access::WRITE).key(3))?)
     }
 
     /// Connects this side's endpoint to the endpoint `name` of the other side.

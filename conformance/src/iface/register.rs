@@ -9,7 +9,7 @@ use std::sync::{
 
 use hmem_core::{
     Access, Address, AddressRange, Allocation, CacheAttr, DeviceBuffer, Domain, DomainAttr, Error,
-    ErrorKind, Iface, IfaceKind, MrFlags, MrMode, Path, Registry, Result,
+    ErrorKind, Iface, IfaceKind, MrMode, Path, Promise, Raw, Registry, Result,
     iface::{
         Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, InboundFlush, Ipc,
         MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -108,7 +108,8 @@ fn moves_bytes(
     let mut expected = pattern(1, LEN);
     buffer.write(0, &expected)?;
     // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
-    let region = unsafe { domain.reg(part(buffer, extent), REMOTE, 0, MrFlags::empty()) }?;
+    let memory = unsafe { Raw::new(part(buffer, extent), Promise::ReadWrite) };
+    let region = domain.register(memory, REMOTE)?;
     let path = region.decision()?.path;
     let is_device = !buffer.allocation().kind.cpu_accessible();
     match policy {
@@ -269,7 +270,8 @@ pub(super) fn registration_queries_the_iface_once_per_end(iface: &Arc<dyn Iface>
     let buffer = buffer(iface)?;
     let before = counting.queries.load(Ordering::Relaxed);
     // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
-    let region = unsafe { domain.reg(part(&buffer, PARTS[2]), REMOTE, 0, MrFlags::empty()) };
+    let memory = unsafe { Raw::new(part(&buffer, PARTS[2]), Promise::ReadWrite) };
+    let region = domain.register(memory, REMOTE).map_err(|rejected| rejected.error);
     let queries = counting.queries.load(Ordering::Relaxed) - before;
     region.expect("register").close().map_err(Error::from).expect("close");
     assert!(queries <= 2, "{queries} queries for the two ends of a range at {}", at(&buffer, 0));

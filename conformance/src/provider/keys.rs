@@ -3,7 +3,7 @@
 use std::{collections::HashSet, sync::Arc};
 
 use hmem_core::{
-    AuthKey, ErrorKind, MrAttr, MrFlags, MrMode,
+    AuthKey, ErrorKind, MrMode, Request,
     provider::{EndpointAttr, Provider},
     transfer::EndpointName,
 };
@@ -34,10 +34,7 @@ pub(super) fn requested_key_in_use_is_refused(provider: &Arc<dyn Provider>) -> O
     if link.has(MrMode::PROV_KEY) {
         return skip("the provider picks the keys");
     }
-    let register = || {
-        let attr = MrAttr::new(&[], REMOTE).key(77);
-        link.target.domain.register_with(vec![0u8; 64], &attr, MrFlags::empty())
-    };
+    let register = || link.target.domain.submit(Request::new(vec![0u8; 64], REMOTE).key(77));
     let first = register().map_err(|rejected| rejected.error).expect("register");
     assert_eq!(first.provider_region().expect("registered").key, 77, "not the requested key");
     let error = register().expect_err("the key is in use").error;

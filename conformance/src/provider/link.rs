@@ -7,8 +7,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Domain, DomainAttr, Endpoint, Error, ErrorKind, Iova, MemoryRegion, MrAttr, MrFlags,
-    MrMode, OwnedBuffer, OwnedRegion, RegionState, Registry, RemoteKey, Result,
+    Access, Domain, DomainAttr, Endpoint, Error, ErrorKind, Iova, Memory, MemoryRegion, MrMode,
+    Region, RegionState, Registry, RemoteKey, Request, Result,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr, Provider},
     transfer::{Completion, PeerId, RemoteSegment},
@@ -53,19 +53,15 @@ impl Side {
         self.next_key.replace(self.next_key.get() + 1)
     }
 
-    /// Registers a buffer. Binds and enables the region if the mode requires it.
-    pub(super) fn try_register<B: OwnedBuffer>(
-        &self,
-        buffer: B,
-        access: Access,
-    ) -> Result<OwnedRegion<B>> {
-        let attr = MrAttr::new(&[], access).key(self.fresh_key());
-        let region = self.domain.register_with(buffer, &attr, MrFlags::empty())?;
+    /// Registers memory. Binds and enables the region if the mode requires it.
+    pub(super) fn try_register<M: Memory>(&self, memory: M, access: Access) -> Result<Region<M>> {
+        let request = Request::new(memory, access).key(self.fresh_key());
+        let region = self.domain.submit(request)?;
         self.make_usable(&region)?;
         Ok(region)
     }
 
-    pub(super) fn register(&self, bytes: Vec<u8>, access: Access) -> OwnedRegion<Vec<u8>> {
+    pub(super) fn register(&self, bytes: Vec<u8>, access: Access) -> Region<Vec<u8>> {
         self.try_register(bytes, access).expect("register")
     }
 
@@ -237,7 +233,7 @@ pub(super) fn assert_refused<T>(result: Result<T>, what: &str) {
 }
 
 /// Returns the bytes of a region's memory.
-pub(super) fn contents<B: OwnedBuffer>(region: &OwnedRegion<B>) -> Vec<u8> {
+pub(super) fn contents<M: Memory>(region: &Region<M>) -> Vec<u8> {
     let mut bytes = vec![0; region.len() as usize];
     region.read(0, &mut bytes).expect("copy from the memory");
     bytes

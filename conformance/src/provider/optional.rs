@@ -4,8 +4,8 @@
 use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
-    Access, Addressing, AuthKey, BindFlags, DomainBindFlags, Error, ErrorKind, MrAttr, MrFlags,
-    MrMode, OwnedRegion, RemoteKey, Type1Window, Type2Bind, Type2Kind, Type2Window,
+    Access, Addressing, AuthKey, BindFlags, DomainBindFlags, Error, ErrorKind, MrFlags, MrMode,
+    Region, RemoteKey, Request, Type1Window, Type2Bind, Type2Kind, Type2Window,
     counter::Counter,
     event_queue::EventQueue,
     provider::{EndpointAttr, Provider, Registration, WindowBind, WindowType},
@@ -100,7 +100,7 @@ pub(super) fn sub_region_past_the_domain_gets_no_more_than_its_base(
 }
 
 /// Asserts that the provider itself refuses to deregister a region on which something depends.
-fn assert_busy_past_the_domain(link: &Link, region: &OwnedRegion<Vec<u8>>) {
+fn assert_busy_past_the_domain(link: &Link, region: &Region<Vec<u8>>) {
     let handle = region.provider_region().expect("handle");
     let refused = link.target.domain.provider_domain().deregister(handle);
     let error = refused.expect_err("something depends on the region");
@@ -136,12 +136,7 @@ impl Window {
         .expect("allocate a window")
     }
 
-    fn bind(
-        &self,
-        link: &Link,
-        region: &OwnedRegion<Vec<u8>>,
-        (offset, len): (u64, u64),
-    ) -> RemoteKey {
+    fn bind(&self, link: &Link, region: &Region<Vec<u8>>, (offset, len): (u64, u64)) -> RemoteKey {
         match self {
             Self::One(window) => window.bind(region, offset, len, REMOTE).expect("bind"),
             Self::Two(window) => {
@@ -269,8 +264,8 @@ pub(super) fn counter_counts_each_remote_write_once(provider: &Arc<dyn Provider>
     if link.target.domain.provider_domain().region_counters().is_none() {
         return skip("the NIC does not count accesses to a region");
     }
-    let attr = MrAttr::new(&[], REMOTE).key(link.target.fresh_key());
-    let region = link.target.domain.register_with(pattern(1, 4096), &attr, MrFlags::RMA_EVENT);
+    let request = Request::new(pattern(1, 4096), REMOTE).key(link.target.fresh_key());
+    let region = link.target.domain.submit(request.flags(MrFlags::RMA_EVENT));
     let region = region.map_err(|rejected| rejected.error).expect("register");
     let counter = Arc::new(Counter::new());
     region.bind_counter(&counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
@@ -304,8 +299,8 @@ pub(super) fn asynchronous_registration_ends_in_one_event(provider: &Arc<dyn Pro
     let link = Link::open(provider);
     let queue = Arc::new(EventQueue::new());
     link.target.domain.bind(&queue, DomainBindFlags::REG_MR).expect("bind the event queue");
-    let attr = MrAttr { context: 42, ..MrAttr::new(&[], REMOTE).key(link.target.fresh_key()) };
-    let region = link.target.domain.register_with(pattern(1, 4096), &attr, MrFlags::empty());
+    let request = Request::new(pattern(1, 4096), REMOTE).key(link.target.fresh_key());
+    let region = link.target.domain.submit(request.context(42));
     let region = region.map_err(|rejected| rejected.error).expect("submit");
     let event = queue.wait(Duration::from_secs(60)).expect("an event");
     event.result.expect("registered");

@@ -5,7 +5,7 @@
 use std::{sync::Arc, thread};
 
 use hmem_core::{
-    Access, AddressRange, Error, ErrorKind, MrAttr, MrFlags, MrMode, Result,
+    Access, AddressRange, Error, ErrorKind, MrMode, Promise, Raw, Request, Result,
     provider::{EndpointAttr, LiveObjects, Provider},
     transfer::PeerId,
 };
@@ -50,10 +50,11 @@ pub(super) fn overlapping_regions_grant_each_their_own_rights(
     let link = Link::open(provider);
     let memory = pattern(2, 4096);
     let register = |offset: u64, len: u64, access: Access| -> Result<_> {
-        let ranges = [AddressRange::of(&memory).slice(offset, len).expect("inside")];
-        let attr = MrAttr::new(&ranges, access).key(link.target.fresh_key());
+        let range = AddressRange::of(&memory).slice(offset, len).expect("inside");
         // SAFETY: the vector outlives the regions. The only remote write is refused.
-        let region = unsafe { link.target.domain.regattr(&attr, MrFlags::empty()) }?;
+        let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+        let request = Request::new(memory, access).key(link.target.fresh_key());
+        let region = link.target.domain.submit(request)?;
         link.target.make_usable(&region)?;
         Ok(region)
     };
@@ -207,9 +208,9 @@ pub(super) fn threads_register_and_close_at_once(provider: &Arc<dyn Provider>) -
         for thread in 0..4u64 {
             scope.spawn(move || {
                 for round in 0..32 {
-                    let attr = MrAttr::new(&[], REMOTE).key(1000 + thread * 32 + round);
                     let bytes = pattern(round, 5000);
-                    let region = domain.register_with(bytes.clone(), &attr, MrFlags::empty());
+                    let request = Request::new(bytes.clone(), REMOTE);
+                    let region = domain.submit(request.key(1000 + thread * 32 + round));
                     let region = region.map_err(|rejected| rejected.error).expect("register");
                     let found = region.close().map_err(Error::from).expect("close");
                     assert_bytes(&found, &bytes, "memory that one of several threads registered");
@@ -261,8 +262,8 @@ pub(super) fn opening_and_closing_leaks_no_fd(provider: &Arc<dyn Provider>) -> O
 /// Returns the region.
 pub(super) fn assert_busy(
     link: &Link,
-    region: hmem_core::OwnedRegion<Vec<u8>>,
-) -> hmem_core::OwnedRegion<Vec<u8>> {
+    region: hmem_core::Region<Vec<u8>>,
+) -> hmem_core::Region<Vec<u8>> {
     let key = link.key(&region);
     let rejected = region.close().expect_err("something depends on the region");
     assert_kind(&rejected.error, ErrorKind::Busy, "closing a region that is in use");

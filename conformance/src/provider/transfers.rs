@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use hmem_core::{
     Access, Address, AddressRange, AllocationKind, Atomic, DeviceBuffer, DeviceId, Error,
-    ErrorKind, Iface, MrAttr, MrFlags, MrMode, Path,
+    ErrorKind, Iface, MrMode, Path, Promise, Raw, Request,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{MsgOrder, ProgressModel, Provider},
@@ -56,10 +56,11 @@ pub(super) fn region_of_several_ranges_is_one_run_of_bytes(
     let whole = AddressRange::of(&memory);
     let ranges =
         [(8192, 1000), (100, 3000)].map(|(offset, len)| whole.slice(offset, len).expect("inside"));
-    let attr = MrAttr::new(&ranges, REMOTE).key(link.target.fresh_key());
     // SAFETY: the vector outlives the region. Remote requests only read it, and so does this
     // function.
-    let region = unsafe { link.target.domain.regattr(&attr, MrFlags::empty()) }.expect("register");
+    let raw = unsafe { Raw::new(Box::from(ranges), Promise::ReadWrite) };
+    let request = Request::new(raw, REMOTE).key(link.target.fresh_key());
+    let region = link.target.domain.submit(request).expect("register");
     link.target.make_usable(&region).expect("bind and enable");
     let found = link.pull(&link.key(&region), 0, 4000).expect("read");
     let expected = [&memory[8192..9192], &memory[100..3100]].concat();
@@ -235,11 +236,11 @@ fn device_memory(link: &Link, path: Path) -> Outcome {
     for (seed, (offset, len)) in PARTS.into_iter().enumerate() {
         buffer.write(0, &expected).expect("copy in");
         let start = Address(buffer.allocation().base().0 + offset);
-        let ranges = [AddressRange::new(start, len).expect("inside")];
-        let attr = MrAttr::new(&ranges, REMOTE).key(link.target.fresh_key());
+        let range = AddressRange::new(start, len).expect("inside");
         // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
-        let region = unsafe { link.target.domain.regattr(&attr, MrFlags::empty()) };
-        let region = region.expect("register device memory");
+        let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+        let request = Request::new(memory, REMOTE).key(link.target.fresh_key());
+        let region = link.target.domain.submit(request).expect("register device memory");
         assert_eq!(region.decision().expect("decision").path, path);
         link.target.make_usable(&region).expect("bind and enable");
         let key = link.key(&region);

@@ -21,6 +21,10 @@ pub trait CacheBackend: Send + Sync + 'static {
     /// A subscription to changes of one registration's memory.
     type Watch: Send + Sync + 'static;
 
+    /// The owner of the memory, as the caller of a miss knows it. `()` for a backend that needs
+    /// nothing beside the key.
+    type Owner;
+
     /// Starts to watch the key's memory.
     ///
     /// From this call on, the backend reports changes of the memory to `invalidator`, or
@@ -63,15 +67,22 @@ pub trait CacheBackend: Send + Sync + 'static {
         u64::MAX
     }
 
-    /// Registers the key's memory. `watch` is the result of [`CacheBackend::watch`] for the same
-    /// key; `None` if the region stays uncached.
+    /// Registers the key's memory. `owner` is the value that the caller passed to
+    /// [`Cache::register`](super::Cache::register), for memory that may be a part of the key's if
+    /// the key is a merged one. `watch` is the result of [`CacheBackend::watch`] for the same key;
+    /// `None` if the region stays uncached.
     ///
     /// # Errors
     /// On `OutOfResources` the cache deregisters all regions without leases and waits for
     /// deregistrations in flight. If there were any, it retries once, except in a forked child. If
     /// the key is a merged one, the cache then registers the caller's own range. Otherwise the
-    /// caller of [`Cache::get_or_register`](super::Cache::get_or_register) gets the error.
-    fn register(&self, key: &Key, watch: Option<&Self::Watch>) -> Result<Self::Region>;
+    /// caller of [`Cache::register`](super::Cache::register) gets the error.
+    fn register(
+        &self,
+        key: &Key,
+        owner: &Self::Owner,
+        watch: Option<&Self::Watch>,
+    ) -> Result<Self::Region>;
 
     /// Deregisters a region.
     ///

@@ -61,54 +61,28 @@ impl<S: CacheBackend> Cache<S> {
         })
     }
 
-    /// Returns a region that covers the key's range with at least the key's rights, and has the
-    /// key's iface, device and allocation. The region is a cached one, or a new one on a miss. If
-    /// another thread is registering a region that covers the key, this call waits for that region.
-    /// If the cache cannot store a new region, the region is uncached; see
-    /// [`Lease::uncached_reason`].
-    ///
-    /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] on a miss of a key [of any owner](Key::of_any_owner).
-    /// - The backend's error.
-    /// - The error of another thread's registration of exactly this range with these rights, for
-    ///   which this call waited: [`ErrorKind::BadState`] if that registration panicked.
-    #[inline(always)]
-    pub fn get_or_register(&self, key: &Key) -> Result<Lease<'_, S>> {
-        let (mut free, mut found) = (None, None);
-        if let Some(slot) = threads::next_slot(&self.core.leases) {
-            match self.core.lookup_fast(slot, key) {
-                FastLookup::Hit(leased) => return Ok(Lease::cached(&self.core, leased)),
-                FastLookup::Miss => free = Some(slot),
-                FastLookup::SlowPath { found: index } => found = index,
-            }
-        }
-        cold_path();
-        // Copying the key lets the compiler keep the key of a hit in registers.
-        let key = *key;
-        let lease = match free {
-            Some(slot) => self.core.register_missing(&self.invalidator, slot, &key),
-            None => self.get_or_register_slow(&key, found),
-        };
-        Ok(lease?.by_fields())
-    }
-
-    /// Returns a region like [`Cache::get_or_register`], for a key that [`Cache::get_cached`] did
-    /// not find. Searches only under the lock, because [`Cache::get_cached`] already searched
-    /// without it.
+    /// Returns a region of the key's memory, for a key that [`Cache::find`] did not find. The
+    /// region is a new one, or one that another thread registers meanwhile. Searches only under the
+    /// lock, because [`Cache::find`] already searched without it. `owner` is for the backend.
     ///
     /// # Errors
     /// The errors of [`Cache::get_or_register`].
-    pub fn register_missing(&self, key: &Key) -> Result<Lease<'_, S>> {
-        self.get_or_register_slow(key, Some(NOT_FOUND))
+    pub fn register(&self, key: &Key, owner: &S::Owner) -> Result<Lease<'_, S>> {
+        self.register_slow(key, owner, Some(NOT_FOUND))
     }
 
     #[cold]
     #[inline(never)]
-    fn get_or_register_slow(&self, key: &Key, found: Option<u32>) -> Result<Lease<'_, S>> {
+    fn register_slow(
+        &self,
+        key: &Key,
+        owner: &S::Owner,
+        found: Option<u32>,
+    ) -> Result<Lease<'_, S>> {
         let Some(block) = self.own_block() else {
-            return self.core.register_without_slot(key);
+            return self.core.register_without_slot(key, owner);
         };
-        let lease = self.lookup_in_block(block, key, found);
+        let lease = self.lookup_in_block(block, (key, owner), found);
         threads::record_next_slot(&self.core.leases, block);
         lease
     }
@@ -124,15 +98,15 @@ impl<S: CacheBackend> Cache<S> {
     pub(super) fn lookup_in_block<'c>(
         &'c self,
         block: &'c LeaseBlock,
-        key: &Key,
+        (key, owner): (&Key, &S::Owner),
         found: Option<u32>,
     ) -> Result<Lease<'c, S>> {
         if let Some(leased) = self.core.lookup_slow(block, key, found) {
             return Ok(Lease::cached_slow(&self.core, leased));
         }
         match self.core.leases.blocks.free_slot(block) {
-            Some(slot) => self.core.register_missing(&self.invalidator, slot, key),
-            None => self.core.register_without_slot(key),
+            Some(slot) => self.core.register_missing(&self.invalidator, slot, key, owner),
+            None => self.core.register_without_slot(key, owner),
         }
     }
 
@@ -149,7 +123,7 @@ impl<S: CacheBackend> Cache<S> {
     ///
     /// The key may match memory [of any owner](Key::of_any_owner).
     #[must_use]
-    pub fn get_cached(&self, key: &Key) -> Option<Lease<'_, S>> {
+    pub fn find(&self, key: &Key) -> Option<Lease<'_, S>> {
         let mut found = None;
         if let Some(slot) = threads::next_slot(&self.core.leases) {
             match self.core.lookup_fast(slot, key) {
@@ -164,26 +138,18 @@ impl<S: CacheBackend> Cache<S> {
         Some(Lease::cached_slow(&self.core, leased))
     }
 
-    /// Calls [`Cache::get_cached`] and returns a lease that keeps the cache alive.
+    /// Calls [`Cache::find`] and returns a lease that keeps the cache alive.
     #[must_use]
-    pub fn get_cached_owned(self: &Arc<Self>, key: &Key) -> Option<OwnedLease<S>> {
-        Some(OwnedLease::new(self, self.get_cached(key)?))
+    pub fn find_owned(self: &Arc<Self>, key: &Key) -> Option<OwnedLease<S>> {
+        Some(OwnedLease::new(self, self.find(key)?))
     }
 
-    /// Calls [`Cache::get_or_register`] and returns a lease that keeps the cache alive.
+    /// Calls [`Cache::register`] and returns a lease that keeps the cache alive.
     ///
     /// # Errors
     /// The errors of [`Cache::get_or_register`].
-    pub fn get_or_register_owned(self: &Arc<Self>, key: &Key) -> Result<OwnedLease<S>> {
-        Ok(OwnedLease::new(self, self.get_or_register(key)?))
-    }
-
-    /// Calls [`Cache::register_missing`] and returns a lease that keeps the cache alive.
-    ///
-    /// # Errors
-    /// The errors of [`Cache::get_or_register`].
-    pub fn register_missing_owned(self: &Arc<Self>, key: &Key) -> Result<OwnedLease<S>> {
-        Ok(OwnedLease::new(self, self.register_missing(key)?))
+    pub fn register_owned(self: &Arc<Self>, key: &Key, owner: &S::Owner) -> Result<OwnedLease<S>> {
+        Ok(OwnedLease::new(self, self.register(key, owner)?))
     }
 
     /// Creates a handle for many lookups on one thread. The handle's lookups are faster, because
@@ -289,6 +255,47 @@ impl<S: CacheBackend> Cache<S> {
     }
 }
 
+impl<S: CacheBackend<Owner = ()>> Cache<S> {
+    /// Returns a region that covers the key's range with at least the key's rights, and has the
+    /// key's iface, device and allocation. The region is a cached one, or a new one on a miss. If
+    /// another thread is registering a region that covers the key, this call waits for that region.
+    /// If the cache cannot store a new region, the region is uncached; see
+    /// [`Lease::uncached_reason`].
+    ///
+    /// # Errors
+    /// - [`ErrorKind::InvalidArgument`] on a miss of a key [of any owner](Key::of_any_owner).
+    /// - The backend's error.
+    /// - The error of another thread's registration of exactly this range with these rights, for
+    ///   which this call waited: [`ErrorKind::BadState`] if that registration panicked.
+    #[inline(always)]
+    pub fn get_or_register(&self, key: &Key) -> Result<Lease<'_, S>> {
+        let (mut free, mut found) = (None, None);
+        if let Some(slot) = threads::next_slot(&self.core.leases) {
+            match self.core.lookup_fast(slot, key) {
+                FastLookup::Hit(leased) => return Ok(Lease::cached(&self.core, leased)),
+                FastLookup::Miss => free = Some(slot),
+                FastLookup::SlowPath { found: index } => found = index,
+            }
+        }
+        cold_path();
+        // Copying the key lets the compiler keep the key of a hit in registers.
+        let key = *key;
+        let lease = match free {
+            Some(slot) => self.core.register_missing(&self.invalidator, slot, &key, &()),
+            None => self.register_slow(&key, &(), found),
+        };
+        Ok(lease?.by_fields())
+    }
+
+    /// Calls [`Cache::get_or_register`] and returns a lease that keeps the cache alive.
+    ///
+    /// # Errors
+    /// The errors of [`Cache::get_or_register`].
+    pub fn get_or_register_owned(self: &Arc<Self>, key: &Key) -> Result<OwnedLease<S>> {
+        Ok(OwnedLease::new(self, self.get_or_register(key)?))
+    }
+}
+
 /// The index that stands for "no entry": a search of the table found nothing.
 const NOT_FOUND: u32 = 0;
 
@@ -328,32 +335,17 @@ struct HandleBlock<'c> {
 }
 
 impl<'c, S: CacheBackend> LookupHandle<'c, S> {
-    /// Returns a region like [`Cache::get_or_register`].
+    /// Returns a region like [`Cache::register`].
     ///
     /// # Errors
     /// The errors of [`Cache::get_or_register`].
-    #[inline(always)]
-    pub fn get_or_register(&self, key: &Key) -> Result<Lease<'c, S>> {
-        let found = match self.lookup_fast(key) {
-            FastLookup::Hit(leased) => return Ok(Lease::cached(&self.cache.core, leased)),
-            FastLookup::Miss => Some(NOT_FOUND),
-            FastLookup::SlowPath { found } => found,
-        };
-        let key = *key;
-        Ok(self.get_or_register_slow(&key, found)?.by_fields())
+    pub fn register(&self, key: &Key, owner: &S::Owner) -> Result<Lease<'c, S>> {
+        self.register_slow(key, owner, Some(NOT_FOUND))
     }
 
-    /// Returns a region like [`Cache::register_missing`].
-    ///
-    /// # Errors
-    /// The errors of [`Cache::get_or_register`].
-    pub fn register_missing(&self, key: &Key) -> Result<Lease<'c, S>> {
-        self.get_or_register_slow(key, Some(NOT_FOUND))
-    }
-
-    /// Returns a cached region like [`Cache::get_cached`].
+    /// Returns a cached region like [`Cache::find`].
     #[must_use]
-    pub fn get_cached(&self, key: &Key) -> Option<Lease<'c, S>> {
+    pub fn find(&self, key: &Key) -> Option<Lease<'c, S>> {
         let core = &self.cache.core;
         let found = match self.lookup_fast(key) {
             FastLookup::Hit(leased) => return Some(Lease::cached(core, leased)),
@@ -379,15 +371,37 @@ impl<'c, S: CacheBackend> LookupHandle<'c, S> {
 
     #[cold]
     #[inline(never)]
-    fn get_or_register_slow(&self, key: &Key, found: Option<u32>) -> Result<Lease<'c, S>> {
+    fn register_slow(
+        &self,
+        key: &Key,
+        owner: &S::Owner,
+        found: Option<u32>,
+    ) -> Result<Lease<'c, S>> {
         let core = &self.cache.core;
         // In a forked child, a new lease block would need a lock that a thread of the parent may
         // have held.
         let own = self.own.as_ref().filter(|_| !core.leases.gate.is_forked());
-        let Some(own) = own else { return core.register_without_slot(key) };
-        let lease = self.cache.lookup_in_block(own.block, key, found);
+        let Some(own) = own else { return core.register_without_slot(key, owner) };
+        let lease = self.cache.lookup_in_block(own.block, (key, owner), found);
         own.slot.set(core.leases.blocks.next_slot(own.block));
         lease
+    }
+}
+
+impl<'c, S: CacheBackend<Owner = ()>> LookupHandle<'c, S> {
+    /// Returns a region like [`Cache::get_or_register`].
+    ///
+    /// # Errors
+    /// The errors of [`Cache::get_or_register`].
+    #[inline(always)]
+    pub fn get_or_register(&self, key: &Key) -> Result<Lease<'c, S>> {
+        let found = match self.lookup_fast(key) {
+            FastLookup::Hit(leased) => return Ok(Lease::cached(&self.cache.core, leased)),
+            FastLookup::Miss => Some(NOT_FOUND),
+            FastLookup::SlowPath { found } => found,
+        };
+        let key = *key;
+        Ok(self.register_slow(&key, &(), found)?.by_fields())
     }
 }
 

@@ -68,7 +68,7 @@ impl Key {
     }
 
     /// Makes the key match memory of every iface, device and allocation. The returned key is for
-    /// [`Cache::get_cached`](super::Cache::get_cached). A call that would register memory for the
+    /// [`Cache::find`](super::Cache::find). A call that would register memory for the
     /// key fails with [`ErrorKind::InvalidArgument`].
     #[inline]
     #[must_use]

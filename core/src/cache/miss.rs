@@ -62,20 +62,21 @@ impl<S: CacheBackend> CacheCore<S> {
         invalidator: &Arc<dyn Invalidator>,
         slot: &'c LeaseSlot,
         key: &Key,
+        owner: &S::Owner,
     ) -> Result<Lease<'c, S>> {
         key.check_owner()?;
         if let Some(reason) = self.bypass_reason() {
-            return self.register_uncached(key, reason);
+            return self.register_uncached(key, owner, reason);
         }
         let mut locked = self.state.lock();
         let index = self.index.find_locked(key);
         if index != 0 {
-            locked = match self.wait_or_hit(locked, index, slot, key) {
+            locked = match self.wait_or_hit(locked, index, slot, (key, owner)) {
                 ControlFlow::Continue(locked) => locked,
                 ControlFlow::Break(lease) => return lease,
             };
         }
-        self.register(locked, invalidator, slot, key, self.limits.merge)
+        self.register(locked, invalidator, slot, (key, owner), self.limits.merge)
     }
 
     /// Leases the entry `index`, which the caller found under the lock, and waits until the entry
@@ -93,7 +94,7 @@ impl<S: CacheBackend> CacheCore<S> {
         mut locked: MutexGuard<'c, LockedState<S>>,
         mut index: u32,
         slot: &'c LeaseSlot,
-        key: &Key,
+        (key, owner): (&Key, &S::Owner),
     ) -> ControlFlow<Result<Lease<'c, S>>, MutexGuard<'c, LockedState<S>>> {
         while index != 0 {
             slot.publish(index);
@@ -110,7 +111,7 @@ impl<S: CacheBackend> CacheCore<S> {
             }
             self.release_slow(leased.entry, slot);
             if let Some(reason) = self.bypass_reason() {
-                return ControlFlow::Break(self.register_uncached(key, reason));
+                return ControlFlow::Break(self.register_uncached(key, owner, reason));
             }
             locked = self.state.lock();
             index = self.index.find_locked(key);
@@ -181,7 +182,7 @@ impl<S: CacheBackend> CacheCore<S> {
         mut locked: MutexGuard<'c, LockedState<S>>,
         invalidator: &Arc<dyn Invalidator>,
         slot: &'c LeaseSlot,
-        own: &Key,
+        (own, owner): (&Key, &S::Owner),
         merge: bool,
     ) -> Result<Lease<'c, S>> {
         // Declared before `guard`, so that the callbacks run after the guard is dropped, even in a
@@ -200,7 +201,7 @@ impl<S: CacheBackend> CacheCore<S> {
             Ok(index) => index,
             Err(reason) => {
                 self.deregister(&mut detached, &mut callbacks);
-                return self.register_uncached(own, reason);
+                return self.register_uncached(own, owner, reason);
             }
         };
         let mut guard = RegistrationGuard { core: self, index, slot, watch: None };
@@ -222,16 +223,16 @@ impl<S: CacheBackend> CacheCore<S> {
                 self.fail_registration(index, slot, None);
                 if merged {
                     drop(callbacks);
-                    return self.register_unmerged(invalidator, slot, own, &why);
+                    return self.register_unmerged(invalidator, slot, (own, owner), &why);
                 }
-                let region = self.register_in_backend(key, None, &mut callbacks);
+                let region = self.register_in_backend(key, owner, None, &mut callbacks);
                 self.recount_registration(region.is_ok());
                 let reason = UncachedReason::Unwatched(why);
                 return region.map(|region| Lease::uncached(self, region, reason));
             }
         };
         let flags = if self.backend.needs_validation(watch) { state::NEEDS_VALIDATION } else { 0 };
-        let region = self.register_in_backend(key, Some(watch), &mut callbacks);
+        let region = self.register_in_backend(key, owner, Some(watch), &mut callbacks);
         let watch = guard.watch.take().expect("the guard keeps the watch");
         let region = match region {
             Ok(region) => region,
@@ -241,7 +242,7 @@ impl<S: CacheBackend> CacheCore<S> {
                 if merged {
                     self.fail_registration(index, slot, None);
                     drop(callbacks);
-                    return self.register_unmerged(invalidator, slot, own, &error);
+                    return self.register_unmerged(invalidator, slot, (own, owner), &error);
                 }
                 self.fail_registration(index, slot, Some(error.clone()));
                 return Err(error);
@@ -264,7 +265,7 @@ impl<S: CacheBackend> CacheCore<S> {
         &'c self,
         invalidator: &Arc<dyn Invalidator>,
         slot: &'c LeaseSlot,
-        own: &Key,
+        (own, owner): (&Key, &S::Owner),
         why: &Error,
     ) -> Result<Lease<'c, S>> {
         tracing::debug!(%why, range = %own.range(), "a merged registration failed: not merging");
@@ -274,12 +275,12 @@ impl<S: CacheBackend> CacheCore<S> {
         locked.misses.registrations -= 1;
         let index = self.index.find_locked(own);
         if index != 0 {
-            locked = match self.wait_or_hit(locked, index, slot, own) {
+            locked = match self.wait_or_hit(locked, index, slot, (own, owner)) {
                 ControlFlow::Continue(locked) => locked,
                 ControlFlow::Break(lease) => return lease,
             };
         }
-        self.register(locked, invalidator, slot, own, false)
+        self.register(locked, invalidator, slot, (own, owner), false)
     }
 
     /// Ends the registration of an entry: clears REGISTERING and sets `flags` in its state word,
@@ -337,18 +338,27 @@ impl<S: CacheBackend> CacheCore<S> {
 
     /// Registers an uncached region for a thread that gets no lease slot, because the thread is
     /// exiting, all lease blocks are in use, or the process is a forked child.
-    pub(super) fn register_without_slot(&self, key: &Key) -> Result<Lease<'_, S>> {
+    pub(super) fn register_without_slot(
+        &self,
+        key: &Key,
+        owner: &S::Owner,
+    ) -> Result<Lease<'_, S>> {
         key.check_owner()?;
-        self.register_uncached(key, self.bypass_reason().unwrap_or(UncachedReason::Full))
+        self.register_uncached(key, owner, self.bypass_reason().unwrap_or(UncachedReason::Full))
     }
 
     /// Registers an uncached region, which is deregistered when its lease ends.
     #[cold]
     #[inline(never)]
-    fn register_uncached(&self, key: &Key, reason: UncachedReason) -> Result<Lease<'_, S>> {
+    fn register_uncached(
+        &self,
+        key: &Key,
+        owner: &S::Owner,
+        reason: UncachedReason,
+    ) -> Result<Lease<'_, S>> {
         let region = match reason {
-            UncachedReason::Forked => self.backend.register(key, None),
-            _ => self.register_in_backend(key, None, &mut PendingCallbacks::new()),
+            UncachedReason::Forked => self.backend.register(key, owner, None),
+            _ => self.register_in_backend(key, owner, None, &mut PendingCallbacks::new()),
         };
         match region {
             Ok(region) => {
@@ -369,19 +379,20 @@ impl<S: CacheBackend> CacheCore<S> {
     fn register_in_backend(
         &self,
         key: &Key,
+        owner: &S::Owner,
         watch: Option<&S::Watch>,
         callbacks: &mut PendingCallbacks,
     ) -> Result<S::Region> {
         self.backend
-            .register(key, watch)
-            .or_else(|error| self.retry_registration(key, watch, error, callbacks))
+            .register(key, owner, watch)
+            .or_else(|error| self.retry_registration((key, owner), watch, error, callbacks))
     }
 
     #[cold]
     #[inline(never)]
     fn retry_registration(
         &self,
-        key: &Key,
+        (key, owner): (&Key, &S::Owner),
         watch: Option<&S::Watch>,
         error: Error,
         callbacks: &mut PendingCallbacks,
@@ -390,7 +401,7 @@ impl<S: CacheBackend> CacheCore<S> {
             return Err(error);
         }
         tracing::debug!(%error, "evicted idle cached regions; registering once more");
-        self.backend.register(key, watch)
+        self.backend.register(key, owner, watch)
     }
 
     /// Creates an entry for the key and inserts it into the table. If `merge` is true, the entry

@@ -23,12 +23,13 @@
 //! impl CacheBackend for Numbers {
 //!     type Region = u64;
 //!     type Watch = ();
+//!     type Owner = ();
 //!
 //!     fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
 //!         Ok(())
 //!     }
 //!     fn unwatch(&self, _: ()) {}
-//!     fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
+//!     fn register(&self, key: &Key, (): &(), _: Option<&Self::Watch>) -> Result<u64> {
 //!         Ok(key.range().start().0)
 //!     }
 //!     fn deregister(&self, _: u64) -> Result<(), Rejected<u64>> {

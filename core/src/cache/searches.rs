@@ -13,6 +13,7 @@ struct Numbers;
 impl CacheBackend for Numbers {
     type Region = u64;
     type Watch = ();
+    type Owner = ();
 
     fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
         Ok(())
@@ -20,7 +21,7 @@ impl CacheBackend for Numbers {
 
     fn unwatch(&self, (): ()) {}
 
-    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<u64> {
+    fn register(&self, key: &Key, (): &(), _: Option<&Self::Watch>) -> Result<u64> {
         Ok(key.range().start().0)
     }
 
@@ -116,8 +117,8 @@ fn miss_of_a_lookup_handle_searches_the_table_at_most_twice() {
 fn miss_after_a_lookup_of_any_owner_searches_the_table_at_most_twice() {
     let cache = cache();
     assert_searched_at_most_twice(&cache, |key| {
-        let cached = cache.get_cached(&key.of_any_owner());
-        cached.unwrap_or_else(|| cache.register_missing(key).expect("registered"))
+        let cached = cache.find(&key.of_any_owner());
+        cached.unwrap_or_else(|| cache.register(key, &()).expect("registered"))
     });
 }
 

@@ -25,7 +25,7 @@ pub struct CacheStatistics {
     /// thread's registration.
     pub hits: u64,
     /// The number of lookups that found no cached region and then registered, or waited for a
-    /// registration that failed. A [`Cache::get_cached`](super::Cache::get_cached) that returns
+    /// registration that failed. A [`Cache::find`](super::Cache::find) that returns
     /// `None` does not count.
     pub misses: u64,
     /// The number of misses that created a cache entry, including misses in progress.

@@ -28,6 +28,7 @@ impl Numbers {
 impl CacheBackend for Numbers {
     type Region = u64;
     type Watch = ();
+    type Owner = ();
 
     fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
         Ok(())
@@ -35,7 +36,7 @@ impl CacheBackend for Numbers {
 
     fn unwatch(&self, (): ()) {}
 
-    fn register(&self, _: &Key, _: Option<&Self::Watch>) -> Result<u64> {
+    fn register(&self, _: &Key, (): &(), _: Option<&Self::Watch>) -> Result<u64> {
         Ok(self.next.fetch_add(1, Ordering::SeqCst))
     }
 

@@ -7,7 +7,6 @@
 
 use std::{
     collections::VecDeque,
-    os::fd::{AsFd, OwnedFd},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
@@ -19,14 +18,17 @@ use std::{
 use parking_lot::{Condvar, Mutex};
 
 use super::{
-    DmaBufAttr, DomainInner, MemoryRegion, MrAttr, Prefault,
-    region_state::{KeepAlive, RegionInner},
+    DomainInner,
+    memory::{BorrowedDmaBuf, DmaBuf},
+    region::MemoryRegion,
+    region_state::RegionInner,
     register::{new_region, register_on_nics},
+    request::{RegionRequest, Source},
+    terms::{Promise, Terms},
 };
 use crate::{
-    Address, AuthKey, DmaBufOffset, Errno, Error, ErrorKind, MrFlags, ProcessMark, Result,
+    Errno, Error, ErrorKind, ProcessMark, Result,
     event_queue::{Event, EventQueue, RegionId},
-    registration::Parallel,
 };
 
 impl RegionId {
@@ -39,17 +41,10 @@ impl RegionId {
 /// A pending registration, with copies of all data that its request borrowed.
 pub(super) struct Job {
     region: Arc<RegionInner>,
-    attr: MrAttr<'static>,
-    auth_key: Option<AuthKey>,
-    dma_buf: Option<OwnedDmaBuf>,
-}
-
-/// A copy of [`DmaBufAttr`] that owns its file descriptor.
-struct OwnedDmaBuf {
-    fd: OwnedFd,
-    offset: DmaBufOffset,
-    len: u64,
-    base_addr: Option<Address>,
+    terms: Terms<'static>,
+    promise: Promise,
+    /// The dma-buf of the request, with a descriptor of its own.
+    dma_buf: Option<DmaBuf>,
 }
 
 #[derive(Default)]
@@ -86,38 +81,22 @@ impl Worker {
     pub(super) fn job(
         &self,
         domain: &Arc<DomainInner>,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-        keep: KeepAlive,
+        request: &RegionRequest<'_>,
     ) -> Result<(MemoryRegion, Job)> {
-        let ranges = domain.check(attr, flags)?;
-        let dma_buf = match attr.dma_buf {
-            None => None,
-            Some(DmaBufAttr { fd, offset, len, base_addr }) => {
+        let checked = domain.check(request)?;
+        let dma_buf = match request.source {
+            Source::DmaBuf(BorrowedDmaBuf { fd, offset, len, base_addr }) => {
                 let fd = fd.try_clone_to_owned().map_err(|error| {
                     Error::os(Errno::of(&error), "dup")
                         .context("fd", "the dma-buf of an asynchronous registration")
                 })?;
-                Some(OwnedDmaBuf { fd, offset, len, base_addr })
+                Some(DmaBuf { fd, offset, len, base_addr })
             }
+            Source::Ranges(_) | Source::Part { .. } => None,
         };
-        let region = new_region(domain, &ranges, attr, flags, &keep, Err(RegionId::next()));
-        let job = Job {
-            region: Arc::clone(&region),
-            attr: MrAttr {
-                requested_key: attr.requested_key,
-                context: attr.context,
-                iface: attr.iface,
-                device: attr.device,
-                page_size: attr.page_size,
-                ordering: attr.ordering,
-                prefault: attr.prefault.map(|prefault| Prefault { progress: None, ..prefault }),
-                parallel: attr.parallel.map(|parallel| Parallel { progress: None, ..parallel }),
-                ..MrAttr::new(&[], attr.access)
-            },
-            auth_key: attr.auth_key.cloned(),
-            dma_buf,
-        };
+        let region = new_region(domain, &checked, Err(RegionId::next()));
+        let terms = request.terms.to_owned();
+        let job = Job { region: Arc::clone(&region), terms, promise: request.promise, dma_buf };
         Ok((MemoryRegion::new(region), job))
     }
 
@@ -220,22 +199,14 @@ impl Job {
     fn register(&self) -> Result<()> {
         let region = &self.region;
         let base = region.parent().map(|parent| MemoryRegion::new(Arc::clone(parent)));
-        let dma_buf = self.dma_buf.as_ref().map(|OwnedDmaBuf { fd, offset, len, base_addr }| {
-            DmaBufAttr { fd: fd.as_fd(), offset: *offset, len: *len, base_addr: *base_addr }
-        });
-        let attr =
-            MrAttr { auth_key: self.auth_key.as_ref(), base: base.as_ref(), dma_buf, ..self.attr };
-        let (domain, ranges) = (region.domain(), region.ranges());
-        register_on_nics(
-            &[domain],
-            ranges,
-            &attr,
-            region.flags(),
-            region.owned(),
-            None,
-            &mut |done| {
-                region.complete(done);
-            },
-        )
+        let source = match (&self.dma_buf, &base) {
+            (Some(dma_buf), _) => Source::DmaBuf(dma_buf.borrow()),
+            (None, Some(base)) => Source::Part { base, range: region.range },
+            (None, None) => Source::Ranges(region.ranges()),
+        };
+        let (promise, terms) = (self.promise, &self.terms);
+        let request = RegionRequest { source, promise, keep: region.keep(), terms };
+        let checked = region.domain().check(&request)?;
+        register_on_nics(&[region.domain()], &checked, None, &mut |done| region.complete(done))
     }
 }

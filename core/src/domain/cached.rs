@@ -1,7 +1,5 @@
 //! The registration cache of a domain.
 
-#![allow(unsafe_code, reason = "registers memory by address, in a cache")]
-
 use std::{
     collections::HashMap,
     fmt,
@@ -12,12 +10,21 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    Domain, DomainInner, MemoryRegion, MrAttr, attr::CacheAttr, buffer::RegionSlice,
-    growth::Growth, held::HeldBuffers, many::RegionView, owner::Claim,
+    Domain, DomainInner,
+    attr::CacheAttr,
+    growth::Growth,
+    held::HeldBuffers,
+    memory::Raw,
+    owner::Claim,
+    region::MemoryRegion,
+    region_slice::RegionSlice,
+    region_view::RegionView,
+    request::{RegionRequest, Source, check_promise},
+    terms::{Promise, Terms},
 };
 use crate::{
     Access, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceExt,
-    IfaceKind, MrFlags, MrMode, Rejected, Result,
+    IfaceKind, MrMode, Rejected, Result,
     cache::{
         Cache, CacheBackend, CacheStatistics, CachedEntryInfo, Key, Lease, LookupHandle,
         OwnedLease, UncachedReason,
@@ -44,7 +51,7 @@ use crate::{
 ///     let buffer = domain.cache()?.own(vec![0_u8; 1 << 20])?;
 ///     for _request in 0..1000 {
 ///         // Registers once; the other lookups are hits.
-///         let region = buffer.get_or_register(4096, 4096, Access::REMOTE_WRITE)?;
+///         let region = buffer.get(4096, 4096, Access::REMOTE_WRITE)?;
 ///         let _key = region.view().key()?;
 ///         // The lease must live until the peer is done with the key.
 ///     }
@@ -126,94 +133,96 @@ impl RegionCache {
         Ok(Self { cache })
     }
 
-    /// Returns a region that covers `range` with at least the rights `access`.
+    /// Returns a region that covers `memory` with at least the rights `access`.
     ///
     /// The region is a cached one if the cache has a match, and a new one otherwise. A hit does not
     /// query the owner of the memory.
     ///
-    /// # Safety
-    /// The conditions of [`Domain::regattr`], while the region is registered. That is longer than
-    /// the lease. The region stays registered until both of these have happened:
+    /// A region of the cache stays registered longer than its lease, and so the promise of
+    /// [`Raw::new`] must hold longer. If memory is freed to an allocator that does not unmap it,
+    /// peers with the key can still access it. [`RegionCache::own`] needs no promise.
     ///
-    /// - the cache evicted or invalidated the region or did not cache it, or the domain was
-    ///   dropped;
-    /// - every lease, sub-region and window of the region is gone.
+    /// With [`CacheAttr::growth`] a miss may register more than `memory`, if the promise is
+    /// [`Promise::Allocation`].
     ///
-    /// If memory is freed to an allocator that does not unmap it, peers with the key can still
-    /// access it.
+    /// ```no_run
+    /// use hmem_core::{Access, AddressRange, Domain, Promise, Raw, Result};
     ///
-    /// With [`CacheAttr::growth`] the same holds for the whole allocation of the range.
-    /// [`RegionCache::own`] needs no `unsafe`.
+    /// fn send(domain: &Domain, message: AddressRange) -> Result<()> {
+    ///     // SAFETY: the program unmaps no message buffer, and only the NIC uses one in flight.
+    ///     let memory = unsafe { Raw::new(message, Promise::ReadWrite) };
+    ///     let region = domain.cache()?.get(memory, Access::SEND)?;
+    ///     let _slice = region.slice(0, message.len())?;
+    ///     Ok(())
+    /// }
+    /// ```
     ///
     /// # Errors
-    /// - The errors of [`Domain::regattr`].
+    /// - The errors of [`Domain::register`].
     /// - [`ErrorKind::BadState`] in a forked child.
     #[inline]
-    pub unsafe fn get_or_register(
-        &self,
-        range: AddressRange,
-        access: Access,
-    ) -> Result<CachedRegion<'_>> {
-        match self.cache.get_cached(&lookup_key(range, access)?) {
+    pub fn get(&self, memory: Raw, access: Access) -> Result<CachedRegion<'_>> {
+        let range = *memory.at();
+        match self.cache.find(&lookup_key(range, access)?) {
             Some(lease) => Ok(CachedRegion { lease, range }),
-            None => self.register(range, access, None),
+            None => self.register(range, access, Around::of(memory.promise())),
         }
     }
 
     /// Returns a region of memory in a buffer that a [`CachedBuffer`](super::CachedBuffer) of this
     /// cache owns.
     #[inline]
-    pub(super) fn get_or_register_held(
+    pub(super) fn get_held(
         &self,
         range: AddressRange,
         access: Access,
         buffer: AddressRange,
+        promise: Promise,
     ) -> Result<CachedRegion<'_>> {
-        match self.cache.get_cached(&lookup_key(range, access)?) {
+        match self.cache.find(&lookup_key(range, access)?) {
             Some(lease) => Ok(CachedRegion { lease, range }),
-            None => self.register(range, access, Some(buffer)),
+            None => self.register(range, access, Around { promise, within: Some(buffer) }),
         }
     }
 
-    /// Returns a region like [`RegionCache::get_or_register`], after a check that the memory
-    /// belongs to `iface` and `device`. If `device` is `None`, checks only the iface.
+    /// Returns a region like [`RegionCache::get`], after a check that the memory belongs to `iface`
+    /// and `device`. If `device` is `None`, checks only the iface.
     ///
-    /// The rules are those of [`MrAttr::iface`] and [`MrAttr::device`].
-    ///
-    /// # Safety
-    /// The conditions of [`RegionCache::get_or_register`].
+    /// The rules are those of [`Request::owner`](super::Request::owner).
     ///
     /// # Errors
-    /// - The errors of [`RegionCache::get_or_register`].
+    /// - The errors of [`RegionCache::get`].
     /// - [`ErrorKind::InvalidArgument`] if the memory is not of this iface, or not on this device,
     ///   or if the iface does not have the device.
     /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
-    pub unsafe fn get_or_register_on(
+    pub fn get_of(
         &self,
-        range: AddressRange,
+        memory: Raw,
         access: Access,
         iface: IfaceKind,
         device: Option<DeviceId>,
     ) -> Result<CachedRegion<'_>> {
-        self.find_or_register_on(range, access, iface, device)
-            .map_err(|error| error.of_call("get_or_register_on"))
+        self.find_of(memory, access, iface, device).map_err(|error| error.of_call("get_of"))
     }
 
-    fn find_or_register_on(
+    fn find_of(
         &self,
-        range: AddressRange,
+        memory: Raw,
         access: Access,
         iface: IfaceKind,
         device: Option<DeviceId>,
     ) -> Result<CachedRegion<'_>> {
+        let range = *memory.at();
         let registry = &self.cache.backend().domain.registry;
         let owner = self.owner_of(range)?;
-        Claim::named(iface, device).check(registry, "get_or_register_on", range, &owner)?;
-        if let Some(lease) = self.cache.get_cached(&key_of(range, access, &owner)?) {
+        Claim::named(iface, device).check(registry, "get_of", range, &owner)?;
+        if let Some(lease) = self.cache.find(&key_of(range, access, &owner)?) {
             return Ok(CachedRegion { lease, range });
         }
-        let register = |key: &Key| self.cache.register_missing(key);
-        let lease = self.register_grown((range, access), &owner, None, register, |lease| lease)?;
+        let around = Around::of(memory.promise());
+        let register = |key: &Key, owner: &AddressOwner| self.cache.register(key, owner);
+        let lease =
+            self.register_grown((range, access), &owner, around, register, |lease| lease)?;
         Ok(CachedRegion { lease, range })
     }
 
@@ -222,21 +231,20 @@ impl RegionCache {
         &self,
         range: AddressRange,
         access: Access,
-        buffer: Option<AddressRange>,
+        around: Around,
     ) -> Result<CachedRegion<'_>> {
-        let register = |key: &Key| self.cache.register_missing(key);
+        let register = |key: &Key, owner: &AddressOwner| self.cache.register(key, owner);
         let lease = self
             .owner_of(range)
             .and_then(|owner| {
-                self.register_grown((range, access), &owner, buffer, register, |lease| lease)
+                self.register_grown((range, access), &owner, around, register, |lease| lease)
             })
-            .map_err(|error| error.of_call("get_or_register"))?;
+            .map_err(|error| error.of_call("get"))?;
         Ok(CachedRegion { lease, range })
     }
 
     /// Registers a range that is not cached, with as much memory around it as [`CacheAttr::growth`]
-    /// permits. `buffer` is the range of the [`CachedBuffer`](super::CachedBuffer) that contains
-    /// the memory, or `None`.
+    /// and the promise for the memory permit.
     ///
     /// If the larger registration fails, cannot be cached or would be staged, only the range is
     /// registered. So growth never makes a lookup fail, and never exposes memory to peers without a
@@ -245,13 +253,14 @@ impl RegionCache {
         &self,
         (range, access): (AddressRange, Access),
         owner: &AddressOwner,
-        buffer: Option<AddressRange>,
-        register: impl Fn(&Key) -> Result<L>,
+        around: Around,
+        register: impl Fn(&Key, &AddressOwner) -> Result<L>,
         lease_of: impl for<'l> Fn(&'l L) -> &'l Lease<'l, Registrations>,
     ) -> Result<L> {
+        check_promise(around.promise, access)?;
         let backend = self.cache.backend();
-        if let Some((grown, bound)) = backend.grown(range, owner, buffer) {
-            let may_pass = match register(&key_of(grown, access, owner)?) {
+        if let Some((grown, bound)) = backend.grown(range, owner, around) {
+            let may_pass = match register(&key_of(grown, access, owner)?, owner) {
                 Ok(lease) => {
                     let region = lease_of(&lease);
                     let cached = region.uncached_reason().is_none();
@@ -276,7 +285,7 @@ impl RegionCache {
             };
             backend.refuse_growth(bound, may_pass);
         }
-        register(&key_of(range, access, owner)?)
+        register(&key_of(range, access, owner)?, owner)
     }
 
     /// Returns the owner of memory that is about to be registered.
@@ -317,15 +326,16 @@ impl RegionCache {
         access: Access,
         host: bool,
     ) -> Result<Option<OwnedLease<Registrations>>> {
-        if let Some(lease) = self.cache.get_cached_owned(&lookup_key(range, access)?) {
+        if let Some(lease) = self.cache.find_owned(&lookup_key(range, access)?) {
             return Ok(Some(lease));
         }
         let owner = self.owner_of(range)?;
         if owner.iface == IfaceKind::SYSTEM && !host {
             return Ok(None);
         }
-        let register = |key: &Key| self.cache.register_missing_owned(key);
-        self.register_grown((range, access), &owner, None, register, OwnedLease::lease).map(Some)
+        let register = |key: &Key, owner: &AddressOwner| self.cache.register_owned(key, owner);
+        let around = Around::of(Promise::ReadWrite);
+        self.register_grown((range, access), &owner, around, register, OwnedLease::lease).map(Some)
     }
 
     /// Returns another handle of the same cache.
@@ -403,34 +413,46 @@ pub struct RegionLookupHandle<'c> {
 }
 
 impl<'c> RegionLookupHandle<'c> {
-    /// Returns a region like [`RegionCache::get_or_register`].
-    ///
-    /// # Safety
-    /// The conditions of [`RegionCache::get_or_register`].
+    /// Returns a region like [`RegionCache::get`].
     ///
     /// # Errors
-    /// The errors of [`RegionCache::get_or_register`].
+    /// The errors of [`RegionCache::get`].
     #[inline]
-    pub unsafe fn get_or_register(
-        &self,
-        range: AddressRange,
-        access: Access,
-    ) -> Result<CachedRegion<'c>> {
-        match self.handle.get_cached(&lookup_key(range, access)?) {
+    pub fn get(&self, memory: Raw, access: Access) -> Result<CachedRegion<'c>> {
+        let range = *memory.at();
+        match self.handle.find(&lookup_key(range, access)?) {
             Some(lease) => Ok(CachedRegion { lease, range }),
-            None => self.register(range, access),
+            None => self.register(memory, access),
         }
     }
 
     #[cold]
-    fn register(&self, range: AddressRange, access: Access) -> Result<CachedRegion<'c>> {
-        let (of, register) = ((range, access), |key: &Key| self.handle.register_missing(key));
+    fn register(&self, memory: Raw, access: Access) -> Result<CachedRegion<'c>> {
+        let (range, around) = (*memory.at(), Around::of(memory.promise()));
+        let register = |key: &Key, owner: &AddressOwner| self.handle.register(key, owner);
         let lease = self
             .cache
             .owner_of(range)
-            .and_then(|owner| self.cache.register_grown(of, &owner, None, register, |lease| lease))
-            .map_err(|error| error.of_call("get_or_register"))?;
+            .and_then(|owner| {
+                self.cache.register_grown((range, access), &owner, around, register, |lease| lease)
+            })
+            .map_err(|error| error.of_call("get"))?;
         Ok(CachedRegion { lease, range })
+    }
+}
+
+/// The promise for the memory of a lookup, and the memory around it that a miss may register too.
+#[derive(Clone, Copy)]
+struct Around {
+    promise: Promise,
+    /// The range of the [`CachedBuffer`](super::CachedBuffer) that contains the memory. `None` for
+    /// memory that no buffer of the cache contains.
+    within: Option<AddressRange>,
+}
+
+impl Around {
+    fn of(promise: Promise) -> Self {
+        Self { promise, within: None }
     }
 }
 
@@ -439,7 +461,7 @@ impl<'c> RegionLookupHandle<'c> {
 fn lookup_key(range: AddressRange, access: Access) -> Result<Key> {
     match Key::new(range, access) {
         Ok(key) => Ok(key.of_any_owner()),
-        Err(error) => Err(error.of_call("get_or_register")),
+        Err(error) => Err(error.of_call("get")),
     }
 }
 
@@ -548,12 +570,13 @@ impl Registrations {
         &self,
         range: AddressRange,
         owner: &AddressOwner,
-        buffer: Option<AddressRange>,
+        around: Around,
     ) -> Option<(AddressRange, GrowthBound)> {
-        if self.grow_to == 0 {
+        let may_grow = around.within.is_some() || around.promise == Promise::Allocation;
+        if self.grow_to == 0 || !may_grow {
             return None;
         }
-        let bound = self.domain.growth_bound(owner, buffer)?;
+        let bound = self.domain.growth_bound(owner, around.within)?;
         let bound = self.growth.narrow(range, bound)?;
         let offset = range.start().0.checked_sub(bound.start().0)?;
         let start = offset - offset % self.grow_to;
@@ -621,6 +644,7 @@ impl Registrations {
 impl CacheBackend for Registrations {
     type Region = MemoryRegion;
     type Watch = Watch;
+    type Owner = AddressOwner;
 
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Watch> {
         let monitor = self.monitor(key.iface())?;
@@ -666,18 +690,29 @@ impl CacheBackend for Registrations {
         self.domain.provider_attr.max_mr_size
     }
 
-    fn register(&self, key: &Key, watch: Option<&Watch>) -> Result<MemoryRegion> {
+    fn register(
+        &self,
+        key: &Key,
+        owner: &AddressOwner,
+        watch: Option<&Watch>,
+    ) -> Result<MemoryRegion> {
         let ranges = [key.range()];
-        let attr = MrAttr::new(&ranges, key.access());
-        // Cached registrations cause no event, because the caller waits for them. The key has the
-        // owner that the caller resolved. `watch` has the owner that was checked again after the
-        // subscription.
+        let terms = Terms::new(key.access());
+        // Cached registrations cause no event, because the caller waits for them. After the
+        // subscription, `watch` queried the allocation again.
         let owner = match watch.and_then(|watch| watch.allocation.as_deref()) {
-            Some(allocation) => Some(AddressOwner::of(allocation)),
-            None => (key.iface() == IfaceKind::SYSTEM).then_some(AddressOwner::SYSTEM),
+            Some(allocation) => AddressOwner::of(allocation),
+            None => *owner,
         };
-        let keep = self.held.keep(key.range());
-        self.domain.register_now(&attr, MrFlags::empty(), keep, owner.as_ref())
+        // The promise for the memory was checked against the rights of the key. Memory that may be
+        // read only has no others.
+        let promise = match key.access().nic_writes() {
+            true => Promise::ReadWrite,
+            false => Promise::ReadOnly,
+        };
+        let (source, keep) = (Source::Ranges(&ranges), self.held.keep(key.range()));
+        let request = RegionRequest { source, promise, keep, terms: &terms };
+        self.domain.register_now(&request, Some(&owner))
     }
 
     fn deregister(&self, region: MemoryRegion) -> Result<(), Rejected<MemoryRegion>> {

@@ -1,5 +1,7 @@
 //! Buffers whose parts are registered through the cache without `unsafe`.
 
+#![allow(unsafe_code, reason = "copies bytes of memory that the buffer holds")]
+
 use std::{
     fmt,
     sync::{
@@ -11,9 +13,10 @@ use std::{
 
 use super::{
     DomainInner,
-    buffer::OwnedBuffer,
     cached::{CachedRegion, RegionCache},
     held::BufferId,
+    memory::Memory,
+    terms::Promise,
 };
 use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 
@@ -34,7 +37,7 @@ use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 /// /// Lets a peer fill a buffer. `send_keys` sends the keys and waits until the peer is done.
 /// fn fill(domain: &Domain, send_keys: impl FnOnce(&[RemoteKey])) -> Result<Vec<u8>> {
 ///     let buffer = domain.cache()?.own(vec![0_u8; 1 << 20])?;
-///     let lease = |chunk: u64| buffer.get_or_register(chunk << 16, 1 << 16, Access::REMOTE_WRITE);
+///     let lease = |chunk: u64| buffer.get(chunk << 16, 1 << 16, Access::REMOTE_WRITE);
 ///     let leases = (0..16).map(lease).collect::<Result<Vec<_>>>()?;
 ///     let keys = leases.iter().map(|region| region.view().key()).collect::<Result<Vec<_>>>()?;
 ///     send_keys(&keys);
@@ -42,11 +45,11 @@ use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 ///     Ok(buffer.close()?)
 /// }
 /// ```
-pub struct CachedBuffer<B: OwnedBuffer> {
+pub struct CachedBuffer<M: Memory> {
     /// The buffer's entry in the cache's list of buffers. Declared before `parts`, because its drop
     /// invalidates the cached regions of the memory.
     listing: Listing,
-    parts: Arc<B::Parts>,
+    parts: Arc<M::Parts>,
 }
 
 /// The entry of a buffer in its cache's list of buffers. Dropping it removes the buffer from the
@@ -54,6 +57,7 @@ pub struct CachedBuffer<B: OwnedBuffer> {
 struct Listing {
     cache: RegionCache,
     range: AddressRange,
+    promise: Promise,
     id: BufferId,
     /// A reference that keeps the domain from being closed.
     domain: Arc<DomainInner>,
@@ -73,28 +77,36 @@ impl RegionCache {
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// The error returns the buffer.
-    pub fn own<B: OwnedBuffer>(&self, buffer: B) -> Result<CachedBuffer<B>, Rejected<B>> {
+    pub fn own<M: Memory>(&self, buffer: M) -> Result<CachedBuffer<M>, Rejected<M>> {
         let domain = Arc::clone(self.domain());
         if let Err(error) = domain.process.check("own") {
             return Err(Rejected::new(buffer, error));
         }
         let parts = buffer.into_parts();
-        let (range, iface) = (B::range(&parts), B::iface(&parts));
-        if range.is_empty() {
-            let error = Error::new(ErrorKind::ZeroLength, "own")
-                .remedy("pass a buffer of at least one byte");
-            return Err(Rejected::new(B::from_parts(parts), error));
-        }
+        let place = M::place(&parts);
+        let (iface, promise) = (place.owned_iface(), place.promise());
+        let range = place.range().filter(|range| !range.is_empty());
+        let Some(range) = range else {
+            let error = match place.len() {
+                0 => Error::new(ErrorKind::ZeroLength, "own")
+                    .remedy("pass a buffer of at least one byte"),
+                _ => Error::new(ErrorKind::Unsupported, "own")
+                    .context("why", "the cache finds memory by one range of addresses")
+                    .remedy("register a dma-buf or a list of ranges by Domain::register"),
+            };
+            return Err(Rejected::new(M::from_parts(parts), error));
+        };
         let parts = Arc::new(parts);
         let id = self.held().add(range, iface, Arc::clone(&parts) as _);
         // Regions that were registered before the call of `add` do not keep the buffer alive, so
         // they are invalidated.
         self.invalidate(range);
-        Ok(CachedBuffer { listing: Listing { cache: self.share(), range, id, domain }, parts })
+        let listing = Listing { cache: self.share(), range, promise, id, domain };
+        Ok(CachedBuffer { listing, parts })
     }
 }
 
-impl<B: OwnedBuffer> CachedBuffer<B> {
+impl<M: Memory> CachedBuffer<M> {
     /// Returns a region of `len` bytes from `offset` with at least the rights `access`.
     ///
     /// The region is a cached one if the cache has a match, and a new one otherwise. With
@@ -106,21 +118,16 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
     /// - The errors of [`Domain::register`](super::Domain::register).
     /// - [`ErrorKind::BadState`] in a forked child.
     #[inline]
-    pub fn get_or_register(
-        &self,
-        offset: u64,
-        len: u64,
-        access: Access,
-    ) -> Result<CachedRegion<'_>> {
+    pub fn get(&self, offset: u64, len: u64, access: Access) -> Result<CachedRegion<'_>> {
         let whole = self.listing.range;
         let range = whole.slice(offset, len).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfBounds, "get_or_register")
+            Error::new(ErrorKind::OutOfBounds, "get")
                 .context("offset", offset)
                 .context("length", len)
                 .context("buffer", whole)
                 .remedy("name bytes inside the buffer")
         })?;
-        self.listing.cache.get_or_register_held(range, access, whole)
+        self.listing.cache.get_held(range, access, whole, self.listing.promise)
     }
 
     /// Returns the address range of the buffer.
@@ -138,7 +145,8 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
     /// - The error of the device that the memory belongs to.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        B::read(&self.parts, offset, into)
+        // SAFETY: the place comes from the parts, which the borrow keeps alive.
+        unsafe { M::place(&self.parts).read(offset, into) }
     }
 
     /// Copies `from` to the bytes of the buffer from `offset` on.
@@ -146,7 +154,8 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
     /// # Errors
     /// The errors of [`CachedBuffer::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        B::write(&self.parts, offset, from)
+        // SAFETY: the place comes from the parts, which the borrow keeps alive.
+        unsafe { M::place(&self.parts).write(offset, from) }
     }
 
     /// Deregisters every region of the buffer and returns the buffer.
@@ -164,7 +173,7 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// The error returns the buffer as a `CachedBuffer`.
-    pub fn close(self) -> Result<B, Rejected<Self>> {
+    pub fn close(self) -> Result<M, Rejected<Self>> {
         let listing = &self.listing;
         if let Err(error) = listing.domain.process.check("close") {
             return Err(Rejected::new(self, error));
@@ -177,7 +186,7 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
             // A region that is uncached, or that the provider refused to deregister, holds a
             // reference to the parts.
             Arc::strong_count(&self.parts) == 1 || {
-                let (range, iface) = (listing.range, B::iface(&self.parts));
+                let (range, iface) = (listing.range, M::place(&self.parts).owned_iface());
                 held.add_with_id(listing.id, range, iface, Arc::clone(&self.parts) as _);
                 false
             }
@@ -190,7 +199,7 @@ impl<B: OwnedBuffer> CachedBuffer<B> {
         }
         let Self { listing, parts } = self;
         drop(listing);
-        Ok(B::from_parts(Arc::into_inner(parts).expect("the count was 1, and no region shares it")))
+        Ok(M::from_parts(Arc::into_inner(parts).expect("the count was 1, and no region shares it")))
     }
 }
 
@@ -222,7 +231,7 @@ impl Drop for Listing {
     }
 }
 
-impl<B: OwnedBuffer> fmt::Debug for CachedBuffer<B> {
+impl<M: Memory> fmt::Debug for CachedBuffer<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CachedBuffer").field("range", &self.listing.range).finish_non_exhaustive()
     }

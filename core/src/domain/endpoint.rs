@@ -5,8 +5,8 @@
 use std::{fmt, sync::Arc};
 
 use super::{
-    DomainInner, buffer::RegionSlice, cached::RegionCache, local::Leasing, queue::DomainQueue,
-    region::MemoryRegion, region_state::RegionState,
+    DomainInner, cached::RegionCache, local::Leasing, queue::DomainQueue, region::MemoryRegion,
+    region_slice::RegionSlice, region_state::RegionState,
 };
 use crate::{
     Access, Error, ErrorKind, MrMode, Rejected, RemoteKey, Result,
@@ -27,13 +27,13 @@ use crate::{
 /// use std::time::Duration;
 ///
 /// use hmem_core::{
-///     Domain, OwnedRegion, RemoteKey, Result, provider::EndpointAttr, transfer::EndpointName,
+///     Domain, Region, RemoteKey, Result, provider::EndpointAttr, transfer::EndpointName,
 /// };
 ///
 /// /// Writes the start of `block` to a peer, which sent its name and its key.
 /// fn push(
 ///     domain: &Domain,
-///     block: &OwnedRegion<Vec<u8>>,
+///     block: &Region<Vec<u8>>,
 ///     peer: &EndpointName,
 ///     key: &RemoteKey,
 /// ) -> Result<()> {
@@ -182,9 +182,8 @@ impl Endpoint {
     ///
     /// - The memory stays valid.
     /// - If the operation writes to the memory, no Rust reference to it exists.
-    /// - If the domain has a cache, the conditions of
-    ///   [`RegionCache::get_or_register`](super::RegionCache::get_or_register) hold too. Peers get
-    ///   no rights.
+    /// - If the domain has a cache, the promise of [`Raw::new`](super::Raw::new) holds too, as long
+    ///   as the cache keeps the memory registered. Peers get no rights.
     ///
     /// # Errors
     /// - [`ErrorKind::Again`] if the endpoint has as many requests outstanding as its depth, or if
@@ -193,7 +192,8 @@ impl Endpoint {
     /// - [`ErrorKind::NoRegion`] for a descriptor that is missing or that is not of this domain.
     /// - [`ErrorKind::InvalidArgument`] for local and remote lists of different total lengths, for
     ///   operands that do not fit the operation, and for a peer that this endpoint did not resolve.
-    /// - The errors of [`Domain::regattr`](super::Domain::regattr), if the cache registers memory.
+    /// - The errors of [`Domain::register`](super::Domain::register), if the cache registers
+    ///   memory.
     /// - The other errors of [`ProviderEndpoint::post`].
     ///
     /// An error that only the target can detect is reported by the completion.
@@ -268,12 +268,12 @@ impl Endpoint {
     /// peer's memory.
     ///
     /// ```
-    /// use hmem_core::{Endpoint, OwnedRegion, RemoteKey, Result};
+    /// use hmem_core::{Endpoint, Region, RemoteKey, Result};
     /// use hmem_core::transfer::{PeerId, RemoteSegment};
     ///
     /// fn push(
     ///     endpoint: &Endpoint,
-    ///     block: &OwnedRegion<Vec<u8>>,
+    ///     block: &Region<Vec<u8>>,
     ///     key: &RemoteKey,
     ///     peer: PeerId,
     /// ) -> Result<()> {
@@ -312,6 +312,7 @@ impl Endpoint {
         peer: PeerId,
         context: u64,
     ) -> Result<()> {
+        local.iter().try_for_each(|slice| slice.check_sink("read"))?;
         self.post_slices(Operation::Read { remote }, local, peer, context)
     }
 
@@ -320,6 +321,9 @@ impl Endpoint {
     /// # Errors
     /// The errors of [`Endpoint::post`].
     pub fn atomic(&self, atomic: &Atomic<'_>, peer: PeerId, context: u64) -> Result<()> {
+        if let Some(result) = &atomic.result {
+            result.check_sink("atomic")?;
+        }
         let operation = Operation::Atomic {
             op: atomic.op,
             datatype: atomic.datatype,
@@ -388,6 +392,7 @@ impl Endpoint {
         tag: Option<(u64, u64)>,
         context: u64,
     ) -> Result<()> {
+        local.iter().try_for_each(|slice| slice.check_sink("receive"))?;
         self.post_slices(Operation::Receive { tag, from: None }, local, PeerId(0), context)
     }
 

@@ -10,13 +10,14 @@ use parking_lot::Mutex;
 
 use super::{
     DomainInner, Endpoint, MemoryRegion,
-    attr::MrAttr,
-    region_state::{Dependent, KeepAlive},
+    region_state::Dependent,
+    request::RegionRequest,
+    terms::Terms,
     window::{base, bind_refused, bind_request, with_tag},
 };
 use crate::{
-    Access, AddressRange, Addressing, Error, ErrorKind, MrFlags, MrMode, RawKey, Rejected,
-    RemoteKey, Result,
+    Access, AddressRange, Addressing, Error, ErrorKind, MrMode, RawKey, Rejected, RemoteKey,
+    Result,
     provider::{
         ProviderEndpoint, ProviderWindow, WindowBind, WindowRule, WindowState, WindowType, Windows,
     },
@@ -285,9 +286,8 @@ fn register_sub_region(
             .context("length", bind.len)
             .remedy("a sub-region lies inside one range of its region: grant each part separately")
     })?;
-    let ranges = [range];
-    let attr = MrAttr { base: Some(region), ..MrAttr::new(&ranges, bind.access) };
-    let sub_region = domain.register_now(&attr, MrFlags::empty(), KeepAlive::Caller, None)?;
+    let terms = Terms::new(bind.access);
+    let sub_region = domain.register_now(&RegionRequest::part(region, range, &terms), None)?;
     if domain.effective().contains(MrMode::ENDPOINT) {
         sub_region.bind_endpoint(endpoint)?;
         sub_region.enable()?;

@@ -2,8 +2,7 @@
 
 use super::{DomainInner, region::MemoryRegion};
 use crate::{
-    Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceExt, Path, Rejected, Result,
-    path::P2pPolicy, registry::AddressOwner,
+    Address, AddressRange, AllocationKind, IfaceExt, Path, path::P2pPolicy, registry::AddressOwner,
 };
 
 /// A permission to register more memory than requested, so that one registration serves several
@@ -85,23 +84,6 @@ impl DomainInner {
     pub(super) fn is_staged_by_growth(&self, region: &MemoryRegion) -> bool {
         let staged = region.decision().is_ok_and(|decision| decision.path == Path::Staged);
         staged && self.attr.p2p != P2pPolicy::Disabled
-    }
-
-    /// Returns a grown region unless it is staged. Closes a staged region and fails. If the region
-    /// cannot be closed, adds it to `left`.
-    pub(super) fn without_staging(
-        &self,
-        region: MemoryRegion,
-        left: &mut Vec<MemoryRegion>,
-    ) -> Result<MemoryRegion> {
-        if !self.is_staged_by_growth(&region) {
-            return Ok(region);
-        }
-        if let Err(Rejected { value, error }) = region.close() {
-            tracing::error!(%error, "cannot close a grown region");
-            left.push(value);
-        }
-        Err(Error::new(ErrorKind::Unsupported, "grow").context("path", Path::Staged))
     }
 
     /// Returns the largest range that a registration of this owner's memory may grow to, without

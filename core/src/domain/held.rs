@@ -15,7 +15,7 @@ use super::region_state::KeepAlive;
 use crate::{AddressRange, IfaceKind};
 
 /// A reference that keeps the memory of a buffer of any type allocated.
-type Memory = Arc<dyn Any + Send + Sync>;
+type AnyMemory = Arc<dyn Any + Send + Sync>;
 
 /// The first address of a buffer, and a number that no other buffer of the cache has.
 pub(super) type BufferId = (u64, u64);
@@ -23,8 +23,9 @@ pub(super) type BufferId = (u64, u64);
 /// A buffer that a [`CachedBuffer`](super::CachedBuffer) owns.
 struct HeldBuffer {
     range: AddressRange,
-    iface: IfaceKind,
-    memory: Memory,
+    /// The iface that the buffer reports for its memory. `None` for memory by addresses.
+    iface: Option<IfaceKind>,
+    memory: AnyMemory,
 }
 
 /// The list of buffers of which a cache registers parts.
@@ -64,7 +65,12 @@ impl State {
 
 impl HeldBuffers {
     /// Adds a buffer to the list, and returns its identifier.
-    pub(super) fn add(&self, range: AddressRange, iface: IfaceKind, memory: Memory) -> BufferId {
+    pub(super) fn add(
+        &self,
+        range: AddressRange,
+        iface: Option<IfaceKind>,
+        memory: AnyMemory,
+    ) -> BufferId {
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
         let id = (range.start().0, number);
         self.add_with_id(id, range, iface, memory);
@@ -77,8 +83,8 @@ impl HeldBuffers {
         &self,
         id: BufferId,
         range: AddressRange,
-        iface: IfaceKind,
-        memory: Memory,
+        iface: Option<IfaceKind>,
+        memory: AnyMemory,
     ) {
         let mut state = self.state.lock();
         state.lengths.insert((range.len(), id));
@@ -108,11 +114,11 @@ impl HeldBuffers {
             state.near(start, start + last).filter(|buffer| buffer.range.overlaps(range)).collect();
         match overlapping.iter().find(|buffer| buffer.range.contains_range(range)) {
             Some(HeldBuffer { iface, memory, .. }) => {
-                KeepAlive::Region { iface: Some(*iface), memory: Arc::clone(memory) }
+                KeepAlive::Region { iface: *iface, memory: Arc::clone(memory) }
             }
             None if overlapping.is_empty() => KeepAlive::Caller,
             None => {
-                let all: Vec<Memory> =
+                let all: Vec<AnyMemory> =
                     overlapping.iter().map(|buffer| Arc::clone(&buffer.memory)).collect();
                 KeepAlive::Region { iface: None, memory: Arc::new(all) }
             }
@@ -129,7 +135,7 @@ mod tests {
 
     fn add(held: &HeldBuffers, page: u64, pages: u64) -> BufferId {
         let range = AddressRange::new(Address(page * PAGE), pages * PAGE).expect("no wrap");
-        held.add(range, IfaceKind::SYSTEM, Arc::new(()))
+        held.add(range, Some(IfaceKind::SYSTEM), Arc::new(()))
     }
 
     /// Returns the number of buffers that a search for one page visits.

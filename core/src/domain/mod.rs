@@ -6,12 +6,14 @@
 //! The files form layers, lower ones first. A file imports only from files before it, and
 //! `DomainInner` from this file:
 //!
-//! - `region_state`: the state behind a region; `region`: the handle
-//! - `growth`: how far registrations may grow
-//! - `attr`: requests; `validate`: their checks; `owner`: the owner of the memory; `prefault`
+//! - `prefault`; `terms`: the settings of a request, and the promise about its memory
+//! - `region_state`: the state behind a region; `region`: the handle; `region_slice`,
+//!   `region_view`: parts of it
+//! - `growth`: how far registrations may grow; `attr`: attributes of domains
+//! - `memory`: memory that regions hold; `host_memory`, `device_buffer`: the library's own kinds
+//! - `request`: requests and their checks; `owner`: the owner of the memory
 //! - `register`: one registration; `asynchronous`: the worker that runs it
-//! - `buffer`, `scope`, `multi`: registrations of owned and borrowed memory, and on several NICs
-//! - `many`: many views with one call
+//! - `typed_region`, `scope`, `batch`, `fabric`: the public registrations
 //! - `held`: the buffers that cached regions keep alive
 //! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`,
 //!   `local`: work on completions; `queue`: completion queues
@@ -19,25 +21,31 @@
 
 mod asynchronous;
 mod attr;
-mod buffer;
+mod batch;
 mod cached;
 mod cached_buffer;
+mod device_buffer;
 mod endpoint;
+pub mod fabric;
 mod grant;
 mod growth;
 mod held;
+mod host_memory;
 mod inbound;
 mod local;
-mod many;
-mod multi;
+mod memory;
 mod owner;
 mod prefault;
 mod queue;
 mod region;
+mod region_slice;
 mod region_state;
+mod region_view;
 mod register;
+mod request;
 mod scope;
-mod validate;
+mod terms;
+mod typed_region;
 mod window;
 
 use std::{
@@ -46,30 +54,32 @@ use std::{
 };
 
 pub use self::{
-    attr::{CacheAttr, DmaBufAttr, DomainAttr, MrAttr, Prefault},
-    buffer::{DeviceBuffer, OwnedBuffer, OwnedRegion, RegionSlice, VecParts},
+    attr::{CacheAttr, DomainAttr},
+    batch::{Batch, Regions},
     cached::{CachedRegion, RegionCache, RegionLookupHandle, Registrations, Watch},
     cached_buffer::CachedBuffer,
+    device_buffer::DeviceBuffer,
     endpoint::{Atomic, Endpoint},
     grant::{Grant, GrantKind},
     growth::Growth,
-    many::{BufferView, RegionView, RegionViews, RegisteredViews, View},
-    multi::{MultiRegion, OwnedMultiRegion, regattr_on, register_on},
-    prefault::prefault,
+    host_memory::{AnyBits, Items},
+    memory::{BorrowedDmaBuf, DmaBuf, KeptRaw, Memory, Place, Raw},
+    prefault::{Prefault, prefault},
     region::MemoryRegion,
+    region_slice::RegionSlice,
     region_state::RegionState,
-    scope::Scoped,
-    validate::os_page_sizes,
+    region_view::RegionView,
+    request::{Request, os_page_sizes},
+    scope::{Borrowed, Scoped},
+    terms::Promise,
+    typed_region::Region,
     window::{Type1Window, Type2Bind, Type2Kind, Type2Window},
 };
 
-use self::{
-    asynchronous::Worker, grant::SpareWindows, inbound::Inbound, queue::DomainQueue,
-    region_state::KeepAlive,
-};
+use self::{asynchronous::Worker, grant::SpareWindows, inbound::Inbound, queue::DomainQueue};
 use crate::{
-    Access, AddressRange, Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, Iova,
-    MrFlags, MrMode, ProcessMark, RawKey, Registry, Rejected, RemoteKey, Result,
+    Addressing, AuthKey, Decision, DomainBindFlags, Error, ErrorKind, Iova, MrFlags, MrMode,
+    ProcessMark, RawKey, Registry, Rejected, RemoteKey, Result,
     event_queue::EventQueue,
     path::{DirectPath, PathSelector},
     provider::{
@@ -123,7 +133,6 @@ pub(crate) struct DomainInner {
     spare_windows: SpareWindows,
 }
 
-#[allow(unsafe_code, reason = "registers memory by address")]
 impl Domain {
     /// Opens a domain on a NIC of `provider`, for memory of the ifaces of `registry`.
     ///
@@ -279,9 +288,8 @@ impl Domain {
     /// From now on a thread of the domain registers, and `queue` reports the result of each
     /// registration. The thread ends with the domain and its regions.
     ///
-    /// The following stay synchronous and cause no event: [`Domain::scope`],
-    /// [`Domain::scope_range`], [`Domain::reg_many`], [`Domain::register_many`], [`regattr_on`],
-    /// [`register_on`], [`MemoryRegion::grant`], and registrations by the cache.
+    /// The following stay synchronous and cause no event: [`Domain::scope`], [`Batch::register`],
+    /// [`MemoryRegion::grant`], and registrations by the cache.
     ///
     /// # Errors
     /// - [`ErrorKind::BadFlags`] unless `flags` is REG_MR.
@@ -297,224 +305,6 @@ impl Domain {
             Error::new(ErrorKind::BadState, "domain bind")
                 .remedy("open another domain for the second queue: this domain has one")
         })
-    }
-
-    /// Registers one range of raw addresses (`fi_mr_reg`).
-    ///
-    /// # Safety
-    /// The conditions of [`Domain::regattr`].
-    ///
-    /// # Errors
-    /// The errors of [`Domain::regattr`].
-    pub unsafe fn reg(
-        &self,
-        range: AddressRange,
-        access: Access,
-        requested_key: u64,
-        flags: MrFlags,
-    ) -> Result<MemoryRegion> {
-        let ranges = [range];
-        let attr = MrAttr { requested_key: Some(requested_key), ..MrAttr::new(&ranges, access) };
-        // SAFETY: the caller guarantees the conditions of `regattr`.
-        unsafe { self.regattr(&attr, flags) }.map_err(|error| error.of_call("reg"))
-    }
-
-    /// Registers several ranges as one region (`fi_mr_regv`).
-    ///
-    /// # Safety
-    /// The conditions of [`Domain::regattr`].
-    ///
-    /// # Errors
-    /// The errors of [`Domain::regattr`].
-    pub unsafe fn regv(
-        &self,
-        ranges: &[AddressRange],
-        access: Access,
-        requested_key: u64,
-        flags: MrFlags,
-    ) -> Result<MemoryRegion> {
-        // SAFETY: the caller guarantees the conditions of `regattr`.
-        unsafe { self.regattr(&MrAttr::new(ranges, access).key(requested_key), flags) }
-            .map_err(|error| error.of_call("regv"))
-    }
-
-    /// Registers memory by its raw addresses or its dma-buf (`fi_mr_regattr`).
-    ///
-    /// If an event queue is bound ([`Domain::bind`]), the call returns a pending region. A request
-    /// that breaks a rule of the domain's mode or a limit of the NIC is still an error of this call
-    /// and causes no event. A later failure is reported by an event.
-    ///
-    /// ```no_run
-    /// use hmem_core::{Access, AddressRange, Domain, MemoryRegion, MrAttr, MrFlags, Result};
-    ///
-    /// /// # Safety
-    /// /// The memory must stay mapped and otherwise unused until the region is closed.
-    /// unsafe fn expose(domain: &Domain, range: AddressRange) -> Result<MemoryRegion> {
-    ///     let ranges = [range];
-    ///     let attr = MrAttr::new(&ranges, Access::REMOTE_READ).key(42);
-    ///     // SAFETY: the caller keeps the memory.
-    ///     unsafe { domain.regattr(&attr, MrFlags::empty()) }
-    /// }
-    /// ```
-    ///
-    /// # Safety
-    /// Until the region is closed, the NIC and peers with the key may read the memory at any time,
-    /// and write it if `attr.access` has a right that lets the NIC write. The compiler does not see
-    /// these accesses. So these must hold until then:
-    ///
-    /// - No Rust reference exists that such an access would violate.
-    /// - The memory is not freed, unmapped or used for something else.
-    ///
-    /// A dropped region is closed only when its last sub-region, window and grant is gone. Safe
-    /// code can create these ([`MemoryRegion::sub`], [`Type1Window::bind`],
-    /// [`Type2Window::post_bind`], [`MemoryRegion::grant`]).
-    ///
-    /// # Errors
-    /// After an error nothing is registered. The most common kinds are:
-    ///
-    /// - [`ErrorKind::ZeroLength`], [`ErrorKind::TooManyRanges`], [`ErrorKind::TooLong`] for the
-    ///   ranges;
-    /// - [`ErrorKind::BadFlags`], [`ErrorKind::BadAccess`], [`ErrorKind::BadPageSize`],
-    ///   [`ErrorKind::ReservedOffset`], [`ErrorKind::ReservedHmemData`] for these attributes;
-    /// - [`ErrorKind::InvalidArgument`] for attributes that exclude each other, for an iface or
-    ///   device that does not own the memory, and for a base region of another domain;
-    /// - [`ErrorKind::OutOfBounds`] for a range outside the base region or the allocation;
-    /// - [`ErrorKind::AccessDenied`] for a sub-region with a right that lets the NIC write, if the
-    ///   base region has no such right;
-    /// - [`ErrorKind::BadState`] in a forked child, and for a base region that is not registered
-    ///   yet;
-    /// - [`ErrorKind::Unsupported`] for a sub-region, if the provider has none;
-    /// - [`ErrorKind::AddressWraps`] for a dma-buf that reaches beyond the address space;
-    /// - [`ErrorKind::NoKey`], [`ErrorKind::KeyRejected`] for the requested key;
-    /// - [`ErrorKind::BadAddress`] for memory without pages in ALLOCATED mode;
-    /// - [`ErrorKind::OutOfResources`], for example at the locked-memory limit;
-    /// - for device memory that the NIC cannot reach, the error of the last path, with the trace of
-    ///   all attempts ([`Error::trace`]).
-    #[inline]
-    pub unsafe fn regattr(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
-        self.inner.register(attr, flags, KeepAlive::Caller)
-    }
-
-    /// Registers like [`Domain::regattr`], and stores the region in `out` before the registration's
-    /// event can be read.
-    ///
-    /// # Safety
-    /// The conditions of [`Domain::regattr`].
-    ///
-    /// # Errors
-    /// The errors of [`Domain::regattr`], and [`ErrorKind::BadState`] if `out` already has a
-    /// region. After an error nothing is registered.
-    pub unsafe fn regattr_into(
-        &self,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-        out: &OnceLock<MemoryRegion>,
-    ) -> Result<()> {
-        let taken = || {
-            Error::new(ErrorKind::BadState, "regattr")
-                .context("out", "has a region")
-                .remedy("pass an empty OnceLock for the region")
-        };
-        if out.get().is_some() {
-            return Err(taken());
-        }
-        let (inner, keep) = (&self.inner, KeepAlive::Caller);
-        match inner.worker.get() {
-            None => out.set(inner.register_now(attr, flags, keep, None)?).map_err(|_| taken()),
-            Some(worker) => {
-                let (region, job) = worker.job(inner, attr, flags, keep)?;
-                out.set(region).map_err(|_| taken())?;
-                worker.submit(job);
-                Ok(())
-            }
-        }
-    }
-
-    /// Registers a buffer, which the region then owns. The call needs no `unsafe`.
-    ///
-    /// [`OwnedRegion::close`] returns the buffer. While the buffer is registered, its bytes are
-    /// accessible through [`OwnedRegion::read`] and [`OwnedRegion::write`]. [`Domain`] has an
-    /// example.
-    ///
-    /// # Errors
-    /// The errors of [`Domain::regattr`]. The error returns the buffer.
-    pub fn register<B: OwnedBuffer>(
-        &self,
-        buffer: B,
-        access: Access,
-    ) -> Result<OwnedRegion<B>, Rejected<B>> {
-        let attr = MrAttr::new(&[], access);
-        OwnedRegion::register(&self.inner, buffer, &attr, MrFlags::empty(), "register")
-    }
-
-    /// Registers like [`Domain::register`], with all attributes of a request.
-    ///
-    /// The ranges are those of the buffer: `attr.ranges` is ignored.
-    ///
-    /// # Errors
-    /// The errors of [`Domain::regattr`], and [`ErrorKind::InvalidArgument`] for attributes with a
-    /// base region or a dma-buf. The error returns the buffer.
-    pub fn register_with<B: OwnedBuffer>(
-        &self,
-        buffer: B,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-    ) -> Result<OwnedRegion<B>, Rejected<B>> {
-        OwnedRegion::register(&self.inner, buffer, attr, flags, "register_with")
-    }
-
-    /// Registers borrowed memory while `body` runs.
-    ///
-    /// The region is closed before this returns, even if `body` panics.
-    ///
-    /// ```no_run
-    /// use hmem_core::{Access, Domain, RemoteKey, Result};
-    ///
-    /// /// `serve` sends the key to a peer and waits until the peer is done.
-    /// fn receive(domain: &Domain, serve: impl Fn(&RemoteKey)) -> Result<[u8; 64]> {
-    ///     let mut bytes = [0; 64];
-    ///     domain.scope(&mut bytes, Access::REMOTE_WRITE, |region| {
-    ///         region.key().map(|key| serve(&key))
-    ///     })??;
-    ///     Ok(bytes)
-    /// }
-    /// ```
-    ///
-    /// # Aborts
-    /// The process is aborted if the provider cannot close the region, or panics while it
-    /// registers. Otherwise the borrow would end while peers can still write to the memory.
-    ///
-    /// # Errors
-    /// The errors of [`Domain::regattr`], and [`ErrorKind::BadState`] in ENDPOINT mode. After an
-    /// error `body` has not run.
-    pub fn scope<R>(
-        &self,
-        bytes: &mut [u8],
-        access: Access,
-        body: impl FnOnce(&Scoped<'_>) -> R,
-    ) -> Result<R> {
-        scope::run(&self.inner, bytes, access, body).map_err(|error| error.of_call("scope"))
-    }
-
-    /// Registers memory of any iface by its addresses while `body` runs, like [`Domain::scope`].
-    ///
-    /// # Safety
-    /// These conditions must hold while `body` runs:
-    ///
-    /// - The range stays allocated and is not used for something else.
-    /// - No Rust reference to the range exists, even if `access` has no right to write: safe code
-    ///   in `body` may post transfers of this domain that write to the range.
-    ///
-    /// # Errors
-    /// The errors of [`Domain::scope`].
-    pub unsafe fn scope_range<R>(
-        &self,
-        range: AddressRange,
-        access: Access,
-        body: impl FnOnce(&Scoped<'_>) -> R,
-    ) -> Result<R> {
-        scope::run_over(&self.inner, range, false, access, body)
-            .map_err(|error| error.of_call("scope_range"))
     }
 
     /// Maps a peer's raw key, so that transfers of this domain can use it (`fi_mr_map_raw`).
@@ -611,7 +401,7 @@ impl Domain {
     ///
     /// In LOCAL mode a transfer needs a descriptor for all its local memory, and in HMEM mode for
     /// its local device memory. If the domain has a cache, the descriptor may be left out: the
-    /// endpoint registers the memory through the cache, like [`RegionCache::get_or_register`], and
+    /// endpoint registers the memory through the cache, like [`RegionCache::get`], and
     /// holds the lease until the completion is read or the endpoint is closed. This does not work
     /// in ENDPOINT mode, because a region must be bound to an endpoint there before use. It does
     /// not work without [`DomainAttr::driver_calls_in_transfers`] either.

@@ -6,7 +6,7 @@
 
 use smallvec::SmallVec;
 
-use super::{DomainInner, MrAttr, region_state::RegionInner};
+use super::{DomainInner, region_state::RegionInner, terms::Terms};
 use crate::{
     AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, MrFlags,
     Registry, Result, registry::AddressOwner,
@@ -62,11 +62,12 @@ impl Claim {
     /// Returns the claim of a request. Drops the fields that `fi_mr(3)` ignores: the iface in a
     /// domain without `hmem`; the device without an iface, with the system iface and with
     /// HMEM_HOST_ALLOC.
-    fn of(attr: &MrAttr<'_>, flags: MrFlags, hmem: bool) -> Self {
-        let iface = attr.iface.filter(|_| hmem);
+    fn of(terms: &Terms<'_>, hmem: bool) -> Self {
+        let flags = terms.flags;
+        let iface = terms.iface.filter(|_| hmem);
         let has_device = iface.is_some_and(|iface| iface != IfaceKind::SYSTEM)
             && !flags.contains(MrFlags::HMEM_HOST_ALLOC);
-        Self { iface, device: attr.device.filter(|_| has_device), flags: flags & HMEM_FLAGS }
+        Self { iface, device: terms.device.filter(|_| has_device), flags: flags & HMEM_FLAGS }
     }
 
     fn is_empty(&self) -> bool {
@@ -179,10 +180,9 @@ impl DomainInner {
     pub(super) fn dma_buf_device(
         &self,
         range: AddressRange,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
+        terms: &Terms<'_>,
     ) -> Result<Option<DeviceId>> {
-        let claim = Claim::of(attr, flags, self.attr.hmem);
+        let claim = Claim::of(terms, self.attr.hmem);
         let iface = claim.iface.unwrap_or(IfaceKind::SYSTEM);
         let kind = (iface == IfaceKind::SYSTEM).then_some(AllocationKind::System);
         let known = Known { iface, device: None, kind };
@@ -198,10 +198,9 @@ impl DomainInner {
         &self,
         base: &RegionInner,
         range: AddressRange,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
+        terms: &Terms<'_>,
     ) -> Result<()> {
-        let claim = Claim::of(attr, flags, self.attr.hmem);
+        let claim = Claim::of(terms, self.attr.hmem);
         if claim.is_empty() {
             return Ok(());
         }
@@ -235,12 +234,11 @@ impl DomainInner {
     pub(super) fn owner(
         &self,
         ranges: &[AddressRange],
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
+        terms: &Terms<'_>,
         allocations: &mut Allocations,
     ) -> Result<IfaceKind> {
         let of_call = |error: &Error| error.clone().of_call("regattr");
-        let claim = Claim::of(attr, flags, self.attr.hmem);
+        let claim = Claim::of(terms, self.attr.hmem);
         // The owner is borrowed for speed. A move would be a wide load right after narrow stores,
         // which stalls the processor.
         let owner = self.registry.owner_of_range(ranges[0]);

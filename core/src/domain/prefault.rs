@@ -6,6 +6,7 @@
 
 use std::{
     ffi::c_void,
+    fmt,
     num::NonZero,
     sync::atomic::{AtomicU64, Ordering},
 };
@@ -15,11 +16,27 @@ use rustix::{
     mm::{Advice, madvise},
 };
 
-use super::attr::Prefault;
-use crate::{AddressRange, Error, Result};
+use crate::{AddressRange, Error, Result, registration::Progress};
 
 const CHUNK: u64 = 16 << 20;
 const PARALLEL_FROM: u64 = 64 << 20;
+
+/// The settings for populating pages before they are registered.
+#[derive(Clone, Copy)]
+pub struct Prefault<'a> {
+    /// The number of threads. 0 means one per CPU. Ranges under 64 MiB use one thread, and longer
+    /// ranges at most one thread per 16 MiB.
+    pub threads: usize,
+    /// A progress callback. Any of the threads may call it, after each part of the range.
+    /// Asynchronous registrations ([`Domain::bind`](crate::Domain::bind)) do not call it.
+    pub progress: Option<Progress<'a>>,
+}
+
+impl fmt::Debug for Prefault<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prefault").field("threads", &self.threads).finish_non_exhaustive()
+    }
+}
 
 /// Populates the pages of a range of host memory, so that registering it is fast.
 ///

@@ -11,7 +11,7 @@ use crate::{
     counter::Counter,
     domain::region_state::{RegionInner, RegionState},
     event_queue::RegionId,
-    provider::{Features, ProviderRegion},
+    provider::{Features, ProviderDomain, ProviderRegion},
 };
 
 /// A registered memory region (`fid_mr`).
@@ -100,6 +100,13 @@ impl MemoryRegion {
         Ok(registration.decision.as_ref().unwrap_or(&self.inner.domain.plain_host))
     }
 
+    /// Returns the provider's own domain, which can be downcast like
+    /// [`Domain::provider_domain`](super::Domain::provider_domain).
+    #[must_use]
+    pub fn provider_domain(&self) -> &dyn ProviderDomain {
+        &**self.inner.domain.provider()
+    }
+
     /// Returns the provider's own handle, for functions that only this provider has.
     ///
     /// # Errors
@@ -136,20 +143,34 @@ impl MemoryRegion {
         if self.inner.domain.effective().contains(MrMode::RAW) {
             return Err(unavailable("in RAW mode use raw_attr here and map_raw at the peer"));
         }
-        let single = || {
-            RemoteKey::new(self.inner.domain.addressing(), self.base_addr(), self.len(), region.key)
-        };
-        let composite = match self.inner.domain.provider().composite_keys() {
-            Some(keys) => keys.remote_key(region)?,
-            None => None,
-        };
-        Ok(composite.unwrap_or_else(single))
+        let single =
+            || RemoteKey::new(self.inner.domain.addressing(), self.start(), self.len(), region.key);
+        Ok(self.composite_key(region)?.unwrap_or_else(single))
+    }
+
+    /// Returns the remote key that the provider makes for the region. `None` if the key is the
+    /// single number of its handle.
+    fn composite_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>> {
+        match self.inner.domain.provider().composite_keys() {
+            Some(keys) => keys.remote_key(region),
+            None => Ok(None),
+        }
     }
 
     /// Returns the address at which peers access the first byte: the virtual address in VIRT_ADDR
-    /// mode, and 0 otherwise.
+    /// mode, and 0 otherwise. Settings of a provider may choose another address
+    /// ([`Request::extension`](super::Request::extension)).
     #[must_use]
     pub fn base_addr(&self) -> Iova {
+        let composite = self.inner.registered().map(|region| self.composite_key(region));
+        match composite {
+            Some(Ok(Some(key))) => key.base(),
+            _ => self.start(),
+        }
+    }
+
+    /// Returns the address of the first byte as the domain's mode has it.
+    fn start(&self) -> Iova {
         match self.inner.domain.addressing() {
             crate::Addressing::ZeroBased => Iova(0),
             crate::Addressing::Virtual => Iova(self.inner.range.start().0),

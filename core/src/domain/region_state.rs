@@ -14,7 +14,10 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use super::DomainInner;
+use super::{
+    DomainInner,
+    terms::{Promise, Terms},
+};
 use crate::{
     Access, AddressRange, Decision, Error, ErrorKind, IfaceKind, MrFlags, Result, counter::Counter,
     event_queue::RegionId, path::PathRegistration, provider::ProviderRegion,
@@ -58,8 +61,8 @@ impl RegionState {
 pub(super) enum KeepAlive {
     /// The caller of an unsafe function guarantees that the memory stays allocated.
     Caller,
-    /// A [`Domain::scope`](super::Domain::scope) call borrows the memory, which is host memory.
-    Scope,
+    /// A [`Domain::scope`](super::Domain::scope) call borrows the memory of this iface.
+    Scope(IfaceKind),
     /// The region owns the memory, possibly together with other regions.
     Region {
         /// The iface that the buffer reports for the memory. `None` if the region owns only a part
@@ -76,7 +79,7 @@ impl KeepAlive {
     pub(super) fn iface(&self) -> Option<IfaceKind> {
         match self {
             Self::Caller => None,
-            Self::Scope => Some(IfaceKind::SYSTEM),
+            Self::Scope(iface) => Some(*iface),
             Self::Region { iface, .. } => *iface,
         }
     }
@@ -92,6 +95,8 @@ pub(crate) struct RegionInner {
     pub(super) range: AddressRange,
     pub(super) access: Access,
     pub(super) flags: MrFlags,
+    /// True if the memory is promised for reading only, so that no transfer may write to it.
+    read_only: bool,
     pub(super) context: u64,
     pub(super) rare: Option<Box<Rare>>,
     pub(super) bindings: OnceLock<Box<Bindings>>,
@@ -215,12 +220,12 @@ impl RegionInner {
     pub(super) fn new(
         domain: &Arc<DomainInner>,
         range: AddressRange,
-        access: Access,
-        flags: MrFlags,
-        context: u64,
+        terms: &Terms<'_>,
+        promise: Promise,
         rare: Option<Box<Rare>>,
         registered: Option<PathRegistration>,
     ) -> Arc<Self> {
+        let Terms { access, flags, context, .. } = *terms;
         let state =
             if registered.is_some() { domain.first_state(flags) } else { RegionState::Pending };
         Arc::new(Self {
@@ -229,6 +234,7 @@ impl RegionInner {
             range,
             access,
             flags,
+            read_only: promise == Promise::ReadOnly,
             context,
             rare,
             bindings: OnceLock::new(),
@@ -244,6 +250,11 @@ impl RegionInner {
 
     pub(crate) fn domain(&self) -> &Arc<DomainInner> {
         &self.domain
+    }
+
+    /// Returns true if the memory is promised for reading only.
+    pub(super) fn is_read_only(&self) -> bool {
+        self.read_only
     }
 
     pub(super) fn flags(&self) -> MrFlags {
@@ -270,9 +281,9 @@ impl RegionInner {
         self.rare.as_ref().map_or(0, |rare| rare.page_size)
     }
 
-    /// Returns the iface of the buffer that the region owns, or `None` for other memory.
-    pub(super) fn owned(&self) -> Option<IfaceKind> {
-        self.rare.as_ref()?.keep.lock().iface()
+    /// Returns another reference to the guarantee that keeps the memory allocated.
+    pub(super) fn keep(&self) -> KeepAlive {
+        self.rare.as_ref().map_or(KeepAlive::Caller, |rare| rare.keep.lock().clone())
     }
 
     fn asynchronous(&self) -> Option<&Asynchronous> {

@@ -12,15 +12,15 @@ use smallvec::SmallVec;
 
 use super::{
     DomainInner,
-    attr::{DmaBufAttr, MrAttr},
     owner::Allocations,
     prefault,
     region::MemoryRegion,
     region_state::{Asynchronous, Dependent, KeepAlive, Rare, RegionInner},
-    validate::{self, Ranges},
+    request::{Checked, RegionRequest, Source},
+    terms::Terms,
 };
 use crate::{
-    Access, AddressRange, Allocation, Error, ErrorKind, IfaceKind, MrFlags, MrMode, Result,
+    Access, AddressRange, Allocation, Error, ErrorKind, IfaceKind, MrMode, Result,
     event_queue::RegionId,
     path::{PathRegistration, Target},
     provider::{Backing, Features, Piece},
@@ -30,7 +30,7 @@ use crate::{
 
 /// A guard that leaks the memory if its registration panics, because the NIC may have registered
 /// the memory.
-pub(super) struct LeakOnPanic<'a>(pub(super) &'a KeepAlive);
+struct LeakOnPanic<'a>(&'a KeepAlive);
 
 impl Drop for LeakOnPanic<'_> {
     fn drop(&mut self) {
@@ -42,16 +42,11 @@ impl DomainInner {
     /// Registers memory during the call, or queues a job for the domain's worker if the domain is
     /// bound to an event queue.
     #[inline]
-    pub(super) fn register(
-        self: &Arc<Self>,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-        keep: KeepAlive,
-    ) -> Result<MemoryRegion> {
+    pub(super) fn register(self: &Arc<Self>, request: &RegionRequest<'_>) -> Result<MemoryRegion> {
         match self.worker.get() {
-            None => self.register_now(attr, flags, keep, None),
+            None => self.register_now(request, None),
             Some(worker) => {
-                let (region, job) = worker.job(self, attr, flags, keep)?;
+                let (region, job) = worker.job(self, request)?;
                 worker.submit(job);
                 Ok(region)
             }
@@ -63,48 +58,18 @@ impl DomainInner {
     #[inline]
     pub(super) fn register_now(
         self: &Arc<Self>,
-        attr: &MrAttr<'_>,
-        flags: MrFlags,
-        keep: KeepAlive,
+        request: &RegionRequest<'_>,
         owner: Option<&AddressOwner>,
     ) -> Result<MemoryRegion> {
-        let ranges = self.check(attr, flags)?;
-        let owned = keep.iface();
-        let leak = LeakOnPanic(&keep);
+        let checked = self.check(request)?;
         // The region is created as soon as the provider returns, so that an error or a panic after
         // that closes it.
         let mut region = None;
-        let registered =
-            register_on_nics(&[self], &ranges, attr, flags, owned, owner, &mut |done| {
-                let made = new_region(self, &ranges, attr, flags, &keep, Ok(done));
-                region = Some(MemoryRegion::new(made));
-            });
-        std::mem::forget(leak);
-        registered?;
+        register_regions(&[self], &checked, owner, &mut |made| region = Some(made))?;
         region.ok_or_else(|| {
             Error::new(ErrorKind::Driver, "regattr")
                 .context("why", "the path selector returned no region")
         })
-    }
-
-    /// Validates a request, and returns the ranges to register.
-    #[inline]
-    pub(super) fn check<'a>(&self, attr: &MrAttr<'a>, flags: MrFlags) -> Result<Ranges<'a>> {
-        self.process.check("regattr")?;
-        validate::check(attr, flags, self.effective, &self.provider_attr)
-            .and_then(|ranges| {
-                attr.base.map_or(Ok(()), |base| self.check_base(base, attr)).map(|()| ranges)
-            })
-            .inspect_err(|error| tracing::debug!(%error, "registration refused"))
-    }
-
-    fn check_base(&self, base: &MemoryRegion, attr: &MrAttr<'_>) -> Result<()> {
-        if !std::ptr::eq(Arc::as_ptr(base.inner().domain()), self) {
-            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
-                .context("base", base.range())
-                .remedy("pass a base that is registered in the same domain"));
-        }
-        validate::check_base(base, attr)
     }
 
     /// Resolves the owner of the memory, and populates host pages if the request asks for that.
@@ -112,46 +77,50 @@ impl DomainInner {
     /// holds the allocations to which the result refers.
     fn resolve<'a>(
         &'a self,
-        ranges: &[AddressRange],
-        attr: &MrAttr<'a>,
-        flags: MrFlags,
-        owned: Option<IfaceKind>,
+        checked: &Checked<'a>,
         owner: Option<&AddressOwner>,
         allocations: &'a mut Allocations,
     ) -> Result<Memory<'a>> {
-        if let Some(base) = attr.base {
-            let (Some(region), Some(offset)) =
-                (base.inner().registered(), base.inner().offset_of(ranges[0]))
-            else {
-                return Err(
-                    Error::new(ErrorKind::BadState, "regattr").context("base", base.range())
-                );
-            };
-            self.check_part(base.inner(), ranges[0], attr, flags)?;
-            return Ok(Memory::Part { base: region, offset });
-        }
-        if let Some(DmaBufAttr { fd, offset, .. }) = attr.dma_buf {
-            let device = self.dma_buf_device(ranges[0], attr, flags)?;
-            let named = attr.iface.filter(|_| self.attr.hmem);
-            let iface = named.map(|named| self.registry.get(named)).transpose()?;
-            return Ok(Memory::DmaBuf { fd, offset, iface, device });
+        let Checked { request: &RegionRequest { source, ref keep, terms, .. }, ref ranges } =
+            *checked;
+        match source {
+            Source::Part { base, range } => {
+                let (Some(region), Some(offset)) =
+                    (base.inner().registered(), base.inner().offset_of(range))
+                else {
+                    return Err(
+                        Error::new(ErrorKind::BadState, "regattr").context("base", base.range())
+                    );
+                };
+                self.check_part(base.inner(), range, terms)?;
+                return Ok(Memory::Part { base: region, offset });
+            }
+            Source::DmaBuf(buffer) => {
+                let device = self.dma_buf_device(ranges[0], terms)?;
+                let named = terms.iface.filter(|_| self.attr.hmem);
+                let iface = named.map(|named| self.registry.get(named)).transpose()?;
+                let (fd, offset) = (buffer.fd, buffer.offset);
+                return Ok(Memory::DmaBuf { fd, offset, iface, device });
+            }
+            Source::Ranges(_) => {}
         }
         let owner = match owner {
             Some(owner) => {
                 allocations.extend(owner.allocation);
                 owner.iface
             }
-            None => self.owner(ranges, attr, flags, allocations)?,
+            None => self.owner(ranges, terms, allocations)?,
         };
+        let owned = keep.iface();
         check_owner(&self.registry, ranges[0], owned, owner)?;
         let owned = owned.is_some();
         if owner != IfaceKind::SYSTEM {
             let iface = self.registry.get(owner)?;
             return Ok(Memory::Device { iface, allocations, owned });
         }
-        if let Some(prefault) = &attr.prefault {
-            for range in ranges {
-                prefault::prefault(*range, attr.access.nic_writes(), prefault)?;
+        if let Some(prefault) = &terms.prefault {
+            for range in &**ranges {
+                prefault::prefault(*range, terms.access.nic_writes(), prefault)?;
             }
         }
         Ok(Memory::Host { owned })
@@ -162,56 +131,73 @@ impl DomainInner {
         &'a self,
         ranges: &'a [AddressRange],
         memory: Memory<'a>,
-        attr: &'a MrAttr<'_>,
-        flags: MrFlags,
+        terms: &'a Terms<'_>,
     ) -> Registration<'a> {
         match memory {
             Memory::Device { allocations, .. } => {
                 let Allocation { iface, device, .. } = allocations[0];
-                self.inbound.note(iface, device, attr.access);
+                self.inbound.note(iface, device, terms.access);
             }
             Memory::DmaBuf { iface: Some(iface), device, .. } => {
-                self.inbound.note(iface.kind(), device, attr.access);
+                self.inbound.note(iface.kind(), device, terms.access);
             }
             Memory::DmaBuf { iface: None, .. } | Memory::Host { .. } | Memory::Part { .. } => {}
         }
         Registration {
             ranges,
             memory,
-            access: attr.access,
-            flags,
-            key: match attr.requested_key {
+            access: terms.access,
+            flags: terms.flags,
+            key: match terms.key {
                 Some(key) if !self.effective.contains(MrMode::PROV_KEY) => {
                     KeyRequest::Application(key)
                 }
                 _ => KeyRequest::Provider,
             },
-            auth_key: self.auth_key(attr.auth_key),
+            auth_key: self.auth_key(terms.auth_key.as_deref()),
             addressing: self.addressing(),
-            page_size: attr.page_size,
-            enabled: self.starts_enabled(flags),
-            parallel: attr.parallel.as_ref(),
+            page_size: terms.page_size,
+            enabled: self.starts_enabled(terms.flags),
+            parallel: terms.parallel.as_ref(),
             policy: self.attr.p2p,
             direct_paths: self.attr.direct_paths.as_deref(),
-            ordering: attr.ordering.unwrap_or(self.attr.ordering),
+            ordering: terms.ordering.unwrap_or(self.attr.ordering),
             driver_calls_in_transfers: self.attr.driver_calls_in_transfers,
+            extension: terms.extension.as_deref().map(|settings| settings as _),
         }
     }
 }
 
-/// Registers the same memory with the NIC of each domain.
+/// Registers the same memory with the NIC of each domain, and creates the regions.
 ///
 /// `done` receives the regions in the order of the domains. If a NIC fails, `done` has received the
-/// regions of the NICs before it. The caller must have checked the request for every domain.
+/// regions of the NICs before it. The caller must have checked the request for every domain. If the
+/// registration panics, the memory of the request is leaked.
+pub(super) fn register_regions(
+    domains: &[&Arc<DomainInner>],
+    checked: &Checked<'_>,
+    owner: Option<&AddressOwner>,
+    done: &mut dyn FnMut(MemoryRegion),
+) -> Result<()> {
+    let leak = LeakOnPanic(&checked.request.keep);
+    let mut left = domains.iter();
+    let registered = register_on_nics(domains, checked, owner, &mut |registered| {
+        let domain = left.next().expect("one region for each domain");
+        done(MemoryRegion::new(new_region(domain, checked, Ok(registered))));
+    });
+    std::mem::forget(leak);
+    registered
+}
+
+/// Registers the same memory with the NIC of each domain.
 ///
-/// `owned` is the iface of the memory if a region owns the memory or a scope borrows it, and `None`
-/// otherwise. `owner` is the owner of the memory, if the caller has resolved it already.
+/// `done` receives the registrations in the order of the domains. If a NIC fails, `done` has
+/// received those of the NICs before it. The caller must have checked the request for every domain.
+///
+/// `owner` is the owner of the memory, if the caller has resolved it already.
 pub(super) fn register_on_nics(
     domains: &[&Arc<DomainInner>],
-    ranges: &[AddressRange],
-    attr: &MrAttr<'_>,
-    flags: MrFlags,
-    owned: Option<IfaceKind>,
+    checked: &Checked<'_>,
     owner: Option<&AddressOwner>,
     done: &mut dyn FnMut(PathRegistration),
 ) -> Result<()> {
@@ -220,9 +206,9 @@ pub(super) fn register_on_nics(
         "register",
         nic = %first.provider_attr.nic,
         nics = domains.len(),
-        range = %ranges[0],
-        ranges = ranges.len(),
-        access = %attr.access,
+        range = %checked.ranges[0],
+        ranges = checked.ranges.len(),
+        access = %checked.request.terms.access,
     );
     let _entered = span.enter();
     let mut done = |region: PathRegistration| {
@@ -233,25 +219,26 @@ pub(super) fn register_on_nics(
     };
     let mut allocations = Allocations::new();
     // The memory is borrowed for speed, as in `DomainInner::owner`.
-    let memory = first.resolve(ranges, attr, flags, owned, owner, &mut allocations);
+    let memory = first.resolve(checked, owner, &mut allocations);
     (memory.as_ref().map_err(Error::clone))
-        .and_then(|memory| register_memory(domains, ranges, memory, attr, flags, &mut done))
+        .and_then(|memory| register_memory(domains, checked, memory, &mut done))
         .inspect_err(|error| tracing::debug!(%error, "registration refused"))
 }
 
 /// Registers `memory`, which was resolved before, with the NIC of each domain.
 fn register_memory(
     domains: &[&Arc<DomainInner>],
-    ranges: &[AddressRange],
+    checked: &Checked<'_>,
     memory: &Memory<'_>,
-    attr: &MrAttr<'_>,
-    flags: MrFlags,
     done: &mut dyn FnMut(PathRegistration),
 ) -> Result<()> {
     let first = domains[0];
+    let ranges = &*checked.ranges;
+    let terms = checked.request.terms;
     match *memory {
         Memory::Part { base, offset } => {
             let len = ranges[0].len();
+            let registration = first.registration(ranges, *memory, terms);
             let sub_regions = first.provider.sub_regions().ok_or_else(|| {
                 first.missing(
                     Features::SUB_REGIONS,
@@ -260,9 +247,8 @@ fn register_memory(
                     "this provider has no keys for part of a region: register the part by itself",
                 )
             })?;
-            let registration = first.registration(ranges, *memory, attr, flags);
             let region = sub_regions.register_sub(base, &registration, offset, len)?;
-            let decision = attr.base.and_then(|base| base.inner().recorded_decision());
+            let decision = checked.request.base().and_then(|base| base.inner().recorded_decision());
             done(PathRegistration { region, decision });
         }
         Memory::Host { owned } => {
@@ -278,7 +264,7 @@ fn register_memory(
                 &several
             };
             for domain in domains {
-                let registration = domain.registration(ranges, Memory::Host { owned }, attr, flags);
+                let registration = domain.registration(ranges, Memory::Host { owned }, terms);
                 // SAFETY: either the caller of an unsafe function guarantees that the memory may be
                 // registered. Or the region owns the memory, or a scope borrows it; then `owned` is
                 // set, and the memory stays allocated until the region is deregistered.
@@ -287,10 +273,8 @@ fn register_memory(
             }
         }
         Memory::Device { .. } | Memory::DmaBuf { .. } => {
-            let registrations: SmallVec<[Registration<'_>; 1]> = domains
-                .iter()
-                .map(|domain| domain.registration(ranges, *memory, attr, flags))
-                .collect();
+            let registrations: SmallVec<[Registration<'_>; 1]> =
+                domains.iter().map(|domain| domain.registration(ranges, *memory, terms)).collect();
             let targets: SmallVec<[Target<'_>; 1]> = domains
                 .iter()
                 .zip(&registrations)
@@ -333,18 +317,18 @@ fn check_owner(
 #[inline]
 pub(super) fn new_region(
     domain: &Arc<DomainInner>,
-    ranges: &[AddressRange],
-    attr: &MrAttr<'_>,
-    flags: MrFlags,
-    keep: &KeepAlive,
+    checked: &Checked<'_>,
     registered: Result<PathRegistration, RegionId>,
 ) -> Arc<RegionInner> {
+    let Checked { request, ranges } = checked;
+    let RegionRequest { ref keep, terms, promise, .. } = **request;
     let id = registered.as_ref().err().copied();
+    let base = request.base();
     let owned = matches!(keep, KeepAlive::Region { .. });
-    let is_rare = ranges.len() > 1 || attr.base.is_some() || owned || id.is_some();
-    let rare = (is_rare || attr.page_size != 0).then(|| {
-        let parent = attr.base.map(|base| Dependent::of(base.inner()));
-        let page_size = parent.as_ref().map_or(attr.page_size, |parent| parent.page_size());
+    let is_rare = ranges.len() > 1 || base.is_some() || owned || id.is_some();
+    let rare = (is_rare || terms.page_size != 0).then(|| {
+        let parent = base.map(|base| Dependent::of(base.inner()));
+        let page_size = parent.as_ref().map_or(terms.page_size, |parent| parent.page_size());
         Box::new(Rare {
             ranges: if ranges.len() > 1 { ranges.to_vec() } else { Vec::new() },
             parent,
@@ -353,8 +337,7 @@ pub(super) fn new_region(
             asynchronous: id.map(Asynchronous::new),
         })
     });
-    let MrAttr { access, context, .. } = *attr;
-    RegionInner::new(domain, ranges[0], access, flags, context, rare, registered.ok())
+    RegionInner::new(domain, ranges[0], terms, promise, rare, registered.ok())
 }
 
 impl MemoryRegion {
@@ -362,8 +345,7 @@ impl MemoryRegion {
     /// queue is bound ([`Domain::bind`](super::Domain::bind)), the result is a pending region.
     ///
     /// The NIC enforces the bounds and the rights. The part inherits iface, device and page size,
-    /// pins no memory, and keeps this region registered. It has the write ordering of the domain:
-    /// [`MrAttr::base`] with [`MrAttr::ordering`] requests another.
+    /// pins no memory, and keeps this region registered. It has the write ordering of the domain.
     ///
     /// ```no_run
     /// use hmem_core::{Access, MemoryRegion, RemoteKey, Result};
@@ -378,7 +360,7 @@ impl MemoryRegion {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`Domain::regattr`](super::Domain::regattr). The most common kinds are:
+    /// The errors of [`Domain::register`](super::Domain::register). The most common kinds are:
     ///
     /// - [`ErrorKind::BadState`] if this region is not registered yet, and in a forked child.
     /// - [`ErrorKind::ZeroLength`] for an empty range.
@@ -393,12 +375,10 @@ impl MemoryRegion {
         access: Access,
         requested_key: impl Into<Option<u64>>,
     ) -> Result<Self> {
-        let ranges = [range];
-        let requested_key = requested_key.into();
-        let attr = MrAttr { base: Some(self), requested_key, ..MrAttr::new(&ranges, access) };
+        let terms = Terms { key: requested_key.into(), ..Terms::new(access) };
         self.inner()
             .domain
-            .register(&attr, MrFlags::empty(), KeepAlive::Caller)
+            .register(&RegionRequest::part(self, range, &terms))
             .map_err(|error| error.of_call("sub"))
     }
 }

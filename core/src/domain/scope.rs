@@ -4,21 +4,86 @@
 //! registered after the borrow ended. A closure that only gets a reference cannot forget the
 //! region.
 
-#![allow(unsafe_code, reason = "registers memory that outlives a closure, and copies its bytes")]
+#![allow(unsafe_code, reason = "borrowed memory by its addresses, and copies of its bytes")]
 
 use std::sync::Arc;
 
-use super::{DomainInner, MemoryRegion, MrAttr, buffer::RegionSlice, region_state::KeepAlive};
-use crate::{
-    Access, Address, AddressRange, Decision, Error, ErrorKind, MrFlags, MrMode, RemoteKey, Result,
+use super::{
+    Domain,
+    device_buffer::DeviceBuffer,
+    memory::{Memory, Place, Raw},
+    region::MemoryRegion,
+    region_slice::RegionSlice,
+    region_state::KeepAlive,
+    request::{RegionRequest, Source},
+    terms::Terms,
 };
+use crate::{Access, Address, AddressRange, Decision, Error, ErrorKind, MrMode, RemoteKey, Result};
 
-/// The region of borrowed memory in the closure of [`Domain::scope`](super::Domain::scope).
+/// Memory that [`Domain::scope`] registers while a closure runs.
+///
+/// Implemented for mutable slices, arrays and vectors of bytes, for shared slices of bytes, which
+/// NICs only read, for a [`DeviceBuffer`], and for a [`Raw`].
+///
+/// # Safety
+/// While the value lives, its place must be valid memory, and no Rust reference may exist that an
+/// access of a NIC would violate, other than the value itself.
+pub unsafe trait Borrowed {
+    /// Returns the location of the memory.
+    fn place(&mut self) -> Place<'_>;
+}
+
+fn writable(bytes: &mut [u8]) -> Place<'static> {
+    let start = Address::of_ptr(bytes.as_mut_ptr());
+    let range = AddressRange::new(start, bytes.len() as u64)
+        .unwrap_or_else(|_| AddressRange::of::<u8>(&[]));
+    Place::Host { range, writable: true }
+}
+
+macro_rules! borrowed_bytes {
+    ($($bytes:ty $(, $n:ident)?;)+) => {$(
+        // SAFETY: the mutable reference lends its bytes to the place while it lives.
+        unsafe impl $(<const $n: usize>)? Borrowed for &mut $bytes {
+            fn place(&mut self) -> Place<'_> {
+                writable(&mut self[..])
+            }
+        }
+    )+};
+}
+
+borrowed_bytes! {
+    [u8];
+    [u8; N], N;
+    Vec<u8>;
+}
+
+// SAFETY: nobody writes to the bytes while the shared reference lives, and NICs only read them.
+unsafe impl Borrowed for &[u8] {
+    fn place(&mut self) -> Place<'_> {
+        Place::Host { range: AddressRange::of(self), writable: false }
+    }
+}
+
+// SAFETY: the allocation lives as long as the reference. No references into it exist, since
+// addresses of an iface are not pointers.
+unsafe impl Borrowed for &DeviceBuffer {
+    fn place(&mut self) -> Place<'_> {
+        DeviceBuffer::place(self)
+    }
+}
+
+// SAFETY: the promise of `Raw::new` covers the place.
+unsafe impl Borrowed for Raw {
+    fn place(&mut self) -> Place<'_> {
+        <Self as Memory>::place(self)
+    }
+}
+
+/// The region of borrowed memory in the closure of [`Domain::scope`].
 #[derive(Debug)]
 pub struct Scoped<'a> {
     region: &'a MemoryRegion,
-    /// True if the memory is host memory, which the CPU can access.
-    host: bool,
+    place: Place<'a>,
 }
 
 impl Scoped<'_> {
@@ -58,34 +123,22 @@ impl Scoped<'_> {
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the region.
-    /// - [`ErrorKind::Unsupported`] for the memory of
-    ///   [`Domain::scope_range`](super::Domain::scope_range). Copy through the owner of the memory
-    ///   instead.
+    /// - [`ErrorKind::Unsupported`] for the memory of a [`Raw`]. Copy through the owner of the
+    ///   memory instead.
+    /// - The error of the device that the memory belongs to.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        let slice = self.host_slice(offset, into.len())?;
-        // SAFETY: the slice lies in the region, and the scope borrows the region's memory.
-        unsafe { super::buffer::copy_out(slice.address(), into) };
-        Ok(())
+        // SAFETY: the scope borrows the memory of the place while this value lives.
+        unsafe { self.place.read(offset, into) }
     }
 
     /// Copies `from` to the bytes of the region from `offset` on.
     ///
     /// # Errors
-    /// The errors of [`Scoped::read`].
+    /// - The errors of [`Scoped::read`].
+    /// - [`ErrorKind::AccessDenied`] for a shared slice.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        let slice = self.host_slice(offset, from.len())?;
-        // SAFETY: the slice lies in the region, and the scope borrows the region's memory mutably.
-        unsafe { super::buffer::copy_in(slice.address(), from) };
-        Ok(())
-    }
-
-    fn host_slice(&self, offset: u64, len: usize) -> Result<RegionSlice> {
-        if self.host {
-            return self.slice(offset, len as u64);
-        }
-        Err(Error::new(ErrorKind::Unsupported, "scoped copy")
-            .context("range", self.range())
-            .remedy("copy through the owner of the memory, such as a DeviceBuffer"))
+        // SAFETY: the scope borrows the memory of the place while this value lives.
+        unsafe { self.place.write(offset, from) }
     }
 }
 
@@ -115,36 +168,59 @@ impl Drop for AbortOnPanic {
     }
 }
 
-/// Registers borrowed host memory while `body` runs.
-pub(super) fn run<R>(
-    domain: &Arc<DomainInner>,
-    bytes: &mut [u8],
-    access: Access,
-    body: impl FnOnce(&Scoped<'_>) -> R,
-) -> Result<R> {
-    let range = AddressRange::new(Address::of_ptr(bytes.as_mut_ptr()), bytes.len() as u64)?;
-    run_over(domain, range, true, access, body)
-}
-
-/// Registers memory of any iface while `body` runs.
-pub(super) fn run_over<R>(
-    domain: &Arc<DomainInner>,
-    range: AddressRange,
-    host: bool,
-    access: Access,
-    body: impl FnOnce(&Scoped<'_>) -> R,
-) -> Result<R> {
-    let attr = MrAttr::new(std::slice::from_ref(&range), access);
-    if domain.effective().contains(MrMode::ENDPOINT) {
-        return Err(Error::new(ErrorKind::BadState, "scope")
-            .context("mr_mode", domain.effective())
-            .remedy("register a buffer: in ENDPOINT mode a region must be bound before use"));
+impl Domain {
+    /// Registers borrowed memory while `body` runs.
+    ///
+    /// The region is closed before this returns, even if `body` panics.
+    ///
+    /// ```no_run
+    /// use hmem_core::{Access, Domain, RemoteKey, Result};
+    ///
+    /// /// `serve` sends the key to a peer and waits until the peer is done.
+    /// fn receive(domain: &Domain, serve: impl Fn(&RemoteKey)) -> Result<[u8; 64]> {
+    ///     let mut bytes = [0; 64];
+    ///     domain.scope(&mut bytes, Access::REMOTE_WRITE, |region| {
+    ///         region.key().map(|key| serve(&key))
+    ///     })??;
+    ///     Ok(bytes)
+    /// }
+    /// ```
+    ///
+    /// # Aborts
+    /// The process is aborted if the provider cannot close the region, or panics while it
+    /// registers. Otherwise the borrow would end while peers can still write to the memory.
+    ///
+    /// # Errors
+    /// The errors of [`Domain::register`], and [`ErrorKind::BadState`] in ENDPOINT mode. After an
+    /// error `body` has not run.
+    pub fn scope<B: Borrowed, R>(
+        &self,
+        mut memory: B,
+        access: Access,
+        body: impl FnOnce(&Scoped<'_>) -> R,
+    ) -> Result<R> {
+        let place = memory.place();
+        let guard = self.register_scope(&place, access).map_err(|error| error.of_call("scope"))?;
+        let region = guard.0.as_ref().expect("only the drop of the guard takes the region");
+        Ok(body(&Scoped { region, place }))
     }
-    let keep = if host { KeepAlive::Scope } else { KeepAlive::Caller };
-    let panicked = AbortOnPanic;
-    let registered = domain.register_now(&attr, MrFlags::empty(), keep, None);
-    std::mem::forget(panicked);
-    let guard = CloseOnExit(Some(registered?));
-    let region = guard.0.as_ref().expect("set one line above");
-    Ok(body(&Scoped { region, host }))
+
+    fn register_scope(&self, place: &Place<'_>, access: Access) -> Result<CloseOnExit> {
+        if self.inner.effective().contains(MrMode::ENDPOINT) {
+            return Err(Error::new(ErrorKind::BadState, "scope")
+                .context("mr_mode", self.inner.effective())
+                .remedy("register a buffer: in ENDPOINT mode a region must be bound before use"));
+        }
+        let terms = Terms::new(access);
+        let request = RegionRequest {
+            source: Source::of(place),
+            promise: place.promise(),
+            keep: place.owned_iface().map_or(KeepAlive::Caller, KeepAlive::Scope),
+            terms: &terms,
+        };
+        let panicked = AbortOnPanic;
+        let registered = self.inner.register_now(&request, None);
+        std::mem::forget(panicked);
+        Ok(CloseOnExit(Some(registered?)))
+    }
 }

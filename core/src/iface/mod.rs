@@ -238,7 +238,7 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
 ///
 /// Copies are `unsafe`, because an address does not keep its memory allocated. The types that own
 /// memory have safe copies, for example [`DeviceBuffer::read`](crate::DeviceBuffer::read) and
-/// [`OwnedRegion::read`](crate::OwnedRegion::read).
+/// [`Region::read`](crate::Region::read).
 ///
 /// ```compile_fail,E0133
 /// # use hmem_core::{Address, Iface, IfaceExt, Result};

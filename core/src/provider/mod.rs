@@ -176,7 +176,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Registers pieces as one region.
     ///
     /// # Safety
-    /// The conditions of [`Domain::regattr`](crate::Domain::regattr): until the region is
+    /// The promise of [`Raw::new`](crate::Raw::new) holds: until the region is
     /// deregistered, the NIC and peers access the memory without the compiler's knowledge. Memory
     /// that is marked as owned ([`Backing::Host`]) must stay mapped until then.
     ///
@@ -260,6 +260,14 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// calls by the application.
     fn manual_progress(&self) -> Option<&dyn ManualProgress> {
         None
+    }
+
+    /// Returns true if the domain knows these settings of a request
+    /// ([`Request::extension`](crate::Request::extension)). The core refuses requests with other
+    /// settings.
+    fn accepts(&self, extension: &(dyn Any + Send + Sync)) -> bool {
+        let _ = extension;
+        false
     }
 
     /// Returns the remedy for the error about a missing facet. `None` means the core's own remedy.

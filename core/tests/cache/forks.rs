@@ -56,8 +56,8 @@ fn forked_child_neither_uses_nor_changes_entries_of_its_parent() {
     let status = in_fork(|| {
         let mine = cache.get_or_register(&key(0, PAGE)).unwrap();
         let fresh = mine.id != id && matches!(mine.uncached_reason(), Some(UncachedReason::Forked));
-        let unseen = cache.get_cached(&key(0, PAGE)).is_none()
-            && cache.entries(|region| region.id).is_empty();
+        let unseen =
+            cache.find(&key(0, PAGE)).is_none() && cache.entries(|region| region.id).is_empty();
         cache.invalidate(range(0, PAGE));
         cache.reclaim();
         cache.evict_idle();
@@ -155,7 +155,7 @@ fn fork_beside_working_threads_does_not_deadlock() {
         }
         for _ in 0..50 {
             let status = in_fork(|| {
-                let lease = cache.get_cached(&key(0, PAGE));
+                let lease = cache.find(&key(0, PAGE));
                 cache.invalidate(range(0, 64 * PAGE));
                 cache.reclaim();
                 let empty = cache.statistics() == hmem_core::cache::CacheStatistics::default();
@@ -218,9 +218,9 @@ fn child_that_opens_the_gate_its_parent_closed_stays_without_hits() {
         invalidator.open_gate(closed.take().unwrap());
         let fresh = cache.get_or_register(&key(0, PAGE)).unwrap();
         matches!(fresh.uncached_reason(), Some(UncachedReason::Forked))
-            && cache.get_cached(&key(0, PAGE)).is_none()
+            && cache.find(&key(0, PAGE)).is_none()
     });
     assert_eq!(status, 0);
     invalidator.open_gate(closed.take().unwrap());
-    assert!(cache.get_cached(&key(0, PAGE)).is_some());
+    assert!(cache.find(&key(0, PAGE)).is_some());
 }

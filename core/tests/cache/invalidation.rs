@@ -78,8 +78,7 @@ fn application_invalidates_bytes_and_monitors_invalidate_pages() {
     for key in keys.iter().chain([&huge]) {
         cache.get_or_register(key).unwrap();
     }
-    let left =
-        || (0..8).filter(|i| cache.get_cached(&keys[*i as usize]).is_some()).collect::<Vec<u64>>();
+    let left = || (0..8).filter(|i| cache.find(&keys[*i as usize]).is_some()).collect::<Vec<u64>>();
     // Ranges that miss all entries: between entries, up to the first byte of an entry, after the
     // last byte of another, and empty.
     cache.invalidate(range(base, 100));
@@ -93,9 +92,9 @@ fn application_invalidates_bytes_and_monitors_invalidate_pages() {
     assert_eq!(left(), [0, 1, 2, 4, 6, 7]);
     cache.invalidator().invalidate(range(base + 3 * PAGE + 4000, 200), InvalidationCause::Unmap);
     assert_eq!(left(), [0, 1, 2, 6, 7]);
-    assert!(cache.get_cached(&huge).is_some());
+    assert!(cache.find(&huge).is_some());
     cache.invalidate(range(0, u64::MAX));
-    assert!(keys.iter().chain([&huge]).all(|key| cache.get_cached(key).is_none()));
+    assert!(keys.iter().chain([&huge]).all(|key| cache.find(key).is_none()));
     let now = cache.statistics();
     assert_eq!(
         now.invalidations(InvalidationCause::Application)
@@ -129,7 +128,7 @@ fn invalidation_during_registration_gives_an_invalidated_lease() {
         Some(Box::new(move || invalidator.invalidate(range(0, 1), InvalidationCause::Unmap)));
     let invalidated = cache.get_or_register(&key(0, PAGE)).unwrap();
     assert!(invalidated.is_invalidated());
-    assert!(cache.get_cached(&key(0, PAGE)).is_none());
+    assert!(cache.find(&key(0, PAGE)).is_none());
     let live = cache.get_or_register(&key(0, PAGE)).unwrap();
     assert_ne!(live.id, invalidated.id);
     drop((invalidated, live));
@@ -181,12 +180,12 @@ fn closed_gate_allows_no_hit() {
     let invalidator = cache.invalidator();
     let (first, second) = (invalidator.close_gate(), invalidator.close_gate());
     for _ in 0..2 {
-        assert!(cache.get_cached(&key(0, PAGE)).is_none());
+        assert!(cache.find(&key(0, PAGE)).is_none());
         let lease = cache.get_or_register(&key(0, PAGE)).unwrap();
         assert!(matches!(lease.uncached_reason(), Some(UncachedReason::InvalidationInProgress)));
     }
     invalidator.open_gate(first);
-    assert!(cache.get_cached(&key(0, PAGE)).is_none());
+    assert!(cache.find(&key(0, PAGE)).is_none());
     invalidator.open_gate(second);
     assert_eq!(cache.get_or_register(&key(0, PAGE)).unwrap().id, id);
 }
@@ -228,7 +227,7 @@ fn tokens_of_another_cache_change_nothing() {
     let closed = invalidator.close_gate();
     invalidator.open_gate(stranger.close_gate());
     invalidator.open_gate(GateToken::unnumbered());
-    assert!(ours.get_cached(&key(0, PAGE)).is_none());
+    assert!(ours.find(&key(0, PAGE)).is_none());
     invalidator.open_gate(closed);
     assert_eq!(ours.get_or_register(&key(0, PAGE)).unwrap().id, id);
 

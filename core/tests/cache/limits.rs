@@ -51,7 +51,7 @@ fn eviction_spares_entries_hit_since_the_last_pass() {
         cache.get_or_register(&key(i * PAGE, PAGE)).unwrap();
     }
     let kept =
-        (0..COUNT).filter(|i| cache.get_cached(&key(i * PAGE, PAGE)).is_some()).collect::<Vec<_>>();
+        (0..COUNT).filter(|i| cache.find(&key(i * PAGE, PAGE)).is_some()).collect::<Vec<_>>();
     let hit_and_lost = (0..COUNT).step_by(2).filter(|i| !kept.contains(i)).count() as u64;
     let slack = COUNT / 16;
     assert!(hit_and_lost <= slack, "{hit_and_lost} of those that were hit are gone");

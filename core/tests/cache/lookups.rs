@@ -89,8 +89,8 @@ fn identity_includes_owner_and_allocation() {
         assert_eq!((lease.id, lease.key), (id, *key));
     }
     assert_eq!(on(1).device(), Some(DeviceId(1)));
-    assert!(cache.get_cached(&key(0x30_0000, PAGE).of_any_owner()).is_some());
-    assert!(cache.get_cached(&key(0x40_0000, PAGE).of_any_owner()).is_none());
+    assert!(cache.find(&key(0x30_0000, PAGE).of_any_owner()).is_some());
+    assert!(cache.find(&key(0x40_0000, PAGE).of_any_owner()).is_none());
 }
 
 #[test]
@@ -100,9 +100,9 @@ fn key_of_any_owner_registers_nothing() {
     let handle = cache.lookup_handle();
     let results = [
         cache.get_or_register(&any),
-        cache.register_missing(&any),
+        cache.register(&any, &()),
         handle.get_or_register(&any),
-        handle.register_missing(&any),
+        handle.register(&any, &()),
     ];
     for result in results {
         assert_eq!(result.expect_err("no owner").kind(), ErrorKind::InvalidArgument);

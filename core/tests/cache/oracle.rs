@@ -116,6 +116,7 @@ impl Pinning {
 impl CacheBackend for Pinning {
     type Region = Pinned;
     type Watch = ();
+    type Owner = ();
 
     fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
         self.watches.fetch_add(1, Ordering::SeqCst);
@@ -126,7 +127,7 @@ impl CacheBackend for Pinning {
         self.watches.fetch_sub(1, Ordering::SeqCst);
     }
 
-    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<Pinned> {
+    fn register(&self, key: &Key, (): &(), _: Option<&Self::Watch>) -> Result<Pinned> {
         if self.fails() {
             let kinds = [ErrorKind::OutOfResources, ErrorKind::BadAddress];
             let kind = kinds[self.calls.load(Ordering::Relaxed) as usize % 2];

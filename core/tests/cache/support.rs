@@ -117,6 +117,7 @@ pub(crate) struct RecordingBackend(pub(crate) Arc<CallRecords>);
 impl CacheBackend for RecordingBackend {
     type Region = Region;
     type Watch = Key;
+    type Owner = ();
 
     fn watch(&self, key: &Key, _: &Arc<dyn Invalidator>) -> Result<Key> {
         if self.0.unwatchable.load(Ordering::SeqCst) || touches(&self.0.blind, key) {
@@ -153,7 +154,7 @@ impl CacheBackend for RecordingBackend {
         1 << 30
     }
 
-    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<Region> {
+    fn register(&self, key: &Key, (): &(), _: Option<&Self::Watch>) -> Result<Region> {
         self.0.registrations.fetch_add(1, Ordering::SeqCst);
         self.0.registering.pass();
         if let Some(kind) = self.0.failing.lock().pop() {

@@ -32,7 +32,7 @@ fn registration_in_progress_blocks_no_other_lookup() {
         records.registering.until_held(2);
         assert_eq!(cache.statistics().entries, 3);
         cache.invalidate(range(0, PAGE));
-        assert!(cache.get_cached(&key(0, PAGE)).is_none());
+        assert!(cache.find(&key(0, PAGE)).is_none());
         records.registering.release();
         assert_ne!(slow.join().unwrap(), other.join().unwrap());
     });
@@ -247,9 +247,8 @@ fn panic_in_a_validation_ends_the_lease() {
     let (cache, records) = cache(Limits::default());
     records.checked.store(true, Ordering::SeqCst);
     let id = cache.get_or_register(&key(0, PAGE)).unwrap().id;
-    let lookups: [&dyn Fn() -> bool; 2] = [&|| cache.get_cached(&key(0, PAGE)).is_some(), &|| {
-        cache.get_or_register(&key(0, PAGE)).is_ok()
-    }];
+    let lookups: [&dyn Fn() -> bool; 2] =
+        [&|| cache.find(&key(0, PAGE)).is_some(), &|| cache.get_or_register(&key(0, PAGE)).is_ok()];
     for lookup in lookups {
         *records.validating.meanwhile.lock() = Some(Box::new(|| panic!("by the test")));
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(lookup)).is_err());

@@ -45,7 +45,7 @@ pub(super) unsafe fn register_dma_buf(
             "the domain's list of direct paths leaves dma-bufs out, and a dma-buf has no other \
              path",
             "add dma-buf to DomainAttr::direct_paths or HMEM_DIRECT_PATHS, or, for host memory, \
-             name the system iface (MrAttr::iface)",
+             name the system iface (Request::owner)",
         )));
     }
     if search.policy == P2pPolicy::Disabled && !is_claimed_host_memory(&search) {
@@ -62,7 +62,7 @@ pub(super) unsafe fn register_dma_buf(
             let error = search.exhausted((
                 "direct access is disabled, the request names no iface, and the kernel does not \
                  say that the dma-buf is host memory",
-                "name the iface that owns the memory (MrAttr::iface; the system iface for host \
+                "name the iface that owns the memory (Request::owner; the system iface for host \
                  memory), or unset FI_HMEM_DISABLE_P2P or change the domain's policy to allow \
                  direct access",
             ));

@@ -15,7 +15,7 @@ use std::{
 
 use hmem_core::{
     Access, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, Iface,
-    MemoryRegion, MrAttr, MrFlags, MrMode, OwnedRegion, Registry, Rejected, Result,
+    MrMode, Promise, Raw, Region, Registry, Rejected, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{Imports, Nic},
@@ -198,16 +198,17 @@ fn threads() -> usize {
 pub(crate) fn register(
     domain: &Domain,
     buffer: DeviceBuffer,
-) -> Result<OwnedRegion<DeviceBuffer>, Rejected<DeviceBuffer>> {
+) -> Result<Region<DeviceBuffer>, Rejected<DeviceBuffer>> {
     domain.register(buffer, REMOTE)
 }
 
-/// Registers the memory at raw addresses.
-pub(crate) fn register_range(domain: &Domain, range: AddressRange) -> Result<MemoryRegion> {
-    // SAFETY: the test keeps the memory until the region is closed, and nothing refers to it.
-    unsafe { domain.regattr(&MrAttr::new(&[range], REMOTE), MrFlags::empty()) }
+pub(crate) fn close<B: hmem_core::Memory>(registered: Region<B>) -> B {
+    registered.close().map_err(Error::from).expect("close")
 }
 
-pub(crate) fn close<B: hmem_core::OwnedBuffer>(registered: OwnedRegion<B>) -> B {
-    registered.close().map_err(Error::from).expect("close")
+/// Registers part of a device's memory by its addresses.
+pub(crate) fn register_range(domain: &Domain, range: AddressRange) -> Result<Region<Raw>> {
+    // SAFETY: the tests' buffers outlive their regions, and no reference to them exists.
+    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+    Ok(domain.register(memory, REMOTE)?)
 }

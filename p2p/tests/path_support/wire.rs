@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, Atomic, Domain, Endpoint, Iova, OwnedRegion, RemoteKey, Result,
+    Access, Atomic, Domain, Endpoint, Iova, Region, RemoteKey, Result,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{PeerId, RemoteSegment},
 };
@@ -31,7 +31,7 @@ pub(crate) struct Wire<'a> {
     pub(crate) far: End,
     domains: [&'a Domain; 2],
     peer: PeerId,
-    pub(crate) local: OwnedRegion<Vec<u8>>,
+    pub(crate) local: Region<Vec<u8>>,
 }
 
 impl<'a> Wire<'a> {

@@ -8,7 +8,7 @@ use std::{
 
 use hmem_core::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Errno, ErrorKind,
-    Iface, Iova, OwnedRegion, Path, RegionSlice, Registry, Result,
+    Iface, Iova, Path, Region, RegionSlice, Registry, Result,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
@@ -26,8 +26,8 @@ pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE
 
 /// Registered memory that a test transfers.
 pub(crate) enum Mem {
-    Host(OwnedRegion<Vec<u8>>),
-    Device(OwnedRegion<DeviceBuffer>),
+    Host(Region<Vec<u8>>),
+    Device(Region<DeviceBuffer>),
 }
 
 impl Mem {

@@ -28,8 +28,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, Endpoint, Iova, LocalKey, MrFlags, Registry,
-    RemoteKey,
+    Access, Address, AddressRange, Domain, DomainAttr, Endpoint, Iova, LocalKey, Promise, Raw,
+    Registry, RemoteKey,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{
         Completion, EndpointName, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest,
@@ -55,8 +55,14 @@ impl Pages {
         Self { start, _bytes: bytes }
     }
 
-    fn range(&self, len: u64) -> AddressRange {
-        AddressRange::new(Address(self.start), len).expect("inside the pages")
+    /// Returns `len` bytes from `offset` as memory to register.
+    ///
+    /// # Safety
+    /// The pages must outlive the regions of the memory.
+    unsafe fn memory(&self, offset: u64, len: u64) -> Raw {
+        let range = AddressRange::new(Address(self.start + offset), len).expect("inside the pages");
+        // SAFETY: the caller keeps the pages, and no reference to their bytes is used.
+        unsafe { Raw::new(range, Promise::ReadWrite) }
     }
 }
 
@@ -95,10 +101,8 @@ impl Ours {
     }
 
     #[inline(never)]
-    fn register_and_close(&self, range: AddressRange) {
-        // SAFETY: the pages outlive the region, and no transfer uses it.
-        let region =
-            unsafe { self.domain.reg(range, RIGHTS, 0, MrFlags::empty()) }.expect("register");
+    fn register_and_close(&self, memory: Raw) {
+        let region = self.domain.register(memory, RIGHTS).expect("register");
         region.close().map_err(|rejected| rejected.error).expect("close");
     }
 
@@ -197,12 +201,11 @@ fn over_nothing(count: bool) {
     let pages = Pages::new(1 << 16);
     // This address differs from that of the region below: the fake library derives keys from
     // addresses.
-    let range = AddressRange::new(Address(pages.start + 8192), 4096).expect("inside the pages");
+    // SAFETY: the pages outlive all regions.
+    let (memory, first) = unsafe { (pages.memory(8192, 4096), pages.memory(0, 8192)) };
     let raw =
         RawRegistration { reg_mr: bare::reg_mr, dereg_mr: bare::dereg_mr, pd: ptr::null_mut() };
-    // SAFETY: the pages stay as long as the region.
-    let region = unsafe { ours.domain.reg(pages.range(8192), RIGHTS, 0, MrFlags::empty()) }
-        .expect("register");
+    let region = ours.domain.register(first, RIGHTS).expect("register");
     let (desc, key) = (region.desc().expect("desc"), region.key().expect("key"));
     let write = RawWrite {
         qp: Box::into_raw(Box::new(zeroed_pair())),
@@ -217,7 +220,7 @@ fn over_nothing(count: bool) {
         let rounds = 1000;
         for _ in 0..rounds {
             raw.register_and_release(pages.start, 4096, FLAGS);
-            ours.register_and_close(range);
+            ours.register_and_close(memory);
             write.post_and_poll();
             ours_write();
         }
@@ -229,7 +232,7 @@ fn over_nothing(count: bool) {
         31,
         20_000,
         || raw.register_and_release(pages.start, 4096, FLAGS),
-        || ours.register_and_close(range),
+        || ours.register_and_close(memory),
     );
     report("register and close", &pairs, &Goal::Adds(1000.0, 0.0));
     report(
@@ -258,6 +261,8 @@ fn over_device(device: &str) {
     near.connect(&far.endpoint.name());
     far.connect(&near.endpoint.name());
     let (from, to) = (Pages::new(1 << 20), Pages::new(1 << 20));
+    // SAFETY: the pages outlive all regions.
+    let memory = |pages: &Pages, len| unsafe { pages.memory(0, len) };
     let near_verbs = VerbsDomain::of(&near.domain).expect("verbs");
     let raw = RawRegistration::of(near_verbs);
 
@@ -269,15 +274,12 @@ fn over_device(device: &str) {
             31,
             times,
             || raw.register_and_release(from.start, len, FLAGS),
-            || near.register_and_close(from.range(len)),
+            || near.register_and_close(memory(&from, len)),
         );
         report(what, &pairs, &Goal::Adds(1000.0, 0.02));
     }
 
-    // SAFETY: the pages stay as long as the region.
-    let store = unsafe {
-        near.domain.reg(from.range(1 << 20), RIGHTS | Access::MW_BIND, 0, MrFlags::empty())
-    };
+    let store = near.domain.register(memory(&from, 1 << 20), RIGHTS | Access::MW_BIND);
     let store = store.expect("register");
     let pairs = in_turns(
         31,
@@ -302,9 +304,8 @@ fn over_device(device: &str) {
     );
     report("type 1: bind and unbind (raw as above), 1 MiB", &pairs, &Goal::None);
 
-    // SAFETY: the pages stay as long as the regions.
-    let register = |side: &Ours, pages: &Pages| unsafe {
-        side.domain.reg(pages.range(1 << 20), RIGHTS, 0, MrFlags::empty()).expect("register")
+    let register = |side: &Ours, pages: &Pages| {
+        side.domain.register(memory(pages, 1 << 20), RIGHTS).expect("register")
     };
     let (source, target) = (register(&near, &from), register(&far, &to));
     let (desc, key) = (source.desc().expect("desc"), target.key().expect("key"));

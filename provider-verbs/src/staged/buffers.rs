@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use super::memory::StagedRegion;
 use crate::{
-    access::VerbsOptions,
+    access::{Settings, VerbsOptions},
     region::{BoundWindows, CpuAccess, Kind, Parts, Region},
     register::Registrar,
     sys::AccessFlags,
@@ -62,7 +62,7 @@ impl Staging {
         registrar: &Registrar<'_>,
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
-        options: VerbsOptions,
+        settings: Settings,
     ) -> Result<ProviderRegion> {
         registrar.check(request)?;
         let device = &registrar.pd.device;
@@ -78,11 +78,11 @@ impl Staging {
             )
             .context("access", request.access - local));
         }
-        if !options.is_empty() {
+        if settings != Settings::default() {
             return Err(refuse(
-                "register without verbs options: staged memory is not registered with the NIC",
+                "register without verbs options and iova: the NIC does not register staged memory",
             )
-            .context("options", format_args!("{options:?}")));
+            .context("settings", format_args!("{settings:?}")));
         }
         let is_staged = |piece: &Piece<'_>| matches!(piece.backing, Backing::Staged { .. });
         if !pieces.iter().all(is_staged) {
@@ -95,7 +95,7 @@ impl Staging {
         Ok(registrar.regions.insert(Region {
             access: request.access,
             flags: AccessFlags::empty(),
-            options,
+            options: VerbsOptions::empty(),
             cpu: CpuAccess::None,
             parts: Parts::new(),
             kind: Kind::Staged(Arc::new(memory)),

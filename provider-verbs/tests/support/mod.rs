@@ -10,8 +10,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, Endpoint, Iova, LocalKey, MemoryRegion,
-    MrAttr, MrFlags, Registry, RemoteKey, Result,
+    Access, Address, AddressRange, Domain, DomainAttr, Endpoint, Iova, LocalKey, Promise, Raw,
+    Region, Registry, RemoteKey, Result,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{
         AtomicOp, AtomicType, Completion, EndpointName, LocalSegment, Operation, PeerId,
@@ -155,10 +155,11 @@ impl Side {
         VerbsDomain::of(&self.domain).expect("a domain of the verbs provider")
     }
 
-    pub(crate) fn register(&self, range: AddressRange, access: Access) -> Result<MemoryRegion> {
+    pub(crate) fn register(&self, range: AddressRange, access: Access) -> Result<Region<Raw>> {
         // SAFETY: the tests' pages outlive their regions, except in tests that remove pages on
         // purpose.
-        unsafe { self.domain.regattr(&MrAttr::new(&[range], access), MrFlags::empty()) }
+        let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+        Ok(self.domain.register(memory, access)?)
     }
 
     pub(crate) fn post(

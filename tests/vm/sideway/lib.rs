@@ -12,7 +12,7 @@ use std::{
 };
 
 use hmem::{
-    Access, Domain, DomainAttr, Hmem, OwnedBuffer, OwnedRegion,
+    Access, Domain, DomainAttr, Hmem, Memory, Region,
     verbs::{Verbs, VerbsDomain, VerbsKey},
 };
 use sideway::ibverbs::{
@@ -152,7 +152,7 @@ fn hmem_domain(owner: &Sideway) -> Domain {
 }
 
 /// Returns the lkey and rkey of a region.
-fn keys<B: OwnedBuffer>(domain: &Domain, region: &OwnedRegion<B>) -> VerbsKey {
+fn keys<B: Memory>(domain: &Domain, region: &Region<B>) -> VerbsKey {
     let verbs = VerbsDomain::of(domain).expect("a domain of verbs");
     let region = region.provider_region().expect("a registered region");
     verbs.keys(region).expect("keys")[0]

@@ -61,6 +61,7 @@ unsafe impl Sync for Registration {}
 impl CacheBackend for Memory {
     type Region = Registration;
     type Watch = ();
+    type Owner = ();
 
     fn watch(&self, _: &Key, _: &Arc<dyn Invalidator>) -> Result<()> {
         Ok(())
@@ -68,7 +69,7 @@ impl CacheBackend for Memory {
 
     fn unwatch(&self, (): ()) {}
 
-    fn register(&self, key: &Key, _: Option<&Self::Watch>) -> Result<Registration> {
+    fn register(&self, key: &Key, (): &(), _: Option<&Self::Watch>) -> Result<Registration> {
         let number = self.created.fetch_add(1, Ordering::Relaxed);
         if number < self.refused {
             return Err(Error::new(ErrorKind::OutOfResources, "modelled registration"));
@@ -117,7 +118,7 @@ fn block(cache: &Modelled) -> &LeaseBlock {
 }
 
 fn get<'c>(cache: &'c Modelled, block: &'c LeaseBlock, page: u64) -> Lease<'c, Memory> {
-    cache.lookup_in_block(block, &key(page), None).expect("registered")
+    cache.lookup_in_block(block, (&key(page), &()), None).expect("registered")
 }
 
 fn alive(cache: &Modelled) -> u32 {

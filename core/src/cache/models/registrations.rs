@@ -27,7 +27,7 @@ fn registration_against_an_invalidation() {
         let mine = block(&cache);
         drop(get(&cache, mine, 0));
         invalidator.join().unwrap();
-        let leased = cache.core.lookup_slow(mine, &key(0), None);
+        let leased = cache.core.lookup_slow(mine, (&key(0), &()), None);
         reach(leased.is_some());
         if let Some(leased) = leased {
             let lease = Lease::cached(&cache.core, leased);
@@ -119,9 +119,9 @@ fn failed_registration_wakes_its_waiters() {
             // The first miss registers twice, because its first registration fails with
             // `OutOfResources`.
             let other = in_thread(&cache, |cache| {
-                reach(cache.lookup_in_block(block(cache), &key(0), None).is_err());
+                reach(cache.lookup_in_block(block(cache), (&key(0), &()), None).is_err());
             });
-            drop(cache.lookup_in_block(block(&cache), &key(0), None));
+            drop(cache.lookup_in_block(block(&cache), (&key(0), &()), None));
             other.join().unwrap();
             cache.evict_idle();
             let left = cache.statistics();

@@ -1,0 +1,724 @@
+//! Registration of many requests with one call, with one or more NICs: all of them, or none
+//! (VRB-08).
+//!
+//! A *view* is a part of a memory with rights of its own, for example a tensor in the memory of a
+//! model. If the caller permits [`Growth`], views of the same allocation with the same rights share
+//! one registration of the smallest range that contains them. Views with different rights never
+//! share a registration.
+
+#![allow(unsafe_code, reason = "copies bytes of memory that the regions hold")]
+
+use std::{fmt, ops::Range, sync::Arc};
+
+use super::{
+    Domain, DomainInner,
+    growth::Growth,
+    memory::{Memory, Place, keep_alive, take_back},
+    region::{MemoryRegion, close_each},
+    region_state::KeepAlive,
+    region_view::RegionView,
+    register::register_regions,
+    request::{RegionRequest, Request, Source},
+    terms::{Promise, Terms},
+};
+use crate::{
+    Access, AddressRange, DmaBufOffset, Error, ErrorKind, MrFlags, RailKey, RailKeys, Rejected,
+    Result, provider::Nic, registry::AddressOwner,
+};
+
+/// Requests that are registered together with one or more NICs: all, or none.
+///
+/// The memory is exported once, and all NICs register the same dma-buf. A NIC that cannot import it
+/// uses its next path under the policy of its domain.
+///
+/// The call waits for the registrations, even if an event queue is bound, and causes no event.
+///
+/// Many tensors of one model:
+///
+/// ```no_run
+/// use hmem_core::{Access, Batch, DeviceBuffer, Domain, Growth, Result};
+///
+/// fn expose(domain: &Domain, model: DeviceBuffer, tensors: &[(u64, u64)]) -> Result<()> {
+///     let views = tensors.iter().map(|&(at, len)| (at..at + len, Access::REMOTE_READ));
+///     let all = Batch::on(&[domain])
+///         .add_views(model, views)
+///         .grow(Growth::Allocation)
+///         .register()?;
+///     for view in all.views(0) {
+///         println!("{}: {:?}", view.range(), view.key()?);
+///     }
+///     let _model = all.close()?;
+///     Ok(())
+/// }
+/// ```
+///
+/// One buffer on several NICs:
+///
+/// ```no_run
+/// use hmem_core::{Access, Batch, DeviceBuffer, Domain, Request, Result};
+///
+/// fn send_keys(nics: &[&Domain], buffer: DeviceBuffer, send: impl FnOnce(Vec<u8>)) -> Result<()> {
+///     let request = Request::new(buffer, Access::REMOTE_WRITE);
+///     let shared = Batch::on(nics).add(request).register()?;
+///     send(shared.rail_keys(0, 0)?.to_bytes());
+///     // After the peer is done:
+///     let _buffer = shared.close()?;
+///     Ok(())
+/// }
+/// ```
+pub struct Batch<'d, M> {
+    nics: &'d [&'d Domain],
+    memories: Vec<M>,
+    views: Vec<ViewRequest<'d>>,
+    growth: Growth,
+}
+
+/// A view to register.
+struct ViewRequest<'d> {
+    /// The position of the memory in the batch.
+    memory: usize,
+    /// The bytes of the memory. `None` means all.
+    part: Option<Range<u64>>,
+    settings: ViewSettings<'d>,
+}
+
+/// The settings of a view. Boxed if there are any, because a batch may have many views.
+enum ViewSettings<'d> {
+    Access(Access),
+    Terms(Box<Terms<'d>>),
+}
+
+impl<'d, M: Memory> Batch<'d, M> {
+    /// Creates an empty batch for NICs. Their domains must come from one `Hmem`, because they share
+    /// its ifaces and path selector.
+    #[must_use]
+    pub fn on(nics: &'d [&'d Domain]) -> Self {
+        Self { nics, memories: Vec::new(), views: Vec::new(), growth: Growth::None }
+    }
+
+    /// Adds a request. Its memory gets one view, which is all of it. A requested key is requested
+    /// from every NIC.
+    #[must_use]
+    #[expect(clippy::should_implement_trait, reason = "the batch is no number")]
+    pub fn add(mut self, request: Request<'d, M>) -> Self {
+        let Request { memory, terms } = request;
+        let settings = ViewSettings::Terms(Box::new(terms));
+        self.views.push(ViewRequest { memory: self.memories.len(), part: None, settings });
+        self.memories.push(memory);
+        self
+    }
+
+    /// Adds memory of which parts are registered, each with rights of its own. A part is a range of
+    /// offsets in the memory. The provider chooses the keys.
+    #[must_use]
+    pub fn add_views(
+        mut self,
+        memory: M,
+        views: impl IntoIterator<Item = (Range<u64>, Access)>,
+    ) -> Self {
+        let memory_index = self.memories.len();
+        self.views.extend(views.into_iter().map(|(part, access)| ViewRequest {
+            memory: memory_index,
+            part: Some(part),
+            settings: ViewSettings::Access(access),
+        }));
+        self.memories.push(memory);
+        self
+    }
+
+    /// Lets views with the same rights share a registration, as far as `growth` permits. Default:
+    /// [`Growth::None`], with which each view has a registration of its own.
+    ///
+    /// A shared registration stays inside the memory of its views. Memory by addresses with
+    /// [`Promise::Allocation`] may share with other such memory of the same allocation. If a
+    /// shared registration fails or would be staged, each of its views is registered alone.
+    #[must_use]
+    pub fn grow(mut self, growth: Growth) -> Self {
+        self.growth = growth;
+        self
+    }
+
+    /// Registers all views with all NICs.
+    ///
+    /// # Errors
+    /// - The errors of [`Domain::register`](super::Domain::register). The context value `view` is
+    ///   the position of the view among all views of the batch.
+    /// - [`ErrorKind::InvalidArgument`] without a NIC, for domains with different registries or
+    ///   path selectors, and for [`Batch::grow`] with a [`Raw`](super::Raw) of
+    ///   [`Batch::add`] that does not promise its allocation.
+    /// - [`ErrorKind::OutOfBounds`] for a part outside its memory.
+    ///
+    /// After an error all regions of the call are closed, and [`Regions::close`] of the error's
+    /// value returns the memories. If a driver refuses to close a region, the value has the regions
+    /// that are left. Try again to close them.
+    pub fn register(self) -> Result<Regions<M>, Rejected<Regions<M>>> {
+        let Self { nics, memories, views, growth } = self;
+        let parts: Vec<Arc<M::Parts>> =
+            memories.into_iter().map(|memory| Arc::new(memory.into_parts())).collect();
+        let held: Vec<HeldMemory<'_>> = parts
+            .iter()
+            .map(|parts| HeldMemory { place: M::place(parts), keep: keep_alive::<M>(parts) })
+            .collect();
+        let registered = register_all(nics, &held, &views, growth);
+        drop(held);
+        match registered {
+            Ok(set) => Ok(Regions { set, parts }),
+            Err(Rejected { value: set, error }) => {
+                Err(Rejected::new(Regions { set, parts }, error))
+            }
+        }
+    }
+}
+
+impl<M> fmt::Debug for Batch<'_, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Batch")
+            .field("nics", &self.nics.len())
+            .field("memories", &self.memories.len())
+            .field("views", &self.views.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The location of a memory of the batch, and the reference that keeps it allocated.
+struct HeldMemory<'a> {
+    place: Place<'a>,
+    keep: KeepAlive,
+}
+
+/// The bytes of a view.
+enum ViewBytes<'a> {
+    /// A range of addresses.
+    Range(AddressRange),
+    /// Several ranges, or a dma-buf.
+    Other(Source<'a>),
+}
+
+/// A group of views that share a registration.
+struct ViewGroup {
+    /// The smallest range that contains the views. `None` for a view that is no range.
+    range: Option<AddressRange>,
+    access: Access,
+    owner: Option<AddressOwner>,
+    /// The range that the registration must not exceed. `None` if the registration must not grow.
+    bound: Option<AddressRange>,
+    /// The index of the group's first view in the sorted order. The group has `count` views from
+    /// there on.
+    first: usize,
+    count: usize,
+}
+
+impl ViewGroup {
+    /// Returns the group's range extended by `range`, if one registration may cover both.
+    fn joined(&self, range: AddressRange, limit: u64) -> Option<AddressRange> {
+        if !self.bound?.contains_range(range) {
+            return None;
+        }
+        let joined = self.range?.hull(range);
+        (joined.len() <= limit).then_some(joined)
+    }
+
+    /// Returns true if the owner that was found for this group also owns `range`.
+    fn holds_owner_of(&self, range: AddressRange) -> bool {
+        let allocation = self.owner.and_then(|owner| owner.allocation);
+        allocation.is_some_and(|allocation| allocation.range.contains_range(range))
+    }
+}
+
+/// The inputs of a batch.
+struct BatchPlan<'a> {
+    domains: Vec<&'a Arc<DomainInner>>,
+    memories: &'a [HeldMemory<'a>],
+    views: &'a [ViewRequest<'a>],
+    /// The settings of each view.
+    terms: Vec<Terms<'a>>,
+    targets: Vec<ViewBytes<'a>>,
+    /// The largest length of a registration that views share. 0 if no views may share one.
+    limit: u64,
+}
+
+fn register_all<'a>(
+    nics: &'a [&'a Domain],
+    memories: &'a [HeldMemory<'a>],
+    views: &'a [ViewRequest<'a>],
+    growth: Growth,
+) -> Result<RegionSet, Rejected<RegionSet>> {
+    let mut set = RegionSet::empty(nics);
+    let registered = BatchPlan::new(nics, memories, views, growth).and_then(|plan| {
+        set.first_view = plan.first_views();
+        plan.register(&mut set)
+    });
+    let Err(error) = registered else { return Ok(set) };
+    let mut error = error.of_call("register batch").context("registered before", set.regions.len());
+    set.views = Box::default();
+    if let Err(why) = close_each(&mut set.regions) {
+        tracing::error!(left = set.regions.len(), %why, "cannot close regions");
+        error = error.context("left registered", set.regions.len()).context("why left", why);
+    }
+    Err(Rejected::new(set, error))
+}
+
+impl<'a> BatchPlan<'a> {
+    fn new(
+        nics: &'a [&'a Domain],
+        memories: &'a [HeldMemory<'a>],
+        views: &'a [ViewRequest<'a>],
+        growth: Growth,
+    ) -> Result<Self> {
+        if u32::try_from(views.len()).is_err() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+                .context("views", views.len())
+                .remedy("register at most 4,294,967,295 views with one call"));
+        }
+        let domains = domains_of(nics)?;
+        let limits = domains.iter().map(|domain| domain.growth_limit(growth));
+        let limit = limits.min().unwrap_or(0);
+        let (mut terms, mut targets) = (Vec::new(), Vec::new());
+        for (index, view) in views.iter().enumerate() {
+            let place = &memories[view.memory].place;
+            targets.push(target_of(place, view.part.as_ref()).map_err(of_view(index))?);
+            let mut settings = match &view.settings {
+                ViewSettings::Access(access) => Terms::new(*access),
+                ViewSettings::Terms(terms) => (**terms).clone(),
+            };
+            if let Place::DmaBuf { .. } = place {
+                settings.flags |= MrFlags::MR_DMABUF;
+            }
+            terms.push(settings);
+            check_growth(place, view, growth).map_err(of_view(index))?;
+        }
+        Ok(Self { domains, memories, views, terms, targets, limit })
+    }
+
+    /// Returns the position of each memory's first view, and the number of views.
+    fn first_views(&self) -> Box<[u32]> {
+        let mut first = vec![0; self.memories.len() + 1];
+        for view in self.views {
+            first[view.memory + 1] += 1;
+        }
+        for memory in 1..first.len() {
+            first[memory] += first[memory - 1];
+        }
+        first.into()
+    }
+
+    /// Returns the request for the memory `source` with the settings of a view.
+    fn request<'r>(&'r self, view: usize, source: Source<'r>) -> RegionRequest<'r> {
+        let HeldMemory { place, keep } = &self.memories[self.views[view].memory];
+        RegionRequest {
+            source,
+            promise: place.promise(),
+            keep: keep.clone(),
+            terms: &self.terms[view],
+        }
+    }
+
+    /// Returns the memory within which the registration of a view may grow: the view's own, or
+    /// `None` for the whole allocation. A region that keeps an owner holds that of one memory.
+    fn growth_within(&self, view: usize) -> Option<usize> {
+        let memory = self.views[view].memory;
+        let HeldMemory { place, keep } = &self.memories[memory];
+        let is_whole = place.promise() == Promise::Allocation && matches!(keep, KeepAlive::Caller);
+        (!is_whole).then_some(memory)
+    }
+
+    /// Returns the range that the registration of a view must not exceed. `None` if it must not
+    /// grow.
+    fn growth_bound(&self, view: usize, owner: &AddressOwner) -> Option<AddressRange> {
+        let place = &self.memories[self.views[view].memory].place;
+        let within = place.range().filter(|_| place.promise() != Promise::Allocation);
+        self.domains[0].growth_bound(owner, within)
+    }
+
+    /// Returns true if a view may share a registration with others.
+    fn may_share(&self, view: usize) -> bool {
+        let is_range = matches!(self.targets[view], ViewBytes::Range(_));
+        self.limit > 0 && is_range && self.terms[view].is_plain()
+    }
+
+    /// Returns the views' positions, sorted so that views that may share a registration are
+    /// neighbours.
+    fn order(&self) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..self.views.len() as u32).collect();
+        order.sort_unstable_by_key(|index| {
+            let view = *index as usize;
+            let start = match self.targets[view] {
+                ViewBytes::Range(range) => range.start().0,
+                ViewBytes::Other(_) => 0,
+            };
+            let access = self.terms[view].access.bits();
+            (self.may_share(view), self.growth_within(view), access, start, *index)
+        });
+        order
+    }
+
+    /// Checks every view for every NIC, and forms the groups that share a registration. If growth
+    /// is enabled, queries the owner of the memory once for each allocation and set of rights.
+    fn groups(&self, order: &[u32]) -> Result<Vec<ViewGroup>> {
+        let mut groups: Vec<ViewGroup> = Vec::new();
+        for (place, index) in order.iter().map(|index| *index as usize).enumerate() {
+            let source = self.targets[index].source();
+            let request = self.request(index, source);
+            for domain in &self.domains {
+                domain.check(&request).map_err(of_view(index))?;
+            }
+            let access = self.terms[index].access;
+            let alone =
+                ViewGroup { range: None, access, owner: None, bound: None, first: place, count: 1 };
+            let ViewBytes::Range(range) = self.targets[index] else {
+                groups.push(alone);
+                continue;
+            };
+            let alone = ViewGroup { range: Some(range), ..alone };
+            if !self.may_share(index) {
+                groups.push(alone);
+                continue;
+            }
+            let within = self.growth_within(index);
+            let neighbour = groups.last_mut().filter(|group| {
+                let other = order[group.first] as usize;
+                self.may_share(other) && self.growth_within(other) == within
+            });
+            if let Some(group) = &neighbour
+                && group.access == access
+                && let Some(joined) = group.joined(range, self.limit)
+            {
+                let group = groups.last_mut().expect("the neighbour is the last group");
+                group.range = Some(joined);
+                group.count += 1;
+                continue;
+            }
+            let (owner, bound) = match neighbour.filter(|group| group.holds_owner_of(range)) {
+                Some(group) => (group.owner, group.bound),
+                None => {
+                    let domain = self.domains[0];
+                    let owner = domain.registry.owner_of_range(range).map_err(of_view(index))?;
+                    let bound = self.growth_bound(index, &owner);
+                    (Some(owner), bound)
+                }
+            };
+            groups.push(ViewGroup { owner, bound, ..alone });
+        }
+        Ok(groups)
+    }
+
+    /// Registers the groups one by one. After an error, `set` contains the regions that were
+    /// registered before.
+    fn register(&self, set: &mut RegionSet) -> Result<()> {
+        let order = self.order();
+        let groups = self.groups(&order)?;
+        set.regions.reserve(groups.len() * self.domains.len());
+        let mut placed = vec![None; self.views.len()];
+        for group in &groups {
+            let views = &order[group.first..group.first + group.count];
+            let shared = match (views, group.range) {
+                ([_], _) | (_, None) => None,
+                (_, Some(range)) => self.register_shared(views[0] as usize, range, group, set),
+            };
+            for view in views.iter().map(|view| *view as usize) {
+                let first = match shared {
+                    Some(first) => first,
+                    None => {
+                        let first = set.regions.len();
+                        let source = self.targets[view].source();
+                        self.register_one(view, source, group.owner, &mut set.regions)
+                            .map_err(of_view(view))?;
+                        first
+                    }
+                };
+                let range = match self.targets[view] {
+                    ViewBytes::Range(range) => range,
+                    ViewBytes::Other(_) => set.regions[first].range(),
+                };
+                placed[view] = Some(PlacedView { first: first as u32, range });
+            }
+        }
+        set.views = placed.into_iter().flatten().collect();
+        Ok(())
+    }
+
+    /// Registers memory with every NIC, with the settings of a view. After an error, `regions`
+    /// contains the regions of the NICs before the one that failed.
+    fn register_one(
+        &self,
+        view: usize,
+        source: Source<'_>,
+        owner: Option<AddressOwner>,
+        regions: &mut Vec<MemoryRegion>,
+    ) -> Result<()> {
+        let request = self.request(view, source);
+        let checked = self.domains[0].check(&request)?;
+        register_regions(&self.domains, &checked, owner.as_ref(), &mut |region| {
+            regions.push(region)
+        })
+    }
+
+    /// Registers the range of a group for all its views. Returns the position of the first NIC's
+    /// region, or `None` if the views must be registered one by one.
+    fn register_shared(
+        &self,
+        view: usize,
+        range: AddressRange,
+        group: &ViewGroup,
+        set: &mut RegionSet,
+    ) -> Option<usize> {
+        let first = set.regions.len();
+        let source = Source::Ranges(std::slice::from_ref(&range));
+        let registered = self.register_one(view, source, group.owner, &mut set.regions);
+        let mut regions = self.domains.iter().zip(&set.regions[first..]);
+        let staged = regions.any(|(domain, region)| domain.is_staged_by_growth(region));
+        match &registered {
+            Ok(()) if !staged => return Some(first),
+            Ok(()) => tracing::debug!(%range, "views that share a registration would be staged"),
+            Err(error) => tracing::debug!(%error, %range, "views cannot share a registration"),
+        }
+        // The regions that the driver refuses to close stay in the set, without views.
+        let mut shared = set.regions.split_off(first);
+        if let Err(error) = close_each(&mut shared) {
+            tracing::error!(%error, "cannot close a grown region");
+        }
+        set.regions.append(&mut shared);
+        None
+    }
+}
+
+impl<'a> ViewBytes<'a> {
+    fn source(&self) -> Source<'_> {
+        match self {
+            Self::Range(range) => Source::Ranges(std::slice::from_ref(range)),
+            Self::Other(source) => *source,
+        }
+    }
+}
+
+/// Adds the position of a view to an error.
+fn of_view(view: usize) -> impl Fn(Error) -> Error {
+    move |error| error.context("view", view)
+}
+
+/// Returns the state behind each domain. Fails without a domain, and for domains of different
+/// libraries.
+fn domains_of<'a>(nics: &'a [&'a Domain]) -> Result<Vec<&'a Arc<DomainInner>>> {
+    let refuse = |what: &'static str, remedy: &'static str| {
+        Err(Error::new(ErrorKind::InvalidArgument, "regattr").context("why", what).remedy(remedy))
+    };
+    let Some(first) = nics.first() else {
+        return refuse("no domain", "pass at least one domain");
+    };
+    let is_unrelated = |domain: &&Domain| {
+        !Arc::ptr_eq(&domain.inner.registry, &first.inner.registry)
+            || !Arc::ptr_eq(&domain.inner.selector, &first.inner.selector)
+    };
+    if nics.iter().any(is_unrelated) {
+        return refuse("domains of different libraries", "open all domains from one `Hmem`");
+    }
+    Ok(nics.iter().map(|domain| &domain.inner).collect())
+}
+
+/// Fails for growth around addresses whose promise does not cover what lies around them.
+fn check_growth(place: &Place<'_>, view: &ViewRequest<'_>, growth: Growth) -> Result<()> {
+    let is_too_weak =
+        matches!(place, Place::Addresses { promise, .. } if *promise != Promise::Allocation);
+    if growth == Growth::None || view.part.is_some() || !is_too_weak {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, "regattr")
+        .context("growth", format_args!("{growth:?}"))
+        .context("promise", format_args!("{:?}", place.promise()))
+        .remedy(
+            "promise the whole allocation (Promise::Allocation), add the views of one memory by \
+             Batch::add_views, or leave out Batch::grow",
+        ))
+}
+
+/// Returns the bytes of a part of a memory.
+fn target_of<'a>(place: &'a Place<'a>, part: Option<&Range<u64>>) -> Result<ViewBytes<'a>> {
+    let Some(part) = part else {
+        return Ok(match place.range() {
+            Some(range) => ViewBytes::Range(range),
+            None => ViewBytes::Other(Source::of(place)),
+        });
+    };
+    let outside = |remedy: &'static str| {
+        Error::new(ErrorKind::OutOfBounds, "register batch")
+            .context("part", format_args!("{part:?}"))
+            .context("memory", place.len())
+            .remedy(remedy)
+    };
+    let inside = "the part must begin and end in the memory";
+    let len = part.end.checked_sub(part.start).ok_or_else(|| outside(inside))?;
+    if let Some(range) = place.range() {
+        return range.slice(part.start, len).map(ViewBytes::Range).ok_or_else(|| outside(inside));
+    }
+    let Source::DmaBuf(mut buffer) = Source::of(place) else {
+        return Err(outside("add memory of several ranges as a whole, by Batch::add"));
+    };
+    if part.end > buffer.len {
+        return Err(outside(inside));
+    }
+    let offset = buffer.offset.0.checked_add(part.start).ok_or_else(|| outside(inside))?;
+    (buffer.offset, buffer.len) = (DmaBufOffset(offset), len);
+    Ok(ViewBytes::Other(Source::DmaBuf(buffer)))
+}
+
+/// A registered view: the index of the first NIC's region in the list of regions, and the view's
+/// address range.
+#[derive(Clone, Copy, Debug)]
+struct PlacedView {
+    first: u32,
+    range: AddressRange,
+}
+
+/// The regions of a batch, without the memory.
+struct RegionSet {
+    nics: Box<[Nic]>,
+    /// The regions. Those of one registration with all NICs follow each other.
+    regions: Vec<MemoryRegion>,
+    views: Box<[PlacedView]>,
+    /// The position of each memory's first view, and the number of views.
+    first_view: Box<[u32]>,
+}
+
+impl RegionSet {
+    fn empty(nics: &[&Domain]) -> Self {
+        let nics = nics.iter().map(|domain| domain.provider_attr().nic.clone()).collect();
+        Self { nics, regions: Vec::new(), views: Box::default(), first_view: Box::default() }
+    }
+
+    fn view(&self, nic: usize, at: &PlacedView) -> RegionView<'_> {
+        RegionView::new(&self.regions[at.first as usize + nic], at.range)
+    }
+}
+
+/// The regions of a batch: views times NICs.
+///
+/// A memory is named by its position in the batch, a view by its position among the views of its
+/// memory, and a NIC by its position in the list of [`Batch::on`]. Access the bytes of buffers
+/// through [`Regions::read`] and [`Regions::write`], which copy.
+///
+/// Dropping the value deregisters everything.
+pub struct Regions<M: Memory> {
+    set: RegionSet,
+    parts: Vec<Arc<M::Parts>>,
+}
+
+impl<M: Memory> Regions<M> {
+    /// Returns a view on one NIC.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`] if there is no such NIC, memory or view. A value that an error
+    /// returned has no views.
+    pub fn view(&self, nic: usize, memory: usize, view: usize) -> Result<RegionView<'_>> {
+        let set = &self.set;
+        let found = (|| {
+            let first = *set.first_view.get(memory)? as usize;
+            let end = *set.first_view.get(memory + 1)? as usize;
+            let index = first.checked_add(view).filter(|index| *index < end)?;
+            set.views.get(index).filter(|_| nic < set.nics.len())
+        })();
+        let placed = found.ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "view")
+                .context("nic", format_args!("{nic} of {}", set.nics.len()))
+                .context("memory", format_args!("{memory} of {}", self.parts.len()))
+                .context("view", view)
+                .remedy("name a NIC, a memory and a view of the batch by their positions, from 0")
+        })?;
+        Ok(set.view(nic, placed))
+    }
+
+    /// Returns the views of one NIC, in the order of the batch.
+    ///
+    /// # Panics
+    /// The position of the NIC is too large.
+    pub fn views(&self, nic: usize) -> impl ExactSizeIterator<Item = RegionView<'_>> {
+        assert!(nic < self.set.nics.len(), "{nic} is not a NIC of the batch");
+        self.set.views.iter().map(move |placed| self.set.view(nic, placed))
+    }
+
+    /// Returns the keys of one view on all NICs as one value, with the name of each NIC, to send to
+    /// a peer.
+    ///
+    /// # Errors
+    /// The errors of [`Regions::view`], [`RegionView::key`] and [`RailKeys::new`].
+    pub fn rail_keys(&self, memory: usize, view: usize) -> Result<RailKeys> {
+        let rail = |(nic, of): (usize, &Nic)| {
+            Ok(RailKey::new(of.clone(), self.view(nic, memory, view)?.key()?))
+        };
+        RailKeys::new(self.set.nics.iter().enumerate().map(rail).collect::<Result<_>>()?)
+    }
+
+    /// Returns all regions, each with one or more views. A region that the driver refused to close
+    /// after its views could not share it has no views. In a value that an error returned, these
+    /// are the regions that could not be closed.
+    #[must_use]
+    pub fn regions(&self) -> &[MemoryRegion] {
+        &self.set.regions
+    }
+
+    fn place(&self, memory: usize) -> Result<Place<'_>> {
+        self.parts.get(memory).map(|parts| M::place(parts)).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "copy")
+                .context("memory", memory)
+                .context("memories", self.parts.len())
+        })
+    }
+
+    /// Fills `into` with the bytes of a memory from `offset` on.
+    ///
+    /// # Errors
+    /// - [`ErrorKind::OutOfBounds`] if there is no such memory, or the bytes are not all in it.
+    /// - The other errors of [`Region::read`](super::Region::read).
+    pub fn read(&self, memory: usize, offset: u64, into: &mut [u8]) -> Result<()> {
+        // SAFETY: the place comes from the parts, which the borrow keeps alive.
+        unsafe { self.place(memory)?.read(offset, into) }
+    }
+
+    /// Copies `from` to the bytes of a memory from `offset` on.
+    ///
+    /// # Errors
+    /// - [`ErrorKind::OutOfBounds`] if there is no such memory, or the bytes are not all in it.
+    /// - The other errors of [`Region::write`](super::Region::write).
+    pub fn write(&self, memory: usize, offset: u64, from: &[u8]) -> Result<()> {
+        // SAFETY: the place comes from the parts, which the borrow keeps alive.
+        unsafe { self.place(memory)?.write(offset, from) }
+    }
+
+    /// Deregisters everything and returns the memories, in the order of the batch.
+    ///
+    /// # Errors
+    /// - The first error of [`MemoryRegion::close`]. The call tries to close every region. The
+    ///   error returns the regions that could not be closed, with the memories. They still work,
+    ///   but their views are gone.
+    /// - [`ErrorKind::Driver`] if a registration panicked. Its memory is lost, because the NIC may
+    ///   still access it.
+    pub fn close(mut self) -> Result<Vec<M>, Rejected<Self>> {
+        self.set.views = Box::default();
+        if let Err(error) = close_each(&mut self.set.regions) {
+            return Err(Rejected::new(self, error));
+        }
+        let mut memories = Vec::with_capacity(self.parts.len());
+        let mut parts = std::mem::take(&mut self.parts).into_iter();
+        while let Some(next) = parts.next() {
+            match take_back::<M>(next) {
+                Ok(memory) => memories.push(memory),
+                Err((kept, error)) => {
+                    let taken = memories.into_iter().map(|memory: M| Arc::new(memory.into_parts()));
+                    self.parts = taken.chain([kept]).chain(parts).collect();
+                    return Err(Rejected::new(self, error));
+                }
+            }
+        }
+        Ok(memories)
+    }
+}
+
+impl<M: Memory> fmt::Debug for Regions<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Regions")
+            .field("nics", &self.set.nics.len())
+            .field("memories", &self.parts.len())
+            .field("views", &self.set.views.len())
+            .field("regions", &self.set.regions.len())
+            .finish()
+    }
+}

@@ -1,0 +1,72 @@
+//! Parts of regions for safe transfers.
+
+use super::region::MemoryRegion;
+use crate::{Access, AddressRange, Error, ErrorKind, Result, transfer::LocalSegment};
+
+/// A part of a registered region, for the safe transfers of an [`Endpoint`](super::Endpoint). The
+/// memory stays allocated until the region is closed: the region owns the memory, a scope borrows
+/// the memory, or the promise of a [`Raw`](super::Raw)
+/// says so.
+///
+/// A slice may outlive its region. The provider refuses the slice's descriptor once the region is
+/// closed.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionSlice {
+    segment: LocalSegment,
+    access: Access,
+    /// True if the memory is promised for reading only.
+    read_only: bool,
+}
+
+impl RegionSlice {
+    pub(super) fn of(region: &MemoryRegion, offset: u64, len: u64) -> Result<Self> {
+        Self::within(region, region.range(), offset, len)
+    }
+
+    /// Returns a slice of the region: `len` bytes, beginning `offset` bytes after the start of
+    /// `within`. The range `within` must be a part of the region.
+    pub(super) fn within(
+        region: &MemoryRegion,
+        within: AddressRange,
+        offset: u64,
+        len: u64,
+    ) -> Result<Self> {
+        let range = within.slice(offset, len).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "slice")
+                .context("offset", offset)
+                .context("length", len)
+                .context("region", within)
+                .remedy("pass an offset and a length inside the region")
+        })?;
+        let segment = LocalSegment { address: range.start(), len, desc: Some(region.desc()?) };
+        let read_only = region.inner().is_read_only();
+        Ok(Self { segment, access: region.access(), read_only })
+    }
+
+    #[inline]
+    pub(super) fn segment(self) -> LocalSegment {
+        self.segment
+    }
+
+    /// Fails if a transfer must not write to the slice, because its memory is promised for reading
+    /// only.
+    #[inline]
+    pub(super) fn check_sink(&self, operation: &'static str) -> Result<()> {
+        if self.read_only { Err(self.refuse_sink(operation)) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn refuse_sink(&self, operation: &'static str) -> Error {
+        Error::new(ErrorKind::AccessDenied, operation)
+            .context("range", self.segment.address)
+            .context("why", "transfers may only read this region")
+            .remedy(
+                "use memory that may be written (Promise::ReadWrite, Vec<u8>), and for a cached \
+                 region ask for READ or RECV",
+            )
+    }
+
+    pub(super) fn access(self) -> Access {
+        self.access
+    }
+}
