@@ -166,9 +166,9 @@ impl Builder {
     /// Uses another crate's protection domain (VRB-04). The provider has one NIC, the device of
     /// this protection domain. Every domain of the provider registers in this protection domain.
     ///
-    /// The lkey and rkey of these regions ([`VerbsDomain::keys`]) work in the other crate's work
-    /// requests on the protection domain. The provider neither deallocates the protection domain
-    /// nor closes its context.
+    /// The lkey and rkey of these regions ([`VerbsMr`](super::VerbsMr)) work in the other crate's
+    /// work requests on the protection domain. The provider neither deallocates the protection
+    /// domain nor closes its context.
     ///
     /// The provider and everything opened from it hold `keep`, and drop it last. Pass the value
     /// that owns the protection domain, such as an `Arc` of the other crate's type. Regions then

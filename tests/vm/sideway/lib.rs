@@ -13,7 +13,7 @@ use std::{
 
 use hmem::{
     Access, Domain, DomainAttr, Hmem, Memory, Region,
-    verbs::{Verbs, VerbsDomain, VerbsKey},
+    verbs::{Verbs, VerbsDomain, VerbsMr},
 };
 use sideway::ibverbs::{
     AccessFlags,
@@ -151,11 +151,9 @@ fn hmem_domain(owner: &Sideway) -> Domain {
     hmem.domain_on(&verbs, DomainAttr::default()).expect("a domain")
 }
 
-/// Returns the lkey and rkey of a region.
-fn keys<B: Memory>(domain: &Domain, region: &Region<B>) -> VerbsKey {
-    let verbs = VerbsDomain::of(domain).expect("a domain of verbs");
-    let region = region.provider_region().expect("a registered region");
-    verbs.keys(region).expect("keys")[0]
+/// Returns the keys of a region.
+fn keys<M: Memory>(region: &Region<M>) -> VerbsMr<'_> {
+    VerbsMr::of(region).expect("one registration")
 }
 
 fn pattern(seed: usize) -> Vec<u8> {
@@ -171,8 +169,8 @@ fn our_keys_move_bytes_in_work_requests_of_another_crate() {
     let source = domain.register(pattern(1), LOCAL).expect("register");
     let target = domain.register(vec![0; LEN], LOCAL | REMOTE).expect("register");
     let sink = domain.register(vec![0; LEN], LOCAL).expect("register");
-    let (from, to, back) = (keys(&domain, &source), keys(&domain, &target), keys(&domain, &sink));
-    let at = |key: &VerbsKey| key.range.start().0;
+    let (from, to, back) = (keys(&source), keys(&target), keys(&sink));
+    let at = |mr: &VerbsMr<'_>| mr.base;
 
     // SAFETY: the regions own their memory and live until the end of the test.
     let written =
@@ -200,17 +198,12 @@ fn closed_keys_reach_nothing_and_the_protection_domain_stays() {
     let domain = hmem_domain(&sideway);
     let source = domain.register(pattern(3), LOCAL).expect("register");
     let target = domain.register(vec![0; LEN], REMOTE).expect("register");
-    let (from, to) = (keys(&domain, &source), keys(&domain, &target));
+    let from = keys(&source);
+    // Plain numbers, because the keys of an open region borrow it.
+    let (rkey, address) = (keys(&target).rkey, keys(&target).base);
     let untouched = target.close().map_err(hmem::Error::from).expect("close");
     // SAFETY: the source is registered, and no memory is registered at the target.
-    let status = unsafe {
-        sideway.transfer(
-            true,
-            (from.lkey, from.range.start().0),
-            (to.rkey, to.range.start().0),
-            LEN,
-        )
-    };
+    let status = unsafe { sideway.transfer(true, (from.lkey, from.base), (rkey, address), LEN) };
     // The queue pair is its own peer, so the refusal may move it to the error state before the
     // response arrives.
     let refused = [
