@@ -17,7 +17,7 @@ use crate::{
     lookup::PointerLookup,
     streams::synchronize,
     sys::{self, CuDevicePtr, CuMemHandle, CuResult},
-    table::{Left, Origin, OwnedAllocation, PageLockedRange},
+    table::{CudaOrigin, Left, OwnedAllocation, PageLockedRange},
 };
 
 /// Allocates and frees memory, and page-locks the application's own memory.
@@ -96,11 +96,13 @@ impl DeviceAllocator {
         let primary = self.lookup.contexts.retain(device)?;
         let (base, mut origin) = primary.with_context_or_undo(
             || match request.kind {
-                AllocationKind::Host => Ok((self.host_alloc(len)?, Origin::Host)),
-                AllocationKind::Managed => Ok((self.managed_alloc(len)?, Origin::Memory)),
-                AllocationKind::StreamOrdered => Ok((self.pool_alloc(device, len)?, Origin::Pool)),
+                AllocationKind::Host => Ok((self.host_alloc(len)?, CudaOrigin::Host)),
+                AllocationKind::Managed => Ok((self.managed_alloc(len)?, CudaOrigin::Memory)),
+                AllocationKind::StreamOrdered => {
+                    Ok((self.pool_alloc(device, len)?, CudaOrigin::Pool))
+                }
                 AllocationKind::Virtual => self.virtual_alloc(device, len),
-                _ => Ok((self.device_alloc(len)?, Origin::Memory)),
+                _ => Ok((self.device_alloc(len)?, CudaOrigin::Memory)),
             },
             |(base, mut origin)| self.release(base, device, &mut origin),
         )?;
@@ -115,7 +117,7 @@ impl DeviceAllocator {
         entered
     }
 
-    fn enter(&self, base: u64, request: &AllocRequest, origin: &Origin) -> Result<Allocation> {
+    fn enter(&self, base: u64, request: &AllocRequest, origin: &CudaOrigin) -> Result<Allocation> {
         let found = self.lookup.find(Address(base))?.ok_or_else(|| {
             Error::new(ErrorKind::Driver, "allocate")
                 .iface(IfaceKind::CUDA)
@@ -178,7 +180,7 @@ impl DeviceAllocator {
 
     /// Allocates VMM memory: maps one handle into a new reservation, and lets the device access the
     /// mapping. Creates the memory GPUDirect RDMA capable if the device supports that.
-    fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, Origin)> {
+    fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, CudaOrigin)> {
         let entry = self.lookup.driver().device("allocate", device)?;
         let f = &self.lookup.driver().functions;
         let granularity = vmm(f.mem_get_allocation_granularity, "cuMemGetAllocationGranularity")?;
@@ -226,7 +228,7 @@ impl DeviceAllocator {
             check(unsafe { set_access(base, size, &access, 1) }, "cuMemSetAccess")
         };
         let mapped = map_at_new_addresses();
-        let mut origin = Origin::Virtual { size, handle, left };
+        let mut origin = CudaOrigin::Virtual { size, handle, left };
         if mapped.is_err() {
             self.release(base, device, &mut origin)?;
         }
@@ -236,20 +238,20 @@ impl DeviceAllocator {
     /// Frees memory by the driver call that matches `origin`, the call that allocated it. The
     /// caller must make the device's primary context current. If the driver refuses a step,
     /// `origin` holds the remaining steps, and a repeated call continues with them.
-    fn release(&self, base: u64, device: DeviceId, origin: &mut Origin) -> Result<()> {
+    fn release(&self, base: u64, device: DeviceId, origin: &mut CudaOrigin) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         match origin {
             // SAFETY: this driver allocated the memory. The caller removed it from the table, or
             // has not entered it, so that it is freed once.
-            Origin::Memory => check(unsafe { (functions.mem_free)(base) }, "cuMemFree_v2"),
-            Origin::Host => {
+            CudaOrigin::Memory => check(unsafe { (functions.mem_free)(base) }, "cuMemFree_v2"),
+            CudaOrigin::Host => {
                 let pointer = std::ptr::with_exposed_provenance_mut(base as usize);
                 // SAFETY: this driver allocated the memory. The caller removed it from the table,
                 // or has not entered it, so that it is freed once.
                 check(unsafe { (functions.mem_free_host)(pointer) }, "cuMemFreeHost")
             }
-            Origin::Pool => self.pool_free(base, device),
-            Origin::Virtual { size, handle, left } => {
+            CudaOrigin::Pool => self.pool_free(base, device),
+            CudaOrigin::Virtual { size, handle, left } => {
                 let unmap = vmm(functions.mem_unmap, "cuMemUnmap")?;
                 let unreserve = vmm(functions.mem_address_free, "cuMemAddressFree")?;
                 let release = vmm(functions.mem_release, "cuMemRelease")?;
@@ -267,7 +269,7 @@ impl DeviceAllocator {
                 // SAFETY: `virtual_alloc` created the handle, and it is released once.
                 check(unsafe { release(*handle) }, "cuMemRelease")
             }
-            Origin::Imported { .. } => Err(Error::new(ErrorKind::BadState, "free")
+            CudaOrigin::Imported { .. } => Err(Error::new(ErrorKind::BadState, "free")
                 .iface(IfaceKind::CUDA)
                 .remedy("close memory of another process with ipc_close")),
         }

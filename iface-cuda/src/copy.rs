@@ -59,7 +59,7 @@ struct CopyContext {
 }
 
 /// Owner of the source or destination memory of a copy.
-enum Side {
+enum CopySide {
     Ours(FoundAllocation),
     /// The application's own pages, some of which are page-locked.
     PageLocked,
@@ -236,7 +236,7 @@ impl Copier {
         for (side, found) in [to, from].into_iter().zip(&sides) {
             // The iface allocated this memory, but the driver no longer knows it. The CPU cannot
             // access the memory, and the driver would take the address for host memory.
-            if matches!(found, Side::Unknown)
+            if matches!(found, CopySide::Unknown)
                 && let Some(allocation) =
                     self.0.lookup.contexts.allocations.owned.range_around(side)
             {
@@ -248,13 +248,13 @@ impl Copier {
         }
         // The side in device memory determines the context: every context can access host memory.
         let known = sides.iter().filter_map(|side| match side {
-            Side::Ours(found) => Some(found),
-            Side::PageLocked | Side::Unknown => None,
+            CopySide::Ours(found) => Some(found),
+            CopySide::PageLocked | CopySide::Unknown => None,
         });
         let Some(found) =
             known.clone().find(|found| found.allocation.device.is_some()).or(known.clone().next())
         else {
-            if len == 0 || sides.iter().any(|side| matches!(side, Side::PageLocked)) {
+            if len == 0 || sides.iter().any(|side| matches!(side, CopySide::PageLocked)) {
                 // SAFETY: both sides are host memory, which the caller promises to be valid.
                 unsafe { copy.copy_by_cpu() };
                 return Ok(None);
@@ -283,15 +283,15 @@ impl Copier {
 
     /// Returns the owner of the source or destination of a copy. Fails if the range begins in a
     /// CUDA allocation and reaches beyond its end.
-    fn side(&self, address: Address, len: u64) -> Result<Side> {
+    fn side(&self, address: Address, len: u64) -> Result<CopySide> {
         let range = AddressRange::new(address, len)?;
-        let Some(found) = self.0.lookup.find(address)? else { return Ok(Side::Unknown) };
+        let Some(found) = self.0.lookup.find(address)? else { return Ok(CopySide::Unknown) };
         let allocation = &found.allocation;
         if allocation.kind == AllocationKind::HostRegistered {
-            return Ok(Side::PageLocked);
+            return Ok(CopySide::PageLocked);
         }
         if allocation.range.contains_range(range) {
-            return Ok(Side::Ours(found));
+            return Ok(CopySide::Ours(found));
         }
         Err(Error::new(ErrorKind::OutOfBounds, "copy")
             .iface(IfaceKind::CUDA)

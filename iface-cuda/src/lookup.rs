@@ -122,7 +122,7 @@ pub(crate) enum Liveness {
 
 /// Answer of the driver to a query of an address: attribute values, or the reason why there are
 /// none.
-enum Answer<const N: usize> {
+enum LookupAnswer<const N: usize> {
     Values([u64; N]),
     /// No context with unified addressing knows the address, or the driver needs a current context
     /// and the thread has none.
@@ -147,11 +147,11 @@ impl PointerLookup {
         let foreign = std::ptr::from_ref(&lookup).addr() as u64;
         for count in [ATTRIBUTES.len() as u32, ATTRIBUTES.len() as u32 - 1] {
             let known = match lookup.query(foreign, ATTRIBUTES, count)? {
-                Answer::Invalid => continue,
-                Answer::Values(_) => count,
+                LookupAnswer::Invalid => continue,
+                LookupAnswer::Values(_) => count,
                 // Without a context the driver may fail before it reads the attributes, so the
                 // count is not confirmed.
-                Answer::NoContext => count | UNSEEN,
+                LookupAnswer::NoContext => count | UNSEEN,
             };
             lookup.known.store(known, Ordering::Release);
             return Ok(lookup);
@@ -173,7 +173,7 @@ impl PointerLookup {
         address: u64,
         mut attributes: [CuPointerAttribute; N],
         count: u32,
-    ) -> Result<Answer<N>> {
+    ) -> Result<LookupAnswer<N>> {
         // Each element of `values` has the size of the widest attribute, and is zero. A narrower
         // value that the driver writes is read correctly (little-endian). If the driver writes no
         // value, the element has the documented null value.
@@ -193,11 +193,11 @@ impl PointerLookup {
         };
         match code {
             CuResult::CUDA_ERROR_INVALID_CONTEXT | CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
-                Ok(Answer::NoContext)
+                Ok(LookupAnswer::NoContext)
             }
-            CuResult::CUDA_ERROR_INVALID_VALUE => Ok(Answer::Invalid),
+            CuResult::CUDA_ERROR_INVALID_VALUE => Ok(LookupAnswer::Invalid),
             code => check(code, "cuPointerGetAttributes")
-                .map(|()| Answer::Values(values))
+                .map(|()| LookupAnswer::Values(values))
                 .map_err(|error| error.context("address", Address(address))),
         }
     }
@@ -217,10 +217,10 @@ impl PointerLookup {
         address: Address,
         attributes: [CuPointerAttribute; N],
         count: u32,
-    ) -> Result<Answer<N>> {
+    ) -> Result<LookupAnswer<N>> {
         self.anywhere(
             || self.query(address.0, attributes, count),
-            |answer| matches!(answer, Ok(Answer::NoContext)),
+            |answer| matches!(answer, Ok(LookupAnswer::NoContext)),
         )
     }
 
@@ -271,14 +271,14 @@ impl PointerLookup {
         let known = self.known.load(Ordering::Acquire);
         let (count, unseen) = (known & !UNSEEN, known & UNSEEN != 0);
         match self.query_anywhere(address, ATTRIBUTES, count)? {
-            Answer::Values(values) => {
+            LookupAnswer::Values(values) => {
                 if unseen {
                     self.known.store(count, Ordering::Release);
                 }
                 self.describe(address, values)
             }
-            Answer::NoContext => Ok(None),
-            Answer::Invalid if unseen && count as usize == ATTRIBUTES.len() => {
+            LookupAnswer::NoContext => Ok(None),
+            LookupAnswer::Invalid if unseen && count as usize == ATTRIBUTES.len() => {
                 self.known.store((count - 1) | UNSEEN, Ordering::Release);
                 self.find(address)
             }
@@ -286,7 +286,7 @@ impl PointerLookup {
             // call: it "will not return an error when the ptr encountered is not a valid CUDA
             // pointer", and `new` has checked that. If device memory were taken for host memory,
             // the CPU would write to it.
-            Answer::Invalid => Err(Error::new(ErrorKind::Driver, "cuPointerGetAttributes")
+            LookupAnswer::Invalid => Err(Error::new(ErrorKind::Driver, "cuPointerGetAttributes")
                 .iface(IfaceKind::CUDA)
                 .driver_code(
                     "CUDA_ERROR_INVALID_VALUE",
@@ -441,7 +441,9 @@ impl PointerLookup {
         const IDENTITY: [CuPointerAttribute; 2] =
             [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
         match self.query_anywhere(address, IDENTITY, IDENTITY.len() as u32)? {
-            Answer::Values([id, memory_type]) if memory_type != 0 => Ok(Some(AllocationId(id))),
+            LookupAnswer::Values([id, memory_type]) if memory_type != 0 => {
+                Ok(Some(AllocationId(id)))
+            }
             _ => Ok(None),
         }
     }
@@ -457,13 +459,13 @@ impl PointerLookup {
         const IDENTITY: [CuPointerAttribute; 2] =
             [sys::CU_POINTER_ATTRIBUTE_BUFFER_ID, sys::CU_POINTER_ATTRIBUTE_CONTEXT];
         Ok(match self.query_anywhere(address, IDENTITY, IDENTITY.len() as u32)? {
-            Answer::Values([found, of])
+            LookupAnswer::Values([found, of])
                 if found == id.0 && (context.is_null() || of == context.0 as u64) =>
             {
                 Liveness::Alive
             }
-            Answer::Values(_) | Answer::Invalid => Liveness::Dead,
-            Answer::NoContext => Liveness::Unknown,
+            LookupAnswer::Values(_) | LookupAnswer::Invalid => Liveness::Dead,
+            LookupAnswer::NoContext => Liveness::Unknown,
         })
     }
 
@@ -482,8 +484,8 @@ impl PointerLookup {
         attribute: CuPointerAttribute,
     ) -> Result<Option<u64>> {
         match self.query_anywhere(address, [attribute], 1)? {
-            Answer::Values([value]) => Ok(Some(value)),
-            Answer::NoContext | Answer::Invalid => Ok(None),
+            LookupAnswer::Values([value]) => Ok(Some(value)),
+            LookupAnswer::NoContext | LookupAnswer::Invalid => Ok(None),
         }
     }
 }

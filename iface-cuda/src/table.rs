@@ -6,7 +6,7 @@ use std::{
 };
 
 use hmem_core::{Address, AddressRange, Allocation, DeviceId, IfaceKind, Result};
-use hmem_iface_kit::table::{self, Entry, Owned, not_live, other_call};
+use hmem_iface_kit::table::{self, Owned, OwnedMemory, not_live, other_call};
 use parking_lot::Mutex;
 
 use crate::sys::CuMemHandle;
@@ -35,12 +35,12 @@ pub(crate) struct PageLockedRange {
 #[derive(Clone, Debug)]
 pub(crate) struct OwnedAllocation {
     pub(crate) device: DeviceId,
-    pub(crate) origin: Origin,
+    pub(crate) origin: CudaOrigin,
 }
 
 /// Origin of an allocation, which determines the call that releases it.
 #[derive(Clone, Debug)]
-pub(crate) enum Origin {
+pub(crate) enum CudaOrigin {
     /// The iface called `cuMemAlloc` or `cuMemAllocManaged`.
     Memory,
     /// The iface called `cuMemHostAlloc`.
@@ -68,7 +68,7 @@ pub(crate) enum Left {
 
 impl table::Origin for OwnedAllocation {
     fn is_imported(&self) -> bool {
-        matches!(self.origin, Origin::Imported { .. })
+        matches!(self.origin, CudaOrigin::Imported { .. })
     }
 }
 
@@ -122,10 +122,13 @@ impl AllocationTable {
     /// and later ones are counted in it.
     pub(crate) fn insert_open(&self, allocation: &Allocation, device: DeviceId) {
         let Allocation { id, range, .. } = *allocation;
-        let fresh = || Entry {
+        let fresh = || OwnedMemory {
             id,
             range,
-            origin: OwnedAllocation { device, origin: Origin::Imported { opened: 0, closing: 0 } },
+            origin: OwnedAllocation {
+                device,
+                origin: CudaOrigin::Imported { opened: 0, closing: 0 },
+            },
         };
         let mut owned = self.owned.entries();
         let entry = owned.entry(range.start().0).or_insert_with(|| {
@@ -139,7 +142,7 @@ impl AllocationTable {
         }
         // `cuda.h`: opening a handle that is open already returns the same address and counts the
         // opens.
-        if let Origin::Imported { opened, .. } = &mut entry.origin.origin {
+        if let CudaOrigin::Imported { opened, .. } = &mut entry.origin.origin {
             *opened += 1;
         }
     }
@@ -155,7 +158,7 @@ impl AllocationTable {
         const OPERATION: &str = "ipc_close";
         let refused = || not_live(IfaceKind::CUDA, OPERATION, allocation);
         self.owned.live(OPERATION, allocation, |owned| {
-            let Origin::Imported { opened, closing } = &mut owned.origin else {
+            let CudaOrigin::Imported { opened, closing } = &mut owned.origin else {
                 return Err(refused().remedy(other_call(true)));
             };
             *opened = opened.checked_sub(1).ok_or_else(refused)?;
@@ -169,7 +172,7 @@ impl AllocationTable {
     pub(crate) fn end_close(&self, allocation: &Allocation, closed: bool) {
         let mut owned = self.owned.entries();
         let entry = owned.get_mut(&allocation.base().0).filter(|entry| entry.id == allocation.id);
-        let Some(OwnedAllocation { origin: Origin::Imported { opened, closing }, .. }) =
+        let Some(OwnedAllocation { origin: CudaOrigin::Imported { opened, closing }, .. }) =
             entry.map(|entry| &mut entry.origin)
         else {
             return;

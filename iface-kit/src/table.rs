@@ -18,12 +18,12 @@ pub trait Origin {
 #[derive(Debug)]
 pub struct Owned<O> {
     iface: IfaceKind,
-    entries: Mutex<BTreeMap<u64, Entry<O>>>,
+    entries: Mutex<BTreeMap<u64, OwnedMemory<O>>>,
 }
 
 /// One allocation in the table.
 #[derive(Debug)]
-pub struct Entry<O> {
+pub struct OwnedMemory<O> {
     /// Identity of the allocation.
     pub id: AllocationId,
     /// Range of the allocation, with the length that was requested.
@@ -50,14 +50,14 @@ impl<O> Owned<O> {
     }
 
     /// Locks the table, and returns its entries by first address.
-    pub fn entries(&self) -> MutexGuard<'_, BTreeMap<u64, Entry<O>>> {
+    pub fn entries(&self) -> MutexGuard<'_, BTreeMap<u64, OwnedMemory<O>>> {
         self.entries.lock()
     }
 
     /// Adds an allocation. Also puts one back that the driver refused to release.
     pub fn insert(&self, allocation: &Allocation, origin: O) {
         let Allocation { id, range, .. } = *allocation;
-        self.entries().insert(range.start().0, Entry { id, range, origin });
+        self.entries().insert(range.start().0, OwnedMemory { id, range, origin });
     }
 
     /// Returns the range of the allocation that contains an address, or `None` if none does.

@@ -15,7 +15,7 @@ use crate::{
     error::{check, lacks, symbol},
     lookup::Lookup,
     sys::{self, VmemHandle},
-    table::{Left, Origin},
+    table::{Left, RocrOrigin},
 };
 
 /// Allocates and frees memory of the runtime, and page-locks host memory.
@@ -82,11 +82,11 @@ impl PoolAllocator {
         let runtime = &self.lookup.runtime;
         let len = usize::try_from(request.len).map_err(|_| too_large())?;
         let (base, mut origin) = match request.kind {
-            AllocationKind::Host => (runtime.allocate_host(len)?, Origin::Pool),
+            AllocationKind::Host => (runtime.allocate_host(len)?, RocrOrigin::Pool),
             AllocationKind::Virtual => self.allocate_virtual(device, len)?,
             _ => {
                 let (pool, _) = device.pool.ok_or_else(no_pool)?;
-                (runtime.allocate(pool, len)?, Origin::Pool)
+                (runtime.allocate(pool, len)?, RocrOrigin::Pool)
             }
         };
         let base = Address(base.expose_provenance() as u64);
@@ -100,13 +100,18 @@ impl PoolAllocator {
         entered
     }
 
-    fn enter(&self, base: Address, request: &AllocRequest, origin: Origin) -> Result<Allocation> {
+    fn enter(
+        &self,
+        base: Address,
+        request: &AllocRequest,
+        origin: RocrOrigin,
+    ) -> Result<Allocation> {
         // The allocation gets the requested length, although the runtime may have rounded it up.
         let range = AddressRange::new(base, request.len)?;
         let device = (request.kind != AllocationKind::Host).then_some(request.device);
         let kind = request.kind;
         let id = match origin {
-            Origin::Pool => {
+            RocrOrigin::Pool => {
                 let found = self.lookup.find(base)?.filter(|found| found.base() == base);
                 let unknown = || {
                     Error::new(ErrorKind::Driver, "allocate")
@@ -129,7 +134,11 @@ impl PoolAllocator {
 
     /// Allocates VMM memory: maps one handle into a new reservation, and lets the device access the
     /// mapping.
-    fn allocate_virtual(&self, device: &DeviceEntry, len: usize) -> Result<(*mut c_void, Origin)> {
+    fn allocate_virtual(
+        &self,
+        device: &DeviceEntry,
+        len: usize,
+    ) -> Result<(*mut c_void, RocrOrigin)> {
         let f = &self.lookup.runtime.functions;
         let reserve = symbol(f.vmem_reserve, "hsa_amd_vmem_address_reserve")?;
         let create = symbol(f.vmem_create, "hsa_amd_vmem_handle_create")?;
@@ -163,7 +172,7 @@ impl PoolAllocator {
             check(code, "hsa_amd_vmem_set_access")
         };
         let mapped = map_at_new_addresses();
-        let mut origin = Origin::Virtual { size, handle, left };
+        let mut origin = RocrOrigin::Virtual { size, handle, left };
         mapped.map(|()| (base, origin)).inspect_err(|_| {
             // SAFETY: this call made the reservation, handle and mapping, and did not return them
             // to a caller.
@@ -181,10 +190,10 @@ impl PoolAllocator {
     /// # Safety
     /// The memory must belong to this iface. The caller must free it only once, and nothing may use
     /// it any longer.
-    unsafe fn release(&self, base: Address, origin: &mut Origin) -> Result<()> {
+    unsafe fn release(&self, base: Address, origin: &mut RocrOrigin) -> Result<()> {
         let runtime = &self.lookup.runtime;
         let pointer = ptr::with_exposed_provenance_mut::<c_void>(base.0 as usize);
-        let Origin::Virtual { size, handle, left } = origin else {
+        let RocrOrigin::Virtual { size, handle, left } = origin else {
             // SAFETY: the caller promises that the memory is freed once and unused.
             return unsafe { runtime.free(pointer) };
         };

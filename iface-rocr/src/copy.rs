@@ -23,7 +23,7 @@ use crate::{
     error::{check, symbol},
     lookup::Lookup,
     sys::{self, Agent, Signal},
-    table::Origin,
+    table::RocrOrigin,
 };
 
 /// Length in bytes of a buffer for copies between a device and memory that the device cannot
@@ -49,7 +49,7 @@ struct Buffer(usize);
 
 /// Kind of the source or destination memory of a copy.
 #[derive(Clone, Copy, Debug)]
-enum Side {
+enum CopySide {
     /// Memory of a device.
     Device(Agent),
     /// Host memory that every device can access at this address.
@@ -118,8 +118,8 @@ impl Copier {
     unsafe fn start(&self, copy: CopyRange) -> Result<Option<SignalCopy>> {
         let (to, from) = (self.side(copy.to, copy.len)?, self.side(copy.from, copy.len)?);
         let agent = match (to, from) {
-            (Side::Device(agent), _) | (_, Side::Device(agent)) => agent,
-            (Side::Unknown, Side::Unknown) => {
+            (CopySide::Device(agent), _) | (_, CopySide::Device(agent)) => agent,
+            (CopySide::Unknown, CopySide::Unknown) => {
                 // If the caller means freed device memory, host memory may be at its address by
                 // now. A copy by the CPU would overwrite that host memory.
                 return Err(Error::new(ErrorKind::OutOfBounds, "copy")
@@ -147,8 +147,8 @@ impl Copier {
                 .remedy("copy through other memory"));
         }
         let direct = |side| match side {
-            Side::Device(of) => of == agent,
-            Side::Shared(_) => true,
+            CopySide::Device(of) => of == agent,
+            CopySide::Shared(_) => true,
             _ => false,
         };
         let step = if direct(to) && direct(from) { copy.len } else { CHUNK };
@@ -160,7 +160,7 @@ impl Copier {
                 len: step.min(copy.len - offset),
             };
             let at = |side| match side {
-                Side::Shared(address) => Side::Shared(address + offset as usize),
+                CopySide::Shared(address) => CopySide::Shared(address + offset as usize),
                 side => side,
             };
             let started = self.0.begin(part, at(to), at(from))?;
@@ -181,18 +181,18 @@ impl Copier {
     /// - Unavailable if the memory's device is not visible in this process.
     /// - AddressWraps if the range passes the end of the address space.
     /// - Otherwise the error of the lookup.
-    fn side(&self, address: Address, len: u64) -> Result<Side> {
+    fn side(&self, address: Address, len: u64) -> Result<CopySide> {
         let lookup = &self.0.lookup;
         let range = AddressRange::new(address, len)?;
         if let Some(agent_address) = lookup.table.page_locked(range) {
-            return Ok(Side::Shared(agent_address));
+            return Ok(CopySide::Shared(agent_address));
         }
         let own = lookup.table.own_around(address);
         let Some(found) = lookup.find(address)? else {
             // The iface allocated this memory, but the runtime no longer knows it. Neither the CPU
             // nor the runtime can access the memory.
             return match own {
-                None => Ok(Side::Unknown),
+                None => Ok(CopySide::Unknown),
                 Some((allocation, _)) => Err(Error::new(ErrorKind::Driver, "copy")
                     .iface(IfaceKind::ROCR)
                     .context("why", "the runtime does not recognise memory that it allocated")
@@ -201,7 +201,7 @@ impl Copier {
         };
         // The application may have page-locked only some of the pages, so the CPU copies the range.
         if found.kind == AllocationKind::HostRegistered {
-            return Ok(Side::Known);
+            return Ok(CopySide::Known);
         }
         if !found.range.contains_range(range) {
             return Err(Error::new(ErrorKind::OutOfBounds, "copy")
@@ -211,8 +211,8 @@ impl Copier {
                 .remedy("the range must lie in one allocation of this iface"));
         }
         if found.kind == AllocationKind::Host {
-            let ours = own.is_some_and(|(_, origin)| origin == Origin::Pool);
-            return Ok(if ours { Side::Shared(address.0 as usize) } else { Side::Known });
+            let ours = own.is_some_and(|(_, origin)| origin == RocrOrigin::Pool);
+            return Ok(if ours { CopySide::Shared(address.0 as usize) } else { CopySide::Known });
         }
         let device = found.device.ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, "copy")
@@ -220,7 +220,7 @@ impl Copier {
                 .context("allocation", found.range)
                 .remedy("the memory's device is not visible here: see ROCR_VISIBLE_DEVICES")
         })?;
-        Ok(Side::Device(lookup.runtime.device("copy", device)?.agent))
+        Ok(CopySide::Device(lookup.runtime.device("copy", device)?.agent))
     }
 }
 
@@ -228,7 +228,12 @@ impl CopyBuffers {
     /// Starts one part of a copy with at least one side on a device. If a device cannot access the
     /// other side, the part must fit into a buffer. A copy between two devices has two steps; this
     /// method waits for the end of the first one.
-    fn begin(self: &Arc<Self>, copy: CopyRange, to: Side, from: Side) -> Result<SignalCopy> {
+    fn begin(
+        self: &Arc<Self>,
+        copy: CopyRange,
+        to: CopySide,
+        from: CopySide,
+    ) -> Result<SignalCopy> {
         let buffers = Arc::clone(self);
         let mut started =
             SignalCopy { buffers, signal: Signal::default(), buffer: None, out: None };
@@ -293,29 +298,29 @@ struct SignalCopy {
 
 impl SignalCopy {
     /// Starts a copy for [`CopyBuffers::begin`]. After an error no copy runs.
-    fn submit_part(&mut self, copy: CopyRange, to: Side, from: Side) -> Result<()> {
+    fn submit_part(&mut self, copy: CopyRange, to: CopySide, from: CopySide) -> Result<()> {
         let (device_to, device_from) = (copy.to.0 as usize, copy.from.0 as usize);
         match (to, from) {
-            (Side::Device(agent), Side::Device(of)) if agent == of => {
+            (CopySide::Device(agent), CopySide::Device(of)) if agent == of => {
                 self.submit((device_to, agent), (device_from, agent), copy.len)
             }
-            (Side::Device(agent), Side::Shared(from)) => {
+            (CopySide::Device(agent), CopySide::Shared(from)) => {
                 self.submit((device_to, agent), (from, self.buffers.host()?), copy.len)
             }
-            (Side::Shared(to), Side::Device(agent)) => {
+            (CopySide::Shared(to), CopySide::Device(agent)) => {
                 self.submit((to, self.buffers.host()?), (device_from, agent), copy.len)
             }
-            (_, Side::Device(agent)) => {
+            (_, CopySide::Device(agent)) => {
                 let (buffer, host) = (self.take_buffer()?, self.buffers.host()?);
                 self.submit((buffer, host), (device_from, agent), copy.len)?;
-                if let Side::Device(other) = to {
+                if let CopySide::Device(other) = to {
                     self.wait()?;
                     return self.submit((device_to, other), (buffer, host), copy.len);
                 }
                 self.out = Some(CopyRange { from: Address(buffer as u64), ..copy });
                 Ok(())
             }
-            (Side::Device(agent), _) => {
+            (CopySide::Device(agent), _) => {
                 let (buffer, host) = (self.take_buffer()?, self.buffers.host()?);
                 // SAFETY: the buffer is this copy's own and of `CHUNK` bytes; the source is host
                 // memory, which the caller of the copy promises to be valid.

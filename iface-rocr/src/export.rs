@@ -22,7 +22,7 @@ use crate::{
     error::{check, lacks, lacks_symbol, refused, symbol},
     lookup::Lookup,
     sys::{self, HsaStatus},
-    table::Origin,
+    table::RocrOrigin,
 };
 
 /// Exports device memory to NICs, as dma-bufs or by address to peer-memory clients.
@@ -58,7 +58,7 @@ impl DmaBufExporter for Exporter {
             return Err(described(no_dma_buf()));
         }
         let (fd, offset) = match self.lookup.table.own_around(range.start()) {
-            Some((own, Origin::Virtual { handle, .. })) => {
+            Some((own, RocrOrigin::Virtual { handle, .. })) => {
                 self.export_handle(handle, mapping).map(|fd| (fd, range.start().0 - own.base().0))
             }
             _ => self.export_range(range, mapping),

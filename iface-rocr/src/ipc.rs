@@ -16,7 +16,7 @@ use crate::{
     error::{check, lacks, refused, symbol},
     lookup::Lookup,
     sys::{HsaStatus, IpcMemory},
-    table::Origin,
+    table::RocrOrigin,
 };
 
 /// Exports allocations to other processes, and opens allocations of other processes.
@@ -116,7 +116,7 @@ impl Ipc for IpcExchange {
                     .context("range", range)
                     .remedy("this process has opened the memory already: use that address"));
             }
-            self.lookup.table.own(allocation, Origin::Imported);
+            self.lookup.table.own(allocation, RocrOrigin::Imported);
             Ok(allocation)
         };
         enter().inspect_err(|_| {

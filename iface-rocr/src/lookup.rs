@@ -13,7 +13,7 @@ use crate::{
     driver::Runtime,
     error::{check, lacks},
     sys::{self, Agent, PointerInfo},
-    table::{AllocationTable, Origin, on_free},
+    table::{AllocationTable, RocrOrigin, on_free},
 };
 
 /// Placeholder for the identity of an allocation that this iface did not make. If the runtime has
@@ -128,7 +128,7 @@ impl Lookup {
     /// Unsupported for any other memory. For VMM memory of the application, the runtime returns the
     /// queried address or the start of the reservation as the first address.
     fn own_virtual(&self, address: Address, kind: u32) -> Result<Allocation> {
-        if let Some((allocation, Origin::Virtual { .. })) = self.table.own_around(address) {
+        if let Some((allocation, RocrOrigin::Virtual { .. })) = self.table.own_around(address) {
             return Ok(allocation);
         }
         let name = match kind {

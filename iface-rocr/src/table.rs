@@ -39,7 +39,7 @@ pub(crate) struct AllocationTable {
 struct Entries {
     last_id: u64,
     /// Allocations by first address.
-    live: BTreeMap<u64, Entry>,
+    live: BTreeMap<u64, KnownMemory>,
     /// First addresses of watched allocations, by the number of the subscription.
     watched: HashMap<u64, u64>,
     last_subscription: u64,
@@ -49,11 +49,11 @@ struct Entries {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct KnownMemory {
     id: AllocationId,
     /// The allocation, or `None` until the callback is registered.
     allocation: Option<Allocation>,
-    origin: Origin,
+    origin: RocrOrigin,
     /// True if the runtime calls a callback when the memory is freed.
     callback: bool,
     watchers: Vec<(u64, Arc<dyn Invalidator>)>,
@@ -61,7 +61,7 @@ struct Entry {
 
 /// Origin of an allocation, which determines the call that releases it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Origin {
+pub(crate) enum RocrOrigin {
     /// The application allocated the memory and frees it.
     Foreign,
     /// The iface called `hsa_amd_memory_pool_allocate`.
@@ -113,10 +113,10 @@ impl AllocationTable {
         let mut entries = self.entries.lock();
         let replaced = entries.free(base.0, None);
         let id = entries.next_id();
-        let entry = Entry {
+        let entry = KnownMemory {
             id,
             allocation: None,
-            origin: Origin::Foreign,
+            origin: RocrOrigin::Foreign,
             callback: true,
             watchers: Vec::new(),
         };
@@ -150,9 +150,9 @@ impl AllocationTable {
 
     /// Records the origin of an allocation that this iface made. If the allocation has no callback,
     /// and so no entry, adds an entry.
-    pub(crate) fn own(&self, allocation: Allocation, origin: Origin) {
+    pub(crate) fn own(&self, allocation: Allocation, origin: RocrOrigin) {
         let mut entries = self.entries.lock();
-        let fresh = || Entry {
+        let fresh = || KnownMemory {
             id: allocation.id,
             allocation: Some(allocation),
             origin,
@@ -166,20 +166,20 @@ impl AllocationTable {
 
     /// Returns the allocation that contains an address, with its origin, if this iface made the
     /// allocation.
-    pub(crate) fn own_around(&self, address: Address) -> Option<(Allocation, Origin)> {
+    pub(crate) fn own_around(&self, address: Address) -> Option<(Allocation, RocrOrigin)> {
         let entries = self.entries.lock();
         // Allocations do not overlap: only the last one that begins at or before the address can
         // contain it.
         let (_, entry) = entries.live.range(..=address.0).next_back()?;
         let allocation = entry.allocation.filter(|known| known.range.contains(address))?;
-        (entry.origin != Origin::Foreign).then_some((allocation, entry.origin))
+        (entry.origin != RocrOrigin::Foreign).then_some((allocation, entry.origin))
     }
 
     /// Returns the allocation that begins at an address, if this iface made it.
     pub(crate) fn own_at(&self, base: Address) -> Option<Allocation> {
         let entries = self.entries.lock();
         let entry = entries.live.get(&base.0)?;
-        entry.allocation.filter(|_| entry.origin != Origin::Foreign)
+        entry.allocation.filter(|_| entry.origin != RocrOrigin::Foreign)
     }
 
     /// Ends the iface's ownership of an allocation and returns its origin, so that only one of two
@@ -194,19 +194,19 @@ impl AllocationTable {
         operation: &'static str,
         allocation: &Allocation,
         imported: bool,
-    ) -> Result<Origin> {
+    ) -> Result<RocrOrigin> {
         let mut entries = self.entries.lock();
         let entry = entries.live.get_mut(&allocation.base().0);
         let own =
-            entry.filter(|entry| entry.id == allocation.id && entry.origin != Origin::Foreign);
+            entry.filter(|entry| entry.id == allocation.id && entry.origin != RocrOrigin::Foreign);
         let refused = || not_live(IfaceKind::ROCR, operation, allocation);
         let entry = own.ok_or_else(refused)?;
         let origin = entry.origin;
-        if (origin == Origin::Imported) != imported {
+        if (origin == RocrOrigin::Imported) != imported {
             return Err(refused().remedy(other_call(imported)));
         }
         if entry.callback {
-            entry.origin = Origin::Foreign;
+            entry.origin = RocrOrigin::Foreign;
         } else {
             let removed = entries.free(allocation.base().0, Some(allocation.id));
             drop(entries);
@@ -218,7 +218,7 @@ impl AllocationTable {
     /// Returns the number of allocations and page-locked ranges that the iface must release.
     pub(crate) fn owned(&self) -> usize {
         let entries = self.entries.lock();
-        let own = entries.live.values().filter(|entry| entry.origin != Origin::Foreign).count();
+        let own = entries.live.values().filter(|entry| entry.origin != RocrOrigin::Foreign).count();
         own + entries.page_locked.len()
     }
 
@@ -317,7 +317,7 @@ impl Entries {
     /// and the allocation has another identity. The caller must drop the entry after it releases
     /// the lock, since a subscriber may hold the last reference to a cache.
     #[must_use]
-    fn free(&mut self, base: u64, id: Option<AllocationId>) -> Option<Entry> {
+    fn free(&mut self, base: u64, id: Option<AllocationId>) -> Option<KnownMemory> {
         self.live.get(&base).filter(|entry| id.is_none_or(|id| entry.id == id))?;
         let entry = self.live.remove(&base)?;
         if let Some(allocation) = entry.allocation {

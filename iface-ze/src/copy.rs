@@ -31,7 +31,7 @@ pub(crate) struct Copier(Arc<Lanes>);
 
 /// Kind of the source or destination memory of a copy.
 #[derive(Clone, Copy, Debug)]
-enum Side<'a> {
+enum CopySide<'a> {
     Device(&'a DeviceEntry),
     /// Host memory that a driver allocated, with the index of the driver.
     DriverHost(usize),
@@ -102,7 +102,7 @@ impl Copier {
             return Ok(Route::Done);
         }
         Ok(match (target, source) {
-            (Side::Unknown, Side::Unknown) => {
+            (CopySide::Unknown, CopySide::Unknown) => {
                 // If the caller means freed device memory, host memory may be at its address by
                 // now. A copy by the CPU would overwrite that host memory.
                 return Err(copy.described(
@@ -112,7 +112,7 @@ impl Copier {
                         .remedy("copy memory of this iface before it is freed"),
                 ));
             }
-            (Side::Device(to), Side::Device(from)) if to.handle == from.handle => {
+            (CopySide::Device(to), CopySide::Device(from)) if to.handle == from.handle => {
                 let ranges = (AddressRange::new(copy.to, len)?, AddressRange::new(copy.from, len)?);
                 if ranges.0.overlaps(ranges.1) {
                     return Err(copy.described(
@@ -124,15 +124,15 @@ impl Copier {
                 }
                 Route::Direct(to)
             }
-            (Side::Device(to), Side::Device(from)) => Route::Buffered(Some(from), Some(to)),
-            (Side::Device(to), Side::DriverHost(driver)) if to.driver == driver => {
+            (CopySide::Device(to), CopySide::Device(from)) => Route::Buffered(Some(from), Some(to)),
+            (CopySide::Device(to), CopySide::DriverHost(driver)) if to.driver == driver => {
                 Route::Direct(to)
             }
-            (Side::DriverHost(driver), Side::Device(from)) if from.driver == driver => {
+            (CopySide::DriverHost(driver), CopySide::Device(from)) if from.driver == driver => {
                 Route::Direct(from)
             }
-            (Side::Device(to), _) => Route::Buffered(None, Some(to)),
-            (_, Side::Device(from)) => Route::Buffered(Some(from), None),
+            (CopySide::Device(to), _) => Route::Buffered(None, Some(to)),
+            (_, CopySide::Device(from)) => Route::Buffered(Some(from), None),
             _ => {
                 // SAFETY: both sides are host or shared memory, which the caller promises to be
                 // valid.
@@ -149,9 +149,9 @@ impl Copier {
     /// - AddressWraps if the range passes the end of the address space.
     /// - Driver for memory of a device that the driver does not list.
     /// - Otherwise the error of the driver.
-    fn side(&self, address: Address, len: u64) -> Result<Side<'_>> {
+    fn side(&self, address: Address, len: u64) -> Result<CopySide<'_>> {
         let range = AddressRange::new(address, len)?;
-        let Some(found) = self.0.lookup.find(address)? else { return Ok(Side::Unknown) };
+        let Some(found) = self.0.lookup.find(address)? else { return Ok(CopySide::Unknown) };
         let allocation = found.allocation;
         if !allocation.range.contains_range(range) {
             return Err(Error::new(ErrorKind::OutOfBounds, "copy")
@@ -161,9 +161,9 @@ impl Copier {
                 .remedy("the range must lie in one allocation of this iface"));
         }
         match (allocation.kind, found.device) {
-            (AllocationKind::Host, _) => Ok(Side::DriverHost(found.driver)),
-            (AllocationKind::Managed, _) => Ok(Side::Shared),
-            (_, Some(entry)) => Ok(Side::Device(entry)),
+            (AllocationKind::Host, _) => Ok(CopySide::DriverHost(found.driver)),
+            (AllocationKind::Managed, _) => Ok(CopySide::Shared),
+            (_, Some(entry)) => Ok(CopySide::Device(entry)),
             (_, None) => Err(Error::new(ErrorKind::Driver, "copy")
                 .iface(IfaceKind::ZE)
                 .context("why", "the memory belongs to a device that the driver does not list")

@@ -166,14 +166,14 @@ pub(crate) fn exports_dma_bufs(driver: &Driver) -> bool {
 }
 
 /// Values that the driver returned for an export.
-struct Answer {
+struct ExportAnswer {
     fd: c_int,
     /// Identity of the exported allocation, which the driver assigns.
     allocation: u64,
 }
 
 /// Calls the driver to export the allocation at an address.
-fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Answer> {
+fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<ExportAnswer> {
     let mut export = ExportFd {
         flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,
         fd: -1,
@@ -189,7 +189,7 @@ fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Answer>
     // the second one ends the chain. `device` is writable, and the address is only looked up.
     let code = unsafe { get(context, pointer(base), &mut properties, &mut device) };
     check(code, "zeMemGetAllocProperties")?;
-    Ok(Answer { fd: export.fd, allocation: properties.id })
+    Ok(ExportAnswer { fd: export.fd, allocation: properties.id })
 }
 
 /// An fd that the driver returned for an export, after the check that it is a dma-buf. The driver
@@ -207,7 +207,7 @@ impl Exported {
     ///
     /// # Errors
     /// Unsupported if the fd is not a dma-buf. Such an fd must not be returned to the driver.
-    fn of(Answer { fd, allocation }: Answer) -> Result<Self> {
+    fn of(ExportAnswer { fd, allocation }: ExportAnswer) -> Result<Self> {
         // SAFETY: the number is not negative. If no file has this number, the calls on it return an
         // error.
         let file = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) });

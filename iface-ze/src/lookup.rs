@@ -68,7 +68,7 @@ pub(crate) struct FoundAllocation<'a> {
 }
 
 /// Values that the driver returned for an address.
-struct Answer {
+struct LookupAnswer {
     kind: u32,
     id: u64,
     page_size: u64,
@@ -190,7 +190,7 @@ impl Lookup {
         Ok(false)
     }
 
-    fn properties(&self, context: ContextHandle, address: Address) -> Result<Answer> {
+    fn properties(&self, context: ContextHandle, address: Address) -> Result<LookupAnswer> {
         let mut properties = MemoryAllocationProperties::default();
         let mut device = DeviceHandle::NULL;
         let get = self.driver.functions.mem_get_alloc_properties;
@@ -199,7 +199,7 @@ impl Lookup {
         let code = unsafe { get(context, pointer(address), &mut properties, &mut device) };
         check(code, "zeMemGetAllocProperties")?;
         let MemoryAllocationProperties { kind, id, page_size, .. } = properties;
-        Ok(Answer { kind, id, page_size, device })
+        Ok(LookupAnswer { kind, id, page_size, device })
     }
 
     /// Adds new memory of the driver to the table, and returns the memory as an allocation.

@@ -13,7 +13,7 @@ use super::{
     connection::QueuePair,
     domain_state::DomainState,
     region::{CpuAccess, Held},
-    split::{Planned, Span, Target, plan},
+    split::{Planned, Span, SplitTarget, plan},
     sys::{AtomicPart, RdmaPart, SendFlags, SendWr, Sge, WrOpcode, WrPart},
 };
 
@@ -80,7 +80,7 @@ pub(super) fn single(
 #[derive(Default)]
 pub(super) struct Chain {
     spans: Vec<Span>,
-    targets: Vec<Target>,
+    targets: Vec<SplitTarget>,
     pub(super) segments: Vec<Sge>,
     planned: Vec<Planned>,
     pub(super) requests: Vec<SendWr>,
@@ -218,7 +218,7 @@ impl Chain {
                 .context("length", bytes)
                 .context("max_msg_sz", max_message));
         }
-        let message = [Target { address: 0, len: bytes, rkey: 0 }];
+        let message = [SplitTarget { address: 0, len: bytes, rkey: 0 }];
         let limits = (usize::MAX, u64::MAX);
         plan(&self.spans, &message, limits, &mut self.segments, &mut self.planned);
         if self.segments.len() > max_sge as usize {
@@ -304,7 +304,7 @@ pub(super) fn check_keys(domain: &DomainState, operation: &Operation<'_>) -> Res
 /// key get the rkey of the bytes before them, or else the key's first rkey: the peer's NIC checks
 /// the bounds.
 fn targets(
-    targets: &mut Vec<Target>,
+    targets: &mut Vec<SplitTarget>,
     domain: &DomainState,
     segment: &RemoteSegment<'_>,
 ) -> Result<()> {
@@ -318,7 +318,7 @@ fn targets(
 
 /// Splits a range of a peer's memory at the borders between pieces with different rkeys.
 fn cut<'a>(
-    targets: &mut Vec<Target>,
+    targets: &mut Vec<SplitTarget>,
     pieces: impl Iterator<Item = &'a RemotePiece> + Clone,
     segment: &RemoteSegment<'_>,
 ) -> Result<()> {
@@ -338,12 +338,12 @@ fn cut<'a>(
         };
         // With one key, the whole segment is one target: the peer's NIC enforces the bounds.
         let len = if pieces.clone().nth(1).is_none() { left } else { len };
-        targets.push(Target { address, len, rkey: current });
+        targets.push(SplitTarget { address, len, rkey: current });
         address = address.wrapping_add(len);
         left -= len;
     }
     if segment.len == 0 {
-        targets.push(Target { address, len: 0, rkey: first });
+        targets.push(SplitTarget { address, len: 0, rkey: first });
     }
     Ok(())
 }
@@ -389,6 +389,6 @@ mod tests {
         let mut targets = Vec::new();
         let segment = RemoteSegment { address: Iova(1), len: 1, key: &key };
         cut(&mut targets, pieces.iter(), &segment).unwrap();
-        assert_eq!(targets, [Target { address: 1, len: 1, rkey: 1 }]);
+        assert_eq!(targets, [SplitTarget { address: 1, len: 1, rkey: 1 }]);
     }
 }

@@ -11,7 +11,7 @@ use std::{
 use hmem_core::{Parallel, Progress, Result};
 use parking_lot::Mutex;
 
-use super::region::{Part, Parts};
+use super::region::{Parts, RegionPart};
 
 /// Length in bytes below which another thread gains nothing: a shorter registration ends before a
 /// second CPU starts its part. A chunk length that the application chooses overrides the limit.
@@ -72,7 +72,7 @@ pub(super) fn register(
     seams: &[(u64, u64)],
     threads: usize,
     progress: Option<Progress<'_>>,
-    one: impl Fn(u64, u64) -> Result<Part> + Sync,
+    one: impl Fn(u64, u64) -> Result<RegionPart> + Sync,
     parts: &mut Parts,
 ) -> Result<()> {
     let total = seams.iter().map(|(_, len)| len).sum();

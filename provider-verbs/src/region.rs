@@ -44,21 +44,21 @@ pub(super) struct PartKey {
 
 /// One registration of a region: an `ibv_mr` with its keys.
 #[derive(Debug)]
-pub(super) struct Part {
+pub(super) struct RegionPart {
     pub(super) mr: *mut Mr,
     pub(super) key: PartKey,
 }
 
 // SAFETY: libibverbs objects may be used from any thread, and only the region that holds the part
 // deregisters it.
-unsafe impl Send for Part {}
+unsafe impl Send for RegionPart {}
 // SAFETY: a shared reference only allows reads. The key is plain data. The pointer is passed to the
 // driver under the table's lock, or by the thread that removed the region from the table.
-unsafe impl Sync for Part {}
+unsafe impl Sync for RegionPart {}
 
 /// The registrations of a region, in the order of its ranges. Most regions have only one, which is
 /// stored without an allocation.
-pub(super) type Parts = SmallVec<[Part; 1]>;
+pub(super) type Parts = SmallVec<[RegionPart; 1]>;
 
 /// The way in which the CPU can read a region's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,14 +207,14 @@ impl Region {
     }
 
     /// Returns the registration that contains `address`.
-    pub(super) fn part_at(&self, address: Address) -> Option<&Part> {
+    pub(super) fn part_at(&self, address: Address) -> Option<&RegionPart> {
         self.parts.iter().find(|part| part.key.range.contains(address))
     }
 
     /// Returns the registration that contains `len` bytes at `offset` of the region, and the
     /// address of the first byte. Returns `None` if no single registration contains all of the
     /// bytes.
-    pub(super) fn slice(&self, offset: u64, len: u64) -> Option<(&Part, Address)> {
+    pub(super) fn slice(&self, offset: u64, len: u64) -> Option<(&RegionPart, Address)> {
         let mut before = 0;
         for part in &self.parts {
             let size = part.key.range.len();
@@ -482,7 +482,7 @@ impl Regions {
 
     /// Returns the keys of each registration of a region, with its `ibv_mr`.
     pub(super) fn keys(&self, region: ProviderRegion) -> Result<Vec<(PartKey, *mut c_void)>> {
-        let of = |part: &Part| (part.key, part.mr.cast());
+        let of = |part: &RegionPart| (part.key, part.mr.cast());
         self.with(region, "keys", |region| Ok(region.parts.iter().map(of).collect()))
     }
 
@@ -588,7 +588,7 @@ impl Held<'_> {
 }
 
 /// Deregisters one registration.
-pub(super) fn release(pd: &ProtectionDomain, part: &Part) -> Result<()> {
+pub(super) fn release(pd: &ProtectionDomain, part: &RegionPart) -> Result<()> {
     let deregister = pd.device.library().functions.dereg_mr;
     // SAFETY: the part was registered in this domain. The caller removed the part from the table,
     // so no other thread uses it.

@@ -20,7 +20,7 @@ use super::{
     errors::{self, BackingKind, RegistrationCall},
     huge::lies_in_huge_pages,
     parallel::{self, Division},
-    region::{BoundWindows, CpuAccess, Kind, Part, PartKey, Parts, Region, Regions, release},
+    region::{BoundWindows, CpuAccess, Kind, PartKey, Parts, Region, RegionPart, Regions, release},
     split::seams,
     sys::{self, AccessFlags, Mr},
 };
@@ -297,7 +297,7 @@ impl Registrar<'_> {
         flags: AccessFlags,
         base: Option<u64>,
         (offset, len): (u64, u64),
-    ) -> Result<Part> {
+    ) -> Result<RegionPart> {
         let part = AddressRange::new(Address(piece.range.start().0 + offset), len)?;
         let base = match base {
             Some(base) => base.wrapping_add(offset),
@@ -328,7 +328,7 @@ impl Registrar<'_> {
         };
         // SAFETY: the driver returned the region, with its keys set.
         let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
-        Ok(Part { mr, key: PartKey { range: part, base, lkey, rkey } })
+        Ok(RegionPart { mr, key: PartKey { range: part, base, lkey, rkey } })
     }
 
     fn by_address(
@@ -464,7 +464,7 @@ impl Registrar<'_> {
     fn rereg_part(
         &self,
         rereg: sys::ReregMr,
-        part: &mut Part,
+        part: &mut RegionPart,
         flags: AccessFlags,
     ) -> Result<(), (Error, bool)> {
         let (pd, address, bits) = (ptr::null_mut(), ptr::null_mut(), flags.bits() as c_int);

@@ -44,7 +44,7 @@ pub(super) struct Span {
 
 /// Consecutive bytes of a peer's memory under one rkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Target {
+pub(super) struct SplitTarget {
     /// Address of the first byte, as work requests to the peer name it.
     pub(super) address: u64,
     /// Number of bytes.
@@ -75,7 +75,7 @@ pub(super) struct Planned {
 /// Clears `segments` and `requests`, and fills them with the local segments and the work requests.
 pub(super) fn plan(
     local: &[Span],
-    remote: &[Target],
+    remote: &[SplitTarget],
     (max_sge, max_message): (usize, u64),
     segments: &mut Vec<Sge>,
     requests: &mut Vec<Planned>,
@@ -188,7 +188,7 @@ mod tests {
             for (index, cut) in cuts.iter().enumerate() {
                 let len = if index + 1 == cuts.len() { left } else { left.min(*cut) };
                 let (address, rkey) = (1 << 20 | (index as u64 * 10_000), 100 + index as u32);
-                targets.push(Target { address, len, rkey });
+                targets.push(SplitTarget { address, len, rkey });
                 to.extend((0..len).map(|byte| (address + byte, rkey)));
                 left -= len;
             }

@@ -37,7 +37,7 @@ use super::{
     device::ProtectionDomain,
     errors,
     port::{Port, PortChoice},
-    region::{Part, Region, Regions, WindowGuard},
+    region::{Region, RegionPart, Regions, WindowGuard},
     sys::{
         AccessFlags, BindPart, Mw, MwBind, MwBindInfo, MwType, SendFlags, SendWr, Wc, WcStatus,
         WrOpcode,
@@ -531,7 +531,7 @@ fn target<'a>(
     pd: &ProtectionDomain,
     region: &'a Region,
     bind: &WindowBind,
-) -> Result<(&'a Part, Address)> {
+) -> Result<(&'a RegionPart, Address)> {
     let operation = "bind window";
     let broken = |rule: WindowRule| rule.refuse(operation).provider(pd.device.nic().to_string());
     if bind.len == 0 {

@@ -47,7 +47,7 @@ impl Link {
         &mut self,
         domain: &Domain,
         from: RegionSlice,
-        to: Target<'_>,
+        to: LinkTarget<'_>,
     ) -> Result<()> {
         let context = self.next();
         self.initiator.write(&[from], &[to.segment()], self.peer, context)?;
@@ -58,7 +58,7 @@ impl Link {
         &mut self,
         domain: &Domain,
         into: RegionSlice,
-        from: Target<'_>,
+        from: LinkTarget<'_>,
     ) -> Result<()> {
         let context = self.next();
         self.initiator.read(&[into], &[from.segment()], self.peer, context)?;
@@ -71,7 +71,7 @@ impl Link {
         domain: &Domain,
         operand: RegionSlice,
         old: RegionSlice,
-        target: Target<'_>,
+        target: LinkTarget<'_>,
     ) -> Result<()> {
         let context = self.next();
         let atomic = Atomic {
@@ -129,13 +129,13 @@ impl Link {
 
 /// A byte range of a registered region, with the remote key that a peer uses.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Target<'a> {
+pub(super) struct LinkTarget<'a> {
     pub(super) key: &'a RemoteKey,
     pub(super) offset: u64,
     pub(super) len: u64,
 }
 
-impl<'a> Target<'a> {
+impl<'a> LinkTarget<'a> {
     fn segment(self) -> RemoteSegment<'a> {
         RemoteSegment {
             address: hmem::Iova(self.key.base().0 + self.offset),

@@ -12,7 +12,7 @@ use hmem::{
 
 /// A sort of memory to check, such as a heap buffer or device memory.
 #[derive(Clone, Debug)]
-pub enum Memory {
+pub enum MemorySort {
     /// A `Vec` on the heap.
     Heap,
     /// Pages that the system iface maps and the region owns.
@@ -34,7 +34,7 @@ pub enum Memory {
     },
 }
 
-impl Memory {
+impl MemorySort {
     /// Returns the name of the iface that owns the memory.
     #[must_use]
     pub fn iface(&self) -> &str {
@@ -90,7 +90,7 @@ impl Memory {
     }
 }
 
-impl fmt::Display for Memory {
+impl fmt::Display for MemorySort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.device() {
             Some(device) => write!(f, "{}:{device} {}", self.iface(), self.sort()),

@@ -18,7 +18,7 @@ use hmem::{Error, ErrorKind, Path, Result, system::monitor::HostMonitorKind};
 
 pub(crate) use self::memory::heap;
 pub use self::{
-    memory::Memory,
+    memory::MemorySort,
     plan::{Case, PathVariant, Plan, plan},
     report::{Atomic, Report, Row, text},
     stale::StaleRow,
@@ -35,8 +35,8 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Length of the unregistered parts of the allocation before and after the region, in bytes
-    /// each. With 0 the region covers the whole allocation. Only [`Memory::Borrowed`] and
-    /// [`Memory::Allocated`] have such parts; other memory is always registered whole.
+    /// each. With 0 the region covers the whole allocation. Only [`MemorySort::Borrowed`] and
+    /// [`MemorySort::Allocated`] have such parts; other memory is always registered whole.
     pub margin: u64,
     /// Offset of the transfer from the start of the region, in bytes.
     pub offset: u64,

@@ -7,7 +7,7 @@ use hmem::{
     system::System,
 };
 
-use super::{Memory, Selection, memory::HugeBuffer};
+use super::{MemorySort, Selection, memory::HugeBuffer};
 use crate::{
     json::Skipped,
     machine::{Machine, ProviderNic},
@@ -50,7 +50,7 @@ impl PathVariant {
 #[derive(Clone, Debug)]
 pub struct Case<'a> {
     /// The memory to register.
-    pub memory: Memory,
+    pub memory: MemorySort,
     /// The NIC to register with.
     pub nic: &'a ProviderNic,
     /// The expected path between memory and NIC.
@@ -110,10 +110,10 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
         if iface.kind() == IfaceKind::SYSTEM {
             let (mapped, borrowed) = (Arc::clone(iface), Arc::clone(iface));
             memories.extend([
-                Memory::Heap,
-                Memory::Mapped(mapped),
-                Memory::Borrowed(borrowed),
-                Memory::MemFd,
+                MemorySort::Heap,
+                MemorySort::Mapped(mapped),
+                MemorySort::Borrowed(borrowed),
+                MemorySort::MemFd,
             ]);
             memories.extend(huge_pages(&mut plan.skipped));
         } else {
@@ -141,10 +141,10 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
 
 /// Returns the huge-page memory to check. If no huge page can be allocated, adds the error to
 /// `skipped` and returns `None`.
-fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
+fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<MemorySort> {
     let system = Arc::new(System::new());
     match HugeBuffer::allocate(&system, 1) {
-        Ok(_) => Some(Memory::HugePages(system)),
+        Ok(_) => Some(MemorySort::HugePages(system)),
         Err(error) => {
             skipped.push(Skipped::new("system huge-pages", error));
             None
@@ -154,7 +154,7 @@ fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<Memory> {
 
 /// Returns each kind of memory on each device of an iface, and the iface's host memory once. If the
 /// iface has no allocator or no device, adds the reason to `skipped` and returns no memory.
-fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory> {
+fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<MemorySort> {
     let name = iface.name();
     if iface.allocator().is_none() {
         skipped.push(Skipped::new(format!("iface {name}"), "this iface cannot allocate memory"));
@@ -171,7 +171,7 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
             return Vec::new();
         }
     };
-    let of = |device: Option<DeviceId>, kind| Memory::Allocated {
+    let of = |device: Option<DeviceId>, kind| MemorySort::Allocated {
         iface: Arc::clone(iface),
         device,
         kind,
@@ -194,13 +194,13 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<Memory>
 /// is by dma-buf if both support it, and otherwise by peer memory. If direct access or staging is
 /// impossible, adds an entry with the reason to `skipped`.
 fn variants(
-    memory: &Memory,
+    memory: &MemorySort,
     simulated: bool,
     nic: &ProviderNic,
     p2p_disabled: bool,
     skipped: &mut Vec<Skipped>,
 ) -> Vec<PathVariant> {
-    let Memory::Allocated { iface, .. } = memory else { return vec![PathVariant::Host] };
+    let MemorySort::Allocated { iface, .. } = memory else { return vec![PathVariant::Host] };
     if memory.is_host() {
         return vec![PathVariant::Host];
     }

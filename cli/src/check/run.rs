@@ -9,13 +9,13 @@ use hmem::{
 };
 
 use super::{
-    Case, Extent, Memory, Selection,
-    link::{Link, Target},
+    Case, Extent, MemorySort, Selection,
+    link::{Link, LinkTarget},
     memory::{FileBuffer, HugeBuffer, heap},
     pattern,
     report::{Atomic, Report, Row},
     residue::Residue,
-    target::{Borrowed, Registration},
+    target::{BorrowedRegion, CheckedRegion},
 };
 use crate::{
     json::{Attempt, Skipped},
@@ -208,19 +208,19 @@ impl SizeCheck<'_> {
     fn allocate_and_run(&mut self) -> Result<(), Ended> {
         let len = self.region_len();
         match &self.case.memory {
-            Memory::Heap => self.own(heap(len)?),
-            Memory::MemFd => self.own(FileBuffer(MemFd::new(len)?)),
-            Memory::HugePages(system) => match HugeBuffer::allocate(system, len) {
+            MemorySort::Heap => self.own(heap(len)?),
+            MemorySort::MemFd => self.own(FileBuffer(MemFd::new(len)?)),
+            MemorySort::HugePages(system) => match HugeBuffer::allocate(system, len) {
                 Ok(buffer) => self.own(buffer),
                 // The machine may have fewer huge pages than needed.
                 Err(error) => Err(Ended::Unsupported(error)),
             },
-            Memory::Mapped(iface) => self.own(mapped(iface, len)?),
-            Memory::Borrowed(iface) => {
+            MemorySort::Mapped(iface) => self.own(mapped(iface, len)?),
+            MemorySort::Borrowed(iface) => {
                 let buffer = mapped(iface, self.allocation_len())?;
                 self.borrow(buffer)
             }
-            Memory::Allocated { iface, device, kind } => {
+            MemorySort::Allocated { iface, device, kind } => {
                 let (len, device) = (self.allocation_len(), device.unwrap_or_default());
                 match DeviceBuffer::allocate(iface, &AllocRequest { len, device, kind: *kind }) {
                     Ok(buffer) if self.extent.margin > 0 => self.borrow(buffer),
@@ -243,13 +243,13 @@ impl SizeCheck<'_> {
     /// Registers the part of the buffer between the unregistered margins, by its address.
     fn borrow(&mut self, buffer: DeviceBuffer) -> Result<(), Ended> {
         let part = (self.extent.margin, self.region_len());
-        let target = Borrowed::register(self.domain, buffer, part, |raw| request(raw, 1));
+        let target = BorrowedRegion::register(self.domain, buffer, part, |raw| request(raw, 1));
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 
     /// Transfers bytes from and to the registered memory, compares them, and closes the
     /// registration.
-    fn move_bytes(&mut self, target: Result<impl Registration, Error>) -> Result<(), Ended> {
+    fn move_bytes(&mut self, target: Result<impl CheckedRegion, Error>) -> Result<(), Ended> {
         let target = target.map_err(|error| self.refused(error))?;
         self.look_at_decision(target.region())?;
 
@@ -266,7 +266,7 @@ impl SizeCheck<'_> {
         let sink = self.register_local(heap(self.extent.len)?, 3)?;
 
         let key = target.region().key()?;
-        let remote = Target { key: &key, offset: self.extent.offset, len: self.extent.len };
+        let remote = LinkTarget { key: &key, offset: self.extent.offset, len: self.extent.len };
         let whole = self.extent.len;
         self.link.write(self.domain, source.slice(0, whole)?, remote)?;
         self.link.read(self.domain, sink.slice(0, whole)?, remote)?;
@@ -333,7 +333,12 @@ impl SizeCheck<'_> {
         )))
     }
 
-    fn compare(&self, target: &impl Registration, expected: &[u8], how: &str) -> Result<(), Ended> {
+    fn compare(
+        &self,
+        target: &impl CheckedRegion,
+        expected: &[u8],
+        how: &str,
+    ) -> Result<(), Ended> {
         let mut found = heap(expected.len() as u64)?;
         target.read(0, &mut found)?;
         same(expected, &found, how)
@@ -343,7 +348,7 @@ impl SizeCheck<'_> {
     /// the word unchanged.
     fn fetch_add(
         &mut self,
-        target: &impl Registration,
+        target: &impl CheckedRegion,
         key: &RemoteKey,
         expected: &mut [u8],
     ) -> Result<(), Ended> {
@@ -353,7 +358,7 @@ impl SizeCheck<'_> {
         let mut operands = heap(16)?;
         operands[..8].copy_from_slice(&ADDEND.to_ne_bytes());
         let operands = self.register_local(operands, 4)?;
-        let remote = Target { key, offset: at as u64, len: 8 };
+        let remote = LinkTarget { key, offset: at as u64, len: 8 };
         let result =
             self.link.fetch_add(self.domain, operands.slice(0, 8)?, operands.slice(8, 8)?, remote);
         match result {
@@ -391,7 +396,7 @@ impl SizeCheck<'_> {
     fn throughput(
         &mut self,
         source: &Region<Vec<u8>>,
-        remote: Target<'_>,
+        remote: LinkTarget<'_>,
         measure_ns: u64,
     ) -> Result<f64, Ended> {
         let slice = source.slice(0, remote.len)?;

@@ -59,11 +59,11 @@ pub struct StaleRow {
 /// One monitor to check, with the NIC and the memory of the check.
 pub(super) struct Case<'a> {
     nic: &'a ProviderNic,
-    memory: Memory,
+    memory: StaleMemory,
 }
 
 /// The memory to free and allocate again, with the monitor that watches it.
-enum Memory {
+enum StaleMemory {
     /// Host memory.
     Host(HostMonitor),
     /// Memory of an iface of the machine, watched by the iface's own monitor.
@@ -155,7 +155,7 @@ pub(super) fn plan<'a>(
         }
         let of = |memory| Case { nic, memory };
         if iface.kind() == IfaceKind::SYSTEM {
-            cases.extend(HostMonitor::ALL.map(Memory::Host).map(of));
+            cases.extend(HostMonitor::ALL.map(StaleMemory::Host).map(of));
         } else if machine.hmem.p2p_disabled() {
             let why =
                 "FI_HMEM_DISABLE_P2P forbids direct access, and staged copies are never stale";
@@ -164,8 +164,8 @@ pub(super) fn plan<'a>(
             let why = "the check needs an iface that allocates memory and exports dma-bufs";
             skipped.push(Skipped::new(format!("stale registrations of {name}"), why));
         } else {
-            cases.push(of(Memory::Device(Arc::clone(iface))));
-            cases.extend(machine.is_software(iface.kind()).then(|| of(Memory::Callback)));
+            cases.push(of(StaleMemory::Device(Arc::clone(iface))));
+            cases.extend(machine.is_software(iface.kind()).then(|| of(StaleMemory::Callback)));
         }
     }
     cases.retain(|case| selection.path.is_none_or(|path| path == case.path()));
@@ -175,16 +175,16 @@ pub(super) fn plan<'a>(
 impl Case<'_> {
     fn path(&self) -> Path {
         match self.memory {
-            Memory::Host(_) => Path::PlainHost,
-            Memory::Device(_) | Memory::Callback => Path::DmaBuf,
+            StaleMemory::Host(_) => Path::PlainHost,
+            StaleMemory::Device(_) | StaleMemory::Callback => Path::DmaBuf,
         }
     }
 
     fn iface(&self) -> &str {
         match &self.memory {
-            Memory::Host(_) => "system",
-            Memory::Device(iface) => iface.name(),
-            Memory::Callback => "simulated",
+            StaleMemory::Host(_) => "system",
+            StaleMemory::Device(iface) => iface.name(),
+            StaleMemory::Callback => "simulated",
         }
     }
 
@@ -192,20 +192,22 @@ impl Case<'_> {
     /// not known by then; the function returns `none` for it.
     fn monitor(&self) -> &'static str {
         match &self.memory {
-            Memory::Host(monitor) => monitor.name(),
-            Memory::Device(_) => "none",
-            Memory::Callback => "callback",
+            StaleMemory::Host(monitor) => monitor.name(),
+            StaleMemory::Device(_) => "none",
+            StaleMemory::Callback => "callback",
         }
     }
 
     /// Returns the title of this check for the progress bar.
     pub(super) fn title(&self) -> String {
         match &self.memory {
-            Memory::Host(monitor) => {
+            StaleMemory::Host(monitor) => {
                 format!("stale registrations of system under {}", monitor.name())
             }
-            Memory::Device(_) => format!("stale registrations of {}", self.iface()),
-            Memory::Callback => format!("stale registrations of {} under callback", self.iface()),
+            StaleMemory::Device(_) => format!("stale registrations of {}", self.iface()),
+            StaleMemory::Callback => {
+                format!("stale registrations of {} under callback", self.iface())
+            }
         }
     }
 
@@ -253,18 +255,18 @@ impl Case<'_> {
     fn prepare(&self) -> Result<Prepared> {
         let host = |hmem: hmem::Builder| hmem.without_vendor_ifaces().ifaces("");
         match &self.memory {
-            Memory::Host(kind) => {
+            StaleMemory::Host(kind) => {
                 let (monitor, told) = kind.start()?;
                 let hmem = host(Hmem::builder()).imported_cache_monitor(monitor).build()?;
                 let memory = Box::new(HostPage::map(told)?);
                 Ok(Prepared { monitor: kind.name().to_owned(), hmem, memory })
             }
-            Memory::Device(iface) => {
+            StaleMemory::Device(iface) => {
                 let monitor = iface.start_monitor()?.name().to_owned();
                 let memory = Box::new(DeviceMemory::allocate(iface)?);
                 Ok(Prepared { monitor, hmem: with_iface(iface)?, memory })
             }
-            Memory::Callback => {
+            StaleMemory::Callback => {
                 let device = Simulated::builder()
                     .free_detection(FreeDetection::Callback)
                     .address_reuse(AddressReuse::JustFreed);
@@ -340,7 +342,7 @@ mod tests {
         let Some(nic) = machine.nics.iter().find(|nic| nic.keeps_pages()) else {
             panic!("no NIC that keeps pages: {:?}", machine.absent);
         };
-        let case = Case { nic, memory: Memory::Host(HostMonitor::Deaf) };
+        let case = Case { nic, memory: StaleMemory::Host(HostMonitor::Deaf) };
         let row = case.run(100).unwrap();
         assert!(!row.verified && row.stale > 50, "{row:?}");
         assert!(
@@ -348,7 +350,7 @@ mod tests {
             "{row:?}"
         );
         // With a monitor that is notified, the same check passes.
-        let row = Case { memory: Memory::Host(HostMonitor::Import), ..case }.run(100).unwrap();
+        let row = Case { memory: StaleMemory::Host(HostMonitor::Import), ..case }.run(100).unwrap();
         assert!(row.verified && row.stale == 0 && row.reused > 0 && row.hits > 0, "{row:?}");
     }
 }

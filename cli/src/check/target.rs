@@ -8,7 +8,7 @@ use hmem::{
 };
 
 /// A registered region with access to its bytes through the iface.
-pub(super) trait Registration {
+pub(super) trait CheckedRegion {
     /// Returns the region that transfers read and write.
     fn region(&self) -> &MemoryRegion;
 
@@ -22,7 +22,7 @@ pub(super) trait Registration {
     fn close(self) -> Result<()>;
 }
 
-impl<M: Memory> Registration for Region<M> {
+impl<M: Memory> CheckedRegion for Region<M> {
     fn region(&self) -> &MemoryRegion {
         self
     }
@@ -44,7 +44,7 @@ impl<M: Memory> Registration for Region<M> {
 /// Memory registered by its address, as `fi_mr_reg` and `ibv_reg_mr` do. The region does not own
 /// the memory.
 #[derive(Debug)]
-pub(super) struct Borrowed {
+pub(super) struct BorrowedRegion {
     /// Declared before the buffer, and therefore dropped first.
     region: Region<Raw>,
     buffer: DeviceBuffer,
@@ -52,7 +52,7 @@ pub(super) struct Borrowed {
     start: u64,
 }
 
-impl Borrowed {
+impl BorrowedRegion {
     /// Registers `len` bytes of a buffer from offset `start`.
     pub(super) fn register(
         domain: &Domain,
@@ -75,7 +75,7 @@ impl Borrowed {
     }
 }
 
-impl Registration for Borrowed {
+impl CheckedRegion for BorrowedRegion {
     fn region(&self) -> &MemoryRegion {
         &self.region
     }

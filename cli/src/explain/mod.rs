@@ -12,7 +12,7 @@ use hmem::{
 };
 
 pub use self::pointers::PointerEntry;
-pub use self::report::{Entry, FindingEntry, Report, Wiring, text};
+pub use self::report::{FindingEntry, PathEntry, Report, Wiring, text};
 use crate::{
     Failure,
     args::ExplainArgs,
@@ -62,7 +62,7 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
             .policy(args.policy);
         match found(machine, &pair, &request) {
             Ok(explanation) => {
-                explanations.push(Entry::new(machine, &pair.into_names(machine), &explanation))
+                explanations.push(PathEntry::new(machine, &pair.into_names(machine), &explanation))
             }
             Err(error) => {
                 skipped.push(Skipped::new(pair.name(machine), root(&error)));

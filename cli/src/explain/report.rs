@@ -22,7 +22,7 @@ pub struct Report {
     /// The version of `hmem` that printed the document.
     pub version: &'static str,
     /// The explanations, one for each pair of memory and NIC.
-    pub explanations: Vec<Entry>,
+    pub explanations: Vec<PathEntry>,
     /// The pairs of memory and NIC, and the ifaces, NICs and pointers, that could not be explained,
     /// with reasons.
     pub skipped: Vec<Skipped>,
@@ -37,7 +37,7 @@ pub struct Report {
 /// The explanation of the path between one memory and one NIC.
 #[derive(Debug, Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Entry {
+pub struct PathEntry {
     /// The iface of the memory.
     pub iface: String,
     /// The number of the device in its iface; null for host memory.
@@ -107,7 +107,7 @@ pub struct FindingEntry {
 
 impl Report {
     pub(super) fn new(
-        explanations: Vec<Entry>,
+        explanations: Vec<PathEntry>,
         skipped: Vec<Skipped>,
         missing: Vec<String>,
     ) -> Self {
@@ -139,7 +139,7 @@ impl Report {
     }
 }
 
-impl Entry {
+impl PathEntry {
     pub(super) fn new(machine: &Machine, names: &Names, found: &Explanation) -> Self {
         let path = found.path.map(hmem::Path::name);
         let attempts =
@@ -246,7 +246,7 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     Ok(())
 }
 
-fn one(out: &mut dyn Write, entry: &Entry, style: Style) -> io::Result<()> {
+fn one(out: &mut dyn Write, entry: &PathEntry, style: Style) -> io::Result<()> {
     let size = bytes(entry.size);
     let heading = format!(
         "{} to {}/{} ({} memory, {size}, policy {})",

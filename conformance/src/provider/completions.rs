@@ -12,7 +12,7 @@ use hmem_core::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::link::{DEPTH, LOCAL, Link, REMOTE, Side, contents, eventually, remote};
+use super::link::{DEPTH, LOCAL, Link, LinkSide, REMOTE, contents, eventually, remote};
 use crate::{
     bytes::{assert_bytes, pattern},
     trial::{Outcome, assert_kind, skip},
@@ -113,7 +113,7 @@ pub(super) fn posting_until_again_loses_no_completion(provider: &Arc<dyn Provide
     let source = link.initiator.register(vec![1; 8], LOCAL);
     let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
     let there = [remote(&key, 0, 8)];
-    let Side { endpoint, cq, domain: _domain, .. } = link.initiator;
+    let LinkSide { endpoint, cq, domain: _domain, .. } = link.initiator;
     for context in 0..RECEIVES {
         endpoint.receive(&[slice], None, context).expect("post a receive");
     }

@@ -29,14 +29,14 @@ pub(super) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE
 pub(super) const DEPTH: u64 = 64;
 
 /// One end of a link: a domain with an endpoint and a completion queue.
-pub(super) struct Side {
+pub(super) struct LinkSide {
     pub(super) endpoint: Endpoint,
     pub(super) cq: Arc<dyn CompletionQueue>,
     pub(super) domain: Domain,
     next_key: Cell<u64>,
 }
 
-impl Side {
+impl LinkSide {
     fn open(provider: &dyn Provider, registry: &Arc<Registry>, attr: DomainAttr) -> Self {
         let selector = Arc::new(DefaultPathSelector::new());
         let domain = Domain::open(provider, Arc::clone(registry), selector, attr);
@@ -101,8 +101,8 @@ pub(super) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
 /// An initiator and a target on one NIC, for the tests of a provider. The target may also register
 /// memory of the simulated device `device`.
 pub(super) struct Link {
-    pub(super) initiator: Side,
-    pub(super) target: Side,
+    pub(super) initiator: LinkSide,
+    pub(super) target: LinkSide,
     /// Address of the target's endpoint, for requests of the initiator.
     pub(super) peer: PeerId,
     pub(super) device: Arc<Simulated>,
@@ -124,8 +124,8 @@ impl Link {
         registry.add(Arc::<Simulated>::clone(&device)).expect("add the device");
         let registry = Arc::new(registry);
         let attr = DomainAttr { mr_mode: nic.required_mr_mode, p2p, ..DomainAttr::default() };
-        let initiator = Side::open(&**provider, &registry, attr.clone());
-        let target = Side::open(&**provider, &registry, attr);
+        let initiator = LinkSide::open(&**provider, &registry, attr.clone());
+        let target = LinkSide::open(&**provider, &registry, attr);
         let peer = initiator.endpoint.resolve(&target.endpoint.name()).expect("find the target");
         Self { initiator, target, peer, device }
     }

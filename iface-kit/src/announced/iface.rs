@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use super::{
     driver::{Block, Driver, Open, Part},
     monitor::TableMonitor,
-    table::{Entry, Origin, Table},
+    table::{AnnouncedMemory, AnnouncedOrigin, Table},
 };
 
 /// Length in bytes of the host buffer for copies between two allocations.
@@ -37,7 +37,7 @@ pub struct Announced<D: Driver> {
     table: Arc<Table<D::Handle>>,
     /// Memory that was freed while one of its dma-bufs was in use (see `exports`), and that the
     /// driver has not freed yet.
-    lingering: Mutex<Vec<Entry<D::Handle>>>,
+    lingering: Mutex<Vec<AnnouncedMemory<D::Handle>>>,
 }
 
 impl<D: Driver> fmt::Debug for Announced<D> {
@@ -89,7 +89,7 @@ impl<D: Driver> Announced<D> {
         const OPERATION: &str = "announce";
         self.check_request(OPERATION, device, range.len())
             .map_err(|error| error.context("range", range))?;
-        self.table.insert(OPERATION, Block { range, device, handle }, Origin::Announced)
+        self.table.insert(OPERATION, Block { range, device, handle }, AnnouncedOrigin::Announced)
     }
 
     /// Withdraws announced memory, which the application is about to free. Invalidates every cached
@@ -102,7 +102,7 @@ impl<D: Driver> Announced<D> {
     /// - BadState in a forked child.
     pub fn withdraw(&self, allocation: &Allocation) -> Result<()> {
         self.check_process("withdraw")?;
-        let remove = || self.table.remove("withdraw", allocation, Origin::Announced);
+        let remove = || self.table.remove("withdraw", allocation, AnnouncedOrigin::Announced);
         self.table.subscriptions.while_freeing(allocation.range, remove).map(drop)
     }
 
@@ -163,7 +163,10 @@ impl<D: Driver> Announced<D> {
     ///
     /// # Errors
     /// The error that the driver reported, with the entry. The memory is still allocated.
-    fn release(&self, mut entry: Entry<D::Handle>) -> Result<(), (Entry<D::Handle>, Error)> {
+    fn release(
+        &self,
+        mut entry: AnnouncedMemory<D::Handle>,
+    ) -> Result<(), (AnnouncedMemory<D::Handle>, Error)> {
         entry.exports.close_unused(|fd| self.driver.others_use(fd));
         if !entry.exports.is_empty() {
             let range = entry.block.range;
@@ -355,7 +358,7 @@ impl<D: Driver> Allocator for Announced<D> {
         let (address, handle) = self.driver.allocate(device, len).map_err(described)?;
         let entered = AddressRange::new(address, len).and_then(|range| {
             let block = Block { range, device, handle };
-            self.table.insert(OPERATION, block, Origin::Allocated)
+            self.table.insert(OPERATION, block, AnnouncedOrigin::Allocated)
         });
         entered.map_err(|error| {
             // SAFETY: `allocate` returned the memory above, and no caller has seen it.
@@ -370,7 +373,7 @@ impl<D: Driver> Allocator for Announced<D> {
         self.check_process("free")?;
         self.free_lingering();
         self.table.subscriptions.while_freeing(allocation.range, || {
-            let entry = self.table.remove("free", allocation, Origin::Allocated)?;
+            let entry = self.table.remove("free", allocation, AnnouncedOrigin::Allocated)?;
             self.release(entry).map_err(|(entry, error)| {
                 self.table.restore(entry);
                 error.context("allocation", allocation.range)

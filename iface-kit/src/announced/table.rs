@@ -19,7 +19,7 @@ use super::{
 
 /// Origin of an allocation, which determines the party that frees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Origin {
+pub(crate) enum AnnouncedOrigin {
     /// The iface allocated the memory and frees it.
     Allocated,
     /// The application allocated the memory, announced it, and frees it after the withdrawal.
@@ -28,11 +28,11 @@ pub(crate) enum Origin {
 
 /// The table's entry of one allocation.
 #[derive(Debug)]
-pub(crate) struct Entry<H> {
+pub(crate) struct AnnouncedMemory<H> {
     pub(crate) block: Block<H>,
     pub(crate) exports: Exports,
     id: AllocationId,
-    origin: Origin,
+    origin: AnnouncedOrigin,
 }
 
 /// A part of a live allocation, with the identity of the allocation.
@@ -49,7 +49,7 @@ pub(crate) struct Table<H> {
     /// The process that opened the iface. In a forked child the allocations are the parent's, and
     /// a lock of the table may be held forever. So the child takes no lock.
     pub(crate) process: ProcessMark,
-    entries: RwLock<BTreeMap<u64, Entry<H>>>,
+    entries: RwLock<BTreeMap<u64, AnnouncedMemory<H>>>,
     /// Lowest address that was ever in the table. A lookup of an address below it, or above
     /// `highest`, takes no lock.
     lowest: AtomicU64,
@@ -121,7 +121,7 @@ impl<H: Copy> Table<H> {
         &self,
         operation: &'static str,
         block: Block<H>,
-        origin: Origin,
+        origin: AnnouncedOrigin,
     ) -> Result<Allocation> {
         let range = block.range;
         let last = range.start().0 + (range.len() - 1);
@@ -141,7 +141,7 @@ impl<H: Copy> Table<H> {
         self.lowest.fetch_min(range.start().0, Ordering::Relaxed);
         self.highest.fetch_max(last, Ordering::Relaxed);
         let id = AllocationId(self.next_id.fetch_add(1, Ordering::Relaxed));
-        let entry = Entry { block, exports: Exports::default(), id, origin };
+        let entry = AnnouncedMemory { block, exports: Exports::default(), id, origin };
         let allocation = self.describe(&entry);
         entries.insert(range.start().0, entry);
         Ok(allocation)
@@ -155,8 +155,8 @@ impl<H: Copy> Table<H> {
         &self,
         operation: &'static str,
         allocation: &Allocation,
-        origin: Origin,
-    ) -> Result<Entry<H>> {
+        origin: AnnouncedOrigin,
+    ) -> Result<AnnouncedMemory<H>> {
         let refused = |remedy| {
             Error::new(ErrorKind::InvalidArgument, operation)
                 .iface(self.iface)
@@ -169,10 +169,10 @@ impl<H: Copy> Table<H> {
         let live = entries.get(&base).filter(|entry| entry.id == allocation.id);
         match live.map(|entry| entry.origin) {
             Some(found) if found == origin => {}
-            Some(Origin::Allocated) => {
+            Some(AnnouncedOrigin::Allocated) => {
                 return Err(refused("the iface allocated it: free it"));
             }
-            Some(Origin::Announced) => {
+            Some(AnnouncedOrigin::Announced) => {
                 return Err(refused("the application announced it, and frees it: withdraw it"));
             }
             None => {
@@ -185,7 +185,7 @@ impl<H: Copy> Table<H> {
     }
 
     /// Puts an entry back after its memory could not be freed.
-    pub(crate) fn restore(&self, entry: Entry<H>) {
+    pub(crate) fn restore(&self, entry: AnnouncedMemory<H>) {
         self.entries.write().insert(entry.block.range.start().0, entry);
     }
 
@@ -202,7 +202,7 @@ impl<H: Copy> Table<H> {
         let base = of.part.block.range.start().0;
         match entries.get_mut(&base).filter(|entry| entry.id == of.id) {
             Some(entry) => {
-                if entry.origin == Origin::Allocated {
+                if entry.origin == AnnouncedOrigin::Allocated {
                     entry.exports.keep(fd, others_use);
                 }
                 true
@@ -215,7 +215,7 @@ impl<H: Copy> Table<H> {
         &self,
         operation: &'static str,
         address: Address,
-        look: impl FnOnce(&Entry<H>) -> T,
+        look: impl FnOnce(&AnnouncedMemory<H>) -> T,
     ) -> Result<Option<T>> {
         let outside = address.0 < self.lowest.load(Ordering::Relaxed)
             || address.0 > self.highest.load(Ordering::Relaxed);
@@ -229,7 +229,7 @@ impl<H: Copy> Table<H> {
         Ok(found.map(|(_, entry)| look(entry)))
     }
 
-    fn describe(&self, entry: &Entry<H>) -> Allocation {
+    fn describe(&self, entry: &AnnouncedMemory<H>) -> Allocation {
         Allocation {
             iface: self.iface,
             range: entry.block.range,

@@ -64,7 +64,7 @@ pub(super) struct Decided {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct RememberedPath {
     nic: Nic,
     decided: Option<Decided>,
     /// The number of registrations that succeeded after a path was refused. Refusals because of the
@@ -74,7 +74,7 @@ struct Entry {
 
 /// The stored decisions by class. The list of a class has an entry for each NIC.
 #[derive(Default)]
-pub(super) struct DecisionTable(RwLock<HashMap<Class, Vec<Entry>>>);
+pub(super) struct DecisionTable(RwLock<HashMap<Class, Vec<RememberedPath>>>);
 
 impl fmt::Debug for DecisionTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -117,18 +117,18 @@ impl DecisionTable {
         self.0.write().clear();
     }
 
-    fn change<T>(&self, key: &Key<'_>, change: impl FnOnce(&mut Entry) -> T) -> T {
+    fn change<T>(&self, key: &Key<'_>, change: impl FnOnce(&mut RememberedPath) -> T) -> T {
         let mut classes = self.0.write();
         let entries = classes.entry(key.class).or_default();
         let at = entries.iter().position(|entry| entry.is_of(key.nic)).unwrap_or_else(|| {
-            entries.push(Entry { nic: key.nic.clone(), decided: None, refused: 0 });
+            entries.push(RememberedPath { nic: key.nic.clone(), decided: None, refused: 0 });
             entries.len() - 1
         });
         change(&mut entries[at])
     }
 }
 
-impl Entry {
+impl RememberedPath {
     /// Returns true if the entry belongs to `nic`. Compares names only: NICs with equal names have
     /// equal bus ids.
     fn is_of(&self, nic: &Nic) -> bool {

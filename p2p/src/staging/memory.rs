@@ -14,9 +14,9 @@ const HUGE_PAGE: usize = 2 << 20;
 /// The mapped memory of a staging pool. Dropping the value unmaps it: every user of its addresses
 /// keeps the pool alive, and the pool owns this value.
 #[derive(Debug)]
-pub(super) struct Memory(Mapping);
+pub(super) struct PoolMemory(Mapping);
 
-impl Memory {
+impl PoolMemory {
     /// Maps at least `len` bytes and writes to each page. Uses memory of NUMA node `node`, if it is
     /// given and has memory.
     pub(super) fn map(len: usize, node: Option<u32>) -> Result<Self> {

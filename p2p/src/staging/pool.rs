@@ -12,7 +12,7 @@ use std::{collections::VecDeque, sync::Arc};
 use hmem_core::{Address, AddressRange, Result, provider::StagingAttr};
 use parking_lot::{Condvar, Mutex};
 
-use super::memory::Memory;
+use super::memory::PoolMemory;
 
 /// Purpose for which staging buffers are taken. Each purpose may use a share of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub enum Use {
 /// The staging buffers of one domain.
 #[derive(Debug)]
 pub struct Pool {
-    memory: Memory,
+    memory: PoolMemory,
     attr: StagingAttr,
     stride: usize,
     state: Mutex<State>,
@@ -67,7 +67,7 @@ impl Pool {
             64
         };
         let stride = attr.buffer_len.next_multiple_of(align);
-        let memory = Memory::map(stride * attr.buffer_count, node)?;
+        let memory = PoolMemory::map(stride * attr.buffer_count, node)?;
         let free = (0..u32::try_from(attr.buffer_count).unwrap_or(u32::MAX)).rev().collect();
         let state = Mutex::new(State { free, held: [0; 3], waiting: VecDeque::new(), next: 0 });
         Ok(Arc::new(Self { memory, attr, stride, state, given_back: Condvar::new() }))

@@ -10,7 +10,7 @@ use flate2::{Compression, GzBuilder, read::GzDecoder};
 use hmem_core::{Errno, Error, ErrorKind, Result};
 use tar::{EntryType, Header};
 
-use super::source::{Entry, LARGEST_FILE};
+use super::source::{LARGEST_FILE, SourceEntry};
 
 /// Decompresses a gzip file, up to `limit` bytes of output. Never returns `None`.
 pub(super) fn gunzip(packed: &[u8], limit: u64) -> Option<io::Result<Vec<u8>>> {
@@ -35,7 +35,7 @@ fn damaged(name: &str, problem: impl std::fmt::Display) -> Error {
 
 /// Unpacks the bytes of an archive and returns its entries by path. Errors contain `name`, the name
 /// of the archive.
-pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String, Entry>> {
+pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String, SourceEntry>> {
     let mut start = Vec::new();
     let read = |start: &mut Vec<u8>, from: &mut dyn Read| {
         from.take(LARGEST_ARCHIVE + 1).read_to_end(start).map_err(|error| damaged(name, error))
@@ -73,12 +73,12 @@ pub(super) fn unpack(name: &str, mut bytes: impl Read) -> Result<BTreeMap<String
                 }
                 let mut bytes = Vec::new();
                 entry.read_to_end(&mut bytes).map_err(|error| broken(&error))?;
-                Entry::File(bytes)
+                SourceEntry::File(bytes)
             }
             EntryType::Symlink => {
                 let target = entry.link_name().map_err(|error| broken(&error))?;
                 let target = target.and_then(|target| target.to_str().map(str::to_owned));
-                Entry::Link(target.ok_or_else(|| broken(&"a link without a target"))?)
+                SourceEntry::Link(target.ok_or_else(|| broken(&"a link without a target"))?)
             }
             other => return Err(broken(&format_args!("not a file, folder or link: {other:?}"))),
         };
@@ -105,7 +105,7 @@ fn relative(path: &Path) -> Option<String> {
 }
 
 /// Removes the top folder from all paths if it contains every entry and a folder `sys`.
-fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry> {
+fn below_top_folder(entries: BTreeMap<String, SourceEntry>) -> BTreeMap<String, SourceEntry> {
     let top = entries
         .keys()
         .next()
@@ -124,7 +124,7 @@ fn below_top_folder(entries: BTreeMap<String, Entry>) -> BTreeMap<String, Entry>
 
 /// Packs entries into a gzip-compressed tar file. Equal entries give equal bytes: the archive holds
 /// no times, owners or host names.
-pub(super) fn pack(entries: &BTreeMap<String, Entry>, out: impl Write) -> Result<()> {
+pub(super) fn pack(entries: &BTreeMap<String, SourceEntry>, out: impl Write) -> Result<()> {
     write(entries, out).map_err(|error| {
         Error::os(Errno::of(&error), "write recording")
             .caused_by(error)
@@ -132,7 +132,7 @@ pub(super) fn pack(entries: &BTreeMap<String, Entry>, out: impl Write) -> Result
     })
 }
 
-fn write(entries: &BTreeMap<String, Entry>, out: impl Write) -> io::Result<()> {
+fn write(entries: &BTreeMap<String, SourceEntry>, out: impl Write) -> io::Result<()> {
     let gzip = GzBuilder::new().mtime(0).write(out, Compression::best());
     let mut tar = tar::Builder::new(gzip);
     for (path, entry) in entries {
@@ -141,13 +141,13 @@ fn write(entries: &BTreeMap<String, Entry>, out: impl Write) -> io::Result<()> {
         header.set_uid(0);
         header.set_gid(0);
         match entry {
-            Entry::File(bytes) => {
+            SourceEntry::File(bytes) => {
                 header.set_entry_type(EntryType::Regular);
                 header.set_mode(0o644);
                 header.set_size(bytes.len() as u64);
                 tar.append_data(&mut header, path, &bytes[..])?;
             }
-            Entry::Link(target) => {
+            SourceEntry::Link(target) => {
                 header.set_entry_type(EntryType::Symlink);
                 header.set_mode(0o777);
                 header.set_size(0);
@@ -164,17 +164,17 @@ mod tests {
 
     use super::*;
 
-    fn sample() -> BTreeMap<String, Entry> {
+    fn sample() -> BTreeMap<String, SourceEntry> {
         BTreeMap::from([
-            ("proc/modules".into(), Entry::File(b"nvidia 1 0 - Live 0x0\n".to_vec())),
-            ("sys/a".into(), Entry::Link("../proc/modules".into())),
+            ("proc/modules".into(), SourceEntry::File(b"nvidia 1 0 - Live 0x0\n".to_vec())),
+            ("sys/a".into(), SourceEntry::Link("../proc/modules".into())),
             // This path is longer than the 100 bytes of the name field of a tar header.
-            (format!("sys/{}x", "long/".repeat(60)), Entry::File(vec![1, 2, 3])),
-            ("sys/link".into(), Entry::Link("long/".repeat(60))),
+            (format!("sys/{}x", "long/".repeat(60)), SourceEntry::File(vec![1, 2, 3])),
+            ("sys/link".into(), SourceEntry::Link("long/".repeat(60))),
         ])
     }
 
-    fn packed(entries: &BTreeMap<String, Entry>) -> Vec<u8> {
+    fn packed(entries: &BTreeMap<String, SourceEntry>) -> Vec<u8> {
         let mut bytes = Vec::new();
         pack(entries, &mut bytes).unwrap();
         bytes
@@ -217,8 +217,10 @@ mod tests {
         }
         let bomb = gzip.finish().unwrap();
         assert!(unpack("bomb", &bomb[..]).unwrap_err().to_string().contains("more than"));
-        let large =
-            BTreeMap::from([("sys/x".into(), Entry::File(vec![0; LARGEST_FILE as usize + 1]))]);
+        let large = BTreeMap::from([(
+            "sys/x".into(),
+            SourceEntry::File(vec![0; LARGEST_FILE as usize + 1]),
+        )]);
         assert!(
             unpack("x", &packed(&large)[..]).unwrap_err().to_string().contains("sys/x: larger")
         );

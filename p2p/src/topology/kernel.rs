@@ -392,14 +392,14 @@ pub(super) fn write_nvidia(driver: &NvidiaDriver) -> String {
 mod tests {
     use proptest::prelude::*;
 
-    use super::{super::source::Entry, read as read_keeping, *};
+    use super::{super::source::SourceEntry, read as read_keeping, *};
 
     fn read(source: &Source) -> Result<Kernel> {
         read_keeping(source, &KeptOptions::default())
     }
 
     fn with(path: &str, bytes: impl Into<Vec<u8>>) -> Source {
-        let entries = BTreeMap::from([(path.to_owned(), Entry::File(bytes.into()))]);
+        let entries = BTreeMap::from([(path.to_owned(), SourceEntry::File(bytes.into()))]);
         Source::Archive { name: "test".into(), entries }
     }
 
@@ -419,7 +419,7 @@ mod tests {
         if let Source::Archive { entries, .. } = &mut source {
             for module in ["nvidia_peermem", "nvidia", "ib_core"] {
                 let state = format!("sys/module/{module}/initstate");
-                entries.insert(state, Entry::File(Vec::new()));
+                entries.insert(state, SourceEntry::File(Vec::new()));
             }
         }
         assert_eq!(modules(&source).unwrap(), ["nvidia_peermem", "ib_core"]);
@@ -476,7 +476,8 @@ mod tests {
     #[test]
     fn compressed_configuration_is_left_out_without_the_feature_recordings() {
         let options_of = |files: &[(&str, &str)]| {
-            let file = |&(path, text): &(&str, &str)| (path.to_owned(), Entry::File(text.into()));
+            let file =
+                |&(path, text): &(&str, &str)| (path.to_owned(), SourceEntry::File(text.into()));
             let entries = files.iter().map(file).collect();
             read(&Source::Archive { name: "test".into(), entries }).unwrap().options
         };

@@ -8,7 +8,7 @@ use std::{
 
 use hmem_core::{Error, ErrorKind, Result};
 
-use super::source::Entry;
+use super::source::SourceEntry;
 
 fn compiled_out(operation: &'static str) -> Error {
     Error::new(ErrorKind::Unsupported, operation)
@@ -23,11 +23,11 @@ pub(super) fn gunzip(_packed: &[u8], _limit: u64) -> Option<io::Result<Vec<u8>>>
 }
 
 /// Returns an error: this build cannot unpack archives.
-pub(super) fn unpack(name: &str, _bytes: impl Read) -> Result<BTreeMap<String, Entry>> {
+pub(super) fn unpack(name: &str, _bytes: impl Read) -> Result<BTreeMap<String, SourceEntry>> {
     Err(compiled_out("read topology").context("file", name))
 }
 
 /// Returns an error: this build cannot pack archives.
-pub(super) fn pack(_entries: &BTreeMap<String, Entry>, _out: impl Write) -> Result<()> {
+pub(super) fn pack(_entries: &BTreeMap<String, SourceEntry>, _out: impl Write) -> Result<()> {
     Err(compiled_out("write recording"))
 }

@@ -14,7 +14,7 @@ use super::{
     device::{Link, PciDevice},
     kernel::{GROUPS, write_nvidia},
     rdma::{self, RdmaDevice},
-    source::Entry,
+    source::SourceEntry,
 };
 
 /// Name of the file that marks a folder as a recording. The file holds the version of the format.
@@ -24,7 +24,7 @@ const REPLACED: &str = "host";
 
 struct Recording<'a> {
     topology: &'a Topology,
-    entries: BTreeMap<String, Entry>,
+    entries: BTreeMap<String, SourceEntry>,
 }
 
 impl Topology {
@@ -41,7 +41,7 @@ impl Topology {
         archive::pack(&self.entries(), out)
     }
 
-    pub(super) fn entries(&self) -> BTreeMap<String, Entry> {
+    pub(super) fn entries(&self) -> BTreeMap<String, SourceEntry> {
         let mut recording = Recording { topology: self, entries: BTreeMap::new() };
         recording.file(MARK, VERSION);
         for device in self.devices() {
@@ -62,17 +62,17 @@ impl Topology {
 }
 
 impl Recording<'_> {
-    fn put(&mut self, path: &str, entry: Entry) {
+    fn put(&mut self, path: &str, entry: SourceEntry) {
         self.entries.insert(path.to_owned(), entry);
     }
 
     fn file(&mut self, path: &str, text: &str) {
         let text = format!("{}\n", self.anonymous(text));
-        self.put(path, Entry::File(text.into_bytes()));
+        self.put(path, SourceEntry::File(text.into_bytes()));
     }
 
     fn link(&mut self, path: &str, target: String) {
-        self.put(path, Entry::Link(target));
+        self.put(path, SourceEntry::Link(target));
     }
 
     /// Returns `text` without the host name of this machine.
@@ -101,12 +101,12 @@ impl Recording<'_> {
         self.file(&at("device"), &format!("0x{:04x}", device.device));
         self.file(&at("numa_node"), &device.numa_node.map_or("-1".into(), |node| node.to_string()));
         if !device.bars.is_empty() {
-            self.put(&at("resource"), Entry::File(bars::write(&device.bars).into_bytes()));
+            self.put(&at("resource"), SourceEntry::File(bars::write(&device.bars).into_bytes()));
         }
         if let Some(space) = device.space {
             let config =
                 config_space::write(ConfigSpace { acs: device.acs, ..space }, device.is_bridge());
-            self.put(&at("config"), Entry::File(config));
+            self.put(&at("config"), SourceEntry::File(config));
         }
         if let Some(driver) = &device.driver {
             let driver = self.anonymous(driver);
@@ -157,7 +157,7 @@ impl Recording<'_> {
         self.file("proc/cmdline", &kernel.command_line.join(" "));
         let modules: String =
             kernel.modules.iter().map(|module| format!("{module} 0 0 - Live 0x0\n")).collect();
-        self.put("proc/modules", Entry::File(modules.into_bytes()));
+        self.put("proc/modules", SourceEntry::File(modules.into_bytes()));
         if let Some(options) = &kernel.options {
             let text: String = options
                 .iter()
@@ -165,10 +165,13 @@ impl Recording<'_> {
                 .collect();
             let release = release.unwrap_or_else(|| REPLACED.to_owned());
             self.file("proc/sys/kernel/osrelease", &release);
-            self.put(&format!("boot/config-{release}"), Entry::File(text.into_bytes()));
+            self.put(&format!("boot/config-{release}"), SourceEntry::File(text.into_bytes()));
         }
         if let Some(driver) = &kernel.nvidia {
-            self.put("proc/driver/nvidia/version", Entry::File(write_nvidia(driver).into_bytes()));
+            self.put(
+                "proc/driver/nvidia/version",
+                SourceEntry::File(write_nvidia(driver).into_bytes()),
+            );
         }
     }
 }
@@ -193,12 +196,12 @@ mod tests {
 
     use super::{super::source::Source, *};
 
-    fn laptop() -> BTreeMap<String, Entry> {
+    fn laptop() -> BTreeMap<String, SourceEntry> {
         let recording = include_bytes!("../../tests/fixtures/topology/laptop.tar.gz");
         archive::unpack("laptop", &recording[..]).unwrap()
     }
 
-    fn read(entries: BTreeMap<String, Entry>) -> Result<Topology> {
+    fn read(entries: BTreeMap<String, SourceEntry>) -> Result<Topology> {
         Topology::from_source(&Source::Archive { name: "altered".into(), entries })
     }
 
@@ -208,13 +211,14 @@ mod tests {
         assert_eq!(read(entries.clone()).unwrap().entries(), entries);
     }
 
-    fn entry() -> impl Strategy<Value = Option<Entry>> {
+    fn entry() -> impl Strategy<Value = Option<SourceEntry>> {
         prop_oneof![
             Just(None),
-            prop::collection::vec(any::<u8>(), 0..300).prop_map(|bytes| Some(Entry::File(bytes))),
+            prop::collection::vec(any::<u8>(), 0..300)
+                .prop_map(|bytes| Some(SourceEntry::File(bytes))),
             "(0x)?-?[0-9a-f.]{0,20}( GT/s)?\n"
-                .prop_map(|text: String| Some(Entry::File(text.into_bytes()))),
-            "(\\.\\./){0,4}[a-z0-9:./]{0,40}".prop_map(|target| Some(Entry::Link(target))),
+                .prop_map(|text: String| Some(SourceEntry::File(text.into_bytes()))),
+            "(\\.\\./){0,4}[a-z0-9:./]{0,40}".prop_map(|target| Some(SourceEntry::Link(target))),
         ]
     }
 

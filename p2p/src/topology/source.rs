@@ -23,7 +23,7 @@ const MOST_NAMES: usize = 1 << 16;
 
 /// Entry of an archive: a file with its contents, or a symbolic link with its target.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Entry {
+pub(super) enum SourceEntry {
     File(Vec<u8>),
     Link(String),
 }
@@ -34,7 +34,7 @@ pub(super) enum Source {
     /// A root folder. `live` is true for the running machine.
     Folder { root: PathBuf, live: bool },
     /// The entries of an unpacked archive, by path.
-    Archive { name: String, entries: BTreeMap<String, Entry> },
+    Archive { name: String, entries: BTreeMap<String, SourceEntry> },
 }
 
 /// Result of a read: the file does not exist, cannot be read by this process, or has these bytes.
@@ -117,8 +117,8 @@ impl Source {
                 found.map_err(|error| self.failed(path, &error))
             }
             Self::Archive { entries, .. } => Ok(match entries.get(path) {
-                Some(Entry::File(bytes)) => Contents::Bytes(bytes.clone()),
-                Some(Entry::Link(_)) => {
+                Some(SourceEntry::File(bytes)) => Contents::Bytes(bytes.clone()),
+                Some(SourceEntry::Link(_)) => {
                     return Err(self.malformed(path, "a link in place of a file"));
                 }
                 None => Contents::Absent,
@@ -165,7 +165,7 @@ impl Source {
                 Err(error) => return Err(self.failed(path, &error)),
             },
             Self::Archive { entries, .. } => match entries.get(path) {
-                Some(Entry::Link(target)) => target.clone(),
+                Some(SourceEntry::Link(target)) => target.clone(),
                 _ => return Ok(None),
             },
         };

@@ -39,7 +39,7 @@ use parking_lot::Mutex;
 
 use super::{
     request::{is_message, kind_of, with_chunk},
-    task::{Entry, Task, Transfer},
+    task::{QueuedRequest, Task, Transfer},
 };
 use crate::{
     cq::Room,
@@ -62,7 +62,7 @@ pub(crate) struct Lanes {
 struct Lane {
     /// Number of requests in the lane. The number changes only while `entries` is locked.
     busy: AtomicUsize,
-    entries: Mutex<VecDeque<Entry>>,
+    entries: Mutex<VecDeque<QueuedRequest>>,
     /// Number that the next request in the lane gets.
     next: AtomicU64,
     /// Results of posted requests, which the [`Poster`] writes. A thread that holds this lock takes
@@ -86,7 +86,7 @@ impl Lane {
 
     /// Applies the results and the cancellation in `self.updates` to the lane's requests, and
     /// clears them. Returns true if there were any.
-    fn take_updates(&self, entries: &mut VecDeque<Entry>) -> bool {
+    fn take_updates(&self, entries: &mut VecDeque<QueuedRequest>) -> bool {
         let (ended, canceled_before) = {
             let mut updates = self.updates.lock();
             (std::mem::take(&mut updates.ended), std::mem::take(&mut updates.canceled_before))
@@ -169,7 +169,15 @@ impl Lanes {
         let number = lane.next.fetch_add(1, Ordering::AcqRel);
         let (context, takes_receive) = (request.context, takes_receive(&request.operation));
         let (arrival, noticed) = (Arrival::default(), false);
-        entries.push_back(Entry { number, kind, takes_receive, context, task, arrival, noticed });
+        entries.push_back(QueuedRequest {
+            number,
+            kind,
+            takes_receive,
+            context,
+            task,
+            arrival,
+            noticed,
+        });
         lane.busy.store(entries.len(), Ordering::Release);
         self.active.add(self);
         self.step(lane, &mut entries);
@@ -195,7 +203,7 @@ impl Lanes {
         ended
     }
 
-    fn step(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
+    fn step(&self, lane: &Lane, entries: &mut VecDeque<QueuedRequest>) -> usize {
         while self.advance(lane, entries) {}
         self.hand_out(lane, entries)
     }
@@ -236,7 +244,7 @@ impl Lanes {
 
     /// Advances the requests of a lane as far as possible without waiting. Returns whether a
     /// request changed.
-    fn advance(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> bool {
+    fn advance(&self, lane: &Lane, entries: &mut VecDeque<QueuedRequest>) -> bool {
         let mut progressed = lane.take_updates(entries);
         let (mut may_begin, mut may_post, mut failed) = (true, true, false);
         let mut behind_message = self.poster.lock().requests.has_messages();
@@ -311,9 +319,9 @@ impl Lanes {
 
     /// Moves the completions of ended requests to their completion queue, in order. Returns the
     /// number of completions.
-    fn hand_out(&self, lane: &Lane, entries: &mut VecDeque<Entry>) -> usize {
+    fn hand_out(&self, lane: &Lane, entries: &mut VecDeque<QueuedRequest>) -> usize {
         let mut ended = 0;
-        while entries.front().is_some_and(Entry::is_over)
+        while entries.front().is_some_and(QueuedRequest::is_over)
             && let Some(entry) = entries.pop_front()
         {
             let (kind, context, arrival) = (entry.kind, entry.context, entry.arrival);

@@ -25,7 +25,7 @@ use crate::{
 
 /// A request in a lane (a queue of staged transfers), with its progress.
 #[derive(Debug)]
-pub(super) struct Entry {
+pub(super) struct QueuedRequest {
     pub(super) number: u64,
     pub(super) kind: CompletionKind,
     /// True if the request consumes a receive that the peer posts.
@@ -57,7 +57,7 @@ pub(super) struct Transfer {
     pub(super) peer: PeerId,
 }
 
-impl Entry {
+impl QueuedRequest {
     pub(super) fn is_over(&self) -> bool {
         match &self.task {
             Task::Staged(transfer) => transfer.pipeline.is_over(),

@@ -35,7 +35,7 @@ use crate::{
 ///
 /// Each access is one read-modify-write, which sees the newest value. It is Relaxed, so that it
 /// orders nothing else.
-struct Memory {
+struct ModelMemory {
     /// The version of the memory, incremented when the memory is replaced.
     version: AtomicU32,
     /// The live registrations, one bit each.
@@ -45,7 +45,7 @@ struct Memory {
     refused: u32,
 }
 
-struct Registration {
+struct ModelRegistration {
     number: u32,
     version: u32,
     start: u64,
@@ -56,10 +56,10 @@ struct Registration {
 
 // SAFETY: loom panics if two accesses to the cell are not ordered and one of them is a write.
 #[allow(unsafe_code, reason = "a model of a region, which loom checks")]
-unsafe impl Sync for Registration {}
+unsafe impl Sync for ModelRegistration {}
 
-impl CacheBackend for Memory {
-    type Region = Registration;
+impl CacheBackend for ModelMemory {
+    type Region = ModelRegistration;
     type Watch = ();
     type Owner = ();
 
@@ -69,7 +69,7 @@ impl CacheBackend for Memory {
 
     fn unwatch(&self, (): ()) {}
 
-    fn register(&self, key: &Key, (): &(), _: Option<&Self::Watch>) -> Result<Registration> {
+    fn register(&self, key: &Key, (): &(), _: Option<&Self::Watch>) -> Result<ModelRegistration> {
         let number = self.created.fetch_add(1, Ordering::Relaxed);
         if number < self.refused {
             return Err(Error::new(ErrorKind::OutOfResources, "modelled registration"));
@@ -77,10 +77,10 @@ impl CacheBackend for Memory {
         self.alive.fetch_or(1 << number, Ordering::Relaxed);
         // The kernel registers the memory that is mapped now, never an older one.
         let version = self.version.fetch_add(0, Ordering::Relaxed);
-        Ok(Registration { number, version, start: key.start, used: UnsafeCell::new(()) })
+        Ok(ModelRegistration { number, version, start: key.start, used: UnsafeCell::new(()) })
     }
 
-    fn deregister(&self, region: Registration) -> Result<(), Rejected<Registration>> {
+    fn deregister(&self, region: ModelRegistration) -> Result<(), Rejected<ModelRegistration>> {
         let before = self.alive.fetch_and(!(1 << region.number), Ordering::Relaxed);
         assert!(before & 1 << region.number != 0, "deregistered twice");
         region.used.with_mut(|_| ());
@@ -88,14 +88,14 @@ impl CacheBackend for Memory {
     }
 }
 
-type Modelled = Arc<Cache<Memory>>;
+type Modelled = Arc<Cache<ModelMemory>>;
 
 fn cache(max_count: usize) -> Modelled {
     cache_refused(max_count, 0)
 }
 
 fn cache_refused(max_count: usize, refused: u32) -> Modelled {
-    let memory = Memory {
+    let memory = ModelMemory {
         version: AtomicU32::new(0),
         alive: AtomicU32::new(0),
         created: AtomicU32::new(0),
@@ -117,7 +117,7 @@ fn block(cache: &Modelled) -> &LeaseBlock {
     cache.core.take_block().expect("blocks enough")
 }
 
-fn get<'c>(cache: &'c Modelled, block: &'c LeaseBlock, page: u64) -> Lease<'c, Memory> {
+fn get<'c>(cache: &'c Modelled, block: &'c LeaseBlock, page: u64) -> Lease<'c, ModelMemory> {
     cache.lookup_in_block(block, (&key(page), &()), None).expect("registered")
 }
 
@@ -140,7 +140,7 @@ fn lookup_fast<'c>(
     cache: &'c Modelled,
     block: &'c LeaseBlock,
     page: u64,
-) -> Option<LeasedEntry<'c, Memory>> {
+) -> Option<LeasedEntry<'c, ModelMemory>> {
     match cache.core.lookup_fast(block.next_slot(), &key(page)) {
         FastLookup::Hit(leased) => Some(leased),
         FastLookup::Miss | FastLookup::SlowPath { .. } => None,
