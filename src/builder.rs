@@ -197,6 +197,7 @@ impl Hmem {
             }
             let known: Vec<_> = self.providers.iter().map(|provider| provider.name()).collect();
             Error::new(ErrorKind::InvalidArgument, "provider")
+                .context("why", format_args!("no provider is named {name}"))
                 .context("name", name)
                 .context("added", known.join(","))
                 .remedy("add the provider to the builder: `.verbs()`, or `.provider(..)`")

@@ -1,10 +1,17 @@
 //! Tests of the text of errors, as an application prints them.
 
-use std::{error::Error as _, io};
+#![cfg(feature = "cuda")]
+#![allow(unsafe_code)]
+
+use std::{error::Error as _, io, sync::Arc};
 
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind,
-    ErrorSummary, Hmem, IfaceKind,
+    ErrorSummary, Hmem, Iface, IfaceKind,
+    cuda::{
+        Cuda, CudaMonitorKind,
+        sys::{CuResult, Functions},
+    },
     iface::AllocRequest,
     loopback::Loopback,
     p2p::path::ExplainRequest,
@@ -26,6 +33,73 @@ fn domain(hmem: &Hmem, p2p: P2pPolicy) -> Domain {
 fn device_buffer(hmem: &Hmem) -> DeviceBuffer {
     let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
     DeviceBuffer::allocate(hmem.iface(SIMULATED).expect("added"), &request).expect("memory")
+}
+
+/// Errors as applications meet them: a refused registration of device memory, a missing library,
+/// iface and provider, and a bad request.
+fn frequent_errors() -> Vec<Error> {
+    let blocked = P2pMatrix::all_reachable().block(DeviceId(0), "loop0");
+    let hmem = hmem(Simulated::builder().p2p(blocked).build().expect("a device"));
+    let required = domain(&hmem, P2pPolicy::Required);
+    let refused = required.register(device_buffer(&hmem), Access::REMOTE_READ);
+    let too_long = Loopback::builder().max_mr_size(4096).build().expect("a software NIC");
+    let too_long = Hmem::builder().without_vendor_ifaces().provider(too_long).build();
+    let too_long = domain(&too_long.expect("started"), P2pPolicy::Enabled);
+    let region = required.register(vec![0; 64], Access::RECV).expect("registered");
+    vec![
+        refused.expect_err("the direct path is blocked").error,
+        refused_cuda_export(),
+        // SAFETY: the file does not exist.
+        unsafe { Cuda::builder().library("/none/libcuda.so.1") }.open().expect_err("no library"),
+        hmem.iface(IfaceKind::CUDA).expect_err("left out"),
+        hmem.domain("nonsense", DomainAttr::default()).expect_err("no such provider"),
+        too_long.register(vec![0; 10_000], Access::RECV).expect_err("too long").error,
+        required.register(Vec::new(), Access::RECV).expect_err("empty").error,
+        region.slice(60, 8).expect_err("outside"),
+        "cudda".parse::<IfaceKind>().map_err(Error::from).expect_err("unknown"),
+    ]
+}
+
+/// Returns the error of a registration of CUDA memory that the driver does not export.
+fn refused_cuda_export() -> Error {
+    let fake = hmem_fake_cuda::FakeDriver::start(hmem_fake_cuda::Profile::default());
+    // SAFETY: the fake driver has functions with the signatures that the vendor's header declares
+    // for their names. Functions live forever.
+    let functions = unsafe { Functions::from_lookup(|name| fake.symbol(name)) };
+    let cuda = Cuda::builder().functions(functions.expect("every function"));
+    let cuda: Arc<dyn Iface> =
+        Arc::new(cuda.monitor(CudaMonitorKind::Identity).open().expect("a GPU"));
+    let nic = Loopback::builder().build().expect("a software NIC");
+    let builder = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&cuda));
+    let hmem = builder.provider(nic).build().expect("started");
+    let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&cuda, &request).expect("memory");
+    fake.fail_nth("cuMemGetHandleForAddressRange", 1, CuResult(801));
+    let refused = domain(&hmem, P2pPolicy::Required).register(buffer, Access::REMOTE_READ);
+    refused.expect_err("the driver exports nothing").error
+}
+
+#[test]
+fn short_text_has_reason_root_cause_and_remedy_and_the_alternate_text_all_values() {
+    for error in frequent_errors() {
+        let (short, long) = (error.to_string(), format!("{error:#}"));
+        assert!(short.len() <= 230 && !short.contains('\n'), "{} bytes: {short}", short.len());
+        assert!(short.starts_with(&error.message().to_string()), "{short}");
+        let remedy = error.remedy_text().expect("a remedy");
+        assert!(short.ends_with(&format!("; {remedy}")) && long.contains(remedy), "{short}");
+        assert!(long.ends_with(&format!(" ({})", error.values())), "{long}");
+        for attempt in error.trace().iter() {
+            assert!(long.contains(&attempt.to_string()), "{long}");
+        }
+        let rejected = hmem::Rejected::new((), error);
+        assert_eq!((rejected.to_string(), format!("{rejected:#}")), (short, long));
+    }
+    assert_eq!(
+        refused_cuda_export().to_string(),
+        "path: not supported: direct access is required, and no direct path works: \
+         cuMemGetHandleForAddressRange: not supported, CUDA_ERROR_NOT_SUPPORTED (801); make a \
+         path in the trace work, or set the policy to Enabled (staged copies)"
+    );
 }
 
 #[test]
@@ -132,7 +206,8 @@ fn plug_in_is_called_by_its_registered_name() {
     assert!(decision.contains("for simulated device 0 on loopback/loop0"), "{decision}");
 
     let filtered = Hmem::builder().ifaces("system").iface(simulated()).build().expect("started");
-    let error = filtered.iface(SIMULATED).expect_err("the filter leaves it out").to_string();
+    let error = filtered.iface(SIMULATED).expect_err("the filter leaves it out");
+    let error = format!("{error:#}");
     let remedy = "add simulated to Builder::ifaces";
     assert!(error.contains("iface=simulated") && !error.contains("0x100"), "{error}");
     assert!(error.contains(remedy) && error.matches(remedy).count() == 1, "{error}");
@@ -144,7 +219,7 @@ fn plug_in_is_called_by_its_registered_name() {
     let request = ExplainRequest::new(SIMULATED).device(Some(DeviceId(9)));
     let unexplained = started.explain("loopback", &request).expect_err("no such device");
     for error in [refused, unexplained] {
-        for text in [format!("{error}"), format!("{error:?}"), format!("{error:#?}")] {
+        for text in [format!("{error:#}"), format!("{error:?}"), format!("{error:#?}")] {
             assert!(text.contains("simulated") && !text.contains("0x100"), "{text}");
         }
     }
@@ -159,7 +234,7 @@ fn values_stand_after_the_remedy_and_the_reason_before_it() {
         .remedy("install it");
     let error = Error::new(ErrorKind::Unavailable, "iface").iface(IfaceKind::CUDA).caused_by(load);
     let causes = "iface: unavailable: load library: unavailable: no such file";
-    assert_eq!(error.to_string(), format!("{causes}; install it (iface=cuda, library=libx.so)"));
+    assert_eq!(format!("{error:#}"), format!("{causes}; install it (iface=cuda, library=libx.so)"));
     assert_eq!(error.reason().to_string(), format!("{causes} (iface=cuda, library=libx.so)"));
     assert_eq!(error.message().to_string(), "iface: unavailable");
     assert_eq!(error.remedy_text(), Some("install it"));
@@ -196,7 +271,8 @@ fn region_with_a_grant_asks_to_revoke_it() {
         domain.register(vec![0; 4096], Access::RECV | Access::MW_BIND).expect("registered");
     let outside = region.grant(&endpoint, 4000..5000, Access::REMOTE_READ).expect_err("outside");
     assert!(
-        outside.to_string().contains("; grant or bind bytes in the region (InfiniBand C10-75) (")
+        format!("{outside:#}")
+            .contains("; grant or bind bytes in the region (InfiniBand C10-75) (")
     );
     let grant = region.grant(&endpoint, 0..64, Access::REMOTE_READ).expect("granted");
     let refused = region.close().expect_err("a grant lives");
@@ -209,6 +285,6 @@ fn region_with_a_grant_asks_to_revoke_it() {
 fn empty_vector_is_refused_without_an_address() {
     let hmem = hmem(Simulated::builder().build().expect("a device"));
     let refused = domain(&hmem, P2pPolicy::Enabled).register(Vec::new(), Access::WRITE);
-    let error = refused.expect_err("no bytes").error.to_string();
+    let error = format!("{:#}", refused.expect_err("no bytes"));
     assert!(error.contains("length=0") && !error.contains("0x1"), "{error}");
 }

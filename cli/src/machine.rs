@@ -270,7 +270,7 @@ impl Machine {
             return Err("the topology cannot be read".to_owned());
         };
         let Some(address) = address else { return Err(format!("{what} has no PCI address")) };
-        let id: BusId = address.parse().map_err(|error: Error| error.to_string())?;
+        let id: BusId = address.parse().map_err(|error: Error| format!("{error:#}"))?;
         match topology.device(id) {
             Some(_) => Ok((topology, id)),
             None => Err(format!("{what}: {id} is not in the PCIe tree")),

@@ -320,7 +320,7 @@ mod tests {
              cause: load library: unavailable\n    \
              cause: no such file\n  remedy: install\n  details: library=libx.so\n"
         );
-        assert_eq!(Problem::from(&error).to_string(), error.to_string());
+        assert_eq!(Problem::from(&error).to_string(), format!("{error:#}"));
     }
 
     #[test]

@@ -61,6 +61,7 @@ pub fn parsed<T: FromStr<Err = Error>>(name: &'static str) -> Result<Option<T>> 
 #[must_use]
 pub fn bad_value(name: &'static str, value: impl fmt::Display) -> Error {
     Error::new(ErrorKind::InvalidArgument, "environment")
+        .context("why", format_args!("{name}={value}"))
         .context("variable", name)
         .context("value", value)
 }

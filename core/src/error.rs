@@ -8,8 +8,9 @@
 //!     .remedy("register at least one byte");
 //! assert_eq!(error.kind(), ErrorKind::ZeroLength);
 //! assert_eq!(error.fi_errno(), 22);
+//! assert_eq!(error.to_string(), "regattr: the range is empty; register at least one byte");
 //! assert_eq!(
-//!     error.to_string(),
+//!     format!("{error:#}"),
 //!     "regattr: the range is empty; register at least one byte (range=0x1000+0)"
 //! );
 //! ```
@@ -277,18 +278,32 @@ const SHARED_STEPS: [&str; 5] =
 /// provider that refused the operation, the driver's error code, context values, a remedy, a
 /// source, and a trace of the paths that were tried.
 ///
-/// `Display` writes one line: the failure, its reason and causes, the remedy, and last the values
-/// in parentheses. `Debug` writes each attempt, each cause, the remedy and the values on a line of
-/// its own. Rust prints an error that `main` returns in the form of `Debug`. The alternate form
-/// `{:#?}` has all fields. [`Error::summary`] is a copy that can be compared and serialised.
+/// An error has four texts:
+///
+/// - `{}`: a short line with the failure, its reason, the root cause and the remedy;
+/// - `{:#}`: a line with all causes and attempts, and last the values in parentheses;
+/// - `{:?}`: each attempt, each cause, the remedy and the values on a line of its own. Rust prints
+///   an error that `main` returns in this form;
+/// - `{:#?}`: all fields.
+///
+/// [`Error::summary`] is a copy that can be compared and serialised.
 ///
 /// ```
-/// use hmem_core::{Error, ErrorKind};
+/// use hmem_core::{Error, ErrorKind, IfaceKind};
 ///
-/// let error = Error::new(ErrorKind::ZeroLength, "regattr").remedy("register at least one byte");
+/// let load = Error::new(ErrorKind::Unavailable, "load library")
+///     .context("library", "libcuda.so.1")
+///     .caused_by("libcuda.so.1: no such file")
+///     .remedy("install NVIDIA's driver");
+/// let error = Error::new(ErrorKind::Unavailable, "iface").iface(IfaceKind::CUDA).caused_by(load);
 /// assert_eq!(
-///     format!("{error:?}"),
-///     "regattr: the range is empty\n  remedy: register at least one byte"
+///     error.to_string(),
+///     "iface: unavailable: libcuda.so.1: no such file; install NVIDIA's driver"
+/// );
+/// assert_eq!(
+///     format!("{error:#}"),
+///     "iface: unavailable: load library: unavailable: libcuda.so.1: no such file; install \
+///      NVIDIA's driver (iface=cuda, library=libcuda.so.1)"
 /// );
 /// ```
 #[derive(Clone)]
@@ -350,10 +365,11 @@ impl Error {
         self
     }
 
-    /// Adds a named value that helps to find the cause. Messages print the values at their end.
+    /// Adds a named value that helps to find the cause. The text `{:#}` ends with the values, and
+    /// the text `{}` leaves them out.
     ///
-    /// The value `why` is the reason of the failure, in words. Messages print it directly after the
-    /// kind.
+    /// The value `why` is the reason of the failure, in words. All texts have it directly after the
+    /// kind. It contains the values without which a reader cannot understand the failure.
     #[must_use]
     pub fn context(mut self, name: &'static str, value: impl fmt::Display) -> Self {
         self.0.context.push((name, value.to_string()));
@@ -367,9 +383,9 @@ impl Error {
         self
     }
 
-    /// Sets the iface that refused the operation. Messages print the registered name of a plug-in
-    /// if the argument is the iface itself or an [`IfaceName`] with a name. For an [`IfaceKind`]
-    /// they print the plug-in's number.
+    /// Sets the iface that refused the operation. Texts have the registered name of a plug-in if the
+    /// argument is the iface itself or an [`IfaceName`] with a name. For an [`IfaceKind`] they have
+    /// the plug-in's number.
     #[must_use]
     pub fn iface(mut self, iface: impl Into<IfaceName>) -> Self {
         self.0.iface = Some(iface.into());
@@ -487,7 +503,7 @@ impl Error {
         self.into()
     }
 
-    /// Returns the text of `Display` without the error's remedy. Attempts keep their remedies.
+    /// Returns the text of `{:#}` without the error's remedy. Attempts keep their remedies.
     #[must_use]
     pub fn reason(&self) -> impl fmt::Display + '_ {
         Reason(self)
@@ -510,6 +526,16 @@ impl Error {
     /// Returns this error, its source, the source's source, and so on, while they are of this type.
     fn chain(&self) -> impl Iterator<Item = &Self> {
         std::iter::successors(Some(self), |error| error.0.source.as_deref()?.downcast_ref())
+    }
+
+    /// Returns the last source of type [`Error`], or the source of another type that it has. For a
+    /// failed path search, this continues with the most informative refusal.
+    fn root_cause(&self) -> Option<&(dyn StdError + 'static)> {
+        let mut cause = self.source()?;
+        while let Some(source) = cause.downcast_ref::<Self>().and_then(Self::source) {
+            cause = source;
+        }
+        Some(cause)
     }
 
     /// Writes the messages of this error and of its sources of type `Error`. Then writes the
@@ -558,8 +584,7 @@ impl Error {
     }
 }
 
-/// The name of the context value that messages print directly after the kind. Messages print all
-/// other values at their end.
+/// The name of the context value that all texts have directly after the kind.
 const WHY: &str = "why";
 
 impl Record {
@@ -633,11 +658,20 @@ impl fmt::Display for Reason<'_> {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.write_messages(f)?;
+        if f.alternate() {
+            self.write_messages(f)?;
+        } else {
+            write!(f, "{}", self.message())?;
+            match self.root_cause().map(|cause| (cause, cause.downcast_ref::<Self>())) {
+                Some((_, Some(cause))) => write!(f, ": {}", cause.message())?,
+                Some((cause, None)) => write!(f, ": {cause}")?,
+                None => {}
+            }
+        }
         if let Some(remedy) = self.remedy_text() {
             write!(f, "; {remedy}")?;
         }
-        self.write_values(f)
+        if f.alternate() { self.write_values(f) } else { Ok(()) }
     }
 }
 
@@ -730,6 +764,7 @@ impl<T> From<Rejected<T>> for Error {
 impl From<UnknownIfaceName> for Error {
     fn from(unknown: UnknownIfaceName) -> Self {
         Self::new(ErrorKind::InvalidArgument, "iface name")
+            .context("why", format_args!("no iface is named {}", unknown.0))
             .context("name", unknown.0)
             .remedy("use one of system, cuda, rocr, ze, neuron, synapseai")
     }

@@ -216,6 +216,7 @@ impl RemoteKey {
         let total = self.check_part("narrow", offset, len)?;
         if len == 0 {
             return Err(Error::new(ErrorKind::ZeroLength, "narrow")
+                .context("why", format_args!("{len} bytes at {offset} of {}", total))
                 .context("offset", offset)
                 .remedy("use a length of at least 1"));
         }

@@ -336,6 +336,7 @@ macro_rules! function_table {
                     Self::unavailable($lacks_symbol)
                         .context("library", library.unwrap_or("(injected)"))
                         .context("symbol", symbol)
+                        .context("why", format_args!("it has no {symbol}"))
                 };
                 Ok(Self {
                     library: library.map(Into::into),

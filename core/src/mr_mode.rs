@@ -81,6 +81,7 @@ impl MrMode {
     pub fn negotiate(self, needed: Self) -> Result<Self> {
         let refuse = |why: &'static str, bits: Self| {
             Error::new(ErrorKind::ModeMismatch, "mr_mode")
+                .context("why", bits)
                 .context("bits", bits)
                 .context("offered", self)
                 .context("needed", needed)

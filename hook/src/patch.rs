@@ -168,7 +168,8 @@ impl Patches {
     }
 
     fn overwritten(&self, site: &Site) -> Error {
-        let error = self.monitor.error(ErrorKind::Busy).context("function", site.name);
+        let error = self.monitor.error(ErrorKind::Busy);
+        let error = error.context("why", site.name).context("function", site.name);
         error.context("overwritten by", site.owner()).remedy(format!(
             "another library patched this function: turn its hooks off, or {}",
             self.monitor.fallback_hint
@@ -238,7 +239,7 @@ impl Site {
         let point = arch::decode(entry, &code, call).map_err(|obstacle| {
             let bytes: Vec<_> = code[..24].iter().map(|byte| format!("{byte:02x}")).collect();
             let error = refused()
-                .context("why", obstacle)
+                .context("why", format_args!("{name}: {obstacle}"))
                 .context("bytes", bytes.join(" "))
                 .remedy(format!(
                     "if another library patched the function, turn its hooks off, or {}",
@@ -284,7 +285,7 @@ fn all_or_none<S>(
         return Ok(());
     };
     let left = sites[..=at].iter().map(undo).filter_map(Result::err);
-    Err(left.fold(error, |error, why| error.context("not undone", why)))
+    Err(left.fold(error, |error, why| error.context("not undone", format_args!("{why:#}"))))
 }
 
 /// Makes every processor that runs this process execute a serialising instruction, so that it

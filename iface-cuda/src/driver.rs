@@ -68,6 +68,7 @@ impl Driver {
             Error::new(ErrorKind::InvalidArgument, operation)
                 .iface(IfaceKind::CUDA)
                 .device(device)
+                .context("why", format_args!("device {} of {}", device.0, self.devices.len()))
                 .context("devices", self.devices.len())
                 .remedy("devices count from 0")
         })

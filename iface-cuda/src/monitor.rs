@@ -102,6 +102,7 @@ impl FromStr for CudaMonitorKind {
         Self::ALL.into_iter().find(|kind| kind.name() == given).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::CUDA)
+                .context("why", format_args!("no monitor is named {name}"))
                 .context("name", name)
                 .remedy(format!("use one of {}", Self::ALL.map(Self::name).join(", ")))
         })
@@ -160,7 +161,7 @@ impl MonitorSource for CudaMonitors {
                 }
                 Err(error) => {
                     tracing::debug!(%error, "the driver's frees are not hooked");
-                    (None, format!("{ASKED}; its frees cannot be hooked: {error}"))
+                    (None, format!("{ASKED}; its frees cannot be hooked: {error:#}"))
                 }
             },
         };

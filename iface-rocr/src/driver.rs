@@ -136,6 +136,7 @@ impl Runtime {
             Error::new(ErrorKind::InvalidArgument, operation)
                 .iface(IfaceKind::ROCR)
                 .device(device)
+                .context("why", format_args!("device {} of {}", device.0, self.devices.len()))
                 .context("devices", self.devices.len())
                 .remedy("devices count from 0")
         })

@@ -25,7 +25,7 @@ extern "C" fn munmap(at: *mut libc::c_void, len: usize) -> libc::c_int {
 
 fn interposed_function_is_detected() {
     let error = MemHooks::start().unwrap_err();
-    let text = error.to_string();
+    let text = format!("{error:#}");
     assert!(error.is_busy() && text.contains("function=munmap"), "{text}");
 }
 
@@ -36,7 +36,7 @@ fn auto_falls_back_and_reports_the_reason() {
     assert_eq!(choice.candidates[0].name, "memhooks");
     let refused = choice.candidates[0].refused.as_ref().expect("memhooks were refused");
     assert!(
-        refused.to_string().contains("munmap") && choice.to_string().contains("munmap"),
+        format!("{refused:#}").contains("munmap") && choice.to_string().contains("munmap"),
         "{choice}"
     );
     let json = serde_json::to_value(choice).unwrap();

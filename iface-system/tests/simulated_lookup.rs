@@ -138,7 +138,7 @@ fn device_out_of_range_is_an_error_with_its_number() {
     let request = AllocRequest { len: 64, device: DeviceId(2), kind: AllocationKind::Device };
     let error = simulated.allocate(&request).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-    assert!(error.to_string().contains("device=2"), "{error}");
+    assert!(error.to_string().contains("device 2 of 2"), "{error}");
     assert_eq!(
         simulated.flush_inbound(DeviceId(2)).unwrap_err().kind(),
         ErrorKind::InvalidArgument

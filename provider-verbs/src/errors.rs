@@ -109,9 +109,9 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
 /// Adds the locked-memory limit to an error, with its value and a remedy (VRB-05).
 fn memlock(error: Error, limit: Option<u64>) -> Error {
     let value = limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
-    error.context("limit", "RLIMIT_MEMLOCK").context("value", value).remedy(
-        "raise the locked-memory limit (ulimit -l, memlock in limits.conf, LimitMEMLOCK= in \
-         systemd): each registration counts its pages again; if the limit is not reached, the NIC \
-         is out of regions",
+    let why = format_args!("the locked-memory limit (RLIMIT_MEMLOCK) is {value}");
+    error.context("why", why).remedy(
+        "raise it (ulimit -l, LimitMEMLOCK= in systemd), since each registration counts its pages \
+         again; if it is not reached, the NIC is out of regions",
     )
 }

@@ -227,7 +227,7 @@ impl Case<'_> {
             Err(why) if counts.rounds == 0 && lacks(&why) => {
                 return Err(Skipped::new(self.title(), why));
             }
-            Err(error) => Some(error.to_string()),
+            Err(error) => Some(format!("{error:#}")),
             // Some allocators do not reuse addresses.
             Ok(()) if counts.stale == 0 && counts.reused == 0 => {
                 return Err(Skipped::new(

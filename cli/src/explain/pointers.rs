@@ -252,7 +252,7 @@ fn entry(
             // A driver error of unknown cause does not show that the pointer was detected as wrong.
             entry.correct = !entry.correct && error.kind() != ErrorKind::Driver;
             entry.reason = error.reason().to_string();
-            entry.error = Some(error.to_string());
+            entry.error = Some(format!("{error:#}"));
             let known = error.trace().iter().rev().find_map(|attempt| attempt.cause.clone());
             let why = error.context_value("why").map(str::to_owned);
             let cause = known.or(why).unwrap_or_else(|| error.kind().text().to_owned());

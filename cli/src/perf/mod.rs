@@ -194,7 +194,7 @@ fn serve(
     for client in accepted(listener)? {
         match client.and_then(|client| client.serve(config)) {
             Ok(report) => print(report)?,
-            Err(error) => line_on_stderr(format_args!("error: {error}")),
+            Err(error) => line_on_stderr(format_args!("error: {error:#}")),
         }
     }
     Ok(())

@@ -220,7 +220,7 @@ impl Peer {
     pub(super) fn give_up(mut self, error: &Error) {
         // Unread bytes would turn the close into a reset, which discards the sent message.
         // Therefore reads and drops what arrives, for a short time.
-        let told = self.send(&Message::Failed { why: error.to_string() }).is_ok();
+        let told = self.send(&Message::Failed { why: format!("{error:#}") }).is_ok();
         if told && self.stream.shutdown(Shutdown::Write).is_ok() {
             let until = Instant::now() + Duration::from_millis(300);
             let mut rest = [0; 4096];

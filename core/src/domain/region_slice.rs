@@ -33,6 +33,7 @@ impl RegionSlice {
     ) -> Result<Self> {
         let range = within.slice(offset, len).ok_or_else(|| {
             Error::new(ErrorKind::OutOfBounds, "slice")
+                .context("why", format_args!("{len} bytes at {offset} of {}", within.len()))
                 .context("offset", offset)
                 .context("length", len)
                 .context("region", within)

@@ -305,6 +305,7 @@ impl DomainInner {
         }
         if base.inner().offset_of(range).is_none() {
             return Err(Error::new(ErrorKind::OutOfBounds, "regattr")
+                .context("why", format_args!("{range} is not in {}", base.range()))
                 .context("range", range)
                 .context("base", base.range())
                 .remedy("pass a range inside one range of the base"));
@@ -337,8 +338,8 @@ pub(super) fn check_promise(promise: Promise, access: Access) -> Result<()> {
         .context("access", access)
         .context("why", "the memory is promised for reading only")
         .remedy(
-            "leave out the rights with which the NIC writes (READ, RECV, REMOTE_WRITE and the \
-             like), or register memory that may be written (Promise::ReadWrite, Vec<u8>)",
+            "leave out rights with which the NIC writes (such as READ, RECV, REMOTE_WRITE), or \
+             register writable memory (Promise::ReadWrite, Vec<u8>)",
         ))
 }
 
@@ -355,6 +356,7 @@ fn check_bits(terms: &Terms<'_>, provider: &ProviderAttr) -> Result<()> {
         };
         return Err(Error::new(ErrorKind::BadFlags, "regattr")
             .provider(provider.nic.to_string())
+            .context("why", bad_flags)
             .context("flags", bad_flags)
             .remedy(remedy));
     }
@@ -378,6 +380,14 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<()> 
         let kind = if ranges.is_empty() { ErrorKind::ZeroLength } else { ErrorKind::TooManyRanges };
         return Err(Error::new(kind, "regattr")
             .provider(provider.nic.to_string())
+            .context(
+                "why",
+                format_args!(
+                    "{} ranges, and mr_iov_limit is {}",
+                    ranges.len(),
+                    provider.mr_iov_limit
+                ),
+            )
             .context("ranges", ranges.len())
             .context("mr_iov_limit", provider.mr_iov_limit)
             .remedy("pass between 1 and mr_iov_limit ranges"));
@@ -401,6 +411,10 @@ fn check_length(total: u64, provider: &ProviderAttr) -> Result<()> {
     if total > provider.max_mr_size {
         return Err(Error::new(ErrorKind::TooLong, "regattr")
             .provider(provider.nic.to_string())
+            .context(
+                "why",
+                format_args!("{total} bytes, and max_mr_size is {}", provider.max_mr_size),
+            )
             .context("length", total)
             .context("max_mr_size", provider.max_mr_size)
             .remedy("register the range in parts of at most max_mr_size bytes"));
@@ -441,6 +455,7 @@ fn check_page_size(page_size: usize, provider: &ProviderAttr) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(ErrorKind::BadPageSize, "regattr")
+        .context("why", format_args!("{page_size} bytes"))
         .context("page_size", page_size)
         .context("os", format_args!("{os:?}"))
         .context("provider", format_args!("{:?}", provider.page_sizes))

@@ -174,7 +174,7 @@ impl fmt::Display for Attempt {
 
 fn display_error<S: Serializer>(error: &Option<Error>, serializer: S) -> Result<S::Ok, S::Error> {
     match error {
-        Some(error) => serializer.collect_str(error),
+        Some(error) => serializer.collect_str(&format_args!("{error:#}")),
         None => serializer.serialize_none(),
     }
 }

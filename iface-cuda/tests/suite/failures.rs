@@ -58,7 +58,7 @@ fn out_of_memory_names_device_length_and_remedy() {
             let error = world.cuda.allocate(&request).expect_err("more memory than the device has");
             assert_eq!(error.kind(), ErrorKind::OutOfResources, "{kind:?}: {error}");
             assert_eq!(error.driver().expect("code").name, "CUDA_ERROR_OUT_OF_MEMORY");
-            assert!(error.to_string().contains("device=1"), "{error}");
+            assert!(format!("{error:#}").contains("device=1"), "{error:#}");
             assert_eq!(error.context_value("length"), Some("68157440"));
             assert!(error.remedy_text().is_some());
         }

@@ -149,6 +149,7 @@ impl<D: Driver> Announced<D> {
         let devices = self.driver.device_count();
         if device.0 >= devices {
             return Err(refused(ErrorKind::InvalidArgument)
+                .context("why", format_args!("device {} of {}", device.0, devices))
                 .context("devices", devices)
                 .remedy("devices count from 0"));
         }

@@ -88,6 +88,7 @@ impl FromStr for HostMonitorKind {
                 Self::NAMES.iter().flat_map(|(_, names)| names.iter().copied()).collect();
             Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::SYSTEM)
+                .context("why", format_args!("no monitor is named {name}"))
                 .context("name", name)
                 .remedy(format!("use one of {}", known.join(", ")))
         })
@@ -130,7 +131,7 @@ impl fmt::Display for MonitorChoice {
         write!(f, "{}: {}", self.name, self.why)?;
         for MonitorCandidate { name, refused } in &self.candidates {
             if let Some(refused) = refused {
-                write!(f, "; {name} refused: {refused}")?;
+                write!(f, "; {name} refused: {refused:#}")?;
             }
         }
         if !self.limits.is_empty() {
@@ -142,7 +143,7 @@ impl fmt::Display for MonitorChoice {
 
 fn display_option<S: Serializer>(error: &Option<Error>, serializer: S) -> Result<S::Ok, S::Error> {
     match error {
-        Some(error) => serializer.collect_str(error),
+        Some(error) => serializer.collect_str(&format_args!("{error:#}")),
         None => serializer.serialize_none(),
     }
 }

@@ -182,6 +182,7 @@ impl Inner {
         Err(Error::new(ErrorKind::InvalidArgument, "device")
             .iface(&self.config)
             .device(device)
+            .context("why", format_args!("device {} of {}", device.0, self.config.devices))
             .context("devices", self.config.devices)
             .remedy("devices count from 0"))
     }

@@ -243,7 +243,7 @@ pub(crate) fn later_patch_of_another_library_is_detected() {
     for (number, notice) in noticed.iter().enumerate() {
         recorder.clear();
         let error = notice();
-        let text = error.to_string();
+        let text = format!("{error:#}");
         assert!(error.is_busy() && text.contains("munmap") && text.contains(&own), "{text}");
         // The monitor may have missed changes since the patch. So it invalidates all memory once,
         // and watches nothing from then on.
@@ -263,7 +263,7 @@ pub(crate) fn earlier_patch_of_another_library_is_refused_by_name() {
     let others = code(c"mmap");
     let error = MemHooks::start().unwrap_err();
     let own = std::env::current_exe().unwrap().display().to_string();
-    let text = error.to_string();
+    let text = format!("{error:#}");
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(
         text.contains("munmap") && text.contains("another library") && text.contains(&own),

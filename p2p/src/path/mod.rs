@@ -453,14 +453,13 @@ unsafe fn search_by_policy(
     if search.policy == P2pPolicy::Required {
         return Err(match search.registration.direct_paths {
             None => (
-                "direct access is required and every direct path was refused",
-                "make one of the paths in the trace work, or set the policy to Enabled, which \
-                 stages copies",
+                "direct access is required, and no direct path works",
+                "make a path in the trace work, or set the policy to Enabled (staged copies)",
             ),
             Some(_) => (
                 "direct access is required, and no direct path that the domain lists works",
-                "list further paths in DomainAttr::direct_paths or HMEM_DIRECT_PATHS, make one of \
-                 the paths in the trace work, or set the policy to Enabled, which stages copies",
+                "list further paths in DomainAttr::direct_paths or HMEM_DIRECT_PATHS, make a path \
+                 in the trace work, or set the policy to Enabled (staged copies)",
             ),
         });
     }

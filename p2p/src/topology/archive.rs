@@ -29,7 +29,7 @@ const END: [u8; 1024] = [0; 1024];
 fn damaged(name: &str, problem: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::Malformed, "read topology")
         .context("file", name)
-        .context("why", problem)
+        .context("why", format_args!("{name}: {problem}"))
         .remedy("give a tar or tar.gz that hmem topo --record FILE made")
 }
 

@@ -50,7 +50,7 @@ impl Source {
     pub(super) fn malformed(&self, path: &str, problem: impl std::fmt::Display) -> Error {
         let error = Error::new(ErrorKind::Malformed, "read topology")
             .context("file", self.name(path))
-            .context("why", problem);
+            .context("why", format_args!("{}: {problem}", self.name(path)));
         match self {
             Self::Folder { live: true, .. } => error.remedy(
                 "report this file with its content: the kernel's format is new to this version",
@@ -86,9 +86,12 @@ impl Source {
             Error::new(ErrorKind::Unavailable, "read topology").context("file", self.name(path));
         match self {
             Self::Folder { live: true, .. } => error
-                .context("why", "the file vanished while the tree was read")
+                .context(
+                    "why",
+                    format_args!("{} vanished while the tree was read", self.name(path)),
+                )
                 .remedy("run the command again: a device was being removed"),
-            _ => error.context("why", "the file is missing").remedy(
+            _ => error.context("why", format_args!("{} is missing", self.name(path))).remedy(
                 "the recording is incomplete: create it again with `hmem topo --record FILE`",
             ),
         }
@@ -229,6 +232,7 @@ impl Source {
             return self.malformed(path, problem);
         }
         Error::os(Errno::of(error), "read topology")
+            .context("why", self.name(path))
             .context("file", self.name(path))
             .remedy("run the command as a user who may read the file")
     }

@@ -273,8 +273,7 @@ fn refused(error: &std::io::Error, start: u64, len: u64, operation: &'static str
                 limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
             Error::os(errno, operation)
                 .provider("loopback")
-                .context("limit", "RLIMIT_MEMLOCK")
-                .context("value", limit)
+                .context("why", format_args!("the locked-memory limit (RLIMIT_MEMLOCK) is {limit}"))
                 .context("requested", len)
                 .remedy(RAISE_MEMLOCK)
         }
