@@ -7,7 +7,8 @@ use serde::{Serialize, Serializer};
 
 use crate::{
     Access, AddressRange, Addressing, Allocation, AuthKey, DeviceId, DmaBufOffset, Error,
-    ErrorKind, Iface, MrFlags, Result, dma_buf::DmaBufMapping, handle::ProviderRegion,
+    ErrorKind, Iface, MrFlags, Result, SharedExports, dma_buf::DmaBufMapping,
+    handle::ProviderRegion,
 };
 
 /// The inputs of a registration: the memory, the rights, the key and the settings.
@@ -48,6 +49,9 @@ pub struct Registration<'a> {
     /// True if transfers that use the region may call its iface. If false, the path selector
     /// refuses memory that transfers can reach only by calls of its iface.
     pub driver_calls_in_transfers: bool,
+    /// Exports of earlier registrations, which the path selector may use and extend
+    /// ([`Request::exports`](crate::Request::exports)). `None` to export the memory anew.
+    pub exports: Option<&'a SharedExports>,
     /// Settings that only this provider has ([`Request::extension`](crate::Request::extension)).
     /// The provider has accepted them
     /// ([`ProviderDomain::accepts`](crate::provider::ProviderDomain::accepts)).
@@ -77,6 +81,7 @@ impl<'a> Registration<'a> {
             direct_paths: None,
             ordering: WriteOrdering::Strict,
             driver_calls_in_transfers: true,
+            exports: None,
             extension: None,
         }
     }

@@ -54,6 +54,10 @@ impl DmaBufExporter for Exporter {
         }
     }
 
+    fn serves_every_nic(&self) -> bool {
+        true
+    }
+
     fn export(
         &self,
         range: AddressRange,

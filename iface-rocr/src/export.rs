@@ -41,6 +41,10 @@ impl DmaBufExporter for Exporter {
         }
     }
 
+    fn serves_every_nic(&self) -> bool {
+        true
+    }
+
     fn export(
         &self,
         range: AddressRange,

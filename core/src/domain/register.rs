@@ -163,6 +163,7 @@ impl DomainInner {
             direct_paths: self.attr.direct_paths.as_deref(),
             ordering: terms.ordering.unwrap_or(self.attr.ordering),
             driver_calls_in_transfers: self.attr.driver_calls_in_transfers,
+            exports: terms.exports.as_ref(),
             extension: terms.extension.as_deref().map(|settings| settings as _),
         }
     }

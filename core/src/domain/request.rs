@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     Access, AddressRange, AuthKey, DeviceId, DmaBufOffset, Error, ErrorKind, IfaceKind, MrFlags,
-    MrMode, Result,
+    MrMode, Result, SharedExports,
     provider::ProviderAttr,
     registration::{Parallel, WriteOrdering},
 };
@@ -130,6 +130,14 @@ impl<'a, M: Memory> Request<'a, M> {
     pub fn owner(mut self, iface: IfaceKind, device: impl Into<Option<DeviceId>>) -> Self {
         self.terms.iface = Some(iface);
         self.terms.device = device.into();
+        self
+    }
+
+    /// Shares exports of device memory with other requests that have the same handle. By default,
+    /// each registration exports the memory itself. Ignored for host memory.
+    #[must_use]
+    pub fn exports(mut self, exports: &SharedExports) -> Self {
+        self.terms.exports = Some(exports.clone());
         self
     }
 

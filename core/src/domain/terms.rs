@@ -4,7 +4,7 @@ use std::{any::Any, borrow::Cow, fmt, sync::Arc};
 
 use super::prefault::Prefault;
 use crate::{
-    Access, AuthKey, DeviceId, IfaceKind, MrFlags,
+    Access, AuthKey, DeviceId, IfaceKind, MrFlags, SharedExports,
     registration::{Parallel, WriteOrdering},
 };
 
@@ -42,6 +42,8 @@ pub(super) struct Terms<'a> {
     pub(super) ordering: Option<WriteOrdering>,
     pub(super) prefault: Option<Prefault<'a>>,
     pub(super) parallel: Option<Parallel<'a>>,
+    /// The exports of earlier requests, which the registration may use and extend.
+    pub(super) exports: Option<SharedExports>,
     /// Settings of one provider.
     pub(super) extension: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -61,6 +63,7 @@ impl Terms<'_> {
             ordering: None,
             prefault: None,
             parallel: None,
+            exports: None,
             extension: None,
         }
     }
@@ -79,6 +82,7 @@ impl Terms<'_> {
             ordering: None,
             prefault: None,
             parallel: None,
+            exports: None,
             extension: None,
         } = self
         else {
@@ -103,6 +107,7 @@ impl Terms<'_> {
             ordering,
             prefault,
             parallel,
+            exports,
             extension,
         } = self.clone();
         Terms {
@@ -121,6 +126,7 @@ impl Terms<'_> {
                 chunk,
                 progress: None,
             }),
+            exports,
             extension,
         }
     }

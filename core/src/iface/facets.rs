@@ -238,6 +238,13 @@ pub trait DmaBufExporter {
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport>;
 
+    /// Returns true if an export that one NIC can import serves every NIC: the export does not
+    /// depend on the NIC, and its release does not require live memory. The library then may keep
+    /// an export for other NICs ([`SharedExports`](crate::SharedExports)). The default is false.
+    fn serves_every_nic(&self) -> bool {
+        false
+    }
+
     /// Releases an export by the call that the driver requires. The default closes the fd.
     ///
     /// # Errors

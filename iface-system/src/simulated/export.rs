@@ -53,6 +53,10 @@ impl DmaBufExporter for Inner {
         }
     }
 
+    fn serves_every_nic(&self) -> bool {
+        self.config.p2p.reaches_all()
+    }
+
     fn export(
         &self,
         range: AddressRange,

@@ -62,6 +62,11 @@ impl P2pMatrix {
         self.known.get(&(device, nic.to_owned())).copied().unwrap_or(self.otherwise)
     }
 
+    /// Returns true if every NIC can access every device.
+    pub(crate) fn reaches_all(&self) -> bool {
+        self.otherwise && self.known.values().all(|reaches| *reaches)
+    }
+
     pub(crate) fn reaches_nic(&self, device: Option<DeviceId>, nic: &Nic) -> bool {
         device.is_none_or(|device| self.reaches(device, &nic.name))
     }

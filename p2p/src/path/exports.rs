@@ -1,11 +1,12 @@
 //! Dma-buf exports for one registration. The driver exports each range as one dma-buf if it can,
 //! and otherwise each physical segment, or the whole allocation. All NICs of the registration share
-//! the exports.
+//! the exports. Registrations with the same [`SharedExports`] share them too.
 
 use std::{os::fd::AsFd, sync::Arc};
 
 use hmem_core::{
     AddressRange, Allocation, DmaBufOffset, Error, ErrorKind, Iface, IfaceExt, Path, Segment,
+    SharedExport, SharedExports,
     cause::Step,
     iface::{DmaBufExport, DmaBufMapping, Facet, SegmentMap},
     path::{Attempt, ExportUnit},
@@ -25,6 +26,8 @@ pub(super) struct ExportSet<'a> {
     /// The physical segments of each allocation; `None` until they were queried.
     whole_segments: Option<Vec<Vec<Segment>>>,
     sets: Vec<Set>,
+    /// Exports of earlier registrations. `None` to export everything anew.
+    earlier: Option<&'a SharedExports>,
     /// True if several NICs register the same exports. An export that one NIC refuses is then kept
     /// for the other NICs.
     pub(super) shared: bool,
@@ -76,7 +79,24 @@ struct Made {
     /// The range that a NIC registers. It lies in `exported`.
     range: AddressRange,
     exported: AddressRange,
-    export: DmaBufExport,
+    /// The allocation of the range.
+    of: Allocation,
+    export: Held,
+}
+
+/// An export of this registration, or of a [`SharedExports`].
+enum Held {
+    Own(DmaBufExport),
+    Shared(Arc<SharedExport>),
+}
+
+impl Held {
+    fn export(&self) -> &DmaBufExport {
+        match self {
+            Self::Own(export) => export,
+            Self::Shared(shared) => shared.export(),
+        }
+    }
 }
 
 /// The exports that a NIC registers, one piece for each dma-buf.
@@ -93,6 +113,7 @@ impl<'a> ExportSet<'a> {
         iface: &'a Arc<dyn Iface>,
         ranges: &'a [AddressRange],
         allocations: &'a [Allocation],
+        earlier: Option<&'a SharedExports>,
     ) -> Self {
         Self {
             iface,
@@ -101,6 +122,7 @@ impl<'a> ExportSet<'a> {
             segments: None,
             whole_segments: None,
             sets: Vec::new(),
+            earlier,
             shared: false,
         }
     }
@@ -235,6 +257,24 @@ impl<'a> ExportSet<'a> {
         }
     }
 
+    /// Stores the exports of this mapping and division for later registrations, after a NIC
+    /// registered them.
+    pub(super) fn store(&mut self, mapping: DmaBufMapping, division: Division) {
+        let (Some(earlier), Some(at)) = (self.earlier, self.at(mapping, division)) else { return };
+        let store = |made: Made| match made.export {
+            Held::Own(export) => {
+                let export = match earlier.store(self.iface, &made.of, made.exported, export) {
+                    Ok(shared) => Held::Shared(shared),
+                    Err(export) => Held::Own(export),
+                };
+                Made { export, ..made }
+            }
+            Held::Shared(_) => made,
+        };
+        let made = std::mem::take(&mut self.sets[at].made);
+        self.sets[at].made = made.into_iter().map(store).collect();
+    }
+
     /// Releases all exports. Returns the errors of the releases as attempts.
     pub(super) fn close(&mut self) -> Vec<Attempt> {
         let sets = std::mem::take(&mut self.sets);
@@ -252,11 +292,16 @@ impl<'a> ExportSet<'a> {
         let mut refused = Vec::new();
         let note = unit_note(division.unit());
         let ask = |range: AddressRange, exported: AddressRange, of: &Allocation| {
+            let made = |export| Made { range, exported, of: *of, export };
+            let earlier = self.earlier.and_then(|all| all.find(self.iface, of, exported, mapping));
+            if let Some(shared) = earlier {
+                return Ok(made(Held::Shared(shared)));
+            }
             let lacking = || self.iface.unavailable(Facet::DmaBuf).context("range", range);
             let exporter = self.iface.dma_buf().ok_or_else(lacking);
             exporter
                 .and_then(|exporter| exporter.export(exported, of, nic, mapping))
-                .map(|export| Made { range, exported, export })
+                .map(|export| made(Held::Own(export)))
                 .map_err(|error| (format!("export_dma_buf({exported}, {mapping:?}{note})"), error))
         };
         let memory = self.ranges.iter().zip(self.allocations);
@@ -358,6 +403,7 @@ impl<'a> ExportSet<'a> {
     fn give_back(&self, made: Vec<Made>) -> Vec<Attempt> {
         let mut refused = Vec::new();
         for Made { exported: range, export, .. } in made {
+            let Held::Own(export) = export else { continue };
             if let Err(error) = self.iface.release_dma_buf(export) {
                 let error = named(self.iface, error);
                 tracing::warn!(%range, %error, "cannot release a dma-buf export");
@@ -381,7 +427,8 @@ fn whole((call, error): (String, Error)) -> PathRefusal {
 }
 
 fn piece(made: &Made) -> Piece<'_> {
-    let Made { range, exported, export } = made;
+    let Made { range, exported, .. } = made;
+    let export = made.export.export();
     // An offset beyond the dma-buf is refused by the NIC.
     let offset = export.offset.0.saturating_add(range.start().0 - exported.start().0);
     let offset = DmaBufOffset(offset);

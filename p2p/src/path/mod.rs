@@ -546,7 +546,8 @@ unsafe impl PathSelector for DefaultPathSelector {
             match &target.registration.memory {
                 Memory::Device { iface, allocations, .. } => {
                     let exports = exports.get_or_insert_with(|| {
-                        ExportSet::new(iface, target.registration.ranges, allocations)
+                        let Registration { ranges, exports, .. } = *target.registration;
+                        ExportSet::new(iface, ranges, allocations, exports)
                     });
                     let owner = AddressOwner::of(&allocations[0]);
                     let search = PathSearch::new(self, *target, &owner, Some(*iface));

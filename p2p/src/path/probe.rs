@@ -121,9 +121,10 @@ impl<'a> Page<'a> {
             key: KeyRequest::Provider,
             flags: MrFlags::empty(),
             page_size: 0,
+            exports: None,
             ..*self.search.registration
         };
-        let mut exports = ExportSet::new(self.iface, &ranges, &allocations);
+        let mut exports = ExportSet::new(self.iface, &ranges, &allocations, None);
         let mut search = self.search.restart(&registration, &owner);
         // This flag is cleared once no NIC can reach the page. A panic leaves it set.
         self.may_be_registered = true;

@@ -212,6 +212,7 @@ impl<'a> PathSearch<'a> {
                     // call.
                     match unsafe { self.provider.register(self.registration, &pieces) } {
                         Ok(region) => {
+                            exports.store(mapping, division);
                             note_other_units(&mut refused, unit);
                             return Ok(Taken { region, shape, refused });
                         }

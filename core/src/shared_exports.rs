@@ -1,0 +1,177 @@
+//! Dma-buf exports that several registrations share.
+
+use std::{fmt, os::fd::AsFd, sync::Arc};
+
+use parking_lot::Mutex;
+
+use crate::{
+    AddressRange, Allocation, AllocationKind, Iface, IfaceExt,
+    iface::{DmaBufExport, DmaBufMapping},
+};
+
+/// A handle for dma-buf exports that several registrations share.
+///
+/// A program may register the same device memory with one NIC after the other, for example behind
+/// an interface that takes one NIC per call. Each registration then exports the memory anew, unless
+/// all requests have the same handle ([`Request::exports`](crate::Request::exports)). A
+/// [`Batch`](crate::Batch) over all NICs needs no handle.
+///
+/// The handle keeps the descriptors of successful registrations open until its last clone is
+/// dropped. Until then, drivers may keep the memory of a freed allocation. Regions stay valid
+/// without the handle.
+///
+/// A registration uses a stored export only for the same range of the same live allocation. Memory
+/// that an application maps by hand ([`AllocationKind::Virtual`]) is always exported anew, because
+/// its allocation does not tell what is mapped. So is memory of an iface whose identities may
+/// repeat, or whose exports depend on the NIC
+/// ([`DmaBufExporter::serves_every_nic`](crate::iface::DmaBufExporter::serves_every_nic)).
+///
+/// ```no_run
+/// use hmem_core::{Access, Domain, Raw, Region, Request, Result, SharedExports};
+///
+/// /// Registers memory of a GPU with each NIC, and exports it once.
+/// fn one_by_one(memory: Raw, nics: &[Domain]) -> Result<Vec<Region<Raw>>> {
+///     let exports = SharedExports::new();
+///     let request = || Request::new(memory, Access::REMOTE_READ).exports(&exports);
+///     nics.iter().map(|nic| Ok(nic.submit(request())?)).collect()
+/// }
+/// ```
+#[derive(Clone, Default)]
+pub struct SharedExports(Arc<Mutex<Vec<Arc<SharedExport>>>>);
+
+/// An export of a [`SharedExports`]. Dropping the last reference releases the export.
+pub struct SharedExport {
+    iface: Arc<dyn Iface>,
+    of: Allocation,
+    exported: AddressRange,
+    /// The export. `None` only during the drop.
+    export: Option<DmaBufExport>,
+}
+
+impl SharedExports {
+    /// Creates a handle without exports.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns the number of stored exports.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.lock().len()
+    }
+
+    /// Returns true if no export is stored.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns true if the iface's exports of this allocation can be shared.
+    fn may_share(iface: &Arc<dyn Iface>, of: &Allocation) -> bool {
+        iface.has_identities()
+            && of.kind != AllocationKind::Virtual
+            && iface.dma_buf().is_some_and(|exporter| exporter.serves_every_nic())
+    }
+
+    /// Returns the stored export of `exported`, a range of the allocation `of`, which the caller
+    /// has just queried. Drops the exports of other allocations at the same addresses, which were
+    /// freed.
+    ///
+    /// Path selectors call this method before they export memory.
+    #[must_use]
+    pub fn find(
+        &self,
+        iface: &Arc<dyn Iface>,
+        of: &Allocation,
+        exported: AddressRange,
+        mapping: DmaBufMapping,
+    ) -> Option<Arc<SharedExport>> {
+        let freed;
+        let found;
+        {
+            let mut stored = self.0.lock();
+            let of_freed = |old: &mut Arc<SharedExport>| {
+                old.is_of(iface) && old.of.range.overlaps(of.range) && !old.is_part_of(of)
+            };
+            freed = stored.extract_if(.., of_freed).collect::<Vec<_>>();
+            found = stored
+                .iter()
+                .find(|old| {
+                    old.is_of(iface)
+                        && old.is_part_of(of)
+                        && old.exported == exported
+                        && old.export().mapping == mapping
+                })
+                .cloned();
+        }
+        // Releases call the driver, so they come after the lock.
+        drop(freed);
+        found
+    }
+
+    /// Stores an export of `exported`, a range of the allocation `of`, for later registrations.
+    ///
+    /// Path selectors call this method after a NIC has registered the export.
+    ///
+    /// # Errors
+    /// The export, if exports of this memory cannot be shared.
+    pub fn store(
+        &self,
+        iface: &Arc<dyn Iface>,
+        of: &Allocation,
+        exported: AddressRange,
+        export: DmaBufExport,
+    ) -> Result<Arc<SharedExport>, DmaBufExport> {
+        if !Self::may_share(iface, of) {
+            return Err(export);
+        }
+        let iface = Arc::clone(iface);
+        let shared = Arc::new(SharedExport { iface, of: *of, exported, export: Some(export) });
+        self.0.lock().push(Arc::clone(&shared));
+        Ok(shared)
+    }
+}
+
+impl SharedExport {
+    /// Returns the export.
+    ///
+    /// # Panics
+    /// Never: only the drop takes the export.
+    #[must_use]
+    pub fn export(&self) -> &DmaBufExport {
+        self.export.as_ref().expect("only the drop takes it")
+    }
+
+    fn is_of(&self, iface: &Arc<dyn Iface>) -> bool {
+        std::ptr::addr_eq(Arc::as_ptr(&self.iface), Arc::as_ptr(iface))
+    }
+
+    fn is_part_of(&self, of: &Allocation) -> bool {
+        (self.of.id, self.of.range) == (of.id, of.range)
+    }
+}
+
+impl Drop for SharedExport {
+    fn drop(&mut self) {
+        let Some(export) = self.export.take() else { return };
+        if let Err(error) = self.iface.release_dma_buf(export) {
+            tracing::warn!(range = %self.exported, %error, "cannot release a dma-buf export");
+        }
+    }
+}
+
+impl fmt::Debug for SharedExport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedExport")
+            .field("exported", &self.exported)
+            .field("fd", &self.export().as_fd())
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for SharedExports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(&*self.0.lock()).finish()
+    }
+}
