@@ -196,6 +196,6 @@ fn locked_memory_limit_is_reported_with_its_remedy() -> Outcome {
         "--size 1MiB --iterations 4 --depth 2"
     );
     shell.args(["-c", script, &program(), &format!("verbs/{first}")]).uid(NOBODY).gid(NOBODY);
-    refused(&run(shell), 1, &["RLIMIT_MEMLOCK", "value=65536 bytes", "ulimit -l"]);
+    refused(&run(shell), 1, &["RLIMIT_MEMLOCK", "is 65536 bytes", "ulimit -l"]);
     Ok(())
 }

@@ -503,6 +503,12 @@ impl Error {
         self.into()
     }
 
+    /// Returns the text of `{:#}`, for logs of events that name no range and no device.
+    #[must_use]
+    pub fn full(&self) -> impl fmt::Display + '_ {
+        Full(self)
+    }
+
     /// Returns the text of `{:#}` without the error's remedy. Attempts keep their remedies.
     #[must_use]
     pub fn reason(&self) -> impl fmt::Display + '_ {
@@ -644,6 +650,14 @@ impl fmt::Display for Values<'_> {
             write!(f, "{}{name}={value}", if at == 0 { "" } else { ", " })?;
         }
         Ok(())
+    }
+}
+
+struct Full<'a>(&'a Error);
+
+impl fmt::Display for Full<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#}", self.0)
     }
 }
 

@@ -156,7 +156,11 @@ impl Drop for SharedExport {
     fn drop(&mut self) {
         let Some(export) = self.export.take() else { return };
         if let Err(error) = self.iface.release_dma_buf(export) {
-            tracing::warn!(range = %self.exported, %error, "cannot release a dma-buf export");
+            tracing::warn!(
+                range = %self.exported,
+                error = %error.full(),
+                "cannot release a dma-buf export"
+            );
         }
     }
 }

@@ -148,7 +148,7 @@ impl Patches {
                 && let Err(error) = self.undo_one(site)
             {
                 tracing::error!(
-                    %error,
+                    error = %error.full(),
                     function = site.name,
                     "cannot undo a patch: it stays in place without subscribers"
                 );

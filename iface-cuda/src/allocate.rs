@@ -112,7 +112,7 @@ impl DeviceAllocator {
         } else if let Err(error) = primary.with_context(|| self.release(base, device, &mut origin))
         {
             primary.keep();
-            tracing::error!(%error, "cannot free the memory of a failed allocation");
+            tracing::error!(error = %error.full(), "cannot free the memory of a failed allocation");
         }
         entered
     }
@@ -287,7 +287,10 @@ impl DeviceAllocator {
             // The driver has accepted the free. If the wait fails, the device has an error, and the
             // free has none.
             if let Err(error) = synchronize(functions, stream) {
-                tracing::warn!(%error, "cannot wait for a free that the driver accepted");
+                tracing::warn!(
+                    error = %error.full(),
+                    "cannot wait for a free that the driver accepted"
+                );
             }
             Ok(())
         })

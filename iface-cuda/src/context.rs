@@ -76,8 +76,10 @@ impl PrimaryContextGuard<'_> {
 impl Drop for PrimaryContextGuard<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::error!(%error, "cannot release a CUDA context; it stays retained until its \
-                                     next use ends or the iface closes");
+            tracing::error!(
+                error = %error.full(),
+                "cannot release a CUDA context; it stays retained until its next use ends or the iface closes"
+            );
         }
     }
 }
@@ -142,7 +144,10 @@ impl<'a> WorkContext<'a> {
         // The pop failed. It is repeated, so that the application does not continue with the pushed
         // context current.
         if let Err(error) = pop(self.functions) {
-            tracing::error!(%error, "cannot restore the CUDA context of the calling thread");
+            tracing::error!(
+                error = %error.full(),
+                "cannot restore the CUDA context of the calling thread"
+            );
             // The context is still current on the thread, so it must stay alive.
             self.keep();
         }
@@ -437,11 +442,14 @@ impl Drop for PrimaryContexts {
         for slot in self.slots() {
             let mut primary = slot.primary.lock();
             let Err(error) = self.release(slot.entry, &mut primary) else { continue };
-            tracing::error!(%error, "cannot release a CUDA context with its streams and events");
+            tracing::error!(
+                error = %error.full(),
+                "cannot release a CUDA context with its streams and events"
+            );
             if primary.take().is_some()
                 && let Err(error) = self.drop_reference(slot.entry)
             {
-                tracing::error!(%error, "cannot release a CUDA context");
+                tracing::error!(error = %error.full(), "cannot release a CUDA context");
             }
         }
     }

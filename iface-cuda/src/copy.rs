@@ -308,7 +308,10 @@ fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
         (Ok(value), left) => left.map(|()| value),
         (Err(refused), left) => {
             if let Err(error) = left {
-                tracing::error!(%error, "cannot release the stream or event of a failed copy");
+                tracing::error!(
+                    error = %error.full(),
+                    "cannot release the stream or event of a failed copy"
+                );
             }
             Err(refused)
         }

@@ -98,7 +98,7 @@ impl Drop for Inner {
         // SAFETY: `Gdrcopy` opened the library once. Each window holds a reference to this value,
         // so every window is already closed.
         if let Err(error) = check(unsafe { (self.functions.close)(self.library) }, "gdr_close") {
-            tracing::error!(%error, "cannot close GDRCopy");
+            tracing::error!(error = %error.full(), "cannot close GDRCopy");
         }
     }
 }
@@ -207,7 +207,11 @@ impl Gdrcopy {
             // SAFETY: `gdr_pin_buffer` above pinned the buffer, and `gdr_map` refused to map it.
             let code = unsafe { (functions.unpin_buffer)(*library, handle) };
             if let Err(error) = check(code, "gdr_unpin_buffer") {
-                tracing::error!(%error, %range, "cannot unpin device memory that was not mapped");
+                tracing::error!(
+                    error = %error.full(),
+                    %range,
+                    "cannot unpin device memory that was not mapped"
+                );
             }
             return Err(described(error));
         }
@@ -307,8 +311,11 @@ impl Drop for CpuWindow {
         };
         for (code, operation) in codes {
             if let Err(error) = check(code, operation) {
-                tracing::error!(%error, range = %self.range, "cannot unmap a window of device \
-                                                              memory");
+                tracing::error!(
+                    error = %error.full(),
+                    range = %self.range,
+                    "cannot unmap a window of device memory"
+                );
             }
         }
     }

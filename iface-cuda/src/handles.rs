@@ -74,8 +74,11 @@ impl RetainedHandle {
 impl Drop for RetainedHandle {
     fn drop(&mut self) {
         if let Err(error) = self.release_once() {
-            tracing::error!(%error, handle = self.handle, "cannot release a handle: its physical \
-                                                           memory stays allocated");
+            tracing::error!(
+                error = %error.full(),
+                handle = self.handle,
+                "cannot release a handle: its physical memory stays allocated"
+            );
         }
     }
 }

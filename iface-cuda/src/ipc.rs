@@ -99,7 +99,10 @@ impl Ipc for IpcExchange {
             primary.keep();
         } else if let Err(error) = primary.with_context(|| self.close_handle(base)) {
             primary.keep();
-            tracing::error!(%error, "cannot close an allocation after a failed ipc_open");
+            tracing::error!(
+                error = %error.full(),
+                "cannot close an allocation after a failed ipc_open"
+            );
         }
         entered
     }

@@ -211,8 +211,10 @@ impl CudaMonitor {
             Ok(hooked) => Ok(Some(hooked)),
             Err(error) if self.by_hooks => Err(error),
             Err(error) => {
-                tracing::warn!(%error, "cannot hook CUDA frees; cache hits query the allocation \
-                                        identity instead");
+                tracing::warn!(
+                    error = %error.full(),
+                    "cannot hook CUDA frees; cache hits query the allocation identity instead"
+                );
                 Ok(None)
             }
         }

@@ -59,7 +59,10 @@ impl<C: DeviceCopy> Drop for InFlight<C> {
     fn drop(&mut self) {
         self.finish();
         if let Err(error) = self.result.get_mut() {
-            tracing::warn!(%error, "a copy failed whose event was dropped without a wait");
+            tracing::warn!(
+                error = %error.full(),
+                "a copy failed whose event was dropped without a wait"
+            );
         }
     }
 }

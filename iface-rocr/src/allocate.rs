@@ -95,7 +95,7 @@ impl PoolAllocator {
             // SAFETY: this call allocated the memory, and did not return it to a caller.
             && let Err(error) = unsafe { self.release(base, &mut origin) }
         {
-            tracing::error!(%error, "cannot free the memory of a failed allocation");
+            tracing::error!(error = %error.full(), "cannot free the memory of a failed allocation");
         }
         entered
     }
@@ -178,7 +178,10 @@ impl PoolAllocator {
             // to a caller.
             let released = unsafe { self.release(Address(base.addr() as u64), &mut origin) };
             if let Err(error) = released {
-                tracing::error!(%error, "cannot release the parts of a failed virtual allocation");
+                tracing::error!(
+                    error = %error.full(),
+                    "cannot release the parts of a failed virtual allocation"
+                );
             }
         })
     }

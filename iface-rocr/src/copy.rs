@@ -280,7 +280,7 @@ impl CopyBuffers {
 impl Drop for CopyBuffers {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "cannot free the buffers for copies");
+            tracing::warn!(error = %error.full(), "cannot free the buffers for copies");
         }
     }
 }
@@ -400,8 +400,10 @@ impl SignalCopy {
     fn destroy_signal(&mut self) {
         let signal = std::mem::take(&mut self.signal);
         if let Err(error) = self.buffers.destroy(signal) {
-            tracing::warn!(%error, "cannot destroy the signal of a copy; closing the iface \
-                                    retries");
+            tracing::warn!(
+                error = %error.full(),
+                "cannot destroy the signal of a copy; closing the iface retries"
+            );
             self.buffers.undestroyed.lock().push(signal);
         }
     }

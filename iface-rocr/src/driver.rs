@@ -186,7 +186,10 @@ impl Runtime {
         check(code, "hsa_amd_agents_allow_access").map(|()| base).inspect_err(|_| {
             // SAFETY: the call above allocated the memory, and no caller has seen it.
             if let Err(error) = unsafe { self.free(base) } {
-                tracing::error!(%error, "cannot free host memory that no device can access");
+                tracing::error!(
+                    error = %error.full(),
+                    "cannot free host memory that no device can access"
+                );
             }
         })
     }
@@ -206,7 +209,10 @@ impl Runtime {
 impl Drop for Runtime {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "cannot release the reference to the HSA runtime");
+            tracing::warn!(
+                error = %error.full(),
+                "cannot release the reference to the HSA runtime"
+            );
         }
     }
 }

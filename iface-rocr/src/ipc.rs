@@ -121,7 +121,10 @@ impl Ipc for IpcExchange {
         };
         enter().inspect_err(|_| {
             if let Err(error) = self.detach(base) {
-                tracing::error!(%error, "cannot close an allocation after a failed ipc_open");
+                tracing::error!(
+                    error = %error.full(),
+                    "cannot close an allocation after a failed ipc_open"
+                );
             }
         })
     }

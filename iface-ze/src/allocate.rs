@@ -50,7 +50,7 @@ impl Allocator for DeviceAllocator {
         if entered.is_err()
             && let Err(error) = self.lookup.free(entry.driver, Address::of_ptr(base))
         {
-            tracing::error!(%error, "cannot free the memory of a failed allocation");
+            tracing::error!(error = %error.full(), "cannot free the memory of a failed allocation");
         }
         entered.map_err(described)
     }

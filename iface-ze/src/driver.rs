@@ -285,7 +285,7 @@ impl Driver {
 impl Drop for Driver {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "cannot destroy a Level Zero context");
+            tracing::warn!(error = %error.full(), "cannot destroy a Level Zero context");
         }
     }
 }

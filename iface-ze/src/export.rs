@@ -259,8 +259,10 @@ impl Exported {
         // A new loader has the calls that return an fd to the driver, but an old driver behind it
         // refuses them.
         if !given && let Err(error) = self.close_if_own(driver, context, base) {
-            tracing::warn!(%error, "cannot return the fd of an export; the driver keeps it until \
-                                    the memory is freed");
+            tracing::warn!(
+                error = %error.full(),
+                "cannot return the fd of an export; the driver keeps it until the memory is freed"
+            );
         }
     }
 

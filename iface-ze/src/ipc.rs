@@ -135,7 +135,10 @@ impl Ipc for IpcExchange {
         if entered.is_err()
             && let Err(error) = self.lookup.free(entry.driver, Address::of_ptr(base))
         {
-            tracing::error!(%error, "cannot close an allocation after a failed ipc_open");
+            tracing::error!(
+                error = %error.full(),
+                "cannot close an allocation after a failed ipc_open"
+            );
         }
         entered.map_err(described)
     }

@@ -69,7 +69,7 @@ impl Lanes {
         if made.is_err()
             && let Err(error) = self.destroy(&mut lane)
         {
-            tracing::error!(%error, "cannot destroy the parts of a failed lane");
+            tracing::error!(error = %error.full(), "cannot destroy the parts of a failed lane");
         }
         made.map(|()| lane)
     }
@@ -199,7 +199,7 @@ impl Lanes {
             _ => Ok(()),
         };
         if let Err(error) = ended.and_then(|()| self.destroy(&mut lane)) {
-            tracing::error!(%error, "cannot destroy the lane of a failed copy");
+            tracing::error!(error = %error.full(), "cannot destroy the lane of a failed copy");
         }
     }
 
@@ -268,7 +268,7 @@ impl Lanes {
 impl Drop for Lanes {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "cannot destroy a Level Zero command list");
+            tracing::warn!(error = %error.full(), "cannot destroy a Level Zero command list");
         }
     }
 }

@@ -491,7 +491,7 @@ impl Drop for Endpoint {
             return;
         }
         if let Err(error) = self.state.close(true) {
-            tracing::error!(%error, "cannot close a dropped loopback endpoint");
+            tracing::error!(error = %error.full(), "cannot close a dropped loopback endpoint");
         }
     }
 }

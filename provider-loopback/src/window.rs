@@ -516,7 +516,10 @@ impl Windows {
         for window in windows {
             let handle = window.handle(&window.state.lock());
             if let Err(error) = self.free(handle) {
-                tracing::error!(%error, "cannot free a window of a dropped loopback domain");
+                tracing::error!(
+                    error = %error.full(),
+                    "cannot free a window of a dropped loopback domain"
+                );
             }
         }
     }

@@ -419,7 +419,7 @@ impl Connection {
     pub(super) fn fail(&mut self, why: &'static str) {
         self.note_failure();
         if let Ok(Err(error)) = self.open().map(QueuePair::to_error) {
-            tracing::error!(%error, "{why}");
+            tracing::error!(error = %error.full(), "{why}");
         }
     }
 

@@ -467,7 +467,10 @@ impl Endpoint {
         }
         drop(pair);
         if let Err(error) = self.release_stale() {
-            tracing::error!(%error, "cannot read the completion queues of a closed endpoint");
+            tracing::error!(
+                error = %error.full(),
+                "cannot read the completion queues of a closed endpoint"
+            );
         }
         self.end_all(left);
         self.lanes.shut();
@@ -573,7 +576,7 @@ impl ProviderEndpoint for Endpoint {
 impl Drop for Endpoint {
     fn drop(&mut self) {
         if let Err(error) = self.close_pair() {
-            tracing::error!(%error, "cannot close a dropped endpoint");
+            tracing::error!(error = %error.full(), "cannot close a dropped endpoint");
             // This call destroys the queue pair, before the fields drop the queues and the domain.
             self.tear_down(self.poster.lock());
         }

@@ -397,7 +397,11 @@ impl Provider for Verbs {
         }
         let (nics, mut left_out) = self.survey()?;
         for (device, error) in &left_out {
-            tracing::warn!(device, %error, "skipping a device that cannot be opened");
+            tracing::warn!(
+                device,
+                error = %error.full(),
+                "skipping a device that cannot be opened"
+            );
         }
         match left_out.pop() {
             Some((_, error)) if nics.is_empty() => Err(error),

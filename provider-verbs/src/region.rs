@@ -475,7 +475,11 @@ impl Regions {
         for part in map.into_values().flat_map(|region| region.parts) {
             if let Err(error) = release(pd, &part) {
                 let range = part.key.range;
-                tracing::error!(%error, %range, "a region stays registered until the process ends");
+                tracing::error!(
+                    error = %error.full(),
+                    %range,
+                    "a region stays registered until the process ends"
+                );
             }
         }
     }

@@ -443,7 +443,10 @@ impl Registrar<'_> {
             // Restore the rights of the parts before this one.
             for part in &mut region.parts[..index] {
                 if let Err((error, _)) = self.rereg_part(rereg, part, region.flags) {
-                    tracing::error!(%error, "a region's registrations now differ in their rights");
+                    tracing::error!(
+                        error = %error.full(),
+                        "a region's registrations now differ in their rights"
+                    );
                     lost = true;
                 }
             }
@@ -502,7 +505,10 @@ impl Drop for Unfinished<'_> {
     fn drop(&mut self) {
         for part in &self.parts {
             if let Err(error) = release(self.pd, part) {
-                tracing::error!(%error, "a part of a refused registration stays registered");
+                tracing::error!(
+                    error = %error.full(),
+                    "a part of a refused registration stays registered"
+                );
             }
         }
     }

@@ -250,7 +250,10 @@ impl Windows {
         let mut by_index = self.by_index.lock();
         by_index.remove(&(window.key >> 8));
         if let Err(error) = dealloc(pd, window.mw) {
-            tracing::error!(%error, "cannot free a bound window before its endpoint");
+            tracing::error!(
+                error = %error.full(),
+                "cannot free a bound window before its endpoint"
+            );
             // The driver still has the window, so the region stays registered until the domain
             // closes.
             std::mem::forget(std::mem::take(&mut window.known.regions));
@@ -261,7 +264,10 @@ impl Windows {
                 by_index.insert(window.key >> 8, token);
             }
             Err(error) => {
-                tracing::error!(%error, "cannot allocate a window again after its endpoint closed");
+                tracing::error!(
+                    error = %error.full(),
+                    "cannot allocate a window again after its endpoint closed"
+                );
                 (window.mw, window.key, window.through) = (ptr::null_mut(), 0, None);
                 (window.state, window.dead) = (WindowState::Invalid, None);
                 window.known = Known::default();
@@ -503,7 +509,7 @@ impl Windows {
     pub(super) fn clear(&self, pd: &ProtectionDomain) {
         for window in self.map.lock().drain() {
             if let Err(error) = dealloc(pd, window.1.mw) {
-                tracing::error!(%error, "cannot free a window of a closing domain");
+                tracing::error!(error = %error.full(), "cannot free a window of a closing domain");
             }
         }
         *self.binder.lock() = None;

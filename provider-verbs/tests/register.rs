@@ -348,8 +348,8 @@ fn register_over_the_limit(name: &str, limit: u64, errno: i32) {
     let error = side.register(pages.range(), LOCAL).expect_err("over the limit");
     assert_eq!(error.kind(), ErrorKind::OutOfResources, "{error}");
     assert_eq!(error.os_errno().map(|errno| errno.0), Some(errno), "{error}");
-    assert_eq!(error.context_value("limit"), Some("RLIMIT_MEMLOCK"), "{error}");
-    assert_eq!(error.context_value("value"), Some(format!("{limit} bytes").as_str()), "{error}");
+    let why = format!("the locked-memory limit (RLIMIT_MEMLOCK) is {limit} bytes");
+    assert_eq!(error.context_value("why"), Some(why.as_str()), "{error}");
     assert!(error.remedy_text().is_some_and(|text| text.contains("ulimit -l")), "{error}");
     assert_eq!(side.domain.live().page_registrations, 0);
     let status = std::fs::read_to_string("/proc/self/status").expect("status");

@@ -475,7 +475,7 @@ impl<'a> BatchPlan<'a> {
         // The regions that the driver refuses to close stay in the set, without views.
         let mut shared = set.regions.split_off(first);
         if let Err(error) = close_each(&mut shared) {
-            tracing::error!(%error, "cannot close a grown region");
+            tracing::error!(error = %error.full(), "cannot close a grown region");
         }
         set.regions.append(&mut shared);
         None

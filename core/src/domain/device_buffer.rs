@@ -94,7 +94,7 @@ impl Drop for DeviceBuffer {
         }
         // SAFETY: the buffer owns the allocation and has handed out no references into it.
         if let Err(error) = unsafe { self.iface.free(&self.allocation) } {
-            tracing::error!(%error, "cannot free device memory");
+            tracing::error!(error = %error.full(), "cannot free device memory");
         }
     }
 }

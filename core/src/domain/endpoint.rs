@@ -531,7 +531,7 @@ impl Drop for Endpoint {
             Err(error) if error.kind() == ErrorKind::Busy => {
                 tracing::debug!(%error, "endpoint dropped with a bound window");
             }
-            Err(error) => tracing::error!(%error, "cannot close an endpoint"),
+            Err(error) => tracing::error!(error = %error.full(), "cannot close an endpoint"),
         }
     }
 }

@@ -120,7 +120,7 @@ impl SpareWindows {
 
 fn free(domain: &DomainInner, window: ProviderWindow) {
     if let Err(error) = domain.windows().and_then(|windows| windows.free_window(window)) {
-        tracing::error!(%error, "cannot free the window of a grant");
+        tracing::error!(error = %error.full(), "cannot free the window of a grant");
     }
 }
 

@@ -80,7 +80,10 @@ impl Inbound {
         if let Err(error) = self.flush()
             && !self.warned.swap(true, Ordering::Relaxed)
         {
-            tracing::warn!(%error, "cannot flush a device: it may not see bytes that a NIC wrote");
+            tracing::warn!(
+                error = %error.full(),
+                "cannot flush a device: it may not see bytes that a NIC wrote"
+            );
         }
     }
 }

@@ -465,7 +465,11 @@ impl Drop for RegionInner {
             Ok(()) => drop(ManuallyDrop::into_inner(keep)),
             Err(error) => {
                 let range = self.range;
-                tracing::error!(%range, %error, "cannot deregister a region; its memory is leaked");
+                tracing::error!(
+                    %range,
+                    error = %error.full(),
+                    "cannot deregister a region; its memory is leaked"
+                );
             }
         }
     }

@@ -302,7 +302,7 @@ impl Drop for Allocated {
         }
         let freed = self.domain.windows().and_then(|windows| windows.free_window(self.window));
         if let Err(error) = freed {
-            tracing::error!(%error, "cannot free a memory window");
+            tracing::error!(error = %error.full(), "cannot free a memory window");
         }
     }
 }

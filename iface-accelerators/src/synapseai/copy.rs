@@ -67,7 +67,10 @@ impl Staging {
             if let Err(error) = copied {
                 // The device may still use the buffer and the stream, so no later copy uses them.
                 *lane = Lane::default();
-                tracing::warn!(%error, "the staging buffer of a failed copy is abandoned");
+                tracing::warn!(
+                    error = %error.full(),
+                    "the staging buffer of a failed copy is abandoned"
+                );
                 return Err(error);
             }
             done += piece;
@@ -196,7 +199,10 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         if let Err(error) = self.release() {
-            tracing::warn!(%error, "cannot release the stream and the buffer of copies");
+            tracing::warn!(
+                error = %error.full(),
+                "cannot release the stream and the buffer of copies"
+            );
         }
     }
 }

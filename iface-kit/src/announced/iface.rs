@@ -189,7 +189,12 @@ impl<D: Driver> Announced<D> {
         for entry in kept {
             if let Err((entry, error)) = self.release(entry) {
                 let range = entry.block.range;
-                tracing::warn!(iface = D::NAME, %range, %error, "cannot free memory");
+                tracing::warn!(
+                    iface = D::NAME,
+                    %range,
+                    error = %error.full(),
+                    "cannot free memory"
+                );
                 self.lingering.lock().push(entry);
             }
         }
@@ -364,7 +369,11 @@ impl<D: Driver> Allocator for Announced<D> {
         entered.map_err(|error| {
             // SAFETY: `allocate` returned the memory above, and no caller has seen it.
             if let Err(error) = unsafe { self.driver.free(device, address, handle) } {
-                tracing::warn!(iface = D::NAME, %error, "cannot free unlisted memory");
+                tracing::warn!(
+                    iface = D::NAME,
+                    error = %error.full(),
+                    "cannot free unlisted memory"
+                );
             }
             described(error)
         })

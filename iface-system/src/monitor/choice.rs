@@ -270,7 +270,7 @@ impl SystemMonitor {
             }
             (Ok(hooks), Err(error)) => {
                 tracing::warn!(
-                    %error,
+                    error = %error.full(),
                     limits = HOOKS_ALONE,
                     "userfaultfd does not work here: memhooks alone watch host memory"
                 );
@@ -286,7 +286,7 @@ impl SystemMonitor {
             }
             (Err(error), Ok(uffd)) => {
                 tracing::warn!(
-                    %error,
+                    error = %error.full(),
                     limits = UFFD_ALONE,
                     "memhooks do not work here: userfaultfd alone watches host memory"
                 );

@@ -126,7 +126,7 @@ impl Monitor for Layered {
                 if !logged.contains(&error.kind()) {
                     logged.push(error.kind());
                     tracing::warn!(
-                        %error,
+                        error = %error.full(),
                         "userfaultfd beneath memhooks does not watch a range: raw system calls on \
                          it are not detected"
                     );

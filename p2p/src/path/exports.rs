@@ -406,7 +406,7 @@ impl<'a> ExportSet<'a> {
             let Held::Own(export) = export else { continue };
             if let Err(error) = self.iface.release_dma_buf(export) {
                 let error = named(self.iface, error);
-                tracing::warn!(%range, %error, "cannot release a dma-buf export");
+                tracing::warn!(%range, error = %error.full(), "cannot release a dma-buf export");
                 let call = format!("release_dma_buf({range})");
                 refused.push(Attempt::refused(Path::DmaBuf, call, error));
             }

@@ -328,7 +328,10 @@ struct DeregisterOnPanic<'a> {
 impl Drop for DeregisterOnPanic<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.provider.deregister(self.region) {
-            tracing::error!(%error, "a region whose registration panicked is left registered");
+            tracing::error!(
+                error = %error.full(),
+                "a region whose registration panicked is left registered"
+            );
         }
     }
 }

@@ -38,7 +38,11 @@ pub(super) enum ProbeResult {
 /// Runs `undo`, and runs it once more if it fails. No later code retries it.
 fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
     undo().or_else(|error| {
-        tracing::warn!(what, %error, "the page of a probe was not released; trying again");
+        tracing::warn!(
+            what,
+            error = %error.full(),
+            "the page of a probe was not released; trying again"
+        );
         undo()
     })
 }
@@ -136,7 +140,10 @@ impl<'a> Page<'a> {
             Some((variant, region)) => {
                 if let Err(error) = retry_once("deregister", || search.provider.deregister(region))
                 {
-                    tracing::error!(%error, "cannot deregister the page of a probe; it is leaked");
+                    tracing::error!(
+                        error = %error.full(),
+                        "cannot deregister the page of a probe; it is leaked"
+                    );
                     return ProbeResult::Unknown;
                 }
                 self.may_be_registered = false;
@@ -162,7 +169,7 @@ impl Drop for Page<'_> {
         // SAFETY: this type makes no reference to the page, and `may_be_registered` is false: no
         // NIC reaches the page.
         if let Err(error) = retry_once("free", || unsafe { self.iface.free(&self.allocation) }) {
-            tracing::error!(%error, "the page of a probe could not be freed");
+            tracing::error!(error = %error.full(), "the page of a probe could not be freed");
         }
     }
 }

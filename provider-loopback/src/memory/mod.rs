@@ -245,7 +245,10 @@ impl<'a> DmaBufAccess<'a> {
 impl Drop for DmaBufAccess<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.mapping.end(self.write) {
-            tracing::warn!(%error, "cannot announce the end of a CPU access to a dma-buf");
+            tracing::warn!(
+                error = %error.full(),
+                "cannot announce the end of a CPU access to a dma-buf"
+            );
         }
     }
 }

@@ -165,7 +165,10 @@ impl<S: CacheBackend> CacheCore<S> {
             let Some(mut done) = guard.detached.pop() else { break };
             match result {
                 Some(Err(Rejected { value, error })) => {
-                    tracing::error!(%error, "cannot deregister a cached region: retrying later");
+                    tracing::error!(
+                        error = %error.full(),
+                        "cannot deregister a cached region: retrying later"
+                    );
                     done.region = Some(value);
                     guard.refused.push(done);
                 }
@@ -233,7 +236,10 @@ impl<S: CacheBackend> CacheCore<S> {
             // The lock is not taken, because a thread of the parent may have held it at the fork.
             // So a failed deregistration is not retried.
             if let Err(Rejected { error, .. }) = self.backend.deregister(region) {
-                tracing::error!(%error, "a forked child could not deregister a region");
+                tracing::error!(
+                    error = %error.full(),
+                    "a forked child could not deregister a region"
+                );
             }
             return;
         }

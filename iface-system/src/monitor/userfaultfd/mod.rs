@@ -465,7 +465,10 @@ impl Monitor for UserFaultFd {
         let before = self.beyond_budget();
         let subscription = self.watch(range, invalidator, Some(&area)).inspect_err(|error| {
             if before == 0 && self.beyond_budget() > 0 {
-                tracing::warn!(%error, "memory beyond the monitor's budget is not cached");
+                tracing::warn!(
+                    error = %error.full(),
+                    "memory beyond the monitor's budget is not cached"
+                );
             }
         })?;
         if let Err(error) = self.check_settled(range) {
