@@ -122,6 +122,7 @@ impl<S: CacheBackend> Cache<S> {
     /// A call that returns `None` does not count as a miss in the statistics.
     ///
     /// The key may match memory [of any owner](Key::of_any_owner).
+    #[inline(always)]
     #[must_use]
     pub fn find(&self, key: &Key) -> Option<Lease<'_, S>> {
         let mut found = None;
@@ -132,6 +133,15 @@ impl<S: CacheBackend> Cache<S> {
                 FastLookup::SlowPath { found: index } => found = index,
             }
         }
+        cold_path();
+        // Copying the key lets the compiler keep the key of a hit in registers.
+        let key = *key;
+        Some(self.find_slow(&key, found)?.by_fields())
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find_slow(&self, key: &Key, found: Option<u32>) -> Option<Lease<'_, S>> {
         let block = self.own_block()?;
         let leased = self.core.lookup_slow(block, key, found)?;
         threads::record_next_slot(&self.core.leases, block);
@@ -344,14 +354,22 @@ impl<'c, S: CacheBackend> LookupHandle<'c, S> {
     }
 
     /// Returns a cached region like [`Cache::find`].
+    #[inline(always)]
     #[must_use]
     pub fn find(&self, key: &Key) -> Option<Lease<'c, S>> {
-        let core = &self.cache.core;
         let found = match self.lookup_fast(key) {
-            FastLookup::Hit(leased) => return Some(Lease::cached(core, leased)),
+            FastLookup::Hit(leased) => return Some(Lease::cached(&self.cache.core, leased)),
             FastLookup::Miss => return None,
             FastLookup::SlowPath { found } => found,
         };
+        let key = *key;
+        Some(self.find_slow(&key, found)?.by_fields())
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find_slow(&self, key: &Key, found: Option<u32>) -> Option<Lease<'c, S>> {
+        let core = &self.cache.core;
         let own = self.own.as_ref()?;
         let leased = core.lookup_slow(own.block, key, found)?;
         own.slot.set(core.leases.blocks.next_slot(own.block));

@@ -160,7 +160,7 @@ impl RegionCache {
     /// # Errors
     /// - The errors of [`Domain::register`].
     /// - [`ErrorKind::BadState`] in a forked child.
-    #[inline]
+    #[inline(always)]
     pub fn get(&self, memory: Raw, access: Access) -> Result<CachedRegion<'_>> {
         let range = *memory.at();
         match self.cache.find(&lookup_key(range, access)?) {
@@ -171,7 +171,7 @@ impl RegionCache {
 
     /// Returns a region of memory in a buffer that a [`CachedBuffer`](super::CachedBuffer) of this
     /// cache owns.
-    #[inline]
+    #[inline(always)]
     pub(super) fn get_held(
         &self,
         range: AddressRange,
@@ -417,7 +417,7 @@ impl<'c> RegionLookupHandle<'c> {
     ///
     /// # Errors
     /// The errors of [`RegionCache::get`].
-    #[inline]
+    #[inline(always)]
     pub fn get(&self, memory: Raw, access: Access) -> Result<CachedRegion<'c>> {
         let range = *memory.at();
         match self.handle.find(&lookup_key(range, access)?) {
