@@ -100,7 +100,7 @@ fn domain_without_facets_transfers() {
 fn calls_that_need_a_missing_facet_are_refused() {
     let refused = |error: Error, kind: ErrorKind| {
         assert_eq!(error.kind(), kind, "{error}");
-        assert!(error.to_string().contains("loopback/loop0"), "{error}");
+        assert!(format!("{error:#}").contains("loopback/loop0"), "{error}");
         assert!(error.remedy_text().is_some(), "{error}");
     };
     let domain = open(MrMode::empty());

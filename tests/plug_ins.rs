@@ -35,7 +35,7 @@ fn absent_plug_in_is_listed_with_its_reason() {
     let error = hmem.iface(MINE).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert_eq!(error.remedy_text(), Some("install the driver"));
-    let text = error.to_string();
+    let text = format!("{error:#}");
     assert!(text.contains("iface=mine") && text.contains("libmine.so"), "{text}");
     assert!(hmem.registry().absent().any(|(kind, _)| kind == MINE));
     assert_eq!(hmem.missing_ifaces().count(), 0, "nothing named it");
@@ -52,7 +52,7 @@ fn named_absent_plug_in_is_missing() {
     let hmem = absent().ifaces("system").build().unwrap();
     assert_eq!(hmem.missing_ifaces().count(), 0);
     let error = hmem.iface(MINE).unwrap_err();
-    assert!(error.to_string().contains("Builder::ifaces"), "{error}");
+    assert!(format!("{error:#}").contains("Builder::ifaces"), "{error}");
 
     let error = absent().ifaces("mien").build().unwrap_err();
     assert!(error.remedy_text().unwrap().contains("mine"), "{error}");
@@ -135,7 +135,7 @@ fn number_or_name_of_another_iface_is_refused() {
         ] {
             let error = added(plug_ins).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{plug_ins:?}");
-            let text = error.to_string();
+            let text = format!("{error:#}");
             assert!(text.contains(remedy) && text.contains("number=0x"), "{text}");
         }
         added(&[(MINE, "mine", first), (OTHER, "other", second)]).expect("two ifaces");
@@ -153,7 +153,7 @@ fn opened_plug_in_with_another_number_or_name_is_refused() {
         let error = builder().iface_or_absent(kind, name, mine().build()).build().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(error.context_value("given").is_some_and(|given| given.starts_with(name)));
-        assert!(error.to_string().contains("iface=mine"), "{error}");
+        assert!(format!("{error:#}").contains("iface=mine"), "{error}");
     }
     let error =
         builder().provider_or_absent("my-nic", Loopback::builder().build()).build().unwrap_err();
@@ -188,7 +188,7 @@ fn provider_name_that_was_added_twice_is_refused() {
     for builder in [gone(gone(builder())), gone(builder()).provider(loopback().unwrap())] {
         let error = builder.build().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        assert!(error.to_string().contains("loopback"), "{error}");
+        assert!(format!("{error:#}").contains("loopback"), "{error}");
     }
 }
 

@@ -40,7 +40,7 @@
 //! - `process`
 //! - `cause`, `environment`, `handle`, `library`, `monitor`, `rail_keys`
 //! - `cache`, `iface`, `window`
-//! - `registry`, `transfer`
+//! - `registry`, `shared_exports`, `transfer`
 //! - `registration`
 //! - `provider`
 //! - `path`

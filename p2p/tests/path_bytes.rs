@@ -192,7 +192,7 @@ fn atomics_are_refused_on_staged_memory_only() {
             Path::Staged => {
                 let error = outcome.expect_err("an atomic was emulated");
                 assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-                let text = error.to_string();
+                let text = format!("{error:#}");
                 assert!(text.contains("staged") && text.contains("dma-buf"), "{text}");
                 assert_eq!(value, 40, "no byte changed");
                 assert!(

@@ -260,14 +260,14 @@ fn trace_is_in_decisions_errors_text_and_json() {
         ErrorKind::Unreachable,
         "the driver's refusal counts, not the NIC's missing imports"
     );
-    let text = error.to_string();
+    let text = format!("{error:#}");
     assert!(!text.contains('\n'), "{text}");
     for once in [
         "export_dma_buf(",
         "ENOTSUPP (524)",
         "same PCIe switch",
         "policy=required",
-        "stages copies",
+        "staged copies",
     ] {
         assert_eq!(text.matches(once).count(), 1, "{once:?} in {text}");
     }

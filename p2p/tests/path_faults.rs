@@ -133,7 +133,7 @@ fn close_with_retry<T, R>(
     close: impl Fn(T) -> Result<R, Rejected<T>>,
 ) {
     if let Err(Rejected { value, error }) = close(value) {
-        report.errors.push(error.to_string());
+        report.errors.push(format!("{error:#}"));
         close(value).map_err(Error::from).expect("the second close works");
     }
 }
@@ -151,7 +151,7 @@ fn live(bench: &Bench, setup: &PathSetup) -> RunReport {
         let used = use_memory(bench, [&near, &far], memory.range, &mut report);
         // SAFETY: every region of the memory is closed, and no reference to it exists.
         if let Err(error) = unsafe { bench.device.free(&memory) } {
-            report.errors.push(error.to_string());
+            report.errors.push(format!("{error:#}"));
             // SAFETY: the first free failed, so the memory is still allocated, without regions or
             // references.
             unsafe { bench.device.free(&memory) }.expect("the second free works");
@@ -161,7 +161,7 @@ fn live(bench: &Bench, setup: &PathSetup) -> RunReport {
         used
     })();
     if let Err(error) = result {
-        report.errors.push(error.to_string());
+        report.errors.push(format!("{error:#}"));
     }
     report
 }

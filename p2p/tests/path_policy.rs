@@ -150,7 +150,7 @@ impl Case {
                 }
                 (Err(says), Err(rejected)) => {
                     let error = rejected.error;
-                    let text = error.to_string();
+                    let text = format!("{error:#}");
                     assert!(text.contains(says), "{case:?}: {text}");
                     let policy = if case.disabled { P2pPolicy::Disabled } else { case.policy };
                     assert_eq!(error.context_value("policy"), Some(policy.name()), "{text}");

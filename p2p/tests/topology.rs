@@ -524,7 +524,7 @@ fn vanished_files_and_foreign_links_are_named() {
     assert!(refused(&empty).1.contains("sys folder"));
     let error = Topology::open(empty.path().join("nowhere")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
-    assert!(error.to_string().contains("nowhere"), "{error}");
+    assert!(format!("{error:#}").contains("nowhere"), "{error}");
 }
 
 /// REL-03

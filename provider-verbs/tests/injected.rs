@@ -80,7 +80,7 @@ fn missing_library_is_named_with_the_loaders_reason() {
     let error = builder.build().expect_err("not there");
     assert!(error.is_unavailable());
     assert_eq!(error.context_value("library"), Some("/nowhere/libibverbs.so.1"));
-    assert!(error.to_string().contains("cannot open shared object file"), "{error}");
+    assert!(format!("{error:#}").contains("cannot open shared object file"), "{error}");
     assert!(error.remedy_text().is_some_and(|text| text.contains("libibverbs")), "{error}");
 }
 
@@ -218,7 +218,7 @@ fn driver_refusals_have_kinds_and_remedies() {
         assert_eq!(error.kind(), kind, "{error}");
         assert_eq!(error.os_errno().map(|errno| errno.0), Some(errno));
         assert_eq!(error.provider_name(), Some("verbs/fake0"));
-        assert!(error.to_string().contains(word), "{error}");
+        assert!(format!("{error:#}").contains(word), "{error}");
     }
     let address = Address(0x7000_0000);
     let iface: Arc<dyn Iface> = Arc::new(hmem_iface_system::System::new());
@@ -229,7 +229,7 @@ fn driver_refusals_have_kinds_and_remedies() {
     with(|script| script.register = vec![14]);
     let error =
         register(&domain, &[peer], Access::SEND, VerbsOptions::empty()).expect_err("refused");
-    assert!(error.to_string().contains("peer-memory client"), "{error}");
+    assert!(format!("{error:#}").contains("peer-memory client"), "{error}");
     assert_eq!(domain.live().regions, 0);
 }
 
@@ -395,7 +395,7 @@ fn unsupported_flags_are_refused_before_the_driver_call() {
         let error = register(&domain, &[host(0x1000, 4096)], Access::SEND, option)
             .expect_err("the fake device lacks the option");
         assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(error.to_string().contains("fake0"), "{error}");
+        assert!(format!("{error:#}").contains("fake0"), "{error}");
     }
     let error = register(&domain, &[host(0x1001, 4096)], Access::SEND, VerbsOptions::ZERO_BASED)
         .expect_err("unaligned");
@@ -501,7 +501,7 @@ fn missing_facets_are_refused_with_a_remedy() {
     let region = domain.register(memory(0x1000, 4096), Access::READ).expect("register");
     let refused = |error: Error, kind: ErrorKind, advice: &str| {
         assert_eq!(error.kind(), kind, "{error}");
-        assert!(error.to_string().contains("verbs/fake0"), "{error}");
+        assert!(format!("{error:#}").contains("verbs/fake0"), "{error}");
         assert!(error.remedy_text().is_some_and(|text| text.contains(advice)), "{error}");
     };
     let sub = region.sub(range(0x1000, 64), Access::READ, None);
@@ -549,7 +549,7 @@ fn authorization_keys_are_refused() {
     let refused = |error: Error| {
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert_eq!(error.provider_name(), Some("verbs/fake0"), "{error}");
-        assert!(error.to_string().contains("authorization keys"), "{error}");
+        assert!(format!("{error:#}").contains("authorization keys"), "{error}");
     };
     refused(Domain::open(&verbs, registry, paths, attr).expect_err("a domain with a key"));
 
@@ -616,7 +616,7 @@ fn hugetlb_option_needs_memory_in_huge_pages() {
     let error = register(&domain, &memory, Access::SEND, huge).expect_err("ordinary pages");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     assert_eq!(error.context_value("option"), Some("HUGETLB"), "{error}");
-    assert!(error.to_string().contains("MAP_HUGETLB"), "{error}");
+    assert!(format!("{error:#}").contains("MAP_HUGETLB"), "{error}");
     assert!(calls().is_empty(), "the driver was called");
     register(&domain, &memory, Access::SEND, VerbsOptions::ON_DEMAND)
         .expect("the device supports on-demand paging");

@@ -90,7 +90,7 @@ fn atomic_right_is_refused_without_atomics() {
     for access in [Access::REMOTE_ATOMIC, in_verbs_words] {
         let error = domain.register(memory(), access).unwrap_err().error;
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-        assert!(error.to_string().contains("fake0"), "{error}");
+        assert!(format!("{error:#}").contains("fake0"), "{error}");
     }
     assert!(calls().is_empty(), "the driver was called");
     // On a device without atomics, REMOTE_WRITE grants RMA writes only.
@@ -110,7 +110,7 @@ fn change_to_the_atomic_right_is_refused_without_atomics() {
         let error = unsafe { verbs.rereg(handle, access) }.expect_err("no atomics");
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert_eq!(error.context_value("access"), Some("REMOTE_ATOMIC"), "{error}");
-        assert!(error.to_string().contains("fake0"), "{error}");
+        assert!(format!("{error:#}").contains("fake0"), "{error}");
         assert!(calls().is_empty(), "the driver was called");
         assert_eq!(verbs.flags(handle).expect("flags"), AccessFlags::REMOTE_READ);
     }
@@ -129,6 +129,6 @@ fn verbs_refuses_persistent_memory_with_bad_flags() {
     let error = domain.submit(request).unwrap_err().error;
     assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::BadFlags, 260));
     assert_eq!(error.context_value("flags"), Some("RMA_PMEM"));
-    assert!(error.to_string().contains("fake0"), "{error}");
+    assert!(format!("{error:#}").contains("fake0"), "{error}");
     assert!(calls().is_empty(), "the driver was called");
 }

@@ -345,8 +345,8 @@ fn range_with_an_unexportable_segment_names_it() {
         link.expose(segments.range(100, 3 * segments.step - 100)).expect_err("the second cannot");
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     let first = segments.range(segments.step, segments.step).to_string();
-    assert!(error.to_string().contains(&first), "{error}");
-    assert!(error.to_string().contains("gpuDirectRDMACapable"), "{error}");
+    assert!(format!("{error:#}").contains(&first), "{error}");
+    assert!(format!("{error:#}").contains("gpuDirectRDMACapable"), "{error}");
 }
 
 /// HM-01

@@ -86,7 +86,7 @@ fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
             };
             let error = error.expect_err("no iface knows it");
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            let text = error.to_string();
+            let text = format!("{error:#}");
             assert!(text.contains("cuda") && text.contains("does not know the address"), "{text}");
             assert!(text.contains("freed") && text.contains("another process"), "{text}");
         }

@@ -143,7 +143,7 @@ fn pointer_unknown_to_level_zero_is_refused_with_the_reason() {
         let claim = Request::new(unsafe { raw(range) }, REMOTE).owner(IfaceKind::ZE, None);
         let error = link.domain.submit(claim).expect_err(what).error;
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{what}: {error}");
-        let text = error.to_string();
+        let text = format!("{error:#}");
         assert!(text.contains("ze") && text.contains("does not know the address"), "{text}");
     }
     // A range that exceeds its allocation.
