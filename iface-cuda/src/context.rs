@@ -78,7 +78,8 @@ impl Drop for PrimaryContextGuard<'_> {
         if let Err(error) = self.release() {
             tracing::error!(
                 error = %error.full(),
-                "cannot release a CUDA context; it stays retained until its next use ends or the iface closes"
+                "cannot release a CUDA context; it stays retained until its next use ends or the \
+                 iface closes"
             );
         }
     }
