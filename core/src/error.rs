@@ -269,8 +269,14 @@ impl fmt::Display for DriverCode {
 
 /// Internal operations that several public calls use. [`Error::of_call`] replaces them by the name
 /// of the public call.
-const SHARED_STEPS: [&str; 5] =
-    ["regattr", "owner of range", "cached registration", "bind window", "invalidate window"];
+const SHARED_STEPS: [&str; 6] = [
+    "regattr",
+    "register sub-region",
+    "owner of range",
+    "cached registration",
+    "bind window",
+    "invalidate window",
+];
 
 /// The error of a failed operation.
 ///

@@ -26,31 +26,26 @@ impl DomainState {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        let len = self.check_size(pieces)?;
+        self.check_count(pieces)?;
+        let len = pieces.iter().map(|piece| piece.range.len()).sum();
         let reservation = self.nic.reserve(len)?;
         let region = self.prepare(request, pieces, len)?;
         self.nic.config.faults.enter(Call::Register)?;
         self.insert(request.key, Pages::Own(len), region, reservation)
     }
 
-    fn check_size(&self, pieces: &[Piece<'_>]) -> Result<u64> {
-        let attr = &self.nic.attr;
-        let refuse = |limit: &'static str, value: u64, requested: u64| {
-            Error::new(ErrorKind::InvalidArgument, "register")
-                .provider("loopback")
-                .context("limit", limit)
-                .context("value", value)
-                .context("requested", requested)
-                .remedy("split the region")
-        };
-        if pieces.is_empty() || pieces.len() > attr.mr_iov_limit {
-            return Err(refuse("mr_iov_limit", attr.mr_iov_limit as u64, pieces.len() as u64));
+    /// Refuses a region of too many pieces. A range of the request may consist of several pieces.
+    fn check_count(&self, pieces: &[Piece<'_>]) -> Result<()> {
+        let limit = self.nic.attr.mr_iov_limit;
+        if pieces.len() <= limit {
+            return Ok(());
         }
-        let len = pieces.iter().try_fold(0u64, |sum, piece| sum.checked_add(piece.range.len()));
-        match len {
-            Some(len) if len <= attr.max_mr_size => Ok(len),
-            _ => Err(refuse("max_mr_size", attr.max_mr_size, len.unwrap_or(u64::MAX))),
-        }
+        Err(Error::new(ErrorKind::InvalidArgument, "register")
+            .provider("loopback")
+            .context("limit", "mr_iov_limit")
+            .context("value", limit)
+            .context("requested", pieces.len())
+            .remedy("split the region"))
     }
 
     /// Returns the authorization key of a region, or `None` if it equals the domain's key.
@@ -111,16 +106,7 @@ impl DomainState {
     }
 
     fn import(&self, request: &Registration<'_>, piece: &Piece<'_>) -> Result<RegionPiece> {
-        let imports = &self.nic.attr.imports;
-        let refuse = |what: &'static str| {
-            Error::new(ErrorKind::Unsupported, "register")
-                .provider("loopback")
-                .context("import", what)
-                .context("nic", &self.nic.attr.nic)
-                .remedy("allow this import with `Builder::imports`")
-        };
-        if !request.driver_calls_in_transfers
-            && matches!(piece.backing, Backing::PeerMemory { .. } | Backing::Staged { .. })
+        if !request.driver_calls_in_transfers && matches!(piece.backing, Backing::PeerMemory { .. })
         {
             return Err(needs_driver_calls(
                 ErrorKind::BadState,
@@ -133,18 +119,13 @@ impl DomainState {
         let (memory, at) = match &piece.backing {
             Backing::Host { owned: true } => (PieceMemory::Owned, start),
             Backing::Host { owned: false } => (self.import_borrowed(request, piece.range)?, start),
-            Backing::DmaBuf { .. } if !imports.dma_buf => return Err(refuse("dma-buf")),
             Backing::DmaBuf { fd, offset } => {
                 memory::import_fd(*fd, offset.0, piece.range.len(), request.access.nic_writes())?
-            }
-            Backing::PeerMemory { .. } if !imports.peer_memory => {
-                return Err(refuse("peer memory"));
             }
             Backing::PeerMemory { iface, address } => {
                 let memory = DeviceMemory::new(Arc::clone(iface));
                 (PieceMemory::Indirect(Arc::new(memory)), address.0)
             }
-            Backing::Staged { .. } if !imports.staged => return Err(refuse("staged memory")),
             Backing::Staged { iface } => {
                 self.staging_pool()?;
                 (PieceMemory::Indirect(memory::staged(iface, piece.range)), 0)
@@ -349,7 +330,7 @@ fn check_part(base: &RegionAttr, access: Access, offset: u64, len: u64) -> Resul
         return Err(refuse(ErrorKind::AccessDenied)
             .context("access", access)
             .context("base_access", base.access)
-            .remedy("register the base with a right by which the NIC writes"));
+            .remedy("register the base with a right to write, for example RECV or REMOTE_WRITE"));
     }
     Ok(())
 }

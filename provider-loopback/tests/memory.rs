@@ -703,21 +703,6 @@ fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
 }
 
 #[test]
-fn missing_import_is_unsupported() {
-    let imports = hmem_core::provider::Imports::default();
-    let domain = domain(&Loopback::builder().imports(imports).build().unwrap(), MrMode::empty());
-    let fd = memfd(PAGE as u64, SealFlags::SHRINK);
-    refused(RegAttr::key(1).register(&*domain, &[file(&fd, 0, 10)]), ErrorKind::Unsupported);
-    let range = AddressRange::new(Address(4096), 1).unwrap();
-    let iface: Arc<dyn Iface> = Arc::new(hmem_iface_system::System::new());
-    let staged = Piece { range, backing: Backing::Staged { iface: &iface } };
-    refused(RegAttr::key(1).register(&*domain, &[staged]), ErrorKind::Unsupported);
-    let address = range.start();
-    let peer = Piece { range, backing: Backing::PeerMemory { iface: &iface, address } };
-    refused(RegAttr::key(1).register(&*domain, &[peer]), ErrorKind::Unsupported);
-}
-
-#[test]
 fn atomics_through_different_mappings_are_atomic_together() {
     let pair = pair(Memory::Follow, MrMode::empty());
     let target = Buffer::new(64);

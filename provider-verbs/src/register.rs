@@ -10,8 +10,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Parallel, Result,
-    provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration},
+    Access, Address, AddressRange, DmaBufOffset, Error, ErrorKind, Parallel, Result,
+    provider::{Backing, Piece, ProviderRegion, Registration},
 };
 
 use super::{
@@ -40,26 +40,16 @@ impl Registrar<'_> {
         self.pd.device.refuse(kind, operation, why.into())
     }
 
-    /// Returns an error if a request asks for a key, an authorization key or a page size that verbs
-    /// does not support.
-    pub(super) fn check(&self, request: &Registration<'_>) -> Result<()> {
-        let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
-        if let KeyRequest::Application(_) = request.key {
-            return refuse(ErrorKind::KeyRejected, "offer PROV_KEY: verbs chooses keys");
+    /// Refuses a request with an authorization key.
+    pub(super) fn check_auth_key(&self, request: &Registration<'_>) -> Result<()> {
+        if request.auth_key.0.is_empty() {
+            return Ok(());
         }
-        if !request.auth_key.0.is_empty() {
-            return refuse(
-                ErrorKind::Unsupported,
-                "separate peers by domains (protection domains): verbs has no authorization keys",
-            );
-        }
-        if request.page_size != 0 && request.page_size != rustix::param::page_size() {
-            return refuse(
-                ErrorKind::BadPageSize,
-                "use page size 0: verbs takes the page size from the mapping",
-            );
-        }
-        Ok(())
+        Err(self.refuse(
+            ErrorKind::Unsupported,
+            "register",
+            "separate peers by domains (protection domains): verbs has no authorization keys",
+        ))
     }
 
     /// Registers memory that the NIC accesses directly. The request names the access rights as
@@ -70,15 +60,7 @@ impl Registrar<'_> {
         pieces: &[Piece<'_>],
         Settings { options, iova }: Settings,
     ) -> Result<ProviderRegion> {
-        self.check(request)?;
-        let refuse = |kind, why: &'static str| Err(self.refuse(kind, "register", why));
-        let zero_based = options.contains(VerbsOptions::ZERO_BASED);
-        if request.addressing == Addressing::ZeroBased && !zero_based {
-            return refuse(
-                ErrorKind::Unsupported,
-                "offer VIRT_ADDR, or ask for the ZERO_BASED option",
-            );
-        }
+        self.check_auth_key(request)?;
         let device = &self.pd.device;
         device.check_atomics(request.access.contains(Access::REMOTE_ATOMIC), "register")?;
         let flags = access_flags(request.access, device.rights());
@@ -260,13 +242,6 @@ impl Registrar<'_> {
         parts: &mut Parts,
     ) -> Result<()> {
         let range = piece.range;
-        if range.is_empty() {
-            return Err(self.refuse(
-                ErrorKind::ZeroLength,
-                "register",
-                "register at least one byte",
-            ));
-        }
         // On-demand pages are not pinned, so parallel calls gain nothing. ZERO_BASED needs a single
         // registration.
         let whole = AccessFlags::ON_DEMAND | AccessFlags::ZERO_BASED;

@@ -81,19 +81,13 @@ impl DomainInner {
         owner: Option<&AddressOwner>,
         allocations: &'a mut Allocations,
     ) -> Result<Memory<'a>> {
-        let Checked { request: &RegionRequest { source, ref keep, terms, .. }, ref ranges } =
+        let Checked { request: &RegionRequest { source, ref keep, terms, .. }, ref ranges, part } =
             *checked;
         match source {
             Source::Part { base, range } => {
-                let (Some(region), Some(offset)) =
-                    (base.inner().registered(), base.inner().offset_of(range))
-                else {
-                    return Err(
-                        Error::new(ErrorKind::BadState, "regattr").context("base", base.range())
-                    );
-                };
+                let (base_region, offset) = part.expect("`check` resolved the part");
                 self.check_part(base.inner(), range, terms)?;
-                return Ok(Memory::Part { base: region, offset });
+                return Ok(Memory::Part { base: base_region, offset });
             }
             Source::DmaBuf(buffer) => {
                 let device = self.dma_buf_device(ranges[0], terms)?;
@@ -243,12 +237,14 @@ fn register_memory(
             let sub_regions = first.provider.sub_regions().ok_or_else(|| {
                 first.missing(
                     Features::SUB_REGIONS,
-                    "register sub-region",
+                    "regattr",
                     ErrorKind::Unsupported,
                     "this provider has no keys for part of a region: register the part by itself",
                 )
             })?;
-            let region = sub_regions.register_sub(base, &registration, offset, len)?;
+            let region = sub_regions
+                .register_sub(base, &registration, offset, len)
+                .map_err(|error| error.of_call("regattr"))?;
             let decision = checked.request.base().and_then(|base| base.inner().recorded_decision());
             done(PathRegistration { region, decision });
         }
@@ -321,7 +317,7 @@ pub(super) fn new_region(
     checked: &Checked<'_>,
     registered: Result<PathRegistration, RegionId>,
 ) -> Arc<RegionInner> {
-    let Checked { request, ranges } = checked;
+    let Checked { request, ranges, .. } = checked;
     let RegionRequest { ref keep, terms, promise, .. } = **request;
     let id = registered.as_ref().err().copied();
     let base = request.base();

@@ -22,7 +22,7 @@ use super::{
 use crate::{
     Access, AddressRange, AuthKey, DeviceId, DmaBufOffset, Error, ErrorKind, IfaceKind, MrFlags,
     MrMode, Result, SharedExports,
-    provider::ProviderAttr,
+    provider::{ProviderAttr, ProviderRegion},
     registration::{Parallel, WriteOrdering},
 };
 
@@ -209,6 +209,8 @@ impl<'a> RegionRequest<'a> {
 pub(super) struct Checked<'a> {
     pub(super) request: &'a RegionRequest<'a>,
     pub(super) ranges: Ranges<'a>,
+    /// The provider's handle of the base, and the offset in the base. `None` for new memory.
+    pub(super) part: Option<(ProviderRegion, u64)>,
 }
 
 /// The ranges of a request.
@@ -237,12 +239,15 @@ impl DomainInner {
     pub(super) fn check<'a>(&self, request: &'a RegionRequest<'a>) -> Result<Checked<'a>> {
         self.process.check("regattr")?;
         self.check_request(request)
-            .map(|ranges| Checked { request, ranges })
+            .map(|(ranges, part)| Checked { request, ranges, part })
             .inspect_err(|error| tracing::debug!(%error, "registration refused"))
     }
 
     #[inline]
-    fn check_request<'a>(&self, request: &RegionRequest<'a>) -> Result<Ranges<'a>> {
+    fn check_request<'a>(
+        &self,
+        request: &RegionRequest<'a>,
+    ) -> Result<(Ranges<'a>, Option<(ProviderRegion, u64)>)> {
         let (terms, provider) = (request.terms, &self.provider_attr);
         check_bits(terms, provider)?;
         check_promise(request.promise, terms.access)?;
@@ -270,13 +275,13 @@ impl DomainInner {
         match request.source {
             Source::Ranges(ranges) => {
                 check_ranges(ranges, provider)?;
-                Ok(Ranges::Given(ranges))
+                Ok((Ranges::Given(ranges), None))
             }
-            Source::DmaBuf(buffer) => Ok(Ranges::One(check_dma_buf(&buffer, provider)?)),
+            Source::DmaBuf(buffer) => Ok((Ranges::One(check_dma_buf(&buffer, provider)?), None)),
             Source::Part { base, range } => {
                 check_ranges(std::slice::from_ref(&range), provider)?;
-                self.check_base(base, range, terms)?;
-                Ok(Ranges::One(range))
+                let part = self.check_base(base, range, terms)?;
+                Ok((Ranges::One(range), Some(part)))
             }
         }
     }
@@ -292,13 +297,14 @@ impl DomainInner {
             .remedy("pass settings of this provider's crate, or none"))
     }
 
-    /// Checks a sub-region against its base.
+    /// Checks a sub-region against its base, and returns the provider's handle of the base with the
+    /// offset of the range in it. The provider checks the rights.
     fn check_base(
         &self,
         base: &MemoryRegion,
         range: AddressRange,
         terms: &Terms<'_>,
-    ) -> Result<()> {
+    ) -> Result<(ProviderRegion, u64)> {
         let refuse = |kind, remedy: &'static str| {
             Err(Error::new(kind, "regattr").context("base", base.range()).remedy(remedy))
         };
@@ -308,31 +314,23 @@ impl DomainInner {
                 "pass a base that is registered in the same domain",
             );
         }
-        if base.inner().registered().is_none() {
+        let Some(region) = base.inner().registered() else {
             return refuse(ErrorKind::BadState, "wait until the base is registered");
-        }
-        if base.inner().offset_of(range).is_none() {
+        };
+        let Some(offset) = base.inner().offset_of(range) else {
             return Err(Error::new(ErrorKind::OutOfBounds, "regattr")
                 .context("why", format_args!("{range} is not in {}", base.range()))
                 .context("range", range)
                 .context("base", base.range())
                 .remedy("pass a range inside one range of the base"));
-        }
-        if terms.access.nic_writes() && !base.access().nic_writes() {
-            return Err(Error::new(ErrorKind::AccessDenied, "regattr")
-                .context("access", terms.access)
-                .context("base_access", base.access())
-                .remedy(
-                    "register the base with a right to write, for example RECV or REMOTE_WRITE",
-                ));
-        }
+        };
         if terms.page_size != 0 {
             return refuse(
                 ErrorKind::BadPageSize,
                 "use 0: a sub-region has the page size of its base",
             );
         }
-        Ok(())
+        Ok((region, offset))
     }
 }
 
@@ -400,7 +398,7 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<()> 
             .context("mr_iov_limit", provider.mr_iov_limit)
             .remedy("pass between 1 and mr_iov_limit ranges"));
     }
-    let mut total = 0u64;
+    let mut total = Some(0u64);
     for (index, range) in ranges.iter().enumerate() {
         if range.is_empty() {
             // The error names no address, because an empty `Vec` has none.
@@ -409,21 +407,18 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<()> 
                 .context("length", 0)
                 .remedy("register at least one byte"));
         }
-        total = total.saturating_add(range.len());
+        total = total.and_then(|total| total.checked_add(range.len()));
     }
     check_length(total, provider)
 }
 
 #[inline]
-fn check_length(total: u64, provider: &ProviderAttr) -> Result<()> {
-    if total > provider.max_mr_size {
+fn check_length(total: Option<u64>, provider: &ProviderAttr) -> Result<()> {
+    if total.is_none_or(|total| total > provider.max_mr_size) {
         return Err(Error::new(ErrorKind::TooLong, "regattr")
             .provider(provider.nic.to_string())
-            .context(
-                "why",
-                format_args!("{total} bytes, and max_mr_size is {}", provider.max_mr_size),
-            )
-            .context("length", total)
+            .context("why", format_args!("max_mr_size is {}", provider.max_mr_size))
+            .context("length", total.unwrap_or(u64::MAX))
             .context("max_mr_size", provider.max_mr_size)
             .remedy("register the range in parts of at most max_mr_size bytes"));
     }
@@ -436,7 +431,7 @@ fn check_dma_buf(buffer: &BorrowedDmaBuf<'_>, provider: &ProviderAttr) -> Result
             .context("dma_buf", "length 0")
             .remedy("register at least one byte"));
     }
-    check_length(buffer.len, provider)?;
+    check_length(Some(buffer.len), provider)?;
     let DmaBufOffset(offset) = buffer.offset;
     let start = buffer.base_addr.unwrap_or_default().checked_add(offset).ok_or_else(|| {
         Error::new(ErrorKind::AddressWraps, "regattr")

@@ -180,6 +180,20 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// deregistered, the NIC and peers access the memory without the compiler's knowledge. Memory
     /// that is marked as owned ([`Backing::Host`]) must stay mapped until then.
     ///
+    /// The request keeps the rules that a provider need not check again:
+    ///
+    /// - There is at least one range, and at most `mr_iov_limit`. Each has at least one byte. All
+    ///   together have at most `max_mr_size` bytes.
+    /// - The pieces have the bytes of the ranges, in this order. A range may have several pieces.
+    /// - The NIC imports each backing ([`ProviderAttr::imports`]).
+    /// - All flags and rights are defined, and the NIC has the flags. At most one of
+    ///   HMEM_DEVICE_ONLY and HMEM_HOST_ALLOC is set.
+    /// - The page size is 0 or one of [`ProviderAttr::page_sizes`].
+    /// - Key and addressing follow the mode of the domain: in PROV_KEY mode the provider chooses
+    ///   the key, and in VIRT_ADDR mode addresses are virtual. A requested key is not `u64::MAX`.
+    /// - The domain accepts the extension ([`ProviderDomain::accepts`]).
+    /// - Staged memory is only for a domain with transfers, in which transfers may call drivers.
+    ///
     /// # Errors
     /// NoKey, KeyRejected, BadAddress, OutOfResources, and Unsupported for a backing that the NIC
     /// cannot import. After an error nothing stays registered or pinned.

@@ -69,6 +69,12 @@ pub(super) unsafe fn register_dma_buf(
             return Err(error.context("exporter", exporter));
         }
     }
+    if !search.imports(variant) {
+        return Err(search.exhausted((
+            "the NIC imports no dma-bufs, and a dma-buf has no other path",
+            "register the memory by address instead of by dma-buf",
+        )));
+    }
     let range = search.registration.ranges[0];
     let piece = Piece { range, backing: Backing::DmaBuf { fd, offset } };
     // SAFETY: the caller upholds the contract of this function, which covers this call.

@@ -256,30 +256,20 @@ impl<'a> PathSearch<'a> {
         exports: &mut ExportSet<'_>,
         tried: Option<PathVariant>,
     ) -> Option<(PathVariant, ProviderRegion)> {
-        let imports = self.attr().imports;
         let listed = self.registration.direct_paths;
         let order = match listed {
             Some(listed) => listed.to_vec(),
-            None => default_order(imports.pcie_mapping_first, exports),
+            None => default_order(self.attr().imports.pcie_mapping_first, exports),
         };
-        let mut lacks_dma_buf = false;
+        let mut lacking = Vec::new();
         for path in order {
-            match path {
-                DirectPath::DmaBuf(_) if imports.dma_buf => {}
-                DirectPath::DmaBuf(_) => {
-                    if !std::mem::replace(&mut lacks_dma_buf, true) {
-                        self.not_imported(Path::DmaBuf, "dma-buf");
-                    }
-                    continue;
-                }
-                DirectPath::PeerMemory if imports.peer_memory => {}
-                DirectPath::PeerMemory => {
-                    self.not_imported(Path::PeerMemory, "peer memory");
-                    continue;
-                }
-            }
             let variant = PathVariant::from(path);
-            if tried == Some(variant) {
+            // The two mappings of a dma-buf are one import.
+            if lacking.contains(&variant.path()) || tried == Some(variant) {
+                continue;
+            }
+            if !self.imports(variant) {
+                lacking.push(variant.path());
                 continue;
             }
             // SAFETY: the caller upholds the contract of this function, which covers this call.
@@ -305,6 +295,22 @@ impl<'a> PathSearch<'a> {
         self.attr().imports.staged && self.provider.transport().is_some()
     }
 
+    /// Returns true if the NIC imports memory over the path `variant`, and records a refusal
+    /// otherwise.
+    pub(super) fn imports(&mut self, variant: PathVariant) -> bool {
+        let imports = self.attr().imports;
+        let (is_imported, what) = match variant {
+            PathVariant::HostPages => (true, "host memory"),
+            PathVariant::DmaBuf(_) => (imports.dma_buf, "dma-buf"),
+            PathVariant::PeerMemory => (imports.peer_memory, "peer memory"),
+            PathVariant::Staged => (self.imports_staged(), "staged copies"),
+        };
+        if !is_imported {
+            self.not_imported(variant.path(), what);
+        }
+        is_imported
+    }
+
     /// Registers the memory as a region that is reached through staged copies. Returns `None` and
     /// records the refusal if the provider has no staged copies or refuses the region, or if the
     /// domain's transfers may not call drivers.
@@ -313,8 +319,7 @@ impl<'a> PathSearch<'a> {
     /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
     /// registration of this search.
     pub(super) unsafe fn staged(&mut self, exports: &mut ExportSet<'_>) -> Option<ProviderRegion> {
-        if !self.imports_staged() {
-            self.not_imported(Path::Staged, "staged copies");
+        if !self.imports(PathVariant::Staged) {
             return None;
         }
         if !self.permits(PathVariant::Staged) {

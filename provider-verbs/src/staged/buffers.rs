@@ -64,7 +64,7 @@ impl Staging {
         pieces: &[Piece<'_>],
         settings: Settings,
     ) -> Result<ProviderRegion> {
-        registrar.check(request)?;
+        registrar.check_auth_key(request)?;
         let device = &registrar.pd.device;
         let refuse = |why: &'static str| {
             device.refuse(ErrorKind::Unsupported, "register", why).context("path", "staged")
