@@ -1,11 +1,11 @@
 //! Staged RMA transfers of the software NIC between device memory and host memory.
 //!
 //! A long transfer pipelines its copies with its sends, so its reference is the slower of the copy
-//! engine and the wire. A short transfer is one chunk, so its reference is one copy followed by one
+//! engine and the NIC. A short transfer is one chunk, so its reference is one copy followed by one
 //! transfer.
 //!
 //! The simulated device limits its copy engine to a bandwidth, and adds a latency to every copy.
-//! The references are measured in the same run, alternating with hmem. The time of the wire is that
+//! The references are measured in the same run, alternating with hmem. The time of the NIC is that
 //! of a transfer between host buffers. The time of the copy engine is computed from its bandwidth
 //! and latency, or measured with one copy by an unlimited engine if that takes longer.
 
@@ -145,7 +145,7 @@ impl Connection {
         copy.wait().expect("the transfer succeeds");
     }
 
-    /// Performs one transfer over the wire and one device copy of `len` bytes, one after the other.
+    /// Performs one transfer by the NIC and one device copy of `len` bytes, one after the other.
     /// The transfer comes first if `read` is true.
     fn one_by_one(&mut self, len: u64, read: bool) {
         let copy = |net: &mut Self| {

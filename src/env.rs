@@ -77,7 +77,8 @@ fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
     Ok(Some(without).filter(|without| !without.is_empty()))
 }
 
-/// Returns the value of a variable that is a number. `accepted` is the remedy for other values.
+/// Returns the value of a variable that is a number. `accepted` describes the accepted values: it
+/// is the remedy in the error for a value that is no number.
 fn number(name: &'static str, accepted: &'static str) -> Result<Option<u64>> {
     let Some(text) = text(name)? else { return Ok(None) };
     text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))

@@ -63,7 +63,7 @@ pub struct ProviderNic {
 /// An unavailable iface, provider, NIC or topology, with the reason.
 #[derive(Debug)]
 pub struct Absent {
-    /// The sort of the item: `iface`, `provider`, `NIC` or `topology`.
+    /// The kind of item: `iface`, `provider`, `NIC` or `topology`.
     pub sort: &'static str,
     /// The name of the item on the command line, such as `verbs/mlx5_0`.
     pub name: String,

@@ -428,7 +428,8 @@ impl OwnedOperation {
         }
     }
 
-    /// Returns the operation, with `remote` as the remote list of a write or read.
+    /// Returns the operation by reference. `remote` replaces the remote list of a write or read;
+    /// other operations ignore it.
     #[must_use]
     pub fn with_remote<'a>(&'a self, remote: &'a [RemoteSegment<'a>]) -> Operation<'a> {
         match *self {

@@ -65,14 +65,6 @@ impl Mapping {
     }
 }
 
-pub(crate) fn done(result: libc::c_int) -> Result<(), OsErrno> {
-    if result == 0 { Ok(()) } else { Err(last_errno()) }
-}
-
-pub(crate) fn last_errno() -> OsErrno {
-    OsErrno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(OsErrno::IO)
-}
-
 /// Creates a memory file of a fixed size. It is sealed against shrinking (which udmabuf requires),
 /// growing, and further seals.
 pub(crate) fn sealed_memfd(name: &str, len: u64) -> Result<OwnedFd> {

@@ -219,7 +219,8 @@ impl Region {
     ///
     /// # Errors
     /// - OutOfBounds: a byte lies outside the region.
-    /// - BadAddress: with MMU_NOTIFY, the application has not announced the page of a byte.
+    /// - BadAddress: with MMU_NOTIFY, the application has not refreshed the page of a byte
+    ///   (`fi_mr_refresh`).
     #[inline]
     pub(super) fn spans<'a>(
         &'a self,

@@ -109,7 +109,7 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
 /// Adds the locked-memory limit to an error, with its value and a remedy (VRB-05).
 fn memlock(error: Error, limit: Option<u64>) -> Error {
     let value = limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
-    let why = format_args!("the locked-memory limit (RLIMIT_MEMLOCK) is {value}");
+    let why = format!("the locked-memory limit (RLIMIT_MEMLOCK) is {value}");
     error.context("why", why).remedy(
         "raise it (ulimit -l, LimitMEMLOCK= in systemd), since each registration counts its pages \
          again; if it is not reached, the NIC is out of regions",

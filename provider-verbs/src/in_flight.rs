@@ -230,8 +230,9 @@ impl RequestTable {
         dropped
     }
 
-    /// Returns the number of stale work requests, and sets it to 0. The caller reads all
-    /// completions from the NIC's queues, and then releases the entries of these work requests.
+    /// Returns the number of work requests that were dropped at a reset of the queue pair, and sets
+    /// it to 0. Their completions may still be in the NIC's queues. The caller reads all of these,
+    /// and then releases the completion queue entries of the work requests.
     pub(super) fn take_stale(&mut self) -> WorkRequests {
         std::mem::take(&mut self.stale)
     }

@@ -53,9 +53,10 @@ impl<'r> VerbsMr<'r> {
     ///   [`VerbsMr::all_of`].
     /// - The errors of [`VerbsMr::all_of`].
     pub fn of(region: &'r MemoryRegion) -> Result<Self> {
-        match Self::all_of(region)?[..] {
-            [mr] => Ok(mr),
-            ref all => Err(Error::new(ErrorKind::Unsupported, "keys")
+        let all = Self::all_of(region)?;
+        match &all[..] {
+            [mr] => Ok(*mr),
+            _ => Err(Error::new(ErrorKind::Unsupported, "keys")
                 .provider("verbs")
                 .context("range", region.range())
                 .context("registrations", all.len())

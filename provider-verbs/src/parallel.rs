@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use super::region::{Parts, RegionPart};
 
 /// Length in bytes below which another thread gains nothing: a shorter registration ends before a
-/// second CPU starts its part. A chunk length that the application chooses overrides the limit.
+/// second CPU starts its part. A part's length that the application chooses overrides it.
 const MIN_PARALLEL_LEN: u64 = 64 << 20;
 /// Length of a huge page in bytes. A part's length that the provider chooses is a multiple of this
 /// length, unless the device's limit is shorter.

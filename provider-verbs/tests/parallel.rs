@@ -220,7 +220,10 @@ fn refused_part_rolls_back_all_others() -> Outcome {
         let request = Request::new(memory, Access::SEND).parallel(parallel);
         let error = domain.submit(request).expect_err("a part is refused").error;
         assert_eq!(error.os_errno().map(|errno| errno.0), Some(12), "{error}");
-        assert!(format!("{error:#}").contains(&format!("{start:#x}")), "it names the part: {error}");
+        assert!(
+            format!("{error:#}").contains(&format!("{start:#x}")),
+            "it names the part: {error}"
+        );
         assert_eq!(driver().live, BTreeMap::new(), "part {refused}");
         assert_eq!((domain.live().regions, domain.live().page_registrations), (0, 0));
     }

@@ -130,8 +130,8 @@ impl ImportCallbacks for IgnoreCallbacks {
 }
 
 /// Returns a case for every cache monitor of every selected iface, all with the first selected NIC
-/// that keeps pages. Adds the ifaces that cannot be checked to `skipped`, or a single entry if no
-/// selected NIC keeps pages.
+/// that pins pages. Adds the ifaces that cannot be checked to `skipped`, or a single entry if no
+/// selected NIC pins pages.
 pub(super) fn plan<'a>(
     machine: &'a Machine,
     selection: &Selection,
@@ -325,7 +325,7 @@ impl Prepared {
         let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
         let cache = cache.without_monitors([]);
         let domain = nic.open_with(&self.hmem, P2pPolicy::Required, Some(cache))?;
-        // SAFETY: `plan` chose a NIC that keeps the pages of its registrations. The memory belongs
+        // SAFETY: `plan` chose a NIC that pins the pages of its registrations. The memory belongs
         // to this value, which does not access it.
         unsafe { counts.run(&domain, &mut *self.memory, rounds) }?;
         domain.close().map_err(|rejected| rejected.error)

@@ -157,8 +157,8 @@ pub(super) fn second_free_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
 }
 
 /// Tests that a free releases the memory. Allocates more bytes in total than the device has, so
-/// that an allocation fails if freed memory is not released. Also checks the growth of the address
-/// space.
+/// that an allocation fails if freed memory is not released. Also checks that the address
+/// space of the process does not grow with each round.
 pub(super) fn freed_memory_can_be_allocated_again(iface: &Arc<dyn Iface>) -> Outcome {
     const PARTS: u64 = 16;
     need(&**iface, iface.allocator(), Facet::Allocator)?;

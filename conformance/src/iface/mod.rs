@@ -133,7 +133,7 @@ const KINDS: [AllocationKind; 6] = [
 /// Returns the value of an optional facet. If the facet is `None`, returns the outcome that skips
 /// the behaviour.
 fn need<T>(iface: &dyn Iface, facet: Option<T>, which: Facet) -> Result<T, Skipped> {
-    facet.map_or_else(|| skip(format!("the iface lacks it: {}", iface.unavailable(which))), Ok)
+    facet.map_or_else(|| skip(format!("the iface lacks it: {:#}", iface.unavailable(which))), Ok)
 }
 
 /// Returns the id of the iface's first device, or 0 if the iface has no devices.

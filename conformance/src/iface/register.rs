@@ -149,7 +149,7 @@ fn moved(cq: &dyn CompletionQueue) -> Result<u64> {
     done.remove(0).result
 }
 
-/// Tests that a cached registration is not used after its memory was freed. The NIC keeps the pages
+/// Tests that a cached registration is not used after its memory was freed. The NIC pins the pages
 /// of its registrations, so that a stale registration moves bytes of the freed memory.
 pub(super) fn cached_registration_never_moves_bytes_of_freed_memory(
     iface: &Arc<dyn Iface>,

@@ -128,7 +128,7 @@ impl<S: CacheBackend> CacheCore<S> {
     /// in use or the system is out of memory.
     ///
     /// Takes the cache's lock, so that no new owner can look up while another thread evicts or
-    /// detaches entries under the lock.
+    /// detaches regions under the lock.
     pub(super) fn take_block(&self) -> Option<&LeaseBlock> {
         let _ends_no_entries = self.state.lock();
         self.leases.blocks.take_first()

@@ -119,8 +119,9 @@ impl<S: CacheBackend> CacheCore<S> {
         ControlFlow::Continue(locked)
     }
 
-    /// Returns the reason why a miss cannot use the cache now, or `None` if the miss can. While the
-    /// gate is closed, but not permanently, yields up to [`GATE_TRIES`] times.
+    /// Returns the reason why a miss cannot use the cache now, or `None` if the miss can. An
+    /// invalidation closes the cache's gate for a short time: this then yields the processor up to
+    /// [`GATE_TRIES`] times.
     #[inline]
     fn bypass_reason(&self) -> Option<UncachedReason> {
         let off = self.limits.max_count == 0 || self.limits.max_bytes == 0;

@@ -129,9 +129,10 @@ impl<'d, M: Memory> Batch<'d, M> {
     /// Lets views with the same rights share a registration, as far as `growth` permits. Default:
     /// [`Growth::None`], with which each view has a registration of its own.
     ///
-    /// A shared registration stays inside the memory of its views. Memory by addresses with
-    /// [`Promise::Allocation`] may share with other such memory of the same allocation. If a
-    /// shared registration fails or would be staged, each of its views is registered alone.
+    /// A shared registration stays inside the memory of its views, with one exception: several
+    /// memories by addresses with [`Promise::Allocation`] may share one registration, which then
+    /// also covers the bytes of the allocation between them. If a shared registration fails or
+    /// would be staged, each of its views is registered alone.
     #[must_use]
     pub fn grow(mut self, growth: Growth) -> Self {
         self.growth = growth;
@@ -531,7 +532,8 @@ fn check_growth(place: &Place<'_>, view: &ViewRequest<'_>, growth: Growth) -> Re
         ))
 }
 
-/// Returns the bytes of a part of a memory.
+/// Returns the range, or the part of the dma-buf, that a view covers. `part` is a range of offsets
+/// in the memory; `None` means all of it. Fails for a part that leaves the memory.
 fn target_of<'a>(place: &'a Place<'a>, part: Option<&Range<u64>>) -> Result<ViewBytes<'a>> {
     let Some(part) = part else {
         return Ok(match place.range() {

@@ -99,7 +99,8 @@ pub enum Place<'p> {
         /// The addresses of the memory.
         range: AddressRange,
     },
-    /// Addresses of memory of any iface, which the parts need not own.
+    /// Addresses of memory of any iface. The parts may own the memory ([`KeptRaw`]), or the
+    /// application keeps it valid under its promise.
     Addresses {
         /// The ranges of addresses, at least one.
         ranges: &'p [AddressRange],

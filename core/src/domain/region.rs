@@ -298,7 +298,7 @@ impl MemoryRegion {
     /// - [`ErrorKind::BadState`] before the registration completed, or after it failed.
     /// - [`ErrorKind::OutOfBounds`] for a range that is not inside one range of the region.
     /// - [`ErrorKind::BadAddress`] if pages are missing.
-    /// - [`ErrorKind::NoSys`] if regions of the provider keep their pages.
+    /// - [`ErrorKind::NoSys`] if the provider pins the pages of its regions.
     pub fn refresh(&self, ranges: &[AddressRange]) -> Result<()> {
         let registration = self.inner.registration("refresh")?;
         for range in ranges {

@@ -152,7 +152,8 @@ impl Ended {
 /// A type 2 window in the list of its region. The window may lose its binding without a call of the
 /// application, for example because of a peer's message.
 pub(super) trait Settle: Send + Sync {
-    /// Lets the region be closed if the provider reports that the window is no longer bound to it.
+    /// Asks the provider if this window is still bound. If it is not, removes the window from the
+    /// count of the region's dependents, so that the region can be closed.
     fn settle(&self);
 }
 
@@ -380,8 +381,8 @@ impl RegionInner {
             self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_err();
     }
 
-    /// Returns the signal that the domain's worker raises when this region's registration has
-    /// ended, or `None` for a synchronous registration. A close waits for the signal.
+    /// Returns the signal that the domain's worker raises when its asynchronous registration call
+    /// has returned, or `None` for a synchronous registration. A close waits for the signal.
     pub(super) fn ended(&self) -> Option<Arc<Ended>> {
         self.asynchronous().map(|asynchronous| Arc::clone(&asynchronous.ended))
     }

@@ -89,7 +89,7 @@ pub struct DmaBufExport {
     pub alloc_offset: AllocOffset,
     /// The length of the range in bytes.
     pub len: u64,
-    /// The mapping of the export.
+    /// The dma-buf mapping of the export.
     pub mapping: DmaBufMapping,
 }
 
@@ -215,8 +215,8 @@ pub trait CopyEngine {
 
 /// Exports ranges as dma-buf fds.
 pub trait DmaBufExporter {
-    /// Returns the supported mappings. A device may still refuse one of them. The list is empty if
-    /// no device of this machine exports dma-bufs. Each export then fails with the reason.
+    /// Returns the supported dma-buf mappings. A device may still refuse one of them. The list is
+    /// empty if no device of this machine exports dma-bufs. Each export then fails with the reason.
     fn mappings(&self) -> &'static [DmaBufMapping];
 
     /// Exports `range` as a dma-buf for `nic`. The range must lie in the allocation `of`, which

@@ -160,7 +160,7 @@ bitflags::bitflags! {
 ///
 /// The default is 8 buffers of 512 KiB: 4 MiB, half of what an unprivileged process may lock on
 /// many systems. A copy of 512 KiB takes much longer than it takes to start the copy. Three buffers
-/// in flight keep the copy engine and the wire busy, and the others serve more transfers.
+/// in flight keep the copy engine and the NIC busy, and the others serve more transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingAttr {
     /// The length of a buffer in bytes, at least 1. No chunk of a message is longer than a buffer.

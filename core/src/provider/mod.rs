@@ -317,7 +317,7 @@ pub struct EndpointAttr {
     /// - a write or read with several remote segments, with a remote key of several pieces, with
     ///   more local segments than the NIC takes at once, or of more bytes than its longest message
     /// - an atomic on several elements
-    /// - a transfer of staged memory, into the chunks that are on the wire at once
+    /// - a transfer of staged memory, into the chunks that the NIC transfers at once
     ///
     /// [`Domain::open_cq`]: crate::Domain::open_cq
     pub depth: usize,

@@ -21,8 +21,9 @@ pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Returns true if the calling thread is in a call of [`without_notifying`]. A thread always sees
-/// the element that it wrote, and no other thread writes the same value.
+/// Returns true if the calling thread is in a call of [`without_notifying`]. Relaxed
+/// loads are enough: a thread always sees its own write to [`CALLERS`], and no other thread writes
+/// this thread's id.
 pub(super) fn is_own() -> bool {
     let me = this_thread();
     CALLERS.iter().any(|place| place.load(Ordering::Relaxed) == me)

@@ -280,9 +280,9 @@ pub(crate) fn check(
 
 /// Returns the addresses that `shmdt(address)` unmaps.
 ///
-/// If the first mapping at or above `address` is no segment of known length, returns all addresses
-/// from `address` on, which include those of any segment there. Returns an empty range if nothing
-/// is mapped at or above `address`.
+/// If the first mapping at or above `address` is no System V segment of known length, returns all
+/// addresses from `address` on, which include those of any segment there. Returns an empty range if
+/// nothing is mapped at or above `address`.
 pub(crate) fn attached(address: u64) -> AddressRange {
     let everything_above = hmem_hook::clamped(address, u64::MAX);
     match at_or_after(address) {

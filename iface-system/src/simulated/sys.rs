@@ -15,7 +15,7 @@ use rustix::{
     mm::{MapFlags, ProtFlags},
 };
 
-use crate::sys::{Mapping, done, file_offset, last_errno};
+use crate::sys::{Mapping, file_offset};
 
 impl Mapping {
     /// Reserves `len` bytes of address space without memory or access rights.
@@ -134,4 +134,12 @@ pub(crate) fn punch_hole(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<()
 pub(crate) unsafe fn atomic_word<'a>(word: *mut u8) -> &'a AtomicU64 {
     // SAFETY: the caller promises an aligned, mapped word to which every access is atomic.
     unsafe { AtomicU64::from_ptr(word.cast()) }
+}
+
+fn done(result: libc::c_int) -> Result<(), OsErrno> {
+    if result == 0 { Ok(()) } else { Err(last_errno()) }
+}
+
+fn last_errno() -> OsErrno {
+    OsErrno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(OsErrno::IO)
 }

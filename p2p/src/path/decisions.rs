@@ -55,7 +55,7 @@ impl<'a> Key<'a> {
     }
 }
 
-/// A stored decision, with the path and mapping of that decision.
+/// A stored decision, with the path and dma-buf mapping of that decision.
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) variant: PathVariant,

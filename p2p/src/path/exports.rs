@@ -37,7 +37,7 @@ pub(super) struct ExportSet<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Division {
     /// One dma-buf for each range, or for each of its parts if the driver refuses to export the
-    /// range as one dma-buf. A part is the range's share of one physical segment.
+    /// range as one dma-buf. A part is the bytes of the range in one physical segment.
     Ranges,
     /// One dma-buf for each part.
     Parts,
@@ -146,8 +146,8 @@ impl<'a> ExportSet<'a> {
         self.iface
     }
 
-    /// Returns the mapping with which the ranges are already exported; `None` if there is no
-    /// export.
+    /// Returns the dma-buf mapping with which the ranges are already exported; `None` if there is
+    /// no export.
     pub(super) fn existing(&self) -> Option<DmaBufMapping> {
         self.sets.first().map(|set| set.mapping)
     }

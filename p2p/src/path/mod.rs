@@ -161,7 +161,7 @@ impl DefaultPathSelector {
         let decided = self.decisions.get(&key).filter(|decided| search.permits(decided.variant));
         if let Some(decided) = decided {
             let variant = match (decided.variant, exports.existing()) {
-                // All NICs share one export, under the mapping that the first NIC used.
+                // All NICs share one export, under the dma-buf mapping that the first NIC used.
                 (PathVariant::DmaBuf(_), Some(existing))
                     if search.registration.direct_paths.is_none() =>
                 {
@@ -271,8 +271,9 @@ impl DefaultPathSelector {
         self.decisions.insert(key, Decided { variant, decision });
     }
 
-    /// Stores the decision of a registration. Leaves its attempts out if they depend on the
-    /// segments of its memory.
+    /// Stores a decision for later registrations of the same class and NIC. If the attempts of the
+    /// decision depend on the physical segments of this registration's memory, stores it without
+    /// them.
     fn remember_shape(
         &self,
         key: &Key<'_>,
@@ -361,7 +362,7 @@ struct Learned {
 ///
 /// - the layout of ranges of several segments,
 /// - failed releases of exports, or other refused attempts,
-/// - another mapping or unit of export.
+/// - another dma-buf mapping or unit of export.
 fn remembered_now(
     decision: &Arc<Decision>,
     variant: PathVariant,

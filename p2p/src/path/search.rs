@@ -556,7 +556,7 @@ fn default_order(pcie_mapping_first: bool, exports: &ExportSet<'_>) -> Vec<Direc
         mappings.insert(0, DmaBufMapping::Pcie);
     }
     if let Some(existing) = exports.existing() {
-        // All NICs share the exports with the mapping `existing`. The search tries other mappings
+        // All NICs share the exports with the dma-buf mapping `existing`. The search tries others
         // only if `existing` is refused.
         mappings.retain(|mapping| *mapping != existing);
         mappings.insert(0, existing);

@@ -48,7 +48,7 @@ pub(super) const fn unit_note(unit: ExportUnit) -> &'static str {
     }
 }
 
-/// A path, with the mapping if it is a dma-buf.
+/// A path, with the dma-buf mapping if the path has one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PathVariant {
     HostPages,

@@ -1,7 +1,7 @@
 //! Division of a message into chunks.
 
 /// The longest chunk of a long message is the message length divided by this number, unless the
-/// buffers are shorter. If the copy engine and the wire are equally fast, each of them is idle for
+/// buffers are shorter. If the copy engine and the NIC are equally fast, each of them is idle for
 /// about as long as such a chunk takes.
 const CHUNKS: u64 = 16;
 /// Minimum length of a chunk in bytes, unless the buffers or the message are shorter. The last two
@@ -15,11 +15,11 @@ const ALIGN: u64 = 4096;
 
 /// Lengths of the chunks into which a message is divided.
 ///
-/// A chunk moves twice: over the copy engine and over the wire. Both work at once, except during
+/// A chunk moves twice: by the copy engine and by the NIC. Both work at once, except during
 /// the first and the last chunk. These two chunks are therefore short. The chunks between them are
 /// long, since each copy has a fixed cost. Except for rounding, a chunk between them is no longer
 /// than all chunks before it together, and no longer than all chunks after it together. So while
-/// the copy engine moves a chunk, other chunks keep the wire busy, and the reverse.
+/// the copy engine moves a chunk, other chunks keep the NIC busy, and the reverse.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkPlan {
     pub(super) len: u64,

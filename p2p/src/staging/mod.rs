@@ -3,8 +3,8 @@
 //!
 //! A domain has one bounded pool of staging buffers
 //! ([`StagingAttr`](hmem_core::provider::StagingAttr)). A transfer is cut into chunks. Each chunk
-//! goes through a buffer of the pool: device to buffer to wire, or wire to buffer to device. The
-//! copies are asynchronous, so that the copy engine works on some chunks while the wire carries
+//! goes through a buffer of the pool: device to buffer to NIC, or NIC to buffer to device. The
+//! copies are asynchronous, so that the copy engine works on some chunks while the NIC transfers
 //! others.
 //!
 //! Staging has no thread; the provider's progress calls drive it. The software NIC runs a transfer

@@ -3,12 +3,12 @@
 //! A chunk passes up to three stages:
 //!
 //! 1. A copy from the device fills its buffers, if the source is staged memory.
-//! 2. The wire moves it.
+//! 2. The NIC transfers it.
 //! 3. A copy into the device drains its buffers, if the target is staged memory.
 //!
-//! Chunks go to the wire in the order of the message. Several chunks are in flight, each in its own
-//! stage. After a failure no chunk begins, and those in flight end. So no copy or request uses a
-//! released buffer.
+//! The NIC gets the chunks in the order of the message. Several chunks are in flight, each in its
+//! own stage. After a failure no chunk begins, and those in flight end. So no copy or request uses
+//! a released buffer.
 
 #![allow(unsafe_code, reason = "copies between device memory and chunks of the pool")]
 
@@ -46,25 +46,25 @@ pub struct Run<M> {
 pub enum Part {
     /// The copy from the source memory into a staging buffer.
     Source,
-    /// The transfer on the wire. A canceled transfer counts as failed at this step.
+    /// The transfer by the NIC. A canceled transfer counts as failed at this step.
     Wire,
     /// The copy from a staging buffer into the target memory.
     Target,
 }
 
-/// Result of posting a chunk to the wire.
+/// Result of posting a chunk to the NIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Posted {
-    /// The wire has moved the bytes during the call.
+    /// The NIC has moved the bytes during the call.
     Done,
-    /// The wire has accepted the chunk. The caller must call [`Pipeline::landed`] when the wire has
+    /// The NIC has accepted the chunk. The caller must call [`Pipeline::landed`] when the NIC has
     /// finished the chunk.
     Sent,
-    /// The wire's queue is full. The pipeline posts the chunk again at a later step.
+    /// The NIC's queue is full. The pipeline posts the chunk again at a later step.
     Full,
 }
 
-/// Chunk that the pipeline posts to the wire.
+/// Chunk that the pipeline posts to the NIC.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
     /// Number of the chunk. The caller passes it to [`Pipeline::landed`].
@@ -113,7 +113,7 @@ struct Chunk {
 
 /// Staged transfer of one message.
 ///
-/// The owner must not drop the value before the wire has finished all chunks. The drop waits for
+/// The owner must not drop the value before the NIC has finished all chunks. The drop waits for
 /// copies in flight.
 #[derive(Debug)]
 pub struct Pipeline<M> {
@@ -211,14 +211,14 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Returns true once every chunk has been posted to the wire, or the transfer failed.
+    /// Returns true once every chunk has been posted to the NIC, or the transfer failed.
     pub fn is_posted(&self) -> bool {
         let waits = |chunk: &Chunk| matches!(chunk.stage, Stage::Filling | Stage::Ready);
         self.failure.is_some() || (self.begun == self.plan.len && !self.chunks.iter().any(waits))
     }
 
-    /// Records that the wire has finished chunk `number`. `result` is the number of bytes moved.
-    /// The number of a chunk that is not on the wire is ignored.
+    /// Records that the NIC has finished chunk `number`. `result` is the number of bytes moved.
+    /// The number of a chunk that the NIC is not transferring is ignored.
     ///
     /// A received message may be shorter than its chunk.
     pub fn landed(&mut self, number: u64, result: Result<u64>) {
@@ -236,8 +236,8 @@ impl<M> Pipeline<M> {
         }
     }
 
-    /// Waits for the copies of a failed transfer. Releases the buffers of all chunks that are not
-    /// on the wire.
+    /// Waits for the copies of a failed transfer. Releases the buffers of all chunks that the
+    /// NIC is not transferring.
     pub fn stop(&mut self) {
         self.wait_for_copies();
         self.remove_ended();
@@ -290,7 +290,7 @@ impl<M> Pipeline<M> {
         progressed
     }
 
-    /// Posts filled chunks to the wire, in order. If the wire moves a chunk during the call, stops
+    /// Posts filled chunks to the NIC, in order. If the NIC moves a chunk during the call, stops
     /// after that chunk so that the copy engine gets more work first. Returns whether anything
     /// changed.
     fn post(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
@@ -365,7 +365,8 @@ impl<M: Deref<Target = StagedRange>> Pipeline<M> {
         may_begin: bool,
         wire: &mut impl FnMut(View<'_>) -> Result<Posted>,
     ) -> bool {
-        // The wire comes last: it may block, and the copy engine then already has all of its work.
+        // The NIC comes last: its call may block, and the copy engine then already has all of its
+        // work.
         let mut progressed = self.settle();
         progressed |= self.drain();
         progressed |= self.settle();
@@ -546,7 +547,7 @@ fn start_copies(
             // ended, and keeps the pool mapped.
             (Direction::Fill, false) => unsafe { run.memory.start_read(at, address, len) }?,
             // SAFETY: `slots` owns the buffer until its copies ended and keeps the pool mapped.
-            // Nothing writes to it: its request on the wire has ended.
+            // Nothing writes to it: its request to the NIC has ended.
             (Direction::Drain, false) => unsafe { run.memory.start_write(at, address, len) }?,
             (Direction::Fill, true) => {
                 // SAFETY: `slots` owns the buffer, keeps the pool mapped and is not used elsewhere

@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::memory::PoolMemory;
 
-/// Purpose for which staging buffers are taken. Each purpose may use a share of the pool.
+/// Purpose for which staging buffers are taken. [`Pool::share`] limits the buffers of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// A chunk of a transfer that no peer can delay, such as RMA.

@@ -12,7 +12,8 @@ use tar::{EntryType, Header};
 
 use super::source::{LARGEST_FILE, SourceEntry};
 
-/// Decompresses a gzip file, up to `limit` bytes of output. Never returns `None`.
+/// Decompresses a gzip file, and cuts the output at `limit` bytes. The variant without the feature
+/// `recordings` returns `None`; this one does not.
 pub(super) fn gunzip(packed: &[u8], limit: u64) -> Option<io::Result<Vec<u8>>> {
     let mut bytes = Vec::new();
     Some(GzDecoder::new(packed).take(limit).read_to_end(&mut bytes).map(|_| bytes))

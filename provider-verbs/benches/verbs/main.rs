@@ -61,7 +61,7 @@ impl Pages {
     /// The pages must outlive the regions of the memory.
     unsafe fn memory(&self, offset: u64, len: u64) -> Raw {
         let range = AddressRange::new(Address(self.start + offset), len).expect("inside the pages");
-        // SAFETY: the caller keeps the pages, and no reference to their bytes is used.
+        // SAFETY: the caller keeps the pages alive, and no reference to their bytes is used.
         unsafe { Raw::new(range, Promise::ReadWrite) }
     }
 }

@@ -8,7 +8,7 @@
 //!
 //! A request takes staging buffers only after all earlier requests have theirs, which rules out a
 //! deadlock of requests that wait for buffers. A request behind a message also waits for the
-//! receiver. Its buffers then come from the share of messages, not from the share of RMA.
+//! receiver. Its buffers then come from the share for messages, not from the share for RMA.
 //!
 //! A post advances its lane. A reader of any completion queue, or a call of `progress`, advances
 //! all lanes of the device: a transfer may wait for buffers of a transfer with an unread queue.

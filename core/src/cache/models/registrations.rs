@@ -27,7 +27,7 @@ fn registration_against_an_invalidation() {
         let mine = block(&cache);
         drop(get(&cache, mine, 0));
         invalidator.join().unwrap();
-        let leased = cache.core.lookup_slow(mine, (&key(0), &()), None);
+        let leased = cache.core.lookup_slow(mine, &key(0), None);
         reach(leased.is_some());
         if let Some(leased) = leased {
             let lease = Lease::cached(&cache.core, leased);

@@ -16,8 +16,8 @@ use super::{
 use crate::AddressRange;
 
 /// The number of invalidated entries from which on a miss issues a heavy barrier to detach the
-/// regions of these entries. Entries that the last attempt could not detach, mostly because of
-/// leases, do not count.
+/// regions of these entries. Entries whose regions the last attempt could not detach, mostly
+/// because of leases, do not count.
 #[cfg(not(loom))]
 const DETACH_THRESHOLD: usize = 8;
 #[cfg(loom)]
@@ -25,8 +25,8 @@ const DETACH_THRESHOLD: usize = 1;
 
 impl<S: CacheBackend> CacheCore<S> {
     /// Moves all entries from the stack of invalidated entries to `pending_entries`, the list of
-    /// invalidated entries that are not detached yet. Entries in the list do not count for the
-    /// limits.
+    /// invalidated entries whose regions are not detached yet. Entries in the list do not count for
+    /// the limits.
     pub(in crate::cache) fn drain_invalidated(&self, locked: &mut LockedState<S>) {
         let mut index = self.invalidated.take_all();
         if index == 0 {
@@ -44,8 +44,7 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Drains the stack of invalidated entries. Moves the regions that the backend refused or a
-    /// miss left to the worker to `detached`. Returns `false` if no invalidated entry is left to
-    /// detach.
+    /// miss left to the worker to `detached`. Returns `false` if no invalidated entry is left.
     fn begin_reclaim(
         &self,
         locked: &mut LockedState<S>,
@@ -63,7 +62,7 @@ impl<S: CacheBackend> CacheCore<S> {
     /// other thread may look up. Leaves their deregistration to the worker, unless many regions
     /// wait for the worker already. The calling thread must own a lease block.
     ///
-    /// New memory is often mapped where old memory was unmapped. If no miss detached them, the
+    /// New memory is often mapped where old memory was unmapped. If no miss detached regions, the
     /// invalidated entries of the old memory would make the chains of the table longer and longer.
     #[inline]
     pub(in crate::cache) fn detach_for_miss(

@@ -17,11 +17,12 @@ use super::super::{
 
 /// The part of the cache's locked state that reclamation uses.
 pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
-    /// The invalidated entries that were drained from the stack and are not detached yet, called
-    /// pending. Each is stored with the value of `drain_count` after the drain that added it.
+    /// The invalidated entries that were drained from the stack and still have their regions,
+    /// called pending. Each is stored with the value of `drain_count` after the drain that added
+    /// it.
     pub(in crate::cache) pending_entries: Vec<(u32, u64)>,
-    /// The number of pending entries that the last attempt to detach them kept. Most of these had a
-    /// lease.
+    /// The number of pending entries that the last attempt to detach their regions kept. Most of
+    /// these had a lease.
     pub(in crate::cache) leased_pending: usize,
     /// The number of drains of the stack of invalidated entries. A drain of an empty stack does not
     /// count.

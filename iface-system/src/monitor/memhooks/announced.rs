@@ -57,8 +57,9 @@ struct Call {
     read: AtomicU64,
 }
 
-/// Length of one pause of a hooked call that waits for threads that read events. After [`PAUSES`]
-/// pauses the call returns, and its event may be mistaken for that of a raw system call.
+/// Length of one pause of a hooked call. The call has notified already, and waits until the reader
+/// of userfaultfd has seen the kernel's event of the same change. After [`PAUSES`] pauses the call
+/// returns. The reader may then take the event for a raw system call, and notifies a second time.
 const PAUSE: Duration = Duration::from_micros(20);
 const PAUSES: u32 = 5_000;
 

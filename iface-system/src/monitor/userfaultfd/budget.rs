@@ -2,7 +2,7 @@
 //!
 //! A watched range is *separate* if it touches no other watched range. The kernel keeps each
 //! separate range in a mapping of its own. It allows a process `vm.max_map_count` mappings, which
-//! the application needs too. So the monitors use only a small share of them. They also refuse
+//! the application needs too. So the monitors use only a small part of them. They also refuse
 //! ranges if the whole process comes near the limit.
 //!
 //! The limit applies to the whole process. So all monitors of a process count their ranges
@@ -26,7 +26,7 @@ use super::NAME;
 const SHARE: usize = 16;
 
 /// Divisor of the kernel's limit: monitors watch no more ranges if the process's other mappings
-/// leave free less than the monitors' share and `limit / SPARE` mappings.
+/// leave free less than the sum of `limit / SHARE` and `limit / SPARE`.
 const SPARE: usize = 64;
 
 /// The kernel's default of `vm.max_map_count`, which is used if `/proc` does not show the real

@@ -21,7 +21,7 @@
 //! # Mappings
 //!
 //! Each watched range that touches no other costs the process up to two mappings. The kernel allows
-//! `vm.max_map_count` mappings, and all monitors together use only a share of them (`budget.rs`).
+//! `vm.max_map_count` mappings, and all monitors together use only a part of them (`budget.rs`).
 
 mod budget;
 mod discards;
@@ -145,7 +145,7 @@ impl UserFaultFd {
     /// together. Adjacent ranges of one monitor count as one.
     ///
     /// Each range uses up to two of the `vm.max_map_count` mappings of the process. The monitors
-    /// use only a share of these, so that the application can use the others.
+    /// use only a part of these, so that the application can use the others.
     #[must_use]
     pub fn most_ranges(&self) -> usize {
         self.most
