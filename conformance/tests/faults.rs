@@ -816,8 +816,8 @@ fn grant_over_a_nic_without_bounds_of_windows_is_a_sub_region() {
     assert!(whole.fallback_reasons().is_empty(), "{whole:?}");
 }
 
-/// MW-05 MW-07 SUB-01: of the rules of windows and sub-regions, a domain checks those that providers
-/// need not check (`docs/rules.md`).
+/// MW-05 MW-07 SUB-01: of the rules of windows and sub-regions, a domain checks those that
+/// providers need not check (`docs/rules.md`).
 #[test]
 fn domain_over_a_permissive_provider_keeps_its_own_rules() {
     let read = Access::REMOTE_READ;

@@ -389,9 +389,9 @@ impl Error {
         self
     }
 
-    /// Sets the iface that refused the operation. Texts have the registered name of a plug-in if the
-    /// argument is the iface itself or an [`IfaceName`] with a name. For an [`IfaceKind`] they have
-    /// the plug-in's number.
+    /// Sets the iface that refused the operation. Texts have the registered name of a plug-in if
+    /// the argument is the iface itself or an [`IfaceName`] with a name. For an [`IfaceKind`] they
+    /// have the plug-in's number.
     #[must_use]
     pub fn iface(mut self, iface: impl Into<IfaceName>) -> Self {
         self.0.iface = Some(iface.into());

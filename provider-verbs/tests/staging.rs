@@ -535,7 +535,7 @@ fn moves_one_way(net: &Net, kind: CompletionKind, near: &Mem, far: &Mem) {
 fn requests_unsupported_by_copies_are_refused() {
     let net = net();
     let refused = net.near.device(&net.device, 64, LOCAL | REMOTE).map(|_| ()).unwrap_err();
-    assert!(refused.to_string().contains("cannot reach memory through copies"), "{refused}");
+    assert!(format!("{refused:#}").contains("cannot reach memory through copies"), "{refused}");
     let staged = net.near.device(&net.device, CHUNK * 40, LOCAL).unwrap();
     for refused in [staged.region().key().map(|_| ()), staged.region().raw_key().map(|_| ())] {
         let refused = refused.unwrap_err();

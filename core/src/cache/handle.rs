@@ -275,9 +275,10 @@ impl<S: CacheBackend<Owner = ()>> Cache<S> {
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] on a miss of a key [of any owner](Key::of_any_owner).
     /// - The backend's error.
-    /// - The error of another thread's registration of exactly this range with these rights, if this
-    ///   call waited for it. If that registration panicked, the kind is [`ErrorKind::BadState`]. If
-    ///   a registration of more memory failed, this call registers its own range instead.
+    /// - The error of another thread's registration of exactly this range with these rights, if
+    ///   this call waited for it. If that registration panicked, the kind is
+    ///   [`ErrorKind::BadState`]. If a registration of more memory failed, this call registers its
+    ///   own range instead.
     #[inline(always)]
     pub fn get_or_register(&self, key: &Key) -> Result<Lease<'_, S>> {
         let (mut free, mut found) = (None, None);

@@ -414,11 +414,15 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<()> 
 
 #[inline]
 fn check_length(total: Option<u64>, provider: &ProviderAttr) -> Result<()> {
+    let length = total.unwrap_or(u64::MAX);
     if total.is_none_or(|total| total > provider.max_mr_size) {
         return Err(Error::new(ErrorKind::TooLong, "regattr")
             .provider(provider.nic.to_string())
-            .context("why", format_args!("max_mr_size is {}", provider.max_mr_size))
-            .context("length", total.unwrap_or(u64::MAX))
+            .context(
+                "why",
+                format_args!("{length} bytes, and max_mr_size is {}", provider.max_mr_size),
+            )
+            .context("length", length)
             .context("max_mr_size", provider.max_mr_size)
             .remedy("register the range in parts of at most max_mr_size bytes"));
     }
