@@ -68,7 +68,7 @@ fn missing_port_or_gid_is_named() -> Outcome {
         let domain = open(&verbs, &name);
         let queue = domain.open_cq(4).expect("open a completion queue");
         let error = domain.open_endpoint(&EndpointAttr::new(&queue)).expect_err("no such port");
-        let line = error.to_string();
+        let line = format!("{error:#}");
         for word in words {
             assert!(line.contains(word), "{word} is not in: {line}");
         }

@@ -249,7 +249,7 @@ fn invalid_keys_are_refused_by_the_peer() -> Outcome {
         let error = result.expect_err(what);
         assert_eq!(error.kind(), ErrorKind::AccessDenied, "{what}: {error}");
         assert_eq!(error.driver().map(|code| code.code), Some(10), "{what}: {error}");
-        assert!(error.to_string().contains("remote access error (10)"), "{what}: {error}");
+        assert!(format!("{error:#}").contains("remote access error (10)"), "{what}: {error}");
         assert_eq!(to.get(0, 4096), [0; 4096], "{what} moved bytes");
         pair.connect();
     };
@@ -339,7 +339,7 @@ fn supported_atomics_work_and_others_are_refused() -> Outcome {
         .atomic(AtomicOp::Max, remote(&key, 0, 8), word(0), None, None)
         .expect_err("no such atomic");
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.to_string().contains("fetch-and-add"), "{error}");
+    assert!(format!("{error:#}").contains("fetch-and-add"), "{error}");
     let error = pair
         .near
         .atomic(AtomicOp::Sum, remote(&key, 4, 8), word(0), None, None)

@@ -224,10 +224,10 @@ fn bind_that_would_break_the_driver_is_refused() -> Outcome {
     let window = plain.far.domain.alloc_type_1_window().expect("allocate");
     let error = window.bind(&region, 0, 64, Access::REMOTE_WRITE).expect_err("no MW_BIND");
     assert_eq!(error.kind(), ErrorKind::AccessDenied);
-    assert!(error.to_string().contains("MW_BIND"), "{error}");
+    assert!(format!("{error:#}").contains("MW_BIND"), "{error}");
     if let Err(error) = plain.far.domain.alloc_type_2_window(Type2Kind::A) {
         assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(error.to_string().contains(&name), "{error}");
+        assert!(format!("{error:#}").contains(&name), "{error}");
     }
     Ok(())
 }
