@@ -17,7 +17,7 @@ use hmem::{
     iface::AllocRequest,
     loopback::{self, Loopback},
     path::P2pPolicy,
-    system::{Call, DmaBufKind, P2pMatrix, Simulated},
+    system::{DeviceCall, DmaBufKind, P2pMatrix, Simulated},
 };
 use report::{Row, Target};
 
@@ -78,8 +78,13 @@ impl Node {
     fn register_all(&self) -> [u64; 3] {
         let calls = || {
             let stats = self.device.stats();
-            let exports = stats.calls(Call::ExportDmaBuf) + stats.calls(Call::ExportPeerMemory);
-            [stats.calls(Call::CreateMemory), exports, self.faults.calls(loopback::Call::Register)]
+            let exports =
+                stats.calls(DeviceCall::ExportDmaBuf) + stats.calls(DeviceCall::ExportPeerMemory);
+            [
+                stats.calls(DeviceCall::CreateMemory),
+                exports,
+                self.faults.calls(loopback::NicCall::Register),
+            ]
         };
         let before = calls();
         for device in 0..DEVICES {
@@ -100,7 +105,7 @@ impl Node {
 fn main() {
     report::forget(GROUP);
     let node = Node::new();
-    node.faults.count();
+    node.faults.start_counting();
     let pairs = u64::from(DEVICES * NICS);
     println!(
         "driver calls to register a page of each of {DEVICES} devices with each of {NICS} NICs; \

@@ -11,7 +11,7 @@ use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind,
     Hmem, Iface, Path, Region, Result,
     iface::AllocRequest,
-    loopback::{Call, Faults, Loopback},
+    loopback::{Faults, Loopback, NicCall},
     path::P2pPolicy,
     provider::EndpointAttr,
     system::{P2pMatrix, Simulated},
@@ -42,7 +42,7 @@ fn retry() -> Result<()> {
     let nic = Loopback::builder().faults(&faults).build()?;
     let hmem = Hmem::builder().without_vendor_ifaces().provider(nic).build()?;
     let domain = hmem.domain("loopback", DomainAttr::default())?;
-    faults.fail(Call::Register, 1, Errno(12));
+    faults.fail_nth(NicCall::Register, 1, Errno(12));
     let region = register_with_retry(&domain, vec![7; 4096], || println!("freed a region"))?;
     println!("second try: {} bytes registered", region.len());
     Ok(())

@@ -18,7 +18,7 @@ use hmem::{
     Type2Bind, Type2Kind,
     event_queue::EventQueue,
     iface::AllocRequest,
-    loopback::{Call, Faults, Loopback},
+    loopback::{Faults, Loopback, NicCall},
     path::P2pPolicy,
     provider::EndpointAttr,
     system::{SIMULATED, Simulated},
@@ -80,7 +80,7 @@ fn closed_pending_registration_is_canceled() {
     let domain = domain(&hmem);
     let events = Arc::new(EventQueue::new());
     domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
-    let gate = faults.hold(Call::Register);
+    let gate = faults.hold(NicCall::Register);
     let first = domain.register(vec![0u8; 64], Access::REMOTE_READ).expect("a sound request");
     gate.wait_held();
     let second = domain.register(vec![0u8; 64], Access::REMOTE_READ).expect("a sound request");
@@ -214,7 +214,7 @@ fn memory_is_kept_if_its_deregistration_fails() {
             domain.register(buffer, Access::REMOTE_WRITE).map_err(|Rejected { error, .. }| error);
         let region = region.expect("registers");
         if fails {
-            faults.fail(Call::Deregister, 1, Errno(5));
+            faults.fail_nth(NicCall::Deregister, 1, Errno(5));
         }
         drop(region);
         assert_eq!(ends.load(Ordering::SeqCst), freed, "deregistration fails: {fails}");

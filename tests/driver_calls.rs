@@ -6,13 +6,13 @@ use std::{sync::Arc, time::Duration};
 
 use hmem::{
     Access, AllocationKind, Atomic, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Endpoint, Errno, Error, ErrorKind, Hmem, MrFlags, MrMode, Region, Request,
+    Endpoint, Error, ErrorKind, Hmem, MrFlags, MrMode, Region, Request,
     fabric::{self, MrAttr},
     iface::AllocRequest,
     loopback::Loopback,
     path::{Attempt, P2pPolicy, Path},
     provider::{CompletionQueue, EndpointAttr, Imports},
-    system::{Call, SIMULATED, Simulated},
+    system::{DeviceCall, SIMULATED, Simulated},
     transfer::{
         AtomicOp, AtomicType, CompletionKind, LocalSegment, Operation, PeerId, RemoteSegment,
         WorkRequest,
@@ -35,8 +35,8 @@ impl Fixture {
         let nic = Loopback::builder().imports(imports).build().expect("a software NIC");
         let builder = Hmem::builder().without_vendor_ifaces();
         let hmem = builder.shared_iface(Arc::clone(&device) as _).provider(nic).build();
-        // The device counts queries only while a fault is set for them.
-        device.faults().fail_nth(Call::Query, 1 << 40, Errno(5));
+        // The device counts queries on request only.
+        device.faults().start_counting();
         Self { hmem: hmem.expect("builds"), device }
     }
 
@@ -46,7 +46,7 @@ impl Fixture {
 
     /// Returns the number of calls that the device's driver has received.
     fn calls(&self) -> u64 {
-        Call::ALL.iter().map(|call| self.device.faults().count(*call)).sum()
+        DeviceCall::ALL.iter().map(|call| self.device.faults().calls(*call)).sum()
     }
 
     fn buffer(&self) -> DeviceBuffer {

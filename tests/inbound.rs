@@ -8,7 +8,7 @@ use hmem::{
     iface::AllocRequest,
     loopback::Loopback,
     provider::{CompletionQueue, EndpointAttr},
-    system::{Call, SIMULATED, Simulated},
+    system::{DeviceCall, SIMULATED, Simulated},
     transfer::{AtomicOp, AtomicType, Completion, CompletionKind, RemoteSegment},
 };
 
@@ -65,7 +65,7 @@ impl Fixture {
     }
 
     fn flushes(&self) -> u64 {
-        self.device.faults().count(Call::FlushInbound)
+        self.device.faults().calls(DeviceCall::FlushInbound)
     }
 
     fn on_device(&self, domain: &Domain, device: u32, access: Access) -> Region<DeviceBuffer> {
@@ -129,7 +129,7 @@ fn a_receive_completes_after_a_flush_of_every_written_device() {
     assert_eq!(fixture.flushes() - before, 2);
 
     // A completion is returned even if the device cannot be flushed.
-    fixture.device.faults().fail_always(Call::FlushInbound, Errno(libc::EIO));
+    fixture.device.faults().fail_always(DeviceCall::FlushInbound, Errno(libc::EIO));
     assert_eq!(send(slice(&first)), 2);
     drop(only_read);
 }
@@ -178,7 +178,7 @@ fn read_into_a_device_completes_after_a_flush() {
 
     reader.domain.flush_inbound().expect("the device flushes");
     assert_eq!(fixture.flushes(), 2);
-    fixture.device.faults().fail_next(Call::FlushInbound, Errno(libc::EIO));
+    fixture.device.faults().fail_next(DeviceCall::FlushInbound, Errno(libc::EIO));
     let error = reader.domain.flush_inbound().expect_err("an injected fault");
     assert_eq!(error.os_errno(), Some(Errno(libc::EIO)), "{error}");
 }

@@ -97,15 +97,18 @@ fn build_for_verbs_and_one_vendor_contains_no_testing_or_archive_code() {
     let simulated = |packages: &BTreeMap<String, BTreeSet<String>>| {
         packages["hmem-iface-system"].contains("simulated")
     };
+    let injector =
+        |packages: &BTreeMap<String, BTreeSet<String>>| packages["hmem-core"].contains("testing");
     let full = compiled("hmem", &[]);
     assert!(LEFT_OUT.iter().all(|&name| full.contains_key(name)), "{:?}", full.keys());
-    assert!(simulated(&full));
+    assert!(simulated(&full) && injector(&full));
     for vendor in ["cuda", "rocr", "ze", "neuron", "synapseai"] {
         let features = format!("verbs,{vendor}");
         let small = compiled("hmem", &["--no-default-features", "--features", &features]);
         let found: Vec<_> = LEFT_OUT.iter().filter(|&&name| small.contains_key(name)).collect();
         assert!(found.is_empty(), "{features} compiles {found:?}");
         assert!(!simulated(&small), "{features} compiles the simulated device");
+        assert!(!injector(&small), "{features} compiles the fault injector");
         assert!(small.contains_key("hmem-provider-verbs"), "{features} lacks the provider");
         match ACCELERATORS.contains(&vendor) {
             true => assert_eq!(small[ACCELERATOR_CRATE], [vendor.to_owned()].into(), "{features}"),

@@ -7,7 +7,7 @@ use hmem::{
     Access, AllocationKind, Batch, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, ErrorKind,
     Growth, Hmem, Memory, Promise, RailKeys, Raw, Regions, Rejected, RemoteKey, Request,
     iface::AllocRequest,
-    loopback::{Call, Faults, Loopback},
+    loopback::{Faults, Loopback, NicCall},
     p2p::topology::{Distance, Locality, Topology},
     path::P2pPolicy,
     provider::{EndpointAttr, Provider},
@@ -262,7 +262,7 @@ fn views_are_exported_once_for_all_nics() {
     // The first registration with each NIC also probes its path.
     drop(register(&nics, machine.buffer(0, VIEW), REMOTE).expect("register"));
     for (growth, exported) in [(Growth::None, 3), (Growth::Allocation, 1)] {
-        let exports = || machine.device.stats().calls(system::Call::ExportDmaBuf);
+        let exports = || machine.device.stats().calls(system::DeviceCall::ExportDmaBuf);
         let before = exports();
         let views = [4, 0, 2].map(|page| (page * VIEW..(page + 1) * VIEW, REMOTE));
         let shared = Batch::on(&nics)
@@ -308,7 +308,7 @@ fn batch_that_fails_on_one_nic_leaves_nothing_on_the_others() {
             buffer.write(0, &[byte; 64]).expect("inside");
             buffer
         });
-        machine.faults.fail(Call::Register, failing, Errno(12));
+        machine.faults.fail_nth(NicCall::Register, failing, Errno(12));
         let batch = buffers
             .into_iter()
             .fold(Batch::on(&nics), |batch, buffer| batch.add(Request::new(buffer, REMOTE)));

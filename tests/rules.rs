@@ -19,7 +19,7 @@ use hmem::{
     event_queue::EventQueue,
     fabric::{self, MrAttr},
     iface::{AllocRequest, DmaBufMapping},
-    loopback::{Builder, Call, Faults, Loopback},
+    loopback::{Builder, Faults, Loopback, NicCall},
     provider::{
         EndpointAttr, Imports, ProviderRegion, Registration, WindowBind, WindowRule, WindowType,
     },
@@ -399,7 +399,7 @@ fn base_of_a_part_is_registered() {
     let world = World::with(MrMode::empty(), |nic| nic.faults(&faults));
     let queue = Arc::new(EventQueue::new());
     world.domain.bind(&queue, hmem::DomainBindFlags::REG_MR).expect("binds");
-    faults.fail(Call::Register, 1, Errno(12));
+    faults.fail_nth(NicCall::Register, 1, Errno(12));
     let region = world.domain.register(vec![0_u8; PAGE], READ).expect("pending");
     while queue.read().is_none() {
         std::thread::yield_now();
@@ -638,7 +638,7 @@ fn batch_that_fails_on_one_nic_registers_nothing() {
     let second = World::open(&world.hmem, MrMode::empty());
     let nics = [&world.domain, &second];
     for call in 1..=4 {
-        faults.fail(Call::Register, call, Errno(12));
+        faults.fail_nth(NicCall::Register, call, Errno(12));
         let batch = Batch::on(&nics)
             .add(Request::new(vec![1_u8; 64], READ))
             .add(Request::new(vec![2_u8; 64], READ));

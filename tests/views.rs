@@ -19,7 +19,7 @@ use hmem::{
     DmaBuf, Domain, DomainAttr, Endpoint, Errno, ErrorKind, Growth, Hmem, Iface, IfaceExt, Iova,
     Memory, MrMode, Path, Place, Promise, Raw, Regions, Rejected, RemoteKey, Request, Result,
     iface::{AllocRequest, DmaBufMapping},
-    loopback::{Call, Faults, Loopback},
+    loopback::{Faults, Loopback, NicCall},
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
     system::{SIMULATED, Simulated},
@@ -73,7 +73,7 @@ impl Net {
         let target_endpoint =
             target.open_endpoint(&EndpointAttr::new(&target_cq)).expect("an endpoint");
         let name = target_endpoint.name();
-        faults.count();
+        faults.start_counting();
         Self {
             device,
             faults,
@@ -160,7 +160,7 @@ impl Net {
     }
 
     fn registrations(&self) -> u64 {
-        self.faults.calls(Call::Register)
+        self.faults.calls(NicCall::Register)
     }
 }
 
@@ -452,7 +452,7 @@ fn views_register_alone_if_their_joint_registration_fails() {
     for policy in [P2pPolicy::Required, P2pPolicy::Enabled] {
         let net = Net::with(u64::MAX, MrMode::empty(), CacheAttr::default(), policy);
         // The NIC refuses the dma-buf of the grown range. Staged copies may replace it.
-        net.faults.fail(Call::Register, 1, Errno(12));
+        net.faults.fail_nth(NicCall::Register, 1, Errno(12));
         let registered = net
             .register([net.filled(4)], &pages(4, READ), Growth::Allocation)
             .expect("each view can be registered");
@@ -472,7 +472,7 @@ fn failed_batch_closes_regions_and_returns_buffers() {
     let net = Net::open();
     for failing in 1..=6 {
         let buffers = vec![net.filled(2), net.filled(2), net.filled(2)];
-        net.faults.fail(Call::Register, failing, Errno(12));
+        net.faults.fail_nth(NicCall::Register, failing, Errno(12));
         let refused = net.register(buffers, &pages(2, READ), Growth::None).unwrap_err();
         let error = &refused.error;
         assert_eq!((error.kind(), net.regions()), (ErrorKind::OutOfResources, 0), "{error}");
@@ -487,7 +487,7 @@ fn failed_batch_closes_regions_and_returns_buffers() {
     // fails too.
     net.faults.clear();
     for failing in [1, 3] {
-        net.faults.fail(Call::Register, failing, Errno(12));
+        net.faults.fail_nth(NicCall::Register, failing, Errno(12));
     }
     let refused = net.register([net.filled(4)], &pages(4, READ), Growth::Allocation).unwrap_err();
     assert_eq!((refused.error.context_value("view"), net.regions()), (Some("1"), 0));
@@ -497,8 +497,8 @@ fn failed_batch_closes_regions_and_returns_buffers() {
 #[test]
 fn failed_close_returns_the_region_with_the_error() {
     let net = Net::open();
-    net.faults.fail(Call::Register, 3, Errno(12));
-    net.faults.fail(Call::Deregister, 1, Errno(5));
+    net.faults.fail_nth(NicCall::Register, 3, Errno(12));
+    net.faults.fail_nth(NicCall::Deregister, 1, Errno(5));
     let refused = net.register([net.filled(3)], &pages(3, READ), Growth::None).unwrap_err();
     assert_eq!(refused.error.context_value("left registered"), Some("1"), "{refused}");
     assert_eq!((refused.value.regions().len(), net.regions()), (1, 1));
@@ -579,7 +579,7 @@ fn views_of_memory_that_is_freed_meanwhile_are_refused() {
     // SAFETY: nothing refers into the memory, and freed memory is not registered then.
     let views: Vec<_> = views.iter().flat_map(parts).map(|part| unsafe { raw(part) }).collect();
     let (live, freed) = if live.allocation().range == kept { (live, freed) } else { (freed, live) };
-    let gate = net.faults.hold(Call::Register);
+    let gate = net.faults.hold(NicCall::Register);
     std::thread::scope(|scope| {
         let call = scope.spawn(|| net.register_raw(&views, READ, Growth::Allocation).unwrap_err());
         gate.wait_held();
@@ -728,7 +728,7 @@ fn miss_with_refused_growth_registers_its_own_range() {
         let cache = net.target.cache().expect("a cache");
         let buffer = net.filled(8);
         // The NIC refuses the dma-buf of the grown range. Staged copies may replace it.
-        net.faults.fail(Call::Register, 1, Errno(22));
+        net.faults.fail_nth(NicCall::Register, 1, Errno(22));
         for page in 0..3 {
             let part = buffer.allocation().range.slice(page * PAGE, 10).expect("inside");
             // SAFETY: nothing refers into the memory, and it outlives its registration.
@@ -750,7 +750,7 @@ fn miss_with_refused_growth_registers_its_own_range() {
 fn misses_until_growth<B: Memory>(net: &Net, buffer: B, refusal: i32) -> Option<u64> {
     let cache = net.target.cache().expect("a cache");
     let buffer = cache.own(buffer).expect("a buffer");
-    net.faults.fail(Call::Register, 1, Errno(refusal));
+    net.faults.fail_nth(NicCall::Register, 1, Errno(refusal));
     (0..1000).find(|miss| {
         let region = buffer.get(miss * 16, 8, READ).expect("registered");
         region.range().len() > 8

@@ -34,7 +34,7 @@
 //!
 //! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`, `racing`
 //! - `error`, `flags`
-//! - `address`, `event_queue`, `frame`, `mr_mode`, `random`
+//! - `address`, `event_queue`, `frame`, `mr_mode`, `random`, `testing`
 //! - `allocation`, `key`, `mapping`
 //! - `wiped`
 //! - `process`
@@ -87,6 +87,8 @@ pub mod random;
 pub mod registration;
 pub mod registry;
 mod shared_exports;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod transfer;
 mod window;
 mod wiped;

@@ -33,10 +33,12 @@ mod numa;
 mod simulated;
 mod sys;
 
+#[cfg(feature = "simulated")]
+pub use hmem_core::testing::Gate;
 pub use host::{MemFd, System};
 pub use numa::numa_node;
 #[cfg(feature = "simulated")]
 pub use simulated::{
-    AddressReuse, Call, DmaBufKind, Faults, FreeDetection, P2pMatrix, SIMULATED, Simulated,
+    AddressReuse, DeviceCall, DmaBufKind, Faults, FreeDetection, P2pMatrix, SIMULATED, Simulated,
     SimulatedBuilder, SimulatedStats, Stepping,
 };

@@ -12,7 +12,7 @@ use hmem_core::{
     path::{DirectPath, P2pPolicy},
     provider::{Imports, Nic},
 };
-use hmem_iface_system::{Call, DmaBufKind, SIMULATED, Simulated};
+use hmem_iface_system::{DeviceCall, DmaBufKind, SIMULATED, Simulated};
 use hmem_p2p::path::ExplainRequest;
 use path_support::{ALL_IMPORTS, Bench, PAGE, REMOTE};
 
@@ -73,8 +73,8 @@ fn first_listed_path_that_works_is_used() {
 fn refused_path_is_followed_by_the_next_in_the_list() {
     let bench = bench();
     let domain = domain(&bench, P2pPolicy::Enabled, &[PEER, PCIE, DMA_BUF]);
-    bench.device.faults().fail_next(Call::ExportPeerMemory, Errno(22));
-    bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(22));
+    bench.device.faults().fail_next(DeviceCall::ExportPeerMemory, Errno(22));
+    bench.device.faults().fail_next(DeviceCall::ExportDmaBuf, Errno(22));
     let found = decided(&bench, &domain);
     let expected = [(Path::PeerMemory, true), (Path::DmaBuf, true), (Path::DmaBuf, true)];
     assert_eq!(tried(&found), expected, "{found}");
@@ -85,9 +85,9 @@ fn refused_path_is_followed_by_the_next_in_the_list() {
 #[test]
 fn path_that_the_list_leaves_out_is_not_tried() {
     let bench = bench();
-    bench.device.faults().fail_always(Call::ExportPeerMemory, Errno(95));
+    bench.device.faults().fail_always(DeviceCall::ExportPeerMemory, Errno(95));
     let found = decided(&bench, &domain(&bench, P2pPolicy::Enabled, &[PEER]));
-    assert_eq!(bench.calls(Call::ExportDmaBuf), 0);
+    assert_eq!(bench.calls(DeviceCall::ExportDmaBuf), 0);
     let expected = [(Path::PeerMemory, true), (Path::DmaBuf, false), (Path::Staged, true)];
     assert_eq!(tried(&found), expected, "{found}");
     assert_eq!(found.reason, "every direct path that the domain lists was refused");
@@ -100,7 +100,7 @@ fn path_that_the_list_leaves_out_is_not_tried() {
     let error = required.register(bench.buffer(PAGE), REMOTE).unwrap_err().error;
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     assert!(error.to_string().contains("no direct path that the domain lists works"), "{error}");
-    assert_eq!(bench.calls(Call::ExportDmaBuf), 0);
+    assert_eq!(bench.calls(DeviceCall::ExportDmaBuf), 0);
 }
 
 /// LIFE-06
@@ -115,7 +115,8 @@ fn listed_path_that_the_nic_lacks_is_recorded_once() {
 #[test]
 fn empty_list_leaves_staged_copies_or_a_refusal() {
     let bench = bench();
-    let direct = || bench.calls(Call::ExportDmaBuf) + bench.calls(Call::ExportPeerMemory);
+    let direct =
+        || bench.calls(DeviceCall::ExportDmaBuf) + bench.calls(DeviceCall::ExportPeerMemory);
     let found = decided(&bench, &domain(&bench, P2pPolicy::Enabled, &[]));
     assert_eq!((found.path, &*found.reason), (Path::Staged, "the domain lists no direct path"));
     let required = domain(&bench, P2pPolicy::Required, &[]);
@@ -127,12 +128,12 @@ fn empty_list_leaves_staged_copies_or_a_refusal() {
     let domains =
         [domain(&bench, P2pPolicy::Enabled, &[]), domain(&bench, P2pPolicy::Enabled, &[])];
     bench.paths.forget();
-    let (buffer, allocated) = (bench.buffer(PAGE), bench.calls(Call::CreateMemory));
+    let (buffer, allocated) = (bench.buffer(PAGE), bench.calls(DeviceCall::CreateMemory));
     let nics = domains.each_ref();
     let request = Request::new(buffer, REMOTE);
     let shared = Batch::on(&nics).add(request).register().expect("staged");
     assert_eq!((shared.regions().len(), direct()), (2, 0));
-    assert_eq!(bench.calls(Call::CreateMemory), allocated, "no page was probed");
+    assert_eq!(bench.calls(DeviceCall::CreateMemory), allocated, "no page was probed");
 }
 
 /// LIFE-06

@@ -18,9 +18,9 @@ use hmem_core::{
     path::{ExportUnit, P2pPolicy},
     provider::Imports,
 };
-use hmem_iface_system::{Call, DmaBufKind, Simulated};
+use hmem_iface_system::{DeviceCall, DmaBufKind, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_loopback::{Call as NicCall, Loopback};
+use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE, register_range,
     vendor::{Refuse, Vendor},
@@ -66,11 +66,11 @@ impl World {
     }
 
     fn exports(&self) -> u64 {
-        self.bench.calls(Call::ExportDmaBuf)
+        self.bench.calls(DeviceCall::ExportDmaBuf)
     }
 
     fn refuse_next_import(&self) {
-        self.bench.faults.fail(NicCall::Register, 1, Errno(EINVAL));
+        self.bench.faults.fail_nth(NicCall::Register, 1, Errno(EINVAL));
     }
 }
 
@@ -191,7 +191,7 @@ fn refused_unit_gives_way_to_another_one_which_is_then_remembered() {
     assert_eq!(decision(&register()).unit, ExportUnit::Allocation);
 
     LESS.store(false, Ordering::Relaxed);
-    world.bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(EINVAL));
+    world.bench.device.faults().fail_next(DeviceCall::ExportDmaBuf, Errno(EINVAL));
     let region = register();
     assert_eq!(units(decision(&region)), [(ALLOCATION, false), (RANGE, true)]);
     let exports = world.exports();
@@ -267,7 +267,7 @@ fn allocation_with_a_segment_that_cannot_be_exported_is_not_tried() {
     let base = buffer.allocation().base();
     world.bench.device.set_exportable(base, false).expect("a live allocation");
     for nth in [1, 2] {
-        world.bench.device.faults().fail_nth(Call::ExportDmaBuf, nth, Errno(EINVAL));
+        world.bench.device.faults().fail_nth(DeviceCall::ExportDmaBuf, nth, Errno(EINVAL));
     }
     let region = register(&world.domain, part(&buffer, STEP + PAGE, PAGE));
     assert_eq!(decision(&region).path, Path::Staged);
@@ -280,7 +280,7 @@ fn allocation_with_a_segment_that_cannot_be_exported_is_not_tried() {
 fn range_that_is_the_allocation_is_tried_once() {
     let world = world(|_| {});
     let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
-    world.bench.device.faults().fail_always(Call::ExportDmaBuf, Errno(EINVAL));
+    world.bench.device.faults().fail_always(DeviceCall::ExportDmaBuf, Errno(EINVAL));
     let region = register(&world.domain, buffer.range());
     assert_eq!(units(decision(&region)), [(RANGE, false), (None, true)]);
 }

@@ -23,7 +23,7 @@ use hmem_p2p::{
     path::{DefaultPathSelector, ExplainRequest, FactSource, Facts, cause::CAUSES},
     topology::PEER_MEMORY,
 };
-use hmem_provider_loopback::{Call, Faults, Loopback};
+use hmem_provider_loopback::{Faults, Loopback, NicCall};
 use path_support::{
     ALL_IMPORTS, PAGE, REMOTE, register_range,
     vendor::{Refuse, Vendor, causes_of},
@@ -108,7 +108,7 @@ impl Scene {
             Arc::new(DefaultPathSelector::new().facts(Arc::new(FixedFacts(self.facts.clone()))));
         let answer = || {
             for (nth, errno) in self.nic_answers.iter().enumerate() {
-                faults.fail(Call::Register, nth as u64 + 1, Errno(*errno));
+                faults.fail_nth(NicCall::Register, nth as u64 + 1, Errno(*errno));
             }
         };
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
@@ -636,7 +636,7 @@ fn explanation_names_the_cause_of_refused_host_memory() {
     registry.add(Arc::new(System::new())).unwrap();
     let facts = Facts { memlock: Some(65536), ..Facts::default() };
     let paths = DefaultPathSelector::new().facts(Arc::new(FixedFacts(facts)));
-    faults.fail(Call::Register, 1, Errno(12));
+    faults.fail_nth(NicCall::Register, 1, Errno(12));
     let explanation = paths
         .explain(&Arc::new(registry), &provider, &ExplainRequest::new(IfaceKind::SYSTEM))
         .unwrap();

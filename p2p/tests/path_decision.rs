@@ -11,9 +11,9 @@ use hmem_core::{
     path::P2pPolicy,
     provider::{Imports, Provider},
 };
-use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
+use hmem_iface_system::{DeviceCall, DmaBufKind, P2pMatrix, Simulated};
 use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
-use hmem_provider_loopback::{Call as NicCall, Loopback};
+use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{ALL_IMPORTS, Bench, PAGE, close, register, vendor::Vendor};
 
 const DMA_BUF: Imports =
@@ -56,19 +56,20 @@ fn pair_without_a_direct_path_is_probed_once() {
     let bench = Bench::new(device().p2p(matrix).peer_memory(true), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let calls = || {
-        [Call::ExportDmaBuf, Call::ExportPeerMemory, Call::Segments].map(|call| bench.calls(call))
+        [DeviceCall::ExportDmaBuf, DeviceCall::ExportPeerMemory, DeviceCall::Segments]
+            .map(|call| bench.calls(call))
     };
     let first = close(register(&domain, bench.buffer(PAGE)).unwrap());
     // The selector tries two mappings and one peer-memory export, first for the buffer and then for
     // a page. The page shows that the buffer is not at fault.
     assert_eq!(calls(), [4, 2, 2]);
-    assert_eq!(bench.calls(Call::CreateMemory), 2, "the probe allocated one page");
+    assert_eq!(bench.calls(DeviceCall::CreateMemory), 2, "the probe allocated one page");
     for _ in 0..50 {
         let region = register(&domain, bench.buffer(PAGE)).unwrap();
         assert_eq!(region.decision().unwrap().path, Path::Staged);
     }
     assert_eq!(calls(), [4, 2, 2], "a remembered decision calls no driver");
-    assert_eq!(bench.calls(Call::CreateMemory), 52);
+    assert_eq!(bench.calls(DeviceCall::CreateMemory), 52);
     // Another NIC with this device is another pair, which has its own decision.
     let other = bench.domain("loop1", P2pPolicy::Enabled);
     close(register(&other, first).unwrap());
@@ -82,9 +83,9 @@ fn pair_with_a_direct_path_is_not_probed() {
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     for done in 1..=20 {
         close(register(&domain, bench.buffer(PAGE)).unwrap());
-        assert_eq!(bench.calls(Call::ExportDmaBuf), done);
+        assert_eq!(bench.calls(DeviceCall::ExportDmaBuf), done);
     }
-    assert_eq!(bench.calls(Call::CreateMemory), 20, "only the test allocated");
+    assert_eq!(bench.calls(DeviceCall::CreateMemory), 20, "only the test allocated");
 }
 
 /// HM-09
@@ -98,20 +99,24 @@ fn refusal_of_the_pcie_mapping_is_remembered() {
     assert_eq!((decision.mapping, decision.attempts.len()), (DmaBufMapping::Pcie, 1), "{decision}");
     close(both);
     bench.paths.forget();
-    bench.device.faults().fail_nth(Call::ExportDmaBuf, 1, Errno(95));
-    bench.device.faults().fail_nth(Call::ExportDmaBuf, 3, Errno(95));
-    let before = bench.calls(Call::ExportDmaBuf);
+    bench.device.faults().fail_nth(DeviceCall::ExportDmaBuf, 1, Errno(95));
+    bench.device.faults().fail_nth(DeviceCall::ExportDmaBuf, 3, Errno(95));
+    let before = bench.calls(DeviceCall::ExportDmaBuf);
     let region = register(&domain, bench.buffer(PAGE)).unwrap();
     let decision = region.decision().unwrap();
     let calls: Vec<_> = decision.attempts.iter().map(|attempt| attempt.call.as_str()).collect();
     assert!(calls[0].starts_with("export_dma_buf(") && calls[0].ends_with(", Pcie)"), "{calls:?}");
     assert_eq!(calls[1], "register(dma-buf, Default mapping)");
     assert_eq!(decision.mapping, DmaBufMapping::Default);
-    assert_eq!(bench.calls(Call::ExportDmaBuf) - before, 4, "the buffer's two and the page's two");
+    assert_eq!(
+        bench.calls(DeviceCall::ExportDmaBuf) - before,
+        4,
+        "the buffer's two and the page's two"
+    );
     let again = register(&domain, bench.buffer(PAGE)).unwrap();
     assert_eq!(again.decision().unwrap().mapping, DmaBufMapping::Default);
     assert_eq!(
-        bench.calls(Call::ExportDmaBuf) - before,
+        bench.calls(DeviceCall::ExportDmaBuf) - before,
         5,
         "the refused mapping is not tried again"
     );
@@ -130,12 +135,12 @@ fn odd_buffers_do_not_demote_ordinary_buffers() {
     }
     // The driver refuses, not the iface: nothing marks the odd buffer beforehand.
     for errno in [95, 22, 12, 5] {
-        bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(errno));
+        bench.device.faults().fail_next(DeviceCall::ExportDmaBuf, Errno(errno));
         assert_eq!(path(bench.buffer(PAGE)), Path::Staged, "errno {errno}");
         assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf, "errno {errno}");
     }
     // The NIC refuses the buffer.
-    bench.faults.fail(NicCall::Register, 1, Errno(524));
+    bench.faults.fail_nth(NicCall::Register, 1, Errno(524));
     assert_eq!(path(bench.buffer(PAGE)), Path::Staged);
     assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
 }
@@ -151,7 +156,7 @@ fn page_that_stays_registered_is_leaked_and_decides_nothing() {
         let domain = bench.domain("loop0", P2pPolicy::Enabled);
         let buffer = bench.odd(PAGE);
         let owner = bench.registry.owner_of(buffer.allocation().base()).unwrap();
-        (1..=refusals).for_each(|nth| bench.faults.fail(NicCall::Deregister, nth, Errno(5)));
+        (1..=refusals).for_each(|nth| bench.faults.fail_nth(NicCall::Deregister, nth, Errno(5)));
         let region = register(&domain, buffer).unwrap();
         assert_eq!(region.decision().unwrap().path, Path::Staged);
         assert_eq!(domain.live().regions, 1 + leaked, "{refusals} refusals");
@@ -177,12 +182,12 @@ fn many_odd_buffers_cost_few_probes() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     close(register(&domain, bench.buffer(PAGE)).unwrap());
-    let before = bench.calls(Call::CreateMemory);
+    let before = bench.calls(DeviceCall::CreateMemory);
     for _ in 0..64 {
-        bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(95));
+        bench.device.faults().fail_next(DeviceCall::ExportDmaBuf, Errno(95));
         assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::Staged);
     }
-    let probes = bench.calls(Call::CreateMemory) - before - 64;
+    let probes = bench.calls(DeviceCall::CreateMemory) - before - 64;
     assert!((1..=7).contains(&probes), "{probes} probes for 64 odd buffers");
 }
 
@@ -200,8 +205,8 @@ fn failure_of_the_path_removes_the_decision() {
     assert_eq!(remembered().unwrap().path, Path::DmaBuf);
     // A temporary failure says nothing about the device and NIC: no probe runs, and nothing is
     // remembered.
-    bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(12));
-    bench.device.faults().fail_next(Call::CreateMemory, Errno(12));
+    bench.device.faults().fail_next(DeviceCall::ExportDmaBuf, Errno(12));
+    bench.device.faults().fail_next(DeviceCall::CreateMemory, Errno(12));
     let region = register(&domain, buffer).unwrap();
     let decision = region.decision().unwrap();
     assert!(!decision.from_cache && decision.attempts[0].error.is_some(), "{decision}");
@@ -295,7 +300,7 @@ fn error_has_the_kind_of_the_refusal_and_not_of_a_failed_release() {
     let domain = bench.domain("loop0", P2pPolicy::Required);
     let request = AllocRequest { len: PAGE, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&vendor, &request).unwrap();
-    bench.faults.fail(NicCall::Register, 1, Errno(12));
+    bench.faults.fail_nth(NicCall::Register, 1, Errno(12));
     let error = register(&domain, buffer).unwrap_err().error;
     assert_eq!(error.kind(), ErrorKind::OutOfResources, "{error}");
     assert_eq!(error.trace()[1].error.as_ref().unwrap().kind(), ErrorKind::Driver, "{error}");
@@ -315,7 +320,7 @@ fn failed_release_names_a_plug_in() {
     };
     // The release after a registration, and the release after a refused registration.
     let direct = explain();
-    bench.faults.fail(NicCall::Register, 1, Errno(524));
+    bench.faults.fail_nth(NicCall::Register, 1, Errno(524));
     let staged = explain();
     assert_eq!((direct.0, staged.0), (Some(Path::DmaBuf), Some(Path::Staged)));
     for text in [direct.1, staged.1] {
@@ -331,7 +336,7 @@ fn paths_are_tried_whatever_the_driver_claims() {
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let region = register(&domain, bench.buffer(PAGE)).unwrap();
     assert_eq!(region.decision().unwrap().path, Path::PeerMemory);
-    assert!(bench.calls(Call::ExportDmaBuf) > 0);
+    assert!(bench.calls(DeviceCall::ExportDmaBuf) > 0);
     close(region);
     assert_eq!(bench.device.stats().live_allocations, 0, "the page of the probe was freed");
     assert_eq!((domain.live().regions, domain.live().bytes), (0, 0));
@@ -415,13 +420,13 @@ fn invalid_request_ends_the_search() {
         hmem_core::Domain::open(&bench.provider, registry, bench.paths.clone(), attr).unwrap();
     let register = |buffer| domain.submit(Request::new(buffer, path_support::REMOTE).key(7));
     let first = register(bench.buffer(PAGE)).unwrap();
-    let exports = bench.calls(Call::ExportDmaBuf);
+    let exports = bench.calls(DeviceCall::ExportDmaBuf);
     for _ in 0..2 {
         let error = register(bench.buffer(PAGE)).unwrap_err().error;
         assert_eq!((error.kind(), error.trace().len()), (ErrorKind::NoKey, 1), "{error}");
     }
     assert_eq!(
-        bench.calls(Call::ExportDmaBuf) - exports,
+        bench.calls(DeviceCall::ExportDmaBuf) - exports,
         2,
         "no other path and no probe was tried"
     );

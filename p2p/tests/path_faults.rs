@@ -12,9 +12,9 @@ use hmem_core::{
     path::P2pPolicy,
     provider::{Imports, LiveObjects},
 };
-use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated};
+use hmem_iface_system::{DeviceCall, DmaBufKind, P2pMatrix, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_loopback::{Call as NicCall, Loopback};
+use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{
     ALL_IMPORTS, Bench, REMOTE, alone,
     wire::{LOCAL, Wire},
@@ -260,7 +260,7 @@ fn each(
     calls: impl Fn(&Bench) -> u64,
 ) -> u64 {
     let bench = setup.bench();
-    bench.faults.count();
+    bench.faults.start_counting();
     // The first call of [`live`] has no fault, so that threads and pools exist.
     let first = live(&bench, setup);
     assert!(first.errors.is_empty(), "{setup:?}: {:?}", first.errors);
@@ -281,14 +281,13 @@ fn each(
 
 fn every_fault(setup: &PathSetup) {
     let mut hit = 0;
-    for call in Call::ALL {
+    for call in DeviceCall::ALL {
         let arm = |bench: &Bench, nth| bench.device.faults().fail_nth(*call, nth, Errno(5));
         hit += u64::from(each(setup, call.name(), arm, |bench| bench.calls(*call)) > 0);
     }
     for call in NicCall::ALL {
-        let arm = |bench: &Bench, nth| bench.faults.fail(call, nth, Errno(5));
-        hit +=
-            u64::from(each(setup, &format!("{call:?}"), arm, |bench| bench.faults.calls(call)) > 0);
+        let arm = |bench: &Bench, nth| bench.faults.fail_nth(*call, nth, Errno(5));
+        hit += u64::from(each(setup, call.name(), arm, |bench| bench.faults.calls(*call)) > 0);
     }
     assert!(hit >= 12, "{setup:?}: only {hit} kinds of call were made");
 }

@@ -11,9 +11,9 @@ use hmem_core::{
     path::P2pPolicy,
     provider::{Imports, Nic},
 };
-use hmem_iface_system::{Call, DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
+use hmem_iface_system::{DeviceCall, DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_loopback::{Call as NicCall, Loopback};
+use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE, alone,
     recording::RegisteredAs,
@@ -62,7 +62,7 @@ fn one_export_of_each_segment_serves_every_nic() {
         let bench = bench_of(Simulated::builder().segment_len(PAGE), DIRECT);
         let domains = domains(&bench, P2pPolicy::Required);
         for round in 0..3 {
-            let before = bench.calls(Call::ExportDmaBuf);
+            let before = bench.calls(DeviceCall::ExportDmaBuf);
             let buffer = bench.buffer_of(kind, DeviceId(0), segments * PAGE);
             bench.record.take();
             let shared = register(&domains, buffer).unwrap();
@@ -72,7 +72,7 @@ fn one_export_of_each_segment_serves_every_nic() {
             // once for that.
             let whole = u64::from(segments > 1);
             assert_eq!(
-                bench.calls(Call::ExportDmaBuf) - before,
+                bench.calls(DeviceCall::ExportDmaBuf) - before,
                 whole + segments + probes,
                 "{kind:?}, round {round}"
             );
@@ -144,15 +144,15 @@ fn every_nic_reaches_the_same_bytes_with_its_own_key() {
 fn a_fault_at_any_call_of_any_nic_leaves_nothing_registered() {
     let _alone = alone();
     let device_calls = [
-        Call::Query,
-        Call::Segments,
-        Call::ExportDmaBuf,
-        Call::CreateFd,
-        Call::ExportPeerMemory,
-        Call::ReserveAddress,
-        Call::CreateMemory,
-        Call::Free,
-        Call::ReleaseDmaBuf,
+        DeviceCall::Query,
+        DeviceCall::Segments,
+        DeviceCall::ExportDmaBuf,
+        DeviceCall::CreateFd,
+        DeviceCall::ExportPeerMemory,
+        DeviceCall::ReserveAddress,
+        DeviceCall::CreateMemory,
+        DeviceCall::Free,
+        DeviceCall::ReleaseDmaBuf,
     ];
     for warm in [false, true] {
         for peer_memory in [false, true] {
@@ -168,7 +168,7 @@ fn a_fault_at_any_call_of_any_nic_leaves_nothing_registered() {
                 }
             }
             for nth in 1.. {
-                let fault = |bench: &Bench| bench.faults.fail(NicCall::Register, nth, Errno(5));
+                let fault = |bench: &Bench| bench.faults.fail_nth(NicCall::Register, nth, Errno(5));
                 if !breaks(
                     imports,
                     warm,
@@ -195,7 +195,7 @@ fn breaks(
     nth: u64,
 ) -> bool {
     let bench = bench_of(Simulated::builder().peer_memory(true), imports);
-    bench.faults.count();
+    bench.faults.start_counting();
     let domains = domains(&bench, P2pPolicy::Required);
     let mut buffer = bench.buffer(PAGE);
     if warm {
@@ -233,8 +233,8 @@ fn registration_refused_by_the_last_nic_is_undone_at_the_others() {
     let buffer = close(register(&domains, bench.buffer(PAGE)).unwrap());
     let before = bench.residue();
     // The last NIC refuses both mappings.
-    bench.faults.fail(NicCall::Register, 4, Errno(12));
-    bench.faults.fail(NicCall::Register, 5, Errno(12));
+    bench.faults.fail_nth(NicCall::Register, 4, Errno(12));
+    bench.faults.fail_nth(NicCall::Register, 5, Errno(12));
     let rejected = register(&domains, buffer).unwrap_err();
     assert_eq!(rejected.error.kind(), ErrorKind::OutOfResources);
     assert_eq!(rejected.error.provider_name(), Some("loopback/loop3"), "the error names the NIC");
@@ -251,9 +251,9 @@ fn failed_undo_returns_the_region_with_the_error() {
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
     let buffer = close(register(&domains, bench.buffer(PAGE)).unwrap());
-    bench.faults.fail(NicCall::Register, 3, Errno(12));
-    bench.faults.fail(NicCall::Register, 4, Errno(12));
-    bench.faults.fail(NicCall::Deregister, 2, Errno(5));
+    bench.faults.fail_nth(NicCall::Register, 3, Errno(12));
+    bench.faults.fail_nth(NicCall::Register, 4, Errno(12));
+    bench.faults.fail_nth(NicCall::Deregister, 2, Errno(5));
     let rejected = register(&domains, buffer).unwrap_err();
     assert_eq!((rejected.value.regions().len(), regions(&domains)), (1, 1));
     assert_eq!(rejected.error.context_value("left registered"), Some("1"));
@@ -278,7 +278,7 @@ fn refused_close_returns_the_open_regions() {
     let shared = register(&domains, bench.buffer(PAGE)).unwrap();
     let part = shared.regions()[2].range().slice(10, 20).unwrap();
     let sub = shared.regions()[2].sub(part, REMOTE, None).unwrap();
-    bench.faults.fail(NicCall::Deregister, 1, Errno(5));
+    bench.faults.fail_nth(NicCall::Deregister, 1, Errno(5));
     let rejected = shared.close().unwrap_err();
     assert_eq!(
         rejected.value.regions().len(),
@@ -309,7 +309,7 @@ fn refused_release_of_an_export_is_in_the_trace_of_the_last_nic() {
         let errors = calls.map(|attempt| attempt.error.as_ref().expect("refused"));
         errors.map(|error| error.os_errno()).collect::<Vec<_>>()
     };
-    bench.device.faults().fail_next(Call::ReleaseDmaBuf, Errno(5));
+    bench.device.faults().fail_next(DeviceCall::ReleaseDmaBuf, Errno(5));
     let shared = register(&domains, buffer).expect("the registrations are good");
     let found: Vec<_> = shared
         .regions()
@@ -318,9 +318,9 @@ fn refused_release_of_an_export_is_in_the_trace_of_the_last_nic() {
         .collect();
     assert_eq!(found, [vec![], vec![], vec![], vec![Some(Errno(5))]]);
     let buffer = close(shared);
-    bench.faults.fail(NicCall::Register, 4, Errno(12));
-    bench.faults.fail(NicCall::Register, 5, Errno(12));
-    bench.device.faults().fail_next(Call::ReleaseDmaBuf, Errno(5));
+    bench.faults.fail_nth(NicCall::Register, 4, Errno(12));
+    bench.faults.fail_nth(NicCall::Register, 5, Errno(12));
+    bench.device.faults().fail_next(DeviceCall::ReleaseDmaBuf, Errno(5));
     let rejected = register(&domains, buffer).unwrap_err();
     assert_eq!(released(rejected.error.trace()), [Some(Errno(5))]);
     assert!(rejected.value.regions().is_empty());
@@ -337,15 +337,19 @@ fn nics_without_a_remembered_path_register_the_export_that_exists() {
     let domains = domains(&bench, P2pPolicy::Required);
     let buffer = bench.buffer(PAGE);
     // Without pages for probes, no NIC has a remembered path.
-    bench.device.faults().fail_always(Call::CreateMemory, Errno(12));
-    bench.device.faults().fail_next(Call::ExportDmaBuf, Errno(12));
-    let before = bench.calls(Call::ExportDmaBuf);
+    bench.device.faults().fail_always(DeviceCall::CreateMemory, Errno(12));
+    bench.device.faults().fail_next(DeviceCall::ExportDmaBuf, Errno(12));
+    let before = bench.calls(DeviceCall::ExportDmaBuf);
     bench.record.take();
     let shared = register(&domains, buffer).expect("the default mapping works");
     let handed = bench.record.handed();
     assert_eq!(handed.len(), NICS.len());
     assert!(handed.iter().all(|fd| *fd == handed[0]), "one export serves all: {handed:?}");
-    assert_eq!(bench.calls(Call::ExportDmaBuf) - before, 2, "the refused and the existing export");
+    assert_eq!(
+        bench.calls(DeviceCall::ExportDmaBuf) - before,
+        2,
+        "the refused and the existing export"
+    );
     for region in shared.regions() {
         assert_eq!(region.decision().unwrap().mapping, DmaBufMapping::Default);
     }
@@ -383,7 +387,7 @@ fn host_memory_and_application_dma_bufs_register_on_several_nics() {
     // SAFETY: the buffer is dropped after the regions, and no reference to it exists.
     let memory = unsafe { Raw::new(given, Promise::ReadWrite) };
     let shared = Batch::on(&domains).add(Request::new(memory, REMOTE)).register().unwrap();
-    assert_eq!((shared.regions().len(), bench.calls(Call::ExportDmaBuf)), (4, 1));
+    assert_eq!((shared.regions().len(), bench.calls(DeviceCall::ExportDmaBuf)), (4, 1));
     let host = Request::new(vec![7u8; 100], REMOTE).flags(MrFlags::MR_DMABUF);
     let no_dma_buf = Batch::on(&domains).add(host).register();
     assert_eq!(no_dma_buf.unwrap_err().error.kind(), ErrorKind::InvalidArgument);

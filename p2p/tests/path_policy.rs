@@ -18,7 +18,7 @@ use hmem_core::{
     path::P2pPolicy,
     provider::{Imports, Nic},
 };
-use hmem_iface_system::{Call, DmaBufKind, FreeDetection, P2pMatrix, Simulated};
+use hmem_iface_system::{DeviceCall, DmaBufKind, FreeDetection, P2pMatrix, Simulated};
 use hmem_p2p::path::{DefaultPathSelector, FactSource, Facts};
 use hmem_provider_loopback::Loopback;
 use path_support::{Bench, PAGE, REMOTE, close, recording::RegisteredAs, register};
@@ -177,7 +177,8 @@ impl Case {
                     !handed.iter().any(|handed| handed.is_device_handle()),
                     "{case:?}: {handed:?}"
                 );
-                let exports = bench.calls(Call::ExportDmaBuf) + bench.calls(Call::ExportPeerMemory);
+                let exports = bench.calls(DeviceCall::ExportDmaBuf)
+                    + bench.calls(DeviceCall::ExportPeerMemory);
                 assert_eq!(exports, 0, "{case:?}");
             }
         }

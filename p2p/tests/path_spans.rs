@@ -22,9 +22,9 @@ use hmem_core::{
     path::{Attempt, P2pPolicy},
     provider::Imports,
 };
-use hmem_iface_system::{Call, DmaBufKind, Simulated};
+use hmem_iface_system::{DeviceCall, DmaBufKind, Simulated};
 use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
-use hmem_provider_loopback::{Call as NicCall, Loopback};
+use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{
     ALL_IMPORTS, Bench, PAGE, REMOTE, alone, close,
     recording::RegisteredAs,
@@ -131,10 +131,10 @@ fn range_of_several_segments_is_one_registration() {
     close(world.register(4));
     let before = world.bench.residue();
     world.bench.record.take();
-    let asked = world.bench.calls(Call::ExportDmaBuf);
+    let asked = world.bench.calls(DeviceCall::ExportDmaBuf);
     let region = world.register(4);
     assert_eq!(dma_bufs(&world.bench.record.handed()), 1);
-    assert_eq!(world.bench.calls(Call::ExportDmaBuf) - asked, 1);
+    assert_eq!(world.bench.calls(DeviceCall::ExportDmaBuf) - asked, 1);
     assert_eq!(
         world.bench.device.stats().live_exports,
         0,
@@ -181,7 +181,7 @@ fn segments_are_registered_if_the_nic_refuses_the_whole_range() {
     close(world.register(4));
     let before = world.bench.residue();
     world.bench.record.take();
-    world.bench.faults.fail(NicCall::Register, 1, Errno(22));
+    world.bench.faults.fail_nth(NicCall::Register, 1, Errno(22));
     let region = world.register(4);
     let handed = world.bench.record.handed();
     assert_eq!((handed.len(), dma_bufs(&handed[1..])), (5, 4), "the whole, then each: {handed:?}");
@@ -209,7 +209,7 @@ fn refused_whole_range_does_not_affect_other_buffers() {
     let world = segmented(|_| {});
     for refused in [true, true, true, true, true, false, true, false] {
         if refused {
-            world.bench.faults.fail(NicCall::Register, 1, Errno(22));
+            world.bench.faults.fail_nth(NicCall::Register, 1, Errno(22));
         }
         let region = world.register(4);
         let decision = Arc::clone(region.decision().expect("decided"));
@@ -236,7 +236,7 @@ fn error_has_both_refusals_and_nothing_leaks() {
         drop(world.buffer(4));
         let before = world.bench.residue();
         for nth in [1, 2] {
-            world.bench.faults.fail(NicCall::Register, nth, Errno(22));
+            world.bench.faults.fail_nth(NicCall::Register, nth, Errno(22));
         }
         let rejected =
             world.domain.register(world.buffer(4), REMOTE | LOCAL).expect_err("refused twice");
@@ -266,7 +266,7 @@ fn invalid_request_is_not_retried_by_segment() {
     let world = segmented(|_| {});
     let memory = close(world.register(4));
     world.bench.record.take();
-    world.bench.faults.fail(NicCall::Register, 1, Errno(125));
+    world.bench.faults.fail_nth(NicCall::Register, 1, Errno(125));
     let refused = world.domain.register(memory, REMOTE | LOCAL).expect_err("cancelled").error;
     assert_eq!(refused.kind(), ErrorKind::Canceled, "{refused}");
     assert_eq!((world.bench.record.handed().len(), refused.trace().len()), (1, 1), "{refused}");
@@ -436,11 +436,15 @@ fn refused_whole_range_is_still_used_by_other_nics() {
     };
     let mut memory = on(world.buffer(4)).close().map_err(Error::from).expect("close");
     let before = world.bench.residue();
-    let asked = world.bench.calls(Call::ExportDmaBuf);
+    let asked = world.bench.calls(DeviceCall::ExportDmaBuf);
     // The second NIC refuses the whole range.
-    world.bench.faults.fail(NicCall::Register, 2, Errno(22));
+    world.bench.faults.fail_nth(NicCall::Register, 2, Errno(22));
     let shared = on(memory.remove(0));
-    assert_eq!(world.bench.calls(Call::ExportDmaBuf) - asked, 1 + 4, "each part is exported once");
+    assert_eq!(
+        world.bench.calls(DeviceCall::ExportDmaBuf) - asked,
+        1 + 4,
+        "each part is exported once"
+    );
     let last = |at: usize| {
         let decision = Arc::clone(shared.regions()[at].decision().expect("decided"));
         decision.attempts.last().expect("an attempt").call.clone()

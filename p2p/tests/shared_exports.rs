@@ -14,10 +14,10 @@ use hmem_core::{
     provider::{EndpointAttr, Imports},
 };
 use hmem_iface_system::{
-    AddressReuse, Call, DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder, System,
+    AddressReuse, DeviceCall, DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder, System,
 };
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_loopback::{Call as NicCall, Faults, Loopback};
+use hmem_provider_loopback::{Faults, Loopback, NicCall};
 
 const PAGE: u64 = 4096;
 const ACCESS: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
@@ -78,7 +78,7 @@ impl Bench {
     }
 
     fn exports(&self) -> u64 {
-        self.device.stats().calls(Call::ExportDmaBuf)
+        self.device.stats().calls(DeviceCall::ExportDmaBuf)
     }
 
     fn live_exports(&self) -> u64 {
@@ -186,7 +186,7 @@ fn refused_and_staged_registrations_store_nothing() {
     let bench = Bench::new();
     let exports = SharedExports::new();
     let memory = bench.allocate(AllocationKind::Device, PAGE);
-    bench.faults.fail(NicCall::Register, 1, EIO);
+    bench.faults.fail_nth(NicCall::Register, 1, EIO);
     register(&bench.nics[0], memory.range, &exports).expect_err("the NIC refuses the export");
     assert_eq!((bench.live_exports(), exports.is_empty()), (0, true));
     bench.faults.clear();

@@ -12,7 +12,7 @@ use hmem_core::{Access, Error, ErrorKind, MrMode, Result};
 use parking_lot::RwLockReadGuard;
 
 use super::{
-    Call, Few,
+    Few, NicCall,
     endpoint::{EndpointState, canceled_request},
     keys::Token,
     memory::{self, DeviceMemory, Span},
@@ -336,6 +336,6 @@ pub(super) fn copy(
         _ => None,
     };
     memory::pipe(from, to, &pool, canceled, || {
-        initiator.domain.nic.config.faults.enter(Call::Chunk)
+        initiator.domain.nic.config.faults.enter(NicCall::Chunk)
     })
 }

@@ -17,7 +17,7 @@ use hmem_core::{
 use parking_lot::{Mutex, ReentrantMutex, RwLock};
 
 use super::{
-    Call,
+    NicCall,
     domain::DomainState,
     inbox::{Header, Inbox, Receive},
     keys,
@@ -160,7 +160,7 @@ impl EndpointState {
         if self.is_closed() {
             return Err(closed());
         }
-        self.domain.nic.config.faults.enter(Call::Post)?;
+        self.domain.nic.config.faults.enter(NicCall::Post)?;
         if let Operation::Receive { tag, from } = &request.operation {
             let (local, capacity) = request::local_parts(&self.domain, request.local)?;
             let from = from.map(|peer| self.peer_endpoint(peer)).transpose()?;

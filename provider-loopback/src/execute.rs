@@ -8,7 +8,7 @@ use hmem_core::{
 };
 
 use super::{
-    Call, Few,
+    Few, NicCall,
     access::{self, LocalSide, RemoteSide},
     atomic::{self, Element},
     endpoint::{DomainEndpoints, EndpointState},
@@ -97,7 +97,7 @@ fn rma(initiator: &EndpointState, work: &Work, remote: &[RemotePart], write: boo
     let mut spans = Few::new();
     far.spans(remote, &mut spans)?;
     far.spend()?;
-    initiator.domain.nic.config.faults.enter(Call::Transfer)?;
+    initiator.domain.nic.config.faults.enter(NicCall::Transfer)?;
     let (local, spans) = (local.as_slice(), spans.as_slice());
     let run = if write { (local, spans) } else { (spans, local) };
     let moved = access::copy(initiator, target, run, local)?;
@@ -137,7 +137,7 @@ fn atomic(
         atomic::check_alignment(span, size)?;
     }
     far.spend()?;
-    initiator.domain.nic.config.faults.enter(Call::Transfer)?;
+    initiator.domain.nic.config.faults.enter(NicCall::Transfer)?;
     let mut old = vec![0; len as usize];
     let mut done = 0;
     for span in spans.iter() {

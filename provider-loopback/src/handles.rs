@@ -26,7 +26,7 @@ use hmem_core::{
 use parking_lot::Mutex;
 
 use super::{
-    Call,
+    NicCall,
     domain::DomainState,
     endpoint::{DomainEndpoints, EndpointState, Fabric},
     execute,
@@ -101,8 +101,8 @@ impl Domain {
         })
     }
 
-    fn enter(&self, call: Call) -> Result<()> {
-        self.state.process.check(call.operation())?;
+    fn enter(&self, call: NicCall) -> Result<()> {
+        self.state.process.check(call.name())?;
         self.state.nic.config.faults.enter(call)
     }
 }
@@ -153,7 +153,7 @@ unsafe impl ProviderDomain for Domain {
             // This is a forked child. The registration belongs to its parent.
             return Ok(());
         }
-        self.state.nic.config.faults.enter(Call::Deregister)?;
+        self.state.nic.config.faults.enter(NicCall::Deregister)?;
         self.state.deregister(token_of(region))
     }
 
@@ -213,7 +213,7 @@ unsafe impl ProviderDomain for Domain {
 
 impl Transport for Domain {
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.enter(Call::OpenCq)?;
+        self.enter(NicCall::OpenCq)?;
         let queue = Arc::new(Queue::new(depth.max(1)));
         let mut queues = self.queues.lock();
         queues.retain(|queue| queue.strong_count() > 0);
@@ -224,7 +224,7 @@ impl Transport for Domain {
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.enter(Call::OpenEndpoint)?;
+        self.enter(NicCall::OpenEndpoint)?;
         Ok(Arc::new(Endpoint::open(self.this(), attr)?))
     }
 }
@@ -244,7 +244,7 @@ impl SubRegions for Domain {
 
 impl Enabling for Domain {
     fn enable(&self, region: ProviderRegion) -> Result<()> {
-        self.enter(Call::Enable)?;
+        self.enter(NicCall::Enable)?;
         let enable = |region: &Region| {
             region.enable();
             Ok(())
@@ -255,7 +255,7 @@ impl Enabling for Domain {
 
 impl RawKeys for Domain {
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
-        self.enter(Call::RawKey)?;
+        self.enter(NicCall::RawKey)?;
         self.state.raw_key(token_of(region))
     }
 
@@ -266,13 +266,13 @@ impl RawKeys for Domain {
         addressing: Addressing,
         raw: &RawKey,
     ) -> Result<RemoteKey> {
-        self.enter(Call::MapRaw)?;
+        self.enter(NicCall::MapRaw)?;
         let number = self.state.mapped.map(raw, self.state.nic.attr.raw_key_size)?;
         Ok(RemoteKey::mapped(addressing, base, len, number))
     }
 
     fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
-        self.enter(Call::UnmapKey)?;
+        self.enter(NicCall::UnmapKey)?;
         let known = key.is_mapped() && self.state.mapped.unmap(key.as_u64()?);
         if known {
             return Ok(());
@@ -300,17 +300,17 @@ impl provider::Windows for Domain {
     }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
-        self.enter(Call::AllocWindow)?;
+        self.enter(NicCall::AllocWindow)?;
         self.state.windows.alloc(window)
     }
 
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
-        self.enter(Call::BindWindow)?;
+        self.enter(NicCall::BindWindow)?;
         self.state.windows.bind(window, bind)
     }
 
     fn free_window(&self, window: ProviderWindow) -> Result<()> {
-        self.enter(Call::FreeWindow)?;
+        self.enter(NicCall::FreeWindow)?;
         self.state.windows.free(window)
     }
 
@@ -326,7 +326,7 @@ impl provider::Windows for Domain {
         bind: &WindowBind,
         tag: u8,
     ) -> Result<()> {
-        self.enter(Call::BindWindow)?;
+        self.enter(NicCall::BindWindow)?;
         let endpoint = self.own(endpoint, "bind window")?;
         self.state.windows.bind_posted(window, bind, tag, &endpoint.state.life)
     }
@@ -336,7 +336,7 @@ impl provider::Windows for Domain {
         endpoint: &dyn ProviderEndpoint,
         window: ProviderWindow,
     ) -> Result<()> {
-        self.enter(Call::BindWindow)?;
+        self.enter(NicCall::BindWindow)?;
         let endpoint = self.own(endpoint, "invalidate window")?;
         self.state.windows.invalidate(window, endpoint.state.id())
     }
@@ -344,14 +344,14 @@ impl provider::Windows for Domain {
 
 impl RegionCounters for Domain {
     fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()> {
-        self.enter(Call::BindCounter)?;
+        self.enter(NicCall::BindCounter)?;
         self.state.bind_counter(token_of(region), counter)
     }
 }
 
 impl EndpointBinding for Domain {
     fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()> {
-        self.enter(Call::BindEndpoint)?;
+        self.enter(NicCall::BindEndpoint)?;
         let endpoint = self.own(endpoint, "bind endpoint")?;
         self.state.bind_endpoint(token_of(region), &endpoint.state.life)
     }
@@ -365,7 +365,7 @@ impl StagingAccess for Domain {
 
 impl ManualProgress for Domain {
     fn progress(&self) -> Result<usize> {
-        self.enter(Call::Progress)?;
+        self.enter(NicCall::Progress)?;
         Ok(execute::step(&self.endpoints))
     }
 }
@@ -380,8 +380,8 @@ struct Cq {
 
 impl CompletionQueue for Cq {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
-        self.domain.process.check(Call::ReadCq.operation())?;
-        self.domain.nic.config.faults.enter(Call::ReadCq)?;
+        self.domain.process.check(NicCall::ReadCq.name())?;
+        self.domain.nic.config.faults.enter(NicCall::ReadCq)?;
         if self.by_hand {
             execute::step(&self.endpoints);
         }
@@ -390,7 +390,7 @@ impl CompletionQueue for Cq {
 
     fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
         self.domain.process.check("wait for completions")?;
-        self.domain.nic.config.faults.enter(Call::ReadCq)?;
+        self.domain.nic.config.faults.enter(NicCall::ReadCq)?;
         let deadline = Instant::now().checked_add(timeout);
         if !self.by_hand {
             return self.queue.wait(out, max, deadline);
@@ -465,12 +465,12 @@ impl ProviderEndpoint for Endpoint {
     }
 
     fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
-        self.domain.enter(Call::Resolve)?;
+        self.domain.enter(NicCall::Resolve)?;
         Ok(self.state.add_peer(&self.domain.fabric.find(name)?))
     }
 
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
-        self.domain.state.process.check(Call::Post.operation())?;
+        self.domain.state.process.check(NicCall::Post.name())?;
         self.state.submit(request)
     }
 
@@ -479,7 +479,7 @@ impl ProviderEndpoint for Endpoint {
             // This is a forked child. The endpoint belongs to its parent.
             return Ok(());
         }
-        self.domain.enter(Call::CloseEndpoint)?;
+        self.domain.enter(NicCall::CloseEndpoint)?;
         self.state.close(false)
     }
 }

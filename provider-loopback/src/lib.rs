@@ -105,7 +105,8 @@ mod request;
 mod window;
 
 pub use config::{Memory, Progress};
-pub use faults::{Call, Faults, Gate};
+pub use faults::{Faults, NicCall};
+pub use hmem_core::testing::Gate;
 pub use provider::{Builder, Loopback};
 
 /// A list that usually has one item. One item needs no heap allocation.

@@ -6,7 +6,7 @@ use hmem_core::{Access, Error, ErrorKind, Result, transfer::CompletionKind};
 use hmem_p2p::staging::Part;
 
 use super::{
-    Call, Few,
+    Few, NicCall,
     access::{self, LocalSide},
     endpoint::{EndpointState, unreachable_peer},
     inbox::{Body, Destination, Header, Message, Receive},
@@ -228,7 +228,7 @@ fn deliver(
     // receive. The copy then reports the side that failed. Other memory is read first, so that a
     // failed read is an error of the sender.
     let direct = spans.iter().all(|span| span.reads_never_fail() || span.staged().is_some());
-    let read = sender.domain.nic.config.faults.enter(Call::Transfer).and_then(|()| {
+    let read = sender.domain.nic.config.faults.enter(NicCall::Transfer).and_then(|()| {
         if direct && receive.is_some() {
             Ok(Vec::new())
         } else {

@@ -10,7 +10,7 @@ use hmem_core::{
 };
 
 use super::{
-    Call, Faults, Memory, Progress,
+    Faults, Memory, NicCall, Progress,
     config::{Config, MAX_REGIONS},
     endpoint::Fabric,
     handles::Domain,
@@ -65,7 +65,7 @@ impl Provider for Loopback {
                 .context("nics", names.join(", "))
                 .remedy("name a NIC of this fabric")
         })?;
-        nic.config.faults.enter(Call::OpenDomain)?;
+        nic.config.faults.enter(NicCall::OpenDomain)?;
         let domain: Arc<dyn ProviderDomain> = Domain::open(&self.fabric, nic, request)?;
         Ok(domain)
     }

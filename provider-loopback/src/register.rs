@@ -10,7 +10,7 @@ use hmem_core::{
 use parking_lot::RwLock;
 
 use super::{
-    Call, Few,
+    Few, NicCall,
     domain::DomainState,
     keys::Token,
     memory::{self, AnnouncedPages, DeviceMemory, PieceMemory, Pinned, Pinner, Run},
@@ -30,7 +30,7 @@ impl DomainState {
         let len = pieces.iter().map(|piece| piece.range.len()).sum();
         let reservation = self.nic.reserve(len)?;
         let region = self.prepare(request, pieces, len)?;
-        self.nic.config.faults.enter(Call::Register)?;
+        self.nic.config.faults.enter(NicCall::Register)?;
         self.insert(request.key, Pages::Own(len), region, reservation)
     }
 
@@ -219,7 +219,7 @@ impl DomainState {
         offset: u64,
         len: u64,
     ) -> Result<ProviderRegion> {
-        self.nic.config.faults.enter(Call::RegisterSub)?;
+        self.nic.config.faults.enter(NicCall::RegisterSub)?;
         let regions = &self.nic.regions;
         regions.add_dependent(self.id, base, "register sub-region")?;
         let part = |parent: &Region| {
@@ -276,7 +276,7 @@ impl DomainState {
 
     pub(super) fn refresh(&self, token: Token, ranges: &[AddressRange]) -> Result<()> {
         let region = self.nic.regions.refresh(self.id, token)?;
-        self.nic.config.faults.enter(Call::Refresh)?;
+        self.nic.config.faults.enter(NicCall::Refresh)?;
         let write = region.attr.access.nic_writes();
         let mut done = Vec::new();
         for (piece, pinned) in region.borrowed() {

@@ -36,7 +36,7 @@ use parking_lot::{ArcRwLockReadGuard, Mutex, RawRwLock, RwLock};
 use smallvec::SmallVec;
 
 use super::{
-    Call,
+    NicCall,
     keys::{DomainKeys, Token},
     nic::Nic,
     region::{AccessStart, Refusal, Region, denied},
@@ -616,7 +616,7 @@ impl Windows {
         if endings.is_empty() {
             return Ok(false);
         }
-        self.nic.config.faults.enter(Call::EndBinding)?;
+        self.nic.config.faults.enter(NicCall::EndBinding)?;
         Binding::end_all(&endings);
         Ok(true)
     }

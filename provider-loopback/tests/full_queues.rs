@@ -13,7 +13,7 @@ use hmem_core::{
     provider::CompletionQueue,
     transfer::{Completion, CompletionKind, Operation, RemoteSegment},
 };
-use hmem_provider_loopback::{Call, Faults, Loopback, Progress};
+use hmem_provider_loopback::{Faults, Loopback, NicCall, Progress};
 use support::*;
 
 const SEND: Operation<'static> = Operation::Send { tag: None, invalidate: None };
@@ -114,7 +114,7 @@ fn failed_and_canceled_requests_complete_in_a_full_queue() {
     let faults = Faults::new();
     let provider = Loopback::builder().faults(&faults).build().unwrap();
     let (one, other) = shared(&provider, 4);
-    faults.fail(Call::Transfer, 1, Errno(5));
+    faults.fail_nth(NicCall::Transfer, 1, Errno(5));
     post(&one, SEND, 0).unwrap();
     progress(&one);
     post(&one, RECEIVE, 1).unwrap();

@@ -17,7 +17,7 @@ use hmem_core::{
     provider::{Backing, ManualProgress, Piece},
     transfer::{AtomicOp, AtomicType, Operation, RemoteSegment},
 };
-use hmem_provider_loopback::{Call, Faults, Loopback, Memory, Progress};
+use hmem_provider_loopback::{Faults, Loopback, Memory, NicCall, Progress};
 use rustix::{
     fs::{MemfdFlags, OFlags, SealFlags},
     mm::{MapFlags, MprotectFlags, ProtFlags},
@@ -474,7 +474,7 @@ fn peers_are_refused_during_a_refresh() {
         RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
     let here = Buffer::new(8);
     std::thread::scope(|scope| {
-        let gate = faults.hold(Call::Refresh);
+        let gate = faults.hold(NicCall::Refresh);
         let refreshing =
             scope.spawn(|| pair.there.domain.refresh().unwrap().refresh_pages(region, &[]));
         gate.wait_held();
@@ -514,7 +514,7 @@ fn refresh_waits_for_a_transfer_in_flight() {
         let regions = [region, sub, part(sub, 3), part(region, 4)];
         let key = remote(regions[transferred], 64);
         std::thread::scope(|scope| {
-            let gate = faults.hold(Call::Transfer);
+            let gate = faults.hold(NicCall::Transfer);
             let writing = scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, 0));
             gate.wait_held();
             let refreshing = scope.spawn(|| {

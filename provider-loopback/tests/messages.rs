@@ -17,7 +17,7 @@ use hmem_core::{
         RemoteSegment,
     },
 };
-use hmem_provider_loopback::{Call, Faults, Loopback, Progress};
+use hmem_provider_loopback::{Faults, Loopback, NicCall, Progress};
 use support::*;
 
 fn pair() -> Pair {
@@ -207,7 +207,7 @@ fn failed_send_leaves_the_receive_posted() {
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
     let sink = Buffer::new(8);
     receive(&pair.there, None, None, sink.whole(), 1).unwrap();
-    faults.fail(Call::Transfer, 1, hmem_core::Errno(5));
+    faults.fail_nth(NicCall::Transfer, 1, hmem_core::Errno(5));
     refused(pair.here.run(send(None), &[Buffer::filled(8, 1).whole()], pair.to), ErrorKind::Driver);
     pair.here.run(send(None), &[Buffer::filled(8, 2).whole()], pair.to).unwrap();
     assert_eq!(received(pair.there.next()), (1, 8, None));
@@ -222,7 +222,7 @@ fn failed_send_keeps_the_order_of_receives() {
     receive(&pair.there, Some((1, 0)), None, sink.segment(0, 1, None), 1).unwrap();
     // This receive matches every tag, even the tag that the first receive waits for.
     receive(&pair.there, Some((0, u64::MAX)), None, sink.segment(1, 1, None), 2).unwrap();
-    faults.fail(Call::Transfer, 1, hmem_core::Errno(5));
+    faults.fail_nth(NicCall::Transfer, 1, hmem_core::Errno(5));
     refused(
         pair.here.run(send(Some(2)), &[Buffer::filled(1, 1).whole()], pair.to),
         ErrorKind::Driver,

@@ -13,7 +13,7 @@ use hmem_core::{
     provider::{Features, LiveObjects, ProgressModel, Provider, WindowType},
     transfer::{AtomicOp, LocalSegment, Operation, PeerId, RemoteSegment},
 };
-use hmem_provider_loopback::{Builder, Call, Faults, Loopback, Progress};
+use hmem_provider_loopback::{Builder, Faults, Loopback, NicCall, Progress};
 use support::*;
 
 fn pair(mode: MrMode) -> Pair {
@@ -352,20 +352,20 @@ fn failed_call_leaves_no_object_behind() {
         })();
         there.deregister(region).and(used.map(|_| ()))
     };
-    faults.count();
+    faults.start_counting();
     scenario().unwrap();
     let calls = [
-        Call::OpenDomain,
-        Call::OpenCq,
-        Call::Register,
-        Call::RegisterSub,
-        Call::RawKey,
-        Call::MapRaw,
-        Call::Post,
-        Call::Transfer,
+        NicCall::OpenDomain,
+        NicCall::OpenCq,
+        NicCall::Register,
+        NicCall::RegisterSub,
+        NicCall::RawKey,
+        NicCall::MapRaw,
+        NicCall::Post,
+        NicCall::Transfer,
     ];
     for call in calls {
-        faults.fail(call, 1, Errno(12));
+        faults.fail_nth(call, 1, Errno(12));
         refused(scenario(), ErrorKind::OutOfResources);
         let mut left = LiveObjects::default();
         left.endpoints = 1;
@@ -381,7 +381,7 @@ fn failed_deregistration_leaves_the_region_usable() {
     let target = Buffer::new(8);
     let region =
         RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
-    faults.fail(Call::Deregister, 1, Errno(5));
+    faults.fail_nth(NicCall::Deregister, 1, Errno(5));
     refused(pair.there.domain.deregister(region), ErrorKind::Driver);
     let source = Buffer::filled(8, 1);
     pair.here.write(pair.to, &[source.whole()], &remote(region, 8), 0).unwrap();

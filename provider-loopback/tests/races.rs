@@ -12,7 +12,7 @@ use hmem_core::{
     provider::{DomainRequest, Provider, WindowBind, WindowState, WindowType},
     transfer::{Operation, PeerId},
 };
-use hmem_provider_loopback::{Call, Faults, Loopback, Memory, Progress};
+use hmem_provider_loopback::{Faults, Loopback, Memory, NicCall, Progress};
 use support::*;
 
 #[test]
@@ -29,7 +29,7 @@ fn deregistration_waits_for_a_transfer_in_flight() {
         let key = remote(region, 64);
         let returned = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let gate = faults.hold(Call::Transfer);
+            let gate = faults.hold(NicCall::Transfer);
             let writing = scope.spawn(|| {
                 let result = pair.here.write(pair.to, &[source.whole()], &key, 0);
                 (result, returned.load(Ordering::SeqCst))
@@ -79,7 +79,7 @@ fn closing_an_endpoint_waits_for_its_executing_request() {
             pair.there.post(receive, &[target.whole()], PeerId(0), 1).unwrap();
         }
         std::thread::scope(|scope| {
-            let gate = faults.hold(Call::Transfer);
+            let gate = faults.hold(NicCall::Transfer);
             let moving = scope.spawn(|| {
                 if message {
                     let send = Operation::Send { tag: None, invalidate: None };
@@ -130,7 +130,7 @@ fn request_posted_while_its_endpoint_closes_is_refused_or_canceled() {
         let to = end.peer(&end);
         let buffer = Buffer::new(8);
         let posted = std::thread::scope(|scope| {
-            let gate = faults.hold(Call::Post);
+            let gate = faults.hold(NicCall::Post);
             let posting = scope.spawn(|| end.post(operation, &[buffer.whole()], to, 5));
             gate.wait_held();
             end.endpoint.close().unwrap();
@@ -166,7 +166,7 @@ fn window_bound_while_its_endpoint_closes_is_free_afterwards() {
     let (access, addressing) = (Access::REMOTE_WRITE, Addressing::ZeroBased);
     let bind = WindowBind { region, offset: 0, len: 64, access, addressing };
     let bound = std::thread::scope(|scope| {
-        let gate = faults.hold(Call::Refresh);
+        let gate = faults.hold(NicCall::Refresh);
         let refreshing =
             scope.spawn(|| domain.refresh().unwrap().refresh_pages(region, &[target.range()]));
         gate.wait_held();
@@ -174,7 +174,7 @@ fn window_bound_while_its_endpoint_closes_is_free_afterwards() {
             let windows = domain.windows().unwrap();
             windows.bind_window_now(&*end.endpoint, window, &bind, 1)
         });
-        faults.wait_for_calls(Call::BindWindow, 1);
+        faults.wait_for_calls(NicCall::BindWindow, 1);
         // The bind reaches the lock of the region during this loop.
         for _ in 0..1000 {
             std::thread::yield_now();
@@ -209,7 +209,7 @@ fn region_closes_after_the_endpoint_of_its_window_during_a_transfer() {
         let number = windows.window_status(window).unwrap().key;
         let key = RemoteKey::new(addressing, Iova(0), 64, number);
         std::thread::scope(|scope| {
-            let gate = faults.hold(Call::Transfer);
+            let gate = faults.hold(NicCall::Transfer);
             let writing = scope.spawn(|| pair.here.write(pair.to, &[source.whole()], &key, 0));
             gate.wait_held();
             pair.there.endpoint.close().unwrap();
@@ -220,7 +220,7 @@ fn region_closes_after_the_endpoint_of_its_window_during_a_transfer() {
                 other.endpoint.close().unwrap();
             }
             let closing = scope.spawn(|| (domain.deregister(region), target.bytes()));
-            while faults.calls(Call::EndBinding) == 0 && !closing.is_finished() {
+            while faults.calls(NicCall::EndBinding) == 0 && !closing.is_finished() {
                 std::thread::yield_now();
             }
             assert!(!closing.is_finished(), "refused, or closed in the middle of a transfer");
@@ -393,7 +393,7 @@ fn registration_in_flight_has_no_valid_key() {
     let target = Buffer::new(8);
     let source = Buffer::filled(8, 1);
     std::thread::scope(|scope| {
-        let gate = faults.hold(Call::Register);
+        let gate = faults.hold(NicCall::Register);
         let registering = scope
             .spawn(|| RegAttr::key(9).register(&*pair.there.domain, &[host(target.range(), true)]));
         gate.wait_held();

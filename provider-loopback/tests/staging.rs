@@ -11,8 +11,8 @@ use hmem_core::{
     provider::{EndpointAttr, Provider, StagingAttr},
     transfer::{AtomicOp, AtomicType, CompletionKind, RemoteSegment},
 };
-use hmem_iface_system::{Call as DeviceCall, Simulated, Stepping};
-use hmem_provider_loopback::{Call, Faults, Loopback, Progress};
+use hmem_iface_system::{DeviceCall, Simulated, Stepping};
+use hmem_provider_loopback::{Faults, Loopback, NicCall, Progress};
 use proptest::prelude::*;
 use staging_cases::*;
 
@@ -95,12 +95,12 @@ fn copy_engine_works_while_the_nic_copies_a_chunk() {
     let far = net.far.host(CHUNK * 8, LOCAL | REMOTE);
     let (key, list) = (far.region().key().unwrap(), [staged.slice(0, CHUNK * 8)]);
     let remote = [RemoteSegment { address: key.base(), len: CHUNK * 8, key: &key }];
-    let begun = || net.device.faults().count(DeviceCall::CopyAsync);
+    let begun = || net.device.faults().calls(DeviceCall::CopyAsync);
 
     // Copies out of the device: while the NIC holds the first chunk, the copies of the next chunks
     // have begun, one for each staging buffer.
     let before = begun();
-    let gate = faults.hold(Call::Chunk);
+    let gate = faults.hold(NicCall::Chunk);
     net.near.endpoint.write(&list, &remote, net.peer, 5).unwrap();
     gate.wait_held();
     assert_eq!(begun() - before, 4);
@@ -112,12 +112,12 @@ fn copy_engine_works_while_the_nic_copies_a_chunk() {
     // Copies into the device: while the NIC holds a chunk, the copies of the earlier chunks into
     // the device are pending. The NIC has not waited for them.
     let before = begun();
-    let mut gate = faults.hold(Call::Chunk);
+    let mut gate = faults.hold(NicCall::Chunk);
     net.near.endpoint.read(&list, &remote, net.peer, 5).unwrap();
     for chunk in 0..4 {
         gate.wait_held();
         assert_eq!((begun() - before, net.device.pending_copies() as u64), (chunk, chunk));
-        let next = faults.hold(Call::Chunk);
+        let next = faults.hold(NicCall::Chunk);
         gate.release();
         gate = next;
     }
@@ -151,7 +151,7 @@ fn failed_chunk_drains_the_pipeline_and_leaks_nothing() {
     let far = net.far.host(CHUNK * 10, LOCAL | REMOTE);
     for kind in [CompletionKind::Write, CompletionKind::Read] {
         for nth in 1..=10 {
-            faults.fail(Call::Chunk, nth, Errno(5));
+            faults.fail_nth(NicCall::Chunk, nth, Errno(5));
             let list = [staged.slice(0, CHUNK * 10)];
             let error = net.transfer(kind, &list, (&far, 0, CHUNK * 10)).unwrap_err();
             assert_eq!(error.os_errno(), Some(Errno(5)));
@@ -289,11 +289,11 @@ fn atomics_on_staged_memory_are_refused_and_change_nothing() {
 /// Calls `post`, and makes chunk `number` of the posted transfer wait. Chunks are counted from 0.
 /// Returns the gate at which the chunk waits.
 fn stop_at(faults: &Faults, number: usize, post: impl FnOnce()) -> hmem_provider_loopback::Gate {
-    let mut gate = faults.hold(Call::Chunk);
+    let mut gate = faults.hold(NicCall::Chunk);
     post();
     for _ in 0..number {
         gate.wait_held();
-        let next = faults.hold(Call::Chunk);
+        let next = faults.hold(NicCall::Chunk);
         gate.release();
         gate = next;
     }

@@ -9,7 +9,7 @@ use hmem_core::{
     provider::{ProviderRegion, ProviderWindow, WindowBind, WindowType},
     transfer::{Operation, PeerId},
 };
-use hmem_provider_loopback::{Call, Faults, Loopback};
+use hmem_provider_loopback::{Faults, Loopback, NicCall};
 use support::*;
 
 const READ: Access = Access::REMOTE_READ;
@@ -236,7 +236,7 @@ fn window_bound_again_during_a_message_keeps_its_new_key() {
     let old = key(bind(1));
     let message = Buffer::filled(4, 1);
     let new = std::thread::scope(|scope| {
-        let gate = faults.hold(Call::Transfer);
+        let gate = faults.hold(NicCall::Transfer);
         let sending = scope.spawn(|| {
             let send = Operation::Send { tag: None, invalidate: Some(&old) };
             here.run(send, &[message.whole()], scene.pair.to)
@@ -362,7 +362,7 @@ fn freeing_a_window_waits_for_transfers_after_endpoint_close() {
     let key = scene.virtual_key(number, 64, 64);
     let at = scene.target.address().0 + 64;
     std::thread::scope(|scope| {
-        let gate = faults.hold(Call::Transfer);
+        let gate = faults.hold(NicCall::Transfer);
         let writing = scope.spawn(|| scene.write(&key, at, 64));
         gate.wait_held();
         scene.pair.there.endpoint.close().unwrap();
@@ -416,7 +416,7 @@ fn end_of_a_binding_waits_for_transfers_through_the_window() {
         let key = scene.virtual_key(number, 64, 64);
         let at = scene.target.address().0 + 64;
         std::thread::scope(|scope| {
-            let gate = faults.hold(Call::Transfer);
+            let gate = faults.hold(NicCall::Transfer);
             let writing = scope.spawn(|| scene.write(&key, at, 64));
             gate.wait_held();
             let ending = scope.spawn(|| {

@@ -22,7 +22,7 @@ use hmem_core::{
         ProviderRegion, Registration, StagingAttr,
     },
 };
-use hmem_iface_system::{Call, Simulated};
+use hmem_iface_system::{DeviceCall, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     DeviceRights, ForkSafety, ForkSupport, Settings, Verbs, VerbsDomain, VerbsOptions,
@@ -285,7 +285,9 @@ fn decided(verbs: &Verbs, refused: &[u64], answers: Vec<i32>) -> Arc<Decision> {
             .expect("open");
     let wanted = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&device, &wanted).expect("device memory");
-    refused.iter().for_each(|nth| simulated.faults().fail_nth(Call::ExportDmaBuf, *nth, Errno(95)));
+    refused
+        .iter()
+        .for_each(|nth| simulated.faults().fail_nth(DeviceCall::ExportDmaBuf, *nth, Errno(95)));
     with(|script| script.register = answers);
     let region = domain.register(buffer, Access::REMOTE_WRITE).expect("register");
     let decision = Arc::clone(region.decision().expect("decided"));

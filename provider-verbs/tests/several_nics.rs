@@ -11,9 +11,9 @@ use hmem_core::{
     Iface, MrMode, Path, Regions, Registry, Rejected, Request, iface::AllocRequest,
     path::P2pPolicy, provider::Provider,
 };
-use hmem_iface_system::{Call, DmaBufKind, Simulated, System};
+use hmem_iface_system::{DeviceCall, DmaBufKind, Simulated, System};
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_loopback::{Call as NicCall, Faults, Loopback};
+use hmem_provider_loopback::{Faults, Loopback, NicCall};
 use hmem_provider_verbs::Verbs;
 use support::{LOCAL, Pages, REMOTE, Side, device, remote, segment};
 use trials::{Outcome, Skipped, trials};
@@ -82,7 +82,7 @@ impl Machine {
     }
 
     fn exports(&self) -> u64 {
-        self.memory.stats().calls(Call::ExportDmaBuf)
+        self.memory.stats().calls(DeviceCall::ExportDmaBuf)
     }
 }
 
@@ -151,7 +151,7 @@ fn shared_dma_buf_is_registered_and_rolled_back_on_two_devices() -> Outcome {
     let (exports, fds) = (machine.exports(), open_fds());
     let live = || targets.iter().map(|domain| domain.live().regions).sum::<u64>();
     let regions = live();
-    faults.fail(NicCall::Register, 1, Errno(12));
+    faults.fail_nth(NicCall::Register, 1, Errno(12));
     let rejected = register_on(&three, buffer).expect_err("the third refuses");
     assert_eq!(rejected.error.kind(), ErrorKind::OutOfResources, "{}", rejected.error);
     assert_eq!(rejected.error.context_value("registered before"), Some("2"));

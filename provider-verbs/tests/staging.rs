@@ -16,7 +16,7 @@ use hmem_core::{
     provider::{CompletionChannel, CompletionQueue, EndpointAttr, Provider, StagingAttr},
     transfer::{AtomicOp, AtomicType, Completion, CompletionKind, PeerId, RemoteSegment},
 };
-use hmem_iface_system::{Call, Simulated, Stepping};
+use hmem_iface_system::{DeviceCall, Simulated, Stepping};
 use hmem_provider_verbs::Verbs;
 use rustix::event::{PollFd, PollFlags};
 use staging_cases::*;
@@ -480,7 +480,8 @@ fn staged_region_closed_amid_a_transfer_is_not_accessed() {
         let remote = [RemoteSegment { address: key.base(), len, key: &key }];
         net.near.endpoint.write(&[staged.slice(0, len)], &remote, net.peer, 1).unwrap();
         let mut out = step(&net, steps);
-        let (slice, begun) = (staged.slice(0, len), net.device.faults().count(Call::CopyAsync));
+        let (slice, begun) =
+            (staged.slice(0, len), net.device.faults().calls(DeviceCall::CopyAsync));
         drop(staged);
         assert_eq!(
             net.device.pending_copies(),
@@ -492,7 +493,7 @@ fn staged_region_closed_amid_a_transfer_is_not_accessed() {
         }
         assert_eq!(out.remove(0).result.unwrap_err().kind(), ErrorKind::NoRegion);
         assert_eq!(
-            net.device.faults().count(Call::CopyAsync),
+            net.device.faults().calls(DeviceCall::CopyAsync),
             begun,
             "a copy began after the region was closed"
         );
@@ -799,7 +800,7 @@ fn random_latency_and_faults_leak_nothing() {
         for round in 0..3_u64 {
             let len = (seed * 7919 + round * 104_729) % 30_000 + 1;
             let kind = KINDS[(round % 2) as usize];
-            let call = [Call::CopyAsync, Call::EngineCopy][(seed % 2) as usize];
+            let call = [DeviceCall::CopyAsync, DeviceCall::EngineCopy][(seed % 2) as usize];
             net.device.faults().fail_nth(call, 1 + round * 3, Errno(5));
             let ended = net.transfer(kind, &[staged.slice(0, len)], (&far, 1, len));
             net.device.faults().clear();

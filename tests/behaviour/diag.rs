@@ -146,7 +146,7 @@ fn refused_path_is_logged_in_the_registration_span() {
 /// Causes events that the library logs: a refused path, a fallback, a failed registration and a
 /// leak.
 fn provoke() {
-    use hmem::{Errno, loopback::Call, path::P2pPolicy, system::FreeDetection};
+    use hmem::{Errno, loopback::NicCall, path::P2pPolicy, system::FreeDetection};
 
     use crate::config::Memory;
     let config = TestConfig {
@@ -160,11 +160,11 @@ fn provoke() {
     let staged = net.expose(memory.range(), REMOTE);
     net.assert_works(&net.key(&staged));
     net.push(&net.key(&staged), 5000, &[1]).unwrap_err();
-    net.faults.fail(Call::Register, 1, Errno(12));
+    net.faults.fail_nth(NicCall::Register, 1, Errno(12));
     let ranges = [memory.range()];
     let refused = net.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::empty()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::OutOfResources);
-    net.faults.fail(Call::Deregister, 1, Errno(5));
+    net.faults.fail_nth(NicCall::Deregister, 1, Errno(5));
     drop(staged);
     drop(hmem::Hmem::builder().build());
 }

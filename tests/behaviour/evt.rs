@@ -12,7 +12,7 @@ use hmem::{
     counter::Counter,
     event_queue::{Event, EventQueue},
     fabric::{self, MrAttr},
-    loopback::{Call, Progress},
+    loopback::{NicCall, Progress},
     provider::{CompletionChannel, CompletionQueue},
     transfer::{Completion, CompletionKind, Operation, PeerId, WorkRequest},
 };
@@ -156,10 +156,10 @@ fn only_a_failure_after_the_call_emits_an_event(config: &TestConfig) {
     } else {
         (hole.range(), ErrorKind::BadAddress)
     };
-    net.faults.fail(Call::Register, 1, Errno(12));
+    net.faults.fail_nth(NicCall::Register, 1, Errno(12));
     // With several paths to try, the first refusal is not final.
     if !config.is_system() && !config.staged() && config.policy != hmem::path::P2pPolicy::Required {
-        net.faults.fail(Call::Register, 2, Errno(12));
+        net.faults.fail_nth(NicCall::Register, 2, Errno(12));
     }
     let failing = submit(&net, &MrAttr { context: 7, ..mr_attr(&[refused_later.0], REMOTE) });
     let event = event(&queue);

@@ -4,7 +4,7 @@ use std::{collections::HashSet, thread};
 
 use hmem::{
     Access, Errno, ErrorKind, Grant, GrantKind, Iova, MemoryRegion, MrMode, RemoteKey, Result,
-    loopback::Call,
+    loopback::NicCall,
     provider::{WindowState, WindowType},
     transfer::{Operation, PeerId, WorkRequest},
 };
@@ -228,7 +228,7 @@ fn revoking_waits_for_an_access_in_flight(config: &TestConfig) {
         let f = Fixture::new(Net::open(config));
         let grant = f.grant(0..64, REMOTE);
         let key = f.key(&grant, 64);
-        let gate = f.net.faults.hold(Call::Transfer);
+        let gate = f.net.faults.hold(NicCall::Transfer);
         thread::scope(|scope| {
             let accessing = scope.spawn(|| f.net.push(&key, 0, &[9; 64]));
             wait_held(&gate);
@@ -311,7 +311,7 @@ fn a_grant_keeps_the_reasons_of_its_fallback(config: &TestConfig) {
         assert_eq!(reason.context_value("rule"), Some("no-raw-keys"), "{reason}");
     } else {
         assert!(try_grant().expect("grant").fallback_reasons().is_empty());
-        f.net.faults.fail(Call::AllocWindow, 1, unsupported);
+        f.net.faults.fail_nth(NicCall::AllocWindow, 1, unsupported);
         let grant = try_grant().expect("another type");
         assert_eq!(grant.kind(), GrantKind::Window(WindowType::TwoA));
         let [reason] = grant.fallback_reasons() else { panic!("one reason: {grant:?}") };
@@ -319,9 +319,9 @@ fn a_grant_keeps_the_reasons_of_its_fallback(config: &TestConfig) {
         assert_eq!(reason.os_errno(), Some(unsupported), "{reason}");
     }
     for nth in 1..=3 {
-        f.net.faults.fail(Call::AllocWindow, nth, unsupported);
+        f.net.faults.fail_nth(NicCall::AllocWindow, nth, unsupported);
     }
-    f.net.faults.fail(Call::RegisterSub, 1, Errno(12));
+    f.net.faults.fail_nth(NicCall::RegisterSub, 1, Errno(12));
     let error = try_grant().expect_err("no mechanism works");
     assert_eq!(error.os_errno(), Some(Errno(12)), "{error}");
     let reasons = error.context_value("windows").expect("the reasons against windows");

@@ -12,7 +12,7 @@ use hmem::{
     Access, Endpoint, ErrorKind, MemoryRegion, MrFlags, MrMode, RegionState,
     counter::Counter,
     fabric,
-    loopback::{Call, Progress},
+    loopback::{NicCall, Progress},
     system::{AddressReuse, FreeDetection},
     transfer::{Operation, PeerId, WorkRequest},
 };
@@ -82,9 +82,9 @@ fn close_ends_transfers_in_flight_before_it_returns(config: &TestConfig) {
     let region = net.expose(memory.range(), REMOTE);
     let key = net.key(&region);
     net.push(&key, 0, &[0x11]).expect("the local buffer is registered before the gate");
-    net.faults.count();
-    let closes = net.faults.calls(Call::Deregister);
-    let gate = net.faults.hold(Call::Transfer);
+    net.faults.start_counting();
+    let closes = net.faults.calls(NicCall::Deregister);
+    let gate = net.faults.hold(NicCall::Transfer);
     thread::scope(|scope| {
         let transfer = scope.spawn(|| net.push(&key, 0, &[0x22; 4096]));
         wait_held(&gate);
@@ -92,7 +92,7 @@ fn close_ends_transfers_in_flight_before_it_returns(config: &TestConfig) {
             region.close().expect("close");
             memory.all()
         });
-        net.faults.wait_for_calls(Call::Deregister, closes + 1);
+        net.faults.wait_for_calls(NicCall::Deregister, closes + 1);
         // Leaves time in which a close that does not wait for the transfer would return.
         for _ in 0..200 {
             thread::yield_now();
@@ -115,9 +115,9 @@ fn close_of_a_local_buffer_ends_transfers_in_flight_too(config: &TestConfig) {
     local.bytes.put(0, &[0x11; 4096]);
     let (from, into) = ([remote(&key, 0, 4096)], [local.segment(0, 4096)]);
     let (closing_region, bytes) = (local.region, &local.bytes);
-    net.faults.count();
-    let closes = net.faults.calls(Call::Deregister);
-    let gate = net.faults.hold(Call::Transfer);
+    net.faults.start_counting();
+    let closes = net.faults.calls(NicCall::Deregister);
+    let gate = net.faults.hold(NicCall::Transfer);
     thread::scope(|scope| {
         let transfer = scope.spawn(|| net.transfer(Operation::Read { remote: &from }, &into));
         wait_held(&gate);
@@ -125,7 +125,7 @@ fn close_of_a_local_buffer_ends_transfers_in_flight_too(config: &TestConfig) {
             closing_region.close().expect("close");
             bytes.all()
         });
-        net.faults.wait_for_calls(Call::Deregister, closes + 1);
+        net.faults.wait_for_calls(NicCall::Deregister, closes + 1);
         for _ in 0..200 {
             thread::yield_now();
         }

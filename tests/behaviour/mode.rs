@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hmem::{
     Access, AddressRange, Addressing, DomainAttr, ErrorKind, Hmem, Iova, MrFlags, MrMode,
     RegionState, RemoteKey, fabric,
-    loopback::{Call, Loopback},
+    loopback::{Loopback, NicCall},
     transfer::Operation,
 };
 
@@ -352,7 +352,7 @@ fn peers_fail_during_a_refresh(config: &TestConfig) {
     std::thread::scope(|scope| {
         // `gate` is declared inside the scope. If an assertion fails, dropping it releases the call
         // that it holds, so that the scope does not wait forever.
-        let gate = net.faults.hold(Call::Refresh);
+        let gate = net.faults.hold(NicCall::Refresh);
         let refreshing = scope.spawn(|| region.refresh(&[]));
         wait_held(&gate);
         net.push(&key, 0, &[1]).expect_err("written during a refresh");

@@ -12,7 +12,7 @@ use hmem::{
     Access, AddressRange, AuthKey, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iface, Iova,
     LocalKey, MemoryRegion, MrFlags, MrMode, Promise, Raw, RemoteKey, Result,
     fabric::{self, MrAttr},
-    loopback::{self, Call, Faults, Gate, Loopback},
+    loopback::{self, Faults, Gate, Loopback, NicCall},
     provider::{CompletionQueue, EndpointAttr, LiveObjects, Provider},
     system::{FreeDetection, Simulated},
     transfer::{
@@ -278,7 +278,7 @@ impl Net {
     /// software NIC also holds a registration of the initiator, if that one comes first.
     pub(crate) fn hold_registration(&self) -> Hold {
         match self.config.nic {
-            Nic::Loopback => Hold::SoftwareNic(self.faults.hold(Call::Register)),
+            Nic::Loopback => Hold::SoftwareNic(self.faults.hold(NicCall::Register)),
             #[cfg(feature = "verbs")]
             Nic::Verbs { .. } => Hold::Verbs(crate::hold::verbs::Gate::hold(&self.target.domain)),
             #[cfg(not(feature = "verbs"))]

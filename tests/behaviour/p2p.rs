@@ -79,7 +79,7 @@ fn the_path_follows_the_policy(config: &TestConfig) {
     assert!(last.path == expected && last.error.is_none(), "{decision}");
     assert_eq!(decision.iface, region.iface().unwrap().0);
     if let Some(device) = &net.device {
-        let exports = device.stats().calls(hmem::system::Call::ExportDmaBuf);
+        let exports = device.stats().calls(hmem::system::DeviceCall::ExportDmaBuf);
         assert_eq!(
             exports,
             u64::from(expected == Path::DmaBuf),

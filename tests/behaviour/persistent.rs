@@ -7,7 +7,7 @@ use std::{ops::Range, os::fd::AsFd, thread};
 
 use hmem::{
     Access, BorrowedDmaBuf, DmaBufOffset, Errno, Error, ErrorKind, MrFlags, Region, RemoteKey,
-    Request, fabric::MrAttr, system::Call,
+    Request, fabric::MrAttr, system::DeviceCall,
 };
 use rustix::fs::{MemfdFlags, SealFlags};
 
@@ -158,7 +158,7 @@ fn persistent_device_memory_is_flushed_before_a_write_completes(config: &TestCon
     let (key, plain) = (net.key(&persistent), net.key(&ordinary));
     // Allocates the initiator's buffers before the fault is injected.
     net.assert_works(&key);
-    device.faults().fail_always(Call::FlushInbound, Errno(EXPECTED));
+    device.faults().fail_always(DeviceCall::FlushInbound, Errno(EXPECTED));
     assert_eq!(errno(net.push(&key, 0, &[7; 8])), Some(EXPECTED));
     net.push(&plain, 0, &[8; 8]).expect("memory that is not said to be persistent");
     device.faults().clear();

@@ -158,7 +158,7 @@ fn sub_regions_pin_and_register_no_pages(config: &TestConfig) {
     assert_eq!(after.regions, before.regions + 64);
     assert_eq!((after.page_registrations, after.bytes), (before.page_registrations, before.bytes));
     if let Some(device) = &net.device {
-        let exports = device.stats().calls(hmem::system::Call::ExportDmaBuf);
+        let exports = device.stats().calls(hmem::system::DeviceCall::ExportDmaBuf);
         assert!(exports <= 1, "{exports} exports for one registration of pages");
     }
     drop(subs);

@@ -7,7 +7,7 @@ use hmem::{
     MrMode, RegionState, RemoteKey, Result, Type1Window, Type2Bind, Type2Kind, Type2Window,
     counter::Counter,
     fabric::{self, MrAttr},
-    loopback::Call,
+    loopback::NicCall,
     provider::{CompletionQueue, WindowState},
     transfer::{Completion, CompletionKind, PeerId},
 };
@@ -491,7 +491,7 @@ fn binding_registers_and_exports_nothing(config: &TestConfig) {
     let one = f.type_1();
     let two = f.type_2(Type2Kind::B);
     let (before, calls_before) = (registered(&f.net), calls());
-    f.net.faults.count();
+    f.net.faults.start_counting();
     for round in 0..300 {
         let key = one.bind(&f.region, round, 64, REMOTE).expect("bind");
         assert_eq!(key.first_len(), 64);
@@ -499,7 +499,7 @@ fn binding_registers_and_exports_nothing(config: &TestConfig) {
         f.invalidate(&two).expect("invalidate");
     }
     one.unbind().expect("unbind");
-    for call in [Call::Register, Call::RegisterSub, Call::Deregister, Call::Refresh] {
+    for call in [NicCall::Register, NicCall::RegisterSub, NicCall::Deregister, NicCall::Refresh] {
         assert_eq!(f.net.faults.calls(call), 0, "binding made the provider do {call:?}");
     }
     assert_eq!(registered(&f.net), before);

@@ -25,7 +25,7 @@ use hmem::{
     Access, Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Endpoint,
     Errno, ErrorKind, Hmem, Iface, MrMode,
     iface::AllocRequest,
-    loopback::{Call, Faults, Loopback, Memory},
+    loopback::{Faults, Loopback, Memory, NicCall},
     provider::EndpointAttr,
     system::{
         AddressReuse, Simulated,
@@ -179,7 +179,7 @@ fn closing_an_endpoint_ends_leases_and_keeps_contexts() {
 fn any_drop_order_of_endpoint_queue_and_domain_leaves_nothing() {
     for order in [[0, 1, 2], [2, 0, 1], [1, 2, 0], [1, 0, 2], [0, 2, 1], [2, 1, 0]] {
         let faults = Faults::new();
-        faults.count();
+        faults.start_counting();
         let (hmem, _import) = with_imported_monitor(nic().faults(&faults));
         let cache = Some(CacheAttr::default());
         let attr = DomainAttr { mr_mode: MrMode::LOCAL, cache, ..DomainAttr::default() };
@@ -203,7 +203,7 @@ fn any_drop_order_of_endpoint_queue_and_domain_leaves_nothing() {
             drop(parts[part].take());
         }
         assert_eq!(
-            (faults.calls(Call::Register), faults.calls(Call::Deregister)),
+            (faults.calls(NicCall::Register), faults.calls(NicCall::Deregister)),
             (1, 1),
             "{order:?}"
         );
@@ -219,13 +219,13 @@ fn a_refused_request_holds_no_lease() {
     let pages = Pages::new(4 * PAGE);
     // The NIC refuses the first registration of a list, or the second.
     for nth in [1, 2] {
-        faults.fail(Call::Register, nth, Errno(5));
+        faults.fail_nth(NicCall::Register, nth, Errno(5));
         let error = net.write(&[pages.bare(0, 64), pages.bare(2 * PAGE, 64)], 1).unwrap_err();
         assert!(error.to_string().contains("EIO (5)"), "{error}");
         faults.clear();
         assert_eq!(net.statistics().leases, 0);
     }
-    faults.fail(Call::Post, 1, Errno(5));
+    faults.fail_nth(NicCall::Post, 1, Errno(5));
     net.write(&[pages.bare(0, 64)], 1).unwrap_err();
     faults.clear();
     assert_eq!(net.statistics().leases, 0);

@@ -11,7 +11,7 @@ use hmem::{
         sys::{CuContext, CuResult, Functions},
     },
     iface::AllocRequest,
-    loopback::{Call, Faults, Loopback},
+    loopback::{Faults, Loopback, NicCall},
     p2p::path::{DefaultPathSelector, FactSource, Facts, cause},
     path::Trace,
     provider::{Imports, Nic},
@@ -97,7 +97,7 @@ impl Case {
                 None => {}
             }
             if let Some(errno) = self.nic {
-                faults.fail(Call::Register, 1, errno);
+                faults.fail_nth(NicCall::Register, 1, errno);
             }
         };
         let allocate = |kind| {

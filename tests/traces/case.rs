@@ -13,7 +13,7 @@ use hmem::{
     p2p::path::{DefaultPathSelector, ExplainRequest, FactSource, Facts},
     path::P2pPolicy,
     provider::{Imports, Nic},
-    system::{Call, DmaBufKind, Simulated, SimulatedBuilder, System},
+    system::{DeviceCall, DmaBufKind, Simulated, SimulatedBuilder, System},
 };
 use tracing::{Event, Metadata, Subscriber, span};
 
@@ -109,7 +109,7 @@ pub(crate) struct Case {
     pub(crate) claim: Option<IfaceKind>,
     /// Fault of the simulated device: the call that fails, which of its calls fails (1 is the
     /// first), and the errno.
-    pub(crate) device_refuses: Option<(Call, u64, i32)>,
+    pub(crate) device_refuses: Option<(DeviceCall, u64, i32)>,
     /// Fault of a fake driver: the function that fails, which of its calls fails (1 is the first),
     /// and the error code.
     pub(crate) driver_refuses: Option<(&'static str, u64, u32)>,
@@ -309,7 +309,7 @@ impl Case {
             driver.fail_nth(symbol, nth, code);
         }
         for (at, code) in self.nic_refuses.iter().enumerate() {
-            fixture.faults.fail(loopback::Call::Register, at as u64 + 1, Errno(*code));
+            fixture.faults.fail_nth(loopback::NicCall::Register, at as u64 + 1, Errno(*code));
         }
     }
 }

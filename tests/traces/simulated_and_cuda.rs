@@ -8,7 +8,7 @@ use hmem::{
     p2p::path::Facts,
     path::P2pPolicy,
     provider::Imports,
-    system::{Call, DmaBufKind, P2pMatrix, SIMULATED},
+    system::{DeviceCall, DmaBufKind, P2pMatrix, SIMULATED},
 };
 use hmem_fake_cuda::Profile;
 
@@ -139,22 +139,22 @@ fn refused_by_the_device() -> Vec<Case> {
     let mut cases = Vec::new();
     const MANY: &[i32] = &[1, 5, 12, 13, 14, 19, 22, 24, 28, 38, 95, 110, 121, 524];
     for (call, numbers, codes) in [
-        (Call::ExportDmaBuf, 1..=1, MANY),
-        (Call::ExportDmaBuf, 2..=2, &[12, 95]),
-        (Call::CreateFd, 1..=2, &[12]),
-        (Call::ReleaseDmaBuf, 1..=2, &[5]),
-        (Call::Segments, 1..=2, &[5, 95]),
-        (Call::ExportPeerMemory, 1..=2, &[5, 95]),
+        (DeviceCall::ExportDmaBuf, 1..=1, MANY),
+        (DeviceCall::ExportDmaBuf, 2..=2, &[12, 95]),
+        (DeviceCall::CreateFd, 1..=2, &[12]),
+        (DeviceCall::ReleaseDmaBuf, 1..=2, &[5]),
+        (DeviceCall::Segments, 1..=2, &[5, 95]),
+        (DeviceCall::ExportPeerMemory, 1..=2, &[5, 95]),
         // Only the first query fails here, since the number of queries may change.
-        (Call::Query, 1..=1, &[5]),
-        (Call::Devices, 1..=1, &[5]),
+        (DeviceCall::Query, 1..=1, &[5]),
+        (DeviceCall::Devices, 1..=1, &[5]),
     ] {
         for (code, nth) in codes.iter().flat_map(|code| numbers.clone().map(move |n| (*code, n))) {
             cases.push(Case {
                 what: format!("{} {nth} answers {code}", call.name()),
                 device: Device::Simulated(|builder| builder.peer_memory(true).segment_len(PAGE)),
                 memory: Memory::Of(AllocationKind::Virtual),
-                imports: imports(if call == Call::ExportPeerMemory { "ps" } else { "dPps" }),
+                imports: imports(if call == DeviceCall::ExportPeerMemory { "ps" } else { "dPps" }),
                 device_refuses: Some((call, nth, code)),
                 ..Case::default()
             });

@@ -151,7 +151,7 @@ fn leaks_fail_the_check() {
 fn failing_copy_fails_the_command_and_is_named() {
     let _alone = alone();
     let simulated = simulated();
-    simulated.faults().fail_always(system::Call::Copy, Errno(5));
+    simulated.faults().fail_always(system::DeviceCall::Copy, Errno(5));
     let machine = machine(Arc::clone(&simulated) as _, loopback(), &simulated);
     for json in [false, true] {
         let mut out = Vec::new();
@@ -236,17 +236,17 @@ fn monitor_that_misses_frees_fails_the_command() {
 fn nic_that_loses_transfers_or_registrations_fails_the_check() {
     let _alone = alone();
     for (call, path, words) in [
-        (loopback::Call::Transfer, "dma-buf", &["EIO (5)"][..]),
-        (loopback::Call::Register, "dma-buf", &["register", "EIO (5)"]),
-        (loopback::Call::Deregister, "staged", &["EIO (5)"]),
-        (loopback::Call::OpenEndpoint, "plain-host", &["EIO (5)"]),
+        (loopback::NicCall::Transfer, "dma-buf", &["EIO (5)"][..]),
+        (loopback::NicCall::Register, "dma-buf", &["register", "EIO (5)"]),
+        (loopback::NicCall::Deregister, "staged", &["EIO (5)"]),
+        (loopback::NicCall::OpenEndpoint, "plain-host", &["EIO (5)"]),
     ] {
         let simulated = simulated();
         let faults = loopback::Faults::new();
         let nic = Loopback::builder().faults(&faults).build().unwrap();
         let machine = machine(Arc::clone(&simulated) as _, nic, &simulated);
         // Every call fails, since a check makes fewer than 1000.
-        (1..1000).for_each(|nth| faults.fail(call, nth, Errno(5)));
+        (1..1000).for_each(|nth| faults.fail_nth(call, nth, Errno(5)));
         let report = run(&machine);
         let memory = if path == "plain-host" { "host" } else { "device" };
         failed(&report, memory, path, words);

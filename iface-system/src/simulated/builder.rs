@@ -6,8 +6,8 @@ use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, IfaceName, Res
 use parking_lot::Mutex;
 
 use super::{
-    AddressReuse, Call, DmaBufKind, Faults, FreeDetection, Inner, P2pMatrix, SIMULATED, Simulated,
-    Stepping,
+    AddressReuse, DeviceCall, DmaBufKind, Faults, FreeDetection, Inner, P2pMatrix, SIMULATED,
+    Simulated, Stepping,
     address_space::AddressSpace,
     arena::Arenas,
     engine::{Engine, Pace},
@@ -67,7 +67,7 @@ pub struct SimulatedBuilder {
     pace: Pace,
     window: u64,
     arena: u64,
-    faults: Vec<(Call, u64, Errno)>,
+    faults: Vec<(DeviceCall, u64, Errno)>,
 }
 
 impl Default for SimulatedBuilder {
@@ -231,7 +231,7 @@ impl SimulatedBuilder {
     /// Makes the `nth` driver call of kind `call` fail with `errno`. 1 is the first call. To add
     /// faults later, use [`Simulated::faults`].
     #[must_use]
-    pub fn fault(mut self, call: Call, nth: u64, errno: Errno) -> Self {
+    pub fn fault(mut self, call: DeviceCall, nth: u64, errno: Errno) -> Self {
         self.faults.push((call, nth, errno));
         self
     }

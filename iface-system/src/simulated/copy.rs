@@ -10,7 +10,7 @@ use hmem_core::{
     racing_copy,
 };
 
-use super::{Inner, Simulated, arena::ArenaFile, faults::Call};
+use super::{Inner, Simulated, arena::ArenaFile, faults::DeviceCall};
 use crate::sys;
 
 /// A range of a memory file that holds bytes of an allocation.
@@ -46,7 +46,7 @@ impl Inner {
     /// # Safety
     /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`].
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        self.call(Call::Copy)?;
+        self.call(DeviceCall::Copy)?;
         let transfer = self.transfer(to, from, len)?;
         self.engine.pass_time(len);
         // SAFETY: the caller promises that the host memory is valid.
@@ -128,7 +128,7 @@ impl CopyEngine for Simulated {
         from: Address,
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
-        self.inner.call(Call::CopyAsync)?;
+        self.inner.call(DeviceCall::CopyAsync)?;
         let transfer = self.inner.transfer(to, from, len)?;
         // The reference is weak, since dropping the iface must cancel queued copies. With a strong
         // one, a queued copy would keep the iface alive.
@@ -138,7 +138,7 @@ impl CopyEngine for Simulated {
             Box::new(move || {
                 let inner =
                     inner.upgrade().ok_or_else(|| Error::new(ErrorKind::Canceled, "copy"))?;
-                inner.call(Call::EngineCopy)?;
+                inner.call(DeviceCall::EngineCopy)?;
                 // SAFETY: the caller of `start_copy` keeps the host memory valid until the event is
                 // done. The event is done only after this closure has returned.
                 unsafe { inner.finish(&transfer) }

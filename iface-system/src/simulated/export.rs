@@ -7,7 +7,7 @@ use hmem_core::{
     provider::Nic,
 };
 
-use super::{Inner, arena::Extent, faults::Call};
+use super::{Inner, arena::Extent, faults::DeviceCall};
 use crate::sys::{self, Udmabuf};
 
 /// The kind of fds that a simulated device exports.
@@ -65,7 +65,7 @@ impl DmaBufExporter for Inner {
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
         const OPERATION: &str = "export dma-buf";
-        self.call(Call::ExportDmaBuf)?;
+        self.call(DeviceCall::ExportDmaBuf)?;
         let refused =
             |kind| Error::new(kind, OPERATION).iface(&self.config).context("range", range);
         if range.is_empty() {
@@ -122,7 +122,7 @@ impl DmaBufExporter for Inner {
         drop(state);
 
         let exported = self
-            .call(Call::CreateFd)
+            .call(DeviceCall::CreateFd)
             .and_then(|()| self.create_fd(&extent, inside.offset, range.len()));
         let (fd, offset) =
             exported.map_err(|error| error.iface(&self.config).context("range", range))?;
@@ -150,14 +150,14 @@ impl DmaBufExporter for Inner {
         let mut state = self.state.lock();
         state.exports = state.exports.saturating_sub(1);
         drop(state);
-        self.call(Call::ReleaseDmaBuf)
+        self.call(DeviceCall::ReleaseDmaBuf)
     }
 }
 
 impl PeerMemoryExporter for Inner {
     fn export(&self, range: AddressRange, of: &Allocation, nic: &Nic) -> Result<PeerMemoryExport> {
         const OPERATION: &str = "export peer memory";
-        self.call(Call::ExportPeerMemory)?;
+        self.call(DeviceCall::ExportPeerMemory)?;
         let refused =
             |kind| Error::new(kind, OPERATION).iface(&self.config).context("range", range);
         let mut state = self.state.lock();

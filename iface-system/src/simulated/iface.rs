@@ -15,7 +15,7 @@ use hmem_core::{
     },
 };
 
-use super::{Call, Inner, Simulated, memory::Origin};
+use super::{DeviceCall, Inner, Simulated, memory::Origin};
 
 // SAFETY: `query` answers from the table of live allocations, whose identities count up. Their
 // addresses lie in one window, which is reserved for the life of the iface. A copy keeps the memory
@@ -32,7 +32,7 @@ unsafe impl Iface for Simulated {
     }
 
     fn devices(&self) -> Result<Vec<Device>> {
-        self.inner.call(Call::Devices)?;
+        self.inner.call(DeviceCall::Devices)?;
         let device = |number| Device {
             id: DeviceId(number),
             name: format!("simulated device {number}"),
@@ -112,7 +112,7 @@ impl Allocator for Inner {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        self.call(Call::Free)?;
+        self.call(DeviceCall::Free)?;
         self.end(allocation, Origin::Allocated, "free")
     }
 
@@ -123,7 +123,7 @@ impl Allocator for Inner {
 
 impl HostRegistrar for Inner {
     unsafe fn register(&self, range: AddressRange) -> Result<()> {
-        self.call(Call::HostRegister)?;
+        self.call(DeviceCall::HostRegister)?;
         let refused =
             |kind| Error::new(kind, "host register").iface(&self.config).context("range", range);
         if range.is_empty() {
@@ -148,7 +148,7 @@ impl HostRegistrar for Inner {
     }
 
     fn unregister(&self, range: AddressRange) -> Result<()> {
-        self.call(Call::HostUnregister)?;
+        self.call(DeviceCall::HostUnregister)?;
         let mut state = self.state.lock();
         if state.host_registered.get(&range.start().0) != Some(&range.len()) {
             return Err(Error::new(ErrorKind::InvalidArgument, "host unregister")
@@ -171,7 +171,7 @@ impl Ipc for Inner {
     }
 
     unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
-        self.call(Call::IpcClose)?;
+        self.call(DeviceCall::IpcClose)?;
         self.end(allocation, Origin::Opened, "ipc close")
     }
 }
@@ -179,7 +179,7 @@ impl Ipc for Inner {
 impl InboundFlush for Inner {
     fn flush(&self, device: DeviceId) -> Result<()> {
         self.device(device)?;
-        self.call(Call::FlushInbound)?;
+        self.call(DeviceCall::FlushInbound)?;
         // Memory files are coherent. The fence orders writes that other threads made through their
         // mappings before this call.
         fence(Ordering::SeqCst);

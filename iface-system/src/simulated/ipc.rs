@@ -14,7 +14,7 @@ use hmem_core::{
 use super::{
     Inner,
     arena::{ArenaFile, Extent},
-    faults::Call,
+    faults::DeviceCall,
     memory::{Origin, Part},
     table::{code_of, kind_of},
 };
@@ -30,7 +30,7 @@ fn is_shareable(kind: AllocationKind) -> bool {
 
 impl Inner {
     pub(crate) fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        self.call(Call::IpcExport)?;
+        self.call(DeviceCall::IpcExport)?;
         let mut state = self.state.lock();
         let number = self.live_number(&state, allocation, Origin::Allocated, "ipc_export")?;
         if !is_shareable(allocation.kind) {
@@ -71,7 +71,7 @@ impl Inner {
     }
 
     pub(crate) fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        self.call(Call::IpcOpen)?;
+        self.call(DeviceCall::IpcOpen)?;
         let body = HandleBody::decode(handle, &self.config)?;
         let kind = kind_of(body.kind);
         if !is_shareable(kind) || body.offset % self.page != 0 {

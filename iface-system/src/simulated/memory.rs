@@ -13,7 +13,7 @@ use super::{
     address_space::AddressSpace,
     arena::{Arenas, Extent},
     copy::Piece,
-    faults::Call,
+    faults::DeviceCall,
     sys::punch_hole,
     table::{MAX_ENTRIES, TableWriter},
 };
@@ -146,7 +146,7 @@ impl Inner {
                     .remedy("free memory, or build the devices with more memory"));
             }
         }
-        self.call(Call::ReserveAddress)?;
+        self.call(DeviceCall::ReserveAddress)?;
         let pages = len / self.page;
         let first = state.addresses.take(pages).ok_or_else(|| {
             out_of_memory()
@@ -192,8 +192,9 @@ impl Inner {
         let mut done = 0;
         while done < len {
             let this = step.min(len - done);
-            let taken =
-                self.call(Call::CreateMemory).and_then(|()| state.arenas.take(this, segmented));
+            let taken = self
+                .call(DeviceCall::CreateMemory)
+                .and_then(|()| state.arenas.take(this, segmented));
             match taken {
                 Ok(extent) => parts.push(Part { extent, exportable: true }),
                 Err(error) => {
@@ -215,7 +216,7 @@ impl Inner {
     fn map_for_cpu(&self, at: u64, parts: &[Part]) -> Result<()> {
         let mut at = at;
         for Part { extent, .. } in parts {
-            self.call(Call::MapMemory)?;
+            self.call(DeviceCall::MapMemory)?;
             self.window
                 .place_shared(at, extent.len as usize, extent.file.fd(), extent.offset)
                 .map_err(|errno| Error::os(errno, "mmap").context("length", extent.len))?;
@@ -480,7 +481,7 @@ impl Inner {
 
 impl SegmentMap for Inner {
     fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
-        self.call(Call::Segments)?;
+        self.call(DeviceCall::Segments)?;
         let mut state = self.state.lock();
         let parts = self.part_of(&mut state, range, of)?.parts_of(range);
         let segment = |(inside, part): (Inside, &Part)| Segment {

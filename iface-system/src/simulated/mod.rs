@@ -37,7 +37,7 @@ pub use self::{
     builder::SimulatedBuilder,
     engine::Stepping,
     export::DmaBufKind,
-    faults::{Call, Faults},
+    faults::{DeviceCall, Faults},
     monitor::FreeDetection,
     p2p_matrix::P2pMatrix,
     stats::SimulatedStats,
@@ -152,13 +152,13 @@ impl Inner {
     }
 
     /// Counts a driver call. Fails with the injected error if a fault is set for this call.
-    fn call(&self, call: Call) -> Result<()> {
-        self.faults.call(call).map_err(|error| error.iface(&self.config))
+    fn call(&self, call: DeviceCall) -> Result<()> {
+        self.faults.enter(call).map_err(|error| error.iface(&self.config))
     }
 
     #[inline]
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        if self.faults.is_armed(Call::Query) {
+        if self.faults.is_counting() {
             return self.query_counted(address);
         }
         Ok(self.table.lookup(address))
@@ -170,7 +170,7 @@ impl Inner {
     #[inline(never)]
     fn query_counted(&self, address: Address) -> Result<Option<Allocation>> {
         if self.table.is_mine(address) {
-            self.call(Call::Query)?;
+            self.call(DeviceCall::Query)?;
         }
         Ok(self.table.lookup(address))
     }

@@ -17,7 +17,7 @@ use hmem_core::{
 };
 use parking_lot::{Mutex, ReentrantMutex};
 
-use super::{Inner, Simulated, faults::Call};
+use super::{Inner, Simulated, faults::DeviceCall};
 
 /// The method by which a monitor detects frees of simulated memory. Real drivers offer one of these
 /// two.
@@ -235,7 +235,7 @@ impl Monitor for SimulatedMonitor {
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
-        self.0.call(Call::Subscribe)?;
+        self.0.call(DeviceCall::Subscribe)?;
         let subscription = self.0.subscriptions.add(range, invalidator);
         // The lookup follows the subscription: later frees notify the subscriber, and the lookup
         // finds the result of earlier ones.

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{Call, Inner};
+use super::{DeviceCall, Inner};
 
 /// Counts of a simulated device at one moment, as [`Simulated::stats`](crate::Simulated::stats)
 /// returns them.
@@ -32,7 +32,7 @@ pub struct SimulatedStats {
     pub copies_done: u64,
     /// Number of asynchronous copies that have not begun.
     pub copies_pending: u64,
-    /// Number of driver calls of each kind, in the order of [`Call::ALL`].
+    /// Number of driver calls of each kind, in the order of [`DeviceCall::ALL`].
     calls: Vec<u64>,
 }
 
@@ -52,14 +52,14 @@ impl SimulatedStats {
             memory_files: state.arenas.count() as u64,
             copies_done: inner.copies.load(Ordering::Acquire),
             copies_pending: inner.engine.pending() as u64,
-            calls: Call::ALL.iter().map(|call| inner.faults.count(*call)).collect(),
+            calls: DeviceCall::ALL.iter().map(|call| inner.faults.calls(*call)).collect(),
         }
     }
 
     /// Returns the number of driver calls of kind `call`, as
-    /// [`Faults::count`](crate::Faults::count) does.
+    /// [`Faults::calls`](crate::Faults::calls) does.
     #[must_use]
-    pub fn calls(&self, call: Call) -> u64 {
+    pub fn calls(&self, call: DeviceCall) -> u64 {
         self.calls.get(call as usize).copied().unwrap_or(0)
     }
 }

@@ -20,7 +20,7 @@ use hmem_core::{
     path::P2pPolicy,
     provider::{Imports, Nic},
 };
-use hmem_iface_system::{Call, Simulated, SimulatedBuilder, System};
+use hmem_iface_system::{DeviceCall, Simulated, SimulatedBuilder, System};
 use hmem_p2p::path::{DefaultPathSelector, FactSource, Facts};
 use hmem_provider_loopback::{self as loopback, Faults, Loopback};
 use parking_lot::{Mutex, MutexGuard};
@@ -132,7 +132,7 @@ impl Bench {
         buffer
     }
 
-    pub(crate) fn calls(&self, call: Call) -> u64 {
+    pub(crate) fn calls(&self, call: DeviceCall) -> u64 {
         self.device.stats().calls(call)
     }
 

@@ -14,7 +14,7 @@ use hmem_core::{
     provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
     transfer::{Completion, CompletionKind, PeerId, RemoteSegment},
 };
-use hmem_iface_system::{Call, Simulated};
+use hmem_iface_system::{DeviceCall, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use proptest::{prelude::*, test_runner::TestRunner};
 
@@ -367,7 +367,7 @@ pub(crate) fn faults_drain_the_pipeline(net: &Net, len: u64, kinds: &[Completion
     let far = net.far.host(len + 64, LOCAL | REMOTE);
     for kind in kinds {
         let mut failed = 0;
-        for call in [Call::CopyAsync, Call::EngineCopy, Call::Copy] {
+        for call in [DeviceCall::CopyAsync, DeviceCall::EngineCopy, DeviceCall::Copy] {
             for nth in 1.. {
                 // The buffers are filled before the fault is armed, as that uses the same engine.
                 let bytes = pattern(len, nth);
