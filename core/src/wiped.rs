@@ -25,6 +25,8 @@ use crate::{Error, ErrorKind, Mapping, Result};
 /// - The type must not need a drop.
 pub unsafe trait Wipeable: Send + Sync {}
 
+// SAFETY: any bytes are a valid `AtomicU32`, which threads may share and which needs no drop.
+unsafe impl Wipeable for AtomicU32 {}
 // SAFETY: any bytes are a valid `AtomicUsize`, which threads may share and which needs no drop.
 unsafe impl Wipeable for AtomicUsize {}
 // SAFETY: any bytes are a valid `AtomicU64`, which threads may share and which needs no drop.

@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use hmem_core::{Error, ErrorKind, IfaceKind, IfaceName, Result, iface::IpcHandle};
+use hmem_core::{Error, ErrorKind, IfaceName, Result, iface::IpcHandle};
 use rustix::{
     fs::SealFlags,
     process::{Pid, PidfdFlags, PidfdGetfdFlags},
@@ -15,7 +15,8 @@ use crate::sys;
 /// The content of an IPC handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct HandleBody {
-    /// Process id of the allocation's owner, in the owner's pid namespace.
+    /// Process id of the allocation's owner, in the owner's pid namespace. A process of the same
+    /// namespace finds the owner under this number in `/proc`.
     pub(crate) pid: u32,
     /// Number of the owner's fd for the memory file that holds the allocation.
     pub(crate) fd: u32,
@@ -45,15 +46,11 @@ const CANNOT_OPEN: &str =
     "the owner or its fd does not exist, or this process may not access the owner's fds";
 
 impl HandleBody {
-    pub(crate) fn encode(&self, iface: IfaceKind) -> IpcHandle {
-        IpcHandle::encode(iface, self)
-    }
-
     /// Returns the content of a handle.
     ///
     /// # Errors
-    /// Malformed if the handle is not the output of [`encode`](Self::encode) for this iface, or
-    /// names a range that no file can have.
+    /// Malformed if the handle is not one that [`IpcHandle::encode`] made from a `HandleBody` for
+    /// this iface, or if it names a range that no file can have.
     pub(crate) fn decode(handle: &IpcHandle, iface: impl Into<IfaceName>) -> Result<Self> {
         let iface = iface.into();
         let body: Self = handle.decode(iface.clone())?;
@@ -74,7 +71,7 @@ impl HandleBody {
     pub(crate) fn open_file(&self) -> Result<(OwnedFd, u64)> {
         // Opening by path needs fewer privileges than `pidfd_getfd`.
         let found = sys::find_path(&format!("/proc/{}/fd/{}", self.pid, self.fd));
-        let found = found.or_else(|by_path| self.take_fd_over().map_err(|_| by_path));
+        let found = found.or_else(|by_path| self.duplicate_fd().map_err(|_| by_path));
         let found = found.map_err(|error| self.gone(CANNOT_OPEN).caused_by(error))?;
         // The file is opened only after this check: the fd number may belong to a device file by
         // now, and opening a device file could have side effects.
@@ -101,7 +98,8 @@ impl HandleBody {
         Ok((file, stat.st_size as u64))
     }
 
-    fn take_fd_over(&self) -> Result<OwnedFd> {
+    /// Duplicates the owner's fd by `pidfd_getfd`.
+    fn duplicate_fd(&self) -> Result<OwnedFd> {
         let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| self.gone("no such process"))?;
         let owner = rustix::process::pidfd_open(pid, PidfdFlags::empty())
@@ -121,18 +119,14 @@ impl HandleBody {
     }
 }
 
-/// Returns the pid of this process in its own pid namespace. Processes in the same namespace find
-/// this process under that number in `/proc`.
-pub(crate) fn own_pid() -> u32 {
-    std::process::id()
-}
-
 #[cfg(test)]
 #[path = "../../tests/corpus/reader.rs"]
 mod corpus;
 
 #[cfg(test)]
 mod tests {
+    use hmem_core::IfaceKind;
+
     use super::*;
 
     #[test]
@@ -159,7 +153,8 @@ mod tests {
             let (file, id, stamp) = ((1, 2), 3, NO_STAMP);
             let body =
                 HandleBody { pid: 1, fd: 1, device: None, kind: 0, file, offset, len, id, stamp };
-            let decoded = HandleBody::decode(&body.encode(IfaceKind::SYSTEM), IfaceKind::SYSTEM);
+            let handle = IpcHandle::encode(IfaceKind::SYSTEM, &body);
+            let decoded = HandleBody::decode(&handle, IfaceKind::SYSTEM);
             let kind = decoded.as_ref().err().map(Error::kind);
             assert_eq!(kind, (!possible).then_some(ErrorKind::Malformed), "{offset} {len}");
         }

@@ -12,12 +12,11 @@
 
 use std::{
     ffi::c_void,
-    ops::Deref,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
     ptr,
 };
 
-use hmem_core::{Address, Errno, Error, Result};
+use hmem_core::{Address, Errno, Error, Mapping, Result};
 use rustix::{
     fs::{MemfdFlags, Mode, OFlags, SealFlags},
     io::Errno as OsErrno,
@@ -29,40 +28,23 @@ use rustix::{
 /// targets only.
 const F_SETSIG: libc::c_int = 10;
 
-/// A memory mapping of this process, which is unmapped on drop.
-#[derive(Debug)]
-pub(crate) struct Mapping(hmem_core::Mapping);
+const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
-impl Deref for Mapping {
-    type Target = hmem_core::Mapping;
-
-    fn deref(&self) -> &hmem_core::Mapping {
-        &self.0
-    }
+/// Maps `len` bytes of anonymous memory. `flags` are in addition to `MAP_PRIVATE`.
+pub(crate) fn map_memory(len: usize, flags: MapFlags) -> Result<Mapping, OsErrno> {
+    Mapping::anonymous(len, READ_WRITE, MapFlags::PRIVATE | flags)
 }
 
-impl Mapping {
-    /// Maps `len` bytes of anonymous memory.
-    pub(crate) fn memory(len: usize) -> Result<Self, OsErrno> {
-        Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
-    }
+/// Maps `len` bytes in pages of 2 MiB. `len` must be a multiple of 2 MiB.
+pub(crate) fn map_huge_pages(len: usize) -> Result<Mapping, OsErrno> {
+    const HUGE_2MB: u32 = 21 << 26;
+    map_memory(len, MapFlags::HUGETLB | MapFlags::from_bits_retain(HUGE_2MB))
+}
 
-    /// Maps `len` bytes in pages of 2 MiB. `len` must be a multiple of 2 MiB.
-    pub(crate) fn huge_pages(len: usize) -> Result<Self, OsErrno> {
-        const HUGE_2MB: u32 = 21 << 26;
-        let flags = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::from_bits_retain(HUGE_2MB);
-        Self::anonymous(len, ProtFlags::READ | ProtFlags::WRITE, flags)
-    }
-
-    pub(crate) fn anonymous(len: usize, prot: ProtFlags, flags: MapFlags) -> Result<Self, OsErrno> {
-        hmem_core::Mapping::anonymous(len, prot, flags).map(Self)
-    }
-
-    /// Maps `len` bytes of `fd` from `offset` as a shared mapping.
-    pub(crate) fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Self, OsErrno> {
-        let prot = ProtFlags::READ | ProtFlags::WRITE;
-        hmem_core::Mapping::shared(fd, offset, len, prot).map(Self)
-    }
+/// Maps the first `len` bytes of a file as shared memory.
+pub(crate) fn map_file(fd: BorrowedFd<'_>, len: u64) -> Result<Mapping> {
+    Mapping::shared(fd, 0, usize::try_from(len).unwrap_or(usize::MAX), READ_WRITE)
+        .map_err(|errno| Error::os(errno, "mmap").context("length", len))
 }
 
 /// Creates a memory file of a fixed size. It is sealed against shrinking (which udmabuf requires),
@@ -111,16 +93,11 @@ fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
 /// # Safety
 /// The caller must allow this function to overwrite `len` bytes at `to`.
 pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: u64) -> Result<()> {
-    transfer(len, |done| {
+    let (fd, at) = (fd.as_raw_fd(), host_ptr(to).cast::<c_void>());
+    transfer(len, |done, left| {
+        let offset = (offset + done as u64) as libc::off_t;
         // SAFETY: the kernel checks the addresses, and the caller allows overwriting them.
-        unsafe {
-            libc::pread(
-                fd.as_raw_fd(),
-                host(to, done),
-                chunk(len - done),
-                file_offset(offset + done),
-            )
-        }
+        unsafe { libc::pread(fd, at.wrapping_byte_add(done), left, offset) }
     })
     .map_err(|errno| Error::os(errno, "pread").context("address", to).context("length", len))
 }
@@ -128,25 +105,22 @@ pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: 
 /// Copies `len` bytes from a host address to a file, at `offset`. An address that cannot be read
 /// fails with `EFAULT` instead of a signal.
 pub(crate) fn write_at(fd: BorrowedFd<'_>, offset: u64, from: Address, len: u64) -> Result<()> {
-    transfer(len, |done| {
+    let (fd, at) = (fd.as_raw_fd(), host_ptr(from).cast::<c_void>());
+    transfer(len, |done, left| {
+        let offset = (offset + done as u64) as libc::off_t;
         // SAFETY: the kernel checks the addresses and only reads them.
-        unsafe {
-            libc::pwrite(
-                fd.as_raw_fd(),
-                host(from, done),
-                chunk(len - done),
-                file_offset(offset + done),
-            )
-        }
+        unsafe { libc::pwrite(fd, at.wrapping_byte_add(done), left, offset) }
     })
     .map_err(|errno| Error::os(errno, "pwrite").context("address", from).context("length", len))
 }
 
-fn transfer(len: u64, mut call: impl FnMut(u64) -> isize) -> Result<(), Errno> {
-    let mut done = 0;
+/// Calls `call` until it has moved `len` bytes. The arguments of `call` are the number of bytes
+/// that were moved and the number that are left.
+fn transfer(len: u64, mut call: impl FnMut(usize, usize) -> isize) -> Result<(), Errno> {
+    let (mut done, len) = (0, len as usize);
     while done < len {
-        match call(done) {
-            moved @ 1.. => done += moved as u64,
+        match call(done, len - done) {
+            moved @ 1.. => done += moved as usize,
             0 => return Err(Errno(libc::EIO)),
             _ => match Errno::of(&std::io::Error::last_os_error()) {
                 Errno(libc::EINTR) => {}
@@ -155,18 +129,6 @@ fn transfer(len: u64, mut call: impl FnMut(u64) -> isize) -> Result<(), Errno> {
         }
     }
     Ok(())
-}
-
-fn host(address: Address, done: u64) -> *mut c_void {
-    host_ptr(address).wrapping_add(done as usize).cast()
-}
-
-fn chunk(len: u64) -> usize {
-    len.min(1 << 30) as usize
-}
-
-pub(crate) fn file_offset(offset: u64) -> libc::off_t {
-    offset as libc::off_t
 }
 
 /// Converts a host address to a pointer. Only the kernel, or code that knows the address to be
@@ -193,19 +155,17 @@ struct UdmabufCreate {
 /// The flag `UDMABUF_FLAGS_CLOEXEC` of `linux/udmabuf.h`: exec closes the new fd.
 const UDMABUF_FLAGS_CLOEXEC: u32 = 1;
 
-struct CreateUdmabuf(UdmabufCreate);
-
 // SAFETY: `UDMABUF_CREATE` reads one `struct udmabuf_create` and returns a new fd.
-unsafe impl Ioctl for CreateUdmabuf {
+unsafe impl Ioctl for UdmabufCreate {
     type Output = OwnedFd;
     const IS_MUTATING: bool = false;
 
     fn opcode(&self) -> Opcode {
-        opcode::write::<UdmabufCreate>(b'u', 0x42)
+        opcode::write::<Self>(b'u', 0x42)
     }
 
     fn as_ptr(&mut self) -> *mut c_void {
-        (&raw mut self.0).cast()
+        ptr::from_mut(self).cast()
     }
 
     unsafe fn output_from_ptr(out: IoctlOutput, _: *mut c_void) -> rustix::io::Result<OwnedFd> {
@@ -238,7 +198,7 @@ impl Udmabuf {
             size,
         };
         // SAFETY: the fd is `/dev/udmabuf`, which implements this ioctl.
-        unsafe { rustix::ioctl::ioctl(self.0.as_fd(), CreateUdmabuf(create)) }.map_err(|errno| {
+        unsafe { rustix::ioctl::ioctl(self.0.as_fd(), create) }.map_err(|errno| {
             Error::os(errno, "ioctl(UDMABUF_CREATE)")
                 .context("offset", offset)
                 .context("size", size)
@@ -250,6 +210,20 @@ impl Udmabuf {
     }
 }
 
+/// Exports `len` bytes of a memory file, from `offset` on: as a dma-buf if `udmabuf` is open, or
+/// else as a new fd of the file. Returns the fd, and the offset of the bytes in it.
+pub(crate) fn export(
+    udmabuf: Option<&Udmabuf>,
+    memfd: BorrowedFd<'_>,
+    offset: u64,
+    len: u64,
+) -> Result<(OwnedFd, u64)> {
+    let Some(udmabuf) = udmabuf else { return Ok((reopen(memfd)?, offset)) };
+    let in_page = offset % page_size();
+    let whole_pages = (in_page + len).next_multiple_of(page_size());
+    Ok((udmabuf.create(memfd, offset - in_page, whole_pages)?, in_page))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -259,7 +233,7 @@ mod tests {
         // The value of `UDMABUF_CREATE` of linux/udmabuf.h on every architecture with the generic
         // ioctl encoding.
         const UDMABUF_CREATE: u32 = 0x4018_7542;
-        let create = CreateUdmabuf(UdmabufCreate { memfd: 0, flags: 0, offset: 0, size: 0 });
+        let create = UdmabufCreate { memfd: 0, flags: 0, offset: 0, size: 0 };
         assert_eq!(create.opcode(), UDMABUF_CREATE);
         assert_eq!(std::mem::offset_of!(UdmabufCreate, offset), 8);
         assert_eq!(std::mem::offset_of!(UdmabufCreate, size), 16);

@@ -99,6 +99,12 @@ impl FreeSubscriptions {
         subscription
     }
 
+    /// Returns the number of subscriptions.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.0.lock().subscriptions.len()
+    }
+
     /// Removes a subscription. If a free is calling `invalidate_start` for the subscription, waits
     /// for the end of that call. The `invalidate_end` of that free may still follow. Does nothing
     /// with a subscription that `add` of this value did not return.

@@ -1,20 +1,22 @@
 //! Exports of host memory to NICs and other processes, for allocations in memory files.
 
+#![allow(unsafe_code, reason = "implements the trait, with an unsafe close")]
+
 use std::os::fd::{AsFd, AsRawFd};
 
 use hmem_core::{
     AddressRange, AllocOffset, Allocation, DmaBufOffset, Errno, Error, ErrorKind, IfaceKind,
     Result,
-    iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, IpcHandle},
+    iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, Ipc, IpcHandle},
     provider::Nic,
 };
 
 use super::{
-    System,
-    memory::{Backing, not_live},
+    MemFd, System,
+    memory::{HostBacking, not_live},
 };
 use crate::{
-    ipc_handle::{HandleBody, NO_STAMP, own_pid},
+    ipc_handle::{HandleBody, NO_STAMP},
     sys,
 };
 
@@ -56,18 +58,11 @@ impl DmaBufExporter for System {
                 .remedy("the range must lie in one allocation"));
         }
         let in_file = range.start().0 - record.allocation.base().0;
-        let (fd, offset) = match &self.udmabuf {
-            Ok(udmabuf) => {
-                let page = sys::page_size();
-                let in_page = in_file % page;
-                let whole_pages = (in_page + range.len()).next_multiple_of(page);
-                (udmabuf.create(file.as_fd(), in_file - in_page, whole_pages)?, in_page)
-            }
-            Err(why) => {
-                tracing::debug!(%why, "the export is a memory file, not a dma-buf");
-                (sys::reopen(file.as_fd())?, in_file)
-            }
-        };
+        if let Err(why) = &self.udmabuf {
+            tracing::debug!(%why, "the export is a memory file, not a dma-buf");
+        }
+        let udmabuf = self.udmabuf.as_ref().ok();
+        let (fd, offset) = sys::export(udmabuf, file.as_fd(), in_file, range.len())?;
         Ok(DmaBufExport {
             fd,
             offset: DmaBufOffset(offset),
@@ -78,12 +73,12 @@ impl DmaBufExporter for System {
     }
 }
 
-impl System {
-    pub(super) fn handle_of(&self, allocation: &Allocation) -> Result<IpcHandle> {
+impl Ipc for System {
+    fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         let record =
             self.record_at(allocation.base()).filter(|record| record.allocation == *allocation);
         let record = record.ok_or_else(|| not_live(allocation, "ipc_export"))?;
-        let Backing::MemFd(file) = &record.backing else {
+        let HostBacking::MemFd(file) = &record.backing else {
             return Err(Error::new(ErrorKind::Unsupported, "ipc_export")
                 .iface(IfaceKind::SYSTEM)
                 .context("allocation", allocation.range)
@@ -93,7 +88,7 @@ impl System {
                 ));
         };
         let body = HandleBody {
-            pid: own_pid(),
+            pid: std::process::id(),
             fd: file.as_fd().as_raw_fd() as u32,
             device: None,
             kind: 0,
@@ -103,15 +98,19 @@ impl System {
             id: allocation.id.0,
             stamp: NO_STAMP,
         };
-        Ok(body.encode(IfaceKind::SYSTEM))
+        Ok(IpcHandle::encode(IfaceKind::SYSTEM, &body))
     }
 
-    pub(super) fn open_handle(&self, handle: &IpcHandle) -> Result<Allocation> {
+    fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
         let body = HandleBody::decode(handle, IfaceKind::SYSTEM)?;
         let (fd, file_len) = body.open_file()?;
         if body.len > file_len || body.offset != 0 {
             return Err(body.gone("the owner's file is shorter than the handle says"));
         }
-        self.enter(Backing::Opened(super::MemFd::of(fd, body.len)?), body.len)
+        self.add(HostBacking::Opened(MemFd::of(fd, body.len)?), body.len)
+    }
+
+    unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
+        self.end(allocation, true, "ipc close")
     }
 }

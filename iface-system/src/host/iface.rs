@@ -2,16 +2,20 @@
 
 #![allow(unsafe_code, reason = "implements the trait, with copies by address")]
 
+use std::sync::Arc;
+
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
     Segment,
     iface::{
-        AllocRequest, Allocator, Device, DmaBufExporter, Facet, Iface, Ipc, IpcHandle,
-        MonitorSource, SegmentMap,
+        AllocRequest, Allocator, Device, DmaBufExporter, Facet, Iface, Ipc, MonitorSource,
+        SegmentMap,
     },
+    racing_copy,
 };
 
-use super::System;
+use super::{System, memory::HostAllocation};
+use crate::sys;
 
 // SAFETY: `query` answers from the records of live allocations, whose identities count up. Each
 // record owns its memory, which is freed with the record. `copy` returns after the bytes were
@@ -35,9 +39,14 @@ unsafe impl Iface for System {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller promises that both ranges of the copy are valid, which `copy_bytes`
-        // requires.
-        unsafe { self.copy_bytes(to, from, len) }
+        // These references keep the memory allocated until the copy has ended, even if another
+        // thread frees the allocation.
+        let _to_stays = self.check_side(to, len)?;
+        let _from_stays = self.check_side(from, len)?;
+        // SAFETY: the caller promises that both ranges are valid for `len` bytes. `check_side`
+        // verified the ranges in allocations of this iface.
+        unsafe { racing_copy(sys::host_ptr(from), sys::host_ptr(to), len as usize) };
+        Ok(())
     }
 
     fn allocator(&self) -> Option<&dyn Allocator> {
@@ -81,6 +90,29 @@ unsafe impl Iface for System {
     }
 }
 
+impl System {
+    /// Returns the allocation of this iface that contains `address`, or `None` if the address is
+    /// other host memory.
+    ///
+    /// # Errors
+    /// - OutOfBounds: the `len` bytes extend past the end of the allocation.
+    /// - AddressWraps: the `len` bytes extend past the end of the address space.
+    fn check_side(&self, address: Address, len: u64) -> Result<Option<Arc<HostAllocation>>> {
+        let range = AddressRange::new(address, len)?;
+        let found = self.record_at(address);
+        match &found {
+            Some(inside) if !inside.allocation.range.contains_range(range) => {
+                Err(Error::new(ErrorKind::OutOfBounds, "copy")
+                    .iface(IfaceKind::SYSTEM)
+                    .context("range", range)
+                    .context("allocation", inside.allocation.range)
+                    .remedy("the copy must end within the allocation that it begins in"))
+            }
+            _ => Ok(found),
+        }
+    }
+}
+
 impl Allocator for System {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         match request.kind {
@@ -94,20 +126,6 @@ impl Allocator for System {
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         self.end(allocation, false, "free")
-    }
-}
-
-impl Ipc for System {
-    fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        self.handle_of(allocation)
-    }
-
-    fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        self.open_handle(handle)
-    }
-
-    unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
-        self.end(allocation, true, "ipc close")
     }
 }
 

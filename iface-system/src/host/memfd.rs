@@ -7,9 +7,9 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use hmem_core::{Address, AddressRange, Error, ErrorKind, Result};
+use hmem_core::{Address, AddressRange, Error, ErrorKind, Mapping, Result};
 
-use crate::sys::{self, Mapping};
+use crate::sys;
 
 /// A mapped memory file of a fixed size.
 ///
@@ -28,8 +28,8 @@ use crate::sys::{self, Mapping};
 /// ```
 pub struct MemFd {
     fd: OwnedFd,
+    /// The mapping of the file, with the length that was requested.
     mapping: Mapping,
-    len: u64,
 }
 
 impl MemFd {
@@ -50,28 +50,26 @@ impl MemFd {
 
     /// Maps the first `len` bytes of a memory file. The file must be at least that long.
     pub(crate) fn of(fd: OwnedFd, len: u64) -> Result<Self> {
-        let mapping = Mapping::shared(fd.as_fd(), 0, usize::try_from(len).unwrap_or(usize::MAX))
-            .map_err(|errno| Error::os(errno, "mmap").context("length", len))?;
-        Ok(Self { fd, mapping, len })
+        let mapping = sys::map_file(fd.as_fd(), len)?;
+        Ok(Self { fd, mapping })
     }
 
     /// Returns the address range of the mapping, with the length that was requested.
     #[must_use]
     pub fn range(&self) -> AddressRange {
-        let start = self.mapping.address();
-        AddressRange::new(start, self.len).unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
+        self.mapping.range()
     }
 
     /// Returns the requested length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
-        self.len
+        self.mapping.len() as u64
     }
 
     /// Returns false: a memory file has at least one byte.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        false
     }
 
     /// Copies bytes of the file, from `offset` on, to `into`. A NIC may write to the file at the
@@ -102,7 +100,7 @@ impl MemFd {
         Err(Error::new(ErrorKind::OutOfBounds, "memfd")
             .context("offset", offset)
             .context("length", len)
-            .context("size", self.len))
+            .context("size", self.len()))
     }
 }
 

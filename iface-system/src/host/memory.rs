@@ -11,29 +11,30 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
-    Result,
+    Mapping, Result,
 };
+use rustix::{io::Errno, mm::MapFlags};
 
 use super::{MemFd, System};
-use crate::sys::{self, Mapping};
+use crate::sys;
 
 const HUGE_PAGE: u64 = 2 << 20;
 const HUGE_PAGES_PATH: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
 /// A block of zeroed memory from the global allocator, which is freed on drop.
 #[derive(Debug)]
-pub(super) struct Heap {
+pub(super) struct HeapBlock {
     start: NonNull<u8>,
     layout: Layout,
 }
 
 // SAFETY: the value owns its memory, which any thread may free. Its bytes are only accessed through
 // raw addresses.
-unsafe impl Send for Heap {}
-// SAFETY: a shared reference to `Heap` gives no access to the bytes.
-unsafe impl Sync for Heap {}
+unsafe impl Send for HeapBlock {}
+// SAFETY: a shared reference to `HeapBlock` gives no access to the bytes.
+unsafe impl Sync for HeapBlock {}
 
-impl Heap {
+impl HeapBlock {
     fn new(layout: Layout) -> Option<Self> {
         // SAFETY: `checked_len` refuses 0 bytes, so the layout is not empty.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
@@ -41,7 +42,7 @@ impl Heap {
     }
 }
 
-impl Drop for Heap {
+impl Drop for HeapBlock {
     fn drop(&mut self) {
         // SAFETY: `alloc_zeroed` returned the memory for this layout, and drop runs once.
         unsafe { dealloc(self.start.as_ptr(), self.layout) };
@@ -50,15 +51,15 @@ impl Drop for Heap {
 
 /// The memory behind an allocation. Dropping the value frees the memory.
 #[derive(Debug)]
-pub(super) enum Backing {
-    Heap(Heap),
+pub(super) enum HostBacking {
+    Heap(HeapBlock),
     Mapping(Mapping),
     MemFd(MemFd),
     /// A memory file of another process, which this process opened through an IPC handle.
     Opened(MemFd),
 }
 
-impl Backing {
+impl HostBacking {
     fn start(&self) -> Address {
         match self {
             Self::Heap(heap) => Address::of_ptr(heap.start.as_ptr()),
@@ -70,17 +71,17 @@ impl Backing {
 
 /// A live allocation of host memory, and the object that owns its memory.
 #[derive(Debug)]
-pub(super) struct Record {
+pub(super) struct HostAllocation {
     pub(super) allocation: Allocation,
-    pub(super) backing: Backing,
+    pub(super) backing: HostBacking,
 }
 
-impl Record {
+impl HostAllocation {
     /// Returns the memory file behind the allocation, if there is one.
     pub(super) fn memfd(&self) -> Option<&MemFd> {
         match &self.backing {
-            Backing::MemFd(file) | Backing::Opened(file) => Some(file),
-            Backing::Heap(_) | Backing::Mapping(_) => None,
+            HostBacking::MemFd(file) | HostBacking::Opened(file) => Some(file),
+            HostBacking::Heap(_) | HostBacking::Mapping(_) => None,
         }
     }
 }
@@ -103,12 +104,12 @@ impl System {
                 .context("align", align)
                 .remedy("the alignment must be a power of two")
         })?;
-        let heap = Heap::new(layout).ok_or_else(|| {
+        let heap = HeapBlock::new(layout).ok_or_else(|| {
             Error::new(ErrorKind::OutOfResources, "allocate heap")
                 .iface(IfaceKind::SYSTEM)
                 .context("length", len)
         })?;
-        self.enter(Backing::Heap(heap), len as u64)
+        self.add(HostBacking::Heap(heap), len as u64)
     }
 
     /// Allocates `len` bytes of anonymous memory that shares no page with other allocations, like
@@ -118,8 +119,9 @@ impl System {
     /// [`ErrorKind::ZeroLength`], or the error of `mmap`.
     pub fn mmap(&self, len: u64) -> Result<Allocation> {
         let bytes = checked_len(len, "allocate mmap")?;
-        let mapping = Mapping::memory(bytes).map_err(|errno| refused(errno, len))?;
-        self.enter(Backing::Mapping(mapping), len)
+        let mapping =
+            sys::map_memory(bytes, MapFlags::empty()).map_err(|errno| refused(errno, len))?;
+        self.add(HostBacking::Mapping(mapping), len)
     }
 
     /// Allocates `len` bytes in a new memory file. The allocation can be exported, and other
@@ -128,7 +130,7 @@ impl System {
     /// # Errors
     /// The errors of [`MemFd::new`].
     pub fn memfd(&self, len: u64) -> Result<Allocation> {
-        self.enter(Backing::MemFd(MemFd::new(len)?), len)
+        self.add(HostBacking::MemFd(MemFd::new(len)?), len)
     }
 
     /// Allocates `len` bytes in huge pages of 2 MiB, which belong to this allocation only. The
@@ -142,9 +144,9 @@ impl System {
     pub fn huge_pages(&self, len: u64) -> Result<Allocation> {
         let bytes = checked_len(len, "allocate huge pages")?;
         let whole = bytes.checked_next_multiple_of(HUGE_PAGE as usize).unwrap_or(usize::MAX);
-        match Mapping::huge_pages(whole) {
-            Ok(mapping) => self.enter(Backing::Mapping(mapping), len),
-            Err(errno @ rustix::io::Errno::NOMEM) => {
+        match sys::map_huge_pages(whole) {
+            Ok(mapping) => self.add(HostBacking::Mapping(mapping), len),
+            Err(errno @ Errno::NOMEM) => {
                 let there_are =
                     fs::read_to_string(HUGE_PAGES_PATH).unwrap_or_else(|_| "unknown".to_owned());
                 Err(Error::new(ErrorKind::Unavailable, "allocate huge pages")
@@ -158,7 +160,8 @@ impl System {
         }
     }
 
-    pub(super) fn enter(&self, backing: Backing, len: u64) -> Result<Allocation> {
+    /// Assigns an identity to memory of `len` bytes, and adds it to the live allocations.
+    pub(super) fn add(&self, backing: HostBacking, len: u64) -> Result<Allocation> {
         let range = AddressRange::new(backing.start(), len)?;
         let mut allocations = self.allocations.write();
         let allocation = Allocation {
@@ -170,7 +173,9 @@ impl System {
             token: 0,
         };
         allocations.next_id += 1;
-        allocations.by_start.insert(range.start().0, Arc::new(Record { allocation, backing }));
+        allocations
+            .by_start
+            .insert(range.start().0, Arc::new(HostAllocation { allocation, backing }));
         Ok(allocation)
     }
 
@@ -186,7 +191,7 @@ impl System {
         let start = allocation.base().0;
         let found = allocations.by_start.get(&start).filter(|record| {
             record.allocation == *allocation
-                && matches!(record.backing, Backing::Opened(_)) == opened
+                && matches!(record.backing, HostBacking::Opened(_)) == opened
         });
         if found.is_none() {
             return Err(not_live(allocation, operation));
@@ -200,7 +205,7 @@ impl System {
     }
 
     /// Returns the record of the allocation that contains `address`.
-    pub(super) fn record_at(&self, address: Address) -> Option<Arc<Record>> {
+    pub(super) fn record_at(&self, address: Address) -> Option<Arc<HostAllocation>> {
         let allocations = self.allocations.read();
         let (_, record) = allocations.by_start.range(..=address.0).next_back()?;
         record.allocation.range.contains(address).then(|| Arc::clone(record))
@@ -219,9 +224,9 @@ pub(super) fn not_live(allocation: &Allocation, operation: &'static str) -> Erro
         )
 }
 
-fn refused(errno: rustix::io::Errno, len: u64) -> Error {
+fn refused(errno: Errno, len: u64) -> Error {
     let error = Error::os(errno, "mmap").iface(IfaceKind::SYSTEM).context("length", len);
-    if errno == rustix::io::Errno::NOMEM {
+    if errno == Errno::NOMEM {
         return error.remedy("allocate less, free memory, or raise the limit `ulimit -v`");
     }
     error

@@ -3,7 +3,6 @@
 //! Any host address can be registered, and copied from and to. The [`System`] iface keeps records
 //! only of its own allocations. These have identities and, if a memory file backs them, exports.
 
-mod copy;
 mod export;
 mod iface;
 mod memfd;
@@ -20,7 +19,7 @@ use hmem_core::{Allocation, Result};
 use parking_lot::{Mutex, RwLock};
 
 pub use self::memfd::MemFd;
-use self::memory::Record;
+use self::memory::HostAllocation;
 use crate::{monitor::SystemMonitor, sys::Udmabuf};
 
 /// The iface for host memory: all memory of the process that belongs to no device.
@@ -47,7 +46,8 @@ pub struct System {
     /// The open `/dev/udmabuf`, which creates dma-bufs, or the error of opening it.
     udmabuf: Result<Udmabuf>,
     monitor: OnceLock<SystemMonitor>,
-    /// Starts the monitor. A thread holds the lock during the call, so that one monitor starts.
+    /// The function that starts `monitor`. The thread that calls it holds the lock, so that only one
+    /// monitor is started.
     start_monitor: Mutex<StartMonitor>,
 }
 
@@ -57,7 +57,7 @@ type StartMonitor = Box<dyn Fn() -> Result<SystemMonitor> + Send>;
 #[derive(Debug)]
 struct HostAllocationTable {
     next_id: u64,
-    by_start: BTreeMap<u64, Arc<Record>>,
+    by_start: BTreeMap<u64, Arc<HostAllocation>>,
 }
 
 impl System {

@@ -7,7 +7,6 @@ use hmem_core::{
     iface::MonitorSource,
     monitor::{DetectionMethod, Monitor},
 };
-
 use parking_lot::Mutex;
 
 use super::System;

@@ -313,8 +313,10 @@ pub(crate) fn segment_len(id: i32) -> Option<u64> {
 mod tests {
     use std::fs::File;
 
+    use rustix::mm::MapFlags;
+
     use super::*;
-    use crate::sys::{Mapping, sealed_memfd};
+    use crate::sys::{map_file, map_memory, sealed_memfd};
 
     #[test]
     fn query_layout_and_number_match_the_kernel_header() {
@@ -326,8 +328,8 @@ mod tests {
     #[test]
     fn query_and_text_return_the_same_mappings() {
         let memfd = sealed_memfd("area", 8192).unwrap();
-        let shared = Mapping::shared(memfd.as_fd(), 0, 8192).unwrap();
-        let anonymous = Mapping::memory(3 * 4096).unwrap();
+        let shared = map_file(memfd.as_fd(), 8192).unwrap();
+        let anonymous = map_memory(3 * 4096, MapFlags::empty()).unwrap();
         let code = (query_and_text_return_the_same_mappings as fn() as *const ()).addr() as u64;
         let text = |address| read(File::open("/proc/self/maps").unwrap().as_fd(), address).unwrap();
         let summary = |area: Option<Area>| {

@@ -99,10 +99,10 @@ impl Maps {
 mod tests {
     use std::os::fd::{AsRawFd, FromRawFd};
 
-    use rustix::fs::Mode;
+    use rustix::{fs::Mode, mm::MapFlags};
 
     use super::*;
-    use crate::sys::Mapping;
+    use crate::sys;
 
     fn open_fd(maps: &Maps) -> Option<i32> {
         maps.0.read().as_ref().map(|open_fd| open_fd.file.as_raw_fd())
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn reused_fd_number_is_neither_queried_nor_closed() {
-        let mapping = Mapping::memory(4096).unwrap();
+        let mapping = sys::map_memory(4096, MapFlags::empty()).unwrap();
         let address = mapping.address().0;
         let maps = Maps::default();
         let query =
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn same_file_at_a_reused_number_is_queried_not_closed() {
-        let mapping = Mapping::memory(4096).unwrap();
+        let mapping = sys::map_memory(4096, MapFlags::empty()).unwrap();
         let maps = Maps::default();
         maps.at_or_after(mapping.address().0).unwrap();
         let Some(number) = open_fd(&maps) else { return };

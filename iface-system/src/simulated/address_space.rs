@@ -26,18 +26,16 @@ const REMEMBERED: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct AddressSpace {
     free: FreeRanges,
+    /// The page after the last allocation. The search for free pages begins there.
     next: u64,
+    /// Start and length of the ranges that were freed last, oldest first.
     freed: VecDeque<(u64, u64)>,
-    reuse: AddressReuse,
+    pub(crate) reuse: AddressReuse,
 }
 
 impl AddressSpace {
     pub(crate) fn new(pages: u64, reuse: AddressReuse) -> Self {
         Self { free: FreeRanges::new(0, pages), next: 0, freed: VecDeque::new(), reuse }
-    }
-
-    pub(crate) fn set_reuse(&mut self, reuse: AddressReuse) {
-        self.reuse = reuse;
     }
 
     /// Allocates `pages` contiguous pages. Returns the number of the first page, or `None` if no

@@ -14,16 +14,19 @@
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-use hmem_core::{Error, ErrorKind, Result};
+use hmem_core::{Error, ErrorKind, Mapping, Result};
 
 use super::{
     ranges::FreeRanges,
-    sys::{atomic_word, is_open_elsewhere, punch_hole},
+    sys::{is_open_elsewhere, punch_hole},
 };
-use crate::sys::{self, Mapping};
+use crate::sys;
 
 /// Size in bytes of the table of identities at the start of an arena. The table has one word
 /// (*stamp*) for each allocation that was exported by an IPC handle.
@@ -44,8 +47,7 @@ pub(crate) struct ArenaFile {
 impl ArenaFile {
     /// Maps a whole memory file of `len` bytes.
     pub(crate) fn new(fd: OwnedFd, len: u64) -> Result<Self> {
-        let mapping = Mapping::shared(fd.as_fd(), 0, usize::try_from(len).unwrap_or(usize::MAX))
-            .map_err(|errno| Error::os(errno, "mmap").context("length", len))?;
+        let mapping = sys::map_file(fd.as_fd(), len)?;
         Ok(Self { fd, mapping })
     }
 
@@ -53,8 +55,13 @@ impl ArenaFile {
         self.fd.as_fd()
     }
 
+    /// Returns a pointer to the byte at `offset` of the file.
+    ///
+    /// # Panics
+    /// If `offset` is greater than the file's length.
     pub(crate) fn at(&self, offset: u64) -> *mut u8 {
-        self.mapping.at(offset)
+        assert!(offset <= self.mapping.len() as u64, "the caller has checked the offset");
+        self.mapping.as_ptr().wrapping_add(offset as usize)
     }
 
     /// Returns the allocation identity in word `slot` of the file's header, or 0 after the
@@ -69,21 +76,21 @@ impl ArenaFile {
         }
     }
 
-    fn stamp_word(&self, slot: u16) -> Option<&std::sync::atomic::AtomicU64> {
+    fn stamp_word(&self, slot: u16) -> Option<&AtomicU64> {
         let offset = u64::from(slot) * 8;
         if offset + 8 > STAMP_BYTES.min(self.mapping.len() as u64) {
             return None;
         }
         // SAFETY: the word lies in the mapping, which lives as long as `self`. It is aligned, since
-        // mappings are page-aligned and 8 divides the offset.
-        Some(unsafe { atomic_word(self.at(offset)) })
+        // mappings are page-aligned and 8 divides the offset. All processes access it atomically.
+        Some(unsafe { AtomicU64::from_ptr(self.at(offset).cast()) })
     }
 }
 
 /// A range of a memory file that backs an allocation or one of its segments.
 #[derive(Clone, Debug)]
-pub(crate) struct Extent {
-    /// Index of the arena in [`Arenas`], or `None` for a memory file of another process.
+pub(crate) struct FileExtent {
+    /// Index of the arena in [`FileArenas`], or `None` for a memory file of another process.
     arena: Option<usize>,
     pub(crate) file: Arc<ArenaFile>,
     /// Offset of the extent in the memory file, in bytes.
@@ -92,7 +99,7 @@ pub(crate) struct Extent {
     pub(crate) len: u64,
 }
 
-impl Extent {
+impl FileExtent {
     /// Creates an extent of another process's file.
     pub(crate) fn foreign(file: Arc<ArenaFile>, offset: u64, len: u64) -> Self {
         Self { arena: None, file, offset, len }
@@ -100,11 +107,11 @@ impl Extent {
 }
 
 #[derive(Debug)]
-struct Arena {
+struct FileArena {
     file: Arc<ArenaFile>,
     free: FreeRanges,
     /// Allocations of this length or more fail without a search, because an earlier search found no
-    /// free range of that length. The value is reset when freed space can be reused.
+    /// free range of that length. The value becomes `u64::MAX` when freed space can be reused.
     full_for: u64,
     /// Number of extents of this arena that are in use.
     live: usize,
@@ -113,25 +120,30 @@ struct Arena {
     /// Extents (offset, length) of freed allocations that another process may still access through
     /// an exported fd. They are not reused yet.
     quarantine: Vec<(u64, u64)>,
+    /// True once an fd of the file was exported.
     exported: bool,
     /// Number of consecutive calls of `release_quarantine` that found other users of the file, plus
     /// 1. The larger the number, the rarer the calls.
     probes: usize,
+    /// Indices of words in the file's header that were in use and are free again.
     free_stamps: Vec<u16>,
+    /// Number of words that were ever in use. These are the first words of the header.
     stamps_used: u16,
 }
 
 /// All arenas of one simulated iface.
 #[derive(Debug)]
-pub(crate) struct Arenas {
-    arenas: Vec<Option<Arena>>,
+pub(crate) struct FileArenas {
+    arenas: Vec<Option<FileArena>>,
+    /// Index of the arena that the last allocation used. The search for free space begins there.
     current: usize,
+    /// Number of arenas that were created so far.
     created: u64,
     page: u64,
     arena_len: u64,
 }
 
-impl Arenas {
+impl FileArenas {
     pub(crate) fn new(page: u64, arena_len: u64) -> Self {
         Self { arenas: Vec::new(), current: 0, created: 0, page, arena_len }
     }
@@ -148,7 +160,7 @@ impl Arenas {
     /// # Errors
     /// - The errors of creating a memory file for a new arena.
     /// - OutOfResources: the new arena has no room for the extent.
-    pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<Extent> {
+    pub(crate) fn take(&mut self, len: u64, dedicated: bool) -> Result<FileExtent> {
         let own = dedicated || len > self.arena_len / 4;
         if !own {
             let (first, count) = (self.current, self.arenas.len());
@@ -159,12 +171,13 @@ impl Arenas {
         }
         let number = self.create(if own { len } else { self.arena_len }, own)?;
         self.take_in(number, len)
-            .or_else(|| self.take_all_of(number, len))
             .ok_or_else(|| Error::new(ErrorKind::OutOfResources, "allocate").context("length", len))
     }
 
-    fn take_in(&mut self, number: usize, len: u64) -> Option<Extent> {
-        let arena = self.arenas[number].as_mut().filter(|arena| !arena.dedicated)?;
+    /// Allocates an extent of `len` bytes in the arena with index `number`, or returns `None` if the
+    /// arena has no free range of that length. A dedicated arena is full after its first extent.
+    fn take_in(&mut self, number: usize, len: u64) -> Option<FileExtent> {
+        let arena = self.arenas[number].as_mut()?;
         if len >= arena.full_for {
             arena.release_quarantine();
         }
@@ -175,16 +188,11 @@ impl Arenas {
             arena.full_for = len;
             return None;
         };
-        self.current = number;
+        if !arena.dedicated {
+            self.current = number;
+        }
         arena.live += 1;
-        Some(Extent { arena: Some(number), file: Arc::clone(&arena.file), offset, len })
-    }
-
-    fn take_all_of(&mut self, number: usize, len: u64) -> Option<Extent> {
-        let arena = self.arenas[number].as_mut()?;
-        let offset = arena.free.take_from(0, len)?;
-        arena.live += 1;
-        Some(Extent { arena: Some(number), file: Arc::clone(&arena.file), offset, len })
+        Some(FileExtent { arena: Some(number), file: Arc::clone(&arena.file), offset, len })
     }
 
     fn create(&mut self, room: u64, dedicated: bool) -> Result<usize> {
@@ -200,7 +208,7 @@ impl Arenas {
         let len =
             header.checked_add(room).filter(|len| *len < i64::MAX as u64).ok_or_else(too_long)?;
         let fd = sys::sealed_memfd("hmem-simulated", len)?;
-        let arena = Arena {
+        let arena = FileArena {
             file: Arc::new(ArenaFile::new(fd, len)?),
             free: FreeRanges::new(header, room),
             full_for: u64::MAX,
@@ -223,7 +231,7 @@ impl Arenas {
     }
 
     /// Records that an fd of the extent's memory file was exported.
-    pub(crate) fn mark_exported(&mut self, extent: &Extent) {
+    pub(crate) fn mark_exported(&mut self, extent: &FileExtent) {
         if let Some(arena) = self.arena_of(extent) {
             arena.exported = true;
         }
@@ -232,7 +240,7 @@ impl Arenas {
     /// Allocates a word in the header of the extent's file, and returns its index. The caller
     /// stores the allocation's identity there, and processes that open the allocation verify the
     /// identity.
-    pub(crate) fn take_stamp(&mut self, extent: &Extent) -> Result<u16> {
+    pub(crate) fn take_stamp(&mut self, extent: &FileExtent) -> Result<u16> {
         let stamps = (STAMP_BYTES / 8) as u16;
         let full = || {
             Error::new(ErrorKind::OutOfResources, "ipc_export")
@@ -250,7 +258,7 @@ impl Arenas {
         Ok(arena.stamps_used - 1)
     }
 
-    pub(crate) fn give_stamp(&mut self, extent: &Extent, slot: u16) {
+    pub(crate) fn give_stamp(&mut self, extent: &FileExtent, slot: u16) {
         extent.file.set_stamp(slot, 0);
         if let Some(arena) = self.arena_of(extent) {
             arena.free_stamps.push(slot);
@@ -260,7 +268,7 @@ impl Arenas {
     /// Frees an extent. If it was `exported`, its space is reused only once no process has an
     /// exported fd of the arena open or mapped. If not, the caller has already returned the
     /// extent's pages to the kernel, and the space can be reused at once.
-    pub(crate) fn give(&mut self, extent: Extent, exported: bool) {
+    pub(crate) fn give(&mut self, extent: FileExtent, exported: bool) {
         let Some(number) = extent.arena else { return };
         let Some(arena) = self.arenas[number].as_mut() else { return };
         arena.live -= 1;
@@ -292,12 +300,12 @@ impl Arenas {
             .any(|arena| arena.exported && is_open_elsewhere(arena.file.fd()))
     }
 
-    fn arena_of(&mut self, extent: &Extent) -> Option<&mut Arena> {
+    fn arena_of(&mut self, extent: &FileExtent) -> Option<&mut FileArena> {
         self.arenas.get_mut(extent.arena?)?.as_mut()
     }
 }
 
-impl Arena {
+impl FileArena {
     /// Frees all extents in quarantine, unless a process still has an exported fd of the arena open
     /// or mapped.
     fn release_quarantine(&mut self) {

@@ -2,25 +2,27 @@
 
 use std::{sync::Arc, sync::atomic::AtomicU64, time::Duration};
 
-use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, IfaceName, Result};
+use hmem_core::{
+    Errno, Error, ErrorKind, IfaceKind, IfaceName, Mapping, Result, monitor::FreeSubscriptions,
+};
 use parking_lot::Mutex;
 
 use super::{
-    AddressReuse, DeviceCall, DmaBufKind, Faults, FreeDetection, Inner, P2pMatrix, SIMULATED,
-    Simulated, Stepping,
+    AddressReuse, DeviceCall, DmaBufKind, Faults, FreeDetection, P2pMatrix, SIMULATED, Simulated,
+    SimulatedInner, Stepping,
     address_space::AddressSpace,
-    arena::Arenas,
+    arena::FileArenas,
     engine::{Engine, Pace},
     memory::SimulatedState,
-    monitor::Subscriptions,
+    sys::reserve,
     table::PageTable,
 };
-use crate::sys::{self, Mapping};
+use crate::sys;
 
 const SMALLEST_WINDOW: u64 = 64 << 20;
 
 #[derive(Clone, Debug)]
-pub(crate) struct Config {
+pub(crate) struct SimulatedConfig {
     pub(crate) kind: IfaceKind,
     pub(crate) name: String,
     pub(crate) devices: u32,
@@ -34,8 +36,8 @@ pub(crate) struct Config {
     pub(crate) segment_len: u64,
 }
 
-impl From<&Config> for IfaceName {
-    fn from(config: &Config) -> Self {
+impl From<&SimulatedConfig> for IfaceName {
+    fn from(config: &SimulatedConfig) -> Self {
         Self::new(config.kind, config.name.as_str())
     }
 }
@@ -61,7 +63,7 @@ impl From<&Config> for IfaceName {
 /// ```
 #[derive(Clone, Debug)]
 pub struct SimulatedBuilder {
-    config: Config,
+    config: SimulatedConfig,
     reuse: AddressReuse,
     stepping: Stepping,
     pace: Pace,
@@ -73,7 +75,7 @@ pub struct SimulatedBuilder {
 impl Default for SimulatedBuilder {
     fn default() -> Self {
         Self {
-            config: Config {
+            config: SimulatedConfig {
                 kind: SIMULATED,
                 name: "simulated".into(),
                 devices: 1,
@@ -256,7 +258,7 @@ impl SimulatedBuilder {
         let page = sys::page_size();
         config.segment_len = config.segment_len.next_multiple_of(page);
         let window = reserve_window(self.window, page)?;
-        let range = AddressRange::new(window.address(), window.len() as u64)?;
+        let range = window.range();
         let (table, writer) = PageTable::new(config.kind, range, page).map_err(|errno| {
             Error::os(errno, "mmap").context("table of a window of", range.len())
         })?;
@@ -265,8 +267,8 @@ impl SimulatedBuilder {
             faults.fail_nth(call, nth, errno);
         }
         let addresses = AddressSpace::new(range.len() / page, self.reuse);
-        let arenas = Arenas::new(page, self.arena.next_multiple_of(page));
-        let inner = Inner {
+        let arenas = FileArenas::new(page, self.arena.next_multiple_of(page));
+        let inner = SimulatedInner {
             udmabuf: config.dma_buf.open()?,
             engine: Engine::new(self.stepping, self.pace),
             state: Mutex::new(SimulatedState::new(arenas, addresses, writer, config.devices)),
@@ -275,7 +277,7 @@ impl SimulatedBuilder {
             table,
             faults,
             copies: AtomicU64::new(0),
-            subscriptions: Subscriptions::new(),
+            subscriptions: FreeSubscriptions::default(),
             window,
         };
         Ok(Simulated { inner: Arc::new(inner) })
@@ -287,7 +289,7 @@ impl SimulatedBuilder {
 fn reserve_window(wanted: u64, page: u64) -> Result<Mapping> {
     let mut len = wanted.max(SMALLEST_WINDOW).next_multiple_of(page);
     loop {
-        match Mapping::reserve(usize::try_from(len).unwrap_or(usize::MAX)) {
+        match reserve(usize::try_from(len).unwrap_or(usize::MAX)) {
             Ok(window) => return Ok(window),
             Err(errno) if len / 2 < SMALLEST_WINDOW => {
                 return Err(Error::os(errno, "mmap")

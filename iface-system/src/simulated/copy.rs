@@ -10,12 +10,12 @@ use hmem_core::{
     racing_copy,
 };
 
-use super::{Inner, Simulated, arena::ArenaFile, faults::DeviceCall};
+use super::{Simulated, SimulatedInner, arena::ArenaFile, faults::DeviceCall};
 use crate::sys;
 
 /// A range of a memory file that holds bytes of an allocation.
 #[derive(Debug)]
-pub(crate) struct Piece {
+pub(crate) struct FilePiece {
     pub(crate) file: Arc<ArenaFile>,
     pub(crate) offset: u64,
     pub(crate) len: u64,
@@ -24,22 +24,22 @@ pub(crate) struct Piece {
 /// A source or destination of a copy in memory of this iface. The value keeps the memory files
 /// alive, but not the allocation.
 #[derive(Debug)]
-struct Own {
+struct DeviceSide {
     allocation: Allocation,
     start: Address,
-    pieces: Vec<Piece>,
+    pieces: Vec<FilePiece>,
 }
 
-/// A copy with checked bounds. Fields of type [`Address`] are in host memory, and [`Own`] is device
+/// A copy with checked bounds. Fields of type [`Address`] are in host memory, and [`DeviceSide`] is device
 /// memory.
 #[derive(Debug)]
-enum Transfer {
-    In { to: Own, from: Address },
-    Out { to: Address, from: Own },
-    Within { to: Own, from: Own },
+enum CopySides {
+    In { to: DeviceSide, from: Address },
+    Out { to: Address, from: DeviceSide },
+    Within { to: DeviceSide, from: DeviceSide },
 }
 
-impl Inner {
+impl SimulatedInner {
     /// Runs a blocking copy: waits for the simulated duration of the copy, and then moves the
     /// bytes.
     ///
@@ -58,7 +58,7 @@ impl Inner {
     /// # Safety
     /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`] for host memory.
     /// `transfer` keeps device memory alive.
-    unsafe fn finish(&self, transfer: &Transfer) -> Result<()> {
+    unsafe fn finish(&self, transfer: &CopySides) -> Result<()> {
         self.check_still_there(transfer)?;
         // SAFETY: the caller promises that the host memory is valid, and `transfer` keeps the files
         // with the device memory alive.
@@ -67,11 +67,11 @@ impl Inner {
         Ok(())
     }
 
-    fn transfer(&self, to: Address, from: Address, len: u64) -> Result<Transfer> {
+    fn transfer(&self, to: Address, from: Address, len: u64) -> Result<CopySides> {
         match (self.side(to, len)?, self.side(from, len)?) {
-            (Some(to), None) => Ok(Transfer::In { to, from }),
-            (None, Some(from)) => Ok(Transfer::Out { to, from }),
-            (Some(to), Some(from)) => Ok(Transfer::Within { to, from }),
+            (Some(to), None) => Ok(CopySides::In { to, from }),
+            (None, Some(from)) => Ok(CopySides::Out { to, from }),
+            (Some(to), Some(from)) => Ok(CopySides::Within { to, from }),
             (None, None) => Err(Error::new(ErrorKind::OutOfBounds, "copy")
                 .iface(&self.config)
                 .context("to", to)
@@ -87,13 +87,13 @@ impl Inner {
     /// # Errors
     /// - AddressWraps: the `len` bytes extend past the end of the address space.
     /// - OutOfBounds: the `len` bytes do not lie in one live allocation.
-    fn side(&self, address: Address, len: u64) -> Result<Option<Own>> {
+    fn side(&self, address: Address, len: u64) -> Result<Option<DeviceSide>> {
         let range = AddressRange::new(address, len)?;
         if !self.table.is_mine(address) {
             return Ok(None);
         }
         let (allocation, pieces) = self.pieces(range)?;
-        Ok(Some(Own { allocation, start: address, pieces }))
+        Ok(Some(DeviceSide { allocation, start: address, pieces }))
     }
 
     /// Checks that the device memory of a queued copy still belongs to the allocations that it
@@ -101,13 +101,13 @@ impl Inner {
     ///
     /// # Errors
     /// BadState: an allocation was freed meanwhile. Its addresses may belong to another one by now.
-    fn check_still_there(&self, transfer: &Transfer) -> Result<()> {
+    fn check_still_there(&self, transfer: &CopySides) -> Result<()> {
         let sides = match transfer {
-            Transfer::In { to, .. } => [Some(to), None],
-            Transfer::Out { from, .. } => [None, Some(from)],
-            Transfer::Within { to, from } => [Some(to), Some(from)],
+            CopySides::In { to, .. } => [Some(to), None],
+            CopySides::Out { from, .. } => [None, Some(from)],
+            CopySides::Within { to, from } => [Some(to), Some(from)],
         };
-        for Own { allocation, start, .. } in sides.into_iter().flatten() {
+        for DeviceSide { allocation, start, .. } in sides.into_iter().flatten() {
             if self.table.lookup(*start).map(|now| now.id) != Some(allocation.id) {
                 return Err(Error::new(ErrorKind::BadState, "copy")
                     .iface(&self.config)
@@ -147,7 +147,7 @@ impl CopyEngine for Simulated {
     }
 }
 
-impl Transfer {
+impl CopySides {
     /// Moves the bytes of the copy.
     ///
     /// # Safety
@@ -193,7 +193,7 @@ impl Transfer {
 
 /// Splits a copy into parts (destination, source, length) that each lie in one piece of `to` and
 /// one piece of `from`. Both lists have the same total length.
-fn common_runs(to: &[Piece], from: &[Piece]) -> Vec<(*mut u8, *mut u8, u64)> {
+fn common_runs(to: &[FilePiece], from: &[FilePiece]) -> Vec<(*mut u8, *mut u8, u64)> {
     let mut runs = Vec::with_capacity(to.len().max(from.len()));
     let (mut to, mut from) = (to.iter(), from.iter());
     let (mut to_now, mut from_now) = (to.next(), from.next());

@@ -7,7 +7,7 @@ use hmem_core::{
     provider::Nic,
 };
 
-use super::{Inner, arena::Extent, faults::DeviceCall};
+use super::{SimulatedInner, faults::DeviceCall};
 use crate::sys::{self, Udmabuf};
 
 /// The kind of fds that a simulated device exports.
@@ -42,7 +42,7 @@ impl DmaBufKind {
     }
 }
 
-impl DmaBufExporter for Inner {
+impl DmaBufExporter for SimulatedInner {
     fn mappings(&self) -> &'static [DmaBufMapping] {
         if self.config.dma_buf == DmaBufKind::None {
             &[]
@@ -83,7 +83,7 @@ impl DmaBufExporter for Inner {
                 .remedy("export with the default mapping"));
         }
         let mut state = self.state.lock();
-        let record = self.part_of(&mut state, range, of)?;
+        let record = self.record_of_allocation(&mut state, range, of)?;
         let allocation = record.allocation;
         match allocation.kind {
             AllocationKind::Managed => {
@@ -99,19 +99,19 @@ impl DmaBufExporter for Inner {
             _ => {}
         }
         self.check_reachable(&allocation, nic, range, OPERATION)?;
-        let (inside, part) =
-            record.parts_of(range).next().ok_or_else(|| refused(ErrorKind::OutOfBounds))?;
-        if !part.exportable {
-            return Err(refused(ErrorKind::Unsupported).context("segment", inside.range).remedy(
+        let (inside, in_file, segment) =
+            record.segments_of(range).next().ok_or_else(|| refused(ErrorKind::OutOfBounds))?;
+        if !segment.exportable {
+            return Err(refused(ErrorKind::Unsupported).context("segment", inside).remedy(
                 "this segment is set not to be exportable: stage the copy through host memory",
             ));
         }
-        if inside.range.len() != range.len() {
+        if inside.len() != range.len() {
             return Err(refused(ErrorKind::Unsupported)
-                .context("segment", inside.range)
+                .context("segment", inside)
                 .remedy("the range crosses segments: export each one that `segments` lists"));
         }
-        let extent = part.extent.clone();
+        let extent = segment.extent.clone();
         let alloc_offset = allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
         if self.udmabuf.is_none() {
             // A dma-buf keeps its pages alive. A memory file does not, so the arena must not reuse
@@ -121,9 +121,9 @@ impl DmaBufExporter for Inner {
         }
         drop(state);
 
-        let exported = self
-            .call(DeviceCall::CreateFd)
-            .and_then(|()| self.create_fd(&extent, inside.offset, range.len()));
+        let exported = self.call(DeviceCall::CreateFd).and_then(|()| {
+            sys::export(self.udmabuf.as_ref(), extent.file.fd(), in_file, range.len())
+        });
         let (fd, offset) =
             exported.map_err(|error| error.iface(&self.config).context("range", range))?;
         let mut state = self.state.lock();
@@ -154,50 +154,33 @@ impl DmaBufExporter for Inner {
     }
 }
 
-impl PeerMemoryExporter for Inner {
+impl PeerMemoryExporter for SimulatedInner {
     fn export(&self, range: AddressRange, of: &Allocation, nic: &Nic) -> Result<PeerMemoryExport> {
         const OPERATION: &str = "export peer memory";
         self.call(DeviceCall::ExportPeerMemory)?;
         let refused =
             |kind| Error::new(kind, OPERATION).iface(&self.config).context("range", range);
         let mut state = self.state.lock();
-        let record = self.part_of(&mut state, range, of)?;
+        let record = self.record_of_allocation(&mut state, range, of)?;
         let allocation = record.allocation;
         if allocation.kind.cpu_accessible() {
             return Err(refused(ErrorKind::Unsupported)
                 .remedy("peer-memory clients access device memory only"));
         }
         self.check_reachable(&allocation, nic, range, OPERATION)?;
-        if let Some((inside, _)) = record.parts_of(range).find(|(_, part)| !part.exportable) {
-            return Err(refused(ErrorKind::Unsupported).context("segment", inside.range));
+        if let Some((inside, ..)) =
+            record.segments_of(range).find(|(_, _, segment)| !segment.exportable)
+        {
+            return Err(refused(ErrorKind::Unsupported).context("segment", inside));
         }
         Ok(PeerMemoryExport { address: range.start(), len: range.len() })
     }
 }
 
-impl Inner {
-    /// Creates the fd of an export of `len` bytes, which start `offset` bytes into the extent.
-    /// Returns the fd, and the offset of these bytes in the fd.
-    fn create_fd(
-        &self,
-        extent: &Extent,
-        offset: u64,
-        len: u64,
-    ) -> Result<(std::os::fd::OwnedFd, u64)> {
-        let in_file = extent.offset + offset;
-        match &self.udmabuf {
-            None => Ok((sys::reopen(extent.file.fd())?, in_file)),
-            Some(udmabuf) => {
-                let in_page = in_file % self.page;
-                let whole_pages = (in_page + len).next_multiple_of(self.page);
-                Ok((udmabuf.create(extent.file.fd(), in_file - in_page, whole_pages)?, in_page))
-            }
-        }
-    }
-
+impl SimulatedInner {
     fn check_reachable(
         &self,
-        allocation: &hmem_core::Allocation,
+        allocation: &Allocation,
         nic: &Nic,
         range: AddressRange,
         operation: &'static str,

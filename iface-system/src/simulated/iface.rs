@@ -10,16 +10,16 @@ use std::{
 use hmem_core::{
     Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Result,
     iface::{
-        AllocRequest, Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, Iface,
-        InboundFlush, Ipc, IpcHandle, MonitorSource, PeerMemoryExporter, SegmentMap,
+        Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, Iface, InboundFlush,
+        Ipc, MonitorSource, PeerMemoryExporter, SegmentMap,
     },
 };
 
-use super::{DeviceCall, Inner, Simulated, memory::Origin};
+use super::{DeviceCall, Simulated, SimulatedInner};
 
 // SAFETY: `query` answers from the table of live allocations, whose identities count up. Their
 // addresses lie in one window, which is reserved for the life of the iface. A copy keeps the memory
-// of its device sides alive and `Inner::pieces` checks their bounds. The event of an asynchronous
+// of its device sides alive and `SimulatedInner::pieces` checks their bounds. The event of an asynchronous
 // copy is done once its job has run, or will never run. Exports keep the memory file of the
 // allocation alive.
 unsafe impl Iface for Simulated {
@@ -48,7 +48,7 @@ unsafe impl Iface for Simulated {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller promises that the host range of the copy is valid, which `Inner::copy`
+        // SAFETY: the caller promises that the host range of the copy is valid, which `SimulatedInner::copy`
         // requires.
         unsafe { self.inner.copy(to, from, len) }
     }
@@ -106,22 +106,7 @@ unsafe impl Iface for Simulated {
     }
 }
 
-impl Allocator for Inner {
-    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        self.allocate_memory(request)
-    }
-
-    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        self.call(DeviceCall::Free)?;
-        self.end(allocation, Origin::Allocated, "free")
-    }
-
-    fn is_device_active(&self, device: DeviceId) -> Result<bool> {
-        self.device(device).map(|_| true)
-    }
-}
-
-impl HostRegistrar for Inner {
+impl HostRegistrar for SimulatedInner {
     unsafe fn register(&self, range: AddressRange) -> Result<()> {
         self.call(DeviceCall::HostRegister)?;
         let refused =
@@ -161,36 +146,13 @@ impl HostRegistrar for Inner {
     }
 }
 
-impl Ipc for Inner {
-    fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
-        self.ipc_export(allocation)
-    }
-
-    fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
-        self.ipc_open(handle)
-    }
-
-    unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
-        self.call(DeviceCall::IpcClose)?;
-        self.end(allocation, Origin::Opened, "ipc close")
-    }
-}
-
-impl InboundFlush for Inner {
+impl InboundFlush for SimulatedInner {
     fn flush(&self, device: DeviceId) -> Result<()> {
         self.device(device)?;
         self.call(DeviceCall::FlushInbound)?;
         // Memory files are coherent. The fence orders writes that other threads made through their
         // mappings before this call.
         fence(Ordering::SeqCst);
-        Ok(())
-    }
-}
-
-impl Inner {
-    pub(super) fn set_exportable(&self, range: AddressRange, exportable: bool) -> Result<()> {
-        let mut state = self.state.lock();
-        self.record_of(&mut state, range)?.set_exportable(range, exportable);
         Ok(())
     }
 }

@@ -4,35 +4,34 @@
 //! identity while it lives. The opening process verifies both, so that neither a reused fd number
 //! nor a reused range of the file is mistaken for the allocation.
 
+#![allow(unsafe_code, reason = "implements the trait, with an unsafe close")]
+
 use std::{os::fd::AsRawFd, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Result,
-    iface::IpcHandle,
+    iface::{Ipc, IpcHandle},
 };
 
 use super::{
-    Inner,
-    arena::{ArenaFile, Extent},
+    SimulatedInner,
+    arena::{ArenaFile, FileExtent},
     faults::DeviceCall,
-    memory::{Origin, Part},
-    table::{code_of, kind_of},
+    memory::{PhysicalSegment, SimulatedState},
+    table::kind_of,
 };
-use crate::{
-    ipc_handle::{HandleBody, own_pid},
-    sys,
-};
+use crate::{ipc_handle::HandleBody, sys};
 
 /// Returns true if other processes can open allocations of this kind by an IPC handle.
 fn is_shareable(kind: AllocationKind) -> bool {
     matches!(kind, AllocationKind::Device | AllocationKind::StreamOrdered)
 }
 
-impl Inner {
-    pub(crate) fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
+impl Ipc for SimulatedInner {
+    fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         self.call(DeviceCall::IpcExport)?;
         let mut state = self.state.lock();
-        let number = self.live_number(&state, allocation, Origin::Allocated, "ipc_export")?;
+        let number = self.live_number(&state, allocation, false, "ipc_export")?;
         if !is_shareable(allocation.kind) {
             return Err(Error::new(ErrorKind::Unsupported, "ipc_export")
                 .iface(&self.config)
@@ -41,36 +40,33 @@ impl Inner {
                     "only device and stream-ordered allocations can be opened by other processes",
                 ));
         }
-        let live = |record: Option<&mut super::memory::Record>| {
-            record.and_then(|record| Some((record.parts.first()?.extent.clone(), record.stamp)))
-        };
-        let (extent, stamp) = live(self.record_mut(&mut state, number))
-            .ok_or_else(|| Error::new(ErrorKind::BadState, "ipc_export").iface(&self.config))?;
-        let slot = match stamp {
+        let SimulatedState { records, arenas, .. } = &mut *state;
+        let gone = || Error::new(ErrorKind::BadState, "ipc_export").iface(&self.config);
+        let record = records[number as usize].as_mut().ok_or_else(gone)?;
+        let extent = record.segments.first().ok_or_else(gone)?.extent.clone();
+        let slot = match record.stamp {
             Some(slot) => slot,
-            None => state.arenas.take_stamp(&extent)?,
+            None => arenas.take_stamp(&extent)?,
         };
         extent.file.set_stamp(slot, allocation.id.0);
-        state.arenas.mark_exported(&extent);
-        if let Some(record) = self.record_mut(&mut state, number) {
-            record.stamp = Some(slot);
-            record.exported = true;
-        }
+        arenas.mark_exported(&extent);
+        record.stamp = Some(slot);
+        record.exported = true;
         let body = HandleBody {
-            pid: own_pid(),
+            pid: std::process::id(),
             fd: extent.file.fd().as_raw_fd() as u32,
             device: allocation.device.map(|device| device.0),
-            kind: code_of(allocation.kind),
+            kind: allocation.kind as u8,
             file: sys::file_identity(extent.file.fd())?,
             offset: extent.offset,
             len: allocation.range.len(),
             id: allocation.id.0,
             stamp: u64::from(slot),
         };
-        Ok(body.encode(self.config.kind))
+        Ok(IpcHandle::encode(self.config.kind, &body))
     }
 
-    pub(crate) fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
+    fn open(&self, handle: &IpcHandle) -> Result<Allocation> {
         self.call(DeviceCall::IpcOpen)?;
         let body = HandleBody::decode(handle, &self.config)?;
         let kind = kind_of(body.kind);
@@ -98,15 +94,18 @@ impl Inner {
                 .context("length", len)
         })?;
         let range = AddressRange::new(Address(self.window_start() + at), body.len)?;
-        let parts =
-            vec![Part { extent: Extent::foreign(file, body.offset, len), exportable: true }];
-        let kind = AllocationKind::Imported;
-        self.enter(&mut state, (range, kind, device), Origin::Opened, parts).map_err(
-            |(error, _)| {
-                self.give_addresses(&mut state, at, len);
-                error
-            },
-        )
+        let extent = FileExtent::foreign(file, body.offset, len);
+        let segments = vec![PhysicalSegment { extent, exportable: true }];
+        let shape = (range, AllocationKind::Imported, device);
+        self.enter(&mut state, shape, segments).map_err(|(error, _)| {
+            self.give_addresses(&mut state, at, len);
+            error
+        })
+    }
+
+    unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
+        self.call(DeviceCall::IpcClose)?;
+        self.end(allocation, true, "ipc close")
     }
 }
 
@@ -129,7 +128,7 @@ mod tests {
         let file = sys::file_identity(fd.as_fd()).unwrap();
         // The words in the file's header are 0, which is no allocation's identity.
         let body = |kind, stamp, offset| HandleBody {
-            pid: own_pid(),
+            pid: std::process::id(),
             fd: fd.as_raw_fd() as u32,
             device: None,
             kind,
@@ -141,17 +140,17 @@ mod tests {
         };
         let cases: [(&dyn Iface, HandleBody); 2] = [
             (&system, body(0, NO_STAMP, 0)),
-            (&simulated, body(code_of(AllocationKind::Device), 0, 1 << 19)),
+            (&simulated, body(AllocationKind::Device as u8, 0, 1 << 19)),
         ];
         for (iface, body) in cases {
-            let handle = body.encode(iface.kind());
+            let handle = IpcHandle::encode(iface.kind(), &body);
             let error = iface.ipc_open(&handle).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
         }
         // With the seal the file is accepted, so the missing seal was its only defect.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
         for (iface, body) in cases {
-            let handle = body.encode(iface.kind());
+            let handle = IpcHandle::encode(iface.kind(), &body);
             iface.ipc_open(&handle).unwrap();
         }
     }

@@ -1,47 +1,39 @@
 //! Allocation, free, and the table of live allocations.
 
-use std::collections::BTreeMap;
+#![allow(unsafe_code, reason = "implements the trait, with an unsafe free")]
+
+use std::{collections::BTreeMap, sync::Arc};
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
     Result, Segment,
-    iface::{AllocRequest, SegmentMap},
+    iface::{AllocRequest, Allocator, SegmentMap},
 };
 
 use super::{
-    Inner,
+    FreeDetection, SimulatedInner,
     address_space::AddressSpace,
-    arena::{Arenas, Extent},
-    copy::Piece,
+    arena::{FileArenas, FileExtent},
+    copy::FilePiece,
     faults::DeviceCall,
-    sys::punch_hole,
+    sys::{place_nothing, place_shared, punch_hole},
     table::{MAX_ENTRIES, TableWriter},
 };
 
-/// The process that allocated the memory: this process or another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Origin {
-    /// This iface allocated the memory.
-    Allocated,
-    /// Another process allocated the memory, and this iface has opened it through an IPC handle.
-    Opened,
-}
-
 /// One physical segment of an allocation.
 #[derive(Debug)]
-pub(crate) struct Part {
-    pub(crate) extent: Extent,
+pub(crate) struct PhysicalSegment {
+    pub(crate) extent: FileExtent,
     pub(crate) exportable: bool,
 }
 
 /// The state of a live allocation.
 #[derive(Debug)]
-pub(crate) struct Record {
+pub(crate) struct SimulatedAllocation {
     pub(crate) allocation: Allocation,
-    pub(crate) origin: Origin,
     /// The segments in address order. Together they are as long as the allocation, rounded up to
     /// pages.
-    pub(crate) parts: Vec<Part>,
+    pub(crate) segments: Vec<PhysicalSegment>,
     /// True once an fd of the memory file was exported, or an IPC handle. A genuine dma-buf does
     /// not count, because it keeps its pages alive itself.
     pub(crate) exported: bool,
@@ -52,29 +44,34 @@ pub(crate) struct Record {
     being_freed: bool,
 }
 
-/// The part of a simulated iface's state that allocations and frees change. A single lock protects
-/// it.
+/// The state that allocations and frees of a simulated iface change. A single lock protects it.
 #[derive(Debug)]
 pub(crate) struct SimulatedState {
-    pub(crate) arenas: Arenas,
-    addresses: AddressSpace,
+    pub(crate) arenas: FileArenas,
+    pub(crate) addresses: AddressSpace,
     writer: TableWriter,
-    records: Vec<Option<Record>>,
+    /// The live allocations, each under the number of its entry in the page table.
+    pub(crate) records: Vec<Option<SimulatedAllocation>>,
+    /// The numbers of the free entries, which are below `records.len()`.
     free_numbers: Vec<u32>,
+    /// Identity of the next allocation.
     next_id: u64,
     /// Bytes in use on each device.
     used: Vec<u64>,
+    /// Number and total length of the live allocations that this iface allocated.
     pub(crate) live: u64,
     pub(crate) live_bytes: u64,
+    /// Number of open allocations of other processes.
     pub(crate) opened: u64,
     /// Number of dma-buf exports that were not released.
     pub(crate) exports: u64,
+    /// Start address and length of each page-locked host range.
     pub(crate) host_registered: BTreeMap<u64, u64>,
 }
 
 impl SimulatedState {
     pub(crate) fn new(
-        arenas: Arenas,
+        arenas: FileArenas,
         addresses: AddressSpace,
         writer: TableWriter,
         devices: u32,
@@ -95,10 +92,6 @@ impl SimulatedState {
         }
     }
 
-    pub(crate) fn set_address_reuse(&mut self, reuse: super::AddressReuse) {
-        self.addresses.set_reuse(reuse);
-    }
-
     fn take_number(&mut self) -> Option<u32> {
         self.free_numbers.pop().or_else(|| {
             (self.records.len() < MAX_ENTRIES).then(|| {
@@ -109,8 +102,8 @@ impl SimulatedState {
     }
 }
 
-impl Inner {
-    pub(crate) fn allocate_memory(&self, request: &AllocRequest) -> Result<Allocation> {
+impl Allocator for SimulatedInner {
+    fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         let refused = |kind| {
             Error::new(kind, "allocate")
                 .iface(&self.config)
@@ -153,8 +146,8 @@ impl Inner {
                 .remedy("the window of addresses is used up: build the device with a larger one")
         })?;
         let backed = self.back_memory(&mut state, request.kind, first * self.page, len);
-        let parts = match backed {
-            Ok(parts) => parts,
+        let segments = match backed {
+            Ok(segments) => segments,
             Err(error) => {
                 state.addresses.give(first, pages);
                 return Err(error.iface(&self.config));
@@ -163,10 +156,10 @@ impl Inner {
         let range =
             AddressRange::new(Address(self.window_start() + first * self.page), request.len)?;
         let shape = (range, request.kind, device);
-        let allocation = match self.enter(&mut state, shape, Origin::Allocated, parts) {
+        let allocation = match self.enter(&mut state, shape, segments) {
             Ok(allocation) => allocation,
-            Err((error, parts)) => {
-                self.unback_memory(&mut state, request.kind, first * self.page, parts);
+            Err((error, segments)) => {
+                self.unback_memory(&mut state, request.kind, first * self.page, segments);
                 state.addresses.give(first, pages);
                 return Err(error);
             }
@@ -177,6 +170,17 @@ impl Inner {
         Ok(allocation)
     }
 
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        self.call(DeviceCall::Free)?;
+        self.end(allocation, false, "free")
+    }
+
+    fn is_device_active(&self, device: DeviceId) -> Result<bool> {
+        self.device(device).map(|_| true)
+    }
+}
+
+impl SimulatedInner {
     /// Creates the segments of an allocation at offset `at` of the iface's address range. Maps them
     /// if the CPU may access this kind of memory. Undoes everything if a step fails.
     fn back_memory(
@@ -185,10 +189,10 @@ impl Inner {
         kind: AllocationKind,
         at: u64,
         len: u64,
-    ) -> Result<Vec<Part>> {
+    ) -> Result<Vec<PhysicalSegment>> {
         let segmented = kind == AllocationKind::Virtual;
         let step = if segmented { self.config.segment_len } else { len };
-        let mut parts = Vec::new();
+        let mut segments = Vec::new();
         let mut done = 0;
         while done < len {
             let this = step.min(len - done);
@@ -196,51 +200,49 @@ impl Inner {
                 .call(DeviceCall::CreateMemory)
                 .and_then(|()| state.arenas.take(this, segmented));
             match taken {
-                Ok(extent) => parts.push(Part { extent, exportable: true }),
+                Ok(extent) => segments.push(PhysicalSegment { extent, exportable: true }),
                 Err(error) => {
-                    self.unback_memory(state, AllocationKind::Device, at, parts);
+                    self.unback_memory(state, AllocationKind::Device, at, segments);
                     return Err(error);
                 }
             }
             done += this;
         }
         if kind.cpu_accessible()
-            && let Err(error) = self.map_for_cpu(at, &parts)
+            && let Err(error) = self.map_for_cpu(at, &segments)
         {
-            self.unback_memory(state, kind, at, parts);
+            self.unback_memory(state, kind, at, segments);
             return Err(error);
         }
-        Ok(parts)
+        Ok(segments)
     }
 
-    fn map_for_cpu(&self, at: u64, parts: &[Part]) -> Result<()> {
-        let mut at = at;
-        for Part { extent, .. } in parts {
+    fn map_for_cpu(&self, mut at: u64, segments: &[PhysicalSegment]) -> Result<()> {
+        for PhysicalSegment { extent, .. } in segments {
             self.call(DeviceCall::MapMemory)?;
-            self.window
-                .place_shared(at, extent.len as usize, extent.file.fd(), extent.offset)
+            place_shared(&self.window, at, extent.len as usize, extent.file.fd(), extent.offset)
                 .map_err(|errno| Error::os(errno, "mmap").context("length", extent.len))?;
             at += extent.len;
         }
         Ok(())
     }
 
-    /// Undoes [`Inner::back_memory`], for an allocation that no lookup can find yet.
+    /// Undoes [`SimulatedInner::back_memory`], for an allocation that no lookup can find yet.
     fn unback_memory(
         &self,
         state: &mut SimulatedState,
         kind: AllocationKind,
         at: u64,
-        parts: Vec<Part>,
+        segments: Vec<PhysicalSegment>,
     ) {
         if kind.cpu_accessible() {
-            let len: u64 = parts.iter().map(|part| part.extent.len).sum();
-            if let Err(errno) = self.window.place_nothing(at, len as usize) {
+            let len: u64 = segments.iter().map(|segment| segment.extent.len).sum();
+            if let Err(errno) = place_nothing(&self.window, at, len as usize) {
                 tracing::error!(%errno, "the memory of a failed allocation stays mapped");
             }
         }
-        for part in parts {
-            state.arenas.give(part.extent, false);
+        for segment in segments {
+            state.arenas.give(segment.extent, false);
         }
     }
 
@@ -250,34 +252,32 @@ impl Inner {
         &self,
         state: &mut SimulatedState,
         (range, kind, device): (AddressRange, AllocationKind, Option<DeviceId>),
-        origin: Origin,
-        parts: Vec<Part>,
-    ) -> Result<Allocation, (Error, Vec<Part>)> {
+        segments: Vec<PhysicalSegment>,
+    ) -> Result<Allocation, (Error, Vec<PhysicalSegment>)> {
         let Some(number) = state.take_number() else {
             let error = Error::new(ErrorKind::OutOfResources, "allocate")
                 .iface(&self.config)
                 .context("limit", MAX_ENTRIES);
-            return Err((error, parts));
+            return Err((error, segments));
         };
         let id = AllocationId(state.next_id);
         state.next_id += 1;
         let iface = self.config.kind;
         let allocation = Allocation { iface, range, device, kind, id, token: 0 };
-        match origin {
-            Origin::Allocated => {
-                state.live += 1;
-                state.live_bytes += range.len();
-            }
-            Origin::Opened => state.opened += 1,
-        }
-        state.records[number as usize] = Some(Record {
+        let record = SimulatedAllocation {
             allocation,
-            origin,
-            parts,
+            segments,
             exported: false,
             stamp: None,
             being_freed: false,
-        });
+        };
+        if record.is_opened() {
+            state.opened += 1;
+        } else {
+            state.live += 1;
+            state.live_bytes += range.len();
+        }
+        state.records[number as usize] = Some(record);
         self.table.publish(&mut state.writer, number, &allocation);
         Ok(allocation)
     }
@@ -293,30 +293,28 @@ impl Inner {
     }
 
     /// Frees an allocation: notifies the subscribers, removes the allocation from lookups, and then
-    /// releases the memory.
+    /// releases the memory. If `opened` is true, instead closes an allocation of another process.
     pub(crate) fn end(
         &self,
         allocation: &Allocation,
-        origin: Origin,
+        opened: bool,
         operation: &'static str,
     ) -> Result<()> {
         let mut state = self.state.lock();
-        let number = self.live_number(&state, allocation, origin, operation)?;
+        let number = self.live_number(&state, allocation, opened, operation)?;
         if let Some(record) = &mut state.records[number as usize] {
             record.being_freed = true;
         }
         drop(state);
 
-        let notified = (self.config.free_detection == super::FreeDetection::Callback)
-            .then(|| self.subscriptions.notify(allocation.range));
-        let removed = self.remove(number, allocation);
-        if let Some(started) = notified {
-            self.subscriptions.end_notify(allocation.range, started);
-        }
-        let record = removed?;
-
-        for Part { extent, .. } in
-            record.parts.iter().filter(|_| !record.exported && origin == Origin::Allocated)
+        let record = match self.config.free_detection {
+            FreeDetection::Identity => self.remove(number, allocation),
+            FreeDetection::Callback => self
+                .subscriptions
+                .while_freeing(allocation.range, || self.remove(number, allocation)),
+        }?;
+        for PhysicalSegment { extent, .. } in
+            record.segments.iter().filter(|_| !record.exported && !opened)
         {
             // The lock is not held here, since releasing the pages of a large allocation takes
             // long.
@@ -328,24 +326,22 @@ impl Inner {
         let range = allocation.range;
         let len = range.len().next_multiple_of(self.page);
         self.give_addresses(&mut state, range.start().0 - self.window_start(), len);
-        if origin == Origin::Allocated
-            && let Some(DeviceId(device)) = allocation.device
-        {
+        if !opened && let Some(DeviceId(device)) = allocation.device {
             state.used[device as usize] -= len;
         }
-        for part in record.parts {
-            state.arenas.give(part.extent, record.exported);
+        for segment in record.segments {
+            state.arenas.give(segment.extent, record.exported);
         }
         Ok(())
     }
 
-    fn remove(&self, number: u32, allocation: &Allocation) -> Result<Record> {
+    fn remove(&self, number: u32, allocation: &Allocation) -> Result<SimulatedAllocation> {
         let mut state = self.state.lock();
         let range = allocation.range;
         if allocation.kind.cpu_accessible() {
             let at = range.start().0 - self.window_start();
             let len = range.len().next_multiple_of(self.page) as usize;
-            if let Err(errno) = self.window.place_nothing(at, len) {
+            if let Err(errno) = place_nothing(&self.window, at, len) {
                 if let Some(record) = &mut state.records[number as usize] {
                     record.being_freed = false;
                 }
@@ -359,15 +355,14 @@ impl Inner {
             .take()
             .ok_or_else(|| self.not_live(allocation, "free"))?;
         state.free_numbers.push(number);
-        match record.origin {
-            Origin::Allocated => {
-                state.live -= 1;
-                state.live_bytes -= range.len();
-            }
-            Origin::Opened => state.opened -= 1,
+        if record.is_opened() {
+            state.opened -= 1;
+        } else {
+            state.live -= 1;
+            state.live_bytes -= range.len();
         }
-        if let (Some(slot), Some(part)) = (record.stamp, record.parts.first()) {
-            state.arenas.give_stamp(&part.extent, slot);
+        if let (Some(slot), Some(segment)) = (record.stamp, record.segments.first()) {
+            state.arenas.give_stamp(&segment.extent, slot);
         }
         Ok(record)
     }
@@ -375,13 +370,13 @@ impl Inner {
     /// Returns the number of an allocation's entry in the page table.
     ///
     /// # Errors
-    /// InvalidArgument: the allocation is not live, has another origin, or is being freed by a
-    /// thread.
+    /// InvalidArgument: the allocation is not live, a thread is freeing it, or `opened` does not say
+    /// correctly if it belongs to another process.
     pub(crate) fn live_number(
         &self,
         state: &SimulatedState,
         allocation: &Allocation,
-        origin: Origin,
+        opened: bool,
         operation: &'static str,
     ) -> Result<u32> {
         let number = self.table.entry_of(allocation.base());
@@ -389,7 +384,7 @@ impl Inner {
         match (number, record) {
             (Some(number), Some(record))
                 if record.allocation == *allocation
-                    && record.origin == origin
+                    && record.is_opened() == opened
                     && !record.being_freed =>
             {
                 Ok(number)
@@ -409,21 +404,13 @@ impl Inner {
             )
     }
 
-    pub(crate) fn record_mut<'a>(
-        &self,
-        state: &'a mut SimulatedState,
-        number: u32,
-    ) -> Option<&'a mut Record> {
-        state.records[number as usize].as_mut()
-    }
-
     /// Returns the record of the allocation that contains all of `range`. Fails with OutOfBounds if
     /// there is none.
     pub(crate) fn record_of<'a>(
         &self,
         state: &'a mut SimulatedState,
         range: AddressRange,
-    ) -> Result<&'a mut Record> {
+    ) -> Result<&'a mut SimulatedAllocation> {
         let number = self.table.entry_of(range.start());
         let record = number.and_then(|number| state.records[number as usize].as_mut());
         match record {
@@ -441,16 +428,16 @@ impl Inner {
         }
     }
 
-    /// Returns the record of the allocation `of`, which contains `range`.
+    /// Returns the record of the allocation `of`, which must contain `range`.
     ///
     /// # Errors
     /// OutOfBounds if the range is not in one live allocation, or in another one than `of`.
-    pub(crate) fn part_of<'a>(
+    pub(crate) fn record_of_allocation<'a>(
         &self,
         state: &'a mut SimulatedState,
         range: AddressRange,
         of: &Allocation,
-    ) -> Result<&'a mut Record> {
+    ) -> Result<&'a mut SimulatedAllocation> {
         let record = self.record_of(state, range)?;
         if record.allocation.id == of.id {
             return Ok(record);
@@ -464,69 +451,69 @@ impl Inner {
 
     /// Returns the allocation that contains `range`, and the ranges of memory files that hold its
     /// bytes.
-    pub(crate) fn pieces(&self, range: AddressRange) -> Result<(Allocation, Vec<Piece>)> {
+    pub(crate) fn pieces(&self, range: AddressRange) -> Result<(Allocation, Vec<FilePiece>)> {
         let mut state = self.state.lock();
         let record = self.record_of(&mut state, range)?;
         let pieces = record
-            .parts_of(range)
-            .map(|(inside, part)| Piece {
-                file: part.extent.file.clone(),
-                offset: part.extent.offset + inside.offset,
-                len: inside.range.len(),
+            .segments_of(range)
+            .map(|(inside, offset, segment)| FilePiece {
+                file: Arc::clone(&segment.extent.file),
+                offset,
+                len: inside.len(),
             })
             .collect();
         Ok((record.allocation, pieces))
     }
 }
 
-impl SegmentMap for Inner {
+impl SegmentMap for SimulatedInner {
     fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
         self.call(DeviceCall::Segments)?;
         let mut state = self.state.lock();
-        let parts = self.part_of(&mut state, range, of)?.parts_of(range);
-        let segment = |(inside, part): (Inside, &Part)| Segment {
-            range: inside.range,
-            exportable: part.exportable,
-        };
-        Ok(parts.map(segment).collect())
+        let segments = self.record_of_allocation(&mut state, range, of)?.segments_of(range);
+        let segments =
+            segments.map(|(range, _, segment)| Segment { range, exportable: segment.exportable });
+        Ok(segments.collect())
     }
 }
 
-/// The part of an address range that lies in one segment of an allocation.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Inside {
-    pub(crate) range: AddressRange,
-    /// Offset of `range` from the start of the segment, in bytes.
-    pub(crate) offset: u64,
-}
+impl SimulatedAllocation {
+    /// Returns true if another process allocated the memory, and this iface has opened it through
+    /// an IPC handle.
+    fn is_opened(&self) -> bool {
+        self.allocation.kind == AllocationKind::Imported
+    }
 
-impl Record {
-    /// Returns the segments that contain bytes of `range`, each with the part of `range` in it.
-    /// `range` must lie in the allocation.
-    pub(crate) fn parts_of(&self, range: AddressRange) -> impl Iterator<Item = (Inside, &Part)> {
+    /// Returns the segments that contain bytes of `range`. Each comes with the part of `range` in the
+    /// segment, and with the offset of that part in the segment's memory file. `range` must lie in
+    /// the allocation.
+    pub(crate) fn segments_of(
+        &self,
+        range: AddressRange,
+    ) -> impl Iterator<Item = (AddressRange, u64, &PhysicalSegment)> {
         let mut start = self.allocation.base().0;
-        self.parts.iter().filter_map(move |part| {
+        self.segments.iter().filter_map(move |segment| {
             let base = start;
-            start += part.extent.len;
+            start += segment.extent.len;
             let from = range.start().0.max(base);
             let to = (range.start().0 + range.len()).min(start);
             if from >= to {
                 return None;
             }
-            let range = AddressRange::new(Address(from), to - from).ok()?;
-            Some((Inside { range, offset: from - base }, part))
+            let range = AddressRange::checked(Address(from), to - from)?;
+            Some((range, segment.extent.offset + (from - base), segment))
         })
     }
 
-    /// Sets whether the segment that contains the start of `range` can be exported to NICs.
-    pub(crate) fn set_exportable(&mut self, range: AddressRange, exportable: bool) {
-        let mut offset = range.start().0 - self.allocation.base().0;
-        for part in &mut self.parts {
-            if offset < part.extent.len {
-                part.exportable = exportable;
+    /// Sets whether the segment that contains `address` can be exported to NICs.
+    pub(crate) fn set_exportable(&mut self, address: Address, exportable: bool) {
+        let mut offset = address.0 - self.allocation.base().0;
+        for segment in &mut self.segments {
+            if offset < segment.extent.len {
+                segment.exportable = exportable;
                 return;
             }
-            offset -= part.extent.len;
+            offset -= segment.extent.len;
         }
     }
 }

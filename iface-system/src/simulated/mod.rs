@@ -29,7 +29,10 @@ mod table;
 
 use std::sync::{Arc, atomic::AtomicU64};
 
-use hmem_core::{Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{
+    Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Mapping, Result,
+    monitor::FreeSubscriptions,
+};
 use parking_lot::Mutex;
 
 pub use self::{
@@ -42,11 +45,8 @@ pub use self::{
     p2p_matrix::P2pMatrix,
     stats::SimulatedStats,
 };
-use self::{
-    builder::Config, engine::Engine, memory::SimulatedState, monitor::Subscriptions,
-    table::PageTable,
-};
-use crate::sys::{Mapping, Udmabuf};
+use self::{builder::SimulatedConfig, engine::Engine, memory::SimulatedState, table::PageTable};
+use crate::sys::Udmabuf;
 
 /// The default iface kind of simulated devices: the first of the kinds that are free for plug-ins.
 pub const SIMULATED: IfaceKind = IfaceKind::FIRST_PLUG_IN;
@@ -75,20 +75,22 @@ pub const SIMULATED: IfaceKind = IfaceKind::FIRST_PLUG_IN;
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
 pub struct Simulated {
-    inner: Arc<Inner>,
+    inner: Arc<SimulatedInner>,
 }
 
 #[derive(Debug)]
-struct Inner {
-    config: Config,
+struct SimulatedInner {
+    config: SimulatedConfig,
     page: u64,
     table: PageTable,
     faults: Faults,
+    /// Number of copies that have succeeded.
     copies: AtomicU64,
-    subscriptions: Subscriptions,
+    subscriptions: FreeSubscriptions,
     engine: Engine,
     udmabuf: Option<Udmabuf>,
     state: Mutex<SimulatedState>,
+    /// The reserved addresses. The memory that the CPU may access is mapped there.
     window: Mapping,
 }
 
@@ -119,7 +121,7 @@ impl Simulated {
 
     /// Sets the policy by which later allocations reuse freed addresses.
     pub fn set_address_reuse(&self, reuse: AddressReuse) {
-        self.inner.state.lock().set_address_reuse(reuse);
+        self.inner.state.lock().addresses.reuse = reuse;
     }
 
     /// Sets whether the segment at `address` can be exported to NICs. Only virtual allocations have
@@ -128,7 +130,10 @@ impl Simulated {
     /// # Errors
     /// [`ErrorKind::OutOfBounds`]: no live allocation contains the address.
     pub fn set_exportable(&self, address: Address, exportable: bool) -> Result<()> {
-        self.inner.set_exportable(AddressRange::new(address, 1)?, exportable)
+        let range = AddressRange::new(address, 1)?;
+        let mut state = self.inner.state.lock();
+        self.inner.record_of(&mut state, range)?.set_exportable(address, exportable);
+        Ok(())
     }
 
     /// Runs the oldest asynchronous copy that has not begun. Returns false if there is none.
@@ -146,7 +151,7 @@ impl Simulated {
     }
 }
 
-impl Inner {
+impl SimulatedInner {
     fn window_start(&self) -> u64 {
         self.table.window().start().0
     }

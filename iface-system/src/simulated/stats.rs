@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{DeviceCall, Inner};
+use super::{DeviceCall, SimulatedInner};
 
 /// Counts of a simulated device at one moment, as [`Simulated::stats`](crate::Simulated::stats)
 /// returns them.
@@ -37,7 +37,7 @@ pub struct SimulatedStats {
 }
 
 impl SimulatedStats {
-    pub(super) fn of(inner: &Inner) -> Self {
+    pub(super) fn of(inner: &SimulatedInner) -> Self {
         let mut state = inner.state.lock();
         if inner.udmabuf.is_none() && state.exports > 0 && !state.arenas.any_open_elsewhere() {
             state.exports = 0;

@@ -3,7 +3,7 @@
 //! The window of addresses is divided into pages, and consecutive pages form blocks. A block has as
 //! many pages as a page has slots (1,024 with pages of 4 KiB), so that the slots of an empty block
 //! can be returned to the kernel. If one allocation covers a whole block, the block has one slot.
-//! Otherwise each of its pages has a slot. A slot holds the index of an [`Entry`], or 0, the index
+//! Otherwise each of its pages has a slot. A slot holds the index of an [`AllocationEntry`], or 0, the index
 //! of an entry that is never written. Slots and entries lie in arrays that use memory only where
 //! they are written. So a lookup loads two slots independently of each other, and then the entry.
 //!
@@ -19,15 +19,16 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, IfaceKind, Result,
+    Wipeable,
 };
 use rustix::io::Errno;
 
-use super::lazy::{LazyArray, ZeroValid};
+use super::lazy::LazyArray;
 
 /// The maximum number of live allocations of one iface.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
 
-/// The lowest bit of [`Entry::kind_and_device`], which is set if the allocation belongs to a
+/// The lowest bit of [`AllocationEntry::kind_and_device`], which is set if the allocation belongs to a
 /// device. The upper 32 bits then hold the device's number. The bits in between hold the
 /// allocation's kind.
 const HAS_DEVICE: u64 = 1;
@@ -35,7 +36,7 @@ const KIND_SHIFT: u32 = 1;
 
 #[derive(Debug)]
 #[repr(C, align(32))]
-struct Entry {
+struct AllocationEntry {
     id: AtomicU64,
     base: AtomicU64,
     len: AtomicU64,
@@ -43,25 +44,29 @@ struct Entry {
 }
 
 // SAFETY: the entry is four atomics. Zero is a valid value of each, and they need no drop.
-unsafe impl ZeroValid for Entry {}
+unsafe impl Wipeable for AllocationEntry {}
 
 /// The page table of one simulated iface. Readers need no lock. Writers must hold the iface's lock.
 #[derive(Debug)]
 pub(crate) struct PageTable {
     iface: IfaceKind,
-    start: u64,
-    len: u64,
+    /// The addresses that the table covers.
+    window: AddressRange,
+    /// Base-2 logarithm of the page size.
     page_shift: u32,
+    /// The slot of each block that one allocation covers.
     blocks: LazyArray<AtomicU32>,
+    /// The slot of each page of the other blocks.
     pages: LazyArray<AtomicU32>,
-    entries: LazyArray<Entry>,
+    entries: LazyArray<AllocationEntry>,
 }
 
-/// The state of a [`PageTable`] that only writers use: the number of used pages in each block, and
-/// the block that became empty last.
+/// The state of a [`PageTable`] that only writers use.
 #[derive(Debug)]
 pub(crate) struct TableWriter {
+    /// The number of pages of each block that belong to an allocation.
     used_pages: Vec<u16>,
+    /// The block that became empty last. The kernel still holds memory for its slots.
     emptied: Option<usize>,
 }
 
@@ -81,8 +86,7 @@ impl PageTable {
         let blocks = pages.div_ceil(1 << block_shift(page_shift));
         let table = Self {
             iface,
-            start: window.start().0,
-            len: window.len(),
+            window,
             page_shift,
             blocks: LazyArray::new(blocks)?,
             pages: LazyArray::new(pages)?,
@@ -93,13 +97,12 @@ impl PageTable {
 
     /// Returns the addresses that the table covers.
     pub(crate) fn window(&self) -> AddressRange {
-        AddressRange::new(Address(self.start), self.len)
-            .unwrap_or_else(|_| AddressRange::of::<u8>(&[]))
+        self.window
     }
 
     /// Returns true if the address lies in the range that the table covers.
     pub(crate) fn is_mine(&self, address: Address) -> bool {
-        address.0.wrapping_sub(self.start) < self.len
+        self.window.contains(address)
     }
 
     #[inline]
@@ -120,7 +123,8 @@ impl PageTable {
     fn slot_of(&self, address: Address) -> Option<u32> {
         // The range `window` consists of whole pages, so an address outside it lies on none of its
         // pages.
-        let page = (address.0.wrapping_sub(self.start) >> self.page_shift()) as usize;
+        let offset = address.0.wrapping_sub(self.window.start().0);
+        let page = (offset >> self.page_shift()) as usize;
         let small = self.pages.get(page)?.load(Ordering::Acquire);
         let large = self.blocks.get(page >> self.block_shift())?.load(Ordering::Acquire);
         Some(if large != 0 { large } else { small })
@@ -176,7 +180,7 @@ impl PageTable {
         let slot = number + 1;
         let entry = &self.entries[slot as usize];
         let device = allocation.device.map_or(0, |device| u64::from(device.0) << 32 | HAS_DEVICE);
-        let kind = u64::from(code_of(allocation.kind)) << KIND_SHIFT;
+        let kind = (allocation.kind as u64) << KIND_SHIFT;
         entry.id.store(0, Ordering::Relaxed);
         fence(Ordering::Release);
         entry.base.store(allocation.range.start().0, Ordering::Relaxed);
@@ -194,7 +198,7 @@ impl PageTable {
     }
 
     fn fill(&self, writer: &mut TableWriter, range: AddressRange, slot: u32) {
-        let offset = range.start().0 - self.start;
+        let offset = range.start().0 - self.window.start().0;
         let first = offset >> self.page_shift();
         let end = ((offset + range.len() - 1) >> self.page_shift()) + 1;
         let mut page = first;
@@ -251,15 +255,8 @@ const fn block_shift(page_shift: u32) -> u32 {
     page_shift - size_of::<AtomicU32>().trailing_zeros()
 }
 
-const CODES: u8 = 8;
-
-/// Returns the number that stands for an allocation kind in entries and IPC handles.
-pub(crate) fn code_of(kind: AllocationKind) -> u8 {
-    (0..CODES).find(|code| kind_of(*code) == kind).unwrap_or(CODES)
-}
-
-/// Returns the allocation kind for a number from [`code_of`]. The numbers are in the order of the
-/// enum, so that the compiler needs no table.
+/// Returns the allocation kind whose number in the enum is `code`, as entries and IPC handles store
+/// it.
 #[inline]
 pub(crate) fn kind_of(code: u8) -> AllocationKind {
     match code {
