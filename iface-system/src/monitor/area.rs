@@ -26,7 +26,7 @@ const NAME: usize = 256;
 
 /// The kind of memory behind a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Backing {
+pub(crate) enum MappingKind {
     /// Anonymous memory: private or shared pages, heap, stack, huge pages.
     Anonymous,
     /// A System V shared-memory segment, by its identifier (`shmid`).
@@ -42,7 +42,7 @@ pub(crate) struct Area {
     pub(crate) start: u64,
     /// Address one past the last byte of the mapping.
     pub(crate) end: u64,
-    pub(crate) backing: Backing,
+    pub(crate) kind: MappingKind,
     /// Page size of the mapping in bytes. If the kernel does not report it, anonymous huge pages
     /// are assumed to have 2 MiB, and all other mappings the base page size.
     pub(crate) page_size: u64,
@@ -50,24 +50,17 @@ pub(crate) struct Area {
     name_len: usize,
 }
 
-impl std::fmt::Debug for Area {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { start, end, backing, .. } = self;
-        write!(f, "Area {{ {start:#x}-{end:#x} {backing:?} {:?} }}", self.name())
-    }
-}
-
 impl Area {
     fn new(start: u64, end: u64, inode: u64, page_size: Option<u64>, full_name: &[u8]) -> Self {
-        let backing = match full_name {
+        let kind = match full_name {
             b"" | b"/dev/zero" | b"/dev/zero (deleted)" | b"/anon_hugepage (deleted)" => {
-                Backing::Anonymous
+                MappingKind::Anonymous
             }
-            [b'[', ..] => Backing::Anonymous,
+            [b'[', ..] => MappingKind::Anonymous,
             name if name.starts_with(b"/SYSV") && name.ends_with(b" (deleted)") => {
-                Backing::SysV(inode as i32)
+                MappingKind::SysV(inode as i32)
             }
-            _ => Backing::File,
+            _ => MappingKind::File,
         };
         let name_len = full_name.len().min(NAME);
         let mut name = [0; NAME];
@@ -76,7 +69,7 @@ impl Area {
             b"/anon_hugepage (deleted)" => 2 << 20,
             _ => crate::sys::page_size(),
         });
-        Self { start, end, backing, page_size, name, name_len }
+        Self { start, end, kind, page_size, name, name_len }
     }
 
     /// Returns the mapping's name as in `/proc/self/maps`. The name of anonymous memory may be
@@ -258,7 +251,7 @@ pub(crate) fn check(
             .ok_or_else(|| {
                 refused(ErrorKind::BadAddress).context("nothing mapped at", Address(at))
             })?;
-        if area.backing == Backing::File {
+        if area.kind == MappingKind::File {
             return Err(refused(ErrorKind::Unsupported)
                 .context("mapping of", area.name())
                 .context(
@@ -286,7 +279,7 @@ pub(crate) fn check(
 pub(crate) fn attached(address: u64) -> AddressRange {
     let everything_above = hmem_hook::clamped(address, u64::MAX);
     match at_or_after(address) {
-        Ok(Some(Area { start, end, backing: Backing::SysV(id), .. })) if start >= address => {
+        Ok(Some(Area { start, end, kind: MappingKind::SysV(id), .. })) if start >= address => {
             segment_len(id)
                 .map_or(everything_above, |len| hmem_hook::clamped(address, len.max(end - address)))
         }
@@ -333,7 +326,7 @@ mod tests {
         let code = (query_and_text_return_the_same_mappings as fn() as *const ()).addr() as u64;
         let text = |address| read(File::open("/proc/self/maps").unwrap().as_fd(), address).unwrap();
         let summary = |area: Option<Area>| {
-            area.map(|area| (area.start, area.end, area.backing, area.name().to_owned()))
+            area.map(|area| (area.start, area.end, area.kind, area.name().to_owned()))
         };
         let compare = |address| {
             // Other tests may map and unmap adjacent memory at the same time. So the comparison
@@ -347,34 +340,34 @@ mod tests {
                 }
             }
         };
-        for (address, backing) in [
-            (shared.address().0, Backing::File),
-            (anonymous.address().0 + 4096, Backing::Anonymous),
-            (code, Backing::File),
+        for (address, kind) in [
+            (shared.address().0, MappingKind::File),
+            (anonymous.address().0 + 4096, MappingKind::Anonymous),
+            (code, MappingKind::File),
         ] {
             let area = compare(address).unwrap();
-            assert_eq!(area.backing, backing);
+            assert_eq!(area.kind, kind);
             assert!(area.start <= address && address < area.end);
         }
         compare(u64::MAX);
     }
 
     #[test]
-    fn maps_lines_are_classified_by_backing() {
-        let backing = |line: &str| parsed(line.as_bytes()).map(|area| area.backing);
+    fn maps_lines_are_classified_by_kind() {
+        let kind = |line: &str| parsed(line.as_bytes()).map(|area| area.kind);
         let line = "7f00-8000 rw-s 00000000 00:01 98309                    /SYSV00000000 (deleted)";
-        assert_eq!(backing(line), Some(Backing::SysV(98309)));
-        assert_eq!(backing("7f00-8000 rw-p 00000000 00:00 0 "), Some(Backing::Anonymous));
-        assert_eq!(backing("7f00-8000 rw-p 00000000 00:00 0  [heap]"), Some(Backing::Anonymous));
+        assert_eq!(kind(line), Some(MappingKind::SysV(98309)));
+        assert_eq!(kind("7f00-8000 rw-p 00000000 00:00 0 "), Some(MappingKind::Anonymous));
+        assert_eq!(kind("7f00-8000 rw-p 00000000 00:00 0  [heap]"), Some(MappingKind::Anonymous));
         assert_eq!(
-            backing("7f00-8000 rw-s 00000000 00:01 7 /memfd:x (deleted)"),
-            Some(Backing::File)
+            kind("7f00-8000 rw-s 00000000 00:01 7 /memfd:x (deleted)"),
+            Some(MappingKind::File)
         );
         assert_eq!(
-            backing("7f00-8000 rw-s 00000000 00:01 7 /dev/zero (deleted)"),
-            Some(Backing::Anonymous)
+            kind("7f00-8000 rw-s 00000000 00:01 7 /dev/zero (deleted)"),
+            Some(MappingKind::Anonymous)
         );
-        assert_eq!(backing("7f00"), None);
-        assert_eq!(backing(""), None);
+        assert_eq!(kind("7f00"), None);
+        assert_eq!(kind(""), None);
     }
 }

@@ -37,8 +37,8 @@ pub enum HostMonitorKind {
 }
 
 impl HostMonitorKind {
-    /// Every kind with its names. The parser accepts each name of a kind, and output uses the first
-    /// name.
+    /// Every kind with its names, in the order of the enum. The parser accepts each name of a kind,
+    /// and output uses the first name.
     const NAMES: [(Self, &'static [&'static str]); 5] = [
         (Self::Auto, &["auto", "default"]),
         (Self::MemHooks, &["memhooks"]),
@@ -50,13 +50,7 @@ impl HostMonitorKind {
     /// Returns the kind's name, as `FI_MR_CACHE_MONITOR` and the output of `hmem info` have it.
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::MemHooks => "memhooks",
-            Self::UserFaultFd => "userfaultfd",
-            Self::Import => "import",
-            Self::Disabled => "disabled",
-        }
+        Self::NAMES[self as usize].1[0]
     }
 }
 
@@ -184,12 +178,12 @@ impl SystemMonitor {
         match kind {
             HostMonitorKind::Auto => Ok(Self::auto()),
             HostMonitorKind::MemHooks => {
-                Ok(Self::named(kind, MemHooks::start()?, HOOKS_ALONE.into()))
+                Ok(Self::requested(kind, Some(MemHooks::start()?), HOOKS_ALONE.into()))
             }
             HostMonitorKind::UserFaultFd => {
                 let uffd = UserFaultFd::start()?;
                 let limits = uffd_alone(&uffd);
-                Ok(Self::named(kind, uffd, limits))
+                Ok(Self::requested(kind, Some(uffd), limits))
             }
             HostMonitorKind::Import => Err(Error::new(ErrorKind::InvalidArgument, "cache monitor")
                 .iface(IfaceKind::SYSTEM)
@@ -198,38 +192,28 @@ impl SystemMonitor {
                     "the application makes an import monitor: create it with ImportMonitor::new \
                      and pass it to SystemMonitor::imported",
                 )),
-            HostMonitorKind::Disabled => Ok(Self {
-                monitor: None,
-                choice: MonitorChoice {
-                    requested: kind,
-                    name: kind.name(),
-                    why: "requested".into(),
-                    limits: NOTHING.into(),
-                    candidates: Vec::new(),
-                },
-            }),
+            HostMonitorKind::Disabled => Ok(Self::requested(kind, None, NOTHING.into())),
         }
     }
 
     /// Creates a value that uses the application's own monitor.
     #[must_use]
     pub fn imported(monitor: Arc<dyn Monitor>) -> Self {
-        Self::named(
+        Self::requested(
             HostMonitorKind::Import,
-            monitor,
+            Some(monitor),
             "changes that the application does not report are not detected".into(),
         )
     }
 
-    fn named(kind: HostMonitorKind, monitor: Arc<dyn Monitor>, limits: String) -> Self {
-        let choice = MonitorChoice {
-            requested: kind,
-            name: kind.name(),
-            why: "requested".into(),
-            limits,
-            candidates: vec![MonitorCandidate { name: kind.name(), refused: None }],
-        };
-        Self { monitor: Some(monitor), choice }
+    fn requested(
+        requested: HostMonitorKind,
+        monitor: Option<Arc<dyn Monitor>>,
+        limits: String,
+    ) -> Self {
+        let (name, why) = (requested.name(), "requested".into());
+        let candidates = monitor.iter().map(|_| MonitorCandidate { name, refused: None }).collect();
+        Self { monitor, choice: MonitorChoice { requested, name, why, limits, candidates } }
     }
 
     pub(crate) fn auto() -> Self {
@@ -240,33 +224,21 @@ impl SystemMonitor {
     /// monitors if both have started. If one has started, uses that monitor. If none has, the value
     /// has no monitor.
     fn best(hooks: Result<Arc<MemHooks>>, uffd: Result<Arc<UserFaultFd>>) -> Self {
-        let (memhooks, userfaultfd) =
-            (HostMonitorKind::MemHooks.name(), HostMonitorKind::UserFaultFd.name());
-        let choice = |name, why: &str, limits: String, tried| MonitorChoice {
-            requested: HostMonitorKind::Auto,
-            name,
-            why: why.into(),
-            limits,
-            candidates: tried,
-        };
-        let passed = |name| MonitorCandidate { name, refused: None };
-        let refused = |name, error| MonitorCandidate { name, refused: Some(error) };
-        match (hooks, uffd) {
+        let [memhooks, userfaultfd] =
+            [HostMonitorKind::MemHooks.name(), HostMonitorKind::UserFaultFd.name()];
+        let monitor: Option<Arc<dyn Monitor>>;
+        let (name, why, limits);
+        match (&hooks, &uffd) {
             (Ok(hooks), Ok(uffd)) => {
-                let budget = uffd.budget();
-                Self {
-                    monitor: Some(Layered::new(hooks, uffd)),
-                    choice: choice(
-                        "memhooks+userfaultfd",
-                        "hooks detect calls of the C library before memory is unmapped, and the \
-                         kernel's events detect raw system calls",
-                        format!(
-                            "{LAYERED}; {budget} are watched for raw system calls, and further \
-                             ranges by the hooks alone"
-                        ),
-                        vec![passed(memhooks), passed(userfaultfd)],
-                    ),
-                }
+                monitor = Some(Layered::new(Arc::clone(hooks), Arc::clone(uffd)));
+                name = "memhooks+userfaultfd";
+                why = "hooks detect calls of the C library before memory is unmapped, and the \
+                       kernel's events detect raw system calls";
+                limits = format!(
+                    "{LAYERED}; {} are watched for raw system calls, and further ranges by the \
+                     hooks alone",
+                    uffd.budget()
+                );
             }
             (Ok(hooks), Err(error)) => {
                 tracing::warn!(
@@ -274,15 +246,10 @@ impl SystemMonitor {
                     limits = HOOKS_ALONE,
                     "userfaultfd does not work here: memhooks alone watch host memory"
                 );
-                Self {
-                    monitor: Some(hooks),
-                    choice: choice(
-                        memhooks,
-                        "hooks detect calls of the C library before memory is unmapped",
-                        HOOKS_ALONE.into(),
-                        vec![passed(memhooks), refused(userfaultfd, error)],
-                    ),
-                }
+                monitor = Some(Arc::clone(hooks) as _);
+                name = memhooks;
+                why = "hooks detect calls of the C library before memory is unmapped";
+                limits = HOOKS_ALONE.into();
             }
             (Err(error), Ok(uffd)) => {
                 tracing::warn!(
@@ -290,16 +257,10 @@ impl SystemMonitor {
                     limits = UFFD_ALONE,
                     "memhooks do not work here: userfaultfd alone watches host memory"
                 );
-                let limits = uffd_alone(&uffd);
-                Self {
-                    monitor: Some(uffd),
-                    choice: choice(
-                        userfaultfd,
-                        "only the kernel's events are available",
-                        limits,
-                        vec![refused(memhooks, error), passed(userfaultfd)],
-                    ),
-                }
+                monitor = Some(Arc::clone(uffd) as _);
+                name = userfaultfd;
+                why = "only the kernel's events are available";
+                limits = uffd_alone(uffd);
             }
             (Err(hooks), Err(uffd)) => {
                 tracing::warn!(
@@ -307,17 +268,18 @@ impl SystemMonitor {
                     userfaultfd = %uffd,
                     "no monitor of host memory works here: host memory is not cached"
                 );
-                Self {
-                    monitor: None,
-                    choice: choice(
-                        "none",
-                        "no monitor of host memory works here",
-                        NOTHING.into(),
-                        vec![refused(memhooks, hooks), refused(userfaultfd, uffd)],
-                    ),
-                }
+                monitor = None;
+                name = "none";
+                why = "no monitor of host memory works here";
+                limits = NOTHING.into();
             }
         }
+        let candidates = vec![
+            MonitorCandidate { name: memhooks, refused: hooks.err() },
+            MonitorCandidate { name: userfaultfd, refused: uffd.err() },
+        ];
+        let (requested, why) = (HostMonitorKind::Auto, why.into());
+        Self { monitor, choice: MonitorChoice { requested, name, why, limits, candidates } }
     }
 
     /// Returns the running monitor.

@@ -138,10 +138,7 @@ impl Drop for ChangeInProgress<'_> {
 
 impl fmt::Debug for ImportMonitor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ImportMonitor")
-            .field("name", &self.name())
-            .field("detection", &self.detection())
-            .finish_non_exhaustive()
+        f.debug_struct("ImportMonitor").finish_non_exhaustive()
     }
 }
 

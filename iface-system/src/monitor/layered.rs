@@ -33,8 +33,10 @@ pub struct Layered {
     /// The current subscriptions. Each value is a subscription to the hooks, and a subscription to
     /// userfaultfd unless userfaultfd refused the range.
     subscriptions: Mutex<SubscriptionMap<(Subscription, Option<Subscription>)>>,
+    /// Number of subscriptions that userfaultfd has refused.
     uffd_refusals: AtomicU64,
-    why_without: Mutex<Option<Error>>,
+    /// The error of the last refusal.
+    last_refusal: Mutex<Option<Error>>,
     /// The error kinds of userfaultfd's refusals that are already in the log. Each kind is logged
     /// once.
     logged: Mutex<Vec<ErrorKind>>,
@@ -51,7 +53,7 @@ impl Layered {
             uffd,
             subscriptions: Mutex::default(),
             uffd_refusals: AtomicU64::new(0),
-            why_without: Mutex::default(),
+            last_refusal: Mutex::default(),
             logged: Mutex::default(),
         })
     }
@@ -66,7 +68,7 @@ impl Layered {
     /// no refusal.
     #[must_use]
     pub fn why_uffd_refusals(&self) -> Option<String> {
-        self.why_without.lock().as_ref().map(ToString::to_string)
+        self.last_refusal.lock().as_ref().map(ToString::to_string)
     }
 
     /// Tests that the hooks are in place and notify subscribers, like [`MemHooks::check`].
@@ -80,10 +82,7 @@ impl Layered {
 
 impl fmt::Debug for Layered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Layered")
-            .field("name", &self.name())
-            .field("detection", &self.detection())
-            .finish_non_exhaustive()
+        f.debug_struct("Layered").finish_non_exhaustive()
     }
 }
 
@@ -131,7 +130,7 @@ impl Monitor for Layered {
                          it are not detected"
                     );
                 }
-                *self.why_without.lock() = Some(error);
+                *self.last_refusal.lock() = Some(error);
                 None
             }
         };

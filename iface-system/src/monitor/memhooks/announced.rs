@@ -39,7 +39,7 @@ use std::{
 /// further calls are treated like those of raw system calls.
 const CALLS: usize = 32;
 
-/// Multiplier of the use count in [`Call::word`], which is `PHASES * uses + phase`. The phase is 0
+/// Multiplier of the use count in [`AnnouncedCall::word`], which is `PHASES * uses + phase`. The phase is 0
 /// (free), [`WRITING`] or [`ANNOUNCED`].
 const PHASES: u64 = 4;
 const WRITING: u64 = 1;
@@ -47,7 +47,7 @@ const ANNOUNCED: u64 = 2;
 
 /// A slot for one announced call.
 #[derive(Debug)]
-struct Call {
+struct AnnouncedCall {
     /// The number of uses of this slot, and its current phase: `PHASES * uses + phase`.
     word: AtomicU64,
     start: AtomicU64,
@@ -57,10 +57,12 @@ struct Call {
     read: AtomicU64,
 }
 
-/// Length of one pause of a hooked call. The call has notified already, and waits until the reader
-/// of userfaultfd has seen the kernel's event of the same change. After [`PAUSES`] pauses the call
-/// returns. The reader may then take the event for a raw system call, and notifies a second time.
+/// Length of one pause of a hooked call that waits, before it returns, for threads that compare
+/// events.
 const PAUSE: Duration = Duration::from_micros(20);
+
+/// Maximum number of pauses of a hooked call. If the threads take longer, they may treat the event
+/// of this call like that of a raw system call.
 const PAUSES: u32 = 5_000;
 
 /// The hooked calls that are announced at the moment. All zeroes mean that no call is announced,
@@ -68,7 +70,7 @@ const PAUSES: u32 = 5_000;
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Announced {
-    calls: [Call; CALLS],
+    calls: [AnnouncedCall; CALLS],
     /// Number of times that a thread has begun to read userfaultfd events.
     begun: AtomicU64,
     /// Number of times that a thread has finished reading and comparing events.
@@ -86,10 +88,6 @@ impl Drop for Reading {
     }
 }
 
-/// A handle of an announced call: the index of its slot.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Announcement(usize);
-
 impl Announced {
     /// Registers the calling thread as one that is about to read userfaultfd events. Until the
     /// thread drops the guard, [`Announced::retract`] waits.
@@ -98,26 +96,27 @@ impl Announced {
         Reading(&self.compared)
     }
 
-    /// Announces a call that is about to discard `start..end`. Returns `None` if all slots are in
-    /// use. After the call, the caller passes the result to [`Announced::retract`].
-    pub(super) fn announce(&self, start: u64, end: u64) -> Option<Announcement> {
-        let claimed = self.calls.iter().position(|call| {
+    /// Announces a call that is about to discard `start..end`. Returns the index of the call's slot,
+    /// or `None` if all slots are in use. After the call, the caller passes the index to
+    /// [`Announced::retract`].
+    pub(super) fn announce(&self, start: u64, end: u64) -> Option<usize> {
+        let slot = self.calls.iter().position(|call| {
             let word = call.word.load(Relaxed);
             word.is_multiple_of(PHASES)
                 && call.word.compare_exchange(word, word + WRITING, SeqCst, Relaxed).is_ok()
         })?;
-        let call = &self.calls[claimed];
+        let call = &self.calls[slot];
         call.start.store(start, SeqCst);
         call.end.store(end, SeqCst);
         call.read.store(start, SeqCst);
         call.word.fetch_add(ANNOUNCED - WRITING, SeqCst);
-        Some(Announcement(claimed))
+        Some(slot)
     }
 
     /// Ends the announcement of a call that has returned. First waits until every event that was
     /// read during the call was compared with the announcement, or [`PAUSES`] pauses have passed.
     /// May change `errno`.
-    pub(super) fn retract(&self, Announcement(at): Announcement) {
+    pub(super) fn retract(&self, slot: usize) {
         let begun = self.begun.load(SeqCst);
         // A thread that reads events waits for no other thread, so the loop ends early unless that
         // thread gets no CPU time. In a child that was forked during the call, the kernel has
@@ -130,7 +129,7 @@ impl Announced {
             // SAFETY: nanosleep reads the time, and writes nothing without a second pointer.
             unsafe { libc::nanosleep(&raw const pause, std::ptr::null_mut()) };
         }
-        let word = &self.calls[at].word;
+        let word = &self.calls[slot].word;
         // In a child that was forked during the call, the kernel has zeroed the word.
         if word.load(SeqCst) % PHASES == ANNOUNCED {
             word.fetch_add(PHASES - ANNOUNCED, SeqCst);
@@ -161,7 +160,7 @@ mod tests {
 
     fn announced() -> Announced {
         let zero = || AtomicU64::new(0);
-        let call = |_| Call { word: zero(), start: zero(), end: zero(), read: zero() };
+        let call = |_| AnnouncedCall { word: zero(), start: zero(), end: zero(), read: zero() };
         Announced { calls: std::array::from_fn(call), begun: zero(), compared: zero() }
     }
 

@@ -22,7 +22,7 @@ use super::{super::maps::Maps, NAME};
 const REMEMBERED: usize = 16;
 
 #[derive(Debug, Default)]
-struct Area {
+struct CachedArea {
     start: AtomicU64,
     /// Address one past the last byte of the cached mapping, or 0 if this slot of the cache is
     /// empty.
@@ -33,12 +33,13 @@ struct Area {
 /// change of them.
 #[derive(Debug, Default)]
 pub(super) struct AreaCache {
+    /// Sequence number of the cache's content, which is odd while a thread changes the content.
     version: AtomicU64,
     /// The version of the hooks' subscriber table ([`quiet_stamp`](SubscriberTable::quiet_stamp))
     /// that the cached mappings belong to. A hook that runs changes the table's version, which
     /// makes the content of this cache invalid.
     stamp: AtomicU64,
-    areas: [Area; REMEMBERED],
+    areas: [CachedArea; REMEMBERED],
     /// Lock that a thread holds while it inserts a mapping into this cache. The value is the number
     /// of mappings that were inserted since `stamp` was last set.
     writing: Mutex<usize>,
@@ -73,7 +74,7 @@ impl AreaCache {
         let last = first.saturating_add(range.len().saturating_sub(1));
         let version = self.version.load(Acquire);
         let within =
-            |area: &Area| area.start.load(Relaxed) <= first && last < area.end.load(Relaxed);
+            |area: &CachedArea| area.start.load(Relaxed) <= first && last < area.end.load(Relaxed);
         let found = self.stamp.load(Relaxed) == stamp && self.areas.iter().any(within);
         // The fence orders the reads above before the second read of the version.
         fence(Acquire);

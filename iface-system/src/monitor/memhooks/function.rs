@@ -12,25 +12,12 @@ pub(super) type Args = [usize; 6];
 
 /// The memory that one call unmaps, replaces or discards: up to two ranges, each with the cause of
 /// its invalidation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct AffectedRanges(pub(super) [Option<(AddressRange, InvalidationCause)>; 2]);
+pub(super) type AffectedRanges = [Option<(AddressRange, InvalidationCause)>; 2];
 
-impl AffectedRanges {
-    const NOTHING: Self = Self([None, None]);
-
-    #[inline(always)]
-    fn one(start: usize, len: u64, cause: InvalidationCause) -> Self {
-        Self([some(start as u64, len, cause), None])
-    }
-}
-
+/// Returns `len` bytes from `start` as one affected range, or no range if `len` is 0.
 #[inline(always)]
-fn some(
-    start: u64,
-    len: u64,
-    cause: InvalidationCause,
-) -> Option<(AddressRange, InvalidationCause)> {
-    (len > 0).then(|| (clamped(start, len), cause))
+fn one_range(start: u64, len: u64, cause: InvalidationCause) -> AffectedRanges {
+    [(len > 0).then(|| (clamped(start, len), cause)), None]
 }
 
 macro_rules! functions {
@@ -207,8 +194,8 @@ impl Function {
         args: &Args,
         affected: &AffectedRanges,
     ) -> Option<AddressRange> {
-        match (self, affected.0) {
-            (Self::Madvise, [Some((range, _)), _]) if raises_event(args[2]) => Some(range),
+        match (self, affected) {
+            (Self::Madvise, [Some((range, _)), _]) if raises_event(args[2]) => Some(*range),
             _ => None,
         }
     }
@@ -218,76 +205,59 @@ impl Function {
     #[inline(always)]
     pub(super) fn affected(self, args: &Args) -> AffectedRanges {
         // Page sizes are powers of two. A mask is used, since a division would dominate the cost.
-        let within = sys::page_size() - 1;
-        let to = |bytes: usize, within: u64| {
-            (bytes as u64).checked_add(within).map_or(u64::MAX, |end| end & !within)
+        let round_up = |bytes: u64, size: u64| {
+            bytes.checked_add(size - 1).map_or(u64::MAX, |end| end & !(size - 1))
         };
-        let pages = |bytes| to(bytes, within);
-        let rounded = |bytes, huge: Option<u64>| to(bytes, huge.map_or(within, |huge| huge - 1));
+        let page = sys::page_size();
+        let pages = |bytes: u64| round_up(bytes, page);
+        let [start, len, ..] = args.map(|arg| arg as u64);
         match self {
-            Self::Munmap => AffectedRanges::one(args[0], pages(args[1]), InvalidationCause::Unmap),
+            Self::Munmap => one_range(start, pages(len), InvalidationCause::Unmap),
             Self::Mmap => {
-                let [start, len, _, flags, fd, _] = *args;
+                let (flags, fd) = (args[3], args[4]);
                 let base = has(flags, libc::MAP_ANONYMOUS) && !has(flags, libc::MAP_HUGETLB);
-                let huge = if base { None } else { huge_of_new(start, len, flags, fd) };
-                AffectedRanges::one(start, rounded(len, huge), InvalidationCause::Replace)
+                let huge = if base { None } else { huge_of_new(args[0], args[1], flags, fd) };
+                one_range(start, round_up(len, huge.unwrap_or(page)), InvalidationCause::Replace)
             }
-            Self::Madvise => {
-                AffectedRanges::one(args[0], pages(args[1]), InvalidationCause::Discard)
-            }
+            Self::Madvise => one_range(start, pages(len), InvalidationCause::Discard),
             // The caller's list of ranges may lie in memory that is not readable, and only the
             // kernel can read it safely. So all memory counts as affected.
-            Self::ProcessMadvise => AffectedRanges::one(0, u64::MAX, InvalidationCause::Discard),
+            Self::ProcessMadvise => one_range(0, u64::MAX, InvalidationCause::Discard),
             Self::Mremap => {
                 let [old, old_len, new_len, flags, new, _] = *args;
-                let huge = huge_of_mapped(old, [old_len, new_len]);
-                let (old_pages, new_pages) = (rounded(old_len, huge), rounded(new_len, huge));
-                let moves = has(flags, libc::MREMAP_FIXED) || has(flags, libc::MREMAP_DONTUNMAP);
-                let from = if new_pages <= old_pages && !moves {
-                    some(
-                        (old as u64).saturating_add(new_pages),
-                        old_pages - new_pages,
-                        InvalidationCause::Remap,
-                    )
-                } else {
-                    some(old as u64, old_pages, InvalidationCause::Remap)
-                };
-                let onto = has(flags, libc::MREMAP_FIXED)
-                    .then(|| some(new as u64, new_pages, InvalidationCause::Replace))
-                    .flatten();
-                AffectedRanges([from, onto])
+                let size = huge_of_mapped(old, [old_len, new_len]).unwrap_or(page);
+                let [old_len, new_len] = [old_len, new_len].map(|len| round_up(len as u64, size));
+                let fixed = has(flags, libc::MREMAP_FIXED);
+                // A mapping that shrinks in place loses only its end.
+                let whole = fixed || has(flags, libc::MREMAP_DONTUNMAP) || new_len > old_len;
+                let kept = if whole { 0 } else { new_len };
+                let from = start.saturating_add(kept);
+                let [from, _] = one_range(from, old_len - kept, InvalidationCause::Remap);
+                let [onto, _] = one_range(new as u64, new_len, InvalidationCause::Replace);
+                [from, onto.filter(|_| fixed)]
             }
             Self::Brk => {
                 // SAFETY: for an address below the heap, the kernel returns the break and changes
                 // nothing.
-                let now = unsafe { libc::syscall(libc::SYS_brk, 0) } as usize;
-                let (to, now) = (pages(args[0]), pages(now));
-                if to < now {
-                    AffectedRanges([some(to, now - to, InvalidationCause::Shrink), None])
-                } else {
-                    AffectedRanges::NOTHING
-                }
+                let now = unsafe { libc::syscall(libc::SYS_brk, 0) } as u64;
+                let to = pages(start);
+                one_range(to, pages(now).saturating_sub(to), InvalidationCause::Shrink)
             }
             Self::Shmat => {
-                let start = args[1] as u64 & !(sys::page_size() - 1);
+                let start = args[1] as u64 & !(page - 1);
                 let len = area::segment_len(args[0] as i32).unwrap_or(u64::MAX);
                 // The page size of the segment is not known here, so the largest possible size is
                 // assumed.
-                let within = largest(start as usize).map_or(0, |huge| huge - 1);
-                let len = len.checked_add(within).map_or(u64::MAX, |end| end & !within);
-                AffectedRanges([some(start, len, InvalidationCause::Replace), None])
+                let len = round_up(len, largest(start as usize).unwrap_or(page));
+                one_range(start, len, InvalidationCause::Replace)
             }
             Self::Shmdt => {
-                let range = area::attached(args[0] as u64);
-                AffectedRanges([
-                    (!range.is_empty()).then_some((range, InvalidationCause::Detach)),
-                    None,
-                ])
+                let range = area::attached(start);
+                one_range(range.start().0, range.len(), InvalidationCause::Detach)
             }
             // For this call, the kernel rounds the address and the length down to whole pages.
             Self::RemapFilePages => {
-                let [start, size, ..] = args.map(|bytes| bytes as u64 & !within);
-                AffectedRanges([some(start, size, InvalidationCause::Replace), None])
+                one_range(start & !(page - 1), len & !(page - 1), InvalidationCause::Replace)
             }
         }
     }
@@ -305,7 +275,7 @@ mod tests {
         if !function.may_affect(&all) {
             return Vec::new();
         }
-        let AffectedRanges(ranges) = function.affected(&all);
+        let ranges = function.affected(&all);
         ranges
             .iter()
             .flatten()

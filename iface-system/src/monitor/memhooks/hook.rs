@@ -16,7 +16,7 @@ use hmem_hook::{HasTable, HookRegistry, SLOTS, SubscriberTable, TableReadGuard};
 
 use super::{
     announced::Announced,
-    function::{AffectedRanges, Args, Function},
+    function::{Args, Function},
 };
 
 /// The registry in which the hooks find the subscribers to notify.
@@ -45,9 +45,9 @@ impl HasTable for MemhooksState {
     }
 }
 
-/// The signature by which hooks call the original functions: six register-sized arguments, and a
-/// register-sized result.
-type Call = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
+/// The signature of hooks, and by which they call the original functions: six register-sized
+/// arguments, and a register-sized result.
+type HookedFn = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
 /// Addresses by which the hooks call the original functions, indexed by [`Function`].
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
@@ -62,56 +62,34 @@ pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
 
 /// Returns the address of the hook of `function`.
 pub(super) fn address(function: Function) -> usize {
-    let hook: Call = match function {
-        Function::Munmap => munmap,
-        Function::Mmap => mmap,
-        Function::Mremap => mremap,
-        Function::Madvise => madvise,
-        Function::ProcessMadvise => process_madvise,
-        Function::Brk => brk,
-        Function::Shmat => shmat,
-        Function::Shmdt => shmdt,
-        Function::RemapFilePages => remap_file_pages,
+    let hook: HookedFn = match function {
+        Function::Munmap => hook::<{ Function::Munmap as usize }>,
+        Function::Mmap => hook::<{ Function::Mmap as usize }>,
+        Function::Mremap => hook::<{ Function::Mremap as usize }>,
+        Function::Madvise => hook::<{ Function::Madvise as usize }>,
+        Function::ProcessMadvise => hook::<{ Function::ProcessMadvise as usize }>,
+        Function::Brk => hook::<{ Function::Brk as usize }>,
+        Function::Shmat => hook::<{ Function::Shmat as usize }>,
+        Function::Shmdt => hook::<{ Function::Shmdt as usize }>,
+        Function::RemapFilePages => hook::<{ Function::RemapFilePages as usize }>,
     };
     (hook as *const ()).expose_provenance()
 }
 
-macro_rules! hooks {
-    ($($name:ident = $function:expr;)+) => {$(
-        unsafe extern "C" fn $name(
-            a: usize,
-            b: usize,
-            c: usize,
-            d: usize,
-            e: usize,
-            f: usize,
-        ) -> usize {
-            // SAFETY: a patched entry calls the hook with the function's arguments.
-            unsafe { hooked::<{ $function as usize }>([a, b, c, d, e, f]) }
-        }
-    )+};
-}
-
-hooks! {
-    munmap = Function::Munmap;
-    mmap = Function::Mmap;
-    mremap = Function::Mremap;
-    madvise = Function::Madvise;
-    process_madvise = Function::ProcessMadvise;
-    brk = Function::Brk;
-    shmat = Function::Shmat;
-    shmdt = Function::Shmdt;
-    remap_file_pages = Function::RemapFilePages;
-}
-
-/// The body of every hook: calls the original of `Function::ALL[FUNCTION]`, and notifies the
+/// The hook of the function `Function::ALL[FUNCTION]`: calls the original function, and notifies the
 /// subscribers if the call can change memory.
 ///
 /// # Safety
 /// The caller must keep the C function's contract for these arguments.
-#[inline(always)]
-unsafe fn hooked<const FUNCTION: usize>(args: Args) -> usize {
-    let function = Function::ALL[FUNCTION];
+unsafe extern "C" fn hook<const FUNCTION: usize>(
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    f: usize,
+) -> usize {
+    let (function, args) = (Function::ALL[FUNCTION], [a, b, c, d, e, f]);
     let subscribers = REGISTRY.subscribers();
     let Some(subscribers) = subscribers.filter(|_| function.may_affect(&args)) else {
         if let (Some(subscribers), Function::Brk) = (subscribers, function) {
@@ -153,7 +131,6 @@ unsafe fn notify_and_call<const FUNCTION: usize>(
     let before = unsafe { errno.read() };
     let affected = function.affected(&args);
     let events = function.range_of_events(&args, &affected);
-    let AffectedRanges(affected) = affected;
     let mut changes = [const { [const { MaybeUninit::<InvalidationToken>::uninit() }; SLOTS] }; 2];
     for (affected, changes) in affected.iter().zip(&mut changes) {
         if let Some((range, cause)) = *affected {
@@ -198,7 +175,7 @@ unsafe fn original(function: Function, [a, b, c, d, e, f]: Args) -> usize {
     let original = ORIGINALS[function as usize].load(Ordering::Relaxed);
     // SAFETY: `Patches::plan` stored the address of the trampoline, which has this signature,
     // before the patch that led here was stored. That store orders the two.
-    let original: Call =
+    let original: HookedFn =
         unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(original)) };
     // SAFETY: the caller keeps the function's contract.
     unsafe { original(a, b, c, d, e, f) }

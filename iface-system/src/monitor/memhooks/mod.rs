@@ -106,10 +106,7 @@ impl MemHooks {
 
 impl fmt::Debug for MemHooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MemHooks")
-            .field("name", &self.name())
-            .field("detection", &self.detection())
-            .finish_non_exhaustive()
+        f.debug_struct("MemHooks").finish_non_exhaustive()
     }
 }
 

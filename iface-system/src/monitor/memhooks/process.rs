@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code, reason = "finds the C library's functions and plans their patches")]
 
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 
 use hmem_core::{ErrorKind, Result};
 use hmem_hook::{PatchTarget, Patches};
@@ -11,24 +11,24 @@ use super::{NAME, function::Function, hook};
 
 /// Prepares the patches of the C library's functions. No function is changed yet.
 pub(super) fn plan() -> Result<Patches> {
-    let libc = Libc::find()?;
+    let libc = find_libc()?;
     let mut targets = Vec::new();
     for function in Function::ALL {
-        match libc.symbol(function.symbol()) {
-            Some(entry) => targets.push(PatchTarget {
+        // SAFETY: `dlopen` returned the handle, and the library stays loaded.
+        let entry = unsafe { libc::dlsym(libc, function.symbol().as_ptr()) };
+        if !entry.is_null() {
+            targets.push(PatchTarget {
                 name: function.name(),
-                entry,
+                entry: entry.expose_provenance(),
                 hook: hook::address(function),
                 call: Some(function.nr()),
                 original: hook::original_of(function),
-            }),
-            None if function.optional() => {}
-            None => {
-                return Err(NAME
-                    .error(ErrorKind::Unsupported)
-                    .context("function", function.name())
-                    .context("why", "the C library has no such symbol"));
-            }
+            });
+        } else if !function.optional() {
+            return Err(NAME
+                .error(ErrorKind::Unsupported)
+                .context("function", function.name())
+                .context("why", "the C library has no such symbol"));
         }
     }
     // SAFETY: the entries are functions of the C library, which is never unloaded. Hooks receive
@@ -37,27 +37,18 @@ pub(super) fn plan() -> Result<Patches> {
     unsafe { Patches::plan(NAME, &targets) }
 }
 
-/// A `dlopen` handle of the C library. A lookup in it finds the library's own functions even if
-/// another library overrides them.
-struct Libc(*mut c_void);
-
-impl Libc {
-    fn find() -> Result<Self> {
-        // SAFETY: the call loads nothing and runs no initialiser. It finds a library that is
-        // already loaded.
-        let handle =
-            unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
-        if handle.is_null() {
-            return Err(NAME.error(ErrorKind::Unavailable).context("library", "libc.so.6").remedy(
-                format!("memhooks patch a dynamically linked glibc: {}", NAME.fallback_hint),
-            ));
-        }
-        Ok(Self(handle))
+/// Returns a `dlopen` handle of the C library. A lookup in it finds the library's own functions even
+/// if another library overrides them.
+fn find_libc() -> Result<*mut c_void> {
+    // SAFETY: the call loads nothing and runs no initialiser. It finds a library that is already
+    // loaded.
+    let handle =
+        unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    if handle.is_null() {
+        return Err(NAME
+            .error(ErrorKind::Unavailable)
+            .context("library", "libc.so.6")
+            .remedy(format!("memhooks patch a dynamically linked glibc: {}", NAME.fallback_hint)));
     }
-
-    fn symbol(&self, name: &CStr) -> Option<usize> {
-        // SAFETY: `dlopen` returned the handle, and the library stays loaded.
-        let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
-        (!symbol.is_null()).then(|| symbol.expose_provenance())
-    }
+    Ok(handle)
 }

@@ -24,9 +24,11 @@ use crate::sys;
 #[derive(Debug, Default)]
 struct Expecting {
     issuer: TokenIssuer,
+    /// The expected range and cause. `start` is `u64::MAX` if no notification is expected.
     start: AtomicU64,
     len: AtomicU64,
     cause: AtomicU64,
+    /// Number of expected notifications before a change, and after it.
     begun: AtomicU64,
     ended: AtomicU64,
 }
@@ -61,11 +63,7 @@ impl Invalidator for Expecting {
     fn open_gate(&self, _: GateToken) {}
 }
 
-struct Test<'a> {
-    expecting: &'a Expecting,
-}
-
-impl Test<'_> {
+impl Expecting {
     /// Runs `call`. Fails if `call` returns false, or if the hook of the called function does not
     /// notify the subscriber of the expected change both before and after the call.
     fn arrives(
@@ -74,26 +72,18 @@ impl Test<'_> {
         (start, len, cause): (*mut libc::c_void, usize, InvalidationCause),
         call: impl FnOnce() -> bool,
     ) -> Result<()> {
-        let Expecting {
-            start: expected,
-            len: expected_len,
-            cause: expected_cause,
-            begun,
-            ended,
-            ..
-        } = self.expecting;
-        expected_cause.store(cause as u64, Ordering::SeqCst);
-        expected_len.store(len as u64, Ordering::SeqCst);
-        begun.store(0, Ordering::SeqCst);
-        ended.store(0, Ordering::SeqCst);
-        expected.store(Address::of_ptr(start).0, Ordering::SeqCst);
+        self.cause.store(cause as u64, Ordering::SeqCst);
+        self.len.store(len as u64, Ordering::SeqCst);
+        self.begun.store(0, Ordering::SeqCst);
+        self.ended.store(0, Ordering::SeqCst);
+        self.start.store(Address::of_ptr(start).0, Ordering::SeqCst);
         let called = call();
         let errno = std::io::Error::last_os_error();
-        expected.store(u64::MAX, Ordering::SeqCst);
+        self.start.store(u64::MAX, Ordering::SeqCst);
         if !called {
             return Err(failed(function).context("the call itself failed", errno));
         }
-        match (begun.load(Ordering::SeqCst), ended.load(Ordering::SeqCst)) {
+        match (self.begun.load(Ordering::SeqCst), self.ended.load(Ordering::SeqCst)) {
             (1.., 1..) => Ok(()),
             (begun, ended) => Err(failed(function)
                 .context("changes begun", begun)
@@ -126,12 +116,13 @@ pub(super) fn run(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let expecting = Arc::new(Expecting { start: AtomicU64::new(u64::MAX), ..Expecting::default() });
     let invalidator: Arc<dyn Invalidator> = Arc::<Expecting>::clone(&expecting);
     let entry = subscribers.add(&invalidator)?;
-    let result = fire(&Test { expecting: &expecting }).and_then(|()| fire_brk(subscribers));
+    let result = fire(&expecting).and_then(|()| fire_brk(subscribers));
     subscribers.remove(entry);
     result
 }
 
-fn fire(test: &Test<'_>) -> Result<()> {
+/// Tests the functions other than `brk`.
+fn fire(test: &Expecting) -> Result<()> {
     let page = sys::page_size() as usize;
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -174,7 +165,7 @@ fn fire(test: &Test<'_>) -> Result<()> {
 
 /// Tests `shmat` and `shmdt`. Succeeds without a test if no System V segment can be created, for
 /// example because of a limit or a seccomp filter.
-fn fire_shm(test: &Test<'_>, page: usize) -> Result<()> {
+fn fire_shm(test: &Expecting, page: usize) -> Result<()> {
     // SAFETY: the call creates a segment and touches no memory.
     let id = unsafe { libc::shmget(libc::IPC_PRIVATE, page, libc::IPC_CREAT | 0o600) };
     if id < 0 {

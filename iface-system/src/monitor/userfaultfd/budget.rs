@@ -18,6 +18,7 @@ use std::{
 };
 
 use hmem_core::{Result, WipedOnFork};
+use rustix::io::Errno;
 
 use super::NAME;
 
@@ -45,20 +46,22 @@ const REFUSALS_BETWEEN_COUNTS: usize = 64;
 /// watch.
 static WATCHED: OnceLock<WipedOnFork<AtomicUsize>> = OnceLock::new();
 
-/// The reason why a monitor may not watch another range.
+/// The reason why a monitor does not watch a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Beyond {
+pub(super) enum Unwatched {
     /// The monitors of the process together have used up their share of the kernel's limit.
     Share,
     /// The whole process is near the kernel's limit on the number of mappings.
     Process,
+    /// The kernel has refused to watch the range, with this errno.
+    Kernel(Errno),
 }
 
 /// The state by which one monitor decides if it may watch more ranges.
 #[derive(Debug)]
 pub(super) struct Budget {
     /// The value of `vm.max_map_count`.
-    limit: usize,
+    pub(super) limit: usize,
     /// The number of separate (not adjacent) ranges that all monitors of the process watch.
     all: &'static AtomicUsize,
     /// The number of separate (not adjacent) ranges that this monitor watches.
@@ -89,40 +92,28 @@ impl Budget {
         Ok(Self { limit, all, own: 0, until_count: 0, crowded: false })
     }
 
-    /// Returns `vm.max_map_count`, the kernel's limit on the mappings of a process.
-    pub(super) fn limit(&self) -> usize {
-        self.limit
-    }
-
-    /// Returns the maximum number of separate (not adjacent) ranges that all monitors of a process
-    /// may watch together. Each range counts as two mappings, because each of its ends may split a
-    /// mapping.
-    pub(super) fn ranges(&self) -> usize {
-        self.limit / SHARE / 2
-    }
-
     /// Reserves mappings, so that this monitor may watch `own` separate ranges in total. Always
     /// succeeds if it watches as many ranges already.
     ///
     /// # Errors
-    /// - [`Beyond::Share`]: the process's monitors would exceed their share.
-    /// - [`Beyond::Process`]: the process has few mappings left.
+    /// - [`Unwatched::Share`]: the process's monitors would exceed their share.
+    /// - [`Unwatched::Process`]: the process has few mappings left.
     ///
     /// The caller then asks the kernel to watch the ranges. After that, or if this method has
     /// failed, the caller passes the real number of watched ranges to [`Budget::set_watched`].
-    pub(super) fn reserve(&mut self, own: usize) -> Result<(), Beyond> {
+    pub(super) fn reserve(&mut self, own: usize) -> Result<(), Unwatched> {
         if own <= self.own {
             return Ok(());
         }
-        let (new, most) = (own - self.own, self.ranges());
+        let (new, most) = (own - self.own, ranges(self.limit));
         let more = |all| Some(all + new).filter(|all| *all <= most);
         let all = self.all.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        let ranges = all.map_err(|_| Beyond::Share)? + new;
+        let watched = all.map_err(|_| Unwatched::Share)? + new;
         self.own = own;
         if self.until_count == 0 {
             let mappings = mappings();
             // `mappings` includes the mappings of watched ranges: two for each range.
-            let others = mappings.saturating_sub(2 * ranges);
+            let others = mappings.saturating_sub(2 * watched);
             self.crowded = others > self.limit - self.limit / SHARE - self.limit / SPARE;
             // Counting takes longer the more mappings there are, so the next count comes later. In
             // a crowded process each call until then is a refusal, so their number is fixed.
@@ -132,7 +123,7 @@ impl Budget {
             };
         }
         self.until_count -= 1;
-        if self.crowded { Err(Beyond::Process) } else { Ok(()) }
+        if self.crowded { Err(Unwatched::Process) } else { Ok(()) }
     }
 
     /// Records that this monitor now watches `own` separate ranges.
@@ -148,6 +139,13 @@ impl Budget {
     pub(super) fn refused(&mut self) {
         (self.crowded, self.until_count) = (true, REFUSALS_BETWEEN_COUNTS);
     }
+}
+
+/// Returns the maximum number of separate (not adjacent) ranges that all monitors of a process may
+/// watch together, if `vm.max_map_count` is `limit`. Each range counts as two mappings, because each
+/// of its ends may split a mapping.
+pub(super) fn ranges(limit: usize) -> usize {
+    limit / SHARE / 2
 }
 
 /// Returns the number of the process's mappings. If `/proc/self/maps` cannot be read, returns the
@@ -176,16 +174,16 @@ mod tests {
     fn the_budget_is_a_share_of_the_limit_and_ends_near_it() {
         static ALL: AtomicUsize = AtomicUsize::new(0);
         let mut large = budget(1_000_000, &ALL);
-        assert_eq!(large.ranges(), 31_250);
+        assert_eq!(ranges(large.limit), 31_250);
         assert_eq!(large.reserve(31_250), Ok(()));
-        assert_eq!(large.reserve(31_251), Err(Beyond::Share));
+        assert_eq!(large.reserve(31_251), Err(Unwatched::Share));
         large.set_watched(0);
         large.refused();
-        assert_eq!(large.reserve(1), Err(Beyond::Process));
+        assert_eq!(large.reserve(1), Err(Unwatched::Process));
         large.set_watched(0);
         // The test process always has more mappings than this.
         assert!(mappings() > 34);
-        assert_eq!(budget(32, &ALL).reserve(1), Err(Beyond::Process));
+        assert_eq!(budget(32, &ALL).reserve(1), Err(Unwatched::Process));
     }
 
     /// MON-10
@@ -197,7 +195,7 @@ mod tests {
         let refused = |budget: &mut Budget| {
             let reserved = budget.reserve(1);
             budget.set_watched(0);
-            reserved == Err(Beyond::Process)
+            reserved == Err(Unwatched::Process)
         };
         assert!(refused(&mut budget));
         // The test process has fewer mappings than this limit allows, so the next count ends the
@@ -215,8 +213,8 @@ mod tests {
         let (mut first, mut second) = (budget(1_000_000, &ALL), budget(1_000_000, &ALL));
         assert_eq!(first.reserve(31_000), Ok(()));
         assert_eq!(second.reserve(250), Ok(()));
-        assert_eq!(second.reserve(251), Err(Beyond::Share));
-        assert_eq!(first.reserve(31_001), Err(Beyond::Share));
+        assert_eq!(second.reserve(251), Err(Unwatched::Share));
+        assert_eq!(first.reserve(31_001), Err(Unwatched::Share));
         first.set_watched(30_999);
         assert_eq!(second.reserve(251), Ok(()));
         second.set_watched(0);

@@ -25,8 +25,8 @@
 
 mod budget;
 mod discards;
+mod range_queue;
 mod ranges;
-mod ring;
 mod sys;
 mod thread;
 
@@ -52,7 +52,7 @@ use parking_lot::Mutex;
 use rustix::{event::EventfdFlags, io::Errno};
 
 use self::{
-    budget::{Beyond, Budget},
+    budget::{Budget, Unwatched},
     discards::Discards,
     ranges::Counted,
     thread::Watched,
@@ -94,13 +94,11 @@ pub struct UserFaultFd {
     beyond_budget: AtomicU64,
     /// The value of `vm.max_map_count` when the monitor was started.
     limit: usize,
-    /// The result of [`UserFaultFd::most_ranges`].
-    most: usize,
 }
 
 #[derive(Debug)]
 struct UffdSubscriptions {
-    /// The watched addresses and the entry in the table of each subscription.
+    /// The watched addresses of each subscription, and its entry in the subscriber table.
     current: SubscriptionMap<(Range<u64>, SlotSubscription)>,
     counted: Counted,
     budget: Budget,
@@ -125,7 +123,7 @@ impl UserFaultFd {
         let watched = Arc::new(Watched { events, stop, subscribers, beneath_hooks });
         let budget = Budget::new()?;
         let thread = Some(thread::start(&watched)?);
-        let (limit, most) = (budget.limit(), budget.ranges());
+        let limit = budget.limit;
         let (current, counted) = (SubscriptionMap::default(), Counted::default());
         let subscriptions = Mutex::new(UffdSubscriptions { current, counted, budget });
         Ok(Arc::new(Self {
@@ -137,7 +135,6 @@ impl UserFaultFd {
             discarding: AtomicBool::new(false),
             beyond_budget: AtomicU64::new(0),
             limit,
-            most,
         }))
     }
 
@@ -148,7 +145,7 @@ impl UserFaultFd {
     /// use only a part of these, so that the application can use the others.
     #[must_use]
     pub fn most_ranges(&self) -> usize {
-        self.most
+        budget::ranges(self.limit)
     }
 
     /// Returns the number of subscriptions that were refused because the monitors had used their
@@ -161,7 +158,7 @@ impl UserFaultFd {
     /// Returns a phrase for error messages: how many ranges the monitors of this process may watch,
     /// and the kernel's limit from which that number follows.
     pub(super) fn budget(&self) -> String {
-        let Self { most, limit, .. } = self;
+        let (most, limit) = (self.most_ranges(), self.limit);
         format!(
             "at most {most} separate ranges in the process, a 16th of vm.max_map_count = {limit} \
              mappings,"
@@ -223,7 +220,7 @@ impl UserFaultFd {
             self.watched.subscribers.remove(entry);
             // The kernel watches only whole huge pages, and the caller may not know that the pages
             // are huge.
-            if unwatched == Unwatched::Refused(Errno::INVAL)
+            if unwatched == Unwatched::Kernel(Errno::INVAL)
                 && area.is_none()
                 && let Ok(area) = self.maps.check(range, NAME.name)
                 && area.page_size > page_size()
@@ -246,20 +243,22 @@ impl UserFaultFd {
     ) -> Result<(), Unwatched> {
         subscriptions.counted.add(pages.clone());
         let allowed = subscriptions.budget.reserve(subscriptions.counted.apart());
-        let watched = allowed.map_err(Unwatched::Beyond).and_then(|()| {
+        let watched = allowed.and_then(|()| {
             let len = pages.end - pages.start;
-            sys::register(&self.watched.events, pages.start, len).map_err(Unwatched::Refused)
+            sys::register(&self.watched.events, pages.start, len).map_err(Unwatched::Kernel)
         });
         if let Err(unwatched) = watched {
             let gone = subscriptions.counted.remove(pages.clone());
             match unwatched {
-                Unwatched::Refused(errno) => {
+                Unwatched::Kernel(errno) => {
                     self.unregister(&gone);
                     if errno == Errno::NOMEM {
                         subscriptions.budget.refused();
                     }
                 }
-                Unwatched::Beyond(_) => _ = self.beyond_budget.fetch_add(1, Ordering::Relaxed),
+                Unwatched::Share | Unwatched::Process => {
+                    self.beyond_budget.fetch_add(1, Ordering::Relaxed);
+                }
             }
         }
         subscriptions.budget.set_watched(subscriptions.counted.apart());
@@ -302,27 +301,50 @@ impl UserFaultFd {
 
     /// Returns the error for a range that the monitor does not watch, with the reason and a remedy.
     fn explained(&self, range: AddressRange, unwatched: Unwatched) -> Error {
+        const RAISE: &str =
+            "raise vm.max_map_count, watch fewer or larger ranges, or use the memhooks monitor";
+        let (kind, why, remedy) = match unwatched {
+            Unwatched::Share => (
+                ErrorKind::OutOfResources,
+                "each separately watched range uses mappings of the process, and the monitors \
+                 have used up their share",
+                RAISE,
+            ),
+            Unwatched::Process => (
+                ErrorKind::Busy,
+                "the process has few mappings left, which are reserved for the application",
+                "raise vm.max_map_count, or use the memhooks monitor",
+            ),
+            Unwatched::Kernel(Errno::NOMEM) => (
+                ErrorKind::OutOfResources,
+                "each separately watched range is a mapping of its own, and the process has too \
+                 many mappings",
+                RAISE,
+            ),
+            Unwatched::Kernel(Errno::BUSY) => (
+                ErrorKind::Busy,
+                "another userfaultfd of this process watches the range",
+                "use the memhooks monitor for memory that another userfaultfd watches",
+            ),
+            Unwatched::Kernel(Errno::INVAL) => (
+                ErrorKind::Unsupported,
+                "userfaultfd does not watch this kind of mapping (files, System V segments, \
+                 devices; shared memory before Linux 5.19)",
+                "use the memhooks monitor, or anonymous memory",
+            ),
+            Unwatched::Kernel(errno) => (
+                hmem_core::Errno::from(errno).kind(),
+                "the kernel does not watch the range",
+                "use the memhooks monitor",
+            ),
+        };
+        let error = refused(range, kind).context("why", why).remedy(remedy);
         match unwatched {
-            Unwatched::Refused(errno) => explained(range, errno),
-            Unwatched::Beyond(Beyond::Share) => refused(range, ErrorKind::OutOfResources)
-                .context(
-                    "why",
-                    "each separately watched range uses mappings of the process, and the monitors \
-                     have used up their share",
-                )
-                .context("separate ranges", self.most)
-                .context("vm.max_map_count", self.limit)
-                .remedy(
-                    "raise vm.max_map_count, watch fewer or larger ranges, or use the memhooks \
-                     monitor",
-                ),
-            Unwatched::Beyond(Beyond::Process) => refused(range, ErrorKind::Busy)
-                .context(
-                    "why",
-                    "the process has few mappings left, which are reserved for the application",
-                )
-                .context("vm.max_map_count", self.limit)
-                .remedy("raise vm.max_map_count, or use the memhooks monitor"),
+            Unwatched::Kernel(errno) => error.errno(errno),
+            Unwatched::Share => error
+                .context("separate ranges", self.most_ranges())
+                .context("vm.max_map_count", self.limit),
+            Unwatched::Process => error.context("vm.max_map_count", self.limit),
         }
     }
 
@@ -370,13 +392,6 @@ impl UserFaultFd {
     }
 }
 
-/// The reason why a range is not watched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Unwatched {
-    Beyond(Beyond),
-    Refused(Errno),
-}
-
 fn refused(range: AddressRange, kind: ErrorKind) -> Error {
     Error::new(kind, "subscribe")
         .iface(IfaceKind::SYSTEM)
@@ -384,41 +399,9 @@ fn refused(range: AddressRange, kind: ErrorKind) -> Error {
         .context("range", range)
 }
 
-/// Returns the error for a range that the kernel has refused to watch with `errno`.
-fn explained(range: AddressRange, errno: Errno) -> Error {
-    let (kind, why, remedy) = match errno {
-        Errno::NOMEM => (
-            ErrorKind::OutOfResources,
-            "each separately watched range is a mapping of its own, and the process has too many \
-             mappings",
-            "raise vm.max_map_count, watch fewer or larger ranges, or use the memhooks monitor",
-        ),
-        Errno::BUSY => (
-            ErrorKind::Busy,
-            "another userfaultfd of this process watches the range",
-            "use the memhooks monitor for memory that another userfaultfd watches",
-        ),
-        Errno::INVAL => (
-            ErrorKind::Unsupported,
-            "userfaultfd does not watch this kind of mapping (files, System V segments, devices; \
-             shared memory before Linux 5.19)",
-            "use the memhooks monitor, or anonymous memory",
-        ),
-        _ => (errno_kind(errno), "the kernel does not watch the range", "use the memhooks monitor"),
-    };
-    refused(range, kind).errno(errno).context("why", why).remedy(remedy)
-}
-
-fn errno_kind(errno: Errno) -> ErrorKind {
-    hmem_core::Errno::from(errno).kind()
-}
-
 impl fmt::Debug for UserFaultFd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UserFaultFd")
-            .field("name", &self.name())
-            .field("detection", &self.detection())
-            .finish_non_exhaustive()
+        f.debug_struct("UserFaultFd").finish_non_exhaustive()
     }
 }
 

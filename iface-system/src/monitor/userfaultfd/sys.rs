@@ -25,10 +25,8 @@ pub(super) const EVENT_REMAP: u8 = 0x14;
 pub(super) const EVENT_REMOVE: u8 = 0x15;
 pub(super) const EVENT_UNMAP: u8 = 0x16;
 
-/// A feature bit of the userfaultfd API, with its name in the kernel header.
-type Feature = (u64, &'static str);
-
-const NEEDED: [Feature; 4] = [
+/// The feature bits that the monitor needs, with their names in the kernel header.
+const NEEDED: [(u64, &str); 4] = [
     (1 << 0, "UFFD_FEATURE_PAGEFAULT_FLAG_WP"),
     (1 << 2, "UFFD_FEATURE_EVENT_REMAP"),
     (1 << 3, "UFFD_FEATURE_EVENT_REMOVE"),
@@ -38,8 +36,10 @@ const NEEDED: [Feature; 4] = [
 /// Feature bit: shared memory and huge pages can be watched too. Since Linux 5.19.
 const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 
+// The structures of the kernel header with the names in lower case.
+
 #[repr(C)]
-struct Api {
+struct UffdioApi {
     api: u64,
     features: u64,
     ioctls: u64,
@@ -47,35 +47,35 @@ struct Api {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Range {
+struct UffdioRange {
     start: u64,
     len: u64,
 }
 
 #[repr(C)]
-struct Register {
-    range: Range,
+struct UffdioRegister {
+    range: UffdioRange,
     mode: u64,
     ioctls: u64,
 }
 
 #[repr(C)]
-struct WriteProtect {
-    range: Range,
+struct UffdioWriteprotect {
+    range: UffdioRange,
     mode: u64,
 }
 
-const UFFDIO_API: Opcode = opcode::read_write::<Api>(0xaa, 0x3f);
-const UFFDIO_REGISTER: Opcode = opcode::read_write::<Register>(0xaa, 0);
-const UFFDIO_UNREGISTER: Opcode = opcode::read::<Range>(0xaa, 1);
-const UFFDIO_WRITEPROTECT: Opcode = opcode::read_write::<WriteProtect>(0xaa, 6);
+const UFFDIO_API: Opcode = opcode::read_write::<UffdioApi>(0xaa, 0x3f);
+const UFFDIO_REGISTER: Opcode = opcode::read_write::<UffdioRegister>(0xaa, 0);
+const UFFDIO_UNREGISTER: Opcode = opcode::read::<UffdioRange>(0xaa, 1);
+const UFFDIO_WRITEPROTECT: Opcode = opcode::read_write::<UffdioWriteprotect>(0xaa, 6);
 
 /// The ioctl `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`. The field has the flags of the new
 /// userfaultfd.
-struct New(u32);
+struct NewUserfaultfd(u32);
 
 // SAFETY: the ioctl takes a number as its argument, touches no memory, and returns a new fd.
-unsafe impl Ioctl for New {
+unsafe impl Ioctl for NewUserfaultfd {
     type Output = OwnedFd;
     const IS_MUTATING: bool = false;
 
@@ -100,26 +100,32 @@ unsafe impl Ioctl for New {
 /// up to three words of data.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct Message {
+pub(super) struct UffdMessage {
     head: u64,
     pub(super) words: [u64; 3],
 }
 
-impl Message {
+impl UffdMessage {
     pub(super) fn event(&self) -> u8 {
         self.head.to_ne_bytes()[0]
     }
 }
 
 /// Reads up to 16 messages that have arrived. Fails with `Errno::AGAIN` if there are none.
-pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a [Message], Errno> {
+pub(super) fn read<'a>(
+    fd: &OwnedFd,
+    into: &'a mut [UffdMessage; 16],
+) -> Result<&'a [UffdMessage], Errno> {
     // SAFETY: messages are plain words without padding, and any bytes are valid for them; the slice
     // covers exactly their array.
     let bytes = unsafe {
-        std::slice::from_raw_parts_mut(into.as_mut_ptr().cast::<u8>(), size_of::<[Message; 16]>())
+        std::slice::from_raw_parts_mut(
+            into.as_mut_ptr().cast::<u8>(),
+            size_of::<[UffdMessage; 16]>(),
+        )
     };
     let read = rustix::io::read(fd, bytes)?;
-    Ok(&into[..read / size_of::<Message>()])
+    Ok(&into[..read / size_of::<UffdMessage>()])
 }
 
 /// Opens a userfaultfd with the events that the monitor needs. Since Linux 5.11 the userfaultfd is
@@ -132,7 +138,7 @@ pub(super) fn read<'a>(fd: &OwnedFd, into: &'a mut [Message; 16]) -> Result<&'a 
 /// - OutOfResources: no fd or memory is left.
 /// - Another kind: the kernel refuses the call for another reason, by the errno in the error.
 pub(super) fn open() -> Result<OwnedFd> {
-    let offered = Api { api: UFFD_API, features: 0, ioctls: 0 };
+    let offered = UffdioApi { api: UFFD_API, features: 0, ioctls: 0 };
     // Each userfaultfd allows one handshake. So a first userfaultfd queries the features, and a
     // second one is opened with them.
     let offered = handshake(&new()?, offered)?.features;
@@ -148,7 +154,7 @@ pub(super) fn open() -> Result<OwnedFd> {
     }
     let features = NEEDED.iter().fold(offered & WP_HUGETLBFS_SHMEM, |all, (bit, _)| all | bit);
     let fd = new()?;
-    handshake(&fd, Api { api: UFFD_API, features, ioctls: 0 })?;
+    handshake(&fd, UffdioApi { api: UFFD_API, features, ioctls: 0 })?;
     Ok(fd)
 }
 
@@ -169,8 +175,8 @@ pub(super) fn persistent<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Resul
     call()
 }
 
-fn handshake(fd: &OwnedFd, mut api: Api) -> Result<Api> {
-    // SAFETY: the ioctl reads and writes one `Api`.
+fn handshake(fd: &OwnedFd, mut api: UffdioApi) -> Result<UffdioApi> {
+    // SAFETY: the ioctl reads and writes one `UffdioApi`.
     persistent(|| unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_API, _>::new(&mut api)) })
         .map_err(|errno| Error::os(errno, "ioctl(UFFDIO_API)").iface(IfaceKind::SYSTEM))?;
     Ok(api)
@@ -191,7 +197,9 @@ fn new() -> Result<OwnedFd> {
         let device =
             rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
                 // SAFETY: the file is `/dev/userfaultfd`, which implements this ioctl.
-                .and_then(|device| unsafe { ioctl::ioctl(device.as_fd(), New(user_mode.bits())) });
+                .and_then(|device| unsafe {
+                    ioctl::ioctl(device.as_fd(), NewUserfaultfd(user_mode.bits()))
+                });
         device.map_err(|device| {
             let (kind, why, remedy) = cause(errno, before_user_mode, filtered());
             refused(kind, "userfaultfd")
@@ -255,9 +263,12 @@ fn cause(
 /// Starts watching a range of whole pages. No page is write-protected, so the kernel sends events
 /// of changes but intercepts no page fault.
 pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
-    let mut register =
-        Register { range: Range { start, len }, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
-    // SAFETY: the ioctl reads and writes one `Register`, and changes no content of memory.
+    let mut register = UffdioRegister {
+        range: UffdioRange { start, len },
+        mode: UFFDIO_REGISTER_MODE_WP,
+        ioctls: 0,
+    };
+    // SAFETY: the ioctl reads and writes one `UffdioRegister`, and changes no content of memory.
     persistent(|| unsafe {
         ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_REGISTER, _>::new(&mut register))
     })
@@ -279,8 +290,8 @@ pub(super) fn touch(page: u64) {
 
 /// Stops watching a range of whole pages.
 pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> {
-    let mut range = Range { start, len };
-    // SAFETY: the ioctl reads one `Range`.
+    let mut range = UffdioRange { start, len };
+    // SAFETY: the ioctl reads one `UffdioRange`.
     persistent(|| unsafe {
         ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_UNREGISTER, _>::new(&mut range))
     })
@@ -291,8 +302,8 @@ pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno
 /// In that case the kernel refuses to write-protect any range (EAGAIN). This function passes an
 /// empty range, so that it changes nothing in any case.
 pub(super) fn changes_under_way(fd: &OwnedFd) -> bool {
-    let mut nothing = WriteProtect { range: Range { start: 0, len: 0 }, mode: 0 };
-    // SAFETY: the ioctl reads one `WriteProtect`, and refuses its empty range.
+    let mut nothing = UffdioWriteprotect { range: UffdioRange { start: 0, len: 0 }, mode: 0 };
+    // SAFETY: the ioctl reads one `UffdioWriteprotect`, and refuses its empty range.
     let answer =
         unsafe { ioctl::ioctl(fd.as_fd(), Updater::<UFFDIO_WRITEPROTECT, _>::new(&mut nothing)) };
     answer == Err(Errno::AGAIN)
@@ -305,11 +316,17 @@ mod tests {
     #[test]
     fn numbers_and_layouts_are_those_of_the_kernel_header() {
         assert_eq!(
-            [UFFDIO_API, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WRITEPROTECT, New(0).opcode()],
+            [
+                UFFDIO_API,
+                UFFDIO_REGISTER,
+                UFFDIO_UNREGISTER,
+                UFFDIO_WRITEPROTECT,
+                NewUserfaultfd(0).opcode()
+            ],
             [0xc018_aa3f, 0xc020_aa00, 0x8010_aa01, 0xc018_aa06, 0xaa00]
         );
-        assert_eq!(size_of::<Message>(), 32);
-        assert_eq!(std::mem::offset_of!(Message, words), 8);
+        assert_eq!(size_of::<UffdMessage>(), 32);
+        assert_eq!(std::mem::offset_of!(UffdMessage, words), 8);
     }
 
     /// MON-02

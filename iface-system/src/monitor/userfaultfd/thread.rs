@@ -28,8 +28,8 @@ use rustix::{
 
 use super::{
     super::memhooks,
-    ring::Ring,
-    sys::{self, EVENT_REMAP, EVENT_REMOVE, EVENT_UNMAP, Message},
+    range_queue::RangeQueue,
+    sys::{self, EVENT_REMAP, EVENT_REMOVE, EVENT_UNMAP, UffdMessage},
 };
 
 /// Capacity of the queue [`UffdState::moved`]. The threads that subscribe and unsubscribe take
@@ -53,10 +53,10 @@ pub(super) struct UffdState {
     /// The queue of ranges to which `mremap` has moved watched memory. The kernel continues to
     /// watch moved memory until a thread takes the range from the queue and stops watching it.
     /// Ranges that do not fit into the queue are watched for as long as they are mapped.
-    pub(super) moved: Ring<MOVED>,
+    pub(super) moved: RangeQueue<MOVED>,
     /// The queue of the ranges of reported discards ([`EVENT_REMOVE`]), without those of announced
     /// calls. The `madvise` call that caused an event may still be in progress.
-    pub(super) discarded: Ring<DISCARDED>,
+    pub(super) discarded: RangeQueue<DISCARDED>,
 }
 
 // SAFETY: zeroes are a valid state (an empty table, no failure, no moves, no discards), and threads
@@ -144,7 +144,7 @@ pub(super) fn start(watched: &Arc<Watched>) -> Result<JoinHandle<()>> {
 
 fn run(watched: &Watched) -> Result<(), Errno> {
     let shared = watched.subscribers.shared();
-    let mut messages = [Message::default(); 16];
+    let mut messages = [UffdMessage::default(); 16];
     loop {
         let mut fds = [
             PollFd::from_borrowed_fd(watched.events.as_fd(), PollFlags::IN),
@@ -194,7 +194,7 @@ fn notify(
     watched: &Watched,
     beneath_hooks: bool,
     pass: &hmem_hook::TableReadGuard<'_>,
-    messages: &mut [Message; 16],
+    messages: &mut [UffdMessage; 16],
 ) -> Result<(), Errno> {
     let messages = match sys::read(&watched.events, messages) {
         Ok(messages) => messages,

@@ -1,5 +1,5 @@
-//! A lock-free queue of ranges. The monitor's thread that reads events appends ranges, and other
-//! threads remove them.
+//! A lock-free queue of ranges. The monitor's thread that reads events appends ranges, and the
+//! threads that subscribe or unsubscribe remove them.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 ///
 /// All zeroes are an empty queue. Threads that remove ranges must hold a common lock.
 #[repr(C)]
-pub(super) struct Ring<const N: usize> {
+pub(super) struct RangeQueue<const N: usize> {
     ranges: [[AtomicU64; 2]; N],
+    /// The number of ranges that were appended so far, and that were removed so far, modulo 2^32.
     pushed: AtomicU32,
     taken: AtomicU32,
 }
 
-impl<const N: usize> Ring<N> {
+impl<const N: usize> RangeQueue<N> {
     /// Appends a range. Returns false without appending if the queue is full. Only one thread may
     /// call this.
     pub(super) fn push(&self, start: u64, len: u64) -> bool {
