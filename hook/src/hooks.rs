@@ -248,7 +248,7 @@ impl<T: HasTable> Hooks<T> {
 
     /// Returns the names of the hooked functions.
     pub fn functions(&self) -> impl Iterator<Item = &'static str> {
-        self.patches.functions()
+        self.entries().map(|(name, _)| name)
     }
 
     /// Returns the name and address of each hooked function.
@@ -259,7 +259,7 @@ impl<T: HasTable> Hooks<T> {
     /// Returns the subscribers of all monitors that share the registry in this process.
     #[must_use]
     pub fn subscribers(&self) -> &Subscribers<T> {
-        self.process.subscribers()
+        &self.process.subscribers
     }
 
     /// Adds a subscription: the hooks notify `invalidator` when a hooked function changes memory,
@@ -323,7 +323,8 @@ impl<T: HasTable> Hooks<T> {
             return;
         }
         let Some(slot) = subscription.redeem(&self.issuer) else { return };
-        let (slot, own) = (slot as usize, &self.own[slot as usize]);
+        let slot = slot as usize;
+        let own = &self.own[slot];
         if own.remove_unless_last() {
             return;
         }
@@ -342,7 +343,7 @@ impl<T: HasTable> Drop for Hooks<T> {
             return;
         }
         for entry in self.in_table.get_mut().iter_mut().filter_map(Option::take) {
-            self.process.subscribers().remove(entry);
+            self.process.subscribers.remove(entry);
         }
         self.process.uninstall(self.patches);
     }

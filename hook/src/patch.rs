@@ -84,33 +84,26 @@ impl Patches {
             sites.map(|(slot, target)| unsafe { Site::new(monitor, target, slot, &trampolines) });
         let sites = sites.collect::<Result<_>>()?;
         trampolines.seal()?;
-        trampolines.keep();
+        // The mapping is kept forever: once a patch leads there, a thread may run the code at any
+        // time.
+        std::mem::forget(trampolines);
         // No jump leads to the trampolines yet. So every processor has executed a serialising
         // instruction between the stores of their code and the first jump.
-        if !synchronise_code() {
-            tracing::debug!(
-                "no membarrier: other processors see the trampolines at their next interrupt"
-            );
-        }
+        synchronise_code("the trampolines");
         Ok(Self { monitor, sites })
     }
 
-    /// Returns the names of the functions to patch.
-    pub fn functions(&self) -> impl Iterator<Item = &'static str> {
-        self.entries().map(|(name, _)| name)
-    }
-
     /// Returns the name and address of each function to patch.
-    pub fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (&'static str, usize)> {
         self.sites.iter().map(|site| (site.name, site.entry as usize))
     }
 
-    /// Checks that every patch is in place. The error names the first function that lacks its
-    /// patch.
+    /// Checks that every patch is in place.
     ///
     /// # Errors
-    /// Busy: another library overwrote a patch. The error names that library if it is known.
-    pub fn check_patches(&self) -> Result<()> {
+    /// Busy: another library overwrote a patch. The error names the function, and the library if it
+    /// is known.
+    pub(crate) fn check_patches(&self) -> Result<()> {
         match self.sites.iter().find(|site| !site.patch.is_in_place()) {
             None => Ok(()),
             Some(site) => Err(self.overwritten(site)),
@@ -125,24 +118,20 @@ impl Patches {
     /// - OutOfResources: the process has no mapping (`vm.max_map_count`) or memory left.
     ///
     /// If a patch cannot be undone after the failure, the context of the error contains the reason.
-    pub fn patch_all(&self) -> Result<()> {
+    pub(crate) fn patch_all(&self) -> Result<()> {
         // A patch that is already in place was applied by the parent of this forked process.
         let apply =
             |site: &Site| if site.patch.is_in_place() { Ok(()) } else { self.apply_one(site) };
         let undo =
             |site: &Site| if site.patch.is_in_place() { self.undo_one(site) } else { Ok(()) };
         all_or_none(&self.sites, apply, undo)?;
-        if !synchronise_code() {
-            tracing::debug!(
-                "no membarrier: other processors see the patches at their next interrupt"
-            );
-        }
+        synchronise_code("the patches");
         Ok(())
     }
 
     /// Undoes the patches. Does not touch patches that another library overwrote. Logs each patch
     /// that is not undone.
-    pub fn unpatch_all(&self) {
+    pub(crate) fn unpatch_all(&self) {
         for site in &self.sites {
             if site.patch.is_in_place()
                 && let Err(error) = self.undo_one(site)
@@ -160,11 +149,7 @@ impl Patches {
                 );
             }
         }
-        if !synchronise_code() {
-            tracing::debug!(
-                "no membarrier: other processors see the old code at their next interrupt"
-            );
-        }
+        synchronise_code("the old code");
     }
 
     fn overwritten(&self, site: &Site) -> Error {
@@ -289,11 +274,14 @@ fn all_or_none<S>(
 }
 
 /// Makes every processor that runs this process execute a serialising instruction, so that it
-/// fetches its code again. Returns false if the kernel does not support this (before Linux 4.16).
-fn synchronise_code() -> bool {
-    membarrier(MembarrierCommand::RegisterPrivateExpeditedSyncCore)
-        .and_then(|()| membarrier(MembarrierCommand::PrivateExpeditedSyncCore))
-        .is_ok()
+/// fetches its code again. If the kernel does not support this (before Linux 4.16), logs that the
+/// processors see `code` later.
+fn synchronise_code(code: &'static str) {
+    let synchronised = membarrier(MembarrierCommand::RegisterPrivateExpeditedSyncCore)
+        .and_then(|()| membarrier(MembarrierCommand::PrivateExpeditedSyncCore));
+    if synchronised.is_err() {
+        tracing::debug!("no membarrier: other processors see {code} at their next interrupt");
+    }
 }
 
 fn code_at(entry: u64) -> [u8; ENTRY_LEN] {

@@ -21,7 +21,8 @@ use crate::{HasTable, MonitorName, Patches, Subscribers, clamped};
 /// use the patches.
 #[derive(Debug)]
 pub(crate) struct Process<T: Wipeable> {
-    subscribers: Subscribers<T>,
+    /// The subscribers that the hooks notify in this process.
+    pub(crate) subscribers: Subscribers<T>,
     /// The number of monitors that use the patches.
     users: Mutex<usize>,
     /// True if the last check found that another library had overwritten a patch.
@@ -100,11 +101,6 @@ impl<T: HasTable + 'static> HookRegistry<T> {
 }
 
 impl<T: HasTable> Process<T> {
-    /// Returns the subscribers that the hooks notify in this process.
-    pub(crate) fn subscribers(&self) -> &Subscribers<T> {
-        &self.subscribers
-    }
-
     /// Returns true in the process that created the state, and false in a forked child.
     pub(crate) fn is_own_process(&self) -> bool {
         self.subscribers.shared().is_own_process()

@@ -233,7 +233,7 @@ impl Drop for TableReadGuard<'_> {
 struct SubscriptionCounts {
     /// The slot of each invalidator, by the invalidator's address. The reference in the slot keeps
     /// the invalidator alive.
-    by_invalidator: HashMap<usize, u8>,
+    by_invalidator: HashMap<usize, usize>,
     /// The number of subscriptions of the invalidator in each slot.
     subscriptions: [u64; SLOTS],
 }
@@ -241,7 +241,7 @@ struct SubscriptionCounts {
 /// A subscription of an invalidator to a table, which [`Subscribers::remove`] ends.
 #[derive(Debug)]
 pub struct SlotSubscription {
-    slot: u8,
+    slot: usize,
     subscription: Subscription,
 }
 
@@ -250,7 +250,7 @@ impl SlotSubscription {
     #[inline]
     #[must_use]
     pub fn slot(&self) -> usize {
-        self.slot.into()
+        self.slot
     }
 }
 
@@ -322,7 +322,7 @@ impl<T: HasTable> Subscribers<T> {
         let mut counts = self.counts.lock();
         let key = identity(invalidator);
         if let Some(&slot) = counts.by_invalidator.get(&key) {
-            counts.subscriptions[usize::from(slot)] += 1;
+            counts.subscriptions[slot] += 1;
             return Ok(self.issue(slot));
         }
         let table = self.table();
@@ -337,13 +337,13 @@ impl<T: HasTable> Subscribers<T> {
         table.slots[slot].store(Box::into_raw(Box::new(Arc::clone(invalidator))), SeqCst);
         table.taken.fetch_or(1 << slot, SeqCst);
         table.wait_for_readers();
-        counts.by_invalidator.insert(key, slot as u8);
+        counts.by_invalidator.insert(key, slot);
         counts.subscriptions[slot] = 1;
-        Ok(self.issue(slot as u8))
+        Ok(self.issue(slot))
     }
 
-    fn issue(&self, slot: u8) -> SlotSubscription {
-        SlotSubscription { slot, subscription: Subscription::new(&self.issuer, slot.into()) }
+    fn issue(&self, slot: usize) -> SlotSubscription {
+        SlotSubscription { slot, subscription: Subscription::new(&self.issuer, slot as u64) }
     }
 
     /// Removes a subscription. If this was the invalidator's last subscription, returns the
@@ -358,9 +358,8 @@ impl<T: HasTable> Subscribers<T> {
         }
         let slot = subscription.subscription.redeem(&self.issuer)? as usize;
         let mut counts = self.counts.lock();
-        let left = counts.subscriptions[slot] - 1;
-        counts.subscriptions[slot] = left;
-        if left > 0 {
+        counts.subscriptions[slot] -= 1;
+        if counts.subscriptions[slot] > 0 {
             return None;
         }
         let table = self.table();

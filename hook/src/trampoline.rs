@@ -18,8 +18,7 @@ use crate::{MonitorName, arch, entry::PatchPoint};
 /// The size in bytes of a slot of the mapping. A slot holds the trampoline of one function.
 const SLOT: u64 = 128;
 
-/// The mapping that contains the trampolines. Dropping the value unmaps the memory, unless
-/// [`Trampolines::keep`] was called.
+/// The mapping that contains the trampolines. Dropping the value unmaps the memory.
 #[derive(Debug)]
 pub(super) struct Trampolines {
     monitor: MonitorName,
@@ -51,9 +50,9 @@ impl Trampolines {
                 Ok(mapping) if mapping.address().0 == start => {
                     return Ok(Self { monitor, mapping });
                 }
-                // A kernel that does not know `FIXED_NOREPLACE` uses the address as a hint.
-                Ok(_elsewhere) => {}
-                Err(Errno::EXIST) => {}
+                // A kernel that does not know `FIXED_NOREPLACE` uses the address as a hint, and
+                // may map elsewhere.
+                Ok(_) | Err(Errno::EXIST) => {}
                 Err(errno) => return Err(failed("mmap", errno)),
             }
         }
@@ -104,11 +103,6 @@ impl Trampolines {
         // SAFETY: `new` mapped the bytes, and this value owns them.
         unsafe { arch::flush(self.mapping.address().0, len) };
         Ok(())
-    }
-
-    /// Keeps the mapping forever: once a patch leads here, a thread may run the code at any time.
-    pub(super) fn keep(self) {
-        std::mem::forget(self);
     }
 }
 

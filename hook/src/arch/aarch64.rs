@@ -27,7 +27,7 @@ fn word(code: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([code[at], code[at + 1], code[at + 2], code[at + 3]])
 }
 
-enum Known {
+enum KnownInstruction {
     /// An instruction that may run twice: before the hook, and again in the trampoline's copy. The
     /// instruction does not change the value of an argument.
     Copied,
@@ -37,26 +37,26 @@ enum Known {
     MovX8(i64),
 }
 
-fn known(instruction: u32) -> Option<Known> {
+fn known(instruction: u32) -> Option<KnownInstruction> {
     match instruction {
         // nop; bti c
-        0xd503_201f | 0xd503_245f => Some(Known::Copied),
+        0xd503_201f | 0xd503_245f => Some(KnownInstruction::Copied),
         // mov x8, #imm16
         _ if instruction & 0xffe0_001f == 0xd280_0008 => {
-            Some(Known::MovX8(i64::from(instruction >> 5 & 0xffff)))
+            Some(KnownInstruction::MovX8(i64::from(instruction >> 5 & 0xffff)))
         }
         // sxtw xN, wN
         _ if instruction & 0xffff_fc00 == 0x9340_7c00
             && instruction & 0x1f == instruction >> 5 & 0x1f =>
         {
-            Some(Known::Copied)
+            Some(KnownInstruction::Copied)
         }
         // mov x1, x0: in `brk`, which has one argument, so that x1 holds none
-        0xaa00_03e1 => Some(Known::Copied),
+        0xaa00_03e1 => Some(KnownInstruction::Copied),
         // tst x5, #imm
-        _ if instruction & 0xff80_03ff == 0xf200_00bf => Some(Known::Copied),
+        _ if instruction & 0xff80_03ff == 0xf200_00bf => Some(KnownInstruction::Copied),
         // b.ne to a later instruction
-        _ if instruction & 0xff80_001f == 0x5400_0001 => Some(Known::Branch),
+        _ if instruction & 0xff80_001f == 0x5400_0001 => Some(KnownInstruction::Branch),
         _ => None,
     }
 }
@@ -80,33 +80,22 @@ pub(super) fn decode(
         if is_jump(instruction) {
             return Err(PatchObstacle::Jump);
         }
-        // stp x29, x30, [sp, #-n]!
-        if at == 0 && instruction & 0xffe0_7fff == 0xa9a0_7bfd {
-            return Ok(PatchPoint {
-                at,
-                undo: Vec::new(),
-                skipped: code[..4].to_vec(),
-                relative: Vec::new(),
-                resume: 4,
-            });
-        }
         let copied = &code[at..at + 4];
-        if instruction == SVC_0 {
+        // stp x29, x30, [sp, #-n]!
+        let makes_frame = instruction & 0xffe0_7fff == 0xa9a0_7bfd;
+        if instruction == SVC_0 || at == 0 && makes_frame {
             skipped.extend_from_slice(copied);
-            return Ok(PatchPoint {
-                at,
-                undo: Vec::new(),
-                skipped,
-                relative: Vec::new(),
-                resume: at + 4,
-            });
+            let (undo, relative) = (Vec::new(), Vec::new());
+            return Ok(PatchPoint { at, undo, skipped, relative, resume: at + 4 });
         }
         match known(instruction).ok_or(PatchObstacle::Unknown(at))? {
-            Known::MovX8(called) if nr.is_some_and(|nr| called != nr) => {
+            KnownInstruction::MovX8(called) if nr.is_some_and(|nr| called != nr) => {
                 return Err(PatchObstacle::OtherCall(called));
             }
-            Known::MovX8(_) | Known::Copied => skipped.extend_from_slice(copied),
-            Known::Branch => {}
+            KnownInstruction::MovX8(_) | KnownInstruction::Copied => {
+                skipped.extend_from_slice(copied)
+            }
+            KnownInstruction::Branch => {}
         }
     }
     Err(PatchObstacle::NoRoom)

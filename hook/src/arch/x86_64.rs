@@ -56,15 +56,15 @@ const JUMP_LEN: usize = 5;
 const COMPARE_LEN: usize = 10;
 
 /// An instruction that the decoder recognises. A trampoline may contain a copy of it.
-struct Known {
+struct KnownInstruction {
     len: usize,
     /// Code that the trampoline runs before the hook, if this instruction lies before the patch
     /// point: it reverses the effect of the instruction. `None` if a caller cannot see the effect.
     undo: Option<Vec<u8>>,
 }
 
-fn known(code: &[u8]) -> Option<Known> {
-    let plain = |len| Some(Known { len, undo: None });
+fn known(code: &[u8]) -> Option<KnownInstruction> {
+    let plain = |len| Some(KnownInstruction { len, undo: None });
     match *code {
         // endbr64
         [0xf3, 0x0f, 0x1e, 0xfa, ..] => plain(4),
@@ -80,7 +80,7 @@ fn known(code: &[u8]) -> Option<Known> {
         [0x4c, 0x89, 0x44, 0x24, disp, ..] if disp < 0x80 => plain(5),
         // sub $imm8,%rsp: lea imm8(%rsp),%rsp undoes it
         [0x48, 0x83, 0xec, bytes, ..] if bytes < 0x80 => {
-            Some(Known { len: 4, undo: Some(vec![0x48, 0x8d, 0x64, 0x24, bytes]) })
+            Some(KnownInstruction { len: 4, undo: Some(vec![0x48, 0x8d, 0x64, 0x24, bytes]) })
         }
         _ => None,
     }

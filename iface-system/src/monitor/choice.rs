@@ -18,7 +18,7 @@ use super::{Layered, MemHooks, UserFaultFd};
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
-#[serde(into = "&'static str")]
+#[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum HostMonitorKind {
     /// The best choice that works on this machine: [`MemHooks`] and [`UserFaultFd`] together, or
@@ -51,12 +51,6 @@ impl HostMonitorKind {
     #[must_use]
     pub const fn name(self) -> &'static str {
         Self::NAMES[self as usize].1[0]
-    }
-}
-
-impl From<HostMonitorKind> for &'static str {
-    fn from(kind: HostMonitorKind) -> Self {
-        kind.name()
     }
 }
 

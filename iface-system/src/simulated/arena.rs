@@ -87,7 +87,7 @@ impl ArenaFile {
     }
 }
 
-/// A range of a memory file that backs an allocation or one of its segments.
+/// A range of a memory file that holds bytes of an allocation.
 #[derive(Clone, Debug)]
 pub(crate) struct FileExtent {
     /// Index of the arena in [`FileArenas`], or `None` for a memory file of another process.
@@ -95,7 +95,7 @@ pub(crate) struct FileExtent {
     pub(crate) file: Arc<ArenaFile>,
     /// Offset of the extent in the memory file, in bytes.
     pub(crate) offset: u64,
-    /// Length of the extent in bytes, a multiple of the page size.
+    /// Length of the extent in bytes.
     pub(crate) len: u64,
 }
 
@@ -103,6 +103,11 @@ impl FileExtent {
     /// Creates an extent of another process's file.
     pub(crate) fn foreign(file: Arc<ArenaFile>, offset: u64, len: u64) -> Self {
         Self { arena: None, file, offset, len }
+    }
+
+    /// Returns the extent of `len` bytes at `offset` in this extent.
+    pub(crate) fn part(&self, offset: u64, len: u64) -> Self {
+        Self { offset: self.offset + offset, len, ..self.clone() }
     }
 }
 

@@ -266,7 +266,7 @@ impl SimulatedBuilder {
         for (call, nth, errno) in self.faults {
             faults.fail_nth(call, nth, errno);
         }
-        let addresses = AddressSpace::new(range.len() / page, self.reuse);
+        let addresses = AddressSpace::new(range.len(), self.reuse);
         let arenas = FileArenas::new(page, self.arena.next_multiple_of(page));
         let inner = SimulatedInner {
             udmabuf: config.dma_buf.open()?,

@@ -10,16 +10,8 @@ use hmem_core::{
     racing_copy,
 };
 
-use super::{Simulated, SimulatedInner, arena::ArenaFile, faults::DeviceCall};
+use super::{Simulated, SimulatedInner, arena::FileExtent, faults::DeviceCall};
 use crate::sys;
-
-/// A range of a memory file that holds bytes of an allocation.
-#[derive(Debug)]
-pub(crate) struct FilePiece {
-    pub(crate) file: Arc<ArenaFile>,
-    pub(crate) offset: u64,
-    pub(crate) len: u64,
-}
 
 /// A source or destination of a copy in memory of this iface. The value keeps the memory files
 /// alive, but not the allocation.
@@ -27,11 +19,11 @@ pub(crate) struct FilePiece {
 struct DeviceSide {
     allocation: Allocation,
     start: Address,
-    pieces: Vec<FilePiece>,
+    extents: Vec<FileExtent>,
 }
 
-/// A copy with checked bounds. Fields of type [`Address`] are in host memory, and [`DeviceSide`] is device
-/// memory.
+/// A copy with checked bounds: into device memory, out of it, or within it. Fields of type
+/// [`Address`] are in host memory.
 #[derive(Debug)]
 enum CopySides {
     In { to: DeviceSide, from: Address },
@@ -92,8 +84,8 @@ impl SimulatedInner {
         if !self.table.is_mine(address) {
             return Ok(None);
         }
-        let (allocation, pieces) = self.pieces(range)?;
-        Ok(Some(DeviceSide { allocation, start: address, pieces }))
+        let (allocation, extents) = self.extents(range)?;
+        Ok(Some(DeviceSide { allocation, start: address, extents }))
     }
 
     /// Checks that the device memory of a queued copy still belongs to the allocations that it
@@ -157,30 +149,30 @@ impl CopySides {
         match self {
             Self::In { to, from } => {
                 let mut from = *from;
-                for piece in &to.pieces {
-                    sys::write_at(piece.file.fd(), piece.offset, from, piece.len)?;
-                    from = Address(from.0 + piece.len);
+                for extent in &to.extents {
+                    sys::write_at(extent.file.fd(), extent.offset, from, extent.len)?;
+                    from = Address(from.0 + extent.len);
                 }
                 Ok(())
             }
             Self::Out { to, from } => {
                 let mut to = *to;
-                for piece in &from.pieces {
+                for extent in &from.extents {
                     // SAFETY: the caller allows overwriting the destination.
-                    unsafe { sys::read_at(piece.file.fd(), piece.offset, to, piece.len)? };
-                    to = Address(to.0 + piece.len);
+                    unsafe { sys::read_at(extent.file.fd(), extent.offset, to, extent.len)? };
+                    to = Address(to.0 + extent.len);
                 }
                 Ok(())
             }
             Self::Within { to, from } => {
-                let mut runs = common_runs(&to.pieces, &from.pieces);
+                let mut runs = common_runs(&to.extents, &from.extents);
                 if to.start > from.start {
                     // If source and destination overlap, later bytes must be copied before they are
                     // overwritten.
                     runs.reverse();
                 }
                 for (to, from, len) in runs {
-                    // SAFETY: both pointers lie in mappings that the pieces keep alive, with `len`
+                    // SAFETY: both pointers lie in mappings that the extents keep alive, with `len`
                     // bytes after them. Each byte has only one mapping, so pointers to different
                     // mappings never overlap. The program accesses the mappings by `racing_copy`.
                     unsafe { racing_copy(from.cast_const(), to, len as usize) };
@@ -191,9 +183,9 @@ impl CopySides {
     }
 }
 
-/// Splits a copy into parts (destination, source, length) that each lie in one piece of `to` and
-/// one piece of `from`. Both lists have the same total length.
-fn common_runs(to: &[FilePiece], from: &[FilePiece]) -> Vec<(*mut u8, *mut u8, u64)> {
+/// Splits a copy into parts (destination, source, length) that each lie in one extent of `to`
+/// and one extent of `from`. Both lists have the same total length.
+fn common_runs(to: &[FileExtent], from: &[FileExtent]) -> Vec<(*mut u8, *mut u8, u64)> {
     let mut runs = Vec::with_capacity(to.len().max(from.len()));
     let (mut to, mut from) = (to.iter(), from.iter());
     let (mut to_now, mut from_now) = (to.next(), from.next());

@@ -12,7 +12,7 @@ use std::{
 };
 
 use hmem_core::{Error, ErrorKind, Result, iface::CopyEvent};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// The agent that runs asynchronous copies: a thread of the copy engine, or the application.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,21 +49,29 @@ impl Pace {
     }
 }
 
-type Work = Box<dyn FnOnce() -> Result<()> + Send>;
-
-struct Job {
-    work: Work,
+struct QueuedCopy {
+    /// The function that moves the bytes.
+    work: Box<dyn FnOnce() -> Result<()> + Send>,
+    /// The simulated end of the copy. `None` if the copy takes no simulated time.
     not_before: Option<Instant>,
-    done: Arc<Done>,
+    done: Arc<CopyOutcome>,
 }
 
+/// The outcome of a queued copy, which the engine shares with the copy's event.
 #[derive(Debug, Default)]
-struct Done {
+struct CopyOutcome {
+    /// `None` until the copy has ended.
     result: Mutex<Option<Result<()>>>,
     changed: Condvar,
 }
 
-impl Done {
+impl QueuedCopy {
+    fn run(self) {
+        self.done.finish((self.work)());
+    }
+}
+
+impl CopyOutcome {
     fn finish(&self, result: Result<()>) {
         *self.result.lock() = Some(result);
         self.changed.notify_all();
@@ -71,8 +79,8 @@ impl Done {
 }
 
 #[derive(Default)]
-struct Queue {
-    jobs: VecDeque<Job>,
+struct CopyQueue {
+    copies: VecDeque<QueuedCopy>,
     /// The time at which the last of the copies that were started so far will end.
     busy_until: Option<Instant>,
     stop: bool,
@@ -80,7 +88,8 @@ struct Queue {
 
 #[derive(Default)]
 struct EngineState {
-    queue: Mutex<Queue>,
+    queue: Mutex<CopyQueue>,
+    /// Notified when a copy is queued, and when the engine is dropped.
     changed: Condvar,
     /// Lock that is held during [`EngineState::step`], so that copies run in order if several
     /// threads call it.
@@ -114,7 +123,7 @@ impl Engine {
         }
     }
 
-    fn reserve(&self, queue: &mut Queue, len: u64) -> Instant {
+    fn reserve(&self, queue: &mut CopyQueue, len: u64) -> Instant {
         let now = Instant::now();
         let start = queue.busy_until.map_or(now, |busy| busy.max(now));
         let end = start.checked_add(self.pace.duration(len)).unwrap_or(start);
@@ -124,20 +133,24 @@ impl Engine {
 
     /// Queues a copy of `len` bytes. The engine later calls `work`, which moves the bytes. Returns
     /// the completion event of the copy.
-    pub(crate) fn submit(&self, len: u64, work: Work) -> Result<Box<dyn CopyEvent>> {
+    pub(crate) fn submit(
+        &self,
+        len: u64,
+        work: Box<dyn FnOnce() -> Result<()> + Send>,
+    ) -> Result<Box<dyn CopyEvent>> {
         let by_hand = self.stepping == Stepping::ByHand;
         if !by_hand {
             self.start_thread()?;
         }
-        let done = Arc::<Done>::default();
+        let done = Arc::<CopyOutcome>::default();
         let mut queue = self.shared.queue.lock();
         let timed = !by_hand && !self.pace.is_instant();
         let not_before = timed.then(|| self.reserve(&mut queue, len));
-        queue.jobs.push_back(Job { work, not_before, done: Arc::clone(&done) });
+        queue.copies.push_back(QueuedCopy { work, not_before, done: Arc::clone(&done) });
         drop(queue);
         self.shared.changed.notify_one();
         let engine = by_hand.then(|| Arc::clone(&self.shared));
-        Ok(Box::new(Event { done, engine }))
+        Ok(Box::new(QueuedCopyEvent { done, engine }))
     }
 
     fn start_thread(&self) -> Result<()> {
@@ -160,7 +173,7 @@ impl Engine {
 
     /// Returns the number of queued copies that have not begun.
     pub(crate) fn pending(&self) -> usize {
-        self.shared.queue.lock().jobs.len()
+        self.shared.queue.lock().copies.len()
     }
 }
 
@@ -190,58 +203,46 @@ impl fmt::Debug for Engine {
 }
 
 impl EngineState {
+    /// Runs copies at their simulated ends, until the engine is dropped.
     fn run(&self) {
-        loop {
-            let mut queue = self.queue.lock();
-            let job = loop {
-                if queue.stop {
-                    drop(queue);
-                    return self.cancel();
+        let mut queue = self.queue.lock();
+        while !queue.stop {
+            match queue.copies.front().map(|copy| copy.not_before) {
+                None => self.changed.wait(&mut queue),
+                Some(Some(at)) if at > Instant::now() => {
+                    self.changed.wait_until(&mut queue, at);
                 }
-                let deadline = match queue.jobs.front() {
-                    None => None,
-                    Some(Job { not_before: Some(at), .. }) if *at > Instant::now() => Some(*at),
-                    Some(_) => break queue.jobs.pop_front(),
-                };
-                match deadline {
-                    None => self.changed.wait(&mut queue),
-                    Some(at) => drop(self.changed.wait_until(&mut queue, at)),
+                Some(_) => {
+                    let copy = queue.copies.pop_front();
+                    MutexGuard::unlocked(&mut queue, || copy.map(QueuedCopy::run));
                 }
-            };
-            drop(queue);
-            if let Some(job) = job {
-                job.done.finish((job.work)());
             }
         }
     }
 
     fn step(&self) -> bool {
         let _in_order = self.stepping.lock();
-        let job = self.queue.lock().jobs.pop_front();
-        match job {
-            Some(job) => job.done.finish((job.work)()),
-            None => return false,
-        }
-        true
+        let copy = self.queue.lock().copies.pop_front();
+        copy.map(QueuedCopy::run).is_some()
     }
 
     fn cancel(&self) {
-        let jobs = std::mem::take(&mut self.queue.lock().jobs);
-        for job in jobs {
-            job.done.finish(Err(Error::new(ErrorKind::Canceled, "copy")
+        let copies = std::mem::take(&mut self.queue.lock().copies);
+        for copy in copies {
+            copy.done.finish(Err(Error::new(ErrorKind::Canceled, "copy")
                 .remedy("wait for copies before the iface is dropped")));
         }
     }
 }
 
-struct Event {
-    done: Arc<Done>,
+struct QueuedCopyEvent {
+    done: Arc<CopyOutcome>,
     /// The engine that `wait` must step itself with [`Stepping::ByHand`]. `None` if an engine
     /// thread runs the copies.
     engine: Option<Arc<EngineState>>,
 }
 
-impl CopyEvent for Event {
+impl CopyEvent for QueuedCopyEvent {
     fn is_done(&self) -> bool {
         self.done.result.lock().is_some()
     }
@@ -260,7 +261,7 @@ impl CopyEvent for Event {
     }
 }
 
-impl fmt::Debug for Event {
+impl fmt::Debug for QueuedCopyEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CopyEvent").field("is_done", &self.is_done()).finish()
     }

@@ -99,7 +99,7 @@ impl DmaBufExporter for SimulatedInner {
             _ => {}
         }
         self.check_reachable(&allocation, nic, range, OPERATION)?;
-        let (inside, in_file, segment) =
+        let (inside, extent, segment) =
             record.segments_of(range).next().ok_or_else(|| refused(ErrorKind::OutOfBounds))?;
         if !segment.exportable {
             return Err(refused(ErrorKind::Unsupported).context("segment", inside).remedy(
@@ -111,7 +111,6 @@ impl DmaBufExporter for SimulatedInner {
                 .context("segment", inside)
                 .remedy("the range crosses segments: export each one that `segments` lists"));
         }
-        let extent = segment.extent.clone();
         let alloc_offset = allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
         if self.udmabuf.is_none() {
             // A dma-buf keeps its pages alive. A memory file does not, so the arena must not reuse
@@ -122,7 +121,7 @@ impl DmaBufExporter for SimulatedInner {
         drop(state);
 
         let exported = self.call(DeviceCall::CreateFd).and_then(|()| {
-            sys::export(self.udmabuf.as_ref(), extent.file.fd(), in_file, range.len())
+            sys::export(self.udmabuf.as_ref(), extent.file.fd(), extent.offset, extent.len)
         });
         let (fd, offset) =
             exported.map_err(|error| error.iface(&self.config).context("range", range))?;
@@ -178,6 +177,7 @@ impl PeerMemoryExporter for SimulatedInner {
 }
 
 impl SimulatedInner {
+    /// Fails with Unreachable if `nic` cannot access the memory of the allocation's device.
     fn check_reachable(
         &self,
         allocation: &Allocation,
@@ -185,7 +185,8 @@ impl SimulatedInner {
         range: AddressRange,
         operation: &'static str,
     ) -> Result<()> {
-        if self.config.p2p.reaches_nic(allocation.device, nic) {
+        let reaches = |device| self.config.p2p.reaches(device, &nic.name);
+        if allocation.device.is_none_or(reaches) {
             return Ok(());
         }
         // The kernel's error number for a pair of devices that cannot reach each other.

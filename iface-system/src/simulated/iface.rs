@@ -19,7 +19,7 @@ use super::{DeviceCall, Simulated, SimulatedInner};
 
 // SAFETY: `query` answers from the table of live allocations, whose identities count up. Their
 // addresses lie in one window, which is reserved for the life of the iface. A copy keeps the memory
-// of its device sides alive and `SimulatedInner::pieces` checks their bounds. The event of an asynchronous
+// of its device sides alive and `SimulatedInner::extents` checks their bounds. The event of an asynchronous
 // copy is done once its job has run, or will never run. Exports keep the memory file of the
 // allocation alive.
 unsafe impl Iface for Simulated {

@@ -88,7 +88,7 @@ impl Ipc for SimulatedInner {
             return Err(body.gone("the owner has freed the allocation"));
         }
         let mut state = self.state.lock();
-        let at = self.take_addresses(&mut state, len).ok_or_else(|| {
+        let at = state.addresses.take(len).ok_or_else(|| {
             Error::new(ErrorKind::OutOfResources, "ipc_open")
                 .iface(&self.config)
                 .context("length", len)
@@ -98,7 +98,7 @@ impl Ipc for SimulatedInner {
         let segments = vec![PhysicalSegment { extent, exportable: true }];
         let shape = (range, AllocationKind::Imported, device);
         self.enter(&mut state, shape, segments).map_err(|(error, _)| {
-            self.give_addresses(&mut state, at, len);
+            state.addresses.give(at, len);
             error
         })
     }

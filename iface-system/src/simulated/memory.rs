@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code, reason = "implements the trait, with an unsafe free")]
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::collections::BTreeMap;
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
@@ -14,7 +14,6 @@ use super::{
     FreeDetection, SimulatedInner,
     address_space::AddressSpace,
     arena::{FileArenas, FileExtent},
-    copy::FilePiece,
     faults::DeviceCall,
     sys::{place_nothing, place_shared, punch_hole},
     table::{MAX_ENTRIES, TableWriter},
@@ -140,27 +139,25 @@ impl Allocator for SimulatedInner {
             }
         }
         self.call(DeviceCall::ReserveAddress)?;
-        let pages = len / self.page;
-        let first = state.addresses.take(pages).ok_or_else(|| {
+        let at = state.addresses.take(len).ok_or_else(|| {
             out_of_memory()
                 .remedy("the window of addresses is used up: build the device with a larger one")
         })?;
-        let backed = self.back_memory(&mut state, request.kind, first * self.page, len);
+        let backed = self.back_memory(&mut state, request.kind, at, len);
         let segments = match backed {
             Ok(segments) => segments,
             Err(error) => {
-                state.addresses.give(first, pages);
+                state.addresses.give(at, len);
                 return Err(error.iface(&self.config));
             }
         };
-        let range =
-            AddressRange::new(Address(self.window_start() + first * self.page), request.len)?;
+        let range = AddressRange::new(Address(self.window_start() + at), request.len)?;
         let shape = (range, request.kind, device);
         let allocation = match self.enter(&mut state, shape, segments) {
             Ok(allocation) => allocation,
             Err((error, segments)) => {
-                self.unback_memory(&mut state, request.kind, first * self.page, segments);
-                state.addresses.give(first, pages);
+                self.unback_memory(&mut state, request.kind, at, segments);
+                state.addresses.give(at, len);
                 return Err(error);
             }
         };
@@ -282,16 +279,6 @@ impl SimulatedInner {
         Ok(allocation)
     }
 
-    /// Allocates addresses for an allocation of another process. Returns their offset in the
-    /// iface's address range, in bytes.
-    pub(crate) fn take_addresses(&self, state: &mut SimulatedState, len: u64) -> Option<u64> {
-        Some(state.addresses.take(len / self.page)? * self.page)
-    }
-
-    pub(crate) fn give_addresses(&self, state: &mut SimulatedState, at: u64, len: u64) {
-        state.addresses.give(at / self.page, len / self.page);
-    }
-
     /// Frees an allocation: notifies the subscribers, removes the allocation from lookups, and then
     /// releases the memory. If `opened` is true, instead closes an allocation of another process.
     pub(crate) fn end(
@@ -325,7 +312,7 @@ impl SimulatedInner {
         let mut state = self.state.lock();
         let range = allocation.range;
         let len = range.len().next_multiple_of(self.page);
-        self.give_addresses(&mut state, range.start().0 - self.window_start(), len);
+        state.addresses.give(range.start().0 - self.window_start(), len);
         if !opened && let Some(DeviceId(device)) = allocation.device {
             state.used[device as usize] -= len;
         }
@@ -449,20 +436,12 @@ impl SimulatedInner {
             .remedy("the range must lie in one live allocation"))
     }
 
-    /// Returns the allocation that contains `range`, and the ranges of memory files that hold its
-    /// bytes.
-    pub(crate) fn pieces(&self, range: AddressRange) -> Result<(Allocation, Vec<FilePiece>)> {
+    /// Returns the allocation that contains `range`, and the extents with the bytes of `range`.
+    pub(crate) fn extents(&self, range: AddressRange) -> Result<(Allocation, Vec<FileExtent>)> {
         let mut state = self.state.lock();
         let record = self.record_of(&mut state, range)?;
-        let pieces = record
-            .segments_of(range)
-            .map(|(inside, offset, segment)| FilePiece {
-                file: Arc::clone(&segment.extent.file),
-                offset,
-                len: inside.len(),
-            })
-            .collect();
-        Ok((record.allocation, pieces))
+        let extents = record.segments_of(range).map(|(_, extent, _)| extent).collect();
+        Ok((record.allocation, extents))
     }
 }
 
@@ -485,12 +464,12 @@ impl SimulatedAllocation {
     }
 
     /// Returns the segments that contain bytes of `range`. Each comes with the part of `range` in the
-    /// segment, and with the offset of that part in the segment's memory file. `range` must lie in
-    /// the allocation.
+    /// segment, and with the extent that holds the bytes of that part. `range` must lie in the
+    /// allocation.
     pub(crate) fn segments_of(
         &self,
         range: AddressRange,
-    ) -> impl Iterator<Item = (AddressRange, u64, &PhysicalSegment)> {
+    ) -> impl Iterator<Item = (AddressRange, FileExtent, &PhysicalSegment)> {
         let mut start = self.allocation.base().0;
         self.segments.iter().filter_map(move |segment| {
             let base = start;
@@ -501,7 +480,7 @@ impl SimulatedAllocation {
                 return None;
             }
             let range = AddressRange::checked(Address(from), to - from)?;
-            Some((range, segment.extent.offset + (from - base), segment))
+            Some((range, segment.extent.part(from - base, to - from), segment))
         })
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use hmem_core::{DeviceId, provider::Nic};
+use hmem_core::DeviceId;
 
 /// Table that says which NICs can access the memory of which devices. The constructor sets the
 /// default for all pairs of NIC and device, and the other methods change single pairs.
@@ -17,6 +17,7 @@ use hmem_core::{DeviceId, provider::Nic};
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct P2pMatrix {
+    /// The answer for pairs that are not in `known`.
     otherwise: bool,
     known: BTreeMap<(DeviceId, String), bool>,
 }
@@ -40,7 +41,7 @@ impl P2pMatrix {
         Self { otherwise: false, known: BTreeMap::new() }
     }
 
-    /// Declares that the NIC with name `nic` ([`Nic::name`]) cannot access the device.
+    /// Declares that the NIC with name `nic` ([`Nic::name`](hmem_core::provider::Nic::name)) cannot access the device.
     #[must_use]
     pub fn block(mut self, device: DeviceId, nic: impl Into<String>) -> Self {
         self.known.insert((device, nic.into()), false);
@@ -65,9 +66,5 @@ impl P2pMatrix {
     /// Returns true if every NIC can access every device.
     pub(crate) fn reaches_all(&self) -> bool {
         self.otherwise && self.known.values().all(|reaches| *reaches)
-    }
-
-    pub(crate) fn reaches_nic(&self, device: Option<DeviceId>, nic: &Nic) -> bool {
-        device.is_none_or(|device| self.reaches(device, &nic.name))
     }
 }

@@ -1,11 +1,11 @@
-//! Sets of free ranges: device addresses, or bytes of a memory file.
+//! Sets of free ranges: device addresses, or offsets in a memory file.
 
 use std::collections::BTreeMap;
 
-/// A set of free ranges of integers. Adjacent ranges are merged. The integers count bytes or pages,
-/// as the creator of the set chooses.
-#[derive(Debug, Default)]
+/// A set of free ranges. Adjacent ranges are merged.
+#[derive(Debug)]
 pub(crate) struct FreeRanges {
+    /// The length of each range, by start.
     ranges: BTreeMap<u64, u64>,
 }
 
@@ -15,8 +15,8 @@ impl FreeRanges {
         Self { ranges: BTreeMap::from([(start, len)]) }
     }
 
-    /// Removes `len` integers at the lowest possible position from `from` on, and returns the
-    /// first. Returns `None` if no free range is long enough.
+    /// Removes the first range of `len` bytes that is free from `from` on, and returns its start.
+    /// Returns `None` if no free range is long enough.
     pub(crate) fn take_from(&mut self, from: u64, len: u64) -> Option<u64> {
         let around = self.ranges.range(..from).next_back().map(|(start, free)| (*start, *free));
         let split = around.filter(|(start, free)| start + free >= from + len).map(|_| from);
@@ -26,7 +26,7 @@ impl FreeRanges {
         self.take_at(start, len).then_some(start)
     }
 
-    /// Removes the range of `len` integers from `start` if all of it is free. Otherwise returns
+    /// Removes the range of `len` bytes from `start` if all of it is free. Otherwise returns
     /// false and changes nothing.
     pub(crate) fn take_at(&mut self, start: u64, len: u64) -> bool {
         let Some((&free_start, &free_len)) = self.ranges.range(..=start).next_back() else {
