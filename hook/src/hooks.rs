@@ -125,6 +125,7 @@ pub struct Hooks<T: HasTable + 'static> {
     /// The issuer of this monitor's subscriptions. The number of a subscription is the slot of its
     /// invalidator.
     issuer: TokenIssuer,
+    /// The subscriptions of each invalidator to this monitor, by slot.
     own: [OwnSubscriptions; SLOTS],
     /// The subscription to the process's table of each invalidator with subscriptions to this
     /// monitor, by slot. A thread holds the lock while it adds the first or removes the last

@@ -33,9 +33,11 @@ pub(crate) struct Process<T: Wipeable> {
 /// find their subscribers.
 #[derive(Debug)]
 pub struct HookRegistry<T: Wipeable> {
+    /// The state of the process, which is never freed. Null until a monitor starts. In a forked
+    /// child, the state is the parent's until a monitor starts in the child.
     process: AtomicPtr<Process<T>>,
-    /// The patches, created once and never freed: a thread may run a trampoline at any time, even
-    /// after the patches were undone.
+    /// The patches, or null until the first monitor has planned them. They are never freed: a
+    /// thread may run a trampoline at any time, even after the patches were undone.
     patches: AtomicPtr<Patches>,
 }
 

@@ -56,6 +56,7 @@ use crate::MonitorName;
 /// The maximum number of invalidators in a table. Each cache of the process has one invalidator.
 pub const SLOTS: usize = 64;
 
+/// The number of cache lines on each side.
 const LINES: usize = 16;
 
 /// A cache line with two counters of readers: one for a single reader at a time, and one for the
@@ -90,7 +91,9 @@ pub struct SubscriberTable {
     taken: AtomicU64,
     /// The number of switches of sides so far. New readers count on the side `side & 1`.
     side: AtomicUsize,
+    /// The invalidator in each slot, as a pointer from `Box::into_raw`. Null in a free slot.
     slots: [AtomicPtr<Arc<dyn Invalidator>>; SLOTS],
+    /// The counters of both sides.
     readers: [[Line; LINES]; 2],
 }
 
@@ -112,8 +115,7 @@ impl HasTable for SubscriberTable {
     }
 }
 
-/// A guard that lets a thread read the table. No invalidator in the table is freed until the guard
-/// is dropped.
+/// A guard that lets a thread read the table, from [`SubscriberTable::pass`].
 #[derive(Debug)]
 pub struct TableReadGuard<'a> {
     table: &'a SubscriberTable,
@@ -261,6 +263,7 @@ pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
     issuer: TokenIssuer,
     shared: WipedOnFork<T>,
+    /// The thread that changes the table holds this lock.
     counts: Mutex<SubscriptionCounts>,
 }
 

@@ -11,6 +11,7 @@ use hmem_core::{Address, Error, ErrorKind, Mapping, Result};
 use rustix::{
     io::Errno,
     mm::{MapFlags, MprotectFlags, ProtFlags},
+    param::page_size,
 };
 
 use crate::{MonitorName, arch, entry::PatchPoint};
@@ -18,7 +19,8 @@ use crate::{MonitorName, arch, entry::PatchPoint};
 /// The size in bytes of a slot of the mapping. A slot holds the trampoline of one function.
 const SLOT: u64 = 128;
 
-/// The mapping that contains the trampolines. Dropping the value unmaps the memory.
+/// The mapping that contains the trampolines. [`Patches::plan`](crate::Patches::plan) never drops
+/// the value after success, because dropping it unmaps the memory.
 #[derive(Debug)]
 pub(super) struct Trampolines {
     monitor: MonitorName,
@@ -33,7 +35,7 @@ impl Trampolines {
     /// - OutOfResources: no free address is near enough, or the process has too many mappings.
     /// - The error of the kernel if it refuses the mapping, or if `/proc/self/maps` cannot be read.
     pub(super) fn new(monitor: MonitorName, near: u64, functions: usize) -> Result<Self> {
-        let len = (functions as u64 * SLOT).next_multiple_of(page_size());
+        let len = (functions as u64 * SLOT).next_multiple_of(page_size() as u64);
         let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(monitor.iface);
         let maps = fs::read_to_string("/proc/self/maps").map_err(|error| {
             failed("read /proc/self/maps", Errno::from_io_error(&error).unwrap_or(Errno::IO))
@@ -123,16 +125,12 @@ pub(super) fn code_change_refused(
     error.remedy(format!("{remedy}, or {}", monitor.fallback_hint))
 }
 
-fn page_size() -> u64 {
-    rustix::param::page_size() as u64
-}
-
 /// Returns free addresses with room for `len` bytes, at the ends of the gaps between the mappings
 /// in `maps` (`/proc/self/maps`).
 fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
     // The distance in bytes to keep from guard pages, and from mappings that grow.
     const MARGIN: u64 = 1 << 20;
-    let page = page_size();
+    let page = page_size() as u64;
     let mut last_end = None::<u64>;
     maps.lines()
         .flat_map(move |line| {

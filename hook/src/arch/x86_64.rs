@@ -131,10 +131,8 @@ pub(super) fn decode(
         if code[at] == 0xb8 {
             return Err(PatchObstacle::NoRoom);
         }
-        if let Some(mut undoes) = instruction.undo {
-            undoes.append(&mut undo);
-            undo = undoes;
-        }
+        // The last instruction is undone first.
+        undo.splice(..0, instruction.undo.into_iter().flatten());
         at += instruction.len;
     }
     Err(PatchObstacle::NoRoom)

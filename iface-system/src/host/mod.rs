@@ -46,8 +46,8 @@ pub struct System {
     /// The open `/dev/udmabuf`, which creates dma-bufs, or the error of opening it.
     udmabuf: Result<Udmabuf>,
     monitor: OnceLock<SystemMonitor>,
-    /// The function that starts `monitor`. The thread that calls it holds the lock, so that only one
-    /// monitor is started.
+    /// The function that starts `monitor`. The thread that calls it holds the lock, so that only
+    /// one monitor is started.
     start_monitor: Mutex<StartMonitor>,
 }
 

@@ -67,21 +67,21 @@ pub trait ImportCallbacks: std::fmt::Debug + Send + Sync {
 /// # Ok::<(), hmem_core::Error>(())
 /// ```
 pub struct ImportMonitor {
-    watcher: Arc<dyn ImportCallbacks>,
+    callbacks: Arc<dyn ImportCallbacks>,
     subscribers: Subscribers<SubscriberTable>,
-    /// The watched range and the entry in the table of each subscription.
+    /// The watched range of each subscription, and its entry in the subscriber table.
     subscriptions: Mutex<SubscriptionMap<(AddressRange, SlotSubscription)>>,
 }
 
 impl ImportMonitor {
-    /// Creates a monitor that passes the ranges to watch to the application's callbacks, `watcher`.
+    /// Creates a monitor that passes the ranges to watch to the application's `callbacks`.
     ///
     /// # Errors
     /// - OutOfResources: no memory is left.
     /// - Unsupported: the kernel cannot wipe memory in forked children.
-    pub fn new(watcher: Arc<dyn ImportCallbacks>) -> Result<Arc<Self>> {
+    pub fn new(callbacks: Arc<dyn ImportCallbacks>) -> Result<Arc<Self>> {
         let subscribers = Subscribers::new(NAME)?;
-        Ok(Arc::new(Self { watcher, subscribers, subscriptions: Mutex::default() }))
+        Ok(Arc::new(Self { callbacks, subscribers, subscriptions: Mutex::default() }))
     }
 
     /// Invalidates the cached registrations of a range that was or will be unmapped. The method
@@ -168,7 +168,7 @@ impl Monitor for ImportMonitor {
             return Err(NAME.forked("subscribe"));
         }
         let entry = self.subscribers.add(&invalidator)?;
-        if let Err(error) = self.watcher.subscribe(range) {
+        if let Err(error) = self.callbacks.subscribe(range) {
             self.subscribers.remove(entry);
             return Err(error);
         }
@@ -181,7 +181,7 @@ impl Monitor for ImportMonitor {
         }
         let Some((range, entry)) = self.subscriptions.lock().remove(subscription) else { return };
         self.subscribers.remove(entry);
-        self.watcher.unsubscribe(range);
+        self.callbacks.unsubscribe(range);
     }
 
     fn valid(&self, _: &Subscription, _: &Allocation) -> Result<bool> {
@@ -196,7 +196,7 @@ impl Drop for ImportMonitor {
         }
         for (range, entry) in self.subscriptions.get_mut().drain() {
             self.subscribers.remove(entry);
-            self.watcher.unsubscribe(range);
+            self.callbacks.unsubscribe(range);
         }
     }
 }

@@ -21,8 +21,8 @@ pub enum AddressReuse {
 /// Maximum number of freed ranges that an [`AddressSpace`] records for [`AddressReuse::JustFreed`].
 const REMEMBERED: usize = 1024;
 
-/// The allocator of device addresses in the range that the iface has reserved. Addresses are offsets
-/// in that range. Addresses and lengths are whole pages, in bytes.
+/// The allocator of device addresses in the range that the iface has reserved. Addresses are
+/// offsets in that range. Addresses and lengths are whole pages, in bytes.
 #[derive(Debug)]
 pub(crate) struct AddressSpace {
     free: FreeRanges,
@@ -38,8 +38,8 @@ impl AddressSpace {
         Self { free: FreeRanges::new(0, len), next: 0, freed: VecDeque::new(), reuse }
     }
 
-    /// Allocates `len` contiguous bytes. Returns the address of the first, or `None` if no free range
-    /// is long enough.
+    /// Allocates `len` contiguous bytes. Returns the address of the first, or `None` if no free
+    /// range is long enough.
     pub(crate) fn take(&mut self, len: u64) -> Option<u64> {
         if self.reuse == AddressReuse::JustFreed
             && let Some(start) = self.take_just_freed(len)

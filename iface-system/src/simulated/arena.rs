@@ -32,8 +32,8 @@ use crate::sys;
 /// (*stamp*) for each allocation that was exported by an IPC handle.
 const STAMP_BYTES: u64 = 32 << 10;
 
-/// Number of extents in [`Arena::quarantine`] at which the arena checks if the file still has other
-/// users.
+/// Number of extents in [`FileArena::quarantine`] at which the arena checks if the file still has
+/// other users.
 const QUARANTINE: usize = 256;
 
 /// An arena's memory file, with the mapping through which the copy engine accesses it. Copies in
@@ -179,8 +179,9 @@ impl FileArenas {
             .ok_or_else(|| Error::new(ErrorKind::OutOfResources, "allocate").context("length", len))
     }
 
-    /// Allocates an extent of `len` bytes in the arena with index `number`, or returns `None` if the
-    /// arena has no free range of that length. A dedicated arena is full after its first extent.
+    /// Allocates an extent of `len` bytes in the arena with index `number`, or returns `None` if
+    /// the arena has no free range of that length. A dedicated arena is full after its first
+    /// extent.
     fn take_in(&mut self, number: usize, len: u64) -> Option<FileExtent> {
         let arena = self.arenas[number].as_mut()?;
         if len >= arena.full_for {

@@ -27,15 +27,14 @@ pub enum DmaBufKind {
 }
 
 impl DmaBufKind {
+    /// Opens `/dev/udmabuf` if this kind uses it.
     pub(crate) fn open(self) -> Result<Option<Udmabuf>> {
         match self {
-            Self::Auto => match Udmabuf::open() {
-                Ok(device) => Ok(Some(device)),
-                Err(error) => {
+            Self::Auto => Ok(Udmabuf::open()
+                .inspect_err(|error| {
                     tracing::debug!(%error, "exports are memory files, not dma-bufs");
-                    Ok(None)
-                }
-            },
+                })
+                .ok()),
             Self::Udmabuf => Udmabuf::open().map(Some),
             Self::MemFd | Self::None => Ok(None),
         }

@@ -19,9 +19,9 @@ use super::{DeviceCall, Simulated, SimulatedInner};
 
 // SAFETY: `query` answers from the table of live allocations, whose identities count up. Their
 // addresses lie in one window, which is reserved for the life of the iface. A copy keeps the memory
-// of its device sides alive and `SimulatedInner::extents` checks their bounds. The event of an asynchronous
-// copy is done once its job has run, or will never run. Exports keep the memory file of the
-// allocation alive.
+// of its device sides alive and `SimulatedInner::extents` checks their bounds. The event of an
+// asynchronous copy is done once the copy has run, or will never run. Exports keep the memory file
+// of the allocation alive.
 unsafe impl Iface for Simulated {
     fn kind(&self) -> IfaceKind {
         self.inner.config.kind
@@ -48,8 +48,8 @@ unsafe impl Iface for Simulated {
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller promises that the host range of the copy is valid, which `SimulatedInner::copy`
-        // requires.
+        // SAFETY: the caller promises that the host range of the copy is valid, which
+        // `SimulatedInner::copy` requires.
         unsafe { self.inner.copy(to, from, len) }
     }
 

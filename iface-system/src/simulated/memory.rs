@@ -357,8 +357,8 @@ impl SimulatedInner {
     /// Returns the number of an allocation's entry in the page table.
     ///
     /// # Errors
-    /// InvalidArgument: the allocation is not live, a thread is freeing it, or `opened` does not say
-    /// correctly if it belongs to another process.
+    /// InvalidArgument: the allocation is not live, or a thread is freeing it. Also if `opened` is
+    /// true and this iface allocated the memory, or `opened` is false and this iface opened it.
     pub(crate) fn live_number(
         &self,
         state: &SimulatedState,
@@ -463,8 +463,8 @@ impl SimulatedAllocation {
         self.allocation.kind == AllocationKind::Imported
     }
 
-    /// Returns the segments that contain bytes of `range`. Each comes with the part of `range` in the
-    /// segment, and with the extent that holds the bytes of that part. `range` must lie in the
+    /// Returns the segments that contain bytes of `range`. Each comes with the part of `range` in
+    /// the segment, and with the extent that holds the bytes of that part. `range` must lie in the
     /// allocation.
     pub(crate) fn segments_of(
         &self,

@@ -41,7 +41,8 @@ impl P2pMatrix {
         Self { otherwise: false, known: BTreeMap::new() }
     }
 
-    /// Declares that the NIC with name `nic` ([`Nic::name`](hmem_core::provider::Nic::name)) cannot access the device.
+    /// Declares that the NIC with name `nic` ([`Nic::name`](hmem_core::provider::Nic::name)) cannot
+    /// access the device.
     #[must_use]
     pub fn block(mut self, device: DeviceId, nic: impl Into<String>) -> Self {
         self.known.insert((device, nic.into()), false);

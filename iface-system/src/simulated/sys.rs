@@ -90,8 +90,8 @@ fn succeeded(success: bool) -> Result<(), OsErrno> {
 ///
 /// Also returns true if the lease fails for another reason. The lease ends before this function
 /// returns. A process that opens the file during the lease waits for its end. The kernel then sends
-/// `SIGURG` to the process that holds the lease. [`sealed_memfd`](crate::sys::sealed_memfd) chose that
-/// signal because it is ignored by default.
+/// `SIGURG` to the process that holds the lease. [`sealed_memfd`](crate::sys::sealed_memfd) chose
+/// that signal because it is ignored by default.
 pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: a plain fcntl on a borrowed, open fd; the argument is a lease type.
     if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } != 0 {

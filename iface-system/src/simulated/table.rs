@@ -3,9 +3,10 @@
 //! The window of addresses is divided into pages, and consecutive pages form blocks. A block has as
 //! many pages as a page has slots (1,024 with pages of 4 KiB), so that the slots of an empty block
 //! can be returned to the kernel. If one allocation covers a whole block, the block has one slot.
-//! Otherwise each of its pages has a slot. A slot holds the index of an [`AllocationEntry`], or 0, the index
-//! of an entry that is never written. Slots and entries lie in arrays that use memory only where
-//! they are written. So a lookup loads two slots independently of each other, and then the entry.
+//! Otherwise each of its pages has a slot. A slot holds the index of an [`AllocationEntry`], or 0,
+//! the index of an entry that is never written. Slots and entries lie in arrays that use memory
+//! only where they are written. So a lookup loads two slots independently of each other, and then
+//! the entry.
 //!
 //! Entries are type-stable: a freed entry is reused, and never unmapped. Its identity is also the
 //! sequence number of a seqlock: it is 0 while the fields change, and no identity occurs twice. A
@@ -28,8 +29,8 @@ use super::lazy::LazyArray;
 /// The maximum number of live allocations of one iface.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
 
-/// The lowest bit of [`AllocationEntry::kind_and_device`], which is set if the allocation belongs to a
-/// device. The upper 32 bits then hold the device's number. The bits in between hold the
+/// The lowest bit of [`AllocationEntry::kind_and_device`], which is set if the allocation belongs
+/// to a device. The upper 32 bits then hold the device's number. The bits in between hold the
 /// allocation's kind.
 const HAS_DEVICE: u64 = 1;
 const KIND_SHIFT: u32 = 1;

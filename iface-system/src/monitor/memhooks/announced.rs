@@ -39,8 +39,8 @@ use std::{
 /// further calls are treated like those of raw system calls.
 const CALLS: usize = 32;
 
-/// Multiplier of the use count in [`AnnouncedCall::word`], which is `PHASES * uses + phase`. The phase is 0
-/// (free), [`WRITING`] or [`ANNOUNCED`].
+/// Multiplier of the use count in [`AnnouncedCall::word`]. The phase in that word is 0 (free),
+/// [`WRITING`] or [`ANNOUNCED`].
 const PHASES: u64 = 4;
 const WRITING: u64 = 1;
 const ANNOUNCED: u64 = 2;
@@ -96,8 +96,8 @@ impl Announced {
         Reading(&self.compared)
     }
 
-    /// Announces a call that is about to discard `start..end`. Returns the index of the call's slot,
-    /// or `None` if all slots are in use. After the call, the caller passes the index to
+    /// Announces a call that is about to discard `start..end`. Returns the index of the call's
+    /// slot, or `None` if all slots are in use. After the call, the caller passes the index to
     /// [`Announced::retract`].
     pub(super) fn announce(&self, start: u64, end: u64) -> Option<usize> {
         let slot = self.calls.iter().position(|call| {

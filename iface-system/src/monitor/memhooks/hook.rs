@@ -1,4 +1,4 @@
-//! The hooks, which run in place of the C library's functions.
+//! The hooks, which run in place of the C library's functions, and the plan of their patches.
 //!
 //! A hook runs on any thread, inside allocators and signal handlers, with any lock held. So the
 //! code here does not allocate, lock, log or run destructors. It uses no thread-local storage
@@ -7,14 +7,18 @@
 #![allow(unsafe_code, reason = "the hooks, which have the signatures of C functions")]
 
 use std::{
+    ffi::c_void,
     mem::MaybeUninit,
     sync::atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
-use hmem_core::{Wipeable, monitor::InvalidationToken};
-use hmem_hook::{HasTable, HookRegistry, SLOTS, SubscriberTable, TableReadGuard};
+use hmem_core::{ErrorKind, Result, Wipeable, monitor::InvalidationToken};
+use hmem_hook::{
+    HasTable, HookRegistry, PatchTarget, Patches, SLOTS, SubscriberTable, TableReadGuard,
+};
 
 use super::{
+    NAME,
     announced::Announced,
     function::{Args, Function},
 };
@@ -50,18 +54,56 @@ impl HasTable for MemhooksState {
 type HookedFn = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
 /// Addresses by which the hooks call the original functions, indexed by [`Function`].
+/// [`Patches::plan`] sets each address before the function is patched.
 static ORIGINALS: [AtomicUsize; Function::ALL.len()] =
     [const { AtomicUsize::new(0) }; Function::ALL.len()];
 
-/// Returns the variable that holds the address of the original code of `function`. The hook of the
-/// function calls that code. [`Patches::plan`](hmem_hook::Patches::plan) sets the variable before
-/// the function is patched.
-pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
-    &ORIGINALS[function as usize]
+/// Prepares the patches of the C library's functions. No function is changed yet.
+pub(super) fn plan() -> Result<Patches> {
+    let libc = find_libc()?;
+    let mut targets = Vec::new();
+    for function in Function::ALL {
+        // SAFETY: `dlopen` returned the handle, and the library stays loaded.
+        let entry = unsafe { libc::dlsym(libc, function.symbol().as_ptr()) };
+        if !entry.is_null() {
+            targets.push(PatchTarget {
+                name: function.name(),
+                entry: entry.expose_provenance(),
+                hook: address(function),
+                call: Some(function.nr()),
+                original: &ORIGINALS[function as usize],
+            });
+        } else if !function.optional() {
+            return Err(NAME
+                .error(ErrorKind::Unsupported)
+                .context("function", function.name())
+                .context("why", "the C library has no such symbol"));
+        }
+    }
+    // SAFETY: the entries are functions of the C library, which is never unloaded. Hooks receive
+    // and pass on whole registers. Each hook has its own `original`, which no thread uses before
+    // the function is patched.
+    unsafe { Patches::plan(NAME, &targets) }
+}
+
+/// Returns a `dlopen` handle of the C library. A lookup in it finds the library's own functions
+/// even if another library overrides them.
+fn find_libc() -> Result<*mut c_void> {
+    // SAFETY: the call loads nothing and runs no initialiser. It finds a library that is already
+    // loaded.
+    let handle =
+        unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    if handle.is_null() {
+        return Err(NAME
+            .error(ErrorKind::Unavailable)
+            .context("library", "libc.so.6")
+            .remedy(format!("memhooks patch a dynamically linked glibc: {}", NAME.fallback_hint)));
+    }
+    Ok(handle)
 }
 
 /// Returns the address of the hook of `function`.
-pub(super) fn address(function: Function) -> usize {
+fn address(function: Function) -> usize {
     let hook: HookedFn = match function {
         Function::Munmap => hook::<{ Function::Munmap as usize }>,
         Function::Mmap => hook::<{ Function::Mmap as usize }>,
@@ -76,8 +118,8 @@ pub(super) fn address(function: Function) -> usize {
     (hook as *const ()).expose_provenance()
 }
 
-/// The hook of the function `Function::ALL[FUNCTION]`: calls the original function, and notifies the
-/// subscribers if the call can change memory.
+/// The hook of the function `Function::ALL[FUNCTION]`: calls the original function, and notifies
+/// the subscribers if the call can change memory.
 ///
 /// # Safety
 /// The caller must keep the C function's contract for these arguments.

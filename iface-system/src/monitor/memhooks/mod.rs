@@ -7,14 +7,12 @@
 //! seen: raw system calls, the dynamic loader's own `munmap` (`dlclose`), and changes made by other
 //! processes.
 //!
-//! `hmem-hook` does the patching. `hook.rs` has the rules that the hooks obey. `process.rs` lists
-//! the functions to patch.
+//! `hmem-hook` does the patching. `hook.rs` has the rules that the hooks obey.
 
 mod announced;
 mod area_cache;
 mod function;
 mod hook;
-mod process;
 mod self_test;
 
 use std::{fmt, sync::Arc};
@@ -72,7 +70,7 @@ impl MemHooks {
     ///   overwritten a patch.
     /// - OutOfResources: no memory, mapping or slot for an invalidator is left.
     pub fn start() -> Result<Arc<Self>> {
-        let hooks = Hooks::start(&hook::REGISTRY, NAME, process::plan)?;
+        let hooks = Hooks::start(&hook::REGISTRY, NAME, hook::plan)?;
         let this = Arc::new(Self { hooks, areas: AreaCache::default() });
         this.check()?;
         Ok(this)

@@ -142,8 +142,8 @@ impl Budget {
 }
 
 /// Returns the maximum number of separate (not adjacent) ranges that all monitors of a process may
-/// watch together, if `vm.max_map_count` is `limit`. Each range counts as two mappings, because each
-/// of its ends may split a mapping.
+/// watch together, if `vm.max_map_count` is `limit`. Each range counts as two mappings, because
+/// each of its ends may split a mapping.
 pub(super) fn ranges(limit: usize) -> usize {
     limit / SHARE / 2
 }

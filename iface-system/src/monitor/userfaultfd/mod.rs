@@ -88,7 +88,8 @@ pub struct UserFaultFd {
     subscriptions: Mutex<UffdSubscriptions>,
     maps: Maps,
     discards: Mutex<Discards>,
-    /// True if `discards` may contain pending discards.
+    /// True if `discards` may contain pending discards. Only the thread that holds the lock
+    /// `discards` changes the flag.
     discarding: AtomicBool,
     /// The number of subscriptions that were refused because the [`Budget`] did not allow them.
     beyond_budget: AtomicU64,
