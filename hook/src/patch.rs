@@ -32,7 +32,7 @@ pub struct PatchTarget {
     pub name: &'static str,
     /// The address of the function.
     pub entry: usize,
-    /// The address of the hook: the function that runs instead.
+    /// The address of the hook: the function that runs in its place.
     pub hook: usize,
     /// The number of the system call that the function makes, or `None` if it makes none or the
     /// number is not known.
@@ -176,8 +176,8 @@ impl Patches {
         self.while_writable(site, || unsafe { site.patch.undo() })
     }
 
-    /// Makes the page of the patch writable, runs `write`, and sets the usual protection of code
-    /// again. The page stays executable, because other threads run code in it.
+    /// Makes the page of the patch writable, runs `write`, and makes the page read-only again. The
+    /// page stays executable, because other threads run code in it.
     ///
     /// # Errors
     /// - Busy: `write` returned false, because another library has changed the code.

@@ -87,8 +87,8 @@ fn open(path: &str, flags: OFlags) -> Result<OwnedFd> {
         .map_err(|errno| Error::os(errno, "open").context("path", path))
 }
 
-/// Copies `len` bytes of a file, from `offset` on, to a host address. An address that cannot be
-/// written fails with `EFAULT` instead of a signal.
+/// Copies `len` bytes of a file, from `offset` on, to a host address. Fails with `EFAULT`, without
+/// a signal, if the address cannot be written.
 ///
 /// # Safety
 /// The caller must allow this function to overwrite `len` bytes at `to`.
@@ -102,8 +102,8 @@ pub(crate) unsafe fn read_at(fd: BorrowedFd<'_>, offset: u64, to: Address, len: 
     .map_err(|errno| Error::os(errno, "pread").context("address", to).context("length", len))
 }
 
-/// Copies `len` bytes from a host address to a file, at `offset`. An address that cannot be read
-/// fails with `EFAULT` instead of a signal.
+/// Copies `len` bytes from a host address to a file, at `offset`. Fails with `EFAULT`, without a
+/// signal, if the address cannot be read.
 pub(crate) fn write_at(fd: BorrowedFd<'_>, offset: u64, from: Address, len: u64) -> Result<()> {
     let (fd, at) = (fd.as_raw_fd(), host_ptr(from).cast::<c_void>());
     transfer(len, |done, left| {

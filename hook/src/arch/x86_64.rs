@@ -34,8 +34,8 @@
 //!   and new bytes of the patch. No processor is known for which this fails.
 //! - The jump replaces one whole instruction, and the rest of a longer instruction is never run. So
 //!   both versions are valid wherever a thread is stopped.
-//! - A thread that runs the old bytes for longer only notifies nobody. Nothing is cached before
-//!   `Hooks::start` has returned.
+//! - A thread that still runs the old bytes notifies no subscriber. This does no harm, because
+//!   nothing is cached before `Hooks::start` has returned.
 
 #![allow(unsafe_code, reason = "reads and writes machine code")]
 

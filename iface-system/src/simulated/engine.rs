@@ -1,7 +1,8 @@
 //! The copy engine: runs queued copies in order, one at a time, on a thread or step by step.
 //!
 //! Latency and bandwidth determine the time at which a copy ends. The engine moves the bytes at
-//! that time, so that a reader sees the old bytes before. [`Stepping::ByHand`] ignores the clock.
+//! that time, so that a reader sees the old bytes until then. [`Stepping::ByHand`] ignores the
+//! clock.
 
 use std::{
     collections::VecDeque,

@@ -92,7 +92,7 @@ impl Monitor for SimulatedMonitor {
         self.0.call(DeviceCall::Subscribe)?;
         let subscription = self.0.subscriptions.add(range, invalidator);
         // The lookup follows the subscription: later frees notify the subscriber, and the lookup
-        // finds the result of earlier ones.
+        // finds the result of earlier frees.
         if self.0.table.lookup(range.start()).is_none() {
             self.0.subscriptions.remove(subscription);
             return Err(Error::new(ErrorKind::Unsupported, "subscribe")

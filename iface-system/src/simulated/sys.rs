@@ -89,9 +89,9 @@ fn succeeded(success: bool) -> Result<(), OsErrno> {
 /// set a read lease (`F_SETLEASE`), which the kernel grants only if there is no such process.
 ///
 /// Also returns true if the lease fails for another reason. The lease ends before this function
-/// returns. A process that opens the file during the lease waits for its end. The kernel then sends
-/// `SIGURG` to the process that holds the lease. [`sealed_memfd`](crate::sys::sealed_memfd) chose
-/// that signal because it is ignored by default.
+/// returns. A process that opens the file during the lease waits until the lease ends. In that case
+/// the kernel sends `SIGURG` to the process that holds the lease.
+/// [`sealed_memfd`](crate::sys::sealed_memfd) chose that signal because it is ignored by default.
 pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: a plain fcntl on a borrowed, open fd; the argument is a lease type.
     if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } != 0 {

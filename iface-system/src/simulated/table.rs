@@ -38,6 +38,7 @@ const KIND_SHIFT: u32 = 1;
 #[derive(Debug)]
 #[repr(C, align(32))]
 struct AllocationEntry {
+    /// The allocation's identity, or 0 while the entry is free or a writer changes it.
     id: AtomicU64,
     base: AtomicU64,
     len: AtomicU64,
@@ -57,7 +58,7 @@ pub(crate) struct PageTable {
     page_shift: u32,
     /// The slot of each block that one allocation covers.
     blocks: LazyArray<AtomicU32>,
-    /// The slot of each page of the other blocks.
+    /// The slot of each page. The slots of a block count only if the block's own slot is 0.
     pages: LazyArray<AtomicU32>,
     entries: LazyArray<AllocationEntry>,
 }

@@ -14,10 +14,10 @@
 //! accounts for one event of each address. Any further event belongs to a raw call.
 //!
 //! The event of a raw call over the same range may come first. Then the announced call waits until
-//! its own event was read, and until then no registration of the range becomes valid. An announced
-//! call raises no event in two cases, which are not covered: userfaultfd stops watching the range
-//! between the two events, or the call fails. Both need two threads that discard the same pages at
-//! the same moment, one of them by a raw call.
+//! its own event was read, and until then no registration of the range becomes valid. But the
+//! announced call raises no event of its own if it fails, or if userfaultfd has stopped watching
+//! the range after the event of the raw call. The discard of the raw call is then missed. This
+//! needs two threads that discard the same pages at the same moment, one of them by a raw call.
 //!
 //! The kernel lets the calling thread continue once the event is read, before the reading thread
 //! has compared the event with the announcements. So an announced call waits until as many threads

@@ -3,8 +3,8 @@
 //!
 //! A query of the kernel costs a microsecond or more at each registration. With the cache, a
 //! program that registers much and unmaps little needs one query for each mapping. A lookup takes
-//! no lock: it is consistent if a version number is even and has the same value before and after
-//! the lookup. A writer makes the version odd while it writes.
+//! no lock. A writer makes a version number odd while it writes. So the result of a lookup counts
+//! only if the version is even, and is the same before and after the lookup.
 
 use std::sync::atomic::{
     AtomicU64,

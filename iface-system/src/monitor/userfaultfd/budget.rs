@@ -116,7 +116,8 @@ impl Budget {
             let others = mappings.saturating_sub(2 * watched);
             self.crowded = others > self.limit - self.limit / SHARE - self.limit / SPARE;
             // Counting takes longer the more mappings there are, so the next count comes later. In
-            // a crowded process each call until then is a refusal, so their number is fixed.
+            // a crowded process, each call before the next count is a refusal, and 64 refusals
+            // lead to that count.
             self.until_count = match self.crowded {
                 true => REFUSALS_BETWEEN_COUNTS,
                 false => BETWEEN_COUNTS.max(mappings / 8),

@@ -105,8 +105,8 @@ pub(super) struct Watched {
     /// An eventfd. A write to it stops the thread that reads events.
     pub(super) stop: OwnedFd,
     pub(super) subscribers: Subscribers<UffdState>,
-    /// True if memhooks notify the same subscribers, before and after each hooked call of the C
-    /// library.
+    /// True if memhooks also notify the subscribers of this monitor, before and after each hooked
+    /// call of the C library.
     pub(super) beneath_hooks: AtomicBool,
 }
 
