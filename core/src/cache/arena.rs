@@ -12,16 +12,12 @@ pub(super) use self::mapped::Arena;
 #[cfg(loom)]
 pub(super) use self::modelled::Arena;
 
-/// A type for which zeroed memory is a valid value.
+/// A type for which zeroed memory is a valid value. In loom's models, which allocate values one by
+/// one, `Default` creates this value.
 ///
 /// # Safety
 /// All bytes zero must be a valid value, and the type must need no drop.
-pub(super) unsafe trait Zeroed {
-    /// Creates the value that zeroed memory represents. Used by loom's models, which allocate
-    /// values one by one.
-    #[cfg(loom)]
-    fn zeroed() -> Self;
-}
+pub(super) unsafe trait Zeroed {}
 
 #[cfg(not(loom))]
 mod mapped {
@@ -41,11 +37,13 @@ mod mapped {
     /// An arena with a fixed capacity. Users of the arena treat index 0 as "none".
     pub(in crate::cache) struct Arena<T> {
         base: NonNull<T>,
-        /// The base pointer for tagged indices: the address of the value with index 0, minus the
-        /// tag. Adding a tagged index gives the address of a value.
+        /// The address of the value with index 0, moved down by the tag. This pointer plus a tagged
+        /// index is the address of a value.
         tagged: *const T,
+        /// The reserved addresses, from `base` on.
         mapping: Mapping,
-        /// The number of accessible bytes, which never decreases.
+        /// The number of accessible bytes from `base` on. Only [`Arena::ensure`] increases it, and
+        /// nothing decreases it.
         usable: AtomicUsize,
     }
 
@@ -171,12 +169,13 @@ mod modelled {
     use super::Zeroed;
     use crate::Result;
 
+    /// The values, and the tag.
     #[derive(Debug)]
     pub(in crate::cache) struct Arena<T>(Vec<T>, u32);
 
-    impl<T: Zeroed> Arena<T> {
+    impl<T: Zeroed + Default> Arena<T> {
         pub(in crate::cache) fn reserve(count: usize) -> Result<Self> {
-            Ok(Self((0..=count).map(|_| T::zeroed()).collect(), 0))
+            Ok(Self((0..=count).map(|_| T::default()).collect(), 0))
         }
 
         pub(in crate::cache) fn tag(self, tag: u32) -> Self {

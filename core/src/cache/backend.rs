@@ -21,8 +21,9 @@ pub trait CacheBackend: Send + Sync + 'static {
     /// A subscription to changes of one registration's memory.
     type Watch: Send + Sync + 'static;
 
-    /// The owner of the memory, as the caller of a miss knows it. `()` for a backend that needs
-    /// nothing beside the key.
+    /// A value that the caller of [`Cache::register`](super::Cache::register) passes to
+    /// [`CacheBackend::register`], such as the iface and the allocation of the memory. `()` for a
+    /// backend that needs only the key.
     type Owner;
 
     /// Starts to watch the key's memory.
@@ -68,15 +69,15 @@ pub trait CacheBackend: Send + Sync + 'static {
     }
 
     /// Registers the key's memory. `owner` is the value that the caller passed to
-    /// [`Cache::register`](super::Cache::register), for memory that may be a part of the key's if
-    /// the key is a merged one. `watch` is the result of [`CacheBackend::watch`] for the same key;
-    /// `None` if the region stays uncached.
+    /// [`Cache::register`](super::Cache::register). If the key is a merged one, this value may
+    /// describe only a part of the key's memory. `watch` is the result of [`CacheBackend::watch`]
+    /// for the same key, or `None` if the region stays uncached.
     ///
     /// # Errors
     /// On `OutOfResources` the cache deregisters all regions without leases and waits for
-    /// deregistrations in flight. If there were any, it retries once, except in a forked child. If
-    /// the key is a merged one, the cache then registers the caller's own range. Otherwise the
-    /// caller of [`Cache::register`](super::Cache::register) gets the error.
+    /// deregistrations in flight. If this ended any registration, the cache retries once, except in
+    /// a forked child. If a merged key still fails, the cache registers the caller's own range.
+    /// Otherwise the caller of [`Cache::register`](super::Cache::register) gets the error.
     fn register(
         &self,
         key: &Key,

@@ -25,7 +25,8 @@ const SPARE_ENTRIES: usize = 2;
 /// this.
 const MAX_ENTRIES: usize = 1 << 22;
 
-/// The state of a cache. Fast lookups read only the first two fields.
+/// The state of a cache. Fast lookups read only the first two fields. Fields in [`CachePadded`] are
+/// written often.
 #[repr(C)]
 pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) leases: Leases,
@@ -40,8 +41,8 @@ pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) active_invalidations: CachePadded<ActiveInvalidations>,
     pub(super) state: CachePadded<Mutex<LockedState<S>>>,
     pub(super) in_flight: CachePadded<InFlightCounter>,
-    /// Notified when a registration with waiting threads ends, and when deregistrations end while a
-    /// thread or a callback waits for them.
+    /// Notified when a registration with waiting threads ends, and when deregistrations end for
+    /// which a thread or a callback waits. Used with `state`.
     pub(super) ended: Condvar,
     pub(super) counters: CachePadded<Counters>,
     pub(super) waker: Waker,
@@ -65,30 +66,21 @@ pub(super) struct MissState {
     pub(super) failures: HashMap<u32, Error>,
 }
 
-/// Statistics that threads update without the lock. Most hits are counted in the lease slots
-/// instead.
-#[derive(Debug)]
+/// Statistics that threads update without the lock. The fields without a comment are those of
+/// [`CacheStatistics`](super::CacheStatistics).
+#[derive(Debug, Default)]
 pub(super) struct Counters {
     /// The number of lookups that missed at first and hit later: after a wait for another thread's
-    /// registration, or in the search under the lock.
+    /// registration, or in the search under the lock. The lease slots count all other hits.
     pub(super) late_hits: AtomicU64,
     pub(super) uncached: AtomicU64,
     pub(super) failures: AtomicU64,
     pub(super) merged: AtomicU64,
+    /// The number of entries invalidated by each cause, by the number of the cause.
     pub(super) invalidations: [AtomicU64; InvalidationCause::ALL.len()],
 }
 
 impl Counters {
-    fn new() -> Self {
-        Self {
-            late_hits: AtomicU64::new(0),
-            uncached: AtomicU64::new(0),
-            failures: AtomicU64::new(0),
-            merged: AtomicU64::new(0),
-            invalidations: std::array::from_fn(|_| AtomicU64::new(0)),
-        }
-    }
-
     pub(super) fn count_invalidation(&self, cause: InvalidationCause) {
         count(&self.invalidations[cause as usize]);
     }
@@ -110,16 +102,16 @@ impl<S: CacheBackend> CacheCore<S> {
             backend,
             issuer: TokenIssuer::new(),
             process: ProcessMark::current()?,
-            invalidated: CachePadded(InvalidatedStack::new()),
+            invalidated: CachePadded(InvalidatedStack::default()),
             active_invalidations: CachePadded(ActiveInvalidations::new()),
             state: CachePadded(Mutex::new(LockedState {
                 index: index_state,
                 reclaim: ReclaimState::new(),
                 misses: MissState::default(),
             })),
-            in_flight: CachePadded(InFlightCounter::new()),
+            in_flight: CachePadded(InFlightCounter::default()),
             ended: Condvar::default(),
-            counters: CachePadded(Counters::new()),
+            counters: CachePadded(Counters::default()),
             waker: Waker::default(),
         })
     }
@@ -149,9 +141,9 @@ impl<S: CacheBackend> CacheCore<S> {
         self.invalidated.push(&self.index.entries, index);
     }
 
-    /// Invalidates the entries that contain a byte of the range. Entries that only share a page
-    /// with the range stay. The application's invalidations use this, because the application knows
-    /// the exact bytes. Monitors report whole pages.
+    /// Invalidates the entries that contain a byte of the range, for the application. Entries that
+    /// only share a page with the range stay. A monitor's invalidations apply to whole pages
+    /// instead.
     pub(super) fn invalidate_bytes(&self, range: AddressRange) {
         let Some(last) = range.len().checked_sub(1) else { return };
         let start = range.start().0;
@@ -160,9 +152,9 @@ impl<S: CacheBackend> CacheCore<S> {
         self.active_invalidations.end(slot);
     }
 
-    /// Adds the addresses from `start` to `last` to the invalidations in progress, issues a fence,
-    /// and returns the slot of the invalidation. The caller must then invalidate the entries that
-    /// overlap the addresses, and end the invalidation in that slot.
+    /// Adds an invalidation of the addresses from `start` to `last` to those in progress, issues a
+    /// fence, and returns the slot of the invalidation. The caller must then invalidate the entries
+    /// that overlap the addresses, and end the invalidation in that slot.
     fn publish(&self, start: u64, last: u64, cause: InvalidationCause) -> u32 {
         let slot = self.active_invalidations.begin(start, last, cause);
         fence_after_exchange();
@@ -179,8 +171,8 @@ impl<S: CacheBackend> CacheCore<S> {
         slot
     }
 
-    /// Invalidates the entries that overlap the addresses from `start` to `last`, and wakes the
-    /// worker if there are any. Does nothing in a forked child.
+    /// Invalidates the entries that overlap the addresses from `start` to `last`. Wakes the worker
+    /// if this invalidated an entry. Does nothing in a forked child.
     fn invalidate_between(&self, start: u64, last: u64, cause: InvalidationCause) {
         let (first_page, last_page) = radix::pages_or_all(start, last);
         if self.leases.gate.is_forked() {

@@ -16,16 +16,13 @@ const FENCED: u64 = 1;
 const CLOSED_PERMANENTLY: u64 = 2;
 /// The amount by which each [`Gate::close`] increases the gate's word.
 const CLOSE: u64 = 4;
+/// The position of the cache's number in the gate's word: its lowest bit.
 const NUMBER: u32 = 16;
 
 /// Returns the value of the gate's word while fast lookups are enabled, for the cache with this
 /// number.
 pub(super) const fn fast_open(number: u64) -> u64 {
     number << NUMBER
-}
-
-const fn open(number: u64, fenced: bool) -> u64 {
-    fast_open(number) | if fenced { FENCED } else { 0 }
 }
 
 /// A switch that disables all hits while it is closed.
@@ -40,34 +37,22 @@ pub(super) struct Gate {
 }
 
 impl Gate {
-    #[cfg(not(loom))]
+    /// Creates the open gate of the cache with this number. `fenced` is true if each lookup of the
+    /// cache needs a memory fence.
     pub(super) fn new(number: u64, fenced: bool) -> Result<Self> {
+        #[cfg(not(loom))]
         let word = WipedOnFork::<AtomicU64>::new()?;
-        word.store(open(number, fenced), Ordering::Release);
+        #[cfg(loom)]
+        let word = AtomicU64::new(0);
+        word.store(fast_open(number) | if fenced { FENCED } else { 0 }, Ordering::Release);
         Ok(Self { word })
-    }
-
-    #[cfg(not(loom))]
-    #[inline(always)]
-    fn word(&self) -> &AtomicU64 {
-        &self.word
-    }
-
-    #[cfg(loom)]
-    pub(super) fn new(number: u64, fenced: bool) -> Result<Self> {
-        Ok(Self { word: AtomicU64::new(open(number, fenced)) })
-    }
-
-    #[cfg(loom)]
-    fn word(&self) -> &AtomicU64 {
-        &self.word
     }
 
     /// Loads the gate's word. Fast lookups are enabled if and only if it equals [`fast_open`] of
     /// the cache's number.
     #[inline(always)]
     pub(super) fn load(&self) -> u64 {
-        self.word().load(Ordering::Acquire)
+        self.word.load(Ordering::Acquire)
     }
 
     /// Returns whether the gate is open, so that lookups may hit.
@@ -85,7 +70,7 @@ impl Gate {
     /// Closes the gate permanently. Returns `true` if this call closed it, `false` if an earlier
     /// call did.
     pub(super) fn close_permanently(&self) -> bool {
-        self.word().fetch_or(CLOSED_PERMANENTLY, Ordering::SeqCst) & CLOSED_PERMANENTLY == 0
+        self.word.fetch_or(CLOSED_PERMANENTLY, Ordering::SeqCst) & CLOSED_PERMANENTLY == 0
     }
 
     /// Returns whether the gate is closed permanently.
@@ -97,7 +82,7 @@ impl Gate {
     /// forked child, where the gate stays closed.
     pub(super) fn close(&self) {
         if !self.is_forked() {
-            self.word().fetch_add(CLOSE, Ordering::SeqCst);
+            self.word.fetch_add(CLOSE, Ordering::SeqCst);
         }
     }
 
@@ -105,7 +90,7 @@ impl Gate {
     /// nothing in a forked child, which may undo a call that its parent made before the fork.
     pub(super) fn open(&self) {
         if !self.is_forked() {
-            self.word().fetch_sub(CLOSE, Ordering::SeqCst);
+            self.word.fetch_sub(CLOSE, Ordering::SeqCst);
         }
     }
 }

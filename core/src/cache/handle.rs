@@ -35,7 +35,9 @@ use crate::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
 /// needed, as a batch: a sixteenth of all entries, but no more than 64.
 pub struct Cache<S: CacheBackend> {
     pub(super) core: Arc<CacheCore<S>>,
+    /// The same value as `core`, for monitors and the backend.
     invalidator: Arc<dyn Invalidator>,
+    /// The worker. `None` only during the drop.
     #[cfg(not(loom))]
     worker: Option<Worker>,
 }
@@ -62,8 +64,8 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Returns a region of the key's memory, for a key that [`Cache::find`] did not find. The
-    /// region is a new one, or one that another thread registers meanwhile. Searches only under the
-    /// lock, because [`Cache::find`] already searched without it. `owner` is for the backend.
+    /// region is a new one, or one that another thread registers meanwhile. `owner` is passed to
+    /// [`CacheBackend::register`].
     ///
     /// # Errors
     /// The errors of [`Cache::get_or_register`].
@@ -335,12 +337,14 @@ impl<S: CacheBackend> fmt::Debug for Cache<S> {
 /// handle.
 pub struct LookupHandle<'c, S: CacheBackend> {
     cache: &'c Cache<S>,
+    /// `None` if the cache had no free lease block, or in a forked child.
     own: Option<HandleBlock<'c>>,
     /// Makes the handle `!Send`, because only one thread may use its lease block.
     not_send: PhantomData<*const ()>,
 }
 
-/// A lookup handle's lease block, and the lease slot that the handle's next lookup tries first.
+/// A lookup handle's first lease block, and the lease slot that the handle's next lookup tries
+/// first.
 struct HandleBlock<'c> {
     block: &'c LeaseBlock,
     slot: Cell<&'c LeaseSlot>,
@@ -439,10 +443,9 @@ impl<S: CacheBackend> fmt::Debug for LookupHandle<'_, S> {
     }
 }
 
-/// A lease that keeps its cache alive. Unlike a [`Lease`] it does not borrow the cache, but shares
-/// its ownership.
+/// A [`Lease`] that shares the ownership of its cache instead of borrowing the cache.
 pub struct OwnedLease<S: CacheBackend> {
-    /// The lease, which refers to the cache. So this field is declared first and dropped first.
+    /// The lease. It refers to the cache, so this field is declared first and dropped first.
     lease: Lease<'static, S>,
     _cache: Arc<Cache<S>>,
 }

@@ -85,7 +85,9 @@ impl InvalidationSlot {
 #[derive(Debug)]
 pub(super) struct ActiveInvalidations {
     preferred: [InvalidationSlot; PREFERRED],
+    /// A bit for each slot of `overflow`, set while an invalidation has claimed the slot.
     overflow_claimed: AtomicU64,
+    /// The number of invalidations in progress that found no free slot.
     without_slot: AtomicU32,
     overflow: [InvalidationSlot; OVERFLOW],
 }
@@ -120,6 +122,7 @@ impl ActiveInvalidations {
         self.begin_in_overflow(stack % OVERFLOW, start, last, cause)
     }
 
+    /// Begins an invalidation in the first free overflow slot from slot `from` on.
     #[cold]
     #[inline(never)]
     fn begin_in_overflow(
@@ -129,29 +132,20 @@ impl ActiveInvalidations {
         last: u64,
         cause: InvalidationCause,
     ) -> u32 {
-        let mut overflow_claimed = self.overflow_claimed.load(Ordering::Relaxed);
-        loop {
-            let free = !overflow_claimed & (u64::MAX >> (64 - OVERFLOW));
-            if free == 0 {
-                self.without_slot.fetch_add(1, Ordering::SeqCst);
-                return NO_SLOT;
-            }
+        let mut slot = 0;
+        let claim = |claimed: u64| {
+            let free = !claimed & (u64::MAX >> (64 - OVERFLOW));
             let later = free & (u64::MAX << from);
-            let slot = (if later != 0 { later } else { free }).trailing_zeros();
-            let (ok, seen) = (Ordering::SeqCst, Ordering::Relaxed);
-            match self.overflow_claimed.compare_exchange_weak(
-                overflow_claimed,
-                overflow_claimed | 1 << slot,
-                ok,
-                seen,
-            ) {
-                Ok(_) => {
-                    self.overflow[slot as usize].set_range(start, last, cause);
-                    return slot;
-                }
-                Err(now) => overflow_claimed = now,
-            }
+            slot = (if later != 0 { later } else { free }).trailing_zeros();
+            (free != 0).then(|| claimed | 1 << slot)
+        };
+        let (ok, seen) = (Ordering::SeqCst, Ordering::Relaxed);
+        if self.overflow_claimed.fetch_update(ok, seen, claim).is_err() {
+            self.without_slot.fetch_add(1, Ordering::SeqCst);
+            return NO_SLOT;
         }
+        self.overflow[slot as usize].set_range(start, last, cause);
+        slot
     }
 
     /// Ends the invalidation in `slot`: clears its range and releases the slot.

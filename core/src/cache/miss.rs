@@ -32,7 +32,9 @@ const GATE_TRIES: u32 = 64;
 struct RegistrationGuard<'c, S: CacheBackend> {
     core: &'c CacheCore<S>,
     index: u32,
+    /// The slot with the registering thread's lease of the entry.
     slot: &'c LeaseSlot,
+    /// The watch, while the backend registers the memory.
     watch: Option<S::Watch>,
 }
 
@@ -51,8 +53,8 @@ impl<S: CacheBackend> Drop for RegistrationGuard<'_, S> {
 impl<S: CacheBackend> CacheCore<S> {
     /// Returns a lease of a region for a key that a lookup did not find. Leases an entry that
     /// another thread registers, or registers the key's memory. Searches the table once, and again
-    /// after each found entry that does not become usable. If the cache cannot be used, registers
-    /// an uncached region.
+    /// after each found entry that does not become usable. If there is a
+    /// [reason](CacheCore::bypass_reason) to bypass the cache, registers an uncached region.
     ///
     /// The lease slot `slot` must be free, and the caller must own the slot's block.
     #[cold]
@@ -83,9 +85,9 @@ impl<S: CacheBackend> CacheCore<S> {
     /// is registered. If the entry cannot be used, searches for another one and waits for that.
     /// Returns one of these:
     ///
-    /// - `Break` with the lease of an entry, or with the error of its registration.
-    /// - `Break` with an uncached region or the error of its registration, if the cache cannot be
-    ///   used.
+    /// - `Break` with the lease of an entry, or with the error of the entry's registration.
+    /// - `Break` with an uncached region or the error of its registration, if there is a
+    ///   [reason](CacheCore::bypass_reason) to bypass the cache.
     /// - `Continue` with the lock, if no entry covers the key any more.
     #[cold]
     #[inline(never)]
@@ -119,9 +121,9 @@ impl<S: CacheBackend> CacheCore<S> {
         ControlFlow::Continue(locked)
     }
 
-    /// Returns the reason why a miss cannot use the cache now, or `None` if the miss can. An
-    /// invalidation closes the cache's gate for a short time: this then yields the processor up to
-    /// [`GATE_TRIES`] times.
+    /// Returns the reason why a miss cannot use the cache now, or `None` if the miss can. While the
+    /// gate is closed, first yields the processor up to [`GATE_TRIES`] times, because an
+    /// invalidation closes the gate only for a short time.
     #[inline]
     fn bypass_reason(&self) -> Option<UncachedReason> {
         let off = self.limits.max_count == 0 || self.limits.max_bytes == 0;
@@ -178,6 +180,9 @@ impl<S: CacheBackend> CacheCore<S> {
         if failed && exact { locked.misses.failures.get(&index).cloned() } else { None }
     }
 
+    /// Registers the memory of the key `own` in a new entry, and returns a lease of the entry. If
+    /// `merge` is true, merges the key with entries that it overlaps or touches. If no entry can be
+    /// created or the memory cannot be watched, registers an uncached region.
     fn register<'c>(
         &'c self,
         mut locked: MutexGuard<'c, LockedState<S>>,
@@ -287,17 +292,11 @@ impl<S: CacheBackend> CacheCore<S> {
     /// Ends the registration of an entry: clears REGISTERING and sets `flags` in its state word,
     /// and wakes the threads that wait for it.
     fn end_registration(&self, index: u32, flags: u32) {
+        let end = |word| Some(word & !(state::REGISTERING | state::HAS_WAITERS) | flags);
         let entry = self.index.entries.at(index);
-        let mut word = entry.state.load(Ordering::Relaxed);
-        loop {
-            let next = word & !(state::REGISTERING | state::HAS_WAITERS) | flags;
-            match entry.state.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Relaxed)
-            {
-                Ok(_) => break,
-                Err(now) => word = now,
-            }
-        }
-        if word & state::HAS_WAITERS != 0 {
+        let (Ok(before) | Err(before)) =
+            entry.state.fetch_update(Ordering::AcqRel, Ordering::Relaxed, end);
+        if before & state::HAS_WAITERS != 0 {
             let _between_their_test_and_their_wait = self.state.lock();
             self.ended.notify_all();
         }
@@ -328,9 +327,9 @@ impl<S: CacheBackend> CacheCore<S> {
         self.deregister(&mut detached, &mut PendingCallbacks::new());
     }
 
-    /// Subtracts a failed or uncached miss from the statistics' count of registrations, and adds it
-    /// to the count of uncached misses (`registered`) or of failed ones. Holds the lock meanwhile,
-    /// so that the statistics always add up.
+    /// Moves a miss from the statistics' count of registrations to the count of uncached misses if
+    /// `registered` is true, otherwise to the count of failed misses. Holds the lock meanwhile, so
+    /// that the statistics always add up.
     fn recount_registration(&self, registered: bool) {
         let mut locked = self.state.lock();
         locked.misses.registrations -= 1;
@@ -374,8 +373,8 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Calls the backend to register the memory. On `OutOfResources`, evicts idle entries, reclaims
-    /// invalidated ones and waits for deregistrations in flight. If there were any of these,
-    /// retries once.
+    /// invalidated ones and waits for deregistrations in flight. If this ended any registration,
+    /// calls the backend once more.
     #[inline]
     fn register_in_backend(
         &self,
@@ -466,8 +465,8 @@ impl<S: CacheBackend> CacheCore<S> {
         Ok(index)
     }
 
-    /// Merges the key with live entries of the same rights, iface, device and allocation. Extends
-    /// the key over each of them that overlaps or touches the key, until the key reaches no further
+    /// Returns the key, extended over the live entries that overlap or touch it and have the same
+    /// rights, iface, device and allocation. Repeats this until the extended key reaches no further
     /// entry. Skips an entry if the key would exceed the limit of bytes or the backend's largest
     /// length. Invalidates the merged entries, and appends the regions of those without a lease to
     /// `detached`.

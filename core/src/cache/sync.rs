@@ -187,11 +187,10 @@ pub(super) unsafe fn read_settled_u64(value: &AtomicU64) -> u64 {
     return unsafe { value.unsync_load() };
 }
 
-/// Reads an atomic with a plain load, which the compiler can combine with a comparison.
+/// Reads an atomic like [`read_settled_u64`].
 ///
 /// # Safety
-/// The last write of `value` must have happened before this call, and no thread may write it during
-/// the call.
+/// The conditions of [`read_settled_u64`].
 #[inline(always)]
 pub(super) unsafe fn read_settled_u32(value: &AtomicU32) -> u32 {
     #[cfg(not(loom))]
@@ -202,15 +201,15 @@ pub(super) unsafe fn read_settled_u32(value: &AtomicU32) -> u32 {
     return unsafe { value.unsync_load() };
 }
 
-/// Issues a full fence after a read-modify-write that published a value. The caller then searches
+/// Issues a full fence between a read-modify-write that published a value and the caller's search
 /// for the entries or threads that the value affects.
 ///
-/// On x86-64 the read-modify-write is itself a full fence. A second one would stall every `munmap`.
-/// The callers' read-modify-writes are:
+/// On x86-64 the read-modify-write is itself a full fence, so only the compiler is restrained. A
+/// second fence would stall every `munmap`. The callers' read-modify-writes are:
 ///
 /// - the exchange that claims an invalidation's slot, or the increment that counts an invalidation
 ///   without a slot;
-/// - the unlock after an entry was made (an exchange, since other threads may wait);
+/// - the compare-exchange that unlocks the cache's mutex after a miss inserted an entry;
 /// - the increments of [`InFlightCounter`](super::reclaim::state::InFlightCounter).
 #[inline(always)]
 pub(super) fn fence_after_exchange() {
@@ -222,8 +221,8 @@ pub(super) fn fence_after_exchange() {
     modelled::fence_unless(modelled::ANNOUNCE);
 }
 
-/// Increments the generation of a chain that was taken apart. The caller must do this before it
-/// reuses any bucket of the chain. A walk compares generations to detect that the chain changed.
+/// Increments the generation of a chain that was removed from its slot, before any bucket of the
+/// chain is reused. A walk compares generations to detect that the chain changed.
 #[inline(always)]
 pub(super) fn advance_generation(generation: &AtomicU32) {
     #[cfg(loom)]
@@ -253,8 +252,8 @@ pub(super) mod modelled {
     /// like one.
     pub(in crate::cache) const GENERATION: u32 = 8;
 
-    /// A bit mask of the kinds of fences that are left out while a loom model runs. Loom does not
-    /// track this variable.
+    /// A bit mask of the kinds of fences that the running model leaves out. Loom does not track
+    /// this variable.
     pub(in crate::cache) static LEFT_OUT: Plain = Plain::new(0);
 
     pub(super) fn is_left_out(kind: u32) -> bool {

@@ -85,6 +85,7 @@ pub(in crate::cache) mod state {
 /// A cached registration. All fields by which a fast lookup decides are in the first cache line.
 #[repr(C, align(64))]
 pub(in crate::cache) struct Entry<S: CacheBackend> {
+    /// The state word: the flags of [`state`], and the generation.
     pub(in crate::cache) state: AtomicU32,
     /// The complement of the access rights: a bit is set for each right that the registration does
     /// not have.
@@ -100,7 +101,10 @@ pub(in crate::cache) struct Entry<S: CacheBackend> {
     /// by the cache's lock. Scan numbers wrap around. If a number repeats, an eviction may skip an
     /// idle entry, which is harmless.
     pub(in crate::cache) leased_at_scan: AtomicU32,
+    /// The region. Initialised from [`Entry::set_registration`] to [`Entry::take`].
     region: UnsafeCell<MaybeUninit<S::Region>>,
+    /// The watch of the memory. Initialised as long as `region` is, except in an entry of an
+    /// uncached region, where it never is.
     watch: UnsafeCell<MaybeUninit<S::Watch>>,
     /// The time of the registration in milliseconds ([`now_ms`]).
     pub(in crate::cache) registered_at_ms: AtomicU64,
@@ -114,9 +118,11 @@ unsafe impl<S: CacheBackend> Sync for Entry<S> {}
 
 // SAFETY: atomics of zero bytes are 0, and the cells may be uninitialised. The cache takes their
 // values out before it is dropped, so that an entry needs no drop.
-unsafe impl<S: CacheBackend> Zeroed for Entry<S> {
-    #[cfg(loom)]
-    fn zeroed() -> Self {
+unsafe impl<S: CacheBackend> Zeroed for Entry<S> {}
+
+#[cfg(loom)]
+impl<S: CacheBackend> Default for Entry<S> {
+    fn default() -> Self {
         Self::holding(MaybeUninit::uninit())
     }
 }
@@ -153,7 +159,7 @@ impl<S: CacheBackend> Entry<S> {
         self.start.load(Ordering::Relaxed) ^ key.start < PAGE
     }
 
-    /// Returns the same as [`Entry::covers`], with plain loads instead of atomic ones.
+    /// Compares like [`Entry::covers`], with plain loads instead of atomic ones.
     ///
     /// # Safety
     /// The caller must have published a lease of the entry, then seen the entry live, and not have
@@ -254,19 +260,13 @@ impl<S: CacheBackend> Entry<S> {
     /// Marks the entry invalidated if `applies` returns true for it. Does nothing if the entry is
     /// free, failed or already invalidated. Returns `true` if this call marked the entry.
     pub(in crate::cache) fn mark_invalidated(&self, applies: impl Fn(&Self) -> bool) -> bool {
-        let mut word = self.state.load(Ordering::Acquire);
-        loop {
-            if word & (state::FREE | state::INVALIDATED | state::FAILED) != 0 || !applies(self) {
-                return false;
-            }
-            // The word contains the generation. So if the exchange succeeds, the entry was not
-            // reused since `applies` read it.
-            let (ok, seen) = (Ordering::SeqCst, Ordering::Acquire);
-            match self.state.compare_exchange_weak(word, word | state::INVALIDATED, ok, seen) {
-                Ok(_) => return true,
-                Err(now) => word = now,
-            }
-        }
+        let invalidate = |word| {
+            let valid = word & (state::FREE | state::INVALIDATED | state::FAILED) == 0;
+            (valid && applies(self)).then_some(word | state::INVALIDATED)
+        };
+        // The word contains the generation. So if the exchange succeeds, the entry was not reused
+        // since `applies` read it.
+        self.state.fetch_update(Ordering::SeqCst, Ordering::Acquire, invalidate).is_ok()
     }
 
     /// Stores the region and its watch.

@@ -21,12 +21,14 @@ pub(super) struct Index<S: CacheBackend> {
 #[derive(Debug)]
 pub(super) struct IndexState {
     pub(super) radix: RadixState,
-    /// The number of entries that were used at least once. The memory of all other entries was
-    /// never touched.
+    /// The number of entries that were used at least once. These are the entries with the indices
+    /// from 1 to this number.
     pub(super) created: u32,
+    /// The indices of the free entries among those that `created` counts.
     pub(super) free: Vec<u32>,
-    /// The number of entries that count for the limit: those registered or being registered. An
-    /// invalidated entry counts until a thread takes it from the stack of invalidated entries.
+    /// The number of entries that count for [`Limits::max_count`](super::Limits::max_count): those
+    /// registered or being registered. An invalidated entry counts until a thread takes it from the
+    /// stack of invalidated entries.
     pub(super) count: usize,
     /// The total size in bytes of the entries that `count` counts.
     pub(super) bytes: u64,

@@ -35,12 +35,13 @@ const BLOCKS_TO_SEARCH: usize = 8;
 /// owner (a thread or handle) writes.
 #[repr(C)]
 #[derive(Debug)]
+#[cfg_attr(loom, derive(Default))]
 pub(in crate::cache) struct LeaseSlot {
     /// The index of the leased entry, or 0 if the slot is free. The thread that owns the block sets
     /// the index, and the thread that drops the lease sets 0.
     pub(in crate::cache) entry: AtomicU32,
-    /// The index of the entry that the last lookup with this slot found. The entry may have been
-    /// reused since. Only the thread that owns the block uses this field.
+    /// The index of the entry that the last lookup with this slot found, or 0. The entry may have
+    /// been reused since. Only the thread that owns the block uses this field.
     pub(in crate::cache) last_found: AtomicU32,
     /// The number of hits with this slot. Only the thread that owns the block writes this field.
     hits: AtomicU64,
@@ -74,14 +75,15 @@ impl LeaseSlot {
 /// `current_block` and `next_slot`.
 #[repr(C, align(128))]
 #[derive(Debug)]
+#[cfg_attr(loom, derive(Default))]
 pub(in crate::cache) struct LeaseBlock {
+    /// 1 while the block has an owner, otherwise 0.
     owned: AtomicU32,
-    /// The index of another block of the same thread or lookup handle, or 0. The owner of full
-    /// blocks gets another one.
+    /// The index of the next block of the same owner, or 0. Each owner has a list of blocks, and
+    /// gets another block when all slots of the searched blocks are in use.
     next_block: AtomicU32,
-    /// The index of the block in which the thread or handle last found a free slot after its first
-    /// block was full, or 0 for the first block. Used only in the first block of a thread or
-    /// handle.
+    /// The index of the block in which the owner found its last slot, if the first block was full
+    /// then. 0 means the first block. Used only in the first block of an owner.
     current_block: AtomicU32,
     /// The position of the slot that the next lookup with this block tries first. The slot is
     /// probably free.
@@ -93,26 +95,11 @@ pub(in crate::cache) struct LeaseBlock {
 const _: () = assert!(size_of::<LeaseBlock>() == 512);
 
 // SAFETY: atomics of zero bytes are 0 and need no drop.
-unsafe impl Zeroed for LeaseBlock {
-    #[cfg(loom)]
-    fn zeroed() -> Self {
-        Self {
-            owned: AtomicU32::new(0),
-            next_block: AtomicU32::new(0),
-            current_block: AtomicU32::new(0),
-            next_slot: AtomicU32::new(0),
-            slots: std::array::from_fn(|_| LeaseSlot {
-                entry: AtomicU32::new(0),
-                last_found: AtomicU32::new(0),
-                hits: AtomicU64::new(0),
-            }),
-        }
-    }
-}
+unsafe impl Zeroed for LeaseBlock {}
 
 impl LeaseBlock {
-    /// Returns the slot that the next lookup with this block tries first. The slot is probably
-    /// free. Only the thread that owns the block may call this.
+    /// Returns the slot that the next lookup with this block tries first. Only the thread that owns
+    /// the block may call this.
     #[inline(always)]
     pub(in crate::cache) fn next_slot(&self) -> &LeaseSlot {
         let next_slot = self.next_slot.load(Ordering::Relaxed) as usize;
@@ -138,13 +125,14 @@ impl LeaseBlock {
 #[derive(Debug)]
 pub(in crate::cache) struct LeaseBlocks {
     arena: Arena<LeaseBlock>,
-    /// The number of blocks that were created so far. A new thread or handle first gets a block
-    /// that an earlier one released.
+    /// The number of blocks that had an owner at least once. Their indices are 1 to this number.
     created: AtomicU32,
     /// The number of threads and lookup handles that own blocks. A thread must own a block, or use
-    /// a handle that owns one, to look up.
+    /// a handle that owns one, to look up. Increases only under the cache's lock.
     owners: AtomicU32,
-    allocating: Mutex<()>,
+    /// Held while a block gets an owner. An owner that needs a further block takes this lock
+    /// without the cache's lock.
+    assigning: Mutex<()>,
 }
 
 impl LeaseBlocks {
@@ -153,13 +141,13 @@ impl LeaseBlocks {
             arena: Arena::reserve(MAX_BLOCKS)?,
             created: AtomicU32::new(0),
             owners: AtomicU32::new(0),
-            allocating: Mutex::new(()),
+            assigning: Mutex::new(()),
         })
     }
 
     /// Returns the number of threads and lookup handles that own blocks, and so may look up. The
     /// caller must hold the cache's lock, so that no owner is added. A scan after this call sees
-    /// all leases that former owners published.
+    /// all leases that former owners published and that have not ended.
     pub(in crate::cache) fn owners(&self) -> u32 {
         self.owners.load(Ordering::Acquire)
     }
@@ -205,8 +193,9 @@ impl LeaseBlocks {
         Some(block)
     }
 
+    /// Marks a released block as owned, or the first block that never had an owner.
     fn take(&self) -> Option<&LeaseBlock> {
-        let _one_at_a_time = self.allocating.lock();
+        let _one_at_a_time = self.assigning.lock();
         let created = self.created.load(Ordering::Relaxed);
         let free = self.each().find(|block| block.owned.load(Ordering::Acquire) == 0);
         let block = match free {
@@ -237,8 +226,8 @@ impl LeaseBlocks {
         self.owners.fetch_sub(1, Ordering::Release);
     }
 
-    /// Returns the slot that the next lookup of a thread or handle tries first. The slot is
-    /// probably free. `first` is the first block of the thread or handle.
+    /// Returns the slot that the next lookup of a thread or handle tries first. `first` is the
+    /// first block of the thread or handle.
     pub(in crate::cache) fn next_slot<'a>(&'a self, first: &'a LeaseBlock) -> &'a LeaseSlot {
         let block = match first.current_block.load(Ordering::Relaxed) {
             0 => first,
@@ -247,11 +236,9 @@ impl LeaseBlocks {
         block.next_slot()
     }
 
-    /// Returns a free slot of a thread or lookup handle. `first` is its first block. Returns `None`
-    /// if the searched blocks are full and no other block can be assigned.
-    ///
-    /// Searches the first block, then a few blocks of the thread or handle from `current_block` on.
-    /// If all are full, assigns another block.
+    /// Returns a free slot of a thread or lookup handle, whose first block is `first`. Searches the
+    /// first block, then up to [`BLOCKS_TO_SEARCH`] blocks from `current_block` on. If all are
+    /// full, assigns another block to the owner. Returns `None` if no other block can be assigned.
     #[inline]
     pub(in crate::cache) fn free_slot<'a>(
         &'a self,

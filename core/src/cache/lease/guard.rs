@@ -68,10 +68,11 @@ pub struct Lease<'c, S: CacheBackend> {
     /// An entry of the cache, or the entry in a leaked [`UncachedRegion`] that the lease owns.
     entry: NonNull<Entry<S>>,
     /// The lease slot, or null for an uncached region. The bit [`SLOW_RELEASE`] of the address is
-    /// set for an uncached region, and for a lease that must end with a fence.
+    /// set for an uncached region, and in a cache whose lookups need fences.
     slot: *const LeaseSlot,
 }
 
+/// A bit of [`Lease`]'s `slot`: the drop of the lease takes the slow path.
 const SLOW_RELEASE: usize = 1;
 
 /// An uncached region, which one lease owns. Its entry is not in the table.
@@ -147,7 +148,7 @@ impl<'c, S: CacheBackend> Lease<'c, S> {
         (self.slot.addr() == SLOW_RELEASE).then(|| unsafe { self.entry.cast().as_ref() })
     }
 
-    /// Returns the reason why the region is not cached, or `None` if it is.
+    /// Returns the reason why the region is not cached, or `None` if the region is cached.
     #[must_use]
     pub fn uncached_reason(&self) -> Option<&UncachedReason> {
         self.uncached_region().map(|uncached| &uncached.reason)

@@ -22,12 +22,14 @@ pub(super) const RECORDED_CACHES: usize = 4;
 #[repr(C)]
 pub(super) struct Leases {
     pub(super) gate: Gate,
-    /// The array index at which each thread records its lease block of this cache: `number` modulo
-    /// [`RECORDED_CACHES`].
+    /// The position at which each thread records its lease block of this cache (`RecordedBlocks`):
+    /// `number` modulo [`RECORDED_CACHES`].
     position: usize,
     /// The cache's number, which no other cache of the process has.
     pub(super) number: u64,
     pub(super) barrier: Barrier,
+    /// The lease blocks. Each thread that owns blocks has a `Weak` reference, by which it releases
+    /// them when it ends.
     pub(super) blocks: Arc<LeaseBlocks>,
 }
 

@@ -19,12 +19,15 @@ use super::{
 /// Marks an element of `RecordedBlocks::words` as unused. No gate's word ever has this value.
 const NO_CACHE: u64 = u64::MAX;
 
-/// The first lease blocks that a thread recorded, one for each of up to [`RECORDED_CACHES`] caches,
-/// and the slot that the next lookup in each cache tries first. `words` identifies the caches: each
-/// element is the value of a gate's word while fast lookups are enabled.
+/// A thread's lease blocks of up to [`RECORDED_CACHES`] caches. The same position of each array is
+/// about the same cache.
 struct RecordedBlocks {
+    /// The caches: for each, the value of the gate's word while fast lookups are enabled
+    /// ([`fast_open`]), or [`NO_CACHE`].
     words: [Cell<u64>; RECORDED_CACHES],
+    /// The lease slots that the next lookups try first. Dangling without a cache.
     slots: [Cell<NonNull<LeaseSlot>>; RECORDED_CACHES],
+    /// The thread's first lease blocks. Dangling without a cache.
     blocks: [Cell<NonNull<LeaseBlock>>; RECORDED_CACHES],
 }
 
@@ -110,15 +113,17 @@ pub(in crate::cache) fn own_block<'c>(
         // In a forked child no new block is taken: a thread of the parent may have held the lock.
         return None;
     }
-    let noted = RECORDED_BLOCKS.with(|recorded| {
+    let recorded = RECORDED_BLOCKS.with(|recorded| {
         let own = recorded.words[leases.position].get() == fast_open(leases.number);
         // SAFETY: the word has this cache's number, so the block is one of its blocks, whose memory
         // the caller's reference keeps alive.
         own.then(|| unsafe { recorded.blocks[leases.position].get().as_ref() })
     });
-    noted.or_else(|| find_or_take(leases, take))
+    recorded.or_else(|| find_or_take(leases, take))
 }
 
+/// Finds the calling thread's lease block of a cache in [`OWNED_BLOCKS`], or takes a new one, and
+/// records the block.
 fn find_or_take<'c>(
     leases: &'c Leases,
     take: impl FnOnce() -> Option<&'c LeaseBlock>,

@@ -16,14 +16,18 @@ use super::{
 };
 use crate::{ProcessMark, Rejected};
 
-/// A guard for deregistrations in flight. Dropping it counts them as ended. If the backend
+/// A guard for deregistrations in flight. Dropping the guard counts them as ended. If the backend
 /// panicked, the drop keeps the regions that were not deregistered yet for a retry. The region that
 /// the backend was deregistering is lost.
 struct DeregistrationGuard<'a, S: CacheBackend> {
     core: &'a CacheCore<S>,
+    /// The number of deregistrations that the drop counts as ended.
     count: usize,
+    /// The regions that are not deregistered yet.
     detached: &'a mut DetachedRegions<S>,
+    /// The regions that the backend refused to deregister.
     refused: Vec<DetachedRegion<S>>,
+    /// The callbacks that no longer wait.
     callbacks: &'a mut PendingCallbacks,
 }
 
@@ -83,13 +87,7 @@ impl<S: CacheBackend> CacheCore<S> {
         // followed; a scan found none while no other thread could publish one; or the cache is
         // being dropped, which no lease outlives.
         let (region, watch) = unsafe { entry.take() };
-        let reclaim = &mut locked.reclaim;
-        let callbacks =
-            if reclaim.callbacks.is_empty() { None } else { take_callbacks(reclaim, index) };
-        entry.free();
-        locked.index.free.push(index);
-        reclaim.detached += 1;
-        detached.push(DetachedRegion { region: Some(region), watch: Some(watch), callbacks });
+        self.free_entry(locked, index, (Some(region), Some(watch)), detached);
     }
 
     /// Removes the entry of a failed registration from the table and frees it. Adds an element
@@ -100,13 +98,28 @@ impl<S: CacheBackend> CacheCore<S> {
         index: u32,
         detached: &mut DetachedRegions<S>,
     ) {
-        let entry = self.remove_from_table(locked, index);
+        self.remove_from_table(locked, index);
         locked.misses.failures.remove(&index);
-        let callbacks = take_callbacks(&mut locked.reclaim, index);
-        entry.free();
+        self.free_entry(locked, index, (None, None), detached);
+    }
+
+    /// Frees an entry that is no longer in the table, and adds its region, its watch and its
+    /// callbacks to `detached`.
+    #[inline(always)]
+    fn free_entry(
+        &self,
+        locked: &mut LockedState<S>,
+        index: u32,
+        (region, watch): (Option<S::Region>, Option<S::Watch>),
+        detached: &mut DetachedRegions<S>,
+    ) {
+        let reclaim = &mut locked.reclaim;
+        let callbacks =
+            if reclaim.callbacks.is_empty() { None } else { take_callbacks(reclaim, index) };
+        self.index.entries.at(index).free();
         locked.index.free.push(index);
-        locked.reclaim.detached += 1;
-        detached.push(DetachedRegion { region: None, watch: None, callbacks });
+        reclaim.detached += 1;
+        detached.push(DetachedRegion { region, watch, callbacks });
     }
 
     #[inline(always)]
@@ -190,8 +203,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Wakes the threads that wait for deregistrations, and moves the callbacks that wait for them
-    /// to `callbacks`.
+    /// Wakes the threads that wait for deregistrations. If no deregistration is in flight, moves
+    /// the callbacks that wait for this to `callbacks`.
     #[cold]
     #[inline(never)]
     fn notify_deregistered(&self, callbacks: &mut PendingCallbacks) {
@@ -200,8 +213,8 @@ impl<S: CacheBackend> CacheCore<S> {
         self.ended.notify_all();
     }
 
-    /// Returns the callbacks that wait until no deregistration is in flight. Returns no callback
-    /// while a deregistration is in flight.
+    /// Removes and returns the callbacks that wait until no deregistration is in flight. Returns no
+    /// callback while a deregistration is in flight.
     pub(super) fn take_callbacks_after_flight(
         &self,
         locked: &mut LockedState<S>,

@@ -79,10 +79,9 @@ impl<S: CacheBackend> CacheCore<S> {
         self.fits(locked, len)
     }
 
-    /// Evicts entries that [`CacheCore::has_idle`] did not mark as leased, until the goal is met.
-    /// May miss the goal if other threads lease or invalidate some of these entries meanwhile.
-    /// `steps` is the number of entries that the clock hand may still pass. At 0 the eviction stops
-    /// early.
+    /// Evicts entries that [`CacheCore::has_idle`] did not mark as leased, until the goal is met or
+    /// `steps` is 0. May miss the goal if other threads lease or invalidate some of these entries
+    /// meanwhile. `steps` is the number of entries that the clock hand may still pass.
     fn evict(
         &self,
         locked: &mut LockedState<S>,
@@ -138,7 +137,7 @@ impl<S: CacheBackend> CacheCore<S> {
         if scanned {
             self.scan(locked);
         }
-        let scan = locked.reclaim.eviction.scan;
+        let scan = locked.reclaim.eviction.last_scan;
         for index in candidates.drain(..) {
             let entry = self.index.entries.at(index);
             let word = entry.state.load(Ordering::Acquire);
@@ -169,7 +168,7 @@ impl<S: CacheBackend> CacheCore<S> {
             eviction.hand = if eviction.hand >= created { 1 } else { eviction.hand + 1 };
             let entry = self.index.entries.at(eviction.hand);
             let word = entry.state.load(Ordering::Acquire);
-            let leased = entry.leased_at_scan.load(Ordering::Relaxed) == eviction.scan;
+            let leased = entry.leased_at_scan.load(Ordering::Relaxed) == eviction.last_scan;
             if !state::is_live(word) || leased {
                 continue;
             }
@@ -198,9 +197,7 @@ impl<S: CacheBackend> CacheCore<S> {
     /// Marks the entries that have a lease, as seen by a scan without a heavy barrier. Returns
     /// whether any entry has no lease.
     fn has_idle(&self, locked: &mut LockedState<S>) -> bool {
-        let eviction = &mut locked.reclaim.eviction;
-        eviction.scan = eviction.scan.wrapping_add(1);
-        let scan = eviction.scan;
+        let scan = locked.reclaim.eviction.begin_scan();
         let mut busy = 0;
         self.leases.blocks.for_each_lease(|index| {
             let entry = self.index.entries.at(index);
@@ -214,10 +211,9 @@ impl<S: CacheBackend> CacheCore<S> {
         busy < locked.index.count
     }
 
-    /// Issues the heavy barrier. After the barrier, a scan sees each usable lease of the entries
-    /// that were made unusable before the barrier, and no lookup gets a new one. If the kernel
-    /// refuses the barrier, permanently closes the gate, which disables all hits, and returns
-    /// `false`.
+    /// Issues the heavy barrier. For entries that were made unusable before the barrier, no lookup
+    /// gets a lease after the barrier, and a scan sees all leases that exist. If the kernel refuses
+    /// the barrier, permanently closes the gate, which disables all hits, and returns `false`.
     pub(super) fn heavy_barrier(&self) -> bool {
         let issued = self.leases.barrier.heavy();
         // Without the heavy barrier the cache cannot rule out leases: all regions stay registered,
@@ -238,9 +234,7 @@ impl<S: CacheBackend> CacheCore<S> {
     /// have issued a [heavy barrier](CacheCore::heavy_barrier) before, unless no other thread may
     /// look up.
     pub(super) fn scan(&self, locked: &mut LockedState<S>) {
-        let eviction = &mut locked.reclaim.eviction;
-        eviction.scan = eviction.scan.wrapping_add(1);
-        let scan = eviction.scan;
+        let scan = locked.reclaim.eviction.begin_scan();
         self.leases.blocks.for_each_lease(|index| {
             self.index.entries.at(index).leased_at_scan.store(scan, Ordering::Relaxed);
         });

@@ -15,9 +15,10 @@ use super::{
 };
 use crate::AddressRange;
 
-/// The number of invalidated entries from which on a miss issues a heavy barrier to detach the
-/// regions of these entries. Entries whose regions the last attempt could not detach, mostly
-/// because of leases, do not count.
+/// The number of pending entries at which a miss issues a heavy barrier to detach their regions.
+/// The entries that the last scan left pending ([`ReclaimState::leased_pending`]) do not count.
+///
+/// [`ReclaimState::leased_pending`]: super::state::ReclaimState::leased_pending
 #[cfg(not(loom))]
 const DETACH_THRESHOLD: usize = 8;
 #[cfg(loom)]
@@ -43,8 +44,9 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Drains the stack of invalidated entries. Moves the regions that the backend refused or a
-    /// miss left to the worker to `detached`. Returns `false` if no invalidated entry is left.
+    /// Drains the stack of invalidated entries. Moves the regions that wait for deregistration to
+    /// `detached`: those that the backend refused, and those that a miss left to the worker.
+    /// Returns `false` if no entry is pending.
     fn begin_reclaim(
         &self,
         locked: &mut LockedState<S>,
@@ -58,9 +60,10 @@ impl<S: CacheBackend> CacheCore<S> {
         !reclaim.pending_entries.is_empty()
     }
 
-    /// Detaches the regions of invalidated entries during a miss, if many entries are pending or no
-    /// other thread may look up. Leaves their deregistration to the worker, unless many regions
-    /// wait for the worker already. The calling thread must own a lease block.
+    /// Detaches the regions of invalidated entries during a miss, if [`DETACH_THRESHOLD`] entries
+    /// became pending since the last scan, or if only the calling thread may look up. Leaves the
+    /// regions to the worker. Moves them to `detached` instead if [`MAX_BATCH`] regions wait for
+    /// the worker. The calling thread must own a lease block.
     ///
     /// New memory is often mapped where old memory was unmapped. If no miss detached regions, the
     /// invalidated entries of the old memory would make the chains of the table longer and longer.
@@ -99,7 +102,7 @@ impl<S: CacheBackend> CacheCore<S> {
         reclaim.detached -= left.len() as u64;
         reclaim.left_to_worker.extend(left);
         if reclaim.left_to_worker.len() < MAX_BATCH {
-            // The worker may be asleep, because it sees no other invalidated entries.
+            // The worker may have gone to sleep since the invalidations.
             self.waker.wake();
         } else {
             reclaim.detached += reclaim.left_to_worker.len() as u64;
@@ -132,7 +135,7 @@ impl<S: CacheBackend> CacheCore<S> {
         detached: &mut DetachedRegions<S>,
     ) {
         self.scan(locked);
-        let scan = locked.reclaim.eviction.scan;
+        let scan = locked.reclaim.eviction.last_scan;
         let mut pending_entries = std::mem::take(&mut locked.reclaim.pending_entries);
         pending_entries.retain(|&(index, drain)| {
             let entry = self.index.entries.at(index);
@@ -199,8 +202,8 @@ impl<S: CacheBackend> CacheCore<S> {
         if self.leases.gate.is_forked() {
             return;
         }
-        // While this thread holds the lock, no region is detached. So the walk finds each entry,
-        // unless its region was left to the worker or its deregistration is in flight.
+        // While this thread holds the lock, no region is detached. So the walk finds the entry of
+        // each region, except of regions that were left to the worker or are being deregistered.
         let mut locked = self.state.lock();
         self.invalidate_bytes(range);
         let reclaim = &mut locked.reclaim;

@@ -17,23 +17,22 @@ use super::super::{
 
 /// The part of the cache's locked state that reclamation uses.
 pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
-    /// The invalidated entries that were drained from the stack and still have their regions,
-    /// called pending. Each is stored with the value of `drain_count` after the drain that added
-    /// it.
+    /// The indices of pending entries: invalidated entries that were drained from the stack and
+    /// still have their regions. Each is stored with the value of `drain_count` after the drain
+    /// that added it.
     pub(in crate::cache) pending_entries: Vec<(u32, u64)>,
-    /// The number of pending entries that the last attempt to detach their regions kept. Most of
-    /// these had a lease.
+    /// The number of entries that were still pending after the last attempt to detach their
+    /// regions, mostly because they had a lease.
     pub(in crate::cache) leased_pending: usize,
-    /// The number of drains of the stack of invalidated entries. A drain of an empty stack does not
-    /// count.
+    /// The number of drains so far that took an entry from the stack of invalidated entries.
     pub(in crate::cache) drain_count: u64,
     /// Callbacks that wait for the deregistration of an entry's region, by the entry's index.
     pub(in crate::cache) callbacks: HashMap<u32, Vec<Arc<CompletionCallback>>>,
-    /// Callbacks that wait until no deregistration is in flight. If there are any, they count
-    /// together as one waiter of [`InFlightCounter`].
+    /// Callbacks that wait until no deregistration is in flight. If the list is not empty, it
+    /// counts as one waiter of [`InFlightCounter`].
     pub(in crate::cache) callbacks_after_flight: Vec<Arc<CompletionCallback>>,
-    /// The number of deregistrations that began so far, with retries and uncached regions.
-    /// [`InFlightCounter`] counts the deregistrations that ended.
+    /// The number of deregistrations that began so far, retries and those of uncached regions
+    /// included. [`InFlightCounter`] counts the deregistrations that ended.
     pub(in crate::cache) detached: u64,
     /// Regions that the backend refused to deregister, or had not deregistered when it panicked.
     pub(in crate::cache) refused: Vec<DetachedRegion<S>>,
@@ -49,10 +48,18 @@ pub(in crate::cache) struct EvictionState {
     pub(in crate::cache) hand: u32,
     /// A list for the candidates of an eviction, empty between evictions. Kept to reuse its memory.
     pub(in crate::cache) candidates: Vec<u32>,
-    /// The sequence number of the last scan for leases.
-    pub(in crate::cache) scan: u32,
+    /// The sequence number of the last scan for leases. It wraps around.
+    pub(in crate::cache) last_scan: u32,
     /// The number of entries evicted so far.
     pub(in crate::cache) evictions: u64,
+}
+
+impl EvictionState {
+    /// Returns the sequence number of a new scan.
+    pub(in crate::cache) fn begin_scan(&mut self) -> u32 {
+        self.last_scan = self.last_scan.wrapping_add(1);
+        self.last_scan
+    }
 }
 
 impl<S: CacheBackend> ReclaimState<S> {
@@ -82,7 +89,8 @@ pub(in crate::cache) struct DetachedRegion<S: CacheBackend> {
 /// A list of detached regions, often with one element.
 pub(in crate::cache) type DetachedRegions<S> = SmallVec<[DetachedRegion<S>; 1]>;
 
-/// Callbacks that run after the locks are released. Dropping the value runs them.
+/// Callbacks whose wait has ended. Dropping the value runs those to which no other reference
+/// exists.
 ///
 /// A callback may use the cache. So the thread that drops the value must hold no lock, and must
 /// have no registration of its own in progress.
@@ -111,16 +119,13 @@ impl Drop for CompletionCallback {
 
 /// The stack of invalidated entries that are not pending yet. It is linked through the entries, so
 /// that pushing allocates nothing.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::cache) struct InvalidatedStack {
+    /// The index of the entry that was pushed last, or 0.
     head: AtomicU32,
 }
 
 impl InvalidatedStack {
-    pub(in crate::cache) fn new() -> Self {
-        Self { head: AtomicU32::new(0) }
-    }
-
     /// Pushes an entry. Only the thread that marked the entry invalidated may call this, once.
     /// Takes no lock and allocates nothing, so that a monitor's hook may call it.
     pub(in crate::cache) fn push<S: CacheBackend>(&self, entries: &Arena<Entry<S>>, index: u32) {
@@ -153,20 +158,16 @@ impl InvalidatedStack {
 /// deregistrations increases `ended` and then reads `waiters`. A thread that waits increases
 /// `waiters` and then reads `ended`. Each issues a fence in between, so that at least one sees the
 /// increase by the other.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::cache) struct InFlightCounter {
     ended: AtomicU64,
     waiters: AtomicU32,
 }
 
 impl InFlightCounter {
-    pub(in crate::cache) fn new() -> Self {
-        Self { ended: AtomicU64::new(0), waiters: AtomicU32::new(0) }
-    }
-
     /// Returns whether a deregistration is in flight. `begun` is the number of deregistrations that
-    /// began, which the cache's lock protects. After `false`, the caller sees all effects of the
-    /// deregistrations.
+    /// began ([`ReclaimState::detached`]), which the cache's lock protects. After `false`, the
+    /// caller sees all effects of the deregistrations.
     pub(in crate::cache) fn any(&self, begun: u64) -> bool {
         self.ended.load(Ordering::Acquire) != begun
     }
@@ -179,8 +180,8 @@ impl InFlightCounter {
         self.waiters.load(Ordering::Relaxed) != 0
     }
 
-    /// Counts a waiter. The caller must hold the cache's lock, and must then
-    /// call [`InFlightCounter::any`].
+    /// Counts a waiter. The caller must hold the cache's lock, and must then call
+    /// [`InFlightCounter::any`].
     pub(in crate::cache) fn add_waiter(&self) {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         fence_after_exchange();
@@ -196,10 +197,12 @@ impl InFlightCounter {
 /// a monitor's hook may use it.
 #[derive(Debug, Default)]
 pub(in crate::cache) struct Waker {
+    /// True from a call of [`Waker::wake`] until the worker begins to reclaim.
     pub(in crate::cache) called: AtomicBool,
     /// True while the worker sleeps without a time limit. The worker sets it before it checks
     /// `called`.
     pub(in crate::cache) asleep: AtomicBool,
+    /// The worker's thread, once it is started.
     pub(in crate::cache) worker: OnceLock<std::thread::Thread>,
 }
 

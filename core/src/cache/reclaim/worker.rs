@@ -20,8 +20,11 @@ const POLL_PERIOD: Duration = Duration::from_millis(1);
 /// The number of polls without work after which the worker sleeps.
 const IDLE_POLLS: u32 = 16;
 
+/// The handle of a cache's worker. Dropping the handle ends the worker.
 pub(in crate::cache) struct Worker {
+    /// Set by the drop. The worker ends when it sees it.
     stop: Arc<AtomicBool>,
+    /// The worker's thread. `None` only during the drop.
     thread: Option<JoinHandle<()>>,
 }
 

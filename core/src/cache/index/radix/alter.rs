@@ -1,5 +1,7 @@
 //! Insertion and removal of entries, by one thread at a time, while other threads read the table.
 
+use std::iter;
+
 use super::{
     super::super::sync::{AtomicU32, Ordering, advance_generation},
     Bucket, CHAIN, FAN, FAN_BITS, INDEX, NODE, ROOT, Radix, RadixState, TOP, span_bits,
@@ -82,23 +84,28 @@ impl Radix {
         entry: u32,
     ) -> bool {
         let Some(head) = self.chain_of(state, slot, value) else { return false };
-        let mut bucket = head;
-        loop {
+        let mut last = head;
+        for bucket in self.buckets_from(head) {
             if let Some(cell) = bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == 0)
             {
                 cell.store(entry, Ordering::Release);
                 return true;
             }
-            let next = bucket.next.load(Ordering::Relaxed);
-            if next == 0 {
-                break;
-            }
-            bucket = self.buckets.at(next);
+            last = bucket;
         }
         let Some(index) = self.take_bucket(state) else { return false };
         self.buckets.at(index).entries[0].store(entry, Ordering::Release);
-        bucket.next.store(index, Ordering::Release);
+        last.next.store(index, Ordering::Release);
         true
+    }
+
+    /// Returns the buckets of a chain from `head` on. The iterator reads the link of each bucket
+    /// before it returns the bucket.
+    fn buckets_from<'a>(&'a self, head: &'a Bucket) -> impl Iterator<Item = &'a Bucket> {
+        iter::successors(Some(head), |bucket| match bucket.next.load(Ordering::Relaxed) {
+            0 => None,
+            next => Some(self.buckets.at(next)),
+        })
     }
 
     /// Returns the node below a slot, and creates it if necessary. Returns `None` if no free node
@@ -157,17 +164,10 @@ impl Radix {
         for slot in slots {
             self.remove_entry(state, node, slot, entry);
         }
-        if state.used_slots[node as usize] == 0 {
-            self.keep_empty_node(state, first);
-        }
-    }
-
-    /// Leaves the empty leaf node of `page` in the table, because the next insertion is often near.
-    /// Removes the leaf node that the previous call left, if that node is another one and still
-    /// empty.
-    fn keep_empty_node(&self, state: &mut RadixState, page: u64) {
-        if let Some(before) = state.kept_empty.replace(page)
-            && before >> FAN_BITS != page >> FAN_BITS
+        // The empty leaf node stays in the table instead of the one that became empty before.
+        if state.used_slots[node as usize] == 0
+            && let Some(before) = state.kept_empty.replace(first)
+            && before >> FAN_BITS != first >> FAN_BITS
         {
             self.prune(state, before);
         }
@@ -245,55 +245,37 @@ impl Radix {
         head: u32,
         entry: u32,
     ) {
-        let mut bucket = self.buckets.at(head);
-        loop {
-            if let Some(cell) =
-                bucket.entries.iter().find(|cell| cell.load(Ordering::Relaxed) == entry)
-            {
-                cell.store(0, Ordering::Release);
-                break;
-            }
-            let next = bucket.next.load(Ordering::Relaxed);
-            if next == 0 {
-                return;
-            }
-            bucket = self.buckets.at(next);
+        let mut cells = self.buckets_from(self.buckets.at(head)).flat_map(|bucket| &bucket.entries);
+        if let Some(cell) = cells.find(|cell| cell.load(Ordering::Relaxed) == entry) {
+            cell.store(0, Ordering::Release);
+            self.collapse(state, node, slot, head);
         }
-        self.collapse(state, node, slot, head);
     }
 
     /// Replaces a slot's chain by the chain's content if that is a single entry, a single node or
     /// nothing.
     fn collapse(&self, state: &mut RadixState, node: u32, slot: &AtomicU32, head: u32) {
-        let mut left = self.buckets.at(head).child.load(Ordering::Relaxed);
-        let mut index = head;
-        while index != 0 {
-            let bucket = self.buckets.at(index);
-            for cell in &bucket.entries {
-                let entry = cell.load(Ordering::Relaxed);
-                if entry != 0 && left != 0 {
-                    return;
-                }
-                left |= entry;
+        let head = self.buckets.at(head);
+        let mut left = head.child.load(Ordering::Relaxed);
+        for cell in self.buckets_from(head).flat_map(|bucket| &bucket.entries) {
+            let entry = cell.load(Ordering::Relaxed);
+            if entry != 0 && left != 0 {
+                return;
             }
-            index = bucket.next.load(Ordering::Relaxed);
+            left |= entry;
         }
         slot.store(left, Ordering::Release);
         if left == 0 {
             state.used_slots[node as usize] -= 1;
         }
-        advance_generation(&self.buckets.at(head).generation);
-        let mut index = head;
-        while index != 0 {
-            let bucket = self.buckets.at(index);
-            let next = bucket.next.load(Ordering::Relaxed);
+        advance_generation(&head.generation);
+        for bucket in self.buckets_from(head) {
             for cell in &bucket.entries {
                 cell.store(0, Ordering::Release);
             }
             bucket.child.store(0, Ordering::Release);
             bucket.next.store(0, Ordering::Release);
-            state.free_buckets.push(index);
-            index = next;
+            state.free_buckets.push(self.buckets.index_of(bucket));
         }
     }
 

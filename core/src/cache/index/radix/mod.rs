@@ -35,7 +35,10 @@ const ROOT: u32 = 1;
 
 /// The tag bit of a slot's value, set if the slot holds the index of a node.
 const NODE: u32 = 1 << 31;
+/// The tag bit of a slot's value, set if the slot holds the index of the first bucket of a chain. A
+/// slot without a tag holds the index of an entry, or 0.
 const CHAIN: u32 = 1 << 30;
+/// The mask of the index in a slot's value.
 const INDEX: u32 = CHAIN - 1;
 
 /// The highest index that an entry may have.
@@ -49,18 +52,14 @@ const MAX_SLOTS_TO_TEST: usize = 64;
 
 #[repr(C)]
 #[derive(Debug)]
+#[cfg_attr(loom, derive(Default))]
 struct Node {
     slots: [AtomicU32; FAN],
 }
 
 // SAFETY: an atomic of zero bytes is 0 and needs no drop.
 #[allow(unsafe_code, reason = "zero bytes are an empty node")]
-unsafe impl Zeroed for Node {
-    #[cfg(loom)]
-    fn zeroed() -> Self {
-        Self { slots: std::array::from_fn(|_| AtomicU32::new(0)) }
-    }
-}
+unsafe impl Zeroed for Node {}
 
 #[cfg(not(loom))]
 const WIDTH: usize = 5;
@@ -70,28 +69,23 @@ const WIDTH: usize = 2;
 /// A link of a chain, with up to [`WIDTH`] entries and the index of the next bucket.
 #[repr(C)]
 #[derive(Debug)]
+#[cfg_attr(loom, derive(Default))]
 struct Bucket {
-    /// The number of times that a chain with this first bucket was taken apart.
+    /// The number of chains with this first bucket that were removed from their slots. It wraps
+    /// around.
     generation: AtomicU32,
-    /// The node below the chain's slot, or 0. Used only in the first bucket of a chain.
+    /// The tagged index of the node below the chain's slot, or 0. Used only in the first bucket of
+    /// a chain.
     child: AtomicU32,
+    /// The index of the chain's next bucket, or 0.
     next: AtomicU32,
+    /// The indices of entries, with 0 for each free place.
     entries: [AtomicU32; WIDTH],
 }
 
 // SAFETY: an atomic of zero bytes is 0 and needs no drop.
 #[allow(unsafe_code, reason = "zero bytes are an empty bucket")]
-unsafe impl Zeroed for Bucket {
-    #[cfg(loom)]
-    fn zeroed() -> Self {
-        Self {
-            generation: AtomicU32::new(0),
-            child: AtomicU32::new(0),
-            next: AtomicU32::new(0),
-            entries: std::array::from_fn(|_| AtomicU32::new(0)),
-        }
-    }
-}
+unsafe impl Zeroed for Bucket {}
 
 /// The nodes and buckets of the table, which any thread may read.
 #[derive(Debug)]
@@ -105,10 +99,11 @@ pub(in crate::cache) struct Radix {
 pub(in crate::cache) struct RadixState {
     /// The number of slots in use in each node, by the node's index.
     used_slots: Vec<u32>,
-    /// The number of a page whose leaf node became empty and was kept in the table, or `None`. The
-    /// next insertion is often near, and may have used the node since.
+    /// A page of the leaf node that became empty last. The node stays in the table, because the
+    /// next insertion is often near. It may have entries again.
     kept_empty: Option<u64>,
     free_nodes: Vec<u32>,
+    /// The number of buckets that were used at least once. Their indices begin at 1.
     bucket_count: u32,
     free_buckets: Vec<u32>,
 }
@@ -257,7 +252,8 @@ impl Radix {
             return;
         }
         let (mut node, mut level) = (ROOT, TOP);
-        // Descend to the lowest node that has all the pages, as long as slots hold only a node.
+        // Descend to the lowest node that covers all these pages, or to a node whose slot for them
+        // holds an entry or a chain.
         while level > 0 && first >> span_bits(level) == last >> span_bits(level) {
             let value = self.nodes.at(node).slots[slot_of(first, level)].load(Ordering::Acquire);
             if value == 0 {
@@ -302,11 +298,11 @@ impl Radix {
         }
     }
 
-    /// Visits the entries of a slot's chain. Returns the rest of the slot's content: a node, a
-    /// single entry if the chain was replaced by it, or 0.
+    /// Visits the entries of a slot's chain. Returns the rest of the slot's content: a node, or 0.
+    /// If another thread replaced the chain by a single entry meanwhile, returns that entry.
     ///
-    /// A chain that is taken apart during the walk may already be in use at another slot. Then the
-    /// generation differs, and the slot is read again.
+    /// A chain that is removed from the slot during the walk may already be in use at another slot.
+    /// Then the generation differs, and the walk reads the slot again.
     #[cold]
     fn walk_chain(&self, slot: &AtomicU32, mut value: u32, visit: &mut impl FnMut(u32)) -> u32 {
         while value & CHAIN != 0 {
