@@ -31,29 +31,19 @@
 //! assert!(Access::REMOTE_WRITE.intersects(Access::ANY_REMOTE_WRITE));
 //! assert!(Access::REMOTE_WRITE.intersects(Access::ANY_REMOTE_ATOMIC));
 //! ```
-//!
-//! # No rights
-//!
-//! [`Access::empty`] is allowed. The region's keys then grant nothing: peers can neither read nor
-//! write, and transfers of the local endpoint that need a right are refused. The memory is still
-//! registered, and the NIC may read it. So the region can be the base of sub-regions and windows
-//! that grant reads:
-//!
-//! ```
-//! use hmem_core::Access;
-//!
-//! assert!(!Access::empty().nic_writes());
-//! ```
 
-use std::fmt;
+use std::fmt::{self, LowerHex};
+
+use bitflags::{Bits, Flags};
 
 bitflags::bitflags! {
     /// Operations that the local endpoint and its peers may perform on a region (`fi_mr(3)`,
     /// "access").
     ///
     /// [`Access::empty`] is allowed. It registers memory whose keys grant nothing: peers can
-    /// neither read nor write it, and local transfers are refused. The region can still be the
-    /// base of sub-regions and windows that grant reads.
+    /// neither read nor write it, and local transfers that need a right are refused. The NIC may
+    /// still read the memory, so the region can be the base of sub-regions and windows that grant
+    /// reads.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct Access: u64 {
         /// The region may take part in collective operations. In `MrMode::COLLECTIVE`, collective
@@ -110,28 +100,23 @@ impl Access {
 
 impl fmt::Display for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_names(f, self.iter_names().map(|(name, _)| name), self.bits() & !Self::all().bits())
+        write_names(f, self)
     }
 }
 
 /// Writes flag names joined by `|`, then unknown bits in hexadecimal. Writes `none` for no bits.
-pub(crate) fn write_names<'a>(
+pub(crate) fn write_names<F: Flags<Bits: LowerHex>>(
     f: &mut fmt::Formatter<'_>,
-    names: impl Iterator<Item = &'a str>,
-    unknown: u64,
+    flags: &F,
 ) -> fmt::Result {
-    let mut first = true;
-    for name in names {
-        if !first {
-            f.write_str("|")?;
-        }
-        f.write_str(name)?;
-        first = false;
+    let mut names = flags.iter_names();
+    let mut parts: Vec<_> = names.by_ref().map(|(name, _)| name.to_owned()).collect();
+    let unknown = names.remaining().bits();
+    if unknown != F::Bits::EMPTY {
+        parts.push(format!("{unknown:#x}"));
     }
-    if unknown != 0 {
-        write!(f, "{}{unknown:#x}", if first { "" } else { "|" })?;
-    } else if first {
-        f.write_str("none")?;
+    if parts.is_empty() {
+        parts.push("none".to_owned());
     }
-    Ok(())
+    f.write_str(&parts.join("|"))
 }

@@ -1,46 +1,32 @@
 //! Allocations of memory, which ifaces report for an address.
 
-use crate::{Address, AddressRange, AllocOffset, DeviceId, IfaceKind};
+use crate::{Address, AddressRange, AllocOffset, DeviceId, IfaceKind, named_enum};
 
-/// The kind of an allocation. Each kind has its own registration rules.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum AllocationKind {
-    /// Memory of one device, not accessible to the CPU.
-    Device,
-    /// Page-locked host memory from the device API's host allocator.
-    Host,
-    /// The application's own host memory that a device API page-locked. The library treats it like
-    /// any other system memory.
-    HostRegistered,
-    /// Memory that migrates between host and devices.
-    Managed,
-    /// Device memory from a stream-ordered pool.
-    StreamOrdered,
-    /// A reserved address range with separately mapped physical segments (VMM).
-    Virtual,
-    /// Device memory of another process, opened in this process.
-    Imported,
-    /// Ordinary memory of the operating system.
-    System,
+named_enum! {
+    /// The kind of an allocation. Each kind has its own registration rules.
+    #[non_exhaustive]
+    pub enum AllocationKind {
+        /// Memory of one device, not accessible to the CPU.
+        Device = "device",
+        /// Page-locked host memory from the device API's host allocator.
+        Host = "host",
+        /// The application's own host memory that a device API page-locked. The library treats it
+        /// like any other system memory.
+        HostRegistered = "host-registered",
+        /// Memory that migrates between host and devices.
+        Managed = "managed",
+        /// Device memory from a stream-ordered pool.
+        StreamOrdered = "stream-ordered",
+        /// A reserved address range with separately mapped physical segments (VMM).
+        Virtual = "virtual",
+        /// Device memory of another process, opened in this process.
+        Imported = "imported",
+        /// Ordinary memory of the operating system.
+        System = "system",
+    }
 }
 
 impl AllocationKind {
-    /// Returns the kind's name in lower case, as `hmem info` and the JSON output print it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Device => "device",
-            Self::Host => "host",
-            Self::HostRegistered => "host-registered",
-            Self::Managed => "managed",
-            Self::StreamOrdered => "stream-ordered",
-            Self::Virtual => "virtual",
-            Self::Imported => "imported",
-            Self::System => "system",
-        }
-    }
-
     /// Returns true if the CPU can access memory of this kind.
     #[must_use]
     pub const fn cpu_accessible(self) -> bool {

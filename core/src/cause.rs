@@ -5,62 +5,33 @@
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
-use crate::{AllocationKind, Error, ErrorKind, Path, dma_buf::DmaBufMapping};
+use crate::{AllocationKind, Error, ErrorKind, Path, dma_buf::DmaBufMapping, named_enum};
 
-/// A step of an attempt to register memory. Each refusal names the step that failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Step {
-    /// Opening a NIC.
-    OpenNic,
-    /// Opening the driver of a device.
-    OpenDevice,
-    /// Making a system call that the library needs for itself, such as `io_uring_setup`.
-    SystemCall,
-    /// Checking that the NIC supports the path at all.
-    Import,
-    /// Finding the physical segments of the memory.
-    Segments,
-    /// Exporting a range of several physical segments as one dma-buf. If a single segment is
-    /// refused with the same error, the step is [`Step::Export`] instead.
-    ExportWhole,
-    /// Exporting the memory in one unit ([`ExportUnit`](crate::path::ExportUnit)), or registering
-    /// that export, if another unit then worked.
-    ExportUnit,
-    /// Exporting the memory as a dma-buf, or opening it to peer-memory clients.
-    Export,
-    /// Registering the memory with the NIC.
-    Register,
-}
-
-impl Step {
-    /// Every step. Those from [`Step::Import`] on are in the order of a path search.
-    pub const ALL: [Self; 9] = [
-        Self::OpenNic,
-        Self::OpenDevice,
-        Self::SystemCall,
-        Self::Import,
-        Self::Segments,
-        Self::ExportWhole,
-        Self::ExportUnit,
-        Self::Export,
-        Self::Register,
-    ];
-
-    /// Returns the step's name in messages.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::OpenNic => "opening the NIC",
-            Self::OpenDevice => "opening the device",
-            Self::SystemCall => "system call",
-            Self::Import => "import",
-            Self::Segments => "segments",
-            Self::ExportWhole => "export of several segments in one",
-            Self::ExportUnit => "export in one unit",
-            Self::Export => "export",
-            Self::Register => "register",
-        }
+named_enum! {
+    /// A step of an attempt to register memory. Each refusal names the step that failed. The steps
+    /// from [`Step::Import`] on are in the order of a path search.
+    #[non_exhaustive]
+    pub enum Step {
+        /// Opening a NIC.
+        OpenNic = "opening the NIC",
+        /// Opening the driver of a device.
+        OpenDevice = "opening the device",
+        /// Making a system call that the library needs for itself, such as `io_uring_setup`.
+        SystemCall = "system call",
+        /// Checking that the NIC supports the path at all.
+        Import = "import",
+        /// Finding the physical segments of the memory.
+        Segments = "segments",
+        /// Exporting a range of several physical segments as one dma-buf. If a single segment is
+        /// refused with the same error, the step is [`Step::Export`] instead.
+        ExportWhole = "export of several segments in one",
+        /// Exporting the memory in one unit ([`ExportUnit`](crate::path::ExportUnit)), or
+        /// registering that export, if another unit then worked.
+        ExportUnit = "export in one unit",
+        /// Exporting the memory as a dma-buf, or opening it to peer-memory clients.
+        Export = "export",
+        /// Registering the memory with the NIC.
+        Register = "register",
     }
 }
 

@@ -52,6 +52,6 @@ bitflags::bitflags! {
 
 impl fmt::Display for MrFlags {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_names(f, self.iter_names().map(|(name, _)| name), self.bits() & !Self::all().bits())
+        write_names(f, self)
     }
 }

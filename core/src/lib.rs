@@ -32,7 +32,7 @@
 //!
 //! A module imports only from modules on earlier lines (`tests/layers` checks this):
 //!
-//! - `access`, `counter`, `dma_buf`, `iface_kind`, `nic`, `racing`
+//! - `access`, `counter`, `dma_buf`, `iface_kind`, `named_enum`, `nic`, `racing`
 //! - `error`, `flags`
 //! - `address`, `event_queue`, `frame`, `mr_mode`, `random`, `testing`
 //! - `allocation`, `key`, `mapping`
@@ -77,6 +77,7 @@ pub mod library;
 mod mapping;
 pub mod monitor;
 mod mr_mode;
+mod named_enum;
 mod nic;
 pub mod path;
 mod process;

@@ -122,10 +122,6 @@ impl MrMode {
 
 impl fmt::Display for MrMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_names(
-            f,
-            self.iter_names().map(|(name, _)| name),
-            u64::from(self.bits() & !Self::all().bits()),
-        )
+        write_names(f, self)
     }
 }

@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 use crate::{
     Access, AddressRange, Addressing, Allocation, AuthKey, DeviceId, DmaBufOffset, Error,
     ErrorKind, Iface, MrFlags, Result, SharedExports, dma_buf::DmaBufMapping,
-    handle::ProviderRegion,
+    handle::ProviderRegion, named_enum,
 };
 
 /// The inputs of a registration: the memory, the rights, the key and the settings.
@@ -172,41 +172,22 @@ pub enum KeyRequest {
     Provider,
 }
 
-/// A policy for direct access of NICs to device memory (`FI_OPT_FI_HMEM_P2P`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "kebab-case")]
-#[repr(u32)]
-pub enum P2pPolicy {
-    /// Use direct access if possible, and staged copies otherwise.
-    #[default]
-    Enabled = 0,
-    /// Use direct access, or fail.
-    Required = 1,
-    /// Use direct access if possible. Otherwise log a warning and use staged copies.
-    Preferred = 2,
-    /// Always use staged copies.
-    Disabled = 3,
-}
-
-impl P2pPolicy {
-    /// All policies, in the order of their values.
-    pub const ALL: [Self; 4] = [Self::Enabled, Self::Required, Self::Preferred, Self::Disabled];
-
-    /// Returns the policy's name in messages.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Enabled => "enabled",
-            Self::Required => "required",
-            Self::Preferred => "preferred",
-            Self::Disabled => "disabled",
-        }
-    }
-}
-
-impl fmt::Display for P2pPolicy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+named_enum! {
+    /// A policy for direct access of NICs to device memory (`FI_OPT_FI_HMEM_P2P`), with libfabric's
+    /// values 0 to 3.
+    #[derive(Default, Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    #[repr(u32)]
+    pub enum P2pPolicy {
+        /// Use direct access if possible, and staged copies otherwise.
+        #[default]
+        Enabled = "enabled",
+        /// Use direct access, or fail.
+        Required = "required",
+        /// Use direct access if possible. Otherwise log a warning and use staged copies.
+        Preferred = "preferred",
+        /// Always use staged copies.
+        Disabled = "disabled",
     }
 }
 
@@ -310,10 +291,10 @@ pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 /// The settings for registering a long range of host memory in several parts at once.
 ///
 /// A driver pins memory on one CPU per call, at 0.06 ns per byte or more. Several calls at once use
-/// several CPUs. The result is one region with a key for each part, and one part if the range is
-/// short. Its [`RemoteKey`](crate::RemoteKey) lists these keys, and transfers are split at the
-/// boundaries. [`RemoteKey::as_u64`](crate::RemoteKey::as_u64) of several parts fails
-/// with Unsupported. Some providers ignore these settings.
+/// several CPUs. The result is one region with a key for each part. The region's
+/// [`RemoteKey`](crate::RemoteKey) lists these keys, and transfers are split at the boundaries.
+/// [`RemoteKey::as_u64`](crate::RemoteKey::as_u64) fails with Unsupported if there are several
+/// parts. Some providers ignore these settings.
 #[derive(Clone, Copy, Default)]
 pub struct Parallel<'a> {
     /// The number of driver calls that run at once, each for one part. 0 means one per CPU.

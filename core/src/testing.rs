@@ -1,7 +1,7 @@
 //! Fault injection for drivers and NICs in software: a test makes a call fail, or wait in flight.
 //!
 //! The module needs the cargo feature `testing`, which the simulated device and the software NIC
-//! enable. Each of them declares its calls with [`call_kinds!`](crate::call_kinds), and passes them
+//! enable. Each of them declares its calls with [`named_enum!`](crate::named_enum), and passes them
 //! to [`Faults::enter`].
 
 use std::{
@@ -33,45 +33,6 @@ pub trait CallKind: Copy + Debug + Eq + Send + Sync + 'static {
     fn failure(self, errno: Errno, number: u64) -> Error;
 }
 
-/// Declares an enum of calls, with a list of all of them and a name for each.
-///
-/// ```
-/// hmem_core::call_kinds! {
-///     /// A kind of call into the driver.
-///     pub enum DriverCall {
-///         /// The call that allocates memory.
-///         Allocate = "driver_allocate",
-///         /// The call that frees memory.
-///         Free = "driver_free",
-///     }
-/// }
-/// assert_eq!(DriverCall::ALL, [DriverCall::Allocate, DriverCall::Free]);
-/// assert_eq!(DriverCall::Free.name(), "driver_free");
-/// ```
-#[macro_export]
-macro_rules! call_kinds {
-    (
-        $(#[$meta:meta])*
-        $vis:vis enum $kind:ident { $($(#[doc = $doc:literal])+ $call:ident = $name:literal,)+ }
-    ) => {
-        $(#[$meta])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        #[non_exhaustive]
-        $vis enum $kind { $($(#[doc = $doc])+ $call,)+ }
-
-        impl $kind {
-            /// All kinds of calls, in the order of the enum.
-            $vis const ALL: &[Self] = &[$(Self::$call,)+];
-
-            /// Returns the name of the call, as errors show it.
-            #[must_use]
-            $vis const fn name(self) -> &'static str {
-                match self { $(Self::$call => $name,)+ }
-            }
-        }
-    };
-}
-
 /// The faults that a test injects: calls that fail, and calls that wait at a [`Gate`]. Also counts
 /// the calls. Clones share the faults.
 #[derive(Clone, Debug)]
@@ -83,6 +44,7 @@ pub struct Faults<C> {
 struct State<C> {
     /// True once a test has called a method that depends on counts. Calls then take `plan`.
     counting: AtomicBool,
+    /// The number of calls so far, by [`CallKind::index`].
     counts: Box<[AtomicU64]>,
     plan: Mutex<Plan<C>>,
     /// Notified after each counted call.
@@ -243,10 +205,13 @@ impl<C: CallKind> Faults<C> {
     }
 }
 
+/// The stage of a gate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Stage {
+    /// No call has reached the gate.
     #[default]
-    Open,
+    Unreached,
+    /// A call waits at the gate.
     Holding,
     Released,
 }
@@ -260,7 +225,7 @@ struct GateState {
 impl GateState {
     fn hold(&self) {
         let mut stage = self.stage.lock();
-        if *stage == Stage::Open {
+        if *stage == Stage::Unreached {
             *stage = Stage::Holding;
             self.changed.notify_all();
         }
@@ -286,7 +251,7 @@ impl Gate {
     /// Blocks until a call waits at the gate or the gate is released.
     pub fn wait_held(&self) {
         let mut stage = self.state.stage.lock();
-        while *stage == Stage::Open {
+        while *stage == Stage::Unreached {
             self.state.changed.wait(&mut stage);
         }
     }
@@ -315,7 +280,7 @@ mod tests {
     use super::*;
     use crate::ErrorKind;
 
-    call_kinds! {
+    crate::named_enum! {
         /// A kind of call of the tests.
         enum TestCall {
             /// A call that is counted from the start.

@@ -16,18 +16,20 @@
 
 use std::fmt;
 
-use crate::{Access, Addressing, Error, ErrorKind, handle::ProviderRegion};
+use crate::{Access, Addressing, Error, ErrorKind, handle::ProviderRegion, named_enum};
 
-/// The types of memory windows (InfiniBand 10.6.7.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum WindowType {
-    /// A window that a function call binds. The provider changes the key at each bind.
-    One,
-    /// A window that a posted request binds. A bound window keeps its queue pair from being reset
-    /// or destroyed.
-    TwoA,
-    /// A window that a posted request binds. Its queue pair can be reset or destroyed at any time.
-    TwoB,
+named_enum! {
+    /// The types of memory windows (InfiniBand 10.6.7.2).
+    pub enum WindowType {
+        /// A window that a function call binds. The provider changes the key at each bind.
+        One = "1",
+        /// A window that a posted request binds. A bound window keeps its queue pair from being
+        /// reset or destroyed.
+        TwoA = "2A",
+        /// A window that a posted request binds. Its queue pair can be reset or destroyed at any
+        /// time.
+        TwoB = "2B",
+    }
 }
 
 /// The state of a window's key.
@@ -110,19 +112,6 @@ pub enum WindowRule {
 }
 
 impl WindowType {
-    /// All window types.
-    pub const ALL: [Self; 3] = [Self::One, Self::TwoA, Self::TwoB];
-
-    /// Returns the name of the window type: `1`, `2A` or `2B`.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::One => "1",
-            Self::TwoA => "2A",
-            Self::TwoB => "2B",
-        }
-    }
-
     /// Returns the state of a window after an event, if its state before was `state`.
     ///
     /// # Errors

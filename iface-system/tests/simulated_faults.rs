@@ -136,7 +136,7 @@ fn each_failed_call_is_named_and_leaks_nothing() {
     simulated.faults().start_counting();
     assert!(use_everything(&simulated).is_empty());
     let (fds, maps) = (open_fds(), mappings());
-    for call in DeviceCall::ALL {
+    for call in &DeviceCall::ALL {
         let before = simulated.faults().calls(*call);
         assert!(use_everything(&simulated).is_empty());
         let calls = simulated.faults().calls(*call) - before;

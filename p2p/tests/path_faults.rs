@@ -281,11 +281,11 @@ fn each(
 
 fn every_fault(setup: &PathSetup) {
     let mut hit = 0;
-    for call in DeviceCall::ALL {
+    for call in &DeviceCall::ALL {
         let arm = |bench: &Bench, nth| bench.device.faults().fail_nth(*call, nth, Errno(5));
         hit += u64::from(each(setup, call.name(), arm, |bench| bench.calls(*call)) > 0);
     }
-    for call in NicCall::ALL {
+    for call in &NicCall::ALL {
         let arm = |bench: &Bench, nth| bench.faults.fail_nth(*call, nth, Errno(5));
         hit += u64::from(each(setup, call.name(), arm, |bench| bench.faults.calls(*call)) > 0);
     }

@@ -1,12 +1,13 @@
 //! Fault injection: the calls of the NIC that a test can make fail, or wait in flight.
 
 use hmem_core::{
-    Errno, Error, call_kinds,
+    Errno, Error, named_enum,
     testing::{self, CallKind},
 };
 
-call_kinds! {
+named_enum! {
     /// A kind of call that a test can make fail or wait.
+    #[non_exhaustive]
     pub enum NicCall {
         /// A call of `Provider::open_domain`.
         OpenDomain = "open domain",

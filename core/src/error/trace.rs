@@ -5,74 +5,41 @@ use std::{fmt, ops::Deref, sync::Arc};
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::Error;
+use crate::named_enum;
 
-/// A path by which a NIC reaches memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum Path {
-    /// Host pages, registered by their addresses.
-    PlainHost,
-    /// A dma-buf, imported by its file descriptor.
-    DmaBuf,
-    /// A device address, which a peer-memory client (a kernel module of the GPU's vendor) resolves.
-    PeerMemory,
-    /// Copies through staging buffers in host memory.
-    Staged,
-}
-
-impl Path {
-    /// Returns the path's name in messages.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::PlainHost => "plain-host",
-            Self::DmaBuf => "dma-buf",
-            Self::PeerMemory => "peer-memory",
-            Self::Staged => "staged",
-        }
+named_enum! {
+    /// A path by which a NIC reaches memory.
+    #[derive(Serialize, Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    #[non_exhaustive]
+    pub enum Path {
+        /// Host pages, registered by their addresses.
+        PlainHost = "plain-host",
+        /// A dma-buf, imported by its file descriptor.
+        DmaBuf = "dma-buf",
+        /// A device address, which a peer-memory client (a kernel module of the GPU's vendor)
+        /// resolves.
+        PeerMemory = "peer-memory",
+        /// Copies through staging buffers in host memory.
+        Staged = "staged",
     }
 }
 
-impl fmt::Display for Path {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-/// The memory that an iface exports as a dma-buf for a range to be registered.
-///
-/// A NIC registers only the requested range of a larger export, so its key grants no more. Some
-/// drivers export, and some NICs import, whole allocations or whole segments only.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
-)]
-#[serde(rename_all = "kebab-case")]
-pub enum ExportUnit {
-    /// Exactly the range, or its part of each physical segment.
-    #[default]
-    Range,
-    /// Each physical segment that the range touches, as a whole.
-    Segment,
-    /// The whole allocation.
-    Allocation,
-}
-
-impl ExportUnit {
-    /// Returns the unit's name in messages.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Range => "range",
-            Self::Segment => "segment",
-            Self::Allocation => "allocation",
-        }
-    }
-}
-
-impl fmt::Display for ExportUnit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+named_enum! {
+    /// The memory that an iface exports as a dma-buf for a range to be registered.
+    ///
+    /// A NIC registers only the requested range of a larger export, so its key grants no more. Some
+    /// drivers export, and some NICs import, whole allocations or whole segments only.
+    #[derive(Default, PartialOrd, Ord, Serialize, Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum ExportUnit {
+        /// Exactly the range, or its part of each physical segment.
+        #[default]
+        Range = "range",
+        /// Each physical segment that the range touches, as a whole.
+        Segment = "segment",
+        /// The whole allocation.
+        Allocation = "allocation",
     }
 }
 
@@ -120,17 +87,7 @@ impl Attempt {
     #[must_use]
     pub fn refused(path: Path, call: impl Into<String>, error: Error) -> Self {
         let remedy = error.remedy_text().map(str::to_owned);
-        let (cause_name, cause) = (None, None);
-        Self {
-            path,
-            call: call.into(),
-            unit: None,
-            driver_called: true,
-            error: Some(error),
-            cause_name,
-            cause,
-            remedy,
-        }
+        Self { error: Some(error), remedy, ..Self::success(path, call) }
     }
 
     /// Creates an attempt over a path that was refused before any driver was called: the NIC does

@@ -12,7 +12,7 @@ use std::{fmt, sync::Arc};
 pub use free::FreeSubscriptions;
 pub use token::{GateToken, InvalidationToken, Subscription, SubscriptionMap, TokenIssuer};
 
-use crate::{AddressRange, Allocation, Result};
+use crate::{AddressRange, Allocation, Result, named_enum};
 
 /// The method by which a monitor detects changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,70 +24,32 @@ pub enum DetectionMethod {
     Identity,
 }
 
-/// The kind of change that invalidates cached memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-#[repr(u8)]
-pub enum InvalidationCause {
-    /// A call of `munmap(2)` for the memory.
-    Unmap,
-    /// A call of `mremap(2)`, for the old addresses of moved memory and for the cut end of shrunk
-    /// memory.
-    Remap,
-    /// A call of `madvise(2)` with MADV_DONTNEED, MADV_FREE or MADV_REMOVE.
-    Discard,
-    /// A call of `mmap(2)` with MAP_FIXED over the memory.
-    Replace,
-    /// A call of `brk(2)` with a lower address.
-    Shrink,
-    /// A call of `shmdt(2)` for the memory.
-    Detach,
-    /// A free by a device API.
-    Free,
-    /// A comparison of identities did not find the allocation at its address, or failed.
-    Identity,
-    /// The process is a forked child.
-    Fork,
-    /// The application invalidated the memory explicitly.
-    Application,
-}
-
-impl InvalidationCause {
-    /// All causes, in the order of their numbers.
-    pub const ALL: [Self; 10] = [
-        Self::Unmap,
-        Self::Remap,
-        Self::Discard,
-        Self::Replace,
-        Self::Shrink,
-        Self::Detach,
-        Self::Free,
-        Self::Identity,
-        Self::Fork,
-        Self::Application,
-    ];
-
-    /// Returns the name of the cause, for example `munmap`.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Unmap => "munmap",
-            Self::Remap => "mremap",
-            Self::Discard => "madvise",
-            Self::Replace => "MAP_FIXED",
-            Self::Shrink => "brk",
-            Self::Detach => "shmdt",
-            Self::Free => "free",
-            Self::Identity => "identity",
-            Self::Fork => "fork",
-            Self::Application => "application",
-        }
-    }
-}
-
-impl fmt::Display for InvalidationCause {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+named_enum! {
+    /// The kind of change that invalidates cached memory.
+    #[non_exhaustive]
+    #[repr(u8)]
+    pub enum InvalidationCause {
+        /// A call of `munmap(2)` for the memory.
+        Unmap = "munmap",
+        /// A call of `mremap(2)`, for the old addresses of moved memory and for the cut end of
+        /// shrunk memory.
+        Remap = "mremap",
+        /// A call of `madvise(2)` with MADV_DONTNEED, MADV_FREE or MADV_REMOVE.
+        Discard = "madvise",
+        /// A call of `mmap(2)` with MAP_FIXED over the memory.
+        Replace = "MAP_FIXED",
+        /// A call of `brk(2)` with a lower address.
+        Shrink = "brk",
+        /// A call of `shmdt(2)` for the memory.
+        Detach = "shmdt",
+        /// A free by a device API.
+        Free = "free",
+        /// A comparison of identities did not find the allocation at its address, or failed.
+        Identity = "identity",
+        /// The process is a forked child.
+        Fork = "fork",
+        /// The application invalidated the memory explicitly.
+        Application = "application",
     }
 }
 

@@ -1,13 +1,14 @@
 //! Fault injection: the driver calls that a test can count, fail and hold.
 
 use hmem_core::{
-    Errno, Error, call_kinds,
+    Errno, Error, named_enum,
     testing::{self, CallKind},
 };
 
-call_kinds! {
+named_enum! {
     /// The kind of a call into the simulated driver. One operation of the iface may make several
     /// calls.
+    #[non_exhaustive]
     pub enum DeviceCall {
         /// The call that lists the devices.
         Devices = "sim_devices",
