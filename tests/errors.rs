@@ -56,7 +56,7 @@ fn frequent_errors() -> Vec<Error> {
         too_long.register(vec![0; 10_000], Access::RECV).expect_err("too long").error,
         required.register(Vec::new(), Access::RECV).expect_err("empty").error,
         region.slice(60, 8).expect_err("outside"),
-        "cudda".parse::<IfaceKind>().map_err(Error::from).expect_err("unknown"),
+        "cudda".parse::<IfaceKind>().expect_err("unknown"),
     ]
 }
 

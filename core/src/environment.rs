@@ -1,8 +1,8 @@
 //! Values of environment variables, for the settings of ifaces and providers.
 //!
 //! A variable that is unset or empty has no value. A wrong value is an error of kind
-//! `InvalidArgument` that names the variable. `hmem::Builder::build` fails with such an error, and
-//! does not count the iface or provider as absent. The variables of registration caches are read
+//! `InvalidArgument` that names the variable. `hmem::Builder::build` fails with such an error: it
+//! does not continue without the iface or provider. The variables of registration caches are read
 //! later, when a cache is opened.
 //!
 //! ```

@@ -18,7 +18,7 @@
 mod summary;
 mod trace;
 
-use std::{borrow::Cow, error::Error as StdError, fmt, sync::Arc};
+use std::{borrow::Cow, error::Error as StdError, fmt, str::FromStr, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 
@@ -26,10 +26,7 @@ pub use self::{
     summary::{AttemptSummary, ErrorSummary},
     trace::{Attempt, ExportUnit, Path, Trace},
 };
-use crate::{
-    DeviceId, IfaceKind,
-    iface_kind::{IfaceName, UnknownIfaceName},
-};
+use crate::{DeviceId, IfaceKind, IfaceName};
 
 /// The result of every fallible operation of this library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -258,11 +255,11 @@ impl fmt::Display for DriverCode {
         // The codes of HSA and Level Zero are from 0x1000 up, and their headers write them in
         // hexadecimal. CUDA's codes are smaller and decimal.
         let hexadecimal = self.code >= 0x1000;
-        match (self.name.is_empty(), hexadecimal) {
-            (true, false) => write!(f, "code {}", self.code),
-            (true, true) => write!(f, "code {:#x}", self.code),
-            (false, false) => write!(f, "{} ({})", self.name, self.code),
-            (false, true) => write!(f, "{} ({:#x})", self.name, self.code),
+        let code = if hexadecimal { format!("{:#x}", self.code) } else { self.code.to_string() };
+        if self.name.is_empty() {
+            write!(f, "code {code}")
+        } else {
+            write!(f, "{} ({code})", self.name)
         }
     }
 }
@@ -512,27 +509,37 @@ impl Error {
     /// Returns the text of `{:#}`, for logs of events that name no range and no device.
     #[must_use]
     pub fn full(&self) -> impl fmt::Display + '_ {
-        Full(self)
+        Text(self, |error, f| write!(f, "{error:#}"))
     }
 
     /// Returns the text of `{:#}` without the error's remedy. Attempts keep their remedies.
     #[must_use]
     pub fn reason(&self) -> impl fmt::Display + '_ {
-        Reason(self)
+        Text(self, |error, f| {
+            error.write_messages(f)?;
+            error.write_values(f)
+        })
     }
 
     /// Returns the operation that failed and the reason, without attempts, source, remedy and
     /// context values.
     #[must_use]
     pub fn message(&self) -> impl fmt::Display + '_ {
-        Message(self)
+        Text(self, |error, f| error.0.write_message(f))
     }
 
     /// Returns the values of this error and of its sources of type [`Error`], each once:
     /// `iface=cuda, device=0`. The context value `why` is left out.
     #[must_use]
     pub fn values(&self) -> impl fmt::Display + '_ {
-        Values(self)
+        let mut values = Vec::new();
+        for (name, value) in self.chain().flat_map(|error| error.0.values()) {
+            let text = format!("{name}={value}");
+            if !values.contains(&text) {
+                values.push(text);
+            }
+        }
+        values.join(", ")
     }
 
     /// Returns this error, its source, the source's source, and so on, while they are of this type.
@@ -540,8 +547,19 @@ impl Error {
         std::iter::successors(Some(self), |error| error.0.source.as_deref()?.downcast_ref())
     }
 
-    /// Returns the last source of type [`Error`], or the source of another type that it has. For a
-    /// failed path search, this continues with the most informative refusal.
+    /// Returns the messages of all sources, the nearest first.
+    fn source_messages(&self) -> impl Iterator<Item = String> {
+        let first = self.0.source.as_deref().map(|source| source as &dyn StdError);
+        std::iter::successors(first, |&source| source.source()).map(|source| {
+            match source.downcast_ref::<Self>() {
+                Some(error) => error.message().to_string(),
+                None => source.to_string(),
+            }
+        })
+    }
+
+    /// Returns the last source in the chain of sources, which ends with the first source of another
+    /// type. The source of a failed path search is the most informative refusal.
     fn root_cause(&self) -> Option<&(dyn StdError + 'static)> {
         let mut cause = self.source()?;
         while let Some(source) = cause.downcast_ref::<Self>().and_then(Self::source) {
@@ -615,64 +633,25 @@ impl Record {
             .try_for_each(|(_, why)| write!(f, ": {why}"))
     }
 
-    /// Calls `each` with the name and the text of each context value.
-    fn for_each_value(&self, mut each: impl FnMut(&'static str, String)) {
-        let parties: [(_, Option<&dyn fmt::Display>); 3] = [
-            ("iface", self.iface.as_ref().map(|iface| iface as _)),
-            ("device", self.device.as_ref().map(|device| device as _)),
-            ("provider", self.provider.as_ref().map(|provider| provider as _)),
+    /// Returns the iface, the device, the provider and the context values without `why`, each with
+    /// its name.
+    fn values(&self) -> impl Iterator<Item = (&'static str, String)> {
+        let parties = [
+            ("iface", self.iface.as_ref().map(ToString::to_string)),
+            ("device", self.device.as_ref().map(ToString::to_string)),
+            ("provider", self.provider.as_ref().map(ToString::to_string)),
         ];
-        for (name, value) in parties {
-            value.into_iter().for_each(|value| each(name, value.to_string()));
-        }
-        for (name, value) in self.context.iter().filter(|(name, _)| *name != WHY) {
-            each(name, value.clone());
-        }
+        let parties = parties.into_iter().filter_map(|(name, value)| Some((name, value?)));
+        parties.chain(self.context.iter().filter(|(name, _)| *name != WHY).cloned())
     }
 }
 
-struct Message<'a>(&'a Error);
+/// An error, and the function that writes one of its texts.
+struct Text<'a>(&'a Error, fn(&Error, &mut fmt::Formatter<'_>) -> fmt::Result);
 
-impl fmt::Display for Message<'_> {
+impl fmt::Display for Text<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.0.write_message(f)
-    }
-}
-
-struct Values<'a>(&'a Error);
-
-impl fmt::Display for Values<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut values: Vec<(&'static str, String)> = Vec::new();
-        for error in self.0.chain() {
-            error.0.for_each_value(|name, value| {
-                let value = (name, value);
-                if !values.contains(&value) {
-                    values.push(value);
-                }
-            });
-        }
-        for (at, (name, value)) in values.into_iter().enumerate() {
-            write!(f, "{}{name}={value}", if at == 0 { "" } else { ", " })?;
-        }
-        Ok(())
-    }
-}
-
-struct Full<'a>(&'a Error);
-
-impl fmt::Display for Full<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#}", self.0)
-    }
-}
-
-struct Reason<'a>(&'a Error);
-
-impl fmt::Display for Reason<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.write_messages(f)?;
-        self.0.write_values(f)
+        self.1(self.0, f)
     }
 }
 
@@ -703,13 +682,8 @@ impl fmt::Debug for Error {
             for (at, attempt) in record.trace.iter().enumerate() {
                 write!(f, "\n  ({}) {attempt}", at + 1)?;
             }
-            let mut cause = record.source.as_deref().map(|source| source as &dyn StdError);
-            while let Some(source) = cause {
-                match source.downcast_ref::<Self>() {
-                    Some(error) => write!(f, "\n  caused by: {}", error.message())?,
-                    None => write!(f, "\n  caused by: {source}")?,
-                }
-                cause = source.source();
+            for message in self.source_messages() {
+                write!(f, "\n  caused by: {message}")?;
             }
             if let Some(remedy) = self.remedy_text() {
                 write!(f, "\n  remedy: {remedy}")?;
@@ -781,11 +755,17 @@ impl<T> From<Rejected<T>> for Error {
     }
 }
 
-impl From<UnknownIfaceName> for Error {
-    fn from(unknown: UnknownIfaceName) -> Self {
-        Self::new(ErrorKind::InvalidArgument, "iface name")
-            .context("why", format_args!("no iface is named {}", unknown.0))
-            .context("name", unknown.0)
-            .remedy("use one of system, cuda, rocr, ze, neuron, synapseai")
+impl FromStr for IfaceKind {
+    type Err = Error;
+
+    /// Parses the name of an iface that libfabric defines.
+    fn from_str(name: &str) -> Result<Self> {
+        let named = Self::NAMED.iter().find(|(_, known)| *known == name);
+        named.map(|(kind, _)| *kind).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, "iface name")
+                .context("why", format_args!("no iface is named {name}"))
+                .context("name", name)
+                .remedy("use one of system, cuda, rocr, ze, neuron, synapseai")
+        })
     }
 }

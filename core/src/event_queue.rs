@@ -1,9 +1,6 @@
 //! Event queues (`fi_eq`), which report that asynchronous registrations have ended.
 
-use std::{
-    collections::VecDeque,
-    time::{Duration, Instant},
-};
+use std::{collections::VecDeque, time::Duration};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -53,17 +50,8 @@ impl EventQueue {
     ///
     /// With [`Duration::MAX`] the call waits until an event arrives.
     pub fn wait(&self, timeout: Duration) -> Option<Event> {
-        let deadline = Instant::now().checked_add(timeout);
         let mut events = self.events.lock();
-        while events.is_empty() {
-            match deadline {
-                None => self.arrived.wait(&mut events),
-                Some(deadline) if self.arrived.wait_until(&mut events, deadline).timed_out() => {
-                    break;
-                }
-                Some(_) => {}
-            }
-        }
+        self.arrived.wait_while_for(&mut events, |events| events.is_empty(), timeout);
         events.pop_front()
     }
 }

@@ -8,7 +8,7 @@
 //! assert!(IfaceKind(0x100).is_plug_in());
 //! ```
 
-use std::{fmt, str::FromStr};
+use std::fmt;
 
 /// The number of a memory interface. 0 to 5 are those of libfabric's `enum fi_hmem_iface`. Plug-ins
 /// use 0x100 and up.
@@ -31,7 +31,8 @@ impl IfaceKind {
     /// The lowest number for plug-ins.
     pub const FIRST_PLUG_IN: Self = Self(0x100);
 
-    const NAMED: [(Self, &'static str); 6] = [
+    /// The ifaces that libfabric defines, with their names.
+    pub(crate) const NAMED: [(Self, &'static str); 6] = [
         (Self::SYSTEM, "system"),
         (Self::CUDA, "cuda"),
         (Self::ROCR, "rocr"),
@@ -65,16 +66,6 @@ impl fmt::Display for IfaceKind {
 impl fmt::Debug for IfaceKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
-    }
-}
-
-impl FromStr for IfaceKind {
-    type Err = UnknownIfaceName;
-
-    /// Parses the name of an iface that libfabric defines.
-    fn from_str(name: &str) -> Result<Self, UnknownIfaceName> {
-        let named = Self::NAMED.iter().find(|(_, known)| *known == name);
-        named.map(|(kind, _)| *kind).ok_or_else(|| UnknownIfaceName(name.to_owned()))
     }
 }
 
@@ -129,22 +120,6 @@ impl fmt::Debug for IfaceName {
         fmt::Display::fmt(self, f)
     }
 }
-
-/// The error for a name that is not the name of a libfabric iface.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UnknownIfaceName(pub String);
-
-impl fmt::Display for UnknownIfaceName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "unknown iface name {:?}: use one of system, cuda, rocr, ze, neuron, synapseai",
-            self.0
-        )
-    }
-}
-
-impl std::error::Error for UnknownIfaceName {}
 
 /// The number of a device within its iface, from 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]

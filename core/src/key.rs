@@ -78,8 +78,10 @@ pub struct RemotePiece {
 #[serde(try_from = "UncheckedKey")]
 pub struct RemoteKey {
     addressing: Addressing,
+    /// True for a key of [`RemoteKey::mapped`].
     mapped: bool,
     first: RemotePiece,
+    /// The pieces after the first. Empty unless the region is split.
     rest: Vec<RemotePiece>,
 }
 
@@ -262,9 +264,9 @@ impl RemoteKey {
     /// Returns the bytes to send to a peer.
     ///
     /// The bytes are the magic number `hmRK`, a version, the payload, and the CRC-32 of all these
-    /// bytes in little-endian order. Later versions of this crate read them too.
-    /// [`RemoteKey::from_bytes`] has an example. It refuses the bytes of a key that
-    /// [`Domain::map_raw`](crate::Domain::map_raw) returned.
+    /// bytes in little-endian order. Later versions of this crate read them too. If
+    /// [`Domain::map_raw`](crate::Domain::map_raw) returned the key, [`RemoteKey::from_bytes`]
+    /// refuses its bytes.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         FRAME.write(self)

@@ -109,7 +109,7 @@ pub use error::{
 };
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};
 pub use iface::{Iface, IfaceExt};
-pub use iface_kind::{DeviceId, IfaceKind, IfaceName, UnknownIfaceName};
+pub use iface_kind::{DeviceId, IfaceKind, IfaceName};
 pub use key::{Addressing, AuthKey, LocalKey, RawKey, RemoteKey, RemotePiece};
 pub use mapping::Mapping;
 pub use mr_mode::MrMode;

@@ -35,6 +35,7 @@ impl AddressOwner {
 
 /// A device iface, and the addresses for which it is queried.
 struct DeviceIface {
+    /// The first address of [`Iface::address_span`].
     first: Address,
     /// The length of the address span in bytes, minus 1 so that the whole address space fits.
     span: u64,
@@ -161,7 +162,7 @@ impl Registry {
             // The match borrows `answer` for speed. A move would be a wide load right after narrow
             // stores, which stalls the processor.
             match &answer {
-                Ok(Some(allocation)) if is_claimed(allocation) => {
+                Ok(Some(allocation)) if allocation.kind != AllocationKind::HostRegistered => {
                     return Ok(AddressOwner::of(allocation));
                 }
                 Ok(_) => {}
@@ -267,10 +268,6 @@ const PAGE: u64 = 4096;
 fn last_in_another_page(range: AddressRange) -> Option<Address> {
     let (first, last) = (range.start().0, range.start().0 + range.len().saturating_sub(1));
     (first / PAGE != last / PAGE).then_some(Address(last))
-}
-
-fn is_claimed(allocation: &Allocation) -> bool {
-    allocation.kind != AllocationKind::HostRegistered
 }
 
 impl fmt::Debug for Registry {

@@ -42,7 +42,9 @@ pub struct SharedExports(Arc<Mutex<Vec<Arc<SharedExport>>>>);
 /// An export of a [`SharedExports`]. Dropping the last reference releases the export.
 pub struct SharedExport {
     iface: Arc<dyn Iface>,
+    /// The allocation, as it was queried for the export.
     of: Allocation,
+    /// The exported range, a part of the allocation.
     exported: AddressRange,
     /// The export. `None` only during the drop.
     export: Option<DmaBufExport>,
@@ -87,25 +89,20 @@ impl SharedExports {
         exported: AddressRange,
         mapping: DmaBufMapping,
     ) -> Option<Arc<SharedExport>> {
-        let freed;
-        let found;
-        {
-            let mut stored = self.0.lock();
-            let of_freed = |old: &mut Arc<SharedExport>| {
-                old.is_of(iface) && old.of.range.overlaps(of.range) && !old.is_part_of(of)
-            };
-            freed = stored.extract_if(.., of_freed).collect::<Vec<_>>();
-            found = stored
-                .iter()
-                .find(|old| {
-                    old.is_of(iface)
-                        && old.is_part_of(of)
-                        && old.exported == exported
-                        && old.export().mapping == mapping
-                })
-                .cloned();
-        }
-        // Releases call the driver, so they come after the lock.
+        let of_freed = |old: &mut Arc<SharedExport>| {
+            old.is_of(iface) && old.of.range.overlaps(of.range) && !old.is_part_of(of)
+        };
+        let is_wanted = |old: &&Arc<SharedExport>| {
+            old.is_of(iface)
+                && old.is_part_of(of)
+                && old.exported == exported
+                && old.export().mapping == mapping
+        };
+        let mut stored = self.0.lock();
+        let freed: Vec<_> = stored.extract_if(.., of_freed).collect();
+        let found = stored.iter().find(is_wanted).cloned();
+        // The lock is released first, because the release of an export calls the driver.
+        drop(stored);
         drop(freed);
         found
     }

@@ -143,9 +143,7 @@ impl<C: CallKind> Faults<C> {
     pub fn wait_for_calls(&self, call: C, count: u64) {
         self.start_counting();
         let mut plan = self.state.plan.lock();
-        while self.calls(call) < count {
-            self.state.counted.wait(&mut plan);
-        }
+        self.state.counted.wait_while(&mut plan, |_| self.calls(call) < count);
     }
 
     /// Removes all pending failures, and releases all gates. Waiting calls continue.
@@ -229,9 +227,7 @@ impl GateState {
             *stage = Stage::Holding;
             self.changed.notify_all();
         }
-        while *stage == Stage::Holding {
-            self.changed.wait(&mut stage);
-        }
+        self.changed.wait_while(&mut stage, |stage| *stage == Stage::Holding);
     }
 
     fn release(&self) {
@@ -251,9 +247,7 @@ impl Gate {
     /// Blocks until a call waits at the gate or the gate is released.
     pub fn wait_held(&self) {
         let mut stage = self.state.stage.lock();
-        while *stage == Stage::Unreached {
-            self.state.changed.wait(&mut stage);
-        }
+        self.state.changed.wait_while(&mut stage, |stage| *stage == Stage::Unreached);
     }
 
     /// Returns true while a call waits at the gate.

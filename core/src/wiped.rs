@@ -32,10 +32,10 @@ unsafe impl Wipeable for AtomicUsize {}
 // SAFETY: any bytes are a valid `AtomicU64`, which threads may share and which needs no drop.
 unsafe impl Wipeable for AtomicU64 {}
 
-/// A `T` and a mark of the process that created it. The kernel zeroes both in a forked child, so a
-/// mark of zero identifies a forked child.
+/// A `T` and a mark of the process that created it. The kernel zeroes both in a forked child.
 #[repr(C)]
 struct Marked<T> {
+    /// The mark: 1 in the process that created the value, 0 in a forked child.
     ours: AtomicU32,
     value: T,
 }

@@ -95,15 +95,6 @@ impl From<&Error> for ErrorSummary {
         for (name, value) in &record.context {
             values.entry((*name).to_owned()).or_insert_with(|| value.clone());
         }
-        let mut sources = Vec::new();
-        let mut next = record.source.as_deref().map(|source| source as &dyn std::error::Error);
-        while let Some(source) = next {
-            sources.push(match source.downcast_ref::<Error>() {
-                Some(error) => error.message().to_string(),
-                None => source.to_string(),
-            });
-            next = source.source();
-        }
         Self {
             kind: record.kind,
             operation: record.operation.to_owned(),
@@ -116,7 +107,7 @@ impl From<&Error> for ErrorSummary {
             remedy: error.remedy_text().map(str::to_owned),
             values,
             attempts: record.trace.iter().map(AttemptSummary::from).collect(),
-            sources,
+            sources: error.source_messages().collect(),
         }
     }
 }

@@ -310,10 +310,8 @@ pub trait IfaceExt: Iface {
         from: Address,
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
-        let lacking = || {
-            let error = self.unavailable(Facet::CopyEngine);
-            error.context("to", to).context("from", from).context("length", len)
-        };
+        let range = CopyRange { to, from, len };
+        let lacking = || range.described(self.unavailable(Facet::CopyEngine));
         // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
         unsafe { self.copy_engine().ok_or_else(lacking)?.start_copy(to, from, len) }
     }

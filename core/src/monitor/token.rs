@@ -1,11 +1,10 @@
 //! Values that only their issuer can create and accept: subscriptions, invalidation tokens and gate
 //! tokens.
 //!
-//! A monitor hands out subscriptions, and a cache hands out tokens. Both get them back later, and
-//! then change what the rest of the process relies on: they end a subscription, or open a gate.
+//! A caller returns a subscription to its monitor to end the subscription, and a token to its cache
+//! to end an invalidation or to open the gate. Code must not be able to end what other code began.
 //! So each value contains the number of its issuer, which no other issuer of the process has. The
-//! values cannot be copied or built from numbers, and giving one back consumes it. Code that holds
-//! a monitor or an invalidator can therefore end only what it began itself.
+//! values cannot be copied or built from numbers, and returning one consumes it.
 
 use std::{
     collections::HashMap,
@@ -61,11 +60,6 @@ impl Issued {
     fn number(&self, issuer: &TokenIssuer) -> Option<u64> {
         (self.issuer == issuer.0).then_some(self.number)
     }
-
-    #[inline]
-    fn redeem(self, issuer: &TokenIssuer) -> Option<u64> {
-        self.number(issuer)
-    }
 }
 
 /// A subscription to a monitor, which [`Monitor::unsubscribe`](super::Monitor::unsubscribe) ends.
@@ -117,7 +111,7 @@ impl Subscription {
     #[inline]
     #[must_use = "the number names the subscription to end"]
     pub fn redeem(self, issuer: &TokenIssuer) -> Option<u64> {
-        self.0.redeem(issuer)
+        self.0.number(issuer)
     }
 }
 
@@ -136,16 +130,17 @@ impl Subscription {
 #[derive(Debug)]
 pub struct SubscriptionMap<T> {
     issuer: TokenIssuer,
-    next: u64,
+    /// The number of the subscription that was issued last.
+    last: u64,
     by_number: HashMap<u64, T>,
 }
 
 impl<T> SubscriptionMap<T> {
     /// Issues a subscription and keeps `value` for it.
     pub fn insert(&mut self, value: T) -> Subscription {
-        self.next += 1;
-        self.by_number.insert(self.next, value);
-        Subscription::new(&self.issuer, self.next)
+        self.last += 1;
+        self.by_number.insert(self.last, value);
+        Subscription::new(&self.issuer, self.last)
     }
 
     /// Returns the value of a subscription, or `None` with the subscription of another map.
@@ -185,7 +180,7 @@ impl<T> SubscriptionMap<T> {
 
 impl<T> Default for SubscriptionMap<T> {
     fn default() -> Self {
-        Self { issuer: TokenIssuer::new(), next: 0, by_number: HashMap::new() }
+        Self { issuer: TokenIssuer::new(), last: 0, by_number: HashMap::new() }
     }
 }
 
@@ -221,7 +216,7 @@ impl InvalidationToken {
     #[inline]
     #[must_use = "the number names the change to end"]
     pub fn redeem(self, issuer: &TokenIssuer) -> Option<u64> {
-        self.0.redeem(issuer)
+        self.0.number(issuer)
     }
 }
 
@@ -258,6 +253,6 @@ impl GateToken {
     #[inline]
     #[must_use = "only the issuer's own token opens the gate"]
     pub fn redeem(self, issuer: &TokenIssuer) -> bool {
-        self.0.redeem(issuer).is_some()
+        self.0.number(issuer).is_some()
     }
 }

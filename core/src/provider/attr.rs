@@ -165,10 +165,9 @@ bitflags::bitflags! {
 pub struct StagingAttr {
     /// The length of a buffer in bytes, at least 1. No chunk of a message is longer than a buffer.
     ///
-    /// The longest chunk of a message is about a sixteenth of the message, 192 KiB if that is more,
-    /// or a buffer's length if that is less. Chunks of less than 128 KiB are avoided, unless a
-    /// buffer is shorter. The chunks at both ends of a long message are shorter than those in the
-    /// middle.
+    /// The longest chunk of a message is about a sixteenth of the message, but at least 192 KiB and
+    /// at most a buffer. Chunks of less than 128 KiB are avoided, unless a buffer is shorter. The
+    /// chunks at both ends of a long message are shorter than those in the middle.
     pub buffer_len: usize,
     /// The number of buffers, at least 1. Some NICs need buffers for a whole message at once (verbs
     /// NICs do). For such a NIC, half of the buffers serve receives and a quarter serve sends. So

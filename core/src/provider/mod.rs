@@ -279,8 +279,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Returns true if the domain knows these settings of a request
     /// ([`Request::extension`](crate::Request::extension)). The core refuses requests with other
     /// settings.
-    fn accepts(&self, extension: &(dyn Any + Send + Sync)) -> bool {
-        let _ = extension;
+    fn accepts(&self, _extension: &(dyn Any + Send + Sync)) -> bool {
         false
     }
 
