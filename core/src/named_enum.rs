@@ -21,12 +21,12 @@ macro_rules! named_enum {
     (
         $(#[$meta:meta])*
         $vis:vis enum $type:ident {
-            $($(#[$value_meta:meta])+ $value:ident = $name:literal,)+
+            $($(#[$value_meta:meta])* $value:ident = $name:literal,)+
         }
     ) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        $vis enum $type { $($(#[$value_meta])+ $value,)+ }
+        $vis enum $type { $($(#[$value_meta])* $value,)+ }
 
         impl $type {
             /// All values, in the order of the enum.

@@ -192,25 +192,26 @@ impl Registry {
         let error = Error::new(ErrorKind::InvalidArgument, operation)
             .iface(self.name_of(claimed))
             .context("range", range);
-        if owner.iface == IfaceKind::SYSTEM && known.is_none() {
-            let Some(before) = range.start().0.checked_sub(1) else {
-                return error
-                    .context("why", "the iface does not know the address, which is null")
-                    .remedy("check that the allocation succeeded: a null pointer has no memory");
-            };
-            if let Ok(Some(ended)) = self.owner_of(Address(before)).map(|owner| owner.allocation)
-                && ended.iface == claimed
-            {
-                return error
-                    .context("allocation", ended.range)
-                    .context(
-                        "why",
-                        "the iface does not know the address, which is one past the end of an \
-                         allocation: the range is outside, or its memory was freed",
-                    )
-                    .remedy("register a range inside an allocation that has not been freed");
-            }
+        if owner.iface != IfaceKind::SYSTEM || known.is_some() {
             return error
+                .context("owner", self.name_of(owner.iface))
+                .remedy("name the iface that owns the memory, or none to detect it");
+        }
+        let Some(before) = range.start().0.checked_sub(1) else {
+            return error
+                .context("why", "the iface does not know the address, which is null")
+                .remedy("check that the allocation succeeded: a null pointer has no memory");
+        };
+        match self.owner_of(Address(before)).map(|owner| owner.allocation) {
+            Ok(Some(ended)) if ended.iface == claimed => error
+                .context("allocation", ended.range)
+                .context(
+                    "why",
+                    "the iface does not know the address, which is one past the end of an \
+                     allocation: the range is outside, or its memory was freed",
+                )
+                .remedy("register a range inside an allocation that has not been freed"),
+            _ => error
                 .context(
                     "why",
                     "the iface does not know the address: it was freed, belongs to another \
@@ -219,11 +220,8 @@ impl Registry {
                 .remedy(
                     "register memory that this process allocated and has not freed, or opened by \
                      an IPC handle; for host memory name the system iface, or none",
-                );
+                ),
         }
-        error
-            .context("owner", self.name_of(owner.iface))
-            .remedy("name the iface that owns the memory, or none to detect it")
     }
 
     /// Returns the owner of a whole range.

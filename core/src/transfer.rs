@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use crate::{
     Address, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result, handle::ProviderWindow,
-    window::WindowBind,
+    named_enum, window::WindowBind,
 };
 
 /// A piece of local memory in a work request.
@@ -102,56 +102,34 @@ impl fmt::Debug for EndpointName {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PeerId(pub u64);
 
-/// An atomic operation, with the values of libfabric's `enum fi_op`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u32)]
-#[allow(missing_docs, reason = "the names are those of fi_atomic(3), which defines them")]
-pub enum AtomicOp {
-    Min = 0,
-    Max = 1,
-    Sum = 2,
-    Prod = 3,
-    Lor = 4,
-    Land = 5,
-    Bor = 6,
-    Band = 7,
-    Lxor = 8,
-    Bxor = 9,
-    AtomicRead = 10,
-    AtomicWrite = 11,
-    Cswap = 12,
-    CswapNe = 13,
-    CswapLe = 14,
-    CswapLt = 15,
-    CswapGe = 16,
-    CswapGt = 17,
-    Mswap = 18,
+named_enum! {
+    /// An atomic operation of `fi_atomic(3)`, with the values of libfabric's `enum fi_op`: 0 to 18.
+    #[repr(u32)]
+    #[allow(missing_docs, reason = "fi_atomic(3) defines the operations by these names")]
+    pub enum AtomicOp {
+        Min = "FI_MIN",
+        Max = "FI_MAX",
+        Sum = "FI_SUM",
+        Prod = "FI_PROD",
+        Lor = "FI_LOR",
+        Land = "FI_LAND",
+        Bor = "FI_BOR",
+        Band = "FI_BAND",
+        Lxor = "FI_LXOR",
+        Bxor = "FI_BXOR",
+        AtomicRead = "FI_ATOMIC_READ",
+        AtomicWrite = "FI_ATOMIC_WRITE",
+        Cswap = "FI_CSWAP",
+        CswapNe = "FI_CSWAP_NE",
+        CswapLe = "FI_CSWAP_LE",
+        CswapLt = "FI_CSWAP_LT",
+        CswapGe = "FI_CSWAP_GE",
+        CswapGt = "FI_CSWAP_GT",
+        Mswap = "FI_MSWAP",
+    }
 }
 
 impl AtomicOp {
-    /// All operations, in libfabric's order.
-    pub const ALL: [Self; 19] = [
-        Self::Min,
-        Self::Max,
-        Self::Sum,
-        Self::Prod,
-        Self::Lor,
-        Self::Land,
-        Self::Bor,
-        Self::Band,
-        Self::Lxor,
-        Self::Bxor,
-        Self::AtomicRead,
-        Self::AtomicWrite,
-        Self::Cswap,
-        Self::CswapNe,
-        Self::CswapLe,
-        Self::CswapLt,
-        Self::CswapGe,
-        Self::CswapGt,
-        Self::Mswap,
-    ];
-
     /// Returns true if the operation has a compare operand (`fi_compare_atomic`).
     #[must_use]
     pub const fn compares(self) -> bool {

@@ -360,16 +360,8 @@ impl<S: CacheBackend> CacheCore<S> {
             UncachedReason::Forked => self.backend.register(key, owner, None),
             _ => self.register_in_backend(key, owner, None, &mut PendingCallbacks::new()),
         };
-        match region {
-            Ok(region) => {
-                count(&self.counters.uncached);
-                Ok(Lease::uncached(self, region, reason))
-            }
-            Err(error) => {
-                count(&self.counters.failures);
-                Err(error)
-            }
-        }
+        count(if region.is_ok() { &self.counters.uncached } else { &self.counters.failures });
+        region.map(|region| Lease::uncached(self, region, reason))
     }
 
     /// Calls the backend to register the memory. On `OutOfResources`, evicts idle entries, reclaims

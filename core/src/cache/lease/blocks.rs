@@ -32,7 +32,7 @@ const SLOTS_PER_TEST: usize = 10;
 const BLOCKS_TO_SEARCH: usize = 8;
 
 /// A slot for one lease: the word that publishes the lease, and two fields that only the block's
-/// owner (a thread or handle) writes.
+/// owner (a thread or handle) writes. Only the thread that owns the block may call the methods.
 #[repr(C)]
 #[derive(Debug)]
 #[cfg_attr(loom, derive(Default))]
@@ -48,7 +48,7 @@ pub(in crate::cache) struct LeaseSlot {
 }
 
 impl LeaseSlot {
-    /// Returns whether the slot is free. Only the thread that owns the slot's block may call this.
+    /// Returns whether the slot is free.
     #[inline(always)]
     pub(in crate::cache) fn is_free(&self) -> bool {
         // This Acquire and the Release in `publish` order the leases of a slot: a thread that sees
@@ -57,14 +57,14 @@ impl LeaseSlot {
         self.entry.load(Ordering::Acquire) == 0
     }
 
-    /// Publishes a lease of an entry. Only the thread that owns the slot's block may call this. The
-    /// slot must be free, or hold a lease that the calling lookup published.
+    /// Publishes a lease of an entry. The slot must be free, or hold a lease that the calling
+    /// lookup published.
     #[inline(always)]
     pub(in crate::cache) fn publish(&self, entry: u32) {
         self.entry.store(entry, Ordering::Release);
     }
 
-    /// Counts a hit with this slot. Only the thread that owns the slot's block may call this.
+    /// Counts a hit with this slot.
     #[inline(always)]
     pub(in crate::cache) fn count_hit(&self) {
         self.hits.store(self.hits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
@@ -72,7 +72,7 @@ impl LeaseSlot {
 }
 
 /// A group of lease slots, owned by a thread or a lookup handle. Only the owner uses `next_block`,
-/// `current_block` and `next_slot`.
+/// `current_block` and `next_slot`, and calls the methods.
 #[repr(C, align(128))]
 #[derive(Debug)]
 #[cfg_attr(loom, derive(Default))]
@@ -98,8 +98,7 @@ const _: () = assert!(size_of::<LeaseBlock>() == 512);
 unsafe impl Zeroed for LeaseBlock {}
 
 impl LeaseBlock {
-    /// Returns the slot that the next lookup with this block tries first. Only the thread that owns
-    /// the block may call this.
+    /// Returns the slot that the next lookup with this block tries first.
     #[inline(always)]
     pub(in crate::cache) fn next_slot(&self) -> &LeaseSlot {
         let next_slot = self.next_slot.load(Ordering::Relaxed) as usize;
@@ -107,8 +106,7 @@ impl LeaseBlock {
         unsafe { self.slots.get_unchecked(next_slot) }
     }
 
-    /// Returns a free slot of the block, or `None`. Only the thread that owns the block may call
-    /// this.
+    /// Returns a free slot of the block, or `None`.
     #[inline]
     fn free_slot(&self) -> Option<&LeaseSlot> {
         let next_slot = self.next_slot.load(Ordering::Relaxed) as usize;
