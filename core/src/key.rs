@@ -85,11 +85,11 @@ pub struct RemoteKey {
     rest: Vec<RemotePiece>,
 }
 
-/// The reason against sending or receiving a key that [`RemoteKey::mapped`] created.
+/// The reason why a key of [`RemoteKey::mapped`] is neither sent to peers nor accepted from them.
 pub(crate) const MAPPED: &str = "a mapped key, which is valid only in the domain that mapped it";
 
-/// The fields of a peer's [`RemoteKey`] before their validation, which is the conversion to a
-/// [`RemoteKey`].
+/// The fields of a received [`RemoteKey`], not yet validated. The conversion to a [`RemoteKey`]
+/// validates them.
 #[derive(Deserialize)]
 pub(crate) struct UncheckedKey {
     addressing: Addressing,
@@ -99,7 +99,7 @@ pub(crate) struct UncheckedKey {
 }
 
 impl TryFrom<UncheckedKey> for RemoteKey {
-    /// The reason against the key.
+    /// The reason why the key is refused.
     type Error = &'static str;
 
     fn try_from(unchecked: UncheckedKey) -> Result<Self, &'static str> {

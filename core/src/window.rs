@@ -104,7 +104,7 @@ pub enum WindowRule {
     RegionIsVirtual,
     /// A domain in RAW mode has no windows, because windows have no raw keys.
     NoRawKeys,
-    /// A window confines its peer only if the NIC enforces the window's bounds.
+    /// A window can grant a part of a region only if the NIC enforces the window's bounds.
     NicEnforcesBounds,
     /// With some drivers, a window can be invalidated only while it is bound, because the driver
     /// crashes when it invalidates a free window.

@@ -23,8 +23,11 @@ const NO_SLOT: u32 = u32::MAX;
 #[repr(align(64))]
 #[derive(Debug)]
 struct InvalidationSlot {
+    /// The first address of the range, or 0 if no range is written.
     start: AtomicU64,
+    /// The last address of the range, or `u64::MAX` if no range is written.
     last: AtomicU64,
+    /// The position of the cause in [`InvalidationCause::ALL`].
     cause: AtomicU32,
     /// 1 while the slot is claimed. Used only in a preferred slot: the bits of `overflow_claimed`
     /// show which overflow slots are claimed.
@@ -61,10 +64,9 @@ impl InvalidationSlot {
         self.last.store(u64::MAX, Ordering::Relaxed);
     }
 
-    /// Returns the cause of the slot's invalidation if its range overlaps the addresses from
+    /// Returns the cause of the slot's invalidation if the slot's range overlaps the addresses from
     /// `start` to `last`. A range that ends at `u64::MAX` counts as all addresses.
     fn overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
-        // Until its range is written, a slot stands for all addresses.
         let other_last = self.last.load(Ordering::Acquire);
         let other_start = self.start.load(Ordering::Relaxed);
         (other_last == u64::MAX || (start <= other_last && other_start <= last)).then(|| {

@@ -4,7 +4,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use crate::{Error, ErrorKind, IfaceKind, IfaceName, Result, frame::Frame};
 
-/// The form of the bytes of a handle. Version 1 was a form of each iface and was never released.
+/// The binary form of a handle.
 const FRAME: Frame = Frame {
     magic: *b"hmIP",
     version: 2,

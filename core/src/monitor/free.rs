@@ -44,7 +44,7 @@ impl Drop for FreeInProgress<'_> {
 }
 
 /// The subscriptions to frees of memory, for an iface that makes each free itself or is notified of
-/// it.
+/// each free.
 ///
 /// The `subscribe` of a [`Monitor`](super::Monitor) calls [`add`](Self::add), and its `unsubscribe`
 /// calls [`remove`](Self::remove). The frees come from one of two places:

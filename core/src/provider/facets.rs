@@ -33,8 +33,8 @@ bitflags::bitflags! {
         const ENDPOINT_BINDING = 1 << 7;
         /// The domain has staging buffers ([`StagingAccess`]).
         const STAGING = 1 << 8;
-        /// The domain has requests that proceed only during the application's calls of
-        /// [`ManualProgress::progress`] and of completion queues.
+        /// The domain has requests that proceed only during the application's calls
+        /// ([`ManualProgress`]).
         const MANUAL_PROGRESS = 1 << 9;
         /// The domain opens completion queues and endpoints ([`Transport`]).
         const TRANSPORT = 1 << 10;

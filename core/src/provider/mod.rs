@@ -176,9 +176,9 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Registers pieces as one region.
     ///
     /// # Safety
-    /// The promise of [`Raw::new`](crate::Raw::new) holds: until the region is
-    /// deregistered, the NIC and peers access the memory without the compiler's knowledge. Memory
-    /// that is marked as owned ([`Backing::Host`]) must stay mapped until then.
+    /// The promise of [`Raw::new`](crate::Raw::new) holds: until the region is deregistered, the
+    /// NIC and peers access the memory without the compiler's knowledge. Memory that is marked as
+    /// owned ([`Backing::Host`]) must stay mapped until then.
     ///
     /// The request keeps the rules that a provider need not check again:
     ///
@@ -192,7 +192,8 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// - Key and addressing follow the mode of the domain: in PROV_KEY mode the provider chooses
     ///   the key, and in VIRT_ADDR mode addresses are virtual. A requested key is not `u64::MAX`.
     /// - The domain accepts the extension ([`ProviderDomain::accepts`]).
-    /// - Staged memory is only for a domain with transfers, in which transfers may call drivers.
+    /// - Pieces are staged only if the domain has the facet [`Transport`] and the request allows
+    ///   transfers to call drivers ([`Registration::driver_calls_in_transfers`]).
     ///
     /// # Errors
     /// NoKey, KeyRejected, BadAddress, OutOfResources, and Unsupported for a backing that the NIC

@@ -83,6 +83,7 @@ pub(in crate::cache) mod state {
 }
 
 /// A cached registration. All fields by which a fast lookup decides are in the first cache line.
+/// The fields from `start` to `allocation` have the values of the [`Key`].
 #[repr(C, align(64))]
 pub(in crate::cache) struct Entry<S: CacheBackend> {
     /// The state word: the flags of [`state`], and the generation.
@@ -91,7 +92,6 @@ pub(in crate::cache) struct Entry<S: CacheBackend> {
     /// not have.
     missing_access: AtomicU32,
     pub(in crate::cache) start: AtomicU64,
-    /// The last address of the registered range.
     pub(in crate::cache) last: AtomicU64,
     pub(in crate::cache) owner: AtomicU64,
     pub(in crate::cache) allocation: AtomicU64,

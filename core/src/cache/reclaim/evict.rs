@@ -194,8 +194,8 @@ impl<S: CacheBackend> CacheCore<S> {
         ended
     }
 
-    /// Marks the entries that have a lease, as seen by a scan without a heavy barrier. Returns
-    /// whether any entry has no lease.
+    /// Marks the leased entries by a scan without a heavy barrier, which may miss new leases.
+    /// Returns whether any entry that counts for the limits has no lease.
     fn has_idle(&self, locked: &mut LockedState<S>) -> bool {
         let scan = locked.reclaim.eviction.begin_scan();
         let mut busy = 0;

@@ -21,7 +21,9 @@ const PAGE_BITS: u32 = 12;
 const FAN_BITS: u32 = 12;
 #[cfg(loom)]
 const FAN_BITS: u32 = 1;
+/// The number of slots in a node.
 const FAN: usize = 1 << FAN_BITS;
+/// The level of the root node. Leaf nodes have the level 0.
 #[cfg(not(loom))]
 const TOP: u32 = 2;
 #[cfg(loom)]
@@ -61,12 +63,13 @@ struct Node {
 #[allow(unsafe_code, reason = "zero bytes are an empty node")]
 unsafe impl Zeroed for Node {}
 
+/// The number of places for entries in a bucket.
 #[cfg(not(loom))]
 const WIDTH: usize = 5;
 #[cfg(loom)]
 const WIDTH: usize = 2;
 
-/// A link of a chain, with up to [`WIDTH`] entries and the index of the next bucket.
+/// A link of a chain.
 #[repr(C)]
 #[derive(Debug)]
 #[cfg_attr(loom, derive(Default))]
@@ -220,6 +223,8 @@ impl Radix {
         }
     }
 
+    /// Returns the first entry of a chain that `accept` accepts, or else the node below the chain's
+    /// slot. `head` is the index of the chain's first bucket.
     #[inline(never)]
     fn find_in_chain(&self, head: u32, accept: &impl Fn(u32) -> bool) -> Found {
         let mut bucket = self.buckets.at(head);
@@ -267,6 +272,7 @@ impl Radix {
         self.walk_node(node, level, first, last, visit);
     }
 
+    /// Visits the entries in the slots of the pages from `first` to `last`, at and below `node`.
     fn walk_node(&self, node: u32, level: u32, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
         let bits = span_bits(level);
         let slots = &self.nodes.at(node).slots[slot_of(first, level)..=slot_of(last, level)];
