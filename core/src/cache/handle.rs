@@ -35,7 +35,7 @@ use crate::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
 /// needed, as a batch: a sixteenth of all entries, but no more than 64.
 pub struct Cache<S: CacheBackend> {
     pub(super) core: Arc<CacheCore<S>>,
-    /// The same value as `core`, for monitors and the backend.
+    /// `core` as an [`Invalidator`], for monitors and the backend.
     invalidator: Arc<dyn Invalidator>,
     /// The worker. `None` only during the drop.
     #[cfg(not(loom))]

@@ -19,8 +19,8 @@ use super::{
 /// Marks an element of `RecordedBlocks::words` as unused. No gate's word ever has this value.
 const NO_CACHE: u64 = u64::MAX;
 
-/// A thread's lease blocks of up to [`RECORDED_CACHES`] caches. The same position of each array is
-/// about the same cache.
+/// A thread's lease blocks of up to [`RECORDED_CACHES`] caches. Elements at one position of the
+/// arrays belong to one cache.
 struct RecordedBlocks {
     /// The caches: for each, the value of the gate's word while fast lookups are enabled
     /// ([`fast_open`]), or [`NO_CACHE`].

@@ -1,7 +1,7 @@
 //! Models of the cache's races, on a table of four pages.
 //!
-//! The guide has the command. Loom has no `membarrier`: both halves of the barrier are SeqCst fences
-//! here. A model that fails without one kind of fence shows that the fence is needed.
+//! The guide has the command. Loom has no `membarrier`: both halves of the barrier are SeqCst
+//! fences here. A model that fails without one kind of fence shows that the fence is needed.
 //!
 //! Each model must reach both outcomes of its race. A model that reaches only one fails.
 
