@@ -1,4 +1,4 @@
-//! The macro [`named_enum!`](crate::named_enum).
+//! The macro [`named_enum!`](crate::named_enum!).
 
 /// Declares an enum whose values have names. The enum gets the list `ALL`, the method `name`, a
 /// `Display` that writes the name, and the usual derives with `Copy` and `Hash`.
