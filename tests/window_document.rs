@@ -27,23 +27,12 @@ fn tables() -> String {
             kind.name()
         );
         for event in WindowEvent::ALL {
-            let text = match event {
-                WindowEvent::Allocate => "allocate",
-                WindowEvent::Bind => "bind",
-                WindowEvent::BindNothing => "bind to no byte",
-                WindowEvent::Invalidate => "invalidate",
-                WindowEvent::InvalidateByPeer => "a peer invalidates",
-                WindowEvent::Access => "a peer reads or writes",
-                WindowEvent::ResetQueuePair => "the endpoint connects again",
-                WindowEvent::DestroyQueuePair => "the endpoint is closed",
-                WindowEvent::Deallocate => "free",
-            };
             let cell = |state| match kind.after(state, event) {
-                Ok(after) => format!("{after:?}"),
+                Ok(after) => after.to_string(),
                 Err(rule) => format!("`{rule}`"),
             };
             let cells: Vec<_> = WindowState::ALL.map(cell).into();
-            out += &format!("| {text} | {} |\n", cells.join(" | "));
+            out += &format!("| {event} | {} |\n", cells.join(" | "));
         }
     }
     out + "\n"

@@ -32,38 +32,40 @@ named_enum! {
     }
 }
 
-/// The state of a window's key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum WindowState {
-    /// The window is not allocated, or was freed.
-    Invalid,
-    /// The window is not bound, and its key gives no access.
-    Free,
-    /// The window is bound, and its key gives access to memory.
-    Valid,
+named_enum! {
+    /// The state of a window's key.
+    pub enum WindowState {
+        /// The window is not allocated, or was freed.
+        Invalid = "Invalid",
+        /// The window is not bound, and its key gives no access.
+        Free = "Free",
+        /// The window is bound, and its key gives access to memory.
+        Valid = "Valid",
+    }
 }
 
-/// An event that changes the state of a window, or that a [`WindowRule`] refuses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum WindowEvent {
-    /// The allocation of a window.
-    Allocate,
-    /// A request to bind the window to at least one byte.
-    Bind,
-    /// A request to bind the window to zero bytes.
-    BindNothing,
-    /// A request that the window's owner posted to invalidate the key.
-    Invalidate,
-    /// A message from a peer that invalidates the key (send with invalidate).
-    InvalidateByPeer,
-    /// A read, write or atomic by a peer with the key.
-    Access,
-    /// A reset of the queue pair through which the window was bound.
-    ResetQueuePair,
-    /// The destruction of the queue pair through which the window was bound.
-    DestroyQueuePair,
-    /// A request to free the window.
-    Deallocate,
+named_enum! {
+    /// An event that changes the state of a window, or that a [`WindowRule`] refuses.
+    pub enum WindowEvent {
+        /// The allocation of a window.
+        Allocate = "allocate",
+        /// A request to bind the window to at least one byte.
+        Bind = "bind",
+        /// A request to bind the window to zero bytes.
+        BindNothing = "bind to no byte",
+        /// A request that the window's owner posted to invalidate the key.
+        Invalidate = "invalidate",
+        /// A message from a peer that invalidates the key (send with invalidate).
+        InvalidateByPeer = "a peer invalidates",
+        /// A read, write or atomic by a peer with the key.
+        Access = "a peer reads or writes",
+        /// A reset of the queue pair through which the window was bound.
+        ResetQueuePair = "the endpoint connects again",
+        /// The destruction of the queue pair through which the window was bound.
+        DestroyQueuePair = "the endpoint is closed",
+        /// A request to free the window.
+        Deallocate = "free",
+    }
 }
 
 /// A rule for memory windows. An operation that breaks a rule is refused, and the error has the
@@ -185,26 +187,6 @@ const TYPE_2B: Table = [
     [INVALID, FREE, FREE],            // DestroyQueuePair
     [UNALLOCATED, INVALID, INVALID],  // Deallocate
 ];
-
-impl WindowState {
-    /// Every state, in the order of the table's columns.
-    pub const ALL: [Self; 3] = [Self::Invalid, Self::Free, Self::Valid];
-}
-
-impl WindowEvent {
-    /// Every event, in the order of the table's rows.
-    pub const ALL: [Self; 9] = [
-        Self::Allocate,
-        Self::Bind,
-        Self::BindNothing,
-        Self::Invalidate,
-        Self::InvalidateByPeer,
-        Self::Access,
-        Self::ResetQueuePair,
-        Self::DestroyQueuePair,
-        Self::Deallocate,
-    ];
-}
 
 impl WindowRule {
     /// Returns the name of the rule in errors and documents.

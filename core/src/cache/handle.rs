@@ -19,7 +19,6 @@ use super::{
     },
     lookup::FastLookup,
     reclaim::state::{CompletionCallback, PendingCallbacks},
-    statistics::{CacheStatistics, CachedEntryInfo},
     sync::{Barrier, cold_path},
 };
 use crate::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
@@ -209,20 +208,6 @@ impl<S: CacheBackend> Cache<S> {
         callback: impl FnOnce() + Send + 'static,
     ) {
         self.core.invalidate_with_callback(range, CompletionCallback::new(callback));
-    }
-
-    /// Returns the counts of lookups, and the current content of the cache. All numbers are 0 in a
-    /// forked child.
-    #[must_use]
-    pub fn statistics(&self) -> CacheStatistics {
-        self.core.statistics()
-    }
-
-    /// Lists the registered entries that are not invalidated, with the result of `read` for each
-    /// region. `read` runs under the cache's lock and must not use the cache. The list is empty in
-    /// a forked child.
-    pub fn entries<T>(&self, read: impl Fn(&S::Region) -> T) -> Vec<CachedEntryInfo<T>> {
-        self.core.entries(read)
     }
 
     /// Deregisters the regions of invalidated entries without leases, retries deregistrations that

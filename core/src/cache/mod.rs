@@ -58,8 +58,8 @@
 // - `reclaim/deregister`, `reclaim/evict`, `reclaim/invalidated`, `reclaim/worker`: the end of
 //   entries;
 // - `lease/guard`: `Lease`, which ends a lease;
-// - `miss`: waits or registers; `statistics`;
-// - `handle`: `Cache`, `LookupHandle`, `OwnedLease`.
+// - `miss`: waits or registers;
+// - `handle`: `Cache`, `LookupHandle`, `OwnedLease`; then `statistics`.
 
 mod arena;
 mod backend;

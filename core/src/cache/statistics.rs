@@ -2,11 +2,11 @@
 
 #![allow(unsafe_code, reason = "reads the region of an entry under the cache's lock")]
 
-use std::{collections::HashMap, fmt, time::Duration};
+use std::{fmt, time::Duration};
 
 use super::{
     backend::CacheBackend,
-    cache_core::CacheCore,
+    handle::Cache,
     index::entry::{self, state},
     key::Key,
     sync::{AtomicU64, Ordering},
@@ -25,8 +25,7 @@ pub struct CacheStatistics {
     /// thread's registration.
     pub hits: u64,
     /// The number of lookups that found no cached region and then registered, or waited for a
-    /// registration that failed. A [`Cache::find`](super::Cache::find) that returns
-    /// `None` does not count.
+    /// registration that failed. A [`Cache::find`] that returns `None` does not count.
     pub misses: u64,
     /// The number of misses that created a cache entry, including misses in progress.
     pub registrations: u64,
@@ -35,8 +34,7 @@ pub struct CacheStatistics {
     /// The number of misses that returned an error, including the error of another thread's
     /// registration. The error for a key [of any owner](Key::of_any_owner) does not count.
     pub failures: u64,
-    /// The number of entries that were evicted, to make room or by
-    /// [`Cache::evict_idle`](super::Cache::evict_idle).
+    /// The number of entries that were evicted, to make room or by [`Cache::evict_idle`].
     pub evictions: u64,
     /// The number of entries that a larger, merged entry replaced.
     pub merged: u64,
@@ -85,7 +83,7 @@ impl CacheStatistics {
     }
 }
 
-/// A registered entry, as [`Cache::entries`](super::Cache::entries) lists it.
+/// A registered entry, as [`Cache::entries`] lists it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CachedEntryInfo<T> {
@@ -96,22 +94,25 @@ pub struct CachedEntryInfo<T> {
     pub age: Duration,
     /// The number of leases of the entry.
     pub users: usize,
-    /// The result for this region of the closure that was passed to
-    /// [`Cache::entries`](super::Cache::entries).
+    /// The result for this region of the closure that was passed to [`Cache::entries`].
     pub region: T,
 }
 
-impl<S: CacheBackend> CacheCore<S> {
-    pub(super) fn statistics(&self) -> CacheStatistics {
-        if self.leases.gate.is_forked() {
+impl<S: CacheBackend> Cache<S> {
+    /// Returns the counts of lookups, and the current content of the cache. All numbers are 0 in a
+    /// forked child.
+    #[must_use]
+    pub fn statistics(&self) -> CacheStatistics {
+        let core = &self.core;
+        if core.leases.gate.is_forked() {
             return CacheStatistics::default();
         }
-        let mut locked = self.state.lock();
-        self.drain_invalidated(&mut locked);
-        let users = self.users_by_entry();
+        let mut locked = core.state.lock();
+        core.drain_invalidated(&mut locked);
+        let users = core.leases.blocks.users_by_entry();
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let counters = &*self.counters;
-        let hits = self.leases.blocks.hits() + read(&counters.late_hits);
+        let counters = &*core.counters;
+        let hits = core.leases.blocks.hits() + read(&counters.late_hits);
         let registrations = locked.misses.registrations;
         let (uncached, failures) = (read(&counters.uncached), read(&counters.failures));
         let misses = registrations + uncached + failures;
@@ -135,21 +136,25 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    pub(super) fn entries<T>(&self, read: impl Fn(&S::Region) -> T) -> Vec<CachedEntryInfo<T>> {
-        if self.leases.gate.is_forked() {
+    /// Lists the registered entries that are not invalidated, with the result of `read` for each
+    /// region. `read` runs under the cache's lock and must not use the cache. The list is empty in
+    /// a forked child.
+    pub fn entries<T>(&self, read: impl Fn(&S::Region) -> T) -> Vec<CachedEntryInfo<T>> {
+        let core = &self.core;
+        if core.leases.gate.is_forked() {
             return Vec::new();
         }
-        let locked = self.state.lock();
-        let users = self.users_by_entry();
+        let locked = core.state.lock();
+        let users = core.leases.blocks.users_by_entry();
         let now = entry::now_ms();
         let is_valid = |index: &u32| {
-            let word = self.index.entries.at(*index).state.load(Ordering::Acquire);
+            let word = core.index.entries.at(*index).state.load(Ordering::Acquire);
             state::is_registered(word) && word & state::INVALIDATED == 0
         };
         (1..=locked.index.created)
             .filter(is_valid)
             .map(|index| {
-                let entry = self.index.entries.at(index);
+                let entry = core.index.entries.at(index);
                 let age = now.saturating_sub(entry.registered_at_ms.load(Ordering::Relaxed));
                 CachedEntryInfo {
                     key: entry.key(),
@@ -160,12 +165,5 @@ impl<S: CacheBackend> CacheCore<S> {
                 }
             })
             .collect()
-    }
-
-    /// Returns the number of leases of each leased entry.
-    fn users_by_entry(&self) -> HashMap<u32, usize> {
-        let mut users = HashMap::new();
-        self.leases.blocks.for_each_lease(|index| *users.entry(index).or_default() += 1);
-        users
     }
 }

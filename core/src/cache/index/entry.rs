@@ -166,15 +166,11 @@ impl<S: CacheBackend> Entry<S> {
     /// ended the lease.
     #[inline(always)]
     pub(in crate::cache) unsafe fn leased_covers(&self, key: &Key) -> bool {
-        self.covers_with(
-            key,
-            // SAFETY: the caller published a lease and then saw the entry live, so no thread writes
-            // the entry until the lease ends.
-            |value| unsafe { sync::read_settled_u64(value) },
-            // SAFETY: the caller published a lease and then saw the entry live, so no thread writes
-            // the entry until the lease ends.
-            |value| unsafe { sync::read_settled_u32(value) },
-        )
+        // SAFETY: the caller published a lease and then saw the entry live, so no thread writes the
+        // entry until the lease ends.
+        unsafe {
+            self.covers_with(key, |at| sync::read_settled_u64(at), |at| sync::read_settled_u32(at))
+        }
     }
 
     /// Returns whether a lookup of the key may use the entry: it covers the key's range with at
@@ -182,11 +178,7 @@ impl<S: CacheBackend> Entry<S> {
     /// owner](Key::of_any_owner) matches every iface, device and allocation.
     #[inline(always)]
     pub(in crate::cache) fn covers(&self, key: &Key) -> bool {
-        self.covers_with(
-            key,
-            |value| value.load(Ordering::Relaxed),
-            |value| value.load(Ordering::Relaxed),
-        )
+        self.covers_with(key, |at| at.load(Ordering::Relaxed), |at| at.load(Ordering::Relaxed))
     }
 
     #[inline(always)]

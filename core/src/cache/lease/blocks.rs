@@ -5,6 +5,8 @@
 
 #![allow(unsafe_code, reason = "zeroed lease blocks, and slots by an index that is in range")]
 
+use std::collections::HashMap;
+
 use super::super::{
     arena::{Arena, Zeroed},
     sync::{AtomicU32, AtomicU64, Mutex, Ordering},
@@ -172,6 +174,13 @@ impl LeaseBlocks {
             }
             visit_each(rest);
         }
+    }
+
+    /// Returns the number of leases of each leased entry.
+    pub(in crate::cache) fn users_by_entry(&self) -> HashMap<u32, usize> {
+        let mut users = HashMap::new();
+        self.for_each_lease(|index| *users.entry(index).or_default() += 1);
+        users
     }
 
     /// Returns the number of hits of all threads so far.
