@@ -14,8 +14,6 @@
 //! assert_eq!(rebound, Ok(WindowState::Valid));
 //! ```
 
-use std::fmt;
-
 use crate::{Access, Addressing, Error, ErrorKind, handle::ProviderRegion, named_enum};
 
 named_enum! {
@@ -68,49 +66,51 @@ named_enum! {
     }
 }
 
-/// A rule for memory windows. An operation that breaks a rule is refused, and the error has the
-/// rule's name as its context value `rule`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum WindowRule {
-    /// A window must be allocated before its use, and only once.
-    Allocated,
-    /// A type 2 window can be bound only while it is free (o10-37.2.30).
-    BindsWhenFree,
-    /// A type 2 window cannot be bound to zero bytes (o10-37.2.40).
-    Type2HasLength,
-    /// A type 1 window that is not bound cannot be unbound.
-    UnbindsWhenBound,
-    /// A type 1 window cannot be invalidated (o10-37.2.26).
-    Type1IsNotInvalidated,
-    /// A peer cannot use the key of a free window.
-    AccessNeedsBinding,
-    /// A queue pair with a bound type 2A window can be neither reset nor destroyed.
-    Type2AHoldsQueuePair,
-    /// A type 1 window must be bound by a call, and a type 2 window by a posted request.
-    BoundByItsVerb,
-    /// A type 1 window must be bound with virtual addressing (o10-36.2.2).
-    Type1IsVirtual,
-    /// A type 2 window can be accessed and invalidated only through the queue pair that bound it.
-    OwnQueuePair,
-    /// A window can be bound only to a region of its own protection domain (C10-72).
-    SameDomain,
-    /// A window can be bound only to a region with the right MW_BIND (C10-73).
-    RegionAllowsWindows,
-    /// A window that lets peers write needs a region that the NIC may write (C10-74).
-    WritesNeedLocalWrite,
-    /// A window's bytes must be inside its region (C10-75).
-    InsideRegion,
-    /// A window can grant only rights of peers.
-    RemoteRightsOnly,
-    /// A window can be bound only to a region with virtual addressing.
-    RegionIsVirtual,
-    /// A domain in RAW mode has no windows, because windows have no raw keys.
-    NoRawKeys,
-    /// A window can grant a part of a region only if the NIC enforces the window's bounds.
-    NicEnforcesBounds,
-    /// With some drivers, a window can be invalidated only while it is bound, because the driver
-    /// crashes when it invalidates a free window.
-    DriverInvalidatesOnce,
+named_enum! {
+    /// A rule for memory windows. An operation that breaks a rule is refused, and the error has the
+    /// rule's name as its context value `rule`.
+    pub enum WindowRule {
+        /// A window must be allocated before its use, and only once.
+        Allocated = "allocated",
+        /// A type 2 window can be bound only while it is free (o10-37.2.30).
+        BindsWhenFree = "binds-when-free",
+        /// A type 2 window cannot be bound to zero bytes (o10-37.2.40).
+        Type2HasLength = "type-2-has-length",
+        /// A type 1 window that is not bound cannot be unbound.
+        UnbindsWhenBound = "unbinds-when-bound",
+        /// A type 1 window cannot be invalidated (o10-37.2.26).
+        Type1IsNotInvalidated = "type-1-is-not-invalidated",
+        /// A peer cannot use the key of a free window.
+        AccessNeedsBinding = "access-needs-binding",
+        /// A queue pair with a bound type 2A window can be neither reset nor destroyed.
+        Type2AHoldsQueuePair = "type-2a-holds-queue-pair",
+        /// A type 1 window must be bound by a call, and a type 2 window by a posted request.
+        BoundByItsVerb = "bound-by-its-verb",
+        /// A type 1 window must be bound with virtual addressing (o10-36.2.2).
+        Type1IsVirtual = "type-1-is-virtual",
+        /// A type 2 window can be accessed and invalidated only through the queue pair that bound
+        /// it.
+        OwnQueuePair = "own-queue-pair",
+        /// A window can be bound only to a region of its own protection domain (C10-72).
+        SameDomain = "same-domain",
+        /// A window can be bound only to a region with the right MW_BIND (C10-73).
+        RegionAllowsWindows = "region-allows-windows",
+        /// A window that lets peers write needs a region that the NIC may write (C10-74).
+        WritesNeedLocalWrite = "writes-need-local-write",
+        /// A window's bytes must be inside its region (C10-75).
+        InsideRegion = "inside-region",
+        /// A window can grant only rights of peers.
+        RemoteRightsOnly = "remote-rights-only",
+        /// A window can be bound only to a region with virtual addressing.
+        RegionIsVirtual = "region-is-virtual",
+        /// A domain in RAW mode has no windows, because windows have no raw keys.
+        NoRawKeys = "no-raw-keys",
+        /// A window can grant a part of a region only if the NIC enforces the window's bounds.
+        NicEnforcesBounds = "nic-enforces-bounds",
+        /// With some drivers, a window can be invalidated only while it is bound, because the
+        /// driver crashes when it invalidates a free window.
+        DriverInvalidatesOnce = "driver-invalidates-once",
+    }
 }
 
 impl WindowType {
@@ -189,127 +189,87 @@ const TYPE_2B: Table = [
 ];
 
 impl WindowRule {
-    /// Returns the name of the rule in errors and documents.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        self.parts().0
-    }
-
     /// Returns the error for an operation that breaks this rule.
     #[must_use]
     pub fn refuse(self, operation: &'static str) -> Error {
-        let (name, kind, remedy) = self.parts();
-        Error::new(kind, operation).context("rule", name).remedy(remedy)
-    }
-
-    const fn parts(self) -> (&'static str, ErrorKind, &'static str) {
         use ErrorKind as Kind;
-        match self {
+        let (kind, remedy) = match self {
             Self::Allocated => (
-                "allocated",
                 Kind::InvalidArgument,
                 "allocate a window in this domain: this one was freed or is of another domain",
             ),
             Self::BindsWhenFree => (
-                "binds-when-free",
                 Kind::BadState,
                 "invalidate the key of a type 2 window before binding it again \
                  (InfiniBand o10-37.2.30)",
             ),
             Self::Type2HasLength => (
-                "type-2-has-length",
                 Kind::ZeroLength,
                 "bind at least one byte, or invalidate the key to unbind a type 2 window \
                  (InfiniBand o10-37.2.40)",
             ),
-            Self::UnbindsWhenBound => {
-                ("unbinds-when-bound", Kind::BadState, "unbind a window only while it is bound")
-            }
+            Self::UnbindsWhenBound => (Kind::BadState, "unbind a window only while it is bound"),
             Self::Type1IsNotInvalidated => (
-                "type-1-is-not-invalidated",
                 Kind::BadState,
                 "unbind a type 1 window, or bind it again, to end its key: only type 2 windows are \
                  invalidated (InfiniBand o10-37.2.26)",
             ),
             Self::AccessNeedsBinding => (
-                "access-needs-binding",
                 Kind::InvalidKey,
                 "ask the peer for a new key: the grant was revoked, or the window is not bound",
             ),
             Self::Type2AHoldsQueuePair => (
-                "type-2a-holds-queue-pair",
                 Kind::Busy,
                 "invalidate or free the type 2A windows that are bound through the endpoint first",
             ),
             Self::BoundByItsVerb => (
-                "bound-by-its-verb",
                 Kind::BadState,
                 "bind a type 1 window by a call, and a type 2 window by a posted request",
             ),
             Self::Type1IsVirtual => (
-                "type-1-is-virtual",
                 Kind::InvalidArgument,
                 "bind a type 1 window with virtual addresses (InfiniBand o10-36.2.2)",
             ),
             Self::OwnQueuePair => (
-                "own-queue-pair",
                 Kind::AccessDenied,
                 "address accesses to the endpoint that bound the type 2 window, and invalidate it \
                  there",
             ),
             Self::SameDomain => (
-                "same-domain",
                 Kind::InvalidArgument,
                 "use a window, a region and an endpoint of one domain (InfiniBand C10-72)",
             ),
-            Self::RegionAllowsWindows => (
-                "region-allows-windows",
-                Kind::AccessDenied,
-                "register the region with Access::MW_BIND (InfiniBand C10-73)",
-            ),
+            Self::RegionAllowsWindows => {
+                (Kind::AccessDenied, "register the region with Access::MW_BIND (InfiniBand C10-73)")
+            }
             Self::WritesNeedLocalWrite => (
-                "writes-need-local-write",
                 Kind::AccessDenied,
                 "register the region with a right by which the NIC writes, such as RECV: the grant \
                  or window lets peers write (InfiniBand C10-74, 10.6.7.2.2)",
             ),
-            Self::InsideRegion => (
-                "inside-region",
-                Kind::OutOfBounds,
-                "grant or bind bytes in the region (InfiniBand C10-75)",
-            ),
+            Self::InsideRegion => {
+                (Kind::OutOfBounds, "grant or bind bytes in the region (InfiniBand C10-75)")
+            }
             Self::RemoteRightsOnly => (
-                "remote-rights-only",
                 Kind::BadAccess,
                 "grant or bind remote rights only: REMOTE_READ, REMOTE_WRITE, REMOTE_RMA_WRITE and \
                  REMOTE_ATOMIC",
             ),
-            Self::RegionIsVirtual => {
-                ("region-is-virtual", Kind::Unsupported, "bind to a region with virtual addresses")
+            Self::RegionIsVirtual => (Kind::Unsupported, "bind to a region with virtual addresses"),
+            Self::NoRawKeys => {
+                (Kind::Unsupported, "use a sub-region in RAW mode: windows have no raw keys")
             }
-            Self::NoRawKeys => (
-                "no-raw-keys",
-                Kind::Unsupported,
-                "use a sub-region in RAW mode: windows have no raw keys",
-            ),
             Self::NicEnforcesBounds => (
-                "nic-enforces-bounds",
                 Kind::Unsupported,
                 "grant the whole region, or register the part as a region of its own: through a \
                  window of this NIC, a peer reaches the whole region",
             ),
             Self::DriverInvalidatesOnce => (
-                "driver-invalidates-once",
                 Kind::BadState,
                 "invalidate a window only while it is bound: this driver crashes on a free one",
             ),
-        }
-    }
-}
-
-impl fmt::Display for WindowRule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        };
+        Error::new(kind, operation).context("rule", self).remedy(remedy)
     }
 }
 
