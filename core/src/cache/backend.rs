@@ -39,9 +39,8 @@ pub trait CacheBackend: Send + Sync + 'static {
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Self::Watch>;
 
     /// Stops watching a registration's memory. The cache calls this once for each watch: after it
-    /// deregistered the region, or after the registration failed. If the backend refuses to
-    /// deregister a region until the cache is dropped, the drop calls this for the registered
-    /// region.
+    /// deregistered the region, or after the registration failed. The drop of the cache calls this
+    /// also for regions that stay registered because the backend refuses to deregister them.
     fn unwatch(&self, watch: Self::Watch);
 
     /// Returns true if each hit must call [`CacheBackend::is_current`]. The cache calls this once

@@ -232,9 +232,9 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
 
 /// The operations of an iface for callers.
 ///
-/// Most methods call an operation of a facet, and fail with [`Iface::unavailable`] if the facet is
-/// missing. [`read`](IfaceExt::read) and [`write`](IfaceExt::write) copy between slices and the
-/// iface's memory.
+/// Most methods call an operation of a facet. They return the errors of that operation, and fail
+/// with [`Iface::unavailable`] (Unsupported) if the facet is missing. [`read`](IfaceExt::read) and
+/// [`write`](IfaceExt::write) copy between slices and the iface's memory.
 ///
 /// Copies are `unsafe`, because an address does not keep its memory allocated. The types that own
 /// memory have safe copies, for example [`DeviceBuffer::read`](crate::DeviceBuffer::read) and
@@ -264,9 +264,6 @@ pub trait IfaceExt: Iface {
     }
 
     /// Calls [`Allocator::allocate`].
-    ///
-    /// # Errors
-    /// The errors of [`Allocator::allocate`], and Unsupported without the facet.
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         let lacking = || {
             let error = self.unavailable(Facet::Allocator).device(request.device);
@@ -279,9 +276,6 @@ pub trait IfaceExt: Iface {
     ///
     /// # Safety
     /// The conditions of [`Allocator::free`].
-    ///
-    /// # Errors
-    /// The errors of [`Allocator::free`], and Unsupported without the facet.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         let lacking = || self.unavailable(Facet::Allocator).context("range", allocation.range);
         // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
@@ -289,9 +283,6 @@ pub trait IfaceExt: Iface {
     }
 
     /// Calls [`Allocator::is_device_active`].
-    ///
-    /// # Errors
-    /// The errors of [`Allocator::is_device_active`], and Unsupported without the facet.
     fn is_device_active(&self, device: DeviceId) -> Result<bool> {
         let lacking = || self.unavailable(Facet::Allocator).device(device);
         self.allocator().ok_or_else(lacking)?.is_device_active(device)
@@ -301,9 +292,6 @@ pub trait IfaceExt: Iface {
     ///
     /// # Safety
     /// The conditions of [`CopyEngine::start_copy`].
-    ///
-    /// # Errors
-    /// The errors of [`CopyEngine::start_copy`], and Unsupported without the facet.
     unsafe fn start_copy(
         &self,
         to: Address,
@@ -333,9 +321,6 @@ pub trait IfaceExt: Iface {
     }
 
     /// Calls [`DmaBufExporter::release`]. Without that facet, closes the fd and returns an error.
-    ///
-    /// # Errors
-    /// The errors of [`DmaBufExporter::release`], and Unsupported without the facet.
     fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
         self.dma_buf().ok_or_else(|| self.unavailable(Facet::DmaBuf))?.release(export)
     }
@@ -355,9 +340,6 @@ pub trait IfaceExt: Iface {
     ///
     /// # Safety
     /// The conditions of [`HostRegistrar::register`].
-    ///
-    /// # Errors
-    /// The errors of [`HostRegistrar::register`], and Unsupported without the facet.
     unsafe fn host_register(&self, range: AddressRange) -> Result<()> {
         let lacking = || self.unavailable(Facet::HostRegistrar).context("range", range);
         // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
@@ -365,27 +347,18 @@ pub trait IfaceExt: Iface {
     }
 
     /// Calls [`HostRegistrar::unregister`].
-    ///
-    /// # Errors
-    /// The errors of [`HostRegistrar::unregister`], and Unsupported without the facet.
     fn host_unregister(&self, range: AddressRange) -> Result<()> {
         let lacking = || self.unavailable(Facet::HostRegistrar).context("range", range);
         self.host_registrar().ok_or_else(lacking)?.unregister(range)
     }
 
     /// Calls [`Ipc::export`].
-    ///
-    /// # Errors
-    /// The errors of [`Ipc::export`], and Unsupported without the facet.
     fn ipc_export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         let lacking = || self.unavailable(Facet::Ipc).context("range", allocation.range);
         self.ipc().ok_or_else(lacking)?.export(allocation)
     }
 
     /// Calls [`Ipc::open`].
-    ///
-    /// # Errors
-    /// The errors of [`Ipc::open`], and Unsupported without the facet.
     fn ipc_open(&self, handle: &IpcHandle) -> Result<Allocation> {
         self.ipc().ok_or_else(|| self.unavailable(Facet::Ipc))?.open(handle)
     }
@@ -394,9 +367,6 @@ pub trait IfaceExt: Iface {
     ///
     /// # Safety
     /// The conditions of [`Ipc::close`].
-    ///
-    /// # Errors
-    /// The errors of [`Ipc::close`], and Unsupported without the facet.
     unsafe fn ipc_close(&self, allocation: &Allocation) -> Result<()> {
         let lacking = || self.unavailable(Facet::Ipc).context("range", allocation.range);
         // SAFETY: the caller guarantees the facet's conditions, which are those of this function.
@@ -433,9 +403,6 @@ pub trait IfaceExt: Iface {
     }
 
     /// Calls [`MonitorSource::start`].
-    ///
-    /// # Errors
-    /// The errors of [`MonitorSource::start`], and Unsupported without the facet.
     fn start_monitor(&self) -> Result<Arc<dyn Monitor>> {
         self.monitor().ok_or_else(|| self.unavailable(Facet::Monitor))?.start()
     }

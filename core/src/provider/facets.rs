@@ -194,8 +194,7 @@ pub trait Windows {
     /// with its new key.
     ///
     /// # Errors
-    /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks a
-    ///   rule of [`WindowRule`](super::WindowRule).
+    /// - The error of a [`WindowRule`](super::WindowRule) that the operation breaks.
     /// - The error that the driver reported.
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow>;
 
@@ -218,8 +217,7 @@ pub trait Windows {
     ///
     /// # Errors
     /// - Unsupported if each bind of this provider produces a completion.
-    /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks a
-    ///   rule of [`WindowRule`](super::WindowRule).
+    /// - The error of a [`WindowRule`](super::WindowRule) that the operation breaks.
     /// - The error that the driver reported.
     fn bind_window_now(
         &self,
@@ -240,8 +238,7 @@ pub trait Windows {
     /// # Errors
     /// - Unsupported if the provider invalidates only by posted requests, or if its driver cannot
     ///   invalidate safely in this way.
-    /// - The error of [`WindowRule::refuse`](super::WindowRule::refuse), if the operation breaks
-    ///   a rule of [`WindowRule`](super::WindowRule).
+    /// - The error of a [`WindowRule`](super::WindowRule) that the operation breaks.
     /// - The error that the driver reported.
     fn invalidate_window_now(
         &self,

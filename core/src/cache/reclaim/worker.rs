@@ -22,7 +22,7 @@ const IDLE_POLLS: u32 = 16;
 
 /// The handle of a cache's worker. Dropping the handle ends the worker.
 pub(in crate::cache) struct Worker {
-    /// Set by the drop. The worker ends when it sees it.
+    /// Set by the drop, to end the worker.
     stop: Arc<AtomicBool>,
     /// The worker's thread. `None` only during the drop.
     thread: Option<JoinHandle<()>>,
