@@ -156,9 +156,6 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Calls [`Cache::register`] and returns a lease that keeps the cache alive.
-    ///
-    /// # Errors
-    /// The errors of [`Cache::get_or_register`].
     pub fn register_owned(self: &Arc<Self>, key: &Key, owner: &S::Owner) -> Result<OwnedLease<S>> {
         Ok(OwnedLease::new(self, self.register(key, owner)?))
     }
@@ -287,9 +284,6 @@ impl<S: CacheBackend<Owner = ()>> Cache<S> {
     }
 
     /// Calls [`Cache::get_or_register`] and returns a lease that keeps the cache alive.
-    ///
-    /// # Errors
-    /// The errors of [`Cache::get_or_register`].
     pub fn get_or_register_owned(self: &Arc<Self>, key: &Key) -> Result<OwnedLease<S>> {
         Ok(OwnedLease::new(self, self.get_or_register(key)?))
     }
@@ -337,9 +331,6 @@ struct HandleBlock<'c> {
 
 impl<'c, S: CacheBackend> LookupHandle<'c, S> {
     /// Returns a region like [`Cache::register`].
-    ///
-    /// # Errors
-    /// The errors of [`Cache::get_or_register`].
     pub fn register(&self, key: &Key, owner: &S::Owner) -> Result<Lease<'c, S>> {
         self.register_slow(key, owner, Some(NOT_FOUND))
     }
@@ -399,9 +390,6 @@ impl<'c, S: CacheBackend> LookupHandle<'c, S> {
 
 impl<'c, S: CacheBackend<Owner = ()>> LookupHandle<'c, S> {
     /// Returns a region like [`Cache::get_or_register`].
-    ///
-    /// # Errors
-    /// The errors of [`Cache::get_or_register`].
     #[inline(always)]
     pub fn get_or_register(&self, key: &Key) -> Result<Lease<'c, S>> {
         let found = match self.lookup_fast(key) {

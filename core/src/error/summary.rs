@@ -50,26 +50,19 @@ pub struct ErrorSummary {
     pub sources: Vec<String>,
 }
 
-/// A copy of an [`Attempt`] that can be compared, sent to another process and stored.
+/// A copy of an [`Attempt`], with the same fields, that can be compared, sent to another process and
+/// stored.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are those of Attempt")]
 pub struct AttemptSummary {
-    /// The path that was tried.
     pub path: Path,
-    /// The call that succeeded or was refused.
     pub call: String,
-    /// The memory that was exported or was to be exported. `None` for paths without dma-bufs, and
-    /// for a dma-buf that the application supplied.
     pub unit: Option<ExportUnit>,
-    /// True if a driver was called. False if the NIC does not support the path at all.
     pub driver_called: bool,
-    /// The error of the refusal. `None` for the attempt that succeeded.
     pub error: Option<Box<ErrorSummary>>,
-    /// The name of the probable cause, if known: a heading in `docs/causes.md`.
     pub cause_name: Option<String>,
-    /// The probable cause of the refusal in one sentence, if known.
     pub cause: Option<String>,
-    /// The change to the machine or the application that would make the path work, if known.
     pub remedy: Option<String>,
 }
 

@@ -304,11 +304,8 @@ pub trait IfaceExt: Iface {
         unsafe { self.copy_engine().ok_or_else(lacking)?.start_copy(to, from, len) }
     }
 
-    /// Queries the allocation around `range`, and calls [`DmaBufExporter::export`].
-    ///
-    /// # Errors
-    /// The errors of [`Iface::query`] and [`DmaBufExporter::export`], OutOfBounds for an address
-    /// that the iface does not know, and Unsupported without the facet.
+    /// Queries the allocation around `range`, and calls [`DmaBufExporter::export`]. Fails with
+    /// OutOfBounds if the iface does not know the address.
     fn export_dma_buf(
         &self,
         range: AddressRange,
@@ -325,11 +322,8 @@ pub trait IfaceExt: Iface {
         self.dma_buf().ok_or_else(|| self.unavailable(Facet::DmaBuf))?.release(export)
     }
 
-    /// Queries the allocation around `range`, and calls [`PeerMemoryExporter::export`].
-    ///
-    /// # Errors
-    /// The errors of [`Iface::query`] and [`PeerMemoryExporter::export`], OutOfBounds for an
-    /// address that the iface does not know, and Unsupported without the facet.
+    /// Queries the allocation around `range`, and calls [`PeerMemoryExporter::export`]. Fails with
+    /// OutOfBounds if the iface does not know the address.
     fn export_peer_memory(&self, range: AddressRange, nic: &Nic) -> Result<PeerMemoryExport> {
         let lacking = || self.unavailable(Facet::PeerMemory).context("range", range);
         let exporter = self.peer_memory().ok_or_else(lacking)?;
@@ -373,20 +367,14 @@ pub trait IfaceExt: Iface {
         unsafe { self.ipc().ok_or_else(lacking)?.close(allocation) }
     }
 
-    /// Queries the allocation around `range`, and calls [`IfaceExt::segments_of`].
-    ///
-    /// # Errors
-    /// The errors of [`Iface::query`] and [`SegmentMap::segments`], and OutOfBounds for an address
-    /// that the iface does not know.
+    /// Queries the allocation around `range`, and calls [`IfaceExt::segments_of`]. Fails with
+    /// OutOfBounds if the iface does not know the address.
     fn physical_segments(&self, range: AddressRange) -> Result<Vec<Segment>> {
         self.segments_of(range, &allocation_around(self, "segments", range)?)
     }
 
     /// Calls [`SegmentMap::segments`]. Without that facet, returns the range as one exportable
     /// segment.
-    ///
-    /// # Errors
-    /// The errors of [`SegmentMap::segments`].
     fn segments_of(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
         match self.segments() {
             Some(map) => map.segments(range, of),
@@ -395,9 +383,6 @@ pub trait IfaceExt: Iface {
     }
 
     /// Calls [`InboundFlush::flush`]. Without that facet, does nothing.
-    ///
-    /// # Errors
-    /// The errors of [`InboundFlush::flush`].
     fn flush_inbound(&self, device: DeviceId) -> Result<()> {
         self.inbound_flush().map_or(Ok(()), |facet| facet.flush(device))
     }
