@@ -101,10 +101,10 @@ pub(in crate::cache) struct Entry<S: CacheBackend> {
     /// by the cache's lock. Scan numbers wrap around. If a number repeats, an eviction may skip an
     /// idle entry, which is harmless.
     pub(in crate::cache) leased_at_scan: AtomicU32,
-    /// The region. Initialised from [`Entry::set_registration`] to [`Entry::take`].
+    /// The region. Initialised from [`Entry::set_registration`] or [`Entry::of_region`] to
+    /// [`Entry::take_region`].
     region: UnsafeCell<MaybeUninit<S::Region>>,
-    /// The watch of the memory. Initialised as long as `region` is, except in an entry of an
-    /// uncached region, where it never is.
+    /// The watch of the memory. Initialised from [`Entry::set_registration`] to [`Entry::take`].
     watch: UnsafeCell<MaybeUninit<S::Watch>>,
     /// The time of the registration in milliseconds ([`now_ms`]).
     pub(in crate::cache) registered_at_ms: AtomicU64,

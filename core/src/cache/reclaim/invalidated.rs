@@ -16,9 +16,7 @@ use super::{
 use crate::AddressRange;
 
 /// The number of pending entries at which a miss issues a heavy barrier to detach their regions.
-/// The entries that the last scan left pending ([`ReclaimState::leased_pending`]) do not count.
-///
-/// [`ReclaimState::leased_pending`]: super::state::ReclaimState::leased_pending
+/// The entries that the last attempt left pending (`leased_pending`) do not count.
 #[cfg(not(loom))]
 const DETACH_THRESHOLD: usize = 8;
 #[cfg(loom)]
@@ -60,10 +58,11 @@ impl<S: CacheBackend> CacheCore<S> {
         !reclaim.pending_entries.is_empty()
     }
 
-    /// Detaches the regions of invalidated entries during a miss, if [`DETACH_THRESHOLD`] entries
-    /// became pending since the last scan, or if only the calling thread may look up. Leaves the
-    /// regions to the worker. Moves them to `detached` instead if [`MAX_BATCH`] regions wait for
-    /// the worker. The calling thread must own a lease block.
+    /// Detaches the regions of pending entries during a miss, if [`DETACH_THRESHOLD`] entries
+    /// became pending since the last attempt. One such entry suffices if only the calling thread
+    /// may look up, because the miss then needs no heavy barrier. Leaves the regions to the worker,
+    /// or moves them to `detached` if [`MAX_BATCH`] regions wait for the worker. The calling thread
+    /// must own a lease block.
     ///
     /// New memory is often mapped where old memory was unmapped. If no miss detached regions, the
     /// invalidated entries of the old memory would make the chains of the table longer and longer.
