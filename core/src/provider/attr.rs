@@ -187,15 +187,14 @@ impl StagingAttr {
     /// # Errors
     /// InvalidArgument if a setting is 0, or if all buffers together have 2^62 bytes or more.
     pub fn check(&self) -> Result<()> {
-        let bytes = self
-            .buffer_len
-            .checked_mul(self.buffer_count)
-            .filter(|bytes| *bytes > 0 && *bytes <= isize::MAX as usize / 2);
-        bytes.map(|_| ()).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, "open domain")
+        match self.buffer_len.checked_mul(self.buffer_count) {
+            Some(bytes) if bytes > 0 && bytes <= isize::MAX as usize / 2 => Ok(()),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, "open domain")
                 .context("staging buffer_len", self.buffer_len)
                 .context("staging buffer_count", self.buffer_count)
-                .remedy("use at least one buffer of at least one byte, and fewer than 2^62 in all")
-        })
+                .remedy(
+                    "use at least one buffer of at least one byte, and fewer than 2^62 in all",
+                )),
+        }
     }
 }

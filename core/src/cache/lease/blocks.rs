@@ -146,8 +146,9 @@ impl LeaseBlocks {
     }
 
     /// Returns the number of threads and lookup handles that own blocks, and so may look up. The
-    /// caller must hold the cache's lock, so that no owner is added. A scan after this call sees
-    /// all leases that former owners published and that have not ended.
+    /// caller must hold the cache's lock, so that no owner is added. Callers read the number before
+    /// they scan: a scan after this call sees all leases that former owners published and that have
+    /// not ended.
     pub(in crate::cache) fn owners(&self) -> u32 {
         self.owners.load(Ordering::Acquire)
     }

@@ -60,8 +60,7 @@ impl<S: CacheBackend> CacheCore<S> {
         len: u64,
         detached: &mut DetachedRegions<S>,
     ) -> bool {
-        // This thread owns a lease block. The owners are counted before the scan, so that the scan
-        // sees all leases in blocks that were released before the count.
+        // This thread owns a lease block itself.
         let other_lookups = self.leases.blocks.owners() > 1;
         if !self.has_idle(locked) {
             return false;
@@ -250,8 +249,6 @@ impl<S: CacheBackend> CacheCore<S> {
         let mut locked = self.state.lock();
         let others = self.in_flight.any(locked.reclaim.detached);
         self.detach_invalidated(&mut locked, &mut detached);
-        // The owners of lease blocks are counted before the scan, so that the scan sees all leases
-        // in blocks that were released before the count.
         let other_lookups = self.leases.blocks.owners() > 0;
         let mut steps = if self.has_idle(&mut locked) { locked.index.created as usize } else { 0 };
         let goal =

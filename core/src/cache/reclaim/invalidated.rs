@@ -84,8 +84,7 @@ impl<S: CacheBackend> CacheCore<S> {
         locked: &mut LockedState<S>,
         detached: &mut DetachedRegions<S>,
     ) {
-        // This thread owns a lease block. The owners are counted before the scan, so that the scan
-        // sees all leases in blocks that were released before the count.
+        // This thread owns a lease block itself.
         let only_owner = self.leases.blocks.owners() == 1;
         let reclaim = &locked.reclaim;
         let crowd = reclaim.pending_entries.len() >= reclaim.leased_pending + DETACH_THRESHOLD;
