@@ -1,8 +1,8 @@
 //! Fault injection for drivers and NICs in software: a test makes a call fail, or wait in flight.
 //!
 //! The module needs the cargo feature `testing`, which the simulated device and the software NIC
-//! enable. Each of them declares its calls with [`named_enum!`](crate::named_enum!), and passes them
-//! to [`Faults::enter`].
+//! enable. Each of them declares its calls with [`named_enum!`](crate::named_enum!), and passes
+//! them to [`Faults::enter`].
 
 use std::{
     fmt::Debug,

@@ -50,7 +50,7 @@ pub struct ErrorSummary {
     pub sources: Vec<String>,
 }
 
-/// A copy of an [`Attempt`], with the same fields, that can be compared, sent to another process and
+/// A copy of an [`Attempt`] with the same fields. It can be compared, sent to another process and
 /// stored.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
