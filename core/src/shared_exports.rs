@@ -57,10 +57,16 @@ impl SharedExports {
         Self::default()
     }
 
+    /// Returns the number of stored exports.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.lock().len()
+    }
+
     /// Returns true if no export is stored.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.0.lock().is_empty()
+        self.len() == 0
     }
 
     /// Returns true if the iface's exports of this allocation can be shared.
