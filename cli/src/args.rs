@@ -106,8 +106,7 @@ pub struct CheckArgs {
     pub path: Option<Path>,
 
     /// Transfer this many bytes (4096, 64KiB, 8MiB) instead of several sizes up to 8 MiB
-    #[arg(long, value_name = "N", value_parser = bytes)]
-    #[arg(allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = bytes, allow_negative_numbers = true)]
     pub bytes: Option<u64>,
 
     /// Finish sooner: skip transfers of 8 MiB, free and reallocate memory 500 times under each
@@ -137,8 +136,7 @@ pub struct ExplainArgs {
     pub nic: Option<String>,
 
     /// Register this many bytes (4096, 64KiB, 8MiB) instead of one page
-    #[arg(long, value_name = "N", value_parser = bytes)]
-    #[arg(allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = bytes, allow_negative_numbers = true)]
     pub size: Option<u64>,
 
     /// Policy for direct access of NICs to device memory: enabled, preferred, required or disabled
@@ -238,8 +236,7 @@ pub struct PerfArgs {
     pub loopback: bool,
 
     /// TCP port on which the server listens; 0 for any free port
-    #[arg(long, value_name = "N", default_value_t = 18600)]
-    #[arg(conflicts_with = "loopback")]
+    #[arg(long, value_name = "N", default_value_t = 18600, conflicts_with = "loopback")]
     #[arg(allow_negative_numbers = true)]
     pub port: u16,
 
@@ -274,14 +271,12 @@ pub struct PerfArgs {
     /// Bytes of each transfer: sizes (64, 4KiB), and ranges that double (8..1M), separated by
     /// commas
     #[arg(long, value_name = "SIZES", value_parser = sizes, conflicts_with = "server")]
-    #[arg(default_value = "8,4KiB,64KiB,1MiB")]
-    #[arg(allow_negative_numbers = true)]
+    #[arg(default_value = "8,4KiB,64KiB,1MiB", allow_negative_numbers = true)]
     pub size: Sizes,
 
     /// Transfers in flight at once while bandwidth is measured; latency is measured one at a time
     #[arg(long, value_name = "N", default_value_t = 64, conflicts_with = "server")]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
-    #[arg(allow_negative_numbers = true)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=4096), allow_negative_numbers = true)]
     pub depth: u32,
 
     /// Figures to measure: bandwidth, latency or both
@@ -291,8 +286,7 @@ pub struct PerfArgs {
 
     /// Number of transfers in each measurement
     #[arg(long, value_name = "N", default_value_t = 1000)]
-    #[arg(conflicts_with_all = ["server", "duration"])]
-    #[arg(value_parser = iterations)]
+    #[arg(conflicts_with_all = ["server", "duration"], value_parser = iterations)]
     #[arg(allow_negative_numbers = true)]
     pub iterations: u64,
 
@@ -362,9 +356,9 @@ pub enum Measure {
 pub struct Sizes(pub Vec<u64>);
 
 /// Maximum size of a transfer of `hmem perf`, in bytes.
-pub const LARGEST: u64 = 1 << 30;
+pub(crate) const LARGEST: u64 = 1 << 30;
 /// Maximum number of transfer sizes in one run of `hmem perf`.
-pub const MOST_SIZES: usize = 64;
+pub(crate) const MOST_SIZES: usize = 64;
 
 fn sizes(text: &str) -> Result<Sizes, String> {
     let mut all = Vec::new();
@@ -453,8 +447,7 @@ fn bytes(text: &str) -> Result<u64, String> {
 
 /// Formats an error of clap on one line, with the accepted values and without the usage. A tip
 /// follows on a second line.
-#[must_use]
-pub fn one_line(error: &clap::Error) -> String {
+pub(crate) fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
     let complaint = text.split("\n\nUsage:").next().unwrap_or(&text);
     let complaint = complaint.split("\n\nFor more information").next().unwrap_or(complaint);
@@ -462,10 +455,10 @@ pub fn one_line(error: &clap::Error) -> String {
     for part in complaint.split("\n\n") {
         let part = part.split_whitespace().collect::<Vec<_>>().join(" ");
         // A tip begins a new line.
-        let before = match part.starts_with("tip: ") {
-            _ if text.is_empty() => "",
-            true => "\n  ",
-            false => " ",
+        let before = match text.as_str() {
+            "" => "",
+            _ if part.starts_with("tip: ") => "\n  ",
+            _ => " ",
         };
         text.extend([before, &part]);
     }

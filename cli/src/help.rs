@@ -179,8 +179,7 @@ fn sections(command: &str) -> &'static [Section] {
 }
 
 /// Returns the parser of the command line, with help that fits the width of the terminal.
-#[must_use]
-pub fn command() -> Command {
+pub(crate) fn command() -> Command {
     let width = columns().unwrap_or(WIDTH);
     let command = Cli::command().term_width(width).after_help(after_help("hmem", width));
     SECTIONS.iter().skip(1).fold(command, |command, (name, _)| {
@@ -215,10 +214,7 @@ fn after_help(command: &str, width: usize) -> String {
 }
 
 /// Prints the man page of a command. The caller must call [`Command::build`] first.
-///
-/// # Errors
-/// Fails if writing to `out` fails.
-pub fn man(page: Command, out: &mut dyn Write) -> io::Result<()> {
+pub(crate) fn man(page: Command, out: &mut dyn Write) -> io::Result<()> {
     let name = page.get_name().to_owned();
     // The version is printed in the title of the page instead.
     let page = page.version(None::<&'static str>);

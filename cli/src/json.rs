@@ -13,10 +13,10 @@ use std::{
 use hmem::{Error, Path, path};
 use serde::{Deserialize, Serialize};
 
-use crate::problem::Problem;
+use crate::{problem::Problem, table::Style};
 
 /// The schema version of all JSON documents.
-pub const SCHEMA: u32 = 2;
+pub(crate) const SCHEMA: u32 = 2;
 
 /// A path that the path decision tried, and the outcome.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -54,9 +54,9 @@ impl From<&path::Attempt> for Attempt {
 }
 
 impl Attempt {
-    /// Returns one attempt for a whole registration that failed. `path` is the expected path.
-    #[must_use]
-    pub fn refused(path: Path, error: &Error) -> Self {
+    /// Returns a single attempt in place of the trace of a failed registration. `path` is the path
+    /// that the caller expected.
+    pub(crate) fn refused(path: Path, error: &Error) -> Self {
         Self {
             path: path.name().into(),
             call: "register".into(),
@@ -70,27 +70,23 @@ impl Attempt {
 
     /// Returns a label that says what the remedy achieves, such as `to use dma-buf:`. `chosen` is
     /// the name of the chosen path.
-    #[must_use]
-    pub fn remedy_label(&self, chosen: &str) -> String {
-        match self.path == chosen {
-            true => "to avoid the refusal:".to_owned(),
-            false => format!("to use {}:", self.path),
+    pub(crate) fn remedy_label(&self, chosen: &str) -> String {
+        if self.path == chosen {
+            return "to avoid the refusal:".to_owned();
         }
+        format!("to use {}:", self.path)
     }
 
-    /// Removes the part of the remedy that is unnecessary on the chosen path. See
-    /// [`needed_advice`].
-    #[must_use]
-    pub fn with_needed_advice(mut self, chosen: Option<&str>) -> Self {
+    /// Applies [`needed_advice`] to the remedy.
+    pub(crate) fn with_needed_advice(mut self, chosen: Option<&str>) -> Self {
         self.remedy = self.remedy.map(|remedy| needed_advice(&remedy, chosen).to_owned());
         self
     }
 }
 
-/// Returns a remedy without its unnecessary part. If peer memory is the chosen path, a peer-memory
-/// client works already, so the function removes the advice to load one.
-#[must_use]
-pub fn needed_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a str {
+/// Returns a remedy without the advice to load a peer-memory client, if peer memory is the chosen
+/// path: such a client works already.
+pub(crate) fn needed_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a str {
     if chosen != Some(Path::PeerMemory.name()) {
         return remedy;
     }
@@ -117,18 +113,32 @@ pub struct Skipped {
 
 impl Skipped {
     /// Returns the entry for an item with the reason why it was skipped.
-    #[must_use]
-    pub fn new(what: impl Into<String>, why: impl Into<Problem>) -> Self {
+    pub(crate) fn new(what: impl Into<String>, why: impl Into<Problem>) -> Self {
         let problem = why.into();
         Self { what: what.into(), why: problem.to_string(), problem: Box::new(problem) }
     }
 }
 
+/// Returns the name of memory for text output: the iface, and the device if there is one, such as
+/// `cuda:0`.
+pub(crate) fn memory_name(iface: &str, device: Option<u32>) -> String {
+    device.map_or_else(|| iface.to_owned(), |device| format!("{iface}:{device}"))
+}
+
 /// Writes a document as JSON, followed by a line feed.
-///
-/// # Errors
-/// Fails if writing to `out` fails.
-pub fn write(out: &mut dyn Write, document: &impl Serialize) -> io::Result<()> {
+pub(crate) fn write(out: &mut dyn Write, document: &impl Serialize) -> io::Result<()> {
     serde_json::to_writer_pretty(&mut *out, document)?;
     writeln!(out)
+}
+
+/// Writes a document as JSON if `as_json` is true, and otherwise as readable text, which `text`
+/// prints.
+pub(crate) fn write_or_text<T: Serialize>(
+    out: &mut dyn Write,
+    document: &T,
+    as_json: bool,
+    style: Style,
+    text: fn(&mut dyn Write, &T, Style) -> io::Result<()>,
+) -> io::Result<()> {
+    if as_json { write(out, document) } else { text(out, document, style) }
 }

@@ -1,8 +1,8 @@
 //! The `hmem` command as a library: for commands with plug-ins, and for tests on machines that they
 //! construct.
 //!
-//! [`main_with`] is the `main` function of a command with plug-ins. [`run`] runs a parsed command
-//! line. A [`Machine`] holds ifaces and NICs. Each subcommand is a module:
+//! [`main_with`] is the `main` function of a command with plug-ins. [`run_on`] runs a parsed
+//! command on a [`Machine`], which holds ifaces and NICs. Each subcommand is a module:
 //!
 //! - [`mod@info`] lists the machine;
 //! - [`mod@check`] moves and verifies bytes;
@@ -28,7 +28,7 @@
 pub mod args;
 pub mod check;
 pub mod explain;
-pub mod help;
+mod help;
 pub mod info;
 pub mod json;
 pub mod machine;
@@ -42,14 +42,17 @@ mod schema;
 pub mod table;
 pub mod topo;
 
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    time::Duration,
+};
 
 use clap::CommandFactory;
 use hmem::{Builder, ErrorKind, Hmem};
 pub use program::main_with;
 
 use crate::{
-    args::{CheckArgs, Cli, Command, CompletionsArgs, ExplainArgs, InfoArgs, ManArgs, TopoArgs},
+    args::{CheckArgs, Cli, Command, CompletionsArgs, ManArgs},
     machine::Machine,
     problem::{Problem, unknown},
     progress::Progress,
@@ -63,6 +66,12 @@ pub enum Outcome {
     Passed,
     /// A failure that `check` or `explain` found: exit status 1.
     Failed,
+}
+
+impl Outcome {
+    const fn of(passed: bool) -> Self {
+        if passed { Self::Passed } else { Self::Failed }
+    }
 }
 
 /// The reason why a command could not run.
@@ -121,7 +130,7 @@ impl From<hmem::Error> for Failure {
 }
 
 impl From<Problem> for Failure {
-    /// Returns a usage error, since the command itself finds problems only in its arguments.
+    /// Returns a usage error. For a failed operation call [`Failure::failed`].
     fn from(problem: Problem) -> Self {
         Self::Usage(Box::new(problem))
     }
@@ -133,17 +142,9 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Runs the command on this machine and prints to `out`, with the colours and the width for stdout.
-///
-/// # Errors
-/// [`Failure`]: a bad name or environment variable, a failed operation, or output that cannot be
-/// written.
-pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<Outcome, Failure> {
-    run_with(cli, |builder| builder, out)
-}
-
-/// Like [`run`], with the plug-ins that `add` adds to the builder.
-pub(crate) fn run_with(
+/// Runs the command on this machine, with the plug-ins that `add` adds to the builder. Prints to
+/// `out`, with the colours and the width for stdout.
+fn run(
     cli: &Cli,
     add: impl FnOnce(Builder) -> Builder,
     out: &mut dyn Write,
@@ -155,10 +156,10 @@ pub(crate) fn run_with(
     let style = Style::for_stdout(cli.color);
     match &cli.command {
         // `topo`, `completions` and `man` start no driver.
-        Command::Topo(args) => topo(args, style, out),
+        Command::Topo(args) => topo::run(args, style, out).map(|()| Outcome::Passed),
         Command::Completions(args) => completions(args, out),
         Command::Man(args) => man(args, out),
-        command => run_on(&Machine::find_with(add(Hmem::builder()))?, command, style, out),
+        command => run_on(&Machine::find(add(Hmem::builder()))?, command, style, out),
     }
 }
 
@@ -166,7 +167,8 @@ pub(crate) fn run_with(
 /// use the machine.
 ///
 /// # Errors
-/// The errors of [`run`].
+/// [`Failure`]: a bad name or environment variable, a failed operation, or output that cannot be
+/// written.
 pub fn run_on(
     machine: &Machine,
     command: &Command,
@@ -174,29 +176,22 @@ pub fn run_on(
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
     match command {
-        Command::Info(args) => info(machine, args, style, out),
+        Command::Info(args) => {
+            let inventory = info::inventory(machine)?;
+            json::write_or_text(out, &inventory, args.json, style, info::text)?;
+            Ok(Outcome::Passed)
+        }
         Command::Check(args) => check(machine, args, style, out),
         Command::Perf(args) => perf::run(machine, args, style, out).map(|()| Outcome::Passed),
-        Command::Explain(args) => explain(machine, args, style, out),
-        Command::Topo(args) => topo(args, style, out),
+        Command::Explain(args) => {
+            let report = explain::explain(machine, args)?;
+            json::write_or_text(out, &report, args.json, style, explain::text)?;
+            Ok(Outcome::of(report.passed()))
+        }
+        Command::Topo(args) => topo::run(args, style, out).map(|()| Outcome::Passed),
         Command::Completions(args) => completions(args, out),
         Command::Man(args) => man(args, out),
     }
-}
-
-fn info(
-    machine: &Machine,
-    args: &InfoArgs,
-    style: Style,
-    out: &mut dyn Write,
-) -> Result<Outcome, Failure> {
-    let inventory = info::inventory(machine)?;
-    if args.json {
-        json::write(out, &inventory)?;
-    } else {
-        info::text(out, &inventory, style)?;
-    }
-    Ok(Outcome::Passed)
 }
 
 fn check(
@@ -206,36 +201,12 @@ fn check(
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
     let selection = check::Selection::new(args, machine)?;
-    let mut progress = Progress::for_long_work();
+    let mut progress = Progress::after(Duration::from_millis(500));
     let report =
         check::check(machine, &selection, |done, all, next| progress.show(done, all, next))?;
     progress.clear();
-    if args.json {
-        json::write(out, &report)?;
-    } else {
-        check::text(out, &report, style)?;
-    }
-    Ok(if report.passed() { Outcome::Passed } else { Outcome::Failed })
-}
-
-fn explain(
-    machine: &Machine,
-    args: &ExplainArgs,
-    style: Style,
-    out: &mut dyn Write,
-) -> Result<Outcome, Failure> {
-    let report = explain::explain(machine, args)?;
-    if args.json {
-        json::write(out, &report)?;
-    } else {
-        explain::text(out, &report, style)?;
-    }
-    Ok(if report.passed() { Outcome::Passed } else { Outcome::Failed })
-}
-
-fn topo(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<Outcome, Failure> {
-    topo::run(args, style, out)?;
-    Ok(Outcome::Passed)
+    json::write_or_text(out, &report, args.json, style, check::text)?;
+    Ok(Outcome::of(report.passed()))
 }
 
 fn completions(args: &CompletionsArgs, out: &mut dyn Write) -> Result<Outcome, Failure> {
@@ -248,19 +219,15 @@ fn completions(args: &CompletionsArgs, out: &mut dyn Write) -> Result<Outcome, F
 fn man(args: &ManArgs, out: &mut dyn Write) -> Result<Outcome, Failure> {
     let mut command = Cli::command();
     command.build();
-    let page = match &args.command {
-        None => command,
-        Some(name) => match command.find_subcommand(name) {
-            Some(found) => found.clone(),
-            None => {
-                let known = command.get_subcommands().map(|known| known.get_name().to_owned());
-                return Err(
-                    unknown("subcommand", name, "hmem man", &known.collect::<Vec<_>>()).into()
-                );
-            }
-        },
-    };
-    help::man(page, out)?;
+    if let Some(name) = &args.command {
+        let Some(found) = command.find_subcommand(name) else {
+            let known = command.get_subcommands().map(|known| known.get_name().to_owned());
+            let known: Vec<_> = known.collect();
+            return Err(unknown("subcommand", name, "hmem man", &known).into());
+        };
+        command = found.clone();
+    }
+    help::man(command, out)?;
     Ok(Outcome::Passed)
 }
 

@@ -3,8 +3,10 @@
 use std::{error::Error as _, fmt, sync::Arc};
 
 use hmem::{
-    Builder, CacheAttr, Domain, DomainAttr, Error, Hmem, IfaceKind, MrMode, Result,
+    AllocationKind, Builder, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, Hmem,
+    Iface, IfaceKind, MrMode, Result,
     cause::Step,
+    iface::AllocRequest,
     loopback::{Loopback, Memory},
     p2p::{
         path::{ExplainRequest, Explanation},
@@ -12,22 +14,22 @@ use hmem::{
     },
     path::P2pPolicy,
     provider::{Imports, Provider, ProviderAttr},
-    system::{AddressReuse, SIMULATED, Simulated, SimulatedBuilder},
+    system::{AddressReuse, SIMULATED, Simulated},
 };
 
-use crate::{json::Skipped, problem::Problem};
+use crate::{
+    json::Skipped,
+    problem::{Problem, unknown, unknown_nic},
+};
 
 /// The mr_mode bits that hardware usually requires of an application.
-pub const HARDWARE_LIKE: MrMode = MrMode::LOCAL
+const HARDWARE_LIKE: MrMode = MrMode::LOCAL
     .union(MrMode::VIRT_ADDR)
     .union(MrMode::ALLOCATED)
     .union(MrMode::PROV_KEY)
     .union(MrMode::HMEM);
 
-/// Name of the loopback NIC that accesses device memory over peer memory instead of dma-buf.
-const PEER_MEMORY: &str = "peer-memory";
-
-/// Name of the loopback NIC that keeps the pages that were mapped at registration.
+/// Name of the loopback NIC that pins the pages of its registrations, as hardware does.
 const PINNED: &str = "pinned";
 
 /// The ifaces and NICs that a command works on.
@@ -42,9 +44,10 @@ pub struct Machine {
     pub absent: Vec<Absent>,
     /// The kinds and names of simulated ifaces.
     pub software: Vec<(IfaceKind, String)>,
-    /// The PCIe topology, if it can be read.
+    /// The PCIe topology; `None` if it cannot be read.
     pub topology: Option<Topology>,
-    /// Counters of resources that a check must not leak, in addition to the fds of the process.
+    /// Counters of resources that a check must not leak. A check counts the open fds of the process
+    /// too.
     pub watches: Vec<Watch>,
 }
 
@@ -72,10 +75,9 @@ pub struct Absent {
 }
 
 impl Absent {
-    /// Returns whether `name` names this provider or NIC, or a NIC of this provider. The NICs of an
-    /// unavailable provider are unknown, so every name with its prefix matches.
-    #[must_use]
-    pub fn answers_to(&self, name: &str) -> bool {
+    /// Returns whether `name` is the name of this NIC or provider, or of a NIC of this provider.
+    /// The NICs of an unavailable provider are unknown, so each name with its prefix matches.
+    pub(crate) fn answers_to(&self, name: &str) -> bool {
         match self.sort {
             "NIC" => self.name == name,
             "provider" => name.split('/').next() == Some(self.name.as_str()),
@@ -118,27 +120,23 @@ impl Machine {
         }
     }
 
-    /// Returns the ifaces and NICs of this machine, plus two simulated devices and four loopback
-    /// NICs.
+    /// Returns the ifaces and NICs of this machine, the plug-ins of `builder`, two simulated
+    /// devices, and four loopback NICs.
     ///
     /// An unavailable iface or provider is not an error: the machine lists it with its reason.
     ///
     /// # Errors
-    /// The errors of [`Builder::build`](hmem::Builder::build), such as an invalid value in the
-    /// environment.
-    pub fn find() -> Result<Self> {
-        Self::find_with(Hmem::builder())
-    }
-
-    /// Like [`Machine::find`], with the plug-ins of `builder` in addition.
-    ///
-    /// # Errors
-    /// The errors of [`Builder::build`](hmem::Builder::build).
-    pub fn find_with(builder: Builder) -> Result<Self> {
+    /// The errors of [`Builder::build`], such as an invalid value in the environment.
+    pub fn find(builder: Builder) -> Result<Self> {
         let mut absent = Vec::new();
         let mut watches = Vec::new();
         let mut builder = builder.verbs();
-        match simulated_devices().build() {
+        // The devices reuse freed addresses at once, which reveals stale registrations.
+        let devices = Simulated::builder()
+            .devices(2)
+            .peer_memory(true)
+            .address_reuse(AddressReuse::JustFreed);
+        match devices.build() {
             Ok(simulated) => {
                 let simulated = Arc::new(simulated);
                 watches.extend(watch_simulated(&simulated));
@@ -150,39 +148,25 @@ impl Machine {
         }
         let software = vec![(SIMULATED, "simulated".into())];
         let mut machine = Self { absent, software, watches, ..Self::new(builder.build()?) };
-        let modes = [
-            (
-                "scalable",
-                MrMode::empty(),
-                Memory::Follow,
-                "mr_mode 0: zero-based addresses, requested keys",
-            ),
-            ("hardware", HARDWARE_LIKE, Memory::Follow, "like hardware: its mr_mode"),
-            (
-                PEER_MEMORY,
-                HARDWARE_LIKE,
-                Memory::Follow,
-                "like hardware with peer memory and without dma-buf",
-            ),
-            (
-                PINNED,
-                HARDWARE_LIKE,
-                Memory::Pinned,
-                "like hardware, with pages kept from registration on",
-            ),
-        ];
-        for (nic, needs, memory, note) in modes {
-            let mut loopback = Loopback::builder().nic(nic).needs(needs).memory(memory);
-            if nic == PEER_MEMORY {
-                let imports = Imports { peer_memory: true, staged: true, ..Imports::default() };
-                loopback = loopback.imports(imports);
-            }
-            let loopback = loopback.build();
-            let added = loopback.and_then(|loopback| machine.add(Arc::new(loopback), true, note));
+        for (name, note) in [
+            ("scalable", "mr_mode 0: zero-based addresses, requested keys"),
+            ("hardware", "like hardware: its mr_mode"),
+            ("peer-memory", "like hardware with peer memory and without dma-buf"),
+            (PINNED, "like hardware, with pages kept from registration on"),
+        ] {
+            let nic = Loopback::builder().nic(name);
+            let peer_memory = Imports { peer_memory: true, staged: true, ..Imports::default() };
+            let nic = match name {
+                "scalable" => nic,
+                "peer-memory" => nic.needs(HARDWARE_LIKE).imports(peer_memory),
+                PINNED => nic.needs(HARDWARE_LIKE).memory(Memory::Pinned),
+                _ => nic.needs(HARDWARE_LIKE),
+            };
+            let added = nic.build().and_then(|nic| machine.add(Arc::new(nic), true, note));
             if let Err(error) = added.and_then(|()| machine.drop_last_nic_if_unavailable()) {
                 machine.absent.push(Absent {
                     sort: "NIC",
-                    name: format!("loopback/{nic}"),
+                    name: format!("loopback/{name}"),
                     why: machine.explained(Step::SystemCall, &error),
                 });
             }
@@ -234,11 +218,11 @@ impl Machine {
         Ok(())
     }
 
-    /// Removes the last NIC, and returns the error, if a domain on it is unavailable. The kernel
-    /// may lack a feature that the NIC needs, such as io_uring.
+    /// Removes the last NIC, and returns the error, if opening a domain on that NIC fails as
+    /// unavailable. The kernel may lack a feature that the NIC needs, such as io_uring.
     fn drop_last_nic_if_unavailable(&mut self) -> Result<()> {
         let Some(nic) = self.nics.last() else { return Ok(()) };
-        match self.open(nic, P2pPolicy::Enabled) {
+        match nic.open(&self.hmem, P2pPolicy::Enabled) {
             Err(error) if error.is_unavailable() => {
                 self.nics.pop();
                 Err(error)
@@ -248,20 +232,13 @@ impl Machine {
         }
     }
 
-    /// Opens a domain on a NIC.
+    /// Returns the PCI function at an address that an iface or provider reports. `what` names the
+    /// device or NIC in errors.
     ///
     /// # Errors
-    /// The errors of [`Domain::open`].
-    pub fn open(&self, nic: &ProviderNic, p2p: P2pPolicy) -> Result<Domain> {
-        nic.open(&self.hmem, p2p)
-    }
-
-    /// Returns the PCI function at an address that an iface or provider reports.
-    ///
-    /// # Errors
-    /// The reason in a few words: the topology cannot be read, or `what` has no PCI address, a
-    /// malformed one, or one that is not in the PCIe tree.
-    pub fn function(
+    /// The reason in a few words: the topology cannot be read, or the address is missing, malformed
+    /// or not in the PCIe tree.
+    pub(crate) fn function(
         &self,
         what: &str,
         address: Option<&str>,
@@ -277,9 +254,8 @@ impl Machine {
         }
     }
 
-    /// Returns the registered name of an available or unavailable iface.
-    #[must_use]
-    pub fn iface_name(&self, kind: IfaceKind) -> String {
+    /// Returns the name of an available or unavailable iface.
+    pub(crate) fn iface_name(&self, kind: IfaceKind) -> String {
         let software = self.software.iter().find(|(software, _)| *software == kind);
         match software {
             Some((_, name)) => name.clone(),
@@ -287,10 +263,9 @@ impl Machine {
         }
     }
 
-    /// Returns an error as a problem, with its probable cause and remedy if a limit of this process
-    /// or container explains it.
-    #[must_use]
-    pub fn explained(&self, step: Step, error: &Error) -> Problem {
+    /// Returns an error of `step` as a problem. If a limit of this process or container explains
+    /// the error, the problem has the probable cause and a remedy.
+    pub(crate) fn explained(&self, step: Step, error: &Error) -> Problem {
         let problem = Problem::from(error);
         match self.hmem.paths().explain_unavailable(step, error) {
             Some(found) => problem.explained(&found),
@@ -299,30 +274,38 @@ impl Machine {
     }
 
     /// Returns whether an iface simulates its devices.
-    #[must_use]
-    pub fn is_software(&self, kind: IfaceKind) -> bool {
+    pub(crate) fn is_software(&self, kind: IfaceKind) -> bool {
         self.software.iter().any(|(software, _)| *software == kind)
     }
 
-    /// Returns whether an available or unavailable iface has this name.
-    #[must_use]
-    pub fn knows_iface(&self, name: &str) -> bool {
-        let registry = self.hmem.registry();
-        registry.iter().any(|iface| iface.name() == name)
-            || registry.absent().any(|(kind, _)| self.iface_name(kind) == name)
-            || self.software.iter().any(|(_, software)| software == name)
-    }
-
-    /// Returns whether an available or unavailable provider or NIC has this name.
-    #[must_use]
-    pub fn knows_nic(&self, name: &str) -> bool {
-        self.nics.iter().any(|nic| nic.answers_to(name))
-            || self.absent.iter().any(|absent| absent.answers_to(name))
+    /// Checks the names of an iface and of a NIC or provider on the command line.
+    ///
+    /// # Errors
+    /// The problem to report, if no available or unavailable item of the machine has such a name.
+    pub(crate) fn check_names(
+        &self,
+        iface: Option<&str>,
+        nic: Option<&str>,
+    ) -> std::result::Result<(), Problem> {
+        if let Some(name) = iface {
+            let ifaces = self.iface_names();
+            let simulated = self.software.iter().any(|(_, simulated)| simulated == name);
+            if !simulated && ifaces.iter().all(|known| known != name) {
+                return Err(unknown("iface", name, "--iface", &ifaces));
+            }
+        }
+        if let Some(name) = nic {
+            let known = self.nics.iter().any(|nic| nic.answers_to(name))
+                || self.absent.iter().any(|absent| absent.answers_to(name));
+            if !known {
+                return Err(unknown_nic(name, &self.provider_names()));
+            }
+        }
+        Ok(())
     }
 
     /// Returns the names of all providers and NICs, including those that are unavailable.
-    #[must_use]
-    pub fn provider_names(&self) -> Vec<String> {
+    pub(crate) fn provider_names(&self) -> Vec<String> {
         let here = self
             .nics
             .iter()
@@ -335,8 +318,7 @@ impl Machine {
     }
 
     /// Returns the names of all ifaces, including those that are unavailable.
-    #[must_use]
-    pub fn iface_names(&self) -> Vec<String> {
+    pub(crate) fn iface_names(&self) -> Vec<String> {
         let registry = self.hmem.registry();
         let mut names: Vec<_> = registry.iter().map(|iface| iface.name().to_owned()).collect();
         names.extend(registry.absent().map(|(kind, _)| self.iface_name(kind)));
@@ -346,20 +328,14 @@ impl Machine {
 }
 
 impl ProviderNic {
-    /// Opens a domain on the NIC.
-    ///
-    /// # Errors
-    /// The errors of [`Domain::open`].
-    pub fn open(&self, hmem: &Hmem, p2p: P2pPolicy) -> Result<Domain> {
+    /// Opens a domain without a registration cache on the NIC.
+    pub(crate) fn open(&self, hmem: &Hmem, p2p: P2pPolicy) -> Result<Domain> {
         self.open_with(hmem, p2p, None)
     }
 
-    /// Opens a domain on the NIC, with these settings for its registration cache. `None` means no
-    /// cache.
-    ///
-    /// # Errors
-    /// The errors of [`Domain::open`].
-    pub fn open_with(
+    /// Opens a domain on the NIC, with settings for the domain's registration cache. `None` means
+    /// no cache.
+    pub(crate) fn open_with(
         &self,
         hmem: &Hmem,
         p2p: P2pPolicy,
@@ -376,31 +352,19 @@ impl ProviderNic {
     }
 
     /// Returns the path that a registration with the NIC takes, with the reasons.
-    ///
-    /// # Errors
-    /// The errors of [`Hmem::explain_on`].
-    pub fn explain(&self, hmem: &Hmem, request: &ExplainRequest) -> Result<Explanation> {
+    pub(crate) fn explain(&self, hmem: &Hmem, request: &ExplainRequest) -> Result<Explanation> {
         hmem.explain_on(&*self.provider, request)
     }
 
-    /// Returns whether this is the loopback NIC that keeps the pages that were mapped at
-    /// registration.
-    #[must_use]
-    pub fn keeps_pages(&self) -> bool {
+    /// Returns whether this is the loopback NIC that pins the pages of its registrations.
+    pub(crate) fn keeps_pages(&self) -> bool {
         self.software && self.attr.nic.name == PINNED
     }
 
     /// Returns whether `name` is the name of the provider (`verbs`) or of the NIC (`verbs/mlx5_0`).
-    #[must_use]
-    pub fn answers_to(&self, name: &str) -> bool {
+    pub(crate) fn answers_to(&self, name: &str) -> bool {
         self.attr.nic.provider == name || self.attr.nic.to_string() == name
     }
-}
-
-/// Returns the builder of two simulated devices. They reuse freed addresses at once, which reveals
-/// stale registrations.
-fn simulated_devices() -> SimulatedBuilder {
-    Simulated::builder().devices(2).peer_memory(true).address_reuse(AddressReuse::JustFreed)
 }
 
 fn watch_simulated(simulated: &Arc<Simulated>) -> [Watch; 2] {
@@ -417,10 +381,21 @@ fn watch_simulated(simulated: &Arc<Simulated>) -> [Watch; 2] {
     ]
 }
 
-/// Returns the innermost [`Error`] of the sources. For a path decision it is the error of the last
-/// refused path.
-#[must_use]
-pub fn root(error: &Error) -> &Error {
+/// Allocates memory of a device, or of device 0 for `None`. The system iface allocates host memory.
+pub(crate) fn allocate(
+    iface: &Arc<dyn Iface>,
+    device: Option<DeviceId>,
+    len: u64,
+) -> Result<DeviceBuffer> {
+    let system = iface.kind() == IfaceKind::SYSTEM;
+    let kind = if system { AllocationKind::System } else { AllocationKind::Device };
+    let device = device.unwrap_or_default();
+    DeviceBuffer::allocate(iface, &AllocRequest { len, device, kind })
+}
+
+/// Returns the innermost [`Error`] in the chain of sources. For a registration that no path could
+/// reach, this is the error of the last refused path.
+pub(crate) fn root(error: &Error) -> &Error {
     let mut root = error;
     while let Some(source) = root.source().and_then(|source| source.downcast_ref()) {
         root = source;

@@ -19,9 +19,9 @@ pub struct Problem {
     pub causes: Vec<String>,
     /// The step that solves the problem, if one is known.
     pub remedy: Option<String>,
-    /// The values of the error, such as `iface=cuda, device=0`. Empty if there are none.
+    /// The values of the error, such as `iface=cuda, device=0`; empty for none.
     pub values: String,
-    /// A name that is equal for problems with the same cause.
+    /// A key by which reports group problems. Problems with the same cause have the same key.
     pub group: String,
 }
 
@@ -35,16 +35,14 @@ impl Problem {
     }
 
     /// Adds the step that solves the problem.
-    #[must_use]
-    pub fn remedy(mut self, remedy: impl Into<String>) -> Self {
+    pub(crate) fn remedy(mut self, remedy: impl Into<String>) -> Self {
         self.remedy = Some(remedy.into());
         self
     }
 
-    /// Adds another problem as the cause. If this problem has no remedy or no values, those of the
-    /// cause are used.
-    #[must_use]
-    pub fn caused_by(mut self, cause: Self) -> Self {
+    /// Adds another problem as the cause. If this problem has no remedy or no values, it gets those
+    /// of the cause.
+    pub(crate) fn caused_by(mut self, cause: Self) -> Self {
         self.causes.push(cause.headline);
         self.causes.extend(cause.causes);
         self.remedy = self.remedy.or(cause.remedy);
@@ -55,19 +53,15 @@ impl Problem {
     }
 
     /// Adds the probable cause. The remedy of the cause replaces the remedy of the problem.
-    #[must_use]
-    pub fn explained(self, cause: &ProbableCause) -> Self {
+    pub(crate) fn explained(self, cause: &ProbableCause) -> Self {
         let probable = format!("probably, {}", cause.cause);
         let causes = self.causes.into_iter().chain([probable]).collect();
         Self { causes, ..self }.remedy(cause.remedy)
     }
 
-    /// Prints the problem: on one line if it has no cause; otherwise the headline, and beneath it
-    /// each cause, the remedy and the values on lines of their own.
-    ///
-    /// # Errors
-    /// Fails if writing to `out` fails.
-    pub fn print(&self, out: &mut dyn Write) -> io::Result<()> {
+    /// Prints the problem on one line if it has no cause. Otherwise prints the headline, and
+    /// beneath it each cause, the remedy and the values on lines of their own.
+    pub(crate) fn print(&self, out: &mut dyn Write) -> io::Result<()> {
         if self.causes.is_empty() {
             return writeln!(out, "error: {self}");
         }
@@ -85,19 +79,13 @@ impl Problem {
     }
 
     /// Prints the problem as an item of a list, with causes, remedy and values beneath.
-    ///
-    /// # Errors
-    /// Fails if writing to `out` fails.
-    pub fn item(&self, out: &mut dyn Write, head: &str, style: Style) -> io::Result<()> {
+    pub(crate) fn item(&self, out: &mut dyn Write, head: &str, style: Style) -> io::Result<()> {
         style.item(out, head, &self.headline)?;
         self.details(out, style)
     }
 
     /// Prints causes, remedy and values beneath an item.
-    ///
-    /// # Errors
-    /// Fails if writing to `out` fails.
-    pub fn details(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
+    pub(crate) fn details(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
         for (depth, cause) in self.causes.iter().enumerate() {
             let indent = "  ".repeat(depth.min(3) + 2);
             style.indented(out, [&indent, &format!("{indent}  ")], &format!("cause: {cause}"))?;
@@ -112,8 +100,7 @@ impl Problem {
     }
 
     /// Returns the problem without its remedy, on one line.
-    #[must_use]
-    pub fn reason(&self) -> String {
+    pub(crate) fn reason(&self) -> String {
         Self { remedy: None, ..self.clone() }.to_string()
     }
 }
@@ -171,7 +158,7 @@ impl From<&Error> for Problem {
                 source = cause.source();
             }
         }
-        // The headlines of this module already contain the values that matter.
+        // The text of `headline` already contains the values that a user needs.
         let (headline, values) = match headline(error) {
             Some(headline) => (headline, String::new()),
             None => (error.message().to_string(), error.values().to_string()),
@@ -219,14 +206,14 @@ fn product(error: &Error) -> &'static str {
     }
 }
 
-/// Returns the refused attempt that an operator can act on: the first one with a known cause in
-/// which a driver was called, or else the last one with a known cause.
+/// Returns the refused attempt whose remedy is printed: among those with a known cause, the first
+/// in which a driver was called, or else the last.
 fn decisive(error: &Error) -> Option<&Attempt> {
     let mut known = error.trace().iter().filter(|attempt| attempt.cause.is_some());
     known.clone().find(|attempt| attempt.driver_called).or_else(|| known.next_back())
 }
 
-/// Returns a name that is equal for errors with the same cause.
+/// Returns the [`Problem::group`] of an error.
 fn group(error: &Error) -> String {
     if let Some(cause) = decisive(error).and_then(|attempt| attempt.cause.clone()) {
         return cause;
@@ -239,18 +226,16 @@ fn group(error: &Error) -> String {
 }
 
 /// Returns the known name that is most similar to `name`, or `None` if none is similar.
-#[must_use]
-pub fn nearest<'a>(name: &str, known: &'a [String]) -> Option<&'a String> {
+pub(crate) fn nearest<'a>(name: &str, known: &'a [String]) -> Option<&'a String> {
     let name = name.to_lowercase();
     let distance = |known: &&String| strsim::damerau_levenshtein(&name, known);
     let nearest = known.iter().min_by_key(distance)?;
     (distance(&nearest) <= 1 + name.chars().count() / 4).then_some(nearest)
 }
 
-/// Returns the problem to report for an unknown name. The remedy suggests a similar name of
-/// `known`, or else lists all names that `option` takes.
-#[must_use]
-pub fn unknown(sort: &str, name: &str, option: &str, known: &[String]) -> Problem {
+/// Returns the problem to report for an unknown name of an iface, NIC or the like (`sort`). The
+/// remedy suggests a similar name of `known`, or else lists all of `known` as values of `option`.
+pub(crate) fn unknown(sort: &str, name: &str, option: &str, known: &[String]) -> Problem {
     let headline = format!("no {sort} named {name}");
     match nearest(name, known) {
         Some(nearest) => Problem::new(headline).remedy(format!("did you mean {nearest}?")),
@@ -258,9 +243,19 @@ pub fn unknown(sort: &str, name: &str, option: &str, known: &[String]) -> Proble
     }
 }
 
+/// Returns the problem to report for an unknown name of a provider or NIC. `known` has the names of
+/// both.
+pub(crate) fn unknown_nic(name: &str, known: &[String]) -> Problem {
+    if !name.contains('/') {
+        return unknown("provider", name, "--nic", known);
+    }
+    // Suggests a NIC rather than its provider.
+    let nics: Vec<_> = known.iter().filter(|known| known.contains('/')).cloned().collect();
+    unknown("NIC", name, "--nic", if nics.is_empty() { known } else { &nics })
+}
+
 /// Returns the problem to report for a device that an iface does not have.
-#[must_use]
-pub fn unknown_device(iface: &str, device: u32, known: &[String]) -> Problem {
+pub(crate) fn unknown_device(iface: &str, device: u32, known: &[String]) -> Problem {
     let problem = Problem::new(format!("{iface} has no device {device}"));
     match known {
         [] => problem.remedy("leave out --device: this iface has no devices"),
@@ -268,20 +263,20 @@ pub fn unknown_device(iface: &str, device: u32, known: &[String]) -> Problem {
     }
 }
 
-/// Prints the problem on stderr. A failed write is ignored.
-pub fn print_on_stderr(problem: &Problem) {
+/// Prints the problem on stderr. A failed write is ignored, since it cannot be reported.
+pub(crate) fn print_on_stderr(problem: &Problem) {
     let mut text = Vec::new();
     // Writing to a vector does not fail.
     let _ = problem.print(&mut text);
     lines_on_stderr(&String::from_utf8_lossy(&text));
 }
 
-/// Prints a line on stderr. A failed write is ignored; `eprintln` would panic.
+/// Prints a line on stderr. A failed write is ignored (`eprintln` would panic).
 pub(crate) fn line_on_stderr(line: impl fmt::Display) {
     lines_on_stderr(&line.to_string());
 }
 
-/// Prints lines on stderr, which are wrapped if stderr is a terminal. A failed write is ignored.
+/// Prints lines on stderr, wrapped if stderr is a terminal.
 fn lines_on_stderr(text: &str) {
     let mut out = io::stderr().lock();
     // An error of stderr cannot be reported anywhere.

@@ -14,10 +14,10 @@ use crate::{
     args::{self, Cli},
     help,
     problem::{line_on_stderr, print_on_stderr},
-    run_with,
+    run,
 };
 
-const FAILED: u8 = 1;
+/// The exit status after a bad command line.
 const USAGE: u8 = 2;
 
 /// Runs the command with the arguments of the process, on this machine and with plug-ins.
@@ -48,25 +48,30 @@ pub fn main_with(add: impl FnOnce(Builder) -> Builder) -> ExitCode {
         help::command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
-        Err(error) => return refuse(&error),
+        Err(error) => return without_command(&error),
     };
     start_log(&cli);
-    let mut out = BufWriter::new(UntilClosed::new(io::stdout().lock()));
-    let outcome = run_with(&cli, add, &mut out).and_then(|outcome| {
+    let mut out = BufWriter::new(UntilClosed { inner: io::stdout().lock(), closed: false });
+    let outcome = run(&cli, add, &mut out).and_then(|outcome| {
         out.flush()?;
         Ok(outcome)
     });
     match outcome {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
-        Ok(Outcome::Failed) => ExitCode::from(FAILED),
-        Err(failure) => {
-            print_on_stderr(&failure.problem());
-            ExitCode::from(failure.status())
-        }
+        Ok(Outcome::Failed) => ExitCode::FAILURE,
+        Err(failure) => fail(&failure),
     }
 }
 
-fn refuse(error: &clap::Error) -> ExitCode {
+/// Prints a failure on stderr and returns its exit status.
+fn fail(failure: &Failure) -> ExitCode {
+    print_on_stderr(&failure.problem());
+    ExitCode::from(failure.status())
+}
+
+/// Prints the help, the version or the error that the parser of the command line returned instead
+/// of a command. Returns the exit status.
+fn without_command(error: &clap::Error) -> ExitCode {
     match error.kind() {
         ErrorKind::DisplayHelp
         | ErrorKind::DisplayVersion
@@ -74,9 +79,7 @@ fn refuse(error: &clap::Error) -> ExitCode {
             let status = u8::try_from(error.exit_code()).unwrap_or(USAGE);
             match error.print().and_then(|()| io::stdout().flush()) {
                 Err(unprinted) if unprinted.kind() != io::ErrorKind::BrokenPipe => {
-                    let failure = Failure::Output(unprinted);
-                    print_on_stderr(&failure.problem());
-                    ExitCode::from(failure.status())
+                    fail(&Failure::Output(unprinted))
                 }
                 _ => ExitCode::from(status),
             }
@@ -88,17 +91,14 @@ fn refuse(error: &clap::Error) -> ExitCode {
     }
 }
 
-/// A writer that discards its input once the reader of the pipe has gone.
+/// A writer that discards its input once the reader has closed the pipe.
 struct UntilClosed<W> {
     inner: W,
+    /// True once a call has failed with `BrokenPipe`.
     closed: bool,
 }
 
 impl<W: Write> UntilClosed<W> {
-    fn new(inner: W) -> Self {
-        Self { inner, closed: false }
-    }
-
     /// Runs `call` while the pipe is open, and returns `otherwise` once the pipe is closed.
     fn unless_closed<T>(
         &mut self,
@@ -125,8 +125,8 @@ impl<W: Write> Write for UntilClosed<W> {
     }
 }
 
-/// Prints the library's log on stderr, if the command line asks for it and the program has no
-/// subscriber of its own.
+/// Prints the library's log on stderr if the command line asks for it. Does nothing if the program
+/// has a subscriber of its own.
 fn start_log(cli: &Cli) {
     let level = match cli.verbose {
         0 => return,

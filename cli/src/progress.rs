@@ -7,8 +7,6 @@ use std::{
 
 use rustix::termios::tcgetwinsize;
 
-/// The duration of work after which a progress bar appears.
-const LONG: Duration = Duration::from_millis(500);
 /// Assumed width of a terminal that does not report its width, in columns.
 const WIDTH: usize = 80;
 /// The escape sequence that erases the line of the cursor.
@@ -18,32 +16,23 @@ const ERASE: &str = "\r\x1b[2K";
 pub(crate) struct Progress {
     /// True if stderr is a terminal that can erase a line.
     terminal: bool,
-    started: Instant,
-    delay: Duration,
+    /// Time from which on `show` prints the bar.
+    visible_from: Instant,
     /// True while the bar is on the terminal.
     shown: bool,
 }
 
 impl Progress {
-    /// Returns a bar that appears only if the work takes longer than [`LONG`].
-    pub(crate) fn for_long_work() -> Self {
-        Self::after(LONG)
-    }
-
-    /// Returns a bar that appears at once.
-    pub(crate) fn at_once() -> Self {
-        Self::after(Duration::ZERO)
-    }
-
-    fn after(delay: Duration) -> Self {
+    /// Returns a bar that appears only if the work takes longer than `delay`.
+    pub(crate) fn after(delay: Duration) -> Self {
         let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
         let terminal = io::stderr().is_terminal() && !dumb;
-        Self { terminal, started: Instant::now(), delay, shown: false }
+        Self { terminal, visible_from: Instant::now() + delay, shown: false }
     }
 
     /// Shows how many steps are done, and the name of the next one.
     pub(crate) fn show(&mut self, done: usize, all: usize, next: &str) {
-        if self.terminal && self.started.elapsed() >= self.delay {
+        if self.terminal && Instant::now() >= self.visible_from {
             let columns = tcgetwinsize(io::stderr()).map_or(0, |size| usize::from(size.ws_col));
             let columns = if columns == 0 { WIDTH } else { columns };
             self.shown = true;

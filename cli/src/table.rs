@@ -24,8 +24,8 @@ use crate::args::Color;
 const WIDTH: usize = 108;
 /// Minimum and maximum width of the output, in columns.
 const LIMITS: (usize, usize) = (20, 140);
-/// Spaces between two columns of a table. The second, smaller value is used if the table does not
-/// fit with the first.
+/// Spaces between two columns of a table. The second value applies if the table is too wide with
+/// the first.
 const GAPS: [usize; 2] = [2, 1];
 /// Maximum number of fields that are printed on separate lines. More fields are joined with `;`.
 const FEW_FIELDS: usize = 4;
@@ -35,30 +35,13 @@ const BOLD: &str = "\x1b[1m";
 const RESET: &str = "\x1b[0m";
 /// The no-break space that joins a number and its unit while lines are wrapped.
 const NO_BREAK: char = '\u{a0}';
-/// Units that stay on the line of their number.
-const UNITS: [&str; 17] = [
-    "B",
-    "KiB",
-    "MiB",
-    "GiB",
-    "TiB",
-    "PiB",
-    "EiB",
-    "GiB/s",
-    "GT/s",
-    "bytes",
-    "entries",
-    "pages",
-    "us",
-    "ms",
-    "s",
-    "seconds",
-    "transfers/s",
-];
+/// Units that stay on the line of their number, separated by spaces.
+const UNITS: &str =
+    "B KiB MiB GiB TiB PiB EiB GiB/s GT/s bytes entries pages us ms s seconds transfers/s";
 
 /// The meaning of a text, which selects its colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tone {
+pub(crate) enum Tone {
     /// A success.
     Good,
     /// Neutral text.
@@ -85,7 +68,8 @@ impl Tone {
 #[derive(Clone, Copy, Debug)]
 pub struct Style {
     color: bool,
-    width: usize,
+    /// Width of the output, in columns.
+    pub(crate) width: usize,
 }
 
 impl Style {
@@ -96,8 +80,7 @@ impl Style {
     }
 
     /// Returns a style without colours, `width` columns wide.
-    #[must_use]
-    pub const fn of_width(width: usize) -> Self {
+    pub(crate) const fn of_width(width: usize) -> Self {
         Self { color: false, width }
     }
 
@@ -105,8 +88,7 @@ impl Style {
     ///
     /// The width is that of [`columns`], else 108 columns. With [`Color::Auto`], a terminal has
     /// colours unless `NO_COLOR` is set or `TERM` is `dumb`.
-    #[must_use]
-    pub fn for_stdout(color: Color) -> Self {
+    pub(crate) fn for_stdout(color: Color) -> Self {
         let terminal = io::stdout().is_terminal();
         let color = match color {
             Color::Always => true,
@@ -119,29 +101,18 @@ impl Style {
         Self { color, width: columns().unwrap_or(WIDTH) }
     }
 
-    /// Returns the width of the output, in columns.
-    #[must_use]
-    pub const fn width(self) -> usize {
-        self.width
-    }
-
     /// Prints a heading, wrapped.
-    ///
-    /// # Errors
-    /// Fails if writing to `out` fails.
-    pub fn heading(self, out: &mut dyn Write, text: &str) -> io::Result<()> {
+    pub(crate) fn heading(self, out: &mut dyn Write, text: &str) -> io::Result<()> {
         wrap(text, self.width).iter().try_for_each(|line| writeln!(out, "{}", self.bold(line)))
     }
 
     /// Returns a text in bold.
-    #[must_use]
-    pub fn bold(self, text: &str) -> String {
+    pub(crate) fn bold(self, text: &str) -> String {
         if self.color { format!("{BOLD}{text}{RESET}") } else { text.to_owned() }
     }
 
     /// Returns a text in the colour of a tone.
-    #[must_use]
-    pub fn word(self, text: &str, tone: Tone) -> String {
+    pub(crate) fn word(self, text: &str, tone: Tone) -> String {
         match tone.code().filter(|_| self.color) {
             Some(code) => format!("{code}{text}{RESET}"),
             None => text.to_owned(),
@@ -149,27 +120,23 @@ impl Style {
     }
 
     /// Prints a line that is indented by two columns. Continuation lines are indented by four.
-    ///
-    /// # Errors
-    /// Fails if writing to `out` fails.
-    pub fn item(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
+    pub(crate) fn item(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
         self.indented(out, ["  ", "    "], &format!("{head} {text}"))
     }
 
-    /// Prints a line with details beneath an item.
-    ///
-    /// # Errors
-    /// Fails if writing to `out` fails.
-    pub fn detail(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
+    /// Prints a detail beneath an item: a line that is indented by four columns.
+    pub(crate) fn detail(self, out: &mut dyn Write, head: &str, text: &str) -> io::Result<()> {
         self.indented(out, ["    ", "      "], &format!("{head} {text}"))
     }
 
     /// Prints a wrapped text: `indents[0]` precedes the first line, and `indents[1]` each other
     /// line.
-    ///
-    /// # Errors
-    /// Fails if writing to `out` fails.
-    pub fn indented(self, out: &mut dyn Write, indents: [&str; 2], text: &str) -> io::Result<()> {
+    pub(crate) fn indented(
+        self,
+        out: &mut dyn Write,
+        indents: [&str; 2],
+        text: &str,
+    ) -> io::Result<()> {
         let used = indents.map(display_width).into_iter().max().unwrap_or_default();
         for (at, line) in wrap(text, self.width.saturating_sub(used)).iter().enumerate() {
             writeln!(out, "{}{line}", indents[at.min(1)])?;
@@ -178,10 +145,7 @@ impl Style {
     }
 
     /// Prints a table, or its rows as lists if the columns do not fit. An empty line follows.
-    ///
-    /// # Errors
-    /// Fails if writing to `out` fails.
-    pub fn print(self, out: &mut dyn Write, table: &Table) -> io::Result<()> {
+    pub(crate) fn print(self, out: &mut dyn Write, table: &Table) -> io::Result<()> {
         match table.grid(self) {
             Some(grid) => writeln!(out, "{grid}")?,
             None => table.print_as_lists(out, self)?,
@@ -190,23 +154,23 @@ impl Style {
     }
 }
 
-/// Returns the width of the output from `COLUMNS`, or else from the terminal of stdout: 20 to 140
-/// columns. Returns `None` if that width is 0, or if `COLUMNS` has no number and stdout is not a
-/// terminal.
-#[must_use]
-pub fn columns() -> Option<usize> {
-    let variable = columns_variable().unwrap_or(None);
+/// Returns the width of stdout, limited to 20 to 140 columns.
+///
+/// The width is the number in `COLUMNS`, or else that of the terminal. Returns `None` if the width
+/// is 0, or if `COLUMNS` has no number and stdout is not a terminal.
+pub(crate) fn columns() -> Option<usize> {
     let terminal = || tcgetwinsize(io::stdout()).ok().map(|size| usize::from(size.ws_col));
-    let columns = variable.or_else(terminal).filter(|columns| *columns > 0)?;
-    Some(columns.clamp(LIMITS.0, LIMITS.1))
+    limited(columns_variable().unwrap_or(None).or_else(terminal)?)
 }
 
-/// Returns the width of messages on stderr from `COLUMNS`, or else from the terminal of stderr: 20
-/// to 140 columns. Returns `None` if stderr is no terminal, or if the width is 0.
+/// Returns the width of stderr like [`columns`], but `None` whenever stderr is not a terminal.
 pub(crate) fn stderr_columns() -> Option<usize> {
     let terminal = tcgetwinsize(io::stderr()).ok()?;
-    let variable = columns_variable().unwrap_or(None);
-    let columns = variable.unwrap_or(usize::from(terminal.ws_col));
+    limited(columns_variable().unwrap_or(None).unwrap_or(terminal.ws_col.into()))
+}
+
+/// Applies [`LIMITS`] to a number of columns. Returns `None` for 0.
+fn limited(columns: usize) -> Option<usize> {
     (columns > 0).then(|| columns.clamp(LIMITS.0, LIMITS.1))
 }
 
@@ -214,7 +178,7 @@ pub(crate) fn stderr_columns() -> Option<usize> {
 ///
 /// # Errors
 /// The value of the variable, if it is not a decimal number.
-pub fn columns_variable() -> Result<Option<usize>, String> {
+pub(crate) fn columns_variable() -> Result<Option<usize>, String> {
     let Some(value) = std::env::var_os("COLUMNS") else { return Ok(None) };
     let value = value.to_string_lossy();
     match value.trim() {
@@ -225,34 +189,31 @@ pub fn columns_variable() -> Result<Option<usize>, String> {
 
 /// One value of a table.
 #[derive(Clone, Debug)]
-pub struct Cell {
+pub(crate) struct Cell {
     text: String,
     tone: Tone,
 }
 
 impl Cell {
     /// Returns a cell of neutral text.
-    #[must_use]
-    pub fn new(text: impl ToString) -> Self {
+    pub(crate) fn new(text: impl ToString) -> Self {
         Self::in_tone(text, Tone::Plain)
     }
 
     /// Returns a cell of text in a tone.
-    #[must_use]
-    pub fn in_tone(text: impl ToString, tone: Tone) -> Self {
+    pub(crate) fn in_tone(text: impl ToString, tone: Tone) -> Self {
         Self { text: text.to_string(), tone }
     }
 
     /// Returns the cell of a missing value, which prints `-`.
-    #[must_use]
-    pub fn none() -> Self {
+    pub(crate) fn none() -> Self {
         Self::in_tone("-", Tone::Dim)
     }
 }
 
 /// Rows of cells under a header.
 #[derive(Clone, Debug)]
-pub struct Table {
+pub(crate) struct Table {
     header: Vec<String>,
     /// Columns of numbers, which are aligned to the right.
     numbers: Vec<usize>,
@@ -261,30 +222,27 @@ pub struct Table {
 
 impl Table {
     /// Returns an empty table with a header.
-    #[must_use]
-    pub fn new(header: &[&str]) -> Self {
+    pub(crate) fn new(header: &[&str]) -> Self {
         let header = header.iter().map(|name| (*name).to_owned()).collect();
         Self { header, numbers: Vec::new(), rows: Vec::new() }
     }
 
     /// Marks columns as numbers, which are aligned to the right.
-    #[must_use]
-    pub fn numbers(mut self, columns: impl IntoIterator<Item = usize>) -> Self {
+    pub(crate) fn numbers(mut self, columns: impl IntoIterator<Item = usize>) -> Self {
         self.numbers.extend(columns);
         self
     }
 
     /// Adds a row.
-    pub fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
         self.rows.push(cells.into_iter().collect());
     }
 
-    /// Prints the table. If its columns do not fit, prints each column but the first as a list, in
-    /// which the first column names the values. An empty line follows.
+    /// Prints the table, or its columns as lists if the table does not fit. An empty line follows.
     ///
-    /// # Errors
-    /// Fails if writing to `out` fails.
-    pub fn print_columns(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
+    /// A list has the header of its column as its title. The cells of the first column name the
+    /// values in each list.
+    pub(crate) fn print_columns(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
         if let Some(grid) = self.grid(style) {
             return writeln!(out, "{grid}\n");
         }
@@ -333,9 +291,11 @@ impl Table {
         Some(lines.join("\n"))
     }
 
-    /// Returns the width of each column if `gap` blanks separate the columns. Narrows the widest
-    /// columns until the table fits into `line`, but no column below its longest word. Returns
-    /// `None` if the table does not fit.
+    /// Returns the widths of the columns for a line of `line` characters, with `gap` spaces between
+    /// two columns.
+    ///
+    /// The widest columns are narrowed until the table fits, but none below the width of its
+    /// longest word. Returns `None` if the table does not fit even so.
     fn widths(&self, line: usize, gap: usize) -> Option<Vec<usize>> {
         let longest = |part: fn(&str) -> usize| {
             let mut longest: Vec<_> = self.header.iter().map(|name| part(name)).collect();
@@ -355,8 +315,8 @@ impl Table {
         Some(widths)
     }
 
-    /// Prints each row as its first cell, and the other cells beneath it by the names of their
-    /// columns. Cells of missing values are left out.
+    /// Prints each row as a list: the first cell, and beneath it the other cells with the headers
+    /// of their columns. Cells of missing values are left out.
     fn print_as_lists(&self, out: &mut dyn Write, style: Style) -> io::Result<()> {
         for row in &self.rows {
             let mut cells = self.header.iter().zip(row).filter(|(_, cell)| cell.text != "-");
@@ -386,8 +346,8 @@ fn longest_word(text: &str) -> usize {
     joined(text).split(' ').map(display_width).max().unwrap_or(0)
 }
 
-/// Replaces the space between a number and its unit by [`NO_BREAK`]. Does the same between `GT/s`
-/// and a number of lanes, such as `x16`.
+/// Replaces the space between a number and its unit by [`NO_BREAK`], and so the space between
+/// `GT/s` and a number of lanes, such as `x16`.
 fn joined(text: &str) -> String {
     let mut all = String::with_capacity(text.len());
     let mut number = false;
@@ -395,7 +355,8 @@ fn joined(text: &str) -> String {
         if !all.is_empty() {
             let unit = word.trim_end_matches([',', ';', '.', ':', ')']);
             let lanes = unit.strip_prefix('x').is_some_and(|lanes| lanes.parse::<u32>().is_ok());
-            let stays = number && UNITS.contains(&unit) || lanes && all.ends_with("GT/s");
+            let is_unit = number && UNITS.split(' ').any(|known| known == unit);
+            let stays = is_unit || lanes && all.ends_with("GT/s");
             all.push(if stays { NO_BREAK } else { ' ' });
         }
         all.push_str(word);
@@ -410,8 +371,7 @@ fn joined(text: &str) -> String {
 ///
 /// A number stays with its unit if a line has room for both. A word that is longer than a line is
 /// broken after `/`, `,`, `=` or `:`, and is otherwise left whole.
-#[must_use]
-pub fn wrap(text: &str, width: usize) -> Vec<String> {
+pub(crate) fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut lines = Vec::new();
     for part in joined(text).split('\n') {
         let words = WordSeparator::AsciiSpace.find_words(part);
@@ -440,8 +400,7 @@ fn pieces(word: Word<'_>, width: usize) -> Vec<Word<'_>> {
 
 /// Formats a byte count for text output: exact below 10 KiB, else with at most one decimal.
 /// [`u64::MAX`] is `no limit`.
-#[must_use]
-pub fn bytes(count: u64) -> String {
+pub(crate) fn bytes(count: u64) -> String {
     if count == u64::MAX {
         return "no limit".into();
     }
@@ -456,10 +415,8 @@ pub fn bytes(count: u64) -> String {
     format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
 }
 
-/// Joins names by commas. Of more than three names, lists the first three and the number of the
-/// others.
-#[must_use]
-pub fn abbreviated(names: &[String]) -> String {
+/// Joins names by commas. After three names, the result says only how many more there are.
+pub(crate) fn abbreviated(names: &[String]) -> String {
     const FEW: usize = 3;
     match names.len().checked_sub(FEW) {
         None | Some(0) => names.join(", "),

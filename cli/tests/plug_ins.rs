@@ -7,7 +7,7 @@ use hmem::{
 };
 use hmem_cli::{
     Failure,
-    args::{Color, Command, ExplainArgs, InfoArgs},
+    args::{Command, ExplainArgs, InfoArgs},
     machine::Machine,
     run_on,
     table::Style,
@@ -32,10 +32,10 @@ fn info_and_explain_list_available_and_absent_plug_ins() {
         .iface_or_absent(MINE, "mine", mine().build())
         .iface_or_absent(ABSENT, "gone", unavailable::<Simulated>("libgone.so"))
         .provider_or_absent("gone-nic", unavailable::<Loopback>("libgone-nic.so"));
-    let machine = Machine::find_with(builder).unwrap();
+    let machine = Machine::find(builder).unwrap();
     let run = |command: &Command| {
         let mut out = Vec::new();
-        run_on(&machine, command, Style::for_stdout(Color::Never), &mut out).unwrap();
+        run_on(&machine, command, Style::plain(), &mut out).unwrap();
         String::from_utf8(out).unwrap()
     };
     let info = run(&Command::Info(InfoArgs { json: true }));
@@ -54,10 +54,10 @@ fn info_has_the_remedy_of_each_refused_path() {
     let unreachable = mine().p2p(P2pMatrix::none_reachable()).build();
     let builder =
         Hmem::builder().without_vendor_ifaces().iface_or_absent(MINE, "mine", unreachable);
-    let machine = Machine::find_with(builder).unwrap();
+    let machine = Machine::find(builder).unwrap();
     let mut out = Vec::new();
     let info = Command::Info(InfoArgs { json: false });
-    run_on(&machine, &info, Style::for_stdout(Color::Never), &mut out).unwrap();
+    run_on(&machine, &info, Style::plain(), &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
     let staged = text.split("  staged: ").nth(1).expect(&text);
     let staged = staged.split("\n  staged: ").next().unwrap();
@@ -82,7 +82,7 @@ fn bad_value_that_a_plug_in_reads_is_a_usage_error() {
         builder().iface_or_absent(MINE, "mine", refused::<Simulated>()),
         builder().provider_or_absent("my-nic", refused::<Loopback>()),
     ] {
-        let failure = Failure::from(Machine::find_with(builder).unwrap_err());
+        let failure = Failure::from(Machine::find(builder).unwrap_err());
         assert_eq!(failure.status(), 2);
         let text = failure.to_string();
         assert!(text.contains("invalid value \"many\" in MINE_DEPTH; use a number"), "{text}");

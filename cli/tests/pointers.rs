@@ -226,7 +226,7 @@ fn wrong_pointer_that_registers_is_a_defect() {
 /// HM-01
 #[test]
 fn pointers_leave_nothing_allocated_or_exported() {
-    let machine = Machine::find().unwrap();
+    let machine = Machine::find(hmem::Hmem::builder()).unwrap();
     let counts = || machine.watches.iter().map(|watch| (watch.count)()).collect::<Vec<_>>();
     let before = counts();
     let pointer = vec![PointerSort::All];

@@ -1,6 +1,7 @@
 //! Two connected endpoints of one domain, and blocking transfers between them.
 
 use std::{
+    cell::Cell,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -16,59 +17,44 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Two connected endpoints: an initiator and its target.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct Link<'a> {
+    pub(super) domain: &'a Domain,
+    /// The completion queue of both endpoints.
     queue: Arc<dyn CompletionQueue>,
     initiator: Endpoint,
     target: Endpoint,
+    /// The address of `target`, for requests of `initiator`.
     peer: PeerId,
-    posted: u64,
+    /// Number of posted transfers, which is the context of the last one.
+    posted: Cell<u64>,
 }
 
-impl Link {
-    pub(super) fn open(domain: &Domain) -> Result<Self> {
+impl<'a> Link<'a> {
+    pub(super) fn open(domain: &'a Domain) -> Result<Self> {
         let queue = domain.open_cq(64)?;
-        let attr = EndpointAttr {
-            tx_cq: Arc::clone(&queue),
-            rx_cq: Arc::clone(&queue),
-            rma_event: false,
-            auth_key: None,
-            tx_counter: None,
-            rx_counter: None,
-            depth: 16,
-        };
+        let attr = EndpointAttr { depth: 16, ..EndpointAttr::new(&queue) };
         let (initiator, target) = (domain.open_endpoint(&attr)?, domain.open_endpoint(&attr)?);
         let peer = initiator.resolve(&target.name())?;
         // A connected transport needs the peer's name on both endpoints.
         target.resolve(&initiator.name())?;
-        Ok(Self { queue, initiator, target, peer, posted: 0 })
+        Ok(Self { domain, queue, initiator, target, peer, posted: Cell::new(0) })
     }
 
-    pub(super) fn write(
-        &mut self,
-        domain: &Domain,
-        from: RegionSlice,
-        to: LinkTarget<'_>,
-    ) -> Result<()> {
+    pub(super) fn write(&self, from: RegionSlice, to: LinkTarget<'_>) -> Result<()> {
         let context = self.next();
         self.initiator.write(&[from], &[to.segment()], self.peer, context)?;
-        self.wait(domain, context, Some(to.len))
+        self.wait(context, Some(to.len))
     }
 
-    pub(super) fn read(
-        &mut self,
-        domain: &Domain,
-        into: RegionSlice,
-        from: LinkTarget<'_>,
-    ) -> Result<()> {
+    pub(super) fn read(&self, into: RegionSlice, from: LinkTarget<'_>) -> Result<()> {
         let context = self.next();
         self.initiator.read(&[into], &[from.segment()], self.peer, context)?;
-        self.wait(domain, context, Some(from.len))
+        self.wait(context, Some(from.len))
     }
 
     /// Adds the u64 in `operand` to the target and stores the previous value in `old`.
     pub(super) fn fetch_add(
-        &mut self,
-        domain: &Domain,
+        &self,
         operand: RegionSlice,
         old: RegionSlice,
         target: LinkTarget<'_>,
@@ -83,7 +69,7 @@ impl Link {
             compare: None,
         };
         self.initiator.atomic(&atomic, self.peer, context)?;
-        self.wait(domain, context, None)
+        self.wait(context, None)
     }
 
     pub(super) fn close(self) -> Result<()> {
@@ -92,18 +78,21 @@ impl Link {
         Ok(())
     }
 
-    fn next(&mut self) -> u64 {
-        self.posted += 1;
-        self.posted
+    /// Returns the context of the next transfer.
+    fn next(&self) -> u64 {
+        self.posted.set(self.posted.get() + 1);
+        self.posted.get()
     }
 
-    fn wait(&self, domain: &Domain, context: u64, len: Option<u64>) -> Result<()> {
+    /// Waits for the completion of the transfer with this context. Fails if another transfer
+    /// completes, or if the number of transferred bytes is not `len`.
+    fn wait(&self, context: u64, len: Option<u64>) -> Result<()> {
         let started = Instant::now();
         let mut completions: Vec<Completion> = Vec::with_capacity(1);
         let mut idle = 0u32;
         while self.queue.read(&mut completions, 1)? == 0 {
             idle += 1;
-            if domain.progress()? == 0 && idle > 64 {
+            if self.domain.progress()? == 0 && idle > 64 {
                 std::thread::yield_now();
             }
             if idle.is_multiple_of(1024) && started.elapsed() > PATIENCE {

@@ -10,14 +10,17 @@ use hmem::{
     system::{MemFd, System},
 };
 
+use crate::json::memory_name;
+
 /// A sort of memory to check, such as a heap buffer or device memory.
 #[derive(Clone, Debug)]
-pub enum MemorySort {
+pub(super) enum MemorySort {
     /// A `Vec` on the heap.
     Heap,
-    /// Pages that the system iface maps and the region owns.
+    /// Pages that the system iface maps, and that the region owns.
     Mapped(Arc<dyn Iface>),
-    /// Pages that the system iface maps, registered by address: the region does not own them.
+    /// Pages that the system iface maps, and that the region does not own. They are registered by
+    /// address.
     Borrowed(Arc<dyn Iface>),
     /// A mapped memory file (memfd).
     MemFd,
@@ -36,40 +39,32 @@ pub enum MemorySort {
 
 impl MemorySort {
     /// Returns the name of the iface that owns the memory.
-    #[must_use]
-    pub fn iface(&self) -> &str {
+    pub(super) fn iface(&self) -> &str {
         match self {
-            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd | Self::HugePages(_) => {
-                "system"
-            }
             Self::Allocated { iface, .. } => iface.name(),
+            _ => "system",
         }
     }
 
     /// Returns the kind of the iface that owns the memory.
-    #[must_use]
-    pub fn iface_kind(&self) -> IfaceKind {
+    pub(super) fn iface_kind(&self) -> IfaceKind {
         match self {
-            Self::Heap | Self::Mapped(_) | Self::Borrowed(_) | Self::MemFd | Self::HugePages(_) => {
-                IfaceKind::SYSTEM
-            }
             Self::Allocated { iface, .. } => iface.kind(),
+            _ => IfaceKind::SYSTEM,
         }
     }
 
     /// Returns the device that holds the memory, or `None` for host memory.
-    #[must_use]
-    pub fn device(&self) -> Option<DeviceId> {
+    pub(super) fn device(&self) -> Option<DeviceId> {
         match self {
             Self::Allocated { device, .. } => *device,
             _ => None,
         }
     }
 
-    /// Returns the sort of memory: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or the name
-    /// of the allocation kind.
-    #[must_use]
-    pub fn sort(&self) -> &'static str {
+    /// Returns the name of the sort: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or that of
+    /// the allocation kind.
+    pub(super) fn sort(&self) -> &'static str {
         match self {
             Self::Heap => "heap",
             Self::Mapped(_) => "mmap",
@@ -81,8 +76,7 @@ impl MemorySort {
     }
 
     /// Returns whether a NIC accesses this memory as host pages.
-    #[must_use]
-    pub fn is_host(&self) -> bool {
+    pub(super) fn is_host(&self) -> bool {
         match self {
             Self::Allocated { kind, .. } => kind.cpu_accessible(),
             _ => true,
@@ -92,18 +86,13 @@ impl MemorySort {
 
 impl fmt::Display for MemorySort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.device() {
-            Some(device) => write!(f, "{}:{device} {}", self.iface(), self.sort()),
-            None => write!(f, "{} {}", self.iface(), self.sort()),
-        }
+        let device = self.device().map(|device| device.0);
+        write!(f, "{} {}", memory_name(self.iface(), device), self.sort())
     }
 }
 
-/// Allocates zeroed heap memory. Unlike `vec!`, the function returns an error if not enough memory
-/// is available.
-///
-/// # Errors
-/// [`ErrorKind::OutOfResources`] if the process cannot allocate that much memory.
+/// Allocates zeroed heap memory. Returns an error, unlike `vec!`, if the process cannot have that
+/// much memory.
 pub(crate) fn heap(len: u64) -> Result<Vec<u8>> {
     let refused = || {
         Error::new(ErrorKind::OutOfResources, "allocate")
@@ -147,10 +136,6 @@ pub(super) struct HugeBuffer {
 }
 
 impl HugeBuffer {
-    /// Allocates huge pages.
-    ///
-    /// # Errors
-    /// The errors of [`System::huge_pages`].
     pub(super) fn allocate(system: &Arc<System>, len: u64) -> Result<Self> {
         Ok(Self { system: Arc::clone(system), allocation: system.huge_pages(len)? })
     }

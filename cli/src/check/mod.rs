@@ -17,26 +17,27 @@ mod target;
 use hmem::{Error, ErrorKind, Path, Result, system::monitor::HostMonitorKind};
 
 pub(crate) use self::memory::heap;
-pub use self::{
+use self::{
     memory::MemorySort,
-    plan::{Case, PathVariant, Plan, plan},
+    plan::{Case, Plan, plan},
+};
+pub use self::{
     report::{Atomic, Report, Row, text},
     stale::StaleRow,
 };
 use crate::{
     Failure,
     args::CheckArgs,
-    json::Skipped,
+    json::{SCHEMA, Skipped},
     machine::Machine,
-    problem::{Problem, unknown},
 };
 
 /// The length of one transfer and its position in a larger region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Length of the unregistered parts of the allocation before and after the region, in bytes
-    /// each. With 0 the region covers the whole allocation. Only [`MemorySort::Borrowed`] and
-    /// [`MemorySort::Allocated`] have such parts; other memory is always registered whole.
+    /// Length of the unregistered part of the allocation before the region, and of that after it,
+    /// in bytes. Only borrowed host memory and memory of device ifaces have such parts. Other
+    /// memory is registered whole.
     pub margin: u64,
     /// Offset of the transfer from the start of the region, in bytes.
     pub offset: u64,
@@ -55,9 +56,8 @@ pub struct Selection {
     pub path: Option<Path>,
     /// The transfers of each combination. The throughput is measured with the last two sizes.
     pub extents: Vec<Extent>,
-    /// Duration of the throughput measurement with the last size, in nanoseconds. The measurement
-    /// with the second-to-last size has an eighth of this duration. Each measurement has at least
-    /// one transfer.
+    /// Minimum duration of the throughput measurement with the last size, in nanoseconds. That with
+    /// the second-to-last size takes an eighth. Each measurement has at least one transfer.
     pub measure_ns: u64,
     /// Number of times that memory is freed and allocated again under each cache monitor. With 0,
     /// monitors are not checked.
@@ -95,12 +95,7 @@ impl Selection {
     /// [`Failure::Usage`] for an unknown iface, provider or NIC. [`Failure::Failed`] if the
     /// requested size needs more memory than is available.
     pub fn new(args: &CheckArgs, machine: &Machine) -> Result<Self, Failure> {
-        if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
-            return Err(unknown("iface", name, "--iface", &machine.iface_names()).into());
-        }
-        if let Some(name) = args.provider.as_deref().filter(|name| !machine.knows_nic(name)) {
-            return Err(unknown_nic(name, "--nic", &machine.provider_names()).into());
-        }
+        machine.check_names(args.iface.as_deref(), args.provider.as_deref())?;
         let mut selection = Self {
             iface: args.iface.clone(),
             provider: args.provider.clone(),
@@ -141,19 +136,9 @@ fn enough_memory_for(bytes: u64) -> Result<()> {
     }
 }
 
-/// Returns the problem to report for an unknown provider or NIC name.
-pub(crate) fn unknown_nic(name: &str, option: &str, known: &[String]) -> Problem {
-    if !name.contains('/') {
-        return unknown("provider", name, option, known);
-    }
-    // Suggests a NIC rather than its provider.
-    let nics: Vec<_> = known.iter().filter(|known| known.contains('/')).cloned().collect();
-    unknown("NIC", name, option, if nics.is_empty() { known } else { &nics })
-}
-
-/// Checks the selected combinations. The function calls `progress` before each combination, with
-/// the number of completed combinations, the total, and the name of the next one. The last call has
-/// an empty name.
+/// Checks the selected combinations. Before each one the function calls `progress` with the number
+/// of completed combinations, the total, and the name of the next combination. It calls `progress`
+/// once more at the end, with an empty name.
 ///
 /// # Errors
 /// The errors of [`Hmem::cache_defaults`](hmem::Hmem::cache_defaults), and the error of a monitor of
@@ -175,8 +160,14 @@ pub fn check(
     let all = cases.len() + stale.len();
     let missing = machine.hmem.missing_ifaces();
     let missing = missing.map(|(kind, why)| Skipped::new(machine.iface_name(kind), why));
-    let mut report = Report::new(skipped, missing.collect());
-    report.uncached_by = defaults.off_by();
+    let mut report = Report {
+        schema: SCHEMA,
+        rows: Vec::new(),
+        stale: Vec::new(),
+        skipped,
+        missing: missing.collect(),
+        uncached_by: defaults.off_by(),
+    };
     for (done, case) in cases.iter().enumerate() {
         progress(done, all, &case.to_string());
         run::case(machine, case, selection, &mut report);

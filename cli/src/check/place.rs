@@ -20,7 +20,8 @@ const LEN: u64 = 4096;
 pub(super) struct HostPage {
     /// The address of the page; null if none is mapped.
     at: *mut libc::c_void,
-    /// The imported monitor, which the check notifies of each unmapping; `None` for other monitors.
+    /// The imported monitor, which this value notifies of each change; `None` for other monitors,
+    /// which detect changes themselves.
     import: Option<Arc<ImportMonitor>>,
 }
 
@@ -32,6 +33,8 @@ impl HostPage {
         Ok(Self { at: map(ptr::null_mut(), OWN)?, import })
     }
 
+    /// Frees the physical page and maps a new one, if possible at the same address. The four ways
+    /// to do so take turns, by `round`.
     fn change(&mut self, round: u64) -> Result<()> {
         match round % 4 {
             0 => {
@@ -66,7 +69,8 @@ impl HostPage {
     }
 }
 
-/// Maps a page at a previous address, or elsewhere if another thread has mapped that address.
+/// Maps a page at an address that was unmapped, or elsewhere if another thread has mapped that
+/// address since.
 fn map_again(at: *mut libc::c_void) -> Result<*mut libc::c_void> {
     map(at, OWN | libc::MAP_FIXED_NOREPLACE).or_else(|_| map(ptr::null_mut(), OWN))
 }

@@ -11,11 +11,12 @@ use super::{MemorySort, Selection, memory::HugeBuffer};
 use crate::{
     json::Skipped,
     machine::{Machine, ProviderNic},
+    problem::Problem,
 };
 
 /// The expected path from the memory to the NIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PathVariant {
+pub(super) enum PathVariant {
     /// Direct access to host memory (`plain-host`).
     Host,
     /// Direct access to device memory, over this path.
@@ -26,8 +27,7 @@ pub enum PathVariant {
 
 impl PathVariant {
     /// Returns the path that the path decision must choose.
-    #[must_use]
-    pub const fn path(self) -> Path {
+    pub(super) const fn path(self) -> Path {
         match self {
             Self::Host => Path::PlainHost,
             Self::Direct(path) => path,
@@ -35,9 +35,8 @@ impl PathVariant {
         }
     }
 
-    /// Returns the policy under which no other path is allowed.
-    #[must_use]
-    pub const fn policy(self) -> P2pPolicy {
+    /// Returns the policy of the domain. For device memory it forbids the other variants.
+    pub(super) const fn policy(self) -> P2pPolicy {
         match self {
             Self::Host => P2pPolicy::Enabled,
             Self::Direct(_) => P2pPolicy::Required,
@@ -48,17 +47,14 @@ impl PathVariant {
 
 /// A combination of memory, NIC and path to check.
 #[derive(Clone, Debug)]
-pub struct Case<'a> {
-    /// The memory to register.
-    pub memory: MemorySort,
-    /// The NIC to register with.
-    pub nic: &'a ProviderNic,
-    /// The expected path between memory and NIC.
-    pub variant: PathVariant,
-    /// True if the NIC is software, and the memory is host memory or simulated. If true, the check
-    /// reports an unsupported allocation or registration as a failure. If false, the check skips
-    /// the combination.
-    pub software: bool,
+pub(super) struct Case<'a> {
+    pub(super) memory: MemorySort,
+    pub(super) nic: &'a ProviderNic,
+    pub(super) variant: PathVariant,
+    /// True if the NIC is software, and the memory is host memory or simulated. Then the check
+    /// reports an unsupported allocation or registration as a failure. Otherwise it skips the
+    /// combination, since the hardware may lack the feature.
+    pub(super) software: bool,
 }
 
 impl fmt::Display for Case<'_> {
@@ -69,17 +65,16 @@ impl fmt::Display for Case<'_> {
 
 /// The combinations to check, and the skipped ones.
 #[derive(Debug, Default)]
-pub struct Plan<'a> {
+pub(super) struct Plan<'a> {
     /// The combinations, in the order of the report.
-    pub cases: Vec<Case<'a>>,
+    pub(super) cases: Vec<Case<'a>>,
     /// The devices, NICs and combinations that are not checked, with reasons.
-    pub skipped: Vec<Skipped>,
+    pub(super) skipped: Vec<Skipped>,
 }
 
 /// Lists the combinations of `selection` that this machine supports, and the skipped ones with
 /// reasons.
-#[must_use]
-pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
+pub(super) fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     let mut plan = Plan::default();
     let registry = machine.hmem.registry();
     let wanted = |iface: &str| selection.iface.as_deref().is_none_or(|wanted| wanted == iface);
@@ -108,16 +103,18 @@ pub fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     let mut memories = Vec::new();
     for iface in registry.iter().filter(|iface| wanted(iface.name())) {
         if iface.kind() == IfaceKind::SYSTEM {
-            let (mapped, borrowed) = (Arc::clone(iface), Arc::clone(iface));
             memories.extend([
                 MemorySort::Heap,
-                MemorySort::Mapped(mapped),
-                MemorySort::Borrowed(borrowed),
+                MemorySort::Mapped(Arc::clone(iface)),
+                MemorySort::Borrowed(Arc::clone(iface)),
                 MemorySort::MemFd,
             ]);
             memories.extend(huge_pages(&mut plan.skipped));
         } else {
-            memories.extend(of_devices(iface, &mut plan.skipped));
+            match of_devices(iface) {
+                Ok(found) => memories.extend(found),
+                Err(why) => plan.skipped.push(Skipped::new(format!("iface {}", iface.name()), why)),
+            }
         }
     }
     let wanted =
@@ -152,25 +149,19 @@ fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<MemorySort> {
     }
 }
 
-/// Returns each kind of memory on each device of an iface, and the iface's host memory once. If the
-/// iface has no allocator or no device, adds the reason to `skipped` and returns no memory.
-fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<MemorySort> {
-    let name = iface.name();
+/// Returns each kind of memory on each device of an iface, and the iface's host memory once.
+///
+/// # Errors
+/// The reason why the iface has no memory to check: it has no allocator, no device, or it cannot
+/// list its devices.
+fn of_devices(iface: &Arc<dyn Iface>) -> Result<Vec<MemorySort>, Problem> {
     if iface.allocator().is_none() {
-        skipped.push(Skipped::new(format!("iface {name}"), "this iface cannot allocate memory"));
-        return Vec::new();
+        return Err("this iface cannot allocate memory".into());
     }
-    let devices = match iface.devices() {
-        Ok(devices) if devices.is_empty() => {
-            skipped.push(Skipped::new(format!("iface {name}"), "the iface has no device"));
-            return Vec::new();
-        }
-        Ok(devices) => devices,
-        Err(error) => {
-            skipped.push(Skipped::new(format!("iface {name}"), error));
-            return Vec::new();
-        }
-    };
+    let devices = iface.devices()?;
+    if devices.is_empty() {
+        return Err("the iface has no device".into());
+    }
     let of = |device: Option<DeviceId>, kind| MemorySort::Allocated {
         iface: Arc::clone(iface),
         device,
@@ -187,12 +178,12 @@ fn of_devices(iface: &Arc<dyn Iface>, skipped: &mut Vec<Skipped>) -> Vec<MemoryS
             memories.push(of(Some(device.id), kind));
         }
     }
-    memories
+    Ok(memories)
 }
 
-/// Returns the paths that both the memory and the NIC may support. Direct access to device memory
-/// is by dma-buf if both support it, and otherwise by peer memory. If direct access or staging is
-/// impossible, adds an entry with the reason to `skipped`.
+/// Returns the paths from the memory to the NIC. The direct path to device memory is dma-buf if
+/// both support it, and otherwise peer memory. If the direct path or staging is impossible, adds an
+/// entry with the reason to `skipped`.
 fn variants(
     memory: &MemorySort,
     simulated: bool,
@@ -227,14 +218,12 @@ fn variants(
     let exposed = Access::REMOTE_READ | Access::REMOTE_WRITE;
     if imports.staged && nic.attr.staged_access.contains(exposed) {
         variants.push(PathVariant::Staged);
-    } else if imports.staged {
-        let why = "peers cannot access staged memory of this NIC, which the check requires";
-        skipped.push(Skipped::new(format!("{} over staged", between()), why));
     } else {
-        skipped.push(Skipped::new(
-            format!("{} over staged", between()),
-            "this NIC has no staged copies",
-        ));
+        let why = match imports.staged {
+            true => "peers cannot access staged memory of this NIC, which the check requires",
+            false => "this NIC has no staged copies",
+        };
+        skipped.push(Skipped::new(format!("{} over staged", between()), why));
     }
     variants
 }

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::StaleRow;
 use crate::{
-    json::{Attempt, SCHEMA, Skipped},
+    json::{Attempt, Skipped, memory_name},
     table::{Cell, Style, Table, Tone, abbreviated, bytes},
 };
 
@@ -71,17 +71,13 @@ pub struct Report {
     pub skipped: Vec<Skipped>,
     /// The ifaces that `FI_HMEM` names and that are unavailable, with reasons.
     pub missing: Vec<Skipped>,
-    /// The setting that disables caches or the monitor of host memory; `None` if both are on.
+    /// The setting of the environment that disables caches or the monitor of host memory; `None` if
+    /// both are on.
     #[serde(skip)]
     pub uncached_by: Option<&'static str>,
 }
 
 impl Report {
-    pub(super) fn new(skipped: Vec<Skipped>, missing: Vec<Skipped>) -> Self {
-        let (rows, stale) = (Vec::new(), Vec::new());
-        Self { schema: SCHEMA, rows, stale, skipped, missing, uncached_by: None }
-    }
-
     /// Returns whether at least one combination was checked, all were verified, and no iface is
     /// missing.
     #[must_use]
@@ -97,8 +93,7 @@ impl Report {
     }
 
     /// Returns the verdict on one line.
-    #[must_use]
-    pub fn summary(&self) -> String {
+    fn summary(&self) -> String {
         let (rows, skipped) = (self.outcomes().count(), self.skipped.len());
         let failed = self.outcomes().filter(|verified| !verified).count();
         let summary = match (rows, failed) {
@@ -131,8 +126,7 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         stale(out, report, style)?;
     }
     let failed = report.rows.iter().filter(|row| !row.verified).map(|row| {
-        let what =
-            format!("{} {} to {} over {}", row.place(), row.memory, row.full_nic(), row.path);
+        let what = format!("{} to {} over {}", row.memory_name(), row.full_nic(), row.path);
         (row.error.as_deref().unwrap_or("unknown"), what)
     });
     let caught = report.stale.iter().filter(|row| !row.verified).map(|row| {
@@ -185,7 +179,7 @@ fn skipped<'a>(
         return Ok(());
     }
     style.heading(out, "Skipped")?;
-    // Providers are few, and the check needs them. Each is printed with its own remedy.
+    // Each skipped provider is a group of its own and so is printed with its own remedy.
     let by_cause = skipped.map(|skipped| {
         let provider = skipped.what.strip_prefix("provider ");
         ((provider, skipped.problem.group.as_str()), skipped)
@@ -208,11 +202,9 @@ fn skipped<'a>(
 }
 
 impl Row {
-    fn place(&self) -> String {
-        match self.device {
-            Some(device) => format!("{}:{device}", self.iface),
-            None => self.iface.clone(),
-        }
+    /// Returns the name and the sort of the memory, such as `cuda:0 device`.
+    fn memory_name(&self) -> String {
+        format!("{} {}", memory_name(&self.iface, self.device), self.memory)
     }
 
     fn full_nic(&self) -> String {
@@ -233,7 +225,7 @@ fn rows<'a>(
     let mut table = Table::new(&header).numbers([2, 5]);
     for row in rows {
         table.row([
-            Cell::new(format!("{} {}", row.place(), row.memory)),
+            Cell::new(row.memory_name()),
             Cell::new(row.path),
             Cell::new(bytes(row.bytes)),
             verdict(row.verified),
@@ -248,7 +240,7 @@ fn rows<'a>(
     style.print(out, &table)
 }
 
-/// Prints what `refused` and `borrowed` mean in the tables, if they occur there.
+/// Explains the words `refused` and `borrowed` if they occur in the tables.
 fn legend(out: &mut dyn Write, rows: &[Row], style: Style) -> io::Result<()> {
     let refused = rows.iter().any(|row| row.atomic == Atomic::Refused);
     let borrowed = rows.iter().any(|row| row.memory == "borrowed");

@@ -4,9 +4,10 @@ use std::fs;
 
 use crate::machine::Machine;
 
-/// A snapshot of resource counts, to find leaks.
+/// A snapshot of resource counts. A later snapshot with higher counts shows a leak.
 #[derive(Debug)]
 pub(super) struct Residue {
+    /// Each resource with its count.
     counts: Vec<(&'static str, u64)>,
 }
 

@@ -1,11 +1,10 @@
 //! The check of one combination: allocate, register, transfer, compare, undo, and look for leaks.
 
-use std::{sync::Arc, time::Instant};
+use std::time::Instant;
 
 use hmem::{
-    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Error, ErrorKind, Iface, MemoryRegion,
-    Path, Region, RemoteKey, Request, cause::Step, iface::AllocRequest, provider::LiveObjects,
-    system::MemFd,
+    Access, DeviceBuffer, Domain, Error, ErrorKind, MemoryRegion, Path, Region, RemoteKey, Request,
+    cause::Step, iface::AllocRequest, provider::LiveObjects, system::MemFd,
 };
 
 use super::{
@@ -19,14 +18,17 @@ use super::{
 };
 use crate::{
     json::{Attempt, Skipped},
-    machine::{Machine, root},
+    machine::{Machine, allocate, root},
     problem::Problem,
 };
 
 /// Length of the guard bytes after each transfer. A transfer must not change them.
 const TAIL: u64 = 16;
+/// Seed of the pattern with which the region is filled before the transfers.
 const BACKGROUND: u64 = 1 << 40;
+/// Seed of the pattern of the transferred bytes.
 const PAYLOAD: u64 = 2 << 40;
+/// Addend of the fetch-add.
 const ADDEND: u64 = 0x0101_0101_0101_0101;
 
 /// The reason why a combination ended early.
@@ -51,7 +53,7 @@ impl<T> From<hmem::Rejected<T>> for Ended {
     }
 }
 
-/// The results of a combination so far.
+/// The results of a combination so far. [`Row`] explains the fields.
 #[derive(Default)]
 struct ProbeResult {
     sizes: Vec<u64>,
@@ -62,8 +64,8 @@ struct ProbeResult {
 
 /// Checks one combination and adds the result to the report.
 ///
-/// The check reports a leak only if it happens twice, since drivers keep resources that they opened
-/// at the first use.
+/// After a leak the combination is checked again. Only a second leak is a failure, since drivers
+/// keep resources that they opened at the first use.
 pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, report: &mut Report) {
     let (mut shown, mut ended, left) = attempt(machine, case, selection, report);
     if ended.is_ok() && left.is_some() {
@@ -99,8 +101,8 @@ pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, re
     });
 }
 
-/// Converts an error to a problem. Adds the limit of the process or container that explains the
-/// error, if there is one.
+/// Returns an error as a problem. If a limit of the process or container explains the error, the
+/// problem has that limit as its cause.
 fn explained(machine: &Machine, case: &Case<'_>, error: &Error) -> Problem {
     let step = match error.kind() {
         // A trace already contains the cause of each refused path.
@@ -112,7 +114,8 @@ fn explained(machine: &Machine, case: &Case<'_>, error: &Error) -> Problem {
     machine.explained(step, error)
 }
 
-/// Checks a combination once. The last element of the result describes a leak, if there is one.
+/// Checks a combination once. Returns the results, the outcome, and a description of the leaked
+/// resources, if there are any.
 fn attempt(
     machine: &Machine,
     case: &Case<'_>,
@@ -121,7 +124,7 @@ fn attempt(
 ) -> (ProbeResult, Result<(), Ended>, Option<String>) {
     let before = Residue::count(machine);
     let mut shown = ProbeResult::default();
-    let ended = match machine.open(case.nic, case.variant.policy()) {
+    let ended = match case.nic.open(&machine.hmem, case.variant.policy()) {
         Ok(domain) => {
             let ended = on_domain(machine, case, selection, &domain, &mut shown, report);
             // The regions are closed or dropped by now, so the domain must be empty.
@@ -142,12 +145,11 @@ fn on_domain(
     shown: &mut ProbeResult,
     report: &mut Report,
 ) -> Result<(), Ended> {
-    let mut link = Link::open(domain)?;
+    let link = Link::open(domain)?;
     for (at, extent) in selection.extents.iter().enumerate() {
         let mut size = SizeCheck {
             case,
-            domain,
-            link: &mut link,
+            link: &link,
             extent: *extent,
             // The second-to-last size is measured briefly too, since a memory limit may refuse the
             // last.
@@ -186,11 +188,12 @@ fn closed(domain: Domain) -> Result<(), Ended> {
 /// The check of one transfer size of one combination.
 struct SizeCheck<'a> {
     case: &'a Case<'a>,
-    domain: &'a Domain,
-    link: &'a mut Link,
+    link: &'a Link<'a>,
     extent: Extent,
-    /// Duration of this size's throughput measurement, in nanoseconds; `None` for no measurement.
+    /// Minimum duration of this size's throughput measurement, in nanoseconds; `None` for no
+    /// measurement.
     measure_ns: Option<u64>,
+    /// The results so far, to which the check of this size adds its own.
     shown: &'a mut ProbeResult,
 }
 
@@ -215,9 +218,9 @@ impl SizeCheck<'_> {
                 // The machine may have fewer huge pages than needed.
                 Err(error) => Err(Ended::Unsupported(error)),
             },
-            MemorySort::Mapped(iface) => self.own(mapped(iface, len)?),
+            MemorySort::Mapped(iface) => self.own(allocate(iface, None, len)?),
             MemorySort::Borrowed(iface) => {
-                let buffer = mapped(iface, self.allocation_len())?;
+                let buffer = allocate(iface, None, self.allocation_len())?;
                 self.borrow(buffer)
             }
             MemorySort::Allocated { iface, device, kind } => {
@@ -236,28 +239,27 @@ impl SizeCheck<'_> {
     }
 
     fn own<M: hmem::Memory>(&mut self, memory: M) -> Result<(), Ended> {
-        let target = self.domain.submit(request(memory, 1));
+        let target = self.link.domain.submit(request(memory, 1));
         self.move_bytes(target.map_err(|rejected| rejected.error))
     }
 
     /// Registers the part of the buffer between the unregistered margins, by its address.
     fn borrow(&mut self, buffer: DeviceBuffer) -> Result<(), Ended> {
         let part = (self.extent.margin, self.region_len());
-        let target = BorrowedRegion::register(self.domain, buffer, part, |raw| request(raw, 1));
-        self.move_bytes(target.map_err(|rejected| rejected.error))
+        let domain = self.link.domain;
+        self.move_bytes(BorrowedRegion::register(domain, buffer, part, |raw| request(raw, 1)))
     }
 
-    /// Transfers bytes from and to the registered memory, compares them, and closes the
-    /// registration.
+    /// Transfers bytes from and to the registered memory `target`, compares them, and closes the
+    /// region.
     fn move_bytes(&mut self, target: Result<impl CheckedRegion, Error>) -> Result<(), Ended> {
         let target = target.map_err(|error| self.refused(error))?;
         self.look_at_decision(target.region())?;
 
-        let region_len = usize::try_from(self.region_len()).unwrap_or(usize::MAX);
         let (start, len) = (self.extent.offset as usize, self.extent.len as usize);
-        let mut expected = heap(region_len as u64)?;
+        let mut expected = heap(self.region_len())?;
         pattern::fill(&mut expected, BACKGROUND);
-        target.write(0, &expected)?;
+        target.write(&expected)?;
         pattern::fill(&mut expected[start..start + len], PAYLOAD);
 
         let mut payload = heap(self.extent.len)?;
@@ -267,14 +269,13 @@ impl SizeCheck<'_> {
 
         let key = target.region().key()?;
         let remote = LinkTarget { key: &key, offset: self.extent.offset, len: self.extent.len };
-        let whole = self.extent.len;
-        self.link.write(self.domain, source.slice(0, whole)?, remote)?;
-        self.link.read(self.domain, sink.slice(0, whole)?, remote)?;
+        self.link.write(source.slice(0, remote.len)?, remote)?;
+        self.link.read(sink.slice(0, remote.len)?, remote)?;
 
         let mut found = heap(self.extent.len)?;
         sink.read(0, &mut found)?;
         same(&expected[start..start + len], &found, "read back by RMA")?;
-        self.compare(&target, &expected, "read through the iface")?;
+        compare(&target, &expected, "read through the iface")?;
         if len >= 16 {
             self.fetch_add(&target, &key, &mut expected)?;
         }
@@ -286,8 +287,8 @@ impl SizeCheck<'_> {
         Ok(target.close()?)
     }
 
-    /// Classifies a refused registration. A refusal by hardware or because of a limit is not a
-    /// failure.
+    /// Returns the error of a refused registration of the checked memory: as unsupported if the
+    /// hardware lacks a feature or a resource limit is reached, and otherwise as an error.
     fn refused(&mut self, error: Error) -> Ended {
         let lacks = matches!(
             error.kind(),
@@ -314,34 +315,25 @@ impl SizeCheck<'_> {
     }
 
     fn register_local(&mut self, buffer: Vec<u8>, key: u64) -> Result<Region<Vec<u8>>, Ended> {
-        self.domain.submit(request(buffer, key)).map_err(|rejected| match rejected.error.kind() {
+        let region = self.link.domain.submit(request(buffer, key));
+        region.map_err(|rejected| match rejected.error.kind() {
             ErrorKind::OutOfResources => Ended::Unsupported(rejected.error),
             _ => rejected.error.into(),
         })
     }
 
+    /// Records the attempts of the path decision. Fails if the path is not the expected one.
     fn look_at_decision(&mut self, target: &MemoryRegion) -> Result<(), Ended> {
         let decision = target.decision()?;
         self.shown.trace = decision.attempts.iter().map(Attempt::from).collect();
-        if decision.path == self.case.variant.path() {
+        let wanted = self.case.variant.path();
+        if decision.path == wanted {
             return Ok(());
         }
-        let wanted = self.case.variant.path();
         Err(Ended::Failed(format!(
             "registered over {} instead of {wanted}: {}",
             decision.path, decision.reason
         )))
-    }
-
-    fn compare(
-        &self,
-        target: &impl CheckedRegion,
-        expected: &[u8],
-        how: &str,
-    ) -> Result<(), Ended> {
-        let mut found = heap(expected.len() as u64)?;
-        target.read(0, &mut found)?;
-        same(expected, &found, how)
     }
 
     /// Runs a fetch-add on an aligned word of the target. A staged path must refuse it and leave
@@ -359,9 +351,7 @@ impl SizeCheck<'_> {
         operands[..8].copy_from_slice(&ADDEND.to_ne_bytes());
         let operands = self.register_local(operands, 4)?;
         let remote = LinkTarget { key, offset: at as u64, len: 8 };
-        let result =
-            self.link.fetch_add(self.domain, operands.slice(0, 8)?, operands.slice(8, 8)?, remote);
-        match result {
+        match self.link.fetch_add(operands.slice(0, 8)?, operands.slice(8, 8)?, remote) {
             Ok(()) if self.case.variant.path() == Path::Staged => {
                 return Err(Ended::Failed(
                     "an atomic on staged memory succeeded, which must be refused".into(),
@@ -380,8 +370,7 @@ impl SizeCheck<'_> {
                 // Over `peer-memory` the software NIC copies through the iface, which has no
                 // atomics.
                 let copies = matches!(self.case.variant.path(), Path::Staged | Path::PeerMemory);
-                let may_refuse = copies || !self.case.nic.software;
-                if !may_refuse {
+                if self.case.nic.software && !copies {
                     return Err(error.into());
                 }
                 self.shown.atomic = Atomic::Refused;
@@ -389,7 +378,7 @@ impl SizeCheck<'_> {
             Err(error) => return Err(error.into()),
         }
         operands.close()?;
-        self.compare(target, expected, "read after a fetch-add")
+        compare(target, expected, "read after a fetch-add")
     }
 
     /// Measures the throughput of RMA writes into the target, in GiB/s.
@@ -403,7 +392,7 @@ impl SizeCheck<'_> {
         let started = Instant::now();
         let mut transfers = 0u64;
         loop {
-            self.link.write(self.domain, slice, remote)?;
+            self.link.write(slice, remote)?;
             transfers += 1;
             let ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1);
             if ns >= measure_ns {
@@ -421,10 +410,11 @@ fn request<M: hmem::Memory>(memory: M, key: u64) -> Request<'static, M> {
     Request::new(memory, access).key(key)
 }
 
-/// Allocates pages of host memory.
-fn mapped(iface: &Arc<dyn Iface>, len: u64) -> hmem::Result<DeviceBuffer> {
-    let request = AllocRequest { len, device: DeviceId(0), kind: AllocationKind::System };
-    DeviceBuffer::allocate(iface, &request)
+/// Reads the region and compares its bytes. `how` names the read in the failure.
+fn compare(target: &impl CheckedRegion, expected: &[u8], how: &str) -> Result<(), Ended> {
+    let mut found = heap(expected.len() as u64)?;
+    target.read(&mut found)?;
+    same(expected, &found, how)
 }
 
 fn same(expected: &[u8], found: &[u8], how: &str) -> Result<(), Ended> {

@@ -84,14 +84,12 @@ enum HostMonitor {
     Deaf,
 }
 
-/// A started monitor. The second element is `Some` if the check itself must notify the monitor.
-type Started = (Arc<dyn Monitor>, Option<Arc<ImportMonitor>>);
-
 impl HostMonitor {
     const ALL: [Self; 4] = [Self::MemHooks, Self::UserFaultFd, Self::Both, Self::Import];
 
-    /// Starts this monitor of host memory.
-    fn start(self) -> Result<Started> {
+    /// Starts this monitor. The second element of the result is the monitor again if the check must
+    /// notify it, and otherwise `None`.
+    fn start(self) -> Result<(Arc<dyn Monitor>, Option<Arc<ImportMonitor>>)> {
         Ok(match self {
             Self::MemHooks => (MemHooks::start()?, None),
             Self::UserFaultFd => (UserFaultFd::start()?, None),
@@ -130,8 +128,8 @@ impl ImportCallbacks for IgnoreCallbacks {
 }
 
 /// Returns a case for every cache monitor of every selected iface, all with the first selected NIC
-/// that pins pages. Adds the ifaces that cannot be checked to `skipped`, or a single entry if no
-/// selected NIC pins pages.
+/// that pins pages. Adds to `skipped` the ifaces that cannot be checked, or one entry for the whole
+/// check if no selected NIC pins pages.
 pub(super) fn plan<'a>(
     machine: &'a Machine,
     selection: &Selection,
@@ -188,36 +186,29 @@ impl Case<'_> {
         }
     }
 
-    /// Returns the monitor's name before the monitor starts. The name of a device's own monitor is
-    /// not known by then; the function returns `none` for it.
-    fn monitor(&self) -> &'static str {
+    /// Returns the name of the monitor that will start; `None` for a device's own monitor, which
+    /// has a name only once it runs.
+    fn monitor(&self) -> Option<&'static str> {
         match &self.memory {
-            StaleMemory::Host(monitor) => monitor.name(),
-            StaleMemory::Device(_) => "none",
-            StaleMemory::Callback => "callback",
+            StaleMemory::Host(monitor) => Some(monitor.name()),
+            StaleMemory::Device(_) => None,
+            StaleMemory::Callback => Some("callback"),
         }
     }
 
     /// Returns the title of this check for the progress bar.
     pub(super) fn title(&self) -> String {
-        match &self.memory {
-            StaleMemory::Host(monitor) => {
-                format!("stale registrations of system under {}", monitor.name())
-            }
-            StaleMemory::Device(_) => format!("stale registrations of {}", self.iface()),
-            StaleMemory::Callback => {
-                format!("stale registrations of {} under callback", self.iface())
-            }
-        }
+        let under = self.monitor().map(|monitor| format!(" under {monitor}")).unwrap_or_default();
+        format!("stale registrations of {}{under}", self.iface())
     }
 
     /// Frees and allocates memory in `rounds` rounds and looks for stale transfers.
     ///
     /// # Errors
-    /// The name of this check with the reason, if the machine does not support the check or no
-    /// address was reused.
+    /// The entry of a skipped check, if the machine does not support the check or no address was
+    /// reused.
     pub(super) fn run(&self, rounds: u64) -> Result<StaleRow, Skipped> {
-        let mut monitor = self.monitor().to_owned();
+        let mut monitor = self.monitor().unwrap_or("none").to_owned();
         let mut counts = StaleCounts::default();
         let done = self.prepare().and_then(|mut prepared| {
             monitor.clone_from(&prepared.monitor);
@@ -252,35 +243,34 @@ impl Case<'_> {
         })
     }
 
+    /// Starts the monitor and allocates the memory.
     fn prepare(&self) -> Result<Prepared> {
-        let host = |hmem: hmem::Builder| hmem.without_vendor_ifaces().ifaces("");
-        match &self.memory {
+        let hmem = Hmem::builder().without_vendor_ifaces();
+        let iface: Arc<dyn Iface> = match &self.memory {
             StaleMemory::Host(kind) => {
-                let (monitor, told) = kind.start()?;
-                let hmem = host(Hmem::builder()).imported_cache_monitor(monitor).build()?;
-                let memory = Box::new(HostPage::map(told)?);
-                Ok(Prepared { monitor: kind.name().to_owned(), hmem, memory })
+                let (monitor, notified_by_check) = kind.start()?;
+                let hmem = hmem.ifaces("").imported_cache_monitor(monitor).build()?;
+                let memory = Box::new(HostPage::map(notified_by_check)?);
+                return Ok(Prepared { monitor: kind.name().to_owned(), hmem, memory });
             }
-            StaleMemory::Device(iface) => {
-                let monitor = iface.start_monitor()?.name().to_owned();
-                let memory = Box::new(DeviceMemory::allocate(iface)?);
-                Ok(Prepared { monitor, hmem: with_iface(iface)?, memory })
-            }
+            StaleMemory::Device(iface) => Arc::clone(iface),
             StaleMemory::Callback => {
                 let device = Simulated::builder()
                     .free_detection(FreeDetection::Callback)
                     .address_reuse(AddressReuse::JustFreed);
-                let iface: Arc<dyn Iface> = Arc::new(device.build()?);
-                let monitor = iface.start_monitor()?.name().to_owned();
-                let memory = Box::new(DeviceMemory::allocate(&iface)?);
-                Ok(Prepared { monitor, hmem: with_iface(&iface)?, memory })
+                Arc::new(device.build()?)
             }
-        }
+        };
+        let monitor = iface.start_monitor()?.name().to_owned();
+        let memory = Box::new(DeviceMemory::allocate(&iface)?);
+        // `Auto` overrides a variable that turns caches off.
+        let hmem = hmem.ifaces(iface.name()).cache_monitor(HostMonitorKind::Auto);
+        Ok(Prepared { monitor, hmem: hmem.shared_iface(iface).build()?, memory })
     }
 }
 
-/// Returns whether an error comes from a missing feature or a limit of the machine. The check does
-/// not report these as failures.
+/// Returns whether an error comes from a missing feature or a limit of the machine, which is no
+/// failure of the monitor.
 fn lacks(why: &Error) -> bool {
     matches!(
         why.kind(),
@@ -294,7 +284,7 @@ fn lacks(why: &Error) -> bool {
     )
 }
 
-/// Returns the reason why a completed run proves nothing or failed, or `None` for a success.
+/// Returns the reason why a completed run failed or proves nothing; `None` for a success.
 fn shortcoming(counts: &StaleCounts) -> Option<String> {
     if counts.stale > 0 {
         return Some(format!(
@@ -305,16 +295,12 @@ fn shortcoming(counts: &StaleCounts) -> Option<String> {
     (counts.hits == 0).then(|| "no lookup hit, so that no registration could be stale".to_owned())
 }
 
-/// Returns an [`Hmem`] with host memory and one other iface. A variable that turns caches off does
-/// not apply to it.
-fn with_iface(iface: &Arc<dyn Iface>) -> Result<Hmem> {
-    let builder = Hmem::builder().without_vendor_ifaces().ifaces(iface.name());
-    builder.shared_iface(Arc::clone(iface)).cache_monitor(HostMonitorKind::Auto).build()
-}
-
+/// A started monitor and its memory.
 struct Prepared {
+    /// The name of the monitor.
     monitor: String,
-    /// Declared before the memory, so that its regions are dropped first.
+    /// The ifaces with which the check opens its domain. Declared before `memory`, so that regions
+    /// are dropped before their memory.
     hmem: Hmem,
     memory: Box<dyn ReusableMemory>,
 }
@@ -338,7 +324,7 @@ mod tests {
 
     #[test]
     fn monitor_that_is_never_notified_fails_the_check() {
-        let machine = Machine::find().unwrap();
+        let machine = Machine::find(Hmem::builder()).unwrap();
         let Some(nic) = machine.nics.iter().find(|nic| nic.keeps_pages()) else {
             panic!("no NIC that keeps pages: {:?}", machine.absent);
         };

@@ -3,8 +3,8 @@
 #![allow(unsafe_code, reason = "registers memory by address")]
 
 use hmem::{
-    DeviceBuffer, Domain, Error, ErrorKind, Memory, MemoryRegion, Promise, Raw, Region, Rejected,
-    Request, Result,
+    DeviceBuffer, Domain, Error, ErrorKind, Memory, MemoryRegion, Promise, Raw, Region, Request,
+    Result,
 };
 
 /// A registered region with access to its bytes through the iface.
@@ -12,11 +12,11 @@ pub(super) trait CheckedRegion {
     /// Returns the region that transfers read and write.
     fn region(&self) -> &MemoryRegion;
 
-    /// Copies bytes from `offset` of the region to `into`, through the iface.
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
+    /// Copies the start of the region to `into`, through the iface.
+    fn read(&self, into: &mut [u8]) -> Result<()>;
 
-    /// Copies `from` to `offset` of the region, through the iface.
-    fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
+    /// Copies `from` to the start of the region, through the iface.
+    fn write(&self, from: &[u8]) -> Result<()>;
 
     /// Closes the region, then frees the memory.
     fn close(self) -> Result<()>;
@@ -27,12 +27,12 @@ impl<M: Memory> CheckedRegion for Region<M> {
         self
     }
 
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.read(offset, into)
+    fn read(&self, into: &mut [u8]) -> Result<()> {
+        self.read(0, into)
     }
 
-    fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.write(offset, from)
+    fn write(&self, from: &[u8]) -> Result<()> {
+        self.write(0, from)
     }
 
     fn close(self) -> Result<()> {
@@ -59,19 +59,16 @@ impl BorrowedRegion {
         buffer: DeviceBuffer,
         (start, len): (u64, u64),
         request: impl FnOnce(Raw) -> Request<'static, Raw>,
-    ) -> Result<Self, Rejected<DeviceBuffer>> {
-        let Some(range) = buffer.allocation().range.slice(start, len) else {
-            let error = Error::new(ErrorKind::OutOfBounds, "register")
-                .context("allocation", buffer.allocation().range);
-            return Err(Rejected::new(buffer, error));
-        };
+    ) -> Result<Self> {
+        let range = buffer.allocation().range.slice(start, len).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, "register")
+                .context("allocation", buffer.allocation().range)
+        })?;
         // SAFETY: no reference into the buffer exists. `close` and the order of the fields free the
         // buffer after the region is closed or dropped.
         let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
-        match domain.submit(request(memory)) {
-            Ok(region) => Ok(Self { region, buffer, start }),
-            Err(rejected) => Err(Rejected::new(buffer, rejected.error)),
-        }
+        let region = domain.submit(request(memory))?;
+        Ok(Self { region, buffer, start })
     }
 }
 
@@ -80,12 +77,12 @@ impl CheckedRegion for BorrowedRegion {
         &self.region
     }
 
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.buffer.read(self.start.saturating_add(offset), into)
+    fn read(&self, into: &mut [u8]) -> Result<()> {
+        self.buffer.read(self.start, into)
     }
 
-    fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.buffer.write(self.start.saturating_add(offset), from)
+    fn write(&self, from: &[u8]) -> Result<()> {
+        self.buffer.write(self.start, from)
     }
 
     fn close(self) -> Result<()> {

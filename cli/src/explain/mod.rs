@@ -16,10 +16,9 @@ pub use self::report::{FindingEntry, PathEntry, Report, Wiring, text};
 use crate::{
     Failure,
     args::ExplainArgs,
-    check::unknown_nic,
-    json::Skipped,
+    json::{SCHEMA, Skipped, memory_name},
     machine::{Machine, ProviderNic, root},
-    problem::{unknown, unknown_device},
+    problem::unknown_device,
 };
 
 /// A pair of memory and NIC to explain.
@@ -36,12 +35,7 @@ struct Pair<'a> {
 /// # Errors
 /// [`Failure::Usage`] for an iface, device or NIC that this machine does not know.
 pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure> {
-    if let Some(name) = args.iface.as_deref().filter(|name| !machine.knows_iface(name)) {
-        return Err(unknown("iface", name, "--iface", &machine.iface_names()).into());
-    }
-    if let Some(name) = args.nic.as_deref().filter(|name| !machine.knows_nic(name)) {
-        return Err(unknown_nic(name, "--nic", &machine.provider_names()).into());
-    }
+    machine.check_names(args.iface.as_deref(), args.nic.as_deref())?;
     let mut skipped = Vec::new();
     let mut explanations = Vec::new();
     let mut pointers = Vec::new();
@@ -49,9 +43,7 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
         if !args.pointer.is_empty() {
             match pointers::claim_all(machine, &pair, args, &mut skipped) {
                 Ok(claimed) => pointers.extend(claimed),
-                Err(error) => {
-                    skipped.push(Skipped::new(pair.name(machine), &error));
-                }
+                Err(error) => skipped.push(Skipped::new(pair.name(machine), &error)),
             }
             continue;
         }
@@ -61,19 +53,22 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
             .size(args.size.unwrap_or_else(|| ExplainRequest::new(pair.iface.kind()).size))
             .policy(args.policy);
         match found(machine, &pair, &request) {
-            Ok(explanation) => {
-                explanations.push(PathEntry::new(machine, &pair.into_names(machine), &explanation))
-            }
-            Err(error) => {
-                skipped.push(Skipped::new(pair.name(machine), root(&error)));
-            }
+            Ok(explanation) => explanations.push(PathEntry::new(machine, &pair, &explanation)),
+            Err(error) => skipped.push(Skipped::new(pair.name(machine), root(&error))),
         }
     }
-    let missing = machine.hmem.missing_ifaces().map(|(kind, _)| machine.iface_name(kind)).collect();
-    let report = Report::new(explanations, skipped, missing);
-    Ok(if args.pointer.is_empty() { report } else { report.of_pointers(pointers) })
+    let missing = machine.hmem.missing_ifaces();
+    Ok(Report {
+        schema: SCHEMA,
+        version: env!("CARGO_PKG_VERSION"),
+        explanations,
+        skipped,
+        pointers: (!args.pointer.is_empty()).then_some(pointers),
+        missing: missing.map(|(kind, _)| machine.iface_name(kind)).collect(),
+    })
 }
 
+/// Explains a pair. Refuses memory that the library cannot allocate for the explanation.
 fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result<Explanation> {
     if pair.device.is_some() && pair.iface.allocator().is_none() {
         return Err(Error::new(ErrorKind::Unsupported, "allocate")
@@ -83,6 +78,8 @@ fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result
     pair.nic.explain(&machine.hmem, request)
 }
 
+/// Returns the selected pairs. Adds to `skipped` the unavailable ifaces and NICs that the user
+/// asked for, and the ifaces whose devices cannot be listed.
 fn pairs<'a>(
     machine: &'a Machine,
     args: &ExplainArgs,
@@ -131,10 +128,8 @@ fn pairs<'a>(
             }
         }
         if let Some(number) = args.device {
-            let known: Vec<_> = devices
-                .iter()
-                .filter_map(|(device, _)| Some(device.as_ref()?.0.to_string()))
-                .collect();
+            let known = devices.iter().filter_map(|(device, _)| Some(device.as_ref()?.to_string()));
+            let known: Vec<_> = known.collect();
             devices.retain(|(device, _)| *device == Some(DeviceId(number)));
             if devices.is_empty() {
                 return Err(unknown_device(iface.name(), number, &known).into());
@@ -147,7 +142,8 @@ fn pairs<'a>(
     Ok(pairs)
 }
 
-/// Returns a note about an exported unit that is larger than the range; empty for the range.
+/// Returns a note about the unit of export for text output; empty if the unit is the range itself,
+/// or for paths without an export.
 fn unit_text(unit: Option<&str>) -> String {
     match unit {
         None | Some("range") => String::new(),
@@ -155,27 +151,11 @@ fn unit_text(unit: Option<&str>) -> String {
     }
 }
 
-/// The names of a pair's iface, provider and NIC, and the size of the device's memory in bytes.
-pub(crate) struct Names {
-    iface: String,
-    provider: String,
-    nic: String,
-    memory: Option<u64>,
-}
-
 impl Pair<'_> {
+    /// Returns the name of the pair, such as `cuda:0 to verbs/mlx5_0`.
     fn name(&self, machine: &Machine) -> String {
         let iface = machine.iface_name(self.iface.kind());
-        let device = self.device.map(|device| format!(":{device}")).unwrap_or_default();
-        format!("{iface}{device} to {}", self.nic.attr.nic)
-    }
-
-    fn into_names(self, machine: &Machine) -> Names {
-        Names {
-            iface: machine.iface_name(self.iface.kind()),
-            provider: self.nic.attr.nic.provider.clone(),
-            nic: self.nic.attr.nic.name.clone(),
-            memory: self.memory,
-        }
+        let memory = memory_name(&iface, self.device.map(|device| device.0));
+        format!("{memory} to {}", self.nic.attr.nic)
     }
 }

@@ -9,17 +9,16 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, Error,
-    ErrorKind, Iface, IfaceKind, MrMode, Path, Promise, Raw, Request, Result, iface::AllocRequest,
-    p2p::path::ExplainRequest, path::Decision,
+    Access, Address, AddressRange, DeviceBuffer, Domain, Error, ErrorKind, Iface, IfaceKind,
+    MrMode, Path, Promise, Raw, Request, Result, p2p::path::ExplainRequest, path::Decision,
 };
 use serde::Serialize;
 
 use super::{Pair, unit_text};
 use crate::{
     args::{ExplainArgs, PointerSort},
-    json::Skipped,
-    machine::Machine,
+    json::{Skipped, memory_name},
+    machine::{Machine, allocate},
     table::{Style, Tone},
 };
 
@@ -58,12 +57,13 @@ pub struct PointerEntry {
     pub remedy: Option<String>,
 }
 
-/// An address range to register, and the buffer that owns it.
+/// An address range to register as memory of an iface.
 struct Claim {
     range: AddressRange,
     /// The iface that owns the memory of `foreign`; `None` for other sorts.
     owner: Option<String>,
-    /// The memory, which is freed on drop; `None` if no memory belongs to the range.
+    /// The memory that must stay allocated while the range is registered; `None` if the range has
+    /// no memory.
     _memory: Option<DeviceBuffer>,
 }
 
@@ -99,8 +99,8 @@ pub(super) fn claim_all(
     Ok(entries)
 }
 
-/// Returns the ranges to register for a sort. `Foreign` has a range for each other iface; every
-/// other sort has a single range.
+/// Returns the ranges to register for a sort: a range of each other iface for `Foreign`, and a
+/// single range for every other sort.
 fn claims(machine: &Machine, pair: &Pair<'_>, sort: PointerSort, size: u64) -> Vec<Result<Claim>> {
     let claim = |range, memory| Claim { range, owner: None, _memory: memory };
     match sort {
@@ -122,10 +122,9 @@ fn claims(machine: &Machine, pair: &Pair<'_>, sort: PointerSort, size: u64) -> V
             vec![AddressRange::new(Address(0), size).map(|range| claim(range, None))]
         }
         PointerSort::Foreign => {
-            let others =
-                machine.hmem.registry().iter().filter(|other| {
-                    other.kind() != pair.iface.kind() && other.allocator().is_some()
-                });
+            let others = machine.hmem.registry().iter();
+            let others = others.filter(|other| other.kind() != pair.iface.kind());
+            let others = others.filter(|other| other.allocator().is_some());
             others.map(|other| foreign(other, size)).collect()
         }
         PointerSort::All => Vec::new(),
@@ -137,8 +136,8 @@ fn twice(pair: &Pair<'_>, size: u64) -> Result<DeviceBuffer> {
     allocate(pair.iface, pair.device, size.saturating_mul(2))
 }
 
-/// Returns a range directly after an allocation, with that allocation. The range is not usable
-/// memory.
+/// Returns a range that begins directly after an allocation, with that allocation. The range is no
+/// allocated memory.
 fn past_end(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> {
     if pair.iface.kind() == IfaceKind::SYSTEM {
         return guarded(pair, size);
@@ -172,20 +171,12 @@ fn guarded(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> {
     Ok((AddressRange::new(end, size)?, memory))
 }
 
+/// Allocates memory of another iface than the registration names.
 fn foreign(other: &Arc<dyn Iface>, size: u64) -> Result<Claim> {
     let device = other.devices()?.first().map(|device| device.id);
     let memory = allocate(other, device, size)?;
     let owner = Some(other.name().to_owned());
     Ok(Claim { range: memory.allocation().range, owner, _memory: Some(memory) })
-}
-
-fn allocate(iface: &Arc<dyn Iface>, device: Option<DeviceId>, len: u64) -> Result<DeviceBuffer> {
-    let system = iface.kind() == IfaceKind::SYSTEM;
-    let kind = if system { AllocationKind::System } else { AllocationKind::Device };
-    DeviceBuffer::allocate(
-        iface,
-        &AllocRequest { len, device: device.unwrap_or(DeviceId(0)), kind },
-    )
 }
 
 /// Registers a range, naming `iface` as its owner, and deregisters it at once.
@@ -211,6 +202,7 @@ fn register(
     Ok(Ok(decision))
 }
 
+/// Returns the entry of a claim with the outcome of its registration.
 fn entry(
     machine: &Machine,
     pair: &Pair<'_>,
@@ -255,8 +247,7 @@ fn entry(
             entry.error = Some(format!("{error:#}"));
             let known = error.trace().iter().rev().find_map(|attempt| attempt.cause.clone());
             let why = error.context_value("why").map(str::to_owned);
-            let cause = known.or(why).unwrap_or_else(|| error.kind().text().to_owned());
-            entry.cause = Some(cause);
+            entry.cause = known.or(why).or_else(|| Some(error.kind().text().to_owned()));
             entry.remedy = error.remedy_text().map(str::to_owned);
         }
     }
@@ -272,13 +263,10 @@ fn may_lack_pages(pair: &Pair<'_>, sort: PointerSort, domain: &Domain) -> bool {
 }
 
 /// Prints the outcomes as readable text, with a heading for each pair of memory and NIC.
-///
-/// # Errors
-/// Fails if writing to `out` fails.
 pub(super) fn text(out: &mut dyn Write, entries: &[PointerEntry], style: Style) -> io::Result<()> {
     let heading = |entry: &PointerEntry| {
-        let device = entry.device.map(|device| format!(":{device}")).unwrap_or_default();
-        format!("pointers to {}{device}, to {}/{}", entry.iface, entry.provider, entry.nic)
+        let memory = memory_name(&entry.iface, entry.device);
+        format!("pointers to {memory}, to {}/{}", entry.provider, entry.nic)
     };
     let same_pair = |one: &PointerEntry, other: &PointerEntry| heading(one) == heading(other);
     for of_pair in entries.chunk_by(same_pair) {
@@ -298,22 +286,17 @@ fn one(out: &mut dyn Write, entry: &PointerEntry, style: Style) -> io::Result<()
     };
     let tone = if entry.correct { Tone::Good } else { Tone::Bad };
     let outcome = style.word(entry.outcome, tone);
-    match (entry.path, entry.correct) {
+    let text = match (entry.path, entry.correct) {
         (Some(path), true) => {
-            let unit = unit_text(entry.unit);
-            style.item(out, &head, &format!("{outcome} by {path} ({}{unit})", entry.reason))
+            format!("{outcome} by {path} ({}{})", entry.reason, unit_text(entry.unit))
         }
-        (Some(path), false) => {
-            style.item(out, &head, &format!("{outcome} by {path}: a defect, report it"))
-        }
-        (None, _) => {
-            style.item(out, &head, &format!("{outcome}: {}", entry.reason))?;
-            // Most refusals already contain their cause.
-            if let Some(cause) = entry.cause.as_ref().filter(|cause| !entry.reason.contains(*cause))
-            {
-                style.detail(out, "cause:", cause)?;
-            }
-            entry.remedy.iter().try_for_each(|remedy| style.detail(out, "remedy:", remedy))
-        }
+        (Some(path), false) => format!("{outcome} by {path}: a defect, report it"),
+        (None, _) => format!("{outcome}: {}", entry.reason),
+    };
+    style.item(out, &head, &text)?;
+    // Most reasons already contain the cause.
+    if let Some(cause) = entry.cause.as_ref().filter(|cause| !entry.reason.contains(*cause)) {
+        style.detail(out, "cause:", cause)?;
     }
+    entry.remedy.iter().try_for_each(|remedy| style.detail(out, "remedy:", remedy))
 }

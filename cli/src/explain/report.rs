@@ -2,12 +2,15 @@
 
 use std::io::{self, Write};
 
-use hmem::{p2p::path::Explanation, path::ExportUnit};
+use hmem::{
+    p2p::{path::Explanation, topology::Finding},
+    path::ExportUnit,
+};
 use serde::Serialize;
 
-use super::{Names, PointerEntry, pointers, unit_text};
+use super::{Pair, PointerEntry, pointers, unit_text};
 use crate::{
-    json::{Attempt, SCHEMA, Skipped, needed_advice},
+    json::{Attempt, Skipped, memory_name, needed_advice},
     machine::Machine,
     table::{Style, Tone, bytes},
     topo::TopoPathEntry,
@@ -31,7 +34,7 @@ pub struct Report {
     pub pointers: Option<Vec<PointerEntry>>,
     /// The unavailable ifaces that `FI_HMEM` names.
     #[serde(skip)]
-    missing: Vec<String>,
+    pub(super) missing: Vec<String>,
 }
 
 /// The explanation of the path between one memory and one NIC.
@@ -106,20 +109,6 @@ pub struct FindingEntry {
 }
 
 impl Report {
-    pub(super) fn new(
-        explanations: Vec<PathEntry>,
-        skipped: Vec<Skipped>,
-        missing: Vec<String>,
-    ) -> Self {
-        let version = env!("CARGO_PKG_VERSION");
-        Self { schema: SCHEMA, version, explanations, skipped, pointers: None, missing }
-    }
-
-    /// Returns the report with the outcomes of `--pointer`.
-    pub(super) fn of_pointers(self, pointers: Vec<PointerEntry>) -> Self {
-        Self { pointers: Some(pointers), ..self }
-    }
-
     /// Returns whether the command succeeded.
     ///
     /// No iface may be missing. Without `--pointer`, there must be at least one pair, and each
@@ -127,31 +116,34 @@ impl Report {
     /// skipped, and each pointer must have the correct outcome.
     #[must_use]
     pub fn passed(&self) -> bool {
-        if let Some(pointers) = &self.pointers {
-            return self.missing.is_empty()
-                && self.skipped.is_empty()
-                && !pointers.is_empty()
-                && pointers.iter().all(|pointer| pointer.correct);
-        }
-        self.missing.is_empty()
-            && !self.explanations.is_empty()
-            && self.explanations.iter().all(|entry| entry.path.is_some())
+        let correct = match &self.pointers {
+            Some(pointers) => {
+                self.skipped.is_empty()
+                    && !pointers.is_empty()
+                    && pointers.iter().all(|pointer| pointer.correct)
+            }
+            None => {
+                !self.explanations.is_empty()
+                    && self.explanations.iter().all(|entry| entry.path.is_some())
+            }
+        };
+        correct && self.missing.is_empty()
     }
 }
 
 impl PathEntry {
-    pub(super) fn new(machine: &Machine, names: &Names, found: &Explanation) -> Self {
+    pub(super) fn new(machine: &Machine, pair: &Pair<'_>, found: &Explanation) -> Self {
         let path = found.path.map(hmem::Path::name);
         let attempts =
             found.attempts.iter().map(|attempt| Attempt::from(attempt).with_needed_advice(path));
         let remedies = found.remedies.iter().map(|remedy| needed_advice(remedy, path).to_owned());
         Self {
-            iface: names.iface.clone(),
+            iface: machine.iface_name(pair.iface.kind()),
             device: found.device,
             kind: found.kind,
             size: found.size,
-            provider: names.provider.clone(),
-            nic: names.nic.clone(),
+            provider: pair.nic.attr.nic.provider.clone(),
+            nic: pair.nic.attr.nic.name.clone(),
             policy: found.policy.name(),
             direct_paths: found
                 .direct_paths
@@ -164,21 +156,19 @@ impl PathEntry {
             reason: found.reason.clone(),
             remedies: remedies.collect(),
             trace: attempts.collect(),
-            wiring: Wiring::new(machine, names, found),
+            wiring: Wiring::new(machine, pair, found),
         }
     }
 
-    /// Returns the name of the memory for text output, such as `cuda:0`.
+    /// Returns the name of the memory for text output, such as `cuda:0` or `system (host)`.
     fn memory(&self) -> String {
-        match self.device {
-            Some(device) => format!("{}:{device}", self.iface),
-            None => format!("{} (host)", self.iface),
-        }
+        let host = if self.device.is_none() { " (host)" } else { "" };
+        memory_name(&self.iface, self.device) + host
     }
 }
 
 impl Wiring {
-    fn new(machine: &Machine, names: &Names, found: &Explanation) -> Self {
+    fn new(machine: &Machine, pair: &Pair<'_>, found: &Explanation) -> Self {
         let mut wiring = Self {
             device_pci_bus_id: found.device_pci_bus_id.clone(),
             nic_pci_bus_id: found.nic_pci_bus_id.clone(),
@@ -189,8 +179,8 @@ impl Wiring {
             wiring.unknown = Some("host memory is not behind a PCI function".to_owned());
             return wiring;
         };
-        let device = machine
-            .function(&format!("{}:{device}", names.iface), found.device_pci_bus_id.as_deref());
+        let memory = memory_name(&machine.iface_name(pair.iface.kind()), Some(device));
+        let device = machine.function(&memory, found.device_pci_bus_id.as_deref());
         let nic = machine.function(&found.nic, found.nic_pci_bus_id.as_deref());
         let (topology, device, nic) = match (device, nic) {
             (Ok((topology, device)), Ok((_, nic))) => (topology, device, nic),
@@ -205,15 +195,13 @@ impl Wiring {
         };
         wiring.topo_path = topology.path(device, nic).map(|path| TopoPathEntry::new(&path));
         wiring.largest_bar = topology.device(device).map(|device| device.largest_bar());
-        let findings = topology.findings(device, nic, names.memory);
-        wiring.findings = findings
-            .into_iter()
-            .map(|finding| FindingEntry {
-                name: finding.name,
-                what: finding.what,
-                remedy: finding.remedy,
-            })
-            .collect();
+        let findings = topology.findings(device, nic, pair.memory).into_iter();
+        let entry = |found: Finding| FindingEntry {
+            name: found.name,
+            what: found.what,
+            remedy: found.remedy,
+        };
+        wiring.findings = findings.map(entry).collect();
         wiring
     }
 }

@@ -8,14 +8,14 @@ use hmem::{
     cuda::gdrcopy::Gdrcopy,
     iface::Capability,
     path::P2pPolicy,
-    provider::{Features, Imports, ProgressModel, ProviderAttr, WindowType},
+    provider::{Features, Imports, ProgressModel, WindowType},
     system::monitor::{HostMonitorKind, SystemMonitor},
 };
 use serde::Serialize;
 
 pub use self::report::text;
 use crate::{
-    json::{Attempt, SCHEMA, Skipped},
+    json::{Attempt, SCHEMA, Skipped, memory_name},
     machine::{Machine, ProviderNic, root},
     probe,
     problem::Problem,
@@ -247,8 +247,8 @@ pub struct P2pEntry {
     pub trace: Vec<Attempt>,
 }
 
-/// Collects the inventory of a machine. To find the paths, the function registers a page of host
-/// memory and of each device with each NIC. It also starts the cache monitors, except those that a
+/// Collects the inventory of a machine. The function registers a page of host memory and of each
+/// device with each NIC to find the paths. It also starts the cache monitors, except those that a
 /// setting disables.
 ///
 /// # Errors
@@ -260,6 +260,9 @@ pub fn inventory(machine: &Machine) -> Result<Inventory> {
     let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
     let devices = devices(machine, &mut absent);
     let providers = machine.nics.iter().map(|nic| nic_entry(machine, nic, &mut absent)).collect();
+    let ifaces_with_devices =
+        machine.hmem.registry().iter().filter(|iface| iface.kind() != IfaceKind::SYSTEM);
+    let device_monitors = ifaces_with_devices.map(|iface| device_monitor(defaults, &**iface));
     Ok(Inventory {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),
@@ -267,7 +270,7 @@ pub fn inventory(machine: &Machine) -> Result<Inventory> {
         p2p: p2p(machine, &devices),
         cache: cache(machine, defaults),
         cache_monitor,
-        device_monitors: device_monitors(machine, defaults),
+        device_monitors: device_monitors.collect(),
         gdrcopy: gdrcopy(),
         devices,
         providers,
@@ -277,32 +280,30 @@ pub fn inventory(machine: &Machine) -> Result<Inventory> {
 
 fn ifaces(machine: &Machine) -> Vec<IfaceEntry> {
     let registry = machine.hmem.registry();
-    let present = registry.iter().map(|iface| IfaceEntry {
-        name: iface.name().to_owned(),
-        kind: iface.kind().0,
-        software: machine.is_software(iface.kind()),
-        available: true,
-        reason: None,
-        remedy: None,
-        capability: capability(iface.capability()),
-        problem: None,
+    let entry = |name, kind: IfaceKind, capability, problem: Option<Problem>| IfaceEntry {
+        name,
+        kind: kind.0,
+        software: machine.is_software(kind),
+        available: problem.is_none(),
+        reason: problem.as_ref().map(Problem::reason),
+        remedy: remedy(&problem),
+        capability,
+        problem,
+    };
+    let present = registry.iter().map(|iface| {
+        entry(iface.name().to_owned(), iface.kind(), capability(iface.capability()), None)
     });
     let absent = registry.absent().map(|(kind, why)| {
         let problem = machine.explained(Step::OpenDevice, why);
-        IfaceEntry {
-            name: machine.iface_name(kind),
-            kind: kind.0,
-            software: machine.is_software(kind),
-            available: false,
-            reason: Some(problem.reason()),
-            remedy: problem.remedy.clone(),
-            capability: Vec::new(),
-            problem: Some(problem),
-        }
+        entry(machine.iface_name(kind), kind, Vec::new(), Some(problem))
     });
     let mut ifaces: Vec<_> = present.chain(absent).collect();
     ifaces.sort_by_key(|iface| iface.kind);
     ifaces
+}
+
+fn remedy(problem: &Option<Problem>) -> Option<String> {
+    problem.as_ref().and_then(|problem| problem.remedy.clone())
 }
 
 fn cache(machine: &Machine, defaults: &CacheDefaults) -> CacheEntry {
@@ -315,7 +316,7 @@ fn cache(machine: &Machine, defaults: &CacheDefaults) -> CacheEntry {
         max_bytes: limits.max_bytes,
         merge: limits.merge,
         fences: problem.as_ref().map(Problem::reason),
-        remedy: problem.as_ref().and_then(|problem| problem.remedy.clone()),
+        remedy: remedy(&problem),
         problem,
     }
 }
@@ -327,7 +328,7 @@ fn cache_monitor(monitor: &SystemMonitor) -> CacheMonitorEntry {
         MonitorCandidateEntry {
             name: tried.name,
             refused: problem.as_ref().map(Problem::reason),
-            remedy: problem.as_ref().and_then(|problem| problem.remedy.clone()),
+            remedy: remedy(&problem),
             problem,
         }
     });
@@ -340,27 +341,19 @@ fn cache_monitor(monitor: &SystemMonitor) -> CacheMonitorEntry {
     }
 }
 
-fn device_monitors(machine: &Machine, defaults: &CacheDefaults) -> Vec<DeviceMonitorEntry> {
-    let devices = machine.hmem.registry().iter().filter(|iface| iface.kind() != IfaceKind::SYSTEM);
-    devices.map(|iface| device_monitor(defaults, &**iface)).collect()
-}
-
+/// Returns the monitor of a device iface. Starts the monitor unless a setting disables it.
 fn device_monitor(defaults: &CacheDefaults, iface: &dyn Iface) -> DeviceMonitorEntry {
     let disabled_by = match defaults.monitor() {
         HostMonitorKind::Disabled => defaults.off_by(),
         _ => defaults.monitor_left_out_by(iface.kind()),
     };
     let (name, why, remedy) = match disabled_by {
-        // Does not start a monitor that a setting disables.
         Some(setting) => {
             let why = format!("disabled by {setting}: memory is registered uncached");
             (None, why, Some(format!("change {setting} to cache registrations")))
         }
         None => match iface.start_monitor() {
-            Ok(monitor) => {
-                let why = monitor.rationale();
-                (Some(monitor.name().to_owned()), why, None)
-            }
+            Ok(monitor) => (Some(monitor.name().to_owned()), monitor.rationale(), None),
             Err(error) => {
                 let problem = Problem::from(&error);
                 (None, problem.reason(), problem.remedy)
@@ -376,13 +369,13 @@ fn gdrcopy() -> GdrcopyEntry {
         library: Gdrcopy::LIBRARY,
         available: problem.is_none(),
         reason: problem.as_ref().map(Problem::reason),
-        remedy: problem.as_ref().and_then(|problem| problem.remedy.clone()),
+        remedy: remedy(&problem),
         problem,
     }
 }
 
 fn capability(can: Capability) -> Vec<&'static str> {
-    let all = [
+    having([
         (can.allocate, "allocate"),
         (can.dma_buf, "dma-buf"),
         (can.pcie_mapping, "pcie-mapping"),
@@ -392,7 +385,11 @@ fn capability(can: Capability) -> Vec<&'static str> {
         (can.ipc, "ipc"),
         (can.identity, "identity"),
         (can.free_callback, "free-callback"),
-    ];
+    ])
+}
+
+/// Returns the names whose flag is true.
+fn having<const N: usize>(all: [(bool, &'static str); N]) -> Vec<&'static str> {
     all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
 }
 
@@ -408,49 +405,44 @@ fn devices(machine: &Machine, absent: &mut Vec<Skipped>) -> Vec<DeviceEntry> {
                 memory: device.memory,
                 software: machine.is_software(iface.kind()),
             })),
-            Err(error) => {
-                let what = format!("devices of {}", iface.name());
-                absent.push(Skipped::new(what, &error));
-            }
+            Err(error) => absent.push(Skipped::new(format!("devices of {}", iface.name()), &error)),
         }
     }
     entries
 }
 
-fn names<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
-    names.map(str::to_owned).collect()
+/// Returns the names of the flags that are set. `set` has each name with its flag.
+fn names<'a, F>(set: impl Iterator<Item = (&'a str, F)>) -> Vec<String> {
+    set.map(|(name, _)| name.to_owned()).collect()
 }
 
 fn imports(imports: Imports) -> Vec<&'static str> {
-    let all = [
+    having([
         (imports.dma_buf, "dma-buf"),
         (imports.pcie_mapping_first, "pcie-mapping-first"),
         (imports.peer_memory, "peer-memory"),
         (imports.staged, "staged"),
-    ];
-    all.into_iter().filter(|(has, _)| *has).map(|(_, name)| name).collect()
+    ])
 }
 
-/// Returns the entry of a NIC. The function opens a domain to query its features. If the domain
-/// cannot be opened, the entry has no features, and the error is added to `absent`.
+/// Returns the entry of a NIC. Opens a domain on the NIC to query the domain's features. If this
+/// fails, the entry has no features, and the error is added to `absent`.
 fn nic_entry(machine: &Machine, nic: &ProviderNic, absent: &mut Vec<Skipped>) -> NicEntry {
     let domain = nic.open(&machine.hmem, P2pPolicy::default());
     if let Err(error) = &domain {
-        let subject = format!("domain on {}", nic.attr.nic);
-        absent.push(Skipped::new(subject, error));
+        absent.push(Skipped::new(format!("domain on {}", nic.attr.nic), error));
     }
     let domain = domain.ok();
     let windows = domain.as_ref().and_then(|domain| domain.provider_domain().windows());
     let attr = &nic.attr;
-    let ProviderAttr { nic: name, required_mr_mode, basic_mr_mode, .. } = attr;
     NicEntry {
-        provider: name.provider.clone(),
-        nic: name.name.clone(),
+        provider: attr.nic.provider.clone(),
+        nic: attr.nic.name.clone(),
         software: nic.software,
         note: nic.note.to_owned(),
-        pci_bus_id: name.pci_bus_id.clone(),
-        required_mr_mode: names(required_mr_mode.iter_names().map(|(name, _)| name)),
-        basic_mr_mode: names(basic_mr_mode.iter_names().map(|(name, _)| name)),
+        pci_bus_id: attr.nic.pci_bus_id.clone(),
+        required_mr_mode: names(attr.required_mr_mode.iter_names()),
+        basic_mr_mode: names(attr.basic_mr_mode.iter_names()),
         key_size: attr.key_size,
         raw_key_size: attr.raw_key_size,
         mr_iov_limit: attr.mr_iov_limit,
@@ -458,13 +450,13 @@ fn nic_entry(machine: &Machine, nic: &ProviderNic, absent: &mut Vec<Skipped>) ->
         max_mr_count: attr.max_mr_count,
         page_sizes: attr.page_sizes.clone(),
         imports: imports(attr.imports),
-        flags: names(attr.flags.iter_names().map(|(name, _)| name)),
+        flags: names(attr.flags.iter_names()),
         progress: match attr.progress {
             ProgressModel::Nic => "nic",
             ProgressModel::Thread => "thread",
             ProgressModel::Manual => "manual",
         },
-        order: names(attr.order.iter_names().map(|(name, _)| name)),
+        order: names(attr.order.iter_names()),
         features: domain.as_ref().map(|domain| features(domain.features())),
         windows: windows.map_or_else(Vec::new, |windows| {
             windows.window_types().iter().map(|window| window_name(*window)).collect()
@@ -501,6 +493,7 @@ fn p2p(machine: &Machine, devices: &[DeviceEntry]) -> Vec<P2pEntry> {
     entries
 }
 
+/// Returns the entry of a pair of memory and NIC. `device` is `None` for host memory.
 fn entry(
     machine: &Machine,
     iface: &str,
@@ -511,7 +504,7 @@ fn entry(
     let assumed = if device.is_some() { Path::Staged } else { Path::PlainHost };
     let (path, reason, remedy, trace) = match decision {
         Ok(decision) => {
-            let trace = decision.attempts.iter().map(Attempt::from).collect();
+            let trace: Vec<_> = decision.attempts.iter().map(Attempt::from).collect();
             (Some(decision.path.name()), decision.reason.clone(), None, trace)
         }
         Err(error) => {
@@ -524,7 +517,6 @@ fn entry(
         Some(Ok(distance)) => (Some(distance), None),
         Some(Err(why)) => (None, Some(why)),
     };
-    let trace: Vec<Attempt> = trace;
     P2pEntry {
         iface: iface.to_owned(),
         device: device.map(|device| device.device),
@@ -545,7 +537,7 @@ fn distance(
     device: &DeviceEntry,
     nic: &ProviderNic,
 ) -> Result<&'static str, String> {
-    let name = format!("{}:{}", device.iface, device.device);
+    let name = memory_name(&device.iface, Some(device.device));
     let (topology, from) = machine.function(&name, device.pci_bus_id.as_deref())?;
     let (_, to) =
         machine.function(&nic.attr.nic.to_string(), nic.attr.nic.pci_bus_id.as_deref())?;

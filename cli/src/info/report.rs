@@ -10,7 +10,7 @@ use super::{
     NicEntry, P2pEntry,
 };
 use crate::{
-    json::Attempt,
+    json::{Attempt, memory_name},
     problem::Problem,
     table::{Cell, Style, Table, Tone, abbreviated, bytes},
 };
@@ -135,7 +135,7 @@ fn devices(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Resu
     let mut table = Table::new(&["Device", "Name", "PCI address", "Memory"]).numbers([3]);
     for device in &inventory.devices {
         table.row([
-            Cell::new(format!("{}:{}", device.iface, device.device)),
+            Cell::new(memory_name(&device.iface, Some(device.device))),
             Cell::new(&device.name),
             device.pci_bus_id.as_ref().map_or_else(Cell::none, Cell::new),
             Cell::new(bytes(device.memory)),
@@ -149,8 +149,8 @@ fn list<T: AsRef<str>>(names: &[T]) -> String {
     if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
-/// Lists the ordered pairs of requests by their short names; `all` for all nine. Longer names,
-/// which are for RMA or atomics only, are left out.
+/// Lists the ordered pairs of requests that have short names; `all` for all nine. Pairs with longer
+/// names, which are for RMA or atomics only, are left out.
 fn order(nic: &NicEntry) -> String {
     let pairs: Vec<_> = nic.order.iter().filter(|name| name.len() == 3).cloned().collect();
     if pairs.len() == 9 { "all".to_owned() } else { list(&pairs) }
@@ -185,10 +185,8 @@ const ATTRIBUTES: [(&str, Attribute); 15] = [
     ("flags", |nic| list(&nic.flags)),
 ];
 
-/// Prints a table of NICs, with a line for each attribute and a column for each NIC.
-///
-/// Attributes that are equal for all NICs are printed once. If the columns do not fit, each NIC is
-/// printed as a list.
+/// Prints a table of NICs, with a line for each attribute and a column for each NIC. A list
+/// beneath has the attributes that are equal for all NICs.
 fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> {
     if nics.is_empty() {
         return Ok(());
@@ -200,14 +198,12 @@ fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> 
     let mut shared = Vec::new();
     for (name, attribute) in ATTRIBUTES {
         let values: Vec<_> = nics.iter().map(attribute).collect();
-        if values.iter().all(|value| value == "-") {
-            continue;
+        let equal = values.iter().all(|value| *value == values[0]);
+        match values[0].as_str() {
+            "-" if equal => {}
+            _ if equal && nics.len() > 1 => shared.push((name, values[0].clone())),
+            _ => table.row([name.to_owned()].into_iter().chain(values).map(Cell::new)),
         }
-        if nics.len() > 1 && values.iter().all(|value| *value == values[0]) {
-            shared.push((name, values[0].clone()));
-            continue;
-        }
-        table.row([name.to_owned()].into_iter().chain(values).map(Cell::new));
     }
     table.print_columns(out, style)?;
     if !shared.is_empty() {
@@ -231,16 +227,13 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
     let mut unknown: Vec<String> = Vec::new();
     for entry in entries {
         let nic = format!("{}/{}", entry.provider, entry.nic);
-        let memory = match entry.device {
-            Some(device) => format!("{}:{device}", entry.iface),
-            None => format!("{} (host)", entry.iface),
-        };
+        let host = if entry.device.is_none() { " (host)" } else { "" };
+        let memory = memory_name(&entry.iface, entry.device) + host;
         let direct = entry.path.is_some_and(|path| path != "staged");
         let path = entry.path.unwrap_or("none");
-        let shown = entry
-            .distance
-            .map_or_else(|| path.to_owned(), |distance| format!("{path} ({distance})"));
-        let cell = Cell::in_tone(shown, if direct { Tone::Good } else { Tone::Dim });
+        let distance = entry.distance.map(|distance| format!(" ({distance})")).unwrap_or_default();
+        let tone = if direct { Tone::Good } else { Tone::Dim };
+        let cell = Cell::in_tone(format!("{path}{distance}"), tone);
         if let Some(why) = entry.distance_unknown.clone().filter(|why| !unknown.contains(why)) {
             unknown.push(why);
         }
@@ -281,18 +274,18 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
 /// A label such as `to use dma-buf:`, and the remedy that it introduces.
 type Advice = (String, String);
 
-/// Returns the reason for a path, with the refused paths as its causes, and the advice for each
-/// refused path. The JSON output has the complete errors.
+/// Returns the reason for a path as a problem whose causes are the refused paths, and the advice
+/// for each refused path. Only the JSON output has the complete errors.
 fn reason(entry: &P2pEntry) -> (Problem, Vec<Advice>) {
     let headline = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
     let refused = entry.trace.iter().filter(|_| entry.path.is_some());
     let refused: Vec<_> = refused.filter(|attempt| attempt.error.is_some()).collect();
-    let mut problem = Problem::new(headline);
-    for attempt in &refused {
+    let causes = refused.iter().map(|attempt| {
         let cause = attempt.cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
-        problem.causes.push(format!("{} refused{cause}", attempt.path));
-    }
-    problem.remedy.clone_from(&entry.remedy);
+        format!("{} refused{cause}", attempt.path)
+    });
+    let remedy = entry.remedy.clone();
+    let problem = Problem { causes: causes.collect(), remedy, ..Problem::new(headline) };
     let advice = entry.path.map_or_else(Vec::new, |chosen| {
         let of = |attempt: &&Attempt| Some((attempt.remedy_label(chosen), attempt.remedy.clone()?));
         refused.iter().filter_map(of).collect()

@@ -13,8 +13,8 @@ use hmem::{
 
 use super::{
     Event,
-    end::{End, EndConfig, Idle, Role, completed},
-    figures::{Bandwidth, Gain, Latency, Order, Row},
+    end::{End, EndConfig, Idle, completed},
+    figures::{Bandwidth, Gain, Latency, Order, Role, Row},
     layout::{ADDEND, Layout, WORD, same},
     report::Report,
     wire::{Begin, HANDSHAKE, HEARTBEAT, Message, PATIENCE, Peer, Request},
@@ -49,15 +49,15 @@ impl Plan {
 pub(super) enum Amount {
     /// A number of transfers.
     Transfers(u64),
-    /// Transfers run for this duration. At least one transfer runs.
+    /// As many transfers as end in this duration, but at least one.
     For(Duration),
 }
 
-/// Maximum number of bytes that a warm-up transfers. A warm-up has at least one transfer.
+/// Maximum number of bytes that a warm-up transfers, except that it has at least one transfer.
 const WARM_UP: u64 = 64 << 20;
 /// The largest latency that the histogram can record, in nanoseconds.
 const SLOWEST: u64 = 100_000_000_000;
-/// Loop iterations between two reads of the clock.
+/// Number of iterations of the transfer loop between two reads of the clock.
 const CLOCK: u32 = 64;
 
 /// A callback for the events of a measurement. An error that it returns ends the measurement.
@@ -72,13 +72,7 @@ pub(super) fn measure(
     observer: &mut Observer<'_>,
 ) -> Result<Report> {
     let mut peer = Peer::greet(stream, address)?;
-    match converse(config, plan, &mut peer, observer) {
-        Ok(report) => Ok(report),
-        Err(error) => {
-            peer.give_up(&error);
-            Err(error)
-        }
-    }
+    converse(config, plan, &mut peer, observer).inspect_err(|error| peer.give_up(error))
 }
 
 fn converse(
@@ -97,7 +91,7 @@ fn converse(
 }
 
 /// Connects to the server with memory of one write ordering, and measures all sizes. Adds the rows
-/// to the report, which it creates for the first ordering.
+/// to the report, which is created for the first ordering.
 fn measure_in_order(
     config: &EndConfig<'_>,
     plan: &Plan,
@@ -115,9 +109,8 @@ fn measure_in_order(
         endpoint: Vec::new(),
         side: Default::default(),
     };
-    let room =
-        request.sizes.iter().map(|size| request.layout(*size).room()).max().unwrap_or_default();
-    let end = End::open(config, Role::Client, plan.op, order, room, plan.depth as usize)?;
+    let room = request.room();
+    let end = End::open(config, Role::Client, &request, plan.depth)?;
     request.endpoint = end.endpoint.name().0;
     request.side = end.side.clone();
     peer.send(&Message::Request(request.clone()))?;
@@ -133,9 +126,8 @@ fn measure_in_order(
     let theirs = ready.side.plain();
     let target = end.connect(ready.endpoint, &theirs)?;
     let operand = (plan.op == PerfOp::Atomic).then(|| end.register_word(ADDEND)).transpose()?;
-    let (local, role) = (end.side.clone(), super::report::Role::Client);
     if report.is_none() {
-        let first = Report::new(role, peer.address(), &request, local, theirs);
+        let first = Report::new(Role::Client, peer.address, &request, end.side.clone(), theirs);
         let depth = (plan.measure != Measure::Latency).then_some(plan.depth);
         observer(Event::Connected { report: &first, depth })?;
         *report = Some(first);
@@ -173,15 +165,20 @@ fn check_key(bytes: &[u8], room: u64, peer: &Peer) -> Result<RemoteKey> {
     Ok(key)
 }
 
+/// A client that is connected with memory of one write ordering.
 struct Client<'a> {
+    /// The TCP connection to the server.
     peer: &'a mut Peer,
     end: End,
+    /// The address of the server's endpoint.
     target: PeerId,
+    /// The key of the server's memory; `None` for messages.
     key: Option<RemoteKey>,
     /// The registered addend of fetch-adds; `None` for other operations.
     operand: Option<Region<Vec<u8>>>,
     plan: &'a Plan,
     request: Request,
+    /// Number of runs so far, with warm-ups. Each run has a pattern of its own.
     runs: u64,
 }
 
@@ -252,7 +249,9 @@ impl Client<'_> {
         Ok((transfers, took))
     }
 
-    /// Keeps `depth` transfers in flight until the measurement is complete.
+    /// Keeps `depth` transfers in flight until the measurement is complete. Records the time of
+    /// each transfer in `latency`, which requires a depth of 1. Returns the number of transfers and
+    /// their duration.
     fn transfer(
         &mut self,
         layout: Layout,
@@ -320,6 +319,7 @@ impl Client<'_> {
         }
     }
 
+    /// Posts one transfer between `slice`, which is the local slot `slot`, and the server's slot.
     fn post(&self, layout: Layout, slot: u64, slice: RegionSlice, context: u64) -> Result<()> {
         let endpoint = &self.end.endpoint;
         let Some(key) = &self.key else {

@@ -7,19 +7,23 @@ use std::{
 };
 
 use hmem::{
-    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, Endpoint, Error, ErrorKind, Hmem,
-    Iface, IfaceKind, Region, Request, Result,
-    iface::AllocRequest,
+    Access, DeviceBuffer, DeviceId, Domain, Endpoint, Error, ErrorKind, Hmem, Iface, IfaceKind,
+    Region, Request, Result,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{Completion, EndpointName, PeerId},
 };
 
 use super::{
-    figures::{Order, Side, plain},
-    wire::{PATIENCE, Peer},
+    figures::{EndDescription, Role, plain},
+    wire::{self, PATIENCE, Peer},
 };
-use crate::{args::PerfOp, check::heap, json::Attempt, machine::ProviderNic};
+use crate::{
+    args::PerfOp,
+    check::heap,
+    json::Attempt,
+    machine::{ProviderNic, allocate},
+};
 
 /// The memory and the NIC of this side.
 #[derive(Clone, Copy, Debug)]
@@ -30,46 +34,31 @@ pub(super) struct EndConfig<'a> {
     pub(super) device: DeviceId,
 }
 
-/// The side of the measurement: client or server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
-    Client,
-    Server,
-}
-
 /// Registered memory and an endpoint of one side.
 #[derive(Debug)]
 pub(super) struct End {
-    // The fields are declared in the order in which they must be closed.
+    // The domain is declared, and so dropped, after the fields that use it.
     pub(super) region: Region<DeviceBuffer>,
     pub(super) endpoint: Endpoint,
+    /// The completion queue of the endpoint.
     pub(super) queue: Arc<dyn CompletionQueue>,
     pub(super) domain: Domain,
-    pub(super) side: Side,
+    /// The description that reports print and the other side receives.
+    pub(super) side: EndDescription,
 }
 
 impl End {
-    /// Allocates and registers `room` bytes with the write ordering `order`, and opens an endpoint
-    /// for `depth` requests.
+    /// Allocates and registers the memory for a request, and opens an endpoint for `depth`
+    /// transfers in flight.
     pub(super) fn open(
         config: &EndConfig<'_>,
         role: Role,
-        op: PerfOp,
-        order: Order,
-        room: u64,
-        depth: usize,
+        request: &wire::Request,
+        depth: u32,
     ) -> Result<Self> {
-        let kind = if config.iface.kind() == IfaceKind::SYSTEM {
-            AllocationKind::System
-        } else {
-            AllocationKind::Device
-        };
-        let buffer = DeviceBuffer::allocate(
-            config.iface,
-            &AllocRequest { len: room, device: config.device, kind },
-        )?;
+        let buffer = allocate(config.iface, Some(config.device), request.room())?;
         let domain = config.nic.open(config.hmem, P2pPolicy::Enabled)?;
-        let access = match (op, role) {
+        let access = match (request.op, role) {
             (PerfOp::Write, Role::Client) => Access::WRITE,
             (PerfOp::Write, Role::Server) => Access::REMOTE_WRITE,
             (PerfOp::Read, Role::Client) => Access::READ,
@@ -79,15 +68,17 @@ impl End {
             (PerfOp::Atomic, Role::Client) => Access::READ | Access::WRITE,
             (PerfOp::Atomic, Role::Server) => Access::REMOTE_READ | Access::REMOTE_WRITE,
         };
-        // The key is used only in mr modes in which the application chooses keys.
+        // Only mr modes in which the application chooses the keys use this key.
         let key = if role == Role::Client { 2 } else { 1 };
-        let region = domain.submit(Request::new(buffer, access).key(key).ordering(order.into()))?;
+        let registration = Request::new(buffer, access).key(key);
+        let region = domain.submit(registration.ordering(request.ordering.into()))?;
+        let depth = depth as usize;
         let queue = domain.open_cq(depth)?;
         let endpoint =
             domain.open_endpoint(&EndpointAttr { depth, ..EndpointAttr::new(&queue) })?;
         let decision = region.decision()?;
         let nic = &config.nic.attr.nic;
-        let side = Side {
+        let side = EndDescription {
             iface: config.iface.name().to_owned(),
             device: (config.iface.kind() != IfaceKind::SYSTEM).then_some(config.device.0),
             provider: nic.provider.clone(),
@@ -106,7 +97,7 @@ impl End {
     }
 
     /// Connects this side's endpoint to the endpoint `name` of the other side.
-    pub(super) fn connect(&self, name: Vec<u8>, theirs: &Side) -> Result<PeerId> {
+    pub(super) fn connect(&self, name: Vec<u8>, theirs: &EndDescription) -> Result<PeerId> {
         let mine = &self.side;
         if mine.provider != theirs.provider {
             return Err(Error::new(ErrorKind::InvalidArgument, "connect")
@@ -140,16 +131,21 @@ impl End {
     }
 }
 
-/// The wait loop of a side that has no work. It spins first, then yields the processor, and
-/// regularly checks that the other side is connected.
+/// The state of a side that waits for completions. The side spins first, then yields the processor,
+/// and regularly checks that the other side is connected.
 #[derive(Debug)]
 pub(super) struct Idle {
+    /// Number of waits since the last work.
     turns: u32,
+    /// Time of the first wait since the last work.
     since: Instant,
+    /// Time of the last look for messages on the TCP connection.
     looked: Instant,
 }
 
+/// Number of waits that spin. Later waits yield the processor.
 const SPINS: u32 = 64;
+/// Time between two looks for messages on the TCP connection.
 const LOOK: Duration = Duration::from_millis(5);
 
 impl Idle {
@@ -158,7 +154,7 @@ impl Idle {
         Self { turns: 0, since: now, looked: now }
     }
 
-    /// Resets the wait loop after work was done.
+    /// Records that the side had work. The next wait is the first one again.
     pub(super) fn busy(&mut self) {
         self.turns = 0;
     }
@@ -185,7 +181,7 @@ impl Idle {
         self.looked = now;
         if now - self.since > PATIENCE {
             return Err(Error::new(ErrorKind::Unreachable, "wait for completion")
-                .context("peer", peer.address())
+                .context("peer", peer.address)
                 .context("seconds", PATIENCE.as_secs())
                 .remedy("check the network between the NICs: no transfer completes"));
         }

@@ -6,16 +6,27 @@ use hdrhistogram::Histogram;
 use hmem::WriteOrdering;
 use serde::{Deserialize, Serialize};
 
-use crate::json::Attempt;
+use crate::json::{Attempt, memory_name};
 
 /// Maximum number of characters printed from a peer's text.
 const WORDS: usize = 400;
+
+/// The side that printed the report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// The client, which posted and timed the transfers.
+    Client,
+    /// The server, which provided the remote memory.
+    Server,
+}
 
 /// The memory and the NIC of one side, and the path between them.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
-pub struct Side {
+pub struct EndDescription {
     /// The iface of the memory.
     pub iface: String,
     /// The device that holds the memory; null for host memory.
@@ -32,10 +43,19 @@ pub struct Side {
     pub trace: Vec<Attempt>,
 }
 
-impl Side {
-    /// Removes control characters from the texts of a peer, since a terminal would obey them.
+impl EndDescription {
+    /// Applies [`plain`] to the texts of a peer.
     pub(super) fn plain(self) -> Self {
         let line = |text: Option<String>| text.as_deref().map(plain);
+        let trace = self.trace.into_iter().map(|attempt| Attempt {
+            path: plain(&attempt.path).into(),
+            call: plain(&attempt.call),
+            unit: attempt.unit.map(|unit| plain(&unit).into()),
+            error: line(attempt.error),
+            cause: line(attempt.cause),
+            remedy: line(attempt.remedy),
+            reason: None,
+        });
         Self {
             iface: plain(&self.iface),
             device: self.device,
@@ -43,27 +63,13 @@ impl Side {
             nic: plain(&self.nic),
             path: plain(&self.path),
             reason: plain(&self.reason),
-            trace: self
-                .trace
-                .into_iter()
-                .map(|attempt| Attempt {
-                    path: plain(&attempt.path).into(),
-                    call: plain(&attempt.call),
-                    unit: attempt.unit.map(|unit| plain(&unit).into()),
-                    error: line(attempt.error),
-                    cause: line(attempt.cause),
-                    remedy: line(attempt.remedy),
-                    reason: None,
-                })
-                .collect(),
+            trace: trace.collect(),
         }
     }
 
+    /// Describes the side on one line, for text output.
     pub(super) fn summary(&self) -> String {
-        let memory = match self.device {
-            Some(device) => format!("{}:{device}", self.iface),
-            None => self.iface.clone(),
-        };
+        let memory = memory_name(&self.iface, self.device);
         format!("{memory} on {}/{} over {} ({})", self.provider, self.nic, self.path, self.reason)
     }
 }
@@ -194,7 +200,8 @@ pub struct Row {
     pub gain: Option<Gain>,
 }
 
-/// Returns at most [`WORDS`] characters of a peer's text on one line, without control characters.
+/// Returns at most [`WORDS`] characters of a peer's text on one line. Spaces replace control
+/// characters, which a terminal would obey.
 pub(super) fn plain(words: &str) -> String {
     let clean = words.chars().map(|c| if c.is_control() { ' ' } else { c });
     clean.take(WORDS).collect::<String>().split_whitespace().collect::<Vec<_>>().join(" ")

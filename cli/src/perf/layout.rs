@@ -4,10 +4,11 @@ use hmem::{Error, ErrorKind, Result};
 
 use crate::{args::PerfOp, check::pattern};
 
-/// Limit for the total length of the slots of small transfers. The slots fit into the processor's
-/// caches, as the buffers of a typical application do.
+/// Maximum total length of the slots, unless there is only one slot. Such slots fit into the caches
+/// of a processor, as the buffers of a typical application do.
 const BUDGET: u64 = 4 << 20;
 const PAGE: u64 = 4096;
+/// Length of a cache line.
 const LINE: u64 = 64;
 /// The addend of each fetch-add.
 pub(super) const ADDEND: u64 = 0x0101_0101_0101_0101;
@@ -19,7 +20,9 @@ pub(super) const WORD: u64 = 8;
 pub(super) struct Layout {
     /// Size of a transfer, in bytes.
     pub(super) size: u64,
+    /// Number of slots.
     pub(super) slots: u64,
+    /// Length of a slot, in bytes.
     stride: u64,
 }
 
@@ -50,7 +53,7 @@ impl Layout {
         transfers / self.slots + u64::from(slot < transfers % self.slots)
     }
 
-    /// Fills the slots that `transfers` transfers use with the pattern of `seed`, and all other
+    /// Fills the slots that `transfers` transfers use with patterns made from `seed`, and all other
     /// bytes with another pattern. The first transfer uses slot `first`.
     pub(super) fn fill(self, into: &mut [u8], seed: u64, transfers: u64, first: u64) {
         pattern::fill(into, !seed);
@@ -60,39 +63,39 @@ impl Layout {
         }
     }
 
-    /// Fills each slot that `transfers` fetch-adds in total use with the value that its last
-    /// fetch-add returns, and all other bytes with another pattern.
+    /// Fills the client's memory after `transfers` fetch-adds in total. A slot that was used has
+    /// the value that its last fetch-add returned. All other bytes have another pattern.
     pub(super) fn fill_fetched(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..transfers.min(self.slots) {
-            let start = self.offset(slot) as usize;
-            let word = sum(seed, slot, self.share(transfers, slot) - 1);
-            into[start..start + WORD as usize].copy_from_slice(&word.to_ne_bytes());
+            self.put_word(into, seed, slot, self.share(transfers, slot) - 1);
         }
     }
 
-    /// Fills every slot, used or not, with its word after `transfers` fetch-adds in total, and all
-    /// other bytes with another pattern.
+    /// Fills the server's memory after `transfers` fetch-adds in total. Each slot, used or not, has
+    /// the sum of its first word and its fetch-adds. All other bytes have another pattern.
     pub(super) fn fill_words(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..self.slots {
-            let start = self.offset(slot) as usize;
-            let word = sum(seed, slot, self.share(transfers, slot));
-            into[start..start + WORD as usize].copy_from_slice(&word.to_ne_bytes());
+            self.put_word(into, seed, slot, self.share(transfers, slot));
         }
+    }
+
+    /// Writes the word that a slot has after `added` fetch-adds.
+    fn put_word(self, into: &mut [u8], seed: u64, slot: u64, added: u64) {
+        let start = self.offset(slot) as usize;
+        let word = slot_seed(seed, slot).wrapping_add(ADDEND.wrapping_mul(added));
+        into[start..start + WORD as usize].copy_from_slice(&word.to_ne_bytes());
     }
 }
 
-/// Returns the word in a slot after `added` fetch-adds on that slot.
-fn sum(seed: u64, slot: u64, added: u64) -> u64 {
-    slot_seed(seed, slot).wrapping_add(ADDEND.wrapping_mul(added))
-}
-
+/// Returns the seed of a slot's pattern, which is also the first word of a slot for fetch-adds.
 fn slot_seed(seed: u64, slot: u64) -> u64 {
     seed.wrapping_add(slot << 40)
 }
 
-/// Returns an error if the memory of a side differs from the expected bytes.
+/// Returns an error if the memory of a side differs from the expected bytes. `whose` names the side
+/// in the error.
 pub(super) fn same(expected: &[u8], found: &[u8], whose: &'static str) -> Result<()> {
     match pattern::difference(expected, found) {
         None => Ok(()),

@@ -30,44 +30,51 @@ use self::{
     wire::Request,
 };
 pub use self::{
-    figures::{Bandwidth, Gain, Latency, Order, Row, Side},
-    report::{Report, Role, text},
+    figures::{Bandwidth, EndDescription, Gain, Latency, Order, Role, Row},
+    report::Report,
 };
 use crate::{
     Failure,
-    args::{Measure, PerfArgs, PerfOp, PerfOrdering, Sizes},
-    check::unknown_nic,
+    args::{Measure, PerfArgs, PerfOp, PerfOrdering},
     json,
     machine::{Machine, ProviderNic},
-    problem::{Problem, line_on_stderr, unknown, unknown_device},
+    problem::{Problem, line_on_stderr, unknown, unknown_device, unknown_nic},
     progress::Progress,
     table::{Style, bytes},
 };
 
+/// The timeout of a connection attempt.
 const CONNECT: Duration = Duration::from_secs(10);
+
+/// The default of `--size`, in bytes.
+const DEFAULT_SIZES: [u64; 4] = [8, 4 << 10, 64 << 10, 1 << 20];
 
 /// The number of clients from which a persistent server reads requests at the same time.
 const ACCEPTORS: usize = 64;
 
 impl Request {
+    /// Returns the largest transfer size.
     fn largest(&self) -> u64 {
         self.sizes.iter().copied().max().unwrap_or(1)
     }
 
+    /// Returns the length of the memory with which transfers of every size are possible.
+    fn room(&self) -> u64 {
+        self.sizes.iter().map(|size| self.layout(*size).room()).max().unwrap_or_default()
+    }
+
+    /// Returns the layout of the memory for transfers of `size` bytes.
     fn layout(&self, size: u64) -> Layout {
         Layout::new(self.op, size, self.largest(), self.depth)
     }
 }
 
-/// An event of a measurement that the client reports.
+/// An event of a measurement, which the client passes to the observer.
 #[derive(Debug)]
 enum Event<'a> {
-    /// Both sides are connected. The report in this event has no results yet.
-    Connected {
-        report: &'a Report,
-        /// Transfers in flight at once; `None` if bandwidth is not measured.
-        depth: Option<u32>,
-    },
+    /// Both sides are connected. `report` has no results yet. `depth` is the number of transfers in
+    /// flight at once; `None` if bandwidth is not measured.
+    Connected { report: &'a Report, depth: Option<u32> },
     /// The next measurement starts, with transfers of `size` bytes.
     Next { size: u64, figure: &'static str },
     /// All measurements of a size are complete.
@@ -91,16 +98,22 @@ pub fn run(
         let address = SocketAddr::new(args.bind, args.port);
         let listener = listen(address)?;
         return serve(&config, listener, args.persistent, &mut |report| {
-            if args.json {
-                json::write(out, &report)?
-            } else {
-                report::text(out, &report, style)?
-            }
+            json::write_or_text(out, &report, args.json, style, report::text)?;
             out.flush()
         });
     }
     let plan = plan(args, config.nic.software)?;
-    let mut live = LiveReport::new(args.json, plan.measurements(), style, out);
+    let mut live = LiveReport {
+        json: args.json,
+        style,
+        out,
+        progress: Progress::after(Duration::ZERO),
+        measurements: plan.measurements(),
+        started: 0,
+        heading: None,
+        ordering: None,
+        unprintable: None,
+    };
     let mut observer = |event: Event<'_>| live.show(event);
     let measured = match &args.host {
         Some(host) => connect(host, args.port).and_then(|(stream, address)| {
@@ -127,24 +140,21 @@ struct LiveReport<'a> {
     style: Style,
     out: &'a mut dyn Write,
     progress: Progress,
+    /// Number of measurements in the plan.
     measurements: usize,
+    /// Number of measurements that have started.
     started: usize,
-    /// The data of the heading; `None` after it was printed. It is printed with the first row, so a
-    /// measurement that fails earlier prints no heading.
+    /// The report without results, and the depth of the bandwidth measurement, from the connection
+    /// to the first row. The heading is printed before the first row, so a measurement that fails
+    /// earlier prints no heading.
     heading: Option<(Report, Option<u32>)>,
     /// The write ordering of the last printed row; `None` before the first row.
     ordering: Option<Order>,
-    /// The error of writing to stdout that ended the measurement, if there was one.
+    /// The error of writing to `out`, which ended the measurement; `None` if there was none.
     unprintable: Option<io::Error>,
 }
 
-impl<'a> LiveReport<'a> {
-    fn new(json: bool, measurements: usize, style: Style, out: &'a mut dyn Write) -> Self {
-        let progress = Progress::at_once();
-        let (started, heading, ordering, unprintable) = (0, None, None, None);
-        Self { json, style, out, progress, measurements, started, heading, ordering, unprintable }
-    }
-
+impl LiveReport<'_> {
     /// Prints an event or updates the progress bar.
     fn show(&mut self, event: Event<'_>) -> Result<()> {
         let (out, style) = (&mut *self.out, self.style);
@@ -161,10 +171,11 @@ impl<'a> LiveReport<'a> {
                 return Ok(());
             }
             Event::Row(row) => {
-                let heading = self.heading.take();
                 self.progress.clear();
-                let heading = heading
-                    .map_or(Ok(()), |(report, depth)| report::heading(out, &report, depth, style));
+                let heading = match self.heading.take() {
+                    Some((report, depth)) => report::heading(out, &report, depth, style),
+                    None => Ok(()),
+                };
                 let before = self.ordering.replace(row.ordering);
                 heading.and_then(|()| report::row(out, row, before, style))
             }
@@ -297,7 +308,8 @@ fn connect(host: &str, port: u16) -> Result<(TcpStream, SocketAddr)> {
 /// which ignores the write ordering.
 fn plan(args: &PerfArgs, software: bool) -> Result<Plan, Failure> {
     let sizes = match (args.op, &args.size) {
-        (PerfOp::Atomic, size) if is_default(size) || size.0 == [WORD] => vec![WORD],
+        // Without `--size`, the argument has its default value.
+        (PerfOp::Atomic, size) if size.0 == DEFAULT_SIZES || size.0 == [WORD] => vec![WORD],
         (PerfOp::Atomic, _) => {
             let problem = Problem::new("--size does not apply to atomics");
             return Err(problem.remedy("leave --size out: an atomic has 8 bytes").into());
@@ -320,10 +332,6 @@ fn plan(args: &PerfArgs, software: bool) -> Result<Plan, Failure> {
         // A random seed has 53 bits, which every JSON reader represents exactly.
         seed: args.seed.unwrap_or_else(|| RandomState::new().build_hasher().finish() >> 11),
     })
-}
-
-fn is_default(size: &Sizes) -> bool {
-    size.0 == [8, 4 << 10, 64 << 10, 1 << 20]
 }
 
 fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>, Failure> {
@@ -364,7 +372,7 @@ fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Fai
                 Problem::new(format!("the {} {} is unavailable", absent.sort, absent.name))
                     .caused_by(absent.why.clone()),
             ),
-            None => unknown_nic(name, "--nic", &machine.provider_names()).into(),
+            None => unknown_nic(name, &machine.provider_names()).into(),
         });
     }
     if args.loopback {
@@ -398,6 +406,8 @@ fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Fai
 mod tests {
     use std::io::Read;
 
+    use hmem::Hmem;
+
     use super::*;
 
     fn config(machine: &Machine) -> EndConfig<'_> {
@@ -413,7 +423,8 @@ mod tests {
     #[test]
     fn silent_clients_do_not_delay_others() {
         // The machine is leaked, since the server thread outlives a failed test.
-        let machine = Box::leak(Box::new(Machine::find().expect("the software NIC at least")));
+        let machine = Machine::find(Hmem::builder()).expect("the software NIC at least");
+        let machine = Box::leak(Box::new(machine));
         let config = config(machine);
         let plan = Plan {
             op: PerfOp::Write,

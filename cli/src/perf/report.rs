@@ -9,7 +9,7 @@ use std::{
 use serde::Serialize;
 
 use super::{
-    figures::{Order, Row, Side},
+    figures::{EndDescription, Latency, Order, Role, Row},
     wire::Request,
 };
 use crate::{
@@ -17,17 +17,6 @@ use crate::{
     json::SCHEMA,
     table::{Style, bytes},
 };
-
-/// The side that printed the report.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum Role {
-    /// The client, which posted and timed the transfers.
-    Client,
-    /// The server, which provided the remote memory.
-    Server,
-}
 
 /// The results of a measurement.
 #[derive(Clone, Debug, Serialize)]
@@ -46,9 +35,9 @@ pub struct Report {
     /// The seed of the pattern.
     pub seed: u64,
     /// The memory, NIC and path of this side.
-    pub local: Side,
+    pub local: EndDescription,
     /// The memory, NIC and path of the other side.
-    pub remote: Side,
+    pub remote: EndDescription,
     /// The results, in the order of the sizes on the command line.
     pub results: Vec<Row>,
 }
@@ -59,8 +48,8 @@ impl Report {
         role: Role,
         peer: SocketAddr,
         request: &Request,
-        local: Side,
-        remote: Side,
+        local: EndDescription,
+        remote: EndDescription,
     ) -> Self {
         Self {
             schema: SCHEMA,
@@ -95,10 +84,7 @@ const COLUMNS: [(&str, usize); 10] = [
 const LATENCY: Range<usize> = 3..9;
 
 /// Prints a whole report as readable text instead of JSON.
-///
-/// # Errors
-/// Fails if writing to `out` fails.
-pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
+pub(super) fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
     let bandwidth = report.results.iter().find_map(|row| row.bandwidth);
     heading(out, report, bandwidth.map(|bandwidth| bandwidth.depth), style)?;
     let mut before = None;
@@ -109,10 +95,8 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     writeln!(out)
 }
 
-/// Prints the descriptions of the two sides, and the header of the table if the table fits.
-///
-/// # Errors
-/// Fails if writing to `out` fails.
+/// Prints the descriptions of the two sides, and the header of the table if the table fits the
+/// width. `depth` is that of the bandwidth measurement; `None` if bandwidth is not measured.
 pub(super) fn heading(
     out: &mut dyn Write,
     report: &Report,
@@ -134,25 +118,23 @@ pub(super) fn heading(
     style.item(out, "this side:", &report.local.summary())?;
     style.item(out, "other side:", &report.remote.summary())?;
     writeln!(out)?;
-    let header = line(&COLUMNS.map(|(name, _)| name.to_owned()));
-    if header.chars().count() <= style.width() {
-        let before: usize =
-            1 + COLUMNS[..LATENCY.start].iter().map(|(_, width)| width + 1).sum::<usize>();
-        let within: usize = COLUMNS[LATENCY].iter().map(|(_, width)| width + 1).sum();
-        let group = format!("{}{:>within$}", " ".repeat(before), "latency in us (percentiles)");
+    let width = width_of(&COLUMNS) + 1;
+    if width <= style.width {
+        let before = " ".repeat(width_of(&COLUMNS[..LATENCY.start]) + 1);
+        let within = width_of(&COLUMNS[LATENCY]);
+        let group = format!("{before}{:>within$}", "latency in us (percentiles)");
         writeln!(out, "{}", style.bold(&group))?;
-        let rule = "\u{2500}".repeat(header.chars().count());
-        writeln!(out, "{}\n{rule}", style.bold(&header))?;
+        let header = line(&COLUMNS.map(|(name, _)| name.to_owned()));
+        writeln!(out, "{}\n{}", style.bold(&header), "\u{2500}".repeat(width))?;
     }
     Ok(())
 }
 
-/// Prints one row of the table, or a list item instead if the columns do not fit. `before` is the
-/// write ordering of the row before; `None` for the first row. Rows with relaxed ordering begin
-/// with a title, and each has a line with the gain if strict ordering was measured too.
+/// Prints one row of the table, or a list item if the columns do not fit the width.
 ///
-/// # Errors
-/// Fails if writing to `out` fails.
+/// `before` is the write ordering of the row before; `None` for the first row. A title precedes the
+/// rows with relaxed ordering. A line with the gain follows each of them if strict ordering was
+/// measured too.
 pub(super) fn row(
     out: &mut dyn Write,
     row: &Row,
@@ -174,31 +156,20 @@ pub(super) fn row(
 
 /// Prints the figures of a row.
 fn figures(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()> {
-    let none = || "-".to_owned();
     let verified = if row.verified { "yes" } else { "NO" };
-    let us = row.latency.map(|latency| {
-        [
-            latency.min_us,
-            latency.p50_us,
-            latency.p90_us,
-            latency.p99_us,
-            latency.p999_us,
-            latency.max_us,
-        ]
-        .map(significant)
-    });
-    let mut cells = COLUMNS.map(|_| none());
+    let mut cells = COLUMNS.map(|_| "-".to_owned());
     cells[0] = bytes(row.bytes);
     if let Some(bandwidth) = row.bandwidth {
         cells[1] = significant(bandwidth.gib_per_s);
         cells[2] = format!("{:.0}", bandwidth.transfers_per_s);
     }
-    if let Some(us) = us {
-        cells[LATENCY].clone_from_slice(&us);
+    if let Some(Latency { min_us, p50_us, p90_us, p99_us, p999_us, max_us, .. }) = row.latency {
+        let times = [min_us, p50_us, p90_us, p99_us, p999_us, max_us];
+        cells[LATENCY].clone_from_slice(&times.map(significant));
     }
     cells[9] = verified.to_owned();
     let text = line(&cells);
-    if text.chars().count().max(line_width()) <= style.width() {
+    if text.chars().count().max(width_of(&COLUMNS) + 1) <= style.width {
         return writeln!(out, "{text}");
     }
     let mut fields = vec![format!("{}: verified: {verified}", cells[0])];
@@ -214,22 +185,17 @@ fn figures(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()> {
     style.indented(out, ["  ", "    "], &fields.join("; "))
 }
 
-/// Returns a line of the table. Numbers are aligned to the right.
+/// Returns a line of the table. The numbers, which are all cells but the last, are aligned to the
+/// right.
 fn line(cells: &[String; COLUMNS.len()]) -> String {
-    let mut line = " ".to_owned();
-    for (at, (cell, (_, width))) in cells.iter().zip(COLUMNS).enumerate() {
-        if at + 1 == COLUMNS.len() {
-            line.push_str(&format!(" {cell}"));
-        } else {
-            line.push_str(&format!(" {cell:>width$}"));
-        }
-    }
-    line
+    let (last, numbers) = cells.split_last().expect("the table has columns");
+    let numbers = numbers.iter().zip(COLUMNS).map(|(cell, (_, width))| format!(" {cell:>width$}"));
+    format!(" {} {last}", numbers.collect::<String>())
 }
 
-/// Returns the width of a table line, in columns of the terminal.
-fn line_width() -> usize {
-    1 + COLUMNS.iter().map(|(_, width)| width + 1).sum::<usize>()
+/// Returns the width of some columns of the table, with a space before each.
+fn width_of(columns: &[(&str, usize)]) -> usize {
+    columns.iter().map(|(_, width)| width + 1).sum()
 }
 
 /// Formats a number with three significant digits. All digits of the integer part are printed, and

@@ -1,12 +1,16 @@
 //! The server: registers memory for a client, and verifies the bytes in that memory after the
 //! client's transfers.
 
-use std::net::{SocketAddr, TcpStream};
+use std::{
+    net::{SocketAddr, TcpStream},
+    ops::ControlFlow,
+};
 
 use hmem::{Error, ErrorKind, Result};
 
 use super::{
-    end::{End, EndConfig, Idle, Role, completed},
+    end::{End, EndConfig, Idle, completed},
+    figures::Role,
     layout::{Layout, WORD, same},
     report::Report,
     wire::{Begin, HANDSHAKE, Message, PATIENCE, Peer, Ready, Request},
@@ -16,8 +20,9 @@ use crate::{
     check::heap,
 };
 
+/// Maximum number of transfers in flight that a client may request.
 const MOST_DEPTH: u32 = 4096;
-/// Number of receives that the server posts in addition to the depth, so that a send always finds a
+/// Number of receives that the server posts in addition to the depth, so that each message finds a
 /// posted receive.
 const SPARE_RECEIVES: u32 = 256;
 
@@ -32,22 +37,14 @@ impl Client {
     /// Exchanges greetings and reads the client's request.
     pub(super) fn accept(stream: TcpStream, address: SocketAddr) -> Result<Self> {
         let mut peer = Peer::greet(stream, address)?;
-        match receive_request(&mut peer) {
-            Ok(request) => Ok(Self { peer, request }),
-            Err(error) => {
-                peer.give_up(&error);
-                Err(error)
-            }
-        }
+        let request = receive_request(&mut peer).inspect_err(|error| peer.give_up(error))?;
+        Ok(Self { peer, request })
     }
 
     /// Serves this client until it sends its results.
     pub(super) fn serve(mut self, config: &EndConfig<'_>) -> Result<Report> {
         let served = converse(config, &mut self.peer, self.request);
-        if let Err(error) = &served {
-            self.peer.give_up(error);
-        }
-        served
+        served.inspect_err(|error| self.peer.give_up(error))
     }
 }
 
@@ -61,8 +58,8 @@ fn receive_request(peer: &mut Peer) -> Result<Request> {
 fn converse(config: &EndConfig<'_>, peer: &mut Peer, mut request: Request) -> Result<Report> {
     loop {
         match serve_request(config, peer, request)? {
-            Served::Report(report) => return Ok(report),
-            Served::Request(next) => {
+            ControlFlow::Break(report) => return Ok(report),
+            ControlFlow::Continue(next) => {
                 check(&next, peer)?;
                 request = next;
             }
@@ -70,21 +67,16 @@ fn converse(config: &EndConfig<'_>, peer: &mut Peer, mut request: Request) -> Re
     }
 }
 
-/// The message with which a client ends its measurements of one request.
-enum Served {
-    /// The client sent its results, which are in the report.
-    Report(Report),
-    /// The client requests measurements with another write ordering.
-    Request(Request),
-}
-
-/// Serves the measurements of one request.
-fn serve_request(config: &EndConfig<'_>, peer: &mut Peer, request: Request) -> Result<Served> {
-    let rooms = request.sizes.iter().map(|size| request.layout(*size).room());
-    let room = rooms.max().unwrap_or_default();
+/// Serves the measurements of one request. Returns the report once the client sends its results, or
+/// the next request, which asks for another write ordering.
+fn serve_request(
+    config: &EndConfig<'_>,
+    peer: &mut Peer,
+    request: Request,
+) -> Result<ControlFlow<Report, Request>> {
     let receives = request.depth + SPARE_RECEIVES;
     let depth = if request.op == PerfOp::Send { receives } else { request.depth };
-    let end = End::open(config, Role::Server, request.op, request.ordering, room, depth as usize)?;
+    let end = End::open(config, Role::Server, &request, depth)?;
     let theirs = request.side.clone().plain();
     end.connect(request.endpoint.clone(), &theirs)?;
 
@@ -102,21 +94,18 @@ fn serve_request(config: &EndConfig<'_>, peer: &mut Peer, request: Request) -> R
     let last = loop {
         match server.peer.receive("begin", PATIENCE)? {
             Message::Begin(begin) => server.run(begin)?,
-            last @ (Message::Results(_) | Message::Request(_)) => break last,
+            Message::Results(results) => break ControlFlow::Break(results),
+            Message::Request(next) => break ControlFlow::Continue(next),
             other => return Err(server.peer.out_of_turn("begin", &other)),
         }
     };
     let Server { peer, end, request, .. } = server;
     let local = end.side.clone();
     end.close()?;
-    let results = match last {
-        Message::Request(next) => return Ok(Served::Request(next)),
-        Message::Results(results) => results,
-        other => return Err(peer.out_of_turn("begin", &other)),
-    };
-    let role = super::report::Role::Server;
-    let report = Report::new(role, peer.address(), &request, local, theirs);
-    Ok(Served::Report(Report { results, ..report }))
+    Ok(last.map_break(|results| Report {
+        results,
+        ..Report::new(Role::Server, peer.address, &request, local, theirs)
+    }))
 }
 
 /// Refuses a request with values outside the protocol.
@@ -140,13 +129,15 @@ fn check(request: &Request, peer: &Peer) -> Result<()> {
     Ok(())
 }
 
+/// A server that is connected to a client for one request.
 struct Server<'a> {
+    /// The TCP connection to the client.
     peer: &'a mut Peer,
     end: End,
     request: Request,
-    /// Number of receives posted for this client.
+    /// Number of receives posted for this request.
     posted: u64,
-    /// Number of messages received from this client, over all runs.
+    /// Number of messages received for this request, over all runs.
     received: u64,
 }
 
@@ -178,7 +169,7 @@ impl Server<'_> {
         self.peer.send(&Message::Verified)
     }
 
-    /// Waits until the client ends a run of one-sided transfers.
+    /// Waits until the client ends a run of one-sided transfers. Returns their number.
     fn wait(&mut self) -> Result<u64> {
         loop {
             match self.peer.receive("end", PATIENCE)? {
@@ -189,7 +180,7 @@ impl Server<'_> {
         }
     }
 
-    /// Receives messages until all that the client sent have arrived.
+    /// Receives messages until all that the client sent have arrived. Returns their number.
     fn receive(&mut self, layout: Layout) -> Result<u64> {
         let mut sent = None;
         let mut received = 0;
@@ -222,6 +213,7 @@ impl Server<'_> {
         }
     }
 
+    /// Posts up to `count` receives, fewer if the receive queue is full.
     fn post_receives(&mut self, count: u32) -> Result<()> {
         let largest = self.request.largest();
         let layout = self.request.layout(largest);

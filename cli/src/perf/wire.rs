@@ -13,7 +13,7 @@ use std::{
 use hmem::{Errno, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use super::figures::{Order, Row, Side, plain};
+use super::figures::{EndDescription, Order, Row, plain};
 use crate::args::PerfOp;
 
 /// The version of the protocol. Each incompatible change increases it.
@@ -22,23 +22,23 @@ const MAGIC: [u8; 8] = *b"hmemperf";
 /// Maximum length of a message, in bytes.
 const LIMIT: usize = 256 << 10;
 
-/// The timeout of the greeting, of the client's request and of each write. A side that polls for
-/// completions also applies this timeout to a message that has begun to arrive.
+/// The timeout of the greeting, of the client's request and of each write. It also applies to a
+/// message that has begun to arrive while a side polls for completions.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(10);
-/// The timeout of each message that a side awaits after the request, and of a completion. The
-/// client sends a message every [`HEARTBEAT`] while it transfers.
+/// The timeout of each message that a side awaits after the request, and of a completion.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
-/// The interval of messages from a client that measures.
+/// The interval of the messages [`Message::Running`], with which a client that transfers avoids the
+/// server's timeout.
 pub(super) const HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// One message of the protocol between client and server.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) enum Message {
-    /// The first message of the client. A later one asks for the same measurements with another
+    /// The first message of the client. A later request asks for the same measurements with another
     /// write ordering, over another endpoint.
     Request(Request),
-    /// The answer of the server to the request. Its endpoint is connected.
+    /// The server has connected its endpoint to the client's and registered its memory.
     Ready(Ready),
     /// The client asks the server to prepare its memory for transfers.
     Begin(Begin),
@@ -67,7 +67,7 @@ pub(super) struct Request {
     pub(super) seed: u64,
     /// The name of the sender's endpoint, as `Endpoint::name` returns it.
     pub(super) endpoint: Vec<u8>,
-    pub(super) side: Side,
+    pub(super) side: EndDescription,
 }
 
 /// The endpoint and the memory of the server.
@@ -78,7 +78,7 @@ pub(super) struct Ready {
     pub(super) endpoint: Vec<u8>,
     /// The server's remote key; `None` if the operation is `send`, which needs no key.
     pub(super) key: Option<Vec<u8>>,
-    pub(super) side: Side,
+    pub(super) side: EndDescription,
 }
 
 /// The size and the pattern seed of the next series of transfers.
@@ -109,7 +109,7 @@ impl Message {
 #[derive(Debug)]
 pub(super) struct Peer {
     stream: TcpStream,
-    address: SocketAddr,
+    pub(super) address: SocketAddr,
 }
 
 impl Peer {
@@ -142,10 +142,6 @@ impl Peer {
         Ok(peer)
     }
 
-    pub(super) fn address(&self) -> SocketAddr {
-        self.address
-    }
-
     pub(super) fn send(&mut self, message: &Message) -> Result<()> {
         let json = serde_json::to_vec(message).map_err(|error| {
             self.malformed("encode").context("message", message.name()).caused_by(error)
@@ -162,7 +158,8 @@ impl Peer {
         self.write(&frame, message.name())
     }
 
-    /// Returns the next message. A failure of the peer is an error.
+    /// Returns the next message. A message [`Message::Failed`] is an error. `wanted` names the
+    /// awaited message in errors.
     pub(super) fn receive(&mut self, wanted: &'static str, patience: Duration) -> Result<Message> {
         let until = Instant::now() + patience;
         let len = u32::from_be_bytes(self.read_array(wanted, until)?) as usize;
@@ -215,11 +212,11 @@ impl Peer {
             .context("in", what)
     }
 
-    /// Sends the failure to the other side and closes the connection. Waits up to 300 ms for the
-    /// other side to close it too.
-    pub(super) fn give_up(mut self, error: &Error) {
-        // Unread bytes would turn the close into a reset, which discards the sent message.
-        // Therefore reads and drops what arrives, for a short time.
+    /// Sends the failure to the other side and ends the sending direction of the connection. Waits
+    /// up to 300 ms for the other side to close the connection.
+    pub(super) fn give_up(&mut self, error: &Error) {
+        // A close with unread bytes would reset the connection, which discards the sent message.
+        // So this function reads and drops the bytes that arrive meanwhile.
         let told = self.send(&Message::Failed { why: format!("{error:#}") }).is_ok();
         if told && self.stream.shutdown(Shutdown::Write).is_ok() {
             let until = Instant::now() + Duration::from_millis(300);
@@ -262,6 +259,7 @@ impl Peer {
         Ok(())
     }
 
+    /// Reads the bytes that have arrived, or waits for some until the deadline `until`.
     fn read_some(&mut self, into: &mut [u8], until: Instant) -> io::Result<usize> {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -271,6 +269,7 @@ impl Peer {
         self.stream.read(into)
     }
 
+    /// Returns the error of a failed read or write.
     fn lost(&self, what: &'static str, error: &io::Error) -> Error {
         let lost = Error::new(ErrorKind::Unreachable, "talk to peer")
             .context("peer", self.address)

@@ -11,7 +11,7 @@ use super::report::{nic_functions, nic_names};
 use crate::table::{Cell, Style, Table, Tone, abbreviated};
 
 /// Returns the tone in which a distance is printed.
-pub(crate) const fn tone(distance: Distance) -> Tone {
+const fn tone(distance: Distance) -> Tone {
     match distance {
         Distance::Same | Distance::Pix | Distance::Pxb => Tone::Good,
         Distance::Phb => Tone::Plain,
@@ -20,9 +20,6 @@ pub(crate) const fn tone(distance: Distance) -> Tone {
 }
 
 /// Prints the table of distances, its legend, and the nearest NICs of each device.
-///
-/// # Errors
-/// Fails if writing to `out` fails.
 pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<()> {
     let accelerators: Vec<_> = topology.accelerators().map(|device| device.bus_id).collect();
     let nics = nic_functions(topology);
@@ -46,7 +43,7 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
     let mut redirected: Vec<String> = Vec::new();
     let columns: Vec<_> =
         nics.iter().map(|nic| (*nic, nic_names(topology, *nic).join("+"))).collect();
-    for columns in parts(&columns, style.width()) {
+    for columns in parts(&columns, style.width) {
         let names = columns.iter().map(|(_, name)| name.as_str());
         let mut table = Table::new(&std::iter::once("").chain(names).collect::<Vec<_>>());
         for device in &accelerators {
@@ -68,14 +65,9 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
         style.item(out, &format!("{distance}:"), distance.meaning())?;
     }
     if !redirected.is_empty() {
-        style.item(
-            out,
-            "*:",
-            &format!(
-                "ACS redirects the traffic to the root complex ({})",
-                abbreviated(&redirected)
-            ),
-        )?;
+        let pairs = abbreviated(&redirected);
+        let text = format!("ACS redirects the traffic to the root complex ({pairs})");
+        style.item(out, "*:", &text)?;
     }
     nearest(out, topology, &accelerators, style)?;
     writeln!(out)
@@ -84,8 +76,8 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
 /// Width of the first column, which contains PCI addresses such as `0000:3b:00.0`, with its indent.
 const DEVICE: usize = 14;
 
-/// Splits the columns of NICs into parts that each fit into a line. Returns a single part, which is
-/// printed as lists, if one of the columns does not fit.
+/// Splits the columns of NICs into parts that each fit into a line of `line` characters. If one of
+/// the columns does not fit, returns a single part, which is printed as lists.
 fn parts(columns: &[(BusId, String)], line: usize) -> Vec<&[(BusId, String)]> {
     // No distance is wider than `NODE*`.
     let width = |name: &str| 1 + name.chars().count().max(5);
@@ -109,6 +101,7 @@ fn nearest(
     devices: &[BusId],
     style: Style,
 ) -> io::Result<()> {
+    // Each list of nearest NICs, with the devices that have it.
     let mut near: Vec<(Vec<String>, Vec<String>)> = Vec::new();
     for device in devices {
         let (nearest, all) = (topology.nearest_nics(*device), topology.nics_by_distance(*device));

@@ -25,18 +25,17 @@ use crate::{
     table::{Style, Tone},
 };
 
-/// Reads the topology and prints, draws or records it. After drawing or recording, prints the names
-/// of the files instead of the text.
+/// Reads the topology, draws and records it as the arguments ask, and prints it as JSON or text.
+/// The names of the written files replace the text.
 ///
 /// # Errors
 /// [`Failure::Failed`] for a tree that cannot be read or a file that cannot be written;
 /// [`Failure::Output`] if `out` fails.
 pub fn run(args: &TopoArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let topology = match &args.from {
-        Some(path) => Topology::open(path),
-        None => Topology::read(),
+        Some(path) => Topology::open(path)?,
+        None => Topology::read()?,
     };
-    let topology = topology?;
     if let Some(path) = &args.record {
         let mut bytes = Vec::new();
         topology.record(&mut bytes)?;
@@ -70,10 +69,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
 }
 
 /// Prints the topology as readable text instead of JSON.
-///
-/// # Errors
-/// Fails if writing to `out` fails.
-pub fn text(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -> io::Result<()> {
+fn text(out: &mut dyn Write, topology: &Topology, all: bool, style: Style) -> io::Result<()> {
     tree::print(out, topology, all, style)?;
     matrix::print(out, topology, style)?;
     facts(out, topology, style)?;
@@ -137,20 +133,16 @@ fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<(
         style.item(out, "modules:", &kernel.modules.join(", "))?;
     }
     match &kernel.options {
-        None => style.item(
-            out,
-            "options:",
-            "unknown: the configuration of this kernel cannot be read",
-        )?,
+        None => {
+            let text = "unknown: the configuration of this kernel cannot be read";
+            style.item(out, "options:", text)?;
+        }
+        Some(options) if options.is_empty() => {
+            style.item(out, "options:", "none that decides paths")?;
+        }
         Some(options) => {
-            let options = options.iter();
-            let set: Vec<_> =
-                options.map(|(name, setting)| format!("{name}={}", setting.name())).collect();
-            style.item(
-                out,
-                "options:",
-                &if set.is_empty() { "none that decides paths".into() } else { set.join(" ") },
-            )?;
+            let set = options.iter().map(|(name, setting)| format!("{name}={}", setting.name()));
+            style.item(out, "options:", &set.collect::<Vec<_>>().join(" "))?;
         }
     }
     let unreadable = topology.unreadable_ports().count();

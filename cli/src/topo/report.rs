@@ -206,8 +206,7 @@ fn texts<T: ToString>(items: &[T]) -> Vec<String> {
 
 impl Report {
     /// Returns the report of a topology.
-    #[must_use]
-    pub fn new(topology: &Topology, from: Option<String>) -> Self {
+    pub(super) fn new(topology: &Topology, from: Option<String>) -> Self {
         let nodes = topology.numa().iter();
         Self {
             schema: SCHEMA,
@@ -224,21 +223,16 @@ impl Report {
 }
 
 fn kernel(kernel: &Kernel) -> KernelEntry {
-    let options = kernel.options.as_ref().map(|options| {
-        options
-            .iter()
-            .map(|(name, setting)| (name.clone(), setting.name()))
-            .collect::<BTreeMap<_, _>>()
-    });
+    let options = kernel.options.iter().flatten();
+    let options = options.map(|(name, setting)| (name.clone(), setting.name()));
+    let nvidia = kernel.nvidia.as_ref();
     KernelEntry {
         release: kernel.release.clone(),
         command_line: kernel.command_line.clone(),
-        options,
+        options: kernel.options.is_some().then(|| options.collect()),
         modules: kernel.modules.clone(),
         peer_memory: kernel.peer_memory().map(str::to_owned).collect(),
-        nvidia: kernel
-            .nvidia
-            .as_ref()
+        nvidia: nvidia
             .map(|driver| NvidiaEntry { version: driver.version.clone(), open: driver.open }),
     }
 }
@@ -249,6 +243,14 @@ fn function(topology: &Topology, device: &PciDevice) -> FunctionEntry {
         Acs::Absent => ("absent", Vec::new()),
         Acs::Control(control) => ("present", control.names().collect()),
     };
+    let iommu_type = device.iommu_group.and_then(|group| topology.group_type(group));
+    let bars = device.bars.iter().map(|bar| BarEntry {
+        index: bar.index,
+        size: bar.size,
+        kind: if bar.memory { "memory" } else { "ports" },
+        wide: bar.wide,
+        prefetchable: bar.prefetchable,
+    });
     FunctionEntry {
         pci_bus_id: device.bus_id.to_string(),
         host_bridge: device.root.to_string(),
@@ -261,10 +263,7 @@ fn function(topology: &Topology, device: &PciDevice) -> FunctionEntry {
         driver: device.driver.clone(),
         numa_node: device.numa_node,
         iommu_group: device.iommu_group,
-        iommu_type: device
-            .iommu_group
-            .and_then(|group| topology.group_type(group))
-            .map(str::to_owned),
+        iommu_type: iommu_type.map(str::to_owned),
         acs,
         acs_control,
         link: device.link.map(|link| LinkEntry {
@@ -273,17 +272,7 @@ fn function(topology: &Topology, device: &PciDevice) -> FunctionEntry {
             max_speed: link.max_speed.map(f64::from),
             max_width: link.max_width,
         }),
-        bars: device
-            .bars
-            .iter()
-            .map(|bar| BarEntry {
-                index: bar.index,
-                size: bar.size,
-                kind: if bar.memory { "memory" } else { "ports" },
-                wide: bar.wide,
-                prefetchable: bar.prefetchable,
-            })
-            .collect(),
+        bars: bars.collect(),
     }
 }
 
@@ -338,8 +327,7 @@ fn paths(topology: &Topology) -> Vec<PathEntry> {
 
 impl TopoPathEntry {
     /// Returns the entry of a PCIe path.
-    #[must_use]
-    pub fn new(path: &PciPath) -> Self {
+    pub(crate) fn new(path: &PciPath) -> Self {
         let (redirection, ports) = match &path.redirection {
             Redirection::None => ("none", Vec::new()),
             Redirection::By(ports) => ("by-ports", texts(ports)),

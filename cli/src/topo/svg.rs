@@ -9,15 +9,18 @@ use super::report::{nic_functions, nic_names};
 
 /// Horizontal distance from one device or NIC to the next, in pixels.
 const PITCH: usize = 108;
+/// Width and height of the box of a device or NIC, in pixels.
 const BOX: (usize, usize) = (96, 46);
 const MARGIN: usize = 28;
 /// Vertical positions of the legend, the devices and the NICs, in pixels.
 const LEGEND: usize = 74;
 const DEVICES: usize = 158;
 const NICS: usize = 474;
+/// Width and height of a cell of the table, in pixels.
 const CELL: (usize, usize) = (66, 24);
 /// Width of the first column of the table, in pixels.
 const HEADS: usize = 104;
+/// Minimum width of the picture, in pixels.
 const NARROWEST: usize = 760;
 
 /// Returns the colour of a distance, the width of its line, and the colour of text on it. The
@@ -37,11 +40,15 @@ const fn colors(distance: Distance) -> (&'static str, &'static str, &'static str
 struct End {
     id: BusId,
     title: String,
+    /// The NUMA node; `None` if unknown.
     node: Option<u32>,
 }
 
+/// The picture as far as it is drawn.
 struct Picture {
+    /// The SVG elements.
     text: String,
+    /// Width of the picture, in pixels.
     width: usize,
 }
 
@@ -53,20 +60,16 @@ pub(super) fn draw(topology: &Topology) -> String {
     let place = |id: &BusId| (node(*id).unwrap_or(u32::MAX), *id);
     devices.sort_by_key(place);
     nics.sort_by_key(place);
-    let devices: Vec<_> = devices
-        .into_iter()
-        .map(|id| {
-            let device = topology.device(id);
-            let vendor = device.and_then(|device| device.vendor_name()).unwrap_or("device");
-            let kind =
-                if device.is_some_and(|device| device.class >> 16 == 0x03) { " GPU" } else { "" };
-            End { id, title: format!("{vendor}{kind}"), node: node(id) }
-        })
-        .collect();
-    let nics: Vec<_> = nics
-        .into_iter()
-        .map(|id| End { id, title: nic_names(topology, id).join(", "), node: node(id) })
-        .collect();
+    let device = |id| {
+        let device = topology.device(id);
+        let vendor = device.and_then(|device| device.vendor_name()).unwrap_or("device");
+        let is_gpu = device.is_some_and(|device| device.class >> 16 == 0x03);
+        let kind = if is_gpu { " GPU" } else { "" };
+        End { id, title: format!("{vendor}{kind}"), node: node(id) }
+    };
+    let devices: Vec<_> = devices.into_iter().map(device).collect();
+    let nic = |id| End { id, title: nic_names(topology, id).join(", "), node: node(id) };
+    let nics: Vec<_> = nics.into_iter().map(nic).collect();
     let columns = devices.len().max(nics.len());
     let table = HEADS + nics.len() * CELL.0;
     let width = NARROWEST.max(2 * MARGIN + columns * PITCH).max(2 * MARGIN + table);
@@ -127,6 +130,7 @@ fn short(text: &str, most: usize) -> String {
 }
 
 impl Picture {
+    /// Adds a line to the SVG elements.
     fn put(&mut self, line: std::fmt::Arguments<'_>) {
         // Writing to a string cannot fail.
         let _ = self.text.write_fmt(line);
@@ -179,15 +183,13 @@ impl Picture {
         }
     }
 
+    /// Draws the curve from a device to a NIC. `from` and `to` are their horizontal centres.
     fn line(&mut self, from: usize, to: usize, path: &PciPath) {
         let (color, width, _) = colors(path.distance);
         let (top, bottom) = (DEVICES + BOX.1, NICS);
         let (one, two) = (top + (bottom - top) / 3, bottom - (bottom - top) / 3);
-        let dash = if matches!(path.redirection, Redirection::By(_)) {
-            " stroke-dasharray=\"7 4\""
-        } else {
-            ""
-        };
+        let redirected = matches!(path.redirection, Redirection::By(_));
+        let dash = if redirected { " stroke-dasharray=\"7 4\"" } else { "" };
         self.put(format_args!(
             "<path d=\"M{from} {top} C{from} {one} {to} {two} {to} {bottom}\" fill=\"none\" \
              stroke=\"{color}\" stroke-width=\"{width}\"{dash}/>"
@@ -196,13 +198,10 @@ impl Picture {
 
     /// Draws a row of boxes, with their NUMA nodes above or below.
     fn row(&mut self, ends: &[End], y: usize, above: bool) {
+        let (fill, stroke) = if above { ("#e8f5e9", "#2e7d32") } else { ("#e3f2fd", "#1565c0") };
         for (at, end) in ends.iter().enumerate() {
             let centre = self.centre(at, ends.len());
-            let (x, fill, stroke) = if above {
-                (centre - BOX.0 / 2, "#e8f5e9", "#2e7d32")
-            } else {
-                (centre - BOX.0 / 2, "#e3f2fd", "#1565c0")
-            };
+            let x = centre - BOX.0 / 2;
             self.put(format_args!(
                 "<rect x=\"{x}\" y=\"{y}\" width=\"{}\" height=\"{}\" rx=\"6\" fill=\"{fill}\" \
                  stroke=\"{stroke}\"/>",

@@ -22,9 +22,6 @@ struct Tree<'a> {
 
 /// Prints the tree. Without `all`, functions other than accelerators, network controllers and their
 /// bridges are only counted.
-///
-/// # Errors
-/// Fails if writing to `out` fails.
 pub(super) fn print(
     out: &mut dyn Write,
     topology: &Topology,
@@ -58,11 +55,8 @@ pub(super) fn print(
     }
     if hidden > 0 {
         let functions = if hidden == 1 { "function" } else { "functions" };
-        writeln!(
-            out,
-            "{}",
-            style.word(&format!("and {hidden} other {functions} (--all)"), Tone::Dim)
-        )?;
+        let text = format!("and {hidden} other {functions} (--all)");
+        writeln!(out, "{}", style.word(&text, Tone::Dim))?;
     }
     writeln!(out)
 }
@@ -70,6 +64,11 @@ pub(super) fn print(
 impl Tree<'_> {
     fn below(&self, device: &PciDevice) -> &[&PciDevice] {
         self.below.get(&device.bus_id).map_or(&[], Vec::as_slice)
+    }
+
+    /// Returns the functions directly below a function that the tree shows.
+    fn shown_below(&self, device: &PciDevice) -> Vec<&PciDevice> {
+        self.below(device).iter().copied().filter(|device| self.shows(device)).collect()
     }
 
     /// Returns whether the tree shows this function or a function below it.
@@ -80,6 +79,7 @@ impl Tree<'_> {
             || self.below(device).iter().any(|device| self.shows(device))
     }
 
+    /// Counts the functions that the tree does not show: this one and those below it.
     fn hidden(&self, device: &PciDevice) -> usize {
         usize::from(!self.shows(device))
             + self.below(device).iter().map(|below| self.hidden(below)).sum::<usize>()
@@ -98,6 +98,8 @@ impl Tree<'_> {
         }
     }
 
+    /// Prints a function and the functions below it. `last` is true if no function at the same
+    /// level follows.
     fn print(
         &self,
         out: &mut dyn Write,
@@ -110,8 +112,7 @@ impl Tree<'_> {
         let mut ports = String::new();
         let mut device = device;
         while matches!(device.port, Port::RootPort | Port::Downstream) {
-            let shown: Vec<_> =
-                self.below(device).iter().filter(|device| self.shows(device)).collect();
+            let shown = self.shown_below(device);
             let [only] = shown.as_slice() else { break };
             ports.push_str(&self.port(device));
             ports.push_str(" \u{2192} ");
@@ -119,7 +120,7 @@ impl Tree<'_> {
         }
         let first = format!("{indent}{branch}");
         let indent = format!("{indent}{}", if last { "   " } else { "\u{2502}  " });
-        let shown: Vec<_> = self.below(device).iter().filter(|device| self.shows(device)).collect();
+        let shown = self.shown_below(device);
         let next = format!("{indent}{}", if shown.is_empty() { "  " } else { "\u{2502} " });
         let text = format!("{ports}{}", self.describe(device));
         self.style.indented(out, [&first, &next], &text)?;
@@ -129,7 +130,7 @@ impl Tree<'_> {
         Ok(())
     }
 
-    /// Returns the address of a port, followed by a mark if ACS redirects traffic there.
+    /// Returns the address of a port, followed by `ACS` if ACS redirects traffic at the port.
     fn port(&self, device: &PciDevice) -> String {
         let address = self.style.word(&short(device.bus_id), Tone::Dim);
         match device.acs.redirects() {
@@ -138,6 +139,7 @@ impl Tree<'_> {
         }
     }
 
+    /// Describes a function on one line.
     fn describe(&self, device: &PciDevice) -> String {
         let nics = nic_names(self.topology, device.bus_id);
         let kind = match (device.port, device.role()) {
@@ -151,14 +153,11 @@ impl Tree<'_> {
             (_, Role::Network) => "network, no RDMA".to_owned(),
             _ => format!("class 0x{:06x}", device.class),
         };
-        let important = device.role() == Role::Accelerator || !nics.is_empty();
-        if !important {
-            let vendor =
-                device.vendor_name().map(|vendor| format!(" {vendor}")).unwrap_or_default();
+        let vendor = device.vendor_name().map(|vendor| format!(" {vendor}")).unwrap_or_default();
+        if device.role() != Role::Accelerator && nics.is_empty() {
             let link = self.link(device, true).map(|link| format!(", {link}")).unwrap_or_default();
             return format!("{} {kind}{vendor}{link}", short(device.bus_id));
         }
-        let vendor = device.vendor_name().map(|vendor| format!(" {vendor}")).unwrap_or_default();
         let mut words = vec![format!(
             "{} {}{vendor} {:04x}:{:04x}",
             device.bus_id,
