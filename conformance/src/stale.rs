@@ -13,7 +13,7 @@ use hmem_core::{
     transfer::{PeerId, RemoteSegment},
 };
 
-/// Bytes of a transfer. A short transfer is enough, since a stale registration covers whole pages.
+/// Length of a transfer, in bytes. A short transfer shows stale pages as well as a long one.
 const MOVED: usize = 64;
 
 /// Access of the registered memory.
@@ -107,12 +107,13 @@ pub struct StaleCounts {
 }
 
 impl StaleCounts {
-    /// Runs `rounds` rounds and adds them to the counts, which stay correct after an error.
+    /// Runs `rounds` rounds and adds them to the counts. After an error the counts include the
+    /// rounds before it, except for `hits`.
     ///
     /// Each round fills the memory with bytes that no other round uses, and transfers them through
-    /// a registration from the domain's cache. Then it looks the registration up again, frees the
-    /// memory and allocates new memory. A peer reads the memory in even rounds, and writes it in
-    /// odd rounds.
+    /// a registration from the domain's cache: a peer reads the memory in even rounds, and writes
+    /// it in odd rounds. Then the round looks the registration up again, frees the memory and
+    /// allocates new memory.
     ///
     /// # Errors
     /// - The errors of the domain and of the memory.
@@ -201,8 +202,7 @@ struct Link<'a> {
 
 impl<'a> Link<'a> {
     fn open(domain: &'a Domain) -> Result<Self> {
-        let local = domain.register(vec![0; MOVED], Access::READ | Access::WRITE);
-        let local = local.map_err(|rejected| rejected.error)?;
+        let local = domain.register(vec![0; MOVED], Access::READ | Access::WRITE)?;
         let queue = domain.open_cq(16)?;
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
         let peer = endpoint.resolve(&endpoint.name())?;

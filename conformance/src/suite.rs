@@ -21,10 +21,8 @@ pub fn iface(make: impl Fn() -> Result<Arc<dyn Iface>> + Send + Sync + 'static) 
 
 /// Returns one trial for each behaviour of a provider.
 ///
-/// Each trial calls `make` once. `make` returns a provider without open domains. If `make` fails
-/// with [`Unavailable`](hmem_core::ErrorKind::Unavailable), the trial is ignored. After any other
-/// error the trial fails. If a missing driver must fail the test, `make` must panic instead, for
-/// example by `expect`.
+/// Each trial calls `make` once. `make` returns a provider without open domains. The rules for its
+/// errors are those of [`iface()`].
 #[must_use]
 pub fn provider(
     make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,
@@ -54,7 +52,8 @@ impl Suite {
         name: &str,
         make: impl Fn() -> Result<Arc<dyn Iface>> + Send + Sync + 'static,
     ) {
-        self.trials.extend(crate::trial::all(&format!("{name}::"), crate::iface::BEHAVIOURS, make));
+        let prefix = format!("{name}::");
+        self.trials.extend(crate::trial::all(&prefix, crate::iface::BEHAVIOURS, make));
     }
 
     /// Adds the trials of [`provider()`]. Their names get the prefix `name::`.
@@ -63,17 +62,14 @@ impl Suite {
         name: &str,
         make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,
     ) {
-        self.trials.extend(crate::trial::all(
-            &format!("{name}::"),
-            crate::provider::BEHAVIOURS,
-            make,
-        ));
+        let prefix = format!("{name}::");
+        self.trials.extend(crate::trial::all(&prefix, crate::provider::BEHAVIOURS, make));
     }
 
     /// Makes the suite report a trial as ignored, with `reason`, instead of running it.
     ///
-    /// `name` is the full name of the trial, for example `simulated::monitor_detects_a_free`. Use
-    /// this for known faults of a driver or device.
+    /// `name` is the full name of the trial, for example `simulated::monitor_detects_a_free`. Call
+    /// this function for behaviours that fail because of a known fault of a driver or device.
     ///
     /// # Panics
     /// Panics if there is no trial of this name.

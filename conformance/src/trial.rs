@@ -22,12 +22,12 @@ pub(crate) fn skip<T>(reason: impl Into<String>) -> std::result::Result<T, Skipp
     Err(Skipped(reason.into()))
 }
 
-/// The name of a behaviour, the ids of the requirements that it tests (each after a space), and the
-/// function that tests it on a new iface or provider.
+/// The name of a behaviour, the ids of the requirements that the behaviour tests (each after a
+/// space), and the function that tests it on a new iface or provider.
 pub(crate) type Behaviour<B> = (&'static str, &'static str, fn(&Arc<B>) -> Outcome);
 
-/// Defines the constant `BEHAVIOURS`, a list of behaviours. The doc comment of a behaviour has the
-/// ids of the requirements that it tests. A behaviour that tests no requirement has no doc comment.
+/// Defines the constant `BEHAVIOURS`, a list of behaviours. The doc comment before a name has the
+/// ids of the requirements that the behaviour tests, if any.
 macro_rules! behaviours {
     ($backend:ty: $($(#[doc = $doc:literal])* $name:ident,)*) => {
         pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<$backend>] =
@@ -54,17 +54,14 @@ fn text(panic: &(dyn Any + Send)) -> &str {
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Returns a trial for each behaviour. The names of the trials are those of the behaviours, with
-/// `prefix` in front.
-///
-/// Each trial calls `make` for an iface or provider of its own. If `make` fails with Unavailable,
-/// the trial is reported as ignored. After any other error the trial fails.
+/// `prefix` in front. `make` makes an iface or provider, as [`crate::iface()`] explains.
 pub(crate) fn all<B: ?Sized + 'static>(
     prefix: &str,
     behaviours: &'static [Behaviour<B>],
     make: impl Fn() -> Result<Arc<B>> + Send + Sync + 'static,
 ) -> Vec<Trial> {
     let make = Arc::new(make);
-    let trial = |&(name, requirements, show): &Behaviour<B>| {
+    let trial = |&(name, requirements, test): &Behaviour<B>| {
         let make = Arc::clone(&make);
         Trial::ignorable_test(format!("{prefix}{name}"), move || {
             let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -75,7 +72,7 @@ pub(crate) fn all<B: ?Sized + 'static>(
                 }
                 Err(why) => return Err(why.to_string().into()),
             };
-            match catch_unwind(AssertUnwindSafe(|| show(&backend))) {
+            match catch_unwind(AssertUnwindSafe(|| test(&backend))) {
                 Ok(Ok(())) => Ok(Completion::Completed),
                 Ok(Err(Skipped(reason))) => Ok(Completion::ignored_with(reason)),
                 Err(panic) => {

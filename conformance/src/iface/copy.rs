@@ -86,48 +86,41 @@ pub(super) fn copies_on_several_threads_are_kept_apart(iface: &Arc<dyn Iface>) -
 
 pub(super) fn copy_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
     for buffer in buffers(iface)? {
-        let before = pattern(1, LEN);
-        buffer.write(0, &before).expect("copy in");
-        let mut host = vec![0xEE; 16];
-        let (near_end, own) =
-            (at(&buffer, whole(&**iface, &buffer).len() - 8), Address::of_ptr(host.as_mut_ptr()));
-        // SAFETY: the host side is 16 bytes of a vector that nothing else uses. The device side
-        // starts in an owned allocation, and the iface must refuse a copy past its end.
-        let refused = unsafe { [iface.copy(near_end, own, 16), iface.copy(own, near_end, 16)] };
-        for result in refused {
-            let error = result.expect_err("the copy leaves the allocation");
-            assert_kind(&error, ErrorKind::OutOfBounds, "a copy past an allocation");
-        }
-        assert_bytes(&host, &[0xEE; 16], "a refused copy");
-        assert_bytes(&contents(&buffer), &before, "a refused copy");
+        let near_end = whole(&**iface, &buffer).len() - 8;
+        assert_copies_past_the_end_are_refused(iface, &buffer, near_end, 16);
     }
     Ok(())
+}
+
+/// Asserts that the iface refuses to copy `len` bytes to and from `offset` of a buffer, which go
+/// past the end of the allocation.
+fn assert_copies_past_the_end_are_refused(
+    iface: &Arc<dyn Iface>,
+    buffer: &DeviceBuffer,
+    offset: u64,
+    len: u64,
+) {
+    let before = pattern(1, buffer.allocation().range.len());
+    buffer.write(0, &before).expect("copy in");
+    let mut host = vec![0xEE; len as usize];
+    let (device, own) = (at(buffer, offset), Address::of_ptr(host.as_mut_ptr()));
+    // SAFETY: the host side is a vector of `len` bytes that nothing else uses. The device side
+    // starts in an owned allocation, and the iface must refuse a copy past its end.
+    let refused = unsafe { [iface.copy(device, own, len), iface.copy(own, device, len)] };
+    for result in refused {
+        let error = result.expect_err("the copy leaves the allocation");
+        assert_kind(&error, ErrorKind::OutOfBounds, "a copy past an allocation");
+    }
+    assert_bytes(&host, &vec![0xEE; host.len()], "a refused copy");
+    assert_bytes(&contents(buffer), &before, "a refused copy");
 }
 
 pub(super) fn copy_into_the_padding_after_an_odd_length_is_refused(
     iface: &Arc<dyn Iface>,
 ) -> Outcome {
     for buffer in odd_buffers(iface)? {
-        let own = *buffer.allocation();
-        let len = own.range.len();
-        let before = pattern(1, len);
-        buffer.write(0, &before).expect("copy in");
-        let mut host = vec![0xEE; len as usize + 1];
-        let host_address = Address::of_ptr(host.as_mut_ptr());
-        // SAFETY: the host side is a vector that nothing else uses. The device side starts in an
-        // owned allocation, and the iface must refuse a copy past its end.
-        let refused = unsafe {
-            [
-                iface.copy(own.base(), host_address, len + 1),
-                iface.copy(host_address, own.base(), len + 1),
-            ]
-        };
-        for result in refused {
-            let error = result.expect_err("the copy reaches a byte after the allocation");
-            assert_kind(&error, ErrorKind::OutOfBounds, "a copy of the byte after an allocation");
-        }
-        assert_bytes(&host, &vec![0xEE; host.len()], "a refused copy");
-        assert_bytes(&contents(&buffer), &before, "a refused copy");
+        let len = buffer.allocation().range.len();
+        assert_copies_past_the_end_are_refused(iface, &buffer, 0, len + 1);
     }
     Ok(())
 }

@@ -20,38 +20,26 @@ use super::{
 };
 use crate::trial::{Outcome, Skipped, skip};
 
-/// Returns the description of a NIC. A dma-buf export needs it as the NIC that will import the
-/// dma-buf.
-fn nic() -> Nic {
-    Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
-}
-
-/// Exports a range of an allocation with the default mapping.
+/// Exports a range of an allocation for the software NIC, with the default mapping.
 fn export_default(
     exporter: &dyn DmaBufExporter,
     range: AddressRange,
     of: &Allocation,
 ) -> Result<DmaBufExport> {
-    exporter.export(range, of, &nic(), DmaBufMapping::Default)
+    let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
+    exporter.export(range, of, &nic, DmaBufMapping::Default)
 }
 
-/// Returns the dma-buf exporter of an iface, and a buffer of each kind of memory that the exporter
-/// supports. Skips the behaviour if there is none.
-fn exportable(iface: &Arc<dyn Iface>) -> Result<(&dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
-    need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
-    exportable_of(iface, buffers(iface)?)
-}
-
-/// Returns the dma-buf exporter of an iface, and those of `buffers` that the exporter supports.
-/// Skips the behaviour if there is none.
-fn exportable_of(
+/// Returns the dma-buf exporter of an iface, and those buffers of `allocate` that the exporter
+/// supports. Skips the behaviour if there is no exporter or no such buffer.
+fn exportable(
     iface: &Arc<dyn Iface>,
-    buffers: Vec<DeviceBuffer>,
+    allocate: fn(&Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped>,
 ) -> Result<(&dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
     let exporter = need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
     let mut exported = Vec::new();
     let mut refusals = Vec::new();
-    for buffer in buffers {
+    for buffer in allocate(iface)? {
         match export_default(exporter, buffer.allocation().range, buffer.allocation()) {
             Ok(export) => {
                 exporter.release(export).expect("release a dma-buf");
@@ -70,7 +58,7 @@ fn exportable_of(
 pub(super) fn dma_buf_has_the_offsets_and_the_length_of_its_range(
     iface: &Arc<dyn Iface>,
 ) -> Outcome {
-    let (exporter, buffers) = exportable(iface)?;
+    let (exporter, buffers) = exportable(iface, buffers)?;
     for buffer in buffers {
         for extent in PARTS {
             let range = part(&buffer, extent);
@@ -85,22 +73,24 @@ pub(super) fn dma_buf_has_the_offsets_and_the_length_of_its_range(
 }
 
 pub(super) fn dma_buf_holds_the_bytes_of_its_range(iface: &Arc<dyn Iface>) -> Outcome {
-    let (exporter, buffers) = exportable(iface)?;
+    let (exporter, buffers) = exportable(iface, buffers)?;
     for (seed, buffer) in buffers.iter().enumerate() {
         let bytes = pattern(seed as u64, LEN);
         buffer.write(0, &bytes).expect("copy in");
         for extent in PARTS {
             let range = part(buffer, extent);
-            let found = exported_bytes(exporter, range, buffer.allocation())?;
+            let export = export_default(exporter, range, buffer.allocation()).expect("export");
+            let found = mapped_bytes(&export);
+            exporter.release(export).expect("release");
             let (start, end) = (extent.0 as usize, (extent.0 + extent.1) as usize);
-            assert_bytes(&found, &bytes[start..end], &format!("the dma-buf of {extent:?}"));
+            assert_bytes(&found?, &bytes[start..end], &format!("the dma-buf of {extent:?}"));
         }
     }
     Ok(())
 }
 
 pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
-    let (exporter, buffers) = exportable(iface)?;
+    let (exporter, buffers) = exportable(iface, buffers)?;
     for buffer in buffers {
         let own = whole(&**iface, &buffer);
         let past = AddressRange::new(own.start(), own.len() + 1).expect("a range");
@@ -113,7 +103,7 @@ pub(super) fn dma_buf_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> O
 pub(super) fn dma_buf_of_the_padding_after_an_odd_length_is_refused(
     iface: &Arc<dyn Iface>,
 ) -> Outcome {
-    let (exporter, buffers) = exportable_of(iface, odd_buffers(iface)?)?;
+    let (exporter, buffers) = exportable(iface, odd_buffers)?;
     for buffer in buffers {
         let own = whole(&**iface, &buffer);
         let past = AddressRange::new(own.start(), own.len() + 1).expect("a range");
@@ -131,10 +121,10 @@ pub(super) fn dma_buf_of_the_padding_after_an_odd_length_is_refused(
 const OWN_PAGES: u64 = 2 << 20;
 
 /// Tests that the dma-buf of a freed allocation does not show a later allocation. The allocations
-/// are whole pages, because drivers place several small allocations in one page and keep the page
-/// while one of them lives.
+/// are [`OWN_PAGES`] long, because drivers place several small allocations in one page, and keep
+/// the page as long as one of them is allocated.
 pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Iface>) -> Outcome {
-    let (exporter, exported) = exportable(iface)?;
+    let (exporter, exported) = exportable(iface, buffers)?;
     let secret = pattern(7, OWN_PAGES);
     for kind in exported.iter().map(|buffer| buffer.allocation().kind) {
         let request = AllocRequest { len: OWN_PAGES, device: first_device(&**iface), kind };
@@ -154,12 +144,13 @@ pub(super) fn dma_buf_of_freed_memory_shows_no_other_memory(iface: &Arc<dyn Ifac
     Ok(())
 }
 
-/// Tests that an allocation which the caller queried before the memory was freed exports nothing.
-/// The allocations are whole pages, as in the behaviour above.
+/// Tests that an export is refused if the caller's description of the allocation is from before the
+/// memory was freed. The allocations are [`OWN_PAGES`] long for the same reason as in
+/// [`dma_buf_of_freed_memory_shows_no_other_memory`].
 pub(super) fn dma_buf_of_an_allocation_that_was_freed_is_refused(
     iface: &Arc<dyn Iface>,
 ) -> Outcome {
-    let (exporter, exported) = exportable(iface)?;
+    let (exporter, exported) = exportable(iface, buffers)?;
     for kind in exported.iter().map(|buffer| buffer.allocation().kind) {
         let request = AllocRequest { len: OWN_PAGES, device: first_device(&**iface), kind };
         let freed = DeviceBuffer::allocate(iface, &request).expect("allocate");
@@ -172,7 +163,7 @@ pub(super) fn dma_buf_of_an_allocation_that_was_freed_is_refused(
 }
 
 pub(super) fn exporting_dma_bufs_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outcome {
-    let (exporter, buffers) = exportable(iface)?;
+    let (exporter, buffers) = exportable(iface, buffers)?;
     for buffer in buffers {
         for extent in PARTS {
             let range = part(&buffer, extent);
@@ -183,18 +174,6 @@ pub(super) fn exporting_dma_bufs_leaks_no_fd(iface: &Arc<dyn Iface>) -> Outcome 
         }
     }
     Ok(())
-}
-
-/// Exports a range, and reads the range's bytes through the dma-buf.
-fn exported_bytes(
-    exporter: &dyn DmaBufExporter,
-    range: AddressRange,
-    of: &Allocation,
-) -> Result<Vec<u8>, Skipped> {
-    let export = export_default(exporter, range, of).expect("export");
-    let bytes = mapped_bytes(&export);
-    exporter.release(export).expect("release");
-    bytes
 }
 
 /// Reads the bytes of an exported range by mapping the dma-buf's fd. Skips the behaviour if the

@@ -69,18 +69,17 @@ fn selector() -> Arc<DefaultPathSelector> {
     Arc::new(DefaultPathSelector::new())
 }
 
-/// Tests writes and reads by peers on memory of each kind. `policy` says if the domain may register
-/// the memory by a direct path, by staging buffers, or both.
+/// Tests writes and reads by peers on memory of each kind, in a domain with the policy `policy`.
 fn registered_by(iface: &Arc<dyn Iface>, policy: P2pPolicy) -> Outcome {
     if iface.kind() == IfaceKind::SYSTEM && policy != P2pPolicy::Enabled {
         return skip("host memory has one path, whatever the policy for devices");
     }
     let domain = open(iface, policy);
-    let (mut shown, mut refusals) = (false, Vec::new());
+    let (mut reached, mut refusals) = (false, Vec::new());
     for buffer in buffers(iface)? {
         for extent in PARTS {
             match moves_bytes(&domain, &buffer, extent, policy) {
-                Ok(()) => shown = true,
+                Ok(()) => reached = true,
                 Err(why)
                     if why.kind() == ErrorKind::Unsupported && policy == P2pPolicy::Required =>
                 {
@@ -90,7 +89,7 @@ fn registered_by(iface: &Arc<dyn Iface>, policy: P2pPolicy) -> Outcome {
             }
         }
     }
-    if !shown {
+    if !reached {
         refusals.dedup();
         return skip(format!("no direct path: {}", refusals.join("; ")));
     }
@@ -98,6 +97,8 @@ fn registered_by(iface: &Arc<dyn Iface>, policy: P2pPolicy) -> Outcome {
     Ok(())
 }
 
+/// Registers a part of a buffer. Asserts that the policy allows the path, and that a write and a
+/// read by a peer move the right bytes.
 fn moves_bytes(
     domain: &Domain,
     buffer: &DeviceBuffer,
@@ -135,9 +136,9 @@ fn moves_bytes(
     let sink = domain.register(vec![0u8; len as usize], Access::READ)?;
     endpoint.read(&[sink.slice(0, len)?], &remote, peer, 2)?;
     assert_eq!(moved(&*cq)?, len, "bytes read");
-    region.close().map_err(Error::from)?;
-    source.close().map_err(Error::from)?;
-    assert_bytes(&sink.close().map_err(Error::from)?, &bytes, &format!("read by {}", path.name()));
+    region.close()?;
+    source.close()?;
+    assert_bytes(&sink.close()?, &bytes, &format!("read by {}", path.name()));
     endpoint.close().map_err(Error::from)
 }
 
@@ -191,18 +192,32 @@ struct Counting {
     queries: AtomicU64,
 }
 
+/// Defines methods without arguments that forward to the inner iface.
+macro_rules! forward {
+    ($($method:ident: $result:ty,)*) => {
+        $(fn $method(&self) -> $result {
+            self.iface.$method()
+        })*
+    };
+}
+
 // SAFETY: each answer and facet is that of the inner iface, or `None`.
 unsafe impl Iface for Counting {
-    fn kind(&self) -> IfaceKind {
-        self.iface.kind()
-    }
-
-    fn name(&self) -> &str {
-        self.iface.name()
-    }
-
-    fn devices(&self) -> Result<Vec<Device>> {
-        self.iface.devices()
+    forward! {
+        kind: IfaceKind,
+        name: &str,
+        devices: Result<Vec<Device>>,
+        address_span: Option<AddressRange>,
+        has_identities: bool,
+        allocator: Option<&dyn Allocator>,
+        copy_engine: Option<&dyn CopyEngine>,
+        dma_buf: Option<&dyn DmaBufExporter>,
+        peer_memory: Option<&dyn PeerMemoryExporter>,
+        host_registrar: Option<&dyn HostRegistrar>,
+        ipc: Option<&dyn Ipc>,
+        segments: Option<&dyn SegmentMap>,
+        inbound_flush: Option<&dyn InboundFlush>,
+        monitor: Option<&dyn MonitorSource>,
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
@@ -213,50 +228,6 @@ unsafe impl Iface for Counting {
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         // SAFETY: the caller upholds the contract of `copy`, which is the inner iface's.
         unsafe { self.iface.copy(to, from, len) }
-    }
-
-    fn address_span(&self) -> Option<AddressRange> {
-        self.iface.address_span()
-    }
-
-    fn has_identities(&self) -> bool {
-        self.iface.has_identities()
-    }
-
-    fn allocator(&self) -> Option<&dyn Allocator> {
-        self.iface.allocator()
-    }
-
-    fn copy_engine(&self) -> Option<&dyn CopyEngine> {
-        self.iface.copy_engine()
-    }
-
-    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
-        self.iface.dma_buf()
-    }
-
-    fn peer_memory(&self) -> Option<&dyn PeerMemoryExporter> {
-        self.iface.peer_memory()
-    }
-
-    fn host_registrar(&self) -> Option<&dyn HostRegistrar> {
-        self.iface.host_registrar()
-    }
-
-    fn ipc(&self) -> Option<&dyn Ipc> {
-        self.iface.ipc()
-    }
-
-    fn segments(&self) -> Option<&dyn SegmentMap> {
-        self.iface.segments()
-    }
-
-    fn inbound_flush(&self) -> Option<&dyn InboundFlush> {
-        self.iface.inbound_flush()
-    }
-
-    fn monitor(&self) -> Option<&dyn MonitorSource> {
-        self.iface.monitor()
     }
 
     fn unavailable(&self, facet: Facet) -> Error {
@@ -271,9 +242,9 @@ pub(super) fn registration_queries_the_iface_once_per_end(iface: &Arc<dyn Iface>
     let before = counting.queries.load(Ordering::Relaxed);
     // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
     let memory = unsafe { Raw::new(part(&buffer, PARTS[2]), Promise::ReadWrite) };
-    let region = domain.register(memory, REMOTE).map_err(|rejected| rejected.error);
+    let region = domain.register(memory, REMOTE);
     let queries = counting.queries.load(Ordering::Relaxed) - before;
-    region.expect("register").close().map_err(Error::from).expect("close");
+    region.expect("register").close().expect("close");
     assert!(queries <= 2, "{queries} queries for the two ends of a range at {}", at(&buffer, 0));
     Ok(())
 }

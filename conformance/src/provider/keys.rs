@@ -35,12 +35,12 @@ pub(super) fn requested_key_in_use_is_refused(provider: &Arc<dyn Provider>) -> O
         return skip("the provider picks the keys");
     }
     let register = || link.target.domain.submit(Request::new(vec![0u8; 64], REMOTE).key(77));
-    let first = register().map_err(|rejected| rejected.error).expect("register");
+    let first = register().expect("register");
     assert_eq!(first.provider_region().expect("registered").key, 77, "not the requested key");
     let error = register().expect_err("the key is in use").error;
     assert_kind(&error, ErrorKind::NoKey, "a requested key that is in use");
     drop(first);
-    register().map_err(|rejected| rejected.error).expect("register once the key is free");
+    register().expect("register once the key is free");
     Ok(())
 }
 

@@ -7,8 +7,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Domain, DomainAttr, Endpoint, Error, ErrorKind, Iova, Memory, MemoryRegion, MrMode,
-    Region, RegionState, Registry, RemoteKey, Request, Result,
+    Access, Domain, DomainAttr, Endpoint, ErrorKind, Iova, Memory, MemoryRegion, MrMode, Region,
+    RegionState, Registry, RemoteKey, Request, Result,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr, Provider},
     transfer::{Completion, PeerId, RemoteSegment},
@@ -33,6 +33,7 @@ pub(super) struct LinkSide {
     pub(super) endpoint: Endpoint,
     pub(super) cq: Arc<dyn CompletionQueue>,
     pub(super) domain: Domain,
+    /// The key of the next request, in modes in which the application chooses keys.
     next_key: Cell<u64>,
 }
 
@@ -54,26 +55,21 @@ impl LinkSide {
     }
 
     /// Registers memory. Binds and enables the region if the mode requires it.
-    pub(super) fn try_register<M: Memory>(&self, memory: M, access: Access) -> Result<Region<M>> {
+    pub(super) fn register<M: Memory>(&self, memory: M, access: Access) -> Region<M> {
         let request = Request::new(memory, access).key(self.fresh_key());
-        let region = self.domain.submit(request)?;
-        self.make_usable(&region)?;
-        Ok(region)
-    }
-
-    pub(super) fn register(&self, bytes: Vec<u8>, access: Access) -> Region<Vec<u8>> {
-        self.try_register(bytes, access).expect("register")
+        let region = self.domain.submit(request).expect("register");
+        self.make_usable(&region);
+        region
     }
 
     /// Binds and enables a region if the mode requires it.
-    pub(super) fn make_usable(&self, region: &MemoryRegion) -> Result<()> {
+    pub(super) fn make_usable(&self, region: &MemoryRegion) {
         if region.state() == RegionState::Disabled {
             if self.domain.mr_mode().contains(MrMode::ENDPOINT) {
-                region.bind_endpoint(&self.endpoint)?;
+                region.bind_endpoint(&self.endpoint).expect("bind");
             }
-            region.enable()?;
+            region.enable().expect("enable");
         }
-        Ok(())
     }
 
     /// Waits for the next completion of this end of the link. Meanwhile drives the progress of the
@@ -130,6 +126,7 @@ impl Link {
         Self { initiator, target, peer, device }
     }
 
+    /// Returns whether the mode of both domains has the bits `mode`.
     pub(super) fn has(&self, mode: MrMode) -> bool {
         self.target.domain.mr_mode().effective().contains(mode)
     }
@@ -162,7 +159,7 @@ impl Link {
         let remote = [remote(key, offset, len)];
         self.initiator.endpoint.read(&[sink.slice(0, len)?], &remote, self.peer, 1)?;
         let moved = self.ended();
-        let bytes = sink.close().map_err(Error::from)?;
+        let bytes = sink.close()?;
         match moved {
             Ok(moved) => assert_eq!(moved, len, "a completed read moves all of its bytes"),
             Err(_) => assert!(bytes.iter().all(|byte| *byte == 0xEE), "a failed read moved bytes"),

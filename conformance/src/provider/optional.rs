@@ -4,8 +4,8 @@
 use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
-    Access, Addressing, AuthKey, BindFlags, DomainBindFlags, Error, ErrorKind, MrFlags, MrMode,
-    Region, RemoteKey, Request, Type1Window, Type2Bind, Type2Kind, Type2Window,
+    Access, Addressing, AuthKey, BindFlags, DomainBindFlags, ErrorKind, MrFlags, MrMode, Region,
+    RemoteKey, Request, Type1Window, Type2Bind, Type2Kind, Type2Window,
     counter::Counter,
     event_queue::EventQueue,
     provider::{EndpointAttr, Provider, Registration, WindowBind, WindowType},
@@ -30,7 +30,7 @@ pub(super) fn sub_region_reaches_its_part_only(provider: &Arc<dyn Provider>) -> 
     let pinned = link.target.domain.live().page_registrations;
     let part = base.range().slice(1000, 50).expect("inside");
     let sub = base.sub(part, REMOTE, link.target.fresh_key()).expect("sub-region");
-    link.target.make_usable(&sub).expect("bind and enable");
+    link.target.make_usable(&sub);
     assert_eq!(
         link.target.domain.live().page_registrations,
         pinned,
@@ -42,7 +42,7 @@ pub(super) fn sub_region_reaches_its_part_only(provider: &Arc<dyn Provider>) -> 
     assert_bytes(&contents(&base), &expected, "the base");
     link.assert_dead(&key, 50, "an access past the sub-region");
     link.assert_dead(&key, u64::MAX, "an access before the sub-region");
-    sub.close().map_err(Error::from).expect("close");
+    sub.close().expect("close");
     link.assert_dead(&key, 0, "an access to a closed sub-region");
     link.assert_works(&link.key(&base));
     Ok(())
@@ -58,8 +58,8 @@ pub(super) fn region_with_a_sub_region_is_busy(provider: &Arc<dyn Provider>) -> 
     let sub = base.sub(part, Access::REMOTE_READ, link.target.fresh_key()).expect("sub-region");
     let base = assert_busy(&link, base);
     assert_busy_past_the_domain(&link, &base);
-    sub.close().map_err(Error::from).expect("close the sub-region");
-    base.close().map_err(Error::from).expect("close the base");
+    sub.close().expect("close the sub-region");
+    base.close().expect("close the base");
     Ok(())
 }
 
@@ -95,7 +95,7 @@ pub(super) fn sub_region_past_the_domain_gets_no_more_than_its_base(
         assert_kind(&refused.expect_err(&what), kind, &what);
     }
     assert_eq!(domain.live(), before, "a refused sub-region is live");
-    base.close().map_err(Error::from).expect("close the base");
+    base.close().expect("close the base");
     Ok(())
 }
 
@@ -207,7 +207,7 @@ pub(super) fn region_with_a_bound_window_is_busy(provider: &Arc<dyn Provider>) -
         let region = assert_busy(&link, region);
         assert_busy_past_the_domain(&link, &region);
         window.unbind(&link);
-        region.close().map_err(Error::from).expect("close the region");
+        region.close().expect("close the region");
     }
     Ok(())
 }
@@ -254,7 +254,7 @@ pub(super) fn window_bound_past_the_domain_gets_no_more_than_its_region(
         }
     }
     for region in [read_only, without] {
-        region.close().map_err(Error::from).expect("a refused window depends on no region");
+        region.close().expect("a refused window depends on no region");
     }
     Ok(())
 }
@@ -266,10 +266,10 @@ pub(super) fn counter_counts_each_remote_write_once(provider: &Arc<dyn Provider>
     }
     let request = Request::new(pattern(1, 4096), REMOTE).key(link.target.fresh_key());
     let region = link.target.domain.submit(request.flags(MrFlags::RMA_EVENT));
-    let region = region.map_err(|rejected| rejected.error).expect("register");
+    let region = region.expect("register");
     let counter = Arc::new(Counter::new());
     region.bind_counter(&counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
-    link.target.make_usable(&region).expect("bind and enable");
+    link.target.make_usable(&region);
     let key = link.key(&region);
     for count in 1..=5 {
         link.push(&key, 0, &[1; 64]).expect("write");
@@ -277,7 +277,7 @@ pub(super) fn counter_counts_each_remote_write_once(provider: &Arc<dyn Provider>
         assert_eq!((counter.value(), counter.errors()), (count, 0), "writes counted");
     }
     counter.close();
-    region.close().map_err(Error::from).expect("close");
+    region.close().expect("close");
     Ok(())
 }
 
@@ -301,14 +301,14 @@ pub(super) fn asynchronous_registration_ends_in_one_event(provider: &Arc<dyn Pro
     link.target.domain.bind(&queue, DomainBindFlags::REG_MR).expect("bind the event queue");
     let request = Request::new(pattern(1, 4096), REMOTE).key(link.target.fresh_key());
     let region = link.target.domain.submit(request.context(42));
-    let region = region.map_err(|rejected| rejected.error).expect("submit");
+    let region = region.expect("submit");
     let event = queue.wait(Duration::from_secs(60)).expect("an event");
     event.result.expect("registered");
     assert_eq!((event.context, Some(event.region)), (42, region.id()));
     assert!(queue.read().is_none(), "a second event");
-    link.target.make_usable(&region).expect("bind and enable");
+    link.target.make_usable(&region);
     link.assert_works(&link.key(&region));
-    region.close().map_err(Error::from).expect("close");
+    region.close().expect("close");
     let left = link.target.domain.live().regions;
     assert_eq!(left, 0, "a closed region is live");
     Ok(())

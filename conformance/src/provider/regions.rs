@@ -5,7 +5,7 @@
 use std::{sync::Arc, thread};
 
 use hmem_core::{
-    Access, AddressRange, Error, ErrorKind, MrMode, Promise, Raw, Request, Result,
+    Access, AddressRange, ErrorKind, MrMode, Promise, Raw, Region, Request,
     provider::{EndpointAttr, LiveObjects, Provider},
     transfer::PeerId,
 };
@@ -49,24 +49,21 @@ pub(super) fn overlapping_regions_grant_each_their_own_rights(
 ) -> Outcome {
     let link = Link::open(provider);
     let memory = pattern(2, 4096);
-    let register = |offset: u64, len: u64, access: Access| -> Result<_> {
+    let register = |offset: u64, len: u64, access: Access| {
         let range = AddressRange::of(&memory).slice(offset, len).expect("inside");
         // SAFETY: the vector outlives the regions. The only remote write is refused.
         let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
-        let request = Request::new(memory, access).key(link.target.fresh_key());
-        let region = link.target.domain.submit(request)?;
-        link.target.make_usable(&region)?;
-        Ok(region)
+        link.target.register(memory, access)
     };
-    let reads = register(0, 3000, Access::REMOTE_READ).expect("register");
-    let neither = register(1000, 3000, Access::SEND).expect("register the overlap");
+    let reads = register(0, 3000, Access::REMOTE_READ);
+    let neither = register(1000, 3000, Access::SEND);
     let (reader, locked) = (link.key(&reads), link.key(&neither));
     assert_refused(link.push(&reader, 1500, &[0]), "a write through the key for reads");
     link.assert_dead(&locked, 0, "an access without a right");
-    neither.close().map_err(Error::from).expect("close");
+    neither.close().expect("close");
     let found = link.pull(&reader, 0, 3000).expect("read after the other region closed");
     assert_bytes(&found, &memory[..3000], "bytes read");
-    reads.close().map_err(Error::from).expect("close");
+    reads.close().expect("close");
     Ok(())
 }
 
@@ -90,7 +87,7 @@ pub(super) fn closed_region_is_unreachable(provider: &Arc<dyn Provider>) -> Outc
     let region = link.target.register(pattern(4, 4096), REMOTE);
     let key = link.key(&region);
     link.assert_works(&key);
-    let bytes = region.close().map_err(Error::from).expect("close");
+    let bytes = region.close().expect("close");
     let before = bytes.clone();
     link.assert_dead(&key, 0, "an access to a closed region");
     assert_bytes(&bytes, &before, "memory of a closed region");
@@ -115,7 +112,7 @@ pub(super) fn transfers_in_flight_leave_a_closed_region_alone(
             let result = link.initiator.endpoint.write(&[slice], &to, link.peer, 1);
             posted += u64::from(result.is_ok());
         }
-        let mut bytes = region.close().map_err(Error::from).expect("close");
+        let mut bytes = region.close().expect("close");
         bytes.fill(0x11);
         for _ in 0..posted {
             // If the region closed before the write completed, the NIC must have refused the write.
@@ -136,7 +133,7 @@ pub(super) fn descriptor_of_a_closed_region_is_refused(provider: &Arc<dyn Provid
     let source = link.initiator.register(vec![0xFF; 64], LOCAL);
     let slice = source.slice(0, 64).expect("inside");
     // The vector keeps the bytes of the closed region allocated.
-    let _bytes = source.close().map_err(Error::from).expect("close");
+    let _bytes = source.close().expect("close");
     let posted = link.initiator.endpoint.write(&[slice], &[remote(&key, 0, 64)], link.peer, 1);
     posted.and_then(|()| link.ended()).expect_err("the region of the source is closed");
     assert_bytes(&contents(&region), &before, "the target");
@@ -195,7 +192,7 @@ pub(super) fn memory_is_registered_again_after_close(provider: &Arc<dyn Provider
         let region = link.target.register(bytes, REMOTE);
         let found = link.pull(&link.key(&region), 0, 8).expect("read");
         assert_bytes(&found, &round.to_le_bytes(), "bytes of this registration");
-        bytes = region.close().map_err(Error::from).expect("close");
+        bytes = region.close().expect("close");
     }
     Ok(())
 }
@@ -211,8 +208,8 @@ pub(super) fn threads_register_and_close_at_once(provider: &Arc<dyn Provider>) -
                     let bytes = pattern(round, 5000);
                     let request = Request::new(bytes.clone(), REMOTE);
                     let region = domain.submit(request.key(1000 + thread * 32 + round));
-                    let region = region.map_err(|rejected| rejected.error).expect("register");
-                    let found = region.close().map_err(Error::from).expect("close");
+                    let region = region.expect("register");
+                    let found = region.close().expect("close");
                     assert_bytes(&found, &bytes, "memory that one of several threads registered");
                 }
             });
@@ -237,14 +234,14 @@ pub(super) fn closing_everything_leaves_nothing_live(provider: &Arc<dyn Provider
         link.initiator.domain.unmap_key(&key).expect("unmap the raw key");
     }
     for region in regions {
-        region.close().map_err(Error::from).expect("close");
+        region.close().expect("close");
     }
     let Link { initiator, target, .. } = link;
     for side in [initiator, target] {
-        side.endpoint.close().map_err(Error::from).expect("close the endpoint");
+        side.endpoint.close().expect("close the endpoint");
         assert_eq!(side.domain.live(), LiveObjects::default());
         drop(side.cq);
-        side.domain.close().map_err(Error::from).expect("close the domain");
+        side.domain.close().expect("close the domain");
     }
     Ok(())
 }
@@ -260,10 +257,7 @@ pub(super) fn opening_and_closing_leaks_no_fd(provider: &Arc<dyn Provider>) -> O
 
 /// Asserts that a region which a sub-region or window uses cannot be closed, and still works.
 /// Returns the region.
-pub(super) fn assert_busy(
-    link: &Link,
-    region: hmem_core::Region<Vec<u8>>,
-) -> hmem_core::Region<Vec<u8>> {
+pub(super) fn assert_busy(link: &Link, region: Region<Vec<u8>>) -> Region<Vec<u8>> {
     let key = link.key(&region);
     let rejected = region.close().expect_err("something depends on the region");
     assert_kind(&rejected.error, ErrorKind::Busy, "closing a region that is in use");

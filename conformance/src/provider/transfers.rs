@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, Address, AddressRange, AllocationKind, Atomic, DeviceBuffer, DeviceId, Error,
-    ErrorKind, Iface, MrMode, Path, Promise, Raw, Request,
+    Access, Address, AddressRange, AllocationKind, Atomic, DeviceBuffer, DeviceId, ErrorKind,
+    Iface, MrMode, Path, Promise, Raw,
     iface::AllocRequest,
     path::P2pPolicy,
     provider::{MsgOrder, ProgressModel, Provider},
@@ -59,13 +59,11 @@ pub(super) fn region_of_several_ranges_is_one_run_of_bytes(
     // SAFETY: the vector outlives the region. Remote requests only read it, and so does this
     // function.
     let raw = unsafe { Raw::new(Box::from(ranges), Promise::ReadWrite) };
-    let request = Request::new(raw, REMOTE).key(link.target.fresh_key());
-    let region = link.target.domain.submit(request).expect("register");
-    link.target.make_usable(&region).expect("bind and enable");
+    let region = link.target.register(raw, REMOTE);
     let found = link.pull(&link.key(&region), 0, 4000).expect("read");
     let expected = [&memory[8192..9192], &memory[100..3100]].concat();
     assert_bytes(&found, &expected, "two ranges as one run");
-    region.close().map_err(Error::from).expect("close");
+    region.close().expect("close");
     Ok(())
 }
 
@@ -239,10 +237,8 @@ fn device_memory(link: &Link, path: Path) -> Outcome {
         let range = AddressRange::new(start, len).expect("inside");
         // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
         let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
-        let request = Request::new(memory, REMOTE).key(link.target.fresh_key());
-        let region = link.target.domain.submit(request).expect("register device memory");
+        let region = link.target.register(memory, REMOTE);
         assert_eq!(region.decision().expect("decision").path, path);
-        link.target.make_usable(&region).expect("bind and enable");
         let key = link.key(&region);
         let bytes = pattern(seed as u64 + 20, len);
         assert_eq!(link.push(&key, 0, &bytes).expect("write"), len, "bytes written");
@@ -251,7 +247,7 @@ fn device_memory(link: &Link, path: Path) -> Outcome {
         buffer.read(0, &mut found).expect("copy out");
         assert_bytes(&found, &expected, &format!("{len} bytes written to {offset}"));
         assert_bytes(&link.pull(&key, 0, len).expect("read"), &bytes, "bytes read");
-        region.close().map_err(Error::from).expect("close");
+        region.close().expect("close");
     }
     Ok(())
 }
