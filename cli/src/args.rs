@@ -178,15 +178,9 @@ impl PointerSort {
     }
 
     /// Returns the name of this sort of pointer on the command line, such as `past-end`.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Interior => "interior",
-            Self::PastEnd => "past-end",
-            Self::Freed => "freed",
-            Self::Foreign => "foreign",
-            Self::Null => "null",
-            Self::All => "all",
-        }
+    pub(crate) fn name(self) -> String {
+        let value = self.to_possible_value().expect("no sort is hidden from the command line");
+        value.get_name().to_owned()
     }
 }
 

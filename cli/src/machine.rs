@@ -368,16 +368,13 @@ impl ProviderNic {
 }
 
 fn watch_simulated(simulated: &Arc<Simulated>) -> [Watch; 2] {
-    let (allocations, exports) = (Arc::clone(simulated), Arc::clone(simulated));
+    let watch = |what, count: fn(&Simulated) -> u64| {
+        let simulated = Arc::clone(simulated);
+        Watch { what, count: Box::new(move || count(&simulated)) }
+    };
     [
-        Watch {
-            what: "allocations of the simulated device",
-            count: Box::new(move || allocations.stats().live_allocations),
-        },
-        Watch {
-            what: "dma-buf exports of the simulated device",
-            count: Box::new(move || exports.stats().live_exports),
-        },
+        watch("allocations of the simulated device", |device| device.stats().live_allocations),
+        watch("dma-buf exports of the simulated device", |device| device.stats().live_exports),
     ]
 }
 

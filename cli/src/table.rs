@@ -415,6 +415,24 @@ pub(crate) fn bytes(count: u64) -> String {
     format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
 }
 
+/// Groups values with equal keys. The groups are in the order of their first values.
+pub(crate) fn grouped<K: PartialEq, T>(all: impl Iterator<Item = (K, T)>) -> Vec<(K, Vec<T>)> {
+    let mut groups: Vec<(K, Vec<T>)> = Vec::new();
+    for (key, value) in all {
+        match groups.iter_mut().find(|(known, _)| *known == key) {
+            Some((_, values)) => values.push(value),
+            None => groups.push((key, vec![value])),
+        }
+    }
+    groups
+}
+
+/// Joins names by commas, or returns `none` if there are no names.
+pub(crate) fn list_or<T: AsRef<str>>(none: &str, names: &[T]) -> String {
+    let names: Vec<_> = names.iter().map(AsRef::as_ref).collect();
+    if names.is_empty() { none.to_owned() } else { names.join(", ") }
+}
+
 /// Joins names by commas. After three names, the result says only how many more there are.
 pub(crate) fn abbreviated(names: &[String]) -> String {
     const FEW: usize = 3;

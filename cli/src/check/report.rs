@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::StaleRow;
 use crate::{
     json::{Attempt, Skipped, memory_name},
-    table::{Cell, Style, Table, Tone, abbreviated, bytes},
+    table::{Cell, Style, Table, Tone, abbreviated, bytes, grouped},
 };
 
 /// The result of a fetch-add on the checked memory.
@@ -154,18 +154,6 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
     skipped(out, report.skipped.iter().filter(|entry| !missing.contains(&entry.what)), style)?;
     let tone = if report.passed() { Tone::Good } else { Tone::Bad };
     style.indented(out, ["", "  "], &style.word(&report.summary(), tone))
-}
-
-/// Groups values with equal keys. The groups are in the order of their first values.
-fn grouped<K: PartialEq, T>(all: impl Iterator<Item = (K, T)>) -> Vec<(K, Vec<T>)> {
-    let mut groups: Vec<(K, Vec<T>)> = Vec::new();
-    for (key, subject) in all {
-        match groups.iter_mut().find(|(known, _)| *known == key) {
-            Some((_, subjects)) => subjects.push(subject),
-            None => groups.push((key, vec![subject])),
-        }
-    }
-    groups
 }
 
 /// Prints the skipped entries, grouped by cause.

@@ -84,12 +84,15 @@ enum HostMonitor {
     Deaf,
 }
 
+/// A started monitor. The second element is the same monitor if the check must notify it of
+/// changes, and `None` if the monitor detects changes itself.
+type Started = (Arc<dyn Monitor>, Option<Arc<ImportMonitor>>);
+
 impl HostMonitor {
     const ALL: [Self; 4] = [Self::MemHooks, Self::UserFaultFd, Self::Both, Self::Import];
 
-    /// Starts this monitor. The second element of the result is the monitor again if the check must
-    /// notify it, and otherwise `None`.
-    fn start(self) -> Result<(Arc<dyn Monitor>, Option<Arc<ImportMonitor>>)> {
+    /// Starts this monitor of host memory.
+    fn start(self) -> Result<Started> {
         Ok(match self {
             Self::MemHooks => (MemHooks::start()?, None),
             Self::UserFaultFd => (UserFaultFd::start()?, None),

@@ -35,7 +35,7 @@ pub struct PointerEntry {
     /// The name of the NIC in its provider.
     pub nic: String,
     /// The sort of pointer, such as `past-end`.
-    pub sort: &'static str,
+    pub sort: String,
     /// The iface that owns the memory of `foreign`; null for other sorts.
     pub owner: Option<String>,
     /// The outcome: `registered`, `refused`, or `allowed` (registered, and valid on this NIC
@@ -104,20 +104,23 @@ pub(super) fn claim_all(
 fn claims(machine: &Machine, pair: &Pair<'_>, sort: PointerSort, size: u64) -> Vec<Result<Claim>> {
     let claim = |range, memory| Claim { range, owner: None, _memory: memory };
     match sort {
-        PointerSort::Interior => vec![twice(pair, size).and_then(|memory| {
-            let range = memory.allocation().range;
-            let (half, rest) = (range.len() / 2, range.len() - range.len() / 2);
-            let middle = Address(range.start().0 + half);
-            Ok(claim(AddressRange::new(middle, rest)?, Some(memory)))
-        })],
+        PointerSort::Interior => {
+            let memory = allocate(pair.iface, pair.device, size.saturating_mul(2));
+            vec![memory.and_then(|memory| {
+                let range = memory.allocation().range;
+                let (half, rest) = (range.len() / 2, range.len() - range.len() / 2);
+                let middle = Address(range.start().0 + half);
+                Ok(claim(AddressRange::new(middle, rest)?, Some(memory)))
+            })]
+        }
         PointerSort::PastEnd => {
             vec![past_end(pair, size).map(|(range, memory)| claim(range, Some(memory)))]
         }
-        PointerSort::Freed => vec![allocate(pair.iface, pair.device, size).map(|memory| {
-            let range = memory.allocation().range;
-            drop(memory);
-            claim(range, None)
-        })],
+        // The memory is freed at the end of the closure.
+        PointerSort::Freed => vec![
+            allocate(pair.iface, pair.device, size)
+                .map(|memory| claim(memory.allocation().range, None)),
+        ],
         PointerSort::Null => {
             vec![AddressRange::new(Address(0), size).map(|range| claim(range, None))]
         }
@@ -129,11 +132,6 @@ fn claims(machine: &Machine, pair: &Pair<'_>, sort: PointerSort, size: u64) -> V
         }
         PointerSort::All => Vec::new(),
     }
-}
-
-/// Allocates twice as much memory as one registration covers.
-fn twice(pair: &Pair<'_>, size: u64) -> Result<DeviceBuffer> {
-    allocate(pair.iface, pair.device, size.saturating_mul(2))
 }
 
 /// Returns a range that begins directly after an allocation, with that allocation. The range is no
@@ -158,7 +156,8 @@ fn past_end(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> 
 /// `size` bytes of the second half, and the buffer that owns both halves.
 fn guarded(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> {
     let page = rustix::param::page_size() as u64;
-    let memory = twice(pair, size.checked_next_multiple_of(page).unwrap_or(size))?;
+    let half = size.checked_next_multiple_of(page).unwrap_or(size);
+    let memory = allocate(pair.iface, pair.device, half.saturating_mul(2))?;
     let whole = memory.allocation().range;
     let end = Address(whole.start().0 + whole.len() / 2);
     let guard = std::ptr::with_exposed_provenance_mut::<libc::c_void>(end.0 as usize);

@@ -12,7 +12,7 @@ use super::{Pair, PointerEntry, pointers, unit_text};
 use crate::{
     json::{Attempt, Skipped, memory_name, needed_advice},
     machine::Machine,
-    table::{Style, Tone, bytes},
+    table::{Style, Tone, bytes, list_or},
     topo::TopoPathEntry,
 };
 
@@ -258,7 +258,7 @@ fn one(out: &mut dyn Write, entry: &PathEntry, style: Style) -> io::Result<()> {
     let path = style.word(path, tone);
     style.item(out, "path:", &format!("{path} ({}{mapping}{unit})", entry.reason))?;
     if let Some(paths) = &entry.direct_paths {
-        let paths = if paths.is_empty() { "none".to_owned() } else { paths.join(", ") };
+        let paths = list_or("none", paths);
         style.item(out, "direct paths:", &format!("{paths} (HMEM_DIRECT_PATHS)"))?;
     }
     if entry.p2p_disabled {

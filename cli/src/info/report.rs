@@ -12,7 +12,7 @@ use super::{
 use crate::{
     json::{Attempt, memory_name},
     problem::Problem,
-    table::{Cell, Style, Table, Tone, abbreviated, bytes},
+    table::{Cell, Style, Table, Tone, abbreviated, bytes, grouped, list_or},
 };
 
 /// Prints the inventory as readable text instead of JSON.
@@ -145,8 +145,7 @@ fn devices(out: &mut dyn Write, inventory: &Inventory, style: Style) -> io::Resu
 }
 
 fn list<T: AsRef<str>>(names: &[T]) -> String {
-    let names: Vec<_> = names.iter().map(AsRef::as_ref).collect();
-    if names.is_empty() { "none".into() } else { names.join(", ") }
+    list_or("none", names)
 }
 
 /// Lists the ordered pairs of requests that have short names; `all` for all nine. Pairs with longer
@@ -222,7 +221,7 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
     }
     style.heading(out, "Paths (a page was registered for each)")?;
     let mut nics: Vec<String> = Vec::new();
-    let mut rows: Vec<(String, BTreeMap<String, Cell>)> = Vec::new();
+    let mut cells = Vec::new();
     let mut reasons: BTreeMap<(Problem, Vec<Advice>), Vec<String>> = BTreeMap::new();
     let mut unknown: Vec<String> = Vec::new();
     for entry in entries {
@@ -242,16 +241,12 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
         if !nics.contains(&nic) {
             nics.push(nic.clone());
         }
-        match rows.iter_mut().find(|(name, _)| *name == memory) {
-            Some((_, cells)) => {
-                cells.insert(nic, cell);
-            }
-            None => rows.push((memory, BTreeMap::from([(nic, cell)]))),
-        }
+        cells.push((memory, (nic, cell)));
     }
     let header: Vec<_> = std::iter::once("Memory").chain(nics.iter().map(String::as_str)).collect();
     let mut table = Table::new(&header);
-    for (memory, mut cells) in rows {
+    for (memory, cells) in grouped(cells.into_iter()) {
+        let mut cells = BTreeMap::from_iter(cells);
         let paths = nics.iter().map(|nic| cells.remove(nic).unwrap_or_else(Cell::none));
         table.row(std::iter::once(Cell::new(memory)).chain(paths));
     }

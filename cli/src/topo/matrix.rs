@@ -8,7 +8,7 @@ use std::{
 use hmem::p2p::topology::{BusId, Distance, Redirection, Topology};
 
 use super::report::{nic_functions, nic_names};
-use crate::table::{Cell, Style, Table, Tone, abbreviated};
+use crate::table::{Cell, Style, Table, Tone, abbreviated, grouped};
 
 /// Returns the tone in which a distance is printed.
 const fn tone(distance: Distance) -> Tone {
@@ -101,20 +101,12 @@ fn nearest(
     devices: &[BusId],
     style: Style,
 ) -> io::Result<()> {
-    // Each list of nearest NICs, with the devices that have it.
-    let mut near: Vec<(Vec<String>, Vec<String>)> = Vec::new();
-    for device in devices {
+    let near = devices.iter().filter_map(|device| {
         let (nearest, all) = (topology.nearest_nics(*device), topology.nics_by_distance(*device));
-        if nearest.len() == all.len() {
-            continue;
-        }
-        let names: Vec<_> = nearest.iter().flat_map(|(nic, _)| nic_names(topology, *nic)).collect();
-        match near.iter_mut().find(|(nics, _)| *nics == names) {
-            Some((_, devices)) => devices.push(device.to_string()),
-            None => near.push((names, vec![device.to_string()])),
-        }
-    }
-    for (nics, devices) in near {
+        let names = nearest.iter().flat_map(|(nic, _)| nic_names(topology, *nic));
+        (nearest.len() < all.len()).then(|| (names.collect::<Vec<_>>(), device.to_string()))
+    });
+    for (nics, devices) in grouped(near) {
         style.item(out, &format!("nearest to {}:", devices.join(", ")), &nics.join(", "))?;
     }
     Ok(())

@@ -22,7 +22,7 @@ use crate::{
     args::TopoArgs,
     json,
     problem::Problem,
-    table::{Style, Tone},
+    table::{Style, Tone, grouped, list_or},
 };
 
 /// Reads the topology, draws and records it as the arguments ask, and prints it as JSON or text.
@@ -93,13 +93,9 @@ fn findings(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Resul
     }
     writeln!(out)?;
     style.heading(out, "Obstacles between devices and their nearest NICs")?;
-    // For each remedy, lists a few of the obstacles that it removes, and then the remedy.
-    let mut remedies: Vec<&str> = seen.iter().map(|finding| finding.remedy).collect();
-    remedies.sort_unstable();
-    remedies.dedup();
-    for remedy in remedies {
-        let found = seen.iter().filter(|finding| finding.remedy == remedy);
-        let what: Vec<_> = found.map(|finding| finding.what.clone()).collect();
+    seen.sort_by_key(|finding| finding.remedy);
+    for (remedy, what) in grouped(seen.iter().map(|finding| (finding.remedy, &finding.what))) {
+        // Lists a few of the obstacles that the remedy removes, and then the remedy.
         const FEW: usize = 2;
         for what in what.iter().take(FEW) {
             style.item(out, "-", what)?;
@@ -123,8 +119,7 @@ fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<(
     }
     style.item(out, "IOMMU:", topology.iommu().name())?;
     let peer: Vec<_> = kernel.peer_memory().collect();
-    let peer = if peer.is_empty() { "no module loaded".to_owned() } else { peer.join(", ") };
-    style.item(out, "peer memory:", &peer)?;
+    style.item(out, "peer memory:", &list_or("no module loaded", &peer))?;
     if let Some(driver) = &kernel.nvidia {
         let kind = if driver.open { "open" } else { "closed: it exports no dma-buf" };
         style.item(out, "NVIDIA driver:", &format!("{} ({kind})", driver.version))?;

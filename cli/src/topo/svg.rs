@@ -6,6 +6,7 @@ use std::fmt::Write;
 use hmem::p2p::topology::{BusId, Distance, PciPath, Redirection, Topology};
 
 use super::report::{nic_functions, nic_names};
+use crate::table::list_or;
 
 /// Horizontal distance from one device or NIC to the next, in pixels.
 const PITCH: usize = 108;
@@ -152,7 +153,7 @@ impl Picture {
     fn heading(&mut self, topology: &Topology) {
         let kernel = topology.kernel().release.as_deref().unwrap_or("unknown");
         let peer: Vec<_> = topology.kernel().peer_memory().collect();
-        let peer = if peer.is_empty() { "none".to_owned() } else { peer.join(", ") };
+        let peer = list_or("none", &peer);
         self.put(format_args!(
             "<text x=\"{MARGIN}\" y=\"34\" font-size=\"18\" font-weight=\"bold\" \
              fill=\"#111111\">Devices and NICs by PCIe distance</text>"

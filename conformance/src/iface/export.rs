@@ -15,8 +15,8 @@ use rustix::{
 };
 
 use super::{
-    LEN, PARTS, assert_bytes, assert_no_fd_leaks_of_exports, buffers, first_device, is_missing,
-    memory::part, need, odd_buffers, pattern, whole,
+    Buffers, LEN, PARTS, assert_bytes, assert_no_fd_leaks_of_exports, buffers, first_device,
+    is_missing, memory::part, need, odd_buffers, pattern, whole,
 };
 use crate::trial::{Outcome, Skipped, skip};
 
@@ -34,7 +34,7 @@ fn export_default(
 /// supports. Skips the behaviour if there is no exporter or no such buffer.
 fn exportable(
     iface: &Arc<dyn Iface>,
-    allocate: fn(&Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped>,
+    allocate: fn(&Arc<dyn Iface>) -> Buffers,
 ) -> Result<(&dyn DmaBufExporter, Vec<DeviceBuffer>), Skipped> {
     let exporter = need(&**iface, iface.dma_buf(), Facet::DmaBuf)?;
     let mut exported = Vec::new();

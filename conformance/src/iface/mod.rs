@@ -141,13 +141,16 @@ fn first_device(iface: &dyn Iface) -> DeviceId {
     iface.devices().expect("list the devices").first().map_or(DeviceId(0), |device| device.id)
 }
 
+/// Allocated buffers, or the reason why the iface has none.
+type Buffers = Result<Vec<DeviceBuffer>, Skipped>;
+
 /// Allocates a buffer of each kind of memory that the iface supports.
-fn buffers(iface: &Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped> {
+fn buffers(iface: &Arc<dyn Iface>) -> Buffers {
     buffers_of(iface, LEN)
 }
 
 /// Allocates a buffer of `len` bytes of each kind of memory that the iface supports.
-fn buffers_of(iface: &Arc<dyn Iface>, len: u64) -> Result<Vec<DeviceBuffer>, Skipped> {
+fn buffers_of(iface: &Arc<dyn Iface>, len: u64) -> Buffers {
     need(&**iface, iface.allocator(), Facet::Allocator)?;
     let device = first_device(&**iface);
     let allocate = |kind| match DeviceBuffer::allocate(iface, &AllocRequest { len, device, kind }) {
@@ -163,7 +166,7 @@ fn buffers_of(iface: &Arc<dyn Iface>, len: u64) -> Result<Vec<DeviceBuffer>, Ski
 /// Allocates buffers of odd lengths of each kind of memory with such lengths. An allocator may keep
 /// unused bytes (padding) after them. Virtual memory has no odd lengths, because its granularity is
 /// part of the allocation.
-fn odd_buffers(iface: &Arc<dyn Iface>) -> Result<Vec<DeviceBuffer>, Skipped> {
+fn odd_buffers(iface: &Arc<dyn Iface>) -> Buffers {
     let mut buffers = Vec::new();
     for len in [1, 4097, 10_007] {
         buffers.extend(buffers_of(iface, len)?);
