@@ -84,6 +84,14 @@ impl Absent {
             _ => false,
         }
     }
+
+    /// Returns whether a user who selects `name` on the command line needs to see this item.
+    /// `opened` is true if an available NIC has that name or belongs to that provider.
+    pub(crate) fn is_missed_by(&self, name: &str, opened: bool) -> bool {
+        self.name == name
+            || self.name.starts_with(&format!("{name}/"))
+            || self.answers_to(name) && !opened
+    }
 }
 
 impl From<&Absent> for Skipped {
@@ -273,6 +281,17 @@ impl Machine {
         }
     }
 
+    /// Returns the available ifaces, or only that of a name.
+    pub(crate) fn ifaces(&self, name: Option<&str>) -> impl Iterator<Item = &Arc<dyn Iface>> {
+        let registry = self.hmem.registry();
+        registry.iter().filter(move |iface| name.is_none_or(|name| iface.name() == name))
+    }
+
+    /// Returns the available NICs, or only those of a provider or NIC name.
+    pub(crate) fn nics(&self, name: Option<&str>) -> impl Iterator<Item = &ProviderNic> {
+        self.nics.iter().filter(move |nic| name.is_none_or(|name| nic.answers_to(name)))
+    }
+
     /// Returns whether an iface simulates its devices.
     pub(crate) fn is_software(&self, kind: IfaceKind) -> bool {
         self.software.iter().any(|(software, _)| *software == kind)
@@ -295,7 +314,7 @@ impl Machine {
             }
         }
         if let Some(name) = nic {
-            let known = self.nics.iter().any(|nic| nic.answers_to(name))
+            let known = self.nics(Some(name)).next().is_some()
                 || self.absent.iter().any(|absent| absent.answers_to(name));
             if !known {
                 return Err(unknown_nic(name, &self.provider_names()));
@@ -357,7 +376,7 @@ impl ProviderNic {
     }
 
     /// Returns whether this is the loopback NIC that pins the pages of its registrations.
-    pub(crate) fn keeps_pages(&self) -> bool {
+    pub(crate) fn pins_pages(&self) -> bool {
         self.software && self.attr.nic.name == PINNED
     }
 

@@ -8,8 +8,9 @@ use serde_json::Value;
 
 use crate::{check, explain, info, json::SCHEMA, perf, topo};
 
-/// The schema of each command with `--json`, with the pages that describe its fields. The first
-/// page belongs to the command. Later ones belong to other commands, whose objects it also prints.
+/// The schema of each command with `--json`, with the pages that describe the fields. The first
+/// page belongs to the command. Later pages belong to other commands, and describe objects that the
+/// command prints too.
 fn schemas() -> [(&'static str, Value, &'static [&'static str]); 5] {
     [
         ("check", schema::<check::Report>("check"), &["check"]),
@@ -21,7 +22,7 @@ fn schemas() -> [(&'static str, Value, &'static [&'static str]); 5] {
 }
 
 fn schema<T: JsonSchema>(command: &str) -> Value {
-    // A peer's message may have no unknown fields. A reader of the documents ignores them.
+    // Messages of `perf` refuse unknown fields. A reader of a document ignores unknown fields.
     let open = RecursiveTransform(|schema: &mut Schema| {
         if schema.get("additionalProperties") == Some(&Value::Bool(false)) {
             schema.remove("additionalProperties");

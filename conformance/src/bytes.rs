@@ -42,10 +42,10 @@ fn file_id(fd: RawFd) -> Option<FileId> {
     Some((file.dev(), file.ino()))
 }
 
-/// Asserts that `export` leaves no descriptor of the file that it returns open. `release` closes
-/// the file. The first round may leave descriptors that later rounds use again.
+/// Asserts that no descriptor of an exported file stays open. `export` returns such a file, and
+/// `release` closes it. The first round may leave descriptors that later rounds use again.
 ///
-/// Only descriptors of the returned files count, so other threads may open and close files.
+/// Only descriptors of exported files count, so other threads may open and close files.
 #[track_caller]
 pub(crate) fn assert_no_fd_leaks_of_exports<E: AsFd>(export: impl Fn() -> E, release: impl Fn(E)) {
     let mut exported = HashSet::new();
@@ -64,11 +64,11 @@ pub(crate) fn assert_no_fd_leaks_of_exports<E: AsFd>(export: impl Fn() -> E, rel
     );
 }
 
-/// Asserts that not every call of `repeat` leaves a file open. Files that the first call opens do
-/// not count.
+/// Asserts that `repeat` leaves no file open. Fails if each of [`ROUNDS`] calls leaves one open,
+/// after a first call whose files do not count.
 ///
-/// Other threads may open files meanwhile. They do not fail the check, unless they open a file in
-/// each round and close none.
+/// Other threads may open files meanwhile. The check fails because of another thread only if that
+/// thread opens a file in each round and closes none.
 #[track_caller]
 pub(crate) fn assert_no_fd_leaks(what: &str, mut repeat: impl FnMut()) {
     repeat();

@@ -76,12 +76,9 @@ pub(super) struct Plan<'a> {
 /// reasons.
 pub(super) fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> {
     let mut plan = Plan::default();
-    let registry = machine.hmem.registry();
-    let wanted = |iface: &str| selection.iface.as_deref().is_none_or(|wanted| wanted == iface);
-
-    for (kind, why) in registry.absent() {
+    for (kind, why) in machine.hmem.registry().absent() {
         let name = machine.iface_name(kind);
-        if wanted(&name) {
+        if selection.iface.as_ref().is_none_or(|wanted| *wanted == name) {
             plan.skipped.push(Skipped::new(format!("iface {name}"), why));
         }
     }
@@ -89,19 +86,15 @@ pub(super) fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> 
     for absent in machine.absent.iter().filter(|absent| absent.sort != "topology") {
         let by = if absent.sort == "iface" { &selection.iface } else { &selection.provider };
         let narrowed = selection.iface.is_some() || selection.provider.is_some();
-        let opened = |name: &str| machine.nics.iter().any(|nic| nic.answers_to(name));
-        let named = |name: &String| {
-            *name == absent.name
-                || absent.name.starts_with(&format!("{name}/"))
-                || absent.answers_to(name) && !opened(name)
-        };
-        if by.as_ref().map_or(!narrowed, named) {
+        let missed =
+            |name: &String| absent.is_missed_by(name, machine.nics(Some(name)).next().is_some());
+        if by.as_ref().map_or(!narrowed, missed) {
             plan.skipped.push(absent.into());
         }
     }
 
     let mut memories = Vec::new();
-    for iface in registry.iter().filter(|iface| wanted(iface.name())) {
+    for iface in machine.ifaces(selection.iface.as_deref()) {
         if iface.kind() == IfaceKind::SYSTEM {
             memories.extend([
                 MemorySort::Heap,
@@ -117,9 +110,7 @@ pub(super) fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> 
             }
         }
     }
-    let wanted =
-        |nic: &ProviderNic| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
-    for nic in machine.nics.iter().filter(|nic| wanted(nic)) {
+    for nic in machine.nics(selection.provider.as_deref()) {
         for memory in &memories {
             let simulated = machine.is_software(memory.iface_kind());
             for variant in

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use hmem::{
-    Access, DeviceBuffer, Domain, Error, ErrorKind, MemoryRegion, Path, Region, RemoteKey, Request,
-    cause::Step, iface::AllocRequest, provider::LiveObjects, system::MemFd,
+    Access, DeviceBuffer, Domain, Error, ErrorKind, Memory, MemoryRegion, Path, Region, RemoteKey,
+    Request, cause::Step, iface::AllocRequest, provider::LiveObjects, system::MemFd,
 };
 
 use super::{
@@ -14,7 +14,7 @@ use super::{
     pattern,
     report::{Atomic, Report, Row},
     residue::Residue,
-    target::{BorrowedRegion, CheckedRegion},
+    target::Target,
 };
 use crate::{
     json::{Attempt, Skipped},
@@ -238,21 +238,23 @@ impl SizeCheck<'_> {
         }
     }
 
-    fn own<M: hmem::Memory>(&mut self, memory: M) -> Result<(), Ended> {
-        let target = self.link.domain.submit(request(memory, 1));
-        self.move_bytes(target.map_err(|rejected| rejected.error))
+    /// Checks memory that the region owns.
+    fn own<M: Memory>(&mut self, memory: M) -> Result<(), Ended> {
+        let region = self.link.domain.submit(request(memory, 1));
+        self.move_bytes(region.map(Target::own).map_err(|rejected| rejected.error))
     }
 
-    /// Registers the part of the buffer between the unregistered margins, by its address.
+    /// Checks the part of the buffer between the unregistered margins. The region does not own that
+    /// part.
     fn borrow(&mut self, buffer: DeviceBuffer) -> Result<(), Ended> {
         let part = (self.extent.margin, self.region_len());
         let domain = self.link.domain;
-        self.move_bytes(BorrowedRegion::register(domain, buffer, part, |raw| request(raw, 1)))
+        self.move_bytes(Target::borrow(domain, buffer, part, |raw| request(raw, 1)))
     }
 
     /// Transfers bytes from and to the registered memory `target`, compares them, and closes the
     /// region.
-    fn move_bytes(&mut self, target: Result<impl CheckedRegion, Error>) -> Result<(), Ended> {
+    fn move_bytes<M: Memory>(&mut self, target: Result<Target<M>, Error>) -> Result<(), Ended> {
         let target = target.map_err(|error| self.refused(error))?;
         self.look_at_decision(target.region())?;
 
@@ -338,9 +340,9 @@ impl SizeCheck<'_> {
 
     /// Runs a fetch-add on an aligned word of the target. A staged path must refuse it and leave
     /// the word unchanged.
-    fn fetch_add(
+    fn fetch_add<M: Memory>(
         &mut self,
-        target: &impl CheckedRegion,
+        target: &Target<M>,
         key: &RemoteKey,
         expected: &mut [u8],
     ) -> Result<(), Ended> {
@@ -405,13 +407,13 @@ impl SizeCheck<'_> {
 
 /// Returns a request for memory with all rights. `key` is used only in mr modes in which the
 /// application chooses keys.
-fn request<M: hmem::Memory>(memory: M, key: u64) -> Request<'static, M> {
+fn request<M: Memory>(memory: M, key: u64) -> Request<'static, M> {
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::READ | Access::WRITE;
     Request::new(memory, access).key(key)
 }
 
 /// Reads the region and compares its bytes. `how` names the read in the failure.
-fn compare(target: &impl CheckedRegion, expected: &[u8], how: &str) -> Result<(), Ended> {
+fn compare<M: Memory>(target: &Target<M>, expected: &[u8], how: &str) -> Result<(), Ended> {
     let mut found = heap(expected.len() as u64)?;
     target.read(&mut found)?;
     same(expected, &found, how)

@@ -138,9 +138,8 @@ pub(super) fn plan<'a>(
     selection: &Selection,
     skipped: &mut Vec<Skipped>,
 ) -> Vec<Case<'a>> {
-    let wanted =
-        |nic: &&ProviderNic| selection.provider.as_deref().is_none_or(|name| nic.answers_to(name));
-    let Some(nic) = machine.nics.iter().filter(wanted).find(|nic| nic.keeps_pages()) else {
+    let mut nics = machine.nics(selection.provider.as_deref());
+    let Some(nic) = nics.find(|nic| nic.pins_pages()) else {
         skipped.push(Skipped::new(
             "stale registrations",
             "no selected NIC keeps the pages of freed memory, which this test needs; RDMA hardware \
@@ -149,11 +148,8 @@ pub(super) fn plan<'a>(
         return Vec::new();
     };
     let mut cases = Vec::new();
-    for iface in machine.hmem.registry().iter() {
+    for iface in machine.ifaces(selection.iface.as_deref()) {
         let name = iface.name();
-        if selection.iface.as_deref().is_some_and(|wanted| wanted != name) {
-            continue;
-        }
         let of = |memory| Case { nic, memory };
         if iface.kind() == IfaceKind::SYSTEM {
             cases.extend(HostMonitor::ALL.map(StaleMemory::Host).map(of));
@@ -328,7 +324,7 @@ mod tests {
     #[test]
     fn monitor_that_is_never_notified_fails_the_check() {
         let machine = Machine::find(Hmem::builder()).unwrap();
-        let Some(nic) = machine.nics.iter().find(|nic| nic.keeps_pages()) else {
+        let Some(nic) = machine.nics.iter().find(|nic| nic.pins_pages()) else {
             panic!("no NIC that keeps pages: {:?}", machine.absent);
         };
         let case = Case { nic, memory: StaleMemory::Host(HostMonitor::Deaf) };

@@ -7,54 +7,20 @@ use hmem::{
     Result,
 };
 
-/// A registered region with access to its bytes through the iface.
-pub(super) trait CheckedRegion {
-    /// Returns the region that transfers read and write.
-    fn region(&self) -> &MemoryRegion;
-
-    /// Copies the start of the region to `into`, through the iface.
-    fn read(&self, into: &mut [u8]) -> Result<()>;
-
-    /// Copies `from` to the start of the region, through the iface.
-    fn write(&self, from: &[u8]) -> Result<()>;
-
-    /// Closes the region, then frees the memory.
-    fn close(self) -> Result<()>;
-}
-
-impl<M: Memory> CheckedRegion for Region<M> {
-    fn region(&self) -> &MemoryRegion {
-        self
-    }
-
-    fn read(&self, into: &mut [u8]) -> Result<()> {
-        self.read(0, into)
-    }
-
-    fn write(&self, from: &[u8]) -> Result<()> {
-        self.write(0, from)
-    }
-
-    fn close(self) -> Result<()> {
-        Region::close(self)?;
-        Ok(())
-    }
-}
-
-/// Memory registered by its address, as `fi_mr_reg` and `ibv_reg_mr` do. The region does not own
-/// the memory.
+/// A registered region with access to the bytes of its memory through the iface.
 #[derive(Debug)]
-pub(super) struct BorrowedRegion {
+pub(super) struct Target<M: Memory> {
     /// Declared before the buffer, and therefore dropped first.
-    region: Region<Raw>,
-    buffer: DeviceBuffer,
-    /// Offset of the region in the buffer, in bytes.
-    start: u64,
+    region: Region<M>,
+    /// The buffer that owns the memory, with the offset of the region in bytes; `None` if the
+    /// region owns its memory.
+    buffer: Option<(DeviceBuffer, u64)>,
 }
 
-impl BorrowedRegion {
-    /// Registers `len` bytes of a buffer from offset `start`.
-    pub(super) fn register(
+impl Target<Raw> {
+    /// Registers `len` bytes of a buffer from offset `start`, by their address, as `fi_mr_reg` and
+    /// `ibv_reg_mr` do. The region does not own the memory.
+    pub(super) fn borrow(
         domain: &Domain,
         buffer: DeviceBuffer,
         (start, len): (u64, u64),
@@ -67,27 +33,40 @@ impl BorrowedRegion {
         // SAFETY: no reference into the buffer exists. `close` and the order of the fields free the
         // buffer after the region is closed or dropped.
         let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
-        let region = domain.submit(request(memory))?;
-        Ok(Self { region, buffer, start })
+        Ok(Self { region: domain.submit(request(memory))?, buffer: Some((buffer, start)) })
     }
 }
 
-impl CheckedRegion for BorrowedRegion {
-    fn region(&self) -> &MemoryRegion {
+impl<M: Memory> Target<M> {
+    /// Wraps a region that owns its memory.
+    pub(super) fn own(region: Region<M>) -> Self {
+        Self { region, buffer: None }
+    }
+
+    /// Returns the region that transfers read and write.
+    pub(super) fn region(&self) -> &MemoryRegion {
         &self.region
     }
 
-    fn read(&self, into: &mut [u8]) -> Result<()> {
-        self.buffer.read(self.start, into)
+    /// Copies the start of the region to `into`, through the iface.
+    pub(super) fn read(&self, into: &mut [u8]) -> Result<()> {
+        match &self.buffer {
+            Some((buffer, start)) => buffer.read(*start, into),
+            None => self.region.read(0, into),
+        }
     }
 
-    fn write(&self, from: &[u8]) -> Result<()> {
-        self.buffer.write(self.start, from)
+    /// Copies `from` to the start of the region, through the iface.
+    pub(super) fn write(&self, from: &[u8]) -> Result<()> {
+        match &self.buffer {
+            Some((buffer, start)) => buffer.write(*start, from),
+            None => self.region.write(0, from),
+        }
     }
 
-    fn close(self) -> Result<()> {
+    /// Closes the region, then frees the memory.
+    pub(super) fn close(self) -> Result<()> {
         self.region.close()?;
-        drop(self.buffer);
         Ok(())
     }
 }

@@ -85,20 +85,11 @@ fn pairs<'a>(
     args: &ExplainArgs,
     skipped: &mut Vec<Skipped>,
 ) -> Result<Vec<Pair<'a>>, Failure> {
-    let wanted = |iface: &str| args.iface.as_deref().is_none_or(|wanted| wanted == iface);
-    let nics: Vec<_> = machine
-        .nics
-        .iter()
-        .filter(|nic| args.nic.as_deref().is_none_or(|name| nic.answers_to(name)))
-        .collect();
+    let nics: Vec<_> = machine.nics(args.nic.as_deref()).collect();
     let absent = machine.absent.iter().filter(|absent| match &args.nic {
         // A NIC that cannot be opened is listed unless another NIC was selected.
         None => absent.sort == "NIC",
-        Some(name) => {
-            let rest = absent.name.strip_prefix(name.as_str());
-            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
-                || nics.is_empty() && absent.answers_to(name)
-        }
+        Some(name) => absent.is_missed_by(name, !nics.is_empty()),
     });
     skipped.extend(absent.map(Skipped::from));
     for (kind, why) in machine.hmem.registry().absent() {
@@ -113,7 +104,7 @@ fn pairs<'a>(
         }
     }
     let mut pairs = Vec::new();
-    for iface in machine.hmem.registry().iter().filter(|iface| wanted(iface.name())) {
+    for iface in machine.ifaces(args.iface.as_deref()) {
         let mut devices = Vec::new();
         if iface.kind() == IfaceKind::SYSTEM {
             devices.push((None, None));

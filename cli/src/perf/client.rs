@@ -53,7 +53,7 @@ pub(super) enum Amount {
     For(Duration),
 }
 
-/// Maximum number of bytes that a warm-up transfers, except that it has at least one transfer.
+/// Maximum number of bytes that a warm-up transfers. A single transfer may exceed the maximum.
 const WARM_UP: u64 = 64 << 20;
 /// The largest latency that the histogram can record, in nanoseconds.
 const SLOWEST: u64 = 100_000_000_000;

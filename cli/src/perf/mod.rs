@@ -308,7 +308,7 @@ fn connect(host: &str, port: u16) -> Result<(TcpStream, SocketAddr)> {
 /// which ignores the write ordering.
 fn plan(args: &PerfArgs, software: bool) -> Result<Plan, Failure> {
     let sizes = match (args.op, &args.size) {
-        // Without `--size`, the argument has its default value.
+        // Without `--size`, the sizes are the defaults.
         (PerfOp::Atomic, size) if size.0 == DEFAULT_SIZES || size.0 == [WORD] => vec![WORD],
         (PerfOp::Atomic, _) => {
             let problem = Problem::new("--size does not apply to atomics");
@@ -337,7 +337,7 @@ fn plan(args: &PerfArgs, software: bool) -> Result<Plan, Failure> {
 fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>, Failure> {
     let registry = machine.hmem.registry();
     let name = args.iface.as_str();
-    let Some(iface) = registry.iter().find(|iface| iface.name() == name) else {
+    let Some(iface) = machine.ifaces(Some(name)).next() else {
         let absent = registry.absent().find(|(kind, _)| machine.iface_name(*kind) == name);
         return Err(match absent {
             Some((_, why)) => Failure::failed(
@@ -363,7 +363,7 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
 
 fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Failure> {
     if let Some(name) = args.nic.as_deref() {
-        if let Some(nic) = machine.nics.iter().find(|nic| nic.answers_to(name)) {
+        if let Some(nic) = machine.nics(Some(name)).next() {
             return Ok(nic);
         }
         let mut absent = machine.absent.iter().filter(|absent| absent.sort != "iface");

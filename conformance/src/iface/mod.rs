@@ -163,9 +163,9 @@ fn buffers_of(iface: &Arc<dyn Iface>, len: u64) -> Buffers {
     Ok(buffers)
 }
 
-/// Allocates buffers of odd lengths of each kind of memory with such lengths. An allocator may keep
-/// unused bytes (padding) after them. Virtual memory has no odd lengths, because its granularity is
-/// part of the allocation.
+/// Allocates buffers of odd lengths, of each kind of memory that can have such lengths. The
+/// allocator may keep unused bytes (padding) after such a buffer. Virtual memory has no odd
+/// lengths, because drivers round its length up to their granularity.
 fn odd_buffers(iface: &Arc<dyn Iface>) -> Buffers {
     let mut buffers = Vec::new();
     for len in [1, 4097, 10_007] {
@@ -186,7 +186,7 @@ fn request(iface: &Arc<dyn Iface>, len: u64) -> Result<AllocRequest, Skipped> {
     Ok(AllocRequest { len, device: first_device(&**iface), kind })
 }
 
-/// Returns true if an error means that the iface does not support the kind of memory or the facet.
+/// Returns true if an error means that the iface does not support a kind of memory or a facet.
 fn is_missing(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::Unavailable)
 }

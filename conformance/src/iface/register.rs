@@ -142,8 +142,8 @@ fn moves_bytes(
     endpoint.close().map_err(Error::from)
 }
 
-/// Waits for the next completion, and returns the number of bytes that were transferred. The
-/// software NIC executes a transfer when its completion queue is read.
+/// Waits for the next completion, and returns the number of bytes that were transferred. Reading
+/// the completion queue makes the software NIC execute the transfer.
 fn moved(cq: &dyn CompletionQueue) -> Result<u64> {
     let mut done = Vec::new();
     while cq.read(&mut done, 1)? == 0 {}

@@ -18,11 +18,12 @@ use crate::{
     trial::{Outcome, assert_kind, skip},
 };
 
+/// Timeout of a poll that must succeed.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Writes 8 bytes from the initiator to the target. Waits for the completion, and asserts that it
-/// has the context `context` and reports success.
-fn post_write(link: &Link, context: u64) {
+/// Writes 8 bytes from the initiator to the target. Waits for the completion, and asserts that the
+/// completion has the context `context` and reports success.
+fn write_and_wait(link: &Link, context: u64) {
     let region = link.target.register(vec![0; 8], REMOTE);
     let source = link.initiator.register(vec![1; 8], LOCAL);
     let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
@@ -67,7 +68,7 @@ pub(super) fn wait_ends_with_a_completion_or_its_timeout(provider: &Arc<dyn Prov
         "a wait for no completion returns at once"
     );
     for context in 5..8 {
-        post_write(&link, context);
+        write_and_wait(&link, context);
     }
     Ok(())
 }

@@ -94,13 +94,13 @@ pub(super) fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
     }
 }
 
-/// An initiator and a target on one NIC, for the tests of a provider. The target may also register
-/// memory of the simulated device `device`.
+/// An initiator and a target on one NIC, for the tests of a provider.
 pub(super) struct Link {
     pub(super) initiator: LinkSide,
     pub(super) target: LinkSide,
     /// Address of the target's endpoint, for requests of the initiator.
     pub(super) peer: PeerId,
+    /// A simulated device whose memory both domains can register.
     pub(super) device: Arc<Simulated>,
 }
 
@@ -167,8 +167,8 @@ impl Link {
         moved.map(|_| bytes)
     }
 
-    /// Waits for the target's next completion. Returns it, and the initiator's completions that
-    /// were read meanwhile. Panics if a request of the initiator failed.
+    /// Waits for the target's next completion. Returns that completion, and the initiator's
+    /// completions that were read meanwhile. Panics if a request of the initiator failed.
     pub(super) fn arrived(&self) -> (Completion, Vec<Completion>) {
         let (mut arrived, mut ended) = (Vec::new(), Vec::new());
         eventually("the end of a receive", || {

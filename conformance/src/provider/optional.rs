@@ -63,8 +63,8 @@ pub(super) fn region_with_a_sub_region_is_busy(provider: &Arc<dyn Provider>) -> 
     Ok(())
 }
 
-/// Safe code can call the provider's facet directly, without the checks of a domain. So the
-/// provider must make these checks itself.
+/// Tests that the provider itself refuses sub-regions that exceed their base in range or rights.
+/// Safe code can call the provider's facet directly, without the checks of a domain.
 pub(super) fn sub_region_past_the_domain_gets_no_more_than_its_base(
     provider: &Arc<dyn Provider>,
 ) -> Outcome {
@@ -99,7 +99,7 @@ pub(super) fn sub_region_past_the_domain_gets_no_more_than_its_base(
     Ok(())
 }
 
-/// Asserts that the provider itself refuses to deregister a region on which something depends.
+/// Asserts that the provider itself refuses to deregister a region with a sub-region or window.
 fn assert_busy_past_the_domain(link: &Link, region: &Region<Vec<u8>>) {
     let handle = region.provider_region().expect("handle");
     let refused = link.target.domain.provider_domain().deregister(handle);
@@ -212,8 +212,8 @@ pub(super) fn region_with_a_bound_window_is_busy(provider: &Arc<dyn Provider>) -
     Ok(())
 }
 
-/// Safe code can call the provider's facet directly, without the checks of a domain. So the
-/// provider must make these checks itself.
+/// Tests that the provider itself refuses windows that exceed their region in range or rights. Safe
+/// code can call the provider's facet directly, without the checks of a domain.
 pub(super) fn window_bound_past_the_domain_gets_no_more_than_its_region(
     provider: &Arc<dyn Provider>,
 ) -> Outcome {
