@@ -5,19 +5,19 @@
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
-    Result,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Result,
     iface::{AllocRequest, Allocator, HostRegistrar},
     monitor::FreeSubscriptions,
 };
+use hmem_iface_kit::{log_failure, table::VmmObjects};
 
 use crate::{
     context::{WorkContext, with_context},
-    error::{check, lacks, lacks_symbol},
+    error::{ERRORS, check, lacks_symbol},
     lookup::PointerLookup,
     streams::synchronize,
     sys::{self, CuDevicePtr, CuMemHandle, CuResult},
-    table::{CudaOrigin, Left, OwnedAllocation, PageLockedRange},
+    table::{CudaOrigin, OwnedAllocation, PageLockedRange},
 };
 
 /// Allocates and frees memory, and page-locks the application's own memory.
@@ -29,33 +29,19 @@ pub(crate) struct DeviceAllocator {
 
 impl Allocator for DeviceAllocator {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        const ABSENT: Option<&str> = Some("the device does not have this kind of memory");
         let abilities = self.lookup.driver().device("allocate", request.device)?.abilities;
-        let described = |error: Error| {
-            error
-                .device(request.device)
-                .context("kind", request.kind.name())
-                .context("length", request.len)
-        };
-        if request.len == 0 {
-            return Err(described(
-                Error::new(ErrorKind::ZeroLength, "allocate").iface(IfaceKind::CUDA),
-            ));
-        }
-        let refuse = |reason| Err(described(lacks("allocate", reason)));
-        match request.kind {
-            AllocationKind::Device | AllocationKind::Host => {}
-            AllocationKind::Managed if abilities.managed => {}
-            AllocationKind::StreamOrdered if abilities.pools => {}
-            AllocationKind::Virtual if abilities.vmm => {}
+        let unsupported = match request.kind {
+            AllocationKind::Device | AllocationKind::Host => None,
+            AllocationKind::Managed if abilities.managed => None,
+            AllocationKind::StreamOrdered if abilities.pools => None,
+            AllocationKind::Virtual if abilities.vmm => None,
             AllocationKind::Managed | AllocationKind::StreamOrdered | AllocationKind::Virtual => {
-                return refuse("the device does not have this kind of memory");
+                ABSENT
             }
-            AllocationKind::Imported => {
-                return refuse("memory of another process is opened with ipc_open, not allocated");
-            }
-            _ => return refuse("the system iface allocates this kind"),
-        }
-        self.allocate_supported(request).map_err(described)
+            _ => Some("the system iface allocates this kind"),
+        };
+        ERRORS.allocate(request, unsupported, || self.allocate_supported(request))
     }
 
     /// Frees memory. First notifies the monitor's subscribers, so that they invalidate cached
@@ -73,7 +59,7 @@ impl Allocator for DeviceAllocator {
             })
         });
         if !freed {
-            self.lookup.contexts.allocations.owned.insert(allocation, owned);
+            self.lookup.contexts.allocations.owned.insert(allocation, false, owned);
         }
         result.map_err(|error| error.context("allocation", allocation.range))
     }
@@ -89,8 +75,8 @@ impl DeviceAllocator {
     fn allocate_supported(&self, request: &AllocRequest) -> Result<Allocation> {
         let device = request.device;
         let len = usize::try_from(request.len).map_err(|_| {
-            Error::new(ErrorKind::OutOfResources, "allocate")
-                .iface(IfaceKind::CUDA)
+            ERRORS
+                .with_kind(ErrorKind::OutOfResources, "allocate")
                 .remedy("ask for less: the length exceeds the address space")
         })?;
         let primary = self.lookup.contexts.retain(device)?;
@@ -119,8 +105,8 @@ impl DeviceAllocator {
 
     fn enter(&self, base: u64, request: &AllocRequest, origin: &CudaOrigin) -> Result<Allocation> {
         let found = self.lookup.find(Address(base))?.ok_or_else(|| {
-            Error::new(ErrorKind::Driver, "allocate")
-                .iface(IfaceKind::CUDA)
+            ERRORS
+                .with_kind(ErrorKind::Driver, "allocate")
                 .context("address", Address(base))
                 .context("why", "the driver does not recognise memory that it has allocated")
         })?;
@@ -128,7 +114,7 @@ impl DeviceAllocator {
         let range = AddressRange::new(Address(base), request.len)?;
         let allocation = Allocation { range, ..found.allocation };
         let owned = OwnedAllocation { device: request.device, origin: origin.clone() };
-        self.lookup.contexts.allocations.owned.insert(&allocation, owned);
+        self.lookup.contexts.allocations.owned.insert(&allocation, false, owned);
         Ok(allocation)
     }
 
@@ -207,21 +193,22 @@ impl DeviceAllocator {
         let code = unsafe { granularity(&mut step, &properties, option) };
         check(code, "cuMemGetAllocationGranularity")?;
         let size = len.checked_next_multiple_of(step.max(1)).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfResources, "cuMemGetAllocationGranularity")
-                .iface(IfaceKind::CUDA)
+            ERRORS
+                .with_kind(ErrorKind::OutOfResources, "cuMemGetAllocationGranularity")
                 .context("granularity", step)
                 .remedy("ask for less: the rounded length exceeds the address space")
         })?;
-        let (mut handle, mut base, mut left): (CuMemHandle, CuDevicePtr, _) = (0, 0, Left::Handle);
+        let (mut handle, mut base, mut left): (CuMemHandle, CuDevicePtr, _) =
+            (0, 0, VmmObjects::Handle);
         // SAFETY: `handle` is writable and `properties` is complete.
         check(unsafe { create(&mut handle, size, &properties, 0) }, "cuMemCreate")?;
         let mut map_at_new_addresses = || {
             // SAFETY: `base` is writable.
             check(unsafe { reserve(&mut base, size, 0, 0, 0) }, "cuMemAddressReserve")?;
-            left = Left::Reservation;
+            left = VmmObjects::Reservation;
             // SAFETY: the calls above made the reservation and the handle, both of this size.
             check(unsafe { map(base, size, 0, handle, 0) }, "cuMemMap")?;
-            left = Left::Mapping;
+            left = VmmObjects::Mapping;
             let flags = sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
             let access = sys::CuMemAccessDesc { location, flags };
             // SAFETY: the call above mapped the whole range; `access` is one description.
@@ -255,22 +242,22 @@ impl DeviceAllocator {
                 let unmap = vmm(functions.mem_unmap, "cuMemUnmap")?;
                 let unreserve = vmm(functions.mem_address_free, "cuMemAddressFree")?;
                 let release = vmm(functions.mem_release, "cuMemRelease")?;
-                if *left == Left::Mapping {
+                if *left == VmmObjects::Mapping {
                     // SAFETY: `virtual_alloc` mapped `size` bytes at `base`.
                     check(unsafe { unmap(base, *size) }, "cuMemUnmap")?;
-                    *left = Left::Reservation;
+                    *left = VmmObjects::Reservation;
                 }
-                if *left == Left::Reservation {
+                if *left == VmmObjects::Reservation {
                     // SAFETY: `virtual_alloc` reserved the range, and nothing is mapped in it any
                     // longer.
                     check(unsafe { unreserve(base, *size) }, "cuMemAddressFree")?;
-                    *left = Left::Handle;
+                    *left = VmmObjects::Handle;
                 }
                 // SAFETY: `virtual_alloc` created the handle, and it is released once.
                 check(unsafe { release(*handle) }, "cuMemRelease")
             }
-            CudaOrigin::Imported { .. } => Err(Error::new(ErrorKind::BadState, "free")
-                .iface(IfaceKind::CUDA)
+            CudaOrigin::Imported { .. } => Err(ERRORS
+                .with_kind(ErrorKind::BadState, "free")
                 .remedy("close memory of another process with ipc_close")),
         }
     }
@@ -286,12 +273,8 @@ impl DeviceAllocator {
             check(unsafe { free(base, stream) }, "cuMemFreeAsync")?;
             // The driver has accepted the free. If the wait fails, the device has an error, and the
             // free has none.
-            if let Err(error) = synchronize(functions, stream) {
-                tracing::warn!(
-                    error = %error.full(),
-                    "cannot wait for a free that the driver accepted"
-                );
-            }
+            let waited = synchronize(functions, stream);
+            log_failure!(warn, waited, "cannot wait for a free that the driver accepted");
             Ok(())
         })
     }
@@ -306,7 +289,7 @@ fn vmm<F>(function: Option<F>, symbol: &'static str) -> Result<F> {
 impl HostRegistrar for DeviceAllocator {
     unsafe fn register(&self, range: AddressRange) -> Result<()> {
         if range.is_empty() {
-            return Err(Error::new(ErrorKind::ZeroLength, "host_register").iface(IfaceKind::CUDA));
+            return Err(ERRORS.with_kind(ErrorKind::ZeroLength, "host_register"));
         }
         let functions = &self.lookup.driver().functions;
         let work_context = self.lookup.contexts.work_context_for_host()?;
@@ -335,8 +318,8 @@ impl HostRegistrar for DeviceAllocator {
 
     fn unregister(&self, range: AddressRange) -> Result<()> {
         let Some(locked) = self.lookup.contexts.allocations.take_page_locked(range) else {
-            return Err(Error::new(ErrorKind::InvalidArgument, "host_unregister")
-                .iface(IfaceKind::CUDA)
+            return Err(ERRORS
+                .with_kind(ErrorKind::InvalidArgument, "host_unregister")
                 .context("range", range)
                 .remedy("unregister exactly the range that was registered, once"));
         };

@@ -9,12 +9,13 @@
 
 #![allow(unsafe_code, reason = "calls the driver on contexts")]
 
-use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{DeviceId, ErrorKind, Result};
+use hmem_iface_kit::log_failure;
 use parking_lot::Mutex;
 
 use crate::{
     driver::{DeviceEntry, Driver},
-    error::check,
+    error::{ERRORS, check},
     hooks::without_notifying,
     streams::{ContextStreams, new_stream},
     sys::{CuContext, CuDevice, CuResult, CuStream, Functions},
@@ -75,13 +76,12 @@ impl PrimaryContextGuard<'_> {
 
 impl Drop for PrimaryContextGuard<'_> {
     fn drop(&mut self) {
-        if let Err(error) = self.release() {
-            tracing::error!(
-                error = %error.full(),
-                "cannot release a CUDA context; it stays retained until its next use ends or the \
-                 iface closes"
-            );
-        }
+        log_failure!(
+            error,
+            self.release(),
+            "cannot release a CUDA context; it stays retained until its next use ends or the iface \
+             closes"
+        );
     }
 }
 
@@ -367,8 +367,8 @@ impl PrimaryContexts {
     ) -> Result<T> {
         let mut primary = self.retained[device.0 as usize].lock();
         let not_retained = || {
-            Error::new(ErrorKind::BadState, "context")
-                .iface(IfaceKind::CUDA)
+            ERRORS
+                .with_kind(ErrorKind::BadState, "context")
                 .remedy("the iface was closed: open it again")
         };
         primary.as_mut().map(|primary| with(&mut primary.streams)).ok_or_else(not_retained)
@@ -447,10 +447,9 @@ impl Drop for PrimaryContexts {
                 error = %error.full(),
                 "cannot release a CUDA context with its streams and events"
             );
-            if primary.take().is_some()
-                && let Err(error) = self.drop_reference(slot.entry)
-            {
-                tracing::error!(error = %error.full(), "cannot release a CUDA context");
+            if primary.take().is_some() {
+                let released = self.drop_reference(slot.entry);
+                log_failure!(error, released, "cannot release a CUDA context");
             }
         }
     }

@@ -22,14 +22,14 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, Result,
+    Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Result,
     iface::{CopyEngine, CopyEvent, CopyRange, FinishedCopy},
 };
-use hmem_iface_kit::{DeviceCopy, InFlight};
+use hmem_iface_kit::{DeviceCopy, InFlight, log_failure};
 
 use crate::{
     context::{WorkContext, with_context},
-    error::check,
+    error::{ERRORS, check},
     lookup::{FoundAllocation, PointerLookup},
     streams::{destroy_event, destroy_stream, new_event, new_stream, synchronize},
     sys::{CuContext, CuEvent, CuResult, CuStream, Functions},
@@ -240,8 +240,8 @@ impl Copier {
                 && let Some(allocation) =
                     self.0.lookup.contexts.allocations.owned.range_around(side)
             {
-                return Err(Error::new(ErrorKind::Driver, "copy")
-                    .iface(IfaceKind::CUDA)
+                return Err(ERRORS
+                    .with_kind(ErrorKind::Driver, "copy")
                     .context("why", "the driver does not recognise memory that it allocated")
                     .context("allocation", allocation));
             }
@@ -261,8 +261,8 @@ impl Copier {
             }
             // If the caller means freed CUDA memory, host memory may be at its address by now. A
             // copy by the CPU would overwrite that host memory.
-            return Err(Error::new(ErrorKind::OutOfBounds, "copy")
-                .iface(IfaceKind::CUDA)
+            return Err(ERRORS
+                .with_kind(ErrorKind::OutOfBounds, "copy")
                 .context("to", to)
                 .context("from", from)
                 .context("why", "the driver knows neither side")
@@ -293,8 +293,8 @@ impl Copier {
         if allocation.range.contains_range(range) {
             return Ok(CopySide::Ours(found));
         }
-        Err(Error::new(ErrorKind::OutOfBounds, "copy")
-            .iface(IfaceKind::CUDA)
+        Err(ERRORS
+            .with_kind(ErrorKind::OutOfBounds, "copy")
             .context("range", range)
             .context("allocation", allocation.range)
             .remedy("the range must lie in one allocation of this iface"))
@@ -307,12 +307,7 @@ fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
     match (work, left) {
         (Ok(value), left) => left.map(|()| value),
         (Err(refused), left) => {
-            if let Err(error) = left {
-                tracing::error!(
-                    error = %error.full(),
-                    "cannot release the stream or event of a failed copy"
-                );
-            }
+            log_failure!(error, left, "cannot release the stream or event of a failed copy");
             Err(refused)
         }
     }

@@ -39,6 +39,11 @@ use hmem_core::{
     Place, Promise, Raw, Rejected, Result, Scoped,
 };
 
+use crate::{
+    error::{ERRORS, refused},
+    sys::CuResult,
+};
+
 /// A slice of `cudarc` that a region can own.
 pub struct CudarcBuffer<T: AnyBits> {
     slice: CudaSlice<T>,
@@ -133,14 +138,11 @@ fn ready<T>(iface: &dyn Iface, slice: &CudaSlice<T>) -> Result<AddressRange> {
             .iface(iface.kind())
             .remedy("pass the CUDA iface: Hmem::iface(IfaceKind::CUDA)"));
     }
-    let pointer = {
-        let (pointer, _recorded) = slice.device_ptr(slice.stream());
-        pointer
-    };
+    let (pointer, recorded) = slice.device_ptr(slice.stream());
+    drop(recorded);
     slice.stream().synchronize().map_err(|error| {
         let code = error.0 as u32;
-        crate::error::refused(crate::sys::CuResult(code), "cuStreamSynchronize")
-            .context("through", "cudarc")
+        refused(CuResult(code), "cuStreamSynchronize").context("through", "cudarc")
     })?;
     let range = AddressRange::new(Address(pointer), slice.num_bytes() as u64)?;
     let known = iface
@@ -149,8 +151,8 @@ fn ready<T>(iface: &dyn Iface, slice: &CudaSlice<T>) -> Result<AddressRange> {
     if known || range.is_empty() {
         return Ok(range);
     }
-    Err(Error::new(ErrorKind::OutOfBounds, OPERATION)
-        .iface(IfaceKind::CUDA)
+    Err(ERRORS
+        .with_kind(ErrorKind::OutOfBounds, OPERATION)
         .context("range", range)
         .remedy("cudarc and this iface use different driver libraries: name one for both"))
 }

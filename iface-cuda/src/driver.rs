@@ -7,10 +7,10 @@
 
 use std::ffi::{CStr, c_char, c_int};
 
-use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface};
+use hmem_core::{DeviceId, Error, Result, iface};
 
 use crate::{
-    error::check,
+    error::{ERRORS, check},
     sys::{self, CuDevice, CuDeviceAttribute, CuResult, Functions},
 };
 
@@ -64,14 +64,8 @@ impl Driver {
     /// Returns the device with this ordinal. For an unknown ordinal, returns an error that names
     /// `operation`.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
-        self.devices.get(device.0 as usize).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, operation)
-                .iface(IfaceKind::CUDA)
-                .device(device)
-                .context("why", format_args!("device {} of {}", device.0, self.devices.len()))
-                .context("devices", self.devices.len())
-                .remedy("devices count from 0")
-        })
+        let unknown = || ERRORS.unknown_device(operation, device, self.devices.len());
+        self.devices.get(device.0 as usize).ok_or_else(unknown)
     }
 }
 

@@ -1,22 +1,16 @@
 //! Conversion of driver codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use hmem_iface_kit::IfaceErrors;
 
 use crate::sys::CuResult;
 
-/// Returns the error for a driver that does not start or has no device.
-pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
-    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::CUDA).context("library", library)
-}
-
-/// Returns the error for an operation that the driver, the device or this crate does not support.
-pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::CUDA).context("why", reason)
-}
+pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::CUDA);
 
 /// Returns the error for an optional symbol that the loaded library does not have.
 pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Error {
-    lacks(operation, "the loaded driver is older than a call that this needs")
+    ERRORS
+        .lacks(operation, "the loaded driver is older than a call that this needs")
         .context("symbol", symbol)
         .remedy("update the NVIDIA driver")
 }
@@ -28,13 +22,16 @@ pub(crate) fn check(code: CuResult, operation: &'static str) -> Result<()> {
 
 #[cold]
 pub(crate) fn refused(code: CuResult, operation: &'static str) -> Error {
-    let error = Error::new(kind(code), operation)
-        .iface(IfaceKind::CUDA)
-        .driver_code(code.name().unwrap_or_default(), code.0.into());
+    let error = coded(ERRORS.with_kind(kind(code), operation), code);
     match remedy(code, operation) {
         Some(remedy) => error.remedy(remedy),
         None => error,
     }
+}
+
+/// Adds a code of the driver, and the name of the code, to an error.
+pub(crate) fn coded(error: Error, code: CuResult) -> Error {
+    error.driver_code(code.name().unwrap_or_default(), code.0.into())
 }
 
 fn kind(code: CuResult) -> ErrorKind {

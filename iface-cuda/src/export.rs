@@ -2,15 +2,10 @@
 
 #![allow(unsafe_code, reason = "calls the driver to export memory, and owns the descriptors")]
 
-use std::{
-    ffi::c_int,
-    os::fd::{FromRawFd, OwnedFd},
-    sync::Arc,
-};
+use std::{ffi::c_int, sync::Arc};
 
 use hmem_core::{
-    AddressRange, AllocOffset, Allocation, AllocationKind, DmaBufOffset, Error, ErrorKind,
-    IfaceKind, Result,
+    AddressRange, AllocOffset, Allocation, AllocationKind, DmaBufOffset, Error, ErrorKind, Result,
     iface::{
         DmaBufExport, DmaBufExporter, DmaBufMapping, Facet, PeerMemoryExport, PeerMemoryExporter,
         SegmentMap,
@@ -21,7 +16,7 @@ use hmem_core::{
 
 use crate::{
     context::with_context,
-    error::{check, lacks, lacks_symbol, refused},
+    error::{ERRORS, check, coded, lacks_symbol, refused},
     flush::InboundFlusher,
     lookup::FoundAllocation,
     segments::Segments,
@@ -102,15 +97,9 @@ impl DmaBufExporter for Exporter {
             if !code.is_success() {
                 return Err(described(dma_buf_refused(code, mapping).device(device)));
             }
-            if fd < 0 {
-                return Err(described(
-                    Error::new(ErrorKind::Driver, "cuMemGetHandleForAddressRange")
-                        .iface(IfaceKind::CUDA)
-                        .context("why", "the call succeeded and returned no fd"),
-                ));
-            }
             // SAFETY: the driver opened the fd for this call, and nothing else owns it.
-            let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+            let fd = unsafe { ERRORS.take_fd(fd, "cuMemGetHandleForAddressRange") };
+            let fd = fd.map_err(described)?;
             // SYNC_MEMOPS is set after the driver has exported the memory, so that a refused export
             // changes nothing.
             let of_contexts = self.synchronise_memory(&found, range).map_err(described)?;
@@ -120,9 +109,6 @@ impl DmaBufExporter for Exporter {
             self.synchronise_contexts(&found, range).map_err(described)?;
         }
         self.flusher.note_exported(&found, range)?;
-        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).map_err(|errno| {
-            described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::CUDA))
-        })?;
         Ok(DmaBufExport {
             fd,
             offset: DmaBufOffset(range.start().0 - whole.start().0),
@@ -164,7 +150,7 @@ impl Exporter {
     pub(crate) fn prepare(&self, operation: &'static str, range: AddressRange) -> Result<()> {
         let described = |error: Error| error.context("range", range);
         let found = self.segments.lookup.find(range.start()).map_err(described)?;
-        let found = found.ok_or_else(|| described(outside(operation)))?;
+        let found = found.ok_or_else(|| described(ERRORS.outside(operation)))?;
         self.exportable(operation, range, &found.allocation)?;
         self.prepare_pinning(operation, range, &found)
     }
@@ -187,7 +173,8 @@ impl Exporter {
                     || self.segments.is_rdma_capable(range.start()).map_err(described)?);
             if !capable {
                 return Err(described(
-                    lacks(operation, "GPUDirect RDMA does not reach this memory")
+                    ERRORS
+                        .lacks(operation, "GPUDirect RDMA does not reach this memory")
                         .context("segment", segment.range)
                         .context("attribute", "IS_GPU_DIRECT_RDMA_CAPABLE")
                         .remedy(
@@ -225,22 +212,22 @@ impl Exporter {
         of: &Allocation,
     ) -> Result<FoundAllocation> {
         let refuse = |error: Error| error.context("range", range);
-        let outside = || refuse(outside(operation));
+        let outside = || refuse(ERRORS.outside(operation));
         if range.is_empty() {
-            return Err(refuse(
-                Error::new(ErrorKind::ZeroLength, operation).iface(IfaceKind::CUDA),
-            ));
+            return Err(refuse(ERRORS.with_kind(ErrorKind::ZeroLength, operation)));
         }
         if !of.range.contains_range(range) {
             return Err(outside().context("allocation", of.range));
         }
         match of.kind {
             AllocationKind::Managed => Err(refuse(
-                lacks(operation, "managed memory migrates between host and device")
+                ERRORS
+                    .lacks(operation, "managed memory migrates between host and device")
                     .remedy("register its host pages, stage it, or use cuMemAlloc"),
             )),
             AllocationKind::Host | AllocationKind::HostRegistered => Err(refuse(
-                lacks(operation, "page-locked host memory is not device memory")
+                ERRORS
+                    .lacks(operation, "page-locked host memory is not device memory")
                     .remedy("register its host pages"),
             )),
             _ => self.segments.lookup.still(of, range.start()).map_err(refuse)?.ok_or_else(|| {
@@ -333,13 +320,6 @@ impl Exporter {
     }
 }
 
-/// Returns the error for a range that is not in one live allocation.
-fn outside(operation: &'static str) -> Error {
-    Error::new(ErrorKind::OutOfBounds, operation)
-        .iface(IfaceKind::CUDA)
-        .remedy("the range must lie in one live allocation")
-}
-
 /// Returns the error for a driver without the export function.
 pub(crate) fn no_export_call() -> Error {
     lacks_symbol(Facet::DmaBuf.operation(), "cuMemGetHandleForAddressRange")
@@ -347,14 +327,19 @@ pub(crate) fn no_export_call() -> Error {
 
 /// Returns the error for a device whose memory peer-memory clients cannot pin.
 pub(crate) fn no_peer_memory() -> Error {
-    lacks(Facet::PeerMemory.operation(), "the device's memory cannot be pinned for other devices")
+    ERRORS
+        .lacks(
+            Facet::PeerMemory.operation(),
+            "the device's memory cannot be pinned for other devices",
+        )
         .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
         .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies")
 }
 
 /// Returns the error for a device without dma-bufs, with the version of the kernel module if known.
 fn no_dma_buf() -> Error {
-    let error = lacks(Facet::DmaBuf.operation(), "the device exports no dma-bufs")
+    let error = ERRORS
+        .lacks(Facet::DmaBuf.operation(), "the device exports no dma-bufs")
         .context("attribute", "DMA_BUF_SUPPORTED")
         .remedy(
             "dma-bufs need NVIDIA's open kernel modules and Linux 5.12 or newer; else load \
@@ -376,13 +361,7 @@ fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     let lacking =
         matches!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED | CuResult::CUDA_ERROR_INVALID_VALUE);
     if mapping == DmaBufMapping::Pcie && lacking {
-        return lacks(CALL, "refused under the PCIe mapping")
-            .driver_code(code.name().unwrap_or_default(), code.0.into())
-            .context("mapping", "pcie")
-            .remedy(
-                "export with the default mapping; if that is refused too, the memory is at fault \
-                 and not the mapping",
-            );
+        return coded(ERRORS.no_pcie_mapping(CALL), code);
     }
     let error = refused(code, CALL);
     match code {

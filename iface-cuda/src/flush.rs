@@ -14,14 +14,13 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, Result,
-    iface::InboundFlush,
+    Address, AddressRange, AllocationId, DeviceId, Error, ErrorKind, Result, iface::InboundFlush,
 };
 use parking_lot::Mutex;
 
 use crate::{
     context::with_context,
-    error::{check, lacks, lacks_symbol},
+    error::{ERRORS, check, lacks_symbol},
     lookup::{FoundAllocation, Liveness, PointerLookup},
     sys::{self, CuContext},
 };
@@ -108,15 +107,16 @@ impl InboundFlush for InboundFlusher {
         let flush = flush
             .ok_or_else(|| lacks_symbol(OPERATION, "cuFlushGPUDirectRDMAWrites").device(device))?;
         if !abilities.flushes {
-            return Err(lacks(
-                OPERATION,
-                "the device neither orders inbound writes nor flushes them on demand",
-            )
-            .device(device)
-            .context("attribute", "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS")
-            .remedy(
-                "read a byte of the memory through the NIC after the write, which orders them",
-            ));
+            return Err(ERRORS
+                .lacks(
+                    OPERATION,
+                    "the device neither orders inbound writes nor flushes them on demand",
+                )
+                .device(device)
+                .context("attribute", "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS")
+                .remedy(
+                    "read a byte of the memory through the NIC after the write, which orders them",
+                ));
         }
         let flush = || {
             let (target, scope) = (
@@ -232,15 +232,11 @@ impl InboundFlusher {
 }
 
 fn unknown_context() -> Error {
-    Error::new(ErrorKind::BadState, "flush_inbound")
-        .iface(IfaceKind::CUDA)
-        .context(
-            "why",
-            "the driver does not say on this thread whether the memory's context \
-                            lives",
-        )
+    ERRORS
+        .with_kind(ErrorKind::BadState, "flush_inbound")
+        .context("why", "the driver does not say on this thread whether the memory's context lives")
         .remedy(
-            "flush on a thread that has a current context (cuCtxSetCurrent), or read \
-                 completions there",
+            "flush on a thread that has a current context (cuCtxSetCurrent), or read completions \
+             there",
         )
 }

@@ -25,8 +25,9 @@ use std::{
 };
 
 use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, Result};
+use hmem_iface_kit::log_failure;
 
-use crate::Cuda;
+use crate::{Cuda, error::ERRORS};
 
 /// `GPU_PAGE_SIZE` of `gdrapi.h`: the granularity of pinning in bytes.
 pub const GPU_PAGE: u64 = 64 << 10;
@@ -97,9 +98,8 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: `Gdrcopy` opened the library once. Each window holds a reference to this value,
         // so every window is already closed.
-        if let Err(error) = check(unsafe { (self.functions.close)(self.library) }, "gdr_close") {
-            tracing::error!(error = %error.full(), "cannot close GDRCopy");
-        }
+        let closed = check(unsafe { (self.functions.close)(self.library) }, "gdr_close");
+        log_failure!(error, closed, "cannot close GDRCopy");
     }
 }
 
@@ -158,8 +158,8 @@ impl Gdrcopy {
         // SAFETY: the call has no argument, and reports a failure by null.
         let library = unsafe { (functions.open)() };
         if library == 0 {
-            return Err(Error::new(ErrorKind::Unavailable, "gdr_open")
-                .iface(IfaceKind::CUDA)
+            return Err(ERRORS
+                .with_kind(ErrorKind::Unavailable, "gdr_open")
                 .context("module", "/dev/gdrdrv cannot be opened")
                 .remedy(REMEDY));
         }
@@ -206,13 +206,8 @@ impl Gdrcopy {
         if let Err(error) = check(code, "gdr_map") {
             // SAFETY: `gdr_pin_buffer` above pinned the buffer, and `gdr_map` refused to map it.
             let code = unsafe { (functions.unpin_buffer)(*library, handle) };
-            if let Err(error) = check(code, "gdr_unpin_buffer") {
-                tracing::error!(
-                    error = %error.full(),
-                    %range,
-                    "cannot unpin device memory that was not mapped"
-                );
-            }
+            let unpinned = check(code, "gdr_unpin_buffer");
+            log_failure!(error, unpinned, %range, "cannot unpin device memory that was not mapped");
             return Err(described(error));
         }
         let inner = Arc::clone(&self.inner);
@@ -239,8 +234,8 @@ impl CpuWindow {
 
     fn at(&self, offset: u64, len: usize) -> Result<usize> {
         let part = self.range.slice(offset, len as u64).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfBounds, "copy")
-                .iface(IfaceKind::CUDA)
+            ERRORS
+                .with_kind(ErrorKind::OutOfBounds, "copy")
                 .context("offset", offset)
                 .context("length", len)
                 .context("window", self.range)
@@ -310,13 +305,8 @@ impl Drop for CpuWindow {
             ]
         };
         for (code, operation) in codes {
-            if let Err(error) = check(code, operation) {
-                tracing::error!(
-                    error = %error.full(),
-                    range = %self.range,
-                    "cannot unmap a window of device memory"
-                );
-            }
+            let ended = check(code, operation);
+            log_failure!(error, ended, range = %self.range, "cannot unmap a window of device memory");
         }
     }
 }

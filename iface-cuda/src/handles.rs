@@ -5,10 +5,11 @@
 
 use std::ffi::c_void;
 
-use hmem_core::{Address, AddressRange, Error, ErrorKind, IfaceKind, ProcessMark, Result};
+use hmem_core::{Address, AddressRange, ErrorKind, ProcessMark, Result};
+use hmem_iface_kit::log_failure;
 
 use crate::{
-    error::check,
+    error::{ERRORS, check, coded},
     sys::{CuDevicePtr, CuMemHandle, CuResult, Functions},
 };
 
@@ -73,13 +74,12 @@ impl RetainedHandle {
 
 impl Drop for RetainedHandle {
     fn drop(&mut self) {
-        if let Err(error) = self.release_once() {
-            tracing::error!(
-                error = %error.full(),
-                handle = self.handle,
-                "cannot release a handle: its physical memory stays allocated"
-            );
-        }
+        log_failure!(
+            error,
+            self.release_once(),
+            handle = self.handle,
+            "cannot release a handle: its physical memory stays allocated"
+        );
     }
 }
 
@@ -107,13 +107,10 @@ pub(crate) fn mapping_at(functions: &Functions, address: Address) -> Result<Addr
     // SAFETY: `base` and `size` are writable.
     match unsafe { (functions.mem_get_address_range)(&mut base, &mut size, address.0) } {
         code @ (CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_FOUND) => {
-            Err(Error::new(ErrorKind::OutOfBounds, "cuMemGetAddressRange_v2")
-                .iface(IfaceKind::CUDA)
-                .driver_code(code.name().unwrap_or_default(), code.0.into())
-                .context("address", address)
-                .remedy(
-                    "no memory is mapped there (cuMemMap): map it, or register the mapped parts",
-                ))
+            let error = ERRORS.with_kind(ErrorKind::OutOfBounds, "cuMemGetAddressRange_v2");
+            Err(coded(error, code).context("address", address).remedy(
+                "no memory is mapped there (cuMemMap): map it, or register the mapped parts",
+            ))
         }
         code => check(code, "cuMemGetAddressRange_v2")
             .and_then(|()| AddressRange::new(Address(base), size as u64)),

@@ -22,7 +22,7 @@ use crate::{
     context::PrimaryContexts,
     copy::Copier,
     driver::Driver,
-    error::{refused, unavailable},
+    error::{ERRORS, coded, refused},
     export::{Exporter, no_export_call, no_peer_memory},
     flush::InboundFlusher,
     ipc::IpcExchange,
@@ -141,22 +141,23 @@ impl Cuda {
         let code = unsafe { (functions.init)(0) };
         if !code.is_success() {
             let remedy = refused(code, "cuInit").remedy_text().map(str::to_owned);
-            return Err(unavailable("cuInit", &library)
-                .driver_code(code.name().unwrap_or_default(), code.0.into())
-                .remedy(remedy.unwrap_or_else(|| {
-                    "see `nvidia-smi` for the state of the driver".to_owned()
-                })));
+            return Err(coded(ERRORS.unavailable("cuInit", &library), code).remedy(
+                remedy.unwrap_or_else(|| "see `nvidia-smi` for the state of the driver".to_owned()),
+            ));
         }
         let driver = Driver::new(functions)?;
         let devices = driver.devices.len();
         if devices == 0 {
-            return Err(unavailable("cuDeviceGetCount", &library).context("devices", 0).remedy(
-                "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
-            ));
+            return Err(ERRORS
+                .unavailable("cuDeviceGetCount", &library)
+                .context("devices", 0)
+                .remedy(
+                    "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
+                ));
         }
         let lookup = PointerLookup::new(PrimaryContexts::new(driver)).map_err(|error| {
             if error.is_unsupported() {
-                unavailable("cuPointerGetAttributes", &library).caused_by(error)
+                ERRORS.unavailable("cuPointerGetAttributes", &library).caused_by(error)
             } else {
                 error
             }

@@ -6,8 +6,7 @@
 use std::{array, ffi::c_char, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
-    Result,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, IfaceKind, Result,
     iface::{Ipc, IpcHandle},
     monitor::FreeSubscriptions,
 };
@@ -17,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     context::with_context,
     driver::DeviceEntry,
-    error::{check, lacks},
+    error::{ERRORS, check, coded},
     lookup::PointerLookup,
     sys::{self, CU_IPC_HANDLE_SIZE, CuDevicePtr, CuIpcMemHandle, CuResult},
 };
@@ -43,7 +42,8 @@ impl Ipc for IpcExchange {
     fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         const OPERATION: &str = "ipc_export";
         if allocation.kind != AllocationKind::Device {
-            return Err(lacks(OPERATION, "CUDA shares memory of cuMemAlloc only")
+            return Err(ERRORS
+                .lacks(OPERATION, "CUDA shares memory of cuMemAlloc only")
                 .context("kind", allocation.kind.name())
                 .context("range", allocation.range));
         }
@@ -77,8 +77,8 @@ impl Ipc for IpcExchange {
             entry.description.pci_bus_id.as_deref() == Some(body.pci_bus_id.as_str())
         };
         let entry = self.lookup.driver().devices.iter().find(same_device).ok_or_else(|| {
-            Error::new(ErrorKind::Unavailable, OPERATION)
-                .iface(IfaceKind::CUDA)
+            ERRORS
+                .with_kind(ErrorKind::Unavailable, OPERATION)
                 .context("device", &body.pci_bus_id)
                 .remedy("the device of the memory is not visible here: see CUDA_VISIBLE_DEVICES")
         })?;
@@ -126,8 +126,8 @@ impl Ipc for IpcExchange {
 impl IpcExchange {
     fn enter(&self, base: u64, len: u64, device: DeviceId) -> Result<Allocation> {
         let found = self.lookup.find(Address(base))?.ok_or_else(|| {
-            Error::new(ErrorKind::Driver, "ipc_open")
-                .iface(IfaceKind::CUDA)
+            ERRORS
+                .with_kind(ErrorKind::Driver, "ipc_open")
                 .context("address", Address(base))
                 .context("why", "the driver does not recognise memory that it has opened")
         })?;
@@ -156,9 +156,7 @@ fn check_open(code: CuResult) -> Result<()> {
             "memory cannot be opened in the process that allocated it: use its address there",
         ),
         CuResult::CUDA_ERROR_INVALID_HANDLE | CuResult::CUDA_ERROR_INVALID_VALUE => {
-            Error::new(ErrorKind::Unavailable, "cuIpcOpenMemHandle_v2")
-                .iface(IfaceKind::CUDA)
-                .driver_code(code.name().unwrap_or_default(), code.0.into())
+            coded(ERRORS.with_kind(ErrorKind::Unavailable, "cuIpcOpenMemHandle_v2"), code)
                 .remedy("the memory was freed, or the process that owned it has ended")
         }
         CuResult::CUDA_ERROR_MAP_FAILED => {

@@ -16,7 +16,7 @@ use hmem_core::{
 use crate::{
     context::{PrimaryContexts, with_context},
     driver::Driver,
-    error::check,
+    error::{ERRORS, check, coded},
     handles::with_handle,
     sys::{self, CuContext, CuPointerAttribute, CuResult},
 };
@@ -156,8 +156,8 @@ impl PointerLookup {
             lookup.known.store(known, Ordering::Release);
             return Ok(lookup);
         }
-        Err(Error::new(ErrorKind::Unsupported, "cuPointerGetAttributes")
-            .iface(IfaceKind::CUDA)
+        Err(ERRORS
+            .with_kind(ErrorKind::Unsupported, "cuPointerGetAttributes")
             .context("attribute", "RANGE_START_ADDR")
             .remedy("the driver must be of CUDA 10.2 or newer to say which range an address is in"))
     }
@@ -286,17 +286,15 @@ impl PointerLookup {
             // call: it "will not return an error when the ptr encountered is not a valid CUDA
             // pointer", and `new` has checked that. If device memory were taken for host memory,
             // the CPU would write to it.
-            LookupAnswer::Invalid => Err(Error::new(ErrorKind::Driver, "cuPointerGetAttributes")
-                .iface(IfaceKind::CUDA)
-                .driver_code(
-                    "CUDA_ERROR_INVALID_VALUE",
-                    CuResult::CUDA_ERROR_INVALID_VALUE.0.into(),
-                )
-                .context(
-                    "why",
-                    "the driver refuses a query that it answered when the iface was opened",
-                )
-                .context("address", address)),
+            LookupAnswer::Invalid => {
+                let error = ERRORS.with_kind(ErrorKind::Driver, "cuPointerGetAttributes");
+                Err(coded(error, CuResult::CUDA_ERROR_INVALID_VALUE)
+                    .context(
+                        "why",
+                        "the driver refuses a query that it answered when the iface was opened",
+                    )
+                    .context("address", address))
+            }
         }
     }
 
@@ -492,8 +490,8 @@ impl PointerLookup {
 
 /// Returns the error for an address that has contradictory attributes.
 pub(crate) fn inconsistent(address: Address) -> Error {
-    Error::new(ErrorKind::Driver, "query")
-        .iface(IfaceKind::CUDA)
+    ERRORS
+        .with_kind(ErrorKind::Driver, "query")
         .context(
             "why",
             "the driver's attributes do not describe an allocation that holds the address",

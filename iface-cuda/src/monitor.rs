@@ -25,7 +25,7 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    AddressRange, Allocation, AllocationKind, Error, ErrorKind, Result,
     iface::MonitorSource,
     monitor::{
         DetectionMethod, FreeSubscriptions, InvalidationCause, Invalidator, Monitor, Subscription,
@@ -34,7 +34,7 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-use crate::{hooks::FreeHooks, lookup::PointerLookup, segments::MappedMemory};
+use crate::{error::ERRORS, hooks::FreeHooks, lookup::PointerLookup, segments::MappedMemory};
 
 /// Method that detects frees of cached CUDA memory.
 ///
@@ -100,8 +100,8 @@ impl FromStr for CudaMonitorKind {
     fn from_str(name: &str) -> Result<Self> {
         let given = name.trim().to_ascii_lowercase();
         Self::ALL.into_iter().find(|kind| kind.name() == given).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, "cache monitor")
-                .iface(IfaceKind::CUDA)
+            ERRORS
+                .with_kind(ErrorKind::InvalidArgument, "cache monitor")
                 .context("why", format_args!("no monitor is named {name}"))
                 .context("name", name)
                 .remedy(format!("use one of {}", Self::ALL.map(Self::name).join(", ")))
@@ -145,8 +145,7 @@ impl MonitorSource for CudaMonitors {
             CudaMonitorKind::Auto if !functions.is_loaded() => (
                 None,
                 format!(
-                    "{ASKED}; injected functions are patched only if hooks are selected \
-                                by name"
+                    "{ASKED}; injected functions are patched only if hooks are selected by name"
                 ),
             ),
             CudaMonitorKind::Auto => match FreeHooks::start(functions) {
@@ -313,11 +312,7 @@ impl Monitor for CudaMonitor {
 impl CudaMonitor {
     fn iface(&self) -> Result<(Arc<PointerLookup>, Arc<FreeSubscriptions>)> {
         let iface = self.lookup.upgrade().zip(self.subscriptions.upgrade());
-        iface.ok_or_else(|| {
-            Error::new(ErrorKind::Unavailable, "monitor")
-                .iface(IfaceKind::CUDA)
-                .remedy("the iface was closed: its memory is no longer watched")
-        })
+        iface.ok_or_else(|| ERRORS.not_watched())
     }
 
     /// Returns the VMM memory in a range, if hits must compare it. Returns `None` if the range is
@@ -332,8 +327,8 @@ impl CudaMonitor {
         range: AddressRange,
     ) -> Result<Option<MappedMemory>> {
         let refuse = |remedy| {
-            Err(Error::new(ErrorKind::Unsupported, "subscribe")
-                .iface(IfaceKind::CUDA)
+            Err(ERRORS
+                .with_kind(ErrorKind::Unsupported, "subscribe")
                 .context("range", range)
                 .remedy(remedy))
         };

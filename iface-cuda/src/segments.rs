@@ -17,13 +17,13 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind,
-    Result, Segment, iface::SegmentMap,
+    Address, AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, Result, Segment,
+    iface::SegmentMap,
 };
 
 use crate::{
     context::WorkContext,
-    error::check,
+    error::{ERRORS, check},
     handles::{RetainedHandle, mapping_at, with_handle},
     lookup::{PointerLookup, inconsistent},
     sys::{self, CuContext},
@@ -43,10 +43,9 @@ impl SegmentMap for Segments {
     /// - Memory that the CPU can access: one segment with a false flag.
     fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
         if !of.range.contains_range(range) {
-            return Err(Error::new(ErrorKind::OutOfBounds, "segments")
-                .iface(IfaceKind::CUDA)
+            return Err(ERRORS
+                .outside("segments")
                 .context("range", range)
-                .remedy("the range must lie in one live allocation")
                 .context("allocation", of.range));
         }
         if of.kind.cpu_accessible() {

@@ -6,7 +6,7 @@ use std::{
 };
 
 use hmem_core::{Address, AddressRange, Allocation, DeviceId, IfaceKind, Result};
-use hmem_iface_kit::table::{self, Owned, OwnedMemory, not_live, other_call};
+use hmem_iface_kit::table::{Owned, OwnedMemory, VmmObjects, not_live, other_call};
 use parking_lot::Mutex;
 
 use crate::sys::CuMemHandle;
@@ -49,27 +49,10 @@ pub(crate) enum CudaOrigin {
     Pool,
     /// The iface reserved `size` bytes (`cuMemAddressReserve`), created `handle` (`cuMemCreate`)
     /// and mapped it (`cuMemMap`). `left` lists the objects that are not released yet.
-    Virtual { size: usize, handle: CuMemHandle, left: Left },
+    Virtual { size: usize, handle: CuMemHandle, left: VmmObjects },
     /// The iface called `cuIpcOpenMemHandle`. `opened` counts opens that can still be closed.
     /// `closing` counts closes that are in flight.
     Imported { opened: u64, closing: u64 },
-}
-
-/// Objects of VMM memory that are not released yet. The driver may refuse each release.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Left {
-    /// The mapping, the reservation and the handle are not released yet.
-    Mapping,
-    /// The reservation and the handle are not released yet.
-    Reservation,
-    /// Only the handle is not released yet.
-    Handle,
-}
-
-impl table::Origin for OwnedAllocation {
-    fn is_imported(&self) -> bool {
-        matches!(self.origin, CudaOrigin::Imported { .. })
-    }
 }
 
 impl Default for AllocationTable {
@@ -87,7 +70,7 @@ impl AllocationTable {
 
     /// Returns true if an allocation of the device is in the table.
     pub(crate) fn has_memory_of(&self, device: DeviceId) -> bool {
-        self.owned.entries().values().any(|owned| owned.origin.device == device)
+        self.owned.entries().values().any(|owned| owned.memory.device == device)
     }
 
     /// Returns true if a page-locked range of the iface begins at `base`, and false if an
@@ -100,11 +83,7 @@ impl AllocationTable {
     /// Returns true if the memory at `base` is imported from another process.
     pub(crate) fn is_imported(&self, base: Address) -> bool {
         self.imported.load(Ordering::Acquire) > 0
-            && self
-                .owned
-                .entries()
-                .get(&base.0)
-                .is_some_and(|owned| table::Origin::is_imported(&owned.origin))
+            && self.owned.entries().get(&base.0).is_some_and(|owned| owned.imported)
     }
 
     pub(crate) fn insert_page_locked(&self, locked: PageLockedRange) {
@@ -125,7 +104,8 @@ impl AllocationTable {
         let fresh = || OwnedMemory {
             id,
             range,
-            origin: OwnedAllocation {
+            imported: true,
+            memory: OwnedAllocation {
                 device,
                 origin: CudaOrigin::Imported { opened: 0, closing: 0 },
             },
@@ -142,7 +122,7 @@ impl AllocationTable {
         }
         // `cuda.h`: opening a handle that is open already returns the same address and counts the
         // opens.
-        if let CudaOrigin::Imported { opened, .. } = &mut entry.origin.origin {
+        if let CudaOrigin::Imported { opened, .. } = &mut entry.memory.origin {
             *opened += 1;
         }
     }
@@ -173,7 +153,7 @@ impl AllocationTable {
         let mut owned = self.owned.entries();
         let entry = owned.get_mut(&allocation.base().0).filter(|entry| entry.id == allocation.id);
         let Some(OwnedAllocation { origin: CudaOrigin::Imported { opened, closing }, .. }) =
-            entry.map(|entry| &mut entry.origin)
+            entry.map(|entry| &mut entry.memory)
         else {
             return;
         };

@@ -4,6 +4,8 @@ use std::{cell::RefCell, fmt};
 
 use hmem_core::{Result, iface::CopyEvent};
 
+use crate::log_failure;
+
 /// A copy that a device runs, with the driver's objects that it uses, such as a stream, an event or
 /// a buffer. Dropping the value does not wait for the copy: [`InFlight`] calls `finish`.
 pub trait DeviceCopy: fmt::Debug + Send {
@@ -58,12 +60,11 @@ impl<C: DeviceCopy> CopyEvent for InFlight<C> {
 impl<C: DeviceCopy> Drop for InFlight<C> {
     fn drop(&mut self) {
         self.finish();
-        if let Err(error) = self.result.get_mut() {
-            tracing::warn!(
-                error = %error.full(),
-                "a copy failed whose event was dropped without a wait"
-            );
-        }
+        log_failure!(
+            warn,
+            self.result.get_mut(),
+            "a copy failed whose event was dropped without a wait"
+        );
     }
 }
 

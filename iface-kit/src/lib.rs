@@ -5,6 +5,7 @@
 //!
 //! - [`builder!`] and [`open!`] declare the builder of an iface and the functions that open it;
 //!   [`check_idle`] refuses to close an iface that is in use.
+//! - [`IfaceErrors`] makes the errors that are the same for all vendors.
 //! - [`Owned`](table::Owned) is the table of memory that the iface must release.
 //! - [`InFlight`] is the event of an asynchronous copy, made from a [`DeviceCopy`].
 //! - `announced` (cargo feature of that name) is a whole iface, for drivers that cannot tell which
@@ -17,19 +18,7 @@
 //! # Examples
 //! ```
 //! use hmem_core::{Address, AddressRange, Allocation, AllocationId, AllocationKind, IfaceKind};
-//! use hmem_iface_kit::table::{Origin, Owned};
-//!
-//! #[derive(Debug)]
-//! enum Call {
-//!     Allocate,
-//!     Import,
-//! }
-//!
-//! impl Origin for Call {
-//!     fn is_imported(&self) -> bool {
-//!         matches!(self, Self::Import)
-//!     }
-//! }
+//! use hmem_iface_kit::table::Owned;
 //!
 //! let table = Owned::new(IfaceKind::FIRST_PLUG_IN);
 //! let allocation = Allocation {
@@ -40,7 +29,8 @@
 //!     id: AllocationId(1),
 //!     token: 0,
 //! };
-//! table.insert(&allocation, Call::Allocate);
+//! let imported = false;
+//! table.insert(&allocation, imported, "the handle of the driver");
 //! assert!(table.take("ipc_close", &allocation, true).is_err());
 //! assert!(table.take("free", &allocation, false).is_ok());
 //! // The driver frees the memory here. A second free is refused.
@@ -52,7 +42,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `in_flight`, `open`, `table`: copies, opening and closing, memory to release
+//! - `errors`, `in_flight`, `open`, `table`: errors, copies, opening and closing, memory to release
 //! - `announced/exports`: dma-bufs in use
 //! - `announced/driver`: the driver calls that an announced iface needs
 //! - `announced/table`: allocations by address
@@ -62,17 +52,19 @@
 //!
 //! # Things this crate does not do
 //!
-//! It calls no driver, and knows no vendor. For drivers with pointer queries it has no lookup of
-//! addresses and no exports, which differ too much.
+//! It calls no driver, and knows no vendor. Drivers that look up allocations by address differ in
+//! the lookup and in exports, so each crate of a vendor has its own.
 
 #![deny(unsafe_code)]
 
 #[cfg(feature = "announced")]
 pub mod announced;
+mod errors;
 mod in_flight;
 mod open;
 pub mod table;
 
+pub use errors::IfaceErrors;
 #[doc(hidden)]
 pub use hmem_core::Result;
 pub use in_flight::{DeviceCopy, InFlight};

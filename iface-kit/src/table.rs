@@ -7,32 +7,40 @@ use hmem_core::{
 };
 use parking_lot::{Mutex, MutexGuard};
 
-/// Origin of memory, which determines the driver call that releases it.
-pub trait Origin {
-    /// Returns true if the iface opened the memory of another process. `ipc_close` then releases
-    /// it, and otherwise `free`.
-    fn is_imported(&self) -> bool;
-}
-
-/// Memory that an iface must release, by first address. Ranges in the table do not overlap.
+/// Memory that an iface must release, by first address. Ranges in the table do not overlap. `M` is
+/// the type of the data with which the iface calls the driver to release an allocation.
 #[derive(Debug)]
-pub struct Owned<O> {
+pub struct Owned<M> {
     iface: IfaceKind,
-    entries: Mutex<BTreeMap<u64, OwnedMemory<O>>>,
+    entries: Mutex<BTreeMap<u64, OwnedMemory<M>>>,
 }
 
 /// One allocation in the table.
 #[derive(Debug)]
-pub struct OwnedMemory<O> {
+pub struct OwnedMemory<M> {
     /// Identity of the allocation.
     pub id: AllocationId,
     /// Range of the allocation, with the length that was requested.
     pub range: AddressRange,
-    /// Origin of the memory.
-    pub origin: O,
+    /// True if the iface opened memory of another process, which `ipc_close` releases. False if the
+    /// iface allocated the memory, which `free` releases.
+    pub imported: bool,
+    /// Data with which the iface calls the driver to release the memory.
+    pub memory: M,
 }
 
-impl<O> Owned<O> {
+/// Objects of VMM memory that an iface has not released yet. The driver may refuse each release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmmObjects {
+    /// The mapping, the reservation of addresses and the handle of the physical memory.
+    Mapping,
+    /// The reservation and the handle.
+    Reservation,
+    /// The handle.
+    Handle,
+}
+
+impl<M> Owned<M> {
     /// Returns an empty table.
     #[must_use]
     pub fn new(iface: IfaceKind) -> Self {
@@ -50,14 +58,14 @@ impl<O> Owned<O> {
     }
 
     /// Locks the table, and returns its entries by first address.
-    pub fn entries(&self) -> MutexGuard<'_, BTreeMap<u64, OwnedMemory<O>>> {
+    pub fn entries(&self) -> MutexGuard<'_, BTreeMap<u64, OwnedMemory<M>>> {
         self.entries.lock()
     }
 
     /// Adds an allocation. Also puts one back that the driver refused to release.
-    pub fn insert(&self, allocation: &Allocation, origin: O) {
+    pub fn insert(&self, allocation: &Allocation, imported: bool, memory: M) {
         let Allocation { id, range, .. } = *allocation;
-        self.entries().insert(range.start().0, OwnedMemory { id, range, origin });
+        self.entries().insert(range.start().0, OwnedMemory { id, range, imported, memory });
     }
 
     /// Returns the range of the allocation that contains an address, or `None` if none does.
@@ -69,7 +77,8 @@ impl<O> Owned<O> {
         Some(entry.range).filter(|range| range.contains(address))
     }
 
-    /// Calls a function with the origin of an allocation, while the table is locked.
+    /// Calls a function with the [`memory`](OwnedMemory::memory) of an allocation, while the table
+    /// is locked.
     ///
     /// # Errors
     /// InvalidArgument if the allocation is not in the table, or a newer one is at its address.
@@ -77,17 +86,15 @@ impl<O> Owned<O> {
         &self,
         operation: &'static str,
         allocation: &Allocation,
-        with: impl FnOnce(&mut O) -> T,
+        with: impl FnOnce(&mut M) -> T,
     ) -> Result<T> {
         let mut entries = self.entries();
         let entry = entries.get_mut(&allocation.base().0);
         let live = entry.filter(|entry| entry.id == allocation.id);
         let live = live.ok_or_else(|| not_live(self.iface, operation, allocation))?;
-        Ok(with(&mut live.origin))
+        Ok(with(&mut live.memory))
     }
-}
 
-impl<O: Origin> Owned<O> {
     /// Removes an allocation, so that only one of two threads that release it calls the driver. A
     /// newer allocation at the same address stays. `imported` is true for `ipc_close`, and false
     /// for `free`.
@@ -99,15 +106,15 @@ impl<O: Origin> Owned<O> {
         operation: &'static str,
         allocation: &Allocation,
         imported: bool,
-    ) -> Result<O> {
+    ) -> Result<M> {
         let refused = || not_live(self.iface, operation, allocation);
         let mut entries = self.entries();
         let base = allocation.base().0;
         let live = entries.get(&base).filter(|entry| entry.id == allocation.id);
-        if live.ok_or_else(refused)?.origin.is_imported() != imported {
+        if live.ok_or_else(refused)?.imported != imported {
             return Err(refused().remedy(other_call(imported)));
         }
-        entries.remove(&base).map(|entry| entry.origin).ok_or_else(refused)
+        entries.remove(&base).map(|entry| entry.memory).ok_or_else(refused)
     }
 }
 
@@ -115,8 +122,8 @@ impl<O> Drop for Owned<O> {
     fn drop(&mut self) {
         let left = self.entries.get_mut().len();
         if left > 0 {
-            tracing::warn!(iface = %self.iface, left, "memory was not freed before its iface was \
-                                                       dropped");
+            let iface = self.iface;
+            tracing::warn!(%iface, left, "memory was not freed before its iface was dropped");
         }
     }
 }
@@ -151,17 +158,6 @@ mod tests {
 
     use super::*;
 
-    #[derive(Debug, PartialEq)]
-    struct Made {
-        imported: bool,
-    }
-
-    impl Origin for Made {
-        fn is_imported(&self) -> bool {
-            self.imported
-        }
-    }
-
     fn allocation(id: u64) -> Allocation {
         Allocation {
             iface: IfaceKind::CUDA,
@@ -177,20 +173,20 @@ mod tests {
     /// that address.
     #[test]
     fn take_ignores_a_newer_allocation_at_the_same_address() {
-        let (table, made) = (Owned::new(IfaceKind::CUDA), || Made { imported: false });
-        table.insert(&allocation(1), made());
+        let table = Owned::new(IfaceKind::CUDA);
+        table.insert(&allocation(1), false, ());
         table.take("free", &allocation(1), false).expect("it is in the table");
-        table.insert(&allocation(2), made());
+        table.insert(&allocation(2), false, ());
         table.take("free", &allocation(1), false).expect_err("another allocation is there");
         table.live("export", &allocation(1), |_| ()).expect_err("another allocation is there");
         table.take("free", &allocation(2), false).expect("it is still in the table");
     }
 
     #[test]
-    fn memory_is_released_by_the_call_that_matches_its_origin() {
+    fn imported_memory_is_closed_and_other_memory_is_freed() {
         let table = Owned::new(IfaceKind::CUDA);
         for imported in [false, true] {
-            table.insert(&allocation(1), Made { imported });
+            table.insert(&allocation(1), imported, ());
             let refused = table.take("release", &allocation(1), !imported).expect_err("other call");
             assert_eq!(refused.remedy_text(), Some(other_call(!imported)));
             table.take("release", &allocation(1), imported).expect("the call that matches");
@@ -200,7 +196,7 @@ mod tests {
     #[test]
     fn address_behind_an_allocation_is_in_no_allocation() {
         let table = Owned::new(IfaceKind::CUDA);
-        table.insert(&allocation(1), Made { imported: false });
+        table.insert(&allocation(1), false, ());
         let found = |address| table.range_around(Address(address)).is_some();
         assert_eq!([0xfff, 0x1000, 0x103f, 0x1040].map(found), [false, true, true, false]);
         table.take("free", &allocation(1), false).expect("it is in the table");

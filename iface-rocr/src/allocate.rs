@@ -9,13 +9,14 @@ use hmem_core::{
     Result,
     iface::{AllocRequest, Allocator, HostRegistrar},
 };
+use hmem_iface_kit::{log_failure, table::VmmObjects};
 
 use crate::{
     driver::DeviceEntry,
-    error::{check, lacks, symbol},
+    error::{ERRORS, check, symbol},
     lookup::Lookup,
     sys::{self, VmemHandle},
-    table::{Left, RocrOrigin},
+    table::RocrOrigin,
 };
 
 /// Allocates and frees memory of the runtime, and page-locks host memory.
@@ -27,36 +28,19 @@ pub(crate) struct PoolAllocator {
 impl Allocator for PoolAllocator {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         let device = self.lookup.runtime.device("allocate", request.device)?;
-        let described = |error: Error| {
-            error
-                .device(request.device)
-                .context("kind", request.kind.name())
-                .context("length", request.len)
-        };
-        if request.len == 0 {
-            return Err(described(
-                Error::new(ErrorKind::ZeroLength, "allocate").iface(IfaceKind::ROCR),
-            ));
-        }
-        let refuse = |reason| Err(described(lacks("allocate", reason)));
-        match request.kind {
-            AllocationKind::Device | AllocationKind::Host => {}
-            AllocationKind::Virtual if self.lookup.runtime.vmm => {}
-            AllocationKind::Virtual => return refuse("the driver has no virtual memory calls"),
-            AllocationKind::Managed => {
-                return refuse(
-                    "the runtime has no managed memory: HIP makes it of host pages with attributes",
-                );
-            }
+        let unsupported = match request.kind {
+            AllocationKind::Device | AllocationKind::Host => None,
+            AllocationKind::Virtual if self.lookup.runtime.vmm => None,
+            AllocationKind::Virtual => Some("the driver has no virtual memory calls"),
+            AllocationKind::Managed => Some(
+                "the runtime has no managed memory: HIP makes it of host pages with attributes",
+            ),
             AllocationKind::StreamOrdered => {
-                return refuse("the runtime has no stream-ordered pools: HIP makes them");
+                Some("the runtime has no stream-ordered pools: HIP makes them")
             }
-            AllocationKind::Imported => {
-                return refuse("memory of another process is opened with ipc_open, not allocated");
-            }
-            _ => return refuse("the system iface allocates this kind"),
-        }
-        self.allocate_supported(request, device).map_err(described)
+            _ => Some("the system iface allocates this kind"),
+        };
+        ERRORS.allocate(request, unsupported, || self.allocate_supported(request, device))
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
@@ -91,11 +75,10 @@ impl PoolAllocator {
         };
         let base = Address(base.expose_provenance() as u64);
         let entered = self.enter(base, request, origin);
-        if entered.is_err()
+        if entered.is_err() {
             // SAFETY: this call allocated the memory, and did not return it to a caller.
-            && let Err(error) = unsafe { self.release(base, &mut origin) }
-        {
-            tracing::error!(error = %error.full(), "cannot free the memory of a failed allocation");
+            let freed = unsafe { self.release(base, &mut origin) };
+            log_failure!(error, freed, "cannot free the memory of a failed allocation");
         }
         entered
     }
@@ -114,8 +97,8 @@ impl PoolAllocator {
             RocrOrigin::Pool => {
                 let found = self.lookup.find(base)?.filter(|found| found.base() == base);
                 let unknown = || {
-                    Error::new(ErrorKind::Driver, "allocate")
-                        .iface(IfaceKind::ROCR)
+                    ERRORS
+                        .with_kind(ErrorKind::Driver, "allocate")
                         .context("address", base)
                         .context(
                             "why",
@@ -156,15 +139,15 @@ impl PoolAllocator {
         // and `handle` is writable.
         let code = unsafe { create(pool, size, sys::MEMORY_TYPE_PINNED, 0, &mut handle) };
         check(code, "hsa_amd_vmem_handle_create")?;
-        let (mut base, mut left) = (ptr::null_mut(), Left::Handle);
+        let (mut base, mut left) = (ptr::null_mut(), VmmObjects::Handle);
         let mut map_at_new_addresses = || {
             // SAFETY: `base` is writable, and the size is a multiple of the page size.
             let code = unsafe { reserve(&mut base, size, 0, 0) };
             check(code, "hsa_amd_vmem_address_reserve")?;
-            left = Left::Reservation;
+            left = VmmObjects::Reservation;
             // SAFETY: the calls above made the reservation and the handle, both of this size.
             check(unsafe { map(base, size, 0, handle, 0) }, "hsa_amd_vmem_map")?;
-            left = Left::Mapping;
+            left = VmmObjects::Mapping;
             let access =
                 sys::AccessDesc { permissions: sys::HSA_ACCESS_PERMISSION_RW, agent: device.agent };
             // SAFETY: the call above mapped the whole range; `access` is one description.
@@ -177,12 +160,11 @@ impl PoolAllocator {
             // SAFETY: this call made the reservation, handle and mapping, and did not return them
             // to a caller.
             let released = unsafe { self.release(Address(base.addr() as u64), &mut origin) };
-            if let Err(error) = released {
-                tracing::error!(
-                    error = %error.full(),
-                    "cannot release the parts of a failed virtual allocation"
-                );
-            }
+            log_failure!(
+                error,
+                released,
+                "cannot release the parts of a failed virtual allocation"
+            );
         })
     }
 
@@ -204,16 +186,16 @@ impl PoolAllocator {
         let unmap = symbol(f.vmem_unmap, "hsa_amd_vmem_unmap")?;
         let unreserve = symbol(f.vmem_unreserve, "hsa_amd_vmem_address_free")?;
         let release = symbol(f.vmem_release, "hsa_amd_vmem_handle_release")?;
-        if *left == Left::Mapping {
+        if *left == VmmObjects::Mapping {
             // SAFETY: `allocate_virtual` mapped `size` bytes at `base`.
             check(unsafe { unmap(pointer, *size) }, "hsa_amd_vmem_unmap")?;
-            *left = Left::Reservation;
+            *left = VmmObjects::Reservation;
         }
-        if *left == Left::Reservation {
+        if *left == VmmObjects::Reservation {
             // SAFETY: `allocate_virtual` reserved the range, and nothing is mapped in it any
             // longer.
             check(unsafe { unreserve(pointer, *size) }, "hsa_amd_vmem_address_free")?;
-            *left = Left::Handle;
+            *left = VmmObjects::Handle;
         }
         // SAFETY: `allocate_virtual` created the handle, and it is released once.
         check(unsafe { release(*handle) }, "hsa_amd_vmem_handle_release")
@@ -224,7 +206,7 @@ impl HostRegistrar for PoolAllocator {
     unsafe fn register(&self, range: AddressRange) -> Result<()> {
         const OPERATION: &str = "host_register";
         if range.is_empty() {
-            return Err(Error::new(ErrorKind::ZeroLength, OPERATION).iface(IfaceKind::ROCR));
+            return Err(ERRORS.with_kind(ErrorKind::ZeroLength, OPERATION));
         }
         let f = &self.lookup.runtime.functions;
         let lock = symbol(f.memory_lock, "hsa_amd_memory_lock")?;
@@ -232,8 +214,8 @@ impl HostRegistrar for PoolAllocator {
         // A second lock at an address is refused: the runtime unlocks by address and could not
         // distinguish the two locks.
         if !self.lookup.table.begin_lock(range) {
-            return Err(Error::new(ErrorKind::Busy, OPERATION)
-                .iface(IfaceKind::ROCR)
+            return Err(ERRORS
+                .with_kind(ErrorKind::Busy, OPERATION)
                 .context("range", range)
                 .remedy(
                     "a range that begins here is registered already: unregister that one first",
@@ -252,8 +234,8 @@ impl HostRegistrar for PoolAllocator {
 
     fn unregister(&self, range: AddressRange) -> Result<()> {
         let Some(agent_address) = self.lookup.table.take_page_locked(range) else {
-            return Err(Error::new(ErrorKind::InvalidArgument, "host_unregister")
-                .iface(IfaceKind::ROCR)
+            return Err(ERRORS
+                .with_kind(ErrorKind::InvalidArgument, "host_unregister")
                 .context("range", range)
                 .remedy("unregister exactly the range that was registered, once"));
         };
@@ -272,11 +254,11 @@ impl HostRegistrar for PoolAllocator {
 }
 
 fn no_pool() -> Error {
-    lacks("allocate", "the runtime names no pool of this device's memory")
+    ERRORS.lacks("allocate", "the runtime names no pool of this device's memory")
 }
 
 fn too_large() -> Error {
-    Error::new(ErrorKind::OutOfResources, "allocate")
-        .iface(IfaceKind::ROCR)
+    ERRORS
+        .with_kind(ErrorKind::OutOfResources, "allocate")
         .remedy("ask for less: the length exceeds the address space")
 }

@@ -13,14 +13,14 @@
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    Address, AddressRange, AllocationKind, ErrorKind, Result,
     iface::{CopyEngine, CopyEvent, CopyRange, FinishedCopy},
 };
-use hmem_iface_kit::{DeviceCopy, InFlight};
+use hmem_iface_kit::{DeviceCopy, InFlight, log_failure};
 use parking_lot::Mutex;
 
 use crate::{
-    error::{check, symbol},
+    error::{ERRORS, check, symbol},
     lookup::Lookup,
     sys::{self, Agent, Signal},
     table::RocrOrigin,
@@ -122,8 +122,8 @@ impl Copier {
             (CopySide::Unknown, CopySide::Unknown) => {
                 // If the caller means freed device memory, host memory may be at its address by
                 // now. A copy by the CPU would overwrite that host memory.
-                return Err(Error::new(ErrorKind::OutOfBounds, "copy")
-                    .iface(IfaceKind::ROCR)
+                return Err(ERRORS
+                    .with_kind(ErrorKind::OutOfBounds, "copy")
                     .context("why", "the runtime knows neither side")
                     .remedy(
                         "copy memory of this iface before it is freed, and host memory with \
@@ -141,8 +141,8 @@ impl Copier {
         }
         let overlap = copy.to.0.abs_diff(copy.from.0) < copy.len;
         if overlap {
-            return Err(Error::new(ErrorKind::InvalidArgument, "copy")
-                .iface(IfaceKind::ROCR)
+            return Err(ERRORS
+                .with_kind(ErrorKind::InvalidArgument, "copy")
                 .context("why", "the sides overlap, and a copy engine copies in no order")
                 .remedy("copy through other memory"));
         }
@@ -193,8 +193,8 @@ impl Copier {
             // nor the runtime can access the memory.
             return match own {
                 None => Ok(CopySide::Unknown),
-                Some((allocation, _)) => Err(Error::new(ErrorKind::Driver, "copy")
-                    .iface(IfaceKind::ROCR)
+                Some((allocation, _)) => Err(ERRORS
+                    .with_kind(ErrorKind::Driver, "copy")
                     .context("why", "the runtime does not recognise memory that it allocated")
                     .context("allocation", allocation.range)),
             };
@@ -204,8 +204,8 @@ impl Copier {
             return Ok(CopySide::Known);
         }
         if !found.range.contains_range(range) {
-            return Err(Error::new(ErrorKind::OutOfBounds, "copy")
-                .iface(IfaceKind::ROCR)
+            return Err(ERRORS
+                .with_kind(ErrorKind::OutOfBounds, "copy")
                 .context("range", range)
                 .context("allocation", found.range)
                 .remedy("the range must lie in one allocation of this iface"));
@@ -215,8 +215,8 @@ impl Copier {
             return Ok(if ours { CopySide::Shared(address.0 as usize) } else { CopySide::Known });
         }
         let device = found.device.ok_or_else(|| {
-            Error::new(ErrorKind::Unavailable, "copy")
-                .iface(IfaceKind::ROCR)
+            ERRORS
+                .with_kind(ErrorKind::Unavailable, "copy")
                 .context("allocation", found.range)
                 .remedy("the memory's device is not visible here: see ROCR_VISIBLE_DEVICES")
         })?;
@@ -247,8 +247,8 @@ impl CopyBuffers {
     fn host(&self) -> Result<Agent> {
         let host = self.lookup.runtime.host.map(|(agent, _)| agent);
         host.ok_or_else(|| {
-            Error::new(ErrorKind::Unsupported, "copy")
-                .iface(IfaceKind::ROCR)
+            ERRORS
+                .with_kind(ErrorKind::Unsupported, "copy")
                 .context("why", "the runtime has no pool of host memory")
         })
     }
@@ -279,9 +279,7 @@ impl CopyBuffers {
 
 impl Drop for CopyBuffers {
     fn drop(&mut self) {
-        if let Err(error) = self.release() {
-            tracing::warn!(error = %error.full(), "cannot free the buffers for copies");
-        }
+        log_failure!(warn, self.release(), "cannot free the buffers for copies");
     }
 }
 
@@ -386,8 +384,8 @@ impl SignalCopy {
         };
         self.destroy_signal();
         if value < 0 {
-            return Err(Error::new(ErrorKind::Driver, "hsa_amd_memory_async_copy")
-                .iface(IfaceKind::ROCR)
+            return Err(ERRORS
+                .with_kind(ErrorKind::Driver, "hsa_amd_memory_async_copy")
                 .context("signal", value)
                 .context("why", "the copy engine reported an error")
                 .remedy("look at the kernel log (dmesg) for a fault of the device"));

@@ -8,11 +8,12 @@ use std::{
     io, ptr,
 };
 
-use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface};
+use hmem_core::{DeviceId, Error, ErrorKind, Result, iface};
+use hmem_iface_kit::log_failure;
 use parking_lot::Mutex;
 
 use crate::{
-    error::{check, coded, unavailable},
+    error::{ERRORS, check, coded},
     sys::{self, Agent, Attribute, Functions, HsaStatus, MemoryPool},
 };
 
@@ -57,7 +58,7 @@ impl Runtime {
         // times.
         let code = unsafe { (functions.init)() };
         if code != HsaStatus::HSA_STATUS_SUCCESS {
-            return Err(coded(unavailable("hsa_init", functions.library()), code).remedy(
+            return Err(coded(ERRORS.unavailable("hsa_init", functions.library()), code).remedy(
                 match code {
                     HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES => {
                         let opened = File::options().read(true).write(true).open("/dev/kfd");
@@ -90,7 +91,8 @@ impl Runtime {
             }
         }
         if runtime.devices.is_empty() {
-            return Err(unavailable("hsa_iterate_agents", functions.library())
+            return Err(ERRORS
+                .unavailable("hsa_iterate_agents", functions.library())
                 .context("devices", 0)
                 .remedy("no AMD GPU is visible: see `rocminfo` and ROCR_VISIBLE_DEVICES"));
         }
@@ -132,14 +134,8 @@ impl Runtime {
     /// Returns the device with this ordinal. For an unknown ordinal, returns an error that names
     /// `operation`.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
-        self.devices.get(device.0 as usize).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, operation)
-                .iface(IfaceKind::ROCR)
-                .device(device)
-                .context("why", format_args!("device {} of {}", device.0, self.devices.len()))
-                .context("devices", self.devices.len())
-                .remedy("devices count from 0")
-        })
+        let unknown = || ERRORS.unknown_device(operation, device, self.devices.len());
+        self.devices.get(device.0 as usize).ok_or_else(unknown)
     }
 
     /// Returns the device for an agent. Returns `None` for a CPU, and for a GPU that this process
@@ -168,8 +164,8 @@ impl Runtime {
     /// - Otherwise the runtime's error. The memory is then freed again.
     pub(crate) fn allocate_host(&self, len: usize) -> Result<*mut c_void> {
         let (_, pool) = self.host.ok_or_else(|| {
-            Error::new(ErrorKind::Unsupported, "allocate")
-                .iface(IfaceKind::ROCR)
+            ERRORS
+                .with_kind(ErrorKind::Unsupported, "allocate")
                 .context("why", "the runtime has no pool of host memory")
         })?;
         let base = self.allocate(pool, len)?;
@@ -185,12 +181,8 @@ impl Runtime {
         };
         check(code, "hsa_amd_agents_allow_access").map(|()| base).inspect_err(|_| {
             // SAFETY: the call above allocated the memory, and no caller has seen it.
-            if let Err(error) = unsafe { self.free(base) } {
-                tracing::error!(
-                    error = %error.full(),
-                    "cannot free host memory that no device can access"
-                );
-            }
+            let freed = unsafe { self.free(base) };
+            log_failure!(error, freed, "cannot free host memory that no device can access");
         })
     }
 
@@ -208,12 +200,7 @@ impl Runtime {
 
 impl Drop for Runtime {
     fn drop(&mut self) {
-        if let Err(error) = self.release() {
-            tracing::warn!(
-                error = %error.full(),
-                "cannot release the reference to the HSA runtime"
-            );
-        }
+        log_failure!(warn, self.release(), "cannot release the reference to the HSA runtime");
     }
 }
 

@@ -1,18 +1,11 @@
 //! Conversion of the runtime's codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use hmem_iface_kit::IfaceErrors;
 
 use crate::sys::HsaStatus;
 
-/// Returns the error for a runtime that does not start or has no device.
-pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
-    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ROCR).context("library", library)
-}
-
-/// Returns the error for an operation that the runtime or this crate does not support.
-pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ROCR).context("why", reason)
-}
+pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::ROCR);
 
 /// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
@@ -36,7 +29,7 @@ pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
         HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED => ErrorKind::Unsupported,
         _ => ErrorKind::Driver,
     };
-    Err(coded(Error::new(kind, operation).iface(IfaceKind::ROCR), code))
+    Err(coded(ERRORS.with_kind(kind, operation), code))
 }
 
 /// Adds a code of the runtime, and the name of the code, to an error.
@@ -51,7 +44,7 @@ pub(crate) fn symbol<F>(function: Option<F>, symbol: &'static str) -> Result<F> 
 
 /// Returns the error for an operation that needs a function which the library lacks.
 pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Error {
-    lacks(operation, "the library lacks the function").context("symbol", symbol)
+    ERRORS.lacks(operation, "the library lacks the function").context("symbol", symbol)
 }
 
 /// Like [`check`], for calls that export memory: some errors have a remedy.

@@ -4,14 +4,13 @@
 
 use std::{
     ffi::{c_int, c_void},
-    os::fd::{FromRawFd, IntoRawFd, OwnedFd},
+    os::fd::{IntoRawFd, OwnedFd},
     ptr,
     sync::Arc,
 };
 
 use hmem_core::{
-    AddressRange, AllocOffset, Allocation, AllocationKind, DmaBufOffset, Error, ErrorKind,
-    IfaceKind, Result,
+    AddressRange, AllocOffset, Allocation, AllocationKind, DmaBufOffset, Error, ErrorKind, Result,
     iface::{
         DmaBufExport, DmaBufExporter, DmaBufMapping, Facet, PeerMemoryExport, PeerMemoryExporter,
     },
@@ -19,7 +18,7 @@ use hmem_core::{
 };
 
 use crate::{
-    error::{check, lacks, lacks_symbol, refused, symbol},
+    error::{ERRORS, check, coded, lacks_symbol, refused, symbol},
     lookup::Lookup,
     sys::{self, HsaStatus},
     table::RocrOrigin,
@@ -68,9 +67,6 @@ impl DmaBufExporter for Exporter {
             _ => self.export_range(range, mapping),
         }
         .map_err(described)?;
-        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).map_err(|errno| {
-            described(Error::os(errno, "fcntl(F_SETFD)").iface(IfaceKind::ROCR))
-        })?;
         Ok(DmaBufExport {
             fd,
             offset: DmaBufOffset(offset),
@@ -120,31 +116,32 @@ impl Exporter {
                 (code, "hsa_amd_portable_export_dmabuf")
             }
             (DmaBufMapping::Pcie, None, Some(_)) => {
-                return Err(no_pcie_mapping("hsa_amd_portable_export_dmabuf")
+                return Err(ERRORS
+                    .no_pcie_mapping("hsa_amd_portable_export_dmabuf")
                     .context("symbol", "hsa_amd_portable_export_dmabuf_v2"));
             }
             (_, None, None) => return Err(no_export_call()),
         };
         if code == HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED && mapping == DmaBufMapping::Pcie {
-            return Err(
-                no_pcie_mapping(call).driver_code(code.name().unwrap_or_default(), code.0.into())
-            );
+            return Err(coded(ERRORS.no_pcie_mapping(call), code));
         }
         refused(code, call)?;
-        take_fd(fd, call).map(|fd| (fd, offset))
+        // SAFETY: the runtime opened the fd for this call, and nothing else owns it.
+        unsafe { ERRORS.take_fd(fd, call) }.map(|fd| (fd, offset))
     }
 
     /// Exports the whole physical memory of a VMM handle as a dma-buf.
     fn export_handle(&self, handle: sys::VmemHandle, mapping: DmaBufMapping) -> Result<OwnedFd> {
         const CALL: &str = "hsa_amd_vmem_export_shareable_handle";
         if mapping == DmaBufMapping::Pcie {
-            return Err(no_pcie_mapping(CALL));
+            return Err(ERRORS.no_pcie_mapping(CALL));
         }
         let export = symbol(self.lookup.runtime.functions.vmem_export, CALL)?;
         let mut fd: c_int = -1;
         // SAFETY: `fd` is writable, and the handle is that of a live allocation of this iface.
         refused(unsafe { export(&mut fd, handle, 0) }, CALL)?;
-        take_fd(fd, CALL)
+        // SAFETY: the runtime opened the fd for this call, and nothing else owns it.
+        unsafe { ERRORS.take_fd(fd, CALL) }
     }
 
     /// Returns the allocation that contains a range.
@@ -156,14 +153,9 @@ impl Exporter {
     /// - Otherwise the error of the lookup.
     fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<Allocation> {
         let refuse = |error: Error| Err(error.context("range", range));
-        let outside = |why: &'static str| {
-            Error::new(ErrorKind::OutOfBounds, operation)
-                .iface(IfaceKind::ROCR)
-                .context("why", why)
-                .remedy("the range must lie in one live allocation")
-        };
+        let outside = |why: &'static str| ERRORS.outside(operation).context("why", why);
         if range.is_empty() {
-            return refuse(Error::new(ErrorKind::ZeroLength, operation).iface(IfaceKind::ROCR));
+            return refuse(ERRORS.with_kind(ErrorKind::ZeroLength, operation));
         }
         let Some(allocation) = self.lookup.find(range.start())? else {
             return refuse(outside(
@@ -176,26 +168,13 @@ impl Exporter {
         }
         match allocation.kind {
             AllocationKind::Host | AllocationKind::HostRegistered => refuse(
-                lacks(operation, "page-locked host memory is not device memory")
+                ERRORS
+                    .lacks(operation, "page-locked host memory is not device memory")
                     .remedy("register its host pages"),
             ),
             _ => Ok(allocation),
         }
     }
-}
-
-/// Takes ownership of the fd that a successful call returned.
-///
-/// # Errors
-/// Driver if the fd is negative.
-fn take_fd(fd: c_int, call: &'static str) -> Result<OwnedFd> {
-    if fd < 0 {
-        return Err(Error::new(ErrorKind::Driver, call)
-            .iface(IfaceKind::ROCR)
-            .context("why", "the call succeeded and returned no fd"));
-    }
-    // SAFETY: the runtime made the fd for this call, and nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Returns the error for a runtime without an export function. The errno of the error distinguishes
@@ -209,17 +188,11 @@ pub(crate) fn no_export_call() -> Error {
 
 /// Returns the error for a kernel driver that cannot export dma-bufs.
 fn no_dma_buf() -> Error {
-    lacks(Facet::DmaBuf.operation(), "the driver exports no dma-bufs")
+    ERRORS
+        .lacks(Facet::DmaBuf.operation(), "the driver exports no dma-bufs")
         .context("attribute", "HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED")
         .remedy(
             "dma-bufs need amdgpu of Linux 6.2 or newer, or of ROCm 5.6 or newer; else load its \
              peer-memory client",
         )
-}
-
-fn no_pcie_mapping(call: &'static str) -> Error {
-    lacks(call, "refused under the PCIe mapping").context("mapping", "pcie").remedy(
-        "export with the default mapping; if that is refused too, the memory is at fault and not \
-         the mapping",
-    )
 }

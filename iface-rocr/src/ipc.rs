@@ -6,14 +6,14 @@
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    Address, AddressRange, Allocation, AllocationKind, ErrorKind, IfaceKind, Result,
     iface::{Ipc, IpcHandle},
 };
-use hmem_iface_kit::table::not_live;
+use hmem_iface_kit::{log_failure, table::not_live};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    error::{check, lacks, refused, symbol},
+    error::{ERRORS, check, coded, refused, symbol},
     lookup::Lookup,
     sys::{HsaStatus, IpcMemory},
     table::RocrOrigin,
@@ -41,29 +41,26 @@ struct Body {
 impl Ipc for IpcExchange {
     fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         const OPERATION: &str = "ipc_export";
-        let refuse = |reason| {
-            Err(lacks(OPERATION, reason)
-                .context("kind", allocation.kind.name())
-                .context("range", allocation.range))
-        };
+        let not_live = || not_live(IfaceKind::ROCR, OPERATION, allocation);
         if allocation.kind != AllocationKind::Device {
-            return refuse("the runtime shares device memory of its pools only");
+            return Err(ERRORS
+                .lacks(OPERATION, "the runtime shares device memory of its pools only")
+                .context("kind", allocation.kind.name())
+                .context("range", allocation.range));
         }
         let create = symbol(self.lookup.runtime.functions.ipc_create, "hsa_amd_ipc_memory_create")?;
         let found = self.lookup.find(allocation.base())?;
-        let found = found.filter(|found| found.id == allocation.id).filter(|found| {
-            // `hsa_amd_ipc_memory_create` requires the first address of the whole allocation.
-            found.base() == allocation.base()
-        });
-        let found = found.ok_or_else(|| not_live(IfaceKind::ROCR, OPERATION, allocation))?;
-        let device =
-            found.device.ok_or_else(|| not_live(IfaceKind::ROCR, OPERATION, allocation))?;
+        // `hsa_amd_ipc_memory_create` requires the first address of the whole allocation.
+        let found = found
+            .filter(|found| found.id == allocation.id && found.base() == allocation.base())
+            .ok_or_else(not_live)?;
+        let device = found.device.ok_or_else(not_live)?;
         // `hsa_amd_ipc_memory_create` requires the allocation's length in the runtime, which may be
         // rounded up.
         let info = self.lookup.pointer_info(found.base())?;
         if Address::of_ptr(info.agent_base) != found.base() || (info.len as u64) < found.range.len()
         {
-            return Err(not_live(IfaceKind::ROCR, OPERATION, allocation));
+            return Err(not_live());
         }
         let mut handle = IpcMemory::default();
         let base = ptr::with_exposed_provenance_mut::<c_void>(found.base().0 as usize);
@@ -92,8 +89,8 @@ impl Ipc for IpcExchange {
         let same = |id: &Option<String>| id.as_deref() == Some(body.pci_bus_id.as_str());
         let entry = devices.iter().find(|entry| same(&entry.description.pci_bus_id));
         let entry = entry.ok_or_else(|| {
-            Error::new(ErrorKind::Unavailable, OPERATION)
-                .iface(IfaceKind::ROCR)
+            ERRORS
+                .with_kind(ErrorKind::Unavailable, OPERATION)
                 .context("device", &body.pci_bus_id)
                 .remedy("the device of the memory is not visible here: see ROCR_VISIBLE_DEVICES")
         })?;
@@ -111,8 +108,8 @@ impl Ipc for IpcExchange {
             // If two attaches returned the same address, this iface could not distinguish the two
             // allocations. AMD's header says that "each attach may return a different address".
             if self.lookup.table.own_around(base).is_some() {
-                return Err(Error::new(ErrorKind::Busy, OPERATION)
-                    .iface(IfaceKind::ROCR)
+                return Err(ERRORS
+                    .with_kind(ErrorKind::Busy, OPERATION)
                     .context("range", range)
                     .remedy("this process has opened the memory already: use that address"));
             }
@@ -120,12 +117,8 @@ impl Ipc for IpcExchange {
             Ok(allocation)
         };
         enter().inspect_err(|_| {
-            if let Err(error) = self.detach(base) {
-                tracing::error!(
-                    error = %error.full(),
-                    "cannot close an allocation after a failed ipc_open"
-                );
-            }
+            let closed = self.detach(base);
+            log_failure!(error, closed, "cannot close an allocation after a failed ipc_open");
         })
     }
 
@@ -155,13 +148,12 @@ impl IpcExchange {
 fn check_attach(code: HsaStatus) -> Result<()> {
     const CALL: &str = "hsa_amd_ipc_memory_attach";
     check(code, CALL).map_err(|error| match code {
-        HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT => Error::new(ErrorKind::Unavailable, CALL)
-            .iface(IfaceKind::ROCR)
-            .driver_code(code.name().unwrap_or_default(), code.0.into())
-            .remedy(
+        HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT => {
+            coded(ERRORS.with_kind(ErrorKind::Unavailable, CALL), code).remedy(
                 "the memory was freed, the process that owned it has ended, or the memory belongs \
                  to this process: use its address",
-            ),
+            )
+        }
         _ => error,
     })
 }

@@ -5,13 +5,12 @@
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
-    Result,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, ErrorKind, IfaceKind, Result,
 };
 
 use crate::{
     driver::Runtime,
-    error::{check, lacks},
+    error::{ERRORS, check},
     sys::{self, Agent, PointerInfo},
     table::{AllocationTable, RocrOrigin, on_free},
 };
@@ -92,16 +91,14 @@ impl Lookup {
         let base = if locked { info.host_base } else { info.agent_base };
         let Some(range) = within(base) else {
             if locked && within(info.agent_base).is_some() {
-                return Err(lacks(
-                    "query",
-                    "this is the devices' address of page-locked host memory",
-                )
-                .context("address", address)
-                .context("host address", Address::of_ptr(info.host_base))
-                .remedy("use the host address of the memory"));
+                return Err(ERRORS
+                    .lacks("query", "this is the devices' address of page-locked host memory")
+                    .context("address", address)
+                    .context("host address", Address::of_ptr(info.host_base))
+                    .remedy("use the host address of the memory"));
             }
-            return Err(Error::new(ErrorKind::Driver, "query")
-                .iface(IfaceKind::ROCR)
+            return Err(ERRORS
+                .with_kind(ErrorKind::Driver, "query")
                 .context(
                     "why",
                     "the driver's answer does not describe an allocation that holds the address",
@@ -136,7 +133,8 @@ impl Lookup {
             sys::HSA_EXT_POINTER_TYPE_HSA_VMEM => "HSA_EXT_POINTER_TYPE_HSA_VMEM",
             _ => "unknown",
         };
-        Err(lacks("query", "the runtime does not say where memory of this type begins")
+        Err(ERRORS
+            .lacks("query", "the runtime does not say where memory of this type begins")
             .context("address", address)
             .context("type", format_args!("{name} ({kind})"))
             .remedy("allocate it from a pool (hipMalloc), or through this iface as virtual memory"))

@@ -3,12 +3,12 @@
 use std::sync::{Arc, Weak};
 
 use hmem_core::{
-    AddressRange, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    AddressRange, Allocation, AllocationKind, ErrorKind, Result,
     iface::MonitorSource,
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
-use crate::lookup::Lookup;
+use crate::{error::ERRORS, lookup::Lookup};
 
 /// Creates monitors of ROCr memory.
 #[derive(Debug)]
@@ -59,10 +59,7 @@ impl Monitor for CallbackMonitor {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         let refuse = |kind, remedy| {
-            Err(Error::new(kind, "subscribe")
-                .iface(IfaceKind::ROCR)
-                .context("range", range)
-                .remedy(remedy))
+            Err(ERRORS.with_kind(kind, "subscribe").context("range", range).remedy(remedy))
         };
         let Some(lookup) = self.lookup.upgrade() else {
             return refuse(

@@ -20,7 +20,7 @@ use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, IfaceKind, Result,
     monitor::{InvalidationCause, Invalidator, Subscription, TokenIssuer},
 };
-use hmem_iface_kit::table::{not_live, other_call};
+use hmem_iface_kit::table::{VmmObjects, not_live, other_call};
 use parking_lot::Mutex;
 
 use crate::sys::VmemHandle;
@@ -69,20 +69,9 @@ pub(crate) enum RocrOrigin {
     /// The iface reserved `size` bytes (`hsa_amd_vmem_address_reserve`), created `handle`
     /// (`hsa_amd_vmem_handle_create`) and mapped it (`hsa_amd_vmem_map`). `left` lists the objects
     /// that are not released yet.
-    Virtual { size: usize, handle: VmemHandle, left: Left },
+    Virtual { size: usize, handle: VmemHandle, left: VmmObjects },
     /// The iface called `hsa_amd_ipc_memory_attach`.
     Imported,
-}
-
-/// Objects of VMM memory that are not released yet. The runtime may refuse each release.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Left {
-    /// The mapping, the reservation and the handle are not released yet.
-    Mapping,
-    /// The reservation and the handle are not released yet.
-    Reservation,
-    /// Only the handle is not released yet.
-    Handle,
 }
 
 /// Data of a deallocation callback. The runtime owns the data until it calls the callback.

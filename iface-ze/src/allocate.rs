@@ -5,13 +5,14 @@
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{
-    Address, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    Address, Allocation, AllocationKind, Result,
     iface::{AllocRequest, Allocator},
 };
+use hmem_iface_kit::log_failure;
 
 use crate::{
     driver::DeviceEntry,
-    error::{check, lacks},
+    error::{ERRORS, check},
     lookup::Lookup,
     sys::{self, ContextHandle, DeviceMemoryDescription, ExportDescription, HostMemoryDescription},
 };
@@ -24,41 +25,26 @@ pub(crate) struct DeviceAllocator {
 
 impl Allocator for DeviceAllocator {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        const OPERATION: &str = "allocate";
-        let entry = self.lookup.driver.device(OPERATION, request.device)?;
-        let described = |error: Error| {
-            error
-                .device(request.device)
-                .context("kind", request.kind.name())
-                .context("length", request.len)
+        let entry = self.lookup.driver.device("allocate", request.device)?;
+        let unsupported = match request.kind {
+            AllocationKind::Device | AllocationKind::Host | AllocationKind::Managed => None,
+            _ => Some("Level Zero has no such kind of memory"),
         };
-        match request.kind {
-            AllocationKind::Device | AllocationKind::Host | AllocationKind::Managed => {}
-            AllocationKind::Imported => {
-                let reason = "memory of another process is opened with ipc_open, not allocated";
-                return Err(described(lacks(OPERATION, reason)));
+        ERRORS.allocate(request, unsupported, || {
+            let base = self.call(entry, request)?;
+            let entered = self.lookup.enter(entry.driver, base, false);
+            if entered.is_err() {
+                let freed = self.lookup.free(entry.driver, Address::of_ptr(base));
+                log_failure!(error, freed, "cannot free the memory of a failed allocation");
             }
-            _ => return Err(described(lacks(OPERATION, "Level Zero has no such kind of memory"))),
-        }
-        if request.len == 0 {
-            return Err(described(
-                Error::new(ErrorKind::ZeroLength, OPERATION).iface(IfaceKind::ZE),
-            ));
-        }
-        let base = self.call(entry, request).map_err(described)?;
-        let entered = self.lookup.enter(entry.driver, base, false);
-        if entered.is_err()
-            && let Err(error) = self.lookup.free(entry.driver, Address::of_ptr(base))
-        {
-            tracing::error!(error = %error.full(), "cannot free the memory of a failed allocation");
-        }
-        entered.map_err(described)
+            entered
+        })
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
         let owned = self.lookup.owned.take("free", allocation, false)?;
         self.lookup.free(owned.driver, allocation.base()).map_err(|error| {
-            self.lookup.owned.insert(allocation, owned);
+            self.lookup.owned.insert(allocation, false, owned);
             error.context("allocation", allocation.range)
         })
     }

@@ -13,13 +13,14 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, Error, ErrorKind, IfaceKind, Result,
+    Address, AddressRange, AllocationKind, ErrorKind, Result,
     iface::{CopyEngine, CopyEvent, CopyRange, FinishedCopy},
 };
 use hmem_iface_kit::{DeviceCopy, InFlight};
 
 use crate::{
     driver::DeviceEntry,
+    error::ERRORS,
     lanes::{BUFFER, Lane, Lanes},
     lookup::Lookup,
     sys::ZeResult,
@@ -106,8 +107,8 @@ impl Copier {
                 // If the caller means freed device memory, host memory may be at its address by
                 // now. A copy by the CPU would overwrite that host memory.
                 return Err(copy.described(
-                    Error::new(ErrorKind::OutOfBounds, "copy")
-                        .iface(IfaceKind::ZE)
+                    ERRORS
+                        .with_kind(ErrorKind::OutOfBounds, "copy")
                         .context("why", "the driver knows neither side")
                         .remedy("copy memory of this iface before it is freed"),
                 ));
@@ -116,8 +117,8 @@ impl Copier {
                 let ranges = (AddressRange::new(copy.to, len)?, AddressRange::new(copy.from, len)?);
                 if ranges.0.overlaps(ranges.1) {
                     return Err(copy.described(
-                        Error::new(ErrorKind::InvalidArgument, "copy")
-                            .iface(IfaceKind::ZE)
+                        ERRORS
+                            .with_kind(ErrorKind::InvalidArgument, "copy")
                             .context("why", "the sides overlap, which Level Zero does not allow")
                             .remedy("copy through other memory"),
                     ));
@@ -154,8 +155,8 @@ impl Copier {
         let Some(found) = self.0.lookup.find(address)? else { return Ok(CopySide::Unknown) };
         let allocation = found.allocation;
         if !allocation.range.contains_range(range) {
-            return Err(Error::new(ErrorKind::OutOfBounds, "copy")
-                .iface(IfaceKind::ZE)
+            return Err(ERRORS
+                .with_kind(ErrorKind::OutOfBounds, "copy")
                 .context("range", range)
                 .context("allocation", allocation.range)
                 .remedy("the range must lie in one allocation of this iface"));
@@ -164,8 +165,8 @@ impl Copier {
             (AllocationKind::Host, _) => Ok(CopySide::DriverHost(found.driver)),
             (AllocationKind::Managed, _) => Ok(CopySide::Shared),
             (_, Some(entry)) => Ok(CopySide::Device(entry)),
-            (_, None) => Err(Error::new(ErrorKind::Driver, "copy")
-                .iface(IfaceKind::ZE)
+            (_, None) => Err(ERRORS
+                .with_kind(ErrorKind::Driver, "copy")
                 .context("why", "the memory belongs to a device that the driver does not list")
                 .context("allocation", allocation.range)),
         }

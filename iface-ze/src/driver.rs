@@ -7,11 +7,12 @@ use std::{
     ptr,
 };
 
-use hmem_core::{DeviceId, Error, ErrorKind, IfaceKind, Result, iface::Device};
+use hmem_core::{DeviceId, ErrorKind, Result, iface::Device};
+use hmem_iface_kit::log_failure;
 use parking_lot::RwLock;
 
 use crate::{
-    error::{check, coded, unavailable},
+    error::{ERRORS, check, coded},
     sys::{
         self, ContextDescription, ContextHandle, DeviceExternalMemoryProperties, DeviceHandle,
         DeviceMemoryProperties, DeviceProperties, DriverHandle, Functions, PciProperties,
@@ -66,7 +67,7 @@ impl Driver {
         // times.
         let code = unsafe { (functions.init)(sys::ZE_INIT_FLAG_GPU_ONLY) };
         if code != ZeResult::ZE_RESULT_SUCCESS {
-            return Err(coded(unavailable("zeInit", functions.library()), code).remedy(
+            return Err(coded(ERRORS.unavailable("zeInit", functions.library()), code).remedy(
                 match code {
                     ZeResult::ZE_RESULT_ERROR_UNINITIALIZED => {
                         "no Level Zero driver starts: check that a GPU driver for Level Zero is \
@@ -82,7 +83,8 @@ impl Driver {
             driver.add(index as u32, handle)?;
         }
         if driver.devices.is_empty() {
-            return Err(unavailable("zeDeviceGet", driver.functions.library())
+            return Err(ERRORS
+                .unavailable("zeDeviceGet", driver.functions.library())
                 .context("devices", 0)
                 .remedy(
                     "no GPU is visible: see ZE_AFFINITY_MASK, and check that this user may open \
@@ -121,8 +123,8 @@ impl Driver {
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
         let entry = self.devices.iter().find(|entry| entry.description.id == device);
         entry.ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, operation)
-                .iface(IfaceKind::ZE)
+            ERRORS
+                .with_kind(ErrorKind::InvalidArgument, operation)
                 .device(device)
                 .context("devices", self.devices.len())
                 .remedy(
@@ -150,8 +152,8 @@ impl Driver {
     ) -> Result<T> {
         let contexts = self.contexts.read();
         let context = contexts.get(driver).copied().ok_or_else(|| {
-            Error::new(ErrorKind::BadState, "context")
-                .iface(IfaceKind::ZE)
+            ERRORS
+                .with_kind(ErrorKind::BadState, "context")
                 .remedy("the iface was closed: open it again")
         })?;
         call(context)
@@ -284,9 +286,7 @@ impl Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        if let Err(error) = self.release() {
-            tracing::warn!(error = %error.full(), "cannot destroy a Level Zero context");
-        }
+        log_failure!(warn, self.release(), "cannot destroy a Level Zero context");
     }
 }
 

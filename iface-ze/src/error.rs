@@ -1,18 +1,11 @@
 //! Conversion of driver codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use hmem_iface_kit::IfaceErrors;
 
 use crate::sys::ZeResult;
 
-/// Returns the error for a driver that does not start or has no device.
-pub(crate) fn unavailable(operation: &'static str, library: &str) -> Error {
-    Error::new(ErrorKind::Unavailable, operation).iface(IfaceKind::ZE).context("library", library)
-}
-
-/// Returns the error for an operation that the driver or this crate does not support.
-pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::ZE).context("why", reason)
-}
+pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::ZE);
 
 /// Converts a code of the driver to an error, or to Ok for success.
 pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
@@ -44,7 +37,7 @@ pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
         | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ENUMERATION => ErrorKind::Unsupported,
         _ => ErrorKind::Driver,
     };
-    let error = coded(Error::new(kind, operation).iface(IfaceKind::ZE), code);
+    let error = coded(ERRORS.with_kind(kind, operation), code);
     Err(match remedy(code) {
         Some(remedy) => error.remedy(remedy),
         None => error,

@@ -20,12 +20,13 @@ use hmem_core::{
     iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, Facet},
     provider::Nic,
 };
+use hmem_iface_kit::log_failure;
 use parking_lot::Mutex;
 use rustix::fs::{FileType, SeekFrom};
 
 use crate::{
     driver::Driver,
-    error::{check, lacks},
+    error::{ERRORS, check},
     lookup::{FoundAllocation, Lookup, pointer},
     sys::{
         self, ContextHandle, DeviceHandle, ExportFd, IpcMemoryHandle, MemoryAllocationProperties,
@@ -60,7 +61,9 @@ impl DmaBufExporter for Exporter {
     ) -> Result<DmaBufExport> {
         let described = |error: Error| error.context("range", range).context("nic", nic);
         if mapping != DmaBufMapping::Default {
-            return Err(described(lacks(OPERATION, "Level Zero has no mapping but the default")));
+            return Err(described(
+                ERRORS.lacks(OPERATION, "Level Zero has no mapping but the default"),
+            ));
         }
         let found = self.exportable(range, of).map_err(described)?;
         let fd = self.export_whole(&found).map_err(described)?;
@@ -78,25 +81,19 @@ impl Exporter {
     /// - Unsupported for shared and host memory, which cannot be exported as device memory.
     /// - Otherwise the error of the lookup.
     fn exportable(&self, range: AddressRange, of: &Allocation) -> Result<FoundAllocation<'_>> {
-        let outside = || {
-            Error::new(ErrorKind::OutOfBounds, OPERATION)
-                .iface(IfaceKind::ZE)
-                .remedy("the range must lie in one live allocation")
-        };
+        let outside = || ERRORS.outside(OPERATION);
         let found = self.lookup.find(range.start())?;
         let found = found.filter(|now| now.allocation.id == of.id).ok_or_else(outside)?;
         if !found.allocation.range.contains_range(range) {
             return Err(outside().context("allocation", found.allocation.range));
         }
         match found.allocation.kind {
-            AllocationKind::Managed => {
-                Err(lacks(OPERATION, "shared memory migrates between host and device")
-                    .remedy("register its host pages, stage it, or use zeMemAllocDevice"))
-            }
-            AllocationKind::Host => {
-                Err(lacks(OPERATION, "memory of zeMemAllocHost is not device memory")
-                    .remedy("register its host pages"))
-            }
+            AllocationKind::Managed => Err(ERRORS
+                .lacks(OPERATION, "shared memory migrates between host and device")
+                .remedy("register its host pages, stage it, or use zeMemAllocDevice")),
+            AllocationKind::Host => Err(ERRORS
+                .lacks(OPERATION, "memory of zeMemAllocHost is not device memory")
+                .remedy("register its host pages")),
             _ => Ok(found),
         }
     }
@@ -105,13 +102,14 @@ impl Exporter {
     pub(crate) fn export_whole(&self, found: &FoundAllocation<'_>) -> Result<OwnedFd> {
         let driver = &self.lookup.driver;
         let entry = found.device.ok_or_else(|| {
-            lacks(OPERATION, "the memory belongs to a device that the driver does not list")
+            ERRORS.lacks(OPERATION, "the memory belongs to a device that the driver does not list")
         })?;
         let id = entry.description.id;
         // For a device that exports no dma-bufs, Intel's driver would report success and return fd
         // 0.
         if !entry.exports_dma_bufs() {
-            return Err(lacks(OPERATION, "the device exports no dma-bufs")
+            return Err(ERRORS
+                .lacks(OPERATION, "the device exports no dma-bufs")
                 .device(id)
                 .context("memoryAllocationExportTypes", entry.exports)
                 .remedy(
@@ -120,7 +118,8 @@ impl Exporter {
                 ));
         }
         if found.pooled {
-            return Err(lacks(OPERATION, "the driver took the memory from a pool")
+            return Err(ERRORS
+                .lacks(OPERATION, "the driver took the memory from a pool")
                 .device(id)
                 .context("allocation", found.allocation.range)
                 .remedy(
@@ -139,22 +138,20 @@ impl Exporter {
         // If the memory was freed meanwhile, another file may have the number of the fd.
         let still = self.lookup.find(base)?.map(|now| now.allocation);
         if still != Some(found.allocation) {
-            return Err(Error::new(ErrorKind::OutOfBounds, OPERATION)
-                .iface(IfaceKind::ZE)
+            return Err(ERRORS
+                .with_kind(ErrorKind::OutOfBounds, OPERATION)
                 .remedy("the memory was freed while it was exported"));
         }
         // The buffer of the application's memory may begin before the memory. The buffer is then
         // larger than the memory.
         let size = size_of_file(fd.as_fd()).unwrap_or(u64::MAX);
         if !found.owned && size - len >= found.page_size.max(1) {
-            return Err(lacks(
-                OPERATION,
-                "no call returns the offset of the memory in its dma-buf",
-            )
-            .device(id)
-            .context("dma-buf", size)
-            .context("allocation", found.allocation.range)
-            .remedy("allocate it with zeMemAllocDevice"));
+            return Err(ERRORS
+                .lacks(OPERATION, "no call returns the offset of the memory in its dma-buf")
+                .device(id)
+                .context("dma-buf", size)
+                .context("allocation", found.allocation.range)
+                .remedy("allocate it with zeMemAllocDevice"));
         }
         Ok(fd)
     }
@@ -213,7 +210,8 @@ impl Exported {
         let file = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) });
         match file.and_then(size_of_file) {
             Some(size) => Ok(Self { fd, allocation, size }),
-            None => Err(lacks(OPERATION, "the driver reported success, but its fd is no dma-buf")
+            None => Err(ERRORS
+                .lacks(OPERATION, "the driver reported success, but its fd is no dma-buf")
                 .context("fd", fd)),
         }
     }
@@ -224,7 +222,8 @@ impl Exported {
     /// Unsupported if the dma-buf is smaller than `len` bytes. Otherwise the error of `fcntl`.
     fn duplicate(&self, len: u64) -> Result<OwnedFd> {
         if self.size < len {
-            return Err(lacks(OPERATION, "the dma-buf is smaller than the memory")
+            return Err(ERRORS
+                .lacks(OPERATION, "the dma-buf is smaller than the memory")
                 .context("dma-buf", self.size)
                 .context("length", len)
                 .remedy(
@@ -258,9 +257,10 @@ impl Exported {
         });
         // A new loader has the calls that return an fd to the driver, but an old driver behind it
         // refuses them.
-        if !given && let Err(error) = self.close_if_own(driver, context, base) {
-            tracing::warn!(
-                error = %error.full(),
+        if !given {
+            log_failure!(
+                warn,
+                self.close_if_own(driver, context, base),
                 "cannot return the fd of an export; the driver keeps it until the memory is freed"
             );
         }

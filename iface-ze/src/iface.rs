@@ -16,7 +16,7 @@ use crate::{
     causes::CAUSES,
     copy::Copier,
     driver::Driver,
-    error::lacks,
+    error::ERRORS,
     export::Exporter,
     ipc::{IpcExchange, has_ipc},
     lookup::Lookup,
@@ -160,7 +160,7 @@ unsafe impl Iface for LevelZero {
     }
 
     fn unavailable(&self, facet: Facet) -> Error {
-        lacks(
+        ERRORS.lacks(
             facet.operation(),
             match facet {
                 Facet::PeerMemory => {

@@ -16,12 +16,13 @@ use hmem_core::{
     Address, Allocation, AllocationKind, Error, ErrorKind, IfaceKind, Result,
     iface::{Ipc, IpcHandle},
 };
+use hmem_iface_kit::log_failure;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use serde::{Deserialize, Serialize};
 
 use crate::{
     driver::{DeviceEntry, Driver},
-    error::{check, lacks},
+    error::{ERRORS, check},
     export::Exporter,
     lookup::Lookup,
     sys::{self, DeviceMemoryDescription, ImportFd},
@@ -53,8 +54,8 @@ impl Body {
     /// Duplicates the dma-buf's fd from the process that exported the memory.
     fn dma_buf(&self) -> Result<OwnedFd> {
         let gone = |why: &'static str| {
-            Error::new(ErrorKind::Unavailable, "ipc_open")
-                .iface(IfaceKind::ZE)
+            ERRORS
+                .with_kind(ErrorKind::Unavailable, "ipc_open")
                 .context("why", why)
                 .context("pid", self.pid)
                 .remedy("keep the allocation in its process until it is open everywhere")
@@ -92,8 +93,8 @@ impl Ipc for IpcExchange {
         let live = found.filter(|found| found.allocation.id == allocation.id);
         let live = live.ok_or_else(|| {
             described(
-                Error::new(ErrorKind::InvalidArgument, OPERATION)
-                    .iface(IfaceKind::ZE)
+                ERRORS
+                    .with_kind(ErrorKind::InvalidArgument, OPERATION)
                     .remedy("the allocation is not live: export it before it is freed"),
             )
         })?;
@@ -101,7 +102,7 @@ impl Ipc for IpcExchange {
             Some(device) if live.owned && live.allocation.kind == AllocationKind::Device => device,
             _ => {
                 let reason = "only device memory that this iface allocated is shared";
-                return Err(described(lacks(OPERATION, reason))
+                return Err(described(ERRORS.lacks(OPERATION, reason))
                     .context("kind", live.allocation.kind.name()));
             }
         };
@@ -124,21 +125,17 @@ impl Ipc for IpcExchange {
         let body: Body = handle.decode(IfaceKind::ZE)?;
         let mut devices = self.lookup.driver.devices.iter();
         let entry = devices.find(|entry| entry.uuid == body.uuid).ok_or_else(|| {
-            Error::new(ErrorKind::Unavailable, OPERATION)
-                .iface(IfaceKind::ZE)
+            ERRORS
+                .with_kind(ErrorKind::Unavailable, OPERATION)
                 .remedy("the device of the memory is not visible here: see ZE_AFFINITY_MASK")
         })?;
         let fd = body.dma_buf()?;
         let described = |error: Error| error.device(entry.description.id);
         let base = self.import(entry, fd.as_fd(), body.len).map_err(described)?;
         let entered = self.lookup.enter(entry.driver, base, true);
-        if entered.is_err()
-            && let Err(error) = self.lookup.free(entry.driver, Address::of_ptr(base))
-        {
-            tracing::error!(
-                error = %error.full(),
-                "cannot close an allocation after a failed ipc_open"
-            );
+        if entered.is_err() {
+            let closed = self.lookup.free(entry.driver, Address::of_ptr(base));
+            log_failure!(error, closed, "cannot close an allocation after a failed ipc_open");
         }
         entered.map_err(described)
     }
@@ -146,7 +143,7 @@ impl Ipc for IpcExchange {
     unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
         let owned = self.lookup.owned.take("ipc_close", allocation, true)?;
         self.lookup.free(owned.driver, allocation.base()).map_err(|error| {
-            self.lookup.owned.insert(allocation, owned);
+            self.lookup.owned.insert(allocation, true, owned);
             error.context("allocation", allocation.range)
         })
     }

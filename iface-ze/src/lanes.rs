@@ -8,6 +8,7 @@
 use std::{ffi::c_void, ptr, sync::Arc};
 
 use hmem_core::{Address, Error, ErrorKind, Result, iface::CopyRange};
+use hmem_iface_kit::log_failure;
 use parking_lot::Mutex;
 
 use crate::{
@@ -66,10 +67,12 @@ impl Lanes {
             busy: false,
         };
         let made = self.make(&mut lane, entry.copy_group);
-        if made.is_err()
-            && let Err(error) = self.destroy(&mut lane)
-        {
-            tracing::error!(error = %error.full(), "cannot destroy the parts of a failed lane");
+        if made.is_err() {
+            log_failure!(
+                error,
+                self.destroy(&mut lane),
+                "cannot destroy the parts of a failed lane"
+            );
         }
         made.map(|()| lane)
     }
@@ -198,9 +201,8 @@ impl Lanes {
             _ if lane.busy => self.finish(&mut lane),
             _ => Ok(()),
         };
-        if let Err(error) = ended.and_then(|()| self.destroy(&mut lane)) {
-            tracing::error!(error = %error.full(), "cannot destroy the lane of a failed copy");
-        }
+        let destroyed = ended.and_then(|()| self.destroy(&mut lane));
+        log_failure!(error, destroyed, "cannot destroy the lane of a failed copy");
     }
 
     /// Copies on a [`Lane`], and waits for the end of the copy.
@@ -267,8 +269,6 @@ impl Lanes {
 
 impl Drop for Lanes {
     fn drop(&mut self) {
-        if let Err(error) = self.release() {
-            tracing::warn!(error = %error.full(), "cannot destroy a Level Zero command list");
-        }
+        log_failure!(warn, self.release(), "cannot destroy a Level Zero command list");
     }
 }

@@ -16,11 +16,11 @@ use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
     Result,
 };
-use hmem_iface_kit::table::{Origin, Owned};
+use hmem_iface_kit::table::Owned;
 
 use crate::{
     driver::{DeviceEntry, Driver},
-    error::check,
+    error::{ERRORS, check},
     sys::{self, ContextHandle, DeviceHandle, MemoryAllocationProperties, ZeResult},
 };
 
@@ -41,8 +41,6 @@ pub(crate) struct DriverMemory {
     pooled: bool,
     /// Index of the memory's driver in [`Driver::contexts`].
     pub(crate) driver: usize,
-    /// True if this iface imported the memory from another process.
-    pub(crate) imported: bool,
     /// The dma-buf to which IPC handles refer. It exists from the first export of a handle until
     /// the memory is freed.
     pub(crate) shared: Option<Arc<OwnedFd>>,
@@ -73,12 +71,6 @@ struct LookupAnswer {
     id: u64,
     page_size: u64,
     device: DeviceHandle,
-}
-
-impl Origin for DriverMemory {
-    fn is_imported(&self) -> bool {
-        self.imported
-    }
 }
 
 impl Lookup {
@@ -137,8 +129,8 @@ impl Lookup {
         let entry = {
             let owned = self.owned.entries();
             let entry = owned.get(&range.start().0);
-            let entry = entry.filter(|entry| entry.origin.driver_id == answer.id);
-            entry.map(|entry| (entry.id, entry.origin.pooled, entry.origin.imported))
+            let entry = entry.filter(|entry| entry.memory.driver_id == answer.id);
+            entry.map(|entry| (entry.id, entry.memory.pooled, entry.imported))
         };
         let pooled = match entry {
             Some((_, pooled, _)) => pooled,
@@ -212,8 +204,8 @@ impl Lookup {
         let base = Address::of_ptr(base);
         let found = self.driver.with_context(driver, |context| self.find_in(driver, context, base));
         let found = found?.ok_or_else(|| {
-            Error::new(ErrorKind::Driver, "allocate")
-                .iface(IfaceKind::ZE)
+            ERRORS
+                .with_kind(ErrorKind::Driver, "allocate")
                 .context("address", base)
                 .context("why", "the driver does not recognise memory that it has allocated")
         })?;
@@ -227,8 +219,8 @@ impl Lookup {
             static NEXT: AtomicU64 = AtomicU64::new(1 << 63);
             allocation.id = AllocationId(NEXT.fetch_add(1, Ordering::Relaxed));
         }
-        let origin = DriverMemory { driver_id, pooled, driver, imported, shared: None };
-        self.owned.insert(&allocation, origin);
+        let memory = DriverMemory { driver_id, pooled, driver, shared: None };
+        self.owned.insert(&allocation, imported, memory);
         Ok(allocation)
     }
 
@@ -277,7 +269,7 @@ pub(crate) fn pointer(address: Address) -> *const c_void {
 }
 
 fn inconsistent() -> Error {
-    Error::new(ErrorKind::Driver, "query").iface(IfaceKind::ZE).context(
+    ERRORS.with_kind(ErrorKind::Driver, "query").context(
         "why",
         "the driver's answer does not describe an allocation that holds the address",
     )

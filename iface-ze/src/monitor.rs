@@ -8,12 +8,12 @@
 use std::sync::{Arc, Weak};
 
 use hmem_core::{
-    AddressRange, Allocation, Error, ErrorKind, IfaceKind, Result,
+    AddressRange, Allocation, ErrorKind, Result,
     iface::MonitorSource,
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
-use crate::lookup::Lookup;
+use crate::{error::ERRORS, lookup::Lookup};
 
 /// Creates monitors of Level Zero memory.
 #[derive(Debug)]
@@ -39,11 +39,7 @@ struct IdentityMonitor {
 
 impl IdentityMonitor {
     fn lookup(&self) -> Result<Arc<Lookup>> {
-        self.lookup.upgrade().ok_or_else(|| {
-            Error::new(ErrorKind::Unavailable, "monitor")
-                .iface(IfaceKind::ZE)
-                .remedy("the iface was closed: its memory is no longer watched")
-        })
+        self.lookup.upgrade().ok_or_else(|| ERRORS.not_watched())
     }
 }
 
@@ -67,8 +63,8 @@ impl Monitor for IdentityMonitor {
     fn subscribe(&self, range: AddressRange, _: Arc<dyn Invalidator>) -> Result<Subscription> {
         let lookup = self.lookup()?;
         let refuse = |remedy| {
-            Err(Error::new(ErrorKind::Unsupported, "subscribe")
-                .iface(IfaceKind::ZE)
+            Err(ERRORS
+                .with_kind(ErrorKind::Unsupported, "subscribe")
                 .context("range", range)
                 .remedy(remedy))
         };

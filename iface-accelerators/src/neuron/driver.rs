@@ -4,7 +4,6 @@
 
 use std::{
     ffi::{c_int, c_void},
-    os::fd::{FromRawFd, OwnedFd},
     ptr,
 };
 
@@ -13,12 +12,12 @@ use hmem_core::{
     cause::RefusalCause,
     iface::{Device, Facet},
 };
-use hmem_iface_kit::announced::{Block, DmaBuf, Driver, Part};
+use hmem_iface_kit::announced::{Block, BlockRange, DmaBuf, Driver};
 use parking_lot::Mutex;
 
 use super::{
     causes::CAUSES,
-    error::{check, coded, lacks, refusal},
+    error::{ERRORS, check, coded, refusal},
     sys::{self, Functions, NrtStatus},
 };
 
@@ -31,7 +30,6 @@ const PAGE: u64 = 4096;
 pub struct Tensor(usize);
 
 impl Tensor {
-    /// Wraps a pointer to a tensor (`nrt_tensor_t *`).
     fn new(tensor: *mut c_void) -> Self {
         Self(tensor.expose_provenance())
     }
@@ -95,7 +93,9 @@ impl Runtime {
             ((self.functions.tensor_get_va)(tensor), (self.functions.tensor_get_size)(tensor))
         };
         if va.is_null() {
-            return Err(lacks("nrt_tensor_get_va", "the runtime maps no address for the tensor"));
+            return Err(
+                ERRORS.lacks("nrt_tensor_get_va", "the runtime maps no address for the tensor")
+            );
         }
         AddressRange::new(Address::of_ptr(va), size as u64)
     }
@@ -166,13 +166,6 @@ impl Runtime {
     }
 }
 
-/// Returns the error for an export that reported success without a descriptor.
-fn no_fd(call: &'static str) -> Error {
-    Error::new(ErrorKind::Driver, call)
-        .iface(IfaceKind::NEURON)
-        .context("why", "the call succeeded and returned no fd")
-}
-
 // SAFETY: the runtime uses the memory of a tensor for nothing else until `nrt_tensor_free`. Reads
 // and writes get the tensor and a range of bytes in it, and block until the copy has ended. An
 // export gets whole pages of a tensor's mapping. The dma-buf has them at the offset that
@@ -213,9 +206,9 @@ unsafe impl Driver for Runtime {
     }
 
     fn allocate(&self, device: DeviceId, len: u64) -> Result<(Address, Tensor)> {
-        let whole = len.checked_next_multiple_of(PAGE).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfResources, "allocate").iface(IfaceKind::NEURON)
-        })?;
+        let whole = len
+            .checked_next_multiple_of(PAGE)
+            .ok_or_else(|| ERRORS.with_kind(ErrorKind::OutOfResources, "allocate"))?;
         let tensor = self.allocate_tensor(device, whole)?;
         // SAFETY: the call above returned the tensor.
         match unsafe { self.range_of(tensor) } {
@@ -232,20 +225,20 @@ unsafe impl Driver for Runtime {
         Ok(())
     }
 
-    unsafe fn write(&self, to: &Part<Tensor>, from: Address) -> Result<()> {
+    unsafe fn write(&self, to: &BlockRange<Tensor>, from: Address) -> Result<()> {
         let (tensor, from) =
             (to.block.handle.pointer(), ptr::with_exposed_provenance(from.0 as usize));
-        // SAFETY: the part lies in a live tensor, and the caller's memory is readable.
+        // SAFETY: the range lies in a live tensor, and the caller's memory is readable.
         let code = unsafe {
             (self.functions.tensor_write)(tensor, from, to.offset as usize, to.len as usize)
         };
         check(code, "nrt_tensor_write")
     }
 
-    unsafe fn read(&self, from: &Part<Tensor>, to: Address) -> Result<()> {
+    unsafe fn read(&self, from: &BlockRange<Tensor>, to: Address) -> Result<()> {
         let (tensor, to) =
             (from.block.handle.pointer(), ptr::with_exposed_provenance_mut(to.0 as usize));
-        // SAFETY: the part lies in a live tensor, and the caller's memory is writable.
+        // SAFETY: the range lies in a live tensor, and the caller's memory is writable.
         let code = unsafe {
             (self.functions.tensor_read)(tensor, to, from.offset as usize, from.len as usize)
         };
@@ -266,15 +259,15 @@ unsafe impl Driver for Runtime {
             return Err(no_export_call());
         };
         match code {
-            NrtStatus::NRT_SUCCESS if fd < 0 => Err(no_fd(call)),
             NrtStatus::NRT_SUCCESS => {
                 // SAFETY: the runtime opened the fd for this call, and no longer uses it.
-                Ok(DmaBuf { fd: unsafe { OwnedFd::from_raw_fd(fd) }, offset })
+                let fd = unsafe { ERRORS.take_fd(fd, call) }?;
+                Ok(DmaBuf { fd, offset })
             }
             // The runtime hides the kernel driver's reason, such as an old kernel or missing
             // peer-to-peer support.
             NrtStatus::NRT_INVALID | NrtStatus::NRT_FAILURE => Err(coded(
-                lacks(call, "the runtime exports no dma-buf of the memory"),
+                ERRORS.lacks(call, "the runtime exports no dma-buf of the memory"),
                 code,
             )
             .remedy(concat!(
@@ -302,7 +295,7 @@ unsafe impl Driver for Runtime {
             Facet::Ipc => "libnrt does not hand memory to other processes",
             _ => "libnrt has no such call",
         };
-        lacks(facet.operation(), reason)
+        ERRORS.lacks(facet.operation(), reason)
     }
 
     fn causes(&self) -> &'static [RefusalCause] {
@@ -312,7 +305,8 @@ unsafe impl Driver for Runtime {
 
 /// Returns the error for a library without the functions that export dma-bufs.
 fn no_export_call() -> Error {
-    lacks(Facet::DmaBuf.operation(), "the library has no nrt_get_dmabuf_fd")
+    ERRORS
+        .lacks(Facet::DmaBuf.operation(), "the library has no nrt_get_dmabuf_fd")
         .context("symbol", "nrt_get_dmabuf_fd")
         .remedy("install a newer aws-neuronx-runtime-lib")
 }

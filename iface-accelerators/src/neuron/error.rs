@@ -1,13 +1,11 @@
 //! Conversion of the runtime's codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use hmem_iface_kit::IfaceErrors;
 
 use super::sys::NrtStatus;
 
-/// Returns the error for an operation that the iface does not support.
-pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::NEURON).context("why", reason)
-}
+pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::NEURON);
 
 /// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: NrtStatus, operation: &'static str) -> Result<()> {
@@ -26,7 +24,7 @@ pub(crate) fn refusal(code: NrtStatus, operation: &'static str) -> Error {
         NrtStatus::NRT_UNINITIALIZED | NrtStatus::NRT_CLOSED => ErrorKind::Unavailable,
         _ => ErrorKind::Driver,
     };
-    let error = coded(Error::new(kind, operation).iface(IfaceKind::NEURON), code);
+    let error = coded(ERRORS.with_kind(kind, operation), code);
     match code {
         NrtStatus::NRT_UNINITIALIZED => error.remedy(
             "set HMEM_NEURON_START_RUNTIME=1 to let hmem initialise the Neuron runtime (in Rust: \

@@ -1,11 +1,11 @@
 //! The iface type, and the builder that opens it.
 
-use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use hmem_core::Result;
 use hmem_iface_kit::announced::{Announced, Open};
 
 use super::{
     driver::{Runtime, visible_cores},
-    error::coded,
+    error::{ERRORS, coded},
     sys::Functions,
 };
 
@@ -71,9 +71,8 @@ impl Open for Runtime {
         };
         let functions = builder.load()?;
         let unavailable = || {
-            Error::new(ErrorKind::Unavailable, "nrt_get_visible_nc_count")
-                .iface(IfaceKind::NEURON)
-                .context("library", functions.library())
+            ERRORS
+                .unavailable("nrt_get_visible_nc_count", functions.library())
                 .remedy("no NeuronCore is visible: see `neuron-ls` and NEURON_RT_VISIBLE_CORES")
         };
         match visible_cores(&functions) {

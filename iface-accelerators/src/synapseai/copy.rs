@@ -7,11 +7,12 @@
 
 use std::{ffi::c_void, ptr, sync::Arc};
 
-use hmem_core::{Address, Error, ErrorKind, IfaceKind, Result, racing_copy};
+use hmem_core::{Address, ErrorKind, Result, racing_copy};
+use hmem_iface_kit::log_failure;
 use parking_lot::Mutex;
 
 use super::{
-    error::check,
+    error::{ERRORS, check},
     sys::{DRAM_TO_HOST, DeviceInfo, HOST_TO_DRAM, SynStatus, synapse::Functions},
 };
 
@@ -147,8 +148,8 @@ impl Staging {
         let code = unsafe { (self.functions.host_malloc)(0, BUFFER, 0, &mut buffer) };
         check(code, "synHostMalloc")?;
         if buffer.is_null() {
-            return Err(Error::new(ErrorKind::Driver, "synHostMalloc")
-                .iface(IfaceKind::SYNAPSEAI)
+            return Err(ERRORS
+                .with_kind(ErrorKind::Driver, "synHostMalloc")
                 .context("why", "the call succeeded and returned no buffer"));
         }
         Ok(buffer)
@@ -198,11 +199,6 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        if let Err(error) = self.release() {
-            tracing::warn!(
-                error = %error.full(),
-                "cannot release the stream and the buffer of copies"
-            );
-        }
+        log_failure!(warn, self.release(), "cannot release the stream and the buffer of copies");
     }
 }

@@ -14,13 +14,13 @@ use hmem_core::{
     cause::RefusalCause,
     iface::{Device, Facet},
 };
-use hmem_iface_kit::announced::{Block, DmaBuf, Driver, Part};
+use hmem_iface_kit::announced::{Block, BlockRange, DmaBuf, Driver};
 use parking_lot::Mutex;
 
 use super::{
     causes::CAUSES,
     copy::{Host, Staging},
-    error::{check, coded, lacks},
+    error::{ERRORS, check, coded},
     sys::{DeviceInfo, SYN_DEVICE_GAUDI2, SynStatus, hlthunk, synapse},
 };
 
@@ -56,9 +56,8 @@ impl Synapse {
         may_acquire: bool,
     ) -> Result<Self> {
         let unavailable = |operation| {
-            Error::new(ErrorKind::Unavailable, operation)
-                .iface(IfaceKind::SYNAPSEAI)
-                .context("library", functions.library())
+            ERRORS
+                .unavailable(operation, functions.library())
                 .remedy("no Gaudi device answers: see `hl-smi` and whether /dev/accel exists")
         };
         // SAFETY: the call has no precondition, and may follow a call of the application.
@@ -126,11 +125,12 @@ impl Synapse {
             None => return Err(not_acquired()),
         };
         if info.device_type < SYN_DEVICE_GAUDI2 {
-            return Err(lacks(
-                "synDeviceGetInfoV2",
-                "addresses of first-generation Gaudi devices can equal those of host memory",
-            )
-            .context("device type", info.device_type));
+            return Err(ERRORS
+                .lacks(
+                    "synDeviceGetInfoV2",
+                    "addresses of first-generation Gaudi devices can equal those of host memory",
+                )
+                .context("device type", info.device_type));
         }
         Ok(info)
     }
@@ -151,20 +151,18 @@ impl Synapse {
         let text = CStr::from_bytes_until_nul(&text).ok()?.to_str().ok()?.trim();
         (code == 0 && !text.is_empty()).then(|| text.to_ascii_lowercase())
     }
+}
 
-    /// Returns the error for exports without libhl-thunk, or `None` if the library is loaded.
-    fn no_hlthunk(&self) -> Option<Error> {
-        let error = self.hlthunk.as_ref().err()?;
-        Some(
-            lacks(Facet::DmaBuf.operation(), "libhl-thunk cannot be loaded")
-                .caused_by(Arc::clone(error))
-                .remedy(error.remedy_text().unwrap_or_default().to_owned()),
-        )
-    }
+/// Returns the error for exports without libhl-thunk. `error` is that of loading the library.
+fn no_hlthunk(error: &Arc<Error>) -> Error {
+    ERRORS
+        .lacks(Facet::DmaBuf.operation(), "libhl-thunk cannot be loaded")
+        .caused_by(Arc::clone(error))
+        .remedy(error.remedy_text().unwrap_or_default().to_owned())
 }
 
 fn not_acquired() -> Error {
-    Error::new(ErrorKind::Unavailable, "synDeviceGetInfoV2").iface(IfaceKind::SYNAPSEAI).remedy(
+    ERRORS.with_kind(ErrorKind::Unavailable, "synDeviceGetInfoV2").remedy(
         "set HMEM_SYNAPSEAI_START_RUNTIME=1 to let hmem acquire a Gaudi device (in Rust: \
          SynapseAi::builder().start_runtime(true)), or acquire one in the application",
     )
@@ -204,16 +202,16 @@ unsafe impl Driver for Synapse {
 
     fn allocate(&self, _: DeviceId, len: u64) -> Result<(Address, ())> {
         self.device()?;
-        let whole = len.checked_next_multiple_of(PAGE).ok_or_else(|| {
-            Error::new(ErrorKind::OutOfResources, "allocate").iface(IfaceKind::SYNAPSEAI)
-        })?;
+        let whole = len
+            .checked_next_multiple_of(PAGE)
+            .ok_or_else(|| ERRORS.with_kind(ErrorKind::OutOfResources, "allocate"))?;
         let mut address = 0;
         // SAFETY: `address` is writable; with address 0 the runtime chooses one.
         let code = unsafe { (self.functions.device_malloc)(DEVICE, whole, 0, 0, &mut address) };
         check(code, "synDeviceMalloc")?;
         if address == 0 {
-            return Err(Error::new(ErrorKind::OutOfResources, "synDeviceMalloc")
-                .iface(IfaceKind::SYNAPSEAI)
+            return Err(ERRORS
+                .with_kind(ErrorKind::OutOfResources, "synDeviceMalloc")
                 .context("why", "the call succeeded and returned address 0"));
         }
         Ok((Address(address), ()))
@@ -224,26 +222,24 @@ unsafe impl Driver for Synapse {
         check(unsafe { (self.functions.device_free)(DEVICE, address.0, 0) }, "synDeviceFree")
     }
 
-    unsafe fn write(&self, to: &Part<()>, from: Address) -> Result<()> {
+    unsafe fn write(&self, to: &BlockRange<()>, from: Address) -> Result<()> {
         // SAFETY: the caller promised that both sides are valid for the length of the copy.
         unsafe { self.staging.copy(to.address(), Host::Source(from), to.len) }
     }
 
-    unsafe fn read(&self, from: &Part<()>, to: Address) -> Result<()> {
+    unsafe fn read(&self, from: &BlockRange<()>, to: Address) -> Result<()> {
         // SAFETY: the caller promised that both sides are valid for the length of the copy.
         unsafe { self.staging.copy(from.address(), Host::Destination(to), from.len) }
     }
 
     fn export(&self, _: &Block<()>, pages: AddressRange) -> Result<DmaBuf> {
         const CALL: &str = "hlthunk_device_mapped_memory_export_dmabuf_fd";
-        let hlthunk = self
-            .hlthunk
-            .as_ref()
-            .map_err(|_| self.no_hlthunk().unwrap_or_else(|| lacks(CALL, "no libhl-thunk")))?;
+        let hlthunk = self.hlthunk.as_ref().map_err(no_hlthunk)?;
         let info = self.device()?;
         let base = info.global_hbm_base;
         let offset = pages.start().0.checked_sub(base).filter(|_| base != 0).ok_or_else(|| {
-            lacks(CALL, "the software does not report where all device memory is mapped")
+            ERRORS
+                .lacks(CALL, "the software does not report where all device memory is mapped")
                 .context("globalHbmBaseAddress", base)
                 .remedy("install SynapseAI software of the kernel driver's release")
         })?;
@@ -269,7 +265,7 @@ unsafe impl Driver for Synapse {
     }
 
     fn no_dma_buf(&self) -> Option<Error> {
-        self.no_hlthunk()
+        self.hlthunk.as_ref().err().map(no_hlthunk)
     }
 
     fn lacks(&self, facet: Facet) -> Error {
@@ -280,7 +276,7 @@ unsafe impl Driver for Synapse {
             Facet::Ipc => "SynapseAI does not hand memory to other processes",
             _ => "SynapseAI has no such call",
         };
-        lacks(facet.operation(), reason)
+        ERRORS.lacks(facet.operation(), reason)
     }
 
     fn causes(&self) -> &'static [RefusalCause] {

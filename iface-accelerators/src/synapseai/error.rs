@@ -1,13 +1,11 @@
 //! Conversion of the runtime's codes to errors with a kind and a remedy.
 
 use hmem_core::{Error, ErrorKind, IfaceKind, Result};
+use hmem_iface_kit::IfaceErrors;
 
 use super::sys::SynStatus;
 
-/// Returns the error for an operation that the iface does not support.
-pub(crate) fn lacks(operation: &'static str, reason: &'static str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation).iface(IfaceKind::SYNAPSEAI).context("why", reason)
-}
+pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::SYNAPSEAI);
 
 /// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: SynStatus, operation: &'static str) -> Result<()> {
@@ -27,7 +25,7 @@ pub(crate) fn check(code: SynStatus, operation: &'static str) -> Result<()> {
         SynStatus::BUSY | SynStatus::DEVICE_ALREADY_ACQUIRED => ErrorKind::Busy,
         _ => ErrorKind::Driver,
     };
-    let error = coded(Error::new(kind, operation).iface(IfaceKind::SYNAPSEAI), code);
+    let error = coded(ERRORS.with_kind(kind, operation), code);
     Err(match code {
         SynStatus::DEVICE_RESET => error.remedy("the device was reset: see `hl-smi` and `dmesg`"),
         _ => error,

@@ -29,7 +29,7 @@ pub struct Block<H> {
 
 /// A range of bytes within one allocation.
 #[derive(Clone, Copy, Debug)]
-pub struct Part<H> {
+pub struct BlockRange<H> {
     /// The allocation that contains the range.
     pub block: Block<H>,
     /// Distance in bytes from the start of the allocation to the range.
@@ -38,7 +38,7 @@ pub struct Part<H> {
     pub len: u64,
 }
 
-impl<H> Part<H> {
+impl<H> BlockRange<H> {
     /// Returns the first address of the range.
     #[must_use]
     pub fn address(&self) -> Address {
@@ -63,10 +63,11 @@ pub struct DmaBuf {
 ///
 /// - [`allocate`](Self::allocate) returns memory of at least the requested length, which nothing
 ///   else uses until [`free`](Self::free) succeeds.
-/// - [`write`](Self::write) and [`read`](Self::read) access only the bytes of the part and of the
-///   host side. They work on any number of threads at once, and the copy has ended when they
-///   return.
-/// - [`export`](Self::export) returns a dma-buf in which the bytes of `pages` begin at `offset`.
+/// - [`write`](Self::write) and [`read`](Self::read) access only the bytes of the [`BlockRange`] and
+///   as many bytes of host memory. Any number of threads may call them at once. The copy has ended
+///   when they return.
+/// - [`export`](Self::export) returns a dma-buf in which the bytes of `pages` begin at
+///   [`DmaBuf::offset`].
 pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Handle with which the driver identifies an allocation, in addition to the address.
     type Handle: Copy + fmt::Debug + Send + Sync + 'static;
@@ -77,7 +78,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The name of the iface.
     const NAME: &'static str;
 
-    /// Returns the number of devices. The number must not change.
+    /// Returns the number of devices, which must not change while the iface is open.
     fn device_count(&self) -> u32;
 
     /// Returns the devices, numbered from 0.
@@ -113,22 +114,22 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Copies from host memory at `from` to device memory.
     ///
     /// # Safety
-    /// `from` must be readable for the length of the part. The part's memory must not be freed
-    /// during the call.
+    /// `to.len` bytes at `from` must be readable. The device memory must not be freed during the
+    /// call.
     ///
     /// # Errors
     /// The error that the driver reported.
-    unsafe fn write(&self, to: &Part<Self::Handle>, from: Address) -> Result<()>;
+    unsafe fn write(&self, to: &BlockRange<Self::Handle>, from: Address) -> Result<()>;
 
     /// Copies from device memory to host memory at `to`.
     ///
     /// # Safety
-    /// `to` must be writable for the length of the part. The part's memory must not be freed during
-    /// the call.
+    /// `from.len` bytes at `to` must be writable. The device memory must not be freed during the
+    /// call.
     ///
     /// # Errors
     /// The error that the driver reported.
-    unsafe fn read(&self, from: &Part<Self::Handle>, to: Address) -> Result<()>;
+    unsafe fn read(&self, from: &BlockRange<Self::Handle>, to: Address) -> Result<()>;
 
     /// Exports `pages`, a range of whole pages that contains part of the allocation. The first and
     /// the last page may also contain bytes outside the allocation.
@@ -159,8 +160,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
         Ok(())
     }
 
-    /// Returns true if the dma-buf has, or may have, other users than the descriptor `dma_buf`,
-    /// such as a NIC with a registration. The default reads the number of users from procfs.
+    /// Returns true if the dma-buf has users besides the descriptor `dma_buf`, such as a NIC with a
+    /// registration, or if the number of users is unknown. The default reads the number of users
+    /// from procfs.
     fn others_use(&self, dma_buf: BorrowedFd<'_>) -> bool {
         exports::others_use(dma_buf)
     }

@@ -17,7 +17,8 @@ use std::{
 #[derive(Debug, Default)]
 pub(crate) struct Exports {
     kept: Vec<OwnedFd>,
-    /// Number of kept descriptors at which `keep` closes those of unused dma-bufs.
+    /// Number of kept descriptors at which `keep` first closes those of dma-bufs without other
+    /// users. Then twice the number of descriptors that are left.
     limit: usize,
 }
 
@@ -27,8 +28,7 @@ impl Exports {
         if !others_use(fd.as_fd()) {
             return;
         }
-        // Each check reads a file of procfs, so the check runs only when the number of descriptors
-        // has doubled.
+        // The check reads a file of procfs for each descriptor, so it does not run at each export.
         if self.kept.len() >= self.limit {
             self.close_unused(others_use);
             self.limit = (self.kept.len() * 2).max(1);
@@ -47,7 +47,7 @@ impl Exports {
     }
 }
 
-/// Returns true if the dma-buf has, or may have, users besides the descriptor `fd`.
+/// Returns true if the dma-buf has users besides the descriptor `fd`, or if procfs cannot be read.
 pub(crate) fn others_use(fd: BorrowedFd<'_>) -> bool {
     users(fd).is_none_or(|users| users > 1)
 }

@@ -18,10 +18,11 @@ use hmem_core::{
 use parking_lot::Mutex;
 
 use super::{
-    driver::{Block, Driver, Open, Part},
+    driver::{Block, BlockRange, Driver, Open},
     monitor::TableMonitor,
     table::{AnnouncedMemory, AnnouncedOrigin, Table},
 };
+use crate::{errors::IfaceErrors, log_failure};
 
 /// Length in bytes of the host buffer for copies between two allocations.
 const BOUNCE: u64 = 1 << 20;
@@ -35,8 +36,8 @@ pub struct Announced<D: Driver> {
     /// The driver. A forked child does not drop it, since the parent still uses its handles.
     driver: ManuallyDrop<D>,
     table: Arc<Table<D::Handle>>,
-    /// Memory that was freed while one of its dma-bufs was in use (see `exports`), and that the
-    /// driver has not freed yet.
+    /// Memory that the application freed while a NIC or a process still used one of its dma-bufs.
+    /// The iface frees the memory after the last use ([module `exports`](super::exports)).
     lingering: Mutex<Vec<AnnouncedMemory<D::Handle>>>,
 }
 
@@ -50,6 +51,8 @@ impl<D: Driver> fmt::Debug for Announced<D> {
 }
 
 impl<D: Driver> Announced<D> {
+    const ERRORS: IfaceErrors = IfaceErrors(D::KIND);
+
     /// Creates an iface over a driver.
     ///
     /// # Errors
@@ -87,8 +90,12 @@ impl<D: Driver> Announced<D> {
         handle: D::Handle,
     ) -> Result<Allocation> {
         const OPERATION: &str = "announce";
-        self.check_request(OPERATION, device, range.len())
-            .map_err(|error| error.context("range", range))?;
+        let described = |error: Error| error.context("range", range);
+        self.check_device(OPERATION, device).map_err(described)?;
+        if range.is_empty() {
+            let refused = Self::ERRORS.with_kind(ErrorKind::ZeroLength, OPERATION);
+            return Err(described(refused.device(device)));
+        }
         self.table.insert(OPERATION, Block { range, device, handle }, AnnouncedOrigin::Announced)
     }
 
@@ -122,10 +129,8 @@ impl<D: Driver> Announced<D> {
         }
         self.free_lingering();
         let busy = |what, count, remedy| {
-            Err(Error::new(ErrorKind::Busy, "close")
-                .iface(D::KIND)
-                .context(what, count)
-                .remedy(remedy))
+            let busy = Self::ERRORS.with_kind(ErrorKind::Busy, "close");
+            Err(busy.context(what, count).remedy(remedy))
         };
         let closed = match (self.table.len(), self.lingering.lock().len()) {
             (0, 0) => self.driver.close(),
@@ -143,20 +148,13 @@ impl<D: Driver> Announced<D> {
         self.table.process.check(operation).map_err(|error| error.iface(D::KIND))
     }
 
-    fn check_request(&self, operation: &'static str, device: DeviceId, len: u64) -> Result<()> {
+    fn check_device(&self, operation: &'static str, device: DeviceId) -> Result<()> {
         self.check_process(operation)?;
-        let refused = |kind| Error::new(kind, operation).iface(D::KIND).device(device);
-        let devices = self.driver.device_count();
-        if device.0 >= devices {
-            return Err(refused(ErrorKind::InvalidArgument)
-                .context("why", format_args!("device {} of {}", device.0, devices))
-                .context("devices", devices)
-                .remedy("devices count from 0"));
+        let count = self.driver.device_count();
+        if device.0 < count {
+            return Ok(());
         }
-        if len == 0 {
-            return Err(refused(ErrorKind::ZeroLength));
-        }
-        Ok(())
+        Err(Self::ERRORS.unknown_device(operation, device, count as usize))
     }
 
     /// Frees the memory of an entry that was removed from the table. While a dma-buf of the memory
@@ -189,12 +187,8 @@ impl<D: Driver> Announced<D> {
         for entry in kept {
             if let Err((entry, error)) = self.release(entry) {
                 let range = entry.block.range;
-                tracing::warn!(
-                    iface = D::NAME,
-                    %range,
-                    error = %error.full(),
-                    "cannot free memory"
-                );
+                let error = error.full();
+                tracing::warn!(iface = D::NAME, %range, %error, "cannot free memory");
                 self.lingering.lock().push(entry);
             }
         }
@@ -205,7 +199,11 @@ impl<D: Driver> Announced<D> {
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`Iface::copy`].
-    unsafe fn copy_between(&self, to: Part<D::Handle>, from: Part<D::Handle>) -> Result<()> {
+    unsafe fn copy_between(
+        &self,
+        to: BlockRange<D::Handle>,
+        from: BlockRange<D::Handle>,
+    ) -> Result<()> {
         let mut buffer = vec![0u8; to.len.min(BOUNCE) as usize];
         let host = Address::of_ptr(buffer.as_mut_ptr());
         // Copies the last bytes first if the destination may overlap later bytes of the source.
@@ -214,12 +212,13 @@ impl<D: Driver> Announced<D> {
         while done < to.len {
             let len = (to.len - done).min(BOUNCE);
             let at = if backwards { to.len - done - len } else { done };
-            let piece = |part: &Part<D::Handle>| Part { offset: part.offset + at, len, ..*part };
-            // SAFETY: the buffer has `len` writable bytes. The piece lies in a part that the caller
+            let piece = |of: BlockRange<_>| BlockRange { offset: of.offset + at, len, ..of };
+            // SAFETY: the buffer has `len` writable bytes. The piece lies in memory that the caller
             // keeps allocated.
-            unsafe { self.driver.read(&piece(&from), host) }?;
-            // SAFETY: the buffer has `len` initialised bytes. The caller keeps the part allocated.
-            unsafe { self.driver.write(&piece(&to), host) }?;
+            unsafe { self.driver.read(&piece(from), host) }?;
+            // SAFETY: the buffer has `len` initialised bytes. The piece lies in memory that the
+            // caller keeps allocated.
+            unsafe { self.driver.write(&piece(to), host) }?;
             done += len;
         }
         Ok(())
@@ -272,7 +271,7 @@ impl<D: Driver> Drop for Announced<D> {
 //   announced memory, which the caller of `announce` promised to keep allocated until it is
 //   withdrawn.
 // - `Table::insert` refuses overlaps and gives each allocation an identity of its own.
-// - `Table::part` bounds copies and exports.
+// - `Table::locate` checks the bounds of copies and exports.
 // - `release` frees no memory while one of its dma-bufs is in use. A caller of `announce` promised
 //   the same for announced memory.
 unsafe impl<D: Driver> Iface for Announced<D> {
@@ -297,17 +296,17 @@ unsafe impl<D: Driver> Iface for Announced<D> {
         if len == 0 {
             return Ok(());
         }
-        let side = |address| self.table.part(OPERATION, address, len);
-        let sides = (side(to)?.map(|found| found.part), side(from)?.map(|found| found.part));
+        let side = |address| self.table.locate(OPERATION, address, len);
+        let sides = (side(to)?.map(|found| found.within), side(from)?.map(|found| found.within));
         // SAFETY: the caller promises that host memory is valid and that all memory stays
-        // allocated. `Table::part` checked the bounds of the parts.
+        // allocated. `Table::locate` checked the bounds of device memory.
         let copied = unsafe {
             match sides {
                 (Some(to), None) => self.driver.write(&to, from),
                 (None, Some(from)) => self.driver.read(&from, to),
                 (Some(to), Some(from)) => self.copy_between(to, from),
-                (None, None) => Err(Error::new(ErrorKind::OutOfBounds, OPERATION)
-                    .iface(D::KIND)
+                (None, None) => Err(Self::ERRORS
+                    .with_kind(ErrorKind::OutOfBounds, OPERATION)
                     .remedy("one side must be allocated or announced memory of this iface")),
             }
         };
@@ -319,10 +318,7 @@ unsafe impl<D: Driver> Iface for Announced<D> {
     }
 
     fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
-        match self.driver.no_dma_buf() {
-            None => Some(self),
-            Some(_) => None,
-        }
+        self.driver.no_dma_buf().is_none().then_some(self)
     }
 
     /// Always returns the facet, because an absent facet would mean that no flush is needed. The
@@ -350,32 +346,22 @@ impl<D: Driver> Allocator for Announced<D> {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         const OPERATION: &str = "allocate";
         let &AllocRequest { len, device, kind } = request;
-        let described =
-            |error: Error| error.device(device).context("kind", kind.name()).context("length", len);
-        self.check_request(OPERATION, device, len).map_err(described)?;
-        if kind != AllocationKind::Device {
-            return Err(described(
-                Error::new(ErrorKind::Unsupported, OPERATION)
-                    .iface(D::KIND)
-                    .context("why", "the iface allocates device memory only"),
-            ));
-        }
-        self.free_lingering();
-        let (address, handle) = self.driver.allocate(device, len).map_err(described)?;
-        let entered = AddressRange::new(address, len).and_then(|range| {
-            let block = Block { range, device, handle };
-            self.table.insert(OPERATION, block, AnnouncedOrigin::Allocated)
-        });
-        entered.map_err(|error| {
-            // SAFETY: `allocate` returned the memory above, and no caller has seen it.
-            if let Err(error) = unsafe { self.driver.free(device, address, handle) } {
-                tracing::warn!(
-                    iface = D::NAME,
-                    error = %error.full(),
-                    "cannot free unlisted memory"
-                );
+        self.check_device(OPERATION, device)?;
+        let unsupported =
+            (kind != AllocationKind::Device).then_some("the iface allocates device memory only");
+        Self::ERRORS.allocate(request, unsupported, || {
+            self.free_lingering();
+            let (address, handle) = self.driver.allocate(device, len)?;
+            let entered = AddressRange::new(address, len).and_then(|range| {
+                let block = Block { range, device, handle };
+                self.table.insert(OPERATION, block, AnnouncedOrigin::Allocated)
+            });
+            if entered.is_err() {
+                // SAFETY: `Driver::allocate` returned the memory, and no caller has seen it.
+                let freed = unsafe { self.driver.free(device, address, handle) };
+                log_failure!(warn, freed, iface = D::NAME, "cannot free unlisted memory");
             }
-            described(error)
+            entered
         })
     }
 
@@ -392,7 +378,7 @@ impl<D: Driver> Allocator for Announced<D> {
     }
 
     fn is_device_active(&self, device: DeviceId) -> Result<bool> {
-        self.check_request("is_device_active", device, 1)?;
+        self.check_device("is_device_active", device)?;
         self.driver.is_active(device)
     }
 }
@@ -410,38 +396,36 @@ impl<D: Driver> DmaBufExporter for Announced<D> {
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
         const OPERATION: &str = Facet::DmaBuf.operation();
-        let refused = |kind| Error::new(kind, OPERATION).iface(D::KIND);
         let described = |error: Error| error.context("range", range).context("nic", nic);
+        let refused = |kind| described(Self::ERRORS.with_kind(kind, OPERATION));
         if range.is_empty() {
-            return Err(described(refused(ErrorKind::ZeroLength)));
+            return Err(refused(ErrorKind::ZeroLength));
         }
         if mapping != DmaBufMapping::Default {
-            return Err(described(
-                refused(ErrorKind::Unsupported)
-                    .context("why", "the driver has the default mapping only"),
-            ));
+            return Err(refused(ErrorKind::Unsupported)
+                .context("why", "the driver has the default mapping only"));
         }
         let outside = || {
             refused(ErrorKind::OutOfBounds)
                 .remedy("the range must lie in allocated or announced memory")
         };
-        let located = self.table.part(OPERATION, range.start(), range.len()).map_err(described)?;
-        let located = located.filter(|located| located.id == of.id);
-        let located = located.ok_or_else(outside).map_err(described)?;
-        let part = located.part;
-        let described = |error: Error| described(error.device(part.block.device));
+        let located =
+            self.table.locate(OPERATION, range.start(), range.len()).map_err(described)?;
+        let located = located.filter(|located| located.id == of.id).ok_or_else(outside)?;
+        let within = located.within;
+        let described = |error: Error| described(error.device(within.block.device));
         let pages = range.page_aligned(rustix::param::page_size() as u64);
-        let dma_buf = self.driver.export(&part.block, pages).map_err(described)?;
+        let dma_buf = self.driver.export(&within.block, pages).map_err(described)?;
         let kept = rustix::io::fcntl_dupfd_cloexec(&dma_buf.fd, 0)
             .map_err(|errno| Error::os(errno, "fcntl(F_DUPFD_CLOEXEC)").iface(D::KIND))
             .map_err(described)?;
         if !self.table.keep_export(&located, kept, |fd| self.driver.others_use(fd)) {
-            return Err(described(outside()));
+            return Err(outside().device(within.block.device));
         }
         Ok(DmaBufExport {
             fd: dma_buf.fd,
             offset: DmaBufOffset(dma_buf.offset + (range.start().0 - pages.start().0)),
-            alloc_offset: AllocOffset(part.offset),
+            alloc_offset: AllocOffset(within.offset),
             len: range.len(),
             mapping,
         })
@@ -450,7 +434,7 @@ impl<D: Driver> DmaBufExporter for Announced<D> {
 
 impl<D: Driver> InboundFlush for Announced<D> {
     fn flush(&self, device: DeviceId) -> Result<()> {
-        self.check_request("flush_inbound", device, 1)?;
+        self.check_device("flush_inbound", device)?;
         self.driver.flush(device)
     }
 }

@@ -14,7 +14,7 @@
 //! ```
 //! use hmem_core::{DeviceId, Error, ErrorKind, Iface, IfaceKind, Result, iface::Device};
 //! use hmem_core::{Address, AddressRange};
-//! use hmem_iface_kit::announced::{Announced, Block, DmaBuf, Driver, Part};
+//! use hmem_iface_kit::announced::{Announced, Block, BlockRange, DmaBuf, Driver};
 //!
 //! /// A driver without devices.
 //! #[derive(Debug)]
@@ -41,10 +41,10 @@
 //!     unsafe fn free(&self, _: DeviceId, _: Address, _: ()) -> Result<()> {
 //!         Ok(())
 //!     }
-//!     unsafe fn write(&self, _: &Part<()>, _: Address) -> Result<()> {
+//!     unsafe fn write(&self, _: &BlockRange<()>, _: Address) -> Result<()> {
 //!         Ok(())
 //!     }
-//!     unsafe fn read(&self, _: &Part<()>, _: Address) -> Result<()> {
+//!     unsafe fn read(&self, _: &BlockRange<()>, _: Address) -> Result<()> {
 //!         Ok(())
 //!     }
 //!     fn export(&self, _: &Block<()>, _: AddressRange) -> Result<DmaBuf> {
@@ -71,5 +71,5 @@ mod iface;
 mod monitor;
 mod table;
 
-pub use driver::{Block, DmaBuf, Driver, Open, Part};
+pub use driver::{Block, BlockRange, DmaBuf, Driver, Open};
 pub use iface::Announced;

@@ -57,18 +57,18 @@ impl<H: Copy + fmt::Debug + Send + Sync> Monitor for TableMonitor<H> {
         })?;
         table.process.check("subscribe").map_err(|error| error.iface(self.iface))?;
         let subscription = table.subscriptions.add(range, invalidator);
-        match table.query(range.start()) {
+        let unknown = || {
+            Error::new(ErrorKind::Unsupported, "subscribe")
+                .iface(self.iface)
+                .context("range", range)
+                .remedy("only allocated or announced memory can be watched")
+        };
+        let error = match table.query(range.start()) {
             Ok(Some(_)) => return Ok(subscription),
-            Ok(None) => table.subscriptions.remove(subscription),
-            Err(error) => {
-                table.subscriptions.remove(subscription);
-                return Err(error);
-            }
-        }
-        Err(Error::new(ErrorKind::Unsupported, "subscribe")
-            .iface(self.iface)
-            .context("range", range)
-            .remedy("only allocated or announced memory can be watched"))
+            found => found.err().unwrap_or_else(unknown),
+        };
+        table.subscriptions.remove(subscription);
+        Err(error)
     }
 
     fn unsubscribe(&self, subscription: Subscription) {

@@ -13,7 +13,7 @@ use hmem_core::{
 use parking_lot::RwLock;
 
 use super::{
-    driver::{Block, Part},
+    driver::{Block, BlockRange},
     exports::Exports,
 };
 
@@ -35,19 +35,19 @@ pub(crate) struct AnnouncedMemory<H> {
     origin: AnnouncedOrigin,
 }
 
-/// A part of a live allocation, with the identity of the allocation.
+/// A range of bytes in a live allocation, with the identity of the allocation.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Located<H> {
+pub(crate) struct LocatedRange<H> {
     pub(crate) id: AllocationId,
-    pub(crate) part: Part<H>,
+    pub(crate) within: BlockRange<H>,
 }
 
 /// The allocations of one iface, and the subscriptions to their frees.
 #[derive(Debug)]
 pub(crate) struct Table<H> {
     iface: IfaceKind,
-    /// The process that opened the iface. In a forked child the allocations are the parent's, and
-    /// a lock of the table may be held forever. So the child takes no lock.
+    /// The process that opened the iface. A forked child takes no lock of the table: a thread of
+    /// the parent may have held the lock during the fork, and no thread of the child releases it.
     pub(crate) process: ProcessMark,
     entries: RwLock<BTreeMap<u64, AnnouncedMemory<H>>>,
     /// Lowest address that was ever in the table. A lookup of an address below it, or above
@@ -84,19 +84,19 @@ impl<H: Copy> Table<H> {
         self.with("query", address, |entry| self.describe(entry))
     }
 
-    /// Returns the `len` bytes from `address` on as a part of the allocation that contains them.
-    /// Returns `None` if no allocation contains `address`.
+    /// Finds the allocation that contains `len` bytes from `address` on. Returns `None` if no
+    /// allocation contains `address`.
     ///
     /// # Errors
-    /// - OutOfBounds if the part exceeds the allocation.
-    /// - AddressWraps if it passes the end of the address space.
+    /// - OutOfBounds if the last of these bytes lies after the end of the allocation.
+    /// - AddressWraps if `address + len` exceeds the largest address.
     /// - BadState in a forked child, for an address that may be in the table.
-    pub(crate) fn part(
+    pub(crate) fn locate(
         &self,
         operation: &'static str,
         address: Address,
         len: u64,
-    ) -> Result<Option<Located<H>>> {
+    ) -> Result<Option<LocatedRange<H>>> {
         let found = self.with(operation, address, |entry| (entry.id, entry.block))?;
         let Some((id, block)) = found else {
             return Ok(None);
@@ -109,8 +109,8 @@ impl<H: Copy> Table<H> {
                 .context("allocation", block.range)
                 .remedy("the range must lie in one allocation"));
         }
-        let part = Part { block, offset: address.0 - block.range.start().0, len };
-        Ok(Some(Located { id, part }))
+        let within = BlockRange { block, offset: address.0 - block.range.start().0, len };
+        Ok(Some(LocatedRange { id, within }))
     }
 
     /// Adds an allocation with a new identity. The range of `block` must not be empty.
@@ -194,12 +194,12 @@ impl<H: Copy> Table<H> {
     #[must_use]
     pub(crate) fn keep_export(
         &self,
-        of: &Located<H>,
+        of: &LocatedRange<H>,
         fd: OwnedFd,
         others_use: impl Fn(BorrowedFd<'_>) -> bool,
     ) -> bool {
         let mut entries = self.entries.write();
-        let base = of.part.block.range.start().0;
+        let base = of.within.block.range.start().0;
         match entries.get_mut(&base).filter(|entry| entry.id == of.id) {
             Some(entry) => {
                 if entry.origin == AnnouncedOrigin::Allocated {

@@ -13,7 +13,7 @@ use hmem_core::{
     iface::{Device, DmaBufMapping},
 };
 use hmem_fake_accelerators::{Fake, Profile};
-use hmem_iface_kit::announced::{Announced, Block, DmaBuf, Driver, Part};
+use hmem_iface_kit::announced::{Announced, Block, BlockRange, DmaBuf, Driver};
 
 use crate::world::{
     Over, PAGE, World, allocate, free, gaudi, neuron, nic, over_both, pattern, range,
@@ -130,11 +130,11 @@ unsafe impl Driver for Flagged {
         Ok(())
     }
 
-    unsafe fn write(&self, _: &Part<()>, _: Address) -> Result<()> {
+    unsafe fn write(&self, _: &BlockRange<()>, _: Address) -> Result<()> {
         Ok(())
     }
 
-    unsafe fn read(&self, _: &Part<()>, _: Address) -> Result<()> {
+    unsafe fn read(&self, _: &BlockRange<()>, _: Address) -> Result<()> {
         Ok(())
     }
 
