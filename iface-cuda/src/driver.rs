@@ -5,9 +5,10 @@
 
 #![allow(unsafe_code, reason = "calls the driver on devices")]
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{c_char, c_int};
 
 use hmem_core::{DeviceId, Error, Result, iface};
+use hmem_iface_kit::text;
 
 use crate::{
     error::{ERRORS, check},
@@ -73,34 +74,32 @@ fn describe(functions: &Functions, ordinal: u32) -> Result<DeviceEntry> {
     let mut handle: CuDevice = 0;
     // SAFETY: `handle` is writable.
     check(unsafe { (functions.device_get)(&mut handle, ordinal.cast_signed()) }, "cuDeviceGet")?;
-    let name = text(|buffer, len| {
-        // SAFETY: the buffer has `len` writable bytes.
-        check(unsafe { (functions.device_get_name)(buffer, len, handle) }, "cuDeviceGetName")
-    })?;
+    // SAFETY: the buffer has `len` writable bytes.
+    let name = |buffer, len| unsafe { (functions.device_get_name)(buffer, len, handle) };
+    let name = text_of(name, "cuDeviceGetName")?;
     let mut memory = 0usize;
     // SAFETY: `memory` is writable.
     check(unsafe { (functions.device_total_mem)(&mut memory, handle) }, "cuDeviceTotalMem_v2")?;
-    let pci_bus_id = text(|buffer, len| {
-        // SAFETY: the buffer has `len` writable bytes.
-        check(
-            unsafe { (functions.device_get_pci_bus_id)(buffer, len, handle) },
-            "cuDeviceGetPCIBusId",
-        )
-    })?;
+    // SAFETY: the buffer has `len` writable bytes.
+    let bus_id = |buffer, len| unsafe { (functions.device_get_pci_bus_id)(buffer, len, handle) };
+    let bus_id = text_of(bus_id, "cuDeviceGetPCIBusId")?;
     let description = iface::Device {
         id: DeviceId(ordinal),
         name,
-        pci_bus_id: Some(pci_bus_id.to_ascii_lowercase()),
+        pci_bus_id: Some(bus_id.to_ascii_lowercase()),
         memory: memory as u64,
     };
     Ok(DeviceEntry { handle, description, abilities: abilities(functions, handle)? })
 }
 
-/// Calls `write`, a driver call that writes a C string, and returns that string.
-fn text(write: impl FnOnce(*mut c_char, c_int) -> Result<()>) -> Result<String> {
+/// Returns the C string that `write`, a driver call, writes to a buffer of a given length.
+fn text_of(
+    write: impl FnOnce(*mut c_char, c_int) -> CuResult,
+    call: &'static str,
+) -> Result<String> {
     let mut buffer = [0u8; 256];
-    write(buffer.as_mut_ptr().cast(), 255)?;
-    Ok(CStr::from_bytes_until_nul(&buffer).unwrap_or_default().to_string_lossy().into_owned())
+    check(write(buffer.as_mut_ptr().cast(), 255), call)?;
+    Ok(text(&buffer))
 }
 
 fn abilities(functions: &Functions, device: CuDevice) -> Result<Abilities> {

@@ -5,7 +5,9 @@
 //!
 //! - [`builder!`] and [`open!`] declare the builder of an iface and the functions that open it;
 //!   [`check_idle`] refuses to close an iface that is in use.
-//! - [`IfaceErrors`] makes the errors that are the same for all vendors.
+//! - [`IfaceErrors`] makes the errors that are the same for all vendors. [`log_failure!`] logs an
+//!   error that the caller cannot return.
+//! - [`handles!`] and [`text`] are for handles and C strings of the library.
 //! - [`Owned`](table::Owned) is the table of memory that the iface must release.
 //! - [`InFlight`] is the event of an asynchronous copy, made from a [`DeviceCopy`].
 //! - `announced` (cargo feature of that name) is a whole iface, for drivers that cannot tell which
@@ -42,7 +44,8 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `errors`, `in_flight`, `open`, `table`: errors, copies, opening and closing, memory to release
+//! - `errors`, `in_flight`, `library`, `open`, `table`: errors, copies, values of a library, opening
+//!   and closing, memory to release
 //! - `announced/exports`: dma-bufs in use
 //! - `announced/driver`: the driver calls that an announced iface needs
 //! - `announced/table`: allocations by address
@@ -61,6 +64,7 @@
 pub mod announced;
 mod errors;
 mod in_flight;
+mod library;
 mod open;
 pub mod table;
 
@@ -68,4 +72,5 @@ pub use errors::IfaceErrors;
 #[doc(hidden)]
 pub use hmem_core::Result;
 pub use in_flight::{DeviceCopy, InFlight};
+pub use library::text;
 pub use open::check_idle;

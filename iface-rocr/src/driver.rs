@@ -2,14 +2,10 @@
 
 #![allow(unsafe_code, reason = "calls the runtime on agents and pools")]
 
-use std::{
-    ffi::{CStr, c_void},
-    fs::File,
-    io, ptr,
-};
+use std::{ffi::c_void, fs::File, io, ptr};
 
 use hmem_core::{DeviceId, Error, ErrorKind, Result, iface};
-use hmem_iface_kit::log_failure;
+use hmem_iface_kit::{log_failure, text};
 use parking_lot::Mutex;
 
 use crate::{
@@ -221,12 +217,10 @@ fn no_driver(opened: Option<io::ErrorKind>) -> &'static str {
 }
 
 fn describe(functions: &Functions, agent: Agent, id: DeviceId) -> Result<DeviceEntry> {
-    let product = text(agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_PRODUCT_NAME)?);
-    let name = if product.is_empty() {
-        text(agent_info(functions, agent, sys::HSA_AGENT_INFO_NAME)?)
-    } else {
-        product
-    };
+    let mut name = text(&agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_PRODUCT_NAME)?);
+    if name.is_empty() {
+        name = text(&agent_info(functions, agent, sys::HSA_AGENT_INFO_NAME)?);
+    }
     let domain = agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_DOMAIN)?;
     let bdf = agent_info(functions, agent, sys::HSA_AMD_AGENT_INFO_BDFID)?;
     let (bus, device, function) = (bdf >> 8 & 0xff, bdf >> 3 & 0x1f, bdf & 0x7);
@@ -346,14 +340,6 @@ fn supports(functions: &Functions, attribute: Attribute<u8>) -> Result<Option<bo
 
 fn of(error: Error, attribute: u32) -> Error {
     error.context("attribute", format_args!("{attribute:#x}"))
-}
-
-/// Converts a buffer with a C string that the runtime wrote to a `String`.
-fn text(buffer: [u8; 64]) -> String {
-    match CStr::from_bytes_until_nul(&buffer) {
-        Ok(text) => text.to_string_lossy().into_owned(),
-        Err(_) => String::from_utf8_lossy(&buffer).into_owned(),
-    }
 }
 
 #[cfg(test)]

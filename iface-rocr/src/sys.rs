@@ -14,7 +14,7 @@
 //! assert_eq!(code.name(), Some("HSA_STATUS_ERROR_FATAL"));
 //! ```
 
-use std::{ffi::c_void, mem};
+use std::ffi::c_void;
 
 use hmem_core::IfaceKind;
 
@@ -223,7 +223,6 @@ constants! {
     HSA_DEVICE_TYPE_CPU: u32 = 0;
     HSA_DEVICE_TYPE_GPU: u32 = 1;
     HSA_AMD_SEGMENT_GLOBAL: u32 = 0;
-    HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_KERNARG_INIT: u32 = 1;
     HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_FINE_GRAINED: u32 = 2;
     HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_COARSE_GRAINED: u32 = 4;
     /// The runtime does not know the address.
@@ -265,17 +264,7 @@ pub type DeallocationCallback = unsafe extern "C" fn(*mut c_void, *mut c_void);
 /// Allocator that `hsa_amd_pointer_info` calls for a list of agents. This crate passes `None`.
 pub type ListAllocator = Option<unsafe extern "C" fn(usize) -> *mut c_void>;
 
-const _: () = assert!(size_of::<HsaStatus>() == 4);
-const _: () = assert!(size_of::<Agent>() == 8);
-const _: () = assert!(size_of::<MemoryPool>() == 8);
 const _: () = assert!(size_of::<PointerInfo>() == 56);
-const _: () = assert!(mem::offset_of!(PointerInfo, kind) == 4);
-const _: () = assert!(mem::offset_of!(PointerInfo, agent_base) == 8);
-const _: () = assert!(mem::offset_of!(PointerInfo, host_base) == 16);
-const _: () = assert!(mem::offset_of!(PointerInfo, len) == 24);
-const _: () = assert!(mem::offset_of!(PointerInfo, user_data) == 32);
-const _: () = assert!(mem::offset_of!(PointerInfo, owner) == 40);
-const _: () = assert!(mem::offset_of!(PointerInfo, global_flags) == 48);
 
 hmem_core::function_table! {
     /// Table of the functions of `libhsa-runtime64.so.1` that this crate calls.

@@ -2,13 +2,10 @@
 
 #![allow(unsafe_code, reason = "calls the driver on devices and contexts")]
 
-use std::{
-    ffi::{CStr, c_char},
-    ptr,
-};
+use std::ptr;
 
 use hmem_core::{DeviceId, ErrorKind, Result, iface::Device};
-use hmem_iface_kit::log_failure;
+use hmem_iface_kit::{log_failure, text};
 use parking_lot::RwLock;
 
 use crate::{
@@ -16,7 +13,7 @@ use crate::{
     sys::{
         self, ContextDescription, ContextHandle, DeviceExternalMemoryProperties, DeviceHandle,
         DeviceMemoryProperties, DeviceProperties, DriverHandle, Functions, PciProperties,
-        QueueGroupProperties, ZE_MAX_DEVICE_NAME, ZeResult,
+        QueueGroupProperties, ZeResult,
     },
 };
 
@@ -199,7 +196,7 @@ impl Driver {
         )?;
         let description = Device {
             id,
-            name: text(properties.name),
+            name: text(&properties.name.map(|character| character as u8)),
             pci_bus_id: self.pci_bus_id(handle),
             memory: self.memory_of(handle)?,
         };
@@ -305,13 +302,4 @@ fn list<T: Clone>(
         elements.truncate(count as usize);
     }
     Ok(elements)
-}
-
-/// Converts a buffer with a C string that the driver wrote to a `String`.
-fn text(buffer: [c_char; ZE_MAX_DEVICE_NAME]) -> String {
-    let bytes = buffer.map(|character| character as u8);
-    match CStr::from_bytes_until_nul(&bytes) {
-        Ok(text) => text.to_string_lossy().into_owned(),
-        Err(_) => String::from_utf8_lossy(&bytes).into_owned(),
-    }
 }

@@ -13,11 +13,11 @@
 //! assert_eq!(code.name(), Some("ZE_RESULT_ERROR_UNINITIALIZED"));
 //! ```
 
-#![allow(unsafe_code, reason = "zeroed C structures, and handles that threads may share")]
+#![allow(unsafe_code, reason = "zeroed C structures")]
 
 use std::{
     ffi::{c_char, c_int, c_void},
-    mem, ptr,
+    mem,
 };
 
 use hmem_core::IfaceKind;
@@ -75,28 +75,7 @@ hmem_core::c_enum! {
     }
 }
 
-macro_rules! handles {
-    ($($(#[doc = $doc:literal])+ $name:ident,)+) => {$(
-        $(#[doc = $doc])+
-        #[repr(transparent)]
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub struct $name(pub *mut c_void);
-
-        impl $name {
-            /// The null handle.
-            pub const NULL: Self = Self(ptr::null_mut());
-        }
-
-        // SAFETY: a handle is opaque, and this crate never dereferences it. The specification
-        // allows any thread to use the object of the handle.
-        unsafe impl Send for $name {}
-        // SAFETY: the handle has no state in this process. If the specification allows an object in
-        // only one thread at a time, its owner in this crate ensures that.
-        unsafe impl Sync for $name {}
-    )+};
-}
-
-handles! {
+hmem_iface_kit::handles! {
     /// `ze_driver_handle_t`: a driver behind the loader.
     DriverHandle,
     /// `ze_device_handle_t`: a device or sub-device.

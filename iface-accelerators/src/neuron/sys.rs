@@ -43,7 +43,6 @@ pub struct MemoryStats {
     pub bytes_limit: usize,
 }
 
-const _: () = assert!(size_of::<NrtStatus>() == 4);
 const _: () = assert!(size_of::<MemoryStats>() == 16);
 
 hmem_core::function_table! {

@@ -89,7 +89,6 @@ pub struct DeviceInfo {
     pub reserved: [u64; 23],
 }
 
-const _: () = assert!(size_of::<SynStatus>() == 4);
 const _: () = assert!(size_of::<DeviceInfo>() == 256);
 const _: () = assert!(std::mem::offset_of!(DeviceInfo, dram_size) == 24);
 const _: () = assert!(std::mem::offset_of!(DeviceInfo, device_id) == 44);

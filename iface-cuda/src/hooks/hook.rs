@@ -20,11 +20,11 @@ use hmem_hook::{
     HasTable, HookRegistry, SLOTS, SubscriberTable, Subscribers, TableReadGuard, clamped,
 };
 
-use super::{
-    function::{Args, Freed, Function},
-    own,
+use super::own;
+use crate::sys::{
+    self, CuDevicePtr, CuPointerAttribute, CuResult,
+    frees::{Args, Freed, Function},
 };
-use crate::sys::{self, CuDevicePtr, CuPointerAttribute, CuResult};
 
 /// State of the hooks, which every thread of the process shares.
 #[repr(C)]

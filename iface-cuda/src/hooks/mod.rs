@@ -45,7 +45,6 @@
 //!   looks up the functions above by name, but no test over a device has shown that it uses no
 //!   other way.
 
-mod function;
 mod hook;
 mod own;
 
@@ -60,12 +59,9 @@ use hmem_core::{
 };
 use hmem_hook::{Hooks, MonitorName, PatchTarget, Patches};
 
+use self::hook::{CudaHookState, REGISTRY};
 pub(crate) use self::own::without_notifying;
-use self::{
-    function::Function,
-    hook::{CudaHookState, REGISTRY},
-};
-use crate::sys::Functions;
+use crate::sys::{Functions, frees::Function};
 
 const NAME: MonitorName = MonitorName {
     name: "cuda-hooks",

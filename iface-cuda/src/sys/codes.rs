@@ -144,5 +144,3 @@ hmem_core::c_enum! {
         CUDA_ERROR_UNKNOWN = 999,
     }
 }
-
-const _: () = assert!(size_of::<CuResult>() == 4);

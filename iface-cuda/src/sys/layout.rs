@@ -14,29 +14,7 @@ pub type CuDeviceAttribute = c_uint;
 /// `CUmemGenericAllocationHandle`: handle of physical memory that `cuMemCreate` created.
 pub type CuMemHandle = u64;
 
-macro_rules! handles {
-    ($($(#[doc = $doc:literal])+ $name:ident,)+) => {$(
-        $(#[doc = $doc])+
-        #[repr(transparent)]
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-        pub struct $name(pub usize);
-
-        impl $name {
-            /// The null handle.
-            pub const NULL: Self = Self(0);
-
-            /// Returns true for the null handle.
-            #[must_use]
-            pub const fn is_null(self) -> bool {
-                self.0 == 0
-            }
-        }
-    )+};
-}
-
-// Opaque pointers of the driver, which are never dereferenced here. They are numbers, so that they
-// are `Send` and `Sync`.
-handles! {
+hmem_iface_kit::handles! {
     /// `CUcontext`: an opaque pointer.
     CuContext,
     /// `CUstream`: an opaque pointer.
@@ -196,8 +174,6 @@ constants! {
     CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: u32 = 1;
     /// The device that owns the memory sees inbound writes in order.
     CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: u32 = 100;
-    /// Every device sees inbound writes in order.
-    CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES: u32 = 200;
     /// Makes the writes visible to the current context.
     CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX: u32 = 0;
     /// The flush ends when the device that owns the memory sees the writes.

@@ -130,12 +130,12 @@ fn is_exportable(state: &State, next: *const c_void) -> Result<bool, ZeResult> {
 }
 
 fn context(state: &State, context: ContextHandle) -> Result<usize, ZeResult> {
-    state.contexts.get(&context.0.addr()).copied().ok_or(NULL_HANDLE)
+    state.contexts.get(&context.0).copied().ok_or(NULL_HANDLE)
 }
 
 /// Returns the number of a device. Fails if the device does not belong to the context's driver.
 fn device(state: &State, of: ContextHandle, device: DeviceHandle) -> Result<usize, ZeResult> {
-    let (driver, device) = (context(state, of)?, device.0.addr());
+    let (driver, device) = (context(state, of)?, device.0);
     if state.devices(driver).contains(&(device & !0xf)) { Ok(device) } else { Err(NULL_HANDLE) }
 }
 
@@ -178,29 +178,29 @@ driver! {
 
     fn zeDriverGet(state, count: *mut u32, into: *mut DriverHandle) {
         let drivers: Vec<_> =
-            (0..state.profile.drivers).map(|number| DriverHandle(handle(number + 1))).collect();
+            (0..state.profile.drivers).map(|number| DriverHandle(number + 1)).collect();
         list(state, &drivers, count, into)
     }
 
     fn zeDeviceGet(state, driver: DriverHandle, count: *mut u32, into: *mut DeviceHandle) {
-        let devices = state.devices(driver.0.addr() - 1);
-        let devices: Vec<_> = devices.into_iter().map(|one| DeviceHandle(handle(one))).collect();
+        let devices = state.devices(driver.0 - 1);
+        let devices: Vec<_> = devices.into_iter().map(|one| DeviceHandle(one)).collect();
         list(state, &devices, count, into)
     }
 
     fn zeDeviceGetSubDevices(
         state, device: DeviceHandle, count: *mut u32, into: *mut DeviceHandle
     ) {
-        list(state, &[DeviceHandle(handle(device.0.addr() + 1))], count, into)
+        list(state, &[DeviceHandle(device.0 + 1)], count, into)
     }
 
     fn zeDeviceGetProperties(state, device: DeviceHandle, into: *mut DeviceProperties) {
-        let kind = match device.0.addr() {
+        let kind = match device.0 {
             0x1000 => state.profile.first,
             _ => sys::ZE_DEVICE_TYPE_GPU,
         };
         let mut uuid = [0; 16];
-        uuid[..8].copy_from_slice(&(device.0.addr() as u64).to_le_bytes());
+        uuid[..8].copy_from_slice(&(device.0 as u64).to_le_bytes());
         let name = text("Intel Test");
         put(state, into, DeviceProperties { kind, uuid, name, ..DeviceProperties::default() })
     }
@@ -237,7 +237,7 @@ driver! {
         if state.profile.pci != ZeResult::ZE_RESULT_SUCCESS {
             return Err(state.profile.pci);
         }
-        let bus = 0x3a + (device.0.addr() as u32 >> 4 & 0xf);
+        let bus = 0x3a + (device.0 as u32 >> 4 & 0xf);
         put(state, into, PciProperties { bus, device: 2, function: 1, ..PciProperties::default() })
     }
 
@@ -246,8 +246,8 @@ driver! {
     ) {
         description(state, desc, sys::ZE_STRUCTURE_TYPE_CONTEXT_DESC)?;
         let number = state.handle();
-        put(state, into, ContextHandle(handle(number)))?;
-        state.contexts.insert(number, driver.0.addr() - 1);
+        put(state, into, ContextHandle(number))?;
+        state.contexts.insert(number, driver.0 - 1);
         Ok(())
     }
 
@@ -258,7 +258,7 @@ driver! {
         if lists.into_iter().any(|device| of_driver(*device)) {
             return Err(ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE);
         }
-        state.contexts.remove(&context.0.addr());
+        state.contexts.remove(&context.0);
         Ok(())
     }
 
@@ -332,7 +332,7 @@ driver! {
         put(state, into, MemoryAllocationProperties { kind, id, page_size, ..given })?;
         let device = if kind == sys::ZE_MEMORY_TYPE_HOST { 0 } else { device };
         if !on.is_null() {
-            put(state, on, DeviceHandle(handle(device)))?;
+            put(state, on, DeviceHandle(device))?;
         }
         let stype = sys::ZE_STRUCTURE_TYPE_EXTERNAL_MEMORY_EXPORT_FD;
         if let Some(export) = chained::<ExportFd>(given.next, stype) {
@@ -366,13 +366,13 @@ driver! {
             return Err(INVALID);
         }
         let number = state.handle();
-        put(state, into, CommandListHandle(handle(number)))?;
+        put(state, into, CommandListHandle(number))?;
         state.lists.insert(number, device);
         Ok(())
     }
 
     fn zeCommandListDestroy(state, list: CommandListHandle) {
-        match state.lists.remove(&list.0.addr()) {
+        match state.lists.remove(&list.0) {
             Some(_) => Ok(()),
             None => state.undefined(),
         }
@@ -382,7 +382,7 @@ driver! {
         state, list: CommandListHandle, to: *mut c_void, from: *const c_void, size: usize,
         signal: EventHandle, _count: u32, _wait_for: *mut EventHandle
     ) {
-        let Some(device) = state.lists.get(&list.0.addr()).copied() else {
+        let Some(device) = state.lists.get(&list.0).copied() else {
             return state.undefined();
         };
         let copy = Copy { to: to.addr() as u64, from: from.addr() as u64, len: size };
@@ -402,7 +402,7 @@ driver! {
             return state.undefined();
         }
         let lost = state.lost;
-        let Some(event) = state.events.get_mut(&signal.0.addr()) else { return state.undefined() };
+        let Some(event) = state.events.get_mut(&signal.0) else { return state.undefined() };
         if lost {
             return Err(ZeResult::ZE_RESULT_ERROR_DEVICE_LOST);
         }
@@ -425,13 +425,13 @@ driver! {
         // SAFETY: `count` is 1, so the caller passes one device.
         let device = device(state, of, unsafe { devices.read() })?;
         let number = state.handle();
-        put(state, into, EventPoolHandle(handle(number)))?;
+        put(state, into, EventPoolHandle(number))?;
         state.event_pools.insert(number, device);
         Ok(())
     }
 
     fn zeEventPoolDestroy(state, pool: EventPoolHandle) {
-        match state.event_pools.remove(&pool.0.addr()) {
+        match state.event_pools.remove(&pool.0) {
             Some(_) => Ok(()),
             None => state.undefined(),
         }
@@ -441,17 +441,17 @@ driver! {
         state, pool: EventPoolHandle, desc: *const EventDescription, into: *mut EventHandle
     ) {
         let desc = description(state, desc, sys::ZE_STRUCTURE_TYPE_EVENT_DESC)?;
-        if desc.index != 0 || !state.event_pools.contains_key(&pool.0.addr()) {
+        if desc.index != 0 || !state.event_pools.contains_key(&pool.0) {
             return state.undefined();
         }
         let number = state.handle();
-        put(state, into, EventHandle(handle(number)))?;
+        put(state, into, EventHandle(number))?;
         state.events.insert(number, Event::default());
         Ok(())
     }
 
     fn zeEventDestroy(state, event: EventHandle) {
-        match state.events.remove(&event.0.addr()) {
+        match state.events.remove(&event.0) {
             // The event's copy is in flight, or the event is unknown.
             Some(Event { waits_for: Some(_), .. }) | None => state.undefined(),
             Some(_) => Ok(()),
@@ -459,15 +459,15 @@ driver! {
     }
 
     fn zeEventHostSynchronize(state, event: EventHandle, _nanoseconds: u64) {
-        progress(state, event.0.addr(), true)
+        progress(state, event.0, true)
     }
 
     fn zeEventQueryStatus(state, event: EventHandle) {
-        progress(state, event.0.addr(), false)
+        progress(state, event.0, false)
     }
 
     fn zeEventHostReset(state, event: EventHandle) {
-        match state.events.get_mut(&event.0.addr()) {
+        match state.events.get_mut(&event.0) {
             Some(event) if event.waits_for.is_none() => {
                 event.signalled = false;
                 Ok(())
