@@ -86,7 +86,7 @@ impl Monitor for CallbackMonitor {
 
     fn unsubscribe(&self, subscription: Subscription) {
         if let Some(lookup) = self.lookup.upgrade() {
-            lookup.table.unwatch(subscription);
+            lookup.table.subscriptions.remove(subscription);
         }
     }
 

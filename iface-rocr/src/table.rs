@@ -1,24 +1,23 @@
-//! Table of known allocations, with their identities and subscribers, and the memory that the iface
-//! must release.
+//! Table of known allocations with their identities, and of the memory that the iface must release.
 //!
 //! The runtime calls back when it frees memory, and has no identities. So the table assigns an
-//! identity at the first lookup of an allocation and removes it in the callback. A new allocation
-//! at the same address gets a new identity.
+//! identity at the first lookup of an allocation and removes the allocation in the callback. A new
+//! allocation at the same address gets a new identity.
 //!
-//! The lock is never held during a call of the runtime, which may hold a lock of its own while it
-//! calls back.
+//! No thread holds the lock of the table during a call of the runtime, because the runtime may hold
+//! a lock of its own while it calls back.
 
 #![allow(unsafe_code, reason = "the runtime's callback on a free, with its notice")]
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, btree_map::Entry},
     ffi::c_void,
     sync::{Arc, Weak},
 };
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, IfaceKind, Result,
-    monitor::{InvalidationCause, Invalidator, Subscription, TokenIssuer},
+    monitor::{FreeSubscriptions, Invalidator, Subscription},
 };
 use hmem_iface_kit::table::{VmmObjects, not_live, other_call};
 use parking_lot::Mutex;
@@ -28,8 +27,8 @@ use crate::sys::VmemHandle;
 /// Live allocations and page-locked ranges.
 #[derive(Debug, Default)]
 pub(crate) struct AllocationTable {
-    issuer: TokenIssuer,
     entries: Mutex<Entries>,
+    pub(crate) subscriptions: FreeSubscriptions,
     /// Lock that a thread holds while it registers a callback, so that each allocation gets one
     /// callback only.
     pub(crate) registering: Mutex<()>,
@@ -40,9 +39,6 @@ struct Entries {
     last_id: u64,
     /// Allocations by first address.
     live: BTreeMap<u64, KnownMemory>,
-    /// First addresses of watched allocations, by the number of the subscription.
-    watched: HashMap<u64, u64>,
-    last_subscription: u64,
     /// Page-locked ranges by first address, with their address for devices. The address is `None`
     /// while the runtime is locking the range.
     page_locked: BTreeMap<u64, (AddressRange, Option<usize>)>,
@@ -54,9 +50,8 @@ struct KnownMemory {
     /// The allocation, or `None` until the callback is registered.
     allocation: Option<Allocation>,
     origin: RocrOrigin,
-    /// True if the runtime calls a callback when the memory is freed.
+    /// True if the runtime calls [`on_free`] when the memory is freed.
     callback: bool,
-    watchers: Vec<(u64, Arc<dyn Invalidator>)>,
 }
 
 /// Origin of an allocation, which determines the call that releases it.
@@ -100,18 +95,12 @@ impl AllocationTable {
     /// notifies its subscribers. Returns the new identity and the data for the callback.
     pub(crate) fn begin(self: &Arc<Self>, base: Address) -> (AllocationId, *mut c_void) {
         let mut entries = self.entries.lock();
-        let replaced = entries.free(base.0, None);
         let id = entries.next_id();
-        let entry = KnownMemory {
-            id,
-            allocation: None,
-            origin: RocrOrigin::Foreign,
-            callback: true,
-            watchers: Vec::new(),
-        };
-        entries.live.insert(base.0, entry);
+        let entry =
+            KnownMemory { id, allocation: None, origin: RocrOrigin::Foreign, callback: true };
+        let replaced = entries.live.insert(base.0, entry);
         drop(entries);
-        drop(replaced);
+        self.notify(replaced);
         let notice = Notice { table: Arc::downgrade(self), base: base.0, id };
         (id, Box::into_raw(Box::new(notice)).cast())
     }
@@ -133,8 +122,26 @@ impl AllocationTable {
         // SAFETY: the caller promises that `begin` made `notice` and that the runtime does not own
         // it, so nothing else frees it.
         drop(unsafe { Box::from_raw(notice.cast::<Notice>()) });
-        let removed = self.entries.lock().free(base.0, Some(id));
-        drop(removed);
+        self.remove(base.0, id);
+    }
+
+    /// Removes an allocation and notifies its subscribers. Does nothing if the allocation at `base`
+    /// has another identity.
+    fn remove(&self, base: u64, id: AllocationId) {
+        let mut entries = self.entries.lock();
+        let removed = match entries.live.entry(base) {
+            Entry::Occupied(entry) if entry.get().id == id => Some(entry.remove()),
+            _ => None,
+        };
+        drop(entries);
+        self.notify(removed);
+    }
+
+    /// Notifies the subscribers of an allocation that was removed from the table.
+    fn notify(&self, removed: Option<KnownMemory>) {
+        if let Some(allocation) = removed.and_then(|entry| entry.allocation) {
+            self.subscriptions.while_freeing(allocation.range, || ());
+        }
     }
 
     /// Records the origin of an allocation that this iface made. If the allocation has no callback,
@@ -146,7 +153,6 @@ impl AllocationTable {
             allocation: Some(allocation),
             origin,
             callback: false,
-            watchers: Vec::new(),
         };
         let entry = entries.live.entry(allocation.base().0).or_insert_with(fresh);
         entry.origin = origin;
@@ -190,16 +196,14 @@ impl AllocationTable {
             entry.filter(|entry| entry.id == allocation.id && entry.origin != RocrOrigin::Foreign);
         let refused = || not_live(IfaceKind::ROCR, operation, allocation);
         let entry = own.ok_or_else(refused)?;
-        let origin = entry.origin;
-        if (origin == RocrOrigin::Imported) != imported {
+        if (entry.origin == RocrOrigin::Imported) != imported {
             return Err(refused().remedy(other_call(imported)));
         }
-        if entry.callback {
-            entry.origin = RocrOrigin::Foreign;
-        } else {
-            let removed = entries.free(allocation.base().0, Some(allocation.id));
-            drop(entries);
-            drop(removed);
+        let origin = std::mem::replace(&mut entry.origin, RocrOrigin::Foreign);
+        let callback = entry.callback;
+        drop(entries);
+        if !callback {
+            self.remove(allocation.base().0, allocation.id);
         }
         Ok(origin)
     }
@@ -218,31 +222,18 @@ impl AllocationTable {
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Option<Subscription> {
-        let mut entries = self.entries.lock();
-        entries.last_subscription += 1;
-        let subscription = entries.last_subscription;
-        let (base, entry) = entries.live.range_mut(..=range.start().0).next_back()?;
-        entry.allocation.filter(|known| known.range.contains_range(range))?;
-        entry.watchers.push((subscription, invalidator));
-        let base = *base;
-        entries.watched.insert(subscription, base);
-        Some(Subscription::new(&self.issuer, subscription))
-    }
-
-    /// Ends a subscription. Waits for a callback that is notifying the subscriber. Does nothing
-    /// with the subscription of another table.
-    pub(crate) fn unwatch(&self, subscription: Subscription) {
-        let Some(subscription) = subscription.redeem(&self.issuer) else { return };
-        let mut entries = self.entries.lock();
-        let Some(base) = entries.watched.remove(&subscription) else { return };
-        let unwatched = entries.live.get_mut(&base).and_then(|entry| {
-            let at = entry.watchers.iter().position(|(known, _)| *known == subscription)?;
-            Some(entry.watchers.swap_remove(at))
-        });
+        // The table is searched after the subscription. The search detects an earlier free, and a
+        // later free notifies the subscriber.
+        let subscription = self.subscriptions.add(range, invalidator);
+        let entries = self.entries.lock();
+        let nearest = entries.live.range(..=range.start().0).next_back();
+        let known = nearest.and_then(|(_, entry)| entry.allocation);
         drop(entries);
-        // The subscriber is dropped after the lock is released, since it may hold the last
-        // reference to a cache.
-        drop(unwatched);
+        if known.is_some_and(|known| known.range.contains_range(range)) {
+            return Some(subscription);
+        }
+        self.subscriptions.remove(subscription);
+        None
     }
 
     /// Adds an entry without a device address for a range that is about to be page-locked. Returns
@@ -301,21 +292,6 @@ impl Entries {
         self.last_id += 1;
         AllocationId(self.last_id)
     }
-
-    /// Removes the allocation at `base` and notifies its subscribers. Does nothing if `id` is given
-    /// and the allocation has another identity. The caller must drop the entry after it releases
-    /// the lock, since a subscriber may hold the last reference to a cache.
-    #[must_use]
-    fn free(&mut self, base: u64, id: Option<AllocationId>) -> Option<KnownMemory> {
-        self.live.get(&base).filter(|entry| id.is_none_or(|id| entry.id == id))?;
-        let entry = self.live.remove(&base)?;
-        if let Some(allocation) = entry.allocation {
-            for (_, invalidator) in &entry.watchers {
-                invalidator.invalidate(allocation.range, InvalidationCause::Free);
-            }
-        }
-        Some(entry)
-    }
 }
 
 /// Notifies the subscribers of freed memory. The runtime calls this function on the thread that
@@ -329,7 +305,6 @@ pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_vo
     // deregistered when they are invoked".
     let notice = unsafe { Box::from_raw(notice.cast::<Notice>()) };
     if let Some(table) = notice.table.upgrade() {
-        let removed = table.entries.lock().free(notice.base, Some(notice.id));
-        drop(removed);
+        table.remove(notice.base, notice.id);
     }
 }

@@ -20,7 +20,6 @@ use hmem_core::{
     iface::{AllocRequest, DmaBufMapping, Facet, IpcHandle},
     monitor::{
         DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor,
-        Subscription,
     },
     provider::Nic,
 };
@@ -376,12 +375,11 @@ fn reused_address_has_a_new_identity_and_one_callback() {
 struct Listener(AtomicU64);
 
 impl Invalidator for Listener {
-    fn invalidate(&self, _: AddressRange, cause: InvalidationCause) {
+    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
+
+    fn invalidate_start(&self, _: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         assert_eq!(cause, InvalidationCause::Free);
         self.0.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
         InvalidationToken::unnumbered()
     }
 
@@ -422,60 +420,9 @@ fn free_notifies_each_monitor_on_its_own() {
     runtime.free(base);
     assert_eq!(told.map(|told| told.0.load(Ordering::Relaxed)), [0, 1]);
     assert!(!first.valid(&NO_SUBSCRIPTION, &allocation).expect("ask"));
-    second.subscribe(range, Arc::new(Listener::default())).expect_err(
-        "no memory is at the \
-                                                                       address",
-    );
+    let freed = second.subscribe(range, Arc::new(Listener::default()));
+    freed.expect_err("no memory is at the address");
     end(&runtime, other);
-}
-
-/// A subscriber that checks, when it is dropped, that another thread can use the monitor.
-#[derive(Debug)]
-struct LastReference(Arc<dyn Monitor>, Arc<AtomicU64>);
-
-impl Invalidator for LastReference {
-    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
-    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-        InvalidationToken::unnumbered()
-    }
-    fn invalidate_end(&self, _: InvalidationToken) {}
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-    fn open_gate(&self, _: GateToken) {}
-}
-
-impl Drop for LastReference {
-    fn drop(&mut self) {
-        let (done, ended) = std::sync::mpsc::channel();
-        let monitor = Arc::clone(&self.0);
-        std::thread::spawn(move || {
-            monitor.unsubscribe(Subscription::unnumbered());
-            let _ = done.send(());
-        });
-        if ended.recv_timeout(std::time::Duration::from_secs(10)).is_ok() {
-            self.1.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-}
-
-/// MON-07
-///
-/// A subscriber of freed memory is dropped without the table's lock: it may hold the last reference
-/// to a cache, which uses the monitor when it is dropped.
-#[test]
-fn subscriber_of_freed_memory_is_dropped_without_the_lock() {
-    let (runtime, iface) = world();
-    let monitor = iface.start_monitor().expect("start");
-    let base = runtime.allocate(0, 4096);
-    let range = AddressRange::new(Address(base), 4096).expect("range");
-    let dropped = Arc::new(AtomicU64::new(0));
-    let watcher = LastReference(Arc::clone(&monitor), Arc::clone(&dropped));
-    monitor.subscribe(range, Arc::new(watcher)).expect("watch");
-    runtime.free(base);
-    assert_eq!(dropped.load(Ordering::Relaxed), 1);
-    drop(monitor);
-    end(&runtime, iface);
 }
 
 /// REL-01
