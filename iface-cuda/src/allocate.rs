@@ -222,9 +222,9 @@ impl DeviceAllocator {
         mapped.map(|()| (base, origin))
     }
 
-    /// Frees memory by the driver call that matches `origin`, the call that allocated it. The
-    /// caller must make the device's primary context current. If the driver refuses a step,
-    /// `origin` holds the remaining steps, and a repeated call continues with them.
+    /// Frees memory by the driver call that its origin requires. The caller must make the device's
+    /// primary context current. If the driver refuses a step of the release of VMM memory, `origin`
+    /// holds the remaining objects, and a repeated call continues with them.
     fn release(&self, base: u64, device: DeviceId, origin: &mut CudaOrigin) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         match origin {
@@ -348,7 +348,7 @@ impl HostRegistrar for DeviceAllocator {
 
 impl DeviceAllocator {
     /// Returns the context in which a range was page-locked. If the application has destroyed that
-    /// context, returns another one.
+    /// context, returns a context for page-locking.
     fn context_of(&self, locked: PageLockedRange) -> Result<WorkContext<'_>> {
         if let Some(device) = locked.device {
             return self.lookup.contexts.retain(device);

@@ -1,17 +1,17 @@
 //! CUDA contexts that calls of the iface use: retain, make current, and release.
 //!
 //! The CUDA runtime and most libraries use a device's primary context. A process has at most one
-//! primary context for a device. The first retain creates it. A call of this crate retains the
-//! context for as long as the call needs it ([`WorkContext`]). If an allocation or a stream remains
-//! in the context, the context stays retained until the iface closes. Otherwise the last call that
-//! uses the context releases it. So a failed call or a query leaves no context behind. Contexts of
-//! the application are used for the duration of a call and never retained.
+//! primary context for a device. The first retain creates the context. A call of this crate retains
+//! the context for as long as the call needs it ([`WorkContext`]). If an allocation or a stream
+//! remains in the context, the context stays retained until the iface closes. Otherwise the last
+//! call that uses the context releases it. So a failed call or a query leaves no context behind.
+//! Contexts of the application are used for the duration of a call and never retained.
 
 #![allow(unsafe_code, reason = "calls the driver on contexts")]
 
 use hmem_core::{DeviceId, ErrorKind, Result};
 use hmem_iface_kit::log_failure;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::{
     driver::{DeviceEntry, Driver},
@@ -22,32 +22,27 @@ use crate::{
     table::AllocationTable,
 };
 
-/// Primary contexts that the iface retains.
+/// The driver, the primary contexts that the iface retains, and the memory in them.
 #[derive(Debug)]
 pub(crate) struct PrimaryContexts {
     pub(crate) driver: Driver,
     /// Allocations and page-locked ranges that the iface must release.
     pub(crate) allocations: AllocationTable,
-    /// The retained primary context of each device, in the order of the driver's devices.
+    /// The primary context of each device, in the order of the driver's devices. `None` while the
+    /// iface does not retain the context.
     retained: Vec<Mutex<Option<PrimaryContext>>>,
 }
 
-/// A primary context that the iface has retained once, for all its users.
+/// A primary context that the iface has retained once, for all calls that use it.
 #[derive(Debug)]
 struct PrimaryContext {
     context: CuContext,
     streams: ContextStreams,
-    /// Number of calls that use the context now.
+    /// Number of guards ([`PrimaryContextGuard`]) of the context.
     users: usize,
-    /// True if an allocation or a stream remains in the context, so that it stays retained.
+    /// True if an allocation or a stream remains in the context. The context then stays retained
+    /// when its last guard is dropped.
     kept: bool,
-}
-
-/// A device, and its element of [`PrimaryContexts::retained`].
-#[derive(Clone, Copy, Debug)]
-struct Slot<'a> {
-    entry: &'a DeviceEntry,
-    primary: &'a Mutex<Option<PrimaryContext>>,
 }
 
 /// Keeps a device's primary context retained. Dropping the guard releases the context, unless
@@ -55,7 +50,8 @@ struct Slot<'a> {
 #[derive(Debug)]
 struct PrimaryContextGuard<'a> {
     contexts: &'a PrimaryContexts,
-    slot: Slot<'a>,
+    device: DeviceId,
+    /// True once [`Self::release`] was called. The drop then does nothing.
     released: bool,
 }
 
@@ -64,13 +60,13 @@ impl PrimaryContextGuard<'_> {
         if std::mem::replace(&mut self.released, true) {
             return Ok(());
         }
-        let mut primary = self.slot.primary.lock();
+        let mut primary = self.contexts.lock(self.device);
         let Some(retained) = &mut *primary else { return Ok(()) };
         retained.users -= 1;
         if retained.users > 0 || retained.kept {
             return Ok(());
         }
-        self.contexts.release(self.slot.entry, &mut primary)
+        self.contexts.release(self.device, &mut primary)
     }
 }
 
@@ -91,8 +87,8 @@ impl Drop for PrimaryContextGuard<'_> {
 pub(crate) struct WorkContext<'a> {
     functions: &'a Functions,
     pub(crate) context: CuContext,
-    /// Guard of a primary context. `None` for a context of the application, which the application
-    /// may destroy.
+    /// Guard of a primary context. `None` for a context of the application, which the iface does
+    /// not retain.
     guard: Option<PrimaryContextGuard<'a>>,
 }
 
@@ -104,14 +100,14 @@ impl<'a> WorkContext<'a> {
 
     /// Returns the device if the context is the device's primary context.
     pub(crate) fn primary_of(&self) -> Option<DeviceId> {
-        self.guard.as_ref().map(|guard| guard.slot.entry.description.id)
+        self.guard.as_ref().map(|guard| guard.device)
     }
 
     /// Keeps a primary context retained until the iface closes, since memory or a stream remains in
     /// it.
     pub(crate) fn keep(&self) {
         if let Some(guard) = &self.guard
-            && let Some(primary) = &mut *guard.slot.primary.lock()
+            && let Some(primary) = &mut *guard.contexts.lock(guard.device)
         {
             primary.kept = true;
         }
@@ -133,10 +129,11 @@ impl<'a> WorkContext<'a> {
         run: impl FnOnce() -> Result<T>,
         undo: impl FnOnce(T) -> Result<()>,
     ) -> Result<T> {
-        // SAFETY: the context is live. It is a retained primary context, or the context that the
-        // driver has just returned as current on this thread, or the context of memory that the
-        // driver has just found, or that `PointerLookup::still` has just checked. Destroying the
-        // last one would have freed the memory.
+        // SAFETY: the context is live. It is one of these:
+        // - a retained primary context;
+        // - the context that the driver has just returned as current on this thread;
+        // - the context of memory that the driver has just found, or that `PointerLookup::if_live`
+        //   has just checked. Destroying that context would have freed the memory.
         let code = unsafe { (self.functions.ctx_push_current)(self.context) };
         check(code, "cuCtxPushCurrent_v2")?;
         let result = run();
@@ -164,8 +161,7 @@ impl<'a> WorkContext<'a> {
         self.end(result)
     }
 
-    /// Like [`Self::run`]. If `run` and the restoring of the thread's context succeed, a primary
-    /// context stays retained until the iface closes.
+    /// Like [`Self::run`]. After success, a primary context stays retained until the iface closes.
     pub(crate) fn run_and_keep<T>(self, run: impl FnOnce() -> Result<T>) -> Result<T> {
         let result = self.with_context(run);
         if result.is_ok() {
@@ -207,48 +203,46 @@ impl PrimaryContexts {
         Self { driver, allocations: AllocationTable::default(), retained }
     }
 
-    fn slot(&self, operation: &'static str, device: DeviceId) -> Result<Slot<'_>> {
-        let entry = self.driver.device(operation, device)?;
-        Ok(Slot { entry, primary: &self.retained[device.0 as usize] })
+    /// Locks the primary context of a device, which must be one of the driver's devices. The content
+    /// is `None` if the iface does not retain the context.
+    fn lock(&self, device: DeviceId) -> MutexGuard<'_, Option<PrimaryContext>> {
+        self.retained[device.0 as usize].lock()
     }
 
-    fn slots(&self) -> impl Iterator<Item = Slot<'_>> {
-        let places = self.driver.devices.iter().zip(&self.retained);
-        places.map(|(entry, primary)| Slot { entry, primary })
+    fn device_ids(&self) -> impl Iterator<Item = DeviceId> {
+        self.driver.devices.iter().map(|entry| entry.description.id)
     }
 
     /// Retains the primary context of a device. The driver creates the context if it does not exist
     /// in the process.
     pub(crate) fn retain(&self, device: DeviceId) -> Result<WorkContext<'_>> {
-        let slot = self.slot("cuDevicePrimaryCtxRetain", device)?;
-        self.join(slot, &mut slot.primary.lock())
+        let entry = self.driver.device("cuDevicePrimaryCtxRetain", device)?;
+        self.join(entry, &mut self.lock(device))
     }
 
-    /// Adds a user to a primary context. For the first user, retains the context.
+    /// Adds a user to the primary context of a device. For the first user, retains the context.
     ///
-    /// `primary` is the content of `slot.primary`. The caller must hold the lock of `slot.primary`,
-    /// so that retains and releases exclude each other.
-    fn join<'a>(
-        &'a self,
-        slot: Slot<'a>,
+    /// The caller holds the lock of `primary`, which is the device's element of [`Self::retained`].
+    /// So no other thread retains or releases the context during this call.
+    fn join(
+        &self,
+        entry: &DeviceEntry,
         primary: &mut Option<PrimaryContext>,
-    ) -> Result<WorkContext<'a>> {
+    ) -> Result<WorkContext<'_>> {
+        let (functions, device) = (&self.driver.functions, entry.description.id);
         let primary = match primary {
             Some(primary) => primary,
             empty => {
                 let mut context = CuContext::NULL;
-                let retain = self.driver.functions.primary_ctx_retain;
                 // SAFETY: `context` is writable, and the device is one that the driver listed.
-                let code = unsafe { retain(&mut context, slot.entry.handle) };
-                check(code, "cuDevicePrimaryCtxRetain")
-                    .map_err(|error| error.device(slot.entry.description.id))?;
+                let code = unsafe { (functions.primary_ctx_retain)(&mut context, entry.handle) };
+                check(code, "cuDevicePrimaryCtxRetain").map_err(|error| error.device(device))?;
                 let streams = ContextStreams::default();
                 empty.insert(PrimaryContext { context, streams, users: 0, kept: false })
             }
         };
         primary.users += 1;
-        let guard = PrimaryContextGuard { contexts: self, slot, released: false };
-        let functions = &self.driver.functions;
+        let guard = PrimaryContextGuard { contexts: self, device, released: false };
         Ok(WorkContext { functions, context: primary.context, guard: Some(guard) })
     }
 
@@ -269,12 +263,12 @@ impl PrimaryContexts {
 
     /// Retains the primary context of a device if the context already exists in this process.
     pub(crate) fn retain_if_active(&self, device: DeviceId) -> Result<Option<WorkContext<'_>>> {
-        let slot = self.slot("cuDevicePrimaryCtxGetState", device)?;
-        let mut primary = slot.primary.lock();
+        let entry = self.driver.device("cuDevicePrimaryCtxGetState", device)?;
+        let mut primary = self.lock(device);
         if primary.is_none() && !self.is_active(device)? {
             return Ok(None);
         }
-        self.join(slot, &mut primary).map(Some)
+        self.join(entry, &mut primary).map(Some)
     }
 
     /// Returns true if the primary context of a device exists in this process.
@@ -365,7 +359,7 @@ impl PrimaryContexts {
         device: DeviceId,
         with: impl FnOnce(&mut ContextStreams) -> T,
     ) -> Result<T> {
-        let mut primary = self.retained[device.0 as usize].lock();
+        let mut primary = self.lock(device);
         let not_retained = || {
             ERRORS
                 .with_kind(ErrorKind::BadState, "context")
@@ -397,12 +391,12 @@ impl PrimaryContexts {
     /// The first error of the driver. That context and the contexts after it stay retained, and the
     /// call can be repeated.
     pub(crate) fn release_all(&self) -> Result<()> {
-        self.slots().try_for_each(|slot| self.release(slot.entry, &mut slot.primary.lock()))
+        self.device_ids().try_for_each(|device| self.release(device, &mut self.lock(device)))
     }
 
-    /// Releases one context, with its streams and events. After an error, the context stays
-    /// retained, with the streams and events that were not destroyed.
-    fn release(&self, entry: &DeviceEntry, retained: &mut Option<PrimaryContext>) -> Result<()> {
+    /// Releases the context of one device, with its streams and events. After an error, the context
+    /// stays retained, with the streams and events that were not destroyed.
+    fn release(&self, device: DeviceId, retained: &mut Option<PrimaryContext>) -> Result<()> {
         let Some(primary) = retained else { return Ok(()) };
         let (functions, streams) = (&self.driver.functions, &mut primary.streams);
         let destroyed = if streams.is_empty() {
@@ -411,8 +405,8 @@ impl PrimaryContexts {
             with_context(functions, primary.context, || streams.destroy(functions))
         };
         destroyed
-            .and_then(|()| self.drop_reference(entry))
-            .map_err(|error| error.device(entry.description.id))?;
+            .and_then(|()| self.drop_reference(device))
+            .map_err(|error| error.device(device))?;
         *retained = None;
         Ok(())
     }
@@ -423,16 +417,14 @@ impl PrimaryContexts {
     /// The hooks do not notify of this release if the iface has no allocation of the device. The
     /// release then frees no registered memory: other parts of the process that have memory there
     /// retain the context too, and the hooks notify of their releases.
-    fn drop_reference(&self, entry: &DeviceEntry) -> Result<()> {
+    fn drop_reference(&self, device: DeviceId) -> Result<()> {
+        const CALL: &str = "cuDevicePrimaryCtxRelease_v2";
+        let handle = self.driver.device(CALL, device)?.handle;
         // SAFETY: `join` retained the context once. The caller removes the context from `retained`,
         // so it is released once.
-        let release = || unsafe { (self.driver.functions.primary_ctx_release)(entry.handle) };
-        let code = if self.allocations.has_memory_of(entry.description.id) {
-            release()
-        } else {
-            without_notifying(release)
-        };
-        check(code, "cuDevicePrimaryCtxRelease_v2")
+        let release = || unsafe { (self.driver.functions.primary_ctx_release)(handle) };
+        let has_memory = self.allocations.has_memory_of(device);
+        check(if has_memory { release() } else { without_notifying(release) }, CALL)
     }
 }
 
@@ -440,15 +432,15 @@ impl Drop for PrimaryContexts {
     /// Releases every context. The driver may refuse to destroy a stream, after a reset of its
     /// context for example. The context is released nevertheless.
     fn drop(&mut self) {
-        for slot in self.slots() {
-            let mut primary = slot.primary.lock();
-            let Err(error) = self.release(slot.entry, &mut primary) else { continue };
+        for device in self.device_ids() {
+            let mut primary = self.lock(device);
+            let Err(error) = self.release(device, &mut primary) else { continue };
             tracing::error!(
                 error = %error.full(),
                 "cannot release a CUDA context with its streams and events"
             );
             if primary.take().is_some() {
-                let released = self.drop_reference(slot.entry);
+                let released = self.drop_reference(device);
                 log_failure!(error, released, "cannot release a CUDA context");
             }
         }

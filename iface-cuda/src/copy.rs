@@ -53,13 +53,14 @@ struct CopyContext {
     device: DeviceId,
     /// True if this is the device's primary context, in which streams and events are kept.
     primary: bool,
-    /// True if this is the calling thread's context and the memory has no context. The application
-    /// may then destroy the context and keep the memory.
+    /// True if this is the application's context that is current on the thread, for memory without
+    /// a context. The application may destroy this context and keep the memory.
     borrowed: bool,
 }
 
 /// Owner of the source or destination memory of a copy.
 enum CopySide {
+    /// Memory that CUDA allocated.
     Ours(FoundAllocation),
     /// The application's own pages, some of which are page-locked.
     PageLocked,
@@ -302,12 +303,12 @@ impl Copier {
 }
 
 /// Combines the result of a copy with the result of releasing its stream or event. If both failed,
-/// returns the error of the copy and logs the other one.
-fn work_first<T>(work: Result<T>, left: Result<()>) -> Result<T> {
-    match (work, left) {
-        (Ok(value), left) => left.map(|()| value),
-        (Err(refused), left) => {
-            log_failure!(error, left, "cannot release the stream or event of a failed copy");
+/// returns the error of the copy and logs the error of the release.
+fn work_first<T>(work: Result<T>, released: Result<()>) -> Result<T> {
+    match work {
+        Ok(value) => released.map(|()| value),
+        Err(refused) => {
+            log_failure!(error, released, "cannot release the stream or event of a failed copy");
             Err(refused)
         }
     }

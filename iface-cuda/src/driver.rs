@@ -1,7 +1,7 @@
 //! The opened driver: its functions and its devices, which never change.
 //!
-//! Abilities of a device are read from its attributes. If the driver returns INVALID_VALUE, it does
-//! not know the attribute, and the device counts as lacking the ability.
+//! Abilities of a device are read from its attributes. For an attribute that the driver does not
+//! know, the driver returns INVALID_VALUE, and the device counts as lacking the ability.
 
 #![allow(unsafe_code, reason = "calls the driver on devices")]
 
@@ -26,13 +26,17 @@ pub(crate) struct Driver {
 /// Abilities of a device, read from its attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Abilities {
+    /// True if `cuMemAllocManaged` works on the device.
     pub(crate) managed: bool,
+    /// True if `cuMemCreate` and `cuMemMap` work on the device.
     pub(crate) vmm: bool,
     /// True if `cuMemCreate` accepts the GPUDirect RDMA flag.
     pub(crate) rdma_with_vmm: bool,
+    /// True if `cuMemAllocAsync` works on the device.
     pub(crate) pools: bool,
     /// True if the kernel's peer-memory clients can pin memory of the device.
     pub(crate) peer_memory: bool,
+    /// True if the driver exports memory of the device as dma-bufs.
     pub(crate) dma_buf: bool,
     /// True if the device sees inbound writes in order without a flush.
     pub(crate) orders_writes: bool,

@@ -18,7 +18,7 @@ use crate::{
     context::with_context,
     error::{ERRORS, check, coded, lacks_symbol, refused},
     flush::InboundFlusher,
-    lookup::FoundAllocation,
+    lookup::{FoundAllocation, PointerLookup},
     segments::Segments,
     streams::synchronize,
     sys::{self, CuResult, CuStream},
@@ -33,8 +33,8 @@ pub(crate) struct Exporter {
     pub(crate) segments: Segments,
     /// Records the contexts of exported memory, for later flushes of the NICs' writes.
     pub(crate) flusher: Arc<InboundFlusher>,
-    /// Subscriptions whose hits compare the physical memory of mappings. `None` if hits rely on
-    /// hooks.
+    /// Subscriptions of the iface's monitors, if a cache hit compares the mappings of VMM memory.
+    /// `None` if cache hits rely on hooks.
     pub(crate) by_mappings: Option<Arc<FreeSubscriptions>>,
 }
 
@@ -42,7 +42,7 @@ impl DmaBufExporter for Exporter {
     /// Returns both dma-buf mappings if at least one device exports dma-bufs. No attribute states
     /// whether a device supports the PCIe mapping. A device without it refuses the export.
     fn mappings(&self) -> &'static [DmaBufMapping] {
-        if self.segments.lookup.driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
+        if self.lookup().driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]
         } else {
             &[]
@@ -65,13 +65,12 @@ impl DmaBufExporter for Exporter {
         let found = self.exportable(OPERATION, range, of)?;
         let device = found.device();
         let get = self
-            .segments
-            .lookup
+            .lookup()
             .driver()
             .functions
             .mem_get_handle_for_address_range
             .ok_or_else(|| described(no_export_call()))?;
-        if !self.segments.lookup.driver().device(OPERATION, device)?.abilities.dma_buf {
+        if !self.lookup().driver().device(OPERATION, device)?.abilities.dma_buf {
             return Err(described(no_dma_buf().device(device)));
         }
         // `cuda.h`: "Users must ensure the dptr and size are aligned to the host page size."
@@ -80,7 +79,7 @@ impl DmaBufExporter for Exporter {
             DmaBufMapping::Default => 0,
             DmaBufMapping::Pcie => sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE,
         };
-        let work_context = self.segments.lookup.contexts.work_context(found.context, device)?;
+        let work_context = self.lookup().contexts.work_context(found.context, device)?;
         let (fd, of_contexts) = work_context.run(|| {
             let mut fd: c_int = -1;
             // SAFETY: for this type of handle the driver writes one int. The range is only looked
@@ -125,14 +124,14 @@ impl PeerMemoryExporter for Exporter {
         let found = self.exportable(OPERATION, range, of)?;
         let device = found.device();
         let described = |error: Error| error.device(device).context("nic", nic);
-        if !self.segments.lookup.driver().device(OPERATION, device)?.abilities.peer_memory {
+        if !self.lookup().driver().device(OPERATION, device)?.abilities.peer_memory {
             return Err(described(no_peer_memory().context("range", range)));
         }
         self.prepare_pinning(OPERATION, range, &found).map_err(described)?;
         self.flusher.note_exported(&found, range)?;
-        // A peer-memory client pins memory by its address, and the driver revokes that when the
+        // A peer-memory client pins memory by its address, and the driver ends the pinning when the
         // address is unmapped. If the application then maps the same handle again, the mappings
-        // look unchanged, and the registration stays dead. So it must not be cached.
+        // look unchanged, but the registration does not work again. So it must not be cached.
         if let Some(subscriptions) = &self.by_mappings
             && found.allocation.kind == AllocationKind::Virtual
         {
@@ -145,11 +144,15 @@ impl PeerMemoryExporter for Exporter {
 }
 
 impl Exporter {
-    /// Prepares a range for a kernel client that is not a NIC's. Queries the driver for the
-    /// allocation around the range.
+    fn lookup(&self) -> &PointerLookup {
+        &self.segments.lookup
+    }
+
+    /// Prepares a range for a kernel client other than a NIC's driver, such as GDRCopy. Queries the
+    /// driver for the allocation that contains the range.
     pub(crate) fn prepare(&self, operation: &'static str, range: AddressRange) -> Result<()> {
         let described = |error: Error| error.context("range", range);
-        let found = self.segments.lookup.find(range.start()).map_err(described)?;
+        let found = self.lookup().find(range.start()).map_err(described)?;
         let found = found.ok_or_else(|| described(ERRORS.outside(operation)))?;
         self.exportable(operation, range, &found.allocation)?;
         self.prepare_pinning(operation, range, &found)
@@ -185,8 +188,7 @@ impl Exporter {
             }
         }
         let work_context = self
-            .segments
-            .lookup
+            .lookup()
             .contexts
             .work_context(found.context, found.device())
             .map_err(described)?;
@@ -230,17 +232,17 @@ impl Exporter {
                     .lacks(operation, "page-locked host memory is not device memory")
                     .remedy("register its host pages"),
             )),
-            _ => self.segments.lookup.still(of, range.start()).map_err(refuse)?.ok_or_else(|| {
+            _ => self.lookup().if_live(of, range.start()).map_err(refuse)?.ok_or_else(|| {
                 outside().context("why", "the memory was freed, or its context was destroyed")
             }),
         }
     }
 
-    /// Sets SYNC_MEMOPS on an allocation. GPUDirect RDMA bypasses the driver, so synchronous
-    /// operations must have ended before a NIC reads the memory. With SYNC_MEMOPS they return only
-    /// after their end. The caller must make the memory's context current.
+    /// Sets SYNC_MEMOPS on an allocation. Without this attribute, a synchronous operation on the
+    /// memory may return before its end, and a NIC would read old bytes. The caller must make the
+    /// memory's context current.
     ///
-    /// Returns true if the memory cannot have the attribute, and its contexts must have it instead:
+    /// Returns true if the memory cannot have the attribute. The caller then sets it on contexts:
     ///
     /// - the driver returns NOT_SUPPORTED: for VMM memory, and for memory of `cuMemAlloc` that a
     ///   layer above the driver makes from VMM memory;
@@ -250,7 +252,7 @@ impl Exporter {
         let on: std::ffi::c_uint = 1;
         // SAFETY: the value is an unsigned int, which is the type of this attribute.
         let code = unsafe {
-            (self.segments.lookup.driver().functions.pointer_set_attribute)(
+            (self.lookup().driver().functions.pointer_set_attribute)(
                 (&raw const on).cast(),
                 sys::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS,
                 range.start().0,
@@ -280,7 +282,7 @@ impl Exporter {
     /// calling thread's context and on the device's primary context, if they exist. No context is
     /// created, since no work would run there.
     fn synchronise_contexts(&self, found: &FoundAllocation, range: AddressRange) -> Result<()> {
-        let functions = &self.segments.lookup.driver().functions;
+        let functions = &self.lookup().driver().functions;
         let (Some(get), Some(set)) = (functions.ctx_get_flags, functions.ctx_set_flags) else {
             tracing::warn!(%range, "this driver has no SYNC_MEMOPS for such memory: wait for its \
                                     copies before a transfer");
@@ -302,11 +304,11 @@ impl Exporter {
         if !found.context.is_null() {
             return with_context(functions, found.context, synchronise);
         }
-        let of_thread = self.segments.lookup.contexts.current_of(found.device())?;
+        let of_thread = self.lookup().contexts.current_of(found.device())?;
         if let Some(context) = of_thread {
             with_context(functions, context, synchronise)?;
         }
-        let Some(primary) = self.segments.lookup.contexts.retain_if_active(found.device())? else {
+        let Some(primary) = self.lookup().contexts.retain_if_active(found.device())? else {
             if of_thread.is_none() {
                 tracing::warn!(
                     %range,
@@ -354,8 +356,8 @@ fn no_dma_buf() -> Error {
 }
 
 /// Returns the error for a refused export. A driver without the PCIe mapping returns INVALID_VALUE
-/// if it does not know the flag, and NOT_SUPPORTED otherwise. For memory that it exports under no
-/// mapping, the driver returns these codes too.
+/// if the driver does not know the flag, and NOT_SUPPORTED otherwise. The driver returns the same
+/// codes for memory that it exports under no mapping.
 fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     const CALL: &str = "cuMemGetHandleForAddressRange";
     let lacking =

@@ -4,10 +4,10 @@
 //! context", and the only target is the current context. So this module calls it in each context
 //! whose memory was exported to a NIC, and in the device's primary context if the process has it.
 //!
-//! The application may destroy its contexts at any time, and a destroyed one must not be passed to
-//! the driver. Destroying a context frees its memory, and an identity is never reused. So a context
-//! lives if the driver still knows memory of it under the identity that the memory had when it was
-//! exported. This module calls that memory the context's witness.
+//! The application may destroy its contexts at any time, and a destroyed context must not be passed
+//! to the driver. Destroying a context frees its memory, and the driver never reuses an identity. So
+//! a context is alive if the driver still knows memory of the context under the identity that the
+//! memory had at its export. This module calls that memory the context's witness.
 
 #![allow(unsafe_code, reason = "calls the driver to flush inbound writes")]
 
@@ -25,7 +25,7 @@ use crate::{
     sys::{self, CuContext},
 };
 
-/// Number of recorded exports above which the entries of freed memory are first removed.
+/// Number of witnesses above which those in freed memory are first removed.
 const FIRST_PURGE: usize = 64;
 
 /// Flushes writes of NICs to device memory, so that the device sees them.
@@ -40,8 +40,8 @@ pub(crate) struct InboundFlusher {
 #[derive(Debug)]
 struct ExportedMemory {
     contexts: Vec<WitnessedContext>,
-    /// Number of recorded exports above which the entries of freed memory are removed: twice the
-    /// number of entries that the last removal left, and at least [`FIRST_PURGE`].
+    /// Number of witnesses above which those in freed memory are removed: twice the number that the
+    /// last removal left, and at least [`FIRST_PURGE`].
     limit: usize,
 }
 

@@ -17,8 +17,8 @@ use crate::{
 /// reference.
 ///
 /// The driver reuses the number of a handle only after the last reference was released and the last
-/// mapping is gone. So as long as this value lives, a handle with an equal number is the same
-/// memory. The physical memory stays allocated for that time.
+/// mapping was removed. So while this value exists, the physical memory stays allocated, and a
+/// handle with an equal number is the same memory.
 #[derive(Debug)]
 pub(crate) struct RetainedHandle {
     handle: CuMemHandle,

@@ -147,9 +147,8 @@ impl IpcExchange {
     }
 }
 
-/// Converts the result code of `cuIpcOpenMemHandle_v2` to a result. The error for a handle that the
-/// driver does not know has the kind Unavailable, since `IpcHandle::decode` has checked the
-/// handle's bytes.
+/// Converts the code of `cuIpcOpenMemHandle_v2` to a result. A handle that the driver does not know
+/// was valid once, since `IpcHandle::decode` has checked its bytes. So the error is Unavailable.
 fn check_open(code: CuResult) -> Result<()> {
     check(code, "cuIpcOpenMemHandle_v2").map_err(|error| match code {
         CuResult::CUDA_ERROR_INVALID_CONTEXT => error.remedy(

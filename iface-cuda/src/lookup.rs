@@ -35,8 +35,8 @@ const ATTRIBUTES: [CuPointerAttribute; 9] = [
     sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
 ];
 
-/// Flag in [`PointerLookup::known`]: no query has yet confirmed how many attributes the driver
-/// knows.
+/// Flag in [`PointerLookup::known`]: the number is a guess, since the driver has answered no query
+/// with values yet.
 const UNSEEN: u32 = 1 << 31;
 
 /// Looks up allocations by address.
@@ -93,6 +93,8 @@ impl HostKinds {
         &self.0[id.0 as usize % Self::SLOTS]
     }
 
+    /// Returns the kind of an identity: true for memory that the application page-locked. Returns
+    /// `None` if the slot does not hold the identity.
     fn get(&self, id: AllocationId) -> Option<bool> {
         let held = self.slot(id).load(Ordering::Relaxed);
         [false, true].into_iter().find(|registered| Self::entry(id, *registered) == Some(held))
@@ -120,8 +122,7 @@ pub(crate) enum Liveness {
     Unknown,
 }
 
-/// Answer of the driver to a query of an address: attribute values, or the reason why there are
-/// none.
+/// Answer of the driver to a query of an address.
 enum LookupAnswer<const N: usize> {
     Values([u64; N]),
     /// No context with unified addressing knows the address, or the driver needs a current context
@@ -211,7 +212,8 @@ impl PointerLookup {
     /// destroyed.
     ///
     /// With such a driver, a thread without a context makes up to six calls for each device whose
-    /// primary context the process has. Retaining the context longer would prevent its destruction.
+    /// primary context the process has. The iface does not retain the context between queries, so
+    /// that the application can destroy it.
     fn query_anywhere<const N: usize>(
         &self,
         address: Address,
@@ -224,8 +226,8 @@ impl PointerLookup {
         )
     }
 
-    /// Makes a call that some drivers answer only in a context. If the result lacks a context and
-    /// this thread has none, repeats the call in each existing primary context.
+    /// Makes a call that some drivers answer only in a context. If `lacks_context` returns true for
+    /// the result and this thread has no context, repeats the call in each existing primary context.
     fn anywhere<T>(
         &self,
         call: impl Fn() -> Result<T>,
@@ -246,8 +248,8 @@ impl PointerLookup {
         result
     }
 
-    /// Makes calls for memory that the application mapped by hand, in any context in which the
-    /// driver answers them.
+    /// Makes calls about memory that the application mapped by hand. If the driver needs a context
+    /// and this thread has none, repeats the calls in each existing primary context.
     pub(crate) fn in_any_context<T>(&self, calls: impl Fn() -> Result<T>) -> Result<T> {
         let codes =
             [CuResult::CUDA_ERROR_INVALID_CONTEXT, CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED];
@@ -393,7 +395,7 @@ impl PointerLookup {
         Ok(locked)
     }
 
-    /// Returns true if the application page-locked the memory, by a query. `cuda.h`:
+    /// Queries the driver whether the application page-locked the memory. `cuda.h`:
     /// `cuMemHostGetFlags` fails for memory that `cuMemHostAlloc` did not allocate.
     fn query_page_locked(&self, range: AddressRange, context: CuContext) -> Result<bool> {
         let functions = &self.contexts.driver.functions;
@@ -416,10 +418,11 @@ impl PointerLookup {
     /// Returns an allocation that [`Self::find`] returned before, with its context. Returns `None`
     /// if the context may be destroyed, and the allocation with it.
     ///
-    /// The context comes from the caller, who may pass any number, and a destroyed context must not
-    /// be passed to the driver. So the context must be null, retained by the iface, or current on
-    /// this thread. For any other context the driver is queried whether it is that of the memory.
-    pub(crate) fn still(
+    /// The context is the token of `of`, which the caller may have set to any number. A destroyed
+    /// context must not be passed to the driver. So this method accepts a context that is null,
+    /// retained by the iface or current on this thread. It accepts any other context only if the
+    /// driver returns it as the context of the memory.
+    pub(crate) fn if_live(
         &self,
         of: &Allocation,
         address: Address,

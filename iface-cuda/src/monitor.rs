@@ -171,7 +171,7 @@ impl MonitorSource for CudaMonitors {
             hooks,
             by_hooks: kind == CudaMonitorKind::Hooks,
             why,
-            own: Mutex::default(),
+            watches: Mutex::default(),
         }))
     }
 }
@@ -183,9 +183,9 @@ struct CudaMonitor {
     hooks: Option<Arc<FreeHooks>>,
     /// True if a hit relies on the hooks, and does not query the identity.
     by_hooks: bool,
+    /// The monitor's [`rationale`](Monitor::rationale).
     why: String,
-    /// The subscriptions to this monitor.
-    own: Mutex<SubscriptionMap<Watch>>,
+    watches: Mutex<SubscriptionMap<Watch>>,
 }
 
 /// A subscription to a monitor.
@@ -219,8 +219,8 @@ impl CudaMonitor {
         }
     }
 
-    /// Ends the subscriptions of a watch, and releases its memory. If a hit compares the memory at
-    /// the moment, the hit releases it.
+    /// Ends the subscriptions of a watch, and releases the handles of its memory. A hit that is
+    /// comparing the memory keeps the handles until its end.
     fn end(&self, watch: Watch) {
         if let (Some(hooks), Some(hooked)) = (&self.hooks, watch.hooked) {
             hooks.unsubscribe(hooked);
@@ -279,7 +279,7 @@ impl Monitor for CudaMonitor {
         match watched {
             Ok(mapped) => {
                 watch.mapped = mapped.map(Arc::new);
-                Ok(self.own.lock().insert(watch))
+                Ok(self.watches.lock().insert(watch))
             }
             Err(error) => {
                 self.end(watch);
@@ -290,7 +290,7 @@ impl Monitor for CudaMonitor {
 
     fn unsubscribe(&self, subscription: Subscription) {
         // The lock is released before the watch ends, which calls the driver.
-        let watch = self.own.lock().remove(subscription);
+        let watch = self.watches.lock().remove(subscription);
         if let Some(watch) = watch {
             self.end(watch);
         }
@@ -337,8 +337,8 @@ impl CudaMonitor {
             Some(AllocationKind::HostRegistered) => {
                 refuse("the monitor of system memory watches the application's own pages")
             }
-            // The hooks see each unmapping of memory that has a handle, and other frees perhaps
-            // not. So memory without a handle is refused with hooks too.
+            // The hooks see each unmapping of memory that has a handle. They may miss the end of
+            // memory without a handle, so such memory is refused with hooks too.
             Some(AllocationKind::Virtual) => match MappedMemory::retain(lookup, range)? {
                 Some(_) if self.by_hooks => Ok(None),
                 Some(mapped) => Ok(Some(mapped)),
@@ -355,7 +355,7 @@ impl CudaMonitor {
     /// Returns true if the VMM memory of a subscription is still mapped where it was.
     fn is_unchanged(&self, subscription: &Subscription) -> Result<bool> {
         let (lookup, _) = self.iface()?;
-        let mapped = self.own.lock().get(subscription).and_then(|watch| watch.mapped.clone());
+        let mapped = self.watches.lock().get(subscription).and_then(|watch| watch.mapped.clone());
         mapped.map_or(Ok(false), |mapped| mapped.is_unchanged(&lookup))
     }
 

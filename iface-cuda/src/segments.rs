@@ -3,14 +3,13 @@
 //!
 //! Each segment needs an export of its own. In VMM memory each mapping is a segment.
 //!
-//! An application reserves addresses, creates physical memory, and maps the one into the other.
-//! Later it unmaps memory and maps other memory at the same addresses. The reservation and its
-//! identity stay the same, so they show none of this. [`MappedMemory`] does: it identifies each
-//! mapping by three values, its first address, its length, and the handle of its physical memory.
-//! The driver maps each handle from its first byte on (`cuda.h` on `cuMemMap`: "currently must be
-//! zero", of the offset). So two mappings with equal values lead every address to the same physical
-//! byte, as long as equal handles are the same memory. A retained handle ensures that
-//! ([`RetainedHandle`]).
+//! An application reserves addresses, creates physical memory, and maps the physical memory at the
+//! reserved addresses. Later it may unmap that memory and map other memory at the same addresses.
+//! The reservation and its identity do not change then. So [`MappedMemory`] compares three values of
+//! each mapping: its first address, its length, and the handle of its physical memory. The driver
+//! maps each handle from its first byte on (`cuda.h` on the offset of `cuMemMap`: "currently must be
+//! zero"). So two mappings with equal values lead every address to the same physical byte, as long
+//! as equal handles are the same memory. A retained handle ensures that ([`RetainedHandle`]).
 
 #![allow(unsafe_code, reason = "calls the driver on the properties of handles")]
 
@@ -36,11 +35,13 @@ pub(crate) struct Segments {
 }
 
 impl SegmentMap for Segments {
-    /// Returns the segments of a range, each with a flag that is true if a NIC may reach it.
+    /// Returns the segments of a range.
     ///
-    /// - VMM memory: each mapping is a segment, with the flag of its physical memory.
-    /// - Other device memory: one segment with a true flag, since only an export shows the ability.
-    /// - Memory that the CPU can access: one segment with a false flag.
+    /// - VMM memory: each mapping is a segment. It is exportable if its physical memory was created
+    ///   GPUDirect RDMA capable.
+    /// - Other device memory: one exportable segment. Only an export shows whether the driver
+    ///   refuses it.
+    /// - Memory that the CPU can access: one segment that is not exportable.
     fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
         if !of.range.contains_range(range) {
             return Err(ERRORS
@@ -91,7 +92,7 @@ impl Segments {
 
     /// Returns true if GPUDirect RDMA may reach the memory at an address. The pointer attribute
     /// decides, or on older drivers the property of the physical memory. If the driver has neither,
-    /// only an export can show the ability, and the result is true.
+    /// returns true, since only an export can show the ability.
     pub(crate) fn is_rdma_capable(&self, address: Address) -> Result<bool> {
         let attribute = sys::CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE;
         if let Some(capable) = self.lookup.attribute(address, attribute)? {

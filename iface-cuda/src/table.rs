@@ -18,7 +18,7 @@ pub(crate) struct AllocationTable {
     /// Page-locked host ranges by first address.
     page_locked: Mutex<HashMap<u64, PageLockedRange>>,
     /// Number of allocations that were imported from other processes. The number changes only while
-    /// `owned` is locked. While the number is 0, lookups need no lock.
+    /// `owned` is locked. While the number is 0, `is_imported` takes no lock.
     imported: AtomicUsize,
 }
 
@@ -50,8 +50,8 @@ pub(crate) enum CudaOrigin {
     /// The iface reserved `size` bytes (`cuMemAddressReserve`), created `handle` (`cuMemCreate`)
     /// and mapped it (`cuMemMap`). `left` lists the objects that are not released yet.
     Virtual { size: usize, handle: CuMemHandle, left: VmmObjects },
-    /// The iface called `cuIpcOpenMemHandle`. `opened` counts opens that can still be closed.
-    /// `closing` counts closes that are in flight.
+    /// The iface called `cuIpcOpenMemHandle`. `opened` is the number of opens that no thread closes
+    /// yet. `closing` is the number of opens that a thread is closing.
     Imported { opened: u64, closing: u64 },
 }
 
@@ -73,8 +73,8 @@ impl AllocationTable {
         self.owned.entries().values().any(|owned| owned.memory.device == device)
     }
 
-    /// Returns true if a page-locked range of the iface begins at `base`, and false if an
-    /// allocation of the iface begins there. Returns `None` if neither does.
+    /// Returns true if a range that the iface page-locked begins at `base`, and false if an
+    /// allocation of the iface begins there. Returns `None` if neither of the two begins there.
     pub(crate) fn is_page_locked(&self, base: Address) -> Option<bool> {
         let locked = self.page_locked.lock().contains_key(&base.0);
         (locked || self.owned.entries().contains_key(&base.0)).then_some(locked)
@@ -97,8 +97,8 @@ impl AllocationTable {
         page_locked.remove(&range.start().0)
     }
 
-    /// Records that the iface has opened memory of another process. The first open adds an entry,
-    /// and later ones are counted in it.
+    /// Records that the iface has opened memory of another process. The first open adds an entry.
+    /// Later opens of the memory are counted in that entry.
     pub(crate) fn insert_open(&self, allocation: &Allocation, device: DeviceId) {
         let Allocation { id, range, .. } = *allocation;
         let fresh = || OwnedMemory {
@@ -116,8 +116,8 @@ impl AllocationTable {
             fresh()
         });
         if entry.id != id {
-            // The entry belongs to an allocation that the driver has closed, but `end_close` has
-            // not removed it yet.
+            // The driver has closed the allocation of this entry, and `end_close` has not removed
+            // the entry yet.
             *entry = fresh();
         }
         // `cuda.h`: opening a handle that is open already returns the same address and counts the
@@ -128,8 +128,8 @@ impl AllocationTable {
     }
 
     /// Begins a close: moves one open from `opened` to `closing`, so that two threads never close
-    /// the same open. The entry stays until the driver has closed the last open. Returns the
-    /// device, and true for the last open.
+    /// the same open. The entry stays until the driver has closed the last open. Returns the device,
+    /// and true if no other open is left to close.
     ///
     /// # Errors
     /// InvalidArgument if the allocation is not in the table, is not imported, or has no open that

@@ -27,13 +27,11 @@ pub fn check_idle(iface: IfaceKind, allocations: usize, copies: usize) -> Result
 ///   [`function_table!`](hmem_core::function_table).
 /// - `iface`: the path of the iface's type, for examples.
 /// - `library`: a description of the library, its file name, and the environment variable with the
-///   path of another one.
+///   path of a library to load instead.
 ///
-/// The fields in braces are settings of this iface only. The crate writes their methods, and the
-/// method `open`, which calls the private method `load` for the functions. The private field
-/// `without_environment` is true if `open` must read no variable.
-///
-/// This is a macro, because a crate cannot add methods for its settings to a type of another crate.
+/// The fields in braces are settings of this iface only. The crate that uses the macro adds the
+/// methods for these settings, and the method `open`. `open` gets the functions from the private
+/// method `load`. If the private field `without_environment` is true, `open` must read no variable.
 ///
 /// # Examples
 /// ```

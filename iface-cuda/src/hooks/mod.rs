@@ -20,10 +20,10 @@
 //! - `cuGraphicsUnmapResources`, `cuGraphicsUnregisterResource`, `cuGLUnmapBufferObject`,
 //!   `cuGLUnregisterBufferObject`, which end mappings of other APIs: everything.
 //!
-//! A release of a primary context invalidates all memory, even if another part of the process still
-//! retains the context. The memory of a context lives until the last release, and this crate may
-//! make that release. This crate releases a context without a notification, since none of its own
-//! memory is left there. So the earlier releases by the application must notify: otherwise memory
+//! A release of a primary context by the application invalidates all memory, even if another part of
+//! the process still retains the context. The driver frees the memory of a context at the last
+//! release, which may be a release by this crate. Releases by this crate do not notify if it has no
+//! memory in the context. So each earlier release by the application must notify. Otherwise memory
 //! of the application would be freed while it is registered.
 //!
 //! # Functions without a hook

@@ -50,9 +50,9 @@ pub(crate) struct Table<H> {
     /// the parent may have held the lock during the fork, and no thread of the child releases it.
     pub(crate) process: ProcessMark,
     entries: RwLock<BTreeMap<u64, AnnouncedMemory<H>>>,
-    /// Lowest address that was ever in the table. A lookup of an address below it, or above
-    /// `highest`, takes no lock.
+    /// Lowest address that was ever in the table. A lookup of a lower address takes no lock.
     lowest: AtomicU64,
+    /// Highest address that was ever in the table. A lookup of a higher address takes no lock.
     highest: AtomicU64,
     next_id: AtomicU64,
     pub(crate) subscriptions: FreeSubscriptions,
@@ -211,6 +211,8 @@ impl<H: Copy> Table<H> {
         }
     }
 
+    /// Calls a function with the entry of the allocation that contains an address, while the table
+    /// is locked. Returns `None` if no allocation contains the address.
     fn with<T>(
         &self,
         operation: &'static str,
