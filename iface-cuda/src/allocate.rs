@@ -13,7 +13,7 @@ use hmem_iface_kit::{log_failure, table::VmmObjects};
 
 use crate::{
     context::{WorkContext, with_context},
-    error::{ERRORS, check, lacks_symbol},
+    error::{CUDA, check, lacks_symbol},
     lookup::PointerLookup,
     streams::synchronize,
     sys::{self, CuDevicePtr, CuMemHandle, CuResult},
@@ -41,7 +41,7 @@ impl Allocator for DeviceAllocator {
             }
             _ => Some("the system iface allocates this kind"),
         };
-        ERRORS.allocate(request, unsupported, || self.allocate_supported(request))
+        CUDA.allocate(request, unsupported, || self.allocate_supported(request))
     }
 
     /// Frees memory. First notifies the monitor's subscribers, so that they invalidate cached
@@ -75,8 +75,7 @@ impl DeviceAllocator {
     fn allocate_supported(&self, request: &AllocRequest) -> Result<Allocation> {
         let device = request.device;
         let len = usize::try_from(request.len).map_err(|_| {
-            ERRORS
-                .with_kind(ErrorKind::OutOfResources, "allocate")
+            CUDA.error(ErrorKind::OutOfResources, "allocate")
                 .remedy("ask for less: the length exceeds the address space")
         })?;
         let primary = self.lookup.contexts.retain(device)?;
@@ -105,8 +104,7 @@ impl DeviceAllocator {
 
     fn enter(&self, base: u64, request: &AllocRequest, origin: &CudaOrigin) -> Result<Allocation> {
         let found = self.lookup.find(Address(base))?.ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::Driver, "allocate")
+            CUDA.error(ErrorKind::Driver, "allocate")
                 .context("address", Address(base))
                 .context("why", "the driver does not recognise memory that it has allocated")
         })?;
@@ -193,8 +191,7 @@ impl DeviceAllocator {
         let code = unsafe { granularity(&mut step, &properties, option) };
         check(code, "cuMemGetAllocationGranularity")?;
         let size = len.checked_next_multiple_of(step.max(1)).ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::OutOfResources, "cuMemGetAllocationGranularity")
+            CUDA.error(ErrorKind::OutOfResources, "cuMemGetAllocationGranularity")
                 .context("granularity", step)
                 .remedy("ask for less: the rounded length exceeds the address space")
         })?;
@@ -256,8 +253,8 @@ impl DeviceAllocator {
                 // SAFETY: `virtual_alloc` created the handle, and it is released once.
                 check(unsafe { release(*handle) }, "cuMemRelease")
             }
-            CudaOrigin::Imported { .. } => Err(ERRORS
-                .with_kind(ErrorKind::BadState, "free")
+            CudaOrigin::Imported { .. } => Err(CUDA
+                .error(ErrorKind::BadState, "free")
                 .remedy("close memory of another process with ipc_close")),
         }
     }
@@ -289,7 +286,7 @@ fn vmm<F>(function: Option<F>, symbol: &'static str) -> Result<F> {
 impl HostRegistrar for DeviceAllocator {
     unsafe fn register(&self, range: AddressRange) -> Result<()> {
         if range.is_empty() {
-            return Err(ERRORS.with_kind(ErrorKind::ZeroLength, "host_register"));
+            return Err(CUDA.error(ErrorKind::ZeroLength, "host_register"));
         }
         let functions = &self.lookup.driver().functions;
         let work_context = self.lookup.contexts.work_context_for_host()?;
@@ -318,8 +315,8 @@ impl HostRegistrar for DeviceAllocator {
 
     fn unregister(&self, range: AddressRange) -> Result<()> {
         let Some(locked) = self.lookup.contexts.allocations.take_page_locked(range) else {
-            return Err(ERRORS
-                .with_kind(ErrorKind::InvalidArgument, "host_unregister")
+            return Err(CUDA
+                .error(ErrorKind::InvalidArgument, "host_unregister")
                 .context("range", range)
                 .remedy("unregister exactly the range that was registered, once"));
         };

@@ -15,7 +15,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::{
     driver::{DeviceEntry, Driver},
-    error::{ERRORS, check},
+    error::{CUDA, check},
     hooks::without_notifying,
     streams::{ContextStreams, new_stream},
     sys::{CuContext, CuDevice, CuResult, CuStream, Functions},
@@ -361,9 +361,7 @@ impl PrimaryContexts {
     ) -> Result<T> {
         let mut primary = self.lock(device);
         let not_retained = || {
-            ERRORS
-                .with_kind(ErrorKind::BadState, "context")
-                .remedy("the iface was closed: open it again")
+            CUDA.error(ErrorKind::BadState, "context").remedy("the iface was closed: open it again")
         };
         primary.as_mut().map(|primary| with(&mut primary.streams)).ok_or_else(not_retained)
     }

@@ -29,7 +29,7 @@ use hmem_iface_kit::{DeviceCopy, InFlight, log_failure};
 
 use crate::{
     context::{WorkContext, with_context},
-    error::{ERRORS, check},
+    error::{CUDA, check},
     lookup::{FoundAllocation, PointerLookup},
     streams::{destroy_event, destroy_stream, new_event, new_stream, synchronize},
     sys::{CuContext, CuEvent, CuResult, CuStream, Functions},
@@ -241,8 +241,8 @@ impl Copier {
                 && let Some(allocation) =
                     self.0.lookup.contexts.allocations.owned.range_around(side)
             {
-                return Err(ERRORS
-                    .with_kind(ErrorKind::Driver, "copy")
+                return Err(CUDA
+                    .error(ErrorKind::Driver, "copy")
                     .context("why", "the driver does not recognise memory that it allocated")
                     .context("allocation", allocation));
             }
@@ -262,8 +262,8 @@ impl Copier {
             }
             // If the caller means freed CUDA memory, host memory may be at its address by now. A
             // copy by the CPU would overwrite that host memory.
-            return Err(ERRORS
-                .with_kind(ErrorKind::OutOfBounds, "copy")
+            return Err(CUDA
+                .error(ErrorKind::OutOfBounds, "copy")
                 .context("to", to)
                 .context("from", from)
                 .context("why", "the driver knows neither side")
@@ -294,8 +294,8 @@ impl Copier {
         if allocation.range.contains_range(range) {
             return Ok(CopySide::Ours(found));
         }
-        Err(ERRORS
-            .with_kind(ErrorKind::OutOfBounds, "copy")
+        Err(CUDA
+            .error(ErrorKind::OutOfBounds, "copy")
             .context("range", range)
             .context("allocation", allocation.range)
             .remedy("the range must lie in one allocation of this iface"))

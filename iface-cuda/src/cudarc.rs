@@ -40,7 +40,7 @@ use hmem_core::{
 };
 
 use crate::{
-    error::{ERRORS, refused},
+    error::{CUDA, refused},
     sys::CuResult,
 };
 
@@ -151,8 +151,8 @@ fn ready<T>(iface: &dyn Iface, slice: &CudaSlice<T>) -> Result<AddressRange> {
     if known || range.is_empty() {
         return Ok(range);
     }
-    Err(ERRORS
-        .with_kind(ErrorKind::OutOfBounds, OPERATION)
+    Err(CUDA
+        .error(ErrorKind::OutOfBounds, OPERATION)
         .context("range", range)
         .remedy("cudarc and this iface use different driver libraries: name one for both"))
 }

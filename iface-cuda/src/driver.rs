@@ -11,7 +11,7 @@ use hmem_core::{DeviceId, Error, Result, iface};
 use hmem_iface_kit::text;
 
 use crate::{
-    error::{ERRORS, check},
+    error::{CUDA, check},
     sys::{self, CuDevice, CuDeviceAttribute, CuResult, Functions},
 };
 
@@ -69,7 +69,7 @@ impl Driver {
     /// Returns the device with this ordinal. For an unknown ordinal, returns an error that names
     /// `operation`.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
-        let unknown = || ERRORS.unknown_device(operation, device, self.devices.len());
+        let unknown = || CUDA.unknown_device(operation, device, self.devices.len());
         self.devices.get(device.0 as usize).ok_or_else(unknown)
     }
 }

@@ -5,12 +5,12 @@ use hmem_iface_kit::IfaceErrors;
 
 use crate::sys::CuResult;
 
-pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::CUDA);
+/// Makes the errors of the CUDA iface.
+pub(crate) const CUDA: IfaceErrors = IfaceErrors(IfaceKind::CUDA);
 
 /// Returns the error for an optional symbol that the loaded library does not have.
 pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Error {
-    ERRORS
-        .lacks(operation, "the loaded driver is older than a call that this needs")
+    CUDA.lacks(operation, "the loaded driver is older than a call that this needs")
         .context("symbol", symbol)
         .remedy("update the NVIDIA driver")
 }
@@ -22,7 +22,7 @@ pub(crate) fn check(code: CuResult, operation: &'static str) -> Result<()> {
 
 #[cold]
 pub(crate) fn refused(code: CuResult, operation: &'static str) -> Error {
-    let error = coded(ERRORS.with_kind(kind(code), operation), code);
+    let error = coded(CUDA.error(kind(code), operation), code);
     match remedy(code, operation) {
         Some(remedy) => error.remedy(remedy),
         None => error,

@@ -16,7 +16,7 @@ use hmem_core::{
 
 use crate::{
     context::with_context,
-    error::{ERRORS, check, coded, lacks_symbol, refused},
+    error::{CUDA, check, coded, lacks_symbol, refused},
     flush::InboundFlusher,
     lookup::{FoundAllocation, PointerLookup},
     segments::Segments,
@@ -97,7 +97,7 @@ impl DmaBufExporter for Exporter {
                 return Err(described(dma_buf_refused(code, mapping).device(device)));
             }
             // SAFETY: the driver opened the fd for this call, and nothing else owns it.
-            let fd = unsafe { ERRORS.take_fd(fd, "cuMemGetHandleForAddressRange") };
+            let fd = unsafe { CUDA.take_fd(fd, "cuMemGetHandleForAddressRange") };
             let fd = fd.map_err(described)?;
             // SYNC_MEMOPS is set after the driver has exported the memory, so that a refused export
             // changes nothing.
@@ -153,7 +153,7 @@ impl Exporter {
     pub(crate) fn prepare(&self, operation: &'static str, range: AddressRange) -> Result<()> {
         let described = |error: Error| error.context("range", range);
         let found = self.lookup().find(range.start()).map_err(described)?;
-        let found = found.ok_or_else(|| described(ERRORS.outside(operation)))?;
+        let found = found.ok_or_else(|| described(CUDA.outside(operation)))?;
         self.exportable(operation, range, &found.allocation)?;
         self.prepare_pinning(operation, range, &found)
     }
@@ -176,8 +176,7 @@ impl Exporter {
                     || self.segments.is_rdma_capable(range.start()).map_err(described)?);
             if !capable {
                 return Err(described(
-                    ERRORS
-                        .lacks(operation, "GPUDirect RDMA does not reach this memory")
+                    CUDA.lacks(operation, "GPUDirect RDMA does not reach this memory")
                         .context("segment", segment.range)
                         .context("attribute", "IS_GPU_DIRECT_RDMA_CAPABLE")
                         .remedy(
@@ -214,22 +213,20 @@ impl Exporter {
         of: &Allocation,
     ) -> Result<FoundAllocation> {
         let refuse = |error: Error| error.context("range", range);
-        let outside = || refuse(ERRORS.outside(operation));
+        let outside = || refuse(CUDA.outside(operation));
         if range.is_empty() {
-            return Err(refuse(ERRORS.with_kind(ErrorKind::ZeroLength, operation)));
+            return Err(refuse(CUDA.error(ErrorKind::ZeroLength, operation)));
         }
         if !of.range.contains_range(range) {
             return Err(outside().context("allocation", of.range));
         }
         match of.kind {
             AllocationKind::Managed => Err(refuse(
-                ERRORS
-                    .lacks(operation, "managed memory migrates between host and device")
+                CUDA.lacks(operation, "managed memory migrates between host and device")
                     .remedy("register its host pages, stage it, or use cuMemAlloc"),
             )),
             AllocationKind::Host | AllocationKind::HostRegistered => Err(refuse(
-                ERRORS
-                    .lacks(operation, "page-locked host memory is not device memory")
+                CUDA.lacks(operation, "page-locked host memory is not device memory")
                     .remedy("register its host pages"),
             )),
             _ => self.lookup().if_live(of, range.start()).map_err(refuse)?.ok_or_else(|| {
@@ -329,18 +326,17 @@ pub(crate) fn no_export_call() -> Error {
 
 /// Returns the error for a device whose memory peer-memory clients cannot pin.
 pub(crate) fn no_peer_memory() -> Error {
-    ERRORS
-        .lacks(
-            Facet::PeerMemory.operation(),
-            "the device's memory cannot be pinned for other devices",
-        )
-        .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
-        .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies")
+    CUDA.lacks(
+        Facet::PeerMemory.operation(),
+        "the device's memory cannot be pinned for other devices",
+    )
+    .context("attribute", "GPU_DIRECT_RDMA_SUPPORTED")
+    .remedy("GPUDirect RDMA needs a data centre or workstation GPU: stage the copies")
 }
 
 /// Returns the error for a device without dma-bufs, with the version of the kernel module if known.
 fn no_dma_buf() -> Error {
-    let error = ERRORS
+    let error = CUDA
         .lacks(Facet::DmaBuf.operation(), "the device exports no dma-bufs")
         .context("attribute", "DMA_BUF_SUPPORTED")
         .remedy(
@@ -363,7 +359,7 @@ fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     let lacking =
         matches!(code, CuResult::CUDA_ERROR_NOT_SUPPORTED | CuResult::CUDA_ERROR_INVALID_VALUE);
     if mapping == DmaBufMapping::Pcie && lacking {
-        return coded(ERRORS.no_pcie_mapping(CALL), code);
+        return coded(CUDA.no_pcie_mapping(CALL), code);
     }
     let error = refused(code, CALL);
     match code {

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use crate::{
     context::with_context,
-    error::{ERRORS, check, lacks_symbol},
+    error::{CUDA, check, lacks_symbol},
     lookup::{FoundAllocation, Liveness, PointerLookup},
     sys::{self, CuContext},
 };
@@ -107,7 +107,7 @@ impl InboundFlush for InboundFlusher {
         let flush = flush
             .ok_or_else(|| lacks_symbol(OPERATION, "cuFlushGPUDirectRDMAWrites").device(device))?;
         if !abilities.flushes {
-            return Err(ERRORS
+            return Err(CUDA
                 .lacks(
                     OPERATION,
                     "the device neither orders inbound writes nor flushes them on demand",
@@ -232,8 +232,7 @@ impl InboundFlusher {
 }
 
 fn unknown_context() -> Error {
-    ERRORS
-        .with_kind(ErrorKind::BadState, "flush_inbound")
+    CUDA.error(ErrorKind::BadState, "flush_inbound")
         .context("why", "the driver does not say on this thread whether the memory's context lives")
         .remedy(
             "flush on a thread that has a current context (cuCtxSetCurrent), or read completions \

@@ -27,7 +27,7 @@ use std::{
 use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, Result};
 use hmem_iface_kit::log_failure;
 
-use crate::{Cuda, error::ERRORS};
+use crate::{Cuda, error::CUDA};
 
 /// `GPU_PAGE_SIZE` of `gdrapi.h`: the granularity of pinning in bytes.
 pub const GPU_PAGE: u64 = 64 << 10;
@@ -158,8 +158,8 @@ impl Gdrcopy {
         // SAFETY: the call has no argument, and reports a failure by null.
         let library = unsafe { (functions.open)() };
         if library == 0 {
-            return Err(ERRORS
-                .with_kind(ErrorKind::Unavailable, "gdr_open")
+            return Err(CUDA
+                .error(ErrorKind::Unavailable, "gdr_open")
                 .context("module", "/dev/gdrdrv cannot be opened")
                 .remedy(REMEDY));
         }
@@ -234,8 +234,7 @@ impl CpuWindow {
 
     fn at(&self, offset: u64, len: usize) -> Result<usize> {
         let part = self.range.slice(offset, len as u64).ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::OutOfBounds, "copy")
+            CUDA.error(ErrorKind::OutOfBounds, "copy")
                 .context("offset", offset)
                 .context("length", len)
                 .context("window", self.range)

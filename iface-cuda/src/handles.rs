@@ -9,7 +9,7 @@ use hmem_core::{Address, AddressRange, ErrorKind, ProcessMark, Result};
 use hmem_iface_kit::log_failure;
 
 use crate::{
-    error::{ERRORS, check, coded},
+    error::{CUDA, check, coded},
     sys::{CuDevicePtr, CuMemHandle, CuResult, Functions},
 };
 
@@ -107,7 +107,7 @@ pub(crate) fn mapping_at(functions: &Functions, address: Address) -> Result<Addr
     // SAFETY: `base` and `size` are writable.
     match unsafe { (functions.mem_get_address_range)(&mut base, &mut size, address.0) } {
         code @ (CuResult::CUDA_ERROR_INVALID_VALUE | CuResult::CUDA_ERROR_NOT_FOUND) => {
-            let error = ERRORS.with_kind(ErrorKind::OutOfBounds, "cuMemGetAddressRange_v2");
+            let error = CUDA.error(ErrorKind::OutOfBounds, "cuMemGetAddressRange_v2");
             Err(coded(error, code).context("address", address).remedy(
                 "no memory is mapped there (cuMemMap): map it, or register the mapped parts",
             ))

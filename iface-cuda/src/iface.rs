@@ -22,7 +22,7 @@ use crate::{
     context::PrimaryContexts,
     copy::Copier,
     driver::Driver,
-    error::{ERRORS, coded, refused},
+    error::{CUDA, coded, refused},
     export::{Exporter, no_export_call, no_peer_memory},
     flush::InboundFlusher,
     ipc::IpcExchange,
@@ -141,14 +141,14 @@ impl Cuda {
         let code = unsafe { (functions.init)(0) };
         if !code.is_success() {
             let remedy = refused(code, "cuInit").remedy_text().map(str::to_owned);
-            return Err(coded(ERRORS.unavailable("cuInit", &library), code).remedy(
+            return Err(coded(CUDA.unavailable("cuInit", &library), code).remedy(
                 remedy.unwrap_or_else(|| "see `nvidia-smi` for the state of the driver".to_owned()),
             ));
         }
         let driver = Driver::new(functions)?;
         let devices = driver.devices.len();
         if devices == 0 {
-            return Err(ERRORS
+            return Err(CUDA
                 .unavailable("cuDeviceGetCount", &library)
                 .context("devices", 0)
                 .remedy(
@@ -157,7 +157,7 @@ impl Cuda {
         }
         let lookup = PointerLookup::new(PrimaryContexts::new(driver)).map_err(|error| {
             if error.is_unsupported() {
-                ERRORS.unavailable("cuPointerGetAttributes", &library).caused_by(error)
+                CUDA.unavailable("cuPointerGetAttributes", &library).caused_by(error)
             } else {
                 error
             }

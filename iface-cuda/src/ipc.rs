@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     context::with_context,
     driver::DeviceEntry,
-    error::{ERRORS, check, coded},
+    error::{CUDA, check, coded},
     lookup::PointerLookup,
     sys::{self, CU_IPC_HANDLE_SIZE, CuDevicePtr, CuIpcMemHandle, CuResult},
 };
@@ -42,7 +42,7 @@ impl Ipc for IpcExchange {
     fn export(&self, allocation: &Allocation) -> Result<IpcHandle> {
         const OPERATION: &str = "ipc_export";
         if allocation.kind != AllocationKind::Device {
-            return Err(ERRORS
+            return Err(CUDA
                 .lacks(OPERATION, "CUDA shares memory of cuMemAlloc only")
                 .context("kind", allocation.kind.name())
                 .context("range", allocation.range));
@@ -77,8 +77,7 @@ impl Ipc for IpcExchange {
             entry.description.pci_bus_id.as_deref() == Some(body.pci_bus_id.as_str())
         };
         let entry = self.lookup.driver().devices.iter().find(same_device).ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::Unavailable, OPERATION)
+            CUDA.error(ErrorKind::Unavailable, OPERATION)
                 .context("device", &body.pci_bus_id)
                 .remedy("the device of the memory is not visible here: see CUDA_VISIBLE_DEVICES")
         })?;
@@ -126,8 +125,7 @@ impl Ipc for IpcExchange {
 impl IpcExchange {
     fn enter(&self, base: u64, len: u64, device: DeviceId) -> Result<Allocation> {
         let found = self.lookup.find(Address(base))?.ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::Driver, "ipc_open")
+            CUDA.error(ErrorKind::Driver, "ipc_open")
                 .context("address", Address(base))
                 .context("why", "the driver does not recognise memory that it has opened")
         })?;
@@ -155,7 +153,7 @@ fn check_open(code: CuResult) -> Result<()> {
             "memory cannot be opened in the process that allocated it: use its address there",
         ),
         CuResult::CUDA_ERROR_INVALID_HANDLE | CuResult::CUDA_ERROR_INVALID_VALUE => {
-            coded(ERRORS.with_kind(ErrorKind::Unavailable, "cuIpcOpenMemHandle_v2"), code)
+            coded(CUDA.error(ErrorKind::Unavailable, "cuIpcOpenMemHandle_v2"), code)
                 .remedy("the memory was freed, or the process that owned it has ended")
         }
         CuResult::CUDA_ERROR_MAP_FAILED => {

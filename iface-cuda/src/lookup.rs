@@ -16,7 +16,7 @@ use hmem_core::{
 use crate::{
     context::{PrimaryContexts, with_context},
     driver::Driver,
-    error::{ERRORS, check, coded},
+    error::{CUDA, check, coded},
     handles::with_handle,
     sys::{self, CuContext, CuPointerAttribute, CuResult},
 };
@@ -157,8 +157,8 @@ impl PointerLookup {
             lookup.known.store(known, Ordering::Release);
             return Ok(lookup);
         }
-        Err(ERRORS
-            .with_kind(ErrorKind::Unsupported, "cuPointerGetAttributes")
+        Err(CUDA
+            .error(ErrorKind::Unsupported, "cuPointerGetAttributes")
             .context("attribute", "RANGE_START_ADDR")
             .remedy("the driver must be of CUDA 10.2 or newer to say which range an address is in"))
     }
@@ -289,7 +289,7 @@ impl PointerLookup {
             // pointer", and `new` has checked that. If device memory were taken for host memory,
             // the CPU would write to it.
             LookupAnswer::Invalid => {
-                let error = ERRORS.with_kind(ErrorKind::Driver, "cuPointerGetAttributes");
+                let error = CUDA.error(ErrorKind::Driver, "cuPointerGetAttributes");
                 Err(coded(error, CuResult::CUDA_ERROR_INVALID_VALUE)
                     .context(
                         "why",
@@ -493,8 +493,7 @@ impl PointerLookup {
 
 /// Returns the error for an address that has contradictory attributes.
 pub(crate) fn inconsistent(address: Address) -> Error {
-    ERRORS
-        .with_kind(ErrorKind::Driver, "query")
+    CUDA.error(ErrorKind::Driver, "query")
         .context(
             "why",
             "the driver's attributes do not describe an allocation that holds the address",

@@ -34,7 +34,7 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-use crate::{error::ERRORS, hooks::FreeHooks, lookup::PointerLookup, segments::MappedMemory};
+use crate::{error::CUDA, hooks::FreeHooks, lookup::PointerLookup, segments::MappedMemory};
 
 /// Method that detects frees of cached CUDA memory.
 ///
@@ -100,8 +100,7 @@ impl FromStr for CudaMonitorKind {
     fn from_str(name: &str) -> Result<Self> {
         let given = name.trim().to_ascii_lowercase();
         Self::ALL.into_iter().find(|kind| kind.name() == given).ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::InvalidArgument, "cache monitor")
+            CUDA.error(ErrorKind::InvalidArgument, "cache monitor")
                 .context("why", format_args!("no monitor is named {name}"))
                 .context("name", name)
                 .remedy(format!("use one of {}", Self::ALL.map(Self::name).join(", ")))
@@ -312,7 +311,7 @@ impl Monitor for CudaMonitor {
 impl CudaMonitor {
     fn iface(&self) -> Result<(Arc<PointerLookup>, Arc<FreeSubscriptions>)> {
         let iface = self.lookup.upgrade().zip(self.subscriptions.upgrade());
-        iface.ok_or_else(|| ERRORS.not_watched())
+        iface.ok_or_else(|| CUDA.not_watched())
     }
 
     /// Returns the VMM memory in a range, if hits must compare it. Returns `None` if the range is
@@ -327,8 +326,8 @@ impl CudaMonitor {
         range: AddressRange,
     ) -> Result<Option<MappedMemory>> {
         let refuse = |remedy| {
-            Err(ERRORS
-                .with_kind(ErrorKind::Unsupported, "subscribe")
+            Err(CUDA
+                .error(ErrorKind::Unsupported, "subscribe")
                 .context("range", range)
                 .remedy(remedy))
         };

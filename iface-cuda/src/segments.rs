@@ -22,7 +22,7 @@ use hmem_core::{
 
 use crate::{
     context::WorkContext,
-    error::{ERRORS, check},
+    error::{CUDA, check},
     handles::{RetainedHandle, mapping_at, with_handle},
     lookup::{PointerLookup, inconsistent},
     sys::{self, CuContext},
@@ -44,7 +44,7 @@ impl SegmentMap for Segments {
     /// - Memory that the CPU can access: one segment that is not exportable.
     fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
         if !of.range.contains_range(range) {
-            return Err(ERRORS
+            return Err(CUDA
                 .outside("segments")
                 .context("range", range)
                 .context("allocation", of.range));

@@ -12,36 +12,45 @@ use hmem_core::{
 };
 use rustix::io::{FdFlags, fcntl_setfd};
 
-/// Errors of one iface. Each names the iface.
+/// Maker of the errors of one iface. Each error names the iface.
+///
+/// # Examples
+/// ```
+/// use hmem_core::{ErrorKind, IfaceKind};
+/// use hmem_iface_kit::IfaceErrors;
+///
+/// const QUOKKA: IfaceErrors = IfaceErrors(IfaceKind::FIRST_PLUG_IN);
+/// assert_eq!(QUOKKA.lacks("export", "the device has no dma-bufs").kind(), ErrorKind::Unsupported);
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct IfaceErrors(pub IfaceKind);
 
 impl IfaceErrors {
     /// Returns an error of this kind.
-    pub fn with_kind(self, kind: ErrorKind, operation: &'static str) -> Error {
+    pub fn error(self, kind: ErrorKind, operation: &'static str) -> Error {
         Error::new(kind, operation).iface(self.0)
     }
 
     /// Returns the error for an operation that the driver, the device or the iface does not
     /// support.
     pub fn lacks(self, operation: &'static str, reason: &'static str) -> Error {
-        self.with_kind(ErrorKind::Unsupported, operation).context("why", reason)
+        self.error(ErrorKind::Unsupported, operation).context("why", reason)
     }
 
     /// Returns the error for a driver that does not start or has no device.
     pub fn unavailable(self, operation: &'static str, library: &str) -> Error {
-        self.with_kind(ErrorKind::Unavailable, operation).context("library", library)
+        self.error(ErrorKind::Unavailable, operation).context("library", library)
     }
 
     /// Returns the error for a range that is not in one live allocation.
     pub fn outside(self, operation: &'static str) -> Error {
-        self.with_kind(ErrorKind::OutOfBounds, operation)
+        self.error(ErrorKind::OutOfBounds, operation)
             .remedy("the range must lie in one live allocation")
     }
 
     /// Returns the error for an ordinal that none of `count` devices has.
     pub fn unknown_device(self, operation: &'static str, device: DeviceId, count: usize) -> Error {
-        self.with_kind(ErrorKind::InvalidArgument, operation)
+        self.error(ErrorKind::InvalidArgument, operation)
             .device(device)
             .context("why", format_args!("device {} of {count}", device.0))
             .context("devices", count)
@@ -50,7 +59,7 @@ impl IfaceErrors {
 
     /// Returns the error for a call of a monitor whose iface was dropped.
     pub fn not_watched(self) -> Error {
-        self.with_kind(ErrorKind::Unavailable, "monitor")
+        self.error(ErrorKind::Unavailable, "monitor")
             .remedy("the iface was closed: its memory is no longer watched")
     }
 
@@ -82,7 +91,7 @@ impl IfaceErrors {
         let imported = (kind == AllocationKind::Imported)
             .then_some("memory of another process is opened with ipc_open, not allocated");
         let allocated = match imported.or(unsupported) {
-            _ if len == 0 => Err(self.with_kind(ErrorKind::ZeroLength, OPERATION)),
+            _ if len == 0 => Err(self.error(ErrorKind::ZeroLength, OPERATION)),
             Some(reason) => Err(self.lacks(OPERATION, reason)),
             None => allocate(),
         };
@@ -102,7 +111,7 @@ impl IfaceErrors {
     pub unsafe fn take_fd(self, fd: c_int, call: &'static str) -> Result<OwnedFd> {
         if fd < 0 {
             return Err(self
-                .with_kind(ErrorKind::Driver, call)
+                .error(ErrorKind::Driver, call)
                 .context("why", "the call succeeded and returned no fd"));
         }
         // SAFETY: the caller promises that nothing else owns the fd.

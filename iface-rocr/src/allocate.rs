@@ -13,7 +13,7 @@ use hmem_iface_kit::{log_failure, table::VmmObjects};
 
 use crate::{
     driver::DeviceEntry,
-    error::{ERRORS, check, symbol},
+    error::{ROCR, check, symbol},
     lookup::Lookup,
     sys::{self, VmemHandle},
     table::RocrOrigin,
@@ -40,7 +40,7 @@ impl Allocator for PoolAllocator {
             }
             _ => Some("the system iface allocates this kind"),
         };
-        ERRORS.allocate(request, unsupported, || self.allocate_supported(request, device))
+        ROCR.allocate(request, unsupported, || self.allocate_supported(request, device))
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
@@ -97,13 +97,10 @@ impl PoolAllocator {
             RocrOrigin::Pool => {
                 let found = self.lookup.find(base)?.filter(|found| found.base() == base);
                 let unknown = || {
-                    ERRORS
-                        .with_kind(ErrorKind::Driver, "allocate")
-                        .context("address", base)
-                        .context(
-                            "why",
-                            "the runtime does not recognise memory that it has allocated",
-                        )
+                    ROCR.error(ErrorKind::Driver, "allocate").context("address", base).context(
+                        "why",
+                        "the runtime does not recognise memory that it has allocated",
+                    )
                 };
                 found.ok_or_else(unknown)?.id
             }
@@ -206,7 +203,7 @@ impl HostRegistrar for PoolAllocator {
     unsafe fn register(&self, range: AddressRange) -> Result<()> {
         const OPERATION: &str = "host_register";
         if range.is_empty() {
-            return Err(ERRORS.with_kind(ErrorKind::ZeroLength, OPERATION));
+            return Err(ROCR.error(ErrorKind::ZeroLength, OPERATION));
         }
         let f = &self.lookup.runtime.functions;
         let lock = symbol(f.memory_lock, "hsa_amd_memory_lock")?;
@@ -214,12 +211,9 @@ impl HostRegistrar for PoolAllocator {
         // A second lock at an address is refused: the runtime unlocks by address and could not
         // distinguish the two locks.
         if !self.lookup.table.begin_lock(range) {
-            return Err(ERRORS
-                .with_kind(ErrorKind::Busy, OPERATION)
-                .context("range", range)
-                .remedy(
-                    "a range that begins here is registered already: unregister that one first",
-                ));
+            return Err(ROCR.error(ErrorKind::Busy, OPERATION).context("range", range).remedy(
+                "a range that begins here is registered already: unregister that one first",
+            ));
         }
         let pointer = ptr::with_exposed_provenance_mut::<c_void>(range.start().0 as usize);
         let mut agent_address = ptr::null_mut();
@@ -234,8 +228,8 @@ impl HostRegistrar for PoolAllocator {
 
     fn unregister(&self, range: AddressRange) -> Result<()> {
         let Some(agent_address) = self.lookup.table.take_page_locked(range) else {
-            return Err(ERRORS
-                .with_kind(ErrorKind::InvalidArgument, "host_unregister")
+            return Err(ROCR
+                .error(ErrorKind::InvalidArgument, "host_unregister")
                 .context("range", range)
                 .remedy("unregister exactly the range that was registered, once"));
         };
@@ -254,11 +248,10 @@ impl HostRegistrar for PoolAllocator {
 }
 
 fn no_pool() -> Error {
-    ERRORS.lacks("allocate", "the runtime names no pool of this device's memory")
+    ROCR.lacks("allocate", "the runtime names no pool of this device's memory")
 }
 
 fn too_large() -> Error {
-    ERRORS
-        .with_kind(ErrorKind::OutOfResources, "allocate")
+    ROCR.error(ErrorKind::OutOfResources, "allocate")
         .remedy("ask for less: the length exceeds the address space")
 }

@@ -20,7 +20,7 @@ use hmem_iface_kit::{DeviceCopy, InFlight, log_failure};
 use parking_lot::Mutex;
 
 use crate::{
-    error::{ERRORS, check, symbol},
+    error::{ROCR, check, symbol},
     lookup::Lookup,
     sys::{self, Agent, Signal},
     table::RocrOrigin,
@@ -34,6 +34,7 @@ const CHUNK: u64 = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct Copier(Arc<CopyBuffers>);
 
+/// Driver objects that copies use again.
 #[derive(Debug)]
 struct CopyBuffers {
     lookup: Arc<Lookup>,
@@ -54,7 +55,7 @@ enum CopySide {
     Device(Agent),
     /// Host memory that every device can access at this address.
     Shared(usize),
-    /// Host memory that the runtime knows, but that has no address for every device.
+    /// Host memory that the runtime knows, but that some devices cannot access.
     Known,
     /// Host memory that the runtime does not know.
     Unknown,
@@ -122,8 +123,8 @@ impl Copier {
             (CopySide::Unknown, CopySide::Unknown) => {
                 // If the caller means freed device memory, host memory may be at its address by
                 // now. A copy by the CPU would overwrite that host memory.
-                return Err(ERRORS
-                    .with_kind(ErrorKind::OutOfBounds, "copy")
+                return Err(ROCR
+                    .error(ErrorKind::OutOfBounds, "copy")
                     .context("why", "the runtime knows neither side")
                     .remedy(
                         "copy memory of this iface before it is freed, and host memory with \
@@ -141,8 +142,8 @@ impl Copier {
         }
         let overlap = copy.to.0.abs_diff(copy.from.0) < copy.len;
         if overlap {
-            return Err(ERRORS
-                .with_kind(ErrorKind::InvalidArgument, "copy")
+            return Err(ROCR
+                .error(ErrorKind::InvalidArgument, "copy")
                 .context("why", "the sides overlap, and a copy engine copies in no order")
                 .remedy("copy through other memory"));
         }
@@ -193,8 +194,8 @@ impl Copier {
             // nor the runtime can access the memory.
             return match own {
                 None => Ok(CopySide::Unknown),
-                Some((allocation, _)) => Err(ERRORS
-                    .with_kind(ErrorKind::Driver, "copy")
+                Some((allocation, _)) => Err(ROCR
+                    .error(ErrorKind::Driver, "copy")
                     .context("why", "the runtime does not recognise memory that it allocated")
                     .context("allocation", allocation.range)),
             };
@@ -204,8 +205,8 @@ impl Copier {
             return Ok(CopySide::Known);
         }
         if !found.range.contains_range(range) {
-            return Err(ERRORS
-                .with_kind(ErrorKind::OutOfBounds, "copy")
+            return Err(ROCR
+                .error(ErrorKind::OutOfBounds, "copy")
                 .context("range", range)
                 .context("allocation", found.range)
                 .remedy("the range must lie in one allocation of this iface"));
@@ -215,8 +216,7 @@ impl Copier {
             return Ok(if ours { CopySide::Shared(address.0 as usize) } else { CopySide::Known });
         }
         let device = found.device.ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::Unavailable, "copy")
+            ROCR.error(ErrorKind::Unavailable, "copy")
                 .context("allocation", found.range)
                 .remedy("the memory's device is not visible here: see ROCR_VISIBLE_DEVICES")
         })?;
@@ -247,8 +247,7 @@ impl CopyBuffers {
     fn host(&self) -> Result<Agent> {
         let host = self.lookup.runtime.host.map(|(agent, _)| agent);
         host.ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::Unsupported, "copy")
+            ROCR.error(ErrorKind::Unsupported, "copy")
                 .context("why", "the runtime has no pool of host memory")
         })
     }
@@ -289,6 +288,7 @@ struct SignalCopy {
     buffers: Arc<CopyBuffers>,
     /// Signal with a value that falls below 1 when the copy ends. The handle is 0 if no copy runs.
     signal: Signal,
+    /// The buffer through which the bytes are copied, or `None` for a direct copy.
     buffer: Option<Buffer>,
     /// Copy from the buffer to host memory, which the CPU makes after the device's copy.
     out: Option<CopyRange>,
@@ -384,8 +384,8 @@ impl SignalCopy {
         };
         self.destroy_signal();
         if value < 0 {
-            return Err(ERRORS
-                .with_kind(ErrorKind::Driver, "hsa_amd_memory_async_copy")
+            return Err(ROCR
+                .error(ErrorKind::Driver, "hsa_amd_memory_async_copy")
                 .context("signal", value)
                 .context("why", "the copy engine reported an error")
                 .remedy("look at the kernel log (dmesg) for a fault of the device"));

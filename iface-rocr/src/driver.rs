@@ -4,16 +4,16 @@
 
 use std::{ffi::c_void, fs::File, io, ptr};
 
-use hmem_core::{DeviceId, Error, ErrorKind, Result, iface};
+use hmem_core::{DeviceId, ErrorKind, Result, iface};
 use hmem_iface_kit::{log_failure, text};
 use parking_lot::Mutex;
 
 use crate::{
-    error::{ERRORS, check, coded},
+    error::{ROCR, check, coded},
     sys::{self, Agent, Attribute, Functions, HsaStatus, MemoryPool},
 };
 
-/// A counted reference to the runtime, with the functions, agents and devices of the runtime.
+/// A counted reference to the runtime (`hsa_init`), with its functions, agents and devices.
 #[derive(Debug)]
 pub(crate) struct Runtime {
     pub(crate) functions: Functions,
@@ -54,7 +54,7 @@ impl Runtime {
         // times.
         let code = unsafe { (functions.init)() };
         if code != HsaStatus::HSA_STATUS_SUCCESS {
-            return Err(coded(ERRORS.unavailable("hsa_init", functions.library()), code).remedy(
+            return Err(coded(ROCR.unavailable("hsa_init", functions.library()), code).remedy(
                 match code {
                     HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES => {
                         let opened = File::options().read(true).write(true).open("/dev/kfd");
@@ -87,7 +87,7 @@ impl Runtime {
             }
         }
         if runtime.devices.is_empty() {
-            return Err(ERRORS
+            return Err(ROCR
                 .unavailable("hsa_iterate_agents", functions.library())
                 .context("devices", 0)
                 .remedy("no AMD GPU is visible: see `rocminfo` and ROCR_VISIBLE_DEVICES"));
@@ -130,7 +130,7 @@ impl Runtime {
     /// Returns the device with this ordinal. For an unknown ordinal, returns an error that names
     /// `operation`.
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
-        let unknown = || ERRORS.unknown_device(operation, device, self.devices.len());
+        let unknown = || ROCR.unknown_device(operation, device, self.devices.len());
         self.devices.get(device.0 as usize).ok_or_else(unknown)
     }
 
@@ -160,8 +160,7 @@ impl Runtime {
     /// - Otherwise the runtime's error. The memory is then freed again.
     pub(crate) fn allocate_host(&self, len: usize) -> Result<*mut c_void> {
         let (_, pool) = self.host.ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::Unsupported, "allocate")
+            ROCR.error(ErrorKind::Unsupported, "allocate")
                 .context("why", "the runtime has no pool of host memory")
         })?;
         let base = self.allocate(pool, len)?;
@@ -297,14 +296,25 @@ fn agents(functions: &Functions) -> Result<Vec<Agent>> {
     Ok(agents)
 }
 
-fn agent_info<T: Copy>(functions: &Functions, agent: Agent, attribute: Attribute<T>) -> Result<T> {
+/// Returns the value of an attribute. `get` calls the runtime with the number of the attribute, and
+/// with a pointer to a writable value of the attribute's type.
+fn info<T: Copy>(
+    attribute: Attribute<T>,
+    call: &'static str,
+    get: impl FnOnce(u32, *mut c_void) -> HsaStatus,
+) -> Result<T> {
     let mut value = attribute.empty;
-    // SAFETY: `value` is writable, and its type is the one that the constant of the attribute
-    // declares.
-    let code = unsafe {
-        (functions.agent_get_info)(agent, attribute.number, ptr::from_mut(&mut value).cast())
-    };
-    check(code, "hsa_agent_get_info").map(|()| value).map_err(|error| of(error, attribute.number))
+    let code = get(attribute.number, ptr::from_mut(&mut value).cast());
+    check(code, call)
+        .map(|()| value)
+        .map_err(|error| error.context("attribute", format_args!("{:#x}", attribute.number)))
+}
+
+fn agent_info<T: Copy>(functions: &Functions, agent: Agent, attribute: Attribute<T>) -> Result<T> {
+    info(attribute, "hsa_agent_get_info", |number, value| {
+        // SAFETY: `info` passes a writable value of the attribute's type.
+        unsafe { (functions.agent_get_info)(agent, number, value) }
+    })
 }
 
 fn pool_info<T: Copy>(
@@ -312,34 +322,22 @@ fn pool_info<T: Copy>(
     pool: MemoryPool,
     attribute: Attribute<T>,
 ) -> Result<T> {
-    let mut value = attribute.empty;
-    // SAFETY: `value` is writable, and its type is the one that the constant of the attribute
-    // declares.
-    let code = unsafe {
-        (functions.memory_pool_get_info)(pool, attribute.number, ptr::from_mut(&mut value).cast())
-    };
-    check(code, "hsa_amd_memory_pool_get_info")
-        .map(|()| value)
-        .map_err(|error| of(error, attribute.number))
+    info(attribute, "hsa_amd_memory_pool_get_info", |number, value| {
+        // SAFETY: `info` passes a writable value of the attribute's type.
+        unsafe { (functions.memory_pool_get_info)(pool, number, value) }
+    })
 }
 
 /// Returns a boolean attribute of the system, or `None` if the runtime does not know the attribute.
 fn supports(functions: &Functions, attribute: Attribute<u8>) -> Result<Option<bool>> {
-    let mut value = attribute.empty;
-    // SAFETY: `value` is writable, and its type is the one that the constant of the attribute
-    // declares.
-    let code =
-        unsafe { (functions.system_get_info)(attribute.number, ptr::from_mut(&mut value).cast()) };
-    match code {
-        HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT => Ok(None),
-        code => check(code, "hsa_system_get_info")
-            .map(|()| Some(value != 0))
-            .map_err(|error| of(error, attribute.number)),
-    }
-}
-
-fn of(error: Error, attribute: u32) -> Error {
-    error.context("attribute", format_args!("{attribute:#x}"))
+    let mut known = true;
+    let value = info(attribute, "hsa_system_get_info", |number, value| {
+        // SAFETY: `info` passes a writable value of the attribute's type.
+        let code = unsafe { (functions.system_get_info)(number, value) };
+        known = code != HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT;
+        if known { code } else { HsaStatus::HSA_STATUS_SUCCESS }
+    })?;
+    Ok(known.then_some(value != 0))
 }
 
 #[cfg(test)]

@@ -5,7 +5,8 @@ use hmem_iface_kit::IfaceErrors;
 
 use crate::sys::HsaStatus;
 
-pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::ROCR);
+/// Makes the errors of the ROCr iface.
+pub(crate) const ROCR: IfaceErrors = IfaceErrors(IfaceKind::ROCR);
 
 /// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
@@ -29,7 +30,7 @@ pub(crate) fn check(code: HsaStatus, operation: &'static str) -> Result<()> {
         HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED => ErrorKind::Unsupported,
         _ => ErrorKind::Driver,
     };
-    Err(coded(ERRORS.with_kind(kind, operation), code))
+    Err(coded(ROCR.error(kind, operation), code))
 }
 
 /// Adds a code of the runtime, and the name of the code, to an error.
@@ -44,7 +45,7 @@ pub(crate) fn symbol<F>(function: Option<F>, symbol: &'static str) -> Result<F> 
 
 /// Returns the error for an operation that needs a function which the library lacks.
 pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Error {
-    ERRORS.lacks(operation, "the library lacks the function").context("symbol", symbol)
+    ROCR.lacks(operation, "the library lacks the function").context("symbol", symbol)
 }
 
 /// Like [`check`], for calls that export memory: some errors have a remedy.

@@ -18,7 +18,7 @@ use hmem_core::{
 };
 
 use crate::{
-    error::{ERRORS, check, coded, lacks_symbol, refused, symbol},
+    error::{ROCR, check, coded, lacks_symbol, refused, symbol},
     lookup::Lookup,
     sys::{self, HsaStatus},
     table::RocrOrigin,
@@ -116,32 +116,32 @@ impl Exporter {
                 (code, "hsa_amd_portable_export_dmabuf")
             }
             (DmaBufMapping::Pcie, None, Some(_)) => {
-                return Err(ERRORS
+                return Err(ROCR
                     .no_pcie_mapping("hsa_amd_portable_export_dmabuf")
                     .context("symbol", "hsa_amd_portable_export_dmabuf_v2"));
             }
             (_, None, None) => return Err(no_export_call()),
         };
         if code == HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED && mapping == DmaBufMapping::Pcie {
-            return Err(coded(ERRORS.no_pcie_mapping(call), code));
+            return Err(coded(ROCR.no_pcie_mapping(call), code));
         }
         refused(code, call)?;
         // SAFETY: the runtime opened the fd for this call, and nothing else owns it.
-        unsafe { ERRORS.take_fd(fd, call) }.map(|fd| (fd, offset))
+        unsafe { ROCR.take_fd(fd, call) }.map(|fd| (fd, offset))
     }
 
     /// Exports the whole physical memory of a VMM handle as a dma-buf.
     fn export_handle(&self, handle: sys::VmemHandle, mapping: DmaBufMapping) -> Result<OwnedFd> {
         const CALL: &str = "hsa_amd_vmem_export_shareable_handle";
         if mapping == DmaBufMapping::Pcie {
-            return Err(ERRORS.no_pcie_mapping(CALL));
+            return Err(ROCR.no_pcie_mapping(CALL));
         }
         let export = symbol(self.lookup.runtime.functions.vmem_export, CALL)?;
         let mut fd: c_int = -1;
         // SAFETY: `fd` is writable, and the handle is that of a live allocation of this iface.
         refused(unsafe { export(&mut fd, handle, 0) }, CALL)?;
         // SAFETY: the runtime opened the fd for this call, and nothing else owns it.
-        unsafe { ERRORS.take_fd(fd, CALL) }
+        unsafe { ROCR.take_fd(fd, CALL) }
     }
 
     /// Returns the allocation that contains a range.
@@ -153,9 +153,9 @@ impl Exporter {
     /// - Otherwise the error of the lookup.
     fn exportable(&self, operation: &'static str, range: AddressRange) -> Result<Allocation> {
         let refuse = |error: Error| Err(error.context("range", range));
-        let outside = |why: &'static str| ERRORS.outside(operation).context("why", why);
+        let outside = |why: &'static str| ROCR.outside(operation).context("why", why);
         if range.is_empty() {
-            return refuse(ERRORS.with_kind(ErrorKind::ZeroLength, operation));
+            return refuse(ROCR.error(ErrorKind::ZeroLength, operation));
         }
         let Some(allocation) = self.lookup.find(range.start())? else {
             return refuse(outside(
@@ -168,8 +168,7 @@ impl Exporter {
         }
         match allocation.kind {
             AllocationKind::Host | AllocationKind::HostRegistered => refuse(
-                ERRORS
-                    .lacks(operation, "page-locked host memory is not device memory")
+                ROCR.lacks(operation, "page-locked host memory is not device memory")
                     .remedy("register its host pages"),
             ),
             _ => Ok(allocation),
@@ -188,8 +187,7 @@ pub(crate) fn no_export_call() -> Error {
 
 /// Returns the error for a kernel driver that cannot export dma-bufs.
 fn no_dma_buf() -> Error {
-    ERRORS
-        .lacks(Facet::DmaBuf.operation(), "the driver exports no dma-bufs")
+    ROCR.lacks(Facet::DmaBuf.operation(), "the driver exports no dma-bufs")
         .context("attribute", "HSA_AMD_SYSTEM_INFO_DMABUF_SUPPORTED")
         .remedy(
             "dma-bufs need amdgpu of Linux 6.2 or newer, or of ROCm 5.6 or newer; else load its \

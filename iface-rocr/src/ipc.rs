@@ -13,7 +13,7 @@ use hmem_iface_kit::{log_failure, table::not_live};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    error::{ERRORS, check, coded, refused, symbol},
+    error::{ROCR, check, coded, refused, symbol},
     lookup::Lookup,
     sys::{HsaStatus, IpcMemory},
     table::RocrOrigin,
@@ -43,7 +43,7 @@ impl Ipc for IpcExchange {
         const OPERATION: &str = "ipc_export";
         let not_live = || not_live(IfaceKind::ROCR, OPERATION, allocation);
         if allocation.kind != AllocationKind::Device {
-            return Err(ERRORS
+            return Err(ROCR
                 .lacks(OPERATION, "the runtime shares device memory of its pools only")
                 .context("kind", allocation.kind.name())
                 .context("range", allocation.range));
@@ -89,8 +89,7 @@ impl Ipc for IpcExchange {
         let same = |id: &Option<String>| id.as_deref() == Some(body.pci_bus_id.as_str());
         let entry = devices.iter().find(|entry| same(&entry.description.pci_bus_id));
         let entry = entry.ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::Unavailable, OPERATION)
+            ROCR.error(ErrorKind::Unavailable, OPERATION)
                 .context("device", &body.pci_bus_id)
                 .remedy("the device of the memory is not visible here: see ROCR_VISIBLE_DEVICES")
         })?;
@@ -108,8 +107,8 @@ impl Ipc for IpcExchange {
             // If two attaches returned the same address, this iface could not distinguish the two
             // allocations. AMD's header says that "each attach may return a different address".
             if self.lookup.table.own_around(base).is_some() {
-                return Err(ERRORS
-                    .with_kind(ErrorKind::Busy, OPERATION)
+                return Err(ROCR
+                    .error(ErrorKind::Busy, OPERATION)
                     .context("range", range)
                     .remedy("this process has opened the memory already: use that address"));
             }
@@ -149,7 +148,7 @@ fn check_attach(code: HsaStatus) -> Result<()> {
     const CALL: &str = "hsa_amd_ipc_memory_attach";
     check(code, CALL).map_err(|error| match code {
         HsaStatus::HSA_STATUS_ERROR_INVALID_ARGUMENT => {
-            coded(ERRORS.with_kind(ErrorKind::Unavailable, CALL), code).remedy(
+            coded(ROCR.error(ErrorKind::Unavailable, CALL), code).remedy(
                 "the memory was freed, the process that owned it has ended, or the memory belongs \
                  to this process: use its address",
             )

@@ -10,13 +10,13 @@ use hmem_core::{
 
 use crate::{
     driver::Runtime,
-    error::{ERRORS, check},
+    error::{ROCR, check},
     sys::{self, Agent, PointerInfo},
     table::{AllocationTable, RocrOrigin, on_free},
 };
 
-/// Placeholder for the identity of an allocation that this iface did not make. If the runtime has
-/// no deallocation callbacks, all memory has this identity.
+/// Identity of an allocation that this iface did not make, until the table assigns one. If the
+/// runtime has no deallocation callbacks, all memory has this identity.
 const NO_IDENTITY: AllocationId = AllocationId(0);
 
 /// Looks up allocations by address.
@@ -28,11 +28,12 @@ pub(crate) struct Lookup {
 
 impl Lookup {
     /// Returns the allocation that contains an address. Returns `None` if the runtime does not know
-    /// the address, or if the address follows the requested length of an allocation of this iface.
+    /// the address, or if the address lies behind the requested length of an allocation of this
+    /// iface.
     ///
     /// # Errors
-    /// - Unsupported for VMM memory of the application, and for the devices' address of page-locked
-    ///   host memory.
+    /// - Unsupported for VMM memory of the application, and for the address at which devices access
+    ///   page-locked host memory, if the CPU has another address for it.
     /// - Driver if the runtime's answer does not describe an allocation at the address.
     /// - Otherwise the error of the runtime.
     pub(crate) fn find(&self, address: Address) -> Result<Option<Allocation>> {
@@ -91,14 +92,14 @@ impl Lookup {
         let base = if locked { info.host_base } else { info.agent_base };
         let Some(range) = within(base) else {
             if locked && within(info.agent_base).is_some() {
-                return Err(ERRORS
+                return Err(ROCR
                     .lacks("query", "this is the devices' address of page-locked host memory")
                     .context("address", address)
                     .context("host address", Address::of_ptr(info.host_base))
                     .remedy("use the host address of the memory"));
             }
-            return Err(ERRORS
-                .with_kind(ErrorKind::Driver, "query")
+            return Err(ROCR
+                .error(ErrorKind::Driver, "query")
                 .context(
                     "why",
                     "the driver's answer does not describe an allocation that holds the address",
@@ -133,7 +134,7 @@ impl Lookup {
             sys::HSA_EXT_POINTER_TYPE_HSA_VMEM => "HSA_EXT_POINTER_TYPE_HSA_VMEM",
             _ => "unknown",
         };
-        Err(ERRORS
+        Err(ROCR
             .lacks("query", "the runtime does not say where memory of this type begins")
             .context("address", address)
             .context("type", format_args!("{name} ({kind})"))

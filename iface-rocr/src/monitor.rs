@@ -8,7 +8,7 @@ use hmem_core::{
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
-use crate::{error::ERRORS, lookup::Lookup};
+use crate::{error::ROCR, lookup::Lookup};
 
 /// Creates monitors of ROCr memory.
 #[derive(Debug)]
@@ -59,7 +59,7 @@ impl Monitor for CallbackMonitor {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         let refuse = |kind, remedy| {
-            Err(ERRORS.with_kind(kind, "subscribe").context("range", range).remedy(remedy))
+            Err(ROCR.error(kind, "subscribe").context("range", range).remedy(remedy))
         };
         let Some(lookup) = self.lookup.upgrade() else {
             return refuse(

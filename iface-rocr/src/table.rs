@@ -24,7 +24,7 @@ use parking_lot::Mutex;
 
 use crate::sys::VmemHandle;
 
-/// Live allocations and page-locked ranges.
+/// Live allocations and page-locked ranges, with the subscriptions to frees.
 #[derive(Debug, Default)]
 pub(crate) struct AllocationTable {
     entries: Mutex<Entries>,
@@ -39,8 +39,8 @@ struct Entries {
     last_id: u64,
     /// Allocations by first address.
     live: BTreeMap<u64, KnownMemory>,
-    /// Page-locked ranges by first address, with their address for devices. The address is `None`
-    /// while the runtime is locking the range.
+    /// Page-locked ranges by first address, with their addresses for devices. An address is `None`
+    /// while a thread calls the runtime to lock the range.
     page_locked: BTreeMap<u64, (AddressRange, Option<usize>)>,
 }
 
@@ -82,8 +82,8 @@ impl AllocationTable {
         self.entries.lock().next_id()
     }
 
-    /// Returns the identity of an allocation in the table, or `None` if the table does not have it.
-    /// Ignores the identity in `seen`.
+    /// Returns the identity of the allocation in the table that equals `seen` in all but the
+    /// identity. Returns `None` if there is none.
     pub(crate) fn id_of(&self, seen: &Allocation) -> Option<AllocationId> {
         let entries = self.entries.lock();
         let entry = entries.live.get(&seen.base().0)?;
@@ -105,8 +105,8 @@ impl AllocationTable {
         (id, Box::into_raw(Box::new(notice)).cast())
     }
 
-    /// Records the range and kind of the allocation with this identity. Returns false if the
-    /// allocation was freed meanwhile.
+    /// Completes the entry that [`begin`](Self::begin) added for the identity of `allocation`.
+    /// Returns false if the memory was freed meanwhile.
     pub(crate) fn describe(&self, allocation: Allocation) -> bool {
         let mut entries = self.entries.lock();
         let entry = entries.live.get_mut(&allocation.base().0);

@@ -18,9 +18,7 @@ use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt,
     IfaceKind, Result,
     iface::{AllocRequest, DmaBufMapping, Facet, IpcHandle},
-    monitor::{
-        DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor,
-    },
+    monitor::{DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator},
     provider::Nic,
 };
 use hmem_fake_rocr::{FakeRuntime, Live, Profile};

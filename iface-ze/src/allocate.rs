@@ -12,7 +12,7 @@ use hmem_iface_kit::log_failure;
 
 use crate::{
     driver::DeviceEntry,
-    error::{ERRORS, check},
+    error::{ZE, check},
     lookup::Lookup,
     sys::{self, ContextHandle, DeviceMemoryDescription, ExportDescription, HostMemoryDescription},
 };
@@ -30,7 +30,7 @@ impl Allocator for DeviceAllocator {
             AllocationKind::Device | AllocationKind::Host | AllocationKind::Managed => None,
             _ => Some("Level Zero has no such kind of memory"),
         };
-        ERRORS.allocate(request, unsupported, || {
+        ZE.allocate(request, unsupported, || {
             let base = self.call(entry, request)?;
             let entered = self.lookup.enter(entry.driver, base, false);
             if entered.is_err() {

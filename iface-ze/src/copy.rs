@@ -1,9 +1,9 @@
 //! Copies of device memory: to and from host memory, and between allocations.
 //!
-//! Each copy by a device runs on a [`Lane`] of its own. The device accesses its own memory and the
-//! driver's host memory only. Other host memory is copied through the lane's buffer, since a device
-//! may not be able to access it. An asynchronous copy ends before its start returns if it is
-//! between two devices, or if its bytes do not fit into the buffer.
+//! Each copy by a device runs on a [`Lane`] of its own. The device accesses its own memory and host
+//! memory of its driver only. Other host memory is copied through the lane's buffer, since a device
+//! may not be able to access that memory. An asynchronous copy ends before its start returns if both
+//! sides are on different devices, or if the bytes do not fit into the buffer.
 //!
 //! No lane is ordered after the queues of the application: the application waits for its own work
 //! that writes the source.
@@ -20,7 +20,7 @@ use hmem_iface_kit::{DeviceCopy, InFlight};
 
 use crate::{
     driver::DeviceEntry,
-    error::ERRORS,
+    error::ZE,
     lanes::{BUFFER, Lane, Lanes},
     lookup::Lookup,
     sys::ZeResult,
@@ -107,8 +107,7 @@ impl Copier {
                 // If the caller means freed device memory, host memory may be at its address by
                 // now. A copy by the CPU would overwrite that host memory.
                 return Err(copy.described(
-                    ERRORS
-                        .with_kind(ErrorKind::OutOfBounds, "copy")
+                    ZE.error(ErrorKind::OutOfBounds, "copy")
                         .context("why", "the driver knows neither side")
                         .remedy("copy memory of this iface before it is freed"),
                 ));
@@ -117,8 +116,7 @@ impl Copier {
                 let ranges = (AddressRange::new(copy.to, len)?, AddressRange::new(copy.from, len)?);
                 if ranges.0.overlaps(ranges.1) {
                     return Err(copy.described(
-                        ERRORS
-                            .with_kind(ErrorKind::InvalidArgument, "copy")
+                        ZE.error(ErrorKind::InvalidArgument, "copy")
                             .context("why", "the sides overlap, which Level Zero does not allow")
                             .remedy("copy through other memory"),
                     ));
@@ -155,8 +153,8 @@ impl Copier {
         let Some(found) = self.0.lookup.find(address)? else { return Ok(CopySide::Unknown) };
         let allocation = found.allocation;
         if !allocation.range.contains_range(range) {
-            return Err(ERRORS
-                .with_kind(ErrorKind::OutOfBounds, "copy")
+            return Err(ZE
+                .error(ErrorKind::OutOfBounds, "copy")
                 .context("range", range)
                 .context("allocation", allocation.range)
                 .remedy("the range must lie in one allocation of this iface"));
@@ -165,8 +163,8 @@ impl Copier {
             (AllocationKind::Host, _) => Ok(CopySide::DriverHost(found.driver)),
             (AllocationKind::Managed, _) => Ok(CopySide::Shared),
             (_, Some(entry)) => Ok(CopySide::Device(entry)),
-            (_, None) => Err(ERRORS
-                .with_kind(ErrorKind::Driver, "copy")
+            (_, None) => Err(ZE
+                .error(ErrorKind::Driver, "copy")
                 .context("why", "the memory belongs to a device that the driver does not list")
                 .context("allocation", allocation.range)),
         }
@@ -210,8 +208,8 @@ impl CopyEngine for Copier {
 
 impl Copier {
     /// Starts a copy by a device, on a [`Lane`]. `plan` receives the address of the lane's buffer,
-    /// and returns two copies: one for the device, and, if needed, one that the CPU makes
-    /// afterwards.
+    /// and returns the copy for the device. For a copy from the buffer to host memory, `plan` also
+    /// returns that copy, which the CPU makes afterwards.
     fn begin(
         &self,
         entry: &DeviceEntry,
@@ -237,7 +235,7 @@ impl Copier {
 struct LaneCopy {
     lanes: Arc<Lanes>,
     lane: Lane,
-    /// Copy that the CPU makes after that of the device, if any.
+    /// Copy from the lane's buffer to host memory, which the CPU makes after the device's copy.
     rest: Option<CopyRange>,
 }
 

@@ -9,7 +9,7 @@ use hmem_iface_kit::{log_failure, text};
 use parking_lot::RwLock;
 
 use crate::{
-    error::{ERRORS, check, coded},
+    error::{ZE, check, coded},
     sys::{
         self, ContextDescription, ContextHandle, DeviceExternalMemoryProperties, DeviceHandle,
         DeviceMemoryProperties, DeviceProperties, DriverHandle, Functions, PciProperties,
@@ -64,7 +64,7 @@ impl Driver {
         // times.
         let code = unsafe { (functions.init)(sys::ZE_INIT_FLAG_GPU_ONLY) };
         if code != ZeResult::ZE_RESULT_SUCCESS {
-            return Err(coded(ERRORS.unavailable("zeInit", functions.library()), code).remedy(
+            return Err(coded(ZE.unavailable("zeInit", functions.library()), code).remedy(
                 match code {
                     ZeResult::ZE_RESULT_ERROR_UNINITIALIZED => {
                         "no Level Zero driver starts: check that a GPU driver for Level Zero is \
@@ -80,7 +80,7 @@ impl Driver {
             driver.add(index as u32, handle)?;
         }
         if driver.devices.is_empty() {
-            return Err(ERRORS
+            return Err(ZE
                 .unavailable("zeDeviceGet", driver.functions.library())
                 .context("devices", 0)
                 .remedy(
@@ -120,8 +120,7 @@ impl Driver {
     pub(crate) fn device(&self, operation: &'static str, device: DeviceId) -> Result<&DeviceEntry> {
         let entry = self.devices.iter().find(|entry| entry.description.id == device);
         entry.ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::InvalidArgument, operation)
+            ZE.error(ErrorKind::InvalidArgument, operation)
                 .device(device)
                 .context("devices", self.devices.len())
                 .remedy(
@@ -149,9 +148,7 @@ impl Driver {
     ) -> Result<T> {
         let contexts = self.contexts.read();
         let context = contexts.get(driver).copied().ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::BadState, "context")
-                .remedy("the iface was closed: open it again")
+            ZE.error(ErrorKind::BadState, "context").remedy("the iface was closed: open it again")
         })?;
         call(context)
     }

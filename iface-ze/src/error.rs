@@ -5,7 +5,8 @@ use hmem_iface_kit::IfaceErrors;
 
 use crate::sys::ZeResult;
 
-pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::ZE);
+/// Makes the errors of the Level Zero iface.
+pub(crate) const ZE: IfaceErrors = IfaceErrors(IfaceKind::ZE);
 
 /// Converts a code of the driver to an error, or to Ok for success.
 pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
@@ -37,7 +38,7 @@ pub(crate) fn check(code: ZeResult, operation: &'static str) -> Result<()> {
         | ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_ENUMERATION => ErrorKind::Unsupported,
         _ => ErrorKind::Driver,
     };
-    let error = coded(ERRORS.with_kind(kind, operation), code);
+    let error = coded(ZE.error(kind, operation), code);
     Err(match remedy(code) {
         Some(remedy) => error.remedy(remedy),
         None => error,

@@ -25,8 +25,8 @@ use parking_lot::Mutex;
 use rustix::fs::{FileType, SeekFrom};
 
 use crate::{
-    driver::Driver,
-    error::{ERRORS, check},
+    driver::{DeviceEntry, Driver},
+    error::{ZE, check},
     lookup::{FoundAllocation, Lookup, pointer},
     sys::{
         self, ContextHandle, DeviceHandle, ExportFd, IpcMemoryHandle, MemoryAllocationProperties,
@@ -43,13 +43,14 @@ pub(crate) struct Exporter {
 const OPERATION: &str = Facet::DmaBuf.operation();
 
 /// Lock that a thread holds from an export until the fd is returned to the driver. A driver may
-/// have one fd for each allocation, which all ifaces share. Two threads must not pass one handle to
-/// `zeMemPutIpcHandle` at the same time.
+/// have one fd for each allocation, which all ifaces of the process share. Two threads must not pass
+/// the handle of one fd to `zeMemPutIpcHandle` at the same time.
 static EXPORTING: Mutex<()> = Mutex::new(());
 
 impl DmaBufExporter for Exporter {
     fn mappings(&self) -> &'static [DmaBufMapping] {
-        if exports_dma_bufs(&self.lookup.driver) { &[DmaBufMapping::Default] } else { &[] }
+        let exports = self.lookup.driver.devices.iter().any(DeviceEntry::exports_dma_bufs);
+        if exports { &[DmaBufMapping::Default] } else { &[] }
     }
 
     fn export(
@@ -62,7 +63,7 @@ impl DmaBufExporter for Exporter {
         let described = |error: Error| error.context("range", range).context("nic", nic);
         if mapping != DmaBufMapping::Default {
             return Err(described(
-                ERRORS.lacks(OPERATION, "Level Zero has no mapping but the default"),
+                ZE.lacks(OPERATION, "Level Zero has no mapping but the default"),
             ));
         }
         let found = self.exportable(range, of).map_err(described)?;
@@ -81,17 +82,17 @@ impl Exporter {
     /// - Unsupported for shared and host memory, which cannot be exported as device memory.
     /// - Otherwise the error of the lookup.
     fn exportable(&self, range: AddressRange, of: &Allocation) -> Result<FoundAllocation<'_>> {
-        let outside = || ERRORS.outside(OPERATION);
+        let outside = || ZE.outside(OPERATION);
         let found = self.lookup.find(range.start())?;
         let found = found.filter(|now| now.allocation.id == of.id).ok_or_else(outside)?;
         if !found.allocation.range.contains_range(range) {
             return Err(outside().context("allocation", found.allocation.range));
         }
         match found.allocation.kind {
-            AllocationKind::Managed => Err(ERRORS
+            AllocationKind::Managed => Err(ZE
                 .lacks(OPERATION, "shared memory migrates between host and device")
                 .remedy("register its host pages, stage it, or use zeMemAllocDevice")),
-            AllocationKind::Host => Err(ERRORS
+            AllocationKind::Host => Err(ZE
                 .lacks(OPERATION, "memory of zeMemAllocHost is not device memory")
                 .remedy("register its host pages")),
             _ => Ok(found),
@@ -102,13 +103,13 @@ impl Exporter {
     pub(crate) fn export_whole(&self, found: &FoundAllocation<'_>) -> Result<OwnedFd> {
         let driver = &self.lookup.driver;
         let entry = found.device.ok_or_else(|| {
-            ERRORS.lacks(OPERATION, "the memory belongs to a device that the driver does not list")
+            ZE.lacks(OPERATION, "the memory belongs to a device that the driver does not list")
         })?;
         let id = entry.description.id;
         // For a device that exports no dma-bufs, Intel's driver would report success and return fd
         // 0.
         if !entry.exports_dma_bufs() {
-            return Err(ERRORS
+            return Err(ZE
                 .lacks(OPERATION, "the device exports no dma-bufs")
                 .device(id)
                 .context("memoryAllocationExportTypes", entry.exports)
@@ -118,7 +119,7 @@ impl Exporter {
                 ));
         }
         if found.pooled {
-            return Err(ERRORS
+            return Err(ZE
                 .lacks(OPERATION, "the driver took the memory from a pool")
                 .device(id)
                 .context("allocation", found.allocation.range)
@@ -129,7 +130,7 @@ impl Exporter {
         let (base, len) = (found.allocation.base(), found.allocation.range.len());
         let fd = driver.with_context(found.driver, |context| {
             let _exporting = EXPORTING.lock();
-            let exported = Exported::of(ask(driver, context, base)?)?;
+            let exported = Exported::ask(driver, context, base)?;
             let own = exported.duplicate(len);
             exported.return_fd(driver, context, base);
             own
@@ -138,15 +139,15 @@ impl Exporter {
         // If the memory was freed meanwhile, another file may have the number of the fd.
         let still = self.lookup.find(base)?.map(|now| now.allocation);
         if still != Some(found.allocation) {
-            return Err(ERRORS
-                .with_kind(ErrorKind::OutOfBounds, OPERATION)
+            return Err(ZE
+                .error(ErrorKind::OutOfBounds, OPERATION)
                 .remedy("the memory was freed while it was exported"));
         }
         // The buffer of the application's memory may begin before the memory. The buffer is then
         // larger than the memory.
         let size = size_of_file(fd.as_fd()).unwrap_or(u64::MAX);
         if !found.owned && size - len >= found.page_size.max(1) {
-            return Err(ERRORS
+            return Err(ZE
                 .lacks(OPERATION, "no call returns the offset of the memory in its dma-buf")
                 .device(id)
                 .context("dma-buf", size)
@@ -155,38 +156,6 @@ impl Exporter {
         }
         Ok(fd)
     }
-}
-
-/// Returns true if the memory of at least one device can be exported.
-pub(crate) fn exports_dma_bufs(driver: &Driver) -> bool {
-    driver.devices.iter().any(|entry| entry.exports_dma_bufs())
-}
-
-/// Values that the driver returned for an export.
-struct ExportAnswer {
-    fd: c_int,
-    /// Identity of the exported allocation, which the driver assigns.
-    allocation: u64,
-}
-
-/// Calls the driver to export the allocation at an address.
-fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<ExportAnswer> {
-    let mut export = ExportFd {
-        flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,
-        fd: -1,
-        ..ExportFd::default()
-    };
-    let mut properties = MemoryAllocationProperties {
-        next: (&raw mut export).cast(),
-        ..MemoryAllocationProperties::default()
-    };
-    let mut device = DeviceHandle::NULL;
-    let get = driver.functions.mem_get_alloc_properties;
-    // SAFETY: the caller keeps the context alive. The structures have their types in `stype`, and
-    // the second one ends the chain. `device` is writable, and the address is only looked up.
-    let code = unsafe { get(context, pointer(base), &mut properties, &mut device) };
-    check(code, "zeMemGetAllocProperties")?;
-    Ok(ExportAnswer { fd: export.fd, allocation: properties.id })
 }
 
 /// An fd that the driver returned for an export, after the check that it is a dma-buf. The driver
@@ -200,17 +169,35 @@ struct Exported {
 }
 
 impl Exported {
-    /// Checks that the fd which the driver returned is a dma-buf.
+    /// Calls the driver to export the allocation at an address.
     ///
     /// # Errors
-    /// Unsupported if the fd is not a dma-buf. Such an fd must not be returned to the driver.
-    fn of(ExportAnswer { fd, allocation }: ExportAnswer) -> Result<Self> {
+    /// - Unsupported if the fd is not a dma-buf. Such an fd must not be returned to the driver.
+    /// - Otherwise the error of the driver.
+    fn ask(driver: &Driver, context: ContextHandle, base: Address) -> Result<Self> {
+        let mut export = ExportFd {
+            flags: sys::ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF,
+            fd: -1,
+            ..ExportFd::default()
+        };
+        let mut properties = MemoryAllocationProperties {
+            next: (&raw mut export).cast(),
+            ..MemoryAllocationProperties::default()
+        };
+        let mut device = DeviceHandle::NULL;
+        let get = driver.functions.mem_get_alloc_properties;
+        // SAFETY: the caller keeps the context alive. The structures have their types in `stype`,
+        // and the second one ends the chain. `device` is writable, and the address is only looked
+        // up.
+        let code = unsafe { get(context, pointer(base), &mut properties, &mut device) };
+        check(code, "zeMemGetAllocProperties")?;
+        let fd = export.fd;
         // SAFETY: the number is not negative. If no file has this number, the calls on it return an
         // error.
         let file = (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) });
         match file.and_then(size_of_file) {
-            Some(size) => Ok(Self { fd, allocation, size }),
-            None => Err(ERRORS
+            Some(size) => Ok(Self { fd, allocation: properties.id, size }),
+            None => Err(ZE
                 .lacks(OPERATION, "the driver reported success, but its fd is no dma-buf")
                 .context("fd", fd)),
         }
@@ -222,7 +209,7 @@ impl Exported {
     /// Unsupported if the dma-buf is smaller than `len` bytes. Otherwise the error of `fcntl`.
     fn duplicate(&self, len: u64) -> Result<OwnedFd> {
         if self.size < len {
-            return Err(ERRORS
+            return Err(ZE
                 .lacks(OPERATION, "the dma-buf is smaller than the memory")
                 .context("dma-buf", self.size)
                 .context("length", len)
@@ -270,10 +257,10 @@ impl Exported {
     ///
     /// A driver before Level Zero 1.6 has no call to return an fd. Some of these drivers open an fd
     /// for each export, which the exporting process must close. Others keep one fd for each
-    /// allocation. A second export shows the difference: it returns another fd or the same one. If
-    /// other memory is at the address by then, no fd is closed.
+    /// allocation. A second export shows the difference: it returns another fd or the same fd. If
+    /// the second export is of other memory, no fd is closed.
     fn close_if_own(self, driver: &Driver, context: ContextHandle, base: Address) -> Result<()> {
-        let again = Self::of(ask(driver, context, base)?)?;
+        let again = Self::ask(driver, context, base)?;
         if again.fd != self.fd && again.allocation == self.allocation {
             for made in [self.fd, again.fd] {
                 // SAFETY: two exports of one allocation returned two fds, so the driver opened an

@@ -15,10 +15,10 @@ use crate::{
     allocate::DeviceAllocator,
     causes::CAUSES,
     copy::Copier,
-    driver::Driver,
-    error::ERRORS,
+    driver::{DeviceEntry, Driver},
+    error::ZE,
     export::Exporter,
-    ipc::{IpcExchange, has_ipc},
+    ipc::IpcExchange,
     lookup::Lookup,
     monitor::Monitors,
     sys::Functions,
@@ -148,7 +148,8 @@ unsafe impl Iface for LevelZero {
     }
 
     fn ipc(&self) -> Option<&dyn Ipc> {
-        has_ipc(&self.lookup.driver).then_some(&self.ipc as _)
+        let both = |entry: &DeviceEntry| entry.exports_dma_bufs() && entry.imports_dma_bufs();
+        self.lookup.driver.devices.iter().any(both).then_some(&self.ipc as _)
     }
 
     fn monitor(&self) -> Option<&dyn MonitorSource> {
@@ -160,7 +161,7 @@ unsafe impl Iface for LevelZero {
     }
 
     fn unavailable(&self, facet: Facet) -> Error {
-        ERRORS.lacks(
+        ZE.lacks(
             facet.operation(),
             match facet {
                 Facet::PeerMemory => {

@@ -1,8 +1,8 @@
 //! Exchange of allocations with other processes. The importing process duplicates the fd of a
 //! dma-buf from the exporting process, and imports the dma-buf.
 //!
-//! Level Zero's own handles are not used. In drivers before 2025 they contain an fd number, and the
-//! same number means another file in another process.
+//! Handles of Level Zero itself are not used. In drivers before 2025 such a handle contains the
+//! number of an fd, which belongs to another file in another process.
 
 #![allow(unsafe_code, reason = "closes an allocation that the caller no longer uses")]
 
@@ -21,8 +21,8 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    driver::{DeviceEntry, Driver},
-    error::{ERRORS, check},
+    driver::DeviceEntry,
+    error::{ZE, check},
     export::Exporter,
     lookup::Lookup,
     sys::{self, DeviceMemoryDescription, ImportFd},
@@ -54,8 +54,7 @@ impl Body {
     /// Duplicates the dma-buf's fd from the process that exported the memory.
     fn dma_buf(&self) -> Result<OwnedFd> {
         let gone = |why: &'static str| {
-            ERRORS
-                .with_kind(ErrorKind::Unavailable, "ipc_open")
+            ZE.error(ErrorKind::Unavailable, "ipc_open")
                 .context("why", why)
                 .context("pid", self.pid)
                 .remedy("keep the allocation in its process until it is open everywhere")
@@ -93,8 +92,7 @@ impl Ipc for IpcExchange {
         let live = found.filter(|found| found.allocation.id == allocation.id);
         let live = live.ok_or_else(|| {
             described(
-                ERRORS
-                    .with_kind(ErrorKind::InvalidArgument, OPERATION)
+                ZE.error(ErrorKind::InvalidArgument, OPERATION)
                     .remedy("the allocation is not live: export it before it is freed"),
             )
         })?;
@@ -102,7 +100,7 @@ impl Ipc for IpcExchange {
             Some(device) if live.owned && live.allocation.kind == AllocationKind::Device => device,
             _ => {
                 let reason = "only device memory that this iface allocated is shared";
-                return Err(described(ERRORS.lacks(OPERATION, reason))
+                return Err(described(ZE.lacks(OPERATION, reason))
                     .context("kind", live.allocation.kind.name()));
             }
         };
@@ -125,8 +123,7 @@ impl Ipc for IpcExchange {
         let body: Body = handle.decode(IfaceKind::ZE)?;
         let mut devices = self.lookup.driver.devices.iter();
         let entry = devices.find(|entry| entry.uuid == body.uuid).ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::Unavailable, OPERATION)
+            ZE.error(ErrorKind::Unavailable, OPERATION)
                 .remedy("the device of the memory is not visible here: see ZE_AFFINITY_MASK")
         })?;
         let fd = body.dma_buf()?;
@@ -178,12 +175,6 @@ impl IpcExchange {
         })?;
         Ok(base)
     }
-}
-
-/// Returns true if at least one device both exports and imports dma-bufs.
-pub(crate) fn has_ipc(driver: &Driver) -> bool {
-    let both = |entry: &DeviceEntry| entry.exports_dma_bufs() && entry.imports_dma_bufs();
-    driver.devices.iter().any(both)
 }
 
 /// Returns the file system and the inode of a file, which together identify it.

@@ -31,17 +31,18 @@ pub(crate) struct Lanes {
     spare: Mutex<Vec<Lane>>,
 }
 
-/// Driver objects for one copy at a time: a command list, an event and a buffer in host memory.
+/// Driver objects for one copy at a time.
 #[derive(Debug)]
 pub(crate) struct Lane {
     device: DeviceHandle,
+    /// Index of the device's driver in `Driver::contexts`.
     driver: usize,
     list: CommandListHandle,
     pool: EventPoolHandle,
     pub(crate) event: EventHandle,
     /// First address of the buffer, or 0 if the lane has none.
     pub(crate) buffer: u64,
-    /// True from the start of a copy until its end was observed.
+    /// True from the start of a copy until [`Lanes::finish`] has waited for its end.
     busy: bool,
 }
 
@@ -188,19 +189,16 @@ impl Lanes {
     /// Puts a [`Lane`] back into the list of idle lanes, or destroys the lane if its last copy
     /// failed.
     ///
-    /// Before the destruction, waits for a copy that may still run, unless the device is lost. An
-    /// error of the wait or of the destruction is only logged.
+    /// Before the destruction, waits for a copy that the device may still run. The error kind
+    /// Unavailable means that the device is lost, and runs no copy. An error of the wait or of the
+    /// destruction is only logged.
     pub(crate) fn leave(&self, mut lane: Lane, failed: Option<&Error>) {
         let Some(refused) = failed else {
             self.spare.lock().push(lane);
             return;
         };
-        // After a failed wait the device may still run the copy, unless the device is lost.
-        let ended = match refused.kind() {
-            ErrorKind::Unavailable => Ok(()),
-            _ if lane.busy => self.finish(&mut lane),
-            _ => Ok(()),
-        };
+        let may_run = lane.busy && refused.kind() != ErrorKind::Unavailable;
+        let ended = if may_run { self.finish(&mut lane) } else { Ok(()) };
         let destroyed = ended.and_then(|()| self.destroy(&mut lane));
         log_failure!(error, destroyed, "cannot destroy the lane of a failed copy");
     }

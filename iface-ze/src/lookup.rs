@@ -20,7 +20,7 @@ use hmem_iface_kit::table::Owned;
 
 use crate::{
     driver::{DeviceEntry, Driver},
-    error::{ERRORS, check},
+    error::{ZE, check},
     sys::{self, ContextHandle, DeviceHandle, MemoryAllocationProperties, ZeResult},
 };
 
@@ -57,11 +57,11 @@ pub(crate) struct FoundAllocation<'a> {
     pub(crate) driver: usize,
     /// Page size of the memory in bytes.
     pub(crate) page_size: u64,
-    /// True if the driver took the memory from a pool. The driver gives all allocations of a pool
-    /// the same `id`.
+    /// True if the driver took the memory from a pool.
     pub(crate) pooled: bool,
     /// True if this iface allocated the memory, or imported it from another process.
     pub(crate) owned: bool,
+    /// Number that the driver assigns to the allocation, or to its pool.
     driver_id: u64,
 }
 
@@ -168,9 +168,9 @@ impl Lookup {
         }))
     }
 
-    /// Returns true if the driver took a range from a pool: then the bytes next to it have the same
-    /// allocation number. Intel's driver uses pools for small allocations that were not requested
-    /// to be exportable.
+    /// Returns true if the driver took a range from a pool. The bytes before or after the range then
+    /// have the allocation number of the range. Intel's driver uses pools for small allocations that
+    /// were not requested to be exportable.
     fn is_pooled(&self, context: ContextHandle, range: AddressRange, id: u64) -> Result<bool> {
         for next in [range.start().0.checked_add(range.len()), range.start().0.checked_sub(1)] {
             let Some(next) = next.filter(|next| *next != 0) else { continue };
@@ -204,8 +204,7 @@ impl Lookup {
         let base = Address::of_ptr(base);
         let found = self.driver.with_context(driver, |context| self.find_in(driver, context, base));
         let found = found?.ok_or_else(|| {
-            ERRORS
-                .with_kind(ErrorKind::Driver, "allocate")
+            ZE.error(ErrorKind::Driver, "allocate")
                 .context("address", base)
                 .context("why", "the driver does not recognise memory that it has allocated")
         })?;
@@ -269,7 +268,7 @@ pub(crate) fn pointer(address: Address) -> *const c_void {
 }
 
 fn inconsistent() -> Error {
-    ERRORS.with_kind(ErrorKind::Driver, "query").context(
+    ZE.error(ErrorKind::Driver, "query").context(
         "why",
         "the driver's answer does not describe an allocation that holds the address",
     )

@@ -13,7 +13,7 @@ use hmem_core::{
     monitor::{DetectionMethod, InvalidationCause, Invalidator, Monitor, Subscription},
 };
 
-use crate::{error::ERRORS, lookup::Lookup};
+use crate::{error::ZE, lookup::Lookup};
 
 /// Creates monitors of Level Zero memory.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ struct IdentityMonitor {
 
 impl IdentityMonitor {
     fn lookup(&self) -> Result<Arc<Lookup>> {
-        self.lookup.upgrade().ok_or_else(|| ERRORS.not_watched())
+        self.lookup.upgrade().ok_or_else(|| ZE.not_watched())
     }
 }
 
@@ -63,8 +63,8 @@ impl Monitor for IdentityMonitor {
     fn subscribe(&self, range: AddressRange, _: Arc<dyn Invalidator>) -> Result<Subscription> {
         let lookup = self.lookup()?;
         let refuse = |remedy| {
-            Err(ERRORS
-                .with_kind(ErrorKind::Unsupported, "subscribe")
+            Err(ZE
+                .error(ErrorKind::Unsupported, "subscribe")
                 .context("range", range)
                 .remedy(remedy))
         };

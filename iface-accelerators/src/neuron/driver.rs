@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::{
     causes::CAUSES,
-    error::{ERRORS, check, coded, refusal},
+    error::{NEURON, check, coded, refusal},
     sys::{self, Functions, NrtStatus},
 };
 
@@ -94,7 +94,7 @@ impl Runtime {
         };
         if va.is_null() {
             return Err(
-                ERRORS.lacks("nrt_tensor_get_va", "the runtime maps no address for the tensor")
+                NEURON.lacks("nrt_tensor_get_va", "the runtime maps no address for the tensor")
             );
         }
         AddressRange::new(Address::of_ptr(va), size as u64)
@@ -208,7 +208,7 @@ unsafe impl Driver for Runtime {
     fn allocate(&self, device: DeviceId, len: u64) -> Result<(Address, Tensor)> {
         let whole = len
             .checked_next_multiple_of(PAGE)
-            .ok_or_else(|| ERRORS.with_kind(ErrorKind::OutOfResources, "allocate"))?;
+            .ok_or_else(|| NEURON.error(ErrorKind::OutOfResources, "allocate"))?;
         let tensor = self.allocate_tensor(device, whole)?;
         // SAFETY: the call above returned the tensor.
         match unsafe { self.range_of(tensor) } {
@@ -261,13 +261,13 @@ unsafe impl Driver for Runtime {
         match code {
             NrtStatus::NRT_SUCCESS => {
                 // SAFETY: the runtime opened the fd for this call, and no longer uses it.
-                let fd = unsafe { ERRORS.take_fd(fd, call) }?;
+                let fd = unsafe { NEURON.take_fd(fd, call) }?;
                 Ok(DmaBuf { fd, offset })
             }
             // The runtime hides the kernel driver's reason, such as an old kernel or missing
             // peer-to-peer support.
             NrtStatus::NRT_INVALID | NrtStatus::NRT_FAILURE => Err(coded(
-                ERRORS.lacks(call, "the runtime exports no dma-buf of the memory"),
+                NEURON.lacks(call, "the runtime exports no dma-buf of the memory"),
                 code,
             )
             .remedy(concat!(
@@ -295,7 +295,7 @@ unsafe impl Driver for Runtime {
             Facet::Ipc => "libnrt does not hand memory to other processes",
             _ => "libnrt has no such call",
         };
-        ERRORS.lacks(facet.operation(), reason)
+        NEURON.lacks(facet.operation(), reason)
     }
 
     fn causes(&self) -> &'static [RefusalCause] {
@@ -305,7 +305,7 @@ unsafe impl Driver for Runtime {
 
 /// Returns the error for a library without the functions that export dma-bufs.
 fn no_export_call() -> Error {
-    ERRORS
+    NEURON
         .lacks(Facet::DmaBuf.operation(), "the library has no nrt_get_dmabuf_fd")
         .context("symbol", "nrt_get_dmabuf_fd")
         .remedy("install a newer aws-neuronx-runtime-lib")

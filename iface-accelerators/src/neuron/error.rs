@@ -5,7 +5,8 @@ use hmem_iface_kit::IfaceErrors;
 
 use super::sys::NrtStatus;
 
-pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::NEURON);
+/// Makes the errors of the Neuron iface.
+pub(crate) const NEURON: IfaceErrors = IfaceErrors(IfaceKind::NEURON);
 
 /// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: NrtStatus, operation: &'static str) -> Result<()> {
@@ -24,7 +25,7 @@ pub(crate) fn refusal(code: NrtStatus, operation: &'static str) -> Error {
         NrtStatus::NRT_UNINITIALIZED | NrtStatus::NRT_CLOSED => ErrorKind::Unavailable,
         _ => ErrorKind::Driver,
     };
-    let error = coded(ERRORS.with_kind(kind, operation), code);
+    let error = coded(NEURON.error(kind, operation), code);
     match code {
         NrtStatus::NRT_UNINITIALIZED => error.remedy(
             "set HMEM_NEURON_START_RUNTIME=1 to let hmem initialise the Neuron runtime (in Rust: \

@@ -5,7 +5,7 @@ use hmem_iface_kit::announced::{Announced, Open};
 
 use super::{
     driver::{Runtime, visible_cores},
-    error::{ERRORS, coded},
+    error::{NEURON, coded},
     sys::Functions,
 };
 
@@ -71,7 +71,7 @@ impl Open for Runtime {
         };
         let functions = builder.load()?;
         let unavailable = || {
-            ERRORS
+            NEURON
                 .unavailable("nrt_get_visible_nc_count", functions.library())
                 .remedy("no NeuronCore is visible: see `neuron-ls` and NEURON_RT_VISIBLE_CORES")
         };

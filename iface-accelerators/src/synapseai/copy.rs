@@ -12,7 +12,7 @@ use hmem_iface_kit::log_failure;
 use parking_lot::Mutex;
 
 use super::{
-    error::{ERRORS, check},
+    error::{SYNAPSEAI, check},
     sys::{DRAM_TO_HOST, DeviceInfo, HOST_TO_DRAM, SynStatus, synapse::Functions},
 };
 
@@ -148,8 +148,8 @@ impl Staging {
         let code = unsafe { (self.functions.host_malloc)(0, BUFFER, 0, &mut buffer) };
         check(code, "synHostMalloc")?;
         if buffer.is_null() {
-            return Err(ERRORS
-                .with_kind(ErrorKind::Driver, "synHostMalloc")
+            return Err(SYNAPSEAI
+                .error(ErrorKind::Driver, "synHostMalloc")
                 .context("why", "the call succeeded and returned no buffer"));
         }
         Ok(buffer)

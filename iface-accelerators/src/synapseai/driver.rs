@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use super::{
     causes::CAUSES,
     copy::{Host, Staging},
-    error::{ERRORS, check, coded},
+    error::{SYNAPSEAI, check, coded},
     sys::{DeviceInfo, SYN_DEVICE_GAUDI2, SynStatus, hlthunk, synapse},
 };
 
@@ -56,7 +56,7 @@ impl Synapse {
         may_acquire: bool,
     ) -> Result<Self> {
         let unavailable = |operation| {
-            ERRORS
+            SYNAPSEAI
                 .unavailable(operation, functions.library())
                 .remedy("no Gaudi device answers: see `hl-smi` and whether /dev/accel exists")
         };
@@ -125,7 +125,7 @@ impl Synapse {
             None => return Err(not_acquired()),
         };
         if info.device_type < SYN_DEVICE_GAUDI2 {
-            return Err(ERRORS
+            return Err(SYNAPSEAI
                 .lacks(
                     "synDeviceGetInfoV2",
                     "addresses of first-generation Gaudi devices can equal those of host memory",
@@ -155,14 +155,14 @@ impl Synapse {
 
 /// Returns the error for exports without libhl-thunk. `error` is that of loading the library.
 fn no_hlthunk(error: &Arc<Error>) -> Error {
-    ERRORS
+    SYNAPSEAI
         .lacks(Facet::DmaBuf.operation(), "libhl-thunk cannot be loaded")
         .caused_by(Arc::clone(error))
         .remedy(error.remedy_text().unwrap_or_default().to_owned())
 }
 
 fn not_acquired() -> Error {
-    ERRORS.with_kind(ErrorKind::Unavailable, "synDeviceGetInfoV2").remedy(
+    SYNAPSEAI.error(ErrorKind::Unavailable, "synDeviceGetInfoV2").remedy(
         "set HMEM_SYNAPSEAI_START_RUNTIME=1 to let hmem acquire a Gaudi device (in Rust: \
          SynapseAi::builder().start_runtime(true)), or acquire one in the application",
     )
@@ -204,14 +204,14 @@ unsafe impl Driver for Synapse {
         self.device()?;
         let whole = len
             .checked_next_multiple_of(PAGE)
-            .ok_or_else(|| ERRORS.with_kind(ErrorKind::OutOfResources, "allocate"))?;
+            .ok_or_else(|| SYNAPSEAI.error(ErrorKind::OutOfResources, "allocate"))?;
         let mut address = 0;
         // SAFETY: `address` is writable; with address 0 the runtime chooses one.
         let code = unsafe { (self.functions.device_malloc)(DEVICE, whole, 0, 0, &mut address) };
         check(code, "synDeviceMalloc")?;
         if address == 0 {
-            return Err(ERRORS
-                .with_kind(ErrorKind::OutOfResources, "synDeviceMalloc")
+            return Err(SYNAPSEAI
+                .error(ErrorKind::OutOfResources, "synDeviceMalloc")
                 .context("why", "the call succeeded and returned address 0"));
         }
         Ok((Address(address), ()))
@@ -238,7 +238,7 @@ unsafe impl Driver for Synapse {
         let info = self.device()?;
         let base = info.global_hbm_base;
         let offset = pages.start().0.checked_sub(base).filter(|_| base != 0).ok_or_else(|| {
-            ERRORS
+            SYNAPSEAI
                 .lacks(CALL, "the software does not report where all device memory is mapped")
                 .context("globalHbmBaseAddress", base)
                 .remedy("install SynapseAI software of the kernel driver's release")
@@ -276,7 +276,7 @@ unsafe impl Driver for Synapse {
             Facet::Ipc => "SynapseAI does not hand memory to other processes",
             _ => "SynapseAI has no such call",
         };
-        ERRORS.lacks(facet.operation(), reason)
+        SYNAPSEAI.lacks(facet.operation(), reason)
     }
 
     fn causes(&self) -> &'static [RefusalCause] {

@@ -5,7 +5,8 @@ use hmem_iface_kit::IfaceErrors;
 
 use super::sys::SynStatus;
 
-pub(crate) const ERRORS: IfaceErrors = IfaceErrors(IfaceKind::SYNAPSEAI);
+/// Makes the errors of the SynapseAI iface.
+pub(crate) const SYNAPSEAI: IfaceErrors = IfaceErrors(IfaceKind::SYNAPSEAI);
 
 /// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: SynStatus, operation: &'static str) -> Result<()> {
@@ -25,7 +26,7 @@ pub(crate) fn check(code: SynStatus, operation: &'static str) -> Result<()> {
         SynStatus::BUSY | SynStatus::DEVICE_ALREADY_ACQUIRED => ErrorKind::Busy,
         _ => ErrorKind::Driver,
     };
-    let error = coded(ERRORS.with_kind(kind, operation), code);
+    let error = coded(SYNAPSEAI.error(kind, operation), code);
     Err(match code {
         SynStatus::DEVICE_RESET => error.remedy("the device was reset: see `hl-smi` and `dmesg`"),
         _ => error,

@@ -93,7 +93,7 @@ impl<D: Driver> Announced<D> {
         let described = |error: Error| error.context("range", range);
         self.check_device(OPERATION, device).map_err(described)?;
         if range.is_empty() {
-            let refused = Self::ERRORS.with_kind(ErrorKind::ZeroLength, OPERATION);
+            let refused = Self::ERRORS.error(ErrorKind::ZeroLength, OPERATION);
             return Err(described(refused.device(device)));
         }
         self.table.insert(OPERATION, Block { range, device, handle }, AnnouncedOrigin::Announced)
@@ -129,7 +129,7 @@ impl<D: Driver> Announced<D> {
         }
         self.free_lingering();
         let busy = |what, count, remedy| {
-            let busy = Self::ERRORS.with_kind(ErrorKind::Busy, "close");
+            let busy = Self::ERRORS.error(ErrorKind::Busy, "close");
             Err(busy.context(what, count).remedy(remedy))
         };
         let closed = match (self.table.len(), self.lingering.lock().len()) {
@@ -306,7 +306,7 @@ unsafe impl<D: Driver> Iface for Announced<D> {
                 (None, Some(from)) => self.driver.read(&from, to),
                 (Some(to), Some(from)) => self.copy_between(to, from),
                 (None, None) => Err(Self::ERRORS
-                    .with_kind(ErrorKind::OutOfBounds, OPERATION)
+                    .error(ErrorKind::OutOfBounds, OPERATION)
                     .remedy("one side must be allocated or announced memory of this iface")),
             }
         };
@@ -397,7 +397,7 @@ impl<D: Driver> DmaBufExporter for Announced<D> {
     ) -> Result<DmaBufExport> {
         const OPERATION: &str = Facet::DmaBuf.operation();
         let described = |error: Error| error.context("range", range).context("nic", nic);
-        let refused = |kind| described(Self::ERRORS.with_kind(kind, OPERATION));
+        let refused = |kind| described(Self::ERRORS.error(kind, OPERATION));
         if range.is_empty() {
             return Err(refused(ErrorKind::ZeroLength));
         }
