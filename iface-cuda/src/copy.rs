@@ -294,11 +294,7 @@ impl Copier {
         if allocation.range.contains_range(range) {
             return Ok(CopySide::Ours(found));
         }
-        Err(CUDA
-            .error(ErrorKind::OutOfBounds, "copy")
-            .context("range", range)
-            .context("allocation", allocation.range)
-            .remedy("the range must lie in one allocation of this iface"))
+        Err(CUDA.copy_outside(range, allocation.range))
     }
 }
 

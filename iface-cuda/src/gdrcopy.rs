@@ -56,22 +56,14 @@ hmem_core::function_table! {
         lacks_symbol: REMEDY,
     }
     required {
-        /// `gdr_open()` returns null without the kernel module.
+        /// Returns null without the kernel module.
         open: gdr_open() -> usize;
-        /// `gdr_close(library)`: closes the library.
         close: gdr_close(usize) -> c_int;
-        /// `gdr_pin_buffer(library, address, size, p2p_token, va_space, handle)`: pins device
-        /// memory.
         pin_buffer: gdr_pin_buffer(usize, c_ulong, usize, u64, u32, *mut GdrHandle) -> c_int;
-        /// `gdr_unpin_buffer(library, handle)`: ends a pinning.
         unpin_buffer: gdr_unpin_buffer(usize, GdrHandle) -> c_int;
-        /// `gdr_map(library, handle, address, size)`: maps pinned memory for the CPU.
         map: gdr_map(usize, GdrHandle, *mut *mut c_void, usize) -> c_int;
-        /// `gdr_unmap(library, handle, address, size)`: ends a mapping.
         unmap: gdr_unmap(usize, GdrHandle, *mut c_void, usize) -> c_int;
-        /// `gdr_copy_to_mapping(handle, to, from, size)`: copies host memory to device memory.
         copy_to_mapping: gdr_copy_to_mapping(GdrHandle, *mut c_void, *const c_void, usize) -> c_int;
-        /// `gdr_copy_from_mapping(handle, to, from, size)`: copies device memory to host memory.
         copy_from_mapping: gdr_copy_from_mapping(
             GdrHandle, *mut c_void, *const c_void, usize
         ) -> c_int;

@@ -8,7 +8,8 @@ use std::{
 };
 
 use hmem_core::{
-    Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, Result, iface::AllocRequest,
+    AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, IfaceKind, Result,
+    iface::AllocRequest,
 };
 use rustix::io::{FdFlags, fcntl_setfd};
 
@@ -46,6 +47,15 @@ impl IfaceErrors {
     pub fn outside(self, operation: &'static str) -> Error {
         self.error(ErrorKind::OutOfBounds, operation)
             .remedy("the range must lie in one live allocation")
+    }
+
+    /// Returns the error for a copy of a range that begins in an allocation and reaches beyond its
+    /// end.
+    pub fn copy_outside(self, range: AddressRange, allocation: AddressRange) -> Error {
+        self.error(ErrorKind::OutOfBounds, "copy")
+            .context("range", range)
+            .context("allocation", allocation)
+            .remedy("the range must lie in one allocation of this iface")
     }
 
     /// Returns the error for an ordinal that none of `count` devices has.

@@ -205,11 +205,7 @@ impl Copier {
             return Ok(CopySide::Known);
         }
         if !found.range.contains_range(range) {
-            return Err(ROCR
-                .error(ErrorKind::OutOfBounds, "copy")
-                .context("range", range)
-                .context("allocation", found.range)
-                .remedy("the range must lie in one allocation of this iface"));
+            return Err(ROCR.copy_outside(range, found.range));
         }
         if found.kind == AllocationKind::Host {
             let ours = own.is_some_and(|(_, origin)| origin == RocrOrigin::Pool);

@@ -153,11 +153,7 @@ impl Copier {
         let Some(found) = self.0.lookup.find(address)? else { return Ok(CopySide::Unknown) };
         let allocation = found.allocation;
         if !allocation.range.contains_range(range) {
-            return Err(ZE
-                .error(ErrorKind::OutOfBounds, "copy")
-                .context("range", range)
-                .context("allocation", allocation.range)
-                .remedy("the range must lie in one allocation of this iface"));
+            return Err(ZE.copy_outside(range, allocation.range));
         }
         match (allocation.kind, found.device) {
             (AllocationKind::Host, _) => Ok(CopySide::DriverHost(found.driver)),

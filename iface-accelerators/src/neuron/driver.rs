@@ -25,7 +25,7 @@ use super::{
 /// maps whole pages only.
 const PAGE: u64 = 4096;
 
-/// A tensor of the runtime (`nrt_tensor_t *`).
+/// Pointer to a tensor of the runtime (`nrt_tensor_t *`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tensor(usize);
 

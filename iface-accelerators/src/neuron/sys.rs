@@ -58,18 +58,15 @@ hmem_core::function_table! {
         lacks_symbol: "the library has no such symbol: it is not libnrt.so.1, or too old",
     }
     required {
-        /// Counts the NeuronCores of this process: `nrt_get_visible_nc_count(count)`.
         get_visible_nc_count: nrt_get_visible_nc_count(*mut u32) -> NrtStatus;
         /// Allocates a tensor: `nrt_tensor_allocate(placement, core, size, name, tensor)`.
         tensor_allocate: nrt_tensor_allocate(
             c_int, c_int, usize, *const c_char, *mut *mut c_void
         ) -> NrtStatus;
-        /// Frees a tensor: `nrt_tensor_free(tensor)`.
         tensor_free: nrt_tensor_free(*mut *mut c_void) -> ();
         /// Returns the address of a tensor, or null if the tensor has none:
         /// `nrt_tensor_get_va(tensor)`.
         tensor_get_va: nrt_tensor_get_va(*const c_void) -> *mut c_void;
-        /// Returns the size of a tensor in bytes: `nrt_tensor_get_size(tensor)`.
         tensor_get_size: nrt_tensor_get_size(*const c_void) -> usize;
         /// Copies from a tensor to host memory: `nrt_tensor_read(tensor, buffer, offset, size)`.
         tensor_read: nrt_tensor_read(*const c_void, *mut c_void, usize, usize) -> NrtStatus;

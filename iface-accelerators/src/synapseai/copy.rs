@@ -38,7 +38,7 @@ unsafe impl Send for Lane {}
 
 /// Address in host memory, with the direction of the copy.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Host {
+pub(crate) enum HostSide {
     /// The copy reads from this address.
     Source(Address),
     /// The copy writes to this address.
@@ -56,7 +56,7 @@ impl Staging {
     /// # Safety
     /// The host memory must be valid for `len` bytes. The device memory must not be freed during
     /// the call.
-    pub(crate) unsafe fn copy(&self, device: Address, host: Host, len: u64) -> Result<()> {
+    pub(crate) unsafe fn copy(&self, device: Address, host: HostSide, len: u64) -> Result<()> {
         let mut lane = self.lane.lock();
         let (buffer, stream) = self.prepare(&mut lane)?;
         let mut done = 0;
@@ -88,21 +88,21 @@ impl Staging {
         &self,
         (buffer, stream): (*mut c_void, *mut c_void),
         device: Address,
-        host: Host,
+        host: HostSide,
         done: u64,
         len: u64,
     ) -> Result<()> {
         let staged = buffer.expose_provenance() as u64;
         let buffer: *mut u8 = buffer.cast();
         match host {
-            Host::Source(from) => {
+            HostSide::Source(from) => {
                 let from = ptr::with_exposed_provenance::<u8>((from.0 + done) as usize);
                 // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies.
                 // The caller promised readable memory.
                 unsafe { racing_copy(from, buffer, len as usize) };
                 self.transfer(stream, staged, len, device.0, HOST_TO_DRAM)
             }
-            Host::Destination(to) => {
+            HostSide::Destination(to) => {
                 self.transfer(stream, device.0, len, staged, DRAM_TO_HOST)?;
                 let to = ptr::with_exposed_provenance_mut::<u8>((to.0 + done) as usize);
                 // SAFETY: `len` bytes fit the buffer, and the lane's lock excludes other copies.
@@ -175,7 +175,7 @@ impl Staging {
         let mut info = DeviceInfo::default();
         // SAFETY: `info` is writable, with room for more members.
         let code = unsafe { (self.functions.device_get_info)(0, &mut info) };
-        if code != SynStatus::SUCCESS {
+        if code != SynStatus::synSuccess {
             // The runtime freed the buffer and the stream with the device, and may have reused
             // their handles for other objects.
             tracing::warn!("the device was released before the iface");

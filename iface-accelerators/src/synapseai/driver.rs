@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use super::{
     causes::CAUSES,
-    copy::{Host, Staging},
+    copy::{HostSide, Staging},
     error::{SYNAPSEAI, check, coded},
     sys::{DeviceInfo, SYN_DEVICE_GAUDI2, SynStatus, hlthunk, synapse},
 };
@@ -62,16 +62,16 @@ impl Synapse {
         };
         // SAFETY: the call has no precondition, and may follow a call of the application.
         match unsafe { (functions.initialize)() } {
-            SynStatus::SUCCESS
-            | SynStatus::ALREADY_INITIALIZED
-            | SynStatus::OBJECT_ALREADY_INITIALIZED => {}
+            SynStatus::synSuccess
+            | SynStatus::synAlreadyInitialized
+            | SynStatus::synObjectAlreadyInitialized => {}
             code => return Err(coded(unavailable("synInitialize"), code)),
         }
         let mut devices = 0;
         // SAFETY: `devices` is writable.
         match unsafe { (functions.device_get_count)(&mut devices) } {
-            SynStatus::SUCCESS if devices > 0 => {}
-            SynStatus::SUCCESS => {
+            SynStatus::synSuccess if devices > 0 => {}
+            SynStatus::synSuccess => {
                 return Err(unavailable("synDeviceGetCount").context("devices", 0));
             }
             code => return Err(coded(unavailable("synDeviceGetCount"), code)),
@@ -92,13 +92,13 @@ impl Synapse {
         let mut info = DeviceInfo::default();
         // SAFETY: `info` is writable, with room for more members.
         match unsafe { (self.functions.device_get_info)(DEVICE, &mut info) } {
-            SynStatus::SUCCESS => Ok(Some(info)),
+            SynStatus::synSuccess => Ok(Some(info)),
             // The runtime returns these codes if no device is acquired.
-            SynStatus::INVALID_ARGUMENT
-            | SynStatus::NO_DEVICE_FOUND
-            | SynStatus::OBJECT_NOT_INITIALIZED
-            | SynStatus::UNINITIALIZED
-            | SynStatus::UNAVAILABLE => Ok(None),
+            SynStatus::synInvalidArgument
+            | SynStatus::synNoDeviceFound
+            | SynStatus::synObjectNotInitialized
+            | SynStatus::synUninitialized
+            | SynStatus::synUnavailable => Ok(None),
             code => check(code, "synDeviceGetInfoV2").map(|()| None),
         }
     }
@@ -224,12 +224,12 @@ unsafe impl Driver for Synapse {
 
     unsafe fn write(&self, to: &BlockRange<()>, from: Address) -> Result<()> {
         // SAFETY: the caller promised that both sides are valid for the length of the copy.
-        unsafe { self.staging.copy(to.address(), Host::Source(from), to.len) }
+        unsafe { self.staging.copy(to.address(), HostSide::Source(from), to.len) }
     }
 
     unsafe fn read(&self, from: &BlockRange<()>, to: Address) -> Result<()> {
         // SAFETY: the caller promised that both sides are valid for the length of the copy.
-        unsafe { self.staging.copy(from.address(), Host::Destination(to), from.len) }
+        unsafe { self.staging.copy(from.address(), HostSide::Destination(to), from.len) }
     }
 
     fn export(&self, _: &Block<()>, pages: AddressRange) -> Result<DmaBuf> {

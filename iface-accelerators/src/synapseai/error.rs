@@ -11,24 +11,24 @@ pub(crate) const SYNAPSEAI: IfaceErrors = IfaceErrors(IfaceKind::SYNAPSEAI);
 /// Converts a code of the runtime to an error, or to Ok for success.
 pub(crate) fn check(code: SynStatus, operation: &'static str) -> Result<()> {
     let kind = match code {
-        SynStatus::SUCCESS => return Ok(()),
-        SynStatus::INVALID_ARGUMENT | SynStatus::MAPPING_NOT_FOUND => ErrorKind::InvalidArgument,
-        SynStatus::OUT_OF_HOST_MEMORY
-        | SynStatus::OUT_OF_DEVICE_MEMORY
-        | SynStatus::FAILED_TO_ALLOCATE_DEVICE_MEMORY
-        | SynStatus::ALL_RESOURCES_TAKEN
-        | SynStatus::OUT_OF_RESOURCES => ErrorKind::OutOfResources,
-        SynStatus::OBJECT_NOT_INITIALIZED
-        | SynStatus::NO_DEVICE_FOUND
-        | SynStatus::FAILED_NOT_ENOUGH_DEVICES_FOUND
-        | SynStatus::UNINITIALIZED => ErrorKind::Unavailable,
-        SynStatus::UNSUPPORTED | SynStatus::DEVICE_TYPE_MISMATCH => ErrorKind::Unsupported,
-        SynStatus::BUSY | SynStatus::DEVICE_ALREADY_ACQUIRED => ErrorKind::Busy,
+        SynStatus::synSuccess => return Ok(()),
+        SynStatus::synInvalidArgument | SynStatus::synMappingNotFound => ErrorKind::InvalidArgument,
+        SynStatus::synOutOfHostMemory
+        | SynStatus::synOutOfDeviceMemory
+        | SynStatus::synFailedToAllocateDeviceMemory
+        | SynStatus::synAllResourcesTaken
+        | SynStatus::synOutOfResources => ErrorKind::OutOfResources,
+        SynStatus::synObjectNotInitialized
+        | SynStatus::synNoDeviceFound
+        | SynStatus::synFailedNotEnoughDevicesFound
+        | SynStatus::synUninitialized => ErrorKind::Unavailable,
+        SynStatus::synUnsupported | SynStatus::synDeviceTypeMismatch => ErrorKind::Unsupported,
+        SynStatus::synBusy | SynStatus::synDeviceAlreadyAcquired => ErrorKind::Busy,
         _ => ErrorKind::Driver,
     };
     let error = coded(SYNAPSEAI.error(kind, operation), code);
     Err(match code {
-        SynStatus::DEVICE_RESET => error.remedy("the device was reset: see `hl-smi` and `dmesg`"),
+        SynStatus::synDeviceReset => error.remedy("the device was reset: see `hl-smi` and `dmesg`"),
         _ => error,
     })
 }

@@ -1,54 +1,36 @@
 //! The functions of `libSynapse.so` and `libhl-thunk.so` that this crate calls.
 
+#![allow(non_upper_case_globals, reason = "the vendor's own spelling of status codes")]
+
 use std::ffi::{c_char, c_int, c_void};
 
-/// Status code of the runtime (`synStatus`).
-#[repr(transparent)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SynStatus(pub c_int);
-
-macro_rules! statuses {
-    ($($constant:ident = $name:literal $value:literal,)+) => {
-        impl SynStatus {
-            $(#[doc = concat!("`", $name, "`")] pub const $constant: Self = Self($value);)+
-
-            /// Returns the name of the code in `synapse_common_types.h`, or `None` for an unknown
-            /// code.
-            #[must_use]
-            pub const fn name(self) -> Option<&'static str> {
-                match self.0 {
-                    $($value => Some($name),)+
-                    _ => None,
-                }
-            }
-        }
-    };
-}
-
-statuses! {
-    SUCCESS = "synSuccess" 0,
-    INVALID_ARGUMENT = "synInvalidArgument" 1,
-    OUT_OF_HOST_MEMORY = "synOutOfHostMemory" 3,
-    OUT_OF_DEVICE_MEMORY = "synOutOfDeviceMemory" 4,
-    OBJECT_ALREADY_INITIALIZED = "synObjectAlreadyInitialized" 5,
-    OBJECT_NOT_INITIALIZED = "synObjectNotInitialized" 6,
-    NO_DEVICE_FOUND = "synNoDeviceFound" 8,
-    DEVICE_TYPE_MISMATCH = "synDeviceTypeMismatch" 9,
-    FAILED_TO_ALLOCATE_DEVICE_MEMORY = "synFailedToAllocateDeviceMemory" 14,
-    FAILED_TO_FREE_DEVICE_MEMORY = "synFailedToFreeDeviceMemory" 15,
-    FAILED_NOT_ENOUGH_DEVICES_FOUND = "synFailedNotEnoughDevicesFound" 16,
-    DEVICE_RESET = "synDeviceReset" 17,
-    UNSUPPORTED = "synUnsupported" 18,
-    DEVICE_ALREADY_ACQUIRED = "synDeviceAlreadyAcquired" 20,
-    BUSY = "synBusy" 22,
-    ALL_RESOURCES_TAKEN = "synAllResourcesTaken" 23,
-    UNAVAILABLE = "synUnavailable" 24,
-    FAIL = "synFail" 26,
-    OUT_OF_RESOURCES = "synOutOfResources" 27,
-    UNINITIALIZED = "synUninitialized" 28,
-    ALREADY_INITIALIZED = "synAlreadyInitialized" 29,
-    MAPPING_NOT_FOUND = "synMappingNotFound" 34,
-    TIMEOUT = "synTimeout" 42,
+hmem_core::c_enum! {
+    /// Status code of the runtime (`synStatus`).
+    SynStatus(c_int) {
+        synSuccess = 0,
+        synInvalidArgument = 1,
+        synOutOfHostMemory = 3,
+        synOutOfDeviceMemory = 4,
+        synObjectAlreadyInitialized = 5,
+        synObjectNotInitialized = 6,
+        synNoDeviceFound = 8,
+        synDeviceTypeMismatch = 9,
+        synFailedToAllocateDeviceMemory = 14,
+        synFailedToFreeDeviceMemory = 15,
+        synFailedNotEnoughDevicesFound = 16,
+        synDeviceReset = 17,
+        synUnsupported = 18,
+        synDeviceAlreadyAcquired = 20,
+        synBusy = 22,
+        synAllResourcesTaken = 23,
+        synUnavailable = 24,
+        synFail = 26,
+        synOutOfResources = 27,
+        synUninitialized = 28,
+        synAlreadyInitialized = 29,
+        synMappingNotFound = 34,
+        synTimeout = 42,
+    }
 }
 
 /// `HOST_TO_DRAM` of `synDmaDir`: a copy from host to device memory.
@@ -115,9 +97,7 @@ pub mod synapse {
             lacks_symbol: "the library has no such symbol: it is not libSynapse.so, or too old",
         }
         required {
-            /// Initialises the runtime: `synInitialize()`.
             initialize: synInitialize() -> SynStatus;
-            /// Counts the devices: `synDeviceGetCount(count)`.
             device_get_count: synDeviceGetCount(*mut u32) -> SynStatus;
             /// Reads the properties of an acquired device: `synDeviceGetInfoV2(device, info)`.
             device_get_info: synDeviceGetInfoV2(u32, *mut DeviceInfo) -> SynStatus;
@@ -133,9 +113,7 @@ pub mod synapse {
             host_free: synHostFree(u32, *const c_void, u32) -> SynStatus;
             /// Creates a stream: `synStreamCreateGeneric(stream, device, flags)`.
             stream_create: synStreamCreateGeneric(*mut *mut c_void, u32, u32) -> SynStatus;
-            /// Destroys a stream: `synStreamDestroy(stream)`.
             stream_destroy: synStreamDestroy(*mut c_void) -> SynStatus;
-            /// Waits for all work on a stream: `synStreamSynchronize(stream)`.
             stream_synchronize: synStreamSynchronize(*mut c_void) -> SynStatus;
             /// Starts a copy on a stream:
             /// `synMemCopyAsync(stream, source, size, destination, direction)`.
