@@ -203,8 +203,8 @@ impl PrimaryContexts {
         Self { driver, allocations: AllocationTable::default(), retained }
     }
 
-    /// Locks the primary context of a device, which must be one of the driver's devices. The content
-    /// is `None` if the iface does not retain the context.
+    /// Locks the primary context of a device, which must be one of the driver's devices. The
+    /// content is `None` if the iface does not retain the context.
     fn lock(&self, device: DeviceId) -> MutexGuard<'_, Option<PrimaryContext>> {
         self.retained[device.0 as usize].lock()
     }
@@ -353,7 +353,7 @@ impl PrimaryContexts {
     /// lock during the call.
     ///
     /// # Errors
-    /// BadState if the iface does not retain the context, since it was closed.
+    /// BadState if the iface was closed, and so does not retain the context.
     pub(crate) fn streams<T>(
         &self,
         device: DeviceId,

@@ -5,9 +5,9 @@
 //! whose memory was exported to a NIC, and in the device's primary context if the process has it.
 //!
 //! The application may destroy its contexts at any time, and a destroyed context must not be passed
-//! to the driver. Destroying a context frees its memory, and the driver never reuses an identity. So
-//! a context is alive if the driver still knows memory of the context under the identity that the
-//! memory had at its export. This module calls that memory the context's witness.
+//! to the driver. Destroying a context frees its memory, and the driver never reuses an identity.
+//! So a context is alive if the driver still knows memory of the context under the identity that
+//! the memory had at its export. This module calls that memory the context's witness.
 
 #![allow(unsafe_code, reason = "calls the driver to flush inbound writes")]
 

@@ -296,8 +296,8 @@ impl Drop for CpuWindow {
             ]
         };
         for (code, operation) in codes {
-            let ended = check(code, operation);
-            log_failure!(error, ended, range = %self.range, "cannot unmap a window of device memory");
+            let (ended, range) = (check(code, operation), self.range);
+            log_failure!(error, ended, %range, "cannot unmap a window of device memory");
         }
     }
 }

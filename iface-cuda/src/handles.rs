@@ -23,7 +23,7 @@ use crate::{
 pub(crate) struct RetainedHandle {
     handle: CuMemHandle,
     release: unsafe extern "C" fn(CuMemHandle) -> CuResult,
-    /// The process that retained the handle. A forked child must not release it.
+    /// The process that retained the handle. A forked child must not release the handle.
     owner: ProcessMark,
 }
 

@@ -58,7 +58,7 @@ pub(crate) struct FoundAllocation {
 
 impl FoundAllocation {
     /// Returns the device for operations on the memory: the memory's own device, or the first
-    /// device if it has none.
+    /// device for memory without a device.
     pub(crate) fn device(&self) -> DeviceId {
         self.allocation.device.unwrap_or(DeviceId(0))
     }
@@ -118,7 +118,7 @@ impl fmt::Debug for HostKinds {
 pub(crate) enum Liveness {
     Alive,
     Dead,
-    /// The driver needs a context to answer, and the calling thread has none that it accepts.
+    /// The driver answers only in a context, and accepts none of the thread or the process.
     Unknown,
 }
 
@@ -227,7 +227,8 @@ impl PointerLookup {
     }
 
     /// Makes a call that some drivers answer only in a context. If `lacks_context` returns true for
-    /// the result and this thread has no context, repeats the call in each existing primary context.
+    /// the result and this thread has no context, repeats the call in each existing primary
+    /// context.
     fn anywhere<T>(
         &self,
         call: impl Fn() -> Result<T>,

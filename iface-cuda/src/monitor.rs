@@ -192,7 +192,7 @@ struct CudaMonitor {
 struct Watch {
     /// Subscription to frees by the iface.
     frees: Subscription,
-    /// Subscription to the hooks. `None` if the monitor has no hooks, or if they refused the
+    /// Subscription to the hooks. `None` if the monitor has no hooks, or if the hooks refused the
     /// subscription and hits rely on identities.
     hooked: Option<Subscription>,
     /// VMM memory that was mapped when the subscription began. `None` for other memory, and if hits

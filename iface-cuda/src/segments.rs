@@ -5,11 +5,12 @@
 //!
 //! An application reserves addresses, creates physical memory, and maps the physical memory at the
 //! reserved addresses. Later it may unmap that memory and map other memory at the same addresses.
-//! The reservation and its identity do not change then. So [`MappedMemory`] compares three values of
-//! each mapping: its first address, its length, and the handle of its physical memory. The driver
-//! maps each handle from its first byte on (`cuda.h` on the offset of `cuMemMap`: "currently must be
-//! zero"). So two mappings with equal values lead every address to the same physical byte, as long
-//! as equal handles are the same memory. A retained handle ensures that ([`RetainedHandle`]).
+//! The reservation and its identity do not change then. So [`MappedMemory`] compares three values
+//! of each mapping: its first address, its length, and the handle of its physical memory. The
+//! driver maps each handle from its first byte on (`cuda.h` on the offset of `cuMemMap`: "currently
+//! must be zero"). So two mappings with equal values lead every address to the same physical byte,
+//! as long as equal handles are the same memory. A retained handle ensures that
+//! ([`RetainedHandle`]).
 
 #![allow(unsafe_code, reason = "calls the driver on the properties of handles")]
 

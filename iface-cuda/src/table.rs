@@ -128,8 +128,8 @@ impl AllocationTable {
     }
 
     /// Begins a close: moves one open from `opened` to `closing`, so that two threads never close
-    /// the same open. The entry stays until the driver has closed the last open. Returns the device,
-    /// and true if no other open is left to close.
+    /// the same open. The entry stays until the driver has closed the last open. Returns the
+    /// device, and true if no other open is left to close.
     ///
     /// # Errors
     /// InvalidArgument if the allocation is not in the table, is not imported, or has no open that

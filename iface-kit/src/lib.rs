@@ -44,8 +44,8 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `errors`, `in_flight`, `library`, `open`, `table`: errors, copies, values of a library, opening
-//!   and closing, memory to release
+//! - `errors`, `in_flight`, `library`, `open`, `table`: errors, copies, values of a library,
+//!   opening and closing, memory to release
 //! - `announced/exports`: dma-bufs in use
 //! - `announced/driver`: the driver calls that an announced iface needs
 //! - `announced/table`: allocations by address

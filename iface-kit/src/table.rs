@@ -100,7 +100,8 @@ impl<M> Owned<M> {
     /// for `free`.
     ///
     /// # Errors
-    /// InvalidArgument if the allocation is not in the table, or if the other call releases it.
+    /// InvalidArgument if the allocation is not in the table, or if the iface must release it by
+    /// the other one of the two calls.
     pub fn take(
         &self,
         operation: &'static str,
@@ -141,8 +142,8 @@ pub fn not_live(iface: IfaceKind, operation: &'static str, allocation: &Allocati
         )
 }
 
-/// Returns the remedy for memory that was passed to `ipc_close` (`imported`) or `free`, and that
-/// the other one of the two releases.
+/// Returns the remedy for memory that was passed to the wrong call: to `ipc_close` if `imported` is
+/// true, and to `free` otherwise.
 #[must_use]
 pub fn other_call(imported: bool) -> &'static str {
     if imported {

@@ -165,9 +165,9 @@ impl PoolAllocator {
         })
     }
 
-    /// Frees memory by the runtime call that matches `origin`, the call that allocated it. If the
-    /// runtime refuses a step, `origin` holds the remaining steps, and a repeated call continues
-    /// with them.
+    /// Frees memory by the runtime call that its origin requires. If the runtime refuses a step of
+    /// the release of VMM memory, `origin` holds the remaining objects, and a repeated call
+    /// continues with them.
     ///
     /// # Safety
     /// The memory must belong to this iface. The caller must free it only once, and nothing may use

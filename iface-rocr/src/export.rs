@@ -176,8 +176,8 @@ impl Exporter {
     }
 }
 
-/// Returns the error for a runtime without an export function. The errno of the error distinguishes
-/// it from [`no_dma_buf`].
+/// Returns the error for a runtime without an export function. The errno distinguishes this error
+/// from that of [`no_dma_buf`].
 pub(crate) fn no_export_call() -> Error {
     let error = lacks_symbol(Facet::DmaBuf.operation(), "hsa_amd_portable_export_dmabuf");
     error.errno(rustix::io::Errno::NOSYS).remedy(

@@ -40,8 +40,8 @@
 //! - Reserved addresses (`hsa_amd_vmem_*`): virtual memory. This iface exports its own virtual
 //!   memory by its handle and never caches it. Virtual memory of the application is refused with an
 //!   error that says so, since the runtime does not report its first address.
-//! - Memory of another process: tried as a dma-buf or peer memory. It is cached only if this iface
-//!   opened it, until `ipc_close`.
+//! - Memory of another process: tried as a dma-buf or peer memory. Only memory that this iface
+//!   opened is cached, until `ipc_close`.
 //! - Managed memory (`hipMallocManaged`) is host pages with attributes, which the runtime's lookup
 //!   does not know. It is system memory.
 //!

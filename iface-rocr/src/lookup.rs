@@ -59,8 +59,8 @@ impl Lookup {
     }
 
     /// Returns the runtime's type of an address (`HSA_EXT_POINTER_TYPE_*`), and the allocation that
-    /// contains the address. The allocation has the identity [`NO_IDENTITY`] unless this iface made
-    /// it. Returns `None` in the same cases as [`find`](Self::find).
+    /// contains the address. An allocation that this iface did not make has the identity
+    /// [`NO_IDENTITY`]. Returns `None` in the same cases as [`find`](Self::find).
     fn describe(&self, address: Address) -> Result<Option<(u32, Allocation)>> {
         let info = self.pointer_info(address)?;
         // For an unknown address the runtime writes the type only, so the type is read first.

@@ -23,7 +23,7 @@ pub(crate) struct DeviceEntry {
     pub(crate) description: Device,
     pub(crate) handle: DeviceHandle,
     /// Handles of the sub-devices. Their memory counts as memory of this device.
-    parts: Vec<DeviceHandle>,
+    sub_devices: Vec<DeviceHandle>,
     /// Index of the device's driver in [`Driver::contexts`].
     pub(crate) driver: usize,
     /// Types of exports that the device supports, as `ZE_EXTERNAL_MEMORY_TYPE_FLAG_*` bits.
@@ -133,7 +133,9 @@ impl Driver {
     /// Returns the root device for a handle of a root device or sub-device. Returns `None` for a
     /// device that the driver did not list.
     pub(crate) fn device_of(&self, handle: DeviceHandle) -> Option<&DeviceEntry> {
-        self.devices.iter().find(|entry| entry.handle == handle || entry.parts.contains(&handle))
+        self.devices
+            .iter()
+            .find(|entry| entry.handle == handle || entry.sub_devices.contains(&handle))
     }
 
     /// Calls a function with the context of a driver. No other thread destroys the context during
@@ -200,7 +202,7 @@ impl Driver {
         Ok(Some(DeviceEntry {
             description,
             handle,
-            parts: self.sub_devices(handle)?,
+            sub_devices: self.sub_devices(handle)?,
             driver,
             exports: external.memory_export_types,
             imports: external.memory_import_types,

@@ -43,8 +43,8 @@ pub(crate) struct Exporter {
 const OPERATION: &str = Facet::DmaBuf.operation();
 
 /// Lock that a thread holds from an export until the fd is returned to the driver. A driver may
-/// have one fd for each allocation, which all ifaces of the process share. Two threads must not pass
-/// the handle of one fd to `zeMemPutIpcHandle` at the same time.
+/// have one fd for each allocation, which all ifaces of the process share. Two threads must not
+/// pass the handle of one fd to `zeMemPutIpcHandle` at the same time.
 static EXPORTING: Mutex<()> = Mutex::new(());
 
 impl DmaBufExporter for Exporter {
@@ -158,8 +158,8 @@ impl Exporter {
     }
 }
 
-/// An fd that the driver returned for an export, after the check that it is a dma-buf. The driver
-/// owns the fd, unless it opens one for each export.
+/// An fd that the driver returned for an export, after the check that the fd is a dma-buf. The
+/// driver owns the fd. A driver that opens an fd for each export leaves the fd to this process.
 struct Exported {
     fd: c_int,
     /// Identity of the exported allocation, which the driver assigns.

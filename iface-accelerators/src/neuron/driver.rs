@@ -156,7 +156,7 @@ impl Runtime {
     }
 
     /// Returns the memory size of a NeuronCore in bytes. Returns 0 if the library lacks the call,
-    /// or if the call fails, as it does before `nrt_init`.
+    /// or if the call fails, as before `nrt_init`.
     fn memory_of(&self, core: u32) -> u64 {
         let Some(stats_of) = self.functions.get_vnc_memory_stats else { return 0 };
         let (mut stats, mut written) = (sys::MemoryStats::default(), 0);

@@ -163,7 +163,7 @@ impl Staging {
     }
 
     /// Destroys the stream and frees the buffer. A later copy creates them again. If the device was
-    /// released before, only forgets them.
+    /// released before, the runtime has freed both, and this method only forgets their handles.
     ///
     /// # Errors
     /// The error that the runtime reported. A second call releases the remaining objects.

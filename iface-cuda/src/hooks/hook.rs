@@ -1,7 +1,7 @@
 //! Hooks: code that runs in place of the driver's frees, on the thread that calls them.
 //!
 //! Nothing here allocates, locks or logs. Before a free of one allocation, a hook makes one call of
-//! the driver: it queries the range of the allocation.
+//! the driver, to query the range of the allocation.
 
 #![allow(unsafe_code, reason = "the hooks, which have the signatures of driver functions")]
 
@@ -69,8 +69,8 @@ static QUERY_FUNCTION: AtomicUsize = AtomicUsize::new(0);
 /// memory at this address.
 static PROBE: u8 = 0;
 
-/// Returns the entry of `function` in [`ORIGINALS`]. The patch plan writes the entry before it
-/// patches the function.
+/// Returns the entry of `function` in [`ORIGINALS`]. The patch plan writes the entry before the
+/// function is patched.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }

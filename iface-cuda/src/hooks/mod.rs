@@ -1,10 +1,10 @@
 //! Hooks of the driver's frees.
 //!
 //! An application frees its memory by calling the driver, not this crate. If the driver's exported
-//! functions can be patched, a hook notifies subscribers before the memory is freed. Every entry of
-//! `libcuda` 535 and 550 begins with one comparison that can be replaced. `cuGetProcAddress`
-//! returns the same entries, so the hooks also see calls of functions that it returned. A test
-//! shows both with the real libraries.
+//! functions can be patched, a hook notifies subscribers before the memory is freed. Every exported
+//! function of `libcuda` 535 and 550 begins with a comparison that can be replaced by a jump.
+//! `cuGetProcAddress` returns the addresses of the exported functions, so the hooks also see calls
+//! by these addresses. A test shows both with the real libraries.
 //!
 //! # Hooked functions
 //!
@@ -20,11 +20,11 @@
 //! - `cuGraphicsUnmapResources`, `cuGraphicsUnregisterResource`, `cuGLUnmapBufferObject`,
 //!   `cuGLUnregisterBufferObject`, which end mappings of other APIs: everything.
 //!
-//! A release of a primary context by the application invalidates all memory, even if another part of
-//! the process still retains the context. The driver frees the memory of a context at the last
-//! release, which may be a release by this crate. Releases by this crate do not notify if it has no
-//! memory in the context. So each earlier release by the application must notify. Otherwise memory
-//! of the application would be freed while it is registered.
+//! A release of a primary context by the application invalidates all memory, even if another part
+//! of the process still retains the context. The driver frees the memory of a context at the last
+//! release, which may be a release by this crate. Releases by this crate do not notify if no memory
+//! of this crate is left in the context. So each earlier release by the application must notify.
+//! Otherwise memory of the application would be freed while it is registered.
 //!
 //! # Functions without a hook
 //!
@@ -42,8 +42,8 @@
 //! - a checkpoint of the process;
 //! - `cuEGLStreamConsumerReleaseFrame`;
 //! - frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): runtime 12.9
-//!   looks up the functions above by name, but no test over a device has shown that it uses no
-//!   other way.
+//!   looks up the functions above by name, but no test over a device has shown that runtime
+//!   memory is freed in no other way.
 
 mod hook;
 mod own;

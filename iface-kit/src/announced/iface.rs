@@ -33,7 +33,8 @@ const BOUNCE: u64 = 1 << 20;
 /// A forked child cannot use its parent's iface: operations return
 /// [`BadState`](ErrorKind::BadState), and dropping the iface makes no driver call.
 pub struct Announced<D: Driver> {
-    /// The driver. A forked child does not drop it, since the parent still uses its handles.
+    /// The driver. A forked child does not drop the driver, since the parent still uses its
+    /// handles.
     driver: ManuallyDrop<D>,
     table: Arc<Table<D::Handle>>,
     /// Memory that the application freed while a NIC or a process still used one of its dma-bufs.
@@ -229,8 +230,8 @@ impl<D: Open> Announced<D> {
     /// Environment variable that names the library to load, unless the builder names one.
     pub const LIBRARY_VARIABLE: &str = D::LIBRARY_VARIABLE;
 
-    /// Environment variable that permits the iface to start the vendor's runtime, if it is true (1,
-    /// yes, true or on). A decision of the builder overrides it.
+    /// Environment variable that permits the iface to start the vendor's runtime, if its value is
+    /// 1, yes, true or on. A decision of the builder overrides the variable.
     pub const START_VARIABLE: &str = D::START_VARIABLE;
 
     /// Opens the library that the environment names, or the one that the dynamic loader finds.

@@ -184,7 +184,7 @@ driver! {
 
     fn zeDeviceGet(state, driver: DriverHandle, count: *mut u32, into: *mut DeviceHandle) {
         let devices = state.devices(driver.0 - 1);
-        let devices: Vec<_> = devices.into_iter().map(|one| DeviceHandle(one)).collect();
+        let devices: Vec<_> = devices.into_iter().map(DeviceHandle).collect();
         list(state, &devices, count, into)
     }
 
