@@ -75,14 +75,62 @@ impl Copier {
     pub(crate) unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
         let copy = CopyRange { to, from, len };
         // SAFETY: the caller upholds the contract of `Iface::copy`.
-        let copied = match unsafe { self.route(copy) }? {
-            Route::Done => Ok(()),
-            Route::Direct(entry) => self.0.with_lane(entry, |lane| self.0.run(lane, copy)),
-            // SAFETY: the caller upholds the contract of `Iface::copy`, and sides without a
-            // device are host memory.
-            Route::Buffered(from, to) => unsafe { self.0.run_buffered(copy, from, to) },
+        let started = unsafe { self.start(copy) }?;
+        let finished = started.map_or(Ok(()), LaneCopy::finish);
+        finished.map_err(|error| copy.described(error))
+    }
+
+    /// Starts a copy. Returns `None` if the copy has ended.
+    ///
+    /// # Safety
+    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`] until the copy has
+    /// ended.
+    unsafe fn start(&self, copy: CopyRange) -> Result<Option<LaneCopy>> {
+        // SAFETY: the caller upholds the contract of `Iface::copy`.
+        let started = match unsafe { self.route(copy) }? {
+            Route::Done => return Ok(None),
+            Route::Direct(entry) => self.begin(entry, |_| (copy, None)),
+            Route::Buffered(None, Some(entry)) if copy.len <= BUFFER => {
+                self.begin(entry, |buffer| {
+                    // SAFETY: the source is host memory, and this copy owns the lane to which the
+                    // buffer belongs.
+                    unsafe { CopyRange { to: buffer, ..copy }.copy_by_cpu() };
+                    (CopyRange { from: buffer, ..copy }, None)
+                })
+            }
+            Route::Buffered(Some(entry), None) if copy.len <= BUFFER => {
+                self.begin(entry, |buffer| {
+                    let rest = CopyRange { from: buffer, ..copy };
+                    (CopyRange { to: buffer, ..copy }, Some(rest))
+                })
+            }
+            Route::Buffered(from, to) => {
+                // SAFETY: the caller upholds the contract of `Iface::copy`, and sides without a
+                // device are host memory.
+                let copied = unsafe { self.0.run_buffered(copy, from, to) };
+                return copied.map(|()| None).map_err(|error| copy.described(error));
+            }
         };
-        copied.map_err(|error| copy.described(error))
+        started.map(Some).map_err(|error| copy.described(error))
+    }
+
+    /// Starts a copy by a device, on a [`Lane`]. `plan` receives the address of the lane's buffer,
+    /// and returns the copy for the device. For a copy from the buffer to host memory, `plan` also
+    /// returns that copy, which the CPU makes afterwards.
+    fn begin(
+        &self,
+        entry: &DeviceEntry,
+        plan: impl FnOnce(Address) -> (CopyRange, Option<CopyRange>),
+    ) -> Result<LaneCopy> {
+        let mut lane = self.0.take(entry)?;
+        let (copy, rest) = plan(Address(lane.buffer));
+        match self.0.start(&mut lane, copy) {
+            Ok(()) => Ok(LaneCopy { lanes: Arc::clone(&self.0), lane, rest }),
+            Err(error) => {
+                self.0.leave(lane, Some(&error));
+                Err(error)
+            }
+        }
     }
 
     /// Returns the route of a copy. If neither side is memory of a device, copies by the CPU.
@@ -174,55 +222,11 @@ impl CopyEngine for Copier {
         from: Address,
         len: u64,
     ) -> Result<Box<dyn CopyEvent>> {
-        let copy = CopyRange { to, from, len };
-        let finished = || -> Result<Box<dyn CopyEvent>> { Ok(Box::new(FinishedCopy(Ok(())))) };
         // SAFETY: the caller upholds the contract of `Iface::copy`.
-        let started = match unsafe { self.route(copy) }? {
-            Route::Done => return finished(),
-            Route::Direct(entry) => self.begin(entry, |_| Ok((copy, None))),
-            Route::Buffered(None, Some(entry)) if len <= BUFFER => self.begin(entry, |buffer| {
-                // SAFETY: the source is host memory, and this copy owns the lane to which the
-                // buffer belongs.
-                unsafe { CopyRange { to: buffer, ..copy }.copy_by_cpu() };
-                Ok((CopyRange { from: buffer, ..copy }, None))
-            }),
-            Route::Buffered(Some(entry), None) if len <= BUFFER => self.begin(entry, |buffer| {
-                let rest = CopyRange { from: buffer, ..copy };
-                Ok((CopyRange { to: buffer, ..copy }, Some(rest)))
-            }),
-            // SAFETY: the caller upholds the contract of `Iface::copy`, and sides without a
-            // device are host memory.
-            Route::Buffered(from, to) => match unsafe { self.0.run_buffered(copy, from, to) } {
-                Ok(()) => return finished(),
-                Err(error) => Err(error),
-            },
-        };
-        let event = started.map_err(|error| copy.described(error))?;
-        Ok(Box::new(InFlight::new(event)))
-    }
-}
-
-impl Copier {
-    /// Starts a copy by a device, on a [`Lane`]. `plan` receives the address of the lane's buffer,
-    /// and returns the copy for the device. For a copy from the buffer to host memory, `plan` also
-    /// returns that copy, which the CPU makes afterwards.
-    fn begin(
-        &self,
-        entry: &DeviceEntry,
-        plan: impl FnOnce(Address) -> Result<(CopyRange, Option<CopyRange>)>,
-    ) -> Result<LaneCopy> {
-        let mut lane = self.0.take(entry)?;
-        let started = plan(Address(lane.buffer)).and_then(|(copy, rest)| {
-            self.0.start(&mut lane, copy)?;
-            Ok(rest)
-        });
-        match started {
-            Ok(rest) => Ok(LaneCopy { lanes: Arc::clone(&self.0), lane, rest }),
-            Err(error) => {
-                self.0.leave(lane, Some(&error));
-                Err(error)
-            }
-        }
+        Ok(match unsafe { self.start(CopyRange { to, from, len }) }? {
+            Some(copy) => Box::new(InFlight::new(copy)),
+            None => Box::new(FinishedCopy(Ok(()))),
+        })
     }
 }
 

@@ -126,29 +126,23 @@ impl Lookup {
         if !range.contains(address) {
             return Err(inconsistent().context("range", range));
         }
-        let entry = {
-            let owned = self.owned.entries();
-            let entry = owned.get(&range.start().0);
+        let owned = {
+            let entries = self.owned.entries();
+            let entry = entries.get(&range.start().0);
             let entry = entry.filter(|entry| entry.memory.driver_id == answer.id);
             entry.map(|entry| (entry.id, entry.memory.pooled, entry.imported))
         };
-        let pooled = match entry {
-            Some((_, pooled, _)) => pooled,
-            None => self.is_pooled(context, range, answer.id)?,
+        let (id, pooled, imported) = match owned {
+            Some(entry) => entry,
+            None => {
+                let pooled = self.is_pooled(context, range, answer.id)?;
+                (identity(driver, answer.id, pooled.then_some(range)), pooled, false)
+            }
         };
-        let id = match entry {
-            Some((id, ..)) => id,
-            None => identity(driver, answer.id, pooled.then_some(range)),
-        };
-        let device = match kind {
-            AllocationKind::Device => self.driver.device_of(answer.device),
-            // Host memory belongs to no device, shared memory to several.
-            _ => None,
-        };
-        let kind = match entry {
-            Some((.., true)) => AllocationKind::Imported,
-            _ => kind,
-        };
+        // Host memory belongs to no device, shared memory to several.
+        let on_device = kind == AllocationKind::Device;
+        let device = on_device.then(|| self.driver.device_of(answer.device)).flatten();
+        let kind = if imported { AllocationKind::Imported } else { kind };
         let allocation = Allocation {
             iface: IfaceKind::ZE,
             range,
@@ -163,7 +157,7 @@ impl Lookup {
             driver,
             page_size: answer.page_size,
             pooled,
-            owned: entry.is_some(),
+            owned: owned.is_some(),
             driver_id: answer.id,
         }))
     }
