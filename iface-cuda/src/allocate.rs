@@ -29,7 +29,6 @@ pub(crate) struct DeviceAllocator {
 
 impl Allocator for DeviceAllocator {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
-        const ABSENT: Option<&str> = Some("the device does not have this kind of memory");
         let abilities = self.lookup.driver().device("allocate", request.device)?.abilities;
         let unsupported = match request.kind {
             AllocationKind::Device | AllocationKind::Host => None,
@@ -37,7 +36,7 @@ impl Allocator for DeviceAllocator {
             AllocationKind::StreamOrdered if abilities.pools => None,
             AllocationKind::Virtual if abilities.vmm => None,
             AllocationKind::Managed | AllocationKind::StreamOrdered | AllocationKind::Virtual => {
-                ABSENT
+                Some("the device does not have this kind of memory")
             }
             _ => Some("the system iface allocates this kind"),
         };

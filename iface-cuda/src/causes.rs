@@ -8,7 +8,8 @@ use hmem_core::{
 /// Path below `/` of the file in which the loaded NVIDIA kernel module states its version.
 const KERNEL_MODULE: &str = "proc/driver/nvidia/version";
 
-/// Returns true if the modules are known and none of them is a peer-memory client for NVIDIA GPUs.
+/// Returns true if the loaded kernel modules are known, and none of them is a peer-memory client
+/// for NVIDIA GPUs.
 fn no_client(facts: &Facts) -> bool {
     ["nvidia_peermem", "nv_peer_mem"].iter().all(|name| facts.has_module(name) == Some(false))
 }

@@ -13,7 +13,7 @@ use crate::{
 #[derive(Debug, Default)]
 pub(crate) struct ContextStreams {
     /// Stream for all asynchronous copies. The copies end in the order in which they began. Null
-    /// until the first copy.
+    /// until the first asynchronous copy.
     pub(crate) ordered: CuStream,
     /// Streams that no thread uses. A thread that waits for its own work takes one of them.
     pub(crate) spare: Vec<CuStream>,

@@ -111,7 +111,7 @@ impl Lookup {
         let id = NO_IDENTITY;
         let found = Allocation { iface: IfaceKind::ROCR, range, device, kind, id, token: 0 };
         // The runtime may round the length up. The rest of the last page belongs to no allocation.
-        let own = self.table.own_at(range.start());
+        let own = self.table.own_around(range.start()).map(|(own, _)| own);
         let own = own.filter(|own| own.kind == kind && range.contains_range(own.range));
         Ok(match own {
             Some(own) if !own.range.contains(address) => None,

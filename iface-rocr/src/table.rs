@@ -72,6 +72,7 @@ pub(crate) enum RocrOrigin {
 /// Data of a deallocation callback. The runtime owns the data until it calls the callback.
 struct Notice {
     table: Weak<AllocationTable>,
+    /// First address of the allocation.
     base: u64,
     id: AllocationId,
 }
@@ -168,13 +169,6 @@ impl AllocationTable {
         let (_, entry) = entries.live.range(..=address.0).next_back()?;
         let allocation = entry.allocation.filter(|known| known.range.contains(address))?;
         (entry.origin != RocrOrigin::Foreign).then_some((allocation, entry.origin))
-    }
-
-    /// Returns the allocation that begins at an address, if this iface made it.
-    pub(crate) fn own_at(&self, base: Address) -> Option<Allocation> {
-        let entries = self.entries.lock();
-        let entry = entries.live.get(&base.0)?;
-        entry.allocation.filter(|_| entry.origin != RocrOrigin::Foreign)
     }
 
     /// Ends the iface's ownership of an allocation and returns its origin, so that only one of two

@@ -53,6 +53,7 @@ pub(crate) fn visible_cores(functions: &Functions) -> std::result::Result<u32, N
 #[derive(Debug)]
 pub struct Runtime {
     functions: Functions,
+    /// Number of NeuronCores that this process may use.
     cores: u32,
     /// True if the iface may call `nrt_init`.
     may_start: bool,

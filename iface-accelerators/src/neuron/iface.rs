@@ -65,10 +65,7 @@ impl Open for Runtime {
     const START_VARIABLE: &'static str = "HMEM_NEURON_START_RUNTIME";
 
     fn open(mut builder: Builder) -> Result<Self> {
-        let may_start = match builder.start_runtime {
-            None if builder.without_environment => false,
-            decided => Self::may_start(decided)?,
-        };
+        let may_start = Self::may_start(builder.start_runtime, builder.without_environment)?;
         let functions = builder.load()?;
         let unavailable = || {
             NEURON

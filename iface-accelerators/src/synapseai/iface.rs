@@ -101,10 +101,7 @@ impl Open for Synapse {
     const START_VARIABLE: &'static str = "HMEM_SYNAPSEAI_START_RUNTIME";
 
     fn open(mut builder: Builder) -> Result<Self> {
-        let may_start = match builder.start_runtime {
-            None if builder.without_environment => false,
-            decided => Self::may_start(decided)?,
-        };
+        let may_start = Self::may_start(builder.start_runtime, builder.without_environment)?;
         let synapse = builder.load()?;
         let hlthunk = match (builder.hlthunk_functions, builder.hlthunk) {
             (Some(hlthunk), _) => Ok(hlthunk),

@@ -197,14 +197,14 @@ pub trait Open: Driver + Sized {
     const START_VARIABLE: &'static str;
 
     /// Returns true if the iface may start the runtime. `decided` is the setting of the builder.
-    /// With `None`, [`START_VARIABLE`](Self::START_VARIABLE) decides. If that variable is unset or
-    /// empty, the iface may not start the runtime.
+    /// With `None`, [`START_VARIABLE`](Self::START_VARIABLE) decides, unless `without_environment`
+    /// is true. If nothing decides, the iface may not start the runtime.
     ///
     /// # Errors
     /// InvalidArgument if the variable decides and is not a boolean.
-    fn may_start(decided: Option<bool>) -> Result<bool> {
-        if let Some(may_start) = decided {
-            return Ok(may_start);
+    fn may_start(decided: Option<bool>, without_environment: bool) -> Result<bool> {
+        if decided.is_some() || without_environment {
+            return Ok(decided.unwrap_or(false));
         }
         let may_start = environment::boolean(Self::START_VARIABLE);
         Ok(may_start.map_err(|error| error.iface(Self::KIND))?.unwrap_or(false))

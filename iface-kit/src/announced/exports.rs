@@ -17,8 +17,8 @@ use std::{
 #[derive(Debug, Default)]
 pub(crate) struct Exports {
     kept: Vec<OwnedFd>,
-    /// Number of kept descriptors at which `keep` first closes those of dma-bufs without other
-    /// users. Then twice the number of descriptors that are left.
+    /// Number of kept descriptors at which `keep` next closes those of dma-bufs without other
+    /// users: twice the number that the last check left.
     limit: usize,
 }
 
