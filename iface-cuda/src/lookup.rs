@@ -4,7 +4,6 @@
 
 use std::{
     ffi::c_void,
-    fmt,
     sync::atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
@@ -77,6 +76,7 @@ impl FoundAllocation {
 ///
 /// Each identity has one slot. A later identity with the same slot replaces an earlier one. A slot
 /// is one word, so a reader never sees a part of an entry.
+#[derive(Debug)]
 pub(crate) struct HostKinds([AtomicU64; Self::SLOTS]);
 
 impl HostKinds {
@@ -104,12 +104,6 @@ impl HostKinds {
         if let Some(entry) = Self::entry(id, registered) {
             self.slot(id).store(entry, Ordering::Relaxed);
         }
-    }
-}
-
-impl fmt::Debug for HostKinds {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostKinds").finish_non_exhaustive()
     }
 }
 

@@ -76,7 +76,11 @@ impl Driver {
         }
         // From here on, dropping `driver` destroys the contexts.
         let mut driver = Self { functions, devices: Vec::new(), contexts: RwLock::default() };
-        for (index, handle) in driver.drivers()?.into_iter().enumerate() {
+        let drivers = list(DriverHandle::NULL, "zeDriverGet", |count, into| {
+            // SAFETY: `list` passes valid pointers.
+            unsafe { (driver.functions.driver_get)(count, into) }
+        })?;
+        for (index, handle) in drivers.into_iter().enumerate() {
             driver.add(index as u32, handle)?;
         }
         if driver.devices.is_empty() {
@@ -95,7 +99,11 @@ impl Driver {
     fn add(&mut self, index: u32, driver: DriverHandle) -> Result<()> {
         let number = self.contexts.read().len();
         let mut found = Vec::new();
-        for (place, handle) in self.handles_of(driver)?.into_iter().enumerate() {
+        let devices = list(DeviceHandle::NULL, "zeDeviceGet", |count, into| {
+            // SAFETY: the driver is one that the loader listed; `list` passes valid pointers.
+            unsafe { (self.functions.device_get)(driver, count, into) }
+        })?;
+        for (place, handle) in devices.into_iter().enumerate() {
             // The device number equals libfabric's `fi_hmem_ze_device(driver index, device index)`.
             let id = DeviceId(index << 16 | place as u32);
             found.extend(self.describe(handle, id, number).map_err(|error| error.device(id))?);
@@ -256,20 +264,6 @@ impl Driver {
         let any = || groups.iter().position(|group| group.flags & copy != 0);
         // Every group of compute queues supports copies, even without the flag for copies.
         Ok(engines.or_else(any).unwrap_or(0) as u32)
-    }
-
-    fn drivers(&self) -> Result<Vec<DriverHandle>> {
-        list(DriverHandle::NULL, "zeDriverGet", |count, into| {
-            // SAFETY: `list` passes valid pointers.
-            unsafe { (self.functions.driver_get)(count, into) }
-        })
-    }
-
-    fn handles_of(&self, driver: DriverHandle) -> Result<Vec<DeviceHandle>> {
-        list(DeviceHandle::NULL, "zeDeviceGet", |count, into| {
-            // SAFETY: the driver is one that the loader listed; `list` passes valid pointers.
-            unsafe { (self.functions.device_get)(driver, count, into) }
-        })
     }
 
     fn sub_devices(&self, device: DeviceHandle) -> Result<Vec<DeviceHandle>> {

@@ -13,15 +13,10 @@ use hmem_core::{
 use super::table::Table;
 
 /// A monitor of the memory in a table. The monitor does not keep the iface open.
+#[derive(Debug)]
 pub(crate) struct TableMonitor<H> {
     pub(crate) iface: IfaceKind,
     pub(crate) table: Weak<Table<H>>,
-}
-
-impl<H> fmt::Debug for TableMonitor<H> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TableMonitor").field("iface", &self.iface).finish_non_exhaustive()
-    }
 }
 
 impl<H: Copy + fmt::Debug + Send + Sync> Monitor for TableMonitor<H> {
