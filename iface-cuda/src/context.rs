@@ -349,8 +349,8 @@ impl PrimaryContexts {
         }
     }
 
-    /// Calls `with` with the streams and events of a device's retained primary context. Holds their
-    /// lock during the call.
+    /// Calls `with` with the streams and events of a device's retained primary context, while the
+    /// context is locked.
     ///
     /// # Errors
     /// BadState if the iface was closed, and so does not retain the context.

@@ -83,6 +83,7 @@ fn check(code: c_int, operation: &'static str) -> Result<()> {
 
 struct Inner {
     functions: GdrFunctions,
+    /// Pointer that `gdr_open` returned.
     library: usize,
 }
 
@@ -211,8 +212,9 @@ impl Gdrcopy {
 pub struct CpuWindow {
     inner: Arc<Inner>,
     handle: GdrHandle,
-    /// CPU address of the first byte of `whole`, the mapped range.
+    /// CPU address of the first byte of `whole`.
     mapping: usize,
+    /// Range of device memory that is pinned and mapped: `range`, extended to whole GPU pages.
     whole: AddressRange,
     range: AddressRange,
 }

@@ -82,8 +82,9 @@ pub(crate) struct HostKinds([AtomicU64; Self::SLOTS]);
 impl HostKinds {
     const SLOTS: usize = 256;
 
-    /// Returns the word that a slot holds for an identity and its kind. Returns `None` if the
-    /// identity is too large for a word, or is 0, which means no identity.
+    /// Returns the word that a slot holds for an identity. `registered` is true for memory that the
+    /// application page-locked. Returns `None` if the identity does not fit into the word, or is 0,
+    /// which means no identity.
     fn entry(id: AllocationId, registered: bool) -> Option<u64> {
         (id.0 != 0 && id.0 >> 63 == 0).then_some(id.0 << 1 | u64::from(registered))
     }

@@ -179,6 +179,7 @@ impl MonitorSource for CudaMonitors {
 struct CudaMonitor {
     lookup: Weak<PointerLookup>,
     subscriptions: Weak<FreeSubscriptions>,
+    /// Hooks of the driver's frees, or `None` if hits rely on identities alone.
     hooks: Option<Arc<FreeHooks>>,
     /// True if a hit relies on the hooks, and does not query the identity.
     by_hooks: bool,
@@ -314,8 +315,8 @@ impl CudaMonitor {
         iface.ok_or_else(|| CUDA.not_watched())
     }
 
-    /// Returns the VMM memory in a range, if hits must compare it. Returns `None` if the range is
-    /// watched in another way.
+    /// Returns the VMM memory in a range, if hits must compare its mappings. Returns `None` if hits
+    /// query the identity of the memory, or rely on the hooks.
     ///
     /// # Errors
     /// - Unsupported if the range cannot be watched, with the reason.

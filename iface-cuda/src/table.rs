@@ -34,6 +34,7 @@ pub(crate) struct PageLockedRange {
 /// An allocation that the iface must release.
 #[derive(Clone, Debug)]
 pub(crate) struct OwnedAllocation {
+    /// Device in whose primary context the iface allocated or opened the memory.
     pub(crate) device: DeviceId,
     pub(crate) origin: CudaOrigin,
 }

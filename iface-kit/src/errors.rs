@@ -86,7 +86,7 @@ impl IfaceErrors {
     ///
     /// # Errors
     /// - ZeroLength for a length of 0.
-    /// - Unsupported for [`AllocationKind::Imported`], and for a kind with a reason.
+    /// - Unsupported for [`AllocationKind::Imported`], and if there is a reason `unsupported`.
     /// - Otherwise the error of `allocate`.
     ///
     /// Each error names the device, kind and length of the request.
@@ -110,7 +110,7 @@ impl IfaceErrors {
         })
     }
 
-    /// Takes ownership of the fd that a successful driver call returned, and closes it on `exec`.
+    /// Takes ownership of the fd that a successful driver call returned, and sets `FD_CLOEXEC`.
     ///
     /// # Errors
     /// - Driver if the fd is negative.

@@ -79,7 +79,7 @@ pub struct FreeHooks {
 }
 
 /// Address of the first hooked function, which identifies the patched library. Only one library of
-/// a process is hooked. The address is set before any other state of the hooks.
+/// a process is hooked. The address is 0 until [`claim`] sets it, before any function is patched.
 static LIBRARY: AtomicUsize = AtomicUsize::new(0);
 
 #[allow(unsafe_code, reason = "calls each hooked function for its self-test")]

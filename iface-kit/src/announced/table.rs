@@ -49,6 +49,7 @@ pub(crate) struct Table<H> {
     /// The process that opened the iface. A forked child takes no lock of the table: a thread of
     /// the parent may have held the lock during the fork, and no thread of the child releases it.
     pub(crate) process: ProcessMark,
+    /// Live allocations by first address.
     entries: RwLock<BTreeMap<u64, AnnouncedMemory<H>>>,
     /// Lowest address that was ever in the table. A lookup of a lower address takes no lock.
     lowest: AtomicU64,
