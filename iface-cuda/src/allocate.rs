@@ -119,8 +119,7 @@ impl DeviceAllocator {
         let mut base: CuDevicePtr = 0;
         let allocate = self.lookup.driver().functions.mem_alloc;
         // SAFETY: `base` is writable.
-        check(unsafe { allocate(&mut base, len) }, "cuMemAlloc_v2")?;
-        Ok(base)
+        check(unsafe { allocate(&mut base, len) }, "cuMemAlloc_v2").map(|()| base)
     }
 
     fn managed_alloc(&self, len: usize) -> Result<u64> {
@@ -128,8 +127,7 @@ impl DeviceAllocator {
         let allocate = self.lookup.driver().functions.mem_alloc_managed;
         // SAFETY: `base` is writable.
         let code = unsafe { allocate(&mut base, len, sys::CU_MEM_ATTACH_GLOBAL) };
-        check(code, "cuMemAllocManaged")?;
-        Ok(base)
+        check(code, "cuMemAllocManaged").map(|()| base)
     }
 
     fn host_alloc(&self, len: usize) -> Result<u64> {

@@ -87,7 +87,8 @@ const ADDRESS_CALLS: [&str; 11] = [
     "cuPointerSetAttribute",
 ];
 
-fn remedy(code: CuResult, operation: &str) -> Option<&'static str> {
+/// Returns the remedy for a code of the driver, or `None` if there is no general remedy.
+pub(crate) fn remedy(code: CuResult, operation: &str) -> Option<&'static str> {
     Some(match code {
         sticky if sticky.is_sticky() => {
             "the device is lost for this process, and every further call fails in the same way: \

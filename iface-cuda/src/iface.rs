@@ -22,7 +22,7 @@ use crate::{
     context::PrimaryContexts,
     copy::Copier,
     driver::Driver,
-    error::{CUDA, coded, refused},
+    error::{CUDA, coded, remedy},
     export::{Exporter, no_export_call, no_peer_memory},
     flush::InboundFlusher,
     ipc::IpcExchange,
@@ -140,10 +140,9 @@ impl Cuda {
         // any number of times.
         let code = unsafe { (functions.init)(0) };
         if !code.is_success() {
-            let remedy = refused(code, "cuInit").remedy_text().map(str::to_owned);
-            return Err(coded(CUDA.unavailable("cuInit", &library), code).remedy(
-                remedy.unwrap_or_else(|| "see `nvidia-smi` for the state of the driver".to_owned()),
-            ));
+            let remedy = remedy(code, "cuInit");
+            return Err(coded(CUDA.unavailable("cuInit", &library), code)
+                .remedy(remedy.unwrap_or("see `nvidia-smi` for the state of the driver")));
         }
         let driver = Driver::new(functions)?;
         let devices = driver.devices.len();

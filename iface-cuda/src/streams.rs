@@ -49,12 +49,9 @@ impl ContextStreams {
 /// Creates a stream of the current context that waits for no other stream.
 pub(crate) fn new_stream(functions: &Functions) -> Result<CuStream> {
     let mut stream = CuStream::NULL;
-    check(
-        // SAFETY: `stream` is writable.
-        unsafe { (functions.stream_create)(&mut stream, sys::CU_STREAM_NON_BLOCKING) },
-        "cuStreamCreate",
-    )?;
-    Ok(stream)
+    // SAFETY: `stream` is writable.
+    let code = unsafe { (functions.stream_create)(&mut stream, sys::CU_STREAM_NON_BLOCKING) };
+    check(code, "cuStreamCreate").map(|()| stream)
 }
 
 /// Creates an event of the current context.
@@ -62,8 +59,7 @@ pub(crate) fn new_event(functions: &Functions) -> Result<CuEvent> {
     let mut event = CuEvent::NULL;
     let flags = sys::CU_EVENT_DISABLE_TIMING;
     // SAFETY: `event` is writable.
-    check(unsafe { (functions.event_create)(&mut event, flags) }, "cuEventCreate")?;
-    Ok(event)
+    check(unsafe { (functions.event_create)(&mut event, flags) }, "cuEventCreate").map(|()| event)
 }
 
 /// Waits for all work on a stream that [`new_stream`] created, or on the current context's default

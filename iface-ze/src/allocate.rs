@@ -108,7 +108,6 @@ impl DeviceAllocator {
                 ),
             }
         };
-        check(code, call)?;
-        Ok(base)
+        check(code, call).map(|()| base)
     }
 }

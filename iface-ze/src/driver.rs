@@ -185,22 +185,18 @@ impl Driver {
     ) -> Result<Option<DeviceEntry>> {
         let functions = &self.functions;
         let mut properties = DeviceProperties::default();
-        check(
-            // SAFETY: the driver listed the device. The structure has its type in `stype` and ends
-            // the chain.
-            unsafe { (functions.device_get_properties)(handle, &mut properties) },
-            "zeDeviceGetProperties",
-        )?;
+        // SAFETY: the driver listed the device. The structure has its type in `stype` and ends the
+        // chain.
+        let code = unsafe { (functions.device_get_properties)(handle, &mut properties) };
+        check(code, "zeDeviceGetProperties")?;
         if properties.kind != sys::ZE_DEVICE_TYPE_GPU {
             return Ok(None);
         }
         let mut external = DeviceExternalMemoryProperties::default();
-        check(
-            // SAFETY: the driver listed the device. The structure has its type in `stype` and ends
-            // the chain.
-            unsafe { (functions.device_get_external_memory_properties)(handle, &mut external) },
-            "zeDeviceGetExternalMemoryProperties",
-        )?;
+        let get = functions.device_get_external_memory_properties;
+        // SAFETY: the driver listed the device. The structure has its type in `stype` and ends the
+        // chain.
+        check(unsafe { get(handle, &mut external) }, "zeDeviceGetExternalMemoryProperties")?;
         let description = Device {
             id,
             name: text(&properties.name.map(|character| character as u8)),
