@@ -48,12 +48,7 @@ impl CacheDefaults {
     /// [`HostMonitorKind::Disabled`].
     #[must_use]
     pub fn limits(&self) -> Limits {
-        let (attr, default) = (self.applied_to(CacheAttr::default()), Limits::default());
-        Limits {
-            max_count: attr.max_count.unwrap_or(default.max_count),
-            max_bytes: attr.max_bytes.unwrap_or(default.max_bytes),
-            merge: attr.merge.unwrap_or(default.merge),
-        }
+        self.applied_to(CacheAttr::default()).limits()
     }
 
     /// Returns the setting that disables the registration caches of domains:

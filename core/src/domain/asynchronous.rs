@@ -1,9 +1,9 @@
 //! Asynchronous registration, by one worker thread for each domain with a bound event queue.
 //!
-//! A job keeps its region alive. If the application closes the region before the job starts, the
-//! job is cancelled, and the event has the error `Canceled`. If the application only drops the
-//! region, the worker registers and then deregisters the region. So no callback of a driver uses
-//! freed state (EVT-03).
+//! A job keeps its region alive, so that no callback of a driver uses freed state (EVT-03). If the
+//! application closes the region before the job starts, the job is cancelled, and the event has the
+//! error `Canceled`. If the application only drops the region, the worker registers and then
+//! deregisters it.
 
 use std::{
     collections::VecDeque,
@@ -43,20 +43,26 @@ pub(super) struct Job {
     region: Arc<RegionInner>,
     terms: Terms<'static>,
     promise: Promise,
-    /// The dma-buf of the request, with a descriptor of its own.
+    /// The dma-buf of the request, with a duplicate of its file descriptor.
     dma_buf: Option<DmaBuf>,
 }
 
+/// The jobs that the worker thread has not taken.
 #[derive(Default)]
 struct Queue {
+    /// The jobs, and true once the worker thread must end.
     jobs: Mutex<(VecDeque<Job>, bool)>,
+    /// A signal for the worker thread: a job was added, or the thread must end.
     arrived: Condvar,
 }
 
+/// The thread that runs the jobs of a domain. Dropping the value ends the thread.
 pub(super) struct Worker {
     queue: Arc<Queue>,
     events: Arc<EventQueue>,
+    /// `None` only during the drop.
     thread: Option<JoinHandle<()>>,
+    /// The process that has the thread. A forked child does not have it.
     process: ProcessMark,
 }
 
@@ -76,8 +82,8 @@ impl Worker {
         Ok(Self { queue, events, thread: Some(thread), process })
     }
 
-    /// Creates a pending region and the job that registers it. The job copies all data that the
-    /// request borrows, except progress callbacks, which must not outlive the call.
+    /// Creates a pending region, and the job that registers the region. The job has no progress
+    /// callbacks, because these must not outlive the call.
     pub(super) fn job(
         &self,
         domain: &Arc<DomainInner>,
@@ -104,11 +110,9 @@ impl Worker {
         self.queue.jobs.lock().0.push_back(job);
         self.queue.arrived.notify_one();
     }
-}
 
-impl Worker {
-    /// Cancels the pending job of a closed region. Returns false if the domain's worker has taken
-    /// the job from the queue already.
+    /// Cancels the pending job of a closed region. Returns false if the worker thread has taken the
+    /// job from the queue already.
     pub(super) fn withdraw(&self, id: RegionId) -> bool {
         let withdrawn = {
             let jobs = &mut self.queue.jobs.lock().0;
@@ -117,7 +121,7 @@ impl Worker {
         };
         // Dropped outside the lock, because the job may have the last reference to the memory.
         let Some(job) = withdrawn else { return false };
-        let context = job.region.context();
+        let context = job.region.context;
         drop(job);
         self.events.push(Event { region: id, context, result: Err(canceled()) });
         true
@@ -131,14 +135,14 @@ fn canceled() -> Error {
 impl Drop for Worker {
     fn drop(&mut self) {
         if !self.process.is_current() {
-            // A forked child does not have the worker thread, and a thread of the parent may have
-            // held the lock at the fork.
+            // A forked child must not take the lock: a thread of the parent may have held it at the
+            // fork.
             std::mem::forget(self.thread.take());
             return;
         }
         self.queue.jobs.lock().1 = true;
         self.queue.arrived.notify_one();
-        // The worker itself may drop the last region of a domain. The worker cannot join itself.
+        // The worker thread itself may drop the last region of a domain. It cannot join itself.
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
             && thread.join().is_err()
@@ -171,9 +175,9 @@ impl Queue {
 impl Job {
     fn run(self, events: &EventQueue) {
         let id = self.region.id().unwrap_or(RegionId(0));
-        let context = self.region.context();
+        let context = self.region.context;
         let result = if self.region.start_registering() {
-            // A panic of the backend must not block a waiting close or later jobs.
+            // A panic of an iface or provider must not block a waiting close or later jobs.
             catch_unwind(AssertUnwindSafe(|| self.register())).unwrap_or_else(|_| {
                 // The memory is leaked, because the NIC may have registered it.
                 std::mem::forget(self.region.release());
@@ -206,7 +210,7 @@ impl Job {
         };
         let (promise, terms) = (self.promise, &self.terms);
         let request = RegionRequest { source, promise, keep: region.keep(), terms };
-        let checked = region.domain().check(&request)?;
-        register_on_nics(&[region.domain()], &checked, None, &mut |done| region.complete(done))
+        let checked = region.domain.check(&request)?;
+        register_on_nics(&[&region.domain], &checked, None, &mut |done| region.complete(done))
     }
 }

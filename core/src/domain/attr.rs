@@ -17,30 +17,27 @@ pub struct DomainAttr {
     /// The mr_mode bits that the application offers to the provider. Default: LOCAL, VIRT_ADDR,
     /// ALLOCATED, PROV_KEY and HMEM. The domain uses those that the provider needs.
     pub mr_mode: MrMode,
-    /// True if the application uses device memory (`FI_HMEM`). Otherwise
-    /// [`Request::owner`](super::Request::owner) is ignored. Default: true.
+    /// True if the application uses device memory (`FI_HMEM`). If false, the domain ignores
+    /// [`Request::owner`](super::Request::owner). Default: true.
     pub hmem: bool,
     /// The authorization key of regions and endpoints that do not have their own.
     pub auth_key: AuthKey,
-    /// The settings of the registration cache ([`Domain::cache`](crate::Domain::cache)). `None`
-    /// means no cache, and is the default.
+    /// The settings of the registration cache ([`Domain::cache`](crate::Domain::cache)). `None`,
+    /// the default, means no cache.
     pub cache: Option<CacheAttr>,
     /// The policy for direct access to device memory. Default: [`P2pPolicy::Enabled`].
     pub p2p: P2pPolicy,
-    /// The direct paths to device memory, in the order in which they are tried. `None` means the
-    /// order that suits the NIC, and is the default: dma-buf (first with the PCIe mapping, for some
-    /// NICs), then peer memory.
+    /// The direct paths to device memory, in the order in which they are tried. A path that is not
+    /// listed is not tried. With an empty list, device memory needs staged copies.
     ///
-    /// A path that is not listed is not tried. With an empty list, device memory needs staged
-    /// copies, and is refused under [`P2pPolicy::Required`]. A domain that is opened through
-    /// `hmem::Hmem` uses the builder's list or the variable `HMEM_DIRECT_PATHS` for `None`.
+    /// `None`, the default, means the list of `hmem::Builder::direct_paths` or the variable
+    /// `HMEM_DIRECT_PATHS`, if `hmem::Hmem` opens the domain. Without such a list, `None` means
+    /// dma-buf (first with the PCIe mapping, for some NICs), then peer memory.
     pub direct_paths: Option<Vec<DirectPath>>,
     /// The size and number of staging buffers, for device memory that the NIC cannot reach.
     pub staging: StagingAttr,
     /// The write ordering of cached regions, and of requests without
-    /// [`Request::ordering`](super::Request::ordering).
-    /// The default is strict. [`WriteOrdering`] tells when relaxed ordering is safe, and
-    /// `hmem perf` measures its gain.
+    /// [`Request::ordering`](super::Request::ordering). Default: strict.
     pub ordering: WriteOrdering,
     /// True if transfers may call the drivers of devices. Default: true.
     ///
@@ -58,7 +55,7 @@ pub struct DomainAttr {
     ///
     /// Registrations, lookups in the cache, and closing calls still call drivers. Over verbs, a
     /// read of a completion queue also advances staged transfers of the provider's other domains on
-    /// the same device, if these permit driver calls. Open such domains on a provider of their own.
+    /// the same device for which this setting is true. Open those domains on another provider.
     pub driver_calls_in_transfers: bool,
 }
 
@@ -87,27 +84,24 @@ impl Default for DomainAttr {
 
 /// The settings of a domain's registration cache.
 ///
-/// For a setting that is `None`, a domain opened through `hmem::Hmem` uses the setting of the
-/// builder of that `Hmem`, or else libfabric's environment variable. If neither is set, the default
+/// For a setting that is `None`, a domain opened through `hmem::Hmem` uses the setting of
+/// `hmem::Builder::cache`, or else libfabric's environment variable. If neither is set, the default
 /// of [`Limits`] applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheAttr {
-    /// The largest number of entries. 0 disables caching, `None` means the default.
+    /// The largest number of entries. 0 disables caching.
     pub max_count: Option<usize>,
-    /// The largest total size of all entries in bytes. 0 disables caching, `None` means the
-    /// default.
+    /// The largest total size of all entries in bytes. 0 disables caching.
     pub max_bytes: Option<u64>,
-    /// True to merge a new registration with cached ones that it overlaps or touches, false to keep
-    /// them separate. `None` means the default.
+    /// True to merge a new registration with cached ones that it overlaps or touches.
     pub merge: Option<bool>,
     /// The permission for a miss to register more than the range of the lookup, so that later
     /// lookups in the same allocation are hits. [`Growth`] explains what this exposes to peers. All
-    /// bytes of the larger entry count for [`CacheAttr::max_bytes`]. `None` means no growth: this
-    /// setting has no environment variable.
+    /// bytes of the larger entry count for [`CacheAttr::max_bytes`]. This setting has no
+    /// environment variable, and its default is [`Growth::None`].
     pub growth: Option<Growth>,
-    /// The ifaces with a disabled monitor. Their memory is registered uncached. `None` means the
-    /// default.
+    /// The ifaces with a disabled monitor. Their memory is registered uncached. Default: none.
     pub without_monitors: Option<Vec<IfaceKind>>,
 }
 
@@ -142,7 +136,10 @@ impl CacheAttr {
         Self { without_monitors: Some(ifaces.into()), ..self }
     }
 
-    pub(super) fn limits(&self) -> Limits {
+    /// Returns the limits of a cache with these settings. [`Limits::default`] has the values for
+    /// settings that are `None`.
+    #[must_use]
+    pub fn limits(&self) -> Limits {
         let default = Limits::default();
         Limits {
             max_count: self.max_count.unwrap_or(default.max_count),

@@ -4,14 +4,13 @@
 
 use std::{fmt, sync::Arc};
 
-use super::memory::{Memory, Place};
+use super::memory::{Memory, Place, own_parts};
 use crate::{
     AddressRange, Allocation, Error, ErrorKind, Iface, IfaceExt, ProcessMark, Result,
     iface::AllocRequest,
 };
 
-/// Memory allocated from an iface. Dropping the value frees the memory. Dropping a forked child's
-/// copy frees nothing.
+/// Memory allocated from an iface. Dropping the value frees the memory, except in a forked child.
 pub struct DeviceBuffer {
     iface: Arc<dyn Iface>,
     allocation: Allocation,
@@ -40,7 +39,7 @@ impl DeviceBuffer {
         &self.allocation
     }
 
-    /// Returns the range of the memory. Its length may exceed the length of the request.
+    /// Returns the range of the memory. It may be longer than the request.
     #[must_use]
     pub fn range(&self) -> AddressRange {
         self.allocation.range
@@ -79,9 +78,9 @@ impl DeviceBuffer {
     /// The errors of [`DeviceBuffer::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.slice(offset, from.len() as u64)?.start();
-        // SAFETY: the allocation is freed when `self` is dropped, which the borrow excludes. No
-        // reference to the memory exists: `Allocator::allocate` guarantees that there is none, and
-        // `self` creates none.
+        // SAFETY: the allocation is freed when `self` is dropped, which the borrow excludes.
+        // `Allocator::allocate` guarantees that no reference to the memory exists, and `self`
+        // creates none.
         unsafe { self.iface.write(to, from) }
     }
 }
@@ -114,15 +113,7 @@ macro_rules! device_memory {
         // into it exist, since addresses of an iface are not pointers. All access goes through the
         // iface, which copies.
         unsafe impl Memory for $buffer {
-            type Parts = Self;
-
-            fn into_parts(self) -> Self {
-                self
-            }
-
-            fn from_parts(parts: Self) -> Self {
-                parts
-            }
+            own_parts!();
 
             fn place(parts: &Self) -> Place<'_> {
                 Place::Device { iface: &parts.iface, range: parts.allocation.range }

@@ -4,6 +4,8 @@
 
 use std::{fmt, sync::Arc};
 
+use smallvec::SmallVec;
+
 use super::{
     DomainInner, cached::RegionCache, local::Leasing, queue::DomainQueue, region::MemoryRegion,
     region_slice::RegionSlice, region_state::RegionState,
@@ -47,11 +49,12 @@ use crate::{
 /// }
 /// ```
 pub struct Endpoint {
-    inner: Arc<dyn ProviderEndpoint>,
-    domain: Arc<DomainInner>,
-    /// Registers local memory that a request names without a descriptor, through the domain's
-    /// cache. `None` if requests must have descriptors.
+    pub(super) provider: Arc<dyn ProviderEndpoint>,
+    pub(super) domain: Arc<DomainInner>,
+    /// Registers local memory without a descriptor through the domain's cache. `None` if
+    /// `Domain::leases_local_memory` is false.
     leasing: Option<Leasing>,
+    /// True after [`Endpoint::close`], so that the drop does not close the endpoint again.
     closed: bool,
 }
 
@@ -72,8 +75,6 @@ pub struct Atomic<'a> {
     pub compare: Option<RegionSlice>,
 }
 
-const INLINE_SEGMENTS: usize = 8;
-
 impl Endpoint {
     pub(super) fn open(
         domain: &Arc<DomainInner>,
@@ -89,28 +90,16 @@ impl Endpoint {
             ..attr.clone()
         };
         let leases = cache.zip(tx.in_flight().cloned().zip(rx.in_flight().cloned()));
-        let host = domain.effective().contains(MrMode::LOCAL);
+        let host = domain.effective.contains(MrMode::LOCAL);
         let leasing = leases.map(|(cache, requests)| Leasing::new(cache, host, requests));
-        let inner = transport.open_endpoint(&attr)?;
-        Ok(Self { inner, domain: Arc::clone(domain), leasing, closed: false })
-    }
-
-    pub(super) fn domain(&self) -> &Arc<DomainInner> {
-        &self.domain
-    }
-
-    pub(super) fn provider(&self) -> &dyn ProviderEndpoint {
-        &*self.inner
-    }
-
-    pub(super) fn shared_provider(&self) -> Arc<dyn ProviderEndpoint> {
-        Arc::clone(&self.inner)
+        let provider = transport.open_endpoint(&attr)?;
+        Ok(Self { provider, domain: Arc::clone(domain), leasing, closed: false })
     }
 
     /// Returns the endpoint's name, to send to peers.
     #[must_use]
     pub fn name(&self) -> EndpointName {
-        self.inner.name()
+        self.provider.name()
     }
 
     /// Resolves a peer's name, and connects to the peer if the transport needs that.
@@ -119,29 +108,29 @@ impl Endpoint {
     /// - [`ErrorKind::Unreachable`] if no endpoint has this name, or the peer does not answer.
     /// - [`ErrorKind::Malformed`] for bytes that are not a name.
     pub fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
-        self.inner.resolve(name)
+        self.provider.resolve(name)
     }
 
     /// Connects the endpoint to its peer again after an error has ended the connection.
     ///
-    /// On connected transports (verbs), a failed request ends the connection on both sides, and all
-    /// later requests complete as [`ErrorKind::Canceled`]. A request that the peer refuses is a
-    /// failed request, too. Both sides then call `reconnect`. No names are exchanged, and the ids
-    /// of peers stay valid. Two rules keep requests from being lost without an error:
+    /// On connected transports (verbs), a failed request ends the connection on both sides, also a
+    /// request that the peer refuses. All later requests complete as [`ErrorKind::Canceled`]. Both
+    /// sides then call `reconnect`. They exchange no names, and the ids of peers stay valid. Two
+    /// rules keep requests from being lost without an error:
     ///
-    /// - Call `reconnect` while the peer has no request in flight on the old connection: each of
-    ///   its requests has completed, or its own call has returned. Its NIC may otherwise repeat an
-    ///   old request on the new connection. So the side with requests in flight calls first.
-    /// - Post the next request once both calls have returned. The peer loses what arrives before
-    ///   its call.
+    /// - Call `reconnect` only if the peer has no request in flight on the old connection: each of
+    ///   the peer's requests has completed, or the peer's own `reconnect` has returned. Otherwise
+    ///   the peer's NIC may repeat an old request on the new connection. So the side with requests
+    ///   in flight calls first.
+    /// - Post the next request after both calls have returned. The peer loses requests that arrive
+    ///   before its call.
     ///
-    /// If the sides cannot agree on this, exchange names and call [`Endpoint::resolve`] instead: a
-    /// name that has changed shows that the peer's old connection has ended.
+    /// If the sides cannot agree on this order, exchange names and call [`Endpoint::resolve`]
+    /// instead: a name that has changed shows that the peer's old connection has ended.
     ///
-    /// Requests that are outstanding complete as [`ErrorKind::Canceled`]. Their completions are in
-    /// the completion queues when the call returns; those of staged transfers follow once their
-    /// copies have ended. Posted receives are among them, so post them again. Regions and their
-    /// keys stay as they are.
+    /// Outstanding requests, including posted receives, complete as [`ErrorKind::Canceled`]. Their
+    /// completions are in the queues when the call returns, except those of staged transfers, which
+    /// follow when their copies have ended. Regions and their keys stay valid.
     ///
     /// The call also ends a connection that works. On the software NIC, whose endpoints work on
     /// after every failure, the call does nothing.
@@ -159,7 +148,7 @@ impl Endpoint {
     ///     let result = done.remove(0).result;
     ///     if result.is_err() {
     ///         endpoint.reconnect()?;
-    ///         // The other requests were canceled. The program posts them again.
+    ///         // The other requests were canceled. The caller posts them again.
     ///         while queue.read(&mut done, 16)? > 0 {}
     ///     }
     ///     result
@@ -171,19 +160,18 @@ impl Endpoint {
     /// - [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint.
     /// - The driver's error if the device failed.
     pub fn reconnect(&self) -> Result<()> {
-        self.inner.reconnect()
+        self.provider.reconnect()
     }
 
     /// Posts any work request, with raw local addresses.
     ///
     /// # Safety
-    /// These conditions must hold for each local segment without a descriptor until the request
-    /// completes:
+    /// For each local segment without a descriptor:
     ///
-    /// - The memory stays valid.
-    /// - If the operation writes to the memory, no Rust reference to it exists.
-    /// - If the domain has a cache, the promise of [`Raw::new`](super::Raw::new) holds too, as long
-    ///   as the cache keeps the memory registered. Peers get no rights.
+    /// - The memory stays valid until the request completes.
+    /// - If the operation writes to the memory, no Rust reference to the memory exists until then.
+    /// - If the domain has a cache, the promise of [`Raw::new`](super::Raw::new) holds for as long
+    ///   as the cache keeps the memory registered. The cache gives peers no rights.
     ///
     /// # Errors
     /// - [`ErrorKind::Again`] if the endpoint has as many requests outstanding as its depth, or if
@@ -202,10 +190,10 @@ impl Endpoint {
         match &self.leasing {
             // SAFETY: the caller guarantees the conditions of this function, which are those of the
             // call.
-            None => unsafe { self.inner.post(request) },
+            None => unsafe { self.provider.post(request) },
             // SAFETY: the caller guarantees the conditions of this function, which are those of the
             // call.
-            Some(leasing) => unsafe { leasing.post(&*self.inner, request) },
+            Some(leasing) => unsafe { leasing.post(&*self.provider, request) },
         }
     }
 
@@ -217,31 +205,17 @@ impl Endpoint {
         peer: PeerId,
         context: u64,
     ) -> Result<()> {
-        if let [slice] = local {
-            let request = WorkRequest { operation, local: &[slice.segment()], peer, context };
-            // SAFETY: the segment has the descriptor of a region. The provider refuses the
-            // descriptor once the region is closed, and the region's memory stays allocated until
-            // then.
-            return unsafe { self.post(&request) };
-        }
-        if local.len() > INLINE_SEGMENTS {
-            let segments: Vec<_> = local.iter().map(|slice| slice.segment()).collect();
-            // SAFETY: each segment has the descriptor of a region. The provider refuses the
-            // descriptor once the region is closed, and the region's memory stays allocated until
-            // then.
-            return unsafe {
-                self.post(&WorkRequest { operation, local: &segments, peer, context })
-            };
-        }
-        let empty = LocalSegment { address: crate::Address(0), len: 0, desc: None };
-        let mut segments = [empty; INLINE_SEGMENTS];
-        for (segment, slice) in segments.iter_mut().zip(local) {
-            *segment = slice.segment();
-        }
-        let request = WorkRequest { operation, local: &segments[..local.len()], peer, context };
+        let (one, several);
+        let segments: &[LocalSegment] = if let [slice] = local {
+            one = slice.segment();
+            std::slice::from_ref(&one)
+        } else {
+            several = local.iter().map(|slice| slice.segment()).collect::<SmallVec<[_; 8]>>();
+            &several
+        };
         // SAFETY: each segment has the descriptor of a region. The provider refuses the descriptor
         // once the region is closed, and the region's memory stays allocated until then.
-        unsafe { self.post(&request) }
+        unsafe { self.post(&WorkRequest { operation, local: segments, peer, context }) }
     }
 
     /// Writes the bytes of `local` to `remote` (RMA write).
@@ -261,9 +235,9 @@ impl Endpoint {
         self.post_slices(Operation::Write { remote }, local, peer, context)
     }
 
-    /// Writes like [`Endpoint::write`], and completes a receive of the peer with `data`.
+    /// Writes like [`Endpoint::write`], and completes one receive of the peer with `data`.
     ///
-    /// The write consumes one receive of the peer, like a message. That receive completes with
+    /// The receive completes with
     /// [`RemoteWrite`](crate::transfer::CompletionKind::RemoteWrite) once the bytes are in the
     /// peer's memory.
     ///
@@ -378,11 +352,11 @@ impl Endpoint {
         self.post_slices(Operation::Send { tag: None, invalidate: Some(key) }, local, peer, context)
     }
 
-    /// Posts a buffer for one message. `tag` is the tag to match, and a mask of the tag's bits to
-    /// ignore.
+    /// Posts a buffer for one message. `tag` is the tag that the message must have, with a mask of
+    /// the bits to ignore.
     ///
-    /// `local` may be empty, for a peer's [`write_immediate`](Self::write_immediate) or for
-    /// messages without bytes.
+    /// `local` may be empty, for a peer's [`write_immediate`](Self::write_immediate) or for a
+    /// message without bytes.
     ///
     /// # Errors
     /// The errors of [`Endpoint::post`].
@@ -398,9 +372,8 @@ impl Endpoint {
 
     /// Closes the endpoint. Outstanding requests complete as canceled.
     ///
-    /// In ENDPOINT mode, regions that are bound to the endpoint do not keep it open. Once the
-    /// endpoint is closed, no new access reaches these regions. They can still be closed; their
-    /// close waits for accesses in flight.
+    /// In ENDPOINT mode, no new access reaches the regions that are bound to the endpoint. They can
+    /// still be closed. Their close waits for accesses in flight.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint.
@@ -420,26 +393,25 @@ impl Endpoint {
     fn shut(&self) -> Result<()> {
         if !self.domain.process.is_current() {
             // In a forked child, closing the endpoint would close an object of the parent.
-            std::mem::forget(Arc::clone(&self.inner));
+            std::mem::forget(Arc::clone(&self.provider));
             return Ok(());
         }
-        self.inner.close()?;
+        self.provider.close()?;
         if let Some(leasing) = &self.leasing {
             leasing.release();
         }
         Ok(())
     }
 
-    /// Takes part in a broadcast. All members call this with the same tag.
+    /// Takes part in a broadcast, which every member calls with the same `tag`.
     ///
-    /// The root sends the bytes of `buffer` to all other members, by one send with `context` for
-    /// each member. The others post a receive that accepts a message with `tag` from any peer. So
-    /// no other message may have this tag meanwhile. `members` are the other members, each as
-    /// [`Endpoint::resolve`] of this endpoint returned it. `root` is one of them, or `None` if this
-    /// endpoint is the root.
+    /// `members` are the other members, each with the id from [`Endpoint::resolve`] of this
+    /// endpoint. `root` is one of them, or `None` if this endpoint is the root. The root posts one
+    /// send of `buffer` for each member, each with `context`. Every other member posts a receive
+    /// that accepts a message with `tag` from any peer, so no other message may have this tag.
     ///
     /// The buffer's region needs the right SEND at the root and RECV elsewhere. In COLLECTIVE mode
-    /// it also needs COLLECTIVE (`fi_mr(3)`).
+    /// the region also needs the right COLLECTIVE (`fi_mr(3)`).
     ///
     /// # Errors
     /// - The errors of [`Endpoint::post`].
@@ -455,7 +427,7 @@ impl Endpoint {
         tag: u64,
         context: u64,
     ) -> Result<()> {
-        let needs_right = self.domain().effective().contains(MrMode::COLLECTIVE);
+        let needs_right = self.domain.effective.contains(MrMode::COLLECTIVE);
         if needs_right && !buffer.access().contains(Access::COLLECTIVE) {
             return Err(Error::new(ErrorKind::AccessDenied, "broadcast")
                 .context("access", buffer.access())
@@ -476,10 +448,10 @@ impl Endpoint {
 }
 
 impl MemoryRegion {
-    /// Binds the region to an endpoint (`fi_mr_bind` with an endpoint). Only for ENDPOINT mode.
+    /// Binds the region to an endpoint in ENDPOINT mode (`fi_mr_bind` with an endpoint).
     ///
-    /// Peers reach the region through this endpoint only. Region and endpoint can be closed in
-    /// either order. Once the endpoint is closed, no peer reaches the region.
+    /// Peers reach the region through this endpoint only. The region and the endpoint can be closed
+    /// in either order. Once the endpoint is closed, no peer reaches the region.
     ///
     /// # Errors
     /// - [`ErrorKind::BadState`] in other modes, and for a region that is not registered yet,
@@ -487,15 +459,15 @@ impl MemoryRegion {
     /// - [`ErrorKind::InvalidArgument`] for an endpoint of another domain.
     /// - [`ErrorKind::NoSys`] if the provider does not bind regions to endpoints.
     pub fn bind_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
-        let domain = self.inner().domain();
+        let domain = &self.inner().domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind endpoint").remedy(why));
-        if !domain.effective().contains(MrMode::ENDPOINT) {
+        if !domain.effective.contains(MrMode::ENDPOINT) {
             return refuse(ErrorKind::BadState, "only ENDPOINT mode binds regions to endpoints");
         }
         if self.state() != RegionState::Disabled {
             return refuse(ErrorKind::BadState, "bind after registration and before enable");
         }
-        if !Arc::ptr_eq(endpoint.domain(), domain) {
+        if !Arc::ptr_eq(&endpoint.domain, domain) {
             return refuse(
                 ErrorKind::InvalidArgument,
                 "bind an endpoint of the region's own domain",
@@ -506,7 +478,7 @@ impl MemoryRegion {
         if *bound {
             return refuse(ErrorKind::BadState, "an endpoint is bound already");
         }
-        let binding = domain.provider().endpoint_binding().ok_or_else(|| {
+        let binding = domain.provider.endpoint_binding().ok_or_else(|| {
             domain.missing(
                 Features::ENDPOINT_BINDING,
                 "bind endpoint",
@@ -514,7 +486,7 @@ impl MemoryRegion {
                 "this provider does not bind regions to endpoints",
             )
         })?;
-        binding.bind_endpoint(registration.region, endpoint.provider())?;
+        binding.bind_endpoint(registration.region, &*endpoint.provider)?;
         *bound = true;
         Ok(())
     }

@@ -158,9 +158,9 @@ impl MemoryRegion {
     ///   in its context `windows`.
     pub fn grant(&self, endpoint: &Endpoint, part: Range<u64>, access: Access) -> Result<Grant> {
         let operation = "grant";
-        let domain = self.inner().domain();
+        let domain = &self.inner().domain;
         domain.process.check(operation)?;
-        if !Arc::ptr_eq(endpoint.domain(), domain) {
+        if !Arc::ptr_eq(&endpoint.domain, domain) {
             return Err(WindowRule::SameDomain.refuse(operation));
         }
         let len = part.end.saturating_sub(part.start);
@@ -242,7 +242,7 @@ fn bind_window(
     } else {
         windows.window_status(spare.window).and_then(|status| {
             let tag = (status.key as u8).wrapping_add(1);
-            windows.bind_window_now(endpoint.provider(), spare.window, &bind, tag)?;
+            windows.bind_window_now(&*endpoint.provider, spare.window, &bind, tag)?;
             Ok(ProviderWindow { key: with_tag(status.key, tag), ..spare.window })
         })
     };
@@ -257,7 +257,7 @@ fn bind_window(
     let Spare { window, uses, .. } = spare;
     let base = base(region, bind.offset, bind.addressing);
     let key = RemoteKey::new(bind.addressing, base, bind.len, window.key);
-    let endpoint = endpoint.shared_provider();
+    let endpoint = Arc::clone(&endpoint.provider);
     Ok(BoundWindow { kind, window, bind, endpoint, key, uses, region: dependent })
 }
 
@@ -288,7 +288,7 @@ fn register_sub_region(
     })?;
     let terms = Terms::new(bind.access);
     let sub_region = domain.register_now(&RegionRequest::part(region, range, &terms), None)?;
-    if domain.effective().contains(MrMode::ENDPOINT) {
+    if domain.effective.contains(MrMode::ENDPOINT) {
         sub_region.bind_endpoint(endpoint)?;
         sub_region.enable()?;
     }

@@ -8,10 +8,9 @@ use crate::{
 /// A permission to register more memory than requested, so that one registration serves several
 /// views of an allocation.
 ///
-/// **Growth exposes memory.** The NIC has one key for the whole registration. A peer with the key
-/// of one view can use it, with the view's rights, for every byte of the registration. The bounds
-/// in the key do not prevent that. The rights never grow. Use growth only if the peers may reach
-/// the whole allocation anyway. [`MemoryRegion::sub`](crate::MemoryRegion::sub) makes keys with
+/// **Growth exposes memory.** The NIC does not enforce the bounds of a view's key. A peer with the
+/// key can use the view's rights for every byte of the registration. Use growth only if the peers
+/// may reach the whole allocation. [`MemoryRegion::sub`](crate::MemoryRegion::sub) makes keys with
 /// bounds that the NIC enforces.
 ///
 /// A registration does not grow in these cases:
@@ -31,12 +30,12 @@ pub enum Growth {
     None,
     /// Registers up to the whole allocation.
     Allocation,
-    /// Registers up to this number of bytes of the allocation at once. With 0 nothing grows.
+    /// Registers up to this number of bytes of the allocation at once. 0 means no growth.
     UpTo(u64),
-    /// Registers whole pages of the host around the requested memory, within its allocation. Some
-    /// drivers need ranges of whole pages, which have 64 KiB on some kernels.
+    /// Registers the whole host pages around the requested memory, within its allocation. Some
+    /// drivers register only whole pages, which have 64 KiB on some kernels.
     ///
-    /// Entries of a cache grow to whole pages. Views do not share a registration.
+    /// Only the entries of a cache grow in this way. Views of a batch do not share a registration.
     HostPages,
 }
 
@@ -57,7 +56,7 @@ impl Growth {
     }
 }
 
-/// Returns the whole pages of the host around `range`.
+/// Returns the whole host pages around `range`.
 fn pages(range: AddressRange) -> Option<AddressRange> {
     let page = rustix::param::page_size() as u64;
     let start = range.start().0 - range.start().0 % page;
@@ -79,16 +78,16 @@ impl DomainInner {
         self.growth_limit(if whole_pages { Growth::Allocation } else { growth })
     }
 
-    /// Returns true if a grown region is staged although the policy allows direct access. The
-    /// requested range alone might not need staging.
+    /// Returns true if a region is staged although the domain's policy allows direct access. If the
+    /// region has grown, the requested range alone might not need staging.
     pub(super) fn is_staged_by_growth(&self, region: &MemoryRegion) -> bool {
         let staged = region.decision().is_ok_and(|decision| decision.path == Path::Staged);
         staged && self.attr.p2p != P2pPolicy::Disabled
     }
 
-    /// Returns the largest range that a registration of this owner's memory may grow to, without
-    /// regard to [`DomainInner::growth_limit`], or `None` if the registration must not grow. `held`
-    /// is the range of the buffer that contains the view, if there is one.
+    /// Returns the largest range to which a registration of this owner's memory may grow, without
+    /// regard to [`DomainInner::growth_limit`]. Returns `None` if the registration must not grow.
+    /// `held` is the range of the buffer of which a part is registered, if there is such a buffer.
     pub(super) fn growth_bound(
         &self,
         owner: &AddressOwner,

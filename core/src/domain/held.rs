@@ -1,4 +1,4 @@
-//! The buffers that the regions of a cache keep allocated.
+//! The list of buffers that the regions of a cache keep allocated.
 
 use std::{
     any::Any,
@@ -23,17 +23,18 @@ pub(super) type BufferId = (u64, u64);
 /// A buffer that a [`CachedBuffer`](super::CachedBuffer) owns.
 struct HeldBuffer {
     range: AddressRange,
-    /// The iface that the buffer reports for its memory. `None` for memory by addresses.
+    /// The iface of memory that the buffer owns. `None` for memory by addresses.
     iface: Option<IfaceKind>,
     memory: AnyMemory,
 }
 
-/// The list of buffers of which a cache registers parts.
+/// The list of buffers that the [`CachedBuffer`](super::CachedBuffer)s of a cache own.
 ///
-/// A new region of the cache keeps alive every listed buffer that it overlaps. One region may
+/// A new region of the cache keeps every listed buffer allocated that it overlaps. One region may
 /// overlap several buffers, because the cache merges registrations of adjacent memory.
 #[derive(Default)]
 pub(super) struct HeldBuffers {
+    /// The number for the [`BufferId`] of the next buffer.
     next_number: AtomicU64,
     state: Mutex<State>,
 }
@@ -41,21 +42,16 @@ pub(super) struct HeldBuffers {
 #[derive(Default)]
 struct State {
     buffers: BTreeMap<BufferId, HeldBuffer>,
-    /// The lengths of the buffers in the list. The largest length limits how far a search goes.
+    /// The length of each buffer, with its identifier.
     lengths: BTreeSet<(u64, BufferId)>,
 }
 
 impl State {
-    /// Returns the length of the longest buffer in the list, or 0.
-    fn longest(&self) -> u64 {
-        self.lengths.last().map_or(0, |(len, _)| *len)
-    }
-
-    /// Returns the buffers in the list that may overlap the addresses from `start` to `last`, those
-    /// that begin last first. The length of the longest buffer limits how far below `start` such a
-    /// buffer can begin.
+    /// Returns the buffers that may overlap the addresses from `start` to `last`, in descending
+    /// order of their first address. Such a buffer begins above `start` minus the length of the
+    /// longest buffer.
     fn near(&self, start: u64, last: u64) -> impl Iterator<Item = &HeldBuffer> {
-        let longest = self.longest();
+        let longest = self.lengths.last().map_or(0, |(len, _)| *len);
         let below = self.buffers.range(..=(last, u64::MAX)).rev();
         below
             .take_while(move |((first, _), _)| start.saturating_sub(*first) < longest)
@@ -104,8 +100,8 @@ impl HeldBuffers {
         drop(removed);
     }
 
-    /// Returns the reference for a new region of `range`. The reference keeps allocated every
-    /// buffer of the list that overlaps `range`. Returns [`KeepAlive::Caller`] if no buffer does.
+    /// Returns the guarantee for a new region of `range`: references to all listed buffers that
+    /// overlap `range`, or [`KeepAlive::Caller`] if there are none.
     pub(super) fn keep(&self, range: AddressRange) -> KeepAlive {
         let state = self.state.lock();
         let Some(last) = range.len().checked_sub(1) else { return KeepAlive::Caller };

@@ -4,7 +4,7 @@
 
 use std::{fmt, mem::ManuallyDrop, ptr::NonNull, sync::Arc};
 
-use super::memory::{Memory, Place};
+use super::memory::{Memory, Place, own_parts};
 use crate::{Address, AddressRange};
 
 /// A type without padding and without invalid bit patterns, so that peers may write its values.
@@ -30,7 +30,8 @@ macro_rules! any_bits {
 
 any_bits! { u8 u16 u32 u64 u128 usize i8 i16 i32 i64 i128 isize f32 f64 }
 
-/// The heap block of a `Vec<T>`, as plain numbers. Dropping it frees the block.
+/// The heap block of a `Vec<T>`, without a Rust reference to it. Dropping the value frees the
+/// block.
 pub struct VecParts<T: AnyBits> {
     pointer: NonNull<T>,
     len: usize,
@@ -82,9 +83,9 @@ impl<T: AnyBits> fmt::Debug for VecParts<T> {
 
 /// Numbers on the heap as memory for a region, such as a `Vec<f32>`.
 ///
-/// Offsets and lengths of the region count bytes, not items. Only `Vec<u8>` and `Box<[u8]>` can be
-/// registered without this type. Otherwise `register(vec![0; 4096], ..)` would mean 16 KiB, because
-/// Rust takes the items for `i32`.
+/// Offsets and lengths of the region count bytes. `Vec<u8>` and `Box<[u8]>` need no `Items`. Other
+/// vectors cannot be registered without it, because `register(vec![0; 4096], ..)` would then mean
+/// 4096 `i32` numbers, 16 KiB.
 ///
 /// ```
 /// use hmem_core::Items;
@@ -156,15 +157,7 @@ macro_rules! constant_memory {
         // SAFETY: the bytes stay where they are while the value lives, and nobody writes to them:
         // the type gives out shared references only.
         unsafe impl Memory for $memory {
-            type Parts = Self;
-
-            fn into_parts(self) -> Self {
-                self
-            }
-
-            fn from_parts(parts: Self) -> Self {
-                parts
-            }
+            own_parts!();
 
             fn place(parts: &Self) -> Place<'_> {
                 Place::Host { range: AddressRange::of(parts), writable: false }

@@ -1,8 +1,4 @@
-//! Memory that regions hold: owned buffers, and addresses under a promise of the application.
-//!
-//! A registration takes a value of any type that implements [`Memory`], and the region holds it. A
-//! value of [`Raw`] holds no memory, only addresses. Creating it is the one unsafe step on the way
-//! to a registration.
+//! Memory that regions hold: buffers that own it, and addresses under a promise ([`Raw`]).
 
 #![allow(unsafe_code, reason = "memory by its addresses, and copies to and from it")]
 
@@ -30,15 +26,13 @@ use crate::{
 /// # Safety
 /// An implementation must guarantee, while the parts live:
 ///
-/// - [`Memory::place`] always returns the same place, and the place is valid memory that the parts
-///   own. A place of addresses or of a dma-buf is instead covered by the promise that it carries.
-/// - No Rust reference exists that an access of a NIC would violate: none at all if NICs may write
-///   to the place, and no mutable one otherwise.
+/// - [`Memory::place`] always returns the same place. The place is valid memory that the parts own.
+///   Instead, the promise in [`Place::Addresses`] or [`Place::DmaBuf`] may cover the memory.
+/// - If NICs may write to the place, no Rust reference to the memory exists. Otherwise no mutable
+///   reference to it exists.
 /// - If NICs may write to the place, any bytes are a valid value of the memory.
 ///
 /// # Examples
-///
-/// A mapping of a file as memory that a region holds:
 ///
 /// ```
 /// use std::sync::Arc;
@@ -79,7 +73,7 @@ pub unsafe trait Memory: Sized {
     fn place(parts: &Self::Parts) -> Place<'_>;
 }
 
-/// The location of memory, and what NICs may do with it.
+/// The location of memory, and the accesses that NICs may make.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Place<'p> {
@@ -87,8 +81,8 @@ pub enum Place<'p> {
     Host {
         /// The addresses of the memory, which is mapped readable.
         range: AddressRange,
-        /// True if NICs may write, and the memory is mapped writable. If false, NICs only read,
-        /// and nobody else writes.
+        /// True if NICs may write, and the memory is mapped writable. If false, nobody writes to
+        /// the memory.
         writable: bool,
     },
     /// Memory of a device iface that the parts own. NICs may read and write it.
@@ -99,8 +93,7 @@ pub enum Place<'p> {
         /// The addresses of the memory.
         range: AddressRange,
     },
-    /// Addresses of memory of any iface. The parts may own the memory ([`KeptRaw`]), or the
-    /// application keeps it valid under its promise.
+    /// Addresses of memory of any iface, which the application keeps valid under its promise.
     Addresses {
         /// The ranges of addresses, at least one.
         ranges: &'p [AddressRange],
@@ -117,8 +110,8 @@ pub enum Place<'p> {
 }
 
 impl<'p> Place<'p> {
-    /// Returns the promise for the memory. Memory that the parts own needs none from the
-    /// application.
+    /// Returns the promise of the application. For memory that the parts own, returns the promise
+    /// that the place itself guarantees.
     pub(super) fn promise(&self) -> Promise {
         match *self {
             Self::Host { writable: false, .. } => Promise::ReadOnly,
@@ -145,7 +138,7 @@ impl<'p> Place<'p> {
         }
     }
 
-    /// Returns the kind of the iface of memory that the parts own, or `None` for other memory.
+    /// Returns the iface of memory that the parts own, or `None` for addresses and dma-bufs.
     pub(super) fn owned_iface(&self) -> Option<IfaceKind> {
         match self {
             Self::Host { .. } => Some(IfaceKind::SYSTEM),
@@ -154,7 +147,8 @@ impl<'p> Place<'p> {
         }
     }
 
-    /// Returns the address of `len` bytes at `offset` of memory that the parts own.
+    /// Returns the address of the `len` bytes at `offset`. Fails for memory that the parts do not
+    /// own.
     fn owned_part(&self, offset: u64, len: usize) -> Result<Address> {
         let (Self::Host { range, .. } | Self::Device { range, .. }) = *self else {
             return Err(Error::new(ErrorKind::Unsupported, "copy")
@@ -174,7 +168,7 @@ impl<'p> Place<'p> {
     ///
     /// # Safety
     /// The place must come from [`Memory::place`] of parts that live during the call, or from
-    /// memory that is borrowed during the call under the same conditions.
+    /// [`Borrowed::place`](super::Borrowed::place) of a value that lives during the call.
     pub(super) unsafe fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = self.owned_part(offset, into.len())?;
         match self {
@@ -217,7 +211,7 @@ impl<'p> Place<'p> {
     }
 }
 
-/// Returns the reference with which a region keeps memory allocated.
+/// Returns the guarantee with which a region keeps memory allocated.
 pub(super) fn keep_alive<M: Memory>(parts: &Arc<M::Parts>) -> KeepAlive {
     let iface = M::place(parts).owned_iface();
     if iface.is_none() && !needs_drop::<M::Parts>() {
@@ -226,7 +220,7 @@ pub(super) fn keep_alive<M: Memory>(parts: &Arc<M::Parts>) -> KeepAlive {
     KeepAlive::Region { iface, memory: Arc::clone(parts) as _ }
 }
 
-/// Rebuilds memory from its parts. Fails if a region still refers to the parts.
+/// Rebuilds memory from its parts. Fails if a panic of a registration leaked a reference to them.
 pub(super) fn take_back<M: Memory>(parts: Arc<M::Parts>) -> Result<M, (Arc<M::Parts>, Error)> {
     Arc::try_unwrap(parts).map(M::from_parts).map_err(|parts| {
         let mut error = Error::new(ErrorKind::Driver, "close region")
@@ -239,17 +233,12 @@ pub(super) fn take_back<M: Memory>(parts: Arc<M::Parts>) -> Result<M, (Arc<M::Pa
     })
 }
 
-/// Addresses of memory that the application keeps valid.
+/// Addresses of memory that the application keeps valid: one [`AddressRange`], several ranges that
+/// make up one region (`Box<[AddressRange]>`), or a [`DmaBuf`].
 ///
-/// `Raw::new` is unsafe, and everything after it is safe: registering the memory, passing the value
-/// to other code, and closing the region. The rights of a registration are checked against the
+/// `Raw::new` is unsafe, and all later steps are safe: registering the memory, passing the value to
+/// other code, and closing the region. A registration is refused if its rights go beyond the
 /// promise.
-///
-/// The value names one of these:
-///
-/// - an [`AddressRange`], the default;
-/// - several ranges that make up one region, as a `Box<[AddressRange]>`;
-/// - a [`DmaBuf`].
 ///
 /// A `Raw` does not keep the memory allocated. [`Raw::keep`] adds an owner that does.
 ///
@@ -266,7 +255,7 @@ pub(super) fn take_back<M: Memory>(parts: Arc<M::Parts>) -> Result<M, (Arc<M::Pa
 /// }
 /// ```
 ///
-/// Safe code cannot make one:
+/// Safe code cannot create a `Raw`:
 ///
 /// ```compile_fail,E0133
 /// use hmem_core::{AddressRange, Promise, Raw};
@@ -285,10 +274,10 @@ impl<A> Raw<A> {
     /// Creates the value for memory at `at`.
     ///
     /// # Safety
-    /// The caller makes the promise, which must hold until the last region, sub-region, window and
-    /// grant is gone that any code makes from this value or a copy of it. A region is gone when it
-    /// is closed, or when it was dropped and nothing depends on it any more. A registration cache
-    /// keeps regions after the last lease: they are gone once the cache evicted or invalidated
+    /// The caller makes the promise. It must hold until every region, sub-region, window and grant
+    /// that any code creates from this value or a copy is gone. A region is gone when it is closed,
+    /// or when it was dropped and has no sub-region, window or grant any more. A registration cache
+    /// keeps regions after the last lease: they are gone when the cache has evicted or invalidated
     /// them, or the domain is closed.
     pub const unsafe fn new(at: A, promise: Promise) -> Self {
         Self { at, promise }
@@ -305,10 +294,8 @@ impl<A> Raw<A> {
         self.promise
     }
 
-    /// Adds an owner of the memory, which the region then keeps until it is closed.
-    ///
-    /// The owner can be the object that allocated the memory, such as a tensor or a mapping. With
-    /// it the promise of [`Raw::new`] becomes easy to keep: the memory lives as long as the owner.
+    /// Adds an owner of the memory, such as a tensor or a mapping. The region holds the owner until
+    /// the region is closed, and so keeps the memory allocated.
     ///
     /// ```no_run
     /// use std::sync::Arc;
@@ -318,7 +305,7 @@ impl<A> Raw<A> {
     /// # struct Tensor;
     /// # impl Tensor { fn range(&self) -> AddressRange { unimplemented!() } }
     /// fn expose(domain: &Domain, tensor: Arc<Tensor>) -> Result<Arc<Tensor>> {
-    ///     // SAFETY: the region keeps the tensor, and only the NIC uses its memory meanwhile.
+    ///     // SAFETY: the region holds the tensor, and only the NIC uses its memory meanwhile.
     ///     let memory = unsafe { Raw::new(tensor.range(), Promise::ReadWrite) }.keep(tensor);
     ///     let region = domain.register(memory, Access::REMOTE_READ)?;
     ///     // After the peer is done:
@@ -334,7 +321,7 @@ impl Raw {
     /// Returns the addresses as a list of one range, for [`fabric`](crate::fabric).
     #[must_use]
     pub fn as_slice(&self) -> Raw<&[AddressRange]> {
-        Raw { at: std::slice::from_ref(&self.at), promise: self.promise }
+        Raw { at: slice::from_ref(&self.at), promise: self.promise }
     }
 }
 
@@ -373,68 +360,49 @@ impl<O, A> KeptRaw<O, A> {
     }
 }
 
-/// Addresses that a [`Raw`] can name.
-trait Addresses {
-    fn place(&self, promise: Promise) -> Place<'_>;
-}
+/// The items of [`Memory`] for a type without Rust references to the memory, which is its own parts.
+macro_rules! own_parts {
+    () => {
+        type Parts = Self;
 
-impl Addresses for AddressRange {
-    fn place(&self, promise: Promise) -> Place<'_> {
-        Place::Addresses { ranges: std::slice::from_ref(self), promise }
-    }
-}
+        fn into_parts(self) -> Self {
+            self
+        }
 
-impl Addresses for Box<[AddressRange]> {
-    fn place(&self, promise: Promise) -> Place<'_> {
-        Place::Addresses { ranges: self, promise }
-    }
+        fn from_parts(parts: Self) -> Self {
+            parts
+        }
+    };
 }
-
-impl Addresses for DmaBuf {
-    fn place(&self, promise: Promise) -> Place<'_> {
-        Place::DmaBuf { buffer: self, promise }
-    }
-}
+pub(super) use own_parts;
 
 macro_rules! raw_memory {
-    ($($at:ty)+) => {$(
+    ($($at:ty, $raw:ident: $place:expr;)+) => {$(
         // SAFETY: the promise of `Raw::new` covers the place, which never changes.
         unsafe impl Memory for Raw<$at> {
-            type Parts = Self;
+            own_parts!();
 
-            fn into_parts(self) -> Self {
-                self
-            }
-
-            fn from_parts(parts: Self) -> Self {
-                parts
-            }
-
-            fn place(parts: &Self) -> Place<'_> {
-                parts.at.place(parts.promise)
+            fn place($raw: &Self) -> Place<'_> {
+                $place
             }
         }
 
         // SAFETY: the promise of `Raw::new` covers the place, which never changes.
         unsafe impl<O: Send + Sync + 'static> Memory for KeptRaw<O, $at> {
-            type Parts = Self;
+            own_parts!();
 
-            fn into_parts(self) -> Self {
-                self
-            }
-
-            fn from_parts(parts: Self) -> Self {
-                parts
-            }
-
-            fn place(parts: &Self) -> Place<'_> {
-                parts.raw.at.place(parts.raw.promise)
+            fn place(kept: &Self) -> Place<'_> {
+                <Raw<$at> as Memory>::place(&kept.raw)
             }
         }
     )+};
 }
 
-raw_memory! { AddressRange Box<[AddressRange]> DmaBuf }
+raw_memory! {
+    AddressRange, raw: Place::Addresses { ranges: slice::from_ref(&raw.at), promise: raw.promise };
+    Box<[AddressRange]>, raw: Place::Addresses { ranges: &raw.at, promise: raw.promise };
+    DmaBuf, raw: Place::DmaBuf { buffer: &raw.at, promise: raw.promise };
+}
 
 /// A dma-buf to register, with the part of it that the region covers (`struct fi_mr_dmabuf`).
 ///
@@ -462,8 +430,8 @@ impl DmaBuf {
     }
 }
 
-/// A [`DmaBuf`] whose descriptor belongs to somebody else, for [`fabric`](crate::fabric). The
-/// application may close the descriptor when the registering call has returned.
+/// A [`DmaBuf`] with a borrowed descriptor, for [`fabric`](crate::fabric). The application may
+/// close the descriptor when the registering call has returned.
 #[derive(Clone, Copy, Debug)]
 pub struct BorrowedDmaBuf<'a> {
     /// The file descriptor of the dma-buf.
@@ -476,12 +444,12 @@ pub struct BorrowedDmaBuf<'a> {
     pub base_addr: Option<Address>,
 }
 
-/// Copies bytes of host memory that a NIC may be writing. Later reads of the caller see writes that
-/// precede the copied bytes in the order of a strictly ordered region.
+/// Copies bytes of host memory that a NIC may be writing. If the region has the strict order and
+/// the NIC wrote the copied bytes, later reads of the caller see the NIC's earlier writes.
 ///
 /// # Safety
-/// `into.len()` bytes from `from` on must be host memory that stays mapped during the call and that
-/// no Rust reference exists to.
+/// The `into.len()` bytes from `from` on must be host memory that stays mapped during the call. No
+/// Rust reference to them may exist.
 unsafe fn copy_out(from: Address, into: &mut [u8]) {
     let from = ptr::with_exposed_provenance(from.0 as usize);
     // SAFETY: the caller promises the source. The destination is borrowed by this call alone.
@@ -492,7 +460,8 @@ unsafe fn copy_out(from: Address, into: &mut [u8]) {
 /// Copies bytes into host memory that a NIC may be reading.
 ///
 /// # Safety
-/// `from.len()` bytes from `to` on must be host memory as in [`copy_out`], and writable.
+/// The `from.len()` bytes from `to` on must be writable host memory that stays mapped during the
+/// call. No Rust reference to them may exist.
 unsafe fn copy_in(to: Address, from: &[u8]) {
     let to = ptr::with_exposed_provenance_mut(to.0 as usize);
     // `racing_copy` loads a short source as an atomic, which a shared slice does not allow.

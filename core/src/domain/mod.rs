@@ -1,22 +1,22 @@
 //! Domains, which implement the semantics of `fi_mr(3)` over any provider.
 //!
-//! A domain validates each request, asks the registry for the owner of the memory, asks a
+//! A domain checks each request, asks the registry for the owner of the memory, asks a
 //! [`PathSelector`] for the path of device memory, and registers with a provider.
 //!
 //! The files form layers, lower ones first. A file imports only from files before it, and
 //! `DomainInner` from this file:
 //!
 //! - `prefault`; `terms`: the settings of a request, and the promise about its memory
-//! - `region_state`: the state behind a region; `region`: the handle; `region_slice`,
-//!   `region_view`: parts of it
-//! - `growth`: how far registrations may grow; `attr`: attributes of domains
+//! - `region_state`: the state of a region; `region`: its public handle; `region_slice`,
+//!   `region_view`: parts of regions
+//! - `growth`: the permission to register more than requested; `attr`: attributes of domains
 //! - `memory`: memory that regions hold; `host_memory`, `device_buffer`: the library's own kinds
 //! - `request`: requests and their checks; `owner`: the owner of the memory
 //! - `register`: one registration; `asynchronous`: the worker that runs it
 //! - `typed_region`, `scope`, `batch`, `fabric`: the public registrations
-//! - `held`: the buffers that cached regions keep alive
-//! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`,
-//!   `local`: work on completions; `queue`: completion queues
+//! - `held`: the buffers that cached regions keep allocated
+//! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`:
+//!   flushes of devices; `local`: leases of local memory; `queue`: completion queues
 //! - `endpoint`; `window`; `grant`
 
 mod asynchronous;
@@ -91,13 +91,12 @@ use crate::{
 /// An open domain, which registers memory with one NIC (`fid_domain`).
 ///
 /// Any number of threads may call its methods at once. Regions, endpoints and windows keep the NIC
-/// open, so dropping a domain before them is harmless. [`Domain::close`] fails instead and reports
-/// the objects that are left.
+/// open, so a domain may be dropped before them. [`Domain::close`] fails while there are any.
 ///
 /// A domain belongs to the process that opened it. In a forked child, calls that register memory,
-/// look it up or open an object fail with [`ErrorKind::BadState`]. Make no other calls there: the
-/// provider decides if they fail. Closing or dropping the child's copies of objects does not affect
-/// the parent.
+/// look it up in the cache or open an object fail with [`ErrorKind::BadState`]. Other calls need
+/// not fail there, so the child must not make them. Closing or dropping the child's copies of
+/// objects does not affect the parent.
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, Result};
@@ -117,17 +116,23 @@ pub struct Domain {
     inner: Arc<DomainInner>,
 }
 
+/// The part of a domain that its regions, endpoints and windows keep open.
 pub(crate) struct DomainInner {
     provider: Arc<dyn ProviderDomain>,
     registry: Arc<Registry>,
     selector: Arc<dyn PathSelector>,
     attr: DomainAttr,
+    /// The negotiated bits. BASIC or SCALABLE is one bit here.
     mode: MrMode,
+    /// The bits of `mode`, with BASIC or SCALABLE replaced by the bits that it stands for.
     effective: MrMode,
+    /// A copy of the provider's attributes of the NIC.
     provider_attr: ProviderAttr,
+    /// The decision of every region of host memory.
     plain_host: Arc<Decision>,
     /// The process that opened the domain. A forked child must not use the domain.
     process: ProcessMark,
+    /// The thread for asynchronous registrations. [`Domain::bind`] sets it.
     worker: OnceLock<Worker>,
     inbound: Arc<Inbound>,
     spare_windows: SpareWindows,
@@ -140,11 +145,11 @@ impl Domain {
     /// selector.
     ///
     /// # Errors
-    /// - [`ErrorKind::ModeMismatch`] if the provider needs bits that `attr.mr_mode` does not offer,
-    ///   or cannot run in BASIC mode. Also if `attr.mr_mode` has undefined bits, or other bits
-    ///   besides BASIC or SCALABLE (only LOCAL may accompany BASIC, if the domain needs LOCAL).
-    ///   A domain without [`DomainAttr::driver_calls_in_transfers`] needs LOCAL, whatever the
-    ///   provider needs. The error names the bits.
+    /// - [`ErrorKind::ModeMismatch`], with the bits:
+    ///   - if the provider needs bits that `attr.mr_mode` does not offer, or does not support BASIC
+    ///   - for undefined bits, and for other bits besides BASIC or SCALABLE (only LOCAL may
+    ///     accompany BASIC, if the domain needs LOCAL)
+    ///   - without LOCAL, if [`DomainAttr::driver_calls_in_transfers`] is false
     /// - [`ErrorKind::InvalidArgument`] for a NIC that the provider does not have, for staging
     ///   attributes that are 0 or too large, and for a direct path that is listed twice.
     /// - The errors of [`Provider::nics`], [`ProcessMark::current`] and [`Provider::open_domain`].
@@ -190,13 +195,12 @@ impl Domain {
         let process = ProcessMark::current()?;
         let plain_host = Arc::new(selector.plain_host(&nic.nic));
         let provider = provider.open_domain(&request)?;
-        let worker = OnceLock::new();
-        let inbound = Arc::new(Inbound::new(Arc::clone(&registry)));
         Ok(Self {
             cache: OnceLock::new(),
             inner: Arc::new(DomainInner {
                 provider_attr: provider.attr().clone(),
                 provider,
+                inbound: Arc::new(Inbound::new(Arc::clone(&registry))),
                 registry,
                 selector,
                 attr,
@@ -204,8 +208,7 @@ impl Domain {
                 effective: mode.effective(),
                 plain_host,
                 process,
-                worker,
-                inbound,
+                worker: OnceLock::new(),
                 spare_windows: SpareWindows::default(),
             }),
         })
@@ -233,8 +236,8 @@ impl Domain {
     /// Returns the provider's own domain.
     ///
     /// As a `&dyn Any` it can be downcast to the provider's type, for functions that only this
-    /// provider has. This [`Domain`] does not know about regions that are registered or
-    /// deregistered through the provider's domain.
+    /// provider has. A region that is registered or deregistered through the provider's domain is
+    /// unknown to this [`Domain`].
     #[must_use]
     pub fn provider_domain(&self) -> &dyn ProviderDomain {
         &*self.inner.provider
@@ -265,17 +268,16 @@ impl Domain {
         self.inner.provider.staging().map_or(0, |staging| staging.staging_bytes())
     }
 
-    /// Makes progress on posted requests, for transfers that advance only during calls. Returns the
-    /// number of requests that ended.
+    /// Executes posted requests that advance only during calls, and returns the number of requests
+    /// that ended. Reading a completion queue does the same.
     ///
-    /// Transfers need this only if [`Domain::features`] has `MANUAL_PROGRESS`: all transfers if
-    /// [`ProviderAttr::progress`] is `Manual`, and otherwise those with staged memory. Reading a
-    /// completion queue makes progress too.
+    /// Only domains with the feature `MANUAL_PROGRESS` ([`Domain::features`]) have such requests:
+    /// all requests if [`ProviderAttr::progress`] is `Manual`, and otherwise those with staged
+    /// memory.
     ///
     /// # Errors
-    /// - The errors of [`ManualProgress::progress`](crate::provider::ManualProgress::progress), if
-    ///   the domain has requests that need calls.
-    /// - [`ErrorKind::BadState`] in a forked child, if the domain has no such requests.
+    /// - The errors of [`ManualProgress::progress`](crate::provider::ManualProgress::progress).
+    /// - [`ErrorKind::BadState`] in a forked child, if the domain lacks the feature.
     pub fn progress(&self) -> Result<usize> {
         match self.inner.provider.manual_progress() {
             Some(work) => work.progress(),
@@ -286,10 +288,10 @@ impl Domain {
     /// Makes registrations of this domain asynchronous (`fi_domain_bind` with `FI_REG_MR`).
     ///
     /// From now on a thread of the domain registers, and `queue` reports the result of each
-    /// registration. The thread ends with the domain and its regions.
+    /// registration. The thread ends when the domain and all its regions are dropped.
     ///
-    /// The following stay synchronous and cause no event: [`Domain::scope`], [`Batch::register`],
-    /// [`MemoryRegion::grant`], and registrations by the cache.
+    /// These registrations stay synchronous and cause no event: those of [`Domain::scope`],
+    /// [`Batch::register`], [`MemoryRegion::grant`] and the cache.
     ///
     /// # Errors
     /// - [`ErrorKind::BadFlags`] unless `flags` is REG_MR.
@@ -329,31 +331,27 @@ impl Domain {
         self.inner.raw_keys("unmap key")?.unmap_key(key)
     }
 
-    /// Opens a completion queue with room for `depth` requests. 0 counts as 1.
+    /// Opens a completion queue for the endpoints of this domain, with room for `depth` requests. 0
+    /// counts as 1.
     ///
-    /// There are three ways to get completions: poll ([`CompletionQueue::read`]), wait with a
-    /// timeout ([`CompletionQueue::wait`]), or add the queue's file descriptor to an event loop
-    /// ([`CompletionQueue::channel`]). The queue does not keep the domain open. Once the domain is
-    /// closed, waiting for the empty queue fails with [`ErrorKind::BadState`].
+    /// To get completions, poll ([`CompletionQueue::read`]), wait with a timeout
+    /// ([`CompletionQueue::wait`]), or add the queue's file descriptor to an event loop
+    /// ([`CompletionQueue::channel`]). The queue does not keep the domain open.
     ///
-    /// A queue serves the endpoints of the domain that opened it. Other domains refuse it.
-    ///
-    /// The queue loses no completion (`FI_RM_ENABLED`). A post that the queue might have no room
-    /// for fails with [`ErrorKind::Again`]. Each request in flight takes the room of its
-    /// completion, and keeps it until the completion is read. A request that the provider divides
-    /// takes the room of each part.
+    /// The queue loses no completion (`FI_RM_ENABLED`). Each request occupies room from its post
+    /// until its completion is read. A request that the provider divides occupies room for each
+    /// part. A post without enough room fails with [`ErrorKind::Again`].
     ///
     /// Let `depth` be at least the sum of [`EndpointAttr::depth`] over the queue's endpoints. An
-    /// endpoint that uses the queue for transmits and for receives counts twice. Such a queue has
-    /// room for every request that its endpoints accept. In a shallower queue, requests that wait
-    /// for a peer can take all the room: receives without a message, and sends without a receive.
-    /// Posts then fail until the peer acts.
+    /// endpoint that uses the queue for transmits and for receives counts twice. In a shallower
+    /// queue, requests that wait for a peer (receives without a message, sends without a receive)
+    /// can occupy all the room. Posts then fail until the peer acts.
     ///
-    /// The queue also flushes devices into whose memory the NIC may write. The queue does so before
-    /// it returns a successful completion of a receive, of a peer's write with immediate data, of a
-    /// read or of an atomic. Device work that starts afterwards sees the bytes, including those
-    /// that the sender of a received message wrote before the message. The first failed flush is
-    /// logged. Without [`DomainAttr::driver_calls_in_transfers`] the queue does not flush.
+    /// Before the queue returns a successful completion of a receive, of a peer's write with
+    /// immediate data, of a read or of an atomic, it flushes the devices whose memory the NIC may
+    /// write. Device work that starts afterwards sees the bytes, including those that the sender of
+    /// a message wrote before the message. The first failed flush is logged. The queue does not
+    /// flush if [`DomainAttr::driver_calls_in_transfers`] is false.
     ///
     /// ```no_run
     /// use std::time::Duration;
@@ -387,8 +385,8 @@ impl Domain {
     ///
     /// A queue from [`Domain::open_cq`] does this before it returns completions. Call this function
     /// if the application learns of a remote write in another way: from a counter, a flag in
-    /// memory, or a message on another channel. Call it after every transfer into device memory in
-    /// a domain without [`DomainAttr::driver_calls_in_transfers`].
+    /// memory, or a message on another channel. If [`DomainAttr::driver_calls_in_transfers`] is
+    /// false, call it after every transfer into device memory.
     ///
     /// # Errors
     /// The error of the first device that failed. All other devices are flushed too.
@@ -400,11 +398,11 @@ impl Domain {
     /// which has an example.
     ///
     /// In LOCAL mode a transfer needs a descriptor for all its local memory, and in HMEM mode for
-    /// its local device memory. If the domain has a cache, the descriptor may be left out: the
-    /// endpoint registers the memory through the cache, like [`RegionCache::get`], and
-    /// holds the lease until the completion is read or the endpoint is closed. This does not work
-    /// in ENDPOINT mode, because a region must be bound to an endpoint there before use. It does
-    /// not work without [`DomainAttr::driver_calls_in_transfers`] either.
+    /// its local device memory. If the domain has a cache, descriptors may be left out: the
+    /// endpoint registers the memory through the cache, like [`RegionCache::get`], and holds the
+    /// lease until the completion is read or the endpoint is closed. Descriptors are required even
+    /// with a cache in ENDPOINT mode, where a region must be bound to an endpoint before use, and
+    /// if [`DomainAttr::driver_calls_in_transfers`] is false.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfResources`] if the endpoint, or the domain's cache, cannot be created.
@@ -423,11 +421,11 @@ impl Domain {
 
     /// Returns true if endpoints register local memory without a descriptor through the cache.
     fn leases_local_memory(&self) -> bool {
-        let mode = self.inner.effective;
-        let wanted = mode.intersects(MrMode::LOCAL | MrMode::HMEM);
-        let attr = &self.inner.attr;
-        let allowed = attr.driver_calls_in_transfers && !mode.contains(MrMode::ENDPOINT);
-        wanted && allowed && attr.cache.is_some()
+        let (mode, attr) = (self.inner.effective, &self.inner.attr);
+        mode.intersects(MrMode::LOCAL | MrMode::HMEM)
+            && !mode.contains(MrMode::ENDPOINT)
+            && attr.driver_calls_in_transfers
+            && attr.cache.is_some()
     }
 
     /// Allocates a type 1 memory window, which is not bound yet.
@@ -482,7 +480,7 @@ impl Domain {
     }
 }
 
-/// Returns the mode of a domain with these attributes on `nic`.
+/// Returns the mr_mode bits that a domain with these attributes uses on `nic`.
 fn negotiate(attr: &DomainAttr, nic: &ProviderAttr) -> Result<MrMode> {
     if attr.driver_calls_in_transfers {
         return attr.mr_mode.negotiate(nic.required_mr_mode);
@@ -525,26 +523,15 @@ impl Drop for DomainInner {
 }
 
 impl DomainInner {
-    pub(crate) fn provider(&self) -> &Arc<dyn ProviderDomain> {
-        &self.provider
-    }
-
-    /// Returns the negotiated mr_mode bits, with the bits that BASIC or SCALABLE stands for in
-    /// place of that bit.
-    #[inline]
-    pub(crate) fn effective(&self) -> MrMode {
-        self.effective
-    }
-
-    pub(crate) fn addressing(&self) -> Addressing {
-        if self.effective().contains(MrMode::VIRT_ADDR) {
+    fn addressing(&self) -> Addressing {
+        if self.effective.contains(MrMode::VIRT_ADDR) {
             Addressing::Virtual
         } else {
             Addressing::ZeroBased
         }
     }
 
-    pub(crate) fn raw_keys(&self, operation: &'static str) -> Result<&dyn RawKeys> {
+    fn raw_keys(&self, operation: &'static str) -> Result<&dyn RawKeys> {
         self.provider.raw_keys().ok_or_else(|| {
             self.missing(
                 Features::RAW_KEYS,
@@ -567,10 +554,10 @@ impl DomainInner {
         })
     }
 
-    /// Returns the error for an optional feature (facet) that the provider's domain lacks. The
-    /// error's remedy is the provider's own, or else `remedy`.
+    /// Returns the error for a facet that the provider's domain lacks. If the provider has no
+    /// remedy of its own for that, the error has `remedy`.
     #[cold]
-    pub(crate) fn missing(
+    fn missing(
         &self,
         feature: Features,
         operation: &'static str,

@@ -204,12 +204,12 @@ impl DomainInner {
         if claim.is_empty() {
             return Ok(());
         }
-        let (mut claimed, mut whole) = (base.flags(), base);
+        let (mut claimed, mut whole) = (base.flags, base);
         while let Some(parent) = whole.parent() {
             whole = parent;
-            claimed |= whole.flags();
+            claimed |= whole.flags;
         }
-        if !whole.flags().contains(MrFlags::MR_DMABUF) {
+        if !whole.flags.contains(MrFlags::MR_DMABUF) {
             let owner = self.registry.owner_of_range(range);
             let owner = owner.map_err(|error| error.of_call("regattr"))?;
             return claim.check(&self.registry, "regattr", range, &owner);

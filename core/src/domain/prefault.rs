@@ -18,7 +18,9 @@ use rustix::{
 
 use crate::{AddressRange, Error, Result, registration::Progress};
 
+/// The number of bytes that one call of `madvise(2)` populates.
 const CHUNK: u64 = 16 << 20;
+/// The length in bytes from which several threads populate a range.
 const PARALLEL_FROM: u64 = 64 << 20;
 
 /// The settings for populating pages before they are registered.
@@ -27,7 +29,7 @@ pub struct Prefault<'a> {
     /// The number of threads. 0 means one per CPU. Ranges under 64 MiB use one thread, and longer
     /// ranges at most one thread per 16 MiB.
     pub threads: usize,
-    /// A progress callback. Any of the threads may call it, after each part of the range.
+    /// A progress callback, which the threads call after each 16 MiB.
     /// Asynchronous registrations ([`Domain::bind`](crate::Domain::bind)) do not call it.
     pub progress: Option<Progress<'a>>,
 }
@@ -40,11 +42,11 @@ impl fmt::Debug for Prefault<'_> {
 
 /// Populates the pages of a range of host memory, so that registering it is fast.
 ///
-/// With `write`, the pages become writable: a copy-on-write happens now, before the NIC pins the
-/// pages. The bytes do not change.
+/// If `write` is true, pages that are shared copy-on-write are copied now, before a NIC pins them.
+/// The bytes do not change.
 ///
 /// # Errors
-/// The context value `range` is the part that failed. Other parts may be populated.
+/// The context value `range` is the part that failed. Other parts may have been populated.
 ///
 /// - [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the protection of the
 ///   memory forbids the access, and on Linux before 5.14.
@@ -92,7 +94,7 @@ pub fn prefault(range: AddressRange, write: bool, options: &Prefault<'_>) -> Res
 fn populate(chunk: AddressRange, write: bool) -> Result<()> {
     let advice = if write { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
     let start = chunk.start().0 as *mut c_void;
-    // SAFETY: populating changes no byte and unmaps nothing. The kernel refuses a range that is not
+    // SAFETY: the call changes no byte and unmaps nothing. The kernel refuses a range that is not
     // mapped.
     unsafe { madvise(start, chunk.len() as usize, advice) }.map_err(|errno| {
         let error = Error::os(errno, "madvise(MADV_POPULATE)").context("range", chunk);

@@ -16,7 +16,7 @@ use crate::{
 
 /// A registered memory region (`fid_mr`).
 ///
-/// Dropping the region deregisters it. If sub-regions, windows or grants still use the region, it
+/// Dropping the value deregisters the region. If the region has sub-regions, windows or grants, it
 /// is deregistered when the last of them is dropped. [`MemoryRegion::close`] also reports errors.
 pub struct MemoryRegion {
     inner: Arc<RegionInner>,
@@ -104,7 +104,7 @@ impl MemoryRegion {
     /// [`Domain::provider_domain`](super::Domain::provider_domain).
     #[must_use]
     pub fn provider_domain(&self) -> &dyn ProviderDomain {
-        &**self.inner.domain.provider()
+        &*self.inner.domain.provider
     }
 
     /// Returns the provider's own handle, for functions that only this provider has.
@@ -140,7 +140,7 @@ impl MemoryRegion {
                 "wait for the event of the region: its registration has not completed",
             ));
         };
-        if self.inner.domain.effective().contains(MrMode::RAW) {
+        if self.inner.domain.effective.contains(MrMode::RAW) {
             return Err(unavailable("in RAW mode use raw_attr here and map_raw at the peer"));
         }
         let single =
@@ -148,10 +148,10 @@ impl MemoryRegion {
         Ok(self.composite_key(region)?.unwrap_or_else(single))
     }
 
-    /// Returns the remote key that the provider makes for the region. `None` if the key is the
-    /// single number of its handle.
+    /// Returns the remote key that the provider composes for the region. Returns `None` if the
+    /// number in `region` is the whole key.
     fn composite_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>> {
-        match self.inner.domain.provider().composite_keys() {
+        match self.inner.domain.provider.composite_keys() {
             Some(keys) => keys.remote_key(region),
             None => Ok(None),
         }
@@ -169,7 +169,7 @@ impl MemoryRegion {
         }
     }
 
-    /// Returns the address of the first byte as the domain's mode has it.
+    /// Returns the address of the first byte: the virtual address in VIRT_ADDR mode, otherwise 0.
     fn start(&self) -> Iova {
         match self.inner.domain.addressing() {
             crate::Addressing::ZeroBased => Iova(0),
@@ -214,20 +214,20 @@ impl MemoryRegion {
     /// Binds a counter, which then counts the remote writes and atomics that change the region
     /// (`fi_mr_bind` with a counter).
     ///
-    /// A region may have several counters, bound with one call each. The region can be closed once
-    /// all its counters are closed.
+    /// A region may have several counters, each bound by a call of its own. The region cannot be
+    /// closed before all its counters are closed.
     ///
     /// # Errors
     /// - [`ErrorKind::NoSys`] if the provider does not count accesses.
     /// - [`ErrorKind::BadFlags`] unless `flags` is REMOTE_WRITE.
-    /// - [`ErrorKind::BadState`] before the registration completed or after it failed, if the
-    ///   counter is bound already, in RMA_EVENT mode for a region without the RMA_EVENT flag, and
-    ///   for a region that started disabled and is enabled now.
+    /// - [`ErrorKind::BadState`] before the registration completed or after it failed, for a
+    ///   counter that is bound already, and for a region that started disabled and is enabled now.
+    ///   In RMA_EVENT mode also for a region without the RMA_EVENT flag.
     /// - The driver's own error.
     pub fn bind_counter(&self, counter: &Arc<Counter>, flags: BindFlags) -> Result<()> {
         let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind counter").remedy(why));
-        let counters = domain.provider().region_counters().ok_or_else(|| {
+        let counters = domain.provider.region_counters().ok_or_else(|| {
             domain.missing(
                 Features::REGION_COUNTERS,
                 "bind counter",
@@ -236,19 +236,15 @@ impl MemoryRegion {
             )
         })?;
         if flags != BindFlags::REMOTE_WRITE {
-            return refuse(
-                ErrorKind::BadFlags,
-                "bind a counter with REMOTE_WRITE and nothing else",
-            );
+            let remedy = "bind a counter with REMOTE_WRITE and nothing else";
+            return refuse(ErrorKind::BadFlags, remedy);
         }
         let registration = self.inner.registration("bind counter")?;
-        if domain.effective().contains(MrMode::RMA_EVENT)
+        if domain.effective.contains(MrMode::RMA_EVENT)
             && !self.inner.flags.contains(MrFlags::RMA_EVENT)
         {
-            return refuse(
-                ErrorKind::BadState,
-                "in RMA_EVENT mode register with the RMA_EVENT flag",
-            );
+            let remedy = "in RMA_EVENT mode register with the RMA_EVENT flag";
+            return refuse(ErrorKind::BadState, remedy);
         }
         if !domain.starts_enabled(self.inner.flags) && self.state() != RegionState::Disabled {
             return refuse(ErrorKind::BadState, "bind before enable (RMA_EVENT, ENDPOINT)");
@@ -278,13 +274,13 @@ impl MemoryRegion {
                      ENDPOINT)",
                 ));
         }
-        let endpoint_mode = self.inner.domain.effective().contains(MrMode::ENDPOINT);
+        let endpoint_mode = self.inner.domain.effective.contains(MrMode::ENDPOINT);
         if endpoint_mode && !*self.inner.bindings().endpoint.lock() {
             return Err(Error::new(ErrorKind::BadState, "enable")
                 .remedy("bind the region to an endpoint first: the domain is in ENDPOINT mode"));
         }
         // Without the facet, the provider's regions are usable as soon as they are registered.
-        if let Some(enabling) = self.inner.domain.provider().enabling() {
+        if let Some(enabling) = self.inner.domain.provider.enabling() {
             enabling.enable(registration.region)?;
         }
         self.inner.state.store(RegionState::Enabled as u8, Ordering::Release);
@@ -310,7 +306,7 @@ impl MemoryRegion {
             }
         }
         let domain = &self.inner.domain;
-        let refresh = domain.provider().refresh().ok_or_else(|| {
+        let refresh = domain.provider.refresh().ok_or_else(|| {
             domain.missing(
                 Features::REFRESH,
                 "refresh",
@@ -341,22 +337,24 @@ impl MemoryRegion {
     }
 }
 
-/// Closes the regions of a list. Leaves the regions in the list that could not be closed.
+/// Closes the regions of a list. Regions that could not be closed stay in the list. Returns the
+/// first error.
 pub(super) fn close_each(regions: &mut Vec<MemoryRegion>) -> Result<()> {
     let mut first = Ok(());
-    let mut left = Vec::new();
-    for region in std::mem::take(regions) {
-        match region.inner.close() {
-            // The memory is released here, because another thread that is dropping a sub-region may
-            // keep the region alive a little longer.
-            Ok(()) => drop(region.inner.release()),
-            Err(error) => {
-                left.push(region);
-                first = first.and(Err(error));
-            }
+    regions.retain(|region| match region.inner.close() {
+        Ok(()) => {
+            // Another thread that is dropping a sub-region may hold the region for a moment. The
+            // memory is released now.
+            drop(region.inner.release());
+            false
         }
-    }
-    *regions = left;
+        Err(error) => {
+            if first.is_ok() {
+                first = Err(error);
+            }
+            true
+        }
+    });
     first.map_err(|error: Error| error.context("left registered", regions.len()))
 }
 

@@ -3,13 +3,11 @@
 use super::region::MemoryRegion;
 use crate::{Access, AddressRange, Error, ErrorKind, Result, transfer::LocalSegment};
 
-/// A part of a registered region, for the safe transfers of an [`Endpoint`](super::Endpoint). The
-/// memory stays allocated until the region is closed: the region owns the memory, a scope borrows
-/// the memory, or the promise of a [`Raw`](super::Raw)
-/// says so.
+/// A part of a registered region, for the safe transfers of an [`Endpoint`](super::Endpoint).
 ///
-/// A slice may outlive its region. The provider refuses the slice's descriptor once the region is
-/// closed.
+/// A slice may outlive its region: the provider refuses the slice's descriptor once the region is
+/// closed. Until then the memory stays allocated, because the region owns it, a scope borrows it,
+/// or the promise of a [`Raw`](super::Raw) covers it.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionSlice {
     segment: LocalSegment,
@@ -40,7 +38,7 @@ impl RegionSlice {
                 .remedy("pass an offset and a length inside the region")
         })?;
         let segment = LocalSegment { address: range.start(), len, desc: Some(region.desc()?) };
-        let read_only = region.inner().is_read_only();
+        let read_only = region.inner().read_only;
         Ok(Self { segment, access: region.access(), read_only })
     }
 

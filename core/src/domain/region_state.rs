@@ -1,5 +1,4 @@
-//! The state behind a [`MemoryRegion`](super::MemoryRegion): small, because a million of them may
-//! be live.
+//! The state of a [`MemoryRegion`](super::MemoryRegion).
 
 use std::{
     any::Any,
@@ -61,12 +60,13 @@ impl RegionState {
 pub(super) enum KeepAlive {
     /// The caller of an unsafe function guarantees that the memory stays allocated.
     Caller,
-    /// A [`Domain::scope`](super::Domain::scope) call borrows the memory of this iface.
+    /// A call of [`Domain::scope`](super::Domain::scope) borrows the memory, which belongs to this
+    /// iface.
     Scope(IfaceKind),
     /// The region owns the memory, possibly together with other regions.
     Region {
-        /// The iface that the buffer reports for the memory. `None` if the region owns only a part
-        /// of the memory, and the caller guarantees that the rest stays allocated.
+        /// The iface of the memory. `None` for memory by addresses, and for a region that owns only
+        /// a part of its memory.
         iface: Option<IfaceKind>,
         #[expect(dead_code, reason = "held until the region is closed")]
         memory: Arc<dyn Any + Send + Sync>,
@@ -74,8 +74,8 @@ pub(super) enum KeepAlive {
 }
 
 impl KeepAlive {
-    /// Returns the iface of memory that a region owns as a whole or a scope borrows, or `None` for
-    /// other memory.
+    /// Returns the iface of memory that a region owns as a whole or a scope borrows. Returns `None`
+    /// for other memory, which the caller of an unsafe function keeps allocated.
     pub(super) fn iface(&self) -> Option<IfaceKind> {
         match self {
             Self::Caller => None,
@@ -85,40 +85,49 @@ impl KeepAlive {
     }
 }
 
-/// The state that every region has. State that few regions have is in `rare`, because a million
-/// regions may be live.
+/// The state of a region. It is small, because a million regions may be live: state that few
+/// regions have is in `rare` and `bindings`.
 pub(crate) struct RegionInner {
     pub(super) domain: Arc<DomainInner>,
-    /// The registration that the region was created with. `None` for an asynchronous registration,
-    /// which has it in `rare`.
-    pub(super) registered: Option<PathRegistration>,
+    /// The result of a synchronous registration. An asynchronous one has its result in `rare`.
+    registered: Option<PathRegistration>,
+    /// The first range.
     pub(super) range: AddressRange,
     pub(super) access: Access,
     pub(super) flags: MrFlags,
     /// True if the memory is promised for reading only, so that no transfer may write to it.
-    read_only: bool,
+    pub(super) read_only: bool,
+    /// The number that the application chose for the event of an asynchronous registration.
     pub(super) context: u64,
-    pub(super) rare: Option<Box<Rare>>,
-    pub(super) bindings: OnceLock<Box<Bindings>>,
-    /// The number of sub-regions and bound windows.
-    pub(super) dependents: AtomicU32,
+    rare: Option<Box<Rare>>,
+    /// The windows, counters and endpoint of the region. Unset until the first of them is bound.
+    bindings: OnceLock<Box<Bindings>>,
+    /// The number of sub-regions and bound windows. [`Dependent`] changes it.
+    dependents: AtomicU32,
+    /// The [`RegionState`] as a number.
     pub(super) state: AtomicU8,
 }
 
 /// State of sub-regions, and of regions with several ranges, an owned buffer, an asynchronous
 /// registration or a requested page size.
 pub(super) struct Rare {
+    /// All ranges if there are several, otherwise empty.
     pub(super) ranges: Vec<AddressRange>,
+    /// The base of a sub-region.
     pub(super) parent: Option<Dependent>,
+    /// The guarantee for the memory. [`RegionInner::release`] replaces it when the region is
+    /// closed.
     pub(super) keep: Mutex<KeepAlive>,
     pub(super) page_size: usize,
+    /// `None` for a synchronous registration.
     pub(super) asynchronous: Option<Asynchronous>,
 }
 
-/// An asynchronous registration, and its result once it succeeded.
+/// An asynchronous registration.
 pub(super) struct Asynchronous {
     id: RegionId,
     ended: Arc<Ended>,
+    /// The result, which the domain's worker stores after success.
     registered: OnceLock<PathRegistration>,
 }
 
@@ -128,7 +137,7 @@ impl Asynchronous {
     }
 }
 
-/// A signal that the domain's worker raises when the worker no longer uses a region.
+/// The signal that the domain's worker no longer uses a region. The worker raises it once.
 #[derive(Default)]
 pub(super) struct Ended {
     done: Mutex<bool>,
@@ -152,26 +161,27 @@ impl Ended {
 /// A type 2 window in the list of its region. The window may lose its binding without a call of the
 /// application, for example because of a peer's message.
 pub(super) trait Settle: Send + Sync {
-    /// Asks the provider if this window is still bound. If it is not, removes the window from the
-    /// count of the region's dependents, so that the region can be closed.
+    /// Asks the provider if this window is still bound. If it is not, drops the [`Dependent`] of
+    /// the binding, so that the region can be closed.
     fn settle(&self);
 }
 
+/// The objects that are bound to a region.
 #[derive(Default)]
 pub(super) struct Bindings {
     windows: Mutex<WindowList>,
     pub(super) counters: Mutex<Vec<Arc<Counter>>>,
+    /// True once an endpoint was bound.
     pub(super) endpoint: Mutex<bool>,
 }
 
 /// The type 2 windows that were ever bound to a region, each listed once.
 #[derive(Default)]
 struct WindowList {
-    /// The windows, by the address of their allocation. A weak pointer keeps the allocation, so no
-    /// later window has the same address.
+    /// The windows by address. No later window has the address of one in the list, because the weak
+    /// pointer keeps its heap block.
     by_address: HashMap<usize, Weak<dyn Settle>>,
-    /// The number of windows in `by_address` at which the next insertion removes the dropped
-    /// windows.
+    /// The length of the list from which the next insertion removes the windows that were dropped.
     purge_at: usize,
 }
 
@@ -190,7 +200,7 @@ impl WindowList {
     }
 }
 
-/// A guard for a sub-region or a bound window. The guard keeps the region from being closed.
+/// A guard of a sub-region or a bound window. While the guard lives, its region cannot be closed.
 pub(super) struct Dependent(Arc<RegionInner>);
 
 impl Dependent {
@@ -215,8 +225,7 @@ impl Drop for Dependent {
 }
 
 impl RegionInner {
-    /// Creates a region, which is registered already or pending until the domain's worker registers
-    /// it.
+    /// Creates a region. It is pending if `registered` is `None`.
     #[inline]
     pub(super) fn new(
         domain: &Arc<DomainInner>,
@@ -249,21 +258,10 @@ impl RegionInner {
         RegionState::from_u8(self.state.load(Ordering::Acquire))
     }
 
-    pub(crate) fn domain(&self) -> &Arc<DomainInner> {
-        &self.domain
-    }
-
-    /// Returns true if the memory is promised for reading only.
-    pub(super) fn is_read_only(&self) -> bool {
-        self.read_only
-    }
-
-    pub(super) fn flags(&self) -> MrFlags {
-        self.flags
-    }
-
-    pub(super) fn context(&self) -> u64 {
-        self.context
+    /// Replaces the state `from` by `to`. Returns false if the region has another state.
+    fn change_state(&self, from: RegionState, to: RegionState) -> bool {
+        let (from, to) = (from as u8, to as u8);
+        self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
     pub(super) fn id(&self) -> Option<RegionId> {
@@ -282,7 +280,7 @@ impl RegionInner {
         self.rare.as_ref().map_or(0, |rare| rare.page_size)
     }
 
-    /// Returns another reference to the guarantee that keeps the memory allocated.
+    /// Returns a copy of the guarantee that keeps the memory allocated.
     pub(super) fn keep(&self) -> KeepAlive {
         self.rare.as_ref().map_or(KeepAlive::Caller, |rare| rare.keep.lock().clone())
     }
@@ -306,8 +304,8 @@ impl RegionInner {
         self.path_registration()?.decision.clone()
     }
 
-    /// Takes out the guarantee that kept the memory allocated. The caller may drop the result only
-    /// once the region is closed.
+    /// Takes out the guarantee that keeps the memory allocated. The caller must not drop the result
+    /// before the region is closed.
     pub(super) fn release(&self) -> KeepAlive {
         let release = |rare: &Rare| std::mem::replace(&mut *rare.keep.lock(), KeepAlive::Caller);
         self.rare.as_deref().map_or(KeepAlive::Caller, release)
@@ -322,8 +320,8 @@ impl RegionInner {
         self.bindings().windows.lock().insert(window);
     }
 
-    /// Returns the number of sub-regions and bound windows. Queries the provider for the state of
-    /// type 2 windows first.
+    /// Returns the number of sub-regions and bound windows, after it has updated the state of type
+    /// 2 windows from the provider.
     fn settled_dependents(&self) -> u32 {
         let dependents = self.dependents.load(Ordering::Acquire);
         let Some(bindings) = self.bindings.get().filter(|_| dependents > 0) else {
@@ -368,21 +366,16 @@ impl RegionInner {
     /// Marks a pending region as being registered. Returns false if the registration was cancelled.
     /// The domain's worker calls this method.
     pub(super) fn start_registering(&self) -> bool {
-        let (from, to) = (RegionState::Pending as u8, RegionState::Registering as u8);
-        self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        self.change_state(RegionState::Pending, RegionState::Registering)
     }
 
     /// Marks a region as failed, unless its registration was cancelled before. The domain's worker
     /// calls this method.
     pub(super) fn fail(&self) {
-        let (from, to) = (RegionState::Registering as u8, RegionState::Failed as u8);
-        // A region that is already closed needs nothing else.
-        let _cancelled_before =
-            self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_err();
+        self.change_state(RegionState::Registering, RegionState::Failed);
     }
 
-    /// Returns the signal that the domain's worker raises when its asynchronous registration call
-    /// has returned, or `None` for a synchronous registration. A close waits for the signal.
+    /// Returns the signal for which a close waits, or `None` for a synchronous registration.
     pub(super) fn ended(&self) -> Option<Arc<Ended>> {
         self.asynchronous().map(|asynchronous| Arc::clone(&asynchronous.ended))
     }
@@ -396,10 +389,8 @@ impl RegionInner {
     ///
     /// Afterwards the domain's worker no longer uses the region.
     fn cancel_or_wait(&self) -> bool {
-        let (from, to) = (RegionState::Pending as u8, RegionState::Closed as u8);
-        let given_up =
-            self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
-        if given_up
+        let cancelled = self.change_state(RegionState::Pending, RegionState::Closed);
+        if cancelled
             && let (Some(worker), Some(id)) = (self.domain.worker.get(), self.id())
             && worker.withdraw(id)
         {
@@ -408,7 +399,7 @@ impl RegionInner {
         if let Some(ended) = self.ended() {
             ended.wait();
         }
-        given_up
+        cancelled
     }
 
     #[inline]
@@ -441,12 +432,11 @@ impl RegionInner {
         self.deregister()
     }
 
-    /// Deregisters the region if it is registered. The caller has checked that this process is not
-    /// a forked child.
+    /// Deregisters the region if it is registered. Must not be called in a forked child.
     fn deregister(&self) -> Result<()> {
         let open = matches!(self.state(), RegionState::Enabled | RegionState::Disabled);
         if let Some(registered) = self.path_registration().filter(|_| open) {
-            self.domain.provider().deregister(registered.region)?;
+            self.domain.provider.deregister(registered.region)?;
             self.state.store(RegionState::Closed as u8, Ordering::Release);
         }
         Ok(())
@@ -459,8 +449,8 @@ impl Drop for RegionInner {
         if self.state() == RegionState::Closed || !self.domain.process.is_current() {
             return;
         }
-        // The memory is freed only once the NIC cannot access it. Otherwise the NIC could write to
-        // data that the allocator places there next. A panic also leaks the memory.
+        // The memory is freed only after the NIC has lost access to it. If `deregister` fails or
+        // panics, the memory is leaked.
         let keep = ManuallyDrop::new(self.release());
         match self.deregister() {
             Ok(()) => drop(ManuallyDrop::into_inner(keep)),

@@ -1,4 +1,4 @@
-//! Views: parts of regions, with keys of their own.
+//! Views: parts of regions, with keys for the part.
 
 use super::{region::MemoryRegion, region_slice::RegionSlice};
 use crate::{Access, AddressRange, LocalKey, RemoteKey, Result};
@@ -30,13 +30,8 @@ impl<'r> RegionView<'r> {
         self.region
     }
 
-    /// Creates a view of part of a region.
     pub(super) fn new(region: &'r MemoryRegion, range: AddressRange) -> Self {
         Self { region, range }
-    }
-
-    fn offset(&self) -> u64 {
-        self.range.start().0 - self.region.range().start().0
     }
 
     /// Returns the remote key of the view's range.
@@ -47,11 +42,11 @@ impl<'r> RegionView<'r> {
     /// # Errors
     /// The errors of [`MemoryRegion::key`] and [`RemoteKey::narrow`].
     pub fn key(&self) -> Result<RemoteKey> {
-        let key = self.region.key()?;
-        if self.range == self.region.range() {
+        let (key, whole) = (self.region.key()?, self.region.range());
+        if self.range == whole {
             return Ok(key);
         }
-        key.narrow(self.offset(), self.range.len())
+        key.narrow(self.range.start().0 - whole.start().0, self.range.len())
     }
 
     /// Returns the local descriptor.

@@ -192,7 +192,7 @@ impl<'a> RegionRequest<'a> {
     /// Creates a request for part of a region. The promise for the region covers the part.
     pub(super) fn part(base: &'a MemoryRegion, range: AddressRange, terms: &'a Terms<'a>) -> Self {
         let promise =
-            if base.inner().is_read_only() { Promise::ReadOnly } else { Promise::ReadWrite };
+            if base.inner().read_only { Promise::ReadOnly } else { Promise::ReadWrite };
         Self { source: Source::Part { base, range }, promise, keep: KeepAlive::Caller, terms }
     }
 
@@ -308,7 +308,7 @@ impl DomainInner {
         let refuse = |kind, remedy: &'static str| {
             Err(Error::new(kind, "regattr").context("base", base.range()).remedy(remedy))
         };
-        if !std::ptr::eq(Arc::as_ptr(base.inner().domain()), self) {
+        if !std::ptr::eq(Arc::as_ptr(&base.inner().domain), self) {
             return refuse(
                 ErrorKind::InvalidArgument,
                 "pass a base that is registered in the same domain",

@@ -206,9 +206,9 @@ impl Domain {
     }
 
     fn register_scope(&self, place: &Place<'_>, access: Access) -> Result<CloseOnExit> {
-        if self.inner.effective().contains(MrMode::ENDPOINT) {
+        if self.inner.effective.contains(MrMode::ENDPOINT) {
             return Err(Error::new(ErrorKind::BadState, "scope")
-                .context("mr_mode", self.inner.effective())
+                .context("mr_mode", self.inner.effective)
                 .remedy("register a buffer: in ENDPOINT mode a region must be bound before use"));
         }
         let terms = Terms::new(access);

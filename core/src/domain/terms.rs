@@ -8,18 +8,17 @@ use crate::{
     registration::{Parallel, WriteOrdering},
 };
 
-/// A promise of the application about memory that a NIC reaches by addresses
-/// ([`Raw::new`](super::Raw::new)).
+/// A promise of the application about memory ([`Raw::new`](super::Raw::new)).
 ///
-/// The memory is not freed, unmapped or used for something else while it can be registered.
+/// The memory is not freed, unmapped or used for another purpose while it is registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Promise {
     /// NICs and peers may read the memory. No Rust reference allows writes to it.
     ReadOnly,
     /// NICs and peers may read and write the memory. No Rust reference to it exists.
     ReadWrite,
-    /// Like [`Promise::ReadWrite`], for the whole allocation around the addresses. This permits
-    /// registrations that grow beyond them ([`Growth`](super::Growth)).
+    /// Like [`Promise::ReadWrite`], for the whole allocation that contains the memory. Permits
+    /// registrations that cover more of the allocation ([`Growth`](super::Growth)).
     Allocation,
 }
 
@@ -42,14 +41,14 @@ pub(super) struct Terms<'a> {
     pub(super) ordering: Option<WriteOrdering>,
     pub(super) prefault: Option<Prefault<'a>>,
     pub(super) parallel: Option<Parallel<'a>>,
-    /// The exports of earlier requests, which the registration may use and extend.
+    /// The exports of earlier requests, which this registration reuses and adds to.
     pub(super) exports: Option<SharedExports>,
-    /// Settings of one provider.
+    /// Settings that only one provider knows.
     pub(super) extension: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Terms<'_> {
-    /// Creates settings that ask for these rights and nothing else.
+    /// Creates settings with these rights, and with the default for everything else.
     pub(super) fn new(access: Access) -> Self {
         Self {
             access,
@@ -68,7 +67,7 @@ impl Terms<'_> {
         }
     }
 
-    /// Returns true if the settings ask for rights alone.
+    /// Returns true if all settings except the rights are the defaults.
     pub(super) fn is_plain(&self) -> bool {
         let Self {
             access: _,
@@ -91,10 +90,9 @@ impl Terms<'_> {
         flags.is_empty()
     }
 
-    /// Returns settings that borrow nothing. Progress callbacks are left out, because they must not
-    /// outlive the call that passes them.
+    /// Returns a copy that borrows nothing. The copy has no progress callbacks, because these must
+    /// not outlive the call that passes them.
     pub(super) fn to_owned(&self) -> Terms<'static> {
-        // Taken apart without `..`, so that a new field is not forgotten here.
         let Self {
             access,
             flags,

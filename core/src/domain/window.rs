@@ -195,7 +195,7 @@ pub(super) fn bind_request(
     access: Access,
     addressing: Addressing,
 ) -> Result<WindowBind> {
-    let rule = if !Arc::ptr_eq(region.inner().domain(), domain) {
+    let rule = if !Arc::ptr_eq(&region.inner().domain, domain) {
         WindowRule::SameDomain
     } else if !Access::ANY_REMOTE.contains(access) {
         WindowRule::RemoteRightsOnly
@@ -252,7 +252,7 @@ pub(super) fn base(region: &MemoryRegion, offset: u64, addressing: Addressing) -
 
 impl DomainInner {
     pub(super) fn windows(&self) -> Result<&dyn Windows> {
-        if self.effective().contains(MrMode::RAW) {
+        if self.effective.contains(MrMode::RAW) {
             return Err(WindowRule::NoRawKeys.refuse("alloc window"));
         }
         self.provider.windows().ok_or_else(|| {
@@ -287,7 +287,7 @@ impl Allocated {
     }
 
     fn check_endpoint(&self, endpoint: &Endpoint, operation: &'static str) -> Result<()> {
-        if Arc::ptr_eq(endpoint.domain(), &self.domain) {
+        if Arc::ptr_eq(&endpoint.domain, &self.domain) {
             return Ok(());
         }
         Err(WindowRule::SameDomain.refuse(operation))
