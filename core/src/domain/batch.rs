@@ -1,10 +1,9 @@
 //! Registration of many requests with one call, with one or more NICs: all of them, or none
 //! (VRB-08).
 //!
-//! A *view* is a part of a memory with rights of its own, for example a tensor in the memory of a
-//! model. If the caller permits [`Growth`], views of the same allocation with the same rights share
-//! one registration of the smallest range that contains them. Views with different rights never
-//! share a registration.
+//! If the caller permits [`Growth`], views of the same allocation with the same rights share one
+//! registration of the smallest range that contains them. Views with different rights never share a
+//! registration.
 
 #![allow(unsafe_code, reason = "copies bytes of memory that the regions hold")]
 
@@ -28,10 +27,9 @@ use crate::{
 
 /// Requests that are registered together with one or more NICs: all, or none.
 ///
-/// The memory is exported once, and all NICs register the same dma-buf. A NIC that cannot import it
-/// uses its next path under the policy of its domain.
-///
-/// The call waits for the registrations, even if an event queue is bound, and causes no event.
+/// A *view* is a part of a memory with rights of its own, for example a tensor in the memory of a
+/// model. Device memory is exported once for all NICs. A NIC that cannot import the dma-buf uses
+/// its next path under the policy of its domain.
 ///
 /// Many tensors of one model:
 ///
@@ -77,50 +75,43 @@ pub struct Batch<'d, M> {
 struct ViewRequest<'d> {
     /// The position of the memory in the batch.
     memory: usize,
-    /// The bytes of the memory. `None` means all.
+    /// The offsets of the view in the memory. `None` means the whole memory.
     part: Option<Range<u64>>,
-    settings: ViewSettings<'d>,
-}
-
-/// The settings of a view. Boxed if there are any, because a batch may have many views.
-enum ViewSettings<'d> {
-    Access(Access),
-    Terms(Box<Terms<'d>>),
+    terms: Terms<'d>,
 }
 
 impl<'d, M: Memory> Batch<'d, M> {
-    /// Creates an empty batch for NICs. Their domains must come from one `Hmem`, because they share
-    /// its ifaces and path selector.
+    /// Creates an empty batch for the NICs of these domains. All domains must come from one `Hmem`,
+    /// so that they have the same ifaces and path selector.
     #[must_use]
     pub fn on(nics: &'d [&'d Domain]) -> Self {
         Self { nics, memories: Vec::new(), views: Vec::new(), growth: Growth::None }
     }
 
-    /// Adds a request. Its memory gets one view, which is all of it. A requested key is requested
+    /// Adds a request. Its memory has one view, of the whole memory. A requested key is requested
     /// from every NIC.
     #[must_use]
     #[expect(clippy::should_implement_trait, reason = "the batch is no number")]
     pub fn add(mut self, request: Request<'d, M>) -> Self {
         let Request { memory, terms } = request;
-        let settings = ViewSettings::Terms(Box::new(terms));
-        self.views.push(ViewRequest { memory: self.memories.len(), part: None, settings });
+        self.views.push(ViewRequest { memory: self.memories.len(), part: None, terms });
         self.memories.push(memory);
         self
     }
 
-    /// Adds memory of which parts are registered, each with rights of its own. A part is a range of
-    /// offsets in the memory. The provider chooses the keys.
+    /// Adds memory with several views. A view is given by its offsets in the memory, and has rights
+    /// of its own. The provider chooses the keys.
     #[must_use]
     pub fn add_views(
         mut self,
         memory: M,
         views: impl IntoIterator<Item = (Range<u64>, Access)>,
     ) -> Self {
-        let memory_index = self.memories.len();
+        let index = self.memories.len();
         self.views.extend(views.into_iter().map(|(part, access)| ViewRequest {
-            memory: memory_index,
+            memory: index,
             part: Some(part),
-            settings: ViewSettings::Access(access),
+            terms: Terms::new(access),
         }));
         self.memories.push(memory);
         self
@@ -139,27 +130,33 @@ impl<'d, M: Memory> Batch<'d, M> {
         self
     }
 
-    /// Registers all views with all NICs.
+    /// Registers all views with all NICs. Waits for the registrations, even if an event queue is
+    /// bound, and causes no event.
     ///
     /// # Errors
     /// - The errors of [`Domain::register`](super::Domain::register). The context value `view` is
     ///   the position of the view among all views of the batch.
-    /// - [`ErrorKind::InvalidArgument`] without a NIC, for domains with different registries or
-    ///   path selectors, and for [`Batch::grow`] with a [`Raw`](super::Raw) of
-    ///   [`Batch::add`] that does not promise its allocation.
-    /// - [`ErrorKind::OutOfBounds`] for a part outside its memory.
+    /// - [`ErrorKind::InvalidArgument`] without a NIC, for domains of different `Hmem`s, and for
+    ///   [`Batch::grow`] with a [`Raw`](super::Raw) of [`Batch::add`] whose promise is not
+    ///   [`Promise::Allocation`].
+    /// - [`ErrorKind::OutOfBounds`] for a view outside its memory.
     ///
     /// After an error all regions of the call are closed, and [`Regions::close`] of the error's
-    /// value returns the memories. If a driver refuses to close a region, the value has the regions
-    /// that are left. Try again to close them.
+    /// value returns the memories. If a driver refuses to close a region, the value still has that
+    /// region, and `close` tries again.
     pub fn register(self) -> Result<Regions<M>, Rejected<Regions<M>>> {
-        let Self { nics, memories, views, growth } = self;
+        let Self { nics, memories, mut views, growth } = self;
         let parts: Vec<Arc<M::Parts>> =
             memories.into_iter().map(|memory| Arc::new(memory.into_parts())).collect();
         let held: Vec<HeldMemory<'_>> = parts
             .iter()
             .map(|parts| HeldMemory { place: M::place(parts), keep: keep_alive::<M>(parts) })
             .collect();
+        for view in &mut views {
+            if let Place::DmaBuf { .. } = held[view.memory].place {
+                view.terms.flags |= MrFlags::MR_DMABUF;
+            }
+        }
         let registered = register_all(nics, &held, &views, growth);
         drop(held);
         match registered {
@@ -181,7 +178,7 @@ impl<M> fmt::Debug for Batch<'_, M> {
     }
 }
 
-/// The location of a memory of the batch, and the reference that keeps it allocated.
+/// The location of a memory of the batch, and the guarantee that keeps it allocated.
 struct HeldMemory<'a> {
     place: Place<'a>,
     keep: KeepAlive,
@@ -195,16 +192,18 @@ enum ViewBytes<'a> {
     Other(Source<'a>),
 }
 
-/// A group of views that share a registration.
+/// A group of views that share a registration, or a single view.
 struct ViewGroup {
-    /// The smallest range that contains the views. `None` for a view that is no range.
+    /// The smallest range that contains the views. `None` for a view that must not share a
+    /// registration.
     range: Option<AddressRange>,
     access: Access,
+    /// The owner of the memory. `None` if `range` is `None`.
     owner: Option<AddressOwner>,
     /// The range that the registration must not exceed. `None` if the registration must not grow.
     bound: Option<AddressRange>,
-    /// The index of the group's first view in the sorted order. The group has `count` views from
-    /// there on.
+    /// The position of the group's first view in the sorted order. The group consists of `count`
+    /// views from there on.
     first: usize,
     count: usize,
 }
@@ -231,10 +230,9 @@ struct BatchPlan<'a> {
     domains: Vec<&'a Arc<DomainInner>>,
     memories: &'a [HeldMemory<'a>],
     views: &'a [ViewRequest<'a>],
-    /// The settings of each view.
-    terms: Vec<Terms<'a>>,
+    /// The bytes of each view.
     targets: Vec<ViewBytes<'a>>,
-    /// The largest length of a registration that views share. 0 if no views may share one.
+    /// The largest length in bytes of a registration that views share. 0 if no views may share one.
     limit: u64,
 }
 
@@ -274,24 +272,16 @@ impl<'a> BatchPlan<'a> {
         let domains = domains_of(nics)?;
         let limits = domains.iter().map(|domain| domain.growth_limit(growth));
         let limit = limits.min().unwrap_or(0);
-        let (mut terms, mut targets) = (Vec::new(), Vec::new());
+        let mut targets = Vec::with_capacity(views.len());
         for (index, view) in views.iter().enumerate() {
             let place = &memories[view.memory].place;
             targets.push(target_of(place, view.part.as_ref()).map_err(of_view(index))?);
-            let mut settings = match &view.settings {
-                ViewSettings::Access(access) => Terms::new(*access),
-                ViewSettings::Terms(terms) => (**terms).clone(),
-            };
-            if let Place::DmaBuf { .. } = place {
-                settings.flags |= MrFlags::MR_DMABUF;
-            }
-            terms.push(settings);
             check_growth(place, view, growth).map_err(of_view(index))?;
         }
-        Ok(Self { domains, memories, views, terms, targets, limit })
+        Ok(Self { domains, memories, views, targets, limit })
     }
 
-    /// Returns the position of each memory's first view, and the number of views.
+    /// Returns the value of [`RegionSet::first_view`].
     fn first_views(&self) -> Box<[u32]> {
         let mut first = vec![0; self.memories.len() + 1];
         for view in self.views {
@@ -305,18 +295,15 @@ impl<'a> BatchPlan<'a> {
 
     /// Returns the request for the memory `source` with the settings of a view.
     fn request<'r>(&'r self, view: usize, source: Source<'r>) -> RegionRequest<'r> {
-        let HeldMemory { place, keep } = &self.memories[self.views[view].memory];
-        RegionRequest {
-            source,
-            promise: place.promise(),
-            keep: keep.clone(),
-            terms: &self.terms[view],
-        }
+        let ViewRequest { memory, terms, .. } = &self.views[view];
+        let HeldMemory { place, keep } = &self.memories[*memory];
+        RegionRequest { source, promise: place.promise(), keep: keep.clone(), terms }
     }
 
-    /// Returns the memory within which the registration of a view may grow: the view's own, or
-    /// `None` for the whole allocation. A region that keeps an owner holds that of one memory.
-    fn growth_within(&self, view: usize) -> Option<usize> {
+    /// Returns the position of the view's memory if only views of this memory may share a
+    /// registration with the view. Returns `None` if views of other memories may do so too: their
+    /// whole allocation is promised, and no region has to keep them allocated.
+    fn sharing_memory(&self, view: usize) -> Option<usize> {
         let memory = self.views[view].memory;
         let HeldMemory { place, keep } = &self.memories[memory];
         let is_whole = place.promise() == Promise::Allocation && matches!(keep, KeepAlive::Caller);
@@ -334,7 +321,7 @@ impl<'a> BatchPlan<'a> {
     /// Returns true if a view may share a registration with others.
     fn may_share(&self, view: usize) -> bool {
         let is_range = matches!(self.targets[view], ViewBytes::Range(_));
-        self.limit > 0 && is_range && self.terms[view].is_plain()
+        self.limit > 0 && is_range && self.views[view].terms.is_plain()
     }
 
     /// Returns the views' positions, sorted so that views that may share a registration are
@@ -347,14 +334,15 @@ impl<'a> BatchPlan<'a> {
                 ViewBytes::Range(range) => range.start().0,
                 ViewBytes::Other(_) => 0,
             };
-            let access = self.terms[view].access.bits();
-            (self.may_share(view), self.growth_within(view), access, start, *index)
+            let access = self.views[view].terms.access.bits();
+            (self.may_share(view), self.sharing_memory(view), access, start, *index)
         });
         order
     }
 
-    /// Checks every view for every NIC, and forms the groups that share a registration. If growth
-    /// is enabled, queries the owner of the memory once for each allocation and set of rights.
+    /// Checks every view for every NIC, and forms the groups that share a registration. For a view
+    /// that may share one, queries the owner of the memory, unless the group before has the same
+    /// allocation.
     fn groups(&self, order: &[u32]) -> Result<Vec<ViewGroup>> {
         let mut groups: Vec<ViewGroup> = Vec::new();
         for (place, index) in order.iter().map(|index| *index as usize).enumerate() {
@@ -363,28 +351,24 @@ impl<'a> BatchPlan<'a> {
             for domain in &self.domains {
                 domain.check(&request).map_err(of_view(index))?;
             }
-            let access = self.terms[index].access;
+            let access = self.views[index].terms.access;
             let alone =
                 ViewGroup { range: None, access, owner: None, bound: None, first: place, count: 1 };
-            let ViewBytes::Range(range) = self.targets[index] else {
-                groups.push(alone);
-                continue;
+            let range = match self.targets[index] {
+                ViewBytes::Range(range) if self.may_share(index) => range,
+                _ => {
+                    groups.push(alone);
+                    continue;
+                }
             };
-            let alone = ViewGroup { range: Some(range), ..alone };
-            if !self.may_share(index) {
-                groups.push(alone);
-                continue;
-            }
-            let within = self.growth_within(index);
-            let neighbour = groups.last_mut().filter(|group| {
-                let other = order[group.first] as usize;
-                self.may_share(other) && self.growth_within(other) == within
+            let within = self.sharing_memory(index);
+            let mut neighbour = groups.last_mut().filter(|group| {
+                group.range.is_some() && self.sharing_memory(order[group.first] as usize) == within
             });
-            if let Some(group) = &neighbour
+            if let Some(group) = &mut neighbour
                 && group.access == access
                 && let Some(joined) = group.joined(range, self.limit)
             {
-                let group = groups.last_mut().expect("the neighbour is the last group");
                 group.range = Some(joined);
                 group.count += 1;
                 continue;
@@ -398,7 +382,7 @@ impl<'a> BatchPlan<'a> {
                     (Some(owner), bound)
                 }
             };
-            groups.push(ViewGroup { owner, bound, ..alone });
+            groups.push(ViewGroup { range: Some(range), owner, bound, ..alone });
         }
         Ok(groups)
     }
@@ -473,7 +457,7 @@ impl<'a> BatchPlan<'a> {
             Ok(()) => tracing::debug!(%range, "views that share a registration would be staged"),
             Err(error) => tracing::debug!(%error, %range, "views cannot share a registration"),
         }
-        // The regions that the driver refuses to close stay in the set, without views.
+        // Regions that the driver refuses to close stay in the set, without views.
         let mut shared = set.regions.split_off(first);
         if let Err(error) = close_each(&mut shared) {
             tracing::error!(error = %error.full(), "cannot close a grown region");
@@ -516,7 +500,7 @@ fn domains_of<'a>(nics: &'a [&'a Domain]) -> Result<Vec<&'a Arc<DomainInner>>> {
     Ok(nics.iter().map(|domain| &domain.inner).collect())
 }
 
-/// Fails for growth around addresses whose promise does not cover what lies around them.
+/// Fails if growth needs [`Promise::Allocation`] and the view's memory has a weaker promise.
 fn check_growth(place: &Place<'_>, view: &ViewRequest<'_>, growth: Growth) -> Result<()> {
     let is_too_weak =
         matches!(place, Place::Addresses { promise, .. } if *promise != Promise::Allocation);
@@ -532,8 +516,8 @@ fn check_growth(place: &Place<'_>, view: &ViewRequest<'_>, growth: Growth) -> Re
         ))
 }
 
-/// Returns the range, or the part of the dma-buf, that a view covers. `part` is a range of offsets
-/// in the memory; `None` means all of it. Fails for a part that leaves the memory.
+/// Returns the bytes of a view. `part` is the view's offsets in the memory, or `None` for the whole
+/// memory. Fails for a part that leaves the memory.
 fn target_of<'a>(place: &'a Place<'a>, part: Option<&Range<u64>>) -> Result<ViewBytes<'a>> {
     let Some(part) = part else {
         return Ok(match place.range() {
@@ -563,10 +547,10 @@ fn target_of<'a>(place: &'a Place<'a>, part: Option<&Range<u64>>) -> Result<View
     Ok(ViewBytes::Other(Source::DmaBuf(buffer)))
 }
 
-/// A registered view: the index of the first NIC's region in the list of regions, and the view's
-/// address range.
+/// A registered view.
 #[derive(Clone, Copy, Debug)]
 struct PlacedView {
+    /// The position of the first NIC's region in [`RegionSet::regions`].
     first: u32,
     range: AddressRange,
 }
@@ -574,10 +558,11 @@ struct PlacedView {
 /// The regions of a batch, without the memory.
 struct RegionSet {
     nics: Box<[Nic]>,
-    /// The regions. Those of one registration with all NICs follow each other.
+    /// For each registration, one region per NIC, in the order of `nics`.
     regions: Vec<MemoryRegion>,
+    /// The views in the order of the batch. Empty after an error.
     views: Box<[PlacedView]>,
-    /// The position of each memory's first view, and the number of views.
+    /// The position of each memory's first view in `views`, and at the end the number of views.
     first_view: Box<[u32]>,
 }
 
@@ -649,9 +634,9 @@ impl<M: Memory> Regions<M> {
         RailKeys::new(self.set.nics.iter().enumerate().map(rail).collect::<Result<_>>()?)
     }
 
-    /// Returns all regions, each with one or more views. A region that the driver refused to close
-    /// after its views could not share it has no views. In a value that an error returned, these
-    /// are the regions that could not be closed.
+    /// Returns all regions. Most have one or more views. A region has none if its views could not
+    /// share it and the driver refused to close it. In a value that an error returned, these are
+    /// the regions that could not be closed.
     #[must_use]
     pub fn regions(&self) -> &[MemoryRegion] {
         &self.set.regions

@@ -64,15 +64,12 @@ pub struct RegionCache {
     cache: Arc<Cache<Registrations>>,
 }
 
-/// A lease of a [`MemoryRegion`] from a cache. A cached region stays registered after the lease is
-/// dropped, until the cache evicts or invalidates it. An uncached region is deregistered with the
-/// lease.
-///
-/// Derefs to the region, which may cover more memory than the lookup asked for.
-/// [`CachedRegion::view`] is the part that the lookup asked for.
+/// A lease of a [`MemoryRegion`] from a cache. Derefs to the region, which may cover more memory
+/// than the lookup asked for.
 ///
 /// Hold the lease until the transfer that uses the region has completed, or for as long as peers
-/// use the key. Without a lease the cache may deregister the region at any time.
+/// use the key. Without a lease the cache may deregister the region at any time. An uncached region
+/// is deregistered when its lease is dropped.
 #[derive(Debug)]
 pub struct CachedRegion<'c> {
     lease: Lease<'c, Registrations>,
@@ -80,23 +77,20 @@ pub struct CachedRegion<'c> {
 }
 
 impl<'c> CachedRegion<'c> {
-    /// Returns the lease, which shows if the region is cached and if it was invalidated.
+    /// Returns the lease, which knows if the region is cached and if it was invalidated.
     #[must_use]
     pub fn lease(&self) -> &Lease<'c, Registrations> {
         &self.lease
     }
 
-    /// Returns the part of the region that the lookup asked for, with its remote key and
-    /// descriptor.
+    /// Returns the part of the region that the lookup asked for.
     #[must_use]
     pub fn view(&self) -> RegionView<'_> {
         RegionView::new(&self.lease, self.range)
     }
 
-    /// Returns a part of the view for the safe transfers of an endpoint.
-    ///
-    /// Hold the lease until the transfer has completed. A slice does not keep the region
-    /// registered: the provider refuses its descriptor once the region is deregistered.
+    /// Returns a part of [`CachedRegion::view`] for the safe transfers of an endpoint. A slice does
+    /// not keep the region registered.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] if the part reaches outside the view.
@@ -135,15 +129,13 @@ impl RegionCache {
 
     /// Returns a region that covers `memory` with at least the rights `access`.
     ///
-    /// The region is a cached one if the cache has a match, and a new one otherwise. A hit does not
-    /// query the owner of the memory.
-    ///
-    /// A region of the cache stays registered longer than its lease, and so the promise of
-    /// [`Raw::new`] must hold longer. If memory is freed to an allocator that does not unmap it,
-    /// peers with the key can still access it. [`RegionCache::own`] needs no promise.
-    ///
-    /// With [`CacheAttr::growth`] a miss may register more than `memory`, if the promise is
+    /// A miss registers `memory`. With [`CacheAttr::growth`] it may register more, if the promise is
     /// [`Promise::Allocation`].
+    ///
+    /// The promise of [`Raw::new`] must hold longer than the lease, because the region stays
+    /// registered until the cache evicts or invalidates it. If memory is freed to an allocator that
+    /// does not unmap it, peers with the key can still access it. [`RegionCache::own`] needs no
+    /// promise.
     ///
     /// ```no_run
     /// use hmem_core::{Access, AddressRange, Domain, Promise, Raw, Result};
@@ -162,38 +154,30 @@ impl RegionCache {
     /// - [`ErrorKind::BadState`] in a forked child.
     #[inline(always)]
     pub fn get(&self, memory: Raw, access: Access) -> Result<CachedRegion<'_>> {
-        let range = *memory.at();
-        match self.cache.find(&lookup_key(range, access)?) {
-            Some(lease) => Ok(CachedRegion { lease, range }),
-            None => self.register(range, access, Around::of(memory.promise())),
-        }
+        self.get_around(*memory.at(), access, Around::of(memory.promise()))
     }
 
-    /// Returns a region of memory in a buffer that a [`CachedBuffer`](super::CachedBuffer) of this
-    /// cache owns.
+    /// Returns a region like [`RegionCache::get`].
     #[inline(always)]
-    pub(super) fn get_held(
+    pub(super) fn get_around(
         &self,
         range: AddressRange,
         access: Access,
-        buffer: AddressRange,
-        promise: Promise,
+        around: Around,
     ) -> Result<CachedRegion<'_>> {
         match self.cache.find(&lookup_key(range, access)?) {
             Some(lease) => Ok(CachedRegion { lease, range }),
-            None => self.register(range, access, Around { promise, within: Some(buffer) }),
+            None => self.register(range, access, around),
         }
     }
 
     /// Returns a region like [`RegionCache::get`], after a check that the memory belongs to `iface`
-    /// and `device`. If `device` is `None`, checks only the iface.
-    ///
-    /// The rules are those of [`Request::owner`](super::Request::owner).
+    /// and, if given, to `device`, under the rules of [`Request::owner`](super::Request::owner).
     ///
     /// # Errors
     /// - The errors of [`RegionCache::get`].
-    /// - [`ErrorKind::InvalidArgument`] if the memory is not of this iface, or not on this device,
-    ///   or if the iface does not have the device.
+    /// - [`ErrorKind::InvalidArgument`] if the memory is not of this iface or device, or if the
+    ///   iface does not have the device.
     /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
     pub fn get_of(
         &self,
@@ -234,17 +218,29 @@ impl RegionCache {
         around: Around,
     ) -> Result<CachedRegion<'_>> {
         let register = |key: &Key, owner: &AddressOwner| self.cache.register(key, owner);
-        let lease = self
-            .owner_of(range)
-            .and_then(|owner| {
-                self.register_grown((range, access), &owner, around, register, |lease| lease)
-            })
-            .map_err(|error| error.of_call("get"))?;
+        let lease = self.miss((range, access), around, register, |lease| lease)?;
         Ok(CachedRegion { lease, range })
     }
 
+    /// Registers the range of a lookup that found no region. `register` and `lease_of` are those of
+    /// [`RegionCache::register_grown`].
+    fn miss<L>(
+        &self,
+        (range, access): (AddressRange, Access),
+        around: Around,
+        register: impl Fn(&Key, &AddressOwner) -> Result<L>,
+        lease_of: impl for<'l> Fn(&'l L) -> &'l Lease<'l, Registrations>,
+    ) -> Result<L> {
+        self.owner_of(range)
+            .and_then(|owner| {
+                self.register_grown((range, access), &owner, around, register, lease_of)
+            })
+            .map_err(|error| error.of_call("get"))
+    }
+
     /// Registers a range that is not cached, with as much memory around it as [`CacheAttr::growth`]
-    /// and the promise for the memory permit.
+    /// and the promise for the memory permit. `register` registers a key and returns a lease of any
+    /// type, and `lease_of` borrows this lease.
     ///
     /// If the larger registration fails, cannot be cached or would be staged, only the range is
     /// registered. So growth never makes a lookup fail, and never exposes memory to peers without a
@@ -288,38 +284,32 @@ impl RegionCache {
         register(&key_of(range, access, owner)?, owner)
     }
 
-    /// Returns the owner of memory that is about to be registered.
-    ///
-    /// In a forked child this fails before it takes a lock. A thread of the parent may have held
-    /// that lock at the fork.
+    /// Returns the owner of memory that is about to be registered. Fails in a forked child before it
+    /// takes a lock, because a thread of the parent may have held the lock at the fork.
     fn owner_of(&self, range: AddressRange) -> Result<AddressOwner> {
         let domain = &self.cache.backend().domain;
         domain.process.check("cached registration")?;
         domain.registry.owner_of_range(range)
     }
 
-    /// Returns the domain of the cache.
     pub(super) fn domain(&self) -> &Arc<DomainInner> {
         &self.cache.backend().domain
     }
 
-    /// Returns the list of buffers that the cache's regions keep alive.
     pub(super) fn held(&self) -> &Arc<HeldBuffers> {
         &self.cache.backend().held
     }
 
-    /// Creates a handle for many lookups on one thread.
-    ///
-    /// Lookups through the handle are faster, because the handle already has the data that the
-    /// cache keeps for each thread.
+    /// Creates a handle for many lookups on one thread. Lookups through the handle are faster,
+    /// because it has a reference to the data that the cache keeps for each thread.
     #[must_use]
     pub fn lookup_handle(&self) -> RegionLookupHandle<'_> {
         RegionLookupHandle { handle: self.cache.lookup_handle(), cache: self }
     }
 
-    /// Returns a lease of a region that covers `range`, registered if needed. The lease may outlive
-    /// the borrow of the cache. Returns `None` for host memory that is not cached, unless `host` is
-    /// true.
+    /// Returns a lease of a region that covers `range`, from the cache or newly registered. The
+    /// lease may outlive the borrow of the cache. If `host` is false, registers no host memory, and
+    /// returns `None` for host memory that is not cached.
     pub(super) fn lease(
         &self,
         range: AddressRange,
@@ -346,14 +336,14 @@ impl RegionCache {
     /// Invalidates the cached regions that have a byte of `range`.
     ///
     /// Call this for memory that changes in a way that no monitor detects. Regions that only share
-    /// a page with `range` stay. If pages are replaced, pass whole pages.
+    /// a page with `range` stay valid. If pages are replaced, pass whole pages.
     pub fn invalidate(&self, range: AddressRange) {
         self.cache.invalidate(range);
     }
 
     /// Invalidates like [`RegionCache::invalidate`], and calls `callback` when these regions are
-    /// deregistered and the cache has no other deregistration in flight. Any thread may run the
-    /// callback, also this call. A panic of the callback is caught and logged.
+    /// deregistered and the cache has no other deregistration in flight. This call or any thread
+    /// may run the callback. A panic of the callback is caught and logged.
     pub fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -389,12 +379,12 @@ impl RegionCache {
         self.cache.try_clear()
     }
 
-    /// Describes the monitor that this cache uses for the memory of an iface, as it is now. Starts
-    /// the monitor if needed.
+    /// Describes the monitor that this cache uses for the memory of an iface. Starts the monitor if
+    /// the cache has not started it yet.
     ///
     /// # Errors
     /// - The iface's own error if the iface has no monitor or cannot start its monitor. Later calls
-    ///   return the error again.
+    ///   return the same error.
     /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
     /// - [`ErrorKind::Unsupported`] if the monitor is disabled by the settings.
     /// - [`ErrorKind::BadState`] in a forked child.
@@ -430,24 +420,17 @@ impl<'c> RegionLookupHandle<'c> {
     fn register(&self, memory: Raw, access: Access) -> Result<CachedRegion<'c>> {
         let (range, around) = (*memory.at(), Around::of(memory.promise()));
         let register = |key: &Key, owner: &AddressOwner| self.handle.register(key, owner);
-        let lease = self
-            .cache
-            .owner_of(range)
-            .and_then(|owner| {
-                self.cache.register_grown((range, access), &owner, around, register, |lease| lease)
-            })
-            .map_err(|error| error.of_call("get"))?;
+        let lease = self.cache.miss((range, access), around, register, |lease| lease)?;
         Ok(CachedRegion { lease, range })
     }
 }
 
 /// The promise for the memory of a lookup, and the memory around it that a miss may register too.
 #[derive(Clone, Copy)]
-struct Around {
-    promise: Promise,
-    /// The range of the [`CachedBuffer`](super::CachedBuffer) that contains the memory. `None` for
-    /// memory that no buffer of the cache contains.
-    within: Option<AddressRange>,
+pub(super) struct Around {
+    pub(super) promise: Promise,
+    /// The range of the [`CachedBuffer`](super::CachedBuffer) that the lookup is made through.
+    pub(super) within: Option<AddressRange>,
 }
 
 impl Around {
@@ -456,7 +439,7 @@ impl Around {
     }
 }
 
-/// Returns a lookup key that matches memory of every iface, device and allocation.
+/// Returns a lookup key for memory of any iface, device and allocation.
 #[inline(always)]
 fn lookup_key(range: AddressRange, access: Access) -> Result<Key> {
     match Key::new(range, access) {
@@ -481,20 +464,16 @@ fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<K
     })
 }
 
-/// The largest number of [`GrowthBound`]s for which a cache remembers that a registration of more
-/// than the requested range failed.
+/// The largest length of [`Registrations::ungrowable`].
 const MOST_UNGROWABLE: usize = 4096;
 
-/// The number of misses between two attempts to register more than the requested range in one
-/// [`GrowthBound`], if another attempt may succeed.
+/// The number of misses for which a cache does not grow registrations in a [`GrowthBound`] after a
+/// failure that may pass.
 const MISSES_UNTIL_RETRY: u32 = 64;
 
-/// An identifier of the largest range that a registration may grow to: the iface, the allocation
+/// An identifier of the largest range to which a registration may grow: the iface, the allocation
 /// and the start of the range.
 type GrowthBound = (IfaceKind, Option<AllocationId>, u64);
-
-/// An iface with its monitor, or with the error that explains why it has no monitor.
-type IfaceMonitor = (IfaceKind, Result<Arc<dyn Monitor>>);
 
 /// The backend of a domain's cache, which registers through the domain.
 pub struct Registrations {
@@ -502,16 +481,17 @@ pub struct Registrations {
     growth: Growth,
     /// The largest length of a grown region in bytes, or 0 if growth is disabled.
     grow_to: u64,
-    /// The bounds within which a registration failed to grow, each with the number of misses until
-    /// the next attempt. `None` means that no further attempt follows.
+    /// The bounds in which a registration failed to grow, each with the number of misses until the
+    /// next attempt, or `None` if no attempt follows.
     ungrowable: Mutex<HashMap<GrowthBound, Option<u32>>>,
-    /// The list of buffers that the cache's regions keep alive, shared with the callbacks that
-    /// remove buffers.
+    /// The buffers that the cache's regions keep allocated. Callbacks of invalidations share the
+    /// list.
     held: Arc<HeldBuffers>,
+    /// The ifaces with a disabled monitor.
     without: Vec<IfaceKind>,
-    /// The monitors that were started, and the reasons why other monitors were not.
-    monitors: Mutex<Vec<IfaceMonitor>>,
-    /// The cache that uses this backend.
+    /// The monitor of each iface that a call has asked for, or the reason why it has none.
+    monitors: Mutex<Vec<(IfaceKind, Result<Arc<dyn Monitor>>)>>,
+    /// The cache that uses this backend. Set when the cache was created.
     cache: OnceLock<Weak<Cache<Self>>>,
 }
 
@@ -526,14 +506,8 @@ pub struct Watch {
 
 impl Registrations {
     fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
-        let known = self
-            .monitors
-            .lock()
-            .iter()
-            .find(|(known, _)| *known == iface)
-            .map(|(_, monitor)| monitor.clone());
-        if let Some(known) = known {
-            return known;
+        if let Some((_, known)) = self.monitors.lock().iter().find(|(known, _)| *known == iface) {
+            return known.clone();
         }
         let started = self.start_monitor(iface);
         self.monitors.lock().push((iface, started.clone()));
@@ -558,14 +532,12 @@ impl Registrations {
         }
         started
     }
-}
 
-impl Registrations {
     /// Returns the larger range that a miss registers instead of `range`, and the bound of its
     /// growth. Returns `None` if the miss must register only `range`.
     ///
-    /// Memory longer than the limit is divided into blocks of the limit's length, so that all
-    /// misses in a block register the same range.
+    /// Memory longer than `grow_to` is divided into blocks of this length, so that all misses in a
+    /// block register the same range.
     fn grown(
         &self,
         range: AddressRange,
@@ -591,8 +563,7 @@ impl Registrations {
         (self.may_grow(&bound) && self.monitor(owner.iface).is_ok()).then_some((grown, bound))
     }
 
-    /// Returns whether the next registration in this bound may grow. After a failure, returns false
-    /// for a number of misses. Each call counts as one of these misses.
+    /// Counts a miss in this bound, and returns true if its registration may grow.
     fn may_grow(&self, bound: &GrowthBound) -> bool {
         let mut ungrowable = self.ungrowable.lock();
         match ungrowable.get_mut(bound) {
@@ -609,15 +580,14 @@ impl Registrations {
         }
     }
 
-    /// Remembers that registrations within this bound cannot be larger than requested: for the next
-    /// [`MISSES_UNTIL_RETRY`] misses if another attempt may succeed, and permanently otherwise.
+    /// Disables growth in this bound: for the next [`MISSES_UNTIL_RETRY`] misses if the failure may
+    /// pass, otherwise permanently.
     fn refuse_growth(&self, bound: GrowthBound, may_pass: bool) {
         let mut ungrowable = self.ungrowable.lock();
         if ungrowable.len() >= MOST_UNGROWABLE {
             ungrowable.clear();
         }
-        // Without an identity, the cache cannot tell if other memory is allocated at the address
-        // later.
+        // A bound without an allocation may name other memory later.
         let passes = may_pass || bound.1.is_none();
         ungrowable.insert(bound, passes.then_some(MISSES_UNTIL_RETRY));
     }
@@ -652,8 +622,8 @@ impl CacheBackend for Registrations {
         let Some(id) = key.allocation() else {
             return Ok(Watch { monitor, subscription, allocation: None });
         };
-        // From here on, the monitor notifies of a free or detects it by the identity. This query
-        // detects an earlier free.
+        // The monitor detects that the allocation is freed from now on. This query detects that it
+        // was freed before.
         let now = self.domain.registry.owner_of(key.range().start());
         match now {
             Ok(owner) if is_allocation(&owner, id, key.range()) => {
@@ -698,14 +668,13 @@ impl CacheBackend for Registrations {
     ) -> Result<MemoryRegion> {
         let ranges = [key.range()];
         let terms = Terms::new(key.access());
-        // Cached registrations cause no event, because the caller waits for them. After the
-        // subscription, `watch` queried the allocation again.
+        // After the subscription, `watch` queried the allocation again.
         let owner = match watch.and_then(|watch| watch.allocation.as_deref()) {
             Some(allocation) => AddressOwner::of(allocation),
             None => *owner,
         };
-        // The promise for the memory was checked against the rights of the key. Memory that may be
-        // read only has no others.
+        // The lookup checked the rights of the key against the promise for the memory. So rights to
+        // write show that the memory may be written.
         let promise = match key.access().nic_writes() {
             true => Promise::ReadWrite,
             false => Promise::ReadOnly,

@@ -13,7 +13,7 @@ use std::{
 
 use super::{
     DomainInner,
-    cached::{CachedRegion, RegionCache},
+    cached::{Around, CachedRegion, RegionCache},
     held::BufferId,
     memory::Memory,
     terms::Promise,
@@ -22,14 +22,9 @@ use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 
 /// A buffer whose parts are registered through a [`RegionCache`] without `unsafe`.
 ///
-/// The memory stays allocated until every region of the memory is deregistered, even if the
-/// `CachedBuffer` is dropped before. Access the bytes through [`CachedBuffer::read`] and
-/// [`CachedBuffer::write`], which copy. [`CachedBuffer::close`] returns the buffer.
-///
-/// Hold the lease of a region until the transfer that uses the region has completed, or for as long
-/// as peers use its key. Without a lease the cache may deregister the region at any time.
-///
-/// Threads share the value by reference, or in an `Arc`.
+/// The memory stays allocated until all its regions are deregistered, even if the `CachedBuffer` is
+/// dropped before. [`CachedBuffer::read`] and [`CachedBuffer::write`] copy bytes, and
+/// [`CachedBuffer::close`] returns the buffer. Hold each lease as long as [`CachedRegion`] says.
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, RemoteKey, Result};
@@ -46,20 +41,19 @@ use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 /// }
 /// ```
 pub struct CachedBuffer<M: Memory> {
-    /// The buffer's entry in the cache's list of buffers. Declared before `parts`, because its drop
-    /// invalidates the cached regions of the memory.
+    /// Declared before `parts`, because dropping it invalidates the cached regions of the memory.
     listing: Listing,
     parts: Arc<M::Parts>,
 }
 
-/// The entry of a buffer in its cache's list of buffers. Dropping it removes the buffer from the
-/// list once the regions of its memory are deregistered.
+/// The entry of a buffer in its cache's [`HeldBuffers`](super::held::HeldBuffers). Dropping the
+/// value removes the entry once the regions of the buffer's memory are deregistered.
 struct Listing {
     cache: RegionCache,
     range: AddressRange,
     promise: Promise,
     id: BufferId,
-    /// A reference that keeps the domain from being closed.
+    /// A reference that makes [`Domain::close`](super::Domain::close) fail.
     domain: Arc<DomainInner>,
 }
 
@@ -98,8 +92,8 @@ impl RegionCache {
         };
         let parts = Arc::new(parts);
         let id = self.held().add(range, iface, Arc::clone(&parts) as _);
-        // Regions that were registered before the call of `add` do not keep the buffer alive, so
-        // they are invalidated.
+        // Regions that were registered before the call of `add` do not keep the buffer allocated,
+        // so they are invalidated.
         self.invalidate(range);
         let listing = Listing { cache: self.share(), range, promise, id, domain };
         Ok(CachedBuffer { listing, parts })
@@ -127,7 +121,8 @@ impl<M: Memory> CachedBuffer<M> {
                 .context("buffer", whole)
                 .remedy("name bytes inside the buffer")
         })?;
-        self.listing.cache.get_held(range, access, whole, self.listing.promise)
+        let around = Around { promise: self.listing.promise, within: Some(whole) };
+        self.listing.cache.get_around(range, access, around)
     }
 
     /// Returns the address range of the buffer.
@@ -160,16 +155,14 @@ impl<M: Memory> CachedBuffer<M> {
 
     /// Deregisters every region of the buffer and returns the buffer.
     ///
-    /// Waits up to 100 ms for other threads to stop using regions of the memory. A lookup of other
-    /// memory in the same page may hold a lease of the buffer's region for a moment. A transfer
-    /// without a descriptor holds a lease until its completion is read.
+    /// The regions may be in use by leases, sub-regions, windows, and transfers without a descriptor
+    /// whose completions were not read. A lookup of other memory in the same page may use a region
+    /// for a moment too. The call waits up to 100 ms for the end of these uses.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] if a region of the memory is in use after that time: by a lease, a
-    ///   sub-region, a window, or a transfer whose completion was not read. The kind is the same if
-    ///   the provider refuses to deregister a region. The cache finds no region of the buffer any
-    ///   more, but the buffer still works: the next lookup registers again. End the uses of the
-    ///   regions and retry.
+    /// - [`ErrorKind::Busy`] if a region of the memory is in use after that time, or if the provider
+    ///   refuses to deregister a region. End the uses of the regions and retry. Until then the
+    ///   buffer works, but its next lookup registers again.
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// The error returns the buffer as a `CachedBuffer`.
@@ -178,12 +171,12 @@ impl<M: Memory> CachedBuffer<M> {
         if let Err(error) = listing.domain.process.check("close") {
             return Err(Rejected::new(self, error));
         }
-        // After this, the cache has no region with a byte of the buffer and registers none. Only a
-        // call on `self` could register another.
+        // After `end_regions`, the cache has no region with a byte of the buffer. Only a call on
+        // `self` could register another.
         let removed = listing.end_regions() && {
             let held = listing.cache.held();
             held.remove(listing.id);
-            // A region that is uncached, or that the provider refused to deregister, holds a
+            // An uncached region, or one that the provider refused to deregister, may hold another
             // reference to the parts.
             Arc::strong_count(&self.parts) == 1 || {
                 let (range, iface) = (listing.range, M::place(&self.parts).owned_iface());
@@ -211,7 +204,7 @@ impl Listing {
         self.cache.invalidate_with_callback(self.range, move || drop(sender));
         self.cache.reclaim();
         // The end of the last lease wakes the cache's thread, which deregisters the region and runs
-        // the callback.
+        // the callback. The callback disconnects the channel.
         ended.recv_timeout(CLOSE_TIMEOUT) == Err(RecvTimeoutError::Disconnected)
     }
 }
@@ -219,14 +212,13 @@ impl Listing {
 impl Drop for Listing {
     fn drop(&mut self) {
         if !self.domain.process.is_current() {
-            // In a forked child the regions belong to the parent, and a thread of the parent may
-            // have held the locks at the fork. The child's copy of the list keeps the memory
-            // allocated.
+            // The regions belong to the parent, and a thread of the parent may have held the locks
+            // at the fork. The child's copy of the list keeps the memory allocated.
             return;
         }
         let (held, id) = (Arc::clone(self.cache.held()), self.id);
-        // The buffer stays in the list until the callback runs. A registration in progress that was
-        // merged with this memory needs the list to keep the memory allocated.
+        // The buffer stays in the list until the callback runs, because a registration in progress
+        // may include its memory and then takes a reference from the list.
         self.cache.invalidate_with_callback(self.range, move || held.remove(id));
     }
 }

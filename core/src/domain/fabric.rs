@@ -1,9 +1,8 @@
 //! The registration calls of `fi_mr(3)`, with all its attributes.
 //!
-//! Most applications need none of this: [`Domain::register`], [`Domain::submit`] and
-//! [`Batch`](crate::Batch) take the same requests. These functions are for programs that follow
-//! libfabric's calls, and they return regions without a type ([`MemoryRegion`]), which hold no
-//! memory.
+//! These functions are for programs that follow libfabric's calls. They return regions that hold no
+//! memory ([`MemoryRegion`]). Other programs use [`Domain::register`], [`Domain::submit`] and
+//! [`Batch`](crate::Batch).
 //!
 //! ```no_run
 //! use hmem_core::{
@@ -82,37 +81,27 @@ pub struct MrAttr<'a> {
     pub offset: u64,
     /// The requested key. Ignored in PROV_KEY mode. With `None` the provider chooses the key.
     pub requested_key: Option<u64>,
-    /// A number that the application chooses. The event of an asynchronous registration contains
-    /// it.
+    /// A number that the application chooses, for the event of an asynchronous registration.
     pub context: u64,
     /// The authorization key. `None` or an empty key means the domain's key.
     pub auth_key: Option<&'a AuthKey>,
-    /// The iface that owns the memory. With `None` the domain queries its ifaces.
-    ///
-    /// The iface must be the owner, with one exception: memory of a device API's host allocator
-    /// (CUDA: `cuMemHostAlloc`) may also be named as memory of the system iface. Managed memory may
-    /// not. A dma-buf has no address to query: the domain trusts a named iface, and `None` means
-    /// host memory. A sub-region has the iface of its base. Ignored if
-    /// [`DomainAttr::hmem`](crate::DomainAttr::hmem) is false.
+    /// The iface that owns the memory, under the rules of
+    /// [`Request::owner`](super::Request::owner). With `None` the domain queries its ifaces. A
+    /// sub-region has the iface of its base.
     pub iface: Option<IfaceKind>,
-    /// The device that owns the memory. With `None` the domain queries its ifaces.
+    /// The device that owns the memory, under the same rules. With `None` the domain queries its
+    /// ifaces. For a dma-buf, which cannot be queried, `None` means no device, and completion
+    /// queues flush none ([`Domain::open_cq`]).
     ///
-    /// For memory that belongs to no particular device, any device of the iface is accepted. For a
-    /// dma-buf, which has no address to query, `None` means no device: completion queues then flush
-    /// none ([`Domain::open_cq`]).
-    ///
-    /// The device is ignored in these cases:
-    ///
-    /// - [`MrAttr::iface`] is `None` or the system iface, or is ignored itself.
-    /// - The request has [`MrFlags::HMEM_HOST_ALLOC`].
+    /// The device is ignored if [`MrAttr::iface`] is `None`, the system iface or ignored, and with
+    /// [`MrFlags::HMEM_HOST_ALLOC`].
     pub device: Option<DeviceId>,
     /// Reserved: must be 0.
     pub hmem_data: u64,
     /// The page size that the provider should use, in bytes. With 0 the provider chooses. Must be 0
     /// for a sub-region.
     pub page_size: usize,
-    /// The expected number of sub-regions, as in `struct fi_mr_attr`. This library ignores the
-    /// hint.
+    /// The expected number of sub-regions. This library ignores the hint.
     pub sub_mr_count: usize,
     /// The settings for populating host pages on several CPUs before the registration. With `None`,
     /// the registration itself populates them.
@@ -208,8 +197,7 @@ pub fn reg(
     requested_key: u64,
     flags: MrFlags,
 ) -> Result<MemoryRegion> {
-    let memory = memory.as_slice();
-    regattr(on, &MrAttr::new(memory, access).key(requested_key), flags)
+    regattr(on, &MrAttr::new(memory.as_slice(), access).key(requested_key), flags)
         .map_err(|error| error.of_call("reg"))
 }
 
@@ -228,7 +216,7 @@ pub fn regv(
         .map_err(|error| error.of_call("regv"))
 }
 
-/// Registers memory as `attr` says (`fi_mr_regattr`).
+/// Registers memory with the attributes `attr` (`fi_mr_regattr`).
 ///
 /// If an event queue is bound ([`Domain::bind`]), the call returns a pending region. A request that
 /// breaks a rule of the domain's mode or a limit of the NIC is still an error of this call and

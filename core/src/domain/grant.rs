@@ -1,8 +1,8 @@
 //! Grants: temporary rights of a peer to a part of a region.
 //!
 //! A grant uses the best mechanism that the NIC has: a memory window of type 2B, 2A or 1, or a
-//! sub-region. The windows of revoked grants are kept and reused, so that a grant costs one bind
-//! and its revocation one invalidation.
+//! sub-region. Windows of revoked grants are reused, so that a grant costs one bind, and its
+//! revocation one invalidation.
 
 use std::{collections::VecDeque, fmt, ops::Range, sync::Arc};
 
@@ -16,8 +16,7 @@ use super::{
     window::{base, bind_refused, bind_request, with_tag},
 };
 use crate::{
-    Access, AddressRange, Addressing, Error, ErrorKind, MrMode, RawKey, Rejected, RemoteKey,
-    Result,
+    Access, Addressing, Error, ErrorKind, MrMode, RawKey, Rejected, RemoteKey, Result,
     provider::{
         ProviderEndpoint, ProviderWindow, WindowBind, WindowRule, WindowState, WindowType, Windows,
     },
@@ -35,8 +34,8 @@ pub enum GrantKind {
 
 /// A peer's rights to a part of a region, until the grant is revoked or dropped.
 ///
-/// The region cannot be closed while the grant exists. If the grant uses a type 2 window, the peer
-/// can end the grant with a message ([`Endpoint::send_invalidate`]).
+/// The region cannot be closed while the grant exists. If [`Grant::kind`] is a type 2 window, the
+/// peer can end the grant with a message ([`Endpoint::send_invalidate`]).
 ///
 /// ```
 /// # use hmem_core::{Access, Endpoint, ErrorKind, MemoryRegion, Result};
@@ -52,10 +51,10 @@ pub struct Grant {
     held: Option<Held>,
     domain: Arc<DomainInner>,
     fallback_reasons: Vec<Error>,
-    /// True if the NIC confines the peer to the granted bytes.
     enforces_bounds: bool,
 }
 
+/// The window or sub-region of a grant.
 enum Held {
     Window(Box<BoundWindow>),
     SubRegion(MemoryRegion),
@@ -70,11 +69,11 @@ struct BoundWindow {
     key: RemoteKey,
     /// The number of earlier grants that used the window.
     uses: u8,
-    /// The region of the window. Released after the window is unbound or freed.
+    /// Keeps the region from being closed until the window is unbound or freed.
     region: Dependent,
 }
 
-/// Unbound windows of revoked grants. The provider's domain frees them when it closes.
+/// Unbound windows of revoked grants, for later grants. The provider frees them with its domain.
 #[derive(Debug, Default)]
 pub(super) struct SpareWindows {
     windows: Mutex<VecDeque<Spare>>,
@@ -106,8 +105,8 @@ impl SpareWindows {
         Ok(Spare { kind, window: domain.windows()?.alloc_window(kind)?, uses: 0 })
     }
 
-    /// Keeps an unbound window for reuse. Frees the window instead once all tags of its key were
-    /// used, so that a revoked key is not valid again soon (KEY-02).
+    /// Keeps an unbound window for reuse. Frees the window instead if all tags of its key were used,
+    /// because the next bind would make a revoked key valid again (KEY-02).
     fn put(&self, domain: &DomainInner, mut spare: Spare) {
         spare.uses = spare.uses.saturating_add(1);
         if spare.uses < u8::MAX {
@@ -128,34 +127,33 @@ impl MemoryRegion {
     /// Grants the peer of `endpoint` the rights `access` to `part`, a byte range relative to the
     /// start of the region.
     ///
-    /// The key is valid when this returns. [`Grant::kind`] returns the mechanism, the first of
-    /// these that works:
+    /// The key is valid when this returns. The grant uses the first of these mechanisms that works
+    /// ([`Grant::kind`], [`Grant::fallback_reasons`]):
     ///
-    /// 1. a type 2 window, whose key works through this endpoint only;
-    /// 2. a type 1 window, whose key works through every endpoint of the domain;
-    /// 3. a sub-region.
+    /// 1. a type 2 window, whose key works through this endpoint only
+    /// 2. a type 1 window, whose key works through every endpoint of the domain
+    /// 3. a sub-region
     ///
-    /// [`Grant::fallback_reasons`] has the errors of the mechanisms that were tried before. If the
-    /// NIC has windows, the region needs [`Access::MW_BIND`].
+    /// If the NIC has windows, the region needs [`Access::MW_BIND`].
     ///
     /// **Some NICs do not enforce the bounds of windows** ([`Windows::enforces_bounds`]). On these
-    /// NICs, a part of a region is granted by a sub-region first. A window is used only if the NIC
-    /// has no sub-regions: the peer then reaches the whole region, with the granted rights, and
+    /// NICs, a sub-region is the first choice for a part of a region. A window is used only if the
+    /// NIC has no sub-regions: the peer then reaches the whole region, with the granted rights, and
     /// [`Grant::enforces_bounds`] is false.
     ///
-    /// The NIC binds a type 2 window after the requests that were posted to the endpoint earlier.
-    /// This call waits for these requests. If one of them is a send and the peer has posted no
-    /// receive for it, this call blocks.
+    /// A type 2 window is bound after the requests that were posted to the endpoint earlier, and
+    /// this call waits for them. It blocks if one of them is a send for which the peer has posted
+    /// no receive.
     ///
     /// # Errors
     /// - ZeroLength, OutOfBounds and BadAccess for a wrong range or right.
-    /// - AccessDenied for a right to write, if the region has no right that lets the NIC write.
-    ///   Also for a region without MW_BIND, if the NIC has windows.
+    /// - AccessDenied for a right to write, if the region has no right that lets the NIC write, and
+    ///   for a region without MW_BIND, if the NIC has windows.
     /// - BadState before the registration of the region completed, and in a forked child.
     /// - InvalidArgument for an endpoint of another domain.
     /// - Unsupported if the NIC has neither windows nor sub-regions.
-    /// - The driver's own errors. If a sub-region fails, its error has the reasons against windows
-    ///   in its context `windows`.
+    /// - The driver's own errors. The error of a sub-region has the reasons against windows as its
+    ///   context value `windows`.
     pub fn grant(&self, endpoint: &Endpoint, part: Range<u64>, access: Access) -> Result<Grant> {
         let operation = "grant";
         let domain = &self.inner().domain;
@@ -173,7 +171,7 @@ impl MemoryRegion {
         let part = (part.start, len);
         let bind = bind_request(domain, operation, self, part, access, Addressing::Virtual)?;
         let windows = domain.windows();
-        // The NIC enforces the bounds of the region in any case.
+        // The NIC enforces the bounds of the whole region.
         let is_part = len < self.len();
         let unbounded = is_part && windows.as_ref().is_ok_and(|windows| !windows.enforces_bounds());
         let grant = |held, fallback_reasons| {
@@ -234,7 +232,7 @@ fn bind_window(
         // The key has zero-based addresses, so that peers do not learn the address of the memory.
         bind.addressing = Addressing::ZeroBased;
     }
-    // The dependent is created before the bind. From then on the region cannot be closed.
+    // Created before the bind, so that the region cannot be closed meanwhile.
     let dependent = Dependent::of(region.inner());
     let mut spare = domain.spare_windows.take(domain, kind)?;
     let bound = if kind == WindowType::One {
@@ -261,26 +259,14 @@ fn bind_window(
     Ok(BoundWindow { kind, window, bind, endpoint, key, uses, region: dependent })
 }
 
-/// Returns the addresses of `len` bytes from `offset` of a region, or `None` if they are not inside
-/// one range of the region.
-fn part_of(region: &MemoryRegion, offset: u64, len: u64) -> Option<AddressRange> {
-    let mut left = offset;
-    for range in region.ranges() {
-        if left < range.len() {
-            return range.slice(left, len);
-        }
-        left -= range.len();
-    }
-    None
-}
-
 fn register_sub_region(
     domain: &Arc<DomainInner>,
     endpoint: &Endpoint,
     region: &MemoryRegion,
     bind: &WindowBind,
 ) -> Result<MemoryRegion> {
-    let range = part_of(region, bind.offset, bind.len).ok_or_else(|| {
+    let rest = region.inner().rest_at(bind.offset);
+    let range = rest.and_then(|rest| rest.slice(0, bind.len)).ok_or_else(|| {
         Error::new(ErrorKind::OutOfBounds, "grant")
             .context("offset", bind.offset)
             .context("length", bind.len)
@@ -308,18 +294,17 @@ impl Grant {
     /// Returns true if the NIC confines the peer to the granted bytes.
     ///
     /// If the result is false, a peer that ignores the bounds of its key reaches the whole region,
-    /// with the granted rights. [`Grant::fallback_reasons`] then has the reasons. Register the part
-    /// as a region of its own if the peer is not trusted.
+    /// with the granted rights. If the peer is not trusted, register the part as a region of its
+    /// own instead.
     #[must_use]
     pub fn enforces_bounds(&self) -> bool {
         self.enforces_bounds
     }
 
-    /// Returns the errors of better mechanisms that were tried first, best mechanism first.
+    /// Returns the errors of the mechanisms that were tried before, in the order of the attempts.
     ///
-    /// Window types that the NIC does not list are not tried. An error names the rule that refused
-    /// (`context_value("rule")`) or has the driver's code. If a window type was tried, the error
-    /// names it (`context_value("window")`).
+    /// An error has the broken rule as its context value `rule`, or the driver's code. The error of
+    /// a window has the type of the window as its context value `window`.
     ///
     /// ```
     /// # use hmem_core::{Grant, GrantKind};
@@ -362,11 +347,9 @@ impl Grant {
         }
     }
 
-    /// Returns the state of the key.
-    ///
-    /// The state is [`WindowState::Valid`] until the peer ends the grant by a message. Once the
-    /// completion of that message was read, the state is [`WindowState::Free`]. If the provider
-    /// cannot report the state, the result is [`WindowState::Invalid`].
+    /// Returns the state of the key: [`WindowState::Valid`], or [`WindowState::Free`] after the
+    /// completion of a message was read by which the peer ended the grant. The result is
+    /// [`WindowState::Invalid`] if the provider cannot report the state.
     #[must_use]
     pub fn state(&self) -> WindowState {
         match &self.held {
@@ -384,28 +367,23 @@ impl Grant {
     /// flight.
     ///
     /// A type 2 window is invalidated through its endpoint, after the requests that were posted
-    /// there earlier. If that fails, because the connection has failed for example, the window is
-    /// freed instead.
+    /// there earlier. If that fails, for example because the connection has failed, the window is
+    /// freed.
     ///
     /// # Errors
     /// The driver's own error, with the grant.
     pub fn revoke(mut self) -> Result<(), Rejected<Self>> {
-        let refused = match self.held.take() {
-            None => None,
-            Some(Held::SubRegion(region)) => region
-                .close()
-                .err()
-                .map(|rejected| (Held::SubRegion(rejected.value), rejected.error)),
-            Some(Held::Window(bound)) => {
-                self.revoke_window(&bound).err().map(|error| (Held::Window(bound), error))
-            }
-        };
-        match refused {
+        let revoked = match &self.held {
             None => Ok(()),
-            Some((held, error)) => {
-                self.held = Some(held);
-                Err(Rejected::new(self, error))
+            Some(Held::SubRegion(region)) => region.inner().close(),
+            Some(Held::Window(bound)) => self.revoke_window(bound),
+        };
+        match revoked {
+            Ok(()) => {
+                self.held = None;
+                Ok(())
             }
+            Err(error) => Err(Rejected::new(self, error)),
         }
     }
 
@@ -437,8 +415,8 @@ impl Grant {
 
 impl Drop for Grant {
     fn drop(&mut self) {
-        // An invalidation would wait for other requests; freeing the window does not. A sub-region
-        // closes when it is dropped.
+        // Unlike an invalidation, freeing the window does not wait for other requests. A sub-region
+        // is closed when it is dropped.
         if let Some(Held::Window(bound)) = &self.held
             && self.domain.process.is_current()
         {

@@ -2,7 +2,7 @@
 
 use super::{DomainInner, region::MemoryRegion};
 use crate::{
-    Address, AddressRange, AllocationKind, IfaceExt, Path, path::P2pPolicy, registry::AddressOwner,
+    AddressRange, AllocationKind, IfaceExt, Path, path::P2pPolicy, registry::AddressOwner,
 };
 
 /// A permission to register more memory than requested, so that one registration serves several
@@ -52,16 +52,13 @@ impl Growth {
 
     /// Returns the part of `bound` to which a registration of `range` may grow.
     pub(super) fn narrow(self, range: AddressRange, bound: AddressRange) -> Option<AddressRange> {
-        if self == Self::HostPages { pages(range)?.intersection(bound) } else { Some(bound) }
+        match self {
+            Self::HostPages => {
+                range.page_aligned(rustix::param::page_size() as u64).intersection(bound)
+            }
+            _ => Some(bound),
+        }
     }
-}
-
-/// Returns the whole host pages around `range`.
-fn pages(range: AddressRange) -> Option<AddressRange> {
-    let page = rustix::param::page_size() as u64;
-    let start = range.start().0 - range.start().0 % page;
-    let end = range.end()?.0.checked_next_multiple_of(page)?;
-    AddressRange::new(Address(start), end - start).ok()
 }
 
 impl DomainInner {

@@ -61,8 +61,8 @@ impl<T: AnyBits> VecParts<T> {
 
     fn place(&self) -> Place<'_> {
         let len = (self.len * size_of::<T>()) as u64;
-        let range = AddressRange::new(Address::of_ptr(self.pointer.as_ptr()), len)
-            .unwrap_or_else(|_| AddressRange::of::<u8>(&[]));
+        let range = AddressRange::checked(Address::of_ptr(self.pointer.as_ptr()), len)
+            .expect("a heap block ends inside the address space");
         Place::Host { range, writable: true }
     }
 }

@@ -1,10 +1,10 @@
 //! Flushes after inbound transfers, so that devices see the bytes that NICs wrote (HM-14).
 //!
-//! A completion shows that the NIC wrote the bytes. Some devices also need a flush
-//! ([`InboundFlush`](crate::iface::InboundFlush)) before device work that starts later sees them.
-//! So a completion queue flushes before it returns the completion of a request that may have
+//! A completion shows that the NIC wrote the bytes. Some devices need a flush
+//! ([`InboundFlush`](crate::iface::InboundFlush)) before device work that starts later sees these
+//! bytes. So a completion queue flushes before it returns the completion of a request that may have
 //! changed device memory: a receive, a remote write with immediate data, a read or an atomic. A
-//! receive may follow earlier writes of its sender, for which the target has no completion.
+//! receive counts even without device memory, because its sender may have written some before.
 
 use std::sync::{
     Arc,
@@ -23,9 +23,10 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct Inbound {
     registry: Arc<Registry>,
-    /// The number of devices in the set. It never decreases.
+    /// The length of `devices`, which is read without the lock. It never decreases.
     count: AtomicUsize,
     devices: RwLock<SmallVec<[(IfaceKind, DeviceId); 16]>>,
+    /// True once a failed flush was logged.
     warned: AtomicBool,
 }
 
@@ -39,7 +40,7 @@ impl Inbound {
         }
     }
 
-    /// Returns true if the registry has device ifaces, so that a flush may be needed.
+    /// Returns true if the registry has a device iface.
     pub(super) fn may_have_any(&self) -> bool {
         self.registry.iter().any(|iface| iface.kind() != IfaceKind::SYSTEM)
     }
@@ -72,9 +73,10 @@ impl Inbound {
         devices.iter().map(flush).fold(Ok(()), Result::and)
     }
 
-    /// Flushes all devices if one of the completions may have brought bytes. Logs the first error.
+    /// Flushes all devices if one of the requests may have changed device memory. Logs the first
+    /// error of the domain.
     pub(super) fn flush_for(&self, completions: &[Completion]) {
-        if self.count.load(Ordering::Acquire) == 0 || !completions.iter().any(brings_bytes) {
+        if self.count.load(Ordering::Acquire) == 0 || !completions.iter().any(may_have_written) {
             return;
         }
         if let Err(error) = self.flush()
@@ -88,7 +90,7 @@ impl Inbound {
     }
 }
 
-fn brings_bytes(completion: &Completion) -> bool {
+fn may_have_written(completion: &Completion) -> bool {
     use CompletionKind::{Atomic, Read, Receive, RemoteWrite};
     let kinds = [Receive, RemoteWrite, Read, Atomic];
     completion.result.is_ok() && kinds.contains(&completion.kind)

@@ -1,29 +1,29 @@
 //! Cached registration of local memory that a transfer names without a descriptor.
 //!
 //! Some NICs need a descriptor for every local buffer (`mr_mode` LOCAL), or for those in device
-//! memory (HMEM). If a request has none, the endpoint leases a cached region of the memory and uses
-//! its descriptor. The leases end when the application reads the request's completion, or closes
-//! the endpoint:
+//! memory (HMEM). For a local buffer without a descriptor, the endpoint leases a cached region and
+//! uses the region's descriptor. The leases end when the application reads the request's
+//! completion, or closes the endpoint:
 //!
 //! - The completion queue stores the leases of each request in a slot. The request is posted with a
-//!   context that identifies the slot: a *marked* context.
-//! - Reading the completion replaces the marked context by the application's context, and ends the
-//!   leases.
-//! - A request with an application context that looks like a marked one gets a slot too. So the
-//!   queue never takes an application's context for a marked one. It passes on all other contexts
-//!   unchanged.
-//! - Closing an endpoint ends the leases of its requests, because the NIC no longer uses the
-//!   memory. The slots stay until their completions are read.
+//!   *marked* context, which identifies the slot.
+//! - When the completion is read, the queue replaces the marked context by the application's
+//!   context, and ends the leases.
+//! - A request gets a slot, without leases, if the application's context looks like a marked one.
+//!   So each marked context in a completion was made by the queue.
+//! - When an endpoint is closed, the leases of its requests end, because the NIC no longer uses the
+//!   memory. The slots stay until the completions are read.
 
 #![allow(unsafe_code, reason = "posts requests that name memory by address")]
 
 use std::{fmt, sync::Arc};
 
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 use super::cached::{RegionCache, Registrations};
 use crate::{
-    Access, Address, AddressRange, Error, ErrorKind, Result,
+    Access, AddressRange, Error, ErrorKind, Result,
     cache::OwnedLease,
     provider::ProviderEndpoint,
     transfer::{Completion, LocalSegment, Operation, WorkRequest},
@@ -35,23 +35,19 @@ const SOURCE: Access = Access::SEND.union(Access::WRITE);
 /// The rights with which the cache registers memory that a transfer writes.
 const SINK: Access = SOURCE.union(Access::RECV).union(Access::READ);
 
-/// The upper 16 bits of a marked context, which identifies the slot of a request. The lower 48 bits
-/// hold 24 bits of the slot's generation and 24 bits of its index.
+/// The upper 16 bits of a marked context. Below are 24 bits of the slot's generation and 24 bits of
+/// its index.
 const MARK: u64 = 0xCAC4 << 48;
 const MARK_BITS: u64 = 0xFFFF << 48;
-const PLACE_BITS: u32 = 24;
+const INDEX_BITS: u32 = 24;
+const INDEX: u32 = (1 << INDEX_BITS) - 1;
 const GENERATION: u32 = (1 << 24) - 1;
-
-/// The largest number of local segments for which a post allocates no memory.
-const INLINE: usize = 8;
-const NOWHERE: LocalSegment = LocalSegment { address: Address(0), len: 0, desc: None };
 
 const fn is_marked(context: u64) -> bool {
     context & MARK_BITS == MARK
 }
 
-/// The requests in flight that a completion queue tracks. Each has a slot, and a marked context
-/// that identifies the slot.
+/// The requests in flight with marked contexts, for one completion queue.
 #[derive(Debug, Default)]
 pub(super) struct InFlight {
     slots: Mutex<Slots>,
@@ -60,15 +56,19 @@ pub(super) struct InFlight {
 #[derive(Debug, Default)]
 struct Slots {
     slots: Vec<Slot>,
+    /// The indices of the free slots.
     free: Vec<u32>,
+    /// The number of endpoints that were opened with the queue.
     endpoints: u64,
 }
 
 #[derive(Debug, Default)]
 struct Slot {
+    /// The number of requests that had this slot before, modulo 2^24.
     generation: u32,
-    /// The endpoint of the request. `None` if the slot is free.
+    /// The number of the request's endpoint. `None` if the slot is free.
     endpoint: Option<u64>,
+    /// The application's context of the request.
     context: u64,
     /// The leases of the request. A free slot keeps the empty list, so that a later request does
     /// not allocate.
@@ -76,10 +76,10 @@ struct Slot {
 }
 
 impl Slots {
+    /// Returns the slot that a marked context identifies, if the slot is in use.
     fn marked(&mut self, context: u64) -> Option<&mut Slot> {
-        let place = context as u32 & ((1 << PLACE_BITS) - 1);
-        let generation = (context >> PLACE_BITS) as u32 & GENERATION;
-        let slot = self.slots.get_mut(place as usize)?;
+        let generation = (context >> INDEX_BITS) as u32 & GENERATION;
+        let slot = self.slots.get_mut((context as u32 & INDEX) as usize)?;
         (slot.generation == generation && slot.endpoint.is_some()).then_some(slot)
     }
 }
@@ -92,13 +92,13 @@ impl InFlight {
         slots.endpoints
     }
 
-    /// Assigns a slot to a request. Returns the marked context, which identifies the slot, or
-    /// `None` if all slots are in use.
+    /// Assigns a slot to a request, and returns the marked context. Returns `None` if all slots are
+    /// in use.
     fn admit(&self, endpoint: u64, context: u64) -> Option<u64> {
         let mut slots = self.slots.lock();
-        let place = match slots.free.pop() {
-            Some(place) => place,
-            None if slots.slots.len() >> PLACE_BITS > 0 => return None,
+        let index = match slots.free.pop() {
+            Some(index) => index,
+            None if slots.slots.len() >> INDEX_BITS > 0 => return None,
             None => {
                 slots.slots.push(Slot::default());
                 // The list of free slots gets room for all slots, so that freeing a slot does not
@@ -108,12 +108,13 @@ impl InFlight {
                 all as u32 - 1
             }
         };
-        let slot = &mut slots.slots[place as usize];
+        let slot = &mut slots.slots[index as usize];
         slot.endpoint = Some(endpoint);
         slot.context = context;
-        Some(MARK | u64::from(slot.generation) << PLACE_BITS | u64::from(place))
+        Some(MARK | u64::from(slot.generation) << INDEX_BITS | u64::from(index))
     }
 
+    /// Adds a lease to the slot that a marked context identifies.
     fn keep(&self, marked: u64, lease: OwnedLease<Registrations>) {
         if let Some(slot) = self.slots.lock().marked(marked) {
             slot.leases.push(lease);
@@ -128,20 +129,20 @@ impl InFlight {
             let slot = slots.marked(marked)?;
             (slot.context, std::mem::take(&mut slot.leases))
         };
-        // Dropping the leases may deregister regions, so the lock is released first. No other
-        // thread uses the slot before the slot is in the list of free slots.
+        // Dropping the leases may deregister regions, so the lock is released first. The slot stays
+        // in use, so no other request gets it.
         leases.clear();
         let mut slots = self.slots.lock();
         let slot = slots.marked(marked)?;
         slot.leases = leases;
         slot.endpoint = None;
         slot.generation = (slot.generation + 1) & GENERATION;
-        slots.free.push(marked as u32 & ((1 << PLACE_BITS) - 1));
+        slots.free.push(marked as u32 & INDEX);
         Some(context)
     }
 
-    /// Ends the leases of a closed endpoint's requests. The slots stay until their completions are
-    /// read.
+    /// Ends the leases of a closed endpoint's requests. The slots stay in use until the completions
+    /// are read.
     fn release(&self, endpoint: u64) {
         let mut released = Vec::new();
         let mut slots = self.slots.lock();
@@ -164,9 +165,11 @@ impl InFlight {
     }
 }
 
-/// The in-flight receives of an endpoint, or its other in-flight requests.
+/// The receives of an endpoint, or its transmits.
 struct Direction {
+    /// The requests of the completion queue for this direction.
     in_flight: Arc<InFlight>,
+    /// The number of the endpoint in `in_flight`.
     endpoint: u64,
 }
 
@@ -176,18 +179,17 @@ impl Direction {
     }
 }
 
-/// The means by which an endpoint registers local memory: the domain's cache, and the slots for
-/// leases in the endpoint's completion queues.
+/// The domain's cache, and the slots for leases in an endpoint's completion queues.
 pub(super) struct Leasing {
     cache: RegionCache,
-    /// True if host memory needs a descriptor too, not only device memory.
+    /// True if host memory needs a descriptor (LOCAL), false if only device memory needs one.
     host: bool,
     transmits: Direction,
     receives: Direction,
 }
 
 impl Leasing {
-    /// Creates the state of an endpoint with these queues of transmits and of receives.
+    /// Creates the state of an endpoint, given the requests of its queues `tx` and `rx`.
     pub(super) fn new(
         cache: &RegionCache,
         host: bool,
@@ -207,50 +209,26 @@ impl Leasing {
         to: &dyn ProviderEndpoint,
         request: &WorkRequest<'_>,
     ) -> Result<()> {
+        if !is_marked(request.context) && !lacks_descriptor(request) {
+            // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
+            return unsafe { to.post(request) };
+        }
         let receives = matches!(request.operation, Operation::Receive { .. });
         let direction = if receives { &self.receives } else { &self.transmits };
-        let bare = names_no_region(request);
-        if bare || is_marked(request.context) {
-            // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
-            unsafe { self.post_marked(to, direction, request, bare) }
-        } else {
-            // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
-            unsafe { to.post(request) }
-        }
-    }
-
-    /// Assigns a slot to a request, and posts the request with the marked context that identifies
-    /// the slot. If `bare` is true, leases regions for the local memory that needs a descriptor and
-    /// has none.
-    ///
-    /// # Safety
-    /// The conditions of [`ProviderEndpoint::post`].
-    unsafe fn post_marked(
-        &self,
-        to: &dyn ProviderEndpoint,
-        direction: &Direction,
-        request: &WorkRequest<'_>,
-        bare: bool,
-    ) -> Result<()> {
         let Some(context) = direction.in_flight.admit(direction.endpoint, request.context) else {
             return Err(Error::new(ErrorKind::Again, "post")
                 .remedy("read completions first: too many requests are in flight"));
         };
-        let posted = if bare {
-            // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
-            unsafe { self.post_leased(to, direction, request, context) }
-        } else {
-            // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
-            unsafe { to.post(&WorkRequest { context, ..*request }) }
-        };
+        // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`.
+        let posted = unsafe { self.post_leased(to, direction, request, context) };
         if posted.is_err() {
             direction.in_flight.end(context);
         }
         posted
     }
 
-    /// Posts a request with leased regions for the local memory that needs a descriptor and has
-    /// none. `context` is the marked context that identifies the request's slot.
+    /// Posts a request with the marked context `context`, and with leased regions for the local
+    /// memory that needs a descriptor and has none.
     ///
     /// # Safety
     /// The conditions of [`ProviderEndpoint::post`].
@@ -269,27 +247,11 @@ impl Leasing {
             Ok(())
         };
         let sink = matches!(request.operation, Operation::Read { .. } | Operation::Receive { .. });
-        let mut inline = [NOWHERE; INLINE];
-        let mut more = Vec::new();
-        let segments = match inline.get_mut(..request.local.len()) {
-            Some(inline) => {
-                inline.copy_from_slice(request.local);
-                inline
-            }
-            None => {
-                more.extend_from_slice(request.local);
-                &mut more[..]
-            }
-        };
-        let mut count = 0;
-        for at in 0..segments.len() {
-            // An empty segment has no region, and moves no bytes.
-            if segments[at].desc.is_none() && segments[at].len == 0 {
-                continue;
-            }
-            segments[count] = segments[at];
-            lease(&mut segments[count], if sink { SINK } else { SOURCE })?;
-            count += 1;
+        let mut segments: SmallVec<[LocalSegment; 8]> = SmallVec::from_slice(request.local);
+        // A segment without bytes has no region.
+        segments.retain(|segment| segment.desc.is_some() || segment.len > 0);
+        for segment in &mut segments {
+            lease(segment, if sink { SINK } else { SOURCE })?;
         }
         let mut operation = request.operation;
         if let Operation::Atomic { result, compare, .. } = &mut operation {
@@ -300,14 +262,13 @@ impl Leasing {
                 lease(compare, SOURCE)?;
             }
         }
-        let local = &segments[..count];
         // SAFETY: the caller guarantees the conditions of `ProviderEndpoint::post`. Leased regions
         // stay registered until the completion is read or the endpoint is closed.
-        unsafe { to.post(&WorkRequest { operation, local, context, ..*request }) }
+        unsafe { to.post(&WorkRequest { operation, local: &segments, context, ..*request }) }
     }
 
-    /// Leases a region of the segment's memory. Returns `None` if the segment already has a
-    /// descriptor, or needs none.
+    /// Leases a region of the segment's memory. Returns `None` if the segment has a descriptor, or
+    /// needs none.
     fn lease(
         &self,
         segment: &LocalSegment,
@@ -328,8 +289,9 @@ impl Leasing {
     }
 }
 
+/// Returns true if a local segment of the request has no descriptor.
 #[inline]
-fn names_no_region(request: &WorkRequest<'_>) -> bool {
+fn lacks_descriptor(request: &WorkRequest<'_>) -> bool {
     let none = |segment: &LocalSegment| segment.desc.is_none();
     request.local.iter().any(none)
         || matches!(&request.operation, Operation::Atomic { result, compare, .. }

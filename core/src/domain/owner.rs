@@ -1,8 +1,5 @@
-//! The owner of the memory of a request, checked against the iface, the device and the HMEM flags
-//! that the caller named.
-//!
-//! All requests pass the checks of a [`Claim`]: registrations by address, of dma-bufs and of
-//! sub-regions, and cached lookups.
+//! The owner of the memory of a request, checked against the [`Claim`] of the caller: the iface,
+//! the device and the HMEM flags of the request.
 
 use smallvec::SmallVec;
 
@@ -20,20 +17,20 @@ pub(super) type Allocations = SmallVec<[Allocation; 1]>;
 /// The statements of a request about the owner of its memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Claim {
-    /// The iface that the caller named; `None` if the domain detects it.
-    pub(super) iface: Option<IfaceKind>,
-    /// The device that the caller named; `None` if the domain detects it.
-    pub(super) device: Option<DeviceId>,
-    /// HMEM_DEVICE_ONLY, HMEM_HOST_ALLOC or neither. Other flags are ignored.
-    pub(super) flags: MrFlags,
+    /// The iface that the caller named, if any.
+    iface: Option<IfaceKind>,
+    /// The device that the caller named, if any.
+    device: Option<DeviceId>,
+    /// HMEM_DEVICE_ONLY, HMEM_HOST_ALLOC or neither.
+    flags: MrFlags,
 }
 
-/// The owner that a claim is checked against.
+/// The owner with which a claim is compared.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     iface: IfaceKind,
     device: Option<DeviceId>,
-    /// `None` for memory of a device iface that nobody can query: a dma-buf.
+    /// `None` for a dma-buf of a device iface, which cannot be queried.
     kind: Option<AllocationKind>,
 }
 
@@ -44,9 +41,9 @@ impl Known {
         Self { iface, device, kind: Some(kind) }
     }
 
-    /// Returns true if memory of the device API's host allocator was claimed as system memory. It
-    /// consists of ordinary host pages, so `FI_HMEM_SYSTEM` describes it too. Managed memory
-    /// migrates, so its pages need the treatment of its own iface.
+    /// Returns true if memory of a device API's host allocator was claimed as system memory. The
+    /// claim is right, because this memory consists of ordinary host pages. For managed memory,
+    /// which migrates, it would be wrong.
     fn is_host_memory_named_as_such(self, claimed: IfaceKind) -> bool {
         claimed == IfaceKind::SYSTEM && self.kind == Some(AllocationKind::Host)
     }
@@ -74,8 +71,8 @@ impl Claim {
         self.iface.is_none() && self.flags.is_empty()
     }
 
-    /// Fails if the owner of the memory contradicts this claim. Memory without a device accepts
-    /// every device of its iface.
+    /// Fails if the owner of the memory contradicts this claim. If the owner has no device, every
+    /// device of the iface is accepted.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] for another iface, device or kind of memory, and for a
@@ -92,19 +89,17 @@ impl Claim {
         if self.is_empty() {
             return Ok(());
         }
-        self.check_known(registry, operation, range, Known::of(owner), || {
-            self.iface.map(|claimed| registry.refuse_claim(operation, range, owner, claimed))
-        })
+        self.check_known(registry, operation, range, Known::of(owner), Some(owner))
     }
 
-    /// Fails like [`Claim::check`]. `refuse` returns the error for another iface.
+    /// Fails like [`Claim::check`]. `queried` is the owner if the ifaces were queried for it.
     fn check_known(
         &self,
         registry: &Registry,
         operation: &'static str,
         range: AddressRange,
         known: Known,
-        refuse: impl FnOnce() -> Option<Error>,
+        queried: Option<&AddressOwner>,
     ) -> Result<()> {
         let wrong = |iface| {
             Error::new(ErrorKind::InvalidArgument, operation)
@@ -114,11 +109,12 @@ impl Claim {
         if let Some(claimed) = self.iface {
             registry.get(claimed)?;
             if known.iface != claimed && !known.is_host_memory_named_as_such(claimed) {
-                return Err(refuse().unwrap_or_else(|| {
-                    wrong(claimed)
+                return Err(match queried {
+                    Some(owner) => registry.refuse_claim(operation, range, owner, claimed),
+                    None => wrong(claimed)
                         .context("owner", registry.name_of(known.iface))
-                        .remedy("name the iface that owns the memory, or none")
-                }));
+                        .remedy("name the iface that owns the memory, or none"),
+                });
             }
         }
         if let Some(device) = self.device.filter(|device| known.device != Some(*device)) {
@@ -175,8 +171,8 @@ impl Claim {
 
 impl DomainInner {
     /// Checks the claim about the owner of a dma-buf, and returns the device, if the request named
-    /// one. The claim is all that is known about the owner: the addresses cannot be queried. A
-    /// dma-buf without a claimed iface counts as system memory.
+    /// one. The owner cannot be queried, so the claimed iface counts as the owner. A dma-buf
+    /// without a claimed iface counts as system memory.
     pub(super) fn dma_buf_device(
         &self,
         range: AddressRange,
@@ -186,13 +182,12 @@ impl DomainInner {
         let iface = claim.iface.unwrap_or(IfaceKind::SYSTEM);
         let kind = (iface == IfaceKind::SYSTEM).then_some(AllocationKind::System);
         let known = Known { iface, device: None, kind };
-        claim.check_known(&self.registry, "regattr", range, known, || None)?;
+        claim.check_known(&self.registry, "regattr", range, known, None)?;
         Ok(claim.device)
     }
 
-    /// Checks the claim of a sub-region against the owner of its base.
-    ///
-    /// The iface is queried only for a claim. A part of a dma-buf, which cannot be queried, has the
+    /// Checks the claim of a sub-region against the owner of its memory. Queries the ifaces only if
+    /// the request makes a claim. The owner of a dma-buf cannot be queried. A part of one has the
     /// iface, the device and the HMEM flags of its bases.
     pub(super) fn check_part(
         &self,
@@ -224,11 +219,11 @@ impl DomainInner {
             _ => None,
         };
         let known = Known { iface, device, kind };
-        claim.check_known(&self.registry, "regattr", range, known, || None)
+        claim.check_known(&self.registry, "regattr", range, known, None)
     }
 
-    /// Resolves the owner of each range, and checks it against the claim of the request. Returns
-    /// the iface of the memory, and adds the allocations of device memory to `allocations`.
+    /// Queries the owner of each range, and checks the owner against the claim of the request.
+    /// Returns the iface of the memory, and adds the allocations of device memory to `allocations`.
     /// Fails if the ranges belong to different ifaces or devices.
     #[inline]
     pub(super) fn owner(

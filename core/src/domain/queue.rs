@@ -14,20 +14,16 @@ use crate::{
     transfer::Completion,
 };
 
-/// A completion queue of a domain: the provider's queue, with the work that completions of the
-/// domain's endpoints need.
-///
-/// This work is the flush of the domain's devices and the end of the domain's leases. So the queue
-/// serves endpoints of its own domain only.
+/// A completion queue of a domain: the provider's queue, which also flushes the domain's devices
+/// and ends the leases of completed requests. It serves endpoints of its own domain only.
 pub(super) struct DomainQueue {
     queue: Arc<dyn CompletionQueue>,
-    /// The domain that opened the queue. The reference does not keep the domain open; it only
-    /// identifies the domain.
+    /// The domain that opened the queue, only to compare it with others.
     domain: Weak<DomainInner>,
-    /// The devices to flush before completions are returned. `None` if there are no device ifaces,
-    /// or if the domain forbids driver calls in transfers.
+    /// The devices to flush before completions are returned. `None` if the domain has no device
+    /// iface, or forbids driver calls in transfers.
     inbound: Option<Arc<Inbound>>,
-    /// The requests with leases. `None` if the domain's endpoints lease no local memory.
+    /// The requests that hold leases. `None` if the domain's endpoints lease no local memory.
     in_flight: Option<Arc<InFlight>>,
 }
 
@@ -48,10 +44,7 @@ impl DomainQueue {
         }
     }
 
-    /// Returns the queue of `domain` behind a trait object.
-    ///
-    /// # Errors
-    /// InvalidArgument: `Domain::open_cq` of this domain did not open the queue.
+    /// Returns the queue behind a trait object. Fails if `domain` did not open it.
     pub(super) fn of<'a>(
         domain: &Arc<DomainInner>,
         queue: &'a Arc<dyn CompletionQueue>,
@@ -75,8 +68,7 @@ impl DomainQueue {
         self.in_flight.as_ref()
     }
 
-    /// Prepares completions for the application. This includes the completions that were read
-    /// before an error, because the application gets them too.
+    /// Flushes devices and ends leases for completions that the application gets now.
     #[inline]
     fn prepare(&self, completions: &mut [Completion]) {
         if let Some(inbound) = &self.inbound {
@@ -92,6 +84,7 @@ impl CompletionQueue for DomainQueue {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         let before = out.len();
         let read = self.queue.read(out, max);
+        // The application gets these completions even if the read ended with an error.
         self.prepare(&mut out[before..]);
         read
     }

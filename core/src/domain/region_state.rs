@@ -354,6 +354,19 @@ impl RegionInner {
         None
     }
 
+    /// Returns the bytes from `offset` on that are in the same range, or `None` if the region has no
+    /// byte at `offset`.
+    pub(super) fn rest_at(&self, offset: u64) -> Option<AddressRange> {
+        let mut left = offset;
+        for range in self.ranges() {
+            if left < range.len() {
+                return range.slice(left, range.len() - left);
+            }
+            left -= range.len();
+        }
+        None
+    }
+
     /// Stores the result of a successful asynchronous registration. The domain's worker calls this
     /// method.
     pub(super) fn complete(&self, registered: PathRegistration) {

@@ -28,8 +28,8 @@ use crate::{
     registry::{AddressOwner, Registry},
 };
 
-/// A guard that leaks the memory if its registration panics, because the NIC may have registered
-/// the memory.
+/// A guard that leaks the memory of a registration that panics, because the NIC may have registered
+/// it. Forget the guard after the registration.
 struct LeakOnPanic<'a>(&'a KeepAlive);
 
 impl Drop for LeakOnPanic<'_> {
@@ -39,8 +39,7 @@ impl Drop for LeakOnPanic<'_> {
 }
 
 impl DomainInner {
-    /// Registers memory during the call, or queues a job for the domain's worker if the domain is
-    /// bound to an event queue.
+    /// Registers memory: on the domain's worker if an event queue is bound, otherwise in this call.
     #[inline]
     pub(super) fn register(self: &Arc<Self>, request: &RegionRequest<'_>) -> Result<MemoryRegion> {
         match self.worker.get() {
@@ -62,8 +61,8 @@ impl DomainInner {
         owner: Option<&AddressOwner>,
     ) -> Result<MemoryRegion> {
         let checked = self.check(request)?;
-        // The region is created as soon as the provider returns, so that an error or a panic after
-        // that closes it.
+        // The callback creates the region as soon as the provider has registered. A later error or
+        // panic then closes the region.
         let mut region = None;
         register_regions(&[self], &checked, owner, &mut |made| region = Some(made))?;
         region.ok_or_else(|| {
@@ -72,9 +71,9 @@ impl DomainInner {
         })
     }
 
-    /// Resolves the owner of the memory, and populates host pages if the request asks for that.
-    /// Queries the ifaces for the owner only if `owner` is `None`. `allocations` must be empty, and
-    /// holds the allocations to which the result refers.
+    /// Returns the memory with its owner, and populates host pages if the request asks for that.
+    /// Queries the ifaces for the owner only if `owner` is `None`. Adds the allocations to which
+    /// the result refers to `allocations`, which must be empty.
     fn resolve<'a>(
         &'a self,
         checked: &Checked<'a>,
@@ -120,6 +119,8 @@ impl DomainInner {
         Ok(Memory::Host { owned })
     }
 
+    /// Returns the provider's request. Notes the device of memory that the NIC may write, for
+    /// flushes.
     #[inline(always)]
     fn registration<'a>(
         &'a self,
@@ -188,7 +189,6 @@ pub(super) fn register_regions(
 ///
 /// `done` receives the registrations in the order of the domains. If a NIC fails, `done` has
 /// received those of the NICs before it. The caller must have checked the request for every domain.
-///
 /// `owner` is the owner of the memory, if the caller has resolved it already.
 pub(super) fn register_on_nics(
     domains: &[&Arc<DomainInner>],
@@ -262,9 +262,9 @@ fn register_memory(
             };
             for domain in domains {
                 let registration = domain.registration(ranges, Memory::Host { owned }, terms);
-                // SAFETY: either the caller of an unsafe function guarantees that the memory may be
-                // registered. Or the region owns the memory, or a scope borrows it; then `owned` is
-                // set, and the memory stays allocated until the region is deregistered.
+                // SAFETY: if `owned` is set, the region owns the memory or a scope borrows it, until
+                // the region is deregistered. Otherwise the caller of an unsafe function guarantees
+                // that the memory may be registered.
                 let region = unsafe { domain.provider.register(&registration, pieces) }?;
                 done(PathRegistration { region, decision: None });
             }
@@ -287,8 +287,8 @@ fn register_memory(
 
 /// Fails if the memory belongs to another iface (`found`) than its buffer reports (`owned`).
 ///
-/// The domain treats memory of an iface that it does not know as host memory. A software NIC would
-/// then access device memory with the CPU.
+/// Memory of an iface that the domain does not have is found to be host memory. A software NIC
+/// would then access device memory with the CPU.
 fn check_owner(
     registry: &Registry,
     range: AddressRange,
@@ -310,7 +310,7 @@ fn check_owner(
     }
 }
 
-/// Creates a region, which is registered already or pending until the domain's worker registers it.
+/// Creates a region: a registered one, or a pending one with the identifier of its event.
 #[inline]
 pub(super) fn new_region(
     domain: &Arc<DomainInner>,
@@ -341,8 +341,9 @@ impl MemoryRegion {
     /// Registers part of this region with a key and rights of its own (`base_mr`). If an event
     /// queue is bound ([`Domain::bind`](super::Domain::bind)), the result is a pending region.
     ///
-    /// The NIC enforces the bounds and the rights. The part inherits iface, device and page size,
-    /// pins no memory, and keeps this region registered. It has the write ordering of the domain.
+    /// The NIC enforces the bounds and the rights of the part. The part pins no memory, and keeps
+    /// this region registered. It has this region's iface, device and page size, and the domain's
+    /// write ordering.
     ///
     /// ```no_run
     /// use hmem_core::{Access, MemoryRegion, RemoteKey, Result};

@@ -118,14 +118,16 @@ impl<'a, M: Memory> Request<'a, M> {
     }
 
     /// Names the owner of the memory: an iface and, if given, a device. By default the domain
-    /// queries its ifaces.
+    /// queries its ifaces. Ignored if [`DomainAttr::hmem`](super::DomainAttr::hmem) is false.
     ///
-    /// The domain checks the claim, and refuses the request if it is wrong. Memory of a device
-    /// API's host allocator (CUDA: `cuMemHostAlloc`) may be named as memory of the system iface
-    /// too. Managed memory may not. For memory that belongs to no particular device, any device of
-    /// the iface is accepted. A dma-buf cannot be queried: the domain trusts the claim, and without
-    /// one takes it for host memory. Ignored if
-    /// [`DomainAttr::hmem`](super::DomainAttr::hmem) is false.
+    /// The domain refuses the request if the named iface or device is not the owner. These claims
+    /// are accepted too:
+    ///
+    /// - the system iface, for memory of a device API's host allocator (CUDA: `cuMemHostAlloc`),
+    ///   but not for managed memory
+    /// - any device of the iface, for memory that belongs to no particular device
+    /// - any iface, for a dma-buf, whose owner cannot be queried. A dma-buf without a named iface
+    ///   counts as host memory.
     #[must_use]
     pub fn owner(mut self, iface: IfaceKind, device: impl Into<Option<DeviceId>>) -> Self {
         self.terms.iface = Some(iface);
@@ -133,8 +135,8 @@ impl<'a, M: Memory> Request<'a, M> {
         self
     }
 
-    /// Shares exports of device memory with other requests that have the same handle. By default,
-    /// each registration exports the memory itself. Ignored for host memory.
+    /// Shares exports of device memory with other requests of the same handle `exports`. By
+    /// default, each registration exports the memory itself. Ignored for host memory.
     #[must_use]
     pub fn exports(mut self, exports: &SharedExports) -> Self {
         self.terms.exports = Some(exports.clone());
@@ -156,7 +158,7 @@ impl<M> fmt::Debug for Request<'_, M> {
     }
 }
 
-/// The request behind every registration.
+/// A request that the domain has not checked. Every registration has one.
 pub(super) struct RegionRequest<'a> {
     pub(super) source: Source<'a>,
     pub(super) promise: Promise,
@@ -167,16 +169,16 @@ pub(super) struct RegionRequest<'a> {
 /// The memory that a request names.
 #[derive(Clone, Copy)]
 pub(super) enum Source<'a> {
-    /// Memory by its addresses.
     Ranges(&'a [AddressRange]),
-    /// A dma-buf of the application.
     DmaBuf(BorrowedDmaBuf<'a>),
     /// A part of a region that is registered already.
-    Part { base: &'a MemoryRegion, range: AddressRange },
+    Part {
+        base: &'a MemoryRegion,
+        range: AddressRange,
+    },
 }
 
 impl<'a> Source<'a> {
-    /// Returns the memory at a place.
     pub(super) fn of(place: &'a Place<'a>) -> Self {
         match place {
             Place::Host { range, .. } | Place::Device { range, .. } => {
@@ -191,8 +193,7 @@ impl<'a> Source<'a> {
 impl<'a> RegionRequest<'a> {
     /// Creates a request for part of a region. The promise for the region covers the part.
     pub(super) fn part(base: &'a MemoryRegion, range: AddressRange, terms: &'a Terms<'a>) -> Self {
-        let promise =
-            if base.inner().read_only { Promise::ReadOnly } else { Promise::ReadWrite };
+        let promise = if base.inner().read_only { Promise::ReadOnly } else { Promise::ReadWrite };
         Self { source: Source::Part { base, range }, promise, keep: KeepAlive::Caller, terms }
     }
 
@@ -209,14 +210,15 @@ impl<'a> RegionRequest<'a> {
 pub(super) struct Checked<'a> {
     pub(super) request: &'a RegionRequest<'a>,
     pub(super) ranges: Ranges<'a>,
-    /// The provider's handle of the base, and the offset in the base. `None` for new memory.
+    /// The provider's handle of the base of a sub-region, and the offset in the base. `None` for
+    /// other requests.
     pub(super) part: Option<(ProviderRegion, u64)>,
 }
 
-/// The ranges of a request.
+/// The ranges of a checked request.
 pub(super) enum Ranges<'a> {
     Given(&'a [AddressRange]),
-    /// The range of a dma-buf or of a part.
+    /// The range of a dma-buf or of a sub-region.
     One(AddressRange),
 }
 
@@ -297,8 +299,8 @@ impl DomainInner {
             .remedy("pass settings of this provider's crate, or none"))
     }
 
-    /// Checks a sub-region against its base, and returns the provider's handle of the base with the
-    /// offset of the range in it. The provider checks the rights.
+    /// Checks a sub-region against its base, and returns the provider's handle of the base, and the
+    /// offset of the sub-region in the base. The provider checks the rights.
     fn check_base(
         &self,
         base: &MemoryRegion,
@@ -309,10 +311,8 @@ impl DomainInner {
             Err(Error::new(kind, "regattr").context("base", base.range()).remedy(remedy))
         };
         if !std::ptr::eq(Arc::as_ptr(&base.inner().domain), self) {
-            return refuse(
-                ErrorKind::InvalidArgument,
-                "pass a base that is registered in the same domain",
-            );
+            let remedy = "pass a base that is registered in the same domain";
+            return refuse(ErrorKind::InvalidArgument, remedy);
         }
         let Some(region) = base.inner().registered() else {
             return refuse(ErrorKind::BadState, "wait until the base is registered");
@@ -325,10 +325,8 @@ impl DomainInner {
                 .remedy("pass a range inside one range of the base"));
         };
         if terms.page_size != 0 {
-            return refuse(
-                ErrorKind::BadPageSize,
-                "use 0: a sub-region has the page size of its base",
-            );
+            let remedy = "use 0: a sub-region has the page size of its base";
+            return refuse(ErrorKind::BadPageSize, remedy);
         }
         Ok((region, offset))
     }
@@ -382,20 +380,14 @@ fn check_bits(terms: &Terms<'_>, provider: &ProviderAttr) -> Result<()> {
 
 #[inline]
 fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<()> {
-    if ranges.len() > provider.mr_iov_limit || ranges.is_empty() {
+    let limit = provider.mr_iov_limit;
+    if ranges.len() > limit || ranges.is_empty() {
         let kind = if ranges.is_empty() { ErrorKind::ZeroLength } else { ErrorKind::TooManyRanges };
         return Err(Error::new(kind, "regattr")
             .provider(provider.nic.to_string())
-            .context(
-                "why",
-                format_args!(
-                    "{} ranges, and mr_iov_limit is {}",
-                    ranges.len(),
-                    provider.mr_iov_limit
-                ),
-            )
+            .context("why", format_args!("{} ranges, and mr_iov_limit is {limit}", ranges.len()))
             .context("ranges", ranges.len())
-            .context("mr_iov_limit", provider.mr_iov_limit)
+            .context("mr_iov_limit", limit)
             .remedy("pass between 1 and mr_iov_limit ranges"));
     }
     let mut total = Some(0u64);
@@ -412,18 +404,16 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<()> 
     check_length(total, provider)
 }
 
+/// Fails for a total length above the NIC's limit. `None` means 2^64 or more.
 #[inline]
 fn check_length(total: Option<u64>, provider: &ProviderAttr) -> Result<()> {
-    let length = total.unwrap_or(u64::MAX);
-    if total.is_none_or(|total| total > provider.max_mr_size) {
+    let (length, limit) = (total.unwrap_or(u64::MAX), provider.max_mr_size);
+    if total.is_none_or(|total| total > limit) {
         return Err(Error::new(ErrorKind::TooLong, "regattr")
             .provider(provider.nic.to_string())
-            .context(
-                "why",
-                format_args!("{length} bytes, and max_mr_size is {}", provider.max_mr_size),
-            )
+            .context("why", format_args!("{length} bytes, and max_mr_size is {limit}"))
             .context("length", length)
-            .context("max_mr_size", provider.max_mr_size)
+            .context("max_mr_size", limit)
             .remedy("register the range in parts of at most max_mr_size bytes"));
     }
     Ok(())

@@ -1,8 +1,8 @@
 //! Registration of borrowed memory while a closure runs.
 //!
-//! A region type with a borrow would be unsound. `std::mem::forget` would leave the memory
-//! registered after the borrow ended. A closure that only gets a reference cannot forget the
-//! region.
+//! The closure gets the region by reference, and so cannot forget it. A region that is returned
+//! with a borrow would be unsound: `std::mem::forget` of the region would leave the memory
+//! registered after the borrow has ended.
 
 #![allow(unsafe_code, reason = "borrowed memory by its addresses, and copies of its bytes")]
 
@@ -22,21 +22,21 @@ use crate::{Access, Address, AddressRange, Decision, Error, ErrorKind, MrMode, R
 
 /// Memory that [`Domain::scope`] registers while a closure runs.
 ///
-/// Implemented for mutable slices, arrays and vectors of bytes, for shared slices of bytes, which
-/// NICs only read, for a [`DeviceBuffer`], and for a [`Raw`].
+/// Implemented for mutable references to slices, arrays and vectors of bytes, for `&[u8]`, which
+/// NICs only read, for `&DeviceBuffer`, and for a [`Raw`].
 ///
 /// # Safety
-/// While the value lives, its place must be valid memory, and no Rust reference may exist that an
-/// access of a NIC would violate, other than the value itself.
+/// While the value lives, its place must be valid memory. If NICs may write to the place, no Rust
+/// reference to the memory may exist except the value itself. Otherwise no mutable reference to it
+/// may exist.
 pub unsafe trait Borrowed {
     /// Returns the location of the memory.
     fn place(&mut self) -> Place<'_>;
 }
 
 fn writable(bytes: &mut [u8]) -> Place<'static> {
-    let start = Address::of_ptr(bytes.as_mut_ptr());
-    let range = AddressRange::new(start, bytes.len() as u64)
-        .unwrap_or_else(|_| AddressRange::of::<u8>(&[]));
+    let range = AddressRange::checked(Address::of_ptr(bytes.as_mut_ptr()), bytes.len() as u64)
+        .expect("a slice ends inside the address space");
     Place::Host { range, writable: true }
 }
 
@@ -149,16 +149,15 @@ impl Drop for CloseOnExit {
     fn drop(&mut self) {
         let Some(region) = self.0.take() else { return };
         if let Err(rejected) = region.close() {
-            // The process aborts, because returning would end the borrow while a peer can still
-            // write to the memory.
+            // Returning would end the borrow while a peer can still write to the memory.
             tracing::error!(error = %rejected.error, "cannot close a scoped region: aborting");
             std::process::abort();
         }
     }
 }
 
-/// A guard that aborts the process if a registration panics. The memory may be registered, and
-/// unwinding would end the borrow.
+/// A guard that aborts the process if a registration panics. Unwinding would end the borrow, and
+/// the memory may be registered.
 struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {
@@ -187,7 +186,7 @@ impl Domain {
     /// ```
     ///
     /// # Aborts
-    /// The process is aborted if the provider cannot close the region, or panics while it
+    /// The call aborts the process if the provider cannot close the region, or panics while it
     /// registers. Otherwise the borrow would end while peers can still write to the memory.
     ///
     /// # Errors

@@ -15,14 +15,13 @@ use super::{
 };
 use crate::{Access, MrFlags, Rejected, Result};
 
-/// Registered memory, with its keys.
+/// Registered memory, with its keys. Derefs to the [`MemoryRegion`].
 ///
-/// The region holds the memory: the buffer itself, or the addresses of a [`Raw`](super::Raw).
-/// [`Region::close`] returns it. Access the bytes of a buffer through [`Region::read`] and
-/// [`Region::write`], which copy. There is no way to borrow them, because the NIC may write them at
-/// any time. Derefs to the [`MemoryRegion`].
+/// The region holds a buffer, or the addresses of a [`Raw`](super::Raw). [`Region::close`] returns
+/// the buffer or the addresses. [`Region::read`] and [`Region::write`] copy bytes of a buffer. The
+/// bytes cannot be borrowed, because the NIC may write them at any time.
 ///
-/// If sub-regions or windows still use the memory when this is dropped, the last of them releases
+/// If the region is dropped while it has sub-regions, windows or grants, the last of them releases
 /// the memory.
 pub struct Region<M: Memory> {
     region: MemoryRegion,
@@ -101,57 +100,38 @@ impl<M: Memory> fmt::Debug for Region<M> {
 }
 
 impl Domain {
-    /// Registers memory, which the region then holds. The call needs no `unsafe`.
+    /// Registers memory, which the region then holds. [`Domain`] has an example.
     ///
-    /// The memory is a buffer ([`Vec<u8>`], a [`DeviceBuffer`](super::DeviceBuffer) and others that
-    /// implement [`Memory`]), or the addresses of a [`Raw`](super::Raw). [`Region::close`] returns
-    /// it. [`Domain`] has an example.
-    ///
-    /// ```
-    /// # use std::error::Error;
-    /// # use hmem_core::{Access, Domain};
-    /// # fn open() -> Result<Domain, Box<dyn Error>> { Err("no NIC here".into()) }
-    /// # fn main() -> Result<(), Box<dyn Error>> {
-    /// # let Ok(domain) = open() else { return Ok(()) };
-    /// let region = domain.register(vec![0; 4096], Access::REMOTE_WRITE)?;
-    /// assert_eq!(region.len(), 4096);
-    /// # Ok(()) }
-    /// ```
+    /// The memory is a buffer (a [`Vec<u8>`], a [`DeviceBuffer`](super::DeviceBuffer) or another
+    /// type that implements [`Memory`]), or the addresses of a [`Raw`](super::Raw).
     ///
     /// If an event queue is bound ([`Domain::bind`]), the call returns a pending region. A request
     /// that breaks a rule of the domain's mode or a limit of the NIC is still an error of this call
     /// and causes no event. A later failure is reported by an event.
     ///
     /// # Errors
-    /// The error returns the memory, and nothing is registered. The most common kinds are:
+    /// The error returns the memory, and nothing is registered. The most common kinds
+    /// ([`ErrorKind`](crate::ErrorKind)) are:
     ///
-    /// - [`ZeroLength`](crate::ErrorKind::ZeroLength),
-    ///   [`TooManyRanges`](crate::ErrorKind::TooManyRanges),
-    ///   [`TooLong`](crate::ErrorKind::TooLong) for the memory;
-    /// - [`BadFlags`](crate::ErrorKind::BadFlags), [`BadAccess`](crate::ErrorKind::BadAccess),
-    ///   [`BadPageSize`](crate::ErrorKind::BadPageSize) for these settings;
-    /// - [`AccessDenied`](crate::ErrorKind::AccessDenied) for a right that lets the NIC write, if
-    ///   the memory or its promise allows reading only;
-    /// - [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for an iface or device that does
-    ///   not own the memory;
-    /// - [`OutOfBounds`](crate::ErrorKind::OutOfBounds) for a range outside its allocation;
-    /// - [`BadState`](crate::ErrorKind::BadState) in a forked child;
-    /// - [`AddressWraps`](crate::ErrorKind::AddressWraps) for a dma-buf that reaches beyond the
-    ///   address space;
-    /// - [`NoKey`](crate::ErrorKind::NoKey), [`KeyRejected`](crate::ErrorKind::KeyRejected) for the
-    ///   requested key;
-    /// - [`BadAddress`](crate::ErrorKind::BadAddress) for memory without pages in ALLOCATED mode;
-    /// - [`OutOfResources`](crate::ErrorKind::OutOfResources), for example at the locked-memory
-    ///   limit;
-    /// - [`Unsupported`](crate::ErrorKind::Unsupported) for settings of
-    ///   [`Request::extension`](super::Request::extension) that the provider does not know;
-    /// - for device memory that the NIC cannot reach, the error of the last path, with the trace of
-    ///   all attempts ([`Error::trace`](crate::Error::trace)).
+    /// - ZeroLength, TooManyRanges and TooLong for the memory; OutOfBounds for a range outside its
+    ///   allocation; AddressWraps for a dma-buf that reaches beyond the address space
+    /// - BadAddress for memory without pages in ALLOCATED mode
+    /// - AccessDenied for a right that lets the NIC write, if the memory or its promise allows
+    ///   reading only
+    /// - BadFlags, BadAccess and BadPageSize for these settings; NoKey and KeyRejected for the
+    ///   requested key; InvalidArgument for an iface or device that does not own the memory
+    /// - Unsupported for settings of [`Request::extension`](super::Request::extension) that the
+    ///   provider does not know
+    /// - OutOfResources, for example at the locked-memory limit
+    /// - BadState in a forked child
+    ///
+    /// For device memory that the NIC cannot reach, the error is that of the last path, with the
+    /// trace of all attempts ([`Error::trace`](crate::Error::trace)).
     pub fn register<M: Memory>(&self, memory: M, access: Access) -> Result<Region<M>, Rejected<M>> {
         self.submit_as(Request::new(memory, access), "register")
     }
 
-    /// Registers as a [`Request`] says: like [`Domain::register`], with more settings.
+    /// Registers memory like [`Domain::register`], with the settings of a [`Request`].
     ///
     /// # Errors
     /// The errors of [`Domain::register`].

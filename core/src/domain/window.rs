@@ -1,12 +1,9 @@
-//! Memory windows: rights of peers to a part of a region, changed without a registration.
+//! Memory windows: rights of peers to a part of a region, which change without a registration
+//! (InfiniBand 10.6.7.2).
 //!
-//! A call binds a [`Type1Window`], which gets a new key each time. Requests posted to an endpoint
-//! bind and invalidate a [`Type2Window`], with the caller's 8-bit tag (InfiniBand 10.6.7.2). The
-//! provider checks the states ([`WindowType::after`]), the part of the region, and its rights.
-//!
-//! The provider tracks the results of posted binds and invalidations, and of invalidations by
-//! peers. Before each operation, a type 2 window queries this state from the provider, so it needs
-//! no notification.
+//! The provider checks the states ([`WindowType::after`]), the part of the region, and its rights.
+//! It also tracks the results of posted binds and invalidations, and of invalidations by peers. A
+//! type 2 window queries this state from the provider before each operation.
 
 #![allow(unsafe_code, reason = "posts the bind of a window of a region")]
 
@@ -32,7 +29,7 @@ use crate::{
 /// A type 1 window, which is bound by a call and gets a new key with each bind.
 ///
 /// A bound window keeps its region registered, and the region cannot be closed. The key becomes
-/// invalid when the window is bound again, unbound or dropped. There is no invalidation:
+/// invalid when the window is bound again, unbound or dropped. The window cannot be invalidated:
 ///
 /// ```compile_fail,E0599
 /// fn invalidate(window: &hmem_core::Type1Window, endpoint: &hmem_core::Endpoint) {
@@ -40,14 +37,15 @@ use crate::{
 /// }
 /// ```
 pub struct Type1Window {
-    /// The provider's window. Declared before the binding, so that the window is freed before its
-    /// region is released.
+    /// Declared before the binding, so that the window is freed before its region is released.
     window: Allocated,
     state: Mutex<Type1State>,
 }
 
 struct Type1State {
+    /// The provider's window with its current key, which each bind changes.
     window: ProviderWindow,
+    /// `None` if the window is not bound.
     bound: Option<Bound>,
 }
 
@@ -81,7 +79,7 @@ struct Type1State {
 /// }
 /// ```
 ///
-/// There is no bind by a call:
+/// The window cannot be bound by a call:
 ///
 /// ```compile_fail,E0599
 /// # use hmem_core::{Access, MemoryRegion, Type2Window};
@@ -93,19 +91,20 @@ pub struct Type2Window {
     inner: Arc<Type2Inner>,
 }
 
+/// The part of a type 2 window that the lists of regions refer to.
 struct Type2Inner {
-    /// The provider's window. Declared before the bindings, so that the window is freed before its
-    /// region is released.
+    /// Declared before the bindings, so that the window is freed before its region is released.
     window: Allocated,
     state: Mutex<Type2State>,
 }
 
 #[derive(Default)]
 struct Type2State {
-    /// The binding that the last posted bind created. `None` if an invalidation was posted after
-    /// the bind, or if the provider reports that the window is not bound.
+    /// The binding of the last posted bind. `None` if an invalidation was posted after the bind, or
+    /// if the provider reports that the window is not bound.
     bound: Option<Bound>,
-    /// The bindings with a posted invalidation for which the provider has not reported the result.
+    /// Earlier bindings, which hold if the invalidations or binds that were posted after them fail.
+    /// Empty once the provider has no pending request of the window.
     ending: Vec<Bound>,
     /// The region to which the window was last bound. The region's list contains this window.
     listed: Weak<RegionInner>,
@@ -153,15 +152,18 @@ pub struct Type2Bind<'a> {
 struct Allocated {
     domain: Arc<DomainInner>,
     kind: WindowType,
+    /// The provider's window, with the key from its allocation.
     window: ProviderWindow,
 }
 
+/// The binding of a window to a part of a region. It keeps the region from being closed.
 struct Bound {
     region: Dependent,
+    /// The address at which peers access the first byte.
     base: Iova,
     len: u64,
     addressing: Addressing,
-    /// The caller's tag of a type 2 window, which is part of the key.
+    /// The caller's tag of a type 2 window, which is part of the key. 0 for type 1.
     tag: u8,
 }
 
@@ -206,8 +208,8 @@ pub(super) fn bind_request(
     Err(with_values(rule.refuse(operation), region, (offset, len), access))
 }
 
-/// Completes a provider's error about a bind: names the public call `operation`, and adds the
-/// values of the bind if the bind breaks a rule.
+/// Completes a provider's error about a bind: sets the public call `operation`, and if the bind
+/// breaks a rule, adds the values of the bind.
 pub(super) fn bind_refused(
     error: Error,
     operation: &'static str,
@@ -234,20 +236,14 @@ fn with_values(
         .context("region", region.range())
 }
 
-/// Returns the address at which peers access the byte at `offset` of a region, through a window
-/// that starts there.
+/// Returns the address at which peers access the first byte of a window at `offset` of a region.
 pub(super) fn base(region: &MemoryRegion, offset: u64, addressing: Addressing) -> Iova {
-    if addressing == Addressing::ZeroBased {
-        return Iova(0);
-    }
-    let mut left = offset;
-    for range in region.ranges() {
-        if left < range.len() {
-            return Iova(range.start().0 + left);
+    match addressing {
+        Addressing::ZeroBased => Iova(0),
+        Addressing::Virtual => {
+            Iova(region.inner().rest_at(offset).unwrap_or(region.range()).start().0)
         }
-        left -= range.len();
     }
-    Iova(region.range().start().0)
 }
 
 impl DomainInner {
@@ -320,14 +316,14 @@ impl Type1Window {
     /// virtual addresses.
     ///
     /// # Errors
-    /// An error for a broken rule names the rule ([`WindowRule`]) as its context value
-    /// `rule`. After an error the binding is unchanged.
+    /// If the bind breaks a rule, the context value `rule` names the rule ([`WindowRule`]). After an
+    /// error the binding is unchanged.
     ///
     /// - [`ErrorKind::OutOfBounds`] for bytes outside the region.
-    /// - [`ErrorKind::ZeroLength`] for no bytes. Use [`Type1Window::unbind`] instead.
+    /// - [`ErrorKind::ZeroLength`] if `len` is 0. Use [`Type1Window::unbind`] instead.
     /// - [`ErrorKind::BadAccess`] for a right that is not a right of peers.
-    /// - [`ErrorKind::AccessDenied`] for a region without MW_BIND. Also for a window with a right
-    ///   to write, if the region has no right that lets the NIC write.
+    /// - [`ErrorKind::AccessDenied`] for a region without MW_BIND, and for a right to write if the
+    ///   region has no right that lets the NIC write.
     /// - [`ErrorKind::InvalidArgument`] for a region of another domain.
     /// - [`ErrorKind::BadState`] before the registration of the region completed, and in a forked
     ///   child.
@@ -378,8 +374,11 @@ impl Type1Window {
     /// [`WindowState::Free`]. In a forked child, the state is [`WindowState::Invalid`].
     #[must_use]
     pub fn state(&self) -> WindowState {
-        let state = self.window.lock(&self.state, "window state");
-        state.map_or(WindowState::Invalid, |state| state.state())
+        match self.window.lock(&self.state, "window state") {
+            Ok(state) if state.bound.is_some() => WindowState::Valid,
+            Ok(_) => WindowState::Free,
+            Err(_) => WindowState::Invalid,
+        }
     }
 
     /// Returns the current key, if the window is bound. Returns `None` in a forked child.
@@ -387,12 +386,6 @@ impl Type1Window {
     pub fn key(&self) -> Option<RemoteKey> {
         let state = self.window.lock(&self.state, "window key").ok()?;
         Some(state.bound.as_ref()?.key(state.window.key))
-    }
-}
-
-impl Type1State {
-    fn state(&self) -> WindowState {
-        if self.bound.is_some() { WindowState::Valid } else { WindowState::Free }
     }
 }
 
@@ -414,16 +407,12 @@ impl Type2Window {
     /// is posted to the endpoint later arrives after the bind.
     ///
     /// # Errors
-    /// An error for a broken rule names the rule ([`WindowRule`]) as its context value
-    /// `rule`.
-    ///
     /// - [`ErrorKind::BadState`] if the window is bound: invalidate the window first. Also in a
     ///   forked child.
-    /// - The errors of [`Type1Window::bind`]. [`ErrorKind::InvalidArgument`] also for an endpoint
-    ///   of another domain.
-    /// - The errors of [`Endpoint::post`].
+    /// - [`ErrorKind::InvalidArgument`] for an endpoint of another domain.
+    /// - The errors of [`Type1Window::bind`] and [`Endpoint::post`].
     ///
-    /// Some errors are reported by the completion. The window is free then.
+    /// Some errors are reported by the completion. The bind has no effect then.
     pub fn post_bind(
         &self,
         endpoint: &Endpoint,
@@ -447,8 +436,8 @@ impl Type2Window {
         post(endpoint, request, context)
             .map_err(|error| bind_refused(error, operation, region, &bind))?;
         let key = bound.key(with_tag(status.key, tag));
-        // Only a provider that reports a refused bind by its completion accepts a bind of a bound
-        // window. Then the earlier binding stands.
+        // If the window was bound, the provider reports the refused bind by its completion, and the
+        // earlier binding holds.
         let before = state.bound.replace(bound);
         state.ending.extend(before);
         Ok(key)
@@ -477,16 +466,16 @@ impl Type2Window {
         Ok(())
     }
 
-    /// Returns the state, according to the completions that were read. After a failed bind, and
-    /// after an invalidation by this process or by a peer, the state is [`WindowState::Free`]. If
-    /// the provider cannot report the state, and in a forked child, the result is
-    /// [`WindowState::Invalid`].
+    /// Returns the state, according to the completions that were read. The state is
+    /// [`WindowState::Free`] after a failed bind, and after an invalidation by this process or by a
+    /// peer. The result is [`WindowState::Invalid`] if the provider cannot report the state, and in
+    /// a forked child.
     #[must_use]
     pub fn state(&self) -> WindowState {
         self.inner.settled().map_or(WindowState::Invalid, |(_, status)| status.state)
     }
 
-    /// Returns the key of the last bind, unless it is known to be invalid.
+    /// Returns the key of the last bind. Returns `None` if the window is known to be free.
     #[must_use]
     pub fn key(&self) -> Option<RemoteKey> {
         let (state, status) = self.inner.settled().ok()?;
@@ -504,8 +493,8 @@ impl Type2Inner {
             if status.state != WindowState::Valid {
                 state.bound = None;
             } else {
-                // Invalidations, and binds that were posted after them, may have failed. Then the
-                // window still has an earlier binding.
+                // The key's tag shows the binding that holds: an earlier one, if the requests that
+                // were posted after it have failed.
                 let holds = |bound: &Bound| u64::from(bound.tag) == status.key & KEY_TAG;
                 if !state.bound.as_ref().is_some_and(holds) {
                     if let Some(at) = state.ending.iter().rposition(holds) {
