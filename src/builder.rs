@@ -26,9 +26,8 @@ use crate::{
     env,
 };
 
-/// The entry point: the ifaces, the providers and the path selector of an application.
-///
-/// Build one for a process, and share it by reference or in an `Arc`.
+/// The entry point: the ifaces, the providers and the path selector of an application. Build one
+/// for each process.
 ///
 /// ```
 /// use hmem::{Access, DomainAttr, Hmem, loopback::Loopback};
@@ -47,13 +46,15 @@ pub struct Hmem {
     absent_providers: Vec<(String, Error)>,
     paths: Arc<DefaultPathSelector>,
     p2p_disabled: bool,
-    /// The direct paths of domains that have no list of their own.
     direct_paths: Option<Vec<DirectPath>>,
+    /// The iface of host memory, with its cache monitor.
     system: Arc<System>,
     cache: Arc<CacheSettings>,
-    /// The mark of the process that built this value. A forked child cannot open domains.
+    /// The process that built this value. A forked child cannot open domains.
     process: ProcessMark,
+    /// The builder's topology, or this machine's after the first use.
     topology: OnceLock<Topology>,
+    /// The ifaces that the builder or `FI_HMEM` names. `None` means all.
     filter: Option<Filter>,
 }
 
@@ -85,13 +86,14 @@ pub struct Builder {
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(String, Error)>,
     /// The first error for an opened iface or provider whose number or name differs from the
-    /// caller's arguments.
+    /// arguments of [`Builder::iface_or_absent`] or [`Builder::provider_or_absent`].
     mismatch: Option<Error>,
+    /// The value of [`Builder::ifaces`].
     filter: Option<String>,
     disable_p2p: Option<bool>,
     direct_paths: Option<Vec<DirectPath>>,
     skip_vendors: bool,
-    /// The number of providers that were added before verbs, or `None` without verbs.
+    /// The position of verbs among the providers. `None` means that verbs is not started.
     verbs_at: Option<usize>,
     without_environment: bool,
     cache_monitor: Option<CacheMonitor>,
@@ -140,15 +142,14 @@ impl Hmem {
         self.registry.get(kind)
     }
 
-    /// Returns true if the builder or `FI_HMEM_DISABLE_P2P` disabled direct access to device memory
-    /// for every NIC.
+    /// Returns true if [`Builder::disable_p2p`] or `FI_HMEM_DISABLE_P2P` disabled direct access to
+    /// device memory.
     #[must_use]
     pub fn p2p_disabled(&self) -> bool {
         self.p2p_disabled
     }
 
-    /// Returns the direct paths of domains that have no list of their own: the list of
-    /// [`Builder::direct_paths`] or `HMEM_DIRECT_PATHS`. `None` means each NIC's own order.
+    /// Returns the list of [`Builder::direct_paths`] or `HMEM_DIRECT_PATHS`, if there is one.
     #[must_use]
     pub fn direct_paths(&self) -> Option<&[DirectPath]> {
         self.direct_paths.as_deref()
@@ -159,8 +160,7 @@ impl Hmem {
     ///
     /// # Errors
     /// - The errors of [`Hmem::cache_defaults`].
-    /// - The error of a monitor that was requested by name and does not work here. The next call
-    ///   retries.
+    /// - The error of a monitor that was requested by name and cannot start. The next call retries.
     pub fn cache_monitor(&self) -> Result<&SystemMonitor> {
         self.system.cache_monitor()
     }
@@ -204,8 +204,9 @@ impl Hmem {
         })
     }
 
-    /// Returns the requested providers that did not start, each with the reason. Also returns each
-    /// NIC that cannot be opened although its provider started, by a name such as `verbs/mlx5_0`.
+    /// Returns the requested providers that did not start, each with the reason. Also returns the
+    /// NICs that cannot be opened although their provider started, with names such as
+    /// `verbs/mlx5_0`.
     pub fn absent_providers(&self) -> impl Iterator<Item = (&str, &Error)> {
         self.absent_providers.iter().map(|(name, why)| (name.as_str(), why))
     }
@@ -221,11 +222,7 @@ impl Hmem {
     /// Opens a domain of a provider.
     ///
     /// # Errors
-    /// - The errors of [`Domain::open`] and [`Hmem::provider`].
-    /// - With a cache, the errors of [`Hmem::cache_defaults`], and the error of a monitor of host
-    ///   memory that was requested by name and does not work here.
-    /// - [`ErrorKind::BadState`] in a forked child of the process that built this `Hmem`. The child
-    ///   must build its own.
+    /// The errors of [`Hmem::provider`] and [`Hmem::domain_on`].
     pub fn domain(&self, provider: &str, attr: DomainAttr) -> Result<Domain> {
         self.domain_on(&**self.provider(provider)?, attr)
     }
@@ -236,7 +233,7 @@ impl Hmem {
     /// # Errors
     /// - The errors of [`Domain::open`].
     /// - With a cache, the errors of [`Hmem::cache_defaults`], and the error of a monitor of host
-    ///   memory that was requested by name and does not work here.
+    ///   memory that was requested by name and cannot start.
     /// - [`ErrorKind::BadState`] in a forked child of the process that built this `Hmem`. The child
     ///   must build its own.
     pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
@@ -254,37 +251,32 @@ impl Hmem {
         Domain::open(provider, Arc::clone(&self.registry), selector, attr)
     }
 
-    /// Returns the topology from which the nearest NICs are chosen: the one from
-    /// [`Builder::topology`], or else this machine's. The first call reads this machine's topology.
-    /// The topology does not contain devices that are plugged in later.
+    /// Returns the topology from which the nearest NICs are chosen: that of [`Builder::topology`],
+    /// or else this machine's, as the first call reads it. Devices that are plugged in later are
+    /// not in it.
     ///
     /// # Errors
     /// The errors of [`Topology::read`]. The next call retries.
     pub fn topology(&self) -> Result<&Topology> {
-        match self.topology.get() {
-            Some(topology) => Ok(topology),
-            None => {
-                let topology = Topology::read()?;
-                Ok(self.topology.get_or_init(|| topology))
-            }
+        if let Some(topology) = self.topology.get() {
+            return Ok(topology);
         }
+        let topology = Topology::read()?;
+        Ok(self.topology.get_or_init(|| topology))
     }
 
-    /// Returns the path selector of the domains. The selector caches decisions, and can clear this
-    /// cache.
+    /// Returns the path selector of the domains, which caches decisions and can forget them.
     #[must_use]
     pub fn paths(&self) -> &DefaultPathSelector {
         &self.paths
     }
 
-    /// Returns the path that a registration would take, with the reasons. `hmem explain` prints it.
-    ///
-    /// The call registers memory and deregisters it again. The returned value can be serialised.
-    /// Its `Display` has one line for the decision and one for each attempt and remedy.
+    /// Returns the path that a registration would take, with the reasons, as `hmem explain` prints
+    /// them. The call registers memory and deregisters it again.
     ///
     /// # Errors
-    /// The errors of [`Hmem::provider`] and [`DefaultPathSelector::explain`]. A refused path is no
-    /// error.
+    /// The errors of [`Hmem::provider`] and [`DefaultPathSelector::explain`]. If no path works, the
+    /// call succeeds, and the explanation has the reasons.
     pub fn explain(&self, provider: &str, request: &ExplainRequest) -> Result<Explanation> {
         self.explain_on(&**self.provider(provider)?, request)
     }
@@ -313,16 +305,13 @@ impl Builder {
         self
     }
 
-    /// Adds a plug-in iface, or the reason why it could not be opened.
+    /// Adds a plug-in iface with the given number and name, or the reason why it could not be
+    /// opened. With a reason, [`Registry::absent`] lists the plug-in, and [`Hmem::iface`] returns
+    /// the reason.
     ///
-    /// A missing library of a plug-in then counts like one of a built-in iface: the program goes
-    /// on, [`Registry::absent`] lists the plug-in, and [`Hmem::iface`] returns the reason. `kind`
-    /// and `name` identify the plug-in if it could not be opened. If they differ from those of the
-    /// opened iface, [`Builder::build`] fails.
-    ///
-    /// A bad value in an environment variable is not an absence: [`Builder::build`] returns the
-    /// error, unless [`Builder::ifaces`] or `FI_HMEM` excludes the plug-in. Such an error has the
-    /// kind [`ErrorKind::InvalidArgument`] and the name of the variable as context `variable`.
+    /// [`Builder::build`] fails if the opened iface has another number or name. It also fails for
+    /// the reason that an environment variable has a bad value ([`ErrorKind::InvalidArgument`] with
+    /// the context value `variable`), unless [`Builder::ifaces`] or `FI_HMEM` excludes the plug-in.
     ///
     /// ```
     /// use hmem::{Error, ErrorKind, Hmem, IfaceKind, system::Simulated};
@@ -360,7 +349,7 @@ impl Builder {
             }
             Err(why) => {
                 let name = IfaceName::new(kind, name);
-                tracing_absent(&name, &why);
+                tracing::debug!(iface = %name, %why, "iface not started");
                 self.absent_plug_ins.push((name, why));
                 self
             }
@@ -381,12 +370,11 @@ impl Builder {
         self
     }
 
-    /// Adds a provider, or the reason why it could not be opened. [`Hmem::absent_providers`] then
-    /// has the reason, under `name`, and [`Hmem::domain`] returns it.
+    /// Adds a provider with the given name, or the reason why it could not be opened. With a
+    /// reason, [`Hmem::absent_providers`] lists the provider, and [`Hmem::domain`] returns the
+    /// reason.
     ///
-    /// [`Builder::build`] returns the error of a bad value in an environment variable, as with
-    /// [`Builder::iface_or_absent`]. It fails if `name` differs from the name of the opened
-    /// provider.
+    /// [`Builder::build`] fails in the cases of [`Builder::iface_or_absent`].
     #[must_use]
     pub fn provider_or_absent(
         mut self,
@@ -419,34 +407,33 @@ impl Builder {
         self
     }
 
-    /// Adds RDMA hardware through libibverbs, which [`Builder::build`] starts. If verbs cannot
-    /// start, for example because this machine has no libibverbs or no device,
-    /// [`Hmem::absent_providers`] has the reason. It also lists each device that cannot be opened.
+    /// Adds RDMA hardware through libibverbs, which [`Builder::build`] starts. If this machine has
+    /// no libibverbs or no device, or a device cannot be opened, [`Hmem::absent_providers`] has the
+    /// reason.
     #[must_use]
     pub fn verbs(mut self) -> Self {
         self.verbs_at.get_or_insert(self.providers.len());
         self
     }
 
-    /// Starts only the named ifaces, of vendors and plug-ins. Names are separated by `;` or `,`, as
-    /// in `FI_HMEM`. This setting overrides `FI_HMEM`. The iface of host memory always starts, and
-    /// is the only one to start if `names` is empty.
+    /// Starts only the named ifaces and that of host memory. Names are separated by `;` or `,`.
+    /// This setting overrides `FI_HMEM`.
     #[must_use]
     pub fn ifaces(mut self, names: impl Into<String>) -> Self {
         self.filter = Some(names.into());
         self
     }
 
-    /// If `disable` is true, disables direct access to device memory for every NIC, whatever the
-    /// policy of a domain. This setting overrides `FI_HMEM_DISABLE_P2P`.
+    /// If `disable` is true, disables direct access to device memory for all domains, whatever
+    /// their policy. This setting overrides `FI_HMEM_DISABLE_P2P`.
     #[must_use]
     pub fn disable_p2p(mut self, disable: bool) -> Self {
         self.disable_p2p = Some(disable);
         self
     }
 
-    /// Sets the direct paths of domains whose [`DomainAttr::direct_paths`] is `None`, in the order
-    /// in which they are tried. This setting overrides `HMEM_DIRECT_PATHS`.
+    /// Sets the list of domains whose [`DomainAttr::direct_paths`] is `None`. This setting
+    /// overrides `HMEM_DIRECT_PATHS`.
     #[must_use]
     pub fn direct_paths(mut self, paths: impl Into<Vec<DirectPath>>) -> Self {
         self.direct_paths = Some(paths.into());
@@ -465,13 +452,11 @@ impl Builder {
         self
     }
 
-    /// Sets the monitor of host memory. Overrides `FI_MR_CACHE_MONITOR`. The default is
-    /// [`HostMonitorKind::Auto`], which chooses a monitor. The monitor starts when it is first
-    /// needed.
+    /// Sets the monitor of host memory. This setting overrides `FI_MR_CACHE_MONITOR`. The default
+    /// is [`HostMonitorKind::Auto`], which chooses a monitor.
     ///
     /// [`HostMonitorKind::Disabled`] turns the caches of all domains off, for device memory too. To
-    /// cache device memory alone, leave [`IfaceKind::SYSTEM`] out:
-    /// [`CacheAttr::without_monitors`].
+    /// cache device memory alone, name [`IfaceKind::SYSTEM`] in [`CacheAttr::without_monitors`].
     #[must_use]
     pub fn cache_monitor(mut self, kind: HostMonitorKind) -> Self {
         self.cache_monitor = Some(CacheMonitor::Kind(kind));
@@ -479,30 +464,27 @@ impl Builder {
     }
 
     /// Sets a monitor that the application supplies for host memory, such as
-    /// [`ImportMonitor`](hmem_iface_system::monitor::ImportMonitor). Overrides `FI_MR_CACHE_MONITOR`.
-    /// If [`Builder::cache_monitor`] is called too, the last of the two calls takes effect.
+    /// [`ImportMonitor`](hmem_iface_system::monitor::ImportMonitor). Replaces the monitor of
+    /// [`Builder::cache_monitor`].
     #[must_use]
     pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
         self.cache_monitor = Some(CacheMonitor::Imported(monitor));
         self
     }
 
-    /// Sets the topology by which the nearest NICs are chosen, for example a recorded one. The
-    /// default is this machine's topology, which is read at the first use.
+    /// Sets the topology of [`Hmem::topology`], for example a recorded one.
     #[must_use]
     pub fn topology(mut self, topology: Topology) -> Self {
         self.topology = Some(topology);
         self
     }
 
-    /// Reads no variable of the environment: neither those of libfabric (`FI_HMEM`,
-    /// `FI_HMEM_DISABLE_P2P`, `FI_MR_*`) nor those of the back ends that this builder starts
-    /// (`HMEM_CUDA_LIBRARY` and its like, `HMEM_CUDA_MONITOR`, `HMEM_NEURON_START_RUNTIME`,
-    /// `HMEM_SYNAPSEAI_START_RUNTIME`, `HMEM_VERBS_PCIE_MAPPING`), nor `HMEM_DIRECT_PATHS`. A
-    /// setting that the builder lacks then has its default.
+    /// Reads no environment variable. A setting that the builder lacks then has its default.
     ///
-    /// Three readers are not affected: an iface or provider that the application opened itself, the
-    /// dynamic loader (`LD_LIBRARY_PATH`), and the vendors' libraries.
+    /// The setting applies to the variables of libfabric (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`,
+    /// `FI_MR_*`) and of this library (`HMEM_*`). It does not apply to an iface or provider that
+    /// the application opened itself, the dynamic loader (`LD_LIBRARY_PATH`), and the vendors'
+    /// libraries.
     ///
     /// ```
     /// use hmem::Hmem;
@@ -530,18 +512,15 @@ impl Builder {
     /// If an iface cannot start, the others start anyway, and [`Registry::absent`] has the reason.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] for an unknown name in [`Builder::ifaces`] or `FI_HMEM`, or
-    ///   a malformed environment variable that the builder does not override, also one that a
-    ///   plug-in reads while it is opened. The variables of registration caches are read later
-    ///   ([`Hmem::cache_defaults`]).
-    /// - [`ErrorKind::InvalidArgument`] for an iface number, iface name or provider name that was
-    ///   added twice, whether available or absent, for the name of another built-in iface, and for
-    ///   an iface number from 6 to 0xff.
-    /// - [`ErrorKind::InvalidArgument`] for an opened plug-in with another number or name than
-    ///   [`Builder::iface_or_absent`] or [`Builder::provider_or_absent`] got.
+    /// - [`ErrorKind::InvalidArgument`]:
+    ///   - for an unknown name in [`Builder::ifaces`] or `FI_HMEM`
+    ///   - for another malformed environment variable that the builder does not override, except
+    ///     those of registration caches ([`Hmem::cache_defaults`])
+    ///   - for an iface number, iface name or provider name that was added twice
+    ///   - for a plug-in with the name of a built-in iface, or with a number from 6 to 0xff
+    ///   - in the cases of [`Builder::iface_or_absent`]
     /// - [`ErrorKind::Unsupported`] for an iface that [`Builder::ifaces`] names and that was not
-    ///   compiled in. If `FI_HMEM` names it, the log has a warning, and the iface is absent like
-    ///   one without a library.
+    ///   compiled in. If only `FI_HMEM` names it, the iface is absent, and a warning is logged.
     /// - The errors of [`ProcessMark::current`].
     pub fn build(mut self) -> Result<Hmem> {
         let process = ProcessMark::current()?;
@@ -561,14 +540,7 @@ impl Builder {
         let filter = match self.filter {
             Some(names) => Some(Filter::parse(&names, &plug_ins)?),
             None if !environment => None,
-            None => environment::text(env::HMEM)?
-                .map(|names| {
-                    Filter::parse(&names, &plug_ins).map_err(|error| {
-                        let remedy = error.remedy_text().unwrap_or_default().to_owned();
-                        environment::bad_value(env::HMEM, &names).remedy(remedy)
-                    })
-                })
-                .transpose()?,
+            None => env::parsed_by(env::HMEM, |names| Filter::parse(names, &plug_ins))?,
         };
         let admitted = |name: &str| filter.as_ref().is_none_or(|filter| filter.admits(name));
         if let Some((_, error)) =
@@ -590,7 +562,7 @@ impl Builder {
         let direct_paths = match self.direct_paths {
             Some(paths) => Some(paths),
             None if !environment => None,
-            None => env::direct_paths()?,
+            None => env::parsed_by(env::DIRECT_PATHS, DirectPath::parse_list)?,
         };
         let (monitor, imported) = match self.cache_monitor {
             Some(CacheMonitor::Kind(kind)) => (Some(kind), None),
@@ -607,7 +579,7 @@ impl Builder {
             }
         });
         registry.add(Arc::<System>::clone(&system))?;
-        // A plug-in with the number of a vendor iface replaces that iface if it is absent.
+        // A plug-in with the number of an absent vendor iface replaces it.
         let replaced = |kind| plug_ins.iter().any(|plug_in| plug_in.kind() == kind);
         for (kind, start) in VENDORS {
             let why = if self.skip_vendors {
@@ -623,7 +595,7 @@ impl Builder {
                     }
                     Err(error) if environment::is_bad_value(&error) => return Err(error),
                     Err(why) => {
-                        tracing_absent(&kind.into(), &why);
+                        tracing::debug!(iface = %kind, %why, "iface not started");
                         why
                     }
                 }
@@ -631,8 +603,8 @@ impl Builder {
             if replaced(kind) {
                 continue;
             }
-            // `Builder::ifaces` or `FI_HMEM` may name an iface that is not compiled in. The
-            // variable belongs to the machine, whose other programs may have the iface.
+            // An iface that is not compiled in fails the build only if the program itself names it:
+            // `FI_HMEM` applies to other programs of the machine too.
             let why = match filter.is_some() && why.context_value("feature").is_some() {
                 true if by_builder => return Err(why),
                 true => {
@@ -656,7 +628,7 @@ impl Builder {
             }
         }
         for (name, why) in self.absent_plug_ins {
-            // A started vendor iface has this number too.
+            // A plug-in may have the number of a vendor iface, but not if that iface has started.
             if registry.iter().any(|iface| iface.kind() == name.kind()) {
                 return Err(added_twice(&name));
             }
@@ -777,6 +749,7 @@ impl Filter {
     }
 }
 
+/// Returns the error for an iface that the builder or the environment excludes.
 fn left_out(kind: impl Into<IfaceName>, why: &'static str) -> Error {
     Error::new(ErrorKind::Unavailable, "start iface").iface(kind).context("why", why)
 }
@@ -791,11 +764,7 @@ fn filtered_out(kind: IfaceKind, name: &str, by_builder: bool) -> Error {
     left_out(IfaceName::new(kind, name), why).remedy(format!("add {name} to {setting}"))
 }
 
-fn tracing_absent(iface: &IfaceName, why: &Error) {
-    tracing::debug!(%iface, %why, "iface not started");
-}
-
-/// Starts a vendor's iface. The argument is false if no variable may be read.
+/// Starts a vendor's iface. The argument is false if no environment variable may be read.
 type Start = fn(bool) -> Result<Arc<dyn Iface>>;
 
 const VENDORS: [(IfaceKind, Start); 5] = [
@@ -841,7 +810,7 @@ vendor!(
     hmem_iface_accelerators::synapseai::SynapseAi
 );
 
-/// A provider, and its NICs that cannot be opened: the name and the error of each.
+/// A provider, and the names of its NICs that cannot be opened, with the errors.
 type Started = (Arc<dyn Provider>, Vec<(String, Error)>);
 
 #[cfg(feature = "verbs")]
@@ -851,11 +820,10 @@ fn start_verbs(environment: bool) -> Result<Started> {
     let builder = Verbs::builder();
     let builder = if environment { builder } else { builder.without_environment() };
     let verbs = builder.build()?;
-    // If the library finds no devices, the provider counts as absent.
+    // Fails if libibverbs finds no device. The provider then counts as absent.
     verbs.nics()?;
-    let left_out =
-        verbs.left_out()?.into_iter().map(|(device, why)| (format!("verbs/{device}"), why));
-    let left_out = left_out.collect();
+    let left_out = verbs.left_out()?.into_iter();
+    let left_out = left_out.map(|(device, why)| (format!("verbs/{device}"), why)).collect();
     Ok((Arc::new(verbs), left_out))
 }
 

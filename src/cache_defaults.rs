@@ -1,5 +1,4 @@
-//! The default cache settings of domains: those of the builder, and those of the environment, which
-//! are read when the first cache is opened.
+//! The default cache settings of domains: those of the builder and those of the environment.
 
 use std::sync::OnceLock;
 
@@ -15,17 +14,17 @@ const BUILDER_MONITOR: &str = "Builder::cache_monitor";
 
 /// The default cache settings of the domains of an [`Hmem`](crate::Hmem).
 ///
-/// They apply to a setting that is `None` in a domain's
-/// [`DomainAttr::cache`](hmem_core::DomainAttr::cache). If that whole field is `None`, the domain
-/// has no cache.
+/// They apply to the settings that are `None` in a domain's [`CacheAttr`]. A domain whose
+/// [`DomainAttr::cache`](hmem_core::DomainAttr::cache) is `None` has no cache.
 #[derive(Debug)]
 pub struct CacheDefaults {
+    /// The settings of the builder, and of the environment where the builder has none.
     attr: CacheAttr,
-    /// The settings of the builder, which take precedence over the environment.
     by_builder: CacheAttr,
     /// The monitor of host memory.
     monitor: HostMonitorKind,
-    /// The variable that names the monitor, or `None` if the builder names it or nothing does.
+    /// The environment variable that names the monitor. `None` if the monitor comes from the
+    /// builder or is the default.
     variable: Option<&'static str>,
 }
 
@@ -43,8 +42,7 @@ impl CacheDefaults {
         self.monitor
     }
 
-    /// Returns the default limits of caches: those of [`CacheDefaults::attr`], with the values of
-    /// [`Limits::default`] for settings that are `None`. The maximum count is 0 if the monitor is
+    /// Returns the limits of [`CacheDefaults::attr`]. The maximum count is 0 if the monitor is
     /// [`HostMonitorKind::Disabled`].
     #[must_use]
     pub fn limits(&self) -> Limits {
@@ -88,7 +86,7 @@ impl CacheDefaults {
     }
 
     /// Returns a domain's settings, with these defaults for settings that are `None`. If the
-    /// monitor is disabled, the cache is off whatever the domain's settings are.
+    /// monitor is disabled, the settings of the result turn the cache off.
     pub(crate) fn applied_to(&self, mut cache: CacheAttr) -> CacheAttr {
         cache.max_count = cache.max_count.or(self.attr.max_count);
         cache.max_bytes = cache.max_bytes.or(self.attr.max_bytes);
@@ -105,7 +103,7 @@ impl CacheDefaults {
     /// Starts the monitor of host memory.
     ///
     /// # Errors
-    /// The errors of [`SystemMonitor::start`], with the variable that names the monitor.
+    /// The errors of [`SystemMonitor::start`], with the variable that names the monitor, if any.
     pub(crate) fn start_monitor(&self) -> Result<SystemMonitor> {
         let kind = self.monitor;
         SystemMonitor::start(kind).map_err(|error| {
@@ -125,15 +123,15 @@ impl CacheDefaults {
     }
 }
 
-/// The source of the [`CacheDefaults`]: the builder's settings, and the environment unless the
-/// builder excludes it.
+/// The settings from which the [`CacheDefaults`] are made.
 #[derive(Debug)]
 pub(crate) struct CacheSettings {
     by_builder: CacheAttr,
-    /// The builder's monitor of host memory.
+    /// The builder's monitor of host memory, if any.
     monitor: Option<HostMonitorKind>,
-    /// False if no variable may be read.
+    /// False if no environment variable may be read.
     environment: bool,
+    /// The result of [`CacheSettings::defaults`]. Unset until its first successful call.
     defaults: OnceLock<CacheDefaults>,
 }
 
@@ -153,39 +151,28 @@ impl CacheSettings {
     /// InvalidArgument for a malformed variable that the builder does not override. The error names
     /// the variable.
     pub(crate) fn defaults(&self) -> Result<&CacheDefaults> {
-        match self.defaults.get() {
-            Some(defaults) => Ok(defaults),
-            None => {
-                let defaults = self.read()?;
-                Ok(self.defaults.get_or_init(|| defaults))
-            }
+        if let Some(defaults) = self.defaults.get() {
+            return Ok(defaults);
         }
+        let defaults = self.read()?;
+        Ok(self.defaults.get_or_init(|| defaults))
     }
 
     fn read(&self) -> Result<CacheDefaults> {
         let by_builder = self.by_builder.clone();
-        if !self.environment {
-            return Ok(CacheDefaults {
-                attr: by_builder.clone(),
-                by_builder,
-                monitor: self.monitor.unwrap_or_default(),
-                variable: None,
-            });
-        }
-        let (monitor, variable) = match self.monitor {
-            Some(monitor) => (monitor, None),
-            None => match monitor_in_environment()? {
-                Some(monitor) => (monitor, Some(env::CACHE_MONITOR)),
-                None => (HostMonitorKind::Auto, None),
-            },
+        let named = match self.monitor {
+            None if self.environment => monitor_in_environment()?,
+            _ => None,
         };
-        Ok(CacheDefaults { attr: env::cache(&by_builder)?, by_builder, monitor, variable })
+        let attr = if self.environment { env::cache(&by_builder)? } else { by_builder.clone() };
+        let monitor = self.monitor.or(named).unwrap_or_default();
+        Ok(CacheDefaults { attr, by_builder, monitor, variable: named.map(|_| env::CACHE_MONITOR) })
     }
 }
 
 /// Returns the monitor that `FI_MR_CACHE_MONITOR` names, or `None` if the variable is unset or
-/// empty. `kdreg2` is libfabric's name of a kernel module that this library does not use; it counts
-/// as `auto`, with a warning.
+/// empty. `kdreg2` counts as `auto`, with a warning: it is a kernel module that this library does
+/// not use.
 fn monitor_in_environment() -> Result<Option<HostMonitorKind>> {
     const KERNEL_MODULE: &str = "kdreg2";
     let name = environment::text(env::CACHE_MONITOR)?;

@@ -1,10 +1,9 @@
-//! The environment variables that the facade reads: libfabric's, and those of the back ends. A
-//! setting of the builder overrides its variable, which is then not read.
+//! The environment variables that the facade reads. If the builder has a setting, its variable is
+//! not read.
 
 use hmem_core::{
     CacheAttr, IfaceKind, Result,
     environment::{bad_value, boolean, text},
-    path::DirectPath,
 };
 
 /// The variable with the names of the ifaces to start, separated by `;` or `,`.
@@ -30,39 +29,35 @@ pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
     ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
 ];
 
-/// Returns the cache settings of the builder. Settings that the builder lacks come from the
-/// environment.
+/// Returns the cache settings of the builder. Settings that are `None` come from the environment.
 pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
-    let max_count = match by_builder.max_count {
-        Some(count) => Some(count),
-        None => number(CACHE_MAX_COUNT, "use a decimal number, 0 or more")?
-            .map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
-    };
-    let max_bytes = match by_builder.max_bytes {
-        Some(bytes) => Some(bytes),
-        None => number(CACHE_MAX_SIZE, "use a decimal number of bytes, 0 or more")?,
-    };
-    let merge = match by_builder.merge {
-        Some(merge) => Some(merge),
-        None => boolean(CACHE_MERGE)?,
-    };
-    let without_monitors = match &by_builder.without_monitors {
-        Some(without) => Some(without.clone()),
-        None => without_monitors()?,
-    };
-    let mut cache = CacheAttr::default();
-    (cache.max_count, cache.max_bytes) = (max_count, max_bytes);
-    (cache.merge, cache.without_monitors) = (merge, without_monitors);
-    cache.growth = by_builder.growth;
+    let mut cache = by_builder.clone();
+    if cache.max_count.is_none() {
+        cache.max_count = number(CACHE_MAX_COUNT, "use a decimal number, 0 or more")?
+            .map(|count| usize::try_from(count).unwrap_or(usize::MAX));
+    }
+    if cache.max_bytes.is_none() {
+        cache.max_bytes = number(CACHE_MAX_SIZE, "use a decimal number of bytes, 0 or more")?;
+    }
+    if cache.merge.is_none() {
+        cache.merge = boolean(CACHE_MERGE)?;
+    }
+    if cache.without_monitors.is_none() {
+        cache.without_monitors = without_monitors()?;
+    }
     Ok(cache)
 }
 
-/// Returns the direct paths that the environment lists, or `None` if the variable is not set.
-pub(crate) fn direct_paths() -> Result<Option<Vec<DirectPath>>> {
-    let Some(text) = text(DIRECT_PATHS)? else { return Ok(None) };
-    DirectPath::parse_list(&text).map(Some).map_err(|error| {
+/// Returns the parsed value of a variable, or `None` if the variable is not set. The error for a
+/// bad value has the remedy of the error of `parse`.
+pub(crate) fn parsed_by<T>(
+    name: &'static str,
+    parse: impl FnOnce(&str) -> Result<T>,
+) -> Result<Option<T>> {
+    let Some(text) = text(name)? else { return Ok(None) };
+    parse(&text).map(Some).map_err(|error| {
         let remedy = error.remedy_text().unwrap_or_default().to_owned();
-        bad_value(DIRECT_PATHS, &text).remedy(remedy)
+        bad_value(name, &text).remedy(remedy)
     })
 }
 
@@ -77,15 +72,14 @@ fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
     Ok(Some(without).filter(|without| !without.is_empty()))
 }
 
-/// Returns the value of a variable that is a number. `accepted` describes the accepted values: it
-/// is the remedy in the error for a value that is no number.
+/// Returns the number in a variable. `accepted` is the remedy in the error for another value.
 fn number(name: &'static str, accepted: &'static str) -> Result<Option<u64>> {
     let Some(text) = text(name)? else { return Ok(None) };
     text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))
 }
 
-/// Adds the variable `name` to an error about the library that the variable selects. Returns other
-/// errors unchanged.
+/// Adds the variable `name` to the error of a failure to load the library that the variable
+/// selects. Returns other errors unchanged.
 #[cfg(any(
     feature = "cuda",
     feature = "neuron",

@@ -22,34 +22,26 @@ impl Hmem {
     /// - [`ErrorKind::Unsupported`] for memory of a device without a PCI address.
     /// - The errors of [`numa_node`], on a machine of several NUMA nodes.
     /// - [`ErrorKind::OutOfBounds`] for a range that leaves its allocation.
-    /// - The error of a failed driver call, which asks for the owner of the memory or for devices.
+    /// - The error of a driver that cannot return the owner of the memory, or its devices.
     ///
     /// # Examples
     ///
-    /// Registers a buffer with the two NICs that are nearest to it:
+    /// [Exchange keys](crate::guide::keys#several-nics) has a complete program.
     ///
     /// ```no_run
-    /// use hmem::{Access, Batch, DeviceBuffer, DomainAttr, Hmem, RailKeys, Request};
+    /// use hmem::{Access, Batch, DeviceBuffer, Domain, Hmem, Regions, Request};
     ///
-    /// # fn expose(buffer: DeviceBuffer) -> hmem::Result<()> {
-    /// let hmem = Hmem::builder().verbs().build()?;
-    /// let open = |nic| {
-    ///     hmem.domain("verbs", DomainAttr { nic: Some(nic), ..DomainAttr::default() })
-    /// };
-    /// let nics = hmem.nics("verbs")?.into_iter().map(|attr| attr.nic.name);
-    /// let domains = nics.map(open).collect::<hmem::Result<Vec<_>>>()?;
-    /// let domains: Vec<_> = domains.iter().collect();
-    ///
-    /// let choice = hmem.nearest_nics(&domains, buffer.range(), 2)?;
-    /// println!("{choice}");
-    /// let request = Request::new(buffer, Access::REMOTE_READ | Access::REMOTE_WRITE);
-    /// let shared = Batch::on(&choice.pick(&domains)).add(request).register()?;
-    /// let bytes = shared.rail_keys(0, 0)?.to_bytes();
-    /// // The peer gets the bytes over any connection.
-    /// for rail in RailKeys::from_bytes(&bytes)?.rails() {
-    ///     println!("{}: {:?}", rail.nic, rail.key);
+    /// /// Registers a buffer with the two NICs that are nearest to it.
+    /// fn expose(
+    ///     hmem: &Hmem,
+    ///     domains: &[&Domain],
+    ///     buffer: DeviceBuffer,
+    /// ) -> hmem::Result<Regions<DeviceBuffer>> {
+    ///     let choice = hmem.nearest_nics(domains, buffer.range(), 2)?;
+    ///     println!("{choice}");
+    ///     let request = Request::new(buffer, Access::REMOTE_READ);
+    ///     Ok(Batch::on(&choice.pick(domains)).add(request).register()?)
     /// }
-    /// # Ok(()) }
     /// ```
     pub fn nearest_nics(
         &self,
@@ -87,8 +79,7 @@ impl Hmem {
 /// Returns the NUMA node of memory that the CPU can access.
 fn host_locality(topology: &Topology, memory: AddressRange) -> Result<Locality> {
     match topology.numa() {
-        // A machine with at most one node needs no query. A container may forbid the query's system
-        // call.
+        // A container may forbid the system call of `numa_node`, so it is made only if necessary.
         [] => Ok(Locality::Node(0)),
         [one] => Ok(Locality::Node(one.id)),
         _ => numa_node(memory).map(Locality::Node),

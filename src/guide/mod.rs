@@ -14,6 +14,14 @@
 //! 10. [Containers](containers)
 //! 11. [Porting from libibverbs and libfabric](porting)
 
+// The names to which the pages link.
+#[cfg(doc)]
+use crate::{
+    provider::{CompletionQueue, EndpointAttr, ProviderAttr},
+    transfer::{Completion, PeerId},
+    *,
+};
+
 #[doc = include_str!("host_memory.md")]
 pub mod host_memory {}
 

@@ -129,8 +129,8 @@ impl RegionCache {
 
     /// Returns a region that covers `memory` with at least the rights `access`.
     ///
-    /// A miss registers `memory`. With [`CacheAttr::growth`] it may register more, if the promise is
-    /// [`Promise::Allocation`].
+    /// A miss registers `memory`. With [`CacheAttr::growth`] it may register more, if the promise
+    /// is [`Promise::Allocation`].
     ///
     /// The promise of [`Raw::new`] must hold longer than the lease, because the region stays
     /// registered until the cache evicts or invalidates it. If memory is freed to an allocator that
@@ -284,8 +284,8 @@ impl RegionCache {
         register(&key_of(range, access, owner)?, owner)
     }
 
-    /// Returns the owner of memory that is about to be registered. Fails in a forked child before it
-    /// takes a lock, because a thread of the parent may have held the lock at the fork.
+    /// Returns the owner of memory that is about to be registered. Fails in a forked child before
+    /// it takes a lock, because a thread of the parent may have held the lock at the fork.
     fn owner_of(&self, range: AddressRange) -> Result<AddressOwner> {
         let domain = &self.cache.backend().domain;
         domain.process.check("cached registration")?;

@@ -155,14 +155,14 @@ impl<M: Memory> CachedBuffer<M> {
 
     /// Deregisters every region of the buffer and returns the buffer.
     ///
-    /// The regions may be in use by leases, sub-regions, windows, and transfers without a descriptor
-    /// whose completions were not read. A lookup of other memory in the same page may use a region
-    /// for a moment too. The call waits up to 100 ms for the end of these uses.
+    /// The regions may be in use by leases, sub-regions, windows, and transfers without a
+    /// descriptor whose completions were not read. A lookup of other memory in the same page may
+    /// use a region for a moment too. The call waits up to 100 ms for the end of these uses.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] if a region of the memory is in use after that time, or if the provider
-    ///   refuses to deregister a region. End the uses of the regions and retry. Until then the
-    ///   buffer works, but its next lookup registers again.
+    /// - [`ErrorKind::Busy`] if a region of the memory is in use after that time, or if the
+    ///   provider refuses to deregister a region. End the uses of the regions and retry. Until then
+    ///   the buffer works, but its next lookup registers again.
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// The error returns the buffer as a `CachedBuffer`.

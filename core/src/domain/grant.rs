@@ -105,8 +105,8 @@ impl SpareWindows {
         Ok(Spare { kind, window: domain.windows()?.alloc_window(kind)?, uses: 0 })
     }
 
-    /// Keeps an unbound window for reuse. Frees the window instead if all tags of its key were used,
-    /// because the next bind would make a revoked key valid again (KEY-02).
+    /// Keeps an unbound window for reuse. Frees the window instead if all tags of its key were
+    /// used, because the next bind would make a revoked key valid again (KEY-02).
     fn put(&self, domain: &DomainInner, mut spare: Spare) {
         spare.uses = spare.uses.saturating_add(1);
         if spare.uses < u8::MAX {

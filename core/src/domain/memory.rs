@@ -360,7 +360,8 @@ impl<O, A> KeptRaw<O, A> {
     }
 }
 
-/// The items of [`Memory`] for a type without Rust references to the memory, which is its own parts.
+/// The items of [`Memory`] for a type without Rust references to the memory, which is its own
+/// parts.
 macro_rules! own_parts {
     () => {
         type Parts = Self;

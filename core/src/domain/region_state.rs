@@ -354,8 +354,8 @@ impl RegionInner {
         None
     }
 
-    /// Returns the bytes from `offset` on that are in the same range, or `None` if the region has no
-    /// byte at `offset`.
+    /// Returns the bytes from `offset` on that are in the same range, or `None` if the region has
+    /// no byte at `offset`.
     pub(super) fn rest_at(&self, offset: u64) -> Option<AddressRange> {
         let mut left = offset;
         for range in self.ranges() {

@@ -262,9 +262,9 @@ fn register_memory(
             };
             for domain in domains {
                 let registration = domain.registration(ranges, Memory::Host { owned }, terms);
-                // SAFETY: if `owned` is set, the region owns the memory or a scope borrows it, until
-                // the region is deregistered. Otherwise the caller of an unsafe function guarantees
-                // that the memory may be registered.
+                // SAFETY: if `owned` is set, the region owns the memory or a scope borrows it,
+                // until the region is deregistered. Otherwise the caller of an unsafe function
+                // guarantees that the memory may be registered.
                 let region = unsafe { domain.provider.register(&registration, pieces) }?;
                 done(PathRegistration { region, decision: None });
             }

@@ -316,8 +316,8 @@ impl Type1Window {
     /// virtual addresses.
     ///
     /// # Errors
-    /// If the bind breaks a rule, the context value `rule` names the rule ([`WindowRule`]). After an
-    /// error the binding is unchanged.
+    /// If the bind breaks a rule, the context value `rule` names the rule ([`WindowRule`]). After
+    /// an error the binding is unchanged.
     ///
     /// - [`ErrorKind::OutOfBounds`] for bytes outside the region.
     /// - [`ErrorKind::ZeroLength`] if `len` is 0. Use [`Type1Window::unbind`] instead.
