@@ -96,16 +96,11 @@ pub struct Builder {
     /// The position of verbs among the providers. `None` means that verbs is not started.
     verbs_at: Option<usize>,
     without_environment: bool,
-    cache_monitor: Option<CacheMonitor>,
+    cache_monitor: Option<HostMonitorKind>,
+    /// The monitor of [`Builder::imported_cache_monitor`], if `cache_monitor` is `Import`.
+    imported_monitor: Option<Arc<dyn Monitor>>,
     cache: CacheAttr,
     topology: Option<Topology>,
-}
-
-/// The application's choice of the monitor for host memory.
-#[derive(Debug)]
-enum CacheMonitor {
-    Kind(HostMonitorKind),
-    Imported(Arc<dyn Monitor>),
 }
 
 impl Hmem {
@@ -459,7 +454,7 @@ impl Builder {
     /// cache device memory alone, name [`IfaceKind::SYSTEM`] in [`CacheAttr::without_monitors`].
     #[must_use]
     pub fn cache_monitor(mut self, kind: HostMonitorKind) -> Self {
-        self.cache_monitor = Some(CacheMonitor::Kind(kind));
+        (self.cache_monitor, self.imported_monitor) = (Some(kind), None);
         self
     }
 
@@ -468,7 +463,8 @@ impl Builder {
     /// [`Builder::cache_monitor`].
     #[must_use]
     pub fn imported_cache_monitor(mut self, monitor: Arc<dyn Monitor>) -> Self {
-        self.cache_monitor = Some(CacheMonitor::Imported(monitor));
+        self.cache_monitor = Some(HostMonitorKind::Import);
+        self.imported_monitor = Some(monitor);
         self
     }
 
@@ -564,14 +560,9 @@ impl Builder {
             None if !environment => None,
             None => env::parsed_by(env::DIRECT_PATHS, DirectPath::parse_list)?,
         };
-        let (monitor, imported) = match self.cache_monitor {
-            Some(CacheMonitor::Kind(kind)) => (Some(kind), None),
-            Some(CacheMonitor::Imported(monitor)) => (Some(HostMonitorKind::Import), Some(monitor)),
-            None => (None, None),
-        };
-        let cache = Arc::new(CacheSettings::new(self.cache, monitor, environment));
+        let cache = Arc::new(CacheSettings::new(self.cache, self.cache_monitor, environment));
         let mut registry = Registry::new();
-        let system = Arc::new(match imported {
+        let system = Arc::new(match self.imported_monitor {
             Some(monitor) => System::new().with_monitor(SystemMonitor::imported(monitor)),
             None => {
                 let cache = Arc::clone(&cache);

@@ -103,7 +103,7 @@ impl Worker {
         let region = new_region(domain, &checked, Err(RegionId::next()));
         let terms = request.terms.to_owned();
         let job = Job { region: Arc::clone(&region), terms, promise: request.promise, dma_buf };
-        Ok((MemoryRegion::new(region), job))
+        Ok((MemoryRegion { inner: region }, job))
     }
 
     pub(super) fn submit(&self, job: Job) {
@@ -202,7 +202,7 @@ impl Job {
 
     fn register(&self) -> Result<()> {
         let region = &self.region;
-        let base = region.parent().map(|parent| MemoryRegion::new(Arc::clone(parent)));
+        let base = region.parent().map(|parent| MemoryRegion { inner: Arc::clone(parent) });
         let source = match (&self.dma_buf, &base) {
             (Some(dma_buf), _) => Source::DmaBuf(dma_buf.borrow()),
             (None, Some(base)) => Source::Part { base, range: region.range },

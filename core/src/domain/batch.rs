@@ -148,6 +148,7 @@ impl<'d, M: Memory> Batch<'d, M> {
         let Self { nics, memories, mut views, growth } = self;
         let parts: Vec<Arc<M::Parts>> =
             memories.into_iter().map(|memory| Arc::new(memory.into_parts())).collect();
+        let memories = parts.len();
         let held: Vec<HeldMemory<'_>> = parts
             .iter()
             .map(|parts| HeldMemory { place: M::place(parts), keep: keep_alive::<M>(parts) })
@@ -157,13 +158,13 @@ impl<'d, M: Memory> Batch<'d, M> {
                 view.terms.flags |= MrFlags::MR_DMABUF;
             }
         }
-        let registered = register_all(nics, &held, &views, growth);
+        let mut set = RegionSet::empty(nics, memories, &views);
+        let registered = register_all(nics, &held, &views, growth, &mut set);
         drop(held);
+        let regions = Regions { set, parts };
         match registered {
-            Ok(set) => Ok(Regions { set, parts }),
-            Err(Rejected { value: set, error }) => {
-                Err(Rejected::new(Regions { set, parts }, error))
-            }
+            Ok(()) => Ok(regions),
+            Err(error) => Err(Rejected::new(regions, error)),
         }
     }
 }
@@ -202,10 +203,8 @@ struct ViewGroup {
     owner: Option<AddressOwner>,
     /// The range that the registration must not exceed. `None` if the registration must not grow.
     bound: Option<AddressRange>,
-    /// The position of the group's first view in the sorted order. The group consists of `count`
-    /// views from there on.
-    first: usize,
-    count: usize,
+    /// The positions of the group's views in the sorted order.
+    views: Range<usize>,
 }
 
 impl ViewGroup {
@@ -236,25 +235,23 @@ struct BatchPlan<'a> {
     limit: u64,
 }
 
+/// Registers all views with all NICs, and adds the regions and views to `set`. After an error, `set`
+/// has only the regions that could not be closed.
 fn register_all<'a>(
     nics: &'a [&'a Domain],
     memories: &'a [HeldMemory<'a>],
     views: &'a [ViewRequest<'a>],
     growth: Growth,
-) -> Result<RegionSet, Rejected<RegionSet>> {
-    let mut set = RegionSet::empty(nics);
-    let registered = BatchPlan::new(nics, memories, views, growth).and_then(|plan| {
-        set.first_view = plan.first_views();
-        plan.register(&mut set)
-    });
-    let Err(error) = registered else { return Ok(set) };
+    set: &mut RegionSet,
+) -> Result<()> {
+    let plan = BatchPlan::new(nics, memories, views, growth);
+    let Err(error) = plan.and_then(|plan| plan.register(set)) else { return Ok(()) };
     let mut error = error.of_call("register batch").context("registered before", set.regions.len());
-    set.views = Box::default();
     if let Err(why) = close_each(&mut set.regions) {
         tracing::error!(left = set.regions.len(), %why, "cannot close regions");
         error = error.context("left registered", set.regions.len()).context("why left", why);
     }
-    Err(Rejected::new(set, error))
+    Err(error)
 }
 
 impl<'a> BatchPlan<'a> {
@@ -279,18 +276,6 @@ impl<'a> BatchPlan<'a> {
             check_growth(place, view, growth).map_err(of_view(index))?;
         }
         Ok(Self { domains, memories, views, targets, limit })
-    }
-
-    /// Returns the value of [`RegionSet::first_view`].
-    fn first_views(&self) -> Box<[u32]> {
-        let mut first = vec![0; self.memories.len() + 1];
-        for view in self.views {
-            first[view.memory + 1] += 1;
-        }
-        for memory in 1..first.len() {
-            first[memory] += first[memory - 1];
-        }
-        first.into()
     }
 
     /// Returns the request for the memory `source` with the settings of a view.
@@ -352,8 +337,8 @@ impl<'a> BatchPlan<'a> {
                 domain.check(&request).map_err(of_view(index))?;
             }
             let access = self.views[index].terms.access;
-            let alone =
-                ViewGroup { range: None, access, owner: None, bound: None, first: place, count: 1 };
+            let views = place..place + 1;
+            let alone = ViewGroup { range: None, access, owner: None, bound: None, views };
             let range = match self.targets[index] {
                 ViewBytes::Range(range) if self.may_share(index) => range,
                 _ => {
@@ -363,14 +348,15 @@ impl<'a> BatchPlan<'a> {
             };
             let within = self.sharing_memory(index);
             let mut neighbour = groups.last_mut().filter(|group| {
-                group.range.is_some() && self.sharing_memory(order[group.first] as usize) == within
+                let first = order[group.views.start] as usize;
+                group.range.is_some() && self.sharing_memory(first) == within
             });
             if let Some(group) = &mut neighbour
                 && group.access == access
                 && let Some(joined) = group.joined(range, self.limit)
             {
                 group.range = Some(joined);
-                group.count += 1;
+                group.views.end += 1;
                 continue;
             }
             let (owner, bound) = match neighbour.filter(|group| group.holds_owner_of(range)) {
@@ -395,7 +381,7 @@ impl<'a> BatchPlan<'a> {
         set.regions.reserve(groups.len() * self.domains.len());
         let mut placed = vec![None; self.views.len()];
         for group in &groups {
-            let views = &order[group.first..group.first + group.count];
+            let views = &order[group.views.clone()];
             let shared = match (views, group.range) {
                 ([_], _) | (_, None) => None,
                 (_, Some(range)) => self.register_shared(views[0] as usize, range, group, set),
@@ -560,16 +546,18 @@ struct RegionSet {
     nics: Box<[Nic]>,
     /// For each registration, one region per NIC, in the order of `nics`.
     regions: Vec<MemoryRegion>,
-    /// The views in the order of the batch. Empty after an error.
+    /// The views in the order of the batch. Empty unless all views are registered.
     views: Box<[PlacedView]>,
-    /// The position of each memory's first view in `views`, and at the end the number of views.
+    /// The position of each memory's first view in the batch, and at the end the number of views.
     first_view: Box<[u32]>,
 }
 
 impl RegionSet {
-    fn empty(nics: &[&Domain]) -> Self {
+    fn empty(nics: &[&Domain], memories: usize, views: &[ViewRequest<'_>]) -> Self {
         let nics = nics.iter().map(|domain| domain.provider_attr().nic.clone()).collect();
-        Self { nics, regions: Vec::new(), views: Box::default(), first_view: Box::default() }
+        let first = |memory| views.partition_point(|view| view.memory < memory) as u32;
+        let first_view = (0..=memories).map(first).collect();
+        Self { nics, regions: Vec::new(), views: Box::default(), first_view }
     }
 
     fn view(&self, nic: usize, at: &PlacedView) -> RegionView<'_> {

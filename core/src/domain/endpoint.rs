@@ -85,11 +85,11 @@ impl Endpoint {
         let tx = DomainQueue::of(domain, &attr.tx_cq)?;
         let rx = DomainQueue::of(domain, &attr.rx_cq)?;
         let attr = EndpointAttr {
-            tx_cq: Arc::clone(tx.provider_queue()),
-            rx_cq: Arc::clone(rx.provider_queue()),
+            tx_cq: Arc::clone(&tx.queue),
+            rx_cq: Arc::clone(&rx.queue),
             ..attr.clone()
         };
-        let leases = cache.zip(tx.in_flight().cloned().zip(rx.in_flight().cloned()));
+        let leases = cache.zip(tx.in_flight.clone().zip(rx.in_flight.clone()));
         let host = domain.effective.contains(MrMode::LOCAL);
         let leasing = leases.map(|(cache, requests)| Leasing::new(cache, host, requests));
         let provider = transport.open_endpoint(&attr)?;
@@ -207,10 +207,10 @@ impl Endpoint {
     ) -> Result<()> {
         let (one, several);
         let segments: &[LocalSegment] = if let [slice] = local {
-            one = slice.segment();
+            one = slice.segment;
             std::slice::from_ref(&one)
         } else {
-            several = local.iter().map(|slice| slice.segment()).collect::<SmallVec<[_; 8]>>();
+            several = local.iter().map(|slice| slice.segment).collect::<SmallVec<[_; 8]>>();
             &several
         };
         // SAFETY: each segment has the descriptor of a region. The provider refuses the descriptor
@@ -302,8 +302,8 @@ impl Endpoint {
             op: atomic.op,
             datatype: atomic.datatype,
             remote: atomic.remote,
-            result: atomic.result.map(|slice| slice.segment()),
-            compare: atomic.compare.map(|slice| slice.segment()),
+            result: atomic.result.map(|slice| slice.segment),
+            compare: atomic.compare.map(|slice| slice.segment),
         };
         self.post_slices(operation, &[atomic.operand], peer, context)
     }
@@ -428,9 +428,9 @@ impl Endpoint {
         context: u64,
     ) -> Result<()> {
         let needs_right = self.domain.effective.contains(MrMode::COLLECTIVE);
-        if needs_right && !buffer.access().contains(Access::COLLECTIVE) {
+        if needs_right && !buffer.access.contains(Access::COLLECTIVE) {
             return Err(Error::new(ErrorKind::AccessDenied, "broadcast")
-                .context("access", buffer.access())
+                .context("access", buffer.access)
                 .remedy("in COLLECTIVE mode register the buffer with the COLLECTIVE right"));
         }
         match root {
@@ -459,7 +459,7 @@ impl MemoryRegion {
     /// - [`ErrorKind::InvalidArgument`] for an endpoint of another domain.
     /// - [`ErrorKind::NoSys`] if the provider does not bind regions to endpoints.
     pub fn bind_endpoint(&self, endpoint: &Endpoint) -> Result<()> {
-        let domain = &self.inner().domain;
+        let domain = &self.inner.domain;
         let refuse = |kind, why: &'static str| Err(Error::new(kind, "bind endpoint").remedy(why));
         if !domain.effective.contains(MrMode::ENDPOINT) {
             return refuse(ErrorKind::BadState, "only ENDPOINT mode binds regions to endpoints");
@@ -473,8 +473,8 @@ impl MemoryRegion {
                 "bind an endpoint of the region's own domain",
             );
         }
-        let registration = self.inner().registration("bind endpoint")?;
-        let mut bound = self.inner().bindings().endpoint.lock();
+        let registration = self.inner.registration("bind endpoint")?;
+        let mut bound = self.inner.bindings().endpoint.lock();
         if *bound {
             return refuse(ErrorKind::BadState, "an endpoint is bound already");
         }

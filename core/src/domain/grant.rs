@@ -156,7 +156,7 @@ impl MemoryRegion {
     ///   context value `windows`.
     pub fn grant(&self, endpoint: &Endpoint, part: Range<u64>, access: Access) -> Result<Grant> {
         let operation = "grant";
-        let domain = &self.inner().domain;
+        let domain = &self.inner.domain;
         domain.process.check(operation)?;
         if !Arc::ptr_eq(&endpoint.domain, domain) {
             return Err(WindowRule::SameDomain.refuse(operation));
@@ -233,7 +233,7 @@ fn bind_window(
         bind.addressing = Addressing::ZeroBased;
     }
     // Created before the bind, so that the region cannot be closed meanwhile.
-    let dependent = Dependent::of(region.inner());
+    let dependent = Dependent::of(&region.inner);
     let mut spare = domain.spare_windows.take(domain, kind)?;
     let bound = if kind == WindowType::One {
         windows.bind_window(spare.window, &bind)
@@ -265,7 +265,7 @@ fn register_sub_region(
     region: &MemoryRegion,
     bind: &WindowBind,
 ) -> Result<MemoryRegion> {
-    let rest = region.inner().rest_at(bind.offset);
+    let rest = region.inner.rest_at(bind.offset);
     let range = rest.and_then(|rest| rest.slice(0, bind.len)).ok_or_else(|| {
         Error::new(ErrorKind::OutOfBounds, "grant")
             .context("offset", bind.offset)
@@ -375,7 +375,7 @@ impl Grant {
     pub fn revoke(mut self) -> Result<(), Rejected<Self>> {
         let revoked = match &self.held {
             None => Ok(()),
-            Some(Held::SubRegion(region)) => region.inner().close(),
+            Some(Held::SubRegion(region)) => region.inner.close(),
             Some(Held::Window(bound)) => self.revoke_window(bound),
         };
         match revoked {

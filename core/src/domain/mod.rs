@@ -428,25 +428,6 @@ impl Domain {
             && attr.cache.is_some()
     }
 
-    /// Allocates a type 1 memory window, which is not bound yet.
-    ///
-    /// # Errors
-    /// - [`ErrorKind::Unsupported`] if the NIC has no such windows, and in RAW mode, because
-    ///   windows have no raw keys.
-    /// - [`ErrorKind::OutOfResources`] if the NIC can have no more windows.
-    /// - [`ErrorKind::BadState`] in a forked child.
-    pub fn alloc_type_1_window(&self) -> Result<Type1Window> {
-        Type1Window::alloc(&self.inner)
-    }
-
-    /// Allocates a type 2 memory window, which is not bound yet.
-    ///
-    /// # Errors
-    /// The errors of [`Domain::alloc_type_1_window`].
-    pub fn alloc_type_2_window(&self, kind: Type2Kind) -> Result<Type2Window> {
-        Type2Window::alloc(&self.inner, kind)
-    }
-
     /// Closes the domain.
     ///
     /// # Errors

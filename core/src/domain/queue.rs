@@ -17,14 +17,15 @@ use crate::{
 /// A completion queue of a domain: the provider's queue, which also flushes the domain's devices
 /// and ends the leases of completed requests. It serves endpoints of its own domain only.
 pub(super) struct DomainQueue {
-    queue: Arc<dyn CompletionQueue>,
+    /// The provider's own queue.
+    pub(super) queue: Arc<dyn CompletionQueue>,
     /// The domain that opened the queue, only to compare it with others.
     domain: Weak<DomainInner>,
     /// The devices to flush before completions are returned. `None` if the domain has no device
     /// iface, or forbids driver calls in transfers.
     inbound: Option<Arc<Inbound>>,
     /// The requests that hold leases. `None` if the domain's endpoints lease no local memory.
-    in_flight: Option<Arc<InFlight>>,
+    pub(super) in_flight: Option<Arc<InFlight>>,
 }
 
 impl DomainQueue {
@@ -57,15 +58,6 @@ impl DomainQueue {
                 .context("why", "a completion queue was not opened by the endpoint's domain")
                 .remedy("open both queues with `Domain::open_cq` of the endpoint's domain")
         })
-    }
-
-    /// Returns the provider's own queue.
-    pub(super) fn provider_queue(&self) -> &Arc<dyn CompletionQueue> {
-        &self.queue
-    }
-
-    pub(super) fn in_flight(&self) -> Option<&Arc<InFlight>> {
-        self.in_flight.as_ref()
     }
 
     /// Flushes devices and ends leases for completions that the application gets now.

@@ -19,20 +19,10 @@ use crate::{
 /// Dropping the value deregisters the region. If the region has sub-regions, windows or grants, it
 /// is deregistered when the last of them is dropped. [`MemoryRegion::close`] also reports errors.
 pub struct MemoryRegion {
-    inner: Arc<RegionInner>,
+    pub(super) inner: Arc<RegionInner>,
 }
 
 impl MemoryRegion {
-    #[inline]
-    pub(super) fn new(inner: Arc<RegionInner>) -> Self {
-        Self { inner }
-    }
-
-    #[inline]
-    pub(super) fn inner(&self) -> &Arc<RegionInner> {
-        &self.inner
-    }
-
     /// Returns the first range. Most regions have only one.
     #[must_use]
     pub fn range(&self) -> AddressRange {

@@ -10,8 +10,8 @@ use crate::{Access, AddressRange, Error, ErrorKind, Result, transfer::LocalSegme
 /// or the promise of a [`Raw`](super::Raw) covers it.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionSlice {
-    segment: LocalSegment,
-    access: Access,
+    pub(super) segment: LocalSegment,
+    pub(super) access: Access,
     /// True if the memory is promised for reading only.
     read_only: bool,
 }
@@ -38,13 +38,8 @@ impl RegionSlice {
                 .remedy("pass an offset and a length inside the region")
         })?;
         let segment = LocalSegment { address: range.start(), len, desc: Some(region.desc()?) };
-        let read_only = region.inner().read_only;
+        let read_only = region.inner.read_only;
         Ok(Self { segment, access: region.access(), read_only })
-    }
-
-    #[inline]
-    pub(super) fn segment(self) -> LocalSegment {
-        self.segment
     }
 
     /// Fails if a transfer must not write to the slice, because its memory is promised for reading
@@ -63,9 +58,5 @@ impl RegionSlice {
                 "use memory that may be written (Promise::ReadWrite, Vec<u8>), and for a cached \
                  region ask for READ or RECV",
             )
-    }
-
-    pub(super) fn access(self) -> Access {
-        self.access
     }
 }

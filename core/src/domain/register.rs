@@ -85,7 +85,7 @@ impl DomainInner {
         match source {
             Source::Part { base, range } => {
                 let (base_region, offset) = part.expect("`check` resolved the part");
-                self.check_part(base.inner(), range, terms)?;
+                self.check_part(&base.inner, range, terms)?;
                 return Ok(Memory::Part { base: base_region, offset });
             }
             Source::DmaBuf(buffer) => {
@@ -179,7 +179,7 @@ pub(super) fn register_regions(
     let mut left = domains.iter();
     let registered = register_on_nics(domains, checked, owner, &mut |registered| {
         let domain = left.next().expect("one region for each domain");
-        done(MemoryRegion::new(new_region(domain, checked, Ok(registered))));
+        done(MemoryRegion { inner: new_region(domain, checked, Ok(registered)) });
     });
     std::mem::forget(leak);
     registered
@@ -245,7 +245,7 @@ fn register_memory(
             let region = sub_regions
                 .register_sub(base, &registration, offset, len)
                 .map_err(|error| error.of_call("regattr"))?;
-            let decision = checked.request.base().and_then(|base| base.inner().recorded_decision());
+            let decision = checked.request.base().and_then(|base| base.inner.recorded_decision());
             done(PathRegistration { region, decision });
         }
         Memory::Host { owned } => {
@@ -324,7 +324,7 @@ pub(super) fn new_region(
     let owned = matches!(keep, KeepAlive::Region { .. });
     let is_rare = ranges.len() > 1 || base.is_some() || owned || id.is_some();
     let rare = (is_rare || terms.page_size != 0).then(|| {
-        let parent = base.map(|base| Dependent::of(base.inner()));
+        let parent = base.map(|base| Dependent::of(&base.inner));
         let page_size = parent.as_ref().map_or(terms.page_size, |parent| parent.page_size());
         Box::new(Rare {
             ranges: if ranges.len() > 1 { ranges.to_vec() } else { Vec::new() },
@@ -374,7 +374,7 @@ impl MemoryRegion {
         requested_key: impl Into<Option<u64>>,
     ) -> Result<Self> {
         let terms = Terms { key: requested_key.into(), ..Terms::new(access) };
-        self.inner()
+        self.inner
             .domain
             .register(&RegionRequest::part(self, range, &terms))
             .map_err(|error| error.of_call("sub"))

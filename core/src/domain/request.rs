@@ -193,7 +193,7 @@ impl<'a> Source<'a> {
 impl<'a> RegionRequest<'a> {
     /// Creates a request for part of a region. The promise for the region covers the part.
     pub(super) fn part(base: &'a MemoryRegion, range: AddressRange, terms: &'a Terms<'a>) -> Self {
-        let promise = if base.inner().read_only { Promise::ReadOnly } else { Promise::ReadWrite };
+        let promise = if base.inner.read_only { Promise::ReadOnly } else { Promise::ReadWrite };
         Self { source: Source::Part { base, range }, promise, keep: KeepAlive::Caller, terms }
     }
 
@@ -310,14 +310,14 @@ impl DomainInner {
         let refuse = |kind, remedy: &'static str| {
             Err(Error::new(kind, "regattr").context("base", base.range()).remedy(remedy))
         };
-        if !std::ptr::eq(Arc::as_ptr(&base.inner().domain), self) {
+        if !std::ptr::eq(Arc::as_ptr(&base.inner.domain), self) {
             let remedy = "pass a base that is registered in the same domain";
             return refuse(ErrorKind::InvalidArgument, remedy);
         }
-        let Some(region) = base.inner().registered() else {
+        let Some(region) = base.inner.registered() else {
             return refuse(ErrorKind::BadState, "wait until the base is registered");
         };
-        let Some(offset) = base.inner().offset_of(range) else {
+        let Some(offset) = base.inner.offset_of(range) else {
             return Err(Error::new(ErrorKind::OutOfBounds, "regattr")
                 .context("why", format_args!("{range} is not in {}", base.range()))
                 .context("range", range)

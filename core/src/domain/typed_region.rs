@@ -73,10 +73,10 @@ impl<M: Memory> Region<M> {
     /// - [`ErrorKind::Driver`](crate::ErrorKind::Driver) if an asynchronous registration panicked.
     ///   The memory is lost, because the NIC may still access it.
     pub fn close(self) -> Result<M, Rejected<Self>> {
-        if let Err(error) = self.region.inner().close() {
+        if let Err(error) = self.region.inner.close() {
             return Err(Rejected::new(self, error));
         }
-        drop(self.region.inner().release());
+        drop(self.region.inner.release());
         let Self { region, parts } = self;
         match take_back::<M>(parts) {
             Ok(memory) => Ok(memory),

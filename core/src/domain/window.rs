@@ -15,7 +15,7 @@ use std::{
 use parking_lot::{Mutex, MutexGuard};
 
 use super::{
-    DomainInner, Endpoint, MemoryRegion,
+    Domain, DomainInner, Endpoint, MemoryRegion,
     region_state::{Dependent, RegionInner, Settle},
 };
 use crate::{
@@ -171,7 +171,7 @@ impl Bound {
     fn new(region: &MemoryRegion, bind: &WindowBind, tag: u8) -> Self {
         let WindowBind { offset, len, addressing, .. } = *bind;
         let base = base(region, offset, addressing);
-        Self { region: Dependent::of(region.inner()), base, len, addressing, tag }
+        Self { region: Dependent::of(&region.inner), base, len, addressing, tag }
     }
 
     fn key(&self, key: u64) -> RemoteKey {
@@ -197,12 +197,12 @@ pub(super) fn bind_request(
     access: Access,
     addressing: Addressing,
 ) -> Result<WindowBind> {
-    let rule = if !Arc::ptr_eq(&region.inner().domain, domain) {
+    let rule = if !Arc::ptr_eq(&region.inner.domain, domain) {
         WindowRule::SameDomain
     } else if !Access::ANY_REMOTE.contains(access) {
         WindowRule::RemoteRightsOnly
     } else {
-        let handle = region.inner().registration(operation)?.region;
+        let handle = region.inner.registration(operation)?.region;
         return Ok(WindowBind { region: handle, offset, len, access, addressing });
     };
     Err(with_values(rule.refuse(operation), region, (offset, len), access))
@@ -241,8 +241,32 @@ pub(super) fn base(region: &MemoryRegion, offset: u64, addressing: Addressing) -
     match addressing {
         Addressing::ZeroBased => Iova(0),
         Addressing::Virtual => {
-            Iova(region.inner().rest_at(offset).unwrap_or(region.range()).start().0)
+            Iova(region.inner.rest_at(offset).unwrap_or(region.range()).start().0)
         }
+    }
+}
+
+impl Domain {
+    /// Allocates a type 1 memory window, which is not bound yet.
+    ///
+    /// # Errors
+    /// - [`ErrorKind::Unsupported`] if the NIC has no such windows, and in RAW mode, because
+    ///   windows have no raw keys.
+    /// - [`ErrorKind::OutOfResources`] if the NIC can have no more windows.
+    /// - [`ErrorKind::BadState`] in a forked child.
+    pub fn alloc_type_1_window(&self) -> Result<Type1Window> {
+        let window = Allocated::new(&self.inner, WindowType::One)?;
+        let state = Type1State { window: window.window, bound: None };
+        Ok(Type1Window { state: Mutex::new(state), window })
+    }
+
+    /// Allocates a type 2 memory window, which is not bound yet.
+    ///
+    /// # Errors
+    /// The errors of [`Domain::alloc_type_1_window`].
+    pub fn alloc_type_2_window(&self, kind: Type2Kind) -> Result<Type2Window> {
+        let window = Allocated::new(&self.inner, kind.into())?;
+        Ok(Type2Window { inner: Arc::new(Type2Inner { state: Mutex::default(), window }) })
     }
 }
 
@@ -304,12 +328,6 @@ impl Drop for Allocated {
 }
 
 impl Type1Window {
-    pub(super) fn alloc(domain: &Arc<DomainInner>) -> Result<Self> {
-        let window = Allocated::new(domain, WindowType::One)?;
-        let state = Type1State { window: window.window, bound: None };
-        Ok(Self { state: Mutex::new(state), window })
-    }
-
     /// Binds the window to `len` bytes from `offset` of `region`, and returns the new key.
     ///
     /// The region must have the right [`Access::MW_BIND`]. The old key becomes invalid. Peers use
@@ -390,11 +408,6 @@ impl Type1Window {
 }
 
 impl Type2Window {
-    pub(super) fn alloc(domain: &Arc<DomainInner>, kind: Type2Kind) -> Result<Self> {
-        let window = Allocated::new(domain, kind.into())?;
-        Ok(Self { inner: Arc::new(Type2Inner { state: Mutex::default(), window }) })
-    }
-
     /// Returns the type, 2A or 2B.
     #[must_use]
     pub fn window_type(&self) -> WindowType {
@@ -428,10 +441,10 @@ impl Type2Window {
         let (mut state, status) = inner.settled()?;
         let request = Operation::BindWindow { window: inner.window.window, bind, tag };
         let bound = Bound::new(region, &bind, tag);
-        if state.listed.as_ptr() != Arc::as_ptr(region.inner()) {
+        if state.listed.as_ptr() != Arc::as_ptr(&region.inner) {
             let settle: Arc<dyn Settle> = Arc::<Type2Inner>::clone(&self.inner);
-            region.inner().list_window(&settle);
-            state.listed = Arc::downgrade(region.inner());
+            region.inner.list_window(&settle);
+            state.listed = Arc::downgrade(&region.inner);
         }
         post(endpoint, request, context)
             .map_err(|error| bind_refused(error, operation, region, &bind))?;
