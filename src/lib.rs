@@ -1,9 +1,9 @@
 //! Registers memory of any kind (host, CUDA, ROCr, Level Zero, Neuron, Gaudi, plug-ins) with RDMA
 //! hardware, and keeps the reason for the path of each region.
 //!
-//! An application names a buffer or a range, and gets a memory region with keys that a NIC accepts.
-//! The library chooses the best path that works on the machine. It builds without any vendor's SDK:
-//! vendor libraries are loaded at run time, and an absent one is a typed error.
+//! The library chooses the best path from the NIC to the memory that works on the machine. It
+//! builds without any vendor's SDK: vendor libraries are loaded at run time, and an absent one is a
+//! typed error.
 //!
 //! ```
 //! use std::time::Duration;
@@ -29,29 +29,18 @@
 //! # Ok(()) }
 //! ```
 //!
-//! # Guide
+//! Each page of the [guide] does one job, with an example that runs without hardware.
 //!
-//! Each page of the [guide] does one job, with an example that runs without hardware:
-//!
-//! - Start: [register host memory](guide::host_memory),
-//!   [register device memory](guide::device_memory), [exchange keys](guide::keys),
-//!   [transfers and completions](guide::transfers).
-//! - Further: [the cache](guide::cache),
-//!   [your own protection domain](guide::own_protection_domain),
-//!   [windows and grants](guide::windows_and_grants).
-//! - Operation: [errors and explain](guide::errors), [testing without hardware](guide::testing),
-//!   [containers](guide::containers), [porting from libibverbs and libfabric](guide::porting).
-//!
-//! Examples on the pages of single items import from the crate that defines the item. Applications
-//! depend on `hmem` alone, and write `hmem` for `hmem_core`, `hmem::loopback` for
+//! Examples in the documentation of single items import from the crate that defines the item.
+//! Applications depend on `hmem` alone, and write `hmem` for `hmem_core`, `hmem::loopback` for
 //! `hmem_provider_loopback`, and so on. Ids such as KEY-02 are entries of `docs/requirements.md`.
 //!
 //! # Types to know
 //!
-//! - [`Hmem`]: the ifaces, the providers and the path decision of an application.
+//! - [`Hmem`]: the ifaces, the providers and the path selector of an application.
 //! - [`Domain`]: an open NIC.
-//! - [`Memory`]: what can be registered, such as a `Vec<u8>`, a [`DeviceBuffer`], or the addresses
-//!   of a [`Raw`].
+//! - [`Memory`]: memory that can be registered, such as a `Vec<u8>`, a [`DeviceBuffer`], or the
+//!   addresses of a [`Raw`].
 //! - [`Region`]: registered memory with its keys.
 //! - [`Endpoint`]: posts transfers.
 //! - [`Error`]: a failure, with its kind, its origin, the driver's own code and a remedy.
@@ -80,19 +69,19 @@
 //! hmem = { git = "URL", default-features = false, features = ["verbs", "cuda"] }
 //! ```
 //!
-//! Without its feature, a vendor's iface, verbs or an archive is an error of kind
-//! [`Unsupported`](ErrorKind::Unsupported) that names the feature. The items that `testing` adds
-//! are absent without it.
+//! Without its feature, the use of a vendor's iface, of verbs or of an archive fails with
+//! [`Unsupported`](ErrorKind::Unsupported), and the error names the feature. Without `testing`, its
+//! items are absent.
 //!
 //! # Things this library does not do
 //!
-//! - It picks no provider by itself. The software NIC is opt-in, and never replaces hardware.
+//! - It chooses no provider by itself. The software NIC never replaces hardware.
 //! - It keeps process-wide state only for things that a process has once: functions of the C
 //!   library and of the CUDA driver that a cache's monitor patches, the number of ranges that
 //!   userfaultfd watches, and a mark that detects forks.
-//! - It starts no thread before the application asks for one of these: an event queue, a progress
+//! - It starts no thread unless the application uses one of these: an event queue, a progress
 //!   thread, an asynchronous copy of the simulated device, a registration on several CPUs, a
-//!   registration cache or the monitor of one.
+//!   registration cache or its monitor.
 //! - It prints nothing, and logs through `tracing`.
 //!
 //! # Layers

@@ -1,6 +1,6 @@
-//! The guide: one page for each job, each with an example that runs without hardware.
+//! The guide: one page for each job, with an example that runs without hardware.
 //!
-//! Read the first four pages in order. The others stand alone.
+//! Read the first four pages in order. The other pages stand alone.
 //!
 //! 1. [Register host memory](host_memory)
 //! 2. [Register device memory](device_memory)

@@ -31,8 +31,6 @@ use crate::{
 /// model. Device memory is exported once for all NICs. A NIC that cannot import the dma-buf uses
 /// its next path under the policy of its domain.
 ///
-/// Many tensors of one model:
-///
 /// ```no_run
 /// use hmem_core::{Access, Batch, DeviceBuffer, Domain, Growth, Result};
 ///
@@ -50,20 +48,6 @@ use crate::{
 /// }
 /// ```
 ///
-/// One buffer on several NICs:
-///
-/// ```no_run
-/// use hmem_core::{Access, Batch, DeviceBuffer, Domain, Request, Result};
-///
-/// fn send_keys(nics: &[&Domain], buffer: DeviceBuffer, send: impl FnOnce(Vec<u8>)) -> Result<()> {
-///     let request = Request::new(buffer, Access::REMOTE_WRITE);
-///     let shared = Batch::on(nics).add(request).register()?;
-///     send(shared.rail_keys(0, 0)?.to_bytes());
-///     // After the peer is done:
-///     let _buffer = shared.close()?;
-///     Ok(())
-/// }
-/// ```
 pub struct Batch<'d, M> {
     nics: &'d [&'d Domain],
     memories: Vec<M>,

@@ -135,26 +135,6 @@ impl Endpoint {
     /// The call also ends a connection that works. On the software NIC, whose endpoints work on
     /// after every failure, the call does nothing.
     ///
-    /// ```no_run
-    /// use std::{sync::Arc, time::Duration};
-    ///
-    /// use hmem_core::{Endpoint, Error, ErrorKind, Result, provider::CompletionQueue};
-    ///
-    /// /// Waits for one request. After a failure, connects again. The peer, which has no requests
-    /// /// in flight, does the same.
-    /// fn settle(endpoint: &Endpoint, queue: &Arc<dyn CompletionQueue>) -> Result<u64> {
-    ///     let mut done = Vec::new();
-    ///     queue.wait(&mut done, 1, Duration::MAX)?;
-    ///     let result = done.remove(0).result;
-    ///     if result.is_err() {
-    ///         endpoint.reconnect()?;
-    ///         // The other requests were canceled. The caller posts them again.
-    ///         while queue.read(&mut done, 16)? > 0 {}
-    ///     }
-    ///     result
-    /// }
-    /// ```
-    ///
     /// # Errors
     /// - [`ErrorKind::BadState`] if the endpoint was never connected.
     /// - [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint.
@@ -240,22 +220,6 @@ impl Endpoint {
     /// The receive completes with
     /// [`RemoteWrite`](crate::transfer::CompletionKind::RemoteWrite) once the bytes are in the
     /// peer's memory.
-    ///
-    /// ```
-    /// use hmem_core::{Endpoint, Region, RemoteKey, Result};
-    /// use hmem_core::transfer::{PeerId, RemoteSegment};
-    ///
-    /// fn push(
-    ///     endpoint: &Endpoint,
-    ///     block: &Region<Vec<u8>>,
-    ///     key: &RemoteKey,
-    ///     peer: PeerId,
-    /// ) -> Result<()> {
-    ///     let there = RemoteSegment { address: key.base(), len: 64, key };
-    ///     // The peer learns which block came.
-    ///     endpoint.write_immediate(&[block.slice(0, 64)?], &[there], 17, peer, 1)
-    /// }
-    /// ```
     ///
     /// # Errors
     /// - The errors of [`Endpoint::post`].

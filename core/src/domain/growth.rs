@@ -40,16 +40,6 @@ pub enum Growth {
 }
 
 impl Growth {
-    /// Returns the largest length of a registration for several views in bytes, or 0 if growth is
-    /// disabled.
-    fn limit(self) -> u64 {
-        match self {
-            Self::None | Self::HostPages => 0,
-            Self::Allocation => u64::MAX,
-            Self::UpTo(bytes) => bytes,
-        }
-    }
-
     /// Returns the part of `bound` to which a registration of `range` may grow.
     pub(super) fn narrow(self, range: AddressRange, bound: AddressRange) -> Option<AddressRange> {
         match self {
@@ -65,7 +55,12 @@ impl DomainInner {
     /// Returns the largest length of a registration of this domain for several views, in bytes, or
     /// 0 if growth is disabled.
     pub(super) fn growth_limit(&self, growth: Growth) -> u64 {
-        growth.limit().min(self.provider_attr.max_mr_size)
+        let limit = match growth {
+            Growth::None | Growth::HostPages => 0,
+            Growth::Allocation => u64::MAX,
+            Growth::UpTo(bytes) => bytes,
+        };
+        limit.min(self.provider_attr.max_mr_size)
     }
 
     /// Returns the largest length to which an entry of this domain's cache may grow, in bytes, or 0

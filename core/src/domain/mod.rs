@@ -332,7 +332,7 @@ impl Domain {
     }
 
     /// Opens a completion queue for the endpoints of this domain, with room for `depth` requests. 0
-    /// counts as 1.
+    /// counts as 1. [`Endpoint`] has an example.
     ///
     /// To get completions, poll ([`CompletionQueue::read`]), wait with a timeout
     /// ([`CompletionQueue::wait`]), or add the queue's file descriptor to an event loop
@@ -352,21 +352,6 @@ impl Domain {
     /// write. Device work that starts afterwards sees the bytes, including those that the sender of
     /// a message wrote before the message. The first failed flush is logged. The queue does not
     /// flush if [`DomainAttr::driver_calls_in_transfers`] is false.
-    ///
-    /// ```no_run
-    /// use std::time::Duration;
-    ///
-    /// use hmem_core::{Domain, Endpoint, Result, provider::EndpointAttr};
-    ///
-    /// fn open(domain: &Domain) -> Result<Endpoint> {
-    ///     let queue = domain.open_cq(256)?;
-    ///     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
-    ///     let mut done = Vec::new();
-    ///     let count = queue.wait(&mut done, 16, Duration::from_millis(1))?;
-    ///     assert_eq!(count, 0, "nothing was posted yet");
-    ///     Ok(endpoint)
-    /// }
-    /// ```
     ///
     /// # Errors
     /// - [`ErrorKind::Unsupported`] if the provider only registers memory
@@ -394,8 +379,8 @@ impl Domain {
         self.inner.inbound.flush()
     }
 
-    /// Opens an endpoint. Both completion queues must come from [`Domain::open_cq`] of this domain,
-    /// which has an example.
+    /// Opens an endpoint. Both completion queues must come from [`Domain::open_cq`] of this domain.
+    /// [`Endpoint`] has an example.
     ///
     /// In LOCAL mode a transfer needs a descriptor for all its local memory, and in HMEM mode for
     /// its local device memory. If the domain has a cache, descriptors may be left out: the
