@@ -217,25 +217,24 @@ impl RegionCache {
         access: Access,
         around: Around,
     ) -> Result<CachedRegion<'_>> {
-        let register = |key: &Key, owner: &AddressOwner| self.cache.register(key, owner);
-        let lease = self.miss((range, access), around, register, |lease| lease)?;
-        Ok(CachedRegion { lease, range })
+        self.miss(range, access, around, |key, owner| self.cache.register(key, owner))
     }
 
-    /// Registers the range of a lookup that found no region. `register` and `lease_of` are those of
-    /// [`RegionCache::register_grown`].
-    fn miss<L>(
+    /// Registers the range of a lookup that found no region.
+    fn miss<'l>(
         &self,
-        (range, access): (AddressRange, Access),
+        range: AddressRange,
+        access: Access,
         around: Around,
-        register: impl Fn(&Key, &AddressOwner) -> Result<L>,
-        lease_of: impl for<'l> Fn(&'l L) -> &'l Lease<'l, Registrations>,
-    ) -> Result<L> {
-        self.owner_of(range)
+        register: impl Fn(&Key, &AddressOwner) -> Result<Lease<'l, Registrations>>,
+    ) -> Result<CachedRegion<'l>> {
+        let lease = self
+            .owner_of(range)
             .and_then(|owner| {
-                self.register_grown((range, access), &owner, around, register, lease_of)
+                self.register_grown((range, access), &owner, around, register, |lease| lease)
             })
-            .map_err(|error| error.of_call("get"))
+            .map_err(|error| error.of_call("get"))?;
+        Ok(CachedRegion { lease, range })
     }
 
     /// Registers a range that is not cached, with as much memory around it as [`CacheAttr::growth`]
@@ -418,10 +417,9 @@ impl<'c> RegionLookupHandle<'c> {
 
     #[cold]
     fn register(&self, memory: Raw, access: Access) -> Result<CachedRegion<'c>> {
-        let (range, around) = (*memory.at(), Around::of(memory.promise()));
+        let around = Around::of(memory.promise());
         let register = |key: &Key, owner: &AddressOwner| self.handle.register(key, owner);
-        let lease = self.cache.miss((range, access), around, register, |lease| lease)?;
-        Ok(CachedRegion { lease, range })
+        self.cache.miss(*memory.at(), access, around, register)
     }
 }
 
@@ -475,6 +473,10 @@ const MISSES_UNTIL_RETRY: u32 = 64;
 /// and the start of the range.
 type GrowthBound = (IfaceKind, Option<AllocationId>, u64);
 
+/// An iface of which the cache has needed the monitor, with the monitor or the reason why the iface
+/// has none.
+type IfaceMonitor = (IfaceKind, Result<Arc<dyn Monitor>>);
+
 /// The backend of a domain's cache, which registers through the domain.
 pub struct Registrations {
     domain: Arc<DomainInner>,
@@ -489,8 +491,7 @@ pub struct Registrations {
     held: Arc<HeldBuffers>,
     /// The ifaces with a disabled monitor.
     without: Vec<IfaceKind>,
-    /// The monitor of each iface that a call has asked for, or the reason why it has none.
-    monitors: Mutex<Vec<(IfaceKind, Result<Arc<dyn Monitor>>)>>,
+    monitors: Mutex<Vec<IfaceMonitor>>,
     /// The cache that uses this backend. Set when the cache was created.
     cache: OnceLock<Weak<Cache<Self>>>,
 }
