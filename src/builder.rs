@@ -222,8 +222,7 @@ impl Hmem {
         self.domain_on(&**self.provider(provider)?, attr)
     }
 
-    /// Opens a domain of a provider that was not added to the builder, such as a second loopback
-    /// fabric of the same name.
+    /// Opens a domain of a provider that was not added to the builder.
     ///
     /// # Errors
     /// - The errors of [`Domain::open`].
@@ -304,8 +303,8 @@ impl Builder {
     /// opened. With a reason, [`Registry::absent`] lists the plug-in, and [`Hmem::iface`] returns
     /// the reason.
     ///
-    /// [`Builder::build`] fails if the opened iface has another number or name. It also fails for
-    /// the reason that an environment variable has a bad value ([`ErrorKind::InvalidArgument`] with
+    /// [`Builder::build`] fails if the opened iface has another number or name. It also fails if
+    /// the reason is a bad value in an environment variable ([`ErrorKind::InvalidArgument`] with
     /// the context value `variable`), unless [`Builder::ifaces`] or `FI_HMEM` excludes the plug-in.
     ///
     /// ```

@@ -1,9 +1,9 @@
 //! Asynchronous registration, by one worker thread for each domain with a bound event queue.
 //!
-//! A job keeps its region alive, so that no callback of a driver uses freed state (EVT-03). If the
-//! application closes the region before the job starts, the job is cancelled, and the event has the
-//! error `Canceled`. If the application only drops the region, the worker registers and then
-//! deregisters it.
+//! A job keeps its region alive, so that the state and the memory of the region are not freed while
+//! a driver uses them (EVT-03). If the application closes the region before the job starts, the job
+//! is cancelled, and the event has the error `Canceled`. If the application only drops the region,
+//! the worker registers and then deregisters it.
 
 use std::{
     collections::VecDeque,

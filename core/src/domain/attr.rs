@@ -32,7 +32,8 @@ pub struct DomainAttr {
     ///
     /// `None`, the default, means the list of `hmem::Builder::direct_paths` or the variable
     /// `HMEM_DIRECT_PATHS`, if `hmem::Hmem` opens the domain. Without such a list, `None` means
-    /// dma-buf (first with the PCIe mapping, for some NICs), then peer memory.
+    /// dma-buf, then peer memory. Dma-bufs with the PCIe mapping are tried first if
+    /// [`Imports::pcie_mapping_first`](crate::provider::Imports::pcie_mapping_first) is true.
     pub direct_paths: Option<Vec<DirectPath>>,
     /// The size and number of staging buffers, for device memory that the NIC cannot reach.
     pub staging: StagingAttr,

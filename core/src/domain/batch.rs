@@ -219,8 +219,8 @@ struct BatchPlan<'a> {
     limit: u64,
 }
 
-/// Registers all views with all NICs, and adds the regions and views to `set`. After an error, `set`
-/// has only the regions that could not be closed.
+/// Registers all views with all NICs, and adds the regions and views to `set`. After an error,
+/// `set` has only the regions that could not be closed.
 fn register_all<'a>(
     nics: &'a [&'a Domain],
     memories: &'a [HeldMemory<'a>],
@@ -451,8 +451,8 @@ fn of_view(view: usize) -> impl Fn(Error) -> Error {
     move |error| error.context("view", view)
 }
 
-/// Returns the state behind each domain. Fails without a domain, and for domains of different
-/// libraries.
+/// Returns the inner state of each domain. Fails without a domain, and for domains of different
+/// `Hmem`s.
 fn domains_of<'a>(nics: &'a [&'a Domain]) -> Result<Vec<&'a Arc<DomainInner>>> {
     let refuse = |what: &'static str, remedy: &'static str| {
         Err(Error::new(ErrorKind::InvalidArgument, "regattr").context("why", what).remedy(remedy))

@@ -473,8 +473,7 @@ const MISSES_UNTIL_RETRY: u32 = 64;
 /// and the start of the range.
 type GrowthBound = (IfaceKind, Option<AllocationId>, u64);
 
-/// An iface of which the cache has needed the monitor, with the monitor or the reason why the iface
-/// has none.
+/// An iface, with its monitor or the reason why it has none.
 type IfaceMonitor = (IfaceKind, Result<Arc<dyn Monitor>>);
 
 /// The backend of a domain's cache, which registers through the domain.
@@ -491,6 +490,7 @@ pub struct Registrations {
     held: Arc<HeldBuffers>,
     /// The ifaces with a disabled monitor.
     without: Vec<IfaceKind>,
+    /// The ifaces whose monitor was needed so far. Each monitor is started once.
     monitors: Mutex<Vec<IfaceMonitor>>,
     /// The cache that uses this backend. Set when the cache was created.
     cache: OnceLock<Weak<Cache<Self>>>,

@@ -41,7 +41,8 @@ use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 /// }
 /// ```
 pub struct CachedBuffer<M: Memory> {
-    /// Declared before `parts`, because dropping it invalidates the cached regions of the memory.
+    /// Declared before `parts`, so that the cached regions are invalidated before `parts` is
+    /// dropped.
     listing: Listing,
     parts: Arc<M::Parts>,
 }

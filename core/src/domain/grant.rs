@@ -247,7 +247,7 @@ fn bind_window(
     spare.window = match bound {
         Ok(window) => window,
         Err(error) => {
-            // The NIC may have bound the window even though its completion was not seen.
+            // The window is not reused, because the NIC may have bound it in spite of the error.
             free(domain, spare.window);
             return Err(error);
         }

@@ -15,8 +15,8 @@ use crate::{
 ///
 /// A registration does not grow in these cases:
 ///
-/// - The allocation is unknown. Host memory has no known allocations, except for buffers that a
-///   safe call owns.
+/// - The allocation is unknown, as for all host memory. A view of a batch and a part of a
+///   [`CachedBuffer`](crate::CachedBuffer) may still grow inside their memory or buffer.
 /// - The allocation belongs to another process, or has several physical segments.
 /// - The result would be longer than the limit, or longer than the NIC can register at once
 ///   ([`ProviderAttr::max_mr_size`](crate::provider::ProviderAttr::max_mr_size)).

@@ -27,7 +27,7 @@ use crate::{
 /// An implementation must guarantee, while the parts live:
 ///
 /// - [`Memory::place`] always returns the same place. The place is valid memory that the parts own.
-///   Instead, the promise in [`Place::Addresses`] or [`Place::DmaBuf`] may cover the memory.
+///   [`Place::Addresses`] and [`Place::DmaBuf`] need not be owned: their promise covers the memory.
 /// - If NICs may write to the place, no Rust reference to the memory exists. Otherwise no mutable
 ///   reference to it exists.
 /// - If NICs may write to the place, any bytes are a valid value of the memory.
@@ -110,8 +110,8 @@ pub enum Place<'p> {
 }
 
 impl<'p> Place<'p> {
-    /// Returns the promise of the application. For memory that the parts own, returns the promise
-    /// that the place itself guarantees.
+    /// Returns the promise of the application. For memory that the parts own, returns `ReadOnly` or
+    /// `ReadWrite`.
     pub(super) fn promise(&self) -> Promise {
         match *self {
             Self::Host { writable: false, .. } => Promise::ReadOnly,
@@ -360,8 +360,8 @@ impl<O, A> KeptRaw<O, A> {
     }
 }
 
-/// The items of [`Memory`] for a type without Rust references to the memory, which is its own
-/// parts.
+/// The items of [`Memory`] for a type that is its own parts, because it has no Rust reference to
+/// the memory.
 macro_rules! own_parts {
     () => {
         type Parts = Self;

@@ -234,7 +234,7 @@ impl DomainInner {
     ) -> Result<IfaceKind> {
         let of_call = |error: &Error| error.clone().of_call("regattr");
         let claim = Claim::of(terms, self.attr.hmem);
-        // The owner is borrowed for speed. A move would be a wide load right after narrow stores,
+        // The owner is borrowed, because a move would be a wide load right after narrow stores,
         // which stalls the processor.
         let owner = self.registry.owner_of_range(ranges[0]);
         let owner = owner.as_ref().map_err(of_call)?;

@@ -185,7 +185,7 @@ pub(super) fn register_regions(
     registered
 }
 
-/// Registers the same memory with the NIC of each domain.
+/// Registers the same memory with the NIC of each domain, without creating regions.
 ///
 /// `done` receives the registrations in the order of the domains. If a NIC fails, `done` has
 /// received those of the NICs before it. The caller must have checked the request for every domain.
@@ -213,7 +213,7 @@ pub(super) fn register_on_nics(
         done(region);
     };
     let mut allocations = Allocations::new();
-    // The memory is borrowed for speed, as in `DomainInner::owner`.
+    // A move of the result would be slow, for the reason in `DomainInner::owner`.
     let memory = first.resolve(checked, owner, &mut allocations);
     (memory.as_ref().map_err(Error::clone))
         .and_then(|memory| register_memory(domains, checked, memory, &mut done))
@@ -296,8 +296,8 @@ fn check_owner(
     found: IfaceKind,
 ) -> Result<()> {
     match owned {
-        // A device API may claim host memory too, so a buffer of host memory is accepted in any
-        // case.
+        // A buffer of host memory is accepted for every owner, because a device API may have
+        // registered the memory and claim it.
         None | Some(IfaceKind::SYSTEM) => Ok(()),
         Some(iface) if iface == found => Ok(()),
         Some(iface) => Err(Error::new(ErrorKind::InvalidArgument, "regattr")
