@@ -80,9 +80,8 @@ pub struct Hmem {
 /// ```
 #[derive(Debug, Default)]
 pub struct Builder {
-    plug_ins: Vec<Arc<dyn Iface>>,
-    /// The names of plug-ins that could not be opened, with the reasons.
-    absent_plug_ins: Vec<(IfaceName, Error)>,
+    /// The plug-ins. A plug-in that could not be opened has the reason.
+    plug_ins: Vec<(IfaceName, Result<Arc<dyn Iface>>)>,
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(String, Error)>,
     /// The first error for an opened iface or provider whose number or name differs from the
@@ -294,9 +293,8 @@ impl Hmem {
 impl Builder {
     /// Adds an iface: the simulated device, or a plug-in.
     #[must_use]
-    pub fn iface(mut self, iface: impl Iface + 'static) -> Self {
-        self.plug_ins.push(Arc::new(iface));
-        self
+    pub fn iface(self, iface: impl Iface + 'static) -> Self {
+        self.shared_iface(Arc::new(iface))
     }
 
     /// Adds a plug-in iface with the given number and name, or the reason why it could not be
@@ -344,7 +342,7 @@ impl Builder {
             Err(why) => {
                 let name = IfaceName::new(kind, name);
                 tracing::debug!(iface = %name, %why, "iface not started");
-                self.absent_plug_ins.push((name, why));
+                self.plug_ins.push((name, Err(why)));
                 self
             }
         }
@@ -353,15 +351,14 @@ impl Builder {
     /// Adds an iface in an `Arc`, which the caller can continue to use.
     #[must_use]
     pub fn shared_iface(mut self, iface: Arc<dyn Iface>) -> Self {
-        self.plug_ins.push(iface);
+        self.plug_ins.push((IfaceName::from(&iface), Ok(iface)));
         self
     }
 
     /// Adds a provider. No provider is added by default, not even the software NIC.
     #[must_use]
-    pub fn provider(mut self, provider: impl Provider + 'static) -> Self {
-        self.providers.push(Arc::new(provider));
-        self
+    pub fn provider(self, provider: impl Provider + 'static) -> Self {
+        self.shared_provider(Arc::new(provider))
     }
 
     /// Adds a provider with the given name, or the reason why it could not be opened. With a
@@ -523,9 +520,7 @@ impl Builder {
             return Err(error);
         }
         let by_builder = self.filter.is_some();
-        let plug_ins: Vec<_> = (self.plug_ins.iter().map(IfaceName::from))
-            .chain(self.absent_plug_ins.iter().map(|(name, _)| name.clone()))
-            .collect();
+        let plug_ins: Vec<_> = self.plug_ins.iter().map(|(name, _)| name.clone()).collect();
         check_plug_ins(&plug_ins)?;
         let environment = !self.without_environment;
         if let Some(at) = self.verbs_at {
@@ -543,11 +538,13 @@ impl Builder {
         {
             return Err(error.clone());
         }
-        let mut absent_plug_ins = self.absent_plug_ins.iter();
-        if let Some((name, error)) = absent_plug_ins
-            .find(|(name, why)| environment::is_bad_value(why) && admitted(&name.to_string()))
-        {
-            return Err(error.clone().iface(name.clone()));
+        for (name, opened) in &self.plug_ins {
+            if let Err(why) = opened
+                && environment::is_bad_value(why)
+                && admitted(&name.to_string())
+            {
+                return Err(why.clone().iface(name.clone()));
+            }
         }
         let disable_p2p = match self.disable_p2p {
             Some(disable) => disable,
@@ -609,24 +606,21 @@ impl Builder {
             };
             registry.add_absent(kind, why);
         }
-        for iface in self.plug_ins {
-            if admitted(iface.name()) {
-                registry.add(iface)?;
-            } else {
-                let why = filtered_out(iface.kind(), iface.name(), by_builder);
-                registry.add_absent(iface.kind(), why);
+        for (name, opened) in self.plug_ins {
+            let kind = name.kind();
+            match opened {
+                // A plug-in may have the number of a vendor iface, but not if that iface has
+                // started.
+                Err(_) if registry.iter().any(|iface| iface.kind() == kind) => {
+                    return Err(added_twice(&name));
+                }
+                _ if !admitted(&name.to_string()) => {
+                    let why = filtered_out(kind, &name.to_string(), by_builder);
+                    registry.add_absent(kind, why);
+                }
+                Ok(iface) => registry.add(iface)?,
+                Err(why) => registry.add_absent(kind, why.iface(name)),
             }
-        }
-        for (name, why) in self.absent_plug_ins {
-            // A plug-in may have the number of a vendor iface, but not if that iface has started.
-            if registry.iter().any(|iface| iface.kind() == name.kind()) {
-                return Err(added_twice(&name));
-            }
-            let why = match admitted(&name.to_string()) {
-                true => why,
-                false => filtered_out(name.kind(), &name.to_string(), by_builder),
-            };
-            registry.add_absent(name.kind(), why.iface(name));
         }
         Ok(Hmem {
             registry: Arc::new(registry),
