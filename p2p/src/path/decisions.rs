@@ -17,8 +17,7 @@ use parking_lot::RwLock;
 
 use super::variant::PathVariant;
 
-/// Key of a decision. It identifies registrations of one class (iface, device, kind of memory,
-/// policy, list of direct paths) on one NIC.
+/// Key of a decision: a class of registrations, and the NIC.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key<'a> {
     class: Class,
@@ -66,6 +65,7 @@ pub(super) struct Decided {
 #[derive(Debug)]
 struct RememberedPath {
     nic: Nic,
+    /// `None` if no decision is stored: before the first one, or after its path was refused.
     decided: Option<Decided>,
     /// The number of registrations that succeeded after a path was refused. Refusals because of the
     /// segments of a buffer do not count.
@@ -102,10 +102,11 @@ impl DecisionTable {
         });
     }
 
-    /// Counts a refused buffer. Returns true if the caller must now probe with an ordinary page.
+    /// Counts a registration that succeeded after a refusal. Returns true if the caller must now
+    /// probe with an ordinary page: at the first, second, fourth and eighth count, and so on.
     ///
-    /// Probes run at the first, second, fourth and eighth refusal, and so on. A single unusual
-    /// buffer thus costs few probes. A device and NIC that stop working together are still noticed.
+    /// An unusual buffer that is registered again and again thus costs few probes. A device and NIC
+    /// that stop working together are still noticed.
     pub(super) fn count_refused(&self, key: &Key<'_>) -> bool {
         self.change(key, |entry| {
             entry.refused = entry.refused.wrapping_add(1);

@@ -1,9 +1,10 @@
 //! Dma-bufs that the application supplies by their fd.
 //!
-//! No other path can replace such a dma-buf. While direct access to device memory is disabled, it
-//! reaches a NIC only if it is host memory. A request tells that by its claim: the system iface, or
-//! HMEM_HOST_ALLOC. Without a claim the kernel may tell, by the name of the exporter. The selector
-//! refuses everything else, because most exporters are drivers of devices.
+//! No other path can replace such a dma-buf. While direct access to device memory is disabled, the
+//! selector registers a dma-buf only if it is host memory. A request says so by naming the system
+//! iface, or by the flag HMEM_HOST_ALLOC. If the request names no iface, the selector asks the kernel
+//! for the exporter. It refuses exporters that are not in [`HOST_EXPORTERS`], because most exporters
+//! are drivers of devices.
 
 #![allow(unsafe_code, reason = "registers a dma-buf at an address of the caller")]
 
@@ -56,7 +57,7 @@ pub(super) unsafe fn register_dma_buf(
                  or register the memory by address instead of by dma-buf",
             )));
         }
-        let exporter = search.dma_buf_exporter(fd);
+        let exporter = search.selector.facts.dma_buf_exporter(fd);
         if !exporter.as_deref().is_some_and(|name| HOST_EXPORTERS.contains(&name)) {
             let exporter = exporter.unwrap_or_else(|| "unknown".to_owned());
             let error = search.exhausted((

@@ -163,8 +163,8 @@ impl DefaultPathSelector {
             direct_paths: request.direct_paths.clone(),
             ..DomainAttr::default()
         };
-        let selector = Arc::new(self.without_decisions());
-        let domain = Domain::open(provider, Arc::clone(registry), selector, attr)?;
+        let selector = Self::new().disable_p2p(self.disable_p2p).facts(Arc::clone(&self.facts));
+        let domain = Domain::open(provider, Arc::clone(registry), Arc::new(selector), attr)?;
         let wanted =
             AllocRequest { len: request.size, device: device.unwrap_or(DeviceId(0)), kind };
         let buffer = DeviceBuffer::allocate(iface, &wanted)?;
@@ -198,7 +198,10 @@ impl DefaultPathSelector {
         };
         match outcome {
             Ok(decision) => explanation.take(&decision),
-            Err(error) => explanation.refused(error, &self.facts_of(&explanation, nic)),
+            Err(error) => {
+                let facts = self.facts.facts(explanation.device_pci_bus_id.as_deref(), nic);
+                explanation.refused(error, &facts);
+            }
         }
         domain.close()?;
         Ok(explanation)
@@ -224,19 +227,20 @@ impl DefaultPathSelector {
             return None;
         }
         let nic = Nic { provider: String::new(), name: String::new(), pci_bus_id: None };
-        let context = RefusalContext {
-            path: Path::PlainHost,
-            step,
-            kind: AllocationKind::System,
-            mapping: DmaBufMapping::Default,
-            error,
-        };
-        ProbableCause::find(&[], &context, &self.facts.facts(None, &nic))
+        host_cause(step, error, &self.facts.facts(None, &nic))
     }
+}
 
-    fn facts_of(&self, explanation: &Explanation, nic: &Nic) -> Facts {
-        self.facts.facts(explanation.device_pci_bus_id.as_deref(), nic)
-    }
+/// Returns the probable cause of an error at `step` of a registration of host memory.
+fn host_cause(step: Step, error: &Error, facts: &Facts) -> Option<ProbableCause> {
+    let context = RefusalContext {
+        path: Path::PlainHost,
+        step,
+        kind: AllocationKind::System,
+        mapping: DmaBufMapping::Default,
+        error,
+    };
+    ProbableCause::find(&[], &context, facts)
 }
 
 /// Returns the requested device and its PCI bus id.
@@ -299,14 +303,7 @@ impl Explanation {
         if self.iface != IfaceKind::SYSTEM {
             return Vec::new();
         }
-        let context = RefusalContext {
-            path: Path::PlainHost,
-            step: Step::Register,
-            kind: AllocationKind::System,
-            mapping: DmaBufMapping::Default,
-            error: &error,
-        };
-        let cause = ProbableCause::find(&[], &context, facts);
+        let cause = host_cause(Step::Register, &error, facts);
         let attempt = Attempt::refused(Path::PlainHost, "register(host pages)", error);
         vec![ProbableCause::add_to(cause.as_ref(), attempt)]
     }

@@ -17,7 +17,7 @@ use super::variant::{DmaBufLayout, ExportShape, PathRefusal, unit_note};
 
 /// Exports of the ranges of one registration. The iface releases them once the path is decided.
 pub(super) struct ExportSet<'a> {
-    iface: &'a Arc<dyn Iface>,
+    pub(super) iface: &'a Arc<dyn Iface>,
     ranges: &'a [AddressRange],
     /// The allocation of each range.
     allocations: &'a [Allocation],
@@ -70,8 +70,8 @@ struct Set {
     mapping: DmaBufMapping,
     division: Division,
     made: Vec<Made>,
-    /// Failed exports of whole ranges: the failed call and its error.
-    refused: Vec<(String, Error)>,
+    /// Refused exports of whole ranges. Their segments were exported separately instead.
+    refused: Vec<PathRefusal>,
 }
 
 /// An exported dma-buf.
@@ -103,7 +103,6 @@ impl Held {
 pub(super) struct Exported<'e> {
     pub(super) pieces: Vec<Piece<'e>>,
     pub(super) shape: ExportShape,
-    /// Refused exports of whole ranges. Their segments were exported separately instead.
     pub(super) refused: Vec<PathRefusal>,
 }
 
@@ -140,10 +139,6 @@ impl<'a> ExportSet<'a> {
             Ok(Piece { range, backing: Backing::PeerMemory { iface, address: export.address } })
         };
         self.ranges.iter().zip(self.allocations).map(piece).collect()
-    }
-
-    pub(super) fn iface(&self) -> &'a Arc<dyn Iface> {
-        self.iface
     }
 
     /// Returns the dma-buf mapping with which the ranges are already exported; `None` if there is
@@ -237,7 +232,7 @@ impl<'a> ExportSet<'a> {
         Ok(Exported {
             pieces: set.made.iter().map(piece).collect(),
             shape: ExportShape { unit: division.unit(), layout },
-            refused: set.refused.iter().cloned().map(whole).collect(),
+            refused: set.refused.clone(),
         })
     }
 
@@ -291,7 +286,7 @@ impl<'a> ExportSet<'a> {
         let mut made = Vec::with_capacity(self.ranges.len());
         let mut refused = Vec::new();
         let note = unit_note(division.unit());
-        let ask = |range: AddressRange, exported: AddressRange, of: &Allocation| {
+        let ask = |step, range: AddressRange, exported: AddressRange, of: &Allocation| {
             let made = |export| Made { range, exported, of: *of, export };
             let earlier = self.earlier.and_then(|all| all.find(self.iface, of, exported, mapping));
             if let Some(shared) = earlier {
@@ -299,22 +294,23 @@ impl<'a> ExportSet<'a> {
             }
             let lacking = || self.iface.unavailable(Facet::DmaBuf).context("range", range);
             let exporter = self.iface.dma_buf().ok_or_else(lacking);
-            exporter
-                .and_then(|exporter| exporter.export(exported, of, nic, mapping))
-                .map(|export| made(Held::Own(export)))
-                .map_err(|error| (format!("export_dma_buf({exported}, {mapping:?}{note})"), error))
+            let export = exporter.and_then(|it| it.export(exported, of, nic, mapping));
+            export.map(|export| made(Held::Own(export))).map_err(|error| {
+                let call = format!("export_dma_buf({exported}, {mapping:?}{note})");
+                PathRefusal::new(step, call, error)
+            })
         };
         let memory = self.ranges.iter().zip(self.allocations);
         for ((range, of), segments) in memory.zip(self.segments.iter().flatten()) {
             let several = segments.len() > 1 && segments.iter().all(|segment| segment.exportable);
             let asked_whole = several && division == Division::Ranges;
             if asked_whole {
-                match ask(*range, *range, of) {
+                match ask(Step::ExportWhole, *range, *range, of) {
                     Ok(export) => {
                         made.push(export);
                         continue;
                     }
-                    Err(error) => refused.push(error),
+                    Err(refusal) => refused.push(refusal),
                 }
             }
             let whole_range = [Segment { range: *range, exportable: true }];
@@ -326,27 +322,25 @@ impl<'a> ExportSet<'a> {
                     Division::Segments => self.segment(part).range,
                     Division::Allocations => of.range,
                 };
-                let refusal = if part.exportable {
-                    match ask(part.range, exported, of) {
-                        Ok(export) => {
-                            made.push(export);
-                            continue;
-                        }
-                        Err((call, error)) => PathRefusal::new(Step::Export, call, error),
-                    }
+                let export = if part.exportable {
+                    ask(Step::Export, part.range, exported, of)
                 } else {
-                    self.not_exportable(part)
+                    Err(self.not_exportable(part))
                 };
-                let mut before: Vec<_> = refused.into_iter().map(whole).collect();
-                if let Some(of_whole) = before.last_mut().filter(|_| asked_whole)
-                    && of_whole.is_like(&refusal)
-                {
-                    // A single segment is refused in the same way, so the number of segments is
-                    // not the cause.
-                    of_whole.step = refusal.step;
+                match export {
+                    Ok(export) => made.push(export),
+                    Err(refusal) => {
+                        if let Some(of_whole) = refused.last_mut().filter(|_| asked_whole)
+                            && of_whole.is_like(&refusal)
+                        {
+                            // A single segment is refused in the same way, so the number of
+                            // segments is not the cause.
+                            of_whole.step = refusal.step;
+                        }
+                        let also = self.give_back(made);
+                        return Err(PathRefusal { before: refused, also, ..refusal });
+                    }
                 }
-                let also = self.give_back(made);
-                return Err(PathRefusal { before, also, ..refusal });
             }
         }
         Ok(Set { mapping, division, made, refused })
@@ -365,22 +359,16 @@ impl<'a> ExportSet<'a> {
         PathRefusal { only_this_buffer: true, ..PathRefusal::new(Step::Segments, call, error) }
     }
 
-    /// Queries the physical segments of the ranges, unless that was done.
+    /// Queries the physical segments of the ranges, unless an earlier call has stored them.
     fn query_segments(&mut self) -> Result<(), PathRefusal> {
-        if self.segments.is_none() {
-            self.segments = Some(self.find_segments()?);
+        if self.segments.is_some() {
+            return Ok(());
         }
-        Ok(())
-    }
-
-    fn find_segments(&self) -> Result<Vec<Vec<Segment>>, PathRefusal> {
         let mut all = Vec::with_capacity(self.ranges.len());
         for (range, of) in self.ranges.iter().zip(self.allocations) {
-            let call = || format!("segments({range})");
-            let segments = self
-                .iface
-                .segments_of(*range, of)
-                .map_err(|error| PathRefusal::new(Step::Segments, call(), error))?;
+            let refuse =
+                |error| PathRefusal::new(Step::Segments, format!("segments({range})"), error);
+            let segments = self.iface.segments_of(*range, of).map_err(refuse)?;
             if !cover(&segments, *range) {
                 let error = Error::new(ErrorKind::OutOfBounds, "segments")
                     .iface(self.iface)
@@ -390,14 +378,12 @@ impl<'a> ExportSet<'a> {
                         "report this driver: its segments do not cover the range, so nothing is \
                          registered",
                     );
-                return Err(PathRefusal {
-                    only_this_buffer: true,
-                    ..PathRefusal::new(Step::Segments, call(), error)
-                });
+                return Err(PathRefusal { only_this_buffer: true, ..refuse(error) });
             }
             all.push(segments);
         }
-        Ok(all)
+        self.segments = Some(all);
+        Ok(())
     }
 
     fn give_back(&self, made: Vec<Made>) -> Vec<Attempt> {
@@ -421,15 +407,10 @@ pub(super) fn named(iface: &Arc<dyn Iface>, error: Error) -> Error {
     if error.iface_kind() == Some(iface.kind()) { error.iface(iface) } else { error }
 }
 
-/// Converts the failed export of a whole range to a refusal.
-fn whole((call, error): (String, Error)) -> PathRefusal {
-    PathRefusal::new(Step::ExportWhole, call, error)
-}
-
 fn piece(made: &Made) -> Piece<'_> {
     let Made { range, exported, .. } = made;
     let export = made.export.export();
-    // An offset beyond the dma-buf is refused by the NIC.
+    // If the sum overflows, the offset lies beyond the dma-buf and the NIC refuses it.
     let offset = export.offset.0.saturating_add(range.start().0 - exported.start().0);
     let offset = DmaBufOffset(offset);
     Piece { range: *range, backing: Backing::DmaBuf { fd: export.as_fd(), offset } }

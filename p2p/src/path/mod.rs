@@ -38,7 +38,7 @@ use std::sync::Arc;
 use hmem_core::{
     AllocationKind, Decision, Error, ErrorKind, IfaceKind, Path, Result,
     iface::DmaBufMapping,
-    path::{Attempt, DirectPath, ExportUnit, P2pPolicy, PathRegistration, PathSelector, Target},
+    path::{DirectPath, ExportUnit, P2pPolicy, PathRegistration, PathSelector, Target},
     provider::{Nic, ProviderAttr, ProviderDomain, ProviderRegion},
     registration::{Memory, Registration},
     registry::AddressOwner,
@@ -130,21 +130,8 @@ impl DefaultPathSelector {
         self.decisions.clear();
     }
 
-    /// Returns a selector with the same settings and no remembered decisions.
-    fn without_decisions(&self) -> Self {
-        Self {
-            disable_p2p: self.disable_p2p,
-            facts: Arc::clone(&self.facts),
-            decisions: DecisionTable::default(),
-        }
-    }
-
-    fn policy_in_force(&self, policy: P2pPolicy) -> P2pPolicy {
-        if self.disable_p2p { P2pPolicy::Disabled } else { policy }
-    }
-
-    /// Registers over the remembered path. If there is none, or it is refused, searches for a path
-    /// and passes the result to [`learn`](Self::learn).
+    /// Registers over the remembered path. If no path is remembered, or if the remembered path is
+    /// refused, searches for a path and passes the result to [`learn`](Self::learn).
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`PathSelector::register`] for the
@@ -175,11 +162,12 @@ impl DefaultPathSelector {
                 Ok(taken) => {
                     let region = search.taken(variant, taken);
                     if !exports.shared {
-                        search.note(exports.close());
+                        search.attempts.extend(exports.close());
                     }
                     let shape = search.shape;
-                    // A buffer without a larger unit may use another unit than the remembered one,
-                    // which was not refused then.
+                    // The units also differ if the remembered unit would export no more than the
+                    // ranges of this buffer: the search then skips that unit. Only a refusal
+                    // replaces the remembered unit.
                     let replaces = search.exports_refused
                         && shape.unit != decided.decision.unit
                         && variant == decided.variant;
@@ -209,32 +197,25 @@ impl DefaultPathSelector {
             policy = %search.policy,
         );
         let _entered = span.enter();
-        let failed = failed.map(|(variant, refusal)| {
-            let only_this_buffer = refusal.only_this_buffer;
+        let mut tried = None;
+        let mut only_this_buffer = false;
+        if let Some((variant, refusal)) = failed {
+            tried = Some(variant);
+            only_this_buffer = refusal.only_this_buffer;
             search.refuse(variant, refusal);
-            (variant, only_this_buffer)
-        });
+        }
         // SAFETY: the caller upholds the contract of this function, which covers this call.
-        let found =
-            unsafe { search_by_policy(&mut search, exports, failed.map(|(variant, _)| variant)) };
+        let found = unsafe { search_by_policy(&mut search, exports, tried) };
         if !exports.shared || found.is_err() {
-            search.note(exports.close());
+            search.attempts.extend(exports.close());
         }
         let (variant, region) = match found {
             Ok(found) => found,
             Err(why) => return Err(search.exhausted(why)),
         };
-        let provider = search.provider;
-        let guard = DeregisterOnPanic { provider, region };
-        let learn = Learned {
-            refused_by_driver: search.refused_by_driver,
-            only_this_buffer: failed.is_some_and(|(_, only_this_buffer)| only_this_buffer),
-            shape: search.shape,
-        };
-        let again = search.restart(search.registration, search.owner);
-        let reason = reason(variant, &search);
-        let decision = Arc::new(search.decision(variant, reason));
-        self.learn(&again, variant, &decision, learn);
+        let guard = DeregisterOnPanic { provider: search.provider, region };
+        let decision = Arc::new(search.decision(variant, reason(variant, &search)));
+        self.learn(&search, variant, &decision, only_this_buffer);
         std::mem::forget(guard);
         Ok(PathRegistration { region, decision: Some(decision) })
     }
@@ -245,22 +226,26 @@ impl DefaultPathSelector {
         let direct = search.policy != P2pPolicy::Disabled
             && search.registration.direct_paths != Some(&[])
             && !search.kind.cpu_accessible();
-        let key = key_of(search);
-        if !direct || self.decisions.get(&key).is_some() {
-            return;
+        if direct && self.decisions.get(&key_of(search)).is_none() {
+            let staged = search.imports_staged()
+                && search.registration.policy != P2pPolicy::Required
+                && search.permits(PathVariant::Staged);
+            self.remember_probe(search, staged);
         }
-        let staged = search.imports_staged()
-            && search.registration.policy != P2pPolicy::Required
-            && search.permits(PathVariant::Staged);
+    }
+
+    /// Probes with one page, and stores the result for later registrations. If the page shows that
+    /// no direct path works, stores the path over staged copies, provided that `staged` is true.
+    fn remember_probe(&self, search: &PathSearch<'_>, staged: bool) {
+        let key = key_of(search);
         match probe(search) {
             ProbeResult::Direct(variant, decision) => self.remember(&key, variant, *decision),
-            ProbeResult::NoDirect(mut attempts) if staged => {
-                attempts.push(PathVariant::Staged.success(ExportShape::default()));
+            ProbeResult::NoDirect(attempts) if staged => {
+                let variant = PathVariant::Staged;
                 let mut page = search.restart(search.registration, search.owner);
-                page.note(attempts);
-                let decision =
-                    page.recorded(PathVariant::Staged, reason(PathVariant::Staged, search));
-                self.remember(&key, PathVariant::Staged, decision);
+                page.attempts = attempts;
+                let decision = page.decision(variant, reason(variant, search));
+                self.remember(&key, variant, decision);
             }
             ProbeResult::NoDirect(_) | ProbeResult::Unknown => {}
         }
@@ -287,40 +272,30 @@ impl DefaultPathSelector {
         self.remember(key, variant, decision);
     }
 
-    /// Stores a decision for later registrations of other buffers. If no driver refused a path,
-    /// stores the decision of the current registration.
+    /// Stores a path for later registrations of other buffers. If no driver refused a path, this is
+    /// the path of the current registration.
     ///
-    /// A refusal may concern only the registered buffer. Stores nothing if the segments of that
-    /// buffer are the known reason. Otherwise stores the result of a probe, unless
-    /// [`DecisionTable::count_refused`] says that none is due or the probe shows nothing.
+    /// A refusal may concern only the registered buffer. If the physical segments of that buffer
+    /// are the known reason (`only_this_buffer`), stores nothing. Otherwise stores the result of a
+    /// probe, if [`DecisionTable::count_refused`] says that a probe is due.
     fn learn(
         &self,
         search: &PathSearch<'_>,
         variant: PathVariant,
         decision: &Decision,
-        learn: Learned,
+        only_this_buffer: bool,
     ) {
         let key = key_of(search);
-        let mut decision = decision.clone();
-        if !learn.refused_by_driver {
-            return self.remember_shape(&key, variant, decision, learn.shape);
-        }
-        if learn.only_this_buffer || !self.decisions.count_refused(&key) {
-            return;
-        }
-        match probe(search) {
-            ProbeResult::Direct(variant, decision) => self.remember(&key, variant, *decision),
-            ProbeResult::NoDirect(mut attempts) if variant == PathVariant::Staged => {
-                attempts.push(variant.success(ExportShape::default()));
-                decision.attempts = attempts.into();
-                self.remember(&key, variant, decision);
-            }
-            ProbeResult::NoDirect(_) | ProbeResult::Unknown => {}
+        if !search.refused_by_driver {
+            self.remember_shape(&key, variant, decision.clone(), search.shape);
+        } else if !only_this_buffer && self.decisions.count_refused(&key) {
+            self.remember_probe(search, variant == PathVariant::Staged);
         }
     }
 }
 
-/// Guard that deregisters a region if a panic occurs before the caller gets its handle.
+/// Guard that deregisters a region if a panic occurs before the caller gets the region's
+/// handle.
 struct DeregisterOnPanic<'a> {
     provider: &'a dyn ProviderDomain,
     region: ProviderRegion,
@@ -343,57 +318,31 @@ fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
     Key::new(iface, device, search.kind, policy, direct_paths, search.attr())
 }
 
-/// Facts about a registration. They decide whether its path applies to other buffers of the same
-/// iface, device, kind and policy.
-#[derive(Clone, Copy, Debug)]
-struct Learned {
-    /// True if a driver refused a path before another path worked.
-    refused_by_driver: bool,
-    /// True if the remembered path was refused because of the segments of the memory that is
-    /// registered. Other buffers can still use that path.
-    only_this_buffer: bool,
-    /// The exports of the registration. The layout of a range of several segments says nothing
-    /// about other buffers.
-    shape: ExportShape,
-}
-
-/// Returns the remembered decision for a registration over the path of that decision. Returns a
-/// changed copy if this registration has one of the following:
+/// Returns the decision of a registration over the remembered path of `decision`: `decision` itself,
+/// or a changed copy if this registration differs in one of the following:
 ///
-/// - the layout of ranges of several segments,
-/// - failed releases of exports, or other refused attempts,
-/// - another dma-buf mapping or unit of export.
+/// - It has ranges of several segments. The copy has their layout.
+/// - It has other attempts: failed releases of exports, or refusals. The copy has these attempts.
+/// - It used another dma-buf mapping or unit of export. The copy names those.
+///
+/// A copy keeps the refusals in `decision` only if this registration used the same mapping, and no
+/// smaller unit of export.
 fn remembered_now(
     decision: &Arc<Decision>,
     variant: PathVariant,
     search: PathSearch<'_>,
 ) -> Arc<Decision> {
-    let shape = search.shape;
-    let attempts = search.into_attempts();
-    let same = decision.mapping == variant.mapping() && decision.unit == shape.unit;
-    if attempts.is_empty() && shape.layout.is_none() && same {
-        Arc::clone(decision)
-    } else {
-        with_attempts(decision, variant, attempts, shape)
-    }
-}
-
-/// Returns a copy of the remembered `decision` with the attempts of this registration. Keeps the
-/// refusals in `decision` only if this registration used the same mapping, and no smaller unit of
-/// export.
-#[cold]
-fn with_attempts(
-    decision: &Decision,
-    variant: PathVariant,
-    now: Vec<Attempt>,
-    shape: ExportShape,
-) -> Arc<Decision> {
+    let (shape, now) = (search.shape, search.attempts);
     let (mapping, unit) = (variant.mapping(), shape.unit);
     let from_cache = decision.mapping == mapping;
+    if now.is_empty() && shape.layout.is_none() && from_cache && decision.unit == unit {
+        return Arc::clone(decision);
+    }
     let keeps = from_cache && decision.unit <= unit;
     let earlier = decision.attempts.iter().filter(|attempt| keeps && attempt.error.is_some());
     let attempts: Vec<_> = earlier.cloned().chain(now).chain([variant.success(shape)]).collect();
-    Arc::new(Decision { mapping, unit, from_cache, attempts: attempts.into(), ..decision.clone() })
+    let decision = Decision::clone(decision);
+    Arc::new(Decision { mapping, unit, from_cache, attempts: attempts.into(), ..decision })
 }
 
 /// The reason why no path is left to try, and a remedy.
@@ -419,9 +368,8 @@ unsafe fn search_by_policy(
     if search.kind.cpu_accessible() {
         if tried.is_none() {
             // SAFETY: the caller upholds the contract of this function, which covers this call.
-            match unsafe { search.take(PathVariant::HostPages, exports) } {
-                Ok(taken) => return Ok((PathVariant::HostPages, taken.region)),
-                Err(refusal) => search.refuse(PathVariant::HostPages, refusal),
+            if let Some(region) = unsafe { search.try_path(PathVariant::HostPages, exports) } {
+                return Ok((PathVariant::HostPages, region));
             }
         }
         return Err((
@@ -430,7 +378,7 @@ unsafe fn search_by_policy(
         ));
     }
     if search.policy == P2pPolicy::Disabled {
-        if search.p2p_disabled && search.registration.policy == P2pPolicy::Required {
+        if search.selector.disable_p2p && search.registration.policy == P2pPolicy::Required {
             return Err((
                 "direct access is required by the domain and disabled for the process",
                 ALLOW_IN_PROCESS,
@@ -444,7 +392,7 @@ unsafe fn search_by_policy(
         }
         return Err((
             "direct access to device memory is disabled, and staged copies were refused",
-            allow(search.p2p_disabled),
+            allow(search.selector.disable_p2p),
         ));
     }
     // SAFETY: the caller upholds the contract of this function, which covers this call.

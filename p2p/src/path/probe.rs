@@ -135,7 +135,7 @@ impl<'a> Page<'a> {
         // SAFETY: this function owns the page and no reference to its bytes exists. The page is
         // freed only after it was deregistered.
         let direct = unsafe { search.direct(&mut exports, None) };
-        search.note(exports.close());
+        search.attempts.extend(exports.close());
         match direct {
             Some((variant, region)) => {
                 if let Err(error) = retry_once("deregister", || search.provider.deregister(region))
@@ -154,7 +154,7 @@ impl<'a> Page<'a> {
                 self.may_be_registered = false;
                 match search.may_be_temporary {
                     true => ProbeResult::Unknown,
-                    false => ProbeResult::NoDirect(search.into_attempts()),
+                    false => ProbeResult::NoDirect(search.attempts),
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code, reason = "registers memory by address, on each path")]
 
-use std::{os::fd::BorrowedFd, sync::Arc};
+use std::sync::Arc;
 
 use hmem_core::{
     AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceKind, IfaceName, Path,
@@ -19,7 +19,6 @@ use super::{
     DefaultPathSelector,
     cause::{NO_PCIE_MAPPING, ProbableCause},
     exports::{Division, ExportSet, Exported, named},
-    facts::FactSource,
     variant::{DmaBufLayout, ExportShape, PathRefusal, PathVariant},
 };
 
@@ -42,15 +41,14 @@ pub(super) struct PathSearch<'a> {
     /// name.
     pub(super) iface: Option<&'a Arc<dyn Iface>>,
     pub(super) kind: AllocationKind,
-    /// The policy of the domain, or `Disabled` if direct access is disabled for the process.
+    /// The policy of the domain, or `Disabled` if `selector` disables direct access.
     pub(super) policy: P2pPolicy,
-    /// True if direct access is disabled for the process.
-    pub(super) p2p_disabled: bool,
-    fact_source: &'a dyn FactSource,
+    pub(super) selector: &'a DefaultPathSelector,
     /// Facts about the machine; `None` until the first refusal.
     facts: Option<Facts>,
-    attempts: Vec<Attempt>,
-    /// The kind of the last refusal by the iface or the NIC. Failed releases do not count.
+    /// The attempts so far, and failed releases of exports, which do not affect the search.
+    pub(super) attempts: Vec<Attempt>,
+    /// The error kind of the last refusal by the iface or the NIC; `None` before the first refusal.
     refused_with: Option<ErrorKind>,
     /// True if the iface or the NIC refused a path. A path that the NIC does not list among its
     /// imports does not count.
@@ -84,9 +82,8 @@ impl<'a> PathSearch<'a> {
             owner,
             iface,
             kind: kind_of(owner),
-            policy: selector.policy_in_force(registration.policy),
-            p2p_disabled: selector.disable_p2p,
-            fact_source: &*selector.facts,
+            policy: if selector.disable_p2p { P2pPolicy::Disabled } else { registration.policy },
+            selector,
             facts: None,
             attempts: Vec::new(),
             refused_with: None,
@@ -100,8 +97,8 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Starts a new search for other memory of the same iface and device, with the same NIC and
-    /// policy.
+    /// Returns a new search without attempts for memory of the same iface and device. The new search
+    /// has the same NIC, policy and first unit of export.
     pub(super) fn restart<'b>(
         &self,
         registration: &'b Registration<'b>,
@@ -110,30 +107,13 @@ impl<'a> PathSearch<'a> {
     where
         'a: 'b,
     {
-        PathSearch {
-            registration,
-            owner,
-            kind: kind_of(owner),
-            facts: None,
-            attempts: Vec::new(),
-            refused_with: None,
-            refused_by_driver: false,
-            may_be_temporary: false,
-            request_refused: false,
-            default_refused: false,
-            shape: ExportShape::default(),
-            exports_refused: false,
-            ..*self
-        }
+        let target = Target { registration, provider: self.provider };
+        let new = PathSearch::new(self.selector, target, owner, self.iface);
+        PathSearch { first_unit: self.first_unit, ..new }
     }
 
     pub(super) fn attr(&self) -> &'a ProviderAttr {
         self.provider.attr()
-    }
-
-    /// Returns the kernel's name of the exporter of a dma-buf; `None` if the kernel does not tell.
-    pub(super) fn dma_buf_exporter(&self, fd: BorrowedFd<'_>) -> Option<String> {
-        self.fact_source.dma_buf_exporter(fd)
     }
 
     fn nic(&self) -> &'a Nic {
@@ -160,7 +140,7 @@ impl<'a> PathSearch<'a> {
                 self.pieces(|_| Backing::Host { owned })
             }
             PathVariant::PeerMemory => exports.peer_memory(self.nic())?,
-            PathVariant::Staged => self.pieces(|_| Backing::Staged { iface: exports.iface() }),
+            PathVariant::Staged => self.pieces(|_| Backing::Staged { iface: exports.iface }),
         };
         // SAFETY: the caller upholds the contract of this function, which covers this call.
         match unsafe { self.provider.register(self.registration, &pieces) } {
@@ -173,8 +153,8 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Registers the memory as dma-bufs. Tries the divisions of the memory into exports in order,
-    /// until one is neither refused by the driver nor by the NIC. A NIC registers only the ranges,
-    /// however large the exports are.
+    /// until the driver and the NIC accept one. A NIC registers only the ranges, however large the
+    /// exports are.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
@@ -245,6 +225,27 @@ impl<'a> PathSearch<'a> {
         ranges.map(|&range| Piece { range, backing: backing(range) }).collect()
     }
 
+    /// Registers the memory over the path `variant`. Returns `None` and records the refusal if the
+    /// iface or the NIC refuses the path.
+    ///
+    /// # Safety
+    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
+    /// registration of this search.
+    pub(super) unsafe fn try_path(
+        &mut self,
+        variant: PathVariant,
+        exports: &mut ExportSet<'_>,
+    ) -> Option<ProviderRegion> {
+        // SAFETY: the caller upholds the contract of this function, which covers this call.
+        match unsafe { self.take(variant, exports) } {
+            Ok(taken) => Some(self.taken(variant, taken)),
+            Err(refusal) => {
+                self.refuse(variant, refusal);
+                None
+            }
+        }
+    }
+
     /// Tries the direct paths in order, except `tried`. Returns the region of the first path that
     /// works. Returns `None` if every path was refused, or if every path would refuse the request.
     ///
@@ -273,9 +274,8 @@ impl<'a> PathSearch<'a> {
                 continue;
             }
             // SAFETY: the caller upholds the contract of this function, which covers this call.
-            match unsafe { self.take(variant, exports) } {
-                Ok(taken) => return Some((variant, self.taken(variant, taken))),
-                Err(refusal) => self.refuse(variant, refusal),
+            if let Some(region) = unsafe { self.try_path(variant, exports) } {
+                return Some((variant, region));
             }
             if self.request_refused {
                 return None;
@@ -289,8 +289,8 @@ impl<'a> PathSearch<'a> {
         None
     }
 
-    /// Returns true if the NIC takes staged memory. Only transfers copy it, so a domain that only
-    /// registers takes none.
+    /// Returns true if the NIC imports staged memory and the domain has transfers. The bytes are
+    /// copied during transfers, so a domain without transfers cannot use staged memory.
     pub(super) fn imports_staged(&self) -> bool {
         self.attr().imports.staged && self.provider.transport().is_some()
     }
@@ -306,7 +306,15 @@ impl<'a> PathSearch<'a> {
             PathVariant::Staged => (self.imports_staged(), "staged copies"),
         };
         if !is_imported {
-            self.not_imported(variant.path(), what);
+            let path = variant.path();
+            let error = Error::new(ErrorKind::Unsupported, "import")
+                .provider(self.nic().to_string())
+                .context("why", what)
+                .remedy("use a NIC and driver that support it");
+            let cause = self.cause(path, Step::Import, DmaBufMapping::Default, &error);
+            tracing::debug!(%path, %error, "the NIC does not have the path");
+            let attempt = Attempt::not_tried(path, "import", error);
+            self.attempts.push(ProbableCause::add_to(cause.as_ref(), attempt));
         }
         is_imported
     }
@@ -337,13 +345,7 @@ impl<'a> PathSearch<'a> {
             return None;
         }
         // SAFETY: the caller upholds the contract of this function, which covers this call.
-        match unsafe { self.take(PathVariant::Staged, exports) } {
-            Ok(taken) => Some(taken.region),
-            Err(refusal) => {
-                self.refuse(PathVariant::Staged, refusal);
-                None
-            }
-        }
+        unsafe { self.try_path(PathVariant::Staged, exports) }
     }
 
     /// Returns false if transfers over the path `variant` need driver calls, which the domain
@@ -364,17 +366,6 @@ impl<'a> PathSearch<'a> {
         self.attempts.push(Attempt::not_tried(path, "direct_paths", error));
     }
 
-    fn not_imported(&mut self, path: Path, what: &'static str) {
-        let error = Error::new(ErrorKind::Unsupported, "import")
-            .provider(self.nic().to_string())
-            .context("why", what)
-            .remedy("use a NIC and driver that support it");
-        let cause = self.cause(path, Step::Import, DmaBufMapping::Default, &error);
-        tracing::debug!(%path, %error, "the NIC does not have the path");
-        let attempt = Attempt::not_tried(path, "import", error);
-        self.attempts.push(ProbableCause::add_to(cause.as_ref(), attempt));
-    }
-
     fn cause(
         &mut self,
         path: Path,
@@ -390,7 +381,7 @@ impl<'a> PathSearch<'a> {
                     self.attempts.push(Attempt::refused(path, "devices()", error));
                     None
                 });
-                self.fact_source.facts(bus_id.as_deref(), self.nic())
+                self.selector.facts.facts(bus_id.as_deref(), self.nic())
             }
         };
         let (facts, kind) = (self.facts.insert(facts), self.kind);
@@ -471,25 +462,10 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Adds attempts to the trace that do not affect the search, such as failed releases.
-    pub(super) fn note(&mut self, attempts: Vec<Attempt>) {
-        self.attempts.extend(attempts);
-    }
-
-    pub(super) fn into_attempts(self) -> Vec<Attempt> {
-        self.attempts
-    }
-
     /// Records that the registration over `variant` succeeded, and returns the decision for this
-    /// path.
-    pub(super) fn decision(mut self, variant: PathVariant, reason: &str) -> Decision {
+    /// path. The decision takes the attempts out of the search.
+    pub(super) fn decision(&mut self, variant: PathVariant, reason: &str) -> Decision {
         self.attempts.push(variant.success(self.shape));
-        self.recorded(variant, reason)
-    }
-
-    /// Returns the decision for the path `variant`. The caller must have recorded the successful
-    /// attempt.
-    pub(super) fn recorded(self, variant: PathVariant, reason: &str) -> Decision {
         let decision = Decision {
             path: variant.path(),
             reason: reason.into(),
@@ -502,7 +478,7 @@ impl<'a> PathSearch<'a> {
             mapping: variant.mapping(),
             unit: self.shape.unit,
             from_cache: false,
-            attempts: self.attempts.into(),
+            attempts: std::mem::take(&mut self.attempts).into(),
         };
         tracing::debug!(%decision, "path decided");
         decision
@@ -548,7 +524,7 @@ pub(super) fn kind_of(owner: &AddressOwner) -> AllocationKind {
 
 /// Returns the direct paths in the order that suits a NIC (HM-09).
 fn default_order(pcie_mapping_first: bool, exports: &ExportSet<'_>) -> Vec<DirectPath> {
-    let exporter = exports.iface().dma_buf();
+    let exporter = exports.iface.dma_buf();
     let has_pcie =
         exporter.is_some_and(|exporter| exporter.mappings().contains(&DmaBufMapping::Pcie));
     let mut mappings = vec![DmaBufMapping::Default];

@@ -104,7 +104,7 @@ impl From<DirectPath> for PathVariant {
 }
 
 /// The refusal of a path: the failed call and its error.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct PathRefusal {
     pub(super) step: Step,
     pub(super) call: String,
