@@ -15,7 +15,7 @@ use std::sync::Arc;
 use hmem::{
     Access, Addressing, Domain, DomainAttr, Hmem, MrFlags, MrMode, Promise, Raw, Region, Type2Bind,
     Type2Kind, fabric,
-    loopback::{Loopback, Memory, Progress},
+    loopback::{Loopback, Progress, RemapPolicy},
     provider::{CompletionQueue, EndpointAttr},
 };
 use report::{
@@ -27,8 +27,8 @@ const LEN: u64 = 1 << 20;
 const BINDABLE: Access = Access::RECV.union(Access::MW_BIND);
 const READABLE: Access = Access::REMOTE_READ;
 
-fn domain(memory: Memory) -> Domain {
-    let loopback = Loopback::builder().memory(memory).progress(Progress::ByHand).build();
+fn domain(memory: RemapPolicy) -> Domain {
+    let loopback = Loopback::builder().remap_policy(memory).progress(Progress::ByHand).build();
     let hmem = Hmem::builder()
         .without_vendor_ifaces()
         .provider(loopback.expect("a software NIC starts"))
@@ -55,7 +55,11 @@ fn register_and_close(domain: &Domain, region: &Region<Vec<u8>>) {
     region.close().expect("the region is not in use");
 }
 
-fn rows(memory: Memory, target: impl Fn() -> Target, names: [&'static str; 3]) -> Vec<Comparison> {
+fn rows(
+    memory: RemapPolicy,
+    target: impl Fn() -> Target,
+    names: [&'static str; 3],
+) -> Vec<Comparison> {
     let domain = domain(memory);
     let cq = domain.open_cq(16).expect("open a completion queue");
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("open an endpoint");
@@ -91,7 +95,7 @@ fn rows(memory: Memory, target: impl Fn() -> Target, names: [&'static str; 3]) -
 
 fn main() {
     let pinned = rows(
-        Memory::Pinned,
+        RemapPolicy::Pinned,
         || Target::Ratio(0.2),
         [
             "type 2: bind + invalidate / register + close, 1 MiB pinned",
@@ -101,7 +105,7 @@ fn main() {
     );
     alternating::print(pinned);
     let follow = rows(
-        Memory::Follow,
+        RemapPolicy::Follow,
         || Target::Unlimited,
         [
             "type 2: bind + invalidate / register + close, pages not touched",

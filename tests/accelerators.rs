@@ -12,7 +12,7 @@ use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr,
     Hmem, Iface, IfaceExt, IfaceKind,
     iface::AllocRequest,
-    loopback::{Loopback, Memory},
+    loopback::{Loopback, RemapPolicy},
     neuron::{self, Neuron},
     path::Path,
     synapseai::{self, SynapseAi},
@@ -51,7 +51,7 @@ fn with_each(test: impl Fn(&Fake, &Wire, &Arc<dyn Iface>)) {
             IfaceKind::NEURON => Arc::new(neuron(&fake)),
             _ => Arc::new(gaudi(&fake)),
         };
-        let nic = Loopback::builder().memory(Memory::Pinned).build().expect("a NIC");
+        let nic = Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a NIC");
         let builder = Hmem::builder().without_vendor_ifaces();
         let hmem = builder.shared_iface(Arc::clone(&iface)).provider(nic).build().expect("start");
         let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
@@ -113,7 +113,7 @@ fn withdrawn_memory_loses_its_cached_registrations() {
             std::mem::transmute::<*const (), Free>(symbol("synDeviceFree")),
         )
     };
-    let nic = Loopback::builder().memory(Memory::Pinned).build().expect("a NIC");
+    let nic = Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a NIC");
     let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&gaudi) as _);
     let hmem = hmem.provider(nic).build().expect("start");
     let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
@@ -151,7 +151,7 @@ fn disabled_monitor_leaves_the_other_ifaces_cached() {
     let mut builder = Hmem::builder()
         .without_vendor_ifaces()
         .cache(CacheAttr::default().without_monitors([IfaceKind::NEURON]))
-        .provider(Loopback::builder().memory(Memory::Pinned).build().expect("a NIC"));
+        .provider(Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a NIC"));
     for iface in &ifaces {
         builder = builder.shared_iface(Arc::clone(iface));
     }

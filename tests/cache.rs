@@ -14,7 +14,7 @@ use hmem::{
     Raw, Result,
     cache::UncachedReason,
     iface::AllocRequest,
-    loopback::{Loopback, Memory},
+    loopback::{Loopback, RemapPolicy},
     monitor::InvalidationCause,
     provider::{CompletionQueue, EndpointAttr},
     system::{
@@ -88,7 +88,7 @@ impl Net {
 }
 
 fn loopback() -> Loopback {
-    Loopback::builder().memory(Memory::Pinned).build().expect("a software NIC")
+    Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a software NIC")
 }
 
 fn simulated(style: FreeDetection) -> Arc<Simulated> {

@@ -17,7 +17,7 @@ use hmem::{
     Access, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr,
     Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Promise, Raw, Result,
     iface::AllocRequest,
-    loopback::{Loopback, Memory, Progress},
+    loopback::{Loopback, Progress, RemapPolicy},
     provider::{CompletionQueue, EndpointAttr, WindowState},
     system::Simulated,
     transfer::{EndpointName, RemoteSegment},
@@ -57,7 +57,8 @@ struct Net {
 
 impl Net {
     fn open() -> Self {
-        let nic = Loopback::builder().memory(Memory::Pinned).build().expect("a software NIC");
+        let nic =
+            Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a software NIC");
         let hmem = Hmem::builder().without_vendor_ifaces().provider(nic).build().expect("started");
         let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
         let cached = DomainAttr { cache: Some(CacheAttr::default()), ..attr.clone() };

@@ -10,7 +10,7 @@ use hmem::{
     Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Hmem, IfaceKind, MrMode, Promise,
     Raw,
     cache::CacheStatistics,
-    loopback::{Loopback, Memory},
+    loopback::{Loopback, RemapPolicy},
     system::monitor::HostMonitorKind,
 };
 
@@ -99,7 +99,8 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
 }
 
 fn hmem(kind: Option<HostMonitorKind>) -> Hmem {
-    let loopback = Loopback::builder().memory(Memory::Pinned).build().expect("a software NIC");
+    let loopback =
+        Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a software NIC");
     let builder = Hmem::builder().without_vendor_ifaces().provider(loopback);
     match kind {
         Some(kind) => builder.cache_monitor(kind),

@@ -22,7 +22,7 @@ use std::{
 use hmem::{
     Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode,
     Promise, Raw, RemoteKey, Result,
-    loopback::{Loopback, Memory},
+    loopback::{Loopback, RemapPolicy},
     monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor},
     provider::{CompletionQueue, EndpointAttr, Provider},
     system::monitor::{ImportMonitor, Layered, MemHooks, UserFaultFd},
@@ -219,7 +219,8 @@ impl Nic {
     fn provider(&self) -> Arc<dyn Provider> {
         match self {
             Self::Pinned => {
-                let loopback = Loopback::builder().needs(MODE).memory(Memory::Pinned).build();
+                let loopback =
+                    Loopback::builder().needs(MODE).remap_policy(RemapPolicy::Pinned).build();
                 Arc::new(loopback.expect("a software NIC"))
             }
             Self::Device(_) => verbs(),

@@ -9,7 +9,7 @@ use hmem::{
     iface::{
         AllocRequest, Allocator, Device, DmaBufExporter, Facet, Ipc, MonitorSource, SegmentMap,
     },
-    loopback::{Loopback, Memory, Progress},
+    loopback::{Loopback, Progress, RemapPolicy},
     system::{DmaBufKind, FreeDetection, Simulated, System},
 };
 use hmem_conformance::Suite;
@@ -59,7 +59,8 @@ fn main() -> ExitCode {
         suite.provider(name, move || Ok(Arc::new(Loopback::builder().needs(mode).build()?)));
     }
     suite.provider("loopback-pinned", move || {
-        let builder = Loopback::builder().needs(hardware).key_size(4).memory(Memory::Pinned);
+        let builder =
+            Loopback::builder().needs(hardware).key_size(4).remap_policy(RemapPolicy::Pinned);
         Ok(Arc::new(builder.cq_data_size(4).progress(Progress::Thread).build()?))
     });
     suite.provider("plug-in", || Ok(Arc::new(plug_in_provider::CopyNic::default())));

@@ -18,7 +18,7 @@ use hmem::{
     Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Hmem, Iface,
     IfaceKind, MrMode, Path,
     iface::AllocRequest,
-    loopback::{Loopback, Memory},
+    loopback::{Loopback, RemapPolicy},
     path::P2pPolicy,
     verbs::Verbs,
 };
@@ -58,7 +58,10 @@ fn domain(iface: &Arc<dyn Iface>) -> Result<Domain, Skipped> {
     let attr = DomainAttr { p2p: P2pPolicy::Required, cache, ..DomainAttr::default() };
     let device = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty());
     let Some(device) = device else {
-        let nic = Loopback::builder().memory(Memory::Pinned).build().expect("the software NIC");
+        let nic = Loopback::builder()
+            .remap_policy(RemapPolicy::Pinned)
+            .build()
+            .expect("the software NIC");
         let hmem = hmem.provider(nic).build().expect("start");
         return Ok(hmem.domain("loopback", attr).expect("a domain"));
     };

@@ -7,7 +7,7 @@ use hmem::{
     Iface, IfaceKind, MrMode, Result,
     cause::Step,
     iface::AllocRequest,
-    loopback::{Loopback, Memory},
+    loopback::{Loopback, RemapPolicy},
     p2p::{
         path::{ExplainRequest, Explanation},
         topology::{BusId, Topology},
@@ -167,7 +167,7 @@ impl Machine {
             let nic = match name {
                 "scalable" => nic,
                 "peer-memory" => nic.needs(HARDWARE_LIKE).imports(peer_memory),
-                PINNED => nic.needs(HARDWARE_LIKE).memory(Memory::Pinned),
+                PINNED => nic.needs(HARDWARE_LIKE).remap_policy(RemapPolicy::Pinned),
                 _ => nic.needs(HARDWARE_LIKE),
             };
             let added = nic.build().and_then(|nic| machine.add(Arc::new(nic), true, note));

@@ -153,7 +153,7 @@ impl AddressRange {
 
     /// Returns the bytes that are in both ranges, or `None` if there are none.
     #[must_use]
-    pub(crate) fn intersection(self, other: Self) -> Option<Self> {
+    pub fn intersection(self, other: Self) -> Option<Self> {
         let start = self.start.max(other.start);
         let last = |range: Self| Some(range.start.0 + range.len.checked_sub(1)?);
         let last = last(self)?.min(last(other)?);

@@ -8,17 +8,17 @@
 use std::sync::Arc;
 
 use hmem_core::{Access, Error, ErrorKind, MrMode, Result};
-
+use hmem_p2p::staging::FailedStep;
 use parking_lot::RwLockReadGuard;
 
 use super::{
     Few, NicCall,
     endpoint::{EndpointState, canceled_request},
     keys::Token,
-    memory::{self, DeviceMemory, Span},
+    memory::{self, CopyError, DeviceMemory, Span},
     region::{AccessStart, LOCAL_SIDE, Refusal, Region, denied},
     regions::{RegionGuard, RegionTable},
-    request::{KeyUse, LocalPart, Origin, RemotePart},
+    request::{KeyUse, LocalMemory, LocalPart, RemotePart},
     window::BindingGuard,
 };
 
@@ -52,12 +52,12 @@ impl LocalSide {
         right: Access,
     ) -> Result<()> {
         for part in parts.iter() {
-            self.holds.push(match part.origin {
-                Origin::Region(token) => {
+            self.holds.push(match part.memory {
+                LocalMemory::Region(token) => {
                     LocalHold::Region(hold_local(table, endpoint, token, right)?)
                 }
-                Origin::Host => LocalHold::Host,
-                Origin::Device(kind) => LocalHold::Device(DeviceMemory::new(Arc::clone(
+                LocalMemory::Host => LocalHold::Host,
+                LocalMemory::Device(kind) => LocalHold::Device(DeviceMemory::new(Arc::clone(
                     endpoint.domain.registry.get(kind)?,
                 ))),
             });
@@ -311,21 +311,22 @@ fn wrong_endpoint(why: &'static str) -> Error {
 /// Copies bytes between memory of `initiator` and memory of `target`, and returns their number.
 /// `own` is the list, `from` or `to`, that is memory of `initiator`.
 ///
-/// The copy goes through staging buffers if either list contains staged memory. They are those of
-/// the initiator's domain if `own` contains staged memory, and those of the target's domain
+/// The copy goes through staging buffers if either list contains staged memory. The buffers are those
+/// of the initiator's domain if `own` contains staged memory, and those of the target's domain
 /// otherwise.
 pub(super) fn copy(
     initiator: &EndpointState,
     target: &EndpointState,
     (from, to): (&[Span<'_>], &[Span<'_>]),
     own: &[Span<'_>],
-) -> std::result::Result<u64, memory::CopyError> {
+) -> Result<u64, CopyError> {
     let staged = |spans: &[Span<'_>]| spans.iter().any(|span| span.staged().is_some());
     if !staged(from) && !staged(to) {
         return memory::copy_reporting_side(from, to);
     }
     let own = if staged(own) { initiator } else { target };
-    let pool = own.domain.staging_pool().map_err(memory::CopyError::on_the_wire)?;
+    let failed = |error| CopyError { step: FailedStep::NicTransfer, error };
+    let pool = own.domain.staging_pool().map_err(failed)?;
     let canceled = || match (initiator.is_closed(), target.is_closed()) {
         (true, _) => Some(canceled_request()),
         (_, true) => Some(

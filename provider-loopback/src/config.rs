@@ -7,12 +7,12 @@ use hmem_core::{
 
 use super::Faults;
 
-/// The policy for which pages a host region uses after the application has remapped its addresses.
+/// The choice of the pages that a host region uses after its addresses were mapped anew.
 ///
-/// The policy does not apply to memory that stays mapped until the region is closed
+/// The choice does not affect memory that stays mapped until the region is closed
 /// ([`Backing::Host`](hmem_core::provider::Backing::Host) with `owned`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Memory {
+pub enum RemapPolicy {
     /// Each transfer uses the pages that are mapped at that time, as on a NIC with on-demand
     /// paging.
     #[default]
@@ -23,8 +23,8 @@ pub enum Memory {
     /// addresses, transfers still move the bytes of the old pages, until a refresh of the region.
     ///
     /// - Opening a domain fails with Unavailable if the process cannot use io_uring.
-    /// - Registration fails unless every page is mapped and writable. With MMU_NOTIFY, this applies
-    ///   only to the pages that are present.
+    /// - Registration fails unless every page is mapped and writable. With MMU_NOTIFY, pages that
+    ///   are not present need not be.
     /// - The kernel may refuse to pin pages of files other than memfds and hugetlbfs files.
     Pinned,
 }
@@ -46,7 +46,7 @@ pub enum Progress {
 #[derive(Clone)]
 pub(super) struct Config {
     pub(super) attr: ProviderAttr,
-    pub(super) memory: Memory,
+    pub(super) remap_policy: RemapPolicy,
     pub(super) windows: Vec<WindowType>,
     pub(super) region_counters: bool,
     pub(super) faults: Faults,
@@ -85,7 +85,7 @@ impl Default for Config {
         };
         Self {
             attr,
-            memory: Memory::Follow,
+            remap_policy: RemapPolicy::Follow,
             windows: vec![WindowType::One, WindowType::TwoA, WindowType::TwoB],
             region_counters: true,
             faults: Faults::new(),

@@ -14,7 +14,7 @@ use hmem_p2p::staging::Pool;
 use parking_lot::{Mutex, RwLock};
 
 use super::{
-    Memory,
+    RemapPolicy,
     keys::{self, DomainKeys, RawParts, Token},
     memory::Pinner,
     nic::Nic,
@@ -36,22 +36,22 @@ pub(super) struct DomainState {
     pub(super) wake: Arc<Wake>,
     pub(super) mapped: MappedKeys,
     pub(super) windows: Windows,
-    /// The pinner of host memory. `None` unless the NIC pins pages ([`super::Memory::Pinned`]).
+    /// The pinner of host memory; `None` with [`RemapPolicy::Follow`].
     pub(super) pinner: Option<Pinner>,
     /// The process that opened the domain. A forked child must not use the domain: a thread of the
     /// parent, which the child does not have, may hold any lock of the domain.
     pub(super) process: ProcessMark,
     staging: StagingAttr,
-    /// The staging buffers, allocated with the first staged region.
+    /// The staging buffers; `None` until the first staged region is registered.
     pool: Mutex<Option<Arc<Pool>>>,
 }
 
 impl DomainState {
     pub(super) fn open(nic: &Arc<Nic>, request: &DomainRequest) -> Result<Self> {
         let keys = Arc::new(DomainKeys::new(nic.attr.key_size)?);
-        let pinner = match nic.config.memory {
-            Memory::Follow => None,
-            Memory::Pinned => Some(Pinner::new()?),
+        let pinner = match nic.config.remap_policy {
+            RemapPolicy::Follow => None,
+            RemapPolicy::Pinned => Some(Pinner::new()?),
         };
         let id = nic.number_domain();
         let requested_keys = !request.mode.contains(MrMode::PROV_KEY);
@@ -156,8 +156,8 @@ impl fmt::Debug for DomainState {
     }
 }
 
-/// The peers' raw keys that the application has mapped, by the numbers that [`MappedKeys::map`]
-/// returned.
+/// The peers' raw keys that the application has mapped. The key of the map is the number that
+/// [`MappedKeys::map`] returned.
 #[derive(Debug, Default)]
 pub(super) struct MappedKeys {
     keys: RwLock<HashMap<u64, RawParts>>,

@@ -160,12 +160,7 @@ fn atomic(
     if !reads_only {
         far.persist_and_count(target, &remote)?;
     }
-    let mut rest = old.as_slice();
-    for span in result_spans.iter() {
-        let (part, after) = rest.split_at(span.len() as usize);
-        span.store(part)?;
-        rest = after;
-    }
+    memory::scatter(&old, result_spans.as_slice())?;
     Ok(len)
 }
 

@@ -39,7 +39,9 @@ use super::{
 
 /// A handle of a domain. The application and the domain's endpoints share it.
 pub(super) struct Domain {
+    /// A reference to this value itself, from which new endpoints get theirs.
     me: Weak<Self>,
+    /// The progress thread; `None` if the application makes progress.
     thread: Option<ProgressThread>,
     fabric: Arc<Fabric>,
     endpoints: Arc<DomainEndpoints>,
@@ -375,6 +377,7 @@ struct Cq {
     queue: Arc<Queue>,
     domain: Arc<DomainState>,
     endpoints: Arc<DomainEndpoints>,
+    /// True if the application makes progress, false if the domain has a progress thread.
     by_hand: bool,
 }
 
@@ -433,6 +436,7 @@ impl fmt::Debug for Cq {
 }
 
 /// A handle of an endpoint.
+#[derive(Debug)]
 struct Endpoint {
     state: Arc<EndpointState>,
     /// Keeps the domain, and its progress thread, alive.
@@ -493,14 +497,5 @@ impl Drop for Endpoint {
         if let Err(error) = self.state.close(true) {
             tracing::error!(error = %error.full(), "cannot close a dropped loopback endpoint");
         }
-    }
-}
-
-impl fmt::Debug for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Endpoint")
-            .field("state", &self.state)
-            .field("domain", &self.domain)
-            .finish()
     }
 }

@@ -104,7 +104,7 @@ mod register;
 mod request;
 mod window;
 
-pub use config::{Memory, Progress};
+pub use config::{Progress, RemapPolicy};
 pub use faults::{Faults, NicCall};
 pub use hmem_core::testing::Gate;
 pub use provider::{Builder, Loopback};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hmem_core::{Access, Error, ErrorKind, Result, transfer::CompletionKind};
-use hmem_p2p::staging::Part;
+use hmem_p2p::staging::FailedStep;
 
 use super::{
     Few, NicCall,
@@ -40,7 +40,7 @@ impl Content<'_> {
 fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
     let filled = fill_from(owner, receive, content);
     match filled {
-        Err(CopyError { part: Part::Target, error }) => Ok(Err(error)),
+        Err(CopyError { step: FailedStep::TargetCopy, error }) => Ok(Err(error)),
         Err(CopyError { error, .. }) if matches!(content, Content::Sent(..)) => Err(error),
         Err(CopyError { error, .. }) => Ok(Err(error)),
         Ok(len) => Ok(Ok(len)),
@@ -52,7 +52,7 @@ fn fill_from(
     receive: &Receive,
     content: &Content<'_>,
 ) -> Result<u64, CopyError> {
-    let at_receiver = |error| CopyError { part: Part::Target, error };
+    let at_receiver = |error| CopyError { step: FailedStep::TargetCopy, error };
     let len = content.len();
     if len > receive.capacity {
         return Err(at_receiver(
@@ -74,12 +74,7 @@ fn fill_from(
             access::copy(sender, owner, (from, to.as_slice()), from)?;
         }
         Content::Kept(bytes) => {
-            let mut bytes = *bytes;
-            for span in memory::head(spans.as_slice(), len).iter() {
-                let (part, rest) = bytes.split_at(span.len() as usize);
-                span.store(part).map_err(at_receiver)?;
-                bytes = rest;
-            }
+            memory::scatter(bytes, spans.as_slice()).map_err(at_receiver)?;
         }
     }
     Ok(len)

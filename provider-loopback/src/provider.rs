@@ -10,7 +10,7 @@ use hmem_core::{
 };
 
 use super::{
-    Faults, Memory, NicCall, Progress,
+    Faults, NicCall, Progress, RemapPolicy,
     config::{Config, MAX_REGIONS},
     endpoint::Fabric,
     handles::Domain,
@@ -32,12 +32,6 @@ impl Loopback {
     /// Creates a builder of a fabric.
     pub fn builder() -> Builder {
         Builder::default()
-    }
-
-    fn new(names: &[NicName], config: &Config) -> Result<Self> {
-        let nic = |(name, id): &NicName| Arc::new(Nic::new(name, id.as_deref(), config));
-        let nics = names.iter().map(nic).collect();
-        Ok(Self { fabric: Arc::new(Fabric::new()?), nics })
     }
 }
 
@@ -77,13 +71,13 @@ type NicName = (String, Option<String>);
 /// Builds a [`Loopback`].
 ///
 /// ```
-/// use hmem_provider_loopback::{Faults, Loopback, Memory, Progress};
+/// use hmem_provider_loopback::{Faults, Loopback, RemapPolicy, Progress};
 ///
 /// let faults = Faults::new();
 /// let provider = Loopback::builder()
 ///     .nic("nic0")
 ///     .nic("nic1")
-///     .memory(Memory::Follow)
+///     .remap_policy(RemapPolicy::Follow)
 ///     .progress(Progress::Thread)
 ///     .max_mr_count(1000)
 ///     .faults(&faults)
@@ -222,10 +216,10 @@ impl Builder {
         self
     }
 
-    /// Sets the pages that host regions use after their addresses were remapped. Default:
-    /// [`Memory::Follow`].
-    pub fn memory(mut self, memory: Memory) -> Self {
-        self.config.memory = memory;
+    /// Sets the pages that host regions use after their addresses were mapped anew. Default:
+    /// [`RemapPolicy::Follow`].
+    pub fn remap_policy(mut self, policy: RemapPolicy) -> Self {
+        self.config.remap_policy = policy;
         self
     }
 
@@ -298,7 +292,9 @@ impl Builder {
                 return refuse("nic", name, "give each NIC a name of its own");
             }
         }
-        Loopback::new(&self.names, &self.config)
+        let nic = |(name, id): &NicName| Arc::new(Nic::new(name, id.as_deref(), &self.config));
+        let nics = self.names.iter().map(nic).collect();
+        Ok(Loopback { fabric: Arc::new(Fabric::new()?), nics })
     }
 }
 
@@ -307,7 +303,7 @@ impl fmt::Debug for Builder {
         f.debug_struct("Builder")
             .field("nics", &self.names)
             .field("attr", &self.config.attr)
-            .field("memory", &self.config.memory)
+            .field("remap_policy", &self.config.remap_policy)
             .finish_non_exhaustive()
     }
 }

@@ -388,12 +388,6 @@ impl Regions {
         Ok(RefreshGuard { root, part })
     }
 
-    fn find(&self, domain: u32, token: Token, operation: &'static str) -> Result<SharedRegion> {
-        let table = self.lock();
-        let live = table.slots.find(domain, token).ok_or_else(|| stale(operation))?;
-        Ok(Arc::clone(&live.region))
-    }
-
     /// Calls `look` with a live region, enabled or not. Waits for a refresh but not for transfers.
     ///
     /// If the region has no dependent, another thread may deregister it at the same time. `look`
@@ -409,7 +403,10 @@ impl Regions {
         operation: &'static str,
         look: impl FnOnce(&Region) -> Result<T>,
     ) -> Result<T> {
-        let region = self.find(domain, token, operation)?;
+        let table = self.lock();
+        let live = table.slots.find(domain, token).ok_or_else(|| stale(operation))?;
+        let region = Arc::clone(&live.region);
+        drop(table);
         // The read is recursive, because this thread may already have a read guard for a transfer
         // while a refresh waits for the lock.
         look(&region.read_recursive())

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, AddressRange, AuthKey, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result,
+    Access, AddressRange, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result,
     counter::Counter,
     provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration},
 };
@@ -13,7 +13,7 @@ use super::{
     Few, NicCall,
     domain::DomainState,
     keys::Token,
-    memory::{self, AnnouncedPages, DeviceMemory, PieceMemory, Pinned, Pinner, Run},
+    memory::{self, AnnouncedPages, DeviceMemory, PieceMemory, Pinned},
     nic::Reservation,
     region::{Region, RegionAttr, RegionPiece, SharedRegion},
     regions::Pages,
@@ -26,7 +26,16 @@ impl DomainState {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        self.check_count(pieces)?;
+        let limit = self.nic.attr.mr_iov_limit;
+        // A range of the request may consist of several pieces.
+        if pieces.len() > limit {
+            return Err(Error::new(ErrorKind::InvalidArgument, "register")
+                .provider("loopback")
+                .context("limit", "mr_iov_limit")
+                .context("value", limit)
+                .context("requested", pieces.len())
+                .remedy("split the region"));
+        }
         let len = pieces.iter().map(|piece| piece.range.len()).sum();
         let reservation = self.nic.reserve(len)?;
         let region = self.prepare(request, pieces, len)?;
@@ -34,26 +43,8 @@ impl DomainState {
         self.insert(request.key, Pages::Own(len), region, reservation)
     }
 
-    /// Refuses a region of too many pieces. A range of the request may consist of several pieces.
-    fn check_count(&self, pieces: &[Piece<'_>]) -> Result<()> {
-        let limit = self.nic.attr.mr_iov_limit;
-        if pieces.len() <= limit {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::InvalidArgument, "register")
-            .provider("loopback")
-            .context("limit", "mr_iov_limit")
-            .context("value", limit)
-            .context("requested", pieces.len())
-            .remedy("split the region"))
-    }
-
-    /// Returns the authorization key of a region, or `None` if it equals the domain's key.
-    fn own_auth_key(&self, key: &AuthKey) -> Option<AuthKey> {
-        (*key != self.auth_key).then(|| key.clone())
-    }
-
-    /// Imports, pins or checks the memory of a region, according to its backing and the mode.
+    /// Imports the memory of a new region. With MMU_NOTIFY, finds the pages that are present now in
+    /// memory that the region does not own.
     fn prepare(
         &self,
         request: &Registration<'_>,
@@ -66,8 +57,6 @@ impl DomainState {
         for piece in pieces {
             imported.push(self.import(request, piece)?);
         }
-        let persistent = request.flags.contains(MrFlags::RMA_PMEM);
-        check_persistence(request, persistent, &imported)?;
         let notified = self.mode.contains(MrMode::MMU_NOTIFY)
             && pieces.iter().any(|piece| is_borrowed(&piece));
         let announced_pages = notified.then(|| {
@@ -79,30 +68,42 @@ impl DomainState {
             }
             Arc::new(RwLock::new(announced_pages))
         });
+        self.new_region(request, imported, len, announced_pages, false)
+    }
+
+    /// Creates a region from its pieces and the properties in `request`. The region is persistent if
+    /// `persistent` is true or the request has RMA_PMEM.
+    ///
+    /// # Errors
+    /// BadFlags: the region is persistent and has memory of a device, and transfers may not call
+    /// drivers. The region would flush the device after each write.
+    fn new_region(
+        &self,
+        request: &Registration<'_>,
+        pieces: Few<RegionPiece>,
+        len: u64,
+        announced_pages: Option<Arc<RwLock<AnnouncedPages>>>,
+        persistent: bool,
+    ) -> Result<SharedRegion> {
+        let persistent = persistent || request.flags.contains(MrFlags::RMA_PMEM);
+        let flushes = persistent && pieces.iter().any(|piece| !piece.memory.is_host());
+        if flushes && !request.driver_calls_in_transfers {
+            let why = "flushes the device after each write";
+            return Err(needs_driver_calls(ErrorKind::BadFlags, why)
+                .context("flags", MrFlags::RMA_PMEM)
+                .remedy("clear RMA_PMEM, or set DomainAttr::driver_calls_in_transfers"));
+        }
         Ok(Region::shared(RegionAttr {
             len,
             access: request.access,
             addressing: request.addressing,
-            pieces: imported,
-            auth_key: self.own_auth_key(request.auth_key),
+            pieces,
+            auth_key: (*request.auth_key != self.auth_key).then(|| request.auth_key.clone()),
             announced_pages,
             persistent,
             single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
             enabled: request.enabled,
         }))
-    }
-
-    /// In ALLOCATED mode, populates the pages of a range that the region does not own. Does nothing
-    /// in other modes.
-    ///
-    /// # Errors
-    /// BadAddress: a page is not mapped, or does not permit the accesses of the region's rights.
-    fn check_pages(&self, request: &Registration<'_>, range: AddressRange) -> Result<()> {
-        if self.mode.contains(MrMode::ALLOCATED) {
-            memory::populate(range, request.access.nic_writes(), "register")
-        } else {
-            Ok(())
-        }
     }
 
     fn import(&self, request: &Registration<'_>, piece: &Piece<'_>) -> Result<RegionPiece> {
@@ -134,31 +135,35 @@ impl DomainState {
         Ok(RegionPiece { range: piece.range, memory, at })
     }
 
+    /// Imports host memory that the region does not own, as the mode and the NIC require:
+    ///
+    /// - A NIC that pins pages pins all pages of the range. With MMU_NOTIFY it pins only the present
+    ///   pages, because the application announces the others later.
+    /// - Another NIC populates the pages in ALLOCATED mode.
+    ///
+    /// # Errors
+    /// BadAddress: a page is not mapped, or does not permit the accesses of the region's rights.
     fn import_borrowed(
         &self,
         request: &Registration<'_>,
         range: AddressRange,
     ) -> Result<PieceMemory> {
         let Some(pinner) = &self.pinner else {
-            self.check_pages(request, range)?;
+            if self.mode.contains(MrMode::ALLOCATED) {
+                memory::populate(range, request.access.nic_writes(), "register")?;
+            }
             return Ok(PieceMemory::Borrowed);
         };
         let runs = if self.mode.contains(MrMode::MMU_NOTIFY) {
-            self.pin_present(pinner, range)?
+            let mut runs = Vec::new();
+            for present in AnnouncedPages::present(std::iter::once(range)).ranges() {
+                runs.extend(pinner.pin(present, "register")?);
+            }
+            runs
         } else {
             pinner.pin(range, "register")?
         };
         Ok(PieceMemory::Pinned(Arc::new(Pinned::new(runs))))
-    }
-
-    /// Pins the pages of a range that are present. The application announces the other pages later
-    /// (MMU_NOTIFY).
-    fn pin_present(&self, pinner: &Pinner, range: AddressRange) -> Result<Vec<Run>> {
-        let mut runs = Vec::new();
-        for present in AnnouncedPages::present(std::iter::once(range)).ranges() {
-            runs.extend(pinner.pin(present, "register")?);
-        }
-        Ok(runs)
     }
 
     /// Adds a region to the table, and keeps its reservation. The mode decides whether the
@@ -225,20 +230,9 @@ impl DomainState {
         let part = |parent: &Region| {
             let parent = &parent.attr;
             check_part(parent, request.access, offset, len)?;
+            let announced = parent.announced_pages.clone();
             let pieces = parent.part(offset, len);
-            let persistent = request.flags.contains(MrFlags::RMA_PMEM) || parent.persistent;
-            check_persistence(request, persistent, &pieces)?;
-            Ok(Region::shared(RegionAttr {
-                len,
-                access: request.access,
-                addressing: request.addressing,
-                pieces,
-                auth_key: self.own_auth_key(request.auth_key),
-                announced_pages: parent.announced_pages.clone(),
-                persistent,
-                single_use: request.flags.contains(MrFlags::MR_SINGLE_USE),
-                enabled: request.enabled,
-            }))
+            self.new_region(request, pieces, len, announced, parent.persistent)
         };
         let registered =
             regions.inspect(self.id, base, "register sub-region", part).and_then(|region| {
@@ -283,7 +277,7 @@ impl DomainState {
             let named: Vec<_> = if ranges.is_empty() {
                 vec![piece]
             } else {
-                ranges.iter().filter_map(|range| common(piece, *range)).collect()
+                ranges.iter().filter_map(|range| piece.intersection(*range)).collect()
             };
             for range in named {
                 let pages = range.page_aligned(rustix::param::page_size() as u64);
@@ -335,22 +329,6 @@ fn check_part(base: &RegionAttr, access: Access, offset: u64, len: u64) -> Resul
     Ok(())
 }
 
-/// Refuses a persistent region of device memory if transfers may not call drivers: the region
-/// flushes the device after each write.
-fn check_persistence(
-    request: &Registration<'_>,
-    persistent: bool,
-    pieces: &[RegionPiece],
-) -> Result<()> {
-    let flushes = persistent && pieces.iter().any(|piece| !piece.memory.is_host());
-    if flushes && !request.driver_calls_in_transfers {
-        return Err(needs_driver_calls(ErrorKind::BadFlags, "flushes the device after each write")
-            .context("flags", MrFlags::RMA_PMEM)
-            .remedy("clear RMA_PMEM, or set DomainAttr::driver_calls_in_transfers"));
-    }
-    Ok(())
-}
-
 fn needs_driver_calls(kind: ErrorKind, why: &'static str) -> Error {
     Error::new(kind, "register")
         .provider("loopback")
@@ -370,15 +348,4 @@ fn too_wide(key: u64) -> Error {
         .context("key", format_args!("{key:#x}"))
         .context("key_size", 4)
         .remedy("request a key that fits the NIC's key size")
-}
-
-/// Returns the intersection of two address ranges, or `None` if it is empty.
-fn common(a: AddressRange, b: AddressRange) -> Option<AddressRange> {
-    let start = a.start().max(b.start());
-    let last = |range: AddressRange| range.start().0 + (range.len() - 1);
-    if !a.overlaps(b) {
-        return None;
-    }
-    let end = last(a).min(last(b));
-    AddressRange::new(start, end - start.0 + 1).ok()
 }

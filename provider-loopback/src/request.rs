@@ -34,12 +34,12 @@ pub(super) const fn window_event(task: &Task) -> Option<(ProviderWindow, WindowE
 pub(super) struct LocalPart {
     pub(super) address: u64,
     pub(super) len: u64,
-    pub(super) origin: Origin,
+    pub(super) memory: LocalMemory,
 }
 
 /// The kind of local memory, which decides how the NIC accesses it.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Origin {
+pub(super) enum LocalMemory {
     /// Memory of the region that the token names.
     Region(Token),
     /// Host memory without a region. The application keeps the memory valid until the request
@@ -85,14 +85,14 @@ fn local_part(domain: &DomainState, segment: &LocalSegment) -> Result<LocalPart>
     if let Some(desc) = segment.desc {
         let token = Token::from_u64(desc.to_provider());
         if domain.nic.regions.is_live(domain.id, token) {
-            return Ok(LocalPart { address, len, origin: Origin::Region(token) });
+            return Ok(LocalPart { address, len, memory: LocalMemory::Region(token) });
         }
         return Err(refuse(
             "the descriptor is stale or of another domain",
             "pass the descriptor of a region of this domain that is open",
         ));
     }
-    let origin = if domain.mode.contains(MrMode::LOCAL) {
+    let memory = if domain.mode.contains(MrMode::LOCAL) {
         return Err(refuse("no descriptor", "in LOCAL mode every local buffer needs a descriptor"));
     } else {
         if len > 0 && address.checked_add(len - 1).is_none() {
@@ -107,15 +107,15 @@ fn local_part(domain: &DomainState, segment: &LocalSegment) -> Result<LocalPart>
             IfaceKind::SYSTEM
         };
         if owner == IfaceKind::SYSTEM {
-            Origin::Host
+            LocalMemory::Host
         } else if domain.mode.contains(MrMode::HMEM) {
             return Err(refuse("device memory", "in HMEM mode device buffers need a descriptor")
                 .iface(domain.registry.name_of(owner)));
         } else {
-            Origin::Device(owner)
+            LocalMemory::Device(owner)
         }
     };
-    Ok(LocalPart { address, len, origin })
+    Ok(LocalPart { address, len, memory })
 }
 
 /// Checks local segments, and returns their parts and their total length.

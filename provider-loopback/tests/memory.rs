@@ -17,7 +17,7 @@ use hmem_core::{
     provider::{Backing, ManualProgress, Piece},
     transfer::{AtomicOp, AtomicType, Operation, RemoteSegment},
 };
-use hmem_provider_loopback::{Faults, Loopback, Memory, NicCall, Progress};
+use hmem_provider_loopback::{Faults, Loopback, NicCall, Progress, RemapPolicy};
 use rustix::{
     fs::{MemfdFlags, OFlags, SealFlags},
     mm::{MapFlags, MprotectFlags, ProtFlags},
@@ -103,8 +103,8 @@ impl Drop for Pages {
     }
 }
 
-fn pair(memory: Memory, mode: MrMode) -> Pair {
-    Pair::new(Loopback::builder().memory(memory).build().unwrap(), mode)
+fn pair(memory: RemapPolicy, mode: MrMode) -> Pair {
+    Pair::new(Loopback::builder().remap_policy(memory).build().unwrap(), mode)
 }
 
 fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
@@ -130,7 +130,7 @@ fn file(fd: &OwnedFd, offset: u64, len: u64) -> Piece<'_> {
 
 #[test]
 fn pinned_regions_keep_old_pages_and_others_follow_mappings() {
-    for memory in [Memory::Pinned, Memory::Follow] {
+    for memory in [RemapPolicy::Pinned, RemapPolicy::Follow] {
         let pair = pair(memory, MrMode::empty());
         let pages = Pages::new(3);
         for at in 0..pages.len {
@@ -148,8 +148,8 @@ fn pinned_regions_keep_old_pages_and_others_follow_mappings() {
         let (mapped, read) = (pages.get(5000), (back.get(0), back.get(100), back.get(5000)));
         match memory {
             // The stale registration moves stale bytes, and the new mapping does not see the write.
-            Memory::Pinned => assert_eq!((mapped, read), (0, (1, 1, 9))),
-            Memory::Follow => assert_eq!((mapped, read), (9, (0, 2, 9))),
+            RemapPolicy::Pinned => assert_eq!((mapped, read), (0, (1, 1, 9))),
+            RemapPolicy::Follow => assert_eq!((mapped, read), (9, (0, 2, 9))),
         }
         pair.there.domain.refresh().unwrap().refresh_pages(region, &[]).unwrap();
         pair.here.read(pair.to, &[back.whole()], &key, 0).unwrap();
@@ -162,12 +162,12 @@ fn pinned_regions_keep_old_pages_and_others_follow_mappings() {
 #[test]
 fn forked_child_cannot_use_or_close_the_parents_domain() {
     let kinds = [
-        (Progress::ByHand, Memory::Pinned),
-        (Progress::ByHand, Memory::Follow),
-        (Progress::Thread, Memory::Follow),
+        (Progress::ByHand, RemapPolicy::Pinned),
+        (Progress::ByHand, RemapPolicy::Follow),
+        (Progress::Thread, RemapPolicy::Follow),
     ];
     for (progress, memory) in kinds {
-        let provider = Loopback::builder().memory(memory).progress(progress).build().unwrap();
+        let provider = Loopback::builder().remap_policy(memory).progress(progress).build().unwrap();
         let domain = domain(&provider, MrMode::empty());
         let pages = Pages::new(2);
         let region = RegAttr::key(1).register(&*domain, &[host(pages.range(), false)]).unwrap();
@@ -237,7 +237,7 @@ fn forked_child_cannot_use_or_close_the_parents_domain() {
 
 #[test]
 fn pinned_memory_larger_than_the_scratch_file_is_copied() {
-    let pair = pair(Memory::Pinned, MrMode::empty());
+    let pair = pair(RemapPolicy::Pinned, MrMode::empty());
     let len = (3 << 20) + 12_345;
     let target = Buffer::new(len);
     let region =
@@ -251,7 +251,7 @@ fn pinned_memory_larger_than_the_scratch_file_is_copied() {
 
 #[test]
 fn pinned_region_needs_pages_and_unpins_them_at_close() {
-    let provider = Loopback::builder().memory(Memory::Pinned).build().unwrap();
+    let provider = Loopback::builder().remap_policy(RemapPolicy::Pinned).build().unwrap();
     let domain = domain(&provider, MrMode::empty());
     let pages = Pages::new(3);
     pages.punch(1);
@@ -273,7 +273,7 @@ fn pinned_region_needs_pages_and_unpins_them_at_close() {
 
 #[test]
 fn absent_pages_fail_only_the_transfer() {
-    let pair = pair(Memory::Follow, MrMode::empty());
+    let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let pages = Pages::new(4);
     let region =
         RegAttr::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
@@ -325,7 +325,7 @@ fn allocated_mode_needs_pages_at_registration() {
 
 #[test]
 fn mmu_notify_allows_only_announced_pages() {
-    for memory in [Memory::Follow, Memory::Pinned] {
+    for memory in [RemapPolicy::Follow, RemapPolicy::Pinned] {
         let pair = pair(memory, MrMode::MMU_NOTIFY);
         let pages = Pages::new(4);
         pages.set(0, 1);
@@ -365,7 +365,7 @@ fn mmu_notify_allows_only_announced_pages() {
 /// registered the sub-region.
 #[test]
 fn sub_region_allows_only_announced_pages_of_its_base() {
-    for memory in [Memory::Follow, Memory::Pinned] {
+    for memory in [RemapPolicy::Follow, RemapPolicy::Pinned] {
         for vectored in [false, true] {
             let pair = pair(memory, MrMode::MMU_NOTIFY);
             let pages = Pages::new(4);
@@ -413,7 +413,7 @@ fn sub_region_allows_only_announced_pages_of_its_base() {
 /// MODE-08
 #[test]
 fn mmu_notify_applies_to_each_range_of_a_region() {
-    for memory in [Memory::Follow, Memory::Pinned] {
+    for memory in [RemapPolicy::Follow, RemapPolicy::Pinned] {
         for addressing in [Addressing::ZeroBased, Addressing::Virtual] {
             let pair = pair(memory, MrMode::MMU_NOTIFY);
             let ranges = [Pages::new(2), Pages::new(2)];
@@ -543,7 +543,7 @@ fn refresh_waits_for_a_transfer_in_flight() {
 #[test]
 fn imported_file_is_accessed_at_exactly_its_bytes() {
     for seals in [SealFlags::empty(), SealFlags::SHRINK, SealFlags::SHRINK | SealFlags::GROW] {
-        let pair = pair(Memory::Follow, MrMode::empty());
+        let pair = pair(RemapPolicy::Follow, MrMode::empty());
         let fd = memfd(3 * PAGE as u64, seals);
         let offset = PAGE as u64 + 123;
         let region =
@@ -571,7 +571,7 @@ fn imported_file_is_accessed_at_exactly_its_bytes() {
 
 #[test]
 fn file_that_shrinks_fails_the_transfer() {
-    let pair = pair(Memory::Follow, MrMode::empty());
+    let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let fd = memfd(2 * PAGE as u64, SealFlags::empty());
     let region =
         RegAttr::key(1).register(&*pair.there.domain, &[file(&fd, 0, 2 * PAGE as u64)]).unwrap();
@@ -611,7 +611,7 @@ fn refused_file_import_names_the_reason() {
 
 #[test]
 fn file_import_needs_a_readable_fd_without_append() {
-    let pair = pair(Memory::Follow, MrMode::empty());
+    let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let domain = &*pair.there.domain;
     let fd = memfd(PAGE as u64, SealFlags::empty());
     let reopened = |flags| {
@@ -674,7 +674,7 @@ impl Copies for Device {
 
 #[test]
 fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
-    let pair = pair(Memory::Follow, MrMode::empty());
+    let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let len = (1 << 20) + 77;
     let range = AddressRange::new(Address(0x10_0000_0000), len as u64).unwrap();
     let device = Arc::new(CopiedDevice { range, copies: Device(Mutex::new(vec![0; len])) });
@@ -704,7 +704,7 @@ fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
 
 #[test]
 fn atomics_through_different_mappings_are_atomic_together() {
-    let pair = pair(Memory::Follow, MrMode::empty());
+    let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let target = Buffer::new(64);
     let keys: Vec<_> = [true, false]
         .iter()
@@ -736,7 +736,7 @@ fn atomics_through_different_mappings_are_atomic_together() {
 #[test]
 fn atomic_across_two_pieces_is_refused() {
     for owned in [true, false] {
-        let pair = pair(Memory::Follow, MrMode::empty());
+        let pair = pair(RemapPolicy::Follow, MrMode::empty());
         let targets = [Buffer::counting(64), Buffer::counting(64)];
         let before = targets.each_ref().map(Buffer::bytes);
         // Both pieces start at addresses that are multiples of 8. The second piece starts in the

@@ -12,16 +12,16 @@ use hmem_core::{
     provider::{DomainRequest, Provider, WindowBind, WindowState, WindowType},
     transfer::{Operation, PeerId},
 };
-use hmem_provider_loopback::{Faults, Loopback, Memory, NicCall, Progress};
+use hmem_provider_loopback::{Faults, Loopback, NicCall, Progress, RemapPolicy};
 use support::*;
 
 #[test]
 fn deregistration_waits_for_a_transfer_in_flight() {
     for (owned, memory) in
-        [(true, Memory::Follow), (false, Memory::Follow), (false, Memory::Pinned)]
+        [(true, RemapPolicy::Follow), (false, RemapPolicy::Follow), (false, RemapPolicy::Pinned)]
     {
         let faults = Faults::new();
-        let provider = Loopback::builder().faults(&faults).memory(memory).build().unwrap();
+        let provider = Loopback::builder().faults(&faults).remap_policy(memory).build().unwrap();
         let pair = Pair::new(provider, MrMode::empty());
         let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
         let region =

@@ -13,7 +13,7 @@ use std::{
 
 use hmem::{
     ErrorKind, MrMode,
-    loopback::{Memory as Pages, Progress},
+    loopback::{Progress, RemapPolicy},
     path::P2pPolicy,
     system::FreeDetection,
 };
@@ -47,7 +47,7 @@ pub(crate) struct TestConfig {
     pub(crate) mode: Mode,
     pub(crate) key_size: usize,
     pub(crate) progress: Progress,
-    pub(crate) pages: Pages,
+    pub(crate) pages: RemapPolicy,
     pub(crate) policy: P2pPolicy,
 }
 
@@ -106,7 +106,7 @@ const PLACES: [(Memory, P2pPolicy); 5] = [
 ];
 const KEY_SIZES: [usize; 2] = [8, 4];
 const PROGRESSES: [Progress; 2] = [Progress::ByHand, Progress::Thread];
-const PAGES: [Pages; 2] = [Pages::Follow, Pages::Pinned];
+const PAGES: [RemapPolicy; 2] = [RemapPolicy::Follow, RemapPolicy::Pinned];
 
 impl TestConfig {
     /// The default mode over host memory with manual progress, for behaviours that are equal in
@@ -117,7 +117,7 @@ impl TestConfig {
         mode: DEFAULT,
         key_size: 8,
         progress: Progress::ByHand,
-        pages: Pages::Follow,
+        pages: RemapPolicy::Follow,
         policy: P2pPolicy::Enabled,
     };
 
@@ -241,7 +241,7 @@ pub(crate) fn verbs_configs() -> Vec<TestConfig> {
         mode: VERBS,
         key_size: 4,
         progress: Progress::Thread,
-        pages: Pages::Pinned,
+        pages: RemapPolicy::Pinned,
         policy,
     };
     let mut configs = Vec::new();
@@ -354,11 +354,11 @@ pub(crate) mod needs {
         need("system memory", "the behaviour concerns device memory", |config| !config.is_system());
     pub(crate) const FOLLOW: Need =
         need("pinned pages", "pages must be present when they are pinned", |config| {
-            config.pages == Pages::Follow
+            config.pages == RemapPolicy::Follow
         });
     pub(crate) const PINNED: Need =
         need("followed pages", "the behaviour concerns pinned pages", |config| {
-            config.pages == Pages::Pinned
+            config.pages == RemapPolicy::Pinned
         });
     pub(crate) const BY_HAND: Need =
         need("progress by thread", "the test steps transfers itself", |config| {

@@ -64,7 +64,7 @@ impl Setup {
             provider: Loopback::builder()
                 .needs(config.mode.needed)
                 .key_size(config.key_size)
-                .memory(config.pages)
+                .remap_policy(config.pages)
                 .progress(config.progress)
                 .faults(&faults),
             target: attr.clone(),

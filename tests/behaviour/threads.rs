@@ -13,7 +13,7 @@ use std::{
 use hmem::{
     Access, Domain, DomainAttr, Hmem, MrFlags, MrMode, Prefault, Result, Type2Kind,
     fabric::{self, MrAttr},
-    loopback::{Loopback, Memory as Pages, Progress},
+    loopback::{Loopback, Progress, RemapPolicy},
     prefault,
     provider::{DomainRequest, LiveObjects, Provider, ProviderAttr, ProviderDomain},
 };
@@ -332,7 +332,7 @@ fn registering_prefaults_on_request_and_reports_progress(config: &TestConfig) {
     let progress = |done: u64, all: u64| reports.lock().expect("not poisoned").push((done, all));
     let attr = mr_attr(&ranges, REMOTE);
     let untouched = net.try_expose(&attr, MrFlags::empty()).expect("register");
-    if config.pages == Pages::Follow {
+    if config.pages == RemapPolicy::Follow {
         assert_eq!(present(memory.pages()), 0, "nobody asked for pages");
     }
     let prefault = Some(Prefault { threads: 0, progress: Some(&progress) });

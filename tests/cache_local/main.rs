@@ -25,7 +25,7 @@ use hmem::{
     Access, Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Endpoint,
     Errno, ErrorKind, Hmem, Iface, MrMode,
     iface::AllocRequest,
-    loopback::{Faults, Loopback, Memory, NicCall},
+    loopback::{Faults, Loopback, NicCall, RemapPolicy},
     provider::EndpointAttr,
     system::{
         AddressReuse, Simulated,
@@ -366,8 +366,11 @@ fn device_memory_in_hmem_mode_is_never_a_stale_hit() {
         Simulated::builder().address_reuse(AddressReuse::JustFreed).build().expect("a device"),
     );
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
-    let nic =
-        Loopback::builder().memory(Memory::Pinned).needs(MrMode::HMEM).build().expect("a NIC");
+    let nic = Loopback::builder()
+        .remap_policy(RemapPolicy::Pinned)
+        .needs(MrMode::HMEM)
+        .build()
+        .expect("a NIC");
     let import = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(import);
     let hmem =

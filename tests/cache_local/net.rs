@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hmem::{
     Access, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, MrMode, RemoteKey, Result,
     cache::CacheStatistics,
-    loopback::{Builder, Loopback, Memory},
+    loopback::{Builder, Loopback, RemapPolicy},
     provider::{CompletionQueue, EndpointAttr},
     system::monitor::ImportMonitor,
     transfer::{Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
@@ -125,7 +125,7 @@ impl Net {
 }
 
 pub(crate) fn nic() -> Builder {
-    Loopback::builder().memory(Memory::Pinned).needs(MrMode::LOCAL)
+    Loopback::builder().remap_policy(RemapPolicy::Pinned).needs(MrMode::LOCAL)
 }
 
 /// Returns an `Hmem` with this NIC and an imported monitor, which the test notifies of changes.

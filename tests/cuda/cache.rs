@@ -11,7 +11,7 @@ use hmem::{
         sys::{CuContext, CuDevicePtr, Functions},
     },
     iface::AllocRequest,
-    loopback::Memory,
+    loopback::RemapPolicy,
     monitor::InvalidationCause,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
@@ -192,7 +192,7 @@ pub(crate) fn with_each_monitor(rounds_each: u32, show: impl Fn(&Link, CudaMonit
                 profile.clone(),
                 IMPORTS,
                 P2pPolicy::Enabled,
-                Memory::Pinned,
+                RemapPolicy::Pinned,
                 *monitor,
             );
             show(&link, *monitor, rounds_each);
@@ -244,7 +244,7 @@ fn ten_thousand_reallocations_are_never_a_stale_hit() {
         Profile::default(),
         IMPORTS,
         P2pPolicy::Enabled,
-        Memory::Pinned,
+        RemapPolicy::Pinned,
         CudaMonitorKind::Auto,
     );
     let shown = rounds(&link, AllocationKind::Device, Freed::ByTheApplication, 10_000);
@@ -330,7 +330,7 @@ fn hooked_free_closes_the_registration_at_once() {
             profile,
             IMPORTS,
             P2pPolicy::Enabled,
-            Memory::Pinned,
+            RemapPolicy::Pinned,
             CudaMonitorKind::Hooks,
         );
         let (app, cache) = (App::new(&link.functions), link.domain.cache().expect("a cache"));
@@ -375,8 +375,13 @@ fn hooked_free_closes_the_registration_at_once() {
 #[test]
 fn concurrent_reuse_of_addresses_is_never_a_stale_hit() {
     for monitor in MONITORS {
-        let link =
-            Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
+        let link = Link::cached(
+            Profile::default(),
+            IMPORTS,
+            P2pPolicy::Enabled,
+            RemapPolicy::Pinned,
+            *monitor,
+        );
         std::thread::scope(|scope| {
             for thread in 0..3u32 {
                 let link = &link;

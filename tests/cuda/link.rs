@@ -14,7 +14,7 @@ use hmem::{
         sys::{self, CuContext, CuDeviceAttribute, CuResult, Functions},
     },
     iface::AllocRequest,
-    loopback::{Loopback, Memory},
+    loopback::{Loopback, RemapPolicy},
     path::{P2pPolicy, Path},
     provider::Imports,
 };
@@ -98,10 +98,15 @@ impl Deref for Link {
 
 impl Link {
     pub(crate) fn open(profile: Profile) -> Self {
-        Self::with(profile, IMPORTS, P2pPolicy::Enabled, Memory::Follow)
+        Self::with(profile, IMPORTS, P2pPolicy::Enabled, RemapPolicy::Follow)
     }
 
-    pub(crate) fn with(profile: Profile, imports: Imports, p2p: P2pPolicy, memory: Memory) -> Self {
+    pub(crate) fn with(
+        profile: Profile,
+        imports: Imports,
+        p2p: P2pPolicy,
+        memory: RemapPolicy,
+    ) -> Self {
         Self::new(
             profile,
             imports,
@@ -114,7 +119,7 @@ impl Link {
     /// Opens a link whose transfers may not call the driver.
     pub(crate) fn without_calls_in_transfers(profile: Profile) -> Self {
         let attr = DomainAttr { driver_calls_in_transfers: false, ..DomainAttr::default() };
-        Self::new(profile, IMPORTS, Memory::Follow, CudaMonitorKind::Auto, attr)
+        Self::new(profile, IMPORTS, RemapPolicy::Follow, CudaMonitorKind::Auto, attr)
     }
 
     /// Opens a link with a registration cache that uses this monitor.
@@ -122,7 +127,7 @@ impl Link {
         profile: Profile,
         imports: Imports,
         p2p: P2pPolicy,
-        memory: Memory,
+        memory: RemapPolicy,
         monitor: CudaMonitorKind,
     ) -> Self {
         let cache = Some(CacheAttr::default());
@@ -138,7 +143,7 @@ impl Link {
     fn new(
         profile: Profile,
         imports: Imports,
-        memory: Memory,
+        memory: RemapPolicy,
         monitor: CudaMonitorKind,
         attr: DomainAttr,
     ) -> Self {
@@ -155,8 +160,11 @@ impl Link {
         let cuda = Arc::new(
             Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("a GPU"),
         );
-        let nic =
-            Loopback::builder().imports(imports).memory(memory).build().expect("the software NIC");
+        let nic = Loopback::builder()
+            .imports(imports)
+            .remap_policy(memory)
+            .build()
+            .expect("the software NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();
         let hmem = hmem.shared_iface(Arc::clone(&cuda) as _).provider(nic).build().expect("start");
         let wire = Wire::open(hmem.domain("loopback", attr).expect("a domain"));

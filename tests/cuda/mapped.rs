@@ -8,7 +8,7 @@ use hmem::{
         CudaMonitorKind,
         sys::{self, CuMemHandle, CuResult},
     },
-    loopback::Memory,
+    loopback::RemapPolicy,
     path::P2pPolicy,
     provider::Imports,
 };
@@ -166,7 +166,8 @@ fn each(steps: u64, show: impl Fn(&Mapper<'_>, CudaMonitorKind)) {
     for profile in drivers {
         for monitor in MONITORS {
             let profile = profile.clone();
-            let link = Link::cached(profile, IMPORTS, P2pPolicy::Enabled, Memory::Pinned, *monitor);
+            let link =
+                Link::cached(profile, IMPORTS, P2pPolicy::Enabled, RemapPolicy::Pinned, *monitor);
             if !link.no_rdma_with_vmm() {
                 show(&Mapper::new(&link, steps), *monitor);
             }
@@ -476,7 +477,7 @@ fn mapped_memory_without_a_handle_is_uncached_with_the_reason() {
                 profile.clone(),
                 imports,
                 P2pPolicy::Enabled,
-                Memory::Pinned,
+                RemapPolicy::Pinned,
                 *monitor,
             );
             if refuses {
@@ -514,7 +515,7 @@ fn peer_memory_of_mapped_memory_is_a_hit_with_hooks_alone() {
             Profile::default(),
             imports,
             P2pPolicy::Required,
-            Memory::Follow,
+            RemapPolicy::Follow,
             *monitor,
         );
         let mapper = Mapper::new(&link, 1);

@@ -2,7 +2,7 @@
 
 use hmem::{
     Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, Path, Request,
-    cuda::CudaMonitorKind, loopback::Memory, path::P2pPolicy,
+    cuda::CudaMonitorKind, loopback::RemapPolicy, path::P2pPolicy,
 };
 use hmem_fake_cuda::Profile;
 
@@ -17,9 +17,9 @@ use crate::link::{
 #[test]
 fn registration_after_reallocation_reaches_the_new_bytes() {
     for (memory, policy) in [
-        (Memory::Follow, direct()),
-        (Memory::Pinned, direct()),
-        (Memory::Follow, P2pPolicy::Disabled),
+        (RemapPolicy::Follow, direct()),
+        (RemapPolicy::Pinned, direct()),
+        (RemapPolicy::Follow, P2pPolicy::Disabled),
     ] {
         let link = Link::with(Profile::default(), IMPORTS, policy, memory);
         let kinds = [AllocationKind::Device, AllocationKind::Virtual];
@@ -63,7 +63,7 @@ fn registration_after_reallocation_reaches_the_new_bytes() {
 #[test]
 fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
     for cached in [false, true] {
-        let (profile, follow) = (Profile::default(), Memory::Follow);
+        let (profile, follow) = (Profile::default(), RemapPolicy::Follow);
         let link = if cached {
             Link::cached(profile, IMPORTS, P2pPolicy::Enabled, follow, CudaMonitorKind::Auto)
         } else {
@@ -104,7 +104,8 @@ fn region_that_outlives_its_memory_reaches_no_new_memory() {
         return;
     }
     for len in [2 << 20, 3 << 20] {
-        let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, Memory::Follow);
+        let link =
+            Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, RemapPolicy::Follow);
         let first = link.buffer(len, AllocationKind::Device);
         let base = first.allocation().base();
         first.write(0, &[1; 4000]).expect("write");

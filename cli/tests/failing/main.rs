@@ -191,8 +191,11 @@ fn monitor_that_misses_frees_fails_the_command() {
             Some(fault) => Arc::new(Faulty { simulated: Arc::clone(&simulated), fault }),
             None => Arc::clone(&simulated) as _,
         };
-        let nic =
-            Loopback::builder().nic("pinned").memory(loopback::Memory::Pinned).build().unwrap();
+        let nic = Loopback::builder()
+            .nic("pinned")
+            .memory(loopback::RemapPolicy::Pinned)
+            .build()
+            .unwrap();
         let machine = machine(iface, nic, &simulated);
         for json in [false, true] {
             let mut out = Vec::new();

@@ -20,7 +20,7 @@ use hmem_core::{
 };
 use hmem_iface_system::System;
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_loopback::{Loopback, Memory};
+use hmem_provider_loopback::{Loopback, RemapPolicy};
 
 use super::{
     LEN, PARTS, assert_bytes, at, buffer, buffers, contents, is_missing, memory::part, need,
@@ -161,8 +161,9 @@ pub(super) fn cached_registration_never_moves_bytes_of_freed_memory(
         assert!(is_missing(&why), "look for stale registrations: {why}");
         Skipped(why.to_string())
     };
-    let nic =
-        Loopback::builder().needs(MrMode::VIRT_ADDR | MrMode::PROV_KEY).memory(Memory::Pinned);
+    let nic = Loopback::builder()
+        .needs(MrMode::VIRT_ADDR | MrMode::PROV_KEY)
+        .remap_policy(RemapPolicy::Pinned);
     let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
     let attr = DomainAttr {
         p2p: P2pPolicy::Required,

@@ -40,6 +40,6 @@ mod pool;
 mod range;
 
 pub use chunk_plan::ChunkPlan;
-pub use pipeline::{Part, Pipeline, Posted, Run, View};
+pub use pipeline::{FailedStep, Pipeline, Posted, Run, View};
 pub use pool::{Claim, Pool, Slots, Use};
 pub use range::StagedRange;

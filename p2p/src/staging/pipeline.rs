@@ -43,13 +43,13 @@ pub struct Run<M> {
 
 /// Step at which a staged transfer failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum FailedStep {
     /// The copy from the source memory into a staging buffer.
-    Source,
+    SourceCopy,
     /// The transfer by the NIC. A canceled transfer counts as failed at this step.
-    Wire,
+    NicTransfer,
     /// The copy from a staging buffer into the target memory.
-    Target,
+    TargetCopy,
 }
 
 /// Result of posting a chunk to the NIC.
@@ -91,24 +91,90 @@ impl View<'_> {
     }
 }
 
+/// Stage of a chunk, in the order in which a chunk passes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
+    /// Copies from the source memory fill the staging buffers.
     Filling,
+    /// The chunk can be posted to the NIC.
     Ready,
-    OnWire,
+    /// The NIC has accepted the chunk and not finished it.
+    AtNic,
+    /// The NIC has moved the bytes. The copies into the target memory have not started.
     Landed,
+    /// Copies into the target memory drain the staging buffers.
     Draining,
+    /// Nothing is left to do.
     Ended,
 }
 
+/// A chunk in flight.
 #[derive(Debug)]
 struct Chunk {
     number: u64,
+    /// Offset of the chunk in the message.
     at: u64,
+    /// Length in bytes. Reduced if the NIC received fewer bytes.
     len: u64,
     stage: Stage,
+    /// The copies in flight.
     copies: Vec<Box<dyn CopyEvent>>,
+    /// The staging buffers; `None` if no byte of the chunk is staged.
     slots: Option<Slots>,
+}
+
+impl Chunk {
+    /// Returns the step at which a failed copy of the chunk makes the transfer fail.
+    fn copy_step(&self) -> FailedStep {
+        match self.stage {
+            Stage::Filling => FailedStep::SourceCopy,
+            _ => FailedStep::TargetCopy,
+        }
+    }
+
+    /// Starts the copies between the chunk's buffers and those of its bytes that lie in `runs`. A
+    /// chunk that is filling copies from the runs, any other chunk copies to them. If `blocking` is
+    /// true, each copy has ended when the function returns.
+    fn start_copies(
+        &mut self,
+        runs: &[Run<impl Deref<Target = StagedRange>>],
+        blocking: bool,
+    ) -> Result<()> {
+        for (run, start, len) in overlaps(runs, self.at, self.len) {
+            let slots = self.slots.as_ref().expect("a chunk with staged bytes has buffers");
+            for (address, offset, len) in slots.parts(start - self.at, len) {
+                let at = run.offset + (self.at + offset - run.at);
+                let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(address.0 as usize);
+                let copy: Box<dyn CopyEvent> = match (self.stage == Stage::Filling, blocking) {
+                    // SAFETY: `slots` owns the buffer until the chunk is removed, which is after
+                    // its copies ended, and keeps the pool mapped.
+                    (true, false) => unsafe { run.memory.start_read(at, address, len) }?,
+                    // SAFETY: `slots` owns the buffer until its copies ended and keeps the pool
+                    // mapped. Nothing writes to it: its request to the NIC has ended.
+                    (false, false) => unsafe { run.memory.start_write(at, address, len) }?,
+                    (true, true) => {
+                        // SAFETY: `slots` owns the buffer, keeps the pool mapped and is not used
+                        // elsewhere during this call. The pool zeroed the bytes when it mapped
+                        // them.
+                        let buffer =
+                            unsafe { std::slice::from_raw_parts_mut(pointer, len as usize) };
+                        run.memory.read(at, buffer)?;
+                        Box::new(FinishedCopy(Ok(())))
+                    }
+                    (false, true) => {
+                        // SAFETY: `slots` owns the buffer and keeps the pool mapped. The pool
+                        // zeroed the bytes when it mapped them, and nothing writes to them during
+                        // this call.
+                        let buffer = unsafe { std::slice::from_raw_parts(pointer, len as usize) };
+                        run.memory.write(at, buffer)?;
+                        Box::new(FinishedCopy(Ok(())))
+                    }
+                };
+                self.copies.push(copy);
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Staged transfer of one message.
@@ -121,13 +187,20 @@ pub struct Pipeline<M> {
     targets: Vec<Run<M>>,
     plan: ChunkPlan,
     purpose: Use,
+    /// The number of bytes of the message in chunks that have begun.
     begun: u64,
+    /// The number of the next chunk.
     next: u64,
+    /// The chunks in flight, in the order of the message.
     chunks: VecDeque<Chunk>,
+    /// The request for the buffers of the next chunk.
     claim: Claim,
+    /// Buffers for the next chunk that [`Pipeline::block`] has waited for.
     granted: Option<Slots>,
+    /// The number of bytes in chunks that were removed.
     moved: u64,
-    failure: Option<(Part, Error)>,
+    /// The first failure.
+    failure: Option<(FailedStep, Error)>,
     /// True if each copy blocks until it has finished, because a message of one chunk has nothing
     /// to overlap with.
     blocking: bool,
@@ -164,11 +237,11 @@ impl<M> Pipeline<M> {
 
     /// Returns true once no chunk is in flight and none will follow.
     pub fn is_over(&self) -> bool {
-        self.chunks.is_empty() && (self.failure.is_some() || self.begun == self.plan.len)
+        self.chunks.is_empty() && self.has_begun()
     }
 
     /// Removes and returns the result: the number of bytes moved, or the first failure.
-    pub fn result(&mut self) -> Result<u64, (Part, Error)> {
+    pub fn result(&mut self) -> Result<u64, (FailedStep, Error)> {
         match self.failure.take() {
             Some(failure) => Err(failure),
             None => Ok(self.moved),
@@ -177,8 +250,8 @@ impl<M> Pipeline<M> {
 
     /// Fails the transfer. No further chunk begins. If the transfer has failed before, the first
     /// failure is kept.
-    pub fn fail(&mut self, part: Part, error: Error) {
-        self.failure.get_or_insert((part, error));
+    pub fn fail(&mut self, step: FailedStep, error: Error) {
+        self.failure.get_or_insert((step, error));
         // Dropping the old claim gives up its place in the queue, so that claims behind it need not
         // wait.
         self.claim = Claim::new(self.claim.pool());
@@ -222,7 +295,7 @@ impl<M> Pipeline<M> {
     ///
     /// A received message may be shorter than its chunk.
     pub fn landed(&mut self, number: u64, result: Result<u64>) {
-        let is_it = |chunk: &&mut Chunk| chunk.number == number && chunk.stage == Stage::OnWire;
+        let is_it = |chunk: &&mut Chunk| chunk.number == number && chunk.stage == Stage::AtNic;
         let Some(chunk) = self.chunks.iter_mut().find(is_it) else { return };
         match result {
             Ok(bytes) => {
@@ -231,7 +304,7 @@ impl<M> Pipeline<M> {
             }
             Err(error) => {
                 chunk.stage = Stage::Ended;
-                self.fail(Part::Wire, error);
+                self.fail(FailedStep::NicTransfer, error);
             }
         }
     }
@@ -268,14 +341,14 @@ impl<M> Pipeline<M> {
             if !matches!(chunk.stage, Stage::Filling | Stage::Draining) {
                 continue;
             }
-            let part = if chunk.stage == Stage::Filling { Part::Source } else { Part::Target };
+            let step = chunk.copy_step();
             let (done, left) =
                 std::mem::take(&mut chunk.copies).into_iter().partition(|copy| copy.is_done());
             chunk.copies = left;
             for copy in done {
                 progressed = true;
                 if let Err(error) = copy.wait() {
-                    failed.get_or_insert((part, error));
+                    failed.get_or_insert((step, error));
                 }
             }
             if chunk.copies.is_empty() {
@@ -284,8 +357,8 @@ impl<M> Pipeline<M> {
                     if chunk.stage == Stage::Filling { Stage::Ready } else { Stage::Ended };
             }
         }
-        if let Some((part, error)) = failed {
-            self.fail(part, error);
+        if let Some((step, error)) = failed {
+            self.fail(step, error);
         }
         progressed
     }
@@ -293,7 +366,7 @@ impl<M> Pipeline<M> {
     /// Posts filled chunks to the NIC, in order. If the NIC moves a chunk during the call, stops
     /// after that chunk so that the copy engine gets more work first. Returns whether anything
     /// changed.
-    fn post(&mut self, wire: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
+    fn post(&mut self, post_chunk: &mut impl FnMut(View<'_>) -> Result<Posted>) -> bool {
         let mut progressed = false;
         let mut failed = None;
         for chunk in &mut self.chunks {
@@ -309,12 +382,12 @@ impl<M> Pipeline<M> {
                         len: chunk.len,
                         slots: chunk.slots.as_ref(),
                     };
-                    chunk.stage = match wire(view) {
+                    chunk.stage = match post_chunk(view) {
                         Ok(Posted::Done) => {
                             chunk.stage = Stage::Landed;
                             return true;
                         }
-                        Ok(Posted::Sent) => Stage::OnWire,
+                        Ok(Posted::Sent) => Stage::AtNic,
                         Ok(Posted::Full) => break,
                         Err(error) => {
                             failed = Some(error);
@@ -327,7 +400,7 @@ impl<M> Pipeline<M> {
             progressed = true;
         }
         if let Some(error) = failed {
-            self.fail(Part::Wire, error);
+            self.fail(FailedStep::NicTransfer, error);
         }
         progressed
     }
@@ -339,7 +412,7 @@ impl<M> Pipeline<M> {
         let failed = self.failure.is_some();
         let mut moved = 0;
         self.chunks.retain(|chunk| {
-            let stays = chunk.stage == Stage::OnWire || !chunk.copies.is_empty();
+            let stays = chunk.stage == Stage::AtNic || !chunk.copies.is_empty();
             let over = chunk.stage == Stage::Ended || (failed && !stays);
             if over {
                 moved += chunk.len;
@@ -363,7 +436,7 @@ impl<M: Deref<Target = StagedRange>> Pipeline<M> {
     pub fn step(
         &mut self,
         may_begin: bool,
-        wire: &mut impl FnMut(View<'_>) -> Result<Posted>,
+        post_chunk: &mut impl FnMut(View<'_>) -> Result<Posted>,
     ) -> bool {
         // The NIC comes last: its call may block, and the copy engine then already has all of its
         // work.
@@ -374,34 +447,34 @@ impl<M: Deref<Target = StagedRange>> Pipeline<M> {
         if may_begin {
             progressed |= self.begin();
         }
-        progressed |= self.post(wire);
+        progressed |= self.post(post_chunk);
         progressed
     }
 
     /// Runs the whole transfer on the calling thread. Returns the number of bytes moved.
     ///
-    /// `wire` must move each chunk before it returns: it must not return [`Posted::Sent`] or
+    /// `post_chunk` must move each chunk before it returns: it must not return [`Posted::Sent`] or
     /// [`Posted::Full`]. If `canceled` returns an error, the transfer fails with that error at
-    /// [`Part::Wire`].
+    /// [`FailedStep::NicTransfer`].
     ///
     /// # Errors
     ///
-    /// The first failure, and the part of the transfer in which it happened.
+    /// The first failure, and the step at which it happened.
     pub fn run(
         mut self,
         canceled: impl Fn() -> Option<Error>,
-        mut wire: impl FnMut(View<'_>) -> Result<Posted>,
-    ) -> Result<u64, (Part, Error)> {
+        mut post_chunk: impl FnMut(View<'_>) -> Result<Posted>,
+    ) -> Result<u64, (FailedStep, Error)> {
         self.blocking = self.plan.next(0) == self.plan.len;
         // A copy may have canceled the transfer on this thread.
-        let mut wire = |view: View<'_>| canceled().map_or_else(|| wire(view), Err);
+        let mut post_chunk = |view: View<'_>| canceled().map_or_else(|| post_chunk(view), Err);
         while !self.is_over() {
             if self.failure.is_none()
                 && let Some(error) = canceled()
             {
-                self.fail(Part::Wire, error);
+                self.fail(FailedStep::NicTransfer, error);
             }
-            if !self.step(true, &mut wire) && !self.is_over() {
+            if !self.step(true, &mut post_chunk) && !self.is_over() {
                 self.block();
             }
         }
@@ -412,9 +485,9 @@ impl<M: Deref<Target = StagedRange>> Pipeline<M> {
     fn block(&mut self) {
         let oldest = self.chunks.iter_mut().find(|chunk| !chunk.copies.is_empty());
         if let Some(chunk) = oldest {
-            let part = if chunk.stage == Stage::Filling { Part::Source } else { Part::Target };
+            let step = chunk.copy_step();
             if let Err(error) = chunk.copies.remove(0).wait() {
-                self.fail(part, error);
+                self.fail(step, error);
             }
         } else if self.granted.is_none() {
             let len = self.plan.next(self.begun);
@@ -422,6 +495,8 @@ impl<M: Deref<Target = StagedRange>> Pipeline<M> {
         }
     }
 
+    /// Begins chunks while there are buffers for them, and starts their copies. Returns whether
+    /// anything changed.
     fn begin(&mut self) -> bool {
         let mut progressed = false;
         while self.failure.is_none() && self.begun < self.plan.len && self.chunks.len() < MOST {
@@ -441,71 +516,35 @@ impl<M: Deref<Target = StagedRange>> Pipeline<M> {
             } else {
                 None
             };
-            let mut copies = Vec::new();
-            let mut started = Ok(());
-            for (run, start, part) in overlaps(&self.sources, at, len) {
-                let slots = slots.as_ref().expect("a chunk with staged bytes has buffers");
-                started = start_copies(
-                    run,
-                    (start, part),
-                    at,
-                    slots,
-                    Direction::Fill,
-                    self.blocking,
-                    &mut copies,
-                );
-                if started.is_err() {
-                    break;
-                }
-            }
-            self.chunks.push_back(Chunk {
-                number: self.next,
-                at,
-                len,
-                stage: Stage::Filling,
-                copies,
-                slots,
-            });
+            let (number, stage, copies) = (self.next, Stage::Filling, Vec::new());
+            let mut chunk = Chunk { number, at, len, stage, copies, slots };
+            let started = chunk.start_copies(&self.sources, self.blocking);
+            self.chunks.push_back(chunk);
             self.next += 1;
             self.begun += len;
             progressed = true;
             if let Err(error) = started {
-                self.fail(Part::Source, error);
+                self.fail(FailedStep::SourceCopy, error);
             }
         }
         // Chunks that need no copy from a device are ready at once.
         progressed | self.settle()
     }
 
+    /// Starts the copies into the target memory for chunks that the NIC has moved. Returns whether
+    /// anything changed.
     fn drain(&mut self) -> bool {
         let mut progressed = false;
         let mut failed = None;
         for chunk in self.chunks.iter_mut().filter(|chunk| chunk.stage == Stage::Landed) {
             progressed = true;
             chunk.stage = Stage::Draining;
-            if self.failure.is_some() || failed.is_some() {
-                continue;
-            }
-            for (run, start, part) in overlaps(&self.targets, chunk.at, chunk.len) {
-                let slots = chunk.slots.as_ref().expect("a chunk with staged bytes has buffers");
-                let range = (start, part);
-                let copies = &mut chunk.copies;
-                if let Err(error) = start_copies(
-                    run,
-                    range,
-                    chunk.at,
-                    slots,
-                    Direction::Drain,
-                    self.blocking,
-                    copies,
-                ) {
-                    failed = Some(error);
-                    break;
-                }
+            if self.failure.is_none() && failed.is_none() {
+                failed = chunk.start_copies(&self.targets, self.blocking).err();
             }
         }
         if let Some(error) = failed {
-            self.fail(Part::Target, error);
+            self.fail(FailedStep::TargetCopy, error);
         }
         progressed
     }
@@ -520,51 +559,4 @@ fn overlaps<M>(runs: &[Run<M>], at: u64, len: u64) -> impl Iterator<Item = (&Run
         let start = run.at.max(at);
         (run, start, (run.at + run.len).min(end) - start)
     })
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Direction {
-    Fill,
-    Drain,
-}
-
-/// Starts the copies between a run and the buffers of a chunk. The chunk begins at offset `base` of
-/// the message.
-fn start_copies(
-    run: &Run<impl Deref<Target = StagedRange>>,
-    (start, len): (u64, u64),
-    base: u64,
-    slots: &Slots,
-    direction: Direction,
-    blocking: bool,
-    copies: &mut Vec<Box<dyn CopyEvent>>,
-) -> Result<()> {
-    for (address, offset, len) in slots.parts(start - base, len) {
-        let at = run.offset + (base + offset - run.at);
-        let pointer: *mut u8 = std::ptr::with_exposed_provenance_mut(address.0 as usize);
-        let copy: Box<dyn CopyEvent> = match (direction, blocking) {
-            // SAFETY: `slots` owns the buffer until the chunk is removed, which is after its copies
-            // ended, and keeps the pool mapped.
-            (Direction::Fill, false) => unsafe { run.memory.start_read(at, address, len) }?,
-            // SAFETY: `slots` owns the buffer until its copies ended and keeps the pool mapped.
-            // Nothing writes to it: its request to the NIC has ended.
-            (Direction::Drain, false) => unsafe { run.memory.start_write(at, address, len) }?,
-            (Direction::Fill, true) => {
-                // SAFETY: `slots` owns the buffer, keeps the pool mapped and is not used elsewhere
-                // during this call. The pool zeroed the bytes when it mapped them.
-                let buffer = unsafe { std::slice::from_raw_parts_mut(pointer, len as usize) };
-                run.memory.read(at, buffer)?;
-                Box::new(FinishedCopy(Ok(())))
-            }
-            (Direction::Drain, true) => {
-                // SAFETY: `slots` owns the buffer and keeps the pool mapped. The pool zeroed the
-                // bytes when it mapped them, and nothing writes to them during this call.
-                let buffer = unsafe { std::slice::from_raw_parts(pointer, len as usize) };
-                run.memory.write(at, buffer)?;
-                Box::new(FinishedCopy(Ok(())))
-            }
-        };
-        copies.push(copy);
-    }
-    Ok(())
 }

@@ -9,10 +9,10 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use hmem_core::{Address, AddressRange, Result, provider::StagingAttr};
+use hmem_core::{Address, AddressRange, Mapping, Result, provider::StagingAttr};
 use parking_lot::{Condvar, Mutex};
 
-use super::memory::PoolMemory;
+use super::memory;
 
 /// Purpose for which staging buffers are taken. [`Pool::share`] limits the buffers of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,24 +28,32 @@ pub enum Use {
 /// The staging buffers of one domain.
 #[derive(Debug)]
 pub struct Pool {
-    memory: PoolMemory,
+    /// The memory of all buffers.
+    memory: Mapping,
     attr: StagingAttr,
+    /// Distance in bytes between the starts of two buffers.
     stride: usize,
     state: Mutex<State>,
+    /// Signaled when buffers or a place in the queue become free.
     given_back: Condvar,
 }
 
 #[derive(Debug)]
 struct State {
+    /// The indices of the free buffers.
     free: Vec<u32>,
     /// Number of buffers in use, by [`Use`].
     held: [usize; 3],
+    /// The queue of claims.
     waiting: VecDeque<Waiting>,
+    /// The number of claims that ever joined the queue.
     next: u64,
 }
 
+/// A claim in the queue.
 #[derive(Clone, Copy, Debug)]
 struct Waiting {
+    /// Identifies the claim in the queue.
     number: u64,
     want: usize,
     purpose: Use,
@@ -67,7 +75,7 @@ impl Pool {
             64
         };
         let stride = attr.buffer_len.next_multiple_of(align);
-        let memory = PoolMemory::map(stride * attr.buffer_count, node)?;
+        let memory = memory::map(stride * attr.buffer_count, node)?;
         let free = (0..u32::try_from(attr.buffer_count).unwrap_or(u32::MAX)).rev().collect();
         let state = Mutex::new(State { free, held: [0; 3], waiting: VecDeque::new(), next: 0 });
         Ok(Arc::new(Self { memory, attr, stride, state, given_back: Condvar::new() }))
@@ -98,8 +106,8 @@ impl Pool {
         }
     }
 
-    /// Takes `want` buffers for a claim if they are free after all earlier claims get theirs.
-    /// Otherwise adds the claim to the queue.
+    /// Takes `want` buffers for a claim if [`is_turn`](Self::is_turn) allows it. Otherwise adds the
+    /// claim to the queue, and sets `number` to its number there.
     fn take(
         self: &Arc<Self>,
         state: &mut State,
@@ -123,10 +131,10 @@ impl Pool {
         Some(Slots { pool: Arc::clone(self), purpose, list: state.free.split_off(rest) })
     }
 
-    /// Returns true if a claim can have `want` buffers: they are free after all earlier claims get
-    /// theirs, and the share of `purpose` allows them. Earlier claims that exceed the share of
-    /// another purpose do not count. `number` is the claim's place in the queue; `None` before it
-    /// joins the queue.
+    /// Returns true if a claim can have `want` buffers. There must be so many free buffers besides
+    /// those for all earlier claims in the queue, and the share of `purpose` must allow them. An
+    /// earlier claim that must wait for the share of another purpose does not count. `number` is the
+    /// number of the claim in the queue; `None` before the claim joins the queue.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);
         for waiting in &state.waiting {
@@ -135,7 +143,7 @@ impl Pool {
             }
             let kind = waiting.purpose as usize;
             if held[kind] + waiting.want > self.share(waiting.purpose) {
-                // The claim `waiting` needs more than its share allows now. Claims for other
+                // The share of its purpose does not allow the claim `waiting` now. Claims for other
                 // purposes may overtake `waiting`. Claims for the same purpose may not.
                 held[kind] = self.share(waiting.purpose);
                 continue;
@@ -151,6 +159,7 @@ impl Pool {
 #[derive(Debug)]
 pub struct Claim {
     pool: Arc<Pool>,
+    /// The number of the claim in the queue; `None` while the claim is not in the queue.
     number: Option<u64>,
 }
 
@@ -202,6 +211,7 @@ impl Drop for Claim {
 pub struct Slots {
     pool: Arc<Pool>,
     purpose: Use,
+    /// The indices of the buffers.
     list: Vec<u32>,
 }
 

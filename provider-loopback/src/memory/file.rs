@@ -8,7 +8,12 @@
 #![allow(unsafe_code, reason = "maps dma-bufs and memory files")]
 
 use std::{
-    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
+    fs::File,
+    io,
+    os::{
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        unix::fs::FileExt,
+    },
     sync::Arc,
 };
 
@@ -66,7 +71,7 @@ pub(in super::super) fn import(
             .remedy("export the buffer writable, or register it without rights to write"));
     }
     if file.can_shrink {
-        let memory = FileMemory { fd: own(fd)? };
+        let memory = FileMemory { file: own(fd)?.into() };
         memory.check_position("register")?;
         return Ok((PieceMemory::Indirect(Arc::new(memory)), offset));
     }
@@ -77,9 +82,13 @@ pub(in super::super) fn import(
 }
 
 fn own(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
-    fd.try_clone_to_owned().map_err(|error| {
-        Error::os(Errno::of(&error), "fcntl(F_DUPFD_CLOEXEC)").provider("loopback")
-    })
+    let failed = |error| failed("fcntl(F_DUPFD_CLOEXEC)")(Errno::of(&error));
+    fd.try_clone_to_owned().map_err(failed)
+}
+
+/// Returns a function that converts the error number of a failed `call` to an error.
+fn failed<E: Into<Errno>>(call: &'static str) -> impl FnOnce(E) -> Error {
+    move |errno| Error::os(errno.into(), call).provider("loopback")
 }
 
 /// The properties of a file that decide how the NIC accesses it.
@@ -94,7 +103,6 @@ struct Properties {
 
 impl Properties {
     fn of(fd: BorrowedFd<'_>) -> Result<Self> {
-        let failed = |call| move |errno| Error::os(errno, call).provider("loopback");
         let dma_buf = rustix::fs::fstatfs(fd).is_ok_and(|fs| fs.f_type as u64 == DMA_BUF_MAGIC);
         let stat = rustix::fs::fstat(fd).map_err(failed("fstat"))?;
         let mode = rustix::fs::fcntl_getfl(fd).map_err(failed("fcntl(F_GETFL)"))? & OFlags::ACCMODE;
@@ -166,10 +174,12 @@ impl Mapping {
         self.mapping.address().0 + at
     }
 
+    /// Announces the start of a CPU access to a dma-buf. `write` is true if the access writes.
     pub(super) fn begin(&self, write: bool) -> Result<()> {
         self.announce(write, 0)
     }
 
+    /// Announces the end of an access that [`Mapping::begin`] has announced.
     pub(super) fn end(&self, write: bool) -> Result<()> {
         self.announce(write, DMA_BUF_SYNC_END)
     }
@@ -187,7 +197,7 @@ impl Mapping {
             }
             let errno = Errno::of(&std::io::Error::last_os_error());
             if errno.0 != libc::EINTR && errno.0 != libc::EAGAIN {
-                return Err(Error::os(errno, "DMA_BUF_IOCTL_SYNC").provider("loopback"));
+                return Err(failed("DMA_BUF_IOCTL_SYNC")(errno));
             }
         }
     }
@@ -198,14 +208,14 @@ impl Mapping {
         if self.dma_buf.is_some() {
             return Ok(());
         }
-        sync_pages(address, len).map_err(|errno| Error::os(errno, "msync").provider("loopback"))
+        sync_pages(address, len).map_err(failed("msync"))
     }
 }
 
 /// A file that could shrink. The argument `at` of its methods is an offset in the file.
 #[derive(Debug)]
 struct FileMemory {
-    fd: OwnedFd,
+    file: File,
 }
 
 impl FileMemory {
@@ -214,8 +224,7 @@ impl FileMemory {
     /// The application may change the flag at any time: the NIC's fd is a duplicate, which shares
     /// the flag with the application's fd.
     fn check_position(&self, operation: &'static str) -> Result<()> {
-        let flags = rustix::fs::fcntl_getfl(&self.fd)
-            .map_err(|errno| Error::os(errno, "fcntl(F_GETFL)").provider("loopback"))?;
+        let flags = rustix::fs::fcntl_getfl(&self.file).map_err(failed("fcntl(F_GETFL)"))?;
         if flags.contains(OFlags::APPEND) {
             return Err(Error::new(ErrorKind::InvalidArgument, operation)
                 .provider("loopback")
@@ -233,36 +242,23 @@ impl FileMemory {
 
 impl IndirectMemory for FileMemory {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()> {
-        let mut done = 0;
-        while done < into.len() {
-            match rustix::io::pread(&self.fd, &mut into[done..], at + done as u64) {
-                Ok(0) => return Err(past_the_end(at, into.len())),
-                Ok(read) => done += read,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(Error::os(errno, "pread").provider("loopback")),
-            }
-        }
-        Ok(())
+        self.file.read_exact_at(into, at).map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => past_the_end(at, into.len()),
+            _ => failed("pread")(Errno::of(&error)),
+        })
     }
 
     fn store(&self, at: u64, from: &[u8]) -> Result<()> {
         self.check_position("transfer")?;
         // Checks the size first, because a write past the end would make the file longer.
-        let stat = rustix::fs::fstat(&self.fd)
-            .map_err(|errno| Error::os(errno, "fstat").provider("loopback"))?;
+        let stat = rustix::fs::fstat(&self.file).map_err(failed("fstat"))?;
         if at + from.len() as u64 > stat.st_size.unsigned_abs() {
             return Err(past_the_end(at, from.len()));
         }
-        let mut done = 0;
-        while done < from.len() {
-            match rustix::io::pwrite(&self.fd, &from[done..], at + done as u64) {
-                Ok(0) => return Err(past_the_end(at, from.len())),
-                Ok(written) => done += written,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(Error::os(errno, "pwrite").provider("loopback")),
-            }
-        }
-        Ok(())
+        self.file.write_all_at(from, at).map_err(|error| match error.kind() {
+            io::ErrorKind::WriteZero => past_the_end(at, from.len()),
+            _ => failed("pwrite")(Errno::of(&error)),
+        })
     }
 
     fn atomic_address(&self, at: u64) -> Result<u64> {
@@ -270,8 +266,7 @@ impl IndirectMemory for FileMemory {
     }
 
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
-        rustix::fs::fdatasync(&self.fd)
-            .map_err(|errno| Error::os(errno, "fdatasync").provider("loopback"))
+        rustix::fs::fdatasync(&self.file).map_err(failed("fdatasync"))
     }
 }
 

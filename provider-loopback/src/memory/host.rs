@@ -178,11 +178,16 @@ impl Written {
                     Ok(())
                 }
                 Err(errno @ rustix::io::Errno::INVAL) => {
-                    Err(failed(ErrorKind::Unsupported, at, len).errno(Errno::from(errno)).remedy(
-                        "the kernel has no file to write this mapping back to (device DAX): \
-                         register it with Domain::register on x86-64, or map a file of a DAX \
-                         file system",
-                    ))
+                    let error = Error::new(ErrorKind::Unsupported, "msync").provider("loopback");
+                    Err(error
+                        .context("address", format_args!("{at:#x}"))
+                        .context("length", len)
+                        .errno(Errno::from(errno))
+                        .remedy(
+                            "the kernel has no file to write this mapping back to (device DAX): \
+                             register it with Domain::register on x86-64, or map a file of a DAX \
+                             file system",
+                        ))
                 }
                 Err(errno) => Err(Error::os(errno, "msync")
                     .provider("loopback")
@@ -229,13 +234,6 @@ unsafe fn write_back_lines(at: u64, len: u64) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     unreachable!("only x86-64 writes back cache lines: {len} bytes at {at:#x}");
-}
-
-fn failed(kind: ErrorKind, at: u64, len: u64) -> Error {
-    Error::new(kind, "msync")
-        .provider("loopback")
-        .context("address", format_args!("{at:#x}"))
-        .context("length", len)
 }
 
 /// The addresses of a region that the NIC may access in a domain with MMU_NOTIFY. The application

@@ -27,8 +27,12 @@ pub(in super::super) trait IndirectMemory: fmt::Debug + Send + Sync {
     /// # Errors
     /// Unsupported: the memory has no atomics.
     fn atomic_address(&self, at: u64) -> Result<u64>;
-    /// Makes written bytes persistent if the memory itself is persistent.
-    fn persist(&self, at: u64, len: u64) -> Result<()>;
+    /// Makes written bytes persistent if the memory itself is persistent. The default does nothing:
+    /// bytes in device memory become persistent when the region flushes the device, which it does
+    /// after this call.
+    fn persist(&self, _at: u64, _len: u64) -> Result<()> {
+        Ok(())
+    }
     /// Returns the memory itself if it is staged. Its offsets are the `at` of this trait's methods.
     fn staged(&self) -> Option<&StagedRange> {
         None
@@ -69,12 +73,6 @@ impl IndirectMemory for DeviceMemory {
             .context("why", "the NIC copies this memory through its iface")
             .remedy("register the device memory by dma-buf for atomics"))
     }
-
-    /// Does nothing. The bytes are in the device's memory already, and the region flushes the
-    /// device after this call.
-    fn persist(&self, _at: u64, _len: u64) -> Result<()> {
-        Ok(())
-    }
 }
 
 /// Creates the memory of a staged piece of a region. `iface` has the memory at the addresses of
@@ -104,12 +102,6 @@ impl IndirectMemory for StagedRange {
             .provider("loopback")
             .context("why", "the region is staged, and copies cannot be atomic")
             .remedy("register the device memory by dma-buf or peer memory for atomics"))
-    }
-
-    /// Does nothing. The bytes are in the device's memory already, and the region flushes the
-    /// device after this call.
-    fn persist(&self, _at: u64, _len: u64) -> Result<()> {
-        Ok(())
     }
 
     fn staged(&self) -> Option<&StagedRange> {

@@ -16,13 +16,13 @@ use std::{cell::Cell, sync::Arc};
 pub(super) use file::{Mapping, import as import_fd};
 use hmem_core::{Error, Result, racing_copy};
 use hmem_p2p::staging::{
-    ChunkPlan, Claim, Part, Pipeline, Pool, Posted, Run as StagedRun, StagedRange, Use as PoolUse,
-    View,
+    ChunkPlan, Claim, FailedStep, Pipeline, Pool, Posted, Run as StagedRun, StagedRange,
+    Use as PoolUse, View,
 };
 pub(super) use host::{AnnouncedPages, direct_pointer, populate};
 use host::{Written, load_host, store_host};
 pub(super) use indirect::{DeviceMemory, IndirectMemory, staged};
-pub(super) use pinned::{Pinned, Pinner, Run};
+pub(super) use pinned::{Pinned, Pinner};
 
 use super::Few;
 
@@ -58,7 +58,7 @@ impl PieceMemory {
     #[inline]
     pub(super) fn span(&self, at: u64, len: u64) -> Span<'_> {
         match self {
-            Self::Owned => Span::Direct { at, len, mapping: None },
+            Self::Owned => Span::mapped(at, len),
             Self::Borrowed => Span::Kernel { at, len },
             Self::Mapped(mapping) => {
                 Span::Direct { at: mapping.address(at), len, mapping: Some(mapping) }
@@ -83,6 +83,11 @@ pub(super) enum Span<'a> {
 }
 
 impl<'a> Span<'a> {
+    /// Creates the span of `len` bytes at address `at`, which stay mapped while the span is in use.
+    const fn mapped(at: u64, len: u64) -> Self {
+        Self::Direct { at, len, mapping: None }
+    }
+
     pub(super) const fn len(&self) -> u64 {
         match *self {
             Self::Direct { len, .. } | Self::Kernel { len, .. } | Self::Indirect { len, .. } => len,
@@ -126,12 +131,8 @@ impl<'a> Span<'a> {
             Self::Indirect { at, memory, .. } => memory.load(at, into),
             Self::Kernel { at, .. } => load_host(at, into),
             Self::Direct { .. } => {
-                let to = Self::Direct {
-                    at: into.as_mut_ptr().expose_provenance() as u64,
-                    len: into.len() as u64,
-                    mapping: None,
-                };
-                copy_span(self, to)
+                let at = into.as_mut_ptr().expose_provenance();
+                copy_span(self, Span::mapped(at as u64, into.len() as u64))
             }
         }
     }
@@ -142,12 +143,8 @@ impl<'a> Span<'a> {
             Self::Indirect { at, memory, .. } => memory.store(at, from),
             Self::Kernel { at, .. } => store_host(at, from),
             Self::Direct { .. } => {
-                let from = Span::Direct {
-                    at: from.as_ptr().expose_provenance() as u64,
-                    len: from.len() as u64,
-                    mapping: None,
-                };
-                copy_span(from, self)
+                let at = from.as_ptr().expose_provenance();
+                copy_span(Span::mapped(at as u64, from.len() as u64), self)
             }
         }
     }
@@ -169,7 +166,8 @@ impl<'a> Span<'a> {
 pub(super) fn copy_reporting_side(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64, CopyError> {
     copy(from, to).map_err(|error| {
         let is_target = from.iter().all(Span::reads_never_fail);
-        CopyError { part: if is_target { Part::Target } else { Part::Wire }, error }
+        let step = if is_target { FailedStep::TargetCopy } else { FailedStep::NicTransfer };
+        CopyError { step, error }
     })
 }
 
@@ -326,21 +324,23 @@ pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The error of a copy, and the part of the transfer that failed.
-#[derive(Debug)]
-pub(super) struct CopyError {
-    /// [`Part::Source`] or [`Part::Target`] if the memory of that side failed. [`Part::Wire`] if
-    /// the failed side is not known, or if the transfer failed for another reason.
-    pub(super) part: Part,
-    pub(super) error: Error,
+/// Writes `bytes` to the first bytes of `spans`, which have at least so many.
+pub(super) fn scatter(mut bytes: &[u8], spans: &[Span<'_>]) -> Result<()> {
+    for span in head(spans, bytes.len() as u64).iter() {
+        let (part, rest) = bytes.split_at(span.len() as usize);
+        span.store(part)?;
+        bytes = rest;
+    }
+    Ok(())
 }
 
-impl CopyError {
-    /// Creates the error of a transfer that failed for a reason other than the memory of its source
-    /// or target, or for an unknown reason.
-    pub(super) fn on_the_wire(error: Error) -> Self {
-        Self { part: Part::Wire, error }
-    }
+/// The error of a copy, and the step that failed.
+#[derive(Debug)]
+pub(super) struct CopyError {
+    /// `SourceCopy` or `TargetCopy` if the memory of that side failed. `NicTransfer` if the failed
+    /// side is not known, or if the transfer failed for another reason.
+    pub(super) step: FailedStep,
+    pub(super) error: Error,
 }
 
 impl From<CopyError> for Error {
@@ -369,26 +369,28 @@ pub(super) fn pipe(
     let plan = ChunkPlan::chunks(len, pool.slot_len());
     let (sources, targets) = (staged_runs(from), staged_runs(to));
     let pipeline = Pipeline::new(Claim::new(pool), PoolUse::Rma, plan, sources, targets);
-    // The part that failed when the NIC copied a chunk. The pipeline reports `Part::Wire` then.
-    let failed = Cell::new(Part::Wire);
+    // The step that failed when the NIC copied a chunk. The pipeline reports such a failure as
+    // `NicTransfer`.
+    let failed = Cell::new(FailedStep::NicTransfer);
     let carry = |view: View<'_>| {
         enter()?;
         let (near, far) = (near(from, &view), near(to, &view));
         // If both sides are staged, the chunk is already in the staging buffer that they share.
         if near.iter().zip(&far).any(|(near, far)| !same(near, far)) || near.len() != far.len() {
-            copy_reporting_side(&near, &far).map_err(|CopyError { part, error }| {
-                failed.set(part);
+            copy_reporting_side(&near, &far).map_err(|CopyError { step, error }| {
+                failed.set(step);
                 error
             })?;
         }
         Ok(Posted::Done)
     };
-    pipeline.run(canceled, carry).map_err(|(part, error)| {
-        let part = if part == Part::Wire { failed.get() } else { part };
-        CopyError { part, error }
+    pipeline.run(canceled, carry).map_err(|(step, error)| {
+        let step = if step == FailedStep::NicTransfer { failed.get() } else { step };
+        CopyError { step, error }
     })
 }
 
+/// Returns the runs of staged memory in the message that consists of `spans`.
 fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a StagedRange>> {
     let mut at = 0;
     let mut runs = Vec::new();
@@ -411,11 +413,7 @@ fn near<'a>(spans: &[Span<'a>], view: &View<'_>) -> Vec<Span<'a>> {
         if start < stop {
             if span.staged().is_some() {
                 let parts = view.parts(start, stop - start);
-                near.extend(parts.map(|(address, _, len)| Span::Direct {
-                    at: address.0,
-                    len,
-                    mapping: None,
-                }));
+                near.extend(parts.map(|(address, _, len)| Span::mapped(address.0, len)));
             } else {
                 near.push(span.part(start - at, stop - start));
             }
@@ -428,6 +426,7 @@ fn near<'a>(spans: &[Span<'a>], view: &View<'_>) -> Vec<Span<'a>> {
     near
 }
 
+/// Returns true if both spans are the same bytes of mapped memory.
 fn same(near: &Span<'_>, far: &Span<'_>) -> bool {
     match (near, far) {
         (

@@ -68,7 +68,7 @@ impl Pinner {
         &self,
         range: AddressRange,
         operation: &'static str,
-    ) -> Result<Vec<Run>> {
+    ) -> Result<Vec<PinnedRun>> {
         self.process.check(operation)?;
         let mut runs = Vec::new();
         let mut done = 0;
@@ -76,7 +76,7 @@ impl Pinner {
             let len = (range.len() - done).min(MAX_BUFFER_LEN);
             let start = range.start().0 + done;
             let slot = Arc::new(self.pin_buffer(start, len, operation)?);
-            runs.push(Run { start, len, slot });
+            runs.push(PinnedRun { start, len, slot });
             done += len;
         }
         Ok(runs)
@@ -363,13 +363,13 @@ impl fmt::Debug for PinnedBuffer {
 /// Pinned pages at contiguous addresses in one io_uring buffer. The run is the whole buffer, or a
 /// part of it after a refresh of the other pages.
 #[derive(Clone, Debug)]
-pub(in super::super) struct Run {
+pub(in super::super) struct PinnedRun {
     start: u64,
     len: u64,
     slot: Arc<PinnedBuffer>,
 }
 
-impl Run {
+impl PinnedRun {
     fn end(&self) -> u64 {
         self.start + self.len
     }
@@ -380,24 +380,26 @@ impl Run {
 #[derive(Debug)]
 pub(in super::super) struct Pinned {
     /// The pinned runs, disjoint and in address order.
-    runs: RwLock<Vec<Run>>,
+    runs: RwLock<Vec<PinnedRun>>,
 }
 
 impl Pinned {
-    pub(in super::super) fn new(runs: Vec<Run>) -> Self {
+    pub(in super::super) fn new(runs: Vec<PinnedRun>) -> Self {
         Self { runs: RwLock::new(runs) }
     }
 
     /// Replaces the old runs at the addresses of newly pinned runs. Parts of old runs at other
     /// addresses stay.
-    pub(in super::super) fn replace(&self, new: Vec<Run>) {
+    pub(in super::super) fn replace(&self, new: Vec<PinnedRun>) {
         let mut runs = self.runs.write();
         for run in &new {
             let parts = runs.drain(..).flat_map(|old| {
-                let before =
-                    Run { len: run.start.saturating_sub(old.start).min(old.len), ..old.clone() };
+                let before = PinnedRun {
+                    len: run.start.saturating_sub(old.start).min(old.len),
+                    ..old.clone()
+                };
                 let after_start = run.end().max(old.start);
-                let after = Run {
+                let after = PinnedRun {
                     start: after_start,
                     len: old.end().saturating_sub(after_start),
                     slot: Arc::clone(&old.slot),

@@ -6,7 +6,7 @@ use hmem_core::{
     Access, ErrorKind, LocalKey, Result,
     transfer::{CompletionKind, Operation, OwnedOperation, OwnedRequest, PeerId, WorkRequest},
 };
-use hmem_p2p::staging::{ChunkPlan, Claim, Part, Pipeline, StagedRange, Use};
+use hmem_p2p::staging::{ChunkPlan, Claim, FailedStep, Pipeline, StagedRange, Use};
 
 use super::{
     memory::region_closed,
@@ -96,7 +96,9 @@ impl QueuedRequest {
     /// Cancels all parts of the request that the NIC is not processing.
     pub(super) fn cancel(&mut self) {
         match &mut self.task {
-            Task::Staged(transfer) => transfer.pipeline.fail(Part::Wire, canceled(self.kind)),
+            Task::Staged(transfer) => {
+                transfer.pipeline.fail(FailedStep::NicTransfer, canceled(self.kind))
+            }
             Task::Waiting(_) => self.task = Task::Ended(Err(canceled(self.kind))),
             Task::Posted | Task::Ended(_) => {}
         }
@@ -196,7 +198,7 @@ impl Transfer {
     pub(super) fn fail_if_closed(&mut self) -> bool {
         let closed = self.lists.regions.iter().any(|region| region.is_closed());
         if closed {
-            self.pipeline.fail(Part::Wire, region_closed());
+            self.pipeline.fail(FailedStep::NicTransfer, region_closed());
         }
         closed
     }
