@@ -311,9 +311,9 @@ fn wrong_endpoint(why: &'static str) -> Error {
 /// Copies bytes between memory of `initiator` and memory of `target`, and returns their number.
 /// `own` is the list, `from` or `to`, that is memory of `initiator`.
 ///
-/// The copy goes through staging buffers if either list contains staged memory. The buffers are those
-/// of the initiator's domain if `own` contains staged memory, and those of the target's domain
-/// otherwise.
+/// The copy goes through staging buffers if either list contains staged memory. The buffers are
+/// those of the initiator's domain if `own` contains staged memory, and those of the target's
+/// domain otherwise.
 pub(super) fn copy(
     initiator: &EndpointState,
     target: &EndpointState,

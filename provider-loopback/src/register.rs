@@ -71,8 +71,8 @@ impl DomainState {
         self.new_region(request, imported, len, announced_pages, false)
     }
 
-    /// Creates a region from its pieces and the properties in `request`. The region is persistent if
-    /// `persistent` is true or the request has RMA_PMEM.
+    /// Creates a region from its pieces and the properties in `request`. The region is persistent
+    /// if `persistent` is true or the request has RMA_PMEM.
     ///
     /// # Errors
     /// BadFlags: the region is persistent and has memory of a device, and transfers may not call
@@ -137,8 +137,8 @@ impl DomainState {
 
     /// Imports host memory that the region does not own, as the mode and the NIC require:
     ///
-    /// - A NIC that pins pages pins all pages of the range. With MMU_NOTIFY it pins only the present
-    ///   pages, because the application announces the others later.
+    /// - A NIC that pins pages pins all pages of the range. With MMU_NOTIFY it pins only the
+    ///   present pages, because the application announces the others later.
     /// - Another NIC populates the pages in ALLOCATED mode.
     ///
     /// # Errors

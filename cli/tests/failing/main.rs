@@ -193,7 +193,7 @@ fn monitor_that_misses_frees_fails_the_command() {
         };
         let nic = Loopback::builder()
             .nic("pinned")
-            .memory(loopback::RemapPolicy::Pinned)
+            .remap_policy(loopback::RemapPolicy::Pinned)
             .build()
             .unwrap();
         let machine = machine(iface, nic, &simulated);

@@ -2,9 +2,9 @@
 //!
 //! No other path can replace such a dma-buf. While direct access to device memory is disabled, the
 //! selector registers a dma-buf only if it is host memory. A request says so by naming the system
-//! iface, or by the flag HMEM_HOST_ALLOC. If the request names no iface, the selector asks the kernel
-//! for the exporter. It refuses exporters that are not in [`HOST_EXPORTERS`], because most exporters
-//! are drivers of devices.
+//! iface, or by the flag HMEM_HOST_ALLOC. If the request names no iface, the selector asks the
+//! kernel for the exporter. It refuses exporters that are not in [`HOST_EXPORTERS`], because most
+//! exporters are drivers of devices.
 
 #![allow(unsafe_code, reason = "registers a dma-buf at an address of the caller")]
 
@@ -29,12 +29,7 @@ const HOST_EXPORTERS: [&str; 5] =
     ["udmabuf", "system", "default_cma_region", "linux,cma", "reserved"];
 
 /// Registers a dma-buf that the application supplied.
-///
-/// # Safety
-/// The caller must uphold the safety contract of
-/// [`PathSelector::register`](hmem_core::path::PathSelector::register) for the registration of
-/// `search`.
-pub(super) unsafe fn register_dma_buf(
+pub(super) fn register_dma_buf(
     mut search: PathSearch<'_>,
     fd: BorrowedFd<'_>,
     offset: DmaBufOffset,
@@ -78,7 +73,8 @@ pub(super) unsafe fn register_dma_buf(
     }
     let range = search.registration.ranges[0];
     let piece = Piece { range, backing: Backing::DmaBuf { fd, offset } };
-    // SAFETY: the caller upholds the contract of this function, which covers this call.
+    // SAFETY: the caller of `PathSearch::new` upholds the conditions on the registration. The piece
+    // is the registration's only range, and the NIC imports dma-bufs.
     match unsafe { search.provider.register(search.registration, &[piece]) } {
         Ok(region) => {
             let decision = search.decision(variant, "the application brought the dma-buf");

@@ -77,7 +77,6 @@ impl Default for DefaultPathSelector {
     }
 }
 
-#[allow(unsafe_code, reason = "registers memory by address")]
 impl DefaultPathSelector {
     /// Creates a selector that follows the policy of each domain.
     #[must_use]
@@ -132,11 +131,7 @@ impl DefaultPathSelector {
 
     /// Registers over the remembered path. If no path is remembered, or if the remembered path is
     /// refused, searches for a path and passes the result to [`learn`](Self::learn).
-    ///
-    /// # Safety
-    /// The caller must uphold the safety contract of [`PathSelector::register`] for the
-    /// registration of `search`.
-    unsafe fn decide(
+    fn decide(
         &self,
         mut search: PathSearch<'_>,
         exports: &mut ExportSet<'_>,
@@ -157,8 +152,7 @@ impl DefaultPathSelector {
                 (variant, _) => variant,
             };
             search.first_unit = decided.decision.unit;
-            // SAFETY: the caller upholds the contract of this function, which covers this call.
-            match unsafe { search.take(variant, exports) } {
+            match search.take(variant, exports) {
                 Ok(taken) => {
                     let region = search.taken(variant, taken);
                     if !exports.shared {
@@ -204,8 +198,7 @@ impl DefaultPathSelector {
             only_this_buffer = refusal.only_this_buffer;
             search.refuse(variant, refusal);
         }
-        // SAFETY: the caller upholds the contract of this function, which covers this call.
-        let found = unsafe { search_by_policy(&mut search, exports, tried) };
+        let found = search_by_policy(&mut search, exports, tried);
         if !exports.shared || found.is_err() {
             search.attempts.extend(exports.close());
         }
@@ -242,9 +235,9 @@ impl DefaultPathSelector {
             ProbeResult::Direct(variant, decision) => self.remember(&key, variant, *decision),
             ProbeResult::NoDirect(attempts) if staged => {
                 let variant = PathVariant::Staged;
-                let mut page = search.restart(search.registration, search.owner);
-                page.attempts = attempts;
-                let decision = page.decision(variant, reason(variant, search));
+                let reason = reason(variant, search);
+                let decision =
+                    search.decision_of(variant, reason, ExportShape::default(), attempts);
                 self.remember(&key, variant, decision);
             }
             ProbeResult::NoDirect(_) | ProbeResult::Unknown => {}
@@ -318,8 +311,8 @@ fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
     Key::new(iface, device, search.kind, policy, direct_paths, search.attr())
 }
 
-/// Returns the decision of a registration over the remembered path of `decision`: `decision` itself,
-/// or a changed copy if this registration differs in one of the following:
+/// Returns the decision of a registration over the remembered path of `decision`: `decision`
+/// itself, or a changed copy if this registration differs in one of the following:
 ///
 /// - It has ranges of several segments. The copy has their layout.
 /// - It has other attempts: failed releases of exports, or refusals. The copy has these attempts.
@@ -350,12 +343,7 @@ type Exhausted = (&'static str, &'static str);
 
 /// Tries the paths that the policy allows, in order. Skips `tried`, which the caller has already
 /// tried.
-///
-/// # Safety
-/// The caller must uphold the safety contract of [`PathSelector::register`] for the registration of
-/// `search`.
-#[allow(unsafe_code, reason = "registers memory by address")]
-unsafe fn search_by_policy(
+fn search_by_policy(
     search: &mut PathSearch<'_>,
     exports: &mut ExportSet<'_>,
     tried: Option<PathVariant>,
@@ -366,11 +354,10 @@ unsafe fn search_by_policy(
         return Err(REFUSED);
     }
     if search.kind.cpu_accessible() {
-        if tried.is_none() {
-            // SAFETY: the caller upholds the contract of this function, which covers this call.
-            if let Some(region) = unsafe { search.try_path(PathVariant::HostPages, exports) } {
-                return Ok((PathVariant::HostPages, region));
-            }
+        if tried.is_none()
+            && let Some(region) = search.try_path(PathVariant::HostPages, exports)
+        {
+            return Ok((PathVariant::HostPages, region));
         }
         return Err((
             "its host pages were refused",
@@ -384,19 +371,17 @@ unsafe fn search_by_policy(
                 ALLOW_IN_PROCESS,
             ));
         }
-        if tried.is_none() {
-            // SAFETY: the caller upholds the contract of this function, which covers this call.
-            if let Some(region) = unsafe { search.staged(exports) } {
-                return Ok((PathVariant::Staged, region));
-            }
+        if tried.is_none()
+            && let Some(region) = search.staged(exports)
+        {
+            return Ok((PathVariant::Staged, region));
         }
         return Err((
             "direct access to device memory is disabled, and staged copies were refused",
             allow(search.selector.disable_p2p),
         ));
     }
-    // SAFETY: the caller upholds the contract of this function, which covers this call.
-    if let Some(found) = unsafe { search.direct(exports, tried) } {
+    if let Some(found) = search.direct(exports, tried) {
         return Ok(found);
     }
     if search.request_refused {
@@ -419,11 +404,10 @@ unsafe fn search_by_policy(
         let range = search.registration.ranges[0];
         tracing::warn!(%range, "no direct path to device memory: staging copies");
     }
-    if tried != Some(PathVariant::Staged) {
-        // SAFETY: the caller upholds the contract of this function, which covers this call.
-        if let Some(region) = unsafe { search.staged(exports) } {
-            return Ok((PathVariant::Staged, region));
-        }
+    if tried != Some(PathVariant::Staged)
+        && let Some(region) = search.staged(exports)
+    {
+        return Ok((PathVariant::Staged, region));
     }
     Err((
         "every direct path and staged copies were refused",
@@ -502,24 +486,24 @@ unsafe impl PathSelector for DefaultPathSelector {
                         ExportSet::new(iface, ranges, allocations, exports)
                     });
                     let owner = AddressOwner::of(&allocations[0]);
-                    let search = PathSearch::new(self, *target, &owner, Some(*iface));
+                    // SAFETY: the caller of this function upholds the same contract for each
+                    // target.
+                    let search = unsafe { PathSearch::new(self, *target, &owner, Some(*iface)) };
                     if targets.len() > 1 {
                         self.probe_beforehand(&search);
                     }
                     // The search for the last NIC releases the exports and records errors of the
                     // release.
                     exports.shared = at + 1 < targets.len();
-                    // SAFETY: the caller upholds the contract of this function, which covers this
-                    // call.
-                    done(unsafe { self.decide(search, exports) }?);
+                    done(self.decide(search, exports)?);
                 }
                 Memory::DmaBuf { fd, offset, iface, device } => {
                     let kind = iface.map_or(IfaceKind::SYSTEM, |iface| iface.kind());
                     let owner = AddressOwner { iface: kind, device: *device, allocation: None };
-                    let search = PathSearch::new(self, *target, &owner, *iface);
-                    // SAFETY: the caller upholds the contract of this function, which covers this
-                    // call.
-                    done(unsafe { register_dma_buf(search, *fd, *offset) }?);
+                    // SAFETY: the caller of this function upholds the same contract for each
+                    // target.
+                    let search = unsafe { PathSearch::new(self, *target, &owner, *iface) };
+                    done(register_dma_buf(search, *fd, *offset)?);
                 }
                 Memory::Host { .. } | Memory::Part { .. } => {
                     return Err(Error::new(ErrorKind::InvalidArgument, "path")

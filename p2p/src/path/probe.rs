@@ -13,7 +13,7 @@ use std::sync::Arc;
 use hmem_core::{
     Allocation, AllocationKind, Decision, DeviceId, ErrorKind, Iface, IfaceExt, MrFlags, Result,
     iface::AllocRequest,
-    path::Attempt,
+    path::{Attempt, Target},
     registration::{KeyRequest, Memory, Registration},
     registry::AddressOwner,
 };
@@ -129,12 +129,16 @@ impl<'a> Page<'a> {
             ..*self.search.registration
         };
         let mut exports = ExportSet::new(self.iface, &ranges, &allocations, None);
-        let mut search = self.search.restart(&registration, &owner);
+        let target = Target { registration: &registration, provider: self.search.provider };
+        let PathSearch { selector, iface, .. } = *self.search;
+        // SAFETY: this function owns the page and no reference to its bytes exists. The page is
+        // freed only after it was deregistered. The other conditions are those of the registration
+        // from which this one is copied.
+        let mut search = unsafe { PathSearch::new(selector, target, &owner, iface) };
+        search.first_unit = self.search.first_unit;
         // This flag is cleared once no NIC can reach the page. A panic leaves it set.
         self.may_be_registered = true;
-        // SAFETY: this function owns the page and no reference to its bytes exists. The page is
-        // freed only after it was deregistered.
-        let direct = unsafe { search.direct(&mut exports, None) };
+        let direct = search.direct(&mut exports, None);
         search.attempts.extend(exports.close());
         match direct {
             Some((variant, region)) => {

@@ -69,7 +69,13 @@ pub(super) struct PathSearch<'a> {
 }
 
 impl<'a> PathSearch<'a> {
-    pub(super) fn new(
+    /// Creates a search without attempts.
+    ///
+    /// # Safety
+    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
+    /// registration of `target`. The conditions on pieces are excepted: the search creates the
+    /// pieces.
+    pub(super) unsafe fn new(
         selector: &'a DefaultPathSelector,
         target: Target<'a>,
         owner: &'a AddressOwner,
@@ -97,21 +103,6 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Returns a new search without attempts for memory of the same iface and device. The new search
-    /// has the same NIC, policy and first unit of export.
-    pub(super) fn restart<'b>(
-        &self,
-        registration: &'b Registration<'b>,
-        owner: &'b AddressOwner,
-    ) -> PathSearch<'b>
-    where
-        'a: 'b,
-    {
-        let target = Target { registration, provider: self.provider };
-        let new = PathSearch::new(self.selector, target, owner, self.iface);
-        PathSearch { first_unit: self.first_unit, ..new }
-    }
-
     pub(super) fn attr(&self) -> &'a ProviderAttr {
         self.provider.attr()
     }
@@ -120,21 +111,15 @@ impl<'a> PathSearch<'a> {
         &self.attr().nic
     }
 
-    /// Registers the memory over the path `variant`.
-    ///
-    /// # Safety
-    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
-    /// registration of this search.
-    pub(super) unsafe fn take(
+    /// Registers the memory over the path `variant`, which the NIC imports. `exports` was created
+    /// for the ranges of the registration.
+    pub(super) fn take(
         &self,
         variant: PathVariant,
         exports: &mut ExportSet<'_>,
     ) -> Result<Taken, PathRefusal> {
         let pieces: Vec<_> = match variant {
-            PathVariant::DmaBuf(mapping) => {
-                // SAFETY: the caller upholds the contract of this function, which covers this call.
-                return unsafe { self.take_dma_bufs(mapping, exports) };
-            }
+            PathVariant::DmaBuf(mapping) => return self.take_dma_bufs(mapping, exports),
             PathVariant::HostPages => {
                 let owned = matches!(self.registration.memory, Memory::Device { owned: true, .. });
                 self.pieces(|_| Backing::Host { owned })
@@ -142,7 +127,9 @@ impl<'a> PathSearch<'a> {
             PathVariant::PeerMemory => exports.peer_memory(self.nic())?,
             PathVariant::Staged => self.pieces(|_| Backing::Staged { iface: exports.iface }),
         };
-        // SAFETY: the caller upholds the contract of this function, which covers this call.
+        // SAFETY: the caller of `new` upholds the conditions on the registration. Each piece is a
+        // range of the registration. The NIC imports the backing: `imports` has returned true for
+        // the path, or the path is remembered for a NIC with the same imports (`Key`).
         match unsafe { self.provider.register(self.registration, &pieces) } {
             Ok(region) => Ok(Taken { region, shape: ExportShape::default(), refused: Vec::new() }),
             Err(error) => {
@@ -155,11 +142,7 @@ impl<'a> PathSearch<'a> {
     /// Registers the memory as dma-bufs. Tries the divisions of the memory into exports in order,
     /// until the driver and the NIC accept one. A NIC registers only the ranges, however large the
     /// exports are.
-    ///
-    /// # Safety
-    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
-    /// registration of this search.
-    unsafe fn take_dma_bufs(
+    fn take_dma_bufs(
         &self,
         mapping: DmaBufMapping,
         exports: &mut ExportSet<'_>,
@@ -188,8 +171,9 @@ impl<'a> PathSearch<'a> {
             let refusal = match exports.pieces(mapping, division, self.nic()) {
                 Ok(Exported { pieces, shape, refused: by_driver }) => {
                     refused.extend(by_driver.into_iter().map(of_unit));
-                    // SAFETY: the caller upholds the contract of this function, which covers this
-                    // call.
+                    // SAFETY: the caller of `new` upholds the conditions on the registration.
+                    // `ExportSet::pieces` returns the bytes of the ranges in their order. The NIC
+                    // imports dma-bufs, as `take` explains.
                     match unsafe { self.provider.register(self.registration, &pieces) } {
                         Ok(region) => {
                             exports.store(mapping, division);
@@ -227,17 +211,12 @@ impl<'a> PathSearch<'a> {
 
     /// Registers the memory over the path `variant`. Returns `None` and records the refusal if the
     /// iface or the NIC refuses the path.
-    ///
-    /// # Safety
-    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
-    /// registration of this search.
-    pub(super) unsafe fn try_path(
+    pub(super) fn try_path(
         &mut self,
         variant: PathVariant,
         exports: &mut ExportSet<'_>,
     ) -> Option<ProviderRegion> {
-        // SAFETY: the caller upholds the contract of this function, which covers this call.
-        match unsafe { self.take(variant, exports) } {
+        match self.take(variant, exports) {
             Ok(taken) => Some(self.taken(variant, taken)),
             Err(refusal) => {
                 self.refuse(variant, refusal);
@@ -248,11 +227,7 @@ impl<'a> PathSearch<'a> {
 
     /// Tries the direct paths in order, except `tried`. Returns the region of the first path that
     /// works. Returns `None` if every path was refused, or if every path would refuse the request.
-    ///
-    /// # Safety
-    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
-    /// registration of this search.
-    pub(super) unsafe fn direct(
+    pub(super) fn direct(
         &mut self,
         exports: &mut ExportSet<'_>,
         tried: Option<PathVariant>,
@@ -273,8 +248,7 @@ impl<'a> PathSearch<'a> {
                 lacking.push(variant.path());
                 continue;
             }
-            // SAFETY: the caller upholds the contract of this function, which covers this call.
-            if let Some(region) = unsafe { self.try_path(variant, exports) } {
+            if let Some(region) = self.try_path(variant, exports) {
                 return Some((variant, region));
             }
             if self.request_refused {
@@ -322,11 +296,7 @@ impl<'a> PathSearch<'a> {
     /// Registers the memory as a region that is reached through staged copies. Returns `None` and
     /// records the refusal if the provider has no staged copies or refuses the region, or if the
     /// domain's transfers may not call drivers.
-    ///
-    /// # Safety
-    /// The caller must uphold the safety contract of [`ProviderDomain::register`] for the
-    /// registration of this search.
-    pub(super) unsafe fn staged(&mut self, exports: &mut ExportSet<'_>) -> Option<ProviderRegion> {
+    pub(super) fn staged(&mut self, exports: &mut ExportSet<'_>) -> Option<ProviderRegion> {
         if !self.imports(PathVariant::Staged) {
             return None;
         }
@@ -344,8 +314,7 @@ impl<'a> PathSearch<'a> {
             self.attempts.push(Attempt::not_tried(Path::Staged, "stage", error));
             return None;
         }
-        // SAFETY: the caller upholds the contract of this function, which covers this call.
-        unsafe { self.try_path(PathVariant::Staged, exports) }
+        self.try_path(PathVariant::Staged, exports)
     }
 
     /// Returns false if transfers over the path `variant` need driver calls, which the domain
@@ -465,7 +434,20 @@ impl<'a> PathSearch<'a> {
     /// Records that the registration over `variant` succeeded, and returns the decision for this
     /// path. The decision takes the attempts out of the search.
     pub(super) fn decision(&mut self, variant: PathVariant, reason: &str) -> Decision {
-        self.attempts.push(variant.success(self.shape));
+        let attempts = std::mem::take(&mut self.attempts);
+        self.decision_of(variant, reason, self.shape, attempts)
+    }
+
+    /// Returns the decision for the path `variant` after `attempts` and a successful registration
+    /// in the given shape.
+    pub(super) fn decision_of(
+        &self,
+        variant: PathVariant,
+        reason: &str,
+        shape: ExportShape,
+        mut attempts: Vec<Attempt>,
+    ) -> Decision {
+        attempts.push(variant.success(shape));
         let decision = Decision {
             path: variant.path(),
             reason: reason.into(),
@@ -476,9 +458,9 @@ impl<'a> PathSearch<'a> {
             policy: self.policy,
             direct_paths: self.registration.direct_paths.map(<[_]>::to_vec),
             mapping: variant.mapping(),
-            unit: self.shape.unit,
+            unit: shape.unit,
             from_cache: false,
-            attempts: std::mem::take(&mut self.attempts).into(),
+            attempts: attempts.into(),
         };
         tracing::debug!(%decision, "path decided");
         decision

@@ -1,5 +1,5 @@
-//! The host memory of a staging pool: one mapping. It consists of huge pages if the pool is at least
-//! one huge page long and enough huge pages are free.
+//! The host memory of a staging pool: one mapping. It consists of huge pages if the pool is at
+//! least one huge page long and enough huge pages are free.
 //!
 //! The mapping lies on the NIC's NUMA node if that node is known and has memory.
 
@@ -13,8 +13,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise};
 /// Size of a huge page in bytes: the default of x86-64, and of arm64 with 4 KiB pages.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Maps at least `len` bytes and writes to each page. Uses memory of NUMA node `node`, if it is given
-/// and has memory.
+/// Maps at least `len` bytes and writes to each page. Uses memory of NUMA node `node`, if it is
+/// given and has memory.
 pub(super) fn map(len: usize, node: Option<u32>) -> Result<Mapping> {
     let map = |whole, flags| {
         Mapping::anonymous(whole, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | flags)
@@ -55,8 +55,8 @@ fn advise(memory: &Mapping, advice: Advice, what: &'static str) {
     }
 }
 
-/// Asks the kernel to use memory of a NUMA node. The kernel uses other nodes if that node has no memory
-/// left.
+/// Asks the kernel to use memory of a NUMA node. The kernel uses other nodes if that node has no
+/// memory left.
 fn prefer(memory: &Mapping, node: u32) {
     const MPOL_PREFERRED: libc::c_int = 1;
     let mut mask = [0u64; 16];

@@ -133,8 +133,8 @@ impl Pool {
 
     /// Returns true if a claim can have `want` buffers. There must be so many free buffers besides
     /// those for all earlier claims in the queue, and the share of `purpose` must allow them. An
-    /// earlier claim that must wait for the share of another purpose does not count. `number` is the
-    /// number of the claim in the queue; `None` before the claim joins the queue.
+    /// earlier claim that must wait for the share of another purpose does not count. `number` is
+    /// the number of the claim in the queue; `None` before the claim joins the queue.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);
         for waiting in &state.waiting {
