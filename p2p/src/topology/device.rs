@@ -38,7 +38,7 @@ pub struct PciDevice {
     pub acs: Acs,
     /// The NUMA node; `None` if firmware does not report it (-1 in sysfs).
     pub numa_node: Option<u32>,
-    /// The IOMMU group; `None` without an IOMMU.
+    /// Number of the IOMMU group; `None` without an IOMMU.
     pub iommu_group: Option<u32>,
     /// Name of the kernel driver that is bound to the function; `None` without one.
     pub driver: Option<String>,
@@ -48,6 +48,7 @@ pub struct PciDevice {
     pub link: Option<Link>,
     /// The base address registers with a nonzero size.
     pub bars: Vec<Bar>,
+    /// The parsed configuration space; `None` if it could not be read or is malformed.
     pub(super) space: Option<ConfigSpace>,
 }
 
@@ -318,11 +319,7 @@ fn read(source: &Source, bus_id: BusId, mut place: PciLocation) -> Result<PciDev
         Contents::Bytes(bytes) => source.parsed_or_skipped(&config, config_space::read(&bytes))?,
         Contents::Absent | Contents::Denied => None,
     };
-    let resource = at("resource");
-    let bars = match source.text(&resource)? {
-        Some(text) => source.parsed_or_skipped(&resource, bars::read(&text))?.unwrap_or_default(),
-        None => Vec::new(),
-    };
+    let bars = source.parsed(&at("resource"), bars::read)?.unwrap_or_default();
     let last_part = |name: &str| -> Result<Option<String>> {
         Ok(source.link(&at(name))?.and_then(|target| target.rsplit('/').next().map(str::to_owned)))
     };
@@ -343,7 +340,15 @@ fn read(source: &Source, bus_id: BusId, mut place: PciLocation) -> Result<PciDev
             })?)
         }
     };
-    let link = link(source, &at)?;
+    let speed = |name: &str| source.parsed(&at(name), speed).map(Option::flatten);
+    let width = |name: &str| source.parsed(&at(name), width).map(Option::flatten);
+    let link = Link {
+        speed: speed("current_link_speed")?,
+        width: width("current_link_width")?,
+        max_speed: speed("max_link_speed")?,
+        max_width: width("max_link_width")?,
+    };
+    let link = (link.max_speed.is_some() && link.max_width.is_some()).then_some(link);
     place.functions.pop();
     Ok(PciDevice {
         bus_id,
@@ -370,6 +375,7 @@ pub(super) fn is_word(text: &str) -> bool {
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte))
 }
 
+/// Reads a hexadecimal number from a required file.
 fn hex(source: &Source, path: &str) -> Result<u32> {
     let text = source.needed(path)?;
     let digits = text
@@ -378,30 +384,6 @@ fn hex(source: &Source, path: &str) -> Result<u32> {
     digits
         .and_then(|digits| u32::from_str_radix(digits, 16).ok())
         .ok_or_else(|| source.malformed(path, format_args!("not a hexadecimal number: {text:.40}")))
-}
-
-fn link(source: &Source, at: &dyn Fn(&str) -> String) -> Result<Option<Link>> {
-    let speed = |name: &str| -> Result<Option<f32>> {
-        let path = at(name);
-        match source.text(&path)? {
-            Some(text) => Ok(source.parsed_or_skipped(&path, speed(&text))?.flatten()),
-            None => Ok(None),
-        }
-    };
-    let width = |name: &str| -> Result<Option<u8>> {
-        let path = at(name);
-        match source.text(&path)? {
-            Some(text) => Ok(source.parsed_or_skipped(&path, width(&text))?.flatten()),
-            None => Ok(None),
-        }
-    };
-    let link = Link {
-        speed: speed("current_link_speed")?,
-        width: width("current_link_width")?,
-        max_speed: speed("max_link_speed")?,
-        max_width: width("max_link_width")?,
-    };
-    Ok((link.max_speed.is_some() && link.max_width.is_some()).then_some(link))
 }
 
 /// Parses `16.0 GT/s PCIe`, `8 GT/s`, or `Unknown` for a link that is down.

@@ -159,6 +159,11 @@ impl Topology {
         })
     }
 
+    /// Returns the distance class of two functions, and true if the class is a guess because a NUMA
+    /// node is not known.
+    ///
+    /// `meeting` is the lowest bridge above both functions. `up` and `down` are the bridges between
+    /// that bridge, or the host bridge, and each function.
     fn classify(
         &self,
         a: &PciDevice,
@@ -252,6 +257,7 @@ impl Topology {
     }
 }
 
+/// Keeps the paths with the distance class of the first path.
 fn nearest(mut paths: Vec<(BusId, PciPath)>) -> Vec<(BusId, PciPath)> {
     if let Some(best) = paths.first().map(|(_, path)| path.distance) {
         paths.retain(|(_, path)| path.distance == best);

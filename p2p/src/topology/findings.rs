@@ -72,11 +72,9 @@ impl Topology {
         }
         let bar = gpu.largest_bar();
         if let Some(memory) = memory.filter(|memory| bar < *memory) {
-            add(
-                "bar",
-                format!("{device} shows {bar} of its {memory} bytes of memory through its BAR"),
-                BAR,
-            );
+            let what =
+                format!("{device} shows {bar} of its {memory} bytes of memory through its BAR");
+            add("bar", what, BAR);
         }
         for function in [gpu, card] {
             if let Some(link) = function.link.filter(super::Link::is_degraded) {
@@ -104,20 +102,18 @@ impl Topology {
             );
             add("distance", what, DISTANCE);
         } else if path.distance >= Distance::Node {
+            let apart = path.distance;
             add(
                 "distance",
-                format!("{device} and {nic} are {} apart, and no NIC is nearer", path.distance),
+                format!("{device} and {nic} are {apart} apart, and no NIC is nearer"),
                 FAR,
             );
         }
         // A driver that exports dma-bufs needs no peer-memory module.
         let closed = gpu.driver.as_deref().and_then(|driver| self.kernel.without_dma_buf(driver));
         if let Some(closed) = closed.filter(|_| self.kernel.peer_memory().next().is_none()) {
-            add(
-                "peer-memory",
-                format!("{closed}, and no peer-memory module is loaded"),
-                PEER_MEMORY,
-            );
+            let what = format!("{closed}, and no peer-memory module is loaded");
+            add("peer-memory", what, PEER_MEMORY);
         }
         found
     }

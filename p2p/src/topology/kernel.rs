@@ -135,11 +135,6 @@ pub struct NvidiaDriver {
     pub open: bool,
 }
 
-impl NvidiaDriver {
-    /// Name in sysfs of the kernel driver of an NVIDIA GPU.
-    const NAME: &str = "nvidia";
-}
-
 impl Kernel {
     /// Returns whether a module of [`MODULES`] is loaded or built in.
     #[must_use]
@@ -155,14 +150,11 @@ impl Kernel {
     /// Returns a sentence that explains why `driver` exports no dma-bufs; `None` if it may export
     /// them.
     pub(super) fn without_dma_buf(&self, driver: &str) -> Option<String> {
-        let module = self.nvidia.as_ref().filter(|_| driver == NvidiaDriver::NAME)?;
-        let closed = !module.open;
-        closed.then(|| {
-            format!(
-                "the driver {driver} {} has closed kernel modules, which export no dma-buf",
-                module.version
-            )
-        })
+        let closed = self.nvidia.as_ref().filter(|module| driver == "nvidia" && !module.open)?;
+        Some(format!(
+            "the driver {driver} {} has closed kernel modules, which export no dma-buf",
+            closed.version
+        ))
     }
 
     /// Returns the value of an option of [`OPTIONS`]; `None` if the configuration cannot be read.
@@ -209,13 +201,13 @@ impl fmt::Display for IommuMode {
     }
 }
 
-/// Cache of a kernel's configuration options. They never change while the kernel runs, and
-/// decompressing them takes longer than reading all other facts.
+/// Cache of a kernel's configuration options; `None` until they were read. The options never change
+/// while the kernel runs, and decompressing them takes longer than reading all other facts.
 #[derive(Debug, Default)]
 pub(crate) struct KeptOptions(Mutex<Option<KernelOptions>>);
 
-/// A kernel's release and its configuration options. If the release changes, the process was
-/// migrated to another kernel and the options are read again.
+/// A kernel's release and its configuration options. The release differs from the current one if
+/// the process was migrated to another kernel (checkpoint and restore).
 #[derive(Debug)]
 struct KernelOptions {
     release: Option<String>,
@@ -224,7 +216,7 @@ struct KernelOptions {
 
 impl KeptOptions {
     /// Returns the cached options if they belong to the kernel release `release`. Otherwise reads
-    /// and caches them. A failed read is not cached.
+    /// the options, and caches them unless the configuration cannot be read.
     fn or_read(
         &self,
         source: &Source,
@@ -266,6 +258,7 @@ pub(super) fn groups(source: &Source) -> Result<BTreeMap<u32, String>> {
     Ok(groups)
 }
 
+/// Returns the mode of the IOMMU, combined over all groups.
 pub(super) fn mode(groups: &BTreeMap<u32, String>) -> IommuMode {
     let identity = groups.values().filter(|kind| *kind == "identity").count();
     let unknown = groups.values().filter(|kind| kind.is_empty()).count();
@@ -296,7 +289,8 @@ fn is_release(text: &str) -> bool {
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.+~".contains(&byte))
 }
 
-/// Returns the parameters of a kernel command line that this library knows. Stops at `--`.
+/// Returns the parameters of a kernel command line that are in [`WORDS`]. Words after `--` are not
+/// parameters of the kernel.
 fn words(text: &str) -> Vec<String> {
     let own = text.split_whitespace().take_while(|word| *word != "--");
     let name = |word: &str| word.split('=').next().map(str::to_owned);
@@ -306,6 +300,8 @@ fn words(text: &str) -> Vec<String> {
         .collect()
 }
 
+/// Reads the options from `/proc/config.gz`, or from the configuration file of the kernel
+/// `release`.
 fn options(source: &Source, release: Option<&str>) -> Result<Option<BTreeMap<String, Setting>>> {
     const PACKED: &str = "proc/config.gz";
     let packed = source.bytes(PACKED)?;

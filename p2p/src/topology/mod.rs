@@ -80,6 +80,7 @@ pub struct Topology {
     devices: BTreeMap<BusId, PciDevice>,
     rdma: Vec<RdmaDevice>,
     numa: Vec<NumaNode>,
+    /// The types of the IOMMU groups by number. A type is empty if the kernel does not report it.
     groups: BTreeMap<u32, String>,
     kernel: Kernel,
     /// The host name of this machine; recordings leave it out.
@@ -128,20 +129,19 @@ impl Topology {
         if !source.is_live() {
             check_mark(source)?;
         }
-        let topology = Self {
+        Ok(Self {
             devices: device::read_all(source)?,
             rdma: rdma::read_all(source)?,
             numa: numa::read_all(source)?,
             groups: kernel::groups(source)?,
             kernel: kernel::read(source, &KeptOptions::default())?,
             host: source.text("proc/sys/kernel/hostname")?,
-        };
-        Ok(topology)
+        })
     }
 
     /// Returns whether ACS redirects traffic between two functions of the machine at `root`. Reads
-    /// only these functions and the bridges above them. Returns `None` if a function cannot be
-    /// read, or if no port is known to redirect and the ACS of a port cannot be read.
+    /// only these functions and the bridges above them. Returns `None` in two cases: a function
+    /// cannot be read, or the ACS of a port cannot be read and no other port redirects.
     pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
         let source = Source::Folder { root: root.to_owned(), live: root == Path::new("/") };
         let devices = device::read_with_bridges(&source, &[one, other]).ok()?;

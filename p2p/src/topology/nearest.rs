@@ -77,7 +77,9 @@ impl fmt::Display for RankedNic {
 #[derive(Clone, Debug, PartialEq)]
 pub struct NearestNics {
     memory: Locality,
+    /// All NICs, nearest first.
     ranked: Vec<RankedNic>,
+    /// Number of chosen NICs: the first ones of `ranked`.
     count: usize,
 }
 
@@ -121,8 +123,6 @@ impl fmt::Display for NearestNics {
     }
 }
 
-const OPERATION: &str = "nearest NICs";
-
 impl Topology {
     /// Chooses the `count` NICs that are nearest to memory, out of `nics`.
     ///
@@ -149,7 +149,8 @@ impl Topology {
         count: usize,
     ) -> Result<NearestNics> {
         let refuse = |kind, why: &'static str, remedy: &'static str| {
-            let error = Error::new(kind, OPERATION).context("why", why).context("memory", memory);
+            let error =
+                Error::new(kind, "nearest NICs").context("why", why).context("memory", memory);
             Err(error.context("asked for", count).context("nics", nics.len()).remedy(remedy))
         };
         let invalid = ErrorKind::InvalidArgument;
@@ -168,26 +169,23 @@ impl Topology {
             let remedy = "choose from one domain of each NIC";
             return refuse(invalid, "a NIC is listed twice", remedy);
         }
-        let known = match memory {
-            Locality::Device(id) => self.device(id).is_some(),
-            Locality::Node(node) => {
-                let nodes = self.numa();
-                nodes.iter().any(|known| known.id == node) || (nodes.is_empty() && node == 0)
-            }
+        let has_node = |node: u32| {
+            let nodes = self.numa();
+            nodes.iter().any(|known| known.id == node) || (nodes.is_empty() && node == 0)
         };
         match memory {
-            _ if known => {}
-            Locality::Device(_) => {
+            Locality::Device(id) if self.device(id).is_none() => {
                 return refuse(
                     ErrorKind::Unavailable,
                     "the device is not in the PCIe tree",
                     "read the topology of this machine, or choose the NICs yourself",
                 );
             }
-            Locality::Node(_) => {
+            Locality::Node(node) if !has_node(node) => {
                 let remedy = "read the topology of the machine that has the memory";
                 return refuse(invalid, "the machine does not have the NUMA node", remedy);
             }
+            Locality::Device(_) | Locality::Node(_) => {}
         }
         let mut ranked: Vec<_> =
             nics.iter().enumerate().map(|(at, nic)| self.rank(memory, at, nic)).collect();
@@ -199,7 +197,8 @@ impl Topology {
         Ok(NearestNics { memory, ranked, count })
     }
 
-    /// Orders equally near NICs. Devices that share these NICs then start with different ones.
+    /// Orders equally near NICs for `device` as [`choose_nics`](Self::choose_nics) says. `ranked`
+    /// is sorted by nearness.
     fn spread(&self, device: BusId, ranked: &mut [RankedNic], nics: &[&Nic]) {
         let nearness_of = |other: BusId| -> Vec<Nearness> {
             let rank = |(at, nic): (usize, &&Nic)| self.rank(Locality::Device(other), at, nic);
@@ -207,12 +206,14 @@ impl Topology {
         };
         let others = self.accelerators().map(|other| other.bus_id).filter(|id| *id != device);
         let others: Vec<_> = others.map(|id| (id, nearness_of(id))).collect();
+        // For each NIC, the number of other devices for which it is the only nearest NIC.
         let mut wanted = vec![0; nics.len()];
         for only in others.iter().filter_map(|(_, near)| only_nearest(near)) {
             wanted[only] += 1;
         }
         for group in ranked.chunk_by_mut(|one, other| one.nearness() == other.nearness()) {
             let members: Vec<_> = group.iter().map(|nic| nic.index).collect();
+            // Returns true if exactly these NICs are equally near to another device, too.
             let shares = |near: &[Nearness]| {
                 let nearness = near[members[0]];
                 let is_member = |at: usize| members.contains(&at);

@@ -20,8 +20,10 @@ use super::{
 /// Name of the file that marks a folder as a recording. The file holds the version of the format.
 pub(super) const MARK: &str = "hmem-recording";
 pub(super) const VERSION: &str = "version 1";
+/// The text that replaces the host name of the machine.
 const REPLACED: &str = "host";
 
+/// A recording under construction.
 struct Recording<'a> {
     topology: &'a Topology,
     entries: BTreeMap<String, SourceEntry>,

@@ -60,7 +60,20 @@ impl Source {
         }
     }
 
-    /// Returns the parsed value of an optional file. If the file is malformed:
+    /// Reads and parses an optional file; `None` if the file does not exist. The result of
+    /// [`parsed_or_skipped`](Self::parsed_or_skipped) otherwise.
+    pub(super) fn parsed<T>(
+        &self,
+        path: &str,
+        parse: impl Fn(&str) -> std::result::Result<T, String>,
+    ) -> Result<Option<T>> {
+        match self.text(path)? {
+            Some(text) => self.parsed_or_skipped(path, parse(&text)),
+            None => Ok(None),
+        }
+    }
+
+    /// Returns the value `read`, parsed from the file at `path`. If the file is malformed:
     ///
     /// - A recording gives an error.
     /// - A live machine gives `None` and a log entry, as one malformed device must not hide all
@@ -105,6 +118,7 @@ impl Source {
         }
     }
 
+    /// Returns the name of the file at `path` for errors.
     fn name(&self, path: &str) -> String {
         match self {
             Self::Folder { root, .. } => root.join(path).display().to_string(),
@@ -227,6 +241,8 @@ impl Source {
         matches!(self, Self::Folder { live: true, .. })
     }
 
+    /// Returns the error for a failed read of the file at `path`. An error without a number of the
+    /// operating system comes from this module and describes a malformed file.
     fn failed(&self, path: &str, error: &io::Error) -> Error {
         if let Some(problem) = error.get_ref() {
             return self.malformed(path, problem);
@@ -238,7 +254,8 @@ impl Source {
     }
 }
 
-/// Returns whether the error means that the file does not exist, or that its device was removed.
+/// Returns true if the error means that the file does not exist, or that the device of the file was
+/// removed.
 fn gone(error: &io::Error) -> bool {
     let gone = [libc::ENOENT, libc::ENOTDIR, libc::ENODEV, libc::ENXIO];
     error.raw_os_error().is_some_and(|number| gone.contains(&number))
