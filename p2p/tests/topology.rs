@@ -9,7 +9,9 @@ use flate2::read::GzDecoder;
 use hmem_core::{ErrorKind, provider::Nic};
 use hmem_p2p::{
     path::{FactSource, LocalMachine},
-    topology::{Acs, BusId, Distance, IommuMode, Port, Redirection, Role, Setting, Topology},
+    topology::{
+        Acs, BusId, Distance, IommuMode, Port, RdmaDevice, Redirection, Role, Setting, Topology,
+    },
 };
 use topology_machines::{Folder, SECRETS, SERIAL, fixtures, make, recording};
 
@@ -24,8 +26,13 @@ fn id(text: &str) -> BusId {
     text.parse().unwrap()
 }
 
+fn rdma_named<'a>(topology: &'a Topology, name: &str) -> &'a RdmaDevice {
+    let found = topology.rdma().iter().find(|device| device.name == name);
+    found.unwrap_or_else(|| panic!("no {name}"))
+}
+
 fn nic(topology: &Topology, name: &str) -> BusId {
-    topology.rdma_named(name).and_then(|nic| nic.bus_id).unwrap_or_else(|| panic!("no {name}"))
+    rdma_named(topology, name).bus_id.expect("an RDMA device of hardware")
 }
 
 /// Returns the distances from each GPU to the NICs with these names. GPUs are ordered by address.
@@ -316,7 +323,7 @@ fn facts_that_causes_depend_on_are_read() {
         None,
         "no configuration to read"
     );
-    let port = &dgx.rdma_named("mlx5_5").unwrap().ports[0];
+    let port = &rdma_named(&dgx, "mlx5_5").ports[0];
     assert_eq!(
         (port.link_layer.as_deref(), port.rate, port.active),
         (Some("Ethernet"), Some(100), Some(true))
@@ -379,11 +386,7 @@ fn a_recording_holds_no_serial_number_address_or_host_name() {
             fs::write(&archive, &made).unwrap();
             let read = Topology::open(&archive).unwrap();
             assert_eq!(read.kernel().release.as_deref(), Some("6.9.0-host-rc1"));
-            assert_eq!(
-                read.rdma_named("host_rxe").unwrap().bus_id,
-                None,
-                "software has no PCI address"
-            );
+            assert_eq!(rdma_named(&read, "host_rxe").bus_id, None, "software has no PCI address");
         }
     }
 }

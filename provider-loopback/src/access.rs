@@ -29,9 +29,13 @@ pub(super) struct LocalSide {
     holds: Few<LocalHold>,
 }
 
+/// The access to one local part of a transfer.
 enum LocalHold {
+    /// The part lies in a region.
     Region(RegionGuard),
+    /// The part is host memory without a region.
     Host,
+    /// The part is device memory without a region.
     Device(DeviceMemory),
 }
 
@@ -264,17 +268,17 @@ fn hold_key(
 fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region) -> Result<()> {
     let auth_key = region.attr.auth_key.as_ref().unwrap_or(&target.domain.auth_key);
     if *auth_key != initiator.auth_key {
-        return Err(wrong_auth_key());
+        return Err(no_access(
+            "authorization keys differ",
+            "open the endpoint with the authorization key of the region",
+        ));
     }
     check_endpoint(region, target)?;
     if !target.rma_event && region.has_counters() {
-        return Err(Error::new(ErrorKind::AccessDenied, "transfer")
-            .provider("loopback")
-            .context(
-                "why",
-                "the region counts accesses and the target endpoint was opened without RMA_EVENT",
-            )
-            .remedy("open the target endpoint with the RMA_EVENT capability"));
+        return Err(no_access(
+            "the region counts accesses and the target endpoint was opened without RMA_EVENT",
+            "open the target endpoint with the RMA_EVENT capability",
+        ));
     }
     Ok(())
 }
@@ -283,29 +287,21 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region
 /// checks that the region is bound to `endpoint`.
 #[inline]
 fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
-    match region.endpoint() {
-        Some(bound) if bound != endpoint.id() => {
-            Err(wrong_endpoint("the region is bound to another endpoint"))
-        }
+    let why = match region.endpoint() {
+        Some(bound) if bound != endpoint.id() => "the region is bound to another endpoint",
         None if endpoint.domain.mode.contains(MrMode::ENDPOINT) => {
-            Err(wrong_endpoint("the region is bound to no endpoint"))
+            "the region is bound to no endpoint"
         }
-        _ => Ok(()),
-    }
+        _ => return Ok(()),
+    };
+    Err(no_access(why, "access the region through the endpoint that it is bound to"))
 }
 
-fn wrong_auth_key() -> Error {
-    Error::new(ErrorKind::AccessDenied, "transfer")
-        .provider("loopback")
-        .context("why", "authorization keys differ")
-        .remedy("open the endpoint with the authorization key of the region")
-}
-
-fn wrong_endpoint(why: &'static str) -> Error {
+fn no_access(why: &'static str, remedy: &'static str) -> Error {
     Error::new(ErrorKind::AccessDenied, "transfer")
         .provider("loopback")
         .context("why", why)
-        .remedy("access the region through the endpoint that it is bound to")
+        .remedy(remedy)
 }
 
 /// Copies bytes between memory of `initiator` and memory of `target`, and returns their number.

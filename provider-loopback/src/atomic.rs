@@ -18,7 +18,7 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-use super::memory::{self, Span};
+use super::memory::{self, DmaBufAccess, Span};
 
 /// The locks of a NIC's atomics.
 #[derive(Debug)]
@@ -153,7 +153,8 @@ impl Element {
         match span {
             Span::Direct { at, mapping, .. } => {
                 let _lock = locks.of(at).lock();
-                memory::with_announced_access(mapping, || self.execute_mapped(at))
+                let _access = DmaBufAccess::begin(mapping, true)?;
+                Ok(self.execute_mapped(at))
             }
             Span::Kernel { .. } | Span::Indirect { .. } => {
                 let address = match span {

@@ -50,7 +50,9 @@ pub(super) struct Config {
     pub(super) windows: Vec<WindowType>,
     pub(super) region_counters: bool,
     pub(super) faults: Faults,
+    /// The maximum number of bytes in all live regions of a NIC; `None` for no limit.
     pub(super) max_pinned_bytes: Option<u64>,
+    /// True if the builder set a maximum number of live regions of a NIC (`attr.max_mr_count`).
     pub(super) limit_regions: bool,
     pub(super) unexpected_bytes: u64,
 }

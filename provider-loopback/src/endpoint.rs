@@ -34,12 +34,16 @@ pub(super) struct EndpointState {
     fabric: Arc<Fabric>,
     endpoints: Arc<DomainEndpoints>,
     pub(super) auth_key: AuthKey,
+    /// True if the endpoint has the RMA_EVENT capability. Peers may then access regions with
+    /// counters through it.
     pub(super) rma_event: bool,
+    /// The maximum number of requests in `posted`.
     depth: usize,
     tx: Arc<Queue>,
     rx: Arc<Queue>,
     tx_counter: Option<Arc<Counter>>,
     rx_counter: Option<Arc<Counter>>,
+    /// The posted requests other than receives that have not started, in the order of their posts.
     posted: Mutex<VecDeque<Work>>,
     /// The execution lock. A thread holds it while it executes requests of this endpoint, so that
     /// they execute in order.
@@ -55,9 +59,12 @@ pub(super) struct EndpointState {
 #[derive(Debug)]
 struct Peers {
     /// The [`PeerId`] of the first peer, a random number. Later peers have the next numbers. So an
-    /// endpoint does not take a peer of another endpoint for its own.
+    /// endpoint refuses the numbers that another endpoint has given to its peers.
     first: u64,
+    /// The peers in the order of their numbers: the number of the peer's endpoint, and the
+    /// endpoint.
     known: Vec<(u64, Weak<EndpointState>)>,
+    /// Indices in `known` by the number of the peer's endpoint.
     by_endpoint: HashMap<u64, usize>,
 }
 
@@ -263,7 +270,7 @@ impl EndpointState {
     /// senders that wait for room in the inbox. Their sends then fail.
     pub(super) fn cancel_receives(&self) {
         // Waits for a message that is being delivered.
-        let _delivery = self.inbox.lock_delivery();
+        let _delivery = self.inbox.delivery.lock();
         for receive in self.inbox.clear() {
             let (kind, header) = (CompletionKind::Receive, Header::default());
             self.complete_receive(receive.context, kind, header, Err(canceled_request()));

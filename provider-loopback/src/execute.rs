@@ -27,6 +27,7 @@ pub(super) fn step(endpoints: &DomainEndpoints) -> usize {
     endpoints.snapshot().iter().map(step_endpoint).sum()
 }
 
+/// Like [`step`], for one endpoint.
 fn step_endpoint(endpoint: &Arc<EndpointState>) -> usize {
     let mut ended = 0;
     if let Some(running) = endpoint.running.try_lock()

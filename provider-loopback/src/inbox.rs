@@ -13,7 +13,7 @@ use std::{
 };
 
 use hmem_core::Result;
-use parking_lot::{Mutex, ReentrantMutex, ReentrantMutexGuard};
+use parking_lot::{Mutex, ReentrantMutex};
 
 use super::{
     Few,
@@ -110,7 +110,7 @@ pub(super) struct Inbox {
     /// The delivery lock. A sender holds it from the match of a receive until the bytes are copied,
     /// so that receives complete in the order of their matches. Re-entrant, because a copy engine
     /// may deliver messages to the same endpoint or close it.
-    delivery: ReentrantMutex<()>,
+    pub(super) delivery: ReentrantMutex<()>,
     state: Mutex<State>,
     /// True if a waiting message may match a posted receive.
     possible_match: AtomicBool,
@@ -144,16 +144,6 @@ impl Inbox {
             state: Mutex::default(),
             possible_match: AtomicBool::new(false),
         }
-    }
-
-    /// Takes the delivery lock: waits for a delivery of another thread, and blocks deliveries of
-    /// other threads until the guard is dropped.
-    pub(super) fn lock_delivery(&self) -> ReentrantMutexGuard<'_, ()> {
-        self.delivery.lock()
-    }
-
-    pub(super) fn try_lock_delivery(&self) -> Option<ReentrantMutexGuard<'_, ()>> {
-        self.delivery.try_lock()
     }
 
     /// Returns true if a message that waits in the inbox may match a posted receive.

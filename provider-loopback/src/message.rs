@@ -47,6 +47,8 @@ fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Resu
     }
 }
 
+/// Copies `content` to the buffer of a receive of `owner`. The error names the target as the failed
+/// step if the reason lies in the receive.
 fn fill_from(
     owner: &EndpointState,
     receive: &Receive,
@@ -88,7 +90,7 @@ pub(super) fn deliver_kept(owner: &EndpointState) -> usize {
     }
     // A thread that has the delivery lock now delivers the waiting messages itself, or wakes this
     // domain afterwards.
-    match owner.inbox.try_lock_delivery() {
+    match owner.inbox.delivery.try_lock() {
         Some(_delivery) => deliver_kept_locked(owner),
         None => 0,
     }
@@ -171,7 +173,7 @@ pub(super) fn write(
 /// `deliver`. Returns the result of `deliver`.
 fn in_order<T>(target: &EndpointState, deliver: impl FnOnce() -> T) -> T {
     let delivered = {
-        let _delivery = target.inbox.lock_delivery();
+        let _delivery = target.inbox.delivery.lock();
         deliver_kept_locked(target);
         deliver()
     };

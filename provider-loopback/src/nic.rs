@@ -15,8 +15,12 @@ pub(super) struct Nic {
     pub(super) config: Config,
     pub(super) regions: Regions,
     pub(super) atomics: AtomicLocks,
+    /// The number of the domain that was opened last; 0 before the first.
     last_domain: AtomicU32,
+    /// The number of registrations that count toward `max_mr_count`. Stays 0 without that limit.
     registered: AtomicU64,
+    /// The bytes of those registrations, which count toward `max_pinned_bytes`. Stays 0 without
+    /// that limit.
     pinned: AtomicU64,
 }
 
@@ -63,7 +67,7 @@ impl Nic {
         Ok(Reservation { nic: self, bytes })
     }
 
-    /// Subtracts a registration of `bytes` bytes whose reservation was kept.
+    /// Subtracts a registration of `bytes` bytes from the counts of [`Nic::reserve`].
     pub(super) fn release(&self, bytes: u64) {
         if self.config.limit_regions {
             self.registered.fetch_sub(1, Ordering::Relaxed);
@@ -74,8 +78,8 @@ impl Nic {
     }
 }
 
-/// A guard of a registration that counts toward the limits of its NIC. Dropping the guard, because
-/// the registration failed, subtracts it.
+/// A registration that counts toward the limits of its NIC. Dropping the value subtracts the
+/// registration again: it failed.
 pub(super) struct Reservation<'a> {
     nic: &'a Nic,
     bytes: u64,

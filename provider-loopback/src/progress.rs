@@ -14,8 +14,11 @@ use hmem_core::{Errno, Error, Result};
 /// thread.
 #[derive(Debug, Default)]
 pub(super) struct Wake {
+    /// The progress thread; empty if the domain has none.
     thread: OnceLock<Thread>,
+    /// True from a wake until the thread begins its next step. Other wakes do nothing meanwhile.
     pending: AtomicBool,
+    /// True once the thread must end.
     stop: AtomicBool,
 }
 
@@ -78,8 +81,8 @@ impl Drop for ProgressThread {
         self.wake.stop.store(true, Ordering::Release);
         let Some(handle) = self.handle.take() else { return };
         handle.thread().unpark();
-        // A copy engine that the thread called may drop the domain on that thread. The thread then
-        // closes the domain after the copy engine returns.
+        // A copy engine that the progress thread called may drop the domain on that thread. The
+        // progress thread then closes the domain after the copy engine returns.
         if handle.thread().id() != thread::current().id() && handle.join().is_err() {
             tracing::error!("the progress thread of a loopback domain panicked");
         }

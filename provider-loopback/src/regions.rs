@@ -258,8 +258,8 @@ impl Regions {
 
     /// Locks the table for lookups. No region is added or removed until the guard is dropped.
     ///
-    /// A thread that has the guard must not lock the table again, nor wait for another lock that a
-    /// thread may hold while it locks the table.
+    /// A thread that has the guard must not lock the table again. It must not wait for another lock
+    /// either if a thread with that lock may wait for the table.
     #[inline]
     pub(super) fn lock(&self) -> RwLockReadGuard<'_, RegionTable> {
         self.table.read()
@@ -333,8 +333,8 @@ impl Regions {
             table.by_key.remove(&(domain, key));
             (region, pages)
         };
-        // No new transfer can find the region, so that its references only become fewer. The drop
-        // of the last reference happens after those of the guards.
+        // No transfer can find the region any more, so the number of its references only falls. If
+        // this is the only reference, no guard of the region exists.
         if Arc::strong_count(&region) > 1 {
             // Waits for the transfers that use the region.
             let pieces = std::mem::take(&mut region.write().attr.pieces);

@@ -77,9 +77,12 @@ pub(super) struct Window {
 struct State {
     prefix: u64,
     tag: u8,
+    /// `None` while the window is not bound.
     binding: Option<Arc<RwLock<Binding>>>,
-    /// Bindings that were removed from the window. Each has ended, or is in use by transfers.
+    /// Bindings that were removed from the window, and that transfers may still use. The next
+    /// removal of a binding takes those out that have ended.
     ending: Endings,
+    /// True once the window was deallocated.
     freed: bool,
     /// The number of posted binds and invalidations that have not ended.
     posted: u32,
@@ -153,9 +156,7 @@ impl EndpointLife {
     fn bind(&self) -> Result<()> {
         let mut bound = self.bound.lock();
         if self.is_closed() {
-            return Err(Error::new(ErrorKind::BadState, "bind window")
-                .provider("loopback")
-                .context("why", "the endpoint is closed"));
+            return Err(endpoint_closed());
         }
         *bound += 1;
         Ok(())
@@ -409,9 +410,11 @@ impl Windows {
         if bind.addressing == Addressing::ZeroBased && bind.len > 0 {
             return Err(refuse(WindowRule::Type1IsVirtual, operation));
         }
-        let event = if bind.len > 0 { WindowEvent::Bind } else { WindowEvent::BindNothing };
-        let new =
-            if bind.len > 0 { Some(Arc::new(RwLock::new(self.new_binding(bind)?))) } else { None };
+        let (event, new) = if bind.len > 0 {
+            (WindowEvent::Bind, Some(Arc::new(RwLock::new(self.new_binding(bind)?))))
+        } else {
+            (WindowEvent::BindNothing, None)
+        };
         let mut index = self.index.write();
         let mut state = window.state.lock();
         if let Err(error) = window.check(&state, event, operation) {
@@ -484,9 +487,7 @@ impl Windows {
         // finds. This binding may have been added after that search.
         if endpoint.is_closed() {
             window.invalidate_key(key);
-            return Err(Error::new(ErrorKind::BadState, operation)
-                .provider("loopback")
-                .context("why", "the endpoint is closed"));
+            return Err(endpoint_closed());
         }
         Ok(())
     }
@@ -605,7 +606,8 @@ impl Windows {
     pub(super) fn end_bindings_to(&self, region: Token) -> Result<bool> {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         let is_to = |binding: &Arc<RwLock<Binding>>| {
-            // Fails only while another thread ends the binding.
+            // The lock is not free only while another thread ends the binding. The caller waits for
+            // that binding too.
             binding.try_read_recursive().is_none_or(|it| it.region == region && !it.ended)
         };
         let of = |window: Arc<Window>| {
@@ -691,4 +693,10 @@ pub(super) fn token_of(region: ProviderRegion) -> Token {
 
 fn refuse(rule: WindowRule, operation: &'static str) -> Error {
     rule.refuse(operation).provider("loopback")
+}
+
+fn endpoint_closed() -> Error {
+    Error::new(ErrorKind::BadState, "bind window")
+        .provider("loopback")
+        .context("why", "the endpoint is closed")
 }

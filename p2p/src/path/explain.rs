@@ -188,7 +188,7 @@ impl DefaultPathSelector {
             nic_pci_bus_id: nic.pci_bus_id.clone(),
             policy: request.policy,
             direct_paths: request.direct_paths.clone(),
-            p2p_disabled: self.is_p2p_disabled(),
+            p2p_disabled: self.disable_p2p,
             path: None,
             mapping: None,
             unit: None,

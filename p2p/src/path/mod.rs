@@ -101,12 +101,6 @@ impl DefaultPathSelector {
         self
     }
 
-    /// Returns true if direct access to device memory is forbidden for every NIC.
-    #[must_use]
-    pub fn is_p2p_disabled(&self) -> bool {
-        self.disable_p2p
-    }
-
     /// Returns the remembered decision for the owner's memory on the NIC, if there is one.
     /// Registrations of domains with this policy and these direct paths try the path of that
     /// decision first. Calls no driver.

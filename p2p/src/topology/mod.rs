@@ -190,12 +190,6 @@ impl Topology {
         &self.rdma
     }
 
-    /// Returns the RDMA device with the given name; `None` if there is none.
-    #[must_use]
-    pub fn rdma_named(&self, name: &str) -> Option<&RdmaDevice> {
-        self.rdma.iter().find(|device| device.name == name)
-    }
-
     /// Returns the RDMA devices that belong to a PCI function.
     pub fn rdma_at(&self, id: BusId) -> impl Iterator<Item = &RdmaDevice> {
         self.rdma.iter().filter(move |device| device.bus_id == Some(id))

@@ -174,16 +174,8 @@ impl Mapping {
         self.mapping.address().0 + at
     }
 
-    /// Announces the start of a CPU access to a dma-buf. `write` is true if the access writes.
-    pub(super) fn begin(&self, write: bool) -> Result<()> {
-        self.announce(write, 0)
-    }
-
-    /// Announces the end of an access that [`Mapping::begin`] has announced.
-    pub(super) fn end(&self, write: bool) -> Result<()> {
-        self.announce(write, DMA_BUF_SYNC_END)
-    }
-
+    /// Announces the start of a CPU access, or its end if `stage` is `DMA_BUF_SYNC_END`. Does
+    /// nothing if the file is not a genuine dma-buf.
     fn announce(&self, write: bool, stage: u64) -> Result<()> {
         let Some(fd) = &self.dma_buf else { return Ok(()) };
         let access = if write { DMA_BUF_SYNC_READ | DMA_BUF_SYNC_WRITE } else { DMA_BUF_SYNC_READ };
@@ -209,6 +201,36 @@ impl Mapping {
             return Ok(());
         }
         sync_pages(address, len).map_err(failed("msync"))
+    }
+}
+
+/// A guard of a CPU access to a mapping that may be of a dma-buf. Dropping the guard announces the
+/// end of the access.
+pub(in super::super) struct DmaBufAccess<'a> {
+    mapping: &'a Mapping,
+    write: bool,
+}
+
+impl<'a> DmaBufAccess<'a> {
+    /// Announces the start of an access to `mapping`. `write` is true if the access writes.
+    pub(in super::super) fn begin(
+        mapping: Option<&'a Mapping>,
+        write: bool,
+    ) -> Result<Option<Self>> {
+        let Some(mapping) = mapping else { return Ok(None) };
+        mapping.announce(write, 0)?;
+        Ok(Some(Self { mapping, write }))
+    }
+}
+
+impl Drop for DmaBufAccess<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.mapping.announce(self.write, DMA_BUF_SYNC_END) {
+            tracing::warn!(
+                error = %error.full(),
+                "cannot announce the end of a CPU access to a dma-buf"
+            );
+        }
     }
 }
 

@@ -91,17 +91,6 @@ fn kernel_copy(
     Ok(())
 }
 
-/// Fills `into` with the bytes at address `at`. Fails with BadAddress if an address is not
-/// readable.
-pub(super) fn load_host(at: u64, into: &mut [u8]) -> Result<()> {
-    kernel_read(at, into.as_mut_ptr().expose_provenance() as u64, into.len() as u64)
-}
-
-/// Writes `from` to address `at`. Fails with BadAddress if an address is not writable.
-pub(super) fn store_host(at: u64, from: &[u8]) -> Result<()> {
-    kernel_write(from.as_ptr().expose_provenance() as u64, at, from.len() as u64)
-}
-
 /// Populates the pages of a range, for writes if `write` is true and for reads otherwise.
 ///
 /// # Errors
@@ -302,35 +291,27 @@ impl AnnouncedPages {
 /// The result lacks the pages for which that file cannot be read. The application then has to
 /// refresh these pages.
 fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
-    const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
-    let page = rustix::param::page_size() as u64;
-    let pages = range.page_aligned(page);
     let mut present = Vec::new();
-    let unknown = |error: std::io::Error| {
+    if let Err(error) = read_pagemap(range, &mut present) {
         tracing::warn!(
             %error,
             %range,
             "cannot read /proc/self/pagemap: pages count as absent until a refresh"
         );
-    };
-    let pagemap = match File::open("/proc/self/pagemap") {
-        Ok(pagemap) => pagemap,
-        Err(error) => {
-            unknown(error);
-            return present;
-        }
-    };
+    }
+    present
+}
+
+fn read_pagemap(range: AddressRange, present: &mut Vec<(u64, u64)>) -> std::io::Result<()> {
+    const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
+    let page = rustix::param::page_size() as u64;
+    let pages = range.page_aligned(page);
+    let pagemap = File::open("/proc/self/pagemap")?;
     let mut entries = vec![0; 8 * 4096];
     let (mut first, last) = (pages.start().0 / page, pages.start().0 / page + pages.len() / page);
     while first < last {
         let want = ((last - first) * 8).min(entries.len() as u64) as usize;
-        let got = match pagemap.read_at(&mut entries[..want], first * 8) {
-            Ok(got) => got,
-            Err(error) => {
-                unknown(error);
-                break;
-            }
-        };
+        let got = pagemap.read_at(&mut entries[..want], first * 8)?;
         // The file ends: the remaining addresses exceed those that a process can have.
         if got < 8 {
             break;
@@ -343,7 +324,7 @@ fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
             first += 1;
         }
     }
-    present
+    Ok(())
 }
 
 #[cfg(test)]

@@ -13,14 +13,14 @@ mod pinned;
 
 use std::{cell::Cell, sync::Arc};
 
-pub(super) use file::{Mapping, import as import_fd};
+pub(super) use file::{DmaBufAccess, Mapping, import as import_fd};
 use hmem_core::{Error, Result, racing_copy};
 use hmem_p2p::staging::{
     ChunkPlan, Claim, FailedStep, Pipeline, Pool, Posted, Run as StagedRun, StagedRange,
     Use as PoolUse, View,
 };
+use host::Written;
 pub(super) use host::{AnnouncedPages, direct_pointer, populate};
-use host::{Written, load_host, store_host};
 pub(super) use indirect::{DeviceMemory, IndirectMemory, staged};
 pub(super) use pinned::{Pinned, Pinner};
 
@@ -127,26 +127,20 @@ impl<'a> Span<'a> {
 
     /// Copies the bytes of the span to `into`. Both have the same length.
     pub(super) fn load(self, into: &mut [u8]) -> Result<()> {
-        match self {
-            Self::Indirect { at, memory, .. } => memory.load(at, into),
-            Self::Kernel { at, .. } => load_host(at, into),
-            Self::Direct { .. } => {
-                let at = into.as_mut_ptr().expose_provenance();
-                copy_span(self, Span::mapped(at as u64, into.len() as u64))
-            }
+        if let Self::Indirect { at, memory, .. } = self {
+            return memory.load(at, into);
         }
+        let at = into.as_mut_ptr().expose_provenance();
+        copy_span(self, Span::mapped(at as u64, into.len() as u64))
     }
 
     /// Copies the bytes of `from` to the span. Both have the same length.
     pub(super) fn store(self, from: &[u8]) -> Result<()> {
-        match self {
-            Self::Indirect { at, memory, .. } => memory.store(at, from),
-            Self::Kernel { at, .. } => store_host(at, from),
-            Self::Direct { .. } => {
-                let at = from.as_ptr().expose_provenance();
-                copy_span(Span::mapped(at as u64, from.len() as u64), self)
-            }
+        if let Self::Indirect { at, memory, .. } = self {
+            return memory.store(at, from);
         }
+        let at = from.as_ptr().expose_provenance();
+        copy_span(Span::mapped(at as u64, from.len() as u64), self)
     }
 
     /// Makes written bytes persistent if the memory itself is persistent ([`host`]).
@@ -218,47 +212,11 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
         }
         (Span::Indirect { .. }, _) | (_, Span::Indirect { .. }) => bounce(from, to),
         _ => {
-            let _reading =
-                from.mapping().map(|mapping| DmaBufAccess::begin(mapping, false)).transpose()?;
-            let _writing =
-                to.mapping().map(|mapping| DmaBufAccess::begin(mapping, true)).transpose()?;
+            let _reading = DmaBufAccess::begin(from.mapping(), false)?;
+            let _writing = DmaBufAccess::begin(to.mapping(), true)?;
             copy_near(from, to)
         }
     }
-}
-
-/// A guard of a CPU access to a dma-buf. Dropping the guard announces the end of the access.
-struct DmaBufAccess<'a> {
-    mapping: &'a Mapping,
-    write: bool,
-}
-
-impl<'a> DmaBufAccess<'a> {
-    fn begin(mapping: &'a Mapping, write: bool) -> Result<Self> {
-        mapping.begin(write)?;
-        Ok(Self { mapping, write })
-    }
-}
-
-impl Drop for DmaBufAccess<'_> {
-    fn drop(&mut self) {
-        if let Err(error) = self.mapping.end(self.write) {
-            tracing::warn!(
-                error = %error.full(),
-                "cannot announce the end of a CPU access to a dma-buf"
-            );
-        }
-    }
-}
-
-/// Runs `access`. If the mapping is of a dma-buf, announces the start and the end of the access to
-/// it.
-pub(super) fn with_announced_access<T>(
-    mapping: Option<&Mapping>,
-    access: impl FnOnce() -> T,
-) -> Result<T> {
-    let _access = mapping.map(|mapping| DmaBufAccess::begin(mapping, true)).transpose()?;
-    Ok(access())
 }
 
 /// Copies between two spans of the same length. The caller has announced accesses to dma-bufs.

@@ -39,6 +39,7 @@ const RAISE_MEMLOCK: &str = "raise the locked-memory limit (`ulimit -l unlimited
 /// The pinner of a domain's host memory.
 pub(in super::super) struct Pinner {
     process: ProcessMark,
+    /// The io_urings. Buffers are pinned by the last one.
     rings: Mutex<Vec<Arc<Ring>>>,
 }
 
@@ -127,7 +128,9 @@ struct Ring {
 
 struct RingState {
     uring: IoUring,
+    /// The file through which bytes are copied to and from pinned pages.
     scratch: OwnedFd,
+    /// The unused indices of the buffer table.
     free: Vec<u16>,
     /// True once a failed call has left a request in the io_uring's queue.
     ///
