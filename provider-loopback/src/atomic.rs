@@ -113,16 +113,24 @@ pub(super) fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(word)
 }
 
+/// Returns an address with the alignment and the page offset of the first byte of a span.
+///
+/// # Errors
+/// Unsupported: the memory has no atomics.
+fn address_of(span: &Span<'_>) -> Result<u64> {
+    match span {
+        Span::Direct { at, .. } | Span::Kernel { at, .. } => Ok(*at),
+        Span::Indirect { at, memory, .. } => memory.atomic_address(*at),
+    }
+}
+
 /// Checks that a span has whole elements of `size` bytes at their natural alignment.
 ///
 /// # Errors
 /// - InvalidArgument: the start or the length is not a multiple of `size`.
 /// - Unsupported: the memory has no atomics.
 pub(super) fn check_alignment(span: &Span<'_>, size: u64) -> Result<()> {
-    let address = match span {
-        Span::Direct { at, .. } | Span::Kernel { at, .. } => *at,
-        Span::Indirect { at, memory, .. } => memory.atomic_address(*at)?,
-    };
+    let address = address_of(span)?;
     if address.is_multiple_of(size) && span.len().is_multiple_of(size) {
         return Ok(());
     }
@@ -149,30 +157,22 @@ impl Element {
     /// Executes the operation on a span that has the size and alignment of the element. Returns the
     /// old value.
     pub(super) fn execute(&self, locks: &AtomicLocks, span: Span<'_>) -> Result<u64> {
-        let size = self.datatype.size() as usize;
-        match span {
-            Span::Direct { at, mapping, .. } => {
-                let _lock = locks.of(at).lock();
-                let _access = DmaBufAccess::begin(mapping, true)?;
-                Ok(self.execute_mapped(at))
-            }
-            Span::Kernel { .. } | Span::Indirect { .. } => {
-                let address = match span {
-                    Span::Indirect { at, memory, .. } => memory.atomic_address(at)?,
-                    Span::Kernel { at, .. } | Span::Direct { at, .. } => at,
-                };
-                let _lock = locks.of(address).lock();
-                let mut bytes = [0; 8];
-                span.load(&mut bytes[..size])?;
-                let before = u64::from_le_bytes(bytes);
-                if let Some(after) = self.new_value(before) {
-                    span.store(&after.to_le_bytes()[..size])?;
-                }
-                Ok(before)
-            }
+        let _lock = locks.of(address_of(&span)?).lock();
+        if let Span::Direct { at, mapping, .. } = span {
+            let _access = DmaBufAccess::begin(mapping, true)?;
+            return Ok(self.execute_mapped(at));
         }
+        let size = self.datatype.size() as usize;
+        let mut bytes = [0; 8];
+        span.load(&mut bytes[..size])?;
+        let before = u64::from_le_bytes(bytes);
+        if let Some(after) = self.new_value(before) {
+            span.store(&after.to_le_bytes()[..size])?;
+        }
+        Ok(before)
     }
 
+    /// Executes the operation on the mapped element at address `at`. Returns the old value.
     fn execute_mapped(&self, at: u64) -> u64 {
         let pointer = memory::direct_pointer(at);
         if self.datatype.size() == 4 {

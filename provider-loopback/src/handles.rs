@@ -160,11 +160,8 @@ unsafe impl ProviderDomain for Domain {
     }
 
     fn live(&self) -> LiveObjects {
-        let counts = self.state.nic.regions.counts(self.state.id);
         let mut live = LiveObjects::default();
-        live.regions = counts.regions;
-        live.page_registrations = counts.page_registrations;
-        live.bytes = counts.bytes;
+        self.state.nic.regions.count(self.state.id, &mut live);
         live.windows = self.state.windows.len();
         live.mapped_keys = self.state.mapped.len();
         live.endpoints = self.endpoints.len();
@@ -347,7 +344,11 @@ impl provider::Windows for Domain {
 impl RegionCounters for Domain {
     fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()> {
         self.enter(NicCall::BindCounter)?;
-        self.state.bind_counter(token_of(region), counter)
+        let bind = |region: &Region| {
+            region.bind_counter(counter);
+            Ok(())
+        };
+        self.state.nic.regions.inspect(self.state.id, token_of(region), "bind counter", bind)
     }
 }
 

@@ -78,8 +78,8 @@ impl Nic {
     }
 }
 
-/// A registration that counts toward the limits of its NIC. Dropping the value subtracts the
-/// registration again: it failed.
+/// A registration that counts toward the limits of its NIC. The value is dropped if the
+/// registration fails, which subtracts the registration from the counts again.
 pub(super) struct Reservation<'a> {
     nic: &'a Nic,
     bytes: u64,

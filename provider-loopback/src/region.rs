@@ -35,8 +35,7 @@ pub(super) struct Region {
 /// A region with its lock.
 pub(super) type SharedRegion = Arc<RwLock<Region>>;
 
-/// The properties of a region that its registration sets. Only deregistration and refresh change
-/// them.
+/// The properties of a region that its registration sets. Deregistration empties `pieces`.
 #[derive(Debug)]
 pub(super) struct RegionAttr {
     /// The length of the region: the total number of bytes of its pieces.
@@ -90,28 +89,28 @@ pub(super) enum Refusal {
 }
 
 impl RegionAttr {
-    /// Returns the parts of the pieces that a sub-region of `len` bytes at `offset` covers.
-    pub(super) fn part(&self, offset: u64, len: u64) -> Few<RegionPiece> {
+    /// Returns the parts of the pieces that hold `len` bytes from `offset`. Each item is a piece,
+    /// the offset of the part in the piece, and the length of the part.
+    #[inline]
+    fn parts(&self, offset: u64, len: u64) -> impl Iterator<Item = (&RegionPiece, u64, u64)> {
         let (mut skip, mut left) = (offset, len);
-        let mut parts = Few::new();
-        for piece in &self.pieces {
-            if skip >= piece.range.len() {
-                skip -= piece.range.len();
-                continue;
-            }
-            let part = left.min(piece.range.len() - skip);
-            if part == 0 {
-                break;
-            }
-            parts.push(RegionPiece {
-                range: piece.range.slice(skip, part).expect("the part was cut to fit the piece"),
-                memory: piece.memory.clone(),
-                at: piece.at + skip,
-            });
+        self.pieces.iter().filter_map(move |piece| {
+            let start = skip.min(piece.range.len());
+            let part = left.min(piece.range.len() - start);
+            skip -= start;
             left -= part;
-            skip = 0;
-        }
-        parts
+            (part > 0).then_some((piece, start, part))
+        })
+    }
+
+    /// Returns the pieces of a sub-region of `len` bytes at `offset`.
+    pub(super) fn sub_pieces(&self, offset: u64, len: u64) -> Few<RegionPiece> {
+        let cut = |(piece, start, part): (&RegionPiece, u64, u64)| RegionPiece {
+            range: piece.range.slice(start, part).expect("the part lies in the piece"),
+            memory: piece.memory.clone(),
+            at: piece.at + start,
+        };
+        self.parts(offset, len).map(cut).collect()
     }
 }
 
@@ -237,27 +236,17 @@ impl Region {
             into.push(piece.memory.span(piece.at + skip, len));
             Ok(())
         };
-        let mut left = len;
         match start {
-            AccessStart::Offset(mut skip) => {
-                if skip > attr.len || len > attr.len - skip {
+            AccessStart::Offset(offset) => {
+                if offset > attr.len || len > attr.len - offset {
                     return Err(outside());
                 }
-                for piece in &attr.pieces {
-                    if left == 0 {
-                        break;
-                    }
-                    if skip >= piece.range.len() {
-                        skip -= piece.range.len();
-                        continue;
-                    }
-                    let part = left.min(piece.range.len() - skip);
+                for (piece, skip, part) in attr.parts(offset, len) {
                     take(piece, skip, part)?;
-                    left -= part;
-                    skip = 0;
                 }
             }
             AccessStart::Address(mut address) => {
+                let mut left = len;
                 while left > 0 {
                     let piece = attr
                         .pieces

@@ -42,12 +42,11 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{Error, ErrorKind, Result};
+use hmem_core::{Error, ErrorKind, Result, provider::LiveObjects};
 use parking_lot::{
     ArcRwLockReadGuard, ArcRwLockUpgradableReadGuard, ArcRwLockWriteGuard, RawRwLock, RwLock,
     RwLockReadGuard,
 };
-
 use rustc_hash::FxHashMap;
 
 use super::{
@@ -98,14 +97,6 @@ impl Deref for RefreshGuard {
 /// With keys of 4 bytes, the number of free indices that the table holds back, so that no key is
 /// reused soon.
 const RESTING_INDICES: usize = 256;
-
-/// Counts of the open regions of a domain.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Counts {
-    pub(super) regions: u64,
-    pub(super) page_registrations: u64,
-    pub(super) bytes: u64,
-}
 
 /// The pages of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -265,17 +256,15 @@ impl Regions {
         self.table.read()
     }
 
-    /// Counts the open regions of a domain. Visits every region of the NIC.
-    pub(super) fn counts(&self, domain: u32) -> Counts {
-        let mut counts = Counts::default();
-        for (_, live) in self.lock().slots.of_domain(domain) {
-            counts.regions += 1;
-            if let Pages::Own(bytes) = live.pages {
-                counts.page_registrations += 1;
-                counts.bytes += bytes;
+    /// Adds the open regions of a domain to the counts in `live`. Visits every region of the NIC.
+    pub(super) fn count(&self, domain: u32, live: &mut LiveObjects) {
+        for (_, region) in self.lock().slots.of_domain(domain) {
+            live.regions += 1;
+            if let Pages::Own(bytes) = region.pages {
+                live.page_registrations += 1;
+                live.bytes += bytes;
             }
         }
-        counts
     }
 
     /// Adds a live region and returns its token and key. If `key` is `None`, the key is the one of

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use hmem_core::{
     Access, AddressRange, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result,
-    counter::Counter,
     provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration},
 };
 use parking_lot::RwLock;
@@ -231,7 +230,7 @@ impl DomainState {
             let parent = &parent.attr;
             check_part(parent, request.access, offset, len)?;
             let announced = parent.announced_pages.clone();
-            let pieces = parent.part(offset, len);
+            let pieces = parent.sub_pieces(offset, len);
             self.new_region(request, pieces, len, announced, parent.persistent)
         };
         let registered =
@@ -243,13 +242,6 @@ impl DomainState {
             regions.remove_dependent(self.id, base);
         }
         registered
-    }
-
-    pub(super) fn bind_counter(&self, token: Token, counter: &Arc<Counter>) -> Result<()> {
-        self.nic.regions.inspect(self.id, token, "bind counter", |region| {
-            region.bind_counter(counter);
-            Ok(())
-        })
     }
 
     pub(super) fn bind_endpoint(&self, token: Token, endpoint: &EndpointLife) -> Result<()> {

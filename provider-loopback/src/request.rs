@@ -92,28 +92,24 @@ fn local_part(domain: &DomainState, segment: &LocalSegment) -> Result<LocalPart>
             "pass the descriptor of a region of this domain that is open",
         ));
     }
-    let memory = if domain.mode.contains(MrMode::LOCAL) {
+    if domain.mode.contains(MrMode::LOCAL) {
         return Err(refuse("no descriptor", "in LOCAL mode every local buffer needs a descriptor"));
+    }
+    if len > 0 && address.checked_add(len - 1).is_none() {
+        return Err(Error::new(ErrorKind::AddressWraps, "post")
+            .provider("loopback")
+            .context("address", segment.address)
+            .context("length", len));
+    }
+    let owner =
+        if len > 0 { domain.registry.owner_of(segment.address)?.iface } else { IfaceKind::SYSTEM };
+    let memory = if owner == IfaceKind::SYSTEM {
+        LocalMemory::Host
+    } else if domain.mode.contains(MrMode::HMEM) {
+        return Err(refuse("device memory", "in HMEM mode device buffers need a descriptor")
+            .iface(domain.registry.name_of(owner)));
     } else {
-        if len > 0 && address.checked_add(len - 1).is_none() {
-            return Err(Error::new(ErrorKind::AddressWraps, "post")
-                .provider("loopback")
-                .context("address", segment.address)
-                .context("length", len));
-        }
-        let owner = if len > 0 {
-            domain.registry.owner_of(segment.address)?.iface
-        } else {
-            IfaceKind::SYSTEM
-        };
-        if owner == IfaceKind::SYSTEM {
-            LocalMemory::Host
-        } else if domain.mode.contains(MrMode::HMEM) {
-            return Err(refuse("device memory", "in HMEM mode device buffers need a descriptor")
-                .iface(domain.registry.name_of(owner)));
-        } else {
-            LocalMemory::Device(owner)
-        }
+        LocalMemory::Device(owner)
     };
     Ok(LocalPart { address, len, memory })
 }
@@ -220,14 +216,11 @@ fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePa
     for segment in segments {
         total =
             total.checked_add(segment.len).ok_or_else(|| invalid("the remote lengths overflow"))?;
-        let mapped = segment.key.is_mapped();
-        match segment.key.as_u64() {
-            Ok(number) => parts.push(RemotePart {
-                address: segment.address.0,
-                len: segment.len,
-                key: KeyUse { number, mapped },
-            }),
-            Err(_) => split(segment.key, segment.address, segment.len, &mut parts)?,
+        let RemoteSegment { address, len, key, .. } = *segment;
+        match KeyUse::of(key) {
+            Ok(key) => parts.push(RemotePart { address: address.0, len, key }),
+            // The key has several pieces.
+            Err(_) => split(key, address, len, &mut parts)?,
         }
     }
     if segments.is_empty() || total != len {

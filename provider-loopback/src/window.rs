@@ -49,8 +49,9 @@ pub(super) struct Windows {
     /// The number that identifies the domain on its NIC.
     domain: u32,
     keys: Arc<DomainKeys>,
-    /// True if the application chooses the keys of regions.
-    requested_keys: bool,
+    /// True if prefixes are indices of the region table, reserved for windows: with keys of 4 bytes
+    /// that the NIC chooses.
+    prefixes_are_indices: bool,
     index: RwLock<Index>,
     /// The number of windows in the index. While it is 0, a registration needs no lock of the
     /// index.
@@ -287,7 +288,7 @@ impl Windows {
             nic: Arc::clone(nic),
             domain,
             keys: Arc::clone(keys),
-            requested_keys,
+            prefixes_are_indices: keys.narrow() && !requested_keys,
             index: RwLock::default(),
             count: AtomicU64::new(0),
         }
@@ -309,11 +310,6 @@ impl Windows {
     fn find(&self, window: ProviderWindow, operation: &'static str) -> Result<Arc<Window>> {
         let found = self.index.read().by_token.get(&window.token).map(Arc::clone);
         found.ok_or_else(|| refuse(WindowRule::Allocated, operation))
-    }
-
-    /// Returns true if prefixes are indices of the region table, reserved for windows.
-    fn prefixes_are_indices(&self) -> bool {
-        self.keys.narrow() && !self.requested_keys
     }
 
     /// Returns a random prefix that no region or window of the domain has: a key without its 8-bit
@@ -338,7 +334,7 @@ impl Windows {
                 .remedy("allocate a window of a type in `window_types`"));
         }
         let mut index = self.index.write();
-        let prefix = if self.prefixes_are_indices() {
+        let prefix = if self.prefixes_are_indices {
             u64::from(self.nic.regions.reserve_index()?)
         } else {
             self.random_prefix(&index)
@@ -505,7 +501,7 @@ impl Windows {
             (state.take_binding(), state.prefix)
         };
         Binding::end_all(&endings);
-        if self.prefixes_are_indices() {
+        if self.prefixes_are_indices {
             self.nic.regions.free_index(prefix as u32);
         }
         Ok(())

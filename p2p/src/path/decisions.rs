@@ -33,8 +33,7 @@ struct Class {
     policy: P2pPolicy,
     /// The domain's list of direct paths, without duplicates; `None` for the NIC's own order.
     direct_paths: Option<[Option<DirectPath>; DirectPath::ALL.len()]>,
-    /// The kinds of memory that the NIC can import. Two providers with the same name may differ in
-    /// them.
+    /// The kinds of memory that the NIC can import. They may differ between providers of one name.
     imports: Imports,
 }
 

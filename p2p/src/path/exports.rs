@@ -15,7 +15,7 @@ use hmem_core::{
 
 use super::variant::{DmaBufLayout, ExportShape, PathRefusal, unit_note};
 
-/// Exports of the ranges of one registration. The iface releases them once the path is decided.
+/// Exports of the ranges of one registration. Dropping the value releases the exports.
 pub(super) struct ExportSet<'a> {
     pub(super) iface: &'a Arc<dyn Iface>,
     ranges: &'a [AddressRange],

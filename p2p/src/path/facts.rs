@@ -44,8 +44,9 @@ pub trait FactSource: fmt::Debug + Send + Sync {
     /// Returns the kernel's name of the driver that exported a dma-buf (`udmabuf`, for example), or
     /// `None` if the kernel does not tell. The default is `None`.
     ///
-    /// The selector asks for it only while direct access is disabled, for a dma-buf whose iface the
-    /// request does not name. It then registers dma-bufs of exporters of host memory alone.
+    /// The selector asks for the exporter only while direct access is disabled, for a dma-buf whose
+    /// iface the request does not name. Such a dma-buf is registered only if its exporter exports
+    /// host memory.
     fn dma_buf_exporter(&self, fd: BorrowedFd<'_>) -> Option<String> {
         let _ = fd;
         None
@@ -193,7 +194,8 @@ impl FactSource for LocalMachine {
     fn dma_buf_exporter(&self, fd: BorrowedFd<'_>) -> Option<String> {
         // A thread may have a table of file descriptors of its own, so `self` is not enough.
         let info = self.text(format!("proc/thread-self/fdinfo/{}", fd.as_raw_fd()))?;
-        // The first line counts: the application can give the dma-buf a name, which follows it.
+        // The application can give the dma-buf a name, which may contain another such line. The
+        // kernel writes the name after the exporter, so the first line names the exporter.
         let name = info.lines().find_map(|line| line.strip_prefix("exp_name:"))?;
         Some(name.trim().to_owned())
     }

@@ -35,7 +35,7 @@ pub(super) enum ProbeResult {
     Unknown,
 }
 
-/// Runs `undo`, and runs it once more if it fails. No later code retries it.
+/// Runs `undo`, and runs it once more if it fails. No later code would release the page.
 fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
     undo().or_else(|error| {
         tracing::warn!(
@@ -71,7 +71,8 @@ pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
     match Page::allocate(search, iface, search.kind) {
         Ok(page) => page.try_out(),
         // Some kinds cannot be allocated by themselves (a mapping of several allocations). The
-        // probe then uses plain device memory. Only its refusal applies to the other kind too.
+        // probe then uses plain device memory. If no direct path works for plain device memory,
+        // none works for the other kind. A path that works may still refuse the other kind.
         Err(ErrorKind::Unsupported) if search.kind != AllocationKind::Device => {
             match Page::allocate(search, iface, AllocationKind::Device).map(Page::try_out) {
                 Ok(ProbeResult::NoDirect(attempts)) => ProbeResult::NoDirect(attempts),

@@ -472,8 +472,8 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Returns the error for a search in which every path was refused, with all attempts. The error
-    /// has the kind of the last refusal by the iface or the NIC. Without one, it has the kind of
-    /// [`Trace::refusal`], or `Unsupported` if no path was tried.
+    /// has the kind of the last refusal by the iface or the NIC. Without such a refusal, it has the
+    /// kind of [`Trace::refusal`], or `Unsupported` if no path was tried.
     pub(super) fn exhausted(self, (why, remedy): (&'static str, &'static str)) -> Error {
         let iface = self.iface_name();
         let nic = self.nic().to_string();
@@ -527,8 +527,8 @@ pub(super) fn lists(listed: &[DirectPath], path: Path) -> bool {
     listed.iter().any(|listed| PathVariant::from(*listed).path() == path)
 }
 
-/// Marks the refusals of exports in other units than `unit`, which worked. The driver and the NIC
-/// can thus do what they refused, so that the refusal says something about the unit only.
+/// Marks the refusals of exports in other units than `unit`. The export in `unit` worked, so the
+/// other units were refused only because of their size or place.
 fn note_other_units(refused: &mut [PathRefusal], unit: ExportUnit) {
     for refusal in refused.iter_mut().filter(|refusal| refusal.unit != Some(unit)) {
         if matches!(refusal.step, Step::Export | Step::Register) {

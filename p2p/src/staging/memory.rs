@@ -37,8 +37,8 @@ pub(super) fn map(len: usize, node: Option<u32>) -> Result<Mapping> {
     if huge_wanted {
         advise(&memory, Advice::LinuxHugepage, "huge pages");
     }
-    // After a fork a write by the parent would move its page away from the one that the NIC has
-    // pinned (MON-06).
+    // After a fork, the kernel copies a page when the parent writes to it, and the parent gets the
+    // copy. The NIC would still use the old page (MON-06).
     advise(&memory, Advice::LinuxDontFork, "exclusion from child processes");
     if let Some(node) = node {
         prefer(&memory, node);

@@ -12,8 +12,8 @@ use tar::{EntryType, Header};
 
 use super::source::{LARGEST_FILE, SourceEntry};
 
-/// Decompresses a gzip file, and cuts the output at `limit` bytes. The variant without the feature
-/// `recordings` returns `None`; this one does not.
+/// Decompresses a gzip file, and cuts the output at `limit` bytes. Never returns `None`, which the
+/// function of a build without the feature `recordings` returns.
 pub(super) fn gunzip(packed: &[u8], limit: u64) -> Option<io::Result<Vec<u8>>> {
     let mut bytes = Vec::new();
     Some(GzDecoder::new(packed).take(limit).read_to_end(&mut bytes).map(|_| bytes))
@@ -114,10 +114,9 @@ fn below_top_folder(entries: BTreeMap<String, SourceEntry>) -> BTreeMap<String, 
         .map(|(top, _)| format!("{top}/"));
     let Some(top) = top else { return entries };
     let inner = format!("{top}sys/");
-    if top == "sys/" || !entries.keys().all(|path| path.starts_with(&top)) {
-        return entries;
-    }
-    if !entries.keys().any(|path| path.starts_with(&inner)) {
+    let is_top = entries.keys().all(|path| path.starts_with(&top))
+        && entries.keys().any(|path| path.starts_with(&inner));
+    if top == "sys/" || !is_top {
         return entries;
     }
     entries.into_iter().map(|(path, entry)| (path[top.len()..].to_owned(), entry)).collect()

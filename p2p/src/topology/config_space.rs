@@ -222,22 +222,13 @@ fn extended(bytes: &[u8]) -> Result<Acs, String> {
 pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
     bytes[HEADER_TYPE] = u8::from(bridge);
-    let (port, acs) = match space {
-        ConfigSpace { acs: Acs::Unreadable, .. } => {
-            bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
-            return bytes;
-        }
-        // The function has no PCI Express capability.
-        ConfigSpace { port: None, .. } => {
-            bytes.resize(CONVENTIONAL, 0);
-            bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
-            return bytes;
-        }
-        ConfigSpace { port: Some(port), acs } => (port, acs),
-    };
-    // The parser treats the end of the bytes as the end of the capability list.
-    bytes.resize(if acs == Acs::Absent { CONVENTIONAL } else { CONVENTIONAL + 8 }, 0);
     bytes[STATUS] = STATUS_HAS_CAPABILITIES as u8;
+    if space.acs == Acs::Unreadable {
+        return bytes;
+    }
+    // The parser treats the end of the bytes as the end of the capability list.
+    bytes.resize(CONVENTIONAL, 0);
+    let Some(port) = space.port else { return bytes };
     bytes[CAPABILITY_POINTER] = HEADER as u8;
     bytes[HEADER] = PCI_EXPRESS;
     bytes[HEADER + 2] = match port {
@@ -247,11 +238,10 @@ pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
         Port::Downstream => 0x62,
         Port::Bridge => 0x72,
     };
-    if let Acs::Control(control) = acs {
-        bytes[CONVENTIONAL..CONVENTIONAL + 4]
-            .copy_from_slice(&(u32::from(ACS) | 1 << 16).to_le_bytes());
-        bytes[CONVENTIONAL + ACS_CONTROL..CONVENTIONAL + ACS_CONTROL + 2]
-            .copy_from_slice(&control.0.to_le_bytes());
+    if let Acs::Control(control) = space.acs {
+        bytes.extend((u32::from(ACS) | 1 << 16).to_le_bytes());
+        bytes.resize(CONVENTIONAL + ACS_CONTROL, 0);
+        bytes.extend(control.0.to_le_bytes());
     }
     bytes
 }

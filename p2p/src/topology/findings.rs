@@ -78,15 +78,14 @@ impl Topology {
         }
         for function in [gpu, card] {
             if let Some(link) = function.link.filter(super::Link::is_degraded) {
-                let or_none =
-                    |speed: Option<f32>| speed.map_or("?".into(), |speed| speed.to_string());
-                let lanes = |width: Option<u8>| width.map_or("?".into(), |width| width.to_string());
+                let speed = |it: Option<f32>| it.map_or("?".into(), |speed| speed.to_string());
+                let lanes = |it: Option<u8>| it.map_or("?".into(), |width| width.to_string());
                 let what = format!(
                     "the link of {} runs at {} GT/s x{} of {} GT/s x{}",
                     function.bus_id,
-                    or_none(link.speed),
+                    speed(link.speed),
                     lanes(link.width),
-                    or_none(link.max_speed),
+                    speed(link.max_speed),
                     lanes(link.max_width)
                 );
                 add("link", what, LINK);

@@ -103,7 +103,8 @@ struct Properties {
 
 impl Properties {
     fn of(fd: BorrowedFd<'_>) -> Result<Self> {
-        let dma_buf = rustix::fs::fstatfs(fd).is_ok_and(|fs| fs.f_type as u64 == DMA_BUF_MAGIC);
+        let file_system = rustix::fs::fstatfs(fd).ok().map(|fs| fs.f_type as u64);
+        let dma_buf = file_system == Some(DMA_BUF_MAGIC);
         let stat = rustix::fs::fstat(fd).map_err(failed("fstat"))?;
         let mode = rustix::fs::fcntl_getfl(fd).map_err(failed("fcntl(F_GETFL)"))? & OFlags::ACCMODE;
         if !dma_buf && FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
@@ -131,8 +132,7 @@ impl Properties {
         let base_page = rustix::param::page_size() as u64;
         // The field has 64 bits on x86-64 and 32 on aarch64.
         let block = u64::try_from(stat.st_blksize).unwrap_or(base_page);
-        let huge = rustix::fs::fstatfs(fd)
-            .is_ok_and(|fs| fs.f_type as u64 == libc::HUGETLBFS_MAGIC as u64);
+        let huge = file_system == Some(libc::HUGETLBFS_MAGIC as u64);
         Ok(Self {
             len,
             writable: mode == OFlags::RDWR && !write_sealed,
