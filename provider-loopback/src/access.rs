@@ -229,8 +229,8 @@ fn hold_key(
 ) -> Result<RemoteHold> {
     let domain = &target.domain;
     let (number, cookie) = if key.mapped {
-        let parts =
-            initiator.domain.mapped.get(key.number).ok_or_else(|| Refusal::NoRegion.of_key())?;
+        let parts = initiator.domain.mapped.read().get(&key.number).copied();
+        let parts = parts.ok_or_else(|| Refusal::NoRegion.of_key())?;
         (parts.key, Some(parts))
     } else if initiator.domain.mode.contains(MrMode::RAW) || domain.mode.contains(MrMode::RAW) {
         return Err(Refusal::NoRegion

@@ -34,7 +34,9 @@ pub(super) struct DomainState {
     pub(super) registry: Arc<Registry>,
     pub(super) keys: Arc<DomainKeys>,
     pub(super) wake: Arc<Wake>,
-    pub(super) mapped: MappedKeys,
+    /// The peers' raw keys that the application has mapped, by the numbers that
+    /// [`DomainState::map_raw`] returned.
+    pub(super) mapped: RwLock<HashMap<u64, RawParts>>,
     pub(super) windows: Windows,
     /// The pinner of host memory; `None` with [`RemapPolicy::Follow`].
     pub(super) pinner: Option<Pinner>,
@@ -64,7 +66,7 @@ impl DomainState {
             windows: Windows::new(nic, id, &keys, requested_keys),
             keys,
             wake: Arc::default(),
-            mapped: MappedKeys::default(),
+            mapped: RwLock::default(),
             pinner,
             process: ProcessMark::current()?,
             staging: request.staging,
@@ -139,6 +141,23 @@ impl DomainState {
         self.pool.lock().clone()
     }
 
+    /// Stores a peer's raw key under an unused random number, and returns the number.
+    ///
+    /// # Errors
+    /// - Malformed: the bytes are not a raw key of the NIC's size.
+    /// - Unavailable: the random generator of the operating system fails.
+    pub(super) fn map_raw(&self, raw: &RawKey) -> Result<u64> {
+        let parts = keys::read_raw(raw, self.nic.attr.raw_key_size)?;
+        let mut mapped = self.mapped.write();
+        loop {
+            let number = keys::random()?;
+            if let Entry::Vacant(unused) = mapped.entry(number) {
+                unused.insert(parts);
+                return Ok(number);
+            }
+        }
+    }
+
     /// Returns the raw key of a region.
     pub(super) fn raw_key(&self, token: Token) -> Result<RawKey> {
         let key = self.nic.regions.key_of(self.id, token)?;
@@ -153,44 +172,5 @@ impl fmt::Debug for DomainState {
             .field("mode", &self.mode)
             .field("auth_key", &self.auth_key)
             .finish_non_exhaustive()
-    }
-}
-
-/// The peers' raw keys that the application has mapped. The key of the map is the number that
-/// [`MappedKeys::map`] returned.
-#[derive(Debug, Default)]
-pub(super) struct MappedKeys {
-    keys: RwLock<HashMap<u64, RawParts>>,
-}
-
-impl MappedKeys {
-    /// Stores a peer's raw key under an unused random number, and returns the number.
-    ///
-    /// # Errors
-    /// - Malformed: the bytes are not a raw key of `size` bytes.
-    /// - Unavailable: the random generator of the operating system fails.
-    pub(super) fn map(&self, raw: &RawKey, size: usize) -> Result<u64> {
-        let parts = keys::read_raw(raw, size)?;
-        let mut mapped = self.keys.write();
-        loop {
-            let number = keys::random()?;
-            if let Entry::Vacant(unused) = mapped.entry(number) {
-                unused.insert(parts);
-                return Ok(number);
-            }
-        }
-    }
-
-    /// Removes the raw key with this number. Returns false if there is no such raw key.
-    pub(super) fn unmap(&self, number: u64) -> bool {
-        self.keys.write().remove(&number).is_some()
-    }
-
-    pub(super) fn get(&self, number: u64) -> Option<RawParts> {
-        self.keys.read().get(&number).copied()
-    }
-
-    pub(super) fn len(&self) -> u64 {
-        self.keys.read().len() as u64
     }
 }

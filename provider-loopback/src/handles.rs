@@ -5,7 +5,6 @@
 
 use std::{
     any::Any,
-    fmt,
     os::fd::BorrowedFd,
     sync::{Arc, Weak},
     time::{Duration, Instant},
@@ -38,6 +37,7 @@ use super::{
 };
 
 /// A handle of a domain. The application and the domain's endpoints share it.
+#[derive(Debug)]
 pub(super) struct Domain {
     /// A reference to this value itself, from which new endpoints get theirs.
     me: Weak<Self>,
@@ -124,12 +124,6 @@ impl Drop for Domain {
     }
 }
 
-impl fmt::Debug for Domain {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Domain").field("state", &self.state).finish_non_exhaustive()
-    }
-}
-
 // SAFETY: `deregister` returns only when no transfer uses the region (`Regions::remove`), and is
 // refused while a sub-region or a window depends on it. In a forked child it does nothing, and no
 // request of the domain executes there (`Cq`, `progress`). Each call looks its handle up in the
@@ -163,7 +157,7 @@ unsafe impl ProviderDomain for Domain {
         let mut live = LiveObjects::default();
         self.state.nic.regions.count(self.state.id, &mut live);
         live.windows = self.state.windows.len();
-        live.mapped_keys = self.state.mapped.len();
+        live.mapped_keys = self.state.mapped.read().len() as u64;
         live.endpoints = self.endpoints.len();
         live.staging_buffers = self.state.pool().map_or(0, |pool| pool.held());
         live
@@ -266,14 +260,13 @@ impl RawKeys for Domain {
         raw: &RawKey,
     ) -> Result<RemoteKey> {
         self.enter(NicCall::MapRaw)?;
-        let number = self.state.mapped.map(raw, self.state.nic.attr.raw_key_size)?;
+        let number = self.state.map_raw(raw)?;
         Ok(RemoteKey::mapped(addressing, base, len, number))
     }
 
     fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
         self.enter(NicCall::UnmapKey)?;
-        let known = key.is_mapped() && self.state.mapped.unmap(key.as_u64()?);
-        if known {
+        if key.is_mapped() && self.state.mapped.write().remove(&key.as_u64()?).is_some() {
             return Ok(());
         }
         Err(Error::new(ErrorKind::InvalidKey, "unmap key")
@@ -374,6 +367,7 @@ impl ManualProgress for Domain {
 }
 
 /// A handle of a completion queue. It does not keep the domain open.
+#[derive(Debug)]
 struct Cq {
     queue: Arc<Queue>,
     domain: Arc<DomainState>,
@@ -427,12 +421,6 @@ impl CompletionChannel for Cq {
     fn arm(&self) -> Result<bool> {
         self.domain.process.check("arm a completion channel")?;
         self.queue.arm()
-    }
-}
-
-impl fmt::Debug for Cq {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Cq").field("queue", &self.queue).finish_non_exhaustive()
     }
 }
 

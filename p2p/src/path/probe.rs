@@ -11,7 +11,8 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Allocation, AllocationKind, Decision, DeviceId, ErrorKind, Iface, IfaceExt, MrFlags, Result,
+    Allocation, AllocationKind, Decision, DeviceId, Error, ErrorKind, Iface, IfaceExt, MrFlags,
+    Result,
     iface::AllocRequest,
     path::{Attempt, Target},
     registration::{KeyRequest, Memory, Registration},
@@ -60,13 +61,9 @@ pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
     let Memory::Device { iface, .. } = &search.registration.memory else {
         return ProbeResult::Unknown;
     };
-    match iface.is_device_active(device_of(search)) {
-        Ok(true) => {}
-        Ok(false) => return ProbeResult::Unknown,
-        Err(error) => {
-            tracing::debug!(%error, "cannot allocate a page for a probe");
-            return ProbeResult::Unknown;
-        }
+    let active = iface.is_device_active(device_of(search)).inspect_err(note_failure);
+    if !active.unwrap_or(false) {
+        return ProbeResult::Unknown;
     }
     match Page::allocate(search, iface, search.kind) {
         Ok(page) => page.try_out(),
@@ -81,6 +78,10 @@ pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
         }
         Err(_) => ProbeResult::Unknown,
     }
+}
+
+fn note_failure(error: &Error) {
+    tracing::debug!(%error, "cannot allocate a page for a probe");
 }
 
 fn device_of(search: &PathSearch<'_>) -> DeviceId {
@@ -103,13 +104,10 @@ impl<'a> Page<'a> {
         kind: AllocationKind,
     ) -> Result<Self, ErrorKind> {
         let len = rustix::param::page_size() as u64;
-        match iface.allocate(&AllocRequest { len, device: device_of(search), kind }) {
-            Ok(allocation) => Ok(Self { search, iface, allocation, may_be_registered: false }),
-            Err(error) => {
-                tracing::debug!(%error, "cannot allocate a page for a probe");
-                Err(error.kind())
-            }
-        }
+        let request = AllocRequest { len, device: device_of(search), kind };
+        let allocation = iface.allocate(&request).inspect_err(note_failure);
+        let allocation = allocation.map_err(|error| error.kind())?;
+        Ok(Self { search, iface, allocation, may_be_registered: false })
     }
 
     fn try_out(mut self) -> ProbeResult {
@@ -141,28 +139,23 @@ impl<'a> Page<'a> {
         self.may_be_registered = true;
         let direct = search.direct(&mut exports, None);
         search.attempts.extend(exports.close());
-        match direct {
-            Some((variant, region)) => {
-                if let Err(error) = retry_once("deregister", || search.provider.deregister(region))
-                {
-                    tracing::error!(
-                        error = %error.full(),
-                        "cannot deregister the page of a probe; it is leaked"
-                    );
-                    return ProbeResult::Unknown;
-                }
-                self.may_be_registered = false;
-                let reason = "a page of the same kind was registered over this path";
-                ProbeResult::Direct(variant, Box::new(search.decision(variant, reason)))
-            }
-            None => {
-                self.may_be_registered = false;
-                match search.may_be_temporary {
-                    true => ProbeResult::Unknown,
-                    false => ProbeResult::NoDirect(search.attempts),
-                }
-            }
+        let Some((variant, region)) = direct else {
+            self.may_be_registered = false;
+            return match search.may_be_temporary {
+                true => ProbeResult::Unknown,
+                false => ProbeResult::NoDirect(search.attempts),
+            };
+        };
+        if let Err(error) = retry_once("deregister", || search.provider.deregister(region)) {
+            tracing::error!(
+                error = %error.full(),
+                "cannot deregister the page of a probe; it is leaked"
+            );
+            return ProbeResult::Unknown;
         }
+        self.may_be_registered = false;
+        let reason = "a page of the same kind was registered over this path";
+        ProbeResult::Direct(variant, Box::new(search.decision(variant, reason)))
     }
 }
 

@@ -8,7 +8,7 @@ use super::{
     bars::{self, Bar},
     bus_id::{BusId, RootBus},
     config_space::{self, Acs, ConfigSpace, Port},
-    source::{Contents, Source},
+    source::Source,
 };
 
 /// Maximum number of functions from a root port to a device, both included. Real machines have
@@ -315,9 +315,9 @@ fn read(source: &Source, bus_id: BusId, mut place: PciLocation) -> Result<PciDev
         return Err(source.malformed(&at("class"), "more than 24 bits"));
     }
     let config = at("config");
-    let space = match source.contents(&config)? {
-        Contents::Bytes(bytes) => source.parsed_or_skipped(&config, config_space::read(&bytes))?,
-        Contents::Absent | Contents::Denied => None,
+    let space = match source.bytes(&config)? {
+        Some(bytes) => source.parsed_or_skipped(&config, config_space::read(&bytes))?,
+        None => None,
     };
     let bars = source.parsed(&at("resource"), bars::read)?.unwrap_or_default();
     let last_part = |name: &str| -> Result<Option<String>> {

@@ -37,15 +37,12 @@ pub(super) enum Source {
     Archive { name: String, entries: BTreeMap<String, SourceEntry> },
 }
 
-/// Result of a read: the file does not exist, cannot be read by this process, or has these bytes.
-#[derive(Debug)]
-pub(super) enum Contents {
-    Absent,
-    Denied,
-    Bytes(Vec<u8>),
-}
-
 impl Source {
+    /// Creates the source of the machine at `root`, which is live if `root` is `/`.
+    pub(super) fn below(root: &Path) -> Self {
+        Self::Folder { root: root.to_owned(), live: root == Path::new("/") }
+    }
+
     /// Returns the error for a malformed file at `path`. `problem` describes the defect.
     pub(super) fn malformed(&self, path: &str, problem: impl std::fmt::Display) -> Error {
         let error = Error::new(ErrorKind::Malformed, "read topology")
@@ -126,29 +123,21 @@ impl Source {
         }
     }
 
-    /// Reads the file at `path`.
-    pub(super) fn contents(&self, path: &str) -> Result<Contents> {
+    /// Reads the file at `path`. Returns `None` if the file does not exist or is not readable.
+    pub(super) fn bytes(&self, path: &str) -> Result<Option<Vec<u8>>> {
         match self {
             Self::Folder { root, live } => {
                 let found = below(root, path, *live).and_then(|path| read(&path, *live));
                 found.map_err(|error| self.failed(path, &error))
             }
-            Self::Archive { entries, .. } => Ok(match entries.get(path) {
-                Some(SourceEntry::File(bytes)) => Contents::Bytes(bytes.clone()),
+            Self::Archive { entries, .. } => match entries.get(path) {
+                Some(SourceEntry::File(bytes)) => Ok(Some(bytes.clone())),
                 Some(SourceEntry::Link(_)) => {
-                    return Err(self.malformed(path, "a link in place of a file"));
+                    Err(self.malformed(path, "a link in place of a file"))
                 }
-                None => Contents::Absent,
-            }),
+                None => Ok(None),
+            },
         }
-    }
-
-    /// Reads the file at `path`. Returns `None` if it does not exist or is not readable.
-    pub(super) fn bytes(&self, path: &str) -> Result<Option<Vec<u8>>> {
-        Ok(match self.contents(path)? {
-            Contents::Bytes(bytes) => Some(bytes),
-            Contents::Absent | Contents::Denied => None,
-        })
     }
 
     /// Returns the text of the file at `path` without white space at its end. Returns `None` if the
@@ -278,7 +267,8 @@ fn below(root: &Path, path: &str, live: bool) -> io::Result<PathBuf> {
     Ok(file)
 }
 
-fn read(path: &Path, live: bool) -> io::Result<Contents> {
+/// Reads a file. Returns `None` if it does not exist or is not readable.
+fn read(path: &Path, live: bool) -> io::Result<Option<Vec<u8>>> {
     // A recording must not contain links to files, and a named pipe must not block the reader.
     let flags = if live { libc::O_NONBLOCK } else { libc::O_NONBLOCK | libc::O_NOFOLLOW };
     let file: io::Result<File> = OpenOptions::new().read(true).custom_flags(flags).open(path);
@@ -294,13 +284,13 @@ fn read(path: &Path, live: bool) -> io::Result<Contents> {
         Ok(bytes) if bytes.len() as u64 > LARGEST_FILE => {
             Err(io::Error::other(format!("larger than {LARGEST_FILE} bytes")))
         }
-        Ok(bytes) => Ok(Contents::Bytes(bytes)),
-        Err(error) if gone(&error) => Ok(Contents::Absent),
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if gone(&error) => Ok(None),
         Err(error) => match error.raw_os_error() {
-            Some(libc::EACCES | libc::EPERM) => Ok(Contents::Denied),
+            Some(libc::EACCES | libc::EPERM) => Ok(None),
             Some(libc::ELOOP) => Err(io::Error::other("a link in place of a file")),
             // sysfs returns these errors for attributes that a device has but cannot report now.
-            Some(libc::EIO | libc::EINVAL | libc::EOPNOTSUPP) if live => Ok(Contents::Absent),
+            Some(libc::EIO | libc::EINVAL | libc::EOPNOTSUPP) if live => Ok(None),
             _ => Err(error),
         },
     }

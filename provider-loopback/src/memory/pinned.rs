@@ -303,7 +303,9 @@ struct PinnedBuffer {
 }
 
 impl PinnedBuffer {
-    fn load(&self, address: u64, into: &mut [u8]) -> Result<()> {
+    /// Copies bytes from `address` to the start of `into`. Returns their number, which is at least
+    /// 1.
+    fn load(&self, address: u64, into: &mut [u8]) -> Result<usize> {
         self.ring.process.check("transfer")?;
         let mut ring = self.ring.state.lock();
         let scratch = types::Fd(ring.scratch.as_raw_fd());
@@ -318,13 +320,13 @@ impl PinnedBuffer {
         if moved == 0 {
             return Err(bad_address(address, into.len() as u64));
         }
-        let got = rustix::io::pread(&ring.scratch, &mut into[..moved], 0)
-            .map_err(|errno| Error::os(errno, "pread").provider("loopback"))?;
-        drop(ring);
-        if got < into.len() { self.load(address + got as u64, &mut into[got..]) } else { Ok(()) }
+        rustix::io::pread(&ring.scratch, &mut into[..moved], 0)
+            .map_err(|errno| Error::os(errno, "pread").provider("loopback"))
     }
 
-    fn store(&self, address: u64, from: &[u8]) -> Result<()> {
+    /// Copies bytes from the start of `from` to `address`. Returns their number, which is at least
+    /// 1.
+    fn store(&self, address: u64, from: &[u8]) -> Result<usize> {
         self.ring.process.check("transfer")?;
         let mut ring = self.ring.state.lock();
         let put = rustix::io::pwrite(&ring.scratch, from, 0)
@@ -334,11 +336,10 @@ impl PinnedBuffer {
             opcode::ReadFixed::new(scratch, direct_pointer(address), put as u32, self.index)
                 .build();
         let moved = ring.run(&entry)? as usize;
-        drop(ring);
         if moved == 0 {
             return Err(bad_address(address, from.len() as u64));
         }
-        if moved < from.len() { self.store(address + moved as u64, &from[moved..]) } else { Ok(()) }
+        Ok(moved)
     }
 }
 
@@ -432,8 +433,7 @@ impl IndirectMemory for Pinned {
         while done < into.len() {
             let address = at + done as u64;
             let (slot, part) = self.find(address, (into.len() - done) as u64)?;
-            slot.load(address, &mut into[done..done + part as usize])?;
-            done += part as usize;
+            done += slot.load(address, &mut into[done..done + part as usize])?;
         }
         Ok(())
     }
@@ -443,8 +443,7 @@ impl IndirectMemory for Pinned {
         while done < from.len() {
             let address = at + done as u64;
             let (slot, part) = self.find(address, (from.len() - done) as u64)?;
-            slot.store(address, &from[done..done + part as usize])?;
-            done += part as usize;
+            done += slot.store(address, &from[done..done + part as usize])?;
         }
         Ok(())
     }
