@@ -19,7 +19,7 @@ pub(super) struct Nic {
     last_domain: AtomicU32,
     /// The number of registrations that count toward `max_mr_count`. Stays 0 without that limit.
     registered: AtomicU64,
-    /// The bytes of those registrations, which count toward `max_pinned_bytes`. Stays 0 without
+    /// The number of bytes in registrations that count toward `max_pinned_bytes`. Stays 0 without
     /// that limit.
     pinned: AtomicU64,
 }

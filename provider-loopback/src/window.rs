@@ -111,7 +111,8 @@ pub(super) struct Binding {
     ended: bool,
 }
 
-/// The removed bindings of a window that the caller must wait for. Usually there is one.
+/// Bindings that were removed from their windows, and that transfers may still use. Usually there
+/// is one.
 type Endings = SmallVec<[Arc<RwLock<Binding>>; 1]>;
 
 /// A guard of a binding in use by a transfer. The binding does not end until the guard is dropped.

@@ -401,8 +401,8 @@ impl<'a> ExportSet<'a> {
     }
 }
 
-/// Adds the registered name of `iface` to an error of this iface. The error may have only the
-/// iface's number.
+/// Adds the name under which `iface` is registered to an error of this iface. Other errors stay as
+/// they are.
 pub(super) fn named(iface: &Arc<dyn Iface>, error: Error) -> Error {
     if error.iface_kind() == Some(iface.kind()) { error.iface(iface) } else { error }
 }

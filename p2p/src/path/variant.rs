@@ -9,7 +9,7 @@ use hmem_core::{
     path::{Attempt, DirectPath, ExportUnit},
 };
 
-/// Numbers of the physical segments of a registration and of the dma-bufs that hold the segments.
+/// The number of physical segments of a registration, and of the dma-bufs that hold the segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DmaBufLayout {
     pub(super) segments: usize,

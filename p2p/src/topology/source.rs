@@ -57,8 +57,8 @@ impl Source {
         }
     }
 
-    /// Reads and parses an optional file; `None` if the file does not exist. The result of
-    /// [`parsed_or_skipped`](Self::parsed_or_skipped) otherwise.
+    /// Reads and parses an optional file. Returns `None` if the file does not exist or is not
+    /// readable. A malformed file has the result of [`parsed_or_skipped`](Self::parsed_or_skipped).
     pub(super) fn parsed<T>(
         &self,
         path: &str,

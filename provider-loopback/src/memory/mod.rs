@@ -110,8 +110,8 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Returns true if the NIC can read the span without an error: directly, and without a mapping
-    /// whose accesses it announces.
+    /// Returns true if a read of the span cannot fail: its bytes are mapped, and the NIC need not
+    /// announce accesses to them.
     pub(super) const fn reads_never_fail(&self) -> bool {
         matches!(self, Self::Direct { mapping: None, .. })
     }
