@@ -252,11 +252,8 @@ fn device(
         return Ok((None, None));
     }
     let devices = iface.devices()?;
-    let found = match request.device {
-        None => devices.first(),
-        Some(id) => devices.iter().find(|device| device.id == id),
-    };
-    let found = found.ok_or_else(|| {
+    let is_wanted = |id| request.device.is_none_or(|wanted| wanted == id);
+    let found = devices.iter().find(|device| is_wanted(device.id)).ok_or_else(|| {
         let error = Error::new(ErrorKind::InvalidArgument, "explain")
             .iface(iface)
             .context("devices", devices.len())
@@ -276,9 +273,7 @@ impl Explanation {
         self.unit = (decision.path == Path::DmaBuf).then_some(decision.unit);
         self.reason.clone_from(&decision.reason);
         self.attempts = decision.attempts.clone();
-        let staged_by_order =
-            decision.path == Path::Staged && decision.policy == P2pPolicy::Disabled;
-        if staged_by_order {
+        if decision.path == Path::Staged && decision.policy == P2pPolicy::Disabled {
             self.advise(super::allow(self.p2p_disabled).to_owned());
         }
         self.advise_by_attempts();

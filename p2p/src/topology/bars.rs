@@ -64,18 +64,13 @@ pub(super) fn read(text: &str) -> Result<Vec<Bar>, String> {
 pub(super) fn write(bars: &[Bar]) -> String {
     let mut text = String::new();
     for index in 0..7 {
-        let (start, end, flags) = match bars.iter().find(|bar| bar.index == index) {
-            Some(bar) => {
-                let flag = |set: bool, flag: u64| if set { flag } else { 0 };
-                let kind = if bar.memory { MEMORY } else { PORTS };
-                (
-                    bar.size,
-                    2 * bar.size - 1,
-                    kind | flag(bar.wide, WIDE) | flag(bar.prefetchable, PREFETCH),
-                )
-            }
-            None => (0, 0, 0),
-        };
+        let (mut start, mut end, mut flags) = (0, 0, 0);
+        if let Some(bar) = bars.iter().find(|bar| bar.index == index) {
+            let flag = |set: bool, flag: u64| if set { flag } else { 0 };
+            (start, end) = (bar.size, 2 * bar.size - 1);
+            flags = if bar.memory { MEMORY } else { PORTS };
+            flags |= flag(bar.wide, WIDE) | flag(bar.prefetchable, PREFETCH);
+        }
         text.push_str(&format!("0x{start:016x} 0x{end:016x} 0x{flags:016x}\n"));
     }
     text

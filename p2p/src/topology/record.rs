@@ -64,17 +64,18 @@ impl Topology {
 }
 
 impl Recording<'_> {
-    fn put(&mut self, path: &str, entry: SourceEntry) {
-        self.entries.insert(path.to_owned(), entry);
+    /// Adds a file with these bytes, which must not contain the host name.
+    fn raw(&mut self, path: &str, bytes: impl Into<Vec<u8>>) {
+        self.entries.insert(path.to_owned(), SourceEntry::File(bytes.into()));
     }
 
+    /// Adds a file with one line of text, without the host name.
     fn file(&mut self, path: &str, text: &str) {
-        let text = format!("{}\n", self.anonymous(text));
-        self.put(path, SourceEntry::File(text.into_bytes()));
+        self.raw(path, format!("{}\n", self.anonymous(text)));
     }
 
     fn link(&mut self, path: &str, target: String) {
-        self.put(path, SourceEntry::Link(target));
+        self.entries.insert(path.to_owned(), SourceEntry::Link(target));
     }
 
     /// Returns `text` without the host name of this machine.
@@ -103,12 +104,11 @@ impl Recording<'_> {
         self.file(&at("device"), &format!("0x{:04x}", device.device));
         self.file(&at("numa_node"), &device.numa_node.map_or("-1".into(), |node| node.to_string()));
         if !device.bars.is_empty() {
-            self.put(&at("resource"), SourceEntry::File(bars::write(&device.bars).into_bytes()));
+            self.raw(&at("resource"), bars::write(&device.bars));
         }
         if let Some(space) = device.space {
-            let config =
-                config_space::write(ConfigSpace { acs: device.acs, ..space }, device.is_bridge());
-            self.put(&at("config"), SourceEntry::File(config));
+            let space = ConfigSpace { acs: device.acs, ..space };
+            self.raw(&at("config"), config_space::write(space, device.is_bridge()));
         }
         if let Some(driver) = &device.driver {
             let driver = self.anonymous(driver);
@@ -159,7 +159,7 @@ impl Recording<'_> {
         self.file("proc/cmdline", &kernel.command_line.join(" "));
         let modules: String =
             kernel.modules.iter().map(|module| format!("{module} 0 0 - Live 0x0\n")).collect();
-        self.put("proc/modules", SourceEntry::File(modules.into_bytes()));
+        self.raw("proc/modules", modules);
         if let Some(options) = &kernel.options {
             let text: String = options
                 .iter()
@@ -167,13 +167,10 @@ impl Recording<'_> {
                 .collect();
             let release = release.unwrap_or_else(|| REPLACED.to_owned());
             self.file("proc/sys/kernel/osrelease", &release);
-            self.put(&format!("boot/config-{release}"), SourceEntry::File(text.into_bytes()));
+            self.raw(&format!("boot/config-{release}"), text);
         }
         if let Some(driver) = &kernel.nvidia {
-            self.put(
-                "proc/driver/nvidia/version",
-                SourceEntry::File(write_nvidia(driver).into_bytes()),
-            );
+            self.raw("proc/driver/nvidia/version", write_nvidia(driver));
         }
     }
 }
