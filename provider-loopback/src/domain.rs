@@ -81,22 +81,20 @@ impl DomainState {
 
     pub(super) fn deregister(&self, token: Token) -> Result<()> {
         let regions = &self.nic.regions;
-        let release = |pages: &Pages| match *pages {
+        let removed = regions.remove(self.id, token).or_else(|error| {
+            // A transfer may still use a window that was unbound when its endpoint closed.
+            if error.kind() == ErrorKind::Busy && self.windows.end_bindings_to(token)? {
+                regions.remove(self.id, token)
+            } else {
+                Err(error)
+            }
+        })?;
+        match removed {
             Pages::Own(bytes) => self.nic.release(bytes),
             Pages::Parent(parent) => {
                 self.nic.release(0);
                 regions.remove_dependent(self.id, parent);
             }
-        };
-        match &regions.remove(self.id, token) {
-            Ok(pages) => release(pages),
-            // A transfer may still use a window that was unbound when its endpoint closed.
-            Err(busy)
-                if busy.kind() == ErrorKind::Busy && self.windows.end_bindings_to(token)? =>
-            {
-                release(&regions.remove(self.id, token)?);
-            }
-            Err(error) => return Err(error.clone()),
         }
         Ok(())
     }

@@ -224,15 +224,9 @@ impl Window {
 }
 
 impl Binding {
-    /// Ends a binding that was removed from its window. Waits for the transfers that use it.
-    fn end(this: &RwLock<Self>) {
-        this.write().release();
-    }
-
+    /// Ends bindings that were removed from their windows. Waits for the transfers that use them.
     fn end_all(endings: &Endings) {
-        for binding in endings {
-            Self::end(binding);
-        }
+        endings.iter().for_each(|binding| binding.write().release());
     }
 
     /// Releases the region and the endpoint: the binding no longer keeps them open. Does nothing if
@@ -377,13 +371,11 @@ impl Windows {
     }
 
     /// Checks a bind request against its region. Returns the new binding, which keeps the region
-    /// registered.
+    /// registered until it ends or is dropped.
     fn new_binding(&self, bind: &WindowBind) -> Result<Binding> {
         let (regions, region) = (&self.nic.regions, token_of(bind.region));
         regions.add_dependent(self.domain, region, "bind window")?;
-        let checked = self.check_part(bind);
-        checked.inspect_err(|_| regions.remove_dependent(self.domain, region))?;
-        Ok(Binding {
+        let binding = Binding {
             nic: Arc::clone(&self.nic),
             domain: self.domain,
             region,
@@ -394,7 +386,9 @@ impl Windows {
             endpoint: None,
             keeps_open: None,
             ended: false,
-        })
+        };
+        self.check_part(bind)?;
+        Ok(binding)
     }
 
     /// Binds a type 1 window, or unbinds it if the length is 0. Returns a handle with the new key.
@@ -414,13 +408,8 @@ impl Windows {
         };
         let mut index = self.index.write();
         let mut state = window.state.lock();
-        if let Err(error) = window.check(&state, event, operation) {
-            drop((state, index));
-            if let Some(new) = new {
-                Binding::end(&new);
-            }
-            return Err(error);
-        }
+        // An error drops `new` after the locks. The drop releases the region.
+        window.check(&state, event, operation)?;
         state.tag = state.tag.wrapping_add(1);
         // After 256 binds and unbinds the tags repeat. With 8-byte keys, the window then gets a new
         // prefix, so that its old keys stay invalid. With 4-byte keys, an old key is used again.
@@ -458,28 +447,17 @@ impl Windows {
         if keeps_open.is_some() {
             endpoint.bind()?;
         }
-        let new = match self.new_binding(bind) {
-            Ok(mut new) => {
-                (new.endpoint, new.keeps_open) = (Some(endpoint.id), keeps_open);
-                new
-            }
-            Err(error) => {
-                if keeps_open.is_some() {
-                    endpoint.unbind();
-                }
-                return Err(error);
-            }
-        };
+        let unbind = |_: &Error| keeps_open.iter().for_each(|endpoint| endpoint.unbind());
+        let mut new = self.new_binding(bind).inspect_err(unbind)?;
+        (new.endpoint, new.keeps_open) = (Some(endpoint.id), keeps_open);
         let new = Arc::new(RwLock::new(new));
-        let bound = {
+        let key = {
             let mut state = window.state.lock();
-            window.check(&state, WindowEvent::Bind, operation).map(|()| {
-                state.tag = tag;
-                state.binding = Some(Arc::clone(&new));
-                state.key()
-            })
+            window.check(&state, WindowEvent::Bind, operation)?;
+            state.tag = tag;
+            state.binding = Some(new);
+            state.key()
         };
-        let key = bound.inspect_err(|_| Binding::end(&new))?;
         // An endpoint that closes first marks itself closed, and then ends the bindings that it
         // finds. This binding may have been added after that search.
         if endpoint.is_closed() {
