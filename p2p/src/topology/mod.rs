@@ -143,7 +143,7 @@ impl Topology {
     /// only these functions and the bridges above them. Returns `None` in two cases: a function
     /// cannot be read, or the ACS of a port cannot be read and no other port redirects.
     pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
-        let devices = device::read_with_bridges(&Source::below(root), &[one, other]).ok()?;
+        let devices = device::read_with_bridges(&Source::of_machine(root), &[one, other]).ok()?;
         let topology = Self {
             devices,
             rdma: Vec::new(),
@@ -163,7 +163,7 @@ impl Topology {
     /// from the cache `kept` if they are there. Returns `None` if a file is malformed or a read
     /// failed.
     pub(crate) fn kernel_below(root: &Path, kept: &KeptOptions) -> Option<Kernel> {
-        kernel::read(&Source::below(root), kept).ok()
+        kernel::read(&Source::of_machine(root), kept).ok()
     }
 
     /// Returns every PCI function, ordered by address.

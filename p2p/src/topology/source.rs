@@ -39,7 +39,7 @@ pub(super) enum Source {
 
 impl Source {
     /// Creates the source of the machine at `root`, which is live if `root` is `/`.
-    pub(super) fn below(root: &Path) -> Self {
+    pub(super) fn of_machine(root: &Path) -> Self {
         Self::Folder { root: root.to_owned(), live: root == Path::new("/") }
     }
 
