@@ -39,8 +39,8 @@ impl AtomicOperands {
         (local, compare): (&[LocalSegment], Option<LocalSegment>),
     ) -> Result<Self> {
         let device = &domain.pd.device;
-        let opcode = opcode(device.nic(), op, datatype)?;
-        if !device.rights().atomics {
+        let opcode = opcode(&device.nic, op, datatype)?;
+        if !device.rights.atomics {
             return Err(domain.refuse_post(ErrorKind::Unsupported, "this device has no atomics"));
         }
         let whole = remote.len > 0 && remote.len.is_multiple_of(ELEMENT);

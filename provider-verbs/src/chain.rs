@@ -30,8 +30,9 @@ pub(super) const WRITE: Rma =
 pub(super) const READ: Rma =
     Rma { opcode: WrOpcode::IBV_WR_RDMA_READ, right: Access::READ, kind: CompletionKind::Read };
 
-/// Adds immediate data to the work request of a write or a message.
-pub(super) fn carry(request: &mut SendWr, data: u32) {
+/// Adds immediate data, if there is any, to the work request of a write or a message.
+pub(super) fn carry(request: &mut SendWr, data: Option<u32>) {
+    let Some(data) = data else { return };
     request.opcode = if request.opcode == WrOpcode::IBV_WR_RDMA_WRITE {
         WrOpcode::IBV_WR_RDMA_WRITE_WITH_IMM
     } else {
@@ -43,8 +44,8 @@ pub(super) fn carry(request: &mut SendWr, data: u32) {
 /// Fast path: builds the work request of a transfer that needs only one work request with one local
 /// segment. The work request points to `segment`, which this call fills in.
 ///
-/// Returns the transfer's length in bytes. Returns `None` for every other transfer, also for an
-/// invalid one. The caller then calls [`Chain::rma`], which reports errors.
+/// Returns the transfer's length in bytes. Returns `None` for a transfer that needs more, and for
+/// an invalid transfer. The caller then calls [`Chain::rma`], which also returns the errors.
 #[inline]
 pub(super) fn single(
     held: &Held<'_>,
@@ -75,8 +76,8 @@ pub(super) fn single(
     Some(local.len)
 }
 
-/// Work requests that one driver call posts, or the segments of one receive. Each post reuses the
-/// vectors, which avoids allocations.
+/// Work requests that one driver call posts, or the segments of one receive. Each post clears the
+/// vectors and fills them again, so that most posts allocate no memory.
 #[derive(Default)]
 pub(super) struct Chain {
     spans: Vec<Span>,
@@ -254,8 +255,7 @@ impl Chain {
                     "pass a result buffer as long as the target",
                 ));
             }
-            // Verbs always returns the old value. Without a result buffer, the old value goes to
-            // memory that no code reads.
+            // Verbs always returns the old value, here to memory that no code reads.
             None => {
                 self.spans.extend(std::iter::repeat_n(domain.discard_buffer()?, operands.len()))
             }
@@ -282,11 +282,11 @@ impl Chain {
     }
 }
 
-/// Checks the keys of an operation that is posted later, in the way in which its post converts
-/// them.
+/// Checks the keys of an operation that a lane (queue of staged transfers) posts later.
 ///
 /// # Errors
-/// InvalidKey: a key has more than 32 bits, or is mapped but not in this domain.
+/// InvalidKey: a key has more than 32 bits, or is a mapped key (`map_raw`) of another domain or one
+/// that was unmapped.
 pub(super) fn check_keys(domain: &DomainState, operation: &Operation<'_>) -> Result<()> {
     let remote = match operation {
         Operation::Write { remote }
@@ -300,9 +300,11 @@ pub(super) fn check_keys(domain: &DomainState, operation: &Operation<'_>) -> Res
     remote.iter().try_for_each(|segment| targets(&mut found, domain, segment))
 }
 
-/// Splits a range of a peer's memory into targets that each have one rkey. Bytes outside the peer's
-/// key get the rkey of the bytes before them, or else the key's first rkey: the peer's NIC checks
-/// the bounds.
+/// Splits a range of a peer's memory into targets that each have one rkey, and adds them to
+/// `targets`.
+///
+/// The key may not cover the whole range. Bytes that it does not cover get the rkey of the bytes
+/// before them, or the first rkey of the key. The peer's NIC then refuses the access.
 fn targets(
     targets: &mut Vec<SplitTarget>,
     domain: &DomainState,
@@ -316,7 +318,7 @@ fn targets(
     }
 }
 
-/// Splits a range of a peer's memory at the borders between pieces with different rkeys.
+/// Splits a range like [`targets`], by the pieces of the range's key.
 fn cut<'a>(
     targets: &mut Vec<SplitTarget>,
     pieces: impl Iterator<Item = &'a RemotePiece> + Clone,
@@ -324,7 +326,6 @@ fn cut<'a>(
 ) -> Result<()> {
     let Iova(mut address) = segment.address;
     let mut left = segment.len;
-    // Bytes before the first piece, and an empty segment, get the rkey of the first piece.
     let first = pieces.clone().next().map_or(Ok(0), |piece| rkey(piece.key))?;
     let mut current = first;
     while left > 0 {
@@ -336,7 +337,7 @@ fn cut<'a>(
             }
             None => left,
         };
-        // With one key, the whole segment is one target: the peer's NIC enforces the bounds.
+        // With one rkey, the whole segment is one target.
         let len = if pieces.clone().nth(1).is_none() { left } else { len };
         targets.push(SplitTarget { address, len, rkey: current });
         address = address.wrapping_add(len);
@@ -351,7 +352,7 @@ fn cut<'a>(
 /// Converts the number of a peer's key to an rkey.
 ///
 /// # Errors
-/// InvalidKey: the number has more than 32 bits. Its low 32 bits may be the key of other memory.
+/// InvalidKey: the number has more than 32 bits, so it is no rkey.
 #[inline]
 fn rkey(key: u64) -> Result<u32> {
     u32::try_from(key).map_err(|_| {

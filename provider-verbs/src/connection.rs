@@ -142,7 +142,7 @@ impl QueuePair {
         depth: usize,
     ) -> Result<Self> {
         let device = &pd.device;
-        let limits = device.attr();
+        let limits = &device.attr;
         let most = u32::try_from(limits.max_qp_wr).unwrap_or(0).max(1);
         let depth = u32::try_from(depth).unwrap_or(u32::MAX).clamp(1, most);
         let segments = u32::try_from(limits.max_sge.min(SEGMENTS)).unwrap_or(0).max(1);
@@ -159,7 +159,7 @@ impl QueuePair {
             created = Self::try_create(pd, (tx, rx), cap);
         }
         let (qp, cap) = created.map_err(|errno| {
-            errors::call(device.nic(), "ibv_create_qp", errno).context("depth", depth).remedy(
+            errors::call(&device.nic, "ibv_create_qp", errno).context("depth", depth).remedy(
                 "raise the locked-memory limit (ulimit -l), or close endpoints: the NIC \
                          may be out of queue pairs",
             )
@@ -177,8 +177,8 @@ impl QueuePair {
     ) -> Result<(*mut Qp, QpCap), hmem_core::Errno> {
         let mut attr = QpInitAttr {
             qp_context: ptr::null_mut(),
-            send_cq: tx.cq(),
-            recv_cq: rx.cq(),
+            send_cq: tx.cq,
+            recv_cq: rx.cq,
             srq: ptr::null_mut(),
             cap,
             qp_type: QpType::IBV_QPT_RC,
@@ -186,7 +186,7 @@ impl QueuePair {
         };
         // SAFETY: the protection domain and both queues are alive, and the endpoint keeps them
         // alive.
-        let qp = unsafe { (pd.device.library().functions.create_qp)(pd.pd, &mut attr) };
+        let qp = unsafe { (pd.device.library.functions.create_qp)(pd.pd, &mut attr) };
         if qp.is_null() { Err(errors::last()) } else { Ok((qp, attr.cap)) }
     }
 
@@ -206,23 +206,23 @@ impl QueuePair {
             gid: self.port.gid.map_or([0; 16], |entry| entry.gid),
             lid: self.port.lid,
             mtu: u8::try_from(self.port.mtu).unwrap_or(1),
-            reads: Self::reads(self.device.attr().max_qp_rd_atom),
+            reads: Self::reads(self.device.attr.max_qp_rd_atom),
             epoch,
         }
     }
 
     fn modify(&self, mut attr: QpAttr, mask: QpAttrMask) -> Result<()> {
-        let modify = self.device.library().functions.modify_qp;
+        let modify = self.device.library.functions.modify_qp;
         // SAFETY: the queue pair lives as long as `self`; the mask says which attributes are set.
         errors::status(unsafe { modify(self.qp, &mut attr, mask.bits()) }).map_err(|errno| {
-            errors::call(self.device.nic(), "ibv_modify_qp", errno)
+            errors::call(&self.device.nic, "ibv_modify_qp", errno)
                 .context("state", attr.qp_state.name().unwrap_or_default())
         })
     }
 
     fn to_init(&self) -> Result<()> {
         let rights = AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
-        let atomic = if self.device.rights().atomics {
+        let atomic = if self.device.rights.atomics {
             AccessFlags::REMOTE_ATOMIC
         } else {
             AccessFlags::empty()
@@ -287,7 +287,7 @@ impl QueuePair {
             path_mtu: self.port.mtu.min(i32::from(peer.mtu)).max(1),
             dest_qp_num: peer.qpn,
             rq_psn: peer.psn,
-            max_dest_rd_atomic: Self::reads(self.device.attr().max_qp_rd_atom),
+            max_dest_rd_atomic: Self::reads(self.device.attr.max_qp_rd_atom),
             min_rnr_timer: RECEIVER_NOT_READY,
             ah_attr,
             ..QpAttr::default()
@@ -308,7 +308,7 @@ impl QueuePair {
             retry_cnt: RETRIES,
             rnr_retry: RECEIVER_RETRIES,
             sq_psn: self.psn,
-            max_rd_atomic: Self::reads(self.device.attr().max_qp_init_rd_atom).min(peer.reads),
+            max_rd_atomic: Self::reads(self.device.attr.max_qp_init_rd_atom).min(peer.reads),
             ..QpAttr::default()
         };
         self.modify(
@@ -327,11 +327,11 @@ impl QueuePair {
         let mut attr = QpAttr::default();
         // SAFETY: all zeros is a valid value of this plain structure.
         let mut init: QpInitAttr = unsafe { mem::zeroed() };
-        let query = self.device.library().functions.query_qp;
+        let query = self.device.library.functions.query_qp;
         // SAFETY: the queue pair lives as long as `self`; both structures are writable for the
         // call.
         errors::status(unsafe { query(self.qp, &mut attr, QpAttrMask::STATE.bits(), &mut init) })
-            .map_err(|errno| errors::call(self.device.nic(), "ibv_query_qp", errno))?;
+            .map_err(|errno| errors::call(&self.device.nic, "ibv_query_qp", errno))?;
         Ok(attr.qp_state)
     }
 }
@@ -341,11 +341,11 @@ impl Drop for QueuePair {
         if self.device.is_inherited() {
             return;
         }
-        let destroy = self.device.library().functions.destroy_qp;
+        let destroy = self.device.library.functions.destroy_qp;
         // SAFETY: `create` made the queue pair. Each post borrows `self`, so no post is running.
         let destroyed = unsafe { destroy(self.qp) };
         if let Err(errno) = errors::status(destroyed) {
-            tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_qp");
+            tracing::error!(nic = %self.device.nic, %errno, "ibv_destroy_qp");
         }
     }
 }

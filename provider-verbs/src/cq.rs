@@ -25,40 +25,43 @@ use super::{
 const INTERRUPTED: Errno = Errno(4);
 const WOULD_BLOCK: Errno = Errno(11);
 
-/// A completion queue, with its event channel if it has one. Dropping the value destroys both.
+/// Owner of an `ibv_cq`, and of its completion channel if it has one. Dropping the value destroys
+/// the queue first, and then the channel.
 #[derive(Debug)]
 pub(super) struct VerbsCq {
-    /// The completion queue. This field comes first, so that the queue is dropped before its
-    /// channel. The channel must outlive the queue.
-    cq: QueueOfDriver,
+    pub(super) device: Arc<OpenDevice>,
+    pub(super) cq: *mut Cq,
     channel: Option<Channel>,
-    room: Arc<CqRoom>,
+    pub(super) room: Arc<CqRoom>,
 }
 
-/// Counters of the used room of a completion queue: entries of the NIC's queue, and completions for
-/// the application ([`Room`]). `most` limits each of the two counters.
+/// The used room of a completion queue, as two counters ([`Room`]): used entries of the NIC's
+/// queue, and completions that the application has not read.
 #[derive(Debug)]
 pub(super) struct CqRoom {
+    /// Maximum value of each counter.
     most: u64,
-    /// The number of used entries in the low 32 bits, and of used completions in the high 32 bits.
+    /// The number of used entries in the low 32 bits, and of unread completions in the high 32
+    /// bits.
     used: AtomicU64,
 }
 
-/// Room that a request uses in a completion queue: entries of the NIC's queue, and completions for
-/// the application. A request reserves its room before its post.
+/// Room in a completion queue: a number of entries of the NIC's queue, and a number of completions
+/// for the application. The poster of a request reserves the room of the request before the post.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Room(u64);
 
 impl Room {
     /// No room.
     pub(super) const NONE: Self = Self(0);
-    /// A completion for the application. The request uses this room until the application has read
-    /// the completion. So the memory for stored completions is bounded.
+    /// One completion for the application. A request uses this room until the application has read
+    /// the completion, which bounds the memory for unread completions.
     pub(super) const COMPLETION: Self = Self(1 << 32);
 
-    /// Returns entries of the NIC's queue, one for each work request. Each work request of a failed
-    /// request completes. A request uses its entries until the completion of its last work request
-    /// is read from the NIC. So the NIC does not overrun its queue.
+    /// Returns `count` entries of the NIC's queue. A request needs one for each of its work
+    /// requests, because all of them complete if the request fails. The request uses its entries
+    /// until the provider has read the completion of its last work request from the NIC. So the NIC
+    /// never writes more completions than its queue holds.
     pub(super) const fn entries(count: u32) -> Self {
         Self(count as u64)
     }
@@ -72,32 +75,37 @@ impl Room {
     pub(super) const fn times(self, count: usize) -> Self {
         Self(self.0 * count as u64)
     }
+
+    /// Returns true if neither number is greater than `most`.
+    const fn fits(self, most: u64) -> bool {
+        self.0 as u32 as u64 <= most && self.0 >> 32 <= most
+    }
 }
 
 impl CqRoom {
-    /// Creates counters with a limit. Limits over `i32::MAX` count as `i32::MAX`.
+    /// Creates counters with the maximum `most`, or `i32::MAX` if `most` is greater.
     fn new(most: usize) -> Self {
         let most = i32::try_from(most).unwrap_or(i32::MAX);
         Self { most: u64::from(most.unsigned_abs()), used: AtomicU64::new(0) }
     }
 
-    /// Reserves the room of a request. Returns false, and reserves nothing, if a limit is
-    /// reached.
+    /// Reserves the room of a request. Returns false, and reserves nothing, if a counter would
+    /// exceed its maximum.
     #[inline]
     pub(super) fn reserve(&self, room: Room) -> bool {
         let next = |used| {
-            let next = used + room.0;
-            // Both sums stay below 2^32: a limit has 31 bits, and so does a request's room.
-            let fits = u64::from(next as u32) <= self.most && next >> 32 <= self.most;
-            fits.then_some(next)
+            // No counter overflows 32 bits: the maximum has 31 bits, and so does a request's room.
+            let next = Room(used).and(room);
+            next.fits(self.most).then_some(next.0)
         };
         // The counters protect no other data, so relaxed ordering is enough.
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
     }
 
-    /// Returns true if `room` exceeds a limit even when all other room is free.
+    /// Returns true if `room` exceeds the maximum of a counter, so that [`Self::reserve`] always
+    /// fails.
     pub(super) fn exceeds(&self, room: Room) -> bool {
-        u64::from(room.0 as u32) > self.most || room.0 >> 32 > self.most
+        !room.fits(self.most)
     }
 
     /// Releases room that was reserved.
@@ -107,25 +115,18 @@ impl CqRoom {
     }
 }
 
-/// Owner of an `ibv_cq`, without its channel.
-#[derive(Debug)]
-struct QueueOfDriver {
-    device: Arc<OpenDevice>,
-    cq: *mut Cq,
-}
-
 /// Owner of an `ibv_comp_channel` for one queue. Reads of its fd do not block.
 #[derive(Debug)]
-struct Channel {
+pub(super) struct Channel {
     device: Arc<OpenDevice>,
     channel: *mut CompChannel,
 }
 
-// SAFETY: libibverbs objects may be used from any thread, several at once; the owner of this value
-// destroys it once.
-unsafe impl Send for QueueOfDriver {}
+// SAFETY: any thread may use libibverbs objects (ibverbs(7)), and only the drop of this value
+// destroys the queue.
+unsafe impl Send for VerbsCq {}
 // SAFETY: libibverbs locks a completion queue in each call on the queue (ibverbs(7)).
-unsafe impl Sync for QueueOfDriver {}
+unsafe impl Sync for VerbsCq {}
 // SAFETY: libibverbs objects may be used from any thread; the owner of this value destroys the
 // channel once.
 unsafe impl Send for Channel {}
@@ -134,21 +135,20 @@ unsafe impl Sync for Channel {}
 
 impl Channel {
     /// Creates a channel. Returns `None` if the driver has no completion events.
-    fn create(device: &Arc<OpenDevice>) -> Result<Option<Self>> {
+    pub(super) fn create(device: &Arc<OpenDevice>) -> Result<Option<Self>> {
         if device.ops().req_notify_cq.is_none() {
             return Ok(None);
         }
         // SAFETY: the context is open as long as `device`.
-        let channel = unsafe { (device.library().functions.create_comp_channel)(device.context()) };
-        if channel.is_null() {
-            let error = errors::call(device.nic(), "ibv_create_comp_channel", errors::last());
-            return Err(error.remedy(
+        let channel = unsafe { (device.library.functions.create_comp_channel)(device.context) };
+        let channel = device.created("ibv_create_comp_channel", channel).map_err(|error| {
+            error.remedy(
                 "raise the limit of file descriptors (ulimit -n): each completion queue needs one",
-            ));
-        }
+            )
+        })?;
         let created = Self { device: Arc::clone(device), channel };
         let fcntl = |errno: rustix::io::Errno| {
-            errors::call(device.nic(), "fcntl(O_NONBLOCK)", Errno(errno.raw_os_error()))
+            errors::call(&device.nic, "fcntl(O_NONBLOCK)", Errno(errno.raw_os_error()))
         };
         let flags = fcntl_getfl(created.as_fd()).map_err(fcntl)?;
         fcntl_setfl(created.as_fd(), flags | OFlags::NONBLOCK).map_err(fcntl)?;
@@ -165,36 +165,21 @@ impl AsFd for Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        if self.device.is_inherited() {
-            return;
-        }
-        let destroy = self.device.library().functions.destroy_comp_channel;
-        // SAFETY: `create` made the channel, and its queue is already destroyed.
-        if let Err(errno) = errors::status(unsafe { destroy(self.channel) }) {
-            tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_comp_channel");
-        }
+        let destroy = self.device.library.functions.destroy_comp_channel;
+        // SAFETY: `create` made the channel. Its queue holds it, and is already destroyed.
+        self.device.destroy("ibv_destroy_comp_channel", || unsafe { destroy(self.channel) });
     }
 }
 
 impl VerbsCq {
-    /// Creates a completion queue for `depth` work requests, without a channel. The queue can only
-    /// be polled.
-    pub(super) fn create(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
-        Self::with_channel(device, depth, None)
-    }
-
-    /// Creates a completion queue for `depth` work requests. The queue has a channel if the driver
-    /// has completion events, since a channel cannot be added later.
-    pub(super) fn create_waitable(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
-        Self::with_channel(device, depth, Channel::create(device)?)
-    }
-
-    fn with_channel(
+    /// Creates a completion queue for `depth` work requests. Threads can sleep for completions only
+    /// if the queue has a channel, which cannot be added later.
+    pub(super) fn create(
         device: &Arc<OpenDevice>,
         depth: usize,
         channel: Option<Channel>,
     ) -> Result<Self> {
-        let most = usize::try_from(device.attr().max_cqe).unwrap_or(0);
+        let most = usize::try_from(device.attr.max_cqe).unwrap_or(0);
         let entries = depth.max(1);
         let room = CqRoom::new(entries);
         let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
@@ -202,33 +187,18 @@ impl VerbsCq {
         // SAFETY: the context is open as long as `device`, and a channel is destroyed after its
         // queue; vector 0 always exists.
         let cq = unsafe {
-            (device.library().functions.create_cq)(
-                device.context(),
+            (device.library.functions.create_cq)(
+                device.context,
                 entries,
                 ptr::null_mut(),
                 events,
                 0,
             )
         };
-        if cq.is_null() {
-            return Err(errors::call(device.nic(), "ibv_create_cq", errors::last())
-                .context("depth", depth)
-                .context("max_cqe", most));
-        }
-        let cq = QueueOfDriver { device: Arc::clone(device), cq };
-        Ok(Self { cq, channel, room: Arc::new(room) })
-    }
-
-    pub(super) fn room(&self) -> &Arc<CqRoom> {
-        &self.room
-    }
-
-    pub(super) fn cq(&self) -> *mut Cq {
-        self.cq.cq
-    }
-
-    pub(super) fn device(&self) -> &Arc<OpenDevice> {
-        &self.cq.device
+        let cq = device
+            .created("ibv_create_cq", cq)
+            .map_err(|error| error.context("depth", depth).context("max_cqe", most))?;
+        Ok(Self { device: Arc::clone(device), cq, channel, room: Arc::new(room) })
     }
 
     /// Returns the fd of the channel; `None` without a channel. The fd becomes readable when a
@@ -241,42 +211,38 @@ impl VerbsCq {
     /// channel. A completion that arrived before this call may cause no event, so the caller must
     /// poll after this call.
     pub(super) fn arm(&self) -> Result<()> {
-        let (Some(channel), Some(request)) = (&self.channel, self.device().ops().req_notify_cq)
+        let (Some(channel), Some(request)) = (&self.channel, self.device.ops().req_notify_cq)
         else {
             return Ok(());
         };
-        let functions = &self.device().library().functions;
-        let failed = |symbol, errno| errors::call(self.device().nic(), symbol, errno);
+        let functions = &self.device.library.functions;
         let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the channel lives as long as `self`; both places are writable for the call.
         while unsafe { (functions.get_cq_event)(channel.channel, &mut cq, &mut context) } == 0 {
             // SAFETY: the channel has only this queue, so the event is the queue's, and it is
             // acknowledged once. Destroying a queue waits for unacknowledged events.
-            unsafe { (functions.ack_cq_events)(self.cq(), 1) };
+            unsafe { (functions.ack_cq_events)(self.cq, 1) };
         }
         let errno = errors::last();
         if errno != WOULD_BLOCK && errno != INTERRUPTED {
-            return Err(
-                failed("ibv_get_cq_event", errno).remedy("open the device again: it was removed")
-            );
+            return Err(errors::call(&self.device.nic, "ibv_get_cq_event", errno)
+                .remedy("open the device again: it was removed"));
         }
         // SAFETY: the queue lives as long as `self`. Zero requests an event for any completion.
-        errors::status(unsafe { request(self.cq(), 0) })
-            .map_err(|errno| failed("ibv_req_notify_cq", errno))
+        self.device.check("ibv_req_notify_cq", unsafe { request(self.cq, 0) })
     }
 
     /// Reads work completions from the NIC into `batch`. Returns the part of `batch` that was
     /// filled.
     #[inline]
     pub(super) fn poll<'a>(&self, batch: &'a mut [MaybeUninit<Wc>]) -> Result<&'a [Wc]> {
-        let device = self.device();
-        let Some(poll) = device.ops().poll_cq else {
+        let Some(poll) = self.device.ops().poll_cq else {
             return Err(Error::new(ErrorKind::Unsupported, "ibv_poll_cq")
-                .provider(device.nic().to_string()));
+                .provider(self.device.nic.to_string()));
         };
         let most = c_int::try_from(batch.len()).unwrap_or(c_int::MAX);
         // SAFETY: the queue lives as long as `self`; the batch is writable for `most` entries.
-        let count = unsafe { poll(self.cq(), most, batch.as_mut_ptr().cast()) };
+        let count = unsafe { poll(self.cq, most, batch.as_mut_ptr().cast()) };
         if let Ok(read) = usize::try_from(count) {
             let filled = &batch[..read];
             // SAFETY: the driver filled `count` entries, and every bit pattern of its plain fields
@@ -284,21 +250,15 @@ impl VerbsCq {
             return Ok(unsafe { slice::from_raw_parts(filled.as_ptr().cast(), filled.len()) });
         }
         let why = "open the device again: it was removed or failed";
-        Err(device.refuse(ErrorKind::Driver, "ibv_poll_cq", why).context("returned", count))
+        Err(self.device.refuse(ErrorKind::Driver, "ibv_poll_cq", why).context("returned", count))
     }
 }
 
-impl Drop for QueueOfDriver {
+impl Drop for VerbsCq {
     fn drop(&mut self) {
-        if self.device.is_inherited() {
-            return;
-        }
-        let destroy = self.device.library().functions.destroy_cq;
-        // SAFETY: `VerbsCq` created the queue. The owner of a queue pair holds its queues and drops
-        // the queue pair first.
-        let destroyed = unsafe { destroy(self.cq) };
-        if let Err(errno) = errors::status(destroyed) {
-            tracing::error!(nic = %self.device.nic(), %errno, "ibv_destroy_cq");
-        }
+        let destroy = self.device.library.functions.destroy_cq;
+        // SAFETY: `create` made the queue. The owner of a queue pair holds its queues and drops the
+        // queue pair first.
+        self.device.destroy("ibv_destroy_cq", || unsafe { destroy(self.cq) });
     }
 }

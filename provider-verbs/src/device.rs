@@ -5,9 +5,9 @@
 use std::{
     any::Any,
     borrow::Cow,
-    fmt, fs,
+    ffi::c_int,
+    fs,
     mem::{self, offset_of},
-    ptr,
     sync::{Arc, atomic::AtomicU32},
 };
 
@@ -50,56 +50,46 @@ const RC_ORDER: MsgOrder = MsgOrder::RAR
     .union(MsgOrder::ATOMIC_RAW)
     .union(MsgOrder::ATOMIC_WAW);
 
-/// The application's value that keeps its protection domain and context alive. Every object that is
-/// opened in the protection domain holds the device, and so this value.
-///
-/// Dropping the value may deallocate the protection domain. A forked child therefore leaks it.
-pub(super) struct ForeignOwner {
-    _keep: Box<dyn Any + Send + Sync>,
-}
+/// The value that the application passes to [`Builder::with_pd`](super::Builder::with_pd). It keeps
+/// the application's protection domain and context alive, and dropping it may deallocate them.
+pub(super) type ForeignOwner = Box<dyn Any + Send + Sync>;
 
-impl ForeignOwner {
-    pub(super) fn new(keep: impl Send + Sync + 'static) -> Self {
-        Self { _keep: Box::new(keep) }
-    }
-}
-
-impl fmt::Debug for ForeignOwner {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ForeignOwner").finish_non_exhaustive()
-    }
-}
-
-/// An open `ibv_context`. Dropping the value closes the context, or drops the value of the
-/// application that owns it.
+/// An open `ibv_context` and the properties of its device. Every object that is opened in the
+/// context holds this value.
 #[derive(Debug)]
 pub(super) struct OpenDevice {
-    library: Arc<Library>,
-    context: *mut Context,
-    /// The owner of the context and of its protection domain, if that is the application. `None` if
-    /// this value opened the context and closes it.
+    pub(super) library: Arc<Library>,
+    pub(super) context: *mut Context,
+    /// The application's owner of the context and of a protection domain in the context; `None` if
+    /// the provider opened the context and closes it.
     owner: Option<ForeignOwner>,
-    nic: Nic,
-    attr: DeviceAttr,
-    rights: DeviceRights,
-    on_demand: bool,
-    provider_attr: ProviderAttr,
-    window_types: Vec<WindowType>,
-    generations: AtomicU32,
+    pub(super) nic: Nic,
+    pub(super) attr: DeviceAttr,
+    /// Properties that the translation of access rights depends on.
+    pub(super) rights: DeviceRights,
+    /// True if the device supports on-demand paging.
+    pub(super) on_demand: bool,
+    pub(super) provider_attr: ProviderAttr,
+    /// Types of memory windows that the device supports.
+    pub(super) window_types: Vec<WindowType>,
+    /// First request generation of the next endpoint. A generation is a number in a `wr_id`, which
+    /// tells a request from earlier requests with the same table index. A closing endpoint adds the
+    /// number of generations that it used.
+    pub(super) generations: AtomicU32,
     /// The process that opened the context. A forked child must neither use nor close the context.
     process: ProcessMark,
 }
 
-// SAFETY: a context of libibverbs may be used from any thread, several at once ("thread safe",
-// ibverbs(7)); everything else here is plain data.
+// SAFETY: any thread may use a context of libibverbs (ibverbs(7)). The owner is Send. All other
+// fields are plain data.
 unsafe impl Send for OpenDevice {}
-// SAFETY: libibverbs calls may share a context between threads (ibverbs(7)). All other interior
-// mutability is behind locks and atomics.
+// SAFETY: several threads may use a context of libibverbs at once (ibverbs(7)). The only other
+// interior mutability is an atomic.
 unsafe impl Sync for OpenDevice {}
 
 impl OpenDevice {
-    /// Opens a device by name. If `pcie_mapping_first` is set, imports of dma-bufs try the PCIe
-    /// mapping before the default mapping.
+    /// Opens a device by name. `pcie_mapping_first` sets
+    /// [`Imports::pcie_mapping_first`](hmem_core::provider::Imports::pcie_mapping_first).
     pub(super) fn open(
         library: &Arc<Library>,
         name: &str,
@@ -109,20 +99,6 @@ impl OpenDevice {
         let context = library.open_device(name)?;
         // SAFETY: this function opened the context, and only the result closes it.
         unsafe { Self::new(library, context, None, pcie_mapping_first, process) }
-    }
-
-    /// Returns true in a forked child. The driver's objects then belong to the parent process.
-    pub(super) fn is_inherited(&self) -> bool {
-        !self.process.is_current()
-    }
-
-    /// Returns an error in a forked child. The error names `operation`.
-    ///
-    /// # Errors
-    /// BadState: this process is a forked child of the process that opened the context.
-    #[inline]
-    pub(super) fn check_process(&self, operation: &'static str) -> Result<()> {
-        self.process.check(operation)
     }
 
     /// Borrows the context of a protection domain that the application created.
@@ -174,8 +150,8 @@ impl OpenDevice {
         };
         // From here on, an error closes the context by dropping `device`.
         // SAFETY: the context is open; the attributes are writable for the call.
-        errors::status(unsafe { (library.functions.query_device)(context, &mut device.attr) })
-            .map_err(|errno| errors::call(&device.nic, "ibv_query_device", errno))?;
+        let queried = unsafe { (library.functions.query_device)(context, &mut device.attr) };
+        device.check("ibv_query_device", queried)?;
         device.rights = DeviceRights {
             atomics: device.attr.atomic_cap != AtomicCap::IBV_ATOMIC_NONE,
             iwarp: device.is_iwarp(),
@@ -187,36 +163,43 @@ impl OpenDevice {
         Ok(device)
     }
 
-    /// Returns the counter of request generations, the numbers that tell the `wr_id`s of old and
-    /// new requests apart. A new endpoint starts at the counter's value. A closing endpoint adds
-    /// the number of generations that it used.
-    pub(super) fn generations(&self) -> &AtomicU32 {
-        &self.generations
+    /// Returns true in a forked child. The driver's objects then belong to the parent process.
+    pub(super) fn is_inherited(&self) -> bool {
+        !self.process.is_current()
     }
 
-    pub(super) fn library(&self) -> &Arc<Library> {
-        &self.library
+    /// Returns an error in a forked child. The error names `operation`.
+    ///
+    /// # Errors
+    /// BadState: this process is a forked child of the process that opened the context.
+    #[inline]
+    pub(super) fn check_process(&self, operation: &'static str) -> Result<()> {
+        self.process.check(operation)
     }
 
-    pub(super) fn context(&self) -> *mut Context {
-        self.context
+    /// Converts the return value of the library call `symbol` to a result.
+    pub(super) fn check(&self, symbol: &'static str, returned: c_int) -> Result<()> {
+        errors::status(returned).map_err(|errno| errors::call(&self.nic, symbol, errno))
     }
 
-    pub(super) fn nic(&self) -> &Nic {
-        &self.nic
+    /// Returns an object that the library call `symbol` has created just now, or the error of the
+    /// call if the pointer is null.
+    pub(super) fn created<T>(&self, symbol: &'static str, object: *mut T) -> Result<*mut T> {
+        if object.is_null() {
+            return Err(errors::call(&self.nic, symbol, errors::last()));
+        }
+        Ok(object)
     }
 
-    pub(super) fn attr(&self) -> &DeviceAttr {
-        &self.attr
-    }
-
-    pub(super) fn provider_attr(&self) -> &ProviderAttr {
-        &self.provider_attr
-    }
-
-    /// Returns the types of memory windows that the device supports.
-    pub(super) fn window_types(&self) -> &[WindowType] {
-        &self.window_types
+    /// Calls `destroy`, the library call `symbol` that destroys an object of the device, and logs
+    /// an error. Does nothing in a forked child, because the object belongs to the parent process.
+    pub(super) fn destroy(&self, symbol: &'static str, destroy: impl FnOnce() -> c_int) {
+        if self.is_inherited() {
+            return;
+        }
+        if let Err(errno) = errors::status(destroy()) {
+            tracing::error!(nic = %self.nic, %errno, "{symbol}");
+        }
     }
 
     /// Returns true for a device of the driver rdma_rxe, by the vendor id. That driver dereferences
@@ -227,25 +210,15 @@ impl OpenDevice {
         self.attr.vendor_id == RXE_VENDOR
     }
 
-    /// Returns true if the device supports on-demand paging.
-    pub(super) fn on_demand(&self) -> bool {
-        self.on_demand
-    }
-
-    /// Returns the driver's function table. The header's inline functions call it.
+    /// Returns the driver's function table. The inline functions of `infiniband/verbs.h` call the
+    /// driver through this table.
     pub(super) fn ops(&self) -> &sys::ContextOps {
         // SAFETY: the context is open as long as `self`; libibverbs sets its operations when it
         // opens the device.
         unsafe { &(*self.context).ops }
     }
 
-    /// Returns the properties that the translation of access rights depends on. They were queried
-    /// when the device was opened.
-    pub(super) fn rights(&self) -> DeviceRights {
-        self.rights
-    }
-
-    /// Returns an error of the given kind that names the device.
+    /// Returns an error that names the device, with the remedy `why`.
     pub(super) fn refuse(
         &self,
         kind: ErrorKind,
@@ -267,10 +240,10 @@ impl OpenDevice {
         }
     }
 
-    /// Returns an error if the right REMOTE_ATOMIC is requested on a device without atomics.
-    /// REMOTE_WRITE of fi_mr(3) is no error: on that device it grants only RMA writes.
-    pub(super) fn check_atomics(&self, asked: bool, operation: &'static str) -> Result<()> {
-        if self.rights.atomics || !asked {
+    /// Returns an error if `access` has the right REMOTE_ATOMIC and the device has no atomics. The
+    /// right REMOTE_WRITE is no error: on a device without atomics it grants only RMA writes.
+    pub(super) fn check_atomics(&self, access: Access, operation: &'static str) -> Result<()> {
+        if self.rights.atomics || !access.contains(Access::REMOTE_ATOMIC) {
             return Ok(());
         }
         let why = format!("register without REMOTE_ATOMIC: {} has no atomics", self.nic.name);
@@ -291,6 +264,8 @@ impl OpenDevice {
         }
     }
 
+    /// Queries the driver for support of on-demand paging, if libibverbs and the driver have the
+    /// extended query (`ibv_query_device_ex(3)`).
     fn query_on_demand(&self) -> Result<bool> {
         // SAFETY: the context is open; `abi_compat` says whether a `verbs_context` surrounds it, as
         // the header's `verbs_get_ctx` reads it.
@@ -321,8 +296,8 @@ impl OpenDevice {
         }
     }
 
-    /// Returns true if the driver imports dma-bufs. For the invalid fd -1, a driver that imports
-    /// dma-bufs returns EBADF. Other drivers return EOPNOTSUPP.
+    /// Returns true if the driver imports dma-bufs. The call registers the invalid fd -1: a driver
+    /// that imports dma-bufs then returns EBADF, and other drivers return EOPNOTSUPP.
     fn probe_dma_buf(&self) -> Result<bool> {
         let functions = &self.library.functions;
         let Some(register) = functions.reg_dmabuf_mr else {
@@ -330,22 +305,17 @@ impl OpenDevice {
             return Ok(false);
         };
         // SAFETY: the context is open.
-        let pd = unsafe { (functions.alloc_pd)(self.context) };
-        if pd.is_null() {
-            return Err(errors::call(&self.nic, "ibv_alloc_pd", errors::last()));
-        }
+        let pd = self.created("ibv_alloc_pd", unsafe { (functions.alloc_pd)(self.context) })?;
         // SAFETY: the protection domain was allocated just now; fd -1 is no file, so nothing is
         // registered.
         let region = unsafe { register(pd, 0, 4096, 0, -1, 0) };
         let refusal = errors::last();
         if !region.is_null() {
             // SAFETY: this function registered the region, and no other code has it.
-            errors::status(unsafe { (functions.dereg_mr)(region) })
-                .map_err(|errno| errors::call(&self.nic, "ibv_dereg_mr", errno))?;
+            self.check("ibv_dereg_mr", unsafe { (functions.dereg_mr)(region) })?;
         }
         // SAFETY: this function allocated the protection domain, and nothing is registered in it.
-        errors::status(unsafe { (functions.dealloc_pd)(pd) })
-            .map_err(|errno| errors::call(&self.nic, "ibv_dealloc_pd", errno))?;
+        self.check("ibv_dealloc_pd", unsafe { (functions.dealloc_pd)(pd) })?;
         let imports = region.is_null() && refusal == Errno(9);
         tracing::debug!(nic = %self.nic, imports, errno = %refusal, "ibv_reg_dmabuf_mr(fd -1)");
         Ok(imports)
@@ -387,25 +357,22 @@ impl OpenDevice {
     }
 }
 
+/// Closes the context, or drops the application's owner of the context. A forked child does
+/// neither: it leaks the owner, which could deallocate the parent's protection domain.
 impl Drop for OpenDevice {
     fn drop(&mut self) {
-        let owner = self.owner.take();
-        if self.is_inherited() {
-            mem::forget(owner);
-            return;
-        }
-        if owner.is_some() {
-            return;
-        }
-        let close = self.library.functions.close_device;
-        // SAFETY: `open` opened the context, and every object made from it holds this value.
-        let closed = unsafe { close(self.context) };
-        if let Err(errno) = errors::status(closed) {
-            tracing::error!(nic = %self.nic, %errno, "ibv_close_device");
+        match self.owner.take() {
+            Some(owner) if self.is_inherited() => mem::forget(owner),
+            Some(owner) => drop(owner),
+            // SAFETY: `open` opened the context, and every object made from it holds this value.
+            None => self.destroy("ibv_close_device", || unsafe {
+                (self.library.functions.close_device)(self.context)
+            }),
         }
     }
 }
 
+/// Returns attributes of a device whose limits and imports are not known yet.
 fn blank(nic: &Nic) -> ProviderAttr {
     let required_mr_mode = MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY;
     ProviderAttr {
@@ -438,13 +405,12 @@ fn pci_bus_id(name: &str) -> Option<String> {
         .then(|| id.to_owned())
 }
 
-/// Owner of an `ibv_pd`. Dropping the value deallocates the protection domain, unless another crate
-/// owns it.
+/// An `ibv_pd`. Dropping the value deallocates the protection domain, unless the application owns
+/// the device's context and so the protection domain.
 #[derive(Debug)]
 pub(super) struct ProtectionDomain {
     pub(super) device: Arc<OpenDevice>,
     pub(super) pd: *mut Pd,
-    owned: bool,
 }
 
 // SAFETY: libibverbs objects may be used from any thread (ibverbs(7)).
@@ -456,32 +422,29 @@ impl ProtectionDomain {
     pub(super) fn alloc(device: &Arc<OpenDevice>) -> Result<Self> {
         // SAFETY: the context is open.
         let pd = unsafe { (device.library.functions.alloc_pd)(device.context) };
-        if ptr::eq(pd, ptr::null()) {
-            return Err(errors::call(&device.nic, "ibv_alloc_pd", errors::last()));
-        }
-        Ok(Self { device: Arc::clone(device), pd, owned: true })
+        let pd = device.created("ibv_alloc_pd", pd)?;
+        Ok(Self { device: Arc::clone(device), pd })
     }
 
     /// Borrows a protection domain that the application created.
     ///
     /// # Safety
-    /// `pd` is a protection domain of `device`, and stays alive as long as `device`.
+    /// - `pd` is a protection domain of `device`, and stays alive as long as `device`.
+    /// - `device` was created by [`OpenDevice::borrowed`].
     pub(super) unsafe fn borrowed(device: &Arc<OpenDevice>, pd: *mut Pd) -> Self {
-        Self { device: Arc::clone(device), pd, owned: false }
+        Self { device: Arc::clone(device), pd }
     }
 }
 
 impl Drop for ProtectionDomain {
     fn drop(&mut self) {
-        if !self.owned || self.device.is_inherited() {
+        if self.device.owner.is_some() {
             return;
         }
         let deallocate = self.device.library.functions.dealloc_pd;
-        // SAFETY: `alloc` allocated the protection domain. Regions, windows and queue pairs in it
-        // hold the domain that owns this value. So they are gone, or they were leaked, and the
-        // driver then refuses with EBUSY.
-        if let Err(errno) = errors::status(unsafe { deallocate(self.pd) }) {
-            tracing::error!(nic = %self.device.nic, %errno, "ibv_dealloc_pd");
-        }
+        // SAFETY: the application owns no context, so `alloc` allocated the protection domain.
+        // Regions, windows and queue pairs in it hold the domain that owns this value. So they are
+        // gone, or they were leaked, and the driver then refuses with EBUSY.
+        self.device.destroy("ibv_dealloc_pd", || unsafe { deallocate(self.pd) });
     }
 }

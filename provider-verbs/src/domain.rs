@@ -64,7 +64,7 @@ impl VerbsDomain {
                        protection domains";
             return Err(pd.device.refuse(ErrorKind::Unsupported, "open domain", why));
         }
-        let nic = pd.device.nic();
+        let nic = &pd.device.nic;
         tracing::debug!(%nic, mode = %request.mode, ?options, "verbs domain opened");
         let state = Arc::new(DomainState::new(pd, options, request.staging));
         Ok(Self { state, active, fabric })
@@ -101,7 +101,7 @@ impl VerbsDomain {
     /// Returns the domain's `ibv_context`. The pointer is valid as long as the domain is open.
     #[must_use]
     pub fn context(&self) -> *mut c_void {
-        self.state.pd.device.context().cast()
+        self.state.pd.device.context.cast()
     }
 
     /// Returns the keys of each registration of a region, with its `ibv_mr`.
@@ -184,7 +184,7 @@ impl VerbsDomain {
 // a request after its last access to the request's memory.
 unsafe impl ProviderDomain for VerbsDomain {
     fn attr(&self) -> &ProviderAttr {
-        self.state.pd.device.provider_attr()
+        &self.state.pd.device.provider_attr
     }
 
     unsafe fn register(
@@ -242,7 +242,7 @@ unsafe impl ProviderDomain for VerbsDomain {
     }
 
     fn windows(&self) -> Option<&dyn provider::Windows> {
-        (!self.state.pd.device.window_types().is_empty()).then_some(self as _)
+        (!self.state.pd.device.window_types.is_empty()).then_some(self as _)
     }
 
     fn staging(&self) -> Option<&dyn StagingAccess> {
@@ -328,7 +328,7 @@ impl RawKeys for VerbsDomain {
 
 impl provider::Windows for VerbsDomain {
     fn window_types(&self) -> &[WindowType] {
-        self.state.pd.device.window_types()
+        &self.state.pd.device.window_types
     }
 
     /// Returns false for rdma_rxe, which checks an access against the bounds of the region, but not

@@ -139,11 +139,11 @@ impl DiscardBuffer {
     fn register(pd: &ProtectionDomain) -> Result<Self> {
         let memory: *mut u64 = Box::into_raw(Box::new(0));
         let access = AccessFlags::LOCAL_WRITE.bits() as i32;
-        let register = pd.device.library().functions.reg_mr;
+        let register = pd.device.library.functions.reg_mr;
         // SAFETY: the memory is freed only after the region is deregistered.
         let mr = unsafe { register(pd.pd, memory.cast(), size_of::<u64>(), access) };
         if mr.is_null() {
-            let error = errors::call(pd.device.nic(), "ibv_reg_mr", errors::last());
+            let error = errors::call(&pd.device.nic, "ibv_reg_mr", errors::last());
             // SAFETY: `memory` came from `Box::into_raw` above, and its registration failed.
             drop(unsafe { Box::from_raw(memory) });
             return Err(error);
@@ -154,7 +154,7 @@ impl DiscardBuffer {
     }
 
     fn release(self, pd: &ProtectionDomain) {
-        let deregister = pd.device.library().functions.dereg_mr;
+        let deregister = pd.device.library.functions.dereg_mr;
         // SAFETY: no transfer uses the memory: this value was never returned, or every endpoint is
         // closed.
         match errors::status(unsafe { deregister(self.mr) }) {

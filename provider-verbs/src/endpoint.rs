@@ -50,15 +50,15 @@ impl Queue {
         depth: usize,
     ) -> Result<Self> {
         let state = Arc::new(CqState::create(&domain.pd.device, depth)?);
-        domain.add_queue(state.ready());
-        active.add_queue(state.ready());
+        domain.add_queue(&state.ready);
+        active.add_queue(&state.ready);
         Ok(Self { domain: Arc::downgrade(domain), state, active })
     }
 }
 
 impl CompletionQueue for Queue {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
-        self.state.cq().device().check_process("read completions")?;
+        self.state.cq.device.check_process("read completions")?;
         self.active.progress();
         self.state.read(out, max)
     }
@@ -101,7 +101,7 @@ impl CompletionChannel for Queue {
     }
 
     fn arm(&self) -> Result<bool> {
-        self.state.cq().device().check_process("arm a completion channel")?;
+        self.state.cq.device.check_process("arm a completion channel")?;
         self.active.progress();
         // A staged transfer that needs calls after this check makes the fd readable.
         Ok(self.state.arm()? && !self.active.need_calls(&self.state))
@@ -110,7 +110,7 @@ impl CompletionChannel for Queue {
 
 impl fmt::Debug for Queue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Queue").field("cq", self.state.cq()).finish_non_exhaustive()
+        f.debug_struct("Queue").field("cq", &self.state.cq).finish_non_exhaustive()
     }
 }
 
@@ -134,7 +134,7 @@ impl Fabric {
         let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
         alive.into_iter().find(|endpoint| {
             let is_named = |name: PeerName| name.same_peer(peer);
-            endpoint.poster.number() == peer.qpn
+            endpoint.poster.number == peer.qpn
                 && endpoint.poster.lock().connection.name().is_ok_and(is_named)
         })
     }
@@ -175,10 +175,9 @@ impl Endpoint {
         let peer = PeerId(random_u64("verbs")?);
         let queues = Queues { tx: queue(&*attr.tx_cq)?, rx: queue(&*attr.rx_cq)? };
         let port = Port::find(device, domain.options.port)?;
-        let pair =
-            QueuePair::create(&domain.pd, (queues.tx.cq(), queues.rx.cq()), port, attr.depth)?;
-        let generation = device.generations().load(Ordering::Relaxed);
-        let rooms = (queues.tx.cq().room(), queues.rx.cq().room());
+        let pair = QueuePair::create(&domain.pd, (&queues.tx.cq, &queues.rx.cq), port, attr.depth)?;
+        let generation = device.generations.load(Ordering::Relaxed);
+        let rooms = (&queues.tx.cq.room, &queues.rx.cq.room);
         let poster = Arc::new(Poster::new(domain, pair, generation, attr, rooms));
         queues.attach(&poster);
         domain.endpoints.fetch_add(1, Ordering::Relaxed);
@@ -348,8 +347,8 @@ impl Endpoint {
             None => Ok(()),
             Some(rule) => Err(rule
                 .refuse(operation)
-                .provider(self.domain.pd.device.nic().to_string())
-                .context("endpoint", self.poster.number())),
+                .provider(self.domain.pd.device.nic.to_string())
+                .context("endpoint", self.poster.number)),
         }
     }
 
@@ -427,7 +426,7 @@ impl Endpoint {
             }
             let ended = self.poster.end(&entry, Err(canceled(entry.kind)), Arrival::default());
             if let Some(completion) = ended {
-                self.queues.of(entry.kind).push(completion);
+                self.queues.of(entry.kind).ready.push(completion);
             }
         }
     }
@@ -458,7 +457,7 @@ impl Endpoint {
         let left = state.requests.drop_all();
         let used = state.requests.generations_used();
         drop(state);
-        self.domain.pd.device.generations().fetch_add(used, Ordering::Relaxed);
+        self.domain.pd.device.generations.fetch_add(used, Ordering::Relaxed);
         self.queues.detach(&self.poster);
         // On soft-RoCE, destroying a queue pair waits for a window that is bound through the queue
         // pair, until a timeout.
@@ -585,6 +584,6 @@ impl Drop for Endpoint {
 
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Endpoint").field("qp", &self.poster.number()).finish_non_exhaustive()
+        f.debug_struct("Endpoint").field("qp", &self.poster.number).finish_non_exhaustive()
     }
 }

@@ -69,9 +69,9 @@ pub(super) fn table(
     let mut entries = Vec::new();
     for index in 0..u8::try_from(attr.gid_tbl_len.max(0)).unwrap_or(u8::MAX) {
         let mut gid = Gid::default();
-        let query = device.library().functions.query_gid;
+        let query = device.library.functions.query_gid;
         // SAFETY: the context is open as long as `device`; `gid` is writable for the call.
-        let done = unsafe { query(device.context(), port, i32::from(index), &mut gid) };
+        let done = unsafe { query(device.context, port, i32::from(index), &mut gid) };
         match errors::status(done) {
             Ok(()) => {}
             // Kernels return these errno values for empty entries.
@@ -79,7 +79,7 @@ pub(super) fn table(
             Err(errno) => return Err(errno),
         }
         if gid.raw != [0; 16] {
-            entries.push(GidEntry { index, gid: gid.raw, kind: kind(device.nic(), port, index) });
+            entries.push(GidEntry { index, gid: gid.raw, kind: kind(&device.nic, port, index) });
         }
     }
     Ok(entries)

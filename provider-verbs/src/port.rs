@@ -39,16 +39,16 @@ impl Port {
     /// - Unavailable: no port is active, or the port lacks the GID.
     /// - The driver's error, also for a port number that the device does not have.
     pub(super) fn find(device: &OpenDevice, choice: PortChoice) -> Result<Self> {
-        let ports = device.attr().phys_port_cnt;
+        let ports = device.attr.phys_port_cnt;
         let mut down = Vec::new();
         for number in choice.number.map_or(1..=ports.max(1), |port| port..=port) {
             let mut attr = PortAttr::default();
-            let query = device.library().functions.query_port;
+            let query = device.library.functions.query_port;
             // SAFETY: the context is open; the attributes are writable and zeroed, as the header's
             // inline fallback passes them.
-            errors::status(unsafe { query(device.context(), number, &mut attr) }).map_err(
+            errors::status(unsafe { query(device.context, number, &mut attr) }).map_err(
                 |errno| {
-                    errors::call(device.nic(), "ibv_query_port", errno)
+                    errors::call(&device.nic, "ibv_query_port", errno)
                         .context("port", number)
                         .remedy(format!("the device has {ports} ports, from 1 on"))
                 },
@@ -72,7 +72,7 @@ impl Port {
     ) -> Result<Self> {
         let table = || {
             gid::table(device, number, attr).map_err(|errno| {
-                errors::call(device.nic(), "ibv_query_gid", errno).context("port", number)
+                errors::call(&device.nic, "ibv_query_gid", errno).context("port", number)
             })
         };
         let no_gid = || {
@@ -89,7 +89,7 @@ impl Port {
             }
             None => None,
         };
-        tracing::debug!(nic = %device.nic(), port = number, ?gid, "port chosen");
+        tracing::debug!(nic = %device.nic, port = number, ?gid, "port chosen");
         let max_message = if attr.max_msg_sz == 0 { 1 << 30 } else { u64::from(attr.max_msg_sz) };
         Ok(Self { number, lid: attr.lid, mtu: attr.active_mtu, max_message, gid })
     }

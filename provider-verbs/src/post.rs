@@ -31,21 +31,25 @@ use super::{
 /// of requests.
 pub(super) struct Poster {
     pub(super) domain: Arc<DomainState>,
-    number: u32,
+    /// Number of the queue pair.
+    pub(super) number: u32,
     state: Mutex<PostState>,
     send: Direction,
     receive: Direction,
 }
 
-/// Destinations for the results of an endpoint's sends, or of its receives.
+/// Destinations for the results of one direction of an endpoint. The receives of the endpoint are
+/// one direction, and all its other requests are the other direction.
 struct Direction {
+    /// The completion counter that the application bound to this direction.
     counter: Option<Arc<Counter>>,
-    /// Updates for the lane (queue of staged transfers) of these sends or receives.
+    /// Updates for the lane (queue of staged transfers) of this direction.
     updates: Arc<Mutex<LaneUpdates>>,
-    /// Counters of the used room in the completion queue of these sends or receives.
+    /// The used room of the completion queue of this direction.
     room: Arc<CqRoom>,
 }
 
+/// State of a [`Poster`] that its lock protects.
 pub(super) struct PostState {
     pub(super) connection: Connection,
     pub(super) requests: RequestTable,
@@ -80,11 +84,6 @@ impl Poster {
         }
     }
 
-    /// Returns the number of the queue pair.
-    pub(super) fn number(&self) -> u32 {
-        self.number
-    }
-
     pub(super) fn lock(&self) -> MutexGuard<'_, PostState> {
         self.state.lock()
     }
@@ -94,7 +93,7 @@ impl Poster {
         if kind == CompletionKind::Receive { &self.receive } else { &self.send }
     }
 
-    /// Returns the updates for the lane (queue of staged transfers) that `kind` selects.
+    /// Returns the updates for the lane (queue of staged transfers) with requests of this kind.
     pub(super) fn updates(&self, kind: CompletionKind) -> &Arc<Mutex<LaneUpdates>> {
         &self.direction(kind).updates
     }
@@ -115,6 +114,7 @@ impl Poster {
         }
         let held = domain.regions.hold();
         let local = request.local;
+        let data = immediate(domain, &request.operation)?;
         let takes_receive = takes_receive(&request.operation);
         let entry = |kind, bytes| InFlight {
             context: request.context,
@@ -131,22 +131,13 @@ impl Poster {
             | Operation::Read { remote } => {
                 let is_read = matches!(request.operation, Operation::Read { .. });
                 let (rma, lists) = (if is_read { READ } else { WRITE }, (local, remote));
-                let data = immediate(domain, &request.operation)?;
                 let (mut wr, mut segment) = (SendWr::new(rma.opcode, 0), Sge::default());
-                if let Some(data) = data {
-                    carry(&mut wr, data);
-                }
                 if let Some(bytes) = single(&held, pair, lists, rma, &mut wr, &mut segment) {
+                    carry(&mut wr, data);
                     let entry = entry(rma.kind, bytes);
                     return self.submit(connection, requests, slice::from_mut(&mut wr), entry);
                 }
-                let bytes = chain.rma(domain, &held, pair, lists, rma)?;
-                // The chain's last work request carries the data, which thus arrives after all
-                // bytes.
-                if let (Some(data), Some(last)) = (data, chain.requests.last_mut()) {
-                    carry(last, data);
-                }
-                entry(rma.kind, bytes)
+                entry(rma.kind, chain.rma(domain, &held, pair, lists, rma)?)
             }
             Operation::Send { tag: Some(_), .. }
             | Operation::SendImmediate { tag: Some(_), .. }
@@ -161,11 +152,7 @@ impl Poster {
                 entry(CompletionKind::Send, bytes)
             }
             Operation::SendImmediate { tag: None, .. } => {
-                let data = immediate(domain, &request.operation)?;
                 let bytes = chain.send(domain, &held, pair, (local, None))?;
-                if let (Some(data), Some(message)) = (data, chain.requests.last_mut()) {
-                    carry(message, data);
-                }
                 entry(CompletionKind::Send, bytes)
             }
             Operation::Receive { tag: None, .. } => {
@@ -207,6 +194,10 @@ impl Poster {
                 ));
             }
         };
+        // The chain's last work request carries the data, so the data arrives after all bytes.
+        if let Some(last) = chain.requests.last_mut() {
+            carry(last, data);
+        }
         self.submit(connection, requests, &mut chain.requests, entry)
     }
 
@@ -248,8 +239,8 @@ impl Poster {
         })
     }
 
-    /// Reserves room in the completion queue for a request of this kind. Returns the counters that
-    /// can release the room.
+    /// Reserves room for a request of this kind in the completion queue of its direction. Returns
+    /// the counters, so that the caller can release the room again.
     ///
     /// # Errors
     /// - Again: the queue has no room.
@@ -338,7 +329,7 @@ impl Poster {
     }
 
     fn post_failed(&self, symbol: &'static str, errno: Errno) -> Error {
-        let nic = self.domain.pd.device.nic();
+        let nic = &self.domain.pd.device.nic;
         let error = errors::call(nic, symbol, errno);
         match errno.0 {
             12 => Error::new(ErrorKind::Again, symbol)
@@ -356,6 +347,7 @@ impl Poster {
     /// Translates a work completion to the application's completion. Returns `None` if the request
     /// belongs to a lane or a waiting call, or has already ended.
     pub(super) fn complete(&self, wc: &Wc) -> Option<Completion> {
+        let worked = wc.status == WcStatus::IBV_WC_SUCCESS;
         let (mut entry, failed_before);
         {
             let mut state = self.state.lock();
@@ -365,13 +357,13 @@ impl Poster {
             self.release(settled);
             entry = ended?;
             failed_before = state.connection.has_failed();
-            if wc.status != WcStatus::IBV_WC_SUCCESS {
+            if !worked {
                 state.connection.note_failure();
             }
-            // The lock is still held, so no other thread replaces the window. If the window is no
-            // longer bound, the endpoint need not free it and forgets it.
+            // The lock is still held, so no other thread replaces the window. The endpoint need not
+            // free a window that is no longer bound through its queue pair, so it forgets the
+            // window.
             if let Some(window) = entry.window.take() {
-                let worked = wc.status == WcStatus::IBV_WC_SUCCESS;
                 let token = window.token;
                 if self.domain.windows.completed(window, entry.kind, worked, self.number) {
                     state.connection.windows.forget(token);
@@ -382,13 +374,11 @@ impl Poster {
             }
         }
         let mut arrival = Arrival::default();
-        let result = if wc.status == WcStatus::IBV_WC_SUCCESS {
-            if entry.kind == CompletionKind::Receive {
-                arrival = arrived(&self.domain.pd.device, wc);
-                Ok(u64::from(wc.byte_len))
-            } else {
-                Ok(entry.bytes)
-            }
+        let result = if worked && entry.kind == CompletionKind::Receive {
+            arrival = arrived(&self.domain.pd.device, wc);
+            Ok(u64::from(wc.byte_len))
+        } else if worked {
+            Ok(entry.bytes)
         } else {
             let mut error = status_error(wc.status, wc.vendor_err, entry.kind);
             let flushed_first = wc.status == WcStatus::IBV_WC_WR_FLUSH_ERR && !failed_before;
@@ -404,8 +394,8 @@ impl Poster {
         self.end(&entry, result, arrival)
     }
 
-    /// Records the invalidation if `wc` is a received message that has invalidated a window's key.
-    /// Returns the token (handle) of that window.
+    /// If `wc` reports a received message that has invalidated a window's key, records this, and
+    /// returns the token (handle) of a window that is no longer bound. Otherwise returns `None`.
     fn invalidated_by_peer(&self, wc: &Wc, entry: &InFlight) -> Option<u64> {
         let received =
             entry.kind == CompletionKind::Receive && wc.status == WcStatus::IBV_WC_SUCCESS;
@@ -413,8 +403,8 @@ impl Poster {
         invalidated.then(|| self.domain.windows.invalidated_by_peer(wc.invalidated_rkey)).flatten()
     }
 
-    /// Releases the entries of work requests in the NIC's queues. No completion of them may come
-    /// any more.
+    /// Releases the entries of work requests in the NIC's completion queues. The caller has made
+    /// sure that no further completion of these work requests can arrive.
     pub(super) fn release(&self, settled: WorkRequests) {
         self.send.room.release(Room::entries(settled.sends));
         self.receive.room.release(Room::entries(settled.receives));
@@ -475,8 +465,9 @@ const fn room_of(entry: &InFlight) -> Room {
     Room::entries(entry.requests).and(completion_room(&entry.owner))
 }
 
-/// Returns the room for the completion of a request of this owner. Only the application reads
-/// completions: a lane reserves the room for the completion of a whole transfer itself.
+/// Returns the room for the completion of a request of this owner. A waiting call reads no
+/// completion. A lane (queue of staged transfers) has reserved room for the completion of the whole
+/// transfer already.
 const fn completion_room(owner: &RequestOwner) -> Room {
     match owner {
         RequestOwner::Application => Room::COMPLETION,
@@ -502,11 +493,11 @@ pub(super) fn immediate(domain: &DomainState, operation: &Operation<'_>) -> Resu
     else {
         return Ok(None);
     };
-    domain.pd.device.provider_attr().check_data(*data)?;
+    domain.pd.device.provider_attr.check_data(*data)?;
     Ok(Some(*data as u32))
 }
 
-/// Returns true if a work completion is a receive whose message has invalidated a key.
+/// Returns true if the message of a completed receive has invalidated a key.
 fn has_invalidated(device: &OpenDevice, wc: &Wc) -> bool {
     let flags = WcFlags::from_bits_truncate(wc.wc_flags);
     // rdma_rxe passes the kernel's bit for an invalidated key, which libibverbs defines as a

@@ -222,7 +222,7 @@ impl Builder {
         pd: *mut c_void,
         keep: impl Send + Sync + 'static,
     ) -> Result<Verbs> {
-        let owner = ForeignOwner::new(keep);
+        let owner: ForeignOwner = Box::new(keep);
         let pd: *mut Pd = pd.cast();
         if pd.is_null() {
             return Err(Error::new(ErrorKind::InvalidArgument, "with_pd")
@@ -369,7 +369,7 @@ impl Verbs {
         let (mut nics, mut left_out) = (Vec::with_capacity(names.len()), Vec::new());
         for name in names {
             match self.device(&name) {
-                Ok(device) => nics.push(device.open.provider_attr().clone()),
+                Ok(device) => nics.push(device.open.provider_attr.clone()),
                 Err(error) => left_out.push((name, error)),
             }
         }
@@ -393,7 +393,7 @@ impl Provider for Verbs {
 
     fn nics(&self) -> Result<Vec<ProviderAttr>> {
         if let Some((pd, _)) = &self.inner.brought {
-            return Ok(vec![pd.device.provider_attr().clone()]);
+            return Ok(vec![pd.device.provider_attr.clone()]);
         }
         let (nics, mut left_out) = self.survey()?;
         for (device, error) in &left_out {
@@ -414,8 +414,7 @@ impl Provider for Verbs {
         let (pd, active) = match &self.inner.brought {
             Some((brought, active)) => {
                 let device = &brought.device;
-                let name = &device.nic().name;
-                if request.nic.as_ref().is_some_and(|asked| asked != name) {
+                if request.nic.as_ref().is_some_and(|asked| *asked != device.nic.name) {
                     let why =
                         "the protection domain that was brought along belongs to the named device";
                     return Err(device

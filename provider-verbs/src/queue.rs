@@ -16,7 +16,7 @@ use parking_lot::{Mutex, MutexGuard, ReentrantMutex, RwLock};
 use rustc_hash::FxHashMap;
 
 use super::{
-    cq::{Room, VerbsCq},
+    cq::{Channel, Room, VerbsCq},
     device::OpenDevice,
     post::Poster,
     ready::Ready,
@@ -25,13 +25,14 @@ use super::{
 
 /// A completion queue, with the [`Poster`] of each endpoint that uses the queue.
 pub(super) struct CqState {
-    cq: VerbsCq,
+    pub(super) cq: VerbsCq,
+    /// Posters by the numbers of their queue pairs.
     posters: RwLock<FxHashMap<u32, Weak<Poster>>>,
     /// Completions that the application has not read yet. They were read from the NIC, or come from
     /// staged transfers or canceled requests.
-    ready: Arc<Ready>,
-    /// Lock that a thread holds while it sleeps until the NIC reports a completion. Other waiting
-    /// threads block on this lock.
+    pub(super) ready: Arc<Ready>,
+    /// Lock that a thread holds while it sleeps for a completion. Other waiting threads block on
+    /// this lock.
     turn: Mutex<()>,
     /// Lock that a thread holds while it reads completions from the NIC, so that completions stay
     /// in order. Readers of the queue, staged transfers, window calls and reconnections read from
@@ -39,12 +40,13 @@ pub(super) struct CqState {
     asking: ReentrantMutex<()>,
 }
 
+/// Maximum number of completions that one driver call reads.
 const BATCH: usize = 16;
 
 impl CqState {
     pub(super) fn create(device: &Arc<OpenDevice>, depth: usize) -> Result<Self> {
         Ok(Self {
-            cq: VerbsCq::create_waitable(device, depth)?,
+            cq: VerbsCq::create(device, depth, Channel::create(device)?)?,
             posters: RwLock::default(),
             ready: Arc::default(),
             turn: Mutex::default(),
@@ -52,24 +54,12 @@ impl CqState {
         })
     }
 
-    pub(super) fn cq(&self) -> &VerbsCq {
-        &self.cq
-    }
-
-    pub(super) fn ready(&self) -> &Arc<Ready> {
-        &self.ready
-    }
-
-    /// Stores a completion that does not come from the NIC, and wakes the sleeping threads.
-    pub(super) fn push(&self, completion: Completion) {
-        self.ready.push(completion);
-    }
-
-    /// Reads up to `max` of the application's completions from the NIC and passes each to
-    /// `deliver`. After an error, `deliver` may have received completions.
+    /// Reads completions from the NIC, until `deliver` has received `max` completions or the NIC
+    /// has no more. Completions of lanes (queues of staged transfers) and of waiting calls go to
+    /// their posters only. After an error, `deliver` may have received completions.
     fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<()> {
         let mut delivered = 0;
-        // The batch is not zeroed, since zeroing would be most of the cost of an empty poll.
+        // Zeroing the batch would be most of the cost of a poll that finds no completion.
         let mut batch = [const { MaybeUninit::<Wc>::uninit() }; BATCH];
         while delivered < max {
             let wanted = (max - delivered).min(BATCH);
@@ -110,7 +100,7 @@ impl CqState {
             count += 1;
         });
         if count > 0 {
-            self.cq.room().release(Room::COMPLETION.times(count));
+            self.cq.room.release(Room::COMPLETION.times(count));
         }
         polled.map(|()| count)
     }
@@ -135,8 +125,9 @@ impl CqState {
         self.ready.fd(self.cq.channel())
     }
 
-    /// Waits until no other thread sleeps for this queue. Returns the guard that a sleeping thread
-    /// must hold, or `None` if the deadline passes first. Without a deadline, waits without limit.
+    /// Waits until no other thread sleeps for this queue. Returns the guard that a thread holds
+    /// while it sleeps, or `None` if the deadline passes first. `None` as `deadline` means no
+    /// limit.
     pub(super) fn turn(&self, deadline: Option<Instant>) -> Option<MutexGuard<'_, ()>> {
         match deadline {
             None => Some(self.turn.lock()),
@@ -144,15 +135,14 @@ impl CqState {
         }
     }
 
-    /// Makes the fd unreadable until the next completion. Returns false if completions are already
-    /// available.
+    /// Makes the fd unreadable until the next completion. Returns false if completions are stored
+    /// for the application, which then must not sleep.
     ///
-    /// A request that completes after this call has armed the NIC makes the fd readable. After
-    /// arming, this call stores the completions of earlier requests.
+    /// The call first arms the NIC, and then reads and stores the completions that the NIC already
+    /// has. So each request that completes is either stored, or makes the fd readable.
     ///
     /// # Errors
-    /// - BadState: no completion is stored, and the domain is closed. So nothing completes to the
-    ///   queue any more.
+    /// - The errors of [`CqState::check_open`].
     /// - The driver's error if the device was removed.
     /// - The error of creating the fd at the first call.
     pub(super) fn arm(&self) -> Result<bool> {
@@ -166,7 +156,7 @@ impl CqState {
     ///
     /// # Errors
     /// BadState: no completion is stored, and the domain is closed. A closed domain has no
-    /// endpoints.
+    /// endpoints, so no request completes to the queue any more.
     pub(super) fn check_open(&self) -> Result<bool> {
         let ready = self.ready.lock();
         if !ready.completions.is_empty() {
@@ -176,7 +166,7 @@ impl CqState {
             return Ok(false);
         }
         Err(Error::new(ErrorKind::BadState, "wait for completions")
-            .provider(self.cq.device().nic().to_string())
+            .provider(self.cq.device.nic.to_string())
             .context("why", "the domain of the queue is closed")
             .remedy("drop the queue: nothing completes to it any more"))
     }
@@ -202,13 +192,13 @@ impl Queues {
 
     pub(super) fn attach(&self, poster: &Arc<Poster>) {
         for queue in [&self.tx, &self.rx] {
-            queue.posters.write().insert(poster.number(), Arc::downgrade(poster));
+            queue.posters.write().insert(poster.number, Arc::downgrade(poster));
         }
     }
 
     pub(super) fn detach(&self, poster: &Poster) {
         for queue in [&self.tx, &self.rx] {
-            queue.posters.write().remove(&poster.number());
+            queue.posters.write().remove(&poster.number);
         }
     }
 

@@ -469,7 +469,7 @@ impl Regions {
         let map = std::mem::take(&mut *self.map.write());
         let left = map.values().filter(|region| !matches!(region.kind, Kind::Buffers)).count();
         if left > 0 {
-            let nic = pd.device.nic();
+            let nic = &pd.device.nic;
             tracing::warn!(%nic, regions = left, "a domain was dropped with open regions");
         }
         for part in map.into_values().flat_map(|region| region.parts) {
@@ -593,12 +593,12 @@ impl Held<'_> {
 
 /// Deregisters one registration.
 pub(super) fn release(pd: &ProtectionDomain, part: &RegionPart) -> Result<()> {
-    let deregister = pd.device.library().functions.dereg_mr;
+    let deregister = pd.device.library.functions.dereg_mr;
     // SAFETY: the part was registered in this domain. The caller removed the part from the table,
     // so no other thread uses it.
     errors::status(unsafe { deregister(part.mr) }).map_err(|errno| {
         Error::os(errno, "ibv_dereg_mr")
-            .provider(pd.device.nic().to_string())
+            .provider(pd.device.nic.to_string())
             .context("range", part.key.range)
             .remedy("free the windows first that other code has bound to the region")
     })

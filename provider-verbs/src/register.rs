@@ -62,12 +62,12 @@ impl Registrar<'_> {
     ) -> Result<ProviderRegion> {
         self.check_auth_key(request)?;
         let device = &self.pd.device;
-        device.check_atomics(request.access.contains(Access::REMOTE_ATOMIC), "register")?;
-        let flags = access_flags(request.access, device.rights());
+        device.check_atomics(request.access, "register")?;
+        let flags = access_flags(request.access, device.rights);
         if tracing::enabled!(tracing::Level::DEBUG) {
-            let added = added(request.access, self.pd.device.rights());
+            let added = added(request.access, self.pd.device.rights);
             if !added.is_empty() {
-                let nic = self.pd.device.nic();
+                let nic = &self.pd.device.nic;
                 tracing::debug!(%nic, added = %names(added), "rights added that verbs requires");
             }
         }
@@ -83,7 +83,7 @@ impl Registrar<'_> {
     /// Registers the staging buffers with all local rights.
     pub(super) fn register_buffers(&self, range: AddressRange) -> Result<ProviderRegion> {
         let access = Access::READ | Access::WRITE | Access::SEND | Access::RECV;
-        let flags = access_flags(access, self.pd.device.rights());
+        let flags = access_flags(access, self.pd.device.rights);
         let piece = Piece { range, backing: Backing::Host { owned: true } };
         // Relaxed ordering is safe: the provider reads a buffer only after the completion.
         let options = self.pd.device.relaxed_ordering();
@@ -124,7 +124,7 @@ impl Registrar<'_> {
         }
         let parts = std::mem::take(&mut made.parts);
         if parts.len() > pieces.len() {
-            let nic = self.pd.device.nic();
+            let nic = &self.pd.device.nic;
             tracing::debug!(%nic, parts = parts.len(), max = self.max, "region split");
         }
         let windows = BoundWindows::default();
@@ -136,19 +136,19 @@ impl Registrar<'_> {
         let lacks = |what: &'static str, why: String| {
             Err(self.refuse(ErrorKind::Unsupported, "register", why).context("option", what))
         };
-        if options.contains(VerbsOptions::ON_DEMAND) && !device.on_demand() {
-            return lacks("ON_DEMAND", format!("{} does not page on demand", device.nic().name));
+        if options.contains(VerbsOptions::ON_DEMAND) && !device.on_demand {
+            return lacks("ON_DEMAND", format!("{} does not page on demand", device.nic.name));
         }
         if options.contains(VerbsOptions::HUGETLB) {
             // Devices do not report support for HUGETLB. ibv_reg_mr(3) limits the flag to on-demand
             // regions.
-            if !device.on_demand() {
+            if !device.on_demand {
                 return lacks(
                     "HUGETLB",
                     format!(
                         "{} does not page on demand, and HUGETLB is for regions that do \
                          (ibv_reg_mr(3)): register without it",
-                        device.nic().name
+                        device.nic.name
                     ),
                 );
             }
@@ -156,17 +156,17 @@ impl Registrar<'_> {
                 self.check_huge(piece)?;
             }
         }
-        if options.contains(VerbsOptions::MW_BIND) && device.window_types().is_empty() {
-            return lacks("MW_BIND", format!("{} has no memory windows", device.nic().name));
+        if options.contains(VerbsOptions::MW_BIND) && device.window_types.is_empty() {
+            return lacks("MW_BIND", format!("{} has no memory windows", device.nic.name));
         }
         if options.contains(VerbsOptions::RELAXED_ORDERING) {
-            if device.library().functions.reg_mr_iova2.is_none() {
+            if device.library.functions.reg_mr_iova2.is_none() {
                 return lacks(
                     "RELAXED_ORDERING",
                     "this libibverbs is too old (before IBVERBS_1.8)".into(),
                 );
             }
-            tracing::debug!(nic = %device.nic(), "RELAXED_ORDERING requested, not confirmable");
+            tracing::debug!(nic = %device.nic, "RELAXED_ORDERING requested, not confirmable");
         }
         if options.contains(VerbsOptions::ZERO_BASED) {
             let page = rustix::param::page_size() as u64;
@@ -314,7 +314,7 @@ impl Registrar<'_> {
         flags: AccessFlags,
         backing: BackingKind,
     ) -> Result<*mut Mr> {
-        let functions = &self.pd.device.library().functions;
+        let functions = &self.pd.device.library.functions;
         let pointer = ptr::with_exposed_provenance_mut(address.0 as usize);
         let len = range.len() as usize;
         let plain = base == address.0 && !flags.contains(AccessFlags::RELAXED_ORDERING);
@@ -344,7 +344,7 @@ impl Registrar<'_> {
         if mr.is_null() {
             let errno = errors::last();
             let what = RegistrationCall { symbol, range, flags, backing };
-            return Err(errors::registration(self.pd.device.nic(), errno, &what));
+            return Err(errors::registration(&self.pd.device.nic, errno, &what));
         }
         Ok(mr)
     }
@@ -365,12 +365,12 @@ impl Registrar<'_> {
                 "this libibverbs is too old (before IBVERBS_1.12)",
             )
         };
-        let register = self.pd.device.library().functions.reg_dmabuf_mr.ok_or_else(lacks)?;
+        let register = self.pd.device.library.functions.reg_dmabuf_mr.ok_or_else(lacks)?;
         if flags.contains(AccessFlags::LOCAL_WRITE) {
             // Some exporters and drivers do not check the fd's mode: they accept write rights for a
             // heap's read-only fd.
             let mode = rustix::fs::fcntl_getfl(fd).map_err(|errno| {
-                Error::os(errno, "fcntl(F_GETFL)").provider(self.pd.device.nic().to_string())
+                Error::os(errno, "fcntl(F_GETFL)").provider(self.pd.device.nic.to_string())
             })?;
             if !mode.contains(rustix::fs::OFlags::RDWR) {
                 return Err(self
@@ -391,7 +391,7 @@ impl Registrar<'_> {
             let what =
                 RegistrationCall { symbol: SYMBOL, range, flags, backing: BackingKind::DmaBuf };
             return Err(
-                errors::registration(self.pd.device.nic(), errno, &what).context("offset", offset)
+                errors::registration(&self.pd.device.nic, errno, &what).context("offset", offset)
             );
         }
         Ok(mr)
@@ -402,14 +402,14 @@ impl Registrar<'_> {
     pub(super) fn rereg(&self, handle: ProviderRegion, access: Access) -> Result<()> {
         let lacks =
             || self.refuse(ErrorKind::Unsupported, REREG, "this libibverbs has no ibv_rereg_mr");
-        let rereg = self.pd.device.library().functions.rereg_mr.ok_or_else(lacks)?;
+        let rereg = self.pd.device.library.functions.rereg_mr.ok_or_else(lacks)?;
         self.regions.change(handle, REREG, |region| self.rereg_parts(rereg, region, access))
     }
 
     fn rereg_parts(&self, rereg: sys::ReregMr, region: &mut Region, access: Access) -> Result<()> {
         let device = &self.pd.device;
-        device.check_atomics(access.contains(Access::REMOTE_ATOMIC), REREG)?;
-        let flags = access_flags(access, device.rights()) | region.options.flags();
+        device.check_atomics(access, REREG)?;
+        let flags = access_flags(access, device.rights) | region.options.flags();
         for index in 0..region.parts.len() {
             let Err((error, mut lost)) = self.rereg_part(rereg, &mut region.parts[index], flags)
             else {
@@ -454,7 +454,7 @@ impl Registrar<'_> {
             // The call returns the class of the failure. The error number is in errno.
             let errno = errors::last();
             let error = Error::os(errno, REREG)
-                .provider(self.pd.device.nic().to_string())
+                .provider(self.pd.device.nic.to_string())
                 .context("range", part.key.range)
                 .context("access", names(flags));
             // If the driver lacks the call, the region is unchanged, whatever class of failure the

@@ -539,7 +539,7 @@ fn target<'a>(
     bind: &WindowBind,
 ) -> Result<(&'a RegionPart, Address)> {
     let operation = "bind window";
-    let broken = |rule: WindowRule| rule.refuse(operation).provider(pd.device.nic().to_string());
+    let broken = |rule: WindowRule| rule.refuse(operation).provider(pd.device.nic.to_string());
     if bind.len == 0 {
         // The caller binds a type 2 window: a type 1 window is unbound without a range.
         return Err(broken(WindowRule::Type2HasLength));
@@ -550,7 +550,7 @@ fn target<'a>(
     if bind.access.peers_write() && !region.flags.contains(AccessFlags::LOCAL_WRITE) {
         return Err(broken(WindowRule::WritesNeedLocalWrite));
     }
-    pd.device.check_atomics(bind.access.contains(Access::REMOTE_ATOMIC), "bind window")?;
+    pd.device.check_atomics(bind.access, operation)?;
     if region.is_shifted() {
         return Err(broken(WindowRule::RegionIsVirtual));
     }
@@ -572,14 +572,14 @@ fn flags(pd: &ProtectionDomain, bind: &WindowBind) -> AccessFlags {
     // Rights of the local side set no flag. A window has no local key.
     let mut flags = AccessFlags::empty();
     flags.set(AccessFlags::REMOTE_READ, bind.access.contains(Access::REMOTE_READ));
-    flags |= remote_changes(bind.access, pd.device.rights());
+    flags |= remote_changes(bind.access, pd.device.rights);
     flags.set(AccessFlags::ZERO_BASED, bind.addressing == Addressing::ZeroBased);
     flags
 }
 
 impl Binder {
     fn open(pd: &ProtectionDomain, port: PortChoice) -> Result<Self> {
-        let cq = VerbsCq::create(&pd.device, 16)?;
+        let cq = VerbsCq::create(&pd.device, 16, None)?;
         let pair = QueuePair::create(pd, (&cq, &cq), Port::find(&pd.device, port)?, 16)?;
         pair.connect(&pair.name(0))?;
         Ok(Self { pair, cq, failed: false })
@@ -596,7 +596,7 @@ impl Binder {
         info: MwBindInfo,
         timeout: Duration,
     ) -> Result<u32, BindError> {
-        let nic = pd.device.nic();
+        let nic = &pd.device.nic;
         let Some(bind) = pd.device.ops().bind_mw else {
             let error = Error::new(ErrorKind::Unsupported, "ibv_bind_mw");
             return Err(BindError::Refused(error.provider(nic.to_string())));
@@ -641,9 +641,9 @@ impl Binder {
 }
 
 fn allocate(pd: &ProtectionDomain, kind: WindowType) -> Result<*mut Mw> {
-    let nic = pd.device.nic();
+    let nic = &pd.device.nic;
     let refuse = |why: String| pd.device.refuse(ErrorKind::Unsupported, "ibv_alloc_mw", why);
-    if !pd.device.window_types().contains(&kind) {
+    if !pd.device.window_types.contains(&kind) {
         return Err(refuse(format!("{} has no windows of type {}", nic.name, kind.name())));
     }
     let alloc =
@@ -658,7 +658,7 @@ fn dealloc(pd: &ProtectionDomain, mw: *mut Mw) -> Result<()> {
     if mw.is_null() {
         return Ok(());
     }
-    let nic = pd.device.nic();
+    let nic = &pd.device.nic;
     let dealloc = pd.device.ops().dealloc_mw.ok_or_else(|| {
         Error::new(ErrorKind::Unsupported, "ibv_dealloc_mw").provider(nic.to_string())
     })?;

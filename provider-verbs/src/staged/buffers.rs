@@ -69,7 +69,7 @@ impl Staging {
         let refuse = |why: &'static str| {
             device.refuse(ErrorKind::Unsupported, "register", why).context("path", "staged")
         };
-        let local = device.provider_attr().staged_access;
+        let local = device.provider_attr.staged_access;
         if !local.contains(request.access) {
             return Err(refuse(
                 "register with SEND, RECV, READ and WRITE only, as a peer's NIC cannot reach \
@@ -109,7 +109,7 @@ impl Staging {
         if buffers.is_some() {
             return Ok(());
         }
-        let nic = registrar.pd.device.nic();
+        let nic = &registrar.pd.device.nic;
         let pool = Pool::new(self.attr, numa_node(&nic.name))?;
         let region = registrar.register_buffers(pool.range()).map_err(|error| {
             error.context("for", "staging buffers").context("length", pool.range().len())

@@ -326,7 +326,7 @@ impl Lanes {
         {
             let (kind, context, arrival) = (entry.kind, entry.context, entry.arrival);
             let completion = self.poster.finish(kind, context, entry.result(), arrival);
-            self.queues.of(kind).push(completion);
+            self.queues.of(kind).ready.push(completion);
             ended += 1;
         }
         lane.busy.store(entries.len(), Ordering::Release);
