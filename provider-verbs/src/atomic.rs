@@ -117,16 +117,14 @@ fn read_elements(
     // The vector grows only after the check of a segment's bounds: `len` may exceed the memory.
     let mut bytes = Vec::new();
     for segment in local {
-        let mut spans = Vec::new();
-        let (desc, address) = (segment.desc, segment.address);
-        let cpu = held.translate(desc, address, segment.len, Access::WRITE, &mut spans)?;
+        let cpu = held.translate(segment, Access::WRITE, &mut Vec::new())?;
         if cpu == CpuAccess::None {
             return Err(domain.refuse_post(
                 ErrorKind::Unsupported,
                 "keep operands in host memory: verbs work requests contain their values",
             ));
         }
-        read_guarded(address, segment.len, &mut bytes)?;
+        read_guarded(segment.address, segment.len, &mut bytes)?;
     }
     let (elements, _) = bytes.as_chunks::<8>();
     Ok(elements.iter().map(|element| u64::from_ne_bytes(*element)).collect())

@@ -109,10 +109,9 @@ impl Chain {
     ) -> Result<(bool, u64)> {
         let (mut owned, mut bytes) = (true, 0_u64);
         for segment in local {
-            let LocalSegment { desc, address, len } = *segment;
-            let cpu = held.translate(desc, address, len, right, &mut self.spans)?;
+            let cpu = held.translate(segment, right, &mut self.spans)?;
             owned &= cpu == CpuAccess::Owned;
-            bytes = bytes.saturating_add(len);
+            bytes = bytes.saturating_add(segment.len);
         }
         Ok((owned, bytes))
     }

@@ -12,7 +12,7 @@ pub(super) const BIND_REFUSED: &str = "check the bind's range and rights, that t
 /// code.
 pub(super) fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) -> Error {
     use CompletionKind::{BindWindow, Receive, Send};
-    let (error, text, remedy) = match (status, kind) {
+    let (error_kind, text, remedy) = match (status, kind) {
         (WcStatus::IBV_WC_LOC_LEN_ERR, Receive) => (
             ErrorKind::Truncated,
             "local length error",
@@ -110,16 +110,14 @@ pub(super) fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) 
         CompletionKind::InvalidateWindow => "invalidate window",
         _ => "transfer",
     };
-    let completed = Error::new(error, operation)
+    let mut error = Error::new(error_kind, operation)
         .provider("verbs")
         .driver_code(status.name().unwrap_or_default(), i64::from(status.0))
         .context("status", format_args!("{text} ({})", status.0));
-    let completed = if vendor == 0 {
-        completed
-    } else {
-        completed.context("vendor", format_args!("{vendor:#x}"))
-    };
-    completed.remedy(remedy)
+    if vendor != 0 {
+        error = error.context("vendor", format_args!("{vendor:#x}"));
+    }
+    error.remedy(remedy)
 }
 
 /// Returns the error of a request that the provider canceled because its endpoint was closed or its

@@ -14,7 +14,6 @@ use hmem_core::{Error, ErrorKind, Result, transfer::EndpointName};
 use super::{
     cq::VerbsCq,
     device::{OpenDevice, ProtectionDomain},
-    errors,
     port::Port,
     sys::{
         AccessFlags, AhAttr, Gid, GlobalRoute, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr, QpState,
@@ -34,29 +33,40 @@ const RECEIVER_RETRIES: u8 = 7;
 /// Code of the time after which a NIC resends to a peer without a posted receive: 12 stands for
 /// 0.64 ms.
 const RECEIVER_NOT_READY: u8 = 12;
+/// Maximum number of routers between the two NICs.
 const HOPS: u8 = 64;
 
 /// Requested maximum length in bytes of inline sends. The device may support less.
 const INLINE: u32 = 220;
+/// Requested maximum number of local segments in a work request. The device may support fewer.
 const SEGMENTS: i32 = 16;
 
 /// Properties of a queue pair that a peer needs to connect. An [`EndpointName`] is their encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PeerName {
+    /// Number of the queue pair.
     pub(super) qpn: u32,
+    /// Sequence number of the first packet that the queue pair sends.
     pub(super) psn: u32,
     pub(super) gid: [u8; 16],
     pub(super) lid: u16,
+    /// Code of the port's maximum payload of a packet (`enum ibv_mtu`).
     pub(super) mtu: u8,
+    /// Maximum number of RMA reads and atomics that the queue pair executes at once.
     pub(super) reads: u8,
-    /// Number of connections of the named endpoint that have failed, modulo 2^16. If the number in
-    /// an endpoint's name has changed, its peer must connect again.
+    /// Number of connections of the endpoint that have failed, modulo 2^16. A peer that finds
+    /// another number in the endpoint's name than before must connect again.
     pub(super) epoch: u16,
 }
 
 const MAGIC: [u8; 4] = *b"hmVE";
 const VERSION: u8 = 1;
+/// Length of an encoded name in bytes.
 const NAME: usize = 38;
+
+fn checksum(bytes: &[u8]) -> u16 {
+    bytes.iter().fold(0x1d_u16, |sum, byte| sum.rotate_left(3) ^ u16::from(*byte))
+}
 
 impl PeerName {
     pub(super) fn encode(&self) -> EndpointName {
@@ -68,8 +78,7 @@ impl PeerName {
         bytes.extend_from_slice(&self.lid.to_be_bytes());
         bytes.extend_from_slice(&self.epoch.to_be_bytes());
         bytes.extend_from_slice(&self.gid);
-        let sum = bytes.iter().fold(0x1d_u16, |sum, byte| sum.rotate_left(3) ^ u16::from(*byte));
-        bytes.extend_from_slice(&sum.to_be_bytes());
+        bytes.extend_from_slice(&checksum(&bytes).to_be_bytes());
         EndpointName(bytes)
     }
 
@@ -87,9 +96,7 @@ impl PeerName {
         let short = |from: usize| {
             bytes[from..].first_chunk::<2>().map_or(0, |part| u16::from_be_bytes(*part))
         };
-        let sum = bytes[..NAME - 2]
-            .iter()
-            .fold(0x1d_u16, |sum, byte| sum.rotate_left(3) ^ u16::from(*byte));
+        let sum = checksum(&bytes[..NAME - 2]);
         if bytes[..4] != MAGIC || bytes[4] != VERSION || short(NAME - 2) != sum {
             return Err(malformed());
         }
@@ -119,15 +126,15 @@ pub(super) struct QueuePair {
     pub(super) qp: *mut Qp,
     pub(super) port: Port,
     pub(super) cap: QpCap,
-    /// Maximum number of work requests that the provider has in flight in each direction. The
-    /// capacities in `cap` may be larger, because the driver may round them up. The completion
-    /// queue needs room for `depth` work requests only.
+    /// Maximum number of work requests in flight in each direction, which the poster enforces. The
+    /// driver may round up the capacities in `cap`, so they may be larger.
     pub(super) depth: u32,
+    /// Sequence number of the first packet that the queue pair sends.
     psn: u32,
 }
 
-// SAFETY: libibverbs objects may be used from any thread, several at once; the owner of this value
-// destroys it once.
+// SAFETY: any thread may use libibverbs objects (ibverbs(7)), and only the drop of this value
+// destroys the queue pair.
 unsafe impl Send for QueuePair {}
 // SAFETY: libibverbs locks a queue pair in each call on the queue pair (ibverbs(7)).
 unsafe impl Sync for QueuePair {}
@@ -158,10 +165,10 @@ impl QueuePair {
             cap.max_inline_data = 0;
             created = Self::try_create(pd, (tx, rx), cap);
         }
-        let (qp, cap) = created.map_err(|errno| {
-            errors::call(&device.nic, "ibv_create_qp", errno).context("depth", depth).remedy(
-                "raise the locked-memory limit (ulimit -l), or close endpoints: the NIC \
-                         may be out of queue pairs",
+        let (qp, cap) = created.map_err(|error| {
+            error.context("depth", depth).remedy(
+                "raise the locked-memory limit (ulimit -l), or close endpoints: the NIC may be \
+                 out of queue pairs",
             )
         })?;
         let psn = RandomState::new().build_hasher().finish() as u32 & 0xff_ffff;
@@ -174,7 +181,7 @@ impl QueuePair {
         pd: &ProtectionDomain,
         (tx, rx): (&VerbsCq, &VerbsCq),
         cap: QpCap,
-    ) -> Result<(*mut Qp, QpCap), hmem_core::Errno> {
+    ) -> Result<(*mut Qp, QpCap)> {
         let mut attr = QpInitAttr {
             qp_context: ptr::null_mut(),
             send_cq: tx.cq,
@@ -187,7 +194,7 @@ impl QueuePair {
         // SAFETY: the protection domain and both queues are alive, and the endpoint keeps them
         // alive.
         let qp = unsafe { (pd.device.library.functions.create_qp)(pd.pd, &mut attr) };
-        if qp.is_null() { Err(errors::last()) } else { Ok((qp, attr.cap)) }
+        Ok((pd.device.created("ibv_create_qp", qp)?, attr.cap))
     }
 
     pub(super) fn number(&self) -> u32 {
@@ -195,6 +202,7 @@ impl QueuePair {
         unsafe { (*self.qp).qp_num }
     }
 
+    /// Limits a device's maximum number of RMA reads and atomics in flight to the provider's.
     fn reads(limit: i32) -> u8 {
         u8::try_from(limit.clamp(0, DEPTH_OF_READS)).unwrap_or(0)
     }
@@ -214,23 +222,19 @@ impl QueuePair {
     fn modify(&self, mut attr: QpAttr, mask: QpAttrMask) -> Result<()> {
         let modify = self.device.library.functions.modify_qp;
         // SAFETY: the queue pair lives as long as `self`; the mask says which attributes are set.
-        errors::status(unsafe { modify(self.qp, &mut attr, mask.bits()) }).map_err(|errno| {
-            errors::call(&self.device.nic, "ibv_modify_qp", errno)
-                .context("state", attr.qp_state.name().unwrap_or_default())
-        })
+        let modified = unsafe { modify(self.qp, &mut attr, mask.bits()) };
+        self.device
+            .check("ibv_modify_qp", modified)
+            .map_err(|error| error.context("state", attr.qp_state.name().unwrap_or_default()))
     }
 
     fn to_init(&self) -> Result<()> {
-        let rights = AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
-        let atomic = if self.device.rights.atomics {
-            AccessFlags::REMOTE_ATOMIC
-        } else {
-            AccessFlags::empty()
-        };
+        let mut rights = AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE;
+        rights.set(AccessFlags::REMOTE_ATOMIC, self.device.rights.atomics);
         let attr = QpAttr {
             qp_state: QpState::IBV_QPS_INIT,
             port_num: self.port.number,
-            qp_access_flags: (rights | atomic).bits(),
+            qp_access_flags: rights.bits(),
             ..QpAttr::default()
         };
         let mask = QpAttrMask::STATE
@@ -243,10 +247,10 @@ impl QueuePair {
     /// Resets the queue pair to the state INIT. The NIC drops requests in flight and writes no
     /// more completions for them. Completions that it wrote earlier may stay in its queues.
     ///
-    /// rdma_rxe sends the refusal of a request, or writes its completion, before it changes the
-    /// state of the queue pair to ERR. If the reset comes between the two, the queue pair is in the
-    /// state ERR after the reset, and the change to INIT fails with EINVAL. The task that made the
-    /// change has ended by then, so another reset succeeds.
+    /// rdma_rxe changes the queue pair of a failed request to the state ERR, but only after the
+    /// completion or the refusal of the request is visible. That change may undo a reset, and the
+    /// change to INIT then fails with EINVAL. The driver makes the change once, so a second reset
+    /// succeeds.
     pub(super) fn reset(&self) -> Result<()> {
         let attr = QpAttr { qp_state: QpState::IBV_QPS_RESET, ..QpAttr::default() };
         self.modify(attr, QpAttrMask::STATE)?;
@@ -272,10 +276,9 @@ impl QueuePair {
         let ah_attr = AhAttr {
             grh: GlobalRoute {
                 dgid: Gid { raw: peer.gid },
-                flow_label: 0,
                 sgid_index: gid_index,
                 hop_limit: HOPS,
-                traffic_class: 0,
+                ..GlobalRoute::default()
             },
             dlid: peer.lid,
             is_global: u8::from(global),
@@ -330,48 +333,39 @@ impl QueuePair {
         let query = self.device.library.functions.query_qp;
         // SAFETY: the queue pair lives as long as `self`; both structures are writable for the
         // call.
-        errors::status(unsafe { query(self.qp, &mut attr, QpAttrMask::STATE.bits(), &mut init) })
-            .map_err(|errno| errors::call(&self.device.nic, "ibv_query_qp", errno))?;
+        let queried = unsafe { query(self.qp, &mut attr, QpAttrMask::STATE.bits(), &mut init) };
+        self.device.check("ibv_query_qp", queried)?;
         Ok(attr.qp_state)
     }
 }
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        if self.device.is_inherited() {
-            return;
-        }
         let destroy = self.device.library.functions.destroy_qp;
         // SAFETY: `create` made the queue pair. Each post borrows `self`, so no post is running.
-        let destroyed = unsafe { destroy(self.qp) };
-        if let Err(errno) = errors::status(destroyed) {
-            tracing::error!(nic = %self.device.nic, %errno, "ibv_destroy_qp");
-        }
+        self.device.destroy("ibv_destroy_qp", || unsafe { destroy(self.qp) });
     }
 }
 
-/// The connection of an endpoint: its queue pair and the peer.
+/// The connection of an endpoint: the endpoint's queue pair and its peer.
+#[derive(Default)]
 pub(super) struct Connection {
     /// The queue pair; `None` once the endpoint is closed.
     pair: Option<QueuePair>,
+    /// Name of the peer; `None` until the endpoint is first connected.
     peer: Option<PeerName>,
-    /// True if this connection has failed.
+    /// True from the failure of the connection until the endpoint connects again.
     failed: bool,
+    /// Number of connections of the endpoint that have failed, modulo 2^16.
     epoch: u16,
-    /// Type 2 windows that were bound through the queue pair. The endpoint frees them before it
+    /// Type 2 windows that may be bound through the queue pair. The endpoint frees them before it
     /// destroys the queue pair.
     pub(super) windows: NotedWindows,
 }
 
 impl Connection {
     pub(super) fn new(pair: QueuePair) -> Self {
-        Self {
-            pair: Some(pair),
-            peer: None,
-            failed: false,
-            epoch: 0,
-            windows: NotedWindows::default(),
-        }
+        Self { pair: Some(pair), ..Self::default() }
     }
 
     /// Returns the queue pair.
@@ -423,8 +417,8 @@ impl Connection {
         }
     }
 
-    /// Queries the NIC for the connection's state, and records a failure if the connection has
-    /// ended. Without requests in flight, a connection can end without a completion.
+    /// Queries the NIC for the state of the queue pair, and records a failure if the connection has
+    /// ended. A connection without requests in flight can end without a completion.
     pub(super) fn refresh(&mut self) -> Result<()> {
         if self.peer.is_some() && !self.failed && self.open()?.state()? != QpState::IBV_QPS_RTS {
             self.note_failure();
@@ -432,8 +426,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Resets the queue pair and returns true. If the queue pair was never connected, only returns
-    /// false: the queue pair keeps its posted receives.
+    /// Resets the queue pair and returns true. Returns false without a reset if the queue pair was
+    /// never connected, so that it keeps the receives that were posted before.
     pub(super) fn reset(&mut self) -> Result<bool> {
         if self.peer.is_none() {
             return Ok(false);
@@ -467,8 +461,8 @@ impl Connection {
     }
 }
 
-/// A set of memory windows, by their tokens (handles). The set may also hold windows that were
-/// freed since its last cleanup.
+/// A set of memory windows, by their tokens (handles). A freed window stays in the set until the
+/// next cleanup, which [`Self::note`] makes.
 #[derive(Debug, Default)]
 pub(super) struct NotedWindows {
     pub(super) tokens: HashSet<u64>,
@@ -477,8 +471,8 @@ pub(super) struct NotedWindows {
 }
 
 impl NotedWindows {
-    /// Adds a window. If the set has doubled in size since its last cleanup, removes the freed
-    /// windows.
+    /// Adds a window. If the set has doubled in size since its last cleanup, removes the windows
+    /// for which `is_alive` returns false.
     pub(super) fn note(&mut self, token: u64, is_alive: impl Fn(u64) -> bool) {
         self.tokens.insert(token);
         if self.tokens.len() > 2 * self.alive.max(8) {

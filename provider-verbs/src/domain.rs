@@ -28,7 +28,7 @@ use super::{
     domain_state::{DomainOptions, DomainState},
     endpoint::{Endpoint, Fabric, Queue},
     raw_key,
-    region::{Kind, PartKey},
+    region::Kind,
     staged::ActiveLanes,
     sys::AccessFlags,
     window::BIND_TIMEOUT,
@@ -47,7 +47,7 @@ use super::{
 /// # Ok(()) }
 /// ```
 pub struct VerbsDomain {
-    state: Arc<DomainState>,
+    pub(super) state: Arc<DomainState>,
     active: Arc<ActiveLanes>,
     fabric: Arc<Fabric>,
 }
@@ -82,11 +82,11 @@ impl VerbsDomain {
         self.state.pd.device.check_process(operation)
     }
 
-    /// Returns the verbs endpoint behind `endpoint`. Fails with InvalidArgument for an endpoint of
-    /// another domain.
+    /// Returns the verbs endpoint behind `endpoint`, or the error of [`WindowRule::SameDomain`] for
+    /// an endpoint of another domain.
     fn own<'a>(&self, endpoint: &'a dyn ProviderEndpoint) -> Result<&'a Endpoint> {
         let own = (endpoint as &dyn Any).downcast_ref::<Endpoint>();
-        own.filter(|own| own.is_of(&self.state)).ok_or_else(|| {
+        own.filter(|own| Arc::ptr_eq(&own.domain, &self.state)).ok_or_else(|| {
             WindowRule::SameDomain.refuse("window").provider(self.attr().nic.to_string())
         })
     }
@@ -102,11 +102,6 @@ impl VerbsDomain {
     #[must_use]
     pub fn context(&self) -> *mut c_void {
         self.state.pd.device.context.cast()
-    }
-
-    /// Returns the keys of each registration of a region, with its `ibv_mr`.
-    pub(super) fn keys(&self, region: ProviderRegion) -> Result<Vec<(PartKey, *mut c_void)>> {
-        self.state.regions.keys(region)
     }
 
     /// Returns the options that a region was registered with, and the result of each.
@@ -128,8 +123,8 @@ impl VerbsDomain {
         self.state.regions.with(region, "flags", |region| Ok(region.flags))
     }
 
-    /// Returns the settings of a request, with the builder's options, the option that the request
-    /// names as a right, and the option of its write ordering.
+    /// Returns the settings of a request. Adds the builder's options, MW_BIND for the right of that
+    /// name, and RELAXED_ORDERING for [`WriteOrdering::Relaxed`].
     fn settings_of(&self, request: &Registration<'_>, pieces: &[Piece<'_>]) -> Settings {
         let Settings { mut options, iova } = Settings::of(request.extension);
         options |= self.state.options.options;
@@ -146,11 +141,11 @@ impl VerbsDomain {
     /// Changes a region's rights in place (`ibv_rereg_mr(3)`).
     ///
     /// During the driver's call, requests that name the region fail with Busy, and a thread that
-    /// closes the region or changes its rights waits. The keys may change: read
-    /// [`VerbsMr`](super::VerbsMr), or the region's remote key, again.
+    /// closes the region or changes its rights waits. The call may change the keys of the region.
+    /// So read [`VerbsMr`](super::VerbsMr) and the region's remote key again.
     ///
-    /// The new rights may go beyond the promise that was made at registration, so the call is
-    /// unsafe:
+    /// The new rights may go beyond the promise that the caller made at registration, so the call
+    /// is unsafe:
     ///
     /// ```compile_fail,E0133
     /// use hmem_core::{Access, Result, provider::ProviderRegion};
@@ -163,25 +158,24 @@ impl VerbsDomain {
     ///
     /// # Safety
     /// The caller makes the promise of [`Raw::new`](hmem_core::Raw::new) for the new rights: from
-    /// now on, until the region is closed, the NIC may use the memory as `access` says. The promise
-    /// for rights that the region already had was made at registration.
+    /// now on, until the region is closed, the NIC may use the memory as `access` says.
     ///
     /// # Errors
     /// - Unsupported: libibverbs or the driver lacks the call, the device lacks atomics, or the
     ///   region is staged. The region is unchanged.
     /// - InvalidArgument: the region is not open in this domain.
     /// - BadState: this process is a forked child.
-    /// - The driver's error otherwise. Its remedy says whether the region is still usable.
+    /// - The driver's error. The remedy in the error says whether the region is still usable.
     pub unsafe fn rereg(&self, region: ProviderRegion, access: Access) -> Result<()> {
         self.check_process("ibv_rereg_mr")?;
         self.state.registrar().rereg(region, access)
     }
 }
 
-// SAFETY: this domain's tables resolve every handle before a driver call. `ibv_dereg_mr`
-// deregisters a region, after which the NIC refuses its keys. A staged region is closed once its
-// transfers have ended. The NIC itself checks key, rights and bounds of each access, and completes
-// a request after its last access to the request's memory.
+// SAFETY: the tables of the domain resolve every handle before a driver call. After `ibv_dereg_mr`
+// the NIC refuses the keys of the region. A staged region is closed once its transfers have ended.
+// The NIC checks key, rights and bounds of each access, and completes a request after the last
+// access to the memory of the request.
 unsafe impl ProviderDomain for VerbsDomain {
     fn attr(&self) -> &ProviderAttr {
         &self.state.pd.device.provider_attr
@@ -332,8 +326,8 @@ impl provider::Windows for VerbsDomain {
     }
 
     /// Returns false for rdma_rxe, which checks an access against the bounds of the region, but not
-    /// against those of the window. No verbs call tells whether a driver checks both. All other
-    /// drivers are assumed to do so, because the InfiniBand specification requires it (C10-75).
+    /// against those of the window. The provider assumes that all other drivers check both, because
+    /// the InfiniBand specification requires it (C10-75) and no verbs call reports it.
     fn enforces_bounds(&self) -> bool {
         !self.state.pd.device.is_rxe()
     }
@@ -376,8 +370,8 @@ impl provider::Windows for VerbsDomain {
         window: ProviderWindow,
     ) -> Result<()> {
         if self.state.pd.device.is_rxe() {
-            // A peer's message may have invalidated the window already. A second invalidation would
-            // crash the driver.
+            // The driver crashes at a second invalidation, and a peer's message may have made the
+            // first one.
             return Err(WindowRule::DriverInvalidatesOnce.refuse("invalidate window"));
         }
         self.own(endpoint)?.run_window(Operation::InvalidateWindow { window })
@@ -390,8 +384,8 @@ impl StagingAccess for VerbsDomain {
     }
 }
 
-/// The NIC executes most requests without the CPU. Only requests that name staged memory need calls
-/// of the application to make progress.
+/// Only requests that name staged memory need calls of the application to make progress. The NIC
+/// executes all other requests without the CPU.
 impl ManualProgress for VerbsDomain {
     fn progress(&self) -> Result<usize> {
         self.check_process("progress")?;

@@ -145,7 +145,7 @@ pub(super) struct Endpoint {
     /// The id of the endpoint's only peer: a random number, so that the endpoint refuses the ids of
     /// other endpoints' peers.
     peer: PeerId,
-    domain: Arc<DomainState>,
+    pub(super) domain: Arc<DomainState>,
     fabric: Arc<Fabric>,
     poster: Arc<Poster>,
     lanes: Arc<Lanes>,
@@ -395,10 +395,6 @@ impl Endpoint {
             self.queues.ring();
         }
         Ok(())
-    }
-
-    pub(super) fn is_of(&self, domain: &Arc<DomainState>) -> bool {
-        Arc::ptr_eq(&self.domain, domain)
     }
 
     /// Returns an error if a request names a peer that [`Endpoint::resolve`] did not return.

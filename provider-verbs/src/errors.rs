@@ -22,12 +22,12 @@ pub(super) fn status(returned: c_int) -> Result<(), Errno> {
     }
 }
 
-/// Returns the error of a failed call from its name and errno.
+/// Returns the error of a failed library call.
 pub(super) fn call(nic: &Nic, symbol: &'static str, errno: Errno) -> Error {
     Error::os(errno, symbol).provider(nic.to_string())
 }
 
-/// Arguments of a registration call, for the message of its error.
+/// A library call that registers memory, for the message of its error.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RegistrationCall {
     pub(super) symbol: &'static str,
@@ -44,8 +44,8 @@ pub(super) enum BackingKind {
     PeerMemory,
 }
 
-/// Access flags that make a driver without support for them refuse a registration. Drivers ignore
-/// other optional flags.
+/// Optional access flags that may be the reason for a refusal: a driver that does not support one
+/// of them refuses the registration. Drivers ignore the other optional flags.
 const OPTIONS: AccessFlags = AccessFlags::MW_BIND
     .union(AccessFlags::ZERO_BASED)
     .union(AccessFlags::ON_DEMAND)
@@ -53,7 +53,6 @@ const OPTIONS: AccessFlags = AccessFlags::MW_BIND
 
 /// Returns the error of a registration that the driver refused.
 pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> Error {
-    let limit = getrlimit(Resource::Memlock).current;
     let base = |kind| {
         Error::new(kind, what.symbol)
             .errno(errno)
@@ -62,20 +61,23 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
             .context("access", names(what.flags))
     };
     let options = what.flags.intersection(OPTIONS);
+    if let (1 | 12, BackingKind::Host) = (errno.0, what.backing)
+        && let Some(limit) = getrlimit(Resource::Memlock).current
+    {
+        // VRB-05
+        let why = format!("the locked-memory limit (RLIMIT_MEMLOCK) is {limit} bytes");
+        return base(ErrorKind::OutOfResources).context("why", why).remedy(
+            "raise it (ulimit -l, LimitMEMLOCK= in systemd), since each registration counts its \
+             pages again; if it is not reached, the NIC is out of regions",
+        );
+    }
     match (errno.0, what.backing) {
-        (1, BackingKind::Host) if limit.is_some() => {
-            memlock(base(ErrorKind::OutOfResources), limit)
-        }
-        (12, BackingKind::Host) if limit.is_some() => {
-            memlock(base(ErrorKind::OutOfResources), limit)
-        }
         (12, _) => base(ErrorKind::OutOfResources).remedy(
-            "close regions, or use larger pages: the NIC is out of regions or translation \
-                     tables",
+            "close regions, or use larger pages: the NIC is out of regions or translation tables",
         ),
         (14, BackingKind::Host) => base(ErrorKind::BadAddress).remedy(
             "map the whole range, with write permission if the NIC is to write, before \
-                     registering it",
+             registering it",
         ),
         (14, BackingKind::PeerMemory) => base(ErrorKind::BadAddress).remedy(
             "load the peer-memory client of the memory's vendor (NVIDIA: modprobe nvidia-peermem), \
@@ -104,14 +106,4 @@ pub(super) fn registration(nic: &Nic, errno: Errno, what: &RegistrationCall) -> 
             .remedy("check the range and the rights: the driver refused one of them"),
         _ => base(errno.kind()),
     }
-}
-
-/// Adds the locked-memory limit to an error, with its value and a remedy (VRB-05).
-fn memlock(error: Error, limit: Option<u64>) -> Error {
-    let value = limit.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
-    let why = format!("the locked-memory limit (RLIMIT_MEMLOCK) is {value}");
-    error.context("why", why).remedy(
-        "raise it (ulimit -l, LimitMEMLOCK= in systemd), since each registration counts its pages \
-         again; if it is not reached, the NIC is out of regions",
-    )
 }

@@ -7,21 +7,24 @@ use parking_lot::Mutex;
 
 use super::window::WindowRequest;
 
-/// Identifier of a request that a lane (a queue of staged transfers) posted. It holds the number of
-/// the transfer and the number of the chunk (part) in that transfer.
+/// Identifier of a request that a lane (a queue of staged transfers) posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Token {
+    /// Number of the lane's request that the posted request belongs to.
     pub(super) entry: u64,
+    /// Number of the chunk that the posted request transfers.
     pub(super) chunk: u64,
 }
 
 /// Data about a received message, for the completion of its receive.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Arrival {
+    /// The immediate data.
     pub(super) data: Option<u64>,
+    /// The key that the message has invalidated.
     pub(super) invalidated: Option<u64>,
-    /// Number of bytes that a write with immediate data has written. The bytes are in the region
-    /// that the write named, not in the buffers of the receive.
+    /// Number of bytes that a peer's write with immediate data has written. The write consumed the
+    /// receive, but its bytes are in the region that it named.
     pub(super) written: Option<u64>,
 }
 
@@ -46,6 +49,8 @@ pub(super) struct InFlight {
     /// True if the request consumes a receive of the peer. Such a request completes only after the
     /// peer has posted a receive.
     pub(super) takes_receive: bool,
+    /// Number of bytes in the completion if the request succeeds. A receive has 0 here: its work
+    /// completion has the length of the message.
     pub(super) bytes: u64,
     /// Number of work requests that the request consists of.
     pub(super) requests: u32,
@@ -56,13 +61,16 @@ pub(super) struct InFlight {
 
 /// A slot of the request table.
 ///
-/// A `wr_id` holds the index of a slot and the generation of a request. The NIC returns the
-/// `wr_id` in the completion. No two requests of an endpoint have the same generation. An endpoint
-/// reuses no generation of an endpoint that was closed before it was opened. A NIC may reuse the
-/// number of a destroyed queue pair for a new queue pair. Late completions of the old queue pair
-/// then have an old generation and match no request.
+/// A work request's `wr_id`, which the NIC returns in the completion, holds the index of a slot and
+/// the generation of the request: a number that each request of an endpoint takes from a counter. A
+/// completion matches the request in the slot only if the generations are equal.
+///
+/// The first generation of a new endpoint follows those of all endpoints of the device that were
+/// closed before. So late completions match no request, even if the NIC gives the new queue pair
+/// the number of a destroyed queue pair.
 #[derive(Default)]
 struct Slot {
+    /// Generation of the slot's last request.
     generation: u32,
     state: SlotState,
 }
@@ -73,8 +81,8 @@ enum SlotState {
     Free,
     /// The request has not ended.
     InFlight(InFlight),
-    /// The request has ended in error, but completions of its later work requests are outstanding.
-    /// The value holds the kind of the request and the number of its work requests.
+    /// The request has ended in error, but the completion of its last work request has not been
+    /// read. The value holds the kind of the request and the number of its work requests.
     Failed(CompletionKind, u32),
 }
 
@@ -120,29 +128,29 @@ impl WorkRequests {
 pub(super) struct Effect {
     /// The request that the completion ends, if it ends one.
     pub(super) ended: Option<InFlight>,
-    /// The work requests of which no further completion can come. Their entries of the completion
-    /// queue can be released.
+    /// The work requests for which no further completion can arrive. The caller releases their
+    /// entries of the completion queue.
     pub(super) settled: WorkRequests,
 }
 
 /// The requests in flight of one queue pair, by `wr_id`.
 pub(super) struct RequestTable {
     slots: Vec<Slot>,
+    /// Indexes of the free slots.
     free: Vec<u32>,
-    /// Generations (numbers of requests) that the table has used. The next request gets the range's
-    /// end as its generation.
+    /// Generations (see [`Slot`]) that the table has used. The next request gets the range's end.
     generations: Range<u32>,
-    /// The work requests that use an entry of a work queue.
+    /// The work requests that use an entry of the send queue or the receive queue.
     in_use: WorkRequests,
-    /// The dropped work requests whose completions may still be in the NIC's queues.
+    /// The work requests that [`Self::drop_all`] dropped since the last [`Self::take_stale`].
     stale: WorkRequests,
-    /// Number of sends in flight that consume a receive of the peer.
+    /// Number of requests in flight that consume a receive of the peer.
     messages: u32,
 }
 
 impl RequestTable {
-    /// Creates an empty table. Its first request gets the number `generation`, and each later
-    /// request gets the next number.
+    /// Creates an empty table. Its first request gets the generation `generation`, and each later
+    /// request gets the next one.
     pub(super) fn new(generation: u32) -> Self {
         Self {
             slots: Vec::new(),
@@ -172,10 +180,10 @@ impl RequestTable {
 
     /// Applies a work completion.
     ///
-    /// The first completion of a request ends the request. A request of several work requests has
-    /// one completion if it succeeds: that of the last work request. If it fails, each of its later
-    /// work requests completes too, up to the last. The request uses its entries of the completion
-    /// queue until then.
+    /// The first completion of a request ends the request. A successful request has only one: that
+    /// of its last work request. If an earlier work request fails, all later ones complete too. The
+    /// request uses its slot and its entries of the queues until the completion of its last work
+    /// request.
     ///
     /// A completion of a request that [`Self::drop_all`] has dropped has no effect.
     #[inline]
@@ -204,17 +212,17 @@ impl RequestTable {
     }
 
     /// Removes a request that the driver refused. `posted` is true if the driver posted some of the
-    /// work requests. They use their entries until [`Self::drop_all`], because the completion of
-    /// the last work request never comes.
-    pub(super) fn withdraw(&mut self, wr_id: u64, posted: bool) -> WorkRequests {
-        self.complete(if posted { wr_id } else { last(wr_id) }).settled
+    /// work requests. Their completions may arrive, but never that of the last work request. So the
+    /// request then uses its slot and its entries of the queues until [`Self::drop_all`].
+    pub(super) fn withdraw(&mut self, wr_id: u64, posted: bool) {
+        self.complete(if posted { wr_id } else { last(wr_id) });
     }
 
-    /// Removes all requests, which a reset or the destruction of the queue pair has dropped.
-    /// Returns those that had not ended.
+    /// Removes all requests, because the queue pair was reset or is being destroyed. Returns the
+    /// requests that had not ended.
     ///
-    /// Completions of the dropped work requests may still be in the NIC's queues. The work requests
-    /// count as stale until [`Self::take_stale`].
+    /// Completions of the dropped work requests may still be in the NIC's completion queues. The
+    /// work requests count as stale until [`Self::take_stale`].
     pub(super) fn drop_all(&mut self) -> Vec<InFlight> {
         let mut dropped = Vec::new();
         for (slot, index) in self.slots.iter_mut().zip(0..) {
@@ -230,9 +238,9 @@ impl RequestTable {
         dropped
     }
 
-    /// Returns the number of work requests that were dropped at a reset of the queue pair, and sets
-    /// it to 0. Their completions may still be in the NIC's queues. The caller reads all of these,
-    /// and then releases the completion queue entries of the work requests.
+    /// Returns the number of stale work requests ([`Self::drop_all`]), and sets it to 0. The caller
+    /// reads all completions from the NIC, and then releases the completion queue entries of the
+    /// stale work requests.
     pub(super) fn take_stale(&mut self) -> WorkRequests {
         std::mem::take(&mut self.stale)
     }
@@ -249,23 +257,24 @@ impl RequestTable {
         if kind == CompletionKind::Receive { self.in_use.receives } else { self.in_use.sends }
     }
 
+    /// Returns true if a request in flight consumes a receive of the peer.
     pub(super) fn has_messages(&self) -> bool {
         self.messages > 0
     }
 
-    /// Returns the number of generations (numbers of requests) that the table has used.
+    /// Returns the number of generations (see [`Slot`]) that the table has used.
     pub(super) fn generations_used(&self) -> u32 {
         self.generations.end.wrapping_sub(self.generations.start)
     }
 }
 
-/// Changes that a lane (a queue of staged transfers) applies to its requests when it advances next.
+/// Changes that a lane (a queue of staged transfers) applies to its requests, and removes from this
+/// value, when it advances next.
 #[derive(Debug, Default)]
 pub(super) struct LaneUpdates {
-    /// Results of work requests that the lane posted. The poster adds the results, and the lane
-    /// removes them.
+    /// Results of requests that the lane posted. The poster adds them.
     pub(super) ended: Vec<(Token, Result<u64>, Arrival)>,
-    /// The lane cancels its requests with a number below this value: the application posted them on
-    /// an earlier connection.
+    /// The lane cancels its requests with a number below this value, because the application posted
+    /// them on an earlier connection. A reset of the queue pair sets the value; 0 cancels nothing.
     pub(super) canceled_before: u64,
 }

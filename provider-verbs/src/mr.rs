@@ -6,7 +6,7 @@ use std::{any::Any, ffi::c_void, marker::PhantomData};
 
 use hmem_core::{AddressRange, Error, ErrorKind, MemoryRegion, Result};
 
-use super::{domain::VerbsDomain, region::PartKey};
+use super::{domain::VerbsDomain, region::RegionPart};
 
 /// One registration of a region with its keys, for work requests of other code in the same
 /// protection domain (VRB-04).
@@ -27,8 +27,8 @@ use super::{domain::VerbsDomain, region::PartKey};
 pub struct VerbsMr<'r> {
     /// The registered range, in addresses of the application.
     pub range: AddressRange,
-    /// The address of the first byte, as work requests name it: the application's address, or that
-    /// of [`Settings::iova`](super::Settings::iova), or 0 with ZERO_BASED.
+    /// The address by which work requests name the first byte: the application's address, that of
+    /// [`Settings::iova`](super::Settings::iova), or 0 with ZERO_BASED.
     pub base: u64,
     /// The lkey, for local segments of work requests.
     pub lkey: u32,
@@ -38,15 +38,15 @@ pub struct VerbsMr<'r> {
     region: PhantomData<&'r MemoryRegion>,
 }
 
-// SAFETY: libibverbs objects may be used from any thread (ibverbs(7)), and this type only returns
-// the pointer.
+// SAFETY: any thread may use libibverbs objects (ibverbs(7)), and this type only returns the
+// pointer.
 unsafe impl Send for VerbsMr<'_> {}
-// SAFETY: libibverbs objects may be used from any thread (ibverbs(7)), and this type only returns
-// the pointer.
+// SAFETY: any thread may use libibverbs objects (ibverbs(7)), and this type only returns the
+// pointer.
 unsafe impl Sync for VerbsMr<'_> {}
 
 impl<'r> VerbsMr<'r> {
-    /// Returns the registration of a region that has only one.
+    /// Returns the only registration of a region.
     ///
     /// # Errors
     /// - Unsupported: the region has several registrations, or none because it is staged. Use
@@ -80,19 +80,21 @@ impl<'r> VerbsMr<'r> {
                 .context("range", region.range())
                 .remedy("pass a region of a verbs domain"));
         };
-        let of = |(PartKey { range, base, lkey, rkey }, mr): (PartKey, *mut c_void)| Self {
-            range,
-            base,
-            lkey,
-            rkey,
-            mr,
+        let of = |part: &RegionPart| Self {
+            range: part.key.range,
+            base: part.key.base,
+            lkey: part.key.lkey,
+            rkey: part.key.rkey,
+            mr: part.mr.cast(),
             region: PhantomData,
         };
-        Ok(domain.keys(region.provider_region()?)?.into_iter().map(of).collect())
+        let regions = &domain.state.regions;
+        regions
+            .with(region.provider_region()?, "keys", |held| Ok(held.parts.iter().map(of).collect()))
     }
 
-    /// Returns the `ibv_mr`, for verbs calls of other code, such as indirect memory keys. The
-    /// pointer is valid while the region is open. Other code must not deregister it.
+    /// Returns the `ibv_mr`, for verbs calls of other code (such as those for indirect memory
+    /// keys). The pointer is valid while the region is open. Other code must not deregister it.
     #[must_use]
     pub fn as_ptr(&self) -> *mut c_void {
         self.mr

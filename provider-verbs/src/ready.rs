@@ -1,9 +1,8 @@
-//! Completions that the application has not read yet, and the file descriptor on which threads
-//! sleep for more.
+//! Completions that the application has not read yet, and the fds on which threads sleep for more.
 //!
 //! The queue's completion channel reports completions of the NIC. Other completions (of staged
-//! transfers, and of requests that a closing endpoint cancels) make an event fd readable. An epoll
-//! fd combines both.
+//! transfers, and of requests that a closing endpoint cancels) make an event fd readable. Threads
+//! sleep on an epoll fd, which is readable if one of the two is.
 
 use std::{
     collections::VecDeque,
@@ -20,13 +19,11 @@ use rustix::event::{
     eventfd, poll,
 };
 
-/// Completions that the application has not read yet, and the fds that wake threads that wait for
-/// completions.
+/// The completions of a queue that the application has not read yet, and the fds that wake threads.
 #[derive(Debug, Default)]
 pub(super) struct Ready {
     state: Mutex<ReadyState>,
-    /// The fds on which threads sleep. They are created when a thread first sleeps or asks for the
-    /// fd.
+    /// The fds on which threads sleep. The first call that needs one of them creates both.
     alarm: OnceLock<Alarm>,
 }
 
@@ -39,7 +36,9 @@ pub(super) struct ReadyState {
 
 #[derive(Debug)]
 struct Alarm {
+    /// The epoll fd on which threads sleep. It watches `event` and the queue's completion channel.
     epoll: OwnedFd,
+    /// The event fd that [`Ready::ring`] makes readable.
     event: OwnedFd,
 }
 
@@ -72,8 +71,8 @@ impl Ready {
         self.ring();
     }
 
-    /// Wakes the sleeping threads after a change of the state. A thread that is creating the fds
-    /// needs no wake-up: it reads the state afterwards and sees the change.
+    /// Wakes the sleeping threads. The caller has changed the state before this call. So a thread
+    /// that creates the fds only now is not missed: before it sleeps, it sees the new state.
     pub(super) fn ring(&self) {
         if let Some(alarm) = self.alarm.get()
             && let Err(errno) = rustix::io::write(&alarm.event, &1u64.to_ne_bytes())
@@ -92,20 +91,20 @@ impl Ready {
         Ok(self.alarm.get_or_init(|| made))
     }
 
-    /// Returns the fd that is readable after a NIC event or a call of [`Self::ring`].
+    /// Returns the epoll fd. It is readable after an event of the NIC or a call of [`Self::ring`].
     pub(super) fn fd(&self, channel: Option<BorrowedFd<'_>>) -> Result<BorrowedFd<'_>> {
         Ok(self.alarm(channel)?.epoll.as_fd())
     }
 
-    /// Makes the fd unreadable again after calls of [`Self::ring`]. Events of the NIC keep the fd
-    /// readable.
+    /// Cancels earlier calls of [`Self::ring`], which no longer make the epoll fd readable. Events
+    /// of the NIC still do.
     pub(super) fn hush(&self, channel: Option<BorrowedFd<'_>>) -> Result<()> {
         // If `ring` was not called, the read fails with EAGAIN, which is no error here.
         let _ = rustix::io::read(&self.alarm(channel)?.event, &mut [0; 8]);
         Ok(())
     }
 
-    /// Sleeps until the fd is readable, at most for `time`. `None` stands for no limit.
+    /// Sleeps until the epoll fd is readable, at most for `time`. `None` stands for no limit.
     pub(super) fn sleep(
         &self,
         channel: Option<BorrowedFd<'_>>,

@@ -4,7 +4,6 @@
 
 use std::{
     collections::hash_map::{Entry, OccupiedEntry},
-    ffi::c_void,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -22,23 +21,21 @@ use smallvec::SmallVec;
 use super::{
     access::VerbsOptions,
     device::ProtectionDomain,
-    errors, raw_key,
+    raw_key,
     split::Span,
     staged::StagedRegion,
     sys::{AccessFlags, Mr},
 };
 
-/// Keys of one registration.
+/// Range and keys of one registration.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PartKey {
     /// The registered range, in addresses of the application.
     pub(super) range: AddressRange,
-    /// Address of the first byte, as work requests name it: the application's address, or another
-    /// one with ZERO_BASED or [`Settings::iova`](super::Settings::iova).
+    /// Address by which work requests name the first byte: the application's address, or another
+    /// address with ZERO_BASED or [`Settings::iova`](super::Settings::iova).
     pub(super) base: u64,
-    /// The lkey, for local segments of work requests.
     pub(super) lkey: u32,
-    /// The rkey, for requests of peers.
     pub(super) rkey: u32,
 }
 
@@ -49,8 +46,8 @@ pub(super) struct RegionPart {
     pub(super) key: PartKey,
 }
 
-// SAFETY: libibverbs objects may be used from any thread, and only the region that holds the part
-// deregisters it.
+// SAFETY: any thread may use libibverbs objects (ibverbs(7)), and only the owner of the region that
+// holds the part deregisters the part.
 unsafe impl Send for RegionPart {}
 // SAFETY: a shared reference only allows reads. The key is plain data. The pointer is passed to the
 // driver under the table's lock, or by the thread that removed the region from the table.
@@ -73,9 +70,11 @@ pub(super) enum CpuAccess {
     None,
 }
 
+/// A region of a domain, as the table of regions holds it.
 #[derive(Debug)]
 pub(super) struct Region {
     pub(super) access: Access,
+    /// Access flags of each registration. Empty for a staged region.
     pub(super) flags: AccessFlags,
     pub(super) options: VerbsOptions,
     pub(super) cpu: CpuAccess,
@@ -84,19 +83,20 @@ pub(super) struct Region {
     pub(super) windows: BoundWindows,
 }
 
-/// Count of the memory windows that are bound to a region, or may be. While the count is not 0, the
-/// region is neither deregistered nor changed.
+/// Number of memory windows that are bound to a region or may be bound to it. The number is that of
+/// the existing [`WindowGuard`]s. Unless it is 0, the region is neither deregistered nor changed.
 #[derive(Debug, Default)]
 pub(super) struct BoundWindows(Arc<()>);
 
-/// One count in [`BoundWindows`], from before a bind is posted until the window is unbound.
+/// Guard that counts one window in [`BoundWindows`]. It exists from before a bind is posted until
+/// the window is unbound.
 #[derive(Debug)]
 pub(super) struct WindowGuard {
     _count: Arc<()>,
 }
 
 impl BoundWindows {
-    /// Counts one more window. The caller has a lock of the table of regions.
+    /// Counts one more window. The caller holds a lock of the table of regions.
     pub(super) fn guard(&self) -> WindowGuard {
         WindowGuard { _count: Arc::clone(&self.0) }
     }
@@ -106,25 +106,18 @@ impl BoundWindows {
     }
 }
 
-/// Kind of a region: the owner of its memory, and the NIC's way to access the memory.
+/// Kind of a region's memory, and of the NIC's access to it.
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
     /// Application memory, registered with the NIC.
     Registered,
-    /// Application memory that is copied through the staging buffers.
+    /// Application memory that the provider copies through the staging buffers.
     Staged(Arc<StagedRegion>),
-    /// The staging buffers of the provider.
+    /// The staging buffers of the provider, registered with the NIC.
     Buffers,
-    /// Placeholder for a region while a driver call changes the region's rights. The thread that
-    /// makes the call holds this lock.
+    /// Placeholder in the table while a driver call changes the rights of the region. The thread
+    /// that makes the call holds this lock and the region.
     Changing(Arc<Mutex<()>>),
-}
-
-/// The NIC's way to access a local segment of a request.
-#[derive(Debug)]
-pub(super) enum Local {
-    Plain,
-    Staged(Arc<StagedRegion>),
 }
 
 /// Bit that marks a local key as a handle of the provider, not an lkey. A region gets a handle in
@@ -139,6 +132,7 @@ const HANDLE_BIT: u64 = 1 << 63;
 #[derive(Debug, Default)]
 pub(super) struct Regions {
     map: RwLock<FxHashMap<u64, Region>>,
+    /// Number of the next handle ([`HANDLE_BIT`]).
     next: AtomicU64,
 }
 
@@ -157,18 +151,21 @@ fn changing(operation: &'static str) -> Error {
 /// Returns the error for a caller that asks for the remote key of staged memory. Peers cannot
 /// access staged memory, so it has no remote key.
 fn no_remote_key(operation: &'static str) -> Error {
-    let error = Error::new(ErrorKind::KeyNotAvailable, operation).provider("verbs");
-    error.context("path", "staged").remedy(
-        "a peer's NIC cannot reach memory through copies: let this side write, read or exchange \
-         messages, or make a direct path work",
-    )
+    Error::new(ErrorKind::KeyNotAvailable, operation)
+        .provider("verbs")
+        .context("path", "staged")
+        .remedy(
+            "a peer's NIC cannot reach memory through copies: let this side write, read or \
+             exchange messages, or make a direct path work",
+        )
 }
 
 impl Region {
-    /// Returns an error if windows are bound to the region. The caller has the write lock of the
+    /// Returns an error if windows are bound to the region. The caller holds the write lock of the
     /// table, so that no thread binds another window.
     ///
-    /// Not every driver checks this, and librxe reports another error than the documented EBUSY.
+    /// Not every driver refuses to deregister such a region, and librxe does not return the
+    /// documented EBUSY.
     ///
     /// # Errors
     /// Busy: a window is bound, may be bound, or has a posted bind.
@@ -193,7 +190,8 @@ impl Region {
         }
     }
 
-    /// Returns true if work requests name the bytes by other addresses than the application's.
+    /// Returns true if work requests name the region's bytes by other addresses than those of the
+    /// application.
     pub(super) fn is_shifted(&self) -> bool {
         self.parts.iter().any(|part| part.key.base != part.key.range.start().0)
     }
@@ -241,7 +239,7 @@ impl Region {
     }
 }
 
-/// Owner of a region that is removed from the table and replaced by a placeholder. Dropping the
+/// Owner of a region that a placeholder ([`Kind::Changing`]) replaces in the table. Dropping the
 /// value puts the region back.
 struct RegionInChange<'a> {
     regions: &'a Regions,
@@ -258,28 +256,22 @@ impl Drop for RegionInChange<'_> {
 }
 
 impl Regions {
+    /// Adds a region. Its local key is the lkey of its registration, or a handle ([`HANDLE_BIT`]).
     pub(super) fn insert(&self, region: Region) -> ProviderRegion {
         let single = region.parts.len() == 1 && !region.is_shifted();
         let (lkey, key) =
             region.parts.first().map_or((0, 0), |part| (part.key.lkey, part.key.rkey));
-        let known_as = |local| ProviderRegion {
-            token: local,
-            local: LocalKey::from_provider(local),
-            key: u64::from(key),
-        };
         let mut map = self.map.write();
-        let local = u64::from(lkey);
-        if single && let Entry::Vacant(entry) = map.entry(local) {
-            entry.insert(region);
-            return known_as(local);
+        let mut token = u64::from(lkey);
+        if !single || map.contains_key(&token) {
+            token = HANDLE_BIT | self.next.fetch_add(1, Ordering::Relaxed);
         }
-        let local = HANDLE_BIT | self.next.fetch_add(1, Ordering::Relaxed);
-        map.insert(local, region);
-        known_as(local)
+        map.insert(token, region);
+        ProviderRegion { token, local: LocalKey::from_provider(token), key: u64::from(key) }
     }
 
     /// Calls `with` with a region's table entry. First waits while another thread changes the
-    /// region: a driver accepts only one call at a time for a registration.
+    /// region, because a driver accepts only one call at a time for a registration.
     fn settled<T>(
         &self,
         handle: ProviderRegion,
@@ -298,16 +290,18 @@ impl Regions {
         }
     }
 
-    /// Removes a region from the table, calls `change` with the region, and puts the region back.
-    /// So `change` can call the driver without a lock of the table. A placeholder stays in the
-    /// table:
+    /// Removes a region from the table, calls `change` with the region, and puts the region back,
+    /// even if `change` fails or panics. So `change` can call the driver without a lock of the
+    /// table. First waits while another thread changes the region.
     ///
-    /// - It reserves the region's handle, since the driver may give the keys to other regions.
-    /// - It makes [`Regions::take`] wait.
+    /// Meanwhile a placeholder in the table keeps the region's local key from being given to
+    /// another region, and makes [`Regions::take`] wait.
     ///
-    /// The region returns to the table even if `change` fails or panics. The call waits while
-    /// another thread changes the region. A staged region is refused with Unsupported, and a region
-    /// with bound windows with Busy.
+    /// # Errors
+    /// - The error of `change`.
+    /// - InvalidArgument: the region is not in the table.
+    /// - Unsupported: the region is staged.
+    /// - Busy: a window is bound to the region, or may be.
     pub(super) fn change(
         &self,
         handle: ProviderRegion,
@@ -352,13 +346,8 @@ impl Regions {
         })
     }
 
-    /// Puts a removed region back into the table.
-    pub(super) fn put_back(&self, handle: ProviderRegion, region: Region) {
-        self.map.write().insert(handle.token, region);
-    }
-
-    /// Locks the table for reading, so that every region stays registered. An inline post reads
-    /// memory that another thread could otherwise deregister and free.
+    /// Locks the table for reading, so that every region stays registered. During an inline post
+    /// the driver reads memory, which another thread could otherwise deregister and free.
     pub(super) fn hold(&self) -> Held<'_> {
         Held(self.map.read())
     }
@@ -385,18 +374,18 @@ impl Regions {
         }
     }
 
-    /// Returns true if a local segment lies in staged memory.
-    pub(super) fn is_staged(&self, segment: &LocalSegment) -> bool {
-        segment.len > 0
-            && segment.desc.is_some_and(|desc| {
-                let map = self.map.read_recursive();
-                map.get(&desc.to_provider())
-                    .is_some_and(|region| matches!(region.kind, Kind::Staged(_)))
-            })
+    /// Returns the staged region that a local segment names, with the rights of the region. Returns
+    /// `None` for an empty segment, and if the NIC accesses the memory directly.
+    pub(super) fn staged(&self, segment: &LocalSegment) -> Option<(Arc<StagedRegion>, Access)> {
+        let desc = segment.desc.filter(|_| segment.len > 0)?;
+        let map = self.map.read_recursive();
+        let region = map.get(&desc.to_provider())?;
+        let Kind::Staged(staged) = &region.kind else { return None };
+        Some((Arc::clone(staged), region.access))
     }
 
-    /// Returns how the NIC accesses a local segment: directly, or through staged copies. `None` as
-    /// `right` requires no right. Does not check the bounds of a staged segment.
+    /// Checks a local segment, and returns the staged region that the segment names ([`staged`]).
+    /// Does not check the bounds of a segment in a staged region.
     ///
     /// # Errors
     /// - AccessDenied: the region lacks `right`.
@@ -404,25 +393,18 @@ impl Regions {
     ///   empty has no descriptor.
     /// - OutOfBounds: a directly accessed segment is not inside its region.
     /// - Busy: another thread is changing the rights of the region.
-    pub(super) fn local(&self, segment: &LocalSegment, right: Option<Access>) -> Result<Local> {
-        let staged = segment.desc.filter(|_| segment.len > 0).and_then(|desc| {
-            let map = self.map.read_recursive();
-            let region = map.get(&desc.to_provider())?;
-            let Kind::Staged(staged) = &region.kind else { return None };
-            Some((Arc::clone(staged), region.access))
-        });
-        let Some((staged, access)) = staged else {
-            let right = right.unwrap_or(Access::empty());
-            self.hold().translate(
-                segment.desc,
-                segment.address,
-                segment.len,
-                right,
-                &mut Vec::new(),
-            )?;
-            return Ok(Local::Plain);
+    ///
+    /// [`staged`]: Self::staged
+    pub(super) fn local(
+        &self,
+        segment: &LocalSegment,
+        right: Access,
+    ) -> Result<Option<Arc<StagedRegion>>> {
+        let Some((staged, access)) = self.staged(segment) else {
+            self.hold().translate(segment, right, &mut Vec::new())?;
+            return Ok(None);
         };
-        if right.is_some_and(|right| !access.contains(right)) {
+        if !access.contains(right) {
             return Err(Error::new(ErrorKind::AccessDenied, "post")
                 .provider("verbs")
                 .context("address", segment.address)
@@ -430,7 +412,7 @@ impl Regions {
                 .context("access", access)
                 .remedy("register the region with the right that this request needs"));
         }
-        Ok(Local::Staged(staged))
+        Ok(Some(staged))
     }
 
     /// Returns the number of open regions, the number of their registrations, and the number of
@@ -446,8 +428,8 @@ impl Regions {
         counts
     }
 
-    /// Deregisters a region that was removed from the table. If the driver refuses, the remaining
-    /// registrations return to the table, and the caller can retry.
+    /// Deregisters a region that [`Regions::take`] removed from the table. If the driver refuses,
+    /// the region returns to the table with its remaining registrations, and the caller can retry.
     pub(super) fn deregister(
         &self,
         pd: &ProtectionDomain,
@@ -457,7 +439,7 @@ impl Regions {
         while let Some(part) = region.parts.pop() {
             if let Err(error) = release(pd, &part) {
                 region.parts.push(part);
-                self.put_back(handle, region);
+                self.map.write().insert(handle.token, region);
                 return Err(error);
             }
         }
@@ -484,12 +466,12 @@ impl Regions {
         }
     }
 
-    /// Returns the keys of each registration of a region, with its `ibv_mr`.
-    pub(super) fn keys(&self, region: ProviderRegion) -> Result<Vec<(PartKey, *mut c_void)>> {
-        let of = |part: &RegionPart| (part.key, part.mr.cast());
-        self.with(region, "keys", |region| Ok(region.parts.iter().map(of).collect()))
-    }
-
+    /// Returns the region's remote key, or `None` if `handle.key` is that key: the region has one
+    /// registration under the application's addresses, and still the rkey that it was inserted with.
+    ///
+    /// # Errors
+    /// - KeyNotAvailable: the region is staged.
+    /// - Busy: another thread is changing the region.
     pub(super) fn remote_key(&self, handle: ProviderRegion) -> Result<Option<RemoteKey>> {
         let map = self.map.read();
         let Some(region) = map.get(&handle.token) else { return Ok(None) };
@@ -515,12 +497,12 @@ impl Regions {
     }
 }
 
-/// Read lock of the table of regions. No thread removes a region while the lock is held.
+/// Read lock of the table of regions. While it is held, no thread removes a region.
 pub(super) struct Held<'a>(RwLockReadGuard<'a, FxHashMap<u64, Region>>);
 
 impl Held<'_> {
-    /// Returns the keys of the registration that contains a local segment. Returns `None` if the
-    /// region has several registrations, lacks the right, or does not contain the segment.
+    /// Returns the keys of a region's only registration, if the region has the right and contains
+    /// the local segment. In all other cases returns `None`.
     #[inline]
     pub(super) fn single(
         &self,
@@ -539,9 +521,7 @@ impl Held<'_> {
     /// right and bounds, since a violation that the NIC detects ends the connection.
     pub(super) fn translate(
         &self,
-        desc: Option<LocalKey>,
-        address: Address,
-        len: u64,
+        &LocalSegment { desc, address, len }: &LocalSegment,
         right: Access,
         out: &mut Vec<Span>,
     ) -> Result<CpuAccess> {
@@ -596,9 +576,8 @@ pub(super) fn release(pd: &ProtectionDomain, part: &RegionPart) -> Result<()> {
     let deregister = pd.device.library.functions.dereg_mr;
     // SAFETY: the part was registered in this domain. The caller removed the part from the table,
     // so no other thread uses it.
-    errors::status(unsafe { deregister(part.mr) }).map_err(|errno| {
-        Error::os(errno, "ibv_dereg_mr")
-            .provider(pd.device.nic.to_string())
+    pd.device.check("ibv_dereg_mr", unsafe { deregister(part.mr) }).map_err(|error| {
+        error
             .context("range", part.key.range)
             .remedy("free the windows first that other code has bound to the region")
     })

@@ -398,7 +398,7 @@ impl Registrar<'_> {
     }
 
     /// Changes the rights of a region in place, if the driver supports it (VRB-01). The keys may
-    /// change: [`Regions::keys`] returns the new ones.
+    /// change: [`VerbsMr`](super::VerbsMr) has the new ones.
     pub(super) fn rereg(&self, handle: ProviderRegion, access: Access) -> Result<()> {
         let lacks =
             || self.refuse(ErrorKind::Unsupported, REREG, "this libibverbs has no ibv_rereg_mr");

@@ -141,7 +141,7 @@ impl Lanes {
         }
         let domain = &self.poster.domain;
         domain.staging.has_regions()
-            && request.local.iter().any(|segment| domain.regions.is_staged(segment))
+            && request.local.iter().any(|segment| domain.regions.staged(segment).is_some())
     }
 
     /// Adds a request to the lane for sends or the lane for receives.

@@ -18,7 +18,6 @@ use crate::{
     domain_state::DomainState,
     in_flight::{Arrival, Token},
     post::immediate,
-    region::Local,
     sys::QpCap,
     window::check_part,
 };
@@ -174,7 +173,7 @@ impl Task {
 fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>) -> Result<Lists> {
     let mut lists = Lists::default();
     for segment in request.local {
-        let Local::Staged(staged) = domain.regions.local(segment, right)? else {
+        let Some(staged) = domain.regions.local(segment, right.unwrap_or(Access::empty()))? else {
             lists.push_plain(*segment);
             continue;
         };
