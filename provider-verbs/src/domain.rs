@@ -187,6 +187,11 @@ unsafe impl ProviderDomain for VerbsDomain {
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         self.check_process("register")?;
+        if !request.auth_key.0.is_empty() {
+            let why = "separate peers by domains (protection domains): verbs has no authorization \
+                       keys";
+            return Err(self.state.pd.device.refuse(ErrorKind::Unsupported, "register", why));
+        }
         let (registrar, settings) = (self.state.registrar(), self.settings_of(request, pieces));
         if staged(pieces) {
             // SAFETY: the caller follows the rules of `ProviderDomain::register`.

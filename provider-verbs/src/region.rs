@@ -161,6 +161,19 @@ fn no_remote_key(operation: &'static str) -> Error {
 }
 
 impl Region {
+    /// Creates a region without a registration.
+    pub(super) fn without_parts(access: Access, kind: Kind) -> Self {
+        Self {
+            access,
+            flags: AccessFlags::empty(),
+            options: VerbsOptions::empty(),
+            cpu: CpuAccess::None,
+            parts: Parts::new(),
+            kind,
+            windows: BoundWindows::default(),
+        }
+    }
+
     /// Returns an error if windows are bound to the region. The caller holds the write lock of the
     /// table, so that no thread binds another window.
     ///
@@ -318,15 +331,8 @@ impl Regions {
                 ));
             }
             held.get().check_unbound(operation)?;
-            let stand_in = Region {
-                access: Access::empty(),
-                flags: AccessFlags::empty(),
-                options: VerbsOptions::empty(),
-                cpu: CpuAccess::None,
-                parts: Parts::new(),
-                kind: Kind::Changing(Arc::clone(&lock)),
-                windows: BoundWindows::default(),
-            };
+            let kind = Kind::Changing(Arc::clone(&lock));
+            let stand_in = Region::without_parts(Access::empty(), kind);
             Ok(std::mem::replace(held.get_mut(), stand_in))
         })?;
         let mut changed = RegionInChange { regions: self, handle, region };

@@ -27,11 +27,12 @@ use super::{
 
 const REREG: &str = "ibv_rereg_mr";
 
-/// The protection domain, the region table and the length limit for registrations of a domain.
+/// Registers memory in the protection domain of a domain, and adds the regions to its table.
 #[derive(Debug)]
 pub(super) struct Registrar<'a> {
     pub(super) pd: &'a ProtectionDomain,
     pub(super) regions: &'a Regions,
+    /// Maximum length of one registration in bytes.
     pub(super) max: u64,
 }
 
@@ -40,66 +41,46 @@ impl Registrar<'_> {
         self.pd.device.refuse(kind, operation, why.into())
     }
 
-    /// Refuses a request with an authorization key.
-    pub(super) fn check_auth_key(&self, request: &Registration<'_>) -> Result<()> {
-        if request.auth_key.0.is_empty() {
-            return Ok(());
-        }
-        Err(self.refuse(
-            ErrorKind::Unsupported,
-            "register",
-            "separate peers by domains (protection domains): verbs has no authorization keys",
-        ))
-    }
-
     /// Registers memory that the NIC accesses directly. The request names the access rights as
     /// fi_mr(3) does, and this function translates them to verbs flags.
     pub(super) fn register(
         &self,
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
-        Settings { options, iova }: Settings,
+        settings: Settings,
     ) -> Result<ProviderRegion> {
-        self.check_auth_key(request)?;
         let device = &self.pd.device;
         device.check_atomics(request.access, "register")?;
-        let flags = access_flags(request.access, device.rights);
         if tracing::enabled!(tracing::Level::DEBUG) {
-            let added = added(request.access, self.pd.device.rights);
+            let added = added(request.access, device.rights);
             if !added.is_empty() {
-                let nic = &self.pd.device.nic;
+                let nic = &device.nic;
                 tracing::debug!(%nic, added = %names(added), "rights added that verbs requires");
             }
         }
-        self.register_pieces(
-            request.access,
-            flags,
-            pieces,
-            Settings { options, iova },
-            (request.parallel, Kind::Registered),
-        )
+        let kind = (request.parallel, Kind::Registered);
+        self.register_pieces(request.access, pieces, settings, kind)
     }
 
     /// Registers the staging buffers with all local rights.
     pub(super) fn register_buffers(&self, range: AddressRange) -> Result<ProviderRegion> {
         let access = Access::READ | Access::WRITE | Access::SEND | Access::RECV;
-        let flags = access_flags(access, self.pd.device.rights);
         let piece = Piece { range, backing: Backing::Host { owned: true } };
-        // Relaxed ordering is safe: the provider reads a buffer only after the completion.
+        // Relaxed ordering is safe: the provider reads a buffer only after the completion of the
+        // work request that writes the buffer.
         let options = self.pd.device.relaxed_ordering();
         let settings = Settings { options, iova: None };
-        self.register_pieces(access, flags, &[piece], settings, (None, Kind::Buffers))
+        self.register_pieces(access, &[piece], settings, (None, Kind::Buffers))
     }
 
     fn register_pieces(
         &self,
         access: Access,
-        flags: AccessFlags,
         pieces: &[Piece<'_>],
         Settings { options, iova }: Settings,
         (parallel, kind): (Option<&Parallel<'_>>, Kind),
     ) -> Result<ProviderRegion> {
-        let flags = flags | options.flags();
+        let flags = access_flags(access, self.pd.device.rights) | options.flags();
         check_flags(flags)?;
         if let Some(iova) = iova {
             self.check_iova(iova, options, pieces)?;
@@ -107,14 +88,15 @@ impl Registrar<'_> {
         if !options.is_empty() {
             self.check_options(options, pieces)?;
         }
-        let cpu = match pieces {
-            _ if owned(pieces) && !options.contains(VerbsOptions::ZERO_BASED) && iova.is_none() => {
-                CpuAccess::Owned
-            }
-            _ if pieces.iter().all(|piece| matches!(piece.backing, Backing::Host { .. })) => {
-                CpuAccess::Guarded
-            }
-            _ => CpuAccess::None,
+        let is_host = |piece: &Piece<'_>| matches!(piece.backing, Backing::Host { .. });
+        let is_owned = |piece: &Piece<'_>| matches!(piece.backing, Backing::Host { owned: true });
+        let is_shifted = options.contains(VerbsOptions::ZERO_BASED) || iova.is_some();
+        let cpu = if !is_shifted && pieces.iter().all(is_owned) {
+            CpuAccess::Owned
+        } else if pieces.iter().all(is_host) {
+            CpuAccess::Guarded
+        } else {
+            CpuAccess::None
         };
         let mut made = Unfinished { pd: self.pd, parts: Parts::with_capacity(pieces.len()) };
         let mut base = iova;
@@ -131,6 +113,7 @@ impl Registrar<'_> {
         Ok(self.regions.insert(Region { access, flags, options, cpu, parts, kind, windows }))
     }
 
+    /// Checks that the device and the memory support the options.
     fn check_options(&self, options: VerbsOptions, pieces: &[Piece<'_>]) -> Result<()> {
         let device = &self.pd.device;
         let lacks = |what: &'static str, why: String| {
@@ -184,7 +167,7 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    /// Checks the address by which work requests shall name the first byte.
+    /// Checks [`Settings::iova`], the address by which work requests shall name the first byte.
     fn check_iova(&self, iova: u64, options: VerbsOptions, pieces: &[Piece<'_>]) -> Result<()> {
         let refuse = |why| {
             Err(self
@@ -208,8 +191,8 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    /// Checks that `piece` is host memory in huge pages, because a driver may rely on the HUGETLB
-    /// flag without a check of its own.
+    /// Checks that `piece` is host memory in huge pages. A driver may rely on the HUGETLB flag and
+    /// not check the pages.
     ///
     /// # Errors
     /// InvalidArgument: the piece does not lie in huge pages, or `/proc/self/smaps` cannot be read.
@@ -234,6 +217,9 @@ impl Registrar<'_> {
         }
     }
 
+    /// Registers one piece of a region, and appends the registrations to `parts`. There are several
+    /// if the piece is longer than `self.max` or the request asks for parallel calls. `base` is the
+    /// address by which work requests name the first byte of the piece, if the request sets one.
     fn register_piece(
         &self,
         piece: &Piece<'_>,
@@ -264,8 +250,8 @@ impl Registrar<'_> {
         parallel::register(&seams, division.threads, progress, one, parts)
     }
 
-    /// Registers `len` bytes at `offset` of a piece with one driver call. `base` is the address by
-    /// which work requests name the first byte of the piece, if the request sets one.
+    /// Registers `len` bytes at `offset` of a piece with one driver call. `base` is that of
+    /// [`Self::register_piece`].
     fn register_part(
         &self,
         piece: &Piece<'_>,
@@ -306,6 +292,7 @@ impl Registrar<'_> {
         Ok(RegionPart { mr, key: PartKey { range: part, base, lkey, rkey } })
     }
 
+    /// Registers memory at `address`, which the NIC calls `base`.
     fn by_address(
         &self,
         range: AddressRange,
@@ -318,33 +305,28 @@ impl Registrar<'_> {
         let pointer = ptr::with_exposed_provenance_mut(address.0 as usize);
         let len = range.len() as usize;
         let plain = base == address.0 && !flags.contains(AccessFlags::RELAXED_ORDERING);
-        let (symbol, mr) = match functions.reg_mr_iova2 {
-            Some(register) if !plain => {
-                // SAFETY: the protection domain is alive, and the driver checks the range (EFAULT).
-                // The caller of the registration promised that the NIC may access the range.
-                ("ibv_reg_mr_iova2", unsafe {
-                    register(self.pd.pd, pointer, len, base, flags.bits())
-                })
-            }
-            _ if plain => {
-                // SAFETY: the protection domain is alive, and the driver checks the range. The
-                // caller of the registration promised that the NIC may access the range.
-                let mr =
-                    unsafe { (functions.reg_mr)(self.pd.pd, pointer, len, flags.bits() as c_int) };
-                ("ibv_reg_mr", mr)
-            }
-            _ => {
-                return Err(self.refuse(
-                    ErrorKind::Unsupported,
-                    "ibv_reg_mr_iova2",
-                    "this libibverbs is too old (before IBVERBS_1.8)",
-                ));
-            }
+        let (symbol, mr) = if plain {
+            // SAFETY: the protection domain is alive, and the driver checks the range (EFAULT). The
+            // caller of the registration promised that the NIC may access the range.
+            let mr = unsafe { (functions.reg_mr)(self.pd.pd, pointer, len, flags.bits() as c_int) };
+            ("ibv_reg_mr", mr)
+        } else {
+            const SYMBOL: &str = "ibv_reg_mr_iova2";
+            let why = "this libibverbs is too old (before IBVERBS_1.8)";
+            let lacks = || self.refuse(ErrorKind::Unsupported, SYMBOL, why);
+            let register = functions.reg_mr_iova2.ok_or_else(lacks)?;
+            // SAFETY: the protection domain is alive, and the driver checks the range (EFAULT). The
+            // caller of the registration promised that the NIC may access the range.
+            (SYMBOL, unsafe { register(self.pd.pd, pointer, len, base, flags.bits()) })
         };
+        self.registered(mr, &RegistrationCall { symbol, range, flags, backing })
+    }
+
+    /// Returns the registration that the library call `call` has created just now, or the error of
+    /// the call if the pointer is null.
+    fn registered(&self, mr: *mut Mr, call: &RegistrationCall) -> Result<*mut Mr> {
         if mr.is_null() {
-            let errno = errors::last();
-            let what = RegistrationCall { symbol, range, flags, backing };
-            return Err(errors::registration(&self.pd.device.nic, errno, &what));
+            return Err(errors::registration(&self.pd.device.nic, errors::last(), call));
         }
         Ok(mr)
     }
@@ -358,13 +340,8 @@ impl Registrar<'_> {
         flags: AccessFlags,
     ) -> Result<*mut Mr> {
         const SYMBOL: &str = "ibv_reg_dmabuf_mr";
-        let lacks = || {
-            self.refuse(
-                ErrorKind::Unsupported,
-                SYMBOL,
-                "this libibverbs is too old (before IBVERBS_1.12)",
-            )
-        };
+        let why = "this libibverbs is too old (before IBVERBS_1.12)";
+        let lacks = || self.refuse(ErrorKind::Unsupported, SYMBOL, why);
         let register = self.pd.device.library.functions.reg_dmabuf_mr.ok_or_else(lacks)?;
         if flags.contains(AccessFlags::LOCAL_WRITE) {
             // Some exporters and drivers do not check the fd's mode: they accept write rights for a
@@ -373,28 +350,17 @@ impl Registrar<'_> {
                 Error::os(errno, "fcntl(F_GETFL)").provider(self.pd.device.nic.to_string())
             })?;
             if !mode.contains(rustix::fs::OFlags::RDWR) {
-                return Err(self
-                    .refuse(
-                        ErrorKind::AccessDenied,
-                        SYMBOL,
-                        "export the fd for writing: it is read-only",
-                    )
-                    .context("access", names(flags)));
+                let why = "export the fd for writing: it is read-only";
+                let refused = self.refuse(ErrorKind::AccessDenied, SYMBOL, why);
+                return Err(refused.context("access", names(flags)));
             }
         }
         let (len, raw, access) = (range.len() as usize, fd.as_raw_fd(), flags.bits() as c_int);
         // SAFETY: the protection domain is alive and the fd open for the call; the driver checks
         // offset and length.
         let mr = unsafe { register(self.pd.pd, offset, len, base, raw, access) };
-        if mr.is_null() {
-            let errno = errors::last();
-            let what =
-                RegistrationCall { symbol: SYMBOL, range, flags, backing: BackingKind::DmaBuf };
-            return Err(
-                errors::registration(&self.pd.device.nic, errno, &what).context("offset", offset)
-            );
-        }
-        Ok(mr)
+        let call = RegistrationCall { symbol: SYMBOL, range, flags, backing: BackingKind::DmaBuf };
+        self.registered(mr, &call).map_err(|error| error.context("offset", offset))
     }
 
     /// Changes the rights of a region in place, if the driver supports it (VRB-01). The keys may
@@ -457,8 +423,8 @@ impl Registrar<'_> {
                 .provider(self.pd.device.nic.to_string())
                 .context("range", part.key.range)
                 .context("access", names(flags));
-            // If the driver lacks the call, the region is unchanged, whatever class of failure the
-            // library returns.
+            // A driver that lacks the call leaves the region unchanged, even if the library returns
+            // another class.
             let lost = done <= sys::IBV_REREG_MR_ERR_CMD && errno.kind() != ErrorKind::Unsupported;
             return Err((error, lost));
         }
@@ -469,8 +435,9 @@ impl Registrar<'_> {
     }
 }
 
-/// Registrations of a region that is not complete. Dropping the value after an error or a panic of
-/// the progress callback deregisters them, so that the caller may free the memory.
+/// The registrations that a call of [`Registrar::register_pieces`] has made so far. Dropping the
+/// value deregisters them. This happens after an error or a panic of the progress callback, so that
+/// the caller can free the memory.
 struct Unfinished<'a> {
     pd: &'a ProtectionDomain,
     parts: Parts,
@@ -487,8 +454,4 @@ impl Drop for Unfinished<'_> {
             }
         }
     }
-}
-
-fn owned(pieces: &[Piece<'_>]) -> bool {
-    pieces.iter().all(|piece| matches!(piece.backing, Backing::Host { owned: true }))
 }

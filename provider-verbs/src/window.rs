@@ -35,7 +35,6 @@ use super::{
     connection::QueuePair,
     cq::VerbsCq,
     device::ProtectionDomain,
-    errors,
     port::{Port, PortChoice},
     region::{Region, RegionPart, Regions, WindowGuard},
     sys::{
@@ -64,12 +63,12 @@ struct Window {
     /// Number of the queue pair through which the window is bound once all posted requests have
     /// succeeded; `None` if the window is then free.
     through: Option<u32>,
-    /// Key and queue pair of the window's binding, according to the completions that were read.
     known: Known,
     /// Key that a peer invalidated before the provider read the completion of the key's bind.
     dead: Option<u32>,
 }
 
+/// The binding of a window, according to the completions that were read.
 #[derive(Debug, Default)]
 struct Known {
     /// Key of a type 2 window.
@@ -100,7 +99,7 @@ impl Window {
     }
 
     /// Records that a posted bind or invalidation has ended. If no other bind or invalidation is in
-    /// flight, the state in `known` becomes the window's state.
+    /// flight, key and queue pair of the window become those in `known`.
     fn ended(&mut self) {
         self.posted -= 1;
         if self.posted > 0 {
@@ -110,7 +109,8 @@ impl Window {
         self.set_key(self.known.key);
     }
 
-    /// Sets the key of a type 2 window, which callers of `ibv_post_send(3)` must keep up to date.
+    /// Sets the key of a type 2 window, here and in its `ibv_mw`. A driver leaves the key in the
+    /// `ibv_mw` to the caller of `ibv_post_send(3)`.
     fn set_key(&mut self, key: u32) {
         self.key = key;
         if !self.mw.is_null() {
@@ -120,14 +120,15 @@ impl Window {
         }
     }
 
+    /// Records that the window is no longer bound.
     fn unbound(&mut self) {
         (self.state, self.known.through) = (WindowState::Free, None);
         self.known.regions.clear();
     }
 }
 
-// SAFETY: libibverbs objects may be used from any thread, and the table's lock serializes all uses
-// of a window.
+// SAFETY: any thread may use libibverbs objects (ibverbs(7)), and the table's lock serializes all
+// uses of a window.
 unsafe impl Send for Window {}
 
 /// Table of the memory windows of a domain.
@@ -137,7 +138,10 @@ pub(super) struct Windows {
     /// Tokens (handles) of the windows, by their keys without the tag (the low 8 bits). Code that
     /// needs both locks takes the lock of `map` first.
     by_index: Mutex<HashMap<u32, u64>>,
+    /// Token of the next window.
     next: AtomicU64,
+    /// The queue pair that binds type 1 windows; `None` before the first bind and after a failed
+    /// bind. A call holds this lock until its bind has completed.
     binder: Mutex<Option<Binder>>,
 }
 
@@ -149,6 +153,7 @@ pub(super) struct Windows {
 struct Binder {
     pair: QueuePair,
     cq: VerbsCq,
+    /// True during a bind, and after a bind that failed.
     failed: bool,
 }
 
@@ -163,12 +168,12 @@ pub(super) struct WindowRequest {
     pub(super) region: Option<WindowGuard>,
 }
 
-/// The failure of a bind of a type 1 window.
+/// Error of a failed bind of a type 1 window, by the effect on the window.
 #[derive(Debug)]
 enum BindError {
-    /// The window has its earlier binding.
+    /// The window still has its earlier binding.
     Refused(Error),
-    /// The NIC may have executed the bind.
+    /// The window has its earlier or its new binding: the NIC may have executed the bind.
     Unknown(Error),
 }
 
@@ -228,8 +233,8 @@ impl Windows {
         self.map.lock().contains_key(&token)
     }
 
-    /// Returns an error if the window `token`, which is bound through a queue pair, forbids `event`
-    /// on that queue pair.
+    /// Returns an error if the window `token` forbids `event`, the reset or the destruction of the
+    /// queue pair through which the window is bound.
     pub(super) fn check_bound(&self, token: u64, event: WindowEvent) -> Result<(), WindowRule> {
         let map = self.map.lock();
         let Some(window) = map.get(&token) else { return Ok(()) };
@@ -240,10 +245,11 @@ impl Windows {
     /// Frees a window whose queue pair will be destroyed or was reset, and allocates a new window
     /// under the same token (handle). Does nothing if the token names no window.
     ///
-    /// Failures are logged. If no new window can be allocated, the state becomes
+    /// Logs failures of the driver. If the driver allocates no new window, the state becomes
     /// [`WindowState::Invalid`].
     ///
-    /// On soft-RoCE the destruction of a queue pair waits 50 seconds for a bound window.
+    /// Without this call, rdma_rxe would wait 50 seconds for a bound window when the queue pair is
+    /// destroyed.
     pub(super) fn replace(&self, pd: &ProtectionDomain, token: u64) {
         let mut map = self.map.lock();
         let Some(window) = map.get_mut(&token) else { return };
@@ -275,10 +281,9 @@ impl Windows {
         }
     }
 
-    /// Replaces a window (see [`Windows::replace`]) after the reset or the destruction of its queue
-    /// pair has dropped a posted bind or invalidation.
-    ///
-    /// The NIC may or may not have executed the request, so the state of the window is unknown.
+    /// Records that the reset or the destruction of a queue pair has dropped a posted bind or
+    /// invalidation, and replaces the window ([`Windows::replace`]). The NIC may have executed the
+    /// request or not, so the state of the old window is unknown.
     pub(super) fn forgotten(&self, pd: &ProtectionDomain, token: u64) {
         if let Some(window) = self.map.lock().get_mut(&token) {
             window.ended();
@@ -327,8 +332,8 @@ impl Windows {
 
     /// Records that a peer's message has invalidated a key.
     ///
-    /// Returns the token (handle) of the window that has the key. Returns `None` if no window has
-    /// the key, or if a later bind of the window is posted.
+    /// Returns the token (handle) of the key's window, if the window is free once all posted
+    /// requests have succeeded. Returns `None` if no window has the key.
     pub(super) fn invalidated_by_peer(&self, key: u32) -> Option<u64> {
         let mut map = self.map.lock();
         let token = *self.by_index.lock().get(&(key >> 8))?;
@@ -516,7 +521,7 @@ impl Windows {
     }
 }
 
-/// Checks a bind against its region, before the bind waits in a lane.
+/// Checks a bind against its region, before the bind waits in a lane (queue of staged transfers).
 ///
 /// # Errors
 /// The errors of [`Regions::with`], and those of the rule that the bind violates.
@@ -531,7 +536,8 @@ pub(super) fn check_part(
 /// Returns the registration in which a bind's range lies, and the range's first address.
 ///
 /// # Errors
-/// - The error of the rule that the bind violates. A driver would end the connection or crash.
+/// - The error of the [`WindowRule`] that the bind violates. At such a bind, a driver would end the
+///   connection or crash.
 /// - Unsupported: the device lacks atomics, or the range lies in two registrations.
 fn target<'a>(
     pd: &ProtectionDomain,
@@ -596,10 +602,9 @@ impl Binder {
         info: MwBindInfo,
         timeout: Duration,
     ) -> Result<u32, BindError> {
-        let nic = &pd.device.nic;
         let Some(bind) = pd.device.ops().bind_mw else {
             let error = Error::new(ErrorKind::Unsupported, "ibv_bind_mw");
-            return Err(BindError::Refused(error.provider(nic.to_string())));
+            return Err(BindError::Refused(error.provider(pd.device.nic.to_string())));
         };
         let mut request =
             MwBind { wr_id: 1, send_flags: SendFlags::SIGNALED.bits(), bind_info: info };
@@ -607,10 +612,9 @@ impl Binder {
         let old_key = unsafe { (*mw).rkey };
         self.failed = true;
         // SAFETY: this value owns the queue pair, and the caller promises that window and region
-        // are live. So the region is not null, which would crash the header's inline function and
-        // librxe.
-        errors::status(unsafe { bind(self.pair.qp, mw, &mut request) })
-            .map_err(|errno| BindError::Refused(errors::call(nic, "ibv_bind_mw", errno)))?;
+        // are live. A null region would crash librxe and the header's inline function.
+        let posted = unsafe { bind(self.pair.qp, mw, &mut request) };
+        pd.device.check("ibv_bind_mw", posted).map_err(BindError::Refused)?;
         let wc = self.wait(timeout).map_err(BindError::Unknown)?;
         if wc.status == WcStatus::IBV_WC_SUCCESS {
             self.failed = false;
@@ -641,29 +645,26 @@ impl Binder {
 }
 
 fn allocate(pd: &ProtectionDomain, kind: WindowType) -> Result<*mut Mw> {
-    let nic = &pd.device.nic;
     let refuse = |why: String| pd.device.refuse(ErrorKind::Unsupported, "ibv_alloc_mw", why);
     if !pd.device.window_types.contains(&kind) {
-        return Err(refuse(format!("{} has no windows of type {}", nic.name, kind.name())));
+        let name = &pd.device.nic.name;
+        return Err(refuse(format!("{name} has no windows of type {}", kind.name())));
     }
     let alloc =
         pd.device.ops().alloc_mw.ok_or_else(|| refuse("the driver has no windows".into()))?;
     let of = if kind == WindowType::One { MwType::IBV_MW_TYPE_1 } else { MwType::IBV_MW_TYPE_2 };
     // SAFETY: the protection domain is alive as long as `pd`.
-    let mw = unsafe { alloc(pd.pd, of) };
-    if mw.is_null() { Err(errors::call(nic, "ibv_alloc_mw", errors::last())) } else { Ok(mw) }
+    pd.device.created("ibv_alloc_mw", unsafe { alloc(pd.pd, of) })
 }
 
 fn dealloc(pd: &ProtectionDomain, mw: *mut Mw) -> Result<()> {
     if mw.is_null() {
         return Ok(());
     }
-    let nic = &pd.device.nic;
     let dealloc = pd.device.ops().dealloc_mw.ok_or_else(|| {
-        Error::new(ErrorKind::Unsupported, "ibv_dealloc_mw").provider(nic.to_string())
+        Error::new(ErrorKind::Unsupported, "ibv_dealloc_mw").provider(pd.device.nic.to_string())
     })?;
     // SAFETY: `allocate` returned the window. The caller has removed it from the table, or sets it
     // to null there under the same lock.
-    errors::status(unsafe { dealloc(mw) })
-        .map_err(|errno| errors::call(nic, "ibv_dealloc_mw", errno))
+    pd.device.check("ibv_dealloc_mw", unsafe { dealloc(mw) })
 }

@@ -19,17 +19,19 @@ use parking_lot::Mutex;
 
 use super::memory::StagedRegion;
 use crate::{
-    access::{Settings, VerbsOptions},
-    region::{BoundWindows, CpuAccess, Kind, Parts, Region},
+    access::Settings,
+    region::{Kind, Region},
     register::Registrar,
-    sys::AccessFlags,
 };
 
-/// The staging buffers of a domain. They are allocated when the first staged region is registered.
+/// The staging buffers of a domain, and the number of its staged regions.
 #[derive(Debug)]
 pub(crate) struct Staging {
     attr: StagingAttr,
+    /// The staging buffers with their local key; `None` until the registration of the first staged
+    /// region allocates and registers them.
     buffers: Mutex<Option<(Arc<Pool>, LocalKey)>>,
+    /// Number of open staged regions.
     regions: AtomicUsize,
 }
 
@@ -38,7 +40,7 @@ impl Staging {
         Self { attr, buffers: Mutex::default(), regions: AtomicUsize::new(0) }
     }
 
-    /// Returns the staging buffers and their local key; `None` until they are registered.
+    /// Returns a copy of `self.buffers`.
     pub(super) fn buffers(&self) -> Option<(Arc<Pool>, LocalKey)> {
         self.buffers.lock().clone()
     }
@@ -51,8 +53,8 @@ impl Staging {
         self.regions.load(Ordering::Acquire) > 0
     }
 
-    /// Registers memory as a staged region. The NIC accesses staging buffers, and the provider
-    /// copies between the buffers and the region.
+    /// Adds a staged region to the table of regions. Registers the staging buffers if this is the
+    /// domain's first staged region.
     ///
     /// # Safety
     /// The caller must follow the safety rules of
@@ -64,7 +66,6 @@ impl Staging {
         pieces: &[Piece<'_>],
         settings: Settings,
     ) -> Result<ProviderRegion> {
-        registrar.check_auth_key(request)?;
         let device = &registrar.pd.device;
         let refuse = |why: &'static str| {
             device.refuse(ErrorKind::Unsupported, "register", why).context("path", "staged")
@@ -92,18 +93,11 @@ impl Staging {
         // SAFETY: the caller follows the rules of `ProviderDomain::register`.
         let memory = unsafe { StagedRegion::new(pieces) };
         self.regions.fetch_add(1, Ordering::AcqRel);
-        Ok(registrar.regions.insert(Region {
-            access: request.access,
-            flags: AccessFlags::empty(),
-            options: VerbsOptions::empty(),
-            cpu: CpuAccess::None,
-            parts: Parts::new(),
-            kind: Kind::Staged(Arc::new(memory)),
-            windows: BoundWindows::default(),
-        }))
+        let kind = Kind::Staged(Arc::new(memory));
+        Ok(registrar.regions.insert(Region::without_parts(request.access, kind)))
     }
 
-    /// Allocates and registers the staging buffers if that has not happened yet.
+    /// Allocates and registers the staging buffers, unless an earlier call has done so.
     fn prepare_buffers(&self, registrar: &Registrar<'_>) -> Result<()> {
         let mut buffers = self.buffers.lock();
         if buffers.is_some() {
