@@ -36,8 +36,8 @@ use super::{
 
 /// A completion queue that the application opened.
 pub(super) struct Queue {
-    /// The domain that opened the queue. The reference does not keep the domain open; it only
-    /// identifies the domain.
+    /// The domain that opened the queue. The reference identifies the domain, and does not keep it
+    /// open.
     domain: Weak<DomainState>,
     state: Arc<CqState>,
     active: Arc<ActiveLanes>,
@@ -78,8 +78,7 @@ impl CompletionQueue for Queue {
             }
             if turn.is_none() {
                 turn = self.state.turn(deadline);
-                // While this thread waited for its turn to sleep, another thread may have stored
-                // completions.
+                // Another thread may have stored completions meanwhile.
                 continue;
             }
             if self.state.arm()? {
@@ -114,8 +113,8 @@ impl fmt::Debug for Queue {
     }
 }
 
-/// The endpoints of one provider in this process. [`Builder::connect_in_process`](super::Builder)
-/// needs this list.
+/// The endpoints of one provider in this process, by which an endpoint finds its peer if
+/// [`Builder::connect_in_process`](super::Builder::connect_in_process) is set.
 #[derive(Debug, Default)]
 pub(super) struct Fabric {
     endpoints: Mutex<Vec<Weak<Endpoint>>>,
@@ -176,21 +175,19 @@ impl Endpoint {
         let queues = Queues { tx: queue(&*attr.tx_cq)?, rx: queue(&*attr.rx_cq)? };
         let port = Port::find(device, domain.options.port)?;
         let pair = QueuePair::create(&domain.pd, (&queues.tx.cq, &queues.rx.cq), port, attr.depth)?;
-        let generation = device.generations.load(Ordering::Relaxed);
         let rooms = (&queues.tx.cq.room, &queues.rx.cq.room);
-        let poster = Arc::new(Poster::new(domain, pair, generation, attr, rooms));
+        let poster = Arc::new(Poster::new(domain, pair, attr, rooms));
         queues.attach(&poster);
         domain.endpoints.fetch_add(1, Ordering::Relaxed);
-        let lanes = Lanes::new(&poster, &queues, active);
+        let lanes = Arc::new(Lanes::new(&poster, &queues, active));
         let (domain, fabric) = (Arc::clone(domain), Arc::clone(fabric));
-        let lanes = Arc::new(lanes);
         let endpoint = Arc::new(Self { peer, domain, fabric, poster, lanes, queues });
         endpoint.fabric.add(&endpoint);
         Ok(endpoint)
     }
 
-    /// Reconnects this endpoint and its peer after a failure of their connection, if
-    /// [`Fabric::find`] finds the peer and the option `connect_in_process` is set.
+    /// Reconnects this endpoint and its peer after a failure of their connection. Does nothing
+    /// unless the option `connect_in_process` is set and [`Fabric::find`] finds the peer.
     fn recover(&self) -> Result<()> {
         if !self.domain.options.connect_in_process {
             return Ok(());
@@ -205,7 +202,7 @@ impl Endpoint {
             let other = &mut other.poster.lock().connection;
             failed = other.is_open() && other.refresh().map(|()| other.has_failed())?;
         }
-        if failed { self.connect_both(&peer).map(|_| ()) } else { Ok(()) }
+        if failed { self.connect_both(&peer).map(drop) } else { Ok(()) }
     }
 
     /// Connects this endpoint and `peer` to each other. Returns false if [`Fabric::find`] does not
@@ -253,9 +250,9 @@ impl Endpoint {
         connected.and(self.settle_reset())
     }
 
-    /// Reads the completions of both queues and stores them for the application. A caller that is
-    /// about to [`Endpoint::flush`] first calls this method. So a request that has already ended
-    /// keeps its result, and a received message is not lost.
+    /// Reads the completions of both queues from the NIC and stores them for the application.
+    /// Callers of [`Endpoint::flush`] first call this method. So a request that has already ended
+    /// keeps its result, and no received message is lost.
     ///
     /// Does nothing if the endpoint was never connected. The caller must not hold the lock of the
     /// poster.
@@ -264,23 +261,21 @@ impl Endpoint {
             return Ok(());
         }
         let drained = self.queues.drain();
-        // The drain may have stored completions, so sleeping threads must check again.
         self.queues.ring();
         drained
     }
 
-    /// Resets the queue pair and completes the requests in flight as canceled. Does nothing if the
-    /// endpoint was never connected.
+    /// Resets the queue pair, and then completes the requests in flight as canceled: until the
+    /// reset, the NIC may use their memory. Does nothing if the endpoint was never connected.
     ///
-    /// The NIC may use the memory of a request until the reset. So this call ends requests and
-    /// releases their staging buffers only after the reset. A work completion of such a request may
-    /// still be in the NIC's queue. [`Poster::complete`] ignores it. The caller unlocks the poster
-    /// and then calls [`Endpoint::settle_reset`].
+    /// A work completion of a canceled request may still be in the NIC's queue.
+    /// [`Poster::complete`] ignores that completion. The caller unlocks the poster and then calls
+    /// [`Endpoint::settle_reset`].
     ///
     /// # Errors
-    /// - Busy while a type 2A window is bound through the queue pair.
-    /// - BadState if the endpoint is closed.
-    /// - The driver's error otherwise.
+    /// - Busy: a type 2A window is bound through the queue pair.
+    /// - BadState: the endpoint is closed.
+    /// - The driver's error.
     fn flush(&self, state: &mut PostState) -> Result<()> {
         self.check_reset(state)?;
         if state.connection.reset()? {
@@ -294,28 +289,24 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Returns an error if a bound window forbids a reset of the queue pair.
-    ///
-    /// # Errors
-    /// Busy while a type 2A window is bound through the queue pair.
-    fn check_reset(&self, state: &mut PostState) -> Result<()> {
+    /// Returns an error if a bound window forbids the reset that [`Endpoint::flush`] makes.
+    fn check_reset(&self, state: &PostState) -> Result<()> {
         match state.connection.peer() {
             Some(_) => self.check_windows(state, WindowEvent::ResetQueuePair, "connect"),
             None => Ok(()),
         }
     }
 
-    /// Completes the canceled requests in the lanes (queues of staged transfers), and releases the
-    /// queue entries of requests that [`Endpoint::flush`] has dropped. The caller must not hold the
-    /// lock of a poster.
+    /// Completes the canceled requests in the lanes (queues of staged transfers), and calls
+    /// [`Endpoint::release_stale`].
     fn settle_reset(&self) -> Result<()> {
         self.lanes.step_all();
         self.release_stale()
     }
 
-    /// Releases the queue entries of requests that a reset or the destruction of the queue pair has
-    /// dropped. First reads the completions that the NIC wrote for them before. The caller must not
-    /// hold the lock of a poster.
+    /// Releases the completion queue entries of the requests that a reset or the destruction of the
+    /// queue pair has dropped. First reads the completions that the NIC may have written for these
+    /// requests. The caller must not hold the lock of a poster.
     ///
     /// After an error the requests keep their entries until the next call.
     fn release_stale(&self) -> Result<()> {
@@ -333,8 +324,11 @@ impl Endpoint {
         drained
     }
 
-    /// Returns an error if a window that is bound through the queue pair forbids `event`, the reset
-    /// or the destruction of the queue pair.
+    /// Returns an error if `event`, the reset or the destruction of the queue pair, is forbidden
+    /// because a type 2A window is bound through the queue pair.
+    ///
+    /// # Errors
+    /// Busy: such a window is bound.
     fn check_windows(
         &self,
         state: &PostState,
@@ -369,10 +363,9 @@ impl Endpoint {
         loop {
             self.queues.tx.drain()?;
             if let Some(result) = awaited.lock().take() {
-                // The drain may have stored completions of other requests, so sleeping threads must
-                // check again.
+                // The drain may have stored completions of other requests.
                 self.queues.ring();
-                return result.map(|_| ());
+                return result.map(drop);
             }
             if Instant::now() >= until {
                 let why = "check that the peer has posted a receive for each message before the \
@@ -383,12 +376,12 @@ impl Endpoint {
         }
     }
 
-    /// On an rdma_rxe device, reads the receive queue's completions from the NIC and stores them
-    /// for the application.
+    /// On an rdma_rxe device, reads the completions of receives from the NIC and stores them for
+    /// the application.
     ///
-    /// A completed receive may report that a peer has invalidated a window. The driver crashes if
-    /// this side invalidates that window again. The provider refuses such an invalidation once it
-    /// has read the receive's completion.
+    /// A receive may report that a peer's message has invalidated a window. The driver crashes if
+    /// this side invalidates that window again. After this call the provider knows the reports, and
+    /// refuses such an invalidation.
     fn note_peer_invalidations(&self) -> Result<()> {
         if self.domain.pd.device.is_rxe() {
             self.queues.rx.drain()?;
@@ -414,7 +407,7 @@ impl Endpoint {
         }
     }
 
-    /// Completes requests that the NIC has dropped, as canceled.
+    /// Completes requests as canceled, after the NIC has dropped them.
     fn end_all(&self, entries: Vec<InFlight>) {
         for entry in entries {
             if let Some(window) = &entry.window {
@@ -427,25 +420,6 @@ impl Endpoint {
         }
     }
 
-    /// Closes the endpoint. Does nothing if the endpoint is closed, and in a forked child.
-    ///
-    /// # Errors
-    /// - Busy while a type 2A window is bound through the queue pair.
-    /// - The driver's error of reading the completion queues.
-    fn close_pair(&self) -> Result<()> {
-        if self.domain.pd.device.is_inherited() {
-            return Ok(());
-        }
-        if !self.poster.lock().connection.is_open() {
-            return Ok(());
-        }
-        self.queues.drain()?;
-        let state = self.poster.lock();
-        self.check_windows(&state, WindowEvent::DestroyQueuePair, "close endpoint")?;
-        self.tear_down(state);
-        Ok(())
-    }
-
     /// Replaces the windows that were bound through the queue pair, and destroys the queue pair.
     /// Then completes the requests in flight as canceled. Does nothing if the endpoint is closed.
     fn tear_down(&self, mut state: MutexGuard<'_, PostState>) {
@@ -455,8 +429,6 @@ impl Endpoint {
         drop(state);
         self.domain.pd.device.generations.fetch_add(used, Ordering::Relaxed);
         self.queues.detach(&self.poster);
-        // On soft-RoCE, destroying a queue pair waits for a window that is bound through the queue
-        // pair, until a timeout.
         for token in windows {
             self.domain.windows.replace(&self.domain.pd, token);
         }
@@ -473,8 +445,8 @@ impl Endpoint {
     }
 }
 
-/// Locks two posters, the one with the lower address first. So threads that lock the same posters
-/// do not deadlock, whichever poster each thread names first.
+/// Locks two posters, the one with the lower address first, so that two threads that lock the same
+/// posters do not deadlock.
 fn lock_both<'a>(
     mine: &'a Poster,
     theirs: &'a Poster,
@@ -489,7 +461,7 @@ fn lock_both<'a>(
 }
 
 impl ProviderEndpoint for Endpoint {
-    /// Returns the endpoint's name. The name changes after a failure of the connection. A peer that
+    /// Returns the endpoint's name, which changes after a failure of the connection: a peer that
     /// resolves the new name connects again. The name is empty if the endpoint is closed, and in a
     /// forked child.
     fn name(&self) -> EndpointName {
@@ -528,9 +500,9 @@ impl ProviderEndpoint for Endpoint {
         Ok(self.peer)
     }
 
-    /// Resets the queue pair and connects it to its peer again, with the attributes of the peer's
-    /// last known name. Only the number of failures changes in a name, and no attribute depends on
-    /// it. So the peer's new name is not needed.
+    /// Resets the queue pair and connects it to its peer again. The peer's last known name is
+    /// enough: its new name differs only in the number of failures, which no attribute of the queue
+    /// pair depends on.
     fn reconnect(&self) -> Result<()> {
         self.domain.pd.device.check_process("reconnect")?;
         let peer = {
@@ -563,16 +535,29 @@ impl ProviderEndpoint for Endpoint {
         unsafe { self.poster.post(request, RequestOwner::Application) }
     }
 
+    /// Closes the endpoint. Does nothing if the endpoint is closed, and in a forked child.
+    ///
+    /// # Errors
+    /// - Busy: a type 2A window is bound through the queue pair.
+    /// - The driver's error of reading the completion queues.
     fn close(&self) -> Result<()> {
-        self.close_pair()
+        let inherited = self.domain.pd.device.is_inherited();
+        if inherited || !self.poster.lock().connection.is_open() {
+            return Ok(());
+        }
+        self.queues.drain()?;
+        let state = self.poster.lock();
+        self.check_windows(&state, WindowEvent::DestroyQueuePair, "close endpoint")?;
+        self.tear_down(state);
+        Ok(())
     }
 }
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        if let Err(error) = self.close_pair() {
+        if let Err(error) = self.close() {
             tracing::error!(error = %error.full(), "cannot close a dropped endpoint");
-            // This call destroys the queue pair, before the fields drop the queues and the domain.
+            // The queue pair must be destroyed before the fields drop the queues and the domain.
             self.tear_down(self.poster.lock());
         }
     }

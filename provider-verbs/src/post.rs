@@ -2,7 +2,10 @@
 
 #![allow(unsafe_code, reason = "calls the library to post work requests")]
 
-use std::{ptr, slice, sync::Arc};
+use std::{
+    ptr, slice,
+    sync::{Arc, atomic::Ordering},
+};
 
 use hmem_core::{
     Errno, Error, ErrorKind, Result,
@@ -57,12 +60,11 @@ pub(super) struct PostState {
 }
 
 impl Poster {
-    /// Creates a poster for a queue pair. Its first request gets the number `generation` (see
-    /// [`RequestTable::new`]).
+    /// Creates a poster for a queue pair. Its requests complete to the completion queues with the
+    /// rooms `tx` and `rx`.
     pub(super) fn new(
         domain: &Arc<DomainState>,
         pair: QueuePair,
-        generation: u32,
         attr: &EndpointAttr,
         (tx, rx): (&Arc<CqRoom>, &Arc<CqRoom>),
     ) -> Self {
@@ -76,7 +78,7 @@ impl Poster {
             number: pair.number(),
             state: Mutex::new(PostState {
                 connection: Connection::new(pair),
-                requests: RequestTable::new(generation),
+                requests: RequestTable::new(domain.pd.device.generations.load(Ordering::Relaxed)),
                 chain: Chain::default(),
             }),
             send: direction(&attr.tx_counter, tx),

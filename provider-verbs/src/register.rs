@@ -4,7 +4,7 @@
 #![allow(unsafe_code, reason = "calls the library to register")]
 
 use std::{
-    ffi::c_int,
+    ffi::{c_int, c_void},
     os::fd::{AsRawFd, BorrowedFd},
     ptr,
 };
@@ -22,10 +22,11 @@ use super::{
     parallel::{self, Division},
     region::{BoundWindows, CpuAccess, Kind, PartKey, Parts, Region, RegionPart, Regions, release},
     split::seams,
-    sys::{self, AccessFlags, Mr},
+    sys::{self, AccessFlags, Mr, Pd},
 };
 
 const REREG: &str = "ibv_rereg_mr";
+type ReregMr = unsafe extern "C" fn(*mut Mr, c_int, *mut Pd, *mut c_void, usize, c_int) -> c_int;
 
 /// Registers memory in the protection domain of a domain, and adds the regions to its table.
 #[derive(Debug)]
@@ -372,7 +373,7 @@ impl Registrar<'_> {
         self.regions.change(handle, REREG, |region| self.rereg_parts(rereg, region, access))
     }
 
-    fn rereg_parts(&self, rereg: sys::ReregMr, region: &mut Region, access: Access) -> Result<()> {
+    fn rereg_parts(&self, rereg: ReregMr, region: &mut Region, access: Access) -> Result<()> {
         let device = &self.pd.device;
         device.check_atomics(access, REREG)?;
         let flags = access_flags(access, device.rights) | region.options.flags();
@@ -407,7 +408,7 @@ impl Registrar<'_> {
     /// registration is no longer usable.
     fn rereg_part(
         &self,
-        rereg: sys::ReregMr,
+        rereg: ReregMr,
         part: &mut RegionPart,
         flags: AccessFlags,
     ) -> Result<(), (Error, bool)> {

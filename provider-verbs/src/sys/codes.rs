@@ -25,9 +25,7 @@ bitflags::bitflags! {
         /// The NIC may reorder its PCIe writes. A driver may ignore the flag silently.
         const RELAXED_ORDERING = 1 << 20;
     }
-}
 
-bitflags::bitflags! {
     /// `enum ibv_device_cap_flags`: optional features of a device. Only values that this crate
     /// reads are listed.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -39,9 +37,7 @@ bitflags::bitflags! {
         /// The device supports type 2B windows.
         const MEM_WINDOW_TYPE_2B = 1 << 24;
     }
-}
 
-bitflags::bitflags! {
     /// `enum ibv_qp_attr_mask`: the set of attributes that a call sets from a
     /// [`QpAttr`](super::QpAttr) or queries. Only values that connecting an RC queue pair needs are
     /// listed.
@@ -84,9 +80,7 @@ bitflags::bitflags! {
         /// `IBV_QP_DEST_QPN`: selects `dest_qp_num`, the number of the peer's queue pair.
         const DEST_QPN = 1 << 20;
     }
-}
 
-bitflags::bitflags! {
     /// `enum ibv_send_flags`: options of a send work request. Only values that this crate uses are
     /// listed.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -96,9 +90,7 @@ bitflags::bitflags! {
         /// The post copies the bytes, so the memory may be reused at once (inline send).
         const INLINE = 1 << 3;
     }
-}
 
-bitflags::bitflags! {
     /// `enum ibv_wc_flags`: the optional contents of a work completion. Only values that this crate
     /// reads are listed.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

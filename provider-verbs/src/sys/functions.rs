@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "gives the library's symbols their types")]
 
 use std::{
-    ffi::{c_char, c_int, c_uint, c_void},
+    ffi::{CString, c_char, c_int, c_uint, c_void},
     mem,
     path::Path,
     sync::Arc,
@@ -18,25 +18,25 @@ use super::{
     },
 };
 
-/// `ibv_rereg_mr(mr, flags, pd, address, length, access)`: changes a registered region in place.
-pub type ReregMr =
-    unsafe extern "C" fn(*mut Mr, c_int, *mut Pd, *mut c_void, usize, c_int) -> c_int;
-
 macro_rules! functions {
     (
         required { $(
-            $(#[doc = $doc:literal])+ $field:ident: $symbol:ident@$version:literal = $type:ty;
+            $(#[doc = $doc:literal])* $field:ident: $symbol:ident@$version:literal
+                ($($name:ident: $type:ty),*) $(-> $result:ty)?;
         )+ }
         optional { $(
-            $(#[doc = $odoc:literal])+ $ofield:ident: $osymbol:ident@$oversion:literal = $otype:ty;
+            $(#[doc = $odoc:literal])* $ofield:ident: $osymbol:ident@$oversion:literal
+                ($($oname:ident: $otype:ty),*) $(-> $oresult:ty)?;
         )+ }
     ) => {
         /// Table of the functions of libibverbs.so.1 that this crate calls.
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
-            $($(#[doc = $doc])+ pub(crate) $field: $type,)+
-            $($(#[doc = $odoc])+ pub(crate) $ofield: Option<$otype>,)+
+            $($(#[doc = $doc])*
+            pub(crate) $field: unsafe extern "C" fn($($name: $type),*) $(-> $result)?,)+
+            $($(#[doc = $odoc])*
+            pub(crate) $ofield: Option<unsafe extern "C" fn($($oname: $otype),*) $(-> $oresult)?>,)+
         }
 
         impl Functions {
@@ -54,23 +54,22 @@ macro_rules! functions {
                 library: &str,
                 mut lookup: impl FnMut(&'static str, &'static str) -> Option<*const ()>,
             ) -> Result<Self> {
+                let mut lookup =
+                    |symbol, version| lookup(symbol, version).filter(|address| !address.is_null());
                 Ok(Self {
                     library: library.into(),
                     $($field: {
-                        let address = lookup(stringify!($symbol), $version)
-                            .filter(|address| !address.is_null())
-                            .ok_or_else(|| {
-                                lacks_symbol(library, concat!(stringify!($symbol), "@", $version))
-                            })?;
+                        let address = lookup(stringify!($symbol), $version).ok_or_else(|| {
+                            lacks_symbol(library, concat!(stringify!($symbol), "@", $version))
+                        })?;
                         // SAFETY: the caller promises that the lookup returns functions with the
                         // header's signatures, which are declared here.
-                        unsafe { mem::transmute::<*const (), $type>(address) }
+                        unsafe { mem::transmute::<*const (), _>(address) }
                     },)+
+                    // SAFETY: the caller promises that the lookup returns functions with the
+                    // header's signatures, which are declared here.
                     $($ofield: lookup(stringify!($osymbol), $oversion)
-                        .filter(|address| !address.is_null())
-                        // SAFETY: the caller promises that the lookup returns functions with the
-                        // header's signatures, which are declared here.
-                        .map(|address| unsafe { mem::transmute::<*const (), $otype>(address) }),)+
+                        .map(|address| unsafe { mem::transmute::<*const (), _>(address) }),)+
                 })
             }
         }
@@ -79,89 +78,60 @@ macro_rules! functions {
 
 functions! {
     required {
-        /// `ibv_get_device_list(count)`: returns the list of RDMA devices.
-        get_device_list: ibv_get_device_list@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut c_int) -> *mut *mut Device;
-        /// `ibv_free_device_list(list)`: frees a list of devices.
-        free_device_list: ibv_free_device_list@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut *mut Device);
-        /// `ibv_get_device_name(device)`: returns the name of a device.
-        get_device_name: ibv_get_device_name@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Device) -> *const c_char;
-        /// `ibv_open_device(device)`: opens a device and returns its context.
-        open_device: ibv_open_device@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Device) -> *mut Context;
-        /// `ibv_close_device(context)`: closes an open device.
-        close_device: ibv_close_device@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Context) -> c_int;
-        /// `ibv_query_device(context, attr)`: returns properties and limits of a device.
-        query_device: ibv_query_device@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Context, *mut DeviceAttr) -> c_int;
-        /// `ibv_query_port(context, port, attr)`: returns properties of a port. This symbol version
-        /// fills in only the attributes that all library versions have.
-        query_port: ibv_query_port@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Context, u8, *mut PortAttr) -> c_int;
-        /// `ibv_query_gid(context, port, index, gid)`: returns an entry of a port's GID table.
-        query_gid: ibv_query_gid@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Context, u8, c_int, *mut Gid) -> c_int;
-        /// `ibv_alloc_pd(context)`: allocates a protection domain.
-        alloc_pd: ibv_alloc_pd@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Context) -> *mut Pd;
-        /// `ibv_dealloc_pd(pd)`: deallocates a protection domain.
-        dealloc_pd: ibv_dealloc_pd@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Pd) -> c_int;
-        /// `ibv_reg_mr(pd, address, length, access)`: registers memory.
-        reg_mr: ibv_reg_mr@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr;
-        /// `ibv_dereg_mr(mr)`: deregisters memory.
-        dereg_mr: ibv_dereg_mr@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Mr) -> c_int;
-        /// `ibv_create_comp_channel(context)`: creates a channel for completion events.
-        create_comp_channel: ibv_create_comp_channel@"IBVERBS_1.0" =
-            unsafe extern "C" fn(*mut Context) -> *mut CompChannel;
-        /// `ibv_destroy_comp_channel(channel)`: destroys a channel for completion events.
-        destroy_comp_channel: ibv_destroy_comp_channel@"IBVERBS_1.0" =
-            unsafe extern "C" fn(*mut CompChannel) -> c_int;
-        /// `ibv_get_cq_event(channel, cq, context)`: reads the next completion event of a channel.
-        get_cq_event: ibv_get_cq_event@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut CompChannel, *mut *mut Cq, *mut *mut c_void) -> c_int;
-        /// `ibv_ack_cq_events(cq, count)`: acknowledges completion events.
-        ack_cq_events: ibv_ack_cq_events@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Cq, c_uint);
-        /// `ibv_create_cq(context, entries, cq_context, channel, vector)`: creates a completion
-        /// queue.
-        create_cq: ibv_create_cq@"IBVERBS_1.1" =
-            unsafe extern "C" fn(
-                *mut Context, c_int, *mut c_void, *mut CompChannel, c_int,
-            ) -> *mut Cq;
-        /// `ibv_destroy_cq(cq)`: destroys a completion queue.
-        destroy_cq: ibv_destroy_cq@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Cq) -> c_int;
-        /// `ibv_create_qp(pd, attr)`: creates a queue pair.
-        create_qp: ibv_create_qp@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Pd, *mut QpInitAttr) -> *mut Qp;
-        /// `ibv_destroy_qp(qp)`: destroys a queue pair.
-        destroy_qp: ibv_destroy_qp@"IBVERBS_1.1" = unsafe extern "C" fn(*mut Qp) -> c_int;
-        /// `ibv_modify_qp(qp, attr, mask)`: sets the attributes of a queue pair that `mask`
-        /// selects.
-        modify_qp: ibv_modify_qp@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int) -> c_int;
-        /// `ibv_query_qp(qp, attr, mask, init)`: returns attributes of a queue pair.
-        query_qp: ibv_query_qp@"IBVERBS_1.1" =
-            unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int, *mut QpInitAttr) -> c_int;
-        /// `ibv_fork_init()`: protects registered pages when the process forks.
-        fork_init: ibv_fork_init@"IBVERBS_1.1" = unsafe extern "C" fn() -> c_int;
+        get_device_list: ibv_get_device_list@"IBVERBS_1.1"(count: *mut c_int) -> *mut *mut Device;
+        free_device_list: ibv_free_device_list@"IBVERBS_1.1"(list: *mut *mut Device);
+        get_device_name: ibv_get_device_name@"IBVERBS_1.1"(device: *mut Device) -> *const c_char;
+        open_device: ibv_open_device@"IBVERBS_1.1"(device: *mut Device) -> *mut Context;
+        close_device: ibv_close_device@"IBVERBS_1.1"(context: *mut Context) -> c_int;
+        query_device: ibv_query_device@"IBVERBS_1.1"
+            (context: *mut Context, attr: *mut DeviceAttr) -> c_int;
+        /// Properties of a port. This symbol version fills in only the attributes that all library
+        /// versions have.
+        query_port: ibv_query_port@"IBVERBS_1.1"
+            (context: *mut Context, port: u8, attr: *mut PortAttr) -> c_int;
+        query_gid: ibv_query_gid@"IBVERBS_1.1"
+            (context: *mut Context, port: u8, index: c_int, gid: *mut Gid) -> c_int;
+        alloc_pd: ibv_alloc_pd@"IBVERBS_1.1"(context: *mut Context) -> *mut Pd;
+        dealloc_pd: ibv_dealloc_pd@"IBVERBS_1.1"(pd: *mut Pd) -> c_int;
+        reg_mr: ibv_reg_mr@"IBVERBS_1.1"
+            (pd: *mut Pd, address: *mut c_void, length: usize, access: c_int) -> *mut Mr;
+        dereg_mr: ibv_dereg_mr@"IBVERBS_1.1"(mr: *mut Mr) -> c_int;
+        create_comp_channel: ibv_create_comp_channel@"IBVERBS_1.0"
+            (context: *mut Context) -> *mut CompChannel;
+        destroy_comp_channel: ibv_destroy_comp_channel@"IBVERBS_1.0"
+            (channel: *mut CompChannel) -> c_int;
+        get_cq_event: ibv_get_cq_event@"IBVERBS_1.1"
+            (channel: *mut CompChannel, cq: *mut *mut Cq, cq_context: *mut *mut c_void) -> c_int;
+        ack_cq_events: ibv_ack_cq_events@"IBVERBS_1.1"(cq: *mut Cq, count: c_uint);
+        create_cq: ibv_create_cq@"IBVERBS_1.1"
+            (context: *mut Context, entries: c_int, cq_context: *mut c_void,
+             channel: *mut CompChannel, vector: c_int) -> *mut Cq;
+        destroy_cq: ibv_destroy_cq@"IBVERBS_1.1"(cq: *mut Cq) -> c_int;
+        create_qp: ibv_create_qp@"IBVERBS_1.1"(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp;
+        destroy_qp: ibv_destroy_qp@"IBVERBS_1.1"(qp: *mut Qp) -> c_int;
+        modify_qp: ibv_modify_qp@"IBVERBS_1.1"
+            (qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int;
+        query_qp: ibv_query_qp@"IBVERBS_1.1"
+            (qp: *mut Qp, attr: *mut QpAttr, mask: c_int, init: *mut QpInitAttr) -> c_int;
+        /// Protects registered pages when the process forks.
+        fork_init: ibv_fork_init@"IBVERBS_1.1"() -> c_int;
     }
     optional {
-        /// `ibv_reg_mr_iova2(pd, address, length, iova, access)`: registers memory with optional
-        /// access flags, under an address that the caller chooses.
-        reg_mr_iova2: ibv_reg_mr_iova2@"IBVERBS_1.8" =
-            unsafe extern "C" fn(*mut Pd, *mut c_void, usize, u64, c_uint) -> *mut Mr;
-        /// `ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access)`: registers a range of a
-        /// dma-buf.
-        reg_dmabuf_mr: ibv_reg_dmabuf_mr@"IBVERBS_1.12" =
-            unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
-        /// `ibv_rereg_mr(mr, flags, pd, address, length, access)`: changes a registered region in
-        /// place.
-        rereg_mr: ibv_rereg_mr@"IBVERBS_1.1" = ReregMr;
-        /// `ibv_is_fork_initialized()`: returns the protection of registered pages when the process
-        /// forks.
-        is_fork_initialized: ibv_is_fork_initialized@"IBVERBS_1.13" =
-            unsafe extern "C" fn() -> ForkStatus;
+        /// Registers memory under an address that the caller chooses. Drops optional access flags
+        /// that the kernel does not know.
+        reg_mr_iova2: ibv_reg_mr_iova2@"IBVERBS_1.8"
+            (pd: *mut Pd, address: *mut c_void, length: usize, iova: u64, access: c_uint)
+            -> *mut Mr;
+        /// Registers a range of a dma-buf.
+        reg_dmabuf_mr: ibv_reg_dmabuf_mr@"IBVERBS_1.12"
+            (pd: *mut Pd, offset: u64, length: usize, iova: u64, fd: c_int, access: c_int)
+            -> *mut Mr;
+        /// Changes a registered region in place. `flags` says which of its properties change.
+        rereg_mr: ibv_rereg_mr@"IBVERBS_1.1"
+            (mr: *mut Mr, flags: c_int, pd: *mut Pd, address: *mut c_void, length: usize,
+             access: c_int) -> c_int;
+        /// Returns the protection of registered pages when the process forks.
+        is_fork_initialized: ibv_is_fork_initialized@"IBVERBS_1.13"() -> ForkStatus;
     }
 }
 
@@ -252,24 +222,24 @@ impl Functions {
     }
 }
 
-/// Returns the address of a symbol in exactly this version (`dlvsym`).
+/// Returns the address of a symbol in exactly this version (`dlvsym`), or null.
 #[cfg(target_env = "gnu")]
 fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const ()> {
-    let symbol = std::ffi::CString::new(symbol).ok()?;
-    let version = std::ffi::CString::new(version).ok()?;
+    let symbol = CString::new(symbol).ok()?;
+    let version = CString::new(version).ok()?;
     // SAFETY: the handle came from dlopen and is never closed; both names are NUL-terminated.
     let address = unsafe { libc::dlvsym(handle, symbol.as_ptr(), version.as_ptr()) };
-    (!address.is_null()).then_some(address.cast_const().cast())
+    Some(address.cast_const().cast())
 }
 
-/// Returns the address of a symbol in its default version (`dlsym`). Only glibc has symbol
+/// Returns the address of a symbol in its default version (`dlsym`), or null. Only glibc has symbol
 /// versions.
 #[cfg(not(target_env = "gnu"))]
 fn versioned(handle: *mut c_void, symbol: &str, _version: &str) -> Option<*const ()> {
-    let symbol = std::ffi::CString::new(symbol).ok()?;
+    let symbol = CString::new(symbol).ok()?;
     // SAFETY: the handle came from dlopen and is never closed; the name is NUL-terminated.
     let address = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
-    (!address.is_null()).then_some(address.cast_const().cast())
+    Some(address.cast_const().cast())
 }
 
 fn unavailable(remedy: &'static str) -> Error {

@@ -1,5 +1,7 @@
 //! Structures of `infiniband/verbs.h`, with the field names and field order of the header.
 
+#![allow(missing_docs, reason = "the names are those of the header")]
+
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
     ptr,
@@ -22,7 +24,6 @@ pub type Unused = Option<unsafe extern "C" fn()>;
 /// `struct ibv_context_ops`: a driver's table of functions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct ContextOps {
     pub _compat_before_mw: [Unused; 7],
     pub alloc_mw: Option<unsafe extern "C" fn(*mut Pd, MwType) -> *mut Mw>,
@@ -41,7 +42,6 @@ pub struct ContextOps {
 
 /// `struct ibv_context`: an open device.
 #[repr(C)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Context {
     pub device: *mut Device,
     pub ops: ContextOps,
@@ -54,7 +54,6 @@ pub struct Context {
 
 /// `struct verbs_context`. It contains a [`Context`] whose `abi_compat` marks the extension.
 #[repr(C)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct VerbsContext {
     pub _before_priv: [Unused; 26],
     pub private: *mut c_void,
@@ -70,7 +69,6 @@ pub struct VerbsContext {
 /// `struct ibv_query_device_ex_input`: the reserved argument of `ibv_query_device_ex`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct DeviceExInput {
     pub comp_mask: u32,
 }
@@ -78,7 +76,6 @@ pub struct DeviceExInput {
 /// `struct ibv_odp_caps`: support of a device for on-demand paging.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct OdpCaps {
     pub general_caps: u64,
     pub rc_odp_caps: u32,
@@ -90,7 +87,6 @@ pub struct OdpCaps {
 /// structure, so the library writes no later field.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct DeviceAttrEx {
     pub orig_attr: DeviceAttr,
     pub comp_mask: u32,
@@ -100,7 +96,6 @@ pub struct DeviceAttrEx {
 /// `struct ibv_device_attr`: properties and limits of a device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct DeviceAttr {
     pub fw_ver: [c_char; 64],
     pub node_guid: u64,
@@ -147,7 +142,6 @@ pub struct DeviceAttr {
 /// `struct ibv_port_attr`: properties of a port.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct PortAttr {
     pub state: PortState,
     pub max_mtu: c_int,
@@ -176,7 +170,6 @@ pub struct PortAttr {
 /// `union ibv_gid`: 16 bytes in network byte order, with the alignment of a `u64`.
 #[repr(C, align(8))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Gid {
     pub raw: [u8; 16],
 }
@@ -184,7 +177,6 @@ pub struct Gid {
 /// `struct ibv_pd`: a protection domain.
 #[repr(C)]
 #[derive(Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Pd {
     pub context: *mut Context,
     pub handle: u32,
@@ -193,7 +185,6 @@ pub struct Pd {
 /// `struct ibv_mr`: a registered memory region with its keys.
 #[repr(C)]
 #[derive(Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Mr {
     pub context: *mut Context,
     pub pd: *mut Pd,
@@ -207,7 +198,6 @@ pub struct Mr {
 /// `struct ibv_mw`: a memory window.
 #[repr(C)]
 #[derive(Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Mw {
     pub context: *mut Context,
     pub pd: *mut Pd,
@@ -219,7 +209,6 @@ pub struct Mw {
 /// `struct ibv_mw_bind_info`: the range and the rights of a bind of a memory window.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct MwBindInfo {
     pub mr: *mut Mr,
     pub addr: u64,
@@ -230,7 +219,6 @@ pub struct MwBindInfo {
 /// `struct ibv_mw_bind`: the argument of `ibv_bind_mw`, a bind of a type 1 window.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct MwBind {
     pub wr_id: u64,
     pub send_flags: c_uint,
@@ -240,7 +228,6 @@ pub struct MwBind {
 /// `struct ibv_comp_channel`: a channel for completion events.
 #[repr(C)]
 #[derive(Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct CompChannel {
     pub context: *mut Context,
     pub fd: c_int,
@@ -249,7 +236,6 @@ pub struct CompChannel {
 
 /// `struct ibv_cq`: a completion queue.
 #[repr(C)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Cq {
     pub context: *mut Context,
     pub channel: *mut CompChannel,
@@ -264,7 +250,6 @@ pub struct Cq {
 
 /// `struct ibv_qp`: a queue pair.
 #[repr(C)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Qp {
     pub context: *mut Context,
     pub qp_context: *mut c_void,
@@ -284,7 +269,6 @@ pub struct Qp {
 /// `struct ibv_qp_cap`: the limits of a queue pair.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct QpCap {
     pub max_send_wr: u32,
     pub max_recv_wr: u32,
@@ -296,7 +280,6 @@ pub struct QpCap {
 /// `struct ibv_qp_init_attr`: the argument of `ibv_create_qp`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct QpInitAttr {
     pub qp_context: *mut c_void,
     pub send_cq: *mut Cq,
@@ -310,7 +293,6 @@ pub struct QpInitAttr {
 /// `struct ibv_global_route`: the GID of a peer and the route to the peer.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct GlobalRoute {
     pub dgid: Gid,
     pub flow_label: u32,
@@ -322,7 +304,6 @@ pub struct GlobalRoute {
 /// `struct ibv_ah_attr`: the network address of a peer.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct AhAttr {
     pub grh: GlobalRoute,
     pub dlid: u16,
@@ -336,7 +317,6 @@ pub struct AhAttr {
 /// `struct ibv_qp_attr`: the attributes that `ibv_modify_qp` sets and `ibv_query_qp` returns.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct QpAttr {
     pub qp_state: QpState,
     pub cur_qp_state: QpState,
@@ -369,7 +349,6 @@ pub struct QpAttr {
 /// `struct ibv_sge`: a segment of local memory in a work request.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Sge {
     pub addr: u64,
     pub length: u32,
@@ -379,7 +358,6 @@ pub struct Sge {
 /// `wr.rdma` of [`SendWr`]: the remote memory of an RMA request.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct RdmaPart {
     pub remote_addr: u64,
     pub rkey: u32,
@@ -388,7 +366,6 @@ pub struct RdmaPart {
 /// `wr.atomic` of [`SendWr`]: the remote memory and the operands of an atomic request.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct AtomicPart {
     pub remote_addr: u64,
     pub compare_add: u64,
@@ -399,7 +376,6 @@ pub struct AtomicPart {
 /// `wr` of [`SendWr`], a union of arguments. The opcode of the request selects the field.
 #[repr(C)]
 #[derive(Clone, Copy)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub union WrPart {
     pub rdma: RdmaPart,
     pub atomic: AtomicPart,
@@ -409,7 +385,6 @@ pub union WrPart {
 /// (`tso`) is smaller.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct BindPart {
     pub mw: *mut Mw,
     pub rkey: u32,
@@ -419,7 +394,6 @@ pub struct BindPart {
 /// `struct ibv_send_wr`: a work request for the send queue.
 #[repr(C)]
 #[derive(Clone, Copy)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct SendWr {
     pub wr_id: u64,
     pub next: *mut SendWr,
@@ -458,7 +432,6 @@ impl SendWr {
 /// `struct ibv_recv_wr`: a work request for the receive queue.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct RecvWr {
     pub wr_id: u64,
     pub next: *mut RecvWr,
@@ -469,7 +442,6 @@ pub struct RecvWr {
 /// `struct ibv_wc`: a work completion.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[allow(missing_docs, reason = "the names are those of the header")]
 pub struct Wc {
     pub wr_id: u64,
     pub status: WcStatus,

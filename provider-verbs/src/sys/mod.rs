@@ -19,8 +19,4 @@ mod codes;
 mod functions;
 mod layout;
 
-pub use self::{
-    codes::*,
-    functions::{Functions, ReregMr},
-    layout::*,
-};
+pub use self::{codes::*, functions::Functions, layout::*};
