@@ -52,9 +52,10 @@ pub struct Settings {
     /// Options in addition to those of [`Builder::options`](super::Builder::options). Unlike there,
     /// RELAXED_ORDERING is allowed here.
     pub options: VerbsOptions,
-    /// The address by which work requests name the first byte. `None` means the application's
-    /// address. Needs the same offset in its page as that address, and `ibv_reg_mr_iova2`
-    /// (IBVERBS_1.8) for memory by address. Several ranges follow each other.
+    /// The address by which work requests name the first byte; `None` for the application's
+    /// address. Both addresses must have the same offset in their pages. The ranges of the region
+    /// follow one another from this address on. Except for dma-bufs, libibverbs needs
+    /// `ibv_reg_mr_iova2` (IBVERBS_1.8).
     pub iova: Option<u64>,
 }
 
@@ -71,13 +72,14 @@ pub enum OptionResult {
     /// The driver supports the option. A driver without support would have refused the
     /// registration.
     Accepted,
-    /// The driver received the option but may have ignored it. No verbs call reports whether the
-    /// driver ignored the option (VRB-02).
+    /// The driver received the option but may have ignored it, which no verbs call reports
+    /// (VRB-02).
     RequestedNotConfirmable,
 }
 
 impl VerbsOptions {
-    /// Returns each option in the set, with its result for a successful registration with the set.
+    /// Returns the result of each option, for a successful registration with the options in the
+    /// set.
     pub fn results(self) -> impl Iterator<Item = (Self, OptionResult)> {
         self.iter().map(move |option| {
             let result = match option {
@@ -109,12 +111,12 @@ pub struct DeviceRights {
 /// Translates access rights to verbs flags. The flags grant exactly the rights of `access`, with
 /// two exceptions:
 ///
-/// - Verbs needs LOCAL_WRITE with remote rights to change memory (`ibv_reg_mr(3)`).
-/// - iWARP needs REMOTE_WRITE for RMA reads.
+/// - LOCAL_WRITE is added to the flags by which peers change memory (`ibv_reg_mr(3)`).
+/// - On iWARP, REMOTE_WRITE is added for the right READ.
 ///
-/// REMOTE_WRITE grants RMA writes, and atomics if the device has them. REMOTE_RMA_WRITE and
-/// REMOTE_ATOMIC each grant one of the two. On a device without atomics a registration with
-/// REMOTE_ATOMIC fails with Unsupported.
+/// The right REMOTE_WRITE grants RMA writes, and atomics if the device has them. REMOTE_RMA_WRITE
+/// grants RMA writes only, and REMOTE_ATOMIC atomics only. On a device without atomics a
+/// registration with REMOTE_ATOMIC fails with Unsupported.
 ///
 /// ```
 /// use hmem_core::Access;
@@ -133,18 +135,12 @@ pub struct DeviceRights {
 /// ```
 #[must_use]
 pub fn access_flags(access: Access, device: DeviceRights) -> AccessFlags {
-    let mut flags = AccessFlags::empty();
-    if access.intersects(Access::READ | Access::RECV) {
-        flags |= AccessFlags::LOCAL_WRITE;
-    }
+    let mut flags = remote_changes(access, device);
+    let changes = access.intersects(Access::READ | Access::RECV) || access.peers_write();
+    flags.set(AccessFlags::LOCAL_WRITE, changes);
+    flags.set(AccessFlags::REMOTE_READ, access.contains(Access::REMOTE_READ));
     if device.iwarp && access.contains(Access::READ) {
         flags |= AccessFlags::REMOTE_WRITE;
-    }
-    if access.contains(Access::REMOTE_READ) {
-        flags |= AccessFlags::REMOTE_READ;
-    }
-    if access.peers_write() {
-        flags |= AccessFlags::LOCAL_WRITE | remote_changes(access, device);
     }
     flags
 }
@@ -159,8 +155,8 @@ pub(super) fn remote_changes(access: Access, device: DeviceRights) -> AccessFlag
     flags
 }
 
-/// Returns the flags in [`access_flags`] that the caller did not request: LOCAL_WRITE for all
-/// devices, REMOTE_WRITE for iWARP (VRB-03).
+/// Returns the flags that [`access_flags`] sets although `access` does not ask for them, because
+/// verbs requires them: LOCAL_WRITE on all devices, REMOTE_WRITE on iWARP (VRB-03).
 pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
     let mut asked = AccessFlags::empty();
     asked.set(AccessFlags::LOCAL_WRITE, access.intersects(Access::READ | Access::RECV));
@@ -169,30 +165,9 @@ pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
     access_flags(access, device).intersection(limits).difference(asked)
 }
 
-/// Translates verbs flags to libfabric's access rights, for a region that was registered with verbs
-/// flags.
-pub(super) fn access_of(flags: AccessFlags) -> Access {
-    let mut access = Access::WRITE | Access::SEND;
-    if flags.contains(AccessFlags::LOCAL_WRITE) {
-        access |= Access::READ | Access::RECV;
-    }
-    access.set(Access::REMOTE_READ, flags.contains(AccessFlags::REMOTE_READ));
-    // REMOTE_WRITE of fi_mr(3) grants both RMA writes and atomics.
-    access |= match (
-        flags.contains(AccessFlags::REMOTE_WRITE),
-        flags.contains(AccessFlags::REMOTE_ATOMIC),
-    ) {
-        (true, true) => Access::REMOTE_WRITE,
-        (true, false) => Access::REMOTE_RMA_WRITE,
-        (false, true) => Access::REMOTE_ATOMIC,
-        (false, false) => Access::empty(),
-    };
-    access
-}
-
 /// Translates the flags of an `ibv_reg_mr` call to rights, for programs that replace the call. The
-/// rights are those that the driver would grant. [`access_flags`] is the way back, and
-/// [`WriteOrdering`] has the same conversion for RELAXED_ORDERING.
+/// rights are those that the driver would grant. [`access_flags`] translates rights back to flags.
+/// For RELAXED_ORDERING, which is no right, [`WriteOrdering`] has the same conversion.
 ///
 /// ```
 /// use hmem_core::{Access, WriteOrdering};
@@ -226,8 +201,18 @@ impl TryFrom<AccessFlags> for Access {
                 .context("flags", names(options))
                 .remedy("set these with Builder::options: they are no rights"));
         }
-        let mut access = access_of(flags);
-        access.set(Self::MW_BIND, flags.contains(AccessFlags::MW_BIND));
+        let has = |flag| flags.contains(flag);
+        let mut access = Self::WRITE | Self::SEND;
+        access.set(Self::READ | Self::RECV, has(AccessFlags::LOCAL_WRITE));
+        access.set(Self::REMOTE_READ, has(AccessFlags::REMOTE_READ));
+        access.set(Self::MW_BIND, has(AccessFlags::MW_BIND));
+        // REMOTE_WRITE of fi_mr(3) grants both RMA writes and atomics.
+        access |= match (has(AccessFlags::REMOTE_WRITE), has(AccessFlags::REMOTE_ATOMIC)) {
+            (true, true) => Self::REMOTE_WRITE,
+            (true, false) => Self::REMOTE_RMA_WRITE,
+            (false, true) => Self::REMOTE_ATOMIC,
+            (false, false) => Self::empty(),
+        };
         Ok(access)
     }
 }
@@ -239,7 +224,7 @@ impl From<AccessFlags> for WriteOrdering {
     }
 }
 
-/// Returns an error for flags that every driver would refuse with EINVAL (VRB-01).
+/// Returns an error for flags that every driver refuses with EINVAL (VRB-01).
 ///
 /// # Errors
 /// BadAccess for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, and for bits that verbs does
@@ -316,23 +301,6 @@ mod tests {
                     assert!(flags.intersects(options.flags()), "{error}");
                 }
             }
-        }
-    }
-
-    /// VRB-03: translating verbs flags to libfabric's access rights and back does not change them.
-    #[test]
-    fn verbs_rights_keep_writes_and_atomics_separate() {
-        let device = DeviceRights { atomics: true, iwarp: false };
-        let local = AccessFlags::LOCAL_WRITE;
-        for remote in [
-            AccessFlags::empty(),
-            AccessFlags::REMOTE_WRITE,
-            AccessFlags::REMOTE_ATOMIC,
-            AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC,
-        ] {
-            let access = access_of(remote | local);
-            let name = names(remote);
-            assert_eq!(access_flags(access, device), remote | local, "{name} as {access}");
         }
     }
 }

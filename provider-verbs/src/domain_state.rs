@@ -44,15 +44,17 @@ pub(super) struct DomainState {
     pub(super) regions: Regions,
     pub(super) windows: Windows,
     pub(super) staging: Staging,
-    /// Keys that the application made with `map_raw`, as pieces of peers' memory. The table is
-    /// indexed by the number in the [`RemoteKey`].
+    /// The pieces of peers' memory of each key that the application made with `map_raw`, by the
+    /// number in the [`RemoteKey`].
     pub(super) mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
+    /// Number of open endpoints.
     pub(super) endpoints: AtomicU64,
     /// The completion queues that are closed together with the domain.
     queues: Mutex<Vec<Weak<Ready>>>,
+    /// The buffer that [`Self::discard_buffer`] registers at its first call.
     discard_buffer: OnceLock<DiscardBuffer>,
-    /// The protection domain. This field comes last, so that all objects in the protection domain
-    /// are dropped before the protection domain.
+    /// The protection domain. This field comes last, so that it is dropped after all objects in the
+    /// protection domain.
     pub(super) pd: ProtectionDomain,
 }
 
@@ -87,7 +89,7 @@ impl DomainState {
         Registrar { pd: &self.pd, regions: &self.regions, max }
     }
 
-    /// Returns the error for a request that the provider refuses to post to the NIC.
+    /// Returns the error for a request that the provider does not post, with the remedy `why`.
     pub(super) fn refuse_post(&self, kind: ErrorKind, why: &'static str) -> Error {
         self.pd.device.refuse(kind, "post", why)
     }
@@ -104,25 +106,21 @@ impl DomainState {
     /// Returns eight bytes of registered memory for results of atomics that the application
     /// discards.
     pub(super) fn discard_buffer(&self) -> Result<Span> {
-        let discard_buffer = match self.discard_buffer.get() {
-            Some(discard_buffer) => discard_buffer,
-            None => {
-                // No lock is held over the driver's call. If two threads register at once, one of
-                // them releases its registration.
-                let made = DiscardBuffer::register(&self.pd)?;
-                if let Err(late) = self.discard_buffer.set(made) {
-                    late.release(&self.pd);
-                }
-                self.discard_buffer.wait()
-            }
-        };
-        let address = discard_buffer.memory.expose_provenance() as u64;
-        Ok(Span { address, len: size_of::<u64>() as u64, lkey: discard_buffer.lkey })
+        // No lock is held over the driver's call. If two threads register at once, one of them
+        // releases its registration.
+        if self.discard_buffer.get().is_none()
+            && let Err(late) = self.discard_buffer.set(DiscardBuffer::register(&self.pd)?)
+        {
+            late.release(&self.pd);
+        }
+        let buffer = self.discard_buffer.wait();
+        let address = buffer.memory.expose_provenance() as u64;
+        Ok(Span { address, len: size_of::<u64>() as u64, lkey: buffer.lkey })
     }
 }
 
 /// Registered memory for results of atomics that the application discards. Every verbs atomic
-/// returns the old value.
+/// writes the old value to local memory.
 struct DiscardBuffer {
     mr: *mut Mr,
     lkey: u32,
@@ -130,7 +128,7 @@ struct DiscardBuffer {
     memory: *mut u64,
 }
 
-// SAFETY: libibverbs objects may be used from any thread, and no thread reads the memory.
+// SAFETY: any thread may use libibverbs objects (ibverbs(7)), and no thread reads the memory.
 unsafe impl Send for DiscardBuffer {}
 // SAFETY: no thread reads the memory, and the region is only used through its key.
 unsafe impl Sync for DiscardBuffer {}
@@ -142,12 +140,10 @@ impl DiscardBuffer {
         let register = pd.device.library.functions.reg_mr;
         // SAFETY: the memory is freed only after the region is deregistered.
         let mr = unsafe { register(pd.pd, memory.cast(), size_of::<u64>(), access) };
-        if mr.is_null() {
-            let error = errors::call(&pd.device.nic, "ibv_reg_mr", errors::last());
+        let mr = pd.device.created("ibv_reg_mr", mr).inspect_err(|_| {
             // SAFETY: `memory` came from `Box::into_raw` above, and its registration failed.
             drop(unsafe { Box::from_raw(memory) });
-            return Err(error);
-        }
+        })?;
         // SAFETY: the driver returned the region, so it is valid.
         let lkey = unsafe { (*mr).lkey };
         Ok(Self { mr, lkey, memory })

@@ -30,37 +30,34 @@ pub(super) struct GidEntry {
     pub(super) index: u8,
     /// The GID, in network byte order.
     pub(super) gid: [u8; 16],
-    /// The type of this GID.
     pub(super) kind: GidType,
 }
 
 impl GidEntry {
-    fn rank(&self) -> Option<u8> {
+    /// Returns the rank of the entry in the order of preference of
+    /// [`Builder::gid_index`](super::Builder::gid_index), from 0 on.
+    fn rank(&self) -> u8 {
         let [first, second, ..] = self.gid;
         let link_local = first == 0xfe && second & 0xc0 == 0x80;
         let ipv4 = self.gid[..10] == [0; 10] && self.gid[10..12] == [0xff, 0xff];
         match self.kind {
-            _ if self.gid == [0; 16] => None,
-            GidType::RoceV2 if ipv4 => Some(0),
-            GidType::RoceV2 if !link_local => Some(1),
-            GidType::RoceV2 => Some(2),
-            GidType::Unknown => Some(3),
-            GidType::IbOrRoceV1 if !link_local => Some(4),
-            GidType::IbOrRoceV1 => Some(5),
+            GidType::RoceV2 if ipv4 => 0,
+            GidType::RoceV2 if !link_local => 1,
+            GidType::RoceV2 => 2,
+            GidType::Unknown => 3,
+            GidType::IbOrRoceV1 if !link_local => 4,
+            GidType::IbOrRoceV1 => 5,
         }
     }
 }
 
-/// Returns the best GID of an Ethernet port, or `None` if the table has no nonzero GID.
-///
-/// [`Builder::gid_index`](super::Builder::gid_index) has the order of preference.
+/// Returns the best of the nonzero GIDs of an Ethernet port, or `None` if there is none.
 pub(super) fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
-    let ranked = entries.iter().filter_map(|entry| Some((entry.rank()?, entry.index, *entry)));
-    ranked.min_by_key(|(rank, index, _)| (*rank, *index)).map(|(_, _, entry)| entry)
+    entries.iter().min_by_key(|entry| (entry.rank(), entry.index)).copied()
 }
 
-/// Returns the nonzero entries of a port's GID table. Reads at most 255 entries: a queue pair's
-/// attribute for the index has 8 bits.
+/// Returns the nonzero entries of a port's GID table. Reads at most 255 entries, because the index
+/// in the attributes of a queue pair has 8 bits.
 pub(super) fn table(
     device: &OpenDevice,
     port: u8,
@@ -85,6 +82,7 @@ pub(super) fn table(
     Ok(entries)
 }
 
+/// Returns the type of a GID, as sysfs reports it.
 fn kind(nic: &Nic, port: u8, index: u8) -> GidType {
     let path = format!("/sys/class/infiniband/{}/ports/{port}/gid_attrs/types/{index}", nic.name);
     match fs::read_to_string(path) {
@@ -124,6 +122,5 @@ mod tests {
         assert_eq!(choose_gid(&table).map(|entry| entry.index), Some(3));
         assert_eq!(choose_gid(&table[..3]).map(|entry| entry.index), Some(1));
         assert_eq!(choose_gid(&table[..1]).map(|entry| entry.index), Some(0));
-        assert_eq!(choose_gid(&[entry(0, [0; 16], GidType::RoceV2)]), None);
     }
 }

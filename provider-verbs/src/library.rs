@@ -6,7 +6,6 @@ use std::{
     ffi::CStr,
     fs::{self, File},
     path::{Path, PathBuf},
-    ptr,
 };
 
 use hmem_core::{Errno, Error, ErrorKind, Result};
@@ -25,20 +24,20 @@ pub enum ForkSafety {
     #[default]
     Auto,
     /// Never calls `ibv_fork_init`. Choose this for applications that do not fork. The default of
-    /// [`Builder::with_pd`](super::Builder::with_pd): the call changes the whole process, so the
-    /// owner of the protection domain decides.
+    /// [`Builder::with_pd`](super::Builder::with_pd), because the call affects the whole process,
+    /// and so is left to the owner of the protection domain.
     Off,
 }
 
 /// Protection of registered pages when the process forks (MON-06).
 ///
-/// Without protection, the first write after a fork moves the *parent's* data to a new page, and
-/// the NIC keeps the old page.
+/// Without protection, the parent's first write after a fork goes to a new copy of the page, and
+/// the NIC keeps using the old page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkSupport {
-    /// The kernel copies pinned pages for the child at fork, so libibverbs does nothing (Linux 5.12
-    /// and newer).
+    /// The kernel copies pinned pages for the child at fork (Linux 5.12 and newer). libibverbs does
+    /// nothing.
     KernelCopies,
     /// `ibv_fork_init` is active: a child process does not inherit registered pages. Each
     /// registration costs an `madvise` call.
@@ -70,13 +69,13 @@ impl Drop for DeviceList<'_> {
 }
 
 impl DeviceList<'_> {
-    fn devices(&self) -> impl Iterator<Item = *mut Device> {
-        // SAFETY: the library's list has `count` entries and lives as long as `self`.
-        (0..self.count).map(|index| unsafe { *self.list.add(index) })
-    }
-
-    fn name(&self, device: *mut Device) -> String {
-        device_name(self.functions, device)
+    /// Returns the devices with their names.
+    fn devices(&self) -> impl Iterator<Item = (*mut Device, String)> {
+        (0..self.count).map(|index| {
+            // SAFETY: the library's list has `count` entries and lives as long as `self`.
+            let device = unsafe { *self.list.add(index) };
+            (device, device_name(self.functions, device))
+        })
     }
 }
 
@@ -89,8 +88,7 @@ pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String 
 }
 
 impl Library {
-    /// Initializes the library. Calls `ibv_fork_init` only if `safety` allows it and registered
-    /// pages are not known to be protected already.
+    /// Initializes the library, as [`fork_support`] describes.
     pub(super) fn new(functions: Functions, safety: ForkSafety) -> Self {
         let fork = fork_support(&functions, safety);
         tracing::debug!(library = functions.library(), ?fork, "libibverbs in use");
@@ -133,14 +131,15 @@ impl Library {
     /// Returns the names of all devices.
     pub(super) fn device_names(&self) -> Result<Vec<String>> {
         let list = self.list()?;
-        Ok(list.devices().map(|device| list.name(device)).collect())
+        Ok(list.devices().map(|(_, name)| name).collect())
     }
 
     /// Opens a device by its name.
     pub(super) fn open_device(&self, name: &str) -> Result<*mut Context> {
         let list = self.list()?;
-        let device = list.devices().find(|device| list.name(*device) == name).ok_or_else(|| {
-            let names: Vec<_> = list.devices().map(|device| list.name(device)).collect();
+        let device = list.devices().find(|(_, other)| other == name);
+        let (device, _) = device.ok_or_else(|| {
+            let names: Vec<_> = list.devices().map(|(_, name)| name).collect();
             Error::new(ErrorKind::Unavailable, "ibv_open_device")
                 .provider("verbs")
                 .context("device", name)
@@ -149,15 +148,12 @@ impl Library {
         })?;
         // SAFETY: the device belongs to `list`, which is not freed yet.
         let context = unsafe { (self.functions.open_device)(device) };
-        if ptr::eq(context, ptr::null()) {
-            return Err(not_opened(name, errors::last()));
-        }
-        Ok(context)
+        if context.is_null() { Err(not_opened(name, errors::last())) } else { Ok(context) }
     }
 }
 
-/// Returns the error for a device that could not be opened. libibverbs always reports ENOENT, so
-/// this function looks for the cause at the device node.
+/// Returns the error for a device that could not be opened. libibverbs reports ENOENT for every
+/// cause, so this function opens the device's node and takes the errno of that.
 fn not_opened(name: &str, errno: Errno) -> Error {
     let node = node(name);
     let opened = node.as_ref().map(|node| File::options().read(true).write(true).open(node));
@@ -165,11 +161,10 @@ fn not_opened(name: &str, errno: Errno) -> Error {
         Some(Err(error)) => Errno::of(&error),
         _ => errno,
     };
-    let error = Error::os(errno, "ibv_open_device").provider(format!("verbs/{name}"));
-    let error = match &node {
-        Some(node) => error.context("node", node.display()),
-        None => error,
-    };
+    let mut error = Error::os(errno, "ibv_open_device").provider(format!("verbs/{name}"));
+    if let Some(node) = &node {
+        error = error.context("node", node.display());
+    }
     match errno {
         Errno(1 | 13) => error.remedy(
             "give the user or group read and write permission on the device's node under \
@@ -179,10 +174,9 @@ fn not_opened(name: &str, errno: Errno) -> Error {
             "load ib_uverbs (modprobe ib_uverbs), or pass the device's node under /dev/infiniband \
              into the container",
         ),
-        _ => error.remedy(
-            "check that the process can open the \
-                           device's node under /dev/infiniband",
-        ),
+        _ => {
+            error.remedy("check that the process can open the device's node under /dev/infiniband")
+        }
     }
 }
 
@@ -196,6 +190,8 @@ fn node(name: &str) -> Option<PathBuf> {
     Some(Path::new("/dev/infiniband").join(entry.file_name()))
 }
 
+/// Returns the protection of registered pages over `fork`, after a call of `ibv_fork_init` if
+/// `safety` allows the call and the pages are not yet protected.
 fn fork_support(functions: &Functions, safety: ForkSafety) -> ForkSupport {
     // SAFETY: the call has no precondition.
     let status = functions.is_fork_initialized.map(|ask| unsafe { ask() });

@@ -158,8 +158,7 @@ impl Builder {
     /// - [`ErrorKind::InvalidArgument`]: [`Builder::options`] has RELAXED_ORDERING.
     /// - The errors of [`ProcessMark::current`].
     pub fn build(self) -> Result<Verbs> {
-        let pcie_mapping_first = self.needs_pcie_mapping()?;
-        let library = self.start(ForkSafety::Auto)?;
+        let (library, pcie_mapping_first) = self.start(ForkSafety::Auto)?;
         Verbs::new(library, pcie_mapping_first, self.domain, None)
     }
 
@@ -170,10 +169,11 @@ impl Builder {
     /// work requests on the protection domain. The provider neither deallocates the protection
     /// domain nor closes its context.
     ///
-    /// The provider and everything opened from it hold `keep`, and drop it last. Pass the value
-    /// that owns the protection domain, such as an `Arc` of the other crate's type. Regions then
-    /// cannot outlive the protection domain. Pass `()` if the protection domain is never
-    /// deallocated. A forked child never drops `keep`. An error of this call drops it.
+    /// The provider and all objects that are opened from it hold `keep`, and the last of them drops
+    /// `keep`. Pass the value that owns the protection domain, such as an `Arc` of the other
+    /// crate's type. Regions then cannot outlive the protection domain. Pass `()` if the protection
+    /// domain is never deallocated. A forked child never drops `keep`. If this call fails, it drops
+    /// `keep`.
     ///
     /// Unlike [`Builder::build`], this method does not call `ibv_fork_init` by default
     /// ([`Builder::fork_safety`]).
@@ -229,8 +229,7 @@ impl Builder {
                 .provider("verbs")
                 .remedy("pass a protection domain of ibv_alloc_pd"));
         }
-        let pcie_mapping_first = self.needs_pcie_mapping()?;
-        let library = self.start(ForkSafety::Off)?;
+        let (library, pcie_mapping_first) = self.start(ForkSafety::Off)?;
         // SAFETY: the caller promises that the protection domain is of this library, and alive
         // until its owner is dropped.
         let device = unsafe { OpenDevice::borrowed(&library, pd, owner, pcie_mapping_first) }?;
@@ -240,16 +239,14 @@ impl Builder {
         Verbs::new(library, pcie_mapping_first, self.domain, Some((pd, Arc::default())))
     }
 
-    /// Returns whether the devices need the PCIe mapping. The builder's setting overrides the
-    /// environment variable.
-    fn needs_pcie_mapping(&self) -> Result<bool> {
-        match self.pcie_mapping_first {
-            Some(first) => Ok(first),
-            None => Ok(environment::boolean(Verbs::PCIE_MAPPING_VARIABLE)?.unwrap_or(false)),
-        }
-    }
-
-    fn start(&self, default: ForkSafety) -> Result<Arc<Library>> {
+    /// Loads the library. Also returns true if the devices need the PCIe mapping, by the builder's
+    /// setting or else the environment variable. `default` applies if the application has chosen no
+    /// protection over `fork`.
+    fn start(&self, default: ForkSafety) -> Result<(Arc<Library>, bool)> {
+        let pcie_mapping_first = match self.pcie_mapping_first {
+            Some(first) => first,
+            None => environment::boolean(Verbs::PCIE_MAPPING_VARIABLE)?.unwrap_or(false),
+        };
         if self.domain.options.contains(VerbsOptions::RELAXED_ORDERING) {
             return Err(Error::new(ErrorKind::InvalidArgument, "start verbs")
                 .context("option", "RELAXED_ORDERING")
@@ -262,7 +259,8 @@ impl Builder {
             (None, Some(path)) => unsafe { Functions::load(path) }?,
             (None, None) => Functions::find()?,
         };
-        Ok(Arc::new(Library::new(functions, self.fork.unwrap_or(default))))
+        let library = Library::new(functions, self.fork.unwrap_or(default));
+        Ok((Arc::new(library), pcie_mapping_first))
     }
 }
 
@@ -279,16 +277,18 @@ struct Inner {
     library: Arc<Library>,
     pcie_mapping_first: bool,
     options: DomainOptions,
+    /// The application's protection domain ([`Builder::with_pd`]), with the active lanes of its
+    /// device. `None` for a provider that opens devices itself.
     brought: Option<(ProtectionDomain, Arc<ActiveLanes>)>,
-    /// Open devices by name. The provider keeps them open: opening a device takes milliseconds, and
-    /// all domains of a device share its context.
+    /// Open devices by name. They stay open, because opening a device takes milliseconds and all
+    /// domains of a device share its context.
     devices: Mutex<HashMap<String, Device>>,
     fabric: Arc<Fabric>,
     /// The process that opened the provider. Another process (a forked child) cannot open domains.
     process: ProcessMark,
 }
 
-/// An open device, with the active lanes (queues of staged transfers) of its endpoints.
+/// An open device, with the active lanes (queues of staged transfers) of the device's endpoints.
 #[derive(Clone)]
 struct Device {
     open: Arc<OpenDevice>,
@@ -321,19 +321,16 @@ impl Verbs {
         options: DomainOptions,
         brought: Option<(ProtectionDomain, Arc<ActiveLanes>)>,
     ) -> Result<Self> {
-        let (devices, fabric) = (Mutex::default(), Arc::default());
-        let process = ProcessMark::current()?;
-        Ok(Self {
-            inner: Arc::new(Inner {
-                library,
-                pcie_mapping_first,
-                options,
-                brought,
-                devices,
-                fabric,
-                process,
-            }),
-        })
+        let inner = Inner {
+            library,
+            pcie_mapping_first,
+            options,
+            brought,
+            devices: Mutex::default(),
+            fabric: Arc::default(),
+            process: ProcessMark::current()?,
+        };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// Returns the name or path from which libibverbs was loaded.
@@ -376,6 +373,7 @@ impl Verbs {
         Ok((nics, left_out))
     }
 
+    /// Returns an open device by its name. Opens the device if no earlier call has done so.
     fn device(&self, name: &str) -> Result<Device> {
         if let Some(device) = self.inner.devices.lock().get(name) {
             return Ok(device.clone());
@@ -397,11 +395,8 @@ impl Provider for Verbs {
         }
         let (nics, mut left_out) = self.survey()?;
         for (device, error) in &left_out {
-            tracing::warn!(
-                device,
-                error = %error.full(),
-                "skipping a device that cannot be opened"
-            );
+            let error = error.full();
+            tracing::warn!(device, %error, "skipping a device that cannot be opened");
         }
         match left_out.pop() {
             Some((_, error)) if nics.is_empty() => Err(error),

@@ -59,8 +59,9 @@ pub(crate) struct Lanes {
     receive: Lane,
 }
 
+/// A queue of the requests in one direction of an endpoint.
 struct Lane {
-    /// Number of requests in the lane. The number changes only while `entries` is locked.
+    /// Length of `entries`. It changes only while `entries` is locked.
     busy: AtomicUsize,
     entries: Mutex<VecDeque<QueuedRequest>>,
     /// Number that the next request in the lane gets.
@@ -84,8 +85,8 @@ impl Lane {
         self.busy.load(Ordering::Acquire) > 0
     }
 
-    /// Applies the results and the cancellation in `self.updates` to the lane's requests, and
-    /// clears them. Returns true if there were any.
+    /// Applies the results and the cancellation in `self.updates` to the requests of the lane, and
+    /// clears `self.updates`. Returns false if it was already clear.
     fn take_updates(&self, entries: &mut VecDeque<QueuedRequest>) -> bool {
         let (ended, canceled_before) = {
             let mut updates = self.updates.lock();
@@ -123,8 +124,8 @@ impl Lanes {
         self.send.is_busy() || self.receive.is_busy()
     }
 
-    /// Cancels all requests in both lanes, when the lanes advance next. Work requests that the NIC
-    /// already processes still complete.
+    /// Cancels all present requests of both lanes when the lanes advance next. Work requests that
+    /// the NIC already processes still complete.
     pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
             lane.updates.lock().canceled_before = lane.next.load(Ordering::Acquire);
@@ -152,9 +153,12 @@ impl Lanes {
     /// - The errors of [`Task::new`].
     pub(crate) fn post(self: &Arc<Self>, request: &WorkRequest<'_>) -> Result<()> {
         let kind = kind_of(&request.operation);
-        let cap = || Ok(self.poster.lock().connection.open()?.cap);
+        let (depth, cap) = {
+            let state = self.poster.lock();
+            let pair = state.connection.open()?;
+            (pair.depth, pair.cap)
+        };
         let task = Task::new(&self.poster.domain, request, cap)?;
-        let depth = self.poster.lock().connection.open()?.depth;
         let lane = self.of(kind);
         let mut entries = lane.entries.lock();
         if entries.len() >= depth as usize {
@@ -166,17 +170,14 @@ impl Lanes {
         // An earlier failure must not cancel this request, so the lane handles that failure first.
         self.step(lane, &mut entries);
         self.poster.reserve(kind, Room::COMPLETION)?;
-        let number = lane.next.fetch_add(1, Ordering::AcqRel);
-        let (context, takes_receive) = (request.context, takes_receive(&request.operation));
-        let (arrival, noticed) = (Arrival::default(), false);
         entries.push_back(QueuedRequest {
-            number,
+            number: lane.next.fetch_add(1, Ordering::AcqRel),
             kind,
-            takes_receive,
-            context,
+            takes_receive: takes_receive(&request.operation),
+            context: request.context,
             task,
-            arrival,
-            noticed,
+            arrival: Arrival::default(),
+            noticed: false,
         });
         lane.busy.store(entries.len(), Ordering::Release);
         self.active.add(self);
@@ -203,23 +204,24 @@ impl Lanes {
         ended
     }
 
+    /// Advances the requests of a lane until none of them changes, and hands out those that have
+    /// ended. Returns the number of requests that were handed out.
     fn step(&self, lane: &Lane, entries: &mut VecDeque<QueuedRequest>) -> usize {
         while self.advance(lane, entries) {}
         self.hand_out(lane, entries)
     }
 
-    /// Returns whether one of the two lanes has requests that complete to another queue than
+    /// Returns true if one of the two lanes has requests and completes to another queue than
     /// `queue`.
     fn is_busy_beside(&self, queue: &Arc<CqState>) -> bool {
         self.send.is_busy() && !Arc::ptr_eq(&self.queues.tx, queue)
             || self.receive.is_busy() && !Arc::ptr_eq(&self.queues.rx, queue)
     }
 
-    /// Advances the requests in both lanes. Returns true if a reader of `queue` must not wait for
-    /// an event of the NIC, but must advance the lanes again.
+    /// Advances the requests in both lanes. Returns true if a reader of `queue` must not sleep, for
+    /// the reasons of [`ActiveLanes::need_calls`].
     ///
     /// `others_busy` is true if lanes of other completion queues had requests before this call.
-    /// These lanes may hold the staging buffers that the lanes of `queue` wait for.
     fn need_calls(&self, queue: &Arc<CqState>, others_busy: bool) -> bool {
         [(&self.send, &self.queues.tx), (&self.receive, &self.queues.rx)].into_iter().any(
             |(lane, completes_to)| {
@@ -242,7 +244,7 @@ impl Lanes {
         )
     }
 
-    /// Advances the requests of a lane as far as possible without waiting. Returns whether a
+    /// Advances each request of a lane as far as possible without waiting. Returns true if a
     /// request changed.
     fn advance(&self, lane: &Lane, entries: &mut VecDeque<QueuedRequest>) -> bool {
         let mut progressed = lane.take_updates(entries);
@@ -298,6 +300,7 @@ impl Lanes {
         progressed
     }
 
+    /// Posts a work request of a lane to the NIC, unless a queue of the NIC is full.
     fn post_now(&self, request: &WorkRequest<'_>, token: Token) -> Result<Posted> {
         // SAFETY: the memory lies in regions whose descriptors the request names, or in staging
         // buffers, which live as long as their domain.
@@ -308,8 +311,8 @@ impl Lanes {
         }
     }
 
-    /// Ends the connection after a failure on this side, so that the peer receives no request that
-    /// follows the failed request.
+    /// Ends the connection after a copy or a post of this side has failed, so that the peer
+    /// receives no later request.
     fn end_connection(&self) {
         let connection = &mut self.poster.lock().connection;
         if !connection.has_failed() {
@@ -333,8 +336,8 @@ impl Lanes {
         ended
     }
 
-    /// Ends every request in both lanes. The caller must ensure that the NIC processes no request
-    /// of the endpoint.
+    /// Ends every request in both lanes. The caller has destroyed the queue pair, so that the NIC
+    /// processes no request of the endpoint.
     pub(crate) fn shut(&self) {
         for lane in [&self.send, &self.receive] {
             let mut entries = lane.entries.lock();
@@ -375,7 +378,9 @@ impl Lanes {
 /// of the device.
 #[derive(Default)]
 pub(crate) struct ActiveLanes {
+    /// Length of `lanes`. It changes only while `lanes` is locked.
     count: AtomicUsize,
+    /// The lanes with requests. [`Self::progress`] removes lanes that have become empty.
     lanes: Mutex<Vec<Weak<Lanes>>>,
     queues: Mutex<Vec<Weak<Ready>>>,
 }
@@ -404,7 +409,7 @@ impl ActiveLanes {
         self.queues.lock().iter().filter_map(Weak::upgrade).for_each(|queue| queue.ring());
     }
 
-    /// Returns whether a reader of `queue` must not sleep, because a staged transfer advances only
+    /// Returns true if a reader of `queue` must not sleep, because a staged transfer advances only
     /// during calls of the application.
     ///
     /// The NIC wakes the reader for completions of `queue` only. Four things need calls:

@@ -13,10 +13,11 @@ use hmem_core::{
 };
 use hmem_p2p::staging::StagedRange;
 
-/// The memory of a staged region, in pieces. No new copy starts once the region is closed.
+/// The memory of a staged region, in pieces.
 #[derive(Debug)]
 pub(crate) struct StagedRegion {
     pieces: Vec<Arc<StagedRange>>,
+    /// True once the region is closed. Lanes then start no copy of its memory.
     closed: AtomicBool,
 }
 
@@ -60,12 +61,14 @@ impl StagedRegion {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Closes the region. A lane starts no copy of its memory after the lane's next lock.
+    /// Closes the region. A lane that is locked after this call starts no copy of the region's
+    /// memory.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }
 }
 
+/// Returns the error of a transfer whose staged region was closed.
 pub(super) fn region_closed() -> Error {
     Error::new(ErrorKind::NoRegion, "staged copy")
         .provider("verbs")

@@ -25,13 +25,14 @@ use crate::{
 /// A request in a lane (a queue of staged transfers), with its progress.
 #[derive(Debug)]
 pub(super) struct QueuedRequest {
+    /// Number of the request. Later requests of the lane have greater numbers.
     pub(super) number: u64,
     pub(super) kind: CompletionKind,
     /// True if the request consumes a receive that the peer posts.
     pub(super) takes_receive: bool,
     pub(super) context: u64,
     pub(super) task: Task,
-    /// Data about the received message. It is set when a receive ends.
+    /// Data about the received message, which is known once a receive has ended.
     pub(super) arrival: Arrival,
     /// True once the lane has handled the failure of this request by canceling the later requests.
     pub(super) noticed: bool,
@@ -40,9 +41,13 @@ pub(super) struct QueuedRequest {
 /// State of the work on a request.
 #[derive(Debug)]
 pub(super) enum Task {
+    /// A request that names staged memory. It stays in this variant until it leaves the lane.
     Staged(Box<Transfer>),
+    /// A request without staged memory that waits for earlier requests.
     Waiting(OwnedRequest),
+    /// A request without staged memory that the NIC processes.
     Posted,
+    /// A request without staged memory that has ended.
     Ended(Result<u64>),
 }
 
@@ -52,6 +57,7 @@ pub(super) struct Transfer {
     pub(super) pipeline: Pipeline<Arc<StagedRange>>,
     pub(super) lists: Lists,
     pub(super) operation: OwnedOperation,
+    /// Local key of the staging buffers.
     pub(super) buffers: LocalKey,
     pub(super) peer: PeerId,
 }
@@ -73,17 +79,17 @@ impl QueuedRequest {
         }
     }
 
-    /// Returns whether copies of the request are in flight.
+    /// Returns true if copies of the request are in flight.
     pub(super) fn is_copying(&self) -> bool {
         matches!(&self.task, Task::Staged(transfer) if transfer.pipeline.is_copying())
     }
 
-    /// Returns whether the request still needs to take staging buffers.
+    /// Returns true if the request has to take further staging buffers.
     pub(super) fn needs_buffers(&self) -> bool {
         matches!(&self.task, Task::Staged(transfer) if !transfer.pipeline.has_begun())
     }
 
-    /// Returns whether a part of the request has not been posted to the NIC yet.
+    /// Returns true if a part of the request has not been posted to the NIC yet.
     pub(super) fn is_unposted(&self) -> bool {
         match &self.task {
             Task::Staged(transfer) => !transfer.pipeline.is_posted(),
@@ -127,13 +133,9 @@ impl QueuedRequest {
 }
 
 impl Task {
-    /// Checks and copies a request. Checks its keys too, so that a wrong key fails the post and not
-    /// a later chunk. `cap` returns the limits of the queue pair.
-    pub(super) fn new(
-        domain: &DomainState,
-        request: &WorkRequest<'_>,
-        cap: impl FnOnce() -> Result<QpCap>,
-    ) -> Result<Self> {
+    /// Checks and copies a request. Also checks the keys, so that a wrong key fails the post and
+    /// not a later chunk. `cap` has the limits of the queue pair.
+    pub(super) fn new(domain: &DomainState, request: &WorkRequest<'_>, cap: QpCap) -> Result<Self> {
         immediate(domain, &request.operation)?;
         check_keys(domain, &request.operation)?;
         if let Operation::BindWindow { bind, .. } = &request.operation {
@@ -192,8 +194,8 @@ fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>)
 }
 
 impl Transfer {
-    /// Fails the transfer if it uses a closed region, so that none of its copies begins. Returns
-    /// true if the transfer uses a closed region.
+    /// Fails the transfer and returns true if the transfer uses a closed region. Then none of its
+    /// copies begins.
     pub(super) fn fail_if_closed(&mut self) -> bool {
         let closed = self.lists.regions.iter().any(|region| region.is_closed());
         if closed {
@@ -207,7 +209,7 @@ impl Transfer {
         peer: PeerId,
         operation: OwnedOperation,
         mut lists: Lists,
-        cap: impl FnOnce() -> Result<QpCap>,
+        cap: QpCap,
     ) -> Result<Self> {
         let (pool, buffers) = domain
             .staging
@@ -226,7 +228,6 @@ impl Transfer {
         if is_message(&operation) {
             let most = pool.share(purpose) as u64 * slot_len;
             let segments = lists.segments(slot_len);
-            let cap = cap()?;
             let max_sge = if receives { cap.max_recv_sge } else { cap.max_send_sge };
             if lists.len > most || segments > u64::from(max_sge) {
                 let why = "a staged message needs all its buffers at once: give the domain more or \
