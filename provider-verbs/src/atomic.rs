@@ -24,9 +24,9 @@ pub(super) const ELEMENT: u64 = 8;
 /// The verbs opcode and the operands of an atomic operation.
 pub(super) struct AtomicOperands {
     pub(super) opcode: WrOpcode,
+    /// One operand for each element.
     operands: Vec<u64>,
-    /// One value to compare with for each element. The list is empty if the operation compares
-    /// nothing.
+    /// One value to compare with for each element; empty for fetch-and-add.
     compares: Vec<u64>,
 }
 
@@ -100,7 +100,7 @@ fn opcode(nic: &Nic, op: AtomicOp, datatype: AtomicType) -> Result<WrOpcode> {
     }
 }
 
-/// Reads operands with the CPU, since verbs work requests contain the values of operands.
+/// Reads `len` bytes of operands from the local segments with the CPU.
 fn read_elements(
     domain: &DomainState,
     held: &Held<'_>,
@@ -114,7 +114,7 @@ fn read_elements(
             .context("operands", total)
             .context("target", len));
     }
-    // The vector grows only after the check of a segment's bounds: `len` may exceed the memory.
+    // Each segment's bounds are checked before the vector grows, since `len` may be huge.
     let mut bytes = Vec::new();
     for segment in local {
         let cpu = held.translate(segment, Access::WRITE, &mut Vec::new())?;
@@ -130,7 +130,8 @@ fn read_elements(
     Ok(elements.iter().map(|element| u64::from_ne_bytes(*element)).collect())
 }
 
-/// Copies host memory through the kernel. An unmapped page is then an error instead of a fault.
+/// Appends a copy of host memory to `into`. The kernel makes the copy, so an unmapped page is an
+/// error instead of a fault.
 fn read_guarded(address: Address, len: u64, into: &mut Vec<u8>) -> Result<()> {
     let len = len as usize;
     into.reserve(len);

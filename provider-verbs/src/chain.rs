@@ -1,5 +1,5 @@
-//! Chains of work requests that one driver call posts. This module builds them from the local and
-//! remote lists of a request.
+//! Builds the work requests of a request from its local and remote lists. One driver call posts
+//! them as a chain.
 
 #![allow(unsafe_code, reason = "pointers inside a chain of work requests")]
 
@@ -76,8 +76,8 @@ pub(super) fn single(
     Some(local.len)
 }
 
-/// Work requests that one driver call posts, or the segments of one receive. Each post clears the
-/// vectors and fills them again, so that most posts allocate no memory.
+/// The work requests of one request, or the segments of one receive. Each post clears the vectors
+/// and fills them again, so that most posts allocate no memory.
 #[derive(Default)]
 pub(super) struct Chain {
     spans: Vec<Span>,
@@ -99,8 +99,8 @@ impl Chain {
     }
 
     /// Translates a list of local segments to runs that each have one lkey. Returns true if every
-    /// region owns its memory, so that the CPU may read the bytes for an inline send. Also returns
-    /// the list's length in bytes.
+    /// region owns its memory: the CPU may then read the bytes for an inline post. Also returns the
+    /// list's length in bytes.
     fn local(
         &mut self,
         held: &Held<'_>,
@@ -190,7 +190,7 @@ impl Chain {
         Ok(bytes)
     }
 
-    /// Builds a receive: checks its local list and fills in `segments`.
+    /// Fills in `segments` for a receive.
     pub(super) fn receive(
         &mut self,
         domain: &DomainState,
@@ -204,7 +204,7 @@ impl Chain {
         self.message(domain, pair.cap.max_recv_sge, u64::MAX, bytes)
     }
 
-    /// Fills in `segments` for a message. A message is always one work request.
+    /// Fills in `segments` for a message of `bytes` bytes, which must fit in one work request.
     fn message(
         &mut self,
         domain: &DomainState,

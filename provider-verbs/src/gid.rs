@@ -4,7 +4,7 @@
 
 use std::fs;
 
-use hmem_core::{Errno, provider::Nic};
+use hmem_core::{Errno, Result, provider::Nic};
 
 use super::{
     device::OpenDevice,
@@ -58,11 +58,7 @@ pub(super) fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
 
 /// Returns the nonzero entries of a port's GID table. Reads at most 255 entries, because the index
 /// in the attributes of a queue pair has 8 bits.
-pub(super) fn table(
-    device: &OpenDevice,
-    port: u8,
-    attr: &PortAttr,
-) -> Result<Vec<GidEntry>, Errno> {
+pub(super) fn table(device: &OpenDevice, port: u8, attr: &PortAttr) -> Result<Vec<GidEntry>> {
     let mut entries = Vec::new();
     for index in 0..u8::try_from(attr.gid_tbl_len.max(0)).unwrap_or(u8::MAX) {
         let mut gid = Gid::default();
@@ -73,7 +69,9 @@ pub(super) fn table(
             Ok(()) => {}
             // Kernels return these errno values for empty entries.
             Err(Errno(2 | 22 | 61 | 11)) => continue,
-            Err(errno) => return Err(errno),
+            Err(errno) => {
+                return Err(errors::call(&device.nic, "ibv_query_gid", errno).context("port", port));
+            }
         }
         if gid.raw != [0; 16] {
             entries.push(GidEntry { index, gid: gid.raw, kind: kind(&device.nic, port, index) });

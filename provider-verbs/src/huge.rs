@@ -1,5 +1,4 @@
-//! Detection of memory in huge pages (`/proc/self/smaps`). The HUGETLB option states to the driver
-//! that memory lies in huge pages.
+//! Detection of memory in huge pages (`/proc/self/smaps`), for the option HUGETLB.
 
 use std::{
     fs::File,

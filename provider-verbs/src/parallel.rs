@@ -1,5 +1,5 @@
-//! Parallel registration of long ranges. A driver call pins pages with only one CPU, so several
-//! calls run at once.
+//! Parallel registration of long ranges. One driver call pins pages with one CPU, so several calls
+//! at once are faster.
 
 use std::{
     num::NonZero,
@@ -13,11 +13,11 @@ use parking_lot::Mutex;
 
 use super::region::{Parts, RegionPart};
 
-/// Length in bytes below which another thread gains nothing: a shorter registration ends before a
-/// second CPU starts its part. A part's length that the application chooses overrides it.
+/// Minimum number of bytes for each thread: a shorter registration ends before a second CPU starts
+/// its part. It does not apply to parts whose length the application chose ([`Parallel::chunk`]).
 const MIN_PARALLEL_LEN: u64 = 64 << 20;
-/// Length of a huge page in bytes. A part's length that the provider chooses is a multiple of this
-/// length, unless the device's limit is shorter.
+/// Length of a huge page in bytes. If the provider chooses the length of parts, it is a multiple of
+/// this length, or the device's limit.
 const HUGE: u64 = 2 << 20;
 
 /// Division of one range into parts that are registered separately.
@@ -36,12 +36,12 @@ impl Division {
         Self { part: max, threads: 1 }
     }
 
-    /// Returns the division of `len` bytes of host memory. The device registers at most `max` bytes
-    /// in one call.
+    /// Returns the division of `len` bytes of host memory, on a device that registers at most `max`
+    /// bytes in one call. `asked` are the request's settings, and `cpus` is the number of CPUs.
     pub(super) fn new(len: u64, max: u64, asked: Option<&Parallel<'_>>, cpus: usize) -> Self {
         let calls = |part: u64| usize::try_from(len.div_ceil(part.max(1))).unwrap_or(usize::MAX);
         let Some(asked) = asked else {
-            // The device needs several calls anyway, so they run in parallel.
+            // If the device needs several calls, a long range is worth several threads.
             let threads = if len >= MIN_PARALLEL_LEN { cpus.min(calls(max)) } else { 1 };
             return Self { part: max, threads: threads.max(1) };
         };
@@ -64,10 +64,10 @@ pub(super) fn cpus() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Registers the parts at `seams` in order, with at most `threads` calls at once. A seam is the
-/// offset and length of a part. Appends the registrations to `parts`.
+/// Calls `one` with the offset and length of each part in `seams`, with at most `threads` calls at
+/// once. Appends the registrations to `parts` in the order of `seams`.
 ///
-/// After an error or a panic of `progress`, `parts` holds the registrations that succeeded.
+/// After an error or a panic of `progress`, `parts` also has the registrations that succeeded.
 pub(super) fn register(
     seams: &[(u64, u64)],
     threads: usize,
@@ -97,18 +97,12 @@ pub(super) fn register(
     };
     let all = || {
         thread::scope(|scope| {
-            let workers: Vec<_> = (1..threads.min(seams.len()))
-                .filter_map(|_| {
-                    let worker = thread::Builder::new()
-                        .name("hmem-register".into())
-                        .spawn_scoped(scope, work);
-                    worker
-                        .inspect_err(
-                            |error| tracing::debug!(%error, "registering with fewer threads"),
-                        )
-                        .ok()
-                })
-                .collect();
+            let spawn = |_| {
+                let builder = thread::Builder::new().name("hmem-register".into());
+                let fewer = |error: &_| tracing::debug!(%error, "registering with fewer threads");
+                builder.spawn_scoped(scope, work).inspect_err(fewer).ok()
+            };
+            let workers: Vec<_> = (1..threads.min(seams.len())).filter_map(spawn).collect();
             let mine = work();
             workers.into_iter().fold(mine, |result, worker| match worker.join() {
                 Ok(theirs) => result.and(theirs),

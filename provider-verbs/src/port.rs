@@ -8,7 +8,6 @@ use hmem_core::{ErrorKind, Result};
 
 use super::{
     device::OpenDevice,
-    errors,
     gid::{self, GidEntry, choose_gid},
     sys::{LinkLayer, PortAttr, PortState},
 };
@@ -27,8 +26,11 @@ pub(super) struct PortChoice {
 pub(super) struct Port {
     pub(super) number: u8,
     pub(super) lid: u16,
+    /// Code of the maximum payload of a packet (`enum ibv_mtu`).
     pub(super) mtu: c_int,
+    /// Maximum length of a message or an RMA transfer in bytes.
     pub(super) max_message: u64,
+    /// The GID of connections; `None` for an InfiniBand port whose peers are reached by the LID.
     pub(super) gid: Option<GidEntry>,
 }
 
@@ -46,13 +48,11 @@ impl Port {
             let query = device.library.functions.query_port;
             // SAFETY: the context is open; the attributes are writable and zeroed, as the header's
             // inline fallback passes them.
-            errors::status(unsafe { query(device.context, number, &mut attr) }).map_err(
-                |errno| {
-                    errors::call(&device.nic, "ibv_query_port", errno)
-                        .context("port", number)
-                        .remedy(format!("the device has {ports} ports, from 1 on"))
-                },
-            )?;
+            let queried = unsafe { query(device.context, number, &mut attr) };
+            device.check("ibv_query_port", queried).map_err(|error| {
+                let why = format!("the device has {ports} ports, from 1 on");
+                error.context("port", number).remedy(why)
+            })?;
             if choice.number.is_none() && attr.state != PortState::IBV_PORT_ACTIVE {
                 down.push(format!("{number}: {}", attr.state.name().unwrap_or("unknown state")));
                 continue;
@@ -64,17 +64,14 @@ impl Port {
         Err(refused.context("ports", down.join(", ")))
     }
 
+    /// Returns the properties of a port, after the choice of its GID.
     fn describe(
         device: &OpenDevice,
         number: u8,
         attr: &PortAttr,
         gid_index: Option<u8>,
     ) -> Result<Self> {
-        let table = || {
-            gid::table(device, number, attr).map_err(|errno| {
-                errors::call(&device.nic, "ibv_query_gid", errno).context("port", number)
-            })
-        };
+        let table = || gid::table(device, number, attr);
         let no_gid = || {
             let why = "assign an address to the port's network interface: the port has no such GID";
             device.refuse(ErrorKind::Unavailable, "ibv_query_gid", why).context("port", number)

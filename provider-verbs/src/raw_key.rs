@@ -2,8 +2,8 @@
 
 use hmem_core::{Addressing, Error, ErrorKind, Iova, RawKey, RemotePiece, Result};
 
-/// Length in bytes of the raw key of a region with one registration. Each further registration of
-/// the region adds `PIECE` bytes.
+/// Length in bytes of the raw key of a region with one registration. Each further registration adds
+/// `PIECE` bytes.
 pub(super) const RAW_KEY: usize = HEADER + PIECE;
 const HEADER: usize = 4;
 const PIECE: usize = 20;
@@ -33,10 +33,7 @@ pub(super) fn decode(raw: &RawKey) -> Result<Vec<RemotePiece>> {
             .context("bytes", raw.0.len())
             .remedy("pass the bytes of raw_attr unchanged and complete")
     };
-    let body = raw.0.strip_prefix(&MAGIC).ok_or_else(malformed)?;
-    let Some((0 | 1, body)) = body.split_first().map(|(zero, body)| (*zero, body)) else {
-        return Err(malformed());
-    };
+    let Some([0 | 1, body @ ..]) = raw.0.strip_prefix(&MAGIC) else { return Err(malformed()) };
     let (pieces, rest) = body.as_chunks::<PIECE>();
     if pieces.is_empty() || !rest.is_empty() {
         return Err(malformed());

@@ -5,9 +5,9 @@
 
 use super::sys::Sge;
 
-/// Returns the offset and length of the parts into which `len` bytes from address `start` are
-/// split. No part is longer than `max`; 0 counts as 1. `page` is a power of two. Parts end at
-/// addresses that are multiples of `page`, unless `max` is smaller.
+/// Splits `len` bytes from address `start` on into parts of at most `max` bytes (0 counts as 1).
+/// Returns the offset and length of each part. A part before the last ends at a multiple of `page`,
+/// a power of two, if the part contains such an address.
 pub(super) fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = (u64, u64)> {
     let max = max.max(1);
     let mut offset = 0u64;
@@ -19,8 +19,7 @@ pub(super) fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<
         let at = offset;
         let mut part = left.min(max);
         if part < left {
-            // A page that two parts share would be registered twice. So a part ends at a page
-            // boundary if the part contains one.
+            // A page that two parts share would be registered twice.
             let over = start.wrapping_add(offset).wrapping_add(part) & (page - 1);
             if over < part {
                 part -= over;
@@ -34,33 +33,29 @@ pub(super) fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<
 /// Consecutive bytes of local memory under one lkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
-    /// Address of the first byte, as work requests name it.
+    /// Address by which work requests name the first byte.
     pub(super) address: u64,
-    /// Number of bytes.
     pub(super) len: u64,
-    /// The lkey of the bytes.
     pub(super) lkey: u32,
 }
 
 /// Consecutive bytes of a peer's memory under one rkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SplitTarget {
-    /// Address of the first byte, as work requests to the peer name it.
+    /// Address by which work requests to the peer name the first byte.
     pub(super) address: u64,
-    /// Number of bytes.
     pub(super) len: u64,
-    /// The rkey of the bytes.
     pub(super) rkey: u32,
 }
 
-/// A planned work request: a remote address, and a slice of the list of local segments.
+/// A work request that [`plan`] has planned: a range of a peer's memory, and a slice of the list of
+/// local segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Planned {
     /// Remote address of the first byte.
     pub(super) address: u64,
     /// Number of bytes that the request moves.
     pub(super) len: u64,
-    /// The rkey of the peer's memory.
     pub(super) rkey: u32,
     /// Index of the request's first local segment in the list.
     pub(super) first: usize,
@@ -121,13 +116,8 @@ pub(super) fn plan(
     if requests.is_empty()
         && let Some(target) = remote.first()
     {
-        requests.push(Planned {
-            address: target.address,
-            len: 0,
-            rkey: target.rkey,
-            first: 0,
-            count: 0,
-        });
+        let (address, rkey) = (target.address, target.rkey);
+        requests.push(Planned { address, len: 0, rkey, first: 0, count: 0 });
     }
 }
 
