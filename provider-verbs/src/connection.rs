@@ -3,7 +3,6 @@
 #![allow(unsafe_code, reason = "calls the library on queue pairs")]
 
 use std::{
-    collections::HashSet,
     hash::{BuildHasher, Hasher, RandomState},
     mem, ptr,
     sync::Arc,
@@ -358,9 +357,6 @@ pub(super) struct Connection {
     failed: bool,
     /// Number of connections of the endpoint that have failed, modulo 2^16.
     epoch: u16,
-    /// Type 2 windows that may be bound through the queue pair. The endpoint frees them before it
-    /// destroys the queue pair.
-    pub(super) windows: NotedWindows,
 }
 
 impl Connection {
@@ -454,51 +450,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Removes and returns the queue pair, with the tokens (handles) of the windows that must be
-    /// freed before the queue pair. Returns `None` if the queue pair is already removed.
-    pub(super) fn take(&mut self) -> Option<(QueuePair, HashSet<u64>)> {
-        Some((self.pair.take()?, std::mem::take(&mut self.windows.tokens)))
-    }
-}
-
-/// A set of memory windows, by their tokens (handles). A freed window stays in the set until the
-/// next cleanup, which [`Self::note`] makes.
-#[derive(Debug, Default)]
-pub(super) struct NotedWindows {
-    pub(super) tokens: HashSet<u64>,
-    /// Size of the set after its last cleanup.
-    alive: usize,
-}
-
-impl NotedWindows {
-    /// Adds a window. If the set has doubled in size since its last cleanup, removes the windows
-    /// for which `is_alive` returns false.
-    pub(super) fn note(&mut self, token: u64, is_alive: impl Fn(u64) -> bool) {
-        self.tokens.insert(token);
-        if self.tokens.len() > 2 * self.alive.max(8) {
-            self.tokens.retain(|token| is_alive(*token));
-            self.alive = self.tokens.len();
-        }
-    }
-
-    pub(super) fn forget(&mut self, token: u64) {
-        self.tokens.remove(&token);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::NotedWindows;
-
-    #[test]
-    fn freed_windows_are_removed() {
-        let mut noted = NotedWindows::default();
-        for token in 0..1000 {
-            // Every hundredth window stays allocated. All others count as freed.
-            noted.note(token, |other| other == token || other % 100 == 0);
-            assert!(noted.tokens.contains(&token));
-        }
-        assert!(noted.tokens.len() <= 21, "{}", noted.tokens.len());
-        assert!((0..1000).step_by(100).all(|token| noted.tokens.contains(&token)));
+    /// Removes and returns the queue pair. Returns `None` if the endpoint is closed.
+    pub(super) fn take(&mut self) -> Option<QueuePair> {
+        self.pair.take()
     }
 }

@@ -4,6 +4,7 @@
 
 use std::{
     any::Any,
+    collections::HashSet,
     fmt,
     os::fd::BorrowedFd,
     ptr,
@@ -279,11 +280,7 @@ impl Endpoint {
     fn flush(&self, state: &mut PostState) -> Result<()> {
         self.check_reset(state)?;
         if state.connection.reset()? {
-            let left = state.requests.drop_all();
-            for window in left.iter().filter_map(|entry| entry.window.as_ref()) {
-                state.connection.windows.forget(window.token);
-            }
-            self.end_all(left);
+            self.end_all(state.requests.drop_all());
             self.lanes.cancel();
         }
         Ok(())
@@ -336,14 +333,21 @@ impl Endpoint {
         operation: &'static str,
     ) -> Result<()> {
         let windows = &self.domain.windows;
-        let refused = |token: &u64| windows.check_bound(*token, event).err();
-        match state.connection.windows.tokens.iter().find_map(refused) {
-            None => Ok(()),
-            Some(rule) => Err(rule
-                .refuse(operation)
+        let checked =
+            self.windows(state).into_iter().try_for_each(|token| windows.check_bound(token, event));
+        checked.map_err(|rule| {
+            rule.refuse(operation)
                 .provider(self.domain.pd.device.nic.to_string())
-                .context("endpoint", self.poster.number)),
-        }
+                .context("endpoint", self.poster.number)
+        })
+    }
+
+    /// Returns the tokens (handles) of the windows that are bound through the queue pair, or that a
+    /// bind in flight may bind.
+    fn windows(&self, state: &PostState) -> HashSet<u64> {
+        let mut tokens = self.domain.windows.bound_through(self.poster.number);
+        tokens.extend(state.requests.bound_windows());
+        tokens
     }
 
     /// Posts a bind or invalidation of a window and waits for its completion, at most for the bind
@@ -423,7 +427,8 @@ impl Endpoint {
     /// Replaces the windows that were bound through the queue pair, and destroys the queue pair.
     /// Then completes the requests in flight as canceled. Does nothing if the endpoint is closed.
     fn tear_down(&self, mut state: MutexGuard<'_, PostState>) {
-        let Some((pair, windows)) = state.connection.take() else { return };
+        let Some(pair) = state.connection.take() else { return };
+        let windows = self.windows(&state);
         let left = state.requests.drop_all();
         let used = state.requests.generations_used();
         drop(state);

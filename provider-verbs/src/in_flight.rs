@@ -250,6 +250,16 @@ impl RequestTable {
         self.stale.add(stale);
     }
 
+    /// Returns the tokens (handles) of the windows that the requests in flight bind.
+    pub(super) fn bound_windows(&self) -> impl Iterator<Item = u64> {
+        self.slots.iter().filter_map(|slot| match &slot.state {
+            SlotState::InFlight(entry) if entry.kind == CompletionKind::BindWindow => {
+                entry.window.as_ref().map(|window| window.token)
+            }
+            _ => None,
+        })
+    }
+
     /// Returns the number of work queue entries in use, of the send or the receive queue that
     /// `kind` selects.
     #[inline]

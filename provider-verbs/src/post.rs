@@ -178,7 +178,6 @@ impl Poster {
                         self.submit(connection, requests, slice::from_mut(&mut wr), entry)
                     })
                 })?;
-                connection.windows.note(window.token, |token| domain.windows.contains(token));
                 return Ok(());
             }
             Operation::InvalidateWindow { window } => {
@@ -362,17 +361,15 @@ impl Poster {
             if !worked {
                 state.connection.note_failure();
             }
-            // The lock is still held, so no other thread replaces the window. The endpoint need not
-            // free a window that is no longer bound through its queue pair, so it forgets the
-            // window.
+            // The lock is still held, so no other thread replaces the window.
             if let Some(window) = entry.window.take() {
-                let token = window.token;
-                if self.domain.windows.completed(window, entry.kind, worked, self.number) {
-                    state.connection.windows.forget(token);
-                }
+                self.domain.windows.completed(window, entry.kind, worked, self.number);
             }
-            if let Some(token) = self.invalidated_by_peer(wc, &entry) {
-                state.connection.windows.forget(token);
+            if worked
+                && entry.kind == CompletionKind::Receive
+                && has_invalidated(&self.domain.pd.device, wc)
+            {
+                self.domain.windows.invalidated_by_peer(wc.invalidated_rkey);
             }
         }
         let mut arrival = Arrival::default();
@@ -396,14 +393,6 @@ impl Poster {
         self.end(&entry, result, arrival)
     }
 
-    /// If `wc` reports a received message that has invalidated a window's key, records this, and
-    /// returns the token (handle) of a window that is no longer bound. Otherwise returns `None`.
-    fn invalidated_by_peer(&self, wc: &Wc, entry: &InFlight) -> Option<u64> {
-        let received =
-            entry.kind == CompletionKind::Receive && wc.status == WcStatus::IBV_WC_SUCCESS;
-        let invalidated = received && has_invalidated(&self.domain.pd.device, wc);
-        invalidated.then(|| self.domain.windows.invalidated_by_peer(wc.invalidated_rkey)).flatten()
-    }
 
     /// Releases the entries of work requests in the NIC's completion queues. The caller has made
     /// sure that no further completion of these work requests can arrive.

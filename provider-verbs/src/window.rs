@@ -12,7 +12,7 @@
 #![allow(unsafe_code, reason = "calls the library on memory windows")]
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     mem::MaybeUninit,
     ptr,
     sync::atomic::{AtomicU64, Ordering},
@@ -229,8 +229,14 @@ impl Windows {
         Ok(())
     }
 
-    pub(super) fn contains(&self, token: u64) -> bool {
-        self.map.lock().contains_key(&token)
+    /// Returns the tokens (handles) of the windows that are bound through a queue pair now, or once
+    /// all posted requests have succeeded.
+    pub(super) fn bound_through(&self, number: u32) -> HashSet<u64> {
+        let map = self.map.lock();
+        let bound = map.iter().filter(|(_, window)| {
+            [window.through, window.known.through].contains(&Some(number))
+        });
+        bound.map(|(token, _)| *token).collect()
     }
 
     /// Returns an error if the window `token` forbids `event`, the reset or the destruction of the
@@ -300,18 +306,16 @@ impl Windows {
 
     /// Records the completion of a bind or invalidation. `through` is the number of the queue pair
     /// that executed the request.
-    ///
-    /// Returns true if the window is no longer bound through the queue pair, or was freed.
     pub(super) fn completed(
         &self,
         request: WindowRequest,
         kind: CompletionKind,
         worked: bool,
         through: u32,
-    ) -> bool {
+    ) {
         let WindowRequest { token, key, region } = request;
         let mut map = self.map.lock();
-        let Some(window) = map.get_mut(&token) else { return true };
+        let Some(window) = map.get_mut(&token) else { return };
         // If the window was replaced meanwhile, the new window has another key.
         let current = !window.mw.is_null() && window.key >> 8 == key >> 8;
         if worked && current {
@@ -327,32 +331,25 @@ impl Windows {
             }
         }
         window.ended();
-        ![window.through, window.known.through].contains(&Some(through))
     }
 
-    /// Records that a peer's message has invalidated a key.
-    ///
-    /// Returns the token (handle) of the key's window, if the window is free once all posted
-    /// requests have succeeded. Returns `None` if no window has the key.
-    pub(super) fn invalidated_by_peer(&self, key: u32) -> Option<u64> {
+    /// Records that a peer's message has invalidated a key. Does nothing if no window has the key.
+    pub(super) fn invalidated_by_peer(&self, key: u32) {
         let mut map = self.map.lock();
-        let token = *self.by_index.lock().get(&(key >> 8))?;
-        let window = map.get_mut(&token)?;
+        let token = self.by_index.lock().get(&(key >> 8)).copied();
+        let Some(window) = token.and_then(|token| map.get_mut(&token)) else { return };
         if window.state == WindowState::Valid && window.known.key == key {
             window.unbound();
+            if window.posted == 0 {
+                window.through = None;
+            }
         } else if window.posted > 0 {
             // The completion of the bind is not read yet.
             window.dead = Some(key);
             if window.key == key {
                 window.through = None;
             }
-        } else {
-            return None;
         }
-        if window.posted == 0 {
-            window.through = None;
-        }
-        window.through.is_none().then_some(token)
     }
 
     /// Calls `with` with a type 2 window while the table is locked.
