@@ -139,7 +139,7 @@ impl OpenDevice {
             library: Arc::clone(library),
             context,
             owner,
-            provider_attr: blank(&nic),
+            provider_attr: describe(&nic, &attr, false, false),
             window_types: Vec::new(),
             nic,
             attr,
@@ -158,7 +158,7 @@ impl OpenDevice {
         };
         device.on_demand = device.query_on_demand()?;
         let dma_buf = device.probe_dma_buf()?;
-        device.provider_attr = device.describe(dma_buf, pcie_mapping_first);
+        device.provider_attr = describe(&device.nic, &device.attr, dma_buf, pcie_mapping_first);
         device.window_types = device.describe_windows();
         Ok(device)
     }
@@ -256,14 +256,6 @@ impl OpenDevice {
         fs::read_to_string(node_type).is_ok_and(|text| text.starts_with('4'))
     }
 
-    /// Returns the maximum length of a registration in bytes.
-    pub(super) fn max_registration(&self) -> u64 {
-        match self.attr.max_mr_size {
-            0 => u64::MAX,
-            max => max,
-        }
-    }
-
     /// Queries the driver for support of on-demand paging, if libibverbs and the driver have the
     /// extended query (`ibv_query_device_ex(3)`).
     fn query_on_demand(&self) -> Result<bool> {
@@ -321,27 +313,6 @@ impl OpenDevice {
         Ok(imports)
     }
 
-    fn describe(&self, dma_buf: bool, pcie_mapping_first: bool) -> ProviderAttr {
-        let max_mr_count = u64::try_from(self.attr.max_mr).unwrap_or(0).max(1);
-        let host = MrFlags::HMEM_HOST_ALLOC | MrFlags::HMEM_DEVICE_ONLY;
-        ProviderAttr {
-            max_mr_size: self.max_registration().saturating_mul(max_mr_count),
-            max_mr_count,
-            imports: Imports {
-                dma_buf,
-                // Only a registration shows whether a peer-memory client of the kernel handles a
-                // GPU's memory, so the provider always reports true.
-                peer_memory: true,
-                staged: true,
-                // No driver call reports whether the device needs the PCIe mapping. The builder or
-                // the environment sets it.
-                pcie_mapping_first: dma_buf && pcie_mapping_first,
-            },
-            flags: if dma_buf { host | MrFlags::MR_DMABUF } else { host },
-            ..blank(&self.nic)
-        }
-    }
-
     fn describe_windows(&self) -> Vec<WindowType> {
         if self.attr.max_mw <= 0 || self.ops().alloc_mw.is_none() {
             return Vec::new();
@@ -372,9 +343,12 @@ impl Drop for OpenDevice {
     }
 }
 
-/// Returns attributes of a device whose limits and imports are not known yet.
-fn blank(nic: &Nic) -> ProviderAttr {
+/// Returns the attributes of a device with the limits in `attr`.
+fn describe(nic: &Nic, attr: &DeviceAttr, dma_buf: bool, pcie_mapping_first: bool) -> ProviderAttr {
     let required_mr_mode = MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY;
+    let max_mr_count = u64::try_from(attr.max_mr).unwrap_or(0).max(1);
+    let mut flags = MrFlags::HMEM_HOST_ALLOC | MrFlags::HMEM_DEVICE_ONLY;
+    flags.set(MrFlags::MR_DMABUF, dma_buf);
     ProviderAttr {
         nic: nic.clone(),
         required_mr_mode,
@@ -382,16 +356,30 @@ fn blank(nic: &Nic) -> ProviderAttr {
         key_size: 4,
         raw_key_size: RAW_KEY,
         mr_iov_limit: RANGES,
-        max_mr_size: 0,
-        max_mr_count: 0,
+        max_mr_size: max_registration(attr).saturating_mul(max_mr_count),
+        max_mr_count,
         page_sizes: vec![rustix::param::page_size()],
-        imports: Imports::default(),
+        imports: Imports {
+            dma_buf,
+            // Only a registration shows whether a peer-memory client of the kernel handles a GPU's
+            // memory, so the provider always reports true.
+            peer_memory: true,
+            staged: true,
+            // No driver call reports whether the device needs the PCIe mapping. The builder or the
+            // environment sets it.
+            pcie_mapping_first: dma_buf && pcie_mapping_first,
+        },
         staged_access: Access::READ | Access::WRITE | Access::SEND | Access::RECV,
-        flags: MrFlags::empty(),
+        flags,
         progress: ProgressModel::Nic,
         order: RC_ORDER,
         cq_data_size: 4,
     }
+}
+
+/// Returns the maximum length of a registration in bytes.
+pub(super) fn max_registration(attr: &DeviceAttr) -> u64 {
+    if attr.max_mr_size == 0 { u64::MAX } else { attr.max_mr_size }
 }
 
 /// Returns the PCI bus id of the device, from the link `/sys/class/infiniband/<name>/device`. A

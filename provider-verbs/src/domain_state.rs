@@ -13,7 +13,7 @@ use parking_lot::{Mutex, RwLock};
 
 use super::{
     access::VerbsOptions,
-    device::ProtectionDomain,
+    device::{ProtectionDomain, max_registration},
     errors,
     port::PortChoice,
     ready::Ready,
@@ -81,7 +81,7 @@ impl DomainState {
     }
 
     pub(super) fn registrar(&self) -> Registrar<'_> {
-        let device = self.pd.device.max_registration();
+        let device = max_registration(&self.pd.device.attr);
         let max = match self.options.max_registration {
             0 => device,
             asked => asked.min(device),

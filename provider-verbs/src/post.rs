@@ -393,7 +393,6 @@ impl Poster {
         self.end(&entry, result, arrival)
     }
 
-
     /// Releases the entries of work requests in the NIC's completion queues. The caller has made
     /// sure that no further completion of these work requests can arrive.
     pub(super) fn release(&self, settled: WorkRequests) {

@@ -233,9 +233,9 @@ impl Windows {
     /// all posted requests have succeeded.
     pub(super) fn bound_through(&self, number: u32) -> HashSet<u64> {
         let map = self.map.lock();
-        let bound = map.iter().filter(|(_, window)| {
-            [window.through, window.known.through].contains(&Some(number))
-        });
+        let bound = map
+            .iter()
+            .filter(|(_, window)| [window.through, window.known.through].contains(&Some(number)));
         bound.map(|(token, _)| *token).collect()
     }
 

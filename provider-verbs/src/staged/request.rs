@@ -78,57 +78,49 @@ pub(super) fn with_chunk<T>(
 /// Consecutive local bytes of a request: either all in staged memory, or all in memory that the NIC
 /// accesses directly.
 #[derive(Clone, Copy, Debug)]
-enum LocalPart {
-    /// Bytes of staged memory. Each chunk moves its part of them through staging buffers.
-    Staged { len: u64 },
-    /// Bytes of memory that the NIC accesses directly.
-    Plain(LocalSegment),
+struct LocalPart {
+    len: u64,
+    /// The segment that the NIC accesses directly; `None` for staged memory, of which each chunk
+    /// moves its part through staging buffers.
+    plain: Option<LocalSegment>,
 }
 
-impl LocalPart {
-    const fn len(&self) -> u64 {
-        match self {
-            Self::Staged { len } => *len,
-            Self::Plain(segment) => segment.len,
-        }
-    }
-}
-
-/// The local and remote memory of a request that names staged memory.
+/// The local memory of a request that names staged memory.
 #[derive(Debug, Default)]
 pub(super) struct Lists {
     near: Vec<LocalPart>,
+    /// The parts of the request in staged memory.
     pub(super) runs: Vec<Run<Arc<StagedRange>>>,
     /// The staged regions that the request names.
     pub(super) regions: Vec<Arc<StagedRegion>>,
+    /// Length of the request in bytes.
     pub(super) len: u64,
 }
 
 impl Lists {
     pub(super) fn push_plain(&mut self, segment: LocalSegment) {
         if segment.len > 0 {
-            self.near.push(LocalPart::Plain(segment));
+            self.near.push(LocalPart { len: segment.len, plain: Some(segment) });
             self.len = self.len.saturating_add(segment.len);
         }
     }
 
     pub(super) fn push_staged(&mut self, memory: Arc<StagedRange>, offset: u64, len: u64) {
         self.runs.push(Run { at: self.len, len, memory, offset });
-        self.near.push(LocalPart::Staged { len });
+        self.near.push(LocalPart { len, plain: None });
         self.len = self.len.saturating_add(len);
     }
 
     /// Returns the maximum number of local segments that the request needs if it is one message.
     /// `slot_len` is the length of a staging buffer.
     pub(super) fn segments(&self, slot_len: u64) -> u64 {
-        let mut at = 0;
-        let mut count = 0;
-        for near in &self.near {
-            count += match near {
-                LocalPart::Staged { len } => (at + len - 1) / slot_len - at / slot_len + 1,
-                LocalPart::Plain(_) => 1,
+        let (mut at, mut count) = (0, 0);
+        for LocalPart { len, plain } in &self.near {
+            count += match plain {
+                None => (at + len - 1) / slot_len - at / slot_len + 1,
+                Some(_) => 1,
             };
-            at += near.len();
+            at += len;
         }
         count
     }
@@ -139,26 +131,21 @@ impl Lists {
         let end = view.at + view.len;
         let mut at = 0;
         let mut local = Vec::new();
-        for near in &self.near {
-            let (start, stop) = (at.max(view.at), (at + near.len()).min(end));
+        for LocalPart { len, plain } in &self.near {
+            let (start, stop) = (at.max(view.at), (at + len).min(end));
             if start < stop {
-                match near {
-                    LocalPart::Staged { .. } => {
-                        let parts = view.parts(start, stop - start);
-                        local.extend(parts.map(|(address, _, len)| LocalSegment {
-                            address,
-                            len,
-                            desc: Some(buffers),
-                        }));
+                let len = stop - start;
+                match plain {
+                    None => local.extend(view.parts(start, len).map(|(address, _, len)| {
+                        LocalSegment { address, len, desc: Some(buffers) }
+                    })),
+                    Some(LocalSegment { address, desc, .. }) => {
+                        let address = Address(address.0.wrapping_add(start - at));
+                        local.push(LocalSegment { address, len, desc: *desc });
                     }
-                    LocalPart::Plain(segment) => local.push(LocalSegment {
-                        address: Address(segment.address.0.wrapping_add(start - at)),
-                        len: stop - start,
-                        desc: segment.desc,
-                    }),
                 }
             }
-            at += near.len();
+            at += len;
         }
         local
     }
