@@ -10,8 +10,8 @@ bitflags::bitflags! {
     /// Registration flags of verbs that fi_mr(3) does not have. The bits are those of
     /// `ibv_access_flags`.
     ///
-    /// A flag is passed to the driver if the device supports it. Otherwise the registration fails
-    /// with Unsupported, and the error names the device.
+    /// On a device without support for a flag, a registration with the flag fails with Unsupported,
+    /// and the error names the device.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct VerbsOptions: u32 {
         /// Memory windows may be bound to the region. The flag alone grants peers nothing.
@@ -27,9 +27,9 @@ bitflags::bitflags! {
         /// The NIC may reorder its PCIe writes. A driver may ignore the flag silently.
         ///
         /// [`hmem_core::Domain`] sets this flag for
-        /// [`WriteOrdering::Relaxed`](hmem_core::WriteOrdering::Relaxed). The builder refuses it:
-        /// the write ordering is a setting of domains and regions. [`Settings`](super::Settings) of
-        /// one request may have it.
+        /// [`WriteOrdering::Relaxed`](hmem_core::WriteOrdering::Relaxed).
+        /// [`Settings`](super::Settings) of one request may have the flag, but not
+        /// [`Builder::options`](super::Builder::options).
         const RELAXED_ORDERING = AccessFlags::RELAXED_ORDERING.bits();
     }
 }
@@ -49,8 +49,7 @@ bitflags::bitflags! {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// Options in addition to those of [`Builder::options`](super::Builder::options). Unlike there,
-    /// RELAXED_ORDERING is allowed here.
+    /// Options in addition to those of [`Builder::options`](super::Builder::options).
     pub options: VerbsOptions,
     /// The address by which work requests name the first byte; `None` for the application's
     /// address. Both addresses must have the same offset in their pages. The ranges of the region

@@ -162,8 +162,8 @@ impl RequestTable {
         }
     }
 
-    /// Adds a request and returns the `wr_id` of its work requests. The last one gets [`last`] of
-    /// this `wr_id`.
+    /// Adds a request and returns the `wr_id` of its work requests, except that the last work
+    /// request gets [`last`] of this `wr_id`.
     #[inline]
     pub(super) fn admit(&mut self, entry: InFlight) -> u64 {
         *self.in_use.get_mut(entry.kind) += entry.requests;

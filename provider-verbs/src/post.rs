@@ -202,6 +202,7 @@ impl Poster {
         self.submit(connection, requests, &mut chain.requests, entry)
     }
 
+    /// Posts the receive whose segments are given.
     fn submit_receive(
         &self,
         connection: &Connection,
@@ -209,15 +210,14 @@ impl Poster {
         segments: &mut [Sge],
         mut entry: InFlight,
     ) -> Result<()> {
-        let pair = connection.open()?;
+        let (domain, pair) = (&self.domain, connection.open()?);
         if requests.in_use(entry.kind) >= pair.depth {
-            return Err(self
-                .domain
-                .refuse_post(ErrorKind::Again, "the receive queue is full: read completions"));
+            let why = "the receive queue is full: read completions";
+            return Err(domain.refuse_post(ErrorKind::Again, why));
         }
-        let post = self.domain.pd.device.ops().post_recv.ok_or_else(|| {
-            self.domain
-                .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no receives")
+        let post = domain.pd.device.ops().post_recv.ok_or_else(|| {
+            let why = "use another driver: this one has no receives";
+            domain.refuse_post(ErrorKind::Unsupported, why)
         })?;
         entry.requests = 1;
         let needed = room_of(&entry);
@@ -273,24 +273,21 @@ impl Poster {
         chain: &mut [SendWr],
         mut entry: InFlight,
     ) -> Result<()> {
-        let pair = connection.open()?;
+        let (domain, pair) = (&self.domain, connection.open()?);
         let most = pair.depth;
         let count = u32::try_from(chain.len()).unwrap_or(u32::MAX);
         if requests.in_use(entry.kind).saturating_add(count) > most {
-            let (kind, why) = if count > most {
-                (
-                    ErrorKind::MessageTooLong,
-                    "open the endpoint with a greater depth, or transfer less at once",
-                )
+            let refused = if count > most {
+                let why = "open the endpoint with a greater depth, or transfer less at once";
+                domain.refuse_post(ErrorKind::MessageTooLong, why)
             } else {
-                (ErrorKind::Again, "the send queue is full: read completions")
+                domain.refuse_post(ErrorKind::Again, "the send queue is full: read completions")
             };
-            let refused = self.domain.refuse_post(kind, why);
             return Err(refused.context("requests", count).context("depth", most));
         }
-        let post = self.domain.pd.device.ops().post_send.ok_or_else(|| {
-            self.domain
-                .refuse_post(ErrorKind::Unsupported, "use another driver: this one has no sends")
+        let post = domain.pd.device.ops().post_send.ok_or_else(|| {
+            let why = "use another driver: this one has no sends";
+            domain.refuse_post(ErrorKind::Unsupported, why)
         })?;
         entry.requests = count;
         let needed = room_of(&entry);
@@ -329,6 +326,7 @@ impl Poster {
         })
     }
 
+    /// Returns the error of a failed call that posts, with a remedy for the usual causes.
     fn post_failed(&self, symbol: &'static str, errno: Errno) -> Error {
         let nic = &self.domain.pd.device.nic;
         let error = errors::call(nic, symbol, errno);

@@ -66,9 +66,9 @@ impl Builder {
 
     /// Sets whether the devices need the PCIe mapping of device memory
     /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA). Platforms with a coherent link
-    /// between CPU and GPU need it. No driver call reports whether a device needs it. If set, the
-    /// path search first exports a dma-buf with the mapping, and after a refusal without it. The
-    /// region's decision lists both attempts.
+    /// between CPU and GPU need the PCIe mapping, which no driver call reports. If set, the path
+    /// search first exports a dma-buf for the PCIe mapping, and after a refusal for the default
+    /// mapping. The region's decision lists both attempts.
     ///
     /// Overrides the environment variable [`Verbs::PCIE_MAPPING_VARIABLE`]. The default is that
     /// devices do not need the mapping.
@@ -79,8 +79,8 @@ impl Builder {
     }
 
     /// Adds options to every registration. [`Settings`](super::Settings) adds options to one.
-    /// Staged memory cannot be registered with options. RELAXED_ORDERING is refused:
-    /// [`DomainAttr::ordering`](hmem_core::DomainAttr::ordering) sets it.
+    /// Staged memory cannot be registered with options. The methods that start the provider refuse
+    /// RELAXED_ORDERING, which [`DomainAttr::ordering`](hmem_core::DomainAttr::ordering) sets.
     #[must_use]
     pub fn options(mut self, options: VerbsOptions) -> Self {
         self.domain.options = options;
@@ -132,8 +132,8 @@ impl Builder {
     /// seconds.
     ///
     /// A bind of a type 1 window involves no peer. It times out only if the device was removed or
-    /// hangs. A request for a type 2 window runs after earlier requests of its endpoint. So it also
-    /// times out if an earlier message waits too long for a receive of the peer.
+    /// hangs. A request for a type 2 window runs after the earlier requests of its endpoint. So it
+    /// also times out if an earlier message waits too long for a receive of the peer.
     #[must_use]
     pub fn bind_timeout(mut self, timeout: Duration) -> Self {
         self.domain.bind_timeout = Some(timeout);

@@ -125,7 +125,7 @@ pub(super) enum Kind {
 ///
 /// - The region has no registration or several.
 /// - Its addresses on the NIC differ from the application's.
-/// - Another region in the table has its lkey as its local key.
+/// - Its lkey is already the local key of another region in the table.
 const HANDLE_BIT: u64 = 1 << 63;
 
 /// Table of the regions of a domain, by local key.
@@ -473,7 +473,8 @@ impl Regions {
     }
 
     /// Returns the region's remote key, or `None` if `handle.key` is that key: the region has one
-    /// registration under the application's addresses, and still the rkey that it was inserted with.
+    /// registration under the application's addresses, and the rkey has not changed since
+    /// [`Regions::insert`].
     ///
     /// # Errors
     /// - KeyNotAvailable: the region is staged.
