@@ -62,18 +62,22 @@ pub(super) fn single(
     }
     let rkey = rkey(remote.key.as_u64().ok()?).ok()?;
     let (part, cpu) = held.single(local, rma.right)?;
-    let write = rma.opcode == WrOpcode::IBV_WR_RDMA_WRITE;
-    let inline =
-        write && cpu == CpuAccess::Owned && local.len <= u64::from(pair.cap.max_inline_data);
     let addr = part.base + (local.address.0 - part.range.start().0);
     *segment = Sge { addr, length: local.len as u32, lkey: part.lkey };
     request.wr = WrPart { rdma: RdmaPart { remote_addr: remote.address.0, rkey } };
     request.num_sge = 1;
     request.sg_list = segment;
-    if inline {
-        request.send_flags = SendFlags::INLINE.bits();
-    }
+    let is_write = rma.opcode == WrOpcode::IBV_WR_RDMA_WRITE;
+    request.send_flags = inline(pair, is_write && cpu == CpuAccess::Owned, local.len);
     Some(local.len)
+}
+
+/// Returns the flag for an inline post, or 0. `readable` is true if the CPU may read the `bytes`
+/// bytes during the post.
+#[inline]
+fn inline(pair: &QueuePair, readable: bool, bytes: u64) -> u32 {
+    let fits = bytes > 0 && bytes <= u64::from(pair.cap.max_inline_data);
+    if readable && fits { SendFlags::INLINE.bits() } else { 0 }
 }
 
 /// The work requests of one request, or the segments of one receive. Each post clears the vectors
@@ -139,9 +143,7 @@ impl Chain {
                 .context("remote", far));
         }
         let limits = (pair.cap.max_send_sge as usize, pair.port.max_message);
-        let inline = owned
-            && rma.opcode == WrOpcode::IBV_WR_RDMA_WRITE
-            && bytes <= u64::from(pair.cap.max_inline_data);
+        let flags = inline(pair, owned && rma.opcode == WrOpcode::IBV_WR_RDMA_WRITE, bytes);
         let Self { spans, targets, segments, planned, requests } = self;
         plan(spans, targets, limits, segments, planned);
         for planned in planned {
@@ -150,9 +152,7 @@ impl Chain {
             wr.num_sge = planned.count as i32;
             // `segments` is complete, so its elements do not move any more.
             wr.sg_list = segments[planned.first..].as_mut_ptr();
-            if inline && bytes > 0 {
-                wr.send_flags |= SendFlags::INLINE.bits();
-            }
+            wr.send_flags = flags;
             requests.push(wr);
         }
         if requests.is_empty() {
@@ -183,9 +183,7 @@ impl Chain {
         }
         wr.num_sge = self.segments.len() as i32;
         wr.sg_list = self.segments.as_mut_ptr();
-        if owned && bytes > 0 && bytes <= u64::from(pair.cap.max_inline_data) {
-            wr.send_flags |= SendFlags::INLINE.bits();
-        }
+        wr.send_flags = inline(pair, owned, bytes);
         self.requests.push(wr);
         Ok(bytes)
     }

@@ -39,7 +39,7 @@ pub(super) struct VerbsCq {
 /// queue, and completions that the application has not read.
 #[derive(Debug)]
 pub(super) struct CqRoom {
-    /// Maximum value of each counter.
+    /// Maximum value of each counter. It has 31 bits.
     most: u64,
     /// The number of used entries in the low 32 bits, and of unread completions in the high 32
     /// bits.
@@ -83,12 +83,6 @@ impl Room {
 }
 
 impl CqRoom {
-    /// Creates counters with the maximum `most`, or `i32::MAX` if `most` is greater.
-    fn new(most: usize) -> Self {
-        let most = i32::try_from(most).unwrap_or(i32::MAX);
-        Self { most: u64::from(most.unsigned_abs()), used: AtomicU64::new(0) }
-    }
-
     /// Reserves the room of a request. Returns false, and reserves nothing, if a counter would
     /// exceed its maximum.
     #[inline]
@@ -180,21 +174,13 @@ impl VerbsCq {
         channel: Option<Channel>,
     ) -> Result<Self> {
         let most = usize::try_from(device.attr.max_cqe).unwrap_or(0);
-        let entries = depth.max(1);
-        let room = CqRoom::new(entries);
-        let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
+        let entries = c_int::try_from(depth.max(1)).unwrap_or(c_int::MAX);
+        let room = CqRoom { most: u64::from(entries.unsigned_abs()), used: AtomicU64::new(0) };
         let events = channel.as_ref().map_or(ptr::null_mut(), |channel| channel.channel);
+        let create = device.library.functions.create_cq;
         // SAFETY: the context is open as long as `device`, and a channel is destroyed after its
         // queue; vector 0 always exists.
-        let cq = unsafe {
-            (device.library.functions.create_cq)(
-                device.context,
-                entries,
-                ptr::null_mut(),
-                events,
-                0,
-            )
-        };
+        let cq = unsafe { create(device.context, entries, ptr::null_mut(), events, 0) };
         let cq = device
             .created("ibv_create_cq", cq)
             .map_err(|error| error.context("depth", depth).context("max_cqe", most))?;

@@ -212,11 +212,7 @@ unsafe impl ProviderDomain for VerbsDomain {
     }
 
     fn live(&self) -> LiveObjects {
-        let (regions, page_registrations, bytes) = self.state.regions.counts();
-        let mut live = LiveObjects::default();
-        live.regions = regions;
-        live.page_registrations = page_registrations;
-        live.bytes = bytes;
+        let mut live = self.state.regions.live();
         live.windows = self.state.windows.count();
         live.mapped_keys = self.state.mapped.read().len() as u64;
         live.endpoints = self.state.endpoints.load(Ordering::Relaxed);

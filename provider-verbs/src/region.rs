@@ -12,7 +12,9 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, Error, ErrorKind, Iova, LocalKey, RawKey, RemoteKey,
-    RemotePiece, Result, provider::ProviderRegion, transfer::LocalSegment,
+    RemotePiece, Result,
+    provider::{LiveObjects, ProviderRegion},
+    transfer::LocalSegment,
 };
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustc_hash::FxHashMap;
@@ -421,17 +423,17 @@ impl Regions {
         Ok(Some(staged))
     }
 
-    /// Returns the number of open regions, the number of their registrations, and the number of
-    /// registered bytes.
-    pub(super) fn counts(&self) -> (u64, u64, u64) {
+    /// Returns the numbers of open regions, of their registrations and of registered bytes. All
+    /// other numbers are 0.
+    pub(super) fn live(&self) -> LiveObjects {
+        let mut live = LiveObjects::default();
         let map = self.map.read();
-        let mut counts = (0, 0, 0);
         for region in map.values().filter(|region| !matches!(region.kind, Kind::Buffers)) {
-            counts.0 += 1;
-            counts.1 += region.parts.len() as u64;
-            counts.2 += region.parts.iter().map(|part| part.key.range.len()).sum::<u64>();
+            live.regions += 1;
+            live.page_registrations += region.parts.len() as u64;
+            live.bytes += region.parts.iter().map(|part| part.key.range.len()).sum::<u64>();
         }
-        counts
+        live
     }
 
     /// Deregisters a region that [`Regions::take`] removed from the table. If the driver refuses,

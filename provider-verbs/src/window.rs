@@ -384,11 +384,11 @@ impl Windows {
         bind: &WindowBind,
     ) -> Result<ProviderWindow> {
         let mut kept = self.binder.lock();
-        let mut binder = match kept.take() {
+        let binder = match &mut *kept {
             Some(binder) => binder,
-            None => Binder::open(pd, port)?,
+            none => none.insert(Binder::open(pd, port)?),
         };
-        let planned = regions.with(bind.region, "bind window", |region| {
+        let (info, guard, mw, after) = regions.with(bind.region, "bind window", |region| {
             let (mr, address) = if bind.len == 0 {
                 // A null region crashes librxe. With length 0 the driver uses only the region's
                 // protection domain.
@@ -412,19 +412,14 @@ impl Windows {
             let after = after.map_err(|rule| refuse(rule, "bind window"))?;
             held.posted = 1;
             Ok((info, region.windows.guard(), held.mw, after))
-        });
-        let (info, guard, mw, after) = match planned {
-            Ok(planned) => planned,
-            Err(error) => {
-                *kept = Some(binder);
-                return Err(error);
-            }
-        };
+        })?;
         // SAFETY: while `posted` is not 0, `Windows::free` refuses to free the window. No other
         // call binds the window, because this call holds the lock of the binder. The guard keeps
         // the region registered (`Regions::take`).
         let bound = unsafe { binder.bind(pd, mw, info, timeout) };
-        *kept = Some(binder).filter(|binder| !binder.failed);
+        if binder.failed {
+            *kept = None;
+        }
         let mut map = self.map.lock();
         let held = map.get_mut(&window.token).ok_or_else(unknown)?;
         held.posted = 0;
