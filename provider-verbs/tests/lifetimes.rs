@@ -73,6 +73,13 @@ fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Looped {
     Looped::open(domain, &EndpointAttr::new(cq))
 }
 
+/// Opens a completion queue with an endpoint.
+fn side(domain: &Domain) -> (Arc<dyn CompletionQueue>, Looped) {
+    let cq = domain.open_cq(8).expect("open a queue");
+    let endpoint = endpoint(domain, &cq);
+    (cq, endpoint)
+}
+
 fn buffer(domain: &Domain, byte: u8) -> Region<Vec<u8>> {
     let access = LOCAL | Access::REMOTE_READ | Access::REMOTE_WRITE;
     domain.register(vec![byte; 1024], access).map_err(|rejected| rejected.error).expect("register")
@@ -100,6 +107,11 @@ fn read(cq: &Arc<dyn CompletionQueue>) -> Vec<Completion> {
     out
 }
 
+/// Returns the context of a completion, with its number of bytes or the kind of its error.
+fn outcome(ended: Completion) -> (u64, Result<u64, ErrorKind>) {
+    (ended.context, ended.result.map_err(|error| error.kind()))
+}
+
 fn calls_about(words: &[&str]) -> Vec<String> {
     let calls = fake::calls().into_iter();
     calls.filter(|call| words.iter().any(|word| call.starts_with(word))).collect()
@@ -109,8 +121,7 @@ fn calls_about(words: &[&str]) -> Vec<String> {
 #[test]
 fn endpoint_with_a_failed_close_is_destroyed_before_its_queues() {
     let domain = open();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (cq, endpoint) = side(&domain);
     misbehave(Misbehaviour { polls_fail: true, ..FINE });
     let rejected = endpoint.close().expect_err("the completion queue cannot be read");
     assert_eq!(rejected.error.kind(), ErrorKind::Driver, "{}", rejected.error);
@@ -139,12 +150,9 @@ fn endpoint_with_an_authorization_key_is_refused() {
 #[test]
 fn dropped_endpoint_frees_its_bound_type_2a_window() {
     let domain = open();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (cq, endpoint) = side(&domain);
     let region = buffer(&domain, 1);
-    let window = domain.alloc_type_2_window(Type2Kind::A).expect("allocate");
-    bind(&window, &endpoint, &region).expect("post the bind");
-    read(&cq).remove(0).result.expect("bind");
+    let window = bound(Type2Kind::A, (&domain, &cq, &endpoint), &region);
     let rejected = endpoint.close().expect_err("a window of type 2A is bound through it");
     assert_eq!(rejected.error.kind(), ErrorKind::Busy, "{}", rejected.error);
     fake::calls();
@@ -169,8 +177,7 @@ fn break_connection(endpoint: &Looped, cq: &Arc<dyn CompletionQueue>, from: &Reg
 fn endpoint_connects_again_after_its_pair_fails_during_the_reset() {
     let domain = open();
     misbehave(FINE);
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (cq, endpoint) = side(&domain);
     let (from, to) = (buffer(&domain, 5), buffer(&domain, 0));
     break_connection(&endpoint, &cq, &from);
     misbehave(Misbehaviour { fails_during_reset: true, ..FINE });
@@ -202,10 +209,7 @@ fn requests_that_ended_before_a_reset_keep_their_results() {
     endpoint.resolve(&endpoint.name()).expect("connect again");
     let mut ended = Vec::new();
     cq.read(&mut ended, 8).expect("read completions");
-    let ended: Vec<_> = ended
-        .into_iter()
-        .map(|ended| (ended.context, ended.result.map_err(|error| error.kind())))
-        .collect();
+    let ended: Vec<_> = ended.into_iter().map(outcome).collect();
     let (denied, canceled) = (Err(ErrorKind::AccessDenied), Err(ErrorKind::Canceled));
     assert_eq!(ended, [(1, Ok(1024)), (2, Ok(8)), (3, Ok(8)), (4, denied), (5, canceled)]);
 }
@@ -213,8 +217,7 @@ fn requests_that_ended_before_a_reset_keep_their_results() {
 #[test]
 fn late_completion_of_a_reset_connection_does_not_end_the_next_connection() {
     let domain = open();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (cq, endpoint) = side(&domain);
     let (from, to) = (buffer(&domain, 5), buffer(&domain, 0));
     misbehave(Misbehaviour { hangs: true, flushes_at_reset: true, ..FINE });
     write(&endpoint, &from, &to, 1);
@@ -230,10 +233,7 @@ fn late_completion_of_a_reset_connection_does_not_end_the_next_connection() {
     for _ in 0..8 {
         cq.read(&mut ended, 8).expect("read completions");
     }
-    let ended: Vec<_> = ended
-        .into_iter()
-        .map(|ended| (ended.context, ended.result.map_err(|error| error.kind())))
-        .collect();
+    let ended: Vec<_> = ended.into_iter().map(outcome).collect();
     let canceled = Err(ErrorKind::Canceled);
     assert_eq!(ended, [(1, canceled), (2, canceled), (3, Ok(1024)), (4, Ok(1024))]);
     assert_eq!(endpoint.name(), name, "the new connection has not failed");
@@ -243,12 +243,9 @@ fn late_completion_of_a_reset_connection_does_not_end_the_next_connection() {
 #[test]
 fn queue_pair_with_a_bound_type_2a_window_is_not_reset() {
     let domain = open();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (cq, endpoint) = side(&domain);
     let region = buffer(&domain, 1);
-    let window = domain.alloc_type_2_window(Type2Kind::A).expect("allocate");
-    bind(&window, &endpoint, &region).expect("post the bind");
-    read(&cq).remove(0).result.expect("bind");
+    let window = bound(Type2Kind::A, (&domain, &cq, &endpoint), &region);
     break_connection(&endpoint, &cq, &region);
     let error =
         endpoint.resolve(&endpoint.name()).expect_err("connecting again resets the queue pair");
@@ -257,9 +254,7 @@ fn queue_pair_with_a_bound_type_2a_window_is_not_reset() {
     drop(window);
     endpoint.resolve(&endpoint.name()).expect("nothing is bound");
 
-    let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
-    bind(&window, &endpoint, &region).expect("post the bind");
-    read(&cq).remove(0).result.expect("bind");
+    let window = bound(Type2Kind::B, (&domain, &cq, &endpoint), &region);
     break_connection(&endpoint, &cq, &region);
     endpoint.resolve(&endpoint.name()).expect("a type 2B window allows a reset");
     assert_eq!(window.state(), WindowState::Valid);
@@ -270,8 +265,7 @@ fn queue_pair_with_a_bound_type_2a_window_is_not_reset() {
 #[test]
 fn window_state_changes_when_its_completions_are_read() {
     let domain = open();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (cq, endpoint) = side(&domain);
     let region = buffer(&domain, 1);
     let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
     assert_eq!(window.state(), WindowState::Free);
@@ -303,8 +297,7 @@ fn window_state_changes_when_its_completions_are_read() {
 #[test]
 fn window_stays_bound_after_a_failed_invalidation() {
     let domain = open_rxe();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (cq, endpoint) = side(&domain);
     let (first, other) = (buffer(&domain, 1), buffer(&domain, 2));
     let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
     let key = bind(&window, &endpoint, &first).expect("post the bind");
@@ -339,12 +332,9 @@ fn window_stays_bound_after_a_failed_invalidation() {
 #[test]
 fn rebound_window_is_freed_before_its_queue_pair() {
     let domain = open();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (cq, endpoint) = side(&domain);
     let region = buffer(&domain, 1);
-    let window = domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
-    bind(&window, &endpoint, &region).expect("post the bind");
-    read(&cq).remove(0).result.expect("bind");
+    let window = bound(Type2Kind::B, (&domain, &cq, &endpoint), &region);
     window.post_invalidate(&endpoint, 2).expect("post the invalidation");
     bind(&window, &endpoint, &region).expect("post the next bind");
     for _ in 0..2 {
@@ -499,8 +489,7 @@ fn bind_in_flight_blocks_no_other_call() {
 #[test]
 fn region_with_a_bound_window_is_neither_deregistered_nor_changed() {
     let domain = open();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (cq, endpoint) = side(&domain);
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let (first, second) = (buffer(&domain, 1), buffer(&domain, 2));
     let [region, other] = [&first, &second].map(|region| region.provider_region().expect("handle"));
@@ -613,8 +602,7 @@ fn bind_without_a_result_keeps_both_regions_registered() {
 #[test]
 fn grant_whose_window_is_not_freed_keeps_its_region_registered() {
     let domain = open();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (_cq, endpoint) = side(&domain);
     let region = buffer(&domain, 1);
     let grant = region.grant(&endpoint, 0..64, Access::REMOTE_READ).expect("grant");
     misbehave(Misbehaviour { refuses_frees: libc::EIO, ..FINE });
@@ -631,8 +619,7 @@ fn grant_whose_window_is_not_freed_keeps_its_region_registered() {
 fn grant_over_rxe_says_that_it_does_not_confine_its_peer() {
     for is_rxe in [true, false] {
         let domain = if is_rxe { open_rxe() } else { open() };
-        let cq = domain.open_cq(8).expect("open a queue");
-        let endpoint = endpoint(&domain, &cq);
+        let (_cq, endpoint) = side(&domain);
         let region = buffer(&domain, 1);
         let part = region.grant(&endpoint, 0..64, Access::REMOTE_READ).expect("grant");
         let whole = region.grant(&endpoint, 0..1024, Access::REMOTE_READ).expect("grant");
@@ -653,6 +640,18 @@ fn grant_over_rxe_says_that_it_does_not_confine_its_peer() {
     }
 }
 
+/// Returns a new window of type 2 that is bound to a region.
+fn bound(
+    kind: Type2Kind,
+    (domain, cq, endpoint): (&Domain, &Arc<dyn CompletionQueue>, &Looped),
+    region: &Region<Vec<u8>>,
+) -> Type2Window {
+    let window = domain.alloc_type_2_window(kind).expect("allocate");
+    bind(&window, endpoint, region).expect("post the bind");
+    read(cq).remove(0).result.expect("bind");
+    window
+}
+
 fn bind(window: &Type2Window, endpoint: &Looped, region: &Region<Vec<u8>>) -> Result<RemoteKey> {
     let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
     let bind = Type2Bind { region, offset: 0, len: 64, access, addressing, tag: 7 };
@@ -667,9 +666,7 @@ fn bound_window_is_invalidated_only_through_its_queue_pair() {
     let (own, foreign) = (endpoint(&domain, &cq), endpoint(&domain, &cq));
     let region = buffer(&domain, 1);
     for kind in [Type2Kind::A, Type2Kind::B] {
-        let window = domain.alloc_type_2_window(kind).expect("allocate");
-        bind(&window, &own, &region).expect("post the bind");
-        read(&cq).remove(0).result.expect("bind");
+        let window = bound(kind, (&domain, &cq, &own), &region);
         let error = window.post_invalidate(&foreign, 2).expect_err("a foreign queue pair");
         assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
         assert!(window.key().is_some(), "the window stays bound");
@@ -693,8 +690,7 @@ fn bound_window_is_invalidated_only_through_its_queue_pair() {
 #[test]
 fn provider_refuses_requests_for_the_other_window_type() {
     let domain = open();
-    let cq = domain.open_cq(8).expect("open a queue");
-    let endpoint = endpoint(&domain, &cq);
+    let (_cq, endpoint) = side(&domain);
     let region = buffer(&domain, 1);
     let region = region.provider_region().expect("handle");
     let verbs = VerbsDomain::of(&domain).expect("verbs");

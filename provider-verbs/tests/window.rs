@@ -60,6 +60,13 @@ fn pair(name: &str, window: WindowType) -> Result<Pair, Skipped> {
     Ok(pair)
 }
 
+/// Returns memory with a region of the far side that grants peers nothing.
+fn memory(pair: &Pair, len: usize) -> (Pages, Region<Raw>) {
+    let pages = Pages::new(len);
+    let region = pair.far.register(pages.range(), LOCAL).expect("register");
+    (pages, region)
+}
+
 /// Returns a request that binds a type 2 window to a whole region.
 fn whole(region: &MemoryRegion, tag: u8) -> Type2Bind<'_> {
     let (len, access, addressing) = (region.len(), Access::REMOTE_WRITE, Addressing::Virtual);
@@ -89,6 +96,17 @@ impl<'a> Prober<'a> {
             self.pair.connect();
         }
         result
+    }
+
+    /// Posts a receive of the far side, and sends a message that invalidates a key of the far side.
+    fn send_invalidate(&self, inbox: &MemoryRegion, key: &RemoteKey) -> Result<u64> {
+        let into = inbox.range().slice(0, 64).expect("inside");
+        let into = segment(into, inbox.desc().expect("desc"));
+        let receive = Operation::Receive { tag: None, from: None };
+        self.pair.far.post(receive, &[into], 4).expect("receive");
+        let message = segment(self.from.part(0, 8), self.region.desc().expect("desc"));
+        let send = Operation::Send { tag: None, invalidate: Some(key) };
+        self.pair.near.transfer(send, &[message])
     }
 
     fn refused(&self, key: &RemoteKey, offset: u64, what: &str) {
@@ -130,8 +148,7 @@ fn type_2_window_is_bound_and_invalidated_by_requests() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
-    let to = Pages::new(8192);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (to, region) = memory(&pair, 8192);
     let window = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
     let far = &pair.far;
     let bind = |(offset, len), tag, addressing| {
@@ -163,17 +180,12 @@ fn send_with_invalidate_frees_a_type_2_window() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
-    let to = Pages::new(4096);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (_to, region) = memory(&pair, 4096);
     let window = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
     let key = window.post_bind(&pair.far.endpoint, &whole(&region, 9), 1).expect("post the bind");
     pair.far.wait().result.expect("bind");
     prober.write(&key, 0).expect("write");
-    let into = segment(to.part(0, 64), region.desc().expect("desc"));
-    pair.far.post(Operation::Receive { tag: None, from: None }, &[into], 4).expect("receive");
-    let message = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
-    let send = Operation::Send { tag: None, invalidate: Some(&key) };
-    pair.near.transfer(send, &[message]).expect("send with invalidate");
+    prober.send_invalidate(&region, &key).expect("send with invalidate");
     let received = pair.far.wait();
     assert_eq!(received.result.expect("receive"), 8);
     assert_eq!(received.invalidated, Some(key.as_u64().expect("one key")));
@@ -188,15 +200,10 @@ fn peer_cannot_invalidate_a_type_1_window() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::One)?;
     let prober = Prober::new(&pair);
-    let to = Pages::new(4096);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (to, region) = memory(&pair, 4096);
     let window = pair.far.domain.alloc_type_1_window().expect("allocate");
     let key = window.bind(&region, 1024, 2048, Access::REMOTE_WRITE).expect("bind");
-    let into = segment(to.part(0, 64), region.desc().expect("desc"));
-    pair.far.post(Operation::Receive { tag: None, from: None }, &[into], 4).expect("receive");
-    let message = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
-    let send = Operation::Send { tag: None, invalidate: Some(&key) };
-    let sent = pair.near.transfer(send, &[message]);
+    let sent = prober.send_invalidate(&region, &key);
     let received = pair.far.wait().result;
     assert!(sent.is_err() || received.is_err(), "invalidated: {sent:?}, {received:?}");
     pair.connect();
@@ -235,8 +242,7 @@ fn bind_that_would_break_the_driver_is_refused() -> Outcome {
 fn endpoint_with_a_bound_type_2b_window_closes_at_once() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
-    let to = Pages::new(4096);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (_to, region) = memory(&pair, 4096);
     let window = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
     window.post_bind(&pair.far.endpoint, &whole(&region, 1), 1).expect("post the bind");
     pair.far.wait().result.expect("bind");
@@ -302,15 +308,16 @@ impl Window {
     }
 }
 
+/// Returns the name of the rule that a refused operation violates.
+fn rule(error: hmem_core::Error) -> String {
+    error.context_value("rule").unwrap_or("").to_owned()
+}
+
 /// Sends a message from the near side that invalidates a key of the far side. Both sides connect
 /// again after a failure.
 fn invalidate_by_peer(prober: &Prober<'_>, inbox: &MemoryRegion, key: &RemoteKey) -> Result<()> {
     let pair = prober.pair;
-    let into = segment(inbox.range().slice(0, 64).expect("inside"), inbox.desc().expect("desc"));
-    pair.far.post(Operation::Receive { tag: None, from: None }, &[into], 4).expect("receive");
-    let message = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
-    let send = Operation::Send { tag: None, invalidate: Some(key) };
-    let sent = pair.near.transfer(send, &[message]);
+    let sent = prober.send_invalidate(inbox, key);
     let received = pair.far.wait().result;
     let done = sent.and(received).map(|_| ());
     if done.is_err() {
@@ -460,18 +467,13 @@ fn window_invalidated_by_a_peer_is_not_invalidated_again_on_rxe() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
-    let to = Pages::new(4096);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (_to, region) = memory(&pair, 4096);
     let window = pair.far.domain.alloc_type_2_window(Type2Kind::B).expect("allocate");
     for tag in 1..=3 {
         let bind = whole(&region, tag);
         let key = window.post_bind(&pair.far.endpoint, &bind, 1).expect("post the bind");
         pair.far.wait().result.expect("bind");
-        let into = segment(to.part(0, 64), region.desc().expect("desc"));
-        pair.far.post(Operation::Receive { tag: None, from: None }, &[into], 4).expect("receive");
-        let message = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
-        let send = Operation::Send { tag: None, invalidate: Some(&key) };
-        pair.near.transfer(send, &[message]).expect("send with invalidate");
+        prober.send_invalidate(&region, &key).expect("send with invalidate");
         let invalidated = window.post_invalidate(&pair.far.endpoint, 5);
         if name.starts_with("rxe") {
             let rule = invalidated.map_err(|error| error.context_value("rule").map(str::to_owned));
@@ -568,8 +570,7 @@ fn window_denies_each_right_that_it_lacks() -> Outcome {
     for kind in [WindowType::One, WindowType::TwoB] {
         let pair = pair(&name, kind)?;
         let prober = Prober::new(&pair);
-        let to = Pages::new(4096);
-        let region = pair.far.register(to.range(), LOCAL).expect("register");
+        let (to, region) = memory(&pair, 4096);
         let local = segment(prober.from.part(0, 8), prober.region.desc().expect("desc"));
         for access in [Access::REMOTE_READ, Access::REMOTE_RMA_WRITE, Access::REMOTE_ATOMIC] {
             let mut window = Window::alloc(&pair, kind);
@@ -603,8 +604,7 @@ fn overlapping_windows_keep_their_region_open() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
     let prober = Prober::new(&pair);
-    let to = Pages::new(4096);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (to, region) = memory(&pair, 4096);
     let (mut one, mut two) =
         (Window::alloc(&pair, WindowType::One), Window::alloc(&pair, WindowType::TwoB));
     let first = one.bind(&pair, &region, (0, 256), Access::REMOTE_WRITE).expect("bind");
@@ -626,10 +626,8 @@ fn overlapping_windows_keep_their_region_open() -> Outcome {
 fn refused_bind_names_the_rule() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
-    let to = Pages::new(4096);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (to, region) = memory(&pair, 4096);
     let foreign = pair.near.register(to.range(), LOCAL).expect("register");
-    let rule = |error: hmem_core::Error| error.context_value("rule").unwrap_or("").to_owned();
     let read = Access::REMOTE_READ;
     for kind in [WindowType::One, WindowType::TwoB] {
         let mut window = Window::alloc(&pair, kind);
@@ -655,15 +653,13 @@ fn refused_bind_names_the_rule() -> Outcome {
 fn request_for_the_other_window_type_is_refused() -> Outcome {
     let name = device()?;
     let pair = pair(&name, WindowType::TwoB)?;
-    let to = Pages::new(4096);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (_to, region) = memory(&pair, 4096);
     let region = region.provider_region().expect("registered");
     let windows = pair.far.verbs().windows().expect("windows");
     let one = windows.alloc_window(WindowType::One).expect("allocate");
     let two = windows.alloc_window(WindowType::TwoB).expect("allocate");
     let (access, addressing) = (Access::REMOTE_READ, Addressing::Virtual);
     let bind = WindowBind { region, offset: 0, len: 64, access, addressing };
-    let rule = |error: hmem_core::Error| error.context_value("rule").unwrap_or("").to_owned();
     assert_eq!(rule(windows.bind_window(two, &bind).unwrap_err()), "bound-by-its-verb");
     let window = one;
     let post = Operation::BindWindow { window, bind, tag: 1 };
@@ -680,8 +676,7 @@ fn request_for_the_other_window_type_is_refused() -> Outcome {
 fn type_2b_window_works_through_its_own_queue_pair_only() -> Outcome {
     let name = device()?;
     let mut pair = pair(&name, WindowType::TwoB)?;
-    let to = Pages::new(4096);
-    let region = pair.far.register(to.range(), LOCAL).expect("register");
+    let (to, region) = memory(&pair, 4096);
     let mut two = Window::alloc(&pair, WindowType::TwoB);
     let key = two.bind(&pair, &region, (0, 64), Access::REMOTE_WRITE).expect("bind");
     Prober::new(&pair).write(&key, 0).expect("through its own queue pair");
@@ -726,8 +721,7 @@ fn stale_tags_of_a_window_are_refused() -> Outcome {
     for kind in [WindowType::One, WindowType::TwoB] {
         let pair = pair(&name, kind)?;
         let prober = Prober::new(&pair);
-        let to = Pages::new(4096);
-        let region = pair.far.register(to.range(), LOCAL).expect("register");
+        let (to, region) = memory(&pair, 4096);
         let mut window = Window::alloc(&pair, kind);
         let key = window.bind(&pair, &region, (0, 64), Access::REMOTE_WRITE).expect("bind");
         let number = key.as_u64().expect("one key");
@@ -756,8 +750,7 @@ fn window_bounds_are_enforced_if_the_driver_checks_them() -> Outcome {
     ] {
         let pair = pair(&name, kind)?;
         let prober = Prober::new(&pair);
-        let to = Pages::new(8192);
-        let region = pair.far.register(to.range(), LOCAL).expect("register");
+        let (to, region) = memory(&pair, 8192);
         let access = Access::REMOTE_WRITE;
         let (one, two);
         let key = if kind == WindowType::One {
