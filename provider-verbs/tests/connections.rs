@@ -1,11 +1,9 @@
 //! Connections over a fake library that moves bytes: the locks of two endpoints that connect,
 //! recovery after a refused access, and the bytes of immediate data in work requests.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
 #[path = "../../p2p/tests/staging_cases/mod.rs"]
 mod staging_cases;
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
 use std::{

@@ -1,6 +1,5 @@
 //! Devices that cannot be opened, and ports that cannot be used.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
 mod support;
 #[path = "../../tests/trials/mod.rs"]

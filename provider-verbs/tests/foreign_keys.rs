@@ -4,10 +4,8 @@ mod fake;
 
 use std::sync::Arc;
 
-use fake::{calls, functions};
-use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, Promise, Raw, Registry, Request,
-};
+use fake::{calls, functions, memory, range};
+use hmem_core::{Access, Domain, DomainAttr, ErrorKind, Promise, Raw, Registry, Request};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
 use hmem_provider_verbs::{Settings, Verbs, VerbsMr, VerbsOptions};
@@ -15,19 +13,7 @@ use hmem_provider_verbs::{Settings, Verbs, VerbsMr, VerbsOptions};
 fn domain() -> Domain {
     let builder = Verbs::builder().functions(functions());
     // SAFETY: the fake's protection domain is never freed.
-    let verbs = unsafe { builder.with_pd(fake::foreign_pd(), ()) }.expect("start");
-    let (registry, selector) = (Registry::new(), DefaultPathSelector::new());
-    Domain::open(&verbs, Arc::new(registry), Arc::new(selector), DomainAttr::default())
-        .expect("open")
-}
-
-fn range(start: u64, len: u64) -> AddressRange {
-    AddressRange::new(Address(start), len).expect("range")
-}
-
-fn memory(start: u64, len: u64) -> Raw {
-    // SAFETY: the fake library accesses no memory.
-    unsafe { Raw::new(range(start, len), Promise::ReadWrite) }
+    fake::open(&unsafe { builder.with_pd(fake::foreign_pd(), ()) }.expect("start"))
 }
 
 fn at(iova: u64) -> Settings {

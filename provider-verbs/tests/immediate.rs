@@ -1,11 +1,9 @@
 //! Immediate data and invalidated keys over a fake library that moves bytes: chains, staged memory,
 //! and the data of receives. `tests/behaviour/transfers.rs` tests them over a real driver.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
 #[path = "../../p2p/tests/staging_cases/mod.rs"]
 mod staging_cases;
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
 use std::{sync::Arc, time::Duration};

@@ -10,12 +10,11 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use fake::{calls, functions, symbol, with};
+use fake::{calls, functions, memory, open, range, symbol, with};
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, BindFlags, Decision,
-    DeviceBuffer, DeviceId, DmaBufOffset, Domain, DomainAttr, Errno, Error, ErrorKind, Iface,
-    MrFlags, MrMode, Path as HmemPath, Promise, Raw, Registry, RemoteKey, Request, Result,
-    WriteOrdering,
+    Access, Address, Addressing, AllocationKind, AuthKey, BindFlags, Decision, DeviceBuffer,
+    DeviceId, DmaBufOffset, Domain, DomainAttr, Errno, Error, ErrorKind, Iface, MrFlags, MrMode,
+    Path as HmemPath, Registry, RemoteKey, Request, Result, WriteOrdering,
     iface::{AllocRequest, DmaBufMapping},
     provider::{
         Backing, CompositeKeys, DomainRequest, Features, Piece, Provider, ProviderDomain,
@@ -30,27 +29,8 @@ use hmem_provider_verbs::{
     sys::{AccessFlags, Functions},
 };
 
-fn open(verbs: &Verbs) -> Domain {
-    Domain::open(
-        verbs,
-        Arc::new(Registry::new()),
-        Arc::new(DefaultPathSelector::new()),
-        DomainAttr::default(),
-    )
-    .expect("open")
-}
-
 fn domain() -> Domain {
     open(&Verbs::builder().functions(functions()).build().expect("start"))
-}
-
-fn range(start: u64, len: u64) -> AddressRange {
-    AddressRange::new(Address(start), len).expect("range")
-}
-
-fn memory(start: u64, len: u64) -> Raw {
-    // SAFETY: the fake library accesses no memory.
-    unsafe { Raw::new(range(start, len), Promise::ReadWrite) }
 }
 
 fn register(

@@ -1,10 +1,8 @@
 //! Lifetimes of objects that depend on each other, over a fake library that moves bytes: failed
 //! closes, late completions, binds that never complete, windows and their queue pairs.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
 mod looped;
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
 use std::{
@@ -13,16 +11,14 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AuthKey, Domain, DomainAttr, ErrorKind, GrantKind,
-    Iova, Promise, Raw, RawKey, Region, Registry, RemoteKey, Result, Type2Bind, Type2Kind,
-    Type2Window,
+    Access, Address, AddressRange, Addressing, AuthKey, Domain, ErrorKind, GrantKind, Iova,
+    Promise, Raw, RawKey, Region, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
     provider::{
         CompletionQueue, EndpointAttr, ProviderDomain, Transport, WindowBind, WindowState,
         WindowType, Windows,
     },
     transfer::{Completion, Operation, RemoteSegment, WorkRequest},
 };
-use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs, VerbsDomain, VerbsMr, VerbsOptions,
     sys::{Functions, WcStatus},
@@ -64,9 +60,7 @@ fn open_over(functions: Functions) -> Domain {
 fn open_with(functions: Functions, bind_timeout: Duration) -> Domain {
     let builder = Verbs::builder().functions(functions);
     let builder = builder.options(VerbsOptions::MW_BIND).bind_timeout(bind_timeout);
-    let verbs = builder.build().expect("start");
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
-    Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open")
+    fake::open(&builder.build().expect("start"))
 }
 
 fn endpoint(domain: &Domain, cq: &Arc<dyn CompletionQueue>) -> Looped {

@@ -1,7 +1,6 @@
 //! MR-16: parallel driver calls for long registrations, over a fake driver that can block its
 //! calls.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
@@ -11,16 +10,13 @@ use std::{
     ffi::{c_int, c_uint, c_void},
     panic::{self, AssertUnwindSafe},
     ptr,
-    sync::{Arc, Condvar, Mutex, MutexGuard},
+    sync::{Condvar, Mutex, MutexGuard},
     thread,
     time::Duration,
 };
 
-use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, Parallel, Promise, Raw, Registry,
-    Request, provider::ProviderDomain,
-};
-use hmem_p2p::path::DefaultPathSelector;
+use fake::memory;
+use hmem_core::{Access, Domain, ErrorKind, Parallel, Request, provider::ProviderDomain};
 use hmem_provider_verbs::{
     Verbs, VerbsDomain, VerbsMr,
     sys::{Functions, Mr, Pd},
@@ -140,14 +136,7 @@ fn domain(max_mr_size: u64) -> (Domain, MutexGuard<'static, ()>) {
         })
     };
     let verbs = Verbs::builder().functions(functions.expect("complete")).build().expect("start");
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
-    (Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open"), alone)
-}
-
-fn memory(start: u64, len: u64) -> Raw {
-    let range = AddressRange::new(Address(start), len).expect("range");
-    // SAFETY: the fake driver accesses no memory.
-    unsafe { Raw::new(range, Promise::ReadWrite) }
+    (fake::open(&verbs), alone)
 }
 
 const MIB: u64 = 1 << 20;

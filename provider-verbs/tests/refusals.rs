@@ -1,21 +1,18 @@
 //! Requests that the provider refuses before the driver call, and the ranges of bound windows, over
 //! a fake library.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
 mod looped;
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova,
-    LocalKey, Promise, Raw, Region, Registry, RemoteKey, RemotePiece, Result, Type2Bind, Type2Kind,
+    Access, Address, AddressRange, Addressing, Domain, Endpoint, ErrorKind, Iova, LocalKey,
+    Promise, Raw, Region, RemoteKey, RemotePiece, Result, Type2Bind, Type2Kind,
     provider::{CompletionQueue, EndpointAttr, Transport, WindowBind, WindowType, Windows},
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
-use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs, VerbsDomain, VerbsOptions,
     sys::{AccessFlags, Functions},
@@ -30,12 +27,7 @@ fn open(options: VerbsOptions) -> Domain {
 
 fn open_on(functions: Functions, options: VerbsOptions) -> Domain {
     let builder = Verbs::builder().functions(functions).options(options);
-    open_of(&builder.build().expect("start"))
-}
-
-fn open_of(verbs: &Verbs) -> Domain {
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
-    Domain::open(verbs, registry, paths, DomainAttr::default()).expect("open")
+    fake::open(&builder.build().expect("start"))
 }
 
 fn buffer(domain: &Domain, access: Access) -> Region<Vec<u8>> {
@@ -532,7 +524,7 @@ fn post_to_an_unresolved_peer_is_refused_before_the_driver_call() {
 #[test]
 fn provider_refuses_queues_of_another_domain() {
     let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
-    let [own, same_device] = [open_of(&verbs), open_of(&verbs)];
+    let [own, same_device] = [fake::open(&verbs), fake::open(&verbs)];
     let other_device = open(VerbsOptions::empty());
     fn transport(domain: &Domain) -> &dyn Transport {
         domain.provider_domain().transport().expect("verbs transfers")

@@ -1,7 +1,6 @@
 //! Changes of a region's rights in place (`ibv_rereg_mr`), over a fake driver: the available real
 //! drivers refuse the call.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
 
 use std::{
@@ -10,7 +9,7 @@ use std::{
     mem::ManuallyDrop,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard,
+        Condvar, Mutex, MutexGuard,
         atomic::{AtomicI32, Ordering},
     },
     thread,
@@ -18,10 +17,8 @@ use std::{
 
 use fake::{calls, functions, with};
 use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, Promise, Raw, Region, Registry,
-    WriteOrdering, provider::RawKeys,
+    Access, Domain, DomainAttr, ErrorKind, Raw, Region, WriteOrdering, provider::RawKeys,
 };
-use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs, VerbsDomain, VerbsMr,
     sys::{AccessFlags, Functions, Mr, Pd},
@@ -31,20 +28,12 @@ fn domain(max_mr_size: u64) -> Domain {
     let functions = functions();
     with(|script| script.max_mr_size = max_mr_size);
     let verbs = Verbs::builder().functions(functions).build().expect("start");
-    Domain::open(
-        &verbs,
-        Arc::new(Registry::new()),
-        Arc::new(DefaultPathSelector::new()),
-        DomainAttr { ordering: WriteOrdering::Relaxed, ..DomainAttr::default() },
-    )
-    .expect("open")
+    let attr = DomainAttr { ordering: WriteOrdering::Relaxed, ..DomainAttr::default() };
+    fake::open_as(&verbs, attr)
 }
 
 fn register(domain: &Domain, len: u64) -> Region<Raw> {
-    let range = AddressRange::new(Address(0x1000), len).expect("range");
-    // SAFETY: the fake library accesses no memory.
-    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
-    domain.register(memory, Access::REMOTE_READ).expect("register")
+    domain.register(fake::memory(0x1000, len), Access::REMOTE_READ).expect("register")
 }
 
 /// VRB-01
@@ -255,8 +244,7 @@ fn close_waits_for_a_change_of_rights() {
         })
     };
     let verbs = Verbs::builder().functions(functions.expect("complete")).build().expect("start");
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
-    let domain = Domain::open(&verbs, registry, paths, DomainAttr::default()).expect("open");
+    let domain = fake::open(&verbs);
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     let (region, other) = (register(&domain, 0x1000), register(&domain, 0x1000));
     let handle = region.provider_region().expect("handle");

@@ -1,30 +1,16 @@
 //! Translation of write and atomic rights to verbs, over a fake library.
 
-#[allow(dead_code, reason = "other tests use more of it")]
 mod fake;
 
-use std::sync::Arc;
-
 use fake::{calls, functions, with};
-use hmem_core::{
-    Access, Address, AddressRange, Domain, DomainAttr, ErrorKind, MrFlags, Promise, Raw, Registry,
-    Request,
-};
-use hmem_p2p::path::DefaultPathSelector;
+use hmem_core::{Access, Address, AddressRange, Domain, ErrorKind, MrFlags, Promise, Raw, Request};
 use hmem_provider_verbs::{
     DeviceRights, Verbs, VerbsDomain, access_flags,
     sys::{AccessFlags, Functions},
 };
 
 fn open(functions: Functions) -> Domain {
-    let verbs = Verbs::builder().functions(functions).build().expect("start");
-    Domain::open(
-        &verbs,
-        Arc::new(Registry::new()),
-        Arc::new(DefaultPathSelector::new()),
-        DomainAttr::default(),
-    )
-    .expect("open")
+    fake::open(&Verbs::builder().functions(functions).build().expect("start"))
 }
 
 /// Resets the fake library to one device without atomics, and returns its function table.

@@ -2,11 +2,9 @@
 //! not know about staging. The tests run over the device that `HMEM_VERBS_DEVICE` names, or over a
 //! fake library that moves bytes.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
 #[path = "../../p2p/tests/staging_cases/mod.rs"]
 mod staging_cases;
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
 use std::{sync::Arc, time::Duration};

@@ -2,10 +2,8 @@
 //! events that wake a sleeping thread, and devices without channels. `tests/behaviour/evt.rs` tests
 //! these over a real driver.
 
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod fake;
 mod looped;
-#[allow(dead_code, reason = "other tests use the rest of it")]
 mod wire;
 
 use std::{
@@ -14,11 +12,10 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Domain, DomainAttr, ErrorKind, Region, Registry,
+    Access, Domain, ErrorKind, Region,
     provider::{CompletionChannel, CompletionQueue, EndpointAttr},
     transfer::RemoteSegment,
 };
-use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{Verbs, sys::WcStatus};
 use looped::Looped;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -39,12 +36,7 @@ struct Alone {
 fn open(misbehaviour: Misbehaviour) -> Domain {
     let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
     misbehave(misbehaviour);
-    open_of(&verbs)
-}
-
-fn open_of(verbs: &Verbs) -> Domain {
-    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
-    Domain::open(verbs, registry, paths, DomainAttr::default()).expect("open")
+    fake::open(&verbs)
 }
 
 fn readable_now(channel: &dyn CompletionChannel) -> bool {

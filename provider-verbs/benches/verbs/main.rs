@@ -16,7 +16,6 @@
 
 mod bare;
 #[path = "../../tests/fake/mod.rs"]
-#[allow(dead_code, reason = "tests use the rest of it")]
 mod fake;
 mod raw;
 

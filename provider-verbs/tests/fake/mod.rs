@@ -1,17 +1,45 @@
 //! A fake libibverbs with separate state per thread. Tests set the results of its functions and
 //! read the record of calls.
+#![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::{
     cell::RefCell,
     ffi::{CStr, c_char, c_int, c_uint, c_void},
     mem, ptr,
+    sync::Arc,
 };
 
-use hmem_provider_verbs::sys::{
-    AtomicCap, CompChannel, Context, Cq, Device, DeviceAttr, DeviceAttrEx, DeviceExInput,
-    ForkStatus, Functions, Gid, IBV_ODP_SUPPORT, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr,
-    VERBS_ABI_IS_EXTENDED, VerbsContext,
+use hmem_core::{Address, AddressRange, Domain, DomainAttr, Promise, Raw, Registry};
+use hmem_p2p::path::DefaultPathSelector;
+use hmem_provider_verbs::{
+    Verbs,
+    sys::{
+        AtomicCap, CompChannel, Context, Cq, Device, DeviceAttr, DeviceAttrEx, DeviceExInput,
+        ForkStatus, Functions, Gid, IBV_ODP_SUPPORT, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr,
+        VERBS_ABI_IS_EXTENDED, VerbsContext,
+    },
 };
+
+/// Opens a domain without ifaces.
+pub(crate) fn open(verbs: &Verbs) -> Domain {
+    open_as(verbs, DomainAttr::default())
+}
+
+/// Opens a domain with these attributes, without ifaces.
+pub(crate) fn open_as(verbs: &Verbs, attr: DomainAttr) -> Domain {
+    let (registry, paths) = (Arc::new(Registry::new()), Arc::new(DefaultPathSelector::new()));
+    Domain::open(verbs, registry, paths, attr).expect("open")
+}
+
+pub(crate) fn range(start: u64, len: u64) -> AddressRange {
+    AddressRange::new(Address(start), len).expect("range")
+}
+
+/// Returns addresses for registrations with the fake library. No memory needs to be mapped there.
+pub(crate) fn memory(start: u64, len: u64) -> Raw {
+    // SAFETY: the fake library accesses no memory.
+    unsafe { Raw::new(range(start, len), Promise::ReadWrite) }
+}
 
 /// Results that the fake library's functions return, and a record of the calls.
 #[derive(Default)]

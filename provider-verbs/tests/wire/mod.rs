@@ -5,6 +5,7 @@
 //!
 //! Each device numbers its queue pairs from 1 on, as hardware does. A thread has a library of its
 //! own, unless it enters that of another thread ([`Shared`]).
+#![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::{
     cell::RefCell,
