@@ -59,17 +59,21 @@ macro_rules! functions {
                 Ok(Self {
                     library: library.into(),
                     $($field: {
+                        type Function = unsafe extern "C" fn($($type),*) $(-> $result)?;
                         let address = lookup(stringify!($symbol), $version).ok_or_else(|| {
                             lacks_symbol(library, concat!(stringify!($symbol), "@", $version))
                         })?;
                         // SAFETY: the caller promises that the lookup returns functions with the
                         // header's signatures, which are declared here.
-                        unsafe { mem::transmute::<*const (), _>(address) }
+                        unsafe { mem::transmute::<*const (), Function>(address) }
                     },)+
-                    // SAFETY: the caller promises that the lookup returns functions with the
-                    // header's signatures, which are declared here.
-                    $($ofield: lookup(stringify!($osymbol), $oversion)
-                        .map(|address| unsafe { mem::transmute::<*const (), _>(address) }),)+
+                    $($ofield: {
+                        type Function = unsafe extern "C" fn($($otype),*) $(-> $oresult)?;
+                        let address = lookup(stringify!($osymbol), $oversion);
+                        // SAFETY: the caller promises that the lookup returns functions with the
+                        // header's signatures, which are declared here.
+                        address.map(|it| unsafe { mem::transmute::<*const (), Function>(it) })
+                    },)+
                 })
             }
         }
