@@ -34,7 +34,7 @@ bitflags::bitflags! {
     }
 }
 
-/// Settings of one request that only verbs has
+/// Verbs-specific settings of one request
 /// ([`Request::extension`](hmem_core::Request::extension)).
 ///
 /// ```no_run

@@ -201,7 +201,8 @@ impl QueuePair {
         unsafe { (*self.qp).qp_num }
     }
 
-    /// Limits a device's maximum number of RMA reads and atomics in flight to the provider's.
+    /// Returns the device's maximum number of RMA reads and atomics in flight, but at most
+    /// [`DEPTH_OF_READS`].
     fn reads(limit: i32) -> u8 {
         u8::try_from(limit.clamp(0, DEPTH_OF_READS)).unwrap_or(0)
     }

@@ -114,8 +114,9 @@ impl fmt::Debug for Queue {
     }
 }
 
-/// The endpoints of one provider in this process, by which an endpoint finds its peer if
-/// [`Builder::connect_in_process`](super::Builder::connect_in_process) is set.
+/// The endpoints of one provider in this process. If
+/// [`Builder::connect_in_process`](super::Builder::connect_in_process) is set, an endpoint searches
+/// them for its peer.
 #[derive(Debug, Default)]
 pub(super) struct Fabric {
     endpoints: Mutex<Vec<Weak<Endpoint>>>,

@@ -136,7 +136,7 @@ impl CqState {
     }
 
     /// Makes the fd unreadable until the next completion. Returns false if completions are stored
-    /// for the application, which then must not sleep.
+    /// for the application. The caller must not sleep then.
     ///
     /// The call first arms the NIC, and then reads and stores the completions that the NIC already
     /// has. So each request that completes is either stored, or makes the fd readable.

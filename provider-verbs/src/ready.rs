@@ -59,7 +59,8 @@ impl Ready {
         self.state.lock()
     }
 
-    /// Stores a completion that does not come from the NIC, and wakes the sleeping threads.
+    /// Stores the completion of a staged transfer or a canceled request, and wakes the sleeping
+    /// threads.
     pub(super) fn push(&self, completion: Completion) {
         self.lock().completions.push_back(completion);
         self.ring();
@@ -96,8 +97,8 @@ impl Ready {
         Ok(self.alarm(channel)?.epoll.as_fd())
     }
 
-    /// Cancels earlier calls of [`Self::ring`], which no longer make the epoll fd readable. Events
-    /// of the NIC still do.
+    /// Cancels the effect of earlier calls of [`Self::ring`]. Only an event of the NIC keeps the
+    /// epoll fd readable then.
     pub(super) fn hush(&self, channel: Option<BorrowedFd<'_>>) -> Result<()> {
         // If `ring` was not called, the read fails with EAGAIN, which is no error here.
         let _ = rustix::io::read(&self.alarm(channel)?.event, &mut [0; 8]);

@@ -293,7 +293,7 @@ impl Registrar<'_> {
         Ok(RegionPart { mr, key: PartKey { range: part, base, lkey, rkey } })
     }
 
-    /// Registers memory at `address`, which the NIC calls `base`.
+    /// Registers memory at `address`. Work requests name the first byte by the address `base`.
     fn by_address(
         &self,
         range: AddressRange,

@@ -88,10 +88,7 @@ impl Lane {
     /// Applies the results and the cancellation in `self.updates` to the requests of the lane, and
     /// clears `self.updates`. Returns false if it was already clear.
     fn take_updates(&self, entries: &mut VecDeque<QueuedRequest>) -> bool {
-        let (ended, canceled_before) = {
-            let mut updates = self.updates.lock();
-            (std::mem::take(&mut updates.ended), std::mem::take(&mut updates.canceled_before))
-        };
+        let LaneUpdates { ended, canceled_before } = std::mem::take(&mut *self.updates.lock());
         for entry in entries.iter_mut().filter(|entry| entry.number < canceled_before) {
             entry.cancel();
         }
