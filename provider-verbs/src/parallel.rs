@@ -131,41 +131,28 @@ mod tests {
     #[test]
     fn range_is_split_on_request_if_it_is_long_enough() {
         let cut = |len, asked: Option<Parallel<'_>>, cpus| {
-            Division::new(len, u64::MAX, asked.as_ref(), cpus)
+            let division = Division::new(len, u64::MAX, asked.as_ref(), cpus);
+            (division.part, division.threads)
         };
-        assert_eq!(cut(GIB, None, 8), Division::none(u64::MAX), "not requested: one key");
-        assert_eq!(cut(GIB, Some(asked(0, 0)), 8), Division { part: GIB / 8, threads: 8 });
-        assert_eq!(cut(GIB, Some(asked(3, 0)), 8), Division { part: 342 << 20, threads: 3 });
-        assert_eq!(
-            cut(GIB, Some(asked(0, 0)), 1),
-            Division::none(u64::MAX),
-            "one CPU gains nothing"
-        );
-        assert_eq!(
-            cut(127 << 20, Some(asked(0, 0)), 8),
-            Division::none(u64::MAX),
-            "too short to gain"
-        );
-        assert_eq!(
-            cut(1 << 20, Some(asked(0, 64 << 10)), 8),
-            Division { part: 64 << 10, threads: 8 }
-        );
-        assert_eq!(
-            cut(100 << 10, Some(asked(0, 64 << 10)), 8),
-            Division { part: 64 << 10, threads: 2 }
-        );
+        let whole = (u64::MAX, 1);
+        assert_eq!(cut(GIB, None, 8), whole, "not requested: one key");
+        assert_eq!(cut(GIB, Some(asked(0, 0)), 8), (GIB / 8, 8));
+        assert_eq!(cut(GIB, Some(asked(3, 0)), 8), (342 << 20, 3));
+        assert_eq!(cut(GIB, Some(asked(0, 0)), 1), whole, "one CPU gains nothing");
+        assert_eq!(cut(127 << 20, Some(asked(0, 0)), 8), whole, "too short to gain");
+        assert_eq!(cut(1 << 20, Some(asked(0, 64 << 10)), 8), (64 << 10, 8));
+        assert_eq!(cut(100 << 10, Some(asked(0, 64 << 10)), 8), (64 << 10, 2));
     }
 
     #[test]
     fn parts_over_the_device_limit_are_registered_in_parallel() {
-        let cut = |len, asked: Option<Parallel<'_>>| Division::new(len, GIB, asked.as_ref(), 8);
-        assert_eq!(cut(4 * GIB, None), Division { part: GIB, threads: 4 });
-        assert_eq!(cut(40 * GIB, Some(asked(2, 0))), Division { part: GIB, threads: 2 });
-        assert_eq!(cut(40 * GIB, Some(asked(0, 8 * GIB))), Division { part: GIB, threads: 8 });
-        assert_eq!(
-            Division::new(4096, 1024, None, 8),
-            Division::none(1024),
-            "short: one after the other"
-        );
+        let cut = |len, max, asked: Option<Parallel<'_>>| {
+            let division = Division::new(len, max, asked.as_ref(), 8);
+            (division.part, division.threads)
+        };
+        assert_eq!(cut(4 * GIB, GIB, None), (GIB, 4));
+        assert_eq!(cut(40 * GIB, GIB, Some(asked(2, 0))), (GIB, 2));
+        assert_eq!(cut(40 * GIB, GIB, Some(asked(0, 8 * GIB))), (GIB, 8));
+        assert_eq!(cut(4096, 1024, None), (1024, 1), "short: one after the other");
     }
 }
