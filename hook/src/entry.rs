@@ -46,14 +46,14 @@ pub(super) struct Relative {
     pub(super) target: u64,
 }
 
-/// The reason why an entry cannot be patched.
+/// The reason why the entry of a function cannot be patched.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum PatchObstacle {
     /// The decoder found a jump or call. Other libraries patch functions by such instructions.
     Jump,
     /// The decoder does not know the instruction at this offset from the entry.
     Unknown(usize),
-    /// The function makes the system call with this number. The caller expected another number.
+    /// The function makes the system call with this number, which is not the expected one.
     OtherCall(i64),
     /// The decoder knows each instruction that it read, but a patch can replace none of them.
     NoRoom,

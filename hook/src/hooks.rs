@@ -127,9 +127,9 @@ pub struct Hooks<T: HasTable + 'static> {
     issuer: TokenIssuer,
     /// The subscriptions of each invalidator to this monitor, by slot.
     own: [OwnSubscriptions; SLOTS],
-    /// The subscription to the process's table of each invalidator with subscriptions to this
-    /// monitor, by slot. A thread holds the lock while it adds the first or removes the last
-    /// subscription of an invalidator.
+    /// By slot, for each invalidator that is subscribed to this monitor: its subscription to the
+    /// subscriber table of the process. A thread holds the lock while it adds the first or removes
+    /// the last subscription of an invalidator.
     in_table: Mutex<[Option<SlotSubscription>; SLOTS]>,
 }
 

@@ -32,7 +32,7 @@ pub struct PatchTarget {
     pub name: &'static str,
     /// The address of the function.
     pub entry: usize,
-    /// The address of the hook: the function that runs in its place.
+    /// The address of the hook, which runs in place of the patched function.
     pub hook: usize,
     /// The number of the system call that the function makes, or `None` if it makes none or the
     /// number is not known.
@@ -275,7 +275,7 @@ fn all_or_none<S>(
 
 /// Makes every processor that runs this process execute a serialising instruction, so that it
 /// fetches its code again. If the kernel does not support this (before Linux 4.16), logs that the
-/// processors see `code` later.
+/// processors see the new code later. The log calls the new code `code`.
 fn synchronise_code(code: &'static str) {
     let synchronised = membarrier(MembarrierCommand::RegisterPrivateExpeditedSyncCore)
         .and_then(|()| membarrier(MembarrierCommand::PrivateExpeditedSyncCore));
@@ -291,8 +291,8 @@ fn code_at(entry: u64) -> [u8; ENTRY_LEN] {
     unsafe { ptr::with_exposed_provenance::<[u8; ENTRY_LEN]>(entry as usize).read_volatile() }
 }
 
-/// Returns the file name of the library that patched the function at `entry`: the jump in `code`
-/// leads there.
+/// Returns the file name of the library that patched the function at `entry`. The jump in `code`,
+/// the first bytes of the function, leads into that library.
 fn owner(entry: u64, code: &[u8; ENTRY_LEN]) -> Option<String> {
     let target = arch::jump_target(entry, code)?;
     Some(object_of(target as usize)?.to_string_lossy().into_owned())

@@ -56,7 +56,7 @@ use crate::MonitorName;
 /// The maximum number of invalidators in a table. Each cache of the process has one invalidator.
 pub const SLOTS: usize = 64;
 
-/// The number of cache lines on each side.
+/// The number of cache lines in each of the two sets of reader counters (*sides*).
 const LINES: usize = 16;
 
 /// A cache line with two counters of readers: one for a single reader at a time, and one for the
@@ -89,11 +89,11 @@ const IN_FLIGHT: u64 = (1 << 32) - 1;
 pub struct SubscriberTable {
     /// One bit for each slot: 1 if the slot contains an invalidator.
     taken: AtomicU64,
-    /// The number of switches of sides so far. New readers count on the side `side & 1`.
+    /// Number of switches between the two sides so far. New readers count in `readers[side & 1]`.
     side: AtomicUsize,
     /// The invalidator in each slot, as a pointer from `Box::into_raw`. Null in a free slot.
     slots: [AtomicPtr<Arc<dyn Invalidator>>; SLOTS],
-    /// The counters of both sides.
+    /// The counters of readers, in two sets (*sides*) that take turns.
     readers: [[Line; LINES]; 2],
 }
 
@@ -197,8 +197,8 @@ impl TableReadGuard<'_> {
 
     /// Calls `notify` with the slot number and the invalidator of each subscriber.
     ///
-    /// Repeated calls on one guard see the same subscribers. A child that was forked while the
-    /// guard existed sees none.
+    /// Repeated calls on one guard see the same subscribers. In a child that was forked while the
+    /// guard existed, calls on the guard see no subscribers.
     #[inline]
     pub fn each(&self, mut notify: impl FnMut(usize, &dyn Invalidator)) {
         let mut left = self.taken;
@@ -316,7 +316,7 @@ impl<T: HasTable> Subscribers<T> {
     /// readers is dropped. So the caller must not hold such a guard.
     ///
     /// # Errors
-    /// - OutOfResources: [`SLOTS`] invalidators are subscribed.
+    /// - OutOfResources: [`SLOTS`] other invalidators are subscribed.
     /// - Unsupported: this process is a forked child.
     pub fn add(&self, invalidator: &Arc<dyn Invalidator>) -> Result<SlotSubscription> {
         if !self.shared.is_own_process() {
@@ -350,8 +350,8 @@ impl<T: HasTable> Subscribers<T> {
     }
 
     /// Removes a subscription. If this was the invalidator's last subscription, returns the
-    /// invalidator, which hooks no longer call. Returns `None` otherwise, with the subscription of
-    /// another table, and in a forked child.
+    /// invalidator, which hooks no longer call. Returns `None` if the invalidator has subscriptions
+    /// left, if `subscription` came from another `Subscribers`, and in a forked child.
     ///
     /// The removal of the last subscription waits until every [`TableReadGuard`] of earlier readers
     /// is dropped. So the caller must not hold such a guard.

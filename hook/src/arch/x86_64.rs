@@ -58,8 +58,8 @@ const COMPARE_LEN: usize = 10;
 /// An instruction that the decoder recognises. A trampoline may contain a copy of it.
 struct KnownInstruction {
     len: usize,
-    /// Code that the trampoline runs before the hook, if this instruction lies before the patch
-    /// point: it reverses the effect of the instruction. `None` if a caller cannot see the effect.
+    /// Code that reverses the effect of this instruction. The trampoline runs the code before the
+    /// hook if the instruction precedes the patch point. `None` if no caller can see the effect.
     undo: Option<Vec<u8>>,
 }
 
@@ -96,8 +96,8 @@ fn is_jump(code: &[u8]) -> bool {
 }
 
 /// Finds the instruction that a patch can replace in `code`, the first bytes of the function at
-/// `address`. If `nr` is set, fails if that instruction, or one before it, loads the number of
-/// another system call.
+/// `address`. If `nr` is set, fails if that instruction, or one before it, loads the number of a
+/// system call other than `nr`.
 pub(super) fn decode(
     address: u64,
     code: &[u8; ENTRY_LEN],
