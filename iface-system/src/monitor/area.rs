@@ -217,8 +217,8 @@ fn parsed(line: &[u8]) -> Option<Area> {
 /// pages too, which no monitor detects. The argument `at_or_after` looks up the mapping at an
 /// address. It is [the function of that name](at_or_after) or an equivalent.
 ///
-/// Returns one area for callers that cache it: from the start of the first mapping in the range to
-/// the end of the last. Its other fields are those of the last mapping.
+/// Returns one area, which callers may cache. It reaches from the start of the first mapping in the
+/// range to the end of the last mapping. Its other fields are those of the last mapping.
 ///
 /// # Errors
 /// - BadAddress: an address of the range is not mapped.

@@ -32,7 +32,7 @@ pub enum HostMonitorKind {
     /// The application's own monitor: [`super::ImportMonitor`].
     Import,
     /// No monitor: registrations of host memory are not cached. The crate `hmem` turns the caches
-    /// of all domains off, for device memory too, as libfabric's variable does.
+    /// of all domains off, for device memory too, as libfabric does with this value.
     Disabled,
 }
 

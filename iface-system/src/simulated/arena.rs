@@ -32,8 +32,8 @@ use crate::sys;
 /// (*stamp*) for each allocation that was exported by an IPC handle.
 const STAMP_BYTES: u64 = 32 << 10;
 
-/// Number of extents in [`FileArena::quarantine`] at which the arena checks if the file still has
-/// other users.
+/// Number of extents in [`FileArena::quarantine`] at which the arena checks if a process still has
+/// an exported fd of the file open or mapped.
 const QUARANTINE: usize = 256;
 
 /// An arena's memory file, with the mapping through which the copy engine accesses it. Copies in
@@ -127,8 +127,8 @@ struct FileArena {
     quarantine: Vec<(u64, u64)>,
     /// True once an fd of the file was exported.
     exported: bool,
-    /// Number of consecutive calls of `release_quarantine` that found other users of the file, plus
-    /// 1. The larger the number, the rarer the calls.
+    /// 1, plus the number of consecutive calls of `release_quarantine` that found an exported fd
+    /// still in use. The larger the value, the rarer the calls.
     probes: usize,
     /// Indices of words in the file's header that were in use and are free again.
     free_stamps: Vec<u16>,
@@ -272,8 +272,8 @@ impl FileArenas {
     }
 
     /// Frees an extent. If it was `exported`, its space is reused only once no process has an
-    /// exported fd of the arena open or mapped. If not, the caller has already returned the
-    /// extent's pages to the kernel, and the space can be reused at once.
+    /// exported fd of the arena open or mapped. If it was not exported, the caller has already
+    /// freed the extent's pages, and the space can be reused at once.
     pub(crate) fn give(&mut self, extent: FileExtent, exported: bool) {
         let Some(number) = extent.arena else { return };
         let Some(arena) = self.arenas[number].as_mut() else { return };

@@ -238,7 +238,7 @@ impl EngineState {
 
 struct QueuedCopyEvent {
     done: Arc<CopyOutcome>,
-    /// The engine that `wait` must step itself with [`Stepping::ByHand`]. `None` if an engine
+    /// With [`Stepping::ByHand`], the engine whose queued copies `wait` runs. `None` if an engine
     /// thread runs the copies.
     engine: Option<Arc<EngineState>>,
 }

@@ -37,9 +37,8 @@ impl<T: Wipeable> LazyArray<T> {
         Ok(array)
     }
 
-    /// Zeroes `count` elements, starting with element `first`, and returns their pages to the
-    /// kernel. The elements must be whole pages. A concurrent reader of an element sees the old
-    /// value or zero.
+    /// Zeroes `count` elements, starting with element `first`, and frees their pages. The elements
+    /// must be whole pages. A concurrent reader of an element sees the old value or zero.
     pub(crate) fn discard(&self, first: usize, count: usize) -> Result<(), Errno> {
         let (offset, len) = (first * size_of::<T>(), count * size_of::<T>());
         // SAFETY: the mapping is anonymous. `T: Wipeable` accepts zeroes at any time.

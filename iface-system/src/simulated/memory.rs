@@ -33,8 +33,8 @@ pub(crate) struct SimulatedAllocation {
     /// The segments in address order. Together they are as long as the allocation, rounded up to
     /// pages.
     pub(crate) segments: Vec<PhysicalSegment>,
-    /// True once an fd of the memory file was exported, or an IPC handle. A genuine dma-buf does
-    /// not count, because it keeps its pages alive itself.
+    /// True once an fd of the memory file or an IPC handle was exported. The export of a genuine
+    /// dma-buf does not count, because the dma-buf keeps its pages alive itself.
     pub(crate) exported: bool,
     /// Index of the word in the memory file's header that holds the allocation's identity for other
     /// processes. `None` until the allocation is exported by an IPC handle.
@@ -57,8 +57,9 @@ pub(crate) struct SimulatedState {
     next_id: u64,
     /// Bytes in use on each device.
     used: Vec<u64>,
-    /// Number and total length of the live allocations that this iface allocated.
+    /// Number of the live allocations that this iface allocated.
     pub(crate) live: u64,
+    /// Total length in bytes of the live allocations that this iface allocated.
     pub(crate) live_bytes: u64,
     /// Number of open allocations of other processes.
     pub(crate) opened: u64,
@@ -357,8 +358,8 @@ impl SimulatedInner {
     /// Returns the number of an allocation's entry in the page table.
     ///
     /// # Errors
-    /// InvalidArgument: the allocation is not live, or a thread is freeing it. Also if `opened` is
-    /// true and this iface allocated the memory, or `opened` is false and this iface opened it.
+    /// InvalidArgument: the allocation is not live, a thread is freeing it, or `opened` is wrong.
+    /// `opened` must be true for memory of another process, and false for memory of this iface.
     pub(crate) fn live_number(
         &self,
         state: &SimulatedState,
@@ -418,7 +419,7 @@ impl SimulatedInner {
     /// Returns the record of the allocation `of`, which must contain `range`.
     ///
     /// # Errors
-    /// OutOfBounds if the range is not in one live allocation, or in another one than `of`.
+    /// OutOfBounds: no live allocation contains the range, or one other than `of` contains it.
     pub(crate) fn record_of_allocation<'a>(
         &self,
         state: &'a mut SimulatedState,

@@ -57,8 +57,8 @@ pub(crate) fn place_nothing(reservation: &Mapping, offset: u64, len: usize) -> R
     succeeded(placed != libc::MAP_FAILED)
 }
 
-/// Returns the pages of `len` bytes at `offset` to the kernel, after which the bytes read as zero.
-/// `offset` must be a multiple of the page size.
+/// Frees the pages of `len` bytes at `offset`, after which the bytes read as zero. `offset` must be
+/// a multiple of the page size.
 ///
 /// # Safety
 /// The mapping must be anonymous. Its users must accept that the bytes become zero at any time.
@@ -104,7 +104,7 @@ pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
     false
 }
 
-/// Returns the pages of `len` bytes of a file to the kernel, after which the bytes read as zero.
+/// Frees the pages of `len` bytes of a file, from `offset` on, after which the bytes read as zero.
 pub(crate) fn punch_hole(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), OsErrno> {
     rustix::fs::fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
 }

@@ -56,9 +56,9 @@ pub(crate) struct PageTable {
     window: AddressRange,
     /// Base-2 logarithm of the page size.
     page_shift: u32,
-    /// The slot of each block that one allocation covers.
+    /// The slot of each block of pages, which is used if one allocation covers the whole block.
     blocks: LazyArray<AtomicU32>,
-    /// The slot of each page. The slots of a block count only if the block's own slot is 0.
+    /// The slot of each page, which is valid only if the slot of the page's block is 0.
     pages: LazyArray<AtomicU32>,
     entries: LazyArray<AllocationEntry>,
 }
@@ -225,8 +225,8 @@ impl PageTable {
 impl TableWriter {
     /// Counts `pages` pages of a block as used or unused.
     ///
-    /// The memory for the slots of an empty block is returned to the kernel only when another block
-    /// becomes empty. So a block that repeatedly fills and empties costs no system call.
+    /// The memory for the slots of an empty block is freed only when another block becomes empty.
+    /// So a block that repeatedly fills and empties costs no system call.
     fn count(&mut self, table: &PageTable, block: usize, pages: u16, used: bool) {
         if used {
             self.used_pages[block] += pages;

@@ -57,12 +57,12 @@ struct AnnouncedCall {
     read: AtomicU64,
 }
 
-/// Length of one pause of a hooked call that waits, before it returns, for threads that compare
-/// events.
+/// Length of one pause of a hooked call that waits, before it returns, until threads have compared
+/// the events that they read with its announcement.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// Maximum number of pauses of a hooked call. If the threads take longer, they may treat the event
-/// of this call like that of a raw system call.
+/// Maximum number of pauses of a hooked call. A thread that compares events later may treat the
+/// event of this call like that of a raw system call.
 const PAUSES: u32 = 5_000;
 
 /// The hooked calls that are announced at the moment. All zeroes mean that no call is announced,
@@ -73,7 +73,7 @@ pub(super) struct Announced {
     calls: [AnnouncedCall; CALLS],
     /// Number of times that a thread has begun to read userfaultfd events.
     begun: AtomicU64,
-    /// Number of times that a thread has finished reading and comparing events.
+    /// Number of times that a thread has finished comparing the events with the announcements.
     compared: AtomicU64,
 }
 
@@ -96,9 +96,9 @@ impl Announced {
         Reading(&self.compared)
     }
 
-    /// Announces a call that is about to discard `start..end`. Returns the index of the call's
-    /// slot, or `None` if all slots are in use. After the call, the caller passes the index to
-    /// [`Announced::retract`].
+    /// Announces a call of `madvise` that is about to discard `start..end`. Returns the index of
+    /// the call's slot, or `None` if all slots are in use. After `madvise` has returned, the hook
+    /// passes the index to [`Announced::retract`].
     pub(super) fn announce(&self, start: u64, end: u64) -> Option<usize> {
         let slot = self.calls.iter().position(|call| {
             let word = call.word.load(Relaxed);
@@ -114,7 +114,7 @@ impl Announced {
     }
 
     /// Ends the announcement of a call that has returned. First waits until every event that was
-    /// read during the call was compared with the announcement, or [`PAUSES`] pauses have passed.
+    /// read during the call was compared with the announcement, for at most [`PAUSES`] pauses.
     /// May change `errno`.
     pub(super) fn retract(&self, slot: usize) {
         let begun = self.begun.load(SeqCst);

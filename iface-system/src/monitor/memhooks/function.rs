@@ -117,7 +117,7 @@ fn matters(address: usize, lens: [usize; 2]) -> Option<u64> {
 /// these arguments. Returns `None` if the call maps no huge pages, or if rounding does not change
 /// `len`. If the size is unknown, returns the largest one that `address` is aligned to.
 ///
-/// The flags of an anonymous mapping must include MAP_HUGETLB.
+/// If the call makes an anonymous mapping, `flags` must include MAP_HUGETLB.
 #[cold]
 fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u64> {
     let fitting = matters(address, [len; 2])?;
@@ -183,11 +183,9 @@ impl Function {
         }
     }
 
-    /// Returns the range of a call of `madvise` for whose discard the kernel sends userfaultfd
-    /// events. Returns `None` for other calls. `affected` is the result of [`Function::affected`].
-    ///
-    /// A call of `process_madvise` has no range, because its addresses are not known, and may be in
-    /// another process.
+    /// Returns the range that a call of `madvise` discards, if the kernel sends userfaultfd events
+    /// for the discard. Returns `None` for other calls, even of `process_madvise`, whose addresses
+    /// are not known. `affected` is the result of [`Function::affected`].
     #[inline(always)]
     pub(super) const fn range_of_events(
         self,

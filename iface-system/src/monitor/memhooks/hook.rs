@@ -49,7 +49,7 @@ impl HasTable for MemhooksState {
     }
 }
 
-/// The signature of hooks, and by which they call the original functions: six register-sized
+/// The signature of the hooks, which also call the original functions by it: six register-sized
 /// arguments, and a register-sized result.
 type HookedFn = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 

@@ -63,11 +63,11 @@ impl MemHooks {
     ///
     /// # Errors
     /// - Unavailable: there is no dynamically linked glibc.
-    /// - Unsupported: an entry cannot be patched. The error names the function, and the library
+    /// - Unsupported: a function cannot be patched. The error names the function, and the library
     ///   that patched it first, if this is known.
     /// - PermissionDenied or AccessDenied: a security policy forbids changing code.
-    /// - Busy: a change through a function did not notify subscribers, or another library has
-    ///   overwritten a patch.
+    /// - Busy: a call of a patched function did not notify subscribers of a change, or another
+    ///   library has overwritten a patch.
     /// - OutOfResources: no memory, mapping or slot for an invalidator is left.
     pub fn start() -> Result<Arc<Self>> {
         let hooks = Hooks::start(&hook::REGISTRY, NAME, hook::plan)?;
@@ -76,8 +76,8 @@ impl MemHooks {
         Ok(this)
     }
 
-    /// Tests that every patch is still in place, and that a change through each function notifies
-    /// subscribers. `process_madvise` and `remap_file_pages` are not called.
+    /// Tests that every patch is still in place, and calls the patched functions, to test that they
+    /// notify subscribers. Does not call `process_madvise` and `remap_file_pages`.
     ///
     /// # Errors
     /// - Busy: a library overwrote a patch or intercepts a function. The error names the function,

@@ -24,12 +24,13 @@ use crate::sys;
 #[derive(Debug, Default)]
 struct Expecting {
     issuer: TokenIssuer,
-    /// The expected range and cause. `start` is `u64::MAX` if no notification is expected.
+    /// Start of the expected range, or `u64::MAX` if no notification is expected.
     start: AtomicU64,
     len: AtomicU64,
     cause: AtomicU64,
-    /// Number of expected notifications before a change, and after it.
+    /// Number of notifications with the expected range and cause before a change.
     begun: AtomicU64,
+    /// Number of notifications with the expected range and cause after a change.
     ended: AtomicU64,
 }
 

@@ -26,8 +26,8 @@ use super::NAME;
 /// mappings.
 const SHARE: usize = 16;
 
-/// Divisor of the kernel's limit: monitors watch no more ranges if the process's other mappings
-/// leave free less than the sum of `limit / SHARE` and `limit / SPARE`.
+/// Divisor of the kernel's limit: monitors watch no further range if the process has more than
+/// `limit - limit / SHARE - limit / SPARE` mappings besides those of watched ranges.
 const SPARE: usize = 64;
 
 /// The kernel's default of `vm.max_map_count`, which is used if `/proc` does not show the real

@@ -54,8 +54,8 @@ pub(super) struct Discards {
 }
 
 impl Discards {
-    /// Moves the discards that the thread that reads events has queued in `shared` into the pending
-    /// discards.
+    /// Moves the discards in the queue of `shared` to the pending discards. The thread that reads
+    /// events has put them into the queue.
     pub(super) fn take(&mut self, shared: &UffdState) {
         while let Some((start, len)) = shared.discarded.take() {
             self.add(start..start.saturating_add(len));
@@ -163,8 +163,8 @@ fn state_and_flags(line: &str) -> Option<(char, u64)> {
     Some((state, words.nth(5)?.parse().ok()?))
 }
 
-/// Returns true if `line`, from `/proc/[pid]/syscall`, shows that the thread sleeps, and not in a
-/// system call that discards memory. The number -1 means that the thread is in no system call.
+/// Returns true if `line`, from `/proc/[pid]/syscall`, shows that the thread sleeps, but not in a
+/// system call that discards memory. If `line` begins with -1, the thread is in no system call.
 fn is_other_call(line: &str) -> bool {
     let number = line.split_whitespace().next().and_then(|number| number.parse().ok());
     number.is_some_and(|number: libc::c_long| {

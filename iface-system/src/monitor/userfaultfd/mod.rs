@@ -70,7 +70,7 @@ const NAME: MonitorName = MonitorName {
 ///
 /// Events of unmapped memory arrive after the change. A thread that maps the same addresses again
 /// at once, while another thread still unmaps them, can get a hit on the old registration. The
-/// kernel sends no events for `remap_file_pages`, `shmat` with SHM_REMAP and MADV_GUARD_INSTALL.
+/// kernel sends no events for `remap_file_pages`, MADV_GUARD_INSTALL, and `shmat` with SHM_REMAP.
 ///
 /// # Examples
 /// ```
@@ -112,7 +112,7 @@ impl UserFaultFd {
     /// - Unsupported: the kernel lacks userfaultfd or one of the events.
     /// - PermissionDenied: a sysctl, a seccomp filter or a security module forbids userfaultfd.
     /// - OutOfResources: no fd or memory is left.
-    /// - Another kind: the kernel refuses a call for another reason, by the errno in the error.
+    /// - Another kind: the kernel refuses a call for another reason. The error contains the errno.
     ///
     /// If the kernel refuses to open a userfaultfd, the error names the cause and a remedy.
     pub fn start() -> Result<Arc<Self>> {

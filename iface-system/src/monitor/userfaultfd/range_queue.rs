@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 #[repr(C)]
 pub(super) struct RangeQueue<const N: usize> {
     ranges: [[AtomicU64; 2]; N],
-    /// The number of ranges that were appended so far, and that were removed so far, modulo 2^32.
+    /// Number of ranges that were appended so far, modulo 2^32.
     pushed: AtomicU32,
+    /// Number of ranges that were removed so far, modulo 2^32.
     taken: AtomicU32,
 }
 

@@ -136,7 +136,7 @@ pub(super) fn read<'a>(
 /// - PermissionDenied: a seccomp filter, a sysctl or a security module refuses the call.
 /// - Unsupported: the kernel lacks userfaultfd or one of the events.
 /// - OutOfResources: no fd or memory is left.
-/// - Another kind: the kernel refuses the call for another reason, by the errno in the error.
+/// - Another kind: the kernel refuses the call for another reason. The error contains the errno.
 pub(super) fn open() -> Result<OwnedFd> {
     let offered = UffdioApi { api: UFFD_API, features: 0, ioctls: 0 };
     // Each userfaultfd allows one handshake. So a first userfaultfd queries the features, and a
